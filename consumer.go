@@ -5,46 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
-	"sync/atomic"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/twmb/franz-go/pkg/kgo"
-
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/handling"
-	"github.com/outboxgo/outbox/internal/kafka"
-	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/pauses"
-	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/starts"
-	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/watch"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // Consumer passes the events of topics to handlers: those of a partition in order,
 // partitions in parallel. Any number of processes may run the same group; each
 // partition is assigned to one of them.
-type Consumer struct {
-	cfg       ConsumerConfig
-	hostOpts  []kgo.Opt
-	opts      []kgo.Opt // with what the promises need
-	processor *processor
-	reader    *reader
-	handled   *handledStore // nil without PostgreSQL
-	starts    *starts.Store // nil without PostgreSQL
-	pauses    *pauses.Set
-	operators *pauses.Store   // what they have paused; nil without PostgreSQL
-	alerts    *consumerAlerts // nil without PostgreSQL
-	slots     slots
-	breakers  *actionBreakers // nil without PostgreSQL
-	outages   *outage.Logs    // of PostgreSQL, Kafka and dead-letter topics
-
-	running atomic.Bool
-	current atomic.Pointer[membership]  // nil while it does not run
-	parked  atomic.Pointer[deliveryRun] // nil while it does not run, and without PostgreSQL
-	state   runState
-}
+type Consumer struct{ engine *consumerEngine }
 
 // NewConsumer returns a consumer of the topics in which the registry has the events
 // of the handlers. It makes its own Kafka client from opts when it runs: brokers,
@@ -91,51 +62,31 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	var routes routes
 	if events != nil {
 		var err error
-		routes, err = newRoutes(events, &cfg.HandlerConfig, handlers)
+		routes, err = cfg.HandlerConfig.routes(events, handlers)
 		errs = append(errs, err)
 	}
 	if db == nil {
 		errs = append(errs, given.checkWithoutDatabase(handlers))
 	}
+	var engine *consumerEngine
 	err := errors.Join(errs...)
 	if err == nil {
-		cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.topics)
-	}
-	var all []kgo.Opt
-	if err == nil {
-		all, err = consumerOpts(opts, cfg, routes.topics)
+		engine, err = newConsumerEngine(db, opts, cfg.rules(), routes)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
-	log := cfg.Logger.With("group", cfg.Group)
-	cfg.HandlerConfig = cfg.guarded(log)
-	c := &Consumer{
-		cfg: cfg, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(log), pauses: pauses.NewSet(),
-		processor: &processor{cfg: cfg.HandlerConfig, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
-	}
-	c.reader = &reader{processor: c.processor, decode: cfg.Decode}
-	if cfg.Concurrency > 0 {
-		c.slots.calls = handling.NewSlots(cfg.Concurrency)
-	}
 	if db != nil {
-		c.slots.transactions = handling.SlotsOf(db)
-		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
-		c.handled.durable = true // the group's offset, which is in Kafka, says that events are handled
-		c.processor.store = c.handled
-		c.breakers = newActionBreakers(&c.cfg.HandlerConfig, routes, log)
-		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
-		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
-		c.alerts = newConsumerAlerts(db, &c.cfg, log)
+		engine.alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), cfg.Group, true, cfg.SessionTimeout, engine.cfg.Log).Run
 	}
-	return c, nil
+	return &Consumer{engine}, nil
 }
 
 // Group returns the consumer group.
-func (c *Consumer) Group() string { return c.cfg.Group }
+func (c *Consumer) Group() string { return c.engine.cfg.Group }
 
 // Topics returns the topics that the consumer reads, sorted.
-func (c *Consumer) Topics() []string { return slices.Clone(c.processor.routes.topics) }
+func (c *Consumer) Topics() []string { return slices.Clone(c.engine.processor.routes.topics) }
 
 // Run handles events until ctx is cancelled; then it returns nil, within StopTimeout. In
 // this time handlers finish the events that they are at, which has three fifths of it,
@@ -152,90 +103,7 @@ func (c *Consumer) Topics() []string { return slices.Clone(c.processor.routes.to
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. Run returns an error
 // only if an operator has to act: [ErrNotMigrated].
-func (c *Consumer) Run(ctx context.Context) error {
-	if !c.running.CompareAndSwap(false, true) {
-		return ErrRunning
-	}
-	defer c.running.Store(false)
-	c.state.begin()
-	err := c.run(ctx)
-	c.state.end(err)
-	return err
-}
-
-func (c *Consumer) run(ctx context.Context) (err error) {
-	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
-		return err
-	}
-	defer c.watchPauses(ctx)()
-	defer c.alerts.start(ctx)()
-	ctx, end := context.WithCancel(ctx)
-	defer end()
-	parking, endParked, err := c.startParked(ctx, end)
-	if err != nil || ctx.Err() != nil {
-		return err
-	}
-	defer func() {
-		end()
-		err = errors.Join(err, endParked())
-	}()
-	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
-		m, err := join(c.hostOpts, c.opts, &c.cfg, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking}, c.outages)
-		if err != nil {
-			return err
-		}
-		c.current.Store(m)
-		polling := m.startPolling(ctx)
-		select { // and not when polling has ended: it waits while partitions are given up
-		case <-ctx.Done():
-		case <-m.starts.Outdated().Done():
-		}
-		if ctx.Err() != nil {
-			c.state.stop()
-		}
-		c.current.Store(nil)
-		m.close(polling)
-	}
-	return nil
-}
-
-// What outages of a consumer are named in its log; those of dead-letter topics have a
-// name each.
-const (
-	outageFetching   = "fetching"
-	outageCommitting = "committing offsets"
-
-	outageCommittingTopic = "committing offsets of topic " // with its name
-)
-
-// checkTables waits for PostgreSQL and checks that the tables of consumers are as this release
-// needs them. It also reads what is paused, before anything is handled.
-func (c *Consumer) checkTables(ctx context.Context) error {
-	if c.handled == nil {
-		return nil
-	}
-	answered := outage.Announce(c.processor.log, "PostgreSQL, or for a connection of its pool", checkTimeout)
-	defer answered()
-	for ctx.Err() == nil {
-		began := time.Now()
-		try, cancel := context.WithTimeout(ctx, checkTimeout)
-		err := errors.Join(c.handled.check(try), c.starts.Check(try), c.readPauses(try))
-		cancel()
-		answered()
-		if pg.IsUndefined(err) {
-			return pg.NotMigrated(c.cfg.Schema, err)
-		}
-		if err == nil {
-			c.outages.Report(outagePostgres, began, nil)
-			return nil
-		}
-		if ctx.Err() == nil {
-			c.outages.Report(outagePostgres, began, err)
-			wait.Sleep(ctx, c.outages.Backoff(outagePostgres))
-		}
-	}
-	return nil
-}
+func (c *Consumer) Run(ctx context.Context) error { return c.engine.run(ctx) }
 
 // Deliver passes a record to the handlers as [Consumer.Run] does, without Kafka: it
 // is for tests. Each action runs once, in a transaction of its own; errors are
@@ -243,17 +111,86 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 // already are skipped, and event types without a handler as Unknown says. Headers of a
 // replay count, see [ReplayGroup].
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
-	p := c.processor.forOne(new(handling.Activity))
-	from := originOf(record, kafka.TopicID{})
-	it := c.reader.read(ctx, record, replayOf(record), &from)
-	if it.isSkipped(c.cfg.Unknown) {
-		return nil
-	}
-	errs := []error{it.err}
-	for t := range it.inOrder() {
-		errs = append(errs, p.processOne(ctx, t))
-	}
-	return errors.Join(errs...)
+	return public(c.engine.deliver(ctx, record))
 }
+
+// PartitionLag is how far a consumer is behind in a partition.
+type PartitionLag struct {
+	// Topic of the partition.
+	Topic string
+	// Partition is its number.
+	Partition int32
+	// Next is the offset that is committed: of the next record to handle.
+	Next int64
+	// End is the offset behind the last record, also of a transaction that is open: its
+	// records, and those behind them, cannot be read before it ends.
+	End int64
+}
+
+// Records returns how many offsets are left to handle: not fewer than there are
+// records, because markers of transactions and gaps of compaction have some too.
+func (l PartitionLag) Records() int64 { return max(0, l.End-l.Next) }
+
+// Lag returns how far the partitions that this process holds at the moment are behind,
+// sorted. It asks Kafka for their ends. A consumer that does not run holds none.
+func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
+	lags, err := c.engine.lag(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: lag of group %s: %w", c.Group(), err)
+	}
+	var all []PartitionLag
+	for _, l := range lags {
+		all = append(all, PartitionLag(l))
+	}
+	return all, nil
+}
+
+// ConsumerHealth reports the state of a consumer in this process.
+type ConsumerHealth struct {
+	// Group is the consumer group.
+	Group string
+	// Live is false if only a restart of the process can help: Run has returned an
+	// error, or a handler does not return.
+	Live bool
+	// Ready is false if this process does not handle events: see Reasons.
+	Ready bool
+	// Partitions is how many partitions the group has assigned to it. A member of a
+	// group that has more members than partitions holds none, and is ready.
+	Partitions int
+	// Reasons say why the consumer is not live or not ready. A lag that has grown for five minutes, what is
+	// paused, and breakers of actions that are not closed are among them, although they make it neither.
+	Reasons []string
+}
+
+// Health reports the state of the consumer without I/O. It is live, but not ready,
+// before Run is called, during a stop and after a clean one; and while PostgreSQL, fetching from
+// Kafka, committing offsets or a dead-letter topic fails, because no restart brings
+// these back. It is not ready either before the group has assigned partitions to it and
+// it is known where to begin; while it waits at a batch that is too large, or for longer
+// than SlowHandler for a transaction to begin; and while a handler runs on after its
+// HandlerTimeout, or a hook, a decoder or another function of the host for as long. Once one
+// has run for twice as long, the consumer is not live. An outage
+// ends with the next try that succeeds, or if nothing was tried
+// for MaxPollInterval, for example because the partition is with another member.
+//
+// The package outboxhttp serves this to probes.
+func (c *Consumer) Health() ConsumerHealth { return ConsumerHealth(c.engine.health()) }
+
+// Pause has this process handle nothing of some topics, or without topics nothing at all,
+// until Resume is called. Handlers finish what they are at, and what they have done is
+// committed; an event that has failed is tried again after the pause. The member keeps its
+// partitions, so other members of the group do not handle what it has paused. Pause may be
+// called at any time, also before Run, and returns at once.
+//
+// Operators pause a group in all its processes, and over restarts, with the command
+// outbox consumer pause, the API of outboxadmin, or outboxops.Consumers. A topic is
+// handled when nobody has paused it any more. Deliver is not paused.
+//
+// The error names topics that the consumer does not read. Nothing is paused then.
+func (c *Consumer) Pause(topics ...string) error { return c.engine.pause(topics) }
+
+// Resume ends the pause that Pause has begun with the same topics, or without topics. It
+// does not end those of operators. The error is that of Pause.
+func (c *Consumer) Resume(topics ...string) error { return c.engine.resume(topics) }
 
 func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().kind != noTx }

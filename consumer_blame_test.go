@@ -49,7 +49,7 @@ func TestTwoHandlersEndTransaction(t *testing.T) {
 		return err
 	})
 	s.sendSales(t, 10, map[int]string{2: "ROLLBACK; BEGIN", 6: "COMMIT"})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}, FromStart: true}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}, FromStart: true}, h).Run)
 	s.deadLetters(t, 2)
 	require.Eventually(t, func() bool { return s.relayFixture.count(t, "event_handled") == 8 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 8, s.counts(t)["p"])
@@ -86,7 +86,7 @@ func TestHandlerEndsTransaction(t *testing.T) {
 		return ends[how](ctx, tx)
 	})
 	s.sendSales(t, 100, poison)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: 1}, FromStart: true}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}}, FromStart: true}, h).Run)
 	for _, r := range s.deadLetters(t, len(poison)) {
 		h := deadLetterHeaders(r)
 		require.Equal(t, []string{"transaction_ended", "2"}, []string{h["dlq_error_class"], h["dlq_attempts"]}, string(r.Value))
@@ -117,7 +117,7 @@ func TestHandlerLeavesTransaction(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	})
 	s.sendSales(t, 20, map[int]string{3: "aborted", 9: "open"})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: 1, Hooks: outbox.ConsumerHooks{
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, Hooks: outbox.ConsumerHooks{
 		Failed: func(m outbox.Metadata, _ string, _ error) { blamed.Store(m.Kafka.Offset, true) },
 	}}, FromStart: true}, h).Run)
 	for i, r := range s.deadLetters(t, 2) {
@@ -307,7 +307,7 @@ func TestNotesCannotBeMade(t *testing.T) {
 	} {
 		s, log := newConsumerFixture(t, 1), new(testenv.Buffer)
 		db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = "100" })
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond,
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
 			Logger: slog.New(slog.NewTextHandler(log, nil)), Hooks: outbox.ConsumerHooks{
 				Failed:       func(_ outbox.Metadata, _ string, err error) { assert.NoError(t, err, name) },
 				DeadLettered: func(_ outbox.Metadata, _, _ string, err error) { assert.NoError(t, err, name) },

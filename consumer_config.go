@@ -10,6 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
 )
 
 // ConsumerConfig tunes a [Consumer]. All but Group may be zero.
@@ -165,4 +166,17 @@ func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
 		errs = append(errs, errors.New("field RetryDeadAfter: it needs a database"))
 	}
 	return errors.Join(errs...)
+}
+
+// rules returns the configuration as the engine takes it.
+func (c ConsumerConfig) rules() consumerRules {
+	handling := c.HandlerConfig.rules(c.StopTimeout)
+	return consumerRules{
+		handlerRules: &handling, FromStart: c.FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
+		HeartbeatInterval: c.HeartbeatInterval, SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
+		Decode: func(r *kgo.Record) (*envelope.Message, error) {
+			m, err := c.Decode(r)
+			return (*envelope.Message)(m), err
+		},
+	}
 }

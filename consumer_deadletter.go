@@ -19,64 +19,6 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// The headers of a dead letter, beside those of the record itself, whose key and
-// value it has as well.
-const (
-	// DeadLetterOriginalTopic, …Partition, …Offset and …Timestamp say where the
-	// record was: the numbers in decimal, the timestamp in RFC 3339, UTC, to the
-	// millisecond.
-	DeadLetterOriginalTopic     = deadletter.OriginalTopic
-	DeadLetterOriginalPartition = deadletter.OriginalPartition
-	DeadLetterOriginalOffset    = deadletter.OriginalOffset
-	DeadLetterOriginalTimestamp = "dlq_original_timestamp"
-	// DeadLetterGroup and DeadLetterAction say who could not handle it. The action is
-	// empty where the record was not fit for any.
-	DeadLetterGroup  = deadletter.Group
-	DeadLetterAction = deadletter.Action
-	// DeadLetterError, DeadLetterClass and DeadLetterAttempts say why: the text of
-	// the error, at most 2,000 bytes, its kind, and how often it was tried.
-	DeadLetterError    = "dlq_error"
-	DeadLetterClass    = "dlq_error_class"
-	DeadLetterAttempts = "dlq_attempts"
-	// DeadLetterFailedAt is when it was given up, in RFC 3339, UTC.
-	DeadLetterFailedAt = "dlq_failed_at"
-	// DeadLetterValueOmitted is there if the dead-letter topic took the record only
-	// without its value, which is in the original record still: its size in bytes.
-	DeadLetterValueOmitted = deadletter.ValueOmitted
-	// DeadLetterKeyOmitted and …HeadersOmitted are there if that was not enough. A key
-	// above 1 KiB is omitted then, and of the headers those that do not fit into 8 KiB:
-	// the size of the key in bytes, and the number of headers.
-	DeadLetterKeyOmitted     = "dlq_key_omitted"
-	DeadLetterHeadersOmitted = "dlq_headers_omitted"
-	// DeadLetterDigest is there beside each of them: the SHA-256 of the original's key,
-	// value and headers, by which a replay recognizes it.
-	DeadLetterDigest = deadletter.OriginalDigest
-)
-
-// The headers of a record that was sent back from a dead-letter topic: only this
-// group handles it, and only this action if one is named.
-//
-// Headers are input: whoever may write to the topic could hide an event with them. So they
-// count only in a copy of a dead letter, which ReplayFrom names and which is looked at in
-// the dead-letter topic. Other records are handled as if they had no such headers.
-const (
-	ReplayGroup  = deadletter.ReplayGroup
-	ReplayAction = deadletter.ReplayAction
-)
-
-// ReplayOf is a header of such a record too: where it was first, as
-// topic-partition-offset. It stands for the id of an event that has none, see
-// [PlainRecords].
-const ReplayOf = deadletter.ReplayOf
-
-// ReplayFrom is a header of such a record too: where its dead letter is, as
-// topic-partition-offset.
-const ReplayFrom = deadletter.ReplayFrom
-
-// DeadLetterTopic returns the name of the topic for the dead letters of another:
-// {topic}.dlq.
-func DeadLetterTopic(topic string) string { return topic + deadletter.TopicSuffix }
-
 // fixedDeadLetterTopics calls host for each of the consumed topics and returns what it said
 // as a function, so that it cannot panic or say something else while records wait. A
 // consumer that read a topic of its own dead letters would send them on and on.
@@ -131,7 +73,7 @@ func (w *partitionWorker) logNoReplay(r *kgo.Record, err error) {
 
 // checkReplay implements partitionGroup.
 func (m *membership) checkReplay(ctx context.Context, r *kgo.Record) error {
-	return m.replays.Check(ctx, r, m.cfg.DeadLetterTopic(r.Topic), DeadLetterTopic(r.Topic))
+	return m.replays.Check(ctx, r, m.cfg.DeadLetterTopic(r.Topic), deadletter.Topic(r.Topic))
 }
 
 // checkDeadLetterTopics warns of dead-letter topics that do not exist, before a dead letter
@@ -157,7 +99,7 @@ func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 
 // deadLetters sends dead letters.
 type deadLetters struct {
-	cfg     *ConsumerConfig
+	cfg     *consumerRules
 	produce func(context.Context, *kgo.Record) error // waits for the answer
 }
 
@@ -201,10 +143,10 @@ const outageDeadLetters = "dead-letter topic "
 
 // reportDeadLetter logs that a dead letter was sent and calls its hook.
 func (w *partitionWorker) reportDeadLetter(it *recordItem, topic string, why givenUp) {
-	w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
+	w.log.WarnContext(handlerContext(w.held, &it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
 		"partition", w.partition.Name(), "offset", it.record.Offset, "action", why.action, "attempts", why.attempts, "class", why.class, "error", why.err)
 	if w.cfg.Hooks.DeadLettered != nil {
-		w.callHost("hook DeadLettered", why.action, &it.meta, func() { w.cfg.Hooks.DeadLettered(it.meta, why.action, topic, why.err) })
+		w.callHost("hook DeadLettered", why.action, &it.meta, func() { w.cfg.Hooks.DeadLettered(&it.meta, why.action, topic, why.err) })
 	}
 }
 
@@ -226,17 +168,17 @@ const (
 )
 
 // record returns the record for the dead-letter topic of r's.
-func (d givenUp) record(r *kgo.Record, cfg *ConsumerConfig, form deadLetterForm) *kgo.Record {
+func (d givenUp) record(r *kgo.Record, cfg *consumerRules, form deadLetterForm) *kgo.Record {
 	dead := &kgo.Record{Topic: cfg.DeadLetterTopic(r.Topic), Key: r.Key, Value: r.Value}
 	own := d.headers(r, cfg)
 	omit := func(name string, n int) { own = append(own, header(name, strconv.Itoa(n))) }
 	if form >= noValueForm && len(r.Value) > 0 {
 		dead.Value = nil
-		omit(DeadLetterValueOmitted, len(r.Value))
+		omit(deadletter.ValueOmitted, len(r.Value))
 	}
 	if form >= shortForm && len(r.Key) > maxShortKey {
 		dead.Key = nil
-		omit(DeadLetterKeyOmitted, len(r.Key))
+		omit(deadletter.KeyOmitted, len(r.Key))
 	}
 	left := math.MaxInt
 	if form >= shortForm {
@@ -246,7 +188,7 @@ func (d givenUp) record(r *kgo.Record, cfg *ConsumerConfig, form deadLetterForm)
 	omitted := 0
 	for _, h := range r.Headers {
 		switch size := len(h.Key) + len(h.Value); {
-		case deadletter.IsOwn(h.Key) && !strings.EqualFold(h.Key, ReplayOf):
+		case deadletter.IsOwn(h.Key) && !strings.EqualFold(h.Key, deadletter.ReplayOf):
 		case size > left:
 			omitted++
 		default:
@@ -255,28 +197,28 @@ func (d givenUp) record(r *kgo.Record, cfg *ConsumerConfig, form deadLetterForm)
 		}
 	}
 	if omitted > 0 {
-		omit(DeadLetterHeadersOmitted, omitted)
+		omit(deadletter.HeadersOmitted, omitted)
 	}
 	if form > completeForm {
-		own = append(own, header(DeadLetterDigest, deadletter.Digest(r)))
+		own = append(own, header(deadletter.OriginalDigest, deadletter.Digest(r)))
 	}
 	dead.Headers = append(dead.Headers, own...)
 	return dead
 }
 
 // headers returns what a dead letter says about r and about why it is one.
-func (d givenUp) headers(r *kgo.Record, cfg *ConsumerConfig) []kgo.RecordHeader {
+func (d givenUp) headers(r *kgo.Record, cfg *consumerRules) []kgo.RecordHeader {
 	return []kgo.RecordHeader{
-		header(DeadLetterOriginalTopic, r.Topic),
-		header(DeadLetterOriginalPartition, strconv.Itoa(int(r.Partition))),
-		header(DeadLetterOriginalOffset, strconv.FormatInt(r.Offset, 10)),
-		header(DeadLetterOriginalTimestamp, r.Timestamp.UTC().Format(timestampForm)),
-		header(DeadLetterGroup, cfg.Group),
-		header(DeadLetterAction, d.action),
-		header(DeadLetterError, short.Text(d.err.Error(), maxErrorText)),
-		header(DeadLetterClass, d.class),
-		header(DeadLetterAttempts, strconv.Itoa(d.attempts)),
-		header(DeadLetterFailedAt, time.Now().UTC().Format(timestampForm)),
+		header(deadletter.OriginalTopic, r.Topic),
+		header(deadletter.OriginalPartition, strconv.Itoa(int(r.Partition))),
+		header(deadletter.OriginalOffset, strconv.FormatInt(r.Offset, 10)),
+		header(deadletter.OriginalTimestamp, r.Timestamp.UTC().Format(timestampForm)),
+		header(deadletter.Group, cfg.Group),
+		header(deadletter.Action, d.action),
+		header(deadletter.Error, short.Text(d.err.Error(), maxErrorText)),
+		header(deadletter.ErrorClass, d.class),
+		header(deadletter.Attempts, strconv.Itoa(d.attempts)),
+		header(deadletter.FailedAt, time.Now().UTC().Format(timestampForm)),
 	}
 }
 

@@ -8,16 +8,10 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 )
-
-// DecodeCloudEvent reads a record as the CloudEvents 1.0 Kafka protocol binding has
-// them, in either mode: what a [Relay] sends. Its error is a [*FieldError]. Where
-// topics hold records of other producers as well, see [PlainRecords].
-func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
-	return decodeRecord(r.Value, headersOf(r))
-}
 
 // headersOf yields the headers of a record.
 func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
@@ -36,7 +30,7 @@ type replay struct{ group, action string } // "" for any
 // reader makes tasks of the records of a consumer, whose workers share it.
 type reader struct {
 	processor *processor
-	decode    func(*kgo.Record) (*Message, error)
+	decode    func(*kgo.Record) (*envelope.Message, error)
 	noReplay  outage.Seldom
 }
 
@@ -45,33 +39,33 @@ type recordItem struct {
 	item
 	record  *kgo.Record
 	replay  replay
-	blocked map[*handler]bool // they are not called here; false until the task is parked
+	blocked map[*engineHandler]bool // they are not called here; false until the task is parked
 }
 
 // isBlocked reports whether a task is not to be handled here.
 func (it *recordItem) isBlocked(t task) bool {
-	_, blocked := it.blocked[t.handler]
+	_, blocked := it.blocked[t.engineHandler]
 	return blocked
 }
 
 // block notes that a task is not to be handled here.
 func (it *recordItem) block(t task) {
 	if it.blocked == nil {
-		it.blocked = map[*handler]bool{}
+		it.blocked = map[*engineHandler]bool{}
 	}
-	it.blocked[t.handler] = false
+	it.blocked[t.engineHandler] = false
 }
 
 // noteParked notes that a task is parked.
 func (it *recordItem) noteParked(t task) {
 	it.block(t)
-	it.blocked[t.handler] = true
+	it.blocked[t.engineHandler] = true
 }
 
 // takeBlocked returns the tasks that are still to be parked.
 func (it *recordItem) takeBlocked() (tasks []task) {
 	for _, t := range it.tasks {
-		if parked, blocked := it.blocked[t.handler]; blocked && !parked {
+		if parked, blocked := it.blocked[t.engineHandler]; blocked && !parked {
 			tasks = append(tasks, t)
 			it.noteParked(t)
 		}
@@ -80,18 +74,18 @@ func (it *recordItem) takeBlocked() (tasks []task) {
 }
 
 // originOf says where a record came from.
-func originOf(r *kgo.Record, topicID kafka.TopicID) origin {
-	return origin{key: r.Key, kafka: KafkaMetadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key, topicID: topicID}}
+func originOf(r *kgo.Record, topicID kafka.TopicID) envelope.Origin {
+	return envelope.Origin{Key: r.Key, Record: envelope.Place{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key}, TopicID: topicID}
 }
 
 // newRecordItem returns a record without tasks.
-func newRecordItem(r *kgo.Record, to replay, from *origin) recordItem {
-	return recordItem{record: r, replay: to, item: item{meta: Metadata{Headers: plainHeaders(headersOf(r)), Kafka: &from.kafka, Attempt: 1, origin: from}}}
+func newRecordItem(r *kgo.Record, to replay, from *envelope.Origin) recordItem {
+	return recordItem{record: r, replay: to, item: item{meta: envelope.Received{Headers: envelope.PlainHeaders(headersOf(r)), Kafka: &from.Record, Attempt: 1, Origin: from}}}
 }
 
 // read decodes a record and finds its handlers: all of them, or those for which it was
 // sent back.
-func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *origin) recordItem {
+func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *envelope.Origin) recordItem {
 	it := newRecordItem(record, to, from)
 	if record.Attrs.IsControl() { // nobody's, but it has an offset
 		return it
@@ -99,7 +93,7 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 	if to.group != "" && to.group != r.processor.cfg.Group {
 		return it
 	}
-	var m *Message
+	var m *envelope.Message
 	err := guard(func() (err error) {
 		m, err = r.decode(record)
 		return err
@@ -111,15 +105,15 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 		r.processor.resolve(ctx, &it.item, m, to.action)
 	}
 	if it.class == classUnknownAction {
-		it.err = unknownAction(it.meta.Type, ReplayAction, to.action)
+		it.err = unknownAction(it.meta.Type, deadletter.ReplayAction, to.action)
 	}
 	return it
 }
 
 // isSkipped reports whether no handler gets an event, and nobody wants it: its type has no
 // handler here, because topics are shared. A replay for this group is never skipped.
-func (it *recordItem) isSkipped(unknown UnknownTypes) bool {
-	return it.class == classUnknownType && unknown == SkipUnknown && it.replay.group == ""
+func (it *recordItem) isSkipped(deadLetterUnknown bool) bool {
+	return it.class == classUnknownType && !deadLetterUnknown && it.replay.group == ""
 }
 
 // tasksInTx returns the tasks of items that need a transaction and are not parked.
@@ -145,9 +139,9 @@ func isReplay(r *kgo.Record) bool {
 func replayOf(r *kgo.Record) (to replay) {
 	for _, h := range r.Headers {
 		switch h.Key {
-		case ReplayGroup:
+		case deadletter.ReplayGroup:
 			to.group = string(h.Value)
-		case ReplayAction:
+		case deadletter.ReplayAction:
 			to.action = string(h.Value)
 		}
 	}

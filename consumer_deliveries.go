@@ -10,6 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 )
@@ -22,17 +23,18 @@ const parkedLanes = 4
 // gone. Its own it knows.
 const parkedPoll = 2 * time.Second
 
+// parkedLease is for how long a parked event stays with a process that does not renew it.
+const parkedLease = 30 * time.Second
+
 // newDeliveryRun returns what handles the parked events of the group in this process, whoever has parked them.
-func (c *Consumer) newDeliveryRun() *deliveryRun {
+func (c *consumerEngine) newDeliveryRun() *deliveryRun {
 	lanes := parkedLanes
 	if c.cfg.Concurrency > 0 {
 		lanes = min(lanes, c.cfg.Concurrency)
 	}
-	cfg := WorkerConfig{
-		HandlerConfig: c.cfg.HandlerConfig, Concurrency: lanes, MaxPoll: c.cfg.MaxPoll, PollInterval: parkedPoll, StopTimeout: c.cfg.StopTimeout,
-	}.withDefaults()
+	cfg := &deliveryRules{handlerRules: c.cfg.handlerRules, Concurrency: lanes, MaxPoll: c.cfg.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
 	return newDeliveryRun(runParts{
-		cfg: &cfg, db: c.handled.db, processor: c.processor, slots: c.slots, pauses: c.pauses,
+		cfg: cfg, db: c.db, processor: c.processor, slots: c.slots, pauses: c.pauses,
 		// An outage that others report may be one of event_handled only, which the next look at deliveries does not end.
 		outages: outage.NewLogs(c.processor.log.With("of", "parked events")),
 		read:    c.readDelivery, deadLetter: c.sendDeadLetter, records: true, pairs: deliveryPairs(c.processor.routes, true), breakers: c.breakers,
@@ -41,7 +43,7 @@ func (c *Consumer) newDeliveryRun() *deliveryRun {
 
 // startParked begins to handle parked events, and returns what workers park events with. End waits until that
 // has ended with ctx, or with an error that needs an operator, with which it calls failed. Without PostgreSQL there is nothing to do.
-func (c *Consumer) startParked(ctx context.Context, failed func()) (p *consumerParking, end func() error, err error) {
+func (c *consumerEngine) startParked(ctx context.Context, failed func()) (p *consumerParking, end func() error, err error) {
 	if c.handled == nil {
 		return nil, func() error { return nil }, nil
 	}
@@ -66,7 +68,7 @@ func (c *Consumer) startParked(ctx context.Context, failed func()) (p *consumerP
 }
 
 // sendDeadLetter implements [sendDeadLetter].
-func (c *Consumer) sendDeadLetter(ctx context.Context, d *deliveries.Delivery, why givenUp) (topic string, err error) {
+func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *deliveries.Delivery, why givenUp) (topic string, err error) {
 	r, _, err := recordOfDelivery(d)
 	if err != nil {
 		return "", err
@@ -74,7 +76,7 @@ func (c *Consumer) sendDeadLetter(ctx context.Context, d *deliveries.Delivery, w
 	if why.action == "" {
 		why.action = replayOf(r).action
 	}
-	sender := deadLetters{&c.cfg, c.produce}
+	sender := deadLetters{c.cfg, c.produce}
 	topic = sender.topicOf(r)
 	began := time.Now()
 	bounded, cancel := context.WithTimeout(ctx, deadLetterDelivery)
@@ -89,7 +91,7 @@ func (c *Consumer) sendDeadLetter(ctx context.Context, d *deliveries.Delivery, w
 var errNoMember = errors.New("this process is no member of the group at the moment")
 
 // produce sends a record with the client of the membership, and waits for the answer.
-func (c *Consumer) produce(ctx context.Context, r *kgo.Record) error {
+func (c *consumerEngine) produce(ctx context.Context, r *kgo.Record) error {
 	m := c.current.Load()
 	if m == nil {
 		return errNoMember
@@ -98,13 +100,15 @@ func (c *Consumer) produce(ctx context.Context, r *kgo.Record) error {
 }
 
 // readDelivery implements [readDelivery] for what was parked.
-func (c *Consumer) readDelivery(d *deliveries.Delivery, about *Metadata) (m *Message, action string, err error) {
+func (c *consumerEngine) readDelivery(d *deliveries.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
 	r, topicID, err := recordOfDelivery(d)
 	if err != nil {
 		return nil, "", err
 	}
-	about.Headers = plainHeaders(headersOf(r))
-	*about.origin = origin{key: r.Key, kafka: originOf(r, topicID).kafka, delivery: about.origin.delivery}
+	about.Headers = envelope.PlainHeaders(headersOf(r))
+	id, stream := about.Origin.DeliveryID, about.Origin.Stream
+	*about.Origin = originOf(r, topicID)
+	about.Origin.DeliveryID, about.Origin.Stream = id, stream
 	action = d.Action
 	if action == "" {
 		action = replayOf(r).action

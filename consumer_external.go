@@ -5,7 +5,6 @@ import (
 	"cmp"
 	"encoding/json"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
 	"maps"
 	"math"
 	"slices"
@@ -14,74 +13,38 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/twmb/franz-go/pkg/kgo"
-
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/jsonb"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// PlainRecords reads external records, of producers that do not write CloudEvents: a
-// payload, and perhaps headers. Its method Decode is a [ConsumerConfig.Decode]. Records
-// that are CloudEvents are read as such, so that a topic may have both.
-//
-// What no header says may be in a member of the JSON in the value, if that is named
-// here. Names of headers are not case-sensitive. If one of the headers below is not
-// valid text, that is an error. All other headers that are text, and are not named like
-// an attribute of CloudEvents, become extensions under their names in lower case. The
-// key becomes the subject.
-//
-// If the payload is a JSON string that itself holds an object or an array, the payload
-// is what the string holds. If a header content-type says that the value is not JSON,
-// the value is not read as JSON.
-type PlainRecords struct {
-	// Type is the event type of records that do not name one.
-	Type string
-	// Source is where the events come from. Empty means the name of the topic.
-	Source string
-
-	// IDHeader has the event's id. Empty means event-id, or else id. A record without
-	// an id goes by its position, topic-partition-offset: an event that its producer sends
-	// twice is then two.
-	IDHeader string
-	// TypeHeader has the event type. Empty means event-type, eventType or type.
-	TypeHeader string
-	// TimeHeader has the time in RFC 3339, or in milliseconds since 1970. Empty means
-	// event-time. A record without has the time of its timestamp.
-	TimeHeader string
-
-	// IDMember, TypeMember and TimeMember are members of the JSON object in the value.
-	// Empty means none.
-	IDMember, TypeMember, TimeMember string
-	// DataMember is the member that is the payload. Empty means the whole value.
-	DataMember string
-
-	// Connect takes off what converters of Kafka Connect put around keys, headers and
-	// values: an object of schema and payload, or the quotes of JSON.
-	Connect bool
+// decodeCloudEvent reads a record as the CloudEvents Kafka protocol binding has them, in either mode.
+func decodeCloudEvent(r *kgo.Record) (*envelope.Message, error) {
+	return envelope.DecodeRecord(r.Value, headersOf(r))
 }
 
-// DecodeDebezium reads what the outbox event router of Debezium sends: the event's id in
-// the header id, its type in a header by the option
-// table.fields.additional.placement=type:header:eventType, the aggregate's id in the
-// key, and the payload as JSON or, without table.expand.json.payload, as a text that
-// holds it, with any converter for JSON or texts. It is [PlainRecords] with Connect.
-//
-// Without that option the records name no type. Where all of a topic have the same one,
-// use PlainRecords{Type: …, Connect: true}; with type:envelope:eventType, set TypeMember
-// to eventType and DataMember to payload.
-//
-// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, but for
-// the headers that are in the column headers: these are a JSON object in the header
-// outbox-headers, from which DecodeDebezium takes correlationid, traceparent and all other extension attributes. So an event has the same
-// id, source and extensions, whether Debezium or a relay has sent it.
-func DecodeDebezium(r *kgo.Record) (*Message, error) {
+// plainRecords reads records that are no CloudEvents. The package outbox documents its fields.
+type plainRecords struct {
+	Type                             string
+	Source                           string
+	IDHeader                         string
+	TypeHeader                       string
+	TimeHeader                       string
+	IDMember, TypeMember, TimeMember string
+	DataMember                       string
+	Connect                          bool
+}
+
+// decodeDebezium reads what the outbox event router of Debezium sends.
+func decodeDebezium(r *kgo.Record) (*envelope.Message, error) {
 	r, err := withStoredHeaders(r)
 	if err != nil {
 		return nil, err
 	}
-	return PlainRecords{Connect: true}.Decode(r)
+	return plainRecords{Connect: true}.decode(r)
 }
 
 // storedHeaders is the header that has the column headers of outbox.
@@ -101,7 +64,7 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	}
 	own, err := e.OwnHeaders()
 	if err != nil {
-		return nil, unreadable("", storedHeaders, fmt.Errorf("%w: no object of texts", ErrMalformed))
+		return nil, envelope.Unreadable("", storedHeaders, fmt.Errorf("%w: no object of texts", check.ErrMalformed))
 	}
 	isEvent := isCloudEvent(r)
 	for _, name := range slices.Sorted(maps.Keys(own)) {
@@ -114,22 +77,10 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	return &all, nil
 }
 
-// DecodeByTopic returns a [ConsumerConfig.Decode] that has a decoder for each of some
-// topics. Records of other topics are read with [DecodeCloudEvent].
-func DecodeByTopic(decoders map[string]func(*kgo.Record) (*Message, error)) func(*kgo.Record) (*Message, error) {
-	decoders = maps.Clone(decoders)
-	return func(r *kgo.Record) (*Message, error) {
-		if decode := decoders[r.Topic]; decode != nil {
-			return decode(r)
-		}
-		return DecodeCloudEvent(r)
-	}
-}
-
 // Decode reads a record. Its error is a [*FieldError].
-func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
+func (p plainRecords) decode(r *kgo.Record) (*envelope.Message, error) {
 	if isCloudEvent(r) {
-		return DecodeCloudEvent(r)
+		return decodeCloudEvent(r)
 	}
 	f := p.headers(r)
 	contentType := f.take("content-type")
@@ -137,7 +88,7 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 	if err != nil {
 		return nil, err
 	}
-	position := cmp.Or(f.take(ReplayOf), deadletter.Origin(r.Topic, r.Partition, r.Offset))
+	position := cmp.Or(f.take(deadletter.ReplayOf), deadletter.Origin(r.Topic, r.Partition, r.Offset))
 	id := f.find(p.IDMember, p.IDHeader, "event-id", "id")
 	eventType := cmp.Or(f.find(p.TypeMember, p.TypeHeader, "event-type", "eventtype", "type"), p.Type)
 	at := f.find(p.TimeMember, p.TimeHeader, "event-time")
@@ -149,7 +100,7 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 	subject, _ := p.text(r.Key) // nothing, where the key is no text
 	attributes["source"], attributes["subject"] = cmp.Or(p.Source, r.Topic), subject
 	attributes["time"], attributes["datacontenttype"] = timeText(at, r.Timestamp), contentType
-	m, err := newMessage(attributes, data)
+	m, err := envelope.NewMessage(attributes, data)
 	if err != nil {
 		return nil, err
 	}
@@ -161,7 +112,7 @@ func isCloudEvent(r *kgo.Record) bool {
 	return slices.ContainsFunc(r.Headers, func(h kgo.RecordHeader) bool {
 		name := strings.ToLower(h.Key)
 		return strings.HasPrefix(name, "ce_") ||
-			name == "content-type" && strings.HasPrefix(mediaType(string(h.Value)), "application/cloudevents")
+			name == "content-type" && strings.HasPrefix(envelope.MediaType(string(h.Value)), "application/cloudevents")
 	})
 }
 
@@ -174,11 +125,11 @@ type externalRecord struct {
 }
 
 // headers returns those of a record, the last of each name.
-func (p PlainRecords) headers(r *kgo.Record) externalRecord {
+func (p plainRecords) headers(r *kgo.Record) externalRecord {
 	f := externalRecord{headers: map[string]string{}, binary: map[string]error{}}
 	for _, h := range r.Headers {
 		name := strings.ToLower(h.Key)
-		if deadletter.IsOwn(name) && name != ReplayOf {
+		if deadletter.IsOwn(name) && name != deadletter.ReplayOf {
 			continue
 		}
 		if value, err := p.text(h.Value); err != nil {
@@ -191,7 +142,7 @@ func (p PlainRecords) headers(r *kgo.Record) externalRecord {
 }
 
 // text returns a key or the value of a header.
-func (p PlainRecords) text(b []byte) (string, error) {
+func (p plainRecords) text(b []byte) (string, error) {
 	if p.Connect && json.Valid(b) {
 		b = connectPayload(b)
 		var text string
@@ -209,7 +160,7 @@ func (p PlainRecords) text(b []byte) (string, error) {
 func (f *externalRecord) take(names ...string) (value string) {
 	for _, name := range names {
 		if err := f.binary[name]; err != nil && value == "" && f.err == nil {
-			f.err = unreadable("", name, err)
+			f.err = envelope.Unreadable("", name, err)
 		}
 		value = cmp.Or(value, f.headers[name])
 		delete(f.headers, name)
@@ -230,9 +181,9 @@ func (f *externalRecord) find(member, header string, usual ...string) string {
 	if raw == nil || isNull(raw) {
 		return ""
 	}
-	text, err := attributeText(raw)
+	text, err := envelope.AttributeText(raw)
 	if err != nil && f.err == nil {
-		f.err = unreadable("", member, err)
+		f.err = envelope.Unreadable("", member, err)
 	}
 	return text
 }
@@ -240,11 +191,11 @@ func (f *externalRecord) find(member, header string, usual ...string) string {
 func isNull(raw []byte) bool { return string(bytes.TrimSpace(raw)) == "null" }
 
 // payload returns the payload in a value, and keeps the members around it.
-func (p PlainRecords) payload(f *externalRecord, value []byte, contentType string) ([]byte, error) {
+func (p plainRecords) payload(f *externalRecord, value []byte, contentType string) ([]byte, error) {
 	if value == nil {
-		return nil, unreadable("", "value", ErrEmpty)
+		return nil, envelope.Unreadable("", "value", check.ErrEmpty)
 	}
-	if !isJSONType(contentType) {
+	if !envelope.IsJSONType(contentType) {
 		return value, nil
 	}
 	if p.Connect {
@@ -252,32 +203,32 @@ func (p PlainRecords) payload(f *externalRecord, value []byte, contentType strin
 	}
 	value, err := unquoted(value)
 	if err != nil {
-		return nil, unreadable("", "value", err)
+		return nil, envelope.Unreadable("", "value", err)
 	}
 	if err := p.readMembers(f, value); err != nil {
-		return nil, unreadable("", "value", err)
+		return nil, envelope.Unreadable("", "value", err)
 	}
 	if p.DataMember != "" {
 		if value, err = unquoted(f.members[p.DataMember]); err != nil {
-			return nil, unreadable("", p.DataMember, err)
+			return nil, envelope.Unreadable("", p.DataMember, err)
 		}
 	}
 	if len(value) == 0 || isNull(value) {
-		return nil, unreadable("", "data", ErrEmpty)
+		return nil, envelope.Unreadable("", "data", check.ErrEmpty)
 	}
 	return value, nil
 }
 
 // readMembers reads the members of a JSON object if one of them is wanted.
-func (p PlainRecords) readMembers(f *externalRecord, value []byte) error {
+func (p plainRecords) readMembers(f *externalRecord, value []byte) error {
 	if cmp.Or(p.IDMember, p.TypeMember, p.TimeMember, p.DataMember) == "" {
 		return nil
 	}
 	if !utf8.Valid(value) {
-		return ErrUTF8
+		return check.ErrUTF8
 	}
 	if err := json.Unmarshal(value, &f.members); err != nil {
-		return fmt.Errorf("%w: %w", ErrMalformed, err)
+		return fmt.Errorf("%w: %w", check.ErrMalformed, err)
 	}
 	return nil
 }
@@ -298,11 +249,11 @@ func unquoted(value []byte) ([]byte, error) {
 		return value, nil
 	}
 	if !utf8.Valid(trimmed) {
-		return nil, ErrUTF8
+		return nil, check.ErrUTF8
 	}
 	var text string
 	if err := json.Unmarshal(trimmed, &text); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrMalformed, err)
+		return nil, fmt.Errorf("%w: %w", check.ErrMalformed, err)
 	}
 	if inner := strings.TrimSpace(text); !strings.HasPrefix(inner, "{") && !strings.HasPrefix(inner, "[") {
 		return value, nil

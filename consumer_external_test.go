@@ -292,7 +292,7 @@ func newExternalFixture(t testing.TB) *externalFixture {
 func (d *externalFixture) config() outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: "external-" + uuid.NewString(), Unknown: outbox.DeadLetterUnknown, MaxRetries: -1,
+			Group: "external-" + uuid.NewString(), Unknown: outbox.DeadLetterUnknown, Retry: outbox.RetryPolicy{MaxRetries: -1},
 		}, FromStart: true,
 		Decode: outbox.DecodeByTopic(map[string]func(*kgo.Record) (*outbox.Message, error){
 			d.debezium: outbox.DecodeDebezium,

@@ -3,55 +3,30 @@ package outbox
 import (
 	"context"
 	"fmt"
-	"log/slog"
 	"slices"
 	"sync"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/lease"
-
-	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/twmb/franz-go/pkg/kgo"
-
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
-	"github.com/outboxgo/outbox/internal/watch"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// ConsumerHealth reports the state of a consumer in this process.
-type ConsumerHealth struct {
-	// Group is the consumer group.
-	Group string
-	// Live is false if only a restart of the process can help: Run has returned an
-	// error, or a handler does not return.
-	Live bool
-	// Ready is false if this process does not handle events: see Reasons.
-	Ready bool
-	// Partitions is how many partitions the group has assigned to it. A member of a
-	// group that has more members than partitions holds none, and is ready.
-	Partitions int
-	// Reasons say why the consumer is not live or not ready. A lag that has grown for five minutes, what is
-	// paused, and breakers of actions that are not closed are among them, although they make it neither.
-	Reasons []string
+// consumerHealth is the state of a consumer in this process.
+type consumerHealth struct {
+	Group       string
+	Live, Ready bool
+	Partitions  int
+	Reasons     []string
 }
 
-// Health reports the state of the consumer without I/O. It is live, but not ready,
-// before Run is called, during a stop and after a clean one; and while PostgreSQL, fetching from
-// Kafka, committing offsets or a dead-letter topic fails, because no restart brings
-// these back. It is not ready either before the group has assigned partitions to it and
-// it is known where to begin; while it waits at a batch that is too large, or for longer
-// than SlowHandler for a transaction to begin; and while a handler runs on after its
-// HandlerTimeout, or a hook, a decoder or another function of the host for as long. Once one
-// has run for twice as long, the consumer is not live. An outage
-// ends with the next try that succeeds, or if nothing was tried
-// for MaxPollInterval, for example because the partition is with another member.
-//
-// The package outboxhttp serves this to probes.
-func (c *Consumer) Health() ConsumerHealth {
-	h := ConsumerHealth{Group: c.cfg.Group, Live: true, Ready: true}
+// health reports the state of the consumer, without I/O.
+func (c *consumerEngine) health() consumerHealth {
+	h := consumerHealth{Group: c.cfg.Group, Live: true, Ready: true}
 	m := c.current.Load()
 	if m != nil {
 		h.Partitions = len(m.all())
@@ -105,7 +80,7 @@ func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)
 		notReady("a transaction of %s has not begun for %v: the pool has no connection left, or event_handled is locked",
 			w.partition.Name(), time.Since(since).Round(time.Second))
 	}
-	return reportCall(&w.activity, &w.cfg.HandlerConfig, notReady)
+	return reportCall(&w.activity, w.cfg.handlerRules, notReady)
 }
 
 // isMember reports whether the group has assigned partitions, or none, to this member.
@@ -172,7 +147,7 @@ func (m *membership) watchLag(ctx context.Context) {
 		}
 		total := int64(0)
 		for _, l := range lags {
-			total += l.Records()
+			total += l.records()
 		}
 		m.lag.Add(total)
 	}
@@ -181,25 +156,15 @@ func (m *membership) watchLag(ctx context.Context) {
 // stillTried reports whether an outage is one of this Run, which began at running,
 // and something still waits for its end. Every try ends within MaxPollInterval, or, of a
 // dead letter, within deadLetterDelivery, and the next one follows within maxOutagePause.
-func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
+func (c *consumerEngine) stillTried(o outage.Outage, running time.Time) bool {
 	return !o.Last.Before(running) && time.Since(o.Last) <= max(c.cfg.MaxPollInterval, deadLetterDelivery)+maxOutagePause
 }
 
 // maxOutagePause is longer than any pause between two tries, see [wait.Backoff].
 const maxOutagePause = 2 * wait.MaxBackoff
 
-// Pause has this process handle nothing of some topics, or without topics nothing at all,
-// until Resume is called. Handlers finish what they are at, and what they have done is
-// committed; an event that has failed is tried again after the pause. The member keeps its
-// partitions, so other members of the group do not handle what it has paused. Pause may be
-// called at any time, also before Run, and returns at once.
-//
-// Operators pause a group in all its processes, and over restarts, with the command
-// outbox consumer pause, the API of outboxadmin, or outboxops.Consumers. A topic is
-// handled when nobody has paused it any more. Deliver is not paused.
-//
-// The error names topics that the consumer does not read. Nothing is paused then.
-func (c *Consumer) Pause(topics ...string) error {
+// pause has this process handle nothing of some topics, or nothing at all.
+func (c *consumerEngine) pause(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: pause: %w", err)
 	}
@@ -207,9 +172,8 @@ func (c *Consumer) Pause(topics ...string) error {
 	return nil
 }
 
-// Resume ends the pause that Pause has begun with the same topics, or without topics. It
-// does not end those of operators. The error is that of Pause.
-func (c *Consumer) Resume(topics ...string) error {
+// resume ends the pause that pause has begun with the same topics.
+func (c *consumerEngine) resume(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: resume: %w", err)
 	}
@@ -217,7 +181,7 @@ func (c *Consumer) Resume(topics ...string) error {
 	return nil
 }
 
-func (c *Consumer) checkPause(topics []string) error {
+func (c *consumerEngine) checkPause(topics []string) error {
 	for _, t := range topics {
 		if !slices.Contains(c.processor.routes.topics, t) {
 			return fmt.Errorf("the consumer does not read topic %q", t)
@@ -261,7 +225,7 @@ func (m *membership) pauseTopics(paused, others []string) {
 
 // watchPauses reads what operators have paused, until stop is called, which waits for it.
 // While PostgreSQL does not answer, what it said last counts.
-func (c *Consumer) watchPauses(ctx context.Context) (stop func()) {
+func (c *consumerEngine) watchPauses(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var watching sync.WaitGroup
 	watching.Go(func() {
@@ -283,7 +247,7 @@ func (c *Consumer) watchPauses(ctx context.Context) (stop func()) {
 	}
 }
 
-func (c *Consumer) readPauses(ctx context.Context) error {
+func (c *consumerEngine) readPauses(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, pausesTimeout)
 	defer cancel()
 	now, err := c.operators.Read(ctx)
@@ -294,37 +258,23 @@ func (c *Consumer) readPauses(ctx context.Context) error {
 	return nil
 }
 
-// consumerAlerts sends the alerts of a consumer while it has the lease for them, which is one for all
-// members of the group. It is not the lease of the group's workers: while a group moves to Kafka it has both, and
-// workers remove rows under theirs.
-//
-// Nothing here makes a consumer unready: it handles events all the same.
-type consumerAlerts struct {
-	db      *pgxpool.Pool
-	cfg     *ConsumerConfig
-	log     *slog.Logger
-	monitor *watch.Monitor
-	outage  *outage.Log // of taking the lease
-}
-
-func newConsumerAlerts(db *pgxpool.Pool, cfg *ConsumerConfig, log *slog.Logger) *consumerAlerts {
-	monitor := cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), cfg.Group, true, cfg.SessionTimeout, log)
-	return &consumerAlerts{db: db, cfg: cfg, log: log, monitor: monitor, outage: outage.NewLog(log, leaseForAlerts)}
-}
-
 // leaseForAlerts is what the lease is named in the log.
 const leaseForAlerts = "the lease for alerts"
 
-// start alerts until stop is called, which waits for it, or ctx is cancelled. A nil consumerAlerts does nothing.
-func (a *consumerAlerts) start(ctx context.Context) (stop func()) {
-	if a == nil {
+// startAlerts sends the alerts of the group while this process has the lease for them, which is one for all members
+// of the group, until stop is called, which waits for it, or ctx is cancelled. It is not the lease of the group's
+// workers: while a group moves to Kafka it has both, and workers remove rows under theirs.
+//
+// Nothing here makes a consumer unready: it handles events all the same.
+func (c *consumerEngine) startAlerts(ctx context.Context) (stop func()) {
+	if c.alert == nil {
 		return func() {}
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	duty := &groupDuty{
-		lease: newGroupLease(a.db, a.cfg.Schema, tables.ConsumerPrefix+a.cfg.Group, a.cfg.SessionTimeout), name: leaseForAlerts,
-		cut: context.WithoutCancel(ctx), work: awaitEnd, monitor: a.monitor, stopTimeout: a.cfg.StopTimeout, log: a.log,
-		report: func(_ time.Time, err error) { a.outage.Report(err) },
+		lease: newGroupLease(c.db, c.cfg.Schema, tables.ConsumerPrefix+c.cfg.Group, c.cfg.SessionTimeout), name: leaseForAlerts,
+		cut: context.WithoutCancel(ctx), work: awaitEnd, alert: c.alert, stopTimeout: c.cfg.StopTimeout, log: c.cfg.Log,
+		report: func(_ time.Time, err error) { c.alerting.Report(err) },
 	}
 	var alerting sync.WaitGroup
 	alerting.Go(func() { duty.run(ctx) })

@@ -45,7 +45,7 @@ func TestConsumerHealth(t *testing.T) {
 	dlq := "later-" + uuid.NewString()
 	opts := []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}
 	c, err := outbox.NewConsumer(db, opts, s.events, outbox.ConsumerConfig{
-		HandlerConfig:   outbox.HandlerConfig{Group: "health-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond, Logger: slog.New(slog.DiscardHandler)},
+		HandlerConfig:   outbox.HandlerConfig{Group: "health-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.DiscardHandler)},
 		FromStart:       true,
 		DeadLetterTopic: func(string) string { return dlq },
 	}, outbox.Handle("COUNTED", s.count))

@@ -215,7 +215,7 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 	s := newConsumerFixture(t, 2)
 	log := new(testenv.Buffer)
 	dlq := "later-" + uuid.NewString()
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "dlq-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "dlq-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
 		DeadLetterTopic: func(string) string { return dlq }}
 	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}, s.events, cfg, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
@@ -255,7 +255,7 @@ func TestSlowPartition(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	}))
 	s.sendTo(t, 2, 8000)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)}, FromStart: true}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond}, Logger: slog.New(slog.DiscardHandler)}, FromStart: true}, h).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 8000 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, s.counts(t)["p-0"])
 	open.Store(true)
@@ -321,7 +321,7 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 		cfg.PrepareConn = func(ctx context.Context, conn *pgx.Conn) (bool, error) { return conn.Ping(ctx) == nil, nil }
 	})
 	var failed atomic.Int32
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "away-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond,
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "away-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}}, FromStart: true}
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.Handle("COUNTED", s.count),

@@ -75,7 +75,7 @@ func TestMiddlewareInTransaction(t *testing.T) {
 		}
 		return s.count(ctx, tx, e, m)
 	})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1, Middleware: []outbox.Middleware{tenant}}, FromStart: true}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Middleware: []outbox.Middleware{tenant}}, FromStart: true}
 	s.sendSales(t, 10, nil)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"q","amount":1}`)))
 	testenv.Run(t, s.consumer(t, cfg, h).Run)
@@ -105,7 +105,7 @@ func TestMiddlewareSkips(t *testing.T) {
 		}
 		return next(ctx)
 	}
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{gate}, RetryWait: time.Millisecond, Hooks: outbox.ConsumerHooks{
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{gate}, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Hooks: outbox.ConsumerHooks{
 		Repeated: func(outbox.Metadata, string) { repeats.Add(1) },
 		Failed: func(_ outbox.Metadata, _ string, err error) {
 			if errors.Is(err, closed) {

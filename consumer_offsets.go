@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"time"
 
@@ -102,38 +101,7 @@ func put[V any](m map[string]map[int32]V, topic string, number int32, v V) {
 	m[topic][number] = v
 }
 
-// PartitionLag is how far a consumer is behind in a partition.
-type PartitionLag struct {
-	// Topic of the partition.
-	Topic string
-	// Partition is its number.
-	Partition int32
-	// Next is the offset that is committed: of the next record to handle.
-	Next int64
-	// End is the offset behind the last record, also of a transaction that is open: its
-	// records, and those behind them, cannot be read before it ends.
-	End int64
-}
-
-// Records returns how many offsets are left to handle: not fewer than there are
-// records, because markers of transactions and gaps of compaction have some too.
-func (l PartitionLag) Records() int64 { return max(0, l.End-l.Next) }
-
-// Lag returns how far the partitions that this process holds at the moment are behind,
-// sorted. It asks Kafka for their ends. A consumer that does not run holds none.
-func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
-	m := c.current.Load()
-	if m == nil {
-		return nil, nil
-	}
-	lags, err := m.lags(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("outbox: lag of group %s: %w", c.cfg.Group, err)
-	}
-	return lags, nil
-}
-
-func (m *membership) lags(ctx context.Context) ([]PartitionLag, error) {
+func (m *membership) lags(ctx context.Context) ([]partitionLag, error) {
 	committed, wanted := m.client.CommittedOffsets(), map[kafka.Partition]int64{}
 	for _, w := range m.all() {
 		if _, ok := committed[w.partition.Topic][w.partition.Number]; ok {
@@ -144,11 +112,11 @@ func (m *membership) lags(ctx context.Context) ([]PartitionLag, error) {
 	if err != nil {
 		return nil, err
 	}
-	lags := make([]PartitionLag, 0, len(ends))
+	lags := make([]partitionLag, 0, len(ends))
 	for at, end := range ends {
-		lags = append(lags, PartitionLag{Topic: at.Topic, Partition: at.Number, Next: committed[at.Topic][at.Number].Offset, End: end})
+		lags = append(lags, partitionLag{Topic: at.Topic, Partition: at.Number, Next: committed[at.Topic][at.Number].Offset, End: end})
 	}
-	slices.SortFunc(lags, func(a, b PartitionLag) int {
+	slices.SortFunc(lags, func(a, b partitionLag) int {
 		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Partition, b.Partition))
 	})
 	return lags, nil

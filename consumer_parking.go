@@ -46,11 +46,11 @@ func (p *consumerParking) noteSeen() { p.seen.Store(time.Now().UnixNano()) }
 
 // subjectOf returns what the table knows a task by.
 func (p *consumerParking) subjectOf(t task) deliveries.Subject {
-	return deliveries.Subject{Action: t.action, Key: p.keyOf(t.action, &t.meta), Digest: digestOf(sourceKeyOf(t.meta), t.meta.ID)}
+	return deliveries.Subject{Action: t.action, Key: p.keyOf(t.action, &t.meta), Digest: digestOf(sourceKeyOf(&t.meta), t.meta.ID)}
 }
 
 // keyOf returns the key of an event for an action. Events without a key have no order.
-func (p *consumerParking) keyOf(action string, m *Metadata) deliveries.Key {
+func (p *consumerParking) keyOf(action string, m *envelope.Received) deliveries.Key {
 	if len(m.Kafka.Key) == 0 {
 		return deliveries.Key{}
 	}
@@ -270,15 +270,15 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
 	place := deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
 	for _, h := range it.record.Headers {
-		if h.Key == ReplayOf {
+		if h.Key == deadletter.ReplayOf {
 			place = string(h.Value)
 		}
 	}
-	return digestOf(string(it.meta.Kafka.topicID[:]), place)
+	return digestOf(string(it.meta.Origin.TopicID[:]), place)
 }
 
 // noTask is the task of a record that no handler gets.
-func noTask(it *recordItem) task { return task{&handler{kind: noTx}, arrival{meta: it.meta}} }
+func noTask(it *recordItem) task { return task{&engineHandler{kind: noTx}, arrival{meta: it.meta}} }
 
 // noteBlocked notes which tasks of items an error says are blocked, and reports whether it says that.
 func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
@@ -287,7 +287,7 @@ func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
 		return false
 	}
 	for _, t := range found.tasks {
-		items[itemsBefore(items, t.meta.origin)].block(t)
+		items[itemsBefore(items, t.meta.Origin)].block(t)
 	}
 	return true
 }
@@ -385,7 +385,7 @@ func (w *partitionWorker) giveUp(it *recordItem, t task, why givenUp) error {
 	if w.parking == nil {
 		return w.sendToDLQ(it, why)
 	}
-	if t.handler == nil {
+	if t.engineHandler == nil {
 		t = noTask(it)
 	}
 	row := w.owed(it, t)
@@ -417,8 +417,8 @@ func (w *partitionWorker) owed(it *recordItem, t task) deliveries.Received {
 		Subject: w.parking.subjectOf(t), Stream: it.record.Topic, Partition: it.record.Partition, Offset: it.record.Offset,
 		Type: storable(m.Type, envelope.MaxEventType), Source: storable(m.Source, envelope.MaxSource), AggregateID: storable(m.Subject, envelope.MaxAggregateID),
 		ContentType: storable(m.ContentType, envelope.MaxContentType), PartitionKey: storable(string(it.record.Key), envelope.MaxPartitionKey),
-		Payload: it.record.Value, Record: parkedRecordOf(it.record, m.Kafka.topicID), OccurredAt: storableTime(m.Time, it.record.Timestamp), RecordedAt: storableTime(it.record.Timestamp, time.Unix(0, 0)),
-		MaxAttempts: attempts(t.retry.over(w.cfg.policy()).MaxRetries),
+		Payload: it.record.Value, Record: parkedRecordOf(it.record, m.Origin.TopicID), OccurredAt: storableTime(m.Time, it.record.Timestamp), RecordedAt: storableTime(it.record.Timestamp, time.Unix(0, 0)),
+		MaxAttempts: attempts(t.retry.over(w.cfg.Retry).MaxRetries),
 	}
 	id := m.ID
 	if t.action == "" && id == "" { // it could not be read: it goes by its place
@@ -439,7 +439,7 @@ func (w *partitionWorker) owed(it *recordItem, t task) deliveries.Received {
 // noteOf returns what event_handled has of a task that is done. Of one whose key the host cannot say, it has nothing.
 func noteOf(t task) (note deliveries.Note) {
 	_ = guard(func() error { // an error is one of the task, and was reported when it was tried
-		k, err := keyOf(t)
+		k, err := keyOf(&t)
 		if err == nil {
 			note = deliveries.Note{AggregateType: k.aggregateType, AggregateID: k.aggregateID, Source: k.source}
 			if k.source != "" {

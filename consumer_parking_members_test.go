@@ -25,7 +25,7 @@ func TestParkedEventOfGoneProcess(t *testing.T) {
 	t.Parallel()
 	s := newParkingFixture(t, 1)
 	cfg := s.config(t)
-	cfg.MaxRetries, cfg.RetryWait, cfg.MaxRetryWait = 3, time.Hour, time.Hour
+	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 3, time.Hour, time.Hour
 	stop := testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return errPlay })).Run)
 	s.send(t, s.sale("a", 1), s.sale("a", 2), s.sale("deadly", 1), s.sale("deadly", 2))
 	s.awaitOffset(t, 0, 4)
@@ -103,7 +103,7 @@ func TestParkingAtRandom(t *testing.T) {
 	const partitions, products = 4, 40
 	s := newParkingFixture(t, partitions)
 	cfg := s.config(t)
-	cfg.MaxRetries, cfg.RetryWait, cfg.MaxRetryWait = 4, 30*time.Millisecond, 200*time.Millisecond
+	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 4, 30*time.Millisecond, 200*time.Millisecond
 	cfg.HeartbeatInterval, cfg.SessionTimeout, cfg.MaxPoll = 200*time.Millisecond, 6*time.Second, 20
 	// failures returns how often an action fails on a sale; 5 is too often.
 	failures := func(action string, e sale) int {

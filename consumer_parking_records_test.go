@@ -315,7 +315,7 @@ func TestReplayOfWaitingEvent(t *testing.T) {
 	s := newParkingFixture(t, 1)
 	var attempts atomic.Int64
 	cfg := s.config(t)
-	cfg.MaxRetries, cfg.RetryWait, cfg.MaxRetryWait = 1, time.Millisecond, time.Millisecond
+	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 1, time.Millisecond, time.Millisecond
 	cfg.HoldDead = true
 	testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
 		if sold(e) != "k 1" {

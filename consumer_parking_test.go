@@ -99,7 +99,7 @@ func (s *parkingFixture) handler(form, action string, p play) outbox.Handler {
 // config returns the configuration of a member of the fixture's group, which tries soon and often.
 func (s *parkingFixture) config(t testing.TB) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Group: s.group, Schema: s.schema,
-		MaxRetries: 100_000, RetryWait: 20 * time.Millisecond, MaxRetryWait: 20 * time.Millisecond, Breaker: neverOpen, Logger: slog.New(slog.DiscardHandler)}}
+		Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond, MaxRetryWait: 20 * time.Millisecond}, Breaker: neverOpen, Logger: slog.New(slog.DiscardHandler)}}
 }
 
 // journal returns the numbers of an action's effects on a product, in their order.
@@ -219,7 +219,7 @@ func TestEventIsParkedThatIsBeingHandled(t *testing.T) {
 	var beats heartbeats
 	start := func(name string, dial func(context.Context, string, string) (net.Conn, error), change func(*outbox.ConsumerConfig), p play) {
 		cfg := s.config(t)
-		cfg.RetryWait, cfg.MaxRetryWait = time.Hour, time.Hour
+		cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = time.Hour, time.Hour
 		change(&cfg)
 		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name), kgo.Dialer(dial), kgo.WithHooks(&beats)), s.events, cfg, s.handler("Handle", "COUNTED", p))
 		require.NoError(t, err)
@@ -370,7 +370,7 @@ func TestOneOfBatchFails(t *testing.T) {
 					s.send(t, records...)
 					var calls atomic.Int64
 					cfg := s.config(t)
-					cfg.MaxRetries = -1
+					cfg.Retry.MaxRetries = -1
 					stop := testenv.Run(t, s.consumer(t, cfg, s.handler(form, "COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
 						calls.Add(1)
 						if e.Amount == at {
@@ -420,7 +420,7 @@ func TestParkedEventDies(t *testing.T) {
 			s := newParkingFixture(t, 1)
 			var open atomic.Bool
 			cfg := s.config(t)
-			cfg.MaxRetries, cfg.HoldDead = 2, tt.hold
+			cfg.Retry.MaxRetries, cfg.HoldDead = 2, tt.hold
 			testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, m outbox.Metadata) error {
 				if sold(e) == "k 1" && !open.Load() {
 					return fmt.Errorf("attempt %d", m.Attempt)
@@ -455,8 +455,8 @@ func TestRetryPolicies(t *testing.T) {
 	s := newParkingFixture(t, 1)
 	fails := func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return errPlay }
 	cfg := s.config(t)
-	cfg.MaxRetries = 1
-	cfg.RetriesFor = func(error) int { return 2 }
+	cfg.Retry.MaxRetries = 1
+	cfg.Retry.RetriesFor = func(error) int { return 2 }
 	testenv.Run(t, s.consumer(t, cfg,
 		outbox.WithRetry(s.handler("Handle", "FOUR", fails), outbox.RetryPolicy{MaxRetries: 3, RetryWait: time.Millisecond}),
 		outbox.WithRetry(s.handler("HandleNoTx", "ONE", fails), outbox.RetryPolicy{MaxRetries: -1}),

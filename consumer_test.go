@@ -116,8 +116,8 @@ func (s *consumerFixture) consumer(t testing.TB, cfg outbox.ConsumerConfig, hand
 	if cfg.Group == "" {
 		cfg.Group = "group-" + uuid.NewString()
 	}
-	if cfg.RetryWait == 0 {
-		cfg.RetryWait = 5 * time.Millisecond
+	if cfg.Retry.RetryWait == 0 {
+		cfg.Retry.RetryWait = 5 * time.Millisecond
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = logTo(t, slog.LevelWarn)

@@ -11,6 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -30,7 +31,7 @@ type partitionWorker struct {
 	reader    *reader
 	processor *processor // of the reader, for run
 	group     partitionGroup
-	cfg       *ConsumerConfig
+	cfg       *consumerRules
 	outages   *outage.Logs
 	log       *slog.Logger
 	limits    limits
@@ -91,7 +92,7 @@ const (
 	queueBytes   = 16 << 20
 )
 
-func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *partitionWorker {
+func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *consumerRules, limits limits, outages *outage.Logs) *partitionWorker {
 	limits.budget.Open()
 	w := &partitionWorker{
 		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.log, batch: cfg.MaxPoll,
@@ -360,7 +361,7 @@ func (w *partitionWorker) resizeBatch(done, tried int, took time.Duration) {
 // readAll decodes records, or none if the worker is to end. Codecs may do I/O, so each
 // record has as long as a handler.
 func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
-	items, origins := make([]recordItem, len(records)), make([]origin, len(records))
+	items, origins := make([]recordItem, len(records)), make([]envelope.Origin, len(records))
 	id := w.group.topicID(w.partition.Topic)
 	for i, r := range records {
 		origins[i] = originOf(r, id)
@@ -378,16 +379,16 @@ func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
 // mostly is enough for all. It returns the index of the record to go on with.
 //
 // Decoders are the host's, and may end their goroutine.
-func (w *partitionWorker) readFrom(first int, items []recordItem, origins []origin) (next int) {
+func (w *partitionWorker) readFrom(first int, items []recordItem, origins []envelope.Origin) (next int) {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
 	next = first
-	w.activity.Begin(handling.Call{Context: ctx, Function: "decoder, codec or upcaster", Place: origins[first].place()})
+	w.activity.Begin(handling.Call{Context: ctx, Function: "decoder, codec or upcaster", Place: placeOf(&origins[first])})
 	defer w.activity.End()
 	err := contain.Do(func() error {
 		for ; next < len(items) && w.stopping.Err() == nil; next++ {
 			it := &items[next]
-			w.activity.Next(origins[next].place())
+			w.activity.Next(placeOf(&origins[next]))
 			*it = w.reader.read(ctx, it.record, it.replay, &origins[next])
 			if ctx.Err() == nil || w.held.Err() != nil {
 				continue
@@ -450,7 +451,7 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 		case w.processor.isOutage(w.held, err, inTx, late):
 			w.awaitPostgres(began, err)
 		default:
-			n, failed = itemsToRepeat(err, len(items), func(o *origin) int { return itemsBefore(items, o) })
+			n, failed = itemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
 			w.log.Debug("outbox: a transaction of records has failed, and those in front of the failed one are handled again", "partition", w.partition.Name(), "records", len(items),
 				"in_front", n, "error", err)
 			if n == 0 {
@@ -462,11 +463,11 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 }
 
 // itemsBefore returns how many items come before the one that is next, all if none is.
-func itemsBefore(items []recordItem, next *origin) int {
+func itemsBefore(items []recordItem, next *envelope.Origin) int {
 	if next == nil {
 		return len(items)
 	}
-	return slices.IndexFunc(items, func(it recordItem) bool { return it.meta.origin == next })
+	return slices.IndexFunc(items, func(it recordItem) bool { return it.meta.Origin == next })
 }
 
 // finishRecord does what is left to do about a record: all, or what needs no transaction, if the
@@ -481,10 +482,10 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 	}
 	if it.class == classUnknownType {
 		if w.cfg.Hooks.Unknown != nil {
-			w.callHost("hook Unknown", "", &it.meta, func() { w.cfg.Hooks.Unknown(it.meta) })
+			w.callHost("hook Unknown", "", &it.meta, func() { w.cfg.Hooks.Unknown(&it.meta) })
 		}
-		if it.isSkipped(w.cfg.Unknown) {
-			w.processor.logSkipped(it.meta)
+		if it.isSkipped(w.cfg.DeadLetterUnknown) {
+			w.processor.logSkipped(&it.meta)
 			return nil
 		}
 	}
@@ -538,10 +539,10 @@ func (w *partitionWorker) runTask(it *recordItem, t task, failed error) (parked 
 			continue
 		}
 		if w.cfg.Hooks.Failed != nil {
-			w.callHost("hook Failed", t.action, &t.meta, func() { w.cfg.Hooks.Failed(t.meta, t.action, err) })
+			w.callHost("hook Failed", t.action, &t.meta, func() { w.cfg.Hooks.Failed(&t.meta, t.action, err) })
 		}
 		w.breakers.note(t.action, attempt, err)
-		retries := w.cfg.retries(t.handler, w.cfg.policy(), err, func(f func()) { w.callHost("RetriesFor", t.action, &t.meta, f) })
+		retries := w.processor.retries(w.policyOf(t), err, func(f func()) { w.callHost("RetriesFor", t.action, &t.meta, f) })
 		if isPermanent(err) || attempt > retries {
 			if err := w.giveUp(it, t, givenUp{action: t.action, class: errorClass(err), attempts: attempt, err: err}); err != nil || w.parking == nil {
 				return false, err
@@ -563,19 +564,19 @@ func (w *partitionWorker) runTask(it *recordItem, t task, failed error) (parked 
 }
 
 // policyOf returns how a task is tried again.
-func (w *partitionWorker) policyOf(t task) RetryPolicy { return t.retry.over(w.cfg.policy()) }
+func (w *partitionWorker) policyOf(t task) retryPolicy { return t.retry.over(w.cfg.Retry) }
 
 // reportRetry says that a task has failed and is tried again.
 func (w *partitionWorker) reportRetry(t task, wait time.Duration, err error) {
 	if w.cfg.Hooks.Retried != nil {
-		w.callHost("hook Retried", t.action, &t.meta, func() { w.cfg.Hooks.Retried(t.meta, t.action, err) })
+		w.callHost("hook Retried", t.action, &t.meta, func() { w.cfg.Hooks.Retried(&t.meta, t.action, err) })
 	}
-	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again",
-		t.meta.attrs("action", t.action, "attempt", t.meta.Attempt, "wait", wait, "error", err)...)
+	w.log.WarnContext(handlerContext(w.held, &t.meta), "outbox: handler failed, trying again",
+		eventAttrs(&t.meta, "action", t.action, "attempt", t.meta.Attempt, "wait", wait, "error", err)...)
 }
 
 // callHost calls a hook, see [processor.callHost].
-func (w *partitionWorker) callHost(function, action string, m *Metadata, f func()) {
+func (w *partitionWorker) callHost(function, action string, m *envelope.Received, f func()) {
 	w.processor.callHost(w.held, function, action, m, f)
 }
 
@@ -604,10 +605,10 @@ func (w *partitionWorker) awaitConflict(t task, n int, err error) {
 	if n == unusual {
 		level = slog.LevelWarn
 	}
-	w.log.Log(handlerContext(w.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated",
-		t.meta.attrs("action", t.action, "conflicts", n, "error", err)...)
+	w.log.Log(handlerContext(w.held, &t.meta), level, "outbox: transaction conflicts with others, and is repeated",
+		eventAttrs(&t.meta, "action", t.action, "conflicts", n, "error", err)...)
 	if w.cfg.Hooks.Conflicted != nil {
-		w.callHost("hook Conflicted", t.action, &t.meta, func() { w.cfg.Hooks.Conflicted(t.meta, t.action, err) })
+		w.callHost("hook Conflicted", t.action, &t.meta, func() { w.cfg.Hooks.Conflicted(&t.meta, t.action, err) })
 	}
 	w.pause(conflictWait(n))
 }

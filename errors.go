@@ -16,12 +16,12 @@ import (
 // They are wrapped in a [*FieldError], which names the event and the field.
 var (
 	// ErrUnregistered means that the registry does not have the Go type of an event.
-	ErrUnregistered = errors.New("is not registered")
+	ErrUnregistered = check.ErrUnregistered
 	// ErrMalformed means that a name does not have the form it must have, such as
 	// {company}.{domain}.{action}.v{n} for an event type.
 	ErrMalformed = check.ErrMalformed
 	// ErrDuplicate means that an event type or a Go type was registered twice.
-	ErrDuplicate = errors.New("is registered already")
+	ErrDuplicate = check.ErrDuplicate
 	// ErrEmpty means that a required value is missing.
 	ErrEmpty = check.ErrEmpty
 	// ErrTooLong means that a text has more characters than its column.
@@ -47,7 +47,7 @@ var (
 
 var (
 	// ErrRunning is returned by [Relay.Run] while another call of it is running.
-	ErrRunning = relay.ErrRunning
+	ErrRunning = errRunning
 	// ErrHangs is returned by [Relay.Run] when it was told to stop and its work does not
 	// end: a function of the host that it calls does not return, a hook of franz-go for
 	// example. Run returns [ErrRunning] until the work has ended after all.
@@ -110,8 +110,11 @@ func (e *FieldError) Unwrap() error { return e.Err }
 
 // public returns an error of the engines as users see it: a field error of theirs is a [*FieldError].
 func public(err error) error {
-	if e, ok := err.(*envelope.FieldError); ok {
+	switch e := err.(type) {
+	case *envelope.FieldError:
 		return (*FieldError)(e)
+	case *panicError:
+		return (*PanicError)(e)
 	}
 	return err
 }

@@ -1,24 +1,16 @@
 package outbox
 
 import (
-	"cmp"
 	"context"
-	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"math"
-	"math/rand/v2"
 	"reflect"
-	"runtime/debug"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/eventheader"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
-	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // ErrHandlerTx is the error of Commit and Rollback of the transaction that a handler gets, and of
@@ -37,7 +29,22 @@ type Received[E DomainEvent] struct {
 // Handler is an action on the events of a type: what [Handle], [HandleNoTx] and
 // [HandleBatch] return. It does not change; [OncePer] returns a changed copy.
 type Handler interface {
-	handler() *handler
+	handler() *engineHandler
+}
+
+// builtHandler is the only Handler that there is.
+type builtHandler struct{ engine engineHandler }
+
+func (h *builtHandler) handler() *engineHandler { return &h.engine }
+
+// changed returns a copy of a handler with a change. It returns nil for nil: NewConsumer names it.
+func changed(h Handler, change func(*engineHandler)) Handler {
+	if check.IsNil(h) {
+		return h
+	}
+	c := &builtHandler{*h.handler()}
+	change(&c.engine)
+	return c
 }
 
 // Handle makes a handler of f, for effects in PostgreSQL. What f does in tx commits
@@ -67,11 +74,13 @@ type Handler interface {
 // The action names what is done, at most 100 characters, for example
 // SALES_COUNT_INCREASED. It is part of what marks a repeat: do not rename it.
 func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, event E, m Metadata) error) Handler {
-	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inTx}
+	h := engineHandler{action: action, goType: reflect.TypeFor[E](), kind: inTx}
 	if f != nil {
-		h.one = func(ctx context.Context, tx pgx.Tx, r arrival) error { return f(ctx, tx, r.event.(E), r.meta) }
+		h.one = func(ctx context.Context, tx pgx.Tx, a *arrival) error {
+			return f(ctx, tx, a.event.(E), metadataOf(&a.meta))
+		}
 	}
-	return &h
+	return &builtHandler{h}
 }
 
 // HandleBatch is [Handle] for handlers that aggregate: f gets the events of type E
@@ -80,17 +89,17 @@ func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx,
 // between, or if handlers of [Handle] that share the transaction are slow. If it fails, it gets
 // half of them, and so on, until the event that it fails for is alone.
 func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) Handler {
-	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
+	h := engineHandler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
 	if f != nil {
-		h.many = func(ctx context.Context, tx pgx.Tx, rs []arrival) error {
-			events := make([]Received[E], len(rs))
-			for i, r := range rs {
-				events[i] = Received[E]{r.event.(E), r.meta}
+		h.many = func(ctx context.Context, tx pgx.Tx, arrivals []arrival) error {
+			events := make([]Received[E], len(arrivals))
+			for i := range arrivals {
+				events[i] = Received[E]{arrivals[i].event.(E), metadataOf(&arrivals[i].meta)}
 			}
 			return f(ctx, tx, events)
 		}
 	}
-	return &h
+	return &builtHandler{h}
 }
 
 // HandleNoTx makes a handler of f for effects that are idempotent by nature, such
@@ -100,11 +109,11 @@ func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pg
 // again. An outage of PostgreSQL is waited out for f too; one of something else that f
 // needs is an error like any other, so allow enough retries for it in RetriesFor.
 func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event E, m Metadata) error) Handler {
-	h := handler{action: action, goType: reflect.TypeFor[E](), kind: noTx}
+	h := engineHandler{action: action, goType: reflect.TypeFor[E](), kind: noTx}
 	if f != nil {
-		h.one = func(ctx context.Context, _ pgx.Tx, r arrival) error { return f(ctx, r.event.(E), r.meta) }
+		h.one = func(ctx context.Context, _ pgx.Tx, a *arrival) error { return f(ctx, a.event.(E), metadataOf(&a.meta)) }
 	}
-	return &h
+	return &builtHandler{h}
 }
 
 // OncePer returns a copy of a [Handle] or [HandleBatch] handler that says what its
@@ -116,70 +125,36 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 // E is the event type of h. [NewConsumer] rejects another one, and a handler of
 // [HandleNoTx], because nothing records what that has done.
 func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateType, aggregateID string)) Handler {
-	if check.IsNil(h) {
-		return h // NewConsumer names it
-	}
-	c := *h.handler()
-	c.key, c.keyType = nil, reflect.TypeFor[E]()
-	if key != nil {
-		c.key = func(e any, m Metadata) (string, string) { return key(e.(E), m) }
-	}
-	return &c
+	return changed(h, func(own *engineHandler) {
+		own.key, own.keyType = nil, reflect.TypeFor[E]()
+		if key != nil {
+			own.key = func(e any, m *envelope.Received) (string, string) { return key(e.(E), metadataOf(m)) }
+		}
+	})
 }
 
 // RetryPolicy is how an action on an event that failed is tried again. What is zero is as in the
 // configuration.
 type RetryPolicy struct {
-	// MaxRetries is how often it is tried again. Negative means never. Zero means what RetriesFor or
-	// MaxRetries of the configuration says.
+	// MaxRetries is how often an action is tried again after its first attempt. Negative means never. Zero
+	// means 3, or what the policy of the configuration says.
 	MaxRetries int
-	// RetryWait is the wait before the first retry; each further wait is twice as long.
+	// RetriesFor replaces MaxRetries for an error. If it panics or ends its goroutine, that is logged, and
+	// MaxRetries counts. Its partition waits while it does not return. Nil means MaxRetries for all errors. A
+	// policy with a MaxRetries of its own does not use the RetriesFor of the configuration.
+	RetriesFor func(error) int
+	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait;
+	// up to a fifth of each wait is added or left out at random. [RetryAfter] says another wait. Zero means
+	// 1 s, or what the policy of the configuration says.
 	RetryWait time.Duration
-	// MaxRetryWait bounds the wait.
+	// MaxRetryWait bounds the wait before a retry. Zero means 60 s, or what the policy of the configuration says.
 	MaxRetryWait time.Duration
-}
-
-// over returns a policy with what is zero taken from another.
-func (p RetryPolicy) over(base RetryPolicy) RetryPolicy {
-	return RetryPolicy{
-		MaxRetries: cmp.Or(p.MaxRetries, base.MaxRetries), RetryWait: cmp.Or(p.RetryWait, base.RetryWait), MaxRetryWait: cmp.Or(p.MaxRetryWait, base.MaxRetryWait),
-	}
-}
-
-// wait returns the wait after an attempt, from 1, that failed with err, without its random part. It has none, and is
-// exact, if the error says how long it is.
-func (p RetryPolicy) wait(attempt int, err error) (d time.Duration, exact bool) {
-	if d, ok := retryAfter(err); ok {
-		return d, true
-	}
-	return wait.Exponential(p.RetryWait, max(p.RetryWait, p.MaxRetryWait), attempt-1), false
-}
-
-// next is wait with its random part: a fifth more or less.
-func (p RetryPolicy) next(attempt int, err error) time.Duration {
-	const jitter = 5
-	const longest = math.MaxInt64 / 2 // so that a fifth more is no overflow
-	d, exact := p.wait(attempt, err)
-	if exact {
-		return d
-	}
-	d = min(d, longest)
-	return d - d/jitter + rand.N(2*(d/jitter)+1)
-}
-
-func (p RetryPolicy) validate() error {
-	return errors.Join(check.NotNegative("RetryWait", p.RetryWait), check.NotNegative("MaxRetryWait", p.MaxRetryWait))
 }
 
 // WithRetry returns a copy of a handler whose action is tried again as the policy says, in a
 // [Consumer] and in a [Worker].
 func WithRetry(h Handler, policy RetryPolicy) Handler {
-	if check.IsNil(h) {
-		return h // NewConsumer names it
-	}
-	c := *h.handler()
-	c.retry = policy
-	return &c
+	return changed(h, func(own *engineHandler) { own.retry = retryPolicy(policy) })
 }
 
 // RetryInPlace returns a copy of a handler for a [Consumer] whose partition waits while an event is
@@ -187,12 +162,7 @@ func WithRetry(h Handler, policy RetryPolicy) Handler {
 // keys; see [ConsumerConfig]. It is for handlers that need the order of a whole partition. A [Worker]
 // has no partitions, and takes no notice.
 func RetryInPlace(h Handler) Handler {
-	if check.IsNil(h) {
-		return h // NewConsumer names it
-	}
-	c := *h.handler()
-	c.inPlace = true
-	return &c
+	return changed(h, func(own *engineHandler) { own.inPlace = true })
 }
 
 // Middleware runs around the handlers of a consumer, for example to measure them, to trace
@@ -226,119 +196,20 @@ type HandlerCall struct {
 	Tx pgx.Tx
 }
 
-// handler is a Handler without its type parameter.
-type handler struct {
-	action  string
-	goType  reflect.Type
-	kind    handlerKind
-	one     func(context.Context, pgx.Tx, arrival) error   // inTx, noTx
-	many    func(context.Context, pgx.Tx, []arrival) error // inBatch
-	key     func(event any, m Metadata) (aggregateType, aggregateID string)
-	keyType reflect.Type // the E of OncePer; nil without
-	retry   RetryPolicy
-	inPlace bool
-}
-
-type handlerKind uint8
-
-const (
-	inTx handlerKind = iota
-	inBatch
-	noTx
-)
-
-func (h *handler) handler() *handler { return h }
-
-// call calls the function of a handler.
-func (h *handler) call(ctx context.Context, tx pgx.Tx, arrivals []arrival) error {
-	if h.kind == inBatch {
-		return h.many(ctx, tx, arrivals)
+// engineMiddlewares returns middleware as the engine calls it.
+func engineMiddlewares(all []Middleware) []engineMiddleware {
+	var middlewares []engineMiddleware
+	for _, m := range all {
+		middlewares = append(middlewares, func(ctx context.Context, call engineCall, next func(context.Context) error) error {
+			about := HandlerCall{Action: call.action, Events: make([]Received[DomainEvent], len(call.arrivals)), Tx: call.tx}
+			for i := range call.arrivals {
+				a := &call.arrivals[i]
+				about.Events[i] = Received[DomainEvent]{a.event.(DomainEvent), metadataOf(&a.meta)}
+			}
+			return m(ctx, about, next)
+		})
 	}
-	return h.one(ctx, tx, arrivals[0])
-}
-
-// callGuarded is call, with a panic as an error.
-func (h *handler) callGuarded(ctx context.Context, tx pgx.Tx, arrivals []arrival) error {
-	return guard(func() error { return h.call(ctx, tx, arrivals) })
-}
-
-// arrival is an event, decoded, of the Go type that its handler takes.
-type arrival struct {
-	event any
-	meta  Metadata
-}
-
-// task is an action on an event.
-type task struct {
-	*handler
-	arrival
-}
-
-// taskResult is a task that went well.
-type taskResult struct {
-	task
-	repeat bool          // the action was done before
-	took   time.Duration // by the handler
-}
-
-// eventContext carries the correlation id, the trace id and the traceparent of an event. It is
-// one allocation, where [WithCorrelationID] and the others would make six.
-type eventContext struct {
-	context.Context
-	correlationID, traceID, traceParent string // "" for that of the outer context
-}
-
-// Value implements context.Context.
-func (c *eventContext) Value(key any) any {
-	switch {
-	case key == any(envelope.CorrelationKey) && c.correlationID != "":
-		return c.correlationID
-	case key == any(envelope.TraceIDKey) && c.traceID != "":
-		return c.traceID
-	case key == any(envelope.TraceKey) && c.traceParent != "":
-		return c.traceParent
-	}
-	return c.Context.Value(key)
-}
-
-// handlerContext returns a context with the correlation id, the trace id and the traceparent
-// that the event arrived with.
-func handlerContext(ctx context.Context, m Metadata) context.Context {
-	correlationID, traceID, traceParent := m.Extensions[eventheader.Correlation], m.Extensions[eventheader.TraceID], m.Extensions[eventheader.TraceParent]
-	if correlationID == "" && traceID == "" && traceParent == "" {
-		return ctx
-	}
-	return &eventContext{ctx, correlationID, traceID, traceParent}
-}
-
-// batchContext is [handlerContext] for a single event; several have no one trace.
-func batchContext(ctx context.Context, arrivals []arrival) context.Context {
-	if len(arrivals) == 1 {
-		return handlerContext(ctx, arrivals[0].meta)
-	}
-	return ctx
-}
-
-const maxAction = 100 // characters
-
-// check says why a handler cannot be used.
-func (h *handler) check() error {
-	bad := func(field string, err error) error {
-		return &FieldError{EventType: h.goType.String(), Index: -1, Field: field, Err: err}
-	}
-	switch err := check.Text(h.action, maxAction); {
-	case err != nil:
-		return bad("action", err)
-	case h.one == nil && h.many == nil:
-		return bad("handler", fmt.Errorf("function of %s %w", h.action, ErrNilArgument))
-	case h.keyType != nil && h.kind == noTx:
-		return bad("OncePer", fmt.Errorf("of %s %w: nothing records what a handler of HandleNoTx has done", h.action, ErrMalformed))
-	case h.retry.validate() != nil:
-		return bad("WithRetry", fmt.Errorf("of %s: %w", h.action, h.retry.validate()))
-	case h.keyType != nil && h.keyType != h.goType:
-		return bad("OncePer", fmt.Errorf("of %s %w: its key is of %s", h.action, ErrMalformed, h.keyType))
-	}
-	return nil
+	return middlewares
 }
 
 // Upcaster turns events of an older version into the next. Make one with [Upcast].
@@ -370,45 +241,13 @@ type PanicError struct {
 // Error implements error, without the stack.
 func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
 
-// guard calls f and turns a panic into an error. It returns another error for one whose
-// methods panic, because these are called outside of it.
-func guard(f func() error) error {
-	err := recovered(f)
-	if err == nil {
-		return nil
-	}
-	if panicked := recovered(func() error { contain.CallMethods(err); return nil }); panicked != nil {
-		return fmt.Errorf("error of type %T, which may be a nil pointer: %w", err, panicked)
-	}
-	return err
-}
-
-func recovered(f func() error) (err error) {
-	defer func() {
-		if v := recover(); v != nil {
-			err = &PanicError{Value: v, Stack: debug.Stack()}
-		}
-	}()
-	return f()
-}
-
 // Permanent marks an error that no retry would change: the event becomes a dead letter
 // at once. It returns nil for nil.
 func Permanent(err error) error {
 	if err == nil {
 		return nil
 	}
-	return &permanentError{err}
-}
-
-type permanentError struct{ err error }
-
-func (e *permanentError) Error() string { return e.err.Error() }
-func (e *permanentError) Unwrap() error { return e.err }
-
-func isPermanent(err error) bool {
-	var p *permanentError
-	return errors.As(err, &p)
+	return permanent(err)
 }
 
 // RetryAfter marks an error of a handler after which the event is tried again when d has passed,
@@ -426,22 +265,5 @@ func RetryAfter(err error, d time.Duration) error {
 	if err == nil {
 		return nil
 	}
-	return &retryAfterError{err, max(0, d)}
-}
-
-type retryAfterError struct {
-	err  error
-	wait time.Duration
-}
-
-func (e *retryAfterError) Error() string { return e.err.Error() }
-func (e *retryAfterError) Unwrap() error { return e.err }
-
-// retryAfter returns the wait that an error says, if it says one.
-func retryAfter(err error) (wait time.Duration, ok bool) {
-	later, ok := errors.AsType[*retryAfterError](err)
-	if !ok {
-		return 0, false
-	}
-	return later.wait, true
+	return retryAfterWait(err, d)
 }

@@ -2,14 +2,14 @@ package outbox
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/breaker"
+
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 )
@@ -23,26 +23,16 @@ type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// MaxRetries is how often an action on an event that failed is tried again. Meanwhile the later
+	// Retry is how an action on an event that failed is tried again. Meanwhile the later
 	// events of its topic and key wait for this action, and everything else goes on; a [Consumer] without a
 	// database has no place to park it, so its partition waits, see also [RetryInPlace]. When the retries are
 	// used up, the event is given up: it becomes DEAD in event_delivery, where operators see it, and
 	// a consumer sends a dead letter. What PostgreSQL
 	// rolls back for a deadlock or a serialization failure is repeated with short pauses, and
 	// counts after ten times. An outage is waited out and does not count: PostgreSQL gives the
-	// consumer no connection, or event_handled cannot be written. Negative means never. Zero
-	// means 3. [WithRetry] says another number for a handler.
-	MaxRetries int
-	// RetriesFor replaces MaxRetries for an error. If it panics or ends its goroutine,
-	// that is logged, and MaxRetries counts. Its partition waits while it does not return.
-	// Nil means MaxRetries for all.
-	RetriesFor func(error) int
-	// RetryWait is the wait before the first retry. Each further wait is twice as
-	// long, up to MaxRetryWait; a random part of each, up to a fifth, is added or left out. [RetryAfter] and
-	// [WithRetry] say another one. Zero means 1 s.
-	RetryWait time.Duration
-	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
-	MaxRetryWait time.Duration
+	// consumer no connection, or event_handled cannot be written. [WithRetry] says another
+	// policy for a handler.
+	Retry RetryPolicy
 
 	// HoldDead keeps the events behind a DEAD one waiting until an operator has resolved it, or it
 	// was handled after all. Without it they go on. It needs a database.
@@ -101,11 +91,6 @@ type HandlerConfig struct {
 	Logger *slog.Logger
 }
 
-// policy is how actions are tried again, unless it is said otherwise.
-func (c *HandlerConfig) policy() RetryPolicy {
-	return RetryPolicy{MaxRetries: c.MaxRetries, RetryWait: c.RetryWait, MaxRetryWait: c.MaxRetryWait}
-}
-
 // UnknownTypes says what happens to events of a type without a handler.
 type UnknownTypes int
 
@@ -131,9 +116,9 @@ const (
 
 func (c HandlerConfig) withDefaults() HandlerConfig {
 	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
-	c.MaxRetries = cmp.Or(c.MaxRetries, defaultHandlerRetries)
-	c.RetryWait = cmp.Or(c.RetryWait, defaultRetryWait)
-	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, defaultMaxRetryWait)
+	c.Retry.MaxRetries = cmp.Or(c.Retry.MaxRetries, defaultHandlerRetries)
+	c.Retry.RetryWait = cmp.Or(c.Retry.RetryWait, defaultRetryWait)
+	c.Retry.MaxRetryWait = cmp.Or(c.Retry.MaxRetryWait, defaultMaxRetryWait)
 	c.SlowHandler = cmp.Or(c.SlowHandler, defaultSlowHandler)
 	c.Breaker.Window = cmp.Or(c.Breaker.Window, defaultActionWindow)
 	c.Breaker.Trials = cmp.Or(c.Breaker.Trials, defaultActionTrials)
@@ -142,43 +127,45 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 	return c
 }
 
-// guarded returns the configuration with functions of the host whose panics are logged.
-func (c HandlerConfig) guarded(log *slog.Logger) HandlerConfig {
-	c.Hooks = c.Hooks.guarded(func(name string) func(func()) {
-		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)
-		switch name {
-		case "Handled", "Repeated": // called for every event, below [contain.Do]
-			return hook.Inline
-		case "Breaker", "Lost", "RowsRemoved": // called under way in an attempt; called by what fetches for all partitions, and by the Kafka client; by what removes rows
-			return func(call func()) { hook.Notify(context.Background(), call) }
-		}
-		return hook.Alone
-	})
-	if retriesFor := c.RetriesFor; retriesFor != nil {
-		call := contain.NewCallback("RetriesFor", log, contain.HookLimits)
-		c.RetriesFor = func(err error) int {
-			retries := c.MaxRetries
-			call.Alone(func() { retries = retriesFor(err) })
-			return retries
-		}
+// rules returns the configuration as the engine takes it.
+func (c HandlerConfig) rules(stopTimeout time.Duration) handlerRules {
+	codecs := make([]payloadCodec, len(c.Codecs))
+	for i, codec := range c.Codecs {
+		codecs[i] = codec.engine()
 	}
-	return c
+	return handlerRules{
+		Group: c.Group, Schema: c.Schema, Retry: retryPolicy(c.Retry), HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
+		Breaker: breaker.Rules(c.Breaker), HandlerTimeout: c.HandlerTimeout, SlowHandler: c.SlowHandler, StopTimeout: stopTimeout,
+		DeadLetterUnknown: c.Unknown == DeadLetterUnknown, JSON: JSON().engine(), Codecs: codecs,
+		Middleware: engineMiddlewares(c.Middleware), Hooks: c.Hooks.engine(), Log: c.Logger.With("group", c.Group),
+	}
 }
 
-// retries returns how often an action is tried again that has failed with err: as its handler says, or RetriesFor, which is
-// called with ask, or else as usual does.
-func (c *HandlerConfig) retries(h *handler, usual RetryPolicy, err error, ask func(func())) (n int) {
-	n = h.retry.over(usual).MaxRetries
-	if h.retry.MaxRetries == 0 && c.RetriesFor != nil {
-		ask(func() { n = c.RetriesFor(err) })
+// routes returns which events the handlers get. Its error names every bad handler and upcaster.
+func (c HandlerConfig) routes(events *Registry, handlers []Handler) (routes, error) {
+	of := routeSources{topics: c.Topics}
+	for _, def := range events.byName {
+		of.kinds = append(of.kinds, eventKind{name: def.eventType, topic: def.destination(), goType: def.goType, codec: def.codec.engine()})
 	}
-	return n
+	for _, u := range c.Upcasters {
+		of.upcasters = append(of.upcasters, engineUpcaster(u))
+	}
+	for _, h := range handlers {
+		if check.IsNil(h) {
+			of.handlers = append(of.handlers, nil)
+		} else {
+			of.handlers = append(of.handlers, h.handler())
+		}
+	}
+	return newRoutes(of)
 }
+
+func (c Codec) engine() payloadCodec { return payloadCodec{c.ContentType, c.Decode} }
 
 func (c HandlerConfig) validate() error {
 	errs := []error{
 		check.Schema(c.Schema),
-		c.policy().validate(),
+		retryPolicy(c.Retry).validate(),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
 		check.NotNegative("SlowHandler", c.SlowHandler),
 		c.Breaker.validate(),

@@ -439,7 +439,7 @@ func TestConsumerConfig(t *testing.T) {
 		want     []string
 	}{
 		{"good", ok, nil, []outbox.Handler{good}, nil},
-		{"no group, negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{RetryWait: -1, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, HeartbeatInterval: -1}, nil, []outbox.Handler{good},
+		{"no group, negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: -1}, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, HeartbeatInterval: -1}, nil, []outbox.Handler{good},
 			[]string{"field Group is empty", "field MaxPoll is -1", "field RetryWait", "field HeartbeatInterval", "field Unknown is 9", "field Schema"}},
 		{"times in the wrong order", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
 			[]string{"HeartbeatInterval is 30s: must be shorter than SessionTimeout, 30s", "MaxPollInterval is 1s: must be longer than SessionTimeout, 30s by default", "MaxPoll is 10001: at most 10000"}},

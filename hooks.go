@@ -161,44 +161,33 @@ type ConsumerHooks struct {
 	RowsRemoved func(RetentionResult)
 }
 
-// guarded returns the hooks as a consumer calls them: each through what callback returns
-// for its name, which keeps panics from the consumer.
-func (h ConsumerHooks) guarded(callback func(name string) func(call func())) ConsumerHooks {
-	h.Unknown = guardHook(h.Unknown, "Unknown", callback)
+// engine returns the hooks as the engine calls them. RowsRemoved is called by retention.
+func (h ConsumerHooks) engine() (hooks handlerHooks) {
+	failure := func(hook func(Metadata, string, error)) func(*envelope.Received, string, error) {
+		if hook == nil {
+			return nil
+		}
+		return func(m *envelope.Received, action string, err error) { hook(metadataOf(m), action, public(err)) }
+	}
+	hooks.Conflicted, hooks.Failed, hooks.Retried, hooks.Lost = failure(h.Conflicted), failure(h.Failed), failure(h.Retried), h.Lost
 	if hook := h.Breaker; hook != nil {
-		notify := callback("Breaker")
-		h.Breaker = func(action string, from, to BreakerState) { notify(func() { hook(action, from, to) }) }
+		hooks.Breaker = func(action string, from, to breaker.State) { hook(action, BreakerState(from), BreakerState(to)) }
 	}
 	if hook := h.Handled; hook != nil {
-		notify := callback("Handled")
-		h.Handled = func(m Metadata, action string, took time.Duration) { notify(func() { hook(m, action, took) }) }
+		hooks.Handled = func(m *envelope.Received, action string, took time.Duration) { hook(metadataOf(m), action, took) }
 	}
 	if hook := h.Repeated; hook != nil {
-		notify := callback("Repeated")
-		h.Repeated = func(m Metadata, action string) { notify(func() { hook(m, action) }) }
-	}
-	if hook := h.Conflicted; hook != nil {
-		notify := callback("Conflicted")
-		h.Conflicted = func(m Metadata, action string, err error) { notify(func() { hook(m, action, err) }) }
-	}
-	if hook := h.Failed; hook != nil {
-		notify := callback("Failed")
-		h.Failed = func(m Metadata, action string, err error) { notify(func() { hook(m, action, err) }) }
-	}
-	if hook := h.Retried; hook != nil {
-		notify := callback("Retried")
-		h.Retried = func(m Metadata, action string, err error) { notify(func() { hook(m, action, err) }) }
+		hooks.Repeated = func(m *envelope.Received, action string) { hook(metadataOf(m), action) }
 	}
 	if hook := h.DeadLettered; hook != nil {
-		notify := callback("DeadLettered")
-		h.DeadLettered = func(m Metadata, action, topic string, err error) { notify(func() { hook(m, action, topic, err) }) }
+		hooks.DeadLettered = func(m *envelope.Received, action, topic string, err error) {
+			hook(metadataOf(m), action, topic, public(err))
+		}
 	}
-	if hook := h.Lost; hook != nil {
-		notify := callback("Lost")
-		h.Lost = func(topic string, partition int32, records int64) { notify(func() { hook(topic, partition, records) }) }
+	if hook := h.Unknown; hook != nil {
+		hooks.Unknown = func(m *envelope.Received) { hook(metadataOf(m)) }
 	}
-	h.RowsRemoved = guardHook(h.RowsRemoved, "RowsRemoved", callback)
-	return h
+	return hooks
 }
 
 // engine returns the hooks as the relay calls them.

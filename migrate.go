@@ -5,10 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"regexp"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"

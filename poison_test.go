@@ -314,7 +314,7 @@ func newPoisonFixture(t *testing.T) *poisonFixture {
 	require.NoError(t, err)
 	testenv.Run(t, relay.Run)
 	consumer, err := outbox.NewConsumer(s.db, opts, s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: p.group, Schema: s.schema, RetryWait: time.Millisecond, Logger: log}, FromStart: true}, outbox.Handle("COUNT", s.count))
+		HandlerConfig: outbox.HandlerConfig{Group: p.group, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: log}, FromStart: true}, outbox.Handle("COUNT", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, consumer.Run)
 	p.page, err = outboxadmin.New(s.db, outboxadmin.Config{Schema: s.schema, Logger: log,

@@ -288,7 +288,7 @@ func TestWorkerRole(t *testing.T) {
 	f.db = r.as(t, "worker") // what the fixture's worker uses
 	var mended atomic.Bool
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{HoldDead: true}, FromStart: true, Lease: 3 * time.Second}
-	cfg.RetryWait, cfg.MaxRetries = 10*time.Millisecond, 2
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		if s.N == 2 && !mended.Load() {
 			return errors.New("not yet")

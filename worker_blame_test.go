@@ -120,7 +120,7 @@ func TestWorkerHandlerFails(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]int{}
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
-	cfg.RetryWait, cfg.MaxRetries, cfg.Breaker = time.Millisecond, 1, neverOpen
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Breaker = time.Millisecond, 1, neverOpen
 	cfg.Hooks.Failed = func(m outbox.Metadata, action string, _ error) {
 		mu.Lock()
 		defer mu.Unlock()
@@ -175,17 +175,17 @@ func TestWorkerRetriesForEver(t *testing.T) {
 	const stream = "account-events"
 	always := func(n int) func(error) int { return func(error) int { return n } }
 	for name, cfg := range map[string]outbox.WorkerConfig{
-		"all":                      {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt}},
-		"32 bits":                  {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt32}},
+		"all":                      {HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: math.MaxInt}}},
+		"32 bits":                  {HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: math.MaxInt32}}},
 		"stream":                   {Streams: map[string]outbox.RetryPolicy{stream: {MaxRetries: math.MaxInt}}},
-		"error":                    {HandlerConfig: outbox.HandlerConfig{MaxRetries: 1, RetriesFor: always(math.MaxInt)}},
-		"error beyond all":         {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt32 - 1, RetriesFor: always(math.MaxInt)}},
-		"as usual after the error": {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt, RetriesFor: always(5)}},
+		"error":                    {HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1, RetriesFor: always(math.MaxInt)}}},
+		"error beyond all":         {HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: math.MaxInt32 - 1, RetriesFor: always(math.MaxInt)}}},
+		"as usual after the error": {HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: math.MaxInt, RetriesFor: always(5)}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			f := newWorkerFixture(t)
-			cfg.FromStart, cfg.RetryWait, cfg.PollInterval, cfg.Lease = true, time.Millisecond, 10*time.Millisecond, time.Second
+			cfg.FromStart, cfg.Retry.RetryWait, cfg.PollInterval, cfg.Lease = true, time.Millisecond, 10*time.Millisecond, time.Second
 			var attempts atomic.Int64
 			waiting, release := make(chan struct{}), make(chan struct{})
 			f.start(cfg, outbox.HandleNoTx("SENT", func(_ context.Context, _ step, m outbox.Metadata) error {
@@ -218,7 +218,7 @@ func TestWorkerConflicts(t *testing.T) {
 			f := newWorkerFixture(t)
 			var calls, conflicts, failed atomic.Int64
 			cfg := outbox.WorkerConfig{FromStart: true, Concurrency: 1, PollInterval: 50 * time.Millisecond}
-			cfg.RetryWait, cfg.MaxRetries = time.Millisecond, 1
+			cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 			cfg.Hooks.Conflicted = func(outbox.Metadata, string, error) { conflicts.Add(1) }
 			cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
 			handler := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {
@@ -272,11 +272,11 @@ func TestWorkerOutageDuringHandlers(t *testing.T) {
 	cable := &brokenDialer{}
 	log := new(workerLog)
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
-	cfg.MaxRetries, cfg.Logger, cfg.RetryWait = -1, log.logger(), time.Millisecond
+	cfg.Retry.MaxRetries, cfg.Logger, cfg.Retry.RetryWait = -1, log.logger(), time.Millisecond
 	var failed, broken atomic.Int64
 	// What a handler without a transaction meets is an attempt if PostgreSQL is back before the worker looks.
 	errOwn := errors.New("of a handler without a transaction")
-	cfg.RetriesFor = func(err error) int {
+	cfg.Retry.RetriesFor = func(err error) int {
 		if errors.Is(err, errOwn) {
 			return 10
 		}
@@ -336,7 +336,7 @@ func TestWorkerRetryAfterInOutage(t *testing.T) {
 			cable := &brokenDialer{}
 			log := new(workerLog)
 			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond, Concurrency: 1}
-			cfg.MaxRetries, cfg.Logger = -1, log.logger()
+			cfg.Retry.MaxRetries, cfg.Logger = -1, log.logger()
 			var failed, calls atomic.Int64
 			cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
 			steps := map[string][]step{
@@ -378,7 +378,7 @@ func TestRetryDeadAfterOfDeliveries(t *testing.T) {
 	f := newWorkerFixture(t)
 	var back atomic.Bool
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: time.Second}
-	cfg.MaxRetries, cfg.HoldDead = -1, true
+	cfg.Retry.MaxRetries, cfg.HoldDead = -1, true
 	cfg.RetryDeadAfter = map[string]time.Duration{"timeout": 200 * time.Millisecond}
 	f.commit(step{"late", 1}, step{"late", 2}, step{"wrong", 1}, step{"closed", 1})
 	_, stop := f.start(cfg, f.effects("DONE", func(s step, _ outbox.Metadata) error {

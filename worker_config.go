@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"math"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -114,8 +113,15 @@ func (c WorkerConfig) validate() error {
 
 const maxConcurrency = 1000
 
-// of returns how the events of a topic are tried again.
-func (c *WorkerConfig) of(topic string) RetryPolicy { return c.Streams[topic].over(c.policy()) }
-
-// attempts returns how many attempts an event has with so many retries, as event_delivery can hold them.
-func attempts(retries int) int { return min(max(0, retries), math.MaxInt32-1) + 1 }
+// rules returns the configuration as the engine takes it.
+func (c WorkerConfig) rules() workerRules {
+	streams := map[string]retryPolicy{}
+	for topic, policy := range c.Streams {
+		streams[topic] = retryPolicy(policy)
+	}
+	return workerRules{
+		Handling: c.HandlerConfig.rules(c.StopTimeout), Streams: streams, FromStart: c.FromStart, Unordered: c.Unordered,
+		Concurrency: c.Concurrency, MaxPoll: c.MaxPoll, PollInterval: c.PollInterval, Lease: c.Lease,
+		Retention: c.Retention.rules(), RowsRemoved: removedHook(c.Hooks.RowsRemoved),
+	}
+}

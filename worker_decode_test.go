@@ -112,7 +112,7 @@ func TestWorkerOncePer(t *testing.T) {
 		return "Account", s.Account
 	})
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
-	cfg.RetryWait, cfg.MaxRetries = time.Millisecond, 1
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 	var steps []step
 	for n := 1; n <= 5; n++ {
 		steps = append(steps, step{"a", n}, step{"b", n})
@@ -142,7 +142,7 @@ func TestWorkerHandleBatch(t *testing.T) {
 	var mu sync.Mutex
 	largest, alone := 0, 0
 	cfg := outbox.WorkerConfig{FromStart: true, Concurrency: 1, PollInterval: 50 * time.Millisecond}
-	cfg.RetryWait, cfg.MaxRetries = time.Millisecond, 1
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 	totals := outbox.HandleBatch("TOTALS", func(ctx context.Context, tx pgx.Tx, all []outbox.Received[step]) error {
 		mu.Lock()
 		defer mu.Unlock()
@@ -177,7 +177,7 @@ func TestWorkerWaits(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond, Streams: map[string]outbox.RetryPolicy{"account-events": {RetryWait: time.Hour}}}
-	cfg.RetryWait, cfg.MaxRetries = time.Millisecond, 1
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 	f.commit(step{"usual", 1}, step{"usual", 2}, step{"later", 1}, step{"ever", 1}, step{"at once", 1}, step{"before", 1}, step{"permanent", 1}, step{"fine", 1})
 	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 		switch s.Account {

@@ -23,7 +23,7 @@ import (
 // takeNew makes. It takes no more than the lanes can handle soon, so that other processes of the group
 // get the rest.
 type dispatcher struct {
-	cfg      *WorkerConfig
+	cfg      *deliveryRules
 	store    *deliveries.Store
 	pauses   *pauses.Set
 	breakers *actionBreakers

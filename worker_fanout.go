@@ -7,11 +7,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/rand/v2"
+	"slices"
+
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/relay"
-	"math/rand/v2"
-	"slices"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
@@ -70,7 +71,7 @@ func (e eventHead) destination() (string, error) {
 		return e.topic, nil
 	}
 	if !check.HasTopic(e.eventType) {
-		return "", &envelope.FieldError{EventType: e.eventType, Index: -1, Field: "event_type", Err: ErrMalformed}
+		return "", &envelope.FieldError{EventType: e.eventType, Index: -1, Field: "event_type", Err: check.ErrMalformed}
 	}
 	return check.TopicOf(e.eventType), nil
 }

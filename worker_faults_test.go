@@ -68,7 +68,7 @@ func TestWorkerUnderOtherIsolation(t *testing.T) {
 			f := newWorkerFixture(t)
 			db := testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["default_transaction_isolation"] = level })
 			cfg := outbox.WorkerConfig{FromStart: true, Lease: 3 * time.Second, PollInterval: 50 * time.Millisecond}
-			cfg.MaxRetries = -1
+			cfg.Retry.MaxRetries = -1
 			w := f.worker(db, "bank", cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 				if s.Account == "slow" {
 					time.Sleep(4 * time.Second) // longer than the lease
@@ -136,7 +136,7 @@ func TestWorkerHandlerChangesSettings(t *testing.T) {
 		"session":   `SET LOCAL SESSION AUTHORIZATION ` + role,
 	}
 	cfg := outbox.WorkerConfig{FromStart: true}
-	cfg.MaxRetries = -1
+	cfg.Retry.MaxRetries = -1
 	f.start(cfg, outbox.Handle("SET", func(ctx context.Context, tx pgx.Tx, s step, _ outbox.Metadata) error {
 		if _, err := tx.Exec(ctx, f.sql(`INSERT INTO {schema}.effect (action, account, n) VALUES ('SET', $1, $2)`), s.Account, s.N); err != nil {
 			return err

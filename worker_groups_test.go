@@ -25,7 +25,7 @@ func TestWorkersOfManyGroups(t *testing.T) {
 	const accounts, steps = 20, 30
 	var failed atomic.Int64
 	failing := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond}
-	failing.RetryWait, failing.RetriesFor, failing.Breaker = time.Millisecond, func(error) int { return 1 << 20 }, neverOpen
+	failing.Retry.RetryWait, failing.Retry.RetriesFor, failing.Breaker = time.Millisecond, func(error) int { return 1 << 20 }, neverOpen
 	w, _ := f.startGroup("failing", failing, f.effects("COUNTED", func(step, outbox.Metadata) error { failed.Add(1); return errTest }))
 	works := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond}
 	for range 2 {
@@ -73,7 +73,7 @@ func TestWorkersOfAHotKey(t *testing.T) {
 	f.commit(steps...)
 	release := make(chan struct{})
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond}
-	cfg.RetryWait = time.Millisecond
+	cfg.Retry.RetryWait = time.Millisecond
 	for range 3 {
 		f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 			if s.Account == "hot" {
@@ -207,7 +207,7 @@ func TestWorkerWithFewConnections(t *testing.T) {
 			log := new(workerLog)
 			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: 3 * time.Second, StopTimeout: 2 * time.Second,
 				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond}}
-			cfg.RetryWait, cfg.Logger = time.Millisecond, log.logger()
+			cfg.Retry.RetryWait, cfg.Logger = time.Millisecond, log.logger()
 			look := func() error {
 				if most == 1 {
 					return nil
@@ -258,7 +258,7 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 						archived.Add(int64(len(rows)))
 						return nil
 					}}}
-			cfg.RetryWait, cfg.MaxRetries, cfg.HoldDead, cfg.Logger = time.Millisecond, 1, true, log.logger()
+			cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.HoldDead, cfg.Logger = time.Millisecond, 1, true, log.logger()
 			db := testenv.PoolIn(t, mode)
 			handler := f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 				switch {

@@ -10,30 +10,17 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// WorkerHealth reports the state of a worker in this process.
-type WorkerHealth struct {
-	// Group is the consumer group.
-	Group string
-	// Live is false if only a restart of the process can help: Run has returned an
-	// error, or a handler does not return.
-	Live bool
-	// Ready is false if this process does not handle events: see Reasons.
-	Ready bool
-	// Deliveries is how many deliveries this worker has.
-	Deliveries int
-	// Reasons say why the worker is not live or not ready. What is paused, and breakers of actions that are not
-	// closed, are among them, although they make it neither.
-	Reasons []string
+// workerHealth is the state of a worker in this process.
+type workerHealth struct {
+	Group       string
+	Live, Ready bool
+	Deliveries  int
+	Reasons     []string
 }
 
-// Health reports the state of the worker without I/O. It is live, but not ready, before Run is
-// called, during a stop and after a clean one; while PostgreSQL is unavailable, or leases cannot be
-// renewed; and while a handler runs on after its HandlerTimeout. Once one has run for twice as long,
-// the worker is not live.
-//
-// The package outboxhttp serves this to probes.
-func (w *Worker) Health() WorkerHealth {
-	h := WorkerHealth{Group: w.cfg.Group, Live: true, Ready: true}
+// health reports the state of the worker, without I/O.
+func (w *workerEngine) health() workerHealth {
+	h := workerHealth{Group: w.group(), Live: true, Ready: true}
 	notReady := func(reason string, args ...any) {
 		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
 	}
@@ -73,7 +60,7 @@ func (l *lane) reportHealth(notReady func(reason string, args ...any)) (live boo
 	if since, ok := l.activity.AwaitsTx(); ok && time.Since(since) > l.cfg.SlowHandler {
 		notReady("a transaction has not begun for %v: the pool has no connection left, or event_handled is locked", time.Since(since).Round(time.Second))
 	}
-	return reportCall(&l.activity, &l.cfg.HandlerConfig, notReady)
+	return reportCall(&l.activity, l.cfg.handlerRules, notReady)
 }
 
 // cutOff gives up a lane whose handler does not return although its context has ended. It returns what the lane has
@@ -105,15 +92,8 @@ func (l *lane) reportLeft() {
 	}
 }
 
-// Pause has this process handle nothing of some topics, or without topics nothing at all, until
-// Resume is called. Handlers finish what they are at; the rest goes back. Other processes of the
-// group go on. Pause may be called at any time, also before Run, and returns at once.
-//
-// Operators pause a group in all its processes, and over restarts, as they do with a consumer
-// group. A topic is handled when nobody has paused it any more.
-//
-// The error names topics that the worker does not handle. Nothing is paused then.
-func (w *Worker) Pause(topics ...string) error {
+// pause has this process handle nothing of some topics, or nothing at all.
+func (w *workerEngine) pause(topics []string) error {
 	if err := w.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: pause: %w", err)
 	}
@@ -121,9 +101,8 @@ func (w *Worker) Pause(topics ...string) error {
 	return nil
 }
 
-// Resume ends the pause that Pause has begun with the same topics, or without topics. It does not
-// end those of operators. The error is that of Pause.
-func (w *Worker) Resume(topics ...string) error {
+// resume ends the pause that pause has begun with the same topics.
+func (w *workerEngine) resume(topics []string) error {
 	if err := w.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: resume: %w", err)
 	}
@@ -134,7 +113,7 @@ func (w *Worker) Resume(topics ...string) error {
 	return nil
 }
 
-func (w *Worker) checkPause(topics []string) error {
+func (w *workerEngine) checkPause(topics []string) error {
 	for _, t := range topics {
 		if !slices.Contains(w.processor.routes.topics, t) {
 			return fmt.Errorf("the worker does not handle topic %q", t)

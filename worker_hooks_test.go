@@ -87,7 +87,7 @@ func TestWorkerHooks(t *testing.T) {
 	f := newWorkerFixture(t)
 	log := new(hookLog)
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
-	cfg.RetryWait, cfg.MaxRetries, cfg.Hooks = time.Millisecond, 1, log.hooks()
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Hooks = time.Millisecond, 1, log.hooks()
 	conflict := true
 	counted := outbox.OncePer(outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {
 		switch {
@@ -142,8 +142,8 @@ func TestWorkerHooksFail(t *testing.T) {
 		}
 		runtime.Goexit()
 	}
-	cfg.RetryWait, cfg.MaxRetries = time.Millisecond, 7
-	cfg.RetriesFor = func(error) int { runtime.Goexit(); return 0 } // so MaxRetries counts
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 7
+	cfg.Retry.RetriesFor = func(error) int { runtime.Goexit(); return 0 } // so MaxRetries counts
 	cfg.Hooks = outbox.ConsumerHooks{
 		Handled:      func(m outbox.Metadata, _ string, _ time.Duration) { fail(m) },
 		Failed:       func(m outbox.Metadata, _ string, _ error) { fail(m) },
@@ -186,7 +186,7 @@ func TestWorkerRequeueOfUnknownType(t *testing.T) {
 	require.NoError(t, err)
 	log := new(hookLog)
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
-	cfg.Unknown, cfg.Hooks, cfg.RetryWait, cfg.MaxRetries = outbox.DeadLetterUnknown, log.hooks(), time.Millisecond, 2
+	cfg.Unknown, cfg.Hooks, cfg.Retry.RetryWait, cfg.Retry.MaxRetries = outbox.DeadLetterUnknown, log.hooks(), time.Millisecond, 2
 	_, stop := f.start(cfg, f.effects("COUNTED", nil))
 	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, accountClosed{"a"}, step{"a", 1}) }))
 	const dead = `SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND action = '' AND last_error_code = 'unknown_type' AND attempt_count = `
@@ -257,7 +257,7 @@ func TestWorkerMiddleware(t *testing.T) {
 		}
 	}
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
-	cfg.Middleware, cfg.RetryWait, cfg.MaxRetries = []outbox.Middleware{around("first"), around("second")}, time.Millisecond, 1
+	cfg.Middleware, cfg.Retry.RetryWait, cfg.Retry.MaxRetries = []outbox.Middleware{around("first"), around("second")}, time.Millisecond, 1
 	f.commit(step{"fine", 1}, step{"skip", 1}, step{"later", 1}, step{"panic", 1}, step{"panic", 2}, step{"commit", 1})
 	f.start(cfg, f.effects("COUNTED", nil), outbox.HandleNoTx("SENT", func(context.Context, step, outbox.Metadata) error { return nil }))
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND last_error_code = 'panic' AND attempt_count = 2`, 2)
@@ -279,7 +279,7 @@ func TestWorkerLogNamesEvents(t *testing.T) {
 	f := newWorkerFixture(t)
 	log := new(workerLog)
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: time.Second}
-	cfg.RetryWait, cfg.MaxRetries, cfg.SlowHandler = time.Millisecond, 1, 20*time.Millisecond
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.SlowHandler = time.Millisecond, 1, 20*time.Millisecond
 	cfg.Logger = slog.New(outboxhttp.LogTrace(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	taken, release := make(chan struct{}), make(chan struct{})
 	f.start(cfg, f.effects("COUNTED", nil), outbox.HandleNoTx("SENT", func(_ context.Context, s step, m outbox.Metadata) error {

@@ -5,13 +5,16 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/cursor"
 	"log/slog"
 	"maps"
 	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/jackc/pgx/v5"
 
@@ -26,7 +29,8 @@ import (
 // intake makes deliveries of new events of the database, for the lanes of a worker. But for moved
 // and backlog it belongs to the goroutine of the dispatcher.
 type intake struct {
-	cfg        *WorkerConfig
+	cfg        *workerRules
+	delivery   *deliveryRules
 	fanOut     *fanOut
 	dispatcher *dispatcher
 	processor  *processor // for its log
@@ -134,7 +138,7 @@ func (in *intake) rebase(ctx context.Context) error {
 		return fmt.Errorf("rebase cursor: %w", err)
 	}
 	defer func() {
-		if err := in.lease.giveUp(l, in.cfg.StopTimeout); err != nil {
+		if err := in.lease.giveUp(l, in.delivery.StopTimeout); err != nil {
 			in.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
 		}
 	}()
@@ -165,26 +169,27 @@ const hookShare = 10
 
 // reportUnknown logs events of types without a handler, and calls hooks for them.
 func (in *intake) reportUnknown(ctx context.Context, events []eventHead) {
-	all := make([]Metadata, len(events))
+	all := make([]envelope.Received, len(events))
 	for i, e := range events {
 		stream, _ := e.destination() // plan has had it
-		all[i] = Metadata{Type: e.eventType, Subject: e.aggregate, origin: &origin{key: []byte(e.recordKey()), delivery: deliveryOrigin{stream: stream}}}
-		if in.cfg.Unknown == DeadLetterUnknown {
+		all[i] = envelope.Received{Type: e.eventType, Subject: e.aggregate, Origin: &envelope.Origin{Key: []byte(e.recordKey()), Stream: stream}}
+		if in.delivery.DeadLetterUnknown {
 			in.log.Error("outbox: delivery is dead, the group has no handler for its type", "stream", stream, "type", e.eventType, "outbox_id", e.id)
 		} else {
-			in.processor.logSkipped(all[i])
+			in.processor.logSkipped(&all[i])
 		}
 	}
-	h := in.cfg.Hooks
+	h := in.delivery.Hooks
 	if h.Unknown == nil && h.DeadLettered == nil {
 		return
 	}
 	in.hooks.Notify(ctx, func() {
-		for _, m := range all {
+		for i := range all {
+			m := &all[i]
 			if h.Unknown != nil {
 				h.Unknown(m)
 			}
-			if in.cfg.Unknown == DeadLetterUnknown && h.DeadLettered != nil {
+			if in.delivery.DeadLetterUnknown && h.DeadLettered != nil {
 				h.DeadLettered(m, "", "", unknownType(m.Type))
 			}
 		}
@@ -197,7 +202,7 @@ func (in *intake) plan(e eventHead) (owed []deliveries.New) {
 	if err != nil || !in.fanOut.routes.streams[stream] {
 		return nil
 	}
-	most := attempts(in.cfg.of(stream).MaxRetries)
+	most := attempts(in.delivery.of(stream).MaxRetries)
 	pairs := in.fanOut.routes.byType[e.eventType]
 	for _, p := range pairs {
 		if p.Stream == stream {
@@ -209,7 +214,7 @@ func (in *intake) plan(e eventHead) (owed []deliveries.New) {
 		return owed
 	}
 	in.round.unknown = append(in.round.unknown, e)
-	if in.cfg.Unknown == DeadLetterUnknown {
+	if in.delivery.DeadLetterUnknown {
 		owed = append(owed, deliveries.New{OutboxID: e.id, Stream: stream, Key: in.keyOf(e, "", stream), Status: deliveries.Dead, MaxAttempts: most})
 	}
 	return owed
@@ -239,7 +244,7 @@ func (in *intake) keyOf(e eventHead, action, stream string) deliveries.Key {
 	if in.cfg.Unordered {
 		return deliveries.Key{}
 	}
-	return deliveries.KeyOf(in.cfg.Group, action, stream, e.recordKey())
+	return deliveries.KeyOf(in.delivery.Group, action, stream, e.recordKey())
 }
 
 // Which deliveries an event is owed is said by all workers of a group together: while a release is
@@ -285,7 +290,7 @@ func (g *groupRoutes) read(version int64, text string) error {
 	for _, route := range slices.Sorted(maps.Keys(stored)) {
 		parts := strings.SplitN(route, "\n", 3)
 		if len(parts) < 3 {
-			return fmt.Errorf("read event_subscription.routes: %w: %q", ErrMalformed, route)
+			return fmt.Errorf("read event_subscription.routes: %w: %q", check.ErrMalformed, route)
 		}
 		eventType, stream, action := parts[0], parts[1], parts[2]
 		g.streams[stream] = true
@@ -316,7 +321,7 @@ func (r *workerRun) listen(ctx context.Context, member *wakeup.Member) {
 	defer s.Use(r.processor.log)()
 	const unavailable, held = 100 * time.Millisecond, time.Second // how long to wait then
 	for ctx.Err() == nil && s.State() != pgsession.Pooled {
-		lock, err := s.TryLock(ctx, r.cfg.Schema, tables.WorkerPrefix+r.cfg.Group)
+		lock, err := s.TryLock(ctx, r.delivery.Schema, tables.WorkerPrefix+r.group())
 		switch {
 		case err != nil:
 			if !errors.Is(err, pgsession.ErrUnavailable) && ctx.Err() == nil {

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/envelope"
 	leases "github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/retention"
 
@@ -17,12 +18,11 @@ import (
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
-	"github.com/outboxgo/outbox/internal/watch"
 )
 
 // keeper renews the leases of what a worker has, and takes what workers had that are gone.
 type keeper struct {
-	cfg        *WorkerConfig
+	cfg        *deliveryRules
 	store      *deliveries.Store
 	hands      *hands
 	dispatcher *dispatcher
@@ -65,7 +65,7 @@ func (k *keeper) run(ctx context.Context) {
 const backShare = 6
 
 // awaitAgain waits before PostgreSQL is tried again.
-func (c *WorkerConfig) awaitAgain(ctx context.Context, outages *outage.Logs) {
+func (c *deliveryRules) awaitAgain(ctx context.Context, outages *outage.Logs) {
 	wait.Sleep(ctx, min(outages.Backoff(outagePostgres), c.Lease/backShare))
 }
 
@@ -203,18 +203,18 @@ func (k *keeper) retryDead(ctx context.Context) error {
 func (k *keeper) notify(rows []deliveries.Expired) {
 	h := k.cfg.Hooks
 	for _, e := range rows {
-		m := metadataOf(&deliveries.Delivery{
+		m := receivedOf(&deliveries.Delivery{
 			Ref: deliveries.Ref{ID: e.ID}, EventID: e.EventID, Type: e.Type, Stream: e.Stream, Attempt: e.Attempt,
 			PartitionKey: e.RecordKey, FromKafka: e.FromKafka, Partition: e.Partition, Position: e.Position,
-		}, new(origin))
+		}, new(envelope.Origin))
 		if h.Failed != nil {
-			h.Failed(m, e.Action, errGone)
+			h.Failed(&m, e.Action, errGone)
 		}
 		switch {
 		case e.Dead && h.DeadLettered != nil:
-			h.DeadLettered(m, e.Action, "", errGone)
+			h.DeadLettered(&m, e.Action, "", errGone)
 		case !e.Dead && h.Retried != nil:
-			h.Retried(m, e.Action, errGone)
+			h.Retried(&m, e.Action, errGone)
 		}
 	}
 }
@@ -318,8 +318,8 @@ type groupDuty struct {
 	name        string                                   // of the lease, in the log
 	cut         context.Context                          // ended when no work is to go on
 	work        func(context.Context, leases.Leadership) // until the context ends or the lease is lost
-	monitor     *watch.Monitor
-	report      func(began time.Time, err error) // takes what became of a try to take the lease
+	alert       func(context.Context)                    // sends alerts until its context ends
+	report      func(began time.Time, err error)         // takes what became of a try to take the lease
 	stopTimeout time.Duration
 	log         *slog.Logger
 }
@@ -350,7 +350,7 @@ func (g *groupDuty) lead(ctx context.Context, l *leases.Lease) {
 	renewing.Go(func() { g.renew(leads) })
 	alerting, stopAlerts := context.WithCancel(ctx)
 	defer context.AfterFunc(held, stopAlerts)()
-	renewing.Go(func() { g.monitor.Run(alerting) })
+	renewing.Go(func() { g.alert(alerting) })
 	g.work(ctx, leads)
 	lost := errors.Is(context.Cause(held), leases.ErrLeaseLost)
 	lose(nil)
@@ -387,12 +387,12 @@ const outageCleaning = "the lease for retention"
 
 // newWorkerDuty returns what removes rows, and alerts, while this process has the lease of the group. No batch
 // goes on once cut has ended.
-func newWorkerDuty(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
-	store := retention.NewStore(w.db, w.cfg.Schema, w.cfg.Retention.rules())
+func newWorkerDuty(w *workerEngine, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
+	store := retention.NewStore(w.db, w.processor.cfg.Schema, w.cfg.Retention)
 	store.Callback = w.archive.Call
-	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: &w.cfg, backlog: backlog, log: w.processor.log}
+	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: w.cfg, backlog: backlog, log: w.processor.log}
 	return &groupDuty{
-		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, monitor: w.monitor, stopTimeout: w.cfg.StopTimeout, log: w.processor.log,
+		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, alert: w.alert, stopTimeout: w.processor.cfg.StopTimeout, log: w.processor.log,
 		report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
 	}
 }
@@ -402,7 +402,7 @@ func newWorkerDuty(w *Worker, lease *groupLease, backlog func() bool, cut contex
 type groupCleaner struct {
 	name    string // of the lease
 	store   *retention.Store
-	cfg     *WorkerConfig
+	cfg     *workerRules
 	backlog func() bool // of events to hand over
 	log     *slog.Logger
 }
@@ -410,7 +410,7 @@ type groupCleaner struct {
 // run cleans until ctx is cancelled or the lease is lost.
 func (g *groupCleaner) run(ctx context.Context, leads leases.Leadership) {
 	retention.NewCleaner(leads, retention.CleanerConfig{
-		Name: g.name, Rules: g.cfg.Retention.rules(), Poll: g.cfg.PollInterval, WithoutFailed: true, Removed: removedHook(g.cfg.Hooks.RowsRemoved),
+		Name: g.name, Rules: g.cfg.Retention, Poll: g.cfg.PollInterval, WithoutFailed: true, Removed: g.cfg.RowsRemoved,
 		MayRun: func(ctx context.Context) (bool, error) {
 			has, err := g.store.HasRelay(ctx)
 			return !has, err

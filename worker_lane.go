@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
@@ -37,7 +38,7 @@ type lane struct {
 
 // laneParts is what the lanes of a worker share.
 type laneParts struct {
-	cfg        *WorkerConfig
+	cfg        *deliveryRules
 	processor  *processor
 	store      *deliveries.Store
 	slots      slots
@@ -61,7 +62,7 @@ type laneParts struct {
 
 // readDelivery returns the event of a delivery, or nil if nobody is to have it, and the action that it is for, "" for all. It
 // adds to the metadata what only the event says.
-type readDelivery func(d *deliveries.Delivery, about *Metadata) (m *Message, action string, err error)
+type readDelivery func(d *deliveries.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error)
 
 // sendDeadLetter sends the dead letter of a delivery that is given up, and returns its topic. Nil: there is none.
 type sendDeadLetter func(ctx context.Context, d *deliveries.Delivery, why givenUp) (topic string, err error)
@@ -228,7 +229,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 				return len(items)
 			}
 		default:
-			n, failed := itemsToRepeat(err, len(items), func(o *origin) int { return indexOf(items, o) })
+			n, failed := itemsToRepeat(err, len(items), func(o *envelope.Origin) int { return indexOf(items, o) })
 			l.log.Debug("outbox: a transaction of deliveries has failed, and those in front of the failed one are handled again", "deliveries", len(items), "in_front", n, "error", err)
 			if n == 0 {
 				l.handleEach(items[:1], failed)
@@ -250,8 +251,8 @@ func tasksAndStreams(items []laneItem) (tasks []task, streams []string) {
 	return tasks, streams
 }
 
-func indexOf(items []laneItem, of *origin) int {
-	return slices.IndexFunc(items, func(it laneItem) bool { return it.meta.origin == of })
+func indexOf(items []laneItem, of *envelope.Origin) int {
+	return slices.IndexFunc(items, func(it laneItem) bool { return it.meta.Origin == of })
 }
 
 // isApart reports whether an item has no place in a transaction with others. One without a task, which its decoder passes over,
@@ -268,7 +269,7 @@ func (l *lane) mustWait(it *laneItem) bool {
 
 // markDone notes that the items before next are done, and returns how many these are. It adapts
 // how many are tried together to what handlers do in transactionTime.
-func (l *lane) markDone(items []laneItem, next *origin, took time.Duration) int {
+func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Duration) int {
 	n := len(items)
 	if next != nil {
 		n = indexOf(items, next)
@@ -309,7 +310,7 @@ func (l *lane) unlockRows(err error) {
 func (l *lane) lockRows(ctx context.Context, tx handlerTx, tasks []task) error {
 	ids := map[int64]bool{}
 	for _, t := range tasks {
-		ids[t.meta.origin.delivery.id] = true
+		ids[t.meta.Origin.DeliveryID] = true
 	}
 	if err := l.store.LockIn(ctx, tx.Own(), l.those(ids)); err != nil {
 		return err
@@ -348,7 +349,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 		return
 	}
 	if it.class == classUnknownType && l.cfg.Hooks.Unknown != nil {
-		l.callHost("hook Unknown", it, func() { l.cfg.Hooks.Unknown(it.meta) })
+		l.callHost("hook Unknown", it, func() { l.cfg.Hooks.Unknown(&it.meta) })
 	}
 	if it.class != "" {
 		tried := it.Attempt
@@ -374,7 +375,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 		case errors.Is(err, errStopped):
 			return
 		case errors.Is(err, deliveries.ErrLost):
-			l.log.WarnContext(handlerContext(l.held, t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, it.Action, "error", err)...)
+			l.log.WarnContext(handlerContext(l.held, &t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, it.Action, "error", err)...)
 			l.lose(it.Ref) // and with it what is behind it
 			return
 		case isPostponed(err):
@@ -448,9 +449,9 @@ func (l *lane) awaitConflict(it *laneItem, t task, n int, err error) {
 	if n == unusual {
 		level = slog.LevelWarn
 	}
-	l.log.Log(handlerContext(l.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated", l.attrs(it, t.action, "conflicts", n, "error", err)...)
+	l.log.Log(handlerContext(l.held, &t.meta), level, "outbox: transaction conflicts with others, and is repeated", l.attrs(it, t.action, "conflicts", n, "error", err)...)
 	if l.cfg.Hooks.Conflicted != nil {
-		l.callHost("hook Conflicted", it, func() { l.cfg.Hooks.Conflicted(t.meta, t.action, err) })
+		l.callHost("hook Conflicted", it, func() { l.cfg.Hooks.Conflicted(&t.meta, t.action, err) })
 	}
 	wait.Sleep(l.stopping, conflictWait(n))
 }

@@ -27,7 +27,7 @@ func (l *lane) drop(it *laneItem) {
 func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult) error {
 	ids := map[int64]bool{}
 	for _, r := range results { // an event that is upcast may have several tasks
-		ids[r.meta.origin.delivery.id] = true
+		ids[r.meta.Origin.DeliveryID] = true
 	}
 	l.finished, l.promotedIn = l.those(ids), 0
 	// Functions inside PostgreSQL may have changed settings, too.
@@ -111,23 +111,23 @@ func (l *lane) postpone(it *laneItem, t task, cause error) {
 	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
 		return
 	}
-	l.log.InfoContext(handlerContext(l.held, it.meta), "outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", l.attrs(it, t.action, "wait", f.Wait, "error", cause)...)
+	l.log.InfoContext(handlerContext(l.held, &it.meta), "outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", l.attrs(it, t.action, "wait", f.Wait, "error", cause)...)
 	l.breakers.forget(it.Action)
 	l.promoted()
 	l.retryAt(time.Now().Add(f.Wait))
 }
 
 // policyOf returns how a task is tried again.
-func (l *lane) policyOf(it *laneItem, t task) RetryPolicy { return t.retry.over(l.cfg.of(it.Stream)) }
+func (l *lane) policyOf(it *laneItem, t task) retryPolicy { return t.retry.over(l.cfg.of(it.Stream)) }
 
 // failTask writes down that a task has failed: its delivery is tried again later, or is dead.
 func (l *lane) failTask(it *laneItem, t task, err error) {
 	if l.cfg.Hooks.Failed != nil {
-		l.callHost("hook Failed", it, func() { l.cfg.Hooks.Failed(t.meta, t.action, err) })
+		l.callHost("hook Failed", it, func() { l.cfg.Hooks.Failed(&t.meta, t.action, err) })
 	}
 	l.breakers.note(it.Action, it.Attempt, err)
 	usual := l.cfg.of(it.Stream)
-	retries := l.cfg.retries(t.handler, usual, err, func(f func()) { l.callHost("RetriesFor", it, f) })
+	retries := l.own.retries(l.policyOf(it, t), err, func(f func()) { l.callHost("RetriesFor", it, f) })
 	if isPermanent(err) || it.Attempt > retries {
 		l.giveUp(it, t.action, errorClass(err), it.Attempt, err)
 		return
@@ -229,11 +229,11 @@ func (l *lane) writeFailure(it *laneItem, f deliveries.Failure) (promoted int64,
 
 // report logs a failed attempt, and calls the hook of a dead delivery.
 func (l *lane) report(it *laneItem, action, topic string, f deliveries.Failure, cause error) {
-	ctx := handlerContext(l.held, it.meta)
+	ctx := handlerContext(l.held, &it.meta)
 	if !f.Dead {
 		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, action, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
 		if l.cfg.Hooks.Retried != nil {
-			l.callHost("hook Retried", it, func() { l.cfg.Hooks.Retried(it.meta, action, cause) })
+			l.callHost("hook Retried", it, func() { l.cfg.Hooks.Retried(&it.meta, action, cause) })
 		}
 		return
 	}
@@ -243,7 +243,7 @@ func (l *lane) report(it *laneItem, action, topic string, f deliveries.Failure, 
 	}
 	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, action, more...)...)
 	if l.cfg.Hooks.DeadLettered != nil {
-		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(it.meta, action, topic, cause) })
+		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(&it.meta, action, topic, cause) })
 	}
 }
 

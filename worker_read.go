@@ -3,8 +3,9 @@ package outbox
 import (
 	"context"
 	"errors"
-	"github.com/outboxgo/outbox/internal/envelope"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
@@ -15,22 +16,22 @@ import (
 
 // begin makes items of a batch.
 func (l *lane) begin(batch []deliveries.Delivery) {
-	origins := make([]origin, len(batch))
+	origins := make([]envelope.Origin, len(batch))
 	l.work = make([]laneItem, len(batch))
 	l.progress.start(batch)
 	for i, d := range batch {
 		l.work[i].Delivery = d
-		l.work[i].meta = metadataOf(&d, &origins[i])
+		l.work[i].meta = receivedOf(&d, &origins[i])
 	}
 }
 
-// metadataOf returns what handlers are told of a delivery, with an origin that it fills.
-func metadataOf(d *deliveries.Delivery, of *origin) Metadata {
-	*of = origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{id: d.ID, stream: d.Stream}}
-	m := Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: of}
+// receivedOf returns what handlers are told of a delivery, with an origin that it fills.
+func receivedOf(d *deliveries.Delivery, of *envelope.Origin) envelope.Received {
+	*of = envelope.Origin{Key: []byte(d.RecordKey()), DeliveryID: d.ID, Stream: d.Stream}
+	m := envelope.Received{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, Origin: of}
 	if d.FromKafka {
-		of.kafka = KafkaMetadata{Topic: d.Stream, Partition: d.Partition, Offset: d.Position, Key: of.key}
-		m.Kafka = &of.kafka
+		of.Record = envelope.Place{Topic: d.Stream, Partition: d.Partition, Offset: d.Position, Key: of.Key}
+		m.Kafka = &of.Record
 	}
 	return m
 }
@@ -62,7 +63,7 @@ func (l *lane) read(it *laneItem) {
 	ctx, cancel := context.WithTimeout(l.held, l.cfg.HandlerTimeout)
 	defer cancel()
 	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID,
-		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: it.meta.origin.place()})
+		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: placeOf(it.meta.Origin)})
 	defer l.activity.End()
 	it.read = true
 	err := contain.Do(func() error {
@@ -119,14 +120,14 @@ func (l *lane) print(d *deliveries.Delivery) error {
 }
 
 // readOutboxDelivery implements [readDelivery] for events of outbox.
-func readOutboxDelivery(d *deliveries.Delivery, about *Metadata) (m *Message, action string, err error) {
+func readOutboxDelivery(d *deliveries.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
 	m, err = readOutboxEvent(d, about)
 	return m, d.Action, err
 }
 
 // readOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
 // headers of that to the metadata.
-func readOutboxEvent(d *deliveries.Delivery, about *Metadata) (*Message, error) {
+func readOutboxEvent(d *deliveries.Delivery, about *envelope.Received) (*envelope.Message, error) {
 	e := envelope.Event{
 		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source), AggregateType: []byte(d.AggregateType),
 		AggregateID: []byte(d.AggregateID), Payload: d.Payload, ContentType: []byte(d.ContentType), Headers: d.Headers,
@@ -150,6 +151,6 @@ func readOutboxEvent(d *deliveries.Delivery, about *Metadata) (*Message, error) 
 			}
 		}
 	}
-	about.Headers = plainHeaders(all)
-	return decodeRecord(value, all)
+	about.Headers = envelope.PlainHeaders(all)
+	return envelope.DecodeRecord(value, all)
 }

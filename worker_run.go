@@ -3,10 +3,11 @@ package outbox
 import (
 	"context"
 	"errors"
-	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"sync"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -39,7 +40,7 @@ type deliveryRun struct {
 
 // runParts are what a [deliveryRun] is given.
 type runParts struct {
-	cfg        *WorkerConfig
+	cfg        *deliveryRules
 	db         *pgxpool.Pool
 	processor  *processor
 	slots      slots

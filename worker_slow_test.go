@@ -44,7 +44,7 @@ func TestWorkerSlowHandlerHoldsUpNothing(t *testing.T) {
 		return nil
 	})
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond, Concurrency: 1}
-	cfg.MaxRetries = -1
+	cfg.Retry.MaxRetries = -1
 	f.commit(step{"before-1", 1}, step{"before-2", 1}, step{"slow", 1}, step{"slow", 2}, step{"slow", 3}, step{"behind-1", 1}, step{"behind-2", 1}, step{"behind-1", 2})
 	f.start(cfg, handler)
 	require.Eventually(t, func() bool { return count("slow") == 2 }, testenv.Patience, time.Millisecond)

@@ -58,7 +58,7 @@ func TestWorkerStops(t *testing.T) {
 			t.Parallel()
 			f := newWorkerFixture(t)
 			cfg := outbox.WorkerConfig{FromStart: true, Concurrency: 1, StopTimeout: 2 * time.Second, Lease: time.Minute, PollInterval: 50 * time.Millisecond}
-			cfg.MaxRetries = -1
+			cfg.Retry.MaxRetries = -1
 			called, release := make(chan struct{}), make(chan struct{})
 			handler := f.formOf(tt.form, func(ctx context.Context, s step) error {
 				if s == (step{"a", 1}) {
@@ -142,7 +142,7 @@ func TestWorkerHangingHandlerCostsOthersNothing(t *testing.T) {
 	f := newWorkerFixture(t)
 	release := make(chan struct{})
 	cfg := outbox.WorkerConfig{FromStart: true, Concurrency: 2, Lease: 3 * time.Second, StopTimeout: time.Second, PollInterval: 50 * time.Millisecond}
-	cfg.MaxRetries, cfg.HandlerTimeout = -1, time.Second
+	cfg.Retry.MaxRetries, cfg.HandlerTimeout = -1, time.Second
 	var steps []step
 	for _, account := range []string{"a", "b", "hangs", "c", "d"} {
 		for n := 1; n <= 5; n++ {

@@ -197,7 +197,7 @@ func TestWorkerRetries(t *testing.T) {
 	var mu sync.Mutex
 	attempts := map[int]int{}
 	cfg := outbox.WorkerConfig{FromStart: true}
-	cfg.RetryWait, cfg.MaxRetries = 10*time.Millisecond, 2
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		mu.Lock()
 		defer mu.Unlock()
@@ -303,7 +303,7 @@ func TestWorkerIsGoneAfterManyRetries(t *testing.T) {
 		return nil
 	})
 	f.start(outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }},
+		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }}},
 		FromStart:     true, PollInterval: 10 * time.Millisecond, Lease: 3 * time.Second,
 	}, handler)
 	t.Cleanup(func() { close(release) }) // before the worker is stopped, which would wait for it

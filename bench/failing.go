@@ -122,7 +122,7 @@ func (s *failing) round(ctx context.Context, w failingWay, fails bool) (u used, 
 	defer func() { err = errors.Join(err, s.forget(context.WithoutCancel(ctx), group)) }()
 	m := newOthersMeter(s.others)
 	run, err := w.run(db, outbox.HandlerConfig{
-		Group: group, Schema: s.schema, MaxRetries: failingRetries, Logger: slog.New(slog.DiscardHandler),
+		Group: group, Schema: s.schema, Retry: outbox.RetryPolicy{MaxRetries: failingRetries}, Logger: slog.New(slog.DiscardHandler),
 		Hooks: outbox.ConsumerHooks{Handled: m.handled},
 	}, s.handler(m, fails))
 	if err != nil {

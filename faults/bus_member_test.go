@@ -87,7 +87,7 @@ func runBus(value string) error {
 // config has short times. Batches are small, so that several of a worker are under way.
 func (s busSpec) config() outbox.WorkerConfig {
 	return outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: s.Group, MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond},
+		HandlerConfig: outbox.HandlerConfig{Group: s.Group, Retry: outbox.RetryPolicy{MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}},
 		FromStart:     true, MaxPoll: 20, PollInterval: busPoll, Lease: busLease,
 	}
 }

@@ -126,7 +126,7 @@ func startPaired(t *testing.T, like *pgxpool.Pool, events *outbox.Registry, grou
 	t.Helper()
 	db := openPool(t, like.Config())
 	w, err := outbox.NewWorker(db, events, outbox.WorkerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{
-		Group: group, MaxRetries: 1 << 20, RetryWait: time.Second, Logger: slog.New(slog.DiscardHandler),
+		Group: group, Retry: outbox.RetryPolicy{MaxRetries: 1 << 20, RetryWait: time.Second}, Logger: slog.New(slog.DiscardHandler),
 	}}, handler)
 	require.NoError(t, err)
 	testenv.Run(t, w.Run)

@@ -94,7 +94,7 @@ func runMember(value string) error {
 func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 	cfg := outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: s.Group, RetryWait: 5 * time.Millisecond,
+			Group: s.Group, Retry: outbox.RetryPolicy{RetryWait: 5 * time.Millisecond},
 			Hooks: outbox.ConsumerHooks{
 				Repeated: func(outbox.Metadata, string) { d.must("skipped") },
 				Conflicted: func(_ outbox.Metadata, _ string, err error) {

@@ -39,7 +39,7 @@ func TestMetrics(t *testing.T) {
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
 	tried := false
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{RetryWait: time.Millisecond, MaxRetries: 1}},
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}},
 		outbox.Handle("COUNT", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error { return nil }),
 		outbox.HandleNoTx("MAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 			switch {
@@ -169,7 +169,7 @@ func TestMetricNames(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		return errors.New("no")
 	}))
 	s.tel.Watch(inspector, c)
@@ -178,7 +178,7 @@ func TestMetricNames(t *testing.T) {
 	hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
 	hooks.Lost("t", 3, 85)
 	s.watchWorkers(t)
-	s.worker(t, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+	s.worker(t, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		return errors.New("no")
 	}))
 	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})

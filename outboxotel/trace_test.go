@@ -135,7 +135,7 @@ func TestFailedSpans(t *testing.T) {
 
 	s.commit(t.Context(), t, orders("1")...)
 	s.relay(t, outbox.RelayConfig{})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		panic("no")
 	})).Run)
 	failed := s.one(t, "process "+s.orders)

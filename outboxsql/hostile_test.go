@@ -247,7 +247,7 @@ func TestBatchWithFailingEvent(t *testing.T) {
 	const n = 40
 	var mu sync.Mutex
 	sizes := map[int]bool{}
-	cfg := outbox.HandlerConfig{Group: "shop", Schema: s.schema, RetryWait: time.Millisecond, MaxRetries: 1}
+	cfg := outbox.HandlerConfig{Group: "shop", Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
 	w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond},
 		outboxsql.HandleBatch("BATCH", func(ctx context.Context, tx *sql.Tx, events []outbox.Received[placed]) error {
 			mu.Lock()
@@ -340,7 +340,7 @@ func TestSavepointOfAnotherHandler(t *testing.T) {
 		"savepoint": {`rollback transaction to savepoint "here"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cfg := outbox.HandlerConfig{Group: "shop " + name, Schema: s.schema, RetryWait: time.Millisecond, MaxRetries: 1}
+			cfg := outbox.HandlerConfig{Group: "shop " + name, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
 			w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, Concurrency: 1, PollInterval: 5 * time.Millisecond},
 				outboxsql.Handle("SAVED "+name, func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 					if !strings.HasPrefix(e.Order, name) {

@@ -45,7 +45,7 @@ func TestPlay(t *testing.T) {
 	h := newSchemaFixture(t)
 	h.exec(t, `CREATE TABLE {s}.parcel (id text PRIMARY KEY)`)
 	cfg := outbox.WorkerConfig{}
-	cfg.MaxRetries, cfg.RetryWait, cfg.MaxRetryWait = 3, 10*time.Minute, 30*time.Minute
+	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 3, 10*time.Minute, 30*time.Minute
 	w := h.worker(t, cfg,
 		outbox.Handle("PACK", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
 			if _, err := tx.Exec(ctx, "INSERT INTO "+h.table("parcel")+" VALUES ($1)", e.ID); err != nil {
@@ -146,7 +146,7 @@ func TestDrainWorker(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)
 	cfg := outbox.WorkerConfig{}
-	cfg.RetryWait, cfg.MaxRetries = 10*time.Millisecond, 2
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
 	liked := make(chan string, 10)
 	w := h.worker(t, cfg,
 		outbox.Handle("PACK", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {

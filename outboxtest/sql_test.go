@@ -171,7 +171,7 @@ func TestPlayOfSQL(t *testing.T) {
 	h := newSchemaFixture(t)
 	h.exec(t, `CREATE TABLE {s}.parcel (id text PRIMARY KEY)`)
 	cfg := outbox.WorkerConfig{}
-	cfg.MaxRetries, cfg.RetryWait = 1, time.Hour
+	cfg.Retry.MaxRetries, cfg.Retry.RetryWait = 1, time.Hour
 	w := h.worker(t, cfg, outboxsql.Handle("PACK", func(ctx context.Context, tx *sql.Tx, e orderPlaced, m outbox.Metadata) error {
 		if _, err := tx.ExecContext(ctx, "INSERT INTO "+h.table("parcel")+" VALUES ($1)", e.ID); err != nil {
 			return err

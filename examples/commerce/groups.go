@@ -32,11 +32,11 @@ const (
 func (a *app) group(name string) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group:      name + "." + a.id,
-			Schema:     a.id,
-			RetriesFor: retries,
-			Hooks:      a.hooks,
-			Logger:     a.log,
+			Group:  name + "." + a.id,
+			Schema: a.id,
+			Retry:  outbox.RetryPolicy{RetriesFor: retries},
+			Hooks:  a.hooks,
+			Logger: a.log,
 		},
 		FromStart:         true, // customers do not wait until the groups are ready
 		HeartbeatInterval: time.Second,

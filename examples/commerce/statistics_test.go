@@ -193,7 +193,7 @@ func TestOrderThatCannotBeCounted(t *testing.T) {
 	a := newApp(t)
 	deadLetters := make(chan string, 1)
 	cfg := a.group(statisticsGroup)
-	cfg.RetryWait = time.Millisecond
+	cfg.Retry.RetryWait = time.Millisecond
 	cfg.Hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
 		deadLetters <- fmt.Sprintf("%s %s of %s to %s", action, m.Type, m.Subject, topic)
 	}

@@ -152,11 +152,11 @@ func (a *app) consumers(ctx context.Context, _ config) error {
 func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consumer, error) {
 	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("ledger-1")), a.events, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group:      group + "." + a.schema, // in a service it keeps its name
-			Schema:     a.schema,
-			RetriesFor: retries,
-			Breaker:    outbox.BreakerConfig{Window: 1000}, // events that are early are no outage
-			Logger:     a.log,
+			Group:   group + "." + a.schema, // in a service it keeps its name
+			Schema:  a.schema,
+			Retry:   outbox.RetryPolicy{RetriesFor: retries},
+			Breaker: outbox.BreakerConfig{Window: 1000}, // events that are early are no outage
+			Logger:  a.log,
 		},
 		FromStart:         true, // the counter does not wait until the consumers are ready
 		HeartbeatInterval: time.Second,

@@ -161,7 +161,7 @@ func (a *agreement) relay(name string, kafka []kgo.Opt, cfg outbox.RelayConfig) 
 // consumer runs a consumer of a group whose handler refuses some events.
 func (a *agreement) consumer(name string, cfg outbox.ConsumerConfig, handler outbox.Handler, opts ...kgo.Opt) *outbox.Consumer {
 	a.t.Helper()
-	cfg.Schema, cfg.Group, cfg.Logger, cfg.FromStart, cfg.RetryWait, cfg.MaxRetryWait = a.schema, a.group(name), quiet, true, far, far
+	cfg.Schema, cfg.Group, cfg.Logger, cfg.FromStart, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = a.schema, a.group(name), quiet, true, far, far
 	c, err := outbox.NewConsumer(a.db, append(slices.Clone(a.kafka), opts...), a.events, a.tel.Consumer(cfg), handler)
 	require.NoError(a.t, err)
 	a.readers = append(a.readers, c)
@@ -252,7 +252,7 @@ func (a *agreement) failAll() {
 	imports := a.consumer("imports", outbox.ConsumerConfig{}, outbox.HandleNoTx("IMPORTED", func(context.Context, imported, outbox.Metadata) error { return nil }),
 		kgo.MaxDecompressBatchBytes(1<<20))
 	mails, err := outbox.NewWorker(a.db, a.events, a.tel.Worker(outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond,
-		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Group: a.group("mails"), Logger: quiet, RetryWait: far, MaxRetryWait: far}}),
+		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Group: a.group("mails"), Logger: quiet, Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far}}}),
 		outbox.HandleNoTx("MAIL_SENT", func(_ context.Context, e agreed, _ outbox.Metadata) error {
 			return a.refuse(e.ID, "unmailable", "slow")
 		}))

@@ -192,11 +192,11 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 	}
 	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("shop-1")), a.events, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group:      group + "." + a.schema, // in a service it keeps its name
-			Schema:     a.schema,
-			MaxRetries: 10,
-			Hooks:      hooks,
-			Logger:     a.log,
+			Group:  group + "." + a.schema, // in a service it keeps its name
+			Schema: a.schema,
+			Retry:  outbox.RetryPolicy{MaxRetries: 10},
+			Hooks:  hooks,
+			Logger: a.log,
 		},
 		MaxPoll:           maxPoll,
 		FromStart:         true, // the shop does not wait until the consumers are ready

@@ -33,7 +33,7 @@ func (a *app) groups() ([]group, error) {
 		return outbox.HandlerConfig{Group: name, Schema: a.schema, HandlerTimeout: timeout, Logger: a.log}
 	}
 	orders := config(orderExecutor, 10*time.Second)
-	orders.RetriesFor = retries
+	orders.Retry.RetriesFor = retries
 	return []group{
 		{orders, executor{a.db, a.bus, exchange{a.exchange, newHTTP(exchangeTimeout)}, a.wake}.handlers()},
 		{config(notifications, 10*time.Second), notification{a.db, a.exchange, newHTTP(pushTimeout)}.handlers()},

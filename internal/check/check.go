@@ -17,14 +17,18 @@ import (
 
 // The package outbox exports these under the same names and describes them there.
 var (
-	ErrMalformed   = errors.New("is malformed")
-	ErrEmpty       = errors.New("is empty")
-	ErrTooLong     = errors.New("is too long")
-	ErrNUL         = errors.New("holds a NUL character")
-	ErrUTF8        = errors.New("is not valid UTF-8")
-	ErrJSON        = errors.New("is JSON that PostgreSQL refuses")
-	ErrTime        = errors.New("is not a usable time")
-	ErrNilArgument = errors.New("must not be nil")
+	ErrUnregistered = errors.New("is not registered")
+	ErrDuplicate    = errors.New("is registered already")
+	ErrMalformed    = errors.New("is malformed")
+	ErrEmpty        = errors.New("is empty")
+	ErrTooLong      = errors.New("is too long")
+	ErrNUL          = errors.New("holds a NUL character")
+	ErrUTF8         = errors.New("is not valid UTF-8")
+	ErrJSON         = errors.New("is JSON that PostgreSQL refuses")
+	ErrTime         = errors.New("is not a usable time")
+	ErrNilArgument  = errors.New("must not be nil")
+
+	ErrRunning = errors.New("outbox: relay is running already")
 )
 
 // Text returns why s cannot be stored in a varchar column of limit characters, or nil.
@@ -160,4 +164,17 @@ func IsNil(v any) bool {
 	}
 	rv := reflect.ValueOf(v)
 	return rv.Kind() == reflect.Pointer && rv.IsNil()
+}
+
+// AsSame sets target, which is one of [errors.As], to err if it points to a pointer to a type with the fields of
+// T. Packages under internal/ have error types of their own, and the package outbox exports types with the same
+// fields: with this, [errors.As] finds them at any depth.
+func AsSame[T any](err *T, target any) bool {
+	to := reflect.ValueOf(target).Elem()
+	from := reflect.ValueOf(err)
+	if to.Kind() != reflect.Pointer || !from.CanConvert(to.Type()) {
+		return false
+	}
+	to.Set(from.Convert(to.Type()))
+	return true
 }

@@ -27,16 +27,26 @@ const (
 	ReplayFrom   = "replay_from"
 )
 
-// Headers of a dead letter that say what it is one of, likewise.
+// Headers of a dead letter that say what it is one of, and why, likewise.
 const (
 	OriginalTopic     = Prefix + "original_topic"
 	OriginalPartition = Prefix + "original_partition"
 	OriginalOffset    = Prefix + "original_offset"
+	OriginalTimestamp = Prefix + "original_timestamp"
+	OriginalDigest    = Prefix + "digest"
 	Group             = Prefix + "group"
 	Action            = Prefix + "action"
+	Error             = Prefix + "error"
+	ErrorClass        = Prefix + "error_class"
+	Attempts          = Prefix + "attempts"
+	FailedAt          = Prefix + "failed_at"
 	ValueOmitted      = Prefix + "value_omitted"
-	OriginalDigest    = Prefix + "digest"
+	KeyOmitted        = Prefix + "key_omitted"
+	HeadersOmitted    = Prefix + "headers_omitted"
 )
+
+// Topic returns the name of the topic for the dead letters of another.
+func Topic(topic string) string { return topic + TopicSuffix }
 
 // IsOwn reports whether a header is one of a dead letter or of a replay, and not of the
 // original. Some decoders do not distinguish upper and lower case, so this does not. It

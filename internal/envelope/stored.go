@@ -280,6 +280,9 @@ func (e *FieldError) Error() string {
 // Unwrap returns Err.
 func (e *FieldError) Unwrap() error { return e.Err }
 
+// As has [errors.As] find it as the FieldError of the package outbox.
+func (e *FieldError) As(target any) bool { return check.AsSame(e, target) }
+
 // carriedKey is the key of what an event carries from the context under which it is recorded.
 type carriedKey int
 

@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -26,7 +27,7 @@ import (
 
 var (
 	// ErrRunning is returned by [Relay.Run] while another call of it is running.
-	ErrRunning = errors.New("outbox: relay is running already")
+	ErrRunning = check.ErrRunning
 	// ErrHangs is returned by [Relay.Run] when it was told to stop and its work does not end.
 	ErrHangs = errors.New("outbox: relay does not stop")
 )

@@ -162,7 +162,7 @@ func newFixture(t *testing.T, cfg shop.Config, open Open) *fixture {
 // run runs the relay and the consumer until the test ends.
 func (f *fixture) run(t *testing.T) {
 	t.Helper()
-	cfg := outbox.HandlerConfig{RetryWait: 10 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)}
+	cfg := outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: 10 * time.Millisecond}, Logger: slog.New(slog.DiscardHandler)}
 	cfg.Hooks.Repeated = func(outbox.Metadata, string) { f.repeated <- struct{}{} }
 	consumer, err := f.Consumer(cfg, f.ship)
 	require.NoError(t, err)

@@ -299,26 +299,26 @@ func (s *handledStore) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[h
 }
 
 // sourceKeyOf names the source of an event.
-func sourceKeyOf(m Metadata) string {
-	if m.byPosition && m.Kafka != nil {
-		return handled.SourceKeyIn(m.Source, m.Kafka.topicID)
+func sourceKeyOf(m *envelope.Received) string {
+	if m.ByPosition && m.Kafka != nil {
+		return handled.SourceKeyIn(m.Source, m.Origin.TopicID)
 	}
 	return handled.SourceKey(m.Source)
 }
 
 // keyOf returns the key by which a repeat of a task is known.
-func keyOf(t task) (handledKey, error) {
-	k := handledKey{aggregateType: t.meta.Type, aggregateID: handled.EventKey(t.meta.Source, t.meta.ID), action: t.action, source: sourceKeyOf(t.meta)}
+func keyOf(t *task) (handledKey, error) {
+	k := handledKey{aggregateType: t.meta.Type, aggregateID: handled.EventKey(t.meta.Source, t.meta.ID), action: t.action, source: sourceKeyOf(&t.meta)}
 	if t.key != nil {
 		k.source = ""
-		k.aggregateType, k.aggregateID = t.key(t.event, t.meta)
+		k.aggregateType, k.aggregateID = t.key(t.event, &t.meta)
 	}
 	for _, part := range []struct {
 		field, text string
 		limit       int
 	}{{"aggregate_type", k.aggregateType, envelope.MaxAggregateType}, {"aggregate_id", k.aggregateID, envelope.MaxAggregateID}} {
 		if err := check.Text(part.text, part.limit); err != nil {
-			return k, Permanent(&FieldError{EventType: t.meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.action, err)})
+			return k, permanent(&envelope.FieldError{EventType: t.meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.action, err)})
 		}
 	}
 	return k, nil

@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"iter"
@@ -11,7 +12,36 @@ import (
 	"sync"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
 )
+
+// eventKind is an event type of the registry, as handlers need it.
+type eventKind struct {
+	name   string // the CloudEvents type
+	topic  string
+	goType reflect.Type
+	codec  payloadCodec
+}
+
+// payloadCodec decodes the payloads of a content type.
+type payloadCodec struct {
+	contentType string
+	decode      func(ctx context.Context, data []byte, event any) error
+}
+
+// engineUpcaster turns events of an older version into the next.
+type engineUpcaster struct {
+	from, to reflect.Type
+	up       func(any) any
+}
+
+// routeSources is what routes are made of.
+type routeSources struct {
+	kinds     []eventKind
+	topics    []string // to read besides those of the types
+	upcasters []engineUpcaster
+	handlers  []*engineHandler // nil for a nil argument
+}
 
 // routes says which handlers an event type reaches.
 type routes struct {
@@ -22,25 +52,25 @@ type routes struct {
 
 // topicsOf returns the topics in which events of a type may be.
 func (r routes) topicsOf(one *route) []string {
-	own := one.def.destination()
+	own := one.kind.topic
 	return append([]string{own}, slices.DeleteFunc(slices.Clone(r.more), func(topic string) bool { return topic == own })...)
 }
 
 // route is the handlers that the events of a type reach.
 type route struct {
-	def      *definition
+	kind     eventKind
 	versions []version // from the one that is sent
 }
 
 // version is an event type as handlers take it.
 type version struct {
 	up       func(any) any // from the version before; nil for the first
-	handlers []*handler
+	handlers []*engineHandler
 }
 
 // handlers are those of all versions.
-func (r *route) handlers() iter.Seq[*handler] {
-	return func(yield func(*handler) bool) {
+func (r *route) handlers() iter.Seq[*engineHandler] {
+	return func(yield func(*engineHandler) bool) {
 		for _, v := range r.versions {
 			for _, h := range v.handlers {
 				if !yield(h) {
@@ -53,57 +83,56 @@ func (r *route) handlers() iter.Seq[*handler] {
 
 // newRoutes finds the event types that reach a handler, by themselves or upcast.
 // Its error names every bad handler and upcaster.
-func newRoutes(events *Registry, cfg *HandlerConfig, handlers []Handler) (routes, error) {
-	byType, err := handlersByType(events, handlers)
-	up, uerr := upcastersByType(events, cfg.Upcasters)
+func newRoutes(of routeSources) (routes, error) {
+	known := map[reflect.Type]bool{}
+	for _, k := range of.kinds {
+		known[k.goType] = true
+	}
+	byType, err := handlersByType(known, of.handlers)
+	up, uerr := upcastersByType(known, of.upcasters)
 	if err := errors.Join(err, uerr); err != nil {
 		return routes{}, err
 	}
-	r := routes{byName: map[string]*route{}, more: slices.Compact(slices.Sorted(slices.Values(cfg.Topics)))}
+	r := routes{byName: map[string]*route{}, more: slices.Compact(slices.Sorted(slices.Values(of.topics)))}
 	topics := map[string]bool{}
 	for _, topic := range r.more {
 		topics[topic] = true
 	}
-	for name, def := range events.byName {
-		versions := versionsOf(def.goType, byType, up)
+	for _, k := range of.kinds {
+		versions := versionsOf(k.goType, byType, up)
 		if !slices.ContainsFunc(versions, func(v version) bool { return len(v.handlers) > 0 }) {
 			continue
 		}
-		r.byName[name] = &route{def: def, versions: versions}
-		topic, err := events.Topic(name)
-		if err != nil {
-			return routes{}, err
-		}
-		topics[topic] = true
+		r.byName[k.name] = &route{kind: k, versions: versions}
+		topics[k.topic] = true
 	}
 	r.topics = slices.Sorted(maps.Keys(topics))
 	return r, nil
 }
 
-func handlersByType(events *Registry, handlers []Handler) (map[reflect.Type][]*handler, error) {
-	byType := map[reflect.Type][]*handler{}
+func handlersByType(known map[reflect.Type]bool, handlers []*engineHandler) (map[reflect.Type][]*engineHandler, error) {
+	byType := map[reflect.Type][]*engineHandler{}
 	var bad []error
 	if len(handlers) == 0 {
-		bad = append(bad, fmt.Errorf("handlers %w: give at least one", ErrEmpty))
+		bad = append(bad, fmt.Errorf("handlers %w: give at least one", check.ErrEmpty))
 	}
-	for i, one := range handlers {
-		if check.IsNil(one) {
-			bad = append(bad, fmt.Errorf("handler %d %w", i, ErrNilArgument))
+	for i, h := range handlers {
+		if h == nil {
+			bad = append(bad, fmt.Errorf("handler %d %w", i, check.ErrNilArgument))
 			continue
 		}
-		h := one.handler()
-		if err := h.check(); err != nil {
+		if err := h.validate(); err != nil {
 			bad = append(bad, err)
 			continue
 		}
 		reject := func(err error) {
 			bad = append(bad, fmt.Errorf("handler %s: event type %s %w", h.action, h.goType, err))
 		}
-		switch same := func(other *handler) bool { return other.action == h.action }; {
-		case events.byGoType[h.goType] == nil:
-			reject(ErrUnregistered)
+		switch same := func(other *engineHandler) bool { return other.action == h.action }; {
+		case !known[h.goType]:
+			reject(check.ErrUnregistered)
 		case slices.ContainsFunc(byType[h.goType], same):
-			reject(ErrDuplicate)
+			reject(check.ErrDuplicate)
 		default:
 			byType[h.goType] = append(byType[h.goType], h)
 		}
@@ -111,24 +140,24 @@ func handlersByType(events *Registry, handlers []Handler) (map[reflect.Type][]*h
 	return byType, errors.Join(bad...)
 }
 
-func upcastersByType(events *Registry, upcasters []Upcaster) (map[reflect.Type]Upcaster, error) {
-	up := map[reflect.Type]Upcaster{}
+func upcastersByType(known map[reflect.Type]bool, upcasters []engineUpcaster) (map[reflect.Type]engineUpcaster, error) {
+	up := map[reflect.Type]engineUpcaster{}
 	var bad []error
 	for _, u := range upcasters {
 		reject := func(err error) { bad = append(bad, fmt.Errorf("upcaster from %v to %v: %w", u.from, u.to, err)) }
 		_, again := up[u.from]
 		switch {
 		case u.up == nil:
-			reject(ErrNilArgument)
+			reject(check.ErrNilArgument)
 		case again:
-			reject(ErrDuplicate)
-		case events.byGoType[u.from] == nil || events.byGoType[u.to] == nil:
-			reject(ErrUnregistered)
+			reject(check.ErrDuplicate)
+		case !known[u.from] || !known[u.to]:
+			reject(check.ErrUnregistered)
 		default:
 			up[u.from] = u
 			if circular(u.to, up) {
 				delete(up, u.from)
-				reject(fmt.Errorf("%w: it leads back to where it began", ErrMalformed))
+				reject(fmt.Errorf("%w: it leads back to where it began", check.ErrMalformed))
 			}
 		}
 	}
@@ -136,7 +165,7 @@ func upcastersByType(events *Registry, upcasters []Upcaster) (map[reflect.Type]U
 }
 
 // circular reports whether upcasting never ends from t on.
-func circular(t reflect.Type, up map[reflect.Type]Upcaster) bool {
+func circular(t reflect.Type, up map[reflect.Type]engineUpcaster) bool {
 	for n := 0; ; n++ {
 		u, ok := up[t]
 		if !ok || n > len(up) {
@@ -147,7 +176,7 @@ func circular(t reflect.Type, up map[reflect.Type]Upcaster) bool {
 }
 
 // versionsOf returns an event type and those that it is upcast to.
-func versionsOf(t reflect.Type, byType map[reflect.Type][]*handler, up map[reflect.Type]Upcaster) []version {
+func versionsOf(t reflect.Type, byType map[reflect.Type][]*engineHandler, up map[reflect.Type]engineUpcaster) []version {
 	versions := []version{{handlers: byType[t]}}
 	for u, ok := up[t]; ok; u, ok = up[u.to] {
 		versions = append(versions, version{up: u.up, handlers: byType[u.to]})
@@ -182,7 +211,7 @@ func (u *unknownTypes) add(name string) (fresh, last bool) {
 // logSkipped logs an event type without a handler once. It is a warning if the handlers
 // have another version of the type: then an upcaster is missing, or a newer release of
 // this service. Types that have nothing to do with it are normal, because topics are shared.
-func (p *processor) logSkipped(m Metadata) {
+func (p *processor) logSkipped(m *envelope.Received) {
 	fresh, last := p.input.unknown.add(m.Type)
 	if !fresh {
 		return

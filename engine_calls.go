@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
 )
 
@@ -30,8 +31,8 @@ type handlerCalls struct {
 	tasks     []task
 	keys      []handledKey                   // of tasks
 	enough    func(spent time.Duration) bool // by handlers
-	callOne   func(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error)
-	keepApart func(...*handler) // called for one that changes settings
+	callOne   func(ctx context.Context, h *engineHandler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error)
+	keepApart func(...*engineHandler) // called for one that changes settings
 
 	tx      handlerTx
 	fresh   map[handledKey]bool
@@ -40,10 +41,10 @@ type handlerCalls struct {
 	pending []pendingCall
 	mixed   bool // events of several types are among the tasks
 
-	event   *origin  // of the first call
-	others  bool     // a call was for another event
-	current []int    // the tasks of the call that is under way, or has failed
-	one     struct { // of a call with a single event: thousands of them share this
+	event   *envelope.Origin // of the first call
+	others  bool             // a call was for another event
+	current []int            // the tasks of the call that is under way, or has failed
+	one     struct {         // of a call with a single event: thousands of them share this
 		task    [1]int
 		arrival [1]arrival
 	}
@@ -58,7 +59,7 @@ type pendingCall struct {
 
 // severalCalls reports whether tasks may need more than one call of a handler.
 func severalCalls(tasks []task) bool {
-	return slices.ContainsFunc(tasks[1:], func(t task) bool { return t.kind != inBatch || t.handler != tasks[0].handler })
+	return slices.ContainsFunc(tasks[1:], func(t task) bool { return t.kind != inBatch || t.engineHandler != tasks[0].engineHandler })
 }
 
 // run calls the handlers. Between two events it ends if enough says so. It removes the keys
@@ -67,7 +68,7 @@ func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t task) bool { return t.meta.Type != c.tasks[0].meta.Type })
 	c.results = make([]taskResult, 0, len(c.tasks))
 	for i, t := range c.tasks {
-		if i > 0 && t.meta.origin != c.tasks[i-1].meta.origin && c.enough(c.spent) {
+		if i > 0 && t.meta.Origin != c.tasks[i-1].meta.Origin && c.enough(c.spent) {
 			break
 		}
 		fresh := c.fresh[c.keys[i]]
@@ -95,11 +96,11 @@ func (c *handlerCalls) run(ctx context.Context) error {
 // its event: up to the last one with an event of the same key and of another type. Of a single
 // type, each handler gets the events in order in any case.
 func (c *handlerCalls) conflicts(t task) int {
-	if !c.mixed || len(t.meta.origin.key) == 0 {
+	if !c.mixed || len(t.meta.Origin.Key) == 0 {
 		return 0
 	}
 	for n, call := range slices.Backward(c.pending) {
-		if name, ok := call.types[string(t.meta.origin.key)]; ok && name != t.meta.Type && c.tasks[call.tasks[0]].handler != t.handler {
+		if name, ok := call.types[string(t.meta.Origin.Key)]; ok && name != t.meta.Type && c.tasks[call.tasks[0]].engineHandler != t.engineHandler {
 			return n + 1
 		}
 	}
@@ -110,7 +111,7 @@ func (c *handlerCalls) conflicts(t task) int {
 // in between, it begins one behind that.
 func (c *handlerCalls) postpone(i int) {
 	t, n := c.tasks[i], len(c.pending)-1
-	for n >= 0 && c.tasks[c.pending[n].tasks[0]].handler != t.handler {
+	for n >= 0 && c.tasks[c.pending[n].tasks[0]].engineHandler != t.engineHandler {
 		n--
 	}
 	if n < c.conflicts(t) {
@@ -128,7 +129,7 @@ func (p *pendingCall) add(i int, t task, mixed bool) {
 	if p.types == nil {
 		p.types = map[string]string{}
 	}
-	key, eventType := string(t.meta.origin.key), t.meta.Type
+	key, eventType := string(t.meta.Origin.Key), t.meta.Type
 	if name, ok := p.types[key]; ok && name != eventType {
 		eventType = ""
 	}
@@ -157,12 +158,12 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []arrival
 	}
 	first := &c.tasks[tasks[0]]
 	if c.event == nil {
-		c.event = first.meta.origin
+		c.event = first.meta.Origin
 	}
-	c.others, c.current = c.others || c.event != first.meta.origin, tasks
+	c.others, c.current = c.others || c.event != first.meta.Origin, tasks
 	var took time.Duration
 	err := c.tx.Call(first.action, func(tx pgx.Tx) (err error) {
-		took, err = c.callOne(batchContext(ctx, arrivals), first.handler, tx, arrivals)
+		took, err = c.callOne(batchContext(ctx, arrivals), first.engineHandler, tx, arrivals)
 		return err
 	})
 	if err != nil {
@@ -174,7 +175,7 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []arrival
 	}
 	if c.tx.ChangedSettings() && len(c.tasks) > 1 {
 		c.apart = true
-		c.keepApart(first.handler)
+		c.keepApart(first.engineHandler)
 	}
 	return nil
 }
@@ -192,7 +193,7 @@ func (e *taskError) Unwrap() error { return e.err }
 
 // of returns the error if it is that of a task.
 func (e *taskError) of(t task) error {
-	if e == nil || !e.certain || e.task.handler != t.handler || e.task.meta.origin != t.meta.origin {
+	if e == nil || !e.certain || e.task.engineHandler != t.engineHandler || e.task.meta.Origin != t.meta.Origin {
 		return nil
 	}
 	return e.err
@@ -201,11 +202,11 @@ func (e *taskError) of(t task) error {
 // itemsToRepeat returns how many of the first of n items are to be tried again together, after the transaction of all
 // has failed: those in front of the one whose handler has failed. If that had got several events, or if nobody knows whose error it
 // is, it is half of them. With 0, the first is to be handled by itself. Index finds an item by its origin.
-func itemsToRepeat(err error, n int, index func(*origin) int) (repeat int, failed *taskError) {
+func itemsToRepeat(err error, n int, index func(*envelope.Origin) int) (repeat int, failed *taskError) {
 	if !errors.As(err, &failed) || failed.events > 1 {
 		return n / 2, failed
 	}
-	return index(failed.task.meta.origin), failed
+	return index(failed.task.meta.Origin), failed
 }
 
 // name adds to the error of a handler that has ended its goroutine which one it was.

@@ -5,16 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -24,13 +23,15 @@ import (
 // note what is done. It neither retries nor gives up, and does not know what brings the events:
 // that is for its caller. It belongs to one goroutine, see forOne.
 type processor struct {
-	cfg    HandlerConfig
+	cfg    *handlerRules
 	routes routes
 	store  transactor // nil without PostgreSQL
 	log    *slog.Logger
 	input  *inputLog
-	apart  *sync.Map // *handler: those that change settings, see keepApart
-	work   *handling.Activity
+	apart  *sync.Map // *engineHandler: those that change settings, see keepApart
+
+	retriesFor *contain.Callback // calls RetriesFor of a policy
+	work       *handling.Activity
 
 	// complete, if it is not nil, does what belongs to the tasks that went well, repeats among
 	// them: in their transaction, after the handlers and before the commit.
@@ -62,7 +63,7 @@ type transactor interface {
 // nothing has happened; the error is a [*taskError] if it is certain whose it is. Otherwise it
 // returns the first event that is not done, or nil: there is one if enough said so between two
 // events.
-func (p *processor) processBatch(ctx context.Context, tasks []task, enough func(spent time.Duration) bool) (next *origin, err error) {
+func (p *processor) processBatch(ctx context.Context, tasks []task, enough func(spent time.Duration) bool) (next *envelope.Origin, err error) {
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
 		return nil, c.attribute(err)
@@ -71,7 +72,7 @@ func (p *processor) processBatch(ctx context.Context, tasks []task, enough func(
 	if len(c.results) == len(tasks) {
 		return nil, nil
 	}
-	return tasks[len(c.results)].meta.origin, nil
+	return tasks[len(c.results)].meta.Origin, nil
 }
 
 // processOne runs a task by itself.
@@ -85,7 +86,7 @@ func (p *processor) processOne(ctx context.Context, t task) error {
 	}
 	var took time.Duration
 	err := contain.Do(func() (err error) {
-		took, err = p.callHandler(handlerContext(ctx, t.meta), t.handler, nil, []arrival{t.arrival})
+		took, err = p.callHandler(handlerContext(ctx, &t.meta), t.engineHandler, nil, []arrival{t.arrival})
 		return err
 	})
 	switch {
@@ -145,7 +146,7 @@ func (e *completeError) Unwrap() error { return e.err }
 func (p *processor) findKeys(ctx context.Context, c *handlerCalls) (err error) {
 	for i, t := range c.tasks {
 		find := func() {
-			err = guard(func() (err error) { c.keys[i], err = keyOf(t); return err })
+			err = guard(func() (err error) { c.keys[i], err = keyOf(&c.tasks[i]); return err })
 		}
 		if t.key == nil {
 			find()
@@ -160,10 +161,10 @@ func (p *processor) findKeys(ctx context.Context, c *handlerCalls) (err error) {
 }
 
 // handlersOf returns the handlers of tasks.
-func handlersOf(tasks []task) (handlers []*handler) {
+func handlersOf(tasks []task) (handlers []*engineHandler) {
 	for _, t := range tasks {
-		if !slices.Contains(handlers, t.handler) {
-			handlers = append(handlers, t.handler)
+		if !slices.Contains(handlers, t.engineHandler) {
+			handlers = append(handlers, t.engineHandler)
 		}
 	}
 	return handlers
@@ -173,14 +174,14 @@ func handlersOf(tasks []task) (handlers []*handler) {
 // their handlers changes settings.
 func (p *processor) sharing(tasks []task) bool {
 	return len(tasks) > 1 && !slices.ContainsFunc(tasks, func(t task) bool {
-		_, apart := p.apart.Load(t.handler)
+		_, apart := p.apart.Load(t.engineHandler)
 		return apart
 	})
 }
 
 // keepApart notes that one of these handlers changes settings of its transaction, which others
 // must not see. From now on the events that arrive with theirs are handled one by one.
-func (p *processor) keepApart(handlers ...*handler) {
+func (p *processor) keepApart(handlers ...*engineHandler) {
 	var actions []string
 	for _, h := range handlers {
 		if _, known := p.apart.LoadOrStore(h, nil); !known {
@@ -194,13 +195,13 @@ func (p *processor) keepApart(handlers ...*handler) {
 
 // callHandler calls a handler, for at most HandlerTimeout if it minds its context, and
 // returns how long it took. The handler may end its goroutine: what is deferred is done.
-func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error) {
+func (p *processor) callHandler(ctx context.Context, h *engineHandler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error) {
 	bounded, cancel := context.WithTimeout(ctx, p.cfg.HandlerTimeout)
 	defer cancel()
 	first := &arrivals[0].meta
 	p.work.Begin(handling.Call{
-		Context: ctx, Action: h.action, Type: first.Type, ID: first.ID, AggregateType: first.aggregateType(), AggregateID: first.Subject,
-		Events: len(arrivals), Place: first.origin.place(),
+		Context: ctx, Action: h.action, Type: first.Type, ID: first.ID, AggregateType: first.AggregateType(), AggregateID: first.Subject,
+		Events: len(arrivals), Place: placeOf(first.Origin),
 	})
 	defer func() { took = p.work.End() }()
 	err = p.callInMiddleware(bounded, h, tx, arrivals)
@@ -212,25 +213,35 @@ func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arri
 
 // callHost calls f, which calls a function of the host other than a handler for an event.
 // What it does is known meanwhile, in case it does not return.
-func (p *processor) callHost(ctx context.Context, function, action string, m *Metadata, f func()) {
+func (p *processor) callHost(ctx context.Context, function, action string, m *envelope.Received, f func()) {
 	p.work.Begin(handling.Call{
-		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, AggregateType: m.aggregateType(), AggregateID: m.Subject, Events: 1, Place: m.origin.place(),
+		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, AggregateType: m.AggregateType(), AggregateID: m.Subject, Events: 1, Place: placeOf(m.Origin),
 	})
 	defer p.work.End() // also if f ends its goroutine
 	f()
 }
 
-// place says where an event came from, for log lines.
-func (o *origin) place() handling.Place {
+// retries returns how often an action is tried again that has failed with err. Call is passed what calls RetriesFor.
+func (p *processor) retries(policy retryPolicy, err error, call func(func())) int {
+	retries := policy.MaxRetries
+	if policy.RetriesFor != nil {
+		call(func() {
+			p.retriesFor.Alone(func() { retries = policy.RetriesFor(err) })
+		})
+	}
+	return retries
+}
+
+// placeOf says where an event came from, for log lines.
+func placeOf(o *envelope.Origin) handling.Place {
 	return handling.Place{
-		Topic: o.kafka.Topic, Partition: o.kafka.Partition, Offset: o.kafka.Offset,
-		Stream: o.delivery.stream, DeliveryID: o.delivery.id,
+		Topic: o.Record.Topic, Partition: o.Record.Partition, Offset: o.Record.Offset, Stream: o.Stream, DeliveryID: o.DeliveryID,
 	}
 }
 
-// attrs returns what a log line says of the event, for handlers of a consumer or a worker.
-func (m *Metadata) attrs(more ...any) []any {
-	return append(handling.EventAttrs(m.origin.place(), m.Type, m.ID, m.aggregateType(), m.Subject), more...)
+// eventAttrs returns what a log line says of an event.
+func eventAttrs(m *envelope.Received, more ...any) []any {
+	return append(handling.EventAttrs(placeOf(m.Origin), m.Type, m.ID, m.AggregateType(), m.Subject), more...)
 }
 
 // timeoutError is the error of a handler after HandlerTimeout.
@@ -245,15 +256,12 @@ func (e *timeoutError) Error() string {
 func (e *timeoutError) Unwrap() []error { return []error{e.err, context.DeadlineExceeded} }
 
 // callInMiddleware calls a handler within all middleware.
-func (p *processor) callInMiddleware(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) error {
+func (p *processor) callInMiddleware(ctx context.Context, h *engineHandler, tx pgx.Tx, arrivals []arrival) error {
 	if len(p.cfg.Middleware) == 0 {
 		return h.callGuarded(ctx, tx, arrivals)
 	}
 	call := func(ctx context.Context) error { return h.callGuarded(ctx, tx, arrivals) }
-	about := HandlerCall{Action: h.action, Events: make([]Received[DomainEvent], len(arrivals)), Tx: tx}
-	for i, r := range arrivals {
-		about.Events[i] = Received[DomainEvent]{r.event.(DomainEvent), r.meta}
-	}
+	about := engineCall{action: h.action, arrivals: arrivals, tx: tx}
 	for _, m := range slices.Backward(p.cfg.Middleware) {
 		inner := call
 		call = func(ctx context.Context) error { return callMiddleware(ctx, m, about, inner) }
@@ -263,11 +271,11 @@ func (p *processor) callInMiddleware(ctx context.Context, h *handler, tx pgx.Tx,
 
 // callMiddleware calls a middleware around what is next. It returns when both have ended,
 // also if the middleware calls next in another goroutine.
-func callMiddleware(ctx context.Context, m Middleware, about HandlerCall, inner func(context.Context) error) (err error) {
+func callMiddleware(ctx context.Context, m engineMiddleware, about engineCall, inner func(context.Context) error) (err error) {
 	next := contain.NewNext(inner)
 	defer func() { // also if something ends the goroutine
 		if misuse := next.End(); misuse != nil {
-			err = fmt.Errorf("middleware of handler %s: %w", about.Action, errors.Join(misuse, err))
+			err = fmt.Errorf("middleware of handler %s: %w", about.action, errors.Join(misuse, err))
 		}
 	}()
 	return guard(func() error { return m(ctx, about, next.Call) })
@@ -292,14 +300,14 @@ func (p *processor) notifyOne(ctx context.Context, r taskResult) {
 	switch {
 	case r.repeat:
 		if p.log.Enabled(ctx, slog.LevelDebug) {
-			p.log.DebugContext(handlerContext(ctx, r.meta), "outbox: event handled already",
-				r.meta.attrs("action", r.action)...)
+			p.log.DebugContext(handlerContext(ctx, &r.meta), "outbox: event handled already",
+				eventAttrs(&r.meta, "action", r.action)...)
 		}
 		if p.cfg.Hooks.Repeated != nil {
-			p.cfg.Hooks.Repeated(r.meta, r.action)
+			p.cfg.Hooks.Repeated(&r.meta, r.action)
 		}
 	case p.cfg.Hooks.Handled != nil:
-		p.cfg.Hooks.Handled(r.meta, r.action, r.took)
+		p.cfg.Hooks.Handled(&r.meta, r.action, r.took)
 	}
 }
 
@@ -331,44 +339,4 @@ func (p *processor) isOutage(ctx context.Context, err error, kind handlerKind, l
 func isLate(ctx context.Context, err error) bool {
 	timedOut, _ := errors.AsType[*timeoutError](err)
 	return timedOut != nil || ctx.Err() != nil
-}
-
-// isConflict reports whether PostgreSQL has rolled back a transaction that may work the next
-// time. A handler may know better, or when.
-func isConflict(err error) bool {
-	_, later := retryAfter(err)
-	return pg.IsTransient(err) && !isPermanent(err) && !later
-}
-
-// What PostgreSQL rolls back for a deadlock or a serialization failure is repeated: mostly it
-// works the next time. One that goes on failing, for 10 times in a second or two, counts as any
-// other failure.
-const mostConflicts = 10
-
-// conflictWait returns the wait before a transaction is repeated for the n-th time, from 1.
-func conflictWait(n int) time.Duration {
-	const first, longest = 2 * time.Millisecond, time.Second
-	d := min(first<<(n-1), longest)
-	return d - rand.N(d/2)
-}
-
-// errorClass names the kind of a handler's error.
-func errorClass(err error) string {
-	var panicked *PanicError
-	var pgErr *pgconn.PgError
-	switch {
-	case errors.As(err, &panicked):
-		return "panic"
-	case errors.Is(err, contain.ErrGoexit):
-		return "goexit"
-	case errors.Is(err, ErrHandlerTx):
-		return "transaction_ended"
-	case errors.As(err, &pgErr):
-		return "postgres_" + pgErr.Code
-	case isPermanent(err):
-		return "permanent"
-	case errors.Is(err, context.DeadlineExceeded):
-		return "timeout"
-	}
-	return "handler"
 }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"iter"
-	"maps"
 	"reflect"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -23,7 +22,7 @@ type inputLog struct {
 
 // item is an event and its tasks.
 type item struct {
-	meta  Metadata
+	meta  envelope.Received
 	tasks []task
 	class string // why no handler gets it, or ""
 	err   error
@@ -61,13 +60,13 @@ const (
 
 // resolve decodes a message and finds its handlers: all of them, or those of an action. It adds
 // both, and what the message says of itself, to an item that knows where the message came from.
-func (p *processor) resolve(ctx context.Context, it *item, m *Message, action string) {
-	it.meta.describe(m)
+func (p *processor) resolve(ctx context.Context, it *item, m *envelope.Message, action string) {
+	it.meta.Describe(m)
 	route := p.routes.byName[m.Type]
 	err := guard(func() (err error) {
 		p.checkIDs(&it.meta)
 		if route != nil {
-			it.tasks, err = p.tasks(ctx, route, m, it.meta, action)
+			it.tasks, err = p.tasks(ctx, route, m, &it.meta, action)
 		}
 		return err
 	})
@@ -86,11 +85,11 @@ var traceHeaders = []string{eventheader.TraceID, "x-trace-id"}
 
 // checkIDs takes over the trace id of another producer, and drops ids that a [Recorder] would
 // refuse: every handler that records an event would fail for them.
-func (p *processor) checkIDs(m *Metadata) {
+func (p *processor) checkIDs(m *envelope.Received) {
 	for i := 0; i < len(traceHeaders) && m.Extensions[eventheader.TraceID] == ""; i++ {
 		name := traceHeaders[i]
 		if id := cmp.Or(m.Extensions[name], m.Header(name)); id != "" && check.Attribute(id, envelope.MaxTraceID) == nil {
-			m.setExtension(eventheader.TraceID, id)
+			m.SetExtension(eventheader.TraceID, id)
 		}
 	}
 	p.checkID(m, eventheader.Correlation, envelope.MaxCorrelationID, "outbox: the correlation id of an event is dropped, because no event could be recorded with it")
@@ -98,7 +97,7 @@ func (p *processor) checkIDs(m *Metadata) {
 }
 
 // checkID drops an id that cannot be recorded, and says so.
-func (p *processor) checkID(m *Metadata, name string, most int, dropped string) {
+func (p *processor) checkID(m *envelope.Received, name string, most int, dropped string) {
 	id := m.Extensions[name]
 	if id == "" {
 		return
@@ -107,48 +106,27 @@ func (p *processor) checkID(m *Metadata, name string, most int, dropped string) 
 	if err == nil {
 		return
 	}
-	m.setExtension(name, "")
+	m.SetExtension(name, "")
 	if times, now := p.input.badIDs.Next(); now {
 		p.log.Warn(dropped, "type", m.Type, "event_id", m.ID, "events", times, "error", err)
 	}
 }
 
-// setExtension sets an extension attribute, or removes it if the value is empty. The map may be
-// the decoder's own.
-func (m *Metadata) setExtension(name, value string) {
-	all := maps.Clone(m.Extensions)
-	switch {
-	case value == "":
-		delete(all, name)
-	case all == nil:
-		all = map[string]string{name: value}
-	default:
-		all[name] = value
-	}
-	m.Extensions = all
-}
-
 // unknownType is why an event type without a handler is a dead letter.
 func unknownType(name string) error {
-	return &FieldError{EventType: name, Index: -1, Field: "type", Err: ErrUnregistered}
+	return &envelope.FieldError{EventType: name, Index: -1, Field: "type", Err: check.ErrUnregistered}
 }
 
 // unknownAction is why an event is a dead letter if it is for an action that no handler has. The
 // field says so.
 func unknownAction(eventType, field, action string) error {
-	return &FieldError{EventType: eventType, Index: -1, Field: field, Err: fmt.Errorf("%.100q %w: no handler has this action, it may have been renamed", action, ErrUnregistered)}
-}
-
-// describe takes over what a message says of itself.
-func (m *Metadata) describe(msg *Message) {
-	m.ID, m.Source, m.Type, m.Subject = msg.ID, msg.Source, msg.Type, msg.Subject
-	m.Time, m.ContentType, m.Extensions, m.byPosition = msg.Time, msg.ContentType, msg.Extensions, msg.ByPosition
+	return &envelope.FieldError{EventType: eventType, Index: -1, Field: field, Err: fmt.Errorf("%.100q %w: no handler has this action, it may have been renamed", action, check.ErrUnregistered)}
 }
 
 // tasks decodes the payload, upcasts it to every version that has handlers, and returns
 // a task for each of them, or for the one action that is asked for.
-func (p *processor) tasks(ctx context.Context, route *route, m *Message, meta Metadata, action string) ([]task, error) {
-	event, err := p.decodePayload(handlerContext(ctx, meta), route.def, m)
+func (p *processor) tasks(ctx context.Context, route *route, m *envelope.Message, meta *envelope.Received, action string) ([]task, error) {
+	event, err := p.decodePayload(handlerContext(ctx, meta), &route.kind, m)
 	if err != nil {
 		return nil, err
 	}
@@ -159,7 +137,7 @@ func (p *processor) tasks(ctx context.Context, route *route, m *Message, meta Me
 		}
 		for _, h := range v.handlers {
 			if action == "" || action == h.action {
-				tasks = append(tasks, task{h, arrival{event, meta}})
+				tasks = append(tasks, task{h, arrival{event, *meta}})
 			}
 		}
 	}
@@ -167,32 +145,32 @@ func (p *processor) tasks(ctx context.Context, route *route, m *Message, meta Me
 }
 
 // decodePayload reads a payload with the codec of its content type.
-func (p *processor) decodePayload(ctx context.Context, def *definition, m *Message) (any, error) {
-	codec, err := p.codecFor(def, m.ContentType)
+func (p *processor) decodePayload(ctx context.Context, kind *eventKind, m *envelope.Message) (any, error) {
+	codec, err := p.codecFor(kind, m.ContentType)
 	if err != nil {
-		return nil, unreadable(m.Type, "content-type", err)
+		return nil, envelope.Unreadable(m.Type, "content-type", err)
 	}
-	event := reflect.New(def.goType)
-	if err := codec.Decode(ctx, m.Data, event.Interface()); err != nil {
-		return nil, unreadable(m.Type, "data", fmt.Errorf("%w: %w", ErrMalformed, err))
+	event := reflect.New(kind.goType)
+	if err := codec.decode(ctx, m.Data, event.Interface()); err != nil {
+		return nil, envelope.Unreadable(m.Type, "data", fmt.Errorf("%w: %w", check.ErrMalformed, err))
 	}
 	return event.Elem().Interface(), nil
 }
 
 // codecFor prefers the registered codec. Without a content type there is no other;
 // and what was recorded before another one was registered is mostly JSON.
-func (p *processor) codecFor(def *definition, contentType string) (Codec, error) {
-	media := mediaType(contentType)
-	if media == "" || media == mediaType(def.codec.ContentType) {
-		return def.codec, nil
+func (p *processor) codecFor(kind *eventKind, contentType string) (payloadCodec, error) {
+	media := envelope.MediaType(contentType)
+	if media == "" || media == envelope.MediaType(kind.codec.contentType) {
+		return kind.codec, nil
 	}
 	for _, codec := range p.cfg.Codecs {
-		if media == mediaType(codec.ContentType) {
+		if media == envelope.MediaType(codec.contentType) {
 			return codec, nil
 		}
 	}
-	if isJSONType(contentType) {
-		return JSON(), nil
+	if envelope.IsJSONType(contentType) {
+		return p.cfg.JSON, nil
 	}
-	return Codec{}, fmt.Errorf("%.100q %w: no codec for it", contentType, ErrMalformed)
+	return payloadCodec{}, fmt.Errorf("%.100q %w: no codec for it", contentType, check.ErrMalformed)
 }

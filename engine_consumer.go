@@ -1,0 +1,214 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/starts"
+	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// consumerRules are the configuration of a consumer.
+type consumerRules struct {
+	*handlerRules
+	FromStart         bool
+	MaxPoll           int // records that are handled together
+	MaxQueueBytes     int
+	Concurrency       int // handlers at the same time; 0 for no bound
+	HeartbeatInterval time.Duration
+	SessionTimeout    time.Duration
+	MaxPollInterval   time.Duration
+	DeadLetterTopic   func(topic string) string
+	Decode            func(*kgo.Record) (*envelope.Message, error)
+}
+
+// consumerEngine passes the events of topics to handlers.
+type consumerEngine struct {
+	cfg       *consumerRules
+	db        *pgxpool.Pool // nil without PostgreSQL
+	hostOpts  []kgo.Opt
+	opts      []kgo.Opt // with what the promises need
+	processor *processor
+	reader    *reader
+	handled   *handledStore // nil without PostgreSQL
+	starts    *starts.Store // nil without PostgreSQL
+	pauses    *pauses.Set
+	operators *pauses.Store         // what they have paused; nil without PostgreSQL
+	alert     func(context.Context) // sends alerts until its context ends; nil without PostgreSQL
+	alerting  *outage.Log           // of the lease for alerts
+	slots     slots
+	breakers  *actionBreakers // nil without PostgreSQL
+	outages   *outage.Logs    // of PostgreSQL, Kafka and dead-letter topics
+
+	running atomic.Bool
+	current atomic.Pointer[membership]  // nil while it does not run
+	parked  atomic.Pointer[deliveryRun] // nil while it does not run, and without PostgreSQL
+	state   runState
+}
+
+// newConsumerEngine returns a consumer of the topics of routes. The error is about the options or dead-letter topics.
+func newConsumerEngine(db *pgxpool.Pool, opts []kgo.Opt, cfg consumerRules, routes routes) (*consumerEngine, error) {
+	var err error
+	if cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.topics); err != nil {
+		return nil, err
+	}
+	all, err := consumerOpts(opts, &cfg, routes.topics)
+	if err != nil {
+		return nil, err
+	}
+	c := &consumerEngine{cfg: &cfg, db: db, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(cfg.Log), pauses: pauses.NewSet()}
+	if db == nil {
+		c.processor = newProcessor(*cfg.handlerRules, routes, nil)
+	} else {
+		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
+		c.handled.durable = true // the group's offset, which is in Kafka, says that events are handled
+		c.processor = newProcessor(*cfg.handlerRules, routes, c.handled)
+	}
+	cfg.handlerRules = c.processor.cfg
+	c.reader = &reader{processor: c.processor, decode: cfg.Decode}
+	if cfg.Concurrency > 0 {
+		c.slots.calls = handling.NewSlots(cfg.Concurrency)
+	}
+	if db != nil {
+		c.slots.transactions = handling.SlotsOf(db)
+		c.breakers = newActionBreakers(c.processor.cfg, routes)
+		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
+		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
+		c.alerting = outage.NewLog(cfg.Log, leaseForAlerts)
+	}
+	return c, nil
+}
+
+// run handles events until ctx is cancelled.
+func (c *consumerEngine) run(ctx context.Context) error {
+	if !c.running.CompareAndSwap(false, true) {
+		return errRunning
+	}
+	defer c.running.Store(false)
+	c.state.begin()
+	err := c.runOnce(ctx)
+	c.state.end(err)
+	return err
+}
+
+func (c *consumerEngine) runOnce(ctx context.Context) (err error) {
+	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
+		return err
+	}
+	defer c.watchPauses(ctx)()
+	defer c.startAlerts(ctx)()
+	ctx, end := context.WithCancel(ctx)
+	defer end()
+	parking, endParked, err := c.startParked(ctx, end)
+	if err != nil || ctx.Err() != nil {
+		return err
+	}
+	defer func() {
+		end()
+		err = errors.Join(err, endParked())
+	}()
+	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
+		m, err := join(c.hostOpts, c.opts, c.cfg, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking}, c.outages)
+		if err != nil {
+			return err
+		}
+		c.current.Store(m)
+		polling := m.startPolling(ctx)
+		select { // and not when polling has ended: it waits while partitions are given up
+		case <-ctx.Done():
+		case <-m.starts.Outdated().Done():
+		}
+		if ctx.Err() != nil {
+			c.state.stop()
+		}
+		c.current.Store(nil)
+		m.close(polling)
+	}
+	return nil
+}
+
+// What outages of a consumer are named in its log; those of dead-letter topics have a
+// name each.
+const (
+	outageFetching   = "fetching"
+	outageCommitting = "committing offsets"
+
+	outageCommittingTopic = "committing offsets of topic " // with its name
+)
+
+// checkTables waits for PostgreSQL and checks that the tables of consumers are as this release
+// needs them. It also reads what is paused, before anything is handled.
+func (c *consumerEngine) checkTables(ctx context.Context) error {
+	if c.handled == nil {
+		return nil
+	}
+	answered := outage.Announce(c.processor.log, "PostgreSQL, or for a connection of its pool", checkTimeout)
+	defer answered()
+	for ctx.Err() == nil {
+		began := time.Now()
+		try, cancel := context.WithTimeout(ctx, checkTimeout)
+		err := errors.Join(c.handled.check(try), c.starts.Check(try), c.readPauses(try))
+		cancel()
+		answered()
+		if pg.IsUndefined(err) {
+			return pg.NotMigrated(c.cfg.Schema, err)
+		}
+		if err == nil {
+			c.outages.Report(outagePostgres, began, nil)
+			return nil
+		}
+		if ctx.Err() == nil {
+			c.outages.Report(outagePostgres, began, err)
+			wait.Sleep(ctx, c.outages.Backoff(outagePostgres))
+		}
+	}
+	return nil
+}
+
+// deliver passes a record to the handlers, without Kafka.
+func (c *consumerEngine) deliver(ctx context.Context, record *kgo.Record) error {
+	p := c.processor.forOne(new(handling.Activity))
+	from := originOf(record, kafka.TopicID{})
+	it := c.reader.read(ctx, record, replayOf(record), &from)
+	if it.isSkipped(c.cfg.DeadLetterUnknown) {
+		return nil
+	}
+	if it.err != nil {
+		return it.err
+	}
+	var errs []error
+	for t := range it.inOrder() {
+		errs = append(errs, p.processOne(ctx, t))
+	}
+	return errors.Join(errs...)
+}
+
+// partitionLag is how far a consumer is behind in a partition.
+type partitionLag struct {
+	Topic     string
+	Partition int32
+	Next, End int64
+}
+
+// records returns how many offsets are left to handle.
+func (l partitionLag) records() int64 { return max(0, l.End-l.Next) }
+
+// lag returns how far the partitions that this process holds are behind.
+func (c *consumerEngine) lag(ctx context.Context) ([]partitionLag, error) {
+	m := c.current.Load()
+	if m == nil {
+		return nil, nil
+	}
+	return m.lags(ctx)
+}

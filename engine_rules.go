@@ -1,0 +1,121 @@
+package outbox
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
+)
+
+// handlerRules are the configuration of what handles events, with all defaults. The package outbox checks and
+// documents it.
+type handlerRules struct {
+	Group, Schema     string
+	Retry             retryPolicy // for handlers and streams without their own
+	HoldDead          bool
+	RetryDeadAfter    map[string]time.Duration
+	Breaker           breaker.Rules
+	HandlerTimeout    time.Duration
+	SlowHandler       time.Duration
+	StopTimeout       time.Duration
+	DeadLetterUnknown bool           // event types without a handler become dead letters
+	JSON              payloadCodec   // of what has the content type of JSON and no other codec
+	Codecs            []payloadCodec // in addition to those of the event types
+	Middleware        []engineMiddleware
+	Hooks             handlerHooks
+	Log               *slog.Logger // with the group
+}
+
+// engineCall is a call of a handler, as middleware sees it.
+type engineCall struct {
+	action   string
+	arrivals []arrival
+	tx       pgx.Tx // nil for a handler without a transaction
+}
+
+// engineMiddleware runs around the call of a handler.
+type engineMiddleware func(ctx context.Context, call engineCall, next func(context.Context) error) error
+
+// handlerHooks are functions of the host that are called while events are handled. Each may be nil.
+type handlerHooks struct {
+	Breaker      func(action string, from, to breaker.State)
+	Handled      func(m *envelope.Received, action string, took time.Duration)
+	Repeated     func(m *envelope.Received, action string)
+	Conflicted   func(m *envelope.Received, action string, err error)
+	Failed       func(m *envelope.Received, action string, err error)
+	Retried      func(m *envelope.Received, action string, err error)
+	DeadLettered func(m *envelope.Received, action, topic string, err error)
+	Unknown      func(m *envelope.Received)
+	Lost         func(topic string, partition int32, records int64)
+}
+
+// guarded returns hooks whose panics are logged, and which cannot hold up what calls them for all partitions.
+func (h handlerHooks) guarded(log *slog.Logger) handlerHooks {
+	call := func(name string) func(func()) {
+		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)
+		switch name {
+		case "Handled", "Repeated": // called for every event, below [contain.Do]
+			return hook.Inline
+		case "Breaker", "Lost": // called while an attempt is under way; by the Kafka client
+			return func(call func()) { hook.Notify(context.Background(), call) }
+		}
+		return hook.Alone
+	}
+	failure := func(name string, hook func(*envelope.Received, string, error)) func(*envelope.Received, string, error) {
+		if hook == nil {
+			return nil
+		}
+		notify := call(name)
+		return func(m *envelope.Received, action string, err error) { notify(func() { hook(m, action, err) }) }
+	}
+	h.Conflicted = failure("Conflicted", h.Conflicted)
+	h.Failed = failure("Failed", h.Failed)
+	h.Retried = failure("Retried", h.Retried)
+	if hook := h.Unknown; hook != nil {
+		notify := call("Unknown")
+		h.Unknown = func(m *envelope.Received) { notify(func() { hook(m) }) }
+	}
+	if hook := h.Breaker; hook != nil {
+		notify := call("Breaker")
+		h.Breaker = func(action string, from, to breaker.State) { notify(func() { hook(action, from, to) }) }
+	}
+	if hook := h.Handled; hook != nil {
+		notify := call("Handled")
+		h.Handled = func(m *envelope.Received, action string, took time.Duration) {
+			notify(func() { hook(m, action, took) })
+		}
+	}
+	if hook := h.Repeated; hook != nil {
+		notify := call("Repeated")
+		h.Repeated = func(m *envelope.Received, action string) { notify(func() { hook(m, action) }) }
+	}
+	if hook := h.DeadLettered; hook != nil {
+		notify := call("DeadLettered")
+		h.DeadLettered = func(m *envelope.Received, action, topic string, err error) {
+			notify(func() { hook(m, action, topic, err) })
+		}
+	}
+	if hook := h.Lost; hook != nil {
+		notify := call("Lost")
+		h.Lost = func(topic string, partition int32, records int64) {
+			notify(func() { hook(topic, partition, records) })
+		}
+	}
+	return h
+}
+
+// newProcessor returns what handles events by the rules and routes, in transactions of store. Store is nil without
+// PostgreSQL.
+func newProcessor(cfg handlerRules, routes routes, store transactor) *processor {
+	cfg.Hooks = cfg.Hooks.guarded(cfg.Log)
+	return &processor{
+		cfg: &cfg, routes: routes, store: store, log: cfg.Log, input: &inputLog{}, apart: new(sync.Map),
+		retriesFor: contain.NewCallback("RetriesFor", cfg.Log, contain.HookLimits),
+	}
+}
