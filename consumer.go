@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/watch"
@@ -59,7 +61,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}
-	var routes routes
+	var routes handling.Routes
 	if events != nil {
 		var err error
 		routes, err = cfg.HandlerConfig.routes(events, handlers)
@@ -86,7 +88,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 func (c *Consumer) Group() string { return c.engine.cfg.Group }
 
 // Topics returns the topics that the consumer reads, sorted.
-func (c *Consumer) Topics() []string { return slices.Clone(c.engine.processor.routes.topics) }
+func (c *Consumer) Topics() []string { return slices.Clone(c.engine.processor.Routes.Topics) }
 
 // Run handles events until ctx is cancelled; then it returns nil, within StopTimeout. In
 // this time handlers finish the events that they are at, which has three fifths of it,
@@ -193,4 +195,4 @@ func (c *Consumer) Pause(topics ...string) error { return c.engine.pause(topics)
 // does not end those of operators. The error is that of Pause.
 func (c *Consumer) Resume(topics ...string) error { return c.engine.resume(topics) }
 
-func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().kind != noTx }
+func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().Kind != handling.NoTx }

@@ -172,7 +172,7 @@ func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
 func (c ConsumerConfig) rules() consumerRules {
 	handling := c.HandlerConfig.rules(c.StopTimeout)
 	return consumerRules{
-		handlerRules: &handling, FromStart: c.FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
+		Rules: &handling, FromStart: c.FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
 		HeartbeatInterval: c.HeartbeatInterval, SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
 		Decode: func(r *kgo.Record) (*envelope.Message, error) {
 			m, err := c.Decode(r)

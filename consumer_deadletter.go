@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -26,7 +28,7 @@ func fixedDeadLetterTopics(host func(string) string, topics []string) (func(stri
 	fixed := make(map[string]string, len(topics))
 	var errs []error
 	for _, topic := range topics {
-		err := guard(func() error { fixed[topic] = host(topic); return check.Topic(fixed[topic]) })
+		err := handling.Guard(func() error { fixed[topic] = host(topic); return check.Topic(fixed[topic]) })
 		if err == nil && slices.Contains(topics, fixed[topic]) {
 			err = fmt.Errorf("dead letters of %s would go to %s, which this consumer reads", topic, fixed[topic])
 		}
@@ -80,7 +82,7 @@ func (m *membership) checkReplay(ctx context.Context, r *kgo.Record) error {
 // and its partition have to wait for one.
 func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	var topics []string
-	for _, topic := range m.reader.processor.routes.topics {
+	for _, topic := range m.reader.processor.Routes.Topics {
 		topics = append(topics, m.cfg.DeadLetterTopic(topic))
 	}
 	slices.Sort(topics)
@@ -108,9 +110,9 @@ func (d deadLetters) topicOf(r *kgo.Record) string { return d.cfg.DeadLetterTopi
 
 // send sends a dead letter, and returns when Kafka has it. What Kafka refuses is sent in a shorter form, so that
 // no record can be too large for its topic.
-func (d deadLetters) send(ctx context.Context, r *kgo.Record, why givenUp) (err error) {
+func (d deadLetters) send(ctx context.Context, r *kgo.Record, o handling.Outcome) (err error) {
 	for form := completeForm; form <= shortForm; form++ {
-		if err = d.produce(ctx, why.record(r, d.cfg, form)); kafka.RejectionClass(err) == "" {
+		if err = d.produce(ctx, d.record(r, o, form)); kafka.RejectionClass(err) == "" {
 			return err
 		}
 	}
@@ -118,16 +120,16 @@ func (d deadLetters) send(ctx context.Context, r *kgo.Record, why givenUp) (err 
 }
 
 // sendToDLQ sends a record to the dead-letter topic. It returns when Kafka has it, or
-// with errStopped when the worker is to end: until then the partition waits.
-func (w *partitionWorker) sendToDLQ(it *recordItem, why givenUp) error {
+// with ErrStopped when the worker is to end: until then the partition waits.
+func (w *partitionWorker) sendToDLQ(it *recordItem, o handling.Outcome) error {
 	sender := deadLetters{w.cfg, w.group.produce}
 	topic := sender.topicOf(it.record)
 	for w.stopping.Err() == nil {
 		began := time.Now()
-		err := sender.send(w.held, it.record, why)
+		err := sender.send(w.held, it.record, o)
 		if err == nil {
 			w.outages.Report(outageDeadLetters+topic, began, nil)
-			w.reportDeadLetter(it, topic, why)
+			w.attempts.ReportDead(it.Meta, topic, o)
 			return nil
 		}
 		if w.held.Err() == nil {
@@ -135,20 +137,11 @@ func (w *partitionWorker) sendToDLQ(it *recordItem, why givenUp) error {
 			w.pause(w.outages.Backoff(outageDeadLetters + topic))
 		}
 	}
-	return errStopped
+	return handling.ErrStopped
 }
 
 // outageDeadLetters and the name of a topic are what an outage of it is named in the log.
 const outageDeadLetters = "dead-letter topic "
-
-// reportDeadLetter logs that a dead letter was sent and calls its hook.
-func (w *partitionWorker) reportDeadLetter(it *recordItem, topic string, why givenUp) {
-	w.log.WarnContext(handlerContext(w.held, &it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
-		"partition", w.partition.Name(), "offset", it.record.Offset, "action", why.action, "attempts", why.attempts, "class", why.class, "error", why.err)
-	if w.cfg.Hooks.DeadLettered != nil {
-		w.callHost("hook DeadLettered", why.action, &it.meta, func() { w.cfg.Hooks.DeadLettered(&it.meta, why.action, topic, why.err) })
-	}
-}
 
 // deadLetterForm says how much of a record its dead letter has. The original's place is
 // in each form.
@@ -168,9 +161,9 @@ const (
 )
 
 // record returns the record for the dead-letter topic of r's.
-func (d givenUp) record(r *kgo.Record, cfg *consumerRules, form deadLetterForm) *kgo.Record {
-	dead := &kgo.Record{Topic: cfg.DeadLetterTopic(r.Topic), Key: r.Key, Value: r.Value}
-	own := d.headers(r, cfg)
+func (d deadLetters) record(r *kgo.Record, o handling.Outcome, form deadLetterForm) *kgo.Record {
+	dead := &kgo.Record{Topic: d.topicOf(r), Key: r.Key, Value: r.Value}
+	own := d.headers(r, o)
 	omit := func(name string, n int) { own = append(own, header(name, strconv.Itoa(n))) }
 	if form >= noValueForm && len(r.Value) > 0 {
 		dead.Value = nil
@@ -207,17 +200,17 @@ func (d givenUp) record(r *kgo.Record, cfg *consumerRules, form deadLetterForm) 
 }
 
 // headers returns what a dead letter says about r and about why it is one.
-func (d givenUp) headers(r *kgo.Record, cfg *consumerRules) []kgo.RecordHeader {
+func (d deadLetters) headers(r *kgo.Record, o handling.Outcome) []kgo.RecordHeader {
 	return []kgo.RecordHeader{
 		header(deadletter.OriginalTopic, r.Topic),
 		header(deadletter.OriginalPartition, strconv.Itoa(int(r.Partition))),
 		header(deadletter.OriginalOffset, strconv.FormatInt(r.Offset, 10)),
 		header(deadletter.OriginalTimestamp, r.Timestamp.UTC().Format(timestampForm)),
-		header(deadletter.Group, cfg.Group),
-		header(deadletter.Action, d.action),
-		header(deadletter.Error, short.Text(d.err.Error(), maxErrorText)),
-		header(deadletter.ErrorClass, d.class),
-		header(deadletter.Attempts, strconv.Itoa(d.attempts)),
+		header(deadletter.Group, d.cfg.Group),
+		header(deadletter.Action, o.Action),
+		header(deadletter.Error, short.Text(o.Err.Error(), maxErrorText)),
+		header(deadletter.ErrorClass, o.Class),
+		header(deadletter.Attempts, strconv.Itoa(o.Attempt)),
 		header(deadletter.FailedAt, time.Now().UTC().Format(timestampForm)),
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"iter"
 	"slices"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
@@ -29,43 +31,43 @@ type replay struct{ group, action string } // "" for any
 
 // reader makes tasks of the records of a consumer, whose workers share it.
 type reader struct {
-	processor *processor
+	processor *handling.Processor
 	decode    func(*kgo.Record) (*envelope.Message, error)
 	noReplay  outage.Seldom
 }
 
 // recordItem is a record and its tasks.
 type recordItem struct {
-	item
+	handling.Item
 	record  *kgo.Record
 	replay  replay
-	blocked map[*engineHandler]bool // they are not called here; false until the task is parked
+	blocked map[*handling.Handler]bool // they are not called here; false until the task is parked
 }
 
 // isBlocked reports whether a task is not to be handled here.
-func (it *recordItem) isBlocked(t task) bool {
-	_, blocked := it.blocked[t.engineHandler]
+func (it *recordItem) isBlocked(t handling.Task) bool {
+	_, blocked := it.blocked[t.Handler]
 	return blocked
 }
 
 // block notes that a task is not to be handled here.
-func (it *recordItem) block(t task) {
+func (it *recordItem) block(t handling.Task) {
 	if it.blocked == nil {
-		it.blocked = map[*engineHandler]bool{}
+		it.blocked = map[*handling.Handler]bool{}
 	}
-	it.blocked[t.engineHandler] = false
+	it.blocked[t.Handler] = false
 }
 
 // noteParked notes that a task is parked.
-func (it *recordItem) noteParked(t task) {
+func (it *recordItem) noteParked(t handling.Task) {
 	it.block(t)
-	it.blocked[t.engineHandler] = true
+	it.blocked[t.Handler] = true
 }
 
 // takeBlocked returns the tasks that are still to be parked.
-func (it *recordItem) takeBlocked() (tasks []task) {
-	for _, t := range it.tasks {
-		if parked, blocked := it.blocked[t.engineHandler]; blocked && !parked {
+func (it *recordItem) takeBlocked() (tasks []handling.Task) {
+	for _, t := range it.Tasks {
+		if parked, blocked := it.blocked[t.Handler]; blocked && !parked {
 			tasks = append(tasks, t)
 			it.noteParked(t)
 		}
@@ -80,7 +82,7 @@ func originOf(r *kgo.Record, topicID kafka.TopicID) envelope.Origin {
 
 // newRecordItem returns a record without tasks.
 func newRecordItem(r *kgo.Record, to replay, from *envelope.Origin) recordItem {
-	return recordItem{record: r, replay: to, item: item{meta: envelope.Received{Headers: envelope.PlainHeaders(headersOf(r)), Kafka: &from.Record, Attempt: 1, Origin: from}}}
+	return recordItem{record: r, replay: to, Item: handling.Item{Meta: envelope.Received{Headers: envelope.PlainHeaders(headersOf(r)), Kafka: &from.Record, Attempt: 1, Origin: from}}}
 }
 
 // read decodes a record and finds its handlers: all of them, or those for which it was
@@ -90,22 +92,22 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 	if record.Attrs.IsControl() { // nobody's, but it has an offset
 		return it
 	}
-	if to.group != "" && to.group != r.processor.cfg.Group {
+	if to.group != "" && to.group != r.processor.Rules.Group {
 		return it
 	}
 	var m *envelope.Message
-	err := guard(func() (err error) {
+	err := handling.Guard(func() (err error) {
 		m, err = r.decode(record)
 		return err
 	})
 	switch {
 	case err != nil:
-		it.class, it.err = classUndecodable, err
+		it.Class, it.Err = handling.ClassUndecodable, err
 	case m != nil:
-		r.processor.resolve(ctx, &it.item, m, to.action)
+		r.processor.Resolve(ctx, &it.Item, m, to.action)
 	}
-	if it.class == classUnknownAction {
-		it.err = unknownAction(it.meta.Type, deadletter.ReplayAction, to.action)
+	if it.Class == handling.ClassUnknownAction {
+		it.Err = handling.UnknownAction(it.Meta.Type, deadletter.ReplayAction, to.action)
 	}
 	return it
 }
@@ -113,15 +115,15 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 // isSkipped reports whether no handler gets an event, and nobody wants it: its type has no
 // handler here, because topics are shared. A replay for this group is never skipped.
 func (it *recordItem) isSkipped(deadLetterUnknown bool) bool {
-	return it.class == classUnknownType && !deadLetterUnknown && it.replay.group == ""
+	return it.Class == handling.ClassUnknownType && !deadLetterUnknown && it.replay.group == ""
 }
 
 // tasksInTx returns the tasks of items that need a transaction and are not parked.
-func tasksInTx(items []recordItem) []task {
-	tasks := make([]task, 0, len(items))
+func tasksInTx(items []recordItem) []handling.Task {
+	tasks := make([]handling.Task, 0, len(items))
 	for i := range items {
-		for _, t := range items[i].tasks {
-			if t.kind != noTx && !items[i].isBlocked(t) {
+		for _, t := range items[i].Tasks {
+			if t.Kind != handling.NoTx && !items[i].isBlocked(t) {
 				tasks = append(tasks, t)
 			}
 		}

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/deliveries"
@@ -32,12 +34,12 @@ func (c *consumerEngine) newDeliveryRun() *deliveryRun {
 	if c.cfg.Concurrency > 0 {
 		lanes = min(lanes, c.cfg.Concurrency)
 	}
-	cfg := &deliveryRules{handlerRules: c.cfg.handlerRules, Concurrency: lanes, MaxPoll: c.cfg.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
+	cfg := &deliveryRules{Rules: c.cfg.Rules, Concurrency: lanes, MaxPoll: c.cfg.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
 	return newDeliveryRun(runParts{
 		cfg: cfg, db: c.db, processor: c.processor, slots: c.slots, pauses: c.pauses,
 		// An outage that others report may be one of event_handled only, which the next look at deliveries does not end.
-		outages: outage.NewLogs(c.processor.log.With("of", "parked events")),
-		read:    c.readDelivery, deadLetter: c.sendDeadLetter, records: true, pairs: deliveryPairs(c.processor.routes, true), breakers: c.breakers,
+		outages: outage.NewLogs(c.processor.Log.With("of", "parked events")),
+		read:    c.readDelivery, deadLetter: c.sendDeadLetter, records: true, pairs: deliveryPairs(c.processor.Routes, true), breakers: c.breakers,
 	})
 }
 
@@ -68,20 +70,20 @@ func (c *consumerEngine) startParked(ctx context.Context, failed func()) (p *con
 }
 
 // sendDeadLetter implements [sendDeadLetter].
-func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *deliveries.Delivery, why givenUp) (topic string, err error) {
+func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *deliveries.Delivery, o handling.Outcome) (topic string, err error) {
 	r, _, err := recordOfDelivery(d)
 	if err != nil {
 		return "", err
 	}
-	if why.action == "" {
-		why.action = replayOf(r).action
+	if o.Action == "" {
+		o.Action = replayOf(r).action
 	}
 	sender := deadLetters{c.cfg, c.produce}
 	topic = sender.topicOf(r)
 	began := time.Now()
 	bounded, cancel := context.WithTimeout(ctx, deadLetterDelivery)
 	defer cancel()
-	err = sender.send(bounded, r, why)
+	err = sender.send(bounded, r, o)
 	if ctx.Err() == nil {
 		c.outages.Report(outageDeadLetters+topic, began, err)
 	}
@@ -113,7 +115,7 @@ func (c *consumerEngine) readDelivery(d *deliveries.Delivery, about *envelope.Re
 	if action == "" {
 		action = replayOf(r).action
 	}
-	err = guard(func() (err error) {
+	err = handling.Guard(func() (err error) {
 		m, err = c.reader.decode(r)
 		return err
 	})

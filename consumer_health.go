@@ -34,13 +34,13 @@ func (c *consumerEngine) health() consumerHealth {
 	notReady := func(reason string, args ...any) {
 		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
 	}
-	switch running, since, err := c.state.get(); {
+	switch running, since, err := c.state.Get(); {
 	case err != nil:
 		h.Live = false
 		notReady("Run has ended: %v", err)
 	case !running:
 		notReady("it does not run")
-	case c.state.isStopping():
+	case c.state.IsStopping():
 		notReady("it stops")
 	default:
 		for _, o := range c.outages.Current() {
@@ -58,7 +58,7 @@ func (c *consumerEngine) health() consumerHealth {
 		if before, now, growing := m.lag.Growing(); growing {
 			h.Reasons = append(h.Reasons, fmt.Sprintf("the lag grows: %d records, %d five minutes ago", now, before))
 		}
-		h.Reasons = append(append(h.Reasons, pauseReasons(c.pauses, "consumer")...), c.breakers.reasons()...)
+		h.Reasons = append(append(h.Reasons, handling.PauseReasons(c.pauses, "consumer")...), c.breakers.Reasons()...)
 		if run := c.parked.Load(); run != nil {
 			for _, l := range run.lanes {
 				h.Live = l.reportHealth(notReady) && h.Live
@@ -80,7 +80,7 @@ func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)
 		notReady("a transaction of %s has not begun for %v: the pool has no connection left, or event_handled is locked",
 			w.partition.Name(), time.Since(since).Round(time.Second))
 	}
-	return reportCall(&w.activity, w.cfg.handlerRules, notReady)
+	return handling.ReportCall(&w.activity, w.cfg.Rules, notReady)
 }
 
 // isMember reports whether the group has assigned partitions, or none, to this member.
@@ -96,7 +96,7 @@ func (m *membership) watchHandlers(ctx context.Context) {
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, min(often, m.cfg.SlowHandler/2))
 		for _, w := range m.all() {
-			w.slow.report(&w.activity, w.cfg.SlowHandler, w.log, "partition", w.partition.Name())
+			w.slow.Report(&w.activity, w.cfg.SlowHandler, w.log, "partition", w.partition.Name())
 		}
 	}
 }
@@ -168,7 +168,7 @@ func (c *consumerEngine) pause(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: pause: %w", err)
 	}
-	c.pauses.Pause(pausedTopics(topics)...)
+	c.pauses.Pause(handling.PausedTopics(topics)...)
 	return nil
 }
 
@@ -177,13 +177,13 @@ func (c *consumerEngine) resume(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: resume: %w", err)
 	}
-	c.pauses.Resume(pausedTopics(topics)...)
+	c.pauses.Resume(handling.PausedTopics(topics)...)
 	return nil
 }
 
 func (c *consumerEngine) checkPause(topics []string) error {
 	for _, t := range topics {
-		if !slices.Contains(c.processor.routes.topics, t) {
+		if !slices.Contains(c.processor.Routes.Topics, t) {
 			return fmt.Errorf("the consumer does not read topic %q", t)
 		}
 	}
@@ -230,14 +230,14 @@ func (c *consumerEngine) watchPauses(ctx context.Context) (stop func()) {
 	var watching sync.WaitGroup
 	watching.Go(func() {
 		for c.operators != nil && ctx.Err() == nil {
-			wait.Sleep(ctx, pausesInterval)
+			wait.Sleep(ctx, handling.PausesInterval)
 			began := time.Now()
 			err := c.readPauses(ctx)
 			if err != nil {
 				err = fmt.Errorf("what was read before still counts: %w", err)
 			}
 			if ctx.Err() == nil {
-				c.outages.Report(outagePauses, began, err)
+				c.outages.Report(handling.OutagePauses, began, err)
 			}
 		}
 	})
@@ -248,13 +248,13 @@ func (c *consumerEngine) watchPauses(ctx context.Context) (stop func()) {
 }
 
 func (c *consumerEngine) readPauses(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, pausesTimeout)
+	ctx, cancel := context.WithTimeout(ctx, handling.PausesTimeout)
 	defer cancel()
 	now, err := c.operators.Read(ctx)
 	if err != nil {
 		return err
 	}
-	logPauses(c.processor.log, "consumer", c.pauses.SetStored(now), now)
+	handling.LogPauses(c.processor.Log, "consumer", c.pauses.SetStored(now), now)
 	return nil
 }
 

@@ -153,13 +153,13 @@ func join(host, opts []kgo.Opt, cfg *consumerRules, r *reader, store *starts.Sto
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
-		cfg: cfg, reader: r, outages: outages, log: r.processor.log, hangUp: cancel, hostOpts: host, bound: bound,
+		cfg: cfg, reader: r, outages: outages, log: r.processor.Log, hangUp: cancel, hostOpts: host, bound: bound,
 		limits:         limits,
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*partitionWorker{}, running: map[*partitionWorker]bool{},
 	}
 	m.limits.budget = handling.NewBudget(cfg.MaxQueueBytes)
 	m.starts = starts.NewMember(starts.Config{
-		Store: store, Group: cfg.Group, Topics: r.processor.routes.topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
+		Store: store, Group: cfg.Group, Topics: r.processor.Routes.Topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
 		Commit: m.commitStarts, Begun: m.begun, Lost: m.lostRecords, Pause: m.pauseFetching, Resume: m.resumeStalled,
 	})
 	m.committing.Lock() // the client may want to commit before it is returned
@@ -222,7 +222,7 @@ func (m *membership) poll(ctx context.Context) {
 	beside.Go(func() { m.watchHandlers(ctx) })
 	beside.Go(func() { m.watchLag(ctx) })
 	beside.Go(func() { m.watchWaiting(ctx) })
-	beside.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.routes.topics, m.pauseTopics) })
+	beside.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.Routes.Topics, m.pauseTopics) })
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)

@@ -9,6 +9,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -26,7 +28,7 @@ import (
 // consumerParking is where the workers of a consumer park events.
 type consumerParking struct {
 	store    *deliveries.Store
-	breakers *actionBreakers
+	breakers *handling.ActionBreakers
 	session  poolSession
 	group    string
 	dueAt    func(time.Time)
@@ -45,11 +47,11 @@ func (p *consumerParking) isWary() bool {
 func (p *consumerParking) noteSeen() { p.seen.Store(time.Now().UnixNano()) }
 
 // subjectOf returns what the table knows a task by.
-func (p *consumerParking) subjectOf(t task) deliveries.Subject {
-	return deliveries.Subject{Action: t.action, Key: p.keyOf(t.action, &t.meta), Digest: digestOf(sourceKeyOf(&t.meta), t.meta.ID)}
+func (p *consumerParking) subjectOf(t handling.Task) deliveries.Subject {
+	return deliveries.Subject{Action: t.Action, Key: p.keyOf(t.Action, &t.Meta), Digest: digestOf(handling.SourceKeyOf(&t.Meta), t.Meta.ID)}
 }
 
-// keyOf returns the key of an event for an action. Events without a key have no order.
+// KeyOf returns the key of an event for an action. Events without a key have no order.
 func (p *consumerParking) keyOf(action string, m *envelope.Received) deliveries.Key {
 	if len(m.Kafka.Key) == 0 {
 		return deliveries.Key{}
@@ -67,7 +69,7 @@ func digestOf(parts ...string) (digest [16]byte) {
 	return digest
 }
 
-func (p *consumerParking) subjectsOf(tasks []task) []deliveries.Subject {
+func (p *consumerParking) subjectsOf(tasks []handling.Task) []deliveries.Subject {
 	subjects := make([]deliveries.Subject, len(tasks))
 	for i, t := range tasks {
 		subjects[i] = p.subjectOf(t)
@@ -76,7 +78,7 @@ func (p *consumerParking) subjectsOf(tasks []task) []deliveries.Subject {
 }
 
 // blockedError means that tasks must not be handled, because their keys are blocked. They are to be parked.
-type blockedError struct{ tasks []task }
+type blockedError struct{ tasks []handling.Task }
 
 func (*blockedError) Error() string { return "an earlier event of the key is parked" }
 
@@ -86,20 +88,20 @@ func isBlocked(err error) bool {
 }
 
 // mayPark reports whether a task that has failed is parked, and not tried again in place.
-func (w *partitionWorker) mayPark(t task) bool { return w.parking != nil && !t.inPlace }
+func (w *partitionWorker) mayPark(t handling.Task) bool { return w.parking != nil && !t.InPlace }
 
 // findBlocked finds the tasks of items that must not be handled here. It looks if some were blocked lately, and for handlers
-// without a transaction, because nobody can look at the end of that. The error is errStopped.
+// without a transaction, because nobody can look at the end of that. The error is ErrStopped.
 func (w *partitionWorker) findBlocked(items []recordItem) error {
 	if w.parking == nil {
 		return nil
 	}
 	wary := w.parking.isWary()
-	var tasks []task
+	var tasks []handling.Task
 	var of []*recordItem
 	for i := range items {
-		for _, t := range items[i].tasks {
-			if (wary || t.kind == noTx) && !items[i].isBlocked(t) {
+		for _, t := range items[i].Tasks {
+			if (wary || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
 				tasks, of = append(tasks, t), append(of, &items[i])
 			}
 		}
@@ -145,16 +147,16 @@ func (w *partitionWorker) awaitBreakers(items []recordItem) (some []recordItem, 
 
 // awaitBreaker waits until a task may be tried by itself, and reports whether that was before the worker is to end. What
 // came with it in a batch may have opened the breaker.
-func (w *partitionWorker) awaitBreaker(t task) bool {
-	if n := slices.Index(w.trials, t.action); n >= 0 {
+func (w *partitionWorker) awaitBreaker(t handling.Task) bool {
+	if n := slices.Index(w.trials, t.Action); n >= 0 {
 		w.trials = slices.Delete(w.trials, n, n+1) // for the first attempt
 		return true
 	}
 	for w.stopping.Err() == nil {
-		if w.breakers.isClosed(t.action) || w.breakers.tryOne(t.action) {
+		if w.breakers.IsClosed(t.Action) || w.breakers.TryOne(t.Action) {
 			return true
 		}
-		w.pauseForBreakers([]string{t.action})
+		w.pauseForBreakers([]string{t.Action})
 	}
 	return false
 }
@@ -164,16 +166,16 @@ func (w *partitionWorker) pauseForBreakers(actions []string) {
 	const often = time.Second
 	longest := 50 * time.Millisecond // for a trial that is under way elsewhere
 	for _, action := range actions {
-		longest = max(longest, w.breakers.wait(action))
+		longest = max(longest, w.breakers.Wait(action))
 	}
 	w.pause(min(longest, often))
 }
 
 // failingActions returns the actions on an item that are not handled as usual.
 func (w *partitionWorker) failingActions(it *recordItem) (actions []string) {
-	for _, t := range it.tasks {
-		if !it.isBlocked(t) && !w.breakers.isClosed(t.action) && !slices.Contains(actions, t.action) {
-			actions = append(actions, t.action)
+	for _, t := range it.Tasks {
+		if !it.isBlocked(t) && !w.breakers.IsClosed(t.Action) && !slices.Contains(actions, t.Action) {
+			actions = append(actions, t.Action)
 		}
 	}
 	return actions
@@ -182,9 +184,9 @@ func (w *partitionWorker) failingActions(it *recordItem) (actions []string) {
 // tryOne asks for the permission to try all of these actions on an item.
 func (w *partitionWorker) tryOne(actions []string) bool {
 	for i, action := range actions {
-		if !w.breakers.tryOne(action) {
+		if !w.breakers.TryOne(action) {
 			for _, permitted := range actions[:i] {
-				w.breakers.forget(permitted)
+				w.breakers.Forget(permitted)
 			}
 			return false
 		}
@@ -195,18 +197,18 @@ func (w *partitionWorker) tryOne(actions []string) bool {
 // forgetTrials gives back the trials that have said nothing.
 func (w *partitionWorker) forgetTrials(actions []string) {
 	for _, action := range actions {
-		w.breakers.forget(action)
+		w.breakers.Forget(action)
 	}
 	w.trials = nil
 }
 
 // lookAgain looks at the end of a transaction whether its tasks were blocked meanwhile. From then on until it has
 // ended, nobody blocks them.
-func (w *partitionWorker) lookAgain(ctx context.Context, tx handlerTx, results []taskResult) error {
-	tasks := make([]task, 0, len(results))
+func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
+	tasks := make([]handling.Task, 0, len(results))
 	for _, r := range results {
-		if !r.repeat {
-			tasks = append(tasks, r.task)
+		if !r.Repeat {
+			tasks = append(tasks, r.Task)
 		}
 	}
 	if len(tasks) == 0 {
@@ -233,30 +235,30 @@ func (w *partitionWorker) lookAgain(ctx context.Context, tx handlerTx, results [
 }
 
 // requeueReplays has the events of items that are DEAD, and whose dead letters were sent back, handled again as what they are:
-// parked events. The error is errStopped.
+// parked events. The error is ErrStopped.
 func (w *partitionWorker) requeueReplays(items []recordItem) error {
 	for i := range items {
 		it := &items[i]
-		if w.parking == nil || !isReplay(it.record) || len(it.tasks) == 0 && it.class == "" {
+		if w.parking == nil || !isReplay(it.record) || len(it.Tasks) == 0 && it.Class == "" {
 			continue
 		}
 		unread := w.parking.subjectOf(noTask(it)) // of what could not be read then
 		byPlace := unread
 		byPlace.Digest = w.placeOf(it)
-		subjects := append(w.parking.subjectsOf(it.tasks), unread, byPlace)
+		subjects := append(w.parking.subjectsOf(it.Tasks), unread, byPlace)
 		if err := w.write(func(ctx context.Context) error {
 			again, err := w.parking.store.Replayed(ctx, subjects)
 			for _, n := range again {
 				w.parking.noteSeen()
 				w.parking.dueAt(time.Now())
-				if n < len(it.tasks) {
-					it.noteParked(it.tasks[n])
+				if n < len(it.Tasks) {
+					it.noteParked(it.Tasks[n])
 					continue
 				}
-				for _, t := range it.tasks { // all are handled with it
+				for _, t := range it.Tasks { // all are handled with it
 					it.noteParked(t)
 				}
-				it.class = ""
+				it.Class = ""
 			}
 			return err
 		}); err != nil {
@@ -266,7 +268,7 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 	return nil
 }
 
-// placeOf returns the digest of an event that goes by where its record was first.
+// PlaceOf returns the digest of an event that goes by where its record was first.
 func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
 	place := deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
 	for _, h := range it.record.Headers {
@@ -274,11 +276,13 @@ func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
 			place = string(h.Value)
 		}
 	}
-	return digestOf(string(it.meta.Origin.TopicID[:]), place)
+	return digestOf(string(it.Meta.Origin.TopicID[:]), place)
 }
 
 // noTask is the task of a record that no handler gets.
-func noTask(it *recordItem) task { return task{&engineHandler{kind: noTx}, arrival{meta: it.meta}} }
+func noTask(it *recordItem) handling.Task {
+	return handling.Task{&handling.Handler{Kind: handling.NoTx}, handling.Arrival{Meta: it.Meta}}
+}
 
 // noteBlocked notes which tasks of items an error says are blocked, and reports whether it says that.
 func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
@@ -287,27 +291,27 @@ func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
 		return false
 	}
 	for _, t := range found.tasks {
-		items[itemsBefore(items, t.meta.Origin)].block(t)
+		items[itemsBefore(items, t.Meta.Origin)].block(t)
 	}
 	return true
 }
 
 // blockBehind notes that the tasks behind a parked one, of its action and key, are to be parked too.
-func (w *partitionWorker) blockBehind(parked task, behind []recordItem) {
-	key := w.parking.keyOf(parked.action, &parked.meta)
+func (w *partitionWorker) blockBehind(parked handling.Task, behind []recordItem) {
+	key := w.parking.keyOf(parked.Action, &parked.Meta)
 	for i := range behind {
-		for _, t := range behind[i].tasks {
-			if key.Ordered && t.action == parked.action && !behind[i].isBlocked(t) && w.parking.keyOf(t.action, &t.meta) == key {
+		for _, t := range behind[i].Tasks {
+			if key.Ordered && t.Action == parked.Action && !behind[i].isBlocked(t) && w.parking.keyOf(t.Action, &t.Meta) == key {
 				behind[i].block(t)
 			}
 		}
 	}
 }
 
-// parkBlocked parks the tasks of items that are blocked. The error is errStopped.
+// parkBlocked parks the tasks of items that are blocked. The error is ErrStopped.
 func (w *partitionWorker) parkBlocked(items []recordItem) error {
 	var rows []deliveries.Received
-	var tasks []task
+	var tasks []handling.Task
 	for i := range items {
 		for _, t := range items[i].takeBlocked() {
 			rows, tasks = append(rows, w.owed(&items[i], t)), append(tasks, t)
@@ -316,14 +320,14 @@ func (w *partitionWorker) parkBlocked(items []recordItem) error {
 	became, err := w.park(rows...)
 	for i, status := range became {
 		if status == "" {
-			w.processor.notify(w.held, []taskResult{{task: tasks[i], repeat: true}})
+			w.processor.Notify(w.held, []handling.TaskResult{{Task: tasks[i], Repeat: true}})
 		}
 	}
 	return err
 }
 
 // park makes rows, until that is done, and returns what they have become: those of events that have a row, or are handled, nothing. Those
-// that are due are claimed, here or elsewhere. The error is errStopped.
+// that are due are claimed, here or elsewhere. The error is ErrStopped.
 func (w *partitionWorker) park(rows ...deliveries.Received) (became []deliveries.Status, err error) {
 	if len(rows) == 0 {
 		return nil, nil
@@ -344,7 +348,7 @@ func (w *partitionWorker) park(rows ...deliveries.Received) (became []deliveries
 	return became, nil
 }
 
-// write runs a statement until it works, or the worker is to end. The error is errStopped.
+// write runs a statement until it works, or the worker is to end. The error is ErrStopped.
 func (w *partitionWorker) write(statement func(context.Context) error) error {
 	for failed := false; w.stopping.Err() == nil; failed = true {
 		began := time.Now()
@@ -361,43 +365,46 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 			w.awaitPostgres(began, err)
 		}
 	}
-	return errStopped
+	return handling.ErrStopped
 }
 
 // parkFailed parks a task whose first attempt has failed. The error is errStopped.
-func (w *partitionWorker) parkFailed(it *recordItem, t task, retries int, wait time.Duration, cause error) error {
-	w.reportRetry(t, wait, cause)
+func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling.Outcome) error {
 	row := w.owed(it, t)
-	row.Attempt, row.MaxAttempts, row.Wait = t.meta.Attempt, attempts(retries), wait
-	return w.parkTried(row, errorClass(cause), cause)
+	row.Attempt, row.MaxAttempts, row.Wait = o.Attempt, attempts(o.Retries), o.Wait
+	err := w.parkTried(row, o)
+	if err == nil {
+		w.attempts.ReportAgain(&t, o)
+	}
+	return err
 }
 
-// parkTried parks a row with the error of its last attempt. The error is errStopped.
-func (w *partitionWorker) parkTried(row deliveries.Received, class string, cause error) error {
-	row.Code, row.Message = short.Storable(class, 100), short.Storable(cause.Error(), short.MaxText)
+// parkTried parks a row with the error of its last attempt. The error is ErrStopped.
+func (w *partitionWorker) parkTried(row deliveries.Received, o handling.Outcome) error {
+	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Err.Error(), short.MaxText)
 	_, err := w.park(row)
 	return err
 }
 
 // giveUp gives up a task, or a record that no handler gets. With a database it is parked without an attempt left: whoever
-// claims it sends its dead letter. Without one, that is sent here. The error is errStopped.
-func (w *partitionWorker) giveUp(it *recordItem, t task, why givenUp) error {
+// claims it sends its dead letter. Without one, that is sent here. The error is ErrStopped.
+func (w *partitionWorker) giveUp(it *recordItem, t handling.Task, o handling.Outcome) error {
 	if w.parking == nil {
-		return w.sendToDLQ(it, why)
+		return w.sendToDLQ(it, o)
 	}
-	if t.engineHandler == nil {
+	if t.Handler == nil {
 		t = noTask(it)
 	}
 	row := w.owed(it, t)
-	row.Attempt, row.MaxAttempts = max(why.attempts, 1), max(why.attempts, 1)
-	return w.parkTried(row, why.class, why.err)
+	row.Attempt, row.MaxAttempts = max(o.Attempt, 1), max(o.Attempt, 1)
+	return w.parkTried(row, o)
 }
 
 // awaitDead waits until the dead letter of a task was sent whose handler needs the order of its partition: what is behind it in
-// its key would be parked behind it until then, and what is not would be handled before that. The error is errStopped.
-func (w *partitionWorker) awaitDead(t task) error {
+// its key would be parked behind it until then, and what is not would be handled before that. The error is ErrStopped.
+func (w *partitionWorker) awaitDead(t handling.Task) error {
 	const often = 10 * time.Millisecond
-	key := []deliveries.Subject{{Action: t.action, Key: w.parking.keyOf(t.action, &t.meta)}} // of no event: its own is DEAD
+	key := []deliveries.Subject{{Action: t.Action, Key: w.parking.keyOf(t.Action, &t.Meta)}} // of no event: its own is DEAD
 	for {
 		var open []int
 		if err := w.write(func(ctx context.Context) (err error) {
@@ -411,17 +418,17 @@ func (w *partitionWorker) awaitDead(t task) error {
 }
 
 // owed returns the row of a task, without an attempt.
-func (w *partitionWorker) owed(it *recordItem, t task) deliveries.Received {
-	m := &it.meta
+func (w *partitionWorker) owed(it *recordItem, t handling.Task) deliveries.Received {
+	m := &it.Meta
 	row := deliveries.Received{
 		Subject: w.parking.subjectOf(t), Stream: it.record.Topic, Partition: it.record.Partition, Offset: it.record.Offset,
 		Type: storable(m.Type, envelope.MaxEventType), Source: storable(m.Source, envelope.MaxSource), AggregateID: storable(m.Subject, envelope.MaxAggregateID),
 		ContentType: storable(m.ContentType, envelope.MaxContentType), PartitionKey: storable(string(it.record.Key), envelope.MaxPartitionKey),
 		Payload: it.record.Value, Record: parkedRecordOf(it.record, m.Origin.TopicID), OccurredAt: storableTime(m.Time, it.record.Timestamp), RecordedAt: storableTime(it.record.Timestamp, time.Unix(0, 0)),
-		MaxAttempts: attempts(t.retry.over(w.cfg.Retry).MaxRetries),
+		MaxAttempts: attempts(t.Retry.Over(w.cfg.Retry).MaxRetries),
 	}
 	id := m.ID
-	if t.action == "" && id == "" { // it could not be read: it goes by its place
+	if t.Action == "" && id == "" { // it could not be read: it goes by its place
 		id = deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
 		row.Digest = w.placeOf(it)
 	}
@@ -430,20 +437,20 @@ func (w *partitionWorker) owed(it *recordItem, t task) deliveries.Received {
 	} else {
 		row.EventID, row.RecordID = row.Digest, short.Storable(id, short.MaxText)
 	}
-	if t.kind != noTx {
+	if t.Kind != handling.NoTx {
 		row.Note = noteOf(t)
 	}
 	return row
 }
 
 // noteOf returns what event_handled has of a task that is done. Of one whose key the host cannot say, it has nothing.
-func noteOf(t task) (note deliveries.Note) {
-	_ = guard(func() error { // an error is one of the task, and was reported when it was tried
-		k, err := keyOf(&t)
+func noteOf(t handling.Task) (note deliveries.Note) {
+	_ = handling.Guard(func() error { // an error is one of the task, and was reported when it was tried
+		k, err := handling.KeyOf(&t)
 		if err == nil {
-			note = deliveries.Note{AggregateType: k.aggregateType, AggregateID: k.aggregateID, Source: k.source}
-			if k.source != "" {
-				note.Beside = k.ofSource().aggregateID
+			note = deliveries.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
+			if k.Source != "" {
+				note.Beside = k.OfSource().AggregateID
 			}
 		}
 		return err

@@ -6,6 +6,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
@@ -23,7 +25,7 @@ const stepPatience = 5
 // does not end in time goes on in the background, without the client and its connections
 // to PostgreSQL. Polling is closed when nothing is polled any more.
 func (m *membership) close(polling <-chan struct{}) {
-	clock := stopClock{time.Now(), m.cfg.StopTimeout}
+	clock := handling.StopClock{time.Now(), m.cfg.StopTimeout}
 	m.mu.Lock()
 	m.closing = true
 	workers := make([]*partitionWorker, 0, len(m.running))
@@ -31,11 +33,11 @@ func (m *membership) close(polling <-chan struct{}) {
 		workers = append(workers, w)
 	}
 	m.mu.Unlock()
-	m.finish(workers, clock.part(finishBy), clock.part(abandonBy-finishBy))
+	m.finish(workers, clock.Part(handling.FinishBy), clock.Part(handling.AbandonBy-handling.FinishBy))
 	m.lastCommit(clock)
 	var saving sync.WaitGroup
 	saving.Go(func() {
-		ctx, cancel := clock.by(leftBy)
+		ctx, cancel := clock.By(handling.LeftBy)
 		defer cancel()
 		m.starts.SavePositions(ctx)
 	})
@@ -106,10 +108,10 @@ func haveEnded(workers []*partitionWorker, patience time.Duration) bool {
 // lastCommit commits what the workers have done. The client holds commits back while it
 // joins the group, which may take minutes, but Kafka accepts them until all members have
 // joined; so then they are sent past the client.
-func (m *membership) lastCommit(clock stopClock) {
-	ctx, cancel := clock.by(commitBy)
+func (m *membership) lastCommit(clock handling.StopClock) {
+	ctx, cancel := clock.By(handling.CommitBy)
 	defer cancel()
-	patient, cancel := context.WithTimeout(ctx, clock.timeout/stepPatience)
+	patient, cancel := context.WithTimeout(ctx, clock.Timeout/stepPatience)
 	defer cancel()
 	var err error
 	if m.lockCommits(patient) {
@@ -184,10 +186,10 @@ func (m *membership) instanceID() *string {
 // leaveGroup leaves the group. While the group is in motion the client would wait for its
 // own join before: then it is closed, which ends the join, and another one says that this
 // member leaves. A static member keeps its partitions until its session ends.
-func (m *membership) leaveGroup(clock stopClock) {
-	ctx, cancel := clock.by(leftBy)
+func (m *membership) leaveGroup(clock handling.StopClock) {
+	ctx, cancel := clock.By(handling.LeftBy)
 	defer cancel()
-	patient, cancel := context.WithTimeout(ctx, clock.timeout/stepPatience)
+	patient, cancel := context.WithTimeout(ctx, clock.Timeout/stepPatience)
 	defer cancel()
 	member, _ := m.client.GroupMetadata()
 	err := m.client.LeaveGroupContext(patient)
@@ -225,10 +227,10 @@ func leaveGroupAs(ctx context.Context, opts []kgo.Opt, group, member string) err
 }
 
 // closeClient closes the client, which ends every request that is still under way.
-func (m *membership) closeClient(clock stopClock, polling <-chan struct{}) {
-	last, cancel := clock.by(closeBy)
+func (m *membership) closeClient(clock handling.StopClock, polling <-chan struct{}) {
+	last, cancel := clock.By(handling.CloseBy)
 	defer cancel()
-	patient, cancel := context.WithTimeout(last, clock.timeout/stepPatience)
+	patient, cancel := context.WithTimeout(last, clock.Timeout/stepPatience)
 	defer cancel()
 	closed := make(chan struct{})
 	go func() {

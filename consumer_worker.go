@@ -2,7 +2,6 @@ package outbox
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"slices"
 	"sync"
@@ -29,18 +28,19 @@ import (
 type partitionWorker struct {
 	partition kafka.Partition
 	reader    *reader
-	processor *processor // of the reader, for run
+	processor *handling.Processor // of the reader, for run
 	group     partitionGroup
 	cfg       *consumerRules
 	outages   *outage.Logs
 	log       *slog.Logger
 	limits    limits
-	parking   *consumerParking  // nil without PostgreSQL
-	breakers  *actionBreakers   // nil without PostgreSQL
-	activity  handling.Activity // what run does; the processor notes it
-	slow      slowCalls         // only the goroutine that watches handlers
-	batch     int               // how many records are tried in one transaction; only run
-	trials    []string          // actions whose breakers permit to try the record under way, and nothing else; only run
+	parking   *consumerParking         // nil without PostgreSQL
+	breakers  *handling.ActionBreakers // nil without PostgreSQL
+	attempts  *handling.Attempts
+	activity  handling.Activity  // what run does; the processor notes it
+	slow      handling.SlowCalls // only the goroutine that watches handlers
+	batch     int                // how many records are tried in one transaction; only run
+	trials    []string           // actions whose breakers permit to try the record under way, and nothing else; only run
 
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
@@ -80,7 +80,7 @@ type partitionGroup interface {
 // limits are what the workers of a consumer share.
 type limits struct {
 	budget  *handling.Budget
-	slots   slots
+	slots   handling.CallSlots
 	pauses  *pauses.Set      // topics of which nothing is handled
 	parking *consumerParking // nil without PostgreSQL
 }
@@ -95,17 +95,18 @@ const (
 func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *consumerRules, limits limits, outages *outage.Logs) *partitionWorker {
 	limits.budget.Open()
 	w := &partitionWorker{
-		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.log, batch: cfg.MaxPoll,
+		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.Log, batch: cfg.MaxPoll,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
 	w.end = sync.OnceFunc(func() {
 		w.close()
 		close(w.ended)
 	})
-	w.processor = r.processor.forOne(&w.activity)
+	w.processor = r.processor.ForOne(&w.activity)
 	if w.parking != nil {
-		w.processor.complete, w.breakers = w.lookAgain, w.parking.breakers
+		w.processor.Complete, w.breakers = w.lookAgain, w.parking.breakers
 	}
+	w.attempts = &handling.Attempts{Processor: w.processor, Breakers: w.breakers, Scheduler: partitionScheduler{w}, Bound: cfg.MaxPollInterval}
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w
@@ -241,10 +242,10 @@ func (w *partitionWorker) close() {
 // takeSlots waits until a handler may be called, with a transaction or without one, and
 // reports whether that was before the worker is to end.
 func (w *partitionWorker) takeSlots(tx bool) bool {
-	if !w.takeSlot(w.limits.slots.calls) {
+	if !w.takeSlot(w.limits.slots.Calls) {
 		return false
 	}
-	if tx && !w.takeSlot(w.limits.slots.transactions) {
+	if tx && !w.takeSlot(w.limits.slots.Transactions) {
 		w.releaseSlots()
 		return false
 	}
@@ -348,12 +349,12 @@ func (w *partitionWorker) handle(records []*kgo.Record) {
 }
 
 // resizeBatch adapts how many records are tried together to how many are done in
-// transactionTime. The notes of the others would be made and taken back again and again.
+// TransactionTime. The notes of the others would be made and taken back again and again.
 func (w *partitionWorker) resizeBatch(done, tried int, took time.Duration) {
 	switch {
 	case done < tried:
 		w.batch = done
-	case took < transactionTime:
+	case took < handling.TransactionTime:
 		w.batch = min(2*w.batch, w.cfg.MaxPoll)
 	}
 }
@@ -383,17 +384,17 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []enve
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
 	next = first
-	w.activity.Begin(handling.Call{Context: ctx, Function: "decoder, codec or upcaster", Place: placeOf(&origins[first])})
+	w.activity.Begin(handling.Call{Context: ctx, Function: "decoder, codec or upcaster", Place: handling.PlaceOf(&origins[first])})
 	defer w.activity.End()
 	err := contain.Do(func() error {
 		for ; next < len(items) && w.stopping.Err() == nil; next++ {
 			it := &items[next]
-			w.activity.Next(placeOf(&origins[next]))
+			w.activity.Next(handling.PlaceOf(&origins[next]))
 			*it = w.reader.read(ctx, it.record, it.replay, &origins[next])
 			if ctx.Err() == nil || w.held.Err() != nil {
 				continue
 			}
-			if it.err == nil || next == first {
+			if it.Err == nil || next == first {
 				next++
 			} // else once more: the records before may have used up the time
 			return nil
@@ -402,7 +403,7 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []enve
 	})
 	if err != nil { // ErrGoexit
 		it := newRecordItem(items[next].record, items[next].replay, &origins[next])
-		it.class, it.err = classUndecodable, err
+		it.Class, it.Err = handling.ClassUndecodable, err
 		items[next] = it
 		next++
 	}
@@ -414,24 +415,24 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []enve
 // of the one that has failed, if that is certain. If a handler fails, it runs those in front of its event again.
 //
 // What is done is committed before the rest when the worker is to end, when the topic is
-// paused, after transactionTime, and after half of MaxPollInterval, so that a batch of slow
+// paused, after TransactionTime, and after half of MaxPollInterval, so that a batch of slow
 // handlers does not run out of it.
-func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, failed *taskError) {
+func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, failed *handling.TaskError) {
 	const conflictsOfBatch = 3 // small transactions block each other less
 	for conflicts := 0; ; {
 		tasks := tasksInTx(items)
 		switch {
 		case len(tasks) == 0: // which says nothing about PostgreSQL
 			return len(items), true, nil
-		case !w.processor.sharing(tasks), !w.mayCall(true):
+		case !w.processor.Sharing(tasks), !w.mayCall(true):
 			return len(items), false, nil
 		}
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		next, err := w.processor.processBatch(ctx, tasks, func(spent time.Duration) bool {
-			return w.stopping.Err() != nil || w.isTopicPaused() || spent >= transactionTime || time.Since(began) > w.cfg.MaxPollInterval/2
+		next, err := w.processor.ProcessBatch(ctx, tasks, func(spent time.Duration) bool {
+			return w.stopping.Err() != nil || w.isTopicPaused() || spent >= handling.TransactionTime || time.Since(began) > w.cfg.MaxPollInterval/2
 		})
-		late := isLate(ctx, err)
+		late := handling.IsLate(ctx, err)
 		cancel()
 		w.releaseSlots()
 		switch {
@@ -441,17 +442,17 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 				w.resizeBatch(n, len(items), time.Since(began))
 			}
 			for _, t := range tasksInTx(items[:n]) {
-				w.breakers.note(t.action, 1, nil)
+				w.breakers.Note(t.Action, 1, nil)
 			}
 			return n, true, nil
 		case w.held.Err() != nil, w.noteBlocked(items, err):
-		case isConflict(err) && conflicts < conflictsOfBatch:
+		case handling.IsConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
-			w.pause(conflictWait(conflicts))
-		case w.processor.isOutage(w.held, err, inTx, late):
+			w.pause(handling.ConflictWait(conflicts))
+		case w.processor.IsOutage(w.held, err, handling.InTx, late):
 			w.awaitPostgres(began, err)
 		default:
-			n, failed = itemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
+			n, failed = handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
 			w.log.Debug("outbox: a transaction of records has failed, and those in front of the failed one are handled again", "partition", w.partition.Name(), "records", len(items),
 				"in_front", n, "error", err)
 			if n == 0 {
@@ -467,36 +468,34 @@ func itemsBefore(items []recordItem, next *envelope.Origin) int {
 	if next == nil {
 		return len(items)
 	}
-	return slices.IndexFunc(items, func(it recordItem) bool { return it.meta.Origin == next })
+	return slices.IndexFunc(items, func(it recordItem) bool { return it.Meta.Origin == next })
 }
 
 // finishRecord does what is left to do about a record: all, or what needs no transaction, if the
 // others are committed. The error of a task that has failed in the batch is that of its first
-// attempt. Behind are the records behind it. The error of finishRecord is errStopped.
-func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, committed bool, failed *taskError) error {
-	if it.class != "" && !w.awaitResume() {
-		return errStopped
+// attempt. Behind are the records behind it. The error of finishRecord is ErrStopped.
+func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, committed bool, failed *handling.TaskError) error {
+	if it.Class != "" && !w.awaitResume() {
+		return handling.ErrStopped
 	}
 	if err := w.parkBlocked([]recordItem{*it}); err != nil { // those that a record before has blocked
 		return err
 	}
-	if it.class == classUnknownType {
-		if w.cfg.Hooks.Unknown != nil {
-			w.callHost("hook Unknown", "", &it.meta, func() { w.cfg.Hooks.Unknown(&it.meta) })
-		}
+	if it.Class == handling.ClassUnknownType {
+		w.attempts.ReportUnknown(&it.Meta, "")
 		if it.isSkipped(w.cfg.DeadLetterUnknown) {
-			w.processor.logSkipped(&it.meta)
+			w.processor.LogSkipped(&it.Meta)
 			return nil
 		}
 	}
-	if it.class != "" {
-		return w.giveUp(it, task{}, givenUp{action: it.replay.action, class: it.class, err: it.err})
+	if it.Class != "" {
+		return w.giveUp(it, handling.Task{}, handling.Outcome{Verdict: handling.Dead, Action: it.replay.action, Class: it.Class, Err: it.Err})
 	}
-	for t := range it.inOrder() {
-		if it.isBlocked(t) || committed && t.kind != noTx {
+	for t := range it.InOrder() {
+		if it.isBlocked(t) || committed && t.Kind != handling.NoTx {
 			continue
 		}
-		parked, err := w.runTask(it, t, failed.of(t))
+		parked, err := w.runTask(it, t, failed.Of(t))
 		if err != nil {
 			return err
 		}
@@ -509,108 +508,65 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 
 // runTask runs a task until it is done, parked, or given up. If it has failed in a batch,
 // that was its first attempt. The error of runTask is errStopped.
-func (w *partitionWorker) runTask(it *recordItem, t task, failed error) (parked bool, err error) {
-	conflicts := 0
-	for attempt := 1; w.stopping.Err() == nil; {
-		t.meta.Attempt = attempt
-		began, err, outage := time.Now(), failed, false
-		if failed == nil {
-			if !w.awaitBreaker(t) {
-				return false, errStopped
-			}
-			outage, err = w.tryTask(t)
-		}
+func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error) (parked bool, err error) {
+	policy := t.Retry.Over(w.cfg.Retry)
+	for attempt := 1; ; attempt++ {
+		t.Meta.Attempt = attempt
+		o := w.attempts.Try(&t, policy, failed)
 		failed = nil
-		switch {
-		case err == nil:
-			w.breakers.note(t.action, attempt, nil)
+		switch o.Verdict {
+		case handling.Done:
 			return false, nil
-		case w.held.Err() != nil, errors.Is(err, errStopped):
-			return false, errStopped
-		case isBlocked(err): // what is behind it may be so, too; if its handler needs the order of the partition, each is looked at
+		case handling.Interrupted: // what is behind it may be so, too; if its handler needs the order of the partition, each is looked at
 			it.block(t)
-			return !t.inPlace, w.parkBlocked([]recordItem{*it})
-		case isConflict(err) && conflicts < mostConflicts:
-			conflicts++
-			w.awaitConflict(t, conflicts, err)
-			continue
-		case outage:
-			w.awaitPostgres(began, err)
-			continue
+			return !t.InPlace, w.parkBlocked([]recordItem{*it})
+		case handling.Dead:
+			return w.giveUpTask(it, t, o)
+		case handling.Again:
+		default:
+			return false, handling.ErrStopped
 		}
-		if w.cfg.Hooks.Failed != nil {
-			w.callHost("hook Failed", t.action, &t.meta, func() { w.cfg.Hooks.Failed(&t.meta, t.action, err) })
-		}
-		w.breakers.note(t.action, attempt, err)
-		retries := w.processor.retries(w.policyOf(t), err, func(f func()) { w.callHost("RetriesFor", t.action, &t.meta, f) })
-		if isPermanent(err) || attempt > retries {
-			if err := w.giveUp(it, t, givenUp{action: t.action, class: errorClass(err), attempts: attempt, err: err}); err != nil || w.parking == nil {
-				return false, err
-			}
-			if !t.inPlace || w.cfg.HoldDead { // then its key waits for an operator, who may take long
-				return true, nil
-			}
-			return false, w.awaitDead(t)
-		}
-		wait := w.policyOf(t).next(attempt, err)
 		if w.mayPark(t) {
-			return true, w.parkFailed(it, t, retries, wait, err)
+			return true, w.parkFailed(it, t, o)
 		}
-		w.reportRetry(t, wait, err)
-		w.pause(wait)
-		attempt++
+		w.attempts.ReportAgain(&t, o)
+		w.pause(o.Wait)
 	}
-	return false, errStopped
 }
 
-// policyOf returns how a task is tried again.
-func (w *partitionWorker) policyOf(t task) retryPolicy { return t.retry.over(w.cfg.Retry) }
-
-// reportRetry says that a task has failed and is tried again.
-func (w *partitionWorker) reportRetry(t task, wait time.Duration, err error) {
-	if w.cfg.Hooks.Retried != nil {
-		w.callHost("hook Retried", t.action, &t.meta, func() { w.cfg.Hooks.Retried(&t.meta, t.action, err) })
+// giveUpTask gives up a task that has failed for the last time. The error is errStopped.
+func (w *partitionWorker) giveUpTask(it *recordItem, t handling.Task, o handling.Outcome) (parked bool, err error) {
+	if err := w.giveUp(it, t, o); err != nil || w.parking == nil {
+		return false, err
 	}
-	w.log.WarnContext(handlerContext(w.held, &t.meta), "outbox: handler failed, trying again",
-		eventAttrs(&t.meta, "action", t.action, "attempt", t.meta.Attempt, "wait", wait, "error", err)...)
+	if !t.InPlace || w.cfg.HoldDead { // then its key waits for an operator, who may take long
+		return true, nil
+	}
+	return false, w.awaitDead(t)
 }
 
-// callHost calls a hook, see [processor.callHost].
-func (w *partitionWorker) callHost(function, action string, m *envelope.Received, f func()) {
-	w.processor.callHost(w.held, function, action, m, f)
+// partitionScheduler has tasks tried in the order of a partition, see [handling.Scheduler].
+type partitionScheduler struct{ *partitionWorker }
+
+func (w partitionScheduler) Held() context.Context { return w.held }
+
+func (w partitionScheduler) Enter(t *handling.Task) bool {
+	return w.stopping.Err() == nil && w.awaitBreaker(*t) && w.mayCall(t.Kind != handling.NoTx)
 }
 
-// tryTask runs a task once. Outage reports whether its error is one of PostgreSQL. The
-// error is errStopped if the worker is to end before.
-func (w *partitionWorker) tryTask(t task) (outage bool, err error) {
-	if !w.mayCall(t.kind != noTx) {
-		return false, errStopped
-	}
-	began := time.Now()
-	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-	defer cancel()
-	err = w.processor.processOne(ctx, t)
+func (w partitionScheduler) Leave(t *handling.Task, began time.Time, err error) {
 	w.releaseSlots()
-	if err == nil && t.kind != noTx {
+	if err == nil && t.Kind != handling.NoTx {
 		w.reportPostgresWorks(began)
 	}
-	return err != nil && w.held.Err() == nil && w.processor.isOutage(w.held, err, t.kind, isLate(ctx, err)), err
 }
 
-// awaitConflict waits before a task is repeated that PostgreSQL has rolled back. One conflict is
-// nothing unusual, several of the same event are.
-func (w *partitionWorker) awaitConflict(t task, n int, err error) {
-	const unusual = 5
-	level := slog.LevelDebug
-	if n == unusual {
-		level = slog.LevelWarn
-	}
-	w.log.Log(handlerContext(w.held, &t.meta), level, "outbox: transaction conflicts with others, and is repeated",
-		eventAttrs(&t.meta, "action", t.action, "conflicts", n, "error", err)...)
-	if w.cfg.Hooks.Conflicted != nil {
-		w.callHost("hook Conflicted", t.action, &t.meta, func() { w.cfg.Hooks.Conflicted(&t.meta, t.action, err) })
-	}
-	w.pause(conflictWait(n))
+func (w partitionScheduler) Interrupts(err error) bool { return isBlocked(err) }
+func (w partitionScheduler) Sleep(d time.Duration)     { w.pause(d) }
+
+func (w partitionScheduler) AwaitPostgres(began time.Time, err error) (putBack bool) {
+	w.awaitPostgres(began, err)
+	return false
 }
 
 // pause waits, unless the worker is to end.
@@ -618,14 +574,14 @@ func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
 // awaitPostgres waits a little while PostgreSQL is unavailable, or for longer if the error says so.
 func (w *partitionWorker) awaitPostgres(began time.Time, err error) {
-	w.outages.Report(outagePostgres, began, err)
-	later, _ := retryAfter(err)
-	w.pause(max(later, w.outages.Backoff(outagePostgres)))
+	w.outages.Report(handling.OutagePostgres, began, err)
+	later, _ := handling.WaitOf(err)
+	w.pause(max(later, w.outages.Backoff(handling.OutagePostgres)))
 }
 
 // reportPostgresWorks ends an outage of PostgreSQL, if there is one.
 func (w *partitionWorker) reportPostgresWorks(began time.Time) {
 	if w.outages.Failing() {
-		w.outages.Report(outagePostgres, began, nil)
+		w.outages.Report(handling.OutagePostgres, began, nil)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -21,7 +22,7 @@ import (
 
 // consumerRules are the configuration of a consumer.
 type consumerRules struct {
-	*handlerRules
+	*handling.Rules
 	FromStart         bool
 	MaxPoll           int // records that are handled together
 	MaxQueueBytes     int
@@ -39,50 +40,50 @@ type consumerEngine struct {
 	db        *pgxpool.Pool // nil without PostgreSQL
 	hostOpts  []kgo.Opt
 	opts      []kgo.Opt // with what the promises need
-	processor *processor
+	processor *handling.Processor
 	reader    *reader
-	handled   *handledStore // nil without PostgreSQL
-	starts    *starts.Store // nil without PostgreSQL
+	handled   *handling.Notes // nil without PostgreSQL
+	starts    *starts.Store   // nil without PostgreSQL
 	pauses    *pauses.Set
 	operators *pauses.Store         // what they have paused; nil without PostgreSQL
 	alert     func(context.Context) // sends alerts until its context ends; nil without PostgreSQL
 	alerting  *outage.Log           // of the lease for alerts
-	slots     slots
-	breakers  *actionBreakers // nil without PostgreSQL
-	outages   *outage.Logs    // of PostgreSQL, Kafka and dead-letter topics
+	slots     handling.CallSlots
+	breakers  *handling.ActionBreakers // nil without PostgreSQL
+	outages   *outage.Logs             // of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
 	current atomic.Pointer[membership]  // nil while it does not run
 	parked  atomic.Pointer[deliveryRun] // nil while it does not run, and without PostgreSQL
-	state   runState
+	state   handling.RunState
 }
 
 // newConsumerEngine returns a consumer of the topics of routes. The error is about the options or dead-letter topics.
-func newConsumerEngine(db *pgxpool.Pool, opts []kgo.Opt, cfg consumerRules, routes routes) (*consumerEngine, error) {
+func newConsumerEngine(db *pgxpool.Pool, opts []kgo.Opt, cfg consumerRules, routes handling.Routes) (*consumerEngine, error) {
 	var err error
-	if cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.topics); err != nil {
+	if cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.Topics); err != nil {
 		return nil, err
 	}
-	all, err := consumerOpts(opts, &cfg, routes.topics)
+	all, err := consumerOpts(opts, &cfg, routes.Topics)
 	if err != nil {
 		return nil, err
 	}
 	c := &consumerEngine{cfg: &cfg, db: db, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(cfg.Log), pauses: pauses.NewSet()}
 	if db == nil {
-		c.processor = newProcessor(*cfg.handlerRules, routes, nil)
+		c.processor = handling.NewProcessor(*cfg.Rules, routes, nil)
 	} else {
-		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
-		c.handled.durable = true // the group's offset, which is in Kafka, says that events are handled
-		c.processor = newProcessor(*cfg.handlerRules, routes, c.handled)
+		c.handled = handling.NewNotes(db, cfg.Schema, cfg.Group)
+		c.handled.Durable = true // the group's offset, which is in Kafka, says that events are handled
+		c.processor = handling.NewProcessor(*cfg.Rules, routes, c.handled)
 	}
-	cfg.handlerRules = c.processor.cfg
+	cfg.Rules = c.processor.Rules
 	c.reader = &reader{processor: c.processor, decode: cfg.Decode}
 	if cfg.Concurrency > 0 {
-		c.slots.calls = handling.NewSlots(cfg.Concurrency)
+		c.slots.Calls = handling.NewSlots(cfg.Concurrency)
 	}
 	if db != nil {
-		c.slots.transactions = handling.SlotsOf(db)
-		c.breakers = newActionBreakers(c.processor.cfg, routes)
+		c.slots.Transactions = handling.SlotsOf(db)
+		c.breakers = handling.NewActionBreakers(c.processor.Rules, routes)
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
 		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
 		c.alerting = outage.NewLog(cfg.Log, leaseForAlerts)
@@ -93,12 +94,12 @@ func newConsumerEngine(db *pgxpool.Pool, opts []kgo.Opt, cfg consumerRules, rout
 // run handles events until ctx is cancelled.
 func (c *consumerEngine) run(ctx context.Context) error {
 	if !c.running.CompareAndSwap(false, true) {
-		return errRunning
+		return check.ErrRunning
 	}
 	defer c.running.Store(false)
-	c.state.begin()
+	c.state.Begin()
 	err := c.runOnce(ctx)
-	c.state.end(err)
+	c.state.End(err)
 	return err
 }
 
@@ -130,7 +131,7 @@ func (c *consumerEngine) runOnce(ctx context.Context) (err error) {
 		case <-m.starts.Outdated().Done():
 		}
 		if ctx.Err() != nil {
-			c.state.stop()
+			c.state.Stop()
 		}
 		c.current.Store(nil)
 		m.close(polling)
@@ -153,24 +154,24 @@ func (c *consumerEngine) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
 	}
-	answered := outage.Announce(c.processor.log, "PostgreSQL, or for a connection of its pool", checkTimeout)
+	answered := outage.Announce(c.processor.Log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout)
 	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
-		try, cancel := context.WithTimeout(ctx, checkTimeout)
-		err := errors.Join(c.handled.check(try), c.starts.Check(try), c.readPauses(try))
+		try, cancel := context.WithTimeout(ctx, handling.CheckTimeout)
+		err := errors.Join(c.handled.Check(try), c.starts.Check(try), c.readPauses(try))
 		cancel()
 		answered()
 		if pg.IsUndefined(err) {
 			return pg.NotMigrated(c.cfg.Schema, err)
 		}
 		if err == nil {
-			c.outages.Report(outagePostgres, began, nil)
+			c.outages.Report(handling.OutagePostgres, began, nil)
 			return nil
 		}
 		if ctx.Err() == nil {
-			c.outages.Report(outagePostgres, began, err)
-			wait.Sleep(ctx, c.outages.Backoff(outagePostgres))
+			c.outages.Report(handling.OutagePostgres, began, err)
+			wait.Sleep(ctx, c.outages.Backoff(handling.OutagePostgres))
 		}
 	}
 	return nil
@@ -178,18 +179,18 @@ func (c *consumerEngine) checkTables(ctx context.Context) error {
 
 // deliver passes a record to the handlers, without Kafka.
 func (c *consumerEngine) deliver(ctx context.Context, record *kgo.Record) error {
-	p := c.processor.forOne(new(handling.Activity))
+	p := c.processor.ForOne(new(handling.Activity))
 	from := originOf(record, kafka.TopicID{})
 	it := c.reader.read(ctx, record, replayOf(record), &from)
 	if it.isSkipped(c.cfg.DeadLetterUnknown) {
 		return nil
 	}
-	if it.err != nil {
-		return it.err
+	if it.Err != nil {
+		return it.Err
 	}
 	var errs []error
-	for t := range it.inOrder() {
-		errs = append(errs, p.processOne(ctx, t))
+	for t := range it.InOrder() {
+		errs = append(errs, p.ProcessOne(ctx, t))
 	}
 	return errors.Join(errs...)
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -26,8 +27,8 @@ import (
 
 // workerRules are the configuration of a worker.
 type workerRules struct {
-	Handling     handlerRules
-	Streams      map[string]retryPolicy
+	Handling     handling.Rules
+	Streams      map[string]handling.RetryPolicy
 	FromStart    bool
 	Unordered    bool
 	Concurrency  int
@@ -43,10 +44,10 @@ type workerEngine struct {
 	cfg       *workerRules
 	delivery  *deliveryRules
 	db        *pgxpool.Pool
-	processor *processor
-	notes     *handledStore
+	processor *handling.Processor
+	notes     *handling.Notes
 	slots     *handling.Slots
-	breakers  *actionBreakers
+	breakers  *handling.ActionBreakers
 	pauses    *pauses.Set
 	operators *pauses.Store
 	outages   *outage.Logs
@@ -58,42 +59,42 @@ type workerEngine struct {
 
 	running atomic.Bool
 	current atomic.Pointer[workerRun] // nil while it does not run
-	state   runState
+	state   handling.RunState
 }
 
 // newWorkerEngine returns a worker of the handlers in routes. Alert sends the alerts of its group until its context ends.
-func newWorkerEngine(db *pgxpool.Pool, rules workerRules, routes routes, hub *wakeup.Hub, alert func(context.Context)) *workerEngine {
+func newWorkerEngine(db *pgxpool.Pool, rules workerRules, routes handling.Routes, hub *wakeup.Hub, alert func(context.Context)) *workerEngine {
 	schema, group, log := rules.Handling.Schema, rules.Handling.Group, rules.Handling.Log
-	notes := newHandledStore(db, schema, group)
-	processor := newProcessor(rules.Handling, routes, notes)
+	notes := handling.NewNotes(db, schema, group)
+	processor := handling.NewProcessor(rules.Handling, routes, notes)
 	if hook := rules.RowsRemoved; hook != nil {
 		call := contain.NewCallback("Hooks.RowsRemoved", log, contain.HookLimits)
 		rules.RowsRemoved = func(r retention.Result) { call.Notify(context.Background(), func() { hook(r) }) }
 	}
 	return &workerEngine{
-		cfg: &rules, db: db, processor: processor, notes: notes, breakers: newActionBreakers(processor.cfg, routes), hub: hub, alert: alert,
+		cfg: &rules, db: db, processor: processor, notes: notes, breakers: handling.NewActionBreakers(processor.Rules, routes), hub: hub, alert: alert,
 		delivery: &deliveryRules{
-			handlerRules: processor.cfg, Streams: rules.Streams, Concurrency: rules.Concurrency, MaxPoll: rules.MaxPoll, PollInterval: rules.PollInterval, Lease: rules.Lease,
+			Rules: processor.Rules, Streams: rules.Streams, Concurrency: rules.Concurrency, MaxPoll: rules.MaxPoll, PollInterval: rules.PollInterval, Lease: rules.Lease,
 		},
 		slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, schema, group), outages: outage.NewLogs(log),
 		wake: make(chan struct{}, 1), heard: make(chan struct{}, 1), archive: contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}),
 	}
 }
 
-func (w *workerEngine) group() string { return w.processor.cfg.Group }
+func (w *workerEngine) group() string { return w.processor.Rules.Group }
 
 // topics returns the topics whose events the worker handles, sorted.
-func (w *workerEngine) topics() []string { return slices.Clone(w.processor.routes.topics) }
+func (w *workerEngine) topics() []string { return slices.Clone(w.processor.Routes.Topics) }
 
 // run handles events until ctx is cancelled.
 func (w *workerEngine) run(ctx context.Context) error {
 	if !w.running.CompareAndSwap(false, true) {
-		return errRunning
+		return check.ErrRunning
 	}
 	defer w.running.Store(false)
-	w.state.begin()
+	w.state.Begin()
 	err := w.runOnce(ctx)
-	w.state.end(err)
+	w.state.End(err)
 	return err
 }
 
@@ -116,15 +117,15 @@ type workerRun struct {
 }
 
 func newWorkerRun(w *workerEngine) *workerRun {
-	r := &workerRun{workerEngine: w, lease: newGroupLease(w.db, w.processor.cfg.Schema, tables.WorkerPrefix+w.group(), w.cfg.Lease)}
+	r := &workerRun{workerEngine: w, lease: newGroupLease(w.db, w.processor.Rules.Schema, tables.WorkerPrefix+w.group(), w.cfg.Lease)}
 	r.deliveryRun = newDeliveryRun(runParts{
-		cfg: w.delivery, db: w.db, processor: w.processor, slots: slots{transactions: w.slots}, breakers: w.breakers, pauses: w.pauses, outages: w.outages, wake: w.wake, heard: w.heard,
-		read: readOutboxDelivery, pairs: deliveryPairs(w.processor.routes, true),
+		cfg: w.delivery, db: w.db, processor: w.processor, slots: handling.CallSlots{Transactions: w.slots}, breakers: w.breakers, pauses: w.pauses, outages: w.outages, wake: w.wake, heard: w.heard,
+		read: readOutboxDelivery, pairs: deliveryPairs(w.processor.Routes, true),
 	})
 	r.intake = &intake{
-		cfg: w.cfg, delivery: w.delivery, dispatcher: r.dispatcher, processor: w.processor, log: w.processor.log, lease: r.lease, hooks: r.hooks, starting: true,
+		cfg: w.cfg, delivery: w.delivery, dispatcher: r.dispatcher, processor: w.processor, log: w.processor.Log, lease: r.lease, hooks: r.hooks, starting: true,
 	}
-	r.intake.fanOut = newFanOut(w.db, w.processor.cfg.Schema, w.group(), routesOf(w.processor.routes), r.store, r.intake.plan)
+	r.intake.fanOut = newFanOut(w.db, w.processor.Rules.Schema, w.group(), routesOf(w.processor.Routes), r.store, r.intake.plan)
 	r.dispatcher.takeNew = r.intake.takeNew
 	r.confirm = r.intake.fanOut.confirm
 	return r
@@ -134,16 +135,16 @@ func newWorkerRun(w *workerEngine) *workerRun {
 // is paused, before anything is handled.
 func (r *workerRun) prepare(ctx context.Context) error {
 	return r.deliveryRun.prepare(ctx, func(ctx context.Context) error {
-		return errors.Join(r.notes.check(ctx), r.readPauses(ctx))
+		return errors.Join(r.notes.Check(ctx), r.readPauses(ctx))
 	})
 }
 
 // run works until ctx is cancelled.
 func (r *workerRun) run(ctx context.Context) error {
-	defer context.AfterFunc(ctx, r.state.stop)()
+	defer context.AfterFunc(ctx, r.state.Stop)()
 	background, end := context.WithCancel(context.WithoutCancel(ctx))
 	var beside sync.WaitGroup
-	member := r.hub.Join(r.wake, r.heard, r.processor.log)
+	member := r.hub.Join(r.wake, r.heard, r.processor.Log)
 	defer member.Close()
 	beside.Go(func() { r.listen(background, member) })
 	beside.Go(func() { r.watchPauses(background) })
@@ -156,9 +157,9 @@ func (r *workerRun) run(ctx context.Context) error {
 
 // actions returns the actions of the handlers that get events of a type, sorted.
 func (w *workerEngine) actions(eventType string) (actions []string) {
-	if route := w.processor.routes.byName[eventType]; route != nil {
-		for h := range route.handlers() {
-			actions = append(actions, h.action)
+	if route := w.processor.Routes.ByName[eventType]; route != nil {
+		for h := range route.Handlers() {
+			actions = append(actions, h.Action)
 		}
 	}
 	slices.Sort(actions)
@@ -171,23 +172,23 @@ func (w *workerEngine) deliver(ctx context.Context, tx pgx.Tx, outboxID int64, a
 	if err != nil {
 		return false, fmt.Errorf("outbox: deliver event %d: %w", outboxID, err)
 	}
-	own := w.processor.forOne(new(handling.Activity))
-	own.store = &storeWithin{w.notes, tx}
-	rules := *own.cfg
+	own := w.processor.ForOne(new(handling.Activity))
+	own.Store = &storeWithin{w.notes, tx}
+	rules := *own.Rules
 	rules.Hooks.Handled = nil
 	rules.Hooks.Repeated = func(*envelope.Received, string) { repeated = true }
-	own.cfg = &rules
+	own.Rules = &rules
 	d.Attempt = attempt
-	it := item{meta: receivedOf(&d, new(envelope.Origin))}
-	m, err := readOutboxEvent(&d, &it.meta)
+	it := handling.Item{Meta: receivedOf(&d, new(envelope.Origin))}
+	m, err := readOutboxEvent(&d, &it.Meta)
 	if err != nil {
 		return false, err
 	}
-	if own.resolve(ctx, &it, m, action); it.err != nil {
-		return false, it.err
+	if own.Resolve(ctx, &it, m, action); it.Err != nil {
+		return false, it.Err
 	}
-	for t := range it.inOrder() {
-		if err := own.processOne(ctx, t); err != nil {
+	for t := range it.InOrder() {
+		if err := own.ProcessOne(ctx, t); err != nil {
 			return false, err
 		}
 	}
@@ -196,19 +197,19 @@ func (w *workerEngine) deliver(ctx context.Context, tx pgx.Tx, outboxID int64, a
 
 // retryWait returns how long a worker waits after a failed attempt, without the random part of a wait.
 func (w *workerEngine) retryWait(eventType, action string, attempt int, err error) (wait time.Duration, again bool) {
-	route := w.processor.routes.byName[eventType]
+	route := w.processor.Routes.ByName[eventType]
 	if route == nil {
 		return 0, false
 	}
-	for h := range route.handlers() {
-		if h.action != action {
+	for h := range route.Handlers() {
+		if h.Action != action {
 			continue
 		}
-		policy := h.retry.over(w.delivery.of(route.kind.topic))
-		if isPermanent(err) || attempt > w.processor.retries(policy, err, func(f func()) { f() }) {
+		policy := h.Retry.Over(w.delivery.of(route.Kind.Topic))
+		if handling.IsPermanent(err) || attempt > w.processor.Retries(policy, err, func(f func()) { f() }) {
 			return 0, false
 		}
-		wait, _ = policy.wait(attempt, err)
+		wait, _ = policy.Wait(attempt, err)
 		return wait, true
 	}
 	return 0, false
@@ -221,7 +222,7 @@ SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, 
   FROM {schema}.outbox WHERE id = $1`
 
 func (w *workerEngine) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d deliveries.Delivery, err error) {
-	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.processor.cfg.Schema), id).Scan(&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
+	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.processor.Rules.Schema), id).Scan(&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
 		&d.ContentType, &d.PartitionKey, &d.Headers, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt})
 	if err == nil {
 		d.Stream, err = eventHead{eventType: d.Type, topic: d.Stream}.destination()
@@ -231,23 +232,23 @@ func (w *workerEngine) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d
 
 // storeWithin notes what is handled in a transaction of the caller.
 type storeWithin struct {
-	*handledStore
+	*handling.Notes
 	tx pgx.Tx
 }
 
-// inTx implements transactor, with a savepoint.
-func (s *storeWithin) inTx(ctx context.Context, _ *handling.Activity, keys []handledKey, _ bool, f func(handlerTx, map[handledKey]bool) error) error {
+// InTx implements transactor, with a savepoint.
+func (s *storeWithin) InTx(ctx context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, f func(handling.Tx, map[handling.NoteKey]bool) error) error {
 	part, err := s.tx.Begin(ctx)
 	if err != nil {
-		return &storeError{err}
+		return &handling.NoteError{err}
 	}
 	defer func() { _ = part.Rollback(ctx) }() // nothing, once it is committed; f may end its goroutine
-	fresh, err := s.keysOf(ctx, part, s.mark, keys)
+	fresh, err := s.KeysOf(ctx, part, s.Mark, keys)
 	if err == nil {
-		err = s.markOthers(ctx, part, keys, fresh)
+		err = s.MarkOthers(ctx, part, keys, fresh)
 	}
 	if err != nil {
-		return &storeError{fmt.Errorf("note what is handled: %w", err)}
+		return &handling.NoteError{fmt.Errorf("note what is handled: %w", err)}
 	}
 	if err := f(guardtx.Within(part), fresh); err != nil {
 		return err

@@ -6,6 +6,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/migrator"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/record"
@@ -47,7 +48,7 @@ var (
 
 var (
 	// ErrRunning is returned by [Relay.Run] while another call of it is running.
-	ErrRunning = errRunning
+	ErrRunning = check.ErrRunning
 	// ErrHangs is returned by [Relay.Run] when it was told to stop and its work does not
 	// end: a function of the host that it calls does not return, a hook of franz-go for
 	// example. Run returns [ErrRunning] until the work has ended after all.
@@ -113,7 +114,7 @@ func public(err error) error {
 	switch e := err.(type) {
 	case *envelope.FieldError:
 		return (*FieldError)(e)
-	case *panicError:
+	case *handling.PanicError:
 		return (*PanicError)(e)
 	}
 	return err

@@ -6,6 +6,8 @@ import (
 	"reflect"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -29,16 +31,16 @@ type Received[E DomainEvent] struct {
 // Handler is an action on the events of a type: what [Handle], [HandleNoTx] and
 // [HandleBatch] return. It does not change; [OncePer] returns a changed copy.
 type Handler interface {
-	handler() *engineHandler
+	handler() *handling.Handler
 }
 
 // builtHandler is the only Handler that there is.
-type builtHandler struct{ engine engineHandler }
+type builtHandler struct{ engine handling.Handler }
 
-func (h *builtHandler) handler() *engineHandler { return &h.engine }
+func (h *builtHandler) handler() *handling.Handler { return &h.engine }
 
 // changed returns a copy of a handler with a change. It returns nil for nil: NewConsumer names it.
-func changed(h Handler, change func(*engineHandler)) Handler {
+func changed(h Handler, change func(*handling.Handler)) Handler {
 	if check.IsNil(h) {
 		return h
 	}
@@ -74,10 +76,10 @@ func changed(h Handler, change func(*engineHandler)) Handler {
 // The action names what is done, at most 100 characters, for example
 // SALES_COUNT_INCREASED. It is part of what marks a repeat: do not rename it.
 func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, event E, m Metadata) error) Handler {
-	h := engineHandler{action: action, goType: reflect.TypeFor[E](), kind: inTx}
+	h := handling.Handler{Action: action, GoType: reflect.TypeFor[E](), Kind: handling.InTx}
 	if f != nil {
-		h.one = func(ctx context.Context, tx pgx.Tx, a *arrival) error {
-			return f(ctx, tx, a.event.(E), metadataOf(&a.meta))
+		h.One = func(ctx context.Context, tx pgx.Tx, a *handling.Arrival) error {
+			return f(ctx, tx, a.Event.(E), metadataOf(&a.Meta))
 		}
 	}
 	return &builtHandler{h}
@@ -89,12 +91,12 @@ func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx,
 // between, or if handlers of [Handle] that share the transaction are slow. If it fails, it gets
 // half of them, and so on, until the event that it fails for is alone.
 func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) Handler {
-	h := engineHandler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
+	h := handling.Handler{Action: action, GoType: reflect.TypeFor[E](), Kind: handling.InBatch}
 	if f != nil {
-		h.many = func(ctx context.Context, tx pgx.Tx, arrivals []arrival) error {
+		h.Many = func(ctx context.Context, tx pgx.Tx, arrivals []handling.Arrival) error {
 			events := make([]Received[E], len(arrivals))
 			for i := range arrivals {
-				events[i] = Received[E]{arrivals[i].event.(E), metadataOf(&arrivals[i].meta)}
+				events[i] = Received[E]{arrivals[i].Event.(E), metadataOf(&arrivals[i].Meta)}
 			}
 			return f(ctx, tx, events)
 		}
@@ -109,9 +111,11 @@ func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pg
 // again. An outage of PostgreSQL is waited out for f too; one of something else that f
 // needs is an error like any other, so allow enough retries for it in RetriesFor.
 func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event E, m Metadata) error) Handler {
-	h := engineHandler{action: action, goType: reflect.TypeFor[E](), kind: noTx}
+	h := handling.Handler{Action: action, GoType: reflect.TypeFor[E](), Kind: handling.NoTx}
 	if f != nil {
-		h.one = func(ctx context.Context, _ pgx.Tx, a *arrival) error { return f(ctx, a.event.(E), metadataOf(&a.meta)) }
+		h.One = func(ctx context.Context, _ pgx.Tx, a *handling.Arrival) error {
+			return f(ctx, a.Event.(E), metadataOf(&a.Meta))
+		}
 	}
 	return &builtHandler{h}
 }
@@ -125,10 +129,10 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 // E is the event type of h. [NewConsumer] rejects another one, and a handler of
 // [HandleNoTx], because nothing records what that has done.
 func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateType, aggregateID string)) Handler {
-	return changed(h, func(own *engineHandler) {
-		own.key, own.keyType = nil, reflect.TypeFor[E]()
+	return changed(h, func(own *handling.Handler) {
+		own.Key, own.KeyType = nil, reflect.TypeFor[E]()
 		if key != nil {
-			own.key = func(e any, m *envelope.Received) (string, string) { return key(e.(E), metadataOf(m)) }
+			own.Key = func(e any, m *envelope.Received) (string, string) { return key(e.(E), metadataOf(m)) }
 		}
 	})
 }
@@ -154,7 +158,7 @@ type RetryPolicy struct {
 // WithRetry returns a copy of a handler whose action is tried again as the policy says, in a
 // [Consumer] and in a [Worker].
 func WithRetry(h Handler, policy RetryPolicy) Handler {
-	return changed(h, func(own *engineHandler) { own.retry = retryPolicy(policy) })
+	return changed(h, func(own *handling.Handler) { own.Retry = handling.RetryPolicy(policy) })
 }
 
 // RetryInPlace returns a copy of a handler for a [Consumer] whose partition waits while an event is
@@ -162,7 +166,7 @@ func WithRetry(h Handler, policy RetryPolicy) Handler {
 // keys; see [ConsumerConfig]. It is for handlers that need the order of a whole partition. A [Worker]
 // has no partitions, and takes no notice.
 func RetryInPlace(h Handler) Handler {
-	return changed(h, func(own *engineHandler) { own.inPlace = true })
+	return changed(h, func(own *handling.Handler) { own.InPlace = true })
 }
 
 // Middleware runs around the handlers of a consumer, for example to measure them, to trace
@@ -197,14 +201,14 @@ type HandlerCall struct {
 }
 
 // engineMiddlewares returns middleware as the engine calls it.
-func engineMiddlewares(all []Middleware) []engineMiddleware {
-	var middlewares []engineMiddleware
+func engineMiddlewares(all []Middleware) []handling.Middleware {
+	var middlewares []handling.Middleware
 	for _, m := range all {
-		middlewares = append(middlewares, func(ctx context.Context, call engineCall, next func(context.Context) error) error {
-			about := HandlerCall{Action: call.action, Events: make([]Received[DomainEvent], len(call.arrivals)), Tx: call.tx}
-			for i := range call.arrivals {
-				a := &call.arrivals[i]
-				about.Events[i] = Received[DomainEvent]{a.event.(DomainEvent), metadataOf(&a.meta)}
+		middlewares = append(middlewares, func(ctx context.Context, call handling.HandlerCall, next func(context.Context) error) error {
+			about := HandlerCall{Action: call.Action, Events: make([]Received[DomainEvent], len(call.Arrivals)), Tx: call.Tx}
+			for i := range call.Arrivals {
+				a := &call.Arrivals[i]
+				about.Events[i] = Received[DomainEvent]{a.Event.(DomainEvent), metadataOf(&a.Meta)}
 			}
 			return m(ctx, about, next)
 		})
@@ -247,7 +251,7 @@ func Permanent(err error) error {
 	if err == nil {
 		return nil
 	}
-	return permanent(err)
+	return handling.Permanent(err)
 }
 
 // RetryAfter marks an error of a handler after which the event is tried again when d has passed,
@@ -265,5 +269,5 @@ func RetryAfter(err error, d time.Duration) error {
 	if err == nil {
 		return nil
 	}
-	return retryAfterWait(err, d)
+	return handling.RetryAfter(err, d)
 }

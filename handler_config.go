@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/breaker"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -128,44 +130,44 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 }
 
 // rules returns the configuration as the engine takes it.
-func (c HandlerConfig) rules(stopTimeout time.Duration) handlerRules {
-	codecs := make([]payloadCodec, len(c.Codecs))
+func (c HandlerConfig) rules(stopTimeout time.Duration) handling.Rules {
+	codecs := make([]handling.Codec, len(c.Codecs))
 	for i, codec := range c.Codecs {
 		codecs[i] = codec.engine()
 	}
-	return handlerRules{
-		Group: c.Group, Schema: c.Schema, Retry: retryPolicy(c.Retry), HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
+	return handling.Rules{
+		Group: c.Group, Schema: c.Schema, Retry: handling.RetryPolicy(c.Retry), HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
 		Breaker: breaker.Rules(c.Breaker), HandlerTimeout: c.HandlerTimeout, SlowHandler: c.SlowHandler, StopTimeout: stopTimeout,
 		DeadLetterUnknown: c.Unknown == DeadLetterUnknown, JSON: JSON().engine(), Codecs: codecs,
 		Middleware: engineMiddlewares(c.Middleware), Hooks: c.Hooks.engine(), Log: c.Logger.With("group", c.Group),
 	}
 }
 
-// routes returns which events the handlers get. Its error names every bad handler and upcaster.
-func (c HandlerConfig) routes(events *Registry, handlers []Handler) (routes, error) {
-	of := routeSources{topics: c.Topics}
+// Routes returns which events the handlers get. Its error names every bad handler and upcaster.
+func (c HandlerConfig) routes(events *Registry, handlers []Handler) (handling.Routes, error) {
+	of := handling.Sources{Topics: c.Topics}
 	for _, def := range events.byName {
-		of.kinds = append(of.kinds, eventKind{name: def.eventType, topic: def.destination(), goType: def.goType, codec: def.codec.engine()})
+		of.Kinds = append(of.Kinds, handling.EventType{Name: def.eventType, Topic: def.destination(), GoType: def.goType, Codec: def.codec.engine()})
 	}
 	for _, u := range c.Upcasters {
-		of.upcasters = append(of.upcasters, engineUpcaster(u))
+		of.Upcasters = append(of.Upcasters, handling.Upcaster{From: u.from, To: u.to, Up: u.up})
 	}
 	for _, h := range handlers {
 		if check.IsNil(h) {
-			of.handlers = append(of.handlers, nil)
+			of.Handlers = append(of.Handlers, nil)
 		} else {
-			of.handlers = append(of.handlers, h.handler())
+			of.Handlers = append(of.Handlers, h.handler())
 		}
 	}
-	return newRoutes(of)
+	return handling.NewRoutes(of)
 }
 
-func (c Codec) engine() payloadCodec { return payloadCodec{c.ContentType, c.Decode} }
+func (c Codec) engine() handling.Codec { return handling.Codec{c.ContentType, c.Decode} }
 
 func (c HandlerConfig) validate() error {
 	errs := []error{
 		check.Schema(c.Schema),
-		retryPolicy(c.Retry).validate(),
+		handling.RetryPolicy(c.Retry).Validate(),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
 		check.NotNegative("SlowHandler", c.SlowHandler),
 		c.Breaker.validate(),

@@ -5,6 +5,8 @@ import (
 	"iter"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/relay"
@@ -162,7 +164,7 @@ type ConsumerHooks struct {
 }
 
 // engine returns the hooks as the engine calls them. RowsRemoved is called by retention.
-func (h ConsumerHooks) engine() (hooks handlerHooks) {
+func (h ConsumerHooks) engine() (hooks handling.Hooks) {
 	failure := func(hook func(Metadata, string, error)) func(*envelope.Received, string, error) {
 		if hook == nil {
 			return nil

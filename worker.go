@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/watch"
@@ -45,7 +47,7 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}
-	var routes routes
+	var routes handling.Routes
 	if events != nil {
 		var err error
 		routes, err = cfg.HandlerConfig.routes(events, handlers)

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/check"
 )
 
@@ -115,9 +117,9 @@ const maxConcurrency = 1000
 
 // rules returns the configuration as the engine takes it.
 func (c WorkerConfig) rules() workerRules {
-	streams := map[string]retryPolicy{}
+	streams := map[string]handling.RetryPolicy{}
 	for topic, policy := range c.Streams {
-		streams[topic] = retryPolicy(policy)
+		streams[topic] = handling.RetryPolicy(policy)
 	}
 	return workerRules{
 		Handling: c.HandlerConfig.rules(c.StopTimeout), Streams: streams, FromStart: c.FromStart, Unordered: c.Unordered,

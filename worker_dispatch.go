@@ -11,6 +11,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
@@ -26,7 +28,7 @@ type dispatcher struct {
 	cfg      *deliveryRules
 	store    *deliveries.Store
 	pauses   *pauses.Set
-	breakers *actionBreakers
+	breakers *handling.ActionBreakers
 	outages  *outage.Logs
 	log      *slog.Logger
 	hands    *hands
@@ -53,7 +55,7 @@ type dispatcher struct {
 	poll    time.Time // of the last look at everything
 }
 
-// What outages of a worker are named in its log beside outagePostgres.
+// What outages of a worker are named in its log beside OutagePostgres.
 const (
 	outagePromoting  = "promoting deliveries"
 	outageRenewing   = "renewing deliveries"
@@ -73,14 +75,14 @@ func (d *dispatcher) run(stopping context.Context) error {
 		case err != nil:
 			d.signalStrays()
 			if stopping.Err() == nil {
-				d.outages.Report(outagePostgres, began, err)
+				d.outages.Report(handling.OutagePostgres, began, err)
 				d.cfg.awaitAgain(stopping, d.outages)
 				d.signalDue()
 			}
 			continue
 		}
 		if d.answered && d.outages.Failing() {
-			d.outages.Report(outagePostgres, began, nil)
+			d.outages.Report(handling.OutagePostgres, began, nil)
 		}
 		if !more {
 			d.await(stopping)
@@ -258,19 +260,19 @@ func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, 
 // claimTrials claims a row of each action whose breaker permits to try one.
 func (d *dispatcher) claimTrials(ctx context.Context, k *laneKind) error {
 	for _, p := range k.pairs {
-		if d.breakers.isClosed(p.Action) || d.pauses.IsPaused(p.Stream) {
+		if d.breakers.IsClosed(p.Action) || d.pauses.IsPaused(p.Stream) {
 			continue
 		}
-		if wait := d.breakers.wait(p.Action); wait > 0 {
+		if wait := d.breakers.Wait(p.Action); wait > 0 {
 			d.retryAt(time.Now().Add(wait))
 			continue
 		}
-		if !d.breakers.tryOne(p.Action) {
+		if !d.breakers.TryOne(p.Action) {
 			continue
 		}
 		rows, err := d.take(ctx, k, claimed{pairs: []deliveries.Pair{p}, limit: 1, budget: d.hands.budget()})
 		if rows == 0 {
-			d.breakers.forget(p.Action)
+			d.breakers.Forget(p.Action)
 		}
 		if err != nil {
 			return err
@@ -284,7 +286,7 @@ func (d *dispatcher) claimTrials(ctx context.Context, k *laneKind) error {
 func (d *dispatcher) unpaused(k *laneKind) (pairs []deliveries.Pair) {
 	k.pairs = append(k.pairs[1:], k.pairs[0])
 	for _, p := range k.pairs {
-		if !d.pauses.IsPaused(p.Stream) && d.breakers.isClosed(p.Action) {
+		if !d.pauses.IsPaused(p.Stream) && d.breakers.IsClosed(p.Action) {
 			pairs = append(pairs, p)
 		}
 	}

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -25,13 +27,13 @@ func (w *workerEngine) health() workerHealth {
 		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
 	}
 	run := w.current.Load()
-	switch running, since, err := w.state.get(); {
+	switch running, since, err := w.state.Get(); {
 	case err != nil:
 		h.Live = false
 		notReady("Run has ended: %v", err)
 	case !running:
 		notReady("it does not run")
-	case w.state.isStopping():
+	case w.state.IsStopping():
 		notReady("it stops")
 	default:
 		for _, o := range w.outages.Current() {
@@ -50,7 +52,7 @@ func (w *workerEngine) health() workerHealth {
 		if run.intake.isMoved() {
 			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
 		}
-		h.Reasons = append(append(h.Reasons, pauseReasons(w.pauses, "worker")...), w.breakers.reasons()...)
+		h.Reasons = append(append(h.Reasons, handling.PauseReasons(w.pauses, "worker")...), w.breakers.Reasons()...)
 	}
 	return h
 }
@@ -60,7 +62,7 @@ func (l *lane) reportHealth(notReady func(reason string, args ...any)) (live boo
 	if since, ok := l.activity.AwaitsTx(); ok && time.Since(since) > l.cfg.SlowHandler {
 		notReady("a transaction has not begun for %v: the pool has no connection left, or event_handled is locked", time.Since(since).Round(time.Second))
 	}
-	return reportCall(&l.activity, l.cfg.handlerRules, notReady)
+	return handling.ReportCall(&l.activity, l.cfg.Rules, notReady)
 }
 
 // cutOff gives up a lane whose handler does not return although its context has ended. It returns what the lane has
@@ -97,7 +99,7 @@ func (w *workerEngine) pause(topics []string) error {
 	if err := w.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: pause: %w", err)
 	}
-	w.pauses.Pause(pausedTopics(topics)...)
+	w.pauses.Pause(handling.PausedTopics(topics)...)
 	return nil
 }
 
@@ -106,7 +108,7 @@ func (w *workerEngine) resume(topics []string) error {
 	if err := w.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: resume: %w", err)
 	}
-	w.pauses.Resume(pausedTopics(topics)...)
+	w.pauses.Resume(handling.PausedTopics(topics)...)
 	if run := w.current.Load(); run != nil {
 		run.dispatcher.signalDue()
 	}
@@ -115,7 +117,7 @@ func (w *workerEngine) resume(topics []string) error {
 
 func (w *workerEngine) checkPause(topics []string) error {
 	for _, t := range topics {
-		if !slices.Contains(w.processor.routes.topics, t) {
+		if !slices.Contains(w.processor.Routes.Topics, t) {
 			return fmt.Errorf("the worker does not handle topic %q", t)
 		}
 	}
@@ -126,27 +128,27 @@ func (w *workerEngine) checkPause(topics []string) error {
 // answer, what it said last counts.
 func (r *workerRun) watchPauses(ctx context.Context) {
 	for ctx.Err() == nil {
-		wait.Sleep(ctx, pausesInterval)
+		wait.Sleep(ctx, handling.PausesInterval)
 		began := time.Now()
 		err := r.readPauses(ctx)
 		if err != nil {
 			err = fmt.Errorf("what was read before still counts: %w", err)
 		}
 		if ctx.Err() == nil {
-			r.outages.Report(outagePauses, began, err)
+			r.outages.Report(handling.OutagePauses, began, err)
 		}
 	}
 }
 
 func (r *workerRun) readPauses(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, pausesTimeout)
+	ctx, cancel := context.WithTimeout(ctx, handling.PausesTimeout)
 	defer cancel()
 	now, err := r.operators.Read(ctx)
 	if err != nil {
 		return err
 	}
 	before := r.pauses.SetStored(now)
-	logPauses(r.processor.log, "worker", before, now)
+	handling.LogPauses(r.processor.Log, "worker", before, now)
 	if len(now) < len(before) {
 		r.dispatcher.signalDue()
 	}

@@ -12,6 +12,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -33,7 +35,7 @@ type intake struct {
 	delivery   *deliveryRules
 	fanOut     *fanOut
 	dispatcher *dispatcher
-	processor  *processor // for its log
+	processor  *handling.Processor // for its log
 	log        *slog.Logger
 	lease      *groupLease
 	hooks      *contain.Callback // calls the hooks of what no lane has
@@ -176,7 +178,7 @@ func (in *intake) reportUnknown(ctx context.Context, events []eventHead) {
 		if in.delivery.DeadLetterUnknown {
 			in.log.Error("outbox: delivery is dead, the group has no handler for its type", "stream", stream, "type", e.eventType, "outbox_id", e.id)
 		} else {
-			in.processor.logSkipped(&all[i])
+			in.processor.LogSkipped(&all[i])
 		}
 	}
 	h := in.delivery.Hooks
@@ -190,7 +192,7 @@ func (in *intake) reportUnknown(ctx context.Context, events []eventHead) {
 				h.Unknown(m)
 			}
 			if in.delivery.DeadLetterUnknown && h.DeadLettered != nil {
-				h.DeadLettered(m, "", "", unknownType(m.Type))
+				h.DeadLettered(m, "", "", handling.UnknownType(m.Type))
 			}
 		}
 	})
@@ -228,7 +230,7 @@ func (in *intake) statusOf(key deliveries.Key, pair deliveries.Pair) deliveries.
 	}
 	status, rest := deliveries.Pending, deliveries.Parked
 	for k, left := range in.round.left {
-		if left > 0 && slices.Contains(k.pairs, pair) && !in.dispatcher.pauses.IsPaused(pair.Stream) && in.dispatcher.breakers.isClosed(pair.Action) {
+		if left > 0 && slices.Contains(k.pairs, pair) && !in.dispatcher.pauses.IsPaused(pair.Stream) && in.dispatcher.breakers.IsClosed(pair.Action) {
 			in.round.left[k]--
 			status, rest = deliveries.Processing, deliveries.Processing
 		}
@@ -301,11 +303,11 @@ func (g *groupRoutes) read(version int64, text string) error {
 
 // routesOf returns what the handlers of a process take, as event_subscription has it: event type, stream
 // and action, with line breaks between them.
-func routesOf(r routes) (all []string) {
-	for eventType, route := range r.byName {
-		for _, topic := range r.topicsOf(route) {
-			for h := range route.handlers() {
-				all = append(all, eventType+"\n"+topic+"\n"+h.action)
+func routesOf(r handling.Routes) (all []string) {
+	for eventType, route := range r.ByName {
+		for _, topic := range r.TopicsOf(route) {
+			for h := range route.Handlers() {
+				all = append(all, eventType+"\n"+topic+"\n"+h.Action)
 			}
 		}
 	}
@@ -318,14 +320,14 @@ func routesOf(r routes) (all []string) {
 // behind a pooler for example, all of them do.
 func (r *workerRun) listen(ctx context.Context, member *wakeup.Member) {
 	s := pgsession.Of(r.db)
-	defer s.Use(r.processor.log)()
+	defer s.Use(r.processor.Log)()
 	const unavailable, held = 100 * time.Millisecond, time.Second // how long to wait then
 	for ctx.Err() == nil && s.State() != pgsession.Pooled {
 		lock, err := s.TryLock(ctx, r.delivery.Schema, tables.WorkerPrefix+r.group())
 		switch {
 		case err != nil:
 			if !errors.Is(err, pgsession.ErrUnavailable) && ctx.Err() == nil {
-				r.processor.log.Debug("outbox: the lock of the group cannot be taken, and new events are seen at the next poll", "error", err)
+				r.processor.Log.Debug("outbox: the lock of the group cannot be taken, and new events are seen at the next poll", "error", err)
 			}
 			wait.Sleep(ctx, unavailable)
 			continue

@@ -8,6 +8,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/envelope"
 	leases "github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/retention"
@@ -66,7 +68,7 @@ const backShare = 6
 
 // awaitAgain waits before PostgreSQL is tried again.
 func (c *deliveryRules) awaitAgain(ctx context.Context, outages *outage.Logs) {
-	wait.Sleep(ctx, min(outages.Backoff(outagePostgres), c.Lease/backShare))
+	wait.Sleep(ctx, min(outages.Backoff(handling.OutagePostgres), c.Lease/backShare))
 }
 
 // takeOver takes rows from workers that are gone, until ctx is cancelled. It works beside run, because
@@ -249,8 +251,8 @@ func (k *keeper) watch(ctx context.Context) {
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, min(often, k.cfg.SlowHandler/2))
 		for _, l := range k.lanes {
-			l.slow.report(&l.activity, l.cfg.SlowHandler, l.log)
-			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+stuckGrace {
+			l.slow.Report(&l.activity, l.cfg.SlowHandler, l.log)
+			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+handling.StuckGrace {
 				k.hands.loseAll(call.Place.DeliveryID)
 				l.activity.Sever() // or whoever takes the event waits for its note in event_handled
 				k.giveBack(ctx, k.hands.beside(call))
@@ -388,11 +390,11 @@ const outageCleaning = "the lease for retention"
 // newWorkerDuty returns what removes rows, and alerts, while this process has the lease of the group. No batch
 // goes on once cut has ended.
 func newWorkerDuty(w *workerEngine, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
-	store := retention.NewStore(w.db, w.processor.cfg.Schema, w.cfg.Retention)
+	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
 	store.Callback = w.archive.Call
-	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: w.cfg, backlog: backlog, log: w.processor.log}
+	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
 	return &groupDuty{
-		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, alert: w.alert, stopTimeout: w.processor.cfg.StopTimeout, log: w.processor.log,
+		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, alert: w.alert, stopTimeout: w.processor.Rules.StopTimeout, log: w.processor.Log,
 		report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
 	}
 }

@@ -23,9 +23,11 @@ type lane struct {
 	tx       bool // handlers with a transaction
 	in       batchQueue
 	ended    chan struct{}
-	activity handling.Activity // what run does; the processor notes it
-	slow     slowCalls         // only the goroutine that watches handlers
-	own      *processor
+	activity handling.Activity   // what run does; the processor notes it
+	slow     handling.SlowCalls  // only the goroutine that watches handlers
+	own      *handling.Processor // ends deliveries in the transaction of their handlers
+	plain    *handling.Processor // does not
+	attempts *handling.Attempts
 	most     int // how many deliveries are tried in one transaction
 
 	// Of the batch under way:
@@ -39,14 +41,14 @@ type lane struct {
 // laneParts is what the lanes of a worker share.
 type laneParts struct {
 	cfg        *deliveryRules
-	processor  *processor
+	processor  *handling.Processor
 	store      *deliveries.Store
-	slots      slots
+	slots      handling.CallSlots
 	pauses     *pauses.Set
 	outages    *outage.Logs
 	log        *slog.Logger
 	hands      *hands
-	breakers   *actionBreakers
+	breakers   *handling.ActionBreakers
 	session    poolSession // of the connections of the pool, before a handler changes it
 	event      readDelivery
 	deadLetter sendDeadLetter
@@ -65,7 +67,7 @@ type laneParts struct {
 type readDelivery func(d *deliveries.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error)
 
 // sendDeadLetter sends the dead letter of a delivery that is given up, and returns its topic. Nil: there is none.
-type sendDeadLetter func(ctx context.Context, d *deliveries.Delivery, why givenUp) (topic string, err error)
+type sendDeadLetter func(ctx context.Context, d *deliveries.Delivery, o handling.Outcome) (topic string, err error)
 
 // poolSession is what connections of the pool begin with.
 type poolSession struct{ role, user, isolation string }
@@ -77,7 +79,7 @@ const (
 
 // laneItem is a delivery with its tasks.
 type laneItem struct {
-	item
+	handling.Item
 	deliveries.Delivery
 	read bool // decoded
 	gone bool // not with this worker any more, or done
@@ -138,11 +140,14 @@ func (q *batchQueue) takeAll() [][]deliveries.Delivery {
 
 func newLane(parts laneParts, tx bool) *lane {
 	l := &lane{laneParts: parts, tx: tx, in: batchQueue{more: make(chan struct{}, 1)}, ended: make(chan struct{}), most: parts.cfg.MaxPoll}
-	l.own = parts.processor.forOne(&l.activity)
-	l.own.complete = l.complete
+	l.own = parts.processor.ForOne(&l.activity)
+	l.own.Complete = l.complete
 	if l.session.isolation != readCommitted {
-		l.own.begin = l.lockRows
+		l.own.Begin = l.lockRows
 	}
+	plain := *l.own
+	plain.Complete = nil
+	l.plain, l.attempts = &plain, &handling.Attempts{Processor: l.own, Breakers: parts.breakers, Scheduler: laneScheduler{l}}
 	return l
 }
 
@@ -174,7 +179,7 @@ func (l *lane) handle(batch []deliveries.Delivery) {
 		}
 		for i := range l.work[at : at+n] { // what a batch has read is not kept until its end
 			it := &l.work[at+i]
-			it.Payload, it.Headers, it.Record, it.item = nil, nil, nil, item{meta: it.meta}
+			it.Payload, it.Headers, it.Record, it.Item = nil, nil, nil, handling.Item{Meta: it.Meta}
 		}
 		at += n
 	}
@@ -196,19 +201,19 @@ func (l *lane) handleBatch(items []laneItem) int {
 	}
 	for conflicts := 0; ; {
 		tasks, streams := tasksAndStreams(items)
-		if !l.own.sharing(tasks) {
+		if !l.own.Sharing(tasks) {
 			l.handleEach(items, nil)
 			return len(items)
 		}
-		if !l.slots.take(l.stopping, true) {
+		if !l.slots.Take(l.stopping, true) {
 			return len(items)
 		}
 		began := time.Now()
-		next, err := l.own.processBatch(l.held, tasks, func(spent time.Duration) bool {
-			return !l.mayGoOn() || spent >= transactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
+		next, err := l.own.ProcessBatch(l.held, tasks, func(spent time.Duration) bool {
+			return !l.mayGoOn() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
 		l.unlockRows(err)
-		l.slots.release(true)
+		l.slots.Release(true)
 		switch {
 		case err == nil:
 			l.works(began)
@@ -219,17 +224,17 @@ func (l *lane) handleBatch(items []laneItem) int {
 			l.log.Warn("outbox: deliveries were taken over by another worker before they were done; they are rolled back here", "deliveries", len(items), "error", err)
 			l.lose(items[0].Ref)
 			return len(items)
-		case isConflict(err) && conflicts < conflictsOfBatch:
+		case handling.IsConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
-			wait.Sleep(l.stopping, conflictWait(conflicts))
-		case l.own.isOutage(l.held, err, inTx, isLate(l.held, err)):
+			wait.Sleep(l.stopping, handling.ConflictWait(conflicts))
+		case l.own.IsOutage(l.held, err, handling.InTx, handling.IsLate(l.held, err)):
 			l.awaitPostgres(began, err)
-			if _, later := retryAfter(err); later {
-				l.handleEach(items, postponed(err))
+			if _, later := handling.WaitOf(err); later {
+				l.handleEach(items, handling.PostponedError(err))
 				return len(items)
 			}
 		default:
-			n, failed := itemsToRepeat(err, len(items), func(o *envelope.Origin) int { return indexOf(items, o) })
+			n, failed := handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return indexOf(items, o) })
 			l.log.Debug("outbox: a transaction of deliveries has failed, and those in front of the failed one are handled again", "deliveries", len(items), "in_front", n, "error", err)
 			if n == 0 {
 				l.handleEach(items[:1], failed)
@@ -241,9 +246,9 @@ func (l *lane) handleBatch(items []laneItem) int {
 }
 
 // tasksAndStreams returns the tasks of items with a transaction, and their streams.
-func tasksAndStreams(items []laneItem) (tasks []task, streams []string) {
+func tasksAndStreams(items []laneItem) (tasks []handling.Task, streams []string) {
 	for i := range items {
-		tasks = items[i].appendInTx(tasks)
+		tasks = items[i].AppendInTx(tasks)
 		if !slices.Contains(streams, items[i].Stream) {
 			streams = append(streams, items[i].Stream)
 		}
@@ -252,37 +257,37 @@ func tasksAndStreams(items []laneItem) (tasks []task, streams []string) {
 }
 
 func indexOf(items []laneItem, of *envelope.Origin) int {
-	return slices.IndexFunc(items, func(it laneItem) bool { return it.meta.Origin == of })
+	return slices.IndexFunc(items, func(it laneItem) bool { return it.Meta.Origin == of })
 }
 
 // isApart reports whether an item has no place in a transaction with others. One without a task, which its decoder passes over,
 // would not be ended with them.
 func (l *lane) isApart(it laneItem) bool {
-	return it.gone || len(it.tasks) == 0 || it.Suspect || it.class != "" || it.Action == "" || it.isSpent() || l.mustWait(&it) ||
-		slices.ContainsFunc(it.tasks, func(t task) bool { return t.kind == noTx })
+	return it.gone || len(it.Tasks) == 0 || it.Suspect || it.Class != "" || it.Action == "" || it.isSpent() || l.mustWait(&it) ||
+		slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return t.Kind == handling.NoTx })
 }
 
 // mustWait reports whether an item goes back untried: its stream is paused, or most events of its action fail.
 func (l *lane) mustWait(it *laneItem) bool {
-	return l.pauses.IsPaused(it.Stream) || !it.isSpent() && !l.breakers.mayTry(it.Action)
+	return l.pauses.IsPaused(it.Stream) || !it.isSpent() && !l.breakers.MayTry(it.Action)
 }
 
 // markDone notes that the items before next are done, and returns how many these are. It adapts
-// how many are tried together to what handlers do in transactionTime.
+// how many are tried together to what handlers do in TransactionTime.
 func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Duration) int {
 	n := len(items)
 	if next != nil {
 		n = indexOf(items, next)
 	}
 	for i := range items[:n] {
-		l.breakers.note(items[i].Action, items[i].Attempt, nil)
+		l.breakers.Note(items[i].Action, items[i].Attempt, nil)
 		l.drop(&items[i])
 	}
 	l.promoteBehind()
 	switch {
 	case n < len(items):
 		l.most = n
-	case took < transactionTime:
+	case took < handling.TransactionTime:
 		l.most = min(2*l.most, l.cfg.MaxPoll)
 	}
 	return n
@@ -291,7 +296,7 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Durat
 // unlockRows notes that a transaction has ended with an error or without, for which lockRows has locked rows. Those that
 // are still with this worker were not renewed meanwhile.
 func (l *lane) unlockRows(err error) {
-	if l.own.begin == nil {
+	if l.own.Begin == nil {
 		return
 	}
 	l.hands.unlock(l.held)
@@ -307,10 +312,10 @@ func (l *lane) unlockRows(err error) {
 
 // lockRows locks the rows of tasks before their handlers run. Under another isolation level than
 // READ COMMITTED, a row that is renewed meanwhile could not be ended. What is locked nobody takes.
-func (l *lane) lockRows(ctx context.Context, tx handlerTx, tasks []task) error {
+func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) error {
 	ids := map[int64]bool{}
 	for _, t := range tasks {
-		ids[t.meta.Origin.DeliveryID] = true
+		ids[t.Meta.Origin.DeliveryID] = true
 	}
 	if err := l.store.LockIn(ctx, tx.Own(), l.those(ids)); err != nil {
 		return err
@@ -321,7 +326,7 @@ func (l *lane) lockRows(ctx context.Context, tx handlerTx, tasks []task) error {
 
 // handleEach runs the tasks of each item by itself. One may have failed in a common transaction:
 // that was its attempt.
-func (l *lane) handleEach(items []laneItem, failed *taskError) {
+func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
 	for i := range items {
 		if !l.mayGoOn() {
 			return
@@ -339,54 +344,26 @@ func (l *lane) handleEach(items []laneItem, failed *taskError) {
 }
 
 // handleOne runs the tasks of an item until they are done, or one has failed.
-func (l *lane) handleOne(it *laneItem, before *taskError) {
-	if it.isSpent() {
-		tried := it.MaxAttempts
-		if it.Action == "" { // no handler got it
-			tried = 0
-		}
-		l.giveUp(it, it.Action, it.LastCode, tried, &pastError{it.LastCode, it.LastMessage})
+func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
+	if o, decided := l.decided(it); decided {
+		l.giveUp(it, o)
 		return
 	}
-	if it.class == classUnknownType && l.cfg.Hooks.Unknown != nil {
-		l.callHost("hook Unknown", it, func() { l.cfg.Hooks.Unknown(&it.meta) })
-	}
-	if it.class != "" {
-		tried := it.Attempt
-		if it.FromKafka && it.Action == "" { // no handler got it this time, either
-			tried = 0
-		}
-		l.giveUp(it, it.Action, it.class, tried, it.err)
-		return
-	}
-	plain := *l.own
-	plain.complete = nil
-	left := len(it.tasks)
+	left := len(it.Tasks)
 	inTx := false // the last task ends the delivery in its transaction
-	for t := range it.inOrder() {
-		p := &plain
-		if left--; left == 0 && t.kind != noTx {
-			p, inTx = l.own, true
+	for t := range it.InOrder() {
+		l.attempts.Processor = l.plain
+		if left--; left == 0 && t.Kind != handling.NoTx {
+			l.attempts.Processor, inTx = l.own, true
 			l.flush() // of its key, what is handled is done before
 		}
-		err := l.try(p, it, t, before.of(t))
+		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.of(it.Stream)), before.Of(t))
 		before = nil
-		switch {
-		case errors.Is(err, errStopped):
-			return
-		case errors.Is(err, deliveries.ErrLost):
-			l.log.WarnContext(handlerContext(l.held, &t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, it.Action, "error", err)...)
-			l.lose(it.Ref) // and with it what is behind it
-			return
-		case isPostponed(err):
-			l.postpone(it, t, err)
-			return
-		case err != nil:
-			l.failTask(it, t, err)
+		if o.Verdict != handling.Done {
+			l.notDone(it, t, o)
 			return
 		}
 	}
-	l.breakers.note(it.Action, it.Attempt, nil)
 	if inTx {
 		l.drop(it)
 		l.promoteBehind()
@@ -399,70 +376,68 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 	}
 }
 
-// try runs a task until it is done or has failed: conflicts and outages of PostgreSQL do not count. If it has failed
-// in a common transaction, that was the first time.
-func (l *lane) try(p *processor, it *laneItem, t task, before error) error {
-	conflicts := 0
-	switch {
-	case isConflict(before):
-		conflicts++
-		l.awaitConflict(it, t, conflicts, before)
-	case before != nil:
-		return before
-	}
-	for {
-		if !l.mayGoOn() || !l.slots.take(l.stopping, t.kind != noTx) {
-			return errStopped
+// decided returns the outcome of an item that no handler is called for: it has no attempt left, or cannot be read,
+// or nothing handles it.
+func (l *lane) decided(it *laneItem) (o handling.Outcome, decided bool) {
+	if it.isSpent() {
+		tried := it.MaxAttempts
+		if it.Action == "" { // no handler got it
+			tried = 0
 		}
-		began := time.Now()
-		err := p.processOne(l.held, t)
-		l.unlockRows(err)
-		l.slots.release(t.kind != noTx)
-		switch {
-		case err == nil:
-			if t.kind != noTx {
-				l.works(began)
-			}
-			return nil
-		case l.held.Err() != nil:
-			return errStopped
-		case errors.Is(err, deliveries.ErrLost):
-			return err
-		case isConflict(err) && conflicts < mostConflicts:
-			conflicts++
-			l.awaitConflict(it, t, conflicts, err)
-		case p.isOutage(l.held, err, t.kind, isLate(l.held, err)):
-			l.awaitPostgres(began, err)
-			if _, later := retryAfter(err); later {
-				return &postponedError{err}
-			}
-		default:
-			return err
-		}
+		return handling.Outcome{Verdict: handling.Dead, Action: it.Action, Class: it.LastCode, Attempt: tried, Err: &pastError{it.LastCode, it.LastMessage}}, true
+	}
+	if it.Class == "" {
+		return o, false
+	}
+	if it.Class == handling.ClassUnknownType {
+		l.attempts.ReportUnknown(&it.Meta, it.Action)
+	}
+	tried := it.Attempt
+	if it.FromKafka && it.Action == "" { // no handler got it this time, either
+		tried = 0
+	}
+	return handling.Outcome{Verdict: handling.Dead, Action: it.Action, Class: it.Class, Attempt: tried, Err: it.Err}, true
+}
+
+// notDone writes down what has become of an item whose task is not done.
+func (l *lane) notDone(it *laneItem, t handling.Task, o handling.Outcome) {
+	switch o.Verdict {
+	case handling.Interrupted:
+		l.log.WarnContext(handling.EventContext(l.held, &t.Meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here",
+			handling.EventAttrs(&t.Meta, "action", it.Action, "attempt", t.Meta.Attempt, "error", o.Err)...)
+		l.lose(it.Ref) // and with it what is behind it
+	case handling.Postponed:
+		l.postpone(it, t, o)
+	case handling.Again:
+		l.again(it, t, o)
+	case handling.Dead:
+		l.giveUp(it, o)
 	}
 }
 
-// awaitConflict waits before a task is repeated that PostgreSQL has rolled back.
-func (l *lane) awaitConflict(it *laneItem, t task, n int, err error) {
-	const unusual = 5
-	level := slog.LevelDebug
-	if n == unusual {
-		level = slog.LevelWarn
-	}
-	l.log.Log(handlerContext(l.held, &t.meta), level, "outbox: transaction conflicts with others, and is repeated", l.attrs(it, t.action, "conflicts", n, "error", err)...)
-	if l.cfg.Hooks.Conflicted != nil {
-		l.callHost("hook Conflicted", it, func() { l.cfg.Hooks.Conflicted(&t.meta, t.action, err) })
-	}
-	wait.Sleep(l.stopping, conflictWait(n))
+// laneScheduler has the tasks of a batch tried one after the other, see [handling.Scheduler].
+type laneScheduler struct{ *lane }
+
+func (l laneScheduler) Held() context.Context { return l.held }
+
+func (l laneScheduler) Enter(t *handling.Task) bool {
+	return l.mayGoOn() && l.slots.Take(l.stopping, t.Kind != handling.NoTx)
 }
 
-// callHost calls a hook, see [processor.callHost].
-func (l *lane) callHost(function string, it *laneItem, f func()) {
-	l.own.callHost(l.held, function, it.Action, &it.meta, f)
+func (l laneScheduler) Leave(t *handling.Task, began time.Time, err error) {
+	l.unlockRows(err)
+	l.slots.Release(t.Kind != handling.NoTx)
+	if err == nil && t.Kind != handling.NoTx {
+		l.works(began)
+	}
 }
 
-// attrs are what a log line says of a delivery.
-func (l *lane) attrs(it *laneItem, action string, more ...any) []any {
-	return append([]any{"stream", it.Stream, "type", it.Type, "event_id", it.EventID, "aggregate_type", it.AggregateType, "aggregate_id", it.AggregateID,
-		"action", action, "attempt", it.meta.Attempt, "delivery_id", it.ID}, more...)
+func (l laneScheduler) Interrupts(err error) bool { return errors.Is(err, deliveries.ErrLost) }
+func (l laneScheduler) Sleep(d time.Duration)     { wait.Sleep(l.stopping, d) }
+
+// AwaitPostgres has a task put back whose error says when it is to be tried again: others go on meanwhile.
+func (l laneScheduler) AwaitPostgres(began time.Time, err error) (putBack bool) {
+	l.awaitPostgres(began, err)
+	_, later := handling.WaitOf(err)
+	return later
 }

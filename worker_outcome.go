@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
@@ -24,10 +26,10 @@ func (l *lane) drop(it *laneItem) {
 }
 
 // complete ends the deliveries of tasks, in the transaction of their handlers.
-func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult) error {
+func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
 	ids := map[int64]bool{}
 	for _, r := range results { // an event that is upcast may have several tasks
-		ids[r.meta.Origin.DeliveryID] = true
+		ids[r.Meta.Origin.DeliveryID] = true
 	}
 	l.finished, l.promotedIn = l.those(ids), 0
 	// Functions inside PostgreSQL may have changed settings, too.
@@ -42,14 +44,14 @@ func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult)
 }
 
 // unfinished says if an error is due to what a handler has done to its transaction.
-func unfinished(tx handlerTx, err error) error {
+func unfinished(tx handling.Tx, err error) error {
 	switch {
 	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, deliveries.ErrLost):
 		return err
 	case !tx.ChangedSettings() && (pg.IsOutage(err) || pg.IsLocked(err) || pg.IsCancelled(err)):
 		return err
 	}
-	return fmt.Errorf("%w: %w", errUnfinished, err)
+	return fmt.Errorf("%w: %w", handling.ErrUnfinished, err)
 }
 
 // sqlOwnSettings undoes what a handler has set for its transaction, and what would keep
@@ -82,89 +84,59 @@ func (l *lane) promoteBehind() {
 	l.promotedIn = 0
 }
 
-// postponedError is the error of a handler in an outage of PostgreSQL, which is no attempt, that says when the event is
-// to be tried again. Another event goes on meanwhile.
-type postponedError struct{ error }
-
-func (e *postponedError) Unwrap() error { return e.error }
-
-func isPostponed(err error) bool {
-	_, is := errors.AsType[*postponedError](err)
-	return is
-}
-
-// postponed returns the error of a common transaction if it is that of a task, as a [*postponedError].
-func postponed(err error) *taskError {
-	failed, _ := errors.AsType[*taskError](err)
-	if failed == nil || !failed.certain {
-		return nil
-	}
-	later := *failed
-	later.err = &postponedError{failed.err}
-	return &later
-}
-
-// postpone has a delivery tried again when the error of a task says, without counting an attempt.
-func (l *lane) postpone(it *laneItem, t task, cause error) {
-	f := l.failureOf(it, errorClass(cause), cause)
-	f.Uncounted, f.Wait = true, l.policyOf(it, t).next(it.Attempt, cause)
+// postpone has a delivery tried again after an outage of PostgreSQL, without counting an attempt.
+func (l *lane) postpone(it *laneItem, t handling.Task, o handling.Outcome) {
+	f := l.failureOf(it, o)
+	f.Uncounted, f.Wait = true, o.Wait
 	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
 		return
 	}
-	l.log.InfoContext(handlerContext(l.held, &it.meta), "outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", l.attrs(it, t.action, "wait", f.Wait, "error", cause)...)
-	l.breakers.forget(it.Action)
+	l.attempts.ReportAgain(&t, o)
+	l.breakers.Forget(it.Action)
 	l.promoted()
 	l.retryAt(time.Now().Add(f.Wait))
 }
 
-// policyOf returns how a task is tried again.
-func (l *lane) policyOf(it *laneItem, t task) retryPolicy { return t.retry.over(l.cfg.of(it.Stream)) }
-
-// failTask writes down that a task has failed: its delivery is tried again later, or is dead.
-func (l *lane) failTask(it *laneItem, t task, err error) {
-	if l.cfg.Hooks.Failed != nil {
-		l.callHost("hook Failed", it, func() { l.cfg.Hooks.Failed(&t.meta, t.action, err) })
-	}
-	l.breakers.note(it.Action, it.Attempt, err)
-	usual := l.cfg.of(it.Stream)
-	retries := l.own.retries(l.policyOf(it, t), err, func(f func()) { l.callHost("RetriesFor", it, f) })
-	if isPermanent(err) || it.Attempt > retries {
-		l.giveUp(it, t.action, errorClass(err), it.Attempt, err)
-		return
-	}
-	if retries > usual.MaxRetries || it.FromKafka {
+// again has a delivery tried again that has failed.
+func (l *lane) again(it *laneItem, t handling.Task, o handling.Outcome) {
+	usual := l.cfg.of(it.Stream).MaxRetries
+	if o.Retries > usual || it.FromKafka {
 		// Workers that are gone count, too, and know of no error: from here on they may use up
 		// as many attempts as of an event that has not failed yet, or as there are. Of what was parked with its
 		// last attempt, and requeued, there are more again.
-		it.MaxAttempts = max(it.MaxAttempts, attempts(min(retries, it.Attempt-1+attempts(usual.MaxRetries))))
+		it.MaxAttempts = max(it.MaxAttempts, attempts(min(o.Retries, it.Attempt-1+attempts(usual))))
 	}
-	f := l.failureOf(it, errorClass(err), err)
-	f.Wait = l.policyOf(it, t).next(it.Attempt, err)
-	l.writeAndReport(it, t.action, "", f, err)
+	f := l.failureOf(it, o)
+	f.Wait = o.Wait
+	promoted, err := l.writeFailure(it, f)
+	if err != nil { // lost: whoever has it now decides
+		return
+	}
+	l.attempts.ReportAgain(&t, o)
+	if promoted > 0 {
+		l.promoted()
+	}
+	l.retryAt(time.Now().Add(f.Wait))
 }
 
-// giveUp makes a delivery dead that was tried so often. Of a record it sends the dead letter before: while that cannot
+// giveUp makes a delivery dead. Of a record it sends the dead letter before: while that cannot
 // be sent, the delivery has no attempt left, and whoever claims it next sends it.
-func (l *lane) giveUp(it *laneItem, action, class string, tried int, cause error) {
-	f := l.failureOf(it, class, cause)
+func (l *lane) giveUp(it *laneItem, o handling.Outcome) {
+	f := l.failureOf(it, o)
 	f.Dead, f.Held, f.Uncounted = true, l.cfg.HoldDead, it.isSpent()
-	it.meta.Attempt = tried
 	topic := ""
 	if l.deadLetter != nil {
 		var err error
-		if topic, err = l.deadLetter(l.held, &it.Delivery, givenUp{action: action, class: class, attempts: tried, err: cause}); err != nil {
+		if topic, err = l.deadLetter(l.held, &it.Delivery, o); err != nil {
 			l.awaitDeadLetter(it, f)
 			return
 		}
 	}
-	l.writeAndReport(it, action, topic, f, cause)
-}
-
-// givenUp says why a delivery is dead.
-type givenUp struct {
-	action, class string
-	attempts      int
-	err           error
+	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
+		return
+	}
+	l.attempts.ReportDead(it.Meta, topic, o)
+	l.promoted()
 }
 
 // unsentWait is how long a delivery waits whose dead letter was not sent.
@@ -186,23 +158,8 @@ func (e *pastError) Error() string { return e.message }
 // ErrorType names the error for metrics.
 func (e *pastError) ErrorType() string { return e.class }
 
-// writeAndReport writes a failed attempt of an action down, and reports it. The topic is that of its dead letter.
-func (l *lane) writeAndReport(it *laneItem, action, topic string, f deliveries.Failure, cause error) {
-	promoted, err := l.writeFailure(it, f)
-	if err != nil { // lost: whoever has it now decides
-		return
-	}
-	l.report(it, action, topic, f, cause)
-	if promoted > 0 || f.Dead {
-		l.promoted()
-	}
-	if !f.Dead {
-		l.retryAt(time.Now().Add(f.Wait))
-	}
-}
-
-func (l *lane) failureOf(it *laneItem, class string, cause error) deliveries.Failure {
-	return deliveries.Failure{Of: it.Delivery, Code: short.Storable(class, 100), Message: short.Storable(cause.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
+func (l *lane) failureOf(it *laneItem, o handling.Outcome) deliveries.Failure {
+	return deliveries.Failure{Of: it.Delivery, Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
 }
 
 // writeFailure writes a failure down, until that is done or the delivery is lost. The deliveries behind it in
@@ -225,26 +182,6 @@ func (l *lane) writeFailure(it *laneItem, f deliveries.Failure) (promoted int64,
 		}
 	}
 	return promoted, err
-}
-
-// report logs a failed attempt, and calls the hook of a dead delivery.
-func (l *lane) report(it *laneItem, action, topic string, f deliveries.Failure, cause error) {
-	ctx := handlerContext(l.held, &it.meta)
-	if !f.Dead {
-		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, action, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
-		if l.cfg.Hooks.Retried != nil {
-			l.callHost("hook Retried", it, func() { l.cfg.Hooks.Retried(&it.meta, action, cause) })
-		}
-		return
-	}
-	more := []any{"error_code", f.Code, "error", cause}
-	if topic != "" {
-		more = append(more, "dead_letter_topic", topic)
-	}
-	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, action, more...)...)
-	if l.cfg.Hooks.DeadLettered != nil {
-		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(&it.meta, action, topic, cause) })
-	}
 }
 
 // flush writes down what is handled without a transaction.
@@ -352,13 +289,13 @@ const writeTimeout = 10 * time.Second
 
 // awaitPostgres waits a little while PostgreSQL is unavailable.
 func (l *lane) awaitPostgres(began time.Time, err error) {
-	l.outages.Report(outagePostgres, began, err)
+	l.outages.Report(handling.OutagePostgres, began, err)
 	l.cfg.awaitAgain(l.stopping, l.outages)
 }
 
 // works ends an outage of PostgreSQL, if there is one.
 func (l *lane) works(began time.Time) {
 	if l.outages.Failing() {
-		l.outages.Report(outagePostgres, began, nil)
+		l.outages.Report(handling.OutagePostgres, began, nil)
 	}
 }

@@ -21,7 +21,7 @@ func (l *lane) begin(batch []deliveries.Delivery) {
 	l.progress.start(batch)
 	for i, d := range batch {
 		l.work[i].Delivery = d
-		l.work[i].meta = receivedOf(&d, &origins[i])
+		l.work[i].Meta = receivedOf(&d, &origins[i])
 	}
 }
 
@@ -63,7 +63,7 @@ func (l *lane) read(it *laneItem) {
 	ctx, cancel := context.WithTimeout(l.held, l.cfg.HandlerTimeout)
 	defer cancel()
 	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID,
-		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: placeOf(it.meta.Origin)})
+		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: handling.PlaceOf(it.Meta.Origin)})
 	defer l.activity.End()
 	it.read = true
 	err := contain.Do(func() error {
@@ -75,18 +75,18 @@ func (l *lane) read(it *laneItem) {
 		if it.isSpent() {
 			return nil
 		}
-		m, action, err := l.event(&it.Delivery, &it.meta)
+		m, action, err := l.event(&it.Delivery, &it.Meta)
 		if err != nil || m == nil {
 			return err
 		}
-		l.own.resolve(ctx, &it.item, m, action)
+		l.own.Resolve(ctx, &it.Item, m, action)
 		return nil
 	})
 	switch {
 	case errors.Is(err, deliveries.ErrLost):
 		l.lose(it.Ref)
 	case err != nil && l.mayGoOn():
-		it.class, it.err = classUndecodable, err
+		it.Class, it.Err = handling.ClassUndecodable, err
 	}
 }
 

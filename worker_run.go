@@ -7,6 +7,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/handling"
+
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -42,9 +44,9 @@ type deliveryRun struct {
 type runParts struct {
 	cfg        *deliveryRules
 	db         *pgxpool.Pool
-	processor  *processor
-	slots      slots
-	breakers   *actionBreakers
+	processor  *handling.Processor
+	slots      handling.CallSlots
+	breakers   *handling.ActionBreakers
 	pauses     *pauses.Set
 	outages    *outage.Logs
 	wake       <-chan struct{} // this process has recorded events
@@ -59,7 +61,7 @@ type runParts struct {
 }
 
 func newDeliveryRun(parts runParts) *deliveryRun {
-	r := &deliveryRun{runParts: parts, hands: newHands(), log: parts.processor.log}
+	r := &deliveryRun{runParts: parts, hands: newHands(), log: parts.processor.Log}
 	r.stopping, r.stop = context.WithCancel(context.Background())
 	r.cut, r.cutOff = context.WithCancel(context.Background())
 	r.store = deliveries.NewStore(r.db, r.cfg.Schema, r.cfg.Group, lease.NewHolder(), r.cfg.Lease)
@@ -77,11 +79,11 @@ func newDeliveryRun(parts runParts) *deliveryRun {
 // prepare waits for PostgreSQL, and checks that the tables are as this release needs them, with check
 // among it, before anything is handled.
 func (r *deliveryRun) prepare(ctx context.Context, check func(context.Context) error) error {
-	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", checkTimeout)
+	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout)
 	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
-		try, cancel := context.WithTimeout(ctx, checkTimeout)
+		try, cancel := context.WithTimeout(ctx, handling.CheckTimeout)
 		var first poolSession
 		err := errors.Join(check(try), r.store.Check(try), r.db.QueryRow(try, sqlSession).Scan(&first.role, &first.user, &first.isolation))
 		cancel()
@@ -90,13 +92,13 @@ func (r *deliveryRun) prepare(ctx context.Context, check func(context.Context) e
 		case pg.IsUndefined(err):
 			return pg.NotMigrated(r.cfg.Schema, err)
 		case err == nil:
-			r.outages.Report(outagePostgres, began, nil)
+			r.outages.Report(handling.OutagePostgres, began, nil)
 			r.session = first
 			r.makeLanes()
 			return nil
 		case ctx.Err() == nil:
-			r.outages.Report(outagePostgres, began, err)
-			wait.Sleep(ctx, r.outages.Backoff(outagePostgres))
+			r.outages.Report(handling.OutagePostgres, began, err)
+			wait.Sleep(ctx, r.outages.Backoff(handling.OutagePostgres))
 		}
 	}
 	return nil
@@ -130,14 +132,14 @@ func (r *deliveryRun) makeLanes() {
 
 // deliveryPairs returns what handlers with a transaction get, and what others get. Rows without an
 // action are for all handlers of their type.
-func deliveryPairs(routes routes, withoutAction bool) (pairs [2][]deliveries.Pair) {
+func deliveryPairs(routes handling.Routes, withoutAction bool) (pairs [2][]deliveries.Pair) {
 	kinds := map[deliveries.Pair]bool{} // with a transaction
-	for _, route := range routes.byName {
-		for _, topic := range routes.topicsOf(route) {
-			for h := range route.handlers() {
-				p := deliveries.Pair{Action: h.action, Stream: topic}
+	for _, route := range routes.ByName {
+		for _, topic := range routes.TopicsOf(route) {
+			for h := range route.Handlers() {
+				p := deliveries.Pair{Action: h.Action, Stream: topic}
 				tx, known := kinds[p]
-				kinds[p] = h.kind != noTx && (tx || !known)
+				kinds[p] = h.Kind != handling.NoTx && (tx || !known)
 			}
 		}
 	}
@@ -156,7 +158,7 @@ func deliveryPairs(routes routes, withoutAction bool) (pairs [2][]deliveries.Pai
 	if len(*all) == 0 {
 		all = &pairs[without]
 	}
-	for _, topic := range routes.topics {
+	for _, topic := range routes.Topics {
 		*all = append(*all, deliveries.Pair{Stream: topic})
 	}
 	return pairs
@@ -185,21 +187,21 @@ func (r *deliveryRun) run(ctx context.Context) error {
 
 // end ends the lanes within StopTimeout. Leases are renewed until they have ended.
 func (r *deliveryRun) end(end context.CancelFunc) {
-	clock := stopClock{time.Now(), r.cfg.StopTimeout}
+	clock := handling.StopClock{time.Now(), r.cfg.StopTimeout}
 	defer end()
 	defer r.cutOff()
 	for _, l := range r.lanes {
 		l.in.close()
 	}
-	if r.haveEnded(clock.part(finishBy)) {
+	if r.haveEnded(clock.Part(handling.FinishBy)) {
 		return
 	}
 	r.cutOff()
-	if r.haveEnded(clock.part(abandonBy - finishBy)) {
+	if r.haveEnded(clock.Part(handling.AbandonBy - handling.FinishBy)) {
 		return
 	}
 	r.abandon(clock)
-	if r.haveEnded(clock.part(leftBy - abandonBy)) {
+	if r.haveEnded(clock.Part(handling.LeftBy - handling.AbandonBy)) {
 		return
 	}
 	for _, l := range r.lanes {
@@ -209,12 +211,12 @@ func (r *deliveryRun) end(end context.CancelFunc) {
 
 // abandon gives up the lanes whose handlers do not return although their contexts have ended, and gives back what
 // they have beside that.
-func (r *deliveryRun) abandon(clock stopClock) {
+func (r *deliveryRun) abandon(clock handling.StopClock) {
 	var rest []deliveries.Delivery
 	for _, l := range r.lanes {
 		rest = append(rest, l.cutOff()...)
 	}
-	ctx, cancel := clock.by(leftBy)
+	ctx, cancel := clock.By(handling.LeftBy)
 	defer cancel()
 	r.dispatcher.giveBack(ctx, rest)
 }

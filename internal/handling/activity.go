@@ -59,16 +59,20 @@ func (p Place) String() string {
 	return fmt.Sprintf("%s/%d at offset %d", p.Topic, p.Partition, p.Offset)
 }
 
-// Attrs returns what a log line says of the place.
+// Attrs returns what a log line says about the place.
 func (p Place) Attrs() []any {
-	if p.Topic == "" {
-		return []any{"stream", p.Stream, "delivery_id", p.DeliveryID}
+	attrs := []any{"stream", p.Stream}
+	if p.Topic != "" {
+		attrs = []any{"topic", p.Topic, "partition", p.Partition, "offset", p.Offset}
 	}
-	return []any{"topic", p.Topic, "partition", p.Partition, "offset", p.Offset}
+	if p.DeliveryID != 0 {
+		attrs = append(attrs, "delivery_id", p.DeliveryID)
+	}
+	return attrs
 }
 
-// EventAttrs returns what a log line says of an event.
-func EventAttrs(place Place, eventType, id, aggregateType, aggregateID string) []any {
+// attrsAt returns what a log line says of an event.
+func attrsAt(place Place, eventType, id, aggregateType, aggregateID string) []any {
 	return append(place.Attrs(), "type", eventType, "event_id", id, "aggregate_type", aggregateType, "aggregate_id", aggregateID)
 }
 
@@ -77,7 +81,7 @@ func (c Call) What() string { return cmp.Or(c.Function, "handler") }
 
 // Attrs returns what a log line says of the call.
 func (c Call) Attrs() []any {
-	attrs := append(EventAttrs(c.Place, c.Type, c.ID, c.AggregateType, c.AggregateID), "action", c.Action)
+	attrs := append(attrsAt(c.Place, c.Type, c.ID, c.AggregateType, c.AggregateID), "action", c.Action)
 	attrs = append(attrs, "running_for", time.Since(c.Began).Round(time.Millisecond))
 	if c.Events > 1 {
 		attrs = append(attrs, "events", c.Events)

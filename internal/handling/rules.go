@@ -1,4 +1,4 @@
-package outbox
+package handling
 
 import (
 	"context"
@@ -13,37 +13,37 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 )
 
-// handlerRules are the configuration of what handles events, with all defaults. The package outbox checks and
+// Rules are the configuration of what handles events, with all defaults. The package outbox checks and
 // documents it.
-type handlerRules struct {
+type Rules struct {
 	Group, Schema     string
-	Retry             retryPolicy // for handlers and streams without their own
+	Retry             RetryPolicy // for handlers and streams without their own
 	HoldDead          bool
 	RetryDeadAfter    map[string]time.Duration
 	Breaker           breaker.Rules
 	HandlerTimeout    time.Duration
 	SlowHandler       time.Duration
 	StopTimeout       time.Duration
-	DeadLetterUnknown bool           // event types without a handler become dead letters
-	JSON              payloadCodec   // of what has the content type of JSON and no other codec
-	Codecs            []payloadCodec // in addition to those of the event types
-	Middleware        []engineMiddleware
-	Hooks             handlerHooks
+	DeadLetterUnknown bool    // event types without a handler become dead letters
+	JSON              Codec   // of what has the content type of JSON and no other codec
+	Codecs            []Codec // in addition to those of the event types
+	Middleware        []Middleware
+	Hooks             Hooks
 	Log               *slog.Logger // with the group
 }
 
-// engineCall is a call of a handler, as middleware sees it.
-type engineCall struct {
-	action   string
-	arrivals []arrival
-	tx       pgx.Tx // nil for a handler without a transaction
+// HandlerCall is a call of a handler, as middleware sees it.
+type HandlerCall struct {
+	Action   string
+	Arrivals []Arrival
+	Tx       pgx.Tx // nil for a handler without a transaction
 }
 
-// engineMiddleware runs around the call of a handler.
-type engineMiddleware func(ctx context.Context, call engineCall, next func(context.Context) error) error
+// Middleware runs around the call of a handler.
+type Middleware func(ctx context.Context, call HandlerCall, next func(context.Context) error) error
 
-// handlerHooks are functions of the host that are called while events are handled. Each may be nil.
-type handlerHooks struct {
+// Hooks are functions of the host that are called while events are handled. Each may be nil.
+type Hooks struct {
 	Breaker      func(action string, from, to breaker.State)
 	Handled      func(m *envelope.Received, action string, took time.Duration)
 	Repeated     func(m *envelope.Received, action string)
@@ -56,7 +56,7 @@ type handlerHooks struct {
 }
 
 // guarded returns hooks whose panics are logged, and which cannot hold up what calls them for all partitions.
-func (h handlerHooks) guarded(log *slog.Logger) handlerHooks {
+func (h Hooks) guarded(log *slog.Logger) Hooks {
 	call := func(name string) func(func()) {
 		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)
 		switch name {
@@ -110,12 +110,12 @@ func (h handlerHooks) guarded(log *slog.Logger) handlerHooks {
 	return h
 }
 
-// newProcessor returns what handles events by the rules and routes, in transactions of store. Store is nil without
+// NewProcessor returns what handles events by the rules and routes, in transactions of store. Store is nil without
 // PostgreSQL.
-func newProcessor(cfg handlerRules, routes routes, store transactor) *processor {
+func NewProcessor(cfg Rules, routes Routes, store Transactor) *Processor {
 	cfg.Hooks = cfg.Hooks.guarded(cfg.Log)
-	return &processor{
-		cfg: &cfg, routes: routes, store: store, log: cfg.Log, input: &inputLog{}, apart: new(sync.Map),
+	return &Processor{
+		Rules: &cfg, Routes: routes, Store: store, Log: cfg.Log, input: &inputLog{}, apart: new(sync.Map),
 		retriesFor: contain.NewCallback("RetriesFor", cfg.Log, contain.HookLimits),
 	}
 }

@@ -1,4 +1,4 @@
-package outbox
+package handling
 
 import (
 	"fmt"
@@ -10,12 +10,12 @@ import (
 	"github.com/outboxgo/outbox/internal/breaker"
 )
 
-// actionBreakers are the breakers of the actions of a group in this process. Where most events of an action
+// ActionBreakers are the breakers of the actions of a group in this process. Where most events of an action
 // fail, because something that it needs is away, its events wait instead of being parked or using up their attempts.
 //
 // A closed breaker learns of first attempts only, so that an event which is tried again and again counts once. Nil
 // lets everything through.
-type actionBreakers struct {
+type ActionBreakers struct {
 	patience time.Duration // for a trial: an attempt that was given up may report nothing
 	of       map[string]*actionBreaker
 }
@@ -28,20 +28,20 @@ type actionBreaker struct {
 	began time.Time
 }
 
-// newActionBreakers returns closed breakers for the actions of handlers.
-func newActionBreakers(cfg *handlerRules, routes routes) *actionBreakers {
-	all := &actionBreakers{patience: 2 * cfg.HandlerTimeout, of: map[string]*actionBreaker{}}
-	for _, route := range routes.byName {
-		for h := range route.handlers() {
-			all.of[h.action] = &actionBreaker{Breaker: breaker.New(cfg.Breaker, func(from, to breaker.State, failureRate float64) {
-				reportActionBreaker(cfg, h.action, from, to, failureRate)
+// NewActionBreakers returns closed breakers for the actions of handlers.
+func NewActionBreakers(cfg *Rules, routes Routes) *ActionBreakers {
+	all := &ActionBreakers{patience: 2 * cfg.HandlerTimeout, of: map[string]*actionBreaker{}}
+	for _, route := range routes.ByName {
+		for h := range route.Handlers() {
+			all.of[h.Action] = &actionBreaker{Breaker: breaker.New(cfg.Breaker, func(from, to breaker.State, failureRate float64) {
+				reportActionBreaker(cfg, h.Action, from, to, failureRate)
 			})}
 		}
 	}
 	return all
 }
 
-func reportActionBreaker(cfg *handlerRules, action string, from, to breaker.State, failureRate float64) {
+func reportActionBreaker(cfg *Rules, action string, from, to breaker.State, failureRate float64) {
 	switch to {
 	case breaker.Open:
 		cfg.Log.Warn("outbox: most events of an action fail; its events wait, and one is tried now and then", "action", action, "failure_rate", failureRate, "open_for", cfg.Breaker.OpenFor)
@@ -55,23 +55,23 @@ func reportActionBreaker(cfg *handlerRules, action string, from, to breaker.Stat
 }
 
 // get returns the breaker of an action, or nil.
-func (a *actionBreakers) get(action string) *actionBreaker {
+func (a *ActionBreakers) get(action string) *actionBreaker {
 	if a == nil {
 		return nil
 	}
 	return a.of[action]
 }
 
-// isClosed reports whether events of an action are handled as usual.
-func (a *actionBreakers) isClosed(action string) bool {
+// IsClosed reports whether events of an action are handled as usual.
+func (a *ActionBreakers) IsClosed(action string) bool {
 	b := a.get(action)
 	return b == nil || b.Steady.Load() || b.State() == breaker.Closed
 }
 
-// mayTry reports whether an event of an action may be tried that was begun before its breaker opened, or with
+// MayTry reports whether an event of an action may be tried that was begun before its breaker opened, or with
 // a trial.
-func (a *actionBreakers) mayTry(action string) bool {
-	if a.isClosed(action) {
+func (a *ActionBreakers) MayTry(action string) bool {
+	if a.IsClosed(action) {
 		return true
 	}
 	b := a.of[action]
@@ -80,8 +80,8 @@ func (a *actionBreakers) mayTry(action string) bool {
 	return b.trial != nil
 }
 
-// tryOne asks for the permission to try an event of an action whose breaker is not closed.
-func (a *actionBreakers) tryOne(action string) bool {
+// TryOne asks for the permission to try an event of an action whose breaker is not closed.
+func (a *ActionBreakers) TryOne(action string) bool {
 	b := a.get(action)
 	if b == nil {
 		return true
@@ -107,15 +107,15 @@ func (a *actionBreakers) tryOne(action string) bool {
 	return true
 }
 
-// note notes the outcome of an attempt, from 1, on an event of an action. A permanent error says something about the event,
+// Note notes the outcome of an attempt, from 1, on an event of an action. A permanent error says something about the event,
 // and nothing about what the action needs.
-func (a *actionBreakers) note(action string, attempt int, err error) {
+func (a *ActionBreakers) Note(action string, attempt int, err error) {
 	b := a.get(action)
 	if b == nil {
 		return
 	}
 	outcome := breaker.Succeeded
-	if err != nil && !isPermanent(err) {
+	if err != nil && !IsPermanent(err) {
 		outcome = breaker.Failed
 	}
 	if outcome == breaker.Succeeded && b.Steady.Load() {
@@ -133,8 +133,8 @@ func (a *actionBreakers) note(action string, attempt int, err error) {
 	}
 }
 
-// forget gives back a trial of an action that has said nothing: its event was a repeat, for example.
-func (a *actionBreakers) forget(action string) {
+// Forget gives back a trial of an action that has said nothing: its event was a repeat, for example.
+func (a *ActionBreakers) Forget(action string) {
 	if b := a.get(action); b != nil {
 		if trial := b.takeTrial(); trial != nil {
 			trial.Release()
@@ -151,16 +151,16 @@ func (b *actionBreaker) takeTrial() *breaker.Permit {
 	return trial
 }
 
-// wait returns how long it takes until an event of an action may be tried, 0 if that is now or not known.
-func (a *actionBreakers) wait(action string) time.Duration {
+// Wait returns how long it takes until an event of an action may be tried, 0 if that is now or not known.
+func (a *ActionBreakers) Wait(action string) time.Duration {
 	if b := a.get(action); b != nil {
 		return b.Wait()
 	}
 	return 0
 }
 
-// reasons says which breakers are not closed, for Health.
-func (a *actionBreakers) reasons() (reasons []string) {
+// Reasons says which breakers are not closed, for Health.
+func (a *ActionBreakers) Reasons() (reasons []string) {
 	if a == nil {
 		return nil
 	}

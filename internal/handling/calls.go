@@ -1,4 +1,4 @@
-package outbox
+package handling
 
 import (
 	"context"
@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/internal/guardtx"
 )
 
-// handlerTx is a transaction in which handlers are called: a [guardtx.Tx], or a fake.
-type handlerTx interface {
+// Tx is a transaction in which handlers are called: a [guardtx.Tx], or a fake.
+type Tx interface {
 	// Call calls the handler of an action, and finds out what it has done to the transaction.
 	Call(action string, f func(pgx.Tx) error) error
 	// ChangedSettings reports whether a handler has changed settings of the transaction.
@@ -28,16 +28,16 @@ type handlerTx interface {
 // [HandleBatch] gets its events as late as possible, so that it gets many; but not after
 // another handler has got a later event of the same key.
 type handlerCalls struct {
-	tasks     []task
-	keys      []handledKey                   // of tasks
+	tasks     []Task
+	keys      []NoteKey                      // of tasks
 	enough    func(spent time.Duration) bool // by handlers
-	callOne   func(ctx context.Context, h *engineHandler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error)
-	keepApart func(...*engineHandler) // called for one that changes settings
+	callOne   func(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error)
+	keepApart func(...*Handler) // called for one that changes settings
 
-	tx      handlerTx
-	fresh   map[handledKey]bool
+	tx      Tx
+	fresh   map[NoteKey]bool
 	spent   time.Duration // by handlers
-	results []taskResult  // of the first tasks
+	results []TaskResult  // of the first tasks
 	pending []pendingCall
 	mixed   bool // events of several types are among the tasks
 
@@ -46,7 +46,7 @@ type handlerCalls struct {
 	current []int            // the tasks of the call that is under way, or has failed
 	one     struct {         // of a call with a single event: thousands of them share this
 		task    [1]int
-		arrival [1]arrival
+		arrival [1]Arrival
 	}
 	apart bool // a handler has changed settings, so no other may be called
 }
@@ -58,33 +58,33 @@ type pendingCall struct {
 }
 
 // severalCalls reports whether tasks may need more than one call of a handler.
-func severalCalls(tasks []task) bool {
-	return slices.ContainsFunc(tasks[1:], func(t task) bool { return t.kind != inBatch || t.engineHandler != tasks[0].engineHandler })
+func severalCalls(tasks []Task) bool {
+	return slices.ContainsFunc(tasks[1:], func(t Task) bool { return t.Kind != InBatch || t.Handler != tasks[0].Handler })
 }
 
 // run calls the handlers. Between two events it ends if enough says so. It removes the keys
 // of what it has done from fresh.
 func (c *handlerCalls) run(ctx context.Context) error {
-	c.mixed = slices.ContainsFunc(c.tasks, func(t task) bool { return t.meta.Type != c.tasks[0].meta.Type })
-	c.results = make([]taskResult, 0, len(c.tasks))
+	c.mixed = slices.ContainsFunc(c.tasks, func(t Task) bool { return t.Meta.Type != c.tasks[0].Meta.Type })
+	c.results = make([]TaskResult, 0, len(c.tasks))
 	for i, t := range c.tasks {
-		if i > 0 && t.meta.Origin != c.tasks[i-1].meta.Origin && c.enough(c.spent) {
+		if i > 0 && t.Meta.Origin != c.tasks[i-1].Meta.Origin && c.enough(c.spent) {
 			break
 		}
 		fresh := c.fresh[c.keys[i]]
-		c.results = append(c.results, taskResult{task: t, repeat: !fresh})
+		c.results = append(c.results, TaskResult{Task: t, Repeat: !fresh})
 		if !fresh {
 			continue
 		}
 		delete(c.fresh, c.keys[i]) // the next with this key is a repeat
-		if t.kind == inBatch {
+		if t.Kind == InBatch {
 			c.postpone(i)
 			continue
 		}
 		if err := c.flush(ctx, c.conflicts(t)); err != nil {
 			return err
 		}
-		c.one.task[0], c.one.arrival[0] = i, t.arrival
+		c.one.task[0], c.one.arrival[0] = i, t.Arrival
 		if err := c.call(ctx, c.one.task[:], c.one.arrival[:]); err != nil {
 			return err
 		}
@@ -95,12 +95,12 @@ func (c *handlerCalls) run(ctx context.Context) error {
 // conflicts returns how many pending calls have to be made before the handler of a task gets
 // its event: up to the last one with an event of the same key and of another type. Of a single
 // type, each handler gets the events in order in any case.
-func (c *handlerCalls) conflicts(t task) int {
-	if !c.mixed || len(t.meta.Origin.Key) == 0 {
+func (c *handlerCalls) conflicts(t Task) int {
+	if !c.mixed || len(t.Meta.Origin.Key) == 0 {
 		return 0
 	}
 	for n, call := range slices.Backward(c.pending) {
-		if name, ok := call.types[string(t.meta.Origin.Key)]; ok && name != t.meta.Type && c.tasks[call.tasks[0]].engineHandler != t.engineHandler {
+		if name, ok := call.types[string(t.Meta.Origin.Key)]; ok && name != t.Meta.Type && c.tasks[call.tasks[0]].Handler != t.Handler {
 			return n + 1
 		}
 	}
@@ -111,7 +111,7 @@ func (c *handlerCalls) conflicts(t task) int {
 // in between, it begins one behind that.
 func (c *handlerCalls) postpone(i int) {
 	t, n := c.tasks[i], len(c.pending)-1
-	for n >= 0 && c.tasks[c.pending[n].tasks[0]].engineHandler != t.engineHandler {
+	for n >= 0 && c.tasks[c.pending[n].tasks[0]].Handler != t.Handler {
 		n--
 	}
 	if n < c.conflicts(t) {
@@ -121,7 +121,7 @@ func (c *handlerCalls) postpone(i int) {
 	c.pending[n].add(i, t, c.mixed)
 }
 
-func (p *pendingCall) add(i int, t task, mixed bool) {
+func (p *pendingCall) add(i int, t Task, mixed bool) {
 	p.tasks = append(p.tasks, i)
 	if !mixed {
 		return
@@ -129,7 +129,7 @@ func (p *pendingCall) add(i int, t task, mixed bool) {
 	if p.types == nil {
 		p.types = map[string]string{}
 	}
-	key, eventType := string(t.meta.Origin.Key), t.meta.Type
+	key, eventType := string(t.Meta.Origin.Key), t.Meta.Type
 	if name, ok := p.types[key]; ok && name != eventType {
 		eventType = ""
 	}
@@ -139,9 +139,9 @@ func (p *pendingCall) add(i int, t task, mixed bool) {
 // flush makes the first n pending calls.
 func (c *handlerCalls) flush(ctx context.Context, n int) error {
 	for _, pending := range c.pending[:n] {
-		arrivals := make([]arrival, len(pending.tasks))
+		arrivals := make([]Arrival, len(pending.tasks))
 		for n, i := range pending.tasks {
-			arrivals[n] = c.tasks[i].arrival
+			arrivals[n] = c.tasks[i].Arrival
 		}
 		if err := c.call(ctx, pending.tasks, arrivals); err != nil {
 			return err
@@ -152,18 +152,18 @@ func (c *handlerCalls) flush(ctx context.Context, n int) error {
 }
 
 // call calls the handler of tasks, given by their index, with their events.
-func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []arrival) error {
+func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival) error {
 	if c.apart {
 		return guardtx.ErrSettings
 	}
 	first := &c.tasks[tasks[0]]
 	if c.event == nil {
-		c.event = first.meta.Origin
+		c.event = first.Meta.Origin
 	}
-	c.others, c.current = c.others || c.event != first.meta.Origin, tasks
+	c.others, c.current = c.others || c.event != first.Meta.Origin, tasks
 	var took time.Duration
-	err := c.tx.Call(first.action, func(tx pgx.Tx) (err error) {
-		took, err = c.callOne(batchContext(ctx, arrivals), first.engineHandler, tx, arrivals)
+	err := c.tx.Call(first.Action, func(tx pgx.Tx) (err error) {
+		took, err = c.callOne(batchContext(ctx, arrivals), first.Handler, tx, arrivals)
 		return err
 	})
 	if err != nil {
@@ -175,38 +175,38 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []arrival
 	}
 	if c.tx.ChangedSettings() && len(c.tasks) > 1 {
 		c.apart = true
-		c.keepApart(first.engineHandler)
+		c.keepApart(first.Handler)
 	}
 	return nil
 }
 
-// taskError is the error of a call of a handler, in a transaction of several tasks.
-type taskError struct {
-	task    task // the first of the call
+// TaskError is the error of a call of a handler, in a transaction of several tasks.
+type TaskError struct {
+	task    Task // the first of the call
 	events  int  // of the call
-	certain bool // it cannot be due to another event than the task's
-	err     error
+	Certain bool // it cannot be due to another event than the task's
+	Err     error
 }
 
-func (e *taskError) Error() string { return e.err.Error() }
-func (e *taskError) Unwrap() error { return e.err }
+func (e *TaskError) Error() string { return e.Err.Error() }
+func (e *TaskError) Unwrap() error { return e.Err }
 
-// of returns the error if it is that of a task.
-func (e *taskError) of(t task) error {
-	if e == nil || !e.certain || e.task.engineHandler != t.engineHandler || e.task.meta.Origin != t.meta.Origin {
+// Of returns the error if it is that of a task.
+func (e *TaskError) Of(t Task) error {
+	if e == nil || !e.Certain || e.task.Handler != t.Handler || e.task.Meta.Origin != t.Meta.Origin {
 		return nil
 	}
-	return e.err
+	return e.Err
 }
 
-// itemsToRepeat returns how many of the first of n items are to be tried again together, after the transaction of all
+// ItemsToRepeat returns how many of the first of n items are to be tried again together, after the transaction of all
 // has failed: those in front of the one whose handler has failed. If that had got several events, or if nobody knows whose error it
 // is, it is half of them. With 0, the first is to be handled by itself. Index finds an item by its origin.
-func itemsToRepeat(err error, n int, index func(*envelope.Origin) int) (repeat int, failed *taskError) {
+func ItemsToRepeat(err error, n int, index func(*envelope.Origin) int) (repeat int, failed *TaskError) {
 	if !errors.As(err, &failed) || failed.events > 1 {
 		return n / 2, failed
 	}
-	return index(failed.task.meta.Origin), failed
+	return index(failed.task.Meta.Origin), failed
 }
 
 // name adds to the error of a handler that has ended its goroutine which one it was.
@@ -217,14 +217,14 @@ func (c *handlerCalls) name(err error) error {
 	return err
 }
 
-func endedGoroutine(t task, err error) error { return fmt.Errorf("handler %s: %w", t.action, err) }
+func endedGoroutine(t Task, err error) error { return fmt.Errorf("handler %s: %w", t.Action, err) }
 
-// attribute makes an error a [*taskError] if a handler returned it. It is certain whose it is if the handler of a
+// attribute makes an error a [*TaskError] if a handler returned it. It is certain whose it is if the handler of a
 // single event returned it before one of another event was called. Otherwise what the others have left in the
 // transaction may have caused it.
 func (c *handlerCalls) attribute(err error) error {
 	if len(c.current) == 0 {
 		return err
 	}
-	return &taskError{c.tasks[c.current[0]], len(c.current), len(c.current) == 1 && !c.others, err}
+	return &TaskError{c.tasks[c.current[0]], len(c.current), len(c.current) == 1 && !c.others, err}
 }

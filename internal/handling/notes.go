@@ -1,4 +1,4 @@
-package outbox
+package handling
 
 import (
 	"context"
@@ -15,41 +15,40 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handled"
-	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// handledStore is the table event_handled, for one group, and the transactions that
+// Notes is the table event_handled, for one group, and the transactions that
 // write to it.
-type handledStore struct {
+type Notes struct {
 	db            *pgxpool.Pool
 	schema, group string
-	durable       bool         // transactions wait for the disk, whatever the role's synchronous_commit is
+	Durable       bool         // transactions wait for the disk, whatever the role's synchronous_commit is
 	taken         atomic.Int32 // times in a row that a note got an id that was taken
 
-	mark, otherSources, renew, unmark, look string // the statements of these names
+	Mark, otherSources, renew, unmark, look string // the statements of these names
 }
 
-func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
+func NewNotes(db *pgxpool.Pool, schema, group string) *Notes {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
-	return &handledStore{
+	return &Notes{
 		db: db, schema: schema, group: group,
-		mark: in(sqlMark), otherSources: in(sqlOtherSources), renew: in(sqlRenewMarks), unmark: in(sqlUnmark), look: in(sqlLookHandled),
+		Mark: in(sqlMark), otherSources: in(sqlOtherSources), renew: in(sqlRenewMarks), unmark: in(sqlUnmark), look: in(sqlLookHandled),
 	}
 }
 
-// handledKey marks an action that is done. An event is identified by its source and its
-// id together: aggregateID is the id, or a text in which both run together, and source is
+// NoteKey marks an action that is done. An event is identified by its source and its
+// id together: AggregateID is the id, or a text in which both run together, and Source is
 // the source.
-type handledKey struct {
-	aggregateType, aggregateID, action string
-	source                             string // "" for a key of OncePer
+type NoteKey struct {
+	AggregateType, AggregateID, action string
+	Source                             string // "" for a key of OncePer
 }
 
-// ofSource returns the key under which an action is noted if the events of another source
+// OfSource returns the key under which an action is noted if the events of another source
 // have taken its own.
-func (k handledKey) ofSource() handledKey {
-	k.aggregateID = handled.KeyBeside(k.source, k.aggregateID)
+func (k NoteKey) OfSource() NoteKey {
+	k.AggregateID = handled.KeyBeside(k.Source, k.AggregateID)
 	return k
 }
 
@@ -90,12 +89,12 @@ SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
 // begin begins a transaction that notes keys as handled, and returns those that were not noted
 // before. Mostly that is all of them, and one statement does. Where some were noted, a second
 // one looks whether that was the event of another source, whose id is the same.
-func (s *handledStore) begin(ctx context.Context, conn *pgx.Conn, keys []handledKey, shared bool) (tx *guardtx.Tx, fresh map[handledKey]bool, err error) {
+func (s *Notes) begin(ctx context.Context, conn *pgx.Conn, keys []NoteKey, shared bool) (tx *guardtx.Tx, fresh map[NoteKey]bool, err error) {
 	tx, err = guardtx.Begin(ctx, conn, shared, func(b *pgx.Batch) {
-		if s.durable {
+		if s.Durable {
 			b.Queue(pg.Durable)
 		}
-		b.Queue(s.mark, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
+		b.Queue(s.Mark, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
 			fresh, err = readKeys(rows, len(keys))
 			return err
 		})
@@ -103,26 +102,26 @@ func (s *handledStore) begin(ctx context.Context, conn *pgx.Conn, keys []handled
 	if err != nil {
 		return nil, nil, err
 	}
-	if err := s.markOthers(ctx, tx.Own(), keys, fresh); err != nil {
+	if err := s.MarkOthers(ctx, tx.Own(), keys, fresh); err != nil {
 		tx.Rollback(ctx)
 		return nil, nil, err
 	}
 	return tx, fresh, nil
 }
 
-// markOthers notes those keys that are noted for the event of another source, and adds them to
+// MarkOthers notes those keys that are noted for the event of another source, and adds them to
 // fresh.
-func (s *handledStore) markOthers(ctx context.Context, tx pgx.Tx, keys []handledKey, fresh map[handledKey]bool) error {
-	var noted []handledKey
+func (s *Notes) MarkOthers(ctx context.Context, tx pgx.Tx, keys []NoteKey, fresh map[NoteKey]bool) error {
+	var noted []NoteKey
 	for _, k := range keys {
-		if k.source != "" && !fresh[k] {
+		if k.Source != "" && !fresh[k] {
 			noted = append(noted, k)
 		}
 	}
 	if len(noted) == 0 {
 		return nil
 	}
-	others, err := s.keysOf(ctx, tx, s.otherSources, noted)
+	others, err := s.KeysOf(ctx, tx, s.otherSources, noted)
 	if err != nil || len(others) == 0 {
 		return err
 	}
@@ -134,27 +133,27 @@ func (s *handledStore) markOthers(ctx context.Context, tx pgx.Tx, keys []handled
 // markBesides notes keys that the events of other sources have taken. It returns those
 // that are new. The notes that were there first must not be removed before the new ones:
 // whoever finds none does not look for more.
-func (s *handledStore) markBesides(ctx context.Context, tx pgx.Tx, taken []handledKey) (map[handledKey]bool, error) {
-	own := make([]handledKey, len(taken))
+func (s *Notes) markBesides(ctx context.Context, tx pgx.Tx, taken []NoteKey) (map[NoteKey]bool, error) {
+	own := make([]NoteKey, len(taken))
 	for i, k := range taken {
-		own[i] = k.ofSource()
+		own[i] = k.OfSource()
 	}
-	noted, err := s.keysOf(ctx, tx, s.mark, own)
+	noted, err := s.KeysOf(ctx, tx, s.Mark, own)
 	if err != nil {
 		return nil, err
 	}
-	fresh := map[handledKey]bool{}
+	fresh := map[NoteKey]bool{}
 	for i, k := range taken {
 		if noted[own[i]] {
 			fresh[k] = true
 		}
 	}
-	_, err = s.keysOf(ctx, tx, s.renew, slices.Collect(maps.Keys(fresh)))
+	_, err = s.KeysOf(ctx, tx, s.renew, slices.Collect(maps.Keys(fresh)))
 	return fresh, err
 }
 
-// keysOf runs a statement on keys and returns the keys that it returns.
-func (s *handledStore) keysOf(ctx context.Context, tx pgx.Tx, statement string, keys []handledKey) (map[handledKey]bool, error) {
+// KeysOf runs a statement on keys and returns the keys that it returns.
+func (s *Notes) KeysOf(ctx context.Context, tx pgx.Tx, statement string, keys []NoteKey) (map[NoteKey]bool, error) {
 	if len(keys) == 0 {
 		return nil, nil
 	}
@@ -166,10 +165,10 @@ func (s *handledStore) keysOf(ctx context.Context, tx pgx.Tx, statement string, 
 }
 
 // readKeys reads at most n keys.
-func readKeys(rows pgx.Rows, n int) (map[handledKey]bool, error) {
-	found := make(map[handledKey]bool, n)
-	var k handledKey
-	_, err := pgx.ForEachRow(rows, []any{&k.aggregateType, &k.aggregateID, &k.action, &k.source}, func() error {
+func readKeys(rows pgx.Rows, n int) (map[NoteKey]bool, error) {
+	found := make(map[NoteKey]bool, n)
+	var k NoteKey
+	_, err := pgx.ForEachRow(rows, []any{&k.AggregateType, &k.AggregateID, &k.action, &k.Source}, func() error {
 		found[k] = true
 		return nil
 	})
@@ -184,11 +183,11 @@ DELETE FROM {schema}.event_handled AS h
    AND coalesce(h.event_source, '') = k.s`
 
 // unmarkAll takes back the notes of keys that are not handled.
-func (s *handledStore) unmarkAll(ctx context.Context, tx pgx.Tx, keys map[handledKey]bool) error {
-	all := make([]handledKey, 0, 2*len(keys))
+func (s *Notes) unmarkAll(ctx context.Context, tx pgx.Tx, keys map[NoteKey]bool) error {
+	all := make([]NoteKey, 0, 2*len(keys))
 	for k := range keys {
-		if all = append(all, k); k.source != "" {
-			all = append(all, k.ofSource())
+		if all = append(all, k); k.Source != "" {
+			all = append(all, k.OfSource())
 		}
 	}
 	_, err := tx.Exec(ctx, s.unmark, s.argsOf(all)...)
@@ -197,12 +196,12 @@ func (s *handledStore) unmarkAll(ctx context.Context, tx pgx.Tx, keys map[handle
 
 // argsOf returns the arguments of the statements on keys: the group, and keys as the columns
 // of a table.
-func (s *handledStore) argsOf(keys []handledKey) []any {
+func (s *Notes) argsOf(keys []NoteKey) []any {
 	texts := make([]string, 4*len(keys))
 	n := len(keys)
 	types, ids, actions, sources := texts[:n], texts[n:2*n], texts[2*n:3*n], texts[3*n:]
 	for i, k := range keys {
-		types[i], ids[i], actions[i], sources[i] = k.aggregateType, k.aggregateID, k.action, k.source
+		types[i], ids[i], actions[i], sources[i] = k.AggregateType, k.AggregateID, k.action, k.Source
 	}
 	return []any{s.group, types, ids, actions, sources}
 }
@@ -210,22 +209,22 @@ func (s *handledStore) argsOf(keys []handledKey) []any {
 // sqlLookHandled fails if the table does not exist, or is of an earlier release.
 const sqlLookHandled = `SELECT consumer_group, aggregate_type, aggregate_id, action, event_source FROM {schema}.event_handled LIMIT 0`
 
-// check reports why the table cannot be used.
-func (s *handledStore) check(ctx context.Context) error {
+// Check reports why the table cannot be used.
+func (s *Notes) Check(ctx context.Context) error {
 	_, err := s.db.Exec(ctx, s.look)
 	return err
 }
 
-// ping implements transactor.
-func (s *handledStore) ping(ctx context.Context) error { return s.db.Ping(ctx) }
+// Ping implements Transactor.
+func (s *Notes) Ping(ctx context.Context) error { return s.db.Ping(ctx) }
 
-// storeError is the error of a statement of the consumer's own, with which it notes what is
+// NoteError is the error of a statement of the consumer's own, with which it notes what is
 // handled. It says nothing about the event: the table is locked or missing, for example, its
 // sequence draws ids that are taken, or there was no connection to be had.
-type storeError struct{ err error }
+type NoteError struct{ Err error }
 
-func (e *storeError) Error() string { return e.err.Error() }
-func (e *storeError) Unwrap() error { return e.err }
+func (e *NoteError) Error() string { return e.Err.Error() }
+func (e *NoteError) Unwrap() error { return e.Err }
 
 // connectionError is an error with which the connection to PostgreSQL was lost.
 type connectionError struct{ err error }
@@ -233,20 +232,20 @@ type connectionError struct{ err error }
 func (e *connectionError) Error() string { return e.err.Error() }
 func (e *connectionError) Unwrap() error { return e.err }
 
-// inTx implements transactor.
-func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys []handledKey, shared bool, f func(handlerTx, map[handledKey]bool) error) error {
+// InTx implements Transactor.
+func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f func(Tx, map[NoteKey]bool) error) error {
 	work.AwaitTx()
 	defer work.Release()
 	conn, err := pg.Borrow(ctx, s.db)
 	if err != nil {
-		return &storeError{fmt.Errorf("begin: %w", err)}
+		return &NoteError{fmt.Errorf("begin: %w", err)}
 	}
 	defer conn.Return()
 	if err := work.Use(conn); err != nil {
 		return err
 	}
 	if err := s.passTaken(ctx, conn.Conn); err != nil {
-		return &storeError{fmt.Errorf("pass over ids of event_handled that are taken: %w", err)}
+		return &NoteError{fmt.Errorf("pass over ids of event_handled that are taken: %w", err)}
 	}
 	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared)
 	if err != nil {
@@ -256,7 +255,7 @@ func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys [
 		} else if pg.IsRejectedRow(err) {
 			return err // the key cannot be stored
 		}
-		return &storeError{err}
+		return &NoteError{err}
 	}
 	s.taken.Store(0)
 	work.TxBegun()
@@ -275,7 +274,7 @@ const sqlPassTaken = `SELECT count(nextval(format('%I.event_handled_id_seq', $1:
 
 // passTaken draws ids without using them, ten times as many each time, where the last ones were
 // taken: by whoever may choose ids, or because the sequence is that of an older backup.
-func (s *handledStore) passTaken(ctx context.Context, conn *pgx.Conn) error {
+func (s *Notes) passTaken(ctx context.Context, conn *pgx.Conn) error {
 	times := s.taken.Load()
 	if times == 0 {
 		return nil
@@ -286,39 +285,39 @@ func (s *handledStore) passTaken(ctx context.Context, conn *pgx.Conn) error {
 }
 
 // finishTx runs f in a transaction and commits it, without the notes of what f has not done.
-func (s *handledStore) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[handledKey]bool, f func(handlerTx, map[handledKey]bool) error) error {
+func (s *Notes) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[NoteKey]bool, f func(Tx, map[NoteKey]bool) error) error {
 	if err := f(tx, fresh); err != nil {
 		return err
 	}
 	if len(fresh) > 0 {
 		if err := s.unmarkAll(ctx, tx.Own(), fresh); err != nil {
-			return &storeError{fmt.Errorf("take back notes of what is not handled: %w", err)}
+			return &NoteError{fmt.Errorf("take back notes of what is not handled: %w", err)}
 		}
 	}
 	return tx.Commit(ctx)
 }
 
-// sourceKeyOf names the source of an event.
-func sourceKeyOf(m *envelope.Received) string {
+// SourceKeyOf names the source of an event.
+func SourceKeyOf(m *envelope.Received) string {
 	if m.ByPosition && m.Kafka != nil {
 		return handled.SourceKeyIn(m.Source, m.Origin.TopicID)
 	}
 	return handled.SourceKey(m.Source)
 }
 
-// keyOf returns the key by which a repeat of a task is known.
-func keyOf(t *task) (handledKey, error) {
-	k := handledKey{aggregateType: t.meta.Type, aggregateID: handled.EventKey(t.meta.Source, t.meta.ID), action: t.action, source: sourceKeyOf(&t.meta)}
-	if t.key != nil {
-		k.source = ""
-		k.aggregateType, k.aggregateID = t.key(t.event, &t.meta)
+// KeyOf returns the key by which a repeat of a task is known.
+func KeyOf(t *Task) (NoteKey, error) {
+	k := NoteKey{AggregateType: t.Meta.Type, AggregateID: handled.EventKey(t.Meta.Source, t.Meta.ID), action: t.Action, Source: SourceKeyOf(&t.Meta)}
+	if t.Key != nil {
+		k.Source = ""
+		k.AggregateType, k.AggregateID = t.Key(t.Event, &t.Meta)
 	}
 	for _, part := range []struct {
 		field, text string
 		limit       int
-	}{{"aggregate_type", k.aggregateType, envelope.MaxAggregateType}, {"aggregate_id", k.aggregateID, envelope.MaxAggregateID}} {
+	}{{"aggregate_type", k.AggregateType, envelope.MaxAggregateType}, {"aggregate_id", k.AggregateID, envelope.MaxAggregateID}} {
 		if err := check.Text(part.text, part.limit); err != nil {
-			return k, permanent(&envelope.FieldError{EventType: t.meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.action, err)})
+			return k, Permanent(&envelope.FieldError{EventType: t.Meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.Action, err)})
 		}
 	}
 	return k, nil

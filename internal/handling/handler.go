@@ -1,0 +1,128 @@
+package handling
+
+import (
+	"context"
+	"fmt"
+	"reflect"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/eventheader"
+)
+
+// Handler is an action on the events of a Go type, and the function that carries it out.
+type Handler struct {
+	Action  string
+	GoType  reflect.Type
+	Kind    handlerKind
+	One     func(context.Context, pgx.Tx, *Arrival) error                                 // of inTx and noTx
+	Many    func(context.Context, pgx.Tx, []Arrival) error                                // of inBatch
+	Key     func(event any, about *envelope.Received) (aggregateType, aggregateID string) // nil: the event itself
+	KeyType reflect.Type                                                                  // the Go type of the events that key takes; nil without one
+	Retry   RetryPolicy
+	InPlace bool // its partition waits while an event is tried again
+}
+
+// handlerKind says in what a handler is called.
+type handlerKind uint8
+
+const (
+	InTx handlerKind = iota
+	InBatch
+	NoTx
+)
+
+// call calls the function of a handler.
+func (h *Handler) call(ctx context.Context, tx pgx.Tx, arrivals []Arrival) error {
+	if h.Kind == InBatch {
+		return h.Many(ctx, tx, arrivals)
+	}
+	return h.One(ctx, tx, &arrivals[0])
+}
+
+// callGuarded is call, with a panic as an error.
+func (h *Handler) callGuarded(ctx context.Context, tx pgx.Tx, arrivals []Arrival) error {
+	return Guard(func() error { return h.call(ctx, tx, arrivals) })
+}
+
+// Arrival is an event, decoded, of the Go type that its handler takes.
+type Arrival struct {
+	Event any
+	Meta  envelope.Received
+}
+
+// Task is an action on an event.
+type Task struct {
+	*Handler
+	Arrival
+}
+
+// TaskResult is a task that went well.
+type TaskResult struct {
+	Task
+	Repeat bool          // the action was done before
+	took   time.Duration // by the handler
+}
+
+// eventContext carries the correlation id, the trace id and the traceparent of an event. It is
+// one allocation, where [WithCorrelationID] and the others would make six.
+type eventContext struct {
+	context.Context
+	correlationID, traceID, traceParent string // "" for that of the outer context
+}
+
+// Value implements context.Context.
+func (c *eventContext) Value(key any) any {
+	switch {
+	case key == any(envelope.CorrelationKey) && c.correlationID != "":
+		return c.correlationID
+	case key == any(envelope.TraceIDKey) && c.traceID != "":
+		return c.traceID
+	case key == any(envelope.TraceKey) && c.traceParent != "":
+		return c.traceParent
+	}
+	return c.Context.Value(key)
+}
+
+// EventContext returns a context with the correlation id, the trace id and the traceparent
+// that the event arrived with.
+func EventContext(ctx context.Context, m *envelope.Received) context.Context {
+	correlationID, traceID, traceParent := m.Extensions[eventheader.Correlation], m.Extensions[eventheader.TraceID], m.Extensions[eventheader.TraceParent]
+	if correlationID == "" && traceID == "" && traceParent == "" {
+		return ctx
+	}
+	return &eventContext{ctx, correlationID, traceID, traceParent}
+}
+
+// batchContext is [EventContext] for a single event; several have no one trace.
+func batchContext(ctx context.Context, arrivals []Arrival) context.Context {
+	if len(arrivals) == 1 {
+		return EventContext(ctx, &arrivals[0].Meta)
+	}
+	return ctx
+}
+
+const maxAction = 100 // characters
+
+// validate says why a handler cannot be used.
+func (h *Handler) validate() error {
+	bad := func(field string, err error) error {
+		return &envelope.FieldError{EventType: h.GoType.String(), Index: -1, Field: field, Err: err}
+	}
+	switch err := check.Text(h.Action, maxAction); {
+	case err != nil:
+		return bad("action", err)
+	case h.One == nil && h.Many == nil:
+		return bad("handler", fmt.Errorf("function of %s %w", h.Action, check.ErrNilArgument))
+	case h.KeyType != nil && h.Kind == NoTx:
+		return bad("OncePer", fmt.Errorf("of %s %w: nothing records what a handler of HandleNoTx has done", h.Action, check.ErrMalformed))
+	case h.Retry.Validate() != nil:
+		return bad("WithRetry", fmt.Errorf("of %s: %w", h.Action, h.Retry.Validate()))
+	case h.KeyType != nil && h.KeyType != h.GoType:
+		return bad("OncePer", fmt.Errorf("of %s %w: its key is of %s", h.Action, check.ErrMalformed, h.KeyType))
+	}
+	return nil
+}

@@ -1,0 +1,341 @@
+package handling
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Processor decodes events, finds their handlers and runs them, in transactions that
+// note what is done. It neither retries nor gives up, and does not know what brings the events:
+// that is for its caller. It belongs to one goroutine, see forOne.
+type Processor struct {
+	Rules  *Rules
+	Routes Routes
+	Store  Transactor // nil without PostgreSQL
+	Log    *slog.Logger
+	input  *inputLog
+	apart  *sync.Map // *Handler: those that change settings, see keepApart
+
+	retriesFor *contain.Callback // calls RetriesFor of a policy
+	work       *Activity
+
+	// Complete, if it is not nil, does what belongs to the tasks that went well, repeats among
+	// them: in their transaction, after the handlers and before the commit.
+	Complete func(ctx context.Context, tx Tx, results []TaskResult) error
+	// Begin, if it is not nil, runs in the transaction of tasks before their handlers.
+	Begin func(ctx context.Context, tx Tx, tasks []Task) error
+}
+
+// ForOne returns the processor of another goroutine, whose activity is noted in work.
+func (p *Processor) ForOne(work *Activity) *Processor {
+	own := *p
+	own.work = work
+	return &own
+}
+
+// Transactor is PostgreSQL as a processor needs it: a [Notes], or a fake.
+type Transactor interface {
+	// InTx notes keys as handled and runs f, in a transaction whose connection is noted in
+	// work. Fresh holds the keys that were not noted before; f removes those of what it has
+	// done, and the notes of the others are taken back. The transaction is shared if f may
+	// call several handlers. If the notes cannot be made, the error is a [*NoteError], and if
+	// the connection was lost later, a [*connectionError].
+	InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f func(tx Tx, fresh map[NoteKey]bool) error) error
+	// Ping reports why there is no connection to be had.
+	Ping(ctx context.Context) error
+}
+
+// ProcessBatch runs tasks of several events in a single transaction. If one of them fails,
+// nothing has happened; the error is a [*TaskError] if it is certain whose it is. Otherwise it
+// returns the first event that is not done, or nil: there is one if enough said so between two
+// events.
+func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (next *envelope.Origin, err error) {
+	c, err := p.transact(ctx, tasks, enough)
+	if err != nil {
+		return nil, c.attribute(err)
+	}
+	p.Notify(ctx, c.results)
+	if len(c.results) == len(tasks) {
+		return nil, nil
+	}
+	return tasks[len(c.results)].Meta.Origin, nil
+}
+
+// ProcessOne runs a task by itself.
+func (p *Processor) ProcessOne(ctx context.Context, t Task) error {
+	if t.Kind != NoTx {
+		c, err := p.transact(ctx, []Task{t}, func(time.Duration) bool { return false })
+		if err == nil {
+			p.Notify(ctx, c.results)
+		}
+		return err
+	}
+	var took time.Duration
+	err := contain.Do(func() (err error) {
+		took, err = p.callHandler(EventContext(ctx, &t.Meta), t.Handler, nil, []Arrival{t.Arrival})
+		return err
+	})
+	switch {
+	case err == nil:
+		p.Notify(ctx, []TaskResult{{Task: t, took: took}})
+	case errors.Is(err, contain.ErrGoexit):
+		return endedGoroutine(t, err)
+	}
+	return err
+}
+
+// transact runs tasks in a transaction, but for repeats. It commits before all of them
+// are done if enough says so; then there are fewer results than tasks.
+//
+// What runs here is the host's, and may end its goroutine.
+func (p *Processor) transact(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (*handlerCalls, error) {
+	c := &handlerCalls{tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough, callOne: p.callHandler, keepApart: p.keepApart}
+	err := contain.Do(func() error {
+		if err := p.findKeys(ctx, c); err != nil {
+			return err
+		}
+		return p.Store.InTx(ctx, p.work, c.keys, severalCalls(tasks), func(tx Tx, fresh map[NoteKey]bool) error {
+			c.tx, c.fresh = tx, fresh
+			if p.Begin != nil {
+				if err := p.Begin(ctx, tx, tasks); err != nil {
+					return &completeError{err}
+				}
+			}
+			if err := c.run(ctx); err != nil || p.Complete == nil {
+				return err
+			}
+			if err := p.Complete(ctx, tx, c.results); err != nil {
+				return &completeError{err}
+			}
+			return nil
+		})
+	})
+	own, _ := errors.AsType[*completeError](err)
+	if err = c.name(err); own == nil && errors.Is(err, guardtx.ErrSettings) {
+		p.keepApart(handlersOf(tasks)...)
+	}
+	return c, err
+}
+
+// completeError is the error of what was to be done for tasks in their transaction beside the
+// calls of their handlers. It says nothing about these, nor about their events.
+type completeError struct{ err error }
+
+// ErrUnfinished means that a handler has left its transaction in a state in which it cannot be
+// completed: it has made it read-only, for example.
+var ErrUnfinished = errors.New("the handler has left its transaction so that what it did cannot be noted")
+
+func (e *completeError) Error() string { return e.err.Error() }
+func (e *completeError) Unwrap() error { return e.err }
+
+// findKeys fills in the keys of the tasks, which may be for the host to say.
+func (p *Processor) findKeys(ctx context.Context, c *handlerCalls) (err error) {
+	for i, t := range c.tasks {
+		find := func() {
+			err = Guard(func() (err error) { c.keys[i], err = KeyOf(&c.tasks[i]); return err })
+		}
+		if t.Key == nil {
+			find()
+		} else {
+			p.CallHost(ctx, "key of OncePer", t.Action, &t.Meta, find)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// handlersOf returns the handlers of tasks.
+func handlersOf(tasks []Task) (handlers []*Handler) {
+	for _, t := range tasks {
+		if !slices.Contains(handlers, t.Handler) {
+			handlers = append(handlers, t.Handler)
+		}
+	}
+	return handlers
+}
+
+// Sharing reports whether tasks may run in a single transaction: several do, unless one of
+// their handlers changes settings.
+func (p *Processor) Sharing(tasks []Task) bool {
+	return len(tasks) > 1 && !slices.ContainsFunc(tasks, func(t Task) bool {
+		_, apart := p.apart.Load(t.Handler)
+		return apart
+	})
+}
+
+// keepApart notes that one of these handlers changes settings of its transaction, which others
+// must not see. From now on the events that arrive with theirs are handled one by one.
+func (p *Processor) keepApart(handlers ...*Handler) {
+	var actions []string
+	for _, h := range handlers {
+		if _, known := p.apart.LoadOrStore(h, nil); !known {
+			actions = append(actions, h.Action)
+		}
+	}
+	if len(actions) > 0 {
+		p.Log.Warn("outbox: a handler changes settings of its transaction; what arrives with its events is handled one by one", "action", strings.Join(actions, " or "))
+	}
+}
+
+// callHandler calls a handler, for at most HandlerTimeout if it minds its context, and
+// returns how long it took. The handler may end its goroutine: what is deferred is done.
+func (p *Processor) callHandler(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error) {
+	bounded, cancel := context.WithTimeout(ctx, p.Rules.HandlerTimeout)
+	defer cancel()
+	first := &arrivals[0].Meta
+	p.work.Begin(Call{
+		Context: ctx, Action: h.Action, Type: first.Type, ID: first.ID, AggregateType: first.AggregateType(), AggregateID: first.Subject,
+		Events: len(arrivals), Place: PlaceOf(first.Origin),
+	})
+	defer func() { took = p.work.End() }()
+	err = p.callInMiddleware(bounded, h, tx, arrivals)
+	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
+		err = &timeoutError{err: err, after: p.Rules.HandlerTimeout}
+	}
+	return 0, err
+}
+
+// CallHost calls f, which calls a function of the host other than a handler for an event.
+// What it does is known meanwhile, in case it does not return.
+func (p *Processor) CallHost(ctx context.Context, function, action string, m *envelope.Received, f func()) {
+	p.work.Begin(Call{
+		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, AggregateType: m.AggregateType(), AggregateID: m.Subject, Events: 1, Place: PlaceOf(m.Origin),
+	})
+	defer p.work.End() // also if f ends its goroutine
+	f()
+}
+
+// Retries returns how often an action is tried again that has failed with err. Call is passed what calls RetriesFor.
+func (p *Processor) Retries(policy RetryPolicy, err error, call func(func())) int {
+	retries := policy.MaxRetries
+	if policy.RetriesFor != nil {
+		call(func() {
+			p.retriesFor.Alone(func() { retries = policy.RetriesFor(err) })
+		})
+	}
+	return retries
+}
+
+// PlaceOf says where an event came from, for log lines.
+func PlaceOf(o *envelope.Origin) Place {
+	return Place{
+		Topic: o.Record.Topic, Partition: o.Record.Partition, Offset: o.Record.Offset, Stream: o.Stream, DeliveryID: o.DeliveryID,
+	}
+}
+
+// EventAttrs returns what a log line says of an event.
+func EventAttrs(m *envelope.Received, more ...any) []any {
+	return append(attrsAt(PlaceOf(m.Origin), m.Type, m.ID, m.AggregateType(), m.Subject), more...)
+}
+
+// timeoutError is the error of a handler after HandlerTimeout.
+type timeoutError struct {
+	err   error
+	after time.Duration
+}
+
+func (e *timeoutError) Error() string {
+	return fmt.Sprintf("after HandlerTimeout, %v: %v", e.after, e.err)
+}
+func (e *timeoutError) Unwrap() []error { return []error{e.err, context.DeadlineExceeded} }
+
+// callInMiddleware calls a handler within all middleware.
+func (p *Processor) callInMiddleware(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) error {
+	if len(p.Rules.Middleware) == 0 {
+		return h.callGuarded(ctx, tx, arrivals)
+	}
+	call := func(ctx context.Context) error { return h.callGuarded(ctx, tx, arrivals) }
+	about := HandlerCall{Action: h.Action, Arrivals: arrivals, Tx: tx}
+	for _, m := range slices.Backward(p.Rules.Middleware) {
+		inner := call
+		call = func(ctx context.Context) error { return callMiddleware(ctx, m, about, inner) }
+	}
+	return call(ctx)
+}
+
+// callMiddleware calls a middleware around what is next. It returns when both have ended,
+// also if the middleware calls next in another goroutine.
+func callMiddleware(ctx context.Context, m Middleware, about HandlerCall, inner func(context.Context) error) (err error) {
+	next := contain.NewNext(inner)
+	defer func() { // also if something ends the goroutine
+		if misuse := next.End(); misuse != nil {
+			err = fmt.Errorf("middleware of handler %s: %w", about.Action, errors.Join(misuse, err))
+		}
+	}()
+	return Guard(func() error { return m(ctx, about, next.Call) })
+}
+
+// Notify calls the hooks for what is done and committed. They may end their goroutine.
+func (p *Processor) Notify(ctx context.Context, results []TaskResult) {
+	for next := 0; next < len(results); {
+		_ = contain.Do(func() error { // its error is logged where the hook is called
+			p.CallHost(ctx, "hook Handled or Repeated", results[next].Action, &results[next].Meta, func() {
+				for next < len(results) {
+					next++
+					p.notifyOne(ctx, results[next-1])
+				}
+			})
+			return nil
+		})
+	}
+}
+
+func (p *Processor) notifyOne(ctx context.Context, r TaskResult) {
+	switch {
+	case r.Repeat:
+		if p.Log.Enabled(ctx, slog.LevelDebug) {
+			p.Log.DebugContext(EventContext(ctx, &r.Meta), "outbox: event handled already",
+				EventAttrs(&r.Meta, "action", r.Action)...)
+		}
+		if p.Rules.Hooks.Repeated != nil {
+			p.Rules.Hooks.Repeated(&r.Meta, r.Action)
+		}
+	case p.Rules.Hooks.Handled != nil:
+		p.Rules.Hooks.Handled(&r.Meta, r.Action, r.took)
+	}
+}
+
+// IsOutage reports whether a task failed for want of PostgreSQL, and not because of its event:
+// then the event waits, and no attempt is counted. That is so if the processor could not note
+// what it is about to do, or complete what is done. An error of a handler may be about anything: another server, or
+// what the handler has done to its connection. It is an outage only if the processor's own pool
+// has no connection either; and not if the handler had used up its time.
+func (p *Processor) IsOutage(ctx context.Context, err error, kind handlerKind, late bool) bool {
+	var store *NoteError
+	var completing *completeError
+	if errors.Is(err, ErrUnfinished) {
+		return false
+	}
+	if errors.As(err, &store) || errors.As(err, &completing) {
+		return true
+	}
+	var lost *connectionError
+	if p.Store == nil || late || kind != NoTx && !errors.As(err, &lost) && !pg.IsOutage(err) {
+		return false
+	}
+	const patience = 5 * time.Second
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	return p.Store.Ping(ctx) != nil
+}
+
+// IsLate reports whether a handler, or all of a transaction, has used up its time.
+func IsLate(ctx context.Context, err error) bool {
+	timedOut, _ := errors.AsType[*timeoutError](err)
+	return timedOut != nil || ctx.Err() != nil
+}

@@ -1,0 +1,240 @@
+package handling
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"maps"
+	"reflect"
+	"regexp"
+	"slices"
+	"sync"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
+)
+
+// EventType is an event type of the registry, as handlers need it.
+type EventType struct {
+	Name   string // the CloudEvents type
+	Topic  string
+	GoType reflect.Type
+	Codec  Codec
+}
+
+// Codec decodes the payloads of a content type.
+type Codec struct {
+	ContentType string
+	Decode      func(ctx context.Context, data []byte, event any) error
+}
+
+// Upcaster turns events of an older version into the next.
+type Upcaster struct {
+	From, To reflect.Type
+	Up       func(any) any
+}
+
+// Sources is what routes are made of.
+type Sources struct {
+	Kinds     []EventType
+	Topics    []string // to read besides those of the types
+	Upcasters []Upcaster
+	Handlers  []*Handler // nil for a nil argument
+}
+
+// Routes says which handlers an event type reaches.
+type Routes struct {
+	ByName map[string]*Route // by event type
+	more   []string          // topics beside those of the types, to which events of any type may be sent
+	Topics []string          // all, sorted
+}
+
+// TopicsOf returns the topics in which events of a type may be.
+func (r Routes) TopicsOf(one *Route) []string {
+	own := one.Kind.Topic
+	return append([]string{own}, slices.DeleteFunc(slices.Clone(r.more), func(topic string) bool { return topic == own })...)
+}
+
+// Route is the handlers that the events of a type reach.
+type Route struct {
+	Kind     EventType
+	versions []version // from the one that is sent
+}
+
+// version is an event type as handlers take it.
+type version struct {
+	up       func(any) any // from the version before; nil for the first
+	handlers []*Handler
+}
+
+// Handlers are those of all versions.
+func (r *Route) Handlers() iter.Seq[*Handler] {
+	return func(yield func(*Handler) bool) {
+		for _, v := range r.versions {
+			for _, h := range v.handlers {
+				if !yield(h) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// NewRoutes finds the event types that reach a handler, by themselves or upcast.
+// Its error names every bad handler and upcaster.
+func NewRoutes(of Sources) (Routes, error) {
+	known := map[reflect.Type]bool{}
+	for _, k := range of.Kinds {
+		known[k.GoType] = true
+	}
+	byType, err := handlersByType(known, of.Handlers)
+	up, uerr := upcastersByType(known, of.Upcasters)
+	if err := errors.Join(err, uerr); err != nil {
+		return Routes{}, err
+	}
+	r := Routes{ByName: map[string]*Route{}, more: slices.Compact(slices.Sorted(slices.Values(of.Topics)))}
+	topics := map[string]bool{}
+	for _, topic := range r.more {
+		topics[topic] = true
+	}
+	for _, k := range of.Kinds {
+		versions := versionsOf(k.GoType, byType, up)
+		if !slices.ContainsFunc(versions, func(v version) bool { return len(v.handlers) > 0 }) {
+			continue
+		}
+		r.ByName[k.Name] = &Route{Kind: k, versions: versions}
+		topics[k.Topic] = true
+	}
+	r.Topics = slices.Sorted(maps.Keys(topics))
+	return r, nil
+}
+
+func handlersByType(known map[reflect.Type]bool, handlers []*Handler) (map[reflect.Type][]*Handler, error) {
+	byType := map[reflect.Type][]*Handler{}
+	var bad []error
+	if len(handlers) == 0 {
+		bad = append(bad, fmt.Errorf("handlers %w: give at least one", check.ErrEmpty))
+	}
+	for i, h := range handlers {
+		if h == nil {
+			bad = append(bad, fmt.Errorf("handler %d %w", i, check.ErrNilArgument))
+			continue
+		}
+		if err := h.validate(); err != nil {
+			bad = append(bad, err)
+			continue
+		}
+		reject := func(err error) {
+			bad = append(bad, fmt.Errorf("handler %s: event type %s %w", h.Action, h.GoType, err))
+		}
+		switch same := func(other *Handler) bool { return other.Action == h.Action }; {
+		case !known[h.GoType]:
+			reject(check.ErrUnregistered)
+		case slices.ContainsFunc(byType[h.GoType], same):
+			reject(check.ErrDuplicate)
+		default:
+			byType[h.GoType] = append(byType[h.GoType], h)
+		}
+	}
+	return byType, errors.Join(bad...)
+}
+
+func upcastersByType(known map[reflect.Type]bool, upcasters []Upcaster) (map[reflect.Type]Upcaster, error) {
+	up := map[reflect.Type]Upcaster{}
+	var bad []error
+	for _, u := range upcasters {
+		reject := func(err error) { bad = append(bad, fmt.Errorf("upcaster from %v to %v: %w", u.From, u.To, err)) }
+		_, again := up[u.From]
+		switch {
+		case u.Up == nil:
+			reject(check.ErrNilArgument)
+		case again:
+			reject(check.ErrDuplicate)
+		case !known[u.From] || !known[u.To]:
+			reject(check.ErrUnregistered)
+		default:
+			up[u.From] = u
+			if circular(u.To, up) {
+				delete(up, u.From)
+				reject(fmt.Errorf("%w: it leads back to where it began", check.ErrMalformed))
+			}
+		}
+	}
+	return up, errors.Join(bad...)
+}
+
+// circular reports whether upcasting never ends from t on.
+func circular(t reflect.Type, up map[reflect.Type]Upcaster) bool {
+	for n := 0; ; n++ {
+		u, ok := up[t]
+		if !ok || n > len(up) {
+			return ok
+		}
+		t = u.To
+	}
+}
+
+// versionsOf returns an event type and those that it is upcast to.
+func versionsOf(t reflect.Type, byType map[reflect.Type][]*Handler, up map[reflect.Type]Upcaster) []version {
+	versions := []version{{handlers: byType[t]}}
+	for u, ok := up[t]; ok; u, ok = up[u.To] {
+		versions = append(versions, version{up: u.Up, handlers: byType[u.To]})
+	}
+	return versions
+}
+
+// unknownTypes are the event types without a handler that the log has named. The zero
+// value is ready, and safe for concurrent use.
+type unknownTypes struct {
+	mu    sync.Mutex
+	named map[string]bool
+}
+
+// maxUnknownTypes bounds the memory: whoever may write to a topic chooses the types.
+const maxUnknownTypes = 1000
+
+// add reports whether a type is to be named, and whether it is the last one.
+func (u *unknownTypes) add(name string) (fresh, last bool) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.named[name] || len(u.named) >= maxUnknownTypes {
+		return false, false
+	}
+	if u.named == nil {
+		u.named = map[string]bool{}
+	}
+	u.named[name] = true
+	return true, len(u.named) == maxUnknownTypes
+}
+
+// LogSkipped logs an event type without a handler once. It is a warning if the handlers
+// have another version of the type: then an upcaster is missing, or a newer release of
+// this service. Types that have nothing to do with it are normal, because topics are shared.
+func (p *Processor) LogSkipped(m *envelope.Received) {
+	fresh, last := p.input.unknown.add(m.Type)
+	if !fresh {
+		return
+	}
+	if handled, ok := p.Routes.otherVersion(m.Type); ok {
+		p.Log.Warn("outbox: events are skipped, the handlers have another version of their type", "type", m.Type, "handled", handled, "event_id", m.ID)
+	} else {
+		p.Log.Debug("outbox: events of a type without a handler are skipped", "type", m.Type, "event_id", m.ID)
+	}
+	if last {
+		p.Log.Warn("outbox: very many event types are skipped, no more are named", "types", maxUnknownTypes)
+	}
+}
+
+var versionSuffix = regexp.MustCompile(`\.v[0-9]+$`)
+
+// otherVersion returns an event type with handlers that is another version of name.
+func (r Routes) otherVersion(name string) (handled string, ok bool) {
+	base := versionSuffix.ReplaceAllString(name, "")
+	for _, handled := range slices.Sorted(maps.Keys(r.ByName)) {
+		if base != name && versionSuffix.ReplaceAllString(handled, "") == base {
+			return handled, true
+		}
+	}
+	return "", false
+}
