@@ -11,7 +11,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -70,7 +70,7 @@ func (c *consumerEngine) startParked(ctx context.Context, failed func()) (p *con
 }
 
 // sendDeadLetter implements [sendDeadLetter].
-func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *deliveries.Delivery, o handling.Outcome) (topic string, err error) {
+func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic string, err error) {
 	r, _, err := recordOfDelivery(d)
 	if err != nil {
 		return "", err
@@ -102,7 +102,7 @@ func (c *consumerEngine) produce(ctx context.Context, r *kgo.Record) error {
 }
 
 // readDelivery implements [readDelivery] for what was parked.
-func (c *consumerEngine) readDelivery(d *deliveries.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
+func (c *consumerEngine) readDelivery(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
 	r, topicID, err := recordOfDelivery(d)
 	if err != nil {
 		return nil, "", err
@@ -154,7 +154,7 @@ func parkedRecordOf(r *kgo.Record, topicID kafka.TopicID) []byte {
 }
 
 // recordOfDelivery returns the record that a delivery was made of.
-func recordOfDelivery(d *deliveries.Delivery) (r *kgo.Record, topicID kafka.TopicID, err error) {
+func recordOfDelivery(d *delivery.Delivery) (r *kgo.Record, topicID kafka.TopicID, err error) {
 	var p parkedRecord
 	if err := json.Unmarshal(d.Record, &p); err != nil {
 		return nil, topicID, fmt.Errorf("event_delivery.record of delivery %d: %w", d.ID, err)

@@ -271,13 +271,13 @@ func (c *consumerEngine) startAlerts(ctx context.Context) (stop func()) {
 		return func() {}
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	duty := &groupDuty{
-		lease: newGroupLease(c.db, c.cfg.Schema, tables.ConsumerPrefix+c.cfg.Group, c.cfg.SessionTimeout), name: leaseForAlerts,
-		cut: context.WithoutCancel(ctx), work: awaitEnd, alert: c.alert, stopTimeout: c.cfg.StopTimeout, log: c.cfg.Log,
-		report: func(_ time.Time, err error) { c.alerting.Report(err) },
+	role := &lease.Role{
+		Lease: lease.NewGroupLease(c.db, c.cfg.Schema, tables.ConsumerPrefix+c.cfg.Group, c.cfg.SessionTimeout), Name: leaseForAlerts,
+		Cut: context.WithoutCancel(ctx), Work: awaitEnd, Alert: c.alert, StopTimeout: c.cfg.StopTimeout, Log: c.cfg.Log,
+		Report: func(_ time.Time, err error) { c.alerting.Report(err) },
 	}
 	var alerting sync.WaitGroup
-	alerting.Go(func() { duty.run(ctx) })
+	alerting.Go(func() { role.Run(ctx) })
 	return func() {
 		cancel()
 		alerting.Wait()

@@ -15,7 +15,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/short"
 )
@@ -27,7 +27,7 @@ import (
 
 // consumerParking is where the workers of a consumer park events.
 type consumerParking struct {
-	store    *deliveries.Store
+	store    *delivery.Store
 	breakers *handling.ActionBreakers
 	session  poolSession
 	group    string
@@ -47,16 +47,16 @@ func (p *consumerParking) isWary() bool {
 func (p *consumerParking) noteSeen() { p.seen.Store(time.Now().UnixNano()) }
 
 // subjectOf returns what the table knows a task by.
-func (p *consumerParking) subjectOf(t handling.Task) deliveries.Subject {
-	return deliveries.Subject{Action: t.Action, Key: p.keyOf(t.Action, &t.Meta), Digest: digestOf(handling.SourceKeyOf(&t.Meta), t.Meta.ID)}
+func (p *consumerParking) subjectOf(t handling.Task) delivery.Subject {
+	return delivery.Subject{Action: t.Action, Key: p.keyOf(t.Action, &t.Meta), Digest: digestOf(handling.SourceKeyOf(&t.Meta), t.Meta.ID)}
 }
 
 // KeyOf returns the key of an event for an action. Events without a key have no order.
-func (p *consumerParking) keyOf(action string, m *envelope.Received) deliveries.Key {
+func (p *consumerParking) keyOf(action string, m *envelope.Received) delivery.Key {
 	if len(m.Kafka.Key) == 0 {
-		return deliveries.Key{}
+		return delivery.Key{}
 	}
-	return deliveries.KeyOf(p.group, action, m.Kafka.Topic, string(m.Kafka.Key))
+	return delivery.KeyOf(p.group, action, m.Kafka.Topic, string(m.Kafka.Key))
 }
 
 func digestOf(parts ...string) (digest [16]byte) {
@@ -69,8 +69,8 @@ func digestOf(parts ...string) (digest [16]byte) {
 	return digest
 }
 
-func (p *consumerParking) subjectsOf(tasks []handling.Task) []deliveries.Subject {
-	subjects := make([]deliveries.Subject, len(tasks))
+func (p *consumerParking) subjectsOf(tasks []handling.Task) []delivery.Subject {
+	subjects := make([]delivery.Subject, len(tasks))
 	for i, t := range tasks {
 		subjects[i] = p.subjectOf(t)
 	}
@@ -310,7 +310,7 @@ func (w *partitionWorker) blockBehind(parked handling.Task, behind []recordItem)
 
 // parkBlocked parks the tasks of items that are blocked. The error is ErrStopped.
 func (w *partitionWorker) parkBlocked(items []recordItem) error {
-	var rows []deliveries.Received
+	var rows []delivery.Received
 	var tasks []handling.Task
 	for i := range items {
 		for _, t := range items[i].takeBlocked() {
@@ -328,7 +328,7 @@ func (w *partitionWorker) parkBlocked(items []recordItem) error {
 
 // park makes rows, until that is done, and returns what they have become: those of events that have a row, or are handled, nothing. Those
 // that are due are claimed, here or elsewhere. The error is ErrStopped.
-func (w *partitionWorker) park(rows ...deliveries.Received) (became []deliveries.Status, err error) {
+func (w *partitionWorker) park(rows ...delivery.Received) (became []delivery.Status, err error) {
 	if len(rows) == 0 {
 		return nil, nil
 	}
@@ -341,7 +341,7 @@ func (w *partitionWorker) park(rows ...deliveries.Received) (became []deliveries
 	}
 	w.parking.noteSeen()
 	for i, status := range became {
-		if status == deliveries.Pending {
+		if status == delivery.Pending {
 			w.parking.dueAt(time.Now().Add(rows[i].Wait))
 		}
 	}
@@ -380,7 +380,7 @@ func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling
 }
 
 // parkTried parks a row with the error of its last attempt. The error is ErrStopped.
-func (w *partitionWorker) parkTried(row deliveries.Received, o handling.Outcome) error {
+func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) error {
 	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Err.Error(), short.MaxText)
 	_, err := w.park(row)
 	return err
@@ -404,7 +404,7 @@ func (w *partitionWorker) giveUp(it *recordItem, t handling.Task, o handling.Out
 // its key would be parked behind it until then, and what is not would be handled before that. The error is ErrStopped.
 func (w *partitionWorker) awaitDead(t handling.Task) error {
 	const often = 10 * time.Millisecond
-	key := []deliveries.Subject{{Action: t.Action, Key: w.parking.keyOf(t.Action, &t.Meta)}} // of no event: its own is DEAD
+	key := []delivery.Subject{{Action: t.Action, Key: w.parking.keyOf(t.Action, &t.Meta)}} // of no event: its own is DEAD
 	for {
 		var open []int
 		if err := w.write(func(ctx context.Context) (err error) {
@@ -418,9 +418,9 @@ func (w *partitionWorker) awaitDead(t handling.Task) error {
 }
 
 // owed returns the row of a task, without an attempt.
-func (w *partitionWorker) owed(it *recordItem, t handling.Task) deliveries.Received {
+func (w *partitionWorker) owed(it *recordItem, t handling.Task) delivery.Received {
 	m := &it.Meta
-	row := deliveries.Received{
+	row := delivery.Received{
 		Subject: w.parking.subjectOf(t), Stream: it.record.Topic, Partition: it.record.Partition, Offset: it.record.Offset,
 		Type: storable(m.Type, envelope.MaxEventType), Source: storable(m.Source, envelope.MaxSource), AggregateID: storable(m.Subject, envelope.MaxAggregateID),
 		ContentType: storable(m.ContentType, envelope.MaxContentType), PartitionKey: storable(string(it.record.Key), envelope.MaxPartitionKey),
@@ -444,11 +444,11 @@ func (w *partitionWorker) owed(it *recordItem, t handling.Task) deliveries.Recei
 }
 
 // noteOf returns what event_handled has of a task that is done. Of one whose key the host cannot say, it has nothing.
-func noteOf(t handling.Task) (note deliveries.Note) {
+func noteOf(t handling.Task) (note delivery.Note) {
 	_ = handling.Guard(func() error { // an error is one of the task, and was reported when it was tried
 		k, err := handling.KeyOf(&t)
 		if err == nil {
-			note = deliveries.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
+			note = delivery.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
 			if k.Source != "" {
 				note.Beside = k.OfSource().AggregateID
 			}

@@ -13,10 +13,11 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -113,11 +114,11 @@ type workerRun struct {
 	*workerEngine
 	*deliveryRun
 	intake *intake
-	lease  *groupLease
+	lease  *lease.GroupLease
 }
 
 func newWorkerRun(w *workerEngine) *workerRun {
-	r := &workerRun{workerEngine: w, lease: newGroupLease(w.db, w.processor.Rules.Schema, tables.WorkerPrefix+w.group(), w.cfg.Lease)}
+	r := &workerRun{workerEngine: w, lease: lease.NewGroupLease(w.db, w.processor.Rules.Schema, tables.WorkerPrefix+w.group(), w.cfg.Lease)}
 	r.deliveryRun = newDeliveryRun(runParts{
 		cfg: w.delivery, db: w.db, processor: w.processor, slots: handling.CallSlots{Transactions: w.slots}, breakers: w.breakers, pauses: w.pauses, outages: w.outages, wake: w.wake, heard: w.heard,
 		read: readOutboxDelivery, pairs: deliveryPairs(w.processor.Routes, true),
@@ -148,7 +149,7 @@ func (r *workerRun) run(ctx context.Context) error {
 	defer member.Close()
 	beside.Go(func() { r.listen(background, member) })
 	beside.Go(func() { r.watchPauses(background) })
-	beside.Go(func() { newWorkerDuty(r.workerEngine, r.lease, r.intake.hasBacklog, r.cut).run(r.stopping) })
+	beside.Go(func() { newWorkerRole(r.workerEngine, r.lease, r.intake.hasBacklog, r.cut).Run(r.stopping) })
 	err := r.deliveryRun.run(ctx)
 	end()
 	beside.Wait()
@@ -221,7 +222,7 @@ SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, 
        content_type, coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
   FROM {schema}.outbox WHERE id = $1`
 
-func (w *workerEngine) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d deliveries.Delivery, err error) {
+func (w *workerEngine) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d delivery.Delivery, err error) {
 	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.processor.Rules.Schema), id).Scan(&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
 		&d.ContentType, &d.PartitionKey, &d.Headers, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt})
 	if err == nil {

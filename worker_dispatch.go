@@ -13,7 +13,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -26,7 +26,7 @@ import (
 // get the rest.
 type dispatcher struct {
 	cfg      *deliveryRules
-	store    *deliveries.Store
+	store    *delivery.Store
 	pauses   *pauses.Set
 	breakers *handling.ActionBreakers
 	outages  *outage.Logs
@@ -122,7 +122,7 @@ func (d *dispatcher) await(stopping context.Context) {
 const dispatchTimeout = 30 * time.Second
 
 // giveBack gives back what lanes do not get to.
-func (d *dispatcher) giveBack(ctx context.Context, rows []deliveries.Delivery) {
+func (d *dispatcher) giveBack(ctx context.Context, rows []delivery.Delivery) {
 	if len(rows) == 0 {
 		return
 	}
@@ -212,7 +212,7 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 
 // claimed says which rows are claimed.
 type claimed struct {
-	pairs    []deliveries.Pair
+	pairs    []delivery.Pair
 	limit    int  // rows
 	follow   int  // more of each key, at most
 	suspects bool // may have ended the process which had them
@@ -270,7 +270,7 @@ func (d *dispatcher) claimTrials(ctx context.Context, k *laneKind) error {
 		if !d.breakers.TryOne(p.Action) {
 			continue
 		}
-		rows, err := d.take(ctx, k, claimed{pairs: []deliveries.Pair{p}, limit: 1, budget: d.hands.budget()})
+		rows, err := d.take(ctx, k, claimed{pairs: []delivery.Pair{p}, limit: 1, budget: d.hands.budget()})
 		if rows == 0 {
 			d.breakers.Forget(p.Action)
 		}
@@ -283,7 +283,7 @@ func (d *dispatcher) claimTrials(ctx context.Context, k *laneKind) error {
 
 // unpaused returns what is claimed for a kind of lanes, beginning with another pair each time. What most events fail of
 // is not among it.
-func (d *dispatcher) unpaused(k *laneKind) (pairs []deliveries.Pair) {
+func (d *dispatcher) unpaused(k *laneKind) (pairs []delivery.Pair) {
 	k.pairs = append(k.pairs[1:], k.pairs[0])
 	for _, p := range k.pairs {
 		if !d.pauses.IsPaused(p.Stream) && d.breakers.IsClosed(p.Action) {
@@ -294,13 +294,13 @@ func (d *dispatcher) unpaused(k *laneKind) (pairs []deliveries.Pair) {
 }
 
 // deal deals rows, in the order of their positions, to lanes: all rows of a key to the same one.
-func (d *dispatcher) deal(k *laneKind, rows []deliveries.Delivery, claimed time.Time) {
+func (d *dispatcher) deal(k *laneKind, rows []delivery.Delivery, claimed time.Time) {
 	if len(rows) == 0 {
 		return
 	}
 	size := k.size(len(rows))
-	var batches [][]deliveries.Delivery
-	of := map[deliveries.Key]int{}
+	var batches [][]delivery.Delivery
+	of := map[delivery.Key]int{}
 	for _, r := range rows {
 		n, known := of[r.Key]
 		if !known || !r.Key.Ordered {
@@ -357,7 +357,7 @@ func (d *dispatcher) signalExpired() {
 // laneKind is the lanes for handlers with a transaction, or for those without.
 type laneKind struct {
 	lanes []*lane
-	pairs []deliveries.Pair
+	pairs []delivery.Pair
 	most  int // deliveries in a batch: fewer where handlers are slow
 
 	mu   sync.Mutex
@@ -436,7 +436,7 @@ func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
 }
 
 // give gives a batch to the lane that has the fewest.
-func (k *laneKind) give(batch []deliveries.Delivery) {
+func (k *laneKind) give(batch []delivery.Delivery) {
 	k.mu.Lock()
 	l := slices.MinFunc(k.lanes, func(a, b *lane) int {
 		if k.slow[a] != k.slow[b] {
@@ -454,7 +454,7 @@ func (k *laneKind) give(batch []deliveries.Delivery) {
 
 // takeFromSlow takes what waits for lanes that are at a single call for longer than slowBatch, so that
 // others handle it. These get nothing until the call has returned.
-func (k *laneKind) takeFromSlow() (waiting []deliveries.Delivery) {
+func (k *laneKind) takeFromSlow() (waiting []delivery.Delivery) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, l := range k.lanes {

@@ -19,7 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -43,9 +43,9 @@ type fanOut struct {
 	db      *pgxpool.Pool
 	group   string
 	cursors *cursor.Store
-	store   *deliveries.Store
-	plan    func(e eventHead) []deliveries.New // what is owed for an event
-	own     []string                           // routes of this process
+	store   *delivery.Store
+	plan    func(e eventHead) []delivery.New // what is owed for an event
+	own     []string                         // routes of this process
 	routes  groupRoutes
 	lock    int64
 	bare    bool  // a row could not be printed: the next ones are read without their payload
@@ -78,7 +78,7 @@ func (e eventHead) destination() (string, error) {
 
 func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
 
-func newFanOut(db *pgxpool.Pool, schema, group string, own []string, store *deliveries.Store, plan func(eventHead) []deliveries.New) *fanOut {
+func newFanOut(db *pgxpool.Pool, schema, group string, own []string, store *delivery.Store, plan func(eventHead) []delivery.New) *fanOut {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &fanOut{
 		db: db, group: group, cursors: cursor.NewStore(db, schema, tables.WorkerPrefix+group), store: store, plan: plan, own: own, lock: fanOutLock(schema, group),
@@ -220,7 +220,7 @@ func (f *fanOut) moveTo(pos cursor.Position) {
 // That another process has moved the cursor is found out under the lock. The round goes on from the
 // new position then, unless its window is still to be paged: if processes take turns, each would
 // find a position of the others every time, and wait for the lock in vain.
-func (f *fanOut) round(ctx context.Context, limit int, budget int64, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+func (f *fanOut) round(ctx context.Context, limit int, budget int64, claimed func([]delivery.Delivery) error) (events int, more bool, err error) {
 	if !f.known {
 		if err := f.load(ctx, f.db); err != nil {
 			return 0, false, err
@@ -253,7 +253,7 @@ func (f *fanOut) round(ctx context.Context, limit int, budget int64, claimed fun
 
 // roundIn is a round from the position that is known. The error is ErrStale if that is not the
 // newest one.
-func (f *fanOut) roundIn(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+func (f *fanOut) roundIn(ctx context.Context, tx *fanOutTx, limit int, claimed func([]delivery.Delivery) error) (events int, more bool, err error) {
 	if f.pos.Window == "" || f.drained() {
 		return f.open(ctx, tx, claimed)
 	}
@@ -334,7 +334,7 @@ SELECT (SELECT state FROM subscription), newest.id, moved.id, (SELECT snapshot F
 
 // open makes deliveries of all events behind the position if they are few, or else announces them
 // as a window.
-func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed func([]delivery.Delivery) error) (events int, more bool, err error) {
 	next, drained := f.pos, f.pos.Window != ""
 	if drained {
 		next.Base = f.pos.Window
@@ -439,7 +439,7 @@ SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition
                              WHERE id BETWEEN r.first AND least(r.last, through.id) ORDER BY id OFFSET 0) AS o) AS e ON true`
 
 // next makes deliveries of the next events of the open window.
-func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func([]delivery.Delivery) error) (events int, more bool, err error) {
 	for len(f.unpaged.Ranges) > 0 {
 		bounded, cancel := context.WithTimeout(ctx, dispatchTimeout)
 		ids, rest, err := f.cursors.Page(bounded, f.pos, f.unpaged, relay.MaxPageIDs)
@@ -482,7 +482,7 @@ func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func
 
 // inRound runs the statement that moves the cursor, and inserts the deliveries of the events that
 // it has read, in a transaction of two round trips. It stays open if the position is stale.
-func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch), heads func() []eventHead, claimed func([]deliveries.Delivery) error) error {
+func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch), heads func() []eventHead, claimed func([]delivery.Delivery) error) error {
 	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
 	defer cancel()
 	var b pgx.Batch
@@ -506,19 +506,19 @@ func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch
 	if err := tx.conn.SendBatch(ctx, &b).Close(); err != nil {
 		return fmt.Errorf("look for events: %w", err)
 	}
-	var rows []deliveries.New
+	var rows []delivery.New
 	for _, e := range heads() {
 		rows = append(rows, f.plan(e)...)
 	}
-	var got []deliveries.Delivery
+	var got []delivery.Delivery
 	var end pgx.Batch
 	if len(rows) > 0 {
-		f.store.Queue(&end, rows, f.budget, func(d []deliveries.Delivery) error { got = d; return nil })
+		f.store.Queue(&end, rows, f.budget, func(d []delivery.Delivery) error { got = d; return nil })
 	}
 	end.Queue("COMMIT")
 	err := tx.conn.SendBatch(ctx, &end).Close()
 	tx.release()
-	if unprintable := deliveries.IsUnprintable(err); unprintable || err == nil {
+	if unprintable := delivery.IsUnprintable(err); unprintable || err == nil {
 		f.bare = unprintable && !f.bare
 	}
 	if err != nil {

@@ -6,7 +6,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
@@ -14,7 +14,7 @@ import (
 // Their leases are renewed as long as they are here. It is safe for concurrent use.
 type hands struct {
 	mu    sync.Mutex
-	rows  map[deliveries.Ref]*hold
+	rows  map[delivery.Ref]*hold
 	bytes int64 // of the batches, by what their rows say
 }
 
@@ -22,7 +22,7 @@ type hands struct {
 type hold struct {
 	ctx     context.Context
 	lose    context.CancelFunc
-	batch   []deliveries.Delivery
+	batch   []delivery.Delivery
 	left    int       // deliveries that are here
 	bytes   int64     // that came with it
 	renewed time.Time // when its lease was renewed last
@@ -30,7 +30,7 @@ type hold struct {
 	locked  bool // rows are locked by the transaction under way: nobody takes them
 }
 
-func newHands() *hands { return &hands{rows: map[deliveries.Ref]*hold{}} }
+func newHands() *hands { return &hands{rows: map[delivery.Ref]*hold{}} }
 
 // maxHeldBytes bounds payloads and headers that wait for lanes, by what their rows say. What does not fit is read
 // when it is handled.
@@ -44,7 +44,7 @@ func (h *hands) budget() int64 {
 }
 
 // add adds a batch that was claimed after some time.
-func (h *hands) add(cut context.Context, batch []deliveries.Delivery, claimed time.Time) {
+func (h *hands) add(cut context.Context, batch []delivery.Delivery, claimed time.Time) {
 	one := &hold{batch: batch, left: len(batch), renewed: claimed, suspect: batch[0].Suspect}
 	one.ctx, one.lose = context.WithCancel(cut)
 	h.mu.Lock()
@@ -59,7 +59,7 @@ func (h *hands) add(cut context.Context, batch []deliveries.Delivery, claimed ti
 }
 
 // contextOf returns a context that ends when a batch is lost.
-func (h *hands) contextOf(batch []deliveries.Delivery, cut context.Context) context.Context {
+func (h *hands) contextOf(batch []delivery.Delivery, cut context.Context) context.Context {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, d := range batch {
@@ -73,7 +73,7 @@ func (h *hands) contextOf(batch []deliveries.Delivery, cut context.Context) cont
 }
 
 // drop notes that a delivery is not with this worker any more.
-func (h *hands) drop(r deliveries.Ref) {
+func (h *hands) drop(r delivery.Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	one := h.rows[r]
@@ -88,7 +88,7 @@ func (h *hands) drop(r deliveries.Ref) {
 }
 
 // lose ends the work on the batch of a delivery.
-func (h *hands) lose(r deliveries.Ref) {
+func (h *hands) lose(r delivery.Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if one := h.rows[r]; one != nil {
@@ -111,7 +111,7 @@ func (h *hands) loseAll(id int64) {
 // beside returns the deliveries that came with the one of a call which is given up, and are still here: those that
 // wait behind it, and those whose handlers were called before it in its transaction, which is rolled back. They are not
 // to blame. If the call has several deliveries, any of them may be, and it returns none.
-func (h *hands) beside(call handling.Call) (rest []deliveries.Delivery) {
+func (h *hands) beside(call handling.Call) (rest []delivery.Delivery) {
 	if call.Events > 1 {
 		return nil
 	}
@@ -131,7 +131,7 @@ func (h *hands) beside(call handling.Call) (rest []deliveries.Delivery) {
 }
 
 // all returns the deliveries, but for those of batches that are lost.
-func (h *hands) all() (rows []deliveries.Ref) {
+func (h *hands) all() (rows []delivery.Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for r, one := range h.rows {
@@ -143,7 +143,7 @@ func (h *hands) all() (rows []deliveries.Ref) {
 }
 
 // of returns the deliveries of the batch with a context.
-func (h *hands) of(batch context.Context) (rows []deliveries.Ref) {
+func (h *hands) of(batch context.Context) (rows []delivery.Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for r, one := range h.rows {
@@ -156,7 +156,7 @@ func (h *hands) of(batch context.Context) (rows []deliveries.Ref) {
 
 // renewedAt notes that deliveries were renewed after some time, and ends the work on those that were not
 // for longer than their lease lasts. It returns how many batches these are.
-func (h *hands) renewedAt(rows []deliveries.Ref, at time.Time, lease time.Duration) (lost int) {
+func (h *hands) renewedAt(rows []delivery.Ref, at time.Time, lease time.Duration) (lost int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, r := range rows {
@@ -210,7 +210,7 @@ func (h *hands) len() int {
 }
 
 // strays returns those of some deliveries that are not here.
-func (h *hands) strays(rows []deliveries.Delivery) (strays []deliveries.Delivery) {
+func (h *hands) strays(rows []delivery.Delivery) (strays []delivery.Delivery) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, d := range rows {
@@ -227,23 +227,23 @@ type progress struct {
 	writing sync.Mutex // held while what is done is written down, in its order
 
 	mu    sync.Mutex
-	ahead []deliveries.Delivery // not begun
-	done  []deliveries.Delivery // handled, and not written down
-	since time.Time             // when the first of done was
+	ahead []delivery.Delivery // not begun
+	done  []delivery.Delivery // handled, and not written down
+	since time.Time           // when the first of done was
 }
 
 // start begins with a batch.
-func (p *progress) start(batch []deliveries.Delivery) {
+func (p *progress) start(batch []delivery.Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.ahead, p.done = slices.Clone(batch), nil
 }
 
 // begin reports whether a delivery is still with the lane, which begins it.
-func (p *progress) begin(r deliveries.Ref) bool {
+func (p *progress) begin(r delivery.Ref) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	n := slices.IndexFunc(p.ahead, func(d deliveries.Delivery) bool { return d.Ref == r })
+	n := slices.IndexFunc(p.ahead, func(d delivery.Delivery) bool { return d.Ref == r })
 	if n < 0 {
 		return false
 	}
@@ -252,7 +252,7 @@ func (p *progress) begin(r deliveries.Ref) bool {
 }
 
 // end notes that a delivery is handled. It returns for how long the first one waits to be written down.
-func (p *progress) end(d deliveries.Delivery) time.Duration {
+func (p *progress) end(d delivery.Delivery) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if len(p.done) == 0 {
@@ -263,7 +263,7 @@ func (p *progress) end(d deliveries.Delivery) time.Duration {
 }
 
 // takeDone returns what is to be written down.
-func (p *progress) takeDone() (done []deliveries.Delivery) {
+func (p *progress) takeDone() (done []delivery.Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	done, p.done = p.done, nil
@@ -271,14 +271,14 @@ func (p *progress) takeDone() (done []deliveries.Delivery) {
 }
 
 // putBack takes back what could not be written down.
-func (p *progress) putBack(done []deliveries.Delivery) {
+func (p *progress) putBack(done []delivery.Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.done = append(done, p.done...)
 }
 
 // takeAhead returns what is not begun, and will not be.
-func (p *progress) takeAhead() (ahead []deliveries.Delivery) {
+func (p *progress) takeAhead() (ahead []delivery.Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	ahead, p.ahead = p.ahead, nil

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/cursor"
@@ -21,7 +22,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pgsession"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -37,7 +38,7 @@ type intake struct {
 	dispatcher *dispatcher
 	processor  *handling.Processor // for its log
 	log        *slog.Logger
-	lease      *groupLease
+	lease      *lease.GroupLease
 	hooks      *contain.Callback // calls the hooks of what no lane has
 
 	backlog   atomic.Bool // there were more events than could be taken
@@ -56,7 +57,7 @@ func (in *intake) isMoved() bool { return in.moved.Load() }
 // fanOutRound is what has been planned in the round of fan-out under way.
 type fanOutRound struct {
 	left    map[*laneKind]int // deliveries that its lanes can take
-	status  map[deliveries.Key]deliveries.Status
+	status  map[delivery.Key]delivery.Status
 	unknown []eventHead // no handler takes their types
 }
 
@@ -65,7 +66,7 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 	if in.isMoved() && time.Now().Before(in.lookAgain) {
 		return false, false, nil
 	}
-	in.round = fanOutRound{left: map[*laneKind]int{}, status: map[deliveries.Key]deliveries.Status{}}
+	in.round = fanOutRound{left: map[*laneKind]int{}, status: map[delivery.Key]delivery.Status{}}
 	limit := 0
 	for _, k := range in.dispatcher.kinds {
 		in.round.left[k] = k.room() * k.batch()
@@ -80,7 +81,7 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 		}
 	}
 	began := time.Now()
-	events, more, err := in.fanOut.round(ctx, limit, in.dispatcher.hands.budget(), func(rows []deliveries.Delivery) error {
+	events, more, err := in.fanOut.round(ctx, limit, in.dispatcher.hands.budget(), func(rows []delivery.Delivery) error {
 		in.deal(rows, began)
 		return nil
 	})
@@ -97,11 +98,11 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 }
 
 // deal deals new rows to the lanes that take them.
-func (in *intake) deal(rows []deliveries.Delivery, made time.Time) {
+func (in *intake) deal(rows []delivery.Delivery, made time.Time) {
 	for _, k := range in.dispatcher.kinds {
-		var own []deliveries.Delivery
+		var own []delivery.Delivery
 		for _, r := range rows {
-			if slices.Contains(k.pairs, deliveries.Pair{Action: r.Action, Stream: r.Stream}) {
+			if slices.Contains(k.pairs, delivery.Pair{Action: r.Action, Stream: r.Stream}) {
 				own = append(own, r)
 			}
 		}
@@ -135,12 +136,12 @@ func (in *intake) begin(ctx context.Context) error {
 // the group does that; for the others the lease is held meanwhile.
 func (in *intake) rebase(ctx context.Context) error {
 	began := time.Now()
-	l, err := in.lease.acquire(ctx)
+	l, err := in.lease.Acquire(ctx)
 	if err != nil {
 		return fmt.Errorf("rebase cursor: %w", err)
 	}
 	defer func() {
-		if err := in.lease.giveUp(l, in.delivery.StopTimeout); err != nil {
+		if err := in.lease.GiveUp(l, in.delivery.StopTimeout); err != nil {
 			in.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
 		}
 	}()
@@ -199,7 +200,7 @@ func (in *intake) reportUnknown(ctx context.Context, events []eventHead) {
 }
 
 // plan says what is owed for an event: a delivery for each of its handlers.
-func (in *intake) plan(e eventHead) (owed []deliveries.New) {
+func (in *intake) plan(e eventHead) (owed []delivery.New) {
 	stream, err := e.destination()
 	if err != nil || !in.fanOut.routes.streams[stream] {
 		return nil
@@ -209,7 +210,7 @@ func (in *intake) plan(e eventHead) (owed []deliveries.New) {
 	for _, p := range pairs {
 		if p.Stream == stream {
 			key := in.keyOf(e, p.Action, stream)
-			owed = append(owed, deliveries.New{OutboxID: e.id, Action: p.Action, Stream: stream, Key: key, MaxAttempts: most, Status: in.statusOf(key, p)})
+			owed = append(owed, delivery.New{OutboxID: e.id, Action: p.Action, Stream: stream, Key: key, MaxAttempts: most, Status: in.statusOf(key, p)})
 		}
 	}
 	if len(owed) > 0 {
@@ -217,36 +218,36 @@ func (in *intake) plan(e eventHead) (owed []deliveries.New) {
 	}
 	in.round.unknown = append(in.round.unknown, e)
 	if in.delivery.DeadLetterUnknown {
-		owed = append(owed, deliveries.New{OutboxID: e.id, Stream: stream, Key: in.keyOf(e, "", stream), Status: deliveries.Dead, MaxAttempts: most})
+		owed = append(owed, delivery.New{OutboxID: e.id, Stream: stream, Key: in.keyOf(e, "", stream), Status: delivery.Dead, MaxAttempts: most})
 	}
 	return owed
 }
 
 // statusOf returns what a new delivery becomes if its key is free: it is for this worker as long as its
 // lanes can take more. What follows in the same key is with it.
-func (in *intake) statusOf(key deliveries.Key, pair deliveries.Pair) deliveries.Status {
+func (in *intake) statusOf(key delivery.Key, pair delivery.Pair) delivery.Status {
 	if s, ok := in.round.status[key]; ok && key.Ordered {
 		return s
 	}
-	status, rest := deliveries.Pending, deliveries.Parked
+	status, rest := delivery.Pending, delivery.Parked
 	for k, left := range in.round.left {
 		if left > 0 && slices.Contains(k.pairs, pair) && !in.dispatcher.pauses.IsPaused(pair.Stream) && in.dispatcher.breakers.IsClosed(pair.Action) {
 			in.round.left[k]--
-			status, rest = deliveries.Processing, deliveries.Processing
+			status, rest = delivery.Processing, delivery.Processing
 		}
 	}
 	in.round.status[key] = rest
-	if status == deliveries.Pending {
+	if status == delivery.Pending {
 		in.dispatcher.signalDue()
 	}
 	return status
 }
 
-func (in *intake) keyOf(e eventHead, action, stream string) deliveries.Key {
+func (in *intake) keyOf(e eventHead, action, stream string) delivery.Key {
 	if in.cfg.Unordered {
-		return deliveries.Key{}
+		return delivery.Key{}
 	}
-	return deliveries.KeyOf(in.delivery.Group, action, stream, e.recordKey())
+	return delivery.KeyOf(in.delivery.Group, action, stream, e.recordKey())
 }
 
 // Which deliveries an event is owed is said by all workers of a group together: while a release is
@@ -279,7 +280,7 @@ SELECT routes_version, CASE WHEN routes_version <> $2 THEN routes::text END FROM
 type groupRoutes struct {
 	version int64
 	streams map[string]bool
-	byType  map[string][]deliveries.Pair
+	byType  map[string][]delivery.Pair
 }
 
 // read takes over routes of a version.
@@ -288,7 +289,7 @@ func (g *groupRoutes) read(version int64, text string) error {
 	if err := json.Unmarshal([]byte(text), &stored); err != nil {
 		return fmt.Errorf("read event_subscription.routes: %w", err)
 	}
-	*g = groupRoutes{version: version, streams: map[string]bool{}, byType: map[string][]deliveries.Pair{}}
+	*g = groupRoutes{version: version, streams: map[string]bool{}, byType: map[string][]delivery.Pair{}}
 	for _, route := range slices.Sorted(maps.Keys(stored)) {
 		parts := strings.SplitN(route, "\n", 3)
 		if len(parts) < 3 {
@@ -296,7 +297,7 @@ func (g *groupRoutes) read(version int64, text string) error {
 		}
 		eventType, stream, action := parts[0], parts[1], parts[2]
 		g.streams[stream] = true
-		g.byType[eventType] = append(g.byType[eventType], deliveries.Pair{Action: action, Stream: stream})
+		g.byType[eventType] = append(g.byType[eventType], delivery.Pair{Action: action, Stream: stream})
 	}
 	return nil
 }

@@ -2,22 +2,16 @@ package outbox
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"math"
-	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/handling"
 
 	"github.com/outboxgo/outbox/internal/envelope"
-	leases "github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/retention"
-
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -25,7 +19,7 @@ import (
 // keeper renews the leases of what a worker has, and takes what workers had that are gone.
 type keeper struct {
 	cfg        *deliveryRules
-	store      *deliveries.Store
+	store      *delivery.Store
 	hands      *hands
 	dispatcher *dispatcher
 	lanes      []*lane
@@ -202,11 +196,11 @@ func (k *keeper) retryDead(ctx context.Context) error {
 }
 
 // notify calls hooks for rows of workers that are gone.
-func (k *keeper) notify(rows []deliveries.Expired) {
+func (k *keeper) notify(rows []delivery.Expired) {
 	h := k.cfg.Hooks
 	for _, e := range rows {
-		m := receivedOf(&deliveries.Delivery{
-			Ref: deliveries.Ref{ID: e.ID}, EventID: e.EventID, Type: e.Type, Stream: e.Stream, Attempt: e.Attempt,
+		m := receivedOf(&delivery.Delivery{
+			Ref: delivery.Ref{ID: e.ID}, EventID: e.EventID, Type: e.Type, Stream: e.Stream, Attempt: e.Attempt,
 			PartitionKey: e.RecordKey, FromKafka: e.FromKafka, Partition: e.Partition, Position: e.Position,
 		}, new(envelope.Origin))
 		if h.Failed != nil {
@@ -229,7 +223,7 @@ var errGone = goneError{}
 func (goneError) Error() string { return "the worker that had the event was gone before it was done" }
 
 // ErrorType names the error for metrics.
-func (goneError) ErrorType() string { return deliveries.CodeStale }
+func (goneError) ErrorType() string { return delivery.CodeStale }
 
 // repair looks for keys whose rows all wait.
 func (k *keeper) repair(ctx context.Context) error {
@@ -279,143 +273,8 @@ func (k *keeper) relieve(ctx context.Context) {
 }
 
 // giveBack gives back what lanes do not get to.
-func (k *keeper) giveBack(ctx context.Context, waiting []deliveries.Delivery) {
+func (k *keeper) giveBack(ctx context.Context, waiting []delivery.Delivery) {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	k.dispatcher.giveBack(ctx, waiting)
-}
-
-// groupLease is the lease of a group, for what one of its processes does for all. Handling events
-// needs none. It is safe for concurrent use.
-type groupLease struct {
-	mu     sync.Mutex // of acquire
-	leases *leases.Store
-}
-
-// newGroupLease returns the lease of this name, which says what the group is one of.
-func newGroupLease(db *pgxpool.Pool, schema, name string, duration time.Duration) *groupLease {
-	return &groupLease{leases: leases.NewStore(db, schema, name, duration)}
-}
-
-// acquire takes the lease, or returns ErrHeld. If this process has it already, what it did under it loses it.
-func (g *groupLease) acquire(ctx context.Context) (*leases.Lease, error) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, g.leases.Duration)
-	defer cancel()
-	return g.leases.Acquire(ctx)
-}
-
-// giveUp releases the lease. If that fails, it expires.
-func (g *groupLease) giveUp(l *leases.Lease, patience time.Duration) error {
-	ctx, cancel := context.WithTimeout(context.Background(), min(patience, leases.ReleaseTimeout))
-	defer cancel()
-	return g.leases.GiveUp(ctx, l)
-}
-
-// groupDuty is what one process of a group does for all of them, while it has the lease of the
-// group: it alerts, and works.
-type groupDuty struct {
-	lease       *groupLease
-	name        string                                   // of the lease, in the log
-	cut         context.Context                          // ended when no work is to go on
-	work        func(context.Context, leases.Leadership) // until the context ends or the lease is lost
-	alert       func(context.Context)                    // sends alerts until its context ends
-	report      func(began time.Time, err error)         // takes what became of a try to take the lease
-	stopTimeout time.Duration
-	log         *slog.Logger
-}
-
-// run is on duty until ctx is cancelled, whenever this process has the lease.
-func (g *groupDuty) run(ctx context.Context) {
-	for ctx.Err() == nil {
-		began := time.Now()
-		l, err := g.lease.acquire(ctx)
-		switch {
-		case err == nil:
-			g.lead(ctx, l)
-		case errors.Is(err, leases.ErrHeld):
-			err = nil
-		}
-		if ctx.Err() == nil {
-			g.report(began, err)
-			wait.Sleep(ctx, g.lease.leases.Duration)
-		}
-	}
-}
-
-// lead works, and alerts, until ctx is cancelled or the lease is lost.
-func (g *groupDuty) lead(ctx context.Context, l *leases.Lease) {
-	held, lose := context.WithCancelCause(g.cut)
-	leads := leases.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: g.lease.leases.Duration}
-	renewing := contain.NewGroup(func(p *contain.Panic) { lose(p) })
-	renewing.Go(func() { g.renew(leads) })
-	alerting, stopAlerts := context.WithCancel(ctx)
-	defer context.AfterFunc(held, stopAlerts)()
-	renewing.Go(func() { g.alert(alerting) })
-	g.work(ctx, leads)
-	lost := errors.Is(context.Cause(held), leases.ErrLeaseLost)
-	lose(nil)
-	renewing.Wait()
-	if lost {
-		return
-	}
-	const share = 4 // of the time that a stop has
-	if err := g.lease.giveUp(l, g.stopTimeout/share); err != nil {
-		g.log.Warn("outbox: "+g.name+" is not released, another process waits until it expires", "error", err)
-	}
-}
-
-// renew renews the lease until held ends, and ends held when the lease is lost.
-func (g *groupDuty) renew(leads leases.Leadership) {
-	third := g.lease.leases.Duration / 3
-	for {
-		wait.Sleep(leads.Held, third)
-		if leads.Held.Err() != nil {
-			return
-		}
-		ctx, cancel := context.WithTimeout(leads.Held, third)
-		err := g.lease.leases.Renew(ctx, leads.Lease)
-		cancel()
-		if errors.Is(err, leases.ErrLeaseLost) || !leads.Lease.Held() {
-			leads.Lose(leases.ErrLeaseLost)
-			return
-		}
-	}
-}
-
-// outageCleaning is what it is named in the log that the lease of the group cannot be taken.
-const outageCleaning = "the lease for retention"
-
-// newWorkerDuty returns what removes rows, and alerts, while this process has the lease of the group. No batch
-// goes on once cut has ended.
-func newWorkerDuty(w *workerEngine, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
-	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
-	store.Callback = w.archive.Call
-	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
-	return &groupDuty{
-		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, alert: w.alert, stopTimeout: w.processor.Rules.StopTimeout, log: w.processor.Log,
-		report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
-	}
-}
-
-// groupCleaner removes rows that are not kept any longer, unless a relay has a position: then rows are for
-// relays to remove.
-type groupCleaner struct {
-	name    string // of the lease
-	store   *retention.Store
-	cfg     *workerRules
-	backlog func() bool // of events to hand over
-	log     *slog.Logger
-}
-
-// run cleans until ctx is cancelled or the lease is lost.
-func (g *groupCleaner) run(ctx context.Context, leads leases.Leadership) {
-	retention.NewCleaner(leads, retention.CleanerConfig{
-		Name: g.name, Rules: g.cfg.Retention, Poll: g.cfg.PollInterval, WithoutFailed: true, Removed: g.cfg.RowsRemoved,
-		MayRun: func(ctx context.Context) (bool, error) {
-			has, err := g.store.HasRelay(ctx)
-			return !has, err
-		},
-	}, g.store, g.backlog, g.log).Run(ctx)
 }

@@ -8,13 +8,13 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 )
 
 // lose ends the work on the batch, of which a delivery is not with this worker any more, or not the first of its key.
-func (l *lane) lose(r deliveries.Ref) {
+func (l *lane) lose(r delivery.Ref) {
 	l.hands.lose(r)
 	l.lost()
 }
@@ -46,7 +46,7 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 // unfinished says if an error is due to what a handler has done to its transaction.
 func unfinished(tx handling.Tx, err error) error {
 	switch {
-	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, deliveries.ErrLost):
+	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, delivery.ErrLost):
 		return err
 	case !tx.ChangedSettings() && (pg.IsOutage(err) || pg.IsLocked(err) || pg.IsCancelled(err)):
 		return err
@@ -60,7 +60,7 @@ const sqlOwnSettings = `
 SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END, set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
 
 // those returns the deliveries with these ids.
-func (l *lane) those(ids map[int64]bool) (all []deliveries.Delivery) {
+func (l *lane) those(ids map[int64]bool) (all []delivery.Delivery) {
 	for i := range l.work {
 		if it := &l.work[i]; ids[it.ID] {
 			all = append(all, it.Delivery)
@@ -143,7 +143,7 @@ func (l *lane) giveUp(it *laneItem, o handling.Outcome) {
 const unsentWait = 5 * time.Second
 
 // awaitDeadLetter has a delivery claimed again that is given up when its dead letter is sent.
-func (l *lane) awaitDeadLetter(it *laneItem, f deliveries.Failure) {
+func (l *lane) awaitDeadLetter(it *laneItem, f delivery.Failure) {
 	f.Dead, f.Held, f.Wait, f.Last = false, false, unsentWait, !f.Uncounted
 	if _, err := l.writeFailure(it, f); err == nil {
 		l.retryAt(time.Now().Add(f.Wait))
@@ -158,15 +158,15 @@ func (e *pastError) Error() string { return e.message }
 // ErrorType names the error for metrics.
 func (e *pastError) ErrorType() string { return e.class }
 
-func (l *lane) failureOf(it *laneItem, o handling.Outcome) deliveries.Failure {
-	return deliveries.Failure{Of: it.Delivery, Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
+func (l *lane) failureOf(it *laneItem, o handling.Outcome) delivery.Failure {
+	return delivery.Failure{Of: it.Delivery, Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
 }
 
 // writeFailure writes a failure down, until that is done or the delivery is lost. The deliveries behind it in
 // its key wait behind it again.
-func (l *lane) writeFailure(it *laneItem, f deliveries.Failure) (promoted int64, err error) {
+func (l *lane) writeFailure(it *laneItem, f delivery.Failure) (promoted int64, err error) {
 	l.flush() // of its key, what is handled is done before
-	var rest []deliveries.Delivery
+	var rest []delivery.Delivery
 	for i := range l.work {
 		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
 			rest = append(rest, other.Delivery)
@@ -204,7 +204,7 @@ func (l *lane) flush() {
 
 // relieve writes down what a lane has handled that is at a call for long, and returns what it has not begun: it does not
 // any more. If the lane is at no call, but writes itself, there is nothing to do.
-func (l *lane) relieve(ctx context.Context) (rest []deliveries.Delivery) {
+func (l *lane) relieve(ctx context.Context) (rest []delivery.Delivery) {
 	if !l.progress.writing.TryLock() {
 		return nil
 	}
@@ -223,8 +223,8 @@ func (l *lane) relieve(ctx context.Context) (rest []deliveries.Delivery) {
 }
 
 // noteLost ends the work on the batch if one of its deliveries that are done is with another worker.
-func (l *lane) noteLost(done []deliveries.Delivery, err error) bool {
-	lost := errors.Is(err, deliveries.ErrLost)
+func (l *lane) noteLost(done []delivery.Delivery, err error) bool {
+	lost := errors.Is(err, delivery.ErrLost)
 	if lost {
 		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(done), "error", err)
 		l.lose(done[0].Ref) // and with them what is behind them
@@ -233,7 +233,7 @@ func (l *lane) noteLost(done []deliveries.Delivery, err error) bool {
 }
 
 // forget notes that deliveries are not with this worker any more, and that some were promoted with that.
-func (l *lane) forget(done []deliveries.Delivery, promoted int64) {
+func (l *lane) forget(done []delivery.Delivery, promoted int64) {
 	for _, d := range done {
 		l.hands.drop(d.Ref)
 	}
@@ -244,7 +244,7 @@ func (l *lane) forget(done []deliveries.Delivery, promoted int64) {
 
 // giveBack gives back what was not tried.
 func (l *lane) giveBack() {
-	var rest []deliveries.Delivery
+	var rest []delivery.Delivery
 	for i := range l.work {
 		if it := &l.work[i]; !it.gone {
 			rest = append(rest, it.Delivery)
@@ -274,7 +274,7 @@ func (l *lane) write(statement func(context.Context) error) error {
 		case err == nil:
 			l.works(began)
 			return nil
-		case errors.Is(err, deliveries.ErrLost), l.cut.Err() != nil:
+		case errors.Is(err, delivery.ErrLost), l.cut.Err() != nil:
 			return err
 		}
 		l.awaitPostgres(began, err)

@@ -9,13 +9,13 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // begin makes items of a batch.
-func (l *lane) begin(batch []deliveries.Delivery) {
+func (l *lane) begin(batch []delivery.Delivery) {
 	origins := make([]envelope.Origin, len(batch))
 	l.work = make([]laneItem, len(batch))
 	l.progress.start(batch)
@@ -26,7 +26,7 @@ func (l *lane) begin(batch []deliveries.Delivery) {
 }
 
 // receivedOf returns what handlers are told of a delivery, with an origin that it fills.
-func receivedOf(d *deliveries.Delivery, of *envelope.Origin) envelope.Received {
+func receivedOf(d *delivery.Delivery, of *envelope.Origin) envelope.Received {
 	*of = envelope.Origin{Key: []byte(d.RecordKey()), DeliveryID: d.ID, Stream: d.Stream}
 	m := envelope.Received{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, Origin: of}
 	if d.FromKafka {
@@ -83,7 +83,7 @@ func (l *lane) read(it *laneItem) {
 		return nil
 	})
 	switch {
-	case errors.Is(err, deliveries.ErrLost):
+	case errors.Is(err, delivery.ErrLost):
 		l.lose(it.Ref)
 	case err != nil && l.mayGoOn():
 		it.Class, it.Err = handling.ClassUndecodable, err
@@ -99,7 +99,7 @@ const (
 
 // print reads payload and headers of a delivery that came without. The error is that of an event which PostgreSQL
 // cannot print, or with the work on the batch, which has ended then.
-func (l *lane) print(d *deliveries.Delivery) error {
+func (l *lane) print(d *delivery.Delivery) error {
 	for try := 1; ; {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(l.held, printTimeout)
@@ -107,7 +107,7 @@ func (l *lane) print(d *deliveries.Delivery) error {
 		tooLong := pg.IsCancelled(err) || ctx.Err() != nil
 		cancel()
 		switch {
-		case err == nil, pg.IsUnreadable(err), errors.Is(err, deliveries.ErrLost), !l.mayGoOn():
+		case err == nil, pg.IsUnreadable(err), errors.Is(err, delivery.ErrLost), !l.mayGoOn():
 			return err
 		case !tooLong:
 			l.awaitPostgres(began, err)
@@ -120,14 +120,14 @@ func (l *lane) print(d *deliveries.Delivery) error {
 }
 
 // readOutboxDelivery implements [readDelivery] for events of outbox.
-func readOutboxDelivery(d *deliveries.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
+func readOutboxDelivery(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
 	m, err = readOutboxEvent(d, about)
 	return m, d.Action, err
 }
 
 // readOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
 // headers of that to the metadata.
-func readOutboxEvent(d *deliveries.Delivery, about *envelope.Received) (*envelope.Message, error) {
+func readOutboxEvent(d *delivery.Delivery, about *envelope.Received) (*envelope.Message, error) {
 	e := envelope.Event{
 		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source), AggregateType: []byte(d.AggregateType),
 		AggregateID: []byte(d.AggregateID), Payload: d.Payload, ContentType: []byte(d.ContentType), Headers: d.Headers,

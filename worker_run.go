@@ -14,7 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -28,7 +28,7 @@ import (
 type deliveryRun struct {
 	runParts
 	log        *slog.Logger
-	store      *deliveries.Store
+	store      *delivery.Store
 	dispatcher *dispatcher
 	hands      *hands
 	lanes      []*lane
@@ -53,8 +53,8 @@ type runParts struct {
 	heard      <-chan struct{} // others have
 	read       readDelivery
 	deadLetter sendDeadLetter
-	records    bool                 // deliveries are of records
-	pairs      [2][]deliveries.Pair // what handlers with a transaction get, and those without
+	records    bool               // deliveries are of records
+	pairs      [2][]delivery.Pair // what handlers with a transaction get, and those without
 
 	// confirm says every now and then that this process still takes what it took. Nil if nobody asks.
 	confirm func(context.Context) error
@@ -64,7 +64,7 @@ func newDeliveryRun(parts runParts) *deliveryRun {
 	r := &deliveryRun{runParts: parts, hands: newHands(), log: parts.processor.Log}
 	r.stopping, r.stop = context.WithCancel(context.Background())
 	r.cut, r.cutOff = context.WithCancel(context.Background())
-	r.store = deliveries.NewStore(r.db, r.cfg.Schema, r.cfg.Group, lease.NewHolder(), r.cfg.Lease)
+	r.store = delivery.NewStore(r.db, r.cfg.Schema, r.cfg.Group, lease.NewHolder(), r.cfg.Lease)
 	if r.records {
 		r.store.ForRecords()
 	}
@@ -132,12 +132,12 @@ func (r *deliveryRun) makeLanes() {
 
 // deliveryPairs returns what handlers with a transaction get, and what others get. Rows without an
 // action are for all handlers of their type.
-func deliveryPairs(routes handling.Routes, withoutAction bool) (pairs [2][]deliveries.Pair) {
-	kinds := map[deliveries.Pair]bool{} // with a transaction
+func deliveryPairs(routes handling.Routes, withoutAction bool) (pairs [2][]delivery.Pair) {
+	kinds := map[delivery.Pair]bool{} // with a transaction
 	for _, route := range routes.ByName {
 		for _, topic := range routes.TopicsOf(route) {
 			for h := range route.Handlers() {
-				p := deliveries.Pair{Action: h.Action, Stream: topic}
+				p := delivery.Pair{Action: h.Action, Stream: topic}
 				tx, known := kinds[p]
 				kinds[p] = h.Kind != handling.NoTx && (tx || !known)
 			}
@@ -159,7 +159,7 @@ func deliveryPairs(routes handling.Routes, withoutAction bool) (pairs [2][]deliv
 		all = &pairs[without]
 	}
 	for _, topic := range routes.Topics {
-		*all = append(*all, deliveries.Pair{Stream: topic})
+		*all = append(*all, delivery.Pair{Stream: topic})
 	}
 	return pairs
 }
@@ -212,7 +212,7 @@ func (r *deliveryRun) end(end context.CancelFunc) {
 // abandon gives up the lanes whose handlers do not return although their contexts have ended, and gives back what
 // they have beside that.
 func (r *deliveryRun) abandon(clock handling.StopClock) {
-	var rest []deliveries.Delivery
+	var rest []delivery.Delivery
 	for _, l := range r.lanes {
 		rest = append(rest, l.cutOff()...)
 	}

@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"context"
@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -53,9 +53,9 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 const shortLease = 50 * time.Millisecond
 
 // alone returns a store with a connection of its own. What that has read is counted once it has ended.
-func (f *tableFixture) alone(worker string) (s *deliveries.Store, end func()) {
+func (f *tableFixture) alone(worker string) (s *delivery.Store, end func()) {
 	db := f.single()
-	return deliveries.NewStore(db, f.schema, group, worker, shortLease), db.Close
+	return delivery.NewStore(db, f.schema, group, worker, shortLease), db.Close
 }
 
 // single returns a pool of one connection.
@@ -70,14 +70,14 @@ func (f *tableFixture) single() *pgxpool.Pool {
 
 // day does what happens to deliveries, once. Each day has a key of its own: while a transaction is open somewhere,
 // what was removed from the index for a key is read again and again.
-func (f *tableFixture) day(s *deliveries.Store, n int) {
+func (f *tableFixture) day(s *delivery.Store, n int) {
 	ctx, key := f.t.Context(), fmt.Sprint("k", n)
-	run := f.insert(s, deliveries.Processing, f.record(key, key), key, key)
+	run := f.insert(s, delivery.Processing, f.record(key, key), key, key)
 	require.Len(f.t, run, 2)
 	renewed, err := s.Renew(ctx, refs(run))
 	require.NoError(f.t, err)
 	require.Len(f.t, renewed, 2)
-	_, err = s.Fail(ctx, deliveries.Failure{Of: run[0], Code: "handler"}, run[1:])
+	_, err = s.Fail(ctx, delivery.Failure{Of: run[0], Code: "handler"}, run[1:])
 	require.NoError(f.t, err)
 	claimed, err := s.Claim(ctx, pairs, 10, 10, false, room)
 	require.NoError(f.t, err)

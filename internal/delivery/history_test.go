@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"cmp"
@@ -12,7 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -42,7 +42,7 @@ const (
 type modelRow struct {
 	id       int64
 	key      string // "": unordered
-	status   deliveries.Status
+	status   delivery.Status
 	attempts int
 	worker   string
 	stale    bool
@@ -56,7 +56,7 @@ type modelRow struct {
 }
 
 func (r *modelRow) open() bool {
-	return r.held || r.status != deliveries.Done && r.status != deliveries.Dead
+	return r.held || r.status != delivery.Done && r.status != delivery.Dead
 }
 
 func (r *modelRow) String() string {
@@ -66,12 +66,12 @@ func (r *modelRow) String() string {
 // historyWorker is a worker, and what it believes to have claimed.
 type historyWorker struct {
 	name  string
-	store *deliveries.Store
-	mine  []deliveries.Delivery
+	store *delivery.Store
+	mine  []delivery.Delivery
 }
 
 // of returns the rows of a key that the worker believes to have.
-func (w *historyWorker) of(key deliveries.Key) (rows []deliveries.Delivery) {
+func (w *historyWorker) of(key delivery.Key) (rows []delivery.Delivery) {
 	for _, d := range w.mine {
 		if d.Key == key && key.Ordered {
 			rows = append(rows, d)
@@ -80,8 +80,8 @@ func (w *historyWorker) of(key deliveries.Key) (rows []deliveries.Delivery) {
 	return rows
 }
 
-func (w *historyWorker) forget(rows []deliveries.Delivery) {
-	w.mine = slices.DeleteFunc(w.mine, func(d deliveries.Delivery) bool { return slices.Contains(ids(rows), d.ID) })
+func (w *historyWorker) forget(rows []delivery.Delivery) {
+	w.mine = slices.DeleteFunc(w.mine, func(d delivery.Delivery) bool { return slices.Contains(ids(rows), d.ID) })
 }
 
 // history is a sequence of what they do.
@@ -89,7 +89,7 @@ type history struct {
 	*tableFixture
 	rng     *rand.Rand
 	workers []*historyWorker
-	janitor *deliveries.Store // a short lease, so that it may expire rows
+	janitor *delivery.Store // a short lease, so that it may expire rows
 	rows    []*modelRow       // by id
 	expired int
 	trace   []string
@@ -169,7 +169,7 @@ func (h *history) row(id int64) *modelRow {
 }
 
 // pick returns some rows of a status at random.
-func (h *history) pick(most int, statuses ...deliveries.Status) (ids []int64) {
+func (h *history) pick(most int, statuses ...delivery.Status) (ids []int64) {
 	for _, i := range h.rng.Perm(len(h.rows)) {
 		if r := h.rows[i]; len(ids) < most && slices.Contains(statuses, r.status) {
 			ids = append(ids, r.id)
@@ -191,10 +191,10 @@ func (h *history) openOf(key string) (open []*modelRow) {
 // promote is what outbox_promote does.
 func (h *history) promote(key string) (promoted int64) {
 	open := h.openOf(key)
-	if len(open) == 0 || slices.ContainsFunc(open, func(r *modelRow) bool { return r.status != deliveries.Parked }) {
+	if len(open) == 0 || slices.ContainsFunc(open, func(r *modelRow) bool { return r.status != delivery.Parked }) {
 		return 0
 	}
-	open[0].status, open[0].waits = deliveries.Pending, false
+	open[0].status, open[0].waits = delivery.Pending, false
 	return 1
 }
 
@@ -207,39 +207,39 @@ func (h *history) promoteAll(rows []int64) (promoted int64) {
 
 func (h *history) insert() {
 	w, n := h.worker(), 1+h.rng.IntN(6)
-	status, keys := deliveries.Processing, make([]string, n)
+	status, keys := delivery.Processing, make([]string, n)
 	if h.rng.IntN(3) == 0 {
-		status = deliveries.Pending
+		status = delivery.Pending
 	}
 	for i := range keys {
 		keys[i] = []string{"k", "k", "l", "m", "n", "o", ""}[h.rng.IntN(7)]
 	}
-	rows, seen := make([]deliveries.New, n), map[string]bool{}
+	rows, seen := make([]delivery.New, n), map[string]bool{}
 	h.note("%s inserts %v of %q", w.name, status, keys)
 	for i, id := range h.record(keys...) {
-		rows[i] = deliveries.New{OutboxID: id, Action: action, Stream: stream, Status: status, MaxAttempts: historyAttempts}
+		rows[i] = delivery.New{OutboxID: id, Action: action, Stream: stream, Status: status, MaxAttempts: historyAttempts}
 		r := &modelRow{id: 1, key: keys[i], status: status}
 		if k := keys[i]; k != "" {
-			rows[i].Key = deliveries.KeyOf(group, action, stream, k)
-			if status == deliveries.Pending && seen[k] {
-				rows[i].Status, r.status = deliveries.Parked, deliveries.Parked
+			rows[i].Key = delivery.KeyOf(group, action, stream, k)
+			if status == delivery.Pending && seen[k] {
+				rows[i].Status, r.status = delivery.Parked, delivery.Parked
 			}
-			if !seen[k] && len(h.openOf(k)) > 0 || seen[k] && status == deliveries.Processing && h.parks(k) {
-				r.status = deliveries.Parked
+			if !seen[k] && len(h.openOf(k)) > 0 || seen[k] && status == delivery.Processing && h.parks(k) {
+				r.status = delivery.Parked
 			}
 			seen[k] = true
 		}
 		if len(h.rows) > 0 {
 			r.id = h.rows[len(h.rows)-1].id + 1
 		}
-		if r.status == deliveries.Processing {
+		if r.status == delivery.Processing {
 			r.worker, r.attempts = w.name, 1
 		}
 		h.rows = append(h.rows, r)
 	}
-	var claimed []deliveries.Delivery
-	require.NoError(h.t, deliveries.Transact(h.t.Context(), h.db, func(b *pgx.Batch) {
-		w.store.Queue(b, rows, room, func(d []deliveries.Delivery) error { claimed = d; return nil })
+	var claimed []delivery.Delivery
+	require.NoError(h.t, delivery.Transact(h.t.Context(), h.db, func(b *pgx.Batch) {
+		w.store.Queue(b, rows, room, func(d []delivery.Delivery) error { claimed = d; return nil })
 	}))
 	for _, d := range claimed {
 		r := h.row(d.ID)
@@ -252,7 +252,7 @@ func (h *history) insert() {
 // parks reports whether the rows of a key that are being inserted are parked, as the first was.
 func (h *history) parks(key string) bool {
 	open := h.openOf(key)
-	return open[len(open)-1].status == deliveries.Parked
+	return open[len(open)-1].status == delivery.Parked
 }
 
 func (h *history) claim() {
@@ -262,13 +262,13 @@ func (h *history) claim() {
 	h.note("%s claims %d, %d behind, suspects %t: %v", w.name, limit, follow, suspects, ids(claimed))
 	could, heads := 0, 0
 	for _, r := range h.rows {
-		if r.status == deliveries.Pending && !r.waits && r.stale == suspects {
+		if r.status == delivery.Pending && !r.waits && r.stale == suspects {
 			could++
 		}
 	}
 	var want []int64
 	for _, d := range claimed {
-		if r := h.row(d.ID); r.status == deliveries.Pending {
+		if r := h.row(d.ID); r.status == delivery.Pending {
 			heads++
 			require.True(h.t, !r.waits && r.stale == suspects, r)
 			want = append(want, r.id)
@@ -286,7 +286,7 @@ func (h *history) claim() {
 	}
 	for _, d := range claimed {
 		r := h.row(d.ID)
-		r.status, r.worker, r.attempts, r.expired = deliveries.Processing, d.Holder, r.attempts+1, 0
+		r.status, r.worker, r.attempts, r.expired = delivery.Processing, d.Holder, r.attempts+1, 0
 		require.Equal(h.t, r.attempts, d.Attempt)
 	}
 	w.forget(claimed) // those that it has lost meanwhile
@@ -299,7 +299,7 @@ func (h *history) behind(r *modelRow, follow int, suspects bool) (behind []int64
 		return nil
 	}
 	for _, next := range h.openOf(r.key) {
-		if next == r || next.status != deliveries.Parked {
+		if next == r || next.status != delivery.Parked {
 			continue
 		}
 		if len(behind) == follow || next.attempts > 0 || next.stale {
@@ -311,8 +311,8 @@ func (h *history) behind(r *modelRow, follow int, suspects bool) (behind []int64
 }
 
 // firsts returns the first rows of some of the keys that a worker has, and some without order, all of the same claim.
-func (h *history) firsts(w *historyWorker) (chosen []deliveries.Delivery) {
-	skipped := map[deliveries.Key]bool{}
+func (h *history) firsts(w *historyWorker) (chosen []delivery.Delivery) {
+	skipped := map[delivery.Key]bool{}
 	for _, d := range w.mine {
 		if len(chosen) > 0 && d.Holder != chosen[0].Holder {
 			continue
@@ -331,11 +331,11 @@ func (h *history) finish() {
 	h.finishThese(w, h.firsts(w), h.rng.IntN(5))
 }
 
-func (h *history) finishThese(w *historyWorker, chosen []deliveries.Delivery, how int) {
+func (h *history) finishThese(w *historyWorker, chosen []delivery.Delivery, how int) {
 	if len(chosen) == 0 {
 		return
 	}
-	var lost []deliveries.Delivery
+	var lost []delivery.Delivery
 	for _, d := range chosen {
 		if r := h.row(d.ID); r.worker != d.Holder {
 			lost = append(lost, d)
@@ -344,7 +344,7 @@ func (h *history) finishThese(w *historyWorker, chosen []deliveries.Delivery, ho
 	h.note("%s finishes %v, lost %v, %s", w.name, ids(chosen), ids(lost), []string{"alone", "with effects", "with effects", "rolled back", "repeatable read"}[how])
 	promoted, err := h.finishHow(w, how, chosen)
 	if len(lost) > 0 {
-		require.ErrorIs(h.t, err, deliveries.ErrLost)
+		require.ErrorIs(h.t, err, delivery.ErrLost)
 		h.giveUp(w, lost)
 		return
 	}
@@ -354,14 +354,14 @@ func (h *history) finishThese(w *historyWorker, chosen []deliveries.Delivery, ho
 	}
 	for _, d := range chosen {
 		r := h.row(d.ID)
-		r.status, r.worker, r.expired = deliveries.Done, "", 0
+		r.status, r.worker, r.expired = delivery.Done, "", 0
 		if how > 0 {
 			r.effects++
 		}
 	}
 	w.forget(chosen)
 	want := h.promoteAll(ids(chosen))
-	if how == 4 && slices.ContainsFunc(chosen, func(d deliveries.Delivery) bool { return d.Key.Ordered }) {
+	if how == 4 && slices.ContainsFunc(chosen, func(d delivery.Delivery) bool { return d.Key.Ordered }) {
 		require.EqualValues(h.t, -1, promoted)
 		if h.rng.IntN(2) == 0 {
 			promoted, err = w.store.Promote(h.t.Context(), chosen)
@@ -373,7 +373,7 @@ func (h *history) finishThese(w *historyWorker, chosen []deliveries.Delivery, ho
 	require.Equal(h.t, want, promoted)
 }
 
-func (h *history) finishHow(w *historyWorker, how int, chosen []deliveries.Delivery) (promoted int64, err error) {
+func (h *history) finishHow(w *historyWorker, how int, chosen []delivery.Delivery) (promoted int64, err error) {
 	ctx := h.t.Context()
 	if how == 0 {
 		return w.store.Finish(ctx, chosen)
@@ -395,8 +395,8 @@ func (h *history) finishHow(w *historyWorker, how int, chosen []deliveries.Deliv
 }
 
 // giveUp is what a worker does that has lost rows: it gives all of their keys back.
-func (h *history) giveUp(w *historyWorker, lost []deliveries.Delivery) {
-	var rows []deliveries.Delivery
+func (h *history) giveUp(w *historyWorker, lost []delivery.Delivery) {
+	var rows []delivery.Delivery
 	for _, d := range w.mine {
 		if slices.Contains(ids(lost), d.ID) || d.Key.Ordered && slices.Contains(keys(lost), d.Key) {
 			rows = append(rows, d)
@@ -407,7 +407,7 @@ func (h *history) giveUp(w *historyWorker, lost []deliveries.Delivery) {
 
 func (h *history) giveBack() {
 	w := h.worker()
-	var rows []deliveries.Delivery
+	var rows []delivery.Delivery
 	for _, d := range w.mine {
 		if h.rng.IntN(2) == 0 && !slices.Contains(ids(rows), d.ID) {
 			rows = append(rows, d)
@@ -421,7 +421,7 @@ func (h *history) giveBack() {
 	h.returned(w, rows)
 }
 
-func (h *history) returned(w *historyWorker, rows []deliveries.Delivery) {
+func (h *history) returned(w *historyWorker, rows []delivery.Delivery) {
 	h.note("%s gives %v back", w.name, ids(rows))
 	require.NoError(h.t, w.store.Return(h.t.Context(), rows))
 	h.parkAll(rows)
@@ -430,15 +430,15 @@ func (h *history) returned(w *historyWorker, rows []deliveries.Delivery) {
 }
 
 // parkAll is what happens to rows that were not tried.
-func (h *history) parkAll(rows []deliveries.Delivery) {
+func (h *history) parkAll(rows []delivery.Delivery) {
 	for _, d := range rows {
 		r := h.row(d.ID)
 		if r.worker != d.Holder {
 			continue
 		}
-		r.status, r.worker, r.attempts, r.waits, r.expired = deliveries.Parked, "", r.attempts-1, false, 0
+		r.status, r.worker, r.attempts, r.waits, r.expired = delivery.Parked, "", r.attempts-1, false, 0
 		if r.key == "" {
-			r.status = deliveries.Pending
+			r.status = delivery.Pending
 		}
 	}
 }
@@ -449,28 +449,28 @@ func (h *history) fail() {
 		return
 	}
 	d := w.mine[h.rng.IntN(len(w.mine))]
-	var rest []deliveries.Delivery
+	var rest []delivery.Delivery
 	if run := w.of(d.Key); len(run) > 0 {
 		d, rest = run[0], run[1:]
-		rest = slices.DeleteFunc(slices.Clone(rest), func(other deliveries.Delivery) bool { return other.Holder != d.Holder })
+		rest = slices.DeleteFunc(slices.Clone(rest), func(other delivery.Delivery) bool { return other.Holder != d.Holder })
 	}
-	f := deliveries.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(h.rng.IntN(2)) * time.Hour, Dead: d.Attempt >= d.MaxAttempts || h.rng.IntN(4) == 0}
+	f := delivery.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(h.rng.IntN(2)) * time.Hour, Dead: d.Attempt >= d.MaxAttempts || h.rng.IntN(4) == 0}
 	f.Held = f.Dead && h.rng.IntN(2) == 0
 	h.note("%s fails with %d, dead %t, held %t, rest %v", w.name, d.ID, f.Dead, f.Held, ids(rest))
 	promoted, err := w.store.Fail(h.t.Context(), f, rest)
 	r := h.row(d.ID)
 	lost := r.worker != d.Holder
 	if !lost {
-		r.status, r.worker, r.waits, r.stale, r.held, r.expired = deliveries.Pending, "", f.Wait > 0, false, f.Held, 0
+		r.status, r.worker, r.waits, r.stale, r.held, r.expired = delivery.Pending, "", f.Wait > 0, false, f.Held, 0
 		if f.Dead {
-			r.status = deliveries.Dead
+			r.status = delivery.Dead
 		}
 	}
 	h.parkAll(rest)
 	want := h.promote(r.key)
 	w.forget(append(w.of(d.Key), d))
 	if lost {
-		require.ErrorIs(h.t, err, deliveries.ErrLost)
+		require.ErrorIs(h.t, err, delivery.ErrLost)
 		return
 	}
 	require.NoError(h.t, err)
@@ -479,7 +479,7 @@ func (h *history) fail() {
 
 func (h *history) renew() {
 	w := h.worker()
-	var want []deliveries.Ref
+	var want []delivery.Ref
 	for _, d := range w.mine {
 		if r := h.row(d.ID); r.worker == d.Holder {
 			want, r.expired = append(want, d.Ref), 0
@@ -501,12 +501,12 @@ func (h *history) endLeases(ids []int64) {
 }
 
 func (h *history) expire() {
-	h.endLeases(h.pick(h.rng.IntN(4), deliveries.Processing))
+	h.endLeases(h.pick(h.rng.IntN(4), delivery.Processing))
 	h.takeOver(1+h.rng.IntN(3), h.rng.IntN(2) == 0)
 }
 
 func (h *history) expireAll() {
-	h.endLeases(h.pick(len(h.rows), deliveries.Processing))
+	h.endLeases(h.pick(len(h.rows), delivery.Processing))
 	h.takeOver(len(h.rows), false)
 }
 
@@ -533,11 +533,11 @@ func (h *history) takeOver(limit int, hold bool) {
 		r.worker, r.stale, r.waits, r.expired = "", true, false, 0
 		switch {
 		case r.attempts >= historyAttempts:
-			r.status, r.held = deliveries.Dead, hold
+			r.status, r.held = delivery.Dead, hold
 		case r.key == "":
-			r.status = deliveries.Pending
+			r.status = delivery.Pending
 		default:
-			r.status = deliveries.Parked
+			r.status = delivery.Parked
 		}
 	}
 	h.promoteAll(want)
@@ -560,23 +560,23 @@ func (h *history) wait() {
 }
 
 func (h *history) requeue() {
-	chosen := h.pick(1+h.rng.IntN(3), deliveries.Dead)
+	chosen := h.pick(1+h.rng.IntN(3), delivery.Dead)
 	h.note("%v are requeued", chosen)
 	h.exec(`SELECT {schema}.outbox_requeue_deliveries($1, 'me', 'why')`, chosen)
 	for _, id := range chosen {
 		r := h.row(id)
-		r.status, r.held, r.attempts, r.resolved, r.waits = deliveries.Parked, false, 0, false, false
+		r.status, r.held, r.attempts, r.resolved, r.waits = delivery.Parked, false, 0, false, false
 		if r.key == "" {
-			r.status = deliveries.Pending
+			r.status = delivery.Pending
 		}
 		for _, later := range h.openOf(r.key) {
-			r.requeued = r.requeued || later.id > r.id && later.status == deliveries.Processing
+			r.requeued = r.requeued || later.id > r.id && later.status == delivery.Processing
 		}
 	}
 	for _, id := range chosen {
 		open := h.openOf(h.row(id).key)
-		if i := slices.IndexFunc(open, func(r *modelRow) bool { return r.status == deliveries.Pending }); i > 0 {
-			open[i].status = deliveries.Parked
+		if i := slices.IndexFunc(open, func(r *modelRow) bool { return r.status == delivery.Pending }); i > 0 {
+			open[i].status = delivery.Parked
 		}
 		h.promote(h.row(id).key)
 	}
@@ -584,7 +584,7 @@ func (h *history) requeue() {
 
 func (h *history) resolve() {
 	var chosen []int64
-	for _, id := range h.pick(1+h.rng.IntN(3), deliveries.Dead, deliveries.Pending, deliveries.Parked) {
+	for _, id := range h.pick(1+h.rng.IntN(3), delivery.Dead, delivery.Pending, delivery.Parked) {
 		if !h.row(id).resolved {
 			chosen = append(chosen, id)
 		}
@@ -593,14 +593,14 @@ func (h *history) resolve() {
 	h.exec(`SELECT {schema}.outbox_resolve_deliveries($1, 'me', 'why')`, chosen)
 	for _, id := range chosen {
 		r := h.row(id)
-		r.status, r.held, r.resolved = deliveries.Dead, false, true
+		r.status, r.held, r.resolved = delivery.Dead, false, true
 	}
 	h.promoteAll(chosen)
 }
 
 // hold has keys wait at rows that are dead. What is with a worker stays there.
 func (h *history) hold() {
-	chosen := h.pick(1+h.rng.IntN(2), deliveries.Dead)
+	chosen := h.pick(1+h.rng.IntN(2), delivery.Dead)
 	h.note("%v hold their keys", chosen)
 	h.exec(`SELECT {schema}.outbox_hold_deliveries($1, 'me', 'why')`, chosen)
 	for _, id := range chosen {
@@ -610,16 +610,16 @@ func (h *history) hold() {
 		}
 		r.held = true
 		for _, other := range h.openOf(r.key) {
-			if other.status == deliveries.Pending {
-				other.status = deliveries.Parked
+			if other.status == delivery.Pending {
+				other.status = delivery.Parked
 			}
-			r.requeued = r.requeued || other.id > r.id && other.status == deliveries.Processing
+			r.requeued = r.requeued || other.id > r.id && other.status == delivery.Processing
 		}
 	}
 }
 
 func (h *history) release() {
-	chosen := h.pick(1+h.rng.IntN(2), deliveries.Dead, deliveries.Parked)
+	chosen := h.pick(1+h.rng.IntN(2), delivery.Dead, delivery.Parked)
 	h.note("the keys of %v are released", chosen)
 	h.exec(`SELECT {schema}.outbox_release_deliveries($1, 'me', 'why')`, chosen)
 	for _, id := range chosen {
@@ -663,13 +663,13 @@ func (h *history) free() {
 }
 
 // byClaim divides rows into those that were claimed together.
-func byClaim(rows []deliveries.Delivery) (claims [][]deliveries.Delivery) {
+func byClaim(rows []delivery.Delivery) (claims [][]delivery.Delivery) {
 	for _, d := range rows {
-		if n := slices.IndexFunc(claims, func(of []deliveries.Delivery) bool { return of[0].Holder == d.Holder }); n >= 0 {
+		if n := slices.IndexFunc(claims, func(of []delivery.Delivery) bool { return of[0].Holder == d.Holder }); n >= 0 {
 			claims[n] = append(claims[n], d)
 			continue
 		}
-		claims = append(claims, []deliveries.Delivery{d})
+		claims = append(claims, []delivery.Delivery{d})
 	}
 	return claims
 }
@@ -683,7 +683,7 @@ func (h *history) finishAll() {
 		}
 		for _, d := range w.mine {
 			r := h.row(d.ID)
-			r.status, r.worker, r.effects = deliveries.Done, "", r.effects+1
+			r.status, r.worker, r.effects = delivery.Done, "", r.effects+1
 		}
 		h.promoteAll(ids(w.mine))
 		w.mine = nil

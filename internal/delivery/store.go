@@ -1,4 +1,4 @@
-package deliveries
+package delivery
 
 import (
 	"context"

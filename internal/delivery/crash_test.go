@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"testing"
@@ -7,7 +7,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 )
 
 // A crash of PostgreSQL may forget rows, and give their ids out again. What a worker had before does nothing to what
@@ -18,12 +18,12 @@ func TestIDsAreGivenOutAgain(t *testing.T) {
 	a := f.store("a", time.Minute)
 	for _, claims := range []bool{false, true} {
 		f.exec(`TRUNCATE {schema}.event_delivery RESTART IDENTITY`)
-		forgotten := f.insert(a, deliveries.Processing, f.record("k", "k", "k"), "k", "k", "k")
+		forgotten := f.insert(a, delivery.Processing, f.record("k", "k", "k"), "k", "k", "k")
 		require.Len(t, forgotten, 3)
 		f.exec(`TRUNCATE {schema}.event_delivery RESTART IDENTITY`)
-		status := deliveries.Processing
+		status := delivery.Processing
 		if claims {
-			status = deliveries.Pending
+			status = delivery.Pending
 		}
 		now := f.insert(a, status, f.record("l", "m", "n"), "l", "m", "n")
 		if claims {
@@ -34,13 +34,13 @@ func TestIDsAreGivenOutAgain(t *testing.T) {
 		require.Equal(t, ids(forgotten), ids(now))
 
 		_, err := a.Finish(ctx, forgotten[:1])
-		require.ErrorIs(t, err, deliveries.ErrLost)
-		_, err = a.Fail(ctx, deliveries.Failure{Of: forgotten[0], Code: "handler"}, forgotten[1:])
-		require.ErrorIs(t, err, deliveries.ErrLost)
+		require.ErrorIs(t, err, delivery.ErrLost)
+		_, err = a.Fail(ctx, delivery.Failure{Of: forgotten[0], Code: "handler"}, forgotten[1:])
+		require.ErrorIs(t, err, delivery.ErrLost)
 		require.NoError(t, a.Return(ctx, forgotten))
 		tx, err := f.db.Begin(ctx)
 		require.NoError(t, err)
-		require.ErrorIs(t, a.LockIn(ctx, tx, forgotten), deliveries.ErrLost)
+		require.ErrorIs(t, a.LockIn(ctx, tx, forgotten), delivery.ErrLost)
 		require.NoError(t, tx.Rollback(ctx))
 		renewed, err := a.Renew(ctx, refs(forgotten))
 		require.NoError(t, err)
@@ -66,18 +66,18 @@ func TestEndIsForgotten(t *testing.T) {
 			t.Parallel()
 			f, ctx := newTable(t), t.Context()
 			a := f.store("a", time.Minute)
-			run := f.insert(a, deliveries.Processing, f.record("k", "k", "k", "other"), "k", "k", "k", "other")
+			run := f.insert(a, delivery.Processing, f.record("k", "k", "k", "other"), "k", "k", "k", "other")
 			_, err := a.Finish(ctx, run[:1])
 			require.NoError(t, err)
 			f.exec(forget, run[0].ID, run[0].Holder)
 			before := f.rows()
 
 			_, err = a.Finish(ctx, run[1:])
-			require.ErrorIs(t, err, deliveries.ErrLost)
+			require.ErrorIs(t, err, delivery.ErrLost)
 			tx, err := f.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
 			require.NoError(t, err)
 			_, err = a.FinishIn(ctx, tx, run[1:2])
-			require.ErrorIs(t, err, deliveries.ErrLost)
+			require.ErrorIs(t, err, delivery.ErrLost)
 			require.NoError(t, tx.Rollback(ctx))
 			require.Equal(t, before, f.rows())
 
@@ -93,24 +93,24 @@ func TestEndIsForgotten(t *testing.T) {
 // these, whatever he says about it.
 func TestForgottenEndsComeFirst(t *testing.T) {
 	t.Parallel()
-	for name, do := range map[string]func(*tableFixture, *deliveries.Store, deliveries.Delivery) error{
-		"given back": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
-			return s.Return(f.t.Context(), []deliveries.Delivery{d})
+	for name, do := range map[string]func(*tableFixture, *delivery.Store, delivery.Delivery) error{
+		"given back": func(f *tableFixture, s *delivery.Store, d delivery.Delivery) error {
+			return s.Return(f.t.Context(), []delivery.Delivery{d})
 		},
-		"failed": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
-			_, err := s.Fail(f.t.Context(), deliveries.Failure{Of: d, Code: "handler", Dead: true}, nil)
+		"failed": func(f *tableFixture, s *delivery.Store, d delivery.Delivery) error {
+			_, err := s.Fail(f.t.Context(), delivery.Failure{Of: d, Code: "handler", Dead: true}, nil)
 			return err
 		},
-		"failed before others": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
-			_, err := s.Fail(f.t.Context(), deliveries.Failure{Of: d, Code: "handler"}, []deliveries.Delivery{d})
+		"failed before others": func(f *tableFixture, s *delivery.Store, d delivery.Delivery) error {
+			_, err := s.Fail(f.t.Context(), delivery.Failure{Of: d, Code: "handler"}, []delivery.Delivery{d})
 			return err
 		},
-		"promoted": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
-			_, err := s.Promote(f.t.Context(), []deliveries.Delivery{d})
+		"promoted": func(f *tableFixture, s *delivery.Store, d delivery.Delivery) error {
+			_, err := s.Promote(f.t.Context(), []delivery.Delivery{d})
 			return err
 		},
-		"ended": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
-			_, err := s.Finish(f.t.Context(), []deliveries.Delivery{d})
+		"ended": func(f *tableFixture, s *delivery.Store, d delivery.Delivery) error {
+			_, err := s.Finish(f.t.Context(), []delivery.Delivery{d})
 			return err
 		},
 	} {
@@ -118,8 +118,8 @@ func TestForgottenEndsComeFirst(t *testing.T) {
 			t.Parallel()
 			f := newTable(t)
 			a := f.store("a", time.Minute)
-			first := f.insert(a, deliveries.Processing, f.record("k"), "k")
-			f.insert(a, deliveries.Processing, f.record("k"), "k")
+			first := f.insert(a, delivery.Processing, f.record("k"), "k")
+			f.insert(a, delivery.Processing, f.record("k"), "k")
 			_, err := a.Finish(t.Context(), first)
 			require.NoError(t, err)
 			second := f.claim(a)
@@ -128,7 +128,7 @@ func TestForgottenEndsComeFirst(t *testing.T) {
 			f.exec(`UPDATE {schema}.event_delivery SET status = 'PARKED', locked_by = NULL, locked_until = NULL, attempt_count = 0 WHERE id = $1`, second[0].ID)
 			before := f.rows()
 			if err := do(f, a, second[0]); err != nil {
-				require.ErrorIs(t, err, deliveries.ErrLost)
+				require.ErrorIs(t, err, delivery.ErrLost)
 			}
 			require.Equal(t, before, f.rows())
 		})

@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"testing"
@@ -7,7 +7,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -20,7 +20,7 @@ func TestCrashGivesIDsOutAgain(t *testing.T) {
 	f, ctx := newTable(t), t.Context()
 	a, b := f.store("a", time.Minute), f.store("b", time.Minute)
 	for range 5 {
-		_, err := a.Finish(ctx, f.insert(a, deliveries.Processing, f.record("k"), "k"))
+		_, err := a.Finish(ctx, f.insert(a, delivery.Processing, f.record("k"), "k"))
 		require.NoError(t, err)
 	}
 	forget := func() {
@@ -28,13 +28,13 @@ func TestCrashGivesIDsOutAgain(t *testing.T) {
 		f.exec(`SELECT setval('{schema}.event_delivery_id_seq', 1)`)
 	}
 	forget()
-	require.Len(t, f.insert(b, deliveries.Processing, f.record("k"), "k"), 1)
-	require.Len(t, f.insert(a, deliveries.Processing, f.record("k"), "k"), 1, "without a crash it looks at no rows below")
+	require.Len(t, f.insert(b, delivery.Processing, f.record("k"), "k"), 1)
+	require.Len(t, f.insert(a, delivery.Processing, f.record("k"), "k"), 1, "without a crash it looks at no rows below")
 
 	forget()
-	require.Len(t, f.insert(b, deliveries.Processing, f.record("k"), "k"), 1)
+	require.Len(t, f.insert(b, delivery.Processing, f.record("k"), "k"), 1)
 	f.db.Reset() // connections do not outlive a crash
-	require.Empty(t, f.insert(a, deliveries.Processing, f.record("k"), "k"), "the key is with b")
+	require.Empty(t, f.insert(a, delivery.Processing, f.record("k"), "k"), "the key is with b")
 }
 
 // A worker is taken for gone while it renews what it has: it loses the first row of a run only. That comes
@@ -43,7 +43,7 @@ func TestRunIsLostInPart(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
 	a, b := f.store("a", time.Millisecond), f.store("b", time.Minute)
-	run := f.insert(a, deliveries.Processing, f.record("k", "k", "k"), "k", "k", "k")
+	run := f.insert(a, delivery.Processing, f.record("k", "k", "k"), "k", "k", "k")
 	renewing, err := f.db.Begin(ctx)
 	require.NoError(t, err)
 	_, err = renewing.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.event_delivery WHERE id > $1 FOR UPDATE`, f.schema), run[0].ID)
@@ -52,7 +52,7 @@ func TestRunIsLostInPart(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, expired, 1)
 	require.NoError(t, renewing.Rollback(ctx))
-	_, err = a.Fail(ctx, deliveries.Failure{Of: run[1], Code: "handler"}, run[2:])
+	_, err = a.Fail(ctx, delivery.Failure{Of: run[1], Code: "handler"}, run[2:])
 	require.NoError(t, err)
 	require.Equal(t, []string{"k PARKED 1", "k PENDING 1", "k PARKED 0"}, f.rows())
 
@@ -74,7 +74,7 @@ func TestNewConnectionsKnowKeys(t *testing.T) {
 	handle := func(db *pgxpool.Pool, key string) {
 		on := *f
 		on.db = db
-		run := on.insert(s, deliveries.Processing, f.record(key), key)
+		run := on.insert(s, delivery.Processing, f.record(key), key)
 		require.Len(t, run, 1)
 		_, err := s.Finish(ctx, run)
 		require.NoError(t, err)
@@ -106,13 +106,13 @@ func TestTransactionStaysOpen(t *testing.T) {
 	read := 0
 	for part := range 2 {
 		db := f.single()
-		s := deliveries.NewStore(db, f.schema, group, "a", shortLease)
-		f.insert(s, deliveries.Processing, f.record("new"), "new") // its connection is younger than all that it learns
+		s := delivery.NewStore(db, f.schema, group, "a", shortLease)
+		f.insert(s, delivery.Processing, f.record("new"), "new") // its connection is younger than all that it learns
 		for range rounds {
-			run := f.insert(s, deliveries.Processing, f.record(keys...), keys...)
+			run := f.insert(s, delivery.Processing, f.record(keys...), keys...)
 			require.Len(t, run, len(keys))
-			require.Empty(t, f.insert(s, deliveries.Processing, f.record(keys...), keys...))
-			_, err := s.Fail(ctx, deliveries.Failure{Of: run[0], Code: "handler", Dead: true}, nil)
+			require.Empty(t, f.insert(s, delivery.Processing, f.record(keys...), keys...))
+			_, err := s.Fail(ctx, delivery.Failure{Of: run[0], Code: "handler", Dead: true}, nil)
 			require.NoError(t, err)
 			_, err = s.Finish(ctx, run[1:])
 			require.NoError(t, err)

@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"context"
@@ -8,7 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -20,7 +20,7 @@ func TestLooksFindAllRows(t *testing.T) {
 	f, ctx := newTable(t), t.Context()
 	a := f.store("a", time.Minute)
 	keys := []string{"k", "l", "m", "n", "o"}
-	f.insert(a, deliveries.Pending, f.record(keys...), keys...)
+	f.insert(a, delivery.Pending, f.record(keys...), keys...)
 	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() - interval '1 hour' + id * interval '1 min'`)
 	for _, n := range []int{2, 2, 1, 0} {
 		claimed, err := a.Claim(ctx, pairs, 2, 0, false, room)
@@ -55,14 +55,14 @@ func TestLooksFindWhatWasLocked(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
 		name   string
-		status deliveries.Status
-		look   func(context.Context, *deliveries.Store) (int, error)
+		status delivery.Status
+		look   func(context.Context, *delivery.Store) (int, error)
 	}{
-		{"due", deliveries.Pending, func(ctx context.Context, s *deliveries.Store) (int, error) {
+		{"due", delivery.Pending, func(ctx context.Context, s *delivery.Store) (int, error) {
 			claimed, err := s.Claim(ctx, pairs, 10, 0, false, room)
 			return len(claimed), err
 		}},
-		{"expired", deliveries.Processing, func(ctx context.Context, s *deliveries.Store) (int, error) {
+		{"expired", delivery.Processing, func(ctx context.Context, s *delivery.Store) (int, error) {
 			expired, err := s.Expire(ctx, 10, false)
 			return len(expired), err
 		}},
@@ -95,7 +95,7 @@ func TestLookThatFails(t *testing.T) {
 	f, ctx := newTable(t), t.Context()
 	a, b := f.store("a", time.Millisecond), f.store("b", time.Millisecond)
 	f.lookSlowly(func() error { _, err := b.Expire(ctx, 10, false); return err })
-	require.Len(t, f.insert(a, deliveries.Processing, f.record("k"), "k"), 1)
+	require.Len(t, f.insert(a, delivery.Processing, f.record("k"), "k"), 1)
 	require.Eventually(t, f.isOld, testenv.Patience, 10*time.Millisecond)
 	busy := f.begin(`SELECT {schema}.outbox_lock_keys(consumer_group, ARRAY[order_key]) FROM {schema}.event_delivery`)
 	late, cancel := context.WithTimeout(ctx, slowLook)

@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"context"
@@ -15,49 +15,49 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // received returns the n-th event of a key, in a partition of its own for each key; of the empty key, none is kept in order.
-func received(key string, n int) deliveries.Received {
+func received(key string, n int) delivery.Received {
 	id := fmt.Sprintf("%s-%d", key, n)
-	r := deliveries.Received{
-		Subject:  deliveries.Subject{Action: action, Digest: [16]byte(digest(id))},
+	r := delivery.Received{
+		Subject:  delivery.Subject{Action: action, Digest: [16]byte(digest(id))},
 		Stream:   stream,
 		Offset:   int64(n),
 		EventID:  uuid.New(),
 		RecordID: id, Type: "a.order.sent.v1", Source: "/test", AggregateID: key, ContentType: "application/json", PartitionKey: key,
 		Payload: []byte(`{"n": 1}`), Record: []byte("rest"), OccurredAt: time.Now(), RecordedAt: time.Now(), MaxAttempts: 3,
-		Note: deliveries.Note{AggregateType: "a.order.sent.v1", AggregateID: id, Beside: "beside " + id, Source: "/test"},
+		Note: delivery.Note{AggregateType: "a.order.sent.v1", AggregateID: id, Beside: "beside " + id, Source: "/test"},
 	}
 	if key != "" {
-		r.Key = deliveries.KeyOf(group, action, stream, key)
+		r.Key = delivery.KeyOf(group, action, stream, key)
 	}
 	return r
 }
 
 // failed returns an event whose first attempt has failed.
-func failed(key string, n int) deliveries.Received {
+func failed(key string, n int) delivery.Received {
 	r := received(key, n)
 	r.Attempt, r.Code, r.Message = 1, "handler", "no"
 	return r
 }
 
-func (f *tableFixture) park(s *deliveries.Store, rows ...deliveries.Received) []deliveries.Status {
+func (f *tableFixture) park(s *delivery.Store, rows ...delivery.Received) []delivery.Status {
 	became, err := s.Park(f.t.Context(), rows)
 	require.NoError(f.t, err)
 	return became
 }
 
-func (f *tableFixture) blocked(s *deliveries.Store, events ...deliveries.Received) []int {
+func (f *tableFixture) blocked(s *delivery.Store, events ...delivery.Received) []int {
 	found, err := s.Blocked(f.t.Context(), subjects(events))
 	require.NoError(f.t, err)
 	return found
 }
 
-func subjects(events []deliveries.Received) (all []deliveries.Subject) {
+func subjects(events []delivery.Received) (all []delivery.Subject) {
 	for _, e := range events {
 		all = append(all, e.Subject)
 	}
@@ -65,12 +65,12 @@ func subjects(events []deliveries.Received) (all []deliveries.Subject) {
 }
 
 // note says that an event is handled.
-func (f *tableFixture) note(e deliveries.Received) {
+func (f *tableFixture) note(e delivery.Received) {
 	f.exec(`INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source) VALUES ($1, $2, $3, $4, $5)`,
 		group, e.Note.AggregateType, e.Note.AggregateID, e.Action, e.Note.Source)
 }
 
-func (f *tableFixture) claim(s *deliveries.Store) []deliveries.Delivery {
+func (f *tableFixture) claim(s *delivery.Store) []delivery.Delivery {
 	claimed, err := s.Claim(f.t.Context(), pairs, 10, 10, false, room)
 	require.NoError(f.t, err)
 	return claimed
@@ -83,11 +83,11 @@ func TestParkedEvents(t *testing.T) {
 	s := f.store("a", time.Minute).ForRecords()
 	require.Empty(t, f.blocked(s, received("k", 1), received("", 1)))
 
-	require.Equal(t, []deliveries.Status{deliveries.Pending}, f.park(s, failed("k", 1)))
+	require.Equal(t, []delivery.Status{delivery.Pending}, f.park(s, failed("k", 1)))
 	require.Equal(t, []int{0, 1}, f.blocked(s, received("k", 1), received("k", 2), received("other", 1), received("", 2)))
-	require.Equal(t, []deliveries.Status{"", deliveries.Parked, deliveries.Parked, deliveries.Pending}, f.park(s, received("k", 1), received("k", 2), received("k", 3), received("", 1)))
+	require.Equal(t, []delivery.Status{"", delivery.Parked, delivery.Parked, delivery.Pending}, f.park(s, received("k", 1), received("k", 2), received("k", 3), received("", 1)))
 	require.Equal(t, []int{0}, f.blocked(s, received("", 1), received("", 2)), "without a key, only an event itself")
-	require.Equal(t, []deliveries.Status{"", ""}, f.park(s, received("k", 2), received("", 1)), "they come again")
+	require.Equal(t, []delivery.Status{"", ""}, f.park(s, received("k", 2), received("", 1)), "they come again")
 
 	require.Empty(t, f.claim(f.store("w", time.Minute)), "workers do not know records")
 	claimed := f.claim(s)
@@ -111,7 +111,7 @@ func TestHandledEventsAreNotParked(t *testing.T) {
 	t.Parallel()
 	f := newTable(t)
 	s := f.store("a", time.Minute).ForRecords()
-	of := func(source string, change func(*deliveries.Note)) deliveries.Received {
+	of := func(source string, change func(*delivery.Note)) delivery.Received {
 		r := received("k", 1)
 		r.Note.Source = source
 		if change != nil {
@@ -120,13 +120,13 @@ func TestHandledEventsAreNotParked(t *testing.T) {
 		return r
 	}
 	f.note(received("k", 1))
-	for name, e := range map[string]deliveries.Received{
+	for name, e := range map[string]delivery.Received{
 		"by its own note": of("/test", nil), "by a key of the host": of("", nil),
-		"beside that of another source": of("/third", func(n *deliveries.Note) { n.AggregateID, n.Beside = "else", n.AggregateID }),
+		"beside that of another source": of("/third", func(n *delivery.Note) { n.AggregateID, n.Beside = "else", n.AggregateID }),
 	} {
-		require.Equal(t, []deliveries.Status{""}, f.park(s, e), name)
+		require.Equal(t, []delivery.Status{""}, f.park(s, e), name)
 	}
-	require.Equal(t, []deliveries.Status{deliveries.Pending}, f.park(s, of("/other", nil)), "the event of another source")
+	require.Equal(t, []delivery.Status{delivery.Pending}, f.park(s, of("/other", nil)), "the event of another source")
 }
 
 // One that was given up stays so: it is not handled when it comes again, and does not block its key, unless it is held.
@@ -138,9 +138,9 @@ func TestDeadEventIsNotParkedAgain(t *testing.T) {
 			f, ctx := newTable(t), t.Context()
 			s := f.store("a", time.Minute).ForRecords()
 			f.park(s, failed("k", 1), received("k", 2))
-			_, err := s.Fail(ctx, deliveries.Failure{Of: f.claim(s)[0], Code: "handler", Message: "no", Dead: true, Held: held}, nil)
+			_, err := s.Fail(ctx, delivery.Failure{Of: f.claim(s)[0], Code: "handler", Message: "no", Dead: true, Held: held}, nil)
 			require.NoError(t, err)
-			require.Equal(t, []deliveries.Status{""}, f.park(s, received("k", 1)))
+			require.Equal(t, []delivery.Status{""}, f.park(s, received("k", 1)))
 			want := map[bool]string{false: "k PENDING 0", true: "k PARKED 0"}[held]
 			require.Equal(t, []string{"k DEAD 2", want}, f.rows())
 			if !held {
@@ -168,7 +168,7 @@ func TestRecordOfLostWorkerDoesNotDie(t *testing.T) {
 	last.MaxAttempts = 1
 	f.park(s, last)
 	require.Len(t, f.claim(s), 1)
-	var expired []deliveries.Expired
+	var expired []delivery.Expired
 	require.Eventually(t, func() bool { // a round trip may be shorter than the lease
 		var err error
 		expired, err = s.Expire(ctx, 10, false)
@@ -236,10 +236,10 @@ var (
 )
 
 // member handles the events of all keys, in batches.
-func (h *parkHistory) member(s *deliveries.Store) {
+func (h *parkHistory) member(s *delivery.Store) {
 	for n := 0; n < h.events; {
 		time.Sleep(rand.N(40 * time.Millisecond)) // some keys become free
-		var batch []deliveries.Received
+		var batch []delivery.Received
 		for ; n < h.events && len(batch) < h.keys; n++ {
 			for k := range h.keys {
 				batch = append(batch, received(fmt.Sprint("k", k), n))
@@ -252,9 +252,9 @@ func (h *parkHistory) member(s *deliveries.Store) {
 }
 
 // step does what it can about a batch, and returns the rest.
-func (h *parkHistory) step(s *deliveries.Store, batch []deliveries.Received) []deliveries.Received {
+func (h *parkHistory) step(s *delivery.Store, batch []delivery.Received) []delivery.Received {
 	blocked := h.blocked(s, batch...)
-	var behind, rest []deliveries.Received
+	var behind, rest []delivery.Received
 	for i, e := range batch {
 		if slices.Contains(blocked, i) {
 			behind = append(behind, e)
@@ -283,13 +283,13 @@ func (h *parkHistory) step(s *deliveries.Store, batch []deliveries.Received) []d
 }
 
 // handle handles an event as a consumer does, with its note, the effect and the second look.
-func (h *parkHistory) handle(s *deliveries.Store, e deliveries.Received) error {
+func (h *parkHistory) handle(s *delivery.Store, e delivery.Received) error {
 	return pgx.BeginTxFunc(context.Background(), h.db, pgx.TxOptions{IsoLevel: pgx.TxIsoLevel(h.isolation)}, func(tx pgx.Tx) error {
 		fresh, err := h.effect(tx, e.Note, e.AggregateID, int(e.Offset))
 		if err != nil || !fresh {
 			return err
 		}
-		blocked, err := s.BlockedIn(context.Background(), tx, []deliveries.Subject{e.Subject})
+		blocked, err := s.BlockedIn(context.Background(), tx, []delivery.Subject{e.Subject})
 		if err == nil && len(blocked) > 0 {
 			return errBlocked
 		}
@@ -297,7 +297,7 @@ func (h *parkHistory) handle(s *deliveries.Store, e deliveries.Received) error {
 	})
 }
 
-func (h *parkHistory) effect(tx pgx.Tx, note deliveries.Note, key string, n int) (fresh bool, err error) {
+func (h *parkHistory) effect(tx pgx.Tx, note delivery.Note, key string, n int) (fresh bool, err error) {
 	ctx := context.Background()
 	tag, err := tx.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source) VALUES ($1, $2, $3, $4, $5)
 		ON CONFLICT DO NOTHING`, h.schema), group, note.AggregateType, note.AggregateID, action, note.Source)
@@ -312,17 +312,17 @@ func (h *parkHistory) effect(tx pgx.Tx, note deliveries.Note, key string, n int)
 }
 
 // lane works on what is parked.
-func (h *parkHistory) lane(ctx context.Context, s *deliveries.Store) {
+func (h *parkHistory) lane(ctx context.Context, s *delivery.Store) {
 	for ctx.Err() == nil {
 		claimed, err := s.Claim(context.Background(), pairs, 3, 3, false, room)
 		require.NoError(h.t, err)
-		lost := map[deliveries.Key]bool{}
+		lost := map[delivery.Key]bool{}
 		for i, d := range claimed {
 			if lost[d.Key] {
 				continue
 			}
 			err := pgx.BeginFunc(context.Background(), h.db, func(tx pgx.Tx) error {
-				if _, err := h.effect(tx, deliveries.Note{AggregateType: d.Type, AggregateID: d.EventID, Source: d.Source}, d.AggregateID, int(d.Position)); err != nil {
+				if _, err := h.effect(tx, delivery.Note{AggregateType: d.Type, AggregateID: d.EventID, Source: d.Source}, d.AggregateID, int(d.Position)); err != nil {
 					return err
 				}
 				_, err := s.FinishIn(context.Background(), tx, claimed[i:i+1])
@@ -333,13 +333,13 @@ func (h *parkHistory) lane(ctx context.Context, s *deliveries.Store) {
 			}
 			require.ErrorIs(h.t, err, errHandler)
 			lost[d.Key] = true
-			var behind []deliveries.Delivery
+			var behind []delivery.Delivery
 			for _, other := range claimed[i+1:] {
 				if other.Key == d.Key {
 					behind = append(behind, other)
 				}
 			}
-			_, err = s.Fail(context.Background(), deliveries.Failure{Of: d, Code: "handler", MaxAttempts: 100, Dead: rand.N(2) == 0}, behind)
+			_, err = s.Fail(context.Background(), delivery.Failure{Of: d, Code: "handler", MaxAttempts: 100, Dead: rand.N(2) == 0}, behind)
 			require.NoError(h.t, err)
 		}
 		time.Sleep(time.Millisecond)
@@ -357,19 +357,19 @@ func TestExpiredSayTheirRecord(t *testing.T) {
 	f := newTable(t)
 	gone := f.store("a", time.Millisecond)
 	outboxID := f.record("l")
-	f.insert(gone, deliveries.Processing, outboxID, "l")
+	f.insert(gone, delivery.Processing, outboxID, "l")
 	e := failed("k", 5)
 	e.Partition = 3
 	f.park(gone, e)
 	require.Len(t, f.claim(f.store("a", time.Millisecond).ForRecords()), 1)
-	var expired []deliveries.Expired
+	var expired []delivery.Expired
 	require.Eventually(t, func() bool {
 		found, err := f.store("b", time.Millisecond).Expire(t.Context(), 10, false)
 		require.NoError(t, err)
 		expired = append(expired, found...)
 		return len(expired) == 2
 	}, testenv.Patience, time.Millisecond)
-	slices.SortFunc(expired, func(a, b deliveries.Expired) int { return int(a.ID - b.ID) })
+	slices.SortFunc(expired, func(a, b delivery.Expired) int { return int(a.ID - b.ID) })
 	require.Equal(t, []any{"l", false, outboxID[0]}, []any{expired[0].RecordKey, expired[0].FromKafka, expired[0].Position})
 	require.Equal(t, []any{"k", true, int64(5), int32(3), 2}, []any{expired[1].RecordKey, expired[1].FromKafka, expired[1].Position, expired[1].Partition, expired[1].Attempt})
 }

@@ -10,7 +10,7 @@
 //
 // A floor of a key is an id below which none of its rows is open, unless it was put back. It holds
 // for good, so nobody need look below it.
-package deliveries
+package delivery
 
 import (
 	"crypto/sha256"

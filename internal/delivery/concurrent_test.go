@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"context"
@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -121,7 +121,7 @@ func (c *crowd) watch(ended <-chan struct{}, rng *rand.Rand) {
 
 // drain handles what is left, one row after the other.
 func (c *crowd) drain() {
-	ctx, s := c.t.Context(), deliveries.NewStore(c.db, c.schema, group, "last", crowdLease)
+	ctx, s := c.t.Context(), delivery.NewStore(c.db, c.schema, group, "last", crowdLease)
 	const left = `SELECT count(*) FROM {schema}.event_delivery WHERE status IN ('PENDING', 'PARKED', 'PROCESSING')`
 	for start := time.Now(); ; {
 		c.exec(`SELECT {schema}.outbox_resolve_deliveries(ARRAY(SELECT id FROM {schema}.event_delivery WHERE held), 'me', 'why')`)
@@ -164,7 +164,7 @@ func (c *crowd) requireHandledOnce() {
 }
 
 // handle finishes rows in a transaction with their effects.
-func (c *crowd) handle(ctx context.Context, db *pgxpool.Pool, s *deliveries.Store, rows []deliveries.Delivery, slow time.Duration, abort bool) error {
+func (c *crowd) handle(ctx context.Context, db *pgxpool.Pool, s *delivery.Store, rows []delivery.Delivery, slow time.Duration, abort bool) error {
 	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
 	if err != nil {
 		return err
@@ -190,8 +190,8 @@ type crowdWorker struct {
 	rng   *rand.Rand
 	n     int
 	life  int
-	store *deliveries.Store
-	mine  []deliveries.Delivery
+	store *delivery.Store
+	mine  []delivery.Delivery
 }
 
 func newCrowdWorker(c *crowd, n int, rng *rand.Rand) *crowdWorker {
@@ -204,7 +204,7 @@ func newCrowdWorker(c *crowd, n int, rng *rand.Rand) *crowdWorker {
 func (w *crowdWorker) begin() {
 	w.life++
 	w.mine = nil
-	w.store = deliveries.NewStore(w.pool, w.schema, group, fmt.Sprintf("%d-%d", w.n, w.life), crowdLease)
+	w.store = delivery.NewStore(w.pool, w.schema, group, fmt.Sprintf("%d-%d", w.n, w.life), crowdLease)
 }
 
 func (w *crowdWorker) run() {
@@ -227,27 +227,27 @@ func (w *crowdWorker) run() {
 func (w *crowdWorker) expected(err error) bool {
 	const adminShutdown = "57P01"
 	failed, ok := errors.AsType[*pgconn.PgError](err)
-	return err == nil || !ok || failed.Code == adminShutdown || errors.Is(err, deliveries.ErrLost)
+	return err == nil || !ok || failed.Code == adminShutdown || errors.Is(err, delivery.ErrLost)
 }
 
 func (w *crowdWorker) insert(ctx context.Context) error {
 	n := 1 + w.rng.IntN(4)
-	rows, status := make([]deliveries.New, n), deliveries.Processing
+	rows, status := make([]delivery.New, n), delivery.Processing
 	if w.rng.IntN(3) == 0 {
-		status = deliveries.Pending
+		status = delivery.Pending
 	}
-	seen := map[deliveries.Key]bool{}
+	seen := map[delivery.Key]bool{}
 	for i := range rows {
-		key := deliveries.KeyOf(group, action, stream, fmt.Sprint(w.rng.IntN(crowdKeys)))
-		rows[i] = deliveries.New{OutboxID: w.next.Add(1), Action: action, Stream: stream, Key: key, Status: status, MaxAttempts: 5}
-		if status == deliveries.Pending && seen[key] {
-			rows[i].Status = deliveries.Parked
+		key := delivery.KeyOf(group, action, stream, fmt.Sprint(w.rng.IntN(crowdKeys)))
+		rows[i] = delivery.New{OutboxID: w.next.Add(1), Action: action, Stream: stream, Key: key, Status: status, MaxAttempts: 5}
+		if status == delivery.Pending && seen[key] {
+			rows[i].Status = delivery.Parked
 		}
 		seen[key] = true
 	}
-	var claimed []deliveries.Delivery
-	err := deliveries.Transact(ctx, w.pool, func(b *pgx.Batch) {
-		w.store.Queue(b, rows, room, func(d []deliveries.Delivery) error { claimed = d; return nil })
+	var claimed []delivery.Delivery
+	err := delivery.Transact(ctx, w.pool, func(b *pgx.Batch) {
+		w.store.Queue(b, rows, room, func(d []delivery.Delivery) error { claimed = d; return nil })
 	})
 	if err == nil {
 		w.mine = append(w.mine, claimed...)
@@ -262,13 +262,13 @@ func (w *crowdWorker) claim(ctx context.Context) error {
 	return err
 }
 
-func (w *crowdWorker) forget(rows []deliveries.Delivery) {
-	w.mine = slices.DeleteFunc(w.mine, func(d deliveries.Delivery) bool { return slices.Contains(ids(rows), d.ID) })
+func (w *crowdWorker) forget(rows []delivery.Delivery) {
+	w.mine = slices.DeleteFunc(w.mine, func(d delivery.Delivery) bool { return slices.Contains(ids(rows), d.ID) })
 }
 
 // some returns the first rows of some keys.
-func (w *crowdWorker) some() (rows []deliveries.Delivery) {
-	skipped := map[deliveries.Key]bool{}
+func (w *crowdWorker) some() (rows []delivery.Delivery) {
+	skipped := map[delivery.Key]bool{}
 	for _, d := range w.mine {
 		if len(rows) > 0 && d.Holder != rows[0].Holder {
 			continue
@@ -281,9 +281,9 @@ func (w *crowdWorker) some() (rows []deliveries.Delivery) {
 }
 
 // behind returns rows of the keys of others, with all of theirs behind them.
-func (w *crowdWorker) behind(rows []deliveries.Delivery) (all []deliveries.Delivery) {
+func (w *crowdWorker) behind(rows []delivery.Delivery) (all []delivery.Delivery) {
 	for _, d := range w.mine {
-		if slices.ContainsFunc(rows, func(first deliveries.Delivery) bool { return first.Key == d.Key && first.ID <= d.ID }) {
+		if slices.ContainsFunc(rows, func(first delivery.Delivery) bool { return first.Key == d.Key && first.ID <= d.ID }) {
 			all = append(all, d)
 		}
 	}
@@ -301,7 +301,7 @@ func (w *crowdWorker) handleSome(ctx context.Context) error {
 	}
 	err := w.handle(ctx, w.pool, w.store, rows, slow, abort)
 	switch {
-	case errors.Is(err, deliveries.ErrLost):
+	case errors.Is(err, delivery.ErrLost):
 		return w.returned(ctx, w.behind(rows))
 	case err != nil: // whether it is committed is not known
 		w.forget(w.behind(rows))
@@ -311,7 +311,7 @@ func (w *crowdWorker) handleSome(ctx context.Context) error {
 	return err
 }
 
-func (w *crowdWorker) returned(ctx context.Context, rows []deliveries.Delivery) error {
+func (w *crowdWorker) returned(ctx context.Context, rows []delivery.Delivery) error {
 	w.forget(rows)
 	return w.store.Return(ctx, rows)
 }
@@ -326,7 +326,7 @@ func (w *crowdWorker) fail(ctx context.Context) error {
 	}
 	run := w.behind(w.mine[:1])
 	d := run[0]
-	f := deliveries.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(w.rng.IntN(30)) * time.Millisecond, Dead: d.Attempt >= d.MaxAttempts || w.rng.IntN(3) == 0}
+	f := delivery.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(w.rng.IntN(30)) * time.Millisecond, Dead: d.Attempt >= d.MaxAttempts || w.rng.IntN(3) == 0}
 	f.Held = f.Dead && w.rng.IntN(4) == 0
 	w.forget(run)
 	_, err := w.store.Fail(ctx, f, run[1:])
@@ -346,7 +346,7 @@ func (w *crowdWorker) expire(ctx context.Context) error {
 // operate is what operators do.
 func (w *crowdWorker) operate(ctx context.Context) error {
 	function := []string{"requeue", "requeue", "resolve"}[w.rng.IntN(3)]
-	return deliveries.Transact(ctx, w.pool, func(b *pgx.Batch) {
+	return delivery.Transact(ctx, w.pool, func(b *pgx.Batch) {
 		b.Queue(pg.InSchema(`SELECT {schema}.outbox_`+function+`_deliveries(ARRAY(SELECT id FROM {schema}.event_delivery WHERE status = 'DEAD' OR status = 'PENDING' AND $1 ORDER BY random() LIMIT 3), 'me', 'why')`, w.schema),
 			function == "resolve")
 	})
@@ -363,11 +363,11 @@ func TestDeliveriesInAllModes(t *testing.T) {
 			t.Parallel()
 			f := newTable(t)
 			f.exec(`CREATE TABLE {schema}.effects (delivery_id bigint NOT NULL)`)
-			s := deliveries.NewStore(testenv.PoolIn(t, mode), f.schema, group, "a", 50*time.Millisecond)
+			s := delivery.NewStore(testenv.PoolIn(t, mode), f.schema, group, "a", 50*time.Millisecond)
 			f.day(s, 0)
-			claimed := f.insert(s, deliveries.Processing, f.record("l", "l"), "l", "l")
+			claimed := f.insert(s, delivery.Processing, f.record("l", "l"), "l", "l")
 			require.NoError(t, (&crowd{tableFixture: f}).handle(t.Context(), testenv.PoolIn(t, mode), s, claimed, 0, false))
-			claimed = f.insert(s, deliveries.Processing, f.record("l", "l"), "l", "l")
+			claimed = f.insert(s, delivery.Processing, f.record("l", "l"), "l", "l")
 			require.NoError(t, s.Return(t.Context(), claimed))
 			_, repaired, err := s.RepairHeads(t.Context(), -1<<63, 10)
 			require.NoError(t, err)

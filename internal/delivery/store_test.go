@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"context"
@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -36,8 +36,8 @@ func newTable(t *testing.T) *tableFixture {
 	return &tableFixture{t, db, schema}
 }
 
-func (f *tableFixture) store(worker string, lease time.Duration) *deliveries.Store {
-	return deliveries.NewStore(f.db, f.schema, group, worker, lease)
+func (f *tableFixture) store(worker string, lease time.Duration) *delivery.Store {
+	return delivery.NewStore(f.db, f.schema, group, worker, lease)
 }
 
 // record inserts events of the keys into outbox, and returns their ids.
@@ -54,13 +54,13 @@ func (f *tableFixture) record(keys ...string) (ids []int64) {
 }
 
 // insert makes deliveries of events, and returns those that are with the worker.
-func (f *tableFixture) insert(s *deliveries.Store, status deliveries.Status, ids []int64, keys ...string) (claimed []deliveries.Delivery) {
-	rows := make([]deliveries.New, len(ids))
+func (f *tableFixture) insert(s *delivery.Store, status delivery.Status, ids []int64, keys ...string) (claimed []delivery.Delivery) {
+	rows := make([]delivery.New, len(ids))
 	for i, id := range ids {
-		rows[i] = deliveries.New{OutboxID: id, Action: action, Stream: stream, Key: deliveries.KeyOf(group, action, stream, keys[i]), Status: status, MaxAttempts: 3}
+		rows[i] = delivery.New{OutboxID: id, Action: action, Stream: stream, Key: delivery.KeyOf(group, action, stream, keys[i]), Status: status, MaxAttempts: 3}
 	}
-	require.NoError(f.t, deliveries.Transact(f.t.Context(), f.db, func(b *pgx.Batch) {
-		s.Queue(b, rows, room, func(d []deliveries.Delivery) error { claimed = d; return nil })
+	require.NoError(f.t, delivery.Transact(f.t.Context(), f.db, func(b *pgx.Batch) {
+		s.Queue(b, rows, room, func(d []delivery.Delivery) error { claimed = d; return nil })
 	}))
 	return claimed
 }
@@ -77,23 +77,23 @@ func (f *tableFixture) rows() (all []string) {
 // room is a budget for all that tests insert.
 const room = 1 << 30
 
-var pairs = []deliveries.Pair{{Action: action, Stream: stream}}
+var pairs = []delivery.Pair{{Action: action, Stream: stream}}
 
-func ids(all []deliveries.Delivery) (ids []int64) {
+func ids(all []delivery.Delivery) (ids []int64) {
 	for _, d := range all {
 		ids = append(ids, d.ID)
 	}
 	return ids
 }
 
-func refs(all []deliveries.Delivery) (refs []deliveries.Ref) {
+func refs(all []delivery.Delivery) (refs []delivery.Ref) {
 	for _, d := range all {
 		refs = append(refs, d.Ref)
 	}
 	return refs
 }
 
-func keys(all []deliveries.Delivery) (keys []deliveries.Key) {
+func keys(all []delivery.Delivery) (keys []delivery.Key) {
 	for _, d := range all {
 		keys = append(keys, d.Key)
 	}
@@ -106,14 +106,14 @@ func TestLifeOfDeliveries(t *testing.T) {
 	a, b := f.store("a", time.Minute), f.store("b", time.Minute)
 	require.NoError(t, a.Check(ctx))
 
-	run := f.insert(a, deliveries.Processing, f.record("k", "k", "other"), "k", "k", "other")
+	run := f.insert(a, delivery.Processing, f.record("k", "k", "other"), "k", "k", "other")
 	require.Len(t, run, 3, "a free key is with the worker that inserts, with all that follows")
 	require.JSONEq(t, `{"n": 1}`, string(run[0].Payload))
 	require.JSONEq(t, `{"a": "b"}`, string(run[0].Headers))
-	require.Empty(t, f.insert(b, deliveries.Processing, f.record("k", "k"), "k", "k"), "its key is with a")
+	require.Empty(t, f.insert(b, delivery.Processing, f.record("k", "k"), "k", "k"), "its key is with a")
 	require.Equal(t, []string{"k PROCESSING 1", "k PROCESSING 1", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
 
-	promoted, err := a.Fail(ctx, deliveries.Failure{Of: run[0], Code: "handler", Message: "no", Wait: time.Hour}, run[1:2])
+	promoted, err := a.Fail(ctx, delivery.Failure{Of: run[0], Code: "handler", Message: "no", Wait: time.Hour}, run[1:2])
 	require.NoError(t, err)
 	require.Zero(t, promoted)
 	require.Equal(t, []string{"k PENDING 1", "k PARKED 0", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
@@ -140,7 +140,7 @@ func TestLifeOfDeliveries(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, claimed, 2, "the promoted row, and one behind it")
 	_, err = a.Finish(ctx, run[1:2])
-	require.ErrorIs(t, err, deliveries.ErrLost)
+	require.ErrorIs(t, err, delivery.ErrLost)
 	require.NoError(t, b.Return(ctx, claimed))
 	require.Equal(t, []string{"k DONE 2", "k PENDING 0", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
 }
@@ -149,7 +149,7 @@ func TestWorkerIsGone(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
 	a, b := f.store("a", time.Millisecond), f.store("b", 24*365*time.Hour)
-	run := f.insert(a, deliveries.Processing, f.record("k", "k"), "k", "k")
+	run := f.insert(a, delivery.Processing, f.record("k", "k"), "k", "k")
 	expired, err := b.Expire(ctx, 10, false)
 	require.NoError(t, err)
 	require.Empty(t, expired, "PostgreSQL has not run for long enough to know")
@@ -167,7 +167,7 @@ func TestWorkerIsGone(t *testing.T) {
 		require.Len(t, claimed, 1)
 		require.Equal(t, run[0].ID, claimed[0].ID)
 		_, err = a.Finish(ctx, run)
-		require.ErrorIs(t, err, deliveries.ErrLost)
+		require.ErrorIs(t, err, delivery.ErrLost)
 		expired, err = b.Expire(ctx, 10, false)
 		require.NoError(t, err)
 		require.Len(t, expired, 1)

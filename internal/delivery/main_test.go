@@ -1,4 +1,4 @@
-package deliveries_test
+package delivery_test
 
 import (
 	"testing"
