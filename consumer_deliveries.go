@@ -7,11 +7,12 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/delivery"
+
 	"github.com/outboxgo/outbox/internal/handling"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -28,18 +29,18 @@ const parkedPoll = 2 * time.Second
 // parkedLease is for how long a parked event stays with a process that does not renew it.
 const parkedLease = 30 * time.Second
 
-// newDeliveryRun returns what handles the parked events of the group in this process, whoever has parked them.
-func (c *consumerEngine) newDeliveryRun() *deliveryRun {
+// NewRun returns what handles the parked events of the group in this process, whoever has parked them.
+func (c *consumerEngine) newDeliveryRun() *delivery.Run {
 	lanes := parkedLanes
 	if c.cfg.Concurrency > 0 {
 		lanes = min(lanes, c.cfg.Concurrency)
 	}
-	cfg := &deliveryRules{Rules: c.cfg.Rules, Concurrency: lanes, MaxPoll: c.cfg.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
-	return newDeliveryRun(runParts{
-		cfg: cfg, db: c.db, processor: c.processor, slots: c.slots, pauses: c.pauses,
+	cfg := &delivery.Rules{Rules: c.cfg.Rules, Concurrency: lanes, MaxPoll: c.cfg.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
+	return delivery.NewRun(delivery.Parts{
+		Rules: cfg, Db: c.db, Processor: c.processor, Slots: c.slots, Pauses: c.pauses,
 		// An outage that others report may be one of event_handled only, which the next look at deliveries does not end.
-		outages: outage.NewLogs(c.processor.Log.With("of", "parked events")),
-		read:    c.readDelivery, deadLetter: c.sendDeadLetter, records: true, pairs: deliveryPairs(c.processor.Routes, true), breakers: c.breakers,
+		Outages: outage.NewLogs(c.processor.Log.With("of", "parked events")),
+		Read:    c.readDelivery, DeadLetter: c.sendDeadLetter, Records: true, Pairs: delivery.PairsOf(c.processor.Routes, true), Breakers: c.breakers,
 	})
 }
 
@@ -50,13 +51,13 @@ func (c *consumerEngine) startParked(ctx context.Context, failed func()) (p *con
 		return nil, func() error { return nil }, nil
 	}
 	run := c.newDeliveryRun()
-	if err := run.prepare(ctx, func(context.Context) error { return nil }); err != nil || ctx.Err() != nil {
+	if err := run.Prepare(ctx, func(context.Context) error { return nil }); err != nil || ctx.Err() != nil {
 		return nil, nil, err
 	}
 	c.parked.Store(run)
 	ended := make(chan error, 1)
 	go func() {
-		err := run.run(ctx)
+		err := run.Run(ctx)
 		if err != nil {
 			failed()
 		}
@@ -66,7 +67,7 @@ func (c *consumerEngine) startParked(ctx context.Context, failed func()) (p *con
 		defer c.parked.Store(nil)
 		return <-ended
 	}
-	return &consumerParking{store: run.store, breakers: c.breakers, session: run.session, group: c.cfg.Group, dueAt: run.dispatcher.retryAt}, end, nil
+	return &consumerParking{store: run.Store, breakers: c.breakers, session: run.Session, group: c.cfg.Group, dueAt: run.Dispatcher.RetryAt}, end, nil
 }
 
 // sendDeadLetter implements [sendDeadLetter].

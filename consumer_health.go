@@ -60,8 +60,8 @@ func (c *consumerEngine) health() consumerHealth {
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(c.pauses, "consumer")...), c.breakers.Reasons()...)
 		if run := c.parked.Load(); run != nil {
-			for _, l := range run.lanes {
-				h.Live = l.reportHealth(notReady) && h.Live
+			for _, l := range run.Lanes {
+				h.Live = l.ReportHealth(notReady) && h.Live
 			}
 		}
 	}

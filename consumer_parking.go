@@ -9,13 +9,14 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/delivery"
+
 	"github.com/outboxgo/outbox/internal/handling"
 
 	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/short"
 )
@@ -29,7 +30,7 @@ import (
 type consumerParking struct {
 	store    *delivery.Store
 	breakers *handling.ActionBreakers
-	session  poolSession
+	session  delivery.PoolSession
 	group    string
 	dueAt    func(time.Time)
 	seen     atomic.Int64 // when something was found to be blocked last, in Unix nanoseconds; 0 for never
@@ -215,13 +216,13 @@ func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results
 		return nil
 	}
 	if tx.ChangedSettings() || len(results) == 1 { // functions inside PostgreSQL may have changed some, too
-		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, w.parking.session.role, w.parking.session.user); err != nil {
-			return unfinished(tx, err)
+		if _, err := tx.Own().Exec(ctx, delivery.SQLOwnSettings, w.parking.session.Role, w.parking.session.User); err != nil {
+			return delivery.Unfinished(tx, err)
 		}
 	}
 	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), w.parking.subjectsOf(tasks))
 	if err != nil {
-		return unfinished(tx, err)
+		return delivery.Unfinished(tx, err)
 	}
 	if len(blocked) == 0 {
 		return nil
@@ -352,7 +353,7 @@ func (w *partitionWorker) park(rows ...delivery.Received) (became []delivery.Sta
 func (w *partitionWorker) write(statement func(context.Context) error) error {
 	for failed := false; w.stopping.Err() == nil; failed = true {
 		began := time.Now()
-		ctx, cancel := context.WithTimeout(w.held, writeTimeout)
+		ctx, cancel := context.WithTimeout(w.held, delivery.WriteTimeout)
 		err := statement(ctx)
 		cancel()
 		switch {
@@ -371,7 +372,7 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 // parkFailed parks a task whose first attempt has failed. The error is errStopped.
 func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling.Outcome) error {
 	row := w.owed(it, t)
-	row.Attempt, row.MaxAttempts, row.Wait = o.Attempt, attempts(o.Retries), o.Wait
+	row.Attempt, row.MaxAttempts, row.Wait = o.Attempt, delivery.Attempts(o.Retries), o.Wait
 	err := w.parkTried(row, o)
 	if err == nil {
 		w.attempts.ReportAgain(&t, o)
@@ -425,7 +426,7 @@ func (w *partitionWorker) owed(it *recordItem, t handling.Task) delivery.Receive
 		Type: storable(m.Type, envelope.MaxEventType), Source: storable(m.Source, envelope.MaxSource), AggregateID: storable(m.Subject, envelope.MaxAggregateID),
 		ContentType: storable(m.ContentType, envelope.MaxContentType), PartitionKey: storable(string(it.record.Key), envelope.MaxPartitionKey),
 		Payload: it.record.Value, Record: parkedRecordOf(it.record, m.Origin.TopicID), OccurredAt: storableTime(m.Time, it.record.Timestamp), RecordedAt: storableTime(it.record.Timestamp, time.Unix(0, 0)),
-		MaxAttempts: attempts(t.Retry.Over(w.cfg.Retry).MaxRetries),
+		MaxAttempts: delivery.Attempts(t.Retry.Over(w.cfg.Retry).MaxRetries),
 	}
 	id := m.ID
 	if t.Action == "" && id == "" { // it could not be read: it goes by its place

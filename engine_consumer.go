@@ -7,6 +7,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/delivery"
+
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -53,8 +55,8 @@ type consumerEngine struct {
 	outages   *outage.Logs             // of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
-	current atomic.Pointer[membership]  // nil while it does not run
-	parked  atomic.Pointer[deliveryRun] // nil while it does not run, and without PostgreSQL
+	current atomic.Pointer[membership]   // nil while it does not run
+	parked  atomic.Pointer[delivery.Run] // nil while it does not run, and without PostgreSQL
 	state   handling.RunState
 }
 

@@ -9,11 +9,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/delivery"
+
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
@@ -43,7 +44,7 @@ type workerRules struct {
 // workerEngine passes the events of a database to handlers.
 type workerEngine struct {
 	cfg       *workerRules
-	delivery  *deliveryRules
+	delivery  *delivery.Rules
 	db        *pgxpool.Pool
 	processor *handling.Processor
 	notes     *handling.Notes
@@ -74,7 +75,7 @@ func newWorkerEngine(db *pgxpool.Pool, rules workerRules, routes handling.Routes
 	}
 	return &workerEngine{
 		cfg: &rules, db: db, processor: processor, notes: notes, breakers: handling.NewActionBreakers(processor.Rules, routes), hub: hub, alert: alert,
-		delivery: &deliveryRules{
+		delivery: &delivery.Rules{
 			Rules: processor.Rules, Streams: rules.Streams, Concurrency: rules.Concurrency, MaxPoll: rules.MaxPoll, PollInterval: rules.PollInterval, Lease: rules.Lease,
 		},
 		slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, schema, group), outages: outage.NewLogs(log),
@@ -112,30 +113,30 @@ func (w *workerEngine) runOnce(ctx context.Context) error {
 // workerRun is a worker that runs.
 type workerRun struct {
 	*workerEngine
-	*deliveryRun
+	*delivery.Run
 	intake *intake
 	lease  *lease.GroupLease
 }
 
 func newWorkerRun(w *workerEngine) *workerRun {
 	r := &workerRun{workerEngine: w, lease: lease.NewGroupLease(w.db, w.processor.Rules.Schema, tables.WorkerPrefix+w.group(), w.cfg.Lease)}
-	r.deliveryRun = newDeliveryRun(runParts{
-		cfg: w.delivery, db: w.db, processor: w.processor, slots: handling.CallSlots{Transactions: w.slots}, breakers: w.breakers, pauses: w.pauses, outages: w.outages, wake: w.wake, heard: w.heard,
-		read: readOutboxDelivery, pairs: deliveryPairs(w.processor.Routes, true),
+	r.Run = delivery.NewRun(delivery.Parts{
+		Rules: w.delivery, Db: w.db, Processor: w.processor, Slots: handling.CallSlots{Transactions: w.slots}, Breakers: w.breakers, Pauses: w.pauses, Outages: w.outages, Wake: w.wake, Heard: w.heard,
+		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(w.processor.Routes, true),
 	})
 	r.intake = &intake{
-		cfg: w.cfg, delivery: w.delivery, dispatcher: r.dispatcher, processor: w.processor, log: w.processor.Log, lease: r.lease, hooks: r.hooks, starting: true,
+		cfg: w.cfg, delivery: w.delivery, dispatcher: r.Dispatcher, processor: w.processor, log: w.processor.Log, lease: r.lease, hooks: r.Hooks, starting: true,
 	}
-	r.intake.fanOut = newFanOut(w.db, w.processor.Rules.Schema, w.group(), routesOf(w.processor.Routes), r.store, r.intake.plan)
-	r.dispatcher.takeNew = r.intake.takeNew
-	r.confirm = r.intake.fanOut.confirm
+	r.intake.fanOut = newFanOut(w.db, w.processor.Rules.Schema, w.group(), routesOf(w.processor.Routes), r.Store, r.intake.plan)
+	r.Dispatcher.TakeNew = r.intake.takeNew
+	r.Confirm = r.intake.fanOut.confirm
 	return r
 }
 
 // prepare waits for PostgreSQL, checks that the tables are as this release needs them, and reads what
 // is paused, before anything is handled.
 func (r *workerRun) prepare(ctx context.Context) error {
-	return r.deliveryRun.prepare(ctx, func(ctx context.Context) error {
+	return r.Run.Prepare(ctx, func(ctx context.Context) error {
 		return errors.Join(r.notes.Check(ctx), r.readPauses(ctx))
 	})
 }
@@ -149,8 +150,8 @@ func (r *workerRun) run(ctx context.Context) error {
 	defer member.Close()
 	beside.Go(func() { r.listen(background, member) })
 	beside.Go(func() { r.watchPauses(background) })
-	beside.Go(func() { newWorkerRole(r.workerEngine, r.lease, r.intake.hasBacklog, r.cut).Run(r.stopping) })
-	err := r.deliveryRun.run(ctx)
+	beside.Go(func() { newWorkerRole(r.workerEngine, r.lease, r.intake.hasBacklog, r.Cut).Run(r.Stopping) })
+	err := r.Run.Run(ctx)
 	end()
 	beside.Wait()
 	return err
@@ -180,8 +181,8 @@ func (w *workerEngine) deliver(ctx context.Context, tx pgx.Tx, outboxID int64, a
 	rules.Hooks.Repeated = func(*envelope.Received, string) { repeated = true }
 	own.Rules = &rules
 	d.Attempt = attempt
-	it := handling.Item{Meta: receivedOf(&d, new(envelope.Origin))}
-	m, err := readOutboxEvent(&d, &it.Meta)
+	it := handling.Item{Meta: delivery.ReceivedOf(&d, new(envelope.Origin))}
+	m, err := delivery.ReadOutboxEvent(&d, &it.Meta)
 	if err != nil {
 		return false, err
 	}
@@ -206,7 +207,7 @@ func (w *workerEngine) retryWait(eventType, action string, attempt int, err erro
 		if h.Action != action {
 			continue
 		}
-		policy := h.Retry.Over(w.delivery.of(route.Kind.Topic))
+		policy := h.Retry.Over(w.delivery.Of(route.Kind.Topic))
 		if handling.IsPermanent(err) || attempt > w.processor.Retries(policy, err, func(f func()) { f() }) {
 			return 0, false
 		}

@@ -10,6 +10,8 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"github.com/outboxgo/outbox/internal/delivery"
+
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/relay"
@@ -19,7 +21,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -441,7 +442,7 @@ SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition
 // next makes deliveries of the next events of the open window.
 func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func([]delivery.Delivery) error) (events int, more bool, err error) {
 	for len(f.unpaged.Ranges) > 0 {
-		bounded, cancel := context.WithTimeout(ctx, dispatchTimeout)
+		bounded, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
 		ids, rest, err := f.cursors.Page(bounded, f.pos, f.unpaged, relay.MaxPageIDs)
 		cancel()
 		if err != nil {
@@ -483,7 +484,7 @@ func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func
 // inRound runs the statement that moves the cursor, and inserts the deliveries of the events that
 // it has read, in a transaction of two round trips. It stays open if the position is stale.
 func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch), heads func() []eventHead, claimed func([]delivery.Delivery) error) error {
-	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
+	ctx, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
 	defer cancel()
 	var b pgx.Batch
 	if tx.conn == nil {

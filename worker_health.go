@@ -44,9 +44,9 @@ func (w *workerEngine) health() workerHealth {
 			notReady("PostgreSQL has not answered yet")
 			break
 		}
-		h.Deliveries = run.hands.len()
-		for _, l := range run.lanes {
-			h.Live = l.reportHealth(notReady) && h.Live
+		h.Deliveries = run.Claimed.Len()
+		for _, l := range run.Lanes {
+			h.Live = l.ReportHealth(notReady) && h.Live
 		}
 		if run.intake.isMoved() {
 			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
@@ -72,7 +72,7 @@ func (w *workerEngine) resume(topics []string) error {
 	}
 	w.pauses.Resume(handling.PausedTopics(topics)...)
 	if run := w.current.Load(); run != nil {
-		run.dispatcher.signalDue()
+		run.Dispatcher.SignalDue()
 	}
 	return nil
 }
@@ -112,7 +112,7 @@ func (r *workerRun) readPauses(ctx context.Context) error {
 	before := r.pauses.SetStored(now)
 	handling.LogPauses(r.processor.Log, "worker", before, now)
 	if len(now) < len(before) {
-		r.dispatcher.signalDue()
+		r.Dispatcher.SignalDue()
 	}
 	return nil
 }

@@ -12,6 +12,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/delivery"
+
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/lease"
 
@@ -22,7 +24,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pgsession"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -33,9 +34,9 @@ import (
 // and backlog it belongs to the goroutine of the dispatcher.
 type intake struct {
 	cfg        *workerRules
-	delivery   *deliveryRules
+	delivery   *delivery.Rules
 	fanOut     *fanOut
-	dispatcher *dispatcher
+	dispatcher *delivery.Dispatcher
 	processor  *handling.Processor // for its log
 	log        *slog.Logger
 	lease      *lease.GroupLease
@@ -56,7 +57,7 @@ func (in *intake) isMoved() bool { return in.moved.Load() }
 
 // fanOutRound is what has been planned in the round of fan-out under way.
 type fanOutRound struct {
-	left    map[*laneKind]int // deliveries that its lanes can take
+	left    map[*delivery.LaneKind]int // deliveries that its lanes can take
 	status  map[delivery.Key]delivery.Status
 	unknown []eventHead // no handler takes their types
 }
@@ -66,13 +67,13 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 	if in.isMoved() && time.Now().Before(in.lookAgain) {
 		return false, false, nil
 	}
-	in.round = fanOutRound{left: map[*laneKind]int{}, status: map[delivery.Key]delivery.Status{}}
+	in.round = fanOutRound{left: map[*delivery.LaneKind]int{}, status: map[delivery.Key]delivery.Status{}}
 	limit := 0
-	for _, k := range in.dispatcher.kinds {
-		in.round.left[k] = k.room() * k.batch()
+	for _, k := range in.dispatcher.Kinds {
+		in.round.left[k] = k.Room() * k.Batch()
 		limit = max(limit, in.round.left[k])
 	}
-	if in.dispatcher.full = limit == 0; in.dispatcher.full {
+	if in.dispatcher.Full = limit == 0; in.dispatcher.Full {
 		return false, false, nil
 	}
 	if in.starting || in.isMoved() {
@@ -81,11 +82,11 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 		}
 	}
 	began := time.Now()
-	events, more, err := in.fanOut.round(ctx, limit, in.dispatcher.hands.budget(), func(rows []delivery.Delivery) error {
+	events, more, err := in.fanOut.round(ctx, limit, in.dispatcher.Claimed.Budget(), func(rows []delivery.Delivery) error {
 		in.deal(rows, began)
 		return nil
 	})
-	in.dispatcher.rhythm.Looked(began, events)
+	in.dispatcher.Rhythm.Looked(began, events)
 	if err == nil && len(in.round.unknown) > 0 {
 		in.reportUnknown(ctx, in.round.unknown)
 	}
@@ -99,14 +100,14 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 
 // deal deals new rows to the lanes that take them.
 func (in *intake) deal(rows []delivery.Delivery, made time.Time) {
-	for _, k := range in.dispatcher.kinds {
+	for _, k := range in.dispatcher.Kinds {
 		var own []delivery.Delivery
 		for _, r := range rows {
-			if slices.Contains(k.pairs, delivery.Pair{Action: r.Action, Stream: r.Stream}) {
+			if slices.Contains(k.Pairs, delivery.Pair{Action: r.Action, Stream: r.Stream}) {
 				own = append(own, r)
 			}
 		}
-		in.dispatcher.deal(k, own, made)
+		in.dispatcher.Deal(k, own, made)
 	}
 }
 
@@ -167,9 +168,6 @@ func (in *intake) ifNotMoved(err error) error {
 	return nil
 }
 
-// hookShare is which part of a lease a hook may take that is called where it holds up all else.
-const hookShare = 10
-
 // reportUnknown logs events of types without a handler, and calls hooks for them.
 func (in *intake) reportUnknown(ctx context.Context, events []eventHead) {
 	all := make([]envelope.Received, len(events))
@@ -205,7 +203,7 @@ func (in *intake) plan(e eventHead) (owed []delivery.New) {
 	if err != nil || !in.fanOut.routes.streams[stream] {
 		return nil
 	}
-	most := attempts(in.delivery.of(stream).MaxRetries)
+	most := delivery.Attempts(in.delivery.Of(stream).MaxRetries)
 	pairs := in.fanOut.routes.byType[e.eventType]
 	for _, p := range pairs {
 		if p.Stream == stream {
@@ -231,14 +229,14 @@ func (in *intake) statusOf(key delivery.Key, pair delivery.Pair) delivery.Status
 	}
 	status, rest := delivery.Pending, delivery.Parked
 	for k, left := range in.round.left {
-		if left > 0 && slices.Contains(k.pairs, pair) && !in.dispatcher.pauses.IsPaused(pair.Stream) && in.dispatcher.breakers.IsClosed(pair.Action) {
+		if left > 0 && slices.Contains(k.Pairs, pair) && !in.dispatcher.Pauses.IsPaused(pair.Stream) && in.dispatcher.Breakers.IsClosed(pair.Action) {
 			in.round.left[k]--
 			status, rest = delivery.Processing, delivery.Processing
 		}
 	}
 	in.round.status[key] = rest
 	if status == delivery.Pending {
-		in.dispatcher.signalDue()
+		in.dispatcher.SignalDue()
 	}
 	return status
 }
@@ -255,10 +253,7 @@ func (in *intake) keyOf(e eventHead, action, stream string) delivery.Key {
 // writes down in event_subscription what its handlers take, and what a process has no handler for
 // it makes deliveries of that wait for one which has. What no worker has confirmed for
 // routeLife is no longer owed.
-const (
-	routeLife    = time.Hour
-	confirmEvery = 10 * time.Minute
-)
+const routeLife = time.Hour
 
 // sqlSubscribe adds the routes $2 of a worker to those of its group, and drops what nobody confirms. Their
 // version says whether there are others than before.
@@ -336,14 +331,14 @@ func (r *workerRun) listen(ctx context.Context, member *wakeup.Member) {
 			wait.Sleep(ctx, held)
 			continue
 		}
-		r.dispatcher.listens.Store(true)
+		r.Dispatcher.Listens.Store(true)
 		member.Lead(true)
 		select {
 		case <-lock.Lost():
 		case <-ctx.Done():
 		}
 		member.Lead(false)
-		r.dispatcher.listens.Store(false)
+		r.Dispatcher.Listens.Store(false)
 		lock.Unlock(ctx)
 	}
 }

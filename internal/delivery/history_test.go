@@ -90,7 +90,7 @@ type history struct {
 	rng     *rand.Rand
 	workers []*historyWorker
 	janitor *delivery.Store // a short lease, so that it may expire rows
-	rows    []*modelRow       // by id
+	rows    []*modelRow     // by id
 	expired int
 	trace   []string
 }

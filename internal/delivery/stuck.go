@@ -1,15 +1,14 @@
-package outbox
+package delivery
 
 import (
 	"slices"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
-// reportHealth says why a lane does not get on. It returns false if only a restart helps.
-func (l *lane) reportHealth(notReady func(reason string, args ...any)) (live bool) {
+// ReportHealth says why a lane does not get on. It returns false if only a restart helps.
+func (l *lane) ReportHealth(notReady func(reason string, args ...any)) (live bool) {
 	if since, ok := l.activity.AwaitsTx(); ok && time.Since(since) > l.cfg.SlowHandler {
 		notReady("a transaction has not begun for %v: the pool has no connection left, or event_handled is locked", time.Since(since).Round(time.Second))
 	}
@@ -18,7 +17,7 @@ func (l *lane) reportHealth(notReady func(reason string, args ...any)) (live boo
 
 // cutOff gives up a lane whose handler does not return although its context has ended. It returns what the lane has
 // beside that.
-func (l *lane) cutOff() (rest []delivery.Delivery) {
+func (l *lane) cutOff() (rest []Delivery) {
 	call, ok := l.activity.Current()
 	if !ok || l.hasEnded() {
 		return nil

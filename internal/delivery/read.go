@@ -1,4 +1,4 @@
-package outbox
+package delivery
 
 import (
 	"context"
@@ -9,24 +9,23 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // begin makes items of a batch.
-func (l *lane) begin(batch []delivery.Delivery) {
+func (l *lane) begin(batch []Delivery) {
 	origins := make([]envelope.Origin, len(batch))
 	l.work = make([]laneItem, len(batch))
 	l.progress.start(batch)
 	for i, d := range batch {
 		l.work[i].Delivery = d
-		l.work[i].Meta = receivedOf(&d, &origins[i])
+		l.work[i].Meta = ReceivedOf(&d, &origins[i])
 	}
 }
 
-// receivedOf returns what handlers are told of a delivery, with an origin that it fills.
-func receivedOf(d *delivery.Delivery, of *envelope.Origin) envelope.Received {
+// ReceivedOf returns what handlers are told of a delivery, with an origin that it fills.
+func ReceivedOf(d *Delivery, of *envelope.Origin) envelope.Received {
 	*of = envelope.Origin{Key: []byte(d.RecordKey()), DeliveryID: d.ID, Stream: d.Stream}
 	m := envelope.Received{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, Origin: of}
 	if d.FromKafka {
@@ -83,7 +82,7 @@ func (l *lane) read(it *laneItem) {
 		return nil
 	})
 	switch {
-	case errors.Is(err, delivery.ErrLost):
+	case errors.Is(err, ErrLost):
 		l.lose(it.Ref)
 	case err != nil && l.mayGoOn():
 		it.Class, it.Err = handling.ClassUndecodable, err
@@ -99,7 +98,7 @@ const (
 
 // print reads payload and headers of a delivery that came without. The error is that of an event which PostgreSQL
 // cannot print, or with the work on the batch, which has ended then.
-func (l *lane) print(d *delivery.Delivery) error {
+func (l *lane) print(d *Delivery) error {
 	for try := 1; ; {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(l.held, printTimeout)
@@ -107,7 +106,7 @@ func (l *lane) print(d *delivery.Delivery) error {
 		tooLong := pg.IsCancelled(err) || ctx.Err() != nil
 		cancel()
 		switch {
-		case err == nil, pg.IsUnreadable(err), errors.Is(err, delivery.ErrLost), !l.mayGoOn():
+		case err == nil, pg.IsUnreadable(err), errors.Is(err, ErrLost), !l.mayGoOn():
 			return err
 		case !tooLong:
 			l.awaitPostgres(began, err)
@@ -119,15 +118,15 @@ func (l *lane) print(d *delivery.Delivery) error {
 	}
 }
 
-// readOutboxDelivery implements [readDelivery] for events of outbox.
-func readOutboxDelivery(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
-	m, err = readOutboxEvent(d, about)
+// ReadOutboxDelivery implements [readDelivery] for events of outbox.
+func ReadOutboxDelivery(d *Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
+	m, err = ReadOutboxEvent(d, about)
 	return m, d.Action, err
 }
 
-// readOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
+// ReadOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
 // headers of that to the metadata.
-func readOutboxEvent(d *delivery.Delivery, about *envelope.Received) (*envelope.Message, error) {
+func ReadOutboxEvent(d *Delivery, about *envelope.Received) (*envelope.Message, error) {
 	e := envelope.Event{
 		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source), AggregateType: []byte(d.AggregateType),
 		AggregateID: []byte(d.AggregateID), Payload: d.Payload, ContentType: []byte(d.ContentType), Headers: d.Headers,

@@ -1,4 +1,4 @@
-package outbox
+package delivery
 
 import (
 	"context"
@@ -6,7 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
@@ -14,7 +13,7 @@ import (
 // Their leases are renewed as long as they are here. It is safe for concurrent use.
 type hands struct {
 	mu    sync.Mutex
-	rows  map[delivery.Ref]*hold
+	rows  map[Ref]*hold
 	bytes int64 // of the batches, by what their rows say
 }
 
@@ -22,7 +21,7 @@ type hands struct {
 type hold struct {
 	ctx     context.Context
 	lose    context.CancelFunc
-	batch   []delivery.Delivery
+	batch   []Delivery
 	left    int       // deliveries that are here
 	bytes   int64     // that came with it
 	renewed time.Time // when its lease was renewed last
@@ -30,21 +29,21 @@ type hold struct {
 	locked  bool // rows are locked by the transaction under way: nobody takes them
 }
 
-func newHands() *hands { return &hands{rows: map[delivery.Ref]*hold{}} }
+func newHands() *hands { return &hands{rows: map[Ref]*hold{}} }
 
 // maxHeldBytes bounds payloads and headers that wait for lanes, by what their rows say. What does not fit is read
 // when it is handled.
 const maxHeldBytes = 32 << 20
 
-// budget returns how many bytes fit in.
-func (h *hands) budget() int64 {
+// Budget returns how many bytes fit in.
+func (h *hands) Budget() int64 {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return max(0, maxHeldBytes-h.bytes)
 }
 
 // add adds a batch that was claimed after some time.
-func (h *hands) add(cut context.Context, batch []delivery.Delivery, claimed time.Time) {
+func (h *hands) add(cut context.Context, batch []Delivery, claimed time.Time) {
 	one := &hold{batch: batch, left: len(batch), renewed: claimed, suspect: batch[0].Suspect}
 	one.ctx, one.lose = context.WithCancel(cut)
 	h.mu.Lock()
@@ -59,7 +58,7 @@ func (h *hands) add(cut context.Context, batch []delivery.Delivery, claimed time
 }
 
 // contextOf returns a context that ends when a batch is lost.
-func (h *hands) contextOf(batch []delivery.Delivery, cut context.Context) context.Context {
+func (h *hands) contextOf(batch []Delivery, cut context.Context) context.Context {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, d := range batch {
@@ -73,7 +72,7 @@ func (h *hands) contextOf(batch []delivery.Delivery, cut context.Context) contex
 }
 
 // drop notes that a delivery is not with this worker any more.
-func (h *hands) drop(r delivery.Ref) {
+func (h *hands) drop(r Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	one := h.rows[r]
@@ -88,7 +87,7 @@ func (h *hands) drop(r delivery.Ref) {
 }
 
 // lose ends the work on the batch of a delivery.
-func (h *hands) lose(r delivery.Ref) {
+func (h *hands) lose(r Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if one := h.rows[r]; one != nil {
@@ -111,7 +110,7 @@ func (h *hands) loseAll(id int64) {
 // beside returns the deliveries that came with the one of a call which is given up, and are still here: those that
 // wait behind it, and those whose handlers were called before it in its transaction, which is rolled back. They are not
 // to blame. If the call has several deliveries, any of them may be, and it returns none.
-func (h *hands) beside(call handling.Call) (rest []delivery.Delivery) {
+func (h *hands) beside(call handling.Call) (rest []Delivery) {
 	if call.Events > 1 {
 		return nil
 	}
@@ -131,7 +130,7 @@ func (h *hands) beside(call handling.Call) (rest []delivery.Delivery) {
 }
 
 // all returns the deliveries, but for those of batches that are lost.
-func (h *hands) all() (rows []delivery.Ref) {
+func (h *hands) all() (rows []Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for r, one := range h.rows {
@@ -143,7 +142,7 @@ func (h *hands) all() (rows []delivery.Ref) {
 }
 
 // of returns the deliveries of the batch with a context.
-func (h *hands) of(batch context.Context) (rows []delivery.Ref) {
+func (h *hands) of(batch context.Context) (rows []Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for r, one := range h.rows {
@@ -156,7 +155,7 @@ func (h *hands) of(batch context.Context) (rows []delivery.Ref) {
 
 // renewedAt notes that deliveries were renewed after some time, and ends the work on those that were not
 // for longer than their lease lasts. It returns how many batches these are.
-func (h *hands) renewedAt(rows []delivery.Ref, at time.Time, lease time.Duration) (lost int) {
+func (h *hands) renewedAt(rows []Ref, at time.Time, lease time.Duration) (lost int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, r := range rows {
@@ -203,14 +202,14 @@ func (h *hands) hasSuspect() bool {
 	return false
 }
 
-func (h *hands) len() int {
+func (h *hands) Len() int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return len(h.rows)
 }
 
 // strays returns those of some deliveries that are not here.
-func (h *hands) strays(rows []delivery.Delivery) (strays []delivery.Delivery) {
+func (h *hands) strays(rows []Delivery) (strays []Delivery) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, d := range rows {
@@ -227,23 +226,23 @@ type progress struct {
 	writing sync.Mutex // held while what is done is written down, in its order
 
 	mu    sync.Mutex
-	ahead []delivery.Delivery // not begun
-	done  []delivery.Delivery // handled, and not written down
-	since time.Time           // when the first of done was
+	ahead []Delivery // not begun
+	done  []Delivery // handled, and not written down
+	since time.Time  // when the first of done was
 }
 
 // start begins with a batch.
-func (p *progress) start(batch []delivery.Delivery) {
+func (p *progress) start(batch []Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.ahead, p.done = slices.Clone(batch), nil
 }
 
 // begin reports whether a delivery is still with the lane, which begins it.
-func (p *progress) begin(r delivery.Ref) bool {
+func (p *progress) begin(r Ref) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	n := slices.IndexFunc(p.ahead, func(d delivery.Delivery) bool { return d.Ref == r })
+	n := slices.IndexFunc(p.ahead, func(d Delivery) bool { return d.Ref == r })
 	if n < 0 {
 		return false
 	}
@@ -252,7 +251,7 @@ func (p *progress) begin(r delivery.Ref) bool {
 }
 
 // end notes that a delivery is handled. It returns for how long the first one waits to be written down.
-func (p *progress) end(d delivery.Delivery) time.Duration {
+func (p *progress) end(d Delivery) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if len(p.done) == 0 {
@@ -263,7 +262,7 @@ func (p *progress) end(d delivery.Delivery) time.Duration {
 }
 
 // takeDone returns what is to be written down.
-func (p *progress) takeDone() (done []delivery.Delivery) {
+func (p *progress) takeDone() (done []Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	done, p.done = p.done, nil
@@ -271,14 +270,14 @@ func (p *progress) takeDone() (done []delivery.Delivery) {
 }
 
 // putBack takes back what could not be written down.
-func (p *progress) putBack(done []delivery.Delivery) {
+func (p *progress) putBack(done []Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.done = append(done, p.done...)
 }
 
 // takeAhead returns what is not begun, and will not be.
-func (p *progress) takeAhead() (ahead []delivery.Delivery) {
+func (p *progress) takeAhead() (ahead []Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	ahead, p.ahead = p.ahead, nil

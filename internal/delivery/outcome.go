@@ -1,4 +1,4 @@
-package outbox
+package delivery
 
 import (
 	"context"
@@ -8,13 +8,12 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 )
 
 // lose ends the work on the batch, of which a delivery is not with this worker any more, or not the first of its key.
-func (l *lane) lose(r delivery.Ref) {
+func (l *lane) lose(r Ref) {
 	l.hands.lose(r)
 	l.lost()
 }
@@ -34,19 +33,19 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 	l.finished, l.promotedIn = l.those(ids), 0
 	// Functions inside PostgreSQL may have changed settings, too.
 	if tx.ChangedSettings() || len(results) == 1 {
-		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, l.session.role, l.session.user); err != nil {
-			return unfinished(tx, err)
+		if _, err := tx.Own().Exec(ctx, SQLOwnSettings, l.session.Role, l.session.User); err != nil {
+			return Unfinished(tx, err)
 		}
 	}
 	promoted, err := l.store.FinishIn(ctx, tx.Own(), l.finished)
 	l.promotedIn = promoted
-	return unfinished(tx, err)
+	return Unfinished(tx, err)
 }
 
-// unfinished says if an error is due to what a handler has done to its transaction.
-func unfinished(tx handling.Tx, err error) error {
+// Unfinished says if an error is due to what a handler has done to its transaction.
+func Unfinished(tx handling.Tx, err error) error {
 	switch {
-	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, delivery.ErrLost):
+	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, ErrLost):
 		return err
 	case !tx.ChangedSettings() && (pg.IsOutage(err) || pg.IsLocked(err) || pg.IsCancelled(err)):
 		return err
@@ -54,13 +53,13 @@ func unfinished(tx handling.Tx, err error) error {
 	return fmt.Errorf("%w: %w", handling.ErrUnfinished, err)
 }
 
-// sqlOwnSettings undoes what a handler has set for its transaction, and what would keep
+// SQLOwnSettings undoes what a handler has set for its transaction, and what would keep
 // statements of the worker from working.
-const sqlOwnSettings = `
+const SQLOwnSettings = `
 SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END, set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
 
 // those returns the deliveries with these ids.
-func (l *lane) those(ids map[int64]bool) (all []delivery.Delivery) {
+func (l *lane) those(ids map[int64]bool) (all []Delivery) {
 	for i := range l.work {
 		if it := &l.work[i]; ids[it.ID] {
 			all = append(all, it.Delivery)
@@ -99,12 +98,12 @@ func (l *lane) postpone(it *laneItem, t handling.Task, o handling.Outcome) {
 
 // again has a delivery tried again that has failed.
 func (l *lane) again(it *laneItem, t handling.Task, o handling.Outcome) {
-	usual := l.cfg.of(it.Stream).MaxRetries
+	usual := l.cfg.Of(it.Stream).MaxRetries
 	if o.Retries > usual || it.FromKafka {
 		// Workers that are gone count, too, and know of no error: from here on they may use up
 		// as many attempts as of an event that has not failed yet, or as there are. Of what was parked with its
 		// last attempt, and requeued, there are more again.
-		it.MaxAttempts = max(it.MaxAttempts, attempts(min(o.Retries, it.Attempt-1+attempts(usual))))
+		it.MaxAttempts = max(it.MaxAttempts, Attempts(min(o.Retries, it.Attempt-1+Attempts(usual))))
 	}
 	f := l.failureOf(it, o)
 	f.Wait = o.Wait
@@ -143,7 +142,7 @@ func (l *lane) giveUp(it *laneItem, o handling.Outcome) {
 const unsentWait = 5 * time.Second
 
 // awaitDeadLetter has a delivery claimed again that is given up when its dead letter is sent.
-func (l *lane) awaitDeadLetter(it *laneItem, f delivery.Failure) {
+func (l *lane) awaitDeadLetter(it *laneItem, f Failure) {
 	f.Dead, f.Held, f.Wait, f.Last = false, false, unsentWait, !f.Uncounted
 	if _, err := l.writeFailure(it, f); err == nil {
 		l.retryAt(time.Now().Add(f.Wait))
@@ -158,15 +157,15 @@ func (e *pastError) Error() string { return e.message }
 // ErrorType names the error for metrics.
 func (e *pastError) ErrorType() string { return e.class }
 
-func (l *lane) failureOf(it *laneItem, o handling.Outcome) delivery.Failure {
-	return delivery.Failure{Of: it.Delivery, Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
+func (l *lane) failureOf(it *laneItem, o handling.Outcome) Failure {
+	return Failure{Of: it.Delivery, Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
 }
 
 // writeFailure writes a failure down, until that is done or the delivery is lost. The deliveries behind it in
 // its key wait behind it again.
-func (l *lane) writeFailure(it *laneItem, f delivery.Failure) (promoted int64, err error) {
+func (l *lane) writeFailure(it *laneItem, f Failure) (promoted int64, err error) {
 	l.flush() // of its key, what is handled is done before
-	var rest []delivery.Delivery
+	var rest []Delivery
 	for i := range l.work {
 		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
 			rest = append(rest, other.Delivery)
@@ -204,7 +203,7 @@ func (l *lane) flush() {
 
 // relieve writes down what a lane has handled that is at a call for long, and returns what it has not begun: it does not
 // any more. If the lane is at no call, but writes itself, there is nothing to do.
-func (l *lane) relieve(ctx context.Context) (rest []delivery.Delivery) {
+func (l *lane) relieve(ctx context.Context) (rest []Delivery) {
 	if !l.progress.writing.TryLock() {
 		return nil
 	}
@@ -223,8 +222,8 @@ func (l *lane) relieve(ctx context.Context) (rest []delivery.Delivery) {
 }
 
 // noteLost ends the work on the batch if one of its deliveries that are done is with another worker.
-func (l *lane) noteLost(done []delivery.Delivery, err error) bool {
-	lost := errors.Is(err, delivery.ErrLost)
+func (l *lane) noteLost(done []Delivery, err error) bool {
+	lost := errors.Is(err, ErrLost)
 	if lost {
 		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(done), "error", err)
 		l.lose(done[0].Ref) // and with them what is behind them
@@ -233,7 +232,7 @@ func (l *lane) noteLost(done []delivery.Delivery, err error) bool {
 }
 
 // forget notes that deliveries are not with this worker any more, and that some were promoted with that.
-func (l *lane) forget(done []delivery.Delivery, promoted int64) {
+func (l *lane) forget(done []Delivery, promoted int64) {
 	for _, d := range done {
 		l.hands.drop(d.Ref)
 	}
@@ -244,7 +243,7 @@ func (l *lane) forget(done []delivery.Delivery, promoted int64) {
 
 // giveBack gives back what was not tried.
 func (l *lane) giveBack() {
-	var rest []delivery.Delivery
+	var rest []Delivery
 	for i := range l.work {
 		if it := &l.work[i]; !it.gone {
 			rest = append(rest, it.Delivery)
@@ -267,14 +266,14 @@ func (l *lane) giveBack() {
 func (l *lane) write(statement func(context.Context) error) error {
 	for {
 		began := time.Now()
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(l.held), writeTimeout)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(l.held), WriteTimeout)
 		err := statement(ctx)
 		cancel()
 		switch {
 		case err == nil:
 			l.works(began)
 			return nil
-		case errors.Is(err, delivery.ErrLost), l.cut.Err() != nil:
+		case errors.Is(err, ErrLost), l.cut.Err() != nil:
 			return err
 		}
 		l.awaitPostgres(began, err)
@@ -284,8 +283,8 @@ func (l *lane) write(statement func(context.Context) error) error {
 	}
 }
 
-// writeTimeout bounds a statement with which a worker writes down what became of a delivery.
-const writeTimeout = 10 * time.Second
+// WriteTimeout bounds a statement with which a worker writes down what became of a delivery.
+const WriteTimeout = 10 * time.Second
 
 // awaitPostgres waits a little while PostgreSQL is unavailable.
 func (l *lane) awaitPostgres(began time.Time, err error) {

@@ -1,4 +1,4 @@
-package outbox
+package delivery
 
 import (
 	"cmp"
@@ -11,9 +11,9 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/handling"
 
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -21,30 +21,30 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// dispatcher gives work to the lanes of a process: rows of event_delivery that are due, and those that
+// Dispatcher gives work to the lanes of a process: rows of event_delivery that are due, and those that
 // takeNew makes. It takes no more than the lanes can handle soon, so that other processes of the group
 // get the rest.
-type dispatcher struct {
-	cfg      *deliveryRules
-	store    *delivery.Store
-	pauses   *pauses.Set
-	breakers *handling.ActionBreakers
+type Dispatcher struct {
+	cfg      *Rules
+	store    *Store
+	Pauses   *pauses.Set
+	Breakers *handling.ActionBreakers
 	outages  *outage.Logs
 	log      *slog.Logger
-	hands    *hands
+	Claimed  *hands
 	wake     <-chan struct{} // this process has recorded events
 	heard    <-chan struct{} // others have
 	cut      context.Context
-	kinds    []*laneKind
+	Kinds    []*LaneKind
 
-	// takeNew makes deliveries of what has come, if lanes can take some, and deals those that are with this process. It
+	// TakeNew makes deliveries of what has come, if lanes can take some, and deals those that are with this process. It
 	// reports whether there are more, and whether PostgreSQL has answered. Nil if others make them.
-	takeNew func(context.Context) (more, answered bool, err error)
+	TakeNew func(context.Context) (more, answered bool, err error)
 
 	answered bool          // PostgreSQL has answered in this look; only run
-	rhythm   wakeup.Rhythm // of looks for new events; only run
-	full     bool          // the last of these found that no lane takes any; only run
-	listens  atomic.Bool   // this process is the one of the group that looks often
+	Rhythm   wakeup.Rhythm // of looks for new events; only run
+	Full     bool          // the last of these found that no lane takes any; only run
+	Listens  atomic.Bool   // this process is the one of the group that looks often
 
 	mu      sync.Mutex
 	due     bool      // rows may be claimed
@@ -63,21 +63,21 @@ const (
 )
 
 // run gives work to lanes until stopping ends.
-func (d *dispatcher) run(stopping context.Context) error {
+func (d *Dispatcher) run(stopping context.Context) error {
 	for stopping.Err() == nil {
 		began := time.Now()
 		more, err := d.look(stopping)
 		switch {
 		case pg.IsUndefined(err):
 			return pg.NotMigrated(d.cfg.Schema, err)
-		case errors.Is(err, ErrSequenceBehind):
+		case errors.Is(err, cursor.ErrSequenceBehind):
 			return err
 		case err != nil:
 			d.signalStrays()
 			if stopping.Err() == nil {
 				d.outages.Report(handling.OutagePostgres, began, err)
 				d.cfg.awaitAgain(stopping, d.outages)
-				d.signalDue()
+				d.SignalDue()
 			}
 			continue
 		}
@@ -92,15 +92,15 @@ func (d *dispatcher) run(stopping context.Context) error {
 }
 
 // await waits for a lane, a wake request, a row that is due, or the next poll.
-func (d *dispatcher) await(stopping context.Context) {
+func (d *Dispatcher) await(stopping context.Context) {
 	d.mu.Lock()
 	until := d.poll.Add(d.cfg.PollInterval)
 	if !d.next.IsZero() && d.next.Before(until) {
 		until = d.next
 	}
 	d.mu.Unlock()
-	if d.takeNew != nil && d.listens.Load() && !d.full {
-		if next := time.Now().Add(d.rhythm.Wait(time.Now())); next.Before(until) {
+	if d.TakeNew != nil && d.Listens.Load() && !d.Full {
+		if next := time.Now().Add(d.Rhythm.Wait(time.Now())); next.Before(until) {
 			until = next
 		}
 	}
@@ -108,21 +108,21 @@ func (d *dispatcher) await(stopping context.Context) {
 	defer timer.Stop()
 	select {
 	case <-d.wake:
-		d.rhythm.Woken()
+		d.Rhythm.Woken()
 	case <-d.heard:
-		d.rhythm.Notified(time.Now())
+		d.Rhythm.Notified(time.Now())
 	case <-d.freeNow:
 	case <-timer.C:
 	case <-stopping.Done():
 	}
 }
 
-// dispatchTimeout bounds a statement with which a dispatcher gets work. A connection can go dead without
+// DispatchTimeout bounds a statement with which a dispatcher gets work. A connection can go dead without
 // a word, and TCP needs a quarter of an hour to find out.
-const dispatchTimeout = 30 * time.Second
+const DispatchTimeout = 30 * time.Second
 
 // giveBack gives back what lanes do not get to.
-func (d *dispatcher) giveBack(ctx context.Context, rows []delivery.Delivery) {
+func (d *Dispatcher) giveBack(ctx context.Context, rows []Delivery) {
 	if len(rows) == 0 {
 		return
 	}
@@ -130,32 +130,32 @@ func (d *dispatcher) giveBack(ctx context.Context, rows []delivery.Delivery) {
 		d.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rows), "error", err)
 	}
 	for _, r := range rows {
-		d.hands.drop(r.Ref)
+		d.Claimed.drop(r.Ref)
 	}
-	d.signalDue()
+	d.SignalDue()
 }
 
 // giveStraysBack gives back what this worker does not know that it has, because the answer to a claim was lost, or a
 // crash of PostgreSQL has forgotten that it was given back or ended: nobody else takes it until its lease expires, and
 // then it would count as an attempt.
-func (d *dispatcher) giveStraysBack(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
+func (d *Dispatcher) giveStraysBack(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
 	mine, err := d.store.Mine(ctx)
 	if err != nil {
 		return err
 	}
-	if strays := d.hands.strays(mine); len(strays) > 0 {
+	if strays := d.Claimed.strays(mine); len(strays) > 0 {
 		if err := d.store.Return(ctx, strays); err != nil {
 			return err
 		}
-		d.signalDue()
+		d.SignalDue()
 	}
 	return nil
 }
 
 // look gives work to lanes that are idle. It reports whether there may be more at once.
-func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
+func (d *Dispatcher) look(ctx context.Context) (more bool, err error) {
 	d.mu.Lock()
 	now := time.Now()
 	due, expired, unsure := d.due, d.expired, d.unsure
@@ -174,8 +174,8 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 		}
 	}
 	full, suspects := false, false
-	for _, k := range d.kinds {
-		room := k.room()
+	for _, k := range d.Kinds {
+		room := k.Room()
 		if room == 0 {
 			full, suspects = full || due, suspects || expired
 			continue
@@ -202,17 +202,17 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 	d.due = d.due || full || more
 	d.expired = d.expired || suspects // there may be more, once this one is handled
 	d.mu.Unlock()
-	if d.takeNew == nil {
+	if d.TakeNew == nil {
 		return more, nil
 	}
-	got, answered, err := d.takeNew(ctx)
+	got, answered, err := d.TakeNew(ctx)
 	d.answered = d.answered || answered
 	return more || got, err
 }
 
 // claimed says which rows are claimed.
 type claimed struct {
-	pairs    []delivery.Pair
+	pairs    []Pair
 	limit    int  // rows
 	follow   int  // more of each key, at most
 	suspects bool // may have ended the process which had them
@@ -221,14 +221,14 @@ type claimed struct {
 
 // take claims rows for a kind of lanes, and deals them. It outlives a stop by a tenth of its time: what a claim has taken whose
 // answer is lost stays with this worker until its lease expires.
-func (d *dispatcher) take(ctx context.Context, k *laneKind, c claimed) (rows int, err error) {
+func (d *Dispatcher) take(ctx context.Context, k *LaneKind, c claimed) (rows int, err error) {
 	if len(c.pairs) == 0 {
 		return 0, nil
 	}
 	const share = 10
 	ctx, end := wait.Grace(ctx, d.cfg.StopTimeout/share)
 	defer end()
-	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
+	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
 	began := time.Now()
 	got, err := d.store.Claim(ctx, c.pairs, c.limit, c.follow, c.suspects, c.budget)
@@ -236,21 +236,21 @@ func (d *dispatcher) take(ctx context.Context, k *laneKind, c claimed) (rows int
 		return 0, err
 	}
 	d.answered = true
-	d.deal(k, got, began)
+	d.Deal(k, got, began)
 	return len(got), nil
 }
 
 // claim claims rows that are due for a kind of lanes. It reports whether there may be more.
-func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more bool, err error) {
-	limit := room * k.batch()
-	rows, err := d.take(ctx, k, claimed{pairs: d.unpaused(k), limit: limit, follow: k.batch(), budget: d.hands.budget()})
-	return err == nil && rows > 0 && rows >= limit && k.room() > 0, err
+func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, room int) (more bool, err error) {
+	limit := room * k.Batch()
+	rows, err := d.take(ctx, k, claimed{pairs: d.unpaused(k), limit: limit, follow: k.Batch(), budget: d.Claimed.Budget()})
+	return err == nil && rows > 0 && rows >= limit && k.Room() > 0, err
 }
 
 // claimSuspect claims a single row that may have ended the process which had it, unless one is
 // here already. It reports whether there may be more, for when it is handled.
-func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, err error) {
-	if d.hands.hasSuspect() {
+func (d *Dispatcher) claimSuspect(ctx context.Context, k *LaneKind) (more bool, err error) {
+	if d.Claimed.hasSuspect() {
 		return true, nil
 	}
 	rows, err := d.take(ctx, k, claimed{pairs: d.unpaused(k), limit: 1, suspects: true})
@@ -258,21 +258,21 @@ func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, 
 }
 
 // claimTrials claims a row of each action whose breaker permits to try one.
-func (d *dispatcher) claimTrials(ctx context.Context, k *laneKind) error {
-	for _, p := range k.pairs {
-		if d.breakers.IsClosed(p.Action) || d.pauses.IsPaused(p.Stream) {
+func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
+	for _, p := range k.Pairs {
+		if d.Breakers.IsClosed(p.Action) || d.Pauses.IsPaused(p.Stream) {
 			continue
 		}
-		if wait := d.breakers.Wait(p.Action); wait > 0 {
-			d.retryAt(time.Now().Add(wait))
+		if wait := d.Breakers.Wait(p.Action); wait > 0 {
+			d.RetryAt(time.Now().Add(wait))
 			continue
 		}
-		if !d.breakers.TryOne(p.Action) {
+		if !d.Breakers.TryOne(p.Action) {
 			continue
 		}
-		rows, err := d.take(ctx, k, claimed{pairs: []delivery.Pair{p}, limit: 1, budget: d.hands.budget()})
+		rows, err := d.take(ctx, k, claimed{pairs: []Pair{p}, limit: 1, budget: d.Claimed.Budget()})
 		if rows == 0 {
-			d.breakers.Forget(p.Action)
+			d.Breakers.Forget(p.Action)
 		}
 		if err != nil {
 			return err
@@ -283,24 +283,24 @@ func (d *dispatcher) claimTrials(ctx context.Context, k *laneKind) error {
 
 // unpaused returns what is claimed for a kind of lanes, beginning with another pair each time. What most events fail of
 // is not among it.
-func (d *dispatcher) unpaused(k *laneKind) (pairs []delivery.Pair) {
-	k.pairs = append(k.pairs[1:], k.pairs[0])
-	for _, p := range k.pairs {
-		if !d.pauses.IsPaused(p.Stream) && d.breakers.IsClosed(p.Action) {
+func (d *Dispatcher) unpaused(k *LaneKind) (pairs []Pair) {
+	k.Pairs = append(k.Pairs[1:], k.Pairs[0])
+	for _, p := range k.Pairs {
+		if !d.Pauses.IsPaused(p.Stream) && d.Breakers.IsClosed(p.Action) {
 			pairs = append(pairs, p)
 		}
 	}
 	return pairs
 }
 
-// deal deals rows, in the order of their positions, to lanes: all rows of a key to the same one.
-func (d *dispatcher) deal(k *laneKind, rows []delivery.Delivery, claimed time.Time) {
+// Deal deals rows, in the order of their positions, to lanes: all rows of a key to the same one.
+func (d *Dispatcher) Deal(k *LaneKind, rows []Delivery, claimed time.Time) {
 	if len(rows) == 0 {
 		return
 	}
 	size := k.size(len(rows))
-	var batches [][]delivery.Delivery
-	of := map[delivery.Key]int{}
+	var batches [][]Delivery
+	of := map[Key]int{}
 	for _, r := range rows {
 		n, known := of[r.Key]
 		if !known || !r.Key.Ordered {
@@ -313,23 +313,23 @@ func (d *dispatcher) deal(k *laneKind, rows []delivery.Delivery, claimed time.Ti
 		batches[n] = append(batches[n], r)
 	}
 	for _, batch := range batches {
-		d.hands.add(d.cut, batch, claimed)
+		d.Claimed.add(d.cut, batch, claimed)
 	}
 	for _, batch := range batches {
 		k.give(batch)
 	}
 }
 
-// signalDue has rows claimed.
-func (d *dispatcher) signalDue() {
+// SignalDue has rows claimed.
+func (d *Dispatcher) SignalDue() {
 	d.mu.Lock()
 	d.due = true
 	d.mu.Unlock()
 	wait.Signal(d.freeNow)
 }
 
-// retryAt has rows claimed at a time.
-func (d *dispatcher) retryAt(at time.Time) {
+// RetryAt has rows claimed at a time.
+func (d *Dispatcher) RetryAt(at time.Time) {
 	d.mu.Lock()
 	if d.next.IsZero() || at.Before(d.next) {
 		d.next = at
@@ -339,7 +339,7 @@ func (d *dispatcher) retryAt(at time.Time) {
 }
 
 // signalStrays has this worker look for rows that it does not know of.
-func (d *dispatcher) signalStrays() {
+func (d *Dispatcher) signalStrays() {
 	d.mu.Lock()
 	d.unsure = true
 	d.mu.Unlock()
@@ -347,17 +347,17 @@ func (d *dispatcher) signalStrays() {
 }
 
 // signalExpired has suspects claimed.
-func (d *dispatcher) signalExpired() {
+func (d *Dispatcher) signalExpired() {
 	d.mu.Lock()
 	d.expired, d.due = true, true
 	d.mu.Unlock()
 	wait.Signal(d.freeNow)
 }
 
-// laneKind is the lanes for handlers with a transaction, or for those without.
-type laneKind struct {
+// LaneKind is the lanes for handlers with a transaction, or for those without.
+type LaneKind struct {
 	lanes []*lane
-	pairs []delivery.Pair
+	Pairs []Pair
 	most  int // deliveries in a batch: fewer where handlers are slow
 
 	mu   sync.Mutex
@@ -367,16 +367,16 @@ type laneKind struct {
 }
 
 // queue returns how many batches a lane shall have, the one under way included.
-func (k *laneKind) queue() int {
+func (k *LaneKind) queue() int {
 	if k.most > 1 {
 		return 2
 	}
 	return 1
 }
 
-// room returns how many batches the lanes can take: none as long as all are at work and most have the
+// Room returns how many batches the lanes can take: none as long as all are at work and most have the
 // next batch, because a few large batches cost less than many small ones.
-func (k *laneKind) room() (room int) {
+func (k *LaneKind) Room() (room int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	idle, quick := false, 0 // lanes
@@ -406,8 +406,8 @@ const (
 const undividedBatch = 20 * time.Millisecond
 
 // size returns how many of n deliveries make a batch.
-func (k *laneKind) size(n int) int {
-	room := max(k.room(), 1)
+func (k *LaneKind) size(n int) int {
+	room := max(k.Room(), 1)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	size := (n + room - 1) / room
@@ -418,7 +418,7 @@ func (k *laneKind) size(n int) int {
 }
 
 // freed notes that a lane has handled a batch.
-func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
+func (k *LaneKind) freed(l *lane, n int, took time.Duration, most int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.load[l]--
@@ -436,7 +436,7 @@ func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
 }
 
 // give gives a batch to the lane that has the fewest.
-func (k *laneKind) give(batch []delivery.Delivery) {
+func (k *LaneKind) give(batch []Delivery) {
 	k.mu.Lock()
 	l := slices.MinFunc(k.lanes, func(a, b *lane) int {
 		if k.slow[a] != k.slow[b] {
@@ -454,7 +454,7 @@ func (k *laneKind) give(batch []delivery.Delivery) {
 
 // takeFromSlow takes what waits for lanes that are at a single call for longer than slowBatch, so that
 // others handle it. These get nothing until the call has returned.
-func (k *laneKind) takeFromSlow() (waiting []delivery.Delivery) {
+func (k *LaneKind) takeFromSlow() (waiting []Delivery) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, l := range k.lanes {
@@ -472,14 +472,14 @@ func (k *laneKind) takeFromSlow() (waiting []delivery.Delivery) {
 }
 
 // slowLanes returns those that are at a single call for longer than slowBatch.
-func (k *laneKind) slowLanes() []*lane {
+func (k *LaneKind) slowLanes() []*lane {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return slices.Collect(maps.Keys(k.slow))
 }
 
-// batch returns how many deliveries a batch has at most.
-func (k *laneKind) batch() int {
+// Batch returns how many deliveries a batch has at most.
+func (k *LaneKind) Batch() int {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.most

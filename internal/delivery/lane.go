@@ -1,4 +1,4 @@
-package outbox
+package delivery
 
 import (
 	"context"
@@ -8,7 +8,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -32,24 +31,24 @@ type lane struct {
 
 	// Of the batch under way:
 	work       []laneItem
-	progress   progress            // without a transaction
-	finished   []delivery.Delivery // what waits for them is promoted with the transaction under way
-	promotedIn int64               // how many, -1 for not yet
-	held       context.Context     // ended when the batch is not to go on
+	progress   progress        // without a transaction
+	finished   []Delivery      // what waits for them is promoted with the transaction under way
+	promotedIn int64           // how many, -1 for not yet
+	held       context.Context // ended when the batch is not to go on
 }
 
 // laneParts is what the lanes of a worker share.
 type laneParts struct {
-	cfg        *deliveryRules
+	cfg        *Rules
 	processor  *handling.Processor
-	store      *delivery.Store
+	store      *Store
 	slots      handling.CallSlots
 	pauses     *pauses.Set
 	outages    *outage.Logs
 	log        *slog.Logger
 	hands      *hands
 	breakers   *handling.ActionBreakers
-	session    poolSession // of the connections of the pool, before a handler changes it
+	session    PoolSession // of the connections of the pool, before a handler changes it
 	event      readDelivery
 	deadLetter sendDeadLetter
 
@@ -64,13 +63,13 @@ type laneParts struct {
 
 // readDelivery returns the event of a delivery, or nil if nobody is to have it, and the action that it is for, "" for all. It
 // adds to the metadata what only the event says.
-type readDelivery func(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error)
+type readDelivery func(d *Delivery, about *envelope.Received) (m *envelope.Message, action string, err error)
 
 // sendDeadLetter sends the dead letter of a delivery that is given up, and returns its topic. Nil: there is none.
-type sendDeadLetter func(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic string, err error)
+type sendDeadLetter func(ctx context.Context, d *Delivery, o handling.Outcome) (topic string, err error)
 
-// poolSession is what connections of the pool begin with.
-type poolSession struct{ role, user, isolation string }
+// PoolSession is what connections of the pool begin with.
+type PoolSession struct{ Role, User, isolation string }
 
 const (
 	sqlSession    = `SELECT current_setting('role'), session_user::text, current_setting('default_transaction_isolation')`
@@ -80,7 +79,7 @@ const (
 // laneItem is a delivery with its tasks.
 type laneItem struct {
 	handling.Item
-	delivery.Delivery
+	Delivery
 	read bool // decoded
 	gone bool // not with this worker any more, or done
 }
@@ -91,12 +90,12 @@ func (it *laneItem) isSpent() bool { return it.FromKafka && it.Attempt > it.MaxA
 // batchQueue is what waits for a lane. Nobody waits to add to it: its lane may hang.
 type batchQueue struct {
 	mu      sync.Mutex
-	batches [][]delivery.Delivery
+	batches [][]Delivery
 	closed  bool
 	more    chan struct{} // holds at most one signal
 }
 
-func (q *batchQueue) add(batch []delivery.Delivery) {
+func (q *batchQueue) add(batch []Delivery) {
 	q.mu.Lock()
 	q.batches = append(q.batches, batch)
 	q.mu.Unlock()
@@ -112,7 +111,7 @@ func (q *batchQueue) close() {
 }
 
 // next waits for a batch. It returns false if there will be none.
-func (q *batchQueue) next() (batch []delivery.Delivery, ok bool) {
+func (q *batchQueue) next() (batch []Delivery, ok bool) {
 	for {
 		q.mu.Lock()
 		if len(q.batches) > 0 {
@@ -130,7 +129,7 @@ func (q *batchQueue) next() (batch []delivery.Delivery, ok bool) {
 }
 
 // takeAll takes what waits.
-func (q *batchQueue) takeAll() [][]delivery.Delivery {
+func (q *batchQueue) takeAll() [][]Delivery {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	all := q.batches
@@ -166,7 +165,7 @@ func (l *lane) run() {
 }
 
 // handle handles a batch. Rows that are neither done nor failed go back.
-func (l *lane) handle(batch []delivery.Delivery) {
+func (l *lane) handle(batch []Delivery) {
 	l.held = l.hands.contextOf(batch, l.cut)
 	l.begin(batch)
 	defer func() { l.work = nil }()
@@ -220,7 +219,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			return l.markDone(items, next, time.Since(began))
 		case l.held.Err() != nil:
 			return len(items)
-		case errors.Is(err, delivery.ErrLost):
+		case errors.Is(err, ErrLost):
 			l.log.Warn("outbox: deliveries were taken over by another worker before they were done; they are rolled back here", "deliveries", len(items), "error", err)
 			l.lose(items[0].Ref)
 			return len(items)
@@ -303,7 +302,7 @@ func (l *lane) unlockRows(err error) {
 	if err == nil || !l.mayGoOn() {
 		return
 	}
-	ctx, cancel := context.WithTimeout(l.held, writeTimeout)
+	ctx, cancel := context.WithTimeout(l.held, WriteTimeout)
 	defer cancel()
 	if _, err := l.store.Renew(ctx, l.hands.of(l.held)); err != nil {
 		l.log.Warn("outbox: deliveries are not renewed after their transaction was rolled back, others may handle them", "error", err)
@@ -357,7 +356,7 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 			l.attempts.Processor, inTx = l.own, true
 			l.flush() // of its key, what is handled is done before
 		}
-		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.of(it.Stream)), before.Of(t))
+		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.Of(it.Stream)), before.Of(t))
 		before = nil
 		if o.Verdict != handling.Done {
 			l.notDone(it, t, o)
@@ -432,7 +431,7 @@ func (l laneScheduler) Leave(t *handling.Task, began time.Time, err error) {
 	}
 }
 
-func (l laneScheduler) Interrupts(err error) bool { return errors.Is(err, delivery.ErrLost) }
+func (l laneScheduler) Interrupts(err error) bool { return errors.Is(err, ErrLost) }
 func (l laneScheduler) Sleep(d time.Duration)     { wait.Sleep(l.stopping, d) }
 
 // AwaitPostgres has a task put back whose error says when it is to be tried again: others go on meanwhile.

@@ -1,4 +1,4 @@
-package outbox
+package delivery
 
 import (
 	"context"
@@ -11,17 +11,16 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // keeper renews the leases of what a worker has, and takes what workers had that are gone.
 type keeper struct {
-	cfg        *deliveryRules
-	store      *delivery.Store
+	cfg        *Rules
+	store      *Store
 	hands      *hands
-	dispatcher *dispatcher
+	dispatcher *Dispatcher
 	lanes      []*lane
 	outages    *outage.Logs
 	log        *slog.Logger
@@ -37,6 +36,8 @@ const (
 	repairOften = 10    // every so many rounds
 
 	takeOverTimeout = 30 * time.Second
+
+	confirmEvery = 10 * time.Minute // that this process still takes what it took
 )
 
 // run renews leases until ctx is cancelled.
@@ -61,7 +62,7 @@ func (k *keeper) run(ctx context.Context) {
 const backShare = 6
 
 // awaitAgain waits before PostgreSQL is tried again.
-func (c *deliveryRules) awaitAgain(ctx context.Context, outages *outage.Logs) {
+func (c *Rules) awaitAgain(ctx context.Context, outages *outage.Logs) {
 	wait.Sleep(ctx, min(outages.Backoff(handling.OutagePostgres), c.Lease/backShare))
 }
 
@@ -190,17 +191,17 @@ func (k *keeper) retryDead(ctx context.Context) error {
 	retried, err := k.store.RetryDead(ctx, k.cfg.RetryDeadAfter)
 	if retried > 0 {
 		k.log.Info("outbox: dead deliveries are tried again, as RetryDeadAfter says", "deliveries", retried)
-		k.dispatcher.signalDue()
+		k.dispatcher.SignalDue()
 	}
 	return err
 }
 
 // notify calls hooks for rows of workers that are gone.
-func (k *keeper) notify(rows []delivery.Expired) {
+func (k *keeper) notify(rows []Expired) {
 	h := k.cfg.Hooks
 	for _, e := range rows {
-		m := receivedOf(&delivery.Delivery{
-			Ref: delivery.Ref{ID: e.ID}, EventID: e.EventID, Type: e.Type, Stream: e.Stream, Attempt: e.Attempt,
+		m := ReceivedOf(&Delivery{
+			Ref: Ref{ID: e.ID}, EventID: e.EventID, Type: e.Type, Stream: e.Stream, Attempt: e.Attempt,
 			PartitionKey: e.RecordKey, FromKafka: e.FromKafka, Partition: e.Partition, Position: e.Position,
 		}, new(envelope.Origin))
 		if h.Failed != nil {
@@ -223,7 +224,7 @@ var errGone = goneError{}
 func (goneError) Error() string { return "the worker that had the event was gone before it was done" }
 
 // ErrorType names the error for metrics.
-func (goneError) ErrorType() string { return delivery.CodeStale }
+func (goneError) ErrorType() string { return CodeStale }
 
 // repair looks for keys whose rows all wait.
 func (k *keeper) repair(ctx context.Context) error {
@@ -234,7 +235,7 @@ func (k *keeper) repair(ctx context.Context) error {
 	k.repaired = last
 	if repaired > 0 {
 		k.log.Warn("outbox: deliveries waited behind none; somebody else has changed event_delivery", "keys", repaired)
-		k.dispatcher.signalDue()
+		k.dispatcher.SignalDue()
 	}
 	return nil
 }
@@ -259,11 +260,11 @@ func (k *keeper) watch(ctx context.Context) {
 // relieve gives back what waits behind handlers that take long. What came with a handler's event in its transaction
 // waits for that.
 func (k *keeper) relieve(ctx context.Context) {
-	for _, kind := range k.dispatcher.kinds {
+	for _, kind := range k.dispatcher.Kinds {
 		k.giveBack(ctx, kind.takeFromSlow())
 		for _, l := range kind.slowLanes() {
 			if !l.tx {
-				bounded, cancel := context.WithTimeout(ctx, writeTimeout)
+				bounded, cancel := context.WithTimeout(ctx, WriteTimeout)
 				rest := l.relieve(bounded)
 				cancel()
 				k.giveBack(ctx, rest)
@@ -273,8 +274,8 @@ func (k *keeper) relieve(ctx context.Context) {
 }
 
 // giveBack gives back what lanes do not get to.
-func (k *keeper) giveBack(ctx context.Context, waiting []delivery.Delivery) {
-	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+func (k *keeper) giveBack(ctx context.Context, waiting []Delivery) {
+	ctx, cancel := context.WithTimeout(ctx, WriteTimeout)
 	defer cancel()
 	k.dispatcher.giveBack(ctx, waiting)
 }
