@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/outboxgo/outbox/internal/consumer"
+
 	"github.com/outboxgo/outbox/internal/handling"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -17,7 +19,7 @@ import (
 // Consumer passes the events of topics to handlers: those of a partition in order,
 // partitions in parallel. Any number of processes may run the same group; each
 // partition is assigned to one of them.
-type Consumer struct{ engine *consumerEngine }
+type Consumer struct{ engine *consumer.Consumer }
 
 // NewConsumer returns a consumer of the topics in which the registry has the events
 // of the handlers. It makes its own Kafka client from opts when it runs: brokers,
@@ -57,7 +59,7 @@ type Consumer struct{ engine *consumerEngine }
 func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
 	given := cfg
 	cfg = cfg.withDefaults()
-	errs := []error{cfg.validate(given), checkConsumerOpts(opts)}
+	errs := []error{cfg.validate(given), consumer.CheckOpts(opts)}
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}
@@ -70,25 +72,25 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	if db == nil {
 		errs = append(errs, given.checkWithoutDatabase(handlers))
 	}
-	var engine *consumerEngine
+	var engine *consumer.Consumer
 	err := errors.Join(errs...)
 	if err == nil {
-		engine, err = newConsumerEngine(db, opts, cfg.rules(), routes)
+		engine, err = consumer.New(db, opts, cfg.rules(), routes)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
 	if db != nil {
-		engine.alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), cfg.Group, true, cfg.SessionTimeout, engine.cfg.Log).Run
+		engine.Alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), cfg.Group, true, cfg.SessionTimeout, engine.Rules.Log).Run
 	}
 	return &Consumer{engine}, nil
 }
 
 // Group returns the consumer group.
-func (c *Consumer) Group() string { return c.engine.cfg.Group }
+func (c *Consumer) Group() string { return c.engine.Rules.Group }
 
 // Topics returns the topics that the consumer reads, sorted.
-func (c *Consumer) Topics() []string { return slices.Clone(c.engine.processor.Routes.Topics) }
+func (c *Consumer) Topics() []string { return slices.Clone(c.engine.Processor.Routes.Topics) }
 
 // Run handles events until ctx is cancelled; then it returns nil, within StopTimeout. In
 // this time handlers finish the events that they are at, which has three fifths of it,
@@ -105,7 +107,7 @@ func (c *Consumer) Topics() []string { return slices.Clone(c.engine.processor.Ro
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. Run returns an error
 // only if an operator has to act: [ErrNotMigrated].
-func (c *Consumer) Run(ctx context.Context) error { return c.engine.run(ctx) }
+func (c *Consumer) Run(ctx context.Context) error { return c.engine.Run(ctx) }
 
 // Deliver passes a record to the handlers as [Consumer.Run] does, without Kafka: it
 // is for tests. Each action runs once, in a transaction of its own; errors are
@@ -113,7 +115,7 @@ func (c *Consumer) Run(ctx context.Context) error { return c.engine.run(ctx) }
 // already are skipped, and event types without a handler as Unknown says. Headers of a
 // replay count, see [ReplayGroup].
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
-	return public(c.engine.deliver(ctx, record))
+	return public(c.engine.Deliver(ctx, record))
 }
 
 // PartitionLag is how far a consumer is behind in a partition.
@@ -136,7 +138,7 @@ func (l PartitionLag) Records() int64 { return max(0, l.End-l.Next) }
 // Lag returns how far the partitions that this process holds at the moment are behind,
 // sorted. It asks Kafka for their ends. A consumer that does not run holds none.
 func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
-	lags, err := c.engine.lag(ctx)
+	lags, err := c.engine.Lag(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: lag of group %s: %w", c.Group(), err)
 	}
@@ -176,7 +178,7 @@ type ConsumerHealth struct {
 // for MaxPollInterval, for example because the partition is with another member.
 //
 // The package outboxhttp serves this to probes.
-func (c *Consumer) Health() ConsumerHealth { return ConsumerHealth(c.engine.health()) }
+func (c *Consumer) Health() ConsumerHealth { return ConsumerHealth(c.engine.Health()) }
 
 // Pause has this process handle nothing of some topics, or without topics nothing at all,
 // until Resume is called. Handlers finish what they are at, and what they have done is
@@ -189,10 +191,10 @@ func (c *Consumer) Health() ConsumerHealth { return ConsumerHealth(c.engine.heal
 // handled when nobody has paused it any more. Deliver is not paused.
 //
 // The error names topics that the consumer does not read. Nothing is paused then.
-func (c *Consumer) Pause(topics ...string) error { return c.engine.pause(topics) }
+func (c *Consumer) Pause(topics ...string) error { return c.engine.Pause(topics) }
 
 // Resume ends the pause that Pause has begun with the same topics, or without topics. It
 // does not end those of operators. The error is that of Pause.
-func (c *Consumer) Resume(topics ...string) error { return c.engine.resume(topics) }
+func (c *Consumer) Resume(topics ...string) error { return c.engine.Resume(topics) }
 
 func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().Kind != handling.NoTx }

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/consumer"
+
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -96,7 +98,6 @@ const (
 	defaultMaxPollInterval = 5 * time.Minute
 	defaultMaxQueueBytes   = 64 << 20
 	minMaxQueueBytes       = 1 << 20
-	deadLetterDelivery     = 10 * time.Second // after which a dead letter without an answer is sent again
 )
 
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
@@ -169,9 +170,9 @@ func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
 }
 
 // rules returns the configuration as the engine takes it.
-func (c ConsumerConfig) rules() consumerRules {
+func (c ConsumerConfig) rules() consumer.Rules {
 	handling := c.HandlerConfig.rules(c.StopTimeout)
-	return consumerRules{
+	return consumer.Rules{
 		Rules: &handling, FromStart: c.FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
 		HeartbeatInterval: c.HeartbeatInterval, SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
 		Decode: func(r *kgo.Record) (*envelope.Message, error) {

@@ -3,6 +3,8 @@ package outbox
 import (
 	"maps"
 
+	"github.com/outboxgo/outbox/internal/consumer"
+
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -10,7 +12,7 @@ import (
 // them, in either mode: what a [Relay] sends. Its error is a [*FieldError]. Where
 // topics hold records of other producers as well, see [PlainRecords].
 func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
-	m, err := decodeCloudEvent(r)
+	m, err := consumer.DecodeCloudEvent(r)
 	return (*Message)(m), public(err)
 }
 
@@ -56,7 +58,7 @@ type PlainRecords struct {
 
 // Decode reads a record. Its error is a [*FieldError].
 func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
-	m, err := plainRecords(p).decode(r)
+	m, err := consumer.PlainRecords(p).Decode(r)
 	return (*Message)(m), public(err)
 }
 
@@ -75,7 +77,7 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 // outbox-headers, from which DecodeDebezium takes correlationid, traceparent and all other extension attributes. So an event has the same
 // id, source and extensions, whether Debezium or a relay has sent it.
 func DecodeDebezium(r *kgo.Record) (*Message, error) {
-	m, err := decodeDebezium(r)
+	m, err := consumer.DecodeDebezium(r)
 	return (*Message)(m), public(err)
 }
 

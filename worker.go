@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/worker"
+
 	"github.com/outboxgo/outbox/internal/handling"
 
 	"github.com/jackc/pgx/v5"
@@ -24,7 +26,7 @@ import (
 // which are those of a topic and a partition key, each action gets one after the other, in the order in
 // which they were recorded.
 type Worker struct {
-	engine *workerEngine
+	engine *worker.Worker
 	waker  *Waker
 }
 
@@ -59,14 +61,14 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 	rules := cfg.rules()
 	waker := newWaker(db, cfg.Schema, rules.Handling.Log)
 	alerts := cfg.Alerts.groupMonitor(watch.NewWorkerStore(db, cfg.Schema), cfg.Group, false, cfg.Lease, rules.Handling.Log)
-	return &Worker{engine: newWorkerEngine(db, rules, routes, waker.hub, alerts.Run), waker: waker}, nil
+	return &Worker{engine: worker.New(db, rules, routes, waker.hub, alerts.Run), waker: waker}, nil
 }
 
 // Group returns the consumer group.
-func (w *Worker) Group() string { return w.engine.group() }
+func (w *Worker) Group() string { return w.engine.Group() }
 
 // Topics returns the topics whose events the worker handles, sorted.
-func (w *Worker) Topics() []string { return w.engine.topics() }
+func (w *Worker) Topics() []string { return w.engine.Topics() }
 
 // Waker returns the waker of this process, for transactions that record events. It works while Run does.
 func (w *Worker) Waker() *Waker { return w.waker }
@@ -82,11 +84,11 @@ func (w *Worker) Waker() *Waker { return w.waker }
 //
 // Outages of PostgreSQL are waited out, not returned. The errors that Run returns need an operator:
 // [ErrNotMigrated] and [ErrSequenceBehind].
-func (w *Worker) Run(ctx context.Context) error { return w.engine.run(ctx) }
+func (w *Worker) Run(ctx context.Context) error { return w.engine.Run(ctx) }
 
 // Actions returns the actions of the handlers that get events of a type, sorted: each of
 // them is a delivery of its own. There is none for a type without a handler.
-func (w *Worker) Actions(eventType string) (actions []string) { return w.engine.actions(eventType) }
+func (w *Worker) Actions(eventType string) (actions []string) { return w.engine.Actions(eventType) }
 
 // Deliver makes an attempt of an action on the event with this id in outbox, within tx: it is for
 // tests, and sees what tx has recorded and not committed. Handlers with a transaction get a part
@@ -96,7 +98,7 @@ func (w *Worker) Actions(eventType string) (actions []string) { return w.engine.
 //
 // The module outboxtest makes plays of it, with retries.
 func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int) (repeated bool, err error) {
-	repeated, err = w.engine.deliver(ctx, tx, outboxID, action, attempt)
+	repeated, err = w.engine.Deliver(ctx, tx, outboxID, action, attempt)
 	return repeated, public(err)
 }
 
@@ -104,7 +106,7 @@ func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action 
 // type that has failed with err, without the random part of a wait. Again is false if there is no other attempt:
 // the delivery is DEAD, or the group has no such action.
 func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wait time.Duration, again bool) {
-	return w.engine.retryWait(eventType, action, attempt, err)
+	return w.engine.RetryWait(eventType, action, attempt, err)
 }
 
 // WorkerHealth reports the state of a worker in this process.
@@ -129,7 +131,7 @@ type WorkerHealth struct {
 // the worker is not live.
 //
 // The package outboxhttp serves this to probes.
-func (w *Worker) Health() WorkerHealth { return WorkerHealth(w.engine.health()) }
+func (w *Worker) Health() WorkerHealth { return WorkerHealth(w.engine.Health()) }
 
 // Pause has this process handle nothing of some topics, or without topics nothing at all, until
 // Resume is called. Handlers finish what they are at; the rest goes back. Other processes of the
@@ -139,8 +141,8 @@ func (w *Worker) Health() WorkerHealth { return WorkerHealth(w.engine.health()) 
 // group. A topic is handled when nobody has paused it any more.
 //
 // The error names topics that the worker does not handle. Nothing is paused then.
-func (w *Worker) Pause(topics ...string) error { return w.engine.pause(topics) }
+func (w *Worker) Pause(topics ...string) error { return w.engine.Pause(topics) }
 
 // Resume ends the pause that Pause has begun with the same topics, or without topics. It does not
 // end those of operators. The error is that of Pause.
-func (w *Worker) Resume(topics ...string) error { return w.engine.resume(topics) }
+func (w *Worker) Resume(topics ...string) error { return w.engine.Resume(topics) }

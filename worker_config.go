@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/worker"
+
 	"github.com/outboxgo/outbox/internal/handling"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -116,12 +118,12 @@ func (c WorkerConfig) validate() error {
 const maxConcurrency = 1000
 
 // rules returns the configuration as the engine takes it.
-func (c WorkerConfig) rules() workerRules {
+func (c WorkerConfig) rules() worker.Rules {
 	streams := map[string]handling.RetryPolicy{}
 	for topic, policy := range c.Streams {
 		streams[topic] = handling.RetryPolicy(policy)
 	}
-	return workerRules{
+	return worker.Rules{
 		Handling: c.HandlerConfig.rules(c.StopTimeout), Streams: streams, FromStart: c.FromStart, Unordered: c.Unordered,
 		Concurrency: c.Concurrency, MaxPoll: c.MaxPoll, PollInterval: c.PollInterval, Lease: c.Lease,
 		Retention: c.Retention.rules(), RowsRemoved: removedHook(c.Hooks.RowsRemoved),

@@ -1,4 +1,4 @@
-package outbox
+package worker
 
 import (
 	"context"
@@ -14,7 +14,7 @@ const outageCleaning = "the lease for retention"
 
 // newWorkerRole returns what removes rows, and alerts, while this process has the lease of the group. No batch
 // goes on once cut has ended.
-func newWorkerRole(w *workerEngine, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
+func newWorkerRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
 	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
 	store.Callback = w.archive.Call
 	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
@@ -29,7 +29,7 @@ func newWorkerRole(w *workerEngine, group *lease.GroupLease, backlog func() bool
 type groupCleaner struct {
 	name    string // of the lease
 	store   *retention.Store
-	cfg     *workerRules
+	cfg     *Rules
 	backlog func() bool // of events to hand over
 	log     *slog.Logger
 }

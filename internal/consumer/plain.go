@@ -1,4 +1,4 @@
-package outbox
+package consumer
 
 import (
 	"bytes"
@@ -21,13 +21,13 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// decodeCloudEvent reads a record as the CloudEvents Kafka protocol binding has them, in either mode.
-func decodeCloudEvent(r *kgo.Record) (*envelope.Message, error) {
+// DecodeCloudEvent reads a record as the CloudEvents Kafka protocol binding has them, in either mode.
+func DecodeCloudEvent(r *kgo.Record) (*envelope.Message, error) {
 	return envelope.DecodeRecord(r.Value, headersOf(r))
 }
 
-// plainRecords reads records that are no CloudEvents. The package outbox documents its fields.
-type plainRecords struct {
+// PlainRecords reads records that are no CloudEvents. The package outbox documents its fields.
+type PlainRecords struct {
 	Type                             string
 	Source                           string
 	IDHeader                         string
@@ -38,13 +38,13 @@ type plainRecords struct {
 	Connect                          bool
 }
 
-// decodeDebezium reads what the outbox event router of Debezium sends.
-func decodeDebezium(r *kgo.Record) (*envelope.Message, error) {
+// DecodeDebezium reads what the outbox event router of Debezium sends.
+func DecodeDebezium(r *kgo.Record) (*envelope.Message, error) {
 	r, err := withStoredHeaders(r)
 	if err != nil {
 		return nil, err
 	}
-	return plainRecords{Connect: true}.decode(r)
+	return PlainRecords{Connect: true}.Decode(r)
 }
 
 // storedHeaders is the header that has the column headers of outbox.
@@ -78,9 +78,9 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 }
 
 // Decode reads a record. Its error is a [*FieldError].
-func (p plainRecords) decode(r *kgo.Record) (*envelope.Message, error) {
+func (p PlainRecords) Decode(r *kgo.Record) (*envelope.Message, error) {
 	if isCloudEvent(r) {
-		return decodeCloudEvent(r)
+		return DecodeCloudEvent(r)
 	}
 	f := p.headers(r)
 	contentType := f.take("content-type")
@@ -125,7 +125,7 @@ type externalRecord struct {
 }
 
 // headers returns those of a record, the last of each name.
-func (p plainRecords) headers(r *kgo.Record) externalRecord {
+func (p PlainRecords) headers(r *kgo.Record) externalRecord {
 	f := externalRecord{headers: map[string]string{}, binary: map[string]error{}}
 	for _, h := range r.Headers {
 		name := strings.ToLower(h.Key)
@@ -142,7 +142,7 @@ func (p plainRecords) headers(r *kgo.Record) externalRecord {
 }
 
 // text returns a key or the value of a header.
-func (p plainRecords) text(b []byte) (string, error) {
+func (p PlainRecords) text(b []byte) (string, error) {
 	if p.Connect && json.Valid(b) {
 		b = connectPayload(b)
 		var text string
@@ -191,7 +191,7 @@ func (f *externalRecord) find(member, header string, usual ...string) string {
 func isNull(raw []byte) bool { return string(bytes.TrimSpace(raw)) == "null" }
 
 // payload returns the payload in a value, and keeps the members around it.
-func (p plainRecords) payload(f *externalRecord, value []byte, contentType string) ([]byte, error) {
+func (p PlainRecords) payload(f *externalRecord, value []byte, contentType string) ([]byte, error) {
 	if value == nil {
 		return nil, envelope.Unreadable("", "value", check.ErrEmpty)
 	}
@@ -220,7 +220,7 @@ func (p plainRecords) payload(f *externalRecord, value []byte, contentType strin
 }
 
 // readMembers reads the members of a JSON object if one of them is wanted.
-func (p plainRecords) readMembers(f *externalRecord, value []byte) error {
+func (p PlainRecords) readMembers(f *externalRecord, value []byte) error {
 	if cmp.Or(p.IDMember, p.TypeMember, p.TimeMember, p.DataMember) == "" {
 		return nil
 	}

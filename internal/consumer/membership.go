@@ -1,4 +1,4 @@
-package outbox
+package consumer
 
 import (
 	"context"
@@ -20,10 +20,10 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// checkConsumerOpts refuses options that belong to the consumer, and those with which it
+// CheckOpts refuses options that belong to the consumer, and those with which it
 // would not do what it promises. Which options there are, and what becomes of each, is in
 // TestConsumerOptions.
-func checkConsumerOpts(opts []kgo.Opt) error {
+func CheckOpts(opts []kgo.Opt) error {
 	const itsOwn = "it belongs to the consumer"
 	const topicsFollow = "topics follow from the handlers"
 	const itsField = "ConsumerConfig has a field for it"
@@ -77,7 +77,7 @@ const fetchMaxWait = 250 * time.Millisecond
 const fetchMaxBytes = 8 << 20
 
 // consumerOpts are the host's options with what the promises need.
-func consumerOpts(host []kgo.Opt, cfg *consumerRules, topics []string) ([]kgo.Opt, error) {
+func consumerOpts(host []kgo.Opt, cfg *Rules, topics []string) ([]kgo.Opt, error) {
 	maxWrite, err := kafka.LargestWrite(host) // dead letters are as large as what was read
 	if err != nil {
 		return nil, err
@@ -86,7 +86,7 @@ func consumerOpts(host []kgo.Opt, cfg *consumerRules, topics []string) ([]kgo.Op
 	return around(host), kafka.ValidateOpts(host, around)
 }
 
-func aroundHost(host []kgo.Opt, cfg *consumerRules, topics []string, maxWrite int32) []kgo.Opt {
+func aroundHost(host []kgo.Opt, cfg *Rules, topics []string, maxWrite int32) []kgo.Opt {
 	return append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait), kgo.FetchMaxBytes(fetchMaxBytes)}, kafka.Bounded(host)...),
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
@@ -114,7 +114,7 @@ func aroundHost(host []kgo.Opt, cfg *consumerRules, topics []string, maxWrite in
 // membership is one Run of a consumer in its group: a Kafka client, and a worker for
 // each partition that the group has assigned to it.
 type membership struct {
-	cfg            *consumerRules
+	cfg            *Rules
 	reader         *reader
 	outages        *outage.Logs
 	log            *slog.Logger
@@ -142,7 +142,7 @@ type membership struct {
 
 // join makes the client from opts. Kafka is asked for partitions in the background. The
 // client lives until close, whatever becomes of the context in the host's options.
-func join(host, opts []kgo.Opt, cfg *consumerRules, r *reader, store *starts.Store, limits limits, outages *outage.Logs) (*membership, error) {
+func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limits limits, outages *outage.Logs) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)

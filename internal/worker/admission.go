@@ -1,4 +1,4 @@
-package outbox
+package worker
 
 import (
 	"context"
@@ -33,7 +33,7 @@ import (
 // intake makes deliveries of new events of the database, for the lanes of a worker. But for moved
 // and backlog it belongs to the goroutine of the dispatcher.
 type intake struct {
-	cfg        *workerRules
+	cfg        *Rules
 	delivery   *delivery.Rules
 	fanOut     *fanOut
 	dispatcher *delivery.Dispatcher
@@ -319,7 +319,7 @@ func (r *workerRun) listen(ctx context.Context, member *wakeup.Member) {
 	defer s.Use(r.processor.Log)()
 	const unavailable, held = 100 * time.Millisecond, time.Second // how long to wait then
 	for ctx.Err() == nil && s.State() != pgsession.Pooled {
-		lock, err := s.TryLock(ctx, r.delivery.Schema, tables.WorkerPrefix+r.group())
+		lock, err := s.TryLock(ctx, r.delivery.Schema, tables.WorkerPrefix+r.Group())
 		switch {
 		case err != nil:
 			if !errors.Is(err, pgsession.ErrUnavailable) && ctx.Err() == nil {

@@ -1,4 +1,4 @@
-package outbox
+package consumer
 
 import (
 	"context"
@@ -99,9 +99,12 @@ func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	}
 }
 
+// deadLetterDelivery is after which time a dead letter without an answer is sent again.
+const deadLetterDelivery = 10 * time.Second
+
 // deadLetters sends dead letters.
 type deadLetters struct {
-	cfg     *consumerRules
+	cfg     *Rules
 	produce func(context.Context, *kgo.Record) error // waits for the answer
 }
 

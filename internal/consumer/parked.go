@@ -1,4 +1,4 @@
-package outbox
+package consumer
 
 import (
 	"context"
@@ -30,23 +30,23 @@ const parkedPoll = 2 * time.Second
 const parkedLease = 30 * time.Second
 
 // NewRun returns what handles the parked events of the group in this process, whoever has parked them.
-func (c *consumerEngine) newDeliveryRun() *delivery.Run {
+func (c *Consumer) newDeliveryRun() *delivery.Run {
 	lanes := parkedLanes
-	if c.cfg.Concurrency > 0 {
-		lanes = min(lanes, c.cfg.Concurrency)
+	if c.Rules.Concurrency > 0 {
+		lanes = min(lanes, c.Rules.Concurrency)
 	}
-	cfg := &delivery.Rules{Rules: c.cfg.Rules, Concurrency: lanes, MaxPoll: c.cfg.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
+	cfg := &delivery.Rules{Rules: c.Rules.Rules, Concurrency: lanes, MaxPoll: c.Rules.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
 	return delivery.NewRun(delivery.Parts{
-		Rules: cfg, Db: c.db, Processor: c.processor, Slots: c.slots, Pauses: c.pauses,
+		Rules: cfg, Db: c.db, Processor: c.Processor, Slots: c.slots, Pauses: c.pauses,
 		// An outage that others report may be one of event_handled only, which the next look at deliveries does not end.
-		Outages: outage.NewLogs(c.processor.Log.With("of", "parked events")),
-		Read:    c.readDelivery, DeadLetter: c.sendDeadLetter, Records: true, Pairs: delivery.PairsOf(c.processor.Routes, true), Breakers: c.breakers,
+		Outages: outage.NewLogs(c.Processor.Log.With("of", "parked events")),
+		Read:    c.readDelivery, DeadLetter: c.sendDeadLetter, Records: true, Pairs: delivery.PairsOf(c.Processor.Routes, true), Breakers: c.breakers,
 	})
 }
 
 // startParked begins to handle parked events, and returns what workers park events with. End waits until that
 // has ended with ctx, or with an error that needs an operator, with which it calls failed. Without PostgreSQL there is nothing to do.
-func (c *consumerEngine) startParked(ctx context.Context, failed func()) (p *consumerParking, end func() error, err error) {
+func (c *Consumer) startParked(ctx context.Context, failed func()) (p *consumerParking, end func() error, err error) {
 	if c.handled == nil {
 		return nil, func() error { return nil }, nil
 	}
@@ -67,11 +67,11 @@ func (c *consumerEngine) startParked(ctx context.Context, failed func()) (p *con
 		defer c.parked.Store(nil)
 		return <-ended
 	}
-	return &consumerParking{store: run.Store, breakers: c.breakers, session: run.Session, group: c.cfg.Group, dueAt: run.Dispatcher.RetryAt}, end, nil
+	return &consumerParking{store: run.Store, breakers: c.breakers, session: run.Session, group: c.Rules.Group, dueAt: run.Dispatcher.RetryAt}, end, nil
 }
 
 // sendDeadLetter implements [sendDeadLetter].
-func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic string, err error) {
+func (c *Consumer) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic string, err error) {
 	r, _, err := recordOfDelivery(d)
 	if err != nil {
 		return "", err
@@ -79,7 +79,7 @@ func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *delivery.Deliver
 	if o.Action == "" {
 		o.Action = replayOf(r).action
 	}
-	sender := deadLetters{c.cfg, c.produce}
+	sender := deadLetters{c.Rules, c.produce}
 	topic = sender.topicOf(r)
 	began := time.Now()
 	bounded, cancel := context.WithTimeout(ctx, deadLetterDelivery)
@@ -94,7 +94,7 @@ func (c *consumerEngine) sendDeadLetter(ctx context.Context, d *delivery.Deliver
 var errNoMember = errors.New("this process is no member of the group at the moment")
 
 // produce sends a record with the client of the membership, and waits for the answer.
-func (c *consumerEngine) produce(ctx context.Context, r *kgo.Record) error {
+func (c *Consumer) produce(ctx context.Context, r *kgo.Record) error {
 	m := c.current.Load()
 	if m == nil {
 		return errNoMember
@@ -103,7 +103,7 @@ func (c *consumerEngine) produce(ctx context.Context, r *kgo.Record) error {
 }
 
 // readDelivery implements [readDelivery] for what was parked.
-func (c *consumerEngine) readDelivery(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
+func (c *Consumer) readDelivery(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
 	r, topicID, err := recordOfDelivery(d)
 	if err != nil {
 		return nil, "", err

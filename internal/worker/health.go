@@ -1,4 +1,4 @@
-package outbox
+package worker
 
 import (
 	"context"
@@ -11,17 +11,17 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// workerHealth is the state of a worker in this process.
-type workerHealth struct {
+// Health is the state of a worker in this process.
+type Health struct {
 	Group       string
 	Live, Ready bool
 	Deliveries  int
 	Reasons     []string
 }
 
-// health reports the state of the worker, without I/O.
-func (w *workerEngine) health() workerHealth {
-	h := workerHealth{Group: w.group(), Live: true, Ready: true}
+// Health reports the state of the worker, without I/O.
+func (w *Worker) Health() Health {
+	h := Health{Group: w.Group(), Live: true, Ready: true}
 	notReady := func(reason string, args ...any) {
 		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
 	}
@@ -56,8 +56,8 @@ func (w *workerEngine) health() workerHealth {
 	return h
 }
 
-// pause has this process handle nothing of some topics, or nothing at all.
-func (w *workerEngine) pause(topics []string) error {
+// Pause has this process handle nothing of some topics, or nothing at all.
+func (w *Worker) Pause(topics []string) error {
 	if err := w.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: pause: %w", err)
 	}
@@ -65,8 +65,8 @@ func (w *workerEngine) pause(topics []string) error {
 	return nil
 }
 
-// resume ends the pause that pause has begun with the same topics.
-func (w *workerEngine) resume(topics []string) error {
+// Resume ends the pause that pause has begun with the same topics.
+func (w *Worker) Resume(topics []string) error {
 	if err := w.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: resume: %w", err)
 	}
@@ -77,7 +77,7 @@ func (w *workerEngine) resume(topics []string) error {
 	return nil
 }
 
-func (w *workerEngine) checkPause(topics []string) error {
+func (w *Worker) checkPause(topics []string) error {
 	for _, t := range topics {
 		if !slices.Contains(w.processor.Routes.Topics, t) {
 			return fmt.Errorf("the worker does not handle topic %q", t)

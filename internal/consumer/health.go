@@ -1,4 +1,4 @@
-package outbox
+package consumer
 
 import (
 	"context"
@@ -16,17 +16,17 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// consumerHealth is the state of a consumer in this process.
-type consumerHealth struct {
+// Health is the state of a consumer in this process.
+type Health struct {
 	Group       string
 	Live, Ready bool
 	Partitions  int
 	Reasons     []string
 }
 
-// health reports the state of the consumer, without I/O.
-func (c *consumerEngine) health() consumerHealth {
-	h := consumerHealth{Group: c.cfg.Group, Live: true, Ready: true}
+// Health reports the state of the consumer, without I/O.
+func (c *Consumer) Health() Health {
+	h := Health{Group: c.Rules.Group, Live: true, Ready: true}
 	m := c.current.Load()
 	if m != nil {
 		h.Partitions = len(m.all())
@@ -156,15 +156,15 @@ func (m *membership) watchLag(ctx context.Context) {
 // stillTried reports whether an outage is one of this Run, which began at running,
 // and something still waits for its end. Every try ends within MaxPollInterval, or, of a
 // dead letter, within deadLetterDelivery, and the next one follows within maxOutagePause.
-func (c *consumerEngine) stillTried(o outage.Outage, running time.Time) bool {
-	return !o.Last.Before(running) && time.Since(o.Last) <= max(c.cfg.MaxPollInterval, deadLetterDelivery)+maxOutagePause
+func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
+	return !o.Last.Before(running) && time.Since(o.Last) <= max(c.Rules.MaxPollInterval, deadLetterDelivery)+maxOutagePause
 }
 
 // maxOutagePause is longer than any pause between two tries, see [wait.Backoff].
 const maxOutagePause = 2 * wait.MaxBackoff
 
-// pause has this process handle nothing of some topics, or nothing at all.
-func (c *consumerEngine) pause(topics []string) error {
+// Pause has this process handle nothing of some topics, or nothing at all.
+func (c *Consumer) Pause(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: pause: %w", err)
 	}
@@ -172,8 +172,8 @@ func (c *consumerEngine) pause(topics []string) error {
 	return nil
 }
 
-// resume ends the pause that pause has begun with the same topics.
-func (c *consumerEngine) resume(topics []string) error {
+// Resume ends the pause that pause has begun with the same topics.
+func (c *Consumer) Resume(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: resume: %w", err)
 	}
@@ -181,9 +181,9 @@ func (c *consumerEngine) resume(topics []string) error {
 	return nil
 }
 
-func (c *consumerEngine) checkPause(topics []string) error {
+func (c *Consumer) checkPause(topics []string) error {
 	for _, t := range topics {
-		if !slices.Contains(c.processor.Routes.Topics, t) {
+		if !slices.Contains(c.Processor.Routes.Topics, t) {
 			return fmt.Errorf("the consumer does not read topic %q", t)
 		}
 	}
@@ -225,7 +225,7 @@ func (m *membership) pauseTopics(paused, others []string) {
 
 // watchPauses reads what operators have paused, until stop is called, which waits for it.
 // While PostgreSQL does not answer, what it said last counts.
-func (c *consumerEngine) watchPauses(ctx context.Context) (stop func()) {
+func (c *Consumer) watchPauses(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var watching sync.WaitGroup
 	watching.Go(func() {
@@ -247,14 +247,14 @@ func (c *consumerEngine) watchPauses(ctx context.Context) (stop func()) {
 	}
 }
 
-func (c *consumerEngine) readPauses(ctx context.Context) error {
+func (c *Consumer) readPauses(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, handling.PausesTimeout)
 	defer cancel()
 	now, err := c.operators.Read(ctx)
 	if err != nil {
 		return err
 	}
-	handling.LogPauses(c.processor.Log, "consumer", c.pauses.SetStored(now), now)
+	handling.LogPauses(c.Processor.Log, "consumer", c.pauses.SetStored(now), now)
 	return nil
 }
 
@@ -266,14 +266,14 @@ const leaseForAlerts = "the lease for alerts"
 // workers: while a group moves to Kafka it has both, and workers remove rows under theirs.
 //
 // Nothing here makes a consumer unready: it handles events all the same.
-func (c *consumerEngine) startAlerts(ctx context.Context) (stop func()) {
-	if c.alert == nil {
+func (c *Consumer) startAlerts(ctx context.Context) (stop func()) {
+	if c.Alert == nil {
 		return func() {}
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	role := &lease.Role{
-		Lease: lease.NewGroupLease(c.db, c.cfg.Schema, tables.ConsumerPrefix+c.cfg.Group, c.cfg.SessionTimeout), Name: leaseForAlerts,
-		Cut: context.WithoutCancel(ctx), Work: awaitEnd, Alert: c.alert, StopTimeout: c.cfg.StopTimeout, Log: c.cfg.Log,
+		Lease: lease.NewGroupLease(c.db, c.Rules.Schema, tables.ConsumerPrefix+c.Rules.Group, c.Rules.SessionTimeout), Name: leaseForAlerts,
+		Cut: context.WithoutCancel(ctx), Work: awaitEnd, Alert: c.Alert, StopTimeout: c.Rules.StopTimeout, Log: c.Rules.Log,
 		Report: func(_ time.Time, err error) { c.alerting.Report(err) },
 	}
 	var alerting sync.WaitGroup

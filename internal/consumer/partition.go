@@ -1,4 +1,4 @@
-package outbox
+package consumer
 
 import (
 	"context"
@@ -30,7 +30,7 @@ type partitionWorker struct {
 	reader    *reader
 	processor *handling.Processor // of the reader, for run
 	group     partitionGroup
-	cfg       *consumerRules
+	cfg       *Rules
 	outages   *outage.Logs
 	log       *slog.Logger
 	limits    limits
@@ -92,7 +92,7 @@ const (
 	queueBytes   = 16 << 20
 )
 
-func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *consumerRules, limits limits, outages *outage.Logs) *partitionWorker {
+func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *Rules, limits limits, outages *outage.Logs) *partitionWorker {
 	limits.budget.Open()
 	w := &partitionWorker{
 		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.Log, batch: cfg.MaxPoll,

@@ -1,4 +1,4 @@
-package outbox
+package consumer
 
 import (
 	"context"
@@ -22,8 +22,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// consumerRules are the configuration of a consumer.
-type consumerRules struct {
+// Rules are the configuration of a consumer.
+type Rules struct {
 	*handling.Rules
 	FromStart         bool
 	MaxPoll           int // records that are handled together
@@ -36,19 +36,19 @@ type consumerRules struct {
 	Decode            func(*kgo.Record) (*envelope.Message, error)
 }
 
-// consumerEngine passes the events of topics to handlers.
-type consumerEngine struct {
-	cfg       *consumerRules
+// Consumer passes the events of topics to handlers.
+type Consumer struct {
+	Rules     *Rules
 	db        *pgxpool.Pool // nil without PostgreSQL
 	hostOpts  []kgo.Opt
 	opts      []kgo.Opt // with what the promises need
-	processor *handling.Processor
+	Processor *handling.Processor
 	reader    *reader
 	handled   *handling.Notes // nil without PostgreSQL
 	starts    *starts.Store   // nil without PostgreSQL
 	pauses    *pauses.Set
 	operators *pauses.Store         // what they have paused; nil without PostgreSQL
-	alert     func(context.Context) // sends alerts until its context ends; nil without PostgreSQL
+	Alert     func(context.Context) // sends alerts until its context ends; nil without PostgreSQL
 	alerting  *outage.Log           // of the lease for alerts
 	slots     handling.CallSlots
 	breakers  *handling.ActionBreakers // nil without PostgreSQL
@@ -60,8 +60,8 @@ type consumerEngine struct {
 	state   handling.RunState
 }
 
-// newConsumerEngine returns a consumer of the topics of routes. The error is about the options or dead-letter topics.
-func newConsumerEngine(db *pgxpool.Pool, opts []kgo.Opt, cfg consumerRules, routes handling.Routes) (*consumerEngine, error) {
+// New returns a consumer of the topics of routes. The error is about the options or dead-letter topics.
+func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*Consumer, error) {
 	var err error
 	if cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.Topics); err != nil {
 		return nil, err
@@ -70,22 +70,22 @@ func newConsumerEngine(db *pgxpool.Pool, opts []kgo.Opt, cfg consumerRules, rout
 	if err != nil {
 		return nil, err
 	}
-	c := &consumerEngine{cfg: &cfg, db: db, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(cfg.Log), pauses: pauses.NewSet()}
+	c := &Consumer{Rules: &cfg, db: db, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(cfg.Log), pauses: pauses.NewSet()}
 	if db == nil {
-		c.processor = handling.NewProcessor(*cfg.Rules, routes, nil)
+		c.Processor = handling.NewProcessor(*cfg.Rules, routes, nil)
 	} else {
 		c.handled = handling.NewNotes(db, cfg.Schema, cfg.Group)
 		c.handled.Durable = true // the group's offset, which is in Kafka, says that events are handled
-		c.processor = handling.NewProcessor(*cfg.Rules, routes, c.handled)
+		c.Processor = handling.NewProcessor(*cfg.Rules, routes, c.handled)
 	}
-	cfg.Rules = c.processor.Rules
-	c.reader = &reader{processor: c.processor, decode: cfg.Decode}
+	cfg.Rules = c.Processor.Rules
+	c.reader = &reader{processor: c.Processor, decode: cfg.Decode}
 	if cfg.Concurrency > 0 {
 		c.slots.Calls = handling.NewSlots(cfg.Concurrency)
 	}
 	if db != nil {
 		c.slots.Transactions = handling.SlotsOf(db)
-		c.breakers = handling.NewActionBreakers(c.processor.Rules, routes)
+		c.breakers = handling.NewActionBreakers(c.Processor.Rules, routes)
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
 		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
 		c.alerting = outage.NewLog(cfg.Log, leaseForAlerts)
@@ -93,8 +93,8 @@ func newConsumerEngine(db *pgxpool.Pool, opts []kgo.Opt, cfg consumerRules, rout
 	return c, nil
 }
 
-// run handles events until ctx is cancelled.
-func (c *consumerEngine) run(ctx context.Context) error {
+// Run handles events until ctx is cancelled.
+func (c *Consumer) Run(ctx context.Context) error {
 	if !c.running.CompareAndSwap(false, true) {
 		return check.ErrRunning
 	}
@@ -105,7 +105,7 @@ func (c *consumerEngine) run(ctx context.Context) error {
 	return err
 }
 
-func (c *consumerEngine) runOnce(ctx context.Context) (err error) {
+func (c *Consumer) runOnce(ctx context.Context) (err error) {
 	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
@@ -122,7 +122,7 @@ func (c *consumerEngine) runOnce(ctx context.Context) (err error) {
 		err = errors.Join(err, endParked())
 	}()
 	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
-		m, err := join(c.hostOpts, c.opts, c.cfg, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking}, c.outages)
+		m, err := join(c.hostOpts, c.opts, c.Rules, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking}, c.outages)
 		if err != nil {
 			return err
 		}
@@ -152,11 +152,11 @@ const (
 
 // checkTables waits for PostgreSQL and checks that the tables of consumers are as this release
 // needs them. It also reads what is paused, before anything is handled.
-func (c *consumerEngine) checkTables(ctx context.Context) error {
+func (c *Consumer) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
 	}
-	answered := outage.Announce(c.processor.Log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout)
+	answered := outage.Announce(c.Processor.Log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout)
 	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
@@ -165,7 +165,7 @@ func (c *consumerEngine) checkTables(ctx context.Context) error {
 		cancel()
 		answered()
 		if pg.IsUndefined(err) {
-			return pg.NotMigrated(c.cfg.Schema, err)
+			return pg.NotMigrated(c.Rules.Schema, err)
 		}
 		if err == nil {
 			c.outages.Report(handling.OutagePostgres, began, nil)
@@ -179,12 +179,12 @@ func (c *consumerEngine) checkTables(ctx context.Context) error {
 	return nil
 }
 
-// deliver passes a record to the handlers, without Kafka.
-func (c *consumerEngine) deliver(ctx context.Context, record *kgo.Record) error {
-	p := c.processor.ForOne(new(handling.Activity))
+// Deliver passes a record to the handlers, without Kafka.
+func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
+	p := c.Processor.ForOne(new(handling.Activity))
 	from := originOf(record, kafka.TopicID{})
 	it := c.reader.read(ctx, record, replayOf(record), &from)
-	if it.isSkipped(c.cfg.DeadLetterUnknown) {
+	if it.isSkipped(c.Rules.DeadLetterUnknown) {
 		return nil
 	}
 	if it.Err != nil {
@@ -207,8 +207,8 @@ type partitionLag struct {
 // records returns how many offsets are left to handle.
 func (l partitionLag) records() int64 { return max(0, l.End-l.Next) }
 
-// lag returns how far the partitions that this process holds are behind.
-func (c *consumerEngine) lag(ctx context.Context) ([]partitionLag, error) {
+// Lag returns how far the partitions that this process holds are behind.
+func (c *Consumer) Lag(ctx context.Context) ([]partitionLag, error) {
 	m := c.current.Load()
 	if m == nil {
 		return nil, nil

@@ -1,4 +1,4 @@
-package outbox
+package worker
 
 import (
 	"context"
@@ -27,8 +27,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// workerRules are the configuration of a worker.
-type workerRules struct {
+// Rules are the configuration of a worker.
+type Rules struct {
 	Handling     handling.Rules
 	Streams      map[string]handling.RetryPolicy
 	FromStart    bool
@@ -41,9 +41,9 @@ type workerRules struct {
 	RowsRemoved  func(retention.Result) // nil: nobody asks
 }
 
-// workerEngine passes the events of a database to handlers.
-type workerEngine struct {
-	cfg       *workerRules
+// Worker passes the events of a database to handlers.
+type Worker struct {
+	cfg       *Rules
 	delivery  *delivery.Rules
 	db        *pgxpool.Pool
 	processor *handling.Processor
@@ -64,8 +64,8 @@ type workerEngine struct {
 	state   handling.RunState
 }
 
-// newWorkerEngine returns a worker of the handlers in routes. Alert sends the alerts of its group until its context ends.
-func newWorkerEngine(db *pgxpool.Pool, rules workerRules, routes handling.Routes, hub *wakeup.Hub, alert func(context.Context)) *workerEngine {
+// New returns a worker of the handlers in routes. Alert sends the alerts of its group until its context ends.
+func New(db *pgxpool.Pool, rules Rules, routes handling.Routes, hub *wakeup.Hub, alert func(context.Context)) *Worker {
 	schema, group, log := rules.Handling.Schema, rules.Handling.Group, rules.Handling.Log
 	notes := handling.NewNotes(db, schema, group)
 	processor := handling.NewProcessor(rules.Handling, routes, notes)
@@ -73,7 +73,7 @@ func newWorkerEngine(db *pgxpool.Pool, rules workerRules, routes handling.Routes
 		call := contain.NewCallback("Hooks.RowsRemoved", log, contain.HookLimits)
 		rules.RowsRemoved = func(r retention.Result) { call.Notify(context.Background(), func() { hook(r) }) }
 	}
-	return &workerEngine{
+	return &Worker{
 		cfg: &rules, db: db, processor: processor, notes: notes, breakers: handling.NewActionBreakers(processor.Rules, routes), hub: hub, alert: alert,
 		delivery: &delivery.Rules{
 			Rules: processor.Rules, Streams: rules.Streams, Concurrency: rules.Concurrency, MaxPoll: rules.MaxPoll, PollInterval: rules.PollInterval, Lease: rules.Lease,
@@ -83,13 +83,13 @@ func newWorkerEngine(db *pgxpool.Pool, rules workerRules, routes handling.Routes
 	}
 }
 
-func (w *workerEngine) group() string { return w.processor.Rules.Group }
+func (w *Worker) Group() string { return w.processor.Rules.Group }
 
-// topics returns the topics whose events the worker handles, sorted.
-func (w *workerEngine) topics() []string { return slices.Clone(w.processor.Routes.Topics) }
+// Topics returns the topics whose events the worker handles, sorted.
+func (w *Worker) Topics() []string { return slices.Clone(w.processor.Routes.Topics) }
 
-// run handles events until ctx is cancelled.
-func (w *workerEngine) run(ctx context.Context) error {
+// Run handles events until ctx is cancelled.
+func (w *Worker) Run(ctx context.Context) error {
 	if !w.running.CompareAndSwap(false, true) {
 		return check.ErrRunning
 	}
@@ -100,7 +100,7 @@ func (w *workerEngine) run(ctx context.Context) error {
 	return err
 }
 
-func (w *workerEngine) runOnce(ctx context.Context) error {
+func (w *Worker) runOnce(ctx context.Context) error {
 	run := newWorkerRun(w)
 	if err := run.prepare(ctx); err != nil || ctx.Err() != nil {
 		return err
@@ -112,14 +112,14 @@ func (w *workerEngine) runOnce(ctx context.Context) error {
 
 // workerRun is a worker that runs.
 type workerRun struct {
-	*workerEngine
+	*Worker
 	*delivery.Run
 	intake *intake
 	lease  *lease.GroupLease
 }
 
-func newWorkerRun(w *workerEngine) *workerRun {
-	r := &workerRun{workerEngine: w, lease: lease.NewGroupLease(w.db, w.processor.Rules.Schema, tables.WorkerPrefix+w.group(), w.cfg.Lease)}
+func newWorkerRun(w *Worker) *workerRun {
+	r := &workerRun{Worker: w, lease: lease.NewGroupLease(w.db, w.processor.Rules.Schema, tables.WorkerPrefix+w.Group(), w.cfg.Lease)}
 	r.Run = delivery.NewRun(delivery.Parts{
 		Rules: w.delivery, Db: w.db, Processor: w.processor, Slots: handling.CallSlots{Transactions: w.slots}, Breakers: w.breakers, Pauses: w.pauses, Outages: w.outages, Wake: w.wake, Heard: w.heard,
 		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(w.processor.Routes, true),
@@ -127,7 +127,7 @@ func newWorkerRun(w *workerEngine) *workerRun {
 	r.intake = &intake{
 		cfg: w.cfg, delivery: w.delivery, dispatcher: r.Dispatcher, processor: w.processor, log: w.processor.Log, lease: r.lease, hooks: r.Hooks, starting: true,
 	}
-	r.intake.fanOut = newFanOut(w.db, w.processor.Rules.Schema, w.group(), routesOf(w.processor.Routes), r.Store, r.intake.plan)
+	r.intake.fanOut = newFanOut(w.db, w.processor.Rules.Schema, w.Group(), routesOf(w.processor.Routes), r.Store, r.intake.plan)
 	r.Dispatcher.TakeNew = r.intake.takeNew
 	r.Confirm = r.intake.fanOut.confirm
 	return r
@@ -150,15 +150,15 @@ func (r *workerRun) run(ctx context.Context) error {
 	defer member.Close()
 	beside.Go(func() { r.listen(background, member) })
 	beside.Go(func() { r.watchPauses(background) })
-	beside.Go(func() { newWorkerRole(r.workerEngine, r.lease, r.intake.hasBacklog, r.Cut).Run(r.Stopping) })
+	beside.Go(func() { newWorkerRole(r.Worker, r.lease, r.intake.hasBacklog, r.Cut).Run(r.Stopping) })
 	err := r.Run.Run(ctx)
 	end()
 	beside.Wait()
 	return err
 }
 
-// actions returns the actions of the handlers that get events of a type, sorted.
-func (w *workerEngine) actions(eventType string) (actions []string) {
+// Actions returns the actions of the handlers that get events of a type, sorted.
+func (w *Worker) Actions(eventType string) (actions []string) {
 	if route := w.processor.Routes.ByName[eventType]; route != nil {
 		for h := range route.Handlers() {
 			actions = append(actions, h.Action)
@@ -168,8 +168,8 @@ func (w *workerEngine) actions(eventType string) (actions []string) {
 	return slices.Compact(actions)
 }
 
-// deliver makes an attempt of an action on an event of outbox, within tx.
-func (w *workerEngine) deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int) (repeated bool, err error) {
+// Deliver makes an attempt of an action on an event of outbox, within tx.
+func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int) (repeated bool, err error) {
 	d, err := w.readRecorded(ctx, tx, outboxID)
 	if err != nil {
 		return false, fmt.Errorf("outbox: deliver event %d: %w", outboxID, err)
@@ -197,8 +197,8 @@ func (w *workerEngine) deliver(ctx context.Context, tx pgx.Tx, outboxID int64, a
 	return repeated, nil
 }
 
-// retryWait returns how long a worker waits after a failed attempt, without the random part of a wait.
-func (w *workerEngine) retryWait(eventType, action string, attempt int, err error) (wait time.Duration, again bool) {
+// RetryWait returns how long a worker waits after a failed attempt, without the random part of a wait.
+func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wait time.Duration, again bool) {
 	route := w.processor.Routes.ByName[eventType]
 	if route == nil {
 		return 0, false
@@ -223,7 +223,7 @@ SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, 
        content_type, coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
   FROM {schema}.outbox WHERE id = $1`
 
-func (w *workerEngine) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d delivery.Delivery, err error) {
+func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d delivery.Delivery, err error) {
 	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.processor.Rules.Schema), id).Scan(&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
 		&d.ContentType, &d.PartitionKey, &d.Headers, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt})
 	if err == nil {
