@@ -189,7 +189,7 @@ func (r *Run) Run(ctx context.Context) error {
 
 // end ends the lanes within StopTimeout. Leases are renewed until they have ended.
 func (r *Run) end(end context.CancelFunc) {
-	clock := handling.StopClock{time.Now(), r.Rules.StopTimeout}
+	clock := handling.StopClock{Began: time.Now(), Timeout: r.Rules.StopTimeout}
 	defer end()
 	defer r.cutOff()
 	for _, l := range r.Lanes {
