@@ -282,7 +282,7 @@ func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
 
 // noTask is the task of a record that no handler gets.
 func noTask(it *recordItem) handling.Task {
-	return handling.Task{&handling.Handler{Kind: handling.NoTx}, handling.Arrival{Meta: it.Meta}}
+	return handling.Task{Handler: &handling.Handler{Kind: handling.NoTx}, Arrival: handling.Arrival{Meta: it.Meta}}
 }
 
 // noteBlocked notes which tasks of items an error says are blocked, and reports whether it says that.

@@ -25,7 +25,7 @@ const stepPatience = 5
 // does not end in time goes on in the background, without the client and its connections
 // to PostgreSQL. Polling is closed when nothing is polled any more.
 func (m *membership) close(polling <-chan struct{}) {
-	clock := handling.StopClock{time.Now(), m.cfg.StopTimeout}
+	clock := handling.StopClock{Began: time.Now(), Timeout: m.cfg.StopTimeout}
 	m.mu.Lock()
 	m.closing = true
 	workers := make([]*partitionWorker, 0, len(m.running))

@@ -242,7 +242,7 @@ type storeWithin struct {
 func (s *storeWithin) InTx(ctx context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, f func(handling.Tx, map[handling.NoteKey]bool) error) error {
 	part, err := s.tx.Begin(ctx)
 	if err != nil {
-		return &handling.NoteError{err}
+		return &handling.NoteError{Err: err}
 	}
 	defer func() { _ = part.Rollback(ctx) }() // nothing, once it is committed; f may end its goroutine
 	fresh, err := s.KeysOf(ctx, part, s.Mark, keys)
@@ -250,7 +250,7 @@ func (s *storeWithin) InTx(ctx context.Context, _ *handling.Activity, keys []han
 		err = s.MarkOthers(ctx, part, keys, fresh)
 	}
 	if err != nil {
-		return &handling.NoteError{fmt.Errorf("note what is handled: %w", err)}
+		return &handling.NoteError{Err: fmt.Errorf("note what is handled: %w", err)}
 	}
 	if err := f(guardtx.Within(part), fresh); err != nil {
 		return err
