@@ -60,8 +60,9 @@ func TestEventsOfTwoSources(t *testing.T) {
 	require.Equal(t, 2*len(events)+1, s.counts(t)["p"])
 }
 
-// Notes of an earlier release name no source. They count for as long as they are kept.
-func TestNotesOfBeforeCount(t *testing.T) {
+// A note without a source is of a handler that chose its key. It counts for the events of all sources under that key,
+// also once the handler chooses none any more.
+func TestNotesWithoutSource(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "before"}}, outbox.Handle("COUNTED", s.count))

@@ -332,7 +332,7 @@ var hiddenRows = map[string][]string{
 }
 
 // The id of a note is drawn from a sequence. Where one is taken, be it by the consumer of another
-// group in a role of before or because the sequence is that of an older backup, no event counts
+// group that may set ids, or because the sequence is that of an older backup, no event counts
 // as handled that is not.
 func TestTakenIDsHideNoEvent(t *testing.T) {
 	t.Parallel()

@@ -2,9 +2,9 @@
 
 -- Events, and how far each relay has come with them.
 
--- Only the owner of the schema, and roles that the owner names, may create in it. Any other role could create a function
--- or an operator there that fits the arguments of a statement better than PostgreSQL's own, and every session whose
--- search_path has the schema would run it with the rights of that session.
+-- Only the owner of the schema, and roles that the owner names, may create in it. Another role could create a function
+-- or an operator there that fits the arguments of a statement better than PostgreSQL's own. Every session whose
+-- search_path has the schema would then run it, with the rights of that session.
 -- +goose StatementBegin
 DO $migration$
 DECLARE
@@ -16,10 +16,11 @@ BEGIN
                 WHERE n.nspname = schema AND a.grantee = 0 AND a.privilege_type = 'CREATE') THEN
         IF (SELECT pg_has_role(nspowner, 'USAGE') FROM pg_namespace WHERE nspname = schema) THEN
             EXECUTE format('REVOKE CREATE ON SCHEMA %I FROM PUBLIC', schema);
-            RAISE NOTICE 'CREATE on schema % is revoked from PUBLIC: whoever may create there can act with the rights of those who use outbox', schema;
+            RAISE NOTICE 'CREATE on schema % is revoked from PUBLIC: '
+                'whoever may create there can act with the rights of those who use outbox', schema;
         ELSE
-            RAISE WARNING 'everybody may create in schema %, and can act with the rights of those who use outbox; its owner should REVOKE CREATE ON SCHEMA % FROM PUBLIC',
-                schema, quote_ident(schema);
+            RAISE WARNING 'everybody may create in schema %, and can act with the rights of those who use outbox; '
+                'its owner should REVOKE CREATE ON SCHEMA % FROM PUBLIC', schema, quote_ident(schema);
         END IF;
     END IF;
     PERFORM set_config('search_path', path, true);
@@ -34,8 +35,8 @@ END $migration$;
 --   @outbox@       for the name of the table outbox as a text, which can be cast to regclass,
 --   @name@         for a text that several definitions share: fragments lists its name, and then the text.
 --
--- Only the owner may call it, or a function that it creates, whatever ALTER DEFAULT PRIVILEGES says: docs/roles.md lists
--- what to grant.
+-- Only the owner may call it, or a function that it creates, whatever ALTER DEFAULT PRIVILEGES says. The grants are in
+-- docs/roles.md.
 -- +goose StatementBegin
 CREATE FUNCTION outbox_define(schema name, definitions text[], fragments text[] DEFAULT '{}') RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -97,7 +98,7 @@ CREATE TABLE outbox (
 
 -- A row that is copied with its xid, by COPY or by logical replication, would be skipped or sent again and again: a
 -- transaction id means nothing in another cluster. The constraint belongs to each partition and not to the partitioned
--- table, and is never validated. So pg_dump restores it after the rows, and partitions are attached without reading them.
+-- table, and is never validated. So pg_dump restores it after the rows, and a partition is attached without reading it.
 ALTER TABLE outbox ADD CONSTRAINT outbox_xid_is_of_this_transaction CHECK (
     xid = pg_current_xact_id() OR current_setting('outbox.keep_xid', true) IS NOT DISTINCT FROM 'on') NOT VALID;
 
@@ -196,6 +197,8 @@ COMMENT ON COLUMN outbox_lease.exclusive_at IS
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), ARRAY[
 
+-- Names of the relays and groups of workers that have a cursor. It finds them one by one, because each has a long
+-- history.
 $function$
 CREATE FUNCTION @schema@.outbox_relays() RETURNS text[]
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$

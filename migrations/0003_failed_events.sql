@@ -45,7 +45,8 @@ CREATE INDEX idx_outbox_failed_retry ON outbox_failed (relay, place, next_retry_
 -- The open events of a key, and the heads among them: all others are parked behind a head.
 CREATE INDEX idx_outbox_failed_parking ON outbox_failed (relay, parking_key, outbox_id)
  WHERE status IN ('waiting', 'failed', 'parked', 'dead');
-CREATE INDEX idx_outbox_failed_heads ON outbox_failed (relay, parking_key, outbox_id) WHERE status IN ('waiting', 'failed');
+CREATE INDEX idx_outbox_failed_heads ON outbox_failed (relay, parking_key, outbox_id)
+ WHERE status IN ('waiting', 'failed');
 -- Retention removes resolved events, and keeps the rows of outbox whose events no relay could read until an operator
 -- has resolved them.
 CREATE INDEX idx_outbox_failed_resolved ON outbox_failed (resolved_at) WHERE status = 'resolved';

@@ -170,9 +170,10 @@ CREATE TABLE event_delivery (
 -- know, a worker none of rows from Kafka, and a consumer none of the others. Rows whose worker was gone are claimed by
 -- themselves.
 CREATE INDEX idx_event_delivery_due ON event_delivery
-       (consumer_group, action, stream, (record IS NOT NULL), (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
+       (consumer_group, action, stream, (record IS NOT NULL), (coalesce(last_error_code, '') = 'stale'),
+        next_retry_at, id)
  WHERE status = 'PENDING';
--- An event from Kafka that waits for an action, or is DEAD for it, is not handled at the same time and not parked twice.
+-- An event from Kafka that waits for an action, or is DEAD for it, is neither handled by a consumer nor parked again.
 CREATE UNIQUE INDEX idx_event_delivery_record ON event_delivery (consumer_group, action, record_digest)
  WHERE status <> 'DONE' AND record_digest IS NOT NULL;
 -- The open rows of a key, in their order: those that others wait for, and those that wait. PostgreSQL removes no entry
@@ -180,14 +181,16 @@ CREATE UNIQUE INDEX idx_event_delivery_record ON event_delivery (consumer_group,
 -- the key is open. Only a row that was put back may be below it.
 CREATE INDEX idx_event_delivery_head ON event_delivery (order_key, id)
  WHERE (status IN ('PENDING', 'PROCESSING') OR held) AND order_key IS NOT NULL;
-CREATE INDEX idx_event_delivery_parked ON event_delivery (order_key, id) WHERE status = 'PARKED' AND order_key IS NOT NULL;
+CREATE INDEX idx_event_delivery_parked ON event_delivery (order_key, id)
+ WHERE status = 'PARKED' AND order_key IS NOT NULL;
 CREATE INDEX idx_event_delivery_put_back ON event_delivery (order_key, (status = 'PARKED'), id)
  WHERE put_back AND (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held) AND order_key IS NOT NULL;
 -- Leases that have expired.
 CREATE INDEX idx_event_delivery_locked ON event_delivery (consumer_group, locked_until) WHERE status = 'PROCESSING';
 -- DEAD rows for operators; and in the order of time, for alerts.
 CREATE INDEX idx_event_delivery_dead ON event_delivery (consumer_group, id) WHERE status = 'DEAD';
-CREATE INDEX idx_event_delivery_deaths ON event_delivery (processed_at, id) WHERE status = 'DEAD' AND resolved_at IS NULL;
+CREATE INDEX idx_event_delivery_deaths ON event_delivery (processed_at, id)
+ WHERE status = 'DEAD' AND resolved_at IS NULL;
 -- Rows that wait, and DEAD rows that nobody has resolved: they are counted by kind, and listed by id within a kind. A
 -- row that is claimed when it is made, and then DONE, is never in this index.
 CREATE INDEX idx_event_delivery_waiting ON event_delivery (consumer_group, action, stream, status, id)
@@ -270,9 +273,9 @@ SELECT outbox_define(current_schema(), fragments => ARRAY[
 'locks', $sql$
         SELECT DISTINCT base | (k & 63)
           FROM unnest(order_keys) AS k,
-               (SELECT ('x' || encode(substr(sha256(convert_to(
-                            'outbox.event_delivery.' || @schema_name@ || '.' || $1, 'UTF8')), 1, 8), 'hex'))::bit(64)::bigint
-                       & ~63::bigint AS base OFFSET 0) AS b
+               (SELECT ('x' || encode(substr(sha256(
+                            convert_to('outbox.event_delivery.' || @schema_name@ || '.' || $1, 'UTF8')
+                        ), 1, 8), 'hex'))::bit(64)::bigint & ~63::bigint AS base OFFSET 0) AS b
          WHERE k IS NOT NULL
          ORDER BY 1
 $sql$,
@@ -284,9 +287,10 @@ $sql$,
 'promote', $sql$
     WITH looked AS MATERIALIZED (
         SELECT head.id AS head, back.status AS back, least(waiting.id, back.id) AS next,
-               least(CASE WHEN NOT head.put_back THEN head.id END, CASE WHEN NOT waiting.put_back THEN waiting.id END) < each.id
-                   AS before
-          FROM (SELECT e.k, coalesce(min(e.f), 0) AS f, min(e.i) AS id FROM unnest(order_keys, floors, ids) AS e (k, f, i)
+               least(CASE WHEN NOT head.put_back THEN head.id END,
+                     CASE WHEN NOT waiting.put_back THEN waiting.id END) < each.id AS before
+          FROM (SELECT e.k, coalesce(min(e.f), 0) AS f, min(e.i) AS id
+                  FROM unnest(order_keys, floors, ids) AS e (k, f, i)
                  WHERE e.k IS NOT NULL GROUP BY e.k) AS each
           LEFT JOIN LATERAL (
                SELECT o.id, o.put_back FROM @schema@.event_delivery AS o
@@ -328,9 +332,8 @@ BEGIN
 END $body$
 $function$,
 
--- Locks keys against those who insert, promote or requeue rows of them, but not against those who
--- end rows, nor against others who only look. Returns whether a later statement of the transaction
--- sees what others have committed before it.
+-- Locks keys against transactions that insert, promote or requeue rows of them, but not against those that end rows
+-- or that only read. Returns whether a later statement of the transaction sees what others have committed before it.
 $function$
 CREATE FUNCTION @schema@.outbox_lock_keys_shared(consumer_group text, order_keys bigint[]) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -344,12 +347,13 @@ BEGIN
 END $body$
 $function$,
 
--- Locks keys, and makes the first row of each PENDING if all of them are PARKED. A floor is an id
--- below which no row of the key is open, unless it was put back; without one it looks at all
--- rows. Returns how many rows it has changed. Under another isolation level than READ COMMITTED it would not
--- see what others have committed: then it changes nothing, and returns -1.
+-- Locks keys, and makes the first row of each PENDING if all open rows of the key are PARKED. floors has an id for
+-- each key below which no row is open, except for rows that were put back; without floors all rows are read. Returns
+-- how many rows it changed. Under another isolation level than READ COMMITTED it would not see what others have
+-- committed: then it changes nothing, and returns -1.
 $function$
-CREATE FUNCTION @schema@.outbox_promote(consumer_group text, order_keys bigint[], floors bigint[] DEFAULT NULL) RETURNS bigint
+CREATE FUNCTION @schema@.outbox_promote(consumer_group text, order_keys bigint[], floors bigint[] DEFAULT NULL)
+RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
 DECLARE
@@ -366,16 +370,17 @@ BEGIN
 END $body$
 $function$,
 
--- Ends rows that a worker has handled, and promotes the next of their keys, which have floors as
--- for outbox_promote. Keys and floors are those of the rows; a row without order has no key. All rows must
--- still be its own, and none before them in their keys be open, or nothing is done: a crash may have forgotten
--- that one was ended. Returns what outbox_promote does.
+-- Ends rows that a worker has handled, and promotes the next rows of their keys. order_keys and floors are those of
+-- the rows; a row without order has no key. Either all rows are still claimed by this worker, and no row before them
+-- in their keys is open, or nothing is changed and it is an error: after a crash PostgreSQL may have forgotten that
+-- an earlier row was ended. Returns what outbox_promote returns.
 --
--- Its locks are shared, because those who end rows need not wait for each other: no two of
--- them have rows of the same key. They wait for whoever inserts, promotes or requeues rows
--- of their keys, and the other way round.
+-- Its locks are shared, because transactions that end rows need not wait for each other: no two of them have rows of
+-- the same key. They wait for transactions that insert, promote or requeue rows of their keys, and those wait for
+-- them.
 $function$
-CREATE FUNCTION @schema@.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[], order_keys bigint[], floors bigint[]) RETURNS bigint
+CREATE FUNCTION @schema@.outbox_finish_deliveries(
+    consumer_group text, worker text, ids bigint[], order_keys bigint[], floors bigint[]) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
 DECLARE
@@ -385,7 +390,8 @@ DECLARE
 BEGIN
     -- Only rows that are PROCESSING are with a worker.
     UPDATE @schema@.event_delivery AS d
-       SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(), updated_at = clock_timestamp()
+       SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(),
+           updated_at = clock_timestamp()
      WHERE d.id = ANY ($3) AND d.consumer_group = $1 AND d.locked_by = $2;
     GET DIAGNOSTICS done = ROW_COUNT;
     IF done <> cardinality($3) THEN

@@ -17,7 +17,7 @@ CREATE TABLE outbox_audit (
     payload        jsonb,
     payload_bytes  bytea,
     consumer_group varchar(255),
-    login          name         DEFAULT session_user,
+    login          name         NOT NULL DEFAULT session_user,
     delivery_id    bigint,
     handler        varchar(100)
 );
@@ -57,6 +57,7 @@ COMMENT ON COLUMN outbox_audit.handler IS 'event_delivery.action; NULL for all o
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), ARRAY[
 
+-- Refuses an action without an operator or a reason.
 $function$
 CREATE FUNCTION @schema@.outbox_check_audit(operator text, reason text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -70,8 +71,8 @@ BEGIN
 END $body$
 $function$,
 
--- Makes heads due, and parks what is dead. The relay finds its place among the events of its
--- key, because it may be sending one of them. Returns how many events it changed.
+-- Makes heads due, and parks dead events. The relay finds the place of an event among those of its key, because it
+-- may be sending one of them. Returns how many events it changed.
 $function$
 CREATE FUNCTION @schema@.outbox_retry_failed(ids bigint[], operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -87,7 +88,8 @@ BEGIN
     ), changed AS (
         UPDATE @schema@.outbox_failed AS f
            SET status = CASE f.status WHEN 'dead' THEN 'parked' ELSE f.status END,
-               retry_count = CASE f.status WHEN 'dead' THEN 0 ELSE f.retry_count END, held = false, next_retry_at = now()
+               retry_count = CASE f.status WHEN 'dead' THEN 0 ELSE f.retry_count END,
+               held = false, next_retry_at = now()
          WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
      RETURNING f.relay, f.parking_key, f.id, f.outbox_id, f.event_id
     ), audited AS (
@@ -100,7 +102,7 @@ BEGIN
 END $body$
 $function$,
 
--- Closes events that are not to be sent. Returns how many events it changed.
+-- Closes events without sending them. Returns how many events it changed.
 $function$
 CREATE FUNCTION @schema@.outbox_resolve_failed(ids bigint[], operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -109,7 +111,8 @@ DECLARE
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
     WITH chosen AS MATERIALIZED (
-        SELECT f.id FROM @schema@.outbox_failed AS f WHERE f.id = ANY (ids) AND f.status <> 'resolved' ORDER BY f.id FOR UPDATE
+        SELECT f.id FROM @schema@.outbox_failed AS f
+            WHERE f.id = ANY (ids) AND f.status <> 'resolved' ORDER BY f.id FOR UPDATE
     ), changed AS (
         UPDATE @schema@.outbox_failed AS f
            SET status = 'resolved', held = false, resolved_at = now(), resolved_by = $2, resolution = $3
@@ -125,9 +128,9 @@ BEGIN
 END $body$
 $function$,
 
--- Gives a dead event another payload of its content type, and retries it. All else stays,
--- but for headers that cannot be printed, which no relay could send. Those of an event that
--- no relay could read are still in outbox. Returns false if the event is not dead.
+-- Gives a dead event another payload of the same content type, and retries it. Everything else stays, except for
+-- headers that cannot be printed, which no relay could send. The headers of an event that no relay could read are
+-- taken from outbox. Returns false if the event is not dead.
 $function$
 CREATE FUNCTION @schema@.outbox_edit_failed(failed_id bigint, payload bytea, operator text, reason text) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -153,7 +156,8 @@ BEGIN
         octets := octet_length(bytes);
     END IF;
     IF octets IS NULL OR octets > most THEN
-        RAISE EXCEPTION 'the payload has to be there, and to have at most % bytes', most USING ERRCODE = 'invalid_parameter_value';
+        RAISE EXCEPTION 'the payload has to be there, and to have at most % bytes', most
+            USING ERRCODE = 'invalid_parameter_value';
     END IF;
 
     kept := old.headers;
@@ -175,13 +179,15 @@ BEGIN
            status = 'parked', retry_count = 0, held = false, next_retry_at = now(),
            error_class = CASE f.error_class WHEN 'unreadable_row' THEN NULL ELSE f.error_class END
      WHERE f.id = $1;
-    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id, payload, payload_bytes)
-    VALUES ($3, 'edit', $4, old.relay, old.parking_key, old.id, old.outbox_id, old.event_id, old.payload, old.payload_bytes);
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id,
+        payload, payload_bytes)
+    VALUES ($3, 'edit', $4, old.relay, old.parking_key, old.id, old.outbox_id, old.event_id, old.payload,
+        old.payload_bytes);
     RETURN true;
 END $body$
 $function$,
 
--- Holds all events of a key back. Returns false if nothing of it has failed.
+-- Holds all events of a key back. Returns false if no event of the key has failed.
 $function$
 CREATE FUNCTION @schema@.outbox_hold_key(relay text, parking_key text, operator text, reason text) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -192,7 +198,8 @@ BEGIN
          WHERE f.relay = $1 AND f.parking_key = $2 AND f.status IN ('waiting', 'failed', 'parked', 'dead')
          ORDER BY f.id FOR UPDATE
     ), changed AS (
-        UPDATE @schema@.outbox_failed AS f SET held = true WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c)) RETURNING 1
+        UPDATE @schema@.outbox_failed AS f SET held = true WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+            RETURNING 1
     )
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
     SELECT $3, 'hold', $4, $1, $2 WHERE EXISTS (SELECT FROM changed);
@@ -200,7 +207,7 @@ BEGIN
 END $body$
 $function$,
 
--- Lets the events of a key go on. Returns false if it is not held.
+-- Lets the events of a key go on. Returns false if the key is not held.
 $function$
 CREATE FUNCTION @schema@.outbox_release_key(relay text, parking_key text, operator text, reason text) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -211,7 +218,8 @@ BEGIN
          WHERE f.relay = $1 AND f.parking_key = $2 AND f.status IN ('waiting', 'failed', 'parked', 'dead') AND f.held
          ORDER BY f.id FOR UPDATE
     ), changed AS (
-        UPDATE @schema@.outbox_failed AS f SET held = false WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c)) RETURNING 1
+        UPDATE @schema@.outbox_failed AS f SET held = false WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+            RETURNING 1
     )
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
     SELECT $3, 'release', $4, $1, $2 WHERE EXISTS (SELECT FROM changed);
@@ -219,35 +227,37 @@ BEGIN
 END $body$
 $function$,
 
--- Keeps who reads the payload of a failed event. Returns false if there is no such event.
+-- Records that an operator has read the payload of a failed event. Returns false if there is no such event.
 $function$
 CREATE FUNCTION @schema@.outbox_audit_read(failed_id bigint, operator text, reason text) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
-    SELECT $2, 'read', $3, f.relay, f.parking_key, f.id, f.outbox_id, f.event_id FROM @schema@.outbox_failed AS f WHERE f.id = $1;
+    SELECT $2, 'read', $3, f.relay, f.parking_key, f.id, f.outbox_id, f.event_id FROM @schema@.outbox_failed AS f
+        WHERE f.id = $1;
     RETURN FOUND;
 END $body$
 $function$,
 
--- The same for an event in outbox. There is no relay: the event is of all of them.
+-- The same for an event in outbox. The relay is empty: the event belongs to all of them.
 $function$
 CREATE FUNCTION @schema@.outbox_audit_read_recorded(outbox_id bigint, operator text, reason text) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, outbox_id, event_id)
-    SELECT $2, 'read', $3, '', coalesce(o.topic, '') || '/' || coalesce(o.partition_key, o.aggregate_id), o.id, o.event_id
+    SELECT $2, 'read', $3, '', coalesce(o.topic, '') || '/' || coalesce(o.partition_key, o.aggregate_id), o.id,
+        o.event_id
       FROM @schema@.outbox AS o WHERE o.id = $1;
     RETURN FOUND;
 END $body$
 $function$,
 
--- Pauses a topic of a consumer group, with an empty name all topics. Returns false if that is
--- paused already.
+-- Pauses a topic of a consumer group, or all topics if the name is empty. Returns false if it is paused already.
 $function$
-CREATE FUNCTION @schema@.outbox_pause_consumer(consumer_group text, topic text, operator text, reason text) RETURNS boolean
+CREATE FUNCTION @schema@.outbox_pause_consumer(consumer_group text, topic text, operator text, reason text)
+RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
@@ -263,7 +273,8 @@ $function$,
 
 -- Ends a pause. Returns false if there is none.
 $function$
-CREATE FUNCTION @schema@.outbox_resume_consumer(consumer_group text, topic text, operator text, reason text) RETURNS boolean
+CREATE FUNCTION @schema@.outbox_resume_consumer(consumer_group text, topic text, operator text, reason text)
+RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
@@ -276,12 +287,13 @@ BEGIN
 END $body$
 $function$,
 
--- Sets positions of a consumer group back, never ahead, and only where it has begun. Returns
--- how many positions there are. saved_at stays: a rewind to a time that is repeated, because
--- Kafka did not take its offsets, goes by the positions that were saved before that time.
+-- Sets positions of a consumer group back, never ahead, and only where the group has begun. Returns how many
+-- positions it found. saved_at stays: if Kafka did not take the offsets, a rewind to a time is repeated, and goes by
+-- the positions that were saved before that time.
 $function$
-CREATE FUNCTION @schema@.outbox_rewind_consumer(consumer_group text, topics text[], topic_ids uuid[], partitions int[], positions bigint[],
-                                            operator text, reason text) RETURNS bigint
+CREATE FUNCTION @schema@.outbox_rewind_consumer(
+    consumer_group text, topics text[], topic_ids uuid[], partitions int[], positions bigint[],
+    operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     done bigint;
@@ -292,7 +304,8 @@ BEGIN
     ), changed AS (
         UPDATE @schema@.consumer_start AS s SET position = least(s.position, w.at)
           FROM wanted AS w
-         WHERE s.consumer_group = $1 AND s.topic = w.topic AND s.topic_id = w.id AND s.partition = w.number AND s.position IS NOT NULL
+         WHERE s.consumer_group = $1 AND s.topic = w.topic AND s.topic_id = w.id AND s.partition = w.number
+             AND s.position IS NOT NULL
      RETURNING 1
     ), audited AS (
         INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
@@ -303,9 +316,8 @@ BEGIN
 END $body$
 $function$,
 
--- Locks the keys of rows until the end of the transaction, group after group. What is decided
--- under the lock has to be read by a later statement. Workers wait for the lock, so a
--- transaction that somebody leaves open ends.
+-- Locks the keys of rows until the end of the transaction, group after group. Decisions under the lock have to be
+-- made by a later statement. Workers wait for the lock, so a transaction that is left open is ended after 10 s.
 $function$
 CREATE FUNCTION @schema@.outbox_lock_deliveries(ids bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -317,25 +329,26 @@ BEGIN
     END IF;
     PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
     FOR keys IN SELECT d.consumer_group, array_agg(d.order_key) AS list FROM @schema@.event_delivery AS d
-                 WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group ORDER BY d.consumer_group LOOP
+                 WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group
+                     ORDER BY d.consumer_group LOOP
         PERFORM @schema@.outbox_lock_keys(keys.consumer_group, keys.list);
     END LOOP;
 END $body$
 $function$,
 
--- Promotes the first row of the keys of rows where all are PARKED.
+-- Promotes the first row of each key of the rows, where all open rows are PARKED.
 $function$
 CREATE FUNCTION @schema@.outbox_promote_deliveries(ids bigint[]) RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $body$
     SELECT @schema@.outbox_promote(keys.consumer_group, keys.list)
       FROM (SELECT d.consumer_group, array_agg(d.order_key) AS list FROM @schema@.event_delivery AS d
-             WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group ORDER BY d.consumer_group) AS keys
+             WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group
+                 ORDER BY d.consumer_group) AS keys
 $body$
 $function$,
 
--- Gives DEAD rows all their attempts again. A row goes before the later ones of its key that
--- wait, unless one of them is with a worker, or is being claimed, at this moment. Returns how
--- many rows it changed.
+-- Gives DEAD rows all their attempts again. A row goes before the later rows of its key that wait, unless one of them
+-- is claimed or is being claimed at this moment. Returns how many rows it changed.
 $function$
 CREATE FUNCTION @schema@.outbox_requeue_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -345,47 +358,56 @@ DECLARE
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ids);
     WITH chosen AS MATERIALIZED (
-        SELECT d.id FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.status = 'DEAD' ORDER BY d.id FOR UPDATE
+        SELECT d.id FROM @schema@.event_delivery AS d
+            WHERE d.id = ANY (ids) AND d.status = 'DEAD' ORDER BY d.id FOR UPDATE
     ), changed AS (
         UPDATE @schema@.event_delivery AS d
-           SET status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, attempt_count = 0,
+           SET status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
+               held = false, put_back = true, attempt_count = 0,
                next_retry_at = now(), updated_at = now(), processed_at = NULL,
                resolved_by = NULL, resolved_at = NULL, note = NULL
          WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key,
+         CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
     ), audited AS (
-        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler,
+            delivery_id, outbox_id, event_id)
         SELECT $2, 'retry', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
           FROM changed AS c
      RETURNING 1
     )
     SELECT count(*) INTO done FROM audited;
-    -- A later row that waits for its turn gives it up. One that is being claimed is locked, and keeps it.
+    -- A later row that is PENDING is parked again. One that is being claimed is locked, and is handled first.
     WITH keys AS MATERIALIZED (
-        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.status = 'PARKED'
+        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d
+            WHERE d.id = ANY (ids) AND d.status = 'PARKED'
     ), heads AS MATERIALIZED (
         SELECT head.id FROM keys AS k
          CROSS JOIN LATERAL (
                SELECT o.id, o.status FROM @schema@.event_delivery AS o
-                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key
+                    AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
                 ORDER BY o.order_key, o.id LIMIT 1) AS head
          CROSS JOIN LATERAL (
                SELECT o.id FROM @schema@.event_delivery AS o
-                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND o.status = 'PARKED' AND o.consumer_group = k.consumer_group
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND o.status = 'PARKED'
+                    AND o.consumer_group = k.consumer_group
                 ORDER BY o.order_key, o.id LIMIT 1) AS first
          WHERE head.status = 'PENDING' AND first.id < head.id
     ), unclaimed AS MATERIALIZED (
         SELECT d.id FROM @schema@.event_delivery AS d
-         WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING' ORDER BY d.id FOR UPDATE SKIP LOCKED
+         WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING'
+             ORDER BY d.id FOR UPDATE SKIP LOCKED
     )
-    UPDATE @schema@.event_delivery AS d SET status = 'PARKED', updated_at = now() WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
+    UPDATE @schema@.event_delivery AS d SET status = 'PARKED', updated_at = now()
+        WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
     PERFORM @schema@.outbox_promote_deliveries(ids);
     RETURN done;
 END $body$
 $function$,
 
--- Closes rows that are not to be handled, and lets the next of their keys go on. A row that is
--- with a worker, or is being claimed, stays. Returns how many rows it changed.
+-- Closes rows without handling them, and lets the next rows of their keys go on. A row that is claimed, or is being
+-- claimed, stays. Returns how many rows it changed.
 $function$
 CREATE FUNCTION @schema@.outbox_resolve_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -403,9 +425,11 @@ BEGIN
            SET status = 'DEAD', held = false, updated_at = now(), processed_at = coalesce(d.processed_at, now()),
                resolved_by = $2, resolved_at = now(), note = $3
          WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key,
+         CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
     ), audited AS (
-        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler,
+            delivery_id, outbox_id, event_id)
         SELECT $2, 'resolve', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
           FROM changed AS c
      RETURNING 1
@@ -416,9 +440,8 @@ BEGIN
 END $body$
 $function$,
 
--- Has the keys of DEAD rows wait for an operator: what is behind them is not handled. A later row
--- that waits for its turn gives it up; one that is with a worker, or is being claimed, keeps it.
--- Returns how many rows hold their keys.
+-- Has the keys of DEAD rows wait for an operator: later rows of the keys are not handled. A later row that is PENDING
+-- is parked again; one that is claimed, or is being claimed, is handled. Returns how many rows hold their keys.
 $function$
 CREATE FUNCTION @schema@.outbox_hold_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -429,35 +452,43 @@ BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ids);
     WITH chosen AS MATERIALIZED (
         SELECT d.id FROM @schema@.event_delivery AS d
-         WHERE d.id = ANY (ids) AND d.status = 'DEAD' AND d.resolved_at IS NULL AND d.order_key IS NOT NULL ORDER BY d.id FOR UPDATE
+         WHERE d.id = ANY (ids) AND d.status = 'DEAD' AND d.resolved_at IS NULL AND d.order_key IS NOT NULL
+             ORDER BY d.id FOR UPDATE
     ), changed AS ( -- put_back, as later rows may have gone on
         UPDATE @schema@.event_delivery AS d SET held = true, put_back = true
          WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key,
+         CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
     ), audited AS (
-        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler,
+            delivery_id, outbox_id, event_id)
         SELECT $2, 'hold', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
           FROM changed AS c
      RETURNING 1
     )
     SELECT count(*) INTO done FROM audited;
     WITH keys AS MATERIALIZED (
-        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.held
+        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d
+            WHERE d.id = ANY (ids) AND d.held
     ), heads AS MATERIALIZED (
         SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
                SELECT o.id FROM @schema@.event_delivery AS o
-                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.status = 'PENDING' AND o.consumer_group = k.consumer_group
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key
+                    AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.status = 'PENDING'
+                    AND o.consumer_group = k.consumer_group
                 ORDER BY o.order_key, o.id) AS o
     ), unclaimed AS MATERIALIZED (
         SELECT d.id FROM @schema@.event_delivery AS d
-         WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING' ORDER BY d.id FOR UPDATE SKIP LOCKED
+         WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING'
+             ORDER BY d.id FOR UPDATE SKIP LOCKED
     )
-    UPDATE @schema@.event_delivery AS d SET status = 'PARKED', updated_at = now() WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
+    UPDATE @schema@.event_delivery AS d SET status = 'PARKED', updated_at = now()
+        WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
     RETURN done;
 END $body$
 $function$,
 
--- Lets the keys of rows go on that DEAD rows hold, which stay DEAD. Returns how many rows it changed.
+-- Lets keys go on that are held by DEAD rows. These rows stay DEAD. Returns how many rows it changed.
 $function$
 CREATE FUNCTION @schema@.outbox_release_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -467,20 +498,26 @@ DECLARE
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ids);
     WITH keys AS MATERIALIZED (
-        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL
+        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d
+            WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL
     ), found AS MATERIALIZED (
         SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
                SELECT o.id FROM @schema@.event_delivery AS o
-                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.held AND o.consumer_group = k.consumer_group
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key
+                    AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.held
+                    AND o.consumer_group = k.consumer_group
                 ORDER BY o.order_key, o.id) AS o
     ), chosen AS MATERIALIZED (
-        SELECT d.id FROM @schema@.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT f.id FROM found AS f)) AND d.held ORDER BY d.id FOR UPDATE
+        SELECT d.id FROM @schema@.event_delivery AS d
+            WHERE d.id = ANY (ARRAY(SELECT f.id FROM found AS f)) AND d.held ORDER BY d.id FOR UPDATE
     ), changed AS (
         UPDATE @schema@.event_delivery AS d SET held = false
          WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key,
+         CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
     ), audited AS (
-        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler,
+            delivery_id, outbox_id, event_id)
         SELECT $2, 'release', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
           FROM changed AS c
      RETURNING 1
@@ -491,21 +528,23 @@ BEGIN
 END $body$
 $function$,
 
--- Keeps who reads the payload of a delivery. Returns false if there is no such row.
+-- Records that an operator has read the payload of a delivery. Returns false if there is no such row.
 $function$
 CREATE FUNCTION @schema@.outbox_audit_read_delivery(delivery_id bigint, operator text, reason text) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
-    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
-    SELECT $2, 'read', $3, '', d.stream || '/' || coalesce(d.partition_key, d.aggregate_id), d.consumer_group, d.action, d.id, CASE WHEN d.record IS NULL THEN d.position END, d.event_id
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler,
+        delivery_id, outbox_id, event_id)
+    SELECT $2, 'read', $3, '', d.stream || '/' || coalesce(d.partition_key, d.aggregate_id), d.consumer_group,
+        d.action, d.id, CASE WHEN d.record IS NULL THEN d.position END, d.event_id
       FROM @schema@.event_delivery AS d WHERE d.id = $1;
     RETURN FOUND;
 END $body$
 $function$,
 
--- Keeps who sends events to Kafka again: to a topic, which is empty for their own, and for one
--- consumer group alone, which is empty for all.
+-- Records that an operator sends events to Kafka again: to a topic, or to their own topics if it is empty, and for
+-- one consumer group, or for all if it is empty.
 $function$
 CREATE FUNCTION @schema@.outbox_audit_replay(topic text, consumer_group text, operator text, reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -516,10 +555,12 @@ BEGIN
 END $body$
 $function$,
 
--- Has a consumer group handle events again: removes what it has noted of them, under their own key, or
--- under the one that has the source in it. Returns how many notes it removed.
+-- Has a consumer group handle events again: removes its rows of event_handled, under the key of the event or under
+-- the key that includes the source. Returns how many rows it removed.
 $function$
-CREATE FUNCTION @schema@.outbox_forget_handled(consumer_group text, types text[], ids text[], sources text[], besides text[], operator text, reason text) RETURNS bigint
+CREATE FUNCTION @schema@.outbox_forget_handled(
+    consumer_group text, types text[], ids text[], sources text[], besides text[],
+    operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
 DECLARE
@@ -543,7 +584,8 @@ BEGIN
     )
     SELECT count(*) INTO done FROM gone;
     IF done > 0 THEN
-        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group) VALUES ($6, 'forget', $7, '', '/', $1);
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+            VALUES ($6, 'forget', $7, '', '/', $1);
     END IF;
     RETURN done;
 END $body$

@@ -8,10 +8,10 @@
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), ARRAY[
 
--- Keeps the workers of groups from taking events, and positions from being moved to another
--- cluster, until the end of the transaction. It must be the first of the transaction, as the
--- snapshot of a cut is to be read before the transaction has an id: then no transaction that it calls
--- finished has a higher one, and a crash gives no such id out again.
+-- Keeps the workers of groups from taking events, and positions from being moved to another cluster, until the end of
+-- the transaction. It must come first in the transaction: the snapshot of a cutover is read before the transaction
+-- has an id. Then no transaction that is finished in the snapshot has a higher id, and no id of such a transaction is
+-- given out again after a crash.
 $function$
 CREATE FUNCTION @schema@.outbox_lock_groups(groups text[], relay text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -22,10 +22,13 @@ BEGIN
         RAISE EXCEPTION 'groups are moved under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';
     END IF;
     IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
-        RAISE EXCEPTION 'groups are moved in a transaction that has written nothing before' USING ERRCODE = 'invalid_transaction_state';
+        RAISE EXCEPTION 'groups are moved in a transaction that has written nothing before'
+            USING ERRCODE = 'invalid_transaction_state';
     END IF;
-    IF coalesce(relay, '') = '' OR char_length(relay) > 100 OR starts_with(relay, 'worker:') OR starts_with(relay, 'consumer:') THEN
-        RAISE EXCEPTION 'relay has to be there, in at most 100 characters, and worker: and consumer: are what names of groups begin with' USING ERRCODE = 'invalid_parameter_value';
+    IF coalesce(relay, '') = '' OR char_length(relay) > 100 OR starts_with(relay, 'worker:')
+        OR starts_with(relay, 'consumer:') THEN
+        RAISE EXCEPTION 'relay has to be there, in at most 100 characters, '
+            'and worker: and consumer: are what names of groups begin with' USING ERRCODE = 'invalid_parameter_value';
     END IF;
     PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
     PERFORM pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || @schema_name@, 0));
@@ -33,12 +36,15 @@ BEGIN
         IF coalesce(one, '') = '' OR char_length(one) > 255 THEN
             RAISE EXCEPTION 'groups have names of at most 255 characters' USING ERRCODE = 'invalid_parameter_value';
         END IF;
-        PERFORM pg_advisory_xact_lock(('x' || encode(substr(sha256(convert_to('outbox.event_subscription.' || @schema_name@ || '.' || one, 'UTF8')), 1, 8), 'hex'))::bit(64)::bigint);
+        PERFORM pg_advisory_xact_lock(('x' || encode(substr(sha256(
+            convert_to('outbox.event_subscription.' || @schema_name@ || '.' || one, 'UTF8')
+        ), 1, 8), 'hex'))::bit(64)::bigint);
     END LOOP;
 END $body$
 $function$,
 
--- As in 0013_cut.sql. A relay that waits for Debezium is in no cut that can be finished, cancelled or made there.
+-- Locks the lease of a relay, and returns whether there is a cutover at it. During a cutover no process leads. A
+-- relay that waits for Debezium is in no cutover that can be finished, cancelled or made here.
 $function$
 CREATE FUNCTION @schema@.outbox_lock_cut(relay text) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -46,19 +52,22 @@ DECLARE
     who text;
     has boolean;
 BEGIN
-    SELECT l.holder INTO who FROM @schema@.outbox_lease AS l WHERE l.name = $1 AND l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity' FOR UPDATE;
+    SELECT l.holder INTO who FROM @schema@.outbox_lease AS l
+        WHERE l.name = $1 AND l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity' FOR UPDATE;
     has := EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $1);
     IF who = 'outbox debezium' AND has THEN
-        RAISE EXCEPTION 'relay % takes the events from Debezium: let it begin first', $1 USING ERRCODE = 'object_in_use';
+        RAISE EXCEPTION 'relay % takes the events from Debezium: let it begin first', $1
+            USING ERRCODE = 'object_in_use';
     END IF;
-    -- A relay whose groups are back has no position any more, and its lease stays as it is.
-    RETURN coalesce(who = 'outbox cut', false) AND (has OR EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.relay = $1 AND s.state = 'returning'));
+    -- A relay whose groups are back has no position. Its lease stays as it is.
+    RETURN coalesce(who = 'outbox cut', false)
+        AND (has OR EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.relay = $1 AND s.state = 'returning'));
 END $body$
 $function$,
 
--- Has groups leave at this moment: their workers take the events up to it, and the relay, which
--- must be a new one, sends the others. Its position is the cut, and stays where it is until
--- outbox_finish_cut, because it cannot get its lease.
+-- Has groups leave at this moment: their workers take the events before it, and the relay, which must be a new one,
+-- sends the others. The position of the relay is the cutover. It stays until outbox_finish_cut, because the relay
+-- cannot get its lease.
 $function$
 CREATE FUNCTION @schema@.outbox_cut_to_kafka(groups text[], relay text, operator text, reason text) RETURNS pg_snapshot
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -72,27 +81,37 @@ BEGIN
       LEFT JOIN @schema@.event_subscription AS s ON s.consumer_group = g.name
      WHERE s.state IS DISTINCT FROM 'active' ORDER BY g.name LIMIT 1;
     IF FOUND OR coalesce(cardinality($1), 0) = 0 THEN
-        RAISE EXCEPTION 'group % does not get its events from workers', coalesce(wrong, '(none)') USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'group % does not get its events from workers', coalesce(wrong, '(none)')
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    SELECT g.name INTO wrong FROM (SELECT DISTINCT g AS name FROM unnest($1) AS g) AS g CROSS JOIN pg_control_system() AS here
-      LEFT JOIN LATERAL (SELECT * FROM @schema@.outbox_cursor AS c WHERE c.relay = 'worker:' || g.name ORDER BY c.id DESC LIMIT 1) AS c ON true
+    SELECT g.name INTO wrong FROM (SELECT DISTINCT g AS name FROM unnest($1) AS g) AS g
+        CROSS JOIN pg_control_system() AS here
+      LEFT JOIN LATERAL (SELECT * FROM @schema@.outbox_cursor AS c
+          WHERE c.relay = 'worker:' || g.name ORDER BY c.id DESC LIMIT 1) AS c ON true
      WHERE c.system_identifier IS DISTINCT FROM here.system_identifier
-        OR pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) > pg_snapshot_xmax(pg_current_snapshot()) ORDER BY g.name LIMIT 1;
+        OR pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) > pg_snapshot_xmax(pg_current_snapshot())
+            ORDER BY g.name LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'group % has no position in this database cluster: its worker has to run first', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'group % has no position in this database cluster: its worker has to run first', wrong
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     cut := pg_current_snapshot();
-    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts) VALUES ($2, 'outbox cut', 1, 'infinity', '0')
-        ON CONFLICT (name) DO UPDATE SET holder = 'outbox cut', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0'
+    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts)
+        VALUES ($2, 'outbox cut', 1, 'infinity', '0')
+        ON CONFLICT (name) DO UPDATE
+            SET holder = 'outbox cut', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0'
         WHERE l.holder = 'outbox cut' OR l.expires_at <= clock_timestamp()
     RETURNING l.epoch INTO term;
-    -- The lease is locked: from here on no relay can make itself a position.
+    -- The lease is locked: from here on no relay can insert a position.
     IF term IS NULL OR EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $2) THEN
-        RAISE EXCEPTION 'relay % has begun already: it would send events that the workers handle', $2 USING ERRCODE = 'object_in_use';
+        RAISE EXCEPTION 'relay % has begun already: it would send events that the workers handle', $2
+            USING ERRCODE = 'object_in_use';
     END IF;
-    UPDATE @schema@.event_subscription AS s SET state = 'leaving', relay = $2, changed_at = now() WHERE s.consumer_group = ANY ($1);
+    UPDATE @schema@.event_subscription AS s SET state = 'leaving', relay = $2, changed_at = now()
+        WHERE s.consumer_group = ANY ($1);
     INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
-    SELECT $2, 0, cut, coalesce((SELECT o.id FROM @schema@.outbox AS o ORDER BY o.id DESC LIMIT 1), 0), s.system_identifier, term
+    SELECT $2, 0, cut, coalesce((SELECT o.id FROM @schema@.outbox AS o ORDER BY o.id DESC LIMIT 1), 0),
+        s.system_identifier, term
       FROM pg_control_system() AS s;
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
     SELECT DISTINCT $3, 'to-kafka', $4, $2, '', g FROM unnest($1) AS g;
@@ -100,8 +119,8 @@ BEGIN
 END $body$
 $function$,
 
--- Takes the place of a relay: what it has sent, groups get from Kafka, and their workers
--- take the rest, after outbox_finish_cut. Nothing that the relay has to send again may be left.
+-- Replaces a relay: the groups get from Kafka what the relay has sent, and their workers take the rest, after
+-- outbox_finish_cut. The relay may have no event left to send again.
 $function$
 CREATE FUNCTION @schema@.outbox_cut_to_postgres(groups text[], relay text, operator text, reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -112,41 +131,50 @@ BEGIN
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
      WHERE s.consumer_group = ANY ($1) AND (s.state <> 'left' OR s.relay <> $2) ORDER BY s.consumer_group LIMIT 1;
     IF FOUND OR coalesce(cardinality($1), 0) = 0 THEN
-        RAISE EXCEPTION 'group % does not get its events from relay %', coalesce(wrong, '(none)'), $2 USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'group % does not get its events from relay %', coalesce(wrong, '(none)'), $2
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
      WHERE s.relay = $2 AND s.consumer_group <> ALL ($1) ORDER BY s.consumer_group LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'group % gets its events from relay %, too, and would get none any more', wrong, $2 USING ERRCODE = 'object_in_use';
+        RAISE EXCEPTION 'group % gets its events from relay %, too, and would get none any more', wrong, $2
+            USING ERRCODE = 'object_in_use';
     END IF;
     IF @schema@.outbox_lock_cut($2) THEN
-        RAISE EXCEPTION 'there is a cut at relay % already: finish or cancel it first', $2 USING ERRCODE = 'object_in_use';
+        RAISE EXCEPTION 'there is a cut at relay % already: finish or cancel it first', $2
+            USING ERRCODE = 'object_in_use';
     END IF;
-    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts) VALUES ($2, 'outbox cut', 1, 'infinity', '0')
-        ON CONFLICT (name) DO UPDATE SET holder = 'outbox cut', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0';
-    -- The lease is lost: from here on the relay cannot move its position, nor note failures.
-    IF EXISTS (SELECT FROM @schema@.outbox_failed AS f WHERE f.relay = $2 AND f.status IN ('waiting', 'failed', 'parked')) THEN
-        RAISE EXCEPTION 'relay % has events in outbox_failed that it still has to send: wait, or resolve them', $2 USING ERRCODE = 'object_in_use';
+    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts)
+        VALUES ($2, 'outbox cut', 1, 'infinity', '0')
+        ON CONFLICT (name) DO UPDATE
+            SET holder = 'outbox cut', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0';
+    -- The lease is lost: from here on the relay can neither move its position nor insert failed events.
+    IF EXISTS (SELECT FROM @schema@.outbox_failed AS f
+        WHERE f.relay = $2 AND f.status IN ('waiting', 'failed', 'parked')) THEN
+        RAISE EXCEPTION 'relay % has events in outbox_failed that it still has to send: wait, or resolve them', $2
+            USING ERRCODE = 'object_in_use';
     END IF;
-    INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch)
-    SELECT 'worker:' || g.name, c.last_processed_id, c.snapshot, c.window_snapshot, c.highest_id, c.system_identifier, 1 + (random() * 4e18)::bigint
+    INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id,
+        system_identifier, epoch)
+    SELECT 'worker:' || g.name, c.last_processed_id, c.snapshot, c.window_snapshot, c.highest_id, c.system_identifier,
+        1 + (random() * 4e18)::bigint
       FROM (SELECT DISTINCT g AS name FROM unnest($1) AS g) AS g,
            (SELECT * FROM @schema@.outbox_cursor AS c WHERE c.relay = $2 ORDER BY c.id DESC LIMIT 1) AS c;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'there is no relay %', $2 USING ERRCODE = 'undefined_object';
     END IF;
     DELETE FROM @schema@.outbox_cursor AS c WHERE c.relay = $2;
-    INSERT INTO @schema@.event_subscription (consumer_group, state, relay) SELECT DISTINCT g, 'returning', $2 FROM unnest($1) AS g
+    INSERT INTO @schema@.event_subscription (consumer_group, state, relay) SELECT DISTINCT g, 'returning', $2
+        FROM unnest($1) AS g
         ON CONFLICT (consumer_group) DO UPDATE SET state = 'returning', relay = $2, changed_at = now();
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
     SELECT DISTINCT $3, 'to-postgres', $4, $2, '', g FROM unnest($1) AS g;
 END $body$
 $function$,
 
--- Ends the cut at a relay: what comes after it begins. Of groups that leave it makes sure that
--- their workers have finished what was before the cut, unless early is set, and that their
--- consumers have noted where they begin to read. What returning groups have read in Kafka, the
--- caller has to know. Returns how many groups there are.
+-- Ends the cutover at a relay: the other side begins. Unless early is set, it checks that the workers of leaving
+-- groups have finished the events before the cutover, and that their consumers have noted where they begin to read.
+-- The caller has to know how far returning groups have read in Kafka. Returns how many groups there are.
 $function$
 CREATE FUNCTION @schema@.outbox_finish_cut(relay text, early boolean, operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -155,51 +183,63 @@ DECLARE
     finished bigint;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason),
-            @schema@.outbox_lock_groups(ARRAY(SELECT s.consumer_group::text FROM @schema@.event_subscription AS s WHERE s.relay = $1), $1);
+            @schema@.outbox_lock_groups(ARRAY(SELECT s.consumer_group::text FROM @schema@.event_subscription AS s
+                WHERE s.relay = $1), $1);
     IF NOT @schema@.outbox_lock_cut($1) THEN
         RAISE EXCEPTION 'there is no cut at relay %', $1 USING ERRCODE = 'undefined_object';
     END IF;
-    SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s WHERE s.relay = $1 AND s.state = 'leaving' ORDER BY s.consumer_group LIMIT 1;
+    SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
+        WHERE s.relay = $1 AND s.state = 'leaving' ORDER BY s.consumer_group LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'the workers of group % have not taken all events in front of the cut', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'the workers of group % have not taken all events in front of the cut', wrong
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
      WHERE s.relay = $1 AND s.state = 'left' AND NOT early
-       AND (EXISTS (SELECT FROM @schema@.event_delivery AS d WHERE d.consumer_group = s.consumer_group AND d.status IN ('PENDING', 'PARKED') AND d.resolved_at IS NULL)
-            OR EXISTS (SELECT FROM @schema@.event_delivery AS d WHERE d.consumer_group = s.consumer_group AND d.status = 'PROCESSING'))
+       AND (EXISTS (SELECT FROM @schema@.event_delivery AS d
+           WHERE d.consumer_group = s.consumer_group AND d.status IN ('PENDING', 'PARKED') AND d.resolved_at IS NULL)
+            OR EXISTS (SELECT FROM @schema@.event_delivery AS d
+                WHERE d.consumer_group = s.consumer_group AND d.status = 'PROCESSING'))
      ORDER BY s.consumer_group LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'the workers of group % have open deliveries from before the cut', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'the workers of group % have open deliveries from before the cut', wrong
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
      WHERE s.relay = $1 AND s.state = 'left' AND NOT early
        AND NOT EXISTS (SELECT FROM @schema@.consumer_start AS c WHERE c.consumer_group = s.consumer_group)
      ORDER BY s.consumer_group LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'no consumer of group % has begun to read: it might begin behind what the relay sends', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'no consumer of group % has begun to read: it might begin behind what the relay sends', wrong
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    -- What the consumers of a group have parked is for them to handle, and before what its workers get.
+    -- The consumers of a group handle what they have parked, before its workers get later events.
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
      WHERE s.relay = $1 AND s.state = 'returning' AND NOT early
-       AND EXISTS (SELECT FROM @schema@.event_delivery AS d WHERE d.consumer_group = s.consumer_group AND d.record IS NOT NULL AND d.status IN ('PENDING', 'PARKED', 'PROCESSING'))
+       AND EXISTS (SELECT FROM @schema@.event_delivery AS d
+           WHERE d.consumer_group = s.consumer_group AND d.record IS NOT NULL
+           AND d.status IN ('PENDING', 'PARKED', 'PROCESSING'))
      ORDER BY s.consumer_group LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'the consumers of group % have parked events that are not handled yet', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'the consumers of group % have parked events that are not handled yet', wrong
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    UPDATE @schema@.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now() WHERE s.relay = $1 AND s.state = 'returning';
+    UPDATE @schema@.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now()
+        WHERE s.relay = $1 AND s.state = 'returning';
     GET DIAGNOSTICS finished = ROW_COUNT;
     IF finished = 0 THEN
         UPDATE @schema@.outbox_lease AS l SET expires_at = '-infinity' WHERE l.name = $1;
         SELECT count(*) INTO finished FROM @schema@.event_subscription AS s WHERE s.relay = $1;
     END IF;
-    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key) VALUES ($3, 'finish-cut', $4, $1, '');
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
+        VALUES ($3, 'finish-cut', $4, $1, '');
     RETURN finished;
 END $body$
 $function$,
 
--- Takes the cut at a relay back: nothing has begun behind it. Groups that have left get the
--- position of the relay, which is the cut; a relay gets back that of groups that return. Returns
--- how many groups there are.
+-- Takes the cutover at a relay back, before anything has begun behind it. Groups that have left get the position of
+-- the relay, which is the cutover; a relay gets the position of its returning groups back. Returns how many groups
+-- there are.
 $function$
 CREATE FUNCTION @schema@.outbox_cancel_cut(relay text, operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -207,26 +247,35 @@ DECLARE
     groups text[];
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason),
-            @schema@.outbox_lock_groups(ARRAY(SELECT s.consumer_group::text FROM @schema@.event_subscription AS s WHERE s.relay = $1), $1);
+            @schema@.outbox_lock_groups(ARRAY(SELECT s.consumer_group::text FROM @schema@.event_subscription AS s
+                WHERE s.relay = $1), $1);
     IF NOT @schema@.outbox_lock_cut($1) THEN
         RAISE EXCEPTION 'there is no cut at relay %', $1 USING ERRCODE = 'undefined_object';
     END IF;
-    groups := ARRAY(SELECT s.consumer_group::text FROM @schema@.event_subscription AS s WHERE s.relay = $1 AND s.state = 'returning' ORDER BY s.consumer_group);
+    groups := ARRAY(SELECT s.consumer_group::text FROM @schema@.event_subscription AS s
+        WHERE s.relay = $1 AND s.state = 'returning' ORDER BY s.consumer_group);
     IF cardinality(groups) > 0 THEN
-        INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch)
+        INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id,
+            system_identifier, epoch)
         SELECT $1, c.last_processed_id, c.snapshot, c.window_snapshot, c.highest_id, c.system_identifier, l.epoch
-          FROM @schema@.outbox_cursor AS c, @schema@.outbox_lease AS l WHERE c.relay = 'worker:' || groups[1] AND l.name = $1 ORDER BY c.id DESC LIMIT 1;
-        DELETE FROM @schema@.outbox_cursor AS c WHERE c.relay = ANY (ARRAY(SELECT 'worker:' || g FROM unnest(groups) AS g));
-        UPDATE @schema@.event_subscription AS s SET state = 'left', changed_at = now() WHERE s.consumer_group = ANY (groups);
+          FROM @schema@.outbox_cursor AS c, @schema@.outbox_lease AS l
+              WHERE c.relay = 'worker:' || groups[1] AND l.name = $1 ORDER BY c.id DESC LIMIT 1;
+        DELETE FROM @schema@.outbox_cursor AS c
+            WHERE c.relay = ANY (ARRAY(SELECT 'worker:' || g FROM unnest(groups) AS g));
+        UPDATE @schema@.event_subscription AS s SET state = 'left', changed_at = now()
+            WHERE s.consumer_group = ANY (groups);
         UPDATE @schema@.outbox_lease AS l SET expires_at = '-infinity' WHERE l.name = $1;
     ELSE
         groups := ARRAY(SELECT s.consumer_group::text FROM @schema@.event_subscription AS s WHERE s.relay = $1);
-        INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch)
-        SELECT 'worker:' || s.consumer_group, c.last_processed_id, c.snapshot, c.window_snapshot, c.highest_id, c.system_identifier, 1 + (random() * 4e18)::bigint
+        INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id,
+            system_identifier, epoch)
+        SELECT 'worker:' || s.consumer_group, c.last_processed_id, c.snapshot, c.window_snapshot, c.highest_id,
+            c.system_identifier, 1 + (random() * 4e18)::bigint
           FROM @schema@.event_subscription AS s,
                (SELECT * FROM @schema@.outbox_cursor AS c WHERE c.relay = $1 ORDER BY c.id DESC LIMIT 1) AS c
          WHERE s.relay = $1 AND s.state = 'left';
-        UPDATE @schema@.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now() WHERE s.relay = $1;
+        UPDATE @schema@.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now()
+            WHERE s.relay = $1;
         DELETE FROM @schema@.outbox_cursor AS c WHERE c.relay = $1;
     END IF;
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
@@ -235,27 +284,31 @@ BEGIN
 END $body$
 $function$,
 
--- What a Recorder and a relay do: the topic is derived from the type, the key is the aggregate's id. A row without
--- a topic would stop the connector, and so would one that Kafka cannot have: the transaction is refused.
+-- Does what a Recorder and a relay do: derives the topic from the event type, and takes the id of the aggregate as
+-- the key. A row without a topic, or with one that Kafka does not allow, would stop the connector: its transaction is
+-- refused.
 $function$
 CREATE FUNCTION @schema@.outbox_complete_row() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     IF NEW.topic IS NULL THEN
         IF NEW.event_type !~ '^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$' THEN
-            RAISE EXCEPTION 'column topic is NULL, and no topic can be derived from event_type %', quote_literal(NEW.event_type) USING ERRCODE = 'check_violation';
+            RAISE EXCEPTION 'column topic is NULL, and no topic can be derived from event_type %',
+                quote_literal(NEW.event_type) USING ERRCODE = 'check_violation';
         END IF;
         NEW.topic := split_part(NEW.event_type, '.', 2) || '-events';
     ELSIF NEW.topic !~ '^[A-Za-z0-9._-]+$' OR NEW.topic IN ('.', '..') THEN
-        RAISE EXCEPTION 'column topic is %, which is no name of a Kafka topic', quote_literal(NEW.topic) USING ERRCODE = 'check_violation';
+        RAISE EXCEPTION 'column topic is %, which is no name of a Kafka topic', quote_literal(NEW.topic)
+            USING ERRCODE = 'check_violation';
     END IF;
     NEW.partition_key := coalesce(NEW.partition_key, NEW.aggregate_id);
     RETURN NEW;
 END $body$
 $function$,
 
--- Completes each row at its INSERT from now on, and makes the publication if there is none of this name: with outbox in it, unless
--- a relay sends the events. One that is there keeps its tables. The locks wait for those who have recorded something.
+-- Completes each row at its INSERT from now on, and makes the publication if there is none with this name. outbox is
+-- in it, unless a relay sends the events. A publication that exists keeps its tables. The locks wait for transactions
+-- that have recorded an event.
 $function$
 CREATE FUNCTION @schema@.outbox_publish(publication text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET lock_timeout = '100ms' AS $body$
@@ -266,22 +319,26 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtextextended('outbox.publish.' || @schema_name@, 0));
     IF NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = @outbox@::regclass AND tgname = 'outbox_complete_row') THEN
         CREATE TRIGGER outbox_complete_row BEFORE INSERT ON @schema@.outbox FOR EACH ROW
-            WHEN (NEW.topic IS NULL OR NEW.partition_key IS NULL OR NEW.topic !~ '^[A-Za-z0-9._-]+$' OR NEW.topic IN ('.', '..'))
+            WHEN (NEW.topic IS NULL OR NEW.partition_key IS NULL OR NEW.topic !~ '^[A-Za-z0-9._-]+$'
+                OR NEW.topic IN ('.', '..'))
             EXECUTE FUNCTION @schema@.outbox_complete_row();
     END IF;
     IF NOT EXISTS (SELECT FROM pg_publication WHERE pubname = publication) THEN
-        EXECUTE format('CREATE PUBLICATION %I %s WITH (publish = ''insert'', publish_via_partition_root = true)', publication,
-            CASE WHEN EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE NOT starts_with(c.relay, 'worker:')) THEN '' ELSE 'FOR TABLE ' || @outbox@ END);
+        EXECUTE format('CREATE PUBLICATION %I %s WITH (publish = ''insert'', publish_via_partition_root = true)',
+            publication,
+            CASE WHEN EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE NOT starts_with(c.relay, 'worker:'))
+                 THEN '' ELSE 'FOR TABLE ' || @outbox@ END);
     ELSIF NOT EXISTS (SELECT FROM pg_publication WHERE pubname = publication AND pubinsert AND pubviaroot
                          AND NOT (puballtables OR pubupdate OR pubdelete OR pubtruncate)) THEN
-        RAISE EXCEPTION 'publication % is there with other options: it has to have publish = ''insert'' and publish_via_partition_root = true, and not all tables', quote_ident(publication)
+        RAISE EXCEPTION 'publication % is there with other options: it has to have publish = ''insert'' '
+            'and publish_via_partition_root = true, and not all tables', quote_ident(publication)
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
 END $body$
 $function$,
 
--- Whether a publication has outbox in it. It is an error if there is no such publication, or if it has outbox in a way
--- that ALTER PUBLICATION DROP TABLE does not end: Debezium would go on beside the relay.
+-- Returns whether a publication has outbox in it. It is an error if there is no such publication, or if it has outbox
+-- in a way that ALTER PUBLICATION DROP TABLE does not end: Debezium would go on sending in addition to the relay.
 $function$
 CREATE FUNCTION @schema@.outbox_is_published(publication text) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $body$
@@ -290,24 +347,27 @@ DECLARE
     whole     boolean;
 BEGIN
     IF found_oid IS NULL THEN
-        RAISE EXCEPTION 'there is no publication %', coalesce(quote_ident(publication), '(none)') USING ERRCODE = 'undefined_object';
+        RAISE EXCEPTION 'there is no publication %', coalesce(quote_ident(publication), '(none)')
+            USING ERRCODE = 'undefined_object';
     END IF;
     whole := (SELECT p.puballtables FROM pg_publication AS p WHERE p.oid = found_oid);
     IF current_setting('server_version_num')::int >= 150000 AND NOT whole THEN -- earlier ones have no such catalog
-        EXECUTE 'SELECT EXISTS (SELECT FROM pg_publication_namespace AS n JOIN pg_class AS c ON c.relnamespace = n.pnnspid WHERE n.pnpubid = $1 AND c.oid = $2)'
+        EXECUTE 'SELECT EXISTS (SELECT FROM pg_publication_namespace AS n '
+                'JOIN pg_class AS c ON c.relnamespace = n.pnnspid WHERE n.pnpubid = $1 AND c.oid = $2)'
            INTO whole USING found_oid, @outbox@::regclass::oid;
     END IF;
     IF whole THEN
-        RAISE EXCEPTION 'publication % has outbox in it as a table of its schema, or of all: a cut cannot take it out; name its tables', quote_ident(publication)
+        RAISE EXCEPTION 'publication % has outbox in it as a table of its schema, or of all: '
+            'a cut cannot take it out; name its tables', quote_ident(publication)
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     RETURN EXISTS (SELECT FROM pg_publication_rel AS r WHERE r.prpubid = found_oid AND r.prrelid = @outbox@::regclass);
 END $body$
 $function$,
 
--- From the commit of the caller on, the publication has no more events, and the relay, which must be a new one, has all of
--- them: nobody has one recorded in an open transaction at this moment. The relay waits until outbox_begin_relay.
--- As in 0013_cut.sql, the snapshot is read before the transaction has an id.
+-- Takes outbox out of the publication from the commit of the caller on, and gives all later events to the relay,
+-- which must be a new one. At this moment no open transaction has recorded an event. The relay waits until
+-- outbox_begin_relay. As in outbox_lock_groups, the snapshot is read before the transaction has an id.
 $function$
 CREATE FUNCTION @schema@.outbox_cut_from_debezium(publication text, relay text, operator text, reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '100ms' AS $body$
@@ -317,61 +377,77 @@ DECLARE
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}', $2);
     IF NOT @schema@.outbox_is_published(publication) THEN
-        RAISE EXCEPTION 'publication % does not have the events: Debezium does not send them', quote_ident(publication) USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'publication % does not have the events: Debezium does not send them', quote_ident(publication)
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     LOCK TABLE @schema@.outbox IN SHARE ROW EXCLUSIVE MODE;
     cut := pg_current_snapshot();
     PERFORM set_config('synchronous_commit', 'on', true);
-    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts) VALUES ($2, 'outbox debezium', 1, 'infinity', '0')
-        ON CONFLICT (name) DO UPDATE SET holder = 'outbox debezium', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0'
+    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts)
+        VALUES ($2, 'outbox debezium', 1, 'infinity', '0')
+        ON CONFLICT (name) DO UPDATE
+            SET holder = 'outbox debezium', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0'
         WHERE l.holder IN ('outbox debezium', 'outbox cut') OR l.expires_at <= clock_timestamp()
     RETURNING l.epoch INTO term;
-    IF term IS NULL OR EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $2) OR EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.relay = $2 AND s.state <> 'left') THEN
-        RAISE EXCEPTION 'relay % has begun already: it would send events that Debezium sends', $2 USING ERRCODE = 'object_in_use';
+    IF term IS NULL OR EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $2)
+        OR EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.relay = $2 AND s.state <> 'left') THEN
+        RAISE EXCEPTION 'relay % has begun already: it would send events that Debezium sends', $2
+            USING ERRCODE = 'object_in_use';
     END IF;
     INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
-    SELECT $2, 0, cut, coalesce((SELECT o.id FROM @schema@.outbox AS o ORDER BY o.id DESC LIMIT 1), 0), s.system_identifier, term
+    SELECT $2, 0, cut, coalesce((SELECT o.id FROM @schema@.outbox AS o ORDER BY o.id DESC LIMIT 1), 0),
+        s.system_identifier, term
       FROM pg_control_system() AS s;
     EXECUTE format('ALTER PUBLICATION %I DROP TABLE %s', publication, @outbox@);
-    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key) VALUES ($3, 'from-debezium', $4, $2, '');
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
+        VALUES ($3, 'from-debezium', $4, $2, '');
 END $body$
 $function$,
 
--- Lets the relay begin. Whether Debezium has sent what was in front of the cut, the caller has to know; here it is
--- made sure that its connector has stopped.
+-- Lets the relay begin. It checks that the connector has stopped. The caller has to know that Debezium has sent
+-- everything before the cutover.
 $function$
 CREATE FUNCTION @schema@.outbox_begin_relay(slot text, relay text, operator text, reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}', $2);
-    UPDATE @schema@.outbox_lease AS l SET expires_at = '-infinity' WHERE l.name = $2 AND l.holder = 'outbox debezium' AND l.expires_at = 'infinity'
+    UPDATE @schema@.outbox_lease AS l SET expires_at = '-infinity'
+        WHERE l.name = $2 AND l.holder = 'outbox debezium' AND l.expires_at = 'infinity'
        AND EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $2);
     IF NOT FOUND THEN
         RAISE EXCEPTION 'there is no cut at relay %', $2 USING ERRCODE = 'undefined_object';
     END IF;
     IF EXISTS (SELECT FROM pg_replication_slots AS s WHERE s.slot_name = slot AND s.active) THEN
-        RAISE EXCEPTION 'replication slot % is in use: stop the connector first', quote_ident(slot) USING ERRCODE = 'object_in_use';
+        RAISE EXCEPTION 'replication slot % is in use: stop the connector first', quote_ident(slot)
+            USING ERRCODE = 'object_in_use';
     END IF;
-    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key) VALUES ($3, 'begin-relay', $4, $2, '');
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
+        VALUES ($3, 'begin-relay', $4, $2, '');
 END $body$
 $function$,
 
--- Ends a relay that has sent all there is, and has the publication have all events from the commit of the caller on. For that
--- nobody may have one recorded in an open transaction, and nobody records one meanwhile. Returns false, having changed nothing, if the
+-- Ends a relay that has sent all events, and adds outbox to the publication from the commit of the caller on. No open
+-- transaction may have recorded an event, and none records one meanwhile. Returns false, and changes nothing, if the
 -- relay does not come to the end within 300 ms, for which writers wait.
 $function$
-CREATE FUNCTION @schema@.outbox_cut_to_debezium(publication text, slot text, relay text, operator text, reason text) RETURNS boolean
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '100ms' SET enable_seqscan = off SET jit = off AS $body$
+CREATE FUNCTION @schema@.outbox_cut_to_debezium(publication text, slot text, relay text, operator text, reason text)
+RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '100ms'
+    SET enable_seqscan = off SET jit = off AS $body$
 DECLARE
     began   timestamptz;
     pending bigint;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}', $3);
     IF @schema@.outbox_is_published(publication) THEN
-        RAISE EXCEPTION 'publication % has the events already', quote_ident(publication) USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'publication % has the events already', quote_ident(publication)
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    IF NOT EXISTS (SELECT FROM pg_replication_slots AS s WHERE s.slot_name = slot AND s.database = current_database() AND s.plugin = 'pgoutput' AND s.wal_status <> 'lost') THEN
-        RAISE EXCEPTION 'there is no replication slot % with pgoutput: what is recorded before the connector makes it would be sent by nobody', coalesce(quote_ident(slot), '(none)')
+    IF NOT EXISTS (SELECT FROM pg_replication_slots AS s
+        WHERE s.slot_name = slot AND s.database = current_database() AND s.plugin = 'pgoutput'
+        AND s.wal_status <> 'lost') THEN
+        RAISE EXCEPTION 'there is no replication slot % with pgoutput: what is recorded before the connector makes it '
+            'would be sent by nobody', coalesce(quote_ident(slot), '(none)')
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     IF NOT EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $3) THEN
@@ -395,27 +471,34 @@ BEGIN
         PERFORM pg_sleep(0.002);
     END LOOP;
     PERFORM set_config('synchronous_commit', 'on', true);
-    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts) VALUES ($3, 'outbox debezium', 1, 'infinity', '0')
-        ON CONFLICT (name) DO UPDATE SET holder = 'outbox debezium', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0';
-    -- The lease is lost: from here on the relay can neither move its position nor note failures.
-    IF EXISTS (SELECT FROM @schema@.outbox_failed AS f WHERE f.relay = $3 AND f.status IN ('waiting', 'failed', 'parked')) THEN
-        RAISE EXCEPTION 'relay % has events in outbox_failed that it still has to send: wait, or resolve them', $3 USING ERRCODE = 'object_in_use';
+    INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts)
+        VALUES ($3, 'outbox debezium', 1, 'infinity', '0')
+        ON CONFLICT (name) DO UPDATE
+            SET holder = 'outbox debezium', epoch = l.epoch + 1, expires_at = 'infinity', lasts = '0';
+    -- The lease is lost: from here on the relay can neither move its position nor insert failed events.
+    IF EXISTS (SELECT FROM @schema@.outbox_failed AS f
+        WHERE f.relay = $3 AND f.status IN ('waiting', 'failed', 'parked')) THEN
+        RAISE EXCEPTION 'relay % has events in outbox_failed that it still has to send: wait, or resolve them', $3
+            USING ERRCODE = 'object_in_use';
     END IF;
     DELETE FROM @schema@.outbox_cursor AS c WHERE c.relay = $3;
     EXECUTE format('ALTER PUBLICATION %I ADD TABLE %s', publication, @outbox@);
-    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key) VALUES ($4, 'to-debezium', $5, $3, '');
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
+        VALUES ($4, 'to-debezium', $5, $3, '');
     RETURN true;
 END $body$
 $function$,
 
--- How many committed events a relay has still to attempt, counted up to a number.
+-- Counts the committed events that a relay has still to attempt, up to a number.
 $function$
 CREATE FUNCTION @schema@.outbox_pending(relay text, most bigint) RETURNS bigint
 LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
     SELECT count(*) FROM (
-        SELECT FROM (SELECT * FROM @schema@.outbox_cursor AS c WHERE c.relay = $1 ORDER BY c.id DESC LIMIT 1) AS c, @schema@.outbox AS o
+        SELECT FROM (SELECT * FROM @schema@.outbox_cursor AS c WHERE c.relay = $1 ORDER BY c.id DESC LIMIT 1) AS c,
+            @schema@.outbox AS o
          WHERE o.xid >= pg_snapshot_xmin(c.snapshot) AND NOT pg_visible_in_snapshot(o.xid, c.snapshot)
-           AND NOT (o.id <= c.last_processed_id AND c.window_snapshot IS NOT NULL AND pg_visible_in_snapshot(o.xid, c.window_snapshot))
+           AND NOT (o.id <= c.last_processed_id AND c.window_snapshot IS NOT NULL
+               AND pg_visible_in_snapshot(o.xid, c.window_snapshot))
          LIMIT $2) AS pending
 $body$
 $function$

@@ -52,7 +52,8 @@ ALTER TABLE @schema@.event_delivery ENABLE ROW LEVEL SECURITY
 $policy$,
 $policy$
 CREATE POLICY event_subscription_read ON @schema@.event_subscription FOR SELECT USING (true);
-CREATE POLICY event_subscription_write ON @schema@.event_subscription USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
+CREATE POLICY event_subscription_write ON @schema@.event_subscription
+    USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
 ALTER TABLE @schema@.event_subscription ENABLE ROW LEVEL SECURITY
 $policy$,
 
@@ -82,14 +83,14 @@ BEGIN
     FOR granted IN
         SELECT a.grantee, CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS role
           FROM pg_class AS c, aclexplode(c.relacl) AS a
-         WHERE c.oid = format('%I.event_delivery', @schema_name@)::regclass AND a.privilege_type = 'INSERT' AND a.grantee <> c.relowner
+         WHERE c.oid = format('%I.event_delivery', @schema_name@)::regclass
+           AND a.privilege_type = 'INSERT' AND a.grantee <> c.relowner
     LOOP
         INSERT INTO @schema@.consumer_group_role (consumer_group, role)
         VALUES ('*', CASE granted.grantee WHEN 0 THEN 'public' ELSE pg_get_userbyid(granted.grantee) END);
         EXECUTE format('GRANT SELECT ON %I.consumer_group_role TO %s', @schema_name@, granted.role);
-        EXECUTE format('GRANT EXECUTE ON FUNCTION %1$I.outbox_lock_keys(text, bigint[]), %1$I.outbox_lock_keys_shared(text, bigint[]), '
-                       '%1$I.outbox_promote(text, bigint[], bigint[]), '
-                       '%1$I.outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[]) TO %2$s', @schema_name@, granted.role);
+        EXECUTE format('GRANT EXECUTE ON FUNCTION %1$I.outbox_lock_keys, %1$I.outbox_lock_keys_shared, '
+                       '%1$I.outbox_promote, %1$I.outbox_finish_deliveries TO %2$s', @schema_name@, granted.role);
     END LOOP;
 END $$
 $block$,
@@ -114,9 +115,9 @@ BEGIN
       LEFT JOIN pg_proc AS p ON d.refclassid = 'pg_proc'::regclass AND p.oid = d.refobjid
       LEFT JOIN pg_operator AS o ON d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
      WHERE c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = @schema_name@)
-       AND c.relname IN ('outbox', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed', 'event_handled',
-                         'consumer_start', 'consumer_pause', 'event_subscription', 'event_delivery', 'outbox_audit',
-                         'consumer_group_role')
+       AND c.relname IN ('outbox', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed',
+                         'event_handled', 'consumer_start', 'consumer_pause', 'event_subscription', 'event_delivery',
+                         'outbox_audit', 'consumer_group_role')
        AND coalesce(p.pronamespace, o.oprnamespace) <> 'pg_catalog'::regnamespace;
     IF bound IS NOT NULL THEN
         RAISE EXCEPTION 'somebody has put code in the place of PostgreSQL''s own before outbox was migrated: %', bound

@@ -5,17 +5,20 @@
 // so the tool's search_path chooses the schema, and the first line of each file
 // is the annotation that goose asks for (a comment to tern and atlas).
 //
-// Services may be at work meanwhile. A file that does not get its locks within 100 ms
-// fails with lock_not_available (55P03), so that writers do not wait behind it: apply it
-// again. Another lock_timeout of the session stays. Only short changes of the catalogue
-// lock outbox; while indexes of outbox_failed are built, the relay waits. Each file has to
-// be one transaction.
+// Each file has to be one transaction, and is about one subject. The files of the first
+// release are the schema as it is: no table, index or function is defined twice. Later
+// releases add files behind them.
 //
-// Whoever may create in the schema can have the role that applies the files run code of his
-// own: revoke CREATE from PUBLIC before the first. The file 0010_least_privilege.sql does so where
-// the role may, with a NOTICE, and fails if a table depends on code that others have made in the
-// meantime. Functions look for names in pg_catalog and name all else with the schema: after ALTER
-// SCHEMA … RENAME they have to be made again.
+// Services may be running meanwhile. A file that locks tables which may be in use fails with
+// lock_not_available (55P03) if it does not get a lock within 100 ms, so that writers do not
+// wait behind it: apply it again. A lock_timeout that the session has set stays.
+//
+// A role that may create in the schema can have its own code run by the role that applies the
+// files. The first file revokes CREATE from PUBLIC if the role may do that, with a NOTICE. The
+// file 0007_roles.sql fails if a table depends on code that another role has put into the schema.
+// Functions look for names in pg_catalog only, and name everything else with the schema: after
+// ALTER SCHEMA … RENAME they have to be created again. The function outbox_define, which the
+// files use, inserts the name.
 //
 // outbox is a plain table then. To partition it by ranges of a million ids, run
 // these as three transactions, in a file of your own (goose: NO TRANSACTION), each

@@ -59,8 +59,7 @@ type AuditEntry struct {
 	// Operator is who did it, as [AuditInfo] said, and Reason why. What a relay retries by
 	// RetryDeadAfter, it retries as "relay" and its name.
 	Operator, Reason string
-	// Login is the role that was logged in to PostgreSQL, which writes it down itself; empty
-	// in entries of before.
+	// Login is the role that was logged in to PostgreSQL, which writes it down itself.
 	Login string
 	// Action is retry, resolve, edit, hold or release, or read for a payload that was shown; of
 	// a consumer group pause, resume or rewind; of groups that are moved to-kafka, to-postgres,
@@ -106,7 +105,7 @@ type AuditPage struct {
 }
 
 const sqlAudit = `
-SELECT id, created_at, operator, coalesce(login, ''), reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
+SELECT id, created_at, operator, login, reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
        coalesce(consumer_group, ''), coalesce(delivery_id, 0), coalesce(handler, ''), num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit

@@ -206,7 +206,7 @@ func (s *Notes) argsOf(keys []NoteKey) []any {
 	return []any{s.group, types, ids, actions, sources}
 }
 
-// sqlLookHandled fails if the table does not exist, or is of an earlier release.
+// sqlLookHandled fails if the table does not exist, or lacks a column that this release needs.
 const sqlLookHandled = `SELECT consumer_group, aggregate_type, aggregate_id, action, event_source FROM {schema}.event_handled LIMIT 0`
 
 // Check reports why the table cannot be used.
