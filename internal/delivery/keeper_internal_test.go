@@ -1,0 +1,39 @@
+package delivery
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handling"
+)
+
+// Hooks are told which record brought an event whose consumer is gone; where none did, there is none.
+func TestHooksOfGoneDeliveries(t *testing.T) {
+	t.Parallel()
+	var seen []envelope.Received
+	note := func(m *envelope.Received, action string, err error) {
+		require.Equal(t, "COUNTED", action)
+		require.ErrorIs(t, err, errGone)
+		seen = append(seen, *m)
+	}
+	cfg := &Rules{Rules: &handling.Rules{Hooks: handling.Hooks{Failed: note, Retried: note}}}
+	of := Expired{ID: 7, EventID: "1", Type: "test.sale.made.v1", Action: "COUNTED", Stream: "sales", Attempt: 2, RecordKey: "k", Position: 5, Partition: 3}
+	parked := of
+	parked.FromKafka = true
+	(&keeper{cfg: cfg}).notify([]Expired{parked, of})
+	require.Len(t, seen, 4)
+	for i, m := range seen {
+		require.Equal(t, "1", m.ID)
+		require.Equal(t, "test.sale.made.v1", m.Type)
+		require.Equal(t, 2, m.Attempt)
+		require.Equal(t, "sales", m.Topic())
+		require.Equal(t, "k", string(m.Origin.Key))
+		if i < 2 {
+			require.Equal(t, &envelope.Place{Topic: "sales", Partition: 3, Offset: 5, Key: []byte("k")}, m.Kafka)
+		} else {
+			require.Nil(t, m.Kafka)
+		}
+	}
+}
