@@ -145,7 +145,7 @@ func TestWorkerSaysWhatOthersHave(t *testing.T) {
 	<-works
 	cfg.Logger = second.logger()
 	_, stop := f.start(cfg, handler)
-	const said = `level=INFO msg="outbox: other workers have deliveries, for which later ones of their keys wait; those of a worker that is gone are taken over within at_most"`
+	const said = `level=INFO msg="outbox: other processes have deliveries, and later ones of the same keys wait for them; the deliveries of a process that is gone are taken over within at_most"`
 	requireLoggedOnce(t, &second.Buffer, said, time.Millisecond, "group=bank deliveries=", "at_most=1") // 12 s, or a little less, and 4 s
 	stop()
 	close(goOn)

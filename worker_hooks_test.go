@@ -302,12 +302,12 @@ func TestWorkerLogNamesEvents(t *testing.T) {
 	f.exec(`UPDATE {schema}.event_delivery SET locked_by = 'gone', locked_until = now() - interval '1 min' WHERE status = 'PROCESSING' AND action = 'SENT'`)
 	for line, account := range map[string]string{
 		"handler failed, trying again": "dead", "delivery is dead, an operator has to decide": "dead", "event handled already": "dead",
-		"handler runs for long": "gone", "the worker of a delivery is gone": "gone",
+		"handler runs for long": "gone", "the lease of a delivery has expired": "gone",
 	} {
 		of := regexp.MustCompile(line + `.* aggregate_id=` + account + ` .*`)
 		require.Eventually(t, func() bool { return of.MatchString(log.String()) }, testenv.Patience, 10*time.Millisecond, line)
 		parts := []string{" stream=account-events ", " type=bank.account.stepped.v1 ", " event_id=", " aggregate_type=Account "}
-		if line != "the worker of a delivery is gone" {
+		if line != "the lease of a delivery has expired" {
 			parts = append(parts, " trace_id=trace-1 ")
 		}
 		for _, part := range parts {

@@ -30,7 +30,7 @@ import (
 type consumerParking struct {
 	store    *delivery.Store
 	breakers *handling.ActionBreakers
-	session  delivery.PoolSession
+	session  delivery.SessionSettings
 	group    string
 	dueAt    func(time.Time)
 	seen     atomic.Int64 // when something was found to be blocked last, in Unix nanoseconds; 0 for never
@@ -216,13 +216,13 @@ func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results
 		return nil
 	}
 	if tx.ChangedSettings() || len(results) == 1 { // functions inside PostgreSQL may have changed some, too
-		if _, err := tx.Own().Exec(ctx, delivery.SQLOwnSettings, w.parking.session.Role, w.parking.session.User); err != nil {
-			return delivery.Unfinished(tx, err)
+		if _, err := tx.Own().Exec(ctx, delivery.SQLRestoreSettings, w.parking.session.Role, w.parking.session.User); err != nil {
+			return delivery.AsUnfinished(tx, err)
 		}
 	}
 	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), w.parking.subjectsOf(tasks))
 	if err != nil {
-		return delivery.Unfinished(tx, err)
+		return delivery.AsUnfinished(tx, err)
 	}
 	if len(blocked) == 0 {
 		return nil
@@ -248,7 +248,7 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 		byPlace.Digest = w.placeOf(it)
 		subjects := append(w.parking.subjectsOf(it.Tasks), unread, byPlace)
 		if err := w.write(func(ctx context.Context) error {
-			again, err := w.parking.store.Replayed(ctx, subjects)
+			again, err := w.parking.store.Requeue(ctx, subjects)
 			for _, n := range again {
 				w.parking.noteSeen()
 				w.parking.dueAt(time.Now())
@@ -451,7 +451,7 @@ func noteOf(t handling.Task) (note delivery.Note) {
 		if err == nil {
 			note = delivery.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
 			if k.Source != "" {
-				note.Beside = k.OfSource().AggregateID
+				note.WithSource = k.OfSource().AggregateID
 			}
 		}
 		return err

@@ -5,50 +5,53 @@ import (
 	"time"
 )
 
-// bounds remembers up to which time rows were looked for, so that the next look need not begin
-// with those that have gone on since: while a transaction is open somewhere, PostgreSQL cannot
-// remove their index entries. A row that was seen and not taken is looked for again. One of an earlier time may
-// still come, with a transaction that took long. So a look begins somewhat before the last one, and every now and then it
-// is at all rows, as often as that is cheap.
-type bounds[K comparable] struct {
-	share int           // one part in so many of the time is for looks at all rows
-	rare  time.Duration // between these, however long they take
+// scanBounds remembers up to which time the rows of each K were scanned, so that the next scan can begin there. While
+// a transaction is open anywhere, PostgreSQL cannot remove the index entries of rows that have changed since, and a
+// scan of all of them becomes slow.
+//
+// A row that was seen but not taken moves the bound back. A row of an earlier time can still become visible when a
+// long transaction commits. Therefore a scan begins somewhat before the last one, and sometimes it covers all rows, as
+// often as that is cheap.
+type scanBounds[K comparable] struct {
+	share int           // full scans take one part in share of the time
+	rare  time.Duration // the longest time between full scans, however long they take
 
-	mu    sync.Mutex
-	looks map[K]look
+	mu     sync.Mutex
+	bounds map[K]scanBound
 }
 
-type look struct {
-	since time.Time // a time of the server
-	again time.Time // when all are to be looked at again
+// scanBound is where the next scan begins.
+type scanBound struct {
+	since  time.Time // by the clock of the server
+	fullAt time.Time // when the next scan covers all rows
 }
 
-const lateness = time.Second // of most transactions
+const lateness = time.Second // by which most transactions commit
 
-// of returns from when on rows are to be looked for, the zero time for all.
-func (b *bounds[K]) of(k K) (since time.Time) {
+// start returns the time from which rows are to be scanned, the zero time for all.
+func (b *scanBounds[K]) start(k K) (since time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	l := b.looks[k]
-	if !time.Now().Before(l.again) {
+	bound := b.bounds[k]
+	if !time.Now().Before(bound.fullAt) {
 		return time.Time{}
 	}
-	return l.since
+	return bound.since
 }
 
-// looked notes that all rows from since until a time were seen, in a look that has taken some time.
-func (b *bounds[K]) looked(k K, since, until time.Time, took time.Duration) {
+// scanned notes that no row is left between since and until, after a scan that took some time.
+func (b *scanBounds[K]) scanned(k K, since, until time.Time, took time.Duration) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.looks == nil {
-		b.looks = map[K]look{}
+	if b.bounds == nil {
+		b.bounds = map[K]scanBound{}
 	}
-	l := b.looks[k]
+	bound := b.bounds[k]
 	if since.IsZero() {
-		l.again = time.Now().Add(min(time.Duration(b.share)*took, b.rare))
+		bound.fullAt = time.Now().Add(min(time.Duration(b.share)*took, b.rare))
 	}
-	if !since.After(l.since) { // or another look has left what this one has not seen
-		l.since = until.Add(-lateness)
+	if !since.After(bound.since) { // otherwise another scan has moved the bound back, behind the start of this one
+		bound.since = until.Add(-lateness)
 	}
-	b.looks[k] = l
+	b.bounds[k] = bound
 }

@@ -30,7 +30,7 @@ func TestLooksFindAllRows(t *testing.T) {
 	f.exec(`UPDATE {schema}.event_delivery SET locked_until = now() - interval '1 hour' + id * interval '1 min'`)
 	gone := f.store("b", time.Millisecond)
 	for _, n := range []int{2, 2, 1, 0} {
-		expired, err := gone.Expire(ctx, 2, false)
+		expired, err := gone.TakeOver(ctx, 2, false)
 		require.NoError(t, err)
 		require.Len(t, expired, n)
 	}
@@ -43,7 +43,7 @@ func TestLooksFindAllRows(t *testing.T) {
 	}, testenv.Patience, time.Millisecond)
 	f.exec(`UPDATE {schema}.event_delivery SET locked_until = now() - interval '2 hours'`)
 	require.Eventually(t, func() bool {
-		expired, err := gone.Expire(ctx, 10, false)
+		expired, err := gone.TakeOver(ctx, 10, false)
 		require.NoError(t, err)
 		return len(expired) == len(keys)
 	}, testenv.Patience, time.Millisecond)
@@ -63,7 +63,7 @@ func TestLooksFindWhatWasLocked(t *testing.T) {
 			return len(claimed), err
 		}},
 		{"expired", delivery.Processing, func(ctx context.Context, s *delivery.Store) (int, error) {
-			expired, err := s.Expire(ctx, 10, false)
+			expired, err := s.TakeOver(ctx, 10, false)
 			return len(expired), err
 		}},
 	} {
@@ -94,20 +94,20 @@ func TestLookThatFails(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
 	a, b := f.store("a", time.Millisecond), f.store("b", time.Millisecond)
-	f.lookSlowly(func() error { _, err := b.Expire(ctx, 10, false); return err })
+	f.lookSlowly(func() error { _, err := b.TakeOver(ctx, 10, false); return err })
 	require.Len(t, f.insert(a, delivery.Processing, f.record("k"), "k"), 1)
 	require.Eventually(t, f.isOld, testenv.Patience, 10*time.Millisecond)
 	busy := f.begin(`SELECT {schema}.outbox_lock_keys(consumer_group, ARRAY[order_key]) FROM {schema}.event_delivery`)
 	late, cancel := context.WithTimeout(ctx, slowLook)
 	defer cancel()
-	_, err := b.Expire(late, 10, false)
+	_, err := b.TakeOver(late, 10, false)
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.NoError(t, busy.Rollback(ctx))
 	require.Eventually(t, func() bool {
 		_, err := f.db.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.event_delivery FOR UPDATE NOWAIT`, f.schema))
 		return err == nil
 	}, testenv.Patience, time.Millisecond, "PostgreSQL has not ended the look")
-	expired, err := b.Expire(ctx, 10, false)
+	expired, err := b.TakeOver(ctx, 10, false)
 	require.NoError(t, err)
 	require.Len(t, expired, 1)
 }

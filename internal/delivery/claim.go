@@ -12,9 +12,9 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// sqlClaim takes due rows of the actions and streams, and of those that are tried for the first
-// time also what is parked behind them, up to a row that was tried. They are found one pair of
-// action and stream after the other, so that none of them, paused or failing, hides the rest.
+// sqlClaim claims due rows of the pairs of action $4 and stream $5. Behind each row that was never tried, it also
+// claims the parked rows of its key, up to one that was tried. It scans each pair by itself, so that the rows of one
+// pair do not hide those of another.
 var sqlClaim = `
 WITH due AS MATERIALIZED (
     SELECT p.id, p.order_key, p.attempt_count FROM unnest($4::text[], $5::text[], $9::timestamptz[]) AS w (action, stream, since)
@@ -42,23 +42,23 @@ WITH due AS MATERIALIZED (
 )
 SELECT ` + columnsWithin("$10") + ` FROM (SELECT c.*, sum(c.size) OVER (ORDER BY c.id) AS until FROM claimed AS c) AS d ORDER BY d.id`
 
-// suspect is the condition that the worker of a row d was gone. It is a column of an index.
+// suspect is the condition that a row d was taken over. It is a column of an index.
 const suspect = `(coalesce(d.last_error_code, '') = '` + CodeStale + `')`
 
 // Pair is an action and a stream whose rows may be claimed.
 type Pair struct{ Action, Stream string }
 
-// looking is what is looked for in a claim.
-type looking struct {
+// claimScan is what a claim scans for: each has its own [scanBounds].
+type claimScan struct {
 	Pair
 	suspects bool
 }
 
 const sqlNow = `SELECT clock_timestamp()`
 
-// sqlLeft reads from when on rows of each pair are due that a claim has left: those beyond its limit, and those that
-// others have locked, who may give them up.
-var sqlLeft = `
+// sqlRemaining reads for each pair since when a row is due that the claim has left, where the next scan has to begin.
+// Such rows are beyond its limit, or locked by a transaction that may roll back.
+var sqlRemaining = `
 SELECT (SELECT d.next_retry_at FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
            AND (d.record IS NOT NULL) = $6::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $5::bool
@@ -66,13 +66,12 @@ SELECT (SELECT d.next_retry_at FROM {schema}.event_delivery AS d
   FROM unnest($2::text[], $3::text[], $4::timestamptz[]) WITH ORDINALITY AS w (action, stream, since, n)
  ORDER BY w.n`
 
-// Claim claims rows that are due, at most limit and as many behind each as follow. Suspects are
-// claimed by themselves: no others are with them, and none that wait behind them. What does not fit into a budget of
-// bytes with what is before it comes bare, as from Queue.
+// Claim claims at most limit due rows, and at most follow parked rows behind each. With suspects it claims only rows
+// that were taken over, without the rows behind them. Rows beyond the budget of bytes come bare, as from Queue.
 func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, suspects bool, budget int64) (claimed []Delivery, err error) {
 	actions, streams, since := make([]string, len(pairs)), make([]string, len(pairs)), make([]time.Time, len(pairs))
 	for i, p := range pairs {
-		actions[i], streams[i], since[i] = p.Action, p.Stream, s.due.of(looking{p, suspects})
+		actions[i], streams[i], since[i] = p.Action, p.Stream, s.due.start(claimScan{p, suspects})
 	}
 	if suspects {
 		follow = 0
@@ -82,16 +81,16 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	began := time.Now()
 	transact := s.transactAsync
 	if suspects {
-		transact = s.transact // or an event that ends PostgreSQL never uses up its attempts
+		transact = s.transact // a crash must not forget the attempt at an event that makes PostgreSQL crash
 	}
 	claim := func(ctx context.Context, budget int64) error {
 		return transact(ctx, func(b *pgx.Batch) {
 			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
 			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, s.records).Query(func(rows pgx.Rows) (err error) {
-				claimed, err = scan(rows)
+				claimed, err = readRows(rows)
 				return err
 			})
-			b.Queue(s.sqlLeft, s.group, actions, streams, since, suspects, s.records).Query(func(rows pgx.Rows) (err error) {
+			b.Queue(s.sqlRemaining, s.group, actions, streams, since, suspects, s.records).Query(func(rows pgx.Rows) (err error) {
 				left, err = pgx.CollectRows(rows, pgx.RowTo[pgtype.Timestamptz])
 				return err
 			})
@@ -100,7 +99,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	half, cancel := context.WithTimeout(ctx, claimTimeout)
 	err = claim(half, budget)
 	cancel()
-	if IsUnprintable(err) && ctx.Err() == nil {
+	if MayBeUnreadable(err) && ctx.Err() == nil {
 		err = claim(ctx, 0)
 	}
 	if err != nil {
@@ -108,34 +107,36 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	}
 	took := time.Since(began)
 	for i, p := range pairs {
-		s.due.looked(looking{p, suspects}, since[i], seenUntil(left[i], now), took)
+		s.due.scanned(claimScan{p, suspects}, since[i], scannedUntil(left[i], now), took)
 	}
-	return onFloors(claimed), nil
+	return withFloors(claimed), nil
 }
 
-// seenUntil returns up to when no row is left of what was seen in a look, given the first that is.
-func seenUntil(left pgtype.Timestamptz, now time.Time) time.Time {
+// scannedUntil returns the time up to which a scan has left no row, given the time of the first row that it has left.
+func scannedUntil(left pgtype.Timestamptz, now time.Time) time.Time {
 	if left.Valid {
 		return left.Time
 	}
 	return now
 }
 
-// IsUnprintable reports whether PostgreSQL could not print a row, or has perhaps worked on that until its time
-// was over.
-func IsUnprintable(err error) bool {
+// MayBeUnreadable reports whether PostgreSQL could not print a row, or may have run out of time with that.
+func MayBeUnreadable(err error) bool {
 	return pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
 }
 
-// claimTimeout bounds a claim, until it is tried without what may not be printable.
+// claimTimeout bounds a claim. After it, the claim is retried without payloads, because PostgreSQL may be unable to
+// print one.
 const claimTimeout = 15 * time.Second
 
-const sqlPrint = `SELECT ` + payload + `, ` + headers + `, ` + record + ` FROM {schema}.event_delivery AS d WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
+const sqlReadPayload = `
+SELECT ` + payload + `, ` + headers + `, ` + record + ` FROM {schema}.event_delivery AS d
+ WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
 
-// Print reads payload and headers of a bare row. The error may be one that [IsUnprintable] knows, or [ErrLost] if
-// the row is not with this worker any more.
-func (s *Store) Print(ctx context.Context, d *Delivery) error {
-	err := s.db.QueryRow(ctx, s.sqlPrint, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
+// ReadPayload reads payload, headers and record of a bare row. It returns [ErrLost] if another process has the row.
+// [MayBeUnreadable] tells whether PostgreSQL cannot print the row.
+func (s *Store) ReadPayload(ctx context.Context, d *Delivery) error {
+	err := s.db.QueryRow(ctx, s.sqlReadPayload, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return ErrLost

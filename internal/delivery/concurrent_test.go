@@ -126,7 +126,7 @@ func (c *crowd) drain() {
 	for start := time.Now(); ; {
 		c.exec(`SELECT {schema}.outbox_resolve_deliveries(ARRAY(SELECT id FROM {schema}.event_delivery WHERE held), 'me', 'why')`)
 		c.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() WHERE status = 'PENDING' AND next_retry_at > now()`)
-		_, err := s.Expire(ctx, 100, false)
+		_, err := s.TakeOver(ctx, 100, false)
 		require.NoError(c.t, err)
 		for _, suspects := range []bool{true, false} {
 			claimed, err := s.Claim(ctx, pairs, 100, 100, suspects, room)
@@ -313,7 +313,7 @@ func (w *crowdWorker) handleSome(ctx context.Context) error {
 
 func (w *crowdWorker) returned(ctx context.Context, rows []delivery.Delivery) error {
 	w.forget(rows)
-	return w.store.Return(ctx, rows)
+	return w.store.Release(ctx, rows)
 }
 
 func (w *crowdWorker) giveBack(ctx context.Context) error {
@@ -339,7 +339,7 @@ func (w *crowdWorker) renew(ctx context.Context) error {
 }
 
 func (w *crowdWorker) expire(ctx context.Context) error {
-	_, err := w.store.Expire(ctx, 1+w.rng.IntN(5), w.rng.IntN(4) == 0)
+	_, err := w.store.TakeOver(ctx, 1+w.rng.IntN(5), w.rng.IntN(4) == 0)
 	return err
 }
 
@@ -368,7 +368,7 @@ func TestDeliveriesInAllModes(t *testing.T) {
 			claimed := f.insert(s, delivery.Processing, f.record("l", "l"), "l", "l")
 			require.NoError(t, (&crowd{tableFixture: f}).handle(t.Context(), testenv.PoolIn(t, mode), s, claimed, 0, false))
 			claimed = f.insert(s, delivery.Processing, f.record("l", "l"), "l", "l")
-			require.NoError(t, s.Return(t.Context(), claimed))
+			require.NoError(t, s.Release(t.Context(), claimed))
 			_, repaired, err := s.RepairHeads(t.Context(), -1<<63, 10)
 			require.NoError(t, err)
 			require.Zero(t, repaired)

@@ -37,7 +37,7 @@ func TestIDsAreGivenOutAgain(t *testing.T) {
 		require.ErrorIs(t, err, delivery.ErrLost)
 		_, err = a.Fail(ctx, delivery.Failure{Of: forgotten[0], Code: "handler"}, forgotten[1:])
 		require.ErrorIs(t, err, delivery.ErrLost)
-		require.NoError(t, a.Return(ctx, forgotten))
+		require.NoError(t, a.Release(ctx, forgotten))
 		tx, err := f.db.Begin(ctx)
 		require.NoError(t, err)
 		require.ErrorIs(t, a.LockIn(ctx, tx, forgotten), delivery.ErrLost)
@@ -47,7 +47,7 @@ func TestIDsAreGivenOutAgain(t *testing.T) {
 		require.Empty(t, renewed)
 		require.Equal(t, []string{"l PROCESSING 1", "m PROCESSING 1", "n PROCESSING 1"}, f.rows())
 
-		mine, err := a.Mine(ctx)
+		mine, err := a.Own(ctx)
 		require.NoError(t, err)
 		require.ElementsMatch(t, refs(now), refs(mine))
 		_, err = a.Finish(ctx, now)
@@ -81,7 +81,7 @@ func TestEndIsForgotten(t *testing.T) {
 			require.NoError(t, tx.Rollback(ctx))
 			require.Equal(t, before, f.rows())
 
-			require.NoError(t, a.Return(ctx, run))
+			require.NoError(t, a.Release(ctx, run))
 			claimed, err := a.Claim(ctx, pairs, 10, 10, false, room)
 			require.NoError(t, err)
 			require.Equal(t, ids(run), ids(claimed))
@@ -95,7 +95,7 @@ func TestForgottenEndsComeFirst(t *testing.T) {
 	t.Parallel()
 	for name, do := range map[string]func(*tableFixture, *delivery.Store, delivery.Delivery) error{
 		"given back": func(f *tableFixture, s *delivery.Store, d delivery.Delivery) error {
-			return s.Return(f.t.Context(), []delivery.Delivery{d})
+			return s.Release(f.t.Context(), []delivery.Delivery{d})
 		},
 		"failed": func(f *tableFixture, s *delivery.Store, d delivery.Delivery) error {
 			_, err := s.Fail(f.t.Context(), delivery.Failure{Of: d, Code: "handler", Dead: true}, nil)

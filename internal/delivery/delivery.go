@@ -1,15 +1,3 @@
-// Package deliveries keeps the table event_delivery: what is owed to the handlers of
-// workers, and what those of consumers could not handle. One goroutine or process after the other handles the rows of a key, in their
-// order; rows of different keys go side by side.
-//
-// Of the open rows of a key, those before others in its order are PROCESSING or one is
-// PENDING, and all others are PARKED. So a claim looks at one row of each key, however many
-// wait behind it. What inserts, ends or requeues rows locks their keys first, and decides in
-// a later statement: a statement that waits for a lock goes on reading what was committed
-// before it began to wait.
-//
-// A floor of a key is an id below which none of its rows is open, unless it was put back. It holds
-// for good, so nobody need look below it.
 package delivery
 
 import (
@@ -27,35 +15,34 @@ import (
 type Status string
 
 const (
-	// Pending rows are due at some time: the only row of their key that may be claimed.
+	// Pending is the status of a row that can be claimed once it is due. No other row of its key can be.
 	Pending Status = "PENDING"
-	// Parked rows wait behind another row of their key.
+	// Parked is the status of a row that waits behind another row of its key.
 	Parked Status = "PARKED"
-	// Processing rows are with a worker.
+	// Processing is the status of a row that a process has claimed.
 	Processing Status = "PROCESSING"
-	// Done rows are handled.
+	// Done is the status of a row that was handled.
 	Done Status = "DONE"
-	// Dead rows are given up until an operator acts.
+	// Dead is the status of a row that is not retried, unless an operator or RetryDeadAfter requeues it.
 	Dead Status = "DEAD"
 )
 
-// Ref is a row that this worker has claimed, and locked_by of this claim.
+// Ref identifies a claimed row by its id and the holder of the claim, which is locked_by in the row.
 type Ref struct {
 	ID     int64
 	Holder string
 }
 
-// Delivery is a row that this worker has claimed.
+// Delivery is a row that this process has claimed.
 type Delivery struct {
 	Ref
-	Position int64 // outbox.id, or the offset of the record that brought it
+	Position int64 // outbox.id, or the offset of the record that brought the event
 	Key      Key
 	Action   string
 	Stream   string
 
 	Attempt, MaxAttempts int
-	// Suspect is set if the worker that had it before is gone: the event may have ended its
-	// process.
+	// Suspect is set if the row was taken over: the event may have ended the process that had it before.
 	Suspect bool
 
 	EventID, Type, Source, AggregateType, AggregateID string
@@ -63,23 +50,23 @@ type Delivery struct {
 	ContentType                                       string
 	PartitionKey                                      string // "" for AggregateID
 	Headers                                           []byte // a JSON object of strings, or nil
-	Size                                              int    // of Payload and Headers in bytes, by what its row says
-	Bare                                              bool   // Payload and Headers were not read, see Store.Print
+	Size                                              int    // of Payload and Headers in bytes, as the row says
+	Bare                                              bool   // Payload and Headers were not read, see Store.ReadPayload
 	OccurredAt, RecordedAt                            time.Time
 
-	// FromKafka is set if a record brought the event: then Payload is its value, Partition its partition, and Record is
-	// the rest of it, as it was parked.
+	// FromKafka is set if a record brought the event. Then Payload is the value of the record, Partition its
+	// partition, and Record the rest of it, as it was parked.
 	FromKafka bool
 	Partition int32
 	Record    []byte
-	// LastCode and LastMessage are of the attempt that has failed last.
+	// LastCode and LastMessage are the error of the last failed attempt.
 	LastCode, LastMessage string
 
-	// floor is an id below which no row of the key is open, unless it was put back.
+	// floor is an id below which no row of the key is open, unless the row was put back.
 	floor int64
 }
 
-// RecordKey returns the key that the event's record has in Kafka.
+// RecordKey returns the key of the event's record in Kafka.
 func (d *Delivery) RecordKey() string {
 	if d.PartitionKey != "" {
 		return d.PartitionKey
@@ -87,14 +74,13 @@ func (d *Delivery) RecordKey() string {
 	return d.AggregateID
 }
 
-// Key identifies the rows that are handled in order. The zero Key is that of rows whose
-// order does not matter.
+// Key identifies rows that are handled in order, one after the other. The zero Key is for rows without an order.
 type Key struct {
 	Digest  int64
 	Ordered bool
 }
 
-// KeyOf returns the key of the events of a record key in a stream, for an action of a group.
+// KeyOf returns the key for an action of a group and the events of a stream that share a record key.
 func KeyOf(group, action, stream, recordKey string) Key {
 	b := make([]byte, 0, 128)
 	for _, part := range []string{group, action, stream} { // none of them holds a NUL
@@ -106,8 +92,8 @@ func KeyOf(group, action, stream, recordKey string) Key {
 
 func (k Key) value() pgtype.Int8 { return pgtype.Int8{Int64: k.Digest, Valid: k.Ordered} }
 
-// columnsWithin are those that scan reads. The last three are NULL in rows that have a column until, the sum of the
-// sizes up to theirs, which is above a parameter.
+// columnsWithin returns the columns that readRows reads. The query has a column until, the sum of the sizes up to each
+// row. Payload, headers and record are NULL where until is above the budget, a parameter.
 func columnsWithin(budget string) string {
 	fits := func(column string) string {
 		return `CASE WHEN d.until <= ` + budget + `::bigint THEN ` + column + ` END`
@@ -125,8 +111,8 @@ const (
 	record  = `d.record`
 )
 
-// scan reads all rows.
-func scan(rows pgx.Rows) ([]Delivery, error) {
+// readRows reads all rows of a query for columnsWithin.
+func readRows(rows pgx.Rows) ([]Delivery, error) {
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Delivery, err error) {
 		var key pgtype.Int8
 		var bare pgtype.Bool
@@ -141,9 +127,9 @@ func scan(rows pgx.Rows) ([]Delivery, error) {
 	})
 }
 
-// onFloors notes for rows that were found free, in the order of their ids, that none of their keys
-// is open before the first of them. It stays so: what is inserted later has higher ids.
-func onFloors(rows []Delivery) []Delivery {
+// withFloors sets the floors of rows whose keys were free, given in the order of their ids. The floor of a key is its
+// first row here. It holds for good, because later rows have higher ids.
+func withFloors(rows []Delivery) []Delivery {
 	first := map[Key]int64{}
 	for i := range rows {
 		d := &rows[i]

@@ -1,19 +1,15 @@
 package delivery
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"log/slog"
-	"maps"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/handling"
-
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -21,9 +17,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Dispatcher gives work to the lanes of a process: rows of event_delivery that are due, and those that
-// takeNew makes. It takes no more than the lanes can handle soon, so that other processes of the group
-// get the rest.
+// Dispatcher claims deliveries and deals them to the lanes of this process: due rows of event_delivery, and rows that
+// TakeNew inserts. It claims no more than the lanes can handle soon, so that other processes of the group get the
+// rest.
 type Dispatcher struct {
 	cfg      *Rules
 	store    *Store
@@ -31,52 +27,52 @@ type Dispatcher struct {
 	Breakers *handling.ActionBreakers
 	outages  *outage.Logs
 	log      *slog.Logger
-	Claimed  *hands
+	Claimed  *claimedSet
 	wake     <-chan struct{} // this process has recorded events
-	heard    <-chan struct{} // others have
-	cut      context.Context
+	heard    <-chan struct{} // other processes have
+	cut      context.Context // ends when attempts must end
 	Kinds    []*LaneKind
 
-	// TakeNew makes deliveries of what has come, if lanes can take some, and deals those that are with this process. It
-	// reports whether there are more, and whether PostgreSQL has answered. Nil if others make them.
+	// TakeNew inserts deliveries for new events if lanes have room, and deals those that are claimed with that. It
+	// reports whether there are more events, and whether PostgreSQL has answered. Nil if other code inserts them.
 	TakeNew func(context.Context) (more, answered bool, err error)
 
-	answered bool          // PostgreSQL has answered in this look; only run
-	Rhythm   wakeup.Rhythm // of looks for new events; only run
-	Full     bool          // the last of these found that no lane takes any; only run
-	Listens  atomic.Bool   // this process is the one of the group that looks often
+	answered     bool          // PostgreSQL has answered in this poll; only run
+	PollSchedule wakeup.Rhythm // of polls for new events; only run
+	Full         bool          // no lane had room at the last call of TakeNew; only run
+	Listens      atomic.Bool   // this process hears notifications for the group, and polls often after one
 
-	mu      sync.Mutex
-	due     bool      // rows may be claimed
-	next    time.Time // when a row will be due, zero for none that is known
-	expired bool      // rows were taken from workers that are gone
-	unsure  bool      // rows may be with this worker that it does not know of
-	freeNow chan struct{}
-	poll    time.Time // of the last look at everything
+	mu           sync.Mutex
+	due          bool          // rows may be due
+	nextDue      time.Time     // when a row will be due; zero if none is known
+	suspects     bool          // rows may have been taken over, and are claimed alone
+	checkUnknown bool          // rows may be claimed by this process without its knowledge
+	lastFull     time.Time     // the last poll that looked for everything
+	changed      chan struct{} // signalled when await has to return
 }
 
-// What outages of a worker are named in its log beside OutagePostgres.
+// Names of outages in the log, in addition to handling.OutagePostgres.
 const (
 	outagePromoting  = "promoting deliveries"
 	outageRenewing   = "renewing deliveries"
 	outageTakingOver = "taking over deliveries"
 )
 
-// run gives work to lanes until stopping ends.
+// run claims and deals until stopping ends.
 func (d *Dispatcher) run(stopping context.Context) error {
 	for stopping.Err() == nil {
 		began := time.Now()
-		more, err := d.look(stopping)
+		more, err := d.poll(stopping)
 		switch {
 		case pg.IsUndefined(err):
 			return pg.NotMigrated(d.cfg.Schema, err)
 		case errors.Is(err, cursor.ErrSequenceBehind):
 			return err
 		case err != nil:
-			d.signalStrays()
+			d.signalUnknown()
 			if stopping.Err() == nil {
 				d.outages.Report(handling.OutagePostgres, began, err)
-				d.cfg.awaitAgain(stopping, d.outages)
+				d.cfg.awaitRetry(stopping, d.outages)
 				d.SignalDue()
 			}
 			continue
@@ -91,16 +87,16 @@ func (d *Dispatcher) run(stopping context.Context) error {
 	return nil
 }
 
-// await waits for a lane, a wake request, a row that is due, or the next poll.
+// await waits for a free lane, a wake-up, a row that becomes due, or the time of the next poll.
 func (d *Dispatcher) await(stopping context.Context) {
 	d.mu.Lock()
-	until := d.poll.Add(d.cfg.PollInterval)
-	if !d.next.IsZero() && d.next.Before(until) {
-		until = d.next
+	until := d.lastFull.Add(d.cfg.PollInterval)
+	if !d.nextDue.IsZero() && d.nextDue.Before(until) {
+		until = d.nextDue
 	}
 	d.mu.Unlock()
 	if d.TakeNew != nil && d.Listens.Load() && !d.Full {
-		if next := time.Now().Add(d.Rhythm.Wait(time.Now())); next.Before(until) {
+		if next := time.Now().Add(d.PollSchedule.Wait(time.Now())); next.Before(until) {
 			until = next
 		}
 	}
@@ -108,45 +104,47 @@ func (d *Dispatcher) await(stopping context.Context) {
 	defer timer.Stop()
 	select {
 	case <-d.wake:
-		d.Rhythm.Woken()
+		d.PollSchedule.Woken()
 	case <-d.heard:
-		d.Rhythm.Notified(time.Now())
-	case <-d.freeNow:
+		d.PollSchedule.Notified(time.Now())
+	case <-d.changed:
 	case <-timer.C:
 	case <-stopping.Done():
 	}
 }
 
-// DispatchTimeout bounds a statement with which a dispatcher gets work. A connection can go dead without
-// a word, and TCP needs a quarter of an hour to find out.
+// DispatchTimeout bounds a statement that claims or inserts deliveries. A connection can go dead silently, and TCP
+// needs a quarter of an hour to detect that.
 const DispatchTimeout = 30 * time.Second
 
-// giveBack gives back what lanes do not get to.
-func (d *Dispatcher) giveBack(ctx context.Context, rows []Delivery) {
+// release releases deliveries that lanes will not begin, so that other processes can claim them.
+func (d *Dispatcher) release(ctx context.Context, rows []Delivery) {
 	if len(rows) == 0 {
 		return
 	}
-	if err := d.store.Return(ctx, rows); err != nil && !errors.Is(ctx.Err(), context.Canceled) {
-		d.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rows), "error", err)
+	if err := d.store.Release(ctx, rows); err != nil && !errors.Is(ctx.Err(), context.Canceled) {
+		d.log.Warn(notReleased, "deliveries", len(rows), "error", err)
 	}
 	for _, r := range rows {
-		d.Claimed.drop(r.Ref)
+		d.Claimed.remove(r.Ref)
 	}
 	d.SignalDue()
 }
 
-// giveStraysBack gives back what this worker does not know that it has, because the answer to a claim was lost, or a
-// crash of PostgreSQL has forgotten that it was given back or ended: nobody else takes it until its lease expires, and
-// then it would count as an attempt.
-func (d *Dispatcher) giveStraysBack(ctx context.Context) error {
+const notReleased = "outbox: deliveries could not be released, other processes get them when their leases expire"
+
+// releaseUnknown releases rows that are claimed by this process without its knowledge: the answer to a claim was
+// lost, or a crash of PostgreSQL has forgotten that they were released or finished. Otherwise they would wait until
+// their leases expire, and then that would count as an attempt.
+func (d *Dispatcher) releaseUnknown(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
-	mine, err := d.store.Mine(ctx)
+	own, err := d.store.Own(ctx)
 	if err != nil {
 		return err
 	}
-	if strays := d.Claimed.strays(mine); len(strays) > 0 {
-		if err := d.store.Return(ctx, strays); err != nil {
+	if unknownClaims := d.Claimed.missing(own); len(unknownClaims) > 0 {
+		if err := d.store.Release(ctx, unknownClaims); err != nil {
 			return err
 		}
 		d.SignalDue()
@@ -154,53 +152,63 @@ func (d *Dispatcher) giveStraysBack(ctx context.Context) error {
 	return nil
 }
 
-// look gives work to lanes that are idle. It reports whether there may be more at once.
-func (d *Dispatcher) look(ctx context.Context) (more bool, err error) {
+// pollTasks is what a poll has to do.
+type pollTasks struct{ due, suspects, unknown bool }
+
+// nextTasks returns what the next poll has to do, and forgets the signals for that. Once in PollInterval that is
+// everything, because other processes do not signal what they change.
+func (d *Dispatcher) nextTasks() pollTasks {
 	d.mu.Lock()
+	defer d.mu.Unlock()
 	now := time.Now()
-	due, expired, unsure := d.due, d.expired, d.unsure
-	if now.Sub(d.poll) >= d.cfg.PollInterval {
-		due, expired, d.poll = true, true, now
+	tasks := pollTasks{d.due, d.suspects, d.checkUnknown}
+	if now.Sub(d.lastFull) >= d.cfg.PollInterval {
+		tasks.due, tasks.suspects, d.lastFull = true, true, now
 	}
-	if !d.next.IsZero() && !now.Before(d.next) {
-		due, d.next = true, time.Time{}
+	if !d.nextDue.IsZero() && !now.Before(d.nextDue) {
+		tasks.due, d.nextDue = true, time.Time{}
 	}
-	d.due, d.expired, d.unsure = false, false, false
-	d.mu.Unlock()
+	d.due, d.suspects, d.checkUnknown = false, false, false
+	return tasks
+}
+
+// poll claims deliveries for lanes that have room. It reports whether there may be more at once.
+func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
+	tasks := d.nextTasks()
 	d.answered = false
-	if unsure {
-		if err := d.giveStraysBack(ctx); err != nil {
+	if tasks.unknown {
+		if err := d.releaseUnknown(ctx); err != nil {
 			return false, err
 		}
 	}
-	full, suspects := false, false
+	dueLater, suspectsLater := false, false
 	for _, k := range d.Kinds {
 		room := k.Room()
 		if room == 0 {
-			full, suspects = full || due, suspects || expired
+			dueLater, suspectsLater = dueLater || tasks.due, suspectsLater || tasks.suspects
 			continue
 		}
-		if due {
+		if tasks.due {
 			if err := d.claimTrials(ctx, k); err != nil {
 				return false, err
 			}
-			got, err := d.claim(ctx, k, room)
+			got, err := d.claimDue(ctx, k, room)
 			if err != nil {
 				return false, err
 			}
 			more = more || got
 		}
-		if expired {
+		if tasks.suspects {
 			got, err := d.claimSuspect(ctx, k)
 			if err != nil {
 				return false, err
 			}
-			suspects = suspects || got
+			suspectsLater = suspectsLater || got
 		}
 	}
 	d.mu.Lock()
-	d.due = d.due || full || more
-	d.expired = d.expired || suspects // there may be more, once this one is handled
+	d.due = d.due || dueLater || more
+	d.suspects = d.suspects || suspectsLater // the next one is claimed after this one is handled
 	d.mu.Unlock()
 	if d.TakeNew == nil {
 		return more, nil
@@ -210,18 +218,18 @@ func (d *Dispatcher) look(ctx context.Context) (more bool, err error) {
 	return more || got, err
 }
 
-// claimed says which rows are claimed.
-type claimed struct {
+// claimRequest says which rows are claimed.
+type claimRequest struct {
 	pairs    []Pair
 	limit    int  // rows
-	follow   int  // more of each key, at most
-	suspects bool // may have ended the process which had them
+	follow   int  // parked rows behind each of them, at most
+	suspects bool // rows that may have ended the process that had them
 	budget   int64
 }
 
-// take claims rows for a kind of lanes, and deals them. It outlives a stop by a tenth of its time: what a claim has taken whose
-// answer is lost stays with this worker until its lease expires.
-func (d *Dispatcher) take(ctx context.Context, k *LaneKind, c claimed) (rows int, err error) {
+// claim claims rows for a kind of lanes, and deals them. A stop does not cut it off for a tenth of StopTimeout: if the
+// answer to a claim is lost, its rows stay with this process until their leases expire.
+func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (rows int, err error) {
 	if len(c.pairs) == 0 {
 		return 0, nil
 	}
@@ -240,24 +248,26 @@ func (d *Dispatcher) take(ctx context.Context, k *LaneKind, c claimed) (rows int
 	return len(got), nil
 }
 
-// claim claims rows that are due for a kind of lanes. It reports whether there may be more.
-func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, room int) (more bool, err error) {
+// claimDue claims due rows for a kind of lanes. It reports whether there may be more.
+func (d *Dispatcher) claimDue(ctx context.Context, k *LaneKind, room int) (more bool, err error) {
 	limit := room * k.Batch()
-	rows, err := d.take(ctx, k, claimed{pairs: d.unpaused(k), limit: limit, follow: k.Batch(), budget: d.Claimed.Budget()})
+	rows, err := d.claim(ctx, k, claimRequest{
+		pairs: d.claimablePairs(k), limit: limit, follow: k.Batch(), budget: d.Claimed.Budget(),
+	})
 	return err == nil && rows > 0 && rows >= limit && k.Room() > 0, err
 }
 
-// claimSuspect claims a single row that may have ended the process which had it, unless one is
-// here already. It reports whether there may be more, for when it is handled.
+// claimSuspect claims a single row that may have ended the process that had it, unless this process has one already.
+// It reports whether there may be more, which wait until this one is handled.
 func (d *Dispatcher) claimSuspect(ctx context.Context, k *LaneKind) (more bool, err error) {
 	if d.Claimed.hasSuspect() {
 		return true, nil
 	}
-	rows, err := d.take(ctx, k, claimed{pairs: d.unpaused(k), limit: 1, suspects: true})
+	rows, err := d.claim(ctx, k, claimRequest{pairs: d.claimablePairs(k), limit: 1, suspects: true})
 	return rows > 0, err
 }
 
-// claimTrials claims a row of each action whose breaker permits to try one.
+// claimTrials claims one row of each action whose open breaker permits a trial.
 func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 	for _, p := range k.Pairs {
 		if d.Breakers.IsClosed(p.Action) || d.Pauses.IsPaused(p.Stream) {
@@ -270,7 +280,7 @@ func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 		if !d.Breakers.TryOne(p.Action) {
 			continue
 		}
-		rows, err := d.take(ctx, k, claimed{pairs: []Pair{p}, limit: 1, budget: d.Claimed.Budget()})
+		rows, err := d.claim(ctx, k, claimRequest{pairs: []Pair{p}, limit: 1, budget: d.Claimed.Budget()})
 		if rows == 0 {
 			d.Breakers.Forget(p.Action)
 		}
@@ -281,9 +291,9 @@ func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 	return nil
 }
 
-// unpaused returns what is claimed for a kind of lanes, beginning with another pair each time. What most events fail of
-// is not among it.
-func (d *Dispatcher) unpaused(k *LaneKind) (pairs []Pair) {
+// claimablePairs returns the pairs of a kind of lanes whose streams are not paused and whose breakers are closed. It
+// begins with another pair each time, so that each one gets its turn.
+func (d *Dispatcher) claimablePairs(k *LaneKind) (pairs []Pair) {
 	k.Pairs = append(k.Pairs[1:], k.Pairs[0])
 	for _, p := range k.Pairs {
 		if !d.Pauses.IsPaused(p.Stream) && d.Breakers.IsClosed(p.Action) {
@@ -293,194 +303,63 @@ func (d *Dispatcher) unpaused(k *LaneKind) (pairs []Pair) {
 	return pairs
 }
 
-// Deal deals rows, in the order of their positions, to lanes: all rows of a key to the same one.
-func (d *Dispatcher) Deal(k *LaneKind, rows []Delivery, claimed time.Time) {
+// Deal deals rows to lanes, in the order of their positions and all rows of a key to the same lane.
+func (d *Dispatcher) Deal(k *LaneKind, rows []Delivery, claimedAt time.Time) {
 	if len(rows) == 0 {
 		return
 	}
-	size := k.size(len(rows))
+	size := k.batchSize(len(rows))
 	var batches [][]Delivery
-	of := map[Key]int{}
+	batchOf := map[Key]int{}
 	for _, r := range rows {
-		n, known := of[r.Key]
+		n, known := batchOf[r.Key]
 		if !known || !r.Key.Ordered {
 			n = len(batches) - 1
 			if n < 0 || len(batches[n]) >= size {
 				batches, n = append(batches, nil), n+1
 			}
-			of[r.Key] = n
+			batchOf[r.Key] = n
 		}
 		batches[n] = append(batches[n], r)
 	}
 	for _, batch := range batches {
-		d.Claimed.add(d.cut, batch, claimed)
+		d.Claimed.add(d.cut, batch, claimedAt)
 	}
 	for _, batch := range batches {
-		k.give(batch)
+		k.enqueue(batch)
 	}
 }
 
-// SignalDue has rows claimed.
+// SignalDue has the next poll claim due rows.
 func (d *Dispatcher) SignalDue() {
 	d.mu.Lock()
 	d.due = true
 	d.mu.Unlock()
-	wait.Signal(d.freeNow)
+	wait.Signal(d.changed)
 }
 
-// RetryAt has rows claimed at a time.
+// RetryAt has due rows claimed at a time.
 func (d *Dispatcher) RetryAt(at time.Time) {
 	d.mu.Lock()
-	if d.next.IsZero() || at.Before(d.next) {
-		d.next = at
+	if d.nextDue.IsZero() || at.Before(d.nextDue) {
+		d.nextDue = at
 	}
 	d.mu.Unlock()
-	wait.Signal(d.freeNow)
+	wait.Signal(d.changed)
 }
 
-// signalStrays has this worker look for rows that it does not know of.
-func (d *Dispatcher) signalStrays() {
+// signalUnknown has the next poll call releaseUnknown.
+func (d *Dispatcher) signalUnknown() {
 	d.mu.Lock()
-	d.unsure = true
+	d.checkUnknown = true
 	d.mu.Unlock()
-	wait.Signal(d.freeNow)
+	wait.Signal(d.changed)
 }
 
-// signalExpired has suspects claimed.
-func (d *Dispatcher) signalExpired() {
+// signalSuspects has the next poll claim rows that were taken over.
+func (d *Dispatcher) signalSuspects() {
 	d.mu.Lock()
-	d.expired, d.due = true, true
+	d.suspects, d.due = true, true
 	d.mu.Unlock()
-	wait.Signal(d.freeNow)
-}
-
-// LaneKind is the lanes for handlers with a transaction, or for those without.
-type LaneKind struct {
-	lanes []*lane
-	Pairs []Pair
-	most  int // deliveries in a batch: fewer where handlers are slow
-
-	mu   sync.Mutex
-	load map[*lane]int  // batches that it has
-	slow map[*lane]bool // those that are at a single call for long
-	each time.Duration  // that a delivery has taken lately
-}
-
-// queue returns how many batches a lane shall have, the one under way included.
-func (k *LaneKind) queue() int {
-	if k.most > 1 {
-		return 2
-	}
-	return 1
-}
-
-// Room returns how many batches the lanes can take: none as long as all are at work and most have the
-// next batch, because a few large batches cost less than many small ones.
-func (k *LaneKind) Room() (room int) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	idle, quick := false, 0 // lanes
-	for _, l := range k.lanes {
-		if k.slow[l] {
-			continue
-		}
-		quick++
-		room += max(0, k.queue()-k.load[l])
-		idle = idle || k.load[l] == 0
-	}
-	if !idle && 2*room < quick*k.queue() {
-		return 0
-	}
-	return room
-}
-
-// A batch should take no longer than slowBatch, so that other processes do not wait for what this
-// one has; and one that takes less than fastBatch may be larger.
-const (
-	fastBatch = 500 * time.Millisecond
-	slowBatch = 2 * time.Second
-)
-
-// undividedBatch is how long the deliveries of a batch shall take at least before they are divided among
-// lanes: a transaction of their own costs about as much.
-const undividedBatch = 20 * time.Millisecond
-
-// size returns how many of n deliveries make a batch.
-func (k *LaneKind) size(n int) int {
-	room := max(k.Room(), 1)
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	size := (n + room - 1) / room
-	if k.each > 0 {
-		size = max(size, int(undividedBatch/k.each))
-	}
-	return min(size, k.most)
-}
-
-// freed notes that a lane has handled a batch.
-func (k *LaneKind) freed(l *lane, n int, took time.Duration, most int) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.load[l]--
-	delete(k.slow, l)
-	const weight = 8 // of what was before
-	k.each += (took/time.Duration(max(n, 1)) - k.each) / weight
-	switch {
-	case took > slowBatch && n > 1:
-		k.most = max(1, min(k.most, n)/2)
-	case took > slowBatch:
-		k.most = 1
-	case took < fastBatch && n >= k.most:
-		k.most = min(2*k.most, most)
-	}
-}
-
-// give gives a batch to the lane that has the fewest.
-func (k *LaneKind) give(batch []Delivery) {
-	k.mu.Lock()
-	l := slices.MinFunc(k.lanes, func(a, b *lane) int {
-		if k.slow[a] != k.slow[b] {
-			if k.slow[a] {
-				return 1
-			}
-			return -1
-		}
-		return cmp.Compare(k.load[a], k.load[b])
-	})
-	k.load[l]++
-	l.in.add(batch)
-	k.mu.Unlock()
-}
-
-// takeFromSlow takes what waits for lanes that are at a single call for longer than slowBatch, so that
-// others handle it. These get nothing until the call has returned.
-func (k *LaneKind) takeFromSlow() (waiting []Delivery) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	for _, l := range k.lanes {
-		call, ok := l.activity.Current()
-		if !ok || time.Since(call.Began) < slowBatch {
-			continue
-		}
-		k.slow[l] = true
-		for _, batch := range l.in.takeAll() {
-			k.load[l]--
-			waiting = append(waiting, batch...)
-		}
-	}
-	return waiting
-}
-
-// slowLanes returns those that are at a single call for longer than slowBatch.
-func (k *LaneKind) slowLanes() []*lane {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return slices.Collect(maps.Keys(k.slow))
-}
-
-// Batch returns how many deliveries a batch has at most.
-func (k *LaneKind) Batch() int {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.most
+	wait.Signal(d.changed)
 }

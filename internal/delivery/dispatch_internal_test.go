@@ -20,7 +20,7 @@ func TestBusyDispatcherEndsNoOutage(t *testing.T) {
 	t.Parallel()
 	cfg := &Rules{Rules: &handling.Rules{StopTimeout: 5 * time.Second}, MaxPoll: 100, PollInterval: time.Second, Lease: 30 * time.Second}
 	d := &Dispatcher{
-		cfg: cfg, outages: outage.NewLogs(slog.New(slog.DiscardHandler)), Claimed: newHands(), freeNow: make(chan struct{}, 1), poll: time.Now(),
+		cfg: cfg, outages: outage.NewLogs(slog.New(slog.DiscardHandler)), Claimed: newClaimedSet(), changed: make(chan struct{}, 1), lastFull: time.Now(),
 		Kinds: []*LaneKind{{load: map[*lane]int{}}},
 	}
 	d.outages.Report(handling.OutagePostgres, time.Now(), errors.New("away"))

@@ -11,12 +11,13 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
+// sqlFinish calls a function, because its decision needs several statements: it locks the keys, ends the rows, and
+// promotes in a later statement.
 const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
 
-// FinishIn ends rows in the transaction that has handled them, and promotes what waits behind
-// them. It reports how many rows it has promoted, -1 if that is still to be done with Promote,
-// because of the isolation level of the transaction. The error is [ErrLost] if one of the rows is
-// not with this worker any more.
+// FinishIn marks rows as done in the transaction that has handled them, and promotes the rows behind them. It returns
+// how many rows it has promoted, or -1 if the isolation level of the transaction does not permit that: then Promote
+// has to follow. It returns [ErrLost] if another process has one of the rows.
 func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery) (promoted int64, err error) {
 	keys, floors := digests(rows)
 	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).Scan(&promoted); err != nil {
@@ -25,13 +26,14 @@ func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery) (promo
 	return promoted, nil
 }
 
+// sqlLockRows locks rows that are still claimed, in the order of their ids against deadlocks.
 const sqlLockRows = `
 SELECT d.id FROM {schema}.event_delivery AS d
  WHERE d.id = ANY ($1) AND d.consumer_group = $2::text AND d.status = 'PROCESSING' AND d.locked_by = $3::text
  ORDER BY d.id FOR UPDATE`
 
-// LockIn locks rows until the end of a transaction, so that nobody renews or takes them. The error
-// is [ErrLost] if one of them is not with this worker any more.
+// LockIn locks rows until the end of a transaction, so that they are neither renewed nor taken over. It returns
+// [ErrLost] if another process has one of them.
 func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, rows []Delivery) error {
 	tag, err := tx.Exec(ctx, s.sqlLockRows, idsOf(rows), s.group, holderOf(rows))
 	switch {
@@ -66,15 +68,16 @@ func lost(err error) error {
 
 const sqlPromote = `SELECT {schema}.outbox_promote($1, $2, $3)`
 
-// sqlPromoteBehind promotes what waits behind rows that this transaction has changed. A floor was learned with a claim: that has
-// survived, and with it what was committed before, if the row was found as it was claimed. Otherwise a crash of PostgreSQL may have
-// forgotten both, and rows below the floor are open again.
+// sqlPromoteBehind promotes the rows behind rows that this transaction has released or ended. It uses a floor only if
+// this transaction has found the row as it was claimed: then the claim has survived, and with it all that was
+// committed before. Otherwise a crash of PostgreSQL may have forgotten both, and rows below the floor are open again.
 const sqlPromoteBehind = `
 SELECT {schema}.outbox_promote($1, $2, ARRAY(
        SELECT CASE WHEN (SELECT true FROM {schema}.event_delivery AS d WHERE d.id = u.id AND d.xmin = pg_current_xact_id()::xid) THEN u.floor ELSE 0 END
          FROM unnest($3::bigint[], $4::bigint[]) WITH ORDINALITY AS u (floor, id, n) ORDER BY u.n))`
 
-// Promote promotes what waits behind rows. Their end may be forgotten by a crash, so it knows no floors.
+// Promote promotes the first row of the keys of rows. It uses no floors, because a crash may have forgotten that the
+// rows are done.
 func (s *Store) Promote(ctx context.Context, rows []Delivery) (promoted int64, err error) {
 	keys, _ := digests(rows)
 	err = s.transact(ctx, func(b *pgx.Batch) {
@@ -86,7 +89,7 @@ func (s *Store) Promote(ctx context.Context, rows []Delivery) (promoted int64, e
 	return promoted, nil
 }
 
-// holderOf returns that of rows which were claimed together.
+// holderOf returns the holder of rows that were claimed together.
 func holderOf(rows []Delivery) string {
 	if len(rows) == 0 {
 		return ""
@@ -117,18 +120,19 @@ type Failure struct {
 	Code string
 	// Message is the error, bounded.
 	Message string
-	// Wait is how long to wait before the next attempt.
+	// Wait is the time before the next attempt.
 	Wait time.Duration
-	// MaxAttempts is how many the delivery has from now on, unless it had more.
+	// MaxAttempts is the number of attempts that the delivery has from now on, unless it had more.
 	MaxAttempts int
-	// Uncounted is set if it is to be no attempt.
+	// Uncounted is set if the attempt does not count.
 	Uncounted bool
-	// Last is set if the next claim is for giving it up: it has no attempt left.
+	// Last is set if no attempt is left, and the next claim is only for the dead letter.
 	Last bool
-	// Dead is set if there is none. Then its key goes on, unless Held.
+	// Dead is set if the delivery is not retried. The next row of its key is promoted, unless Held.
 	Dead, Held bool
 }
 
+// sqlFail gives a row back with its error. It finds nothing if another process has the row.
 const sqlFail = `
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
@@ -138,10 +142,9 @@ UPDATE {schema}.event_delivery AS d
  WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
 RETURNING d.id`
 
-// Fail writes down that an attempt has failed. Rest are the rows of the same key behind it,
-// which this worker has not tried: they wait behind it again. A crash of PostgreSQL may forget it: then the row is
-// tried again, and the attempt does not count. The error is [ErrLost] if the row is not
-// with this worker any more.
+// Fail writes down that an attempt has failed. Rest are claimed rows of the same key behind it that were not tried;
+// they are parked again. It returns how many rows were promoted, and [ErrLost] if another process has the row. A crash
+// of PostgreSQL may forget the failure: then the row is retried, and the attempt does not count.
 func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
@@ -151,7 +154,7 @@ func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted 
 			return err
 		})
 		if len(rest) > 0 {
-			b.Queue(s.sqlReturn, idsOf(rest), f.Of.Holder, s.group, true)
+			b.Queue(s.sqlRelease, idsOf(rest), f.Of.Holder, s.group, true)
 		}
 		// A row that is lost may be parked behind rest.
 		if f.Of.Key.Ordered && (len(rest) > 0 || f.Dead && !f.Held) {
@@ -167,25 +170,25 @@ func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted 
 	return promoted, nil
 }
 
-// sqlReturn gives rows back that were not tried.
-const sqlReturn = `
+// sqlRelease releases rows that were not tried. The attempt that their claim has counted is taken back.
+const sqlRelease = `
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $4::bool AND d.order_key IS NOT NULL THEN 'PARKED' ELSE 'PENDING' END, locked_by = NULL, locked_until = NULL,
        attempt_count = d.attempt_count - 1, next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
  WHERE d.id = ANY ($1) AND d.locked_by = $2::text AND d.consumer_group = $3::text`
 
-// Return gives rows back that were not tried: they can be claimed at once, and were not
-// attempted. They are parked, and the first of each key is promoted.
-func (s *Store) Return(ctx context.Context, rows []Delivery) error {
+// Release releases rows that were not tried: they can be claimed at once, and no attempt counts. They are parked, and
+// the first row of each key is promoted. Rows of another process are left alone.
+func (s *Store) Release(ctx context.Context, rows []Delivery) error {
 	keys, floors := digests(rows)
 	err := s.transactAsync(ctx, func(b *pgx.Batch) {
 		for holder, ids := range byHolder(refsOf(rows)) {
-			b.Queue(s.sqlReturn, ids, holder, s.group, true)
+			b.Queue(s.sqlRelease, ids, holder, s.group, true)
 		}
 		b.Queue(s.sqlPromoteBehind, s.group, keys, floors, idsOf(rows))
 	})
 	if err != nil {
-		return fmt.Errorf("give deliveries back: %w", err)
+		return fmt.Errorf("release deliveries: %w", err)
 	}
 	return nil
 }

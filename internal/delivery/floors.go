@@ -5,28 +5,28 @@ import (
 	"time"
 )
 
-// floors remembers for each key an id below which no row of it was open when this store inserted
-// into it last, and found it free. It holds for good: later rows have higher ids, and a row that
-// is put back is looked for apart. While a transaction is open somewhere, PostgreSQL cannot remove
-// the index entries of rows that have gone on, and to look for open rows takes the longer the more of
-// them there are. From a floor on there are few.
+// floors remembers the floor of each key: an id below which none of its rows was open when this store inserted into
+// the key last and found it free. A floor holds for good, because later rows have higher ids. Rows that were put back
+// are looked for separately. While a transaction is open anywhere, PostgreSQL cannot remove the index entries of
+// finished rows, and a scan for open rows takes the longer the more of them there are. Above a floor there are few.
 //
-// A crash may forget what was read, and give ids out again. It also ends all connections. So floors are for
-// connections that are older than the last statement of one of which the same was known.
+// A crash of PostgreSQL may forget committed rows and assign their ids again. It also ends all connections. Therefore a
+// floor is used only on connections that began before the last statement that confirmed the floors.
 type floors struct {
 	mu     sync.Mutex
-	server time.Time // its start
-	until  time.Time // a time of the server: up to then it has not crashed since the first floor was read
+	server time.Time // start of the server from which the floors are
+	until  time.Time // by the clock of the server: it has not crashed between the first floor and this time
 	known  map[int64]int64
-	doubts int // statements of younger connections since
+	doubts int // statements on younger connections since
 }
 
 const (
-	mostFloors = 100_000 // bounds the memory for them
-	mostDoubts = 20      // then all connections are taken for younger
+	maxFloors = 100_000 // bounds the memory for them
+	maxDoubts = 20      // then no older connection is left, and the floors are forgotten
 )
 
-// of returns what is known of keys, 0 if it is nothing, and for which connections of which server.
+// of returns the floors of keys, 0 if none is known, and the connections on which they may be used: those that began
+// until a time, on the server that started at a time.
 func (f *floors) of(rows []New) (ids []int64, until, server time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -40,18 +40,18 @@ func (f *floors) of(rows []New) (ids []int64, until, server time.Time) {
 }
 
 // session is the connection of a statement.
-type session struct{ at, server, born time.Time } // the time of the statement, the starts of server and connection
+type session struct{ at, server, born time.Time } // time of the statement; starts of server and connection
 
-// learn notes that the keys of rows were free when these were inserted.
+// learn notes the floors of rows whose keys were free when the rows were inserted.
 func (f *floors) learn(rows []Delivery, on session) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	same := on.server.Equal(f.server)
-	if same && on.born.After(f.until) && f.doubts < mostDoubts {
+	if same && on.born.After(f.until) && f.doubts < maxDoubts {
 		f.doubts++
 		return
 	}
-	if !same || f.doubts == mostDoubts || len(f.known) > mostFloors {
+	if !same || f.doubts == maxDoubts || len(f.known) > maxFloors {
 		f.server, f.known = on.server, map[int64]int64{}
 	}
 	f.doubts = 0

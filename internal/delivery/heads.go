@@ -9,8 +9,8 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// sqlHeadless looks at up to $2 keys with parked rows behind $1. A key is a step in the index,
-// however many rows it has.
+// sqlHeadless finds keys without a head among the next $2 keys with parked rows after key $1. Each key is one step in
+// the index, however many rows it has.
 var sqlHeadless = `
 WITH RECURSIVE waiting AS (
     SELECT $1::bigint AS order_key, NULL::text AS consumer_group, 0 AS n
@@ -28,9 +28,9 @@ SELECT (SELECT array_agg(w.order_key) FROM waiting AS w
                  ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL),
        (SELECT order_key FROM waiting WHERE n = $2)`
 
-// RepairHeads promotes the first row of keys whose rows are all parked. There is none, unless
-// a worker was gone between FinishIn and Promote, or somebody else has written to the table. It looks at up to limit keys behind one, and returns
-// the last of them, or the least of all if there are no more.
+// RepairHeads promotes the first row of keys whose open rows are all parked. That happens only if a process was gone
+// between FinishIn and Promote, or if the table was changed from outside. It checks up to limit keys after the key
+// behind. It returns the last of them to go on with, or the least key of all if no more are left.
 func (s *Store) RepairHeads(ctx context.Context, behind int64, limit int) (last int64, repaired int64, err error) {
 	var headless []int64
 	var end pgtype.Int8

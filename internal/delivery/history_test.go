@@ -345,7 +345,7 @@ func (h *history) finishThese(w *historyWorker, chosen []delivery.Delivery, how 
 	promoted, err := h.finishHow(w, how, chosen)
 	if len(lost) > 0 {
 		require.ErrorIs(h.t, err, delivery.ErrLost)
-		h.giveUp(w, lost)
+		h.markDead(w, lost)
 		return
 	}
 	require.NoError(h.t, err)
@@ -394,8 +394,8 @@ func (h *history) finishHow(w *historyWorker, how int, chosen []delivery.Deliver
 	return promoted, tx.Commit(ctx)
 }
 
-// giveUp is what a worker does that has lost rows: it gives all of their keys back.
-func (h *history) giveUp(w *historyWorker, lost []delivery.Delivery) {
+// markDead is what a worker does that has lost rows: it gives all of their keys back.
+func (h *history) markDead(w *historyWorker, lost []delivery.Delivery) {
 	var rows []delivery.Delivery
 	for _, d := range w.mine {
 		if slices.Contains(ids(lost), d.ID) || d.Key.Ordered && slices.Contains(keys(lost), d.Key) {
@@ -423,7 +423,7 @@ func (h *history) giveBack() {
 
 func (h *history) returned(w *historyWorker, rows []delivery.Delivery) {
 	h.note("%s gives %v back", w.name, ids(rows))
-	require.NoError(h.t, w.store.Return(h.t.Context(), rows))
+	require.NoError(h.t, w.store.Release(h.t.Context(), rows))
 	h.parkAll(rows)
 	h.promoteAll(ids(rows))
 	w.forget(rows)
@@ -542,7 +542,7 @@ func (h *history) takeOver(limit int, hold bool) {
 	}
 	h.promoteAll(want)
 	h.note("leases of %v have expired, hold %t", want, hold)
-	expired, err := h.janitor.Expire(h.t.Context(), limit, hold)
+	expired, err := h.janitor.TakeOver(h.t.Context(), limit, hold)
 	require.NoError(h.t, err)
 	for _, e := range expired {
 		got = append(got, e.ID)

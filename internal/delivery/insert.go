@@ -12,20 +12,21 @@ type New struct {
 	OutboxID       int64
 	Action, Stream string
 	Key            Key
-	// Status is what it becomes if no other row of its key is open: Processing, or Pending. Of
-	// several new rows of a key, either all are Processing, or those behind the first are Parked.
-	// A row that is to be Dead is so in any case, for want of a handler.
+	// Status is the status of the row if no other row of its key is open: Processing or Pending. Of several new rows
+	// of a key, either all are Processing, or those behind the first are Parked. Dead is the status of a row without a
+	// handler, whether its key is open or not.
 	Status      Status
 	MaxAttempts int
 }
 
+// sqlLock locks keys, and reads from which server and connection the floors of the next statement are.
 const sqlLock = `
 SELECT {schema}.outbox_lock_keys($1, $2), clock_timestamp(), pg_postmaster_start_time(),
        (SELECT backend_start FROM pg_stat_get_activity(pg_backend_pid()))`
 
-// sqlInsert looks once at each key, before it inserts a row: the indexes also have those that it
-// inserts itself, and those that have gone on and are still to be removed. It looks from the latest
-// row of a key backwards, to its floor: if any row is open, that is among the first.
+// sqlInsert inserts rows with the status that their keys permit. It checks each key once, before it inserts a row,
+// because the indexes also return the rows that it inserts itself. It checks from the latest row of a key backwards to
+// its floor, because open rows are among the latest, and the indexes still have entries of many finished ones.
 var sqlInsert = `
 WITH keys AS MATERIALIZED (
     SELECT n.key, min(CASE WHEN (SELECT a.backend_start <= $11::timestamptz FROM pg_stat_get_activity(pg_backend_pid()) AS a WHERE pg_postmaster_start_time() = $12::timestamptz)
@@ -64,13 +65,11 @@ SELECT ` + columnsWithin("$13") + `
           FROM inserted AS i WHERE i.status IN ('PROCESSING', 'PENDING')) AS d
  ORDER BY d.id`
 
-// Queue adds the insertion of rows to a batch, which is to be in a transaction of its own with
-// what moves the cursor of the group. Claimed gets those of them that are with this worker then,
-// in the order in which they were inserted.
+// Queue adds the insertion of rows to a batch. The batch runs in one transaction with what moves the cursor of the
+// group, and nothing else. The function claimed gets the rows that are claimed with that, in the order of insertion.
 //
-// What does not fit into a budget of bytes with what is before it comes bare: without payload and headers, which
-// Store.Print reads. If PostgreSQL cannot print those of a row, that is an error of the whole statement. With a
-// budget of 0 it does not try.
+// Rows beyond the budget of bytes come bare: without payload and headers, which Store.ReadPayload reads. If PostgreSQL
+// cannot print a row, the whole statement fails. With a budget of 0 it prints none.
 func (s *Store) Queue(batch *pgx.Batch, rows []New, budget int64, claimed func([]Delivery) error) {
 	ids, actions, streams, keys := make([]int64, len(rows)), make([]string, len(rows)), make([]string, len(rows)), make([]pgtype.Int8, len(rows))
 	statuses, most := make([]string, len(rows)), make([]int32, len(rows))
@@ -81,11 +80,11 @@ func (s *Store) Queue(batch *pgx.Batch, rows []New, budget int64, claimed func([
 	batch.Queue(s.sqlLock, s.group, keys).QueryRow(func(row pgx.Row) error { return row.Scan(nil, &on.at, &on.server, &on.born) })
 	floors, until, server := s.floors.of(rows)
 	batch.Queue(s.sqlInsert, s.group, s.newHolder(), s.lease, ids, actions, streams, keys, statuses, most, floors, until, server, budget).Query(func(rows pgx.Rows) error {
-		found, err := scan(rows)
+		found, err := readRows(rows)
 		if err != nil {
 			return err
 		}
-		s.floors.learn(onFloors(found), on)
+		s.floors.learn(withFloors(found), on)
 		return claimed(slices.DeleteFunc(found, func(d Delivery) bool { return d.Attempt == 0 })) // PENDING
 	})
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -15,29 +14,30 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// lane handles deliveries, one batch after the other: those of handlers with a transaction, or
-// those of handlers without one. Of a key it gets all that this worker has.
+// lane handles deliveries in batches, one batch after the other. A lane is either for handlers with a transaction or
+// for handlers without one. All deliveries of a key that this process claims together go to the same lane. But for
+// the fields that are safe for concurrent use, a lane belongs to the goroutine of its run.
 type lane struct {
 	laneParts
-	tx       bool // handlers with a transaction
-	in       batchQueue
-	ended    chan struct{}
-	activity handling.Activity   // what run does; the processor notes it
-	slow     handling.SlowCalls  // only the goroutine that watches handlers
-	own      *handling.Processor // ends deliveries in the transaction of their handlers
-	plain    *handling.Processor // does not
-	attempts *handling.Attempts
-	most     int // how many deliveries are tried in one transaction
+	tx        bool // for handlers with a transaction
+	queue     batchQueue
+	ended     chan struct{}
+	activity  handling.Activity   // what run does at the moment; the processor notes it
+	slow      handling.SlowCalls  // only watchLoop
+	finishing *handling.Processor // finishes deliveries in the transaction of their handlers
+	plain     *handling.Processor // does not
+	attempts  *handling.Attempts
+	most      int // deliveries that are tried in one transaction: fewer where handlers are slow
 
-	// Of the batch under way:
-	work       []laneItem
-	progress   progress        // without a transaction
-	finished   []Delivery      // what waits for them is promoted with the transaction under way
-	promotedIn int64           // how many, -1 for not yet
-	held       context.Context // ended when the batch is not to go on
+	// The batch under way:
+	items    []laneItem
+	ctx      context.Context // ends when the batch must not go on
+	progress progress        // of a lane without a transaction
+	finished []Delivery      // finished in the transaction under way, or the last one
+	promoted int64           // rows that the same transaction has promoted; -1 if they are still to be promoted
 }
 
-// laneParts is what the lanes of a worker share.
+// laneParts are what the lanes of a process share.
 type laneParts struct {
 	cfg        *Rules
 	processor  *handling.Processor
@@ -46,33 +46,35 @@ type laneParts struct {
 	pauses     *pauses.Set
 	outages    *outage.Logs
 	log        *slog.Logger
-	hands      *hands
+	claimed    *claimedSet
 	breakers   *handling.ActionBreakers
-	session    PoolSession // of the connections of the pool, before a handler changes it
-	event      readDelivery
-	deadLetter sendDeadLetter
+	session    SessionSettings // of the pool's connections, before a handler changes them
+	readEvent  readDelivery
+	deadLetter sendDeadLetter // nil if dead deliveries get no dead letter
 
-	stopping context.Context // no other attempt begins
-	cut      context.Context // attempts end
+	stopping context.Context // ends when no further attempt may begin
+	cut      context.Context // ends when attempts must end
 
-	promoted func()                                   // rows may be claimed
-	lost     func()                                   // rows may be with this worker that it does not know of
-	retryAt  func(time.Time)                          // a row may be claimed then
-	freed    func(l *lane, n int, took time.Duration) // a batch has ended
+	signalDue     func()                                   // rows may be due
+	signalUnknown func()                                   // see Dispatcher.releaseUnknown
+	retryAt       func(time.Time)                          // a row will be due then
+	handled       func(l *lane, n int, took time.Duration) // a batch of n deliveries has ended
 }
 
-// readDelivery returns the event of a delivery, or nil if nobody is to have it, and the action that it is for, "" for all. It
-// adds to the metadata what only the event says.
+// readDelivery returns the event of a delivery and the action that it is for, "" for all handlers of its type. It
+// returns a nil message for a skipped event. It fills metadata that exists only in the payload.
 type readDelivery func(d *Delivery, about *envelope.Received) (m *envelope.Message, action string, err error)
 
-// sendDeadLetter sends the dead letter of a delivery that is given up, and returns its topic. Nil: there is none.
+// sendDeadLetter sends the dead letter of a dead delivery, and returns its topic.
 type sendDeadLetter func(ctx context.Context, d *Delivery, o handling.Outcome) (topic string, err error)
 
-// PoolSession is what connections of the pool begin with.
-type PoolSession struct{ Role, User, isolation string }
+// SessionSettings are settings with which connections of the pool begin.
+type SessionSettings struct{ Role, User, isolation string }
 
 const (
-	sqlSession    = `SELECT current_setting('role'), session_user::text, current_setting('default_transaction_isolation')`
+	sqlSessionSettings = `
+SELECT current_setting('role'), session_user::text, current_setting('default_transaction_isolation')`
+
 	readCommitted = "read committed"
 )
 
@@ -80,119 +82,73 @@ const (
 type laneItem struct {
 	handling.Item
 	Delivery
-	read bool // decoded
-	gone bool // not with this worker any more, or done
+	read  bool // decoded
+	ended bool // finished, failed or released
 }
 
-// isSpent reports whether no attempt is left: the delivery is claimed for its dead letter.
-func (it *laneItem) isSpent() bool { return it.FromKafka && it.Attempt > it.MaxAttempts }
-
-// batchQueue is what waits for a lane. Nobody waits to add to it: its lane may hang.
-type batchQueue struct {
-	mu      sync.Mutex
-	batches [][]Delivery
-	closed  bool
-	more    chan struct{} // holds at most one signal
-}
-
-func (q *batchQueue) add(batch []Delivery) {
-	q.mu.Lock()
-	q.batches = append(q.batches, batch)
-	q.mu.Unlock()
-	wait.Signal(q.more)
-}
-
-// close has next return false once nothing is left.
-func (q *batchQueue) close() {
-	q.mu.Lock()
-	q.closed = true
-	q.mu.Unlock()
-	wait.Signal(q.more)
-}
-
-// next waits for a batch. It returns false if there will be none.
-func (q *batchQueue) next() (batch []Delivery, ok bool) {
-	for {
-		q.mu.Lock()
-		if len(q.batches) > 0 {
-			batch, q.batches = q.batches[0], q.batches[1:]
-			q.mu.Unlock()
-			return batch, true
-		}
-		closed := q.closed
-		q.mu.Unlock()
-		if closed {
-			return nil, false
-		}
-		<-q.more
-	}
-}
-
-// takeAll takes what waits.
-func (q *batchQueue) takeAll() [][]Delivery {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	all := q.batches
-	q.batches = nil
-	return all
-}
+// hasNoAttemptLeft reports whether the delivery was claimed only to send its dead letter.
+func (it *laneItem) hasNoAttemptLeft() bool { return it.FromKafka && it.Attempt > it.MaxAttempts }
 
 func newLane(parts laneParts, tx bool) *lane {
-	l := &lane{laneParts: parts, tx: tx, in: batchQueue{more: make(chan struct{}, 1)}, ended: make(chan struct{}), most: parts.cfg.MaxPoll}
-	l.own = parts.processor.ForOne(&l.activity)
-	l.own.Complete = l.complete
-	if l.session.isolation != readCommitted {
-		l.own.Begin = l.lockRows
+	l := &lane{
+		laneParts: parts, tx: tx, queue: batchQueue{more: make(chan struct{}, 1)}, ended: make(chan struct{}),
+		most: parts.cfg.MaxPoll,
 	}
-	plain := *l.own
+	l.finishing = parts.processor.ForOne(&l.activity)
+	l.finishing.Complete = l.complete
+	if l.session.isolation != readCommitted {
+		l.finishing.Begin = l.lockRows
+	}
+	plain := *l.finishing
 	plain.Complete = nil
-	l.plain, l.attempts = &plain, &handling.Attempts{Processor: l.own, Breakers: parts.breakers, Scheduler: laneScheduler{l}}
+	l.plain = &plain
+	l.attempts = &handling.Attempts{Processor: l.finishing, Breakers: parts.breakers, Scheduler: laneScheduler{l}}
 	return l
 }
 
-// run handles batches until in is closed. What is left then goes back.
+// run handles batches until the queue is closed and empty.
 func (l *lane) run() {
 	defer close(l.ended)
 	for {
-		batch, ok := l.in.next()
+		batch, ok := l.queue.next()
 		if !ok {
 			return
 		}
 		began := time.Now()
 		l.handle(batch)
-		l.freed(l, len(batch), time.Since(began))
+		l.handled(l, len(batch), time.Since(began))
 	}
 }
 
-// handle handles a batch. Rows that are neither done nor failed go back.
+// handle handles a batch, and releases the deliveries that have neither finished nor failed.
 func (l *lane) handle(batch []Delivery) {
-	l.held = l.hands.contextOf(batch, l.cut)
+	l.ctx = l.claimed.contextOf(batch, l.cut)
 	l.begin(batch)
-	defer func() { l.work = nil }()
-	for at := 0; at < len(l.work) && l.mayGoOn(); {
-		n := l.readSome(l.work[at:])
+	defer func() { l.items = nil }()
+	for at := 0; at < len(l.items) && l.mayContinue(); {
+		n := l.readSome(l.items[at:])
 		if l.tx {
-			n = l.handleBatch(l.work[at : at+n])
+			n = l.handleTogether(l.items[at : at+n])
 		} else {
-			l.handleEach(l.work[at:at+n], nil)
+			l.handleEach(l.items[at:at+n], nil)
 		}
-		for i := range l.work[at : at+n] { // what a batch has read is not kept until its end
-			it := &l.work[at+i]
+		for i := range l.items[at : at+n] { // free the memory of what is handled before the batch ends
+			it := &l.items[at+i]
 			it.Payload, it.Headers, it.Record, it.Item = nil, nil, nil, handling.Item{Meta: it.Meta}
 		}
 		at += n
 	}
 	l.flush()
-	l.giveBack()
+	l.releaseRest()
 }
 
-func (l *lane) mayGoOn() bool { return l.stopping.Err() == nil && l.held.Err() == nil }
+func (l *lane) mayContinue() bool { return l.stopping.Err() == nil && l.ctx.Err() == nil }
 
-// handleBatch runs the tasks of items in one transaction. If that fails, it runs those in front of the one that
-// has failed, or, if that is the first, this one by itself. It returns how many items it has dealt with.
-func (l *lane) handleBatch(items []laneItem) int {
-	const conflictsOfBatch = 3 // small transactions block each other less
-	if n := slices.IndexFunc(items, l.isApart); n == 0 {
+// handleTogether runs the tasks of items in one transaction. If that fails, it repeats those before the item that has
+// failed, or, if that is the first, this one alone. It returns how many items it has dealt with.
+func (l *lane) handleTogether(items []laneItem) int {
+	const conflictsOfBatch = 3 // then single transactions, which block each other less
+	if n := slices.IndexFunc(items, l.mustRunAlone); n == 0 {
 		l.handleEach(items[:1], nil)
 		return 1
 	} else if n > 0 {
@@ -200,7 +156,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 	}
 	for conflicts := 0; ; {
 		tasks, streams := tasksAndStreams(items)
-		if !l.own.Sharing(tasks) {
+		if !l.finishing.Sharing(tasks) {
 			l.handleEach(items, nil)
 			return len(items)
 		}
@@ -208,25 +164,26 @@ func (l *lane) handleBatch(items []laneItem) int {
 			return len(items)
 		}
 		began := time.Now()
-		next, err := l.own.ProcessBatch(l.held, tasks, func(spent time.Duration) bool {
-			return !l.mayGoOn() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
+		next, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
+			return !l.mayContinue() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
-		l.unlockRows(err)
+		l.transactionEnded(err)
 		l.slots.Release(true)
 		switch {
 		case err == nil:
-			l.works(began)
+			l.postgresAnswered(began)
 			return l.markDone(items, next, time.Since(began))
-		case l.held.Err() != nil:
+		case l.ctx.Err() != nil:
 			return len(items)
 		case errors.Is(err, ErrLost):
-			l.log.Warn("outbox: deliveries were taken over by another worker before they were done; they are rolled back here", "deliveries", len(items), "error", err)
+			l.log.Warn("outbox: deliveries were taken over by another process before they were done, "+
+				"their transaction is rolled back", "deliveries", len(items), "error", err)
 			l.lose(items[0].Ref)
 			return len(items)
 		case handling.IsConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
 			wait.Sleep(l.stopping, handling.ConflictWait(conflicts))
-		case l.own.IsOutage(l.held, err, handling.InTx, handling.IsLate(l.held, err)):
+		case l.finishing.IsOutage(l.ctx, err, handling.InTx, handling.IsLate(l.ctx, err)):
 			l.awaitPostgres(began, err)
 			if _, later := handling.WaitOf(err); later {
 				l.handleEach(items, handling.PostponedError(err))
@@ -234,7 +191,8 @@ func (l *lane) handleBatch(items []laneItem) int {
 			}
 		default:
 			n, failed := handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return indexOf(items, o) })
-			l.log.Debug("outbox: a transaction of deliveries has failed, and those in front of the failed one are handled again", "deliveries", len(items), "in_front", n, "error", err)
+			l.log.Debug("outbox: a transaction of deliveries has failed, those before the failed one are handled again",
+				"deliveries", len(items), "in_front", n, "error", err)
 			if n == 0 {
 				l.handleEach(items[:1], failed)
 				return 1
@@ -259,20 +217,22 @@ func indexOf(items []laneItem, of *envelope.Origin) int {
 	return slices.IndexFunc(items, func(it laneItem) bool { return it.Meta.Origin == of })
 }
 
-// isApart reports whether an item has no place in a transaction with others. One without a task, which its decoder passes over,
-// would not be ended with them.
-func (l *lane) isApart(it laneItem) bool {
-	return it.gone || len(it.Tasks) == 0 || it.Suspect || it.Class != "" || it.Action == "" || it.isSpent() || l.mustWait(&it) ||
-		slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return t.Kind == handling.NoTx })
+// mustRunAlone reports whether an item must not share a transaction with others. An item without a task, whose event
+// is skipped, must not, because only tasks finish deliveries in a shared transaction.
+func (l *lane) mustRunAlone(it laneItem) bool {
+	if it.ended || len(it.Tasks) == 0 || it.Suspect || it.Class != "" || it.Action == "" || it.hasNoAttemptLeft() {
+		return true
+	}
+	return l.mustWait(&it) || slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return t.Kind == handling.NoTx })
 }
 
-// mustWait reports whether an item goes back untried: its stream is paused, or most events of its action fail.
+// mustWait reports whether an item is released untried: its stream is paused, or the breaker of its action is open.
 func (l *lane) mustWait(it *laneItem) bool {
-	return l.pauses.IsPaused(it.Stream) || !it.isSpent() && !l.breakers.MayTry(it.Action)
+	return l.pauses.IsPaused(it.Stream) || !it.hasNoAttemptLeft() && !l.breakers.MayTry(it.Action)
 }
 
-// markDone notes that the items before next are done, and returns how many these are. It adapts
-// how many are tried together to what handlers do in TransactionTime.
+// markDone notes that the items before next have finished, and returns how many these are. It adapts the number of
+// deliveries in a transaction to what handlers do in TransactionTime.
 func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Duration) int {
 	n := len(items)
 	if next != nil {
@@ -280,9 +240,9 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Durat
 	}
 	for i := range items[:n] {
 		l.breakers.Note(items[i].Action, items[i].Attempt, nil)
-		l.drop(&items[i])
+		l.remove(&items[i])
 	}
-	l.promoteBehind()
+	l.promoteFollowers()
 	switch {
 	case n < len(items):
 		l.most = n
@@ -292,98 +252,70 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Durat
 	return n
 }
 
-// unlockRows notes that a transaction has ended with an error or without, for which lockRows has locked rows. Those that
-// are still with this worker were not renewed meanwhile.
-func (l *lane) unlockRows(err error) {
-	if l.own.Begin == nil {
-		return
-	}
-	l.hands.unlock(l.held)
-	if err == nil || !l.mayGoOn() {
-		return
-	}
-	ctx, cancel := context.WithTimeout(l.held, WriteTimeout)
-	defer cancel()
-	if _, err := l.store.Renew(ctx, l.hands.of(l.held)); err != nil {
-		l.log.Warn("outbox: deliveries are not renewed after their transaction was rolled back, others may handle them", "error", err)
-	}
-}
-
-// lockRows locks the rows of tasks before their handlers run. Under another isolation level than
-// READ COMMITTED, a row that is renewed meanwhile could not be ended. What is locked nobody takes.
-func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) error {
-	ids := map[int64]bool{}
-	for _, t := range tasks {
-		ids[t.Meta.Origin.DeliveryID] = true
-	}
-	if err := l.store.LockIn(ctx, tx.Own(), l.those(ids)); err != nil {
-		return err
-	}
-	l.hands.lock(l.held)
-	return nil
-}
-
-// handleEach runs the tasks of each item by itself. One may have failed in a common transaction:
-// that was its attempt.
+// handleEach handles items one by one. One of them may have failed in a shared transaction, which counts as its
+// attempt.
 func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
 	for i := range items {
-		if !l.mayGoOn() {
+		if !l.mayContinue() {
 			return
 		}
 		it := &items[i]
-		if it.gone || l.mustWait(it) {
+		if it.ended || l.mustWait(it) {
 			continue
 		}
 		if !l.tx && !l.progress.begin(it.Ref) {
-			it.gone = true
+			it.ended = true
 			continue
 		}
 		l.handleOne(it, failed)
 	}
 }
 
-// handleOne runs the tasks of an item until they are done, or one has failed.
+// handleOne runs the tasks of an item until all are done or one has failed.
 func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
-	if o, decided := l.decided(it); decided {
-		l.giveUp(it, o)
+	if o, decided := l.outcomeWithoutCall(it); decided {
+		l.markDead(it, o)
 		return
 	}
 	left := len(it.Tasks)
-	inTx := false // the last task ends the delivery in its transaction
+	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
 		l.attempts.Processor = l.plain
 		if left--; left == 0 && t.Kind != handling.NoTx {
-			l.attempts.Processor, inTx = l.own, true
-			l.flush() // of its key, what is handled is done before
+			l.attempts.Processor, inTx = l.finishing, true
+			l.flush() // the handled deliveries before it in its key have to finish first
 		}
 		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.Of(it.Stream)), before.Of(t))
 		before = nil
 		if o.Verdict != handling.Done {
-			l.notDone(it, t, o)
+			l.recordOutcome(it, t, o)
 			return
 		}
 	}
 	if inTx {
-		l.drop(it)
-		l.promoteBehind()
+		l.remove(it)
+		l.promoteFollowers()
 		return
 	}
-	const often = 50 * time.Millisecond
-	it.gone = true
-	if l.progress.end(it.Delivery) > often {
+	const flushInterval = 50 * time.Millisecond
+	it.ended = true
+	if l.progress.end(it.Delivery) > flushInterval {
 		l.flush()
 	}
 }
 
-// decided returns the outcome of an item that no handler is called for: it has no attempt left, or cannot be read,
-// or nothing handles it.
-func (l *lane) decided(it *laneItem) (o handling.Outcome, decided bool) {
-	if it.isSpent() {
+// outcomeWithoutCall returns the outcome of an item for which no handler is called: it has no attempt left, cannot be
+// decoded, or has no handler.
+func (l *lane) outcomeWithoutCall(it *laneItem) (o handling.Outcome, decided bool) {
+	if it.hasNoAttemptLeft() {
 		tried := it.MaxAttempts
 		if it.Action == "" { // no handler got it
 			tried = 0
 		}
-		return handling.Outcome{Verdict: handling.Dead, Action: it.Action, Class: it.LastCode, Attempt: tried, Err: &pastError{it.LastCode, it.LastMessage}}, true
+		return handling.Outcome{
+			Verdict: handling.Dead, Action: it.Action, Class: it.LastCode, Attempt: tried,
+			Err: &earlierError{it.LastCode, it.LastMessage},
+		}, true
 	}
 	if it.Class == "" {
 		return o, false
@@ -392,49 +324,33 @@ func (l *lane) decided(it *laneItem) (o handling.Outcome, decided bool) {
 		l.attempts.ReportUnknown(&it.Meta, it.Action)
 	}
 	tried := it.Attempt
-	if it.FromKafka && it.Action == "" { // no handler got it this time, either
+	if it.FromKafka && it.Action == "" { // no handler got it
 		tried = 0
 	}
 	return handling.Outcome{Verdict: handling.Dead, Action: it.Action, Class: it.Class, Attempt: tried, Err: it.Err}, true
 }
 
-// notDone writes down what has become of an item whose task is not done.
-func (l *lane) notDone(it *laneItem, t handling.Task, o handling.Outcome) {
-	switch o.Verdict {
-	case handling.Interrupted:
-		l.log.WarnContext(handling.EventContext(l.held, &t.Meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here",
-			handling.EventAttrs(&t.Meta, "action", it.Action, "attempt", t.Meta.Attempt, "error", o.Err)...)
-		l.lose(it.Ref) // and with it what is behind it
-	case handling.Postponed:
-		l.postpone(it, t, o)
-	case handling.Again:
-		l.again(it, t, o)
-	case handling.Dead:
-		l.giveUp(it, o)
-	}
-}
-
-// laneScheduler has the tasks of a batch tried one after the other, see [handling.Scheduler].
+// laneScheduler implements [handling.Scheduler]: a lane tries the tasks of a batch one after the other.
 type laneScheduler struct{ *lane }
 
-func (l laneScheduler) Held() context.Context { return l.held }
+func (l laneScheduler) Held() context.Context { return l.ctx }
 
 func (l laneScheduler) Enter(t *handling.Task) bool {
-	return l.mayGoOn() && l.slots.Take(l.stopping, t.Kind != handling.NoTx)
+	return l.mayContinue() && l.slots.Take(l.stopping, t.Kind != handling.NoTx)
 }
 
 func (l laneScheduler) Leave(t *handling.Task, began time.Time, err error) {
-	l.unlockRows(err)
+	l.transactionEnded(err)
 	l.slots.Release(t.Kind != handling.NoTx)
 	if err == nil && t.Kind != handling.NoTx {
-		l.works(began)
+		l.postgresAnswered(began)
 	}
 }
 
 func (l laneScheduler) Interrupts(err error) bool { return errors.Is(err, ErrLost) }
 func (l laneScheduler) Sleep(d time.Duration)     { wait.Sleep(l.stopping, d) }
 
-// AwaitPostgres has a task put back whose error says when it is to be tried again: others go on meanwhile.
+// AwaitPostgres has a task postponed whose error says when to try again, so that other deliveries go on meanwhile.
 func (l laneScheduler) AwaitPostgres(began time.Time, err error) (putBack bool) {
 	l.awaitPostgres(began, err)
 	_, later := handling.WaitOf(err)

@@ -9,17 +9,17 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// sqlMine reads the rows that this worker has.
-const sqlMine = `
+// sqlOwn reads the rows that this process has claimed, whichever claim it was.
+const sqlOwn = `
 SELECT d.id, d.locked_by, d.order_key FROM {schema}.event_delivery AS d
  WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND starts_with(d.locked_by, $2::text || '/')
  ORDER BY d.consumer_group, d.locked_until`
 
-// Mine returns the rows that this worker has, without their events. There may be others than it knows of,
-// where the answer to a claim was lost.
-func (s *Store) Mine(ctx context.Context) (rows []Delivery, err error) {
+// Own returns the rows that this process has claimed, without their events. The process does not know of some of them
+// if the answer to a claim was lost.
+func (s *Store) Own(ctx context.Context) (rows []Delivery, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlMine, s.group, s.worker).Query(func(r pgx.Rows) (err error) {
+		b.Queue(s.sqlOwn, s.group, s.process).Query(func(r pgx.Rows) (err error) {
 			rows, err = pgx.CollectRows(r, func(row pgx.CollectableRow) (d Delivery, err error) {
 				var key pgtype.Int8
 				err = row.Scan(&d.ID, &d.Holder, &key)
@@ -30,16 +30,16 @@ func (s *Store) Mine(ctx context.Context) (rows []Delivery, err error) {
 		})
 	})
 	if err != nil {
-		return nil, fmt.Errorf("look for deliveries of this worker: %w", err)
+		return nil, fmt.Errorf("read claimed deliveries: %w", err)
 	}
 	return rows, nil
 }
 
-// mostOthers is up to which number the rows of other workers are counted.
-const mostOthers = 10_000
+// maxCounted bounds the number that CountOthers returns, and what it costs.
+const maxCounted = 10_000
 
-// sqlOthers counts what other workers have, up to a number, and what they had until a lease ago. Older
-// entries of the index may be many that nobody has removed yet.
+// sqlOthers counts rows that other processes have claimed, also with leases that have expired within the last lease.
+// Older entries of the index may be many that PostgreSQL has not removed yet.
 const sqlOthers = `
 SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
   FROM (SELECT d.locked_until, d.locked_by FROM {schema}.event_delivery AS d
@@ -47,20 +47,19 @@ SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
          ORDER BY d.consumer_group, d.locked_until LIMIT $4) AS o
  WHERE NOT starts_with(o.locked_by, $2::text || '/')`
 
-// Others returns how many rows other workers have, counted up to 10,000, and for how long at most if they
-// do not renew them.
-func (s *Store) Others(ctx context.Context) (rows int, longest time.Duration, err error) {
+// CountOthers returns how many rows other processes have claimed, at most 10,000, and how long their longest lease
+// lasts.
+func (s *Store) CountOthers(ctx context.Context) (rows int, longest time.Duration, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlOthers, s.group, s.worker, s.lease, mostOthers).QueryRow(func(row pgx.Row) error { return row.Scan(&rows, &longest) })
+		b.Queue(s.sqlOthers, s.group, s.process, s.lease, maxCounted).QueryRow(func(row pgx.Row) error { return row.Scan(&rows, &longest) })
 	})
 	if err != nil {
-		return 0, 0, fmt.Errorf("look for deliveries of other workers: %w", err)
+		return 0, 0, fmt.Errorf("count deliveries of other processes: %w", err)
 	}
 	return rows, longest, nil
 }
 
-// sqlRenew passes over rows that are being written: these end in a moment, or their worker finds out
-// that they are lost.
+// sqlRenew skips locked rows. A transaction is about to finish them, or is taking them over.
 const sqlRenew = `
 UPDATE {schema}.event_delivery AS d
    SET locked_until = (SELECT clock_timestamp()) + $3::interval
@@ -68,8 +67,8 @@ UPDATE {schema}.event_delivery AS d
                           WHERE r.id = ANY ($1) AND r.locked_by = $2::text AND r.consumer_group = $4::text FOR UPDATE SKIP LOCKED))
 RETURNING d.id`
 
-// Renew extends the lease of rows. It returns those that it has found; others have ended, are
-// lost, or are being written at the moment.
+// Renew renews the leases of rows. It returns the rows that it has renewed. Other rows have ended, are lost, or are
+// locked at the moment.
 func (s *Store) Renew(ctx context.Context, rows []Ref) (renewed []Ref, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		for holder, ids := range byHolder(rows) {
@@ -104,11 +103,11 @@ func refsOf(rows []Delivery) []Ref {
 	return refs
 }
 
-// sqlExpire takes rows from workers that are gone, and with each of them the others of its key that
-// the worker has: it must not finish one of them without those before. While PostgreSQL has just
-// been started, workers may not have had the time to renew what they have. Of the rest of its run,
-// some may stay with the worker that are being renewed: so rows are put back.
-const sqlExpire = `
+// sqlTakeOver takes over rows whose leases have expired, and with each of them the other rows of its key from the same
+// claim: their process must not finish a row without those before it. It does nothing until half a lease after a start
+// of PostgreSQL, because processes need that time to renew their leases. Rows of the key that are locked, because they
+// are being renewed, stay with their process. Therefore the rows are marked as put back.
+const sqlTakeOver = `
 WITH stale AS MATERIALIZED (
     SELECT d.id, d.order_key, d.locked_by FROM {schema}.event_delivery AS d
      WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $5::timestamptz AND d.locked_until < clock_timestamp()
@@ -122,20 +121,20 @@ WITH stale AS MATERIALIZED (
               FOR UPDATE SKIP LOCKED) AS r
 )
 UPDATE {schema}.event_delivery AS d
-   SET status = CASE WHEN ` + usedUp + ` THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
-       held = $4::bool AND ` + usedUp + `, processed_at = CASE WHEN ` + usedUp + ` THEN clock_timestamp() END,
+   SET status = CASE WHEN ` + attemptsUsedUp + ` THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
+       held = $4::bool AND ` + attemptsUsedUp + `, processed_at = CASE WHEN ` + attemptsUsedUp + ` THEN clock_timestamp() END,
        put_back = true, locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
        last_error_code = '` + CodeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns
 
-// usedUp is the condition that a row becomes DEAD with its last attempt. What came from Kafka has to be sent to a
-// dead-letter topic before: whoever claims it next does that.
-const usedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
+// attemptsUsedUp is the condition that a row becomes DEAD with its last attempt. A row of a record does not: its dead
+// letter has to be sent before, by the process that claims it next.
+const attemptsUsedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
 
-// sqlStale reads from when on leases have expired. The next look begins there, whether sqlExpire takes them or not: it
-// takes some of many, none that somebody has locked, and while PostgreSQL has just been started, none at all.
-const sqlStale = `
+// sqlExpired reads since when leases have expired. The next scan begins there, whether sqlTakeOver takes the rows over
+// or not: it takes at most a number of rows, none that are locked, and none just after a start of PostgreSQL.
+const sqlExpired = `
 SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
          ORDER BY d.consumer_group, d.locked_until LIMIT 1)`
@@ -143,7 +142,7 @@ SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
 const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.aggregate_type, d.aggregate_id, d.action, d.stream, d.attempt_count,
        d.position, d.record_partition, coalesce(d.partition_key, d.aggregate_id)`
 
-// Expired is a row whose worker is gone.
+// Expired is a row that was taken over because its lease had expired.
 type Expired struct {
 	ID                            int64
 	Key                           Key
@@ -158,9 +157,9 @@ type Expired struct {
 	Partition int32
 }
 
-// Expire takes rows, at most limit and the others of their keys, from workers whose lease has expired. Those that have used up
-// their attempts become dead, and hold their key if hold is set.
-func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Expired, err error) {
+// TakeOver takes over at most limit rows whose leases have expired, and the other rows of their keys from the same
+// claims. Rows whose attempts are used up become dead, and hold their key if hold is set.
+func (s *Store) TakeOver(ctx context.Context, limit int, hold bool) (expired []Expired, err error) {
 	tx, err := s.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
 	if err != nil {
 		return nil, err
@@ -169,18 +168,18 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 	var first, second pgx.Batch
 	var now time.Time
 	var stale pgtype.Timestamptz
-	began, since := time.Now(), s.expiring.of(struct{}{})
+	began, since := time.Now(), s.expiring.start(struct{}{})
 	first.Queue(settings)
 	first.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-	first.Queue(s.sqlStale, s.group, since).QueryRow(func(row pgx.Row) error { return row.Scan(&stale) })
+	first.Queue(s.sqlExpired, s.group, since).QueryRow(func(row pgx.Row) error { return row.Scan(&stale) })
 	if err := tx.SendBatch(ctx, &first).Close(); err != nil {
-		return nil, fmt.Errorf("look for deliveries of workers that are gone: %w", err)
+		return nil, fmt.Errorf("look for expired leases of deliveries: %w", err)
 	}
-	s.expiring.looked(struct{}{}, since, seenUntil(stale, now), time.Since(began))
-	if !stale.Valid { // mostly
+	s.expiring.scanned(struct{}{}, since, scannedUntil(stale, now), time.Since(began))
+	if !stale.Valid { // the usual case
 		return nil, nil
 	}
-	second.Queue(s.sqlExpire, s.group, limit, s.lease/2, hold, since).Query(func(rows pgx.Rows) (err error) {
+	second.Queue(s.sqlTakeOver, s.group, limit, s.lease/2, hold, since).Query(func(rows pgx.Rows) (err error) {
 		expired, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e Expired, err error) {
 			var key pgtype.Int8
 			var status string

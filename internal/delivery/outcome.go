@@ -7,43 +7,76 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/handling"
-
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// lose ends the work on the batch, of which a delivery is not with this worker any more, or not the first of its key.
+// lose ends the batch under way, because one of its deliveries is with another process, or is not the first of its
+// key any more.
 func (l *lane) lose(r Ref) {
-	l.hands.lose(r)
-	l.lost()
+	l.claimed.lose(r)
+	l.signalUnknown()
 }
 
-// drop notes that a delivery is not with this worker any more.
-func (l *lane) drop(it *laneItem) {
-	it.gone = true
-	l.hands.drop(it.Ref)
+// remove notes that an item has ended, so its lease is not renewed any more.
+func (l *lane) remove(it *laneItem) {
+	it.ended = true
+	l.claimed.remove(it.Ref)
 }
 
-// complete ends the deliveries of tasks, in the transaction of their handlers.
+// lockRows locks the rows of tasks before their handlers run. It is for isolation levels above READ COMMITTED, under
+// which a transaction could not finish a row that was renewed meanwhile.
+func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) error {
+	ids := map[int64]bool{}
+	for _, t := range tasks {
+		ids[t.Meta.Origin.DeliveryID] = true
+	}
+	if err := l.store.LockIn(ctx, tx.Own(), l.deliveriesWith(ids)); err != nil {
+		return err
+	}
+	l.claimed.setLocked(l.ctx, true)
+	return nil
+}
+
+// transactionEnded notes the end of a transaction for which lockRows may have locked rows. After a rollback it renews
+// their leases, which was not possible while they were locked.
+func (l *lane) transactionEnded(err error) {
+	if l.finishing.Begin == nil {
+		return
+	}
+	l.claimed.setLocked(l.ctx, false)
+	if err == nil || !l.mayContinue() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(l.ctx, WriteTimeout)
+	defer cancel()
+	if _, err := l.store.Renew(ctx, l.claimed.withContext(l.ctx)); err != nil {
+		l.log.Warn("outbox: deliveries could not be renewed after their transaction was rolled back, "+
+			"other processes may handle them", "error", err)
+	}
+}
+
+// complete finishes the deliveries of tasks in the transaction of their handlers.
 func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
 	ids := map[int64]bool{}
 	for _, r := range results { // an event that is upcast may have several tasks
 		ids[r.Meta.Origin.DeliveryID] = true
 	}
-	l.finished, l.promotedIn = l.those(ids), 0
-	// Functions inside PostgreSQL may have changed settings, too.
+	l.finished, l.promoted = l.deliveriesWith(ids), 0
+	// With a single task it costs little to undo also what functions inside PostgreSQL have set.
 	if tx.ChangedSettings() || len(results) == 1 {
-		if _, err := tx.Own().Exec(ctx, SQLOwnSettings, l.session.Role, l.session.User); err != nil {
-			return Unfinished(tx, err)
+		if _, err := tx.Own().Exec(ctx, SQLRestoreSettings, l.session.Role, l.session.User); err != nil {
+			return AsUnfinished(tx, err)
 		}
 	}
 	promoted, err := l.store.FinishIn(ctx, tx.Own(), l.finished)
-	l.promotedIn = promoted
-	return Unfinished(tx, err)
+	l.promoted = promoted
+	return AsUnfinished(tx, err)
 }
 
-// Unfinished says if an error is due to what a handler has done to its transaction.
-func Unfinished(tx handling.Tx, err error) error {
+// AsUnfinished returns an error with [handling.ErrUnfinished] if what a handler did to its transaction has caused it.
+// It returns any other error unchanged.
+func AsUnfinished(tx handling.Tx, err error) error {
 	switch {
 	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, ErrLost):
 		return err
@@ -53,121 +86,142 @@ func Unfinished(tx handling.Tx, err error) error {
 	return fmt.Errorf("%w: %w", handling.ErrUnfinished, err)
 }
 
-// SQLOwnSettings undoes what a handler has set for its transaction, and what would keep
-// statements of the worker from working.
-const SQLOwnSettings = `
-SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END, set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
+// SQLRestoreSettings undoes settings of a handler that would keep the statements after it in its transaction from
+// working. $1 is the role and $2 the user of [SessionSettings].
+const SQLRestoreSettings = `
+SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END,
+       set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
 
-// those returns the deliveries with these ids.
-func (l *lane) those(ids map[int64]bool) (all []Delivery) {
-	for i := range l.work {
-		if it := &l.work[i]; ids[it.ID] {
+// deliveriesWith returns the deliveries of the batch that have these ids.
+func (l *lane) deliveriesWith(ids map[int64]bool) (all []Delivery) {
+	for i := range l.items {
+		if it := &l.items[i]; ids[it.ID] {
 			all = append(all, it.Delivery)
 		}
 	}
 	return all
 }
 
-// promoteBehind has rows claimed that were promoted in a transaction which is committed now. Under
-// another isolation level than READ COMMITTED they still have to be.
-func (l *lane) promoteBehind() {
-	if l.promotedIn < 0 {
+// promoteFollowers has rows claimed that the last transaction has promoted, which is committed now. Under isolation
+// levels above READ COMMITTED they could not be promoted in it, so it promotes them first.
+func (l *lane) promoteFollowers() {
+	if l.promoted < 0 {
 		began := time.Now()
 		var err error
-		l.promotedIn, err = l.store.Promote(l.cut, l.finished)
-		l.outages.Report(outagePromoting, began, err) // if it fails, what repairs heads does it
+		l.promoted, err = l.store.Promote(l.cut, l.finished)
+		l.outages.Report(outagePromoting, began, err) // if this fails, RepairHeads promotes them later
 	}
-	if l.promotedIn > 0 {
-		l.promoted()
+	if l.promoted > 0 {
+		l.signalDue()
 	}
-	l.promotedIn = 0
+	l.promoted = 0
 }
 
-// postpone has a delivery tried again after an outage of PostgreSQL, without counting an attempt.
+// recordOutcome writes down the outcome of an item whose task is not done.
+func (l *lane) recordOutcome(it *laneItem, t handling.Task, o handling.Outcome) {
+	switch o.Verdict {
+	case handling.Interrupted:
+		l.log.WarnContext(handling.EventContext(l.ctx, &t.Meta),
+			"outbox: a delivery was taken over by another process before it was done, its transaction is rolled back",
+			handling.EventAttrs(&t.Meta, "action", it.Action, "attempt", t.Meta.Attempt, "error", o.Err)...)
+		l.lose(it.Ref)
+	case handling.Postponed:
+		l.postpone(it, t, o)
+	case handling.Again:
+		l.retry(it, t, o)
+	case handling.Dead:
+		l.markDead(it, o)
+	}
+}
+
+// postpone has a delivery retried after an outage of PostgreSQL. The attempt does not count.
 func (l *lane) postpone(it *laneItem, t handling.Task, o handling.Outcome) {
 	f := l.failureOf(it, o)
 	f.Uncounted, f.Wait = true, o.Wait
-	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
+	if _, err := l.writeFailure(it, f); err != nil { // lost: the process that has it now decides
 		return
 	}
 	l.attempts.ReportAgain(&t, o)
 	l.breakers.Forget(it.Action)
-	l.promoted()
+	l.signalDue()
 	l.retryAt(time.Now().Add(f.Wait))
 }
 
-// again has a delivery tried again that has failed.
-func (l *lane) again(it *laneItem, t handling.Task, o handling.Outcome) {
+// retry has a failed delivery retried after a wait.
+func (l *lane) retry(it *laneItem, t handling.Task, o handling.Outcome) {
 	usual := l.cfg.Of(it.Stream).MaxRetries
 	if o.Retries > usual || it.FromKafka {
-		// Workers that are gone count, too, and know of no error: from here on they may use up
-		// as many attempts as of an event that has not failed yet, or as there are. Of what was parked with its
-		// last attempt, and requeued, there are more again.
+		// The row's maximum is for attempts whose process was gone, which leave no error. From here on there may be
+		// as many of these as for an event that has not failed yet, but no more attempts than the error permits. A
+		// requeued delivery that was parked with its last attempt gets more again.
 		it.MaxAttempts = max(it.MaxAttempts, Attempts(min(o.Retries, it.Attempt-1+Attempts(usual))))
 	}
 	f := l.failureOf(it, o)
 	f.Wait = o.Wait
 	promoted, err := l.writeFailure(it, f)
-	if err != nil { // lost: whoever has it now decides
+	if err != nil { // lost: the process that has it now decides
 		return
 	}
 	l.attempts.ReportAgain(&t, o)
 	if promoted > 0 {
-		l.promoted()
+		l.signalDue()
 	}
 	l.retryAt(time.Now().Add(f.Wait))
 }
 
-// giveUp makes a delivery dead. Of a record it sends the dead letter before: while that cannot
-// be sent, the delivery has no attempt left, and whoever claims it next sends it.
-func (l *lane) giveUp(it *laneItem, o handling.Outcome) {
+// markDead makes a delivery dead. For a record it sends the dead letter first. As long as that fails, the delivery has
+// no attempt left, and the process that claims it next sends the dead letter.
+func (l *lane) markDead(it *laneItem, o handling.Outcome) {
 	f := l.failureOf(it, o)
-	f.Dead, f.Held, f.Uncounted = true, l.cfg.HoldDead, it.isSpent()
+	f.Dead, f.Held, f.Uncounted = true, l.cfg.HoldDead, it.hasNoAttemptLeft()
 	topic := ""
 	if l.deadLetter != nil {
 		var err error
-		if topic, err = l.deadLetter(l.held, &it.Delivery, o); err != nil {
+		if topic, err = l.deadLetter(l.ctx, &it.Delivery, o); err != nil {
 			l.awaitDeadLetter(it, f)
 			return
 		}
 	}
-	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
+	if _, err := l.writeFailure(it, f); err != nil { // lost: the process that has it now decides
 		return
 	}
 	l.attempts.ReportDead(it.Meta, topic, o)
-	l.promoted()
+	l.signalDue()
 }
 
-// unsentWait is how long a delivery waits whose dead letter was not sent.
-const unsentWait = 5 * time.Second
+// deadLetterWait is how long a delivery waits whose dead letter could not be sent.
+const deadLetterWait = 5 * time.Second
 
-// awaitDeadLetter has a delivery claimed again that is given up when its dead letter is sent.
+// awaitDeadLetter has a delivery claimed again, only to send its dead letter.
 func (l *lane) awaitDeadLetter(it *laneItem, f Failure) {
-	f.Dead, f.Held, f.Wait, f.Last = false, false, unsentWait, !f.Uncounted
+	f.Dead, f.Held, f.Wait, f.Last = false, false, deadLetterWait, !f.Uncounted
 	if _, err := l.writeFailure(it, f); err == nil {
 		l.retryAt(time.Now().Add(f.Wait))
 	}
 }
 
-// pastError is the error of an attempt that was made before its delivery was claimed.
-type pastError struct{ class, message string }
+// earlierError is the error of an attempt before the delivery was claimed, as its row has it.
+type earlierError struct{ class, message string }
 
-func (e *pastError) Error() string { return e.message }
+func (e *earlierError) Error() string { return e.message }
 
 // ErrorType names the error for metrics.
-func (e *pastError) ErrorType() string { return e.class }
+func (e *earlierError) ErrorType() string { return e.class }
 
 func (l *lane) failureOf(it *laneItem, o handling.Outcome) Failure {
-	return Failure{Of: it.Delivery, Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
+	return Failure{
+		Of: it.Delivery, MaxAttempts: it.MaxAttempts,
+		Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText),
+	}
 }
 
-// writeFailure writes a failure down, until that is done or the delivery is lost. The deliveries behind it in
-// its key wait behind it again.
+// writeFailure writes a failure down, and parks the deliveries behind it in its key. It retries until that succeeds or
+// the delivery is lost.
 func (l *lane) writeFailure(it *laneItem, f Failure) (promoted int64, err error) {
-	l.flush() // of its key, what is handled is done before
+	l.flush() // the handled deliveries before it in its key have to finish first
 	var rest []Delivery
-	for i := range l.work {
-		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
+	for i := range l.items {
+		if other := &l.items[i]; other != it && !other.ended && it.Key.Ordered && other.Key == it.Key {
 			rest = append(rest, other.Delivery)
 		}
 	}
@@ -175,103 +229,106 @@ func (l *lane) writeFailure(it *laneItem, f Failure) (promoted int64, err error)
 		promoted, err = l.store.Fail(ctx, f, rest)
 		return err
 	})
-	for i := range l.work {
-		if other := &l.work[i]; other == it || !other.gone && it.Key.Ordered && other.Key == it.Key {
-			l.drop(other)
+	for i := range l.items {
+		if other := &l.items[i]; other == it || !other.ended && it.Key.Ordered && other.Key == it.Key {
+			l.remove(other)
 		}
 	}
 	return promoted, err
 }
 
-// flush writes down what is handled without a transaction.
+// flush finishes the deliveries that were handled without a transaction.
 func (l *lane) flush() {
 	l.progress.writing.Lock()
 	defer l.progress.writing.Unlock()
-	done := l.progress.takeDone()
-	if len(done) == 0 {
+	handled := l.progress.takeHandled()
+	if len(handled) == 0 {
 		return
 	}
 	var promoted int64
 	err := l.write(func(ctx context.Context) (err error) {
-		promoted, err = l.store.Finish(ctx, done)
+		promoted, err = l.store.Finish(ctx, handled)
 		return err
 	})
-	if !l.noteLost(done, err) {
-		l.forget(done, promoted)
+	if !l.noteLost(handled, err) {
+		l.noteFinished(handled, promoted)
 	}
 }
 
-// relieve writes down what a lane has handled that is at a call for long, and returns what it has not begun: it does not
-// any more. If the lane is at no call, but writes itself, there is nothing to do.
-func (l *lane) relieve(ctx context.Context) (rest []Delivery) {
+// relieve is called by the leaseKeeper while the lane is at a slow call. It finishes what the lane has handled, and
+// returns the deliveries that have not begun, which the lane will not begin. If the lane is writing itself, it is at
+// no call, and there is nothing to do.
+func (l *lane) relieve(ctx context.Context) (waiting []Delivery) {
 	if !l.progress.writing.TryLock() {
 		return nil
 	}
 	defer l.progress.writing.Unlock()
-	if done := l.progress.takeDone(); len(done) > 0 {
-		promoted, err := l.store.Finish(ctx, done)
+	if handled := l.progress.takeHandled(); len(handled) > 0 {
+		promoted, err := l.store.Finish(ctx, handled)
 		switch {
-		case l.noteLost(done, err):
+		case l.noteLost(handled, err):
 		case err != nil:
-			l.progress.putBack(done)
+			l.progress.putBack(handled)
 		default:
-			l.forget(done, promoted)
+			l.noteFinished(handled, promoted)
 		}
 	}
 	return l.progress.takeAhead()
 }
 
-// noteLost ends the work on the batch if one of its deliveries that are done is with another worker.
-func (l *lane) noteLost(done []Delivery, err error) bool {
+// noteLost ends the batch under way if one of its handled deliveries is with another process. It reports whether
+// that is so.
+func (l *lane) noteLost(handled []Delivery, err error) bool {
 	lost := errors.Is(err, ErrLost)
 	if lost {
-		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(done), "error", err)
-		l.lose(done[0].Ref) // and with them what is behind them
+		l.log.Warn("outbox: deliveries were taken over by another process before they were written down as done, "+
+			"their handlers run once more", "deliveries", len(handled), "error", err)
+		l.lose(handled[0].Ref)
 	}
 	return lost
 }
 
-// forget notes that deliveries are not with this worker any more, and that some were promoted with that.
-func (l *lane) forget(done []Delivery, promoted int64) {
-	for _, d := range done {
-		l.hands.drop(d.Ref)
+// noteFinished notes that deliveries have finished, and how many rows were promoted with that.
+func (l *lane) noteFinished(finished []Delivery, promoted int64) {
+	for _, d := range finished {
+		l.claimed.remove(d.Ref)
 	}
 	if promoted > 0 {
-		l.promoted()
+		l.signalDue()
 	}
 }
 
-// giveBack gives back what was not tried.
-func (l *lane) giveBack() {
+// releaseRest releases the deliveries of the batch that have not ended.
+func (l *lane) releaseRest() {
 	var rest []Delivery
-	for i := range l.work {
-		if it := &l.work[i]; !it.gone {
+	for i := range l.items {
+		if it := &l.items[i]; !it.ended {
 			rest = append(rest, it.Delivery)
 		}
 	}
 	if len(rest) == 0 {
 		return
 	}
-	if err := l.write(func(ctx context.Context) error { return l.store.Return(ctx, rest) }); err != nil && l.cut.Err() == nil {
-		l.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rest), "error", err)
+	err := l.write(func(ctx context.Context) error { return l.store.Release(ctx, rest) })
+	if err != nil && l.cut.Err() == nil {
+		l.log.Warn(notReleased, "deliveries", len(rest), "error", err)
 	}
 	for _, d := range rest {
-		l.hands.drop(d.Ref)
+		l.claimed.remove(d.Ref)
 	}
-	l.promoted()
+	l.signalDue()
 }
 
-// write runs a statement until it works. It gives up if that is lost which it is about, or with
-// the stop of the worker.
+// write runs a statement until it succeeds. It stops with the error if the delivery is lost, or the process stops.
 func (l *lane) write(statement func(context.Context) error) error {
 	for {
 		began := time.Now()
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(l.held), WriteTimeout)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(l.ctx), WriteTimeout)
 		err := statement(ctx)
 		cancel()
 		switch {
 		case err == nil:
-			l.works(began)
+			l.postgresAnswered(began)
 			return nil
 		case errors.Is(err, ErrLost), l.cut.Err() != nil:
 			return err
@@ -283,17 +340,17 @@ func (l *lane) write(statement func(context.Context) error) error {
 	}
 }
 
-// WriteTimeout bounds a statement with which a worker writes down what became of a delivery.
+// WriteTimeout bounds a statement that writes down the outcome of a delivery.
 const WriteTimeout = 10 * time.Second
 
-// awaitPostgres waits a little while PostgreSQL is unavailable.
+// awaitPostgres reports an outage of PostgreSQL, and waits before the next try.
 func (l *lane) awaitPostgres(began time.Time, err error) {
 	l.outages.Report(handling.OutagePostgres, began, err)
-	l.cfg.awaitAgain(l.stopping, l.outages)
+	l.cfg.awaitRetry(l.stopping, l.outages)
 }
 
-// works ends an outage of PostgreSQL, if there is one.
-func (l *lane) works(began time.Time) {
+// postgresAnswered ends an outage of PostgreSQL, if there is one.
+func (l *lane) postgresAnswered(began time.Time) {
 	if l.outages.Failing() {
 		l.outages.Report(handling.OutagePostgres, began, nil)
 	}

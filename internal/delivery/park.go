@@ -12,22 +12,23 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Where Kafka brings the events, an action gets them from its partition, without a row here. One that it
-// could not handle is parked: it becomes a row, and so do those behind it in its key, for as long as a row of
-// the key is open. So an event must not be handled directly while its key is blocked. A look at the
-// table says which keys are, but soon it is out of date: another process may hold the partition without having lost it
-// yet by its own clock. Therefore whoever handles events directly locks their keys at the end of its transaction, against
-// those who insert rows, and looks once more.
+// A consumer handles the events of a partition directly, without a row here. An event that could not be handled is
+// parked: it becomes a row, and so do the later events of its key as long as a row of the key is open. So an event
+// must not be handled directly while its key is blocked.
+//
+// A query tells which keys are blocked, but its answer can be out of date at once: another process may still hold the
+// partition, because it has not noticed yet that it has lost it. Therefore a consumer locks the keys of its events at
+// the end of its transaction, against processes that insert rows, and queries once more.
 
-// Subject is an event for an action, as the table knows it.
+// Subject is an event for an action, as event_delivery identifies it.
 type Subject struct {
 	Action string
 	Key    Key
-	// Digest is that of source and id: of two events with the same one, the second is a repeat.
+	// Digest is a digest of source and id. An event with the digest of an earlier one is a repeat.
 	Digest [16]byte
 }
 
-// lock returns the key that is locked for a subject. Those without order need one too.
+// lock returns the number that is locked for a subject. Subjects without order are locked by their digest.
 func (s Subject) lock() int64 {
 	if s.Key.Ordered {
 		return s.Key.Digest
@@ -35,14 +36,14 @@ func (s Subject) lock() int64 {
 	return int64(binary.BigEndian.Uint64(s.Digest[:]))
 }
 
-// Received is a row to be inserted for an event from Kafka.
+// Received is a row to be inserted for an event from Kafka, see [Store.Park].
 type Received struct {
 	Subject
 	Stream    string
 	Partition int32
 	Offset    int64
 
-	EventID  [16]byte // a UUID: that of the event, or one that is made from RecordID
+	EventID  [16]byte // the event's UUID, or a UUID made from RecordID
 	RecordID string   // "" if EventID is the event's
 
 	Type, Source, AggregateID, ContentType, PartitionKey string
@@ -51,22 +52,22 @@ type Received struct {
 	MaxAttempts                                          int
 	Note                                                 Note
 
-	// Of one that has failed:
+	// If an attempt has failed:
 	Attempt       int // 0 if none has
 	Code, Message string
 	Wait          time.Duration
 }
 
-// Note is what event_handled has of an event that an action has handled. The zero Note is nowhere.
+// Note is the key in event_handled of an event that an action has handled. The zero Note matches nothing.
 type Note struct {
 	AggregateType, AggregateID string
-	Beside                     string // AggregateID, if the event of another source has taken that
+	WithSource                 string // replaces AggregateID if an event of another source has that key
 	Source                     string // "" for any
 }
 
-// sqlPark inserts rows, but for those of events that are handled or have a row already: an event may come
-// again, or be with two processes. The first row of a free key is PENDING, all others are PARKED. It looks
-// at each key once, before it inserts a row.
+// sqlPark inserts rows for events that are not handled and have no row yet: an event may come again, or to two
+// processes. The first row of a free key becomes PENDING, all others become PARKED. It checks each key once, before it
+// inserts a row, because the indexes also return the rows that it inserts itself.
 var sqlPark = `
 WITH wanted AS MATERIALIZED (
     SELECT n.* FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::uuid[], $9::text[], $10::text[], $11::text[],
@@ -74,7 +75,7 @@ WITH wanted AS MATERIALIZED (
                            $20::text[], $21::text[], $22::text[], $23::text[], $24::int[], $25::text[], $26::text[], $27::bigint[]) WITH ORDINALITY
            AS n (action, stream, key, digest, partition, record_offset, event_id, record_id, type, source,
                  aggregate_id, content_type, partition_key, payload, record, occurred_at, recorded_at, most,
-                 note_type, note_id, note_beside, note_source, attempt, code, message, wait, n)
+                 note_type, note_id, note_with_source, note_source, attempt, code, message, wait, n)
      WHERE coalesce(
            (SELECT true FROM {schema}.event_delivery AS d
              WHERE d.consumer_group = $1::text AND d.action = n.action AND d.record_digest = n.digest AND d.status <> 'DONE' LIMIT 1),
@@ -82,7 +83,7 @@ WITH wanted AS MATERIALIZED (
              WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_id AND h.action = n.action
                AND (n.note_source = '' OR h.event_source IS NULL OR h.event_source = n.note_source) LIMIT 1),
            (SELECT true FROM {schema}.event_handled AS h
-             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_beside AND h.action = n.action LIMIT 1)) IS NULL
+             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_with_source AND h.action = n.action LIMIT 1)) IS NULL
 ), keys AS MATERIALIZED (
     SELECT k.key, min(k.n) AS first FROM wanted AS k WHERE k.key IS NOT NULL GROUP BY k.key
 ), free AS MATERIALIZED (
@@ -104,7 +105,7 @@ WITH wanted AS MATERIALIZED (
 )
 SELECT min(w.n), i.status FROM inserted AS i JOIN wanted AS w ON w.action = i.action AND w.digest = i.record_digest GROUP BY i.action, i.record_digest, i.status`
 
-// openOf looks for an open row of a key.
+// openOf returns expressions for coalesce, which are true if a row of a key is open.
 func openOf(key string) string {
 	of := func(which string) string {
 		return `
@@ -114,10 +115,9 @@ func openOf(key string) string {
 	return of(head) + `,` + of(`d.status = 'PARKED'`)
 }
 
-// Park inserts rows: of events that a handler could not handle, and of those that may not be handled because their
-// keys are blocked. They are in the order of their records, for each key. It returns for each row what it has become,
-// or "" if there is none because the event has one already, or is handled. The rows survive a crash of PostgreSQL, because
-// Kafka is told that they need not come again.
+// Park inserts rows for events that have failed, and for events whose keys are blocked. The rows of each key are in
+// the order of their records. It returns the status of each row, or "" if no row was inserted because the event has one
+// already, or is handled. The rows survive a crash of PostgreSQL, because their offsets are committed after it.
 func (s *Store) Park(ctx context.Context, rows []Received) (became []Status, err error) {
 	if len(rows) == 0 {
 		return nil, nil
@@ -143,7 +143,7 @@ func (s *Store) Park(ctx context.Context, rows []Received) (became []Status, err
 	return became, nil
 }
 
-// columnsOfParked returns the columns of rows as sqlPark takes them.
+// columnsOfParked returns the parameters of sqlPark after the first, one array for each column.
 func columnsOfParked(rows []Received) []any {
 	text := func(of func(*Received) string) []string { return column(rows, of) }
 	return []any{
@@ -157,13 +157,13 @@ func columnsOfParked(rows []Received) []any {
 		column(rows, func(r *Received) time.Time { return r.OccurredAt }), column(rows, func(r *Received) time.Time { return r.RecordedAt }),
 		column(rows, func(r *Received) int32 { return int32(r.MaxAttempts) }),
 		text(func(r *Received) string { return r.Note.AggregateType }), text(func(r *Received) string { return r.Note.AggregateID }),
-		text(func(r *Received) string { return r.Note.Beside }), text(func(r *Received) string { return r.Note.Source }),
+		text(func(r *Received) string { return r.Note.WithSource }), text(func(r *Received) string { return r.Note.Source }),
 		column(rows, func(r *Received) int32 { return int32(r.Attempt) }), text(func(r *Received) string { return r.Code }), text(func(r *Received) string { return r.Message }),
 		column(rows, func(r *Received) int64 { return r.Wait.Microseconds() }),
 	}
 }
 
-// columnsOf returns the columns of subjects. A key is NULL for those without order.
+// columnsOf returns an array for each column of subjects. The key of a subject without order is NULL.
 func columnsOf(subjects []Subject) (actions []string, keys []pgtype.Int8, digests [][]byte) {
 	return column(subjects, func(s *Subject) string { return s.Action }), column(subjects, func(s *Subject) pgtype.Int8 { return s.Key.value() }),
 		column(subjects, func(s *Subject) []byte { return s.Digest[:] })
@@ -188,9 +188,9 @@ func orEmpty(b []byte) []byte {
 	return b
 }
 
-// sqlOwed returns the numbers of those subjects that must not be handled directly: a row of their
-// key is open, or the event has one that is not DONE.
-var sqlOwed = `
+// sqlBlocked returns the numbers, from 1, of the subjects that must not be handled directly: a row of their key is
+// open, or their event has a row that is not DONE.
+var sqlBlocked = `
 SELECT n.n FROM unnest($2::text[], $3::bigint[], $4::bytea[]) WITH ORDINALITY AS n (action, key, digest, n)
  WHERE coalesce(` + openOf("n.key") + `,
            (SELECT true FROM {schema}.event_delivery AS d
@@ -198,36 +198,37 @@ SELECT n.n FROM unnest($2::text[], $3::bigint[], $4::bytea[]) WITH ORDINALITY AS
 
 const sqlLockShared = `SELECT {schema}.outbox_lock_keys_shared($1, $2)`
 
-// Blocked returns the indexes of subjects that must not be handled directly, as far as is known at this moment: their
-// keys are blocked, or they have a row themselves.
+// Blocked returns the indexes of subjects that must not be handled directly at this moment: their keys are blocked, or
+// they have a row themselves.
 func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int, err error) {
-	err = s.transact(ctx, func(b *pgx.Batch) { s.queueOwed(b, subjects, &blocked) })
+	err = s.transact(ctx, func(b *pgx.Batch) { s.queueBlocked(b, subjects, &blocked) })
 	if err != nil {
 		return nil, fmt.Errorf("look for parked events: %w", err)
 	}
 	return blocked, nil
 }
 
-// BlockedIn is Blocked at the end of a transaction in which subjects were handled: until it has ended, nobody
-// blocks their keys.
+// BlockedIn is Blocked at the end of a transaction in which subjects were handled. It locks their keys, so that no
+// process can block them before the transaction has ended.
 func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (blocked []int, err error) {
 	var b pgx.Batch
 	current := false
 	b.Queue(s.sqlLockShared, s.group, locksOf(subjects)).QueryRow(func(row pgx.Row) error { return row.Scan(&current) })
-	s.queueOwed(&b, subjects, &blocked)
+	s.queueBlocked(&b, subjects, &blocked)
 	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
 		return nil, fmt.Errorf("look for parked events: %w", err)
 	}
 	if current {
 		return blocked, nil
 	}
-	// The transaction sees what was committed when it began, but its locks are those of now.
+	// The transaction sees only what was committed when it began. The keys are locked, so a query outside of it sees
+	// all rows that can block them.
 	return s.Blocked(ctx, subjects)
 }
 
-func (s *Store) queueOwed(b *pgx.Batch, subjects []Subject, blocked *[]int) {
+func (s *Store) queueBlocked(b *pgx.Batch, subjects []Subject, blocked *[]int) {
 	actions, keys, digests := columnsOf(subjects)
-	b.Queue(s.sqlOwed, s.group, actions, keys, digests).Query(func(rows pgx.Rows) error {
+	b.Queue(s.sqlBlocked, s.group, actions, keys, digests).Query(func(rows pgx.Rows) error {
 		*blocked = nil
 		found, err := pgx.CollectRows(rows, pgx.RowTo[int])
 		for _, n := range found {

@@ -30,7 +30,7 @@ func received(key string, n int) delivery.Received {
 		EventID:  uuid.New(),
 		RecordID: id, Type: "a.order.sent.v1", Source: "/test", AggregateID: key, ContentType: "application/json", PartitionKey: key,
 		Payload: []byte(`{"n": 1}`), Record: []byte("rest"), OccurredAt: time.Now(), RecordedAt: time.Now(), MaxAttempts: 3,
-		Note: delivery.Note{AggregateType: "a.order.sent.v1", AggregateID: id, Beside: "beside " + id, Source: "/test"},
+		Note: delivery.Note{AggregateType: "a.order.sent.v1", AggregateID: id, WithSource: "beside " + id, Source: "/test"},
 	}
 	if key != "" {
 		r.Key = delivery.KeyOf(group, action, stream, key)
@@ -122,7 +122,7 @@ func TestHandledEventsAreNotParked(t *testing.T) {
 	f.note(received("k", 1))
 	for name, e := range map[string]delivery.Received{
 		"by its own note": of("/test", nil), "by a key of the host": of("", nil),
-		"beside that of another source": of("/third", func(n *delivery.Note) { n.AggregateID, n.Beside = "else", n.AggregateID }),
+		"beside that of another source": of("/third", func(n *delivery.Note) { n.AggregateID, n.WithSource = "else", n.AggregateID }),
 	} {
 		require.Equal(t, []delivery.Status{""}, f.park(s, e), name)
 	}
@@ -171,7 +171,7 @@ func TestRecordOfLostWorkerDoesNotDie(t *testing.T) {
 	var expired []delivery.Expired
 	require.Eventually(t, func() bool { // a round trip may be shorter than the lease
 		var err error
-		expired, err = s.Expire(ctx, 10, false)
+		expired, err = s.TakeOver(ctx, 10, false)
 		require.NoError(t, err)
 		return len(expired) > 0
 	}, testenv.Patience, time.Millisecond)
@@ -364,7 +364,7 @@ func TestExpiredSayTheirRecord(t *testing.T) {
 	require.Len(t, f.claim(f.store("a", time.Millisecond).ForRecords()), 1)
 	var expired []delivery.Expired
 	require.Eventually(t, func() bool {
-		found, err := f.store("b", time.Millisecond).Expire(t.Context(), 10, false)
+		found, err := f.store("b", time.Millisecond).TakeOver(t.Context(), 10, false)
 		require.NoError(t, err)
 		expired = append(expired, found...)
 		return len(expired) == 2

@@ -88,7 +88,7 @@ func (f *tableFixture) day(s *delivery.Store, n int) {
 	require.NoError(f.t, err)
 	require.Len(f.t, claimed, 1, "promoted")
 	require.Eventually(f.t, func() bool {
-		expired, err := s.Expire(ctx, 10, false)
+		expired, err := s.TakeOver(ctx, 10, false)
 		require.NoError(f.t, err)
 		return len(expired) == 1
 	}, testenv.Patience, 2*shortLease)

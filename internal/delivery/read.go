@@ -5,26 +5,25 @@ import (
 	"errors"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/envelope"
-
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// begin makes items of a batch.
+// begin makes the items of a batch.
 func (l *lane) begin(batch []Delivery) {
 	origins := make([]envelope.Origin, len(batch))
-	l.work = make([]laneItem, len(batch))
+	l.items = make([]laneItem, len(batch))
 	l.progress.start(batch)
 	for i, d := range batch {
-		l.work[i].Delivery = d
-		l.work[i].Meta = ReceivedOf(&d, &origins[i])
+		l.items[i].Delivery = d
+		l.items[i].Meta = ReceivedOf(&d, &origins[i])
 	}
 }
 
-// ReceivedOf returns what handlers are told of a delivery, with an origin that it fills.
+// ReceivedOf returns the metadata that a delivery's row has of its event. It fills of, to which the metadata points.
 func ReceivedOf(d *Delivery, of *envelope.Origin) envelope.Received {
 	*of = envelope.Origin{Key: []byte(d.RecordKey()), DeliveryID: d.ID, Stream: d.Stream}
 	m := envelope.Received{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, Origin: of}
@@ -35,14 +34,14 @@ func ReceivedOf(d *Delivery, of *envelope.Origin) envelope.Received {
 	return m
 }
 
-// maxReadBytes bounds what a lane reads that came without its payload, until it has handled that.
+// maxReadBytes bounds the payloads of bare deliveries that a lane reads before it handles them.
 const maxReadBytes = 8 << 20
 
-// readSome decodes the events of the first items, and returns how many these are. Codecs may do I/O, so each has as
-// long as a handler.
+// readSome decodes the events of the first items, and returns how many. Each has HandlerTimeout, because codecs may do
+// I/O.
 func (l *lane) readSome(items []laneItem) (n int) {
 	bytes := 0
-	for n < min(len(items), l.most) && (n == 0 || l.mayGoOn()) {
+	for n < min(len(items), l.most) && (n == 0 || l.mayContinue()) {
 		it := &items[n]
 		if it.Bare {
 			if bytes += it.Size; bytes > maxReadBytes && n > 0 {
@@ -57,9 +56,9 @@ func (l *lane) readSome(items []laneItem) (n int) {
 	return n
 }
 
-// read decodes an event. Decoders are the host's, and may end their goroutine.
+// read decodes the event of an item. Decoders are the host's code, so they may panic or end their goroutine.
 func (l *lane) read(it *laneItem) {
-	ctx, cancel := context.WithTimeout(l.held, l.cfg.HandlerTimeout)
+	ctx, cancel := context.WithTimeout(l.ctx, l.cfg.HandlerTimeout)
 	defer cancel()
 	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID,
 		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: handling.PlaceOf(it.Meta.Origin)})
@@ -67,50 +66,50 @@ func (l *lane) read(it *laneItem) {
 	it.read = true
 	err := contain.Do(func() error {
 		if it.Bare {
-			if err := l.print(&it.Delivery); err != nil {
+			if err := l.readPayload(&it.Delivery); err != nil {
 				return err
 			}
 		}
-		if it.isSpent() {
+		if it.hasNoAttemptLeft() {
 			return nil
 		}
-		m, action, err := l.event(&it.Delivery, &it.Meta)
+		m, action, err := l.readEvent(&it.Delivery, &it.Meta)
 		if err != nil || m == nil {
 			return err
 		}
-		l.own.Resolve(ctx, &it.Item, m, action)
+		l.finishing.Resolve(ctx, &it.Item, m, action)
 		return nil
 	})
 	switch {
 	case errors.Is(err, ErrLost):
 		l.lose(it.Ref)
-	case err != nil && l.mayGoOn():
+	case err != nil && l.mayContinue():
 		it.Class, it.Err = handling.ClassUndecodable, err
 	}
 }
 
-// Printing 1 GB, which PostgreSQL refuses in the end, takes many seconds, and a role may have a shorter
+// PostgreSQL needs many seconds to print 1 GB, which it refuses in the end. A role may have a shorter
 // statement_timeout.
 const (
-	printTimeout = time.Minute
-	printTries   = 3
+	readPayloadTimeout = time.Minute
+	readPayloadTries   = 3
 )
 
-// print reads payload and headers of a delivery that came without. The error is that of an event which PostgreSQL
-// cannot print, or with the work on the batch, which has ended then.
-func (l *lane) print(d *Delivery) error {
+// readPayload reads payload and headers of a bare delivery. It retries during an outage of PostgreSQL. The error is
+// ErrLost, or says that PostgreSQL cannot print the event, or comes from the end of the batch.
+func (l *lane) readPayload(d *Delivery) error {
 	for try := 1; ; {
 		began := time.Now()
-		ctx, cancel := context.WithTimeout(l.held, printTimeout)
-		err := l.store.Print(ctx, d)
+		ctx, cancel := context.WithTimeout(l.ctx, readPayloadTimeout)
+		err := l.store.ReadPayload(ctx, d)
 		tooLong := pg.IsCancelled(err) || ctx.Err() != nil
 		cancel()
 		switch {
-		case err == nil, pg.IsUnreadable(err), errors.Is(err, ErrLost), !l.mayGoOn():
+		case err == nil, pg.IsUnreadable(err), errors.Is(err, ErrLost), !l.mayContinue():
 			return err
 		case !tooLong:
 			l.awaitPostgres(began, err)
-		case try == printTries:
+		case try == readPayloadTries:
 			return err
 		default:
 			try++
@@ -118,18 +117,19 @@ func (l *lane) print(d *Delivery) error {
 	}
 }
 
-// ReadOutboxDelivery implements [readDelivery] for events of outbox.
+// ReadOutboxDelivery is the readDelivery for events of outbox.
 func ReadOutboxDelivery(d *Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
 	m, err = ReadOutboxEvent(d, about)
 	return m, d.Action, err
 }
 
-// ReadOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
-// headers of that to the metadata.
+// ReadOutboxEvent returns an event of outbox as its Kafka record would bring it, and adds the headers of that record
+// to the metadata.
 func ReadOutboxEvent(d *Delivery, about *envelope.Received) (*envelope.Message, error) {
 	e := envelope.Event{
-		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source), AggregateType: []byte(d.AggregateType),
-		AggregateID: []byte(d.AggregateID), Payload: d.Payload, ContentType: []byte(d.ContentType), Headers: d.Headers,
+		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source),
+		AggregateType: []byte(d.AggregateType), AggregateID: []byte(d.AggregateID),
+		Payload: d.Payload, ContentType: []byte(d.ContentType), Headers: d.Headers,
 	}
 	if check.Time(d.OccurredAt) == nil {
 		e.OccurredAt = envelope.AppendTime(nil, d.OccurredAt)
@@ -139,7 +139,9 @@ func ReadOutboxEvent(d *Delivery, about *envelope.Received) (*envelope.Message, 
 		value []byte
 	}
 	headers := make([]header, 0, envelope.RecordHeaders)
-	value, err := e.Record(envelope.RecordForm{}, func(name string, value []byte) { headers = append(headers, header{name, value}) })
+	value, err := e.Record(envelope.RecordForm{}, func(name string, value []byte) {
+		headers = append(headers, header{name, value})
+	})
 	if err != nil {
 		return nil, err
 	}

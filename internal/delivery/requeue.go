@@ -13,25 +13,25 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// What operators do with DEAD rows is in 0005_operators_and_audit.sql. Here is what happens without one: to rows whose dead letters
-// came back, and to those of an error after which the host wants them tried again some time later.
+// Operators requeue DEAD rows with functions of 0005_operators_and_audit.sql. This file requeues DEAD rows without an
+// operator: those whose dead letters were sent back to their topic, and those that RetryDeadAfter retries.
 
-// again are the columns of a DEAD row that has all its attempts again.
-const again = `
+// requeued sets the columns of a DEAD row so that it has all its attempts again.
+const requeued = `
        status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, attempt_count = 0,
        next_retry_at = clock_timestamp(), updated_at = clock_timestamp(), processed_at = NULL`
 
-// sqlReplayed gives rows all their attempts again, but for those that an operator has resolved.
+// sqlReplayed requeues the DEAD rows of events. Rows that an operator has resolved stay as they are.
 const sqlReplayed = `
-UPDATE {schema}.event_delivery AS d SET ` + again + `
+UPDATE {schema}.event_delivery AS d SET ` + requeued + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM unnest($2::text[], $3::bytea[]) AS n (action, digest)
                            JOIN {schema}.event_delivery AS r ON r.consumer_group = $1::text AND r.action = n.action AND r.record_digest = n.digest AND r.status <> 'DONE'
                           WHERE r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE OF r))
 RETURNING d.action, d.record_digest`
 
-// sqlGiveTurn has rows that wait for their turn give it up to an earlier one of their key that is parked. One that is being claimed
-// is locked, and keeps it.
-var sqlGiveTurn = `
+// sqlYieldHead parks PENDING rows whose keys have an earlier parked row, which can be promoted then. A row that is
+// being claimed is locked, and stays as it is.
+var sqlYieldHead = `
 WITH heads AS MATERIALIZED (
     SELECT head.id FROM unnest($2::bigint[]) AS k (order_key)
      CROSS JOIN LATERAL (
@@ -47,15 +47,15 @@ WITH heads AS MATERIALIZED (
 )
 UPDATE {schema}.event_delivery AS d SET status = 'PARKED', updated_at = clock_timestamp() WHERE d.id = ANY (ARRAY(SELECT w.id FROM waiting AS w))`
 
-// queueTurns has the first of what waits in each key handled next.
-func (s *Store) queueTurns(b *pgx.Batch, keys []pgtype.Int8) {
-	b.Queue(s.sqlGiveTurn, s.group, keys)
+// queueReorder makes the first open row of each key the next one to be handled.
+func (s *Store) queueReorder(b *pgx.Batch, keys []pgtype.Int8) {
+	b.Queue(s.sqlYieldHead, s.group, keys)
 	b.Queue(s.sqlPromote, s.group, keys, nil)
 }
 
-// Replayed has those of some events that are DEAD handled again, because their dead letters came back from where they were sent. It
-// returns their indexes. What an operator has resolved stays so.
-func (s *Store) Replayed(ctx context.Context, subjects []Subject) (again []int, err error) {
+// Requeue requeues the events among subjects whose rows are DEAD, because their dead letters were sent back to their
+// topic. It returns their indexes. Rows that an operator has resolved stay as they are.
+func (s *Store) Requeue(ctx context.Context, subjects []Subject) (indexes []int, err error) {
 	actions, keys, digests := columnsOf(subjects)
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(pg.Durable)
@@ -64,36 +64,36 @@ func (s *Store) Replayed(ctx context.Context, subjects []Subject) (again []int, 
 			var action string
 			var digest []byte
 			_, err := pgx.ForEachRow(rows, []any{&action, &digest}, func() error {
-				again = append(again, slices.IndexFunc(subjects, func(s Subject) bool { return s.Action == action && string(s.Digest[:]) == string(digest) }))
+				indexes = append(indexes, slices.IndexFunc(subjects, func(s Subject) bool { return s.Action == action && string(s.Digest[:]) == string(digest) }))
 				return nil
 			})
 			return err
 		})
-		s.queueTurns(b, keys)
+		s.queueReorder(b, keys)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("requeue replayed events: %w", err)
 	}
-	return again, nil
+	return indexes, nil
 }
 
-// mostRetriedDead is how many rows are retried in a transaction.
-const mostRetriedDead = 500
+// retryDeadBatch is how many rows RetryDead requeues in a transaction, at most.
+const retryDeadBatch = 500
 
-// sqlDeadFor finds rows that have been DEAD for some time, by the code of their error.
-const sqlDeadFor = `
+// sqlRetryable finds rows that have been DEAD for as long as the code of their error requires.
+const sqlRetryable = `
 SELECT d.id, d.order_key FROM {schema}.event_delivery AS d JOIN unnest($2::text[], $3::interval[]) AS c (code, after) ON c.code = d.last_error_code
  WHERE d.consumer_group = $1::text AND d.status = 'DEAD' AND d.resolved_at IS NULL AND (d.record IS NOT NULL) = $4::bool AND d.processed_at < clock_timestamp() - c.after
  ORDER BY d.id LIMIT $5`
 
-// sqlRetryDead gives rows all their attempts again, if they are still DEAD.
+// sqlRetryDead requeues rows that are still DEAD. Their keys are locked since sqlRetryable has found them.
 const sqlRetryDead = `
-UPDATE {schema}.event_delivery AS d SET ` + again + `
+UPDATE {schema}.event_delivery AS d SET ` + requeued + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
                           WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE))`
 
-// RetryDead gives rows all their attempts again that have been DEAD for as long as after says of the code of their error, at most 500
-// of them. It returns how many these are.
+// RetryDead requeues rows that have been DEAD for as long as after says for the code of their error, at most 500 of
+// them. It returns their number.
 func (s *Store) RetryDead(ctx context.Context, after map[string]time.Duration) (retried int64, err error) {
 	var codes []string
 	var waits []time.Duration
@@ -101,8 +101,8 @@ func (s *Store) RetryDead(ctx context.Context, after map[string]time.Duration) (
 		codes, waits = append(codes, code), append(waits, wait)
 	}
 	var ids []int64
-	var keys []pgtype.Int8 // NULL for what has no order
-	rows, err := s.db.Query(ctx, s.sqlDeadFor, s.group, codes, waits, s.records, mostRetriedDead)
+	var keys []pgtype.Int8 // NULL for rows without order
+	rows, err := s.db.Query(ctx, s.sqlRetryable, s.group, codes, waits, s.records, retryDeadBatch)
 	if err == nil {
 		var id int64
 		var key pgtype.Int8
@@ -115,7 +115,7 @@ func (s *Store) RetryDead(ctx context.Context, after map[string]time.Duration) (
 		err = s.transact(ctx, func(b *pgx.Batch) {
 			b.Queue(s.sqlLock, s.group, keys)
 			b.Queue(s.sqlRetryDead, s.group, ids).Exec(func(tag pgconn.CommandTag) error { retried = tag.RowsAffected(); return nil })
-			s.queueTurns(b, keys)
+			s.queueReorder(b, keys)
 		})
 	}
 	if err != nil {

@@ -7,19 +7,19 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
-// Rules are the configuration of what handles deliveries.
+// Rules are the configuration of a [Run].
 type Rules struct {
-	*handling.Rules // of the processor: their hooks are guarded
+	*handling.Rules // of the processor, whose hooks are guarded
 
-	Streams      map[string]handling.RetryPolicy // by topic, where it is not as for all
-	Concurrency  int                             // lanes of each kind
-	MaxPoll      int                             // events of a transaction
+	Streams      map[string]handling.RetryPolicy // by topic, for those that differ from Retry
+	Concurrency  int                             // lanes for handlers with a transaction, and as many for those without
+	MaxPoll      int                             // deliveries in a transaction, at most
 	PollInterval time.Duration
 	Lease        time.Duration
 }
 
-// Of returns how the events of a topic are tried again.
+// Of returns the retry policy for the events of a topic.
 func (c *Rules) Of(topic string) handling.RetryPolicy { return c.Streams[topic].Over(c.Retry) }
 
-// Attempts returns how many attempts an event has with so many retries, as event_delivery can hold them.
+// Attempts returns how many attempts an event with a number of retries has. It fits into event_delivery.
 func Attempts(retries int) int { return min(max(0, retries), math.MaxInt32-1) + 1 }

@@ -7,13 +7,11 @@ import (
 	"sync"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/handling"
-
-	"github.com/outboxgo/outbox/internal/lease"
-
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -21,25 +19,30 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Run handles the deliveries of a group in this process: it claims them, gives them to lanes and
-// renews their leases. Who makes deliveries is another matter: a [Worker] makes them of the events of its
-// database, and a [Consumer] of records whose handlers have failed.
+// Run handles the deliveries of a group in this process: it claims them, deals them to lanes and renews their leases.
+// It does not insert them. A worker inserts deliveries for the events of its database, and a consumer for events that
+// it parks.
 type Run struct {
-	Parts
-	log        *slog.Logger
 	Store      *Store
 	Dispatcher *Dispatcher
-	Claimed    *hands
+	Claimed    *claimedSet
 	Lanes      []*lane
-	Session    PoolSession       // of the connections of the pool
-	Hooks      *contain.Callback // calls the hooks of what no lane has
-	Stopping   context.Context
-	stop       context.CancelFunc // no other attempt begins
-	Cut        context.Context
-	cutOff     context.CancelFunc // attempts end
+	Session    SessionSettings   // of the pool's connections; set by Prepare
+	Hooks      *contain.Callback // calls hooks for deliveries that no lane has
+	Stopping   context.Context   // ends when no further attempt may begin
+	Cut        context.Context   // ends when attempts must end
+
+	// Confirm tells the other processes from time to time that this process still handles its routes. Nil if that is
+	// not needed. It is set before Run.
+	Confirm func(context.Context) error
+
+	parts  Parts
+	log    *slog.Logger
+	stop   context.CancelFunc // of Stopping
+	cutOff context.CancelFunc // of Cut
 }
 
-// Parts are what a [Run] is given.
+// Parts are what a [Run] needs.
 type Parts struct {
 	Rules      *Rules
 	Db         *pgxpool.Pool
@@ -49,82 +52,88 @@ type Parts struct {
 	Pauses     *pauses.Set
 	Outages    *outage.Logs
 	Wake       <-chan struct{} // this process has recorded events
-	Heard      <-chan struct{} // others have
+	Heard      <-chan struct{} // other processes have
 	Read       readDelivery
-	DeadLetter sendDeadLetter
-	Records    bool      // deliveries are of records
-	Pairs      [2][]Pair // what handlers with a transaction get, and those without
-
-	// Confirm says every now and then that this process still takes what it took. Nil if nobody asks.
-	Confirm func(context.Context) error
+	DeadLetter sendDeadLetter // nil if dead deliveries get no dead letter
+	Records    bool           // handle the deliveries of records, not those of outbox events
+	Pairs      [2][]Pair      // for handlers with a transaction, and for those without, see PairsOf
 }
 
-// hookShare is which part of a lease a hook may take that is called where it holds up all else.
+// hookShare is the part of a lease that a hook may take where it holds up the take-over loop.
 const hookShare = 10
 
+// NewRun returns a run with these parts.
 func NewRun(parts Parts) *Run {
-	r := &Run{Parts: parts, Claimed: newHands(), log: parts.Processor.Log}
+	r := &Run{parts: parts, Claimed: newClaimedSet(), log: parts.Processor.Log}
+	rules := parts.Rules
 	r.Stopping, r.stop = context.WithCancel(context.Background())
 	r.Cut, r.cutOff = context.WithCancel(context.Background())
-	r.Store = NewStore(r.Db, r.Rules.Schema, r.Rules.Group, lease.NewHolder(), r.Rules.Lease)
-	if r.Records {
+	r.Store = NewStore(parts.Db, rules.Schema, rules.Group, lease.NewHolder(), rules.Lease)
+	if parts.Records {
 		r.Store.ForRecords()
 	}
-	r.Hooks = contain.NewCallback("a hook", r.log, contain.Limits{Patience: r.Rules.Lease / hookShare, Grace: contain.HookLimits.Grace})
+	limits := contain.Limits{Patience: rules.Lease / hookShare, Grace: contain.HookLimits.Grace}
+	r.Hooks = contain.NewCallback("a hook", r.log, limits)
 	r.Dispatcher = &Dispatcher{
-		cfg: r.Rules, store: r.Store, Breakers: r.Breakers, Pauses: r.Pauses, outages: r.Outages, log: r.log, Claimed: r.Claimed, wake: r.Wake, heard: r.Heard, cut: r.Cut, freeNow: make(chan struct{}, 1),
-		Rhythm: wakeup.Rhythm{Idle: r.Rules.PollInterval},
+		cfg: rules, store: r.Store, Breakers: parts.Breakers, Pauses: parts.Pauses, outages: parts.Outages, log: r.log,
+		Claimed: r.Claimed, wake: parts.Wake, heard: parts.Heard, cut: r.Cut, changed: make(chan struct{}, 1),
+		PollSchedule: wakeup.Rhythm{Idle: rules.PollInterval},
 	}
 	return r
 }
 
-// Prepare waits for PostgreSQL, and checks that the tables are as this release needs them, with check
-// among it, before anything is handled.
+// Prepare waits for PostgreSQL and checks the tables, also with check, before anything is handled.
 func (r *Run) Prepare(ctx context.Context, check func(context.Context) error) error {
+	outages := r.parts.Outages
 	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout)
 	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, handling.CheckTimeout)
-		var first PoolSession
-		err := errors.Join(check(try), r.Store.Check(try), r.Db.QueryRow(try, sqlSession).Scan(&first.Role, &first.User, &first.isolation))
+		var session SessionSettings
+		row := r.parts.Db.QueryRow
+		err := errors.Join(check(try), r.Store.Check(try),
+			row(try, sqlSessionSettings).Scan(&session.Role, &session.User, &session.isolation))
 		cancel()
 		answered()
 		switch {
 		case pg.IsUndefined(err):
-			return pg.NotMigrated(r.Rules.Schema, err)
+			return pg.NotMigrated(r.parts.Rules.Schema, err)
 		case err == nil:
-			r.Outages.Report(handling.OutagePostgres, began, nil)
-			r.Session = first
+			outages.Report(handling.OutagePostgres, began, nil)
+			r.Session = session
 			r.makeLanes()
 			return nil
 		case ctx.Err() == nil:
-			r.Outages.Report(handling.OutagePostgres, began, err)
-			wait.Sleep(ctx, r.Outages.Backoff(handling.OutagePostgres))
+			outages.Report(handling.OutagePostgres, began, err)
+			wait.Sleep(ctx, outages.Backoff(handling.OutagePostgres))
 		}
 	}
 	return nil
 }
 
-// makeLanes makes the lanes of each kind of handlers that there is.
+// makeLanes makes lanes for handlers with a transaction and for those without, as far as there are such handlers.
 func (r *Run) makeLanes() {
+	p := &r.parts
 	parts := laneParts{
-		cfg: r.Rules, processor: r.Processor, store: r.Store, slots: r.Slots, breakers: r.Breakers, pauses: r.Pauses, outages: r.Outages, event: r.Read, deadLetter: r.DeadLetter,
-		log: r.log, hands: r.Claimed, session: r.Session, stopping: r.Stopping, cut: r.Cut, promoted: r.Dispatcher.SignalDue, lost: r.Dispatcher.signalStrays, retryAt: r.Dispatcher.RetryAt,
+		cfg: p.Rules, processor: p.Processor, store: r.Store, slots: p.Slots, breakers: p.Breakers, pauses: p.Pauses,
+		outages: p.Outages, readEvent: p.Read, deadLetter: p.DeadLetter, log: r.log, claimed: r.Claimed, session: r.Session,
+		stopping: r.Stopping, cut: r.Cut,
+		signalDue: r.Dispatcher.SignalDue, signalUnknown: r.Dispatcher.signalUnknown, retryAt: r.Dispatcher.RetryAt,
 	}
 	for i, tx := range []bool{true, false} {
-		k := &LaneKind{Pairs: r.Pairs[i], most: r.Rules.MaxPoll, load: map[*lane]int{}, slow: map[*lane]bool{}}
+		k := &LaneKind{Pairs: p.Pairs[i], maxBatch: p.Rules.MaxPoll, load: map[*lane]int{}, slow: map[*lane]bool{}}
 		if !tx {
-			k.most = 1
+			k.maxBatch = 1
 		}
 		if len(k.Pairs) == 0 {
 			continue
 		}
-		parts.freed = func(l *lane, n int, took time.Duration) {
-			k.freed(l, n, took, r.Rules.MaxPoll)
-			wait.Signal(r.Dispatcher.freeNow)
+		parts.handled = func(l *lane, n int, took time.Duration) {
+			k.noteHandled(l, n, took, p.Rules.MaxPoll)
+			wait.Signal(r.Dispatcher.changed)
 		}
-		for range r.Rules.Concurrency {
+		for range p.Rules.Concurrency {
 			k.lanes = append(k.lanes, newLane(parts, tx))
 		}
 		r.Lanes = append(r.Lanes, k.lanes...)
@@ -132,8 +141,8 @@ func (r *Run) makeLanes() {
 	}
 }
 
-// PairsOf returns what handlers with a transaction get, and what others get. Rows without an
-// action are for all handlers of their type.
+// PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers without one.
+// With withoutAction it adds pairs without an action, whose rows are for all handlers of their event type.
 func PairsOf(routes handling.Routes, withoutAction bool) (pairs [2][]Pair) {
 	kinds := map[Pair]bool{} // with a transaction
 	for _, route := range routes.ByName {
@@ -166,72 +175,24 @@ func PairsOf(routes handling.Routes, withoutAction bool) (pairs [2][]Pair) {
 	return pairs
 }
 
-// Run works until ctx is cancelled.
+// Run handles deliveries until ctx is cancelled, and ends the lanes within StopTimeout.
 func (r *Run) Run(ctx context.Context) error {
 	defer context.AfterFunc(ctx, r.stop)()
-	var beside sync.WaitGroup
-	background, end := context.WithCancel(context.WithoutCancel(ctx))
 	for _, l := range r.Lanes {
 		go l.run()
 	}
-	keeper := &keeper{
-		cfg: r.Rules, store: r.Store, hands: r.Claimed, dispatcher: r.Dispatcher, lanes: r.Lanes, outages: r.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm,
+	keeper := &leaseKeeper{
+		cfg: r.parts.Rules, store: r.Store, claimed: r.Claimed, dispatcher: r.Dispatcher, lanes: r.Lanes,
+		outages: r.parts.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm,
 	}
-	beside.Go(func() { keeper.run(background) })
-	beside.Go(func() { keeper.takeOver(background) })
-	beside.Go(func() { keeper.watch(background) })
+	background, endBackground := context.WithCancel(context.WithoutCancel(ctx))
+	var loops sync.WaitGroup
+	loops.Go(func() { keeper.renewLoop(background) })
+	loops.Go(func() { keeper.takeOverLoop(background) })
+	loops.Go(func() { keeper.watchLoop(background) })
 	err := r.Dispatcher.run(r.Stopping)
 	r.stop()
-	r.end(end)
-	beside.Wait()
+	r.endLanes(endBackground)
+	loops.Wait()
 	return err
-}
-
-// end ends the lanes within StopTimeout. Leases are renewed until they have ended.
-func (r *Run) end(end context.CancelFunc) {
-	clock := handling.StopClock{Began: time.Now(), Timeout: r.Rules.StopTimeout}
-	defer end()
-	defer r.cutOff()
-	for _, l := range r.Lanes {
-		l.in.close()
-	}
-	if r.haveEnded(clock.Part(handling.FinishBy)) {
-		return
-	}
-	r.cutOff()
-	if r.haveEnded(clock.Part(handling.AbandonBy - handling.FinishBy)) {
-		return
-	}
-	r.abandon(clock)
-	if r.haveEnded(clock.Part(handling.LeftBy - handling.AbandonBy)) {
-		return
-	}
-	for _, l := range r.Lanes {
-		l.reportLeft()
-	}
-}
-
-// abandon gives up the lanes whose handlers do not return although their contexts have ended, and gives back what
-// they have beside that.
-func (r *Run) abandon(clock handling.StopClock) {
-	var rest []Delivery
-	for _, l := range r.Lanes {
-		rest = append(rest, l.cutOff()...)
-	}
-	ctx, cancel := clock.By(handling.LeftBy)
-	defer cancel()
-	r.Dispatcher.giveBack(ctx, rest)
-}
-
-func (r *Run) haveEnded(patience time.Duration) bool {
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
-	for _, l := range r.Lanes {
-		select {
-		case <-l.ended:
-		case <-timer.C:
-			return false
-		}
-	}
-	return true
 }

@@ -141,7 +141,7 @@ func TestLifeOfDeliveries(t *testing.T) {
 	require.Len(t, claimed, 2, "the promoted row, and one behind it")
 	_, err = a.Finish(ctx, run[1:2])
 	require.ErrorIs(t, err, delivery.ErrLost)
-	require.NoError(t, b.Return(ctx, claimed))
+	require.NoError(t, b.Release(ctx, claimed))
 	require.Equal(t, []string{"k DONE 2", "k PENDING 0", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
 }
 
@@ -150,11 +150,11 @@ func TestWorkerIsGone(t *testing.T) {
 	f, ctx := newTable(t), t.Context()
 	a, b := f.store("a", time.Millisecond), f.store("b", 24*365*time.Hour)
 	run := f.insert(a, delivery.Processing, f.record("k", "k"), "k", "k")
-	expired, err := b.Expire(ctx, 10, false)
+	expired, err := b.TakeOver(ctx, 10, false)
 	require.NoError(t, err)
 	require.Empty(t, expired, "PostgreSQL has not run for long enough to know")
 	b = f.store("b", time.Millisecond)
-	expired, err = b.Expire(ctx, 10, false)
+	expired, err = b.TakeOver(ctx, 10, false)
 	require.NoError(t, err)
 	require.Len(t, expired, 2)
 	require.Equal(t, []string{"k PENDING 1", "k PARKED 1"}, f.rows())
@@ -168,7 +168,7 @@ func TestWorkerIsGone(t *testing.T) {
 		require.Equal(t, run[0].ID, claimed[0].ID)
 		_, err = a.Finish(ctx, run)
 		require.ErrorIs(t, err, delivery.ErrLost)
-		expired, err = b.Expire(ctx, 10, false)
+		expired, err = b.TakeOver(ctx, 10, false)
 		require.NoError(t, err)
 		require.Len(t, expired, 1)
 	}

@@ -519,7 +519,7 @@ func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch
 	end.Queue("COMMIT")
 	err := tx.conn.SendBatch(ctx, &end).Close()
 	tx.release()
-	if unprintable := delivery.IsUnprintable(err); unprintable || err == nil {
+	if unprintable := delivery.MayBeUnreadable(err); unprintable || err == nil {
 		f.bare = unprintable && !f.bare
 	}
 	if err != nil {

@@ -22,7 +22,7 @@ func TestHooksOfGoneDeliveries(t *testing.T) {
 	of := Expired{ID: 7, EventID: "1", Type: "test.sale.made.v1", Action: "COUNTED", Stream: "sales", Attempt: 2, RecordKey: "k", Position: 5, Partition: 3}
 	parked := of
 	parked.FromKafka = true
-	(&keeper{cfg: cfg}).notify([]Expired{parked, of})
+	(&leaseKeeper{cfg: cfg}).notify([]Expired{parked, of})
 	require.Len(t, seen, 4)
 	for i, m := range seen {
 		require.Equal(t, "1", m.ID)

@@ -1,0 +1,215 @@
+package delivery
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/handling"
+)
+
+// claimedSet is the set of deliveries that this process has claimed: those that wait for a lane and those that a
+// lane handles. Their leases are renewed as long as they are in the set. It is safe for concurrent use.
+type claimedSet struct {
+	mu    sync.Mutex
+	rows  map[Ref]*claim
+	bytes int64 // payloads and headers in memory, by the sizes in the rows
+}
+
+// claim is a batch of deliveries whose leases were taken together. They are renewed and lost together.
+type claim struct {
+	ctx       context.Context // ends when the claim is lost
+	lose      context.CancelFunc
+	batch     []Delivery
+	remaining int       // deliveries of the batch that are still in the set
+	bytes     int64     // payloads and headers that were read with the claim
+	renewed   time.Time // when the leases were renewed last
+	suspect   bool      // the delivery may have ended the process that had it before
+	locked    bool      // a transaction has locked the rows, so no other process can take them over
+}
+
+func newClaimedSet() *claimedSet { return &claimedSet{rows: map[Ref]*claim{}} }
+
+// maxClaimedBytes bounds the payloads and headers of claimed deliveries. A lane reads what does not fit when it
+// handles the delivery.
+const maxClaimedBytes = 32 << 20
+
+// Budget returns how many bytes of payloads and headers the set can still take.
+func (s *claimedSet) Budget() int64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return max(0, maxClaimedBytes-s.bytes)
+}
+
+// add adds a batch that was claimed at a time. Its context ends with cut.
+func (s *claimedSet) add(cut context.Context, batch []Delivery, claimedAt time.Time) {
+	c := &claim{batch: batch, remaining: len(batch), renewed: claimedAt, suspect: batch[0].Suspect}
+	c.ctx, c.lose = context.WithCancel(cut)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, d := range batch {
+		s.rows[d.Ref] = c
+		if !d.Bare {
+			c.bytes += int64(d.Size)
+		}
+	}
+	s.bytes += c.bytes
+}
+
+// contextOf returns the context of a batch, which ends when its claim is lost. It has ended already if no delivery
+// of the batch is in the set.
+func (s *claimedSet) contextOf(batch []Delivery, cut context.Context) context.Context {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, d := range batch {
+		if c := s.rows[d.Ref]; c != nil {
+			return c.ctx
+		}
+	}
+	ended, cancel := context.WithCancel(cut)
+	cancel()
+	return ended
+}
+
+// remove takes a delivery out of the set: it has ended, or was released.
+func (s *claimedSet) remove(r Ref) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := s.rows[r]
+	if c == nil {
+		return
+	}
+	delete(s.rows, r)
+	if c.remaining--; c.remaining == 0 {
+		c.lose()
+		s.bytes -= c.bytes
+	}
+}
+
+// lose ends the context of the claim that a delivery belongs to.
+func (s *claimedSet) lose(r Ref) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if c := s.rows[r]; c != nil {
+		c.lose()
+	}
+}
+
+// loseAll ends the contexts of the claims of all deliveries with an id. There may be two, because a crash of
+// PostgreSQL can forget a row and assign its id again.
+func (s *claimedSet) loseAll(id int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for r, c := range s.rows {
+		if r.ID == id {
+			c.lose()
+		}
+	}
+}
+
+// othersOf returns the other deliveries of the claim of a call that is abandoned: those that wait behind it, and
+// those whose handlers were called before it in the transaction that is rolled back now. They have not caused
+// the hang, so they can be released. For a call with several events it returns none, because any of them may have
+// caused it.
+func (s *claimedSet) othersOf(call handling.Call) (others []Delivery) {
+	if call.Events > 1 {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for r, c := range s.rows {
+		if r.ID != call.Place.DeliveryID {
+			continue
+		}
+		for _, d := range c.batch {
+			if d.Ref != r && s.rows[d.Ref] == c {
+				others = append(others, d)
+			}
+		}
+	}
+	return others
+}
+
+// renewable returns all deliveries whose claims are not lost.
+func (s *claimedSet) renewable() (rows []Ref) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for r, c := range s.rows {
+		if c.ctx.Err() == nil {
+			rows = append(rows, r)
+		}
+	}
+	return rows
+}
+
+// withContext returns the deliveries of the claim that has a context.
+func (s *claimedSet) withContext(ctx context.Context) (rows []Ref) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for r, c := range s.rows {
+		if c.ctx == ctx {
+			rows = append(rows, r)
+		}
+	}
+	return rows
+}
+
+// noteRenewed notes that deliveries were renewed at a time. It loses the claims that were not renewed for longer
+// than the lease, and returns their number.
+func (s *claimedSet) noteRenewed(rows []Ref, at time.Time, lease time.Duration) (lost int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range rows {
+		if c := s.rows[r]; c != nil {
+			c.renewed = at
+		}
+	}
+	for _, c := range s.rows {
+		if c.ctx.Err() == nil && !c.locked && time.Since(c.renewed) > lease {
+			c.lose()
+			lost++
+		}
+	}
+	return lost
+}
+
+// setLocked notes whether a transaction has locked rows of the claim with a context. Locked rows cannot be renewed,
+// and no other process can take them over.
+func (s *claimedSet) setLocked(ctx context.Context, locked bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, c := range s.rows {
+		if c.ctx == ctx && c.locked != locked {
+			c.locked, c.renewed = locked, time.Now()
+			return
+		}
+	}
+}
+
+// hasSuspect reports whether a delivery is claimed that may end the process. Lost claims do not count, because
+// their handlers may hang for ever.
+func (s *claimedSet) hasSuspect() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, c := range s.rows {
+		if c.suspect && c.ctx.Err() == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// Len returns the number of claimed deliveries.
+func (s *claimedSet) Len() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.rows)
+}
+
+// missing returns the rows that are not in the set.
+func (s *claimedSet) missing(rows []Delivery) []Delivery {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(rows), func(d Delivery) bool { return s.rows[d.Ref] != nil })
+}

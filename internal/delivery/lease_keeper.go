@@ -1,0 +1,298 @@
+package delivery
+
+import (
+	"context"
+	"log/slog"
+	"math"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// leaseKeeper renews the leases of what this process has claimed, takes over what other processes have left, and
+// watches for handlers that hang. Each of its three loops is one goroutine.
+type leaseKeeper struct {
+	cfg        *Rules
+	store      *Store
+	claimed    *claimedSet
+	dispatcher *Dispatcher
+	lanes      []*lane
+	outages    *outage.Logs
+	log        *slog.Logger
+	hooks      *contain.Callback           // calls hooks for deliveries that no lane has
+	confirm    func(context.Context) error // see [Run.Confirm]
+
+	repairedUpTo int64 // the last key whose head was checked; only takeOverLoop
+}
+
+const (
+	takeOverBatch = 500   // rows that are taken over in a transaction
+	headsBatch    = 1_000 // keys whose heads are checked in a statement
+	repairEvery   = 10    // rounds of takeOverLoop
+
+	takeOverTimeout = 30 * time.Second
+
+	confirmEvery = 10 * time.Minute
+)
+
+// renewLoop renews leases until ctx is cancelled.
+func (k *leaseKeeper) renewLoop(ctx context.Context) {
+	for ctx.Err() == nil {
+		began, pause := time.Now(), k.cfg.Lease/3
+		try, cancel := context.WithTimeout(ctx, k.cfg.Lease/3)
+		err := k.renew(try)
+		cancel()
+		if ctx.Err() == nil {
+			k.outages.Report(outageRenewing, began, err)
+		}
+		if err != nil {
+			pause = k.cfg.Lease / retryShare
+		}
+		wait.Sleep(ctx, pause)
+	}
+}
+
+// renew renews the leases of all claimed deliveries. Claims that could not be renewed for longer than the lease are
+// lost.
+func (k *leaseKeeper) renew(ctx context.Context) (err error) {
+	began := time.Now()
+	rows := k.claimed.renewable()
+	if len(rows) > 0 {
+		rows, err = k.store.Renew(ctx, rows)
+	}
+	if err != nil {
+		rows = nil
+	}
+	if lost := k.claimed.noteRenewed(rows, began, k.cfg.Lease); lost > 0 {
+		k.log.Warn("outbox: the leases of deliveries could not be renewed in time, other processes may handle them",
+			"batches", lost)
+	}
+	return err
+}
+
+// retryShare says after which part of a lease PostgreSQL is tried again in an outage. It is less than the half lease
+// after which other processes take over, see takeOverLoop.
+const retryShare = 6
+
+// awaitRetry waits before PostgreSQL is tried again.
+func (c *Rules) awaitRetry(ctx context.Context, outages *outage.Logs) {
+	wait.Sleep(ctx, min(outages.Backoff(handling.OutagePostgres), c.Lease/retryShare))
+}
+
+// takeOverLoop takes over deliveries whose leases have expired, until ctx is cancelled. It runs separately from
+// renewLoop, so that renewing never waits for a long take-over.
+//
+// In an outage of PostgreSQL no process can renew its leases, and the processes come back one after the other.
+// Therefore the loop takes nothing over until PostgreSQL has answered this process for half a lease. TakeOver waits
+// as long after a start of PostgreSQL. A process that starts waits too, because the outage may have restarted it.
+func (k *leaseKeeper) takeOverLoop(ctx context.Context) {
+	k.repairedUpTo = math.MinInt64
+	round := takeOverRound{confirmed: time.Now()}
+	for ; ctx.Err() == nil; round.n++ {
+		began := time.Now()
+		try, cancel := context.WithTimeout(ctx, takeOverTimeout)
+		err := k.takeOverOnce(try, &round)
+		cancel()
+		round.answers.note(err, false)
+		if ctx.Err() == nil {
+			k.outages.Report(outageTakingOver, began, err)
+		}
+		pause := k.cfg.Lease / 3
+		if remaining := round.answers.remaining(k.cfg.Lease / 2); remaining > 0 {
+			pause = min(pause, remaining)
+		}
+		wait.Sleep(ctx, pause)
+	}
+}
+
+// takeOverRound is what takeOverLoop remembers from one round to the next.
+type takeOverRound struct {
+	n         int
+	answers   answering
+	announced bool      // the deliveries of other processes are logged
+	confirmed time.Time // the last success of confirm
+}
+
+// takeOverOnce takes over, repairs heads, retries dead deliveries and confirms, each when its time has come.
+func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) error {
+	began := time.Now()
+	err := k.store.Check(ctx)
+	round.answers.note(err, time.Since(began) > k.cfg.Lease/3)
+	if err == nil && !round.announced {
+		err = k.announceOthers(ctx)
+		round.announced = err == nil
+	}
+	if err == nil && round.answers.remaining(k.cfg.Lease/2) <= 0 {
+		err = k.takeOver(ctx)
+	}
+	if err == nil && round.n%repairEvery == 0 {
+		err = k.repairHeads(ctx)
+	}
+	if err == nil && len(k.cfg.RetryDeadAfter) > 0 {
+		err = k.retryDead(ctx)
+	}
+	if err == nil && k.confirm != nil && time.Since(round.confirmed) > confirmEvery {
+		if err = k.confirm(ctx); err == nil {
+			round.confirmed = began
+		}
+	}
+	return err
+}
+
+// announceOthers logs once how many deliveries other processes have. This process may be the restart of one that was
+// killed: then later deliveries of their keys wait until the leases have expired.
+func (k *leaseKeeper) announceOthers(ctx context.Context) error {
+	rows, longest, err := k.store.CountOthers(ctx)
+	if rows > 0 {
+		k.log.Info("outbox: other processes have deliveries, and later ones of the same keys wait for them; "+
+			"the deliveries of a process that is gone are taken over within at_most",
+			"deliveries", rows, "at_most", (max(longest, k.cfg.Lease/2) + k.cfg.Lease/3).Round(time.Millisecond))
+	}
+	return err
+}
+
+// answering records since when PostgreSQL has answered one goroutine. A zero time means that it does not answer.
+type answering struct{ since time.Time }
+
+// note records the result of a try. A slow success may have waited for the end of an outage, so time counts from
+// its end.
+func (a *answering) note(err error, slow bool) {
+	switch {
+	case err != nil:
+		a.since = time.Time{}
+	case slow || a.since.IsZero():
+		a.since = time.Now()
+	}
+}
+
+// remaining returns how long it takes until PostgreSQL has answered for a time.
+func (a *answering) remaining(enough time.Duration) time.Duration {
+	if a.since.IsZero() {
+		return enough
+	}
+	return enough - time.Since(a.since)
+}
+
+// takeOver takes over all deliveries whose leases have expired.
+func (k *leaseKeeper) takeOver(ctx context.Context) error {
+	for {
+		rows, err := k.store.TakeOver(ctx, takeOverBatch, k.cfg.HoldDead)
+		if err != nil {
+			return err
+		}
+		for _, e := range rows {
+			level, message := slog.LevelWarn, "outbox: the lease of a delivery has expired, it is retried by itself"
+			if e.Dead {
+				level, message = slog.LevelError, "outbox: delivery is dead, its lease has expired in its last attempt"
+			}
+			k.log.Log(ctx, level, message, "stream", e.Stream, "type", e.Type, "event_id", e.EventID,
+				"aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID,
+				"action", e.Action, "attempt", e.Attempt, "delivery_id", e.ID)
+		}
+		if len(rows) > 0 {
+			k.dispatcher.signalSuspects()
+			k.hooks.Notify(ctx, func() { k.notify(rows) })
+		}
+		if len(rows) < takeOverBatch {
+			return nil
+		}
+	}
+}
+
+// notify calls hooks for deliveries that were taken over.
+func (k *leaseKeeper) notify(rows []Expired) {
+	h := k.cfg.Hooks
+	for _, e := range rows {
+		m := ReceivedOf(&Delivery{
+			Ref: Ref{ID: e.ID}, EventID: e.EventID, Type: e.Type, Stream: e.Stream, Attempt: e.Attempt,
+			PartitionKey: e.RecordKey, FromKafka: e.FromKafka, Partition: e.Partition, Position: e.Position,
+		}, new(envelope.Origin))
+		if h.Failed != nil {
+			h.Failed(&m, e.Action, errGone)
+		}
+		switch {
+		case e.Dead && h.DeadLettered != nil:
+			h.DeadLettered(&m, e.Action, "", errGone)
+		case !e.Dead && h.Retried != nil:
+			h.Retried(&m, e.Action, errGone)
+		}
+	}
+}
+
+// goneError is the error of an attempt whose process has ended.
+type goneError struct{}
+
+var errGone = goneError{}
+
+func (goneError) Error() string { return "the process that had the event was gone before it was done" }
+
+// ErrorType names the error for metrics.
+func (goneError) ErrorType() string { return CodeStale }
+
+// retryDead requeues deliveries that have been dead for as long as RetryDeadAfter says.
+func (k *leaseKeeper) retryDead(ctx context.Context) error {
+	retried, err := k.store.RetryDead(ctx, k.cfg.RetryDeadAfter)
+	if retried > 0 {
+		k.log.Info("outbox: dead deliveries are retried, as RetryDeadAfter says", "deliveries", retried)
+		k.dispatcher.SignalDue()
+	}
+	return err
+}
+
+// repairHeads promotes the first delivery of keys whose deliveries are all parked.
+func (k *leaseKeeper) repairHeads(ctx context.Context) error {
+	last, repaired, err := k.store.RepairHeads(ctx, k.repairedUpTo, headsBatch)
+	if err != nil {
+		return err
+	}
+	k.repairedUpTo = last
+	if repaired > 0 {
+		k.log.Warn("outbox: all deliveries of some keys were parked; the first one of each key is due now", "keys", repaired)
+		k.dispatcher.SignalDue()
+	}
+	return nil
+}
+
+// watchLoop logs handlers that run for long, and abandons those that hang, until ctx is cancelled.
+func (k *leaseKeeper) watchLoop(ctx context.Context) {
+	const interval = time.Second
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, min(interval, k.cfg.SlowHandler/2))
+		for _, l := range k.lanes {
+			l.slow.Report(&l.activity, l.cfg.SlowHandler, l.log)
+			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+handling.StuckGrace {
+				k.claimed.loseAll(call.Place.DeliveryID)
+				l.activity.Sever() // the next process waits for the note in event_handled as long as the transaction lives
+				k.release(ctx, k.claimed.othersOf(call))
+			}
+		}
+		k.relieveLanes(ctx)
+	}
+}
+
+// relieveLanes releases what waits behind slow handlers. Deliveries in the same transaction as a slow handler have to
+// wait for its end.
+func (k *leaseKeeper) relieveLanes(ctx context.Context) {
+	for _, kind := range k.dispatcher.Kinds {
+		k.release(ctx, kind.takeFromSlow())
+		for _, l := range kind.slowLanes() {
+			if !l.tx {
+				bounded, cancel := context.WithTimeout(ctx, WriteTimeout)
+				waiting := l.relieve(bounded)
+				cancel()
+				k.release(ctx, waiting)
+			}
+		}
+	}
+}
+
+// release releases deliveries that lanes will not begin.
+func (k *leaseKeeper) release(ctx context.Context, waiting []Delivery) {
+	ctx, cancel := context.WithTimeout(ctx, WriteTimeout)
+	defer cancel()
+	k.dispatcher.release(ctx, waiting)
+}
