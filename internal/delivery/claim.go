@@ -43,7 +43,7 @@ WITH due AS MATERIALIZED (
 SELECT ` + columnsWithin("$10") + ` FROM (SELECT c.*, sum(c.size) OVER (ORDER BY c.id) AS until FROM claimed AS c) AS d ORDER BY d.id`
 
 // suspect is the condition that a row d was taken over. It is a column of an index.
-const suspect = `(coalesce(d.last_error_code, '') = '` + CodeStale + `')`
+const suspect = `(coalesce(d.last_error_code, '') = '` + codeStale + `')`
 
 // Pair is an action and a stream whose rows may be claimed.
 type Pair struct{ Action, Stream string }
@@ -133,9 +133,9 @@ const sqlReadPayload = `
 SELECT ` + payload + `, ` + headers + `, ` + record + ` FROM {schema}.event_delivery AS d
  WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
 
-// ReadPayload reads payload, headers and record of a bare row. It returns [ErrLost] if another process has the row.
+// readPayload reads payload, headers and record of a bare row. It returns [ErrLost] if another process has the row.
 // [MayBeUnreadable] tells whether PostgreSQL cannot print the row.
-func (s *Store) ReadPayload(ctx context.Context, d *Delivery) error {
+func (s *Store) readPayload(ctx context.Context, d *Delivery) error {
 	err := s.db.QueryRow(ctx, s.sqlReadPayload, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):

@@ -51,7 +51,7 @@ type Delivery struct {
 	PartitionKey                                      string // "" for AggregateID
 	Headers                                           []byte // a JSON object of strings, or nil
 	Size                                              int    // of Payload and Headers in bytes, as the row says
-	Bare                                              bool   // Payload and Headers were not read, see Store.ReadPayload
+	Bare                                              bool   // Payload and Headers were not read, see Store.readPayload
 	OccurredAt, RecordedAt                            time.Time
 
 	// FromKafka is set if a record brought the event. Then Payload is the value of the record, Partition its
@@ -66,8 +66,8 @@ type Delivery struct {
 	floor int64
 }
 
-// RecordKey returns the key of the event's record in Kafka.
-func (d *Delivery) RecordKey() string {
+// recordKey returns the key of the event's record in Kafka.
+func (d *Delivery) recordKey() string {
 	if d.PartitionKey != "" {
 		return d.PartitionKey
 	}
@@ -102,7 +102,7 @@ func columnsWithin(budget string) string {
 }
 
 const (
-	columns = `d.id, coalesce(d.locked_by, ''), d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
+	columns = `d.id, coalesce(d.locked_by, ''), d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + codeStale + `', false),
        coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id,
        d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.size,
        d.record_partition, coalesce(d.last_error_code, ''), coalesce(d.last_error_message, '')`

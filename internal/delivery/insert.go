@@ -68,7 +68,7 @@ SELECT ` + columnsWithin("$13") + `
 // Queue adds the insertion of rows to a batch. The batch runs in one transaction with what moves the cursor of the
 // group, and nothing else. The function claimed gets the rows that are claimed with that, in the order of insertion.
 //
-// Rows beyond the budget of bytes come bare: without payload and headers, which Store.ReadPayload reads. If PostgreSQL
+// Rows beyond the budget of bytes come bare: without payload and headers, which Store.readPayload reads. If PostgreSQL
 // cannot print a row, the whole statement fails. With a budget of 0 it prints none.
 func (s *Store) Queue(batch *pgx.Batch, rows []New, budget int64, claimed func([]Delivery) error) {
 	ids, actions, streams, keys := make([]int64, len(rows)), make([]string, len(rows)), make([]string, len(rows)), make([]pgtype.Int8, len(rows))

@@ -35,7 +35,7 @@ func (s *Store) Own(ctx context.Context) (rows []Delivery, err error) {
 	return rows, nil
 }
 
-// maxCounted bounds the number that CountOthers returns, and what it costs.
+// maxCounted bounds the number that countOthers returns, and what it costs.
 const maxCounted = 10_000
 
 // sqlOthers counts rows that other processes have claimed, also with leases that have expired within the last lease.
@@ -47,9 +47,9 @@ SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
          ORDER BY d.consumer_group, d.locked_until LIMIT $4) AS o
  WHERE NOT starts_with(o.locked_by, $2::text || '/')`
 
-// CountOthers returns how many rows other processes have claimed, at most 10,000, and how long their longest lease
+// countOthers returns how many rows other processes have claimed, at most 10,000, and how long their longest lease
 // lasts.
-func (s *Store) CountOthers(ctx context.Context) (rows int, longest time.Duration, err error) {
+func (s *Store) countOthers(ctx context.Context) (rows int, longest time.Duration, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlOthers, s.group, s.process, s.lease, maxCounted).QueryRow(func(row pgx.Row) error { return row.Scan(&rows, &longest) })
 	})
@@ -124,7 +124,7 @@ UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN ` + attemptsUsedUp + ` THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
        held = $4::bool AND ` + attemptsUsedUp + `, processed_at = CASE WHEN ` + attemptsUsedUp + ` THEN clock_timestamp() END,
        put_back = true, locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
-       last_error_code = '` + CodeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
+       last_error_code = '` + codeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns
 

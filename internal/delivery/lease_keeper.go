@@ -146,7 +146,7 @@ func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) er
 // announceOthers logs once how many deliveries other processes have. This process may be the restart of one that was
 // killed: then later deliveries of their keys wait until the leases have expired.
 func (k *leaseKeeper) announceOthers(ctx context.Context) error {
-	rows, longest, err := k.store.CountOthers(ctx)
+	rows, longest, err := k.store.countOthers(ctx)
 	if rows > 0 {
 		k.log.Info("outbox: other processes have deliveries, and later ones of the same keys wait for them; "+
 			"the deliveries of a process that is gone are taken over within at_most",
@@ -231,11 +231,11 @@ var errGone = goneError{}
 func (goneError) Error() string { return "the process that had the event was gone before it was done" }
 
 // ErrorType names the error for metrics.
-func (goneError) ErrorType() string { return CodeStale }
+func (goneError) ErrorType() string { return codeStale }
 
 // retryDead requeues deliveries that have been dead for as long as RetryDeadAfter says.
 func (k *leaseKeeper) retryDead(ctx context.Context) error {
-	retried, err := k.store.RetryDead(ctx, k.cfg.RetryDeadAfter)
+	retried, err := k.store.retryDead(ctx, k.cfg.RetryDeadAfter)
 	if retried > 0 {
 		k.log.Info("outbox: dead deliveries are retried, as RetryDeadAfter says", "deliveries", retried)
 		k.dispatcher.SignalDue()

@@ -25,7 +25,7 @@ func (l *lane) begin(batch []Delivery) {
 
 // ReceivedOf returns the metadata that a delivery's row has of its event. It fills of, to which the metadata points.
 func ReceivedOf(d *Delivery, of *envelope.Origin) envelope.Received {
-	*of = envelope.Origin{Key: []byte(d.RecordKey()), DeliveryID: d.ID, Stream: d.Stream}
+	*of = envelope.Origin{Key: []byte(d.recordKey()), DeliveryID: d.ID, Stream: d.Stream}
 	m := envelope.Received{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, Origin: of}
 	if d.FromKafka {
 		of.Record = envelope.Place{Topic: d.Stream, Partition: d.Partition, Offset: d.Position, Key: of.Key}
@@ -101,7 +101,7 @@ func (l *lane) readPayload(d *Delivery) error {
 	for try := 1; ; {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(l.ctx, readPayloadTimeout)
-		err := l.store.ReadPayload(ctx, d)
+		err := l.store.readPayload(ctx, d)
 		tooLong := pg.IsCancelled(err) || ctx.Err() != nil
 		cancel()
 		switch {

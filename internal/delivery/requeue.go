@@ -77,7 +77,7 @@ func (s *Store) Requeue(ctx context.Context, subjects []Subject) (indexes []int,
 	return indexes, nil
 }
 
-// retryDeadBatch is how many rows RetryDead requeues in a transaction, at most.
+// retryDeadBatch is how many rows retryDead requeues in a transaction, at most.
 const retryDeadBatch = 500
 
 // sqlRetryable finds rows that have been DEAD for as long as the code of their error requires.
@@ -92,9 +92,9 @@ UPDATE {schema}.event_delivery AS d SET ` + requeued + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
                           WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE))`
 
-// RetryDead requeues rows that have been DEAD for as long as after says for the code of their error, at most 500 of
+// retryDead requeues rows that have been DEAD for as long as after says for the code of their error, at most 500 of
 // them. It returns their number.
-func (s *Store) RetryDead(ctx context.Context, after map[string]time.Duration) (retried int64, err error) {
+func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (retried int64, err error) {
 	var codes []string
 	var waits []time.Duration
 	for code, wait := range after {

@@ -17,8 +17,8 @@ import (
 // process must not handle the rows behind it in its key. It releases them.
 var ErrLost = errors.New("delivery is with another process")
 
-// CodeStale is the last_error_code of a row that was taken over.
-const CodeStale = "stale"
+// codeStale is the last_error_code of a row that was taken over.
+const codeStale = "stale"
 
 // Store reads and writes the deliveries of a group for one process.
 type Store struct {
