@@ -237,7 +237,7 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 	require.Eventually(t, func() bool { return s.parked(t) == "COUNTED DEAD 1 permanent; COUNTED DONE 1" }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 1, s.counts(t)["behind"])
 	requireReady(t, c, 2)
-	for _, part := range []string{"fails, trying", "works again", "delivery is dead"} {
+	for _, part := range []string{"fails, trying", "works again", "event is dead"} {
 		require.Equal(t, 1, strings.Count(log.String(), part), part)
 	}
 }

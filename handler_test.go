@@ -526,7 +526,7 @@ func TestConsumerLog(t *testing.T) {
 	for line := range strings.Lines(log.String()) {
 		require.NotContains(t, line, "level=INFO")
 		if strings.Contains(line, "level=WARN") || strings.Contains(line, "level=ERROR") {
-			require.Contains(t, line, "delivery is dead, an operator has to decide")
+			require.Contains(t, line, "event is dead, an operator has to decide")
 			require.Contains(t, line, "dead_letter_topic="+s.topic+".dlq")
 		}
 	}

@@ -301,7 +301,7 @@ func TestWorkerLogNamesEvents(t *testing.T) {
 	f.exec(`UPDATE {schema}.event_delivery SET status = 'PENDING', processed_at = NULL, next_retry_at = now() WHERE action = 'COUNTED' AND aggregate_id = 'dead'`)
 	f.exec(`UPDATE {schema}.event_delivery SET locked_by = 'gone', locked_until = now() - interval '1 min' WHERE status = 'PROCESSING' AND action = 'SENT'`)
 	for line, account := range map[string]string{
-		"handler failed, trying again": "dead", "delivery is dead, an operator has to decide": "dead", "event handled already": "dead",
+		"handler failed, trying again": "dead", "event is dead, an operator has to decide": "dead", "event handled already": "dead",
 		"handler runs for long": "gone", "the lease of a delivery has expired": "gone",
 	} {
 		of := regexp.MustCompile(line + `.* aggregate_id=` + account + ` .*`)

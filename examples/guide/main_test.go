@@ -137,6 +137,6 @@ func (s *service) stop(t *testing.T) {
 	program.RequireEnd(t, s.cmd, syscall.SIGTERM)
 	require.Contains(t, s.log.String(), "stopped")
 	for line := range strings.Lines(s.log.String()) {
-		require.True(t, !strings.Contains(line, "ERROR") || strings.Contains(line, "delivery is dead"), line)
+		require.True(t, !strings.Contains(line, "ERROR") || strings.Contains(line, "event is dead"), line)
 	}
 }

@@ -187,7 +187,7 @@ func (k *leaseKeeper) takeOver(ctx context.Context) error {
 		for _, e := range rows {
 			level, message := slog.LevelWarn, "outbox: the lease of a delivery has expired, it is retried by itself"
 			if e.Dead {
-				level, message = slog.LevelError, "outbox: delivery is dead, its lease has expired in its last attempt"
+				level, message = slog.LevelError, "outbox: event is dead, its lease has expired in its last attempt"
 			}
 			k.log.Log(ctx, level, message, "stream", e.Stream, "type", e.Type, "event_id", e.EventID,
 				"aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID,

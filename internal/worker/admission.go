@@ -175,7 +175,7 @@ func (in *intake) reportUnknown(ctx context.Context, events []eventHead) {
 		stream, _ := e.destination() // plan has had it
 		all[i] = envelope.Received{Type: e.eventType, Subject: e.aggregate, Origin: &envelope.Origin{Key: []byte(e.recordKey()), Stream: stream}}
 		if in.delivery.DeadLetterUnknown {
-			in.log.Error("outbox: delivery is dead, the group has no handler for its type", "stream", stream, "type", e.eventType, "outbox_id", e.id)
+			in.log.Error("outbox: event is dead, the group has no handler for its type", "stream", stream, "type", e.eventType, "outbox_id", e.id)
 		} else {
 			in.processor.LogSkipped(&all[i])
 		}
