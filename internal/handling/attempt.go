@@ -69,7 +69,6 @@ type Outcome struct {
 // transactions up to ten times, and an outage of PostgreSQL until it ends. Before is the error of the attempt if it
 // was made already, in a transaction with other tasks.
 func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
-	conflicts := 0
 	for {
 		err, began, late, tried := before, time.Now(), false, before == nil
 		if tried {
@@ -90,9 +89,9 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 			return Outcome{Verdict: Interrupted, Action: t.Action, Err: err}
 		case isPostponed(err):
 			return a.postponed(t, policy, err)
-		case IsConflict(err) && conflicts < MostConflicts:
-			conflicts++
-			a.awaitConflict(t, conflicts, err)
+		case IsConflict(err) && t.conflicts < MostConflicts:
+			t.conflicts++
+			a.awaitConflict(t, t.conflicts, err)
 		case tried && a.Processor.IsOutage(held, err, t.Kind, late):
 			if a.Scheduler.AwaitPostgres(began, err) {
 				return a.postponed(t, policy, err)

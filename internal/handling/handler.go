@@ -58,6 +58,7 @@ type Arrival struct {
 type Task struct {
 	*Handler
 	Arrival
+	conflicts int // after which it was repeated, over all attempts of this process; see [Attempts.Try]
 }
 
 // TaskResult is a task that went well.

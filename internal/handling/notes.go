@@ -226,11 +226,11 @@ type NoteError struct{ Err error }
 func (e *NoteError) Error() string { return e.Err.Error() }
 func (e *NoteError) Unwrap() error { return e.Err }
 
-// connectionError is an error with which the connection to PostgreSQL was lost.
-type connectionError struct{ err error }
+// ConnectionError is an error with which the connection to PostgreSQL was lost.
+type ConnectionError struct{ Err error }
 
-func (e *connectionError) Error() string { return e.err.Error() }
-func (e *connectionError) Unwrap() error { return e.err }
+func (e *ConnectionError) Error() string { return e.Err.Error() }
+func (e *ConnectionError) Unwrap() error { return e.Err }
 
 // InTx implements Transactor.
 func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f func(Tx, map[NoteKey]bool) error) error {
@@ -263,7 +263,7 @@ func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	if err := s.finishTx(ctx, tx, fresh, f); err != nil {
 		tx.Rollback(ctx)
 		if conn.IsClosed() {
-			return &connectionError{err}
+			return &ConnectionError{err}
 		}
 		return err
 	}

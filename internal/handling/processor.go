@@ -52,7 +52,7 @@ type Transactor interface {
 	// work. Fresh holds the keys that were not noted before; f removes those of what it has
 	// done, and the notes of the others are taken back. The transaction is shared if f may
 	// call several handlers. If the notes cannot be made, the error is a [*NoteError], and if
-	// the connection was lost later, a [*connectionError].
+	// the connection was lost later, a [*ConnectionError].
 	InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f func(tx Tx, fresh map[NoteKey]bool) error) error
 	// Ping reports why there is no connection to be had.
 	Ping(ctx context.Context) error
@@ -324,7 +324,7 @@ func (p *Processor) IsOutage(ctx context.Context, err error, kind handlerKind, l
 	if errors.As(err, &store) || errors.As(err, &completing) {
 		return true
 	}
-	var lost *connectionError
+	var lost *ConnectionError
 	if p.Store == nil || late || kind != NoTx && !errors.As(err, &lost) && !pg.IsOutage(err) {
 		return false
 	}

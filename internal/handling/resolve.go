@@ -137,7 +137,7 @@ func (p *Processor) tasks(ctx context.Context, route *Route, m *envelope.Message
 		}
 		for _, h := range v.handlers {
 			if action == "" || action == h.Action {
-				tasks = append(tasks, Task{h, Arrival{event, *meta}})
+				tasks = append(tasks, Task{Handler: h, Arrival: Arrival{event, *meta}})
 			}
 		}
 	}

@@ -1,0 +1,57 @@
+package consumer
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/delivery"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/migrator"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// An event is found to be blocked, and a moment later its key is free. It is parked all the same, and so is what is behind it in a
+// later batch: that was handled before it.
+func TestKeyIsFreeBeforeItsEventIsParked(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Schema(t)
+	ctx := t.Context()
+	require.NoError(t, (&migrator.Migrator{DB: db, Schema: schema, LockTimeout: time.Minute, Logger: slog.New(slog.DiscardHandler)}).Run(ctx))
+	store := delivery.NewStore(db, schema, "g", "w", time.Minute).ForRecords()
+	calls := 0
+	var s *partitionFixture
+	s = newPartitionFixture(t, Rules{}, handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m envelope.Received) error {
+		if calls++; calls == 3 { // alone in its transaction
+			rows, err := store.Claim(ctx, []delivery.Pair{{Action: "ACTED", Stream: "play-events"}}, 10, 0, false, 1<<20)
+			require.NoError(t, err)
+			require.Len(t, rows, 1)
+			_, err = store.Finish(ctx, rows)
+			require.NoError(t, err)
+		}
+		return s.handle(ctx, e, m)
+	}))
+	w := s.worker
+	w.parking = &consumerParking{store: store, group: "g", dueAt: func(time.Time) {}}
+	w.batch = 3
+	s.handlers["fails"] = "-"
+	records := s.arrive("blocks", "works", "fails", "blocked", "behind")
+	for _, n := range []int{0, 3, 4} {
+		records[n].Topic, records[n].Key = "play-events", []byte("k")
+	}
+	from := originOf(records[0], [16]byte{})
+	first := w.reader.read(ctx, records[0], replay{}, &from)
+	require.NoError(t, w.parkFailed(&first, first.Tasks[0], handling.Outcome{Attempt: 1, Retries: 3, Err: errPlayed}))
+
+	w.handle(records[1:])
+	require.Equal(t, []string{"works1 fails1: rolled back", "works1: committed", "fails1: committed"}, s.log)
+	var rows string
+	require.NoError(t, db.QueryRow(ctx, pg.InSchema(`SELECT string_agg(record_offset || ' ' || status, ', ' ORDER BY id) FROM (SELECT id, position AS record_offset, status FROM {schema}.event_delivery) AS d`, schema)).Scan(&rows))
+	require.Equal(t, "0 DONE, 3 PENDING, 4 PARKED", rows)
+}

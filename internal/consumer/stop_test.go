@@ -1,0 +1,112 @@
+package consumer
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/stretchr/testify/require"
+)
+
+// slowWorkerFixture has a handler that takes so long for each event, and for those of the
+// name long an hour, unless its context ends.
+func slowWorkerFixture(t *testing.T, cfg Rules, takes time.Duration) *partitionFixture {
+	var s *partitionFixture
+	s = newPartitionFixture(t, cfg, handle("SLOW", func(ctx context.Context, _ pgx.Tx, e played, _ envelope.Received) error {
+		if e.Name == "long" {
+			takes = time.Hour
+		}
+		select {
+		case <-time.After(takes):
+			s.current = append(s.current, e.Name)
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}))
+	return s
+}
+
+func manyNames(n int) (names []string) {
+	for i := range n {
+		names = append(names, fmt.Sprintf("e%02d", i))
+	}
+	return names
+}
+
+// A stop within a batch keeps what is done: between two events the transaction commits,
+// without the notes of the rest.
+func TestStopWithinBatch(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := slowWorkerFixture(t, Rules{}, 100*time.Millisecond)
+		go s.worker.run()
+		s.worker.add(s.arrive(manyNames(100)...))
+		time.Sleep(250 * time.Millisecond)
+		began := time.Now()
+		s.worker.finish()
+		<-s.worker.ended
+		require.Equal(t, 50*time.Millisecond, time.Since(began))
+		require.Equal(t, []string{"e00 e01 e02: committed"}, s.log)
+		require.Len(t, s.noted, 3)
+		next, _ := s.worker.uncommitted()
+		require.EqualValues(t, 3, next.Offset)
+	})
+}
+
+// A handler that does not end before a stop takes little of what is finished with it,
+// because transactions of slow handlers are short.
+func TestStopInLongHandler(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := slowWorkerFixture(t, Rules{}, time.Second)
+		go s.worker.run()
+		s.worker.add(s.arrive(append(manyNames(10), "long", "never")...))
+		time.Sleep(12 * time.Second)
+		new(membership).finish([]*partitionWorker{s.worker}, 3*time.Second, abandonGrace)
+		require.Len(t, s.noted, 10)
+		next, _ := s.worker.uncommitted()
+		require.EqualValues(t, 10, next.Offset)
+	})
+}
+
+// A batch of slow handlers is committed in parts, also where MaxPollInterval is shorter than all
+// of it, and no handler runs twice. After the first of them, only so many notes are made as
+// handlers come to; and more again once they are fast.
+func TestTransactionsAreShort(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := slowWorkerFixture(t, Rules{HeartbeatInterval: time.Millisecond, SessionTimeout: time.Second, MaxPollInterval: 3 * time.Second}, 300*time.Millisecond)
+		began := time.Now()
+		s.worker.handle(s.arrive(manyNames(13)...))
+		require.Equal(t, 13*300*time.Millisecond, time.Since(began))
+		require.Equal(t, []string{"e00 e01 e02 e03: committed", "e04 e05 e06 e07: committed", "e08 e09 e10 e11: committed", "e12: committed"}, s.log)
+		require.Len(t, s.noted, 13)
+		require.Equal(t, 8, s.worker.batch, "the last took less than a second")
+	})
+	synctest.Test(t, func(t *testing.T) {
+		s := newPartitionFixture(t, Rules{MaxPoll: 10})
+		s.worker.batch = 1
+		s.worker.handle(s.arrive(manyNames(13)...))
+		require.Equal(t, []string{"e001: committed", "e011 e021: committed", "e031 e041 e051 e061: committed", "e071 e081 e091 e101 e111 e121: committed"}, s.log)
+		require.Equal(t, 10, s.worker.batch)
+	})
+}
+
+// The offset with which reading begins is not committed for a partition that was given up
+// while it was looked for: it would set back the member that has the partition now.
+func TestStartOfGivenUpPartition(t *testing.T) {
+	t.Parallel()
+	at := kafka.Partition{Topic: "t"}
+	m := &membership{workers: map[kafka.Partition]*partitionWorker{}}
+	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]int64{at: 3}), errGivenUp)
+	m.workers[at] = new(partitionWorker)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]int64{at: 3}), errGivenUp)
+}
