@@ -70,9 +70,7 @@ func (r *consumerRewind) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	watchdog := e.watchdog(cancel)
+	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
 	cfg.Progress = func(int) { watchdog.reset() }
 	report, err := outboxops.Rewind(ctx, db, kafka, cfg)

@@ -339,9 +339,7 @@ type cutWait struct {
 
 // run waits as long as it takes; --timeout bounds each look.
 func (w *cutWait) run(ctx context.Context, e *env) error {
-	looking, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	watchdog := e.watchdog(cancel)
+	looking, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
 	p := &cutProgress{e: e}
 	err := w.cuts.Await(looking, w.kafka, w.relay, func(now outboxops.CutProgress) {

@@ -154,10 +154,8 @@ func (l *dlqList) run(ctx context.Context, e *env) error {
 }
 
 func (l *dlqList) read(ctx context.Context, e *env, kafka []kgo.Opt) (deadLetters []deadLetterJSON, more bool, err error) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
 	// --timeout bounds the time without progress: each record starts it again.
-	watchdog := e.watchdog(cancel)
+	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
 	chosen := l.filter.choose(e.now())
 	deadLetters = []deadLetterJSON{}
@@ -231,9 +229,7 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	watchdog := e.watchdog(cancel)
+	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
 	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], From: r.filter.from, DryRun: true}
 	if r.to != "" {
@@ -312,15 +308,18 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 
 // watchdog cancels a context after --timeout without progress.
 type watchdog struct {
-	timer   *time.Timer
+	cancel  context.CancelCauseFunc
+	timer   *time.Timer // nil without a timeout
 	timeout time.Duration
 }
 
-func (e *env) watchdog(cancel context.CancelCauseFunc) *watchdog {
-	if e.timeout == 0 {
-		return &watchdog{}
+func (e *env) watchdog(ctx context.Context) (context.Context, *watchdog) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	w := &watchdog{cancel: cancel, timeout: e.timeout}
+	if e.timeout > 0 {
+		w.timer = time.AfterFunc(e.timeout, func() { cancel(context.DeadlineExceeded) })
 	}
-	return &watchdog{time.AfterFunc(e.timeout, func() { cancel(context.DeadlineExceeded) }), e.timeout}
+	return ctx, w
 }
 
 // reset gives another --timeout.
@@ -330,8 +329,9 @@ func (w *watchdog) reset() {
 	}
 }
 
-// stop stops the watchdog.
+// stop stops the watchdog and cancels its context.
 func (w *watchdog) stop() {
+	w.cancel(nil)
 	if w.timer != nil {
 		w.timer.Stop()
 	}

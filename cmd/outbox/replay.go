@@ -70,9 +70,7 @@ func (r *replay) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	watchdog := e.watchdog(cancel)
+	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
 	cfg.DryRun, cfg.Progress = true, func(outboxreplay.Report) { watchdog.reset() }
 	report, err := outboxreplay.Run(ctx, e.db, kafka, cfg)
