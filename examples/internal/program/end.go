@@ -48,9 +48,15 @@ func RequireEndWhileStarting(t *testing.T, cmd *exec.Cmd, postgres string) {
 	require.NoError(t, conn.Close())
 }
 
-// TestInterrupted requires that each signal ends a program that start has started, once it has more than n rows in a table, and one
-// that is just starting. The program exits with code 0 and has cleaned up; check looks at what it printed.
-func TestInterrupted(t *testing.T, start func(t *testing.T) *Process, table string, n int, check func(t *testing.T, p *Process)) {
+// TestInterrupted requires that each of the [Signals] ends the program.
+//   - start starts it. The signal comes once its table has more than n rows.
+//   - It exits with code 0 and drops its schema.
+//   - check looks at what it printed.
+//
+// It also requires that SIGTERM ends a program that waits for PostgreSQL.
+func TestInterrupted(
+	t *testing.T, start func(t *testing.T) *Process, table string, n int, check func(t *testing.T, p *Process),
+) {
 	t.Parallel()
 	for _, signal := range Signals {
 		t.Run(signal.String(), func(t *testing.T) {

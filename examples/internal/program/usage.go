@@ -62,8 +62,8 @@ func Misuse(name, args, says string) Usage {
 	return Usage{Name: name, Args: args, Code: show.ExitUsage, Says: says}
 }
 
-// Unanswered is a row of arguments with which the program does nothing without PostgreSQL, and its Kafka is not needed if unset
-// names its variable.
+// Unanswered is a row of arguments with which the program fails because PostgreSQL does not answer.
+// Unset names a variable that is not set, or is empty.
 func Unanswered(name, args, unset string) Usage {
 	return Usage{Name: name, Args: args, Code: show.ExitWrong, Says: "connect", Unset: unset}
 }

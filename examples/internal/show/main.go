@@ -25,8 +25,8 @@ var ErrWrong = errors.New("the numbers do not add up")
 // Program does what the arguments of a program say.
 type Program func(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error
 
-// Main runs a program as this process, and exits. Ctrl-C and SIGTERM end the context of the program; a second one ends the
-// process at once.
+// Main runs a program as this process, and exits with a code. Ctrl-C or SIGTERM cancels the program's context.
+// The second signal ends the process at once.
 func Main(name string, program Program) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop)
@@ -57,8 +57,8 @@ type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
-// Parse reads the arguments of a program, all of which are flags, and calls check, which looks at the values. It prints the usage
-// and the flags where the arguments ask for help. A program that returns the error exits with the code that fits.
+// Parse parses the arguments, all of which are flags, and then calls check, which validates the values.
+// For -h it prints the usage and the flags to help. Its error tells [Main] the exit code.
 func Parse(flags *flag.FlagSet, args []string, usage string, help io.Writer, check func() error) error {
 	flags.SetOutput(io.Discard)
 	err := flags.Parse(args)
@@ -105,8 +105,8 @@ func (s Services) Require(target string, kafka bool) error {
 	return nil
 }
 
-// Played returns the error of a process that plays a part for another one of its program. No signal ends it, so what it says of a
-// context is an error as any other.
+// Played returns the error of a process that plays a part for another process of its program. No signal ends
+// such a process. So the error does not wrap context.Canceled, which [Main] would take for a signal.
 func Played(part string, err error) error {
 	if err == nil {
 		return nil

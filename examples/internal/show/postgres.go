@@ -10,7 +10,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Connect returns a pool of so many connections. They look for tables in the schema, if there is one; PgBouncer would refuse that.
+// Connect returns a pool of at most conns connections. They look for tables in the schema, unless it is empty:
+// PgBouncer refuses a search_path.
 func Connect(ctx context.Context, url, schema string, conns int) (*pgxpool.Pool, error) {
 	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {

@@ -94,7 +94,8 @@ func Log(verbose bool) *slog.Logger {
 	return slog.New(slog.NewTextHandler(os.Stderr, nil))
 }
 
-// SayTo returns a function that prints lines, for concurrent use: what such a process says to the one that has started it.
+// SayTo returns a function that prints lines, for concurrent use. A process uses it to report to the process
+// that has started it.
 func SayTo(w io.Writer) func(line ...any) {
 	var mu sync.Mutex
 	return func(line ...any) {

@@ -139,9 +139,9 @@ func (p *Process) Err() error {
 	return fmt.Errorf("%s: %w\n%s", p.name, p.err, p.tail)
 }
 
-// Await waits until ready returns nil, and asks again every now and then. It fails when the process, which is called what, ends
-// first, or ctx does; the error holds that of ready and the last lines of the process.
-func (p *Process) Await(ctx context.Context, what string, every time.Duration, ready func(ctx context.Context) error) error {
+// Await calls ready until it returns nil, with a pause between the calls. It fails when the process ends or ctx
+// does. The error calls the process what, and holds the error of ready and the last lines of the process.
+func (p *Process) Await(ctx context.Context, what string, pause time.Duration, ready func(context.Context) error) error {
 	for {
 		err := ready(ctx)
 		if err == nil {
@@ -152,7 +152,7 @@ func (p *Process) Await(ctx context.Context, what string, every time.Duration, r
 			return errors.Join(fmt.Errorf("%s ended instead of starting", what), p.Err())
 		case <-ctx.Done():
 			return fmt.Errorf("wait for %s: %w (%w); its log ends with:\n%s", what, context.Cause(ctx), err, p.tail)
-		case <-time.After(every):
+		case <-time.After(pause):
 		}
 	}
 }
