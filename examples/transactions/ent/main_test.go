@@ -1,4 +1,4 @@
-// Package ent tests the example for ent, testdata/shop, which imports what ent generates from package schema.
+// Package ent tests the example for ent, _shop, which imports what ent generates from package schema.
 package ent
 
 import (
@@ -12,10 +12,10 @@ import (
 
 // TestGenerated generates the code and runs the tests of the example, in the environment of this test.
 func TestGenerated(t *testing.T) {
-	t.Cleanup(func() { require.NoError(t, os.RemoveAll("testdata/shop/ent")) })
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll("_shop/ent")) })
 	for _, args := range [][]string{
-		{"generate", "./testdata/shop"},
-		{"test", "-count=1", "-short=" + strconv.FormatBool(testing.Short()), "./testdata/shop"},
+		{"generate", "./_shop"},
+		{"test", "-count=1", "-short=" + strconv.FormatBool(testing.Short()), "./_shop"},
 	} {
 		out, err := exec.CommandContext(t.Context(), "go", args...).CombinedOutput()
 		require.NoError(t, err, "%s", out)

@@ -2,7 +2,7 @@
 // that of the event's handler. The package ent is generated from ent/schema.
 package main
 
-//go:generate go tool ent generate --feature sql/execquery --target ent ../../schema
+//go:generate go tool ent generate --feature sql/execquery --target ent ../schema
 
 import (
 	"context"
@@ -13,7 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/stdlib"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/examples/transactions/ent/testdata/shop/ent"
+	"github.com/outboxgo/outbox/examples/transactions/ent/_shop/ent"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shop"
 	"github.com/outboxgo/outbox/outboxsql"
 )

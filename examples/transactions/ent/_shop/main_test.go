@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
-	"github.com/outboxgo/outbox/examples/transactions/ent/testdata/shop/ent"
+	"github.com/outboxgo/outbox/examples/transactions/ent/_shop/ent"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shop"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 	"github.com/outboxgo/outbox/outboxsql"
