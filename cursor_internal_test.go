@@ -32,8 +32,7 @@ type cursorFixture struct {
 
 func newCursorFixture(t *testing.T) *cursorFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
-	require.NoError(t, Migrate(context.Background(), db, MigrateConfig{Schema: schema}))
+	db, schema := testenv.Migrated(t)
 	return &cursorFixture{db, schema, cursor.NewStore(db, schema, "default"), lease.NewStore(db, schema, "default", time.Minute)}
 }
 

@@ -37,7 +37,11 @@ func newRelayFixture(t testing.TB) *relayFixture {
 // newPartitionedFixture returns a relayFixture whose outbox has partitions of so many ids; 0: none.
 func newPartitionedFixture(t testing.TB, partitionRows int64) *relayFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
+	newSchema := testenv.Schema
+	if partitionRows == 0 {
+		newSchema = testenv.Migrated
+	}
+	db, schema := newSchema(t)
 	return migratedFixture(t, db, schema, partitionRows)
 }
 

@@ -87,8 +87,7 @@ type counter struct {
 
 func newCounter(t testing.TB, events *outbox.Registry) *counter {
 	t.Helper()
-	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
+	db, schema := testenv.Migrated(t)
 	c := &counter{db: db, schema: schema, events: events}
 	c.rec = c.recorder(t, outbox.RecorderConfig{})
 	return c

@@ -45,8 +45,7 @@ type workerFixture struct {
 
 func newWorkerFixture(t *testing.T) *workerFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
+	db, schema := testenv.Migrated(t)
 	f := &workerFixture{t: t, db: db, schema: schema}
 	f.exec(`CREATE TABLE {schema}.effect (id bigserial, action text, account text, n int)`)
 	var err error

@@ -36,7 +36,11 @@ func newFixture(t testing.TB) *archiveFixture { return newFixtureOf(t, 0) }
 // newFixtureOf has an outbox with partitions of so many ids; 0: none.
 func newFixtureOf(t testing.TB, partitionRows int64) *archiveFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
+	newSchema := testenv.Schema
+	if partitionRows == 0 {
+		newSchema = testenv.Migrated
+	}
+	db, schema := newSchema(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema, PartitionRows: partitionRows}))
 	return &archiveFixture{db: db, schema: schema, topic: "archive-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 }

@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // TestMain fails if a goroutine is left when all tests have ended. In a process that a test started it
@@ -14,5 +16,5 @@ func TestMain(m *testing.M) {
 		archiveUntilKilled()
 		return
 	}
-	goleak.VerifyTestMain(m)
+	goleak.VerifyTestMain(testenv.Main(m))
 }

@@ -46,7 +46,11 @@ func newFixture(t testing.TB) *opsFixture {
 // newFixtureOf has an outbox with partitions of so many ids; 0: none.
 func newFixtureOf(t testing.TB, partitionRows int64) *opsFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
+	newSchema := testenv.Schema
+	if partitionRows == 0 {
+		newSchema = testenv.Migrated
+	}
+	db, schema := newSchema(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema, PartitionRows: partitionRows}))
 	h := &opsFixture{db: db, schema: schema, topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(h.topic))

@@ -24,8 +24,7 @@ type tablesFixture struct {
 
 func newTables(t *testing.T) *tablesFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(context.Background(), db, outbox.MigrateConfig{Schema: schema}))
+	db, schema := testenv.Migrated(t)
 	return &tablesFixture{db, schema}
 }
 

@@ -60,8 +60,7 @@ type scene struct {
 // newScene returns a scene whose topics take batches of 2,000 bytes.
 func newScene(t testing.TB, sampler trace.Sampler) *scene {
 	t.Helper()
-	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
+	db, schema := testenv.Migrated(t)
 	id := uuid.NewString()
 	s := &scene{
 		db: db, schema: schema, orders: "orders-" + id, parcels: "parcels-" + id, brokers: testenv.Brokers(t),

@@ -61,8 +61,7 @@ func newFixture(t testing.TB, maxBytes int) *replayFixture {
 	for _, topic := range []string{f.topic, outbox.DeadLetterTopic(f.topic)} {
 		testenv.CreateTopic(t, f.brokers, topic, 2, "max.message.bytes", fmt.Sprint(maxBytes))
 	}
-	f.db, f.schema = testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(background, f.db, outbox.MigrateConfig{Schema: f.schema}))
+	f.db, f.schema = testenv.Migrated(t)
 	var err error
 	f.events, err = outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.product).Topic(f.topic))
 	require.NoError(t, err)

@@ -38,8 +38,7 @@ type shop struct {
 
 func newShop(t testing.TB) *shop {
 	t.Helper()
-	pool, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(background, pool, outbox.MigrateConfig{Schema: schema}))
+	pool, schema := testenv.Migrated(t)
 	s := &shop{pool: pool, db: stdlib.OpenDBFromPool(pool), schema: schema, events: registry(t)}
 	t.Cleanup(func() { require.NoError(t, s.db.Close()) })
 	s.rec = s.recorder(t, outbox.RecorderConfig{})

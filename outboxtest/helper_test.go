@@ -82,7 +82,7 @@ type schemaFixture struct {
 
 func newSchemaFixture(t testing.TB) *schemaFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
+	db, schema := testenv.Migrated(t)
 	return schemaFixtureIn(t, db, schema)
 }
 

@@ -49,7 +49,7 @@ func (h happened) aggregateID() string   { return h.Key }
 // newCommandFixture returns one whose schema is empty.
 func newCommandFixture(t testing.TB) *commandFixture {
 	t.Helper()
-	db, schema := testenv.Schema(t)
+	db, schema := testenv.Migrated(t)
 	return commandFixtureAt(t, db, schema)
 }
 

@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // asProgram makes the test binary be the program, for what calls it from outside.
@@ -15,5 +17,5 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asProgram) != "" {
 		main()
 	}
-	goleak.VerifyTestMain(m)
+	goleak.VerifyTestMain(testenv.Main(m))
 }

@@ -11,7 +11,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -31,8 +30,7 @@ type tableFixture struct {
 }
 
 func newTable(t *testing.T) *tableFixture {
-	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
+	db, schema := testenv.Migrated(t)
 	return &tableFixture{t, db, schema}
 }
 

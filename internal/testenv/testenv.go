@@ -41,16 +41,17 @@ const (
 func Schema(t testing.TB) (*pgxpool.Pool, string) {
 	t.Helper()
 	db := Pool(t, nil)
-	schema := fmt.Sprintf("Test %.8s", uuid.NewString())
-	quoted := pgx.Identifier{schema}.Sanitize()
-	_, err := db.Exec(context.Background(), "CREATE SCHEMA "+quoted)
+	schema := schemaName()
+	_, err := db.Exec(context.Background(), "CREATE SCHEMA "+quoted(schema))
 	require.NoError(t, err)
-	t.Cleanup(func() {
-		_, err := db.Exec(context.Background(), "DROP SCHEMA "+quoted+" CASCADE")
-		require.NoError(t, err)
-	})
+	t.Cleanup(func() { require.NoError(t, dropSchema(context.Background(), db, schema)) })
 	return db, schema
 }
+
+// schemaName returns a new name.
+func schemaName() string { return fmt.Sprintf("Test %.8s", uuid.NewString()) }
+
+func quoted(schema string) string { return pgx.Identifier{schema}.Sanitize() }
 
 // Pool returns a pool on the test database. configure may change its
 // configuration and may be nil.
@@ -62,6 +63,7 @@ func Pool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	if configure != nil {
 		configure(cfg)
 	}
+	watch(t, cfg)
 	db, err := pgxpool.NewWithConfig(context.Background(), cfg)
 	require.NoError(t, err)
 	t.Cleanup(db.Close)
