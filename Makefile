@@ -14,6 +14,7 @@ export GORACE ?= atexit_sleep_ms=0
 
 MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats examples/transactions faults interop bench bench/peers
 TESTED   := $(filter-out bench/peers,$(MODULES)) # make test-peers tests that one, which brings Kafka Connect along
+LEFT     := examples/nats outboxadmin/browser interop bench # make test leaves these for make test-all
 SERVICES := bin/services
 EXAMPLES := $(addprefix bin/,demo commerce eventsourcing ledger ordering trading observability)
 SHORT    := $(filter -short -short=true -test.short,$(ARGS))
@@ -58,7 +59,11 @@ observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ob
 # however many processors there are: tests wait most of the time, and with more of
 # them at once some would be late on two processors.
 .PHONY: test
-test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test everything against a real PostgreSQL and a real Kafka, with the race detector (ARGS=-short: what needs only Go, git and gcc)
+test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test before each commit, within 10 minutes, on a real PostgreSQL and a real Kafka (ARGS=-short: what needs only Go, git and gcc)
+	@OUTBOX_TEST_QUICK=1 $(RUN) bash -ec 'eval "exec bin/testall $(filter-out $(LEFT),$(TESTED)) -left $(LEFT) -- -p 1 -parallel 4 -timeout 10m $$ARGS"'
+
+.PHONY: test-all
+test-all: needs-$(if $(SHORT),short,test-all) $(SERVICES) bin/testall ## Test everything: with the race detector, faults, Debezium, a browser, the benchmark (ARGS=-short: as above)
 	@$(RUN) bash -ec 'eval "exec bin/testall $(TESTED) -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
 
 .PHONY: test-peers

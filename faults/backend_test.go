@@ -26,6 +26,7 @@ import (
 // window of the lost row. It must find out from the answer that its row is gone, although
 // a row with this number is there, on a server with this start time.
 func TestKilledBackendGivesNumbersToSuccessor(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: the backend must be killed before the server flushes its WAL by itself, after 10 s.
 	for n, statement := range []string{"page", "fetch", "prefetch"} {
 		t.Run(statement, func(t *testing.T) {
@@ -59,6 +60,7 @@ func TestKilledBackendGivesNumbersToSuccessor(t *testing.T) {
 // A leader believes that it holds the lease until its last renewal expires. If PostgreSQL
 // forgot that renewal, a standby could take the lease earlier and send beside the leader.
 func TestKilledBackendForgetsNoRenewal(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: the backend must be killed before the server flushes its WAL by itself, after 10 s.
 	s := newSite(t)
 	_, err := s.db.Exec(t.Context(), `ALTER ROLE CURRENT_USER SET synchronous_commit = off`)

@@ -33,6 +33,7 @@ type pairResult struct {
 
 // A group whose handlers fail for ever does not hold up another one on the same events.
 func TestFailingGroup(t *testing.T) {
+	testenv.Long(t)
 	if *pairRuns == 0 {
 		t.Parallel()
 		requirePair(t, 50, 2*time.Second, fails)

@@ -30,6 +30,7 @@ var busGroups = []string{"stock", busFailing}
 // order. An event that ends its process is given up after its attempts, and no other one is. No
 // delivery is stuck at any time.
 func TestKilledWorkers(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	v := busResult{Seed: seedOf(t), Mishaps: map[string]int{}}
 	b := newBus(t, v.Seed)

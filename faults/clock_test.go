@@ -19,6 +19,7 @@ import (
 // Relays whose clocks are an hour ahead and an hour behind, in turns: the lease
 // is kept and ends by the clock of the database, which is right.
 func TestClocksDisagree(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it builds a whole program, on all processors, and measures how long a takeover takes.
 	program := buildWithClockShift(t)
 	s := newSite(t)

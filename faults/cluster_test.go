@@ -20,6 +20,7 @@ var faultSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses, TestFau
 // Ten relays at once, and whoever leads is killed, stopped cleanly or frozen,
 // again and again. The frozen go on later, when others have taken over.
 func TestTenProcesses(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	seed := seedOf(t)
 	s := newSite(t)

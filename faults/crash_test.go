@@ -26,6 +26,7 @@ import (
 // gives their ids to others. A snapshot from before the crash calls those
 // visible: a relay that trusts it skips durable events.
 func TestCrashReusesTransactionIDs(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: the server must be killed before it flushes its WAL by itself, after 10 s.
 	for name, story := range map[string]func(*testing.T, *site){
 		// The window of an event whose commit was not flushed is open, or just

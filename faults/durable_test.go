@@ -29,6 +29,7 @@ VALUES (gen_random_uuid(), 'test.fault.happened.v1', 'elsewhere', 'Fault', 'key'
 // Writers do not wait for the disk, and PostgreSQL crashes as soon as Kafka has their
 // events. It has them still: an event is durable before any relay can see it.
 func TestAsynchronousCommit(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: the server must be killed before it flushes its WAL by itself, after 10 s.
 	for name, write := range map[string]func(*site, pgx.Tx, []oracle.Event) error{
 		"a row": func(s *site, tx pgx.Tx, events []oracle.Event) error {
@@ -116,6 +117,7 @@ func TestLeaseIsDurable(t *testing.T) {
 // The group's offset in Kafka says that events are handled, so what their handlers have done must be durable by
 // then, also where the consumer's role does not wait for the disk: nobody handles them again.
 func TestHandledIsDurable(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel, as above.
 	s := newSite(t)
 	_, err := s.db.Exec(t.Context(), `CREATE TABLE effects (action text, event text)`)

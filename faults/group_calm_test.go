@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // Nobody is killed here, and all times are defaults: franz-go's, the consumer's, and those
@@ -12,6 +14,7 @@ import (
 // they join, and the topic gets partitions and is created again. As every member ends
 // cleanly, handlers without a transaction see nothing twice.
 func TestCalmConsumers(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	const joinDelay = 3 * time.Second // Kafka's default
 	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer, JoinDelay: joinDelay.String(), Incidents: map[string]int{}}

@@ -48,13 +48,10 @@ const (
 // repeats only where a member did not end cleanly. Some events fail again and again, and
 // are parked: they and those behind them are handled in their order, or given up.
 func TestKilledConsumers(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer, JoinDelay: groupJoinDelay.String(), Incidents: map[string]int{}}
-	shortest, beat := fmt.Sprint(session.Milliseconds()), fmt.Sprint(heartbeat.Milliseconds())
-	g := newGroup(t, v.Seed, *groupJoinDelay, map[string]string{
-		"group.min.session.timeout.ms": shortest, "group.consumer.min.session.timeout.ms": shortest,
-		"group.consumer.min.heartbeat.interval.ms": beat, "group.consumer.heartbeat.interval.ms": beat,
-	})
+	g := newGroup(t, v.Seed, *groupJoinDelay, shortSessions())
 	incidents := groupPlan(v.Seed, *groupKills)
 	// Half of the events are there before the members that are killed, more of them
 	// than a member takes into its queues.
@@ -92,6 +89,15 @@ func TestKilledConsumers(t *testing.T) {
 	require.GreaterOrEqual(t, v.Kills, *groupKills)
 	if *groupKills > 0 {
 		require.Positive(t, v.Dead, "events whose handler fails for ever")
+	}
+}
+
+// shortSessions returns the settings of a broker that soon notices that a member is gone.
+func shortSessions() map[string]string {
+	shortest, beat := fmt.Sprint(session.Milliseconds()), fmt.Sprint(heartbeat.Milliseconds())
+	return map[string]string{
+		"group.min.session.timeout.ms": shortest, "group.consumer.min.session.timeout.ms": shortest,
+		"group.consumer.min.heartbeat.interval.ms": beat, "group.consumer.heartbeat.interval.ms": beat,
 	}
 }
 

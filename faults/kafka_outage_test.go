@@ -27,6 +27,7 @@ import (
 // The relay's password is wrong when it starts, and revoked later. Events wait,
 // uncounted, and arrive when it is right again.
 func TestPasswordRevoked(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	topic := "faults-" + uuid.NewString()
 	reader, writer := plain.Auth{User: "reader", Pass: "reader"}, plain.Auth{User: "relay", Pass: "relay"}
@@ -71,6 +72,7 @@ func TestPasswordRevoked(t *testing.T) {
 // Kafka gives the relay no producer id when it starts. Clients take some of the
 // answers for final, and never ask again.
 func TestNoProducerID(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for name, answer := range map[string]*kerr.Error{
 		"may not write anything": kerr.ClusterAuthorizationFailed,
@@ -97,6 +99,7 @@ func TestNoProducerID(t *testing.T) {
 // The right to write one topic is revoked for a while. Its events wait, uncounted;
 // those of another topic flow.
 func TestTopicRightRevoked(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for name, ops := range map[string][]kmsg.ACLOperation{
 		"still seen":    {kmsg.ACLOperationWrite},
@@ -188,6 +191,7 @@ func (s *site) admin(t *testing.T) *kgo.Client {
 // relay has noticed is in the new one, each key in its order; what the old one
 // held is gone with it.
 func TestTopicDeletedAndCreatedAgain(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for name, partitions := range map[string]int32{"as it was": 3, "with fewer partitions": 1} {
 		t.Run(name, func(t *testing.T) {
@@ -266,6 +270,7 @@ func TestKafkaRestarted(t *testing.T) {
 
 // Partitions move from broker to broker while events flow. That is no outage.
 func TestLeadersMove(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	const brokers, partitions, moves = 3, 3, 30
 	topic := "faults-" + uuid.NewString()
@@ -291,6 +296,7 @@ func TestLeadersMove(t *testing.T) {
 // The broker takes connections and requests, and answers nothing. Sends time out
 // and are repeated; when it wakes up, what it held arrives as well.
 func TestSilentKafka(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	topic := "faults-" + uuid.NewString()
 	kafka := fakeKafka(t, kfake.NumBrokers(1), kfake.SeedTopics(3, topic))
@@ -318,6 +324,7 @@ func TestSilentKafka(t *testing.T) {
 // The relay's host is cut off from Kafka, and then from PostgreSQL too, until its
 // lease is lost. The outage of Kafka is still the same one in the next session.
 func TestHostCutOff(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	topic := "faults-" + uuid.NewString()
 	kafka := fakeKafka(t, kfake.NumBrokers(1), kfake.SeedTopics(3, topic))
@@ -347,6 +354,7 @@ func TestHostCutOff(t *testing.T) {
 // A topic is deleted and created again while nothing is sent. The next event
 // finds the new one, and the log has nothing to tell.
 func TestTopicReplacedUnnoticed(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := guest(t, testenv.RealBrokers(t), "faults-"+uuid.NewString())
 	testenv.CreateTopic(t, s.brokers, s.topic, 1)

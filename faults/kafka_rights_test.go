@@ -114,6 +114,7 @@ func (s *rightsSite) call(t *testing.T, user string, args ...string) (text strin
 // Each part works with the rights that docs/roles.md names for it, and with no others. With
 // one right fewer it says which, in the words of the table.
 func TestRightsInKafka(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	k, program := startGuardedKafka(t), buildCommandLine(t)
 	works := map[string]func(*testing.T, *rightsSite) string{"relay": relayWorks, "consumer": consumerWorks, "operator": operatorWorks,

@@ -34,6 +34,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 )
 
@@ -188,6 +189,7 @@ func call(t *testing.T, program string, variables []string, args ...string) (std
 // The command line logs in to a real Kafka in each way that it offers, and says what is
 // wrong without repeating a secret.
 func TestCommandLineLogsIn(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	k, program := startGuardedKafka(t), buildCommandLine(t)
 	k.createTopic(t, "t")
@@ -249,6 +251,7 @@ func TestCommandLineLogsIn(t *testing.T) {
 // AWS verifies a signature of what is sent. A real MSK cannot be had here: a fake broker
 // verifies the same signature in its place.
 func TestCommandLineSignsForAWS(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	kafka, program := fakeKafka(t, kfake.NumBrokers(1), kfake.SeedTopics(1, "t")), buildCommandLine(t)
 	var mu sync.Mutex

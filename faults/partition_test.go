@@ -21,6 +21,7 @@ import (
 // breaker stays closed. When it is back, everything arrives in order. The log
 // tells of it once, as of a partition.
 func TestDeadPartitionHoldsUpNothingElse(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newTwoPartitions(t)
 	var dead atomic.Bool
@@ -47,6 +48,7 @@ func TestDeadPartitionHoldsUpNothingElse(t *testing.T) {
 // A partition has no leader, and its events come alone, so that nothing of their
 // batches gets through. They are not mistaken for an outage of Kafka.
 func TestPartitionWithoutLeader(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newTwoPartitions(t)
 	leaderless := h.withoutLeader(t)
@@ -184,6 +186,7 @@ func keysOf(topic string, round int64) (alive, gone []string) {
 // batch gets through. Other topics wait for it once; then its events are not tried any
 // more, and a relay stops at once. The options of the client are those of franz-go.
 func TestTopicWithoutReplicas(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	topic, blocked := "faults-"+uuid.NewString(), "faults-"+uuid.NewString()
 	kafka := fakeKafka(t, kfake.NumBrokers(1), kfake.SeedTopics(3, topic, blocked))

@@ -15,6 +15,7 @@ import (
 // The host takes all connections of the pool that the relay shares, for longer
 // than the lease lasts. The relay loses its lease, waits, and goes on.
 func TestPoolExhausted(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := guest(t, testenv.Brokers(t), "faults-"+uuid.NewString())
 	f := s.flow(t)
@@ -36,6 +37,7 @@ func TestPoolExhausted(t *testing.T) {
 // Statements take longer than the server lets them, for a while. One that waits
 // for a lock stands for one that is slow.
 func TestStatementTimeout(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newSite(t)
 	f := s.flow(t)
@@ -64,6 +66,7 @@ func TestStatementTimeout(t *testing.T) {
 
 // The server takes no writes for a while, longer than the lease lasts.
 func TestReadOnly(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newSite(t)
 	f := s.flow(t)
@@ -80,6 +83,7 @@ func TestReadOnly(t *testing.T) {
 
 // The primary dies, and clients come to its standby, which is promoted later.
 func TestStandbyPromotedLate(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := newPair(t, "any")
 	p.waitForStandby(t)
@@ -98,6 +102,7 @@ func TestStandbyPromotedLate(t *testing.T) {
 // relay finds out by the next one, whose fate it then does not know. Nothing is
 // sent twice for it.
 func TestIdleConnectionsEnd(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := guest(t, testenv.Brokers(t), "faults-"+uuid.NewString())
 	f := s.flow(t)

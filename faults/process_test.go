@@ -138,6 +138,7 @@ func (s *site) requireAll(t *testing.T) {
 // A leader that is stopped past its lease and goes on: it must not move the
 // cursor, and becomes the standby of the one that took over.
 func TestStoppedLeader(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newSite(t)
 	old := s.process(t)

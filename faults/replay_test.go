@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxdlq"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -47,6 +48,7 @@ func arrived(t *testing.T, opts []kgo.Opt, topic string) (keys []string) {
 // What is not a record's own fault ends the run, which says what was not sent and does
 // not try again. A run for what is left sends just that.
 func TestReplayStops(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 5)
@@ -76,6 +78,7 @@ func TestReplayStops(t *testing.T) {
 
 // A refusal condemns a whole batch. What is refused alone was to blame.
 func TestReplayBlamesTheRightOnes(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	opts = append(opts, kgo.ProducerBatchCompression(kgo.NoCompression()))
@@ -99,6 +102,7 @@ func TestReplayBlamesTheRightOnes(t *testing.T) {
 
 // A leader that has moved is found; a partition that must not be read is an error.
 func TestReadAfterOutage(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 3)
@@ -134,6 +138,7 @@ func TestReadAfterOutage(t *testing.T) {
 // Without the original's topic a dead letter that has no value cannot be sent, but where
 // it cannot be read for now, the run ends, so that another one can.
 func TestReplayOfUnreadableOriginal(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 2)

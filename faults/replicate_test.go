@@ -17,6 +17,7 @@ import (
 // PostgreSQL says by which constraint. Two ways are right: as new events, without their
 // ids, and the whole schema, whose cursor is then rebased.
 func TestReplicatedRows(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	const everyColumn = `FOR TABLE outbox`
 	t.Run("with their transaction ids", func(t *testing.T) {

@@ -24,6 +24,7 @@ import (
 // relay looked last. The relay goes on there: nothing is lost, nothing is sent
 // twice, and nothing out of order.
 func TestRestoredElsewhere(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for _, copying := range []struct {
 		name   string
@@ -77,6 +78,7 @@ func TestRestoredElsewhere(t *testing.T) {
 // Without its sequence a copy would give new events the ids of those that were
 // sent. The relay says how to set it, and goes on when that is done.
 func TestRestoredWithoutSequence(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	from := newSite(t)
 	stop := from.relay(t, slog.DiscardHandler)

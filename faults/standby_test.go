@@ -19,6 +19,7 @@ import (
 // The primary dies and its standby takes its place. Clients know both addresses
 // and take the one that can be written.
 func TestPromotedStandby(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	t.Run("synchronous", testSynchronousStandby)
 	for name, story := range map[string]func(*testing.T, *pair) []oracle.Event{

@@ -29,6 +29,7 @@ const (
 // Each Run is soon back. In the end everything has arrived once: a clean stop
 // repeats nothing while Kafka answers.
 func TestStops(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	stops := *faultStops
 	if stops == 0 {

@@ -33,6 +33,7 @@ var (
 // events must flow again before the next begins, so that no kill hides that a
 // relay hangs.
 func TestFaults(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	newSuite(t, false).requirePromises(t, disturbances())
 }
@@ -41,6 +42,7 @@ func TestFaults(t *testing.T) {
 // mode, which is killed, too. There no session stays with a relay that could have a
 // lock, so nobody takes over before the lease has expired.
 func TestFaultsThroughPgBouncer(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newSuite(t, true)
 	s.requirePromises(t, pooledDisturbances())

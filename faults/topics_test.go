@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -47,6 +48,7 @@ var oneReplica = outboxtopics.Config{ReplicationFactor: 1}
 // A topic that was missing a moment ago is there when we make it: that is no error,
 // and it is compared like one that was there before.
 func TestTopicMadeMeanwhile(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(7, "order-events"))
 	hidden := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "order-events", Err: kerr.UnknownTopicOrPartition})
@@ -66,6 +68,7 @@ func TestTopicMadeMeanwhile(t *testing.T) {
 
 // A broker that has not heard of a new topic is asked again.
 func TestTopicNotKnownYet(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	kafka, opts := fakeKafka(t)
 	late := kafka.Fault(
@@ -83,6 +86,7 @@ func TestTopicNotKnownYet(t *testing.T) {
 
 // What one lacks the right to is named, and what one may is done.
 func TestTopicsWithoutRights(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for name, tt := range map[string]struct {
 		fault kfake.Fault

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that this machine has the programs that a command of this project needs.
 #
-#   tools/needs.sh demo|kafka|short|test|test-versions|test-pgbouncer|faults|bench-peers|screenshots|ci
+#   tools/needs.sh demo|kafka|short|test|test-all|test-versions|test-pgbouncer|faults|bench-peers|screenshots|ci
 #
 # The table below is the only list of them. The check takes less than a second
 # and needs nothing but bash, because it runs before Go compiles or downloads
@@ -43,7 +43,8 @@ groups() {
     test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
-    test | ci) echo base git race kafka dump bouncer metrics cache python browser ;;
+    test) echo base git kafka dump bouncer metrics cache ;;
+    test-all | ci) echo base git race kafka dump bouncer metrics cache python browser ;;
     *) return 1 ;;
   esac
 }
@@ -168,7 +169,7 @@ report() {
         ;;
     esac
   fi
-  if [ "$command" = test ] || [ "$command" = ci ]; then
+  if [ "$command" = test ] || [ "$command" = test-all ] || [ "$command" = ci ]; then
     echo "Without them, make test ARGS=-short runs the tests that need only Go, git and gcc."
   fi
 }

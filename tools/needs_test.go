@@ -72,7 +72,7 @@ func (m *machine) needs(t *testing.T, code int, command string, env ...string) s
 func TestNothingIsMissing(t *testing.T) {
 	m := newMachine(t)
 	m.addAll(t)
-	for _, command := range []string{"demo", "kafka", "short", "test", "test-versions", "test-pgbouncer", "faults", "bench-peers", "screenshots", "ci"} {
+	for _, command := range []string{"demo", "kafka", "short", "test", "test-all", "test-versions", "test-pgbouncer", "faults", "bench-peers", "screenshots", "ci"} {
 		require.Empty(t, m.needs(t, 0, command), command)
 	}
 	require.Contains(t, m.needs(t, 2, "nonsense"), "tools/needs.sh demo|")
@@ -117,7 +117,7 @@ func TestOldVersions(t *testing.T) {
 	m.add(t, "java", `echo 'openjdk version "11.0.2" 2019-01-15' >&2`)
 	m.add(t, "pg_dump", "echo 'pg_dump (PostgreSQL) 13.20'")
 	m.add(t, "gcc", "exit 1")
-	out := m.needs(t, 1, "test")
+	out := m.needs(t, 1, "test-all")
 	for _, line := range []string{
 		"  go            version 1.26 or later, ", "  java          version 17 or later, ", "  pg_dump       version 14 or later, ", "  gcc  ",
 	} {

@@ -1,11 +1,11 @@
 // Testall runs the tests of several Go modules, one after the other.
 //
-//	testall module... -- [arguments of go test]
+//	testall module... [-left module...] -- [arguments of go test]
 //
 // A module that fails does not keep the others from running. It prints what go test
 // prints, failures as soon as they happen, and a summary at the end: what failed in
 // which module, how long each module and the slowest tests took, and what was skipped
-// and why.
+// and why. The modules after -left are not tested; the summary has the number of their tests.
 //
 // When all modules have ended, a test that failed is run once more by itself, and so is
 // a package that ended early or failed without a failed test. What passes then is
@@ -29,6 +29,9 @@ import (
 	"github.com/outboxgo/outbox/tools/internal/proc"
 )
 
+// leftFlag stands before the modules that are left for another run.
+const leftFlag = "-left"
+
 const (
 	exitFailed = 1
 	exitUsage  = 2
@@ -42,9 +45,13 @@ func main() {
 // run is main with an exit code.
 func run(args []string, stdout, stderr io.Writer) int {
 	dash := slices.Index(args, "--")
-	if dash < 1 {
-		fmt.Fprintln(stderr, "usage: testall module... -- [arguments of go test]")
+	if dash < 1 || args[0] == leftFlag {
+		fmt.Fprintln(stderr, "usage: testall module... [-left module...] -- [arguments of go test]")
 		return exitUsage
+	}
+	dirs, left := args[:dash], []string(nil)
+	if i := slices.Index(dirs, leftFlag); i >= 0 {
+		dirs, left = dirs[:i], dirs[i+1:]
 	}
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
@@ -55,7 +62,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 
 	var results []*module
 	stopped := syscall.Signal(0)
-	for _, dir := range args[:dash] {
+	for _, dir := range dirs {
 		fmt.Fprintf(stdout, "== %s\n", dir)
 		m := newModule(dir, args[dash+1:], stdout)
 		stopped = m.run(signals, stderr)
@@ -68,7 +75,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if stopped == 0 {
 		flaky, stopped = runAgain(suspects(results), signals, stdout, stderr)
 	}
-	summarize(stdout, results, args[len(results):dash], flaky)
+	summarize(stdout, results, dirs[len(results):], left, flaky)
 	switch {
 	case stopped != 0:
 		return exitSignal + int(stopped)

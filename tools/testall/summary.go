@@ -1,10 +1,14 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
+	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -66,8 +70,8 @@ func (m *module) counts() (c counts) {
 
 // summarize prints the results of modules, the names of what failed, the slowest tests,
 // why tests were skipped, and the first output of what passed the second time. notRun
-// are the modules that a signal left out.
-func summarize(w io.Writer, modules []*module, notRun []string, flaky []*suspect) {
+// are the modules that a signal left out, left those that were not to be tested.
+func summarize(w io.Writer, modules []*module, notRun, left []string, flaky []*suspect) {
 	fmt.Fprintln(w, "\n== summary")
 	var total counts
 	for _, m := range modules {
@@ -84,6 +88,9 @@ func summarize(w io.Writer, modules []*module, notRun []string, flaky []*suspect
 	for _, dir := range notRun {
 		fmt.Fprintf(w, "     %-20s not run\n", dir)
 	}
+	for _, dir := range left {
+		fmt.Fprintf(w, "     %-20s left for make test-all: %d tests\n", dir, countTests(dir))
+	}
 	printSlowest(w, modules)
 	printSkipped(w, modules)
 	for _, s := range flaky {
@@ -93,6 +100,32 @@ func summarize(w io.Writer, modules []*module, notRun []string, flaky []*suspect
 		}
 	}
 	fmt.Fprintln(w, total)
+}
+
+// testFunc matches the beginning of a test.
+var testFunc = regexp.MustCompile(`(?m)^func (Test|Example|Fuzz)\w*\(`)
+
+// countTests returns how many tests the files of a module have.
+func countTests(dir string) (n int) {
+	_ = filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case entry.IsDir() && path != dir && (entry.Name() == "testdata" || isModule(path)):
+			return filepath.SkipDir
+		case !strings.HasSuffix(path, "_test.go") || entry.IsDir():
+			return nil
+		}
+		text, err := os.ReadFile(path)
+		n += len(testFunc.FindAllIndex(text, -1)) - bytes.Count(text, []byte("\nfunc TestMain("))
+		return err
+	})
+	return n
+}
+
+func isModule(dir string) bool {
+	_, err := os.Stat(filepath.Join(dir, "go.mod"))
+	return err == nil
 }
 
 // maxSlow is how many tests are named as the slowest, slow is what each takes at least.

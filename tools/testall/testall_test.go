@@ -217,7 +217,7 @@ func TestSlowest(t *testing.T) {
 		p.tests = append(p.tests, &test{name: fmt.Sprintf("Test%d", i), result: "pass", took: took})
 	}
 	p.tests = append(p.tests, &test{name: "Test3/sub", result: "pass", took: 12 * time.Second})
-	summarize(&out, []*module{{dir: "a", packages: []*testPackage{p}, took: time.Minute}}, nil, nil)
+	summarize(&out, []*module{{dir: "a", packages: []*testPackage{p}, took: time.Minute}}, nil, nil, nil)
 	require.Contains(t, out.String(), "ok   a                    12 passed, 0 failed (60 s)\n")
 	require.Contains(t, out.String(), "slowest:\n      12.0 s a example.com/a Test3\n      10.0 s a example.com/a Test11\n")
 	require.Contains(t, out.String(), "       2.0 s a example.com/a Test4\n12 passed")
@@ -253,8 +253,23 @@ func TestSignal(t *testing.T) {
 	require.Regexp(t, `/b +not run\n`, out.String())
 }
 
+// What is left for another command is counted: the tests of whole modules, and those that skip for that reason.
+func TestLeft(t *testing.T) {
+	dirs := newModules(t, map[string]string{
+		"a/x_test.go":          `import "testing"; func TestLong(t *testing.T) { t.Skip("left for make test-all") }`,
+		"b/x_test.go":          "import \"testing\"\nfunc TestMain(m *testing.M) {}\nfunc TestOne(*testing.T) {}\nfunc FuzzTwo(*testing.F) {}\nfunc help(*testing.T) {}\n",
+		"b/c/x_test.go":        "func ExampleThree() {}\n",
+		"b/testdata/x_test.go": "func TestNone() {}\n",
+		"b/x.go":               "func TestNeither() {}\n",
+	})
+	out := testAll(t, 0, []string{dirs[0], leftFlag, dirs[1]})
+	require.Contains(t, out, dirs[1]+" left for make test-all: 3 tests\n")
+	require.Contains(t, out, "left out:\n     left for make test-all: TestLong\n")
+	require.NotContains(t, out, "== "+dirs[1])
+}
+
 func TestUsage(t *testing.T) {
-	for _, args := range [][]string{nil, {"."}, {"--", "-v"}} {
+	for _, args := range [][]string{nil, {"."}, {"--", "-v"}, {"-left", ".", "--"}} {
 		var out bytes.Buffer
 		require.Equal(t, exitUsage, run(args, &out, &out))
 		require.Contains(t, out.String(), "usage:")

@@ -1,0 +1,18 @@
+package testenv
+
+import (
+	"os"
+	"testing"
+)
+
+// QuickVar is set by `make test`, which leaves out the tests that call [Long].
+const QuickVar = "OUTBOX_TEST_QUICK"
+
+// Long marks a test that takes more than 5 s alone, or that belongs to a suite of faults: `make test` leaves it
+// for `make test-all`, and says so. Without `make test` it runs.
+func Long(t testing.TB) {
+	t.Helper()
+	if os.Getenv(QuickVar) != "" {
+		t.Skip("left for make test-all")
+	}
+}
