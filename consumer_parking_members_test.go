@@ -95,6 +95,7 @@ func TestStopWhileParkedEventsAreHandled(t *testing.T) {
 // Members come and go while many events fail, some of them until they are DEAD. In the end each event is handled once, or DEAD, and
 // for each key and action in order.
 func TestParkingAtRandom(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	testenv.RealBrokers(t)
 	seed := rand.Uint64()

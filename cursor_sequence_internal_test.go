@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // remedy returns the statement that an error of checkSequence contains.
@@ -74,6 +75,7 @@ func TestSequenceIsAhead(t *testing.T) {
 // A role's statement_timeout must not keep a relay from beginning to lead, however many
 // rows there are, or were until retention removed them.
 func TestLoadOverManyRows(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)

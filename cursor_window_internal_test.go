@@ -253,6 +253,7 @@ func TestReadsSortNoPayloads(t *testing.T) {
 // A payload that has no text of less than 1 GB fails the statement that reads it, and the
 // rows in front of it have come by then. Without it the row can be read.
 func TestFetchUpToAnUnreadableRow(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	d.insert(t, 5)

@@ -125,6 +125,7 @@ func TestUniqueEventIDsAtOnce(t *testing.T) {
 // While an index is built writers go on, also those that come while the build waits for an open transaction. A build
 // that has ended in between is found and done again, and of many processes one builds.
 func TestAggregateIndex(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	c := newCounter(t, parcels(t))
 	indexed := outbox.MigrateConfig{AggregateIndex: true}
@@ -167,6 +168,7 @@ func TestAggregateIndex(t *testing.T) {
 
 // Every partition has its part of the index, those that are made later too; and the lookup goes by it.
 func TestAggregateIndexOfPartitions(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	c := newCounter(t, parcels(t))
 	require.NoError(t, c.migrate(background, outbox.MigrateConfig{PartitionRows: 50}))

@@ -34,6 +34,7 @@ func TestOracle(t *testing.T) {
 
 // And over partitions whose rows go all the while.
 func TestOracleOverPartitions(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newPartitionedFixture(t, 500)
 	retention := outbox.RetentionConfig{PublishedFor: 2 * time.Second, CursorsFor: time.Second}

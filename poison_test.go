@@ -258,6 +258,7 @@ var requestPoison = []struct {
 // request, what becomes of it is in these tables, and the relay, the consumer and the page
 // go on: behind each, a good event arrives and the page answers.
 func TestPoisonMatrix(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := newPoisonFixture(t)
 	for _, row := range rowPoison {

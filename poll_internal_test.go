@@ -50,6 +50,7 @@ func (d *cursorFixture) begin(t *testing.T, n int) {
 // mean the same. What holds must hold under custom and generic plans, whether
 // the table was analysed or not, and while transactions are open.
 func TestPollOverRetainedRows(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)

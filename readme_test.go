@@ -192,6 +192,7 @@ func read(t *testing.T, path string) string {
 // The quickstart is short, and works when it is copied into an empty module that
 // requires this one.
 func TestQuickstart(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	program := read(t, "examples/quickstart/main.go")
 	require.LessOrEqual(t, strings.Count(program, "\n"), 60)

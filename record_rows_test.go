@@ -89,6 +89,7 @@ func TestStoredRow(t *testing.T) {
 // By size the relay knows how much it reads, so it must be what PostgreSQL prints,
 // however an event was recorded.
 func TestStoredSize(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	c := newCounter(t, parcels(t))
 	rec := c.recorder(t, header("tenant", "주문 \"<1>\"\n"))

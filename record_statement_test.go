@@ -260,6 +260,7 @@ func TestStatementRefuses(t *testing.T) {
 
 // One document is one value of PostgreSQL, which has limits of its own.
 func TestStatementOfTooManyEvents(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	codec := rawCodec
 	large := make([]byte, 100<<20)

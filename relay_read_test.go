@@ -28,6 +28,7 @@ func (h *relayFixture) insertUnprintable(t *testing.T, key string) (id int64, ev
 // stops nothing, whether the window is large or not. The later events of its key wait if
 // dead events hold their keys.
 func TestUnreadableRow(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for name, cfg := range map[string]outbox.RelayConfig{
 		"in a small window, holding its key": {BatchSize: 100, HoldDead: true},

@@ -253,6 +253,7 @@ func TestIdlePollWritesNothing(t *testing.T) {
 
 // Pools may be set to any way of running queries, for example for PgBouncer.
 func TestRelayExecModes(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	modes := []pgx.QueryExecMode{
 		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec,

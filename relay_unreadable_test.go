@@ -52,6 +52,7 @@ func (h *relayFixture) spoil(t *testing.T, key string, version int) {
 // A failed event whose payload PostgreSQL cannot print is dead, and no other event waits
 // for it: neither those of other keys, nor those of its own.
 func TestUnreadableRowStopsNoRetries(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newRelayFixture(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1)
@@ -100,6 +101,7 @@ func TestUnreadableRowStopsNoRetries(t *testing.T) {
 // PostgreSQL needs seconds until it finds that it cannot print a payload, and a relay with a
 // short lease does not wait so long. That counts as a retry, and the other events go on.
 func TestSlowRowStopsNoRetries(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newRelayFixture(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1)

@@ -47,6 +47,7 @@ func (d *cursorFixture) ids(t *testing.T, table string) []int64 {
 
 // A row goes when every relay has published it. Six rows are recorded, in order.
 func TestPublishedRowsGo(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for _, test := range []struct {
 		name  string
@@ -435,6 +436,7 @@ const maxCleanBuffers = 100 + 5*100
 // A batch costs what it does, whatever the tables hold, by every plan, also by one
 // of the first day, when they were empty.
 func TestCleaningOverManyRows(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	d, ctx := newCursorFixture(t), context.Background()

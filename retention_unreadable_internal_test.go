@@ -83,6 +83,7 @@ func TestUnreadableRowKeepsItsPartition(t *testing.T) {
 // An event that cannot be printed cannot be archived. It stays, which the log says, and the
 // others are archived and go.
 func TestUnreadableRowStopsNoArchive(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	d.insert(t, 5)

@@ -15,6 +15,7 @@ import (
 // What alerts, metrics and operators read costs the same however many events wait or have
 // failed, also if it was planned while the tables were empty, and in each part of a window.
 func TestStatusOverManyRows(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	const events, failed, keys, most = 30_000, 60_000, 2000, 500

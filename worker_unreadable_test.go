@@ -13,6 +13,7 @@ import (
 // A row that PostgreSQL cannot print is DEAD, and holds up no others: neither when its delivery is made, nor
 // when it is claimed.
 func TestWorkerUnreadableRow(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f := newWorkerFixture(t)
 	f.commit(step{"a", 1}, step{"bad", 1}, step{"b", 1}, step{"headers", 1}, step{"c", 1})

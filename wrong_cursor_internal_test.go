@@ -74,6 +74,7 @@ const (
 // Nobody else may have a transaction open in the cluster meanwhile: most of these
 // cursors wait for it.
 func TestOtherCursorsFail(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: most of these cursors wait for any transaction that is open in the cluster.
 	for _, cursor := range otherCursors {
 		for _, play := range plays {

@@ -49,7 +49,7 @@ func (h happened) aggregateID() string   { return h.Key }
 // newCommandFixture returns one whose schema is empty.
 func newCommandFixture(t testing.TB) *commandFixture {
 	t.Helper()
-	db, schema := testenv.Migrated(t)
+	db, schema := testenv.Schema(t)
 	return commandFixtureAt(t, db, schema)
 }
 
@@ -71,7 +71,8 @@ func (d *commandFixture) url(parameters string) string {
 // newShop is a fixture with tables, and with a recorder of events.
 func newShop(t testing.TB) *commandFixture {
 	t.Helper()
-	return newCommandFixture(t).migrate(t)
+	db, schema := testenv.Migrated(t)
+	return commandFixtureAt(t, db, schema).migrate(t)
 }
 
 func (d *commandFixture) migrate(t testing.TB) *commandFixture {

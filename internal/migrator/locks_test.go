@@ -68,6 +68,7 @@ const (
 // While Run brings a database up to date that is in use, no writer waits for longer than the lock timeout: not behind
 // a transaction that is open, nor while indexes of outbox_failed are built.
 func TestMigrateLivingDatabase(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it measures how long writers wait.
 	for _, tt := range livingDatabases {
 		t.Run(tt.name, func(t *testing.T) {
