@@ -141,6 +141,7 @@ func (f storeFunc) Put(ctx context.Context, name string, content []byte) error {
 // A relay that is killed while it archives leaves files with events that are still in outbox. None is
 // lost, and who reads the files gets each once.
 func TestFilesKilled(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
 	path := t.TempDir()

@@ -292,6 +292,7 @@ func TestTableExpire(t *testing.T) {
 
 // A relay that is killed while it archives loses no event and doubles none.
 func TestTableKilled(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
 	table := f.table(t)

@@ -290,6 +290,7 @@ func TestDoctorOnTransactions(t *testing.T) {
 // The roles of docs/roles.md have what they need, and whatever is taken from them is
 // missed.
 func TestDoctorOnPrivileges(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)

@@ -17,6 +17,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
+	"github.com/outboxgo/outbox/tools/internal/long"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 )
 
@@ -50,6 +51,7 @@ func requireGone(t *testing.T, pid int) {
 }
 
 func TestRecordSurvivesCrash(t *testing.T) {
+	long.Test(t)
 	tmp := t.TempDir()
 	t.Setenv("TMPDIR", tmp)
 	s := start(t, kafkaserver.Config{})
@@ -89,6 +91,7 @@ func TestRecordSurvivesCrash(t *testing.T) {
 
 // A broker that has just started serves groups and transactions at the first request.
 func TestCoordinatorsAreReady(t *testing.T) {
+	long.Test(t)
 	s := start(t, kafkaserver.Config{})
 	for i := range 20 {
 		name := fmt.Sprintf("name-%d-%d", i, i*i*i)

@@ -10,6 +10,8 @@ import (
 	"testing/fstest"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/tools/internal/long"
 )
 
 // repository is what the tests release: a module with a command, and one in a
@@ -87,6 +89,7 @@ func mustRelease(t *testing.T, cfg config) *release {
 }
 
 func TestCheckPasses(t *testing.T) {
+	long.Test(t)
 	cfg := newRepository(t, nil)
 	var out strings.Builder
 	cfg.out = &out
