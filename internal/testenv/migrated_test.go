@@ -116,6 +116,14 @@ func look(t *testing.T, db *pgxpool.Pool, schema string) map[string]string {
 	return seen
 }
 
+// needReuse skips a test where no schema is used again.
+func needReuse(t *testing.T) {
+	t.Helper()
+	if !reuses() {
+		t.Skip("through PgBouncer no schema is used again")
+	}
+}
+
 // after runs f in a schema as a test that ends, and returns the schema's name.
 func after(t *testing.T, f func(t *testing.T, db *pgxpool.Pool, schema string)) (name string) {
 	t.Helper()
@@ -129,9 +137,7 @@ func after(t *testing.T, f func(t *testing.T, db *pgxpool.Pool, schema string)) 
 
 // A schema that was used is, for the next test, like one that was just migrated.
 func TestUsedSchemaLooksNew(t *testing.T) {
-	if ThroughPgBouncer() {
-		t.Skip("through PgBouncer no schema is used again")
-	}
+	needReuse(t)
 	used := after(t, use)
 	defer func(d time.Duration) { sessionPatience = d }(sessionPatience)
 	sessionPatience = Patience
@@ -149,6 +155,7 @@ func TestUsedSchemaLooksNew(t *testing.T) {
 
 // What a test has changed besides rows and sequences, the next test does not see.
 func TestChangedSchemaIsNotUsedAgain(t *testing.T) {
+	needReuse(t)
 	ctx := context.Background()
 	db := Pool(t, nil)
 	m, err := newMigrated(ctx, db)
@@ -195,6 +202,7 @@ func TestChangedSchemaIsNotUsedAgain(t *testing.T) {
 
 // A statement that a test has left behind does not write into the schema of the next one.
 func TestSessionThatIsLeft(t *testing.T) {
+	needReuse(t)
 	ctx := context.Background()
 	insert := func(conn *pgx.Conn, schema string) {
 		_, err := conn.Exec(ctx, fmt.Sprintf(`INSERT INTO %s.outbox_migration (version, name) VALUES (1000, 'late')`, quoted(schema)))
@@ -213,7 +221,6 @@ func TestSessionThatIsLeft(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			Direct(t)
 			var late *pgx.Conn
 			left := after(t, func(t *testing.T, db *pgxpool.Pool, _ string) { late = connect(t, db) })
 			_, schema := Migrated(t)
@@ -225,7 +232,6 @@ func TestSessionThatIsLeft(t *testing.T) {
 
 	// A session that ends soon is waited for, with what it does.
 	t.Run("that ends", func(t *testing.T) {
-		Direct(t)
 		ended := make(chan error, 1)
 		left := after(t, func(t *testing.T, db *pgxpool.Pool, schema string) {
 			late, err := pgx.ConnectConfig(ctx, db.Config().ConnConfig)
