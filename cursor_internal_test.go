@@ -16,7 +16,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -89,12 +88,12 @@ func (d *cursorFixture) opened(t *testing.T) (*lease.Lease, cursor.Position) {
 	require.NoError(t, err)
 	require.False(t, large)
 	require.Len(t, events, 3)
-	p.Last, p.Highest = events[0].Id, events[0].Id
+	p.Last, p.Highest = events[0].ID, events[0].ID
 	return l, p
 }
 
 var someFailure = []cursor.Failure{{
-	Event: &envelope.Event{Id: 1}, Key: "b-events/k", Status: StatusFailed, Class: "message_too_large", Err: errors.New("too large"),
+	Event: &envelope.Event{ID: 1}, Key: "b-events/k", Status: StatusFailed, Class: "message_too_large", Err: errors.New("too large"),
 }}
 
 // Whoever lost the lease can neither move the cursor nor record a failure,
@@ -225,7 +224,7 @@ func TestWindowIsResumed(t *testing.T) {
 // remaining returns the ids of the open window that are left, read in small pages.
 func remaining(t *testing.T, c *cursor.Store, p cursor.Position) []int64 {
 	t.Helper()
-	var all idset.Set
+	var all cursor.IDSet
 	u, err := cursor.UnpagedOf(p)
 	require.NoError(t, err)
 	for len(u.Ranges) > 0 {
@@ -242,7 +241,7 @@ func remaining(t *testing.T, c *cursor.Store, p cursor.Position) []int64 {
 
 func ids(events []envelope.Event) (all []int64) {
 	for _, e := range events {
-		all = append(all, e.Id)
+		all = append(all, e.ID)
 	}
 	return all
 }
@@ -320,7 +319,7 @@ func TestReadsThatFail(t *testing.T) {
 		"parked": func() error { _, err := failed.Parked(ctx, []string{"key"}); return err },
 		"open":   func() error { _, _, _, err := d.cursors.Open(ctx, l, p, 10); return err },
 		"first":  func() error { _, err := failed.First(ctx, []string{"orders"}); return err },
-		"places": func() error { _, err := failed.Places(ctx); return err },
+		"places": func() error { _, err := failed.BadPartitions(ctx); return err },
 	}
 	for name, read := range reads {
 		if name != "open" { // it was, by opened
@@ -338,8 +337,8 @@ func TestReadsThatFail(t *testing.T) {
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
 	c, l, r := cursor.NewStore(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), retention.NewStore(nil, "s", RetentionConfig{}.rules())
-	for _, sql := range []string{c.SqlLoad, c.SqlSeed, c.SqlOpen, c.SqlMove, c.SqlMoveFailed, c.SqlPage, c.SqlFetch, c.SqlFetchBare, c.SqlSequence, c.SqlRebase, c.SQLRebaseProof,
-		l.Peek, l.Take, l.Renewal, l.Release, r.SqlPublished, r.SqlArchived, r.SqlCursors, r.SqlResolved, r.SqlProof} {
+	for _, sql := range []string{c.SQLLoad, c.SQLSeed, c.SQLOpen, c.SQLMove, c.SQLMoveFailed, c.SQLPage, c.SQLFetch, c.SQLFetchBare, c.SQLSequence, c.SQLRebase, c.SQLRebaseProof,
+		l.Peek, l.Take, l.Renewal, l.Release, r.SQLPublished, r.SQLArchived, r.SQLCursors, r.SQLResolved, r.SQLProof} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))
 	}
@@ -353,8 +352,8 @@ func TestSnapshotMax(t *testing.T) {
 	require.Equal(t, []string{"10", "12", "29"}, tables.SnapshotInProgress("10:30:10,12,29"))
 }
 
-// A glance says so whenever the next look may find something, and not for what the look itself has written.
-func TestGlance(t *testing.T) {
+// A probe says so whenever the next look may find something, and not for what the look itself has written.
+func TestProbe(t *testing.T) {
 	// Not parallel: other transactions of the cluster end meanwhile.
 	d := newCursorFixture(t)
 	ctx := context.Background()
@@ -371,7 +370,7 @@ func TestGlance(t *testing.T) {
 	}
 	changed := func() bool {
 		t.Helper()
-		changed, err := d.cursors.Glance(ctx)
+		changed, err := d.cursors.Probe(ctx)
 		require.NoError(t, err)
 		return changed
 	}
@@ -422,7 +421,7 @@ func TestGlance(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, changed(), "transactions that cannot have events")
 	}
-	d.cursors.Look.Snapshot = ""
+	d.cursors.LastPoll.Snapshot = ""
 	require.True(t, changed(), "nothing is known")
 }
 

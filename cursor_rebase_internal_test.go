@@ -74,11 +74,11 @@ func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 		p, events, _, err = c.Open(ctx, l, p, 100)
 		require.NoError(t, err)
 		if len(events) > 0 {
-			p.Last = events[len(events)-1].Id
+			p.Last = events[len(events)-1].ID
 			p.Highest = max(p.Highest, p.Last)
 		}
 		for _, e := range events {
-			ids = append(ids, e.Id)
+			ids = append(ids, e.ID)
 		}
 	}
 	return ids
@@ -201,7 +201,7 @@ func TestSameRowsElsewhereAreStale(t *testing.T) {
 	require.ErrorIs(t, err, cursors.ErrOtherCluster)
 }
 
-// Ids below the highest that was sent would pass for sent.
+// IDs below the highest that was sent would pass for sent.
 func TestRebaseWithoutSequence(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()

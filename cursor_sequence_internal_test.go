@@ -22,7 +22,7 @@ func remedy(t *testing.T, err error) (sql string) {
 	return sql
 }
 
-// Ids that restart are found when a relay begins to lead, whatever is left that has the
+// IDs that restart are found when a relay begins to lead, whatever is left that has the
 // higher ones. What the error says sets it right, for other relays too.
 func TestSequenceBehind(t *testing.T) {
 	t.Parallel()
@@ -95,7 +95,7 @@ func TestLoadOverManyRows(t *testing.T) {
 		_, err = tx.Exec(ctx, pg.PlannerSettings)
 		require.NoError(t, err)
 		start := time.Now()
-		buffers, plan := explain(t, tx, d.cursors.SqlSequence)
+		buffers, plan := explain(t, tx, d.cursors.SQLSequence)
 		t.Logf("%d buffers, %v", buffers, time.Since(start).Round(time.Millisecond))
 		require.LessOrEqual(t, buffers, limit, "%s", plan)
 	}

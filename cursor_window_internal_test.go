@@ -144,7 +144,7 @@ func TestPagesReadTheWindow(t *testing.T) {
 	require.Len(t, events, 3)
 	var want []int64
 	for _, e := range events {
-		p.Last = e.Id
+		p.Last = e.ID
 	}
 	p.Highest = p.Last
 	require.NoError(t, late[1].Commit(ctx))
@@ -224,8 +224,8 @@ func TestReadsSortNoPayloads(t *testing.T) {
 	defer tx.Rollback(ctx)
 	for _, sql := range []string{
 		cursor.SQLSettings, "SET LOCAL work_mem = '64kB'",
-		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SqlFetch,
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SqlOpen,
+		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SQLFetch,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
@@ -299,14 +299,14 @@ func TestBacklogUnderStatementTimeout(t *testing.T) {
 		require.NoError(t, w.Page(ctx, p))
 		require.Less(t, pages, 1000)
 	}
-	require.Equal(t, backlog, w.Ids.Len())
+	require.Equal(t, backlog, w.IDs.Len())
 	var got []envelope.Event
 	for len(got) == 0 {
 		var err error
 		got, err = w.Take(p, statements)
 		require.NoError(t, err)
 	}
-	require.EqualValues(t, 1, got[0].Id)
+	require.EqualValues(t, 1, got[0].ID)
 	_, err := db.Exec(ctx, `SELECT pg_sleep(10)`)
 	require.True(t, pg.IsCancelled(err), "the timeout holds: %v", err)
 }

@@ -34,7 +34,7 @@ func CorrelationID(ctx context.Context) string {
 
 // WithTraceID returns a context under which recorded events carry id, at most 255
 // characters, as the CloudEvents extension traceid: in Kafka the header ce_traceid. It is
-// for ids in a form of one's own, such as X-Trace-Id of a request; those of the W3C are
+// for ids in a form of one's own, such as X-Trace-ID of a request; those of the W3C are
 // part of [WithTraceParent].
 func WithTraceID(ctx context.Context, id string) context.Context {
 	return envelope.WithCarried(ctx, envelope.TraceIDKey, id)

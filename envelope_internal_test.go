@@ -22,7 +22,7 @@ const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 // orderCreated is an envelope as the relay reads it; change makes it another.
 func orderCreated(change func(*envelope.Event)) *envelope.Event {
 	e := &envelope.Event{
-		Id:            7,
+		ID:            7,
 		EventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
 		EventType:     []byte("loopers.order.created.v1"),
 		Source:        []byte("commerce-api"),
@@ -274,7 +274,7 @@ func TestFurtherHeaders(t *testing.T) {
 	for headers, want := range map[string][]field{
 		``:                     {{"event-id", string(orderCreated(nil).EventID)}},
 		`{"ce_traceid": "t1"}`: {{"ce_traceid", "t1"}, {"event-id", string(orderCreated(nil).EventID)}, {"x-trace-id", "t1"}},
-		`{"ce_traceid": "t1", "X-Trace-Id": "own", "Event-Id": "own"}`: {{"Event-Id", "own"}, {"X-Trace-Id", "own"}, {"ce_traceid", "t1"}},
+		`{"ce_traceid": "t1", "X-Trace-ID": "own", "Event-ID": "own"}`: {{"Event-ID", "own"}, {"X-Trace-ID", "own"}, {"ce_traceid", "t1"}},
 	} {
 		for _, inJSON := range []bool{false, true} {
 			e := orderCreated(nil)

@@ -307,7 +307,7 @@ var foreignTraces = []struct {
 }{
 	{"none", nil, ""},
 	{"x-trace-id", []string{"x-trace-id", "t1"}, "t1"},
-	{"X-Trace-Id", []string{"X-Trace-Id", "t1"}, "t1"},
+	{"X-Trace-ID", []string{"X-Trace-ID", "t1"}, "t1"},
 	{"traceid", []string{"traceid", "t1"}, "t1"},
 	{"TraceId", []string{"TraceId", "t1"}, "t1"},
 	{"both", []string{"X-TRACE-ID", "t2", "traceid", "t1"}, "t1"},
@@ -355,7 +355,7 @@ func TestForeignEventID(t *testing.T) {
 	t.Parallel()
 	attributes := []string{"ce_specversion", "1.0", "ce_source", "/s", "ce_type", "t"}
 	for want, more := range map[string][]string{
-		"e1": {"id", "e2", "Event-Id", "e1"}, "e2": {"id", "e2"}, "e3": {"ce_id", "e3", "event-id", "e1"},
+		"e1": {"id", "e2", "Event-ID", "e1"}, "e2": {"id", "e2"}, "e3": {"ce_id", "e3", "event-id", "e1"},
 	} {
 		m, err := outbox.DecodeCloudEvent(externalRecord(`{"a": 1}`, append(more, attributes...)...))
 		require.NoError(t, err)

@@ -11,7 +11,7 @@ func (r *Relay) ReadLike(t testing.TB, name string) {
 	store := r.engine.Cursors()
 	for _, c := range otherCursors {
 		if c.name == name {
-			store.SqlOpen = withIDs(t, store.SqlOpen, store.Schema(), c.ids, c.order)
+			store.SQLOpen = withIDs(t, store.SQLOpen, store.Schema(), c.ids, c.order)
 			store.InOrder = inOrderOf(c.order)
 			return
 		}

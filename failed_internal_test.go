@@ -64,24 +64,24 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		most                      int // buffers
 	}
 	statements := []statement{
-		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.SqlKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
-		{"places", "(text) AS " + failed.SqlPlaces, "('default')", pg.PlannerSettings, 40},
-		{"due", "(text, text, bool, int) AS " + failed.SqlDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
-		{"first", "(text, text[]) AS " + failed.SqlFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},
-		{"parked", "(text, text[], int, int) AS " + failed.SqlParked, "('default', '{b-events/key-7}', 500, 500)", pg.PlannerSettings, 2 * parked / keys},
-		{"parked_of_many", "(text, text[], int, int) AS " + failed.SqlParked,
+		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.SQLKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
+		{"places", "(text) AS " + failed.SQLBadPartitions, "('default')", pg.PlannerSettings, 40},
+		{"due", "(text, text, bool, int) AS " + failed.SQLDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
+		{"first", "(text, text[]) AS " + failed.SQLFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},
+		{"parked", "(text, text[], int, int) AS " + failed.SQLParked, "('default', '{b-events/key-7}', 500, 500)", pg.PlannerSettings, 2 * parked / keys},
+		{"parked_of_many", "(text, text[], int, int) AS " + failed.SQLParked,
 			"('default', '{b-events/key-" + strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",b-events/key-") + "}', 11, 500)",
 			pg.PlannerSettings, 20 * heads},
-		{"read", "(bigint[], bool) AS " + failed.SqlRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
-		{"save_sent", saveArgs + failed.SqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
-		{"save_rejected", saveArgs + failed.SqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
+		{"read", "(bigint[], bool) AS " + failed.SQLRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
+		{"save_sent", saveArgs + failed.SQLSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
+		{"save_rejected", saveArgs + failed.SQLSave, saved("failed"), pg.PlannerSettings, 40 * heads},
 	}
 	// These are measured when a key has a third of the rows.
 	promotions := []statement{
-		{"promote", "(text, text, bigint, text[], int) AS " + failed.SqlPromote,
+		{"promote", "(text, text, bigint, text[], int) AS " + failed.SQLPromote,
 			fmt.Sprintf("('default', '%s', %d, '{b-events/key-7,b-events/key-8}', 500)", l.Holder, l.Epoch), pg.PlannerSettings, 100},
-		{"promote_all", "(text, text, bigint, int) AS " + failed.SqlPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.Holder, l.Epoch), pg.PlannerSettings, 2000},
-		{"dead_due", "(text, text[], interval[]) AS " + failed.SqlDeadDue, "('default', '{a,b}', '{1 h,1 h}')", pg.PlannerSettings, 10},
+		{"promote_all", "(text, text, bigint, int) AS " + failed.SQLPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.Holder, l.Epoch), pg.PlannerSettings, 2000},
+		{"dead_due", "(text, text[], interval[]) AS " + failed.SQLDeadDue, "('default', '{a,b}', '{1 h,1 h}')", pg.PlannerSettings, 10},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
 		tx, err := conn.Begin(ctx)
@@ -151,7 +151,7 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
 	p.Last, p.Highest = 2, 2
 	failures := append(slices.Clone(someFailure), cursor.Failure{
-		Event: &envelope.Event{Id: 2}, Key: "b-events/k", Status: StatusDead, Class: cursor.UnreadableRow, Err: errors.New("out of memory"), Held: true,
+		Event: &envelope.Event{ID: 2}, Key: "b-events/k", Status: StatusDead, Class: cursor.UnreadableRow, Err: errors.New("out of memory"), Held: true,
 	})
 	_, err := d.cursors.Move(ctx, l, p, failures)
 	require.NoError(t, err)

@@ -103,7 +103,7 @@ type SentEvent struct {
 }
 
 // OutboxID returns outbox.id.
-func (s SentEvent) OutboxID() int64 { return s.e.Id }
+func (s SentEvent) OutboxID() int64 { return s.e.ID }
 
 // ID returns the CloudEvents id.
 func (s SentEvent) ID() string { return string(s.e.EventID) }

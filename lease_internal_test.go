@@ -141,7 +141,7 @@ func TestTakeFromGone(t *testing.T) {
 	began := time.Now()
 	l, err := try()
 	require.NoError(t, err)
-	require.GreaterOrEqual(t, time.Since(began), lease.Caution)
+	require.GreaterOrEqual(t, time.Since(began), lease.RecheckFor)
 	require.Equal(t, f.lease.Epoch+1, l.Epoch)
 	require.True(t, l.Sure())
 	require.False(t, l.Exclusive())

@@ -55,7 +55,7 @@ type MigrateConfig struct {
 	AggregateIndex bool
 	// UniqueEventIDs adds a unique index on the id of events, likewise, of 31 bytes for each event
 	// and less than a tenth of the time: recording an event with
-	// the id of one that is in outbox then fails with [ErrDuplicateEvent]. Ids of events
+	// the id of one that is in outbox then fails with [ErrDuplicateEvent]. IDs of events
 	// that retention has removed may be used again. An outbox with partitions cannot have it,
 	// because a unique index would have to contain what the partitions go by: then Migrate
 	// returns [ErrPartitioned]. False means that none is added.
@@ -197,7 +197,7 @@ const (
 // tryPartitioned runs the steps, unless the table is partitioned already.
 func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	var partitioned bool
-	if err := db.QueryRow(ctx, pg.InSchema(retention.SqlPartitioned, cfg.Schema)).Scan(&partitioned); err != nil || partitioned {
+	if err := db.QueryRow(ctx, pg.InSchema(retention.SQLPartitioned, cfg.Schema)).Scan(&partitioned); err != nil || partitioned {
 		return err
 	}
 	if unique, err := indexes.IsThere(ctx, db, cfg.Schema, indexes.EventID); err != nil || unique {
@@ -213,7 +213,7 @@ func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) er
 	if _, err := db.Exec(ctx, pg.InSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
 		return fmt.Errorf("check partitions: %w", err)
 	}
-	for _, sql := range []string{sqlPartition, retention.SqlMakePartitions} {
+	for _, sql := range []string{sqlPartition, retention.SQLMakePartitions} {
 		if err := retention.AtOnce(ctx, db, ignoreResult, pg.InSchema(sql, cfg.Schema)); err != nil {
 			return fmt.Errorf("make partitions: %w", err)
 		}

@@ -119,7 +119,7 @@ func TestPollOverPartitions(t *testing.T) {
 	}
 }
 
-// explainPoll runs SqlOpen with some new events, in a transaction that rolls
+// explainPoll runs SQLOpen with some new events, in a transaction that rolls
 // back, and returns how many buffers it touched.
 func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p cursor.Position, mode string, fresh int) (buffers int, plan string) {
 	t.Helper()
@@ -132,7 +132,7 @@ func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p cursor.Posit
 	for _, sql := range []string{
 		cursor.SQLSettings,
 		"SET LOCAL plan_cache_mode = " + mode,
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SqlOpen,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
@@ -175,10 +175,10 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	statements := map[string]string{
-		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SqlOpen,
-		"page": "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot) AS " + d.cursors.SqlPage,
-		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SqlFetch,
-		"bare": "(bigint, text, bigint, timestamptz, bigint, bool) AS " + d.cursors.SqlFetchBare,
+		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
+		"page": "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot) AS " + d.cursors.SQLPage,
+		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SQLFetch,
+		"bare": "(bigint, text, bigint, timestamptz, bigint, bool) AS " + d.cursors.SQLFetchBare,
 	}
 	first := map[string]string{
 		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now(), 1048576, 1)`,

@@ -200,7 +200,7 @@ func randomText(rng *rand.Rand) string {
 	return string(s)
 }
 
-// Ids are in the order of the events, however many there are.
+// IDs are in the order of the events, however many there are.
 func TestStatementKeepsOrder(t *testing.T) {
 	t.Parallel()
 	c := newCounter(t, parcels(t))

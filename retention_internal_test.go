@@ -259,7 +259,7 @@ func TestCleanAudit(t *testing.T) {
 		INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, created_at)
 		SELECT 'kim', 'hold', 'x', 'default', 'k', now() - CASE WHEN n <= 250 THEN '366 days' ELSE '364 days' END::interval FROM generate_series(1, 500) AS n`)
 	r, _ := d.cleaning(t, RetentionConfig{BatchSize: 100})
-	w := retention.Walk{Batch: r.Audited, Pause: func(time.Duration) bool { return true }}
+	w := retention.Scan{Batch: r.Audited, Pause: func(time.Duration) bool { return true }}
 	removed, err := w.Run(ctx)
 	require.NoError(t, err)
 	require.EqualValues(t, 250, removed)
@@ -357,7 +357,7 @@ func TestWalk(t *testing.T) {
 			}
 		}
 		var looks []int64
-		w := retention.Walk{Pause: func(time.Duration) bool { return true }}
+		w := retention.Scan{Pause: func(time.Duration) bool { return true }}
 		w.Batch = func(_ context.Context, after int64) (s retention.Step, err error) {
 			n, young := 0, 0
 			for id := after + 1; id <= 200 && n < size; id++ {
@@ -400,7 +400,7 @@ func TestWalk(t *testing.T) {
 		add(14, "oooooooooooooooooo")
 		run(19, 7, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
 		run(0)
-		time.Sleep(retention.LookAgain + 1) // then from the start, for what could not go in its turn
+		time.Sleep(retention.RescanAfter + 1) // then from the start, for what could not go in its turn
 		run(1, 3)
 	})
 }
@@ -453,19 +453,19 @@ func TestCleaningOverManyRows(t *testing.T) {
 		tx, err := conn.Begin(ctx)
 		require.NoError(t, err)
 		defer tx.Rollback(ctx)
-		_, err = tx.Exec(ctx, retention.SqlCleanSettings)
+		_, err = tx.Exec(ctx, retention.SQLCleanSettings)
 		require.NoError(t, err)
 		_, err = tx.Exec(ctx, `SET LOCAL plan_cache_mode = `+mode)
 		require.NoError(t, err)
 		do(tx)
 	}
 	statements := []struct{ name, sql, args string }{
-		{"published", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SqlPublished, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
-		{"archived", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SqlArchived, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
+		{"published", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SQLPublished, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
+		{"archived", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SQLArchived, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
 		{"held back", "", fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000)`, many, batch, math.MaxInt64)}, // of published
-		{"cursors", "(bigint, bigint, interval, interval) AS " + r.SqlCursors, fmt.Sprintf(`(0, %d, '7 days', '1 hour')`, batch)},
-		{"resolved", "(bigint, interval) AS " + r.SqlResolved, fmt.Sprintf(`(%d, '30 days')`, batch)},
-		{"handled", "(bigint, bigint, interval) AS " + r.SqlHandled, fmt.Sprintf(`(0, %d, '31 days')`, batch)},
+		{"cursors", "(bigint, bigint, interval, interval) AS " + r.SQLCursors, fmt.Sprintf(`(0, %d, '7 days', '1 hour')`, batch)},
+		{"resolved", "(bigint, interval) AS " + r.SQLResolved, fmt.Sprintf(`(%d, '30 days')`, batch)},
+		{"handled", "(bigint, bigint, interval) AS " + r.SQLHandled, fmt.Sprintf(`(0, %d, '31 days')`, batch)},
 	}
 	prepared := func(name string) string {
 		if name == "held back" {

@@ -497,13 +497,13 @@ func TestCleaningOverPartitions(t *testing.T) {
 		tx, err := conn.Begin(ctx)
 		require.NoError(t, err)
 		defer tx.Rollback(ctx)
-		for _, sql := range []string{retention.SqlCleanSettings, `SET LOCAL plan_cache_mode = ` + mode} {
+		for _, sql := range []string{retention.SQLCleanSettings, `SET LOCAL plan_cache_mode = ` + mode} {
 			_, err = tx.Exec(ctx, sql)
 			require.NoError(t, err)
 		}
 		do(tx)
 	}
-	statements := map[string]string{"part": r.SqlPart, "part_archived": r.SqlPartArchived, "review": r.SqlReview, "review_archived": r.SqlReviewArchived}
+	statements := map[string]string{"part": r.SQLPart, "part_archived": r.SQLPartArchived, "review": r.SQLReview, "review_archived": r.SQLReviewArchived}
 	args := fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000)`, ids/2, batch, ids)
 	inTx("force_generic_plan", func(tx pgx.Tx) {
 		for name, sql := range statements {

@@ -22,7 +22,7 @@ func (d *cursorFixture) cleanerOf(t *testing.T, keep RetentionConfig, log *slog.
 	r, l := d.cleaning(t, keep)
 	cfg := retention.CleanerConfig{Name: l.Relay, Rules: keep.withDefaults().rules(), Poll: time.Second}
 	c := retention.NewCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
-	c.Published = retention.Walk{Batch: c.RemovePublished, Pause: func(time.Duration) bool { return true }}
+	c.Published = retention.Scan{Batch: c.RemovePublished, Pause: func(time.Duration) bool { return true }}
 	return c
 }
 

@@ -19,7 +19,7 @@ import (
 )
 
 // The cursors that others use, put in place of ours, fail where ours does not,
-// each in its own way. What they do is in the ids that SqlOpen reads and in
+// each in its own way. What they do is in the ids that SQLOpen reads and in
 // their order; all else is ours.
 var otherCursors = []struct {
 	name  string
@@ -28,7 +28,7 @@ var otherCursors = []struct {
 	fails map[string]flaw
 }{
 	{
-		name: "snapshot windows, ours", ids: cursors.SqlOpen, // unchanged
+		name: "snapshot windows, ours", ids: cursors.SQLOpen, // unchanged
 	},
 	{
 		name:  "id",
@@ -172,7 +172,7 @@ type stage struct {
 func newStage(t *testing.T, ids, order string) *stage {
 	t.Helper()
 	s := &stage{cursorFixture: newCursorFixture(t), ctx: context.Background()}
-	s.cursors.SqlOpen = withIDs(t, s.cursors.SqlOpen, s.schema, ids, order)
+	s.cursors.SQLOpen = withIDs(t, s.cursors.SQLOpen, s.schema, ids, order)
 	s.cursors.InOrder = inOrderOf(order)
 	var err error
 	s.lease, err = s.leases.Acquire(s.ctx)
@@ -190,10 +190,10 @@ func inOrderOf(order string) func([]envelope.Event) {
 	return func([]envelope.Event) {}
 }
 
-// withIDs puts another reading of ids into SqlOpen.
+// withIDs puts another reading of ids into SQLOpen.
 func withIDs(t testing.TB, open, schema, ids, order string) string {
 	t.Helper()
-	if ids == cursors.SqlOpen {
+	if ids == cursors.SQLOpen {
 		return open
 	}
 	before, rest, ok := strings.Cut(open, "WITH ids AS MATERIALIZED (")
@@ -259,8 +259,8 @@ func (s *stage) poll(t *testing.T) {
 		}
 		for _, e := range events {
 			s.read = append(s.read, string(e.AggregateID))
-			s.pos.Last = e.Id
-			s.pos.Highest = max(s.pos.Highest, e.Id)
+			s.pos.Last = e.ID
+			s.pos.Highest = max(s.pos.Highest, e.ID)
 		}
 	}
 	t.Fatal("the same events again and again")

@@ -70,29 +70,29 @@ type Store struct {
 
 	InOrder func([]envelope.Event) // puts events that were read together in the order of ids
 
-	Look     struct{ Snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
-	drawn    drawnIDs
-	Glances  *wakeup.Glances
+	LastPoll struct{ Snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
+	unseen   unseenIDs
+	Probes   *wakeup.Probes
 	sequence string // of ids
 
-	SqlLoad, SqlSeed, SqlOpen, SqlMove, SqlMoveFailed, SqlPage, SqlFetch, SqlFetchBare string
-	SqlSequence, SqlRebase, SQLRebaseProof                                             string
+	SQLLoad, SQLSeed, SQLOpen, SQLMove, SQLMoveFailed, SQLPage, SQLFetch, SQLFetchBare string
+	SQLSequence, SQLRebase, SQLRebaseProof                                             string
 }
 
 func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 	return &Store{
 		db: db, schema: schema, Relay: relay, InOrder: SortByID,
-		Glances: wakeup.GlancesOf(db), sequence: pg.InSchema("{schema}.outbox_id_seq", schema),
-		SqlLoad:        pg.InSchema(sqlLoad, schema),
-		SqlSeed:        pg.InSchema(sqlSeed, schema),
-		SqlOpen:        pg.InSchema(SqlOpen, schema),
-		SqlMove:        pg.InSchema(sqlMove, schema),
-		SqlMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
-		SqlPage:        pg.InSchema(sqlPage, schema),
-		SqlFetch:       pg.InSchema(sqlFetch, schema),
-		SqlFetchBare:   pg.InSchema(sqlFetchBare, schema),
-		SqlSequence:    pg.InSchema(tables.SQLSequence, schema),
-		SqlRebase:      pg.InSchema(sqlRebase, schema),
+		Probes: wakeup.ProbesOf(db), sequence: pg.InSchema("{schema}.outbox_id_seq", schema),
+		SQLLoad:        pg.InSchema(sqlLoad, schema),
+		SQLSeed:        pg.InSchema(sqlSeed, schema),
+		SQLOpen:        pg.InSchema(SQLOpen, schema),
+		SQLMove:        pg.InSchema(sqlMove, schema),
+		SQLMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
+		SQLPage:        pg.InSchema(sqlPage, schema),
+		SQLFetch:       pg.InSchema(sqlFetch, schema),
+		SQLFetchBare:   pg.InSchema(sqlFetchBare, schema),
+		SQLSequence:    pg.InSchema(tables.SQLSequence, schema),
+		SQLRebase:      pg.InSchema(sqlRebase, schema),
 		SQLRebaseProof: pg.InSchema(SQLRebaseProof, schema),
 	}
 }
@@ -147,7 +147,7 @@ func (c *Store) Load(ctx context.Context, l *lease.Lease) (Position, error) {
 
 // seed makes the first position of the relay.
 func (c *Store) seed(ctx context.Context, l *lease.Lease) (p Position, err error) {
-	tag, err := c.db.Exec(ctx, c.SqlSeed, c.Relay, l.Holder, l.Epoch)
+	tag, err := c.db.Exec(ctx, c.SQLSeed, c.Relay, l.Holder, l.Epoch)
 	if err != nil {
 		return p, fmt.Errorf("seed cursor: %w", err)
 	}
@@ -164,7 +164,7 @@ func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err e
 	var base pgtype.Text
 	var here int64
 	var known pgtype.Bool
-	err = db.QueryRow(ctx, c.SqlLoad, c.Relay).Scan(&id, &base, &p.Window, &last, &highest, &written, &epoch, &here, &p.Server, &known)
+	err = db.QueryRow(ctx, c.SQLLoad, c.Relay).Scan(&id, &base, &p.Window, &last, &highest, &written, &epoch, &here, &p.Server, &known)
 	if err != nil {
 		return p, fmt.Errorf("load cursor: %w", err)
 	}
@@ -179,7 +179,7 @@ func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err e
 	return p, nil
 }
 
-// SqlOpen ends the window that was drained, if any, opens the next window and reads its
+// SQLOpen ends the window that was drained, if any, opens the next window and reads its
 // events if they are few, all under one snapshot. It announces the new window in the
 // transaction that found it. When there is nothing to announce it writes nothing, takes no
 // lock and uses up no transaction id. Of a window with $7 events or more, or with more
@@ -200,7 +200,7 @@ func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err e
 //
 // Rows are looked up in the order of their sorted ids instead of being sorted themselves:
 // a sort would hold all payloads at once.
-const SqlOpen = `
+const SQLOpen = `
 WITH ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
        (SELECT id, xid FROM {schema}.outbox
@@ -266,7 +266,7 @@ func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int)
 			cancel()
 		}
 		return err
-	}, c.SqlOpen, c.Relay, l.Holder, l.Epoch, p.CursorID, next.Base, tables.SnapshotMax(next.Base), limit+1, drained,
+	}, c.SQLOpen, c.Relay, l.Holder, l.Epoch, p.CursorID, next.Base, tables.SnapshotMax(next.Base), limit+1, drained,
 		p.Last, p.Highest, p.SystemID, p.Server, maxOpenBytes, p.Epoch)
 	switch {
 	case err != nil:
@@ -281,14 +281,14 @@ func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int)
 	if found > 0 {
 		next.Window, next.Last = now, 0
 	}
-	c.Look.Snapshot, c.Look.own = now, own.String
-	c.drawn.find(events)
+	c.LastPoll.Snapshot, c.LastPoll.own = now, own.String
+	c.unseen.find(events)
 	c.InOrder(events)
 	return next, events, len(events) < found, nil
 }
 
-// drawnIDs says which transactions may have events that no look has found, as far as looks and glances have told.
-type drawnIDs struct {
+// unseenIDs says which transactions may have events that no look has found, as far as looks and probes have told.
+type unseenIDs struct {
 	last int64  // id
 	by   string // xmax of a snapshot when the last id had been drawn: only transactions that had begun can have it, or those before it
 
@@ -300,7 +300,7 @@ type drawnIDs struct {
 const maxFoundIDs = 64
 
 // find notes the events of a look.
-func (d *drawnIDs) find(events []envelope.Event) {
+func (d *unseenIDs) find(events []envelope.Event) {
 	if len(d.found)+len(events) > maxFoundIDs {
 		d.found = nil
 		return
@@ -309,8 +309,8 @@ func (d *drawnIDs) find(events []envelope.Event) {
 		d.found = map[int64]bool{}
 	}
 	for _, e := range events {
-		if e.Id > d.known {
-			d.found[e.Id] = true
+		if e.ID > d.known {
+			d.found[e.ID] = true
 		}
 	}
 	for d.found[d.known+1] {
@@ -319,11 +319,11 @@ func (d *drawnIDs) find(events []envelope.Event) {
 	}
 }
 
-// draw notes a glance: its snapshot, and the last id of the sequence after that.
-func (d *drawnIDs) draw(snapshot string, last int64) {
+// draw notes a probe: its snapshot, and the last id of the sequence after that.
+func (d *unseenIDs) draw(snapshot string, last int64) {
 	switch {
 	case last < d.last: // another server, or a sequence that was set back
-		*d = drawnIDs{last: last}
+		*d = unseenIDs{last: last}
 	case last > d.last: // perhaps after the snapshot was taken
 		d.last, d.by = last, ""
 	case d.by == "":
@@ -332,7 +332,7 @@ func (d *drawnIDs) draw(snapshot string, last int64) {
 }
 
 // ended notes that all transactions below an id had ended when a look was taken.
-func (d *drawnIDs) ended(below string) {
+func (d *unseenIDs) ended(below string) {
 	least, err := strconv.ParseUint(below, 10, 64)
 	by, berr := strconv.ParseUint(d.by, 10, 64)
 	if err == nil && berr == nil && least >= by {
@@ -340,19 +340,19 @@ func (d *drawnIDs) ended(below string) {
 	}
 }
 
-// glance reports whether open may find something that it did not find the last time: whether a transaction has ended since that
+// probe reports whether open may find something that it did not find the last time: whether a transaction has ended since that
 // may have drawn an id.
-func (c *Store) Glance(ctx context.Context) (bool, error) {
-	now, last, err := c.Glances.Glance(ctx, c.sequence)
+func (c *Store) Probe(ctx context.Context) (bool, error) {
+	now, last, err := c.Probes.Probe(ctx, c.sequence)
 	if err != nil {
 		return false, err
 	}
-	c.drawn.draw(now, last)
-	if c.Look.Snapshot == "" {
+	c.unseen.draw(now, last)
+	if c.LastPoll.Snapshot == "" {
 		return true, nil
 	}
-	c.drawn.ended(tables.SnapshotMin(c.Look.Snapshot))
-	return c.drawn.known < last && tables.SnapshotAdds(c.Look.Snapshot, now, c.Look.own, c.drawn.by), nil
+	c.unseen.ended(tables.SnapshotMin(c.LastPoll.Snapshot))
+	return c.unseen.known < last && tables.SnapshotAdds(c.LastPoll.Snapshot, now, c.LastPoll.own, c.unseen.by), nil
 }
 
 // sqlMove writes how far the open window has been drained.
@@ -369,10 +369,10 @@ RETURNING id`
 // those of them that failed, in one statement. It returns the id of the new row, or
 // ErrStale if the cursor has changed or the lease is lost.
 func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures []Failure) (int64, error) {
-	sql := c.SqlMove
+	sql := c.SQLMove
 	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, p.Base, p.Window, p.Last, p.Highest, p.SystemID, p.Server, p.Epoch}
 	if len(failures) > 0 {
-		sql = c.SqlMoveFailed
+		sql = c.SQLMoveFailed
 		args = append(args, failureArgs(failures)...)
 	}
 	var id int64

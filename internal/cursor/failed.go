@@ -79,7 +79,7 @@ func failureArgs(failures []Failure) []any {
 	classes, errs, waits := make([]*string, n), make([]*string, n), make([]time.Duration, n)
 	readable, held, places := make([]bool, n), make([]bool, n), make([]string, n)
 	for i, f := range failures {
-		ids[i], keys[i], statuses[i] = f.Event.Id, f.Key, f.Status
+		ids[i], keys[i], statuses[i] = f.Event.ID, f.Key, f.Status
 		classes[i], errs[i] = causeOf(f.Class, f.Err)
 		waits[i] = f.Wait
 		if f.Status == statusWaiting {
@@ -105,25 +105,25 @@ type Failed struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	SqlKeys, sqlFreed, SqlPromote, sqlAnyParked, SqlPromoteAll, SqlDeadDue, sqlRetryDead, SqlPlaces, SqlDue, SqlFirst, SqlParked, SqlRead, SqlSave string
+	SQLKeys, sqlFreed, SQLPromote, sqlAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave string
 }
 
 func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 	return &Failed{
 		db: db, relay: relay, hold: hold,
-		SqlKeys:       pg.InSchema(sqlFailedKeys, schema),
-		sqlFreed:      pg.InSchema(sqlFailedFreed, schema),
-		SqlPromote:    pg.InSchema(sqlFailedPromote, schema),
-		sqlAnyParked:  pg.InSchema(sqlFailedAnyParked, schema),
-		SqlPromoteAll: pg.InSchema(sqlFailedPromoteAll, schema),
-		SqlDeadDue:    pg.InSchema(sqlFailedDeadDue, schema),
-		sqlRetryDead:  pg.InSchema(sqlFailedRetryDead, schema),
-		SqlPlaces:     pg.InSchema(sqlFailedPlaces, schema),
-		SqlDue:        pg.InSchema(sqlFailedDue, schema),
-		SqlFirst:      pg.InSchema(sqlFailedFirst, schema),
-		SqlParked:     pg.InSchema(sqlFailedParked, schema),
-		SqlRead:       pg.InSchema(sqlFailedRead, schema),
-		SqlSave:       pg.InSchema(sqlFailedSave, schema),
+		SQLKeys:          pg.InSchema(sqlFailedKeys, schema),
+		sqlFreed:         pg.InSchema(sqlFailedFreed, schema),
+		SQLPromote:       pg.InSchema(sqlFailedPromote, schema),
+		sqlAnyParked:     pg.InSchema(sqlFailedAnyParked, schema),
+		SQLPromoteAll:    pg.InSchema(sqlFailedPromoteAll, schema),
+		SQLDeadDue:       pg.InSchema(sqlFailedDeadDue, schema),
+		sqlRetryDead:     pg.InSchema(sqlFailedRetryDead, schema),
+		SQLBadPartitions: pg.InSchema(sqlFailedBadPartitions, schema),
+		SQLDue:           pg.InSchema(sqlFailedDue, schema),
+		SQLFirst:         pg.InSchema(sqlFailedFirst, schema),
+		SQLParked:        pg.InSchema(sqlFailedParked, schema),
+		SQLRead:          pg.InSchema(sqlFailedRead, schema),
+		SQLSave:          pg.InSchema(sqlFailedSave, schema),
 	}
 }
 
@@ -244,7 +244,7 @@ func (f *Failed) keysPage(statement lease.StatementContext, after failedKey, lim
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
 		page, err = pgx.CollectRows(rows, pgx.RowToStructByPos[failedKey])
 		return err
-	}, f.SqlKeys, f.relay, after.Key, after.EndID, after.EndRow, limit)
+	}, f.SQLKeys, f.relay, after.Key, after.EndID, after.EndRow, limit)
 	return page, err
 }
 
@@ -316,7 +316,7 @@ const maxPromoted = 500
 // Kafka meanwhile.
 func (f *Failed) Promote(stop context.Context, statement lease.StatementContext, l *lease.Lease, keys []string) error {
 	for some := range slices.Chunk(keys, maxPromoted) {
-		err := f.promoteSome(stop, statement, f.SqlPromote, f.relay, l.Holder, l.Epoch, some, maxPromoted)
+		err := f.promoteSome(stop, statement, f.SQLPromote, f.relay, l.Holder, l.Epoch, some, maxPromoted)
 		if err != nil {
 			return err
 		}
@@ -376,7 +376,7 @@ func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementConte
 	if !parked {
 		return nil
 	}
-	return f.promoteSome(stop, statement, f.SqlPromoteAll, f.relay, l.Holder, l.Epoch, maxPromoted)
+	return f.promoteSome(stop, statement, f.SQLPromoteAll, f.relay, l.Holder, l.Epoch, maxPromoted)
 }
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
@@ -423,7 +423,7 @@ func (f *Failed) RetryDead(ctx context.Context, l *lease.Lease, after map[string
 	err := f.query(ctx, func(rows pgx.Rows) (err error) {
 		ids, err = pgx.CollectRows(rows, pgx.RowTo[int64])
 		return err
-	}, f.SqlDeadDue, f.relay, classes, waits)
+	}, f.SQLDeadDue, f.relay, classes, waits)
 	if err == nil && len(ids) > 0 {
 		err = f.change(ctx, func(rows pgx.Rows) error {
 			rows.Close()

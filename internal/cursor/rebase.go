@@ -93,7 +93,7 @@ func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err e
 		if _, err := c.Newest(ctx, tx); !errors.Is(err, ErrOtherCluster) {
 			return err // another relay has rebased the cursors
 		}
-		if err := tx.QueryRow(ctx, c.SqlRebase, c.Relay, l.Epoch).Scan(&unsent); err != nil {
+		if err := tx.QueryRow(ctx, c.SQLRebase, c.Relay, l.Epoch).Scan(&unsent); err != nil {
 			return err
 		}
 		tag, err := tx.Exec(ctx, c.SQLRebaseProof, c.Relay, l.Holder, l.Epoch)
@@ -115,7 +115,7 @@ func (c *Store) CheckSequence(ctx context.Context) error {
 	err := c.query(ctx, func(rows pgx.Rows) (err error) {
 		drawn, highest, err = tables.ReadSequence(rows)
 		return err
-	}, c.SqlSequence)
+	}, c.SQLSequence)
 	if err != nil {
 		return fmt.Errorf("read sequence: %w", err)
 	}

@@ -11,8 +11,6 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
-
-	"github.com/outboxgo/outbox/internal/places"
 )
 
 // FailedRow is a row of outbox_failed on its way to Kafka.
@@ -30,9 +28,9 @@ type FailedRow struct {
 // failedHead are the columns by which an event to retry is found, in the order of find.
 const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.held, e.size`
 
-// sqlFailedPlaces returns the places that heads wait for, and the error of one head each.
+// sqlFailedBadPartitions returns the places that heads wait for, and the error of one head each.
 // It looks up one place after the other, so its cost does not grow with the rows.
-const sqlFailedPlaces = `
+const sqlFailedBadPartitions = `
 WITH RECURSIVE names AS (
    (SELECT place FROM {schema}.outbox_failed
      WHERE relay = $1::text AND status IN ('waiting', 'failed') ORDER BY relay, place LIMIT 1)
@@ -78,17 +76,24 @@ SELECT ` + failedHead + `
                       ORDER BY relay, parking_key, outbox_id LIMIT $3::int) AS e
  ORDER BY e.outbox_id LIMIT $4::int`
 
+// BadPartition is a topic or a partition that accepts nothing.
+type BadPartition struct {
+	Name  string // topic, or topic/number
+	Class string // of the error
+	Err   error
+}
+
 // places returns the places that heads wait for, with "" for those that wait for nothing
 // in particular.
-func (f *Failed) Places(ctx context.Context) (all []places.Bad, err error) {
+func (f *Failed) BadPartitions(ctx context.Context) (all []BadPartition, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var name, class, cause string
 		_, err := pgx.ForEachRow(rows, []any{&name, &class, &cause}, func() error {
-			all = append(all, places.Bad{Name: name, Class: class, Err: errors.New(cause)})
+			all = append(all, BadPartition{Name: name, Class: class, Err: errors.New(cause)})
 			return nil
 		})
 		return err
-	}, f.SqlPlaces, f.relay)
+	}, f.SQLBadPartitions, f.relay)
 	if err != nil {
 		return nil, fmt.Errorf("read what failed events wait for: %w", err)
 	}
@@ -100,17 +105,17 @@ const maxFound = 500
 
 // due returns heads of a place: all, or those that are due.
 func (f *Failed) Due(ctx context.Context, place string, all bool) ([]FailedRow, error) {
-	return f.find(ctx, f.SqlDue, f.relay, place, all, maxFound)
+	return f.find(ctx, f.SQLDue, f.relay, place, all, maxFound)
 }
 
 // first returns a head of each place that has one.
 func (f *Failed) First(ctx context.Context, places []string) ([]FailedRow, error) {
-	return f.find(ctx, f.SqlFirst, f.relay, places)
+	return f.find(ctx, f.SQLFirst, f.relay, places)
 }
 
 // parked returns events of keys, in order, of each key up to one that an operator holds.
 func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error) {
-	found, err := f.find(ctx, f.SqlParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
+	found, err := f.find(ctx, f.SQLParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
 	held := map[string]bool{}
 	return slices.DeleteFunc(found, func(e FailedRow) bool {
 		held[e.Key] = held[e.Key] || e.held
@@ -199,7 +204,7 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 			events = append(events, e)
 		}
 		return rows.Err()
-	}, f.SqlRead, rowIDs, payload)
+	}, f.SQLRead, rowIDs, payload)
 	if err != nil && !full {
 		return events, fmt.Errorf("read events to retry: %w", err)
 	}
@@ -272,7 +277,7 @@ func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []Retr
 	err = f.change(ctx, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&proven, &promoted}, func() error { return nil })
 		return err
-	}, f.SqlSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
+	}, f.SQLSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
 	if err != nil {
 		return nil, fmt.Errorf("save retries: %w", err)
 	}

@@ -54,7 +54,7 @@ func (c *Store) proofArgs(p Position) []any { return []any{p.CursorID, c.Relay, 
 // and up to where the first of them has been read.
 type Unpaged struct {
 	Ranges []XidRange
-	Id     int64 // of outbox, in the first transaction of the first range
+	ID     int64 // of outbox, in the first transaction of the first range
 }
 
 type XidRange struct{ First, Last uint64 }
@@ -95,10 +95,10 @@ func (u Unpaged) After(xid uint64, id int64) (Unpaged, error) {
 	for len(ranges) > 0 && ranges[0].Last < xid {
 		ranges = ranges[1:]
 	}
-	if len(ranges) == 0 || xid < u.Ranges[0].First || xid == u.Ranges[0].First && id <= u.Id {
+	if len(ranges) == 0 || xid < u.Ranges[0].First || xid == u.Ranges[0].First && id <= u.ID {
 		return u, fmt.Errorf("page ended at (%d, %d), outside of what was to be read", xid, id)
 	}
-	rest := Unpaged{Ranges: slices.Clone(ranges), Id: id}
+	rest := Unpaged{Ranges: slices.Clone(ranges), ID: id}
 	rest.Ranges[0].First = xid
 	return rest, nil
 }
@@ -133,7 +133,7 @@ func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids
 			return struct{}{}, row.Scan(&ids, &endXid, &endID)
 		})
 		return err
-	}, c.SqlPage, append(c.proofArgs(p), first, last, u.Id, limit, p.Last, p.Window)...)
+	}, c.SQLPage, append(c.proofArgs(p), first, last, u.ID, limit, p.Last, p.Window)...)
 	if err == nil && endXid.Valid {
 		var xid uint64
 		if xid, err = strconv.ParseUint(endXid.String, 10, 64); err == nil {
@@ -188,13 +188,13 @@ func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []en
 		}
 		rows.Close()
 		return err
-	}, c.SqlFetch, append(c.proofArgs(p), first, last, maxBatchBytes)...)
+	}, c.SQLFetch, append(c.proofArgs(p), first, last, maxBatchBytes)...)
 	switch {
 	case err != nil && !slices.IsSortedFunc(events, byID):
 		return nil, 0, fmt.Errorf("fetch events: %w", err)
 	case err != nil:
 		if len(events) > 0 {
-			through = events[len(events)-1].Id
+			through = events[len(events)-1].ID
 		}
 		return events, through, fmt.Errorf("fetch events: %w", err)
 	case !known:
@@ -207,7 +207,7 @@ func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []en
 	return events, ids[len(ids)-1], nil
 }
 
-func byID(a, b envelope.Event) int { return cmp.Compare(a.Id, b.Id) }
+func byID(a, b envelope.Event) int { return cmp.Compare(a.ID, b.ID) }
 
 func SortByID(events []envelope.Event) { slices.SortFunc(events, byID) }
 
@@ -226,7 +226,7 @@ func (c *Store) FetchBare(ctx context.Context, p Position, id int64, headers boo
 		defer rows.Close()
 		events, err = readEvents(nil, rows, 1, maxBatchBytes)
 		return err
-	}, c.SqlFetchBare, append(c.proofArgs(p), id, headers)...)
+	}, c.SQLFetchBare, append(c.proofArgs(p), id, headers)...)
 	if err != nil {
 		return e, fmt.Errorf("fetch event without its payload: %w", err)
 	}
@@ -317,7 +317,7 @@ func (r *eventReader) event(raw [][]byte) (e envelope.Event, err error) {
 		PartitionKey:  r.keep(raw[10]),
 		Headers:       r.keep(raw[11]),
 	}
-	if e.Id, err = r.int8(0, raw[0]); err != nil {
+	if e.ID, err = r.int8(0, raw[0]); err != nil {
 		return e, err
 	}
 	if !e.IsJSON {

@@ -38,7 +38,7 @@ type Dispatcher struct {
 	TakeNew func(context.Context) (more, answered bool, err error)
 
 	answered     bool          // PostgreSQL has answered in this poll; only run
-	PollSchedule wakeup.Rhythm // of polls for new events; only run
+	PollSchedule wakeup.PollSchedule // of polls for new events; only run
 	Full         bool          // no lane had room at the last call of TakeNew; only run
 	Listens      atomic.Bool   // this process hears notifications for the group, and polls often after one
 

@@ -77,7 +77,7 @@ func NewRun(parts Parts) *Run {
 	r.Dispatcher = &Dispatcher{
 		cfg: rules, store: r.Store, Breakers: parts.Breakers, Pauses: parts.Pauses, outages: parts.Outages, log: r.log,
 		Claimed: r.Claimed, wake: parts.Wake, heard: parts.Heard, cut: r.Cut, changed: make(chan struct{}, 1),
-		PollSchedule: wakeup.Rhythm{Idle: rules.PollInterval},
+		PollSchedule: wakeup.PollSchedule{Idle: rules.PollInterval},
 	}
 	return r
 }

@@ -19,7 +19,7 @@ import (
 
 // Event is an event as it is stored. It owns its slices.
 type Event struct {
-	Id            int64 // outbox.id
+	ID            int64 // outbox.id
 	EventID       []byte
 	EventType     []byte
 	Source        []byte
@@ -38,14 +38,14 @@ type Event struct {
 
 // UnreadableError is the error of an event whose row PostgreSQL cannot print.
 type UnreadableError struct {
-	Id      int64 // outbox.id
+	ID      int64 // outbox.id
 	EventID string
 	Column  string
 	Err     error // of PostgreSQL
 }
 
 func (e *UnreadableError) Error() string {
-	return fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: %v", e.Id, e.EventID, e.Column, e.Err)
+	return fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: %v", e.ID, e.EventID, e.Column, e.Err)
 }
 
 func (e *UnreadableError) Unwrap() error { return e.Err }

@@ -298,9 +298,9 @@ func (s *Store) taken(query func(read func(pgx.Rows) error) error) (*Lease, erro
 	return l, nil
 }
 
-// Caution is how long a standby waits that has got the lock of a lease. The process that had it may live, and then says that
+// RecheckFor is how long a standby waits that has got the lock of a lease. The process that had it may live, and then says that
 // it has lost the lock, once it has noticed; if it is gone, what it has written to Kafka most likely arrives meanwhile.
-const Caution = time.Second
+const RecheckFor = time.Second
 
 // sqlLeaseTakeFromGone takes a lease that has not changed since it was looked at.
 const sqlLeaseTakeFromGone = `
@@ -331,7 +331,7 @@ func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen oth
 	const look = 4 // times meanwhile: then a process that lives can lock its lease again, and one that has stopped is not waited for
 	for range look {
 		select {
-		case <-time.After(Caution / look):
+		case <-time.After(RecheckFor / look):
 		case <-lock.Lost():
 			return nil, ErrHeld
 		case <-ctx.Done():

@@ -15,7 +15,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -49,7 +48,7 @@ type sendResult struct {
 type DeliveryParts struct {
 	Sender         Sender
 	Breaker        *breaker.Breaker
-	Places         *places.Registry
+	Bad            *BadPartitions
 	Log            *slog.Logger
 	KafkaOutage    *outage.Log       // Kafka as a whole
 	PassFailedKeys bool              // RelayConfig.PassFailedKeys
@@ -194,7 +193,7 @@ func (d *delivery) run() error {
 			send = d.sendEach
 		}
 		err := send()
-		d.reportPlaces()
+		d.reportPartitions()
 		switch {
 		case err != nil:
 			return err
@@ -213,17 +212,17 @@ func (d *delivery) run() error {
 func (d *delivery) beginSend() {
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
 	d.accepted, d.failed = nil, nil
-	d.avoiding = !d.probing && d.Places.Failing() && (!d.patient || d.Breaker.State() != breaker.Open)
+	d.avoiding = !d.probing && d.Bad.Failing() && (!d.patient || d.Breaker.State() != breaker.Open)
 	if d.avoiding {
-		d.Sender.prepare(d.stop, d.Places.Topics())
+		d.Sender.prepare(d.stop, d.Bad.Topics())
 	}
 }
 
-// reportPlaces tells the registry which partitions have accepted events. Those of which
+// reportPartitions tells the registry which partitions have accepted events. Those of which
 // another event has failed in the same send stay bad.
-func (d *delivery) reportPlaces() {
+func (d *delivery) reportPartitions() {
 	for at := range d.accepted {
-		if !d.failed[at] && !d.failed[at.WholeTopic()] && d.Places.Accept(at, d.sendBegan) {
+		if !d.failed[at] && !d.failed[at.WholeTopic()] && d.Bad.Accept(at, d.sendBegan) {
 			d.OnRecovered()
 		}
 	}
@@ -235,7 +234,7 @@ func (d *delivery) awaitBreaker() {
 	const shortest = 50 * time.Millisecond
 	if d.Breaker.State() == breaker.Open {
 		e := &d.batch[d.pending[0]]
-		d.Log.Warn("outbox: breaker is open, batch stops", "id", e.Id, "event_id", string(e.EventID), "wait", d.Breaker.Wait())
+		d.Log.Warn("outbox: breaker is open, batch stops", "id", e.ID, "event_id", string(e.EventID), "wait", d.Breaker.Wait())
 	}
 	wait.Await(d.stop, d.held, nil, max(d.Breaker.Wait(), shortest))
 }
@@ -314,7 +313,7 @@ func (d *delivery) othersFirst() (now, later []int) {
 	}
 	keys := map[string]bool{} // of later
 	for _, i := range d.pending {
-		if _, bad := d.Places.Find(d.Sender.partition(&d.batch[i])); bad || len(keys) > 0 && keys[d.key(i)] {
+		if _, bad := d.Bad.Find(d.Sender.partition(&d.batch[i])); bad || len(keys) > 0 && keys[d.key(i)] {
 			later = append(later, i)
 			keys[d.key(i)] = true
 		} else {
@@ -393,7 +392,7 @@ func (d *delivery) markSent(i int, r *kgo.Record) {
 	if d.probing {
 		d.outcomes[i].place = kafka.PartitionOf(r).Name()
 	}
-	if d.Places.Failing() {
+	if d.Bad.Failing() {
 		d.accepted = with(d.accepted, kafka.PartitionOf(r))
 	}
 }
@@ -428,7 +427,7 @@ func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 		if o.place = at.Name(); len(o.place) > maxPlace { // Kafka has no such topic
 			o.place = ""
 		} else {
-			d.Places.Fail(at, d.sendBegan, o.Class, err)
+			d.Bad.Fail(at, d.sendBegan, o.Class, err)
 		}
 	}
 	d.markUnavailable(i, o)
@@ -480,8 +479,8 @@ func (d *delivery) skipBlocked(i int) bool {
 }
 
 func (d *delivery) skipBad(i int) bool {
-	bad, is := d.Places.Find(d.Sender.partition(&d.batch[i]))
-	if !is || d.patient && !bad.Elsewhere {
+	bad, is := d.Bad.Find(d.Sender.partition(&d.batch[i]))
+	if !is || d.patient && !bad.elsewhere {
 		return false
 	}
 	d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: bad.Class, Err: bad.Err, place: bad.Name})
@@ -491,7 +490,7 @@ func (d *delivery) skipBad(i int) bool {
 func (d *delivery) reportKafkaOutage(i int, err error) {
 	e := &d.batch[i]
 	topic, _ := d.Sender.topic(e)
-	d.KafkaOutage.Report(err, "topic", topic, "id", e.Id, "event_id", string(e.EventID))
+	d.KafkaOutage.Report(err, "topic", topic, "id", e.ID, "event_id", string(e.EventID))
 }
 
 // notifySent passes the events with an outcome to the hook, if there are any.

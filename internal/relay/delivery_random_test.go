@@ -22,7 +22,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/places"
 )
 
 // Kafka, topics and partitions fail and recover at random, records are rejected, answers
@@ -101,7 +100,7 @@ func newChaos(t *testing.T, seed uint64) *chaos {
 		at := kafka.Partition{Topic: fmt.Sprintf("topic-%d", c.rng.IntN(chaosTopics)), Number: int32(c.rng.IntN(chaosPartitions))}
 		key := fmt.Sprintf("%d-%d", at.Number, c.rng.IntN(chaosKeys))
 		c.events = append(c.events, chaosEvent{at: at, key: at.Topic + "/" + key, poison: c.often(0.03), large: c.often(0.05), invalid: c.often(0.02)})
-		c.batch = append(c.batch, envelope.Event{Id: int64(i + 1), EventID: fmt.Appendf(nil, "%d", i), PartitionKey: []byte(key), Topic: []byte(at.Topic)})
+		c.batch = append(c.batch, envelope.Event{ID: int64(i + 1), EventID: fmt.Appendf(nil, "%d", i), PartitionKey: []byte(key), Topic: []byte(at.Topic)})
 	}
 	return c
 }
@@ -180,7 +179,7 @@ func (c *chaos) send(stop context.Context, deliverer *Deliverer) bool {
 	defer c.parked.mu.Unlock()
 	c.parked.assign(failures)
 	for _, f := range failures {
-		c.rows = append(c.rows, chaosRow{event: int(f.Event.Id) - 1, key: f.Key})
+		c.rows = append(c.rows, chaosRow{event: int(f.Event.ID) - 1, key: f.Key})
 	}
 	c.parked.rowsWritten(failures)
 	for range decided {
@@ -303,7 +302,7 @@ func (c *chaos) deliverer() *Deliverer {
 	log := slog.New(slog.DiscardHandler)
 	return &Deliverer{DeliveryParts{
 		Sender: c, Breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), Log: log, OnSend: func() {},
-		KafkaOutage: outage.NewLog(log, "Kafka"), Places: places.NewRegistry(outage.NewLogs(log)), OnRecovered: func() {},
+		KafkaOutage: outage.NewLog(log, "Kafka"), Bad: NewBadPartitions(outage.NewLogs(log)), OnRecovered: func() {},
 	}}
 }
 
@@ -313,7 +312,7 @@ func (c *chaos) prepare(context.Context, []string) {}
 
 // partition knows the partition most times.
 func (c *chaos) partition(e *envelope.Event) kafka.Partition {
-	at := c.events[e.Id-1].at
+	at := c.events[e.ID-1].at
 	if c.often(0.2) {
 		return at.WholeTopic()
 	}
@@ -374,7 +373,7 @@ func (c *chaos) fail(batch []envelope.Event, which []int, sent sendResult, stopp
 	failed := map[kafka.Partition]error{} // what is behind it is not accepted
 	waits := map[string]error{}           // keys of which an event was not sent
 	for n, i := range which {
-		event := int(batch[i].Id) - 1
+		event := int(batch[i].ID) - 1
 		e, err := &c.events[event], &sent.errs[n]
 		sent.records[n] = kgo.Record{Topic: e.at.Topic, Partition: e.at.Number}
 		switch behind := failed[e.at] != nil; {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 
@@ -22,7 +23,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/places"
 )
 
 // An event is a letter, and the letter is its key: A is a later event of key a. Keys up
@@ -50,7 +50,7 @@ type deliveryTest struct {
 
 const (
 	aBackoff = 50 * time.Millisecond // at least
-	aLook    = 50 * time.Millisecond // at the breaker
+	aPoll    = 50 * time.Millisecond // at the breaker
 )
 
 var deliverTests = []deliveryTest{
@@ -167,7 +167,7 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 				for n, batch := range strings.Fields(test.batches) {
 					time.Sleep(time.Second)
 					if test.recovered > 0 && n == 2 { // a probe has got through
-						require.True(t, s.places.Accept(kafka.Partition{Topic: "orders", Number: 1}, time.Now()))
+						require.True(t, s.bad.Accept(kafka.Partition{Topic: "orders", Number: 1}, time.Now()))
 					}
 					outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
 					require.NoError(t, err)
@@ -206,7 +206,7 @@ func TestAttemptAvoidsBadPlaces(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, "a:+ ab:-- ab:++")
-		s.places.Load([]places.Bad{{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
+		s.bad.Load([]cursor.BadPartition{{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
 		try := func(send func(stop, held context.Context, batch []envelope.Event) ([]Outcome, error), want string) []Outcome {
 			time.Sleep(time.Second)
 			outcomes, err := send(t.Context(), t.Context(), envelopesOf("ab"))
@@ -221,7 +221,7 @@ func TestAttemptAvoidsBadPlaces(t *testing.T) {
 		require.Equal(t, "orders/0", try(d.probe, "uu")[0].place)
 		try(d.probe, "++")
 		require.Equal(t, 2, s.recovered)
-		require.Empty(t, s.places.All())
+		require.Empty(t, s.bad.All())
 	})
 }
 
@@ -314,7 +314,7 @@ type fakeSender struct {
 	play    []string // sends that have not come yet
 	stop    func()
 	breaker *breaker.Breaker
-	places  *places.Registry
+	bad     *BadPartitions
 	log     bytes.Buffer
 	errs    map[rune]error
 
@@ -331,7 +331,7 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 			's': errStopping,
 		},
 	}
-	s.places = places.NewRegistry(outage.NewLogs(s.logger()))
+	s.bad = NewBadPartitions(outage.NewLogs(s.logger()))
 	return s
 }
 
@@ -339,7 +339,7 @@ func (s *fakeSender) logger() *slog.Logger { return slog.New(slog.NewTextHandler
 
 func (s *fakeSender) deliverer(onSent func(SentBatch)) *Deliverer {
 	return &Deliverer{DeliveryParts{
-		Sender: s, Breaker: s.breaker, Places: s.places, Log: s.logger(), KafkaOutage: outage.NewLog(s.logger(), "Kafka"),
+		Sender: s, Breaker: s.breaker, Bad: s.bad, Log: s.logger(), KafkaOutage: outage.NewLog(s.logger(), "Kafka"),
 		OnSend: func() {}, OnSent: onSent, OnRecovered: func() { s.recovered++ },
 	}}
 }
@@ -418,7 +418,7 @@ func (s *fakeSender) openBreaker() {
 
 func envelopesOf(events string) (batch []envelope.Event) {
 	for i, event := range events {
-		batch = append(batch, envelope.Event{Id: int64(i + 1), EventID: []byte(string(event)), PartitionKey: []byte(strings.ToLower(string(event)))})
+		batch = append(batch, envelope.Event{ID: int64(i + 1), EventID: []byte(string(event)), PartitionKey: []byte(strings.ToLower(string(event)))})
 	}
 	return batch
 }

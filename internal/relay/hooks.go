@@ -24,7 +24,7 @@ type Hooks struct {
 func failedEvent(e *envelope.Event, class string, err error, retries int) tables.Event {
 	topic, _ := e.Destination() // "" if none follows from its type
 	return tables.Event{
-		OutboxID: e.Id, EventID: string(e.EventID), Type: string(e.EventType),
+		OutboxID: e.ID, EventID: string(e.EventID), Type: string(e.EventType),
 		AggregateType: string(e.AggregateType), AggregateID: string(e.AggregateID),
 		Topic: topic, Key: string(e.Key()), Retries: retries, Class: class, Err: err,
 	}

@@ -9,7 +9,6 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/retention"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -90,22 +89,22 @@ func (r *Relay) notifyLeading(leading bool) {
 // runParts makes the parts of a leading relay and runs them until ctx is cancelled or the lease is lost. When it
 // returns, no record is on its way any more.
 func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
-	parked, bad := NewParking(r.rules.PassFailedKeys), places.NewRegistry(r.topicOutages)
+	parked, bad := NewParking(r.rules.PassFailedKeys), NewBadPartitions(r.topicOutages)
 	producer := r.newProducer(leads, r.breaker)
 	defer producer.Close()
 	eventDied := func() { wait.Signal(r.checkNow) }
 	session := NewSession(SessionParts{
-		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Places: bad,
+		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Bad: bad,
 		Deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.Progressed),
 		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
-		Ticks: &r.cursors.Glances.Ticks, EventDied: eventDied,
+		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied,
 	})
-	defer r.cursors.Glances.Join()()
+	defer r.cursors.Probes.Join()()
 	cleaner := retention.NewCleaner(leads, retention.CleanerConfig{
 		Name: r.rules.Name, Rules: r.rules.Retention, Poll: r.rules.PollInterval, Removed: r.hooks.RowsRemoved,
 	}, r.retention, session.Backlog.Load, r.log)
 	shared := RetrierParts{
-		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Places: bad, Probed: new(ProbedKeys),
+		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Bad: bad, Probed: new(ProbedKeys),
 		Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, EventDied: eventDied,
 	}
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
@@ -119,7 +118,7 @@ func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
 	producer := r.newProducer(parts.Leadership, r.breaker)
 	defer producer.Close()
 	parts.Outage = r.retryOutage
-	parts.Deliverer = r.newDeliverer(producer, parts.Places, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
+	parts.Deliverer = r.newDeliverer(producer, parts.Bad, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
 	NewRetrier(parts).Run(ctx)
 }
 
@@ -132,7 +131,7 @@ func (r *Relay) probe(ctx context.Context, parts RetrierParts) {
 	defer producer.Close()
 	quiet := slog.New(slog.DiscardHandler)
 	parts.Outage = outage.NewLog(quiet, "PostgreSQL")
-	parts.Deliverer = r.newDeliverer(producer, parts.Places, outage.NewLog(quiet, "Kafka"), func() {})
+	parts.Deliverer = r.newDeliverer(producer, parts.Bad, outage.NewLog(quiet, "Kafka"), func() {})
 	NewRetrier(parts).RunProbes(ctx)
 }
 
@@ -143,9 +142,9 @@ func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *Produce
 	}, leads.Lease, b)
 }
 
-func (r *Relay) newDeliverer(to Sender, bad *places.Registry, kafkaOutage *outage.Log, onSend func()) *Deliverer {
+func (r *Relay) newDeliverer(to Sender, bad *BadPartitions, kafkaOutage *outage.Log, onSend func()) *Deliverer {
 	return &Deliverer{DeliveryParts{
-		Sender: to, Breaker: r.breaker, Places: bad, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.rules.PassFailedKeys,
+		Sender: to, Breaker: r.breaker, Bad: bad, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.rules.PassFailedKeys,
 		OnSend: onSend, OnSent: r.hooks.Sent, OnRecovered: func() { wait.Signal(r.retryNow) },
 	}}
 }

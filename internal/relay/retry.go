@@ -17,7 +17,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -27,10 +26,10 @@ type RetrierParts struct {
 	Rules     Rules
 	Hooks     Hooks
 	Store     *cursor.Failed
-	Deliverer *Deliverer       // its sender is the retrier's own
-	Parked    *Parking         // shared with the session
-	Places    *places.Registry // shared with the session
-	Probed    *ProbedKeys      // shared by the retriers
+	Deliverer *Deliverer     // its sender is the retrier's own
+	Parked    *Parking       // shared with the session
+	Bad       *BadPartitions // shared with the session
+	Probed    *ProbedKeys    // shared by the retriers
 	Breaker   *breaker.Breaker
 	Log       *slog.Logger
 	Outage    *outage.Log     // PostgreSQL
@@ -98,7 +97,7 @@ func (r *retrier) retryAll(ctx context.Context) error {
 			reconciled = time.Now()
 		}
 		read, cancel := r.WithStatementTimeout()
-		queues, err := r.Store.Places(read)
+		queues, err := r.Store.BadPartitions(read)
 		cancel()
 		if err != nil {
 			return err
@@ -126,10 +125,10 @@ var errNotPermitted = errors.New("not all events were sent")
 // due.
 func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err error) {
 	if place != "" {
-		if !r.Places.Claim(place, false) {
+		if !r.Bad.Claim(place, false) {
 			return false, nil
 		}
-		defer r.Places.Release(place)
+		defer r.Bad.Release(place)
 	}
 	events, err := r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.Store.Due(ctx, place, place != "") })
 	some = len(events) > 0
@@ -147,9 +146,9 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 // probeAll tries one event of each bad place.
 func (r *retrier) probeAll(ctx context.Context) error {
 	var names []string
-	for _, bad := range r.Places.All() {
-		if r.Places.Claim(bad.Name, true) {
-			defer r.Places.Release(bad.Name)
+	for _, bad := range r.Bad.All() {
+		if r.Bad.Claim(bad.Name, true) {
+			defer r.Bad.Release(bad.Name)
 			names = append(names, bad.Name)
 		}
 	}
@@ -190,13 +189,13 @@ const EmptyAfter = 5 * time.Second
 // forgetEmpty forgets those of some bad places for which nothing waits any more, given an
 // event of each other one.
 func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
-	for _, bad := range r.Places.All() {
+	for _, bad := range r.Bad.All() {
 		if !slices.Contains(names, bad.Name) { // nobody has looked
 			continue
 		}
 		waits := slices.ContainsFunc(events, func(e cursor.FailedRow) bool { return e.Place == bad.Name })
-		if !waits && time.Since(bad.Since) > EmptyAfter {
-			r.Places.Forget(bad.Name)
+		if !waits && time.Since(bad.since) > EmptyAfter {
+			r.Bad.Forget(bad.Name)
 		}
 	}
 }
@@ -208,7 +207,7 @@ func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
 	for i, o := range outcomes {
 		waited := events[i].Place
 		if o.Kind == OutcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
-			r.Places.Forget(waited)
+			r.Bad.Forget(waited)
 			r.Deliverer.Parts.OnRecovered()
 		}
 	}
@@ -457,7 +456,7 @@ func (r *retrier) resultOf(e *cursor.FailedRow, o Outcome) (result cursor.RetryR
 func (r *retrier) notifyRejected(result cursor.RetryResult) {
 	e := result.Event
 	topic, _ := e.Destination() // "" if none follows from its type
-	args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType), "aggregate_id", string(e.AggregateID),
+	args := []any{"id", e.ID, "event_id", string(e.EventID), "type", string(e.EventType), "aggregate_id", string(e.AggregateID),
 		"topic", topic, "key", string(e.Event.Key()), "attempt", e.Retries + result.Count, "class", result.Class, "error", result.Err}
 	ctx, hook := e.Context(r.Held), r.Hooks.Rejected
 	if result.Status == statusDead {

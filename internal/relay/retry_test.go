@@ -12,7 +12,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/places"
 )
 
 // The waits before retries double, up to the longest, less up to a fifth: 1, 2, 4 … 300 s
@@ -44,11 +43,11 @@ func TestRetryWait(t *testing.T) {
 func TestForgetEmptyPlaces(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		r := NewRetrier(RetrierParts{Places: places.NewRegistry(outage.NewLogs(slog.New(slog.DiscardHandler)))})
-		r.Places.Load([]places.Bad{{Name: "claimed"}, {Name: "empty"}, {Name: "waiting"}})
+		r := NewRetrier(RetrierParts{Bad: NewBadPartitions(outage.NewLogs(slog.New(slog.DiscardHandler)))})
+		r.Bad.Load([]cursor.BadPartition{{Name: "claimed"}, {Name: "empty"}, {Name: "waiting"}})
 		looked, waiting := []string{"empty", "waiting"}, []cursor.FailedRow{{Place: "waiting"}}
 		names := func() (names []string) {
-			for _, bad := range r.Places.All() {
+			for _, bad := range r.Bad.All() {
 				names = append(names, bad.Name)
 			}
 			return names

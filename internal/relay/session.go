@@ -15,7 +15,6 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/internal/wakeup"
@@ -26,7 +25,7 @@ type cursorStore interface {
 	Load(ctx context.Context, l *lease.Lease) (cursor.Position, error)
 	Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error)
 	Open(ctx context.Context, l *lease.Lease, p cursor.Position, limit int) (next cursor.Position, events []envelope.Event, large bool, err error)
-	Glance(ctx context.Context) (changed bool, err error)
+	Probe(ctx context.Context) (changed bool, err error)
 	windowStore
 	Move(ctx context.Context, l *lease.Lease, p cursor.Position, failures []cursor.Failure) (id int64, err error)
 }
@@ -43,15 +42,15 @@ type SessionParts struct {
 	Failed interface {
 		Keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]cursor.KeyRows, error)
 		Freed(statement lease.StatementContext, since time.Duration) func() ([]cursor.KeyRows, error)
-		Places(ctx context.Context) ([]places.Bad, error)
+		BadPartitions(ctx context.Context) ([]cursor.BadPartition, error)
 	}
 	Deliverer interface {
 		Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error)
 		Topic(e *envelope.Event) (string, error)
 	}
 	Ticks  *wakeup.Ticks
-	Parked *Parking         // shared with the retrier
-	Places *places.Registry // shared with the retriers
+	Parked *Parking       // shared with the retrier
+	Bad    *BadPartitions // shared with the retriers
 	Health relayHealth
 	Log    *slog.Logger
 	Outage *outage.Log     // PostgreSQL
@@ -65,19 +64,19 @@ type SessionParts struct {
 type Session struct {
 	SessionParts
 
-	rhythm   wakeup.Rhythm
+	schedule wakeup.PollSchedule
 	pos      cursor.Position
 	recorded bool // pos is in outbox_cursor
 	Opened   bool // a window, or found nothing to open
 	Window   windowReader
-	beside   *contain.Group // what runs beside it: a prefetch, and other parts of the relay
+	group    *contain.Group // what runs beside it: a prefetch, and other parts of the relay
 
 	Backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }
 
 func NewSession(p SessionParts) *Session {
 	return &Session{
-		SessionParts: p, Window: NewWindowReader(p.Cursors, p.Rules.BatchSize), beside: p.NewGroup(), rhythm: wakeup.Rhythm{Idle: p.Rules.PollInterval, Ticks: p.Ticks},
+		SessionParts: p, Window: NewWindowReader(p.Cursors, p.Rules.BatchSize), group: p.NewGroup(), schedule: wakeup.PollSchedule{Idle: p.Rules.PollInterval, Ticks: p.Ticks},
 	}
 }
 
@@ -91,10 +90,10 @@ func (s *Session) Run(ctx context.Context, others ...func(context.Context)) erro
 	}
 	running, stop := context.WithCancel(ctx)
 	for _, other := range others {
-		s.beside.Go(func() { other(running) })
+		s.group.Go(func() { other(running) })
 	}
 	panics := true // unless stayUpToDate returns
-	defer s.beside.Wait()
+	defer s.group.Wait()
 	defer func() {
 		stop()
 		if panics {
@@ -168,11 +167,11 @@ func (s *Session) Load() error {
 		if err != nil {
 			return err
 		}
-		bad, err := s.Failed.Places(ctx)
+		bad, err := s.Failed.BadPartitions(ctx)
 		if err != nil {
 			return err
 		}
-		s.Places.Load(bad)
+		s.Bad.Load(bad)
 		return nil
 	})
 }
@@ -239,25 +238,25 @@ func (s *Session) follow(ctx context.Context) error {
 // await waits until it is time to look for events.
 func (s *Session) await(ctx context.Context) {
 	for {
-		pause := s.rhythm.Wait(time.Now())
-		if pause == 0 || !s.sleep(ctx, pause) || !s.rhythm.Glances(time.Now()) {
+		pause := s.schedule.Wait(time.Now())
+		if pause == 0 || !s.sleep(ctx, pause) || !s.schedule.Probing(time.Now()) {
 			return
 		}
-		if s.glance() {
+		if s.probe() {
 			return
 		}
 	}
 }
 
-// glanceTimeout is short because a glance may be that of another relay, whose connection is dead.
-const glanceTimeout = time.Second
+// probeTimeout is short because a probe may be that of another relay, whose connection is dead.
+const probeTimeout = time.Second
 
-// glance reports whether there may be something to find. If PostgreSQL fails, the next look says so.
-func (s *Session) glance() bool {
+// probe reports whether there may be something to find. If PostgreSQL fails, the next look says so.
+func (s *Session) probe() bool {
 	s.Health.Progressed()
-	ctx, cancel := context.WithTimeout(s.Held, glanceTimeout)
+	ctx, cancel := context.WithTimeout(s.Held, probeTimeout)
 	defer cancel()
-	changed, err := s.Cursors.Glance(ctx)
+	changed, err := s.Cursors.Probe(ctx)
 	return changed || err != nil
 }
 
@@ -269,9 +268,9 @@ func (s *Session) sleep(ctx context.Context, pause time.Duration) bool {
 	case <-timer.C:
 		return true
 	case <-s.Wake:
-		s.rhythm.Woken()
+		s.schedule.Woken()
 	case <-s.Heard:
-		s.rhythm.Notified(time.Now())
+		s.schedule.Notified(time.Now())
 	case <-ctx.Done():
 	case <-s.Held.Done():
 	}
@@ -322,10 +321,10 @@ func (s *Session) Open() (batch []envelope.Event, large bool, err error) {
 	})
 	switch {
 	case err == nil && large:
-		s.rhythm.Looked(began, s.Rules.BatchSize) // at least about as many
+		s.schedule.Polled(began, s.Rules.BatchSize) // at least about as many
 		err = s.Window.Begin(s.pos)
 	case err == nil:
-		s.rhythm.Looked(began, len(batch))
+		s.schedule.Polled(began, len(batch))
 		s.Window.Limits.Events.grow(len(batch))
 	}
 	s.Opened, s.recorded = s.Opened || err == nil, s.recorded || err == nil
@@ -358,13 +357,13 @@ func (s *Session) take() (batch []envelope.Event, err error) {
 // move behind the last batch of a window is left to the statement that opens the next
 // window. If ctx or the lease ends first, the next holder sends the rest.
 func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
-	s.Window.prefetch(s.pos, s.WithStatementTimeout, s.beside.Go)
+	s.Window.prefetch(s.pos, s.WithStatementTimeout, s.group.Go)
 	start := time.Now()
 	outcomes, err := s.Deliverer.Deliver(ctx, s.Held, batch, s.Parked)
 	decided, failures := s.Failures(batch, outcomes)
 	if decided > 0 {
 		s.Health.CursorMoved()
-		s.pos.Last = batch[decided-1].Id
+		s.pos.Last = batch[decided-1].ID
 		s.pos.Highest = max(s.pos.Highest, s.pos.Last)
 		s.recorded = false
 	}
@@ -421,7 +420,7 @@ func (s *Session) notifyRejected(failures []cursor.Failure) {
 		}
 		e, hook := f.Event, s.Hooks.Rejected
 		topic, _ := e.Destination() // "" if none follows from its type
-		args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType),
+		args := []any{"id", e.ID, "event_id", string(e.EventID), "type", string(e.EventType),
 			"aggregate_id", string(e.AggregateID), "topic", topic, "key", string(e.Key()), "class", f.Class, "error", f.Err}
 		if f.Status == statusDead {
 			hook = s.Hooks.Dead

@@ -25,7 +25,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -310,12 +309,12 @@ func (f *fakeStore) session(held context.Context, rules Rules) *Session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
 	s := NewSession(SessionParts{
 		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: rules.Lease},
-		Rules:      rules, Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Places: places.NewRegistry(outage.NewLogs(log)),
+		Rules:      rules, Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Bad: NewBadPartitions(outage.NewLogs(log)),
 		Health: newHealthState(rules, breaker.New(rules.Breaker, func(_, _ breaker.State, _ float64) {})),
 		Outage: outage.NewLog(log, "PostgreSQL"), Wake: make(chan struct{}),
 		EventDied: func() {},
 	})
-	s.Window.Limits.Ids = LimitTo(cmp.Or(f.pages, MaxPageIDs))
+	s.Window.Limits.IDs = LimitTo(cmp.Or(f.pages, MaxPageIDs))
 	s.Opened = true
 	return s
 }
@@ -385,8 +384,8 @@ func (f *fakeStore) Renew(context.Context, *lease.Lease) error {
 	return err
 }
 
-func (f *fakeStore) Glance(context.Context) (bool, error) {
-	_, err := f.fault("glance")
+func (f *fakeStore) Probe(context.Context) (bool, error) {
+	_, err := f.fault("probe")
 	return true, err
 }
 
@@ -408,7 +407,7 @@ func (f *fakeStore) Keys(lease.StatementContext, *[]string) func(after string) (
 	}
 }
 
-func (f *fakeStore) Places(context.Context) ([]places.Bad, error) { return nil, nil }
+func (f *fakeStore) BadPartitions(context.Context) ([]cursor.BadPartition, error) { return nil, nil }
 
 func (f *fakeStore) Open(_ context.Context, l *lease.Lease, p cursor.Position, limit int) (next cursor.Position, events []envelope.Event, large bool, err error) {
 	done, err := f.fault("open")
@@ -454,7 +453,7 @@ func (f *fakeStore) Page(_ context.Context, p cursor.Position, u cursor.Unpaged,
 		return nil, u, err
 	}
 	id := int64(u.Ranges[0].First)
-	if u.Id > 0 {
+	if u.ID > 0 {
 		id++
 	}
 	for ; id <= number(p.Window) && len(ids) < limit; id++ {
@@ -478,14 +477,14 @@ func (f *fakeStore) Fetch(_ context.Context, _ cursor.Position, ids []int64) (ev
 	}
 	events, unreadable := f.read(ids)
 	if len(events) > 0 {
-		through = events[len(events)-1].Id
+		through = events[len(events)-1].ID
 	}
 	return events, through, errors.Join(err, unreadable)
 }
 
 func (f *fakeStore) FetchBare(_ context.Context, _ cursor.Position, id int64, _ bool) (envelope.Event, error) {
 	_, err := f.fault("bare")
-	return envelope.Event{Id: id}, err
+	return envelope.Event{ID: id}, err
 }
 
 func (f *fakeStore) Move(ctx context.Context, l *lease.Lease, p cursor.Position, failures []cursor.Failure) (int64, error) {
@@ -500,7 +499,7 @@ func (f *fakeStore) Move(ctx context.Context, l *lease.Lease, p cursor.Position,
 		return 0, cursor.ErrStale
 	}
 	for _, failure := range failures {
-		f.failed = append(f.failed, fmt.Sprintf("%d %s", failure.Event.Id, failure.Status))
+		f.failed = append(f.failed, fmt.Sprintf("%d %s", failure.Event.ID, failure.Status))
 	}
 	p.CursorID, p.Epoch = p.CursorID+1, l.Epoch
 	f.pos = p
@@ -512,7 +511,7 @@ func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *Par
 	var ids []byte
 	play := strings.Repeat("+", len(batch))
 	for _, e := range batch {
-		ids = strconv.AppendInt(ids, e.Id, 10)
+		ids = strconv.AppendInt(ids, e.ID, 10)
 	}
 	f.sent = append(f.sent, string(ids))
 	if len(f.plays) > 0 {
@@ -555,7 +554,7 @@ func (f *fakeStore) read(ids []int64) (events []envelope.Event, err error) {
 		if slices.Contains(f.unreadable, id) {
 			return events, &pgconn.PgError{Code: "54000"}
 		}
-		events = append(events, envelope.Event{Id: id, PartitionKey: []byte(strconv.FormatInt(id, 10))})
+		events = append(events, envelope.Event{ID: id, PartitionKey: []byte(strconv.FormatInt(id, 10))})
 	}
 	return events, nil
 }
@@ -592,7 +591,7 @@ func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 
 func ids(events []envelope.Event) (ids []int64) {
 	for _, e := range events {
-		ids = append(ids, e.Id)
+		ids = append(ids, e.ID)
 	}
 	return ids
 }

@@ -8,7 +8,6 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 
-	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -25,7 +24,7 @@ type windowStore interface {
 type windowReader struct {
 	store    windowStore
 	unpaged  cursor.Unpaged
-	Ids      idset.Set // of the events that nothing has fetched yet
+	IDs      cursor.IDSet // of the events that nothing has fetched yet
 	Limits   ReadLimits
 	fetching chan fetched // the prefetch, if one runs
 }
@@ -35,7 +34,7 @@ type windowReader struct {
 // parts grow at once. If PostgreSQL has cancelled it, they stay small for manyReads: the
 // same would happen again.
 type ReadLimits struct {
-	Ids     ReadLimit // of a page
+	IDs     ReadLimit // of a page
 	Events  ReadLimit // of a fetch
 	tooLong int       // how often in a row a fetch of a single event took too long
 }
@@ -89,7 +88,7 @@ type fetched struct {
 }
 
 func NewWindowReader(store windowStore, batchSize int) windowReader {
-	return windowReader{store: store, Limits: ReadLimits{Ids: LimitTo(MaxPageIDs), Events: LimitTo(batchSize)}}
+	return windowReader{store: store, Limits: ReadLimits{IDs: LimitTo(MaxPageIDs), Events: LimitTo(batchSize)}}
 }
 
 // begin begins to read the window of a position, above its last id.
@@ -104,33 +103,33 @@ func (w *windowReader) forget() {
 		<-w.fetching
 		w.fetching = nil
 	}
-	w.unpaged, w.Ids = cursor.Unpaged{}, idset.Set{}
+	w.unpaged, w.IDs = cursor.Unpaged{}, cursor.IDSet{}
 }
 
 // paged reports whether all ids have been read.
 func (w *windowReader) Paged() bool { return len(w.unpaged.Ranges) == 0 }
 
 // drained reports whether all events have been taken.
-func (w *windowReader) drained() bool { return w.Paged() && w.fetching == nil && w.Ids.Len() == 0 }
+func (w *windowReader) drained() bool { return w.Paged() && w.fetching == nil && w.IDs.Len() == 0 }
 
 // page reads a page of ids. It may have read none although it returns no error: the next
 // call asks for less then.
 func (w *windowReader) Page(ctx context.Context, p cursor.Position) error {
-	asked := w.Limits.Ids.Now
+	asked := w.Limits.IDs.Now
 	ids, rest, err := w.store.Page(ctx, p, w.unpaged, asked)
 	switch {
 	case pg.IsCancelled(err) && asked >= 2*minPageIDs:
-		w.Limits.Ids.keepBelow(asked)
+		w.Limits.IDs.keepBelow(asked)
 		return nil
 	case tookTooLong(err):
-		w.Limits.Ids.Now = max(asked/2, minPageIDs)
+		w.Limits.IDs.Now = max(asked/2, minPageIDs)
 		return err
 	case err != nil:
 		return err
 	}
-	w.Limits.Ids.grow(len(ids))
+	w.Limits.IDs.grow(len(ids))
 	for _, id := range ids {
-		w.Ids.Add(id)
+		w.IDs.Add(id)
 	}
 	w.unpaged = rest
 	return nil
@@ -140,10 +139,10 @@ func (w *windowReader) Page(ctx context.Context, p cursor.Position) error {
 // another goroutine. The row that announces the window was written before, so the rest of
 // the window cannot change.
 func (w *windowReader) prefetch(p cursor.Position, statement lease.StatementContext, run func(func())) {
-	if w.Ids.Len() == 0 {
+	if w.IDs.Len() == 0 {
 		return
 	}
-	store, ids, limits, result := w.store, w.Ids.First(w.Limits.Events.Now), w.Limits, make(chan fetched, 1)
+	store, ids, limits, result := w.store, w.IDs.First(w.Limits.Events.Now), w.Limits, make(chan fetched, 1)
 	w.fetching = result
 	run(func() {
 		got := fetched{limits: limits, Err: lease.ErrLeaseLost} // what a panic means
@@ -166,13 +165,13 @@ func (w *windowReader) prefetched() []envelope.Event {
 // take fetches the next events. It may return none and no error: the next call asks for
 // less then.
 func (w *windowReader) Take(p cursor.Position, statement lease.StatementContext) ([]envelope.Event, error) {
-	got := Fetch(statement, w.store, p, w.Ids.First(w.Limits.Events.Now), w.Limits)
+	got := Fetch(statement, w.store, p, w.IDs.First(w.Limits.Events.Now), w.Limits)
 	return w.keep(got), got.Err
 }
 
 func (w *windowReader) keep(got fetched) []envelope.Event {
 	w.Limits = got.limits
-	w.Ids.RemoveThrough(got.Through)
+	w.IDs.RemoveThrough(got.Through)
 	return got.Events
 }
 
@@ -236,6 +235,6 @@ func fetchUnreadable(statement lease.StatementContext, store windowStore, p curs
 	if !tookTooLong(got.Err) && !pg.IsUnreadable(got.Err) {
 		return got
 	}
-	e.Unreadable = &envelope.UnreadableError{Id: id, EventID: string(e.EventID), Column: column, Err: cause}
+	e.Unreadable = &envelope.UnreadableError{ID: id, EventID: string(e.EventID), Column: column, Err: cause}
 	return fetched{Events: []envelope.Event{e}, Through: id}
 }

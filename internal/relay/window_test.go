@@ -25,7 +25,7 @@ func (s *busyStore) Fetch(_ context.Context, _ cursor.Position, ids []int64) ([]
 	}
 	events := make([]envelope.Event, len(ids))
 	for i, id := range ids {
-		events[i].Id = id
+		events[i].ID = id
 	}
 	return events, ids[len(ids)-1], nil
 }
@@ -39,8 +39,8 @@ func TestFetchesGrowAgain(t *testing.T) {
 	p, statement := cursor.Position{}, func() (context.Context, context.CancelFunc) { return t.Context(), func() {} }
 	take := func(n int) {
 		for range n {
-			for id := w.Ids.Len() + 1; w.Ids.Len() < 4000; id++ {
-				w.Ids.Add(int64(len(store.fetches))*10_000 + int64(id))
+			for id := w.IDs.Len() + 1; w.IDs.Len() < 4000; id++ {
+				w.IDs.Add(int64(len(store.fetches))*10_000 + int64(id))
 			}
 			_, err := w.Take(p, statement)
 			require.NoError(t, err)

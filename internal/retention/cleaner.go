@@ -26,8 +26,8 @@ type Cleaner struct {
 	log        *slog.Logger
 	outages    *outage.Logs
 
-	Published, handled, audited, delivered Walk             // each continues where its last run ended
-	partitions                             map[string]*Walk // the same by partition, where rows are removed one by one
+	Published, handled, audited, delivered Scan             // each continues where its last run ended
+	partitions                             map[string]*Scan // the same by partition, where rows are removed one by one
 	review                                 *Review          // of the next partition to drop; nil: not begun
 	lagging                                laggingRelay
 }
@@ -79,10 +79,10 @@ func (c *Cleaner) Run(ctx context.Context) {
 	defer stopped()
 	c.Held = held
 	pause := func(took time.Duration) bool { return c.Pause(ctx, took) }
-	c.Published = Walk{Batch: c.RemovePublished, Pause: pause}
-	c.handled = Walk{Batch: c.removeHandled, Pause: pause}
-	c.audited = Walk{Batch: c.removeAudited, Pause: pause}
-	c.delivered = Walk{Batch: c.removeDelivered, Pause: pause}
+	c.Published = Scan{Batch: c.RemovePublished, Pause: pause}
+	c.handled = Scan{Batch: c.removeHandled, Pause: pause}
+	c.audited = Scan{Batch: c.removeAudited, Pause: pause}
+	c.delivered = Scan{Batch: c.removeDelivered, Pause: pause}
 	for {
 		wait.Await(ctx, c.Held, nil, c.cfg.Rules.Interval())
 		if !c.Pause(ctx, 0) {
@@ -126,8 +126,8 @@ type cleanerTask struct {
 // runTasks removes rows from each table. A failure for one table holds up no other; the
 // loss of the lease ends all.
 func (c *Cleaner) runTasks(ctx context.Context) (sum Result, err error) {
-	cursors := Walk{Batch: c.removeCursors, Pause: c.Published.Pause}
-	resolved := Walk{Batch: c.removeResolved, Pause: c.Published.Pause}
+	cursors := Scan{Batch: c.removeCursors, Pause: c.Published.Pause}
+	resolved := Scan{Batch: c.removeResolved, Pause: c.Published.Pause}
 	var made int64
 	for _, task := range []cleanerTask{
 		{"partitions of outbox", 0, c.makePartitions, &made},

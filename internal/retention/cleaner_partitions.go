@@ -35,11 +35,11 @@ func (c *Cleaner) CleanOutbox(ctx context.Context) (removed int64, err error) {
 	if removed, err = c.dropOld(ctx, partitions); err != nil && !errors.Is(err, ErrBusy) {
 		return removed, err
 	}
-	for _, w := range c.walks(partitions) {
-		n, walkErr := w.Run(ctx)
+	for _, w := range c.scans(partitions) {
+		n, scanErr := w.Run(ctx)
 		removed += n
-		if walkErr != nil {
-			return removed, walkErr
+		if scanErr != nil {
+			return removed, scanErr
 		}
 	}
 	return removed, err
@@ -56,14 +56,14 @@ func (c *Cleaner) listPartitions() ([]idRange, error) {
 	return c.store.List(ctx)
 }
 
-// walks returns the walks over the partitions whose rows are removed one by one. Each
+// scans returns the scans over the partitions whose rows are removed one by one. Each
 // continues where it ended before. The default partition holds the ids below all others.
-func (c *Cleaner) walks(partitions []idRange) []*Walk {
-	kept, all := map[string]*Walk{}, []*Walk{}
+func (c *Cleaner) scans(partitions []idRange) []*Scan {
+	kept, all := map[string]*Scan{}, []*Scan{}
 	add := func(p idRange) {
 		w := c.partitions[p.name]
 		if w == nil {
-			w = &Walk{Pause: c.Published.Pause}
+			w = &Scan{Pause: c.Published.Pause}
 		}
 		w.Batch = func(_ context.Context, after int64) (Step, error) { return c.removeFrom(p, after) }
 		kept[p.name], all = w, append(all, w)

@@ -48,27 +48,27 @@ type idRange struct {
 type partitions struct {
 	sqlPartitioned, sqlPartitions, sqlKeptPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed string
 
-	SqlPart, SqlPartArchived, SqlReview, SqlReviewArchived string
+	SQLPart, SQLPartArchived, SQLReview, SQLReviewArchived string
 }
 
 func newPartitions(schema string) partitions {
 	return partitions{
-		sqlPartitioned:    pg.InSchema(SqlPartitioned, schema),
+		sqlPartitioned:    pg.InSchema(SQLPartitioned, schema),
 		sqlPartitions:     pg.InSchema(sqlPartitions, schema),
 		sqlKeptPartitions: pg.InSchema(sqlKeptPartitions, schema),
-		sqlMakePartitions: pg.InSchema(SqlMakePartitions, schema),
+		sqlMakePartitions: pg.InSchema(SQLMakePartitions, schema),
 		sqlDropPartition:  pg.InSchema(sqlDropPartition, schema),
 		sqlReviewed:       pg.InSchema(sqlReviewed, schema),
-		SqlPart:           pg.InSchema(sqlCleanPart, schema),
-		SqlPartArchived:   pg.InSchema(sqlCleanPartArchived, schema),
-		SqlReview:         pg.InSchema(sqlReview, schema),
-		SqlReviewArchived: pg.InSchema(sqlReviewArchived, schema),
+		SQLPart:           pg.InSchema(sqlCleanPart, schema),
+		SQLPartArchived:   pg.InSchema(sqlCleanPartArchived, schema),
+		SQLReview:         pg.InSchema(sqlReview, schema),
+		SQLReviewArchived: pg.InSchema(sqlReviewArchived, schema),
 	}
 }
 
-// SqlPartitioned comes before all else: the relay of a plain table needs no right to
+// SQLPartitioned comes before all else: the relay of a plain table needs no right to
 // call functions.
-const SqlPartitioned = `SELECT relkind = 'p' FROM pg_class WHERE oid = {outbox}::regclass::oid`
+const SQLPartitioned = `SELECT relkind = 'p' FROM pg_class WHERE oid = {outbox}::regclass::oid`
 
 const sqlPartitions = `SELECT name::text, first, behind, closed, large FROM {schema}.outbox_partitions() ORDER BY first`
 
@@ -110,7 +110,7 @@ func (r *Store) markKept(ctx context.Context, all []idRange) error {
 		first[i], end[i] = p.First, p.End
 		all[i].kept = slices.ContainsFunc(r.unreadable, func(id int64) bool { return p.First <= id && id < p.End })
 	}
-	return pg.Query(ctx, r.DB, SqlCleanSettings, func(rows pgx.Rows) error {
+	return pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
 		var n int
 		_, err := pgx.ForEachRow(rows, []any{&n}, func() error {
 			all[n].kept = true
@@ -120,7 +120,7 @@ func (r *Store) markKept(ctx context.Context, all []idRange) error {
 	}, r.sqlKeptPartitions, first, end)
 }
 
-const SqlMakePartitions = `SELECT {schema}.outbox_make_partitions()`
+const SQLMakePartitions = `SELECT {schema}.outbox_make_partitions()`
 
 // AtOnce runs a statement that takes locks, in a transaction that is sent as a whole:
 // a process that stops in between must not hold them. Each query in it must see what was
@@ -148,7 +148,7 @@ func (r *Store) MakePartitions(ctx context.Context) (n int, err error) {
 
 // deletePart is deletePublished for a range of ids that lies in one partition: the
 // range lets PostgreSQL leave out the others, whose rows are in the same places.
-const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM looked) AND tableoid = ANY (ARRAY(SELECT part FROM published)) RETURNING *`
+const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM scanned) AND tableoid = ANY (ARRAY(SELECT part FROM published)) RETURNING *`
 
 const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart + countRemoved
 
@@ -156,16 +156,16 @@ const sqlCleanPartArchived = sqlCleanPart + archivedColumns
 
 // publishedIn removes published rows of one partition, above after and below end.
 func (r *Store) PublishedIn(ctx context.Context, l *Proof, after, end int64) (Step, error) {
-	return r.publishedBy(ctx, l, r.SqlPart, r.SqlPartArchived, after, end)
+	return r.publishedBy(ctx, l, r.SQLPart, r.SQLPartArchived, after, end)
 }
 
-// wholeBatch makes a review return all rows that it looked at, or none.
-const wholeBatch = `(SELECT count(*) FROM looked) = (SELECT count(*) FROM published)`
+// wholeBatch makes a review return all rows that it scanned at, or none.
+const wholeBatch = `(SELECT count(*) FROM scanned) = (SELECT count(*) FROM published)`
 
 const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE ` + wholeBatch + countRemoved
 
 const sqlReviewArchived = publishedRows + publishedAmong + `
-    SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM looked) AND ` + wholeBatch + countRemoved + archivedColumns
+    SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM scanned) AND ` + wholeBatch + countRemoved + archivedColumns
 
 // Review checks all rows of a partition, which may take many runs.
 type Review struct {
@@ -189,7 +189,7 @@ SELECT pg_current_snapshot()::text, pg_postmaster_start_time(), {schema}.outbox_
 func (r *Store) BeginReview(ctx context.Context, p idRange) (*Review, error) {
 	v := &Review{idRange: p, after: max(p.First, 1) - 1}
 	var old pgtype.Bool
-	err := pg.Query(ctx, r.DB, SqlCleanSettings, func(rows pgx.Rows) error {
+	err := pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
 			return struct{}{}, row.Scan(&v.seen, &v.Server, &v.relays, &old)
 		})
@@ -207,11 +207,11 @@ func (r *Store) BeginReview(ctx context.Context, p idRange) (*Review, error) {
 // reviewBatch reviews a batch of rows. It reports whether all of them may be removed; if
 // not, the next batch begins with the same row.
 func (r *Store) ReviewBatch(ctx context.Context, l *Proof, v *Review) (ok bool, err error) {
-	s, err := r.publishedBy(ctx, l, r.SqlReview, r.SqlReviewArchived, v.after, v.End)
-	if err != nil || s.Removed < s.looked {
+	s, err := r.publishedBy(ctx, l, r.SQLReview, r.SQLReviewArchived, v.after, v.End)
+	if err != nil || s.Removed < s.scanned {
 		return false, err
 	}
-	v.after, v.Rows = max(v.after, s.Last), v.Rows+s.looked
+	v.after, v.Rows = max(v.after, s.Last), v.Rows+s.scanned
 	v.Done = !s.full
 	return true, nil
 }

@@ -53,7 +53,7 @@ type Row struct {
 // Envelope returns the event as a relay reads it.
 func (r Row) Envelope() *envelope.Event {
 	return &envelope.Event{
-		Id:            r.OutboxID,
+		ID:            r.OutboxID,
 		EventID:       []byte(r.EventID),
 		EventType:     []byte(r.Type),
 		Source:        []byte(r.Source),
@@ -120,7 +120,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg Rule
 		if table.keep == forever {
 			continue
 		}
-		w := Walk{Batch: table.batch, Pause: func(took time.Duration) bool {
+		w := Scan{Batch: table.batch, Pause: func(took time.Duration) bool {
 			wait.Sleep(ctx, cfg.PauseAfter(took))
 			return ctx.Err() == nil
 		}}
@@ -149,7 +149,7 @@ type Store struct {
 	// which would be NULL.
 	unreadable []int64
 
-	SqlPublished, SqlArchived, SqlCursors, SqlResolved, SqlHandled, sqlAudited, sqlDelivered, sqlRelay, SqlProof, sqlPrint, sqlNextRow string
+	SQLPublished, SQLArchived, SQLCursors, SQLResolved, SQLHandled, sqlAudited, sqlDelivered, sqlRelay, SQLProof, sqlPrint, sqlNextRow string
 
 	partitions
 }
@@ -157,24 +157,24 @@ type Store struct {
 func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 	return &Store{
 		DB: db, Cfg: cfg, unreadable: []int64{},
-		SqlPublished: pg.InSchema(sqlCleanPublished, schema),
-		SqlArchived:  pg.InSchema(sqlCleanArchived, schema),
-		SqlCursors:   pg.InSchema(sqlCleanCursors, schema),
-		SqlResolved:  pg.InSchema(sqlCleanResolved, schema),
-		SqlHandled:   pg.InSchema(sqlCleanHandled, schema),
+		SQLPublished: pg.InSchema(sqlCleanPublished, schema),
+		SQLArchived:  pg.InSchema(sqlCleanArchived, schema),
+		SQLCursors:   pg.InSchema(sqlCleanCursors, schema),
+		SQLResolved:  pg.InSchema(sqlCleanResolved, schema),
+		SQLHandled:   pg.InSchema(sqlCleanHandled, schema),
 		sqlAudited:   pg.InSchema(sqlCleanAudited, schema),
 		sqlDelivered: pg.InSchema(sqlCleanDelivered, schema),
 		sqlRelay:     pg.InSchema(sqlHasRelay, schema),
-		SqlProof:     pg.InSchema(cursor.SQLRebaseProof, schema),
+		SQLProof:     pg.InSchema(cursor.SQLRebaseProof, schema),
 		sqlPrint:     pg.InSchema(sqlPrint, schema),
 		sqlNextRow:   pg.InSchema(sqlNextRow, schema),
 		partitions:   newPartitions(schema),
 	}
 }
 
-// SqlCleanSettings is pg.PlannerSettings for statements that wait for locks for 100 ms
+// SQLCleanSettings is pg.PlannerSettings for statements that wait for locks for 100 ms
 // at most: another relay of the schema may be removing the same rows.
-const SqlCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true)`
+const SQLCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true)`
 
 // ErrBusy means that another transaction has locked rows that this one would remove. It
 // is rolled back, and the next run tries again.
@@ -190,14 +190,14 @@ type beginner interface {
 // for an archive.
 func (r *Store) transact(ctx context.Context, db beginner, l *Proof, remove func(pgx.Tx) (removed int64, err error)) error {
 	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, SqlCleanSettings); err != nil {
+		if _, err := tx.Exec(ctx, SQLCleanSettings); err != nil {
 			return err
 		}
 		removed, err := remove(tx)
 		if err != nil || removed == 0 || l == nil {
 			return err
 		}
-		tag, err := tx.Exec(ctx, r.SqlProof, l.Relay, l.Holder, l.Epoch)
+		tag, err := tx.Exec(ctx, r.SQLProof, l.Relay, l.Holder, l.Epoch)
 		if err == nil && tag.RowsAffected() == 0 {
 			err = lease.ErrLeaseLost
 		}
@@ -225,7 +225,7 @@ type Proof struct {
 // row is removed.
 //
 // No relay has published an id above its highest_id, so no row above the lowest
-// highest_id is looked at: rows that a lagging relay keeps back cost nothing. The names of
+// highest_id is scanned at: rows that a lagging relay keeps back cost nothing. The names of
 // relays and their newest rows are found one by one; with "relay = name" the planner might
 // read the history of all relays. Rows are deleted by ctid, because to the planner any
 // index of an empty table looks as good as any other.
@@ -239,7 +239,7 @@ const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
     HAVING bool_and(s.system_identifier = here.system_identifier
                     AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
        AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1) < pg_snapshot_xmax(pg_current_snapshot()), true)
-), looked AS MATERIALIZED (
+), scanned AS MATERIALIZED (
     SELECT part, place, id, xid, old FROM (
         SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old, sum(size) OVER (ORDER BY id) - size AS bytes
           FROM {schema}.outbox WHERE id > $1 AND id < $4`
@@ -250,14 +250,14 @@ const belowCeiling = ` AND id <= (SELECT id FROM ceiling)`
 const publishedAmong = ` ORDER BY id LIMIT $2) AS o
      WHERE bytes < $6::bigint
 ), published AS MATERIALIZED (
-    SELECT o.part, o.place, o.id FROM looked AS o
+    SELECT o.part, o.place, o.id FROM scanned AS o
      WHERE o.old AND (SELECT id FROM ceiling) IS NOT NULL AND NOT EXISTS (
            SELECT FROM positions AS s
             WHERE NOT ` + tables.Attempted + `)
        AND o.id <> ALL ($5::bigint[])
        AND o.id NOT IN (
            SELECT outbox_id FROM {schema}.outbox_failed
-            WHERE error_class = 'unreadable_row' AND status <> 'resolved' AND outbox_id > $1 AND outbox_id <= (SELECT max(id) FROM looked))
+            WHERE error_class = 'unreadable_row' AND status <> 'resolved' AND outbox_id > $1 AND outbox_id <= (SELECT max(id) FROM scanned))
 ), gone AS (`
 
 const deletePublished = `
@@ -265,16 +265,16 @@ const deletePublished = `
 
 const countRemoved = `
 )
-SELECT ` + lookedColumns + `,
+SELECT ` + scannedColumns + `,
        (SELECT min(relay) FROM positions
          WHERE highest_id = (SELECT id FROM ceiling)
            AND (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) ORDER BY id LIMIT 1) < now() - $3::interval),
        (SELECT count(*) FROM gone)`
 
-// lookedColumns are the number of rows that a batch looked at, the last of them, the first
+// scannedColumns are the number of rows that a batch scanned at, the last of them, the first
 // that is too young, and the number of those that are too young.
-const lookedColumns = `(SELECT count(*) FROM looked), (SELECT max(id) FROM looked),
-       (SELECT min(id) FROM looked WHERE NOT old), (SELECT count(*) FROM looked WHERE NOT old)`
+const scannedColumns = `(SELECT count(*) FROM scanned), (SELECT max(id) FROM scanned),
+       (SELECT min(id) FROM scanned WHERE NOT old), (SELECT count(*) FROM scanned WHERE NOT old)`
 
 const sqlCleanPublished = publishedRows + belowCeiling + publishedAmong + deletePublished + ` RETURNING *` + countRemoved
 
@@ -293,7 +293,7 @@ const MaxArchiveBytes = 16 << 20
 
 // published removes rows of outbox above an id.
 func (r *Store) Published(ctx context.Context, l *Proof, after int64) (Step, error) {
-	return r.publishedBy(ctx, l, r.SqlPublished, r.SqlArchived, after, math.MaxInt64)
+	return r.publishedBy(ctx, l, r.SQLPublished, r.SQLArchived, after, math.MaxInt64)
 }
 
 // publishedBy runs one of two statements, depending on whether there is an archive, over
@@ -333,7 +333,7 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 		if r.Cfg.Archive == nil || r.Callback == nil {
 			s, err = remove(r.DB)
 		} else {
-			s, err = r.removeApart(ctx, remove)
+			s, err = r.removeSeparately(ctx, remove)
 		}
 		if !errors.Is(err, cursor.ErrTooMuch) {
 			return s, wrapClean("outbox", err)
@@ -355,7 +355,7 @@ const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND
 // printed, and why that one cannot; nil if all can.
 func (r *Store) lastPrintable(ctx context.Context, after, end int64) (last int64, err error) {
 	last = after
-	err = pg.Query(ctx, r.DB, SqlCleanSettings, func(rows pgx.Rows) error {
+	err = pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { return nil })
 		return err
 	}, r.sqlPrint, after, end, r.unreadable, r.Cfg.BatchSize)
@@ -376,10 +376,10 @@ func cannotPrint(err error) bool {
 	return pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
 }
 
-// removeApart calls remove through callback. An archive that does not return keeps its
+// removeSeparately calls remove through callback. An archive that does not return keeps its
 // transaction, because a transaction belongs to one goroutine. Its connection is closed, so
 // PostgreSQL rolls back, and is no longer the pool's, so the host can close the pool.
-func (r *Store) removeApart(ctx context.Context, remove func(db beginner) (Step, error)) (s Step, err error) {
+func (r *Store) removeSeparately(ctx context.Context, remove func(db beginner) (Step, error)) (s Step, err error) {
 	conn, err := pg.Borrow(ctx, r.DB)
 	if err != nil {
 		return s, err
@@ -408,7 +408,7 @@ func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err
 	defer rows.Close()
 	var youngs int64
 	var last, young pgtype.Int8
-	head := append([]any{&s.looked, &last, &young, &youngs}, extra...)
+	head := append([]any{&s.scanned, &last, &young, &youngs}, extra...)
 	head = append(head, &s.Removed)
 	archive, bytes := false, 0
 	for rows.Next() {
@@ -434,8 +434,8 @@ func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err
 		}
 	}
 	s.Last, s.Young = last.Int64, young.Int64
-	s.full = s.looked == int64(r.Cfg.BatchSize) || archive && s.looked > 0 // maxArchiveBytes may have ended it
-	s.More = s.full && youngs < s.looked
+	s.full = s.scanned == int64(r.Cfg.BatchSize) || archive && s.scanned > 0 // maxArchiveBytes may have ended it
+	s.More = s.full && youngs < s.scanned
 	return s, events, rows.Err()
 }
 
@@ -444,59 +444,59 @@ const thinAfter = time.Hour
 
 // sqlCleanCursors removes history: all rows but the first of each relay and minute, and
 // the rows that are older than $3. The newest row of a relay stays, whatever its age; no
-// statement reads any other. Each walk begins at the start of the table, which is short
-// after the first walk.
+// statement reads any other. Each scan begins at the start of the table, which is short
+// after the first scan.
 const sqlCleanCursors = `
-WITH looked AS MATERIALIZED (
+WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, relay, created_at, created_at < now() - least($3::interval, $4::interval) AS old
       FROM {schema}.outbox_cursor WHERE id > $1 ORDER BY id LIMIT $2
 ), newest AS MATERIALIZED (
     SELECT n.relay, (SELECT id FROM {schema}.outbox_cursor
                       WHERE relay >= n.relay AND relay <= n.relay ORDER BY relay DESC, id DESC LIMIT 1) AS id
-      FROM (SELECT DISTINCT relay FROM looked) AS n
+      FROM (SELECT DISTINCT relay FROM scanned) AS n
 ), ripe AS MATERIALIZED (
     SELECT l.place
-      FROM (SELECT *, row_number() OVER (PARTITION BY relay, date_trunc('minute', created_at) ORDER BY id) AS n FROM looked) AS l
+      FROM (SELECT *, row_number() OVER (PARTITION BY relay, date_trunc('minute', created_at) ORDER BY id) AS n FROM scanned) AS l
       JOIN newest ON newest.relay = l.relay
      WHERE l.old AND l.id < newest.id AND (l.n > 1 OR l.created_at < now() - $3::interval)
 ), gone AS (
     DELETE FROM {schema}.outbox_cursor WHERE ctid = ANY (ARRAY(SELECT place FROM ripe)) RETURNING id
 )
-SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
+SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
 
 // Store removes rows of outbox_cursor above an id.
 func (r *Store) Cursors(ctx context.Context, l *Proof, after int64) (Step, error) {
-	s, err := r.step(ctx, l, r.SqlCursors, after, r.Cfg.BatchSize, r.Cfg.CursorsFor, thinAfter)
+	s, err := r.step(ctx, l, r.SQLCursors, after, r.Cfg.BatchSize, r.Cfg.CursorsFor, thinAfter)
 	return s, wrapClean("outbox_cursor", err)
 }
 
 // sqlCleanHandled removes rows of event_handled. A consumer that updates one has made it as
 // young as a new one, and one that is about to be removed it writes anew.
 const sqlCleanHandled = `
-WITH looked AS MATERIALIZED (
+WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, handled_at < now() - $3::interval AS old
       FROM {schema}.event_handled WHERE id > $1 ORDER BY id LIMIT $2
 ), gone AS (
-    DELETE FROM {schema}.event_handled WHERE ctid = ANY (ARRAY(SELECT place FROM looked WHERE old)) RETURNING id
+    DELETE FROM {schema}.event_handled WHERE ctid = ANY (ARRAY(SELECT place FROM scanned WHERE old)) RETURNING id
 )
-SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
+SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
 
 // handled removes rows of event_handled above an id. It needs no lease: only the age of
 // a row decides, whichever process removes it.
 func (r *Store) handled(ctx context.Context, after int64) (Step, error) {
-	s, err := r.step(ctx, nil, r.SqlHandled, after, r.Cfg.BatchSize, r.Cfg.HandledFor)
+	s, err := r.step(ctx, nil, r.SQLHandled, after, r.Cfg.BatchSize, r.Cfg.HandledFor)
 	return s, wrapClean("event_handled", err)
 }
 
 // sqlCleanAudited removes rows of outbox_audit. Nothing updates them.
 const sqlCleanAudited = `
-WITH looked AS MATERIALIZED (
+WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, created_at < now() - $3::interval AS old
       FROM {schema}.outbox_audit WHERE id > $1 ORDER BY id LIMIT $2
 ), gone AS (
-    DELETE FROM {schema}.outbox_audit WHERE ctid = ANY (ARRAY(SELECT place FROM looked WHERE old)) RETURNING id
+    DELETE FROM {schema}.outbox_audit WHERE ctid = ANY (ARRAY(SELECT place FROM scanned WHERE old)) RETURNING id
 )
-SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
+SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
 
 // audited removes rows of outbox_audit above an id. It needs no lease, as above.
 func (r *Store) Audited(ctx context.Context, after int64) (Step, error) {
@@ -505,17 +505,17 @@ func (r *Store) Audited(ctx context.Context, after int64) (Step, error) {
 }
 
 // sqlCleanDelivered removes rows of event_delivery that are handled or resolved. A row that an
-// operator requeues meanwhile stays, because its conditions are looked at once more.
+// operator requeues meanwhile stays, because its conditions are scanned at once more.
 const sqlCleanDelivered = `
-WITH looked AS MATERIALIZED (
+WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, greatest(processed_at, resolved_at) < now() - $3::interval AS ripe, created_at < now() - $3::interval AS old
       FROM {schema}.event_delivery WHERE id > $1 ORDER BY id LIMIT $2
 ), gone AS (
     DELETE FROM {schema}.event_delivery
-     WHERE ctid = ANY (ARRAY(SELECT place FROM looked WHERE ripe)) AND (status = 'DONE' OR status = 'DEAD' AND resolved_at IS NOT NULL)
+     WHERE ctid = ANY (ARRAY(SELECT place FROM scanned WHERE ripe)) AND (status = 'DONE' OR status = 'DEAD' AND resolved_at IS NOT NULL)
  RETURNING id
 )
-SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
+SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
 
 // delivered removes rows of event_delivery above an id. It needs no lease, as above.
 func (r *Store) delivered(ctx context.Context, after int64) (Step, error) {
@@ -569,7 +569,7 @@ SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM timed)`
 func (r *Store) Resolved(ctx context.Context, l *Proof) (s Step, err error) {
 	var timed int64
 	err = r.transact(ctx, r.DB, l, func(tx pgx.Tx) (int64, error) {
-		err := tx.QueryRow(ctx, r.SqlResolved, r.Cfg.BatchSize, r.Cfg.ResolvedFor).Scan(&s.Removed, &timed)
+		err := tx.QueryRow(ctx, r.SQLResolved, r.Cfg.BatchSize, r.Cfg.ResolvedFor).Scan(&s.Removed, &timed)
 		return s.Removed + timed, err
 	})
 	s.More = max(s.Removed, timed) == int64(r.Cfg.BatchSize)

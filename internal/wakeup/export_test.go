@@ -1,7 +1,7 @@
 package wakeup
 
 // Waiting returns how many have joined the next statement.
-func Waiting(g *Glances) int {
+func Waiting(g *Probes) int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.next == nil {

@@ -1,4 +1,4 @@
-// Package wakeup tells those who look for new events that there are some: in this process at once, and in others by
+// Package wakeup tells those who poll for new events that there are some: in this process at once, and in others by
 // notifications of PostgreSQL.
 package wakeup
 
@@ -16,7 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Hub is where those meet, in a process, who record events in a schema and who look for them. It is safe for
+// Hub is where those meet, in a process, who record events in a schema and who poll for them. It is safe for
 // concurrent use.
 type Hub struct {
 	db      func() *pgxpool.Pool // nil once nobody has the pool
@@ -61,7 +61,7 @@ func (h *Hub) Wake() {
 	}
 }
 
-// Member is a relay or a worker that looks for events.
+// Member is a relay or a worker that polls for events.
 type Member struct {
 	hub         *Hub
 	wake, heard chan<- struct{}
@@ -82,7 +82,7 @@ func (h *Hub) Join(wake, heard chan<- struct{}, log *slog.Logger) *Member {
 	return m
 }
 
-// Lead says whether the member is the one that looks for events, of all processes. Then it hears notifications, too.
+// Lead says whether the member is the one that polls for events, of all processes. Then it hears notifications, too.
 func (m *Member) Lead(leads bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Interval is how long a process waits after a notification before it sends another one on the same channel. Whoever gets one looks
-// often for longer than that, see [Rhythm].
+// Interval is how long a process waits after a notification before it sends another one on the same channel. Whoever gets one polls
+// often for longer than that, see [PollSchedule].
 const Interval = 250 * time.Millisecond
 
 const (
@@ -28,7 +28,7 @@ const (
 // sender sends the notifications of all hubs on a pool, while one of them has a user. It is safe for concurrent use.
 type sender struct {
 	db      func() *pgxpool.Pool // nil once nobody has the pool
-	more    chan struct{}        // holds a request to look at what is wanted
+	more    chan struct{}        // holds a request to poll at what is wanted
 	failing *outage.Log          // of the first user; only run
 
 	users perpool.Users

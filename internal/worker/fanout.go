@@ -21,7 +21,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -55,7 +54,7 @@ type fanOut struct {
 	pos     cursor.Position
 	known   bool           // pos is what was read or written last
 	unpaged cursor.Unpaged // of the open window
-	ids     idset.Set      // of the open window
+	ids     cursor.IDSet   // of the open window
 
 	sqlSubscription, sqlSubscribe, sqlRoutes, sqlSeed, sqlOpen, sqlNext, sqlLeaveGroup, sqlForget string
 }
@@ -205,7 +204,7 @@ func (f *fanOut) moveTo(pos cursor.Position) {
 		f.ids.RemoveThrough(pos.Last)
 		return
 	}
-	f.unpaged, f.ids = cursor.Unpaged{}, idset.Set{}
+	f.unpaged, f.ids = cursor.Unpaged{}, cursor.IDSet{}
 	if pos.Window != "" {
 		var err error
 		if f.unpaged, err = cursor.UnpagedOf(pos); err != nil {
@@ -281,7 +280,7 @@ func (tx *fanOutTx) release() {
 
 func (f *fanOut) drained() bool { return len(f.unpaged.Ranges) == 0 && f.ids.Len() == 0 }
 
-// sqlFanOut is SqlOpen without a lease, and without the events themselves. A window of few events
+// sqlFanOut is SQLOpen without a lease, and without the events themselves. A window of few events
 // is attempted when the transaction commits, so it need not be announced: its end becomes
 // the base of the next one. A group that is leaving goes as far as its cut, which is the position of
 // the relay that waits for it.

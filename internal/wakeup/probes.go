@@ -12,20 +12,20 @@ import (
 	"github.com/outboxgo/outbox/internal/perpool"
 )
 
-// Glances are those of all relays on a pool: short statements that say whether a look may find something. Relays that glance at
+// Probes are those of all relays on a pool: short statements that say whether a poll may find something. Relays that probe at
 // the same time share one. It is safe for concurrent use.
-type Glances struct {
+type Probes struct {
 	Ticks
 
 	db      func() *pgxpool.Pool // nil once nobody has the pool
 	running chan struct{}        // whose statement runs
 
 	mu   sync.Mutex
-	next *glance // that others may join; nil if there is none
+	next *probe // that others may join; nil if there is none
 }
 
-// glance is one statement.
-type glance struct {
+// probe is one statement.
+type probe struct {
 	sequences []string
 	done      chan struct{} // closed once the rest is known
 	snapshot  string
@@ -36,24 +36,24 @@ type glance struct {
 // errUnanswered means that who had to run a statement stopped, or panicked in a function of the host.
 var errUnanswered = errors.New("whoever asked for all has ended")
 
-var allGlances perpool.Registry[*Glances]
+var allProbes perpool.Registry[*Probes]
 
-// GlancesOf returns those of a pool.
-func GlancesOf(db *pgxpool.Pool) *Glances {
-	return allGlances.Get(db, "", func(db func() *pgxpool.Pool) *Glances {
-		return &Glances{db: db, running: make(chan struct{}, 1)}
+// ProbesOf returns those of a pool.
+func ProbesOf(db *pgxpool.Pool) *Probes {
+	return allProbes.Get(db, "", func(db func() *pgxpool.Pool) *Probes {
+		return &Probes{db: db, running: make(chan struct{}, 1)}
 	})
 }
 
-// sqlGlance costs a fifth of a look that finds nothing, and two microseconds for each sequence. It takes its snapshot
+// sqlProbe costs a fifth of a poll that finds nothing, and two microseconds for each sequence. It takes its snapshot
 // before it reads the sequences.
-const sqlGlance = `
+const sqlProbe = `
 SELECT pg_current_snapshot()::text,
        ARRAY(SELECT coalesce(pg_sequence_last_value(s.name::regclass), 0) FROM unnest($1::text[]) WITH ORDINALITY AS s(name, n) ORDER BY s.n)`
 
-// Glance returns the present snapshot, and then the last id that a sequence has drawn.
-func (g *Glances) Glance(ctx context.Context, sequence string) (snapshot string, drawn int64, err error) {
-	g.glanced()
+// Probe returns the present snapshot, and then the last id that a sequence has drawn.
+func (g *Probes) Probe(ctx context.Context, sequence string) (snapshot string, drawn int64, err error) {
+	g.probed()
 	mine, n, first := g.join(sequence)
 	if first {
 		g.run(ctx, mine)
@@ -64,24 +64,24 @@ func (g *Glances) Glance(ctx context.Context, sequence string) (snapshot string,
 		return "", 0, ctx.Err()
 	}
 	if mine.err != nil {
-		return "", 0, fmt.Errorf("glance: %w", mine.err)
+		return "", 0, fmt.Errorf("probe: %w", mine.err)
 	}
 	return mine.snapshot, mine.drawn[n], nil
 }
 
 // join returns the next statement, and which of its sequences is asked for. Who is the first to ask has to run it.
-func (g *Glances) join(sequence string) (next *glance, n int, first bool) {
+func (g *Probes) join(sequence string) (next *probe, n int, first bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if first = g.next == nil; first {
-		g.next = &glance{done: make(chan struct{}), err: errUnanswered}
+		g.next = &probe{done: make(chan struct{}), err: errUnanswered}
 	}
 	g.next.sequences = append(g.next.sequences, sequence)
 	return g.next, len(g.next.sequences) - 1, first
 }
 
 // run runs a statement when the one before has ended; others join it until then.
-func (g *Glances) run(ctx context.Context, mine *glance) {
+func (g *Probes) run(ctx context.Context, mine *probe) {
 	defer close(mine.done)
 	select {
 	case g.running <- struct{}{}:
@@ -95,10 +95,10 @@ func (g *Glances) run(ctx context.Context, mine *glance) {
 	if ctx.Err() != nil || db == nil {
 		return
 	}
-	mine.err = db.QueryRow(ctx, sqlGlance, mine.sequences).Scan(&mine.snapshot, &mine.drawn)
+	mine.err = db.QueryRow(ctx, sqlProbe, mine.sequences).Scan(&mine.snapshot, &mine.drawn)
 }
 
-// Ticks are the moments at which relays on a pool glance, which are the same for all of them. The more relays have glanced
+// Ticks are the moments at which relays on a pool probe, which are the same for all of them. The more relays have probed
 // lately, the fewer they are: together, relays take no more than a small part of a processor for it. The zero value is ready
 // to use, and safe for concurrent use.
 type Ticks struct {
@@ -110,16 +110,16 @@ type Ticks struct {
 }
 
 const (
-	glanceWait = time.Millisecond      // from tick to tick, at least
-	relayWait  = 50 * time.Microsecond // for each relay that glances
+	probeWait = time.Millisecond      // from tick to tick, at least
+	relayWait = 50 * time.Microsecond // for each relay that probes
 	// recordWithin is how long it may take to note what was done with events, when no other follow: at least, and for each relay.
-	// Until then a crash repeats them. The look that finds the next event notes it, too; if one comes within that time, a look is
+	// Until then a crash repeats them. The poll that finds the next event notes it, too; if one comes within that time, a poll is
 	// saved for each event.
 	recordWithin   = 100 * time.Millisecond
 	recordEachWait = time.Millisecond
 )
 
-// Join counts a relay that looks for events, until done is called.
+// Join counts a relay that polls for events, until done is called.
 func (t *Ticks) Join() (done func()) {
 	add := func(n int) {
 		t.mu.Lock()
@@ -130,8 +130,8 @@ func (t *Ticks) Join() (done func()) {
 	return sync.OnceFunc(func() { add(-1) })
 }
 
-// glanced counts a relay that glances.
-func (t *Ticks) glanced() {
+// probed counts a relay that probes.
+func (t *Ticks) probed() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.asked++
@@ -142,7 +142,7 @@ func (t *Ticks) wait(now time.Time) (next, every time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !now.Before(t.next) {
-		t.every = max(glanceWait, time.Duration(t.asked)*relayWait)
+		t.every = max(probeWait, time.Duration(t.asked)*relayWait)
 		t.next, t.asked = now.Add(t.every), 0
 	}
 	return t.next.Sub(now), t.every

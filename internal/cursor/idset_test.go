@@ -1,4 +1,4 @@
-package idset_test
+package cursor_test
 
 import (
 	"maps"
@@ -9,17 +9,17 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/idset"
+	"github.com/outboxgo/outbox/internal/cursor"
 )
 
 // A set does what a map does, whatever is added and removed, sparse and dense.
-func TestSetIsASet(t *testing.T) {
+func TestIDSetIsASet(t *testing.T) {
 	t.Parallel()
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	for _, span := range []int64{100, 70_000, 200_000, 1 << 40} {
-		var s idset.Set
+		var s cursor.IDSet
 		want := map[int64]bool{}
 		for range 40 {
 			for range rng.IntN(5000) {
@@ -47,7 +47,7 @@ func TestSetIsASet(t *testing.T) {
 // The last id of a word and of a chunk are removed with those below them.
 func TestRemoveThroughBounds(t *testing.T) {
 	t.Parallel()
-	var s idset.Set
+	var s cursor.IDSet
 	for id := range int64(1 << 17) {
 		s.Add(id)
 	}
@@ -64,7 +64,7 @@ func TestRemoveThroughBounds(t *testing.T) {
 // Ten million ids without a gap take no more than a bit each.
 func TestMemory(t *testing.T) {
 	// Not parallel: it measures the heap.
-	var s idset.Set
+	var s cursor.IDSet
 	before := heap()
 	for id := range int64(10_000_000) {
 		s.Add(id + 1)

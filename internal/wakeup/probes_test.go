@@ -36,8 +36,8 @@ func (c *counting) count() int {
 	return c.n
 }
 
-// Those who glance at the same time get what each of them has asked for, by a few statements.
-func TestGlancesAreShared(t *testing.T) {
+// Those who probe at the same time get what each of them has asked for, by a few statements.
+func TestProbesAreShared(t *testing.T) {
 	t.Parallel()
 	const relays = 100
 	own, schema := testenv.Schema(t)
@@ -53,32 +53,32 @@ func TestGlancesAreShared(t *testing.T) {
 			require.NoError(t, err)
 		}
 	}
-	glances := wakeup.GlancesOf(db)
-	require.Same(t, glances, wakeup.GlancesOf(db))
+	probes := wakeup.ProbesOf(db)
+	require.Same(t, probes, wakeup.ProbesOf(db))
 
 	busy, err := db.Acquire(ctx) // so that all of them wait for the first one
 	require.NoError(t, err)
 	var all sync.WaitGroup
 	for n := range relays {
 		all.Go(func() {
-			snapshot, drawn, err := glances.Glance(ctx, sequence(schema, n))
+			snapshot, drawn, err := probes.Probe(ctx, sequence(schema, n))
 			if err != nil || drawn != int64(n) || snapshot == "" {
 				t.Errorf("relay %d: snapshot %q, drawn %d, error %v", n, snapshot, drawn, err)
 			}
 		})
 	}
-	require.Eventually(t, func() bool { return wakeup.Waiting(glances) == relays-1 }, testenv.Patience, time.Millisecond)
+	require.Eventually(t, func() bool { return wakeup.Waiting(probes) == relays-1 }, testenv.Patience, time.Millisecond)
 	busy.Release()
 	all.Wait()
 	require.Equal(t, 2, statements.count())
 
-	_, _, err = glances.Glance(ctx, sequence(schema, relays))
-	require.ErrorContains(t, err, "glance: ")
+	_, _, err = probes.Probe(ctx, sequence(schema, relays))
+	require.ErrorContains(t, err, "probe: ")
 	ended, cancel := context.WithCancel(ctx)
 	cancel()
-	_, _, err = glances.Glance(ended, sequence(schema, 1))
+	_, _, err = probes.Probe(ended, sequence(schema, 1))
 	require.Error(t, err)
-	_, drawn, err := glances.Glance(ctx, sequence(schema, 1))
+	_, drawn, err := probes.Probe(ctx, sequence(schema, 1))
 	require.NoError(t, err)
 	require.EqualValues(t, 1, drawn)
 }

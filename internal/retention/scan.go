@@ -5,27 +5,27 @@ import (
 	"time"
 )
 
-// Walk removes rows of a table in the order of ids, by the primary key: there is no index
+// Scan removes rows of a table in the order of ids, by the primary key: there is no index
 // for retention alone. The time of a row is the start of its transaction, and its id was
 // drawn after that. So after a row that is too young, old rows come only from long
-// transactions and from clocks that were set. A walk ends at a batch of which every row
+// transactions and from clocks that were set. A scan ends at a batch of which every row
 // is too young.
 //
-// mark is where the next walk begins, so that each walk looks only at the rows that have
-// become old since the last walk. Rows below mark that had to stay, or that a transaction
-// commits there later, are found when a walk begins at the start of the table, which it
-// does once in LookAgain.
-type Walk struct {
+// mark is where the next scan begins, so that each scan looks only at the rows that have
+// become old since the last scan. Rows below mark that had to stay, or that a transaction
+// commits there later, are found when a scan begins at the start of the table, which it
+// does once in RescanAfter.
+type Scan struct {
 	Batch func(ctx context.Context, after int64) (Step, error)
 	Pause func(took time.Duration) bool // between two batches; false: stop
 
 	mark  int64
-	began time.Time // when a walk last began at the start of the table
+	began time.Time // when a scan last began at the start of the table
 }
 
 // Step is the result of a batch.
 type Step struct {
-	looked  int64 // number of rows that it looked at
+	scanned int64 // number of rows that it scanned at
 	Last    int64 // highest id among them
 	Young   int64 // lowest id of a row that is too young; 0: there was none
 	Removed int64
@@ -34,12 +34,12 @@ type Step struct {
 	Lagging string // relay that has not published rows that are old enough to go
 }
 
-// LookAgain is how long a row may stay that could not be removed when it became old.
-const LookAgain = 24 * time.Hour
+// RescanAfter is how long a row may stay that could not be removed when it became old.
+const RescanAfter = 24 * time.Hour
 
 // run returns how many rows it removed, also with an error.
-func (w *Walk) Run(ctx context.Context) (removed int64, err error) {
-	if w.began.IsZero() || time.Since(w.began) > LookAgain {
+func (w *Scan) Run(ctx context.Context) (removed int64, err error) {
+	if w.began.IsZero() || time.Since(w.began) > RescanAfter {
 		w.mark, w.began = 0, time.Now()
 	}
 	for at, young := w.mark, false; ; {

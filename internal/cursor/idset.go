@@ -1,6 +1,4 @@
-// Package idset holds sets of ids that lie close together: ten million of them without a
-// gap take 1.25 MB.
-package idset
+package cursor
 
 import (
 	"math/bits"
@@ -15,8 +13,9 @@ const (
 	maxSparse = chunkIDs / 16
 )
 
-// Set is a set of ids. The zero value is empty.
-type Set struct {
+// IDSet is a set of ids that lie close together: ten million of them without a gap take 1.25 MB. The zero value is
+// empty.
+type IDSet struct {
 	chunks []*chunk // by first, ascending
 	count  int
 }
@@ -30,10 +29,10 @@ type chunk struct {
 }
 
 // Len returns how many ids the set has.
-func (s *Set) Len() int { return s.count }
+func (s *IDSet) Len() int { return s.count }
 
 // Add adds an id. It is fastest where ids come almost in their order.
-func (s *Set) Add(id int64) {
+func (s *IDSet) Add(id int64) {
 	c := s.chunk(id >> chunkBits)
 	if c.add(uint16(id & (chunkIDs - 1))) {
 		s.count++
@@ -41,7 +40,7 @@ func (s *Set) Add(id int64) {
 }
 
 // chunk returns the chunk that begins at first, which may be new.
-func (s *Set) chunk(first int64) *chunk {
+func (s *IDSet) chunk(first int64) *chunk {
 	if n := len(s.chunks); n > 0 && s.chunks[n-1].first == first {
 		return s.chunks[n-1]
 	}
@@ -97,7 +96,7 @@ func (c *chunk) makeDense() {
 }
 
 // First returns the n lowest ids in their order, or all if there are fewer.
-func (s *Set) First(n int) []int64 {
+func (s *IDSet) First(n int) []int64 {
 	ids := make([]int64, 0, min(n, s.count))
 	for _, c := range s.chunks {
 		if len(ids) >= n {
@@ -129,7 +128,7 @@ func (c *chunk) appendFirst(ids []int64, n int) []int64 {
 }
 
 // RemoveThrough removes all ids up to last, and frees what they took.
-func (s *Set) RemoveThrough(last int64) {
+func (s *IDSet) RemoveThrough(last int64) {
 	gone := 0
 	for _, c := range s.chunks {
 		if c.first > last>>chunkBits {

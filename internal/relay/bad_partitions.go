@@ -1,0 +1,168 @@
+package relay
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+)
+
+// badPartition is a topic or a partition that accepts nothing.
+type badPartition struct {
+	cursor.BadPartition
+	since     time.Time // of the first failure
+	elsewhere bool      // another partition has accepted an event; until then it may be an outage of Kafka
+}
+
+// BadPartitions remembers which topics and partitions accept nothing. Events for such a partition are not tried, so
+// they delay no other events. It is safe for concurrent use.
+//
+// A partition or a whole topic is named as [kafka.Partition.Name] does: topic, or topic/number.
+type BadPartitions struct {
+	log     *outage.Logs
+	failing atomic.Bool // there is a bad partition; saves the lock where there is none
+
+	mu       sync.Mutex
+	bad      map[string]*badPartition
+	accepted map[string]time.Time // when a partition that was bad was last good
+	claimed  map[string]bool      // partitions whose waiting events a retrier sends
+}
+
+// NewBadPartitions returns an empty registry. It reports to log each partition that becomes bad or good.
+func NewBadPartitions(log *outage.Logs) *BadPartitions {
+	return &BadPartitions{log: log, bad: map[string]*badPartition{}, accepted: map[string]time.Time{}, claimed: map[string]bool{}}
+}
+
+// Failing reports whether there is a bad partition, or one whose recovery is not logged yet. While there is none, a
+// success need not be reported.
+func (r *BadPartitions) Failing() bool { return r.failing.Load() || r.log.Failing() }
+
+// Load adds partitions for which events have waited since before the registry was made. It skips those that have
+// accepted an event since.
+func (r *BadPartitions) Load(loaded []cursor.BadPartition) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, b := range loaded {
+		if b.Name == "" { // nothing in particular
+			continue
+		}
+		if _, good := r.accepted[b.Name]; !good && r.bad[b.Name] == nil {
+			r.bad[b.Name] = &badPartition{BadPartition: b, since: time.Now()}
+		}
+	}
+	r.failing.Store(len(r.bad) > 0)
+}
+
+// Fail makes a partition bad. It ignores a try that began before the partition was last good, because several clients
+// need not notice the end of an outage at the same time.
+func (r *BadPartitions) Fail(at kafka.Partition, began time.Time, class string, err error) {
+	r.log.Report(at.String(), began, err)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	name := at.Name()
+	switch b := r.bad[name]; {
+	case began.Before(r.accepted[name]):
+	case b != nil:
+		b.Class, b.Err = class, err
+	default:
+		r.bad[name] = &badPartition{BadPartition: cursor.BadPartition{Name: name, Class: class, Err: err}, since: time.Now()}
+		r.failing.Store(true)
+	}
+}
+
+// Accept records that a partition has accepted an event, in a try that began at a time. The partition and its topic are
+// good now, and the failures of all other partitions are no outage of Kafka. Accept reports whether a bad partition has
+// become good.
+func (r *BadPartitions) Accept(at kafka.Partition, began time.Time) (recovered bool) {
+	topic := at.WholeTopic()
+	r.log.Report(topic.String(), began, nil)
+	r.log.Report(at.String(), began, nil)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, name := range []string{topic.Name(), at.Name()} {
+		if r.bad[name] != nil {
+			r.makeGood(name)
+			recovered = true
+		}
+	}
+	for _, b := range r.bad {
+		b.elsewhere = true
+	}
+	return recovered
+}
+
+// makeGood removes a bad partition. The caller holds mu.
+func (r *BadPartitions) makeGood(name string) {
+	delete(r.bad, name)
+	r.accepted[name] = time.Now()
+	r.failing.Store(len(r.bad) > 0)
+}
+
+// Forget makes a partition good for which no event waits: no retry could show that it has recovered. The next event for
+// it is tried.
+func (r *BadPartitions) Forget(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.bad[name] != nil {
+		r.makeGood(name)
+	}
+}
+
+// Find returns the entry of a partition or of its topic.
+func (r *BadPartitions) Find(at kafka.Partition) (badPartition, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	b := r.bad[at.Topic]
+	if b == nil && at.Number != kafka.Unassigned {
+		b = r.bad[at.Name()]
+	}
+	if b == nil {
+		return badPartition{}, false
+	}
+	return *b, true
+}
+
+// All returns the bad partitions and topics, sorted by name.
+func (r *BadPartitions) All() (all []badPartition) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, name := range slices.Sorted(maps.Keys(r.bad)) {
+		all = append(all, *r.bad[name])
+	}
+	return all
+}
+
+// Topics returns the topics with bad partitions.
+func (r *BadPartitions) Topics() (topics []string) {
+	for _, b := range r.All() {
+		if topic, _, partition := strings.Cut(b.Name, "/"); partition && !slices.Contains(topics, topic) {
+			topics = append(topics, topic)
+		}
+	}
+	return topics
+}
+
+// Claim reports whether the caller may send the events that wait for a partition, until [BadPartitions.Release]. Probes
+// may claim bad partitions only, and other retries good ones only.
+func (r *BadPartitions) Claim(name string, probe bool) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if bad := r.bad[name] != nil; r.claimed[name] || bad != probe {
+		return false
+	}
+	r.claimed[name] = true
+	return true
+}
+
+// Release ends a claim.
+func (r *BadPartitions) Release(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.claimed, name)
+}
