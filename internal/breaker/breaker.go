@@ -1,4 +1,9 @@
-// Package breaker is a part of the relay.
+// Package breaker stops calls for a while when most of them fail. A relay has a breaker for its sends to Kafka, and
+// each action of a handler has one.
+//
+// A breaker is closed, open or half-open. Half of a full window of outcomes must be known before it opens. It stays
+// open for a time, then a few trial calls decide: one failure opens it again, and when all of them succeed it
+// closes. Time alone makes it half-open, when a method is called.
 package breaker
 
 import (
@@ -11,7 +16,7 @@ import (
 	"github.com/sony/gobreaker/v2"
 )
 
-// Rules say when a breaker opens and closes: see BreakerConfig of the package outbox.
+// Rules say when a breaker opens and closes. BreakerConfig of the package outbox describes them.
 type Rules struct {
 	Window      int
 	FailureRate float64
@@ -153,16 +158,15 @@ func (b *Breaker) unlock() {
 	b.mu.Unlock()
 }
 
-// state returns the present state. An open breaker becomes half-open by time alone.
+// State returns the present state. An open breaker becomes half-open by time alone.
 func (b *Breaker) State() State {
 	b.mu.Lock()
 	defer b.unlock()
 	return stateOf(b.machine.State())
 }
 
-// wait returns how long an open breaker stays open, and 0 in any other state. If a
-// half-open breaker allows nothing, other goroutines use the trial calls, and it is not
-// known for how long.
+// Wait returns how long an open breaker stays open, and 0 in any other state. If a half-open breaker allows no call,
+// other goroutines use the trial calls; when they end is not known.
 func (b *Breaker) Wait() time.Duration {
 	b.mu.Lock()
 	defer b.unlock()
@@ -172,9 +176,8 @@ func (b *Breaker) Wait() time.Duration {
 	return time.Until(b.trialsAt)
 }
 
-// allow asks for permission for n calls. It grants all of them when closed, the trial
-// calls that are left when half-open, none when open. Each call that was granted needs an
-// outcome; release the permit when all outcomes are reported.
+// Allow asks for permission for n calls. A closed breaker grants all of them, a half-open one the trial calls that
+// are left, an open one none. Each granted call needs an outcome; release the permit when all outcomes are reported.
 // A nil breaker grants everything and learns nothing.
 func (b *Breaker) Allow(n int) *Permit {
 	if b == nil {
@@ -216,13 +219,13 @@ type Permit struct {
 	Unreported atomic.Int64 // calls without an outcome; negative after too many
 }
 
-// holds reports whether the breaker is still in the state in which it gave p. If not,
-// calls that have not begun should not begin.
+// Holds reports whether the breaker has not changed since it gave p. If it has, calls that have not begun should not
+// begin.
 func (p *Permit) Holds() bool {
 	return p.Breaker == nil || p.Breaker.generation.Load() == p.Generation
 }
 
-// Outcome is how a call ended, as far as the breaker is concerned.
+// Outcome is how a call ended, for the breaker.
 type Outcome int
 
 const (
@@ -231,8 +234,8 @@ const (
 	Cancelled                // does not count, and gives the permission back
 )
 
-// report takes the outcome of one call. It does not count if the breaker has
-// changed since p was given, or if all calls have an outcome already.
+// Report takes the outcome of one call. The outcome does not count if the breaker has changed since it gave p, or if
+// all calls have an outcome already.
 func (p *Permit) Report(o Outcome) {
 	b := p.Breaker
 	switch {
@@ -256,7 +259,7 @@ func (p *Permit) Report(o Outcome) {
 	p.Done(err)
 }
 
-// release gives back the calls that have no outcome. It may be called again.
+// Release gives back the calls that have no outcome. It may be called again.
 func (p *Permit) Release() {
 	for p.Breaker != nil && p.Unreported.Load() > 0 {
 		p.Report(Cancelled)

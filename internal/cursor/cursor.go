@@ -1,4 +1,16 @@
-// Package cursor is a part of the relay.
+// Package cursor stores how far a relay has come, in outbox_cursor, and the events that failed, in outbox_failed.
+//
+// A position is a snapshot of PostgreSQL: every event that is visible in it has been attempted. The next window has
+// the events that are visible now and were not visible then, whatever their ids are. Ids are drawn at INSERT and
+// seen at COMMIT, so "id > last" would skip the rows of a slow transaction, and waiting for the oldest transaction
+// would stall behind any open one.
+//
+// - The row needs no fsync. If PostgreSQL forgets rows in a crash or a failover, their events are sent again. A move of unknown outcome is repeated: if the first try did commit, the newest row is another one than expected ([ErrStale]), and the relay loads it.
+// - Each statement proves the lease and the row that the session knows, by its id, its epoch and the start of the server.
+// - No statement takes longer because more events wait. [Store.Open] holds the lock of the lease, so it reads at most a batch and 1 MiB. A larger window is read afterwards: its ids in pages into an [IDSet], then its events by ranges of ids, at most 16 MiB at once. Rows whose size lies are stopped at twice that.
+// - A row that PostgreSQL cannot print fails its statement after the rows in front of it have come. It is then read alone, without its payload.
+// - The shape of the queries keeps a poll at a few dozen buffers over a million published rows, with and without statistics. Connections keep plans that were made over empty tables, so settings of the planner go in front of every statement, in the same round trip.
+// - Snapshots of another cluster mean nothing, so a row carries the system identifier. [Store.Rebase] moves all cursors of a schema to this cluster.
 package cursor
 
 import (
@@ -45,8 +57,8 @@ import (
 // a window locks the row of the lease, so it reads few events; larger windows are read
 // afterwards, see cursor_window.go.
 
-// ErrStale means that the newest row of outbox_cursor is not the one that the relay knows:
-// that row vanished in a crash, or another process moved the cursor. Load it again.
+// ErrStale means that the newest row is not the one that the session knows: it vanished in a crash, or another
+// process moved the cursor. Load it again.
 var ErrStale = errors.New("cursor has changed")
 
 // Position is a row of outbox_cursor: how far a relay has come.
@@ -70,7 +82,7 @@ type Store struct {
 
 	InOrder func([]envelope.Event) // puts events that were read together in the order of ids
 
-	LastPoll struct{ Snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
+	LastPoll struct{ Snapshot, own string } // of the last Open: its snapshot, and its transaction if it wrote
 	unseen   unseenIDs
 	Probes   *wakeup.Probes
 	sequence string // of ids
@@ -79,6 +91,7 @@ type Store struct {
 	SQLSequence, SQLRebase, SQLRebaseProof                                             string
 }
 
+// NewStore returns the store of a relay in a schema. It does no I/O.
 func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 	return &Store{
 		db: db, schema: schema, Relay: relay, InOrder: SortByID,
@@ -130,10 +143,9 @@ func (c *Store) query(ctx context.Context, read func(pgx.Rows) error, sql string
 	return pg.Query(ctx, c.db, SQLSettings, read, sql, args...)
 }
 
-// load returns the newest position, or ErrOtherCluster: then [cursors.rebase] it. A
-// relay without a position starts before the first event. The lease must have been taken
-// in an earlier statement: a statement that waits for a lock goes on reading what was
-// committed before it began to wait. The error may be [ErrSequenceBehind].
+// Load returns the newest position, or ErrOtherCluster: then call [Store.Rebase]. A relay without a position starts
+// before the first event. The lease must have been taken in an earlier statement: a statement that waits for a lock
+// reads what was committed before it began to wait. The error may be [ErrSequenceBehind].
 func (c *Store) Load(ctx context.Context, l *lease.Lease) (Position, error) {
 	p, err := c.Newest(ctx, c.db)
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -157,8 +169,8 @@ func (c *Store) seed(ctx context.Context, l *lease.Lease) (p Position, err error
 	return c.Newest(ctx, c.db)
 }
 
-// newest returns pgx.ErrNoRows when the relay has no position yet, and ErrOtherCluster
-// when its position is one in another cluster.
+// Newest returns pgx.ErrNoRows when the relay has no position yet, and ErrOtherCluster when its position is one in
+// another cluster.
 func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err error) {
 	var id, last, highest, written, epoch pgtype.Int8
 	var base pgtype.Text
@@ -241,12 +253,11 @@ SELECT newest.id, moved.id, moved.xid, pg_current_snapshot()::text, found.n, ` +
        SELECT o.* FROM (SELECT id, xid FROM ids WHERE found.n < $7 AND (SELECT enough FROM few) ORDER BY id) AS i
         CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = i.xid AND id = i.id OFFSET 0) AS o) AS e ON true`
 
-// open returns the position in the window that follows p, and its events if they are at
-// most limit and maxOpenBytes. Otherwise large is true, and page returns their ids. With a
-// limit of 0 it reads no event. The window of p must be drained. Without new events the
-// position has no window, and equals p if p had none. The error is ErrTooMuch if the events
-// are much larger than their rows say. Then the window may be announced or not, as after
-// any error; if it is, the next statement returns ErrStale.
+// Open returns the position in the window that follows p, and its events if they are at most limit and maxOpenBytes.
+// Otherwise large is true, and Page returns their ids. With a limit of 0 it reads no event. The window of p must be
+// drained. Without new events the position has no window, and equals p if p had none. The error is ErrTooMuch if the
+// events are much larger than their rows say. Then the window may be announced or not, as after any error; if it is,
+// the next statement returns ErrStale.
 func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int) (next Position, events []envelope.Event, large bool, err error) {
 	next = p
 	next.Window = ""
@@ -287,19 +298,20 @@ func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int)
 	return next, events, len(events) < found, nil
 }
 
-// unseenIDs says which transactions may have events that no look has found, as far as looks and probes have told.
+// unseenIDs tells which ids may belong to events that no poll has found, as far as polls and probes have shown. Ids
+// are drawn from the sequence before their rows can be seen.
 type unseenIDs struct {
 	last int64  // id
-	by   string // xmax of a snapshot when the last id had been drawn: only transactions that had begun can have it, or those before it
+	by   string // xmax of a snapshot after the last id was drawn: only transactions below it can have drawn it
 
-	known int64          // no transaction that runs has an id up to this one
-	found map[int64]bool // ids above that looks have found
+	known int64          // no open transaction has drawn an id up to this one
+	found map[int64]bool // higher ids that polls have found
 }
 
-// maxFoundIDs bounds the ids that are remembered. Where more come, looks find something all the time.
+// maxFoundIDs bounds the ids that are remembered. Where more come, polls find something all the time.
 const maxFoundIDs = 64
 
-// find notes the events of a look.
+// find records the events of a poll.
 func (d *unseenIDs) find(events []envelope.Event) {
 	if len(d.found)+len(events) > maxFoundIDs {
 		d.found = nil
@@ -319,7 +331,7 @@ func (d *unseenIDs) find(events []envelope.Event) {
 	}
 }
 
-// draw notes a probe: its snapshot, and the last id of the sequence after that.
+// draw records a probe: its snapshot, and the last id of the sequence after it.
 func (d *unseenIDs) draw(snapshot string, last int64) {
 	switch {
 	case last < d.last: // another server, or a sequence that was set back
@@ -331,7 +343,7 @@ func (d *unseenIDs) draw(snapshot string, last int64) {
 	}
 }
 
-// ended notes that all transactions below an id had ended when a look was taken.
+// ended records that all transactions below an id had ended when a poll was made.
 func (d *unseenIDs) ended(below string) {
 	least, err := strconv.ParseUint(below, 10, 64)
 	by, berr := strconv.ParseUint(d.by, 10, 64)
@@ -340,8 +352,8 @@ func (d *unseenIDs) ended(below string) {
 	}
 }
 
-// probe reports whether open may find something that it did not find the last time: whether a transaction has ended since that
-// may have drawn an id.
+// Probe reports whether Open may find something that it did not find the last time: whether a transaction has ended
+// since then that may have drawn an unseen id.
 func (c *Store) Probe(ctx context.Context) (bool, error) {
 	now, last, err := c.Probes.Probe(ctx, c.sequence)
 	if err != nil {
@@ -365,9 +377,8 @@ SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::b
  WHERE newest.id = $4 AND newest.epoch = $11 AND pg_postmaster_start_time() = $10
 RETURNING id`
 
-// move records that the events of the open window up to p.last have been attempted, and
-// those of them that failed, in one statement. It returns the id of the new row, or
-// ErrStale if the cursor has changed or the lease is lost.
+// Move records that the events of the open window up to p.Last have been attempted, and which of them failed, in one
+// statement. It returns the id of the new row, or ErrStale if the cursor has changed or the lease is lost.
 func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures []Failure) (int64, error) {
 	sql := c.SQLMove
 	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, p.Base, p.Window, p.Last, p.Highest, p.SystemID, p.Server, p.Epoch}

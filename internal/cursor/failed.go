@@ -108,6 +108,7 @@ type Failed struct {
 	SQLKeys, sqlFreed, SQLPromote, sqlAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave string
 }
 
+// NewFailed returns the store of the failed events of a relay. It does no I/O.
 func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 	return &Failed{
 		db: db, relay: relay, hold: hold,
@@ -132,9 +133,9 @@ func (f *Failed) query(ctx context.Context, read func(pgx.Rows) error, sql strin
 	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
 }
 
-// changeSettings bound how long a change waits for rows that somebody else has locked, an operator
-// whose transaction stays open for example. It proves the lease by a lock on its row, so
-// meanwhile the lease cannot be renewed.
+// changeSettings bound how long a change waits for rows that another session has locked, an operator's open
+// transaction for example. The change proves the lease by a lock on its row, so meanwhile the lease cannot be
+// renewed.
 const changeSettings = pg.PlannerSettings + `, set_config('lock_timeout', '500ms', true)`
 
 // change runs a statement that changes rows.
@@ -142,10 +143,9 @@ func (f *Failed) change(ctx context.Context, read func(pgx.Rows) error, sql stri
 	return pg.Query(ctx, f.db, changeSettings, read, sql, args...)
 }
 
-// sqlFailedKeys counts the rows that hold back their keys, and looks for the keys of
-// sqlFailedPromote: their rows that are not dead, and their heads. It reads a page of rows
-// by an index, so a key may begin on a page and end on a later one. Two rows have the same
-// outbox_id if ids were given out twice.
+// sqlFailedKeys counts the rows that block their keys, and reads what sqlFailedPromote needs: the first row of each
+// key that is not dead, and its heads. It reads a page of rows by an index, so a key may begin on a page and end on
+// a later one. Two rows have the same outbox_id if ids were given out twice.
 const sqlFailedKeys = `
 WITH page AS MATERIALIZED (
     SELECT parking_key, outbox_id, id, status, held FROM {schema}.outbox_failed
@@ -160,7 +160,7 @@ SELECT parking_key, count(*) FILTER (WHERE status <> 'dead' OR held), bool_or(st
        coalesce((SELECT outbox_id FROM page OFFSET $5::bigint - 1), 0), coalesce((SELECT id FROM page OFFSET $5::bigint - 1), 0)
   FROM page GROUP BY parking_key ORDER BY parking_key`
 
-// KeyRows is how many rows of a page hold back a key.
+// KeyRows is how many rows of a page block a key.
 type KeyRows struct {
 	Key  string
 	Rows int
@@ -189,8 +189,8 @@ func (k *failedKey) join(next failedKey) {
 	k.EndID, k.EndRow = next.EndID, next.EndRow
 }
 
-// wrong reports whether a key that no dead event holds has no head, several heads, or a
-// head that is not the first row.
+// wrong reports whether a key that no dead event holds has no head, several heads, or a head that is not its first
+// row.
 func (k *failedKey) wrong() bool {
 	return k.Rows > 0 && !k.HeldDead && (k.Heads != 1 || k.Head != k.First)
 }
@@ -201,8 +201,8 @@ const (
 	minKeyRows = 100
 )
 
-// keys returns a function that returns the keys of the next rows, and none behind the last.
-// It writes nothing. Keys with a wrong head are added to wrong, unless that is nil.
+// Keys returns a function that returns the next page of keys, and none after the last page. It writes nothing. Keys
+// with a wrong head are added to wrong, unless wrong is nil.
 func (f *Failed) Keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]KeyRows, error) {
 	last, limit, more := failedKey{}, MaxKeyRows, true
 	return func(string) (keys []KeyRows, err error) {
@@ -237,7 +237,7 @@ func (f *Failed) Keys(statement lease.StatementContext, wrong *[]string) func(af
 	}
 }
 
-// keysPage reads the rows behind a page.
+// keysPage reads the page after a key.
 func (f *Failed) keysPage(statement lease.StatementContext, after failedKey, limit int) (page []failedKey, err error) {
 	ctx, cancel := statement()
 	defer cancel()
@@ -248,15 +248,15 @@ func (f *Failed) keysPage(statement lease.StatementContext, after failedKey, lim
 	return page, err
 }
 
-// sqlFailedFreed finds keys of rows that operators, or somebody in SQL, have resolved for not longer than $2.
+// sqlFailedFreed finds keys of rows that operators have resolved within the last $2, through this package or in SQL.
 const sqlFailedFreed = `
 SELECT DISTINCT parking_key FROM {schema}.outbox_failed
  WHERE relay = $1::text AND status = 'resolved' AND (resolution IS DISTINCT FROM 'sent' OR resolved_by IS NOT NULL)
    AND (resolved_at > now() - $2::interval OR resolved_at IS NULL) AND parking_key > $3
  ORDER BY parking_key LIMIT $4`
 
-// freed returns a function that returns the next keys of which operators have resolved rows, for not longer than a
-// time, and none behind the last.
+// Freed returns a function that returns the next page of keys of which operators have resolved rows within a time,
+// and none after the last page.
 func (f *Failed) Freed(statement lease.StatementContext, since time.Duration) func() ([]KeyRows, error) {
 	last := ""
 	return func() (keys []KeyRows, err error) {

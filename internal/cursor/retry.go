@@ -28,8 +28,7 @@ type FailedRow struct {
 // failedHead are the columns by which an event to retry is found, in the order of find.
 const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.held, e.size`
 
-// sqlFailedBadPartitions returns the places that heads wait for, and the error of one head each.
-// It looks up one place after the other, so its cost does not grow with the rows.
+// sqlFailedBadPartitions returns the topics and partitions that heads wait for, and the error of one head of each.
 const sqlFailedBadPartitions = `
 WITH RECURSIVE names AS (
    (SELECT place FROM {schema}.outbox_failed
@@ -56,7 +55,7 @@ SELECT ` + failedHead + `
    AND e.next_retry_at <= CASE WHEN $3::bool THEN 'infinity' ELSE now() END
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int`
 
-// sqlFailedFirst finds the head that has waited longest for each of some places.
+// sqlFailedFirst finds, for each of some topics and partitions, the head that has waited longest.
 const sqlFailedFirst = `
 SELECT ` + failedHead + `
   FROM unnest($2::text[]) AS bad (place)

@@ -50,18 +50,18 @@ const sqlProof = `
 // proofArgs are the parameters of sqlProof.
 func (c *Store) proofArgs(p Position) []any { return []any{p.CursorID, c.Relay, p.Epoch, p.Server} }
 
-// Unpaged is what no page of a window has read yet: ranges of transaction ids, ascending,
-// and up to where the first of them has been read.
+// Unpaged is the part of a window that no page has read yet: ascending ranges of transaction ids, and the last id
+// that was read in the first of them.
 type Unpaged struct {
 	Ranges []XidRange
 	ID     int64 // of outbox, in the first transaction of the first range
 }
 
+// XidRange is a range of transaction ids, including both ends.
 type XidRange struct{ First, Last uint64 }
 
-// UnpagedOf returns a whole window: each transaction that was in progress in the base, and
-// all later ones. What lies between those in progress was attempted; there may be very
-// much of it.
+// UnpagedOf returns a whole window: each transaction that was in progress in the base, and all later ones. The
+// transactions between those in progress were attempted; there may be very many.
 func UnpagedOf(p Position) (u Unpaged, err error) {
 	var xids []uint64
 	for _, text := range append(tables.SnapshotInProgress(p.Base), tables.SnapshotMax(p.Base), tables.SnapshotMax(p.Window)) {
@@ -81,7 +81,7 @@ func UnpagedOf(p Position) (u Unpaged, err error) {
 	return u, nil
 }
 
-// args are ranges as two arrays.
+// args returns the ranges as two arrays.
 func (u Unpaged) args() (first, last []string) {
 	for _, r := range u.Ranges {
 		first, last = append(first, strconv.FormatUint(r.First, 10)), append(last, strconv.FormatUint(r.Last, 10))
@@ -89,7 +89,7 @@ func (u Unpaged) args() (first, last []string) {
 	return first, last
 }
 
-// after returns what is left when a page has ended at a row.
+// After returns the part that is left when a page has ended at a row.
 func (u Unpaged) After(xid uint64, id int64) (Unpaged, error) {
 	ranges := u.Ranges
 	for len(ranges) > 0 && ranges[0].Last < xid {
@@ -122,8 +122,8 @@ SELECT (SELECT array_agg(id) FROM page WHERE id > $9 AND pg_visible_in_snapshot(
        (SELECT xid::text FROM page OFFSET $8::bigint - 1), (SELECT id FROM page OFFSET $8::bigint - 1)
   FROM proof`
 
-// page returns ids of the open window's events above p.last, in no order, and what is
-// left to be read. It looks at limit rows.
+// Page returns ids of the open window's events above p.Last, in no order, and the part that is left. It reads limit
+// rows of the index.
 func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids []int64, rest Unpaged, err error) {
 	first, last := u.args()
 	var endXid pgtype.Text
@@ -170,10 +170,9 @@ SELECT rest.first, ` + eventColumns + `
         CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox
                              WHERE id BETWEEN r.first AND least(r.last, rest.first - 1) ORDER BY id OFFSET 0) AS o) AS e ON true`
 
-// fetch reads events of the open window by their ids, which ascend, and returns them in
-// their order, and the id through which it has read. It reads fewer than all if they are
-// large. Rows that have been deleted are missing. With an error it returns the events that
-// came before it; the error is ErrTooMuch if it stopped by itself.
+// Fetch reads events of the open window by their ids, which ascend. It returns them in their order, and the id
+// through which it has read, which is not the last id if the events are large. Rows that have been deleted are
+// missing. With an error it returns the events that came before it; the error is ErrTooMuch if it stopped by itself.
 func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []envelope.Event, through int64, err error) {
 	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
 	defer cancel()

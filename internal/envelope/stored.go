@@ -1,4 +1,5 @@
-// Package envelope has events as they are stored, and makes CloudEvents of them.
+// Package envelope has events as outbox stores them, and makes CloudEvents 1.0 of them: in binary mode with the
+// attributes as headers, in structured mode as one JSON object. It knows neither PostgreSQL nor a Kafka client.
 package envelope
 
 import (
@@ -50,8 +51,8 @@ func (e *UnreadableError) Error() string {
 
 func (e *UnreadableError) Unwrap() error { return e.Err }
 
-// destination returns the topic. A row that was not written by a [Recorder] may have a
-// type from which no topic can be derived.
+// Destination returns the topic. A row that was not written by a Recorder may have a type from which no topic can be
+// derived.
 func (e *Event) Destination() (string, error) {
 	if e.Topic != nil {
 		return string(e.Topic), nil

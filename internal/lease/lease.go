@@ -1,4 +1,25 @@
-// Package lease is a part of the relay.
+// Package lease decides which process of a relay, or of a group, works: the one that has the row of outbox_lease.
+//
+// Holder and epoch prove a lease. Each statement that moves a cursor locks the row with this holder and epoch FOR
+// SHARE, which waits for a takeover's UPDATE; so a relay that has lost its lease cannot move the cursor. A new epoch
+// is above every epoch in outbox_cursor, even after an operator has emptied the table. The cursor is read in a later
+// statement than the one that took the lease, because a statement that waits for a lock reads what was committed
+// before it began.
+//
+// The holder checks its lease by its own monotonic clock, counted from before the statement that renewed it, and
+// before each send. A process that was stopped for long finds out before it sends. The lease is renewed after a
+// third of its duration, only while the holder makes progress. DeliveryTimeout < SendTimeout < Lease, so a send ends
+// before the lease does. A clean stop releases the lease, and a standby takes over at once.
+//
+// If the process is gone, a standby takes over within about a second: the holder also has a session advisory lock,
+// which PostgreSQL frees, and outbox_lease.locked_epoch says that it has the lock. A standby that gets the lock
+// waits [RecheckFor], and takes the lease if the row has not changed. A free lock alone proves nothing. A holder
+// whose connection breaks makes its next renewal withdraw the claim, and sends nothing until that has succeeded.
+// Until the lease of the predecessor would have expired ([Lease.Exclusive]) nothing is retried, nothing dies and no
+// decision of an operator frees a key, so whatever the predecessor may still send arrives in order.
+//
+// What a process that was stopped past its lease can still send is the batch in flight. The cursor stands before
+// that batch, and the successor sends the same events first, so first arrivals keep their order.
 package lease
 
 import (
@@ -30,24 +51,24 @@ var (
 	ErrLeaseLost = errors.New("lease is lost")
 )
 
-// Lease is the right to relay. Holder and epoch prove it.
+// Lease is the right to work. Holder and Epoch prove it.
 //
-// A session advisory lock, which PostgreSQL frees when this process is gone, makes a takeover quick. The lock proves nothing by
-// itself: PostgreSQL frees it also when only the connection is gone. So outbox_lease says that the lock goes with the lease,
-// and the holder sends nothing while it says so and the lock is lost.
+// A session advisory lock, which PostgreSQL frees when this process is gone, makes a takeover quick. PostgreSQL also
+// frees the lock when only the connection is gone. So outbox_lease says that the lock goes with the lease, and the
+// holder sends nothing while outbox_lease says so and the lock is lost.
 type Lease struct {
 	Holder string
 	Epoch  int64
-	// exclusiveAt is when no process can send any more that had the lease before, by the monotonic clock of this process. If one was
+	// ExclusiveAt is when no process can send any more that had the lease before, by the monotonic clock of this process. If one was
 	// taken for gone, its lease may not have expired yet. Until then, this one sends and parks only: what it gave up, or what
 	// an operator decided about, could still be sent by the other one, behind later events of its key.
 	ExclusiveAt time.Time
-	// until is when the lease expires by the monotonic clock of this process. It
+	// Until is when the lease expires by the monotonic clock of this process. It
 	// counts from before the statement that took or renewed the lease, so by the clock
 	// of the database the lease expires later. Written by the goroutine that renews,
 	// read by the one that sends.
 	Until atomic.Pointer[time.Time]
-	// claim is the lock that outbox_lease speaks of, or may; nil if there is none.
+	// Claim is the lock that outbox_lease names, or may name; nil if there is none.
 	Claim atomic.Pointer[LockClaim]
 
 	mu        sync.Mutex
@@ -65,7 +86,7 @@ func newLockClaim(lock *pgsession.Lock) *LockClaim {
 	return &LockClaim{Lock: lock, Lost: lock.Lost(), Withdrawn: make(chan struct{})}
 }
 
-// wasLost reports whether the lock is free, and PostgreSQL gives the lease to whoever gets it.
+// WasLost reports whether the lock is free: PostgreSQL gives the lease to the first process that takes the lock.
 func (c *LockClaim) WasLost() bool {
 	select {
 	case <-c.Lost:
@@ -75,26 +96,26 @@ func (c *LockClaim) WasLost() bool {
 	}
 }
 
-// exclusive reports whether no process can send any more that had the lease before.
+// Exclusive reports whether no process can send any more that had the lease before.
 func (l *Lease) Exclusive() bool { return !time.Now().Before(l.ExclusiveAt) }
 
-// awaitExclusive waits until exclusive, or until ctx ends.
+// AwaitExclusive waits until Exclusive, or until ctx ends.
 func (l *Lease) AwaitExclusive(ctx context.Context) { wait.Sleep(ctx, time.Until(l.ExclusiveAt)) }
 
-// withdrawn notes that outbox_lease says no longer that a lock goes with the lease.
+// Withdrawn records that outbox_lease no longer says that a lock goes with the lease.
 func (l *Lease) Withdrawn(c *LockClaim) {
 	if l.Claim.CompareAndSwap(c, nil) {
 		close(c.Withdrawn)
 	}
 }
 
-// sure reports whether nobody can have taken the lease for that of a process that is gone.
+// Sure reports whether no process can have taken the lease because it took this one for gone.
 func (l *Lease) Sure() bool {
 	c := l.Claim.Load()
 	return c == nil || !c.WasLost()
 }
 
-// awaitSure waits until sure. It returns early when stop or held ends.
+// AwaitSure waits until Sure. It returns early when stop or held ends.
 func (l *Lease) AwaitSure(stop, held context.Context) {
 	for c := l.Claim.Load(); c != nil && c.WasLost(); c = l.Claim.Load() {
 		select {
@@ -107,6 +128,7 @@ func (l *Lease) AwaitSure(stop, held context.Context) {
 	}
 }
 
+// Renewed records a renewal: until by the clock of this process, expiresAt by that of the database.
 func (l *Lease) Renewed(until, expiresAt time.Time) {
 	l.mu.Lock()
 	l.expiresAt = expiresAt
@@ -114,17 +136,18 @@ func (l *Lease) Renewed(until, expiresAt time.Time) {
 	l.Until.Store(&until)
 }
 
+// Expiry returns the time in outbox_lease, as of the last renewal that was answered.
 func (l *Lease) Expiry() time.Time {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.expiresAt
 }
 
-// held reports whether the lease has certainly not expired. A process that was
-// stopped for long finds out here, before any timer has fired.
+// Held reports whether the lease has certainly not expired. A process that was stopped for long finds out here,
+// before any timer has fired.
 func (l *Lease) Held() bool { return time.Now().Before(*l.Until.Load()) }
 
-// expire makes held false. The lease was given up.
+// Expire makes Held false: the lease was given up.
 func (l *Lease) Expire() {
 	var past time.Time
 	l.Until.Store(&past)
@@ -133,16 +156,15 @@ func (l *Lease) Expire() {
 // Leadership is what the parts of a relay share while the relay leads.
 type Leadership struct {
 	Lease *Lease
-	// held ends when the lease is lost, when a relay that was told to stop takes too
+	// Held ends when the lease is lost, when a relay that was told to stop takes too
 	// long to finish its batch, and at the end of a clean stop. The cause says which.
 	Held context.Context
 	Lose context.CancelCauseFunc // ends held
-	// statementTimeout is RelayConfig.Lease.
+	// StatementTimeout is the duration of the lease.
 	StatementTimeout time.Duration
 }
 
-// newGroup returns a group for goroutines that work under the lease. If one panics, the
-// work under the lease ends.
+// NewGroup returns a group for goroutines that work under the lease. If one panics, the work under the lease ends.
 func (l *Leadership) NewGroup() *contain.Group {
 	return contain.NewGroup(func(p *contain.Panic) { l.Lose(p) })
 }
@@ -150,10 +172,9 @@ func (l *Leadership) NewGroup() *contain.Group {
 // StatementContext returns a context for one statement.
 type StatementContext func() (context.Context, context.CancelFunc)
 
-// withStatementTimeout returns a context for one statement. Only a rebase does without:
-// it takes as long as it takes. A connection can go dead without any notice, and TCP
-// needs a quarter of an hour to find out. Meanwhile a leader would do nothing with the
-// lease that keepLease, on another connection, renews for it.
+// WithStatementTimeout returns a context for one statement. Only a rebase has no time limit. A connection can go
+// dead without notice, and TCP needs a quarter of an hour to find out. Meanwhile a leader would do nothing with the
+// lease that is renewed on another connection.
 func (l *Leadership) WithStatementTimeout() (context.Context, context.CancelFunc) {
 	return context.WithTimeout(l.Held, l.StatementTimeout)
 }
@@ -161,9 +182,9 @@ func (l *Leadership) WithStatementTimeout() (context.Context, context.CancelFunc
 // otherLease is the lease of another process.
 type otherLease struct {
 	Holder string
-	// lasts is how long the lease lasts at most if its holder is gone; 0 if it does not expire.
+	// Lasts is how long the lease lasts at most if its holder is gone; 0 if it does not expire.
 	Lasts time.Duration
-	// setBack is by how much the clock of the database was set back since the holder
+	// SetBack is by how much the clock of the database was set back since the holder
 	// renewed the lease, if that delays a takeover.
 	SetBack time.Duration
 
@@ -172,7 +193,7 @@ type otherLease struct {
 	Locked    bool      // its holder has the lock, or had it
 }
 
-// Store takes, renews and releases the lease of a relay name.
+// Store takes, renews and releases the lease of a name.
 type Store struct {
 	DB       *pgxpool.Pool
 	Schema   string
@@ -180,13 +201,13 @@ type Store struct {
 	holder   string
 	Duration time.Duration
 
-	// other is the lease of another process, as acquire has seen it last. Only acquire and
-	// its caller use it.
+	// Other is the lease of another process, as of the last Acquire. Only Acquire and its caller use it.
 	Other otherLease
 
 	Peek, Take, takeFromGone, Renewal, ClaimLock, Release string
 }
 
+// NewStore returns the store of a name in a schema. It does no I/O.
 func NewStore(db *pgxpool.Pool, schema, relay string, duration time.Duration) *Store {
 	return &Store{
 		DB: db, Schema: schema, Relay: relay, holder: NewHolder(), Duration: duration,
@@ -199,7 +220,7 @@ func NewStore(db *pgxpool.Pool, schema, relay string, duration time.Duration) *S
 	}
 }
 
-// NewHolder names the process for operators. The random part makes the name a proof.
+// NewHolder returns a name of this process for operators. Its random part makes the name a proof.
 func NewHolder() string {
 	host, err := os.Hostname()
 	if err != nil {
@@ -208,9 +229,9 @@ func NewHolder() string {
 	return fmt.Sprintf("%.150s/%d/%s", host, os.Getpid(), uuid.NewString())
 }
 
-// sqlLeasePeek locks nothing: a standby runs it every poll interval, and must
-// neither write nor wait. A lease that expires later than it lasts from now on was taken or
-// renewed before the clock of the database was set back.
+// sqlLeasePeek reads the lease of another process. It locks nothing: a standby runs it every poll interval, and must
+// neither write nor wait. A lease that expires later than its duration from now was taken or renewed before the
+// clock of the database was set back.
 const sqlLeasePeek = `
 SELECT holder, epoch,
        coalesce(CASE WHEN isfinite(expires_at) THEN greatest(lasts, expires_at - clock_timestamp()) END, '0'),
@@ -219,8 +240,8 @@ SELECT holder, epoch,
   FROM {schema}.outbox_lease
  WHERE name = $1::text AND holder <> $2::text AND expires_at > clock_timestamp()`
 
-// leaseTaken is what a process gets to know of the lease that it has taken. Longer than an hour it waits for nobody: the clock of the
-// database was set back.
+// leaseTaken returns what the process learns of the lease that it has taken. exclusive_at counts for an hour at
+// most: a longer wait means that the clock of the database was set back.
 const leaseTaken = `
 RETURNING l.epoch, l.expires_at, least(greatest(coalesce(l.exclusive_at - clock_timestamp(), '0'), '0'), '1 hour')`
 
@@ -244,7 +265,7 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
 // the lease.
 const takeGrace = time.Second
 
-// acquire takes the lease, or returns ErrHeld.
+// Acquire takes the lease, or returns ErrHeld.
 func (s *Store) Acquire(ctx context.Context) (*Lease, error) {
 	if err := s.peekAt(ctx); err != nil {
 		return nil, err
@@ -261,7 +282,7 @@ func (s *Store) Acquire(ctx context.Context) (*Lease, error) {
 	})
 }
 
-// peekAt looks at the lease that another process has, if one has.
+// peekAt reads the lease of another process into Other.
 func (s *Store) peekAt(ctx context.Context) error {
 	s.Other = otherLease{}
 	var expiresAt pgtype.Timestamptz
@@ -269,13 +290,13 @@ func (s *Store) peekAt(ctx context.Context) error {
 		Scan(&s.Other.Holder, &s.Other.epoch, &s.Other.Lasts, &s.Other.SetBack, &expiresAt, &s.Other.Locked)
 	s.Other.expiresAt = expiresAt.Time
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
-		return fmt.Errorf("look at lease: %w", err)
+		return fmt.Errorf("read lease: %w", err)
 	}
 	return nil
 }
 
-// taken returns the lease that a statement has taken, whose rows are to be read. If a crash could forget an
-// epoch, it would be given out twice.
+// taken runs a statement that takes the lease, and returns the lease. The statement is durable: if a crash could
+// forget an epoch, it would be given out twice.
 func (s *Store) taken(query func(read func(pgx.Rows) error) error) (*Lease, error) {
 	l := &Lease{Holder: s.holder}
 	until := time.Now().Add(s.Duration)
@@ -298,18 +319,20 @@ func (s *Store) taken(query func(read func(pgx.Rows) error) error) (*Lease, erro
 	return l, nil
 }
 
-// RecheckFor is how long a standby waits that has got the lock of a lease. The process that had it may live, and then says that
-// it has lost the lock, once it has noticed; if it is gone, what it has written to Kafka most likely arrives meanwhile.
+// RecheckFor is how long a standby waits after it has got the lock of a lease. The process that had the lock may be
+// alive; it then withdraws its claim within this time. If it is gone, what it has written to Kafka most likely
+// arrives meanwhile.
 const RecheckFor = time.Second
 
-// sqlLeaseTakeFromGone takes a lease that has not changed since it was looked at.
+// sqlLeaseTakeFromGone takes a lease that has not changed since it was read.
 const sqlLeaseTakeFromGone = `
 UPDATE {schema}.outbox_lease AS l
    SET holder = $2::text, epoch = epoch + 1, locked_epoch = epoch + 1,
        exclusive_at = greatest(exclusive_at, least(expires_at, clock_timestamp() + lasts)), expires_at = clock_timestamp() + $3::interval, lasts = $3::interval
  WHERE name = $1::text AND holder = $4::text AND epoch = $5 AND locked_epoch = epoch AND expires_at = $6::timestamptz` + leaseTaken
 
-// acquireFromGone takes the lease that acquire has seen, if its holder is gone, with its lock. Otherwise it returns ErrHeld.
+// AcquireFromGone takes the lease that Acquire has seen, and its lock, if its holder is gone. Otherwise it returns
+// ErrHeld.
 func (s *Store) AcquireFromGone(ctx context.Context) (*Lease, error) {
 	if !s.Other.Locked {
 		return nil, ErrHeld
@@ -326,12 +349,12 @@ func (s *Store) AcquireFromGone(ctx context.Context) (*Lease, error) {
 	return l, err
 }
 
-// takeWithLock waits, and takes a lease if it is as it was seen.
+// takeWithLock waits for RecheckFor, and takes the lease if it has not changed.
 func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen otherLease) (*Lease, error) {
-	const look = 4 // times meanwhile: then a process that lives can lock its lease again, and one that has stopped is not waited for
-	for range look {
+	const rechecks = 4 // in between, so that a process that is alive can take its lock again
+	for range rechecks {
 		select {
-		case <-time.After(RecheckFor / look):
+		case <-time.After(RecheckFor / rechecks):
 		case <-lock.Lost():
 			return nil, ErrHeld
 		case <-ctx.Done():
@@ -357,7 +380,7 @@ func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen oth
 			return err
 		}
 		taken <- l
-		if over.Swap(true) { // nobody wants it any more
+		if over.Swap(true) { // the caller has returned
 			_, err = conn.Exec(ctx, s.Release, s.Relay, l.Holder, l.Epoch)
 		}
 		return err
@@ -370,7 +393,7 @@ func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen oth
 	return l, nil
 }
 
-// tryLock returns nil if another process has the lock of the lease, or nobody can tell.
+// tryLock returns nil if another process has the lock of the lease, or if that is not known.
 func (s *Store) tryLock(ctx context.Context) (*pgsession.Lock, error) {
 	lock, err := pgsession.Of(s.DB).TryLock(ctx, s.Schema, "relay:"+s.Relay)
 	if err = withoutSession(err); errors.Is(err, ErrHeld) {
@@ -379,8 +402,8 @@ func (s *Store) tryLock(ctx context.Context) (*pgsession.Lock, error) {
 	return lock, err
 }
 
-// withoutSession returns ErrHeld for an error that says only that there is no session to tell whether a lock is free, which the
-// session itself reports, or that the lease is in use.
+// withoutSession returns ErrHeld for an error that only says that the lease is in use, or that there is no session
+// on which to take the lock, which the session itself reports.
 func withoutSession(err error) error {
 	answer, answered := errors.AsType[*pgconn.PgError](err)
 	const conflict, locked = "40001", "55P03"
@@ -390,28 +413,28 @@ func withoutSession(err error) error {
 	return ErrHeld
 }
 
-// unlockTimeout is how long a stop waits for an answer that changes nothing: the lock goes with the session.
+// unlockTimeout is how long a stop waits for an answer that changes nothing: the lock ends with the session.
 const unlockTimeout = ReleaseTimeout / 4
 
-// unlock gives a lock back, though ctx may have ended.
+// Unlock gives a lock back, even if ctx has ended.
 func (s *Store) Unlock(ctx context.Context, lock *pgsession.Lock) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), unlockTimeout)
 	defer cancel()
 	lock.Unlock(ctx)
 }
 
-// claimSettings let a claim wait neither for the disk nor for a synchronous standby: one that a crash forgets costs a standby its quick
-// takeover.
+// claimSettings let a claim wait neither for the disk nor for a synchronous standby: a claim that a crash forgets
+// only makes a takeover slower.
 const claimSettings = `SELECT set_config('synchronous_commit', 'off', true)`
 
-// sqlLeaseClaimLock changes nothing if the lease was renewed since: by a renewal that says that the lock is lost, for example, when
-// this statement comes late.
+// sqlLeaseClaimLock says that the holder has the lock. It changes nothing if the lease was renewed since: the
+// statement may come late, after a renewal that says that the lock is lost.
 const sqlLeaseClaimLock = `
 UPDATE {schema}.outbox_lease SET locked_epoch = epoch
  WHERE name = $1::text AND holder = $2::text AND epoch = $3 AND expires_at = $4::timestamptz`
 
-// lockFor takes the lock of a lease and says so in outbox_lease. It returns nil if that is not
-// possible now. If the claim fails, for whatever reason, the lock is lost.
+// LockFor takes the lock of a lease and says so in outbox_lease. It returns nil if that is not possible now. If the
+// claim fails, the lock is lost.
 func (s *Store) LockFor(ctx context.Context, l *Lease) (*LockClaim, error) {
 	lock, err := s.tryLock(ctx)
 	if err != nil || lock == nil {
@@ -434,9 +457,9 @@ func (s *Store) LockFor(ctx context.Context, l *Lease) (*LockClaim, error) {
 	return c, withoutSession(err)
 }
 
-// sqlLeaseRenew also renews a lease that has expired, if no other process took it. If $5 is not set, the lock of its
-// holder is lost, and outbox_lease says so then; but not if the lease was renewed since $6, because this statement may come late and the
-// lock be another one.
+// sqlLeaseRenew renews a lease, even an expired one that no other process has taken. If $5 is false, the lock of the
+// holder is lost, and outbox_lease says so from now on; but not if the lease was renewed since $6, because this
+// statement may come late and the lock be another one.
 const sqlLeaseRenew = `
 UPDATE {schema}.outbox_lease
    SET expires_at = clock_timestamp() + $4::interval, lasts = $4::interval,
@@ -444,7 +467,7 @@ UPDATE {schema}.outbox_lease
  WHERE name = $1::text AND holder = $2::text AND epoch = $3
 RETURNING expires_at, locked_epoch IS NOT NULL`
 
-// renew extends the lease, or returns ErrLeaseLost. If the lock is lost, outbox_lease may say so then.
+// Renew extends the lease, or returns ErrLeaseLost. If the lock is lost, outbox_lease may say so afterwards.
 func (s *Store) Renew(ctx context.Context, l *Lease) error {
 	until := time.Now().Add(s.Duration)
 	c := l.Claim.Load()
@@ -480,7 +503,7 @@ UPDATE {schema}.outbox_lease
    SET expires_at = '-infinity'
  WHERE name = $1::text AND holder = $2::text AND epoch = $3`
 
-// giveUp releases the lease, so that a standby takes over at once.
+// GiveUp releases the lease, so a standby takes over at once.
 func (s *Store) GiveUp(ctx context.Context, l *Lease) error {
 	if _, err := s.DB.Exec(ctx, s.Release, s.Relay, l.Holder, l.Epoch); err != nil {
 		return fmt.Errorf("release lease: %w", err)

@@ -48,8 +48,8 @@ func newAcks(p *breaker.Permit, records []kgo.Record, errs []error) *acks {
 	return a
 }
 
-// handedOver is called once, when all records are in the hands of the client but the
-// last ones, whose errors are unsent. No outcome will come for those.
+// handedOver is called once, when the client has all records but the last ones, whose errors are unsent. For these
+// no outcome will come.
 func (a *acks) handedOver(unsent []error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -61,8 +61,8 @@ func (a *acks) handedOver(unsent []error) {
 	a.done()
 }
 
-// promise must not panic in a goroutine of the client, which would end the process and leave
-// the lease to nobody.
+// promise takes the outcome of one record. It contains its own panics: in a goroutine of the client they would end
+// the process, and the lease would have to expire.
 func (a *acks) promise(r *kgo.Record, err error) {
 	if a.hasCrashed() {
 		return
@@ -86,7 +86,7 @@ func (a *acks) promise(r *kgo.Record, err error) {
 	a.done()
 }
 
-// keepCrash keeps the first panic of promise, whose outcome is missing then.
+// keepCrash keeps the first panic of promise, whose outcome is then missing.
 func (a *acks) keepCrash(p *contain.Panic) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -119,7 +119,7 @@ func (a *acks) done() {
 	}
 }
 
-// dropped gives records that the client has dropped because of a stop errStopping.
+// dropped gives errStopping to records that the client has dropped because of a stop.
 func (a *acks) dropped() {
 	for r, err := range a.failed {
 		if kafka.IsOutage(err) {
@@ -173,8 +173,8 @@ func (a *acks) reportFailures(oncePerTopic bool) {
 	}
 }
 
-// callResultOf is what the breaker learns about an error. A rejected record and a
-// missing topic count as success, because Kafka answered.
+// callResultOf returns what the breaker learns about an error. A rejected record and a missing topic count as
+// success, because Kafka answered.
 func callResultOf(err error) breaker.Outcome {
 	if kafka.IsOutage(err) {
 		return breaker.Failed
@@ -187,9 +187,10 @@ type Outcome struct {
 	Kind  OutcomeKind
 	Class string // of the error, as in outbox_failed.error_class
 	Err   error
-	place string // what an unavailable event waits for, as in outbox_failed.place; of a probe that was sent, its partition
+	place string // outbox_failed.place: the topic or partition that an unavailable event waits for, or to which a probe was sent
 }
 
+// OutcomeKind says what happened to an event.
 type OutcomeKind uint8
 
 const (
@@ -204,9 +205,8 @@ const (
 // invalidEvent is the error class of rows from which no record can be made.
 const invalidEvent = "invalid_event"
 
-// RejectionClass returns the class of an error with which an event was rejected for
-// what it is: invalidEvent, UnreadableRow, or a class of [kafka.RejectionClass]. It
-// returns "" for every other error.
+// RejectionClass returns the class of an error with which an event was rejected for what it is: invalidEvent,
+// UnreadableRow, or a class of [kafka.RejectionClass]. It returns "" for every other error.
 func RejectionClass(err error) string {
 	if _, ok := errors.AsType[*envelope.FieldError](err); ok { // without the allocation of errors.As: this is called for every event
 		return invalidEvent

@@ -54,23 +54,21 @@ type DeliveryParts struct {
 	PassFailedKeys bool              // RelayConfig.PassFailedKeys
 	OnSend         func()            // called before each send
 	OnSent         func(b SentBatch) // called after each delivery; may be nil
-	OnRecovered    func()            // called when a bad place has accepted an event
+	OnRecovered    func()            // called when a bad partition has accepted an event
 }
 
 // Deliverer sends batches and decides about each event. It belongs to one goroutine.
 type Deliverer struct{ Parts DeliveryParts }
 
-// topic returns the topic of an event.
+// Topic returns the topic of an event.
 func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Sender.topic(e) }
 
-// deliver hands a batch to Kafka and returns the outcome of each event. Events of
-// parked keys are not sent, and neither are events behind one that did not get
-// through. While Kafka as a whole is unavailable, deliver sends again what failed. While
-// it is not, failures are those of topics or partitions, and their events are unavailable.
-// Later events for such a place are unavailable without being tried, once another place
-// has accepted an event. Events stay pending only if stop was cancelled (no error) or
-// sending ended with an error. After a stop no event is pending in front of one that was
-// sent.
+// Deliver sends a batch and returns the outcome of each event:
+//
+// - An event of a parked key, or behind an event that failed, is not sent.
+// - While Kafka as a whole is unavailable, Deliver sends the failed events again, after a backoff.
+// - While Kafka works, a failure is that of a topic or partition, and its event is unavailable. Once another partition has accepted an event, later events for the bad one are unavailable without a try.
+// - An event stays pending only if stop was cancelled, which is no error, or if sending ended with an error. After a stop no event is pending in front of one that was sent.
 func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true
@@ -84,14 +82,13 @@ func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, 
 	return d.finish()
 }
 
-// attempt sends a batch of events that have failed before. It differs from deliver in
-// that it waits for nothing: what Kafka as a whole or the breaker does not let through
-// stays pending, and what is for a bad place is unavailable.
+// attempt sends a batch of events that have failed before. Unlike Deliver, it does not wait: what Kafka as a whole
+// or the breaker does not let through stays pending, and an event for a bad partition is unavailable.
 func (p *Deliverer) attempt(stop, held context.Context, batch []envelope.Event) ([]Outcome, error) {
 	return p.begin(stop, held, batch).sendAll()
 }
 
-// probe is attempt for events of bad places, which are tried.
+// probe is attempt for events of bad partitions: it tries them.
 func (p *Deliverer) probe(stop, held context.Context, batch []envelope.Event) ([]Outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.probing = true
@@ -105,7 +102,7 @@ func (p *Deliverer) begin(stop, held context.Context, batch []envelope.Event) *d
 	}
 }
 
-// delivery is one batch on its way.
+// delivery is one batch while it is sent.
 type delivery struct {
 	DeliveryParts
 	stop, held context.Context
@@ -113,18 +110,18 @@ type delivery struct {
 	outcomes   []Outcome
 	pending    []int // events without an outcome, by their index in batch
 	patient    bool  // wait for Kafka and for the breaker
-	probing    bool  // try events of bad places, too
+	probing    bool  // try events of bad partitions, too
 
 	began     time.Time // of the delivery
 	sendBegan time.Time // of the last send
 	mode      sendMode
 	obstacle  obstacle
 	blocked   map[string]bool // keys of events that did not get through
-	avoiding  bool            // events of bad places are not tried
+	avoiding  bool            // events of bad partitions are not tried
 	wasDown   bool            // Kafka did not work in the last send that failed
 
 	// Partitions that have accepted an event in this send, and those that have not,
-	// collected while a place is bad.
+	// collected while a partition is bad.
 	accepted, failed map[kafka.Partition]bool
 }
 
@@ -145,7 +142,7 @@ const (
 	breakerOpen               // the breaker permitted no call
 )
 
-// finish runs the delivery, and passes what was sent to the hook.
+// finish runs the delivery, and passes the outcomes to the hook.
 func (d *delivery) finish() ([]Outcome, error) {
 	err := d.run()
 	if err == nil && d.patient {
@@ -155,9 +152,8 @@ func (d *delivery) finish() ([]Outcome, error) {
 	return d.outcomes, err
 }
 
-// parkOvertaken parks the events that are pending in front of one that was sent, because
-// the relay stops: they were to be sent alone, say. The cursor can pass the events that
-// were sent, which otherwise would be sent again.
+// parkOvertaken parks the events that are pending in front of a sent event because the relay stops. The cursor can
+// then pass the sent events; otherwise they would be sent again.
 func (d *delivery) parkOvertaken() {
 	last := len(d.batch) - 1
 	for last >= 0 && d.outcomes[last].Kind != OutcomeSent {
@@ -206,9 +202,9 @@ func (d *delivery) run() error {
 	return nil
 }
 
-// beginSend decides whether events of bad places are tried. While the breaker is open, a
-// session does not park them: what looks like a bad place may be an outage of Kafka. A
-// half-open breaker's trials are for other events: one that failed would open it again.
+// beginSend decides whether events of bad partitions are tried. While the breaker is open, a session does not park
+// them: what looks like a bad partition may be an outage of Kafka. While the breaker is half-open they are not tried
+// either: a failure would open it again.
 func (d *delivery) beginSend() {
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
 	d.accepted, d.failed = nil, nil
@@ -218,8 +214,8 @@ func (d *delivery) beginSend() {
 	}
 }
 
-// reportPartitions tells the registry which partitions have accepted events. Those of which
-// another event has failed in the same send stay bad.
+// reportPartitions tells the registry which partitions have accepted events. A partition for which another event
+// failed in the same send stays bad.
 func (d *delivery) reportPartitions() {
 	for at := range d.accepted {
 		if !d.failed[at] && !d.failed[at.WholeTopic()] && d.Bad.Accept(at, d.sendBegan) {
@@ -228,8 +224,8 @@ func (d *delivery) reportPartitions() {
 	}
 }
 
-// awaitBreaker waits until an open breaker becomes half-open, or for a moment where
-// another goroutine uses the trial calls.
+// awaitBreaker waits until an open breaker becomes half-open, or for a moment while another goroutine uses the trial
+// calls.
 func (d *delivery) awaitBreaker() {
 	const shortest = 50 * time.Millisecond
 	if d.Breaker.State() == breaker.Open {
@@ -239,8 +235,8 @@ func (d *delivery) awaitBreaker() {
 	wait.Await(d.stop, d.held, nil, max(d.Breaker.Wait(), shortest))
 }
 
-// sendBatch sends all pending events at once. If Kafka rejects a request, it names all
-// records in it, good ones too. So what Kafka rejects here, sendEach sends alone.
+// sendBatch sends all pending events at once. If Kafka rejects a request, its error names every record in it, good
+// ones too. So what Kafka rejects here, sendEach sends alone.
 func (d *delivery) sendBatch() error {
 	d.pending = slices.DeleteFunc(d.pending, d.skip)
 	which, later := d.othersFirst()
@@ -302,11 +298,10 @@ func (d *delivery) sendBatch() error {
 	return nil
 }
 
-// othersFirst splits the pending events into those to send now and those that come later. A bad
-// place whose events have to be tried, because nobody knows yet whether others accept any, as
-// after a takeover, must not delay the others for as long as a try takes. Once one of these
-// is accepted, the events of the place need no try. The place may become good meanwhile, so
-// a key whose event comes later has no event now.
+// othersFirst splits the pending events into those to send now and those that come later. A bad partition whose
+// events have to be tried, because no other partition has accepted an event since a takeover, must not delay the
+// other events for the time of a try. Once one of these is accepted, the events of the bad partition need no try.
+// The partition may recover meanwhile, so a key with an event that comes later has no event now.
 func (d *delivery) othersFirst() (now, later []int) {
 	if !d.avoiding {
 		return d.pending, nil
@@ -326,8 +321,8 @@ func (d *delivery) othersFirst() (now, later []int) {
 	return now, later
 }
 
-// sendEach sends the pending events one by one in their order, up to the first that
-// fails because Kafka is unavailable. What is rejected alone is rejected.
+// sendEach sends the pending events one by one in their order, up to the first that fails because Kafka is
+// unavailable. An event that is rejected alone is rejected.
 func (d *delivery) sendEach() error {
 	for len(d.pending) > 0 && d.stop.Err() == nil {
 		i := d.pending[0]
@@ -369,11 +364,10 @@ func (d *delivery) sendEach() error {
 	return nil
 }
 
-// isLocal reports whether events that failed are parked, so that they hold up no others,
-// because the failure is that of their topics and partitions. It is if Kafka works. But
-// if Kafka did not work after the send before, it has come back during this one, and the
-// events are sent once more: parking them would park thousands of keys, and every later
-// event of these keys would have to go through outbox_failed.
+// isLocal reports whether failed events are parked because their topics and partitions failed, and not Kafka. That
+// is so if Kafka works. If Kafka did not work after the send before, it has come back during this one, and the
+// events are sent once more: parking them would park thousands of keys, and every later event of these keys would go
+// through outbox_failed.
 func (d *delivery) isLocal(works bool) bool {
 	before := d.wasDown
 	d.wasDown = !works
@@ -397,7 +391,7 @@ func (d *delivery) markSent(i int, r *kgo.Record) {
 	}
 }
 
-// with returns a set of partitions with another one in it.
+// with adds a partition to a set, which may be nil.
 func with(set map[kafka.Partition]bool, at kafka.Partition) map[kafka.Partition]bool {
 	if set == nil {
 		set = map[kafka.Partition]bool{}
@@ -411,11 +405,10 @@ func (d *delivery) markRejected(i int, class string, err error) {
 	d.block(i)
 }
 
-// maxPlace is the longest outbox_failed.place.
+// maxPlace is the longest outbox_failed.place, in bytes.
 const maxPlace = 260
 
-// parkUnavailable gives up an event for now, because its topic or partition is
-// unavailable.
+// parkUnavailable parks an event whose topic or partition is unavailable.
 func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 	o := Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(err), Err: err}
 	if !kafka.IsReplaced(err) { // only the next client knows whether the topic exists
@@ -433,7 +426,7 @@ func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 	d.markUnavailable(i, o)
 }
 
-// markUnavailable is also called for later events of a key that has failed already.
+// markUnavailable gives an event an outcome. A later event of a key that has failed already is blocked.
 func (d *delivery) markUnavailable(i int, o Outcome) {
 	if len(d.blocked) > 0 && d.blocked[d.key(i)] {
 		o.Kind = OutcomeBlocked

@@ -45,8 +45,7 @@ func NewParking(passing bool) *Parking {
 	return &Parking{passing: passing, seed: maphash.MakeSeed(), Keys: map[uint64]ParkedKey{}}
 }
 
-// mustWait reports whether an event has to wait behind others of its key. If so, the
-// event counts as pending until its row is written.
+// MustWait reports whether an event has to wait behind another event of its key. If so, the event is counted.
 func (p *Parking) MustWait(key string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -20,10 +20,9 @@ import (
 
 // ProducerConfig is what a producer takes from the relay's configuration.
 type ProducerConfig struct {
-	Opts        []kgo.Opt
-	Form        envelope.RecordForm
-	SendTimeout time.Duration
-	// passFailedKeys is RelayConfig.PassFailedKeys.
+	Opts           []kgo.Opt
+	Form           envelope.RecordForm
+	SendTimeout    time.Duration
 	PassFailedKeys bool
 }
 
@@ -216,11 +215,10 @@ func (p *Producer) handOver(stop, held, grace context.Context, acks *acks) (n in
 	return n
 }
 
-// flush has the client send what it was given, which it does not do before. If it did, Kafka could
-// reject a request while later records are handed over: the client fails what it has of the partition
-// then, and what comes behind is accepted, before events of its key that were rejected with others.
-// The client must not be given more before await has returned: it does when the outcome of every record
-// is known, and when the client is closed.
+// flush lets the client send the records that it was given; before, it sends none. Otherwise Kafka could reject a
+// request while later records are handed over: the client then fails all that it has of the partition, and sends the
+// later records, before events of their key that were rejected. The client must not be given more records before
+// await has returned. await returns when the outcome of every record is known, or when the client is closed.
 func (p *Producer) flush() (await func()) {
 	client, ended := p.client, make(chan struct{})
 	go func() {
@@ -242,10 +240,10 @@ func (p *Producer) await(bounded, grace context.Context, acks *acks) bool {
 		return false
 	case <-grace.Done():
 	}
-	const look = 50 * time.Millisecond
-	ticker := time.NewTicker(look)
+	const poll = 50 * time.Millisecond
+	ticker := time.NewTicker(poll)
 	defer ticker.Stop()
-	for quiet := time.Duration(0); quiet < stopQuiet; quiet += look {
+	for quiet := time.Duration(0); quiet < stopQuiet; quiet += poll {
 		select {
 		case <-acks.all:
 			return true

@@ -37,13 +37,12 @@ type RetrierParts struct {
 	EventDied func()          // called after an event has become dead
 }
 
-// retrier sends the events in outbox_failed again. It works beside the session, with a
-// Kafka client of its own, so that an event that waits for one topic holds up no others.
-// The parking keeps the two from overtaking each other.
+// retrier sends the events in outbox_failed again. It works alongside the session, with a Kafka client of its own,
+// so an event that waits for one topic delays no other event. The parking keeps the two from overtaking each other.
 //
-// Each place that events wait for has a queue. One retrier sends what waits for good
-// places, and for nothing in particular. Another one probes each bad place with one event:
-// that may take long, and once it gets through, the rest of the queue is due.
+// Each bad topic or partition has a queue, and so have the events that wait for none. One retrier sends the queues
+// of good partitions and of none. Another one probes each bad partition with one event, which may take long; once
+// the probe gets through, the rest of the queue is due.
 type retrier struct {
 	RetrierParts
 	reconcileAt time.Time // not before
@@ -62,13 +61,13 @@ func (p *ProbedKeys) end() {
 	p.keys = nil
 }
 
+// NewRetrier returns a retrier. Either Run or RunProbes is called on it.
 func NewRetrier(p RetrierParts) *retrier { return &retrier{RetrierParts: p} }
 
-// run retries what waits for no bad place until ctx is cancelled, then finishes what is in
-// flight.
+// Run retries the events of good partitions until ctx is cancelled, then finishes the batch in flight.
 func (r *retrier) Run(ctx context.Context) { r.repeat(ctx, r.RetryNow, r.retryAll) }
 
-// runProbes probes bad places until ctx is cancelled.
+// RunProbes probes bad partitions until ctx is cancelled.
 func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll) }
 
 // repeat runs rounds, unless the breaker is open.
@@ -120,9 +119,8 @@ func (r *retrier) retryAll(ctx context.Context) error {
 // errNotPermitted ends a round: Kafka or the breaker lets nothing through.
 var errNotPermitted = errors.New("not all events were sent")
 
-// retryQueue sends some heads of a queue, and what is parked behind those that get
-// through. It reports whether there were any. All heads of a place that has recovered are
-// due.
+// retryQueue sends some heads of a queue, and the events that are parked behind the heads that get through. It
+// reports whether there were any. All heads of a partition that has recovered are due.
 func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err error) {
 	if place != "" {
 		if !r.Bad.Claim(place, false) {
@@ -143,7 +141,7 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 	return some, err
 }
 
-// probeAll tries one event of each bad place.
+// probeAll tries one event of each bad partition.
 func (r *retrier) probeAll(ctx context.Context) error {
 	var names []string
 	for _, bad := range r.Bad.All() {
@@ -167,8 +165,8 @@ func (r *retrier) probeAll(ctx context.Context) error {
 	return err
 }
 
-// choose returns an event of each place, and those of them that are to be probed now. No
-// head of their keys changes until they are.
+// choose returns one waiting event for each bad partition, and those of them that are to be probed now. No head of
+// their keys changes until the probes have ended.
 func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, err error) {
 	r.Probed.mu.Lock()
 	defer r.Probed.mu.Unlock()
@@ -182,15 +180,14 @@ func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, er
 	return waiting, events, err
 }
 
-// EmptyAfter is when a bad place is forgotten that no row waits for. The session writes
-// the rows after it has found that the place is bad.
+// EmptyAfter is how long a bad partition is kept for which no row waits. The session writes the rows only after it
+// has found that the partition is bad.
 const EmptyAfter = 5 * time.Second
 
-// forgetEmpty forgets those of some bad places for which nothing waits any more, given an
-// event of each other one.
+// ForgetEmpty forgets the bad partitions, of those named, for which no event waits.
 func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
 	for _, bad := range r.Bad.All() {
-		if !slices.Contains(names, bad.Name) { // nobody has looked
+		if !slices.Contains(names, bad.Name) { // not asked for
 			continue
 		}
 		waits := slices.ContainsFunc(events, func(e cursor.FailedRow) bool { return e.Place == bad.Name })
@@ -200,9 +197,8 @@ func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
 	}
 }
 
-// forgetMoved forgets the partitions whose probes have gone to other ones, because the
-// number of partitions has changed. What waits for them is tried, and whatever still goes to
-// a bad partition waits for that one again.
+// forgetMoved forgets the partitions whose probes have gone to another partition, because the number of partitions
+// has changed. The events that wait for them are tried; those that still go to a bad partition wait for it again.
 func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
 	for i, o := range outcomes {
 		waited := events[i].Place
@@ -213,9 +209,8 @@ func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
 	}
 }
 
-// reconcile corrects what operators and crashes cause: keys without a head, and wrong
-// counts in the parking. It also retries dead events whose class says so. When stop ends,
-// the rest is left to the next leader.
+// reconcile corrects what operators and crashes cause: keys without a head, and wrong counts in the parking. It also
+// retries dead events whose class says so. When stop ends, it leaves the rest to the next leader.
 func (r *retrier) reconcile(stop context.Context) error {
 	if time.Now().Before(r.reconcileAt) {
 		return nil
@@ -248,8 +243,7 @@ func (r *retrier) reconcile(stop context.Context) error {
 	return err
 }
 
-// promote gives keys their heads, but for those that are being probed: these have their
-// turn in the next round.
+// promote gives keys their heads. Keys that are being probed get theirs in the next round.
 func (r *retrier) promote(stop context.Context, keys []string) error {
 	r.Probed.mu.Lock()
 	defer r.Probed.mu.Unlock()
@@ -257,9 +251,8 @@ func (r *retrier) promote(stop context.Context, keys []string) error {
 	return r.Store.Promote(stop, r.WithStatementTimeout, r.Lease, keys)
 }
 
-// find returns the first of the events that a query finds, in their order: as many as
-// fitting allows. It ends in front of an event that cannot be read, or returns that one
-// alone.
+// find returns the first of the events that a query finds, in their order, as many as fit. It ends in front of an
+// event that cannot be read, or returns that one alone.
 func (r *retrier) find(query func(context.Context) ([]cursor.FailedRow, error)) ([]cursor.FailedRow, error) {
 	ctx, cancel := r.WithStatementTimeout()
 	found, err := query(ctx)
@@ -288,8 +281,8 @@ func (r *retrier) readRows(found []cursor.FailedRow, payload bool) ([]cursor.Fai
 	return r.Store.ReadRows(ctx, found, payload)
 }
 
-// readUnreadable returns the first of some events without payload and headers, unless it
-// can be read now: PostgreSQL may have failed for a moment.
+// readUnreadable returns the first of some events without payload and headers, unless it can be read now: PostgreSQL
+// may have failed for a moment.
 func (r *retrier) readUnreadable(found []cursor.FailedRow, cause error) ([]cursor.FailedRow, error) {
 	if isUnreadable(cause) {
 		events, err := r.readRows(found[:1], true)
@@ -306,18 +299,17 @@ func (r *retrier) readUnreadable(found []cursor.FailedRow, cause error) ([]curso
 	return []cursor.FailedRow{e}, nil
 }
 
-// isUnreadable reports whether the row of an event cannot be read however often it is
-// tried.
+// isUnreadable reports whether the row of an event can never be read.
 func isUnreadable(err error) bool { return pg.IsUnreadable(err) || errors.Is(err, cursor.ErrNoPayload) }
 
-// tookTooLong reports whether a statement was cancelled: PostgreSQL needs seconds until it
-// finds that a text is longer than 1 GB.
+// tookTooLong reports whether a statement was cancelled: PostgreSQL needs seconds to find that a text is longer than
+// 1 GB.
 func tookTooLong(err error) bool {
 	return pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
 }
 
-// retry sends events and saves the results. It returns the keys of which every event was
-// sent, or errNotPermitted if an event was neither tried nor blocked.
+// retry sends events and saves the results. It returns the keys of which every event was sent, or errNotPermitted if
+// an event was neither tried nor blocked.
 func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 	send func(stop, held context.Context, batch []envelope.Event) ([]Outcome, error)) (sent []string, err error) {
 	if len(events) == 1 && events[0].Unreadable != nil {
@@ -355,8 +347,8 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 	return sentKeys(events, outcomes), err
 }
 
-// rejectUnreadable makes an event dead that cannot be read. If reading it took too long,
-// that counts as a rejected retry, because PostgreSQL may be quicker another time.
+// rejectUnreadable marks an event dead that cannot be read. If reading it took too long, that counts as a rejected
+// retry instead, because PostgreSQL may be quicker another time.
 func (r *retrier) rejectUnreadable(e *cursor.FailedRow) error {
 	result := cursor.RetryResult{Event: e, Row: e.Row, Status: statusDead, Class: cursor.UnreadableRow, Err: e.Unreadable}
 	if !isUnreadable(e.Unreadable) {
@@ -385,9 +377,8 @@ func sentKeys(events []cursor.FailedRow, outcomes []Outcome) (keys []string) {
 	return keys
 }
 
-// save writes results down. It is repeated until PostgreSQL has them or the lease is lost:
-// without them, what Kafka has accepted would be sent again. What takes too long is saved in
-// halves.
+// Save stores results. It repeats until PostgreSQL has them or the lease is lost: without them, events that Kafka
+// has accepted would be sent again. Results that take too long are saved in halves.
 func (r *retrier) Save(results []cursor.RetryResult) error {
 	for uncertain := false; ; uncertain = true {
 		err := r.trySave(results, uncertain)
@@ -407,9 +398,8 @@ func (r *retrier) Save(results []cursor.RetryResult) error {
 	}
 }
 
-// trySave writes results under the lock with which the session parks events. After a try
-// of uncertain outcome it is not known which keys have got a new head, so all of them stay
-// parked until they are counted again.
+// trySave writes results under the lock with which the session parks events. After a try of unknown outcome it is
+// not known which keys have a new head, so all of them stay parked until they are counted again.
 func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	r.Parked.mu.Lock()
 	defer r.Parked.mu.Unlock()
@@ -432,8 +422,7 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	return nil
 }
 
-// resultOf turns the outcome of a retry into what is saved. It returns false for an event
-// that was not tried.
+// resultOf turns the outcome of a retry into the result to save. It returns false for an event that was not tried.
 func (r *retrier) resultOf(e *cursor.FailedRow, o Outcome) (result cursor.RetryResult, ok bool) {
 	result = cursor.RetryResult{Event: e, Row: e.Row, Class: o.Class, Err: o.Err}
 	switch o.Kind {

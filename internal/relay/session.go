@@ -20,7 +20,7 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// cursorStore reads and moves the cursor of a relay. [Store] does so in PostgreSQL.
+// cursorStore reads and moves the cursor of a relay. [cursor.Store] does so in PostgreSQL.
 type cursorStore interface {
 	Load(ctx context.Context, l *lease.Lease) (cursor.Position, error)
 	Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error)
@@ -30,7 +30,7 @@ type cursorStore interface {
 	Move(ctx context.Context, l *lease.Lease, p cursor.Position, failures []cursor.Failure) (id int64, err error)
 }
 
-// SessionParts is what a session uses.
+// SessionParts is what a session is made from.
 type SessionParts struct {
 	lease.Leadership
 	Rules   Rules
@@ -60,7 +60,8 @@ type SessionParts struct {
 	EventDied func() // called after an event has become dead
 }
 
-// Session relays events under one lease. It belongs to the goroutine of Run.
+// Session relays events under one lease: it opens a window, sends its events in batches, and moves the cursor. It
+// belongs to the goroutine of Run.
 type Session struct {
 	SessionParts
 
@@ -74,14 +75,15 @@ type Session struct {
 	Backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }
 
+// NewSession returns a session that has not loaded its position yet.
 func NewSession(p SessionParts) *Session {
 	return &Session{
 		SessionParts: p, Window: NewWindowReader(p.Cursors, p.Rules.BatchSize), group: p.NewGroup(), schedule: wakeup.PollSchedule{Idle: p.Rules.PollInterval, Ticks: p.Ticks},
 	}
 }
 
-// run relays until ctx is cancelled; then it returns nil. Once the position is loaded it
-// runs the other parts of the relay beside it, until it returns.
+// Run relays until ctx is cancelled; then it returns nil. Once the position is loaded, it runs the other parts of
+// the relay in goroutines of their own, and returns after them.
 func (s *Session) Run(ctx context.Context, others ...func(context.Context)) error {
 	defer s.Window.forget()
 	err := s.Load()
@@ -105,8 +107,8 @@ func (s *Session) Run(ctx context.Context, others ...func(context.Context)) erro
 	return err
 }
 
-// stayUpToDate relays. Whenever the cursor is not the one that the session knows, it
-// forgets all and loads it again.
+// stayUpToDate relays. When the cursor is not the one that the session knows, it forgets what it has read and loads
+// the cursor again.
 func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 	for err == nil {
 		err = s.follow(ctx)
@@ -141,7 +143,7 @@ func (s *Session) reportJump(known int64) {
 	s.Log.Warn(what, "left", known, "found", s.pos.CursorID)
 }
 
-// load reads the newest position. One that was written in another cluster is rebased
+// Load reads the newest position, the parked keys and the bad partitions. It rebases a position of another cluster
 // first.
 func (s *Session) Load() error {
 	load := func(ctx context.Context) (err error) {
@@ -176,8 +178,8 @@ func (s *Session) Load() error {
 	})
 }
 
-// parkedKeys returns a function that returns the keys which have to wait. While the lease is not exclusive, these are also keys that an
-// operator has freed: the process that had the lease before may be sending what was resolved.
+// parkedKeys returns a function that returns pages of the keys that have to wait. While the lease is not exclusive,
+// these include keys that an operator has freed: the process that led before may still be sending what was resolved.
 func (s *Session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
 	page := s.Failed.Keys(s.WithStatementTimeout, nil)
 	if s.Lease.Exclusive() {
@@ -194,8 +196,7 @@ func (s *Session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
 	}
 }
 
-// rebase moves the cursors here from the cluster that the database came from. It may
-// take as long as it takes.
+// rebase moves the cursors here from the cluster that the database came from. It has no time limit.
 func (s *Session) rebase() error {
 	start := time.Now()
 	var unsent int64
@@ -235,7 +236,7 @@ func (s *Session) follow(ctx context.Context) error {
 	return s.record(nil)
 }
 
-// await waits until it is time to look for events.
+// await waits until the next poll is due.
 func (s *Session) await(ctx context.Context) {
 	for {
 		pause := s.schedule.Wait(time.Now())
@@ -248,10 +249,10 @@ func (s *Session) await(ctx context.Context) {
 	}
 }
 
-// probeTimeout is short because a probe may be that of another relay, whose connection is dead.
+// probeTimeout is short because a probe may run on the connection of another relay, which may be dead.
 const probeTimeout = time.Second
 
-// probe reports whether there may be something to find. If PostgreSQL fails, the next look says so.
+// probe asks cheaply whether a poll may find something. An error counts as yes: the poll then reports it.
 func (s *Session) probe() bool {
 	s.Health.Progressed()
 	ctx, cancel := context.WithTimeout(s.Held, probeTimeout)
@@ -260,7 +261,7 @@ func (s *Session) probe() bool {
 	return changed || err != nil
 }
 
-// sleep reports whether it has slept so long.
+// sleep reports whether the whole pause has passed.
 func (s *Session) sleep(ctx context.Context, pause time.Duration) bool {
 	timer := time.NewTimer(pause)
 	defer timer.Stop()
@@ -277,8 +278,8 @@ func (s *Session) sleep(ctx context.Context, pause time.Duration) bool {
 	return false
 }
 
-// next returns the events to send next: further ones of the open window, or those of a
-// new one. It returns none when there is nothing to send, or when ctx is cancelled.
+// Next returns the events to send next: the rest of the open window, or a new window. It returns none when there is
+// nothing to send, or when ctx is cancelled.
 func (s *Session) Next(ctx context.Context) (batch []envelope.Event, err error) {
 	for ctx.Err() == nil && err == nil && len(batch) == 0 {
 		switch {
@@ -297,12 +298,12 @@ func (s *Session) Next(ctx context.Context) (batch []envelope.Event, err error) 
 	return batch, err
 }
 
-// open opens the next window and returns its events, unless they are many: then the
-// window is to be read.
+// Open opens the next window and returns its events. A large window it only announces; the window is then read in
+// parts.
 //
-// While the statement reads, no other can renew the lease. So it gets less time than the
-// lease lasts, and it reads nothing if it took too long before, or if it is the first:
-// perhaps it is for this that the last session has lost its lease.
+// While the statement reads, no other statement can renew the lease. So it gets less time than the lease lasts. It
+// reads nothing if it took too long before, or if it is the first of the session: reading may be why the last
+// session lost its lease.
 func (s *Session) Open() (batch []envelope.Event, large bool, err error) {
 	began, limit := time.Now(), s.Window.Limits.Events.Most
 	if !s.Opened {
@@ -341,7 +342,7 @@ func (s *Session) openUpTo(ctx context.Context, limit int) (batch []envelope.Eve
 	return batch, large, err
 }
 
-// take returns the events that were fetched ahead, or fetches them now.
+// take returns the events that were prefetched, or fetches them now.
 func (s *Session) take() (batch []envelope.Event, err error) {
 	if batch = s.Window.prefetched(); len(batch) > 0 || s.Window.drained() {
 		return batch, nil
@@ -353,9 +354,9 @@ func (s *Session) take() (batch []envelope.Event, err error) {
 	return batch, err
 }
 
-// send sends a batch, and moves the cursor behind the events that have an outcome. The
-// move behind the last batch of a window is left to the statement that opens the next
-// window. If ctx or the lease ends first, the next holder sends the rest.
+// send sends a batch, and moves the cursor behind the events that have an outcome. The move behind the last batch of
+// a window is left to the statement that opens the next window. If ctx or the lease ends first, the next holder
+// sends the rest.
 func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
 	s.Window.prefetch(s.pos, s.WithStatementTimeout, s.group.Go)
 	start := time.Now()
@@ -411,8 +412,7 @@ func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided 
 	return len(batch), failures
 }
 
-// notifyRejected logs the events that were rejected and calls the hook, once the cursor
-// has passed them.
+// notifyRejected logs the rejected events and calls the hooks, once the cursor has passed them.
 func (s *Session) notifyRejected(failures []cursor.Failure) {
 	for _, f := range failures {
 		if !f.Rejected {
@@ -435,7 +435,7 @@ func (s *Session) notifyRejected(failures []cursor.Failure) {
 	}
 }
 
-// record writes the position, if that is not done yet, and the failures that it passes.
+// record writes the position, unless it is written already, and the failures that it passes.
 func (s *Session) record(failures []cursor.Failure) error {
 	if s.recorded {
 		return nil
@@ -455,8 +455,8 @@ func (s *Session) record(failures []cursor.Failure) error {
 	})
 }
 
-// try repeats f until PostgreSQL answers. It gives up when the lease is lost or the time
-// to stop is over, and returns the errors that repeating cannot correct.
+// try repeats f until PostgreSQL answers. It gives up when the lease is lost or the time to stop is over. It returns
+// the errors that repeating cannot correct.
 func (s *Session) try(f func(context.Context) error) error {
 	for {
 		s.Health.Progressed()

@@ -11,16 +11,16 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// windowStore reads an open window. [Store] does so in PostgreSQL.
+// windowStore reads an open window. [cursor.Store] does so in PostgreSQL.
 type windowStore interface {
 	Page(ctx context.Context, p cursor.Position, u cursor.Unpaged, limit int) (ids []int64, rest cursor.Unpaged, err error)
 	Fetch(ctx context.Context, p cursor.Position, ids []int64) (events []envelope.Event, through int64, err error)
 	FetchBare(ctx context.Context, p cursor.Position, id int64, headers bool) (envelope.Event, error)
 }
 
-// windowReader reads the open window of a session: first the ids of its events, page by
-// page, and then the events in the order of ids. It belongs to the goroutine of the
-// session. A prefetch runs beside it and touches none of its fields.
+// windowReader reads the open window of a session: first the ids of its events, page by page, and then the events in
+// the order of ids. It belongs to the goroutine of the session. A prefetch runs in another goroutine and touches
+// none of its fields.
 type windowReader struct {
 	store    windowStore
 	unpaged  cursor.Unpaged
@@ -29,10 +29,9 @@ type windowReader struct {
 	fetching chan fetched // the prefetch, if one runs
 }
 
-// ReadLimits are how much is read at once. What takes too long is asked for again in
-// smaller parts. If our own timeout has ended it, a connection may have died, and later
-// parts grow at once. If PostgreSQL has cancelled it, they stay small for manyReads: the
-// same would happen again.
+// ReadLimits bound how much is read at once. A read that takes too long is repeated in smaller parts. If our own
+// timeout has ended it, a connection may have died, and later parts grow at once. If PostgreSQL has cancelled it,
+// the parts stay small for manyReads statements.
 type ReadLimits struct {
 	IDs     ReadLimit // of a page
 	Events  ReadLimit // of a fetch
@@ -47,6 +46,7 @@ type ReadLimit struct {
 	good int // statements in a row that have read most rows
 }
 
+// LimitTo returns a limit that grows up to all rows.
 func LimitTo(all int) ReadLimit { return ReadLimit{Now: all, Most: all, All: all} }
 
 // keepBelow halves n and asks for no more than that from now on.
@@ -87,11 +87,12 @@ type fetched struct {
 	Err     error
 }
 
+// NewWindowReader returns a reader without an open window.
 func NewWindowReader(store windowStore, batchSize int) windowReader {
 	return windowReader{store: store, Limits: ReadLimits{IDs: LimitTo(MaxPageIDs), Events: LimitTo(batchSize)}}
 }
 
-// begin begins to read the window of a position, above its last id.
+// Begin begins to read the window of a position, above its last id.
 func (w *windowReader) Begin(p cursor.Position) (err error) {
 	w.unpaged, err = cursor.UnpagedOf(p)
 	return err
@@ -106,14 +107,13 @@ func (w *windowReader) forget() {
 	w.unpaged, w.IDs = cursor.Unpaged{}, cursor.IDSet{}
 }
 
-// paged reports whether all ids have been read.
+// Paged reports whether all ids have been read.
 func (w *windowReader) Paged() bool { return len(w.unpaged.Ranges) == 0 }
 
 // drained reports whether all events have been taken.
 func (w *windowReader) drained() bool { return w.Paged() && w.fetching == nil && w.IDs.Len() == 0 }
 
-// page reads a page of ids. It may have read none although it returns no error: the next
-// call asks for less then.
+// Page reads a page of ids. It may have read none although it returns no error: the next call asks for less.
 func (w *windowReader) Page(ctx context.Context, p cursor.Position) error {
 	asked := w.Limits.IDs.Now
 	ids, rest, err := w.store.Page(ctx, p, w.unpaged, asked)
@@ -135,9 +135,8 @@ func (w *windowReader) Page(ctx context.Context, p cursor.Position) error {
 	return nil
 }
 
-// prefetch fetches the next events while others are in flight. run runs a function in
-// another goroutine. The row that announces the window was written before, so the rest of
-// the window cannot change.
+// prefetch fetches the next events while the current batch is sent. run runs a function in another goroutine. The
+// row that announces the window was written before, so the rest of the window cannot change.
 func (w *windowReader) prefetch(p cursor.Position, statement lease.StatementContext, run func(func())) {
 	if w.IDs.Len() == 0 {
 		return
@@ -151,8 +150,8 @@ func (w *windowReader) prefetch(p cursor.Position, statement lease.StatementCont
 	})
 }
 
-// prefetched returns the events that were fetched ahead. It returns none if nothing was,
-// or if that failed: then take fetches them.
+// prefetched returns the events that were prefetched. It returns none if there was no prefetch or it failed: then
+// Take fetches them.
 func (w *windowReader) prefetched() []envelope.Event {
 	if w.fetching == nil {
 		return nil
@@ -162,8 +161,7 @@ func (w *windowReader) prefetched() []envelope.Event {
 	return w.keep(got)
 }
 
-// take fetches the next events. It may return none and no error: the next call asks for
-// less then.
+// Take fetches the next events. It may return none and no error: the next call asks for less.
 func (w *windowReader) Take(p cursor.Position, statement lease.StatementContext) ([]envelope.Event, error) {
 	got := Fetch(statement, w.store, p, w.IDs.First(w.Limits.Events.Now), w.Limits)
 	return w.keep(got), got.Err

@@ -1,4 +1,11 @@
-// Package retention is a part of the relay.
+// Package retention removes rows that are kept no longer: of outbox, outbox_cursor, outbox_failed, event_handled,
+// outbox_audit and event_delivery, and whole partitions of outbox.
+//
+// The process that has the lease of a relay, or of a group of workers, runs a [Cleaner]. It works in small
+// transactions, reads by the primary key where the last run ended, pauses four times as long as a slow batch took,
+// and begins no batch while there is a backlog to send. However old, a row of outbox goes only when every relay with
+// a cursor in the schema has published it and the workers of every group have taken it. An Archive of the host gets
+// the rows in the transaction that removes them.
 package retention
 
 import (
@@ -16,8 +23,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Cleaner removes rows that are not kept any longer. It works beside the session and
-// shares with it only the leadership, and whether there is a backlog.
+// Cleaner removes rows that are kept no longer, alongside the work of the process. It shares with that work only the
+// leadership, and whether there is a backlog.
 type Cleaner struct {
 	lease.Leadership
 	cfg        CleanerConfig
@@ -32,20 +39,21 @@ type Cleaner struct {
 	lagging                                laggingRelay
 }
 
-// CleanerConfig is what a cleaner is told by its relay or worker.
+// CleanerConfig is what a relay or a worker tells its cleaner.
 type CleanerConfig struct {
 	Name    string // of the lease
 	Rules   Rules
-	Poll    time.Duration // how often it looks whether a backlog is gone
+	Poll    time.Duration // between two checks whether a backlog is gone
 	Removed func(Result)  // nil for none
 
-	// mayRun says whether to remove anything at all in this run. Nil means that it does.
+	// MayRun says whether to remove anything in this run. Nil means always.
 	MayRun func(context.Context) (bool, error)
-	// withoutFailed leaves outbox_failed alone.
+	// WithoutFailed leaves outbox_failed alone.
 	WithoutFailed bool
 }
 
-// laggingRelay is a relay, or a consumer group of workers, that has not published events which are old enough to go.
+// laggingRelay is a relay, or a group of workers, that has not published or taken events that are old enough to be
+// removed.
 type laggingRelay struct {
 	name     string // "" for none
 	reported bool
@@ -54,6 +62,7 @@ type laggingRelay struct {
 // errStopping ends a batch that is not finished in time.
 var errStopping = errors.New("retention is told to stop")
 
+// NewCleaner returns a cleaner. It does no I/O.
 func NewCleaner(leads lease.Leadership, cfg CleanerConfig, store *Store, hasBacklog func() bool, log *slog.Logger) *Cleaner {
 	return &Cleaner{Leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
 }
@@ -67,8 +76,8 @@ const (
 	ArchiveGrace = 500 * time.Millisecond
 )
 
-// run removes rows at intervals until ctx is cancelled; then it finishes the current
-// batch, if that takes no longer than cleanGrace.
+// Run removes rows at intervals until ctx is cancelled; then it finishes the current batch, if that takes no longer
+// than cleanGrace.
 func (c *Cleaner) Run(ctx context.Context) {
 	held, lose := context.WithCancelCause(c.Held)
 	defer lose(nil)
@@ -100,7 +109,7 @@ func (c *Cleaner) Run(ctx context.Context) {
 	}
 }
 
-// mayRun reports whether rows are for this cleaner to remove.
+// mayRun reports whether this cleaner is to remove rows in this run.
 func (c *Cleaner) mayRun(ctx context.Context) bool {
 	if c.cfg.MayRun == nil {
 		return true
@@ -154,8 +163,8 @@ func (c *Cleaner) runTasks(ctx context.Context) (sum Result, err error) {
 	return sum, nil
 }
 
-// pause waits after a batch: longer after a batch that took long, and as long as there is
-// a backlog to send. It reports whether to go on.
+// Pause waits after a batch: longer after a slow batch, and as long as there is a backlog to send. It reports
+// whether to go on.
 func (c *Cleaner) Pause(ctx context.Context, took time.Duration) bool {
 	wait.Await(ctx, c.Held, nil, c.cfg.Rules.PauseAfter(took))
 	for c.hasBacklog() && ctx.Err() == nil && c.Held.Err() == nil {
@@ -164,8 +173,8 @@ func (c *Cleaner) Pause(ctx context.Context, took time.Duration) bool {
 	return ctx.Err() == nil && c.Held.Err() == nil
 }
 
-// Cancelling ctx does not end a batch; run ends it after cleanGrace.
-
+// RemovePublished removes a batch of published events. Cancelling ctx does not end a batch; Run ends it after
+// cleanGrace.
 func (c *Cleaner) RemovePublished(_ context.Context, after int64) (Step, error) {
 	s, err := c.removeBatch(after, math.MaxInt64, func(ctx context.Context) (Step, error) {
 		return c.store.Published(ctx, c.proof(), after)
@@ -176,8 +185,8 @@ func (c *Cleaner) RemovePublished(_ context.Context, after int64) (Step, error) 
 	return s, err
 }
 
-// removeBatch calls remove for rows of outbox above an id. If PostgreSQL cannot print one
-// for the archive, that row stays, and remove is called again for the others.
+// removeBatch calls remove for rows of outbox above an id. If PostgreSQL cannot print a row for the archive, that
+// row stays, and remove is called again for the others.
 func (c *Cleaner) removeBatch(after, end int64, remove func(context.Context) (Step, error)) (s Step, err error) {
 	for {
 		ctx, cancel := c.WithStatementTimeout()
@@ -189,8 +198,8 @@ func (c *Cleaner) removeBatch(after, end int64, remove func(context.Context) (St
 	}
 }
 
-// keepUnprintable finds the first row of a batch that PostgreSQL cannot print and keeps it
-// from the archive. It returns false if there is none, or if it finds out nothing.
+// keepUnprintable finds the first row of a batch that PostgreSQL cannot print and excludes it from the archive. It
+// returns false if there is none, or if it cannot find out.
 func (c *Cleaner) keepUnprintable(after, end int64) bool {
 	ctx, cancel := c.WithStatementTimeout()
 	last, cause := c.store.lastPrintable(ctx, after, end)
@@ -241,8 +250,8 @@ func (c *Cleaner) removeDelivered(_ context.Context, after int64) (Step, error) 
 
 func (c *Cleaner) proof() *Proof { return &Proof{c.Lease, c.cfg.Name} }
 
-// reportLagging logs once which relay or group keeps back rows that are old enough to go. It takes
-// two runs with the same relay, because an old row may have been committed just now.
+// reportLagging logs once which relay or group keeps rows that are old enough to be removed. It logs after two runs
+// with the same relay, because an old row may have been committed just now.
 func (c *Cleaner) reportLagging(relay string) {
 	if relay != c.lagging.name {
 		c.lagging = laggingRelay{name: relay}

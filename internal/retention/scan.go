@@ -5,16 +5,14 @@ import (
 	"time"
 )
 
-// Scan removes rows of a table in the order of ids, by the primary key: there is no index
-// for retention alone. The time of a row is the start of its transaction, and its id was
-// drawn after that. So after a row that is too young, old rows come only from long
-// transactions and from clocks that were set. A scan ends at a batch of which every row
-// is too young.
+// Scan removes rows of a table in the order of ids, by the primary key: there is no index for retention alone. The
+// time of a row is the start of its transaction, and its id was drawn later. So after a row that is too young, old
+// rows come only from long transactions and from clocks that were set. A scan ends at a batch in which every row is
+// too young.
 //
-// mark is where the next scan begins, so that each scan looks only at the rows that have
-// become old since the last scan. Rows below mark that had to stay, or that a transaction
-// commits there later, are found when a scan begins at the start of the table, which it
-// does once in RescanAfter.
+// mark is where the next scan begins, so each scan reads only the rows that have become old since the last one. Rows
+// below mark that had to stay, or that a transaction commits there later, are found when a scan begins at the start
+// of the table, once in RescanAfter.
 type Scan struct {
 	Batch func(ctx context.Context, after int64) (Step, error)
 	Pause func(took time.Duration) bool // between two batches; false: stop
@@ -37,7 +35,7 @@ type Step struct {
 // RescanAfter is how long a row may stay that could not be removed when it became old.
 const RescanAfter = 24 * time.Hour
 
-// run returns how many rows it removed, also with an error.
+// Run returns how many rows it removed, also with an error.
 func (w *Scan) Run(ctx context.Context) (removed int64, err error) {
 	if w.began.IsZero() || time.Since(w.began) > RescanAfter {
 		w.mark, w.began = 0, time.Now()

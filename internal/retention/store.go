@@ -24,7 +24,7 @@ import (
 // forever keeps rows.
 const forever time.Duration = math.MaxInt64
 
-// Rules say how long rows are kept, and how they are removed: see RetentionConfig of the package outbox.
+// Rules say how long rows are kept. RetentionConfig of the package outbox describes them.
 type Rules struct {
 	PublishedFor time.Duration
 	CursorsFor   time.Duration
