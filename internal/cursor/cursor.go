@@ -5,12 +5,21 @@
 // seen at COMMIT, so "id > last" would skip the rows of a slow transaction, and waiting for the oldest transaction
 // would stall behind any open one.
 //
-// - The row needs no fsync. If PostgreSQL forgets rows in a crash or a failover, their events are sent again. A move of unknown outcome is repeated: if the first try did commit, the newest row is another one than expected ([ErrStale]), and the relay loads it.
-// - Each statement proves the lease and the row that the session knows, by its id, its epoch and the start of the server.
-// - No statement takes longer because more events wait. [Store.Open] holds the lock of the lease, so it reads at most a batch and 1 MiB. A larger window is read afterwards: its ids in pages into an [IDSet], then its events by ranges of ids, at most 16 MiB at once. Rows whose size lies are stopped at twice that.
-// - A row that PostgreSQL cannot print fails its statement after the rows in front of it have come. It is then read alone, without its payload.
-// - The shape of the queries keeps a poll at a few dozen buffers over a million published rows, with and without statistics. Connections keep plans that were made over empty tables, so settings of the planner go in front of every statement, in the same round trip.
-// - Snapshots of another cluster mean nothing, so a row carries the system identifier. [Store.Rebase] moves all cursors of a schema to this cluster.
+//   - The row needs no fsync. If PostgreSQL forgets rows in a crash or a failover, their events are sent again. A
+//     move of unknown outcome is repeated: if the first try did commit, the newest row is another one than
+//     expected ([ErrStale]), and the relay loads it.
+//   - Each statement proves the lease and the row that the session knows, by its id, its epoch and the start of
+//     the server.
+//   - No statement takes longer because more events wait. [Store.Open] holds the lock of the lease, so it reads at
+//     most a batch and 1 MiB. A larger window is read afterwards: its ids in pages into an [IDSet], then its
+//     events by ranges of ids, at most 16 MiB at once. Rows whose size lies are stopped at twice that.
+//   - A row that PostgreSQL cannot print fails its statement after the rows in front of it have come. It is then
+//     read alone, without its payload.
+//   - The shape of the queries keeps a poll at a few dozen buffers over a million published rows, with and without
+//     statistics. Connections keep plans that were made over empty tables, so settings of the planner go in front
+//     of every statement, in the same round trip.
+//   - Snapshots of another cluster mean nothing, so a row carries the system identifier. [Store.Rebase] moves all
+//     cursors of a schema to this cluster.
 package cursor
 
 import (

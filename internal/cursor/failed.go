@@ -30,7 +30,7 @@ type Failure struct {
 	Class  string
 	Err    error // nil when parked
 
-	Place    string        // what a waiting event waits for; "" for nothing in particular
+	Place    string        // the topic or partition that a waiting event waits for; empty for none
 	Wait     time.Duration // before the first retry
 	Rejected bool          // by Kafka
 	Pending  bool          // the parking counts it as pending
@@ -128,7 +128,7 @@ func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 	}
 }
 
-// query runs a statement that looks up rows by an index.
+// query runs a statement that reads rows by an index.
 func (f *Failed) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
 }
@@ -281,7 +281,7 @@ func (f *Failed) Freed(statement lease.StatementContext, since time.Duration) fu
 // an operator; or an operator has put a dead event back in front of the head. It changes
 // at most $5 rows, and looks up those by indexes: a key may have a million. If ids
 // restarted, two rows of a key may have the same one; what is resolved or dead stays so. Asked
-// for the statuses that it may have, the planner may walk an index that has only those,
+// for the statuses that it may have, the planner may scan an index that has only those,
 // through all rows.
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
@@ -381,7 +381,7 @@ func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementConte
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
 // statement of its own because an idle relay must write nothing, and proving the lease
-// locks a row. Asked for "error_class = policy.class", the planner may walk the index that has
+// locks a row. Asked for "error_class = policy.class", the planner may scan the index that has
 // the dead of all classes in the order of time.
 const sqlFailedDeadDue = `
 SELECT due.id

@@ -18,7 +18,7 @@ type FailedRow struct {
 	envelope.Event        // its id is outbox.id
 	Row            int64  // outbox_failed.id
 	Key            string // parking key
-	Place          string // what it waits for
+	Place          string // the topic or partition that it waits for; empty for none
 	Retries        int
 	held           bool
 	Size           int   // bytes of payload and headers, as the row says
@@ -45,7 +45,7 @@ SELECT names.place, coalesce(head.error_class, ''), coalesce(head.last_error, ''
                       ORDER BY f.next_retry_at, f.outbox_id LIMIT 1) AS head
  WHERE names.place IS NOT NULL`
 
-// sqlFailedDue finds heads of one place, those that are due or, if $3, all, and those that
+// sqlFailedDue finds heads that wait for one topic or partition, those that are due or, if $3, all, and those that
 // have been due longest first. In the order of the events' age, heads that fail again and
 // again would keep out the others.
 const sqlFailedDue = `
@@ -65,7 +65,7 @@ SELECT ` + failedHead + `
 
 // sqlFailedParked finds the events that are parked behind heads that were sent, at most $3
 // of each key, and $4 together. It cuts by the ids of events, so of each key the first ones
-// are left. Asked for "parking_key = key", the planner may walk the unique index in the
+// are left. Asked for "parking_key = key", the planner may scan the unique index in the
 // order of ids instead, through the rows of all keys.
 const sqlFailedParked = `
 SELECT ` + failedHead + `
@@ -82,8 +82,8 @@ type BadPartition struct {
 	Err   error
 }
 
-// places returns the places that heads wait for, with "" for those that wait for nothing
-// in particular.
+// BadPartitions returns the topics and partitions that heads wait for, with an empty name for heads that wait for
+// none.
 func (f *Failed) BadPartitions(ctx context.Context) (all []BadPartition, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var name, class, cause string
@@ -102,12 +102,12 @@ func (f *Failed) BadPartitions(ctx context.Context) (all []BadPartition, err err
 // maxFound is how many events to retry are found at once.
 const maxFound = 500
 
-// due returns heads of a place: all, or those that are due.
+// Due returns heads that wait for a topic or partition, or for none: all, or those that are due.
 func (f *Failed) Due(ctx context.Context, place string, all bool) ([]FailedRow, error) {
 	return f.find(ctx, f.SQLDue, f.relay, place, all, maxFound)
 }
 
-// first returns a head of each place that has one.
+// First returns one head for each topic or partition that a head waits for.
 func (f *Failed) First(ctx context.Context, places []string) ([]FailedRow, error) {
 	return f.find(ctx, f.SQLFirst, f.relay, places)
 }
@@ -217,7 +217,7 @@ type RetryResult struct {
 	Status string // StatusResolved: it was sent
 	Class  string
 	Err    error
-	Place  string        // what it waits for, if its status is StatusWaiting
+	Place  string        // the topic or partition that it waits for, if its status is StatusWaiting
 	Count  int           // 1 if the retry counts
 	Wait   time.Duration // until the next one
 }
@@ -261,7 +261,8 @@ WITH lease AS MATERIALIZED (
 )
 SELECT count(*), ARRAY(SELECT parking_key FROM next_heads) FROM lease`
 
-// saveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of the parking:
+// saveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of
+// the parking:
 // otherwise an event could be parked behind a head that is just being removed, and its
 // key would have no head until reconcile finds it.
 func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []RetryResult, keep bool) (promoted []string, err error) {

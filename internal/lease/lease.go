@@ -59,8 +59,10 @@ var (
 type Lease struct {
 	Holder string
 	Epoch  int64
-	// ExclusiveAt is when no process can send any more that had the lease before, by the monotonic clock of this process. If one was
-	// taken for gone, its lease may not have expired yet. Until then, this one sends and parks only: what it gave up, or what
+	// ExclusiveAt is when no process can send any more that had the lease before, by the monotonic clock of this
+	// process. If one was
+	// taken for gone, its lease may not have expired yet. Until then, this one sends and parks only: what it gave
+	// up, or what
 	// an operator decided about, could still be sent by the other one, behind later events of its key.
 	ExclusiveAt time.Time
 	// Until is when the lease expires by the monotonic clock of this process. It

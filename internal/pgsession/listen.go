@@ -36,7 +36,7 @@ func (s *Session) changeEars(change func()) {
 	}
 }
 
-// listen has the connection listen to the channels that somebody hears, and to no other.
+// listen makes the connection listen to the channels with listeners, and to no other.
 func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[string]bool) error {
 	wanted := map[string]bool{}
 	s.mu.Lock()

@@ -20,8 +20,8 @@ type Lock struct {
 // sqlLockKey returns the key of a name in a schema. The schema may be dropped and made again: then it is another one.
 const sqlLockKey = `SELECT hashtextextended($1::text, c.relnamespace::bigint) FROM pg_catalog.pg_class AS c WHERE c.oid = {outbox}::regclass`
 
-// TryLock takes the lock of a name in a schema. It returns nil if somebody else has it, in this process or
-// another one. The error is [ErrUnavailable] if nobody can tell.
+// TryLock takes the lock of a name in a schema. It returns nil if the lock is taken, in this process or in
+// another one. The error is [ErrUnavailable] if that is not known.
 func (s *Session) TryLock(ctx context.Context, schema, name string) (*Lock, error) {
 	l := &Lock{session: s, name: schema + "\x00" + name, lost: make(chan struct{})}
 	if s.hasLock(l.name) { // PostgreSQL would give it to the same session once more
@@ -91,7 +91,7 @@ func (l *Lock) Lost() <-chan struct{} { return l.lost }
 
 // Unlock gives the lock back. When ctx ends it is given back later.
 func (l *Lock) Unlock(ctx context.Context) {
-	// Nobody has it any more if there is no session.
+	// Without a session the lock is free.
 	_ = l.session.do(ctx, &call{must: true, f: func(ctx context.Context, conn *pgx.Conn) error {
 		l.session.unlock(ctx, conn, l)
 		return nil

@@ -12,7 +12,7 @@ import (
 // may have while it waits for its standby.
 const sqlCarefully = `SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)`
 
-// sqlNotify sends nothing while notifications pile up that somebody does not read: a full queue would make the
+// sqlNotify sends nothing while notifications pile up that a listener does not read: a full queue would make the
 // commits of all who notify fail.
 const sqlNotify = `SELECT pg_notify(c, '') FROM unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01`
 

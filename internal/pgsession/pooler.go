@@ -13,7 +13,7 @@ import (
 // errPooled means that a session is behind a pooler that gives its connection to others, too.
 var errPooled = errors.New("a pooler")
 
-// errQueueFills means that somebody who listens does not read, so that nothing was sent.
+// errQueueFills means that a listener does not read, so nothing was sent.
 var errQueueFills = errors.New("the queue of notifications fills up")
 
 const (

@@ -53,9 +53,9 @@ const (
 	examineAgain = 10 * time.Minute
 )
 
-// Session is the session of a pool. It is connected while somebody uses it. It is safe for concurrent use.
+// Session is the session of a pool. It is connected while it is used. It is safe for concurrent use.
 type Session struct {
-	db func() *pgxpool.Pool // nil once nobody has the pool
+	db func() *pgxpool.Pool // nil once the pool is no longer used
 
 	failing *outage.Log // of the first user; only run
 
@@ -272,8 +272,8 @@ func (s *Session) lose() {
 // call is something that a connection is needed for.
 type call struct {
 	f    func(ctx context.Context, conn *pgx.Conn) error
-	undo func(ctx context.Context, conn *pgx.Conn) // what f has done, if nobody waits for it any more; nil if there is nothing to undo
-	must bool                                      // it runs although nobody waits for it
+	undo func(ctx context.Context, conn *pgx.Conn) // undoes what f has done, if the caller has returned; may be nil
+	must bool                                      // it runs even if the caller has returned
 
 	mu        sync.Mutex
 	abandoned bool

@@ -65,10 +65,12 @@ func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Se
 
 // Deliver sends a batch and returns the outcome of each event:
 //
-// - An event of a parked key, or behind an event that failed, is not sent.
-// - While Kafka as a whole is unavailable, Deliver sends the failed events again, after a backoff.
-// - While Kafka works, a failure is that of a topic or partition, and its event is unavailable. Once another partition has accepted an event, later events for the bad one are unavailable without a try.
-// - An event stays pending only if stop was cancelled, which is no error, or if sending ended with an error. After a stop no event is pending in front of one that was sent.
+//   - An event of a parked key, or behind an event that failed, is not sent.
+//   - While Kafka as a whole is unavailable, Deliver sends the failed events again, after a backoff.
+//   - While Kafka works, a failure is that of a topic or partition, and its event is unavailable. Once another
+//     partition has accepted an event, later events for the bad one are unavailable without a try.
+//   - An event stays pending only if stop was cancelled, which is no error, or if sending ended with an error.
+//     After a stop no event is pending in front of one that was sent.
 func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true

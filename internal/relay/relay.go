@@ -7,11 +7,13 @@
 //
 // It promises:
 //
-// - An event is sent at least once, and the cursor moves only past events with an outcome.
-// - Events of one key are first sent in their order. While an event of a key waits, the later ones are parked behind it.
-// - An outage of Kafka as a whole makes no event fail. A bad topic or partition delays no other one.
-// - Nothing is handed to Kafka without the lease. Each send checks the lease by the monotonic clock, and losing it closes the Kafka client.
-// - Cancelling Run finishes the batch in flight, releases the lease and sends nothing again.
+//   - An event is sent at least once, and the cursor moves only past events with an outcome.
+//   - Events of one key are first sent in their order. While an event of a key waits, the later ones are parked
+//     behind it.
+//   - An outage of Kafka as a whole makes no event fail. A bad topic or partition delays no other one.
+//   - Nothing is handed to Kafka without the lease. Each send checks the lease by the monotonic clock, and losing
+//     it closes the Kafka client.
+//   - Cancelling Run finishes the batch in flight, releases the lease and sends nothing again.
 package relay
 
 import (

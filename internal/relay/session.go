@@ -55,7 +55,7 @@ type SessionParts struct {
 	Log    *slog.Logger
 	Outage *outage.Log     // PostgreSQL
 	Wake   <-chan struct{} // wake requests of this process
-	Heard  <-chan struct{} // notifications of others
+	Heard  <-chan struct{} // notifications of other processes
 
 	EventDied func() // called after an event has become dead
 }
@@ -70,7 +70,7 @@ type Session struct {
 	recorded bool // pos is in outbox_cursor
 	Opened   bool // a window, or found nothing to open
 	Window   windowReader
-	group    *contain.Group // what runs beside it: a prefetch, and other parts of the relay
+	group    *contain.Group // what runs alongside: a prefetch, and other parts of the relay
 
 	Backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }

@@ -572,7 +572,8 @@ func number(snapshot string) int64 {
 	return n - 1
 }
 
-// Until the process cannot send any more that led before, an event that cannot be read is tried again, and does not die.
+// Until the process cannot send any more that led before, an event that cannot be read is tried again, and does not
+// die.
 func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 	f := newFakeStore(t, 0, nil)
 	s := f.session(context.Background(), rulesWith(5000))

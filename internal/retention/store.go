@@ -33,7 +33,7 @@ type Rules struct {
 	AuditedFor   time.Duration
 	DeliveredFor time.Duration
 
-	BatchSize int // rows that a transaction looks at
+	BatchSize int // rows that a transaction reads
 
 	Archive func(ctx context.Context, tx pgx.Tx, rows []Row) error
 }

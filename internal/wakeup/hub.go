@@ -1,5 +1,17 @@
-// Package wakeup tells those who poll for new events that there are some: in this process at once, and in others by
-// notifications of PostgreSQL.
+// Package wakeup wakes what polls for new events: in this process at once, and in other processes by notifications
+// of PostgreSQL.
+//
+// A wake-up signals the relays and workers of this process. If not all of them lead, one notification goes to other
+// processes: after the commit, on a connection of the pool, together with those of the pool's other schemas, at most
+// one in [Interval], and none while PostgreSQL's queue of notifications fills up. Inside a business transaction a
+// notification would make the commit wait for a lock of the whole server. The process that leads listens on the
+// session of package pgsession.
+//
+// A [PollSchedule] polls every 2 ms for 350 ms after a notification, so other processes need not notify for each
+// commit. A relay probes every millisecond instead, and polls when the probe finds something. All relays of a pool
+// that probe at the same time share one statement, see [Probes].
+//
+// A wake-up that is lost costs no event: the next poll finds it.
 package wakeup
 
 import (
@@ -16,10 +28,10 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Hub is where those meet, in a process, who record events in a schema and who poll for them. It is safe for
-// concurrent use.
+// Hub connects, within a process, what records events in a schema and what polls for them. It is safe for concurrent
+// use.
 type Hub struct {
-	db      func() *pgxpool.Pool // nil once nobody has the pool
+	db      func() *pgxpool.Pool // nil once the pool is no longer used
 	channel string
 	sender  *sender
 
@@ -27,7 +39,7 @@ type Hub struct {
 
 	mu      sync.Mutex
 	members map[*Member]bool
-	writers int // that are to be heard outside of this process, whoever is in it
+	writers int // whose wake-ups go to other processes in any case
 }
 
 var hubs perpool.Registry[*Hub]
@@ -47,7 +59,8 @@ func Channel(schema string) string {
 	return "outbox_" + hex.EncodeToString(sum[:enough])
 }
 
-// Wake wakes the members in this process, and those in others unless all that this one runs leads.
+// Wake wakes the members in this process. It notifies other processes unless everything that polls is led by this
+// process.
 func (h *Hub) Wake() {
 	h.mu.Lock()
 	others := h.writers > 0 || !h.users.Any()

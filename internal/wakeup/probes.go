@@ -12,16 +12,16 @@ import (
 	"github.com/outboxgo/outbox/internal/perpool"
 )
 
-// Probes are those of all relays on a pool: short statements that say whether a poll may find something. Relays that probe at
-// the same time share one. It is safe for concurrent use.
+// Probes are the probes of all relays on a pool: short statements that show whether a poll may find something.
+// Relays that probe at the same time share one statement. It is safe for concurrent use.
 type Probes struct {
 	Ticks
 
-	db      func() *pgxpool.Pool // nil once nobody has the pool
+	db      func() *pgxpool.Pool // nil once the pool is no longer used
 	running chan struct{}        // whose statement runs
 
 	mu   sync.Mutex
-	next *probe // that others may join; nil if there is none
+	next *probe // that other goroutines may join; nil if there is none
 }
 
 // probe is one statement.
@@ -33,12 +33,12 @@ type probe struct {
 	err       error
 }
 
-// errUnanswered means that who had to run a statement stopped, or panicked in a function of the host.
-var errUnanswered = errors.New("whoever asked for all has ended")
+// errUnanswered means that the goroutine that had to run a statement stopped, or panicked in a function of the host.
+var errUnanswered = errors.New("the goroutine that asked for all has ended")
 
 var allProbes perpool.Registry[*Probes]
 
-// ProbesOf returns those of a pool.
+// ProbesOf returns the probes of a pool.
 func ProbesOf(db *pgxpool.Pool) *Probes {
 	return allProbes.Get(db, "", func(db func() *pgxpool.Pool) *Probes {
 		return &Probes{db: db, running: make(chan struct{}, 1)}
@@ -69,7 +69,8 @@ func (g *Probes) Probe(ctx context.Context, sequence string) (snapshot string, d
 	return mine.snapshot, mine.drawn[n], nil
 }
 
-// join returns the next statement, and which of its sequences is asked for. Who is the first to ask has to run it.
+// join returns the next statement, and the index of a sequence in it. The first goroutine to join has to run the
+// statement.
 func (g *Probes) join(sequence string) (next *probe, n int, first bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -80,7 +81,7 @@ func (g *Probes) join(sequence string) (next *probe, n int, first bool) {
 	return g.next, len(g.next.sequences) - 1, first
 }
 
-// run runs a statement when the one before has ended; others join it until then.
+// run runs a statement when the one before has ended. Until then other goroutines may join it.
 func (g *Probes) run(ctx context.Context, mine *probe) {
 	defer close(mine.done)
 	select {
@@ -98,8 +99,8 @@ func (g *Probes) run(ctx context.Context, mine *probe) {
 	mine.err = db.QueryRow(ctx, sqlProbe, mine.sequences).Scan(&mine.snapshot, &mine.drawn)
 }
 
-// Ticks are the moments at which relays on a pool probe, which are the same for all of them. The more relays have probed
-// lately, the fewer they are: together, relays take no more than a small part of a processor for it. The zero value is ready
+// Ticks are the moments at which relays on a pool probe, the same for all of them. The more relays have probed
+// lately, the longer the ticks: together, the relays use only a small part of a processor. The zero value is ready
 // to use, and safe for concurrent use.
 type Ticks struct {
 	mu     sync.Mutex
@@ -112,9 +113,9 @@ type Ticks struct {
 const (
 	probeWait = time.Millisecond      // from tick to tick, at least
 	relayWait = 50 * time.Microsecond // for each relay that probes
-	// recordWithin is how long it may take to note what was done with events, when no other follow: at least, and for each relay.
-	// Until then a crash repeats them. The poll that finds the next event notes it, too; if one comes within that time, a poll is
-	// saved for each event.
+	// recordWithin is how long it may take to write down what was done with events when no event follows: at least, and
+	// recordEachWait for each relay. Until then a crash repeats the events. The poll that finds the next event writes it
+	// down too, so an event within that time saves a poll.
 	recordWithin   = 100 * time.Millisecond
 	recordEachWait = time.Millisecond
 )
@@ -148,7 +149,7 @@ func (t *Ticks) wait(now time.Time) (next, every time.Duration) {
 	return t.next.Sub(now), t.every
 }
 
-// record returns how long it may take to note what was done with events.
+// record returns how long it may take to write down what was done with events.
 func (t *Ticks) record() time.Duration {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -2,9 +2,9 @@ package wakeup
 
 import "time"
 
-// PollSchedule says how long one that polls for events waits before it polls again. After a notification, and after an event that
-// nobody in this process has announced, it polls often for a while: then other processes need not notify it of each
-// commit. A probe, which costs less than a poll, says whether there may be anything new.
+// PollSchedule says how long a relay or a worker waits before it polls for events again. After a notification, and
+// after an event that this process has not announced, it polls often for a while: then other processes need not
+// notify for each commit. A probe costs less than a poll and shows whether there may be new events.
 type PollSchedule struct {
 	Idle  time.Duration // between polls while nothing happens
 	Ticks *Ticks        // when it probes; nil if it cannot
@@ -18,20 +18,20 @@ type PollSchedule struct {
 }
 
 const (
-	often = 2 * time.Millisecond // between polls of one that cannot probe
-	// activeFor is longer than Interval by what a notification may take longer than the one before.
+	often = 2 * time.Millisecond // between polls where there are no probes
+	// activeFor is longer than Interval, because a notification may take longer than the one before.
 	activeFor = Interval + 100*time.Millisecond
-	// fewTicks is for how many ticks one that can probe relies on the rate of events in place of it.
+	// fewTicks is for how many ticks the rate of events takes the place of probes.
 	fewTicks = 4
 )
 
-// Woken notes a wake-up by this process.
+// Woken records a wake-up by this process.
 func (r *PollSchedule) Woken() { r.announced = true }
 
-// Notified notes a notification of another process.
+// Notified records a notification of another process.
 func (r *PollSchedule) Notified(now time.Time) { r.active = now }
 
-// Polled notes how many events a poll has found that began at a time.
+// Polled records how many events a poll has found that began at a time.
 func (r *PollSchedule) Polled(began time.Time, events int) {
 	if events > 0 && !r.announced {
 		r.active = began
@@ -46,8 +46,8 @@ func (r *PollSchedule) Polled(began time.Time, events int) {
 	r.announced, r.polled, r.events = false, began, events
 }
 
-// Wait returns how long to wait before the next poll or probe, unless a wake-up comes: not at all if, as far as the last poll
-// says, something has come meanwhile.
+// Wait returns how long to wait before the next poll or probe, unless a wake-up comes. It returns 0 if, at the rate
+// of the last poll, an event has come meanwhile.
 func (r *PollSchedule) Wait(now time.Time) time.Duration {
 	active := now.Sub(r.active) < activeFor
 	since := now.Sub(r.polled)
@@ -69,11 +69,11 @@ func (r *PollSchedule) Wait(now time.Time) time.Duration {
 	return min(next, r.Idle)
 }
 
-// comeSince reports whether, as far as the last poll says, something has come since.
+// comeSince reports whether, at the rate of the last poll, an event has come since.
 func (r *PollSchedule) comeSince(d time.Duration) bool { return r.rate*d.Seconds() >= 1 }
 
-// Probing reports whether a probe comes before the next poll. What was done with events must be noted, though, and a probe may
-// be wrong, or of a server that takes no writes.
+// Probing reports whether a probe comes before the next poll. Polls still come after a while: what was done with
+// events must be written down, and a probe may be wrong, or of a server that takes no writes.
 func (r *PollSchedule) Probing(now time.Time) bool {
 	return r.Ticks != nil && now.Sub(r.active) < activeFor && now.Sub(r.polled) < min(r.Idle, r.record())
 }

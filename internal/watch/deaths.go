@@ -51,7 +51,7 @@ type deaths struct {
 const (
 	maxDeadInAlert = 20
 	maxDeadRead    = 10_000
-	// deadOverlap is how far a check looks back behind the last one: an event's time of
+	// deadOverlap is how far a check reads back before the last one: an event's time of
 	// death is the start of a transaction.
 	deadOverlap = 5 * time.Minute
 )
@@ -77,7 +77,7 @@ func (d *deaths) forget(before time.Time) {
 
 // reportDeadEvents alerts to events that have died since the last check, with one alert
 // for each relay.
-func (w *Watch) reportDeadEvents(ctx context.Context, l look) {
+func (w *Watch) reportDeadEvents(ctx context.Context, l state) {
 	for _, r := range l.Relays {
 		dead := slices.DeleteFunc(slices.Clone(l.died), func(f tables.Failure) bool { return f.Relay != r.Name })
 		if len(dead) == 0 {
@@ -97,7 +97,7 @@ func (w *Watch) reportDeadEvents(ctx context.Context, l look) {
 
 // reportDeadDeliveries alerts to deliveries that were given up since the last check, with one
 // alert for each group. Counts are all that are dead.
-func (w *Watch) reportDeadDeliveries(ctx context.Context, l look, died []tables.Delivery, counts []tables.EventCount) {
+func (w *Watch) reportDeadDeliveries(ctx context.Context, l state, died []tables.Delivery, counts []tables.EventCount) {
 	byGroup := map[string][]tables.Delivery{}
 	for _, dead := range died {
 		byGroup[dead.Group] = append(byGroup[dead.Group], dead)

@@ -55,13 +55,13 @@ type Config struct {
 	Relay, Group string
 	// Consumes says that Group is one of consumers.
 	Consumes bool
-	// Takeover is for how long nobody may have alerted before this process has the lease of one
+	// Takeover is for how long no process may have alerted before this process has the lease of one
 	// that is gone. What died meanwhile is alerted to.
 	Takeover time.Duration
 	// BreakerClosed reports whether the breaker of Relay is closed. Nil means that it
 	// is not known.
 	BreakerClosed func() bool
-	// StaleEvents gets after each look which events of Relay wait for too long; none unless
+	// StaleEvents gets after each check which events of Relay wait for too long; none unless
 	// they are StalePending. It may be nil.
 	StaleEvents func([]tables.EventCount)
 	// Deliver passes an alert on. An alert that it returns an error for, panics at, or
@@ -115,8 +115,8 @@ func New(store Store, cfg Config) *Watch {
 // Interval is the time between two checks.
 func (w *Watch) Interval() time.Duration { return w.cfg.Interval }
 
-// look is what one check has read.
-type look struct {
+// state is what one check has read.
+type state struct {
 	tables.Positions
 
 	now   time.Time        // of the database
@@ -129,7 +129,7 @@ type look struct {
 func (w *Watch) Check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
-	l, err := w.look(ctx)
+	l, err := w.read(ctx)
 	if err != nil {
 		return err
 	}
@@ -147,8 +147,8 @@ func (w *Watch) Check(ctx context.Context) error {
 	return err
 }
 
-// look reads what every check needs, and finds out whether this process alerts to what is common.
-func (w *Watch) look(ctx context.Context) (l look, err error) {
+// read reads what every check needs, and finds out whether this process alerts to what concerns the whole database.
+func (w *Watch) read(ctx context.Context) (l state, err error) {
 	if l.now, err = w.store.Now(ctx); err != nil {
 		return l, err
 	}
@@ -181,7 +181,7 @@ func (w *Watch) isOwn(r tables.Relay) bool {
 }
 
 // isFirst reports whether the watch alerts to what concerns the whole database.
-func (w *Watch) isFirst(l look) bool {
+func (w *Watch) isFirst(l state) bool {
 	first := func(all []tables.Relay) (name string) {
 		if i := slices.IndexFunc(all, func(r tables.Relay) bool { return r.Holder != "" }); i >= 0 {
 			return all[i].Name
@@ -201,7 +201,7 @@ func (w *Watch) isFirst(l look) bool {
 }
 
 // checkRelay alerts to what is wrong with a relay that is led, or with the events of any.
-func (w *Watch) checkRelay(ctx context.Context, l look, r tables.Relay) {
+func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 	counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Relay == r.Name })
 	if w.cfg.StaleEvents != nil && r.Name == w.cfg.Relay {
 		if !holds {
@@ -216,7 +216,7 @@ func (w *Watch) checkRelay(ctx context.Context, l look, r tables.Relay) {
 }
 
 // staleOf returns what waits for too long, and whether it is so much that there is an alert.
-func (w *Watch) staleOf(l look, is func(tables.EventCount) bool) (counts []tables.EventCount, holds bool) {
+func (w *Watch) staleOf(l state, is func(tables.EventCount) bool) (counts []tables.EventCount, holds bool) {
 	counts = slices.DeleteFunc(slices.Clone(l.stale), func(c tables.EventCount) bool { return !is(c) })
 	return counts, len(counts) > 0 && total(counts) >= w.cfg.StalePending
 }
@@ -229,7 +229,7 @@ func total(counts []tables.EventCount) (n int) {
 }
 
 // checkCommon alerts to what concerns the whole database.
-func (w *Watch) checkCommon(ctx context.Context, l look) error {
+func (w *Watch) checkCommon(ctx context.Context, l state) error {
 	for _, r := range l.Relays {
 		if r.Name != w.cfg.Relay {
 			w.checkLeader(ctx, r)
@@ -263,8 +263,8 @@ func (w *Watch) checkLeader(ctx context.Context, r tables.Relay) {
 }
 
 // checkGroups alerts to what consumer groups have not handled for too long. A group whose alert
-// has begun is looked at although nothing of it waits any more.
-func (w *Watch) checkGroups(ctx context.Context, l look) {
+// has begun is checked although none of its events waits any more.
+func (w *Watch) checkGroups(ctx context.Context, l state) {
 	var groups []string
 	for _, c := range l.stale {
 		groups = append(groups, c.Group)
