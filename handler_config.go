@@ -162,7 +162,9 @@ func (c HandlerConfig) routes(events *Registry, handlers []Handler) (handling.Ro
 	return handling.NewRoutes(of)
 }
 
-func (c Codec) engine() handling.Codec { return handling.Codec{ContentType: c.ContentType, Decode: c.Decode} }
+func (c Codec) engine() handling.Codec {
+	return handling.Codec{ContentType: c.ContentType, Decode: c.Decode}
+}
 
 func (c HandlerConfig) validate() error {
 	errs := []error{
