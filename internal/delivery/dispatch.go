@@ -37,10 +37,10 @@ type Dispatcher struct {
 	// reports whether there are more events, and whether PostgreSQL has answered. Nil if other code inserts them.
 	TakeNew func(context.Context) (more, answered bool, err error)
 
-	answered     bool          // PostgreSQL has answered in this poll; only run
+	answered     bool                // PostgreSQL has answered in this poll; only run
 	PollSchedule wakeup.PollSchedule // of polls for new events; only run
-	Full         bool          // no lane had room at the last call of TakeNew; only run
-	Listens      atomic.Bool   // this process hears notifications for the group, and polls often after one
+	Full         bool                // no lane had room at the last call of TakeNew; only run
+	Listens      atomic.Bool         // this process hears notifications for the group, and polls often after one
 
 	mu           sync.Mutex
 	due          bool          // rows may be due

@@ -86,7 +86,7 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 		in.deal(rows, began)
 		return nil
 	})
-	in.dispatcher.PollSchedule.Looked(began, events)
+	in.dispatcher.PollSchedule.Polled(began, events)
 	if err == nil && len(in.round.unknown) > 0 {
 		in.reportUnknown(ctx, in.round.unknown)
 	}
