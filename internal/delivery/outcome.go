@@ -127,6 +127,7 @@ func (l *lane) recordOutcome(it *laneItem, t handling.Task, o handling.Outcome) 
 		l.lose(it.Ref)
 	case handling.Postponed:
 		l.postpone(it, t, o)
+	case handling.Done, handling.Stopped: // nothing to write: the rest of the batch is released after a stop
 	case handling.Again:
 		l.retry(it, t, o)
 	case handling.Dead:
