@@ -28,11 +28,11 @@ type Tx interface {
 // [HandleBatch] gets its events as late as possible, so that it gets many; but not after
 // another handler has got a later event of the same key.
 type handlerCalls struct {
-	tasks     []Task
-	keys      []NoteKey                      // of tasks
-	enough    func(spent time.Duration) bool // by handlers
-	callOne   func(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error)
-	keepApart func(...*Handler) // called for one that changes settings
+	tasks         []Task
+	keys          []NoteKey                      // of tasks
+	enough        func(spent time.Duration) bool // by handlers
+	callOne       func(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error)
+	runSeparately func(...*Handler) // called for one that changes settings
 
 	tx      Tx
 	fresh   map[NoteKey]bool
@@ -48,7 +48,7 @@ type handlerCalls struct {
 		task    [1]int
 		arrival [1]Arrival
 	}
-	apart bool // a handler has changed settings, so no other may be called
+	changed bool // a handler has changed settings, so no other may be called
 }
 
 // pendingCall is a call of a handler of [HandleBatch] that is still to be made.
@@ -153,7 +153,7 @@ func (c *handlerCalls) flush(ctx context.Context, n int) error {
 
 // call calls the handler of tasks, given by their index, with their events.
 func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival) error {
-	if c.apart {
+	if c.changed {
 		return guardtx.ErrSettings
 	}
 	first := &c.tasks[tasks[0]]
@@ -174,8 +174,8 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 		c.results[i].took = took / time.Duration(len(tasks))
 	}
 	if c.tx.ChangedSettings() && len(c.tasks) > 1 {
-		c.apart = true
-		c.keepApart(first.Handler)
+		c.changed = true
+		c.runSeparately(first.Handler)
 	}
 	return nil
 }

@@ -17,7 +17,7 @@ import (
 type Handler struct {
 	Action  string
 	GoType  reflect.Type
-	Kind    handlerKind
+	Kind    HandlerKind
 	One     func(context.Context, pgx.Tx, *Arrival) error                                 // of inTx and noTx
 	Many    func(context.Context, pgx.Tx, []Arrival) error                                // of inBatch
 	Key     func(event any, about *envelope.Received) (aggregateType, aggregateID string) // nil: the event itself
@@ -26,11 +26,11 @@ type Handler struct {
 	InPlace bool // its partition waits while an event is tried again
 }
 
-// handlerKind says in what a handler is called.
-type handlerKind uint8
+// HandlerKind says in what a handler is called.
+type HandlerKind uint8
 
 const (
-	InTx handlerKind = iota
+	InTx HandlerKind = iota
 	InBatch
 	NoTx
 )

@@ -41,7 +41,7 @@ func NewNotes(db *pgxpool.Pool, schema, group string) *Notes {
 // id together: AggregateID is the id, or a text in which both run together, and Source is
 // the source.
 type NoteKey struct {
-	AggregateType, AggregateID, action string
+	AggregateType, AggregateID, Action string
 	Source                             string // "" for a key of OncePer
 }
 
@@ -168,7 +168,7 @@ func (s *Notes) KeysOf(ctx context.Context, tx pgx.Tx, statement string, keys []
 func readKeys(rows pgx.Rows, n int) (map[NoteKey]bool, error) {
 	found := make(map[NoteKey]bool, n)
 	var k NoteKey
-	_, err := pgx.ForEachRow(rows, []any{&k.AggregateType, &k.AggregateID, &k.action, &k.Source}, func() error {
+	_, err := pgx.ForEachRow(rows, []any{&k.AggregateType, &k.AggregateID, &k.Action, &k.Source}, func() error {
 		found[k] = true
 		return nil
 	})
@@ -201,7 +201,7 @@ func (s *Notes) argsOf(keys []NoteKey) []any {
 	n := len(keys)
 	types, ids, actions, sources := texts[:n], texts[n:2*n], texts[2*n:3*n], texts[3*n:]
 	for i, k := range keys {
-		types[i], ids[i], actions[i], sources[i] = k.AggregateType, k.AggregateID, k.action, k.Source
+		types[i], ids[i], actions[i], sources[i] = k.AggregateType, k.AggregateID, k.Action, k.Source
 	}
 	return []any{s.group, types, ids, actions, sources}
 }
@@ -307,7 +307,7 @@ func SourceKeyOf(m *envelope.Received) string {
 
 // KeyOf returns the key by which a repeat of a task is known.
 func KeyOf(t *Task) (NoteKey, error) {
-	k := NoteKey{AggregateType: t.Meta.Type, AggregateID: handled.EventKey(t.Meta.Source, t.Meta.ID), action: t.Action, Source: SourceKeyOf(&t.Meta)}
+	k := NoteKey{AggregateType: t.Meta.Type, AggregateID: handled.EventKey(t.Meta.Source, t.Meta.ID), Action: t.Action, Source: SourceKeyOf(&t.Meta)}
 	if t.Key != nil {
 		k.Source = ""
 		k.AggregateType, k.AggregateID = t.Key(t.Event, &t.Meta)

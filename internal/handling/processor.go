@@ -22,12 +22,12 @@ import (
 // note what is done. It neither retries nor gives up, and does not know what brings the events:
 // that is for its caller. It belongs to one goroutine, see forOne.
 type Processor struct {
-	Rules  *Rules
-	Routes Routes
-	Store  Transactor // nil without PostgreSQL
-	Log    *slog.Logger
-	input  *inputLog
-	apart  *sync.Map // *Handler: those that change settings, see keepApart
+	Rules    *Rules
+	Routes   Routes
+	Store    Transactor // nil without PostgreSQL
+	Log      *slog.Logger
+	input    *inputLog
+	separate *sync.Map // *Handler: those that change settings, see runSeparately
 
 	retriesFor *contain.Callback // calls RetriesFor of a policy
 	work       *Activity
@@ -102,7 +102,7 @@ func (p *Processor) ProcessOne(ctx context.Context, t Task) error {
 //
 // What runs here is the host's, and may end its goroutine.
 func (p *Processor) transact(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (*handlerCalls, error) {
-	c := &handlerCalls{tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough, callOne: p.callHandler, keepApart: p.keepApart}
+	c := &handlerCalls{tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough, callOne: p.callHandler, runSeparately: p.runSeparately}
 	err := contain.Do(func() error {
 		if err := p.findKeys(ctx, c); err != nil {
 			return err
@@ -125,7 +125,7 @@ func (p *Processor) transact(ctx context.Context, tasks []Task, enough func(spen
 	})
 	own, _ := errors.AsType[*completeError](err)
 	if err = c.name(err); own == nil && errors.Is(err, guardtx.ErrSettings) {
-		p.keepApart(handlersOf(tasks)...)
+		p.runSeparately(handlersOf(tasks)...)
 	}
 	return c, err
 }
@@ -173,17 +173,17 @@ func handlersOf(tasks []Task) (handlers []*Handler) {
 // their handlers changes settings.
 func (p *Processor) Sharing(tasks []Task) bool {
 	return len(tasks) > 1 && !slices.ContainsFunc(tasks, func(t Task) bool {
-		_, apart := p.apart.Load(t.Handler)
-		return apart
+		_, separate := p.separate.Load(t.Handler)
+		return separate
 	})
 }
 
-// keepApart notes that one of these handlers changes settings of its transaction, which others
+// runSeparately notes that one of these handlers changes settings of its transaction, which others
 // must not see. From now on the events that arrive with theirs are handled one by one.
-func (p *Processor) keepApart(handlers ...*Handler) {
+func (p *Processor) runSeparately(handlers ...*Handler) {
 	var actions []string
 	for _, h := range handlers {
-		if _, known := p.apart.LoadOrStore(h, nil); !known {
+		if _, known := p.separate.LoadOrStore(h, nil); !known {
 			actions = append(actions, h.Action)
 		}
 	}
@@ -315,7 +315,7 @@ func (p *Processor) notifyOne(ctx context.Context, r TaskResult) {
 // what it is about to do, or complete what is done. An error of a handler may be about anything: another server, or
 // what the handler has done to its connection. It is an outage only if the processor's own pool
 // has no connection either; and not if the handler had used up its time.
-func (p *Processor) IsOutage(ctx context.Context, err error, kind handlerKind, late bool) bool {
+func (p *Processor) IsOutage(ctx context.Context, err error, kind HandlerKind, late bool) bool {
 	var store *NoteError
 	var completing *completeError
 	if errors.Is(err, ErrUnfinished) {

@@ -115,7 +115,7 @@ func (h Hooks) guarded(log *slog.Logger) Hooks {
 func NewProcessor(cfg Rules, routes Routes, store Transactor) *Processor {
 	cfg.Hooks = cfg.Hooks.guarded(cfg.Log)
 	return &Processor{
-		Rules: &cfg, Routes: routes, Store: store, Log: cfg.Log, input: &inputLog{}, apart: new(sync.Map),
+		Rules: &cfg, Routes: routes, Store: store, Log: cfg.Log, input: &inputLog{}, separate: new(sync.Map),
 		retriesFor: contain.NewCallback("RetriesFor", cfg.Log, contain.HookLimits),
 	}
 }

@@ -1,0 +1,304 @@
+package handling
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"runtime"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// play tries a task until it needs no other attempt, as a scheduler does. It returns the last outcome and names all.
+func (f *fixture) play(t *Task) (last Outcome, outcomes string) {
+	f.t.Helper()
+	var all []string
+	for {
+		o := f.attempts.Try(t, t.Retry.Over(f.processor.Rules.Retry), nil)
+		name := []string{"done", "stopped", "interrupted", "postponed", "again", "dead"}[o.Verdict]
+		if o.Verdict != Stopped {
+			require.Equal(f.t, []any{t.Action, t.Meta.Attempt}, []any{o.Action, o.Attempt}, name)
+			name += fmt.Sprint(" ", o.Attempt)
+		}
+		if o.Verdict == Dead {
+			name += ": " + o.Class
+		}
+		all = append(all, name)
+		switch o.Verdict {
+		case Again:
+			f.attempts.ReportAgain(t, o)
+			time.Sleep(o.Wait)
+			t.Meta.Attempt++
+			continue
+		case Postponed:
+			f.attempts.ReportAgain(t, o)
+		case Dead:
+			f.attempts.ReportDead(t.Meta, "", o)
+		}
+		require.Zero(f.t, f.scheduler.inside, "each call that was entered has been left")
+		return o, strings.Join(all, ", ")
+	}
+}
+
+var attemptTests = []struct {
+	name              string
+	handler, postgres string // plays, see fixture.handle and fixture.InTx
+	policy            RetryPolicy
+	putBack           bool
+	want              string
+	outages           int
+}{
+	{name: "it goes well", want: "done 1"},
+	{name: "it fails twice", handler: "--", want: "again 1, again 2, done 3"},
+	{name: "it fails too often", handler: "----", want: "again 1, again 2, again 3, dead 4: handler"},
+	{name: "no retries", handler: "-", policy: RetryPolicy{MaxRetries: -1}, want: "dead 1: handler"},
+	{name: "one retry", handler: "--", policy: RetryPolicy{MaxRetries: 1}, want: "again 1, dead 2: handler"},
+	{name: "as many retries as the error has", handler: "--p", policy: RetryPolicy{RetriesFor: retriesOfPlayed}, want: "again 1, again 2, dead 3: permanent"},
+	{name: "no retries for this error", handler: "f", policy: RetryPolicy{RetriesFor: retriesOfPlayed}, want: "dead 1: postgres_53400"},
+	{name: "it fails for good", handler: "p", want: "dead 1: permanent"},
+	{name: "it fails, then for good", handler: "-p", want: "again 1, dead 2: permanent"},
+	{name: "it panics", handler: "!", want: "again 1, done 2"},
+	{name: "it ends its goroutine", handler: "xxxx", want: "again 1, again 2, again 3, dead 4: goexit"},
+	{name: "it uses up its time", handler: "tttt", want: "again 1, again 2, again 3, dead 4: timeout"},
+	{name: "it says when to try again", handler: "rr", want: "again 1, again 2, done 3"},
+	{name: "nine conflicts", handler: "444444444", want: "done 1"},
+	{name: "ten conflicts", handler: "4444444444", want: "done 1"},
+	{name: "eleven conflicts are an attempt", handler: "44444444444", want: "again 1, done 2"},
+	{name: "conflicts of two attempts", handler: "444-4444444444", want: "again 1, done 2"},
+	{name: "a conflict for good", handler: "P", want: "dead 1: postgres_40001"},
+	{name: "deadlocks at the commit", postgres: "ddd", want: "done 1"},
+	{name: "an outage is no attempt", postgres: "oooooooooooo", want: "done 1", outages: 12},
+	{name: "locked notes are no attempt", postgres: "nn", want: "done 1", outages: 2},
+	{name: "it fails, and PostgreSQL does", handler: "--", postgres: "+no", want: "again 1, again 2, done 3", outages: 2},
+	{name: "a lost connection is its own", postgres: "c", want: "again 1, done 2"},
+	{name: "a connection that is lost in an outage", postgres: "co", want: "done 1", outages: 2},
+	{name: "it is put back in an outage", postgres: "o", putBack: true, want: "postponed 1", outages: 1},
+	{name: "it fails, and is put back", handler: "-", postgres: "+o", putBack: true, want: "again 1, postponed 2", outages: 1},
+	{name: "the work ends in it", handler: "s", want: "stopped"},
+	{name: "the work ends in a retry", handler: "-s", want: "again 1, stopped"},
+}
+
+func retriesOfPlayed(err error) int {
+	if errors.Is(err, errPlayed) {
+		return 9
+	}
+	return 0
+}
+
+// What becomes of a task, by what its handler and PostgreSQL do.
+func TestAttempts(t *testing.T) {
+	t.Parallel()
+	for _, tt := range attemptTests {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, Rules{Retry: tt.policy})
+				f.handlers["a"], f.postgres, f.scheduler.putBack = tt.handler, tt.postgres, tt.putBack
+				_, got := f.play(&f.arrive("a")[0].Tasks[0])
+				require.Equal(t, tt.want, got)
+				require.Equal(t, tt.outages, f.scheduler.outages)
+				require.Empty(t, f.handlers["a"], "all of the play is over")
+				require.Equal(t, strings.Contains(got, "done"), len(f.noted) == 1)
+			})
+		})
+	}
+}
+
+// An attempt is not made if the work is to end, and its error does not count if the scheduler says so.
+func TestAttemptsEnd(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var calls []string
+		heard := func(name string) func(*envelope.Received, string, error) {
+			return func(*envelope.Received, string, error) { calls = append(calls, name) }
+		}
+		f := newFixture(t, Rules{Hooks: Hooks{Failed: heard("failed"), Conflicted: heard("conflicted")}})
+		task := &f.arrive("a")[0].Tasks[0]
+		f.handlers["a"], f.scheduler.lost = "-4", errPlayed
+		o := f.attempts.Try(task, RetryPolicy{}, nil)
+		require.Equal(t, Outcome{Verdict: Interrupted, Action: "ACTED", Err: errPlayed}, o)
+
+		f.scheduler.ends = true
+		require.Equal(t, Outcome{Verdict: Stopped}, f.attempts.Try(task, RetryPolicy{}, nil))
+		require.Equal(t, []string{"a1: rolled back"}, f.log, "it was not called again")
+		require.Empty(t, calls)
+	})
+}
+
+// An attempt that was made with other tasks counts, and is not repeated.
+func TestAttemptsBefore(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 1}})
+		task := &f.arrive("a")[0].Tasks[0]
+		o := f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
+		require.Equal(t, []any{Again, 1}, []any{o.Verdict, o.Attempt})
+		task.Meta.Attempt = 2
+		o = f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
+		require.Equal(t, []any{Dead, 2}, []any{o.Verdict, o.Attempt})
+		require.Empty(t, f.log, "no transaction")
+
+		conflict := &pgconn.PgError{Code: "40001"}
+		require.Equal(t, Done, f.attempts.Try(task, f.processor.Rules.Retry, conflict).Verdict, "a conflict is repeated alone")
+		require.Equal(t, []string{"a2: committed"}, f.log)
+
+		later := PostponedError(&TaskError{task: *task, events: 1, Certain: true, Err: RetryAfter(errPlayed, time.Minute)})
+		o = f.attempts.Try(task, f.processor.Rules.Retry, later.Of(*task))
+		require.Equal(t, []any{Postponed, 2, time.Minute}, []any{o.Verdict, o.Attempt, o.Wait})
+		require.Nil(t, PostponedError(&TaskError{task: *task, events: 2, Err: errPlayed}), "whose error it is, is not certain")
+	})
+}
+
+// A wait grows from attempt to attempt, but for its random part, a fifth. RetryAfter is exact.
+func TestAttemptsWait(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 9, MaxRetryWait: 5 * time.Second}})
+		f.handlers["a"] = "----r"
+		began := time.Now()
+		_, got := f.play(&f.arrive("a")[0].Tasks[0])
+		require.Equal(t, "again 1, again 2, again 3, again 4, again 5, done 6", got)
+		require.InDelta(t, (1+2+4+5+7)*time.Second, time.Since(began), float64((1+2+4+5)*time.Second)/5)
+
+		f.handlers["b"] = "r"
+		began = time.Now()
+		_, got = f.play(&f.arrive("b")[0].Tasks[0])
+		require.Equal(t, "again 1, done 2", got)
+		require.Equal(t, 7*time.Second, time.Since(began))
+
+		f.handlers["c"], f.scheduler.slept = "4444444444", 0
+		f.play(&f.arrive("c")[0].Tasks[0])
+		require.Positive(t, f.scheduler.slept)
+		require.Less(t, f.scheduler.slept, 4*time.Second, "conflicts wait for a second or two")
+	})
+}
+
+// Hooks get the number of the attempt that was made.
+func TestAttemptsHooks(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var heard []string
+		note := func(hook string, m *envelope.Received, action string) {
+			heard = append(heard, fmt.Sprintf("%s %s %s%d", hook, action, m.Subject, m.Attempt))
+		}
+		failure := func(hook string) func(*envelope.Received, string, error) {
+			return func(m *envelope.Received, action string, err error) {
+				require.Error(t, err)
+				note(hook, m, action)
+			}
+		}
+		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 1}, Hooks: Hooks{
+			Conflicted: failure("conflicted"), Failed: failure("failed"), Retried: failure("retried"),
+			DeadLettered: func(m *envelope.Received, action, topic string, err error) { failure("dead"+topic)(m, action, err) },
+			Handled:      func(m *envelope.Received, action string, _ time.Duration) { note("handled", m, action) },
+			Repeated:     func(m *envelope.Received, action string) { note("repeated", m, action) },
+			Unknown:      func(m *envelope.Received) { note("unknown", m, "") },
+		}})
+		items := f.arrive("a", "b")
+		f.handlers["a"], f.handlers["b"] = "4-", "--"
+		for _, it := range items {
+			f.play(&it.Tasks[0])
+		}
+		f.play(&items[0].Tasks[0])
+		f.attempts.ReportUnknown(&items[0].Meta, "")
+		require.Equal(t, []string{
+			"conflicted ACTED a1", "failed ACTED a1", "retried ACTED a1", "handled ACTED a2",
+			"failed ACTED b1", "retried ACTED b1", "failed ACTED b2", "dead ACTED b2",
+			"repeated ACTED a2", "unknown  a1",
+		}, heard)
+
+		heard, f.postgres, f.scheduler.putBack = nil, "o", true
+		f.play(&f.arrive("c")[0].Tasks[0])
+		require.Empty(t, heard, "an outage of PostgreSQL is no failure of the handler")
+	})
+}
+
+var attemptBreakerTests = []struct {
+	name, play string // of one event each: + goes well, - fails, p fails for good, . ten seconds pass
+	want       breaker.State
+}{
+	{"too few attempts to judge", "---", breaker.Closed},
+	{"half of the attempts fail", "++--", breaker.Open},
+	{"fewer fail", "+++-", breaker.Closed},
+	{"what fails for good says nothing about the action", "pppp", breaker.Closed},
+	{"half-open after 30 s", "----...", breaker.HalfOpen},
+	{"a trial that goes well", "----...+", breaker.Closed},
+	{"a trial that fails", "----...-", breaker.Open},
+}
+
+// The breaker of an action learns the outcomes of first attempts, and of trials.
+func TestAttemptsBreaker(t *testing.T) {
+	t.Parallel()
+	for _, tt := range attemptBreakerTests {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, Rules{Breaker: breaker.Rules{Window: 4}})
+				for n, sign := range tt.play {
+					if sign == '.' {
+						time.Sleep(10 * time.Second)
+						continue
+					}
+					name := fmt.Sprint(n)
+					f.handlers[name] = string(sign)
+					require.True(t, f.attempts.Breakers.TryOne("ACTED") || f.attempts.Breakers.IsClosed("ACTED"))
+					task := &f.arrive(name)[0].Tasks[0]
+					f.attempts.Try(task, f.processor.Rules.Retry, nil)
+				}
+				require.Equal(t, tt.want, f.attempts.Breakers.of["ACTED"].State())
+			})
+		})
+	}
+}
+
+// Retries of one event count once.
+func TestAttemptsBreakerCountsEventsOnce(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 9}, Breaker: breaker.Rules{Window: 4}})
+		f.handlers["a"] = "--------"
+		f.play(&f.arrive("a")[0].Tasks[0])
+		require.True(t, f.attempts.Breakers.IsClosed("ACTED"))
+	})
+}
+
+// Functions of the host that end their goroutine do not end the worker: handlers, codecs and
+// hooks. What they leave undone is the event's failure, or nothing.
+func TestAttemptsOutliveGoexit(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		log := new(testenv.Buffer)
+		exit := func() { runtime.Goexit() }
+		failure := func(*envelope.Received, string, error) { exit() }
+		f := newFixture(t, Rules{
+			Retry: RetryPolicy{MaxRetries: 1, RetriesFor: func(error) int { exit(); return 9 }}, Log: slog.New(slog.NewTextHandler(log, nil)),
+			Hooks: Hooks{
+				Handled:      func(*envelope.Received, string, time.Duration) { exit() },
+				Repeated:     func(*envelope.Received, string) { exit() },
+				DeadLettered: func(*envelope.Received, string, string, error) { exit() },
+				Unknown:      func(*envelope.Received) { exit() },
+				Failed:       failure, Conflicted: failure, Retried: failure,
+			},
+		})
+		f.handlers["a"], f.handlers["b"], f.handlers["d"] = "-", "xx", "4"
+		var outcomes []string
+		for _, it := range f.arrive("a", "b", "d", "a") {
+			_, got := f.play(&it.Tasks[0])
+			outcomes = append(outcomes, got)
+		}
+		f.attempts.ReportUnknown(&f.arrive("c")[0].Meta, "")
+		require.Equal(t, []string{"again 1, done 2", "again 1, dead 2: goexit", "done 1", "done 1"}, outcomes)
+		require.Equal(t, []string{"a1: rolled back", "a2: committed", "b1: rolled back", "b2: rolled back", "d1: rolled back", "d1: committed", ": committed"}, f.log)
+		for _, hook := range []string{"Handled", "Repeated", "Failed", "Retried", "Conflicted", "DeadLettered", "Unknown"} {
+			require.Contains(t, log.String(), "Hooks."+hook)
+		}
+		require.Contains(t, log.String(), "RetriesFor")
+	})
+}

@@ -1,0 +1,320 @@
+package handling
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/eventheader"
+	"github.com/outboxgo/outbox/internal/guardtx"
+)
+
+// The tasks of a batch run in the order of their records, those of batch handlers
+// after them, and those without a transaction not at all.
+func TestProcessBatchOrder(t *testing.T) {
+	t.Parallel()
+	var f *fixture
+	call := func(action string) func(context.Context, played, *envelope.Received) error {
+		return func(_ context.Context, e played, _ *envelope.Received) error {
+			f.current = append(f.current, action+e.Name)
+			return nil
+		}
+	}
+	once := actionOf("ONCE", call("o"))
+	once.Key, once.KeyType = func(any, *envelope.Received) (string, string) { return "Play", "all" }, once.GoType
+	f = newFixture(t, Rules{},
+		noTxOf("N", call("n")),
+		batchOf("B", func(_ context.Context, arrivals []Arrival) error {
+			for _, a := range arrivals {
+				f.current = append(f.current, fmt.Sprint("b", len(arrivals), a.Event.(played).Name))
+			}
+			return nil
+		}),
+		actionOf("H", call("h")), actionOf("I", call("i")), once)
+	items := f.arrive("x", "y")
+	all := func(time.Duration) bool { return false }
+	next, err := f.processor.ProcessBatch(t.Context(), inTx(items), all)
+	require.NoError(t, err)
+	require.Nil(t, next)
+	require.Equal(t, []string{"hx ix ox hy iy b2x b2y: committed"}, f.log)
+	next, err = f.processor.ProcessBatch(t.Context(), inTx(items), all)
+	require.NoError(t, err)
+	require.Nil(t, next)
+	require.Equal(t, ": committed", f.log[1], "all are repeats")
+}
+
+// Events that no record brought are handled as others are, and log lines about their handlers say
+// which delivery it was.
+func TestProcessorWithoutKafka(t *testing.T) {
+	t.Parallel()
+	var f *fixture
+	var places []string
+	note := func(m *envelope.Received) {
+		call, _ := f.activity.Current()
+		places = append(places, call.Place.String())
+		require.Nil(t, m.Kafka)
+	}
+	f = newFixture(t, Rules{Hooks: Hooks{Handled: func(m *envelope.Received, _ string, _ time.Duration) { note(m) }}},
+		actionOf("A", func(_ context.Context, _ played, m *envelope.Received) error { note(m); return nil }),
+		noTxOf("B", func(_ context.Context, _ played, m *envelope.Received) error { note(m); return nil }))
+	p := f.processor
+	var tasks []Task
+	for id := range int64(2) {
+		it := Item{Meta: envelope.Received{Attempt: 1, Origin: &envelope.Origin{Key: []byte("k"), DeliveryID: id, Stream: "plays"}}}
+		m := envelope.Message{ID: fmt.Sprint(id), Type: playedType, Source: "s", ByPosition: true, Data: []byte(`{"Name":"a"}`)}
+		p.Resolve(t.Context(), &it, &m, "A")
+		require.NoError(t, it.Err)
+		tasks = it.AppendInTx(tasks)
+		p.Resolve(t.Context(), &it, &m, "B")
+		require.NoError(t, p.ProcessOne(t.Context(), it.Tasks[0]))
+		p.Resolve(t.Context(), &it, &m, "C")
+		require.Equal(t, ClassUnknownAction, it.Class)
+		require.ErrorContains(t, it.Err, `action "C" is not registered`)
+	}
+	one := 0
+	next, err := p.ProcessBatch(t.Context(), tasks, func(time.Duration) bool { one++; return true })
+	require.NoError(t, err)
+	require.Same(t, tasks[1].Meta.Origin, next)
+	require.Equal(t, 1, one)
+	require.Equal(t, []string{"delivery 0 of plays", "delivery 0 of plays", "delivery 1 of plays", "delivery 1 of plays", "delivery 0 of plays", "delivery 0 of plays"}, places)
+}
+
+// What is completed with the tasks is so in their transaction, behind the handlers. If that fails,
+// nothing is committed, and no handler is blamed.
+func TestProcessorCompletes(t *testing.T) {
+	t.Parallel()
+	handled := 0
+	f := newFixture(t, Rules{Hooks: Hooks{Handled: func(*envelope.Received, string, time.Duration) { handled++ }}})
+	p, failure := f.processor, error(nil)
+	p.Complete = func(_ context.Context, _ Tx, results []TaskResult) error {
+		for _, r := range results {
+			f.current = append(f.current, fmt.Sprint("done ", r.Meta.Subject, " ", r.Repeat))
+		}
+		return failure
+	}
+	items := f.arrive("a", "b")
+	all := func(time.Duration) bool { return false }
+	for _, failure = range []error{errPlayed, guardtx.ErrSettings} {
+		_, err := p.ProcessBatch(t.Context(), inTx(items), all)
+		for _, err := range []error{err, p.ProcessOne(t.Context(), items[0].Tasks[0]), &ConnectionError{err}} {
+			require.ErrorIs(t, err, failure)
+			var failed *TaskError
+			require.False(t, errors.As(err, &failed))
+			require.True(t, p.IsOutage(t.Context(), err, InTx, false))
+		}
+	}
+	require.True(t, p.Sharing(inTx(items)))
+	require.Zero(t, handled)
+	require.Equal(t, []string{"a1 b1 done a false done b false: rolled back", "a1 done a false: rolled back"}, f.log[:2])
+
+	f.log, failure = nil, nil
+	require.NoError(t, p.ProcessOne(t.Context(), items[0].Tasks[0]))
+	_, err := p.ProcessBatch(t.Context(), inTx(items), all)
+	require.NoError(t, err)
+	require.Equal(t, []string{"a1 done a false: committed", "b1 done a true done b false: committed"}, f.log)
+	require.Equal(t, 2, handled)
+}
+
+// Hooks hear of what is committed, and of nothing else.
+func TestProcessorNotifies(t *testing.T) {
+	t.Parallel()
+	var heard []string
+	hooks := Hooks{
+		Handled:  func(m *envelope.Received, _ string, _ time.Duration) { heard = append(heard, "handled "+m.Subject) },
+		Repeated: func(m *envelope.Received, _ string) { heard = append(heard, "repeated "+m.Subject) },
+	}
+	called := func(ctx context.Context, call HandlerCall, next func(context.Context) error) error {
+		err := next(ctx)
+		heard = append(heard, fmt.Sprint("called ", call.Arrivals[0].Meta.Subject, " ", err))
+		return err
+	}
+	f := newFixture(t, Rules{Hooks: hooks, Middleware: []Middleware{called}})
+	items := f.arrive("a", "b")
+	one := func(it *Item) error { return f.processor.ProcessOne(t.Context(), it.Tasks[0]) }
+	require.NoError(t, one(items[0]))
+	require.NoError(t, one(items[0]))
+	f.handlers["b"] = "-"
+	require.ErrorIs(t, one(items[1]), errPlayed)
+	f.postgres = "d"
+	require.Error(t, one(items[1]))
+	require.Equal(t, []string{"called a <nil>", "handled a", "repeated a", "called b played", "called b <nil>"}, heard)
+}
+
+// Whose fault an error is.
+func TestIsOutage(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name        string
+		err         error
+		kind        HandlerKind
+		unavailable bool // there is no connection to be had
+		want        bool
+	}{
+		{"a handler's error", errPlayed, InTx, true, false},
+		{"that of a handler without a transaction", errPlayed, NoTx, false, false},
+		{"that of a handler without a transaction, perhaps for want of PostgreSQL", errPlayed, NoTx, true, true},
+		{"bad SQL", &pgconn.PgError{Code: "42601"}, InTx, true, false},
+		{"a shutdown", &pgconn.PgError{Code: "57P01"}, InTx, true, true},
+		{"a shutdown of another server", &pgconn.PgError{Code: "57P01"}, InTx, false, false},
+		{"too many connections elsewhere", &pgconn.PgError{Code: "53300"}, NoTx, false, false},
+		{"a limit of PostgreSQL's configuration", &pgconn.PgError{Code: "53400"}, InTx, false, false},
+		{"another server that is a replica", fmt.Errorf("insert: %w", &pgconn.PgError{Code: "25006"}), InBatch, false, false},
+		{"no connection to another server", &pgconn.ConnectError{}, InTx, false, false},
+		{"a cancelled statement", &pgconn.PgError{Code: "57014"}, InTx, true, false},
+		{"no connection for the notes", &NoteError{errPlayed}, InTx, false, true},
+		{"the notes are locked", &NoteError{&pgconn.PgError{Code: "57014"}}, InTx, false, true},
+		{"a lost connection", &ConnectionError{errPlayed}, InTx, false, false},
+		{"a lost connection and no other", &ConnectionError{errPlayed}, InTx, true, true},
+	} {
+		f := newFixture(t, Rules{})
+		if tt.unavailable {
+			f.postgres = "o"
+		}
+		require.Equal(t, tt.want, f.processor.IsOutage(t.Context(), tt.err, tt.kind, false), tt.name)
+		var own *NoteError
+		require.Equal(t, errors.As(tt.err, &own), f.processor.IsOutage(t.Context(), tt.err, tt.kind, true), "%s, late", tt.name)
+		f.processor.Store = nil
+		if tt.kind == NoTx && tt.unavailable {
+			require.False(t, f.processor.IsOutage(t.Context(), tt.err, tt.kind, false), "%s: there is no PostgreSQL", tt.name)
+		}
+	}
+}
+
+func TestErrorClass(t *testing.T) {
+	t.Parallel()
+	for want, err := range map[string]error{
+		"handler":           errPlayed,
+		"permanent":         fmt.Errorf("no: %w", Permanent(errPlayed)),
+		"panic":             &PanicError{Value: 1},
+		"goexit":            fmt.Errorf("handler A: %w", contain.ErrGoexit),
+		"transaction_ended": fmt.Errorf("handler A: %w: %w", guardtx.ErrEnded, &pgconn.PgError{Code: "42704"}),
+		"timeout":           fmt.Errorf("query: %w", context.DeadlineExceeded),
+		"postgres_23505":    Permanent(&pgconn.PgError{Code: "23505"}),
+	} {
+		require.Equal(t, want, ErrorClass(err))
+	}
+}
+
+// A policy takes what it does not say from the one below it.
+func TestRetryPolicy(t *testing.T) {
+	t.Parallel()
+	base := RetryPolicy{MaxRetries: 3, RetryWait: time.Second, MaxRetryWait: time.Minute}
+	require.Equal(t, base, RetryPolicy{}.Over(base))
+	own := RetryPolicy{MaxRetries: -1, RetryWait: time.Hour, MaxRetryWait: 2 * time.Hour}
+	require.Equal(t, own, own.Over(base))
+	for attempt, want := range map[int]time.Duration{1: time.Hour, 2: 2 * time.Hour, 3: 2 * time.Hour} {
+		d, exact := own.Wait(attempt, errPlayed)
+		require.Equal(t, want, d)
+		require.False(t, exact)
+	}
+	d, exact := own.Wait(1, RetryAfter(errPlayed, time.Millisecond))
+	require.Equal(t, time.Millisecond, d)
+	require.True(t, exact)
+	require.Equal(t, time.Millisecond, own.Next(1, RetryAfter(errPlayed, time.Millisecond)), "nothing is random about it")
+}
+
+// The context of a handler carries what the event came with, and falls back on its own.
+func TestHandlerContext(t *testing.T) {
+	t.Parallel()
+	const trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+	ids := func(ctx context.Context) []string {
+		return []string{envelope.Carried(ctx, envelope.CorrelationKey), envelope.Carried(ctx, envelope.TraceKey)}
+	}
+	outer := envelope.WithCarried(t.Context(), envelope.CorrelationKey, "outer")
+	require.Equal(t, outer, EventContext(outer, &envelope.Received{}))
+	ctx := EventContext(outer, &envelope.Received{Extensions: map[string]string{eventheader.TraceParent: trace}})
+	require.Equal(t, []string{"outer", trace}, ids(ctx))
+	ctx, cancel := context.WithCancel(EventContext(outer, &envelope.Received{Extensions: map[string]string{eventheader.Correlation: "event's"}}))
+	require.Equal(t, []string{"event's", ""}, ids(ctx))
+	require.Equal(t, "handler's", ids(envelope.WithCarried(ctx, envelope.CorrelationKey, "handler's"))[0])
+	cancel()
+	require.ErrorIs(t, ctx.Err(), context.Canceled)
+}
+
+// brokenError panics in its methods where it is a nil pointer.
+type brokenError struct{ err error }
+
+func (e *brokenError) Error() string { return e.err.Error() }
+func (e *brokenError) Unwrap() error { return e.err }
+
+// A nil pointer is no nil error, and its methods panic. That is an error of the host which
+// returned it, and does not end the process.
+func TestErrorsPanic(t *testing.T) {
+	t.Parallel()
+	broken := func() error { var err *brokenError; return err }
+	fails := func(context.Context, played, *envelope.Received) error { return broken() }
+	for name, tt := range map[string]struct {
+		handler    *Handler
+		middleware []Middleware
+	}{
+		"handler":                       {handler: actionOf("BROKEN", fails)},
+		"handler of a batch":            {handler: batchOf("BROKEN", func(context.Context, []Arrival) error { return broken() })},
+		"handler without a transaction": {handler: noTxOf("BROKEN", fails)},
+		"middleware": {
+			handler:    noTxOf("FINE", func(context.Context, played, *envelope.Received) error { return nil }),
+			middleware: []Middleware{func(context.Context, HandlerCall, func(context.Context) error) error { return broken() }},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 1}, Middleware: tt.middleware}, tt.handler)
+				for _, it := range f.arrive("a", "b") {
+					o, _ := f.play(&it.Tasks[0])
+					require.Equal(t, []any{Dead, "panic", 2}, []any{o.Verdict, o.Class, o.Attempt})
+					require.ErrorContains(t, o.Err, "error of type *handling.brokenError, which may be a nil pointer: panic: ")
+				}
+			})
+		})
+	}
+
+	codec := Codec{ContentType: "application/json", Decode: func(context.Context, []byte, any) error { return broken() }}
+	routes, err := NewRoutes(Sources{Kinds: []EventType{{Name: playedType, GoType: reflect.TypeFor[played](), Codec: codec}}, Handlers: []*Handler{actionOf("A", fails)}})
+	require.NoError(t, err)
+	it := Item{Meta: envelope.Received{Origin: new(envelope.Origin)}}
+	NewProcessor(testRules(Rules{}), routes, nil).Resolve(t.Context(), &it, messageOf(t, "a"), "")
+	require.Equal(t, ClassUndecodable, it.Class)
+	require.Empty(t, it.Tasks)
+}
+
+// Permanent holds for what PostgreSQL would have repeated, too: the handler knows better.
+func TestPermanentConflict(t *testing.T) {
+	t.Parallel()
+	calls := map[string]int{}
+	f := newFixture(t, Rules{}, actionOf("ONCE", func(_ context.Context, e played, _ *envelope.Received) error {
+		calls[e.Name]++
+		return Permanent(fmt.Errorf("insert: %w", &pgconn.PgError{Code: "40001"}))
+	}))
+	for _, it := range f.arrive("a") {
+		o, _ := f.play(&it.Tasks[0])
+		require.Equal(t, Dead, o.Verdict)
+	}
+	require.Equal(t, map[string]int{"a": 1}, calls)
+	items := f.arrive("b", "c")
+	_, err := f.processor.ProcessBatch(t.Context(), inTx(items), func(time.Duration) bool { return false })
+	require.False(t, IsConflict(err), "the transaction of several is not repeated")
+	require.Equal(t, map[string]int{"a": 1, "b": 1}, calls)
+	failed, _ := errors.AsType[*TaskError](err)
+	for _, it := range items {
+		before := failed.Of(it.Tasks[0])
+		o := f.attempts.Try(&it.Tasks[0], f.processor.Rules.Retry, before)
+		require.Equal(t, Dead, o.Verdict)
+	}
+	require.Equal(t, map[string]int{"a": 1, "b": 1, "c": 1}, calls)
+}
+
+// A call without middleware costs no allocation more than the handler itself.
+func TestNoMiddlewareNoAllocation(t *testing.T) {
+	h := &Handler{Action: "ACTED", One: func(context.Context, pgx.Tx, *Arrival) error { return nil }}
+	p, arrivals, ctx := &Processor{Rules: &Rules{}}, []Arrival{{Event: played{"a"}}}, t.Context()
+	require.Zero(t, testing.AllocsPerRun(100, func() { require.NoError(t, p.callInMiddleware(ctx, h, nil, arrivals)) }))
+}
