@@ -402,7 +402,7 @@ func (k *eventKeys) add(m *outbox.Message, at time.Time, topic kafka.TopicID) {
 		source = handled.SourceKeyIn(m.Source, topic)
 	}
 	k.types, k.ids, k.sources = append(k.types, m.Type), append(k.ids, id), append(k.sources, source)
-	k.beside, k.times = append(k.beside, handled.KeyBeside(source, id)), append(k.times, at)
+	k.beside, k.times = append(k.beside, handled.KeyWithSource(source, id)), append(k.times, at)
 }
 
 // notes are the rows of a group in event_handled.

@@ -76,7 +76,7 @@ func (r *run) forget(ctx context.Context, chunk []resend) error {
 		e := &chunk[i].event
 		id, source := handled.EventKey(e.Source, e.EventID), handled.SourceKey(e.Source)
 		types, ids, sources = append(types, e.Type), append(ids, id), append(sources, source)
-		besides = append(besides, handled.KeyBeside(source, id))
+		besides = append(besides, handled.KeyWithSource(source, id))
 	}
 	var forgotten int64
 	err := r.db.QueryRow(ctx, pg.InSchema(sqlForgetHandled, r.cfg.Schema), r.cfg.Group, types, ids, sources, besides,

@@ -88,7 +88,7 @@ func (w *partitionWorker) cutOff() {
 		w.log.Error("outbox: what a worker waits for does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
 		return
 	}
-	w.log.ErrorContext(call.Context, "outbox: "+call.What()+" does not return although its context has ended; its partition is given up", call.Attrs()...)
+	w.log.ErrorContext(call.Context, "outbox: "+call.FunctionName()+" does not return although its context has ended; its partition is given up", call.Attrs()...)
 }
 
 // haveEnded waits for workers, and reports whether all have ended in time.

@@ -67,7 +67,7 @@ func (l *lane) abandon() (others []Delivery) {
 		return nil
 	}
 	l.activity.CutOff()
-	l.log.ErrorContext(call.Context, "outbox: "+call.What()+" does not return although its context has ended; "+
+	l.log.ErrorContext(call.Context, "outbox: "+call.FunctionName()+" does not return although its context has ended; "+
 		"its event is retried when its lease expires", call.Attrs()...)
 	return append(slices.Concat(l.queue.takeAll()...), l.claimed.othersOf(call)...)
 }

@@ -53,9 +53,9 @@ func SourceKeyIn(source string, topic [16]byte) string {
 	return SourceKey(source + "@" + uuid.UUID(topic).String())
 }
 
-// KeyBeside names an event if the event of another source has taken its own key. The
-// source is one of [SourceKey] or [SourceKeyIn].
-func KeyBeside(source, key string) string {
+// KeyWithSource names an event if an event of another source has its own key already. The source is a name of
+// [SourceKey] or [SourceKeyIn].
+func KeyWithSource(source, key string) string {
 	return digest(strconv.Itoa(len(source)) + ":" + source + key)
 }
 

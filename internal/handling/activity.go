@@ -1,6 +1,3 @@
-// Package handling knows what a worker of a consumer does at the moment: which handler it
-// has called, and on which connection its transaction is. With this, handlers that run for
-// long are reported, and those that ignore the end of their context are cut off.
 package handling
 
 import (
@@ -14,34 +11,35 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Activity is what one worker does. The worker's goroutine changes it, and any other may
-// read it and cut it off. The zero value is ready.
+// Activity is what one goroutine of a consumer or a worker is doing: which handler it has called, and on which
+// connection its transaction is. That goroutine writes it. Any goroutine may read it, and cut off the transaction.
+// The zero value is ready.
 type Activity struct {
 	mu   sync.Mutex
 	call Call
 	busy bool         // call is under way
-	conn *pg.Borrowed // of the transaction under way; nil for none
-	cut  bool         // there will be no other transaction
-	// since when a transaction is awaited that has not begun; zero for none
-	awaited time.Time
+	conn *pg.Borrowed // connection of the transaction under way, or nil
+	shut bool         // CutOff was called: no transaction may begin
+
+	awaited time.Time // since when a transaction is to begin that has not begun, or zero
 }
 
-// Call is a handler at work, or another function of the host.
+// Call is a call of a handler, or of another function of the host.
 type Call struct {
-	// Context is the handler's, for log lines about it.
+	// Context is the context of the call, for log lines.
 	Context context.Context
-	// Function is what is called if it is no handler: "hook Failed".
+	// Function names a function that is no handler, for example "hook Failed". It is empty for a handler.
 	Function string
-	Action   string // "" for what is called for an event and not for an action
-	// Type, ID, Place and the aggregate are those of its first event.
+	Action   string // "" if the function is called for an event and not for an action
+	// Type, ID, Place and the aggregate are those of the first event.
 	Type, ID                   string
 	AggregateType, AggregateID string
 	Place                      Place
-	Events                     int // more than one for a handler of a batch
+	Events                     int // 1, or more for a handler of batches
 	Began                      time.Time
 }
 
-// Place says where an event came from: from Kafka if it has a topic, otherwise from a delivery.
+// Place is where an event came from: a Kafka record if Topic is set, otherwise a delivery.
 type Place struct {
 	Topic     string
 	Partition int32
@@ -51,7 +49,7 @@ type Place struct {
 	DeliveryID int64
 }
 
-// String names the place within a sentence.
+// String returns the place for use within a sentence.
 func (p Place) String() string {
 	if p.Topic == "" {
 		return fmt.Sprintf("delivery %d of %s", p.DeliveryID, p.Stream)
@@ -59,7 +57,7 @@ func (p Place) String() string {
 	return fmt.Sprintf("%s/%d at offset %d", p.Topic, p.Partition, p.Offset)
 }
 
-// Attrs returns what a log line says about the place.
+// Attrs returns the attributes of the place for a log line.
 func (p Place) Attrs() []any {
 	attrs := []any{"stream", p.Stream}
 	if p.Topic != "" {
@@ -71,15 +69,16 @@ func (p Place) Attrs() []any {
 	return attrs
 }
 
-// attrsAt returns what a log line says of an event.
+// attrsAt returns the attributes of an event for a log line.
 func attrsAt(place Place, eventType, id, aggregateType, aggregateID string) []any {
-	return append(place.Attrs(), "type", eventType, "event_id", id, "aggregate_type", aggregateType, "aggregate_id", aggregateID)
+	return append(place.Attrs(), "type", eventType, "event_id", id,
+		"aggregate_type", aggregateType, "aggregate_id", aggregateID)
 }
 
-// What names what is called, for the beginning of a sentence.
-func (c Call) What() string { return cmp.Or(c.Function, "handler") }
+// FunctionName returns Function, or "handler".
+func (c Call) FunctionName() string { return cmp.Or(c.Function, "handler") }
 
-// Attrs returns what a log line says of the call.
+// Attrs returns the attributes of the call for a log line.
 func (c Call) Attrs() []any {
 	attrs := append(attrsAt(c.Place, c.Type, c.ID, c.AggregateType, c.AggregateID), "action", c.Action)
 	attrs = append(attrs, "running_for", time.Since(c.Began).Round(time.Millisecond))
@@ -89,8 +88,7 @@ func (c Call) Attrs() []any {
 	return attrs
 }
 
-// Begin notes that a handler is called now, or another function of the host. No other call
-// is under way then.
+// Begin notes that a handler or another function of the host is called now. No other call may be under way.
 func (a *Activity) Begin(c Call) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -98,14 +96,14 @@ func (a *Activity) Begin(c Call) {
 	a.call.Began = time.Now()
 }
 
-// Next notes that the function under way goes on with another event.
+// Next notes that the call under way goes on with another event.
 func (a *Activity) Next(place Place) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.call.Place, a.call.Began = place, time.Now()
 }
 
-// End notes that the call has returned, and says how long it took.
+// End notes that the call has returned, and returns its duration.
 func (a *Activity) End() (took time.Duration) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -128,14 +126,14 @@ func (a *Activity) AwaitTx() {
 	a.awaited = time.Now()
 }
 
-// TxBegun notes that it has begun.
+// TxBegun notes that the transaction has begun.
 func (a *Activity) TxBegun() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.awaited = time.Time{}
 }
 
-// AwaitsTx returns since when a transaction is to begin, if there is one that has not begun.
+// AwaitsTx returns since when a transaction is to begin. It returns false if none is awaited.
 func (a *Activity) AwaitsTx() (since time.Time, ok bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -144,26 +142,26 @@ func (a *Activity) AwaitsTx() (since time.Time, ok bool) {
 
 var errCutOff = errors.New("the worker was cut off")
 
-// Use notes the connection of a transaction that begins. After CutOff it returns an error.
+// Use notes the connection of a transaction that is to begin. After CutOff it returns an error.
 func (a *Activity) Use(conn *pg.Borrowed) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.cut {
+	if a.shut {
 		return errCutOff
 	}
 	a.conn = conn
 	return nil
 }
 
-// Release notes that the transaction has ended, or does not begin.
+// Release notes that the transaction has ended, or has not begun.
 func (a *Activity) Release() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.conn, a.awaited = nil, time.Time{}
 }
 
-// Sever closes the connection of the transaction under way, if there is one, so that PostgreSQL
-// rolls it back, and what it has locked is free. Others may begin once it has returned.
+// Sever closes the connection of the transaction under way, if there is one. PostgreSQL rolls the transaction back and
+// frees its locks. Later transactions may begin.
 func (a *Activity) Sever() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -172,13 +170,13 @@ func (a *Activity) Sever() {
 	}
 }
 
-// CutOff closes the connection of the transaction under way, if there is one, so that
-// PostgreSQL rolls it back, and lets no other begin. A handler that ignores its context
-// cannot be ended; this way what it does later in its transaction has no effect.
+// CutOff closes the connection of the transaction under way, if there is one, and lets no transaction begin any more.
+// A goroutine cannot be ended from outside, so a handler that ignores its context goes on. CutOff makes sure that its
+// transaction has no effect.
 func (a *Activity) CutOff() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.cut = true
+	a.shut = true
 	if a.conn != nil {
 		a.conn.Cut()
 	}

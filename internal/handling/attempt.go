@@ -9,65 +9,65 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 )
 
-// Attempts tries tasks one at a time, and says what becomes of each. It is all that consumers and workers have in
-// common about that: which errors count, how often and when a task is tried again, what its breaker learns, which
-// hooks are called and what the log says. Where events come from, and where they wait, is up to the [Scheduler].
+// Attempts tries tasks one at a time and decides about the outcome of each. It decides which errors count as attempts,
+// when a task is tried again, which outcomes reach its breaker, which hooks are called, and which lines are logged.
+// Consumers and workers share it. Each has a [Scheduler] of its own, which decides when attempts are made.
 type Attempts struct {
 	Processor *Processor
 	Breakers  *ActionBreakers // nil without PostgreSQL
 	Scheduler Scheduler
-	Bound     time.Duration // of one attempt; 0 for none
+	Bound     time.Duration // limit of one attempt; 0 means no limit
 }
 
-// Scheduler decides when an attempt may be made, and what it must not outlive.
+// Scheduler decides when an attempt may be made, and when it must end.
 type Scheduler interface {
-	// Held returns a context that ends when the events are no longer for this process.
+	// Held returns a context that ends when this process may no longer handle the events.
 	Held() context.Context
-	// Enter waits until a handler may be called, and reports whether that was before the work is to end.
+	// Enter waits until a handler may be called. It returns false if the work ends first.
 	Enter(t *Task) bool
 	// Leave is called after each call that Enter has permitted.
 	Leave(t *Task, began time.Time, err error)
-	// Interrupts reports whether an error means that the task is not to be handled here.
+	// Interrupts reports whether an error means that this process must not handle the task.
 	Interrupts(err error) bool
-	// Sleep waits, unless the work is to end.
+	// Sleep waits for d, or until the work ends.
 	Sleep(d time.Duration)
-	// AwaitPostgres waits in an outage of PostgreSQL that began with an error. It returns true if the task is to be
-	// put back meanwhile.
+	// AwaitPostgres waits in an outage of PostgreSQL, which an attempt that began at began has met. It returns true if
+	// the task must be put back meanwhile.
 	AwaitPostgres(began time.Time, err error) (putBack bool)
 }
 
-// Verdict is what becomes of a task.
+// Verdict is the kind of an [Outcome].
 type Verdict int
 
 const (
 	// Done means that the task is committed.
 	Done Verdict = iota
-	// Stopped means that the work is to end. Nothing is known about the task.
+	// Stopped means that the work ends. The outcome of the task is unknown.
 	Stopped
-	// Interrupted means that the task is not to be handled here; the error says why.
+	// Interrupted means that this process must not handle the task. The error says why.
 	Interrupted
 	// Postponed means that the task is tried again after an outage of PostgreSQL. It has used up no attempt.
 	Postponed
-	// Again means that the task has failed, and is tried again after Wait.
+	// Again means that the task has failed and is tried again after Wait.
 	Again
 	// Dead means that the task has failed for the last time.
 	Dead
 )
 
-// Outcome is what is known about a task after an attempt.
+// Outcome is the outcome of an attempt on a task.
 type Outcome struct {
 	Verdict Verdict
 	Action  string
-	Err     error         // of Interrupted, Postponed, Again and Dead
-	Class   string        // of Err
-	Attempt int           // that was made, from 1
-	Retries int           // after the first attempt, by the policy; of Again and Dead
-	Wait    time.Duration // of Postponed and Again
+	Err     error         // set for Interrupted, Postponed, Again and Dead
+	Class   string        // see [ErrorClass]
+	Attempt int           // number of the attempt, from 1
+	Retries int           // retries that the policy permits; set for Again and Dead
+	Wait    time.Duration // until the next attempt; set for Postponed and Again
 }
 
-// Try makes the attempt on a task that its metadata names. What does not count is tried again: a conflict of
-// transactions up to ten times, and an outage of PostgreSQL until it ends. Before is the error of the attempt if it
-// was made already, in a transaction with other tasks.
+// Try makes the attempt on a task whose number is in its metadata. Failures that do not count are repeated: a conflict
+// of transactions up to [MostConflicts] times, an outage of PostgreSQL until it ends. Before is the error of this
+// attempt if it was made in a transaction with other tasks, or nil.
 func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 	for {
 		err, began, late, tried := before, time.Now(), false, before == nil
@@ -102,7 +102,7 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 	}
 }
 
-// call calls the handler of a task once. Late reports whether it has used up its time.
+// call calls the handler of a task once. It reports whether the call has used up its time.
 func (a *Attempts) call(t *Task, began time.Time) (late bool, err error) {
 	ctx, cancel := a.Scheduler.Held(), context.CancelFunc(func() {})
 	if a.Bound > 0 {
@@ -114,8 +114,8 @@ func (a *Attempts) call(t *Task, began time.Time) (late bool, err error) {
 	return IsLate(ctx, err), err
 }
 
-// awaitConflict waits before a task is repeated that PostgreSQL has rolled back. One conflict is
-// nothing unusual, several of the same event are.
+// awaitConflict waits before a task is repeated that PostgreSQL has rolled back. It warns after several conflicts of
+// the same event, because a single one is normal.
 func (a *Attempts) awaitConflict(t *Task, n int, err error) {
 	const unusual = 5
 	level := slog.LevelDebug
@@ -123,7 +123,7 @@ func (a *Attempts) awaitConflict(t *Task, n int, err error) {
 		level = slog.LevelWarn
 	}
 	ctx := EventContext(a.Scheduler.Held(), &t.Meta)
-	a.Processor.Log.Log(ctx, level, "outbox: transaction conflicts with others, and is repeated",
+	a.Processor.Log.Log(ctx, level, "outbox: transaction conflicts with another one and is repeated",
 		EventAttrs(&t.Meta, "action", t.Action, "attempt", t.Meta.Attempt, "conflicts", n, "error", err)...)
 	if hook := a.Processor.Rules.Hooks.Conflicted; hook != nil {
 		a.callHost("hook Conflicted", t.Action, &t.Meta, func() { hook(&t.Meta, t.Action, err) })
@@ -131,14 +131,16 @@ func (a *Attempts) awaitConflict(t *Task, n int, err error) {
 	a.Scheduler.Sleep(ConflictWait(n))
 }
 
-// failed decides about a task that has failed.
+// failed decides whether a failed task is tried again.
 func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 	if hook := a.Processor.Rules.Hooks.Failed; hook != nil {
 		a.callHost("hook Failed", t.Action, &t.Meta, func() { hook(&t.Meta, t.Action, err) })
 	}
 	a.Breakers.Note(t.Action, t.Meta.Attempt, err)
 	retries := a.Processor.Retries(policy, err, func(call func()) { a.callHost("RetriesFor", t.Action, &t.Meta, call) })
-	o := Outcome{Verdict: Again, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Retries: retries}
+	o := Outcome{
+		Verdict: Again, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Retries: retries,
+	}
 	if IsPermanent(err) || o.Attempt > retries {
 		o.Verdict = Dead
 		return o
@@ -148,15 +150,20 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 }
 
 func (a *Attempts) postponed(t *Task, policy RetryPolicy, err error) Outcome {
-	return Outcome{Verdict: Postponed, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Wait: policy.Next(t.Meta.Attempt, err)}
+	return Outcome{
+		Verdict: Postponed, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt,
+		Wait: policy.Next(t.Meta.Attempt, err),
+	}
 }
 
-// ReportAgain says that a task has failed, or was postponed, and is tried again.
+// ReportAgain logs that a task has failed or was postponed and is tried again, and calls the hook Retried.
 func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 	ctx := EventContext(a.Scheduler.Held(), &t.Meta)
-	attrs := EventAttrs(&t.Meta, "action", t.Action, "attempt", o.Attempt, "wait", o.Wait, "error_code", o.Class, "error", o.Err)
+	attrs := EventAttrs(&t.Meta, "action", t.Action, "attempt", o.Attempt, "wait", o.Wait,
+		"error_code", o.Class, "error", o.Err)
 	if o.Verdict == Postponed {
-		a.Processor.Log.InfoContext(ctx, "outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", attrs...)
+		a.Processor.Log.InfoContext(ctx,
+			"outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", attrs...)
 		return
 	}
 	a.Processor.Log.WarnContext(ctx, "outbox: handler failed, trying again", attrs...)
@@ -165,8 +172,8 @@ func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 	}
 }
 
-// ReportDead says that an event is dead for an action, or for all actions if the outcome names none. Topic is where
-// its dead letter was sent, if it was.
+// ReportDead logs that an event is dead for an action, or for all actions if the outcome names none, and calls the hook
+// DeadLettered. Topic is the topic of its dead letter, or "" if none was sent.
 func (a *Attempts) ReportDead(about envelope.Received, topic string, o Outcome) {
 	m := &about
 	m.Attempt = o.Attempt
@@ -174,13 +181,14 @@ func (a *Attempts) ReportDead(about envelope.Received, topic string, o Outcome) 
 	if topic != "" {
 		attrs = append(attrs, "dead_letter_topic", topic)
 	}
-	a.Processor.Log.ErrorContext(EventContext(a.Scheduler.Held(), m), "outbox: event is dead, an operator has to decide", attrs...)
+	ctx := EventContext(a.Scheduler.Held(), m)
+	a.Processor.Log.ErrorContext(ctx, "outbox: event is dead, an operator has to decide", attrs...)
 	if hook := a.Processor.Rules.Hooks.DeadLettered; hook != nil {
 		a.callHost("hook DeadLettered", o.Action, m, func() { hook(m, o.Action, topic, o.Err) })
 	}
 }
 
-// ReportUnknown calls the hook for an event of a type without a handler.
+// ReportUnknown calls the hook Unknown for an event of a type without a handler.
 func (a *Attempts) ReportUnknown(m *envelope.Received, action string) {
 	if hook := a.Processor.Rules.Hooks.Unknown; hook != nil {
 		a.callHost("hook Unknown", action, m, func() { hook(m) })
@@ -191,8 +199,8 @@ func (a *Attempts) callHost(function, action string, m *envelope.Received, call 
 	a.Processor.CallHost(a.Scheduler.Held(), function, action, m, call)
 }
 
-// postponedError is the error of a handler in an outage of PostgreSQL, which is no attempt, that says when the event is
-// to be tried again.
+// postponedError is an error of a handler in an outage of PostgreSQL. It is no attempt. Its [RetryAfter], if it has
+// one, is the wait until the next attempt.
 type postponedError struct{ error }
 
 func (e *postponedError) Unwrap() error { return e.error }
@@ -202,8 +210,8 @@ func isPostponed(err error) bool {
 	return is
 }
 
-// PostponedError returns the error of a transaction of several tasks, for [Attempts.Try], if it is that of one of
-// them, and says when its event is to be tried again after the outage of PostgreSQL.
+// PostponedError turns the error of a transaction of several tasks, in an outage of PostgreSQL, into one that uses up
+// no attempt, for [Attempts.Try]. It returns nil if it is not certain which task has failed.
 func PostponedError(err error) *TaskError {
 	failed, _ := errors.AsType[*TaskError](err)
 	if failed == nil || !failed.Certain {

@@ -73,7 +73,7 @@ var attemptTests = []struct {
 	{name: "nine conflicts", handler: "444444444", want: "done 1"},
 	{name: "ten conflicts", handler: "4444444444", want: "done 1"},
 	{name: "eleven conflicts are an attempt", handler: "44444444444", want: "again 1, done 2"},
-	{name: "conflicts of two attempts", handler: "444-4444444444", want: "again 1, done 2"},
+	{name: "conflicts of all attempts count together", handler: "444-44444444", want: "again 1, again 2, done 3"},
 	{name: "a conflict for good", handler: "P", want: "dead 1: postgres_40001"},
 	{name: "deadlocks at the commit", postgres: "ddd", want: "done 1"},
 	{name: "an outage is no attempt", postgres: "oooooooooooo", want: "done 1", outages: 12},
@@ -240,7 +240,7 @@ func TestAttemptsBreaker(t *testing.T) {
 	for _, tt := range attemptBreakerTests {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				f := newFixture(t, Rules{Breaker: breaker.Rules{Window: 4}})
+				f := newFixture(t, Rules{Breaker: breaker.Rules{Window: 8}})
 				for n, sign := range tt.play {
 					if sign == '.' {
 						time.Sleep(10 * time.Second)
@@ -262,7 +262,7 @@ func TestAttemptsBreaker(t *testing.T) {
 func TestAttemptsBreakerCountsEventsOnce(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 9}, Breaker: breaker.Rules{Window: 4}})
+		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 9}, Breaker: breaker.Rules{Window: 8}})
 		f.handlers["a"] = "--------"
 		f.play(&f.arrive("a")[0].Tasks[0])
 		require.True(t, f.attempts.Breakers.IsClosed("ACTED"))

@@ -10,41 +10,44 @@ import (
 	"github.com/outboxgo/outbox/internal/breaker"
 )
 
-// ActionBreakers are the breakers of the actions of a group in this process. Where most events of an action
-// fail, because something that it needs is away, its events wait instead of being parked or using up their attempts.
+// ActionBreakers are the breakers of the actions of a group in this process. If most events of an action fail, because
+// a service that it needs is down, its events wait. They are not parked and use up no attempts.
 //
-// A closed breaker learns of first attempts only, so that an event which is tried again and again counts once. Nil
-// lets everything through.
+// A closed breaker counts first attempts only, so that an event with many retries counts once. A nil ActionBreakers
+// permits everything.
 type ActionBreakers struct {
-	patience time.Duration // for a trial: an attempt that was given up may report nothing
-	of       map[string]*actionBreaker
+	trialTimeout time.Duration // after which a trial without an outcome is released: its attempt was abandoned
+	of           map[string]*actionBreaker
 }
 
 // actionBreaker is the breaker of an action, and the trial that it has permitted.
 type actionBreaker struct {
 	*breaker.Breaker
 	mu    sync.Mutex
-	trial *breaker.Permit // nil if none is under way
-	began time.Time
+	trial *breaker.Permit // the trial under way, or nil
+	began time.Time       // of the trial
 }
 
 // NewActionBreakers returns closed breakers for the actions of handlers.
 func NewActionBreakers(cfg *Rules, routes Routes) *ActionBreakers {
-	all := &ActionBreakers{patience: 2 * cfg.HandlerTimeout, of: map[string]*actionBreaker{}}
+	all := &ActionBreakers{trialTimeout: 2 * cfg.HandlerTimeout, of: map[string]*actionBreaker{}}
 	for _, route := range routes.ByName {
 		for h := range route.Handlers() {
-			all.of[h.Action] = &actionBreaker{Breaker: breaker.New(cfg.Breaker, func(from, to breaker.State, failureRate float64) {
+			changed := func(from, to breaker.State, failureRate float64) {
 				reportActionBreaker(cfg, h.Action, from, to, failureRate)
-			})}
+			}
+			all.of[h.Action] = &actionBreaker{Breaker: breaker.New(cfg.Breaker, changed)}
 		}
 	}
 	return all
 }
 
+// reportActionBreaker logs a change of a breaker, and calls the hook Breaker.
 func reportActionBreaker(cfg *Rules, action string, from, to breaker.State, failureRate float64) {
 	switch to {
 	case breaker.Open:
-		cfg.Log.Warn("outbox: most events of an action fail; its events wait, and one is tried now and then", "action", action, "failure_rate", failureRate, "open_for", cfg.Breaker.OpenFor)
+		cfg.Log.Warn("outbox: most events of an action fail; its events wait, and one is tried now and then",
+			"action", action, "failure_rate", failureRate, "open_for", cfg.Breaker.OpenFor)
 	case breaker.Closed:
 		cfg.Log.Info("outbox: an action works again", "action", action)
 	case breaker.HalfOpen:
@@ -54,7 +57,7 @@ func reportActionBreaker(cfg *Rules, action string, from, to breaker.State, fail
 	}
 }
 
-// get returns the breaker of an action, or nil.
+// get returns the breaker of an action, or nil if it has none.
 func (a *ActionBreakers) get(action string) *actionBreaker {
 	if a == nil {
 		return nil
@@ -62,14 +65,14 @@ func (a *ActionBreakers) get(action string) *actionBreaker {
 	return a.of[action]
 }
 
-// IsClosed reports whether events of an action are handled as usual.
+// IsClosed reports whether the breaker of an action is closed, so that its events are handled.
 func (a *ActionBreakers) IsClosed(action string) bool {
 	b := a.get(action)
 	return b == nil || b.Steady.Load() || b.State() == breaker.Closed
 }
 
-// MayTry reports whether an event of an action may be tried that was begun before its breaker opened, or with
-// a trial.
+// MayTry reports whether the next attempt on an event may be made: the breaker of its action is closed, or the event
+// has its trial.
 func (a *ActionBreakers) MayTry(action string) bool {
 	if a.IsClosed(action) {
 		return true
@@ -80,7 +83,7 @@ func (a *ActionBreakers) MayTry(action string) bool {
 	return b.trial != nil
 }
 
-// TryOne asks for the permission to try an event of an action whose breaker is not closed.
+// TryOne asks for a trial: permission to try one event of an action whose breaker is not closed.
 func (a *ActionBreakers) TryOne(action string) bool {
 	b := a.get(action)
 	if b == nil {
@@ -88,7 +91,7 @@ func (a *ActionBreakers) TryOne(action string) bool {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.trial != nil && time.Since(b.began) > a.patience {
+	if b.trial != nil && time.Since(b.began) > a.trialTimeout {
 		b.trial.Release()
 		b.trial = nil
 	}
@@ -107,8 +110,8 @@ func (a *ActionBreakers) TryOne(action string) bool {
 	return true
 }
 
-// Note notes the outcome of an attempt, from 1, on an event of an action. A permanent error says something about the event,
-// and nothing about what the action needs.
+// Note passes the outcome of an attempt, numbered from 1, to the breaker of an action. A permanent error counts as a
+// success, because it comes from the event and not from a service that the action needs.
 func (a *ActionBreakers) Note(action string, attempt int, err error) {
 	b := a.get(action)
 	if b == nil {
@@ -133,7 +136,7 @@ func (a *ActionBreakers) Note(action string, attempt int, err error) {
 	}
 }
 
-// Forget gives back a trial of an action that has said nothing: its event was a repeat, for example.
+// Forget releases the trial of an action without an outcome, for example because its event was a repeat.
 func (a *ActionBreakers) Forget(action string) {
 	if b := a.get(action); b != nil {
 		if trial := b.takeTrial(); trial != nil {
@@ -142,7 +145,7 @@ func (a *ActionBreakers) Forget(action string) {
 	}
 }
 
-// takeTrial returns the trial that is under way, or nil. From then on there is none.
+// takeTrial ends the trial under way and returns it, or nil.
 func (b *actionBreaker) takeTrial() *breaker.Permit {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -151,7 +154,7 @@ func (b *actionBreaker) takeTrial() *breaker.Permit {
 	return trial
 }
 
-// Wait returns how long it takes until an event of an action may be tried, 0 if that is now or not known.
+// Wait returns the time until an event of an action may be tried. It is 0 if that is now, or not known.
 func (a *ActionBreakers) Wait(action string) time.Duration {
 	if b := a.get(action); b != nil {
 		return b.Wait()
@@ -159,14 +162,15 @@ func (a *ActionBreakers) Wait(action string) time.Duration {
 	return 0
 }
 
-// Reasons says which breakers are not closed, for Health.
+// Reasons describes the breakers that are not closed, for Health.
 func (a *ActionBreakers) Reasons() (reasons []string) {
 	if a == nil {
 		return nil
 	}
 	for _, action := range slices.Sorted(maps.Keys(a.of)) {
 		if s := a.of[action].State(); s != breaker.Closed {
-			reasons = append(reasons, fmt.Sprintf("the breaker of action %s is %v: most of its events fail, and others wait", action, s))
+			reason := fmt.Sprintf("the breaker of action %s is %v: most of its events fail, and others wait", action, s)
+			reasons = append(reasons, reason)
 		}
 	}
 	return reasons

@@ -2,66 +2,65 @@ package handling
 
 import "sync/atomic"
 
-// Budget bounds the bytes of the records that wait or are handled, over all partitions of
-// a consumer. Half of it is for whoever needs it; the other half is shared out equally, so
-// that partitions whose handlers wait for something do not hold up the others. For the same
-// reason a partition that has nothing gets something, also if there is too much already.
+// Budget bounds the bytes of records in the queues of all partitions of a consumer. Half of the limit is for any
+// partition. The other half is divided equally, so that partitions with slow handlers do not hold up the others. For
+// the same reason an empty partition may fetch above the limit.
 type Budget struct {
-	most   int64
+	limit  int64
 	used   atomic.Int64
 	queues atomic.Int64
 }
 
-// NewBudget returns a budget of so many bytes.
-func NewBudget(most int) *Budget { return &Budget{most: int64(most)} }
+// NewBudget returns a budget of limit bytes.
+func NewBudget(limit int) *Budget { return &Budget{limit: int64(limit)} }
 
-// Open counts another partition.
+// Open adds a partition.
 func (b *Budget) Open() { b.queues.Add(1) }
 
-// Close counts one partition less, of which so many bytes are dropped.
+// Close removes a partition, of whose queue dropped bytes are given back.
 func (b *Budget) Close(dropped int) {
 	b.queues.Add(-1)
 	b.Add(-dropped)
 }
 
-// Add notes that a partition has got n bytes more, or less.
+// Add adds n bytes to the used ones. N may be negative.
 func (b *Budget) Add(n int) { b.used.Add(int64(n)) }
 
-// Used returns how many bytes there are.
+// Used returns the bytes in all queues.
 func (b *Budget) Used() int { return int(b.used.Load()) }
 
-// IsFull reports whether a partition that has so many bytes is to get no more.
+// IsFull reports whether a partition with own bytes must stop fetching. Above half of the limit, only partitions below
+// their share are fetched.
 func (b *Budget) IsFull(own int) bool {
 	used := b.used.Load()
-	return used > b.most && own > 0 || used > b.most/2 && int64(own) > b.share()
+	return used > b.limit && own > 0 || used > b.limit/2 && int64(own) > b.share()
 }
 
-// IsOver reports whether there is more than there should be.
-func (b *Budget) IsOver() bool { return b.used.Load() > b.most }
+// IsOver reports whether more bytes are used than the limit.
+func (b *Budget) IsOver() bool { return b.used.Load() > b.limit }
 
-// HasRoom reports whether a partition that has so many bytes, and gets no more, is to get
-// more again.
+// HasRoom reports whether a partition with own bytes that has stopped fetching may fetch again.
 func (b *Budget) HasRoom(own int) bool {
 	used := b.used.Load()
-	return own == 0 || used < b.most/4 || used <= b.most && int64(own) < b.share()/2
+	return own == 0 || used < b.limit/4 || used <= b.limit && int64(own) < b.share()/2
 }
 
-// Share returns how many bytes each partition has for itself.
+// Share returns the bytes that are reserved for each partition.
 func (b *Budget) Share() int { return int(b.share()) }
 
-func (b *Budget) share() int64 { return b.most / 2 / max(1, b.queues.Load()) }
+func (b *Budget) share() int64 { return b.limit / 2 / max(1, b.queues.Load()) }
 
-// Pieces says how much of a partition a fetch brings at most: its share of a [Budget], but
-// no less than the largest batch of records that there was. Of all partitions whose next
-// batch is larger than what they may bring, Kafka sends that of one only in each fetch.
+// Pieces decides how many bytes of a partition one fetch may bring: its share of a [Budget], but no less than the
+// largest batch of records seen so far. If the next batches of several partitions are larger than that, Kafka sends
+// only one of them in each fetch.
 type Pieces struct {
 	largest atomic.Int64
-	applied int64 // only what calls Grew
+	applied int64 // the value of largest at the last call of Grew; used by its caller only
 }
 
-// Saw notes the size of a batch that was fetched, in bytes.
+// Saw notes the size in bytes of a batch that was fetched.
 func (p *Pieces) Saw(batch int) {
-	const header, step = 61, 64 << 10 // in steps, or batches that are ever so slightly larger would be late
+	const header, step = 61, 64 << 10 // in steps, so that slightly larger batches change nothing
 	size := (int64(batch) + header + step - 1) / step * step
 	for {
 		largest := p.largest.Load()
@@ -71,14 +70,14 @@ func (p *Pieces) Saw(batch int) {
 	}
 }
 
-// Grew reports whether there was a larger batch since it was called last.
+// Grew reports whether a larger batch has come since the last call of Grew.
 func (p *Pieces) Grew() bool {
 	before := p.applied
 	p.applied = p.largest.Load()
 	return p.applied > before
 }
 
-// Size returns the bytes that a fetch may bring of a partition with such a share.
+// Size returns the bytes that a fetch may bring of a partition with this share.
 func (p *Pieces) Size(share int) int {
 	const least = 64 << 10
 	return max(least, share, int(p.largest.Load()))

@@ -16,54 +16,56 @@ import (
 
 // Tx is a transaction in which handlers are called: a [guardtx.Tx], or a fake.
 type Tx interface {
-	// Call calls the handler of an action, and finds out what it has done to the transaction.
+	// Call calls the handler of an action, and checks what it has done to the transaction.
 	Call(action string, f func(pgx.Tx) error) error
 	// ChangedSettings reports whether a handler has changed settings of the transaction.
 	ChangedSettings() bool
-	// Own returns the transaction for statements that are no handler's.
+	// Own returns the transaction for statements of this package and of its callers.
 	Own() pgx.Tx
 }
 
-// handlerCalls are the calls of the handlers of tasks, in one transaction. A handler of
-// [HandleBatch] gets its events as late as possible, so that it gets many; but not after
-// another handler has got a later event of the same key.
+// handlerCalls calls the handlers of tasks in one transaction. A handler of batches ([InBatch]) is called as late as
+// possible, so that it gets many events at once. It is called before another handler gets a later event of the same
+// key.
 type handlerCalls struct {
 	tasks         []Task
-	keys          []NoteKey                      // of tasks
-	enough        func(spent time.Duration) bool // by handlers
+	keys          []NoteKey                      // by task
+	enough        func(spent time.Duration) bool // reports whether to commit, given the time that handlers took
 	callOne       func(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error)
-	runSeparately func(...*Handler) // called for one that changes settings
+	runSeparately func(...*Handler) // called for a handler that changes settings
 
 	tx      Tx
 	fresh   map[NoteKey]bool
-	spent   time.Duration // by handlers
-	results []TaskResult  // of the first tasks
+	spent   time.Duration // taken by handlers
+	results []TaskResult  // of the tasks that were reached, in their order
 	pending []pendingCall
-	mixed   bool // events of several types are among the tasks
+	mixed   bool // the tasks are for events of several types
 
-	event   *envelope.Origin // of the first call
-	others  bool             // a call was for another event
-	current []int            // the tasks of the call that is under way, or has failed
-	one     struct {         // of a call with a single event: thousands of them share this
+	event   *envelope.Origin // event of the first call
+	others  bool             // a call was for another event, too
+	current []int            // tasks of the call that is under way, or has failed
+	one     struct {         // memory of calls with a single event, to save allocations
 		task    [1]int
 		arrival [1]Arrival
 	}
-	changed bool // a handler has changed settings, so no other may be called
+	changed bool // a handler has changed settings of the transaction, so no other may be called
 }
 
-// pendingCall is a call of a handler of [HandleBatch] that is still to be made.
+// pendingCall is a call of a handler of batches that has not been made.
 type pendingCall struct {
 	tasks []int
-	types map[string]string // of its events, by key; "" for several; nil unless mixed
+	types map[string]string // event type by key, "" for several types; nil unless mixed
 }
 
 // severalCalls reports whether tasks may need more than one call of a handler.
 func severalCalls(tasks []Task) bool {
-	return slices.ContainsFunc(tasks[1:], func(t Task) bool { return t.Kind != InBatch || t.Handler != tasks[0].Handler })
+	return slices.ContainsFunc(tasks[1:], func(t Task) bool {
+		return t.Kind != InBatch || t.Handler != tasks[0].Handler
+	})
 }
 
-// run calls the handlers. Between two events it ends if enough says so. It removes the keys
-// of what it has done from fresh.
+// run calls the handlers. It ends between two events if enough returns true. It removes the keys of the tasks that it
+// has done from fresh.
 func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t Task) bool { return t.Meta.Type != c.tasks[0].Meta.Type })
 	c.results = make([]TaskResult, 0, len(c.tasks))
@@ -76,7 +78,7 @@ func (c *handlerCalls) run(ctx context.Context) error {
 		if !fresh {
 			continue
 		}
-		delete(c.fresh, c.keys[i]) // the next with this key is a repeat
+		delete(c.fresh, c.keys[i]) // the next task with this key is a repeat
 		if t.Kind == InBatch {
 			c.postpone(i)
 			continue
@@ -92,23 +94,23 @@ func (c *handlerCalls) run(ctx context.Context) error {
 	return c.flush(ctx, len(c.pending))
 }
 
-// conflicts returns how many pending calls have to be made before the handler of a task gets
-// its event: up to the last one with an event of the same key and of another type. Of a single
-// type, each handler gets the events in order in any case.
+// conflicts returns how many pending calls must be made before the handler of a task is called: up to the last call
+// with an event of the same key and of another type. If all events have one type, the order of calls does not matter.
 func (c *handlerCalls) conflicts(t Task) int {
 	if !c.mixed || len(t.Meta.Origin.Key) == 0 {
 		return 0
 	}
 	for n, call := range slices.Backward(c.pending) {
-		if name, ok := call.types[string(t.Meta.Origin.Key)]; ok && name != t.Meta.Type && c.tasks[call.tasks[0]].Handler != t.Handler {
+		name, ok := call.types[string(t.Meta.Origin.Key)]
+		if ok && name != t.Meta.Type && c.tasks[call.tasks[0]].Handler != t.Handler {
 			return n + 1
 		}
 	}
 	return 0
 }
 
-// postpone adds a task to the last pending call of its handler. If another call has to be made
-// in between, it begins one behind that.
+// postpone adds a task to the last pending call of its handler. If another call must be made between the two, it adds a
+// new pending call.
 func (c *handlerCalls) postpone(i int) {
 	t, n := c.tasks[i], len(c.pending)-1
 	for n >= 0 && c.tasks[c.pending[n].tasks[0]].Handler != t.Handler {
@@ -151,7 +153,7 @@ func (c *handlerCalls) flush(ctx context.Context, n int) error {
 	return nil
 }
 
-// call calls the handler of tasks, given by their index, with their events.
+// call calls the handler of some tasks, which are given by their index, with their events.
 func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival) error {
 	if c.changed {
 		return guardtx.ErrSettings
@@ -183,15 +185,15 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 // TaskError is the error of a call of a handler, in a transaction of several tasks.
 type TaskError struct {
 	task    Task // the first of the call
-	events  int  // of the call
-	Certain bool // it cannot be due to another event than the task's
+	events  int  // number of events of the call
+	Certain bool // no other event than the task's can have caused the error
 	Err     error
 }
 
 func (e *TaskError) Error() string { return e.Err.Error() }
 func (e *TaskError) Unwrap() error { return e.Err }
 
-// Of returns the error if it is that of a task.
+// Of returns the error if it is certain that t has failed with it. Otherwise it returns nil.
 func (e *TaskError) Of(t Task) error {
 	if e == nil || !e.Certain || e.task.Handler != t.Handler || e.task.Meta.Origin != t.Meta.Origin {
 		return nil
@@ -199,9 +201,9 @@ func (e *TaskError) Of(t Task) error {
 	return e.Err
 }
 
-// ItemsToRepeat returns how many of the first of n items are to be tried again together, after the transaction of all
-// has failed: those in front of the one whose handler has failed. If that had got several events, or if nobody knows whose error it
-// is, it is half of them. With 0, the first is to be handled by itself. Index finds an item by its origin.
+// ItemsToRepeat returns how many of the first of n items are tried again together, after the transaction of all n has
+// failed with err: the items before the failed one. If the failed call had several events, or err comes from no
+// handler, it returns half of n. If it returns 0, the first item is handled alone. Index finds an item by its origin.
 func ItemsToRepeat(err error, n int, index func(*envelope.Origin) int) (repeat int, failed *TaskError) {
 	if !errors.As(err, &failed) || failed.events > 1 {
 		return n / 2, failed
@@ -209,7 +211,7 @@ func ItemsToRepeat(err error, n int, index func(*envelope.Origin) int) (repeat i
 	return index(failed.task.Meta.Origin), failed
 }
 
-// name adds to the error of a handler that has ended its goroutine which one it was.
+// name adds the action to the error of a handler that has ended its goroutine.
 func (c *handlerCalls) name(err error) error {
 	if errors.Is(err, contain.ErrGoexit) && len(c.current) > 0 {
 		return endedGoroutine(c.tasks[c.current[0]], err)
@@ -219,9 +221,9 @@ func (c *handlerCalls) name(err error) error {
 
 func endedGoroutine(t Task, err error) error { return fmt.Errorf("handler %s: %w", t.Action, err) }
 
-// attribute makes an error a [*TaskError] if a handler returned it. It is certain whose it is if the handler of a
-// single event returned it before one of another event was called. Otherwise what the others have left in the
-// transaction may have caused it.
+// attribute makes an error a [*TaskError] if a handler has returned it. The error is certain if the call had a single
+// event and all calls before it were for the same event. Otherwise other events may have caused it, by what their
+// handlers have done in the transaction.
 func (c *handlerCalls) attribute(err error) error {
 	if len(c.current) == 0 {
 		return err

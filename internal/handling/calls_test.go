@@ -40,7 +40,7 @@ func (f *callsFixture) handler(action string, kind HandlerKind) *Handler {
 func (f *callsFixture) add(eventType, key string, handlers ...*Handler) {
 	from := &envelope.Origin{Key: []byte(key)}
 	for _, h := range handlers {
-		f.tasks = append(f.tasks, Task{h, Arrival{len(f.tasks), envelope.Received{ID: eventType + key, Type: eventType, Origin: from}}})
+		f.tasks = append(f.tasks, Task{Handler: h, Arrival: Arrival{len(f.tasks), envelope.Received{ID: eventType + key, Type: eventType, Origin: from}}})
 	}
 }
 

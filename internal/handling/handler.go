@@ -13,26 +13,27 @@ import (
 	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
-// Handler is an action on the events of a Go type, and the function that carries it out.
+// Handler is an action on the events of a Go type, with the function of the host that carries it out.
 type Handler struct {
-	Action  string
-	GoType  reflect.Type
-	Kind    HandlerKind
-	One     func(context.Context, pgx.Tx, *Arrival) error                                 // of inTx and noTx
-	Many    func(context.Context, pgx.Tx, []Arrival) error                                // of inBatch
-	Key     func(event any, about *envelope.Received) (aggregateType, aggregateID string) // nil: the event itself
-	KeyType reflect.Type                                                                  // the Go type of the events that key takes; nil without one
+	Action string
+	GoType reflect.Type
+	Kind   HandlerKind
+	One    func(context.Context, pgx.Tx, *Arrival) error  // set for InTx and NoTx
+	Many   func(context.Context, pgx.Tx, []Arrival) error // set for InBatch
+	// Key returns the key under which the action is noted. Nil means source and id of the event.
+	Key     func(event any, about *envelope.Received) (aggregateType, aggregateID string)
+	KeyType reflect.Type // Go type of the events that Key takes; nil without Key
 	Retry   RetryPolicy
-	InPlace bool // its partition waits while an event is tried again
+	InPlace bool // the partition waits while an event is tried again
 }
 
-// HandlerKind says in what a handler is called.
+// HandlerKind says how a handler is called.
 type HandlerKind uint8
 
 const (
-	InTx HandlerKind = iota
-	InBatch
-	NoTx
+	InTx    HandlerKind = iota // with one event, in a transaction
+	InBatch                    // with several events, in a transaction
+	NoTx                       // with one event, without a transaction
 )
 
 // call calls the function of a handler.
@@ -43,12 +44,12 @@ func (h *Handler) call(ctx context.Context, tx pgx.Tx, arrivals []Arrival) error
 	return h.One(ctx, tx, &arrivals[0])
 }
 
-// callGuarded is call, with a panic as an error.
+// callGuarded is call, but returns a panic as an error.
 func (h *Handler) callGuarded(ctx context.Context, tx pgx.Tx, arrivals []Arrival) error {
 	return Guard(func() error { return h.call(ctx, tx, arrivals) })
 }
 
-// Arrival is an event, decoded, of the Go type that its handler takes.
+// Arrival is a decoded event, of the Go type that its handler takes.
 type Arrival struct {
 	Event any
 	Meta  envelope.Received
@@ -58,21 +59,21 @@ type Arrival struct {
 type Task struct {
 	*Handler
 	Arrival
-	conflicts int // after which it was repeated, over all attempts of this process; see [Attempts.Try]
+	conflicts int // repeated conflicts, over all attempts in this process; see [Attempts.Try]
 }
 
-// TaskResult is a task that went well.
+// TaskResult is a task that has succeeded.
 type TaskResult struct {
 	Task
-	Repeat bool          // the action was done before
-	took   time.Duration // by the handler
+	Repeat bool          // the action was done before, so no handler was called
+	took   time.Duration // time of the handler
 }
 
-// eventContext carries the correlation id, the trace id and the traceparent of an event. It is
-// one allocation, where [WithCorrelationID] and the others would make six.
+// eventContext carries the correlation id, the trace id and the traceparent of an event. It needs one allocation, where
+// [envelope.WithCarried] would need six.
 type eventContext struct {
 	context.Context
-	correlationID, traceID, traceParent string // "" for that of the outer context
+	correlationID, traceID, traceParent string // "" leaves the value of the outer context
 }
 
 // Value implements context.Context.
@@ -88,17 +89,17 @@ func (c *eventContext) Value(key any) any {
 	return c.Context.Value(key)
 }
 
-// EventContext returns a context with the correlation id, the trace id and the traceparent
-// that the event arrived with.
+// EventContext returns a context with the correlation id, the trace id and the traceparent of an event.
 func EventContext(ctx context.Context, m *envelope.Received) context.Context {
-	correlationID, traceID, traceParent := m.Extensions[eventheader.Correlation], m.Extensions[eventheader.TraceID], m.Extensions[eventheader.TraceParent]
+	correlationID, traceID := m.Extensions[eventheader.Correlation], m.Extensions[eventheader.TraceID]
+	traceParent := m.Extensions[eventheader.TraceParent]
 	if correlationID == "" && traceID == "" && traceParent == "" {
 		return ctx
 	}
 	return &eventContext{ctx, correlationID, traceID, traceParent}
 }
 
-// batchContext is [EventContext] for a single event; several have no one trace.
+// batchContext is [EventContext] for a single event. Several events have no common trace, so it returns ctx for them.
 func batchContext(ctx context.Context, arrivals []Arrival) context.Context {
 	if len(arrivals) == 1 {
 		return EventContext(ctx, &arrivals[0].Meta)
@@ -108,7 +109,7 @@ func batchContext(ctx context.Context, arrivals []Arrival) context.Context {
 
 const maxAction = 100 // characters
 
-// validate says why a handler cannot be used.
+// validate returns why a handler cannot be used, or nil.
 func (h *Handler) validate() error {
 	bad := func(field string, err error) error {
 		return &envelope.FieldError{EventType: h.GoType.String(), Index: -1, Field: field, Err: err}
@@ -119,7 +120,8 @@ func (h *Handler) validate() error {
 	case h.One == nil && h.Many == nil:
 		return bad("handler", fmt.Errorf("function of %s %w", h.Action, check.ErrNilArgument))
 	case h.KeyType != nil && h.Kind == NoTx:
-		return bad("OncePer", fmt.Errorf("of %s %w: nothing records what a handler of HandleNoTx has done", h.Action, check.ErrMalformed))
+		return bad("OncePer",
+			fmt.Errorf("of %s %w: nothing records what a handler of HandleNoTx has done", h.Action, check.ErrMalformed))
 	case h.Retry.Validate() != nil:
 		return bad("WithRetry", fmt.Errorf("of %s: %w", h.Action, h.Retry.Validate()))
 	case h.KeyType != nil && h.KeyType != h.GoType:

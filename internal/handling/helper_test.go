@@ -91,7 +91,6 @@ func testRules(rules Rules) Rules {
 	rules.Retry = rules.Retry.Over(RetryPolicy{MaxRetries: 3, RetryWait: time.Second, MaxRetryWait: time.Minute})
 	rules.HandlerTimeout = cmp.Or(rules.HandlerTimeout, 30*time.Second)
 	rules.Breaker.Window = cmp.Or(rules.Breaker.Window, 20)
-	rules.Breaker.MinCalls = cmp.Or(rules.Breaker.MinCalls, rules.Breaker.Window)
 	rules.Breaker.FailureRate = cmp.Or(rules.Breaker.FailureRate, 0.5)
 	rules.Breaker.OpenFor = cmp.Or(rules.Breaker.OpenFor, 30*time.Second)
 	rules.Breaker.Trials = cmp.Or(rules.Breaker.Trials, 1)

@@ -18,49 +18,47 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Notes is the table event_handled, for one group, and the transactions that
-// write to it.
+// Notes is the table event_handled for one group. It implements [Transactor]: each transaction notes its tasks.
 type Notes struct {
 	db            *pgxpool.Pool
 	schema, group string
-	Durable       bool         // transactions wait for the disk, whatever the role's synchronous_commit is
-	taken         atomic.Int32 // times in a row that a note got an id that was taken
+	Durable       bool         // transactions wait for the disk, even if the role's synchronous_commit is off
+	taken         atomic.Int32 // how many times in a row the sequence has drawn an id that exists
 
-	Mark, otherSources, renew, unmark, look string // the statements of these names
+	sqlMark, sqlOtherSources, sqlRenew, sqlUnmark, sqlProbe string
 }
 
+// NewNotes returns the notes of a group. It does no I/O.
 func NewNotes(db *pgxpool.Pool, schema, group string) *Notes {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Notes{
 		db: db, schema: schema, group: group,
-		Mark: in(sqlMark), otherSources: in(sqlOtherSources), renew: in(sqlRenewMarks), unmark: in(sqlUnmark), look: in(sqlLookHandled),
+		sqlMark: in(sqlMark), sqlOtherSources: in(sqlOtherSources), sqlRenew: in(sqlRenewMarks),
+		sqlUnmark: in(sqlUnmark), sqlProbe: in(sqlProbeHandled),
 	}
 }
 
-// NoteKey marks an action that is done. An event is identified by its source and its
-// id together: AggregateID is the id, or a text in which both run together, and Source is
-// the source.
+// NoteKey identifies an action on an event. An event is identified by its source and its id together: AggregateID is
+// the id, or a text made of both, and Source is the source.
 type NoteKey struct {
 	AggregateType, AggregateID, Action string
 	Source                             string // "" for a key of OncePer
 }
 
-// OfSource returns the key under which an action is noted if the events of another source
-// have taken its own.
-func (k NoteKey) OfSource() NoteKey {
-	k.AggregateID = handled.KeyBeside(k.Source, k.AggregateID)
+// WithSource returns the key under which an action is noted if an event of another source has the key k already.
+func (k NoteKey) WithSource() NoteKey {
+	k.AggregateID = handled.KeyWithSource(k.Source, k.AggregateID)
 	return k
 }
 
-// keyColumns is a list of keys as the statements take it, in $2 and behind.
+// keyColumns are the columns of keys, from the arguments $2 to $5 of a statement. See argsOf.
 const keyColumns = `unnest($2::varchar[], $3::varchar[], $4::varchar[], $5::varchar[])`
 
-// sqlMark notes what is being done, and returns what was not done before. It waits
-// where another transaction is about to do the same. Sorted keys keep two partitions
-// from waiting for each other here; it cannot prevent that in what handlers lock. Of the
-// same keys the first is noted: the others may be taken back when a batch ends early, and
-// events of other sources are looked for behind it. An id that is taken is no conflict of keys:
-// it would hide the event.
+// sqlMark notes keys, and returns the keys that were not noted before. It waits for another transaction that notes the
+// same key. The keys are sorted, so that two transactions cannot deadlock here; handlers may still lock rows in any
+// order. Of equal keys the first one is noted. The later ones may be taken back when a batch ends early, and notes of
+// other sources are found through the first one. The conflict target is the key: an id that exists must be an error,
+// because ignoring it would hide the event.
 const sqlMark = `
 INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source)
 SELECT $1, t, i, a, nullif(s, '')
@@ -69,8 +67,8 @@ SELECT $1, t, i, a, nullif(s, '')
     ON CONFLICT (consumer_group, aggregate_type, aggregate_id, action) DO NOTHING
 RETURNING aggregate_type, aggregate_id, action, coalesce(event_source, '')`
 
-// sqlOtherSources returns the keys that are noted for the event of another source. A note
-// without a source has a key of [OncePer], and stands for events of all sources.
+// sqlOtherSources returns the keys that are noted for an event of another source. A note without a source has a key of
+// OncePer, and stands for events of all sources.
 const sqlOtherSources = `
 SELECT k.t, k.i, k.a, k.s
   FROM ` + keyColumns + ` AS k (t, i, a, s)
@@ -78,7 +76,7 @@ SELECT k.t, k.i, k.a, k.s
     ON h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
  WHERE h.event_source <> k.s`
 
-// sqlRenewMarks makes notes last as long as one that is made now.
+// sqlRenewMarks sets the time of notes to now, so that retention keeps them as long as new ones.
 const sqlRenewMarks = `
 INSERT INTO {schema}.event_handled AS h (consumer_group, aggregate_type, aggregate_id, action, event_source)
 SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
@@ -86,15 +84,16 @@ SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
  ORDER BY t, i, a
     ON CONFLICT (consumer_group, aggregate_type, aggregate_id, action) DO UPDATE SET handled_at = now()`
 
-// begin begins a transaction that notes keys as handled, and returns those that were not noted
-// before. Mostly that is all of them, and one statement does. Where some were noted, a second
-// one looks whether that was the event of another source, whose id is the same.
-func (s *Notes) begin(ctx context.Context, conn *pgx.Conn, keys []NoteKey, shared bool) (tx *guardtx.Tx, fresh map[NoteKey]bool, err error) {
+// begin begins a transaction that notes keys, and returns the keys that were not noted before. Mostly all are new, and
+// one statement is enough. If some were noted, a second statement finds those that belong to another source.
+func (s *Notes) begin(
+	ctx context.Context, conn *pgx.Conn, keys []NoteKey, shared bool,
+) (tx *guardtx.Tx, fresh map[NoteKey]bool, err error) {
 	tx, err = guardtx.Begin(ctx, conn, shared, func(b *pgx.Batch) {
 		if s.Durable {
 			b.Queue(pg.Durable)
 		}
-		b.Queue(s.Mark, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
+		b.Queue(s.sqlMark, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
 			fresh, err = readKeys(rows, len(keys))
 			return err
 		})
@@ -102,16 +101,24 @@ func (s *Notes) begin(ctx context.Context, conn *pgx.Conn, keys []NoteKey, share
 	if err != nil {
 		return nil, nil, err
 	}
-	if err := s.MarkOthers(ctx, tx.Own(), keys, fresh); err != nil {
+	if err := s.markOthers(ctx, tx.Own(), keys, fresh); err != nil {
 		tx.Rollback(ctx)
 		return nil, nil, err
 	}
 	return tx, fresh, nil
 }
 
-// MarkOthers notes those keys that are noted for the event of another source, and adds them to
-// fresh.
-func (s *Notes) MarkOthers(ctx context.Context, tx pgx.Tx, keys []NoteKey, fresh map[NoteKey]bool) error {
+// NoteIn notes keys in a transaction of the caller, and returns the keys that were not noted before.
+func (s *Notes) NoteIn(ctx context.Context, tx pgx.Tx, keys []NoteKey) (fresh map[NoteKey]bool, err error) {
+	fresh, err = s.keysOf(ctx, tx, s.sqlMark, keys)
+	if err == nil {
+		err = s.markOthers(ctx, tx, keys, fresh)
+	}
+	return fresh, err
+}
+
+// markOthers notes, with their source, those keys that an event of another source has. It adds them to fresh.
+func (s *Notes) markOthers(ctx context.Context, tx pgx.Tx, keys []NoteKey, fresh map[NoteKey]bool) error {
 	var noted []NoteKey
 	for _, k := range keys {
 		if k.Source != "" && !fresh[k] {
@@ -121,24 +128,24 @@ func (s *Notes) MarkOthers(ctx context.Context, tx pgx.Tx, keys []NoteKey, fresh
 	if len(noted) == 0 {
 		return nil
 	}
-	others, err := s.KeysOf(ctx, tx, s.otherSources, noted)
+	others, err := s.keysOf(ctx, tx, s.sqlOtherSources, noted)
 	if err != nil || len(others) == 0 {
 		return err
 	}
-	more, err := s.markBesides(ctx, tx, slices.Collect(maps.Keys(others)))
+	more, err := s.markWithSource(ctx, tx, slices.Collect(maps.Keys(others)))
 	maps.Copy(fresh, more)
 	return err
 }
 
-// markBesides notes keys that the events of other sources have taken. It returns those
-// that are new. The notes that were there first must not be removed before the new ones:
-// whoever finds none does not look for more.
-func (s *Notes) markBesides(ctx context.Context, tx pgx.Tx, taken []NoteKey) (map[NoteKey]bool, error) {
+// markWithSource notes keys that events of other sources have, under keys that contain the source. It returns the new
+// ones. It renews the notes of the other sources: they must not be removed first, because without them the new notes
+// would not be found.
+func (s *Notes) markWithSource(ctx context.Context, tx pgx.Tx, taken []NoteKey) (map[NoteKey]bool, error) {
 	own := make([]NoteKey, len(taken))
 	for i, k := range taken {
-		own[i] = k.OfSource()
+		own[i] = k.WithSource()
 	}
-	noted, err := s.KeysOf(ctx, tx, s.Mark, own)
+	noted, err := s.keysOf(ctx, tx, s.sqlMark, own)
 	if err != nil {
 		return nil, err
 	}
@@ -148,12 +155,12 @@ func (s *Notes) markBesides(ctx context.Context, tx pgx.Tx, taken []NoteKey) (ma
 			fresh[k] = true
 		}
 	}
-	_, err = s.KeysOf(ctx, tx, s.renew, slices.Collect(maps.Keys(fresh)))
+	_, err = s.keysOf(ctx, tx, s.sqlRenew, slices.Collect(maps.Keys(fresh)))
 	return fresh, err
 }
 
-// KeysOf runs a statement on keys and returns the keys that it returns.
-func (s *Notes) KeysOf(ctx context.Context, tx pgx.Tx, statement string, keys []NoteKey) (map[NoteKey]bool, error) {
+// keysOf runs a statement on keys and returns the keys that it returns.
+func (s *Notes) keysOf(ctx context.Context, tx pgx.Tx, statement string, keys []NoteKey) (map[NoteKey]bool, error) {
 	if len(keys) == 0 {
 		return nil, nil
 	}
@@ -175,27 +182,26 @@ func readKeys(rows pgx.Rows, n int) (map[NoteKey]bool, error) {
 	return found, err
 }
 
-// sqlUnmark takes notes back, of the transaction that has made them.
+// sqlUnmark deletes notes in the transaction that has made them.
 const sqlUnmark = `
 DELETE FROM {schema}.event_handled AS h
  USING ` + keyColumns + ` AS k (t, i, a, s)
  WHERE h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
    AND coalesce(h.event_source, '') = k.s`
 
-// unmarkAll takes back the notes of keys that are not handled.
+// unmarkAll deletes the notes of keys that were not handled.
 func (s *Notes) unmarkAll(ctx context.Context, tx pgx.Tx, keys map[NoteKey]bool) error {
 	all := make([]NoteKey, 0, 2*len(keys))
 	for k := range keys {
 		if all = append(all, k); k.Source != "" {
-			all = append(all, k.OfSource())
+			all = append(all, k.WithSource())
 		}
 	}
-	_, err := tx.Exec(ctx, s.unmark, s.argsOf(all)...)
+	_, err := tx.Exec(ctx, s.sqlUnmark, s.argsOf(all)...)
 	return err
 }
 
-// argsOf returns the arguments of the statements on keys: the group, and keys as the columns
-// of a table.
+// argsOf returns the arguments of a statement on keys: the group, and the columns of the keys.
 func (s *Notes) argsOf(keys []NoteKey) []any {
 	texts := make([]string, 4*len(keys))
 	n := len(keys)
@@ -206,34 +212,34 @@ func (s *Notes) argsOf(keys []NoteKey) []any {
 	return []any{s.group, types, ids, actions, sources}
 }
 
-// sqlLookHandled fails if the table does not exist, or lacks a column that this release needs.
-const sqlLookHandled = `SELECT consumer_group, aggregate_type, aggregate_id, action, event_source FROM {schema}.event_handled LIMIT 0`
+// sqlProbeHandled fails if the table or one of its columns does not exist.
+const sqlProbeHandled = `
+SELECT consumer_group, aggregate_type, aggregate_id, action, event_source FROM {schema}.event_handled LIMIT 0`
 
-// Check reports why the table cannot be used.
+// Check returns why the table cannot be used, or nil.
 func (s *Notes) Check(ctx context.Context) error {
-	_, err := s.db.Exec(ctx, s.look)
+	_, err := s.db.Exec(ctx, s.sqlProbe)
 	return err
 }
 
-// Ping implements Transactor.
+// Ping implements [Transactor].
 func (s *Notes) Ping(ctx context.Context) error { return s.db.Ping(ctx) }
 
-// NoteError is the error of a statement of the consumer's own, with which it notes what is
-// handled. It says nothing about the event: the table is locked or missing, for example, its
-// sequence draws ids that are taken, or there was no connection to be had.
+// NoteError is the error of a transaction that could not note its tasks. It does not depend on the event. For example
+// the table is locked or missing, its sequence draws ids that exist, or the pool has no connection.
 type NoteError struct{ Err error }
 
 func (e *NoteError) Error() string { return e.Err.Error() }
 func (e *NoteError) Unwrap() error { return e.Err }
 
-// ConnectionError is an error with which the connection to PostgreSQL was lost.
+// ConnectionError is an error after which the connection of the transaction was closed.
 type ConnectionError struct{ Err error }
 
 func (e *ConnectionError) Error() string { return e.Err.Error() }
 func (e *ConnectionError) Unwrap() error { return e.Err }
 
-// InTx implements Transactor.
-func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f func(Tx, map[NoteKey]bool) error) error {
+// InTx implements [Transactor].
+func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f TxFunc) error {
 	work.AwaitTx()
 	defer work.Release()
 	conn, err := pg.Borrow(ctx, s.db)
@@ -244,13 +250,13 @@ func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	if err := work.Use(conn); err != nil {
 		return err
 	}
-	if err := s.passTaken(ctx, conn.Conn); err != nil {
-		return &NoteError{fmt.Errorf("pass over ids of event_handled that are taken: %w", err)}
+	if err := s.skipTaken(ctx, conn.Conn); err != nil {
+		return &NoteError{fmt.Errorf("skip ids of event_handled that exist: %w", err)}
 	}
 	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared)
 	if err != nil {
 		err = fmt.Errorf("note what is handled: %w", err)
-		if pg.IsDuplicate(err) { // an id: sqlMark passes over keys
+		if pg.IsDuplicate(err) { // of an id, because sqlMark ignores duplicate keys
 			s.taken.Add(1)
 		} else if pg.IsRejectedRow(err) {
 			return err // the key cannot be stored
@@ -259,7 +265,7 @@ func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	}
 	s.taken.Store(0)
 	work.TxBegun()
-	defer tx.Rollback(ctx) // nothing, once it is committed; f may end its goroutine
+	defer tx.Rollback(ctx) // has no effect after the commit; needed if f ends its goroutine
 	if err := s.finishTx(ctx, tx, fresh, f); err != nil {
 		tx.Rollback(ctx)
 		if conn.IsClosed() {
@@ -270,34 +276,35 @@ func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	return nil
 }
 
-const sqlPassTaken = `SELECT count(nextval(format('%I.event_handled_id_seq', $1::text)::regclass)) FROM generate_series(1, $2::int)`
+const sqlSkipTaken = `
+SELECT count(nextval(format('%I.event_handled_id_seq', $1::text)::regclass)) FROM generate_series(1, $2::int)`
 
-// passTaken draws ids without using them, ten times as many each time, where the last ones were
-// taken: by whoever may choose ids, or because the sequence is that of an older backup.
-func (s *Notes) passTaken(ctx context.Context, conn *pgx.Conn) error {
+// skipTaken draws ids without using them if the last ids existed already, ten times as many after each failure. Ids
+// exist if rows were inserted with ids of their own, or if the sequence was restored from an older backup.
+func (s *Notes) skipTaken(ctx context.Context, conn *pgx.Conn) error {
 	times := s.taken.Load()
 	if times == 0 {
 		return nil
 	}
 	n := int(math.Pow10(int(min(times, 6))))
-	_, err := conn.Exec(ctx, sqlPassTaken, s.schema, n)
+	_, err := conn.Exec(ctx, sqlSkipTaken, s.schema, n)
 	return err
 }
 
-// finishTx runs f in a transaction and commits it, without the notes of what f has not done.
-func (s *Notes) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[NoteKey]bool, f func(Tx, map[NoteKey]bool) error) error {
+// finishTx calls f in a transaction and commits it, without the notes that f has left in fresh.
+func (s *Notes) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[NoteKey]bool, f TxFunc) error {
 	if err := f(tx, fresh); err != nil {
 		return err
 	}
 	if len(fresh) > 0 {
 		if err := s.unmarkAll(ctx, tx.Own(), fresh); err != nil {
-			return &NoteError{fmt.Errorf("take back notes of what is not handled: %w", err)}
+			return &NoteError{fmt.Errorf("delete notes of what is not handled: %w", err)}
 		}
 	}
 	return tx.Commit(ctx)
 }
 
-// SourceKeyOf names the source of an event.
+// SourceKeyOf returns the name of the source of an event in event_handled.
 func SourceKeyOf(m *envelope.Received) string {
 	if m.ByPosition && m.Kafka != nil {
 		return handled.SourceKeyIn(m.Source, m.Origin.TopicID)
@@ -305,9 +312,12 @@ func SourceKeyOf(m *envelope.Received) string {
 	return handled.SourceKey(m.Source)
 }
 
-// KeyOf returns the key by which a repeat of a task is known.
+// KeyOf returns the key of a task. A repeat of the task has the same key. The error is permanent.
 func KeyOf(t *Task) (NoteKey, error) {
-	k := NoteKey{AggregateType: t.Meta.Type, AggregateID: handled.EventKey(t.Meta.Source, t.Meta.ID), Action: t.Action, Source: SourceKeyOf(&t.Meta)}
+	k := NoteKey{
+		AggregateType: t.Meta.Type, AggregateID: handled.EventKey(t.Meta.Source, t.Meta.ID),
+		Action: t.Action, Source: SourceKeyOf(&t.Meta),
+	}
 	if t.Key != nil {
 		k.Source = ""
 		k.AggregateType, k.AggregateID = t.Key(t.Event, &t.Meta)
@@ -315,9 +325,13 @@ func KeyOf(t *Task) (NoteKey, error) {
 	for _, part := range []struct {
 		field, text string
 		limit       int
-	}{{"aggregate_type", k.AggregateType, envelope.MaxAggregateType}, {"aggregate_id", k.AggregateID, envelope.MaxAggregateID}} {
+	}{
+		{"aggregate_type", k.AggregateType, envelope.MaxAggregateType},
+		{"aggregate_id", k.AggregateID, envelope.MaxAggregateID},
+	} {
 		if err := check.Text(part.text, part.limit); err != nil {
-			return k, Permanent(&envelope.FieldError{EventType: t.Meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.Action, err)})
+			err = fmt.Errorf("of the key of %s %w", t.Action, err)
+			return k, Permanent(&envelope.FieldError{EventType: t.Meta.Type, Index: -1, Field: part.field, Err: err})
 		}
 	}
 	return k, nil

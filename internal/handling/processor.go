@@ -18,51 +18,53 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Processor decodes events, finds their handlers and runs them, in transactions that
-// note what is done. It neither retries nor gives up, and does not know what brings the events:
-// that is for its caller. It belongs to one goroutine, see forOne.
+// Processor decodes events, finds their handlers and calls them, in transactions that note each task. It does not
+// retry. It belongs to one goroutine; [Processor.ForOne] returns the processor of another one.
 type Processor struct {
 	Rules    *Rules
 	Routes   Routes
 	Store    Transactor // nil without PostgreSQL
 	Log      *slog.Logger
 	input    *inputLog
-	separate *sync.Map // *Handler: those that change settings, see runSeparately
+	separate *sync.Map // *Handler: handlers that change settings, see runSeparately
 
 	retriesFor *contain.Callback // calls RetriesFor of a policy
 	work       *Activity
 
-	// Complete, if it is not nil, does what belongs to the tasks that went well, repeats among
-	// them: in their transaction, after the handlers and before the commit.
+	// Complete, if it is not nil, is called for the tasks that have succeeded, repeats among them. It runs in their
+	// transaction, after the handlers and before the commit.
 	Complete func(ctx context.Context, tx Tx, results []TaskResult) error
-	// Begin, if it is not nil, runs in the transaction of tasks before their handlers.
+	// Begin, if it is not nil, is called in the transaction of tasks, before their handlers.
 	Begin func(ctx context.Context, tx Tx, tasks []Task) error
 }
 
-// ForOne returns the processor of another goroutine, whose activity is noted in work.
+// ForOne returns a processor for another goroutine, which notes its calls in work.
 func (p *Processor) ForOne(work *Activity) *Processor {
 	own := *p
 	own.work = work
 	return &own
 }
 
-// Transactor is PostgreSQL as a processor needs it: a [Notes], or a fake.
+// TxFunc runs tasks in a transaction. Fresh has the keys that were not noted before. The function removes the keys of
+// the tasks that it has done.
+type TxFunc = func(tx Tx, fresh map[NoteKey]bool) error
+
+// Transactor begins and commits the transactions of a processor. It is a [Notes], or a fake.
 type Transactor interface {
-	// InTx notes keys as handled and runs f, in a transaction whose connection is noted in
-	// work. Fresh holds the keys that were not noted before; f removes those of what it has
-	// done, and the notes of the others are taken back. The transaction is shared if f may
-	// call several handlers. If the notes cannot be made, the error is a [*NoteError], and if
-	// the connection was lost later, a [*ConnectionError].
-	InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f func(tx Tx, fresh map[NoteKey]bool) error) error
-	// Ping reports why there is no connection to be had.
+	// InTx notes keys and calls f in one transaction, whose connection it notes in work. It deletes the notes of the
+	// keys that f leaves in fresh, and commits. The transaction is shared if f may call several handlers. The error is
+	// a [*NoteError] if the keys cannot be noted, and a [*ConnectionError] if the connection was lost later.
+	InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f TxFunc) error
+	// Ping returns why PostgreSQL cannot be reached, or nil.
 	Ping(ctx context.Context) error
 }
 
-// ProcessBatch runs tasks of several events in a single transaction. If one of them fails,
-// nothing has happened; the error is a [*TaskError] if it is certain whose it is. Otherwise it
-// returns the first event that is not done, or nil: there is one if enough said so between two
-// events.
-func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (next *envelope.Origin, err error) {
+// ProcessBatch runs tasks of several events in one transaction. If a handler fails, the transaction is rolled back, and
+// the error is a [*TaskError]. The transaction commits early if enough returns true between two events. Then
+// ProcessBatch returns the first event that is not done, otherwise nil.
+func (p *Processor) ProcessBatch(
+	ctx context.Context, tasks []Task, enough func(spent time.Duration) bool,
+) (next *envelope.Origin, err error) {
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
 		return nil, c.attribute(err)
@@ -74,7 +76,7 @@ func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(
 	return tasks[len(c.results)].Meta.Origin, nil
 }
 
-// ProcessOne runs a task by itself.
+// ProcessOne runs one task, in a transaction of its own if its handler has one.
 func (p *Processor) ProcessOne(ctx context.Context, t Task) error {
 	if t.Kind != NoTx {
 		c, err := p.transact(ctx, []Task{t}, func(time.Duration) bool { return false })
@@ -97,12 +99,16 @@ func (p *Processor) ProcessOne(ctx context.Context, t Task) error {
 	return err
 }
 
-// transact runs tasks in a transaction, but for repeats. It commits before all of them
-// are done if enough says so; then there are fewer results than tasks.
-//
-// What runs here is the host's, and may end its goroutine.
-func (p *Processor) transact(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (*handlerCalls, error) {
-	c := &handlerCalls{tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough, callOne: p.callHandler, runSeparately: p.runSeparately}
+// transact runs tasks in one transaction; it skips repeats. If enough returns true, it commits before all tasks are
+// done, and there are fewer results than tasks. It runs functions of the host in a goroutine of its own, because they
+// may end the goroutine.
+func (p *Processor) transact(
+	ctx context.Context, tasks []Task, enough func(spent time.Duration) bool,
+) (*handlerCalls, error) {
+	c := &handlerCalls{
+		tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough,
+		callOne: p.callHandler, runSeparately: p.runSeparately,
+	}
 	err := contain.Do(func() error {
 		if err := p.findKeys(ctx, c); err != nil {
 			return err
@@ -130,18 +136,17 @@ func (p *Processor) transact(ctx context.Context, tasks []Task, enough func(spen
 	return c, err
 }
 
-// completeError is the error of what was to be done for tasks in their transaction beside the
-// calls of their handlers. It says nothing about these, nor about their events.
+// completeError is an error of Begin or Complete of a [Processor]. It does not depend on the handlers and their events.
 type completeError struct{ err error }
 
-// ErrUnfinished means that a handler has left its transaction in a state in which it cannot be
-// completed: it has made it read-only, for example.
+// ErrUnfinished is the error of a handler after which Complete cannot work in the transaction, for example because the
+// handler has made it read-only.
 var ErrUnfinished = errors.New("the handler has left its transaction so that what it did cannot be noted")
 
 func (e *completeError) Error() string { return e.err.Error() }
 func (e *completeError) Unwrap() error { return e.err }
 
-// findKeys fills in the keys of the tasks, which may be for the host to say.
+// findKeys sets the keys of the tasks. A key may come from a function of the host, see OncePer.
 func (p *Processor) findKeys(ctx context.Context, c *handlerCalls) (err error) {
 	for i, t := range c.tasks {
 		find := func() {
@@ -169,8 +174,8 @@ func handlersOf(tasks []Task) (handlers []*Handler) {
 	return handlers
 }
 
-// Sharing reports whether tasks may run in a single transaction: several do, unless one of
-// their handlers changes settings.
+// Sharing reports whether there are several tasks and they may run in one transaction: none of their handlers changes
+// settings.
 func (p *Processor) Sharing(tasks []Task) bool {
 	return len(tasks) > 1 && !slices.ContainsFunc(tasks, func(t Task) bool {
 		_, separate := p.separate.Load(t.Handler)
@@ -178,8 +183,8 @@ func (p *Processor) Sharing(tasks []Task) bool {
 	})
 }
 
-// runSeparately notes that one of these handlers changes settings of its transaction, which others
-// must not see. From now on the events that arrive with theirs are handled one by one.
+// runSeparately notes that one of these handlers changes settings of its transaction, which other handlers must not
+// see. From then on, their events and those that arrive with them are handled one by one.
 func (p *Processor) runSeparately(handlers ...*Handler) {
 	var actions []string
 	for _, h := range handlers {
@@ -188,18 +193,23 @@ func (p *Processor) runSeparately(handlers ...*Handler) {
 		}
 	}
 	if len(actions) > 0 {
-		p.Log.Warn("outbox: a handler changes settings of its transaction; what arrives with its events is handled one by one", "action", strings.Join(actions, " or "))
+		const message = "outbox: a handler changes settings of its transaction; " +
+			"what arrives with its events is handled one by one"
+		p.Log.Warn(message, "action", strings.Join(actions, " or "))
 	}
 }
 
-// callHandler calls a handler, for at most HandlerTimeout if it minds its context, and
-// returns how long it took. The handler may end its goroutine: what is deferred is done.
-func (p *Processor) callHandler(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error) {
+// callHandler calls a handler with a context that ends after HandlerTimeout, and returns the duration of the call. The
+// handler may end the goroutine.
+func (p *Processor) callHandler(
+	ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival,
+) (took time.Duration, err error) {
 	bounded, cancel := context.WithTimeout(ctx, p.Rules.HandlerTimeout)
 	defer cancel()
 	first := &arrivals[0].Meta
 	p.work.Begin(Call{
-		Context: ctx, Action: h.Action, Type: first.Type, ID: first.ID, AggregateType: first.AggregateType(), AggregateID: first.Subject,
+		Context: ctx, Action: h.Action, Type: first.Type, ID: first.ID,
+		AggregateType: first.AggregateType(), AggregateID: first.Subject,
 		Events: len(arrivals), Place: PlaceOf(first.Origin),
 	})
 	defer func() { took = p.work.End() }()
@@ -210,17 +220,18 @@ func (p *Processor) callHandler(ctx context.Context, h *Handler, tx pgx.Tx, arri
 	return 0, err
 }
 
-// CallHost calls f, which calls a function of the host other than a handler for an event.
-// What it does is known meanwhile, in case it does not return.
+// CallHost calls f, which calls a function of the host that is no handler. It notes the call in the activity, so that a
+// function that does not return is reported.
 func (p *Processor) CallHost(ctx context.Context, function, action string, m *envelope.Received, f func()) {
 	p.work.Begin(Call{
-		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, AggregateType: m.AggregateType(), AggregateID: m.Subject, Events: 1, Place: PlaceOf(m.Origin),
+		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID,
+		AggregateType: m.AggregateType(), AggregateID: m.Subject, Events: 1, Place: PlaceOf(m.Origin),
 	})
 	defer p.work.End() // also if f ends its goroutine
 	f()
 }
 
-// Retries returns how often an action is tried again that has failed with err. Call is passed what calls RetriesFor.
+// Retries returns how many retries a policy permits after err. It passes a function that calls RetriesFor to call.
 func (p *Processor) Retries(policy RetryPolicy, err error, call func(func())) int {
 	retries := policy.MaxRetries
 	if policy.RetriesFor != nil {
@@ -231,19 +242,20 @@ func (p *Processor) Retries(policy RetryPolicy, err error, call func(func())) in
 	return retries
 }
 
-// PlaceOf says where an event came from, for log lines.
+// PlaceOf returns where an event came from, for log lines.
 func PlaceOf(o *envelope.Origin) Place {
 	return Place{
-		Topic: o.Record.Topic, Partition: o.Record.Partition, Offset: o.Record.Offset, Stream: o.Stream, DeliveryID: o.DeliveryID,
+		Topic: o.Record.Topic, Partition: o.Record.Partition, Offset: o.Record.Offset,
+		Stream: o.Stream, DeliveryID: o.DeliveryID,
 	}
 }
 
-// EventAttrs returns what a log line says of an event.
+// EventAttrs returns the attributes of an event for a log line, followed by more.
 func EventAttrs(m *envelope.Received, more ...any) []any {
 	return append(attrsAt(PlaceOf(m.Origin), m.Type, m.ID, m.AggregateType(), m.Subject), more...)
 }
 
-// timeoutError is the error of a handler after HandlerTimeout.
+// timeoutError is the error of a handler that returned after HandlerTimeout.
 type timeoutError struct {
 	err   error
 	after time.Duration
@@ -254,7 +266,7 @@ func (e *timeoutError) Error() string {
 }
 func (e *timeoutError) Unwrap() []error { return []error{e.err, context.DeadlineExceeded} }
 
-// callInMiddleware calls a handler within all middleware.
+// callInMiddleware calls a handler inside all middleware. The first middleware is outermost.
 func (p *Processor) callInMiddleware(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) error {
 	if len(p.Rules.Middleware) == 0 {
 		return h.callGuarded(ctx, tx, arrivals)
@@ -268,9 +280,11 @@ func (p *Processor) callInMiddleware(ctx context.Context, h *Handler, tx pgx.Tx,
 	return call(ctx)
 }
 
-// callMiddleware calls a middleware around what is next. It returns when both have ended,
-// also if the middleware calls next in another goroutine.
-func callMiddleware(ctx context.Context, m Middleware, about HandlerCall, inner func(context.Context) error) (err error) {
+// callMiddleware calls a middleware around inner. It returns when both have ended, also if the middleware calls next in
+// another goroutine.
+func callMiddleware(
+	ctx context.Context, m Middleware, about HandlerCall, inner func(context.Context) error,
+) (err error) {
 	next := contain.NewNext(inner)
 	defer func() { // also if something ends the goroutine
 		if misuse := next.End(); misuse != nil {
@@ -280,7 +294,7 @@ func callMiddleware(ctx context.Context, m Middleware, about HandlerCall, inner 
 	return Guard(func() error { return m(ctx, about, next.Call) })
 }
 
-// Notify calls the hooks for what is done and committed. They may end their goroutine.
+// Notify calls the hooks Handled and Repeated for committed tasks. A hook may end its goroutine.
 func (p *Processor) Notify(ctx context.Context, results []TaskResult) {
 	for next := 0; next < len(results); {
 		_ = contain.Do(func() error { // its error is logged where the hook is called
@@ -310,11 +324,13 @@ func (p *Processor) notifyOne(ctx context.Context, r TaskResult) {
 	}
 }
 
-// IsOutage reports whether a task failed for want of PostgreSQL, and not because of its event:
-// then the event waits, and no attempt is counted. That is so if the processor could not note
-// what it is about to do, or complete what is done. An error of a handler may be about anything: another server, or
-// what the handler has done to its connection. It is an outage only if the processor's own pool
-// has no connection either; and not if the handler had used up its time.
+// IsOutage reports whether a task has failed because PostgreSQL was down, and not because of its event. Then the event
+// waits, and no attempt is counted.
+//
+//   - It is an outage if the tasks could not be noted, or Begin or Complete has failed.
+//   - An error of a handler may have any cause: another server, or a connection that the handler has closed. It is an
+//     outage only if the pool of the processor cannot reach PostgreSQL either.
+//   - It is no outage if the handler had used up its time.
 func (p *Processor) IsOutage(ctx context.Context, err error, kind HandlerKind, late bool) bool {
 	var store *NoteError
 	var completing *completeError
@@ -328,13 +344,13 @@ func (p *Processor) IsOutage(ctx context.Context, err error, kind HandlerKind, l
 	if p.Store == nil || late || kind != NoTx && !errors.As(err, &lost) && !pg.IsOutage(err) {
 		return false
 	}
-	const patience = 5 * time.Second
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	const pingTimeout = 5 * time.Second
+	ctx, cancel := context.WithTimeout(ctx, pingTimeout)
 	defer cancel()
 	return p.Store.Ping(ctx) != nil
 }
 
-// IsLate reports whether a handler, or all of a transaction, has used up its time.
+// IsLate reports whether a handler, or its whole transaction, has used up its time.
 func IsLate(ctx context.Context, err error) bool {
 	timedOut, _ := errors.AsType[*timeoutError](err)
 	return timedOut != nil || ctx.Err() != nil

@@ -13,10 +13,10 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
-// inputLog is what all that use a processor remember together about events, so that what
-// may be true of each of them does not fill the log.
+// inputLog limits the log lines about bad input. All processors of a consumer or a worker share it, so that lines that
+// may apply to every event do not fill the log.
 type inputLog struct {
-	badIDs  outage.Seldom // of correlations and traces
+	badIDs  outage.Seldom // bad correlation ids and trace ids
 	unknown unknownTypes
 }
 
@@ -24,7 +24,7 @@ type inputLog struct {
 type Item struct {
 	Meta  envelope.Received
 	Tasks []Task
-	Class string // why no handler gets it, or ""
+	Class string // why no handler gets the event, or "": a constant of this package
 	Err   error
 }
 
@@ -58,8 +58,9 @@ const (
 	ClassUnknownAction = "unknown_action"
 )
 
-// Resolve decodes a message and finds its handlers: all of them, or those of an action. It adds
-// both, and what the message says of itself, to an item that knows where the message came from.
+// Resolve decodes a message and finds its handlers: those of an action, or all if action is "". It adds the metadata of
+// the message and the tasks to an item that already has the origin of the message. If no handler gets the event, it
+// sets Class and Err.
 func (p *Processor) Resolve(ctx context.Context, it *Item, m *envelope.Message, action string) {
 	it.Meta.Describe(m)
 	route := p.Routes.ByName[m.Type]
@@ -80,11 +81,11 @@ func (p *Processor) Resolve(ctx context.Context, it *Item, m *envelope.Message, 
 	}
 }
 
-// traceHeaders are where other producers have a trace id, in lower case. The first that is there counts.
+// traceHeaders are headers in which other producers send a trace id, in lower case. The first one with a value counts.
 var traceHeaders = []string{eventheader.TraceID, "x-trace-id"}
 
-// checkIDs takes over the trace id of another producer, and drops ids that a [Recorder] would
-// refuse: every handler that records an event would fail for them.
+// checkIDs takes the trace id from the headers of other producers. It drops ids that a recorder would reject: every
+// handler that records an event would fail otherwise.
 func (p *Processor) checkIDs(m *envelope.Received) {
 	for i := 0; i < len(traceHeaders) && m.Extensions[eventheader.TraceID] == ""; i++ {
 		name := traceHeaders[i]
@@ -92,11 +93,13 @@ func (p *Processor) checkIDs(m *envelope.Received) {
 			m.SetExtension(eventheader.TraceID, id)
 		}
 	}
-	p.checkID(m, eventheader.Correlation, envelope.MaxCorrelationID, "outbox: the correlation id of an event is dropped, because no event could be recorded with it")
-	p.checkID(m, eventheader.TraceID, envelope.MaxTraceID, "outbox: the trace id of an event is dropped, because no event could be recorded with it")
+	p.checkID(m, eventheader.Correlation, envelope.MaxCorrelationID,
+		"outbox: the correlation id of an event is dropped, because no event could be recorded with it")
+	p.checkID(m, eventheader.TraceID, envelope.MaxTraceID,
+		"outbox: the trace id of an event is dropped, because no event could be recorded with it")
 }
 
-// checkID drops an id that cannot be recorded, and says so.
+// checkID drops an id that cannot be recorded, and logs dropped.
 func (p *Processor) checkID(m *envelope.Received, name string, most int, dropped string) {
 	id := m.Extensions[name]
 	if id == "" {
@@ -112,20 +115,22 @@ func (p *Processor) checkID(m *envelope.Received, name string, most int, dropped
 	}
 }
 
-// UnknownType is why an event type without a handler is a dead letter.
+// UnknownType returns the error of an event of a type without a handler.
 func UnknownType(name string) error {
 	return &envelope.FieldError{EventType: name, Index: -1, Field: "type", Err: check.ErrUnregistered}
 }
 
-// UnknownAction is why an event is a dead letter if it is for an action that no handler has. The
-// field says so.
+// UnknownAction returns the error of an event for an action without a handler. Field names the field with the action.
 func UnknownAction(eventType, field, action string) error {
-	return &envelope.FieldError{EventType: eventType, Index: -1, Field: field, Err: fmt.Errorf("%.100q %w: no handler has this action, it may have been renamed", action, check.ErrUnregistered)}
+	err := fmt.Errorf("%.100q %w: no handler has this action, it may have been renamed", action, check.ErrUnregistered)
+	return &envelope.FieldError{EventType: eventType, Index: -1, Field: field, Err: err}
 }
 
-// tasks decodes the payload, upcasts it to every version that has handlers, and returns
-// a task for each of them, or for the one action that is asked for.
-func (p *Processor) tasks(ctx context.Context, route *Route, m *envelope.Message, meta *envelope.Received, action string) ([]Task, error) {
+// tasks decodes the payload, upcasts it to every version that has handlers, and returns a task for each handler, or for
+// those of an action.
+func (p *Processor) tasks(
+	ctx context.Context, route *Route, m *envelope.Message, meta *envelope.Received, action string,
+) ([]Task, error) {
 	event, err := p.decodePayload(EventContext(ctx, meta), &route.Kind, m)
 	if err != nil {
 		return nil, err
@@ -157,8 +162,8 @@ func (p *Processor) decodePayload(ctx context.Context, kind *EventType, m *envel
 	return event.Elem().Interface(), nil
 }
 
-// codecFor prefers the registered codec. Without a content type there is no other;
-// and what was recorded before another one was registered is mostly JSON.
+// codecFor returns the codec for a content type: the codec of the event type, one of the additional codecs, or JSON.
+// JSON comes last, for events that were recorded before their type got another codec.
 func (p *Processor) codecFor(kind *EventType, contentType string) (Codec, error) {
 	media := envelope.MediaType(contentType)
 	if media == "" || media == envelope.MediaType(kind.Codec.ContentType) {

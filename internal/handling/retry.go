@@ -19,7 +19,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// RetryPolicy says how an action on an event that failed is tried again. What is zero is as in the policy below it.
+// RetryPolicy says how a failed action on an event is tried again. The package outbox documents it as its own
+// RetryPolicy. A zero field takes the value of the policy below, see [RetryPolicy.Over].
 type RetryPolicy struct {
 	MaxRetries   int
 	RetriesFor   func(error) int
@@ -27,7 +28,7 @@ type RetryPolicy struct {
 	MaxRetryWait time.Duration
 }
 
-// Over returns the policy with another one below it, which says what this one leaves open.
+// Over returns the policy, with the zero fields set from base.
 func (p RetryPolicy) Over(base RetryPolicy) RetryPolicy {
 	if p.RetriesFor == nil && p.MaxRetries == 0 {
 		p.RetriesFor = base.RetriesFor
@@ -38,8 +39,8 @@ func (p RetryPolicy) Over(base RetryPolicy) RetryPolicy {
 	}
 }
 
-// Wait returns the wait after an attempt, from 1, that failed with err, without its random part. It has none, and is
-// exact, if the error says how long it is.
+// Wait returns the wait after a failed attempt, numbered from 1, without its random part. The wait is exact, without a
+// random part, if err is one of [RetryAfter].
 func (p RetryPolicy) Wait(attempt int, err error) (d time.Duration, exact bool) {
 	if d, ok := WaitOf(err); ok {
 		return d, true
@@ -47,10 +48,10 @@ func (p RetryPolicy) Wait(attempt int, err error) (d time.Duration, exact bool) 
 	return wait.Exponential(p.RetryWait, max(p.RetryWait, p.MaxRetryWait), attempt-1), false
 }
 
-// Next is wait with its random part: a fifth more or less.
+// Next returns the wait after a failed attempt with its random part: up to a fifth more or less.
 func (p RetryPolicy) Next(attempt int, err error) time.Duration {
 	const jitter = 5
-	const longest = math.MaxInt64 / 2 // so that a fifth more is no overflow
+	const longest = math.MaxInt64 / 2 // a fifth more does not overflow
 	d, exact := p.Wait(attempt, err)
 	if exact {
 		return d
@@ -59,11 +60,12 @@ func (p RetryPolicy) Next(attempt int, err error) time.Duration {
 	return d - d/jitter + rand.N(2*(d/jitter)+1)
 }
 
+// Validate returns an error that names every bad field.
 func (p RetryPolicy) Validate() error {
 	return errors.Join(check.NotNegative("RetryWait", p.RetryWait), check.NotNegative("MaxRetryWait", p.MaxRetryWait))
 }
 
-// Permanent marks an error that no retry would change.
+// Permanent marks an error that a retry cannot change.
 func Permanent(err error) error { return &permanentError{err} }
 
 type permanentError struct{ err error }
@@ -71,12 +73,13 @@ type permanentError struct{ err error }
 func (e *permanentError) Error() string { return e.err.Error() }
 func (e *permanentError) Unwrap() error { return e.err }
 
+// IsPermanent reports whether an error is marked by [Permanent].
 func IsPermanent(err error) bool {
 	var p *permanentError
 	return errors.As(err, &p)
 }
 
-// RetryAfter marks an error after which the event is tried again when d has passed.
+// RetryAfter marks an error with the wait d until the event is tried again.
 func RetryAfter(err error, d time.Duration) error { return &retryAfterError{err, max(0, d)} }
 
 type retryAfterError struct {
@@ -87,7 +90,7 @@ type retryAfterError struct {
 func (e *retryAfterError) Error() string { return e.err.Error() }
 func (e *retryAfterError) Unwrap() error { return e.err }
 
-// WaitOf returns the wait that an error says, if it says one.
+// WaitOf returns the wait of an error that is marked by [RetryAfter].
 func WaitOf(err error) (wait time.Duration, ok bool) {
 	later, ok := errors.AsType[*retryAfterError](err)
 	if !ok {
@@ -96,8 +99,8 @@ func WaitOf(err error) (wait time.Duration, ok bool) {
 	return later.wait, true
 }
 
-// Guard calls f and turns a panic into an error. It returns another error for one whose
-// methods panic, because these are called outside of it.
+// Guard calls f and returns a panic as a [*PanicError]. If the methods of the error of f panic, it returns an error
+// that says so, because callers call these methods.
 func Guard(f func() error) error {
 	err := recovered(f)
 	if err == nil {
@@ -118,7 +121,7 @@ func recovered(f func() error) (err error) {
 	return f()
 }
 
-// PanicError is what a panic in a function of the host becomes. The package outbox shows it as its own PanicError.
+// PanicError is the error of a panic in a function of the host. The package outbox shows it as its own PanicError.
 type PanicError struct {
 	Value any
 	Stack []byte
@@ -127,19 +130,18 @@ type PanicError struct {
 // Error implements error, without the stack.
 func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
 
-// As has errors.As find it as the PanicError of the package outbox.
+// As lets [errors.As] find it as the PanicError of the package outbox.
 func (e *PanicError) As(target any) bool { return check.AsSame(e, target) }
 
-// IsConflict reports whether PostgreSQL has rolled back a transaction that may work the next
-// time. A handler may know better, or when.
+// IsConflict reports whether PostgreSQL has rolled back a transaction that may succeed the next time: after a deadlock
+// or a serialization failure. It is false if the handler has marked the error by [Permanent] or [RetryAfter].
 func IsConflict(err error) bool {
 	_, later := WaitOf(err)
 	return pg.IsTransient(err) && !IsPermanent(err) && !later
 }
 
-// What PostgreSQL rolls back for a deadlock or a serialization failure is repeated: mostly it
-// works the next time. One that goes on failing, for 10 times in a second or two, counts as any
-// other failure.
+// MostConflicts is how many conflicts of a task are repeated, over all its attempts in this process. It takes a second
+// or two. The next conflict counts as any other failure.
 const MostConflicts = 10
 
 // ConflictWait returns the wait before a transaction is repeated for the n-th time, from 1.
@@ -149,7 +151,7 @@ func ConflictWait(n int) time.Duration {
 	return d - rand.N(d/2)
 }
 
-// ErrorClass names the kind of a handler's error.
+// ErrorClass returns the class of a handler's error, as it is stored and shown: "postgres_23505", for example.
 func ErrorClass(err error) string {
 	var panicked *PanicError
 	var pgErr *pgconn.PgError

@@ -15,7 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 )
 
-// EventType is an event type of the registry, as handlers need it.
+// EventType is an event type of the registry.
 type EventType struct {
 	Name   string // the CloudEvents type
 	Topic  string
@@ -29,46 +29,47 @@ type Codec struct {
 	Decode      func(ctx context.Context, data []byte, event any) error
 }
 
-// Upcaster turns events of an older version into the next.
+// Upcaster turns events of a version into events of the next version.
 type Upcaster struct {
 	From, To reflect.Type
 	Up       func(any) any
 }
 
-// Sources is what routes are made of.
+// Sources are the parts of which [NewRoutes] makes routes.
 type Sources struct {
 	Kinds     []EventType
-	Topics    []string // to read besides those of the types
+	Topics    []string // to read, in addition to those of the types
 	Upcasters []Upcaster
-	Handlers  []*Handler // nil for a nil argument
+	Handlers  []*Handler // a nil element is an error
 }
 
-// Routes says which handlers an event type reaches.
+// Routes are the handlers that each event type reaches.
 type Routes struct {
 	ByName map[string]*Route // by event type
-	more   []string          // topics beside those of the types, to which events of any type may be sent
-	Topics []string          // all, sorted
+	extra  []string          // topics in which events of any type may be, in addition to the topics of the types
+	Topics []string          // all topics, sorted
 }
 
 // TopicsOf returns the topics in which events of a type may be.
 func (r Routes) TopicsOf(one *Route) []string {
 	own := one.Kind.Topic
-	return append([]string{own}, slices.DeleteFunc(slices.Clone(r.more), func(topic string) bool { return topic == own })...)
+	extra := slices.DeleteFunc(slices.Clone(r.extra), func(topic string) bool { return topic == own })
+	return append([]string{own}, extra...)
 }
 
-// Route is the handlers that the events of a type reach.
+// Route is an event type with its handlers.
 type Route struct {
 	Kind     EventType
-	versions []version // from the one that is sent
+	versions []version // from the version that is sent
 }
 
-// version is an event type as handlers take it.
+// version is a version of an event type, with the handlers that take it.
 type version struct {
 	up       func(any) any // from the version before; nil for the first
 	handlers []*Handler
 }
 
-// Handlers are those of all versions.
+// Handlers yields the handlers of all versions.
 func (r *Route) Handlers() iter.Seq[*Handler] {
 	return func(yield func(*Handler) bool) {
 		for _, v := range r.versions {
@@ -81,8 +82,8 @@ func (r *Route) Handlers() iter.Seq[*Handler] {
 	}
 }
 
-// NewRoutes finds the event types that reach a handler, by themselves or upcast.
-// Its error names every bad handler and upcaster.
+// NewRoutes returns the event types that reach a handler, by themselves or after upcasting. Its error names every bad
+// handler and upcaster.
 func NewRoutes(of Sources) (Routes, error) {
 	known := map[reflect.Type]bool{}
 	for _, k := range of.Kinds {
@@ -93,9 +94,9 @@ func NewRoutes(of Sources) (Routes, error) {
 	if err := errors.Join(err, uerr); err != nil {
 		return Routes{}, err
 	}
-	r := Routes{ByName: map[string]*Route{}, more: slices.Compact(slices.Sorted(slices.Values(of.Topics)))}
+	r := Routes{ByName: map[string]*Route{}, extra: slices.Compact(slices.Sorted(slices.Values(of.Topics)))}
 	topics := map[string]bool{}
-	for _, topic := range r.more {
+	for _, topic := range r.extra {
 		topics[topic] = true
 	}
 	for _, k := range of.Kinds {
@@ -164,7 +165,7 @@ func upcastersByType(known map[reflect.Type]bool, upcasters []Upcaster) (map[ref
 	return up, errors.Join(bad...)
 }
 
-// circular reports whether upcasting never ends from t on.
+// circular reports whether upcasting from t never ends.
 func circular(t reflect.Type, up map[reflect.Type]Upcaster) bool {
 	for n := 0; ; n++ {
 		u, ok := up[t]
@@ -175,7 +176,7 @@ func circular(t reflect.Type, up map[reflect.Type]Upcaster) bool {
 	}
 }
 
-// versionsOf returns an event type and those that it is upcast to.
+// versionsOf returns the versions of an event type: its own, and those to which it is upcast.
 func versionsOf(t reflect.Type, byType map[reflect.Type][]*Handler, up map[reflect.Type]Upcaster) []version {
 	versions := []version{{handlers: byType[t]}}
 	for u, ok := up[t]; ok; u, ok = up[u.To] {
@@ -184,17 +185,17 @@ func versionsOf(t reflect.Type, byType map[reflect.Type][]*Handler, up map[refle
 	return versions
 }
 
-// unknownTypes are the event types without a handler that the log has named. The zero
-// value is ready, and safe for concurrent use.
+// unknownTypes are the event types without a handler that were logged. The zero value is ready, and safe for concurrent
+// use.
 type unknownTypes struct {
 	mu    sync.Mutex
 	named map[string]bool
 }
 
-// maxUnknownTypes bounds the memory: whoever may write to a topic chooses the types.
+// maxUnknownTypes bounds the memory, because every producer of a topic can choose types.
 const maxUnknownTypes = 1000
 
-// add reports whether a type is to be named, and whether it is the last one.
+// add reports whether a type is to be logged, and whether it is the last one.
 func (u *unknownTypes) add(name string) (fresh, last bool) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -208,16 +209,16 @@ func (u *unknownTypes) add(name string) (fresh, last bool) {
 	return true, len(u.named) == maxUnknownTypes
 }
 
-// LogSkipped logs an event type without a handler once. It is a warning if the handlers
-// have another version of the type: then an upcaster is missing, or a newer release of
-// this service. Types that have nothing to do with it are normal, because topics are shared.
+// LogSkipped logs an event type without a handler, once. It warns if another version of the type has a handler: then an
+// upcaster is missing, or a newer release of this service. Other types are normal, because topics are shared.
 func (p *Processor) LogSkipped(m *envelope.Received) {
 	fresh, last := p.input.unknown.add(m.Type)
 	if !fresh {
 		return
 	}
 	if handled, ok := p.Routes.otherVersion(m.Type); ok {
-		p.Log.Warn("outbox: events are skipped, the handlers have another version of their type", "type", m.Type, "handled", handled, "event_id", m.ID)
+		p.Log.Warn("outbox: events are skipped, the handlers have another version of their type",
+			"type", m.Type, "handled", handled, "event_id", m.ID)
 	} else {
 		p.Log.Debug("outbox: events of a type without a handler are skipped", "type", m.Type, "event_id", m.ID)
 	}

@@ -13,11 +13,11 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 )
 
-// Rules are the configuration of what handles events, with all defaults. The package outbox checks and
-// documents it.
+// Rules are the configuration of a [Processor] and its attempts, with all defaults. The package outbox checks and
+// documents them.
 type Rules struct {
 	Group, Schema     string
-	Retry             RetryPolicy // for handlers and streams without their own
+	Retry             RetryPolicy // of handlers and streams without a policy of their own
 	HoldDead          bool
 	RetryDeadAfter    map[string]time.Duration
 	Breaker           breaker.Rules
@@ -25,11 +25,11 @@ type Rules struct {
 	SlowHandler       time.Duration
 	StopTimeout       time.Duration
 	DeadLetterUnknown bool    // event types without a handler become dead letters
-	JSON              Codec   // of what has the content type of JSON and no other codec
+	JSON              Codec   // for JSON without another codec
 	Codecs            []Codec // in addition to those of the event types
 	Middleware        []Middleware
 	Hooks             Hooks
-	Log               *slog.Logger // with the group
+	Log               *slog.Logger // has the group as an attribute
 }
 
 // HandlerCall is a call of a handler, as middleware sees it.
@@ -55,12 +55,13 @@ type Hooks struct {
 	Lost         func(topic string, partition int32, records int64)
 }
 
-// guarded returns hooks whose panics are logged, and which cannot hold up what calls them for all partitions.
+// guarded returns hooks that log their panics, and that are abandoned if they do not return where they would hold up
+// other partitions.
 func (h Hooks) guarded(log *slog.Logger) Hooks {
 	call := func(name string) func(func()) {
 		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)
 		switch name {
-		case "Handled", "Repeated": // called for every event, below [contain.Do]
+		case "Handled", "Repeated": // called for every event, inside [contain.Do]
 			return hook.Inline
 		case "Breaker", "Lost": // called while an attempt is under way; by the Kafka client
 			return func(call func()) { hook.Notify(context.Background(), call) }
@@ -110,8 +111,8 @@ func (h Hooks) guarded(log *slog.Logger) Hooks {
 	return h
 }
 
-// NewProcessor returns what handles events by the rules and routes, in transactions of store. Store is nil without
-// PostgreSQL.
+// NewProcessor returns a processor with transactions of store. Store is nil without PostgreSQL; then only handlers
+// without a transaction work. [Processor.ForOne] must be called before the processor is used.
 func NewProcessor(cfg Rules, routes Routes, store Transactor) *Processor {
 	cfg.Hooks = cfg.Hooks.guarded(cfg.Log)
 	return &Processor{

@@ -12,55 +12,57 @@ import (
 	"github.com/outboxgo/outbox/internal/pauses"
 )
 
-// What a Consumer and a Worker have in common while they run: the state of Run, how a stop is
-// divided, handlers that take long, and pauses.
-// RunState is what Run records for Health.
+// RunState is the state of Run of a consumer or a worker, for Health. The zero value is ready.
 type RunState struct {
 	mu      sync.Mutex
 	running bool
-	stops   bool // Run is to return
+	stops   bool // Run is about to return
 	began   time.Time
-	err     error // with which the last Run has returned
+	err     error // of the last Run
 }
 
+// Begin notes that Run was called.
 func (s *RunState) Begin() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.running, s.stops, s.began, s.err = true, false, time.Now(), nil
 }
 
+// Stop notes that Run is about to return.
 func (s *RunState) Stop() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.stops = true
 }
 
+// IsStopping reports whether Run is about to return.
 func (s *RunState) IsStopping() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.stops
 }
 
+// End notes that Run has returned err.
 func (s *RunState) End(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.running, s.err = false, err
 }
 
+// Get returns whether Run is running, when it began, and the error of the last Run.
 func (s *RunState) Get() (running bool, began time.Time, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.running, s.began, s.err
 }
 
-// CallSlots bound how many handlers run at the same time. Nil means without a bound.
+// CallSlots bound how many handlers run at the same time. A nil field means no bound.
 type CallSlots struct {
-	Calls        *Slots // of all handlers: ConsumerConfig.Concurrency
-	Transactions *Slots // of those with a transaction: what the pool has for them
+	Calls        *Slots // for all handlers: ConsumerConfig.Concurrency
+	Transactions *Slots // for handlers with a transaction: connections of the pool, see [SlotsOf]
 }
 
-// Take waits until a handler may be called, with a transaction or without one, and reports whether that was
-// before ctx ended.
+// Take waits until a handler may be called, with a transaction or without one. It returns false if ctx ends first.
 func (s CallSlots) Take(ctx context.Context, tx bool) bool {
 	if s.Calls != nil && !s.Calls.Take(ctx) {
 		return false
@@ -72,7 +74,7 @@ func (s CallSlots) Take(ctx context.Context, tx bool) bool {
 	return false
 }
 
-// Release gives back what take has taken.
+// Release gives back the slots that Take has taken.
 func (s CallSlots) Release(tx bool) {
 	if tx && s.Transactions != nil {
 		s.Transactions.Release()
@@ -82,47 +84,48 @@ func (s CallSlots) Release(tx bool) {
 	}
 }
 
-// The steps of a stop, and when each is over at the latest, in percent of StopTimeout. A
-// step has also the time that those before it have not needed.
+// Steps of a stop, with the time at which each ends at the latest, in percent of StopTimeout. A step may also use the
+// time that the steps before it have left.
 const (
-	FinishBy  = 60 // handlers have finished what they are at, or their contexts end
-	AbandonBy = 75 // these have returned, or are cut off
-	CommitBy  = 85 // what is done is committed
-	LeftBy    = 95 // the group is left
-	CloseBy   = 98 // the client is closed, or goes on to close in the background
+	FinishBy  = 60 // running handlers have returned, or their contexts end
+	AbandonBy = 75 // the other handlers have returned, or are cut off
+	CommitBy  = 85 // offsets are committed
+	LeftBy    = 95 // the consumer group is left
+	CloseBy   = 98 // the Kafka client is closed, or goes on closing in the background
 )
 
-// StopClock says how long the steps of a stop may take.
+// StopClock bounds the steps of a stop that began at Began.
 type StopClock struct {
 	Began   time.Time
 	Timeout time.Duration
 }
 
+// By returns a context that ends at a step.
 func (s StopClock) By(percent int) (context.Context, context.CancelFunc) {
 	return context.WithDeadline(context.Background(), s.Began.Add(s.Part(percent)))
 }
 
+// Part returns a part of the timeout, in percent.
 func (s StopClock) Part(percent int) time.Duration { return s.Timeout / 100 * time.Duration(percent) }
 
-// CheckTimeout bounds a look at the tables: PostgreSQL, or what has locked them, may not
-// answer without a word.
+// CheckTimeout bounds a check of the tables, because PostgreSQL may not answer, or the tables may be locked.
 const CheckTimeout = 10 * time.Second
 
-// OutagePostgres is what outages of PostgreSQL are named in the log.
+// OutagePostgres is the name of outages of PostgreSQL in the log.
 const OutagePostgres = "PostgreSQL"
 
-// TransactionTime is how long handlers may take in a transaction before it commits what is
-// done. So much is rolled back at most with a handler that fails, or does not end before a stop.
+// TransactionTime is how long handlers may take in a shared transaction before it commits. It bounds the work that is
+// rolled back with a handler that fails, or that does not return before a stop.
 const TransactionTime = time.Second
 
-// ErrStopped says that the work is to end.
+// ErrStopped is the cause of contexts that end because the work ends.
 var ErrStopped = errors.New("work is given up")
 
 // StuckGrace is how long a handler has to return after its context has ended.
 const StuckGrace = time.Second
 
-// ReportCall says if a handler, or another function of the host, has not returned in time. It
-// returns false if only a restart helps.
+// ReportCall calls notReady if a function of the host has not returned in time. It returns false if the process must be
+// restarted.
 func ReportCall(activity *Activity, cfg *Rules, notReady func(reason string, args ...any)) (live bool) {
 	call, ok := activity.Current()
 	if !ok {
@@ -130,20 +133,21 @@ func ReportCall(activity *Activity, cfg *Rules, notReady func(reason string, arg
 	}
 	ran := time.Since(call.Began)
 	if ran > cfg.HandlerTimeout+StuckGrace {
-		notReady("%s %s has not returned for %v, although it should have: event %s, %s", call.What(), call.Action, ran.Round(time.Second), call.ID, call.Place)
+		notReady("%s %s has not returned for %v, although it should have: event %s, %s",
+			call.FunctionName(), call.Action, ran.Round(time.Second), call.ID, call.Place)
 	}
 	return ran <= max(2*cfg.HandlerTimeout, cfg.HandlerTimeout+StuckGrace)
 }
 
-// SlowCalls reports handlers that run for long, and transactions that do not begin. It belongs to the
-// goroutine that watches handlers.
+// SlowCalls logs handlers that run for long, and transactions that do not begin. It belongs to the goroutine that
+// watches handlers.
 type SlowCalls struct {
-	began time.Time     // of what was looked at last
-	next  time.Duration // after which time it is reported next
+	began time.Time     // of the call or the wait that was checked last
+	next  time.Duration // after which it is logged again
 }
 
-// Report logs a handler that has run for some time, or whose transaction has not begun by then,
-// and again after twice the time. Where says where the transaction is awaited.
+// Report logs a handler that has run for longer than after, or a transaction that has not begun for as long. It logs
+// them again after twice the time. Where are attributes of the log line about a transaction.
 func (s *SlowCalls) Report(activity *Activity, after time.Duration, log *slog.Logger, where ...any) {
 	call, calls := activity.Current()
 	began, awaits := activity.AwaitsTx()
@@ -161,13 +165,14 @@ func (s *SlowCalls) Report(activity *Activity, after time.Duration, log *slog.Lo
 	}
 	s.next *= 2
 	if calls {
-		log.WarnContext(call.Context, "outbox: "+call.What()+" runs for long", call.Attrs()...)
+		log.WarnContext(call.Context, "outbox: "+call.FunctionName()+" runs for long", call.Attrs()...)
 	} else {
 		log.Warn("outbox: a transaction does not begin: the pool has no connection left, or event_handled is locked",
 			append(where, "waiting_for", time.Since(began).Round(time.Millisecond))...)
 	}
 }
 
+// PausedTopics returns the topics that a pause names. A pause without topics is for all.
 func PausedTopics(topics []string) []string {
 	if len(topics) == 0 {
 		return []string{pauses.All}
@@ -176,21 +181,21 @@ func PausedTopics(topics []string) []string {
 }
 
 const (
-	// PausesInterval is how long it may take until a member knows what operators have
-	// paused or resumed.
+	// PausesInterval is how often a process reads the pauses of operators.
 	PausesInterval = 2 * time.Second
-	PausesTimeout  = time.Minute // a pool may be small, and handlers take long
+	PausesTimeout  = time.Minute // long, because a small pool may have no connection while handlers run
 	OutagePauses   = "reading what is paused"
 )
 
-// LogPauses logs what has changed in the pauses of a consumer or a worker.
+// LogPauses logs the changes of the pauses of a consumer or a worker.
 func LogPauses(log *slog.Logger, what string, before, now []pauses.Pause) {
 	has := func(all []pauses.Pause, topic string) bool {
 		return slices.ContainsFunc(all, func(p pauses.Pause) bool { return p.Topic == topic })
 	}
 	for _, p := range now {
 		if !has(before, p.Topic) {
-			log.Warn("outbox: "+what+" is paused by an operator", "topic", p.Topic, "operator", p.Operator, "reason", p.Reason, "since", p.At)
+			log.Warn("outbox: "+what+" is paused by an operator",
+				"topic", p.Topic, "operator", p.Operator, "reason", p.Reason, "since", p.At)
 		}
 	}
 	for _, p := range before {
@@ -200,7 +205,7 @@ func LogPauses(log *slog.Logger, what string, before, now []pauses.Pause) {
 	}
 }
 
-// PauseReasons says what of a consumer or a worker is paused, for Health.
+// PauseReasons describes the pauses of a consumer or a worker, for Health.
 func PauseReasons(paused *pauses.Set, what string) (reasons []string) {
 	of := func(topic string) string {
 		if topic == pauses.All {
@@ -209,7 +214,8 @@ func PauseReasons(paused *pauses.Set, what string) (reasons []string) {
 		return "topic " + topic
 	}
 	for _, p := range paused.Stored() {
-		reasons = append(reasons, fmt.Sprintf("%s is paused by %s since %v: %s", of(p.Topic), p.Operator, time.Since(p.At).Round(time.Second), p.Reason))
+		reasons = append(reasons, fmt.Sprintf("%s is paused by %s since %v: %s",
+			of(p.Topic), p.Operator, time.Since(p.At).Round(time.Second), p.Reason))
 	}
 	for _, topic := range paused.Own() {
 		reasons = append(reasons, of(topic)+" is paused by this process")

@@ -14,21 +14,19 @@ import (
 // Slots bound how many handlers run at the same time.
 type Slots struct {
 	slots  chan struct{}
-	active atomic.Int64 // how many are in use, and do not wait for a connection
-	free   func() int   // connections of the pool that nobody uses; nil if that does not matter
+	active atomic.Int64 // slots in use whose holders do not wait for a connection
+	free   func() int   // unused connections of the pool; nil without a pool
 }
 
 // NewSlots returns n slots.
 func NewSlots(n int) *Slots { return &Slots{slots: make(chan struct{}, n)} }
 
-// spareConns is the part of a pool's connections that transactions of consumers leave to
-// their handlers and to everybody else.
+// spareConns is the part of a pool's connections, one in so many, that transactions of handlers leave for other uses.
 const spareConns = 4
 
-// SlotsOf returns the slots for transactions of consumers on a pool, which all of them
-// share: if their transactions took all of its connections, and each handler waited for one
-// more, none would go on. So a quarter of the connections is left, and at least one unless
-// there is only one.
+// SlotsOf returns the slots for transactions of handlers on a pool. All consumers and workers on the pool share them.
+// If their transactions took all connections, and each handler waited for one more, none could go on. So the slots
+// leave a quarter of the connections, and at least one unless there is only one.
 func SlotsOf(db *pgxpool.Pool) *Slots {
 	pools.Lock()
 	defer pools.Unlock()
@@ -50,7 +48,7 @@ func SlotsOf(db *pgxpool.Pool) *Slots {
 	return s
 }
 
-// pools has the slots of each pool that is in use.
+// pools are the slots of each pool in use.
 var pools = struct {
 	sync.Mutex
 	slots map[weak.Pointer[pgxpool.Pool]]*Slots
@@ -62,9 +60,8 @@ func forget(key weak.Pointer[pgxpool.Pool]) {
 	delete(pools.slots, key)
 }
 
-// Take waits for a slot, and reports whether it has got one before ctx ended. While others
-// than consumers use the pool as well, it waits until two connections are free, unless no
-// other slot is in use.
+// Take waits for a slot. It returns false if ctx ends first. Other users of the pool may hold its connections, so Take
+// also waits until two connections are free, unless no other slot is in use.
 func (s *Slots) Take(ctx context.Context) bool {
 	select {
 	case s.slots <- struct{}{}:

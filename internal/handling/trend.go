@@ -6,21 +6,21 @@ import (
 	"time"
 )
 
-// Trend finds out whether a lag grows. The zero value is ready.
+// Trend decides whether a lag grows. The zero value is ready.
 type Trend struct {
 	mu      sync.Mutex
-	samples []int64 // the last ones, oldest first
+	samples []int64 // of the last five minutes, oldest first
 }
 
 // SampleInterval is how often the lag is added to a Trend.
 const SampleInterval = 30 * time.Second
 
 const (
-	trendSamples = 11    // of five minutes
-	least        = 1_000 // records: less is no backlog
+	trendSamples = 11    // five minutes
+	least        = 1_000 // records; a lag below is no backlog
 )
 
-// Add notes how many records there are to handle.
+// Add adds the present lag, in records.
 func (t *Trend) Add(lag int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -30,8 +30,7 @@ func (t *Trend) Add(lag int64) {
 	}
 }
 
-// Growing returns the lag now and that of five minutes ago. It reports whether it has
-// grown all the time.
+// Growing returns the lag of five minutes ago and the present one, and whether the lag has never become shorter since.
 func (t *Trend) Growing() (before, now int64, growing bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -9,28 +9,28 @@ import (
 	"github.com/outboxgo/outbox/internal/retention"
 )
 
-// outageCleaning is what it is named in the log that the lease of the group cannot be taken.
+// outageCleaning is the name of an outage in the log: the lease of the group cannot be taken.
 const outageCleaning = "the lease for retention"
 
-// newWorkerRole returns what removes rows, and alerts, while this process has the lease of the group. No batch
-// goes on once cut has ended.
-func newWorkerRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
+// newRole returns the role of the process that holds the lease of the group: it removes rows, and sends alerts. The end
+// of cut aborts a batch of the cleaner.
+func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
 	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
 	store.Callback = w.archive.Call
 	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
 	return &lease.Role{
-		Lease: group, Name: outageCleaning, Cut: cut, Work: cleaner.run, Alert: w.alert, StopTimeout: w.processor.Rules.StopTimeout, Log: w.processor.Log,
+		Lease: group, Name: outageCleaning, Cut: cut, Work: cleaner.run, Alert: w.alert,
+		StopTimeout: w.processor.Rules.StopTimeout, Log: w.processor.Log,
 		Report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
 	}
 }
 
-// groupCleaner removes rows that are not kept any longer, unless a relay has a position: then rows are for
-// relays to remove.
+// groupCleaner removes rows by the rules of retention. If the schema has a relay, it removes none: the relay does it.
 type groupCleaner struct {
 	name    string // of the lease
 	store   *retention.Store
 	cfg     *Rules
-	backlog func() bool // of events to hand over
+	backlog func() bool // reports whether more events wait than the lanes can take
 	log     *slog.Logger
 }
 

@@ -1,47 +1,63 @@
+// Package worker passes the recorded events of a database to handlers, without Kafka.
+//
+// It needs PostgreSQL only: the tables of outbox, a pool of connections, and the rules and routes of the handlers.
+// Each [Worker] belongs to a group. The workers of a group share its events.
+//
+// What is owed to a handler is a row of event_delivery for each group, action and event (package delivery). A group
+// has a cursor, as a relay has (package cursor), but no leader. A worker with free handlers runs a round of fan-out:
+//
+//  1. It takes the advisory lock of the group.
+//  2. In a later statement it reads the events behind the cursor, as many as its lanes can take.
+//  3. In the same transaction it inserts their deliveries, claims those whose key is free, and moves the cursor.
+//
+// The parts are:
+//
+//   - fanOut is the cursor of the group and the rounds. Its doc says why the lock comes first.
+//   - admission decides how many events a round reads, and which deliveries each event needs.
+//   - groupRoutes are the handlers of all workers of the group, so that old and new releases can run together.
+//   - [delivery.Run] claims, runs and ends the deliveries, in lanes.
+//
+// The package promises:
+//
+//   - Each committed event enters event_delivery once for each action that wants it, and none is left out.
+//   - A backlog stays in the table outbox. Most deliveries are written twice: when they are inserted and when they end.
+//   - Deliveries of a key run in the order of their events, unless [Rules.Unordered] is set.
+//   - Run returns at most StopTimeout after its context has ended.
 package worker
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/delivery"
-
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
-	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
-	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/retention"
-	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Rules are the configuration of a worker.
+// Rules are the configuration of a worker, with all defaults. The package outbox checks and documents them.
 type Rules struct {
 	Handling     handling.Rules
-	Streams      map[string]handling.RetryPolicy
-	FromStart    bool
-	Unordered    bool
-	Concurrency  int
-	MaxPoll      int
+	Streams      map[string]handling.RetryPolicy // by topic
+	FromStart    bool                            // a new group gets the events that are there already
+	Unordered    bool                            // events of the same key have no order
+	Concurrency  int                             // lanes of each kind of handlers
+	MaxPoll      int                             // deliveries that a lane takes at once
 	PollInterval time.Duration
 	Lease        time.Duration
 	Retention    retention.Rules
-	RowsRemoved  func(retention.Result) // nil: nobody asks
+	RowsRemoved  func(retention.Result) // a hook, or nil
 }
 
-// Worker passes the events of a database to handlers.
+// Worker passes the events of a database to handlers. Its methods may be called by any goroutine.
 type Worker struct {
 	cfg       *Rules
 	delivery  *delivery.Rules
@@ -53,18 +69,19 @@ type Worker struct {
 	pauses    *pauses.Set
 	operators *pauses.Store
 	outages   *outage.Logs
-	wake      chan struct{} // this process has recorded events
-	heard     chan struct{} // others have
+	wake      chan struct{} // signalled when this process has recorded events
+	heard     chan struct{} // signalled when another process has recorded events
 	hub       *wakeup.Hub
-	archive   *contain.Callback     // of retention
+	archive   *contain.Callback     // calls the archive of retention
 	alert     func(context.Context) // sends alerts until its context ends
 
 	running atomic.Bool
-	current atomic.Pointer[workerRun] // nil while it does not run
+	current atomic.Pointer[run] // nil while Run does not run; for Health and Resume
 	state   handling.RunState
 }
 
-// New returns a worker of the handlers in routes. Alert sends the alerts of its group until its context ends.
+// New returns a worker for the handlers in routes. Alert sends the alerts of the group until its context ends. New does
+// no I/O and starts no goroutine.
 func New(db *pgxpool.Pool, rules Rules, routes handling.Routes, hub *wakeup.Hub, alert func(context.Context)) *Worker {
 	schema, group, log := rules.Handling.Schema, rules.Handling.Group, rules.Handling.Log
 	notes := handling.NewNotes(db, schema, group)
@@ -74,21 +91,35 @@ func New(db *pgxpool.Pool, rules Rules, routes handling.Routes, hub *wakeup.Hub,
 		rules.RowsRemoved = func(r retention.Result) { call.Notify(context.Background(), func() { hook(r) }) }
 	}
 	return &Worker{
-		cfg: &rules, db: db, processor: processor, notes: notes, breakers: handling.NewActionBreakers(processor.Rules, routes), hub: hub, alert: alert,
+		cfg: &rules,
 		delivery: &delivery.Rules{
-			Rules: processor.Rules, Streams: rules.Streams, Concurrency: rules.Concurrency, MaxPoll: rules.MaxPoll, PollInterval: rules.PollInterval, Lease: rules.Lease,
+			Rules: processor.Rules, Streams: rules.Streams, Concurrency: rules.Concurrency, MaxPoll: rules.MaxPoll,
+			PollInterval: rules.PollInterval, Lease: rules.Lease,
 		},
-		slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, schema, group), outages: outage.NewLogs(log),
-		wake: make(chan struct{}, 1), heard: make(chan struct{}, 1), archive: contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}),
+		db:        db,
+		processor: processor,
+		notes:     notes,
+		slots:     handling.SlotsOf(db),
+		breakers:  handling.NewActionBreakers(processor.Rules, routes),
+		pauses:    pauses.NewSet(),
+		operators: pauses.NewStore(db, schema, group),
+		outages:   outage.NewLogs(log),
+		wake:      make(chan struct{}, 1),
+		heard:     make(chan struct{}, 1),
+		hub:       hub,
+		archive:   contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}),
+		alert:     alert,
 	}
 }
 
+// Group returns the name of the group.
 func (w *Worker) Group() string { return w.processor.Rules.Group }
 
 // Topics returns the topics whose events the worker handles, sorted.
 func (w *Worker) Topics() []string { return slices.Clone(w.processor.Routes.Topics) }
 
-// Run handles events until ctx is cancelled.
+// Run handles events until ctx is cancelled, and returns nil then. It returns [check.ErrRunning] if the worker runs
+// already, and an error if the tables of outbox do not exist. Outages of PostgreSQL are retried.
 func (w *Worker) Run(ctx context.Context) error {
 	if !w.running.CompareAndSwap(false, true) {
 		return check.ErrRunning
@@ -101,60 +132,13 @@ func (w *Worker) Run(ctx context.Context) error {
 }
 
 func (w *Worker) runOnce(ctx context.Context) error {
-	run := newWorkerRun(w)
-	if err := run.prepare(ctx); err != nil || ctx.Err() != nil {
+	r := newRun(w)
+	if err := r.prepare(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
-	w.current.Store(run)
+	w.current.Store(r)
 	defer w.current.Store(nil)
-	return run.run(ctx)
-}
-
-// workerRun is a worker that runs.
-type workerRun struct {
-	*Worker
-	*delivery.Run
-	intake *intake
-	lease  *lease.GroupLease
-}
-
-func newWorkerRun(w *Worker) *workerRun {
-	r := &workerRun{Worker: w, lease: lease.NewGroupLease(w.db, w.processor.Rules.Schema, tables.WorkerPrefix+w.Group(), w.cfg.Lease)}
-	r.Run = delivery.NewRun(delivery.Parts{
-		Rules: w.delivery, Db: w.db, Processor: w.processor, Slots: handling.CallSlots{Transactions: w.slots}, Breakers: w.breakers, Pauses: w.pauses, Outages: w.outages, Wake: w.wake, Heard: w.heard,
-		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(w.processor.Routes, true),
-	})
-	r.intake = &intake{
-		cfg: w.cfg, delivery: w.delivery, dispatcher: r.Dispatcher, processor: w.processor, log: w.processor.Log, lease: r.lease, hooks: r.Hooks, starting: true,
-	}
-	r.intake.fanOut = newFanOut(w.db, w.processor.Rules.Schema, w.Group(), routesOf(w.processor.Routes), r.Store, r.intake.plan)
-	r.Dispatcher.TakeNew = r.intake.takeNew
-	r.Confirm = r.intake.fanOut.confirm
-	return r
-}
-
-// prepare waits for PostgreSQL, checks that the tables are as this release needs them, and reads what
-// is paused, before anything is handled.
-func (r *workerRun) prepare(ctx context.Context) error {
-	return r.Run.Prepare(ctx, func(ctx context.Context) error {
-		return errors.Join(r.notes.Check(ctx), r.readPauses(ctx))
-	})
-}
-
-// run works until ctx is cancelled.
-func (r *workerRun) run(ctx context.Context) error {
-	defer context.AfterFunc(ctx, r.state.Stop)()
-	background, end := context.WithCancel(context.WithoutCancel(ctx))
-	var beside sync.WaitGroup
-	member := r.hub.Join(r.wake, r.heard, r.processor.Log)
-	defer member.Close()
-	beside.Go(func() { r.listen(background, member) })
-	beside.Go(func() { r.watchPauses(background) })
-	beside.Go(func() { newWorkerRole(r.Worker, r.lease, r.intake.hasBacklog, r.Cut).Run(r.Stopping) })
-	err := r.Run.Run(ctx)
-	end()
-	beside.Wait()
-	return err
+	return r.run(ctx)
 }
 
 // Actions returns the actions of the handlers that get events of a type, sorted.
@@ -166,35 +150,6 @@ func (w *Worker) Actions(eventType string) (actions []string) {
 	}
 	slices.Sort(actions)
 	return slices.Compact(actions)
-}
-
-// Deliver makes an attempt of an action on an event of outbox, within tx.
-func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int) (repeated bool, err error) {
-	d, err := w.readRecorded(ctx, tx, outboxID)
-	if err != nil {
-		return false, fmt.Errorf("outbox: deliver event %d: %w", outboxID, err)
-	}
-	own := w.processor.ForOne(new(handling.Activity))
-	own.Store = &storeWithin{w.notes, tx}
-	rules := *own.Rules
-	rules.Hooks.Handled = nil
-	rules.Hooks.Repeated = func(*envelope.Received, string) { repeated = true }
-	own.Rules = &rules
-	d.Attempt = attempt
-	it := handling.Item{Meta: delivery.ReceivedOf(&d, new(envelope.Origin))}
-	m, err := delivery.ReadOutboxEvent(&d, &it.Meta)
-	if err != nil {
-		return false, err
-	}
-	if own.Resolve(ctx, &it, m, action); it.Err != nil {
-		return false, it.Err
-	}
-	for t := range it.InOrder() {
-		if err := own.ProcessOne(ctx, t); err != nil {
-			return false, err
-		}
-	}
-	return repeated, nil
 }
 
 // RetryWait returns how long a worker waits after a failed attempt, without the random part of a wait.
@@ -215,45 +170,4 @@ func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wa
 		return wait, true
 	}
 	return 0, false
-}
-
-// sqlDeliverRecorded reads an event as a row of event_delivery would have it.
-const sqlDeliverRecorded = `
-SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(convert_to(payload::text, 'UTF8'), payload_bytes),
-       content_type, coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
-  FROM {schema}.outbox WHERE id = $1`
-
-func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d delivery.Delivery, err error) {
-	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.processor.Rules.Schema), id).Scan(&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
-		&d.ContentType, &d.PartitionKey, &d.Headers, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt})
-	if err == nil {
-		d.Stream, err = eventHead{eventType: d.Type, topic: d.Stream}.destination()
-	}
-	return d, err
-}
-
-// storeWithin notes what is handled in a transaction of the caller.
-type storeWithin struct {
-	*handling.Notes
-	tx pgx.Tx
-}
-
-// InTx implements transactor, with a savepoint.
-func (s *storeWithin) InTx(ctx context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, f func(handling.Tx, map[handling.NoteKey]bool) error) error {
-	part, err := s.tx.Begin(ctx)
-	if err != nil {
-		return &handling.NoteError{Err: err}
-	}
-	defer func() { _ = part.Rollback(ctx) }() // nothing, once it is committed; f may end its goroutine
-	fresh, err := s.KeysOf(ctx, part, s.Mark, keys)
-	if err == nil {
-		err = s.MarkOthers(ctx, part, keys, fresh)
-	}
-	if err != nil {
-		return &handling.NoteError{Err: fmt.Errorf("note what is handled: %w", err)}
-	}
-	if err := f(guardtx.Within(part), fresh); err != nil {
-		return err
-	}
-	return part.Commit(ctx)
 }

@@ -1,0 +1,88 @@
+package worker
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/delivery"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Deliver makes an attempt of an action on an event of the table outbox, within tx. It reports whether the event was a
+// repeat, for which no handler is called.
+func (w *Worker) Deliver(
+	ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int,
+) (repeated bool, err error) {
+	d, err := w.readRecorded(ctx, tx, outboxID)
+	if err != nil {
+		return false, fmt.Errorf("outbox: deliver event %d: %w", outboxID, err)
+	}
+	own := w.processor.ForOne(new(handling.Activity))
+	own.Store = &storeWithin{w.notes, tx}
+	rules := *own.Rules
+	rules.Hooks.Handled = nil
+	rules.Hooks.Repeated = func(*envelope.Received, string) { repeated = true }
+	own.Rules = &rules
+	d.Attempt = attempt
+	it := handling.Item{Meta: delivery.ReceivedOf(&d, new(envelope.Origin))}
+	m, err := delivery.ReadOutboxEvent(&d, &it.Meta)
+	if err != nil {
+		return false, err
+	}
+	if own.Resolve(ctx, &it, m, action); it.Err != nil {
+		return false, it.Err
+	}
+	for t := range it.InOrder() {
+		if err := own.ProcessOne(ctx, t); err != nil {
+			return false, err
+		}
+	}
+	return repeated, nil
+}
+
+// sqlDeliverRecorded reads an event with the columns of a delivery.
+const sqlDeliverRecorded = `
+SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, aggregate_id,
+       coalesce(convert_to(payload::text, 'UTF8'), payload_bytes),
+       content_type, coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
+  FROM {schema}.outbox WHERE id = $1`
+
+func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d delivery.Delivery, err error) {
+	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.processor.Rules.Schema), id).Scan(
+		&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
+		&d.ContentType, &d.PartitionKey, &d.Headers, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt})
+	if err == nil {
+		d.Stream, err = eventHead{eventType: d.Type, topic: d.Stream}.destination()
+	}
+	return d, err
+}
+
+// storeWithin is a [handling.Transactor] that works in a transaction of the caller.
+type storeWithin struct {
+	*handling.Notes
+	tx pgx.Tx
+}
+
+// InTx implements [handling.Transactor], with a savepoint.
+func (s *storeWithin) InTx(
+	ctx context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, f handling.TxFunc,
+) error {
+	part, err := s.tx.Begin(ctx)
+	if err != nil {
+		return &handling.NoteError{Err: err}
+	}
+	defer func() { _ = part.Rollback(ctx) }() // has no effect after the commit; needed if f ends its goroutine
+	fresh, err := s.NoteIn(ctx, part, keys)
+	if err != nil {
+		return &handling.NoteError{Err: fmt.Errorf("note what is handled: %w", err)}
+	}
+	if err := f(guardtx.Within(part), fresh); err != nil {
+		return err
+	}
+	return part.Commit(ctx)
+}
