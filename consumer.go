@@ -56,10 +56,10 @@ type Consumer struct{ engine *consumer.Consumer }
 // says otherwise. While it waits for partitions that have nothing, it brings nothing
 // for a partition whose queue was full when it began: the longer it may wait, the
 // longer that one does.
-func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
+func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, group string, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
 	given := cfg
 	cfg = cfg.withDefaults()
-	errs := []error{cfg.validate(given), consumer.CheckOpts(opts)}
+	errs := []error{checkGroup(group), cfg.validate(given), consumer.CheckOpts(opts)}
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}
@@ -75,13 +75,13 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	var engine *consumer.Consumer
 	err := errors.Join(errs...)
 	if err == nil {
-		engine, err = consumer.New(db, opts, cfg.rules(), routes)
+		engine, err = consumer.New(db, opts, cfg.rules(group), routes)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
 	if db != nil {
-		engine.Alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), cfg.Group, true, cfg.SessionTimeout, engine.Rules.Log).Run
+		engine.Alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), group, true, cfg.SessionTimeout, engine.Rules.Log).Run
 	}
 	return &Consumer{engine}, nil
 }

@@ -77,7 +77,7 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	group := "alerts-" + s.topic
-	quiet := outbox.HandlerConfig{Group: group, Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}
+	quiet := outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}
 	alerts := func(box *mailbox) outbox.AlertConfig {
 		return outbox.AlertConfig{Alerter: box, Interval: 20 * time.Millisecond, DeadThreshold: 1, StaleAfter: time.Minute, StalePending: 1}
 	}
@@ -86,7 +86,7 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	var stops [2]func()
 	for i := range boxes {
 		boxes[i], pools[i] = &mailbox{}, testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = s.db.Config().ConnConfig.Database })
-		c, err := outbox.NewConsumer(pools[i], testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{
+		c, err := outbox.NewConsumer(pools[i], testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{
 			HandlerConfig: quiet, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second, Alerts: alerts(boxes[i]),
 		}, outbox.Handle("COUNTED", s.count))
 		require.NoError(t, err)
@@ -110,7 +110,7 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	require.Equal(t, 1-first, oneBy(t, s.relayFixture, group, boxes))
 
 	box := &mailbox{}
-	w, err := outbox.NewWorker(s.db, s.events, outbox.WorkerConfig{HandlerConfig: quiet, Lease: time.Second, Alerts: alerts(box)}, outbox.HandleNoTx("SHOWN",
+	w, err := outbox.NewWorker(s.db, s.events, group, outbox.WorkerConfig{HandlerConfig: quiet, Lease: time.Second, Alerts: alerts(box)}, outbox.HandleNoTx("SHOWN",
 		func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, w.Run)
@@ -142,20 +142,20 @@ func TestAlertsNeedRightsAndDatabase(t *testing.T) {
 	}
 	r.giveGroup(t, "consumer", group)
 	var log testenv.Buffer
-	c, err := outbox.NewConsumer(r.as(t, "consumer"), testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{FromStart: true,
-		HandlerConfig: outbox.HandlerConfig{Group: group, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(&log, nil))}}, outbox.Handle("COUNTED", s.count))
+	c, err := outbox.NewConsumer(r.as(t, "consumer"), testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{FromStart: true,
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(&log, nil))}}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	s.sendTo(t, 1, 10)
 	testenv.Run(t, c.Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 && c.Health().Ready }, testenv.Patience, 10*time.Millisecond)
 	require.Contains(t, log.String(), "the lease for alerts fails")
 
-	_, err = outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("localhost:9")}, s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: group}, FromStart: true, Alerts: outbox.AlertConfig{Alerter: &mailbox{}},
+	_, err = outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("localhost:9")}, s.events, group, outbox.ConsumerConfig{
+		FromStart: true, Alerts: outbox.AlertConfig{Alerter: &mailbox{}},
 	}, outbox.HandleNoTx("SHOWN", func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.ErrorContains(t, err, "field Alerts")
-	_, err = outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: group}, Alerts: outbox.AlertConfig{StalePending: -1},
+	_, err = outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{
+		Alerts: outbox.AlertConfig{StalePending: -1},
 	}, outbox.Handle("COUNTED", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return nil }))
 	require.ErrorContains(t, err, "StalePending")
 }

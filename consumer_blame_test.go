@@ -307,12 +307,13 @@ func TestNotesCannotBeMade(t *testing.T) {
 	} {
 		s, log := newConsumerFixture(t, 1), new(testenv.Buffer)
 		db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = "100" })
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
+		group := "g-" + s.topic
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
 			Logger: slog.New(slog.NewTextHandler(log, nil)), Hooks: outbox.ConsumerHooks{
 				Failed:       func(_ outbox.Metadata, _ string, err error) { assert.NoError(t, err, name) },
 				DeadLettered: func(_ outbox.Metadata, _, _ string, err error) { assert.NoError(t, err, name) },
 			}}, FromStart: true}
-		c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.Handle("COUNTED", s.count))
+		c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, group, cfg, outbox.Handle("COUNTED", s.count))
 		require.NoError(t, err)
 		s.sendSales(t, 1, nil)
 		testenv.Run(t, c.Run)

@@ -47,9 +47,10 @@ func testPoolSmallerThanPartitions(t *testing.T, concurrency int) {
 		return s.count(ctx, tx, e, m)
 	})
 	s.sendTo(t, partitions, each)
-	for group := range 2 {
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: fmt.Sprint("pool-", group, s.topic), Schema: s.schema}, FromStart: true, Concurrency: concurrency}
-		c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, cfg, h)
+	for i := range 2 {
+		group := fmt.Sprint("pool-", i, s.topic)
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema}, FromStart: true, Concurrency: concurrency}
+		c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, group, cfg, h)
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)
 	}
@@ -72,7 +73,7 @@ func TestHugeBatch(t *testing.T) {
 	defer producer.Close()
 	require.NoError(t, producer.ProduceSync(background, &kgo.Record{Topic: s.topic, Partition: 0, Value: make([]byte, 90<<20)}).FirstErr())
 	log := new(testenv.Buffer)
-	c := s.plainConsumer(t, log, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "huge-" + s.topic}}, outbox.Handle("COUNTED", s.count))
+	c := s.plainConsumer(t, log, "huge-"+s.topic, outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
 	runtime.GC()
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -100,8 +101,9 @@ func TestSlowHandler(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	began, finish := make(chan struct{}, 1), make(chan struct{})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "slow-" + s.topic, SlowHandler: 200 * time.Millisecond, HandlerTimeout: 2 * time.Second}}
-	c := s.plainConsumer(t, log, cfg, outbox.Handle("COUNTED", func(_ context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+	group := "slow-" + s.topic
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{SlowHandler: 200 * time.Millisecond, HandlerTimeout: 2 * time.Second}}
+	c := s.plainConsumer(t, log, group, cfg, outbox.Handle("COUNTED", func(_ context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		began <- struct{}{}
 		<-finish
 		return s.count(background, tx, e, m)
@@ -162,9 +164,10 @@ func testTransactionDoesNotBegin(t *testing.T, hinder func(*testing.T, *consumer
 	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 2 })
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "waits-" + s.topic, Schema: s.schema, SlowHandler: 200 * time.Millisecond,
+	group := "waits-" + s.topic
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, SlowHandler: 200 * time.Millisecond,
 		Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true}
-	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, cfg, outbox.Handle("COUNTED", s.count))
+	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, group, cfg, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
 	requireReady(t, c, 1)

@@ -15,7 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 )
 
-// ConsumerConfig tunes a [Consumer]. All but Group may be zero.
+// ConsumerConfig tunes a [Consumer]. The zero value is ready for production.
 type ConsumerConfig struct {
 	// HandlerConfig is what has nothing to do with Kafka.
 	HandlerConfig
@@ -170,8 +170,8 @@ func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
 }
 
 // rules returns the configuration as the engine takes it.
-func (c ConsumerConfig) rules() consumer.Rules {
-	handling := c.HandlerConfig.rules(c.StopTimeout)
+func (c ConsumerConfig) rules(group string) consumer.Rules {
+	handling := c.HandlerConfig.rules(group, c.StopTimeout)
 	return consumer.Rules{
 		Rules: &handling, FromStart: c.FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
 		HeartbeatInterval: c.HeartbeatInterval, SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,

@@ -292,7 +292,7 @@ func newExternalFixture(t testing.TB) *externalFixture {
 func (d *externalFixture) config() outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: "external-" + uuid.NewString(), Unknown: outbox.DeadLetterUnknown, Retry: outbox.RetryPolicy{MaxRetries: -1},
+			Unknown: outbox.DeadLetterUnknown, Retry: outbox.RetryPolicy{MaxRetries: -1},
 		}, FromStart: true,
 		Decode: outbox.DecodeByTopic(map[string]func(*kgo.Record) (*outbox.Message, error){
 			d.debezium: outbox.DecodeDebezium,
@@ -360,9 +360,9 @@ func TestConsumerOfForeignRecords(t *testing.T) {
 	event := d.saleRecord(uuid.NewString(), oneSale)
 	again := func(r *kgo.Record) *kgo.Record { c := *r; return &c }
 	d.send(t, sent, again(sent), received, again(received), nameless, again(nameless), event, again(event))
-	cfg := d.config()
+	cfg, group := d.config(), "external-"+uuid.NewString()
 	for round := range 2 {
-		stop := testenv.Run(t, d.consumer(t, cfg, d.handlers()...).Run)
+		stop := testenv.Run(t, d.groupConsumer(t, group, cfg, d.handlers()...).Run)
 		require.Eventually(t, func() bool {
 			return assert.ObjectsAreEqual(map[string]int{"ParcelSent a": 1, "parcel.received b": 1, "parcel.received c": 2, saleType + " p": 1 + round}, d.counts(t))
 		}, testenv.Patience, 10*time.Millisecond)

@@ -48,8 +48,8 @@ func (s *twoTopics) run(t testing.TB, opts ...kgo.Opt) *outbox.Consumer {
 		defer s.mu.Unlock()
 		s.seen[id]++
 	}
-	cfg := outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Group: s.group, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}}
-	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), events, cfg,
+	cfg := outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}}
+	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), events, s.group, cfg,
 		outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m.ID); return nil }),
 		outbox.HandleNoTx("SEEN", func(_ context.Context, _ returnedSale, m outbox.Metadata) error {
 			if s.handling != nil {

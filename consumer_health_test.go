@@ -44,8 +44,8 @@ func TestConsumerHealth(t *testing.T) {
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
 	dlq := "later-" + uuid.NewString()
 	opts := []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}
-	c, err := outbox.NewConsumer(db, opts, s.events, outbox.ConsumerConfig{
-		HandlerConfig:   outbox.HandlerConfig{Group: "health-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.DiscardHandler)},
+	c, err := outbox.NewConsumer(db, opts, s.events, "health-"+s.topic, outbox.ConsumerConfig{
+		HandlerConfig:   outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.DiscardHandler)},
 		FromStart:       true,
 		DeadLetterTopic: func(string) string { return dlq },
 	}, outbox.Handle("COUNTED", s.count))
@@ -80,8 +80,8 @@ func TestConsumerHealthWithoutKafka(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	cable := &brokenDialer{}
 	opts := append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial))
-	c, err := outbox.NewConsumer(s.db, opts, s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: "cut-off-" + s.topic, Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}, FromStart: true,
+	c, err := outbox.NewConsumer(s.db, opts, s.events, "cut-off-"+s.topic, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}, FromStart: true,
 	}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
@@ -100,8 +100,9 @@ func TestHealthWhileStopping(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	began, finish := make(chan struct{}), make(chan struct{})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "stops-" + s.topic}, StopTimeout: time.Minute}
-	c := s.plainConsumer(t, new(testenv.Buffer), cfg, outbox.HandleNoTx("WAITS", func(context.Context, sale, outbox.Metadata) error {
+	group := "stops-" + s.topic
+	cfg := outbox.ConsumerConfig{StopTimeout: time.Minute}
+	c := s.plainConsumer(t, new(testenv.Buffer), group, cfg, outbox.HandleNoTx("WAITS", func(context.Context, sale, outbox.Metadata) error {
 		close(began)
 		<-finish
 		return nil

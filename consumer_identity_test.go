@@ -29,7 +29,7 @@ func TestEventsOfTwoSources(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	long := strings.Repeat("long ", 100)
 	group := "sources-" + uuid.NewString()
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: group}}, outbox.Handle("COUNTED", s.count))
+	c := s.groupConsumer(t, group, outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
 	same := uuid.NewString()
 	events := [][2]string{
 		{"shop", same}, {"store", same}, {"a third one", same}, {long, same}, {long + "x", same}, {"sha256:x", same},
@@ -48,12 +48,13 @@ func TestEventsOfTwoSources(t *testing.T) {
 	for _, e := range append(events, [2]string{"shop", "end"}) {
 		records = append(records, s.saleOf(e[0], e[1]), s.saleOf(e[0], e[1]))
 	}
-	another := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "another-" + group}, FromStart: true}
+	group = "another-" + group
+	another := outbox.ConsumerConfig{FromStart: true}
 	for range 2 {
 		s.send(t, records...)
-		stop := testenv.Run(t, s.consumer(t, another, outbox.Handle("COUNTED", s.count)).Run)
+		stop := testenv.Run(t, s.groupConsumer(t, group, another, outbox.Handle("COUNTED", s.count)).Run)
 		require.Eventually(t, func() bool {
-			return s.committed(t, another.Group, 0)%int64(len(records)) == 0 && s.committed(t, another.Group, 0) > 0
+			return s.committed(t, group, 0)%int64(len(records)) == 0 && s.committed(t, group, 0) > 0
 		}, testenv.Patience, 10*time.Millisecond)
 		stop()
 	}
@@ -65,7 +66,7 @@ func TestEventsOfTwoSources(t *testing.T) {
 func TestNotesWithoutSource(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "before"}}, outbox.Handle("COUNTED", s.count))
+	c := s.groupConsumer(t, "before", outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
 	id := uuid.NewString()
 	for _, key := range []string{id, "shop not a uuid"} {
 		_, err := s.db.Exec(background, s.sql(`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('before', $1, $2, 'COUNTED')`), saleType, key)
@@ -84,7 +85,7 @@ func TestNotesWithoutSource(t *testing.T) {
 func TestNotesOfTwoSourcesAreKept(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "kept"}}, outbox.Handle("COUNTED", s.count))
+	c := s.groupConsumer(t, "kept", outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
 	id := uuid.NewString()
 	deliver := func(source string) { require.NoError(t, c.Deliver(background, s.saleOf(source, id))) }
 	older := func(age string) {
@@ -114,7 +115,7 @@ func TestPositionsOfTopicCreatedAgain(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	cfg := outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: s.group}, FromStart: true, Decode: outbox.PlainRecords{Type: saleType}.Decode,
+		FromStart: true, Decode: outbox.PlainRecords{Type: saleType}.Decode,
 	}
 	put := func(n int) {
 		records := make([]*kgo.Record, n)
@@ -126,7 +127,7 @@ func TestPositionsOfTopicCreatedAgain(t *testing.T) {
 	for round := range 3 {
 		put(5)
 		for range 2 { // the second time, from the same offsets
-			stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+			stop := testenv.Run(t, s.groupConsumer(t, s.group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 			require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 5 }, testenv.Patience, 10*time.Millisecond)
 			stop()
 			require.Equal(t, 5*(round+1), s.counts(t)["p"], "round %d", round)

@@ -132,8 +132,9 @@ func TestBusyPartitionBesideIdleOnes(t *testing.T) {
 		s.send(t, some...)
 	}
 	var handled atomic.Int64
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "busy-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true}
-	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, cfg,
+	group := "busy-" + s.topic
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true}
+	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group, cfg,
 		outbox.HandleBatch("COUNTED", func(_ context.Context, _ pgx.Tx, sales []outbox.Received[sale]) error {
 			handled.Add(int64(len(sales)))
 			return nil
@@ -152,10 +153,11 @@ func TestRebalance(t *testing.T) {
 			const partitions, rounds, each = 6, 8, 200
 			s := newConsumerFixture(t, partitions)
 			w := &watch{busy: map[int32]string{}, last: map[string]int64{}}
-			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "rebalance-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true,
+			group := "rebalance-" + s.topic
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true,
 				HeartbeatInterval: 200 * time.Millisecond, SessionTimeout: 6 * time.Second}
 			start := func(member string) func() {
-				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer)), s.events, cfg,
+				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer)), s.events, group, cfg,
 					outbox.Handle("COUNTED", s.count), w.handler(t, member))
 				require.NoError(t, err)
 				return testenv.Run(t, c.Run)
@@ -182,7 +184,7 @@ func TestRebalance(t *testing.T) {
 				stop()
 			}
 			for i := range int32(partitions) {
-				require.EqualValues(t, rounds*each, s.committed(t, cfg.Group, i))
+				require.EqualValues(t, rounds*each, s.committed(t, group, i))
 			}
 			require.EqualValues(t, partitions*rounds*each, w.seen.Load(), "clean stops repeat nothing")
 		})
@@ -195,16 +197,17 @@ func TestNewGroup(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	s.sendTo(t, 1, 7)
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "new-" + s.topic}}
-	require.EqualValues(t, -1, s.committed(t, cfg.Group, 0))
-	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 7 }, testenv.Patience, 10*time.Millisecond)
+	group := "new-" + s.topic
+	cfg := outbox.ConsumerConfig{}
+	require.EqualValues(t, -1, s.committed(t, group, 0))
+	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return s.committed(t, group, 0) == 7 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	s.sendTo(t, 1, 5) // while the group has no member
-	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5 }, testenv.Patience, 10*time.Millisecond)
-	cfg.Group, cfg.FromStart = "all-"+s.topic, true
-	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	group, cfg.FromStart = "all-"+s.topic, true
+	testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5+12 }, testenv.Patience, 10*time.Millisecond)
 }
 
@@ -215,9 +218,10 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 	s := newConsumerFixture(t, 2)
 	log := new(testenv.Buffer)
 	dlq := "later-" + uuid.NewString()
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "dlq-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
+	group := "dlq-" + s.topic
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
 		DeadLetterTopic: func(string) string { return dlq }}
-	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}, s.events, cfg, outbox.Handle("COUNTED", s.count))
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}, s.events, group, cfg, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	bad, behind := s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)), s.saleRecord(uuid.NewString(), []byte(`{"product":"behind","amount":1}`))
 	bad.Key, behind.Key = []byte("bad"), []byte("bad")
@@ -230,7 +234,7 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 	for _, product := range []string{"p-0", "p-1"} {
 		require.Eventually(t, func() bool { return s.counts(t)[product] == 20 }, testenv.Patience, 10*time.Millisecond)
 	}
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 22 }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.committed(t, group, 0) == 22 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, "COUNTED PENDING 1 permanent; COUNTED PARKED 0", s.parked(t))
 	testenv.CreateTopic(t, s.brokers, dlq, 1)
 	require.Equal(t, "permanent", deadLetterHeaders(readAll(t, s.brokers, dlq, 1)[0])["dlq_error_class"])
@@ -272,18 +276,19 @@ func TestConsumerStops(t *testing.T) {
 		<-finish
 		return s.count(ctx, tx, e, m)
 	})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "stops-" + s.topic}, FromStart: true, MaxPoll: 1}
+	group := "stops-" + s.topic
+	cfg := outbox.ConsumerConfig{FromStart: true, MaxPoll: 1}
 	s.sendTo(t, 1, 3)
 	ctx, cancel := context.WithCancel(background)
 	done := make(chan error, 1)
-	c := s.consumer(t, cfg, h)
+	c := s.groupConsumer(t, group, cfg, h)
 	go func() { done <- c.Run(ctx) }()
 	<-began
 	cancel()
 	close(finish)
 	require.NoError(t, <-done)
 	require.Equal(t, 1, s.counts(t)["p-0"])
-	require.EqualValues(t, 1, s.committed(t, cfg.Group, 0))
+	require.EqualValues(t, 1, s.committed(t, group, 0))
 }
 
 // A handler that does not finish within SessionTimeout is told to, and its
@@ -300,13 +305,14 @@ func TestConsumerGivesUp(t *testing.T) {
 		<-ctx.Done()
 		return ctx.Err()
 	})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "gives-up-" + s.topic}, FromStart: true, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
+	group := "gives-up-" + s.topic
+	cfg := outbox.ConsumerConfig{FromStart: true, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
 	s.sendTo(t, 1, 1)
-	stop := testenv.Run(t, s.consumer(t, cfg, h).Run)
+	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, h).Run)
 	<-began
 	stop()
 	require.Empty(t, s.counts(t))
-	require.EqualValues(t, 0, s.committed(t, cfg.Group, 0))
+	require.EqualValues(t, 0, s.committed(t, group, 0))
 }
 
 // While PostgreSQL is away nothing is counted as a failure of the events.
@@ -321,10 +327,11 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 		cfg.PrepareConn = func(ctx context.Context, conn *pgx.Conn) (bool, error) { return conn.Ping(ctx) == nil, nil }
 	})
 	var failed atomic.Int32
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "away-" + s.topic, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
+	group := "away-" + s.topic
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}}, FromStart: true}
-	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.Handle("COUNTED", s.count),
+	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, group, cfg, outbox.Handle("COUNTED", s.count),
 		outbox.HandleNoTx("LOOKED", func(ctx context.Context, _ sale, _ outbox.Metadata) error {
 			_, err := db.Exec(ctx, "SELECT 1")
 			return err
@@ -367,8 +374,9 @@ func TestConsumerWithoutKafka(t *testing.T) {
 	log := new(testenv.Buffer)
 	cable := &brokenDialer{}
 	began, finish := make(chan struct{}), make(chan struct{})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "cut-off-" + s.topic, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true}
-	c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial)), s.events, cfg, outbox.Handle("COUNTED",
+	group := "cut-off-" + s.topic
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true}
+	c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial)), s.events, group, cfg, outbox.Handle("COUNTED",
 		func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			close(began)
 			<-finish
@@ -382,9 +390,9 @@ func TestConsumerWithoutKafka(t *testing.T) {
 	close(finish)
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "committing offsets fails") }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, map[string]int{"p-0": 1}, s.counts(t))
-	require.EqualValues(t, 0, s.committed(t, cfg.Group, 0))
+	require.EqualValues(t, 0, s.committed(t, group, 0))
 	cable.broken.Store(false)
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 1 }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.committed(t, group, 0) == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // expel takes a member out of its group, as Kafka does when its session is over.
@@ -418,9 +426,8 @@ func TestExpelledMember(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	start := func(name string, heartbeat time.Duration, see func(outbox.Metadata)) {
-		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name)), s.events, outbox.ConsumerConfig{
+		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name)), s.events, "expelled-"+s.topic, outbox.ConsumerConfig{
 			HandlerConfig: outbox.HandlerConfig{
-				Group:  "expelled-" + s.topic,
 				Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 			}, FromStart: true, MaxPoll: 1, HeartbeatInterval: heartbeat,
 		}, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m); return nil }))
@@ -456,9 +463,10 @@ func TestExpelledMember(t *testing.T) {
 func TestConsumerBehindRetention(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "behind-" + s.topic}}
-	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
+	group := "behind-" + s.topic
+	cfg := outbox.ConsumerConfig{}
+	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return s.committed(t, group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	s.sendTo(t, 1, 10)
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
@@ -469,8 +477,8 @@ func TestConsumerBehindRetention(t *testing.T) {
 	response, err := request.RequestWith(background, client)
 	require.NoError(t, err)
 	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
-	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	s.sendTo(t, 1, 1)
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 11 }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.committed(t, group, 0) == 11 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 7, s.counts(t)["p-0"])
 }

@@ -28,8 +28,9 @@ func TestMemoryOfManyPartitions(t *testing.T) {
 	s.sendLarge(t, partitions, each, size)
 	var seen atomic.Int64
 	goOn := make(chan struct{})
-	cfg := outbox.ConsumerConfig{FromStart: true, MaxQueueBytes: most, HandlerConfig: outbox.HandlerConfig{Group: "memory-" + s.topic, Schema: s.schema, Logger: logTo(t, 0)}}
-	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, cfg, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error {
+	group := "memory-" + s.topic
+	cfg := outbox.ConsumerConfig{FromStart: true, MaxQueueBytes: most, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, 0)}}
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, group, cfg, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error {
 		<-goOn
 		seen.Add(1)
 		return nil
@@ -69,8 +70,9 @@ func TestFetchesOfManyPartitions(t *testing.T) {
 	s.sendLarge(t, partitions, each, size)
 	var fetches fetchCount
 	var seen atomic.Int64
-	cfg := outbox.ConsumerConfig{FromStart: true, MaxQueueBytes: 16 << 20, HandlerConfig: outbox.HandlerConfig{Group: "fetches-" + s.topic, Schema: s.schema, Logger: logTo(t, 0)}}
-	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithHooks(&fetches)}, s.events, cfg,
+	group := "fetches-" + s.topic
+	cfg := outbox.ConsumerConfig{FromStart: true, MaxQueueBytes: 16 << 20, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, 0)}}
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithHooks(&fetches)}, s.events, group, cfg,
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error {
 			seen.Add(1)
 			return nil

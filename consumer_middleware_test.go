@@ -81,10 +81,10 @@ func TestMiddlewareInTransaction(t *testing.T) {
 	testenv.Run(t, s.consumer(t, cfg, h).Run)
 	require.Eventually(t, func() bool { c := s.counts(t); return c["p"] == 10 && c["q"] == 1 }, testenv.Patience, 10*time.Millisecond, "%v", s.counts(t))
 
-	cfg.Group, cfg.Middleware = "commits", []outbox.Middleware{func(ctx context.Context, call outbox.HandlerCall, next nextHandler) error {
+	cfg.Middleware = []outbox.Middleware{func(ctx context.Context, call outbox.HandlerCall, next nextHandler) error {
 		return errors.Join(next(ctx), call.Tx.Commit(ctx))
 	}}
-	require.ErrorIs(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Deliver(background, s.saleRecord(uuid.NewString(), oneSale)), outbox.ErrHandlerTx)
+	require.ErrorIs(t, s.groupConsumer(t, "commits", cfg, outbox.Handle("COUNTED", s.count)).Deliver(background, s.saleRecord(uuid.NewString(), oneSale)), outbox.ErrHandlerTx)
 	require.Equal(t, 10, s.counts(t)["p"])
 }
 
@@ -140,8 +140,9 @@ func TestMiddlewareMisuse(t *testing.T) {
 			return nil
 		},
 	} {
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + uuid.NewString(), Middleware: []outbox.Middleware{m}}, FromStart: true}
-		c := s.consumer(t, cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		group := "g-" + uuid.NewString()
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{m}}, FromStart: true}
+		c := s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			if began, ok := ctx.Value(started{}).(chan struct{}); ok {
 				close(began)
 				if _, err := tx.Exec(ctx, `SELECT pg_sleep(0.2)`); err != nil {
@@ -155,7 +156,7 @@ func TestMiddlewareMisuse(t *testing.T) {
 	require.Zero(t, s.counts(t)["p"])
 	require.Zero(t, s.relayFixture.count(t, "event_handled"))
 
-	_, err := outbox.NewConsumer(s.db, nil, s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Middleware: []outbox.Middleware{nil}}},
+	_, err := outbox.NewConsumer(s.db, nil, s.events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{nil}}},
 		outbox.Handle("COUNTED", s.count))
 	require.ErrorContains(t, err, "field Middleware: number 0 must not be nil")
 }

@@ -26,7 +26,7 @@ var refusedOptions = map[string]struct {
 	opts []kgo.Opt
 	want string
 }{
-	"ConsumerGroup":        {[]kgo.Opt{kgo.ConsumerGroup("g")}, "HandlerConfig.Group"},
+	"ConsumerGroup":        {[]kgo.Opt{kgo.ConsumerGroup("g")}, "the argument group of NewConsumer"},
 	"ShareGroup":           {[]kgo.Opt{kgo.ShareGroup("g")}, "option ShareGroup"},
 	"GroupProtocol":        {[]kgo.Opt{kgo.GroupProtocol("mine")}, "option GroupProtocol"},
 	"ConsumeTopics":        {[]kgo.Opt{kgo.ConsumeTopics("a")}, "follow from the handlers"},
@@ -105,7 +105,7 @@ func TestConsumerOptions(t *testing.T) {
 	require.NoError(t, err)
 	handler := outbox.HandleNoTx("A", func(context.Context, sale, outbox.Metadata) error { return nil })
 	newConsumer := func(opts ...kgo.Opt) error {
-		_, err := outbox.NewConsumer(nil, opts, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, FromStart: true}, handler)
+		_, err := outbox.NewConsumer(nil, opts, events, "g", outbox.ConsumerConfig{FromStart: true}, handler)
 		return err
 	}
 	for name, tt := range refusedOptions {
@@ -163,7 +163,7 @@ func TestDeadLettersAreNotConsumed(t *testing.T) {
 		"elsewhere":              {func(topic string) string { return "dead-" + topic }, ""},
 	} {
 		_, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, events,
-			outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, FromStart: true, DeadLetterTopic: tt.topic}, handlers...)
+			"g", outbox.ConsumerConfig{FromStart: true, DeadLetterTopic: tt.topic}, handlers...)
 		if tt.want == "" {
 			require.NoError(t, err, name)
 		} else {

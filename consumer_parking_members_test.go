@@ -26,7 +26,7 @@ func TestParkedEventOfGoneProcess(t *testing.T) {
 	s := newParkingFixture(t, 1)
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 3, time.Hour, time.Hour
-	stop := testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return errPlay })).Run)
+	stop := testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return errPlay })).Run)
 	s.send(t, s.sale("a", 1), s.sale("a", 2), s.sale("deadly", 1), s.sale("deadly", 2))
 	s.awaitOffset(t, 0, 4)
 	stop()
@@ -34,7 +34,7 @@ func TestParkedEventOfGoneProcess(t *testing.T) {
 	s.exec(t, `UPDATE {s}.event_delivery SET status = 'PROCESSING', locked_by = 'gone/1', locked_until = now() - interval '1 second',
 		attempt_count = CASE partition_key WHEN 'a' THEN 2 ELSE 4 END WHERE status = 'PENDING'`)
 	var deadly atomic.Bool
-	testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
 		if sold(e) == "deadly 1" {
 			deadly.Store(true)
 		}
@@ -58,7 +58,7 @@ func TestStopWhileParkedEventsAreHandled(t *testing.T) {
 			cfg := s.config(t)
 			cfg.StopTimeout = 4 * time.Second
 			var stuck, open atomic.Int64
-			c := s.consumer(t, cfg, s.handler(form, "COUNTED", func(ctx context.Context, _ pgx.Tx, _ sale, m outbox.Metadata) error {
+			c := s.groupConsumer(t, s.group, cfg, s.handler(form, "COUNTED", func(ctx context.Context, _ pgx.Tx, _ sale, m outbox.Metadata) error {
 				if m.Attempt > 1 && open.Load() == 0 {
 					stuck.Add(1)
 					<-ctx.Done()
@@ -132,7 +132,7 @@ func TestParkingAtRandom(t *testing.T) {
 		for action, form := range forms {
 			handlers = append(handlers, s.handler(form, action, fails(action)))
 		}
-		return testenv.Run(t, s.consumer(t, cfg, handlers...).Run)
+		return testenv.Run(t, s.groupConsumer(t, s.group, cfg, handlers...).Run)
 	}
 	sent := make([]int, products)
 	var ended sync.WaitGroup
@@ -209,7 +209,7 @@ func TestParkedEventIsPassedOver(t *testing.T) {
 		}
 		return outbox.DecodeCloudEvent(r)
 	}
-	testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
 		if !open.Load() && e.Amount == 1 {
 			return errPlay
 		}

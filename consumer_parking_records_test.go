@@ -63,7 +63,7 @@ func TestUnreadableRecordIsParked(t *testing.T) {
 				return m, err
 			}
 			handlers := []outbox.Handler{s.handler("Handle", "COUNTED", nil), s.handler("HandleNoTx", "SEEN", nil)}
-			stop := testenv.Run(t, s.consumer(t, cfg, handlers...).Run)
+			stop := testenv.Run(t, s.groupConsumer(t, s.group, cfg, handlers...).Run)
 			s.send(t, s.sale("bad", 1), s.sale("good", 1), s.sale("bad", 2))
 			class := map[string]string{"undecodable": "undecodable", "unknown": "unknown_type"}[what]
 			for _, r := range s.deadLetters(t, 2) {
@@ -76,7 +76,7 @@ func TestUnreadableRecordIsParked(t *testing.T) {
 
 			stop() // it comes again: once is enough
 			s.rewind(t, 0, 0)
-			testenv.Run(t, s.consumer(t, cfg, handlers...).Run)
+			testenv.Run(t, s.groupConsumer(t, s.group, cfg, handlers...).Run)
 			s.awaitOffset(t, 0, 3)
 			s.awaitStatuses(t, "", "DEAD 2")
 
@@ -169,7 +169,7 @@ func TestParkedRecordIsTheSame(t *testing.T) {
 			r.Key = fmt.Append(nil, "k-", i)
 		}
 	}
-	testenv.Run(t, s.consumer(t, cfg, h).Run)
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg, h).Run)
 	s.send(t, records...)
 	s.awaitOffset(t, 0, int64(len(records)))
 	s.awaitStatuses(t, "COUNTED", fmt.Sprint("DONE ", len(records)))
@@ -217,7 +217,7 @@ func TestParkedRecordComesAgain(t *testing.T) {
 	sent[4].Headers = sent[3].Headers // the same event
 	s.send(t, sent...)
 	for range 3 {
-		stop := testenv.Run(t, s.consumer(t, s.config(t), handlers...).Run)
+		stop := testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), handlers...).Run)
 		s.awaitOffset(t, 0, 5)
 		for _, action := range []string{"COUNTED", "SEEN"} {
 			s.awaitStatuses(t, action, "DEAD 1 PARKED 1 PENDING 1")
@@ -227,7 +227,7 @@ func TestParkedRecordComesAgain(t *testing.T) {
 		s.rewind(t, 0, 0)
 	}
 	open.Store(true)
-	stop := testenv.Run(t, s.consumer(t, s.config(t), handlers...).Run)
+	stop := testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), handlers...).Run)
 	// What comes again while its row is being done may get one more, if nothing says that it is done.
 	awaitOpen := func(n int) {
 		require.Eventually(t, func() bool {
@@ -244,7 +244,7 @@ func TestParkedRecordComesAgain(t *testing.T) {
 
 	s.rewind(t, 0, 0) // what is done and fails now is parked again, if nothing says that it is done
 	open.Store(false)
-	testenv.Run(t, s.consumer(t, s.config(t), handlers...).Run)
+	testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), handlers...).Run)
 	awaitOpen(2)
 	s.awaitOffset(t, 0, 5)
 	open.Store(true)
@@ -267,10 +267,10 @@ func TestDeadLetterOfParkedEventIsReplayed(t *testing.T) {
 		}
 		return nil
 	}
-	testenv.Run(t, s.consumer(t, s.config(t), s.handler("Handle", "COUNTED", fails), s.handler("HandleNoTx", "SEEN", fails)).Run)
+	testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), s.handler("Handle", "COUNTED", fails), s.handler("HandleNoTx", "SEEN", fails)).Run)
 	other := *s
 	other.group = "other-" + uuid.NewString()
-	testenv.Run(t, other.consumer(t, other.config(t), s.handler("Handle", "OTHER", nil)).Run)
+	testenv.Run(t, other.groupConsumer(t, other.group, other.config(t), s.handler("Handle", "OTHER", nil)).Run)
 	s.send(t, s.sale("a", 1), s.sale("resolved", 1), s.sale("good", 1))
 	s.deadLetters(t, 4)
 	for _, action := range []string{"COUNTED", "SEEN"} {
@@ -317,7 +317,7 @@ func TestReplayOfWaitingEvent(t *testing.T) {
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 1, time.Millisecond, time.Millisecond
 	cfg.HoldDead = true
-	testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
 		if sold(e) != "k 1" {
 			return nil
 		}

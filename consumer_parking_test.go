@@ -98,7 +98,7 @@ func (s *parkingFixture) handler(form, action string, p play) outbox.Handler {
 
 // config returns the configuration of a member of the fixture's group, which tries soon and often.
 func (s *parkingFixture) config(t testing.TB) outbox.ConsumerConfig {
-	return outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Group: s.group, Schema: s.schema,
+	return outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Schema: s.schema,
 		Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond, MaxRetryWait: 20 * time.Millisecond}, Breaker: neverOpen, Logger: slog.New(slog.DiscardHandler)}}
 }
 
@@ -182,7 +182,7 @@ func TestFailedEventIsParked(t *testing.T) {
 				}
 				return nil
 			}
-			testenv.Run(t, s.consumer(t, s.config(t), s.handler(form, "FAILS", fails), s.handler("Handle", "WORKS", nil), s.handler("HandleNoTx", "LOOKS", nil)).Run)
+			testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), s.handler(form, "FAILS", fails), s.handler("Handle", "WORKS", nil), s.handler("HandleNoTx", "LOOKS", nil)).Run)
 			for n := range each { // two sends, so that some are behind what was parked before
 				s.send(t, s.sale("a", n+1), s.sale("b", n+1), s.sale("c", n+1))
 			}
@@ -221,7 +221,7 @@ func TestEventIsParkedThatIsBeingHandled(t *testing.T) {
 		cfg := s.config(t)
 		cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = time.Hour, time.Hour
 		change(&cfg)
-		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name), kgo.Dialer(dial), kgo.WithHooks(&beats)), s.events, cfg, s.handler("Handle", "COUNTED", p))
+		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name), kgo.Dialer(dial), kgo.WithHooks(&beats)), s.events, s.group, cfg, s.handler("Handle", "COUNTED", p))
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)
 	}
@@ -318,7 +318,7 @@ func TestKeyIsBlockedWhileEventIsHandled(t *testing.T) {
 				return nil
 			})
 			cfg := s.config(t)
-			c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, h)
+			c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, s.group, cfg, h)
 			require.NoError(t, err)
 			testenv.Run(t, c.Run)
 			behind := s.sale("k", 2)
@@ -371,7 +371,7 @@ func TestOneOfBatchFails(t *testing.T) {
 					var calls atomic.Int64
 					cfg := s.config(t)
 					cfg.Retry.MaxRetries = -1
-					stop := testenv.Run(t, s.consumer(t, cfg, s.handler(form, "COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
+					stop := testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler(form, "COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
 						calls.Add(1)
 						if e.Amount == at {
 							return fail(s, ctx, tx)
@@ -421,7 +421,7 @@ func TestParkedEventDies(t *testing.T) {
 			var open atomic.Bool
 			cfg := s.config(t)
 			cfg.Retry.MaxRetries, cfg.HoldDead = 2, tt.hold
-			testenv.Run(t, s.consumer(t, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, m outbox.Metadata) error {
+			testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, m outbox.Metadata) error {
 				if sold(e) == "k 1" && !open.Load() {
 					return fmt.Errorf("attempt %d", m.Attempt)
 				}
@@ -457,7 +457,7 @@ func TestRetryPolicies(t *testing.T) {
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries = 1
 	cfg.Retry.RetriesFor = func(error) int { return 2 }
-	testenv.Run(t, s.consumer(t, cfg,
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg,
 		outbox.WithRetry(s.handler("Handle", "FOUR", fails), outbox.RetryPolicy{MaxRetries: 3, RetryWait: time.Millisecond}),
 		outbox.WithRetry(s.handler("HandleNoTx", "ONE", fails), outbox.RetryPolicy{MaxRetries: -1}),
 		outbox.RetryInPlace(s.handler("Handle", "THREE IN PLACE", fails)),
@@ -471,7 +471,7 @@ func TestRetryPolicies(t *testing.T) {
 	require.Equal(t, map[string]string{"FOUR": "4", "ONE": "1", "THREE IN PLACE": "3", "THREE": "3"}, attempts)
 
 	for _, policy := range []outbox.RetryPolicy{{RetryWait: -1}, {MaxRetryWait: -1}} {
-		_, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.WithRetry(s.handler("Handle", "COUNTED", nil), policy))
+		_, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, s.group, cfg, outbox.WithRetry(s.handler("Handle", "COUNTED", nil), policy))
 		var field *outbox.FieldError
 		require.ErrorAs(t, err, &field)
 		require.Equal(t, "WithRetry", field.Field)
@@ -485,7 +485,7 @@ func TestRetryInPlace(t *testing.T) {
 	s := newParkingFixture(t, 1)
 	var open atomic.Bool
 	cfg := s.config(t)
-	testenv.Run(t, s.consumer(t, cfg, outbox.RetryInPlace(s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg, outbox.RetryInPlace(s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
 		switch {
 		case sold(e) == "k 1":
 			return outbox.Permanent(errPlay)

@@ -49,8 +49,8 @@ func newStartFixture(t testing.TB, partitions int32) *startFixture {
 // run runs a consumer of the group until the returned function is called.
 func (s *startFixture) run(t testing.TB, cfg outbox.ConsumerConfig, opts ...kgo.Opt) (stop func()) {
 	t.Helper()
-	cfg.Group, cfg.Schema, cfg.Logger = s.group, s.schema, slog.New(slog.NewTextHandler(s.log, nil))
-	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, cfg, outbox.HandleNoTx("SEEN",
+	cfg.Schema, cfg.Logger = s.schema, slog.New(slog.NewTextHandler(s.log, nil))
+	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, s.group, cfg, outbox.HandleNoTx("SEEN",
 		func(_ context.Context, _ sale, m outbox.Metadata) error {
 			s.mu.Lock()
 			defer s.mu.Unlock()
@@ -353,7 +353,7 @@ func TestAbortedRecordsAreNotLost(t *testing.T) {
 func TestLagBehindOpenTransaction(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: s.group}, FromStart: true}, outbox.Handle("COUNTED", s.count))
+	c := s.groupConsumer(t, s.group, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count))
 	testenv.Run(t, c.Run)
 	lag := func() int64 {
 		lags, err := c.Lag(background)
@@ -436,8 +436,8 @@ func TestStartWithoutDatabase(t *testing.T) {
 		require.NoError(t, err)
 	}
 	s.addPartitions(t, 2)
-	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: s.group, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))},
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, s.group, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))},
 	}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	rename("consumer_start", "mislaid")
@@ -462,8 +462,8 @@ func TestFromEndWithoutDatabase(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	s.put(t, 0, 7)
-	c, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: s.group, Logger: slog.New(slog.NewTextHandler(s.log, nil))}, FromEnd: true,
+	c, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, s.group, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(s.log, nil))}, FromEnd: true,
 	}, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)

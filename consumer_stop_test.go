@@ -23,11 +23,11 @@ import (
 const stopTimeout = 5*time.Second + 500*time.Millisecond
 
 // plainConsumer returns a consumer with franz-go's default options and the default times.
-func (s *consumerFixture) plainConsumer(t testing.TB, log *testenv.Buffer, cfg outbox.ConsumerConfig, handler outbox.Handler, opts ...kgo.Opt) *outbox.Consumer {
+func (s *consumerFixture) plainConsumer(t testing.TB, log *testenv.Buffer, group string, cfg outbox.ConsumerConfig, handler outbox.Handler, opts ...kgo.Opt) *outbox.Consumer {
 	t.Helper()
 	cfg.Schema, cfg.FromStart = s.schema, true
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, cfg, handler)
+	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, group, cfg, handler)
 	require.NoError(t, err)
 	return c
 }
@@ -88,7 +88,7 @@ func TestStopInFirstJoin(t *testing.T) {
 			group := "first-join-" + s.topic
 			s.sendTo(t, 2, 1)
 			require.NotEmpty(t, s.member(t, group, tt.both...).PollFetches(background).Records())
-			c := s.plainConsumer(t, new(testenv.Buffer), outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: group}},
+			c := s.plainConsumer(t, new(testenv.Buffer), group, outbox.ConsumerConfig{},
 				outbox.Handle("COUNTED", s.count), append(tt.both, tt.own...)...)
 			stop := testenv.Run(t, c.Run)
 			require.Eventually(t, func() bool { return s.members(t, group) == 2 }, testenv.Patience, 100*time.Millisecond)
@@ -113,7 +113,7 @@ func TestStopInRebalance(t *testing.T) {
 		return nil
 	})
 	log := new(testenv.Buffer)
-	c := s.plainConsumer(t, log, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: group}, HeartbeatInterval: 500 * time.Millisecond}, h)
+	c := s.plainConsumer(t, log, group, outbox.ConsumerConfig{HeartbeatInterval: 500 * time.Millisecond}, h)
 	stop := testenv.Run(t, c.Run)
 	holds := func(n int) {
 		t.Helper()
@@ -161,7 +161,7 @@ func TestStopWithStuckHandler(t *testing.T) {
 	own := *s
 	relay := *s.relayFixture
 	relay.db, own.relayFixture = db, &relay
-	stop := testenv.Run(t, own.plainConsumer(t, log, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "stuck-" + s.topic}}, h).Run)
+	stop := testenv.Run(t, own.plainConsumer(t, log, "stuck-"+s.topic, outbox.ConsumerConfig{}, h).Run)
 	s.send(t, s.saleRecord(id, []byte(`{"product":"p","amount":1}`)))
 	<-began
 	stopsWithin(t, stop)
@@ -189,10 +189,11 @@ func TestRevokedWithStuckHandler(t *testing.T) {
 	s := newConsumerFixture(t, 2)
 	log := new(testenv.Buffer)
 	began, finish := make(chan struct{}, 10), make(chan struct{})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "revoked-" + s.topic}, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
+	group := "revoked-" + s.topic
+	cfg := outbox.ConsumerConfig{HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
 	stuck := func(outbox.Metadata) bool { return true }
 	start := func(stuck func(outbox.Metadata) bool) func() {
-		return testenv.Run(t, s.plainConsumer(t, log, cfg, outbox.Handle("COUNTED", func(_ context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		return testenv.Run(t, s.plainConsumer(t, log, group, cfg, outbox.Handle("COUNTED", func(_ context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			if stuck(m) {
 				began <- struct{}{}
 				<-finish
@@ -225,11 +226,12 @@ func TestStopUnderLoad(t *testing.T) {
 		}
 		return s.count(ctx, tx, e, m)
 	})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "load-" + s.topic}}
+	group := "load-" + s.topic
+	cfg := outbox.ConsumerConfig{}
 	s.sendTo(t, partitions, each)
 	log := new(testenv.Buffer)
 	for range 2 { // stops within the batches
-		stop := testenv.Run(t, s.plainConsumer(t, log, cfg, h).Run)
+		stop := testenv.Run(t, s.plainConsumer(t, log, group, cfg, h).Run)
 		before := calls.Load()
 		require.Eventually(t, func() bool { return calls.Load() >= before+partitions }, testenv.Patience, time.Millisecond)
 		stopsWithin(t, stop)
@@ -239,7 +241,7 @@ func TestStopUnderLoad(t *testing.T) {
 		done += n
 	}
 	require.EqualValues(t, calls.Load(), done, "each call has its effect: %s", log)
-	testenv.Run(t, s.plainConsumer(t, log, cfg, h).Run)
+	testenv.Run(t, s.plainConsumer(t, log, group, cfg, h).Run)
 	require.Eventually(t, func() bool {
 		return fmt.Sprint(s.counts(t)) == fmt.Sprint(map[string]int{"p-0": each, "p-1": each, "p-2": each})
 	}, testenv.Patience, 20*time.Millisecond)
@@ -266,15 +268,16 @@ func TestStopRepeatsNothing(t *testing.T) {
 		}
 		return s.count(ctx, tx, e, m)
 	})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "given-up-" + s.topic}}
+	group := "given-up-" + s.topic
+	cfg := outbox.ConsumerConfig{}
 	s.sendTo(t, 1, finished+1)
 	log := new(testenv.Buffer)
-	stop := testenv.Run(t, s.plainConsumer(t, log, cfg, h).Run)
+	stop := testenv.Run(t, s.plainConsumer(t, log, group, cfg, h).Run)
 	require.Eventually(t, func() bool { return calls.Load() == finished+1 }, testenv.Patience, time.Millisecond)
 	stopsWithin(t, stop)
 	require.Equal(t, map[string]int{"p-0": finished}, s.counts(t), "%s", log)
-	require.EqualValues(t, finished, s.committed(t, cfg.Group, 0))
-	testenv.Run(t, s.plainConsumer(t, log, cfg, h).Run)
+	require.EqualValues(t, finished, s.committed(t, group, 0))
+	testenv.Run(t, s.plainConsumer(t, log, group, cfg, h).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == finished+1 }, testenv.Patience, 20*time.Millisecond)
 	require.EqualValues(t, finished+2, calls.Load(), "only the handler that was given up runs again")
 }

@@ -109,20 +109,23 @@ func (s *consumerFixture) counts(t testing.TB) map[string]int {
 	return counts
 }
 
-// consumer returns a consumer whose times are short; cfg.Schema is set.
+// consumer returns a consumer of a group of its own whose times are short; cfg.Schema is set.
 func (s *consumerFixture) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...outbox.Handler) *outbox.Consumer {
 	t.Helper()
+	return s.groupConsumer(t, "group-"+uuid.NewString(), cfg, handlers...)
+}
+
+// groupConsumer returns a consumer of a group whose times are short; cfg.Schema is set.
+func (s *consumerFixture) groupConsumer(t testing.TB, group string, cfg outbox.ConsumerConfig, handlers ...outbox.Handler) *outbox.Consumer {
+	t.Helper()
 	cfg.Schema = s.schema
-	if cfg.Group == "" {
-		cfg.Group = "group-" + uuid.NewString()
-	}
 	if cfg.Retry.RetryWait == 0 {
 		cfg.Retry.RetryWait = 5 * time.Millisecond
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = logTo(t, slog.LevelWarn)
 	}
-	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, cfg, handlers...)
+	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group, cfg, handlers...)
 	require.NoError(t, err)
 	return c
 }
@@ -224,7 +227,7 @@ func TestPoison(t *testing.T) {
 	var mu sync.Mutex
 	failed, deadLettered := map[string]int{}, 0
 	group := "group-" + uuid.NewString()
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: group, Hooks: outbox.ConsumerHooks{
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Failed: func(m outbox.Metadata, _ string, err error) {
 			mu.Lock()
 			defer mu.Unlock()
@@ -238,7 +241,7 @@ func TestPoison(t *testing.T) {
 			assert.Equal(t, []string{"COUNTED", s.topic + ".dlq"}, []string{action, topic})
 		},
 	}}, FromStart: true}
-	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	deadLetters := s.deadLetters(t, 4)
 	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
 	stop()
@@ -267,7 +270,7 @@ func TestPoison(t *testing.T) {
 	// Another start of the group has nothing left to do.
 	s.sell(t, sale{Product: "last", Amount: 1})
 	want["last"] = 1
-	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
 	s.deadLetters(t, 4)
 }

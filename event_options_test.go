@@ -401,7 +401,7 @@ func TestResolveTopics(t *testing.T) {
 	}
 	require.True(t, maps.EqualFunc(stored, map[string]*string{completed: new("ecommerce.order"), rawSent: new("raw"), "test.map.sent.v1": nil},
 		func(a, b *string) bool { return (a == nil) == (b == nil) && (a == nil || *a == *b) }))
-	consumer, err := outbox.NewConsumer(c.db, nil, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}},
+	consumer, err := outbox.NewConsumer(c.db, nil, events, "g", outbox.ConsumerConfig{},
 		outbox.HandleNoTx("SEEN", func(context.Context, parcel, outbox.Metadata) error { return nil }))
 	require.NoError(t, err)
 	require.Equal(t, []string{"ecommerce.order"}, consumer.Topics())
@@ -440,17 +440,17 @@ func TestRefusedTopics(t *testing.T) {
 	events := parcels(t)
 	handler := outbox.HandleNoTx("SEEN", func(context.Context, parcel, outbox.Metadata) error { return nil })
 	for _, topic := range []string{"", "a b", ".."} {
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Topics: []string{"fine", topic}}, FromStart: true}
-		_, err := outbox.NewConsumer(nil, nil, events, cfg, handler)
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"fine", topic}}, FromStart: true}
+		_, err := outbox.NewConsumer(nil, nil, events, "g", cfg, handler)
 		require.ErrorIs(t, err, outbox.ErrMalformed)
 		require.ErrorContains(t, err, "field Topics")
 	}
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Topics: []string{"b", "parcel-events", "b"}}, FromStart: true}
-	c, err := outbox.NewConsumer(nil, nil, events, cfg, handler)
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"b", "parcel-events", "b"}}, FromStart: true}
+	c, err := outbox.NewConsumer(nil, nil, events, "g", cfg, handler)
 	require.NoError(t, err)
 	require.Equal(t, []string{"b", "parcel-events"}, c.Topics())
 	cfg.Topics = []string{"parcel-events.dlq"}
-	_, err = outbox.NewConsumer(nil, nil, events, cfg, handler)
+	_, err = outbox.NewConsumer(nil, nil, events, "g", cfg, handler)
 	require.ErrorContains(t, err, "which this consumer reads")
 	_, err = outbox.NewRelay(nil, nil, outbox.RelayConfig{IDHeader: "a", TraceHeader: "A"})
 	require.ErrorContains(t, err, "IDHeader and TraceHeader")

@@ -71,9 +71,8 @@ func ExampleRetryAfter() {
 
 // A handler of the newer version gets the events of the older one as well.
 func ExampleUpcast() {
-	_, err := outbox.NewConsumer(db, kafka, events, outbox.ConsumerConfig{
+	_, err := outbox.NewConsumer(db, kafka, events, "warehouse", outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: "warehouse",
 			Upcasters: []outbox.Upcaster{outbox.Upcast(func(old StockDepleted) StockDepletedV2 {
 				return StockDepletedV2{StockDepleted: old, Warehouse: "main"}
 			})},
@@ -101,9 +100,8 @@ func ExampleMetadata() {
 // Hooks are called while the consumer works: for metrics and traces, or to tell the team
 // about dead letters.
 func ExampleConsumerHooks() {
-	_, err := outbox.NewConsumer(db, kafka, events, outbox.ConsumerConfig{
+	_, err := outbox.NewConsumer(db, kafka, events, "hooked", outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: "hooked",
 			Hooks: outbox.ConsumerHooks{
 				DeadLettered: func(m outbox.Metadata, action, topic string, err error) {
 					log.Println("given up:", m.ID, action, topic, err)
@@ -118,14 +116,14 @@ func ExampleConsumerHooks() {
 
 // A middleware runs around each call of a handler.
 func ExampleMiddleware() {
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "measured"}}
+	cfg := outbox.ConsumerConfig{}
 	cfg.Middleware = []outbox.Middleware{func(ctx context.Context, call outbox.HandlerCall, next func(context.Context) error) error {
 		began := time.Now()
 		err := next(ctx)
 		log.Println(call.Action, len(call.Events), time.Since(began), err)
 		return err
 	}}
-	_, err := outbox.NewConsumer(db, kafka, events, cfg, outbox.HandleNoTx("SEEN", func(context.Context, OrderPaid, outbox.Metadata) error { return nil }))
+	_, err := outbox.NewConsumer(db, kafka, events, "measured", cfg, outbox.HandleNoTx("SEEN", func(context.Context, OrderPaid, outbox.Metadata) error { return nil }))
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -139,7 +137,7 @@ type StockDepletedV2 struct {
 
 // consume makes a consumer of one handler; ExampleConsumer shows the whole.
 func consume(h outbox.Handler) {
-	c, err := outbox.NewConsumer(db, kafka, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "examples"}}, h)
+	c, err := outbox.NewConsumer(db, kafka, events, "examples", outbox.ConsumerConfig{}, h)
 	if err != nil {
 		log.Fatal(err)
 	}

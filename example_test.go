@@ -39,7 +39,7 @@ var (
 )
 
 func ExampleConsumer() {
-	c, err := outbox.NewConsumer(db, kafka, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "product-statistics"}},
+	c, err := outbox.NewConsumer(db, kafka, events, "product-statistics", outbox.ConsumerConfig{},
 		outbox.Handle("SALES_COUNT_INCREASED", func(ctx context.Context, tx pgx.Tx, e OrderPaid, m outbox.Metadata) error {
 			_, err := tx.Exec(ctx, `UPDATE product_statistic SET sales_count = sales_count + $2 WHERE product_id = $1`, e.ProductID, e.Quantity)
 			return err

@@ -12,8 +12,8 @@ import (
 // A worker hands what the service records to handlers, without Kafka. Each order is marked once, in
 // the transaction that notes it.
 func ExampleWorker() {
-	worker, err := outbox.NewWorker(db, events, outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: "orders", Retry: outbox.RetryPolicy{MaxRetries: 5}},
+	worker, err := outbox.NewWorker(db, events, "orders", outbox.WorkerConfig{
+		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 5}},
 		FromStart:     true, // also what was recorded before the first start of the group
 	}, outbox.Handle("ORDER_PAID", func(ctx context.Context, tx pgx.Tx, e OrderPaid, _ outbox.Metadata) error {
 		_, err := tx.Exec(ctx, `UPDATE orders SET paid = true WHERE id = $1`, e.OrderID)

@@ -18,10 +18,6 @@ import (
 
 // HandlerConfig says how events are handled, whatever brings them.
 type HandlerConfig struct {
-	// Group is the consumer group, at most 255 characters. It is part of what marks
-	// a repeat. Required.
-	Group string
-
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
@@ -33,7 +29,7 @@ type HandlerConfig struct {
 	// rolls back for a deadlock or a serialization failure is repeated with short pauses, and
 	// counts after ten times. An outage is waited out and does not count: PostgreSQL gives the
 	// consumer no connection, or event_handled cannot be written. [WithRetry] says another
-	// policy for a handler.
+	// policy for a handler. Zero means MaxRetries 3, RetryWait 1 s and MaxRetryWait 60 s.
 	Retry RetryPolicy
 
 	// HoldDead keeps the events behind a DEAD one waiting until an operator has resolved it, or it
@@ -130,16 +126,16 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 }
 
 // rules returns the configuration as the engine takes it.
-func (c HandlerConfig) rules(stopTimeout time.Duration) handling.Rules {
+func (c HandlerConfig) rules(group string, stopTimeout time.Duration) handling.Rules {
 	codecs := make([]handling.Codec, len(c.Codecs))
 	for i, codec := range c.Codecs {
 		codecs[i] = codec.engine()
 	}
 	return handling.Rules{
-		Group: c.Group, Schema: c.Schema, Retry: handling.RetryPolicy(c.Retry), HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
+		Group: group, Schema: c.Schema, Retry: handling.RetryPolicy(c.Retry), HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
 		Breaker: breaker.Rules(c.Breaker), HandlerTimeout: c.HandlerTimeout, SlowHandler: c.SlowHandler, StopTimeout: stopTimeout,
 		DeadLetterUnknown: c.Unknown == DeadLetterUnknown, JSON: JSON().engine(), Codecs: codecs,
-		Middleware: engineMiddlewares(c.Middleware), Hooks: c.Hooks.engine(), Log: c.Logger.With("group", c.Group),
+		Middleware: engineMiddlewares(c.Middleware), Hooks: c.Hooks.engine(), Log: c.Logger.With("group", group),
 	}
 }
 
@@ -166,6 +162,14 @@ func (c Codec) engine() handling.Codec {
 	return handling.Codec{ContentType: c.ContentType, Decode: c.Decode}
 }
 
+// checkGroup returns an error if no consumer group can have this name.
+func checkGroup(group string) error {
+	if err := check.Text(group, maxGroup); err != nil {
+		return fmt.Errorf("group %w", err)
+	}
+	return nil
+}
+
 func (c HandlerConfig) validate() error {
 	errs := []error{
 		check.Schema(c.Schema),
@@ -189,9 +193,6 @@ func (c HandlerConfig) validate() error {
 		if err := check.Topic(topic); err != nil {
 			errs = append(errs, fmt.Errorf("field Topics: topic %.300q %w", topic, err))
 		}
-	}
-	if err := check.Text(c.Group, maxGroup); err != nil {
-		errs = append(errs, fmt.Errorf("field Group %w", err))
 	}
 	if c.Unknown != SkipUnknown && c.Unknown != DeadLetterUnknown {
 		errs = append(errs, fmt.Errorf("field Unknown is %d: must be SkipUnknown or DeadLetterUnknown", c.Unknown))

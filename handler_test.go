@@ -49,7 +49,8 @@ func TestRepeats(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	var repeats atomic.Int32
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + uuid.NewString(), Hooks: outbox.ConsumerHooks{
+	group := "g-" + uuid.NewString()
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Repeated: func(outbox.Metadata, string) { repeats.Add(1) },
 	}}, FromStart: true}
 	for _, id := range []string{uuid.NewString(), "not a uuid", strings.Repeat("long", 100)} {
@@ -58,15 +59,15 @@ func TestRepeats(t *testing.T) {
 		}
 	}
 	for round := range 2 {
-		stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+		stop := testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 		s.send(t, s.saleRecord("not a uuid", oneSale), s.saleRecord("end "+uuid.NewString(), oneSale))
 		require.Eventually(t, func() bool { return repeats.Load() == int32(16+round) && s.counts(t)["p"] == 4+round }, testenv.Patience, 10*time.Millisecond)
 		stop()
 	}
 	require.Equal(t, map[string]int{"p": 5}, s.counts(t))
 	require.EqualValues(t, 17, repeats.Load())
-	cfg.Group = "another-" + uuid.NewString()
-	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count), outbox.Handle("COUNTED_AGAIN", s.count)).Run)
+	group = "another-" + uuid.NewString()
+	testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count), outbox.Handle("COUNTED_AGAIN", s.count)).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 15 }, testenv.Patience, 10*time.Millisecond)
 }
 
@@ -136,7 +137,7 @@ func TestHandleBatch(t *testing.T) {
 		records = append(records, s.saleRecord(uuid.NewString(), oneSale))
 	}
 	s.send(t, append(records, s.saleRecord(repeated.Topic, oneSale), &kgo.Record{Topic: s.topic, Value: repeated.Value, Headers: repeated.Headers})...)
-	stop := testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "b-" + s.topic}, FromStart: true, MaxPoll: 1000}, h).Run)
+	stop := testenv.Run(t, s.groupConsumer(t, "b-"+s.topic, outbox.ConsumerConfig{FromStart: true, MaxPoll: 1000}, h).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["total"] == 100 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	mu.Lock()
@@ -145,7 +146,7 @@ func TestHandleBatch(t *testing.T) {
 	mu.Unlock()
 
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale), s.saleRecord(uuid.NewString(), []byte(`{"poison":"bad"}`)), s.saleRecord(uuid.NewString(), oneSale))
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "b-" + s.topic}}, h).Run)
+	testenv.Run(t, s.groupConsumer(t, "b-"+s.topic, outbox.ConsumerConfig{}, h).Run)
 	require.Equal(t, "bad", deadLetterHeaders(s.deadLetters(t, 1)[0])["dlq_error"])
 	require.Eventually(t, func() bool { return s.counts(t)["total"] == 102 }, testenv.Patience, 10*time.Millisecond)
 }
@@ -178,7 +179,7 @@ func TestConsumerWithoutPostgres(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	var calls atomic.Int32
-	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + s.topic}, FromStart: true},
+	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, "g-"+s.topic, outbox.ConsumerConfig{FromStart: true},
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { calls.Add(1); return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
@@ -193,7 +194,8 @@ func TestActionsAreApart(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	var broken atomic.Bool
 	broken.Store(true)
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "apart-" + s.topic}, FromStart: true}
+	group := "apart-" + s.topic
+	cfg := outbox.ConsumerConfig{FromStart: true}
 	fragile := outbox.Handle("FRAGILE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if broken.Load() {
 			return outbox.Permanent(errors.New("broken"))
@@ -201,12 +203,10 @@ func TestActionsAreApart(t *testing.T) {
 		return s.count(ctx, tx, sale{Product: "fragile", Amount: 1}, m)
 	})
 	var seen atomic.Int32
-	testenv.Run(t, s.consumer(t, cfg, fragile, outbox.Handle("COUNTED", s.count),
+	testenv.Run(t, s.groupConsumer(t, group, cfg, fragile, outbox.Handle("COUNTED", s.count),
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { seen.Add(1); return nil })).Run)
-	other := cfg
-	other.Group = "other-" + s.topic
 	var others atomic.Int32
-	testenv.Run(t, s.consumer(t, other, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { others.Add(1); return nil })).Run)
+	testenv.Run(t, s.groupConsumer(t, "other-"+s.topic, cfg, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { others.Add(1); return nil })).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	deadLetter := s.deadLetters(t, 1)[0]
 	require.Equal(t, "FRAGILE", deadLetterHeaders(deadLetter)["dlq_action"])
@@ -430,7 +430,7 @@ func TestConsumerConfig(t *testing.T) {
 	nothing := func(context.Context, sale, outbox.Metadata) error { return nil }
 	good := outbox.HandleNoTx("GOOD", nothing)
 	count := func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return nil }
-	ok := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}
+	ok := outbox.ConsumerConfig{}
 	for _, tt := range []struct {
 		name     string
 		cfg      outbox.ConsumerConfig
@@ -439,9 +439,9 @@ func TestConsumerConfig(t *testing.T) {
 		want     []string
 	}{
 		{"good", ok, nil, []outbox.Handler{good}, nil},
-		{"no group, negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: -1}, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, HeartbeatInterval: -1}, nil, []outbox.Handler{good},
-			[]string{"field Group is empty", "field MaxPoll is -1", "field RetryWait", "field HeartbeatInterval", "field Unknown is 9", "field Schema"}},
-		{"times in the wrong order", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
+		{"negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: -1}, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, HeartbeatInterval: -1}, nil, []outbox.Handler{good},
+			[]string{"field MaxPoll is -1", "field RetryWait", "field HeartbeatInterval", "field Unknown is 9", "field Schema"}},
+		{"times in the wrong order", outbox.ConsumerConfig{HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
 			[]string{"HeartbeatInterval is 30s: must be shorter than SessionTimeout, 30s", "MaxPollInterval is 1s: must be longer than SessionTimeout, 30s by default", "MaxPoll is 10001: at most 10000"}},
 		{"options that are not the host's", ok, []kgo.Opt{kgo.ConsumerGroup("mine"), kgo.ConsumeTopics("t"), kgo.TransactionalID("x"),
 			kgo.OnPartitionsRevoked(func(context.Context, *kgo.Client, map[string][]int32) {})}, []outbox.Handler{good},
@@ -455,13 +455,13 @@ func TestConsumerConfig(t *testing.T) {
 			[]string{"handler 0 must not be nil", "outbox_test.sale: OncePer of GOOD is malformed: nothing records what a handler of HandleNoTx has done",
 				"outbox_test.sale: OncePer of COUNTED is malformed: its key is of outbox_test.saleV2"}},
 		{"a key that is the event again", ok, nil, []outbox.Handler{outbox.OncePer[sale](outbox.Handle("COUNTED", count), nil)}, nil},
-		{"bad upcasters", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Upcasters: []outbox.Upcaster{
+		{"bad upcasters", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Upcasters: []outbox.Upcaster{
 			{}, outbox.Upcast(func(e sale) saleV3 { return saleV3{} }), outbox.Upcast(func(e sale) saleV2 { return saleV2{} }),
 			outbox.Upcast(func(e sale) saleV2 { return saleV2{} }), outbox.Upcast(func(e saleV2) sale { return sale{} })}}}, nil, []outbox.Handler{good},
 			[]string{"must not be nil", "saleV3: is not registered", "to outbox_test.saleV2: is registered already", "leads back"}},
-		{"bad codec", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Codecs: []outbox.Codec{{ContentType: "x"}}}}, nil, []outbox.Handler{good}, []string{"field Codecs"}},
+		{"bad codec", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Codecs: []outbox.Codec{{ContentType: "x"}}}}, nil, []outbox.Handler{good}, []string{"field Codecs"}},
 	} {
-		_, err := outbox.NewConsumer(db, tt.kafka, events, tt.cfg, tt.handlers...)
+		_, err := outbox.NewConsumer(db, tt.kafka, events, "g", tt.cfg, tt.handlers...)
 		if tt.want == nil {
 			require.NoError(t, err, tt.name)
 			continue
@@ -471,19 +471,25 @@ func TestConsumerConfig(t *testing.T) {
 			require.ErrorContains(t, err, part, tt.name)
 		}
 	}
-	_, err = outbox.NewConsumer(nil, nil, nil, ok, outbox.Handle("TX", count))
+	for _, group := range []string{"", "a\x00", strings.Repeat("g", 256)} {
+		_, err := outbox.NewConsumer(db, nil, events, group, ok, good)
+		require.ErrorContains(t, err, "outbox: consumer config: group ")
+		_, err = outbox.NewWorker(db, events, group, outbox.WorkerConfig{}, good)
+		require.ErrorContains(t, err, "outbox: worker config: group ")
+	}
+	_, err = outbox.NewConsumer(nil, nil, nil, "g", ok, outbox.Handle("TX", count))
 	require.ErrorContains(t, err, "registry must not be nil")
 	require.ErrorContains(t, err, "db must not be nil")
 
 	look := outbox.HandleNoTx("LOOKED", func(context.Context, sale, outbox.Metadata) error { return nil })
-	_, err = outbox.NewConsumer(nil, nil, events, ok, look)
+	_, err = outbox.NewConsumer(nil, nil, events, "g", ok, look)
 	require.ErrorContains(t, err, "fields FromStart and FromEnd: without a database one of them must be set")
 	both := ok
 	both.FromStart, both.FromEnd = true, true
-	_, err = outbox.NewConsumer(db, nil, events, both, look)
+	_, err = outbox.NewConsumer(db, nil, events, "g", both, look)
 	require.ErrorContains(t, err, "fields FromStart and FromEnd: only one of them can be set")
 	both.FromStart = false
-	_, err = outbox.NewConsumer(nil, nil, events, both, look)
+	_, err = outbox.NewConsumer(nil, nil, events, "g", both, look)
 	require.NoError(t, err)
 }
 

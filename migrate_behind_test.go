@@ -47,7 +47,7 @@ var behind = []struct {
 	{"a consumer", func(t *testing.T, f *schemaFixture) error {
 		f.exec(t, `ALTER TABLE {s}.event_handled DROP COLUMN event_source`)
 		consumer, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(testenv.Brokers(t)), parcels(t),
-			outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "behind", Schema: f.schema}}, outbox.Handle("DONE", func(context.Context, pgx.Tx, parcel, outbox.Metadata) error { return nil }))
+			"behind", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: f.schema}}, outbox.Handle("DONE", func(context.Context, pgx.Tx, parcel, outbox.Metadata) error { return nil }))
 		require.NoError(t, err)
 		return consumer.Run(background)
 	}},

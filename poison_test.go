@@ -314,8 +314,8 @@ func newPoisonFixture(t *testing.T) *poisonFixture {
 	relay, err := outbox.NewRelay(s.db, opts, outbox.RelayConfig{Schema: s.schema, Retry: outbox.RetryPolicy{MaxRetries: 1, RetryWait: time.Millisecond}, RetryInterval: 20 * time.Millisecond, Logger: log})
 	require.NoError(t, err)
 	testenv.Run(t, relay.Run)
-	consumer, err := outbox.NewConsumer(s.db, opts, s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: p.group, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: log}, FromStart: true}, outbox.Handle("COUNT", s.count))
+	consumer, err := outbox.NewConsumer(s.db, opts, s.events, p.group, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: log}, FromStart: true}, outbox.Handle("COUNT", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, consumer.Run)
 	p.page, err = outboxadmin.New(s.db, outboxadmin.Config{Schema: s.schema, Logger: log,

@@ -340,7 +340,7 @@ func TestTakenIDsHideNoEvent(t *testing.T) {
 	_, err := s.db.Exec(background, s.sql(`INSERT INTO {s}.event_handled (id, consumer_group, aggregate_type, aggregate_id, action)
 		SELECT n, 'mallory', 't', n::text, 'a' FROM generate_series(1, 3) AS n`))
 	require.NoError(t, err)
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "theirs"}}, outbox.Handle("COUNTED", s.count))
+	c := s.groupConsumer(t, "theirs", outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
 	record := s.saleRecord(uuid.NewString(), oneSale)
 	require.Eventually(t, func() bool { return c.Deliver(background, record) == nil }, testenv.Patience, 10*time.Millisecond)
 	require.Len(t, s.counts(t), 1)
@@ -349,7 +349,7 @@ func TestTakenIDsHideNoEvent(t *testing.T) {
 		SELECT n, 'mallory', 't', n::text, 'a' FROM generate_series(20, 60) AS n`))
 	require.NoError(t, err)
 	s.sendTo(t, 1, 50)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "also theirs"}, FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
+	testenv.Run(t, s.groupConsumer(t, "also theirs", outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 50 }, testenv.Patience, 10*time.Millisecond)
 }
 

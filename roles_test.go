@@ -343,7 +343,7 @@ func TestConsumerRole(t *testing.T) {
 	db, box := r.as(t, "consumer"), &mailbox{}
 	s.sendTo(t, 1, 10)
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events,
-		outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "roles-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true,
+		"roles-"+s.topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true,
 			Alerts: outbox.AlertConfig{Alerter: box, Interval: 20 * time.Millisecond, DeadThreshold: 1, ReportInterval: time.Millisecond, StaleAfter: time.Minute, StalePending: 1}},
 		outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)

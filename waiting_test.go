@@ -84,11 +84,11 @@ func TestWaitingForPostgresIsSaid(t *testing.T) {
 		},
 		"at_most=10s group=c": func(log *slog.Logger) (func(context.Context) error, error) {
 			c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events,
-				outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "c", Schema: s.schema, Logger: log}}, handler)
+				"c", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: log}}, handler)
 			return c.Run, err
 		},
 		"at_most=10s group=w": func(log *slog.Logger) (func(context.Context) error, error) {
-			w, err := outbox.NewWorker(db, s.events, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "w", Schema: s.schema, Logger: log}}, handler)
+			w, err := outbox.NewWorker(db, s.events, "w", outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: log}}, handler)
 			return w.Run, err
 		},
 	} {

@@ -40,9 +40,9 @@ type Worker struct {
 // NewWorker does no I/O. A running worker uses up to Concurrency connections of db for
 // transactions, and five more, and one beside them, which all relays and workers on db share: it hears when other
 // processes have recorded events, see [Waker]. The error names every bad field and handler.
-func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ...Handler) (*Worker, error) {
+func NewWorker(db *pgxpool.Pool, events *Registry, group string, cfg WorkerConfig, handlers ...Handler) (*Worker, error) {
 	cfg = cfg.withDefaults()
-	errs := []error{cfg.validate()}
+	errs := []error{checkGroup(group), cfg.validate()}
 	if db == nil {
 		errs = append(errs, fmt.Errorf("db %w", ErrNilArgument))
 	}
@@ -58,9 +58,9 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outbox: worker config: %w", err)
 	}
-	rules := cfg.rules()
+	rules := cfg.rules(group)
 	waker := newWaker(db, cfg.Schema, rules.Handling.Log)
-	alerts := cfg.Alerts.groupMonitor(watch.NewWorkerStore(db, cfg.Schema), cfg.Group, false, cfg.Lease, rules.Handling.Log)
+	alerts := cfg.Alerts.groupMonitor(watch.NewWorkerStore(db, cfg.Schema), group, false, cfg.Lease, rules.Handling.Log)
 	return &Worker{engine: worker.New(db, rules, routes, waker.hub, alerts.Run), waker: waker}, nil
 }
 

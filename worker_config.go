@@ -13,7 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// WorkerConfig tunes a [Worker]. All but Group may be zero.
+// WorkerConfig tunes a [Worker]. The zero value is ready for production.
 type WorkerConfig struct {
 	// HandlerConfig is what a [Consumer] has, too. An event whose process ends while it is handled has
 	// used up an attempt. HandlerTimeout is not bounded, because what a handler has is renewed while it
@@ -118,13 +118,13 @@ func (c WorkerConfig) validate() error {
 const maxConcurrency = 1000
 
 // rules returns the configuration as the engine takes it.
-func (c WorkerConfig) rules() worker.Rules {
+func (c WorkerConfig) rules(group string) worker.Rules {
 	streams := map[string]handling.RetryPolicy{}
 	for topic, policy := range c.Streams {
 		streams[topic] = handling.RetryPolicy(policy)
 	}
 	return worker.Rules{
-		Handling: c.HandlerConfig.rules(c.StopTimeout), Streams: streams, FromStart: c.FromStart, Unordered: c.Unordered,
+		Handling: c.HandlerConfig.rules(group, c.StopTimeout), Streams: streams, FromStart: c.FromStart, Unordered: c.Unordered,
 		Concurrency: c.Concurrency, MaxPoll: c.MaxPoll, PollInterval: c.PollInterval, Lease: c.Lease,
 		Retention: c.Retention.rules(), RowsRemoved: removedHook(c.Hooks.RowsRemoved),
 	}

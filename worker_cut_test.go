@@ -67,8 +67,8 @@ func (f *moveFixture) startWorker() (stop func()) {
 
 func (f *moveFixture) startConsumer() (stop func()) {
 	f.t.Helper()
-	c, err := outbox.NewConsumer(f.pool, f.opts, f.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: "bank", Schema: f.schema, Logger: slog.New(slog.DiscardHandler)}, FromStart: true}, f.handler)
+	c, err := outbox.NewConsumer(f.pool, f.opts, f.events, "bank", outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler)}, FromStart: true}, f.handler)
 	require.NoError(f.t, err)
 	return testenv.Run(f.t, c.Run)
 }

@@ -176,7 +176,7 @@ func TestWorkerSequenceBehind(t *testing.T) {
 	f := newWorkerFixture(t)
 	f.commit(step{"a", 1}, step{"a", 2})
 	f.exec(`SELECT setval('{schema}.outbox_id_seq', 1)`)
-	w, err := outbox.NewWorker(f.db, f.events, f.config("bank", outbox.WorkerConfig{FromStart: true}), f.effects("COUNTED", nil))
+	w, err := outbox.NewWorker(f.db, f.events, "bank", f.config(outbox.WorkerConfig{FromStart: true}), f.effects("COUNTED", nil))
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(t.Context(), testenv.Patience)
 	defer cancel()

@@ -105,7 +105,7 @@ func (f *workerFixture) startGroup(group string, cfg outbox.WorkerConfig, handle
 // worker returns one that is woken at each commit.
 func (f *workerFixture) worker(db *pgxpool.Pool, group string, cfg outbox.WorkerConfig, handlers ...outbox.Handler) *outbox.Worker {
 	f.t.Helper()
-	w, err := outbox.NewWorker(db, f.events, f.config(group, cfg), handlers...)
+	w, err := outbox.NewWorker(db, f.events, group, f.config(cfg), handlers...)
 	require.NoError(f.t, err)
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -113,8 +113,8 @@ func (f *workerFixture) worker(db *pgxpool.Pool, group string, cfg outbox.Worker
 	return w
 }
 
-func (f *workerFixture) config(group string, cfg outbox.WorkerConfig) outbox.WorkerConfig {
-	cfg.Schema, cfg.Group = f.schema, group
+func (f *workerFixture) config(cfg outbox.WorkerConfig) outbox.WorkerConfig {
+	cfg.Schema = f.schema
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}

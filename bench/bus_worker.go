@@ -28,10 +28,10 @@ func newWorker(db *pgxpool.Pool, j job, begin func(orders.Placed, outbox.Metadat
 		return nil, err
 	}
 	effect := services.InSchema(sqlEffect, j.Schema)
-	return outbox.NewWorker(db, events, outbox.WorkerConfig{
+	return outbox.NewWorker(db, events, j.Group, outbox.WorkerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: j.Group, Schema: j.Schema,
-			Hooks: outbox.ConsumerHooks{Handled: func(m outbox.Metadata, _ string, _ time.Duration) { handled(m) }},
+			Schema: j.Schema,
+			Hooks:  outbox.ConsumerHooks{Handled: func(m outbox.Metadata, _ string, _ time.Duration) { handled(m) }},
 		},
 		FromStart: true,
 	}, outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e orders.Placed, m outbox.Metadata) error {

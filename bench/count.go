@@ -27,10 +27,10 @@ func countAll(ctx context.Context, j job) (u used, err error) {
 	}
 	first, counted := &firstBatch{profile: j.Profile}, newCountdown(j.Events)
 	consumer, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(j.Brokers...), kgo.WithHooks(first)}, events,
-		outbox.ConsumerConfig{
+		j.Group, outbox.ConsumerConfig{
 			HandlerConfig: outbox.HandlerConfig{
-				Group: j.Group, Schema: j.Schema,
-				Hooks: outbox.ConsumerHooks{Handled: func(outbox.Metadata, string, time.Duration) { counted.done(1) }},
+				Schema: j.Schema,
+				Hooks:  outbox.ConsumerHooks{Handled: func(outbox.Metadata, string, time.Duration) { counted.done(1) }},
 			},
 			FromStart: true, MaxPoll: j.MaxPoll,
 		}, j.counter())

@@ -51,7 +51,7 @@ type failing struct {
 // failingWay is one way to have events handled.
 type failingWay struct {
 	name string
-	run  func(db *pgxpool.Pool, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error)
+	run  func(db *pgxpool.Pool, group string, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error)
 }
 
 // failing compares what is handled of events that do not fail while others do with what is handled of them
@@ -121,8 +121,8 @@ func (s *failing) round(ctx context.Context, w failingWay, fails bool) (u used, 
 	group := fmt.Sprintf("bench-%s-failing-%d", s.ID, s.groups)
 	defer func() { err = errors.Join(err, s.forget(context.WithoutCancel(ctx), group)) }()
 	m := newOthersMeter(s.others)
-	run, err := w.run(db, outbox.HandlerConfig{
-		Group: group, Schema: s.schema, Retry: outbox.RetryPolicy{MaxRetries: failingRetries}, Logger: slog.New(slog.DiscardHandler),
+	run, err := w.run(db, group, outbox.HandlerConfig{
+		Schema: s.schema, Retry: outbox.RetryPolicy{MaxRetries: failingRetries}, Logger: slog.New(slog.DiscardHandler),
 		Hooks: outbox.ConsumerHooks{Handled: m.handled},
 	}, s.handler(m, fails))
 	if err != nil {
@@ -183,12 +183,12 @@ func (s *failing) handler(m *othersMeter, fails bool) outbox.Handler {
 var errFailing = errors.New("it fails always")
 
 // consumer is [failingWay.run] with Kafka.
-func (s *failing) consumer(db *pgxpool.Pool, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error) {
+func (s *failing) consumer(db *pgxpool.Pool, group string, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error) {
 	events, err := outbox.NewRegistry(orders.Source, outbox.Event(s.EventType(), orders.Aggregate, orders.Placed.Key).Topic(s.shelf.topic))
 	if err != nil {
 		return nil, err
 	}
-	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.cfg.Brokers...)}, events, outbox.ConsumerConfig{HandlerConfig: cfg, FromStart: true}, h)
+	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.cfg.Brokers...)}, events, group, outbox.ConsumerConfig{HandlerConfig: cfg, FromStart: true}, h)
 	if err != nil {
 		return nil, err
 	}
@@ -196,12 +196,12 @@ func (s *failing) consumer(db *pgxpool.Pool, cfg outbox.HandlerConfig, h outbox.
 }
 
 // worker is [failingWay.run] on PostgreSQL alone.
-func (s *failing) worker(db *pgxpool.Pool, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error) {
+func (s *failing) worker(db *pgxpool.Pool, group string, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error) {
 	events, err := outbox.NewRegistry(orders.Source, outbox.Event(s.EventType(), orders.Aggregate, orders.Placed.Key))
 	if err != nil {
 		return nil, err
 	}
-	w, err := outbox.NewWorker(db, events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true}, h)
+	w, err := outbox.NewWorker(db, events, group, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true}, h)
 	if err != nil {
 		return nil, err
 	}

@@ -56,7 +56,7 @@ func runBus(value string) error {
 		return err
 	}
 	h := busHandlers{busSpec: s, db: db}
-	worker, err := outbox.NewWorker(db, events, s.config(),
+	worker, err := outbox.NewWorker(db, events, s.Group, s.config(),
 		outbox.Handle("SALE_COUNTED", func(ctx context.Context, tx pgx.Tx, e itemSold, m outbox.Metadata) error {
 			return h.count(ctx, tx, "SALE_COUNTED", item(e), m)
 		}),
@@ -87,7 +87,7 @@ func runBus(value string) error {
 // config has short times. Batches are small, so that several of a worker are under way.
 func (s busSpec) config() outbox.WorkerConfig {
 	return outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: s.Group, Retry: outbox.RetryPolicy{MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}},
+		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}},
 		FromStart:     true, MaxPoll: 20, PollInterval: busPoll, Lease: busLease,
 	}
 }

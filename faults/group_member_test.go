@@ -64,7 +64,7 @@ func runMember(value string) error {
 	if err != nil {
 		return err
 	}
-	consumer, err := outbox.NewConsumer(db, s.kafkaOpts(d), events, s.config(d),
+	consumer, err := outbox.NewConsumer(db, s.kafkaOpts(d), events, s.Group, s.config(d),
 		outbox.OncePer(outbox.Handle("SALES_COUNT_INCREASED", addSale),
 			func(e orderPaid, _ outbox.Metadata) (string, string) { return "Order", e.Order }),
 		outbox.OncePer(outboxsql.HandleBatch(viewAction, addViews),
@@ -94,7 +94,7 @@ func runMember(value string) error {
 func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 	cfg := outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: s.Group, Retry: outbox.RetryPolicy{RetryWait: 5 * time.Millisecond},
+			Retry: outbox.RetryPolicy{RetryWait: 5 * time.Millisecond},
 			Hooks: outbox.ConsumerHooks{
 				Repeated: func(outbox.Metadata, string) { d.must("skipped") },
 				Conflicted: func(_ outbox.Metadata, _ string, err error) {

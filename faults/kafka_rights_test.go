@@ -204,8 +204,8 @@ func consumerWorks(t *testing.T, s *rightsSite) string {
 	require.NoError(t, err)
 	log := new(testenv.Buffer)
 	broken, handled := make(chan struct{}), make(chan string, 10)
-	consumer, err := outbox.NewConsumer(db, s.as("consumer"), events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: s.group, Retry: outbox.RetryPolicy{MaxRetries: -1}, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
+	consumer, err := outbox.NewConsumer(db, s.as("consumer"), events, s.group, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
 	}, outbox.Handle("HANDLE", func(_ context.Context, _ pgx.Tx, h happened, _ outbox.Metadata) error {
 		select {
 		case <-broken:

@@ -87,7 +87,7 @@ func (f *replayFixture) start(t testing.TB, group string, actions ...string) {
 	plain := outbox.PlainRecords{Type: saleType}
 	cfg := outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: group + "-" + f.topic, Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
+			Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
 			Hooks: outbox.ConsumerHooks{Repeated: func(_ outbox.Metadata, action string) {
 				f.mu.Lock()
 				defer f.mu.Unlock()
@@ -102,7 +102,7 @@ func (f *replayFixture) start(t testing.TB, group string, actions ...string) {
 			return plain.Decode(r)
 		},
 	}
-	c, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(f.brokers), f.events, cfg, handlers...)
+	c, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(f.brokers), f.events, group+"-"+f.topic, cfg, handlers...)
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
 }

@@ -35,9 +35,9 @@ type results struct{ handled, retried, givenUp string }
 // handlerKey identifies the series of a measurement.
 type handlerKey struct{ topic, eventType, action, outcome string }
 
-func (t *Telemetry) handlersOf(cfg outbox.HandlerConfig, system attribute.KeyValue, outcomes outcomes, results results) *handlers {
+func (t *Telemetry) handlersOf(group string, cfg outbox.HandlerConfig, system attribute.KeyValue, outcomes outcomes, results results) *handlers {
 	h := &handlers{
-		Telemetry: t, outcomes: outcomes, results: results, system: system, group: semconv.MessagingConsumerGroupName(cfg.Group),
+		Telemetry: t, outcomes: outcomes, results: results, system: system, group: semconv.MessagingConsumerGroupName(group),
 		skips: cfg.Unknown == outbox.SkipUnknown,
 	}
 	t.mu.Lock()
@@ -46,9 +46,9 @@ func (t *Telemetry) handlersOf(cfg outbox.HandlerConfig, system attribute.KeyVal
 	return h
 }
 
-// Consumer returns cfg with metrics and traces.
-func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
-	h := t.handlersOf(cfg.HandlerConfig, semconv.MessagingSystemKafka, t.consumerOutcomes, results{handled: "handled", givenUp: "dead_lettered"})
+// Consumer returns the configuration of a consumer of a group with metrics and traces.
+func (t *Telemetry) Consumer(group string, cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
+	h := t.handlersOf(group, cfg.HandlerConfig, semconv.MessagingSystemKafka, t.consumerOutcomes, results{handled: "handled", givenUp: "dead_lettered"})
 	theirs := cfg.Hooks.Lost
 	cfg.HandlerConfig = h.added(cfg.HandlerConfig)
 	cfg.Hooks.Lost = func(topic string, partition int32, records int64) {

@@ -24,8 +24,8 @@ func Example() {
 		tel := must(outboxotel.New(outboxotel.Config{}))
 		rec := must(outbox.NewRecorder(events, tel.Recorder(outbox.RecorderConfig{})))
 		relay := must(outbox.NewRelay(db, kafka, tel.Relay(outbox.RelayConfig{})))
-		cfg := tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}})
-		sales := must(outbox.NewConsumer(db, kafka, events, cfg, outbox.Handle("SALE_COUNTED", countSale)))
+		cfg := tel.Consumer("sales", outbox.ConsumerConfig{})
+		sales := must(outbox.NewConsumer(db, kafka, events, "sales", cfg, outbox.Handle("SALE_COUNTED", countSale)))
 		tel.Watch(must(outboxops.NewInspector(db, outboxops.InspectorConfig{})), sales)
 		// Events and the log lines of their handlers have the X-Trace-Id of the request.
 		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, mux)

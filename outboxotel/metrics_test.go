@@ -174,15 +174,15 @@ func TestMetricNames(t *testing.T) {
 	}))
 	s.tel.Watch(inspector, c)
 	testenv.Run(t, c.Run)
-	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
+	hooks := s.tel.Consumer("g", outbox.ConsumerConfig{}).Hooks
 	hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
 	hooks.Lost("t", 3, 85)
 	s.watchWorkers(t)
 	s.worker(t, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		return errors.New("no")
 	}))
-	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
-	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.RowsRemoved(outbox.RetentionResult{Delivered: 7})
+	s.tel.Worker("g", outbox.WorkerConfig{}).Hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
+	s.tel.Worker("g", outbox.WorkerConfig{}).Hooks.RowsRemoved(outbox.RetentionResult{Delivered: 7})
 	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
 	cfg := outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, RetryInterval: 10 * time.Millisecond}
 	cfg.Retention.PublishedFor = time.Millisecond
@@ -242,9 +242,9 @@ func TestBreakerState(t *testing.T) {
 func TestActionBreakerState(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	group := outbox.HandlerConfig{Group: "g"}
-	consumer, another := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: group}), s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: group})
-	worker := s.tel.Worker(outbox.WorkerConfig{HandlerConfig: group})
+	group := outbox.HandlerConfig{}
+	consumer, another := s.tel.Consumer("g", outbox.ConsumerConfig{HandlerConfig: group}), s.tel.Consumer("g", outbox.ConsumerConfig{HandlerConfig: group})
+	worker := s.tel.Worker("g", outbox.WorkerConfig{HandlerConfig: group})
 	states := func(name string) (now []string) {
 		m := s.collect(t)
 		for _, action := range []string{"A", "B"} {
@@ -304,7 +304,7 @@ func TestHooksOfHost(t *testing.T) {
 	relay.RowsRemoved(outbox.RetentionResult{})
 	relay.Breaker(outbox.BreakerClosed, outbox.BreakerOpen)
 
-	cfg := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Middleware: []outbox.Middleware{
+	cfg := s.tel.Consumer("g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{
 		func(ctx context.Context, _ outbox.HandlerCall, next func(context.Context) error) error {
 			require.True(t, trace.SpanContextFromContext(ctx).IsValid(), "it is within the span")
 			return next(context.WithValue(ctx, mark{}, 2))
@@ -348,7 +348,7 @@ func TestErrorTypePanics(t *testing.T) {
 	t.Parallel()
 	tel, err := outboxotel.New(outboxotel.Config{ErrorType: func(error) string { panic("no such error") }})
 	require.NoError(t, err)
-	cfg := tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}})
+	cfg := tel.Consumer("g", outbox.ConsumerConfig{})
 	one, failed := outbox.HandlerCall{Action: "A", Events: make([]outbox.Received[outbox.DomainEvent], 1)}, errors.New("no")
 	require.Equal(t, failed, cfg.Middleware[0](t.Context(), one, func(context.Context) error { return failed }))
 }
@@ -357,7 +357,7 @@ func TestErrorTypePanics(t *testing.T) {
 func TestTypesOfOthers(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
+	hooks := s.tel.Consumer("g", outbox.ConsumerConfig{}).Hooks
 	for i := range 100 {
 		m := outbox.Metadata{Kafka: &outbox.KafkaMetadata{Topic: "t", Key: []byte(fmt.Sprint(i))}, Type: fmt.Sprint("type", i), ID: fmt.Sprint(i)}
 		hooks.Unknown(m)
@@ -367,7 +367,7 @@ func TestTypesOfOthers(t *testing.T) {
 	require.Len(t, m["outbox.consumer.processed"].Data.(metricdata.Sum[int64]).DataPoints, 2)
 	require.Equal(t, 100.0, m.value("outbox.consumer.processed", "outbox.result", "unknown"))
 
-	deadLettering := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Unknown: outbox.DeadLetterUnknown}}).Hooks
+	deadLettering := s.tel.Consumer("g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown}}).Hooks
 	deadLettering.Unknown(outbox.Metadata{Kafka: &outbox.KafkaMetadata{Topic: "t"}})
 	require.Equal(t, 100.0, s.collect(t).value("outbox.consumer.processed", "outbox.result", "unknown"), "a dead letter is not skipped")
 }
@@ -390,7 +390,7 @@ var errorTypes = map[string]error{
 func TestErrorTypes(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
+	hooks := s.tel.Consumer("g", outbox.ConsumerConfig{}).Hooks
 	for want, err := range errorTypes {
 		hooks.Failed(outbox.Metadata{}, "A", err)
 		require.Equal(t, 1.0, s.collect(t).value("outbox.consumer.failed", "error.type", want), want)

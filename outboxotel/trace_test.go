@@ -184,7 +184,7 @@ func TestNoTracer(t *testing.T) {
 	untraced, err := outboxotel.New(outboxotel.Config{TracerProvider: noop.NewTracerProvider()})
 	require.NoError(t, err)
 	ctx, span := s.tracers.Tracer("test").Start(t.Context(), "mine")
-	cfg := untraced.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}})
+	cfg := untraced.Consumer("g", outbox.ConsumerConfig{})
 	call := outbox.HandlerCall{Action: "A", Events: []outbox.Received[outbox.DomainEvent]{{Metadata: outbox.Metadata{Extensions: map[string]string{"traceparent": elsewhere}}}}}
 	require.EqualError(t, cfg.Middleware[0](ctx, call, func(context.Context) error { return errors.New("no") }), "no")
 	require.True(t, span.IsRecording())

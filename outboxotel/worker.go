@@ -12,9 +12,9 @@ import (
 	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
 )
 
-// Worker returns cfg with metrics and traces.
-func (t *Telemetry) Worker(cfg outbox.WorkerConfig) outbox.WorkerConfig {
-	h := t.handlersOf(cfg.HandlerConfig, postgres, t.workerOutcomes, results{handled: "done", givenUp: "dead", retried: "retried"})
+// Worker returns the configuration of a worker of a group with metrics and traces.
+func (t *Telemetry) Worker(group string, cfg outbox.WorkerConfig) outbox.WorkerConfig {
+	h := t.handlersOf(group, cfg.HandlerConfig, postgres, t.workerOutcomes, results{handled: "done", givenUp: "dead", retried: "retried"})
 	cfg.HandlerConfig = h.added(cfg.HandlerConfig)
 	cfg.Hooks.RowsRemoved = both(h.rowsRemoved, cfg.Hooks.RowsRemoved)
 	return cfg

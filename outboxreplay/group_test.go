@@ -41,8 +41,8 @@ func (g *groups) counts() (handled, repeated map[string]int) {
 // start runs a group.
 func (g *groups) start(t testing.TB, f *replayFixture, group string) {
 	t.Helper()
-	c, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(f.brokers), f.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: group + "-" + f.topic, Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
+	c, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(f.brokers), f.events, group+"-"+f.topic, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
 			Hooks: outbox.ConsumerHooks{Repeated: func(outbox.Metadata, string) { g.add(g.repeated, group, 0) }}},
 		FromStart: true,
 	}, outbox.Handle("COUNTS", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {

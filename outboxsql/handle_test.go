@@ -26,8 +26,8 @@ type handle = func(ctx context.Context, tx *sql.Tx, e placed, m outbox.Metadata)
 // consumer returns a consumer with handlers.
 func (s *shop) consumer(t testing.TB, cfg outbox.HandlerConfig, handlers ...outbox.Handler) *outbox.Consumer {
 	t.Helper()
-	cfg.Group, cfg.Schema = "shop", s.schema
-	c, err := outbox.NewConsumer(s.pool, nil, s.events, outbox.ConsumerConfig{HandlerConfig: cfg}, handlers...)
+	cfg.Schema = s.schema
+	c, err := outbox.NewConsumer(s.pool, nil, s.events, "shop", outbox.ConsumerConfig{HandlerConfig: cfg}, handlers...)
 	require.NoError(t, err)
 	return c
 }
@@ -364,8 +364,8 @@ func TestWorkerWithHandlers(t *testing.T) {
 	}), outbox.RetryPolicy{MaxRetries: 5, RetryWait: time.Millisecond})
 	_, err := s.pool.Exec(background, s.sql(`CREATE TABLE {s}.counts (id text PRIMARY KEY, n int)`))
 	require.NoError(t, err)
-	worker, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: "shop", Schema: s.schema}, FromStart: true, PollInterval: 10 * time.Millisecond,
+	worker, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema}, FromStart: true, PollInterval: 10 * time.Millisecond,
 	}, once, batch, retried)
 	require.NoError(t, err)
 	var events []outbox.DomainEvent
@@ -384,7 +384,7 @@ func TestHandlerWithoutFunction(t *testing.T) {
 	t.Parallel()
 	s := newShop(t)
 	for _, h := range []outbox.Handler{outboxsql.Handle[placed]("NONE", nil), outboxsql.HandleBatch[placed]("NONE", nil)} {
-		_, err := outbox.NewConsumer(s.pool, nil, s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "shop"}}, h)
+		_, err := outbox.NewConsumer(s.pool, nil, s.events, "shop", outbox.ConsumerConfig{}, h)
 		require.ErrorIs(t, err, outbox.ErrNilArgument)
 	}
 }

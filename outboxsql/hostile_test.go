@@ -82,8 +82,8 @@ func TestHandlersThatMisbehave(t *testing.T) {
 	s := newShop(t)
 	pool := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 2 })
 	consumer := func(f handle) *outbox.Consumer {
-		c, err := outbox.NewConsumer(pool, nil, s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{
-			Group: "shop", Schema: s.schema}}, outboxsql.Handle("DONE", f))
+		c, err := outbox.NewConsumer(pool, nil, s.events, "shop", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{
+			Schema: s.schema}}, outboxsql.Handle("DONE", f))
 		require.NoError(t, err)
 		return c
 	}
@@ -194,8 +194,8 @@ func TestManyHandlersOnTwoConnections(t *testing.T) {
 	pool := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 2 })
 	const n = 120
 	var calls atomic.Int64
-	cfg := outbox.HandlerConfig{Group: "shop", Schema: s.schema}
-	c, err := outbox.NewConsumer(pool, nil, s.events, outbox.ConsumerConfig{HandlerConfig: cfg},
+	cfg := outbox.HandlerConfig{Schema: s.schema}
+	c, err := outbox.NewConsumer(pool, nil, s.events, "shop", outbox.ConsumerConfig{HandlerConfig: cfg},
 		outboxsql.Handle("MIXED", func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 			if err := s.insert(ctx, tx, e.Order); err != nil {
 				return err
@@ -247,8 +247,8 @@ func TestBatchWithFailingEvent(t *testing.T) {
 	const n = 40
 	var mu sync.Mutex
 	sizes := map[int]bool{}
-	cfg := outbox.HandlerConfig{Group: "shop", Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
-	w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond},
+	cfg := outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
+	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond},
 		outboxsql.HandleBatch("BATCH", func(ctx context.Context, tx *sql.Tx, events []outbox.Received[placed]) error {
 			mu.Lock()
 			sizes[len(events)] = true
@@ -297,7 +297,7 @@ func TestLeftOpenInSharedTransaction(t *testing.T) {
 	const n = 50
 	var goroutines sync.WaitGroup
 	var failed atomic.Int64
-	cfg := outbox.HandlerConfig{Group: "shop", Schema: s.schema}
+	cfg := outbox.HandlerConfig{Schema: s.schema}
 	untidy := func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 		if err := s.insert(ctx, tx, e.Order); err != nil {
 			failed.Add(1)
@@ -321,7 +321,7 @@ func TestLeftOpenInSharedTransaction(t *testing.T) {
 		}
 		return rows.Err()
 	}
-	w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
+	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
 	require.NoError(t, err)
 	s.place(t, w.Waker(), n)
 	testenv.Run(t, w.Run)
@@ -340,8 +340,8 @@ func TestSavepointOfAnotherHandler(t *testing.T) {
 		"savepoint": {`rollback transaction to savepoint "here"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cfg := outbox.HandlerConfig{Group: "shop " + name, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
-			w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, Concurrency: 1, PollInterval: 5 * time.Millisecond},
+			cfg := outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
+			w, err := outbox.NewWorker(s.pool, s.events, "shop "+name, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, Concurrency: 1, PollInterval: 5 * time.Millisecond},
 				outboxsql.Handle("SAVED "+name, func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 					if !strings.HasPrefix(e.Order, name) {
 						return nil

@@ -256,8 +256,8 @@ func TestInTxWakes(t *testing.T) {
 	_, err := s.pool.Exec(background, s.sql(`CREATE TABLE {s}.late (id int PRIMARY KEY DEFERRABLE INITIALLY DEFERRED)`))
 	require.NoError(t, err)
 	done := make(chan string, 10)
-	worker, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: "wakes", Schema: s.schema}, PollInterval: time.Hour,
+	worker, err := outbox.NewWorker(s.pool, s.events, "wakes", outbox.WorkerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema}, PollInterval: time.Hour,
 	}, outbox.HandleNoTx("SEEN", func(_ context.Context, e placed, _ outbox.Metadata) error { done <- e.Order; return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, worker.Run)

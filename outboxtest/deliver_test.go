@@ -15,7 +15,7 @@ import (
 func (h *schemaFixture) consumer(t testing.TB, handlers ...outbox.Handler) *outbox.Consumer {
 	t.Helper()
 	h.exec(t, `CREATE TABLE IF NOT EXISTS {s}.sales (cents bigint NOT NULL)`)
-	c, err := outbox.NewConsumer(h.db, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales", Schema: h.schema}}, handlers...)
+	c, err := outbox.NewConsumer(h.db, nil, h.events, "sales", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: h.schema}}, handlers...)
 	require.NoError(t, err)
 	return c
 }
@@ -52,7 +52,7 @@ func TestDeliverMetadata(t *testing.T) {
 	var events []parcelSent
 	var received []outbox.Metadata
 	var correlation string
-	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, FromStart: true},
+	c, err := outbox.NewConsumer(nil, nil, h.events, "g", outbox.ConsumerConfig{FromStart: true},
 		outbox.HandleNoTx("NOTED", func(ctx context.Context, e parcelSent, m outbox.Metadata) error {
 			events, received, correlation = append(events, e), append(received, m), outbox.CorrelationID(ctx)
 			return nil

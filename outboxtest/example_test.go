@@ -74,7 +74,7 @@ func ExampleSQL() {
 func ExamplePlay() {
 	rec, err := outbox.NewRecorder(tickets, outbox.RecorderConfig{})
 	require.NoError(t, err)
-	worker, err := outbox.NewWorker(db, tickets, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "played"}},
+	worker, err := outbox.NewWorker(db, tickets, "played", outbox.WorkerConfig{},
 		outboxsql.Handle("SEAT_TAKEN", func(ctx context.Context, tx *sql.Tx, e TicketSold, _ outbox.Metadata) error {
 			_, err := tx.ExecContext(ctx, `INSERT INTO seats_taken VALUES ($1)`, e.Seat)
 			return err
@@ -94,7 +94,7 @@ func ExamplePlay() {
 // Deliver calls the handlers of a consumer with an event, without Kafka; DeliverTwice
 // shows that a repeated event has no second effect.
 func ExampleDeliverTwice() {
-	consumer, err := outbox.NewConsumer(db, nil, tickets, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "seats"}},
+	consumer, err := outbox.NewConsumer(db, nil, tickets, "seats", outbox.ConsumerConfig{},
 		outbox.Handle("SEAT_TAKEN", func(ctx context.Context, tx pgx.Tx, e TicketSold, _ outbox.Metadata) error {
 			_, err := tx.Exec(ctx, `INSERT INTO seats_taken VALUES ($1)`, e.Seat)
 			return err

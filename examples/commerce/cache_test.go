@@ -19,7 +19,7 @@ func TestPageIsDeleted(t *testing.T) {
 	var err error
 	a.events, err = registry(a.source)
 	require.NoError(t, err)
-	c, err := outbox.NewConsumer(nil, nil, a.events, a.group(cacheGroup), a.pages.handlers()...)
+	c, err := outbox.NewConsumer(nil, nil, a.events, a.group(cacheGroup), a.config(), a.pages.handlers()...)
 	require.NoError(t, err)
 	for _, product := range []int64{3, 4} {
 		require.NoError(t, a.pages.put(t.Context(), product, pageOf(product, 1)))
@@ -58,12 +58,12 @@ func TestRedisAway(t *testing.T) {
 	stop()
 
 	var failed, handled, deadLettered atomic.Int64
-	cfg := a.group(cacheGroup)
+	cfg := a.config()
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = time.Millisecond, 10*time.Millisecond
 	cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
 	cfg.Hooks.Handled = func(outbox.Metadata, string, time.Duration) { handled.Add(1) }
 	cfg.Hooks.DeadLettered = func(outbox.Metadata, string, string, error) { deadLettered.Add(1) }
-	c, err := outbox.NewConsumer(nil, a.kafka, a.events, cfg, a.pages.handlers()...)
+	c, err := outbox.NewConsumer(nil, a.kafka, a.events, a.group(cacheGroup), cfg, a.pages.handlers()...)
 	require.NoError(t, err)
 	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
 	a.relayAnd(t, c)

@@ -12,12 +12,12 @@ import (
 )
 
 // groups returns the consumers. With adds what observes them to their configuration.
-func (a *app) groups(with func(outbox.ConsumerConfig) outbox.ConsumerConfig) ([]*outbox.Consumer, error) {
-	counting, err := outbox.NewConsumer(a.db, a.kafka, a.events, with(a.group(statisticsGroup)), statistics{a.db, a.log}.handlers()...)
+func (a *app) groups(with func(group string, cfg outbox.ConsumerConfig) outbox.ConsumerConfig) ([]*outbox.Consumer, error) {
+	counting, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group(statisticsGroup), with(a.group(statisticsGroup), a.config()), statistics{a.db, a.log}.handlers()...)
 	if err != nil {
 		return nil, err
 	}
-	deleting, err := outbox.NewConsumer(nil, a.kafka, a.events, with(a.group(cacheGroup)), a.pages.handlers()...)
+	deleting, err := outbox.NewConsumer(nil, a.kafka, a.events, a.group(cacheGroup), with(a.group(cacheGroup), a.config()), a.pages.handlers()...)
 	return []*outbox.Consumer{counting, deleting}, err
 }
 
@@ -26,13 +26,15 @@ const (
 	cacheGroup      = "cache-invalidation"
 )
 
-// group configures a group of this run. In a service a group keeps its name, and
-// needs no more than that and RetriesFor. Kafka gives the partitions of a killed
-// process to others after SessionTimeout, 6 s here so that a run is short.
-func (a *app) group(name string) outbox.ConsumerConfig {
+// group returns the name of a group of this run. In a service a group keeps its name.
+func (a *app) group(name string) string { return name + "." + a.id }
+
+// config configures a group of this run. A service needs no more than RetriesFor.
+// Kafka gives the partitions of a killed process to others after SessionTimeout,
+// 6 s here so that a run is short.
+func (a *app) config() outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group:  name + "." + a.id,
 			Schema: a.id,
 			Retry:  outbox.RetryPolicy{RetriesFor: retries},
 			Hooks:  a.hooks,

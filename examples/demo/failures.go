@@ -48,8 +48,8 @@ func newFailureShow(db *pgxpool.Pool, brokers []string, c *cable, events *outbox
 	if err != nil {
 		return nil, err
 	}
-	worker, err := outbox.NewWorker(db, events, outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: mailGroup, Schema: s.runID, Logger: quiet}, PollInterval: 100 * time.Millisecond,
+	worker, err := outbox.NewWorker(db, events, mailGroup, outbox.WorkerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: s.runID, Logger: quiet}, PollInterval: 100 * time.Millisecond,
 	}, outbox.Handle("CONFIRM_ORDER", confirmOrder))
 	if err != nil {
 		return nil, err

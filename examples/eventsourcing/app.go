@@ -82,8 +82,8 @@ type runner interface {
 // handlers are the same.
 func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker, err error) {
 	if withWorker {
-		w, err := outbox.NewWorker(a.db, a.events, outbox.WorkerConfig{
-			HandlerConfig: a.group(), FromStart: true, PollInterval: 200 * time.Millisecond, Lease: 2 * time.Second,
+		w, err := outbox.NewWorker(a.db, a.events, a.group(), outbox.WorkerConfig{
+			HandlerConfig: a.handling(), FromStart: true, PollInterval: 200 * time.Millisecond, Lease: 2 * time.Second,
 		}, a.projection().handlers()...)
 		if err != nil {
 			return nil, nil, err
@@ -104,8 +104,8 @@ func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker
 // consumer returns the consumer of the projection. Kafka gives the partitions of a killed
 // process to others after SessionTimeout, 6 s here so that a run is short.
 func (a *app) consumer() (*outbox.Consumer, error) {
-	return outbox.NewConsumer(a.db, a.kafka, a.events, outbox.ConsumerConfig{
-		HandlerConfig:     a.group(),
+	return outbox.NewConsumer(a.db, a.kafka, a.events, a.group(), outbox.ConsumerConfig{
+		HandlerConfig:     a.handling(),
 		FromStart:         true,
 		HeartbeatInterval: time.Second,
 		SessionTimeout:    6 * time.Second,
@@ -113,8 +113,11 @@ func (a *app) consumer() (*outbox.Consumer, error) {
 	}, a.projection().handlers()...)
 }
 
-func (a *app) group() outbox.HandlerConfig {
-	return outbox.HandlerConfig{Group: "order-projection." + a.schema, Schema: a.schema, Logger: a.log}
+// group returns the group of the projection. In a service it keeps its name.
+func (a *app) group() string { return "order-projection." + a.schema }
+
+func (a *app) handling() outbox.HandlerConfig {
+	return outbox.HandlerConfig{Schema: a.schema, Logger: a.log}
 }
 
 // onlyOurs passes over what other runs have sent to the topic.

@@ -12,8 +12,8 @@ import (
 
 // newSales returns the consumer that adds up the sales of each product.
 func newSales(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry) (*outbox.Consumer, error) {
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}, FromStart: true}
-	return outbox.NewConsumer(db, kafka, events, cfg, outbox.Handle("SALE_COUNTED", countSale))
+	cfg := outbox.ConsumerConfig{FromStart: true}
+	return outbox.NewConsumer(db, kafka, events, "sales", cfg, outbox.Handle("SALE_COUNTED", countSale))
 }
 
 // countSale runs in a transaction that also stores that the event is handled: an

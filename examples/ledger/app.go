@@ -150,9 +150,8 @@ func (a *app) consumers(ctx context.Context, _ config) error {
 // consumer returns a member of a group. Its instance id lets a process that was killed and comes back have its
 // partitions at once, before Kafka has noticed that it was away.
 func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consumer, error) {
-	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("ledger-1")), a.events, outbox.ConsumerConfig{
+	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("ledger-1")), a.events, group+"."+a.schema, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group:   group + "." + a.schema, // in a service it keeps its name
 			Schema:  a.schema,
 			Retry:   outbox.RetryPolicy{RetriesFor: retries},
 			Breaker: outbox.BreakerConfig{Window: 1000}, // events that are early are no outage

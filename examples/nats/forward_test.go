@@ -99,9 +99,9 @@ func TestForward(t *testing.T) {
 	}, testenv.Patience, 50*time.Millisecond, "no stream: %v", err)
 
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetryWait: time.Second}}, FromStart: true, PollInterval: 20 * time.Millisecond}
-	cfg.Schema, cfg.Group, cfg.Retry.RetryWait, cfg.Logger = schema, "nats", 50*time.Millisecond, slog.New(slog.DiscardHandler)
+	cfg.Schema, cfg.Retry.RetryWait, cfg.Logger = schema, 50*time.Millisecond, slog.New(slog.DiscardHandler)
 	cfg.Retry.RetriesFor = func(error) int { return 10_000 } // an outage of NATS may last
-	w, err := outbox.NewWorker(db, events, cfg, nats.Forward[paid]("FORWARDED", js))
+	w, err := outbox.NewWorker(db, events, "nats", cfg, nats.Forward[paid]("FORWARDED", js))
 	require.NoError(t, err)
 	testenv.Run(t, w.Run)
 

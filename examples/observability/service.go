@@ -104,13 +104,13 @@ func (s *service) wire(context.Context) (err error) {
 		return err
 	}
 	s.sales, err = outbox.NewConsumer(s.db, s.kafka, s.events,
-		s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Group: "sales-" + s.id, Logger: s.log}, FromStart: true}),
+		"sales-"+s.id, s.tel.Consumer("sales-"+s.id, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Logger: s.log}, FromStart: true}),
 		outbox.Handle("SALE_COUNTED", s.countSale))
 	if err != nil {
 		return err
 	}
 	s.mails, err = outbox.NewWorker(s.db, s.events,
-		s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Group: "mails-" + s.id, Logger: s.log}, FromStart: true}),
+		"mails-"+s.id, s.tel.Worker("mails-"+s.id, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Logger: s.log}, FromStart: true}),
 		outbox.HandleNoTx("MAIL_SENT", s.sendMail))
 	if err != nil {
 		return err

@@ -108,7 +108,7 @@ func (r *running) lose() {
 	require.NoError(r.t, err)
 	require.NoError(r.t, removed.Error())
 	late, err := outbox.NewConsumer(r.db, r.kafka, r.events,
-		r.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: r.id, Group: group, Logger: r.log}}),
+		group, r.tel.Consumer(group, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: r.id, Logger: r.log}}),
 		outbox.Handle("SALE_COUNTED", r.countSale))
 	require.NoError(r.t, err)
 	testenv.Run(r.t, late.Run)

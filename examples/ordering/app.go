@@ -190,9 +190,8 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 	if waker != nil {
 		hooks.Handled = func(outbox.Metadata, string, time.Duration) { waker.Wake() }
 	}
-	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("shop-1")), a.events, outbox.ConsumerConfig{
+	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("shop-1")), a.events, group+"."+a.schema, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group:  group + "." + a.schema, // in a service it keeps its name
 			Schema: a.schema,
 			Retry:  outbox.RetryPolicy{MaxRetries: 10},
 			Hooks:  hooks,

@@ -100,15 +100,15 @@ func throughKafka(t *testing.T, mode outbox.Mode) (*kgo.Record, string) {
 	stop := testenv.Run(t, relay.Run)
 	record := first(ctx, t, brokers, topic)
 	stop()
-	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema, Group: topic}, FromStart: true}))
+	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema}, FromStart: true}))
 	return record, storedID(ctx, t, db, schema)
 }
 
 // firstHandled returns the first order that a consumer hands to its handler.
-func firstHandled(ctx context.Context, t *testing.T, db *pgxpool.Pool, brokers kgo.Opt, events *outbox.Registry, cfg outbox.ConsumerConfig) protobuf.OrderCreated {
+func firstHandled(ctx context.Context, t *testing.T, db *pgxpool.Pool, brokers kgo.Opt, events *outbox.Registry, group string, cfg outbox.ConsumerConfig) protobuf.OrderCreated {
 	t.Helper()
 	orders := make(chan protobuf.OrderCreated, 1)
-	c, err := outbox.NewConsumer(db, []kgo.Opt{brokers}, events, cfg, outbox.Handle("SEEN",
+	c, err := outbox.NewConsumer(db, []kgo.Opt{brokers}, events, group, cfg, outbox.Handle("SEEN",
 		func(_ context.Context, _ pgx.Tx, e protobuf.OrderCreated, _ outbox.Metadata) error {
 			orders <- e
 			return nil

@@ -61,7 +61,7 @@ INSERT INTO sales (day, cents) VALUES ($1, $2)
 
 // Sales returns the consumer that adds up the sales of each day.
 func Sales(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry) (*outbox.Consumer, error) {
-	return outbox.NewConsumer(db, kafka, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}},
+	return outbox.NewConsumer(db, kafka, events, "sales", outbox.ConsumerConfig{},
 		outbox.Handle("SALE_COUNTED", func(ctx context.Context, tx pgx.Tx, e OrderPlaced, _ outbox.Metadata) error {
 			_, err := tx.Exec(ctx, sqlSale, e.At, e.Cents)
 			return err

@@ -19,6 +19,7 @@ const (
 
 // group is a consumer group, without what runs it.
 type group struct {
+	name string
 	outbox.HandlerConfig
 	handlers []outbox.Handler
 }
@@ -29,16 +30,16 @@ func (a *app) groups() ([]group, error) {
 	if err != nil {
 		return nil, err
 	}
-	config := func(name string, timeout time.Duration) outbox.HandlerConfig {
-		return outbox.HandlerConfig{Group: name, Schema: a.schema, HandlerTimeout: timeout, Logger: a.log}
+	config := func(timeout time.Duration) outbox.HandlerConfig {
+		return outbox.HandlerConfig{Schema: a.schema, HandlerTimeout: timeout, Logger: a.log}
 	}
-	orders := config(orderExecutor, 10*time.Second)
+	orders := config(10 * time.Second)
 	orders.Retry.RetriesFor = retries
 	return []group{
-		{orders, executor{a.db, a.bus, exchange{a.exchange, newHTTP(exchangeTimeout)}, a.wake}.handlers()},
-		{config(notifications, 10*time.Second), notification{a.db, a.exchange, newHTTP(pushTimeout)}.handlers()},
-		{config(backtesting, time.Hour), a.backtests().handlers()},
-		{config(systemGroup, 10*time.Second), system{operators}.handlers()},
+		{orderExecutor, orders, executor{a.db, a.bus, exchange{a.exchange, newHTTP(exchangeTimeout)}, a.wake}.handlers()},
+		{notifications, config(10 * time.Second), notification{a.db, a.exchange, newHTTP(pushTimeout)}.handlers()},
+		{backtesting, config(time.Hour), a.backtests().handlers()},
+		{systemGroup, config(10 * time.Second), system{operators}.handlers()},
 	}, nil
 }
 
@@ -58,7 +59,7 @@ var streams = map[string]outbox.RetryPolicy{
 func (a *app) workers() (workers []*outbox.Worker, err error) {
 	groups, err := a.groups()
 	for _, g := range groups {
-		w, bad := outbox.NewWorker(a.db, a.events, outbox.WorkerConfig{
+		w, bad := outbox.NewWorker(a.db, a.events, g.name, outbox.WorkerConfig{
 			HandlerConfig: g.HandlerConfig,
 			FromStart:     true, // signals do not wait until the workers run
 			PollInterval:  200 * time.Millisecond,
@@ -76,7 +77,7 @@ func (a *app) workers() (workers []*outbox.Worker, err error) {
 func (a *app) consumers(kafka []kgo.Opt) (consumers []*outbox.Consumer, err error) {
 	groups, err := a.groups()
 	for _, g := range groups {
-		c, bad := outbox.NewConsumer(a.db, kafka, a.events, outbox.ConsumerConfig{
+		c, bad := outbox.NewConsumer(a.db, kafka, a.events, g.name, outbox.ConsumerConfig{
 			HandlerConfig:   g.HandlerConfig,
 			FromStart:       true,
 			MaxPollInterval: max(5*time.Minute, 2*g.HandlerTimeout), // a partition waits for its handler

@@ -29,7 +29,7 @@ func CheckOpts(opts []kgo.Opt) error {
 	const itsField = "ConsumerConfig has a field for it"
 	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
 		o.RejectCommon()
-		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
+		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "it is the argument group of NewConsumer")
 		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
 		o.Reject(o.Client.OptValue(kgo.GroupProtocol) != "consumer", "GroupProtocol", itsOwn)
 		o.Reject(o.Lists(kgo.ConsumeTopics), "ConsumeTopics", topicsFollow)

@@ -93,8 +93,8 @@ func TestDrainWorkerByPQ(t *testing.T) {
 	require.NoError(t, err)
 	defer pq.Close()
 	handled := 0
-	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "cups", Schema: schema}, FromStart: true, PollInterval: 10 * time.Millisecond}
-	worker, err := outbox.NewWorker(pool, events, cfg, outboxsql.Handle("COUNTED", func(context.Context, *sql.Tx, cupSold, outbox.Metadata) error {
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema}, FromStart: true, PollInterval: 10 * time.Millisecond}
+	worker, err := outbox.NewWorker(pool, events, "cups", cfg, outboxsql.Handle("COUNTED", func(context.Context, *sql.Tx, cupSold, outbox.Metadata) error {
 		handled++
 		return nil
 	}))
