@@ -27,7 +27,7 @@ type Consumer struct{ engine *consumer.Consumer }
 // Options that name these are refused. The error names every bad field, option and
 // handler.
 //
-// A new group skips what was in the topics before its first start, unless FromStart
+// A new group skips what was in the topics before its first start, unless From
 // says otherwise. Its first member writes down in db where it begins, so that nothing is
 // skipped later: partitions that are added, topics that are created later or created
 // again, and, where Kafka has lost the offsets of the group, what came after the position
@@ -40,7 +40,7 @@ type Consumer struct{ engine *consumer.Consumer }
 // NewConsumer does no I/O. A running consumer uses a connection of db for each
 // partition that it handles at the moment, see ConsumerConfig.Concurrency, up to four for parked
 // events, and up to six more; closing db stays with the caller. A nil db will do if every handler is one of [HandleNoTx], and
-// FromStart or FromEnd is set.
+// From is FromStart or FromEnd.
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, of all of them
 // MaxQueueBytes and a batch of each, and what fetches bring beyond that: of each broker

@@ -142,7 +142,7 @@ func TestAlertsNeedRightsAndDatabase(t *testing.T) {
 	}
 	r.giveGroup(t, "consumer", group)
 	var log testenv.Buffer
-	c, err := outbox.NewConsumer(r.as(t, "consumer"), testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{FromStart: true,
+	c, err := outbox.NewConsumer(r.as(t, "consumer"), testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{From: outbox.FromStart,
 		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(&log, nil))}}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	s.sendTo(t, 1, 10)
@@ -151,7 +151,7 @@ func TestAlertsNeedRightsAndDatabase(t *testing.T) {
 	require.Contains(t, log.String(), "the lease for alerts fails")
 
 	_, err = outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("localhost:9")}, s.events, group, outbox.ConsumerConfig{
-		FromStart: true, Alerts: outbox.AlertConfig{Alerter: &mailbox{}},
+		From: outbox.FromStart, Alerts: outbox.AlertConfig{Alerter: &mailbox{}},
 	}, outbox.HandleNoTx("SHOWN", func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.ErrorContains(t, err, "field Alerts")
 	_, err = outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{

@@ -20,18 +20,14 @@ type ConsumerConfig struct {
 	// HandlerConfig is what has nothing to do with Kafka.
 	HandlerConfig
 
-	// FromStart lets a new group begin with what is in the topics. Without it, it
-	// begins with what comes after its first start.
+	// From is where a new group begins in each topic that it reads for the first time: at the
+	// beginning of the topic, or with what comes after its first start. A partition or a topic that
+	// is added later is read from its beginning in any case.
 	//
-	// It says so for each topic that the group reads for the first time. A partition or
-	// a topic that is added later is read from its beginning in any case.
-	FromStart bool
-	// FromEnd says that a new group does not begin with what is in the topics. With a
-	// database that is so anyway. Without one nobody remembers where a group began, so
-	// one of FromStart and FromEnd must be set, and holds for every partition in which
-	// Kafka has no offset of the group: also for one that is added later, and after the
-	// offsets have expired. What FromEnd then skips is logged.
-	FromEnd bool
+	// Without a database From is required, and holds for every partition in which Kafka has no
+	// offset of the group: also for a partition that is added later, and after the offsets have
+	// expired. What FromEnd then skips is logged. Zero means FromEnd.
+	From Start
 
 	// MaxPoll is the most records of a partition that are handled together, at most
 	// 10,000; fewer where handlers are slow, so that a transaction takes about a second. Zero
@@ -126,6 +122,7 @@ func (c ConsumerConfig) validate(given ConsumerConfig) error {
 	session := check.Field[time.Duration]{Name: "SessionTimeout", Value: c.SessionTimeout, Given: given.SessionTimeout}
 	errs := []error{
 		c.HandlerConfig.validate(),
+		c.From.validate(),
 		check.NotNegative("MaxPoll", c.MaxPoll),
 		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
 		check.NotNegative("HeartbeatInterval", c.HeartbeatInterval),
@@ -142,9 +139,6 @@ func (c ConsumerConfig) validate(given ConsumerConfig) error {
 	if c.HandlerTimeout > c.MaxPollInterval/2 {
 		errs = append(errs, fmt.Errorf("field HandlerTimeout is %v: must be at most half of MaxPollInterval, %v", c.HandlerTimeout, c.MaxPollInterval/2))
 	}
-	if c.FromStart && c.FromEnd {
-		errs = append(errs, errors.New("fields FromStart and FromEnd: only one of them can be set"))
-	}
 	return errors.Join(errs...)
 }
 
@@ -157,8 +151,8 @@ func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
 	if c.Alerts != (AlertConfig{}) {
 		errs = append(errs, errors.New("field Alerts: what alerts are about is in the database, and there is none"))
 	}
-	if !c.FromStart && !c.FromEnd {
-		errs = append(errs, errors.New("fields FromStart and FromEnd: without a database one of them must be set"))
+	if c.From == StartDefault {
+		errs = append(errs, errors.New("field From: without a database it must be FromStart or FromEnd"))
 	}
 	if c.HoldDead {
 		errs = append(errs, errors.New("field HoldDead: it needs a database"))
@@ -173,7 +167,7 @@ func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
 func (c ConsumerConfig) rules(group string) consumer.Rules {
 	handling := c.HandlerConfig.rules(group, c.StopTimeout)
 	return consumer.Rules{
-		Rules: &handling, FromStart: c.FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
+		Rules: &handling, FromStart: c.From == FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
 		HeartbeatInterval: c.HeartbeatInterval, SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
 		Decode: func(r *kgo.Record) (*envelope.Message, error) {
 			m, err := c.Decode(r)

@@ -46,7 +46,7 @@ func TestConsumerHealth(t *testing.T) {
 	opts := []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}
 	c, err := outbox.NewConsumer(db, opts, s.events, "health-"+s.topic, outbox.ConsumerConfig{
 		HandlerConfig:   outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.DiscardHandler)},
-		FromStart:       true,
+		From:            outbox.FromStart,
 		DeadLetterTopic: func(string) string { return dlq },
 	}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
@@ -81,7 +81,7 @@ func TestConsumerHealthWithoutKafka(t *testing.T) {
 	cable := &brokenDialer{}
 	opts := append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial))
 	c, err := outbox.NewConsumer(s.db, opts, s.events, "cut-off-"+s.topic, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}, FromStart: true,
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}, From: outbox.FromStart,
 	}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)

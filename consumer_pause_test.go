@@ -65,7 +65,7 @@ func (s *pauseFixture) member(t *testing.T, before func()) *outbox.Consumer {
 func (s *pauseFixture) memberWith(t *testing.T, cfg outbox.ConsumerConfig, before func()) *outbox.Consumer {
 	t.Helper()
 	cfg.HandlerConfig = outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}
-	cfg.FromStart = true
+	cfg.From = outbox.FromStart
 	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, s.group, cfg,
 		outbox.Handle("SOLD", func(ctx context.Context, tx pgx.Tx, _ sale, m outbox.Metadata) error {
 			before()

@@ -25,7 +25,7 @@ const stopTimeout = 5*time.Second + 500*time.Millisecond
 // plainConsumer returns a consumer with franz-go's default options and the default times.
 func (s *consumerFixture) plainConsumer(t testing.TB, log *testenv.Buffer, group string, cfg outbox.ConsumerConfig, handler outbox.Handler, opts ...kgo.Opt) *outbox.Consumer {
 	t.Helper()
-	cfg.Schema, cfg.FromStart = s.schema, true
+	cfg.Schema, cfg.From = s.schema, outbox.FromStart
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, group, cfg, handler)
 	require.NoError(t, err)

@@ -14,7 +14,7 @@ import (
 func ExampleWorker() {
 	worker, err := outbox.NewWorker(db, events, "orders", outbox.WorkerConfig{
 		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 5}},
-		FromStart:     true, // also what was recorded before the first start of the group
+		From:          outbox.FromStart, // also what was recorded before the first start of the group
 	}, outbox.Handle("ORDER_PAID", func(ctx context.Context, tx pgx.Tx, e OrderPaid, _ outbox.Metadata) error {
 		_, err := tx.Exec(ctx, `UPDATE orders SET paid = true WHERE id = $1`, e.OrderID)
 		return err

@@ -99,6 +99,25 @@ const (
 	DeadLetterUnknown
 )
 
+// Start says where a new consumer group begins. A group that has a position goes on from it.
+type Start int
+
+const (
+	// StartDefault is FromEnd for a group that has a database. A [Consumer] without one refuses it.
+	StartDefault Start = iota
+	// FromStart begins with the oldest event that there is.
+	FromStart
+	// FromEnd begins with the first event after the first start of the group.
+	FromEnd
+)
+
+func (s Start) validate() error {
+	if s < StartDefault || s > FromEnd {
+		return fmt.Errorf("field From is %d: must be FromStart or FromEnd", s)
+	}
+	return nil
+}
+
 const (
 	defaultSlowHandler    = 30 * time.Second
 	defaultHandlerRetries = 3

@@ -33,7 +33,7 @@ type Worker struct {
 // NewWorker returns a worker of the handlers. The events are those that are recorded in db; closing
 // it stays with the caller.
 //
-// A new group skips what was committed before its first start, unless FromStart says otherwise. It
+// A new group skips what was committed before its first start, unless From says otherwise. It
 // keeps its position in outbox_cursor, as relays do: rows of outbox stay until it has them. So
 // a group that is not needed any more has to be removed by an operator.
 //

@@ -29,7 +29,7 @@ func TestWorkersAlertWithoutRelay(t *testing.T) {
 	})
 	quiet := outbox.HandlerConfig{Logger: slog.New(slog.DiscardHandler)}
 	run := func(group string, h outbox.Handler) {
-		testenv.Run(t, f.worker(f.db, group, outbox.WorkerConfig{FromStart: true, Alerts: alerts(box[group]), Lease: time.Second, HandlerConfig: quiet}, h).Run)
+		testenv.Run(t, f.worker(f.db, group, outbox.WorkerConfig{From: outbox.FromStart, Alerts: alerts(box[group]), Lease: time.Second, HandlerConfig: quiet}, h).Run)
 	}
 	run("mails", holds)
 	require.Eventually(t, func() bool {

@@ -20,9 +20,9 @@ type WorkerConfig struct {
 	// runs. Zero means 150 s.
 	HandlerConfig
 
-	// FromStart lets a new group begin with the events that are in outbox. Without it, it begins
-	// with what is committed after its first start.
-	FromStart bool
+	// From is where a new group begins: with the events that are in outbox, or with what is
+	// committed after its first start. Zero means FromEnd.
+	From Start
 
 	// Unordered handles events of a key side by side, in any order. Without it, of the events of a
 	// stream and record key one is handled after the other by each action; one that waits for a
@@ -91,6 +91,7 @@ func (c WorkerConfig) withDefaults() WorkerConfig {
 func (c WorkerConfig) validate() error {
 	errs := []error{
 		c.HandlerConfig.validate(),
+		c.From.validate(),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
 		check.NotNegative("SlowHandler", c.SlowHandler),
 		check.NotNegative("Concurrency", c.Concurrency),
@@ -124,7 +125,7 @@ func (c WorkerConfig) rules(group string) worker.Rules {
 		streams[topic] = handling.RetryPolicy(policy)
 	}
 	return worker.Rules{
-		Handling: c.HandlerConfig.rules(group, c.StopTimeout), Streams: streams, FromStart: c.FromStart, Unordered: c.Unordered,
+		Handling: c.HandlerConfig.rules(group, c.StopTimeout), Streams: streams, FromStart: c.From == FromStart, Unordered: c.Unordered,
 		Concurrency: c.Concurrency, MaxPoll: c.MaxPoll, PollInterval: c.PollInterval, Lease: c.Lease,
 		Retention: c.Retention.rules(), RowsRemoved: removedHook(c.Hooks.RowsRemoved),
 	}

@@ -33,7 +33,7 @@ func newWorker(db *pgxpool.Pool, j job, begin func(orders.Placed, outbox.Metadat
 			Schema: j.Schema,
 			Hooks:  outbox.ConsumerHooks{Handled: func(m outbox.Metadata, _ string, _ time.Duration) { handled(m) }},
 		},
-		FromStart: true,
+		From: outbox.FromStart,
 	}, outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e orders.Placed, m outbox.Metadata) error {
 		begin(e, m)
 		_, err := tx.Exec(ctx, effect, e.Order, e.N)

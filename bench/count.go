@@ -32,7 +32,7 @@ func countAll(ctx context.Context, j job) (u used, err error) {
 				Schema: j.Schema,
 				Hooks:  outbox.ConsumerHooks{Handled: func(outbox.Metadata, string, time.Duration) { counted.done(1) }},
 			},
-			FromStart: true, MaxPoll: j.MaxPoll,
+			From: outbox.FromStart, MaxPoll: j.MaxPoll,
 		}, j.counter())
 	if err != nil {
 		return u, err

@@ -88,7 +88,7 @@ func runBus(value string) error {
 func (s busSpec) config() outbox.WorkerConfig {
 	return outbox.WorkerConfig{
 		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}},
-		FromStart:     true, MaxPoll: 20, PollInterval: busPoll, Lease: busLease,
+		From:          outbox.FromStart, MaxPoll: 20, PollInterval: busPoll, Lease: busLease,
 	}
 }
 

@@ -126,7 +126,7 @@ func requirePair(t *testing.T, rate int, lasts time.Duration, beside besideHandl
 func startPaired(t *testing.T, like *pgxpool.Pool, events *outbox.Registry, group string, handler outbox.Handler) (wake func()) {
 	t.Helper()
 	db := openPool(t, like.Config())
-	w, err := outbox.NewWorker(db, events, group, outbox.WorkerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{
+	w, err := outbox.NewWorker(db, events, group, outbox.WorkerConfig{From: outbox.FromStart, HandlerConfig: outbox.HandlerConfig{
 		Retry: outbox.RetryPolicy{MaxRetries: 1 << 20, RetryWait: time.Second}, Logger: slog.New(slog.DiscardHandler),
 	}}, handler)
 	require.NoError(t, err)

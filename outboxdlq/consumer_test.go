@@ -94,7 +94,7 @@ func (f *replayFixture) start(t testing.TB, group string, actions ...string) {
 				f.repeats[group+" "+action]++
 			}},
 		},
-		FromStart: true,
+		From: outbox.FromStart,
 		Decode: func(r *kgo.Record) (*outbox.Message, error) {
 			if group == "a" && f.unreadable.Load() {
 				return nil, errors.New("unreadable")

@@ -121,7 +121,7 @@ func (s *scene) relay(t testing.TB, cfg outbox.RelayConfig) (stop func()) {
 // consumer returns a consumer of a group of its own.
 func (s *scene) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...outbox.Handler) *outbox.Consumer {
 	t.Helper()
-	cfg.Schema, cfg.FromStart, cfg.Logger = s.schema, true, quiet
+	cfg.Schema, cfg.From, cfg.Logger = s.schema, outbox.FromStart, quiet
 	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, s.orders, s.tel.Consumer(s.orders, cfg), handlers...)
 	require.NoError(t, err)
 	return c

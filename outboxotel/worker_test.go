@@ -19,7 +19,7 @@ import (
 // worker runs a worker until the test ends or stop is called.
 func (s *scene) worker(t testing.TB, cfg outbox.WorkerConfig, handlers ...outbox.Handler) (w *outbox.Worker, stop func()) {
 	t.Helper()
-	cfg.Schema, cfg.FromStart, cfg.PollInterval, cfg.Logger = s.schema, true, 10*time.Millisecond, quiet
+	cfg.Schema, cfg.From, cfg.PollInterval, cfg.Logger = s.schema, outbox.FromStart, 10*time.Millisecond, quiet
 	w, err := outbox.NewWorker(s.db, s.events, "bus", s.tel.Worker("bus", cfg), handlers...)
 	require.NoError(t, err)
 	return w, testenv.Run(t, w.Run)

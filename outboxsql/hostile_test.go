@@ -248,7 +248,7 @@ func TestBatchWithFailingEvent(t *testing.T) {
 	var mu sync.Mutex
 	sizes := map[int]bool{}
 	cfg := outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
-	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond},
+	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart, PollInterval: 5 * time.Millisecond},
 		outboxsql.HandleBatch("BATCH", func(ctx context.Context, tx *sql.Tx, events []outbox.Received[placed]) error {
 			mu.Lock()
 			sizes[len(events)] = true
@@ -321,7 +321,7 @@ func TestLeftOpenInSharedTransaction(t *testing.T) {
 		}
 		return rows.Err()
 	}
-	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
+	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
 	require.NoError(t, err)
 	s.place(t, w.Waker(), n)
 	testenv.Run(t, w.Run)
@@ -341,7 +341,7 @@ func TestSavepointOfAnotherHandler(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			cfg := outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
-			w, err := outbox.NewWorker(s.pool, s.events, "shop "+name, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, Concurrency: 1, PollInterval: 5 * time.Millisecond},
+			w, err := outbox.NewWorker(s.pool, s.events, "shop "+name, outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart, Concurrency: 1, PollInterval: 5 * time.Millisecond},
 				outboxsql.Handle("SAVED "+name, func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 					if !strings.HasPrefix(e.Order, name) {
 						return nil

@@ -17,7 +17,7 @@ var errBusy = errors.New("busy")
 // worker returns a worker of handlers.
 func (h *schemaFixture) worker(t testing.TB, cfg outbox.WorkerConfig, handlers ...outbox.Handler) *outbox.Worker {
 	t.Helper()
-	cfg.Schema, cfg.FromStart, cfg.PollInterval = h.schema, true, 20*time.Millisecond
+	cfg.Schema, cfg.From, cfg.PollInterval = h.schema, outbox.FromStart, 20*time.Millisecond
 	w, err := outbox.NewWorker(h.db, h.events, "shop", cfg, handlers...)
 	require.NoError(t, err)
 	return w

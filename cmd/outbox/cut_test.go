@@ -44,14 +44,14 @@ func (d *cutShop) config() outbox.HandlerConfig {
 
 func (d *cutShop) worker(t *testing.T) (stop func()) {
 	t.Helper()
-	w, err := outbox.NewWorker(d.db, d.events, "stats", outbox.WorkerConfig{HandlerConfig: d.config(), FromStart: true, PollInterval: 20 * time.Millisecond}, d.handler)
+	w, err := outbox.NewWorker(d.db, d.events, "stats", outbox.WorkerConfig{HandlerConfig: d.config(), From: outbox.FromStart, PollInterval: 20 * time.Millisecond}, d.handler)
 	require.NoError(t, err)
 	return testenv.Run(t, w.Run)
 }
 
 func (d *cutShop) consumer(t *testing.T) (stop func()) {
 	t.Helper()
-	c, err := outbox.NewConsumer(d.db, testenv.KafkaOpts(d.brokers), d.events, "stats", outbox.ConsumerConfig{HandlerConfig: d.config(), FromStart: true}, d.handler)
+	c, err := outbox.NewConsumer(d.db, testenv.KafkaOpts(d.brokers), d.events, "stats", outbox.ConsumerConfig{HandlerConfig: d.config(), From: outbox.FromStart}, d.handler)
 	require.NoError(t, err)
 	stop = testenv.Run(t, c.Run)
 	require.Eventually(t, func() bool { return strings.Contains(d.ok(t, "consumers"), "stats") }, testenv.Patience, 10*time.Millisecond)

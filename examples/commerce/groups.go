@@ -40,7 +40,7 @@ func (a *app) config() outbox.ConsumerConfig {
 			Hooks:  a.hooks,
 			Logger: a.log,
 		},
-		FromStart:         true, // customers do not wait until the groups are ready
+		From:              outbox.FromStart, // customers do not wait until the groups are ready
 		HeartbeatInterval: time.Second,
 		SessionTimeout:    6 * time.Second,
 		Decode:            onlyFrom(a.source),

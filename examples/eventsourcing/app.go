@@ -83,7 +83,7 @@ type runner interface {
 func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker, err error) {
 	if withWorker {
 		w, err := outbox.NewWorker(a.db, a.events, a.group(), outbox.WorkerConfig{
-			HandlerConfig: a.handling(), FromStart: true, PollInterval: 200 * time.Millisecond, Lease: 2 * time.Second,
+			HandlerConfig: a.handling(), From: outbox.FromStart, PollInterval: 200 * time.Millisecond, Lease: 2 * time.Second,
 		}, a.projection().handlers()...)
 		if err != nil {
 			return nil, nil, err
@@ -106,7 +106,7 @@ func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker
 func (a *app) consumer() (*outbox.Consumer, error) {
 	return outbox.NewConsumer(a.db, a.kafka, a.events, a.group(), outbox.ConsumerConfig{
 		HandlerConfig:     a.handling(),
-		FromStart:         true,
+		From:              outbox.FromStart,
 		HeartbeatInterval: time.Second,
 		SessionTimeout:    6 * time.Second,
 		Decode:            a.onlyOurs,

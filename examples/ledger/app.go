@@ -157,7 +157,7 @@ func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consum
 			Breaker: outbox.BreakerConfig{Window: 1000}, // events that are early are no outage
 			Logger:  a.log,
 		},
-		FromStart:         true, // the counter does not wait until the consumers are ready
+		From:              outbox.FromStart, // the counter does not wait until the consumers are ready
 		HeartbeatInterval: time.Second,
 		SessionTimeout:    6 * time.Second,
 		Decode:            onlyFrom(a.source),

@@ -161,7 +161,7 @@ func (a *agreement) relay(name string, kafka []kgo.Opt, cfg outbox.RelayConfig) 
 // consumer runs a consumer of a group whose handler refuses some events.
 func (a *agreement) consumer(name string, cfg outbox.ConsumerConfig, handler outbox.Handler, opts ...kgo.Opt) *outbox.Consumer {
 	a.t.Helper()
-	cfg.Schema, cfg.Logger, cfg.FromStart, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = a.schema, quiet, true, far, far
+	cfg.Schema, cfg.Logger, cfg.From, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = a.schema, quiet, outbox.FromStart, far, far
 	c, err := outbox.NewConsumer(a.db, append(slices.Clone(a.kafka), opts...), a.events, a.group(name), a.tel.Consumer(a.group(name), cfg), handler)
 	require.NoError(a.t, err)
 	a.readers = append(a.readers, c)
@@ -251,7 +251,7 @@ func (a *agreement) failAll() {
 	a.eventually(func() bool { return strings.Contains(strings.Join(still.Health().Reasons, ";"), "paused by kim") }, "the group does not know that it is paused")
 	imports := a.consumer("imports", outbox.ConsumerConfig{}, outbox.HandleNoTx("IMPORTED", func(context.Context, imported, outbox.Metadata) error { return nil }),
 		kgo.MaxDecompressBatchBytes(1<<20))
-	mails, err := outbox.NewWorker(a.db, a.events, a.group("mails"), a.tel.Worker(a.group("mails"), outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond,
+	mails, err := outbox.NewWorker(a.db, a.events, a.group("mails"), a.tel.Worker(a.group("mails"), outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond,
 		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Logger: quiet, Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far}}}),
 		outbox.HandleNoTx("MAIL_SENT", func(_ context.Context, e agreed, _ outbox.Metadata) error {
 			return a.refuse(e.ID, "unmailable", "slow")

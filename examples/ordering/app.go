@@ -198,7 +198,7 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 			Logger: a.log,
 		},
 		MaxPoll:           maxPoll,
-		FromStart:         true, // the shop does not wait until the consumers are ready
+		From:              outbox.FromStart, // the shop does not wait until the consumers are ready
 		HeartbeatInterval: time.Second,
 		SessionTimeout:    6 * time.Second,
 		Decode:            a.onlyOurs,

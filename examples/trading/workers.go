@@ -61,7 +61,7 @@ func (a *app) workers() (workers []*outbox.Worker, err error) {
 	for _, g := range groups {
 		w, bad := outbox.NewWorker(a.db, a.events, g.name, outbox.WorkerConfig{
 			HandlerConfig: g.HandlerConfig,
-			FromStart:     true, // signals do not wait until the workers run
+			From:          outbox.FromStart, // signals do not wait until the workers run
 			PollInterval:  200 * time.Millisecond,
 			Lease:         a.lease,
 			Streams:       streams,
@@ -79,7 +79,7 @@ func (a *app) consumers(kafka []kgo.Opt) (consumers []*outbox.Consumer, err erro
 	for _, g := range groups {
 		c, bad := outbox.NewConsumer(a.db, kafka, a.events, g.name, outbox.ConsumerConfig{
 			HandlerConfig:   g.HandlerConfig,
-			FromStart:       true,
+			From:            outbox.FromStart,
 			MaxPollInterval: max(5*time.Minute, 2*g.HandlerTimeout), // a partition waits for its handler
 		}, g.handlers...)
 		consumers, err = append(consumers, c), errors.Join(err, bad)

@@ -27,7 +27,7 @@ type Config struct {
 	Store     *Store // nil without PostgreSQL
 	Group     string
 	Topics    []string
-	FromStart bool // outbox.ConsumerConfig.FromStart
+	FromStart bool // outbox.ConsumerConfig.From is FromStart
 	Log       *slog.Logger
 	Outages   *outage.Logs
 
