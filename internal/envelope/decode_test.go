@@ -21,7 +21,7 @@ const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 // orderCreated is an event as a relay reads it; change makes it another.
 func orderCreated(change func(*Event)) *Event {
 	e := &Event{
-		Id:            7,
+		ID:            7,
 		EventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
 		EventType:     []byte("loopers.order.created.v1"),
 		Source:        []byte("commerce-api"),
