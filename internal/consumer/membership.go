@@ -9,7 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
@@ -19,97 +18,6 @@ import (
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
-
-// CheckOpts refuses options that belong to the consumer, and those with which it
-// would not do what it promises. Which options there are, and what becomes of each, is in
-// TestConsumerOptions.
-func CheckOpts(opts []kgo.Opt) error {
-	const itsOwn = "it belongs to the consumer"
-	const topicsFollow = "topics follow from the handlers"
-	const itsField = "ConsumerConfig has a field for it"
-	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
-		o.RejectCommon()
-		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "it is the argument group of NewConsumer")
-		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
-		o.Reject(o.Client.OptValue(kgo.GroupProtocol) != "consumer", "GroupProtocol", itsOwn)
-		o.Reject(o.Lists(kgo.ConsumeTopics), "ConsumeTopics", topicsFollow)
-		o.Reject(o.Lists(kgo.ConsumePartitions), "ConsumePartitions", topicsFollow)
-		o.Reject(o.Lists(kgo.ConsumeExcludeTopics), "ConsumeExcludeTopics", topicsFollow)
-		o.Reject(o.Sets(kgo.ConsumeRegex), "ConsumeRegex", topicsFollow+", and a topic's name is also in that of its dead letters")
-		o.Reject(o.Sets(kgo.KeepControlRecords), "KeepControlRecords", "markers of transactions are no events")
-		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.From says where a new group begins")
-		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
-		o.Reject(o.Differs(kgo.FetchIsolationLevel, int8(1)), "FetchIsolationLevel", "events of aborted transactions never happened")
-		o.Reject(o.Differs(kgo.SessionTimeout, unlikelyTimeout), "SessionTimeout", itsField)
-		o.Reject(o.Differs(kgo.HeartbeatInterval, unlikelyHeartbeat), "HeartbeatInterval", itsField)
-		o.Reject(o.Differs(kgo.RebalanceTimeout, unlikelyTimeout), "RebalanceTimeout", "ConsumerConfig.MaxPollInterval says it")
-		o.Reject(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
-		o.Reject(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
-		o.Reject(o.Sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
-		o.Reject(o.Sets(kgo.OnOffsetsFetched), "OnOffsetsFetched", "its error would keep the member from its partitions")
-		o.Reject(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
-		o.Reject(o.Sets(kgo.StopProducerOnDataLossDetected), "StopProducerOnDataLossDetected", "no dead letter could be sent any more")
-	}, unlikelyOpts...)
-}
-
-// What the host sets to the value that an option has by itself cannot be told from what it
-// does not set, and it must not be overridden silently. So options are looked at behind
-// others that nobody sets.
-const (
-	unlikelyTimeout   = 40*time.Second + 1
-	unlikelyHeartbeat = time.Duration(1) // below any SessionTimeout, as kgo wants it
-)
-
-var unlikelyOffset = kgo.NewOffset().At(1<<62 - 1)
-
-var unlikelyOpts = []kgo.Opt{
-	kgo.ConsumeStartOffset(unlikelyOffset), kgo.ConsumeResetOffset(unlikelyOffset), kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-	kgo.SessionTimeout(unlikelyTimeout), kgo.HeartbeatInterval(unlikelyHeartbeat), kgo.RebalanceTimeout(unlikelyTimeout),
-}
-
-// fetchMaxWait is how long a broker may keep a fetch that finds nothing, unless the
-// host says otherwise. A partition that is resumed is in none until the one that is
-// under way returns, so its queue has to last that long.
-const fetchMaxWait = 250 * time.Millisecond
-
-// fetchMaxBytes is how many bytes a fetch from a broker brings, before decompression,
-// unless the host says otherwise.
-const fetchMaxBytes = 8 << 20
-
-// consumerOpts are the host's options with what the promises need.
-func consumerOpts(host []kgo.Opt, cfg *Rules, topics []string) ([]kgo.Opt, error) {
-	maxWrite, err := kafka.LargestWrite(host) // dead letters are as large as what was read
-	if err != nil {
-		return nil, err
-	}
-	around := func(host []kgo.Opt) []kgo.Opt { return aroundHost(host, cfg, topics, maxWrite) }
-	return around(host), kafka.ValidateOpts(host, around)
-}
-
-func aroundHost(host []kgo.Opt, cfg *Rules, topics []string, maxWrite int32) []kgo.Opt {
-	return append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait), kgo.FetchMaxBytes(fetchMaxBytes)}, kafka.Bounded(host)...),
-		kgo.ConsumerGroup(cfg.Group),
-		kgo.ConsumeTopics(topics...),
-		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()), // starts decides
-		// If the committed offset no longer exists, what there is must not be skipped.
-		kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute)),
-		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-		// They tell an end of a transaction from a record that Kafka has removed.
-		kgo.KeepControlRecords(),
-		kgo.SessionTimeout(cfg.SessionTimeout),
-		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
-		kgo.RebalanceTimeout(cfg.MaxPollInterval),
-		kgo.DisableAutoCommit(),
-		// No partition may be revoked between a poll and the queues.
-		kgo.BlockRebalanceOnPoll(),
-		// For dead letters, see kafka.ProducerOpts.
-		kgo.RequiredAcks(kgo.AllISRAcks()),
-		kgo.RecordDeliveryTimeout(deadLetterDelivery),
-		kgo.AllowIdempotentProduceCancellation(),
-		kgo.ProducerBatchMaxBytes(maxWrite),
-		kgo.ProducerLinger(0),
-	)
-}
 
 // membership is one Run of a consumer in its group: a Kafka client, and a worker for
 // each partition that the group has assigned to it.
@@ -194,105 +102,6 @@ func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
 	return m.client.ProduceSync(ctx, record).FirstErr()
 }
 
-// pollRecords is how many records a poll takes from what was fetched. How many of a
-// partition are handled together is up to its worker.
-const pollRecords = 1_000
-
-// startPolling polls in the background, and returns a channel that is closed when that
-// has ended.
-func (m *membership) startPolling(ctx context.Context) (ended <-chan struct{}) {
-	polling := make(chan struct{})
-	go func() {
-		defer close(polling)
-		m.poll(ctx)
-	}()
-	return polling
-}
-
-// poll fills the queues until ctx is cancelled.
-func (m *membership) poll(ctx context.Context) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer context.AfterFunc(m.starts.Outdated(), cancel)()
-	var beside sync.WaitGroup
-	defer beside.Wait()
-	defer cancel()
-	beside.Go(func() { m.keepCommitting(ctx) })
-	beside.Go(func() { m.starts.Run(ctx, m.client) })
-	beside.Go(func() { m.checkDeadLetterTopics(ctx) })
-	beside.Go(func() { m.watchHandlers(ctx) })
-	beside.Go(func() { m.watchLag(ctx) })
-	beside.Go(func() { m.watchWaiting(ctx) })
-	beside.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.Routes.Topics, m.pauseTopics) })
-	for ctx.Err() == nil {
-		began := time.Now()
-		fetches := m.client.PollRecords(ctx, pollRecords)
-		fetches.EachError(func(topic string, number int32, err error) {
-			m.fetchFailed(ctx, began, kafka.Partition{Topic: topic, Number: number}, err)
-		})
-		fetches.EachPartition(m.distribute)
-		if m.pieces.Grew() {
-			m.limitFetches(m.client)
-		}
-		if m.limits.budget.IsOver() {
-			for _, w := range m.all() {
-				w.recheckQueue()
-			}
-		}
-		if fetches.NumRecords() < pollRecords {
-			m.bound.Reset()
-		}
-		m.client.AllowRebalance()
-	}
-}
-
-// distribute puts what a poll brought for a partition into its queue.
-func (m *membership) distribute(p kgo.FetchTopicPartition) {
-	if len(p.Records) == 0 {
-		return
-	}
-	at := kafka.Partition{Topic: p.Topic, Number: p.Partition}
-	w := m.workerOf(at)
-	if w == nil { // fetched for an assignment that is over
-		return
-	}
-	if m.outages.Failing() {
-		m.outages.Report(outageFetching, time.Now(), nil)
-	}
-	m.starts.Works(at)
-	if from, lost := w.fetched(p.FetchPartition); lost > 0 {
-		m.starts.Passed(at, from, lost)
-	}
-	w.add(p.Records)
-}
-
-// fetchFailed logs the failure of a fetch. The client goes on trying in any case.
-func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.Partition, err error) {
-	var loss *kgo.ErrDataLoss
-	var large *kgo.ErrDecompressTooLarge
-	switch {
-	case ctx.Err() != nil:
-	case errors.As(err, &loss):
-		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.Name(), "error", err)
-	case errors.Is(err, kafka.ErrFetchFull):
-	case errors.As(err, &large):
-		m.block(at, large)
-	case kafka.IsReplaced(err):
-		m.starts.Stall(at)
-	default:
-		m.outages.Report(outageFetching, began, err)
-	}
-}
-
-// block notes that the client does not fetch a partition any more, because of a batch.
-func (m *membership) block(at kafka.Partition, large *kgo.ErrDecompressTooLarge) {
-	if w := m.workerOf(at); w != nil {
-		w.block(large)
-	}
-	m.log.Error("outbox: a batch of records is larger than this consumer decompresses, and its partition waits; raise kgo.MaxDecompressBatchBytes in the Kafka options and start again, "+
-		"or set the offset of the group to next_offset to pass over the batch", "topic", large.Topic, "partition", large.Partition, "offset", large.Offset, "next_offset", large.NextOffset,
-		"bytes", m.client.OptValue(kgo.MaxDecompressBatchBytes))
-}
-
 // What [starts.Member] needs of its group.
 
 // commitStarts commits the offsets with which reading begins, unless the partitions were
@@ -369,22 +178,6 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	m.limitFetches(client)
 }
 
-// limitFetches has each partition fetched in pieces of at most its share of MaxQueueBytes,
-// or of the largest batch.
-func (m *membership) limitFetches(client *kgo.Client) {
-	m.once.Do(func() { m.fetchPartitionBytes, _ = client.OptValue(kgo.FetchMaxPartitionBytes).(int32) })
-	all, _ := client.OptValue(kgo.FetchMaxBytes).(int32)
-	client.UpdateFetchMaxBytes(all, int32(min(int(m.fetchPartitionBytes), m.pieces.Size(m.limits.budget.Share()))))
-}
-
-// batchHook is called by the Kafka client with the compressed size of each batch that it
-// has fetched.
-type batchHook func(bytes int)
-
-func (f batchHook) OnFetchBatchRead(_ kgo.BrokerMetadata, _ string, _ int32, read kgo.FetchBatchMetrics) {
-	f(read.CompressedBytes)
-}
-
 // revoked gives partitions up: what is in flight is finished and committed. Kafka
 // waits for it, and the client sends heartbeats meanwhile.
 func (m *membership) revoked(_ context.Context, client *kgo.Client, topics map[string][]int32) {
@@ -431,85 +224,4 @@ func (m *membership) all() (workers []*partitionWorker) {
 		workers = append(workers, w)
 	}
 	return workers
-}
-
-const (
-	// commitPause keeps busy partitions from committing all the time. After a crash
-	// that much arrives again, and what is noted in event_handled is skipped.
-	commitPause   = 100 * time.Millisecond
-	commitTimeout = 5 * time.Second
-	// commitRetry is after which time offsets of a topic that Kafka has refused are tried
-	// again, unless there is something else to commit before.
-	commitRetry = 10 * time.Second
-)
-
-// keepCommitting commits what is handled until ctx is cancelled. A commit that failed
-// is tried again.
-func (m *membership) keepCommitting(ctx context.Context) {
-	for ctx.Err() == nil {
-		wait.Await(ctx, ctx, m.commitRequests, commitRetry)
-		if ctx.Err() != nil {
-			return
-		}
-		if m.commitAll(context.Background()) != nil {
-			m.requestCommit()
-		}
-		wait.Sleep(ctx, commitPause)
-	}
-}
-
-// commitAll commits for the partitions that are not being revoked.
-func (m *membership) commitAll(ctx context.Context) error {
-	m.committing.Lock()
-	defer m.committing.Unlock()
-	return m.commit(ctx, m.all())
-}
-
-// uncommitted returns how far workers have come, where Kafka does not know yet.
-func uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*partitionWorker]kgo.EpochOffset) {
-	offsets, covered = map[string]map[int32]kgo.EpochOffset{}, map[*partitionWorker]kgo.EpochOffset{}
-	for _, w := range workers {
-		if next, ok := w.uncommitted(); ok {
-			put(offsets, w.partition.Topic, w.partition.Number, next)
-			covered[w] = next
-		}
-	}
-	return offsets, covered
-}
-
-// commit commits how far workers have come. The caller holds committing.
-func (m *membership) commit(ctx context.Context, workers []*partitionWorker) error {
-	offsets, covered := uncommitted(workers)
-	if len(offsets) == 0 {
-		return nil
-	}
-	began := time.Now()
-	rejected, err := m.commitOffsets(ctx, offsets)
-	if err != nil {
-		if !isRebalance(err) {
-			m.outages.Report(outageCommitting, began, err)
-		}
-		return err
-	}
-	m.outages.Report(outageCommitting, began, nil)
-	m.noteCommitted(began, covered, rejected)
-	return nil
-}
-
-// noteCommitted notes what Kafka knows. What it has refused is committed with what follows.
-func (m *membership) noteCommitted(began time.Time, covered map[*partitionWorker]kgo.EpochOffset, rejected rejectedTopics) {
-	m.reportRejected(began, covered, rejected)
-	for w, next := range covered {
-		if rejected[w.partition.Topic] == nil {
-			w.committed(next)
-			m.starts.Committed(w.partition, next.Offset)
-		}
-	}
-}
-
-// isRebalance reports whether a commit failed because the group is rebalancing. The
-// partitions that stay are committed afterwards.
-func isRebalance(err error) bool {
-	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID) ||
-		errors.Is(err, errExpelled)
 }

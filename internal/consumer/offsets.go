@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // rejectedTopics are topics whose offsets Kafka has not taken, although it has taken those of
@@ -120,4 +121,85 @@ func (m *membership) lags(ctx context.Context) ([]partitionLag, error) {
 		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Partition, b.Partition))
 	})
 	return lags, nil
+}
+
+const (
+	// commitPause keeps busy partitions from committing all the time. After a crash
+	// that much arrives again, and what is noted in event_handled is skipped.
+	commitPause   = 100 * time.Millisecond
+	commitTimeout = 5 * time.Second
+	// commitRetry is after which time offsets of a topic that Kafka has refused are tried
+	// again, unless there is something else to commit before.
+	commitRetry = 10 * time.Second
+)
+
+// keepCommitting commits what is handled until ctx is cancelled. A commit that failed
+// is tried again.
+func (m *membership) keepCommitting(ctx context.Context) {
+	for ctx.Err() == nil {
+		wait.Await(ctx, ctx, m.commitRequests, commitRetry)
+		if ctx.Err() != nil {
+			return
+		}
+		if m.commitAll(context.Background()) != nil {
+			m.requestCommit()
+		}
+		wait.Sleep(ctx, commitPause)
+	}
+}
+
+// commitAll commits for the partitions that are not being revoked.
+func (m *membership) commitAll(ctx context.Context) error {
+	m.committing.Lock()
+	defer m.committing.Unlock()
+	return m.commit(ctx, m.all())
+}
+
+// uncommitted returns how far workers have come, where Kafka does not know yet.
+func uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*partitionWorker]kgo.EpochOffset) {
+	offsets, covered = map[string]map[int32]kgo.EpochOffset{}, map[*partitionWorker]kgo.EpochOffset{}
+	for _, w := range workers {
+		if next, ok := w.uncommitted(); ok {
+			put(offsets, w.partition.Topic, w.partition.Number, next)
+			covered[w] = next
+		}
+	}
+	return offsets, covered
+}
+
+// commit commits how far workers have come. The caller holds committing.
+func (m *membership) commit(ctx context.Context, workers []*partitionWorker) error {
+	offsets, covered := uncommitted(workers)
+	if len(offsets) == 0 {
+		return nil
+	}
+	began := time.Now()
+	rejected, err := m.commitOffsets(ctx, offsets)
+	if err != nil {
+		if !isRebalance(err) {
+			m.outages.Report(outageCommitting, began, err)
+		}
+		return err
+	}
+	m.outages.Report(outageCommitting, began, nil)
+	m.noteCommitted(began, covered, rejected)
+	return nil
+}
+
+// noteCommitted notes what Kafka knows. What it has refused is committed with what follows.
+func (m *membership) noteCommitted(began time.Time, covered map[*partitionWorker]kgo.EpochOffset, rejected rejectedTopics) {
+	m.reportRejected(began, covered, rejected)
+	for w, next := range covered {
+		if rejected[w.partition.Topic] == nil {
+			w.committed(next)
+			m.starts.Committed(w.partition, next.Offset)
+		}
+	}
+}
+
+// isRebalance reports whether a commit failed because the group is rebalancing. The
+// partitions that stay are committed afterwards.
+func isRebalance(err error) bool {
+	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID) ||
+		errors.Is(err, errExpelled)
 }

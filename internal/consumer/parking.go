@@ -4,8 +4,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
-	"math"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -13,10 +11,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 
-	"github.com/google/uuid"
-
-	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/short"
 )
@@ -126,83 +120,6 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 	return err
 }
 
-// awaitBreakers returns those of the first items that may be tried now, when there are some: all up to one with an action most of whose
-// events fail, or this one alone, with the actions that are tried. It returns none if the worker is to end.
-func (w *partitionWorker) awaitBreakers(items []recordItem) (some []recordItem, trials []string) {
-	for w.stopping.Err() == nil {
-		n := 0
-		for n < len(items) && len(w.failingActions(&items[n])) == 0 {
-			n++
-		}
-		if n > 0 {
-			return items[:n], nil
-		}
-		actions := w.failingActions(&items[0])
-		if w.tryOne(actions) {
-			return items[:1], actions
-		}
-		w.pauseForBreakers(actions)
-	}
-	return nil, nil
-}
-
-// awaitBreaker waits until a task may be tried by itself, and reports whether that was before the worker is to end. What
-// came with it in a batch may have opened the breaker.
-func (w *partitionWorker) awaitBreaker(t handling.Task) bool {
-	if n := slices.Index(w.trials, t.Action); n >= 0 {
-		w.trials = slices.Delete(w.trials, n, n+1) // for the first attempt
-		return true
-	}
-	for w.stopping.Err() == nil {
-		if w.breakers.IsClosed(t.Action) || w.breakers.TryOne(t.Action) {
-			return true
-		}
-		w.pauseForBreakers([]string{t.Action})
-	}
-	return false
-}
-
-// pauseForBreakers waits a while for the breakers of actions.
-func (w *partitionWorker) pauseForBreakers(actions []string) {
-	const often = time.Second
-	longest := 50 * time.Millisecond // for a trial that is under way elsewhere
-	for _, action := range actions {
-		longest = max(longest, w.breakers.Wait(action))
-	}
-	w.pause(min(longest, often))
-}
-
-// failingActions returns the actions on an item that are not handled as usual.
-func (w *partitionWorker) failingActions(it *recordItem) (actions []string) {
-	for _, t := range it.Tasks {
-		if !it.isBlocked(t) && !w.breakers.IsClosed(t.Action) && !slices.Contains(actions, t.Action) {
-			actions = append(actions, t.Action)
-		}
-	}
-	return actions
-}
-
-// tryOne asks for the permission to try all of these actions on an item.
-func (w *partitionWorker) tryOne(actions []string) bool {
-	for i, action := range actions {
-		if !w.breakers.TryOne(action) {
-			for _, permitted := range actions[:i] {
-				w.breakers.Forget(permitted)
-			}
-			return false
-		}
-	}
-	return true
-}
-
-// forgetTrials gives back the trials that have said nothing.
-func (w *partitionWorker) forgetTrials(actions []string) {
-	for _, action := range actions {
-		w.breakers.Forget(action)
-	}
-	w.trials = nil
-}
-
 // lookAgain looks at the end of a transaction whether its tasks were blocked meanwhile. From then on until it has
 // ended, nobody blocks them.
 func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
@@ -267,22 +184,6 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 		}
 	}
 	return nil
-}
-
-// PlaceOf returns the digest of an event that goes by where its record was first.
-func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
-	place := deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
-	for _, h := range it.record.Headers {
-		if h.Key == deadletter.ReplayOf {
-			place = string(h.Value)
-		}
-	}
-	return digestOf(string(it.Meta.Origin.TopicID[:]), place)
-}
-
-// noTask is the task of a record that no handler gets.
-func noTask(it *recordItem) handling.Task {
-	return handling.Task{Handler: &handling.Handler{Kind: handling.NoTx}, Arrival: handling.Arrival{Meta: it.Meta}}
 }
 
 // noteBlocked notes which tasks of items an error says are blocked, and reports whether it says that.
@@ -416,68 +317,4 @@ func (w *partitionWorker) awaitDead(t handling.Task) error {
 		}
 		w.pause(often)
 	}
-}
-
-// owed returns the row of a task, without an attempt.
-func (w *partitionWorker) owed(it *recordItem, t handling.Task) delivery.Received {
-	m := &it.Meta
-	row := delivery.Received{
-		Subject: w.parking.subjectOf(t), Stream: it.record.Topic, Partition: it.record.Partition, Offset: it.record.Offset,
-		Type: storable(m.Type, envelope.MaxEventType), Source: storable(m.Source, envelope.MaxSource), AggregateID: storable(m.Subject, envelope.MaxAggregateID),
-		ContentType: storable(m.ContentType, envelope.MaxContentType), PartitionKey: storable(string(it.record.Key), envelope.MaxPartitionKey),
-		Payload: it.record.Value, Record: parkedRecordOf(it.record, m.Origin.TopicID), OccurredAt: storableTime(m.Time, it.record.Timestamp), RecordedAt: storableTime(it.record.Timestamp, time.Unix(0, 0)),
-		MaxAttempts: delivery.Attempts(t.Retry.Over(w.cfg.Retry).MaxRetries),
-	}
-	id := m.ID
-	if t.Action == "" && id == "" { // it could not be read: it goes by its place
-		id = deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
-		row.Digest = w.placeOf(it)
-	}
-	if known, err := uuid.Parse(id); err == nil && known.String() == id {
-		row.EventID = known
-	} else {
-		row.EventID, row.RecordID = row.Digest, short.Storable(id, short.MaxText)
-	}
-	if t.Kind != handling.NoTx {
-		row.Note = noteOf(t)
-	}
-	return row
-}
-
-// noteOf returns what event_handled has of a task that is done. Of one whose key the host cannot say, it has nothing.
-func noteOf(t handling.Task) (note delivery.Note) {
-	_ = handling.Guard(func() error { // an error is one of the task, and was reported when it was tried
-		k, err := handling.KeyOf(&t)
-		if err == nil {
-			note = delivery.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
-			if k.Source != "" {
-				note.WithSource = k.WithSource().AggregateID
-			}
-		}
-		return err
-	})
-	return note
-}
-
-// storable returns a text as a column of so many characters takes it.
-func storable(text string, characters int) string {
-	text = short.Storable(text, math.MaxInt)
-	if check.Text(text, characters) == nil {
-		return text
-	}
-	if runes := []rune(text); len(runes) > characters {
-		return string(runes[:characters])
-	}
-	return text
-}
-
-// storableTime returns a time, or another one if PostgreSQL could not hold it.
-func storableTime(t, otherwise time.Time) time.Time {
-	if t.IsZero() || t.Year() < 1 || t.Year() > 9999 {
-		if otherwise.Year() < 1 || otherwise.Year() > 9999 {
-			return time.Unix(0, 0)
-		}
-		return otherwise
-	}
-	return t
 }

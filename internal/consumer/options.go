@@ -1,0 +1,100 @@
+package consumer
+
+import (
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
+// CheckOpts refuses options that belong to the consumer, and those with which it
+// would not do what it promises. Which options there are, and what becomes of each, is in
+// TestConsumerOptions.
+func CheckOpts(opts []kgo.Opt) error {
+	const itsOwn = "it belongs to the consumer"
+	const topicsFollow = "topics follow from the handlers"
+	const itsField = "ConsumerConfig has a field for it"
+	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
+		o.RejectCommon()
+		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
+		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
+		o.Reject(o.Client.OptValue(kgo.GroupProtocol) != "consumer", "GroupProtocol", itsOwn)
+		o.Reject(o.Lists(kgo.ConsumeTopics), "ConsumeTopics", topicsFollow)
+		o.Reject(o.Lists(kgo.ConsumePartitions), "ConsumePartitions", topicsFollow)
+		o.Reject(o.Lists(kgo.ConsumeExcludeTopics), "ConsumeExcludeTopics", topicsFollow)
+		o.Reject(o.Sets(kgo.ConsumeRegex), "ConsumeRegex", topicsFollow+", and a topic's name is also in that of its dead letters")
+		o.Reject(o.Sets(kgo.KeepControlRecords), "KeepControlRecords", "markers of transactions are no events")
+		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.FromStart says where a new group begins")
+		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
+		o.Reject(o.Differs(kgo.FetchIsolationLevel, int8(1)), "FetchIsolationLevel", "events of aborted transactions never happened")
+		o.Reject(o.Differs(kgo.SessionTimeout, unlikelyTimeout), "SessionTimeout", itsField)
+		o.Reject(o.Differs(kgo.HeartbeatInterval, unlikelyHeartbeat), "HeartbeatInterval", itsField)
+		o.Reject(o.Differs(kgo.RebalanceTimeout, unlikelyTimeout), "RebalanceTimeout", "ConsumerConfig.MaxPollInterval says it")
+		o.Reject(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
+		o.Reject(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
+		o.Reject(o.Sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
+		o.Reject(o.Sets(kgo.OnOffsetsFetched), "OnOffsetsFetched", "its error would keep the member from its partitions")
+		o.Reject(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
+		o.Reject(o.Sets(kgo.StopProducerOnDataLossDetected), "StopProducerOnDataLossDetected", "no dead letter could be sent any more")
+	}, unlikelyOpts...)
+}
+
+// What the host sets to the value that an option has by itself cannot be told from what it
+// does not set, and it must not be overridden silently. So options are looked at behind
+// others that nobody sets.
+const (
+	unlikelyTimeout   = 40*time.Second + 1
+	unlikelyHeartbeat = time.Duration(1) // below any SessionTimeout, as kgo wants it
+)
+
+var unlikelyOffset = kgo.NewOffset().At(1<<62 - 1)
+
+var unlikelyOpts = []kgo.Opt{
+	kgo.ConsumeStartOffset(unlikelyOffset), kgo.ConsumeResetOffset(unlikelyOffset), kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+	kgo.SessionTimeout(unlikelyTimeout), kgo.HeartbeatInterval(unlikelyHeartbeat), kgo.RebalanceTimeout(unlikelyTimeout),
+}
+
+// fetchMaxWait is how long a broker may keep a fetch that finds nothing, unless the
+// host says otherwise. A partition that is resumed is in none until the one that is
+// under way returns, so its queue has to last that long.
+const fetchMaxWait = 250 * time.Millisecond
+
+// fetchMaxBytes is how many bytes a fetch from a broker brings, before decompression,
+// unless the host says otherwise.
+const fetchMaxBytes = 8 << 20
+
+// consumerOpts are the host's options with what the promises need.
+func consumerOpts(host []kgo.Opt, cfg *Rules, topics []string) ([]kgo.Opt, error) {
+	maxWrite, err := kafka.LargestWrite(host) // dead letters are as large as what was read
+	if err != nil {
+		return nil, err
+	}
+	around := func(host []kgo.Opt) []kgo.Opt { return aroundHost(host, cfg, topics, maxWrite) }
+	return around(host), kafka.ValidateOpts(host, around)
+}
+
+func aroundHost(host []kgo.Opt, cfg *Rules, topics []string, maxWrite int32) []kgo.Opt {
+	return append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait), kgo.FetchMaxBytes(fetchMaxBytes)}, kafka.Bounded(host)...),
+		kgo.ConsumerGroup(cfg.Group),
+		kgo.ConsumeTopics(topics...),
+		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()), // starts decides
+		// If the committed offset no longer exists, what there is must not be skipped.
+		kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute)),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+		// They tell an end of a transaction from a record that Kafka has removed.
+		kgo.KeepControlRecords(),
+		kgo.SessionTimeout(cfg.SessionTimeout),
+		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
+		kgo.RebalanceTimeout(cfg.MaxPollInterval),
+		kgo.DisableAutoCommit(),
+		// No partition may be revoked between a poll and the queues.
+		kgo.BlockRebalanceOnPoll(),
+		// For dead letters, see kafka.ProducerOpts.
+		kgo.RequiredAcks(kgo.AllISRAcks()),
+		kgo.RecordDeliveryTimeout(deadLetterDelivery),
+		kgo.AllowIdempotentProduceCancellation(),
+		kgo.ProducerBatchMaxBytes(maxWrite),
+		kgo.ProducerLinger(0),
+	)
+}

@@ -1,0 +1,73 @@
+package consumer
+
+import (
+	"context"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/starts"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// watchHandlers reports handlers that run for long, until ctx is cancelled.
+func (m *membership) watchHandlers(ctx context.Context) {
+	const often = time.Second
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, min(often, m.cfg.SlowHandler/2))
+		for _, w := range m.all() {
+			w.slow.Report(&w.activity, w.cfg.SlowHandler, w.log, "partition", w.partition.Name())
+		}
+	}
+}
+
+// waitingPatience is how long a member may be without partitions until it is logged. Kafka lets
+// the first members of a group wait for others for three seconds, and a member that joins others
+// gets partitions with the rebalance after.
+const waitingPatience = 5 * time.Second
+
+// watchWaiting logs once what a member without partitions waits for, and again if that changes,
+// until ctx is cancelled.
+func (m *membership) watchWaiting(ctx context.Context) {
+	const often = waitingPatience / 10
+	for waits, before := 0, ""; ctx.Err() == nil; waits++ {
+		wait.Sleep(ctx, often)
+		what, atMost := m.waitsFor()
+		if what != before {
+			waits, before = 0, what
+		}
+		if what != "" && waits == int(waitingPatience/often) && ctx.Err() == nil {
+			m.log.Info("outbox: "+what, "at_most", atMost)
+		}
+	}
+}
+
+// waitsFor returns what a member without partitions waits for, and how long at most; of one that has
+// partitions, nothing.
+func (m *membership) waitsFor() (what string, atMost time.Duration) {
+	switch {
+	case len(m.all()) > 0:
+		return "", 0
+	case !m.starts.SawTopics():
+		return "waiting for Kafka to answer and to have one of the topics; a new one is found within at_most", starts.WatchInterval
+	case !m.isMember():
+		return "waiting for the group to assign partitions; a member that is gone has to be expelled, and others have to give up theirs", m.cfg.MaxPollInterval
+	}
+	return "standing by, the group has no partition for this member; if another member is gone, its partitions are assigned within at_most",
+		m.cfg.SessionTimeout + m.cfg.HeartbeatInterval
+}
+
+// watchLag notes how the lag develops, until ctx is cancelled.
+func (m *membership) watchLag(ctx context.Context) {
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, handling.SampleInterval)
+		lags, err := m.lags(ctx)
+		if err != nil {
+			continue // fetching fails too
+		}
+		total := int64(0)
+		for _, l := range lags {
+			total += l.records()
+		}
+		m.lag.Add(total)
+	}
+}
