@@ -12,7 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
-// handle handles records, unless the worker is to end before.
+// handle handles records in batches, until all are done or the worker is stopped.
 func (w *partitionWorker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
 	for len(items) > 0 && w.stopping.Err() == nil {
@@ -27,7 +27,8 @@ func (w *partitionWorker) handle(records []*kgo.Record) {
 		}
 		began := time.Now()
 		n, committed, failed := w.tryBatch(batch)
-		// All of them, and at once: soon their keys may be free, and what is behind them would be handled before they are.
+		// Park all blocked tasks before anything else: their keys may become free at any moment, and later events
+		// of these keys would then be handled first.
 		if w.parkBlocked(batch) != nil {
 			return
 		}
@@ -45,8 +46,9 @@ func (w *partitionWorker) handle(records []*kgo.Record) {
 	}
 }
 
-// resizeBatch adapts how many records are tried together to how many are done in
-// TransactionTime. The notes of the others would be made and taken back again and again.
+// resizeBatch adapts the size of batches to the number of records that are handled within
+// TransactionTime. In a larger batch the notes of the other records would be inserted and deleted in
+// vain.
 func (w *partitionWorker) resizeBatch(done, tried int, took time.Duration) {
 	switch {
 	case done < tried:
@@ -56,8 +58,8 @@ func (w *partitionWorker) resizeBatch(done, tried int, took time.Duration) {
 	}
 }
 
-// readAll decodes records, or none if the worker is to end. Codecs may do I/O, so each
-// record has as long as a handler.
+// readAll decodes records. It returns nil if the worker is stopped meanwhile. Codecs may do I/O, so
+// each record may take HandlerTimeout.
 func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
 	items, origins := make([]recordItem, len(records)), make([]envelope.Origin, len(records))
 	id := w.group.topicID(w.partition.Topic)
@@ -73,10 +75,10 @@ func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
 	return items
 }
 
-// readFrom decodes records from first on until the time for one of them is up, which
-// mostly is enough for all. It returns the index of the record to go on with.
+// readFrom decodes records from first on until HandlerTimeout has passed, which mostly suffices for
+// all of them. It returns the index of the next record.
 //
-// Decoders are the host's, and may end their goroutine.
+// Decoders are functions of the host: they may panic or end their goroutine.
 func (w *partitionWorker) readFrom(first int, items []recordItem, origins []envelope.Origin) (next int) {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
@@ -93,7 +95,7 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []enve
 			}
 			if it.Err == nil || next == first {
 				next++
-			} // else once more: the records before may have used up the time
+			} // otherwise read the record again: earlier records may have used up the time
 			return nil
 		}
 		return nil
@@ -107,19 +109,21 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []enve
 	return next
 }
 
-// tryBatch runs the tasks with a transaction, in one for all. It returns how many items
-// are done but for their other tasks; or how many need a transaction of their own for each task, and false, with the error
-// of the one that has failed, if that is certain. If a handler fails, it runs those in front of its event again.
+// tryBatch runs those tasks of items that need a transaction, all in one.
 //
-// What is done is committed before the rest when the worker is to end, when the topic is
-// paused, after TransactionTime, and after half of MaxPollInterval, so that a batch of slow
-// handlers does not run out of it.
+// If the transaction commits, it returns true and the number of items whose tasks are in it. The
+// transaction ends early, with fewer items, when the worker is stopped, when the topic is paused,
+// after TransactionTime, and after half of MaxPollInterval.
+//
+// If a handler fails, tryBatch tries the items before its event again, without that event. If the
+// first item fails, it returns false: each task of the n items needs a transaction of its own. The
+// error is that of the task that has failed, if it is known which one has.
 func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, failed *handling.TaskError) {
-	const conflictsOfBatch = 3 // small transactions block each other less
+	const conflictsOfBatch = 3 // then items are handled one by one: small transactions conflict less
 	for conflicts := 0; ; {
 		tasks := tasksInTx(items)
 		switch {
-		case len(tasks) == 0: // which says nothing about PostgreSQL
+		case len(tasks) == 0: // no statement ran, so no outage of PostgreSQL has ended
 			return len(items), true, nil
 		case !w.processor.Sharing(tasks), !w.mayCall(true):
 			return len(items), false, nil
@@ -160,7 +164,7 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 	}
 }
 
-// itemsBefore returns how many items come before the one that is next, all if none is.
+// itemsBefore returns how many items come before the event next. It returns all for nil.
 func itemsBefore(items []recordItem, next *envelope.Origin) int {
 	if next == nil {
 		return len(items)

@@ -7,8 +7,10 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
-// awaitBreakers returns those of the first items that may be tried now, when there are some: all up to one with an action most of whose
-// events fail, or this one alone, with the actions that are tried. It returns none if the worker is to end.
+// awaitBreakers waits until the first item may be tried. It returns the leading items whose
+// breakers are closed. If a breaker of the first item is not closed, it returns that item alone, once
+// its breakers permit a trial, with the actions on trial. It returns no items if the worker is
+// stopped.
 func (w *partitionWorker) awaitBreakers(items []recordItem) (some []recordItem, trials []string) {
 	for w.stopping.Err() == nil {
 		n := 0
@@ -27,8 +29,8 @@ func (w *partitionWorker) awaitBreakers(items []recordItem) (some []recordItem, 
 	return nil, nil
 }
 
-// awaitBreaker waits until a task may be tried by itself, and reports whether that was before the worker is to end. What
-// came with it in a batch may have opened the breaker.
+// awaitBreaker waits until the breaker of a task permits a try. It returns false if the worker is
+// stopped first. Other tasks of the batch may have opened the breaker since awaitBreakers.
 func (w *partitionWorker) awaitBreaker(t handling.Task) bool {
 	if n := slices.Index(w.trials, t.Action); n >= 0 {
 		w.trials = slices.Delete(w.trials, n, n+1) // for the first attempt
@@ -43,17 +45,17 @@ func (w *partitionWorker) awaitBreaker(t handling.Task) bool {
 	return false
 }
 
-// pauseForBreakers waits a while for the breakers of actions.
+// pauseForBreakers waits until the breakers of actions may permit a trial, at most a second.
 func (w *partitionWorker) pauseForBreakers(actions []string) {
 	const often = time.Second
-	longest := 50 * time.Millisecond // for a trial that is under way elsewhere
+	longest := 50 * time.Millisecond // a trial may be under way in another worker
 	for _, action := range actions {
 		longest = max(longest, w.breakers.Wait(action))
 	}
 	w.pause(min(longest, often))
 }
 
-// failingActions returns the actions on an item that are not handled as usual.
+// failingActions returns the actions on an item whose breakers are not closed.
 func (w *partitionWorker) failingActions(it *recordItem) (actions []string) {
 	for _, t := range it.Tasks {
 		if !it.isBlocked(t) && !w.breakers.IsClosed(t.Action) && !slices.Contains(actions, t.Action) {
@@ -63,7 +65,7 @@ func (w *partitionWorker) failingActions(it *recordItem) (actions []string) {
 	return actions
 }
 
-// tryOne asks for the permission to try all of these actions on an item.
+// tryOne asks the breakers of all actions for a trial. It takes all trials or none.
 func (w *partitionWorker) tryOne(actions []string) bool {
 	for i, action := range actions {
 		if !w.breakers.TryOne(action) {
@@ -76,7 +78,7 @@ func (w *partitionWorker) tryOne(actions []string) bool {
 	return true
 }
 
-// forgetTrials gives back the trials that have said nothing.
+// forgetTrials returns the trials that were not used to the breakers.
 func (w *partitionWorker) forgetTrials(actions []string) {
 	for _, action := range actions {
 		w.breakers.Forget(action)

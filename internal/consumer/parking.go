@@ -15,38 +15,41 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// A consumer with a database does not wait for an event that its handler could not handle: it parks
-// the event, which becomes a row of event_delivery, and so do the events behind it of the same key, for this
-// action. Everything else goes on, offsets too. See internal/deliveries for why an event must
-// be looked for twice, before it is handled and at the end of its transaction.
-
-// consumerParking is where the workers of a consumer park events.
+// consumerParking parks events for the workers of a consumer.
+//
+// A consumer with a database does not wait for an event whose handler has failed. It parks the
+// event: the event becomes a row of event_delivery. Later events of the same key are parked behind
+// it, for this action only. All other events are handled, and offsets are committed.
+//
+// Before an event is handled, its key must not be blocked by a parked event. Workers check this at
+// the end of the transaction, which also sees keys that were blocked meanwhile. For a minute after a
+// blocked key was found they check before they call handlers, too, so that handlers do not run in
+// vain. Package internal/delivery says why the check at the end is needed.
 type consumerParking struct {
 	store    *delivery.Store
 	breakers *handling.ActionBreakers
 	session  delivery.SessionSettings
 	group    string
 	dueAt    func(time.Time)
-	seen     atomic.Int64 // when something was found to be blocked last, in Unix nanoseconds; 0 for never
+	seen     atomic.Int64 // when a blocked key was found last, in Unix nanoseconds; 0 for never
 }
 
-// wariness is how long a consumer looks for blocked keys before it calls handlers, after it has found one. Otherwise it
-// looks behind them only, in their transaction.
-const wariness = time.Minute
+// recheckFor is how long keys are checked before handlers are called, after a blocked key was found.
+const recheckFor = time.Minute
 
-func (p *consumerParking) isWary() bool {
+func (p *consumerParking) mustRecheck() bool {
 	seen := p.seen.Load()
-	return seen != 0 && time.Since(time.Unix(0, seen)) < wariness
+	return seen != 0 && time.Since(time.Unix(0, seen)) < recheckFor
 }
 
-func (p *consumerParking) noteSeen() { p.seen.Store(time.Now().UnixNano()) }
+func (p *consumerParking) noteBlockedKey() { p.seen.Store(time.Now().UnixNano()) }
 
-// subjectOf returns what the table knows a task by.
+// subjectOf returns the subject of a task, by which event_delivery identifies it.
 func (p *consumerParking) subjectOf(t handling.Task) delivery.Subject {
 	return delivery.Subject{Action: t.Action, Key: p.keyOf(t.Action, &t.Meta), Digest: digestOf(handling.SourceKeyOf(&t.Meta), t.Meta.ID)}
 }
 
-// KeyOf returns the key of an event for an action. Events without a key have no order.
+// keyOf returns the key of an event for an action. Events without a key have no order.
 func (p *consumerParking) keyOf(action string, m *envelope.Received) delivery.Key {
 	if len(m.Kafka.Key) == 0 {
 		return delivery.Key{}
@@ -72,7 +75,8 @@ func (p *consumerParking) subjectsOf(tasks []handling.Task) []delivery.Subject {
 	return subjects
 }
 
-// blockedError means that tasks must not be handled, because their keys are blocked. They are to be parked.
+// blockedError is the error of a transaction with tasks whose keys are blocked. These tasks are to
+// be parked.
 type blockedError struct{ tasks []handling.Task }
 
 func (*blockedError) Error() string { return "an earlier event of the key is parked" }
@@ -82,21 +86,22 @@ func isBlocked(err error) bool {
 	return is
 }
 
-// mayPark reports whether a task that has failed is parked, and not tried again in place.
+// mayPark reports whether a failed task is parked. Otherwise it is tried again in place.
 func (w *partitionWorker) mayPark(t handling.Task) bool { return w.parking != nil && !t.InPlace }
 
-// findBlocked finds the tasks of items that must not be handled here. It looks if some were blocked lately, and for handlers
-// without a transaction, because nobody can look at the end of that. The error is ErrStopped.
+// findBlocked marks the tasks of items whose keys are blocked. It checks tasks without a
+// transaction, which have no check at their end; and all tasks if a blocked key was found within
+// recheckFor. The only error is ErrStopped.
 func (w *partitionWorker) findBlocked(items []recordItem) error {
 	if w.parking == nil {
 		return nil
 	}
-	wary := w.parking.isWary()
+	recheck := w.parking.mustRecheck()
 	var tasks []handling.Task
 	var of []*recordItem
 	for i := range items {
 		for _, t := range items[i].Tasks {
-			if (wary || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
+			if (recheck || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
 				tasks, of = append(tasks, t), append(of, &items[i])
 			}
 		}
@@ -109,20 +114,20 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 		blocked, err := w.parking.store.Blocked(ctx, w.parking.subjectsOf(tasks))
 		for _, n := range blocked {
 			of[n].block(tasks[n])
-			w.parking.noteSeen()
+			w.parking.noteBlockedKey()
 			found = true
 		}
 		return err
 	})
-	if err == nil && found && !wary { // those with a transaction may have the same action, and the same key
+	if err == nil && found && !recheck { // tasks with a transaction may have the same key
 		return w.findBlocked(items)
 	}
 	return err
 }
 
-// lookAgain looks at the end of a transaction whether its tasks were blocked meanwhile. From then on until it has
-// ended, nobody blocks them.
-func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
+// recheckInTx checks at the end of a transaction whether keys of its tasks are blocked. From then on
+// until the transaction ends, no other transaction can block these keys.
+func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
 	tasks := make([]handling.Task, 0, len(results))
 	for _, r := range results {
 		if !r.Repeat {
@@ -132,7 +137,7 @@ func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results
 	if len(tasks) == 0 {
 		return nil
 	}
-	if tx.ChangedSettings() || len(results) == 1 { // functions inside PostgreSQL may have changed some, too
+	if tx.ChangedSettings() || len(results) == 1 { // functions in PostgreSQL may have changed settings unnoticed
 		if _, err := tx.Own().Exec(ctx, delivery.SQLRestoreSettings, w.parking.session.Role, w.parking.session.User); err != nil {
 			return delivery.AsUnfinished(tx, err)
 		}
@@ -144,7 +149,7 @@ func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results
 	if len(blocked) == 0 {
 		return nil
 	}
-	w.parking.noteSeen()
+	w.parking.noteBlockedKey()
 	found := &blockedError{}
 	for _, n := range blocked {
 		found.tasks = append(found.tasks, tasks[n])
@@ -152,28 +157,28 @@ func (w *partitionWorker) lookAgain(ctx context.Context, tx handling.Tx, results
 	return found
 }
 
-// requeueReplays has the events of items that are DEAD, and whose dead letters were sent back, handled again as what they are:
-// parked events. The error is ErrStopped.
+// requeueReplays makes deliveries pending again that are DEAD and whose dead letters were replayed.
+// Their tasks are handled as parked events, not here. The only error is ErrStopped.
 func (w *partitionWorker) requeueReplays(items []recordItem) error {
 	for i := range items {
 		it := &items[i]
 		if w.parking == nil || !isReplay(it.record) || len(it.Tasks) == 0 && it.Class == "" {
 			continue
 		}
-		unread := w.parking.subjectOf(noTask(it)) // of what could not be read then
+		unread := w.parking.subjectOf(noTask(it)) // of an event that could not be read then
 		byPlace := unread
 		byPlace.Digest = w.placeOf(it)
 		subjects := append(w.parking.subjectsOf(it.Tasks), unread, byPlace)
 		if err := w.write(func(ctx context.Context) error {
 			again, err := w.parking.store.Requeue(ctx, subjects)
 			for _, n := range again {
-				w.parking.noteSeen()
+				w.parking.noteBlockedKey()
 				w.parking.dueAt(time.Now())
 				if n < len(it.Tasks) {
 					it.noteParked(it.Tasks[n])
 					continue
 				}
-				for _, t := range it.Tasks { // all are handled with it
+				for _, t := range it.Tasks { // the delivery of an unread event handles all of them
 					it.noteParked(t)
 				}
 				it.Class = ""
@@ -186,7 +191,7 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 	return nil
 }
 
-// noteBlocked notes which tasks of items an error says are blocked, and reports whether it says that.
+// noteBlocked marks the tasks that a [*blockedError] names. It reports whether err is one.
 func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
 	found, is := errors.AsType[*blockedError](err)
 	if !is {
@@ -198,7 +203,7 @@ func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
 	return true
 }
 
-// blockBehind notes that the tasks behind a parked one, of its action and key, are to be parked too.
+// blockBehind marks the tasks of later records with the action and key of a parked task.
 func (w *partitionWorker) blockBehind(parked handling.Task, behind []recordItem) {
 	key := w.parking.keyOf(parked.Action, &parked.Meta)
 	for i := range behind {
@@ -210,7 +215,7 @@ func (w *partitionWorker) blockBehind(parked handling.Task, behind []recordItem)
 	}
 }
 
-// parkBlocked parks the tasks of items that are blocked. The error is ErrStopped.
+// parkBlocked parks the marked tasks of items. The only error is ErrStopped.
 func (w *partitionWorker) parkBlocked(items []recordItem) error {
 	var rows []delivery.Received
 	var tasks []handling.Task
@@ -228,8 +233,9 @@ func (w *partitionWorker) parkBlocked(items []recordItem) error {
 	return err
 }
 
-// park makes rows, until that is done, and returns what they have become: those of events that have a row, or are handled, nothing. Those
-// that are due are claimed, here or elsewhere. The error is ErrStopped.
+// park inserts rows of event_delivery; in an outage of PostgreSQL it tries again. It returns the
+// status of each row: "" for an event that has a row already or is handled. The only error is
+// ErrStopped.
 func (w *partitionWorker) park(rows ...delivery.Received) (became []delivery.Status, err error) {
 	if len(rows) == 0 {
 		return nil, nil
@@ -241,7 +247,7 @@ func (w *partitionWorker) park(rows ...delivery.Received) (became []delivery.Sta
 	if err != nil {
 		return nil, err
 	}
-	w.parking.noteSeen()
+	w.parking.noteBlockedKey()
 	for i, status := range became {
 		if status == delivery.Pending {
 			w.parking.dueAt(time.Now().Add(rows[i].Wait))
@@ -250,7 +256,7 @@ func (w *partitionWorker) park(rows ...delivery.Received) (became []delivery.Sta
 	return became, nil
 }
 
-// write runs a statement until it works, or the worker is to end. The error is ErrStopped.
+// write runs a statement until it succeeds or the worker is stopped. The only error is ErrStopped.
 func (w *partitionWorker) write(statement func(context.Context) error) error {
 	for failed := false; w.stopping.Err() == nil; failed = true {
 		began := time.Now()
@@ -261,7 +267,7 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 		case err == nil && failed:
 			w.reportPostgresWorks(began)
 			return nil
-		case err == nil: // of an outage that others have reported it says nothing: event_handled may be locked
+		case err == nil: // an outage that other workers report may go on: event_handled may be locked
 			return nil
 		case w.held.Err() == nil:
 			w.awaitPostgres(began, err)
@@ -270,7 +276,7 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 	return handling.ErrStopped
 }
 
-// parkFailed parks a task whose first attempt has failed. The error is errStopped.
+// parkFailed parks a task whose attempt has failed. The only error is ErrStopped.
 func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling.Outcome) error {
 	row := w.owed(it, t)
 	row.Attempt, row.MaxAttempts, row.Wait = o.Attempt, delivery.Attempts(o.Retries), o.Wait
@@ -281,15 +287,16 @@ func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling
 	return err
 }
 
-// parkTried parks a row with the error of its last attempt. The error is ErrStopped.
+// parkTried parks a row with the error of its last attempt. The only error is ErrStopped.
 func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) error {
 	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Err.Error(), short.MaxText)
 	_, err := w.park(row)
 	return err
 }
 
-// giveUp gives up a task, or a record that no handler gets. With a database it is parked without an attempt left: whoever
-// claims it sends its dead letter. Without one, that is sent here. The error is ErrStopped.
+// giveUp gives up a task, or a record that no handler gets. With a database the task is parked
+// without an attempt left: the process that claims the row sends the dead letter. Without a database
+// the dead letter is sent here. The only error is ErrStopped.
 func (w *partitionWorker) giveUp(it *recordItem, t handling.Task, o handling.Outcome) error {
 	if w.parking == nil {
 		return w.sendToDLQ(it, o)
@@ -302,11 +309,13 @@ func (w *partitionWorker) giveUp(it *recordItem, t handling.Task, o handling.Out
 	return w.parkTried(row, o)
 }
 
-// awaitDead waits until the dead letter of a task was sent whose handler needs the order of its partition: what is behind it in
-// its key would be parked behind it until then, and what is not would be handled before that. The error is ErrStopped.
+// awaitDead waits until the dead letter of a task was sent, for a handler with RetryInPlace. Without
+// the wait, later events of its key would be parked, and other events would overtake it. The only
+// error is ErrStopped.
 func (w *partitionWorker) awaitDead(t handling.Task) error {
 	const often = 10 * time.Millisecond
-	key := []delivery.Subject{{Action: t.Action, Key: w.parking.keyOf(t.Action, &t.Meta)}} // of no event: its own is DEAD
+	// Without a digest: it asks whether the key is blocked by any event.
+	key := []delivery.Subject{{Action: t.Action, Key: w.parking.keyOf(t.Action, &t.Meta)}}
 	for {
 		var open []int
 		if err := w.write(func(ctx context.Context) (err error) {

@@ -14,16 +14,16 @@ import (
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
-// partitionWorker handles the records of a partition in their order. It takes them from a
+// partitionWorker handles the records of one partition in offset order. It takes them from a
 // queue that the poll loop fills.
 //
-// When the partition is to be given to another member, finish ends the worker: it
-// finishes the transaction in flight and begins no other. When the partition is lost
-// already, or finishing takes too long, abandon rolls the transaction back.
+// Two contexts end the worker. When Kafka revokes the partition, finish cancels stopping: the
+// worker completes the transaction in flight and begins no other. When the partition is lost, or
+// completing takes too long, abandon cancels held: the transaction is rolled back.
 type partitionWorker struct {
 	partition kafka.Partition
 	reader    *reader
-	processor *handling.Processor // of the reader, for run
+	processor *handling.Processor // the reader's, with this worker's activity; only run
 	group     partitionGroup
 	cfg       *Rules
 	outages   *outage.Logs
@@ -32,51 +32,51 @@ type partitionWorker struct {
 	parking   *consumerParking         // nil without PostgreSQL
 	breakers  *handling.ActionBreakers // nil without PostgreSQL
 	attempts  *handling.Attempts
-	activity  handling.Activity  // what run does; the processor notes it
-	slow      handling.SlowCalls // only the goroutine that watches handlers
-	batch     int                // how many records are tried in one transaction; only run
-	trials    []string           // actions whose breakers permit to try the record under way, and nothing else; only run
+	activity  handling.Activity  // the call under way; written by the processor, read by any goroutine
+	slow      handling.SlowCalls // only the goroutine of watchHandlers
+	batch     int                // the most records of one transaction; only run
+	trials    []string           // actions whose breaker permits one trial, the current record; only run
 
-	stopping context.Context // ended by finish
+	stopping context.Context // cancelled by finish and by abandon
 	finish   context.CancelFunc
-	held     context.Context // ended by abandon
+	held     context.Context // cancelled by abandon
 	abandon  context.CancelFunc
-	added    chan struct{} // holds at most one request to look at the queue
-	ended    chan struct{} // closed when run has returned, or is not waited for any more
+	added    chan struct{} // signals new records in the queue; capacity 1
+	ended    chan struct{} // closed when run has returned, or when cutOff stops waiting for run
 	end      func()        // closes ended
 
-	mu       sync.Mutex // run takes from the queue, the poll loop adds and commits
+	mu       sync.Mutex // guards the fields below: run takes records, the poll loop adds them and commits
 	queue    []*kgo.Record
-	bytes    int               // of the queue, and of what is handled
-	closed   bool              // no queue any more
-	taken    []*handling.Slots // of limits
-	paused   bool
-	blocked  *kgo.ErrDecompressTooLarge // the batch at which fetching has ended
-	read     int64                      // offset behind what was fetched
-	next     kgo.EpochOffset            // behind what is handled
+	bytes    int               // of the queued records and of those being handled
+	closed   bool              // add drops records
+	taken    []*handling.Slots // the slots that this worker holds
+	paused   bool              // the client does not fetch the partition
+	blocked  *kgo.ErrDecompressTooLarge // the batch that the client cannot decompress; nil for none
+	read     int64                      // the offset after the last fetched record
+	next     kgo.EpochOffset            // the offset after the last handled record
 	advanced bool                       // next is not committed
 }
 
-// partitionGroup is what a partitionWorker needs of the group: a [membership], or a fake.
+// partitionGroup is the part of a [membership] that a partitionWorker uses. Tests have a fake.
 type partitionGroup interface {
-	// topicID returns Kafka's id of a topic, zero if it is not known.
+	// topicID returns Kafka's id of a topic. It is zero until Kafka has said it.
 	topicID(topic string) kafka.TopicID
 	pauseFetching(kafka.Partition)
 	resumeFetching(kafka.Partition)
-	// requestCommit asks for the offsets of the workers to be committed.
+	// requestCommit requests a commit of the offsets of all workers. It does not wait.
 	requestCommit()
-	// checkReplay returns nil if a record was sent back from a dead-letter topic,
-	// [deadletter.ErrNoReplay] if it was not, and otherwise why nobody knows.
+	// checkReplay returns nil if a record was replayed from a dead-letter topic, and
+	// [deadletter.ErrNoReplay] if its headers are forged. Any other error is Kafka's.
 	checkReplay(context.Context, *kgo.Record) error
-	// produce sends a dead letter and waits for the answer.
+	// produce sends a dead letter and waits until Kafka has acknowledged it.
 	produce(context.Context, *kgo.Record) error
 }
 
-// limits are what the workers of a consumer share.
+// limits are the bounds, pauses and parking that all workers of a consumer share.
 type limits struct {
 	budget  *handling.Budget
 	slots   handling.CallSlots
-	pauses  *pauses.Set      // topics of which nothing is handled
+	pauses  *pauses.Set      // topics that are paused
 	parking *consumerParking // nil without PostgreSQL
 }
 
@@ -92,7 +92,7 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	})
 	w.processor = r.processor.ForOne(&w.activity)
 	if w.parking != nil {
-		w.processor.Complete, w.breakers = w.lookAgain, w.parking.breakers
+		w.processor.Complete, w.breakers = w.recheckInTx, w.parking.breakers
 	}
 	w.attempts = &handling.Attempts{Processor: w.processor, Breakers: w.breakers, Scheduler: partitionScheduler{w}, Bound: cfg.MaxPollInterval}
 	w.held, w.abandon = context.WithCancel(context.Background())
@@ -100,8 +100,8 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	return w
 }
 
-// takeSlots waits until a handler may be called, with a transaction or without one, and
-// reports whether that was before the worker is to end.
+// takeSlots waits for the slots that a call needs, with a transaction or without one. It returns
+// false if the worker is stopped first.
 func (w *partitionWorker) takeSlots(tx bool) bool {
 	if !w.takeSlot(w.limits.slots.Calls) {
 		return false
@@ -126,7 +126,7 @@ func (w *partitionWorker) takeSlot(of *handling.Slots) bool {
 	return true
 }
 
-// releaseSlots gives back what was taken.
+// releaseSlots releases the slots that the worker holds.
 func (w *partitionWorker) releaseSlots() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -136,7 +136,7 @@ func (w *partitionWorker) releaseSlots() {
 	w.taken = w.taken[:0]
 }
 
-// run handles records until finish or abandon is called.
+// run handles records until finish or abandon is called. It is the worker's goroutine.
 func (w *partitionWorker) run() {
 	defer w.end()
 	for w.awaitResume() {
@@ -154,7 +154,7 @@ func (w *partitionWorker) run() {
 	}
 }
 
-// advance notes that everything up to a record is handled.
+// advance notes that all records up to last are handled, and requests a commit.
 func (w *partitionWorker) advance(last *kgo.Record) {
 	w.mu.Lock()
 	w.next, w.advanced = kgo.EpochOffset{Epoch: last.LeaderEpoch, Offset: last.Offset + 1}, true
@@ -162,14 +162,14 @@ func (w *partitionWorker) advance(last *kgo.Record) {
 	w.group.requestCommit()
 }
 
-// uncommitted returns how far the worker has come, if Kafka does not know yet.
+// uncommitted returns the offset to commit. It returns false if that offset is committed already.
 func (w *partitionWorker) uncommitted() (kgo.EpochOffset, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.next, w.advanced
 }
 
-// committed notes what Kafka knows.
+// committed notes that Kafka has the offset next.
 func (w *partitionWorker) committed(next kgo.EpochOffset) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

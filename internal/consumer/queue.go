@@ -9,29 +9,29 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// What a queue may hold before its partition is paused, see also [handling.Budget]. It
-// is resumed when half of it is left, see fetchMaxWait.
+// A partition is paused when its queue holds more than this, and resumed at half of it, see
+// fetchMaxWait. [handling.Budget] bounds the queues of all partitions together.
 const (
 	queueRecords = 20_000
 	queueBytes   = 16 << 20
 )
 
-// begin notes the offset with which reading begins.
+// begin notes the offset at which reading begins.
 func (w *partitionWorker) begin(at int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.read = at
 }
 
-// hasBegun reports whether it is known where reading begins.
+// hasBegun reports whether the offset at which reading begins is known.
 func (w *partitionWorker) hasBegun() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.read != starts.None
 }
 
-// fetched notes what was fetched, control records included. It returns how many offsets
-// before it Kafka had removed, and the first of them.
+// fetched notes fetched records, control records included. It returns how many offsets before
+// them Kafka has removed unread, and the first of these.
 func (w *partitionWorker) fetched(p kgo.FetchPartition) (from, lost int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -43,28 +43,28 @@ func (w *partitionWorker) fetched(p kgo.FetchPartition) (from, lost int64) {
 	return from, max(0, p.LogStartOffset-from)
 }
 
-// block notes a batch that the client cannot fetch.
+// block notes a batch that the client cannot decompress. Fetching of the partition has ended.
 func (w *partitionWorker) block(large *kgo.ErrDecompressTooLarge) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.blocked = large
 }
 
-// blockedBy returns the batch that the client cannot fetch, or nil.
+// blockedBy returns the batch that the client cannot decompress, or nil.
 func (w *partitionWorker) blockedBy() *kgo.ErrDecompressTooLarge {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.blocked
 }
 
-// isPaused reports whether the queue is full.
+// isPaused reports whether fetching is paused because the queue is full.
 func (w *partitionWorker) isPaused() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.paused
 }
 
-// add puts records into the queue, and pauses the partition when it is full.
+// add appends records to the queue, and pauses fetching when the queue is full.
 func (w *partitionWorker) add(records []*kgo.Record) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -79,7 +79,7 @@ func (w *partitionWorker) add(records []*kgo.Record) {
 	w.pauseIfFull()
 }
 
-// pauseIfFull pauses the partition if its queue is full. The caller holds mu.
+// pauseIfFull pauses fetching if the queue is full. The caller holds mu.
 func (w *partitionWorker) pauseIfFull() {
 	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes || w.limits.budget.IsFull(w.bytes)) {
 		w.paused = true
@@ -87,7 +87,7 @@ func (w *partitionWorker) pauseIfFull() {
 	}
 }
 
-// recheckQueue pauses the partition if others have used up what there is for all.
+// recheckQueue pauses fetching if other partitions have used up the common budget.
 func (w *partitionWorker) recheckQueue() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -96,7 +96,7 @@ func (w *partitionWorker) recheckQueue() {
 	}
 }
 
-// sizeOf returns what records need in memory, about.
+// sizeOf estimates the memory of records, in bytes.
 func sizeOf(records []*kgo.Record) (bytes int) {
 	const record, header = 200, 40
 	for _, r := range records {
@@ -108,19 +108,19 @@ func sizeOf(records []*kgo.Record) (bytes int) {
 	return bytes
 }
 
-// take removes the next records from the queue. Their bytes count until they are handled.
+// take removes the next records from the queue. Their bytes count until drop is called.
 func (w *partitionWorker) take() []*kgo.Record {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n := min(len(w.queue), w.cfg.MaxPoll)
 	records := slices.Clone(w.queue[:n])
-	clear(w.queue[:n]) // or they would stay in memory until the queue grows
+	clear(w.queue[:n]) // the array keeps no handled record in memory
 	w.queue = w.queue[n:]
 	return records
 }
 
-// drop notes that records of this size are handled, and resumes the partition when its
-// queue is half empty.
+// drop notes that records of this size are handled, and resumes fetching when the queue is half
+// empty.
 func (w *partitionWorker) drop(size int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -135,7 +135,7 @@ func (w *partitionWorker) drop(size int) {
 	}
 }
 
-// close drops the queue.
+// close drops the queue. Records that are added later are dropped too.
 func (w *partitionWorker) close() {
 	w.mu.Lock()
 	defer w.mu.Unlock()

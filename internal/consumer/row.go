@@ -16,7 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// owed returns the row of a task, without an attempt.
+// owed returns the row of event_delivery for a task that was not tried.
 func (w *partitionWorker) owed(it *recordItem, t handling.Task) delivery.Received {
 	m := &it.Meta
 	row := delivery.Received{
@@ -27,7 +27,7 @@ func (w *partitionWorker) owed(it *recordItem, t handling.Task) delivery.Receive
 		MaxAttempts: delivery.Attempts(t.Retry.Over(w.cfg.Retry).MaxRetries),
 	}
 	id := m.ID
-	if t.Action == "" && id == "" { // it could not be read: it goes by its place
+	if t.Action == "" && id == "" { // the event could not be read: its position identifies it
 		id = deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
 		row.Digest = w.placeOf(it)
 	}
@@ -42,9 +42,10 @@ func (w *partitionWorker) owed(it *recordItem, t handling.Task) delivery.Receive
 	return row
 }
 
-// noteOf returns what event_handled has of a task that is done. Of one whose key the host cannot say, it has nothing.
+// noteOf returns the row that event_handled has once a task is done. It is empty if the host's key
+// function fails.
 func noteOf(t handling.Task) (note delivery.Note) {
-	_ = handling.Guard(func() error { // an error is one of the task, and was reported when it was tried
+	_ = handling.Guard(func() error { // the error was reported when the task was tried
 		k, err := handling.KeyOf(&t)
 		if err == nil {
 			note = delivery.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
@@ -57,7 +58,7 @@ func noteOf(t handling.Task) (note delivery.Note) {
 	return note
 }
 
-// storable returns a text as a column of so many characters takes it.
+// storable returns a text cut and cleaned for a column of at most the given number of characters.
 func storable(text string, characters int) string {
 	text = short.Storable(text, math.MaxInt)
 	if check.Text(text, characters) == nil {
@@ -69,7 +70,7 @@ func storable(text string, characters int) string {
 	return text
 }
 
-// storableTime returns a time, or another one if PostgreSQL could not hold it.
+// storableTime returns t, or otherwise if PostgreSQL cannot store t.
 func storableTime(t, otherwise time.Time) time.Time {
 	if t.IsZero() || t.Year() < 1 || t.Year() > 9999 {
 		if otherwise.Year() < 1 || otherwise.Year() > 9999 {
@@ -80,7 +81,7 @@ func storableTime(t, otherwise time.Time) time.Time {
 	return t
 }
 
-// PlaceOf returns the digest of an event that goes by where its record was first.
+// placeOf returns the digest of an event that is identified by the position of its original record.
 func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
 	place := deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
 	for _, h := range it.record.Headers {
@@ -91,7 +92,7 @@ func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
 	return digestOf(string(it.Meta.Origin.TopicID[:]), place)
 }
 
-// noTask is the task of a record that no handler gets.
+// noTask returns a task without an action, for a record that no handler gets.
 func noTask(it *recordItem) handling.Task {
 	return handling.Task{Handler: &handling.Handler{Kind: handling.NoTx}, Arrival: handling.Arrival{Meta: it.Meta}}
 }

@@ -8,14 +8,15 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// finishRecord does what is left to do about a record: all, or what needs no transaction, if the
-// others are committed. The error of a task that has failed in the batch is that of its first
-// attempt. Behind are the records behind it. The error of finishRecord is ErrStopped.
+// finishRecord completes a record after tryBatch. If the batch is committed, it runs only the tasks
+// without a transaction. Otherwise it runs all tasks, one by one; failed is the error of a task in
+// the batch and counts as that task's first attempt. behind are the later records of the batch. The
+// only error is ErrStopped.
 func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, committed bool, failed *handling.TaskError) error {
 	if it.Class != "" && !w.awaitResume() {
 		return handling.ErrStopped
 	}
-	if err := w.parkBlocked([]recordItem{*it}); err != nil { // those that a record before has blocked
+	if err := w.parkBlocked([]recordItem{*it}); err != nil { // tasks that an earlier record has blocked
 		return err
 	}
 	if it.Class == handling.ClassUnknownType {
@@ -43,8 +44,8 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 	return nil
 }
 
-// runTask runs a task until it is done, parked, or given up. If it has failed in a batch,
-// that was its first attempt. The error of runTask is errStopped.
+// runTask tries a task until it is done, parked or dead. failed is its error in a batch, which counts
+// as the first attempt. The only error is ErrStopped.
 func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error) (parked bool, err error) {
 	policy := t.Retry.Over(w.cfg.Retry)
 	for attempt := 1; ; attempt++ {
@@ -54,7 +55,9 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 		switch o.Verdict {
 		case handling.Done:
 			return false, nil
-		case handling.Interrupted: // what is behind it may be so, too; if its handler needs the order of the partition, each is looked at
+		case handling.Interrupted:
+			// Its key is blocked. Later tasks of the key are parked too, except for handlers with RetryInPlace:
+			// their tasks are checked one by one.
 			it.block(t)
 			return !t.InPlace, w.parkBlocked([]recordItem{*it})
 		case handling.Dead:
@@ -71,18 +74,19 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 	}
 }
 
-// giveUpTask gives up a task that has failed for the last time. The error is errStopped.
+// giveUpTask gives up a task that has failed for the last time. It reports whether later tasks of its
+// key are to be parked. The only error is ErrStopped.
 func (w *partitionWorker) giveUpTask(it *recordItem, t handling.Task, o handling.Outcome) (parked bool, err error) {
 	if err := w.giveUp(it, t, o); err != nil || w.parking == nil {
 		return false, err
 	}
-	if !t.InPlace || w.cfg.HoldDead { // then its key waits for an operator, who may take long
+	if !t.InPlace || w.cfg.HoldDead { // with HoldDead the key waits for an operator, which may take long
 		return true, nil
 	}
 	return false, w.awaitDead(t)
 }
 
-// partitionScheduler has tasks tried in the order of a partition, see [handling.Scheduler].
+// partitionScheduler implements [handling.Scheduler] for tasks that are tried in offset order.
 type partitionScheduler struct{ *partitionWorker }
 
 func (w partitionScheduler) Held() context.Context { return w.held }
@@ -106,17 +110,18 @@ func (w partitionScheduler) AwaitPostgres(began time.Time, err error) (putBack b
 	return false
 }
 
-// pause waits, unless the worker is to end.
+// pause waits for d. It returns early when the worker is stopped.
 func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
-// awaitPostgres waits a little while PostgreSQL is unavailable, or for longer if the error says so.
+// awaitPostgres reports an outage of PostgreSQL and waits before the next try: for the backoff of the
+// outage, or for the time that the handler's error asks for, if that is longer.
 func (w *partitionWorker) awaitPostgres(began time.Time, err error) {
 	w.outages.Report(handling.OutagePostgres, began, err)
 	later, _ := handling.WaitOf(err)
 	w.pause(max(later, w.outages.Backoff(handling.OutagePostgres)))
 }
 
-// reportPostgresWorks ends an outage of PostgreSQL, if there is one.
+// reportPostgresWorks reports that a transaction that began at began has committed.
 func (w *partitionWorker) reportPostgresWorks(began time.Time) {
 	if w.outages.Failing() {
 		w.outages.Report(handling.OutagePostgres, began, nil)
