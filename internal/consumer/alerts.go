@@ -9,14 +9,14 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// leaseForAlerts is what the lease is named in the log.
+// leaseForAlerts is the name of the lease in the log.
 const leaseForAlerts = "the lease for alerts"
 
-// startAlerts sends the alerts of the group while this process has the lease for them, which is one for all members
-// of the group, until stop is called, which waits for it, or ctx is cancelled. It is not the lease of the group's
-// workers: while a group moves to Kafka it has both, and workers remove rows under theirs.
+// startAlerts sends the alerts of the group while this process has the group's lease for alerts. It
+// ends when stop is called, which waits for it, or when ctx is cancelled. Workers have another lease:
+// a group that moves from workers to Kafka has both, and workers delete rows under theirs.
 //
-// Nothing here makes a consumer unready: it handles events all the same.
+// An outage of the lease does not make the consumer unready, because events are handled without it.
 func (c *Consumer) startAlerts(ctx context.Context) (stop func()) {
 	if c.Alert == nil {
 		return func() {}
@@ -35,7 +35,7 @@ func (c *Consumer) startAlerts(ctx context.Context) (stop func()) {
 	}
 }
 
-// awaitEnd is the work of a process that only alerts.
+// awaitEnd waits until ctx or the lease ends. Alerts are all that the lease is for.
 func awaitEnd(ctx context.Context, leads lease.Leadership) {
 	select {
 	case <-ctx.Done():

@@ -22,13 +22,14 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// Rules are the configuration of a consumer.
+// Rules are the configuration of a consumer, with all defaults. The package outbox checks and
+// documents it.
 type Rules struct {
 	*handling.Rules
 	FromStart         bool
-	MaxPoll           int // records that are handled together
+	MaxPoll           int // the most records of one transaction
 	MaxQueueBytes     int
-	Concurrency       int // handlers at the same time; 0 for no bound
+	Concurrency       int // the most handlers at the same time; 0 for no limit
 	HeartbeatInterval time.Duration
 	SessionTimeout    time.Duration
 	MaxPollInterval   time.Duration
@@ -36,31 +37,32 @@ type Rules struct {
 	Decode            func(*kgo.Record) (*envelope.Message, error)
 }
 
-// Consumer passes the events of topics to handlers.
+// Consumer passes the events of topics to handlers. [Consumer.Run] may run once at a time.
 type Consumer struct {
 	Rules     *Rules
 	db        *pgxpool.Pool // nil without PostgreSQL
 	hostOpts  []kgo.Opt
-	opts      []kgo.Opt // with what the promises need
+	opts      []kgo.Opt // hostOpts and the options that the consumer sets
 	Processor *handling.Processor
 	reader    *reader
 	handled   *handling.Notes // nil without PostgreSQL
 	starts    *starts.Store   // nil without PostgreSQL
 	pauses    *pauses.Set
-	operators *pauses.Store         // what they have paused; nil without PostgreSQL
+	operators *pauses.Store         // reads the pauses of operators; nil without PostgreSQL
 	Alert     func(context.Context) // sends alerts until its context ends; nil without PostgreSQL
-	alerting  *outage.Log           // of the lease for alerts
+	alerting  *outage.Log           // outages of the lease for alerts
 	slots     handling.CallSlots
 	breakers  *handling.ActionBreakers // nil without PostgreSQL
-	outages   *outage.Logs             // of PostgreSQL, Kafka and dead-letter topics
+	outages   *outage.Logs             // outages of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
-	current atomic.Pointer[membership]   // nil while it does not run
-	parked  atomic.Pointer[delivery.Run] // nil while it does not run, and without PostgreSQL
+	current atomic.Pointer[membership]   // set by Run; nil while the consumer does not run
+	parked  atomic.Pointer[delivery.Run] // set by Run; nil while the consumer does not run, and without PostgreSQL
 	state   handling.RunState
 }
 
-// New returns a consumer of the topics of routes. The error is about the options or dead-letter topics.
+// New returns a consumer of the topics of routes. It does no I/O. The error names bad options and
+// dead-letter topics.
 func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*Consumer, error) {
 	var err error
 	if cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.Topics); err != nil {
@@ -75,7 +77,8 @@ func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*
 		c.Processor = handling.NewProcessor(*cfg.Rules, routes, nil)
 	} else {
 		c.handled = handling.NewNotes(db, cfg.Schema, cfg.Group)
-		c.handled.Durable = true // the group's offset, which is in Kafka, says that events are handled
+		// The offset in Kafka must not be ahead of PostgreSQL, so commits wait for the disk.
+		c.handled.Durable = true
 		c.Processor = handling.NewProcessor(*cfg.Rules, routes, c.handled)
 	}
 	cfg.Rules = c.Processor.Rules
@@ -93,7 +96,7 @@ func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*
 	return c, nil
 }
 
-// Run handles events until ctx is cancelled.
+// Run handles events until ctx is cancelled. It returns [check.ErrRunning] if it runs already.
 func (c *Consumer) Run(ctx context.Context) error {
 	if !c.running.CompareAndSwap(false, true) {
 		return check.ErrRunning
@@ -121,14 +124,14 @@ func (c *Consumer) runOnce(ctx context.Context) (err error) {
 		end()
 		err = errors.Join(err, endParked())
 	}()
-	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
+	for ctx.Err() == nil { // a new client after a topic was deleted and created: the old one cannot read it
 		m, err := join(c.hostOpts, c.opts, c.Rules, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking}, c.outages)
 		if err != nil {
 			return err
 		}
 		c.current.Store(m)
 		polling := m.startPolling(ctx)
-		select { // and not when polling has ended: it waits while partitions are given up
+		select { // not on polling: the poll loop blocks while partitions are revoked
 		case <-ctx.Done():
 		case <-m.starts.Outdated().Done():
 		}
@@ -141,8 +144,7 @@ func (c *Consumer) runOnce(ctx context.Context) (err error) {
 	return nil
 }
 
-// What outages of a consumer are named in its log; those of dead-letter topics have a
-// name each.
+// Names of outages in the log. Each dead-letter topic has its own name, see outageDeadLetters.
 const (
 	outageFetching   = "fetching"
 	outageCommitting = "committing offsets"
@@ -150,8 +152,8 @@ const (
 	outageCommittingTopic = "committing offsets of topic " // with its name
 )
 
-// checkTables waits for PostgreSQL and checks that the tables of consumers are as this release
-// needs them. It also reads what is paused, before anything is handled.
+// checkTables waits for PostgreSQL, checks that the schema is migrated and reads the pauses of
+// operators. It returns nil if ctx ends first.
 func (c *Consumer) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
@@ -179,7 +181,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 	return nil
 }
 
-// Deliver passes a record to the handlers, without Kafka.
+// Deliver passes a record to the handlers without Kafka: each action once, in its own transaction.
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
 	p := c.Processor.ForOne(new(handling.Activity))
 	from := originOf(record, kafka.TopicID{})
@@ -197,17 +199,17 @@ func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
 	return errors.Join(errs...)
 }
 
-// partitionLag is how far a consumer is behind in a partition.
+// partitionLag is the lag of a partition: the offsets from Next to End are not handled.
 type partitionLag struct {
 	Topic     string
 	Partition int32
 	Next, End int64
 }
 
-// records returns how many offsets are left to handle.
+// records returns the number of offsets that are not handled.
 func (l partitionLag) records() int64 { return max(0, l.End-l.Next) }
 
-// Lag returns how far the partitions that this process holds are behind.
+// Lag returns the lag of the partitions that are assigned to this process.
 func (c *Consumer) Lag(ctx context.Context) ([]partitionLag, error) {
 	m := c.current.Load()
 	if m == nil {

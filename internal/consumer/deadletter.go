@@ -21,9 +21,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// fixedDeadLetterTopics calls host for each of the consumed topics and returns what it said
-// as a function, so that it cannot panic or say something else while records wait. A
-// consumer that read a topic of its own dead letters would send them on and on.
+// fixedDeadLetterTopics calls host once for each consumed topic and returns the results as a function,
+// so that host cannot panic or change its mind later. It refuses a dead-letter topic that the
+// consumer reads: dead letters would be handled and sent again without end.
 func fixedDeadLetterTopics(host func(string) string, topics []string) (func(string) string, error) {
 	fixed := make(map[string]string, len(topics))
 	var errs []error
@@ -39,8 +39,9 @@ func fixedDeadLetterTopics(host func(string) string, topics []string) (func(stri
 	return func(topic string) string { return fixed[topic] }, errors.Join(errs...)
 }
 
-// admit returns a record as its handlers may see it, and for whom it was sent back, if it
-// was. A record that only says so loses the headers that say it, and is for everybody.
+// admit checks the replay headers of a record. If they are genuine, it returns the record and the group
+// and action that it was replayed for. If they are forged, it returns the record without them, for all
+// handlers.
 func (w *partitionWorker) admit(r *kgo.Record) (*kgo.Record, replay) {
 	if !isReplay(r) {
 		return r, replay{}
@@ -62,10 +63,10 @@ func (w *partitionWorker) admit(r *kgo.Record) (*kgo.Record, replay) {
 			w.pause(w.outages.Backoff(outageName))
 		}
 	}
-	return withoutReplay(r), replay{} // which nobody handles any more
+	return withoutReplay(r), replay{} // the worker is stopped and does not handle the record
 }
 
-// logNoReplay logs a record that only says that it was sent back.
+// logNoReplay logs a record with forged replay headers.
 func (w *partitionWorker) logNoReplay(r *kgo.Record, err error) {
 	if times, now := w.reader.noReplay.Next(); now {
 		w.log.Warn("outbox: a record has the headers of a replay and is none; it is handled like any other", "partition", w.partition.Name(),
@@ -78,8 +79,7 @@ func (m *membership) checkReplay(ctx context.Context, r *kgo.Record) error {
 	return m.replays.Check(ctx, r, m.cfg.DeadLetterTopic(r.Topic), deadletter.Topic(r.Topic))
 }
 
-// checkDeadLetterTopics warns of dead-letter topics that do not exist, before a dead letter
-// and its partition have to wait for one.
+// checkDeadLetterTopics warns of dead-letter topics that do not exist, before the first dead letter.
 func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	var topics []string
 	for _, topic := range m.reader.processor.Routes.Topics {
@@ -90,8 +90,8 @@ func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	for backoff := new(wait.Backoff); ctx.Err() == nil; wait.Sleep(ctx, backoff.Next()) {
 		bad, err := kafka.CheckTopics(ctx, m.client, topics)
 		for topic, err := range bad {
-			m.log.Warn("outbox: a dead-letter topic cannot be used; what is given up would wait, and what is behind it. Create it with outboxtopics.Ensure, "+
-				"with outbox topics --create, or with kafka-topics.sh --create", "topic", topic, "error", err)
+			m.log.Warn("outbox: a dead-letter topic cannot be used; dead letters block their keys until it exists. "+
+				"Create it with outboxtopics.Ensure, with outbox topics --create, or with kafka-topics.sh --create", "topic", topic, "error", err)
 		}
 		if err == nil {
 			return
@@ -99,7 +99,7 @@ func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	}
 }
 
-// deadLetterDelivery is after which time a dead letter without an answer is sent again.
+// deadLetterDelivery is how long Kafka has to acknowledge a dead letter before it is sent again.
 const deadLetterDelivery = 10 * time.Second
 
 // deadLetters sends dead letters.
@@ -108,11 +108,11 @@ type deadLetters struct {
 	produce func(context.Context, *kgo.Record) error // waits for the answer
 }
 
-// topicOf returns the topic for the dead letters of a record's.
+// topicOf returns the dead-letter topic of a record.
 func (d deadLetters) topicOf(r *kgo.Record) string { return d.cfg.DeadLetterTopic(r.Topic) }
 
-// send sends a dead letter, and returns when Kafka has it. What Kafka refuses is sent in a shorter form, so that
-// no record can be too large for its topic.
+// send sends the dead letter of a record and waits for Kafka. If Kafka refuses it, send tries the
+// shorter forms, so that no record is too large for its dead-letter topic.
 func (d deadLetters) send(ctx context.Context, r *kgo.Record, o handling.Outcome) (err error) {
 	for form := completeForm; form <= shortForm; form++ {
 		if err = d.produce(ctx, d.record(r, o, form)); kafka.RejectionClass(err) == "" {
@@ -122,8 +122,8 @@ func (d deadLetters) send(ctx context.Context, r *kgo.Record, o handling.Outcome
 	return err
 }
 
-// sendToDLQ sends a record to the dead-letter topic. It returns when Kafka has it, or
-// with ErrStopped when the worker is to end: until then the partition waits.
+// sendToDLQ sends the dead letter of a record until Kafka has it. Meanwhile the partition waits. The
+// only error is ErrStopped.
 func (w *partitionWorker) sendToDLQ(it *recordItem, o handling.Outcome) error {
 	sender := deadLetters{w.cfg, w.group.produce}
 	topic := sender.topicOf(it.record)
@@ -143,11 +143,10 @@ func (w *partitionWorker) sendToDLQ(it *recordItem, o handling.Outcome) error {
 	return handling.ErrStopped
 }
 
-// outageDeadLetters and the name of a topic are what an outage of it is named in the log.
+// outageDeadLetters and the name of a topic are the name of the topic's outage in the log.
 const outageDeadLetters = "dead-letter topic "
 
-// deadLetterForm says how much of a record its dead letter has. The original's place is
-// in each form.
+// deadLetterForm is how much of the original a dead letter holds. All forms name its position.
 type deadLetterForm int
 
 const (
@@ -156,14 +155,14 @@ const (
 	shortForm                   // without a large key and large headers either
 )
 
-// What a dead letter has of the original in shortForm, in bytes. With what it says itself
-// it is below 16 KiB then, which no topic refuses that takes events at all.
+// Limits of shortForm for parts of the original, in bytes. With its own headers such a dead letter is
+// smaller than 16 KiB, which every topic for events accepts.
 const (
 	maxShortKey     = 1 << 10
 	maxShortHeaders = 8 << 10
 )
 
-// record returns the record for the dead-letter topic of r's.
+// record returns the dead letter of r in a form.
 func (d deadLetters) record(r *kgo.Record, o handling.Outcome, form deadLetterForm) *kgo.Record {
 	dead := &kgo.Record{Topic: d.topicOf(r), Key: r.Key, Value: r.Value}
 	own := d.headers(r, o)
@@ -202,7 +201,7 @@ func (d deadLetters) record(r *kgo.Record, o handling.Outcome, form deadLetterFo
 	return dead
 }
 
-// headers returns what a dead letter says about r and about why it is one.
+// headers returns the headers that describe the original and the error.
 func (d deadLetters) headers(r *kgo.Record, o handling.Outcome) []kgo.RecordHeader {
 	return []kgo.RecordHeader{
 		header(deadletter.OriginalTopic, r.Topic),

@@ -15,7 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
-// headersOf yields the headers of a record.
+// headersOf yields the names and values of a record's headers.
 func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
 	return func(yield func(string, []byte) bool) {
 		for _, h := range r.Headers {
@@ -26,10 +26,10 @@ func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
 	}
 }
 
-// replay says for whom a record was sent back from a dead-letter topic.
-type replay struct{ group, action string } // "" for any
+// replay is the group and the action that a record was replayed for. Both are "" for any other record.
+type replay struct{ group, action string }
 
-// reader makes tasks of the records of a consumer, whose workers share it.
+// reader decodes records and finds their handlers. All workers of a consumer share it.
 type reader struct {
 	processor *handling.Processor
 	decode    func(*kgo.Record) (*envelope.Message, error)
@@ -41,16 +41,16 @@ type recordItem struct {
 	handling.Item
 	record  *kgo.Record
 	replay  replay
-	blocked map[*handling.Handler]bool // they are not called here; false until the task is parked
+	blocked map[*handling.Handler]bool // handlers that are not called here; true once their task is parked
 }
 
-// isBlocked reports whether a task is not to be handled here.
+// isBlocked reports whether a task is marked: it is parked, or to be parked.
 func (it *recordItem) isBlocked(t handling.Task) bool {
 	_, blocked := it.blocked[t.Handler]
 	return blocked
 }
 
-// block notes that a task is not to be handled here.
+// block marks a task that is to be parked.
 func (it *recordItem) block(t handling.Task) {
 	if it.blocked == nil {
 		it.blocked = map[*handling.Handler]bool{}
@@ -58,13 +58,13 @@ func (it *recordItem) block(t handling.Task) {
 	it.blocked[t.Handler] = false
 }
 
-// noteParked notes that a task is parked.
+// noteParked marks a task that is parked.
 func (it *recordItem) noteParked(t handling.Task) {
 	it.block(t)
 	it.blocked[t.Handler] = true
 }
 
-// takeBlocked returns the tasks that are still to be parked.
+// takeBlocked returns the tasks that are to be parked, and marks them as parked.
 func (it *recordItem) takeBlocked() (tasks []handling.Task) {
 	for _, t := range it.Tasks {
 		if parked, blocked := it.blocked[t.Handler]; blocked && !parked {
@@ -75,21 +75,20 @@ func (it *recordItem) takeBlocked() (tasks []handling.Task) {
 	return tasks
 }
 
-// originOf says where a record came from.
+// originOf returns the origin of a record's event.
 func originOf(r *kgo.Record, topicID kafka.TopicID) envelope.Origin {
 	return envelope.Origin{Key: r.Key, Record: envelope.Place{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key}, TopicID: topicID}
 }
 
-// newRecordItem returns a record without tasks.
+// newRecordItem returns the item of a record that was not decoded. It has no tasks.
 func newRecordItem(r *kgo.Record, to replay, from *envelope.Origin) recordItem {
 	return recordItem{record: r, replay: to, Item: handling.Item{Meta: envelope.Received{Headers: envelope.PlainHeaders(headersOf(r)), Kafka: &from.Record, Attempt: 1, Origin: from}}}
 }
 
-// read decodes a record and finds its handlers: all of them, or those for which it was
-// sent back.
+// read decodes a record and finds its handlers: all, or for a replay only those it is for.
 func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *envelope.Origin) recordItem {
 	it := newRecordItem(record, to, from)
-	if record.Attrs.IsControl() { // nobody's, but it has an offset
+	if record.Attrs.IsControl() { // it has an offset, but no event
 		return it
 	}
 	if to.group != "" && to.group != r.processor.Rules.Group {
@@ -112,8 +111,8 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 	return it
 }
 
-// isSkipped reports whether no handler gets an event, and nobody wants it: its type has no
-// handler here, because topics are shared. A replay for this group is never skipped.
+// isSkipped reports whether an event is skipped because no handler has its type: topics are shared. A
+// replay for this group is never skipped.
 func (it *recordItem) isSkipped(deadLetterUnknown bool) bool {
 	return it.Class == handling.ClassUnknownType && !deadLetterUnknown && it.replay.group == ""
 }
@@ -131,13 +130,12 @@ func tasksInTx(items []recordItem) []handling.Task {
 	return tasks
 }
 
-// isReplay reports whether a record says that it was sent back from a dead-letter topic.
+// isReplay reports whether a record has headers of a replay, genuine or forged.
 func isReplay(r *kgo.Record) bool {
 	return slices.ContainsFunc(r.Headers, func(h kgo.RecordHeader) bool { return deadletter.IsReplay(h.Key) })
 }
 
-// replayOf returns for whom a record was sent back from a dead-letter topic, by its own
-// word.
+// replayOf returns the group and action of a record's replay headers. It does not verify them.
 func replayOf(r *kgo.Record) (to replay) {
 	for _, h := range r.Headers {
 		switch h.Key {

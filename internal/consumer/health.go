@@ -62,7 +62,8 @@ func (c *Consumer) Health() Health {
 	return h
 }
 
-// reportHealth says why a worker does not get on. It returns false if only a restart helps.
+// reportHealth passes the reasons why a worker makes no progress to notReady. It returns false if
+// only a restart of the process helps.
 func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)) (live bool) {
 	if b := w.blockedBy(); b != nil {
 		notReady("%s waits at offset %d: %v", w.partition.Name(), b.Offset, kgo.ErrMaxDecompress)
@@ -84,12 +85,12 @@ func (m *membership) isMember() bool {
 	return m.member != ""
 }
 
-// stillTried reports whether an outage is one of this Run, which began at running,
-// and something still waits for its end. Every try ends within MaxPollInterval, or, of a
-// dead letter, within deadLetterDelivery, and the next one follows within maxOutagePause.
+// stillTried reports whether an outage belongs to this Run, which began at running, and is still
+// retried. A try ends within MaxPollInterval, that of a dead letter within deadLetterDelivery, and the
+// next one follows within maxOutagePause.
 func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
 	return !o.Last.Before(running) && time.Since(o.Last) <= max(c.Rules.MaxPollInterval, deadLetterDelivery)+maxOutagePause
 }
 
-// maxOutagePause is longer than any pause between two tries, see [wait.Backoff].
+// maxOutagePause exceeds every pause between two tries, see [wait.Backoff].
 const maxOutagePause = 2 * wait.MaxBackoff

@@ -19,37 +19,37 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// membership is one Run of a consumer in its group: a Kafka client, and a worker for
-// each partition that the group has assigned to it.
+// membership is a consumer's time in its group with one Kafka client. It has a worker for each
+// partition that the group has assigned.
 type membership struct {
 	cfg            *Rules
 	reader         *reader
 	outages        *outage.Logs
 	log            *slog.Logger
 	client         *kgo.Client
-	hangUp         context.CancelFunc // ends all that the client does
-	hostOpts       []kgo.Opt          // those of client without what makes it a member
-	commitRequests chan struct{}      // holds at most one
+	hangUp         context.CancelFunc // ends all requests of the client
+	hostOpts       []kgo.Opt          // options of a client that is no member of the group
+	commitRequests chan struct{}      // signals keepCommitting; capacity 1
 	starts         *starts.Member
 	replays        *deadletter.Replays
 	limits         limits
 	bound          *kafka.FetchBound
 	lag            handling.Trend
 
-	pieces              handling.Pieces // in which partitions are fetched
+	pieces              handling.Pieces // bytes of one fetch of a partition; written by the client and the poll loop
 	once                sync.Once
-	fetchPartitionBytes int32 // of the options; set once
+	fetchPartitionBytes int32 // FetchMaxPartitionBytes of the options; set once
 
-	committing sync.Mutex // held for a commit, so that none is under way while partitions go
-	mu         sync.Mutex
+	committing sync.Mutex // held during a commit and while partitions are revoked
+	mu         sync.Mutex // guards the fields below
 	workers    map[kafka.Partition]*partitionWorker
-	running    map[*partitionWorker]bool // those in workers, and those that are to end and have not yet
+	running    map[*partitionWorker]bool // workers that have not ended; also those of revoked partitions
 	member     string                    // the member id under which the group assigned the partitions
-	closing    bool                      // takes no more partitions
+	closing    bool                      // assigned ignores further partitions
 }
 
-// join makes the client from opts. Kafka is asked for partitions in the background. The
-// client lives until close, whatever becomes of the context in the host's options.
+// join makes a client from opts, which joins the group in the background. The client lives until
+// close, also if the context in the host's options ends earlier.
 func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limits limits, outages *outage.Logs) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
 	if err != nil {
@@ -70,7 +70,7 @@ func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limi
 		Store: store, Group: cfg.Group, Topics: r.processor.Routes.Topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
 		Commit: m.commitStarts, Begun: m.begun, Lost: m.lostRecords, Pause: m.pauseFetching, Resume: m.resumeStalled,
 	})
-	m.committing.Lock() // the client may want to commit before it is returned
+	m.committing.Lock() // callbacks of the client may commit before m.client is set
 	defer m.committing.Unlock()
 	client, err := kafka.NewClient(append(slices.Clip(opts),
 		kgo.WithContext(ctx),
@@ -89,7 +89,7 @@ func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limi
 	return m, nil
 }
 
-// What a [partitionWorker] needs of its group, see [partitionGroup].
+// membership implements [partitionGroup].
 
 func (m *membership) pauseFetching(p kafka.Partition)  { m.client.PauseFetchPartitions(p.Only()) }
 func (m *membership) resumeFetching(p kafka.Partition) { m.client.ResumeFetchPartitions(p.Only()) }
@@ -102,17 +102,17 @@ func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
 	return m.client.ProduceSync(ctx, record).FirstErr()
 }
 
-// What [starts.Member] needs of its group.
+// The functions below are callbacks of [starts.Member].
 
-// commitStarts commits the offsets with which reading begins, unless the partitions were
-// given up while that was decided: another member may be further on already.
+// commitStarts commits the offsets at which reading begins. It returns errRevoked if a partition is
+// not assigned any more: another member may have committed a later offset.
 func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partition]int64) error {
 	m.committing.Lock()
 	defer m.committing.Unlock()
 	offsets := map[string]map[int32]kgo.EpochOffset{}
 	for at, offset := range begins {
 		if ctx.Err() != nil || m.workerOf(at) == nil {
-			return errGivenUp
+			return errRevoked
 		}
 		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
 	}
@@ -123,7 +123,7 @@ func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partitio
 	return err
 }
 
-var errGivenUp = errors.New("partition is assigned no longer")
+var errRevoked = errors.New("partition is assigned no longer")
 
 func (m *membership) begun(at kafka.Partition, offset int64) {
 	if w := m.workerOf(at); w != nil {
@@ -137,7 +137,7 @@ func (m *membership) lostRecords(at kafka.Partition, records int64) {
 	}
 }
 
-// resumeStalled fetches a partition again, unless its queue is full.
+// resumeStalled resumes fetching of a partition, unless its queue is full.
 func (m *membership) resumeStalled(at kafka.Partition) {
 	if w := m.workerOf(at); w != nil && !w.isPaused() {
 		m.resumeFetching(at)
@@ -152,9 +152,9 @@ func (m *membership) workerOf(at kafka.Partition) *partitionWorker {
 }
 
 func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[string][]int32) {
-	client.ResumeFetchPartitions(topics) // one may have been paused when it was revoked
+	client.ResumeFetchPartitions(topics) // a partition may have been paused when it was revoked
 	if m.outages.Failing() {
-		m.outages.Report(outageFetching, time.Now(), nil) // the group works again, also where the topics have nothing new
+		m.outages.Report(outageFetching, time.Now(), nil) // Kafka has answered, also if topics have no new records
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -178,8 +178,8 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	m.limitFetches(client)
 }
 
-// revoked gives partitions up: what is in flight is finished and committed. Kafka
-// waits for it, and the client sends heartbeats meanwhile.
+// revoked ends the workers of revoked partitions and commits their offsets. Kafka waits for it, and
+// the client sends heartbeats meanwhile.
 func (m *membership) revoked(_ context.Context, client *kgo.Client, topics map[string][]int32) {
 	m.committing.Lock()
 	defer m.committing.Unlock()
@@ -187,21 +187,19 @@ func (m *membership) revoked(_ context.Context, client *kgo.Client, topics map[s
 	m.finish(workers, m.cfg.SessionTimeout, abandonGrace)
 	m.limitFetches(client)
 	if err := m.commit(context.Background(), workers); err != nil {
-		m.log.Debug("outbox: offsets of revoked partitions not committed, what they cover is repeated", "error", err)
+		m.log.Debug("outbox: offsets of revoked partitions not committed; their events arrive again", "error", err)
 	}
 }
 
-// lost ends the work on partitions that another member may have already.
+// lost ends the workers of lost partitions at once: another member may have the partitions.
 func (m *membership) lost(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
 	m.abandon(m.remove(topics), abandonGrace)
 }
 
-// abandonGrace is how long a worker has to return after its context has ended, when the
-// group waits for its partition.
+// abandonGrace is how long a rebalance waits for a worker after its context has ended.
 const abandonGrace = time.Second
 
-// remove takes the workers of partitions out of the map, so that nothing else commits
-// for them.
+// remove removes the workers of partitions from the map, so that commitAll leaves them out.
 func (m *membership) remove(topics map[string][]int32) (workers []*partitionWorker) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

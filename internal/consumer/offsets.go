@@ -15,11 +15,11 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// rejectedTopics are topics whose offsets Kafka has not taken, although it has taken those of
-// others: it does not know them any more, or the rights to them have lapsed.
+// rejectedTopics are the topics of a commit whose offsets Kafka has refused, with the reason: the
+// topic was deleted, or the client may not read it any more.
 type rejectedTopics map[string]error
 
-// commitOffsets commits and waits for the answer. The caller holds committing.
+// commitOffsets commits offsets and waits for the answer. The caller holds committing.
 func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[int32]kgo.EpochOffset) (rejected rejectedTopics, err error) {
 	ctx, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
@@ -32,10 +32,9 @@ func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[i
 	return rejected, err
 }
 
-// commitResult reads the answer to a commit. The error is the first one that is not about a
-// single topic.
+// commitResult reads the answer to a commit. The error is the first one that concerns all topics.
 func commitResult(request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse) (rejected rejectedTopics, err error) {
-	names := map[kafka.TopicID]string{} // newer brokers answer without names
+	names := map[kafka.TopicID]string{} // newer brokers answer with ids only
 	for _, t := range request.Topics {
 		names[t.TopicID] = t.Topic
 	}
@@ -54,8 +53,7 @@ func commitResult(request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommit
 	return rejected, err
 }
 
-// reportRejected logs topics whose offsets Kafka has not taken, and ends the outage of those
-// whose offsets it has.
+// reportRejected reports an outage for each rejected topic, and the end of one for each other topic.
 func (m *membership) reportRejected(began time.Time, offsets map[*partitionWorker]kgo.EpochOffset, rejected rejectedTopics) {
 	if len(rejected) == 0 && !m.outages.Failing() {
 		return
@@ -81,10 +79,10 @@ func isGone(err error) bool {
 
 var errExpelled = errors.New("the group has expelled this member")
 
-// checkMember refuses a commit that would set an offset back. A member that Kafka
-// expelled comes back under another member id and learns only then that its partitions
-// are assigned to others. These may be further on, and Kafka does not check on a commit
-// whose the partitions are.
+// checkMember refuses a commit under another member id than that of the assignment. Kafka has then
+// expelled this member, and the client has joined again under a new id. Other members may have
+// committed later offsets of its partitions. Kafka would accept the commit, because it does not check
+// to which member a partition is assigned.
 func (m *membership) checkMember(commit *kmsg.OffsetCommitRequest) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -124,17 +122,16 @@ func (m *membership) lags(ctx context.Context) ([]partitionLag, error) {
 }
 
 const (
-	// commitPause keeps busy partitions from committing all the time. After a crash
-	// that much arrives again, and what is noted in event_handled is skipped.
+	// commitPause is the shortest time between two commits. After a crash, the events of this time
+	// arrive again; those in event_handled are skipped.
 	commitPause   = 100 * time.Millisecond
 	commitTimeout = 5 * time.Second
-	// commitRetry is after which time offsets of a topic that Kafka has refused are tried
-	// again, unless there is something else to commit before.
+	// commitRetry is when refused offsets of a topic are committed again, unless another commit
+	// includes them earlier.
 	commitRetry = 10 * time.Second
 )
 
-// keepCommitting commits what is handled until ctx is cancelled. A commit that failed
-// is tried again.
+// keepCommitting commits offsets on request until ctx is cancelled. A failed commit is tried again.
 func (m *membership) keepCommitting(ctx context.Context) {
 	for ctx.Err() == nil {
 		wait.Await(ctx, ctx, m.commitRequests, commitRetry)
@@ -148,14 +145,14 @@ func (m *membership) keepCommitting(ctx context.Context) {
 	}
 }
 
-// commitAll commits for the partitions that are not being revoked.
+// commitAll commits the offsets of all partitions that are not being revoked.
 func (m *membership) commitAll(ctx context.Context) error {
 	m.committing.Lock()
 	defer m.committing.Unlock()
 	return m.commit(ctx, m.all())
 }
 
-// uncommitted returns how far workers have come, where Kafka does not know yet.
+// uncommitted returns the offsets of workers that are to be committed, by topic and by worker.
 func uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*partitionWorker]kgo.EpochOffset) {
 	offsets, covered = map[string]map[int32]kgo.EpochOffset{}, map[*partitionWorker]kgo.EpochOffset{}
 	for _, w := range workers {
@@ -167,7 +164,7 @@ func uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.E
 	return offsets, covered
 }
 
-// commit commits how far workers have come. The caller holds committing.
+// commit commits the offsets of workers. The caller holds committing.
 func (m *membership) commit(ctx context.Context, workers []*partitionWorker) error {
 	offsets, covered := uncommitted(workers)
 	if len(offsets) == 0 {
@@ -186,7 +183,7 @@ func (m *membership) commit(ctx context.Context, workers []*partitionWorker) err
 	return nil
 }
 
-// noteCommitted notes what Kafka knows. What it has refused is committed with what follows.
+// noteCommitted notes the committed offsets. Refused ones are part of the next commit.
 func (m *membership) noteCommitted(began time.Time, covered map[*partitionWorker]kgo.EpochOffset, rejected rejectedTopics) {
 	m.reportRejected(began, covered, rejected)
 	for w, next := range covered {
@@ -197,8 +194,8 @@ func (m *membership) noteCommitted(began time.Time, covered map[*partitionWorker
 	}
 }
 
-// isRebalance reports whether a commit failed because the group is rebalancing. The
-// partitions that stay are committed afterwards.
+// isRebalance reports whether a commit failed because the group is rebalancing. Offsets of partitions
+// that stay assigned are committed afterwards.
 func isRebalance(err error) bool {
 	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID) ||
 		errors.Is(err, errExpelled)

@@ -8,9 +8,8 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
-// CheckOpts refuses options that belong to the consumer, and those with which it
-// would not do what it promises. Which options there are, and what becomes of each, is in
-// TestConsumerOptions.
+// CheckOpts refuses options that the consumer sets itself, and options that would break its promises.
+// TestConsumerOptions lists all options of the client.
 func CheckOpts(opts []kgo.Opt) error {
 	const itsOwn = "it belongs to the consumer"
 	const topicsFollow = "topics follow from the handlers"
@@ -40,9 +39,8 @@ func CheckOpts(opts []kgo.Opt) error {
 	}, unlikelyOpts...)
 }
 
-// What the host sets to the value that an option has by itself cannot be told from what it
-// does not set, and it must not be overridden silently. So options are looked at behind
-// others that nobody sets.
+// These values reveal which options the host has set, also to their defaults. CheckOpts puts them
+// before the host's options: an option that still has its unlikely value was not set.
 const (
 	unlikelyTimeout   = 40*time.Second + 1
 	unlikelyHeartbeat = time.Duration(1) // below any SessionTimeout, as kgo wants it
@@ -55,18 +53,17 @@ var unlikelyOpts = []kgo.Opt{
 	kgo.SessionTimeout(unlikelyTimeout), kgo.HeartbeatInterval(unlikelyHeartbeat), kgo.RebalanceTimeout(unlikelyTimeout),
 }
 
-// fetchMaxWait is how long a broker may keep a fetch that finds nothing, unless the
-// host says otherwise. A partition that is resumed is in none until the one that is
-// under way returns, so its queue has to last that long.
+// fetchMaxWait is how long a broker may hold a fetch without records, unless the host sets it. A
+// resumed partition is fetched only after the current fetch has returned, so half a queue must last
+// that long.
 const fetchMaxWait = 250 * time.Millisecond
 
-// fetchMaxBytes is how many bytes a fetch from a broker brings, before decompression,
-// unless the host says otherwise.
+// fetchMaxBytes is the most bytes of a fetch from one broker, compressed, unless the host sets it.
 const fetchMaxBytes = 8 << 20
 
-// consumerOpts are the host's options with what the promises need.
+// consumerOpts returns the host's options with those of the consumer.
 func consumerOpts(host []kgo.Opt, cfg *Rules, topics []string) ([]kgo.Opt, error) {
-	maxWrite, err := kafka.LargestWrite(host) // dead letters are as large as what was read
+	maxWrite, err := kafka.LargestWrite(host) // a dead letter is as large as its original
 	if err != nil {
 		return nil, err
 	}
@@ -79,16 +76,16 @@ func aroundHost(host []kgo.Opt, cfg *Rules, topics []string, maxWrite int32) []k
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()), // starts decides
-		// If the committed offset no longer exists, what there is must not be skipped.
+		// If the committed offset no longer exists, remaining records must not be skipped.
 		kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute)),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-		// They tell an end of a transaction from a record that Kafka has removed.
+		// Control records distinguish the end of a transaction from a removed record.
 		kgo.KeepControlRecords(),
 		kgo.SessionTimeout(cfg.SessionTimeout),
 		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
 		kgo.RebalanceTimeout(cfg.MaxPollInterval),
 		kgo.DisableAutoCommit(),
-		// No partition may be revoked between a poll and the queues.
+		// No partition is revoked while polled records are moved into the queues.
 		kgo.BlockRebalanceOnPoll(),
 		// For dead letters, see kafka.ProducerOpts.
 		kgo.RequiredAcks(kgo.AllISRAcks()),

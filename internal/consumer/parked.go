@@ -18,18 +18,18 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
-// parkedLanes is how many parked events with a transaction a consumer handles at the same time, and how many without
-// one: unless most events fail, there are few.
+// parkedLanes is the number of parked events that are handled at the same time, with a transaction and
+// without one each. There are few, unless most events fail.
 const parkedLanes = 4
 
-// parkedPoll is after which time a consumer sees parked events that are due and that another process has parked, which is
-// gone. Its own it knows.
+// parkedPoll is how often event_delivery is polled for due events of other processes. The consumer
+// knows without polling when its own are due.
 const parkedPoll = 2 * time.Second
 
-// parkedLease is for how long a parked event stays with a process that does not renew it.
+// parkedLease is how long a parked event stays claimed by a process that does not renew its lease.
 const parkedLease = 30 * time.Second
 
-// NewRun returns what handles the parked events of the group in this process, whoever has parked them.
+// newDeliveryRun returns the engine that handles parked events of the group, of all processes.
 func (c *Consumer) newDeliveryRun() *delivery.Run {
 	lanes := parkedLanes
 	if c.Rules.Concurrency > 0 {
@@ -38,14 +38,15 @@ func (c *Consumer) newDeliveryRun() *delivery.Run {
 	cfg := &delivery.Rules{Rules: c.Rules.Rules, Concurrency: lanes, MaxPoll: c.Rules.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
 	return delivery.NewRun(delivery.Parts{
 		Rules: cfg, Db: c.db, Processor: c.Processor, Slots: c.slots, Pauses: c.pauses,
-		// An outage that others report may be one of event_handled only, which the next look at deliveries does not end.
+		// Outages of its own: workers may report one of event_handled only, and a poll of deliveries would end it.
 		Outages: outage.NewLogs(c.Processor.Log.With("of", "parked events")),
 		Read:    c.readDelivery, DeadLetter: c.sendDeadLetter, Records: true, Pairs: delivery.PairsOf(c.Processor.Routes, true), Breakers: c.breakers,
 	})
 }
 
-// startParked begins to handle parked events, and returns what workers park events with. End waits until that
-// has ended with ctx, or with an error that needs an operator, with which it calls failed. Without PostgreSQL there is nothing to do.
+// startParked handles parked events in the background until ctx ends, and returns the parking of the
+// workers. If an operator has to act, it calls failed. end waits and returns the error. Without
+// PostgreSQL it does nothing.
 func (c *Consumer) startParked(ctx context.Context, failed func()) (p *consumerParking, end func() error, err error) {
 	if c.handled == nil {
 		return nil, func() error { return nil }, nil
@@ -70,7 +71,7 @@ func (c *Consumer) startParked(ctx context.Context, failed func()) (p *consumerP
 	return &consumerParking{store: run.Store, breakers: c.breakers, session: run.Session, group: c.Rules.Group, dueAt: run.Dispatcher.RetryAt}, end, nil
 }
 
-// sendDeadLetter implements [sendDeadLetter].
+// sendDeadLetter sends the dead letter of a parked event. It implements DeadLetter of [delivery.Parts].
 func (c *Consumer) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic string, err error) {
 	r, _, err := recordOfDelivery(d)
 	if err != nil {
@@ -93,7 +94,7 @@ func (c *Consumer) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o h
 
 var errNoMember = errors.New("this process is no member of the group at the moment")
 
-// produce sends a record with the client of the membership, and waits for the answer.
+// produce sends a record with the client of the current membership and waits for Kafka.
 func (c *Consumer) produce(ctx context.Context, r *kgo.Record) error {
 	m := c.current.Load()
 	if m == nil {
@@ -102,7 +103,7 @@ func (c *Consumer) produce(ctx context.Context, r *kgo.Record) error {
 	return m.produce(ctx, r)
 }
 
-// readDelivery implements [readDelivery] for what was parked.
+// readDelivery decodes the record of a parked event. It implements Read of [delivery.Parts].
 func (c *Consumer) readDelivery(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
 	r, topicID, err := recordOfDelivery(d)
 	if err != nil {
@@ -123,7 +124,7 @@ func (c *Consumer) readDelivery(d *delivery.Delivery, about *envelope.Received) 
 	return m, action, err
 }
 
-// parkedRecord is what event_delivery.record has of a record.
+// parkedRecord is the JSON of event_delivery.record: parts of a record that have no column.
 type parkedRecord struct {
 	Key     []byte         `json:"key"` // null for none
 	Headers []parkedHeader `json:"headers,omitempty"`
@@ -134,11 +135,11 @@ type parkedRecord struct {
 }
 
 type parkedHeader struct {
-	Name  []byte `json:"name"` // as any producer may have written it
+	Name  []byte `json:"name"` // any bytes: producers choose names
 	Value []byte `json:"value"`
 }
 
-// parkedRecordOf returns event_delivery.record.
+// parkedRecordOf returns event_delivery.record for a record.
 func parkedRecordOf(r *kgo.Record, topicID kafka.TopicID) []byte {
 	p := parkedRecord{Key: r.Key, Time: r.Timestamp.UnixMilli(), Epoch: r.LeaderEpoch, NoValue: r.Value == nil}
 	if topicID != (kafka.TopicID{}) {
@@ -149,12 +150,12 @@ func parkedRecordOf(r *kgo.Record, topicID kafka.TopicID) []byte {
 	}
 	text, err := json.Marshal(p)
 	if err != nil {
-		panic(err) // of bytes and numbers there is none
+		panic(err) // bytes and numbers always marshal
 	}
 	return text
 }
 
-// recordOfDelivery returns the record that a delivery was made of.
+// recordOfDelivery returns the record that was parked as a delivery.
 func recordOfDelivery(d *delivery.Delivery) (r *kgo.Record, topicID kafka.TopicID, err error) {
 	var p parkedRecord
 	if err := json.Unmarshal(d.Record, &p); err != nil {

@@ -47,10 +47,10 @@ type partitionWorker struct {
 
 	mu       sync.Mutex // guards the fields below: run takes records, the poll loop adds them and commits
 	queue    []*kgo.Record
-	bytes    int               // of the queued records and of those being handled
-	closed   bool              // add drops records
-	taken    []*handling.Slots // the slots that this worker holds
-	paused   bool              // the client does not fetch the partition
+	bytes    int                        // of the queued records and of those being handled
+	closed   bool                       // add drops records
+	taken    []*handling.Slots          // the slots that this worker holds
+	paused   bool                       // the client does not fetch the partition
 	blocked  *kgo.ErrDecompressTooLarge // the batch that the client cannot decompress; nil for none
 	read     int64                      // the offset after the last fetched record
 	next     kgo.EpochOffset            // the offset after the last handled record

@@ -11,7 +11,7 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Pause has this process handle nothing of some topics, or nothing at all.
+// Pause pauses topics in this process, or all topics if none is named.
 func (c *Consumer) Pause(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: pause: %w", err)
@@ -20,7 +20,7 @@ func (c *Consumer) Pause(topics []string) error {
 	return nil
 }
 
-// Resume ends the pause that pause has begun with the same topics.
+// Resume ends a pause that [Consumer.Pause] began with the same topics.
 func (c *Consumer) Resume(topics []string) error {
 	if err := c.checkPause(topics); err != nil {
 		return fmt.Errorf("outbox: resume: %w", err)
@@ -41,15 +41,13 @@ func (c *Consumer) checkPause(topics []string) error {
 // isTopicPaused reports whether the topic of the partition is paused.
 func (w *partitionWorker) isTopicPaused() bool { return w.limits.pauses.IsPaused(w.partition.Topic) }
 
-// awaitResume waits while the topic is paused, and reports whether that ended before the
-// worker is to end.
+// awaitResume waits while the topic is paused. It returns false if the worker is stopped.
 func (w *partitionWorker) awaitResume() bool {
 	return w.limits.pauses.AwaitResume(w.stopping, w.partition.Topic) && w.stopping.Err() == nil
 }
 
-// mayCall waits until a handler may be called: until the topic is not paused, and there is a
-// slot. It reports whether that was before the worker is to end. A worker whose topic is
-// paused keeps no slot from others.
+// mayCall waits until the topic is not paused and the worker has the slots for a call. It returns
+// false if the worker is stopped first. A worker whose topic is paused holds no slot.
 func (w *partitionWorker) mayCall(tx bool) bool {
 	for w.awaitResume() && w.takeSlots(tx) {
 		if !w.isTopicPaused() {
@@ -60,8 +58,8 @@ func (w *partitionWorker) mayCall(tx bool) bool {
 	return false
 }
 
-// pauseTopics has the client fetch nothing of some topics. What it has fetched waits in the
-// queues of the workers.
+// pauseTopics stops fetching of paused topics and resumes the others. Fetched records stay in the
+// queues.
 func (m *membership) pauseTopics(paused, others []string) {
 	if len(paused) > 0 {
 		m.client.PauseFetchTopics(paused...)
@@ -71,8 +69,8 @@ func (m *membership) pauseTopics(paused, others []string) {
 	}
 }
 
-// watchPauses reads what operators have paused, until stop is called, which waits for it.
-// While PostgreSQL does not answer, what it said last counts.
+// watchPauses reads the pauses of operators at intervals until stop is called; stop waits for it.
+// While PostgreSQL does not answer, the pauses that were read last apply.
 func (c *Consumer) watchPauses(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var watching sync.WaitGroup

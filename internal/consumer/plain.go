@@ -21,12 +21,12 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// DecodeCloudEvent reads a record as the CloudEvents Kafka protocol binding has them, in either mode.
+// DecodeCloudEvent reads a record in either mode of the CloudEvents Kafka protocol binding.
 func DecodeCloudEvent(r *kgo.Record) (*envelope.Message, error) {
 	return envelope.DecodeRecord(r.Value, headersOf(r))
 }
 
-// PlainRecords reads records that are no CloudEvents. The package outbox documents its fields.
+// PlainRecords reads records that are no CloudEvents. The package outbox documents the fields.
 type PlainRecords struct {
 	Type                             string
 	Source                           string
@@ -38,7 +38,7 @@ type PlainRecords struct {
 	Connect                          bool
 }
 
-// DecodeDebezium reads what the outbox event router of Debezium sends.
+// DecodeDebezium reads a record of Debezium's outbox event router.
 func DecodeDebezium(r *kgo.Record) (*envelope.Message, error) {
 	r, err := withStoredHeaders(r)
 	if err != nil {
@@ -47,10 +47,10 @@ func DecodeDebezium(r *kgo.Record) (*envelope.Message, error) {
 	return PlainRecords{Connect: true}.Decode(r)
 }
 
-// storedHeaders is the header that has the column headers of outbox.
+// storedHeaders is the header that holds the column headers of outbox.
 const storedHeaders = "outbox-headers"
 
-// withStoredHeaders returns a record with the headers that are in the column headers, as a relay adds them.
+// withStoredHeaders returns a record with the headers of the column headers, in the form a relay sends.
 func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool { return strings.EqualFold(h.Key, storedHeaders) })
 	if at < 0 {
@@ -116,15 +116,15 @@ func isCloudEvent(r *kgo.Record) bool {
 	})
 }
 
-// externalRecord is what a record says beside its payload.
+// externalRecord is a record's headers and, if needed, the members of its JSON value.
 type externalRecord struct {
 	headers map[string]string // by names in lower case
-	binary  map[string]error  // those that are not text, such as some trace contexts
+	binary  map[string]error  // headers that are not text, for example some trace contexts, with the reason
 	members map[string]json.RawMessage
-	err     error
+	err     error // the first error of take and find
 }
 
-// headers returns those of a record, the last of each name.
+// headers returns the headers of a record. Of several with the same name it returns the last.
 func (p PlainRecords) headers(r *kgo.Record) externalRecord {
 	f := externalRecord{headers: map[string]string{}, binary: map[string]error{}}
 	for _, h := range r.Headers {
@@ -156,7 +156,7 @@ func (p PlainRecords) text(b []byte) (string, error) {
 	return string(b), nil
 }
 
-// take returns the first header that is there, and takes all of them out.
+// take removes headers and returns the value of the first that was present.
 func (f *externalRecord) take(names ...string) (value string) {
 	for _, name := range names {
 		if err := f.binary[name]; err != nil && value == "" && f.err == nil {
@@ -168,8 +168,8 @@ func (f *externalRecord) take(names ...string) (value string) {
 	return value
 }
 
-// find returns what the header says, or one of the usual ones where none is named, or
-// else the member.
+// find returns the value of header, or of one of the usual headers if header is "". Without such a
+// header it returns the value of member.
 func (f *externalRecord) find(member, header string, usual ...string) string {
 	if header != "" {
 		usual = []string{strings.ToLower(header)}
@@ -190,7 +190,7 @@ func (f *externalRecord) find(member, header string, usual ...string) string {
 
 func isNull(raw []byte) bool { return string(bytes.TrimSpace(raw)) == "null" }
 
-// payload returns the payload in a value, and keeps the members around it.
+// payload returns the payload of a record's value, and keeps the other members in f.
 func (p PlainRecords) payload(f *externalRecord, value []byte, contentType string) ([]byte, error) {
 	if value == nil {
 		return nil, envelope.Unreadable("", "value", check.ErrEmpty)
@@ -219,7 +219,7 @@ func (p PlainRecords) payload(f *externalRecord, value []byte, contentType strin
 	return value, nil
 }
 
-// readMembers reads the members of a JSON object if one of them is wanted.
+// readMembers reads the members of a JSON object, if a field of p names one.
 func (p PlainRecords) readMembers(f *externalRecord, value []byte) error {
 	if cmp.Or(p.IDMember, p.TypeMember, p.TimeMember, p.DataMember) == "" {
 		return nil
@@ -233,7 +233,7 @@ func (p PlainRecords) readMembers(f *externalRecord, value []byte) error {
 	return nil
 }
 
-// connectPayload returns what a converter of Kafka Connect has put a schema beside.
+// connectPayload returns the payload of a value that Kafka Connect's converter wrote with its schema.
 func connectPayload(value []byte) []byte {
 	var object map[string]json.RawMessage
 	if json.Unmarshal(value, &object) != nil || len(object) != 2 || object["schema"] == nil || object["payload"] == nil {
@@ -258,15 +258,15 @@ func unquoted(value []byte) ([]byte, error) {
 	if inner := strings.TrimSpace(text); !strings.HasPrefix(inner, "{") && !strings.HasPrefix(inner, "[") {
 		return value, nil
 	}
-	if err := jsonb.CheckString(trimmed); err != nil { // json.Unmarshal has replaced what is wrong
+	if err := jsonb.CheckString(trimmed); err != nil { // json.Unmarshal replaces invalid text silently
 		return nil, err
 	}
 	return []byte(text), nil
 }
 
-// timeText returns a time in RFC 3339: what a record says, or its timestamp, or
-// nothing. What is not a time, or not one of a year of four digits, is left for the
-// check of CloudEvents to reject.
+// timeText returns a time in RFC 3339: the one that the record names in said, or else its timestamp.
+// It returns "" if the record has neither. A malformed time is returned as it is: the check of
+// CloudEvents rejects it.
 func timeText(said string, timestamp time.Time) string {
 	at := timestamp
 	switch ms, err := strconv.ParseInt(said, 10, 64); {

@@ -11,12 +11,10 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
-// pollRecords is how many records a poll takes from what was fetched. How many of a
-// partition are handled together is up to its worker.
+// pollRecords is the most records of one poll.
 const pollRecords = 1_000
 
-// startPolling polls in the background, and returns a channel that is closed when that
-// has ended.
+// startPolling runs poll in the background. The channel is closed when poll has returned.
 func (m *membership) startPolling(ctx context.Context) (ended <-chan struct{}) {
 	polling := make(chan struct{})
 	go func() {
@@ -26,20 +24,20 @@ func (m *membership) startPolling(ctx context.Context) (ended <-chan struct{}) {
 	return polling
 }
 
-// poll fills the queues until ctx is cancelled.
+// poll polls and fills the queues until ctx is cancelled. It also runs the member's other loops.
 func (m *membership) poll(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer context.AfterFunc(m.starts.Outdated(), cancel)()
-	var beside sync.WaitGroup
-	defer beside.Wait()
+	var loops sync.WaitGroup
+	defer loops.Wait()
 	defer cancel()
-	beside.Go(func() { m.keepCommitting(ctx) })
-	beside.Go(func() { m.starts.Run(ctx, m.client) })
-	beside.Go(func() { m.checkDeadLetterTopics(ctx) })
-	beside.Go(func() { m.watchHandlers(ctx) })
-	beside.Go(func() { m.watchLag(ctx) })
-	beside.Go(func() { m.watchWaiting(ctx) })
-	beside.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.Routes.Topics, m.pauseTopics) })
+	loops.Go(func() { m.keepCommitting(ctx) })
+	loops.Go(func() { m.starts.Run(ctx, m.client) })
+	loops.Go(func() { m.checkDeadLetterTopics(ctx) })
+	loops.Go(func() { m.watchHandlers(ctx) })
+	loops.Go(func() { m.watchLag(ctx) })
+	loops.Go(func() { m.watchWaiting(ctx) })
+	loops.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.Routes.Topics, m.pauseTopics) })
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)
@@ -62,14 +60,14 @@ func (m *membership) poll(ctx context.Context) {
 	}
 }
 
-// distribute puts what a poll brought for a partition into its queue.
+// distribute moves polled records of a partition into the queue of its worker.
 func (m *membership) distribute(p kgo.FetchTopicPartition) {
 	if len(p.Records) == 0 {
 		return
 	}
 	at := kafka.Partition{Topic: p.Topic, Number: p.Partition}
 	w := m.workerOf(at)
-	if w == nil { // fetched for an assignment that is over
+	if w == nil { // fetched before the partition was revoked
 		return
 	}
 	if m.outages.Failing() {
@@ -82,7 +80,7 @@ func (m *membership) distribute(p kgo.FetchTopicPartition) {
 	w.add(p.Records)
 }
 
-// fetchFailed logs the failure of a fetch. The client goes on trying in any case.
+// fetchFailed logs a failed fetch. The client retries it.
 func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.Partition, err error) {
 	var loss *kgo.ErrDataLoss
 	var large *kgo.ErrDecompressTooLarge
@@ -100,7 +98,7 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	}
 }
 
-// block notes that the client does not fetch a partition any more, because of a batch.
+// block notes and logs a batch that the client cannot decompress. Fetching of its partition has ended.
 func (m *membership) block(at kafka.Partition, large *kgo.ErrDecompressTooLarge) {
 	if w := m.workerOf(at); w != nil {
 		w.block(large)
@@ -110,16 +108,15 @@ func (m *membership) block(at kafka.Partition, large *kgo.ErrDecompressTooLarge)
 		"bytes", m.client.OptValue(kgo.MaxDecompressBatchBytes))
 }
 
-// limitFetches has each partition fetched in pieces of at most its share of MaxQueueBytes,
-// or of the largest batch.
+// limitFetches limits the bytes of one fetch of a partition to its share of MaxQueueBytes, or to the
+// largest batch if that is more.
 func (m *membership) limitFetches(client *kgo.Client) {
 	m.once.Do(func() { m.fetchPartitionBytes, _ = client.OptValue(kgo.FetchMaxPartitionBytes).(int32) })
 	all, _ := client.OptValue(kgo.FetchMaxBytes).(int32)
 	client.UpdateFetchMaxBytes(all, int32(min(int(m.fetchPartitionBytes), m.pieces.Size(m.limits.budget.Share()))))
 }
 
-// batchHook is called by the Kafka client with the compressed size of each batch that it
-// has fetched.
+// batchHook is a hook of the Kafka client. It gets the compressed size of each fetched batch.
 type batchHook func(bytes int)
 
 func (f batchHook) OnFetchBatchRead(_ kgo.BrokerMetadata, _ string, _ int32, read kgo.FetchBatchMetrics) {

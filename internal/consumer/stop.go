@@ -16,14 +16,14 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// stepPatience is the part of StopTimeout that the client has for a step before it is
-// done past the client.
+// stepPatience is the divisor of StopTimeout for the time that the client has for a step. After that
+// the step is done without the client.
 const stepPatience = 5
 
-// close ends the work within StopTimeout, whatever handlers, PostgreSQL and Kafka do:
-// what is in flight is finished and committed, the group left and the client closed. What
-// does not end in time goes on in the background, without the client and its connections
-// to PostgreSQL. Polling is closed when nothing is polled any more.
+// close ends the membership within StopTimeout, whatever handlers, PostgreSQL and Kafka do. It ends
+// the workers, commits their offsets, leaves the group and closes the client. A handler that does not
+// return goes on in the background; its connection to PostgreSQL is closed. polling is closed when the
+// poll loop has returned.
 func (m *membership) close(polling <-chan struct{}) {
 	clock := handling.StopClock{Began: time.Now(), Timeout: m.cfg.StopTimeout}
 	m.mu.Lock()
@@ -46,9 +46,8 @@ func (m *membership) close(polling <-chan struct{}) {
 	saving.Wait()
 }
 
-// finish ends workers. They have patience to finish what they are at. Then their contexts
-// end, and what they have not finished is rolled back. Those that go on nevertheless are
-// cut off after another grace.
+// finish ends workers. For patience they may complete their transactions. Then their contexts end and
+// open transactions are rolled back. Workers that have not returned after grace are cut off.
 func (m *membership) finish(workers []*partitionWorker, patience, grace time.Duration) {
 	for _, w := range workers {
 		w.finish()
@@ -61,7 +60,7 @@ func (m *membership) finish(workers []*partitionWorker, patience, grace time.Dur
 	}
 }
 
-// abandon ends workers without patience.
+// abandon ends the contexts of workers, and cuts off those that have not returned after grace.
 func (m *membership) abandon(workers []*partitionWorker, grace time.Duration) {
 	for _, w := range workers {
 		w.abandon()
@@ -73,7 +72,8 @@ func (m *membership) abandon(workers []*partitionWorker, grace time.Duration) {
 	}
 }
 
-// cutOff gives up a worker that does not end although its context has.
+// cutOff stops waiting for a worker whose context has ended and that does not return. It closes the
+// worker's connection to PostgreSQL, so that the transaction is rolled back.
 func (w *partitionWorker) cutOff() {
 	select {
 	case <-w.ended:
@@ -85,13 +85,13 @@ func (w *partitionWorker) cutOff() {
 	w.end()
 	call, ok := w.activity.Current()
 	if !ok {
-		w.log.Error("outbox: what a worker waits for does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
+		w.log.Error("outbox: a worker does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
 		return
 	}
 	w.log.ErrorContext(call.Context, "outbox: "+call.FunctionName()+" does not return although its context has ended; its partition is given up", call.Attrs()...)
 }
 
-// haveEnded waits for workers, and reports whether all have ended in time.
+// haveEnded waits for workers. It returns false if some have not ended after patience.
 func haveEnded(workers []*partitionWorker, patience time.Duration) bool {
 	timer := time.NewTimer(patience)
 	defer timer.Stop()
@@ -105,9 +105,9 @@ func haveEnded(workers []*partitionWorker, patience time.Duration) bool {
 	return true
 }
 
-// lastCommit commits what the workers have done. The client holds commits back while it
-// joins the group, which may take minutes, but Kafka accepts them until all members have
-// joined; so then they are sent past the client.
+// lastCommit commits the offsets of the workers. During a rebalance, which may take minutes, the client
+// holds back commits, but Kafka accepts them until all members have joined. So after a while
+// lastCommit sends the request itself.
 func (m *membership) lastCommit(clock handling.StopClock) {
 	ctx, cancel := clock.By(handling.CommitBy)
 	defer cancel()
@@ -125,11 +125,11 @@ func (m *membership) lastCommit(clock handling.StopClock) {
 		wait.Sleep(ctx, commitPause)
 	}
 	if err != nil {
-		m.log.Warn("outbox: offsets not committed before the stop, what they cover is repeated", "error", err)
+		m.log.Warn("outbox: offsets not committed before the stop; their events arrive again", "error", err)
 	}
 }
 
-// lockCommits locks committing, unless ctx ends before.
+// lockCommits locks committing. It returns false if ctx ends first.
 func (m *membership) lockCommits(ctx context.Context) bool {
 	for !m.committing.TryLock() {
 		if wait.Sleep(ctx, 5*time.Millisecond); ctx.Err() != nil {
@@ -139,7 +139,7 @@ func (m *membership) lockCommits(ctx context.Context) bool {
 	return true
 }
 
-// commitDirectly commits how far workers have come, past the client.
+// commitDirectly commits the offsets of workers by a request that the client does not hold back.
 func (m *membership) commitDirectly(ctx context.Context, workers []*partitionWorker) error {
 	offsets, covered := uncommitted(workers)
 	if len(offsets) == 0 {
@@ -173,7 +173,7 @@ func (m *membership) commitDirectly(ctx context.Context, workers []*partitionWor
 	return nil
 }
 
-// instanceID returns the id of a static member, or nil.
+// instanceID returns the instance id of a static member, nil for a dynamic one.
 func (m *membership) instanceID() *string {
 	values := m.client.OptValues(kgo.InstanceID)
 	id, _ := values[0].(string)
@@ -183,9 +183,9 @@ func (m *membership) instanceID() *string {
 	return &id
 }
 
-// leaveGroup leaves the group. While the group is in motion the client would wait for its
-// own join before: then it is closed, which ends the join, and another one says that this
-// member leaves. A static member keeps its partitions until its session ends.
+// leaveGroup leaves the group. During a rebalance the client would complete its own join first. Then
+// leaveGroup ends the client's requests and sends the request by another client. A static member does
+// not leave: it keeps its partitions until its session ends.
 func (m *membership) leaveGroup(clock handling.StopClock) {
 	ctx, cancel := clock.By(handling.LeftBy)
 	defer cancel()
@@ -198,11 +198,11 @@ func (m *membership) leaveGroup(clock handling.StopClock) {
 		err = leaveGroupAs(ctx, m.hostOpts, m.cfg.Group, member)
 	}
 	if err != nil && !errors.Is(err, kerr.UnknownMemberID) {
-		m.log.Warn("outbox: group not left, others wait until the session ends", "error", err)
+		m.log.Warn("outbox: group not left; other members get its partitions when the session ends", "error", err)
 	}
 }
 
-// leaveGroupAs says that a member leaves a group, by a client of its own.
+// leaveGroupAs leaves a group for a member, with a new client.
 func leaveGroupAs(ctx context.Context, opts []kgo.Opt, group, member string) error {
 	client, err := kafka.NewClient(opts)
 	if err != nil {
@@ -226,7 +226,7 @@ func leaveGroupAs(ctx context.Context, opts []kgo.Opt, group, member string) err
 	return kerr.ErrorForCode(response.ErrorCode)
 }
 
-// closeClient closes the client, which ends every request that is still under way.
+// closeClient closes the client and ends its requests.
 func (m *membership) closeClient(clock handling.StopClock, polling <-chan struct{}) {
 	last, cancel := clock.By(handling.CloseBy)
 	defer cancel()

@@ -104,9 +104,9 @@ func TestStartOfGivenUpPartition(t *testing.T) {
 	t.Parallel()
 	at := kafka.Partition{Topic: "t"}
 	m := &membership{workers: map[kafka.Partition]*partitionWorker{}}
-	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]int64{at: 3}), errGivenUp)
+	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]int64{at: 3}), errRevoked)
 	m.workers[at] = new(partitionWorker)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]int64{at: 3}), errGivenUp)
+	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]int64{at: 3}), errRevoked)
 }

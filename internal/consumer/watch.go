@@ -9,7 +9,7 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// watchHandlers reports handlers that run for long, until ctx is cancelled.
+// watchHandlers logs handlers that run longer than SlowHandler, until ctx is cancelled.
 func (m *membership) watchHandlers(ctx context.Context) {
 	const often = time.Second
 	for ctx.Err() == nil {
@@ -20,13 +20,13 @@ func (m *membership) watchHandlers(ctx context.Context) {
 	}
 }
 
-// waitingPatience is how long a member may be without partitions until it is logged. Kafka lets
-// the first members of a group wait for others for three seconds, and a member that joins others
-// gets partitions with the rebalance after.
+// waitingPatience is how long a member may be without partitions before it is logged. Kafka delays
+// the first assignment of a group by three seconds, and a new member of a group gets partitions in the
+// second rebalance.
 const waitingPatience = 5 * time.Second
 
-// watchWaiting logs once what a member without partitions waits for, and again if that changes,
-// until ctx is cancelled.
+// watchWaiting logs what a member without partitions waits for, once for each cause, until ctx is
+// cancelled.
 func (m *membership) watchWaiting(ctx context.Context) {
 	const often = waitingPatience / 10
 	for waits, before := 0, ""; ctx.Err() == nil; waits++ {
@@ -41,8 +41,8 @@ func (m *membership) watchWaiting(ctx context.Context) {
 	}
 }
 
-// waitsFor returns what a member without partitions waits for, and how long at most; of one that has
-// partitions, nothing.
+// waitsFor returns what a member without partitions waits for, and the longest wait. It returns "" if
+// the member has partitions.
 func (m *membership) waitsFor() (what string, atMost time.Duration) {
 	switch {
 	case len(m.all()) > 0:
@@ -56,13 +56,13 @@ func (m *membership) waitsFor() (what string, atMost time.Duration) {
 		m.cfg.SessionTimeout + m.cfg.HeartbeatInterval
 }
 
-// watchLag notes how the lag develops, until ctx is cancelled.
+// watchLag records the lag for Health at intervals, until ctx is cancelled.
 func (m *membership) watchLag(ctx context.Context) {
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, handling.SampleInterval)
 		lags, err := m.lags(ctx)
 		if err != nil {
-			continue // fetching fails too
+			continue // the outage is reported by fetching
 		}
 		total := int64(0)
 		for _, l := range lags {

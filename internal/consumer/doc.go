@@ -1,0 +1,51 @@
+// Package consumer passes the events of Kafka topics to handlers, as a member of a consumer group.
+//
+// It needs a Kafka client's options, [Rules] and routes, and PostgreSQL unless all handlers run
+// without a transaction. Package handling calls the handlers and notes what is handled; package
+// delivery handles parked events.
+//
+// The package promises:
+//   - The events of a partition are handled in offset order, partitions in parallel.
+//   - An offset is committed only after all events before it are handled, parked or dead letters.
+//   - After a crash or a rebalance events arrive again; package handling skips those that are noted.
+//   - An event whose handler fails holds up only the later events of its key, for this action.
+//     Without PostgreSQL, or with RetryInPlace, it holds up its partition.
+//   - A stop takes at most StopTimeout, whatever handlers, PostgreSQL and Kafka do.
+//
+// # Poll loop
+//
+// A [Consumer] that runs has a membership: a Kafka client, and a partitionWorker for each partition
+// that the group has assigned. The poll loop moves fetched records into the queues of the workers. A
+// full queue pauses fetching of its partition. Each worker has a goroutine that takes a batch from
+// its queue, decodes the records and runs their tasks in one transaction. If a handler fails, the
+// transaction is rolled back, the records before the failed one are handled again, and the failed
+// one gets a transaction of its own: one bad event of a hundred costs three transactions.
+//
+// # Offsets
+//
+// Workers request commits; one goroutine commits the offsets of all workers, at most ten times a
+// second. When Kafka revokes a partition, its worker completes the transaction in flight and its
+// offset is committed before another member gets the partition. A commit is refused here if the group
+// has expelled the member meanwhile, because it could set back the offset of the new owner.
+//
+// Package starts decides where reading begins. Kafka cannot say whether a group is new: it forgets
+// old offsets and those of deleted topics. So the start of each partition is stored in PostgreSQL.
+//
+// # Parking and dead letters
+//
+// A failed event becomes a row of event_delivery, and later events of its key are parked behind it.
+// Any member may claim the row. A worker checks at the end of each transaction that no key of it is
+// blocked, so that no event overtakes a parked one, not even one that another member has parked.
+//
+// An event without attempts left is sent to the dead-letter topic of its topic. A dead letter carries
+// the original record, its position and the error in headers. If Kafka refuses it as too large, it is
+// sent without its value, and then without a large key and large headers. While the dead-letter topic
+// does not accept it, its key waits; without PostgreSQL its partition waits.
+//
+// # Stop
+//
+// A stop has steps, each with a part of StopTimeout: handlers finish their events, their contexts
+// end, handlers that still run are cut off, offsets are committed, the group is left, the client is
+// closed. A step that the Kafka client does not complete in time is done without it: while the group
+// rebalances, the client holds back commits and does not leave the group.
+package consumer
