@@ -16,16 +16,16 @@ import (
 // start is where reading begins in a partition.
 type start struct {
 	at    int64 // or kafka.FirstOffset, kafka.EndOffset
-	known bool  // to Kafka and PostgreSQL
-	lost  int64 // offsets before it that Kafka has removed
+	known bool  // Kafka and PostgreSQL have it already
+	lost  int64 // number of offsets before at that Kafka has removed unread
 }
 
 // listTimeout bounds the wait for a broker that leads some of the partitions.
 const listTimeout = 5 * time.Second
 
-// begin decides where reading begins in partitions whose committed offsets are given. A
-// decision that Kafka does not know is committed before the first record is read, and
-// noted after that: if this member dies in between, the next one decides the same.
+// begin decides where reading begins in partitions with these committed offsets. A new decision is
+// committed to Kafka first and then stored in PostgreSQL, both before the first record is read. If this
+// member dies in between, the next one decides the same.
 func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	found, err := m.describe(ctx, slices.Sorted(maps.Keys(committed)))
 	if err != nil {
@@ -65,9 +65,9 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	return offsets, nil
 }
 
-// omitMissing returns committed without the topics that Kafka does not know any more, or does
-// not let us see: the others are not to wait for them. They are not read until another client
-// finds them. What is left of found are the topics that are there.
+// omitMissing returns committed without topics that do not exist or may not be described, so that the
+// other topics do not wait for them. It removes them from found, too. They are read only by a later
+// client that finds them.
 func (m *Member) omitMissing(committed map[string]map[int32]kgo.Offset, found map[string]topicInfo) map[string]map[int32]kgo.Offset {
 	there := maps.Clone(committed)
 	for name := range committed {
@@ -89,8 +89,7 @@ func (m *Member) omitMissing(committed map[string]map[int32]kgo.Offset, found ma
 	return there
 }
 
-// decide returns where reading begins in a partition. Committed is negative if Kafka has
-// no offset of the group.
+// decide returns where reading begins in a partition. committed is negative if Kafka has no offset.
 func (m *Member) decide(at kafka.Partition, t topic, committed int64) start {
 	p, listed := t.partitions[at.Number]
 	switch {
@@ -153,7 +152,7 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 	return nil
 }
 
-// confirm commits what Kafka does not know, and then notes it in PostgreSQL.
+// confirm commits new starts to Kafka, and then stores them in PostgreSQL.
 func (m *Member) confirm(ctx context.Context, topics map[string]topic, decided map[kafka.Partition]start) error {
 	offsets, notes := map[kafka.Partition]int64{}, []Offset(nil)
 	for at, s := range decided {
@@ -174,7 +173,7 @@ func (m *Member) confirm(ctx context.Context, topics map[string]topic, decided m
 	return m.cfg.Store.Begin(ctx, notes)
 }
 
-// reportLost reports records that Kafka had removed before the group came to them.
+// reportLost reports records that Kafka has removed before the group read them.
 func (m *Member) reportLost(at kafka.Partition, from, records int64) {
 	if records > 0 {
 		m.cfg.Log.Warn("outbox: Kafka has removed records that this group has not read", "partition", at.Name(), "from", from, "records", records)

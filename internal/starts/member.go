@@ -1,8 +1,8 @@
 // Package starts finds where a consumer group begins to read.
 //
-// Kafka cannot say whether a group is new: it forgets offsets after a while, and those
-// of a topic that is deleted. So the first member of a group writes down where reading
-// begins in all partitions of a topic, in the table consumer_start, and others read it.
+// Kafka cannot say whether a group is new: it deletes old offsets, and those of deleted topics. So the
+// first member of a group stores the start of all partitions of a topic in the table consumer_start,
+// and other members read it there.
 package starts
 
 import (
@@ -31,7 +31,7 @@ type Config struct {
 	Log       *slog.Logger
 	Outages   *outage.Logs
 
-	// Commit commits the offsets with which reading begins, unless the context has ended.
+	// Commit commits the offsets at which reading begins, unless the context has ended.
 	Commit func(context.Context, map[kafka.Partition]int64) error
 	// Begun is called with the offset with which reading of a partition begins.
 	Begun func(p kafka.Partition, offset int64)
@@ -46,8 +46,8 @@ type Config struct {
 type Member struct {
 	cfg      Config
 	client   *kgo.Client   // set before prepared is closed
-	prepared chan struct{} // closed when it is written where the group begins
-	stalled  chan struct{} // holds at most one request to look at the topics
+	prepared chan struct{} // closed when the starts of the group are stored
+	stalled  chan struct{} // wakes watch; capacity 1
 	outdated context.Context
 	end      context.CancelFunc // ends outdated
 
@@ -55,7 +55,7 @@ type Member struct {
 	ids       map[string]kafka.TopicID // of topics, as this client saw them first
 	stalls    map[kafka.Partition]int  // how often brokers did not know the topic of a partition
 	missing   map[string]time.Time     // when something was refused because of a topic, last
-	omitted   map[string]bool          // topics that were not there when their partitions were to be begun with
+	omitted   map[string]bool          // topics that did not exist when reading began
 	positions map[kafka.Partition]position
 }
 
@@ -69,11 +69,11 @@ func NewMember(cfg Config) *Member {
 	return m
 }
 
-// Outdated ends when another client has to go on, because a topic was created again:
-// this one goes on asking for the topic that is gone.
+// Outdated returns a context that ends when a new client is needed, because a topic was recreated: a
+// client keeps to the topic id that it saw first.
 func (m *Member) Outdated() context.Context { return m.outdated }
 
-// Run works beside the client until ctx is cancelled.
+// Run stores starts, watches topics and saves positions until ctx is cancelled.
 func (m *Member) Run(ctx context.Context, client *kgo.Client) {
 	m.client = client
 	m.prepare(ctx)
@@ -84,15 +84,15 @@ func (m *Member) Run(ctx context.Context, client *kgo.Client) {
 	m.end()
 }
 
-// What outages are named in the log.
+// Names of outages in the log.
 const (
 	outageStarting = "finding where reading begins"
 	outageSaving   = "saving positions"
 	outageTopic    = "topic " // with its name
 )
 
-// prepare writes down where the group begins in the topics that it has not seen before.
-// Meanwhile StartOffsets waits.
+// prepare stores where the group begins in topics that it has not read before. StartOffsets waits for
+// it.
 func (m *Member) prepare(ctx context.Context) {
 	defer close(m.prepared)
 	answered := outage.Announce(m.cfg.Log, "Kafka and PostgreSQL, to find where reading begins", tryTimeout)
@@ -118,8 +118,8 @@ func (m *Member) tryPrepare(ctx context.Context) error {
 	return err
 }
 
-// tryTimeout bounds a try to find where reading begins: a connection can go dead without a
-// word, and what is not known to fail is not logged.
+// tryTimeout bounds a try to find where reading begins. A dead connection may give no error, and an
+// outage is logged only once a try has failed.
 const tryTimeout = 30 * time.Second
 
 // StartOffsets is a function for [kgo.AdjustFetchOffsetsFn], which calls it before
@@ -227,7 +227,7 @@ func (m *Member) TopicID(topic string) kafka.TopicID {
 	return m.ids[topic]
 }
 
-// endOutdated has another client go on.
+// endOutdated ends Outdated, so that a new client takes over.
 func (m *Member) endOutdated(why, topic string) {
 	if m.outdated.Err() == nil {
 		m.cfg.Log.Warn("outbox: "+why, "topic", topic)
@@ -235,7 +235,7 @@ func (m *Member) endOutdated(why, topic string) {
 	m.end()
 }
 
-// list writes down where the group begins in topics that are not listed.
+// list stores where the group begins in topics that are not listed.
 func (m *Member) list(ctx context.Context, found map[string]topicInfo, written map[string]topic) error {
 	maybeOld := map[string][]int32{}
 	for name, t := range found {

@@ -8,7 +8,7 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// position is how far the group has come in a partition, as it is to be saved.
+// position is the offset of the group in a partition that is to be saved.
 type position struct{ offset, lost int64 }
 
 const (
@@ -29,7 +29,7 @@ func (m *Member) keepSaving(ctx context.Context) {
 // Committed notes the committed offset of a partition.
 func (m *Member) Committed(at kafka.Partition, offset int64) { m.note(at, position{offset: offset}) }
 
-// Passed notes that the client went on behind records that Kafka had removed.
+// Passed notes records that Kafka has removed unread and that the client has skipped.
 func (m *Member) Passed(at kafka.Partition, from, records int64) {
 	m.reportLost(at, from, records)
 	m.note(at, position{offset: None, lost: records})
@@ -53,8 +53,8 @@ func (m *Member) note(at kafka.Partition, p position) {
 	m.positions[at] = p
 }
 
-// SavePositions notes in PostgreSQL how far the group has come, because Kafka forgets the
-// offsets of a group that is away for long.
+// SavePositions stores the committed offsets in PostgreSQL, because Kafka deletes the offsets of a
+// group that has had no members for long.
 func (m *Member) SavePositions(ctx context.Context) {
 	m.mu.Lock()
 	unsaved := m.positions
@@ -80,7 +80,7 @@ func (m *Member) SavePositions(ctx context.Context) {
 	}
 }
 
-// putBack notes again what could not be saved, unless there is something newer.
+// putBack notes a position again that could not be saved, unless there is a newer one.
 func (m *Member) putBack(at kafka.Partition, p position) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -11,11 +11,11 @@ import (
 )
 
 const (
-	// WatchInterval is how long new partitions and topics, and topics that were created
-	// again, may remain unnoticed. The client itself looks every five minutes.
+	// WatchInterval is how often new partitions, new topics and recreated topics are looked for. The
+	// client itself looks every five minutes.
 	WatchInterval = 10 * time.Second
-	// mostStalls is how often a partition may be unknown to its broker, although the
-	// topic is there, before another client tries.
+	// mostStalls is how often a broker may not know a partition of an existing topic before a new
+	// client tries.
 	mostStalls = 3
 )
 
@@ -31,7 +31,8 @@ func (m *Member) watch(ctx context.Context) {
 	}
 }
 
-// compare makes the client look for partitions and topics that are new.
+// compare refreshes the client's metadata if topics have new partitions, reports topics that have
+// gone, and resumes topics that exist again.
 func (m *Member) compare(began time.Time, found map[string]topicInfo, partitions map[string]int) {
 	for name, t := range found {
 		if before, ok := partitions[name]; ok && before < len(t.partitions) {
@@ -49,8 +50,8 @@ func (m *Member) compare(began time.Time, found map[string]topicInfo, partitions
 	}
 }
 
-// Missing notes that Kafka has refused something because of a topic: it does not know the
-// topic, or does not let us see it. The topic is looked at soon.
+// Missing notes that Kafka has refused a request because a topic does not exist or may not be
+// described. It wakes watch, which describes the topic again.
 func (m *Member) Missing(topic string, err error) {
 	now := time.Now()
 	m.cfg.Outages.Report(outageTopic+topic, now, err)
@@ -62,8 +63,8 @@ func (m *Member) Missing(topic string, err error) {
 	m.missing[topic] = now
 }
 
-// isThere notes that a topic was found by a look that began at a time. It returns false if it
-// was missing after that.
+// isThere notes that a topic exists, by an answer to a request of the time began. It returns false if
+// the topic was missing after that.
 func (m *Member) isThere(topic string, began time.Time) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -89,8 +90,8 @@ func (m *Member) saw(topic string) bool {
 	return ok
 }
 
-// Stall keeps the client from asking for a partition whose topic its broker does not
-// know, which it would do without a pause, until the topic is found again.
+// Stall pauses fetching of a partition whose broker does not know its topic, until the topic is found
+// again. The client would otherwise retry without a pause.
 func (m *Member) Stall(at kafka.Partition) {
 	m.cfg.Pause(at)
 	m.mu.Lock()
@@ -99,8 +100,8 @@ func (m *Member) Stall(at kafka.Partition) {
 	wait.Signal(m.stalled)
 }
 
-// resume tries the partitions of a topic again that is there, or, if that did not help
-// before, has another client try.
+// resume resumes fetching of stalled partitions of a topic that exists. After mostStalls a new client
+// takes over.
 func (m *Member) resume(topic string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
