@@ -16,7 +16,7 @@ func CheckOpts(opts []kgo.Opt) error {
 	const itsField = "ConsumerConfig has a field for it"
 	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
 		o.RejectCommon()
-		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
+		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "it is the argument group of NewConsumer")
 		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
 		o.Reject(o.Client.OptValue(kgo.GroupProtocol) != "consumer", "GroupProtocol", itsOwn)
 		o.Reject(o.Lists(kgo.ConsumeTopics), "ConsumeTopics", topicsFollow)
@@ -24,7 +24,7 @@ func CheckOpts(opts []kgo.Opt) error {
 		o.Reject(o.Lists(kgo.ConsumeExcludeTopics), "ConsumeExcludeTopics", topicsFollow)
 		o.Reject(o.Sets(kgo.ConsumeRegex), "ConsumeRegex", topicsFollow+", and a topic's name is also in that of its dead letters")
 		o.Reject(o.Sets(kgo.KeepControlRecords), "KeepControlRecords", "markers of transactions are no events")
-		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.FromStart says where a new group begins")
+		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.From says where a new group begins")
 		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
 		o.Reject(o.Differs(kgo.FetchIsolationLevel, int8(1)), "FetchIsolationLevel", "events of aborted transactions never happened")
 		o.Reject(o.Differs(kgo.SessionTimeout, unlikelyTimeout), "SessionTimeout", itsField)

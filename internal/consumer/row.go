@@ -50,7 +50,7 @@ func noteOf(t handling.Task) (note delivery.Note) {
 		if err == nil {
 			note = delivery.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
 			if k.Source != "" {
-				note.WithSource = k.OfSource().AggregateID
+				note.WithSource = k.WithSource().AggregateID
 			}
 		}
 		return err
