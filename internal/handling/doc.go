@@ -18,7 +18,9 @@
 // A worker takes up to MaxPoll events and runs their tasks in one transaction: the consumer for the events of a
 // partition, a lane for claimed deliveries. If a handler fails, the transaction is rolled back, and nothing has
 // happened. The events before the failed one run again in one transaction. The failed event runs alone, by [Attempts].
-// If the failure cannot be attributed to one event, half of the events run again.
+// So one bad event of a hundred costs three transactions. If the failure cannot be attributed to one event, half of the
+// events run again. Handlers without a transaction run last.
+//
 // A transaction commits when its handlers have taken [TransactionTime], so that little is lost with a failure. A
 // handler that changes settings of its transaction, such as a search_path, runs separately from then on, because the
 // handlers after it would see the settings.
@@ -27,7 +29,8 @@
 //
 //   - A task is noted in the transaction of its handler: both are committed, or neither. A repeat calls no handler.
 //     Handlers without a transaction ([NoTx]) are not noted, and run at least once.
-//   - Two events are the same if their source and id are the same, or their key of OncePer.
+//   - Two events are the same if their source and id are the same, or their key of OncePer. The first source with an id
+//     has the plain key in event_handled; for others, a second statement notes a key that contains the source.
 //   - An outage of PostgreSQL uses up no attempt, nor do [MostConflicts] conflicts of transactions.
 //   - The handlers of an event type get its events in the order of arrival. Handlers of different types get the events
 //     of a key in the order of arrival.
