@@ -27,7 +27,7 @@ its error names every bad field.
 // configurations come first in docs/configuration.md, in the order an event lives; the
 // others follow.
 var configurations = []string{
-	"RecorderConfig", "RelayConfig", "BreakerConfig", "RetentionConfig", "AlertConfig", "HandlerConfig", "ConsumerConfig", "WorkerConfig", "WakerConfig", "MigrateConfig",
+	"RecorderConfig", "RelayConfig", "BreakerConfig", "RetentionConfig", "AlertConfig", "HandlerConfig", "RetryPolicy", "ConsumerConfig", "WorkerConfig", "WakerConfig", "MigrateConfig",
 }
 
 // docs/configuration.md is what the comments say. After a change of one,

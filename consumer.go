@@ -24,7 +24,8 @@ type Consumer struct{ engine *consumer.Consumer }
 // NewConsumer returns a consumer of the topics in which the registry has the events
 // of the handlers. It makes its own Kafka client from opts when it runs: brokers,
 // TLS, SASL and hooks are the caller's, group, topics and commits the consumer's.
-// Options that name these are refused. The error names every bad field, option and
+// Options that name these are refused. The member sends a heartbeat each 10 s, or each third of
+// SessionTimeout if that is shorter, unless opts has kgo.HeartbeatInterval. The error names every bad field, option and
 // handler.
 //
 // A new group skips what was in the topics before its first start, unless From
@@ -59,7 +60,7 @@ type Consumer struct{ engine *consumer.Consumer }
 func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, group string, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
 	given := cfg
 	cfg = cfg.withDefaults()
-	errs := []error{checkGroup(group), cfg.validate(given), consumer.CheckOpts(opts)}
+	errs := []error{checkGroup(group), cfg.validate(given), consumer.CheckOpts(opts, cfg.SessionTimeout)}
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}

@@ -87,7 +87,7 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	for i := range boxes {
 		boxes[i], pools[i] = &mailbox{}, testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = s.db.Config().ConnConfig.Database })
 		c, err := outbox.NewConsumer(pools[i], testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{
-			HandlerConfig: quiet, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second, Alerts: alerts(boxes[i]),
+			HandlerConfig: quiet, SessionTimeout: 6 * time.Second, Alerts: alerts(boxes[i]),
 		}, outbox.Handle("COUNTED", s.count))
 		require.NoError(t, err)
 		stops[i] = testenv.Run(t, c.Run)

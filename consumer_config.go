@@ -51,17 +51,12 @@ type ConsumerConfig struct {
 	// their transactions. Zero means 0 (no other bound).
 	Concurrency int
 
-	// HeartbeatInterval, SessionTimeout and MaxPollInterval must grow in this order.
-	//
-	// HeartbeatInterval is how often this member sends Kafka a heartbeat. Zero means
-	// 10 s.
-	HeartbeatInterval time.Duration
 	// SessionTimeout is how long Kafka waits for a heartbeat before it gives the
 	// partitions to others; and how long a handler may go on when its partition is
-	// taken away. Zero means 30 s.
+	// taken away. It is longer than the interval of kgo.HeartbeatInterval. Zero means 30 s.
 	SessionTimeout time.Duration
-	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give up a partition. Zero means
-	// 5 min.
+	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give
+	// up a partition. It is longer than SessionTimeout. Zero means 5 min.
 	MaxPollInterval time.Duration
 
 	// StopTimeout is how long [Consumer.Run] may outlive its context. Handlers have three
@@ -89,7 +84,6 @@ type ConsumerConfig struct {
 }
 
 const (
-	defaultHeartbeat       = 10 * time.Second
 	defaultSession         = 30 * time.Second
 	defaultMaxPollInterval = 5 * time.Minute
 	defaultMaxQueueBytes   = 64 << 20
@@ -99,7 +93,6 @@ const (
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.HandlerConfig = c.HandlerConfig.withDefaults()
 	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
-	c.HeartbeatInterval = cmp.Or(c.HeartbeatInterval, defaultHeartbeat)
 	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
 	c.MaxPollInterval = cmp.Or(c.MaxPollInterval, defaultMaxPollInterval)
 	c.MaxQueueBytes = cmp.Or(c.MaxQueueBytes, defaultMaxQueueBytes)
@@ -125,12 +118,11 @@ func (c ConsumerConfig) validate(given ConsumerConfig) error {
 		c.From.validate(),
 		check.NotNegative("MaxPoll", c.MaxPoll),
 		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
-		check.NotNegative("HeartbeatInterval", c.HeartbeatInterval),
+		check.NotNegative("SessionTimeout", c.SessionTimeout),
 		check.NotNegative("StopTimeout", c.StopTimeout),
 		check.NotNegative("MaxQueueBytes", c.MaxQueueBytes),
 		check.NotNegative("Concurrency", c.Concurrency),
 		c.Alerts.settings().Validate(),
-		check.Shorter(check.Field[time.Duration]{Name: "HeartbeatInterval", Value: c.HeartbeatInterval, Given: given.HeartbeatInterval}, session),
 		check.Shorter(session, check.Field[time.Duration]{Name: "MaxPollInterval", Value: c.MaxPollInterval, Given: given.MaxPollInterval}),
 	}
 	if c.MaxQueueBytes < minMaxQueueBytes {
@@ -168,7 +160,7 @@ func (c ConsumerConfig) rules(group string) consumer.Rules {
 	handling := c.HandlerConfig.rules(group, c.StopTimeout)
 	return consumer.Rules{
 		Rules: &handling, FromStart: c.From == FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
-		HeartbeatInterval: c.HeartbeatInterval, SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
+		SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
 		Decode: func(r *kgo.Record) (*envelope.Message, error) {
 			m, err := c.Decode(r)
 			return (*envelope.Message)(m), err

@@ -155,9 +155,9 @@ func TestRebalance(t *testing.T) {
 			w := &watch{busy: map[int32]string{}, last: map[string]int64{}}
 			group := "rebalance-" + s.topic
 			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, From: outbox.FromStart,
-				HeartbeatInterval: 200 * time.Millisecond, SessionTimeout: 6 * time.Second}
+				SessionTimeout: 6 * time.Second}
 			start := func(member string) func() {
-				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer)), s.events, group, cfg,
+				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer), kgo.HeartbeatInterval(200*time.Millisecond)), s.events, group, cfg,
 					outbox.Handle("COUNTED", s.count), w.handler(t, member))
 				require.NoError(t, err)
 				return testenv.Run(t, c.Run)
@@ -306,7 +306,7 @@ func TestConsumerGivesUp(t *testing.T) {
 		return ctx.Err()
 	})
 	group := "gives-up-" + s.topic
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
+	cfg := outbox.ConsumerConfig{From: outbox.FromStart, SessionTimeout: 6 * time.Second}
 	s.sendTo(t, 1, 1)
 	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, h).Run)
 	<-began
@@ -426,10 +426,10 @@ func TestExpelledMember(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	start := func(name string, heartbeat time.Duration, see func(outbox.Metadata)) {
-		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name)), s.events, "expelled-"+s.topic, outbox.ConsumerConfig{
+		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name), kgo.HeartbeatInterval(heartbeat)), s.events, "expelled-"+s.topic, outbox.ConsumerConfig{
 			HandlerConfig: outbox.HandlerConfig{
 				Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})),
-			}, From: outbox.FromStart, MaxPoll: 1, HeartbeatInterval: heartbeat,
+			}, From: outbox.FromStart, MaxPoll: 1,
 		}, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m); return nil }))
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)

@@ -38,7 +38,7 @@ var refusedOptions = map[string]struct {
 	"ConsumeResetOffset":   {[]kgo.Opt{kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute))}, "option ConsumeResetOffset"},
 	"FetchIsolationLevel":  {[]kgo.Opt{kgo.FetchIsolationLevel(kgo.ReadUncommitted())}, "aborted transactions"},
 	"SessionTimeout":       {[]kgo.Opt{kgo.SessionTimeout(45 * time.Second)}, "has a field"},
-	"HeartbeatInterval":    {[]kgo.Opt{kgo.HeartbeatInterval(3 * time.Second)}, "has a field"},
+	"HeartbeatInterval":    {[]kgo.Opt{kgo.HeartbeatInterval(30 * time.Second)}, "30s must be above 0 and shorter than SessionTimeout, 30s"},
 	"RebalanceTimeout":     {[]kgo.Opt{kgo.RebalanceTimeout(time.Minute)}, "MaxPollInterval"},
 	"OnPartitionsAssigned": {[]kgo.Opt{kgo.OnPartitionsAssigned(ignorePartitions)}, "gives up partitions by itself"},
 	"OnPartitionsRevoked":  {[]kgo.Opt{kgo.OnPartitionsRevoked(ignorePartitions)}, "gives up partitions by itself"},
@@ -113,7 +113,7 @@ func TestConsumerOptions(t *testing.T) {
 		require.ErrorContains(t, err, tt.want, name)
 		require.ErrorContains(t, err, name, "the option that was given")
 	}
-	require.NoError(t, newConsumer(kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.WithContext(context.Background()), kgo.InstanceID("i"),
+	require.NoError(t, newConsumer(kgo.HeartbeatInterval(3*time.Second), kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.WithContext(context.Background()), kgo.InstanceID("i"),
 		kgo.KeepRetryableFetchErrors(), kgo.ConsumePreferringLagFn(kgo.PreferLagAt(1)), kgo.DisableFetchSessions(), kgo.Balancers(kgo.RangeBalancer())))
 }
 

@@ -105,7 +105,7 @@ func TestParkingAtRandom(t *testing.T) {
 	s := newParkingFixture(t, partitions)
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 4, 30*time.Millisecond, 200*time.Millisecond
-	cfg.HeartbeatInterval, cfg.SessionTimeout, cfg.MaxPoll = 200*time.Millisecond, 6*time.Second, 20
+	cfg.SessionTimeout, cfg.MaxPoll = 6*time.Second, 20
 	// failures returns how often an action fails on a sale; 5 is too often.
 	failures := func(action string, e sale) int {
 		h := fnv.New64a()
@@ -132,7 +132,9 @@ func TestParkingAtRandom(t *testing.T) {
 		for action, form := range forms {
 			handlers = append(handlers, s.handler(form, action, fails(action)))
 		}
-		return testenv.Run(t, s.groupConsumer(t, s.group, cfg, handlers...).Run)
+		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.HeartbeatInterval(200*time.Millisecond)), s.events, s.group, cfg, handlers...)
+		require.NoError(t, err)
+		return testenv.Run(t, c.Run)
 	}
 	sent := make([]int, products)
 	var ended sync.WaitGroup

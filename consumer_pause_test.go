@@ -217,7 +217,7 @@ func TestPausedMemberStays(t *testing.T) {
 	s := newPauseFixture(t)
 	testenv.RealBrokers(t)
 	const session, poll = 6 * time.Second, 7 * time.Second // Kafka accepts no shorter session
-	c := s.memberWith(t, outbox.ConsumerConfig{HeartbeatInterval: time.Second, SessionTimeout: session, MaxPollInterval: poll}, func() {})
+	c := s.memberWith(t, outbox.ConsumerConfig{SessionTimeout: session, MaxPollInterval: poll}, func() {})
 	s.sendTo(t, 2, 10)
 	stop := testenv.Run(t, c.Run)
 	s.requireArrived(t, map[string]int{"sales/0": 10, "sales/1": 10})

@@ -113,7 +113,7 @@ func TestStopInRebalance(t *testing.T) {
 		return nil
 	})
 	log := new(testenv.Buffer)
-	c := s.plainConsumer(t, log, group, outbox.ConsumerConfig{HeartbeatInterval: 500 * time.Millisecond}, h)
+	c := s.plainConsumer(t, log, group, outbox.ConsumerConfig{}, h, kgo.HeartbeatInterval(500*time.Millisecond))
 	stop := testenv.Run(t, c.Run)
 	holds := func(n int) {
 		t.Helper()
@@ -190,7 +190,7 @@ func TestRevokedWithStuckHandler(t *testing.T) {
 	log := new(testenv.Buffer)
 	began, finish := make(chan struct{}, 10), make(chan struct{})
 	group := "revoked-" + s.topic
-	cfg := outbox.ConsumerConfig{HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
+	cfg := outbox.ConsumerConfig{SessionTimeout: 6 * time.Second}
 	stuck := func(outbox.Metadata) bool { return true }
 	start := func(stuck func(outbox.Metadata) bool) func() {
 		return testenv.Run(t, s.plainConsumer(t, log, group, cfg, outbox.Handle("COUNTED", func(_ context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {

@@ -137,21 +137,21 @@ func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateT
 	})
 }
 
-// RetryPolicy is how an action on an event that failed is tried again. What is zero is as in the
-// configuration.
+// RetryPolicy says how an action that failed on an event is retried. A field of [WithRetry] or
+// [WorkerConfig].Streams that is zero is as in [HandlerConfig].Retry.
 type RetryPolicy struct {
-	// MaxRetries is how often an action is tried again after its first attempt. Negative means never. Zero
-	// means 3, or what the policy of the configuration says.
+	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero
+	// means 3.
 	MaxRetries int
 	// RetriesFor replaces MaxRetries for an error. If it panics or ends its goroutine, that is logged, and
-	// MaxRetries counts. Its partition waits while it does not return. Nil means MaxRetries for all errors. A
-	// policy with a MaxRetries of its own does not use the RetriesFor of the configuration.
+	// MaxRetries counts. The partition waits until RetriesFor returns. A policy that sets MaxRetries does not
+	// use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
 	RetriesFor func(error) int
 	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait;
 	// up to a fifth of each wait is added or left out at random. [RetryAfter] says another wait. Zero means
-	// 1 s, or what the policy of the configuration says.
+	// 1 s.
 	RetryWait time.Duration
-	// MaxRetryWait bounds the wait before a retry. Zero means 60 s, or what the policy of the configuration says.
+	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
 }
 

@@ -439,10 +439,10 @@ func TestConsumerConfig(t *testing.T) {
 		want     []string
 	}{
 		{"good", ok, nil, []outbox.Handler{good}, nil},
-		{"negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: -1}, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, HeartbeatInterval: -1}, nil, []outbox.Handler{good},
-			[]string{"field MaxPoll is -1", "field RetryWait", "field HeartbeatInterval", "field Unknown is 9", "field Schema"}},
-		{"times in the wrong order", outbox.ConsumerConfig{HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
-			[]string{"HeartbeatInterval is 30s: must be shorter than SessionTimeout, 30s", "MaxPollInterval is 1s: must be longer than SessionTimeout, 30s by default", "MaxPoll is 10001: at most 10000"}},
+		{"negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: -1}, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, SessionTimeout: -1}, nil, []outbox.Handler{good},
+			[]string{"field MaxPoll is -1", "field RetryWait", "field SessionTimeout is -1ns", "field Unknown is 9", "field Schema"}},
+		{"times in the wrong order", outbox.ConsumerConfig{MaxPollInterval: time.Second, MaxPoll: 10_001}, []kgo.Opt{kgo.HeartbeatInterval(30 * time.Second)}, []outbox.Handler{good},
+			[]string{"HeartbeatInterval: 30s must be above 0 and shorter than SessionTimeout, 30s", "MaxPollInterval is 1s: must be longer than SessionTimeout, 30s by default", "MaxPoll is 10001: at most 10000"}},
 		{"options that are not the host's", ok, []kgo.Opt{kgo.ConsumerGroup("mine"), kgo.ConsumeTopics("t"), kgo.TransactionalID("x"),
 			kgo.OnPartitionsRevoked(func(context.Context, *kgo.Client, map[string][]int32) {})}, []outbox.Handler{good},
 			[]string{"ConsumerGroup", "ConsumeTopics", "TransactionalID", "OnPartitionsRevoked"}},

@@ -114,7 +114,7 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 		MaxPoll: 20,
 	}
 	if s.Session > 0 {
-		cfg.HeartbeatInterval, cfg.SessionTimeout, cfg.MaxPollInterval = heartbeat, s.Session, 30*time.Second
+		cfg.SessionTimeout, cfg.MaxPollInterval = s.Session, 30*time.Second
 	}
 	return cfg
 }
@@ -125,6 +125,9 @@ const kip848 = "kip848"
 // kafkaOpts are franz-go's defaults but for the balancer.
 func (s memberSpec) kafkaOpts(d *diary) []kgo.Opt {
 	opts := []kgo.Opt{kgo.SeedBrokers(s.Brokers...), kafkaVia(s.KafkaVia), kgo.WithHooks(assignments{d})}
+	if s.Session > 0 {
+		opts = append(opts, kgo.HeartbeatInterval(heartbeat))
+	}
 	switch s.Balancer {
 	case kip848:
 		return append(opts, kgo.ServerSideBalancer())

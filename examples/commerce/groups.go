@@ -40,10 +40,9 @@ func (a *app) config() outbox.ConsumerConfig {
 			Hooks:  a.hooks,
 			Logger: a.log,
 		},
-		From:              outbox.FromStart, // customers do not wait until the groups are ready
-		HeartbeatInterval: time.Second,
-		SessionTimeout:    6 * time.Second,
-		Decode:            onlyFrom(a.source),
+		From:           outbox.FromStart, // customers do not wait until the groups are ready
+		SessionTimeout: 6 * time.Second,
+		Decode:         onlyFrom(a.source),
 	}
 }
 

@@ -105,11 +105,10 @@ func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker
 // process to others after SessionTimeout, 6 s here so that a run is short.
 func (a *app) consumer() (*outbox.Consumer, error) {
 	return outbox.NewConsumer(a.db, a.kafka, a.events, a.group(), outbox.ConsumerConfig{
-		HandlerConfig:     a.handling(),
-		From:              outbox.FromStart,
-		HeartbeatInterval: time.Second,
-		SessionTimeout:    6 * time.Second,
-		Decode:            a.onlyOurs,
+		HandlerConfig:  a.handling(),
+		From:           outbox.FromStart,
+		SessionTimeout: 6 * time.Second,
+		Decode:         a.onlyOurs,
 	}, a.projection().handlers()...)
 }
 

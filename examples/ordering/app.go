@@ -197,11 +197,10 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 			Hooks:  hooks,
 			Logger: a.log,
 		},
-		MaxPoll:           maxPoll,
-		From:              outbox.FromStart, // the shop does not wait until the consumers are ready
-		HeartbeatInterval: time.Second,
-		SessionTimeout:    6 * time.Second,
-		Decode:            a.onlyOurs,
+		MaxPoll:        maxPoll,
+		From:           outbox.FromStart, // the shop does not wait until the consumers are ready
+		SessionTimeout: 6 * time.Second,
+		Decode:         a.onlyOurs,
 	}, handlers...)
 }
 

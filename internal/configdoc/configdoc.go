@@ -37,7 +37,7 @@ type Field struct {
 	Embedded bool
 }
 
-// Structs returns the exported structs of a package whose names end with Config, in
+// Structs returns the exported structs of a package whose names end with Config or Policy, in
 // the order of their names.
 func Structs(dir string) ([]Struct, error) {
 	names, err := filepath.Glob(filepath.Join(dir, "*.go"))
@@ -61,6 +61,8 @@ func Structs(dir string) ([]Struct, error) {
 	return all, nil
 }
 
+var isConfig = regexp.MustCompile(`(Config|Policy)$`)
+
 func configs(decl ast.Decl) (all []Struct) {
 	types, ok := decl.(*ast.GenDecl)
 	if !ok || types.Tok != token.TYPE {
@@ -69,7 +71,7 @@ func configs(decl ast.Decl) (all []Struct) {
 	for _, spec := range types.Specs {
 		spec := spec.(*ast.TypeSpec)
 		fields, ok := spec.Type.(*ast.StructType)
-		if !ok || !spec.Name.IsExported() || !strings.HasSuffix(spec.Name.Name, "Config") {
+		if !ok || !spec.Name.IsExported() || !isConfig.MatchString(spec.Name.Name) {
 			continue
 		}
 		s := Struct{Name: spec.Name.Name, Text: oneLine(types.Doc.Text())}

@@ -26,15 +26,16 @@ import (
 // documents it.
 type Rules struct {
 	*handling.Rules
-	FromStart         bool
-	MaxPoll           int // the most records of one transaction
-	MaxQueueBytes     int
-	Concurrency       int // the most handlers at the same time; 0 for no limit
-	HeartbeatInterval time.Duration
-	SessionTimeout    time.Duration
-	MaxPollInterval   time.Duration
-	DeadLetterTopic   func(topic string) string
-	Decode            func(*kgo.Record) (*envelope.Message, error)
+	FromStart       bool
+	MaxPoll         int // the most records of one transaction
+	MaxQueueBytes   int
+	Concurrency     int // the most handlers at the same time; 0 for no limit
+	SessionTimeout  time.Duration
+	MaxPollInterval time.Duration
+	DeadLetterTopic func(topic string) string
+	Decode          func(*kgo.Record) (*envelope.Message, error)
+
+	heartbeat time.Duration // set by New
 }
 
 // Consumer passes the events of topics to handlers. [Consumer.Run] may run once at a time.

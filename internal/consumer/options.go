@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"fmt"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -10,7 +11,7 @@ import (
 
 // CheckOpts refuses options that the consumer sets itself, and options that would break its promises.
 // TestConsumerOptions lists all options of the client.
-func CheckOpts(opts []kgo.Opt) error {
+func CheckOpts(opts []kgo.Opt, session time.Duration) error {
 	const itsOwn = "it belongs to the consumer"
 	const topicsFollow = "topics follow from the handlers"
 	const itsField = "ConsumerConfig has a field for it"
@@ -27,8 +28,10 @@ func CheckOpts(opts []kgo.Opt) error {
 		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.From says where a new group begins")
 		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
 		o.Reject(o.Differs(kgo.FetchIsolationLevel, int8(1)), "FetchIsolationLevel", "events of aborted transactions never happened")
-		o.Reject(o.Differs(kgo.SessionTimeout, unlikelyTimeout), "SessionTimeout", itsField)
-		o.Reject(o.Differs(kgo.HeartbeatInterval, unlikelyHeartbeat), "HeartbeatInterval", itsField)
+		o.Reject(o.Differs(kgo.SessionTimeout, unlikelySession), "SessionTimeout", itsField)
+		beat := heartbeat(o, session)
+		o.Reject(session > 0 && (beat <= 0 || beat >= session), "HeartbeatInterval",
+			fmt.Sprintf("%v must be above 0 and shorter than SessionTimeout, %v", beat, session))
 		o.Reject(o.Differs(kgo.RebalanceTimeout, unlikelyTimeout), "RebalanceTimeout", "ConsumerConfig.MaxPollInterval says it")
 		o.Reject(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
 		o.Reject(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
@@ -43,14 +46,26 @@ func CheckOpts(opts []kgo.Opt) error {
 // before the host's options: an option that still has its unlikely value was not set.
 const (
 	unlikelyTimeout   = 40*time.Second + 1
-	unlikelyHeartbeat = time.Duration(1) // below any SessionTimeout, as kgo wants it
+	unlikelySession   = 45*time.Second + 1 // no shorter than franz-go's own, which bounds a heartbeat, too
+	unlikelyHeartbeat = time.Duration(1)   // below any SessionTimeout, as kgo wants it
 )
 
 var unlikelyOffset = kgo.NewOffset().At(1<<62 - 1)
 
 var unlikelyOpts = []kgo.Opt{
 	kgo.ConsumeStartOffset(unlikelyOffset), kgo.ConsumeResetOffset(unlikelyOffset), kgo.FetchIsolationLevel(kgo.ReadCommitted()),
-	kgo.SessionTimeout(unlikelyTimeout), kgo.HeartbeatInterval(unlikelyHeartbeat), kgo.RebalanceTimeout(unlikelyTimeout),
+	kgo.SessionTimeout(unlikelySession), kgo.HeartbeatInterval(unlikelyHeartbeat), kgo.RebalanceTimeout(unlikelyTimeout),
+}
+
+// defaultHeartbeat is how often a member sends a heartbeat: at least three times in a SessionTimeout.
+const defaultHeartbeat = 10 * time.Second
+
+// heartbeat returns the interval between two heartbeats, by the host's options or by default.
+func heartbeat(o kafka.HostOpts, session time.Duration) time.Duration {
+	if set, _ := o.Client.OptValue(kgo.HeartbeatInterval).(time.Duration); set != unlikelyHeartbeat {
+		return set
+	}
+	return min(defaultHeartbeat, session/3)
 }
 
 // fetchMaxWait is how long a broker may hold a fetch without records, unless the host sets it. A
@@ -65,6 +80,10 @@ const fetchMaxBytes = 8 << 20
 func consumerOpts(host []kgo.Opt, cfg *Rules, topics []string) ([]kgo.Opt, error) {
 	maxWrite, err := kafka.LargestWrite(host) // a dead letter is as large as its original
 	if err != nil {
+		return nil, err
+	}
+	setHeartbeat := func(o kafka.HostOpts) { cfg.heartbeat = heartbeat(o, cfg.SessionTimeout) }
+	if err := kafka.CheckOpts(host, setHeartbeat, unlikelyOpts...); err != nil {
 		return nil, err
 	}
 	around := func(host []kgo.Opt) []kgo.Opt { return aroundHost(host, cfg, topics, maxWrite) }
@@ -82,7 +101,7 @@ func aroundHost(host []kgo.Opt, cfg *Rules, topics []string, maxWrite int32) []k
 		// Control records distinguish the end of a transaction from a removed record.
 		kgo.KeepControlRecords(),
 		kgo.SessionTimeout(cfg.SessionTimeout),
-		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
+		kgo.HeartbeatInterval(cfg.heartbeat),
 		kgo.RebalanceTimeout(cfg.MaxPollInterval),
 		kgo.DisableAutoCommit(),
 		// No partition is revoked while polled records are moved into the queues.
