@@ -4,19 +4,14 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"math"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/outboxgo/outbox/internal/retention"
-
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
-
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/retention"
 )
 
 // Forever as a duration of [RetentionConfig] keeps the rows.
@@ -146,44 +141,6 @@ func (c RetentionConfig) validate() error {
 		errs = append(errs, errors.New("field Retention.Archive is set: nothing is archived while PublishedFor is Forever"))
 	}
 	return errors.Join(errs...)
-}
-
-// CleanHandledConfig tunes [CleanHandled]. The zero value is ready for production.
-type CleanHandledConfig struct {
-	// Schema holds the tables of outbox. Empty means public.
-	Schema string
-	// HandledFor is how long rows of event_handled stay, see [RetentionConfig]. Zero means 31 days.
-	HandledFor time.Duration
-	// DeliveredFor is how long rows of event_delivery stay that are handled or resolved, see
-	// [RetentionConfig]. Zero means 7 days.
-	DeliveredFor time.Duration
-}
-
-// CleanHandled removes the rows of event_handled that are older than cfg.HandledFor, and those
-// of event_delivery that were done before cfg.DeliveredFor,
-// in batches, and returns how many it removed. Where a relay runs on the schema, the
-// relay does this. Services that only consume call it at intervals, from any number
-// of processes. The error names every bad field, or is PostgreSQL's; some rows may
-// have been removed before it.
-func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig) (int64, error) {
-	schema := cmp.Or(cfg.Schema, pg.DefaultSchema)
-	keep := RetentionConfig{HandledFor: cfg.HandledFor, DeliveredFor: cfg.DeliveredFor}.withDefaults()
-	err := errors.Join(
-		check.Schema(schema),
-		check.NotNegative("HandledFor", keep.HandledFor),
-		check.NotNegative("DeliveredFor", keep.DeliveredFor),
-	)
-	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
-	}
-	if err != nil {
-		return 0, fmt.Errorf("outbox: clean handled config: %w", err)
-	}
-	removed, err := retention.CleanHandled(ctx, db, schema, keep.rules())
-	if err != nil {
-		err = fmt.Errorf("outbox: %w", err)
-	}
-	return removed, err
 }
 
 // Rules returns the configuration as the engine takes it.

@@ -1,0 +1,77 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/retention"
+)
+
+// event_handled has a row for each event that an action has handled: the consumer group, the action, and the
+// source and id of the event, or what [OncePer] says. The row commits with the effect of the handler, so an
+// event that arrives again is skipped for as long as the row is kept. An event that arrives after its row was
+// removed is handled again.
+
+// OncePer returns a copy of a [Handle] or [HandleBatch] handler whose action is done once for each key.
+// The key is an aggregate type of at most 100 characters and an id of at most 255. Every event with the
+// same key is a repeat, and is skipped. Two handlers with the same action and key are repeats of one
+// another, also for different event types. Without OncePer, or with a nil key, the action is done once
+// for each event.
+//
+// E is the event type of h. [NewConsumer] and [NewWorker] reject another type, and a handler of
+// [HandleNoTx], because no row of event_handled records its effect.
+func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateType, aggregateID string)) Handler {
+	return changed(h, func(own *handling.Handler) {
+		own.Key, own.KeyType = nil, reflect.TypeFor[E]()
+		if key != nil {
+			own.Key = func(e any, m *envelope.Received) (string, string) { return key(e.(E), metadataOf(m)) }
+		}
+	})
+}
+
+// CleanHandledConfig tunes [CleanHandled]. The zero value is ready for production.
+type CleanHandledConfig struct {
+	// Schema holds the tables of outbox. Empty means public.
+	Schema string
+	// HandledFor is how long rows of event_handled stay, see [RetentionConfig]. Zero means 31 days.
+	HandledFor time.Duration
+	// DeliveredFor is how long rows of event_delivery stay that are handled or resolved, see
+	// [RetentionConfig]. Zero means 7 days.
+	DeliveredFor time.Duration
+}
+
+// CleanHandled removes old rows of event_handled and event_delivery, in batches, and returns how many
+// it removed. A row of event_handled is old after cfg.HandledFor, and a row of event_delivery
+// cfg.DeliveredFor after it was done. Where a relay runs on the schema, the relay does this. Services
+// that only consume call it at intervals, from any number of processes. The error names every bad
+// field, or is PostgreSQL's; some rows may have been removed before it.
+func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig) (int64, error) {
+	schema := cmp.Or(cfg.Schema, pg.DefaultSchema)
+	keep := RetentionConfig{HandledFor: cfg.HandledFor, DeliveredFor: cfg.DeliveredFor}.withDefaults()
+	err := errors.Join(
+		check.Schema(schema),
+		check.NotNegative("HandledFor", keep.HandledFor),
+		check.NotNegative("DeliveredFor", keep.DeliveredFor),
+	)
+	if db == nil {
+		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("outbox: clean handled config: %w", err)
+	}
+	removed, err := retention.CleanHandled(ctx, db, schema, keep.rules())
+	if err != nil {
+		err = fmt.Errorf("outbox: %w", err)
+	}
+	return removed, err
+}
