@@ -244,7 +244,6 @@ const (
 	defaultMaxPoll         = 100
 	defaultMaxPollInterval = 5 * time.Minute
 	defaultSession         = 30 * time.Second
-	defaultHeartbeat       = 10 * time.Second
 	defaultStopTimeout     = 5 * time.Second
 	defaultMaxQueueBytes   = 64 << 20
 )
@@ -253,7 +252,7 @@ const (
 func withDefaults(cfg Rules) Rules {
 	cfg.MaxPoll = cmp.Or(cfg.MaxPoll, defaultMaxPoll)
 	cfg.MaxQueueBytes = cmp.Or(cfg.MaxQueueBytes, defaultMaxQueueBytes)
-	cfg.HeartbeatInterval = cmp.Or(cfg.HeartbeatInterval, defaultHeartbeat)
+	cfg.heartbeat = cmp.Or(cfg.heartbeat, defaultHeartbeat)
 	cfg.SessionTimeout = cmp.Or(cfg.SessionTimeout, defaultSession)
 	cfg.MaxPollInterval = cmp.Or(cfg.MaxPollInterval, defaultMaxPollInterval)
 	if cfg.DeadLetterTopic == nil {
