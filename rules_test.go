@@ -215,8 +215,16 @@ func packageDirs(t *testing.T) (dirs []string) {
 // The root package has the API and its composition; engines are packages under internal/.
 func TestSize(t *testing.T) {
 	t.Parallel()
-	const mostFiles = 47 // 25 when all engines have moved
-	require.LessOrEqual(t, len(sources(t, ".")), mostFiles, "files that are not tests")
+	const mostFiles = 25
+	files := sources(t, ".")
+	require.LessOrEqual(t, len(files), mostFiles, "files that are not tests")
+	const mostLines = 6000
+	lines := 0
+	for name := range files {
+		lines += strings.Count(read(t, name), "\n")
+	}
+	t.Logf("the root package has %d files and %d lines without tests", len(files), lines)
+	require.LessOrEqual(t, lines, mostLines, "lines that are not tests")
 }
 
 // checkPackage type-checks the package in a folder.

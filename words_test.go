@@ -81,6 +81,13 @@ var wordRules = []wordRule{
 	{"cleaned", inTypes, "RetentionResult"},
 	{"decision", inTypes, "AuditInfo"},
 	{"revive revived revives", inParts, "RetryDeadAfter, retriedDead"},
+	{"glance glances glancing", inParts, "probe"},
+	{"rhythm", inParts, "pollSchedule"},
+	{"strays", inParts, "unknownClaims, releaseUnknown"},
+	{"intake", inParts, "admission"},
+	{"caution cautious wary wariness", inParts, "recheck, recheckFor"},
+	{"dearer", inParts, "cost"},
+	{"hands", inNames, "claimedSet"},
 }
 
 // No declared identifier has a word that the project has invented.

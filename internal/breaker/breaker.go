@@ -30,10 +30,11 @@ func (r Rules) minCalls() int { return (r.Window + 1) / 2 }
 // State is the state of a breaker.
 type State int
 
+// States of a breaker.
 const (
-	Closed State = iota
-	HalfOpen
-	Open
+	Closed   State = iota // lets everything through
+	HalfOpen              // lets trials through
+	Open                  // lets nothing through
 )
 
 // String returns closed, half-open or open.

@@ -27,7 +27,7 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 		}
 	}
 	if it.Class != "" {
-		return w.giveUp(it, handling.Task{}, handling.Outcome{Verdict: handling.Dead, Action: it.replay.action, Class: it.Class, Err: it.Err})
+		return w.giveUp(it, handling.Task{}, handling.Outcome{Result: handling.Dead, Action: it.replay.action, Class: it.Class, Err: it.Err})
 	}
 	for t := range it.InOrder() {
 		if it.isBlocked(t) || committed && t.Kind != handling.NoTx {
@@ -52,7 +52,7 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 		t.Meta.Attempt = attempt
 		o := w.attempts.Try(&t, policy, failed)
 		failed = nil
-		switch o.Verdict {
+		switch o.Result {
 		case handling.Done:
 			return false, nil
 		case handling.Interrupted:
@@ -95,7 +95,7 @@ func (w partitionScheduler) Enter(t *handling.Task) bool {
 	return w.stopping.Err() == nil && w.awaitBreaker(*t) && w.mayCall(t.Kind != handling.NoTx)
 }
 
-func (w partitionScheduler) Leave(t *handling.Task, began time.Time, err error) {
+func (w partitionScheduler) Exit(t *handling.Task, began time.Time, err error) {
 	w.releaseSlots()
 	if err == nil && t.Kind != handling.NoTx {
 		w.reportPostgresWorks(began)

@@ -208,6 +208,7 @@ func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []en
 
 func byID(a, b envelope.Event) int { return cmp.Compare(a.ID, b.ID) }
 
+// SortByID sorts events by outbox.id.
 func SortByID(events []envelope.Event) { slices.SortFunc(events, byID) }
 
 // sqlFetchBare reads an event without its payload, and without its headers unless $6.

@@ -128,7 +128,7 @@ func (l *lane) handle(batch []Delivery) {
 	for at := 0; at < len(l.items) && l.mayContinue(); {
 		n := l.readSome(l.items[at:])
 		if l.tx {
-			n = l.handleTogether(l.items[at : at+n])
+			n = l.handleBatch(l.items[at : at+n])
 		} else {
 			l.handleEach(l.items[at:at+n], nil)
 		}
@@ -144,9 +144,9 @@ func (l *lane) handle(batch []Delivery) {
 
 func (l *lane) mayContinue() bool { return l.stopping.Err() == nil && l.ctx.Err() == nil }
 
-// handleTogether runs the tasks of items in one transaction. If that fails, it repeats those before the item that has
+// handleBatch runs the tasks of items in one transaction. If that fails, it repeats those before the item that has
 // failed, or, if that is the first, this one alone. It returns how many items it has dealt with.
-func (l *lane) handleTogether(items []laneItem) int {
+func (l *lane) handleBatch(items []laneItem) int {
 	const conflictsOfBatch = 3 // then single transactions, which block each other less
 	if n := slices.IndexFunc(items, l.mustRunAlone); n == 0 {
 		l.handleEach(items[:1], nil)
@@ -287,7 +287,7 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 		}
 		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.Of(it.Stream)), before.Of(t))
 		before = nil
-		if o.Verdict != handling.Done {
+		if o.Result != handling.Done {
 			l.recordOutcome(it, t, o)
 			return
 		}
@@ -313,7 +313,7 @@ func (l *lane) outcomeWithoutCall(it *laneItem) (o handling.Outcome, decided boo
 			tried = 0
 		}
 		return handling.Outcome{
-			Verdict: handling.Dead, Action: it.Action, Class: it.LastCode, Attempt: tried,
+			Result: handling.Dead, Action: it.Action, Class: it.LastCode, Attempt: tried,
 			Err: &earlierError{it.LastCode, it.LastMessage},
 		}, true
 	}
@@ -327,7 +327,7 @@ func (l *lane) outcomeWithoutCall(it *laneItem) (o handling.Outcome, decided boo
 	if it.FromKafka && it.Action == "" { // no handler got it
 		tried = 0
 	}
-	return handling.Outcome{Verdict: handling.Dead, Action: it.Action, Class: it.Class, Attempt: tried, Err: it.Err}, true
+	return handling.Outcome{Result: handling.Dead, Action: it.Action, Class: it.Class, Attempt: tried, Err: it.Err}, true
 }
 
 // laneScheduler implements [handling.Scheduler]: a lane tries the tasks of a batch one after the other.
@@ -339,7 +339,7 @@ func (l laneScheduler) Enter(t *handling.Task) bool {
 	return l.mayContinue() && l.slots.Take(l.stopping, t.Kind != handling.NoTx)
 }
 
-func (l laneScheduler) Leave(t *handling.Task, began time.Time, err error) {
+func (l laneScheduler) Exit(t *handling.Task, began time.Time, err error) {
 	l.transactionEnded(err)
 	l.slots.Release(t.Kind != handling.NoTx)
 	if err == nil && t.Kind != handling.NoTx {

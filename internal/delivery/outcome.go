@@ -119,7 +119,7 @@ func (l *lane) promoteFollowers() {
 
 // recordOutcome writes down the outcome of an item whose task is not done.
 func (l *lane) recordOutcome(it *laneItem, t handling.Task, o handling.Outcome) {
-	switch o.Verdict {
+	switch o.Result {
 	case handling.Interrupted:
 		l.log.WarnContext(handling.EventContext(l.ctx, &t.Meta),
 			"outbox: a delivery was taken over by another process before it was done, its transaction is rolled back",

@@ -45,10 +45,12 @@ type UnreadableError struct {
 	Err     error // of PostgreSQL
 }
 
+// Error implements error.
 func (e *UnreadableError) Error() string {
 	return fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: %v", e.ID, e.EventID, e.Column, e.Err)
 }
 
+// Unwrap returns the error of PostgreSQL.
 func (e *UnreadableError) Unwrap() error { return e.Err }
 
 // Destination returns the topic. A row that was not written by a Recorder may have a type from which no topic can be
@@ -73,6 +75,7 @@ func (e *Event) Key() []byte {
 }
 
 var (
+	// SpecVersion is the version of CloudEvents.
 	SpecVersion    = []byte("1.0")
 	structuredType = []byte("application/cloudevents+json; charset=UTF-8")
 )
@@ -287,6 +290,7 @@ func (e *FieldError) As(target any) bool { return check.AsSame(e, target) }
 // carriedKey is the key of what an event carries from the context under which it is recorded.
 type carriedKey int
 
+// Keys of [WithCarried].
 const (
 	CorrelationKey carriedKey = iota
 	TraceKey

@@ -25,8 +25,8 @@ type Scheduler interface {
 	Held() context.Context
 	// Enter waits until a handler may be called. It returns false if the work ends first.
 	Enter(t *Task) bool
-	// Leave is called after each call that Enter has permitted.
-	Leave(t *Task, began time.Time, err error)
+	// Exit is called after each call that Enter has permitted.
+	Exit(t *Task, began time.Time, err error)
 	// Interrupts reports whether an error means that this process must not handle the task.
 	Interrupts(err error) bool
 	// Sleep waits for d, or until the work ends.
@@ -36,12 +36,12 @@ type Scheduler interface {
 	AwaitPostgres(began time.Time, err error) (putBack bool)
 }
 
-// Verdict is the kind of an [Outcome].
-type Verdict int
+// Result is the kind of an [Outcome].
+type Result int
 
 const (
 	// Done means that the task is committed.
-	Done Verdict = iota
+	Done Result = iota
 	// Stopped means that the work ends. The outcome of the task is unknown.
 	Stopped
 	// Interrupted means that this process must not handle the task. The error says why.
@@ -56,7 +56,7 @@ const (
 
 // Outcome is the outcome of an attempt on a task.
 type Outcome struct {
-	Verdict Verdict
+	Result  Result
 	Action  string
 	Err     error         // set for Interrupted, Postponed, Again and Dead
 	Class   string        // see [ErrorClass]
@@ -73,7 +73,7 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 		err, began, late, tried := before, time.Now(), false, before == nil
 		if tried {
 			if !a.Scheduler.Enter(t) {
-				return Outcome{Verdict: Stopped}
+				return Outcome{Result: Stopped}
 			}
 			began = time.Now()
 			late, err = a.call(t, began)
@@ -82,11 +82,11 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 		switch held := a.Scheduler.Held(); {
 		case err == nil:
 			a.Breakers.Note(t.Action, t.Meta.Attempt, nil)
-			return Outcome{Verdict: Done, Action: t.Action, Attempt: t.Meta.Attempt}
+			return Outcome{Result: Done, Action: t.Action, Attempt: t.Meta.Attempt}
 		case held.Err() != nil:
-			return Outcome{Verdict: Stopped}
+			return Outcome{Result: Stopped}
 		case a.Scheduler.Interrupts(err):
-			return Outcome{Verdict: Interrupted, Action: t.Action, Err: err}
+			return Outcome{Result: Interrupted, Action: t.Action, Err: err}
 		case isPostponed(err):
 			return a.postponed(t, policy, err)
 		case IsConflict(err) && t.conflicts < MostConflicts:
@@ -110,7 +110,7 @@ func (a *Attempts) call(t *Task, began time.Time) (late bool, err error) {
 	}
 	defer cancel()
 	err = a.Processor.ProcessOne(ctx, *t)
-	a.Scheduler.Leave(t, began, err)
+	a.Scheduler.Exit(t, began, err)
 	return IsLate(ctx, err), err
 }
 
@@ -139,10 +139,10 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 	a.Breakers.Note(t.Action, t.Meta.Attempt, err)
 	retries := a.Processor.Retries(policy, err, func(call func()) { a.callHost("RetriesFor", t.Action, &t.Meta, call) })
 	o := Outcome{
-		Verdict: Again, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Retries: retries,
+		Result: Again, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Retries: retries,
 	}
 	if IsPermanent(err) || o.Attempt > retries {
-		o.Verdict = Dead
+		o.Result = Dead
 		return o
 	}
 	o.Wait = policy.Next(o.Attempt, err)
@@ -151,7 +151,7 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 
 func (a *Attempts) postponed(t *Task, policy RetryPolicy, err error) Outcome {
 	return Outcome{
-		Verdict: Postponed, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt,
+		Result: Postponed, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt,
 		Wait: policy.Next(t.Meta.Attempt, err),
 	}
 }
@@ -161,7 +161,7 @@ func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 	ctx := EventContext(a.Scheduler.Held(), &t.Meta)
 	attrs := EventAttrs(&t.Meta, "action", t.Action, "attempt", o.Attempt, "wait", o.Wait,
 		"error_code", o.Class, "error", o.Err)
-	if o.Verdict == Postponed {
+	if o.Result == Postponed {
 		a.Processor.Log.InfoContext(ctx,
 			"outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", attrs...)
 		return

@@ -24,16 +24,16 @@ func (f *fixture) play(t *Task) (last Outcome, outcomes string) {
 	var all []string
 	for {
 		o := f.attempts.Try(t, t.Retry.Over(f.processor.Rules.Retry), nil)
-		name := []string{"done", "stopped", "interrupted", "postponed", "again", "dead"}[o.Verdict]
-		if o.Verdict != Stopped {
+		name := []string{"done", "stopped", "interrupted", "postponed", "again", "dead"}[o.Result]
+		if o.Result != Stopped {
 			require.Equal(f.t, []any{t.Action, t.Meta.Attempt}, []any{o.Action, o.Attempt}, name)
 			name += fmt.Sprint(" ", o.Attempt)
 		}
-		if o.Verdict == Dead {
+		if o.Result == Dead {
 			name += ": " + o.Class
 		}
 		all = append(all, name)
-		switch o.Verdict {
+		switch o.Result {
 		case Again:
 			f.attempts.ReportAgain(t, o)
 			time.Sleep(o.Wait)
@@ -124,10 +124,10 @@ func TestAttemptsEnd(t *testing.T) {
 		task := &f.arrive("a")[0].Tasks[0]
 		f.handlers["a"], f.scheduler.lost = "-4", errPlayed
 		o := f.attempts.Try(task, RetryPolicy{}, nil)
-		require.Equal(t, Outcome{Verdict: Interrupted, Action: "ACTED", Err: errPlayed}, o)
+		require.Equal(t, Outcome{Result: Interrupted, Action: "ACTED", Err: errPlayed}, o)
 
 		f.scheduler.ends = true
-		require.Equal(t, Outcome{Verdict: Stopped}, f.attempts.Try(task, RetryPolicy{}, nil))
+		require.Equal(t, Outcome{Result: Stopped}, f.attempts.Try(task, RetryPolicy{}, nil))
 		require.Equal(t, []string{"a1: rolled back"}, f.log, "it was not called again")
 		require.Empty(t, calls)
 	})
@@ -140,19 +140,19 @@ func TestAttemptsBefore(t *testing.T) {
 		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 1}})
 		task := &f.arrive("a")[0].Tasks[0]
 		o := f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
-		require.Equal(t, []any{Again, 1}, []any{o.Verdict, o.Attempt})
+		require.Equal(t, []any{Again, 1}, []any{o.Result, o.Attempt})
 		task.Meta.Attempt = 2
 		o = f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
-		require.Equal(t, []any{Dead, 2}, []any{o.Verdict, o.Attempt})
+		require.Equal(t, []any{Dead, 2}, []any{o.Result, o.Attempt})
 		require.Empty(t, f.log, "no transaction")
 
 		conflict := &pgconn.PgError{Code: "40001"}
-		require.Equal(t, Done, f.attempts.Try(task, f.processor.Rules.Retry, conflict).Verdict, "a conflict is repeated alone")
+		require.Equal(t, Done, f.attempts.Try(task, f.processor.Rules.Retry, conflict).Result, "a conflict is repeated alone")
 		require.Equal(t, []string{"a2: committed"}, f.log)
 
 		later := PostponedError(&TaskError{task: *task, events: 1, Certain: true, Err: RetryAfter(errPlayed, time.Minute)})
 		o = f.attempts.Try(task, f.processor.Rules.Retry, later.Of(*task))
-		require.Equal(t, []any{Postponed, 2, time.Minute}, []any{o.Verdict, o.Attempt, o.Wait})
+		require.Equal(t, []any{Postponed, 2, time.Minute}, []any{o.Result, o.Attempt, o.Wait})
 		require.Nil(t, PostponedError(&TaskError{task: *task, events: 2, Err: errPlayed}), "whose error it is, is not certain")
 	})
 }

@@ -190,7 +190,10 @@ type TaskError struct {
 	Err     error
 }
 
+// Error implements error.
 func (e *TaskError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the error of the handler.
 func (e *TaskError) Unwrap() error { return e.Err }
 
 // Of returns the error if it is certain that t has failed with it. Otherwise it returns nil.

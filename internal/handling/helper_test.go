@@ -273,7 +273,7 @@ func (s *playedScheduler) Enter(*Task) bool {
 	return true
 }
 
-func (s *playedScheduler) Leave(*Task, time.Time, error) { s.inside-- }
+func (s *playedScheduler) Exit(*Task, time.Time, error) { s.inside-- }
 
 func (s *playedScheduler) Interrupts(err error) bool { return s.lost != nil && errors.Is(err, s.lost) }
 

@@ -229,13 +229,19 @@ func (s *Notes) Ping(ctx context.Context) error { return s.db.Ping(ctx) }
 // the table is locked or missing, its sequence draws ids that exist, or the pool has no connection.
 type NoteError struct{ Err error }
 
+// Error implements error.
 func (e *NoteError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the error of PostgreSQL.
 func (e *NoteError) Unwrap() error { return e.Err }
 
 // ConnectionError is an error after which the connection of the transaction was closed.
 type ConnectionError struct{ Err error }
 
+// Error implements error.
 func (e *ConnectionError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the error of PostgreSQL.
 func (e *ConnectionError) Unwrap() error { return e.Err }
 
 // InTx implements [Transactor].

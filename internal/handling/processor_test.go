@@ -270,7 +270,7 @@ func TestErrorsPanic(t *testing.T) {
 				f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 1}, Middleware: tt.middleware}, tt.handler)
 				for _, it := range f.arrive("a", "b") {
 					o, _ := f.play(&it.Tasks[0])
-					require.Equal(t, []any{Dead, "panic", 2}, []any{o.Verdict, o.Class, o.Attempt})
+					require.Equal(t, []any{Dead, "panic", 2}, []any{o.Result, o.Class, o.Attempt})
 					require.ErrorContains(t, o.Err, "error of type *handling.brokenError, which may be a nil pointer: panic: ")
 				}
 			})
@@ -296,7 +296,7 @@ func TestPermanentConflict(t *testing.T) {
 	}))
 	for _, it := range f.arrive("a") {
 		o, _ := f.play(&it.Tasks[0])
-		require.Equal(t, Dead, o.Verdict)
+		require.Equal(t, Dead, o.Result)
 	}
 	require.Equal(t, map[string]int{"a": 1}, calls)
 	items := f.arrive("b", "c")
@@ -307,7 +307,7 @@ func TestPermanentConflict(t *testing.T) {
 	for _, it := range items {
 		before := failed.Of(it.Tasks[0])
 		o := f.attempts.Try(&it.Tasks[0], f.processor.Rules.Retry, before)
-		require.Equal(t, Dead, o.Verdict)
+		require.Equal(t, Dead, o.Result)
 	}
 	require.Equal(t, map[string]int{"a": 1, "b": 1, "c": 1}, calls)
 }

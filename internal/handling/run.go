@@ -184,7 +184,8 @@ const (
 	// PausesInterval is how often a process reads the pauses of operators.
 	PausesInterval = 2 * time.Second
 	PausesTimeout  = time.Minute // long, because a small pool may have no connection while handlers run
-	OutagePauses   = "reading what is paused"
+	// OutagePauses names the outage in the log.
+	OutagePauses = "reading what is paused"
 )
 
 // LogPauses logs the changes of the pauses of a consumer or a worker.

@@ -41,6 +41,7 @@ type ParkedKey struct {
 	changed bool  // rows has changed during that recount
 }
 
+// NewParking returns a parking without keys. Passing means that later events of a failed key are sent.
 func NewParking(passing bool) *Parking {
 	return &Parking{passing: passing, seed: maphash.MakeSeed(), Keys: map[uint64]ParkedKey{}}
 }
@@ -126,6 +127,7 @@ func (p *Parking) endRecount(complete bool) {
 	p.recounts, p.forgotten = false, p.forgotten && !complete
 }
 
+// Hash returns the hash by which the parking knows a key.
 func (p *Parking) Hash(key string) uint64 { return maphash.String(p.seed, key) }
 
 // put changes the counts of a key, and removes it if it has neither rows nor pending

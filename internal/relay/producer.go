@@ -41,6 +41,7 @@ type Producer struct {
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
 
+// NewProducer returns a producer that sends under a lease, as long as a breaker permits it.
 func NewProducer(cfg ProducerConfig, l *lease.Lease, b *breaker.Breaker) *Producer {
 	return &Producer{cfg: cfg, lease: l, breaker: b, named: map[string]string{}, derived: map[string]string{}}
 }

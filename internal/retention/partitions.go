@@ -120,6 +120,7 @@ func (r *Store) markKept(ctx context.Context, all []idRange) error {
 	}, r.sqlKeptPartitions, first, end)
 }
 
+// SQLMakePartitions makes the partitions that outbox needs next.
 const SQLMakePartitions = `SELECT {schema}.outbox_make_partitions()`
 
 // AtOnce runs a statement that takes locks, in a transaction that is sent as a whole:

@@ -154,6 +154,7 @@ type Store struct {
 	partitions
 }
 
+// NewStore returns a store of the schema. It does no I/O.
 func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 	return &Store{
 		DB: db, Cfg: cfg, unreadable: []int64{},

@@ -145,7 +145,7 @@ func (m *module) packageEvent(e event) {
 		m.printLate(slices.DeleteFunc(p.lines, func(line string) bool { return !closing.MatchString(line) }))
 	case "fail":
 		p.result = e.Action
-		p.early = !slices.ContainsFunc(p.lines, verdict.MatchString)
+		p.early = !slices.ContainsFunc(p.lines, lastLine.MatchString)
 		for _, t := range p.tests {
 			if t.result == "" { // the process ended while it ran
 				t.result, p.early = "fail", true
@@ -159,8 +159,8 @@ func (m *module) packageEvent(e event) {
 // closing matches the last line of a package that has passed.
 var closing = regexp.MustCompile(`^(ok  |\?   |    )?\t`)
 
-// verdict matches what a package prints when all its tests have ended.
-var verdict = regexp.MustCompile(`^(PASS|FAIL)\n`)
+// lastLine matches what a package prints when all its tests have ended.
+var lastLine = regexp.MustCompile(`^(PASS|FAIL)\n`)
 
 // chatter matches what go test prints about the progress of a test only with -v.
 var chatter = regexp.MustCompile(`^=== (RUN|PAUSE|CONT|NAME)\b`)
