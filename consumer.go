@@ -69,7 +69,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, group strin
 	var routes handling.Routes
 	if events != nil {
 		var err error
-		routes, err = cfg.HandlerConfig.routes(events, handlers)
+		routes, err = cfg.routes(events, handlers)
 		errs = append(errs, err)
 	}
 	if db == nil {

@@ -111,10 +111,10 @@ func (e *FieldError) Unwrap() error { return e.Err }
 
 // public returns an error of the engines as users see it: a field error of theirs is a [*FieldError].
 func public(err error) error {
-	switch e := err.(type) {
-	case *envelope.FieldError:
+	if e, is := err.(*envelope.FieldError); is { //nolint:errorlint // what wraps one keeps its text; errors.As finds it there
 		return (*FieldError)(e)
-	case *handling.PanicError:
+	}
+	if e, is := err.(*handling.PanicError); is { //nolint:errorlint // likewise
 		return (*PanicError)(e)
 	}
 	return err

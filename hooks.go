@@ -48,14 +48,6 @@ type RelayHooks struct {
 	RowsRemoved func(RetentionResult)
 }
 
-func guardHook[T any](hook func(T), name string, callback func(name string) func(call func())) func(T) {
-	if hook == nil {
-		return nil
-	}
-	notify := callback(name)
-	return func(arg T) { notify(func() { hook(arg) }) }
-}
-
 // SentBatch holds the outcomes of events that were sent together. It is valid only
 // during the call of the hook.
 type SentBatch struct {

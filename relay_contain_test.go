@@ -81,7 +81,7 @@ func TestHostPanics(t *testing.T) {
 	requireArrival(t, reader, first...)
 	require.Eventually(t, func() bool { return h.count(t, "outbox_failed") == 1 }, testenv.Patience, 5*time.Millisecond)
 	h.update(t, aged)
-	want := map[string]int{"Hooks.Leading": 1, "Hooks.Sent": 1, "Hooks.Rejected": 1, "Hooks.Dead": 1, "Alerter": 1, "Retention.Archive": 1}
+	want := map[string]int{"Hooks.Leading": 1, "Hooks.Sent": 1, "Hooks.Rejected": 1, "Hooks.Dead": 1, "Hooks.RowsRemoved": 1, "Alerter": 1, "Retention.Archive": 1}
 	require.Eventually(t, func() bool { return len(names(log.String(), "has panicked")) == len(want) }, testenv.Patience, 5*time.Millisecond, log)
 	second := numbered("a", 6, 5)
 	h.commit(t, second...)
@@ -208,7 +208,7 @@ func (h produceHook) OnProduceRecordBuffered(*kgo.Record) { h() }
 type renewalTracer func()
 
 func (r renewalTracer) TraceAcquireStart(ctx context.Context, _ *pgxpool.Pool, _ pgxpool.TraceAcquireStartData) context.Context {
-	if bytes.Contains(debug.Stack(), []byte("(*leases).renew(")) {
+	if bytes.Contains(debug.Stack(), []byte("lease.(*Store).Renew(")) {
 		r()
 	}
 	return ctx

@@ -53,7 +53,7 @@ func NewWorker(db *pgxpool.Pool, events *Registry, group string, cfg WorkerConfi
 	var routes handling.Routes
 	if events != nil {
 		var err error
-		routes, err = cfg.HandlerConfig.routes(events, handlers)
+		routes, err = cfg.routes(events, handlers)
 		errs = append(errs, err)
 	}
 	if err := errors.Join(errs...); err != nil {

@@ -76,7 +76,7 @@ type Breaker struct {
 	cfg     Rules
 	changed func(from, to State, failureRate float64)
 
-	// steady means that the breaker is closed and its window full of successes, so that
+	// Steady means that the breaker is closed and its window full of successes, so that
 	// one more success changes nothing. Only a failure ends that, so steady is false in
 	// every other state.
 	Steady     atomic.Bool
@@ -229,6 +229,7 @@ func (p *Permit) Holds() bool {
 // Outcome is how a call ended, for the breaker.
 type Outcome int
 
+// Outcomes of a call.
 const (
 	Succeeded Outcome = iota // Kafka answered, even if it rejected the event
 	Failed                   // Kafka was unavailable

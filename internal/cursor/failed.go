@@ -312,7 +312,7 @@ RETURNING f.id`
 // maxPromoted bounds the keys and the rows of a statement.
 const maxPromoted = 500
 
-// promote makes the first row of each of these keys its head. No head may be on its way to
+// Promote makes the first row of each of these keys its head. No head may be on its way to
 // Kafka meanwhile.
 func (f *Failed) Promote(stop context.Context, statement lease.StatementContext, l *lease.Lease, keys []string) error {
 	for some := range slices.Chunk(keys, maxPromoted) {
@@ -364,7 +364,7 @@ UPDATE {schema}.outbox_failed
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
 RETURNING id`
 
-// promoteAll makes every parked row a head.
+// PromoteAll makes every parked row a head.
 func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementContext, l *lease.Lease) error {
 	ctx, cancel := statement()
 	defer cancel()
@@ -408,7 +408,7 @@ WITH chosen AS MATERIALIZED (
 INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
 SELECT 'relay ' || left(relay, 94), 'retry', 'revived: ' || error_class, relay, parking_key, id, outbox_id, event_id FROM changed`
 
-// retryDead parks dead events again, so that they are retried, when the time after their
+// RetryDead parks dead events again, so that they are retried, when the time after their
 // death that after holds for their class has passed.
 func (f *Failed) RetryDead(ctx context.Context, l *lease.Lease, after map[string]time.Duration) error {
 	if len(after) == 0 {

@@ -80,7 +80,7 @@ SELECT count(*) FILTER (WHERE $1 = ANY(relays)) FROM unsent`
 // must not have to wait while many rows are relabelled.
 const SQLRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE`
 
-// rebase moves the cursors of all relays from another cluster to this one, and returns how
+// Rebase moves the cursors of all relays from another cluster to this one, and returns how
 // many events our relay has not sent. The caller loads the position afterwards.
 func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
@@ -108,7 +108,7 @@ func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err e
 	return unsent, nil
 }
 
-// checkSequence returns [ErrSequenceBehind] if a new event could get the id of an older
+// CheckSequence returns [ErrSequenceBehind] if a new event could get the id of an older
 // one.
 func (c *Store) CheckSequence(ctx context.Context) error {
 	var drawn, highest int64

@@ -112,7 +112,7 @@ func (f *Failed) First(ctx context.Context, places []string) ([]FailedRow, error
 	return f.find(ctx, f.SQLFirst, f.relay, places)
 }
 
-// parked returns events of keys, in order, of each key up to one that an operator holds.
+// Parked returns events of keys, in order, of each key up to one that an operator holds.
 func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error) {
 	found, err := f.find(ctx, f.SQLParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
 	held := map[string]bool{}
@@ -167,7 +167,7 @@ SELECT r.n, e.id, ` + envelopeColumns + `
 // ErrNoPayload means that an operator retries the row of an unreadable event as it is.
 var ErrNoPayload = errors.New("the row has neither payload nor payload_bytes")
 
-// readRows reads the envelopes of events that were found, in their order, and payload and
+// ReadRows reads the envelopes of events that were found, in their order, and payload and
 // headers only if payload is set. With an error it returns the events in front of it. Events
 // that were resolved meanwhile are left out. Rows may be larger than they say: when the
 // events exceed MaxRetryBytes, readRows cancels the statement, which would return the others
@@ -261,7 +261,7 @@ WITH lease AS MATERIALIZED (
 )
 SELECT count(*), ARRAY(SELECT parking_key FROM next_heads) FROM lease`
 
-// saveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of
+// SaveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of
 // the parking:
 // otherwise an event could be parked behind a head that is just being removed, and its
 // key would have no head until reconcile finds it.

@@ -218,7 +218,7 @@ SELECT e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggre
   FROM {schema}.outbox AS e
  WHERE e.id = $5 AND EXISTS (` + sqlProof + `)`
 
-// fetchBare reads an event of the open window without its payload, and without its headers
+// FetchBare reads an event of the open window without its payload, and without its headers
 // unless they are asked for.
 func (c *Store) FetchBare(ctx context.Context, p Position, id int64, headers bool) (e envelope.Event, err error) {
 	var events []envelope.Event

@@ -66,7 +66,7 @@ func (e *Event) Destination() (string, error) {
 	return check.TopicOf(name), nil
 }
 
-// key returns the partition key.
+// Key returns the partition key.
 func (e *Event) Key() []byte {
 	if e.PartitionKey != nil {
 		return e.PartitionKey
@@ -89,7 +89,7 @@ type RecordForm struct {
 	Further eventheader.Further
 }
 
-// record returns the value of the event's Kafka record and passes its headers to add,
+// Record returns the value of the event's Kafka record and passes its headers to add,
 // in the form of the CloudEvents 1.0 Kafka protocol binding.
 func (e *Event) Record(form RecordForm, add func(name string, value []byte)) ([]byte, error) {
 	if e.Unreadable != nil {
@@ -157,7 +157,7 @@ func addOwn(own map[string]string, attributes bool, add func(name string, value 
 	}
 }
 
-// ownHeaders decodes the stored headers. A row that was not written by a [Recorder] may
+// OwnHeaders decodes the stored headers. A row that was not written by a [Recorder] may
 // have an attribute among them that must not be there.
 func (e *Event) OwnHeaders() (map[string]string, error) {
 	if e.Headers == nil {
@@ -182,7 +182,7 @@ func (e *Event) OwnHeaders() (map[string]string, error) {
 	return own, nil
 }
 
-// traceParent returns the traceparent among the stored headers, or "". It is called for
+// TraceParent returns the traceparent among the stored headers, or "". It is called for
 // every event of a batch, and decoding a JSON object takes microseconds. So it first
 // looks for the quoted name in the text, where the quotes of the same name in a value
 // would be escaped, and cuts out the value if it is printed as jsonb prints it.
@@ -200,7 +200,7 @@ func (e *Event) TraceParent() string {
 	return own[eventheader.TraceParent]
 }
 
-// context adds the event's correlation id and trace id to ctx, for log lines about the event.
+// Context adds the event's correlation id and trace id to ctx, for log lines about the event.
 func (e *Event) Context(ctx context.Context) context.Context {
 	own, _ := e.OwnHeaders() // without one if the headers are bad
 	if id := own[eventheader.Correlation]; id != "" {

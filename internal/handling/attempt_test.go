@@ -43,6 +43,7 @@ func (f *fixture) play(t *Task) (last Outcome, outcomes string) {
 			f.attempts.ReportAgain(t, o)
 		case Dead:
 			f.attempts.ReportDead(t.Meta, "", o)
+		case Done, Stopped, Interrupted:
 		}
 		require.Zero(f.t, f.scheduler.inside, "each call that was entered has been left")
 		return o, strings.Join(all, ", ")

@@ -30,6 +30,7 @@ type Handler struct {
 // HandlerKind says how a handler is called.
 type HandlerKind uint8
 
+// Kinds of handlers.
 const (
 	InTx    HandlerKind = iota // with one event, in a transaction
 	InBatch                    // with several events, in a transaction

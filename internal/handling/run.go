@@ -183,7 +183,8 @@ func PausedTopics(topics []string) []string {
 const (
 	// PausesInterval is how often a process reads the pauses of operators.
 	PausesInterval = 2 * time.Second
-	PausesTimeout  = time.Minute // long, because a small pool may have no connection while handlers run
+	// PausesTimeout bounds a read of them.
+	PausesTimeout = time.Minute // long, because a small pool may have no connection while handlers run
 	// OutagePauses names the outage in the log.
 	OutagePauses = "reading what is paused"
 )

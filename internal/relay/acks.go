@@ -194,6 +194,7 @@ type Outcome struct {
 type OutcomeKind uint8
 
 const (
+	// OutcomePending and the others are the outcomes of an event of a batch.
 	OutcomePending     OutcomeKind = iota // not decided: the event will be sent again
 	OutcomeSent                           // Kafka has acknowledged the event
 	OutcomeRejected                       // Kafka rejected the event for what it is

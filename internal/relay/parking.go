@@ -68,7 +68,7 @@ func (p *Parking) reset() {
 	p.forgotten = true
 }
 
-// recount replaces the counts of rows by those of outbox_failed, a page of keys at a time:
+// Recount replaces the counts of rows by those of outbox_failed, a page of keys at a time:
 // the relay has begun to lead, or an operator may have resolved some. Pending events stay
 // counted. Page returns the keys behind one, in their order, and none behind the last; it is
 // called under the lock with which rows are added and removed. A row that is added or removed

@@ -63,7 +63,7 @@ func (p *Producer) connect() error {
 	return nil
 }
 
-// close closes the client and drops all records that it still buffers. No record
+// Close closes the client and drops all records that it still buffers. No record
 // leaves afterwards.
 func (p *Producer) Close() {
 	if p.client != nil {

@@ -382,7 +382,7 @@ func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
 	return err
 }
 
-// failures returns how many events from the start of the batch have an outcome, and those
+// Failures returns how many events from the start of the batch have an outcome, and those
 // of them that did not get through.
 func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided int, failures []cursor.Failure) {
 	for i, o := range outcomes {

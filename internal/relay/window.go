@@ -70,9 +70,10 @@ const (
 	// manyReads statements have to go well before one is tried again that is twice as
 	// large. If it is cancelled again, that costs two in a hundred of the time: those
 	// before took about half as long each.
-	manyReads  = 100
-	MaxPageIDs = 50_000 // takes about 50 ms
-	minPageIDs = 100    // fewer are not asked for
+	manyReads = 100
+	// MaxPageIDs is the most ids of a page, which takes about 50 ms.
+	MaxPageIDs = 50_000
+	minPageIDs = 100 // fewer are not asked for
 	// maxTooLong is how often the fetch of a single event may take too long before the
 	// event is taken for unreadable. To print 1 GB takes longer than many a
 	// statement_timeout, and a short lease.

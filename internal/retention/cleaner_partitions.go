@@ -21,7 +21,7 @@ func (c *Cleaner) makePartitions(context.Context) (int64, error) {
 	return int64(n), err
 }
 
-// cleanOutbox removes published rows: one by one from a plain table, and with their
+// CleanOutbox removes published rows: one by one from a plain table, and with their
 // partition from a partitioned one. The default partition is never dropped, and of large
 // ones the rows are many; from these, too, rows are removed one by one.
 func (c *Cleaner) CleanOutbox(ctx context.Context) (removed int64, err error) {

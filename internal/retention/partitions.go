@@ -78,7 +78,7 @@ func (r *Store) isPartitioned(ctx context.Context) (is bool, err error) {
 	return is, wrapClean("outbox", err)
 }
 
-// list returns the partitions by their ids.
+// List returns the partitions by their ids.
 func (r *Store) List(ctx context.Context) ([]idRange, error) {
 	rows, err := r.DB.Query(ctx, r.sqlPartitions)
 	if err != nil {
@@ -135,7 +135,7 @@ func AtOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql
 	return db.SendBatch(ctx, &batch).Close()
 }
 
-// makePartitions makes partitions ahead of need.
+// MakePartitions makes partitions ahead of need.
 func (r *Store) MakePartitions(ctx context.Context) (n int, err error) {
 	err = AtOnce(ctx, r.DB, func(row pgx.Row) error { return row.Scan(&n) }, r.sqlMakePartitions)
 	if pg.IsLocked(err) {
@@ -155,7 +155,7 @@ const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart 
 
 const sqlCleanPartArchived = sqlCleanPart + archivedColumns
 
-// publishedIn removes published rows of one partition, above after and below end.
+// PublishedIn removes published rows of one partition, above after and below end.
 func (r *Store) PublishedIn(ctx context.Context, l *Proof, after, end int64) (Step, error) {
 	return r.publishedBy(ctx, l, r.SQLPart, r.SQLPartArchived, after, end)
 }
@@ -186,7 +186,7 @@ const sqlReviewed = `
 SELECT pg_current_snapshot()::text, pg_postmaster_start_time(), {schema}.outbox_relays(),
        (SELECT created_at < now() - $3::interval FROM {schema}.outbox WHERE id >= $1 AND id < $2 ORDER BY id DESC LIMIT 1)`
 
-// beginReview begins a review, unless the last row of the partition is too young.
+// BeginReview begins a review, unless the last row of the partition is too young.
 func (r *Store) BeginReview(ctx context.Context, p idRange) (*Review, error) {
 	v := &Review{idRange: p, after: max(p.First, 1) - 1}
 	var old pgtype.Bool
@@ -205,7 +205,7 @@ func (r *Store) BeginReview(ctx context.Context, p idRange) (*Review, error) {
 	return v, nil
 }
 
-// reviewBatch reviews a batch of rows. It reports whether all of them may be removed; if
+// ReviewBatch reviews a batch of rows. It reports whether all of them may be removed; if
 // not, the next batch begins with the same row.
 func (r *Store) ReviewBatch(ctx context.Context, l *Proof, v *Review) (ok bool, err error) {
 	s, err := r.publishedBy(ctx, l, r.SQLReview, r.SQLReviewArchived, v.after, v.End)
@@ -223,7 +223,7 @@ SELECT {schema}.outbox_drop_partition($1::text::name, $2::bool, $3::text::pg_sna
 // ErrReview means that a review is not valid any more.
 var ErrReview = errors.New("partition has changed")
 
-// drop removes the rows of a partition that was reviewed, and the table too if table is
+// Drop removes the rows of a partition that was reviewed, and the table too if table is
 // set and its lock is available; or it returns ErrBusy, ErrLeaseLost or ErrReview.
 func (r *Store) Drop(ctx context.Context, l *Proof, v *Review, table bool) (dropped bool, err error) {
 	var why string

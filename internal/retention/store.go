@@ -141,7 +141,7 @@ type Store struct {
 	DB  *pgxpool.Pool
 	Cfg Rules
 
-	// callback runs a transaction with the Archive of the host, which may panic or hang. Nil
+	// Callback runs a transaction with the Archive of the host, which may panic or hang. Nil
 	// runs it here.
 	Callback func(ctx context.Context, transaction func() error) error
 
@@ -292,7 +292,7 @@ const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.agg
 // event may be larger.
 const MaxArchiveBytes = 16 << 20
 
-// published removes rows of outbox above an id.
+// Published removes rows of outbox above an id.
 func (r *Store) Published(ctx context.Context, l *Proof, after int64) (Step, error) {
 	return r.publishedBy(ctx, l, r.SQLPublished, r.SQLArchived, after, math.MaxInt64)
 }
@@ -465,7 +465,7 @@ WITH scanned AS MATERIALIZED (
 )
 SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
 
-// Store removes rows of outbox_cursor above an id.
+// Cursors removes rows of outbox_cursor above an id.
 func (r *Store) Cursors(ctx context.Context, l *Proof, after int64) (Step, error) {
 	s, err := r.step(ctx, l, r.SQLCursors, after, r.Cfg.BatchSize, r.Cfg.CursorsFor, thinAfter)
 	return s, wrapClean("outbox_cursor", err)
@@ -499,7 +499,7 @@ WITH scanned AS MATERIALIZED (
 )
 SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
 
-// audited removes rows of outbox_audit above an id. It needs no lease, as above.
+// Audited removes rows of outbox_audit above an id. It needs no lease, as above.
 func (r *Store) Audited(ctx context.Context, after int64) (Step, error) {
 	s, err := r.step(ctx, nil, r.sqlAudited, after, r.Cfg.BatchSize, r.Cfg.AuditedFor)
 	return s, wrapClean("outbox_audit", err)
@@ -528,7 +528,7 @@ func (r *Store) delivered(ctx context.Context, after int64) (Step, error) {
 const sqlHasRelay = tables.NewestCursors + `
 SELECT EXISTS (SELECT FROM positions WHERE NOT starts_with(relay, '` + tables.WorkerPrefix + `'))`
 
-// hasRelay reports whether a relay publishes the events, or did and may do so again.
+// HasRelay reports whether a relay publishes the events, or did and may do so again.
 func (r *Store) HasRelay(ctx context.Context) (has bool, err error) {
 	err = pg.Query(ctx, r.DB, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
 		has, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
@@ -566,7 +566,7 @@ WITH timeless AS MATERIALIZED (
 )
 SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM timed)`
 
-// resolved removes rows of outbox_failed.
+// Resolved removes rows of outbox_failed.
 func (r *Store) Resolved(ctx context.Context, l *Proof) (s Step, err error) {
 	var timed int64
 	err = r.transact(ctx, r.DB, l, func(tx pgx.Tx) (int64, error) {

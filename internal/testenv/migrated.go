@@ -228,10 +228,10 @@ var sessionPatience = 100 * time.Millisecond
 // whose client has gone, may still be on its way in PostgreSQL: it is waited for as long as its session is there.
 func (m *migrated) isLeft(ctx context.Context, db *pgxpool.Pool) (bool, error) {
 	for start := time.Now(); ; wait.Sleep(ctx, 5*time.Millisecond) {
-		var any bool
+		var found bool
 		// The clock is that of PostgreSQL's machine, which is this one.
-		err := db.QueryRow(ctx, sqlSessions, pids(m.users), pids(poolsOf(nil)), m.since).Scan(&any)
-		if err != nil || !any {
+		err := db.QueryRow(ctx, sqlSessions, pids(m.users), pids(poolsOf(nil)), m.since).Scan(&found)
+		if err != nil || !found {
 			return err == nil, err
 		}
 		if time.Since(start) > sessionPatience {

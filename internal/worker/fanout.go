@@ -45,7 +45,7 @@ type fanOut struct {
 	pos     cursor.Position
 	known   bool           // pos is the position that was read or written last
 	unpaged cursor.Unpaged // ranges of the open window whose ids have not been read
-	ids     cursor.IDSet      // ids of the open window that have not been read
+	ids     cursor.IDSet   // ids of the open window that have not been read
 
 	sqlSubscription, sqlSubscribe, sqlRoutes, sqlSeed string
 	sqlOpen, sqlNext, sqlLeaveGroup, sqlForget        string
