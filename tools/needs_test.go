@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/tools/internal/long"
+
 	"github.com/stretchr/testify/require"
 )
 
@@ -70,6 +72,7 @@ func (m *machine) needs(t *testing.T, code int, command string, env ...string) s
 }
 
 func TestNothingIsMissing(t *testing.T) {
+	long.Test(t) // make test-all needs more than make test
 	m := newMachine(t)
 	m.addAll(t)
 	for _, command := range []string{"demo", "kafka", "short", "test", "test-all", "test-versions", "test-pgbouncer", "faults", "bench-peers", "screenshots", "ci"} {

@@ -193,8 +193,8 @@ type Outcome struct {
 // OutcomeKind says what happened to an event.
 type OutcomeKind uint8
 
+// Outcomes of an event of a batch.
 const (
-	// OutcomePending and the others are the outcomes of an event of a batch.
 	OutcomePending     OutcomeKind = iota // not decided: the event will be sent again
 	OutcomeSent                           // Kafka has acknowledged the event
 	OutcomeRejected                       // Kafka rejected the event for what it is
