@@ -336,7 +336,7 @@ type RetryPolicy struct {
 	// RetriesFor replaces MaxRetries for an error. If it panics or ends its goroutine, that is logged, and
 	// MaxRetries counts. The partition waits until RetriesFor returns. A policy that sets MaxRetries does not
 	// use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
-	RetriesFor func(error) int
+	RetriesFor func(error) int `json:"-"`
 	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait;
 	// up to a fifth of each wait is added or left out at random. [RetryAfter] says another wait. Zero means
 	// 1 s.
