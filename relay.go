@@ -70,7 +70,7 @@ type RelayConfig struct {
 	// Retry says how an event that Kafka rejected is tried again; after the last retry the event is dead. An outage, a
 	// missing topic or a lapsed credential uses up no retry. Each wait is shorter by up to a fifth, so that events do
 	// not come back at the same moment, and ends when the relay polls for due events, see RetryInterval. Negative
-	// values are errors. Zero means MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
+	// values and a RetriesFor are errors. Zero means MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
 	Retry RetryPolicy
 	// PassFailedKeys sends the later events of a key although an earlier one has failed,
 	// which is retried as before. It gives up the order of such a key. Without it they
@@ -171,6 +171,9 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	errs = append(errs, check.Shorter(delivery, send), check.Shorter(send, lease), check.InOrder(
 		check.Field[time.Duration]{Name: "Retry.RetryWait", Value: c.Retry.RetryWait, Given: given.Retry.RetryWait},
 		check.Field[time.Duration]{Name: "Retry.MaxRetryWait", Value: c.Retry.MaxRetryWait, Given: given.Retry.MaxRetryWait}))
+	if c.Retry.RetriesFor != nil {
+		errs = append(errs, errors.New("field Retry.RetriesFor: a relay retries every event that Kafka rejected as often; see RetryDeadAfter"))
+	}
 	if c.PassFailedKeys && c.HoldDead {
 		errs = append(errs, errors.New("fields PassFailedKeys and HoldDead: later events either pass a failed one or wait for an operator"))
 	}

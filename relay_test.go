@@ -350,6 +350,7 @@ var relayConfigTests = []struct {
 }{
 	{"zero is ready", outbox.RelayConfig{}, nil},
 	{"negative batch", outbox.RelayConfig{BatchSize: -1}, []string{"BatchSize"}},
+	{"retries by error", outbox.RelayConfig{Retry: outbox.RetryPolicy{RetriesFor: func(error) int { return 1 }}}, []string{"Retry.RetriesFor"}},
 	{"batch too large", outbox.RelayConfig{BatchSize: 10_001}, []string{"BatchSize"}},
 	{"negative durations", outbox.RelayConfig{PollInterval: -1, DeliveryTimeout: -1, SendTimeout: -1, Lease: -1},
 		[]string{"PollInterval", "DeliveryTimeout", "SendTimeout", "Lease"}},
