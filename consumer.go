@@ -36,7 +36,7 @@ type Consumer struct{ engine *consumer.Consumer }
 // again, and, where Kafka has lost the offsets of the group, what came after the position
 // that was saved last.
 //
-// With a database, an event whose handler fails is parked: see MaxRetries of [HandlerConfig]. It
+// With a database, an event whose handler fails is parked: see Retry of [HandlerConfig]. It
 // is handled again by any member of the group, in the order of its key, and what has become of
 // it is a row of event_delivery.
 //
