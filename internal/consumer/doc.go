@@ -26,7 +26,8 @@
 // Workers request commits; one goroutine commits the offsets of all workers, at most ten times a
 // second. When Kafka revokes a partition, its worker completes the transaction in flight and its
 // offset is committed before another member gets the partition. A commit is refused here if the group
-// has expelled the member meanwhile, because it could set back the offset of the new owner.
+// has expelled the member meanwhile, because it could set back the offset of the new owner. A member that
+// was frozen past its session can still commit a transaction. Its notes keep the new owner from repeating it.
 //
 // Package starts decides where reading begins. Kafka cannot say whether a group is new: it forgets
 // old offsets and those of deleted topics. So the start of each partition is stored in PostgreSQL.
@@ -35,12 +36,20 @@
 //
 // A failed event becomes a row of event_delivery, and later events of its key are parked behind it.
 // Any member may claim the row. A worker checks at the end of each transaction that no key of it is
-// blocked, so that no event overtakes a parked one, not even one that another member has parked.
+// blocked, so that no event overtakes a parked one, not even one that another member has parked. It takes a
+// shared lock of the key for that, which excludes a member that parks. While a blocked key was found
+// lately, and for handlers without a transaction always, it also checks before it calls the handlers.
+// Handlers without a transaction have only that check.
+//
+// While most events of an action fail, its breaker is open: nothing more is parked, the partition waits.
+// A row is parked before the offset moves; after a crash the repeated event finds its row or its note.
 //
 // An event without attempts left is sent to the dead-letter topic of its topic. A dead letter carries
 // the original record, its position and the error in headers. If Kafka refuses it as too large, it is
 // sent without its value, and then without a large key and large headers. While the dead-letter topic
-// does not accept it, its key waits; without PostgreSQL its partition waits.
+// does not accept it, its key waits; without PostgreSQL its partition waits. The row of a parked event is
+// DEAD only after the dead letter is in its topic, so a crash loses none. Headers of a replayed event come from
+// anybody who may write to the topic. They count only if the dead letter that they name exists.
 //
 // # Stop
 //

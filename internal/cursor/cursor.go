@@ -19,7 +19,24 @@
 //     statistics. Connections keep plans that were made over empty tables, so settings of the planner go in front
 //     of every statement, in the same round trip.
 //   - Snapshots of another cluster mean nothing, so a row carries the system identifier. [Store.Rebase] moves all
-//     cursors of a schema to this cluster.
+//     cursors of a schema to this cluster, also after a pg_upgrade. A physical copy keeps its identifier, and its
+//     ids stay valid. Rows that are copied between two such copies that have both gone on are not detected.
+//   - An idle poll writes nothing and uses no transaction id.
+//
+// # Order
+//
+// Between windows the order of events is that of commits. Inside a window it is that of ids. For two transactions that
+// changed the same aggregate one after the other the ids ascend, because the sequence has CACHE 1.
+//
+// # Crashes and failovers
+//
+// A crash of PostgreSQL gives out again the ids of transactions whose WAL was not flushed. A snapshot from before the
+// crash would call the new events visible, and skip them. A row of outbox_cursor that survived is safe: the id of its
+// own transaction is not below any id that its snapshots call finished, so none of these is given out again. From
+// that follow three rules: a window is used only after the row that announces it is committed, by the same statement
+// that reads it; no position is kept in memory alone; each statement proves that the row is there. After a failover to
+// a server that lagged, rows of the cursor are lost in the same way. The relay that lived through it finds an older
+// row than its own, and logs that.
 package cursor
 
 import (
@@ -64,7 +81,7 @@ import (
 //
 // No statement of this file takes longer because more events wait. The one that announces
 // a window locks the row of the lease, so it reads few events; larger windows are read
-// afterwards, see cursor_window.go.
+// afterwards, see window.go.
 
 // ErrStale means that the newest row is not the one that the session knows: it vanished in a crash, or another
 // process moved the cursor. Load it again.

@@ -1,5 +1,17 @@
 // Package guardtx runs functions of the host in a transaction of ours. They write in it,
 // and cannot end it: what stands in it beside their work would be committed half done.
+//
+// Commit and Rollback of the transaction that a function gets return [ErrEnded]. Three things protect the transaction
+// from the text of a statement:
+//
+//   - A statement whose text ends the transaction is not sent. The transaction is rolled back, and no statement
+//     follows.
+//   - For a COMMIT that the text does not show, the transaction has a cursor WITH HOLD whose query fails. The query
+//     runs at a commit, and PostgreSQL then rolls back. The package closes the cursor in the round trip of its own
+//     commit.
+//   - A function can use only the savepoints that it has set itself.
+//
+// A savepoint instead of the cursor would show "COMMIT; BEGIN" only after events were committed half done.
 package guardtx
 
 import (

@@ -1,19 +1,3 @@
-// Package relay sends the events of an outbox to Kafka, while its process has the lease.
-//
-// A [Relay] stands by until it has the lease, then it leads. A leading relay has four parts, each in its own
-// goroutine with what it needs passed in: the [Session] polls PostgreSQL, sends batches and moves the cursor; a
-// retrier sends the events of outbox_failed again; another retrier probes bad partitions; and the cleaner of package
-// retention removes old rows. The parts share the lease, the [Parking] and the [BadPartitions].
-//
-// It promises:
-//
-//   - An event is sent at least once, and the cursor moves only past events with an outcome.
-//   - Events of one key are first sent in their order. While an event of a key waits, the later ones are parked
-//     behind it.
-//   - An outage of Kafka as a whole makes no event fail. A bad topic or partition delays no other one.
-//   - Nothing is handed to Kafka without the lease. Each send checks the lease by the monotonic clock, and losing
-//     it closes the Kafka client.
-//   - Cancelling Run finishes the batch in flight, releases the lease and sends nothing again.
 package relay
 
 import (

@@ -1,4 +1,3 @@
-// Package relay sends the events of an outbox to Kafka, while its process has the lease.
 package relay
 
 import (

@@ -6,6 +6,13 @@
 // and begins no batch while there is a backlog to send. However old, a row of outbox goes only when every relay with
 // a cursor in the schema has published it and the workers of every group have taken it. An Archive of the host gets
 // the rows in the transaction that removes them.
+//
+// A batch proves the lease at the end of its transaction, because an Archive may take long and the renewal of the
+// lease must not wait for it.
+//
+// Partitions of outbox are ranges of ids. Functions of 0002_partitions.sql make and drop them with the rights of the
+// owner. There are always some ahead of the highest id, and larger ones behind these, so that each id has a partition
+// however long no relay works. Only empty partitions are divided. A partition is dropped after a review of its rows.
 package retention
 
 import (

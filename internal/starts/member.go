@@ -3,6 +3,13 @@
 // Kafka cannot say whether a group is new: it deletes old offsets, and those of deleted topics. So the
 // first member of a group stores the start of all partitions of a topic in the table consumer_start,
 // and other members read it there.
+//
+// A listed partition begins at its stored start. Once the group has begun to read it, reading continues at the
+// committed offset, or without one at the position that was saved last. A partition that is not listed is read from
+// its beginning. A decision is committed to Kafka and then noted in PostgreSQL, before anything is read.
+//
+// A topic that was deleted and created again has another id. A client goes on asking for the id that it saw
+// first, so the membership ends and the consumer joins with a new client.
 package starts
 
 import (

@@ -2,6 +2,10 @@
 // relays and consumer groups from the database at intervals and remembers which alerts were
 // delivered, so it finds out which begin, become worse and end.
 //
+// Alerts come from the database, not from the memory of a process. A relay alerts to its own events. Alerts about the
+// whole database belong to one process: see [Config]. A group of consumers has a lease in outbox_lease for its alerts
+// alone, next to the one of its workers.
+//
 // It serves the relay and the worker of the package outbox and the monitor of outboxops, which
 // configure it and deliver its alerts.
 package watch

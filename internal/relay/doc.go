@@ -1,0 +1,78 @@
+// Package relay sends the events of an outbox to Kafka, while its process has the lease.
+//
+// A [Relay] stands by until it has the lease, then it leads. A leading relay has four parts, each in its own
+// goroutine with what it needs passed in: the [Session] polls PostgreSQL, sends batches and moves the cursor; a
+// retrier sends the events of outbox_failed again; another retrier probes bad partitions; and the cleaner of package
+// retention removes old rows. The parts share the lease, the [Parking] and the [BadPartitions].
+//
+// It promises:
+//
+//   - An event is sent at least once, and the cursor moves only past events with an outcome.
+//   - Events of one key are first sent in their order. While an event of a key waits, the later ones are parked
+//     behind it.
+//   - An outage of Kafka as a whole makes no event fail. A bad topic or partition delays no other one.
+//   - Nothing is handed to Kafka without the lease. Each send checks the lease by the monotonic clock, and losing
+//     it closes the Kafka client.
+//   - Cancelling Run finishes the batch in flight, releases the lease and sends nothing again.
+//
+// # What becomes of an event
+//
+// A [Deliverer] gives each event of a batch an outcome. The cursor moves past the first events that have one. Those of
+// them that were not sent enter outbox_failed in the statement that moves the cursor. Each case says what failed, how
+// the relay knows, and what happens to the event, to its key and to the rest of the batch:
+//
+//   - An earlier event of the key failed. The key is parked, or blocked in this batch. The event is not sent, and
+//     enters outbox_failed as parked. Its key stays blocked, the rest of the batch is sent.
+//   - The event cannot become a record: [envelope.FieldError], before anything is sent. It enters outbox_failed as
+//     failed, and its retries are counted. Its key is blocked, the rest of the batch is sent.
+//   - Kafka rejects its request: an error of the list in [kafka.RejectionClass], which names the good records of the
+//     request, too. The events of the request stay pending and are sent one by one. An event that is rejected alone
+//     counts as the case before.
+//   - Its topic is missing, was replaced, or the client may not write to it: [kafka.IsTopicOutage]. The producer asks
+//     before it first sends to a topic ([kafka.Topics.Learn]), because franz-go would wait. The event is
+//     unavailable: it enters outbox_failed as waiting, with its topic, and retries are not counted. Its key is
+//     blocked, the rest of the batch is sent.
+//   - Its partition accepts nothing: any other error while Kafka works, which means that a broker answers and gives a
+//     producer id ([kafka.Explain]). The event is unavailable, as in the case before.
+//   - Its topic or partition is known to be bad: [BadPartitions], once another partition has accepted an event, and
+//     while the breaker is closed. The client's own partitioner says where the event would go. The event is
+//     unavailable without a try.
+//   - Kafka as a whole is unavailable: any other error while Kafka does not work. All events of the batch that were not
+//     sent stay pending, and are sent again after a backoff. The cursor stays. Parking them would make the drain
+//     after the outage several times slower.
+//   - Nothing failed, but the breaker is open, the lease is lost or the relay stops. The events stay pending, for a
+//     later send or for the next holder. At a stop, an event in front of a sent one enters outbox_failed as waiting.
+//
+// A retrier sends with attempt or probe, which wait for nothing: an event that Kafka neither accepts nor rejects is
+// unavailable at once. A rejected event is dead after the retries that [Rules] allow. Then its key is unblocked, or
+// held until an operator decides.
+//
+// # Sending
+//
+//   - A record that may be larger than its topic allows is sent alone, and the later events of its key after it. The
+//     limit is one of compressed batches, so only the broker can reject.
+//   - No more records go out together than fit into one batch of the topic. Otherwise that batch could be rejected and
+//     a smaller one behind it accepted.
+//   - When Kafka rejects a request, the client fails all records that it has of the partition, and would send records
+//     that come later. So the client sends nothing before it has all records of a send, and gets more records only
+//     when every outcome is known.
+//   - franz-go with idempotence neither fails nor times out a record whose request got no answer. Hence the producer
+//     sets a delivery timeout and permits canceling such records, and closes the client after SendTimeout.
+//   - A client with a final error ([kafka.IsFinal]) asks for no producer id and for no replaced topic any more. The
+//     next send makes another client.
+//   - An invalid timestamp is no rejection. The clock of the host stamps records, and a wrong clock would reject the
+//     whole backlog.
+//   - A stop hands over no more records. After a grace time the client drops records that it has not written, and is
+//     closed when no request is in flight.
+//   - A rejection or a missing topic is a success for the breaker, because Kafka answered. While Kafka works, the
+//     failures of a topic in one send count as one. Probes do not count.
+//
+// # A leader that was stopped past its lease
+//
+// A process that was stopped, for example by a debugger or a suspended machine, may go on after its lease has expired.
+// It can still send the batch in flight, and no other: produce checks the lease before it hands records to the client,
+// and returns only when every outcome is known or the client is closed. The cursor stands before that batch, and the
+// successor sends the same events first, so the first arrivals keep their order. The bound is on events, not on time:
+// records that Kafka or the network already has cannot be called back. On a suspended machine the monotonic clock
+// may stand still; it learns of the loss from its next statement.
+package relay
