@@ -80,7 +80,7 @@ oracle: needs-kafka $(SERVICES) ## Commit EVENTS=200000 under transactions of ev
 	@[ -z "$(filter-out mixed,$(WRITERS))" ] || { echo "WRITERS is $(WRITERS), and can be mixed or nothing" >&2; exit 2; }
 	@$(RUN) go test -count=1 -timeout 0 $(ORACLE) -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED)) \
 		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {result = substr($$0, RSTART)} END {print result}'
-oracle: ORACLE := $(if $(WRITERS),-run '^TestOracleOfMixedWriters$$' ./examples/transactions/mixed,-run '^TestOracle$$' .)
+oracle: ORACLE := $(if $(WRITERS),-run '^TestOracleOfMixedWriters$$' ./examples/transactions/mixed,-run '^TestOracle$$' ./internal/itest)
 
 .PHONY: test-versions
 test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18

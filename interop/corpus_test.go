@@ -22,7 +22,7 @@ import (
 
 var update = flag.Bool("update", false, "write "+corpus+" anew")
 
-const corpus = "../testdata/cloudevents_sdk.json"
+const corpus = "../internal/envelope/testdata/cloudevents_sdk.json"
 
 // sdkRecord is a case of the corpus: a record as franz-go reads it, and the
 // event that the SDK was asked to send.

@@ -82,7 +82,7 @@ func (c *sdkContent) bytes() []byte {
 // What the SDK sends is read as it was meant.
 func TestDecodeSDK(t *testing.T) {
 	t.Parallel()
-	file, err := os.ReadFile("../../testdata/cloudevents_sdk.json")
+	file, err := os.ReadFile("testdata/cloudevents_sdk.json")
 	require.NoError(t, err)
 	var records []sdkRecord
 	require.NoError(t, json.Unmarshal(file, &records))

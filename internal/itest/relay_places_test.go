@@ -1,0 +1,99 @@
+package itest
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// What is wrong with one topic delays no other one. Like those of relay_stop_test.go, these
+// tests have a real broker and the options of franz-go as they are.
+
+// The latency of a topic is the same beside a topic that is missing.
+func TestMissingTopicDelaysNoOther(t *testing.T) {
+	t.Parallel()
+	h, reader := newPlacesFixture(t)
+	missing := h.missing(t)
+	testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{}).Run)
+	h.commit(t, numbered("first", 1, 1)...)
+	for i := range 4 {
+		missing.commit(t, keyed(fmt.Sprintf("lost-%d", i), 10)...)
+		good := keyed(fmt.Sprintf("good-%d", i), 10)
+		h.commit(t, good...)
+		requireArrivalWithin(t, 5*time.Second, reader, good...)
+	}
+	h.awaitStatuses(t, map[string]int{"waiting": 40})
+}
+
+// A retry that is due is sent, however many others wait for a topic that is missing.
+func TestMissingTopicDelaysNoRetry(t *testing.T) {
+	t.Parallel()
+	h, reader := newPlacesFixture(t)
+	missing := h.missing(t)
+	h.setTopic(t, "max.message.bytes", "2000")
+	testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{RetryInterval: time.Second}).Run)
+	missing.commit(t, keyed("lost", 1000)...)
+	h.awaitStatuses(t, map[string]int{"waiting": 1000})
+	bad := poison("bad", 1)
+	h.commit(t, bad)
+	h.awaitStatuses(t, map[string]int{"waiting": 1000, "failed": 1})
+	h.setTopic(t, "max.message.bytes", "1000000")
+	requireArrivalWithin(t, 15*time.Second, reader, bad)
+}
+
+// When a topic is there, all that has waited for it is due at once, and sent in the order
+// of each key.
+func TestRecoveredTopicIsDrained(t *testing.T) {
+	t.Parallel()
+	h, _ := newPlacesFixture(t)
+	missing := h.missing(t)
+	testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{RetryInterval: time.Second}).Run)
+	const keys, versions = 2000, 3
+	all := make([][]oracle.Event, keys)
+	for i := range all {
+		all[i] = numbered(fmt.Sprintf("key-%d", i), 1, versions)
+	}
+	for version := range versions {
+		var events []oracle.Event
+		for i := range all {
+			events = append(events, all[i][version])
+		}
+		missing.commit(t, events...)
+	}
+	h.awaitStatuses(t, map[string]int{"waiting": keys, "parked": keys * (versions - 1)})
+	testenv.CreateTopic(t, missing.brokers, missing.topic, 3)
+	began := time.Now()
+	there := missing.follow(t)
+	requireArrival(t, there, slices.Concat(all...)...)
+	t.Logf("drained after %v", time.Since(began))
+	require.Less(t, time.Since(began), 30*time.Second)
+	h.awaitStatuses(t, map[string]int{})
+	arrived, err := there.Arrived()
+	require.NoError(t, err)
+	require.Len(t, arrived, keys*versions, "each once")
+	last := map[string]int64{}
+	for _, e := range arrived {
+		require.Equal(t, last[e.Key]+1, e.Version, "%s", e.Key)
+		last[e.Key] = e.Version
+	}
+}
+
+// requireArrivalWithin is requireArrival with a deadline that is part of what is tested.
+func requireArrivalWithin(t *testing.T, d time.Duration, reader *oracle.Reader, events ...oracle.Event) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		for _, e := range events {
+			if !reader.Has(e.ID) {
+				return false
+			}
+		}
+		return true
+	}, d, 5*time.Millisecond, "events did not arrive within %v", d)
+}

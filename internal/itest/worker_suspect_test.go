@@ -1,0 +1,62 @@
+package itest
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// Deliveries of a worker that is gone are handled one at a time, and at once: the worker waited for
+// its next poll before each of them, so that those of one process that was killed took minutes.
+func TestWorkerHandlesSuspectsAtOnce(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	const accounts = 60
+	for a := range accounts {
+		f.commit(step{fmt.Sprint("a", a), 1})
+	}
+	counted := f.effects("COUNTED", nil)
+	_, stop := f.start(outbox.WorkerConfig{From: outbox.FromStart}, counted)
+	f.await(accounts)
+	stop()
+	f.exec(`DELETE FROM {schema}.effect`)
+	f.exec(`DELETE FROM {schema}.event_handled`)
+	f.exec(`UPDATE {schema}.event_delivery SET status = 'PENDING', last_error_code = 'stale', processed_at = NULL`)
+	began := time.Now()
+	f.start(outbox.WorkerConfig{PollInterval: time.Second}, counted)
+	f.await(accounts)
+	require.Less(t, time.Since(began), accounts/2*time.Second)
+	require.Equal(t, accounts, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND attempt_count = 2`))
+}
+
+// A lane that loses its delivery while it waits for others to end their transactions gives its turn
+// back. It kept it, and after as many losses as the pool has connections nothing was handled any more.
+func TestWorkerGoesOnBehindLostDelivery(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	f.db = testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 2 }) // one of them for a transaction
+	const lease = time.Second
+	called, release := make(chan struct{}, 1), make(chan struct{})
+	f.start(outbox.WorkerConfig{From: outbox.FromStart, Lease: lease, PollInterval: 50 * time.Millisecond}, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+		if s.Account == "first" {
+			called <- struct{}{}
+			<-release
+		}
+		return nil
+	}))
+	f.commit(step{"first", 1})
+	<-called
+	f.commit(step{"second", 1})
+	const second = `FROM {schema}.event_delivery WHERE aggregate_id = 'second' AND status = 'PROCESSING'`
+	require.Eventually(t, func() bool { return f.count(`SELECT count(*) `+second) == 1 }, 20*time.Second, 10*time.Millisecond)
+	f.exec(`UPDATE {schema}.event_delivery SET locked_by = 'another worker' WHERE aggregate_id = 'second'`)
+	time.Sleep(2 * lease)
+	close(release)
+	f.await(2)
+}
