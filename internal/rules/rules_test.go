@@ -29,16 +29,25 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// internal serves the packages around it and knows none of them.
+// engines are the packages that the root composes. Only the root, and they themselves, use them.
+var engines = []string{"breaker", "consumer", "cursor", "delivery", "handling", "lease", "record", "relay", "retention", "worker"}
+
+// The API is in the root: no package under internal/ imports it, and no other package of users imports an engine.
 func TestInternalImports(t *testing.T) {
 	t.Parallel()
+	const root = "github.com/outboxgo/outbox"
 	for _, dir := range packageDirs(t) {
-		if !strings.HasPrefix(dir, "internal") {
-			continue
-		}
+		inside := strings.HasPrefix(dir, "internal")
 		for name, file := range sources(t, dir) {
 			for _, spec := range file.Imports {
-				require.NotEqual(t, `"github.com/outboxgo/outbox"`, spec.Path.Value, "%s/%s imports the root", dir, name)
+				path := strings.Trim(spec.Path.Value, `"`)
+				engine, internal := strings.CutPrefix(path, root+"/internal/")
+				switch {
+				case inside:
+					require.NotEqual(t, root, path, "%s/%s imports the root", dir, name)
+				case internal && dir != ".":
+					require.NotContains(t, engines, engine, "%s/%s imports an engine", dir, name)
+				}
 			}
 		}
 	}
