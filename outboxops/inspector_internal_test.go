@@ -67,6 +67,7 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 // The events of an aggregate are found by the index that Migrate makes if it is asked to, with and without
 // statistics, and in partitions.
 func TestEventsOfAggregate(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	const events = 20_000
 	ctx := context.Background()

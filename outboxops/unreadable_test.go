@@ -42,6 +42,7 @@ func (h *opsFixture) insertUnprintable(t *testing.T) {
 
 // Operators see recorded events of which one cannot be printed.
 func TestUnreadableRecordedEvent(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newFixture(t)
 	i := h.inspector(t)
@@ -102,6 +103,7 @@ func awaitTail(t *testing.T, h *opsFixture, tailed <-chan outboxops.RecordedEven
 
 // A payload that cannot be printed is shown as such, and can be replaced by one that can.
 func TestUnreadableFailure(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newFixture(t)
 	f := h.operator(t)

@@ -5,10 +5,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
 
 func TestMain(m *testing.M) { program.Main(m, main) }
@@ -36,6 +37,7 @@ func TestLedger(t *testing.T) {
 
 // With a topic for each type reversals come before what they reverse, and the consumer of both puts them in order.
 func TestLedgerWithTwoTopics(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel, as above.
 	p := startLedger(t, "-deposits=240", "-accounts=4", "-topics=two", "-kill=false")
 	require.Zero(t, p.Wait(t))
@@ -47,6 +49,7 @@ func TestLedgerWithTwoTopics(t *testing.T) {
 // A row of the feed that came another time is found, and an entry that somebody has added to the journal. The counter is
 // open until both are there.
 func TestLedgerFindsWhatIsWrong(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startLedger(t, "-deposits=1000000", "-kill=false")
 	p.Change(t, `INSERT INTO journal_entry SELECT id, account_id, 1 FROM ledger_transaction WHERE reverses IS NOT NULL LIMIT 1`) // nobody reverses a reversal
@@ -64,6 +67,7 @@ func TestLedgerFindsWhatIsWrong(t *testing.T) {
 
 // A signal closes the counter. What was posted is compared.
 func TestLedgerInterrupted(t *testing.T) {
+	testenv.Long(t)
 	start := func(t *testing.T) *program.Process {
 		return startLedger(t, "-deposits=1000000")
 	}

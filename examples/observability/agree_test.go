@@ -19,14 +19,15 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/outboxgo/outbox/outboxadmin"
-	"github.com/outboxgo/outbox/outboxops"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxadmin"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // The test of this file is here because it needs the metrics as Prometheus gets them, and the command line: neither
@@ -436,6 +437,7 @@ func (a *agreement) check() {
 // open breaker of a relay and one of an action, a partition that cannot be read, and a paused group. Alerts, page, API,
 // command line and Prometheus agree about each number. They do so again after the dead letters were replayed.
 func TestViewsAgree(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	a := newAgreement(t)
 	a.failAll()

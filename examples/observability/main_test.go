@@ -7,9 +7,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
 
 // The program serves and sells until it is told to end, and cleans up.
@@ -60,6 +61,7 @@ func TestSignal(t *testing.T) {
 }
 
 func TestSignalWhileStarting(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	program.TestInterruptedWhileStarting(t)
 }

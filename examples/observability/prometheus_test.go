@@ -16,8 +16,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // need skips under -short, and fails where a program is missing.
@@ -33,6 +34,7 @@ func need(t *testing.T, program string) string {
 
 // promtool takes the rules, and each alert fires when it should.
 func TestAlerts(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	promtool := need(t, "promtool")
 	for _, args := range [][]string{{"check", "config", "prometheus.yml"}, {"check", "rules", "alerts.yml"}, {"test", "rules", "alerts_test.yml"}} {
@@ -141,6 +143,7 @@ func (p *server) eventually(met func() bool, msg string, args ...any) {
 // A real Prometheus scrapes the service, understands every query of the dashboard, and
 // fires the alert that is due.
 func TestPrometheus(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: Prometheus scrapes every second, and rates are of the last seconds.
 	r := startService(t)
 	p := startPrometheus(t, r.listener.Addr().String())

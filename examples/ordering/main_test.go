@@ -8,10 +8,11 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
 
 func TestMain(m *testing.M) { program.Main(m, main) }
@@ -43,6 +44,7 @@ func TestOrdering(t *testing.T) {
 // A reservation that nobody gave back is found, points that were booked twice, and a notification that came twice. The shop is
 // open until all of them are there.
 func TestOrderingFindsWhatIsWrong(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startOrdering(t, "-orders=100000", "-rate=20", "-kill=false")
 	p.Change(t, `INSERT INTO reward_entry SELECT * FROM reward_entry WHERE points > 0 LIMIT 1`)
@@ -64,6 +66,7 @@ var cancelledLine = regexp.MustCompile(`Order ([0-9a-f-]{36}), as the outbox tel
 // A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared: since nothing is in stock,
 // all orders are cancelled, nobody keeps points, and nothing is put aside. With -keep an order can be looked at afterwards.
 func TestOrderingInterrupted(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startOrdering(t, "-orders=100000", "-rate=20", "-stock=0", "-keep")
 	db := testenv.Pool(t, nil)
@@ -96,6 +99,7 @@ func TestOrderingInterrupted(t *testing.T) {
 // Without logical decoding Debezium could not read a thing, and where it does not come the program waits until Ctrl-C. That it carries the
 // saga, TestDebezium shows.
 func TestOrderingWithoutDebezium(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startOrdering(t, "-debezium")
 	var level string
@@ -111,6 +115,7 @@ func TestOrderingWithoutDebezium(t *testing.T) {
 }
 
 func TestOrderingInterruptedWhileStarting(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	program.TestInterruptedWhileStarting(t)
 }

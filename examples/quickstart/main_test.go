@@ -8,9 +8,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
 
 func TestMain(m *testing.M) { program.Main(m, main) }
@@ -44,5 +45,6 @@ func TestSignal(t *testing.T) {
 }
 
 func TestSignalWhileStarting(t *testing.T) {
+	testenv.Long(t)
 	program.RequireEndWhileStarting(t, quickstart(), "DATABASE_URL")
 }

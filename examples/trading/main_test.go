@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/examples/internal/show"
-	"github.com/stretchr/testify/require"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // seed repeats a run of the tests. A run prints its own.
@@ -32,6 +34,7 @@ func TestTrading(t *testing.T) {
 // Without a kill nothing is done twice: leases are renewed while backtests run, which take
 // four times as long.
 func TestTradingWithoutKills(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: leases are short.
 	p := program.Start(t, []string{"-orders=50", "-kills=0", "-backtests=4", "-backtest=4s", "-lease=1s", "-patience=60s"})
 	require.Zero(t, p.Wait(t))
@@ -41,6 +44,7 @@ func TestTradingWithoutKills(t *testing.T) {
 
 // An attempt that says ACKED, and of which the exchange knows nothing, is found.
 func TestTradingFindsAWrongAttempt(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := program.Start(t, []string{"-orders=50", "-processes=1", "-kills=0", "-backtests=0", "-patience=5s"})
 	p.Change(t, `INSERT INTO order_attempt (order_intent_id, attempt_no, identifier, state)
@@ -53,6 +57,7 @@ func TestTradingFindsAWrongAttempt(t *testing.T) {
 
 // A signal ends what the bots do. What was decided is done and compared.
 func TestTradingInterrupted(t *testing.T) {
+	testenv.Long(t)
 	start := func(t *testing.T) *program.Process {
 		return program.Start(t, []string{"-orders=1000000", "-processes=1", "-kills=1", "-backtests=1", "-backtest=1s", "-patience=60s"})
 	}

@@ -121,6 +121,7 @@ var statements = []struct {
 // What is planned over empty tables is what runs until they are analysed: on the first day, and after retention has removed
 // all rows. Then PostgreSQL still knows how these were distributed, and other indexes look cheap.
 func TestPlansOverManyDeliveries(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	t.Run("first rows", func(t *testing.T) { testPlans(t, newPlans(t)) })
 	t.Run("after others were removed", func(t *testing.T) {

@@ -122,6 +122,7 @@ func testCommitsBesideDeletedTopic(t *testing.T, opts []kgo.Opt) {
 // PostgreSQL that does not answer says nothing, so the tries to begin with partitions are
 // bounded: the log says that they fail, and reading begins once it answers.
 func TestStartWithDeadPostgres(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	s.run(t, outbox.ConsumerConfig{From: outbox.FromStart})

@@ -19,9 +19,20 @@ import (
 )
 
 var (
-	oracleEvents = flag.Int("oracle.events", 20000, "how many events TestOracle commits")
+	oracleEvents = flag.Int("oracle.events", 0, "how many events TestOracle commits; 0 means 20,000, and 5,000 for make test")
 	oracleSeed   = flag.Uint64("oracle.seed", 0, "seed of TestOracle; 0 draws one")
 )
+
+// events returns how many events TestOracle commits.
+func events() int {
+	switch {
+	case *oracleEvents != 0:
+		return *oracleEvents
+	case testenv.Quick():
+		return 5_000
+	}
+	return 20_000
+}
 
 // The promises hold for what really happens: many writers under transactions of
 // every kind, some of them open all the time, with large events, while the relay is
@@ -41,7 +52,7 @@ func TestOracleOverPartitions(t *testing.T) {
 	testOracle(t, h, retention)
 	t.Logf("%d rows are left", h.count(t, "outbox")) // all, where writers leave the relay no time for others
 	testenv.Run(t, h.relay(t, outbox.RelayConfig{Retention: retention}).Run)
-	require.Eventually(t, func() bool { return h.count(t, "outbox") < *oracleEvents/2 }, testenv.Patience, 10*time.Millisecond, "many go")
+	require.Eventually(t, func() bool { return h.count(t, "outbox") < events()/2 }, testenv.Patience, 10*time.Millisecond, "many go")
 }
 
 func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig) {
@@ -62,7 +73,7 @@ func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig)
 	start := time.Now()
 	require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
 		DB: h.db, Schema: h.schema, Record: f.record, Seed: v.Seed,
-		Events: *oracleEvents, Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
+		Events: events(), Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
 		Large: 1500, LargeBytes: 900_000,
 	}))
 	stopTopic()

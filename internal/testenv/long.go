@@ -12,7 +12,10 @@ const QuickVar = "OUTBOX_TEST_QUICK"
 // for `make test-all`, and says so. Without `make test` it runs.
 func Long(t testing.TB) {
 	t.Helper()
-	if os.Getenv(QuickVar) != "" {
+	if Quick() {
 		t.Skip("left for make test-all")
 	}
 }
+
+// Quick reports whether `make test` runs the tests.
+func Quick() bool { return os.Getenv(QuickVar) != "" }

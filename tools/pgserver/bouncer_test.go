@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/tools/internal/long"
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
 
@@ -23,6 +24,7 @@ func startBouncer(t *testing.T, s *pgserver.Server) *pgserver.Bouncer {
 
 // Who relies on a session finds out at his next transaction.
 func TestBouncerGivesEachTransactionAnotherSession(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	b := startBouncer(t, start(t, pgserver.Config{}))
 	var clients [2]*pgx.Conn
@@ -48,6 +50,7 @@ func TestBouncerGivesEachTransactionAnotherSession(t *testing.T) {
 }
 
 func TestBouncerReachesEveryDatabase(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	b := startBouncer(t, start(t, pgserver.Config{}))
 	ask := func(database, sql string) {
@@ -76,6 +79,7 @@ func TestBouncerWantsThePassword(t *testing.T) {
 }
 
 func TestBouncerLeavesNothing(t *testing.T) {
+	long.Test(t)
 	tmp := openTempDir(t)
 	t.Setenv("TMPDIR", tmp)
 	s := start(t, pgserver.Config{})

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/tools/internal/long"
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
 
@@ -196,6 +197,7 @@ func TestDataDirIsKeptAndUsedAgain(t *testing.T) {
 }
 
 func TestStandbyTakesThePlaceOfItsPrimary(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	exec := func(s *pgserver.Server, sql string) {
 		conn, err := pgx.Connect(t.Context(), s.URL())

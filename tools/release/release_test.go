@@ -101,6 +101,7 @@ func TestCheckPasses(t *testing.T) {
 
 // The user's module cache must not hold a version that is not there yet.
 func TestCheckLeavesModuleCacheAlone(t *testing.T) {
+	long.Test(t)
 	cache := t.TempDir()
 	t.Setenv("GOMODCACHE", cache)
 	require.NoError(t, mustRelease(t, newRepository(t, nil)).check(t.Context()))
@@ -111,6 +112,7 @@ func TestCheckLeavesModuleCacheAlone(t *testing.T) {
 }
 
 func TestCheckFails(t *testing.T) {
+	long.Test(t)
 	const (
 		root   = "module example.com/house\n\ngo 1.26.0\n\n"
 		garden = "module example.com/house/garden\n\ngo 1.26.0\n\n"
@@ -177,6 +179,7 @@ func TestCheckFails(t *testing.T) {
 
 // The go command itself finds what checkFiles finds, from outside.
 func TestVersionThatIsNotThereCannotBeGot(t *testing.T) {
+	long.Test(t)
 	r := mustRelease(t, newRepository(t, map[string]string{
 		"garden/go.mod": "module example.com/house/garden\n\ngo 1.26.0\n\nrequire example.com/house v0.1.1\n",
 		"go.work":       strings.Replace(repository["go.work"], "house v0.1.0", "house v0.1.1", 1),
@@ -187,6 +190,7 @@ func TestVersionThatIsNotThereCannotBeGot(t *testing.T) {
 }
 
 func TestTidyForNextVersion(t *testing.T) {
+	long.Test(t)
 	cfg := newRepository(t, map[string]string{
 		"CHANGELOG.md":  "# Changelog\n\n## v0.2.0\n",
 		"garden/go.mod": "module example.com/house/garden\n\ngo 1.26.0\n\nreplace example.com/house => ../\n",

@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/outboxgo/outbox/tools/internal/long"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
@@ -218,6 +219,7 @@ func TestQuietPrintsNothing(t *testing.T) {
 }
 
 func TestRunStartsRealServicesAndLeavesNothing(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	skipIfShort(t)
 	c := newTool(t, "run", "-postgres", "embedded", "-kafka", "local", "-pg-set", "work_mem=7MB", "--",
@@ -242,6 +244,7 @@ func TestRunStartsRealServicesAndLeavesNothing(t *testing.T) {
 }
 
 func TestRunThroughPgBouncer(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	skipIfShort(t)
 	c := newTool(t, "run", "-postgres", "embedded", "-kafka", "none", "-pgbouncer", "--", "env")
@@ -255,6 +258,7 @@ func TestRunThroughPgBouncer(t *testing.T) {
 }
 
 func TestInterruptedStartLeavesNothing(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	skipIfShort(t)
 	for _, after := range []time.Duration{30 * time.Millisecond, 300 * time.Millisecond, 700 * time.Millisecond, 1500 * time.Millisecond} {
@@ -276,6 +280,7 @@ func TestInterruptedStartLeavesNothing(t *testing.T) {
 
 // The kernel ends what a killed tool leaves, and the next run removes its data.
 func TestKilledToolLeavesNoProcess(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	skipIfShort(t)
 	if _, err := os.Stat("/proc/self/stat"); err != nil {

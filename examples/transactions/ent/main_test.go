@@ -8,10 +8,13 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // TestGenerated generates the code and runs the tests of the example, in the environment of this test.
 func TestGenerated(t *testing.T) {
+	testenv.Long(t)
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll("_shop/ent")) })
 	for _, args := range [][]string{
 		{"generate", "./_shop"},
