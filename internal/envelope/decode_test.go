@@ -16,43 +16,6 @@ import (
 	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
-const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-// orderCreated is an event as a relay reads it; change makes it another.
-func orderCreated(change func(*Event)) *Event {
-	e := &Event{
-		ID:            7,
-		EventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
-		EventType:     []byte("loopers.order.created.v1"),
-		Source:        []byte("commerce-api"),
-		AggregateType: []byte("Order"),
-		AggregateID:   []byte("order-1"),
-		Payload:       []byte(`{"total": 1.50}`),
-		IsJSON:        true,
-		ContentType:   []byte("application/json"),
-		OccurredAt:    AppendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC)),
-	}
-	if change != nil {
-		change(e)
-	}
-	return e
-}
-
-func protobuf(payload []byte) *Event {
-	return orderCreated(func(e *Event) {
-		e.Payload, e.IsJSON, e.ContentType = payload, false, []byte("application/protobuf")
-	})
-}
-
-// field is a header of a record.
-type field struct{ name, value string }
-
-// recordOf collects what Record hands out.
-func recordOf(e *Event, inJSON bool) (value []byte, headers []field, err error) {
-	value, err = e.Record(RecordForm{InJSON: inJSON}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
-	return value, headers, err
-}
-
 // sdkRecord is a case of testdata/cloudevents_sdk.json: a record that the official
 // CloudEvents SDK has sent, and the event that it was asked to send.
 type sdkRecord struct {

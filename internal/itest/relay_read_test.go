@@ -20,7 +20,7 @@ func (h *relayFixture) insertUnprintable(t *testing.T, key string) (id int64, ev
 	require.NoError(t, h.db.QueryRow(background, h.sql(`
 		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at)
 		VALUES (gen_random_uuid(), 'test.oracle.happened.v1', 's', 'Key', $1, $2::text::jsonb, 'application/json', $3, now())
-		RETURNING id, event_id::text`), key, unprintable, h.topic).Scan(&id, &eventID))
+		RETURNING id, event_id::text`), key, testenv.Unprintable, h.topic).Scan(&id, &eventID))
 	return id, eventID
 }
 

@@ -15,11 +15,7 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// unprintable is a JSON text of which PostgreSQL stores a few kilobytes. It would print it
-// as more than 1 GB, which it refuses.
-var unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
-
-// slowPrint is how long PostgreSQL may need to find that it cannot print it: seconds, and
+// slowPrint is how long PostgreSQL may need to find that it cannot print [testenv.Unprintable]: seconds, and
 // many of them beside other tests.
 const slowPrint = 4 * testenv.Patience
 
@@ -44,7 +40,7 @@ func (h *relayFixture) fail(t *testing.T, events ...oracle.Event) {
 func (h *relayFixture) spoil(t *testing.T, key string, version int) {
 	t.Helper()
 	tag, err := h.db.Exec(background, h.sql(`UPDATE {s}.outbox_failed SET payload = $3::text::jsonb
-		WHERE aggregate_id = $1 AND payload->>'version' = $2::int::text`), key, version, unprintable)
+		WHERE aggregate_id = $1 AND payload->>'version' = $2::int::text`), key, version, testenv.Unprintable)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, tag.RowsAffected())
 }

@@ -44,3 +44,11 @@ func TestSnapshotAdds(t *testing.T) {
 		require.Equal(t, tt.adds, tables.SnapshotAdds(tt.before, tt.after, tt.own, tt.begun), name)
 	}
 }
+
+func TestSnapshotMax(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, "1", tables.SnapshotMax("1:1:"))
+	require.Equal(t, "30", tables.SnapshotMax("10:30:10,12,29"))
+	require.Empty(t, tables.SnapshotInProgress("1:1:"))
+	require.Equal(t, []string{"10", "12", "29"}, tables.SnapshotInProgress("10:30:10,12,29"))
+}

@@ -1,4 +1,4 @@
-package outbox
+package envelope
 
 import (
 	"encoding/base64"
@@ -9,19 +9,17 @@ import (
 	"testing"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/envelope"
-
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
 const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-// orderCreated is an envelope as the relay reads it; change makes it another.
-func orderCreated(change func(*envelope.Event)) *envelope.Event {
-	e := &envelope.Event{
+// orderCreated is an event as a relay reads it; change makes it another.
+func orderCreated(change func(*Event)) *Event {
+	e := &Event{
 		ID:            7,
 		EventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
 		EventType:     []byte("loopers.order.created.v1"),
@@ -31,7 +29,7 @@ func orderCreated(change func(*envelope.Event)) *envelope.Event {
 		Payload:       []byte(`{"total": 1.50}`),
 		IsJSON:        true,
 		ContentType:   []byte("application/json"),
-		OccurredAt:    envelope.AppendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC)),
+		OccurredAt:    AppendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC)),
 	}
 	if change != nil {
 		change(e)
@@ -42,9 +40,9 @@ func orderCreated(change func(*envelope.Event)) *envelope.Event {
 // field is a header of a record.
 type field struct{ name, value string }
 
-// recordOf collects what record hands out.
-func recordOf(e *envelope.Event, inJSON bool) (value []byte, headers []field, err error) {
-	value, err = e.Record(envelope.RecordForm{InJSON: inJSON}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
+// recordOf collects what Record hands out.
+func recordOf(e *Event, inJSON bool) (value []byte, headers []field, err error) {
+	value, err = e.Record(RecordForm{InJSON: inJSON}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
 	return value, headers, err
 }
 
@@ -61,22 +59,22 @@ var orderCreatedAttributes = []field{
 
 var binaryTests = []struct {
 	name   string
-	change func(*envelope.Event)
+	change func(*Event)
 	more   []field // behind orderCreatedAttributes
 }{
 	{"no headers", nil, nil},
-	{"headers of SQL NULL in JSON", func(e *envelope.Event) { e.Headers = []byte(`null`) }, nil},
-	{"no headers in an object", func(e *envelope.Event) { e.Headers = []byte(`{}`) }, nil},
-	{"a correlation id", func(e *envelope.Event) { e.Headers = []byte(`{"correlationid": "corr-1"}`) },
+	{"headers of SQL NULL in JSON", func(e *Event) { e.Headers = []byte(`null`) }, nil},
+	{"no headers in an object", func(e *Event) { e.Headers = []byte(`{}`) }, nil},
+	{"a correlation id", func(e *Event) { e.Headers = []byte(`{"correlationid": "corr-1"}`) },
 		[]field{{"ce_correlationid", "corr-1"}}},
-	{"a trace, also where tracing libraries look", func(e *envelope.Event) { e.Headers = []byte(`{"traceparent": "` + someTrace + `"}`) },
+	{"a trace, also where tracing libraries look", func(e *Event) { e.Headers = []byte(`{"traceparent": "` + someTrace + `"}`) },
 		[]field{{"ce_traceparent", someTrace}, {"traceparent", someTrace}}},
-	{"headers of its own, sorted", func(e *envelope.Event) { e.Headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
+	{"headers of its own, sorted", func(e *Event) { e.Headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
 		[]field{{"Region", ""}, {"tenant", `a "b" é`}, {"zone", "1"}}},
-	{"other attributes, which are no headers as such", func(e *envelope.Event) {
+	{"other attributes, which are no headers as such", func(e *Event) {
 		e.Headers = []byte(`{"market": "no attribute", "ce_market": "KRW-BTC", "ce_traceid": "t1", "traceid": "no attribute either"}`)
 	}, []field{{"ce_market", "KRW-BTC"}, {"ce_traceid", "t1"}, {"market", "no attribute"}, {"traceid", "no attribute either"}}},
-	{"everything", func(e *envelope.Event) {
+	{"everything", func(e *Event) {
 		e.Headers = []byte(`{"a": "1", "correlationid": "c", "traceparent": "` + someTrace + `", "z": "2"}`)
 	}, []field{{"a", "1"}, {"ce_correlationid", "c"}, {"ce_traceparent", someTrace}, {"traceparent", someTrace}, {"z", "2"}}},
 }
@@ -104,8 +102,8 @@ func TestBinaryBytes(t *testing.T) {
 	require.Contains(t, headers, field{"content-type", "application/protobuf"})
 }
 
-func protobuf(payload []byte) *envelope.Event {
-	return orderCreated(func(e *envelope.Event) {
+func protobuf(payload []byte) *Event {
+	return orderCreated(func(e *Event) {
 		e.Payload, e.IsJSON, e.ContentType = payload, false, []byte("application/protobuf")
 	})
 }
@@ -113,7 +111,7 @@ func protobuf(payload []byte) *envelope.Event {
 // https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/formats/json-format.md
 func TestStructured(t *testing.T) {
 	t.Parallel()
-	e := orderCreated(func(e *envelope.Event) {
+	e := orderCreated(func(e *Event) {
 		e.Headers = []byte(`{"ce_market": "KRW-\"BTC\"", "ce_traceid": "t1", "correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
 	})
 	value, headers, err := recordOf(e, true)
@@ -136,7 +134,7 @@ func TestStructuredEscapes(t *testing.T) {
 	for _, text := range hardTexts {
 		headers, err := json.Marshal(map[string]string{"own": text, eventheader.Correlation: text}) // a row may hold what Record refuses
 		require.NoError(t, err)
-		e := orderCreated(func(e *envelope.Event) {
+		e := orderCreated(func(e *Event) {
 			e.Source, e.EventType, e.AggregateID, e.AggregateType, e.ContentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text)
 			e.Headers = headers
 		})
@@ -162,7 +160,7 @@ func TestStructuredEscapes(t *testing.T) {
 func TestStructuredData(t *testing.T) {
 	t.Parallel()
 	for _, data := range []string{`null`, `[]`, `"text"`, `1e5`, `{"a": "주문"}`} {
-		value, _, err := recordOf(orderCreated(func(e *envelope.Event) { e.Payload = []byte(data) }), true)
+		value, _, err := recordOf(orderCreated(func(e *Event) { e.Payload = []byte(data) }), true)
 		require.NoError(t, err)
 		var got map[string]json.RawMessage
 		require.NoError(t, json.Unmarshal(value, &got))
@@ -199,7 +197,7 @@ func TestEventTime(t *testing.T) {
 	t.Parallel()
 	for _, tt := range timeTests {
 		t.Run(tt.name, func(t *testing.T) {
-			e := orderCreated(func(e *envelope.Event) { e.OccurredAt = envelope.AppendTime(nil, tt.time) })
+			e := orderCreated(func(e *Event) { e.OccurredAt = AppendTime(nil, tt.time) })
 			_, headers, err := recordOf(e, false)
 			require.NoError(t, err)
 			require.Contains(t, headers, field{"ce_time", tt.want})
@@ -217,15 +215,15 @@ func TestDestinationAndKey(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
 		name       string
-		change     func(*envelope.Event)
+		change     func(*Event)
 		topic, key string
 	}{
 		{"by convention", nil, "order-events", "order-1"},
-		{"a topic of its own", func(e *envelope.Event) { e.Topic = []byte("orders") }, "orders", "order-1"},
-		{"a key of its own", func(e *envelope.Event) { e.PartitionKey = []byte("user-1") }, "order-events", "user-1"},
-		{"an empty key, which is not NULL", func(e *envelope.Event) { e.PartitionKey = []byte{} }, "order-events", ""},
-		{"a type without form but with a topic", func(e *envelope.Event) { e.EventType, e.Topic = []byte("!"), []byte("orders") }, "orders", "order-1"},
-		{"a type of two segments", func(e *envelope.Event) { e.EventType = []byte("shop.order") }, "order-events", "order-1"},
+		{"a topic of its own", func(e *Event) { e.Topic = []byte("orders") }, "orders", "order-1"},
+		{"a key of its own", func(e *Event) { e.PartitionKey = []byte("user-1") }, "order-events", "user-1"},
+		{"an empty key, which is not NULL", func(e *Event) { e.PartitionKey = []byte{} }, "order-events", ""},
+		{"a type without form but with a topic", func(e *Event) { e.EventType, e.Topic = []byte("!"), []byte("orders") }, "orders", "order-1"},
+		{"a type of two segments", func(e *Event) { e.EventType = []byte("shop.order") }, "order-events", "order-1"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			e := orderCreated(tt.change)
@@ -242,11 +240,11 @@ func TestDestinationAndKey(t *testing.T) {
 func TestDestinationOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, eventType := range []string{"", "order", "LEDGER_POSTED", "a..b", ".order", "shop.", "shop.order created", "shop.주문", "shop.order\n", "shop/order.x"} {
-		_, err := orderCreated(func(e *envelope.Event) { e.EventType = []byte(eventType) }).Destination()
-		require.ErrorIs(t, err, ErrMalformed, "%q", eventType)
-		rejected, ok := errors.AsType[*envelope.FieldError](err)
+		_, err := orderCreated(func(e *Event) { e.EventType = []byte(eventType) }).Destination()
+		require.ErrorIs(t, err, check.ErrMalformed, "%q", eventType)
+		rejected, ok := errors.AsType[*FieldError](err)
 		require.True(t, ok)
-		require.Equal(t, envelope.FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: check.ErrMalformed}, *rejected)
+		require.Equal(t, FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: check.ErrMalformed}, *rejected)
 	}
 }
 
@@ -255,9 +253,9 @@ func TestHeadersOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, headers := range []string{`{"ce_id": "1"}`, `{"ce_Market": "1"}`, `{"ce_traceparent": "1"}`, `{"ce_correlationid": "1"}`, `[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
 		for _, inJSON := range []bool{false, true} {
-			_, _, err := recordOf(orderCreated(func(e *envelope.Event) { e.Headers = []byte(headers) }), inJSON)
-			require.ErrorIs(t, err, ErrMalformed, headers)
-			rejected, ok := errors.AsType[*envelope.FieldError](err)
+			_, _, err := recordOf(orderCreated(func(e *Event) { e.Headers = []byte(headers) }), inJSON)
+			require.ErrorIs(t, err, check.ErrMalformed, headers)
+			rejected, ok := errors.AsType[*FieldError](err)
 			require.True(t, ok)
 			require.Equal(t, "headers", rejected.Field)
 			require.Equal(t, "loopers.order.created.v1", rejected.EventType)
@@ -270,7 +268,7 @@ func TestHeadersOfForeignRow(t *testing.T) {
 // event says something else there.
 func TestFurtherHeaders(t *testing.T) {
 	t.Parallel()
-	form := envelope.RecordForm{Further: eventheader.Further{ID: "event-id", Trace: "x-trace-id"}}
+	form := RecordForm{Further: eventheader.Further{ID: "event-id", Trace: "x-trace-id"}}
 	for headers, want := range map[string][]field{
 		``:                     {{"event-id", string(orderCreated(nil).EventID)}},
 		`{"ce_traceid": "t1"}`: {{"ce_traceid", "t1"}, {"event-id", string(orderCreated(nil).EventID)}, {"x-trace-id", "t1"}},
@@ -299,7 +297,7 @@ func TestFurtherHeaders(t *testing.T) {
 // else.
 func TestTraceParentOfEnvelope(t *testing.T) {
 	t.Parallel()
-	const tp = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+	const tp = someTrace
 	for headers, want := range map[string]string{
 		``:                              "",
 		`{}`:                            "",
@@ -315,7 +313,7 @@ func TestTraceParentOfEnvelope(t *testing.T) {
 		`{"traceparent": 1}`:                                                       "",
 		`{"traceparent`:                                                            "",
 	} {
-		e := envelope.Event{}
+		e := Event{}
 		if headers != "" {
 			e.Headers = []byte(headers)
 		}

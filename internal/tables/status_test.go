@@ -1,4 +1,4 @@
-package outbox
+package tables_test
 
 import (
 	"context"
@@ -19,12 +19,12 @@ func TestStatusOverManyRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	const events, failed, keys, most = 30_000, 60_000, 2000, 500
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := testenv.NewTables(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_failed", "outbox_cursor", "event_subscription"} {
-		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
-		d.exec(t, `ANALYZE {schema}.`+table)
+		d.Exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
+		d.Exec(t, `ANALYZE {schema}.`+table)
 	}
-	conn, err := d.db.Acquire(ctx)
+	conn, err := d.DB.Acquire(ctx)
 	require.NoError(t, err)
 	defer conn.Release()
 	inTx := func(do func(pgx.Tx)) {
@@ -43,20 +43,19 @@ func TestStatusOverManyRows(t *testing.T) {
 		{"stale_failures", "(text[], timestamptz, bigint) AS " + tables.SQLStaleFailures, "('{default}', now() + interval '1 minute', 500)"},
 	}
 	for _, s := range statements {
-		_, err := conn.Exec(ctx, "PREPARE "+s.name+" "+pg.InSchema(s.sql, d.schema))
+		_, err := conn.Exec(ctx, "PREPARE "+s.name+" "+pg.InSchema(s.sql, d.Schema))
 		require.NoError(t, err)
 		inTx(func(tx pgx.Tx) {
 			_, err := tx.Exec(ctx, "EXECUTE "+s.name+s.args)
 			require.NoError(t, err)
 		})
 	}
-	d.exec(t, `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+	d.Exec(t, `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		VALUES ('default', 0, pg_current_snapshot(), 0, 1, 1)`)
-	d.exec(t, `INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
-		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, $1::bigint)`, events)
-	d.exec(t, sqlInsertParked, failed, keys)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', error_class = 'c', next_retry_at = now() - interval '1 hour' WHERE outbox_id % 3 = 0`)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET held = true WHERE outbox_id % 100 < 50`)
+	d.Insert(t, events)
+	d.InsertParked(t, failed, keys)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', error_class = 'c', next_retry_at = now() - interval '1 hour' WHERE outbox_id % 3 = 0`)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET held = true WHERE outbox_id % 100 < 50`)
 	for _, window := range []struct {
 		name, sql string
 	}{
@@ -64,11 +63,11 @@ func TestStatusOverManyRows(t *testing.T) {
 		{"begins", `UPDATE {schema}.outbox_cursor SET window_snapshot = pg_current_snapshot()`},
 		{"ends", `UPDATE {schema}.outbox_cursor SET last_processed_id = (SELECT max(id) - 10 FROM {schema}.outbox)`},
 	} {
-		d.exec(t, window.sql)
+		d.Exec(t, window.sql)
 		for _, s := range statements {
 			inTx(func(tx pgx.Tx) {
-				_, plan := explain(t, tx, "EXECUTE "+s.name+s.args)
-				buffers := busiest(t, plan)
+				_, plan := testenv.Explain(t, tx, "EXECUTE "+s.name+s.args)
+				buffers := testenv.Busiest(t, plan)
 				t.Logf("%s, %s: %d buffers", window.name, s.name, buffers)
 				require.LessOrEqual(t, buffers, 12*most, "%s, %s\n%s", window.name, s.name, plan)
 			})

@@ -1,4 +1,4 @@
-package outbox
+package lease_test
 
 import (
 	"context"
@@ -27,10 +27,10 @@ type leaseFixture struct {
 func newLeaseFixture(t *testing.T) *leaseFixture {
 	t.Helper()
 	testenv.Direct(t)
-	d := newCursorFixture(t)
 	ctx := context.Background()
+	_, schema := testenv.Migrated(t)
 	db := testenv.Pool(t, nil)
-	f := &leaseFixture{Store: lease.NewStore(db, d.schema, "default", time.Minute)}
+	f := &leaseFixture{Store: lease.NewStore(db, schema, "default", time.Minute)}
 	t.Cleanup(pgsession.Of(db).Use(slog.New(slog.DiscardHandler)))
 	var err error
 	f.lease, err = f.Acquire(ctx)
@@ -157,6 +157,16 @@ func TestTakeFromGone(t *testing.T) {
 	require.NoError(t, err)
 	require.InDelta(t, time.Until(l.ExclusiveAt), time.Until(after.ExclusiveAt), float64(time.Second))
 	require.False(t, f.claimed(t))
+}
+
+// Every constructor completes every statement.
+func TestStatementsAreComplete(t *testing.T) {
+	t.Parallel()
+	s := lease.NewStore(nil, "s", "r", 1)
+	for _, sql := range []string{s.Peek, s.Take, s.Renewal, s.ClaimLock, s.Release} {
+		require.Contains(t, sql, `"s".outbox`)
+		require.NotContains(t, sql, "{schema}")
+	}
 }
 
 // Nobody hands anything to Kafka while the lock is lost and outbox_lease says that it is held.
