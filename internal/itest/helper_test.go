@@ -129,30 +129,6 @@ func (w testWriter) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// compareWithin waits until no committed event is missing, or none has arrived for as long
-// as patience, and the reader has read to the end of the topic; then it compares.
-func (h *relayFixture) compareWithin(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func(), patience time.Duration) oracle.Result {
-	t.Helper()
-	ctx := context.Background()
-	committed, err := oracle.Committed(ctx, h.db, h.schema)
-	require.NoError(t, err)
-	missing, progress := len(committed)+1, time.Now()
-	for missing > 0 && time.Since(progress) < patience {
-		if now := reader.Missing(committed); now < missing {
-			missing, progress = now, time.Now()
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-	stopRelays()
-	ends, err := oracle.Ends(ctx, h.brokers, h.topic)
-	require.NoError(t, err)
-	require.Eventually(t, func() bool { return reader.CaughtUp(ends) }, testenv.Patience, 10*time.Millisecond)
-	arrived, err := reader.Arrived()
-	require.NoError(t, err)
-	v.Compare(committed, arrived)
-	return v
-}
-
 // failures returns the failed events of the fixture.
 func (h *relayFixture) failures(t *testing.T) *outboxops.Failures {
 	t.Helper()

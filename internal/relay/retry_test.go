@@ -1,6 +1,8 @@
 package relay
 
 import (
+	"context"
+	"fmt"
 	"log/slog"
 	"math"
 	"testing"
@@ -8,10 +10,12 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // The waits before retries double, up to the longest, less up to a fifth: 1, 2, 4 … 300 s
@@ -58,4 +62,43 @@ func TestForgetEmptyPlaces(t *testing.T) {
 		r.ForgetEmpty(looked, waiting)
 		require.Equal(t, []string{"claimed", "waiting"}, names())
 	})
+}
+
+// An operator retries a dead event, and it is sent before the parking has counted its row.
+// Later events of the key still wait behind the one that failed meanwhile.
+func TestRetriedDeadEventFreesNoKey(t *testing.T) {
+	t.Parallel()
+	for _, parkedBehind := range []bool{false, true} {
+		t.Run(fmt.Sprint("a row is parked behind: ", parkedBehind), func(t *testing.T) {
+			t.Parallel()
+			d, ctx := testenv.NewTables(t), context.Background()
+			failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
+			l, err := lease.NewStore(d.DB, d.Schema, "default", time.Minute).Acquire(ctx)
+			require.NoError(t, err)
+			held, lose := context.WithCancelCause(ctx)
+			defer lose(nil)
+			leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: time.Minute}
+			const key = "b-events/key-0"
+			d.InsertParked(t, 3, 1)
+			d.Exec(t, `UPDATE {schema}.outbox_failed SET status = CASE outbox_id WHEN 1 THEN 'dead' WHEN 2 THEN 'waiting' ELSE 'parked' END`)
+			if !parkedBehind {
+				d.Exec(t, `DELETE FROM {schema}.outbox_failed WHERE outbox_id = 3`)
+			}
+			parked := NewParking(false)
+			require.NoError(t, parked.Recount(failed.Keys(leads.WithStatementTimeout, nil)))
+			d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 1`) // the operator
+
+			r := NewRetrier(RetrierParts{Leadership: leads, Store: failed, Parked: parked})
+			result := func(row int64, status string) cursor.RetryResult {
+				return cursor.RetryResult{Event: &cursor.FailedRow{Row: row, Key: key}, Row: row, Status: status, Err: errDown}
+			}
+			if parkedBehind {
+				require.NoError(t, r.Save([]cursor.RetryResult{result(2, statusResolved)}))
+				require.NoError(t, r.Save([]cursor.RetryResult{result(1, statusResolved)}))
+			} else {
+				require.NoError(t, r.Save([]cursor.RetryResult{result(1, statusResolved), result(2, statusFailed)}))
+			}
+			require.True(t, parked.MustWait(key), "a later event would overtake the row that is left")
+		})
+	}
 }

@@ -1,8 +1,7 @@
-package outbox
+package retention_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"math"
@@ -11,39 +10,16 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
-
-// cleaning returns what removes rows of the fixture, with a lease to prove.
-func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention.Store, *retention.Proof) {
-	t.Helper()
-	l, err := lease.NewStore(d.db, d.schema, "cleaner", time.Minute).Acquire(context.Background())
-	require.NoError(t, err)
-	return retention.NewStore(d.db, d.schema, cfg.withDefaults().rules()), &retention.Proof{Lease: l, Relay: "cleaner"}
-}
-
-// age makes all rows of a table older.
-func (d *cursorFixture) age(t *testing.T, table, column, by string) {
-	t.Helper()
-	d.update(t, fmt.Sprintf(`UPDATE {schema}.%s SET %s = %[2]s - '%s'::interval`, table, column, by))
-}
-
-func (d *cursorFixture) ids(t *testing.T, table string) []int64 {
-	t.Helper()
-	rows, err := d.db.Query(context.Background(), pg.InSchema(`SELECT id FROM {schema}.`+table+` ORDER BY id`, d.schema))
-	require.NoError(t, err)
-	ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
-	require.NoError(t, err)
-	return ids
-}
 
 // A row goes when every relay has published it. Six rows are recorded, in order.
 func TestPublishedRowsGo(t *testing.T) {
@@ -51,69 +27,68 @@ func TestPublishedRowsGo(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name  string
-		play  func(*testing.T, *cursorFixture)
+		play  func(*testing.T, *fixture)
 		stay  []int64
 		stops string // relay that the log should name
 	}{
-		{"no relay has a cursor", func(t *testing.T, d *cursorFixture) {}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"all of them", func(t *testing.T, d *cursorFixture) { d.unsent(t, "default") }, nil, ""},
-		{"up to where the open window is drained", func(t *testing.T, d *cursorFixture) { d.sendUpTo(t, "default", 4) }, []int64{5, 6}, "default"},
-		{"what two relays have sent", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
+		{"no relay has a cursor", func(t *testing.T, d *fixture) {}, []int64{1, 2, 3, 4, 5, 6}, ""},
+		{"all of them", func(t *testing.T, d *fixture) { d.send(t, "default") }, nil, ""},
+		{"up to where the open window is drained", func(t *testing.T, d *fixture) { d.sendUpTo(t, "default", 4) }, []int64{5, 6}, "default"},
+		{"what two relays have sent", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
 			d.sendUpTo(t, "audit", 2)
 		}, []int64{3, 4, 5, 6}, "audit"},
-		{"nothing while a relay has not begun", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
-			_, _, _, err := d.arrive(t, "audit")
-			require.NoError(t, err)
+		{"nothing while a relay has not begun", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
+			d.arrive(t, "audit")
 		}, []int64{1, 2, 3, 4, 5, 6}, "audit"},
-		{"nothing that is too young", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
-			d.update(t, `UPDATE {schema}.outbox SET created_at = now() - '6 days'::interval WHERE id IN (3, 5)`)
+		{"nothing that is too young", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
+			d.Update(t, `UPDATE {schema}.outbox SET created_at = now() - '6 days'::interval WHERE id IN (3, 5)`)
 		}, []int64{3, 5}, ""},
-		{"nothing that was committed after it was passed", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
-			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
+		{"nothing that was committed after it was passed", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
+			d.Update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
 		}, []int64{2}, ""},
-		{"nothing that one of two relays has not sent, wherever it stands", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
-			d.unsent(t, "audit")
-			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
-			d.unsent(t, "default")
+		{"nothing that one of two relays has not sent, wherever it stands", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
+			d.send(t, "audit")
+			d.Update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
+			d.send(t, "default")
 		}, []int64{2}, ""},
-		{"nothing by a cursor of another cluster", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
+		{"nothing by a cursor of another cluster", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
 			d.sendUpTo(t, "audit", 6)
-			d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1 WHERE relay = 'audit'`)
+			d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1 WHERE relay = 'audit'`)
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"nothing by a cursor from the future", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
-			d.exec(t, `UPDATE {schema}.outbox_cursor SET snapshot = '4000000000:4000000000:'`)
+		{"nothing by a cursor from the future", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
+			d.Exec(t, `UPDATE {schema}.outbox_cursor SET snapshot = '4000000000:4000000000:'`)
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"nothing beside an event from the future", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
-			d.update(t, `UPDATE {schema}.outbox SET xid = '4000000000' WHERE id = 6`)
+		{"nothing beside an event from the future", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
+			d.Update(t, `UPDATE {schema}.outbox SET xid = '4000000000' WHERE id = 6`)
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"what failed and is written down elsewhere", func(t *testing.T, d *cursorFixture) {
-			d.unsent(t, "default")
-			d.exec(t, `INSERT INTO {schema}.outbox_failed
+		{"what failed and is written down elsewhere", func(t *testing.T, d *fixture) {
+			d.send(t, "default")
+			d.Exec(t, `INSERT INTO {schema}.outbox_failed
 			                  (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status)
 			           SELECT id, 'k', event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, 'failed'
 			             FROM {schema}.outbox WHERE id = 3`)
 		}, nil, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			d, ctx := newCursorFixture(t), context.Background()
+			d, ctx := newFixture(t), context.Background()
 			for range 3 {
-				d.insert(t, 2)
+				d.Insert(t, 2)
 			}
 			d.age(t, "outbox", "created_at", "8 days")
 			test.play(t, d)
-			r, l := d.cleaning(t, RetentionConfig{})
+			r, l := d.cleaning(t, keep)
 			s, err := r.Published(ctx, l, 0)
 			require.NoError(t, err)
 			require.EqualValues(t, 6-len(test.stay), s.Removed)
-			require.ElementsMatch(t, test.stay, d.ids(t, "outbox"))
+			require.ElementsMatch(t, test.stay, d.IDs(t, "outbox"))
 			require.Equal(t, test.stops, s.Lagging)
 		})
 	}
@@ -123,26 +98,26 @@ func TestPublishedRowsGo(t *testing.T) {
 // the lowest ids, and no relay has seen them.
 func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	tx := d.beginInsert(t, 2)
-	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
+	d, ctx := newFixture(t), context.Background()
+	tx := d.BeginInsert(t, 2)
+	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.Schema))
 	require.NoError(t, err)
-	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.schema))
+	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.Schema))
 	require.NoError(t, err)
 	t.Cleanup(func() { // fails where the test has committed it
-		_, _ = d.db.Exec(ctx, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, d.schema))
+		_, _ = d.DB.Exec(ctx, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, d.Schema))
 	})
-	d.insert(t, 3)
+	d.Insert(t, 3)
 	d.age(t, "outbox", "created_at", "8 days")
-	require.Equal(t, []int64{3, 4, 5}, d.unsent(t, "default"))
-	r, l := d.cleaning(t, RetentionConfig{})
-	_, err = d.db.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.schema))
+	require.Equal(t, []int64{3, 4, 5}, d.send(t, "default"))
+	r, l := d.cleaning(t, keep)
+	_, err = d.DB.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.Schema))
 	require.NoError(t, err)
 
 	s, err := r.Published(ctx, l, 0)
 	require.NoError(t, err)
 	require.EqualValues(t, 3, s.Removed)
-	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
+	require.Equal(t, []int64{1, 2}, d.send(t, "default"))
 	s, err = r.Published(ctx, l, 0)
 	require.NoError(t, err)
 	require.EqualValues(t, 2, s.Removed)
@@ -151,198 +126,145 @@ func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 // Whoever lost the lease removes nothing that only its holder may.
 func TestLostLeaseRemovesNothing(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.insert(t, 2)
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 2)
 	d.age(t, "outbox", "created_at", "8 days")
-	d.unsent(t, "default")
-	d.unsent(t, "default")
+	d.send(t, "default")
+	d.send(t, "default")
 	d.age(t, "outbox_cursor", "created_at", "8 days")
-	r, l := d.cleaning(t, RetentionConfig{})
+	r, l := d.cleaning(t, keep)
 	l.Epoch--
-	before := d.count(t, "outbox_cursor")
+	before := d.Count(t, "outbox_cursor")
 	_, err := r.Published(ctx, l, 0)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	_, err = r.Cursors(ctx, l, 0)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
-	require.Equal(t, 2, d.count(t, "outbox"))
-	require.Equal(t, before, d.count(t, "outbox_cursor"))
+	require.Equal(t, 2, d.Count(t, "outbox"))
+	require.Equal(t, before, d.Count(t, "outbox_cursor"))
 }
 
 // Another relay of the schema is at the same rows: we wait for it no longer than
 // for a blink, and leave them to it.
 func TestLockedRowsAreLeft(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.insert(t, 2)
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 2)
 	d.age(t, "outbox", "created_at", "8 days")
-	d.unsent(t, "default")
-	tx, err := d.db.Begin(ctx)
+	d.send(t, "default")
+	tx, err := d.DB.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
-	_, err = tx.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.outbox WHERE id = 2 FOR UPDATE`, d.schema))
+	_, err = tx.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.outbox WHERE id = 2 FOR UPDATE`, d.Schema))
 	require.NoError(t, err)
-	r, l := d.cleaning(t, RetentionConfig{})
+	r, l := d.cleaning(t, keep)
 	_, err = r.Published(ctx, l, 0)
 	require.ErrorIs(t, err, retention.ErrBusy)
-	require.Equal(t, 2, d.count(t, "outbox"))
+	require.Equal(t, 2, d.Count(t, "outbox"))
 }
 
 // History keeps a row for each minute, until it is too old. The newest row of each
 // relay stays, and the relay goes on from it.
 func TestCursorHistory(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.insert(t, 3)
-	d.unsent(t, "default")
-	first := d.ids(t, "outbox_cursor")
-	d.exec(t, `
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 3)
+	d.send(t, "default")
+	first := d.IDs(t, "outbox_cursor")
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch, created_at)
 		SELECT r, 0, '1:1:', 0, 1, 1, date_trunc('minute', now()) - ago * '1 minute'::interval + n * '1 second'::interval
 		  FROM unnest(ARRAY['gone', 'default']) AS r, unnest(ARRAY[20000, 10100, 70, 65, 5]) WITH ORDINALITY AS a (ago, place), generate_series(1, 4) AS n
 		 WHERE r = 'default' OR ago > 10100
 		 ORDER BY r DESC, place, n`)
-	d.exec(t, `UPDATE {schema}.outbox_cursor SET created_at = now() - '20 days'::interval WHERE id = ANY ($1)`, first)
-	d.exec(t, `
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET created_at = now() - '20 days'::interval WHERE id = ANY ($1)`, first)
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch)
 		SELECT relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch FROM {schema}.outbox_cursor WHERE id = $1`,
 		first[len(first)-1])
-	newest := d.ids(t, "outbox_cursor")
-	r, l := d.cleaning(t, RetentionConfig{})
+	newest := d.IDs(t, "outbox_cursor")
+	r, l := d.cleaning(t, keep)
 	s, err := r.Cursors(ctx, l, 0)
 	require.NoError(t, err)
 	require.False(t, s.More)
 
-	rows, err := d.db.Query(ctx, pg.InSchema(`
+	rows, err := d.DB.Query(ctx, pg.InSchema(`
 		SELECT relay || ' ' || CASE WHEN id = $1 THEN 'newest' ELSE round(extract(epoch FROM now() - created_at) / 60) || ' min' END
-		  FROM {schema}.outbox_cursor ORDER BY id`, d.schema), newest[len(newest)-1])
+		  FROM {schema}.outbox_cursor ORDER BY id`, d.Schema), newest[len(newest)-1])
 	require.NoError(t, err)
 	stayed, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	require.Len(t, stayed, 1+2+4+1, "%v", stayed) // gone's newest, one of each minute, all of the last hour, the newest
 	require.Contains(t, stayed[0], "gone 2000")   // or a minute more
 	require.Equal(t, "default newest", stayed[7])
-	d.insert(t, 1)
-	require.Equal(t, []int64{4}, d.unsent(t, "default"))
+	d.Insert(t, 1)
+	require.Equal(t, []int64{4}, d.send(t, "default"))
 }
 
 // Resolved rows go by when they were resolved, and one without a time gets it.
 func TestResolvedRowsGo(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.exec(t, `
+	d, ctx := newFixture(t), context.Background()
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_failed
 		       (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, failed_at, status, resolved_at)
 		SELECT row_number() OVER (), 'k', gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now(), now() - '90 days'::interval, status, now() - ago
 		  FROM (VALUES ('resolved', '31 days'::interval), ('resolved', '29 days'), ('resolved', NULL), ('dead', '90 days'), ('failed', NULL)) AS v (status, ago)`)
-	r, l := d.cleaning(t, RetentionConfig{})
+	r, l := d.cleaning(t, keep)
 	s, err := r.Resolved(ctx, l)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, s.Removed)
-	require.Equal(t, []int64{2, 3, 4, 5}, d.ids(t, "outbox_failed"))
+	require.Equal(t, []int64{2, 3, 4, 5}, d.IDs(t, "outbox_failed"))
 	d.age(t, "outbox_failed", "resolved_at", "31 days")
 	s, err = r.Resolved(ctx, l)
 	require.NoError(t, err)
 	require.EqualValues(t, 2, s.Removed)
-	require.Equal(t, []int64{4, 5}, d.ids(t, "outbox_failed"))
+	require.Equal(t, []int64{4, 5}, d.IDs(t, "outbox_failed"))
 	l.Epoch--
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved'`)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved'`)
 	d.age(t, "outbox_failed", "resolved_at", "31 days")
 	_, err = r.Resolved(ctx, l)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
-	require.Equal(t, 2, d.count(t, "outbox_failed"))
+	require.Equal(t, 2, d.Count(t, "outbox_failed"))
 }
 
 func TestCleanAudit(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.exec(t, `
+	d, ctx := newFixture(t), context.Background()
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, created_at)
 		SELECT 'kim', 'hold', 'x', 'default', 'k', now() - CASE WHEN n <= 250 THEN '366 days' ELSE '364 days' END::interval FROM generate_series(1, 500) AS n`)
-	r, _ := d.cleaning(t, RetentionConfig{BatchSize: 100})
+	r, _ := d.cleaning(t, inBatches(100))
 	w := retention.Scan{Batch: r.Audited, Pause: func(time.Duration) bool { return true }}
 	removed, err := w.Run(ctx)
 	require.NoError(t, err)
 	require.EqualValues(t, 250, removed)
-	require.Equal(t, 250, d.count(t, "outbox_audit"))
+	require.Equal(t, 250, d.Count(t, "outbox_audit"))
 }
 
 func TestCleanHandled(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.exec(t, `
+	d, ctx := newFixture(t), context.Background()
+	d.Exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - CASE WHEN n <= 250 THEN '32 days' ELSE '30 days' END::interval FROM generate_series(1, 500) AS n`)
-	cfg := CleanHandledConfig{Schema: d.schema}
-	removed, err := CleanHandled(ctx, d.db, cfg)
+	cfg := outbox.CleanHandledConfig{Schema: d.Schema}
+	removed, err := outbox.CleanHandled(ctx, d.DB, cfg)
 	require.NoError(t, err)
 	require.EqualValues(t, 250, removed)
-	require.Equal(t, 250, d.count(t, "event_handled"))
-	cfg.HandledFor = Forever
-	removed, err = CleanHandled(ctx, d.db, cfg)
+	require.Equal(t, 250, d.Count(t, "event_handled"))
+	cfg.HandledFor = outbox.Forever
+	removed, err = outbox.CleanHandled(ctx, d.DB, cfg)
 	require.NoError(t, err)
 	require.Zero(t, removed)
 
 	cancelled, cancel := context.WithCancel(ctx)
 	cancel()
-	_, err = CleanHandled(cancelled, d.db, CleanHandledConfig{Schema: d.schema})
+	_, err = outbox.CleanHandled(cancelled, d.DB, outbox.CleanHandledConfig{Schema: d.Schema})
 	require.ErrorIs(t, err, context.Canceled)
-	_, err = CleanHandled(ctx, nil, CleanHandledConfig{Schema: "$user", HandledFor: -1})
-	require.ErrorIs(t, err, ErrNilArgument)
-	require.ErrorIs(t, err, ErrMalformed)
+	_, err = outbox.CleanHandled(ctx, nil, outbox.CleanHandledConfig{Schema: "$user", HandledFor: -1})
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
+	require.ErrorIs(t, err, outbox.ErrMalformed)
 	require.ErrorContains(t, err, "field HandledFor is -1ns")
-}
-
-// The archive has the rows before they go, and what it writes commits with that.
-func TestArchive(t *testing.T) {
-	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.exec(t, `CREATE TABLE {schema}.archive (id bigint, payload text)`)
-	d.insert(t, 2)
-	d.update(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = '\x00ff', topic = 't', partition_key = 'p', headers = '{"a": "b"}' WHERE id = 2`)
-	d.insert(t, 1)
-	d.unsent(t, "default")
-	d.update(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id < 3`)
-	fails := errors.New("the archive is full")
-	var got []ArchivedEvent
-	var full error
-	r, l := d.cleaning(t, RetentionConfig{Archive: func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error {
-		got = rows
-		for _, e := range rows {
-			if _, err := tx.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.archive VALUES ($1, $2)`, d.schema), e.OutboxID, fmt.Sprintf("%q", e.Payload)); err != nil {
-				return err
-			}
-		}
-		return full
-	}})
-	full = fails
-	_, err := r.Published(ctx, l, 0)
-	require.ErrorIs(t, err, fails)
-	require.Equal(t, 3, d.count(t, "outbox"))
-	require.Zero(t, d.count(t, "archive"))
-
-	full = nil
-	s, err := r.Published(ctx, l, 0)
-	require.NoError(t, err)
-	require.EqualValues(t, 2, s.Removed)
-	require.Equal(t, []int64{3}, d.ids(t, "outbox"))
-	require.Equal(t, []int64{1, 2}, d.ids(t, "archive"))
-	require.Len(t, got, 2)
-	for i := range got {
-		require.NotEmpty(t, got[i].EventID)
-		require.WithinDuration(t, time.Now(), got[i].OccurredAt, time.Minute)
-		require.WithinDuration(t, time.Now().Add(-8*day), got[i].CreatedAt, time.Minute)
-		got[i].EventID, got[i].OccurredAt, got[i].CreatedAt = "", time.Time{}, time.Time{}
-	}
-	plain := ArchivedEvent{OutboxID: 1, Type: "a.b.c.v1", Source: "s", AggregateType: "a", AggregateID: "k", Payload: []byte("{}"), ContentType: "application/json", JSON: true}
-	other := plain
-	other.JSON, other.OutboxID, other.Payload, other.Topic, other.PartitionKey, other.Headers = false, 2, []byte{0, 255}, "t", "p", []byte(`{"a": "b"}`)
-	require.Equal(t, []ArchivedEvent{plain, other}, got)
-
-	got = nil
-	s, err = r.Published(ctx, l, 0)
-	require.NoError(t, err)
-	require.Zero(t, s.Removed)
-	require.Nil(t, got, "there is nothing to archive")
 }
 
 // Each walk looks at the rows that have become old since the last one, and no other.
@@ -411,7 +333,7 @@ func TestCleanerGivesWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
-		cfg := retention.CleanerConfig{Rules: RetentionConfig{}.withDefaults().rules(), Poll: time.Second}
+		cfg := retention.CleanerConfig{Rules: keep, Poll: time.Second}
 		c := retention.NewCleaner(lease.Leadership{Held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
 		start := time.Now()
 		require.True(t, c.Pause(ctx, time.Second))
@@ -428,6 +350,16 @@ func TestCleanerGivesWay(t *testing.T) {
 	})
 }
 
+// Every constructor completes every statement.
+func TestStatementsAreComplete(t *testing.T) {
+	t.Parallel()
+	r := retention.NewStore(nil, "s", keep)
+	for _, sql := range []string{r.SQLPublished, r.SQLArchived, r.SQLCursors, r.SQLResolved, r.SQLProof} {
+		require.Contains(t, sql, `"s".outbox`)
+		require.NotContains(t, sql, "{schema}")
+	}
+}
+
 // maxCleanBuffers is what a batch of a hundred may touch: for each row its page,
 // to look at it, to lock it and to mark it, and some leaves of indexes. A plan that
 // walks an index of these tables touches thousands.
@@ -439,14 +371,14 @@ func TestCleaningOverManyRows(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed", "event_handled"} {
-		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
-		d.exec(t, `ANALYZE {schema}.`+table)
+		d.Exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
+		d.Exec(t, `ANALYZE {schema}.`+table)
 	}
-	const many, batch = retained / 10, 100
-	r, _ := d.cleaning(t, RetentionConfig{BatchSize: batch})
-	conn, err := d.db.Acquire(ctx)
+	const many, batch = 100_000, 100
+	r, _ := d.cleaning(t, inBatches(batch))
+	conn, err := d.DB.Acquire(ctx)
 	require.NoError(t, err)
 	defer conn.Release()
 	inTx := func(mode string, do func(pgx.Tx)) {
@@ -485,18 +417,18 @@ func TestCleaningOverManyRows(t *testing.T) {
 	})
 
 	// Then the tables grow.
-	d.insert(t, many)
+	d.Insert(t, many)
 	d.age(t, "outbox", "created_at", "8 days")
-	d.exec(t, `
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch, created_at)
 		SELECT 'relay ' || n % 3, $1, pg_current_snapshot(), $1, system_identifier, 1, now() - '20 days'::interval
 		  FROM pg_control_system(), generate_series(1, $1) AS n`, many)
-	d.insert(t, many)
-	d.update(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id > $1`, many)
-	d.exec(t, `
+	d.Insert(t, many)
+	d.Update(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id > $1`, many)
+	d.Exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - '40 days'::interval FROM generate_series(1, $1) AS n`, many)
-	d.exec(t, `
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_failed
 		       (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status, resolved_at)
 		SELECT n, 'k', gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now(),
@@ -507,7 +439,7 @@ func TestCleaningOverManyRows(t *testing.T) {
 			for _, s := range statements {
 				t.Run(analysed+", "+mode+", "+s.name, func(t *testing.T) {
 					inTx(mode, func(tx pgx.Tx) {
-						buffers, plan := explain(t, tx, "EXECUTE "+prepared(s.name)+s.args)
+						buffers, plan := testenv.Explain(t, tx, "EXECUTE "+prepared(s.name)+s.args)
 						t.Logf("%d buffers", buffers)
 						require.LessOrEqual(t, buffers, maxCleanBuffers, "%s", plan)
 					})
@@ -515,39 +447,7 @@ func TestCleaningOverManyRows(t *testing.T) {
 			}
 		}
 		for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed", "event_handled"} {
-			d.exec(t, `ANALYZE {schema}.`+table)
+			d.Exec(t, `ANALYZE {schema}.`+table)
 		}
 	}
-}
-
-// An archive that does not return keeps neither rows locked nor the pool from closing, and
-// what it has done does not happen.
-func TestArchiveHangs(t *testing.T) {
-	t.Parallel()
-	d := newCursorFixture(t)
-	d.insert(t, 2)
-	d.unsent(t, "default")
-	d.age(t, "outbox", "created_at", "8 days")
-	db := testenv.Pool(t, nil)
-	release, ended := make(chan struct{}), make(chan error, 1)
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	r, l := d.cleaning(t, RetentionConfig{Archive: func(_ context.Context, tx pgx.Tx, _ []ArchivedEvent) error {
-		cancel() // the time for it is over
-		<-release
-		_, err := tx.Exec(context.Background(), `SELECT 1`)
-		ended <- err
-		return nil
-	}})
-	r.DB = db
-	r.Callback = contain.NewCallback("Retention.Archive", slog.New(slog.DiscardHandler), contain.Limits{Grace: 50 * time.Millisecond}).Call
-	_, err := r.Published(ctx, l, 0)
-	require.ErrorIs(t, err, contain.ErrAbandoned)
-	_, err = r.Published(context.Background(), l, 0)
-	require.ErrorIs(t, err, contain.ErrOmitted)
-	d.exec(t, `DELETE FROM {schema}.outbox WHERE id = 1`)
-	db.Close()
-	close(release)
-	require.Error(t, <-ended, "its connection is closed")
-	require.Equal(t, []int64{2}, d.ids(t, "outbox"))
 }

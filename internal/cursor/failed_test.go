@@ -1,19 +1,16 @@
-package outbox
+package cursor_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/relay"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -23,16 +20,6 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// sqlInsertParked adds $1 events that wait for Kafka, those of a key behind one
-// head; $2 is the number of keys.
-const sqlInsertParked = `
-INSERT INTO {schema}.outbox_failed
-       (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
-        occurred_at, created_at, status)
-SELECT 'default', n, 'b-events/key-' || n % $2::bigint, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'key-' || n % $2::bigint, '{}', 'application/json',
-       now(), now(), CASE WHEN n <= $2::bigint THEN 'waiting' ELSE 'parked' END
-  FROM generate_series(1, $1::bigint) AS n`
-
 // An outage of one topic parks very many events in a table that was empty, and
 // what was planned then walked all of them for a few. Nobody has analysed it yet
 // when the topic is back.
@@ -40,13 +27,13 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	const parked, keys, heads = 60_000, 2000, 50
-	d, ctx := newCursorFixture(t), context.Background()
-	failed := cursor.NewFailed(d.db, d.schema, "default", false)
-	d.exec(t, `ALTER TABLE {schema}.outbox_failed SET (autovacuum_enabled = false)`)
-	d.exec(t, `ANALYZE {schema}.outbox_failed`)
+	d, ctx := newFixture(t), context.Background()
+	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
+	d.Exec(t, `ALTER TABLE {schema}.outbox_failed SET (autovacuum_enabled = false)`)
+	d.Exec(t, `ANALYZE {schema}.outbox_failed`)
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
-	conn, err := d.db.Acquire(ctx)
+	conn, err := d.DB.Acquire(ctx)
 	require.NoError(t, err)
 	defer conn.Release()
 	var ids []int
@@ -101,63 +88,41 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 			})
 		}
 	}
-	d.exec(t, sqlInsertParked, parked, keys)
+	d.InsertParked(t, parked, keys)
 	measure := func(statements []statement) {
 		for _, s := range statements {
 			inTx(s.settings, func(tx pgx.Tx) {
-				_, plan := explain(t, tx, "EXECUTE "+s.name+s.args)
-				buffers := busiest(t, plan)
+				_, plan := testenv.Explain(t, tx, "EXECUTE "+s.name+s.args)
+				buffers := testenv.Busiest(t, plan)
 				t.Logf("%s: %d buffers", s.name, buffers)
 				require.LessOrEqual(t, buffers, s.most, "%s\n%s", s.name, plan)
 			})
 		}
 	}
 	measure(statements)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET parking_key = 'b-events/key-7' WHERE outbox_id BETWEEN 20000 AND 40000`)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 7`)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', error_class = 'a', next_retry_at = now() WHERE outbox_id > 50000`)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET parking_key = 'b-events/key-7' WHERE outbox_id BETWEEN 20000 AND 40000`)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 7`)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', error_class = 'a', next_retry_at = now() WHERE outbox_id > 50000`)
 	measure(promotions)
-}
-
-// busiest returns how many buffers the busiest node of a plan touched, with what
-// is below it. Where a statement writes in a WITH clause, the top is not it.
-func busiest(t *testing.T, plan string) int {
-	t.Helper()
-	type node struct {
-		Hit   int `json:"Shared Hit Blocks"`
-		Read  int `json:"Shared Read Blocks"`
-		Plans []node
-	}
-	var explained []struct{ Plan node }
-	require.NoError(t, json.Unmarshal([]byte(plan), &explained))
-	var most func(node) int
-	most = func(n node) int {
-		all := n.Hit + n.Read
-		for _, below := range n.Plans {
-			all = max(all, most(below))
-		}
-		return all
-	}
-	return most(explained[0].Plan)
 }
 
 // A failed event has the size of its row in outbox. Of an unreadable one nothing is copied
 // that might be unreadable, so that it can be listed.
 func TestMovePastAnUnreadableRow(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.opened(t)
-	d.update(t, `UPDATE {schema}.outbox SET size = 7, headers = '{"a": "b"}' WHERE id = 1`)
-	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
+	d.Update(t, `UPDATE {schema}.outbox SET size = 7, headers = '{"a": "b"}' WHERE id = 1`)
+	d.Update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, testenv.Unprintable)
 	p.Last, p.Highest = 2, 2
 	failures := append(slices.Clone(someFailure), cursor.Failure{
-		Event: &envelope.Event{ID: 2}, Key: "b-events/k", Status: StatusDead, Class: cursor.UnreadableRow, Err: errors.New("out of memory"), Held: true,
+		Event: &envelope.Event{ID: 2}, Key: "b-events/k", Status: statusDead, Class: cursor.UnreadableRow, Err: errors.New("out of memory"), Held: true,
 	})
 	_, err := d.cursors.Move(ctx, l, p, failures)
 	require.NoError(t, err)
-	rows, err := d.db.Query(ctx, pg.InSchema(`
+	rows, err := d.DB.Query(ctx, pg.InSchema(`
 		SELECT format('%s %s %s %s %s %s', outbox_id, status, held, size, payload IS NULL AND payload_bytes IS NULL, headers IS NULL)
-		  FROM {schema}.outbox_failed ORDER BY id`, d.schema))
+		  FROM {schema}.outbox_failed ORDER BY id`, d.Schema))
 	require.NoError(t, err)
 	got, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
@@ -168,11 +133,11 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 // what they are.
 func TestRetriesAreReadInParts(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	failed := cursor.NewFailed(d.db, d.schema, "default", false)
-	d.exec(t, sqlInsertParked, 40, 40)
+	d, ctx := newFixture(t), context.Background()
+	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
+	d.InsertParked(t, 40, 40)
 	large := `"` + strings.Repeat("x", 1<<20) + `"`
-	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = $1::text::jsonb, size = 1048578`, large)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET payload = $1::text::jsonb, size = 1048578`, large)
 	found, err := failed.Due(ctx, "", false)
 	require.NoError(t, err)
 	require.Len(t, found, 40)
@@ -190,8 +155,8 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, events, 3, "rows that are larger than they say")
 
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved' WHERE id = $1`, found[0].Row)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, error_class = 'unreadable_row' WHERE id = $1`, found[2].Row)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved' WHERE id = $1`, found[0].Row)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, error_class = 'unreadable_row' WHERE id = $1`, found[2].Row)
 	events, err = failed.ReadRows(ctx, found[:3], true)
 	require.ErrorIs(t, err, cursor.ErrNoPayload)
 	require.Len(t, events, 1)
@@ -203,25 +168,21 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	require.Equal(t, "key-3", string(events[0].AggregateID))
 }
 
-// unprintable is a text of which a few kilobytes are stored, and more than 1 GB would be
-// printed.
-var unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
-
 // Very many parked keys are read in pages, however the rows of a key lie on them, and are
 // found to have a wrong head whether it is on the page of the first row or not.
 func TestKeysInPages(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a setting of the session
-	d := newCursorFixture(t)
+	d := newFixture(t)
 	l, err := d.leases.Acquire(context.Background())
 	require.NoError(t, err)
 	const rows, keys = 3*cursor.MaxKeyRows + 5, 4
-	d.exec(t, sqlInsertParked, rows, keys)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE parking_key = 'b-events/key-1'`)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'failed' WHERE outbox_id = (SELECT max(outbox_id) FROM {schema}.outbox_failed WHERE parking_key = 'b-events/key-2')`)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', held = true WHERE outbox_id = (SELECT min(outbox_id) FROM {schema}.outbox_failed WHERE parking_key = 'b-events/key-3')`)
+	d.InsertParked(t, rows, keys)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE parking_key = 'b-events/key-1'`)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'failed' WHERE outbox_id = (SELECT max(outbox_id) FROM {schema}.outbox_failed WHERE parking_key = 'b-events/key-2')`)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', held = true WHERE outbox_id = (SELECT min(outbox_id) FROM {schema}.outbox_failed WHERE parking_key = 'b-events/key-3')`)
 	want, got := map[string]int{}, map[string]int{}
-	all, err := d.db.Query(context.Background(), pg.InSchema(`SELECT parking_key, count(*) FROM {schema}.outbox_failed GROUP BY 1`, d.schema))
+	all, err := d.DB.Query(context.Background(), pg.InSchema(`SELECT parking_key, count(*) FROM {schema}.outbox_failed GROUP BY 1`, d.Schema))
 	require.NoError(t, err)
 	var key string
 	var n int
@@ -230,7 +191,7 @@ func TestKeysInPages(t *testing.T) {
 	require.Len(t, want, keys)
 
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = "1s" })
-	failed := cursor.NewFailed(db, d.schema, "default", false)
+	failed := cursor.NewFailed(db, d.Schema, "default", false)
 	read := func() (wrong []string) {
 		clear(got)
 		page := failed.Keys(statements, &wrong)
@@ -263,62 +224,23 @@ func TestKeysInPages(t *testing.T) {
 // says of it.
 func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	failed := cursor.NewFailed(d.db, d.schema, "default", false)
+	d, ctx := newFixture(t), context.Background()
+	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
-	d.exec(t, sqlInsertParked, 3, 3)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
+	d.InsertParked(t, 3, 3)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
 	results := []cursor.RetryResult{
-		{Row: 1, Status: StatusFailed, Count: 1, Class: "c", Err: ErrEmpty},
-		{Row: 2, Status: StatusDead, Count: 1, Class: "c", Err: ErrEmpty},
-		{Row: 3, Status: StatusResolved},
+		{Row: 1, Status: statusFailed, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Row: 2, Status: statusDead, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Row: 3, Status: statusResolved},
 	}
 	for _, keep := range []bool{true, false} {
 		_, err := failed.SaveResults(ctx, l, results, keep)
 		require.NoError(t, err)
 		var n int
-		sql := pg.InSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.schema)
-		require.NoError(t, d.db.QueryRow(ctx, sql).Scan(&n))
+		sql := pg.InSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.Schema)
+		require.NoError(t, d.DB.QueryRow(ctx, sql).Scan(&n))
 		require.Equal(t, 3, n)
-	}
-}
-
-// An operator retries a dead event, and it is sent before the parking has counted its row.
-// Later events of the key still wait behind the one that failed meanwhile.
-func TestRetriedDeadEventFreesNoKey(t *testing.T) {
-	t.Parallel()
-	for _, parkedBehind := range []bool{false, true} {
-		t.Run(fmt.Sprint("a row is parked behind: ", parkedBehind), func(t *testing.T) {
-			t.Parallel()
-			d, ctx := newCursorFixture(t), context.Background()
-			failed := cursor.NewFailed(d.db, d.schema, "default", false)
-			l, err := d.leases.Acquire(ctx)
-			require.NoError(t, err)
-			held, lose := context.WithCancelCause(ctx)
-			defer lose(nil)
-			leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: time.Minute}
-			const key = "b-events/key-0"
-			d.exec(t, sqlInsertParked, 3, 1)
-			d.exec(t, `UPDATE {schema}.outbox_failed SET status = CASE outbox_id WHEN 1 THEN 'dead' WHEN 2 THEN 'waiting' ELSE 'parked' END`)
-			if !parkedBehind {
-				d.exec(t, `DELETE FROM {schema}.outbox_failed WHERE outbox_id = 3`)
-			}
-			parked := relay.NewParking(false)
-			require.NoError(t, parked.Recount(failed.Keys(leads.WithStatementTimeout, nil)))
-			d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 1`) // the operator
-
-			r := relay.NewRetrier(relay.RetrierParts{Leadership: leads, Store: failed, Parked: parked})
-			result := func(row int64, status string) cursor.RetryResult {
-				return cursor.RetryResult{Event: &cursor.FailedRow{Row: row, Key: key}, Row: row, Status: status, Err: ErrEmpty}
-			}
-			if parkedBehind {
-				require.NoError(t, r.Save([]cursor.RetryResult{result(2, StatusResolved)}))
-				require.NoError(t, r.Save([]cursor.RetryResult{result(1, StatusResolved)}))
-			} else {
-				require.NoError(t, r.Save([]cursor.RetryResult{result(1, StatusResolved), result(2, StatusFailed)}))
-			}
-			require.True(t, parked.MustWait(key), "a later event would overtake the row that is left")
-		})
 	}
 }

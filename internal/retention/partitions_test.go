@@ -1,4 +1,4 @@
-package outbox
+package retention_test
 
 import (
 	"context"
@@ -9,11 +9,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -21,82 +21,13 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// newPartitionsFixture returns a fixture whose outbox has partitions of so many ids.
-func newPartitionsFixture(t *testing.T, rows int64) *cursorFixture {
-	t.Helper()
-	d := newCursorFixture(t)
-	require.NoError(t, Migrate(context.Background(), d.db, MigrateConfig{Schema: d.schema, PartitionRows: rows}))
-	return d
-}
-
-// parts returns the names of all partitions, the default one too.
-func (d *cursorFixture) parts(t *testing.T) []string {
-	t.Helper()
-	rows, err := d.db.Query(context.Background(), pg.InSchema(`
-		SELECT c.relname FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
-		 WHERE i.inhparent = '{schema}.outbox'::regclass ORDER BY c.relname`, d.schema))
-	require.NoError(t, err)
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	return names
-}
-
-// has reports whether there is a partition of these ids.
-func (d *cursorFixture) has(t *testing.T, ids string) bool {
-	return slices.Contains(d.parts(t), "outbox_"+ids)
-}
-
-var errEmptied = errors.New("emptied only")
-
-func dropWhole(r *retention.Store, ctx context.Context, l *retention.Proof, v *retention.Review) error {
-	dropped, err := r.Drop(ctx, l, v, true)
-	if err == nil && !dropped {
-		err = errEmptied
-	}
-	return err
-}
-
-// first returns the lowest partition, reviewed as far as it goes.
-func (d *cursorFixture) first(t *testing.T, r *retention.Store, l *retention.Proof) *retention.Review {
-	t.Helper()
-	ctx := context.Background()
-	all, err := r.List(ctx)
-	require.NoError(t, err)
-	v, err := r.BeginReview(ctx, all[0])
-	require.NoError(t, err)
-	if v == nil {
-		return nil
-	}
-	d.reviewOn(t, r, l, v)
-	return v
-}
-
-func (d *cursorFixture) reviewOn(t *testing.T, r *retention.Store, l *retention.Proof, v *retention.Review) {
-	t.Helper()
-	for ok := true; ok && !v.Done; {
-		var err error
-		ok, err = r.ReviewBatch(context.Background(), l, v)
-		require.NoError(t, err)
-	}
-}
-
-// full returns a fixture with two full partitions of ten ids and some of a third, all
-// old.
-func full(t *testing.T) *cursorFixture {
-	t.Helper()
-	d := newPartitionsFixture(t, 10)
-	d.insert(t, 25)
-	d.age(t, "outbox", "created_at", "8 days")
-	return d
-}
-
 func TestPartitionGoes(t *testing.T) {
 	t.Parallel()
 	d, ctx := full(t), context.Background()
-	r, l := d.cleaning(t, RetentionConfig{BatchSize: 4})
+	r, l := d.cleaning(t, inBatches(4))
 	v := d.first(t, r, l)
 	require.False(t, v.Done, "nobody has published it")
-	require.Len(t, d.unsent(t, "default"), 25)
+	require.Len(t, d.send(t, "default"), 25)
 	d.reviewOn(t, r, l, v)
 	require.True(t, v.Done)
 	require.ErrorIs(t, dropWhole(r, ctx, l, v), retention.ErrReview, "the relay was not known when it began")
@@ -105,33 +36,33 @@ func TestPartitionGoes(t *testing.T) {
 	require.NoError(t, dropWhole(r, ctx, l, v))
 	require.EqualValues(t, 9, v.Rows)
 	require.False(t, d.has(t, "min_10"))
-	require.EqualValues(t, 10, d.ids(t, "outbox")[0])
+	require.EqualValues(t, 10, d.IDs(t, "outbox")[0])
 	v = d.first(t, r, l)
 	require.NoError(t, dropWhole(r, ctx, l, v))
 	require.EqualValues(t, 10, v.Rows)
-	require.Equal(t, []int64{20, 21, 22, 23, 24, 25}, d.ids(t, "outbox"))
+	require.Equal(t, []int64{20, 21, 22, 23, 24, 25}, d.IDs(t, "outbox"))
 }
 
 func TestPartitionStays(t *testing.T) {
 	t.Parallel()
-	for name, play := range map[string]func(*testing.T, *cursorFixture){
-		"one row is not published": func(t *testing.T, d *cursorFixture) {
-			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 3`)
+	for name, play := range map[string]func(*testing.T, *fixture){
+		"one row is not published": func(t *testing.T, d *fixture) {
+			d.Update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 3`)
 		},
-		"one row is young": func(t *testing.T, d *cursorFixture) {
-			d.update(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 3`)
+		"one row is young": func(t *testing.T, d *fixture) {
+			d.Update(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 3`)
 		},
-		"another relay has not published it": func(t *testing.T, d *cursorFixture) { d.sendUpTo(t, "audit", 5) },
-		"a cursor is of another cluster": func(t *testing.T, d *cursorFixture) {
-			d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
+		"another relay has not published it": func(t *testing.T, d *fixture) { d.sendUpTo(t, "audit", 5) },
+		"a cursor is of another cluster": func(t *testing.T, d *fixture) {
+			d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 		},
-		"there is no cursor": func(t *testing.T, d *cursorFixture) { d.exec(t, `DELETE FROM {schema}.outbox_cursor`) },
+		"there is no cursor": func(t *testing.T, d *fixture) { d.Exec(t, `DELETE FROM {schema}.outbox_cursor`) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := full(t)
-			d.unsent(t, "default")
+			d.send(t, "default")
 			play(t, d)
-			r, l := d.cleaning(t, RetentionConfig{})
+			r, l := d.cleaning(t, keep)
 			require.False(t, d.first(t, r, l).Done)
 			r.Cfg.Archive = func(context.Context, pgx.Tx, []retention.Row) error { return errors.New("nothing is to be archived") }
 			require.False(t, d.first(t, r, l).Done)
@@ -139,9 +70,9 @@ func TestPartitionStays(t *testing.T) {
 	}
 	t.Run("the last row is young", func(t *testing.T) {
 		d := full(t)
-		d.unsent(t, "default")
-		d.update(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 9`)
-		r, l := d.cleaning(t, RetentionConfig{})
+		d.send(t, "default")
+		d.Update(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 9`)
+		r, l := d.cleaning(t, keep)
 		require.Nil(t, d.first(t, r, l))
 	})
 }
@@ -151,28 +82,28 @@ func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name string
-		play func(*testing.T, *cursorFixture, *retention.Review)
+		play func(*testing.T, *fixture, *retention.Review)
 		want error
 	}{
-		{"a row came in, by its id", func(t *testing.T, d *cursorFixture, _ *retention.Review) {
-			d.update(t, `UPDATE {schema}.outbox SET id = 4 WHERE id = 24`)
-			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 4`)
+		{"a row came in, by its id", func(t *testing.T, d *fixture, _ *retention.Review) {
+			d.Update(t, `UPDATE {schema}.outbox SET id = 4 WHERE id = 24`)
+			d.Update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 4`)
 		}, retention.ErrReview},
-		{"a relay began", func(t *testing.T, d *cursorFixture, _ *retention.Review) { d.sendUpTo(t, "audit", 1) }, retention.ErrReview},
-		{"the server started again", func(_ *testing.T, _ *cursorFixture, v *retention.Review) { v.Server = v.Server.Add(-time.Second) }, retention.ErrReview},
-		{"the lease was lost", func(t *testing.T, d *cursorFixture, _ *retention.Review) {
-			d.exec(t, `UPDATE {schema}.outbox_lease SET epoch = epoch + 1 WHERE name = 'cleaner'`)
+		{"a relay began", func(t *testing.T, d *fixture, _ *retention.Review) { d.sendUpTo(t, "audit", 1) }, retention.ErrReview},
+		{"the server started again", func(_ *testing.T, _ *fixture, v *retention.Review) { v.Server = v.Server.Add(-time.Second) }, retention.ErrReview},
+		{"the lease was lost", func(t *testing.T, d *fixture, _ *retention.Review) {
+			d.Exec(t, `UPDATE {schema}.outbox_lease SET epoch = epoch + 1 WHERE name = 'cleaner'`)
 		}, lease.ErrLeaseLost},
-		{"somebody else dropped it", func(t *testing.T, d *cursorFixture, _ *retention.Review) {
-			d.exec(t, `DROP TABLE {schema}.outbox_min_10`)
+		{"somebody else dropped it", func(t *testing.T, d *fixture, _ *retention.Review) {
+			d.Exec(t, `DROP TABLE {schema}.outbox_min_10`)
 		}, retention.ErrReview},
-		{"nothing", func(*testing.T, *cursorFixture, *retention.Review) {}, nil},
+		{"nothing", func(*testing.T, *fixture, *retention.Review) {}, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			d := full(t)
-			d.exec(t, `DELETE FROM {schema}.outbox WHERE id = 4`)
-			d.unsent(t, "default")
-			r, l := d.cleaning(t, RetentionConfig{})
+			d.Exec(t, `DELETE FROM {schema}.outbox WHERE id = 4`)
+			d.send(t, "default")
+			r, l := d.cleaning(t, keep)
 			v := d.first(t, r, l)
 			require.True(t, v.Done)
 			test.play(t, d, v)
@@ -191,28 +122,28 @@ VALUES ($1, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/jso
 func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 	// Not parallel: it measures how long the relay waits.
 	d, ctx := newPartitionsFixture(t, 10), context.Background()
-	tx := d.beginInsert(t, 2)
-	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
+	tx := d.BeginInsert(t, 2)
+	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.Schema))
 	require.NoError(t, err)
-	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.schema))
+	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.Schema))
 	require.NoError(t, err)
-	t.Cleanup(func() { _, _ = d.db.Exec(ctx, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, d.schema)) }) // fails where the test has committed it
-	d.insert(t, 20)
+	t.Cleanup(func() { _, _ = d.DB.Exec(ctx, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, d.Schema)) }) // fails where the test has committed it
+	d.Insert(t, 20)
 	d.age(t, "outbox", "created_at", "8 days")
-	require.Len(t, d.unsent(t, "default"), 20)
-	r, l := d.cleaning(t, RetentionConfig{})
+	require.Len(t, d.send(t, "default"), 20)
+	r, l := d.cleaning(t, keep)
 	v := d.first(t, r, l)
 	require.True(t, v.Done, "it is not to be seen")
 	start := time.Now()
 	require.ErrorIs(t, dropWhole(r, ctx, l, v), retention.ErrBusy)
 	require.Less(t, time.Since(start), time.Second)
 
-	_, err = d.db.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.schema))
+	_, err = d.DB.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.Schema))
 	require.NoError(t, err)
 	require.ErrorIs(t, dropWhole(r, ctx, l, v), retention.ErrReview)
 	v = d.first(t, r, l)
 	require.False(t, v.Done)
-	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
+	require.Equal(t, []int64{1, 2}, d.send(t, "default"))
 	d.reviewOn(t, r, l, v)
 	require.True(t, v.Done)
 	require.NoError(t, dropWhole(r, ctx, l, v))
@@ -223,21 +154,20 @@ func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 	t.Parallel()
 	d, ctx := newPartitionsFixture(t, 10), context.Background()
-	tx, err := d.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+	tx, err := d.DB.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
 	_, err = tx.Exec(ctx, `SELECT pg_current_xact_id()`) // its snapshot and its transaction id are old
 	require.NoError(t, err)
-	d.insert(t, 25)
+	d.Insert(t, 25)
 	d.age(t, "outbox", "created_at", "8 days")
-	require.Len(t, d.unsent(t, "default"), 25)
-	r, l := d.cleaning(t, RetentionConfig{})
+	require.Len(t, d.send(t, "default"), 25)
+	r, l := d.cleaning(t, keep)
 	require.NoError(t, dropWhole(r, ctx, l, d.first(t, r, l)))
-	_, err = tx.Exec(ctx, pg.InSchema(sqlInsertEvents, d.schema), 2)
-	require.NoError(t, err)
+	d.InsertIn(t, tx, 2)
 	require.NoError(t, tx.Commit(ctx))
-	require.Equal(t, []int64{26, 27}, d.unsent(t, "default"))
-	require.Subset(t, d.ids(t, "outbox"), []int64{26, 27})
+	require.Equal(t, []int64{26, 27}, d.send(t, "default"))
+	require.Subset(t, d.IDs(t, "outbox"), []int64{26, 27})
 }
 
 // An id that was drawn long ago has no partition any more. It is recorded, published
@@ -245,38 +175,38 @@ func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 	t.Parallel()
 	d, ctx := newPartitionsFixture(t, 10), context.Background()
-	d.insert(t, 2)
+	d.Insert(t, 2)
 	var drawn int64
-	require.NoError(t, d.db.QueryRow(ctx, pg.InSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.schema)).Scan(&drawn))
-	d.insert(t, 45)
+	require.NoError(t, d.DB.QueryRow(ctx, pg.InSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.Schema)).Scan(&drawn))
+	d.Insert(t, 45)
 	d.age(t, "outbox", "created_at", "8 days")
-	d.unsent(t, "default")
-	r, l := d.cleaning(t, RetentionConfig{})
+	d.send(t, "default")
+	r, l := d.cleaning(t, keep)
 	require.NoError(t, dropWhole(r, ctx, l, d.first(t, r, l)))
-	d.exec(t, insertAt, drawn)
+	d.Exec(t, insertAt, drawn)
 	n, err := r.MakePartitions(ctx)
 	require.NoError(t, err)
 	require.Positive(t, n)
-	require.Equal(t, []int64{drawn}, d.unsent(t, "default"))
+	require.Equal(t, []int64{drawn}, d.send(t, "default"))
 	all, err := r.List(ctx)
 	require.NoError(t, err)
 	s, err := r.PublishedIn(ctx, l, 0, all[0].First)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, s.Removed)
-	require.NotContains(t, d.ids(t, "outbox"), drawn)
-	require.Contains(t, d.ids(t, "outbox"), int64(10))
+	require.NotContains(t, d.IDs(t, "outbox"), drawn)
+	require.Contains(t, d.IDs(t, "outbox"), int64(10))
 }
 
 // Rows of one partition go, and none that is in the same place of another one.
 func TestPartRemovesItsOwnRows(t *testing.T) {
 	t.Parallel()
 	d, ctx := full(t), context.Background()
-	d.unsent(t, "default")
-	r, l := d.cleaning(t, RetentionConfig{BatchSize: 3})
+	d.send(t, "default")
+	r, l := d.cleaning(t, inBatches(3))
 	s, err := r.PublishedIn(ctx, l, 9, 20)
 	require.NoError(t, err)
 	require.EqualValues(t, 3, s.Removed)
-	ids := d.ids(t, "outbox")
+	ids := d.IDs(t, "outbox")
 	require.Len(t, ids, 22)
 	for _, id := range []int64{10, 11, 12} {
 		require.NotContains(t, ids, id)
@@ -288,14 +218,14 @@ func TestPartRemovesItsOwnRows(t *testing.T) {
 func TestNobodyMakesPartitions(t *testing.T) {
 	t.Parallel()
 	d, ctx := newPartitionsFixture(t, 10), context.Background()
-	d.insert(t, 400) // the eight, the first larger one, of 100 ids, and the second
-	require.Len(t, d.ids(t, "outbox"), 400)
+	d.Insert(t, 400) // the eight, the first larger one, of 100 ids, and the second
+	require.Len(t, d.IDs(t, "outbox"), 400)
 	d.age(t, "outbox", "created_at", "8 days")
-	l, err := d.leases.Acquire(ctx)
+	l, err := lease.NewStore(d.DB, d.Schema, "default", time.Minute).Acquire(ctx)
 	require.NoError(t, err)
-	d.exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+	d.Exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 	           SELECT 400, pg_current_snapshot(), 400, system_identifier, $1 FROM pg_control_system()`, l.Epoch)
-	r, p := d.cleaning(t, RetentionConfig{})
+	r, p := d.cleaning(t, keep)
 	_, err = r.MakePartitions(ctx)
 	require.NoError(t, err)
 	require.True(t, d.has(t, "10190_10200"), "behind the larger one: %s", d.parts(t))
@@ -314,9 +244,9 @@ func TestNobodyMakesPartitions(t *testing.T) {
 		dropped++
 	}
 	require.Equal(t, 10, dropped)
-	require.Empty(t, d.ids(t, "outbox"))
-	d.exec(t, `SELECT setval('{schema}.outbox_id_seq', 10195)`)
-	d.insert(t, 1)
+	require.Empty(t, d.IDs(t, "outbox"))
+	d.Exec(t, `SELECT setval('{schema}.outbox_id_seq', 10195)`)
+	d.Insert(t, 1)
 	_, err = r.MakePartitions(ctx)
 	require.NoError(t, err)
 }
@@ -326,10 +256,10 @@ func TestNobodyMakesPartitions(t *testing.T) {
 func TestNobodyWaitsLongForPartitions(t *testing.T) {
 	// Not parallel: it measures how long a writer waits.
 	d, ctx := full(t), context.Background()
-	d.unsent(t, "default")
-	r, l := d.cleaning(t, RetentionConfig{})
+	d.send(t, "default")
+	r, l := d.cleaning(t, keep)
 	v := d.first(t, r, l)
-	writer := d.beginInsert(t, 10)
+	writer := d.BeginInsert(t, 10)
 	stop, longest := make(chan struct{}), make(chan time.Duration)
 	go func() {
 		var most time.Duration
@@ -341,13 +271,13 @@ func TestNobodyWaitsLongForPartitions(t *testing.T) {
 			default:
 			}
 			start := time.Now()
-			d.exec(t, sqlInsertEvents, 1)
+			d.Insert(t, 1)
 			most = max(most, time.Since(start))
 		}
 	}()
 	for range 10 {
 		require.ErrorIs(t, dropWhole(r, ctx, l, v), errEmptied)
-		require.EqualValues(t, 10, d.ids(t, "outbox")[0])
+		require.EqualValues(t, 10, d.IDs(t, "outbox")[0])
 		_, err := r.MakePartitions(ctx)
 		if err != nil {
 			require.ErrorIs(t, err, retention.ErrBusy)
@@ -366,11 +296,11 @@ func TestNobodyWaitsLongForPartitions(t *testing.T) {
 func TestPartitionsAreArchived(t *testing.T) {
 	t.Parallel()
 	d, ctx := full(t), context.Background()
-	d.unsent(t, "default")
+	d.send(t, "default")
 	var got []int64
 	broken := errors.New("no room")
 	fail := true
-	r, l := d.cleaning(t, RetentionConfig{BatchSize: 4, Archive: func(_ context.Context, _ pgx.Tx, rows []ArchivedEvent) error {
+	r, l := d.cleaning(t, archiving(4, func(_ context.Context, _ pgx.Tx, rows []retention.Row) error {
 		for _, e := range rows {
 			if e.OutboxID == 6 && fail {
 				fail = false
@@ -379,7 +309,7 @@ func TestPartitionsAreArchived(t *testing.T) {
 			got = append(got, e.OutboxID)
 		}
 		return nil
-	}})
+	}))
 	all, err := r.List(ctx)
 	require.NoError(t, err)
 	v, err := r.BeginReview(ctx, all[0])
@@ -399,27 +329,27 @@ func TestPartitionsAreArchived(t *testing.T) {
 // write.
 func TestPlainTableBecomesFirstPartition(t *testing.T) {
 	// Not parallel: it measures how long a writer waits.
-	d, ctx := newCursorFixture(t), context.Background()
-	role := "part_" + strings.ReplaceAll(strings.ToLower(d.schema), " ", "_")
-	d.exec(t, `CREATE ROLE `+role)
-	t.Cleanup(func() { d.exec(t, `DROP OWNED BY `+role); d.exec(t, `DROP ROLE `+role) })
-	d.exec(t, `GRANT SELECT ON {schema}.outbox TO `+role)
-	d.exec(t, `GRANT INSERT (event_id, source) ON {schema}.outbox TO `+role)
-	d.insert(t, 100)
+	d, ctx := newFixture(t), context.Background()
+	role := "part_" + strings.ReplaceAll(strings.ToLower(d.Schema), " ", "_")
+	d.Exec(t, `CREATE ROLE `+role)
+	t.Cleanup(func() { d.Exec(t, `DROP OWNED BY `+role); d.Exec(t, `DROP ROLE `+role) })
+	d.Exec(t, `GRANT SELECT ON {schema}.outbox TO `+role)
+	d.Exec(t, `GRANT INSERT (event_id, source) ON {schema}.outbox TO `+role)
+	d.Insert(t, 100)
 	file := func(table string) (n int64) {
-		require.NoError(t, d.db.QueryRow(ctx, pg.InSchema(`SELECT pg_relation_filenode('{schema}.`+table+`')::bigint`, d.schema)).Scan(&n))
+		require.NoError(t, d.DB.QueryRow(ctx, pg.InSchema(`SELECT pg_relation_filenode('{schema}.`+table+`')::bigint`, d.Schema)).Scan(&n))
 		return n
 	}
 	before := file("outbox")
-	writer := d.beginInsert(t, 1)
+	writer := d.BeginInsert(t, 1)
 	done := make(chan error, 4)
 	for range cap(done) {
-		go func() { done <- Migrate(ctx, d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20}) }()
+		go func() { done <- outbox.Migrate(ctx, d.DB, outbox.MigrateConfig{Schema: d.Schema, PartitionRows: 20}) }()
 	}
 	var most time.Duration
 	for range 20 {
 		start := time.Now()
-		d.exec(t, sqlInsertEvents, 1)
+		d.Insert(t, 1)
 		most = max(most, time.Since(start))
 	}
 	require.Less(t, most, 500*time.Millisecond, "the limit is 50 ms; the machine may be busy")
@@ -427,59 +357,41 @@ func TestPlainTableBecomesFirstPartition(t *testing.T) {
 	for range cap(done) {
 		require.NoError(t, <-done)
 	}
-	require.NoError(t, Migrate(ctx, d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20}), "once more")
-	require.NoError(t, Migrate(ctx, d.db, MigrateConfig{Schema: d.schema}))
+	require.NoError(t, outbox.Migrate(ctx, d.DB, outbox.MigrateConfig{Schema: d.Schema, PartitionRows: 20}), "once more")
+	require.NoError(t, outbox.Migrate(ctx, d.DB, outbox.MigrateConfig{Schema: d.Schema}))
 	first := d.parts(t)[slices.IndexFunc(d.parts(t), func(name string) bool { return strings.HasPrefix(name, "outbox_min_") })]
 	require.Equal(t, before, file(first), "no row was written anew")
-	require.Len(t, d.ids(t, "outbox"), 121)
-	d.insert(t, 1)
+	require.Len(t, d.IDs(t, "outbox"), 121)
+	d.Insert(t, 1)
 	for _, right := range []string{`has_table_privilege($1, $2, 'SELECT')`, `has_column_privilege($1, $2, 'event_id', 'INSERT')`,
 		`has_column_privilege($1, $2, 'source', 'INSERT')`, `NOT has_column_privilege($1, $2, 'xid', 'INSERT')`, `NOT has_table_privilege($1, $2, 'DELETE')`} {
 		var has bool
-		require.NoError(t, d.db.QueryRow(ctx, `SELECT `+right, role, pgx.Identifier{d.schema, "outbox"}.Sanitize()).Scan(&has))
+		require.NoError(t, d.DB.QueryRow(ctx, `SELECT `+right, role, pgx.Identifier{d.Schema, "outbox"}.Sanitize()).Scan(&has))
 		require.True(t, has, right)
 	}
 	var comment string
-	require.NoError(t, d.db.QueryRow(ctx, `SELECT obj_description($1::regclass)`, pgx.Identifier{d.schema, "outbox"}.Sanitize()).Scan(&comment))
+	require.NoError(t, d.DB.QueryRow(ctx, `SELECT obj_description($1::regclass)`, pgx.Identifier{d.Schema, "outbox"}.Sanitize()).Scan(&comment))
 	require.Contains(t, comment, "Domain events")
-	require.Len(t, d.unsent(t, "default"), 122)
+	require.Len(t, d.send(t, "default"), 122)
 }
 
 // Pools may have any isolation by default.
 func TestPartitionsUnderSerializable(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a setting of sessions
-	d, ctx := newCursorFixture(t), context.Background()
-	d.db = testenv.Pool(t, func(cfg *pgxpool.Config) {
+	d, ctx := newFixture(t), context.Background()
+	d.DB = testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
 	})
-	require.NoError(t, Migrate(ctx, d.db, MigrateConfig{Schema: d.schema, PartitionRows: 10}))
-	d.insert(t, 95)
+	require.NoError(t, outbox.Migrate(ctx, d.DB, outbox.MigrateConfig{Schema: d.Schema, PartitionRows: 10}))
+	d.Insert(t, 95)
 	d.age(t, "outbox", "created_at", "8 days")
-	require.Len(t, d.unsent(t, "default"), 95)
-	r, l := d.cleaning(t, RetentionConfig{})
+	require.Len(t, d.send(t, "default"), 95)
+	r, l := d.cleaning(t, keep)
 	n, err := r.MakePartitions(ctx)
 	require.NoError(t, err)
 	require.Positive(t, n)
 	require.NoError(t, dropWhole(r, ctx, l, d.first(t, r, l)))
-}
-
-func TestPartitionRowsOutOfRange(t *testing.T) {
-	t.Parallel()
-	for _, rows := range []int64{-1, maxPartitionRows + 1} {
-		require.ErrorContains(t, Migrate(context.Background(), nil, MigrateConfig{PartitionRows: rows}), "field PartitionRows")
-	}
-}
-
-// A table with what would not go with its name stays plain.
-func TestPartitionsWouldLoseATrigger(t *testing.T) {
-	t.Parallel()
-	d := newCursorFixture(t)
-	d.exec(t, `CREATE TRIGGER mine BEFORE UPDATE ON {schema}.outbox FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`)
-	err := Migrate(context.Background(), d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20})
-	var pg *pgconn.PgError
-	require.ErrorAs(t, err, &pg)
-	require.Contains(t, pg.Message, "triggers")
 }
 
 // What is planned over empty tables on the first day runs when one of the larger
@@ -489,8 +401,8 @@ func TestCleaningOverPartitions(t *testing.T) {
 	testenv.Direct(t) // prepared statements
 	d, ctx := newPartitionsFixture(t, 100), context.Background()
 	const batch, ids = 100, 50_000
-	r, _ := d.cleaning(t, RetentionConfig{BatchSize: batch})
-	conn, err := d.db.Acquire(ctx)
+	r, _ := d.cleaning(t, inBatches(batch))
+	conn, err := d.DB.Acquire(ctx)
 	require.NoError(t, err)
 	defer conn.Release()
 	inTx := func(mode string, do func(pgx.Tx)) {
@@ -514,10 +426,10 @@ func TestCleaningOverPartitions(t *testing.T) {
 		}
 	})
 	for range 10 {
-		d.insert(t, ids/10)
+		d.Insert(t, ids/10)
 	}
 	d.age(t, "outbox", "created_at", "8 days")
-	d.exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+	d.Exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 	           SELECT $1, pg_current_snapshot(), $1, system_identifier, 1 FROM pg_control_system()`, ids)
 	most := maxCleanBuffers + 3*len(d.parts(t))
 	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
@@ -527,16 +439,16 @@ func TestCleaningOverPartitions(t *testing.T) {
 					inTx(mode, func(tx pgx.Tx) {
 						_, err := tx.Exec(ctx, "SAVEPOINT before")
 						require.NoError(t, err)
-						explain(t, tx, "EXECUTE "+name+args) // reads the catalog
+						testenv.Explain(t, tx, "EXECUTE "+name+args) // reads the catalog
 						_, err = tx.Exec(ctx, "ROLLBACK TO before")
 						require.NoError(t, err)
-						buffers, plan := explain(t, tx, "EXECUTE "+name+args)
+						buffers, plan := testenv.Explain(t, tx, "EXECUTE "+name+args)
 						t.Logf("%d buffers", buffers)
 						require.LessOrEqual(t, buffers, most, "%s", plan)
 					})
 				})
 			}
 		}
-		d.exec(t, `ANALYZE {schema}.outbox`)
+		d.Exec(t, `ANALYZE {schema}.outbox`)
 	}
 }

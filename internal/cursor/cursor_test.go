@@ -1,89 +1,53 @@
-package outbox
+package cursor_test
 
 import (
 	"context"
 	"errors"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/retention"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// cursorFixture is what a relay works with, in a schema of the test's own.
-type cursorFixture struct {
-	db      *pgxpool.Pool
-	schema  string
+// fixture is what a relay works with, in a schema of the test's own.
+type fixture struct {
+	*testenv.Tables
 	cursors *cursor.Store
 	leases  *lease.Store
 }
 
-func newCursorFixture(t *testing.T) *cursorFixture {
+func newFixture(t *testing.T) *fixture {
 	t.Helper()
-	db, schema := testenv.Migrated(t)
-	return &cursorFixture{db, schema, cursor.NewStore(db, schema, "default"), lease.NewStore(db, schema, "default", time.Minute)}
-}
-
-func (d *cursorFixture) exec(t *testing.T, sql string, args ...any) {
-	t.Helper()
-	_, err := d.db.Exec(context.Background(), pg.InSchema(sql, d.schema), args...)
-	require.NoError(t, err)
-}
-
-// update changes rows of outbox.
-func (d *cursorFixture) update(t *testing.T, sql string, args ...any) {
-	t.Helper()
-	testenv.UpdateEvents(t, d.db, pg.InSchema(sql, d.schema), args...)
-}
-
-// execAll runs several statements.
-func (d *cursorFixture) execAll(t *testing.T, sql string) {
-	t.Helper()
-	_, err := d.db.Exec(context.Background(), pg.InSchema(sql, d.schema), pgx.QueryExecModeSimpleProtocol)
-	require.NoError(t, err)
-}
-
-func (d *cursorFixture) count(t *testing.T, table string) (n int) {
-	t.Helper()
-	require.NoError(t, d.db.QueryRow(context.Background(), pg.InSchema("SELECT count(*) FROM {schema}."+table, d.schema)).Scan(&n))
-	return n
-}
-
-// insert adds n events in one transaction.
-func (d *cursorFixture) insert(t *testing.T, n int) {
-	t.Helper()
-	d.exec(t, sqlInsertEvents, n)
+	d := testenv.NewTables(t)
+	return &fixture{d, cursor.NewStore(d.DB, d.Schema, "default"), lease.NewStore(d.DB, d.Schema, "default", time.Minute)}
 }
 
 // takeOver lets another process take the lease.
-func (d *cursorFixture) takeOver(t *testing.T) *lease.Lease {
+func (d *fixture) takeOver(t *testing.T) *lease.Lease {
 	t.Helper()
-	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity'`)
-	l, err := lease.NewStore(d.db, d.schema, "default", time.Minute).Acquire(context.Background())
+	d.Exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity'`)
+	l, err := lease.NewStore(d.DB, d.Schema, "default", time.Minute).Acquire(context.Background())
 	require.NoError(t, err)
 	return l
 }
 
 // opened returns a position with an open window of which one event was read.
-func (d *cursorFixture) opened(t *testing.T) (*lease.Lease, cursor.Position) {
+func (d *fixture) opened(t *testing.T) (*lease.Lease, cursor.Position) {
 	t.Helper()
 	ctx := context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
-	d.insert(t, 3)
+	d.Insert(t, 3)
 	p, events, large, err := d.cursors.Open(ctx, l, p, 3)
 	require.NoError(t, err)
 	require.False(t, large)
@@ -92,43 +56,50 @@ func (d *cursorFixture) opened(t *testing.T) (*lease.Lease, cursor.Position) {
 	return l, p
 }
 
+// Values of outbox_failed.status.
+const (
+	statusFailed   = "failed"
+	statusDead     = "dead"
+	statusResolved = "resolved"
+)
+
 var someFailure = []cursor.Failure{{
-	Event: &envelope.Event{ID: 1}, Key: "b-events/k", Status: StatusFailed, Class: "message_too_large", Err: errors.New("too large"),
+	Event: &envelope.Event{ID: 1}, Key: "b-events/k", Status: statusFailed, Class: "message_too_large", Err: errors.New("too large"),
 }}
 
 // Whoever lost the lease can neither move the cursor nor record a failure,
 // whatever it believes about itself.
 func TestLostLeaseMovesNothing(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.opened(t)
 	d.takeOver(t)
-	before := d.count(t, "outbox_cursor")
+	before := d.Count(t, "outbox_cursor")
 	_, err := d.cursors.Move(ctx, l, p, nil)
 	require.ErrorIs(t, err, cursor.ErrStale)
 	_, err = d.cursors.Move(ctx, l, p, someFailure)
 	require.ErrorIs(t, err, cursor.ErrStale)
 	_, _, _, err = d.cursors.Open(ctx, l, p, 10)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
-	_, err = cursor.NewStore(d.db, d.schema, "other").Load(ctx, l)
+	_, err = cursor.NewStore(d.DB, d.Schema, "other").Load(ctx, l)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.ErrorIs(t, d.leases.Renew(ctx, l), lease.ErrLeaseLost)
-	require.Equal(t, before, d.count(t, "outbox_cursor"))
-	require.Zero(t, d.count(t, "outbox_failed"))
+	require.Equal(t, before, d.Count(t, "outbox_cursor"))
+	require.Zero(t, d.Count(t, "outbox_failed"))
 }
 
 // A move that meets a takeover in progress waits for it and then fails: had it
 // looked only at what was committed when it began, it would pass.
 func TestMoveWaitsForTakeover(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.opened(t)
 	for name, failures := range map[string][]cursor.Failure{"move": nil, "move with a rejection": someFailure} {
 		t.Run(name, func(t *testing.T) {
-			takeover, err := d.db.Begin(ctx)
+			takeover, err := d.DB.Begin(ctx)
 			require.NoError(t, err)
 			defer takeover.Rollback(ctx)
-			_, err = takeover.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox_lease SET holder = 'other', epoch = epoch + 1`, d.schema))
+			_, err = takeover.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox_lease SET holder = 'other', epoch = epoch + 1`, d.Schema))
 			require.NoError(t, err)
 			moved := make(chan error, 1)
 			go func() {
@@ -139,13 +110,13 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 			require.NoError(t, takeover.QueryRow(ctx, `SELECT pg_backend_pid()`).Scan(&pid))
 			require.Eventually(t, func() bool {
 				var waiting int
-				err := d.db.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE $1 = ANY(pg_blocking_pids(pid))`, pid).Scan(&waiting)
+				err := d.DB.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE $1 = ANY(pg_blocking_pids(pid))`, pid).Scan(&waiting)
 				return err == nil && waiting == 1
 			}, time.Minute, time.Millisecond)
 			require.NoError(t, takeover.Commit(ctx))
 			require.ErrorIs(t, <-moved, cursor.ErrStale)
-			require.Zero(t, d.count(t, "outbox_failed"))
-			d.exec(t, `UPDATE {schema}.outbox_lease SET holder = $1, epoch = $2`, l.Holder, l.Epoch)
+			require.Zero(t, d.Count(t, "outbox_failed"))
+			d.Exec(t, `UPDATE {schema}.outbox_lease SET holder = $1, epoch = $2`, l.Holder, l.Epoch)
 		})
 	}
 }
@@ -160,10 +131,10 @@ func TestChangedCursorIsStale(t *testing.T) {
 		          SELECT last_processed_id, snapshot, highest_id, system_identifier, epoch FROM {schema}.outbox_cursor LIMIT 1`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			d, ctx := newCursorFixture(t), context.Background()
+			d, ctx := newFixture(t), context.Background()
 			l, p := d.opened(t)
-			d.exec(t, change)
-			before := d.count(t, "outbox_cursor")
+			d.Exec(t, change)
+			before := d.Count(t, "outbox_cursor")
 			_, err := d.cursors.Move(ctx, l, p, nil)
 			require.ErrorIs(t, err, cursor.ErrStale)
 			_, err = d.cursors.Move(ctx, l, p, someFailure)
@@ -173,8 +144,8 @@ func TestChangedCursorIsStale(t *testing.T) {
 			p.Window = "" // also when there is nothing to end
 			_, _, _, err = d.cursors.Open(ctx, l, p, 10)
 			require.ErrorIs(t, err, cursor.ErrStale)
-			require.Equal(t, before, d.count(t, "outbox_cursor"))
-			require.Zero(t, d.count(t, "outbox_failed"))
+			require.Equal(t, before, d.Count(t, "outbox_cursor"))
+			require.Zero(t, d.Count(t, "outbox_failed"))
 		})
 	}
 }
@@ -183,20 +154,20 @@ func TestChangedCursorIsStale(t *testing.T) {
 // attempted of it is not read again by the next holder.
 func TestWindowIsResumed(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 
-	late, err := d.db.Begin(ctx) // takes ids in the middle and commits later
+	late, err := d.DB.Begin(ctx) // takes ids in the middle and commits later
 	require.NoError(t, err)
-	d.insert(t, 5)
+	d.Insert(t, 5)
 	_, err = late.Exec(ctx, pg.InSchema(`
 		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
-		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'late', '{}', 'application/json', now() FROM generate_series(1, 2)`, d.schema))
+		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'late', '{}', 'application/json', now() FROM generate_series(1, 2)`, d.Schema))
 	require.NoError(t, err)
-	d.insert(t, 5)
+	d.Insert(t, 5)
 
 	p, events, large, err := d.cursors.Open(ctx, l, p, 9)
 	require.NoError(t, err)
@@ -204,7 +175,7 @@ func TestWindowIsResumed(t *testing.T) {
 	require.Empty(t, events)
 	require.Equal(t, []int64{1, 2, 3, 4, 5, 8, 9, 10, 11, 12}, remaining(t, d.cursors, p))
 	require.NoError(t, late.Commit(ctx))
-	d.insert(t, 5)
+	d.Insert(t, 5)
 	p.Last, p.Highest = 4, 4
 	_, err = d.cursors.Move(ctx, l, p, nil)
 	require.NoError(t, err)
@@ -249,13 +220,13 @@ func ids(events []envelope.Event) (all []int64) {
 // The poll of an idle relay neither locks nor writes nor takes a transaction id.
 func TestIdleOpen(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	next := func() (xid string) {
-		require.NoError(t, d.db.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot())`).Scan(&xid))
+		require.NoError(t, d.DB.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot())`).Scan(&xid))
 		return xid
 	}
 	require.Eventually(t, func() bool { // unless somebody else on this server took one
@@ -273,7 +244,7 @@ func TestIdleOpen(t *testing.T) {
 // be others' by now: nothing is read by them.
 func TestVanishedWindowIsNotRead(t *testing.T) {
 	t.Parallel()
-	d := newCursorFixture(t)
+	d := newFixture(t)
 	_, p := d.opened(t)
 	ids := remaining(t, d.cursors, p)
 	require.Len(t, ids, 2)
@@ -282,14 +253,14 @@ func TestVanishedWindowIsNotRead(t *testing.T) {
 		"another relay's":   `UPDATE {schema}.outbox_cursor SET relay = 'other' WHERE id = $1`,
 		"nobody's any more": `DELETE FROM {schema}.outbox_cursor WHERE id = $1`,
 	} {
-		d.exec(t, change, p.CursorID)
+		d.Exec(t, change, p.CursorID)
 		d.requireStale(t, p, ids, name)
-		d.exec(t, `UPDATE {schema}.outbox_cursor SET epoch = $2, relay = 'default' WHERE id = $1`, p.CursorID, p.Epoch)
+		d.Exec(t, `UPDATE {schema}.outbox_cursor SET epoch = $2, relay = 'default' WHERE id = $1`, p.CursorID, p.Epoch)
 	}
 }
 
 // requireStale requires that nothing of the open window can be read.
-func (d *cursorFixture) requireStale(t *testing.T, p cursor.Position, ids []int64, why string) {
+func (d *fixture) requireStale(t *testing.T, p cursor.Position, ids []int64, why string) {
 	t.Helper()
 	ctx := context.Background()
 	_, _, err := d.cursors.Fetch(ctx, p, ids)
@@ -305,9 +276,9 @@ func (d *cursorFixture) requireStale(t *testing.T, p cursor.Position, ids []int6
 // A statement that was prepared and then fails has no columns to read.
 func TestReadsThatFail(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.opened(t)
-	failed := cursor.NewFailed(d.db, d.schema, "default", false)
+	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
 	reads := map[string]func() error{
 		"fetch": func() error { _, _, err := d.cursors.Fetch(ctx, p, []int64{1}); return err },
 		"bare":  func() error { _, err := d.cursors.FetchBare(ctx, p, 1, true); return err },
@@ -326,8 +297,8 @@ func TestReadsThatFail(t *testing.T) {
 			require.NoError(t, read(), name)
 		}
 	}
-	d.exec(t, `ALTER TABLE {schema}.outbox RENAME TO outbox_gone`)
-	d.exec(t, `ALTER TABLE {schema}.outbox_failed RENAME TO outbox_failed_gone`)
+	d.Exec(t, `ALTER TABLE {schema}.outbox RENAME TO outbox_gone`)
+	d.Exec(t, `ALTER TABLE {schema}.outbox_failed RENAME TO outbox_failed_gone`)
 	for name, read := range reads {
 		require.True(t, pg.IsUndefined(read()), name)
 	}
@@ -336,26 +307,17 @@ func TestReadsThatFail(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
-	c, l, r := cursor.NewStore(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), retention.NewStore(nil, "s", RetentionConfig{}.rules())
-	for _, sql := range []string{c.SQLLoad, c.SQLSeed, c.SQLOpen, c.SQLMove, c.SQLMoveFailed, c.SQLPage, c.SQLFetch, c.SQLFetchBare, c.SQLSequence, c.SQLRebase, c.SQLRebaseProof,
-		l.Peek, l.Take, l.Renewal, l.Release, r.SQLPublished, r.SQLArchived, r.SQLCursors, r.SQLResolved, r.SQLProof} {
+	c := cursor.NewStore(new(pgxpool.Pool), "s", "r")
+	for _, sql := range []string{c.SQLLoad, c.SQLSeed, c.SQLOpen, c.SQLMove, c.SQLMoveFailed, c.SQLPage, c.SQLFetch, c.SQLFetchBare, c.SQLSequence, c.SQLRebase, c.SQLRebaseProof} {
 		require.Contains(t, sql, `"s".outbox`)
-		require.False(t, strings.Contains(sql, "{schema}"))
+		require.NotContains(t, sql, "{schema}")
 	}
-}
-
-func TestSnapshotMax(t *testing.T) {
-	t.Parallel()
-	require.Equal(t, "1", tables.SnapshotMax("1:1:"))
-	require.Equal(t, "30", tables.SnapshotMax("10:30:10,12,29"))
-	require.Empty(t, tables.SnapshotInProgress("1:1:"))
-	require.Equal(t, []string{"10", "12", "29"}, tables.SnapshotInProgress("10:30:10,12,29"))
 }
 
 // A probe says so whenever the next look may find something, and not for what the look itself has written.
 func TestProbe(t *testing.T) {
 	// Not parallel: other transactions of the cluster end meanwhile.
-	d := newCursorFixture(t)
+	d := newFixture(t)
 	ctx := context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
@@ -381,21 +343,21 @@ func TestProbe(t *testing.T) {
 	}
 	quietly(func() bool { look(); return !changed() }, "a look that found nothing")
 	for range 10 {
-		other, err := d.db.Begin(ctx)
+		other, err := d.DB.Begin(ctx)
 		require.NoError(t, err)
 		_, err = other.Exec(ctx, `SELECT pg_current_xact_id()`)
 		require.NoError(t, err)
-		_, err = other.Exec(ctx, pg.InSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.schema))
+		_, err = other.Exec(ctx, pg.InSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.Schema))
 		require.NoError(t, err)
 		quietly(func() bool { look(); return !changed() }, "another transaction is open")
-		d.insert(t, 1)
+		d.Insert(t, 1)
 		require.True(t, changed())
 		require.Equal(t, 1, look())
 		look()
 		require.NoError(t, other.Rollback(ctx))
 		require.True(t, changed(), "a transaction has ended that has drawn an id")
 		look()
-		unrelated, err := d.db.Begin(ctx)
+		unrelated, err := d.DB.Begin(ctx)
 		require.NoError(t, err)
 		_, err = unrelated.Exec(ctx, `SELECT pg_current_xact_id()`)
 		require.NoError(t, err)
@@ -404,12 +366,12 @@ func TestProbe(t *testing.T) {
 			first := changed()
 			return !changed() && !first
 		}, "a transaction is open")
-		d.insert(t, 1)
+		d.Insert(t, 1)
 		require.True(t, changed())
 		require.Equal(t, 1, look())
 		require.NoError(t, unrelated.Rollback(ctx))
 		require.False(t, changed(), "all ids were found: what has ended beside them has none")
-		quietly(func() bool { d.insert(t, 1); return look() == 1 && !changed() }, "the look has written itself")
+		quietly(func() bool { d.Insert(t, 1); return look() == 1 && !changed() }, "the look has written itself")
 	}
 	quietly(func() bool {
 		look()
@@ -417,7 +379,7 @@ func TestProbe(t *testing.T) {
 		return !changed() && !first
 	}, "no id has been drawn")
 	for range 200 {
-		_, err := d.db.Exec(ctx, `SELECT pg_current_xact_id()`)
+		_, err := d.DB.Exec(ctx, `SELECT pg_current_xact_id()`)
 		require.NoError(t, err)
 		require.False(t, changed(), "transactions that cannot have events")
 	}
@@ -428,12 +390,12 @@ func TestProbe(t *testing.T) {
 // The newest cursor is that with the highest id. A clock that was set back gives it a time before all others.
 func TestNewestCursorGoesByID(t *testing.T) {
 	t.Parallel()
-	d := newCursorFixture(t)
-	d.insert(t, 2)
+	d := newFixture(t)
+	d.Insert(t, 2)
 	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
-	d.insert(t, 1)
+	d.Insert(t, 1)
 	require.Equal(t, []int64{3}, d.unsent(t, "default"))
-	ids := d.ids(t, "outbox_cursor")
-	d.exec(t, `UPDATE {schema}.outbox_cursor SET created_at = now() - '1 hour'::interval WHERE id = $1`, ids[len(ids)-1])
+	ids := d.IDs(t, "outbox_cursor")
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET created_at = now() - '1 hour'::interval WHERE id = $1`, ids[len(ids)-1])
 	require.Empty(t, d.unsent(t, "default"))
 }

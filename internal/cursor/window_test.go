@@ -1,4 +1,4 @@
-package outbox
+package cursor_test
 
 import (
 	"bytes"
@@ -26,9 +26,9 @@ import (
 
 // insertLarge adds n events of 1 MiB in one transaction, whose rows say that they have so
 // many bytes.
-func (d *cursorFixture) insertLarge(t *testing.T, n, size int) {
+func (d *fixture) insertLarge(t *testing.T, n, size int) {
 	t.Helper()
-	d.exec(t, `
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload_bytes, content_type, occurred_at, size)
 		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', convert_to(repeat('x', 1 << 20), 'UTF8'), 'text/plain', now(), $2
 		  FROM generate_series(1, $1)`, n, size)
@@ -40,7 +40,7 @@ func statements() (context.Context, context.CancelFunc) {
 }
 
 // loaded takes the lease and loads the position.
-func (d *cursorFixture) loaded(t *testing.T) (*lease.Lease, cursor.Position) {
+func (d *fixture) loaded(t *testing.T) (*lease.Lease, cursor.Position) {
 	t.Helper()
 	l, err := d.leases.Acquire(context.Background())
 	require.NoError(t, err)
@@ -50,7 +50,7 @@ func (d *cursorFixture) loaded(t *testing.T) (*lease.Lease, cursor.Position) {
 }
 
 // announced opens a window without reading it.
-func (d *cursorFixture) announced(t *testing.T) (*lease.Lease, cursor.Position) {
+func (d *fixture) announced(t *testing.T) (*lease.Lease, cursor.Position) {
 	t.Helper()
 	l, p := d.loaded(t)
 	p, events, large, err := d.cursors.Open(context.Background(), l, p, 0)
@@ -78,7 +78,7 @@ func TestOpenReadsLittle(t *testing.T) {
 		"one that says that it would not": {events: 1, size: 1 << 30, limit: 10},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d, ctx := newCursorFixture(t), context.Background()
+			d, ctx := newFixture(t), context.Background()
 			l, p := d.loaded(t)
 			d.insertLarge(t, test.events, test.size)
 			next, events, large, err := d.cursors.Open(ctx, l, p, test.limit)
@@ -109,10 +109,10 @@ func TestOpenReadsLittle(t *testing.T) {
 // end.
 func TestUnreachedTransactionAnnouncesNothing(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.loaded(t)
-	d.insert(t, 2)
-	d.update(t, `UPDATE {schema}.outbox SET xid = '4611686018427387904' WHERE id = 1`)
+	d.Insert(t, 2)
+	d.Update(t, `UPDATE {schema}.outbox SET xid = '4611686018427387904' WHERE id = 1`)
 	next, events, large, err := d.cursors.Open(ctx, l, p, 10)
 	require.NoError(t, err)
 	require.False(t, large)
@@ -132,13 +132,13 @@ func TestUnreachedTransactionAnnouncesNothing(t *testing.T) {
 // progress in the base, some of which still are, and some of which have many rows.
 func TestPagesReadTheWindow(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.loaded(t)
 	var late []pgx.Tx
 	for range 4 {
-		late = append(late, d.beginInsert(t, 5))
+		late = append(late, d.BeginInsert(t, 5))
 	}
-	d.insert(t, 3)
+	d.Insert(t, 3)
 	p, events, _, err := d.cursors.Open(ctx, l, p, 100)
 	require.NoError(t, err)
 	require.Len(t, events, 3)
@@ -150,16 +150,16 @@ func TestPagesReadTheWindow(t *testing.T) {
 	require.NoError(t, late[1].Commit(ctx))
 	require.NoError(t, late[2].Commit(ctx))
 	require.NoError(t, late[3].Rollback(ctx))
-	d.beginInsert(t, 4)
+	d.BeginInsert(t, 4)
 	for range 5 {
-		d.insert(t, 4)
+		d.Insert(t, 4)
 	}
 	p, _, large, err := d.cursors.Open(ctx, l, p, 0)
 	require.NoError(t, err)
 	require.True(t, large)
 	require.GreaterOrEqual(t, len(tables.SnapshotInProgress(p.Base)), 4)
 	require.NoError(t, late[0].Commit(ctx)) // too late for this window
-	rows, err := d.db.Query(ctx, pg.InSchema(`SELECT id FROM {schema}.outbox WHERE id BETWEEN 6 AND 15 OR id > 27 ORDER BY id`, d.schema))
+	rows, err := d.DB.Query(ctx, pg.InSchema(`SELECT id FROM {schema}.outbox WHERE id BETWEEN 6 AND 15 OR id > 27 ORDER BY id`, d.Schema))
 	require.NoError(t, err)
 	want, err = pgx.CollectRows(rows, pgx.RowTo[int64])
 	require.NoError(t, err)
@@ -173,10 +173,10 @@ func TestPagesReadTheWindow(t *testing.T) {
 // comes, in order.
 func TestFetchIsBounded(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	d.insertLarge(t, 20, 1<<20)
-	d.exec(t, `DELETE FROM {schema}.outbox WHERE id = 4`)
-	d.exec(t, `SELECT nextval('{schema}.outbox_id_seq')`)
+	d.Exec(t, `DELETE FROM {schema}.outbox WHERE id = 4`)
+	d.Exec(t, `SELECT nextval('{schema}.outbox_id_seq')`)
 	d.insertLarge(t, 18, 1<<20)
 	_, p := d.announced(t)
 	left := remaining(t, d.cursors, p)
@@ -199,7 +199,7 @@ func TestFetchIsBounded(t *testing.T) {
 // Rows that say nothing about their size, or what is wrong, do not fill the memory.
 func TestFetchStopsByItself(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	d.insertLarge(t, 60, -1)
 	_, p := d.announced(t)
 	left := remaining(t, d.cursors, p)
@@ -216,10 +216,10 @@ func TestFetchStopsByItself(t *testing.T) {
 func TestReadsSortNoPayloads(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // prepared statements
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	d.insertLarge(t, 20, 1)
 	l, p := d.announced(t)
-	tx, err := d.db.Begin(ctx)
+	tx, err := d.DB.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
 	for _, sql := range []string{
@@ -255,10 +255,10 @@ func TestReadsSortNoPayloads(t *testing.T) {
 func TestFetchUpToAnUnreadableRow(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.insert(t, 5)
-	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb WHERE id = 3`, unprintable)
-	d.update(t, `UPDATE {schema}.outbox SET headers = $1::text::jsonb WHERE id = 5`, unprintable)
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 5)
+	d.Update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb WHERE id = 3`, testenv.Unprintable)
+	d.Update(t, `UPDATE {schema}.outbox SET headers = $1::text::jsonb WHERE id = 5`, testenv.Unprintable)
 	l, p := d.loaded(t)
 	p, _, _, err := d.cursors.Open(ctx, l, p, 0)
 	require.NoError(t, err)
@@ -287,11 +287,11 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 func TestBacklogUnderStatementTimeout(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a setting of the session
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	const backlog, timeout = 150_000, "100ms"
-	d.insert(t, backlog)
+	d.Insert(t, backlog)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = timeout })
-	d.cursors = cursor.NewStore(db, d.schema, "default")
+	d.cursors = cursor.NewStore(db, d.Schema, "default")
 	_, p := d.announced(t)
 	w := relay.NewWindowReader(d.cursors, 1000)
 	require.NoError(t, w.Begin(p))

@@ -1,4 +1,4 @@
-package outbox
+package cursor_test
 
 import (
 	"context"
@@ -21,12 +21,14 @@ import (
 // The cursors that others use, put in place of ours, fail where ours does not,
 // each in its own way. What they do is in the ids that SQLOpen reads and in
 // their order; all else is ours.
-var otherCursors = []struct {
+type otherCursor struct {
 	name  string
-	ids   string // replaces the ids that sqlOpen reads
+	ids   string // replaces the ids that SQLOpen reads
 	order string // replaces the order in which they are looked up
 	fails map[string]flaw
-}{
+}
+
+var otherCursors = []otherCursor{
 	{
 		name: "snapshot windows, ours", ids: cursors.SQLOpen, // unchanged
 	},
@@ -79,7 +81,7 @@ func TestOtherCursorsFail(t *testing.T) {
 	for _, cursor := range otherCursors {
 		for _, play := range plays {
 			t.Run(cursor.name+"/"+play.name, func(t *testing.T) {
-				d := newStage(t, cursor.ids, cursor.order)
+				d := newStage(t, cursor)
 				require.Equal(t, cursor.fails[play.name], play.run(t, d))
 			})
 		}
@@ -162,18 +164,17 @@ var plays = []struct {
 
 // stage is a fixture with a cursor and what it has read.
 type stage struct {
-	*cursorFixture
+	*fixture
 	ctx   context.Context
 	lease *lease.Lease
 	pos   cursors.Position
 	read  []string // aggregate ids, which are the events' numbers in the play
 }
 
-func newStage(t *testing.T, ids, order string) *stage {
+func newStage(t *testing.T, other otherCursor) *stage {
 	t.Helper()
-	s := &stage{cursorFixture: newCursorFixture(t), ctx: context.Background()}
-	s.cursors.SQLOpen = withIDs(t, s.cursors.SQLOpen, s.schema, ids, order)
-	s.cursors.InOrder = inOrderOf(order)
+	s := &stage{fixture: newFixture(t), ctx: context.Background()}
+	other.replace(t, s.cursors)
 	var err error
 	s.lease, err = s.leases.Acquire(s.ctx)
 	require.NoError(t, err)
@@ -182,39 +183,38 @@ func newStage(t *testing.T, ids, order string) *stage {
 	return s
 }
 
-// inOrderOf leaves events in the order in which another cursor reads them.
-func inOrderOf(order string) func([]envelope.Event) {
-	if order == "" {
-		return cursors.SortByID
+// replace puts the cursor in place of that of a store.
+func (c otherCursor) replace(t *testing.T, store *cursors.Store) {
+	t.Helper()
+	if c.ids != cursors.SQLOpen {
+		store.SQLOpen = c.open(t, store)
 	}
-	return func([]envelope.Event) {}
+	if c.order != "" {
+		store.InOrder = func([]envelope.Event) {} // as they were read
+	}
 }
 
-// withIDs puts another reading of ids into SQLOpen.
-func withIDs(t testing.TB, open, schema, ids, order string) string {
+// open returns the SQLOpen of a store with the cursor's reading of ids.
+func (c otherCursor) open(t *testing.T, store *cursors.Store) string {
 	t.Helper()
-	if ids == cursors.SQLOpen {
-		return open
-	}
-	before, rest, ok := strings.Cut(open, "WITH ids AS MATERIALIZED (")
+	before, rest, ok := strings.Cut(store.SQLOpen, "WITH ids AS MATERIALIZED (")
 	require.True(t, ok)
 	_, after, ok := strings.Cut(rest, "), found AS")
 	require.True(t, ok)
 	// Every parameter keeps a use, or its type would not be known.
 	unused := ` UNION ALL SELECT 0 WHERE $5::pg_snapshot IS NULL OR $6::xid8 IS NULL OR $9::bigint IS NULL`
-	open = before + "WITH ids AS MATERIALIZED (SELECT id, xid FROM ((" + pg.InSchema(ids, schema) + ")" + unused + ") AS i JOIN " +
-		pg.InSchema("{schema}.outbox", schema) + " USING (id)), found AS" + after
-	if order != "" {
+	open := before + pg.InSchema("WITH ids AS MATERIALIZED (SELECT id, xid FROM (("+c.ids+")"+unused+") AS i JOIN {schema}.outbox USING (id)), found AS", store.Schema()) + after
+	if c.order != "" {
 		head, rest, ok := strings.Cut(open, "ORDER BY id) AS i")
 		require.True(t, ok)
-		open = head + "ORDER BY " + order + ") AS i" + rest
+		open = head + "ORDER BY " + c.order + ") AS i" + rest
 	}
 	return open
 }
 
 func (s *stage) begin(t *testing.T) pgx.Tx {
 	t.Helper()
-	tx, err := s.db.Begin(s.ctx)
+	tx, err := s.DB.Begin(s.ctx)
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(s.ctx) })
 	return tx
@@ -230,7 +230,7 @@ func (s *stage) insert(t *testing.T, tx pgx.Tx, number int) {
 	t.Helper()
 	_, err := tx.Exec(s.ctx, pg.InSchema(`
 		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
-		VALUES (gen_random_uuid(), 'a.b.c.v1', 's', 'a', $1, '{}', 'application/json', now())`, s.schema), fmt.Sprint(number))
+		VALUES (gen_random_uuid(), 'a.b.c.v1', 's', 'a', $1, '{}', 'application/json', now())`, s.Schema), fmt.Sprint(number))
 	require.NoError(t, err)
 }
 

@@ -1,16 +1,17 @@
-package outbox
+package cursor_test
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"math"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -33,17 +34,17 @@ const openTransactions = 3
 
 // begin begins transactions that the next snapshot lists as in progress, and rolls them back
 // when the test ends. A snapshot lists only those that began before another one that has ended.
-func (d *cursorFixture) begin(t *testing.T, n int) {
+func (d *fixture) begin(t *testing.T, n int) {
 	t.Helper()
 	ctx := context.Background()
 	for range n {
-		tx, err := d.db.Begin(ctx)
+		tx, err := d.DB.Begin(ctx)
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, tx.Rollback(ctx)) })
 		_, err = tx.Exec(ctx, `SELECT pg_current_xact_id()`)
 		require.NoError(t, err)
 	}
-	d.exec(t, `SELECT pg_current_xact_id()`)
+	d.Exec(t, `SELECT pg_current_xact_id()`)
 }
 
 // The planner has walked the primary key, or all of outbox, for statements that
@@ -52,15 +53,15 @@ func (d *cursorFixture) begin(t *testing.T, n int) {
 func TestPollOverRetainedRows(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
-	d, ctx := newCursorFixture(t), context.Background()
-	d.exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)
-	d.insert(t, retained)
+	d, ctx := newFixture(t), context.Background()
+	d.Exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)
+	d.Insert(t, retained)
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.begin(t, openTransactions)
 	_, err = d.cursors.Load(ctx, l)
 	require.NoError(t, err)
-	d.exec(t, `
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, retained, l.Epoch)
 	p, err := d.cursors.Load(ctx, l)
@@ -77,7 +78,7 @@ func TestPollOverRetainedRows(t *testing.T) {
 				})
 			}
 		}
-		d.exec(t, `ANALYZE {schema}.outbox`)
+		d.Exec(t, `ANALYZE {schema}.outbox`)
 	}
 }
 
@@ -85,10 +86,11 @@ func TestPollOverRetainedRows(t *testing.T) {
 // transaction in progress is looked for in each.
 func TestPollOverPartitions(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
-	d, ctx := newPartitionsFixture(t, retained/200), context.Background()
-	r, _ := d.cleaning(t, RetentionConfig{})
+	d, ctx := newFixture(t), context.Background()
+	require.NoError(t, outbox.Migrate(ctx, d.DB, outbox.MigrateConfig{Schema: d.Schema, PartitionRows: retained / 200}))
+	r := retention.NewStore(d.DB, d.Schema, retention.Rules{})
 	for range 5 {
-		d.insert(t, retained/50)
+		d.Insert(t, retained/50)
 		_, err := r.MakePartitions(ctx)
 		require.NoError(t, err)
 	}
@@ -96,14 +98,14 @@ func TestPollOverPartitions(t *testing.T) {
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.begin(t, openTransactions)
-	d.exec(t, `
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, ids, l.Epoch)
 	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	open := len(tables.SnapshotInProgress(p.Base)) // autovacuum may have some, too
 	require.GreaterOrEqual(t, open, openTransactions)
-	n := len(d.parts(t))
+	n := d.Count(t, "outbox_partitions()") + 1 // the default one
 	require.Greater(t, n, 20)
 	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
 		for _, mode := range []string{"force_custom_plan", "force_generic_plan"} {
@@ -115,20 +117,19 @@ func TestPollOverPartitions(t *testing.T) {
 				})
 			}
 		}
-		d.exec(t, `ANALYZE {schema}.outbox`)
+		d.Exec(t, `ANALYZE {schema}.outbox`)
 	}
 }
 
 // explainPoll runs SQLOpen with some new events, in a transaction that rolls
 // back, and returns how many buffers it touched.
-func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p cursor.Position, mode string, fresh int) (buffers int, plan string) {
+func (d *fixture) explainPoll(t *testing.T, l *lease.Lease, p cursor.Position, mode string, fresh int) (buffers int, plan string) {
 	t.Helper()
 	ctx := context.Background()
-	tx, err := d.db.Begin(ctx)
+	tx, err := d.DB.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
-	_, err = tx.Exec(ctx, pg.InSchema(sqlInsertEvents, d.schema), fresh)
-	require.NoError(t, err)
+	d.InsertIn(t, tx, fresh)
 	for _, sql := range []string{
 		cursor.SQLSettings,
 		"SET LOCAL plan_cache_mode = " + mode,
@@ -139,25 +140,10 @@ func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p cursor.Posit
 	}
 	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
 		l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, p.Server.Format(time.RFC3339Nano), p.Epoch)
-	buffers, plan = explain(t, tx, execute)
+	buffers, plan = testenv.Explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
 	require.NoError(t, err)
 	return buffers, plan
-}
-
-// explain runs a statement and returns how many buffers it touched.
-func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan string) {
-	t.Helper()
-	ctx := context.Background()
-	require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+statement, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
-	var explained []struct {
-		Plan struct {
-			Hit  int `json:"Shared Hit Blocks"`
-			Read int `json:"Shared Read Blocks"`
-		}
-	}
-	require.NoError(t, json.Unmarshal([]byte(plan), &explained))
-	return explained[0].Plan.Hit + explained[0].Plan.Read, plan
 }
 
 // A service starts on the first day, and keeps its connections: what is planned
@@ -166,12 +152,12 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 func TestPlansOfTheFirstDay(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor"} {
-		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
-		d.exec(t, `ANALYZE {schema}.`+table)
+		d.Exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
+		d.Exec(t, `ANALYZE {schema}.`+table)
 	}
-	conn, err := d.db.Acquire(ctx)
+	conn, err := d.DB.Acquire(ctx)
 	require.NoError(t, err)
 	defer conn.Release()
 	statements := map[string]string{
@@ -210,21 +196,21 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	// Then the tables grow.
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
-	d.insert(t, retained/10)
+	d.Insert(t, retained/10)
 	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
-	d.exec(t, `
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT n, pg_current_snapshot(), n, $1, $2 FROM generate_series(1, 10000) AS n`, p.SystemID, l.Epoch)
 	p, err = d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	const fresh = 100
-	d.insert(t, fresh)
+	d.Insert(t, fresh)
 	var now string
 	require.NoError(t, conn.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&now))
 	end := retained/10 + fresh
 	var old string // the transaction with many rows
-	require.NoError(t, conn.QueryRow(ctx, pg.InSchema(`SELECT xid::text FROM {schema}.outbox WHERE id = 1`, d.schema)).Scan(&old))
+	require.NoError(t, conn.QueryRow(ctx, pg.InSchema(`SELECT xid::text FROM {schema}.outbox WHERE id = 1`, d.Schema)).Scan(&old))
 	proof := fmt.Sprintf("%d, 'default', %d, '%s'", p.CursorID, p.Epoch, p.Server.Format(time.RFC3339Nano))
 	for name, args := range map[string]string{
 		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
@@ -237,7 +223,7 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 		least, plan := math.MaxInt, ""
 		for range 2 { // the first one may have to read catalogs, too
 			inTx(func(tx pgx.Tx) {
-				buffers, how := explain(t, tx, "EXECUTE "+strings.Replace(name, "deep", "page", 1)+args)
+				buffers, how := testenv.Explain(t, tx, "EXECUTE "+strings.Replace(name, "deep", "page", 1)+args)
 				t.Logf("%s: %d buffers", name, buffers)
 				least, plan = min(least, buffers), how
 			})

@@ -1,4 +1,4 @@
-package outbox
+package cursor_test
 
 import (
 	"context"
@@ -39,19 +39,19 @@ func TestSequenceBehind(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			d := newCursorFixture(t)
-			d.insert(t, 6)
+			d := newFixture(t)
+			d.Insert(t, 6)
 			d.sendUpTo(t, "default", 5)
 			d.sendUpTo(t, "other", 6)
-			d.execAll(t, change)
+			d.ExecAll(t, change)
 			_, _, _, err := d.arrive(t, "default")
-			require.ErrorIs(t, err, ErrSequenceBehind)
-			d.exec(t, remedy(t, err))
+			require.ErrorIs(t, err, cursor.ErrSequenceBehind)
+			d.Exec(t, remedy(t, err))
 			for _, relay := range []string{"default", "other"} {
 				_, _, _, err = d.arrive(t, relay)
 				require.NoError(t, err)
 			}
-			d.insert(t, 1)
+			d.Insert(t, 1)
 		})
 	}
 }
@@ -59,17 +59,17 @@ func TestSequenceBehind(t *testing.T) {
 // Other ways to say the same of a sequence are none to complain about.
 func TestSequenceIsAhead(t *testing.T) {
 	t.Parallel()
-	d := newCursorFixture(t)
+	d := newFixture(t)
 	_, _, _, err := d.arrive(t, "default") // nothing was ever recorded
 	require.NoError(t, err)
-	d.insert(t, 6)
+	d.Insert(t, 6)
 	d.sendUpTo(t, "default", 6)
-	d.exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART WITH 7`) // the next one
+	d.Exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART WITH 7`) // the next one
 	_, _, _, err = d.arrive(t, "default")
 	require.NoError(t, err)
-	d.exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART WITH 6`)
+	d.Exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART WITH 6`)
 	_, _, _, err = d.arrive(t, "default")
-	require.ErrorIs(t, err, ErrSequenceBehind)
+	require.ErrorIs(t, err, cursor.ErrSequenceBehind)
 }
 
 // A role's statement_timeout must not keep a relay from beginning to lead, however many
@@ -77,10 +77,10 @@ func TestSequenceIsAhead(t *testing.T) {
 func TestLoadOverManyRows(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
-	d, ctx := newCursorFixture(t), context.Background()
-	d.exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)
-	d.insert(t, retained)
-	d.exec(t, `
+	d, ctx := newFixture(t), context.Background()
+	d.Exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)
+	d.Insert(t, retained)
+	d.Exec(t, `
 		INSERT INTO {schema}.outbox_failed
 		       (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status)
 		SELECT id, 'k', event_id, event_type, source, aggregate_type, aggregate_id, '{}', content_type, occurred_at, created_at, 'resolved'
@@ -89,19 +89,19 @@ func TestLoadOverManyRows(t *testing.T) {
 	require.NoError(t, err)
 	look := func(limit int) {
 		t.Helper()
-		tx, err := d.db.Begin(ctx)
+		tx, err := d.DB.Begin(ctx)
 		require.NoError(t, err)
 		defer tx.Rollback(ctx)
 		_, err = tx.Exec(ctx, pg.PlannerSettings)
 		require.NoError(t, err)
 		start := time.Now()
-		buffers, plan := explain(t, tx, d.cursors.SQLSequence)
+		buffers, plan := testenv.Explain(t, tx, d.cursors.SQLSequence)
 		t.Logf("%d buffers, %v", buffers, time.Since(start).Round(time.Millisecond))
 		require.LessOrEqual(t, buffers, limit, "%s", plan)
 	}
 	look(maxPollBuffers)
-	d.exec(t, `DELETE FROM {schema}.outbox`)
-	d.exec(t, `DELETE FROM {schema}.outbox_failed`)
+	d.Exec(t, `DELETE FROM {schema}.outbox`)
+	d.Exec(t, `DELETE FROM {schema}.outbox_failed`)
 	look(maxPollBuffers)
 }
 
@@ -109,13 +109,13 @@ func TestLoadOverManyRows(t *testing.T) {
 // before the ids restarted, whose row is kept. Nor does that row become a head again.
 func TestFailureWithAnIDFromBefore(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.opened(t)
 	id, err := d.cursors.Move(ctx, l, p, someFailure)
 	require.NoError(t, err)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolved_at = now()`)
-	d.exec(t, `TRUNCATE {schema}.outbox RESTART IDENTITY`)
-	d.insert(t, 1) // its id is 1 again
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolved_at = now()`)
+	d.Exec(t, `TRUNCATE {schema}.outbox RESTART IDENTITY`)
+	d.Insert(t, 1) // its id is 1 again
 	p.CursorID, p.Last, p.Highest = id, 3, 3
 	next, events, _, err := d.cursors.Open(ctx, l, p, 10)
 	require.NoError(t, err)
@@ -123,10 +123,10 @@ func TestFailureWithAnIDFromBefore(t *testing.T) {
 	next.Last = 1
 	_, err = d.cursors.Move(ctx, l, next, someFailure)
 	require.NoError(t, err)
-	require.Equal(t, 1, d.count(t, "outbox_failed AS f JOIN {schema}.outbox AS o USING (event_id) WHERE f.status = 'failed'"))
+	require.Equal(t, 1, d.Count(t, "outbox_failed AS f JOIN {schema}.outbox AS o USING (event_id) WHERE f.status = 'failed'"))
 
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE status = 'failed'`) // without a head
-	require.NoError(t, cursor.NewFailed(d.db, d.schema, "default", false).Promote(context.Background(), statements, l, []string{someFailure[0].Key}))
-	require.Equal(t, 1, d.count(t, "outbox_failed WHERE status = 'waiting'"))
-	require.Equal(t, 1, d.count(t, "outbox_failed WHERE status = 'resolved'"))
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE status = 'failed'`) // without a head
+	require.NoError(t, cursor.NewFailed(d.DB, d.Schema, "default", false).Promote(context.Background(), statements, l, []string{someFailure[0].Key}))
+	require.Equal(t, 1, d.Count(t, "outbox_failed WHERE status = 'waiting'"))
+	require.Equal(t, 1, d.Count(t, "outbox_failed WHERE status = 'resolved'"))
 }

@@ -1,4 +1,4 @@
-package outbox
+package cursor_test
 
 import (
 	"context"
@@ -19,35 +19,20 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-const sqlInsertEvents = `
-INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
-SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, $1)`
-
-// beginInsert adds n events in a transaction that the caller commits.
-func (d *cursorFixture) beginInsert(t *testing.T, n int) pgx.Tx {
-	t.Helper()
-	tx, err := d.db.Begin(context.Background())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = tx.Rollback(context.Background()) }) // committed, in a test that passes
-	_, err = tx.Exec(context.Background(), pg.InSchema(sqlInsertEvents, d.schema), n)
-	require.NoError(t, err)
-	return tx
-}
-
 // arrive takes the lease of a relay and loads its position.
-func (d *cursorFixture) arrive(t *testing.T, relay string) (*cursors.Store, *lease.Lease, cursors.Position, error) {
+func (d *fixture) arrive(t *testing.T, relay string) (*cursors.Store, *lease.Lease, cursors.Position, error) {
 	t.Helper()
 	ctx := context.Background()
-	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity' WHERE name = $1`, relay)
-	c := cursors.NewStore(d.db, d.schema, relay)
-	l, err := lease.NewStore(d.db, d.schema, relay, time.Minute).Acquire(ctx)
+	d.Exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity' WHERE name = $1`, relay)
+	c := cursors.NewStore(d.DB, d.Schema, relay)
+	l, err := lease.NewStore(d.DB, d.Schema, relay, time.Minute).Acquire(ctx)
 	require.NoError(t, err)
 	p, err := c.Load(ctx, l)
 	return c, l, p, err
 }
 
 // sendUpTo lets a relay open a window and drain it up to an id.
-func (d *cursorFixture) sendUpTo(t *testing.T, relay string, last int64) {
+func (d *fixture) sendUpTo(t *testing.T, relay string, last int64) {
 	t.Helper()
 	c, l, p, err := d.arrive(t, relay)
 	require.NoError(t, err)
@@ -59,7 +44,7 @@ func (d *cursorFixture) sendUpTo(t *testing.T, relay string, last int64) {
 }
 
 // unsent returns the ids that a relay would send from where it stands.
-func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
+func (d *fixture) unsent(t *testing.T, relay string) (ids []int64) {
 	t.Helper()
 	ctx := context.Background()
 	c, l, p, err := d.arrive(t, relay)
@@ -86,14 +71,14 @@ func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 
 // emigrate makes the tables look as if they had been copied from a cluster whose
 // transaction ids are ahead of ours by so many.
-func (d *cursorFixture) emigrate(t *testing.T, ahead int64, otherCluster bool) {
+func (d *fixture) emigrate(t *testing.T, ahead int64, otherCluster bool) {
 	t.Helper()
 	ctx := context.Background()
-	d.update(t, `UPDATE {schema}.outbox SET xid = (xid::text::bigint + $1)::text::xid8`, ahead)
+	d.Update(t, `UPDATE {schema}.outbox SET xid = (xid::text::bigint + $1)::text::xid8`, ahead)
 	if otherCluster {
-		d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
+		d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 	}
-	rows, err := d.db.Query(ctx, pg.InSchema(`SELECT id, snapshot::text, window_snapshot::text FROM {schema}.outbox_cursor`, d.schema))
+	rows, err := d.DB.Query(ctx, pg.InSchema(`SELECT id, snapshot::text, window_snapshot::text FROM {schema}.outbox_cursor`, d.Schema))
 	require.NoError(t, err)
 	type cursor struct {
 		ID               int64
@@ -102,7 +87,7 @@ func (d *cursorFixture) emigrate(t *testing.T, ahead int64, otherCluster bool) {
 	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[cursor])
 	require.NoError(t, err)
 	for _, c := range all {
-		d.exec(t, `UPDATE {schema}.outbox_cursor SET snapshot = $2::text::pg_snapshot, window_snapshot = $3::text::pg_snapshot WHERE id = $1`,
+		d.Exec(t, `UPDATE {schema}.outbox_cursor SET snapshot = $2::text::pg_snapshot, window_snapshot = $3::text::pg_snapshot WHERE id = $1`,
 			c.ID, shifted(t, c.Snapshot, ahead), shifted(t, c.Window, ahead))
 	}
 }
@@ -143,19 +128,19 @@ func TestRebase(t *testing.T) {
 	} {
 		for _, first := range []string{"far", "near", "fresh"} {
 			t.Run(fmt.Sprintf("%s, %s first", name, first), func(t *testing.T) {
-				d, ctx := newCursorFixture(t), context.Background()
+				d, ctx := newFixture(t), context.Background()
 				_, _, _, err := d.arrive(t, "fresh") // from the beginning, and sends nothing
 				require.NoError(t, err)
-				late := d.beginInsert(t, 2) // 1, 2
-				d.insert(t, 4)              // 3 to 6
+				late := d.BeginInsert(t, 2) // 1, 2
+				d.Insert(t, 4)              // 3 to 6
 				d.sendUpTo(t, "far", 6)
 				require.Empty(t, d.unsent(t, "far")) // which ends the window
 				require.NoError(t, late.Commit(ctx))
 				d.sendUpTo(t, "near", 4)
-				d.insert(t, 3) // 7 to 9
+				d.Insert(t, 3) // 7 to 9
 				d.emigrate(t, from.ahead, from.otherCluster)
-				d.insert(t, 2) // 10, 11 in the new home, before the relay
-				open := d.beginInsert(t, 2)
+				d.Insert(t, 2) // 10, 11 in the new home, before the relay
+				open := d.BeginInsert(t, 2)
 
 				c, l, _, err := d.arrive(t, first)
 				require.ErrorIs(t, err, cursors.ErrOtherCluster)
@@ -176,7 +161,7 @@ func TestRebase(t *testing.T) {
 					require.Equal(t, ids, d.unsent(t, relay), relay)
 					require.Empty(t, d.unsent(t, relay), relay)
 				}
-				d.insert(t, 1)
+				d.Insert(t, 1)
 				require.Equal(t, []int64{14}, d.unsent(t, "default")[13:], "a relay that comes later starts from the beginning")
 			})
 		}
@@ -187,10 +172,10 @@ func TestRebase(t *testing.T) {
 // connections come back to: nothing is read with the old transaction ids.
 func TestSameRowsElsewhereAreStale(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, p := d.opened(t)
 	p.Server = p.Server.Add(-time.Hour) // where we come from
-	d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 	_, err := d.cursors.Move(ctx, l, p, nil)
 	require.ErrorIs(t, err, cursors.ErrStale)
 	_, err = d.cursors.Move(ctx, l, p, someFailure)
@@ -204,34 +189,34 @@ func TestSameRowsElsewhereAreStale(t *testing.T) {
 // IDs below the highest that was sent would pass for sent.
 func TestRebaseWithoutSequence(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.insert(t, 6)
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 6)
 	d.sendUpTo(t, "default", 6)
 	d.emigrate(t, 1_000_000_000, true)
-	d.exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART`)
+	d.Exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART`)
 	_, _, _, err := d.arrive(t, "default")
-	require.ErrorIs(t, err, ErrSequenceBehind)
-	d.exec(t, remedy(t, err))
+	require.ErrorIs(t, err, cursors.ErrSequenceBehind)
+	d.Exec(t, remedy(t, err))
 	c, l, _, err := d.arrive(t, "default")
 	require.ErrorIs(t, err, cursors.ErrOtherCluster)
 	_, err = c.Rebase(ctx, l)
 	require.NoError(t, err)
-	d.insert(t, 1)
+	d.Insert(t, 1)
 	require.Equal(t, []int64{7}, d.unsent(t, "default"))
 }
 
 // A relay that lost its lease while it rebased has changed nothing.
 func TestRebaseProvesTheLease(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d, ctx := newFixture(t), context.Background()
 	l, _ := d.opened(t)
 	d.emigrate(t, 1_000_000_000, true)
 	d.takeOver(t)
-	before := d.count(t, "outbox_cursor")
+	before := d.Count(t, "outbox_cursor")
 	_, err := d.cursors.Rebase(ctx, l)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
-	require.Equal(t, before, d.count(t, "outbox_cursor"))
-	require.Equal(t, 3, d.count(t, "outbox WHERE xid::text::bigint > 1000000000"))
+	require.Equal(t, before, d.Count(t, "outbox_cursor"))
+	require.Equal(t, 3, d.Count(t, "outbox WHERE xid::text::bigint > 1000000000"))
 }
 
 // Rows whose transaction id this cluster has not reached, which somebody brought here
@@ -239,11 +224,11 @@ func TestRebaseProvesTheLease(t *testing.T) {
 // Whoever begins to lead finds them, and each is sent once.
 func TestRowsOfTheFuture(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
-	d.insert(t, 2)
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 2)
 	_, _, p, err := d.arrive(t, "default")
 	require.NoError(t, err)
-	d.update(t, `UPDATE {schema}.outbox SET xid = '9000000000' WHERE id = 2`)
+	d.Update(t, `UPDATE {schema}.outbox SET xid = '9000000000' WHERE id = 2`)
 	c, l := d.cursors, d.takeOver(t)
 	for want := range slices.Values([][]int64{{1}, nil, nil}) { // a relay that leads already
 		var events []envelope.Event
@@ -259,6 +244,6 @@ func TestRowsOfTheFuture(t *testing.T) {
 	require.NoError(t, err)
 	require.EqualValues(t, 1, unsent)
 	require.Equal(t, []int64{2}, d.unsent(t, "default"))
-	d.insert(t, 1)
+	d.Insert(t, 1)
 	require.Equal(t, []int64{3}, d.unsent(t, "default"))
 }
