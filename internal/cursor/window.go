@@ -122,6 +122,9 @@ SELECT (SELECT array_agg(id) FROM page WHERE id > $9 AND pg_visible_in_snapshot(
        (SELECT xid::text FROM page OFFSET $8::bigint - 1), (SELECT id FROM page OFFSET $8::bigint - 1)
   FROM proof`
 
+// MaxPageIDs is the most rows that [Store.Page] should read, which takes about 50 ms.
+const MaxPageIDs = 50_000
+
 // Page returns ids of the open window's events above p.Last, in no order, and the part that is left. It reads limit
 // rows of the index.
 func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids []int64, rest Unpaged, err error) {

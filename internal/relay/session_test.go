@@ -314,7 +314,7 @@ func (f *fakeStore) session(held context.Context, rules Rules) *Session {
 		Outage: outage.NewLog(log, "PostgreSQL"), Wake: make(chan struct{}),
 		EventDied: func() {},
 	})
-	s.Window.Limits.IDs = LimitTo(cmp.Or(f.pages, MaxPageIDs))
+	s.Window.Limits.IDs = LimitTo(cmp.Or(f.pages, cursor.MaxPageIDs))
 	s.Opened = true
 	return s
 }

@@ -70,9 +70,7 @@ const (
 	// manyReads statements have to go well before one is tried again that is twice as
 	// large. If it is cancelled again, that costs two in a hundred of the time: those
 	// before took about half as long each.
-	manyReads = 100
-	// MaxPageIDs is the most ids of a page, which takes about 50 ms.
-	MaxPageIDs = 50_000
+	manyReads  = 100
 	minPageIDs = 100 // fewer are not asked for
 	// maxTooLong is how often the fetch of a single event may take too long before the
 	// event is taken for unreadable. To print 1 GB takes longer than many a
@@ -90,7 +88,7 @@ type fetched struct {
 
 // NewWindowReader returns a reader without an open window.
 func NewWindowReader(store windowStore, batchSize int) windowReader {
-	return windowReader{store: store, Limits: ReadLimits{IDs: LimitTo(MaxPageIDs), Events: LimitTo(batchSize)}}
+	return windowReader{store: store, Limits: ReadLimits{IDs: LimitTo(cursor.MaxPageIDs), Events: LimitTo(batchSize)}}
 }
 
 // Begin begins to read the window of a position, above its last id.

@@ -96,9 +96,9 @@ func (c *Cleaner) Run(ctx context.Context) {
 	c.Held = held
 	pause := func(took time.Duration) bool { return c.Pause(ctx, took) }
 	c.Published = Scan{Batch: c.RemovePublished, Pause: pause}
-	c.handled = Scan{Batch: c.removeHandled, Pause: pause}
-	c.audited = Scan{Batch: c.removeAudited, Pause: pause}
-	c.delivered = Scan{Batch: c.removeDelivered, Pause: pause}
+	c.handled = Scan{Batch: c.bounded(c.store.handled), Pause: pause}
+	c.audited = Scan{Batch: c.bounded(c.store.Audited), Pause: pause}
+	c.delivered = Scan{Batch: c.bounded(c.store.delivered), Pause: pause}
 	for {
 		wait.Await(ctx, c.Held, nil, c.cfg.Rules.Interval())
 		if !c.Pause(ctx, 0) {
@@ -142,8 +142,8 @@ type cleanerTask struct {
 // runTasks removes rows from each table. A failure for one table holds up no other; the
 // loss of the lease ends all.
 func (c *Cleaner) runTasks(ctx context.Context) (sum Result, err error) {
-	cursors := Scan{Batch: c.removeCursors, Pause: c.Published.Pause}
-	resolved := Scan{Batch: c.removeResolved, Pause: c.Published.Pause}
+	cursors := Scan{Batch: c.bounded(c.removeCursors), Pause: c.Published.Pause}
+	resolved := Scan{Batch: c.bounded(c.removeResolved), Pause: c.Published.Pause}
 	var made int64
 	for _, task := range []cleanerTask{
 		{"partitions of outbox", 0, c.makePartitions, &made},
@@ -225,34 +225,22 @@ func (c *Cleaner) keepUnprintable(after, end int64) bool {
 	return true
 }
 
-func (c *Cleaner) removeCursors(_ context.Context, after int64) (Step, error) {
-	ctx, cancel := c.WithStatementTimeout()
-	defer cancel()
+// bounded returns remove as a batch of a [Scan], which ends after the timeout of a statement. Cancelling the context
+// of a batch does not end it; Run ends it after cleanGrace.
+func (c *Cleaner) bounded(remove func(ctx context.Context, after int64) (Step, error)) func(context.Context, int64) (Step, error) {
+	return func(_ context.Context, after int64) (Step, error) {
+		ctx, cancel := c.WithStatementTimeout()
+		defer cancel()
+		return remove(ctx, after)
+	}
+}
+
+func (c *Cleaner) removeCursors(ctx context.Context, after int64) (Step, error) {
 	return c.store.Cursors(ctx, c.proof(), after)
 }
 
-func (c *Cleaner) removeResolved(context.Context, int64) (Step, error) {
-	ctx, cancel := c.WithStatementTimeout()
-	defer cancel()
+func (c *Cleaner) removeResolved(ctx context.Context, _ int64) (Step, error) {
 	return c.store.Resolved(ctx, c.proof())
-}
-
-func (c *Cleaner) removeHandled(_ context.Context, after int64) (Step, error) {
-	ctx, cancel := c.WithStatementTimeout()
-	defer cancel()
-	return c.store.handled(ctx, after)
-}
-
-func (c *Cleaner) removeAudited(_ context.Context, after int64) (Step, error) {
-	ctx, cancel := c.WithStatementTimeout()
-	defer cancel()
-	return c.store.Audited(ctx, after)
-}
-
-func (c *Cleaner) removeDelivered(_ context.Context, after int64) (Step, error) {
-	ctx, cancel := c.WithStatementTimeout()
-	defer cancel()
-	return c.store.delivered(ctx, after)
 }
 
 func (c *Cleaner) proof() *Proof { return &Proof{c.Lease, c.cfg.Name} }

@@ -13,7 +13,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/delivery"
-	"github.com/outboxgo/outbox/internal/relay"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -297,7 +296,7 @@ func (f *fanOut) next(
 func (f *fanOut) page(ctx context.Context) error {
 	for len(f.unpaged.Ranges) > 0 {
 		bounded, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
-		ids, rest, err := f.cursors.Page(bounded, f.pos, f.unpaged, relay.MaxPageIDs)
+		ids, rest, err := f.cursors.Page(bounded, f.pos, f.unpaged, cursor.MaxPageIDs)
 		cancel()
 		if err != nil {
 			return err

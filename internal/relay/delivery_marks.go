@@ -1,0 +1,147 @@
+package relay
+
+import (
+	"slices"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
+func (d *delivery) markSent(i int, r *kgo.Record) {
+	d.outcomes[i] = Outcome{Kind: OutcomeSent}
+	if d.probing {
+		d.outcomes[i].place = kafka.PartitionOf(r).Name()
+	}
+	if d.Bad.Failing() {
+		d.accepted = with(d.accepted, kafka.PartitionOf(r))
+	}
+}
+
+// with adds a partition to a set, which may be nil.
+func with(set map[kafka.Partition]bool, at kafka.Partition) map[kafka.Partition]bool {
+	if set == nil {
+		set = map[kafka.Partition]bool{}
+	}
+	set[at] = true
+	return set
+}
+
+func (d *delivery) markRejected(i int, class string, err error) {
+	d.outcomes[i] = Outcome{Kind: OutcomeRejected, Class: class, Err: err}
+	d.block(i)
+}
+
+// maxPlace is the longest outbox_failed.place, in bytes.
+const maxPlace = 260
+
+// parkUnavailable parks an event whose topic or partition is unavailable.
+func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
+	o := Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(err), Err: err}
+	if !kafka.IsReplaced(err) { // only the next client knows whether the topic exists
+		at := kafka.PartitionOf(r)
+		if kafka.IsTopicOutage(err) {
+			at = at.WholeTopic()
+		}
+		d.failed = with(d.failed, at)
+		if o.place = at.Name(); len(o.place) > maxPlace { // Kafka has no such topic
+			o.place = ""
+		} else {
+			d.Bad.Fail(at, d.sendBegan, o.Class, err)
+		}
+	}
+	d.markUnavailable(i, o)
+}
+
+// markUnavailable gives an event an outcome. A later event of a key that has failed already is blocked.
+func (d *delivery) markUnavailable(i int, o Outcome) {
+	if len(d.blocked) > 0 && d.blocked[d.key(i)] {
+		o.Kind = OutcomeBlocked
+	}
+	d.outcomes[i] = o
+	d.block(i)
+}
+
+// parkTopic gives up an event and all pending events of its topic: trying each of them
+// alone would take a timeout each.
+func (d *delivery) parkTopic(i int, r *kgo.Record, err error) {
+	d.parkUnavailable(i, r, err)
+	d.pending = slices.DeleteFunc(d.pending, func(j int) bool {
+		topic, _ := d.Sender.topic(&d.batch[j])
+		if topic == r.Topic {
+			d.markUnavailable(j, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(err), Err: err})
+		}
+		return topic == r.Topic
+	})
+}
+
+// block makes the later events of an event's key wait.
+func (d *delivery) block(i int) {
+	if d.PassFailedKeys {
+		return
+	}
+	if d.blocked == nil {
+		d.blocked = map[string]bool{}
+	}
+	d.blocked[d.key(i)] = true
+}
+
+// skip gives an event that is not to be sent its outcome, and reports whether it has:
+// its key is blocked, or its topic or partition is bad.
+func (d *delivery) skip(i int) bool { return d.skipBlocked(i) || d.avoiding && d.skipBad(i) }
+
+func (d *delivery) skipBlocked(i int) bool {
+	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {
+		return false
+	}
+	d.outcomes[i] = Outcome{Kind: OutcomeBlocked}
+	return true
+}
+
+func (d *delivery) skipBad(i int) bool {
+	bad, is := d.Bad.Find(d.Sender.partition(&d.batch[i]))
+	if !is || d.patient && !bad.elsewhere {
+		return false
+	}
+	d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: bad.Class, Err: bad.Err, place: bad.Name})
+	return true
+}
+
+func (d *delivery) reportKafkaOutage(i int, err error) {
+	e := &d.batch[i]
+	topic, _ := d.Sender.topic(e)
+	d.KafkaOutage.Report(err, "topic", topic, "id", e.ID, "event_id", string(e.EventID))
+}
+
+// notifySent passes the events with an outcome to the hook, if there are any.
+func (d *delivery) notifySent() {
+	if d.OnSent == nil {
+		return
+	}
+	b := SentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
+	for i, o := range d.outcomes {
+		switch o.Kind {
+		case OutcomeSent:
+			if b.Sent == nil {
+				b.Sent = make([]sentEvent, 0, len(d.batch))
+			}
+			b.Sent = append(b.Sent, d.sentEvent(i))
+		case OutcomeRejected, OutcomeUnavailable:
+			b.NotTaken = append(b.NotTaken, notTaken{d.sentEvent(i), o.Class})
+		case OutcomeBlocked, OutcomeParked:
+			b.Waiting++
+		case OutcomePending:
+		}
+	}
+	b.Events, b.Failed = len(b.Sent), len(b.NotTaken)
+	if b.Events+b.Failed+b.Waiting > 0 {
+		d.OnSent(b)
+	}
+}
+
+func (d *delivery) sentEvent(i int) sentEvent {
+	e := &d.batch[i]
+	topic, _ := d.Sender.topic(e) // "" for an event that was rejected because it has none
+	return sentEvent{e, topic}
+}

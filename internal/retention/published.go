@@ -1,0 +1,241 @@
+package retention
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// publishedRows and the constants below find and remove published rows. Whether a row is
+// published follows from the newest row of each relay's cursor, as in sqlRebase, and
+// never from an age or an id: a transaction that was prepared long ago may commit today,
+// and then its rows are old and have low ids, but no relay has seen them. A published row
+// stays published, so cursors may move meanwhile. If a crash of PostgreSQL forgets rows
+// of outbox_cursor, it also forgets everything that was committed after them, our
+// removals included. If a cursor belongs to another cluster, or if there is no cursor, no
+// row is removed.
+//
+// No relay has published an id above its highest_id, so no row above the lowest
+// highest_id is scanned at: rows that a lagging relay keeps back cost nothing. The names of
+// relays and their newest rows are found one by one; with "relay = name" the planner might
+// read the history of all relays. Rows are deleted by ctid, because to the planner any
+// index of an empty table looks as good as any other.
+//
+// A row of which a failed event of class UnreadableRow tells stays until the event is
+// resolved, or has a payload: its payload is nowhere else. $5 are rows that cannot be
+// archived; $6 bounds the bytes of a batch.
+const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
+    SELECT min(s.highest_id) AS id
+      FROM positions AS s, pg_control_system() AS here
+    HAVING bool_and(s.system_identifier = here.system_identifier
+                    AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
+       AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1) < pg_snapshot_xmax(pg_current_snapshot()), true)
+), scanned AS MATERIALIZED (
+    SELECT part, place, id, xid, old FROM (
+        SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old, sum(size) OVER (ORDER BY id) - size AS bytes
+          FROM {schema}.outbox WHERE id > $1 AND id < $4`
+
+// belowCeiling is the upper bound for statements that delete.
+const belowCeiling = ` AND id <= (SELECT id FROM ceiling)`
+
+const publishedAmong = ` ORDER BY id LIMIT $2) AS o
+     WHERE bytes < $6::bigint
+), published AS MATERIALIZED (
+    SELECT o.part, o.place, o.id FROM scanned AS o
+     WHERE o.old AND (SELECT id FROM ceiling) IS NOT NULL AND NOT EXISTS (
+           SELECT FROM positions AS s
+            WHERE NOT ` + tables.Attempted + `)
+       AND o.id <> ALL ($5::bigint[])
+       AND o.id NOT IN (
+           SELECT outbox_id FROM {schema}.outbox_failed
+            WHERE error_class = 'unreadable_row' AND status <> 'resolved' AND outbox_id > $1 AND outbox_id <= (SELECT max(id) FROM scanned))
+), gone AS (`
+
+const deletePublished = `
+    DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published))`
+
+const countRemoved = `
+)
+SELECT ` + scannedColumns + `,
+       (SELECT min(relay) FROM positions
+         WHERE highest_id = (SELECT id FROM ceiling)
+           AND (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) ORDER BY id LIMIT 1) < now() - $3::interval),
+       (SELECT count(*) FROM gone)`
+
+// scannedColumns are the number of rows that a batch scanned at, the last of them, the first
+// that is too young, and the number of those that are too young.
+const scannedColumns = `(SELECT count(*) FROM scanned), (SELECT max(id) FROM scanned),
+       (SELECT min(id) FROM scanned WHERE NOT old), (SELECT count(*) FROM scanned WHERE NOT old)`
+
+const sqlCleanPublished = publishedRows + belowCeiling + publishedAmong + deletePublished + ` RETURNING *` + countRemoved
+
+const sqlCleanArchived = sqlCleanPublished + archivedColumns
+
+// archivedColumns returns the rows as well, in the order of ids.
+const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.aggregate_type, g.aggregate_id,
+       coalesce(g.payload_bytes, convert_to(g.payload::text, 'UTF8')), g.content_type, g.payload IS NOT NULL, coalesce(g.topic, ''), coalesce(g.partition_key, ''),
+       convert_to(g.headers::text, 'UTF8'), g.occurred_at, g.created_at
+  FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
+ ORDER BY g.id`
+
+// MaxArchiveBytes bounds the events that an Archive gets at once, as their rows say; one
+// event may be larger.
+const MaxArchiveBytes = 16 << 20
+
+// Published removes rows of outbox above an id.
+func (r *Store) Published(ctx context.Context, l *Proof, after int64) (Step, error) {
+	return r.publishedBy(ctx, l, r.SQLPublished, r.SQLArchived, after, math.MaxInt64)
+}
+
+// publishedBy runs one of two statements, depending on whether there is an archive, over
+// the ids above after and below end.
+func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived string, after, end int64) (Step, error) {
+	sql := plain
+	if r.Cfg.Archive != nil {
+		sql = archived
+	}
+	limit, bytes := r.Cfg.BatchSize, int64(math.MaxInt64)
+	if r.Cfg.Archive != nil {
+		bytes = MaxArchiveBytes
+	}
+	remove := func(db beginner) (s Step, err error) {
+		err = r.transact(ctx, db, l, func(tx pgx.Tx) (int64, error) {
+			rows, err := tx.Query(ctx, sql, after, limit, r.Cfg.PublishedFor, end, r.unreadable, bytes)
+			if err != nil {
+				return 0, err
+			}
+			var lagging pgtype.Text
+			var events []Row
+			s, events, err = r.readStep(rows, &lagging)
+			s.Lagging = lagging.String
+			if err != nil || len(events) == 0 {
+				return s.Removed, err
+			}
+			if err := r.Cfg.Archive(ctx, tx, events); err != nil {
+				return 0, fmt.Errorf("archive: %w", err)
+			}
+			return s.Removed, nil
+		})
+		return s, err
+	}
+	for {
+		var s Step
+		var err error
+		if r.Cfg.Archive == nil || r.Callback == nil {
+			s, err = remove(r.DB)
+		} else {
+			s, err = r.removeSeparately(ctx, remove)
+		}
+		if !errors.Is(err, cursor.ErrTooMuch) {
+			return s, wrapClean("outbox", err)
+		}
+		limit = max(1, limit/8)
+	}
+}
+
+// sqlPrint prints the rows of a batch in the order of their ids, and returns the ids of
+// those that it could print.
+const sqlPrint = `
+SELECT o.id
+  FROM (SELECT * FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) ORDER BY id LIMIT $4) AS o
+ WHERE coalesce(octet_length(payload::text), 0) + coalesce(octet_length(headers::text), 0) >= 0`
+
+const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) ORDER BY id LIMIT 1`
+
+// lastPrintable returns the last row of a batch in front of the first that cannot be
+// printed, and why that one cannot; nil if all can.
+func (r *Store) lastPrintable(ctx context.Context, after, end int64) (last int64, err error) {
+	last = after
+	err = pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { return nil })
+		return err
+	}, r.sqlPrint, after, end, r.unreadable, r.Cfg.BatchSize)
+	return last, err
+}
+
+// keepNext keeps the first row above an id from the next batches.
+func (r *Store) keepNext(ctx context.Context, after, end int64) (id int64, err error) {
+	if err := r.DB.QueryRow(ctx, r.sqlNextRow, after, end, r.unreadable).Scan(&id); err != nil {
+		return 0, err
+	}
+	r.unreadable = append(r.unreadable, id)
+	return id, nil
+}
+
+// cannotPrint reports whether PostgreSQL could not print rows, or not in time.
+func cannotPrint(err error) bool {
+	return pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
+}
+
+// removeSeparately calls remove through callback. An archive that does not return keeps its
+// transaction, because a transaction belongs to one goroutine. Its connection is closed, so
+// PostgreSQL rolls back, and is no longer the pool's, so the host can close the pool.
+func (r *Store) removeSeparately(ctx context.Context, remove func(db beginner) (Step, error)) (s Step, err error) {
+	conn, err := pg.Borrow(ctx, r.DB)
+	if err != nil {
+		return s, err
+	}
+	result := make(chan Step, 1)
+	err = r.Callback(ctx, func() error {
+		defer conn.Return()
+		s, err := remove(conn.Conn)
+		result <- s
+		return err
+	})
+	switch {
+	case errors.Is(err, contain.ErrAbandoned):
+		conn.Cut()
+	case errors.Is(err, contain.ErrOmitted):
+		conn.Return()
+	case err == nil:
+		s = <-result
+	}
+	return s, err
+}
+
+// readStep reads the result of a batch, and the rows that it removed, if the statement
+// returns them. extra are the columns in front of the count of removed rows.
+func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err error) {
+	defer rows.Close()
+	var youngs int64
+	var last, young pgtype.Int8
+	head := append([]any{&s.scanned, &last, &young, &youngs}, extra...)
+	head = append(head, &s.Removed)
+	archive, bytes := false, 0
+	for rows.Next() {
+		var e Row
+		raw, dst := rows.RawValues(), slices.Clone(head)
+		switch {
+		case len(raw) == len(head):
+		case raw[len(head)] == nil: // nothing was removed
+			dst = append(dst, make([]any, len(raw)-len(head))...)
+		default:
+			dst = append(dst, &e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
+				&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt})
+		}
+		if err := rows.Scan(dst...); err != nil {
+			return s, nil, err
+		}
+		archive = len(dst) > len(head)
+		if bytes += len(e.Payload) + len(e.Headers); bytes > 2*MaxArchiveBytes && len(events) > 0 {
+			return s, events, cursor.ErrTooMuch
+		}
+		if e.OutboxID > 0 {
+			events = append(events, e)
+		}
+	}
+	s.Last, s.Young = last.Int64, young.Int64
+	s.full = s.scanned == int64(r.Cfg.BatchSize) || archive && s.scanned > 0 // maxArchiveBytes may have ended it
+	s.More = s.full && youngs < s.scanned
+	return s, events, rows.Err()
+}
