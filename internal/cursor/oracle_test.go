@@ -25,6 +25,7 @@ import (
 // The oracle is worth its name: it finds what is wrong with the cursors that
 // others use, under the same writers.
 func TestOracleBites(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel but for its parts: the wrong cursors go wrong only if the writers are fast.
 	for name, wrong := range map[string]func(oracle.Result) int{
 		"id":                       func(v oracle.Result) int { return v.Lost },
