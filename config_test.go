@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"maps"
 	"math"
 	"reflect"
 	"strconv"
@@ -43,7 +44,7 @@ func checkDefaults(t *testing.T, documented map[string]string, config string, cf
 	t.Helper()
 	for i := range cfg.NumField() {
 		if cfg.Type().Field(i).Anonymous {
-			checked += checkDefaults(t, documented, cfg.Type().Field(i).Name, cfg.Field(i))
+			checked += checkDefaults(t, ofEach(documented, config), cfg.Type().Field(i).Name, cfg.Field(i))
 			continue
 		}
 		name := config + "." + cfg.Type().Field(i).Name
@@ -62,6 +63,22 @@ func checkDefaults(t *testing.T, documented map[string]string, config string, cf
 		checked++
 	}
 	return checked
+}
+
+// ofEach returns the defaults of the fields that a configuration embeds: "4 for a worker and no bound for a consumer" is 4
+// in a WorkerConfig and 0 in a ConsumerConfig.
+func ofEach(documented map[string]string, config string) map[string]string {
+	of := maps.Clone(documented)
+	for name, said := range documented {
+		worker, consumer, differ := strings.Cut(said, " for a worker and ")
+		switch {
+		case differ && config == "WorkerConfig":
+			of[name] = worker
+		case differ && strings.HasPrefix(consumer, "no bound ") && strings.HasSuffix(consumer, " for a consumer"):
+			of[name] = "0"
+		}
+	}
+	return of
 }
 
 // parseDefault reads a default as comments write it: 500 ms, 7 days, 983,040 (960 KiB).

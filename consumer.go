@@ -41,7 +41,7 @@ type Consumer struct{ engine *consumer.Consumer }
 // it is a row of event_delivery.
 //
 // NewConsumer does no I/O. A running consumer uses a connection of db for each
-// partition that it handles at the moment, see ConsumerConfig.Concurrency, up to four for parked
+// partition that it handles at the moment, see HandlerConfig.Concurrency, up to four for parked
 // events, and up to six more; closing db stays with the caller. A nil db will do if every handler is one of [HandleNoTx], and
 // From is FromStart or FromEnd.
 //
@@ -204,22 +204,8 @@ func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().Kind != han
 
 // ConsumerConfig tunes a [Consumer]. The zero value is ready for production.
 type ConsumerConfig struct {
-	// HandlerConfig is what has nothing to do with Kafka.
+	// HandlerConfig has what a [Worker] has, too. The other fields concern Kafka.
 	HandlerConfig
-
-	// From is where a new group begins in each topic that it reads for the first time: at the
-	// beginning of the topic, or with what comes after its first start. A partition or a topic that
-	// is added later is read from its beginning in any case.
-	//
-	// Without a database From is required, and holds for every partition in which Kafka has no
-	// offset of the group: also for a partition that is added later, and after the offsets have
-	// expired. What FromEnd then skips is logged. Zero means FromEnd.
-	From Start
-
-	// MaxPoll is the most records of a partition that are handled together, at most
-	// 10,000; fewer where handlers are slow, so that a transaction takes about a second. Zero
-	// means 100.
-	MaxPoll int
 
 	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all
 	// partitions, in bytes. While there is half of it, a partition is fetched from only if
@@ -232,12 +218,6 @@ type ConsumerConfig struct {
 	// 67,108,864 (64 MiB).
 	MaxQueueBytes int
 
-	// Concurrency is how many handlers may run at the same time, over all partitions. Those
-	// with a transaction have three quarters of the connections of the pool in any case, all
-	// consumers that use it together; the rest is for what handlers do with the pool beside
-	// their transactions. Zero means 0 (no other bound).
-	Concurrency int
-
 	// SessionTimeout is how long Kafka waits for a heartbeat before it gives the
 	// partitions to others; and how long a handler may go on when its partition is
 	// taken away. It is longer than the interval of kgo.HeartbeatInterval. Zero means 30 s.
@@ -245,17 +225,6 @@ type ConsumerConfig struct {
 	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give
 	// up a partition. It is longer than SessionTimeout. Zero means 5 min.
 	MaxPollInterval time.Duration
-
-	// StopTimeout is how long [Consumer.Run] may outlive its context. Handlers have three
-	// fifths of it to finish the events that they are at. Zero means 5 s.
-	StopTimeout time.Duration
-
-	// Alerts says when an alert is sent that deliveries are dead or wait for too long, or that Kafka has
-	// removed records unread, and to whom. Where a relay leads or a worker runs, its process sends these
-	// instead. Else it is for one member of one group: of the first by name that has any. It alerts to
-	// all groups, and to relays that no process leads. Another member takes over within two
-	// SessionTimeout. It needs a database. The zero value logs alerts.
-	Alerts AlertConfig
 
 	// DeadLetterTopic names the topic for the dead letters of another, which must not be
 	// one that the consumer reads. It is called for each topic when the consumer is made.
@@ -279,11 +248,9 @@ const (
 
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.HandlerConfig = c.HandlerConfig.withDefaults()
-	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
 	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
 	c.MaxPollInterval = cmp.Or(c.MaxPollInterval, defaultMaxPollInterval)
 	c.MaxQueueBytes = cmp.Or(c.MaxQueueBytes, defaultMaxQueueBytes)
-	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
 	c.HandlerTimeout = cmp.Or(c.HandlerTimeout, c.MaxPollInterval/2)
 	if c.DeadLetterTopic == nil {
 		c.DeadLetterTopic = DeadLetterTopic
@@ -302,14 +269,8 @@ func (c ConsumerConfig) validate(given ConsumerConfig) error {
 	session := check.Field[time.Duration]{Name: "SessionTimeout", Value: c.SessionTimeout, Given: given.SessionTimeout}
 	errs := []error{
 		c.HandlerConfig.validate(),
-		c.From.validate(),
-		check.NotNegative("MaxPoll", c.MaxPoll),
-		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
 		check.NotNegative("SessionTimeout", c.SessionTimeout),
-		check.NotNegative("StopTimeout", c.StopTimeout),
 		check.NotNegative("MaxQueueBytes", c.MaxQueueBytes),
-		check.NotNegative("Concurrency", c.Concurrency),
-		c.Alerts.settings().Validate(),
 		check.Shorter(session, check.Field[time.Duration]{Name: "MaxPollInterval", Value: c.MaxPollInterval, Given: given.MaxPollInterval}),
 	}
 	if c.MaxQueueBytes < minMaxQueueBytes {
@@ -344,7 +305,7 @@ func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
 
 // rules returns the configuration as the engine takes it.
 func (c ConsumerConfig) rules(group string) consumer.Rules {
-	handling := c.HandlerConfig.rules(group, c.StopTimeout)
+	handling := c.HandlerConfig.rules(group)
 	return consumer.Rules{
 		Rules: &handling, FromStart: c.From == FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
 		SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,

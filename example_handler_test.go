@@ -148,8 +148,10 @@ func consume(h outbox.Handler) {
 // the transaction that notes it.
 func ExampleWorker() {
 	worker, err := outbox.NewWorker(db, events, "orders", outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 5}},
-		From:          outbox.FromStart, // also what was recorded before the first start of the group
+		HandlerConfig: outbox.HandlerConfig{
+			From:  outbox.FromStart, // also what was recorded before the first start of the group
+			Retry: outbox.RetryPolicy{MaxRetries: 5},
+		},
 	}, outbox.Handle("ORDER_PAID", func(ctx context.Context, tx pgx.Tx, e OrderPaid, _ outbox.Metadata) error {
 		_, err := tx.Exec(ctx, `UPDATE orders SET paid = true WHERE id = $1`, e.OrderID)
 		return err

@@ -51,6 +51,26 @@ type HandlerConfig struct {
 	// consumer without a database has none. Zero means Window 20, FailureRate 0.5, OpenFor 30 s and Trials 1.
 	Breaker BreakerConfig
 
+	// From is where a new group begins in each topic that it reads for the first time: at the oldest event
+	// that there is, or with what is committed after its first start. A consumer reads a partition or a topic that
+	// is added later from its beginning in any case.
+	//
+	// A consumer without a database requires From. There it holds for every partition in which Kafka has no offset of the
+	// group: also for a partition that is added later, and after the offsets have expired. What FromEnd then skips is
+	// logged. Zero means FromEnd.
+	From Start
+
+	// MaxPoll is the most events that are handled together in a transaction, at most 10,000; of a consumer, those of
+	// a partition. There are fewer where handlers are slow, so that a transaction takes about a second. Zero means 100.
+	MaxPoll int
+
+	// Concurrency is how many handlers may run at the same time: of a worker, at most 1,000 with a transaction and as many
+	// without one; of a consumer, over all partitions. Those with a transaction have three quarters of the connections
+	// of the pool in any case, all workers and consumers that use it together; the rest is for what handlers do with the pool
+	// outside their transactions. Zero means 4 for a worker and no bound
+	// besides the pool for a consumer.
+	Concurrency int
+
 	// HandlerTimeout is when the context of a handler ends. An error that it returns then
 	// counts as any other. A handler of [HandleBatch] has as long for all of its events,
 	// and a codec for one. At most half of MaxPollInterval. Zero means 150 s (half of
@@ -62,6 +82,10 @@ type HandlerConfig struct {
 	// RetriesFor, decoders, codecs, upcasters and keys of [OncePer], and for how long a
 	// transaction may take to begin. Zero means 30 s.
 	SlowHandler time.Duration
+
+	// StopTimeout is how long Run of a [Consumer] or [Worker] may outlive its context. Handlers have three fifths of it to
+	// finish the events that they are at. Zero means 5 s.
+	StopTimeout time.Duration
 
 	// Topics are read beside the topics of the event types that have handlers: events that
 	// were recorded with a topic of their own, see [With], are there, or those of other
@@ -82,6 +106,13 @@ type HandlerConfig struct {
 	// Middleware runs around each call of a handler, the first outermost. Without any, a
 	// call costs nothing more.
 	Middleware []Middleware
+
+	// Alerts says when an alert is sent that deliveries are dead or wait for too long, and of a consumer, that Kafka has
+	// removed records unread; and to whom. Where a relay leads, its process sends these instead, and where a worker
+	// runs, that of the worker. Else one process sends them, of the first group by name that has any: it alerts to all
+	// groups, and to relays that no process leads. When it ends, another one takes over within two Lease of a worker, or two
+	// session timeouts of a consumer. It needs a database. The zero value logs alerts.
+	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated or given up.
 	Hooks ConsumerHooks
@@ -139,7 +170,9 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 	c.Retry.MaxRetries = cmp.Or(c.Retry.MaxRetries, defaultHandlerRetries)
 	c.Retry.RetryWait = cmp.Or(c.Retry.RetryWait, defaultRetryWait)
 	c.Retry.MaxRetryWait = cmp.Or(c.Retry.MaxRetryWait, defaultMaxRetryWait)
+	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
 	c.SlowHandler = cmp.Or(c.SlowHandler, defaultSlowHandler)
+	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
 	c.Breaker.Window = cmp.Or(c.Breaker.Window, defaultActionWindow)
 	c.Breaker.Trials = cmp.Or(c.Breaker.Trials, defaultActionTrials)
 	c.Breaker = c.Breaker.withDefaults()
@@ -148,14 +181,14 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 }
 
 // rules returns the configuration as the engine takes it.
-func (c HandlerConfig) rules(group string, stopTimeout time.Duration) handling.Rules {
+func (c HandlerConfig) rules(group string) handling.Rules {
 	codecs := make([]handling.Codec, len(c.Codecs))
 	for i, codec := range c.Codecs {
 		codecs[i] = codec.engine()
 	}
 	return handling.Rules{
 		Group: group, Schema: c.Schema, Retry: handling.RetryPolicy(c.Retry), HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
-		Breaker: breaker.Rules(c.Breaker), HandlerTimeout: c.HandlerTimeout, SlowHandler: c.SlowHandler, StopTimeout: stopTimeout,
+		Breaker: breaker.Rules(c.Breaker), HandlerTimeout: c.HandlerTimeout, SlowHandler: c.SlowHandler, StopTimeout: c.StopTimeout,
 		DeadLetterUnknown: c.Unknown == DeadLetterUnknown, JSON: JSON().engine(), Codecs: codecs,
 		Middleware: engineMiddlewares(c.Middleware), Hooks: c.Hooks.engine(), Log: c.Logger.With("group", group),
 	}
@@ -196,8 +229,14 @@ func (c HandlerConfig) validate() error {
 	errs := []error{
 		check.Schema(c.Schema),
 		handling.RetryPolicy(c.Retry).Validate(),
+		c.From.validate(),
+		check.NotNegative("MaxPoll", c.MaxPoll),
+		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
+		check.NotNegative("Concurrency", c.Concurrency),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
 		check.NotNegative("SlowHandler", c.SlowHandler),
+		check.NotNegative("StopTimeout", c.StopTimeout),
+		c.Alerts.settings().Validate(),
 		c.Breaker.validate(),
 		check.EachPositive("RetryDeadAfter", c.RetryDeadAfter),
 	}

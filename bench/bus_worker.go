@@ -32,8 +32,8 @@ func newWorker(db *pgxpool.Pool, j job, begin func(orders.Placed, outbox.Metadat
 		HandlerConfig: outbox.HandlerConfig{
 			Schema: j.Schema,
 			Hooks:  outbox.ConsumerHooks{Handled: func(m outbox.Metadata, _ string, _ time.Duration) { handled(m) }},
+			From:   outbox.FromStart,
 		},
-		From: outbox.FromStart,
 	}, outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e orders.Placed, m outbox.Metadata) error {
 		begin(e, m)
 		_, err := tx.Exec(ctx, effect, e.Order, e.N)

@@ -31,8 +31,8 @@ func countAll(ctx context.Context, j job) (u used, err error) {
 			HandlerConfig: outbox.HandlerConfig{
 				Schema: j.Schema,
 				Hooks:  outbox.ConsumerHooks{Handled: func(outbox.Metadata, string, time.Duration) { counted.done(1) }},
+				From:   outbox.FromStart, MaxPoll: j.MaxPoll,
 			},
-			From: outbox.FromStart, MaxPoll: j.MaxPoll,
 		}, j.counter())
 	if err != nil {
 		return u, err

@@ -188,7 +188,8 @@ func (s *failing) consumer(db *pgxpool.Pool, group string, cfg outbox.HandlerCon
 	if err != nil {
 		return nil, err
 	}
-	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.cfg.Brokers...)}, events, group, outbox.ConsumerConfig{HandlerConfig: cfg, From: outbox.FromStart}, h)
+	cfg.From = outbox.FromStart
+	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.cfg.Brokers...)}, events, group, outbox.ConsumerConfig{HandlerConfig: cfg}, h)
 	if err != nil {
 		return nil, err
 	}
@@ -201,7 +202,8 @@ func (s *failing) worker(db *pgxpool.Pool, group string, cfg outbox.HandlerConfi
 	if err != nil {
 		return nil, err
 	}
-	w, err := outbox.NewWorker(db, events, group, outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart}, h)
+	cfg.From = outbox.FromStart
+	w, err := outbox.NewWorker(db, events, group, outbox.WorkerConfig{HandlerConfig: cfg}, h)
 	if err != nil {
 		return nil, err
 	}

@@ -87,8 +87,11 @@ func runBus(value string) error {
 // config has short times. Batches are small, so that several of a worker are under way.
 func (s busSpec) config() outbox.WorkerConfig {
 	return outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}},
-		From:          outbox.FromStart, MaxPoll: 20, PollInterval: busPoll, Lease: busLease,
+		HandlerConfig: outbox.HandlerConfig{
+			From: outbox.FromStart, MaxPoll: 20,
+			Retry: outbox.RetryPolicy{MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond},
+		},
+		PollInterval: busPoll, Lease: busLease,
 	}
 }
 

@@ -126,8 +126,9 @@ func requirePair(t *testing.T, rate int, lasts time.Duration, beside besideHandl
 func startPaired(t *testing.T, like *pgxpool.Pool, events *outbox.Registry, group string, handler outbox.Handler) (wake func()) {
 	t.Helper()
 	db := openPool(t, like.Config())
-	w, err := outbox.NewWorker(db, events, group, outbox.WorkerConfig{From: outbox.FromStart, HandlerConfig: outbox.HandlerConfig{
+	w, err := outbox.NewWorker(db, events, group, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{
 		Retry: outbox.RetryPolicy{MaxRetries: 1 << 20, RetryWait: time.Second}, Logger: slog.New(slog.DiscardHandler),
+		From: outbox.FromStart,
 	}}, handler)
 	require.NoError(t, err)
 	testenv.Run(t, w.Run)

@@ -141,7 +141,7 @@ func TestHandledIsDurable(t *testing.T) {
 	}
 	group := uuid.NewString()
 	consumer, err := outbox.NewConsumer(openPool(t, cfg), testenv.KafkaOpts(s.brokers), registry, group, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.DiscardHandler)}, From: outbox.FromStart,
+		HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart},
 	}, outbox.Handle("ONE", effect("ONE")), outbox.Handle("OTHER", effect("OTHER")))
 	require.NoError(t, err)
 	stop := testenv.Run(t, consumer.Run)

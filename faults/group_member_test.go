@@ -110,8 +110,8 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 					}
 				},
 			},
+			MaxPoll: 20,
 		},
-		MaxPoll: 20,
 	}
 	if s.Session > 0 {
 		cfg.SessionTimeout, cfg.MaxPollInterval = s.Session, 30*time.Second

@@ -205,7 +205,7 @@ func consumerWorks(t *testing.T, s *rightsSite) string {
 	log := new(testenv.Buffer)
 	broken, handled := make(chan struct{}), make(chan string, 10)
 	consumer, err := outbox.NewConsumer(db, s.as("consumer"), events, s.group, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Logger: slog.New(slog.NewTextHandler(log, nil))}, From: outbox.FromStart,
+		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Logger: slog.New(slog.NewTextHandler(log, nil)), From: outbox.FromStart},
 	}, outbox.Handle("HANDLE", func(_ context.Context, _ pgx.Tx, h happened, _ outbox.Metadata) error {
 		select {
 		case <-broken:

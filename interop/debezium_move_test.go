@@ -60,7 +60,7 @@ func (m *changeover) consume() {
 	_, err := m.db.Exec(context.Background(), `CREATE TABLE effect (n bigserial, event_id text PRIMARY KEY, key text, version bigint)`)
 	require.NoError(m, err)
 	consumer, err := outbox.NewConsumer(m.db, testenv.KafkaOpts(m.brokers), m.events, m.name, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Schema: m.schema, Logger: slog.New(slog.DiscardHandler), Retry: outbox.RetryPolicy{MaxRetries: -1}}, From: outbox.FromStart, Decode: outbox.DecodeDebezium,
+		HandlerConfig: outbox.HandlerConfig{Schema: m.schema, Logger: slog.New(slog.DiscardHandler), Retry: outbox.RetryPolicy{MaxRetries: -1}, From: outbox.FromStart}, Decode: outbox.DecodeDebezium,
 	}, outbox.Handle("NOTED", func(ctx context.Context, tx pgx.Tx, e oracle.Event, _ outbox.Metadata) error {
 		_, err := tx.Exec(ctx, `INSERT INTO effect (event_id, key, version) VALUES ($1, $2, $3)`, e.ID, e.Key, e.Version)
 		return err

@@ -93,8 +93,8 @@ func (f *replayFixture) start(t testing.TB, group string, actions ...string) {
 				defer f.mu.Unlock()
 				f.repeats[group+" "+action]++
 			}},
+			From: outbox.FromStart,
 		},
-		From: outbox.FromStart,
 		Decode: func(r *kgo.Record) (*outbox.Message, error) {
 			if group == "a" && f.unreadable.Load() {
 				return nil, errors.New("unreadable")

@@ -49,7 +49,7 @@ func newRewindFixture(t *testing.T, opts ...kgo.Opt) *rewindFixture {
 func (r *rewindFixture) run(t *testing.T) (stop func()) {
 	t.Helper()
 	c, err := outbox.NewConsumer(r.db, append(r.opts, kgo.SeedBrokers(r.brokers...)), r.events,
-		r.group, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: r.schema, Logger: slog.New(slog.DiscardHandler)}, From: outbox.FromStart},
+		r.group, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: r.schema, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}},
 		outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e oracle.Event, _ outbox.Metadata) error {
 			_, err := tx.Exec(ctx, r.sql(`INSERT INTO {schema}.effects VALUES ($1, 1)`), e.ID)
 			return err

@@ -43,8 +43,7 @@ func (g *groups) start(t testing.TB, f *replayFixture, group string) {
 	t.Helper()
 	c, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(f.brokers), f.events, group+"-"+f.topic, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
-			Hooks: outbox.ConsumerHooks{Repeated: func(outbox.Metadata, string) { g.add(g.repeated, group, 0) }}},
-		From: outbox.FromStart,
+			Hooks: outbox.ConsumerHooks{Repeated: func(outbox.Metadata, string) { g.add(g.repeated, group, 0) }}, From: outbox.FromStart},
 	}, outbox.Handle("COUNTS", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
 		g.add(g.handled, group, e.Number)
 		return nil

@@ -365,7 +365,7 @@ func TestWorkerWithHandlers(t *testing.T) {
 	_, err := s.pool.Exec(background, s.sql(`CREATE TABLE {s}.counts (id text PRIMARY KEY, n int)`))
 	require.NoError(t, err)
 	worker, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Schema: s.schema}, From: outbox.FromStart, PollInterval: 10 * time.Millisecond,
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, From: outbox.FromStart}, PollInterval: 10 * time.Millisecond,
 	}, once, batch, retried)
 	require.NoError(t, err)
 	var events []outbox.DomainEvent

@@ -247,8 +247,8 @@ func TestBatchWithFailingEvent(t *testing.T) {
 	const n = 40
 	var mu sync.Mutex
 	sizes := map[int]bool{}
-	cfg := outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
-	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart, PollInterval: 5 * time.Millisecond},
+	cfg := outbox.HandlerConfig{From: outbox.FromStart, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
+	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, PollInterval: 5 * time.Millisecond},
 		outboxsql.HandleBatch("BATCH", func(ctx context.Context, tx *sql.Tx, events []outbox.Received[placed]) error {
 			mu.Lock()
 			sizes[len(events)] = true
@@ -297,7 +297,7 @@ func TestLeftOpenInSharedTransaction(t *testing.T) {
 	const n = 50
 	var goroutines sync.WaitGroup
 	var failed atomic.Int64
-	cfg := outbox.HandlerConfig{Schema: s.schema}
+	cfg := outbox.HandlerConfig{From: outbox.FromStart, Schema: s.schema}
 	untidy := func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 		if err := s.insert(ctx, tx, e.Order); err != nil {
 			failed.Add(1)
@@ -321,7 +321,7 @@ func TestLeftOpenInSharedTransaction(t *testing.T) {
 		}
 		return rows.Err()
 	}
-	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
+	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
 	require.NoError(t, err)
 	s.place(t, w.Waker(), n)
 	testenv.Run(t, w.Run)
@@ -340,8 +340,8 @@ func TestSavepointOfAnotherHandler(t *testing.T) {
 		"savepoint": {`rollback transaction to savepoint "here"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cfg := outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
-			w, err := outbox.NewWorker(s.pool, s.events, "shop "+name, outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart, Concurrency: 1, PollInterval: 5 * time.Millisecond},
+			cfg := outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
+			w, err := outbox.NewWorker(s.pool, s.events, "shop "+name, outbox.WorkerConfig{HandlerConfig: cfg, PollInterval: 5 * time.Millisecond},
 				outboxsql.Handle("SAVED "+name, func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 					if !strings.HasPrefix(e.Order, name) {
 						return nil

@@ -52,7 +52,7 @@ func TestDeliverMetadata(t *testing.T) {
 	var events []parcelSent
 	var received []outbox.Metadata
 	var correlation string
-	c, err := outbox.NewConsumer(nil, nil, h.events, "g", outbox.ConsumerConfig{From: outbox.FromStart},
+	c, err := outbox.NewConsumer(nil, nil, h.events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
 		outbox.HandleNoTx("NOTED", func(ctx context.Context, e parcelSent, m outbox.Metadata) error {
 			events, received, correlation = append(events, e), append(received, m), outbox.CorrelationID(ctx)
 			return nil

@@ -57,7 +57,7 @@ func TestNewRecordFails(t *testing.T) {
 func TestDeliverFails(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)
-	c, err := outbox.NewConsumer(nil, nil, h.events, "g", outbox.ConsumerConfig{From: outbox.FromStart},
+	c, err := outbox.NewConsumer(nil, nil, h.events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
 		outbox.HandleNoTx("NOTHING", func(context.Context, orderPlaced, outbox.Metadata) error { panic("not handled") }))
 	require.NoError(t, err)
 	for _, deliver := range []func(context.Context, outboxtest.T, *outbox.Consumer, *outbox.Registry, outbox.DomainEvent) error{

@@ -39,19 +39,19 @@ func newCutShop(t *testing.T) *cutShop {
 }
 
 func (d *cutShop) config() outbox.HandlerConfig {
-	return outbox.HandlerConfig{Schema: d.schema, Logger: slog.New(slog.DiscardHandler)}
+	return outbox.HandlerConfig{Schema: d.schema, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}
 }
 
 func (d *cutShop) worker(t *testing.T) (stop func()) {
 	t.Helper()
-	w, err := outbox.NewWorker(d.db, d.events, "stats", outbox.WorkerConfig{HandlerConfig: d.config(), From: outbox.FromStart, PollInterval: 20 * time.Millisecond}, d.handler)
+	w, err := outbox.NewWorker(d.db, d.events, "stats", outbox.WorkerConfig{HandlerConfig: d.config(), PollInterval: 20 * time.Millisecond}, d.handler)
 	require.NoError(t, err)
 	return testenv.Run(t, w.Run)
 }
 
 func (d *cutShop) consumer(t *testing.T) (stop func()) {
 	t.Helper()
-	c, err := outbox.NewConsumer(d.db, testenv.KafkaOpts(d.brokers), d.events, "stats", outbox.ConsumerConfig{HandlerConfig: d.config(), From: outbox.FromStart}, d.handler)
+	c, err := outbox.NewConsumer(d.db, testenv.KafkaOpts(d.brokers), d.events, "stats", outbox.ConsumerConfig{HandlerConfig: d.config()}, d.handler)
 	require.NoError(t, err)
 	stop = testenv.Run(t, c.Run)
 	require.Eventually(t, func() bool { return strings.Contains(d.ok(t, "consumers"), "stats") }, testenv.Patience, 10*time.Millisecond)

@@ -147,7 +147,7 @@ func groupFindings(groups []outboxops.DeliveryGroup, at workers, l limits) (all 
 
 const (
 	lateMeans = "Workers take events, and more come or each takes long: they are handled late. A transaction that was open for long makes its events old at its commit."
-	lateDo    = "outbox consumers shows whether it shrinks. Raise WorkerConfig.Concurrency, run more workers, or make the handler quicker."
+	lateDo    = "outbox consumers shows whether it shrinks. Raise HandlerConfig.Concurrency, run more workers, or make the handler quicker."
 )
 
 func deliveriesAre(n int) string { return pluralUpTo(int64(n), "delivery is", "deliveries are") }

@@ -39,8 +39,8 @@ func (a *app) config() outbox.ConsumerConfig {
 			Retry:  outbox.RetryPolicy{RetriesFor: retries},
 			Hooks:  a.hooks,
 			Logger: a.log,
+			From:   outbox.FromStart, // customers do not wait until the groups are ready
 		},
-		From:           outbox.FromStart, // customers do not wait until the groups are ready
 		SessionTimeout: 6 * time.Second,
 		Decode:         onlyFrom(a.source),
 	}

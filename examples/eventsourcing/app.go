@@ -83,7 +83,7 @@ type runner interface {
 func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker, err error) {
 	if withWorker {
 		w, err := outbox.NewWorker(a.db, a.events, a.group(), outbox.WorkerConfig{
-			HandlerConfig: a.handling(), From: outbox.FromStart, PollInterval: 200 * time.Millisecond, Lease: 2 * time.Second,
+			HandlerConfig: a.handling(), PollInterval: 200 * time.Millisecond, Lease: 2 * time.Second,
 		}, a.projection().handlers()...)
 		if err != nil {
 			return nil, nil, err
@@ -106,7 +106,6 @@ func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker
 func (a *app) consumer() (*outbox.Consumer, error) {
 	return outbox.NewConsumer(a.db, a.kafka, a.events, a.group(), outbox.ConsumerConfig{
 		HandlerConfig:  a.handling(),
-		From:           outbox.FromStart,
 		SessionTimeout: 6 * time.Second,
 		Decode:         a.onlyOurs,
 	}, a.projection().handlers()...)
@@ -116,7 +115,7 @@ func (a *app) consumer() (*outbox.Consumer, error) {
 func (a *app) group() string { return "order-projection." + a.schema }
 
 func (a *app) handling() outbox.HandlerConfig {
-	return outbox.HandlerConfig{Schema: a.schema, Logger: a.log}
+	return outbox.HandlerConfig{Schema: a.schema, From: outbox.FromStart, Logger: a.log}
 }
 
 // onlyOurs passes over what other runs have sent to the topic.

@@ -12,7 +12,7 @@ import (
 
 // newSales returns the consumer that adds up the sales of each product.
 func newSales(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry) (*outbox.Consumer, error) {
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	return outbox.NewConsumer(db, kafka, events, "sales", cfg, outbox.Handle("SALE_COUNTED", countSale))
 }
 

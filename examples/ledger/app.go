@@ -156,8 +156,8 @@ func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consum
 			Retry:   outbox.RetryPolicy{RetriesFor: retries},
 			Breaker: outbox.BreakerConfig{Window: 1000}, // events that are early are no outage
 			Logger:  a.log,
+			From:    outbox.FromStart, // the counter does not wait until the consumers are ready
 		},
-		From:           outbox.FromStart, // the counter does not wait until the consumers are ready
 		SessionTimeout: 6 * time.Second,
 		Decode:         onlyFrom(a.source),
 	}, handlers...)

@@ -98,7 +98,7 @@ func TestForward(t *testing.T) {
 		return err == nil
 	}, testenv.Patience, 50*time.Millisecond, "no stream: %v", err)
 
-	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetryWait: time.Second}}, From: outbox.FromStart, PollInterval: 20 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetryWait: time.Second}, From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	cfg.Schema, cfg.Retry.RetryWait, cfg.Logger = schema, 50*time.Millisecond, slog.New(slog.DiscardHandler)
 	cfg.Retry.RetriesFor = func(error) int { return 10_000 } // an outage of NATS may last
 	w, err := outbox.NewWorker(db, events, "nats", cfg, nats.Forward[paid]("FORWARDED", js))

@@ -252,8 +252,8 @@ func (a *agreement) failAll() {
 	a.eventually(func() bool { return strings.Contains(strings.Join(still.Health().Reasons, ";"), "paused by kim") }, "the group does not know that it is paused")
 	imports := a.consumer("imports", outbox.ConsumerConfig{}, outbox.HandleNoTx("IMPORTED", func(context.Context, imported, outbox.Metadata) error { return nil }),
 		kgo.MaxDecompressBatchBytes(1<<20))
-	mails, err := outbox.NewWorker(a.db, a.events, a.group("mails"), a.tel.Worker(a.group("mails"), outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond,
-		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Logger: quiet, Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far}}}),
+	mails, err := outbox.NewWorker(a.db, a.events, a.group("mails"), a.tel.Worker(a.group("mails"), outbox.WorkerConfig{PollInterval: 50 * time.Millisecond,
+		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Logger: quiet, Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far}, From: outbox.FromStart}}),
 		outbox.HandleNoTx("MAIL_SENT", func(_ context.Context, e agreed, _ outbox.Metadata) error {
 			return a.refuse(e.ID, "unmailable", "slow")
 		}))

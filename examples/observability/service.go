@@ -104,13 +104,13 @@ func (s *service) wire(context.Context) (err error) {
 		return err
 	}
 	s.sales, err = outbox.NewConsumer(s.db, s.kafka, s.events,
-		"sales-"+s.id, s.tel.Consumer("sales-"+s.id, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Logger: s.log}, From: outbox.FromStart}),
+		"sales-"+s.id, s.tel.Consumer("sales-"+s.id, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Logger: s.log, From: outbox.FromStart}}),
 		outbox.Handle("SALE_COUNTED", s.countSale))
 	if err != nil {
 		return err
 	}
 	s.mails, err = outbox.NewWorker(s.db, s.events,
-		"mails-"+s.id, s.tel.Worker("mails-"+s.id, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Logger: s.log}, From: outbox.FromStart}),
+		"mails-"+s.id, s.tel.Worker("mails-"+s.id, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Logger: s.log, From: outbox.FromStart}}),
 		outbox.HandleNoTx("MAIL_SENT", s.sendMail))
 	if err != nil {
 		return err

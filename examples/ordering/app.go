@@ -192,13 +192,13 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 	}
 	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("shop-1")), a.events, group+"."+a.schema, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Schema: a.schema,
-			Retry:  outbox.RetryPolicy{MaxRetries: 10},
-			Hooks:  hooks,
-			Logger: a.log,
+			Schema:  a.schema,
+			Retry:   outbox.RetryPolicy{MaxRetries: 10},
+			Hooks:   hooks,
+			Logger:  a.log,
+			MaxPoll: maxPoll,
+			From:    outbox.FromStart, // the shop does not wait until the consumers are ready
 		},
-		MaxPoll:        maxPoll,
-		From:           outbox.FromStart, // the shop does not wait until the consumers are ready
 		SessionTimeout: 6 * time.Second,
 		Decode:         a.onlyOurs,
 	}, handlers...)

@@ -100,7 +100,7 @@ func throughKafka(t *testing.T, mode outbox.Mode) (*kgo.Record, string) {
 	stop := testenv.Run(t, relay.Run)
 	record := first(ctx, t, brokers, topic)
 	stop()
-	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema}, From: outbox.FromStart}))
+	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema, From: outbox.FromStart}}))
 	return record, storedID(ctx, t, db, schema)
 }
 

@@ -37,7 +37,7 @@ func main() {
 		outbox.Event("acme.greeting.sent.v1", "Greeting", GreetingSent.Recipient)))
 	recorder := must(outbox.NewRecorder(events, outbox.RecorderConfig{}))
 	relay := must(outbox.NewRelay(db, kafka, outbox.RelayConfig{}))
-	printer := must(outbox.NewConsumer(db, kafka, events, "printer", outbox.ConsumerConfig{From: outbox.FromStart},
+	printer := must(outbox.NewConsumer(db, kafka, events, "printer", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
 		outbox.Handle("PRINTED", func(_ context.Context, tx pgx.Tx, e GreetingSent, _ outbox.Metadata) error {
 			fmt.Printf("arrived: %s, %s\n", e.To, e.Text) // statements in tx commit once, however often e arrives
 			stop()                                        // ends both Runs once they have finished what is in flight

@@ -31,7 +31,12 @@ func (a *app) groups() ([]group, error) {
 		return nil, err
 	}
 	config := func(timeout time.Duration) outbox.HandlerConfig {
-		return outbox.HandlerConfig{Schema: a.schema, HandlerTimeout: timeout, Logger: a.log}
+		return outbox.HandlerConfig{
+			Schema:         a.schema,
+			From:           outbox.FromStart, // signals do not wait until the groups run
+			HandlerTimeout: timeout,
+			Logger:         a.log,
+		}
 	}
 	orders := config(10 * time.Second)
 	orders.Retry.RetriesFor = retries
@@ -61,7 +66,6 @@ func (a *app) workers() (workers []*outbox.Worker, err error) {
 	for _, g := range groups {
 		w, bad := outbox.NewWorker(a.db, a.events, g.name, outbox.WorkerConfig{
 			HandlerConfig: g.HandlerConfig,
-			From:          outbox.FromStart, // signals do not wait until the workers run
 			PollInterval:  200 * time.Millisecond,
 			Lease:         a.lease,
 			Streams:       streams,
@@ -79,7 +83,6 @@ func (a *app) consumers(kafka []kgo.Opt) (consumers []*outbox.Consumer, err erro
 	for _, g := range groups {
 		c, bad := outbox.NewConsumer(a.db, kafka, a.events, g.name, outbox.ConsumerConfig{
 			HandlerConfig:   g.HandlerConfig,
-			From:            outbox.FromStart,
 			MaxPollInterval: max(5*time.Minute, 2*g.HandlerTimeout), // a partition waits for its handler
 		}, g.handlers...)
 		consumers, err = append(consumers, c), errors.Join(err, bad)

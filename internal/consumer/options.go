@@ -25,7 +25,7 @@ func CheckOpts(opts []kgo.Opt, session time.Duration) error {
 		o.Reject(o.Lists(kgo.ConsumeExcludeTopics), "ConsumeExcludeTopics", topicsFollow)
 		o.Reject(o.Sets(kgo.ConsumeRegex), "ConsumeRegex", topicsFollow+", and a topic's name is also in that of its dead letters")
 		o.Reject(o.Sets(kgo.KeepControlRecords), "KeepControlRecords", "markers of transactions are no events")
-		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.From says where a new group begins")
+		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "HandlerConfig.From says where a new group begins")
 		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
 		o.Reject(o.Differs(kgo.FetchIsolationLevel, int8(1)), "FetchIsolationLevel", "events of aborted transactions never happened")
 		o.Reject(o.Differs(kgo.SessionTimeout, unlikelySession), "SessionTimeout", itsField)

@@ -58,7 +58,7 @@ func (s *RunState) Get() (running bool, began time.Time, err error) {
 
 // CallSlots bound how many handlers run at the same time. A nil field means no bound.
 type CallSlots struct {
-	Calls        *Slots // for all handlers: ConsumerConfig.Concurrency
+	Calls        *Slots // for all handlers: HandlerConfig.Concurrency
 	Transactions *Slots // for handlers with a transaction: connections of the pool, see [SlotsOf]
 }
 

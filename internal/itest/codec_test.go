@@ -217,7 +217,7 @@ func TestCodecContext(t *testing.T) {
 	record, err := rec.KafkaRecord(ctx, sale{Product: "p"})
 	require.NoError(t, err)
 	require.Equal(t, "acme", encodedFor)
-	c, err := outbox.NewConsumer(nil, nil, events, "g", outbox.ConsumerConfig{From: outbox.FromStart},
+	c, err := outbox.NewConsumer(nil, nil, events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.NoError(t, err)
 	require.NoError(t, c.Deliver(t.Context(), record))

@@ -77,9 +77,11 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	group := "alerts-" + s.topic
-	quiet := outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}
-	alerts := func(box *mailbox) outbox.AlertConfig {
-		return outbox.AlertConfig{Alerter: box, Interval: 20 * time.Millisecond, DeadThreshold: 1, StaleAfter: time.Minute, StalePending: 1}
+	alerts := func(box *mailbox) outbox.HandlerConfig {
+		return outbox.HandlerConfig{
+			Schema: s.schema, Logger: slog.New(slog.DiscardHandler),
+			Alerts: outbox.AlertConfig{Alerter: box, Interval: 20 * time.Millisecond, DeadThreshold: 1, StaleAfter: time.Minute, StalePending: 1},
+		}
 	}
 	var boxes [2]*mailbox
 	var pools [2]*pgxpool.Pool
@@ -87,7 +89,7 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	for i := range boxes {
 		boxes[i], pools[i] = &mailbox{}, testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = s.db.Config().ConnConfig.Database })
 		c, err := outbox.NewConsumer(pools[i], testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{
-			HandlerConfig: quiet, SessionTimeout: 6 * time.Second, Alerts: alerts(boxes[i]),
+			HandlerConfig: alerts(boxes[i]), SessionTimeout: 6 * time.Second,
 		}, outbox.Handle("COUNTED", s.count))
 		require.NoError(t, err)
 		stops[i] = testenv.Run(t, c.Run)
@@ -110,7 +112,7 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	require.Equal(t, 1-first, oneBy(t, s.relayFixture, group, boxes))
 
 	box := &mailbox{}
-	w, err := outbox.NewWorker(s.db, s.events, group, outbox.WorkerConfig{HandlerConfig: quiet, Lease: time.Second, Alerts: alerts(box)}, outbox.HandleNoTx("SHOWN",
+	w, err := outbox.NewWorker(s.db, s.events, group, outbox.WorkerConfig{HandlerConfig: alerts(box), Lease: time.Second}, outbox.HandleNoTx("SHOWN",
 		func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, w.Run)
@@ -142,8 +144,7 @@ func TestAlertsNeedRightsAndDatabase(t *testing.T) {
 	}
 	r.giveGroup(t, "consumer", group)
 	var log testenv.Buffer
-	c, err := outbox.NewConsumer(r.as(t, "consumer"), testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{From: outbox.FromStart,
-		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(&log, nil))}}, outbox.Handle("COUNTED", s.count))
+	c, err := outbox.NewConsumer(r.as(t, "consumer"), testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(&log, nil)), From: outbox.FromStart}}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	s.sendTo(t, 1, 10)
 	testenv.Run(t, c.Run)
@@ -151,11 +152,11 @@ func TestAlertsNeedRightsAndDatabase(t *testing.T) {
 	require.Contains(t, log.String(), "the lease for alerts fails")
 
 	_, err = outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("localhost:9")}, s.events, group, outbox.ConsumerConfig{
-		From: outbox.FromStart, Alerts: outbox.AlertConfig{Alerter: &mailbox{}},
+		HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Alerts: outbox.AlertConfig{Alerter: &mailbox{}}},
 	}, outbox.HandleNoTx("SHOWN", func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.ErrorContains(t, err, "field Alerts")
 	_, err = outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{
-		Alerts: outbox.AlertConfig{StalePending: -1},
+		HandlerConfig: outbox.HandlerConfig{Alerts: outbox.AlertConfig{StalePending: -1}},
 	}, outbox.Handle("COUNTED", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return nil }))
 	require.ErrorContains(t, err, "StalePending")
 }

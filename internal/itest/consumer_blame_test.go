@@ -49,7 +49,7 @@ func TestTwoHandlersEndTransaction(t *testing.T) {
 		return err
 	})
 	s.sendSales(t, 10, map[int]string{2: "ROLLBACK; BEGIN", 6: "COMMIT"})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}, From: outbox.FromStart}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, From: outbox.FromStart}}, h).Run)
 	s.deadLetters(t, 2)
 	require.Eventually(t, func() bool { return s.relayFixture.count(t, "event_handled") == 8 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 8, s.counts(t)["p"])
@@ -86,7 +86,7 @@ func TestHandlerEndsTransaction(t *testing.T) {
 		return ends[how](ctx, tx)
 	})
 	s.sendSales(t, 100, poison)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}}, From: outbox.FromStart}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, From: outbox.FromStart}}, h).Run)
 	for _, r := range s.deadLetters(t, len(poison)) {
 		h := deadLetterHeaders(r)
 		require.Equal(t, []string{"transaction_ended", "2"}, []string{h["dlq_error_class"], h["dlq_attempts"]}, string(r.Value))
@@ -119,7 +119,7 @@ func TestHandlerLeavesTransaction(t *testing.T) {
 	s.sendSales(t, 20, map[int]string{3: "aborted", 9: "open"})
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, Hooks: outbox.ConsumerHooks{
 		Failed: func(m outbox.Metadata, _ string, _ error) { blamed.Store(m.Kafka.Offset, true) },
-	}}, From: outbox.FromStart}, h).Run)
+	}, From: outbox.FromStart}}, h).Run)
 	for i, r := range s.deadLetters(t, 2) {
 		require.Contains(t, deadLetterHeaders(r)["dlq_error"], []string{"handler COUNTED has left its transaction aborted", "handler COUNTED has left rows"}[i])
 	}
@@ -147,7 +147,7 @@ func TestOrderAcrossForms(t *testing.T) {
 		last[key] = m.Kafka.Offset
 		seen++
 	}
-	c := s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart},
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
 		outbox.Handle("SOLD", func(_ context.Context, _ pgx.Tx, _ sale, m outbox.Metadata) error {
 			mu.Lock()
 			defer mu.Unlock()
@@ -207,7 +207,7 @@ func TestSettingsAreNotShared(t *testing.T) {
 			require.NoError(t, s.db.QueryRow(background, s.sql(`SELECT count(DISTINCT settings) FROM {s}.seen`)).Scan(&different))
 			return different
 		}
-		c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(log, nil))}, From: outbox.FromStart},
+		c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(log, nil)), From: outbox.FromStart}},
 			outbox.Handle("CHANGED", func(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
 				if err := look(ctx, tx); err != nil {
 					return err
@@ -270,7 +270,7 @@ func TestErrorsOfOthersAreNoOutage(t *testing.T) {
 				assert.Equal(t, int(m.Kafka.Offset)-done, s.counts(t)["p"], "those before it are committed")
 			}
 		},
-	}}, From: outbox.FromStart}, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+	}, From: outbox.FromStart}}, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if e.Poison != "" {
 			return fail(ctx, tx, e.Poison)
 		}
@@ -312,7 +312,7 @@ func TestNotesCannotBeMade(t *testing.T) {
 			Logger: slog.New(slog.NewTextHandler(log, nil)), Hooks: outbox.ConsumerHooks{
 				Failed:       func(_ outbox.Metadata, _ string, err error) { assert.NoError(t, err, name) },
 				DeadLettered: func(_ outbox.Metadata, _, _ string, err error) { assert.NoError(t, err, name) },
-			}}, From: outbox.FromStart}
+			}, From: outbox.FromStart}}
 		c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, group, cfg, outbox.Handle("COUNTED", s.count))
 		require.NoError(t, err)
 		s.sendSales(t, 1, nil)
@@ -341,7 +341,7 @@ func TestHandlerEndsGoroutine(t *testing.T) {
 			runtime.Goexit()
 		}
 	}
-	c := s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart},
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
 		outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			exit(e)
 			return s.count(ctx, tx, e, m)
@@ -387,7 +387,7 @@ func TestAttemptsOfASingleEvent(t *testing.T) {
 			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 				Failed:       func(m outbox.Metadata, _ string, _ error) { assert.EqualValues(t, failed.Add(1), m.Attempt) },
 				DeadLettered: func(outbox.Metadata, string, string, error) { dead.Add(1) },
-			}}, From: outbox.FromStart}
+			}, From: outbox.FromStart}}
 			s.sendSales(t, 1, nil)
 			testenv.Run(t, s.consumer(t, cfg, form(func() error { calls.Add(1); return tt.err })).Run)
 			require.Eventually(t, func() bool { return dead.Load() == 1 }, testenv.Patience, 10*time.Millisecond)

@@ -49,7 +49,7 @@ func testPoolSmallerThanPartitions(t *testing.T, concurrency int) {
 	s.sendTo(t, partitions, each)
 	for i := range 2 {
 		group := fmt.Sprint("pool-", i, s.topic)
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema}, From: outbox.FromStart, Concurrency: concurrency}
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, From: outbox.FromStart, Concurrency: concurrency}}
 		c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, group, cfg, h)
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)
@@ -166,7 +166,7 @@ func testTransactionDoesNotBegin(t *testing.T, hinder func(*testing.T, *consumer
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 2 })
 	group := "waits-" + s.topic
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, SlowHandler: 200 * time.Millisecond,
-		Logger: slog.New(slog.NewTextHandler(log, nil))}, From: outbox.FromStart}
+		Logger: slog.New(slog.NewTextHandler(log, nil)), From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, group, cfg, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)

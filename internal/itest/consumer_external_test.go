@@ -293,7 +293,8 @@ func (d *externalFixture) config() outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
 			Unknown: outbox.DeadLetterUnknown, Retry: outbox.RetryPolicy{MaxRetries: -1},
-		}, From: outbox.FromStart,
+			From: outbox.FromStart,
+		},
 		Decode: outbox.DecodeByTopic(map[string]func(*kgo.Record) (*outbox.Message, error){
 			d.debezium: outbox.DecodeDebezium,
 			d.plain:    outbox.PlainRecords{TypeMember: "type", TimeMember: "at", DataMember: "parcel"}.Decode,

@@ -16,7 +16,7 @@ func FuzzDeliver(f *testing.F) {
 	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID))
 	require.NoError(f, err)
 	var got *sale
-	c, err := outbox.NewConsumer(nil, nil, events, "fuzz", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown}, From: outbox.FromStart},
+	c, err := outbox.NewConsumer(nil, nil, events, "fuzz", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown, From: outbox.FromStart}},
 		outbox.HandleNoTx("SEEN", func(_ context.Context, e sale, m outbox.Metadata) error { got = &e; return nil }))
 	require.NoError(f, err)
 	f.Add([]byte(`{"product":"p","amount":1}`), saleType, "application/json", "1.0", "1", "s", "2026-01-02T03:04:05Z")

@@ -48,7 +48,7 @@ func (s *twoTopics) run(t testing.TB, opts ...kgo.Opt) *outbox.Consumer {
 		defer s.mu.Unlock()
 		s.seen[id]++
 	}
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil)), From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), events, s.group, cfg,
 		outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m.ID); return nil }),
 		outbox.HandleNoTx("SEEN", func(_ context.Context, _ returnedSale, m outbox.Metadata) error {
@@ -125,7 +125,7 @@ func TestStartWithDeadPostgres(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
 	s := newStartFixture(t, 1)
-	s.run(t, outbox.ConsumerConfig{From: outbox.FromStart})
+	s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})
 	s.requireSeen(t, s.put(t, 0, 3)...)
 	lock, err := s.db.Begin(background)
 	require.NoError(t, err)
@@ -134,7 +134,7 @@ func TestStartWithDeadPostgres(t *testing.T) {
 	require.NoError(t, err)
 	s.addPartitions(t, 2)
 	late := s.put(t, 1, 3)
-	s.run(t, outbox.ConsumerConfig{From: outbox.FromStart})
+	s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})
 	s.requireLogged(t, "outbox: PostgreSQL fails, trying until it works")
 	s.requireLogged(t, "outbox: finding where reading begins fails, trying until it works")
 	s.requireSeen(t, s.put(t, 0, 3)...)
@@ -147,14 +147,14 @@ func TestStartWithDeadPostgres(t *testing.T) {
 func TestLostHookHangs(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 2)
-	stop := s.run(t, outbox.ConsumerConfig{From: outbox.FromStart})
+	stop := s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})
 	s.requireSeen(t, append(s.put(t, 0, 3), s.put(t, 1, 3)...)...)
 	stop()
 	s.put(t, 0, 10)
 	s.deleteRecords(t, 13)
 	hang := make(chan struct{})
 	defer close(hang)
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	cfg.Hooks.Lost = func(string, int32, int64) { <-hang }
 	s.run(t, cfg)
 	s.requireSeen(t, append(s.put(t, 0, 3), s.put(t, 1, 3)...)...)

@@ -45,8 +45,7 @@ func TestConsumerHealth(t *testing.T) {
 	dlq := "later-" + uuid.NewString()
 	opts := []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}
 	c, err := outbox.NewConsumer(db, opts, s.events, "health-"+s.topic, outbox.ConsumerConfig{
-		HandlerConfig:   outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.DiscardHandler)},
-		From:            outbox.FromStart,
+		HandlerConfig:   outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart},
 		DeadLetterTopic: func(string) string { return dlq },
 	}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
@@ -81,7 +80,7 @@ func TestConsumerHealthWithoutKafka(t *testing.T) {
 	cable := &brokenDialer{}
 	opts := append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial))
 	c, err := outbox.NewConsumer(s.db, opts, s.events, "cut-off-"+s.topic, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.DiscardHandler)}, From: outbox.FromStart,
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart},
 	}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
@@ -101,7 +100,7 @@ func TestHealthWhileStopping(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	began, finish := make(chan struct{}), make(chan struct{})
 	group := "stops-" + s.topic
-	cfg := outbox.ConsumerConfig{StopTimeout: time.Minute}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{StopTimeout: time.Minute}}
 	c := s.plainConsumer(t, new(testenv.Buffer), group, cfg, outbox.HandleNoTx("WAITS", func(context.Context, sale, outbox.Metadata) error {
 		close(began)
 		<-finish

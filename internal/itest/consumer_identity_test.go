@@ -49,7 +49,7 @@ func TestEventsOfTwoSources(t *testing.T) {
 		records = append(records, s.saleOf(e[0], e[1]), s.saleOf(e[0], e[1]))
 	}
 	group = "another-" + group
-	another := outbox.ConsumerConfig{From: outbox.FromStart}
+	another := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	for range 2 {
 		s.send(t, records...)
 		stop := testenv.Run(t, s.groupConsumer(t, group, another, outbox.Handle("COUNTED", s.count)).Run)
@@ -115,7 +115,7 @@ func TestPositionsOfTopicCreatedAgain(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	cfg := outbox.ConsumerConfig{
-		From: outbox.FromStart, Decode: outbox.PlainRecords{Type: saleType}.Decode,
+		HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, Decode: outbox.PlainRecords{Type: saleType}.Decode,
 	}
 	put := func(n int) {
 		records := make([]*kgo.Record, n)

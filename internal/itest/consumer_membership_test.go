@@ -133,7 +133,7 @@ func TestBusyPartitionBesideIdleOnes(t *testing.T) {
 	}
 	var handled atomic.Int64
 	group := "busy-" + s.topic
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn), From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group, cfg,
 		outbox.HandleBatch("COUNTED", func(_ context.Context, _ pgx.Tx, sales []outbox.Received[sale]) error {
 			handled.Add(int64(len(sales)))
@@ -154,7 +154,7 @@ func TestRebalance(t *testing.T) {
 			s := newConsumerFixture(t, partitions)
 			w := &watch{busy: map[int32]string{}, last: map[string]int64{}}
 			group := "rebalance-" + s.topic
-			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, From: outbox.FromStart,
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn), From: outbox.FromStart},
 				SessionTimeout: 6 * time.Second}
 			start := func(member string) func() {
 				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer), kgo.HeartbeatInterval(200*time.Millisecond)), s.events, group, cfg,
@@ -219,7 +219,7 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 	log := new(testenv.Buffer)
 	dlq := "later-" + uuid.NewString()
 	group := "dlq-" + s.topic
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.NewTextHandler(log, nil))}, From: outbox.FromStart,
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: slog.New(slog.NewTextHandler(log, nil)), From: outbox.FromStart},
 		DeadLetterTopic: func(string) string { return dlq }}
 	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}, s.events, group, cfg, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
@@ -259,7 +259,7 @@ func TestSlowPartition(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	}))
 	s.sendTo(t, 2, 8000)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond}, Logger: slog.New(slog.DiscardHandler)}, From: outbox.FromStart}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond}, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}}, h).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 8000 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, s.counts(t)["p-0"])
 	open.Store(true)
@@ -277,7 +277,7 @@ func TestConsumerStops(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	})
 	group := "stops-" + s.topic
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart, MaxPoll: 1}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, MaxPoll: 1}}
 	s.sendTo(t, 1, 3)
 	ctx, cancel := context.WithCancel(background)
 	done := make(chan error, 1)
@@ -306,7 +306,7 @@ func TestConsumerGivesUp(t *testing.T) {
 		return ctx.Err()
 	})
 	group := "gives-up-" + s.topic
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart, SessionTimeout: 6 * time.Second}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, SessionTimeout: 6 * time.Second}
 	s.sendTo(t, 1, 1)
 	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, h).Run)
 	<-began
@@ -330,7 +330,7 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 	group := "away-" + s.topic
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
-		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}}, From: outbox.FromStart}
+		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}, From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, group, cfg, outbox.Handle("COUNTED", s.count),
 		outbox.HandleNoTx("LOOKED", func(ctx context.Context, _ sale, _ outbox.Metadata) error {
 			_, err := db.Exec(ctx, "SELECT 1")
@@ -375,7 +375,7 @@ func TestConsumerWithoutKafka(t *testing.T) {
 	cable := &brokenDialer{}
 	began, finish := make(chan struct{}), make(chan struct{})
 	group := "cut-off-" + s.topic
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(log, nil))}, From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(log, nil)), From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial)), s.events, group, cfg, outbox.Handle("COUNTED",
 		func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			close(began)
@@ -429,7 +429,8 @@ func TestExpelledMember(t *testing.T) {
 		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name), kgo.HeartbeatInterval(heartbeat)), s.events, "expelled-"+s.topic, outbox.ConsumerConfig{
 			HandlerConfig: outbox.HandlerConfig{
 				Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})),
-			}, From: outbox.FromStart, MaxPoll: 1,
+				From:   outbox.FromStart, MaxPoll: 1,
+			},
 		}, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m); return nil }))
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)

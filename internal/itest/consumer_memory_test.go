@@ -29,7 +29,7 @@ func TestMemoryOfManyPartitions(t *testing.T) {
 	var seen atomic.Int64
 	goOn := make(chan struct{})
 	group := "memory-" + s.topic
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart, MaxQueueBytes: most, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, 0)}}
+	cfg := outbox.ConsumerConfig{MaxQueueBytes: most, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, 0), From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, group, cfg, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error {
 		<-goOn
 		seen.Add(1)
@@ -71,7 +71,7 @@ func TestFetchesOfManyPartitions(t *testing.T) {
 	var fetches fetchCount
 	var seen atomic.Int64
 	group := "fetches-" + s.topic
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart, MaxQueueBytes: 16 << 20, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, 0)}}
+	cfg := outbox.ConsumerConfig{MaxQueueBytes: 16 << 20, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, 0), From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithHooks(&fetches)}, s.events, group, cfg,
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error {
 			seen.Add(1)

@@ -40,7 +40,7 @@ func TestMiddleware(t *testing.T) {
 	}
 	marked := func(ctx context.Context, action string) { require.Equal(t, action, ctx.Value(mark{})) }
 	s.send(t, s.saleRecord("1", oneSale), s.saleRecord("2", oneSale), s.saleRecord("1", oneSale))
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{around}}, From: outbox.FromStart},
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{around}, From: outbox.FromStart}},
 		outbox.HandleBatch("ALL", func(ctx context.Context, tx pgx.Tx, es []outbox.Received[sale]) error { marked(ctx, "ALL"); return nil }),
 		outbox.HandleNoTx("BAD", func(ctx context.Context, e sale, m outbox.Metadata) error {
 			marked(ctx, "BAD")
@@ -75,7 +75,7 @@ func TestMiddlewareInTransaction(t *testing.T) {
 		}
 		return s.count(ctx, tx, e, m)
 	})
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Middleware: []outbox.Middleware{tenant}}, From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Middleware: []outbox.Middleware{tenant}, From: outbox.FromStart}}
 	s.sendSales(t, 10, nil)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"q","amount":1}`)))
 	testenv.Run(t, s.consumer(t, cfg, h).Run)
@@ -112,7 +112,7 @@ func TestMiddlewareSkips(t *testing.T) {
 				failures.Add(1)
 			}
 		},
-	}}, From: outbox.FromStart}
+	}, From: outbox.FromStart}}
 	c := s.consumer(t, cfg, outbox.Handle("COUNTED", s.count))
 	testenv.Run(t, c.Run)
 	s.send(t, s.saleRecord("skip", oneSale))
@@ -141,7 +141,7 @@ func TestMiddlewareMisuse(t *testing.T) {
 		},
 	} {
 		group := "g-" + uuid.NewString()
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{m}}, From: outbox.FromStart}
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{m}, From: outbox.FromStart}}
 		c := s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			if began, ok := ctx.Value(started{}).(chan struct{}); ok {
 				close(began)

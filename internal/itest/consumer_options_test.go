@@ -38,7 +38,7 @@ var refusedOptions = map[string]struct {
 	"ConsumeRegex":         {[]kgo.Opt{kgo.ConsumeRegex()}, "option ConsumeRegex"},
 	"ConsumeExcludeTopics": {[]kgo.Opt{kgo.ConsumeRegex(), kgo.ConsumeExcludeTopics("a")}, "option ConsumeRegex"},
 	"KeepControlRecords":   {[]kgo.Opt{kgo.KeepControlRecords()}, "markers"},
-	"ConsumeStartOffset":   {[]kgo.Opt{kgo.ConsumeStartOffset(kgo.NewOffset().AtStart())}, "ConsumerConfig.From says"},
+	"ConsumeStartOffset":   {[]kgo.Opt{kgo.ConsumeStartOffset(kgo.NewOffset().AtStart())}, "HandlerConfig.From says"},
 	"ConsumeResetOffset":   {[]kgo.Opt{kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute))}, "option ConsumeResetOffset"},
 	"FetchIsolationLevel":  {[]kgo.Opt{kgo.FetchIsolationLevel(kgo.ReadUncommitted())}, "aborted transactions"},
 	"SessionTimeout":       {[]kgo.Opt{kgo.SessionTimeout(45 * time.Second)}, "has a field"},
@@ -109,7 +109,7 @@ func TestConsumerOptions(t *testing.T) {
 	require.NoError(t, err)
 	handler := outbox.HandleNoTx("A", func(context.Context, sale, outbox.Metadata) error { return nil })
 	newConsumer := func(opts ...kgo.Opt) error {
-		_, err := outbox.NewConsumer(nil, opts, events, "g", outbox.ConsumerConfig{From: outbox.FromStart}, handler)
+		_, err := outbox.NewConsumer(nil, opts, events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, handler)
 		return err
 	}
 	for name, tt := range refusedOptions {
@@ -166,7 +166,7 @@ func TestDeadLettersAreNotConsumed(t *testing.T) {
 		"elsewhere":              {func(topic string) string { return "dead-" + topic }, ""},
 	} {
 		_, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, events,
-			"g", outbox.ConsumerConfig{From: outbox.FromStart, DeadLetterTopic: tt.topic}, handlers...)
+			"g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, DeadLetterTopic: tt.topic}, handlers...)
 		if tt.want == "" {
 			require.NoError(t, err, name)
 		} else {
@@ -188,7 +188,7 @@ func TestDeadLetterTopicsAreChecked(t *testing.T) {
 		"there":   {nil, 0},
 	} {
 		log := new(testenv.Buffer)
-		cfg := outbox.ConsumerConfig{DeadLetterTopic: tt.topic, From: outbox.FromStart}
+		cfg := outbox.ConsumerConfig{DeadLetterTopic: tt.topic, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 		cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 		before := s.counts(t)["p"]
 		s.send(t, s.saleRecord(uuid.NewString(), oneSale))

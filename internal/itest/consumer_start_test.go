@@ -272,9 +272,9 @@ func TestRetentionPassesMember(t *testing.T) {
 	s := newStartFixture(t, 1)
 	var lost atomic.Int64
 	cable := &brokenDialer{}
-	stop := s.run(t, outbox.ConsumerConfig{From: outbox.FromStart, HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
+	stop := s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Lost: func(_ string, _ int32, records int64) { lost.Add(records) },
-	}}}, kgo.Dialer(cable.dial))
+	}, From: outbox.FromStart}}, kgo.Dialer(cable.dial))
 	s.requireSeen(t, s.put(t, 0, 5)...)
 	cable.breakAll()
 	ids := s.put(t, 0, 20)
@@ -313,9 +313,9 @@ func TestEndsOfTransactionsAreNotLost(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	var lost atomic.Int64
-	s.run(t, outbox.ConsumerConfig{From: outbox.FromStart, HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
+	s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Lost: func(_ string, _ int32, records int64) { lost.Add(records) },
-	}}})
+	}, From: outbox.FromStart}})
 	ids, commit := s.transaction(t, 3)
 	commit()
 	s.requireSeen(t, ids...)
@@ -330,7 +330,7 @@ func TestEndsOfTransactionsAreNotLost(t *testing.T) {
 func TestAbortedRecordsAreNotLost(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	stop := s.run(t, cfg)
 	ids, commit := s.transaction(t, 3)
 	commit()
@@ -353,7 +353,7 @@ func TestAbortedRecordsAreNotLost(t *testing.T) {
 func TestLagBehindOpenTransaction(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
-	c := s.groupConsumer(t, s.group, outbox.ConsumerConfig{From: outbox.FromStart}, outbox.Handle("COUNTED", s.count))
+	c := s.groupConsumer(t, s.group, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.Handle("COUNTED", s.count))
 	testenv.Run(t, c.Run)
 	lag := func() int64 {
 		lags, err := c.Lag(background)
@@ -376,7 +376,7 @@ func TestLagBehindOpenTransaction(t *testing.T) {
 func TestTopicGoneForAWhile(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
-	s.run(t, outbox.ConsumerConfig{From: outbox.FromStart})
+	s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})
 	s.requireSeen(t, s.put(t, 0, 3)...)
 	s.deleteTopic(t)
 	s.requireLogged(t, "outbox: topic "+s.topic+" fails, trying until it works")
@@ -463,7 +463,7 @@ func TestFromEndWithoutDatabase(t *testing.T) {
 	s := newStartFixture(t, 1)
 	s.put(t, 0, 7)
 	c, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, s.group, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(s.log, nil))}, From: outbox.FromEnd,
+		HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(s.log, nil)), From: outbox.FromEnd},
 	}, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)

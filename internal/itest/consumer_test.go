@@ -172,7 +172,7 @@ func TestRoundTrip(t *testing.T) {
 		var seen []outbox.Metadata
 		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 			Repeated: func(outbox.Metadata, string) { assert.Fail(t, "handled twice") },
-		}}, From: outbox.FromStart}
+		}, From: outbox.FromStart}}
 		testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED",
 			func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 				mu.Lock()
@@ -240,7 +240,7 @@ func TestPoison(t *testing.T) {
 			deadLettered++
 			assert.Equal(t, []string{"COUNTED", s.topic + ".dlq"}, []string{action, topic})
 		},
-	}}, From: outbox.FromStart}
+	}, From: outbox.FromStart}}
 	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	deadLetters := s.deadLetters(t, 4)
 	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)

@@ -220,7 +220,7 @@ func TestConsumerGetsHeaders(t *testing.T) {
 		require.NoError(t, pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error { return s.rec.Record(ctx, tx, outbox.With(sale{Product: "p"}, options)) }))
 
 		var got arrivals
-		c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{own}}, From: outbox.FromStart},
+		c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{own}, From: outbox.FromStart}},
 			outbox.Handle("COUNTED", func(ctx context.Context, _ pgx.Tx, _ sale, m outbox.Metadata) error {
 				if got.add(ctx, m) == 1 {
 					return errTest
@@ -255,7 +255,7 @@ func TestWorkerGetsHeaders(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	var got arrivals
-	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"own"}}, From: outbox.FromStart, PollInterval: 20 * time.Millisecond},
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"own"}, From: outbox.FromStart}, PollInterval: 20 * time.Millisecond},
 		f.effects("COUNTED", nil), outbox.HandleNoTx("SEEN", func(ctx context.Context, _ step, m outbox.Metadata) error { got.add(ctx, m); return nil }))
 	options := traded
 	options.Topic, options.Key = "own", "own key"
@@ -283,7 +283,7 @@ func TestForeignHeaders(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	var got arrivals
-	c := s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, outbox.Handle("COUNTED", func(ctx context.Context, _ pgx.Tx, _ sale, m outbox.Metadata) error {
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.Handle("COUNTED", func(ctx context.Context, _ pgx.Tx, _ sale, m outbox.Metadata) error {
 		got.add(ctx, m)
 		return nil
 	}))
@@ -428,7 +428,7 @@ func TestUnknownTypeIsDead(t *testing.T) {
 	require.NoError(t, err)
 	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: f.schema})
 	require.NoError(t, err)
-	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown}, From: outbox.FromStart, PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", nil))
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown, From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", nil))
 	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return rec.Record(t.Context(), tx, oldStep{Owner: "a"}) }))
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND attempt_count = 0 AND last_error_code = 'unknown_type'
 		AND last_error_message = 'no handler of the group takes events of type bank.account.closed.v1'`, 1)
@@ -440,12 +440,12 @@ func TestRefusedTopics(t *testing.T) {
 	events := parcels(t)
 	handler := outbox.HandleNoTx("SEEN", func(context.Context, parcel, outbox.Metadata) error { return nil })
 	for _, topic := range []string{"", "a b", ".."} {
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"fine", topic}}, From: outbox.FromStart}
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"fine", topic}, From: outbox.FromStart}}
 		_, err := outbox.NewConsumer(nil, nil, events, "g", cfg, handler)
 		require.ErrorIs(t, err, outbox.ErrMalformed)
 		require.ErrorContains(t, err, "field Topics")
 	}
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"b", "parcel-events", "b"}}, From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Topics: []string{"b", "parcel-events", "b"}, From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(nil, nil, events, "g", cfg, handler)
 	require.NoError(t, err)
 	require.Equal(t, []string{"b", "parcel-events"}, c.Topics())

@@ -66,7 +66,8 @@ func TestConsumerBreaker(t *testing.T) {
 			const events, openFor = 400, 300 * time.Millisecond
 			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{
 				Retry: outbox.RetryPolicy{RetryWait: 100 * time.Millisecond, MaxRetries: 50}, Breaker: outbox.BreakerConfig{OpenFor: openFor}, Hooks: outbox.ConsumerHooks{Breaker: changes.note},
-			}, From: outbox.FromStart}
+				From: outbox.FromStart,
+			}}
 			c := s.consumer(t, cfg, form(func(context.Context) error {
 				tried.Add(1)
 				if down.Load() {
@@ -111,7 +112,8 @@ func TestBreakerIgnoresRetries(t *testing.T) {
 	changes := new(changesOf)
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{
 		Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetryWait: 10 * time.Millisecond, MaxRetries: 200}, Hooks: outbox.ConsumerHooks{Breaker: changes.note},
-	}, From: outbox.FromStart}
+		From: outbox.FromStart,
+	}}
 	c := s.consumer(t, cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if e.Poison != "" {
 			return errDown
@@ -141,7 +143,7 @@ func TestWorkerBreaker(t *testing.T) {
 		steps = append(steps, step{fmt.Sprint("account ", n), 1})
 	}
 	f.commit(steps...)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Breaker.OpenFor, cfg.Hooks.Breaker = 50*time.Millisecond, 20, 300*time.Millisecond, changes.note
 	f.start(cfg, f.effects("DONE", nil), outbox.Handle("SENT", func(ctx context.Context, tx pgx.Tx, s step, _ outbox.Metadata) error {
 		if down.Load() {
@@ -179,7 +181,7 @@ func TestBreakerCountsEarlyEvents(t *testing.T) {
 			t.Parallel()
 			s := newConsumerFixture(t, 1)
 			changes := new(changesOf)
-			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 2 * events}, Breaker: tt.breaker, Hooks: outbox.ConsumerHooks{Breaker: changes.note}}, From: outbox.FromStart}
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 2 * events}, Breaker: tt.breaker, Hooks: outbox.ConsumerHooks{Breaker: changes.note}, From: outbox.FromStart}}
 			c := s.consumer(t, cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 				if tt.fails(e.Amount-1, m.Attempt) {
 					return outbox.RetryAfter(errTest, 5*time.Millisecond)

@@ -52,7 +52,7 @@ func TestRepeats(t *testing.T) {
 	group := "g-" + uuid.NewString()
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Repeated: func(outbox.Metadata, string) { repeats.Add(1) },
-	}}, From: outbox.FromStart}
+	}, From: outbox.FromStart}}
 	for _, id := range []string{uuid.NewString(), "not a uuid", strings.Repeat("long", 100)} {
 		for range 3 {
 			s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
@@ -84,7 +84,7 @@ func TestOncePer(t *testing.T) {
 		}
 		return nil
 	})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, listed, end).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, listed, end).Run)
 	testenv.Run(t, s.relay(t, quick).Run)
 	for range 20 {
 		s.sell(t, sale{Product: "a", Amount: 1}, sale{Product: "b", Amount: 1}, sale{Product: "end", Amount: 1})
@@ -101,7 +101,7 @@ func TestImpossibleKey(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	h := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"a\u0000b"}`)), s.saleRecord(uuid.NewString(), []byte(`{"product":""}`)), s.saleRecord(uuid.NewString(), oneSale))
 	for _, r := range s.deadLetters(t, 2) {
 		h := deadLetterHeaders(r)
@@ -137,7 +137,7 @@ func TestHandleBatch(t *testing.T) {
 		records = append(records, s.saleRecord(uuid.NewString(), oneSale))
 	}
 	s.send(t, append(records, s.saleRecord(repeated.Topic, oneSale), &kgo.Record{Topic: s.topic, Value: repeated.Value, Headers: repeated.Headers})...)
-	stop := testenv.Run(t, s.groupConsumer(t, "b-"+s.topic, outbox.ConsumerConfig{From: outbox.FromStart, MaxPoll: 1000}, h).Run)
+	stop := testenv.Run(t, s.groupConsumer(t, "b-"+s.topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, MaxPoll: 1000}}, h).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["total"] == 100 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	mu.Lock()
@@ -164,7 +164,7 @@ func TestHandleNoTx(t *testing.T) {
 		}
 		return nil
 	})
-	c := s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, h, outbox.Handle("COUNTED", s.count))
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, h, outbox.Handle("COUNTED", s.count))
 	require.ErrorContains(t, c.Deliver(background, s.saleRecord(uuid.NewString(), []byte(`{"product":"alone","amount":1}`))), "cache is away")
 	calls.Store(0)
 	testenv.Run(t, c.Run)
@@ -179,7 +179,7 @@ func TestConsumerWithoutPostgres(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	var calls atomic.Int32
-	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, "g-"+s.topic, outbox.ConsumerConfig{From: outbox.FromStart},
+	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, "g-"+s.topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { calls.Add(1); return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
@@ -195,7 +195,7 @@ func TestActionsAreApart(t *testing.T) {
 	var broken atomic.Bool
 	broken.Store(true)
 	group := "apart-" + s.topic
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	fragile := outbox.Handle("FRAGILE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if broken.Load() {
 			return outbox.Permanent(errors.New("broken"))
@@ -229,7 +229,7 @@ func TestUnknownTypes(t *testing.T) {
 		var calls atomic.Int32
 		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: unknown, Hooks: outbox.ConsumerHooks{
 			Unknown: func(m outbox.Metadata) { calls.Add(1); assert.Equal(t, "someone.elses.v1", m.Type) },
-		}}, From: outbox.FromStart}
+		}, From: outbox.FromStart}}
 		r := s.saleRecord(uuid.NewString(), oneSale)
 		r.Headers[3].Value = []byte("someone.elses.v1")
 		s.send(t, r, s.saleRecord(uuid.NewString(), oneSale))
@@ -250,7 +250,7 @@ func TestDecodePassesOver(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
 	var decoded atomic.Int32
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}}, From: outbox.FromStart, Decode: func(r *kgo.Record) (*outbox.Message, error) {
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}, From: outbox.FromStart}, Decode: func(r *kgo.Record) (*outbox.Message, error) {
 		decoded.Add(1)
 		if m, err := outbox.DecodeCloudEvent(r); err != nil || m.Source == "shop" {
 			return m, err
@@ -288,7 +288,7 @@ func TestUpcast(t *testing.T) {
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Upcasters: []outbox.Upcaster{
 		outbox.Upcast(func(e saleV2) saleV3 { return saleV3{e.Product, e.Cents, "from v2"} }),
 		outbox.Upcast(func(e sale) saleV2 { return saleV2{e.Product, e.Amount * 100} }),
-	}}, From: outbox.FromStart}
+	}, From: outbox.FromStart}}
 	var mu sync.Mutex
 	var got []any
 	keep := func(e any) error { mu.Lock(); defer mu.Unlock(); got = append(got, e); return nil }
@@ -359,7 +359,7 @@ func TestBadRecords(t *testing.T) {
 		s.saleRecord("x", []byte(`{"amount":"one"}`)), s.saleRecord("", oneSale), s.saleRecord("a\x00b", oneSale),
 	}
 	s.send(t, append(records, s.saleRecord(uuid.NewString(), oneSale))...)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, outbox.Handle("COUNTED", s.count)).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.Handle("COUNTED", s.count)).Run)
 	for _, r := range s.deadLetters(t, len(records)) { // in any order, because they have no key in common
 		headers := deadLetterHeaders(r)
 		require.Equal(t, "undecodable", headers["dlq_error_class"])
@@ -381,7 +381,7 @@ func TestHugeRecord(t *testing.T) {
 	})
 	const size = 10_000_000
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(random(size))), s.saleRecord(uuid.NewString(), oneSale))
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, outbox.Handle("COUNTED", s.count)).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.Handle("COUNTED", s.count)).Run)
 	r := s.deadLetters(t, 1)[0]
 	require.Empty(t, r.Value)
 	require.Equal(t, strconv.Itoa(size), deadLetterHeaders(r)["dlq_value_omitted"])
@@ -406,7 +406,7 @@ func TestDeadlocksAreRepeated(t *testing.T) {
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Conflicted: func(outbox.Metadata, string, error) { conflicts.Add(1) },
 		Failed:     func(outbox.Metadata, string, error) { failed.Add(1) },
-	}}, From: outbox.FromStart}, h).Run)
+	}, From: outbox.FromStart}}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, []int32{8, 0}, []int32{conflicts.Load(), failed.Load()})
@@ -439,9 +439,9 @@ func TestConsumerConfig(t *testing.T) {
 		want     []string
 	}{
 		{"good", ok, nil, []outbox.Handler{good}, nil},
-		{"negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: -1}, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, SessionTimeout: -1}, nil, []outbox.Handler{good},
+		{"negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: -1}, Unknown: 9, Schema: "a\x00", MaxPoll: -1}, SessionTimeout: -1}, nil, []outbox.Handler{good},
 			[]string{"field MaxPoll is -1", "field RetryWait", "field SessionTimeout is -1ns", "field Unknown is 9", "field Schema"}},
-		{"times in the wrong order", outbox.ConsumerConfig{MaxPollInterval: time.Second, MaxPoll: 10_001}, []kgo.Opt{kgo.HeartbeatInterval(30 * time.Second)}, []outbox.Handler{good},
+		{"times in the wrong order", outbox.ConsumerConfig{MaxPollInterval: time.Second, HandlerConfig: outbox.HandlerConfig{MaxPoll: 10_001}}, []kgo.Opt{kgo.HeartbeatInterval(30 * time.Second)}, []outbox.Handler{good},
 			[]string{"HeartbeatInterval: 30s must be above 0 and shorter than SessionTimeout, 30s", "MaxPollInterval is 1s: must be longer than SessionTimeout, 30s by default", "MaxPoll is 10001: at most 10000"}},
 		{"options that are not the host's", ok, []kgo.Opt{kgo.ConsumerGroup("mine"), kgo.ConsumeTopics("t"), kgo.TransactionalID("x"),
 			kgo.OnPartitionsRevoked(func(context.Context, *kgo.Client, map[string][]int32) {})}, []outbox.Handler{good},
@@ -485,15 +485,15 @@ func TestConsumerConfig(t *testing.T) {
 	_, err = outbox.NewConsumer(nil, nil, events, "g", ok, look)
 	require.ErrorContains(t, err, "field From: without a database it must be FromStart or FromEnd")
 	for _, from := range []outbox.Start{-1, 3} {
-		_, err = outbox.NewConsumer(db, nil, events, "g", outbox.ConsumerConfig{From: from}, look)
+		_, err = outbox.NewConsumer(db, nil, events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: from}}, look)
 		require.ErrorContains(t, err, "field From is "+strconv.Itoa(int(from)))
-		_, err = outbox.NewWorker(db, events, "g", outbox.WorkerConfig{From: from}, look)
+		_, err = outbox.NewWorker(db, events, "g", outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: from}}, look)
 		require.ErrorContains(t, err, "field From is "+strconv.Itoa(int(from)))
 	}
 	for _, from := range []outbox.Start{outbox.FromStart, outbox.FromEnd} {
-		_, err = outbox.NewConsumer(nil, nil, events, "g", outbox.ConsumerConfig{From: from}, look)
+		_, err = outbox.NewConsumer(nil, nil, events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: from}}, look)
 		require.NoError(t, err)
-		_, err = outbox.NewWorker(db, events, "g", outbox.WorkerConfig{From: from}, look)
+		_, err = outbox.NewWorker(db, events, "g", outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: from}}, look)
 		require.NoError(t, err)
 	}
 }
@@ -502,7 +502,7 @@ func TestConsumerConfig(t *testing.T) {
 func TestConsumerRun(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
-	c := s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, outbox.Handle("COUNTED", s.count))
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.Handle("COUNTED", s.count))
 	stop := testenv.Run(t, c.Run)
 	s.sendTo(t, 1, 1)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 1 }, testenv.Patience, 10*time.Millisecond, "it runs")
@@ -527,7 +527,7 @@ func TestConsumerLog(t *testing.T) {
 	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	id := uuid.NewString()
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, From: outbox.FromStart}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})), From: outbox.FromStart}}
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "event handled already") }, testenv.Patience, 10*time.Millisecond)

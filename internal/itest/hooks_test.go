@@ -143,7 +143,7 @@ func TestConsumerLag(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 2)
 	release := make(chan struct{})
-	c := s.consumer(t, outbox.ConsumerConfig{From: outbox.FromStart}, outbox.HandleNoTx("WAIT", func(ctx context.Context, e sale, m outbox.Metadata) error {
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.HandleNoTx("WAIT", func(ctx context.Context, e sale, m outbox.Metadata) error {
 		<-release
 		return nil
 	}))

@@ -315,7 +315,7 @@ func newPoisonFixture(t *testing.T) *poisonFixture {
 	require.NoError(t, err)
 	testenv.Run(t, relay.Run)
 	consumer, err := outbox.NewConsumer(s.db, opts, s.events, p.group, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: log}, From: outbox.FromStart}, outbox.Handle("COUNT", s.count))
+		HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: log, From: outbox.FromStart}}, outbox.Handle("COUNT", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, consumer.Run)
 	p.page, err = outboxadmin.New(s.db, outboxadmin.Config{Schema: s.schema, Logger: log,

@@ -71,7 +71,7 @@ func TestOddTimesOfWorkers(t *testing.T) {
 		testenv.UpdateEvents(t, f.db, `UPDATE "`+f.schema+`".outbox SET occurred_at = $1::text::timestamptz WHERE aggregate_id = $1`, at)
 	}
 	f.commit(step{"good", 1})
-	f.start(outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}, f.effects("COUNTED", nil))
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}, f.effects("COUNTED", nil))
 	require.Eventually(t, func() bool {
 		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND last_error_code = 'undecodable'`) == len(oddTimes)
 	}, testenv.Patience, 20*time.Millisecond)

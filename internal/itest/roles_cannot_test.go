@@ -349,7 +349,7 @@ func TestTakenIDsHideNoEvent(t *testing.T) {
 		SELECT n, 'mallory', 't', n::text, 'a' FROM generate_series(20, 60) AS n`))
 	require.NoError(t, err)
 	s.sendTo(t, 1, 50)
-	testenv.Run(t, s.groupConsumer(t, "also theirs", outbox.ConsumerConfig{From: outbox.FromStart}, outbox.Handle("COUNTED", s.count)).Run)
+	testenv.Run(t, s.groupConsumer(t, "also theirs", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 50 }, testenv.Patience, 10*time.Millisecond)
 }
 

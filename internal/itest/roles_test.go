@@ -287,7 +287,7 @@ func TestWorkerRole(t *testing.T) {
 	r.giveGroup(t, "worker", "bank")
 	f.db = r.as(t, "worker") // what the fixture's worker uses
 	var mended atomic.Bool
-	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{HoldDead: true}, From: outbox.FromStart, Lease: 3 * time.Second}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{HoldDead: true, From: outbox.FromStart}, Lease: 3 * time.Second}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		if s.N == 2 && !mended.Load() {
@@ -343,8 +343,7 @@ func TestConsumerRole(t *testing.T) {
 	db, box := r.as(t, "consumer"), &mailbox{}
 	s.sendTo(t, 1, 10)
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events,
-		"roles-"+s.topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, From: outbox.FromStart,
-			Alerts: outbox.AlertConfig{Alerter: box, Interval: 20 * time.Millisecond, DeadThreshold: 1, ReportInterval: time.Millisecond, StaleAfter: time.Minute, StalePending: 1}},
+		"roles-"+s.topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn), From: outbox.FromStart, Alerts: outbox.AlertConfig{Alerter: box, Interval: 20 * time.Millisecond, DeadThreshold: 1, ReportInterval: time.Millisecond, StaleAfter: time.Minute, StalePending: 1}}},
 		outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)

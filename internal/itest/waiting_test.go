@@ -113,7 +113,7 @@ func TestMemberWithoutPartitionsSaysWhy(t *testing.T) {
 	s.put(t, 0, 1)
 	require.Positive(t, slow.PollRecords(t.Context(), 1).NumRecords()) // and it lets no rebalance happen
 
-	cfg := outbox.ConsumerConfig{From: outbox.FromStart, SessionTimeout: 12 * time.Second}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, SessionTimeout: 12 * time.Second}
 	s.run(t, cfg, kgo.HeartbeatInterval(time.Second))
 	const waits = `level=INFO msg="outbox: waiting for the group to assign partitions; a member that is gone has to be expelled, and others have to give up theirs"`
 	requireLoggedOnce(t, s.log, waits, 100*time.Millisecond, "at_most=5m0s", "group="+s.group)
@@ -138,7 +138,7 @@ func TestWorkerSaysWhatOthersHave(t *testing.T) {
 		<-goOn
 		return nil
 	})
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, Lease: 12 * time.Second}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, Lease: 12 * time.Second}
 	cfg.Logger = first.logger()
 	f.commit(step{"a", 1}, step{"a", 2})
 	f.start(cfg, handler)

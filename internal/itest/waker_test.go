@@ -81,7 +81,7 @@ func TestWorkerIsWokenFromOtherProcess(t *testing.T) {
 	f := newWorkerFixture(t)
 	start := func(name string) (stop func()) {
 		db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = name })
-		w := f.worker(db, "group", outbox.WorkerConfig{PollInterval: time.Hour, From: outbox.FromStart}, f.effects("COUNTED", nil))
+		w := f.worker(db, "group", outbox.WorkerConfig{PollInterval: time.Hour, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, f.effects("COUNTED", nil))
 		return testenv.Run(t, w.Run)
 	}
 	waker := newWaker(t, f.schema, nil)

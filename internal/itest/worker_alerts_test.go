@@ -27,9 +27,9 @@ func TestWorkersAlertWithoutRelay(t *testing.T) {
 		<-ctx.Done()
 		return context.Cause(ctx)
 	})
-	quiet := outbox.HandlerConfig{Logger: slog.New(slog.DiscardHandler)}
 	run := func(group string, h outbox.Handler) {
-		testenv.Run(t, f.worker(f.db, group, outbox.WorkerConfig{From: outbox.FromStart, Alerts: alerts(box[group]), Lease: time.Second, HandlerConfig: quiet}, h).Run)
+		quiet := outbox.HandlerConfig{From: outbox.FromStart, Alerts: alerts(box[group]), Logger: slog.New(slog.DiscardHandler)}
+		testenv.Run(t, f.worker(f.db, group, outbox.WorkerConfig{Lease: time.Second, HandlerConfig: quiet}, h).Run)
 	}
 	run("mails", holds)
 	require.Eventually(t, func() bool {
@@ -55,7 +55,7 @@ func TestWorkersAlertWithoutRelay(t *testing.T) {
 	require.Empty(t, box["stats"].alerts)
 
 	relay := &mailbox{}
-	r, err := outbox.NewRelay(f.db, testenv.KafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{Schema: f.schema, Alerts: alerts(relay), Logger: quiet.Logger})
+	r, err := outbox.NewRelay(f.db, testenv.KafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{Schema: f.schema, Alerts: alerts(relay), Logger: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
 	testenv.Run(t, r.Run)
 	require.Len(t, relay.await(t, outbox.AlertManyDead, false).Counts, 1)

@@ -56,7 +56,7 @@ func TestOneDeliveryOfBatchFails(t *testing.T) {
 				for i := range steps {
 					steps[i] = step{fmt.Sprint("account ", i+1), i + 1}
 				}
-				cfg := outbox.WorkerConfig{Concurrency: 1, PollInterval: 20 * time.Millisecond, HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}}
+				cfg := outbox.WorkerConfig{PollInterval: 20 * time.Millisecond, HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Concurrency: 1}}
 				_, stop := f.start(cfg, h) // what is recorded before its first start it does not get
 				f.eventually(`SELECT count(*) FROM {schema}.event_subscription`, 1)
 				f.commit(steps...)

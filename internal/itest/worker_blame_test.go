@@ -119,7 +119,7 @@ func TestWorkerHandlerFails(t *testing.T) {
 	}
 	var mu sync.Mutex
 	failed := map[string]int{}
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Breaker = time.Millisecond, 1, neverOpen
 	cfg.Hooks.Failed = func(m outbox.Metadata, action string, _ error) {
 		mu.Lock()
@@ -217,7 +217,7 @@ func TestWorkerConflicts(t *testing.T) {
 			t.Parallel()
 			f := newWorkerFixture(t)
 			var calls, conflicts, failed atomic.Int64
-			cfg := outbox.WorkerConfig{From: outbox.FromStart, Concurrency: 1, PollInterval: 50 * time.Millisecond}
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 			cfg.Hooks.Conflicted = func(outbox.Metadata, string, error) { conflicts.Add(1) }
 			cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
@@ -271,7 +271,7 @@ func TestWorkerOutageDuringHandlers(t *testing.T) {
 	f := newWorkerFixture(t)
 	cable := &brokenDialer{}
 	log := new(workerLog)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.MaxRetries, cfg.Logger, cfg.Retry.RetryWait = -1, log.logger(), time.Millisecond
 	var failed, broken atomic.Int64
 	// What a handler without a transaction meets is an attempt if PostgreSQL is back before the worker looks.
@@ -335,7 +335,7 @@ func TestWorkerRetryAfterInOutage(t *testing.T) {
 			f := newWorkerFixture(t)
 			cable := &brokenDialer{}
 			log := new(workerLog)
-			cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond, Concurrency: 1}
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.MaxRetries, cfg.Logger = -1, log.logger()
 			var failed, calls atomic.Int64
 			cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
@@ -377,7 +377,7 @@ func TestRetryDeadAfterOfDeliveries(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	var back atomic.Bool
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond, Lease: time.Second}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond, Lease: time.Second}
 	cfg.Retry.MaxRetries, cfg.HoldDead = -1, true
 	cfg.RetryDeadAfter = map[string]time.Duration{"timeout": 200 * time.Millisecond}
 	f.commit(step{"late", 1}, step{"late", 2}, step{"wrong", 1}, step{"closed", 1})

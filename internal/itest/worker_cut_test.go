@@ -59,7 +59,7 @@ func (n noise) source() string        { return n.Source }
 func (n noise) OccurredAt() time.Time { return time.Now() }
 
 func (f *moveFixture) startWorker() (stop func()) {
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond, Retention: f.retention}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond, Retention: f.retention}
 	stop = testenv.Run(f.t, f.worker(f.pool, "bank", cfg, f.handler).Run)
 	require.Eventually(f.t, func() bool { return f.count(`SELECT count(*) FROM {schema}.event_subscription`) == 1 }, testenv.Patience, 10*time.Millisecond)
 	return stop
@@ -68,7 +68,7 @@ func (f *moveFixture) startWorker() (stop func()) {
 func (f *moveFixture) startConsumer() (stop func()) {
 	f.t.Helper()
 	c, err := outbox.NewConsumer(f.pool, f.opts, f.events, "bank", outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler)}, From: outbox.FromStart}, f.handler)
+		HandlerConfig: outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}}, f.handler)
 	require.NoError(f.t, err)
 	return testenv.Run(f.t, c.Run)
 }

@@ -74,7 +74,7 @@ func TestWorkerDecodes(t *testing.T) {
 		require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, oldStep{account, 1}, step{account, 2}) }))
 	}
 	log := new(hookLog)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Hooks = log.hooks()
 	cfg.Codecs = []outbox.Codec{{ContentType: "text/plain", Encode: outbox.JSON().Encode, Decode: func(_ context.Context, data []byte, event any) error {
 		*event.(*step) = step{string(data), 1}
@@ -111,7 +111,7 @@ func TestWorkerOncePer(t *testing.T) {
 		}
 		return "Account", s.Account
 	})
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 	var steps []step
 	for n := 1; n <= 5; n++ {
@@ -141,7 +141,7 @@ func TestWorkerHandleBatch(t *testing.T) {
 	f.commit(step{"single", 1})
 	var mu sync.Mutex
 	largest, alone := 0, 0
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, Concurrency: 1, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 	totals := outbox.HandleBatch("TOTALS", func(ctx context.Context, tx pgx.Tx, all []outbox.Received[step]) error {
 		mu.Lock()
@@ -176,7 +176,7 @@ func TestWorkerHandleBatch(t *testing.T) {
 func TestWorkerWaits(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond, Streams: map[string]outbox.RetryPolicy{"account-events": {RetryWait: time.Hour}}}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond, Streams: map[string]outbox.RetryPolicy{"account-events": {RetryWait: time.Hour}}}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 	f.commit(step{"usual", 1}, step{"usual", 2}, step{"later", 1}, step{"ever", 1}, step{"at once", 1}, step{"before", 1}, step{"permanent", 1}, step{"fine", 1})
 	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {

@@ -26,7 +26,7 @@ func TestWorkerHangingHandler(t *testing.T) {
 			f := newWorkerFixture(t)
 			release := make(chan struct{})
 			t.Cleanup(func() { close(release) })
-			cfg := outbox.WorkerConfig{From: outbox.FromStart, Unordered: unordered, Concurrency: 2, MaxPoll: 4, Lease: time.Second, StopTimeout: time.Second, PollInterval: 50 * time.Millisecond}
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 2, MaxPoll: 4, StopTimeout: time.Second}, Unordered: unordered, Lease: time.Second, PollInterval: 50 * time.Millisecond}
 			cfg.HandlerTimeout = 500 * time.Millisecond
 			var hung atomic.Int32
 			w, stop := f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
@@ -67,7 +67,7 @@ func TestWorkerUnderOtherIsolation(t *testing.T) {
 			t.Parallel()
 			f := newWorkerFixture(t)
 			db := testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["default_transaction_isolation"] = level })
-			cfg := outbox.WorkerConfig{From: outbox.FromStart, Lease: 3 * time.Second, PollInterval: 50 * time.Millisecond}
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, Lease: 3 * time.Second, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.MaxRetries = -1
 			w := f.worker(db, "bank", cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 				if s.Account == "slow" {
@@ -94,7 +94,7 @@ func TestWorkerRepeatsUnderOtherIsolation(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	db := testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable" })
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, Lease: 2 * time.Second, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, Lease: 2 * time.Second, PollInterval: 50 * time.Millisecond}
 	var calls atomic.Int32
 	var repeated, renewed atomic.Bool
 	w := f.worker(db, "bank", cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {
@@ -135,7 +135,7 @@ func TestWorkerHandlerChangesSettings(t *testing.T) {
 		"read only": `SET TRANSACTION READ ONLY`,
 		"session":   `SET LOCAL SESSION AUTHORIZATION ` + role,
 	}
-	cfg := outbox.WorkerConfig{From: outbox.FromStart}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	cfg.Retry.MaxRetries = -1
 	f.start(cfg, outbox.Handle("SET", func(ctx context.Context, tx pgx.Tx, s step, _ outbox.Metadata) error {
 		if _, err := tx.Exec(ctx, f.sql(`INSERT INTO {schema}.effect (action, account, n) VALUES ('SET', $1, $2)`), s.Account, s.N); err != nil {
@@ -173,7 +173,7 @@ func TestWorkerPauseWithinBatch(t *testing.T) {
 	paused := make(chan struct{})
 	var w *outbox.Worker
 	ready := make(chan struct{})
-	w, _ = f.start(outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+	w, _ = f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 		<-ready
 		mu.Lock()
 		defer mu.Unlock()

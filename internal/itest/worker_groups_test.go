@@ -24,10 +24,10 @@ func TestWorkersOfManyGroups(t *testing.T) {
 	f := newWorkerFixture(t)
 	const accounts, steps = 20, 30
 	var failed atomic.Int64
-	failing := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond}
+	failing := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	failing.Retry.RetryWait, failing.Retry.RetriesFor, failing.Breaker = time.Millisecond, func(error) int { return 1 << 20 }, neverOpen
 	w, _ := f.startGroup("failing", failing, f.effects("COUNTED", func(step, outbox.Metadata) error { failed.Add(1); return errTest }))
-	works := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond}
+	works := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	for range 2 {
 		f.startGroup("bank", works, f.effects("COUNTED", nil))
 		f.startGroup("shop", works, f.effects("SUMMED", nil), f.effects("SHOWN", nil))
@@ -72,7 +72,7 @@ func TestWorkersOfAHotKey(t *testing.T) {
 	}
 	f.commit(steps...)
 	release := make(chan struct{})
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	cfg.Retry.RetryWait = time.Millisecond
 	for range 3 {
 		f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
@@ -118,7 +118,7 @@ func TestWorkerHandlesLateCommits(t *testing.T) {
 	for n := 1; n <= 30; n++ {
 		f.commit(step{"a", n})
 	}
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	for range 2 {
 		f.start(cfg, f.effects("COUNTED", nil))
 	}
@@ -205,7 +205,7 @@ func TestWorkerWithFewConnections(t *testing.T) {
 			db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = most })
 			const accounts, steps = 5, 40
 			log := new(workerLog)
-			cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond, Lease: 3 * time.Second, StopTimeout: 2 * time.Second,
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, StopTimeout: 2 * time.Second}, PollInterval: 20 * time.Millisecond, Lease: 3 * time.Second,
 				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond}}
 			cfg.Retry.RetryWait, cfg.Logger = time.Millisecond, log.logger()
 			look := func() error {
@@ -252,7 +252,7 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 			f := newWorkerFixture(t)
 			var archived atomic.Int64
 			log := new(workerLog)
-			cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond, Lease: 6 * time.Second,
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond, Lease: 6 * time.Second,
 				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond, CursorsFor: time.Nanosecond,
 					Archive: func(_ context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
 						archived.Add(int64(len(rows)))

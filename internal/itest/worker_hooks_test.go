@@ -86,7 +86,7 @@ func TestWorkerHooks(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	log := new(hookLog)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Hooks = time.Millisecond, 1, log.hooks()
 	conflict := true
 	counted := outbox.OncePer(outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {
@@ -135,7 +135,7 @@ func TestWorkerHooks(t *testing.T) {
 func TestWorkerHooksFail(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	fail := func(m outbox.Metadata) {
 		if m.Subject == "b" {
 			panic("hook")
@@ -185,7 +185,7 @@ func TestWorkerRequeueOfUnknownType(t *testing.T) {
 	f.rec, err = outbox.NewRecorder(f.events, outbox.RecorderConfig{Schema: f.schema})
 	require.NoError(t, err)
 	log := new(hookLog)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Unknown, cfg.Hooks, cfg.Retry.RetryWait, cfg.Retry.MaxRetries = outbox.DeadLetterUnknown, log.hooks(), time.Millisecond, 2
 	_, stop := f.start(cfg, f.effects("COUNTED", nil))
 	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, accountClosed{"a"}, step{"a", 1}) }))
@@ -256,7 +256,7 @@ func TestWorkerMiddleware(t *testing.T) {
 			return err
 		}
 	}
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Middleware, cfg.Retry.RetryWait, cfg.Retry.MaxRetries = []outbox.Middleware{around("first"), around("second")}, time.Millisecond, 1
 	f.commit(step{"fine", 1}, step{"skip", 1}, step{"later", 1}, step{"panic", 1}, step{"panic", 2}, step{"commit", 1})
 	f.start(cfg, f.effects("COUNTED", nil), outbox.HandleNoTx("SENT", func(context.Context, step, outbox.Metadata) error { return nil }))
@@ -278,7 +278,7 @@ func TestWorkerLogNamesEvents(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	log := new(workerLog)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond, Lease: time.Second}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond, Lease: time.Second}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.SlowHandler = time.Millisecond, 1, 20*time.Millisecond
 	cfg.Logger = slog.New(outboxhttp.LogTrace(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	taken, release := make(chan struct{}), make(chan struct{})

@@ -49,7 +49,7 @@ func TestWorkersOutliveLongOutage(t *testing.T) {
 		}
 	})
 	for range workers {
-		testenv.Run(t, f.worker(db, "bank", outbox.WorkerConfig{From: outbox.FromStart, Lease: lease, Concurrency: accounts / workers, HandlerConfig: outbox.HandlerConfig{Logger: log.logger()}}, push).Run)
+		testenv.Run(t, f.worker(db, "bank", outbox.WorkerConfig{Lease: lease, HandlerConfig: outbox.HandlerConfig{Logger: log.logger(), From: outbox.FromStart, Concurrency: accounts / workers}}, push).Run)
 	}
 	for a := range accounts {
 		f.commit(step{fmt.Sprint("a", a), 1})

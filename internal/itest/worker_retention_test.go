@@ -15,7 +15,7 @@ import (
 
 // tidyWorker is a worker that cleans all the time.
 func tidyWorker() outbox.WorkerConfig {
-	return outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 10 * time.Millisecond, Lease: time.Second,
+	return outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 10 * time.Millisecond, Lease: time.Second,
 		Retention: outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond}}
 }
 
@@ -140,7 +140,7 @@ func TestOneWorkerOfAGroupCleans(t *testing.T) {
 func TestWorkerInAnotherCluster(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
-	_, stop := f.start(outbox.WorkerConfig{From: outbox.FromStart}, f.effects("COUNTED", nil))
+	_, stop := f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, f.effects("COUNTED", nil))
 	f.commit(step{"a", 1}, step{"a", 2})
 	f.await(2)
 	stop()
@@ -176,7 +176,7 @@ func TestWorkerSequenceBehind(t *testing.T) {
 	f := newWorkerFixture(t)
 	f.commit(step{"a", 1}, step{"a", 2})
 	f.exec(`SELECT setval('{schema}.outbox_id_seq', 1)`)
-	w, err := outbox.NewWorker(f.db, f.events, "bank", f.config(outbox.WorkerConfig{From: outbox.FromStart}), f.effects("COUNTED", nil))
+	w, err := outbox.NewWorker(f.db, f.events, "bank", f.config(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}), f.effects("COUNTED", nil))
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(t.Context(), testenv.Patience)
 	defer cancel()

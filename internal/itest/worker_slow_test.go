@@ -43,7 +43,7 @@ func TestWorkerSlowHandlerHoldsUpNothing(t *testing.T) {
 		}
 		return nil
 	})
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond, Concurrency: 1}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.MaxRetries = -1
 	f.commit(step{"before-1", 1}, step{"before-2", 1}, step{"slow", 1}, step{"slow", 2}, step{"slow", 3}, step{"behind-1", 1}, step{"behind-2", 1}, step{"behind-1", 2})
 	f.start(cfg, handler)
@@ -69,7 +69,7 @@ func TestNoTransactionIsOpenWhileHandlerRuns(t *testing.T) {
 	began, goOn := make(chan struct{}), make(chan struct{})
 	release := sync.OnceFunc(func() { close(goOn) })
 	defer release()
-	f.start(outbox.WorkerConfig{From: outbox.FromStart, Lease: time.Second}, outbox.HandleNoTx("SENT", func(context.Context, step, outbox.Metadata) error {
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, Lease: time.Second}, outbox.HandleNoTx("SENT", func(context.Context, step, outbox.Metadata) error {
 		close(began)
 		<-goOn
 		return nil

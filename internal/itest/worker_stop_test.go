@@ -57,7 +57,7 @@ func TestWorkerStops(t *testing.T) {
 		t.Run(tt.form+" "+tt.name, func(t *testing.T) {
 			t.Parallel()
 			f := newWorkerFixture(t)
-			cfg := outbox.WorkerConfig{From: outbox.FromStart, Concurrency: 1, StopTimeout: 2 * time.Second, Lease: time.Minute, PollInterval: 50 * time.Millisecond}
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1, StopTimeout: 2 * time.Second}, Lease: time.Minute, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.MaxRetries = -1
 			called, release := make(chan struct{}), make(chan struct{})
 			handler := f.formOf(tt.form, func(ctx context.Context, s step) error {
@@ -141,7 +141,7 @@ func TestWorkerHangingHandlerCostsOthersNothing(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	release := make(chan struct{})
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, Concurrency: 2, Lease: 3 * time.Second, StopTimeout: time.Second, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 2, StopTimeout: time.Second}, Lease: 3 * time.Second, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.MaxRetries, cfg.HandlerTimeout = -1, time.Second
 	var steps []step
 	for _, account := range []string{"a", "b", "hangs", "c", "d"} {
@@ -181,7 +181,7 @@ func TestWorkerLargePayloads(t *testing.T) {
 		payload_bytes = convert_to(concat_ws(' ', aggregate_id, payload->>'n', CASE WHEN id % 10 <> 1 THEN repeat('x', $1::int)
 		ELSE (SELECT string_agg(md5(random()::text), '') FROM generate_series(1, 1 + $1::int / 32)) END), 'UTF8') WHERE aggregate_id <> 'small'`), size)
 	require.Equal(t, accounts*each, f.count(`SELECT count(*) FROM {schema}.outbox WHERE length(payload_bytes) >= $1`, size))
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Codecs = []outbox.Codec{{ContentType: "text/plain", Encode: outbox.JSON().Encode, Decode: func(_ context.Context, data []byte, event any) error {
 		s := event.(*step)
 		_, err := fmt.Fscan(bytes.NewReader(data[:20]), &s.Account, &s.N)

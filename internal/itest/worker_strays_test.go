@@ -23,7 +23,7 @@ func TestWorkerFindsWhatItHasClaimed(t *testing.T) {
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = name })
 	goOn := make(chan struct{})
 	hold := outbox.HandleNoTx("HELD", func(context.Context, step, outbox.Metadata) error { <-goOn; return nil })
-	w := f.worker(db, "bank", outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}, hold, f.effects("COUNTED", nil))
+	w := f.worker(db, "bank", outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}, hold, f.effects("COUNTED", nil))
 	testenv.Run(t, w.Run)
 	defer close(goOn)
 	f.commit(step{"a", 1})

@@ -22,7 +22,7 @@ func TestWorkerHandlesSuspectsAtOnce(t *testing.T) {
 		f.commit(step{fmt.Sprint("a", a), 1})
 	}
 	counted := f.effects("COUNTED", nil)
-	_, stop := f.start(outbox.WorkerConfig{From: outbox.FromStart}, counted)
+	_, stop := f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, counted)
 	f.await(accounts)
 	stop()
 	f.exec(`DELETE FROM {schema}.effect`)
@@ -43,7 +43,7 @@ func TestWorkerGoesOnBehindLostDelivery(t *testing.T) {
 	f.db = testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 2 }) // one of them for a transaction
 	const lease = time.Second
 	called, release := make(chan struct{}, 1), make(chan struct{})
-	f.start(outbox.WorkerConfig{From: outbox.FromStart, Lease: lease, PollInterval: 50 * time.Millisecond}, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, Lease: lease, PollInterval: 50 * time.Millisecond}, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 		if s.Account == "first" {
 			called <- struct{}{}
 			<-release

@@ -156,7 +156,7 @@ func (f *workerFixture) requireOrder() {
 func TestWorkerHandles(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
-	w, _ := f.start(outbox.WorkerConfig{From: outbox.FromStart}, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
+	w, _ := f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
 	const accounts, steps = 7, 50
 	for n := 1; n <= steps; n++ {
 		for a := range accounts {
@@ -183,7 +183,7 @@ func TestWorkerBacklog(t *testing.T) {
 		f.commit(all...)
 	}
 	for range 3 {
-		f.start(outbox.WorkerConfig{From: outbox.FromStart}, f.effects("COUNTED", nil))
+		f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, f.effects("COUNTED", nil))
 	}
 	f.await(accounts * steps)
 	f.requireOrder()
@@ -195,7 +195,7 @@ func TestWorkerRetries(t *testing.T) {
 	errNo := errors.New("no")
 	var mu sync.Mutex
 	attempts := map[int]int{}
-	cfg := outbox.WorkerConfig{From: outbox.FromStart}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		mu.Lock()
@@ -225,7 +225,7 @@ func TestWorkerRetries(t *testing.T) {
 func TestOperatorHoldsKeyOfWorkers(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 20 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	handler := f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 		if s == (step{"a", 2}) {
 			return outbox.Permanent(errTest)
@@ -269,7 +269,7 @@ func TestWorkerNoTx(t *testing.T) {
 		seen[s.Account] = append(seen[s.Account], s.N)
 		return nil
 	})
-	f.start(outbox.WorkerConfig{From: outbox.FromStart}, handler, f.effects("COUNTED", nil))
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, handler, f.effects("COUNTED", nil))
 	for n := 1; n <= 100; n++ {
 		f.commit(step{"a", n}, step{"b", n})
 	}
@@ -302,8 +302,7 @@ func TestWorkerIsGoneAfterManyRetries(t *testing.T) {
 		return nil
 	})
 	f.start(outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }}},
-		From:          outbox.FromStart, PollInterval: 10 * time.Millisecond, Lease: 3 * time.Second,
+		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }}, From: outbox.FromStart}, PollInterval: 10 * time.Millisecond, Lease: 3 * time.Second,
 	}, handler)
 	t.Cleanup(func() { close(release) }) // before the worker is stopped, which would wait for it
 	f.commit(step{"a", 1})

@@ -19,7 +19,7 @@ func TestWorkerUnreadableRow(t *testing.T) {
 	f.commit(step{"a", 1}, step{"bad", 1}, step{"b", 1}, step{"headers", 1}, step{"c", 1})
 	testenv.UpdateEvents(t, f.db, `UPDATE "`+f.schema+`".outbox SET payload = $1::text::jsonb WHERE aggregate_id = 'bad'`, testenv.Unprintable)
 	testenv.UpdateEvents(t, f.db, `UPDATE "`+f.schema+`".outbox SET headers = $1::text::jsonb WHERE aggregate_id = 'headers'`, testenv.Unprintable)
-	cfg := outbox.WorkerConfig{From: outbox.FromStart, PollInterval: 50 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	f.start(cfg, f.effects("COUNTED", nil))
 	dead := `SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND last_error_code = 'undecodable' AND last_error_message LIKE '%54000%' AND attempt_count = `
 	require.Eventually(t, func() bool { return f.count(dead+`1`) == 2 }, slowPrint, 10*time.Millisecond)

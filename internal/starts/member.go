@@ -34,7 +34,7 @@ type Config struct {
 	Store     *Store // nil without PostgreSQL
 	Group     string
 	Topics    []string
-	FromStart bool // outbox.ConsumerConfig.From is FromStart
+	FromStart bool // outbox.HandlerConfig.From is FromStart
 	Log       *slog.Logger
 	Outages   *outage.Logs
 

@@ -93,7 +93,7 @@ func TestDrainWorkerByPQ(t *testing.T) {
 	require.NoError(t, err)
 	defer pq.Close()
 	handled := 0
-	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema}, From: outbox.FromStart, PollInterval: 10 * time.Millisecond}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema, From: outbox.FromStart}, PollInterval: 10 * time.Millisecond}
 	worker, err := outbox.NewWorker(pool, events, "cups", cfg, outboxsql.Handle("COUNTED", func(context.Context, *sql.Tx, cupSold, outbox.Metadata) error {
 		handled++
 		return nil

@@ -99,6 +99,7 @@ type Ship func(ctx context.Context, tx *sql.Tx, order OrderPlaced, m outbox.Meta
 
 // Consumer returns the consumer that ships what was ordered.
 func (s *Shop) Consumer(cfg outbox.HandlerConfig, ship Ship) (*outbox.Consumer, error) {
-	return outbox.NewConsumer(s.Pool, s.Kafka, s.Events, s.Topic+"-shipping", outbox.ConsumerConfig{HandlerConfig: cfg, From: outbox.FromStart},
+	cfg.From = outbox.FromStart
+	return outbox.NewConsumer(s.Pool, s.Kafka, s.Events, s.Topic+"-shipping", outbox.ConsumerConfig{HandlerConfig: cfg},
 		outboxsql.Handle("ORDER_SHIPPED", ship))
 }
