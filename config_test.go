@@ -124,15 +124,14 @@ func TestBreakerConfig(t *testing.T) {
 
 func TestRetentionConfig(t *testing.T) {
 	t.Parallel()
-	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day, AuditedFor: 365 * day, DeliveredFor: 7 * day, BatchSize: 1000}, RetentionConfig{}.withDefaults())
+	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day, AuditedFor: 365 * day, DeliveredFor: 7 * day}, RetentionConfig{}.withDefaults())
 	require.NoError(t, RetentionConfig{}.withDefaults().validate())
 	require.NoError(t, RetentionConfig{PublishedFor: Forever, CursorsFor: Forever, ResolvedFor: Forever, HandledFor: Forever, AuditedFor: Forever, DeliveredFor: Forever}.withDefaults().validate())
 
-	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, AuditedFor: -1, DeliveredFor: -1, BatchSize: -1}.validate()
-	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "AuditedFor", "DeliveredFor", "BatchSize"} {
+	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, AuditedFor: -1, DeliveredFor: -1}.validate()
+	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "AuditedFor", "DeliveredFor"} {
 		require.ErrorContains(t, err, "field Retention."+field+" is -1")
 	}
-	require.ErrorContains(t, RetentionConfig{BatchSize: 10_001}.withDefaults().validate(), "field Retention.BatchSize is 10001: at most 10000")
 	none := func(context.Context, pgx.Tx, []ArchivedEvent) error { return nil }
 	require.ErrorContains(t, RetentionConfig{PublishedFor: Forever, Archive: none}.withDefaults().validate(), "field Retention.Archive is set")
 	_, err = NewRelay(nil, nil, RelayConfig{Retention: RetentionConfig{PublishedFor: -1}})

@@ -121,7 +121,7 @@ func ExampleRelay_Health() {
 // A service that consumes and has no relay on its schema removes old notes of what its
 // groups have handled by itself.
 func ExampleCleanHandled() {
-	gone, err := outbox.CleanHandled(ctx, db, outbox.CleanHandledConfig{HandledFor: 45 * 24 * time.Hour})
+	gone, err := outbox.CleanHandled(ctx, db, "", outbox.RetentionConfig{HandledFor: 45 * 24 * time.Hour})
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -39,25 +38,15 @@ func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateT
 	})
 }
 
-// CleanHandledConfig tunes [CleanHandled]. The zero value is ready for production.
-type CleanHandledConfig struct {
-	// Schema holds the tables of outbox. Empty means public.
-	Schema string
-	// HandledFor is how long rows of event_handled stay, see [RetentionConfig]. Zero means 31 days.
-	HandledFor time.Duration
-	// DeliveredFor is how long rows of event_delivery stay that are handled or resolved, see
-	// [RetentionConfig]. Zero means 7 days.
-	DeliveredFor time.Duration
-}
-
-// CleanHandled removes old rows of event_handled and event_delivery, in batches, and returns how many
-// it removed. A row of event_handled is old after cfg.HandledFor, and a row of event_delivery
-// cfg.DeliveredFor after it was done. Where a relay runs on the schema, the relay does this. Services
-// that only consume call it at intervals, from any number of processes. The error names every bad
-// field, or is PostgreSQL's; some rows may have been removed before it.
-func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig) (int64, error) {
-	schema := cmp.Or(cfg.Schema, pg.DefaultSchema)
-	keep := RetentionConfig{HandledFor: cfg.HandledFor, DeliveredFor: cfg.DeliveredFor}.withDefaults()
+// CleanHandled removes old rows of event_handled and event_delivery from a schema, in batches, and returns how many
+// it removed. Empty means the schema public. A row of event_handled is old after keep.HandledFor, and a row of
+// event_delivery keep.DeliveredFor after it was done; zero means their defaults, and the other fields of keep are
+// not used. Where a relay runs on the schema, the relay does this. Services that only consume call it at intervals,
+// from any number of processes. The error names every bad argument, or is PostgreSQL's; some rows may have been
+// removed before it.
+func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, keep RetentionConfig) (int64, error) {
+	schema = cmp.Or(schema, pg.DefaultSchema)
+	keep = keep.withDefaults()
 	err := errors.Join(
 		check.Schema(schema),
 		check.NotNegative("HandledFor", keep.HandledFor),
@@ -67,7 +56,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig)
 		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("outbox: clean handled config: %w", err)
+		return 0, fmt.Errorf("outbox: clean handled: %w", err)
 	}
 	removed, err := retention.CleanHandled(ctx, db, schema, keep.rules())
 	if err != nil {

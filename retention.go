@@ -50,11 +50,7 @@ type RetentionConfig struct {
 	// that an operator has resolved. Zero means 7 days.
 	DeliveredFor time.Duration
 
-	// BatchSize is the most rows that a transaction looks at, at most 10,000. Zero
-	// means 1,000.
-	BatchSize int
-
-	// Archive gets rows of outbox before they are removed, at most BatchSize of them, in
+	// Archive gets rows of outbox before they are removed, at most 1,000 of them, in
 	// the transaction that removes them. What it writes with tx commits together with
 	// the removal, or not at all. If it writes elsewhere, it may get the same rows again,
 	// because the commit may fail. After an error the rows stay, and come again in the
@@ -104,15 +100,13 @@ type RetentionResult struct {
 }
 
 const (
-	day               = 24 * time.Hour
-	defaultPublished  = 7 * day
-	defaultCursors    = 7 * day
-	defaultResolved   = 30 * day
-	defaultHandled    = 31 * day
-	defaultAudited    = 365 * day
-	defaultDelivered  = 7 * day
-	defaultCleanBatch = 1000
-	maxCleanBatch     = 10_000
+	day              = 24 * time.Hour
+	defaultPublished = 7 * day
+	defaultCursors   = 7 * day
+	defaultResolved  = 30 * day
+	defaultHandled   = 31 * day
+	defaultAudited   = 365 * day
+	defaultDelivered = 7 * day
 )
 
 func (c RetentionConfig) withDefaults() RetentionConfig {
@@ -122,7 +116,6 @@ func (c RetentionConfig) withDefaults() RetentionConfig {
 	c.HandledFor = cmp.Or(c.HandledFor, defaultHandled)
 	c.AuditedFor = cmp.Or(c.AuditedFor, defaultAudited)
 	c.DeliveredFor = cmp.Or(c.DeliveredFor, defaultDelivered)
-	c.BatchSize = cmp.Or(c.BatchSize, defaultCleanBatch)
 	return c
 }
 
@@ -134,8 +127,6 @@ func (c RetentionConfig) validate() error {
 		check.NotNegative("Retention.HandledFor", c.HandledFor),
 		check.NotNegative("Retention.AuditedFor", c.AuditedFor),
 		check.NotNegative("Retention.DeliveredFor", c.DeliveredFor),
-		check.NotNegative("Retention.BatchSize", c.BatchSize),
-		check.NotAbove("Retention.BatchSize", c.BatchSize, maxCleanBatch),
 	}
 	if c.Archive != nil && c.PublishedFor == Forever {
 		errs = append(errs, errors.New("field Retention.Archive is set: nothing is archived while PublishedFor is Forever"))
@@ -147,7 +138,7 @@ func (c RetentionConfig) validate() error {
 func (c RetentionConfig) rules() retention.Rules {
 	r := retention.Rules{
 		PublishedFor: c.PublishedFor, CursorsFor: c.CursorsFor, ResolvedFor: c.ResolvedFor, HandledFor: c.HandledFor, AuditedFor: c.AuditedFor,
-		DeliveredFor: c.DeliveredFor, BatchSize: c.BatchSize,
+		DeliveredFor: c.DeliveredFor,
 	}
 	if c.Archive != nil {
 		r.Archive = func(ctx context.Context, tx pgx.Tx, rows []retention.Row) error {

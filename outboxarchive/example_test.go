@@ -25,7 +25,7 @@ func ExampleTable() {
 		log.Fatal(err)
 	}
 	relay, err := outbox.NewRelay(db, nil, outbox.RelayConfig{
-		Retention: outbox.RetentionConfig{PublishedFor: 7 * 24 * time.Hour, BatchSize: 5_000, Archive: table.Archive},
+		Retention: outbox.RetentionConfig{PublishedFor: 7 * 24 * time.Hour, Archive: table.Archive},
 	})
 	if err != nil {
 		log.Fatal(err)

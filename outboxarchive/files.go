@@ -41,8 +41,8 @@ type Files struct {
 // FilesConfig tunes [Files]. The zero value is ready for production.
 type FilesConfig struct {
 	// MaxBytes is how many bytes of lines a file has at most, before they are compressed; one event
-	// may be larger. A file has no more than the events that Archive gets at once,
-	// which RetentionConfig.BatchSize bounds. Zero means 64 MiB.
+	// may be larger. A file has no more than the events that Archive gets at once, 1,000.
+	// Zero means 64 MiB.
 	MaxBytes int
 }
 

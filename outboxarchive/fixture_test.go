@@ -147,10 +147,22 @@ func (f *archiveFixture) mixed(t testing.TB, rng *rand.Rand, n int) {
 	f.insert(t, events...)
 }
 
+// inSevens calls archive for seven rows at a time.
+func inSevens(archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error {
+	return func(ctx context.Context, tx pgx.Tx, rows []outbox.ArchivedEvent) error {
+		for seven := range slices.Chunk(rows, 7) {
+			if err := archive(ctx, tx, seven); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
 // quick is a relay that archives all the time.
 func (f *archiveFixture) quick(archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) outbox.RelayConfig {
 	return outbox.RelayConfig{Schema: f.schema, PollInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond, DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: 3 * time.Second, Logger: slog.New(slog.DiscardHandler),
-		Retention: outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond, BatchSize: 7, Archive: archive}}
+		Retention: outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond, Archive: inSevens(archive)}}
 }
 
 // archiveAll runs a relay until outbox is empty.

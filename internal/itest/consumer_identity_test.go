@@ -93,7 +93,7 @@ func TestNotesOfTwoSourcesAreKept(t *testing.T) {
 		require.NoError(t, err)
 	}
 	clean := func() {
-		_, err := outbox.CleanHandled(background, s.db, outbox.CleanHandledConfig{Schema: s.schema, HandledFor: 24 * time.Hour})
+		_, err := outbox.CleanHandled(background, s.db, s.schema, outbox.RetentionConfig{HandledFor: 24 * time.Hour})
 		require.NoError(t, err)
 	}
 	deliver("a")

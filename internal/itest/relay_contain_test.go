@@ -70,7 +70,6 @@ func TestHostPanics(t *testing.T) {
 	reader := h.follow(t)
 	cfg := tidy()
 	cfg.Retry.MaxRetries = 2
-	cfg.Retention.BatchSize = 3
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	h.impossible(t)

@@ -60,20 +60,20 @@ func TestRelayCleans(t *testing.T) {
 		_, _ = h.db.Exec(background, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, h.schema))
 	})
 
-	early := numbered("early", 1, 50)
+	const n = 1050 // more than a batch
+	early := numbered("early", 1, n)
 	h.commit(t, early...)
 	cfg := tidy()
-	cfg.Retention.BatchSize = 7
 	var removed atomic.Int64
 	cfg.Hooks.RowsRemoved = func(c outbox.RetentionResult) { removed.Add(c.Published) }
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, early...)
-	require.Never(t, func() bool { return h.count(t, "outbox") < 50 }, 50*time.Millisecond, 10*time.Millisecond, "they are young")
+	require.Never(t, func() bool { return h.count(t, "outbox") < n }, 50*time.Millisecond, 10*time.Millisecond, "they are young")
 	h.update(t, aged)
 	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, testenv.Patience, 5*time.Millisecond)
-	require.Eventually(t, func() bool { return removed.Load() == 50 }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return removed.Load() == n }, testenv.Patience, 5*time.Millisecond)
 
 	_, err = h.db.Exec(background, fmt.Sprintf(`COMMIT PREPARED '%s'`, h.schema))
 	require.NoError(t, err)

@@ -363,7 +363,7 @@ func TestConsumerRole(t *testing.T) {
 	for _, source := range []string{"a", "b"} {
 		require.NoError(t, c.Deliver(background, s.saleOf(source, "the same id")))
 	}
-	n, err := outbox.CleanHandled(background, db, outbox.CleanHandledConfig{Schema: s.schema, HandledFor: time.Nanosecond})
+	n, err := outbox.CleanHandled(background, db, s.schema, outbox.RetentionConfig{HandledFor: time.Nanosecond})
 	require.NoError(t, err)
 	require.EqualValues(t, 12, n, "and not the note of another group")
 }

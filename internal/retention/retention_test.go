@@ -247,21 +247,19 @@ func TestCleanHandled(t *testing.T) {
 	d.Exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - CASE WHEN n <= 250 THEN '32 days' ELSE '30 days' END::interval FROM generate_series(1, 500) AS n`)
-	cfg := outbox.CleanHandledConfig{Schema: d.Schema}
-	removed, err := outbox.CleanHandled(ctx, d.DB, cfg)
+	removed, err := outbox.CleanHandled(ctx, d.DB, d.Schema, outbox.RetentionConfig{})
 	require.NoError(t, err)
 	require.EqualValues(t, 250, removed)
 	require.Equal(t, 250, d.Count(t, "event_handled"))
-	cfg.HandledFor = outbox.Forever
-	removed, err = outbox.CleanHandled(ctx, d.DB, cfg)
+	removed, err = outbox.CleanHandled(ctx, d.DB, d.Schema, outbox.RetentionConfig{HandledFor: outbox.Forever})
 	require.NoError(t, err)
 	require.Zero(t, removed)
 
 	cancelled, cancel := context.WithCancel(ctx)
 	cancel()
-	_, err = outbox.CleanHandled(cancelled, d.DB, outbox.CleanHandledConfig{Schema: d.Schema})
+	_, err = outbox.CleanHandled(cancelled, d.DB, d.Schema, outbox.RetentionConfig{})
 	require.ErrorIs(t, err, context.Canceled)
-	_, err = outbox.CleanHandled(ctx, nil, outbox.CleanHandledConfig{Schema: "$user", HandledFor: -1})
+	_, err = outbox.CleanHandled(ctx, nil, "$user", outbox.RetentionConfig{HandledFor: -1})
 	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	require.ErrorIs(t, err, outbox.ErrMalformed)
 	require.ErrorContains(t, err, "field HandledFor is -1ns")

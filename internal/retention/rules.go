@@ -22,10 +22,12 @@ type Rules struct {
 	AuditedFor   time.Duration
 	DeliveredFor time.Duration
 
-	BatchSize int // rows that a transaction reads
+	BatchSize int // rows that a transaction reads, 1,000 if zero
 
 	Archive func(ctx context.Context, tx pgx.Tx, rows []Row) error
 }
+
+const defaultBatchSize = 1000
 
 // Row is a row of outbox.
 type Row struct {

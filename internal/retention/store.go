@@ -1,6 +1,7 @@
 package retention
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -62,6 +63,7 @@ type Store struct {
 
 // NewStore returns a store of the schema. It does no I/O.
 func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
+	cfg.BatchSize = cmp.Or(cfg.BatchSize, defaultBatchSize)
 	return &Store{
 		DB: db, Cfg: cfg, unreadable: []int64{},
 		SQLPublished: pg.InSchema(sqlCleanPublished, schema),
