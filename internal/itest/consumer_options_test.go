@@ -141,6 +141,7 @@ func kgoOptions(t *testing.T) (names []string) {
 		}
 	}
 	require.NotEmpty(t, names)
+	slices.Sort(names)
 	return names
 }
 

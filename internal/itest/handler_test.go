@@ -331,7 +331,7 @@ func TestContentTypes(t *testing.T) {
 		{"application/json", `{"product":`, "data is malformed"},
 		{"application/json", ``, "data is malformed"},
 		{"application/json", `null`, "data is malformed: it is null"},
-		{"application/json", `{}`, "data is malformed: it has no member of outbox_test.sale"},
+		{"application/json", `{}`, "data is malformed: it has no member of itest.sale"},
 	} {
 		r := s.saleRecord(uuid.NewString(), []byte(tt.data))
 		r.Headers[4].Value = []byte(tt.contentType)
@@ -449,16 +449,16 @@ func TestConsumerConfig(t *testing.T) {
 		{"no handlers", ok, nil, nil, []string{"handlers is empty"}},
 		{"bad handlers", ok, nil, []outbox.Handler{nil, outbox.HandleNoTx("", nothing), outbox.HandleNoTx[sale]("NIL", nil), good, good,
 			outbox.HandleNoTx("STRANGE", func(context.Context, saleV3, outbox.Metadata) error { return nil })},
-			[]string{"handler 0 must not be nil", "action is empty", "function of NIL must not be nil", "handler GOOD: event type outbox_test.sale is registered already", "outbox_test.saleV3 is not registered"}},
+			[]string{"handler 0 must not be nil", "action is empty", "function of NIL must not be nil", "handler GOOD: event type itest.sale is registered already", "itest.saleV3 is not registered"}},
 		{"bad keys", ok, nil, []outbox.Handler{outbox.OncePer(nil, func(e sale, _ outbox.Metadata) (string, string) { return "", "" }),
 			outbox.OncePer[sale](good, nil), outbox.OncePer[saleV2](outbox.Handle("COUNTED", count), nil)},
-			[]string{"handler 0 must not be nil", "outbox_test.sale: OncePer of GOOD is malformed: nothing records what a handler of HandleNoTx has done",
-				"outbox_test.sale: OncePer of COUNTED is malformed: its key is of outbox_test.saleV2"}},
+			[]string{"handler 0 must not be nil", "itest.sale: OncePer of GOOD is malformed: nothing records what a handler of HandleNoTx has done",
+				"itest.sale: OncePer of COUNTED is malformed: its key is of itest.saleV2"}},
 		{"a key that is the event again", ok, nil, []outbox.Handler{outbox.OncePer[sale](outbox.Handle("COUNTED", count), nil)}, nil},
 		{"bad upcasters", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Upcasters: []outbox.Upcaster{
 			{}, outbox.Upcast(func(e sale) saleV3 { return saleV3{} }), outbox.Upcast(func(e sale) saleV2 { return saleV2{} }),
 			outbox.Upcast(func(e sale) saleV2 { return saleV2{} }), outbox.Upcast(func(e saleV2) sale { return sale{} })}}}, nil, []outbox.Handler{good},
-			[]string{"must not be nil", "saleV3: is not registered", "to outbox_test.saleV2: is registered already", "leads back"}},
+			[]string{"must not be nil", "saleV3: is not registered", "to itest.saleV2: is registered already", "leads back"}},
 		{"bad codec", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Codecs: []outbox.Codec{{ContentType: "x"}}}}, nil, []outbox.Handler{good}, []string{"field Codecs"}},
 	} {
 		_, err := outbox.NewConsumer(db, tt.kafka, events, "g", tt.cfg, tt.handlers...)
