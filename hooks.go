@@ -35,11 +35,9 @@ type RelayHooks struct {
 	Leading func(leading bool)
 	// Sent is called after a batch was sent, with the outcomes of its events.
 	Sent func(SentBatch)
-	// Breaker is called after each change of the breaker's state.
-	Breaker func(from, to BreakerState)
-	// BreakerOpened is called before that when a closed breaker opens, with the share of
-	// failures that was measured, from BreakerConfig.FailureRate to 1.
-	BreakerOpened func(failureRate float64)
+	// Breaker is called after each change of the breaker's state. FailureRate is the share of
+	// failures that was measured, from BreakerConfig.FailureRate to 1, when a closed breaker opens; else it is 0.
+	Breaker func(from, to BreakerState, failureRate float64)
 	// Rejected is called for an event that Kafka rejected and that will be tried again.
 	Rejected func(FailedEvent)
 	// Dead is called for an event that Kafka has rejected too often.
@@ -186,14 +184,16 @@ func (h ConsumerHooks) engine() (hooks handling.Hooks) {
 
 // engine returns the hooks as the relay calls them.
 func (h RelayHooks) engine() relay.Hooks {
-	e := relay.Hooks{Leading: h.Leading, BreakerOpened: h.BreakerOpened, Rejected: failedHook(h.Rejected), Dead: failedHook(h.Dead), RowsRemoved: removedHook(h.RowsRemoved)}
+	e := relay.Hooks{Leading: h.Leading, Rejected: failedHook(h.Rejected), Dead: failedHook(h.Dead), RowsRemoved: removedHook(h.RowsRemoved)}
 	if hook := h.Sent; hook != nil {
 		e.Sent = func(b relay.SentBatch) {
 			hook(SentBatch{Events: b.Events, Failed: b.Failed, Waiting: b.Waiting, Retried: b.Retried, Began: b.Began, Took: b.Took, outcomes: b})
 		}
 	}
 	if hook := h.Breaker; hook != nil {
-		e.Breaker = func(from, to breaker.State) { hook(BreakerState(from), BreakerState(to)) }
+		e.Breaker = func(from, to breaker.State, failureRate float64) {
+			hook(BreakerState(from), BreakerState(to), failureRate)
+		}
 	}
 	return e
 }

@@ -50,18 +50,15 @@ type RelayConfig struct {
 	// and a standby before it looks at the lease. Zero means 500 ms.
 	PollInterval time.Duration
 
-	// DeliveryTimeout, SendTimeout and Lease must grow in this order.
-	//
 	// DeliveryTimeout is when a record without an answer from Kafka counts as
-	// failed; it is sent again and may then arrive twice. At least 1 s. Zero
+	// failed; it is sent again and may then arrive twice. One send takes at most one and a half
+	// DeliveryTimeout, which is about how long [Relay.Run] outlives its context. At least 1 s. Zero
 	// means 10 s.
 	DeliveryTimeout time.Duration
-	// SendTimeout bounds one send, and so about how long [Relay.Run] outlives
-	// its context. Zero means 15 s.
-	SendTimeout time.Duration
 	// Lease is how long a relay whose host has vanished keeps its standby waiting, and one behind a pooler that shares
 	// connections, whatever ended it. Where only the process has died, PostgreSQL notices, and a standby takes over within
-	// PollInterval and a second. The lease is renewed at a third of this. Zero means 30 s.
+	// PollInterval and a second. The lease is renewed at a third of this. It is longer than one and a half
+	// DeliveryTimeout. Zero means 30 s.
 	Lease time.Duration
 
 	// RetryInterval is how long a relay waits before it looks for failed events
@@ -118,7 +115,6 @@ const (
 	defaultPollInterval = 500 * time.Millisecond
 	defaultDelivery     = 10 * time.Second
 	minDelivery         = time.Second // franz-go takes no less
-	defaultSend         = 15 * time.Second
 	defaultLease        = 30 * time.Second
 	defaultRetry        = 5 * time.Second
 	defaultMaxRetries   = 10
@@ -133,7 +129,6 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.BatchSize = cmp.Or(c.BatchSize, defaultBatchSize)
 	c.PollInterval = cmp.Or(c.PollInterval, defaultPollInterval)
 	c.DeliveryTimeout = cmp.Or(c.DeliveryTimeout, defaultDelivery)
-	c.SendTimeout = cmp.Or(c.SendTimeout, defaultSend)
 	c.Lease = cmp.Or(c.Lease, defaultLease)
 	c.RetryInterval = cmp.Or(c.RetryInterval, defaultRetry)
 	c.Retry.MaxRetries = cmp.Or(c.Retry.MaxRetries, defaultMaxRetries)
@@ -155,7 +150,6 @@ func (c RelayConfig) validate(given RelayConfig) error {
 		check.NotNegative("BatchSize", c.BatchSize),
 		check.NotAbove("BatchSize", c.BatchSize, maxBatchSize),
 		check.NotNegative("PollInterval", c.PollInterval),
-		check.NotNegative("SendTimeout", c.SendTimeout),
 		check.NotNegative("Lease", c.Lease),
 		check.NotNegative("RetryInterval", c.RetryInterval),
 		check.NotNegative("Retry.MaxRetries", c.Retry.MaxRetries),
@@ -165,10 +159,7 @@ func (c RelayConfig) validate(given RelayConfig) error {
 		c.Retention.validate(),
 		c.Alerts.settings().Validate(),
 	}
-	delivery := check.Field[time.Duration]{Name: "DeliveryTimeout", Value: c.DeliveryTimeout, Given: given.DeliveryTimeout}
-	send := check.Field[time.Duration]{Name: "SendTimeout", Value: c.SendTimeout, Given: given.SendTimeout}
-	lease := check.Field[time.Duration]{Name: "Lease", Value: c.Lease, Given: given.Lease}
-	errs = append(errs, check.Shorter(delivery, send), check.Shorter(send, lease), check.InOrder(
+	errs = append(errs, c.checkLease(given), check.InOrder(
 		check.Field[time.Duration]{Name: "Retry.RetryWait", Value: c.Retry.RetryWait, Given: given.Retry.RetryWait},
 		check.Field[time.Duration]{Name: "Retry.MaxRetryWait", Value: c.Retry.MaxRetryWait, Given: given.Retry.MaxRetryWait}))
 	if c.Retry.RetriesFor != nil {
@@ -194,6 +185,24 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	return errors.Join(errs...)
 }
 
+// checkLease checks that a lease outlasts a send. The error is about a field that was given: the caller who has set
+// Lease alone does not know DeliveryTimeout.
+func (c RelayConfig) checkLease(given RelayConfig) error {
+	const rule = "one and a half DeliveryTimeout"
+	switch {
+	case c.Lease-c.DeliveryTimeout > c.DeliveryTimeout/2: // so the sum does not overflow
+		return nil
+	case given.DeliveryTimeout == 0:
+		return fmt.Errorf("field Lease is %v: must be longer than %s, %v by default", c.Lease, rule, c.sendTimeout())
+	case given.Lease == 0:
+		return fmt.Errorf("field DeliveryTimeout is %v: %s must be shorter than Lease, %v by default", c.DeliveryTimeout, rule, c.Lease)
+	}
+	return fmt.Errorf("field DeliveryTimeout is %v: %s must be shorter than Lease, %v", c.DeliveryTimeout, rule, c.Lease)
+}
+
+// sendTimeout bounds one send: a record that Kafka does not answer fails before it.
+func (c RelayConfig) sendTimeout() time.Duration { return c.DeliveryTimeout + c.DeliveryTimeout/2 }
+
 func (c RelayConfig) further() eventheader.Further {
 	return eventheader.Further{ID: c.IDHeader, Trace: c.TraceHeader}
 }
@@ -202,7 +211,7 @@ func (c RelayConfig) further() eventheader.Further {
 func (c RelayConfig) rules() relay.Rules {
 	return relay.Rules{
 		Schema: c.Schema, Name: c.Name, Form: envelope.RecordForm{InJSON: c.Mode == Structured, Further: c.further()},
-		BatchSize: c.BatchSize, PollInterval: c.PollInterval, SendTimeout: c.SendTimeout, Lease: c.Lease,
+		BatchSize: c.BatchSize, PollInterval: c.PollInterval, SendTimeout: c.sendTimeout(), Lease: c.Lease,
 		RetryInterval: c.RetryInterval, MaxRetries: c.Retry.MaxRetries, RetryWait: c.Retry.RetryWait, MaxRetryWait: c.Retry.MaxRetryWait,
 		PassFailedKeys: c.PassFailedKeys, HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter, KeepSent: c.KeepSent,
 		Breaker: breaker.Rules(c.Breaker), Retention: c.Retention.rules(),
@@ -256,7 +265,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 // may be called again afterwards; a second call at the same time returns
 // [ErrRunning]. While Kafka and PostgreSQL answer, Run returns within 2 s and nothing
 // that was sent is sent again. While Kafka does not answer, stopping takes until the send
-// in flight has failed, at most about SendTimeout; the next Run sends it again.
+// in flight has failed, at most about one and a half DeliveryTimeout; the next Run sends it again.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. The errors that
 // Run returns need an operator: [ErrNotMigrated] and [ErrSequenceBehind], and

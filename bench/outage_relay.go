@@ -58,13 +58,13 @@ func (s *survivor) config() outbox.RelayConfig {
 	delivery := max(short(10*time.Second), time.Second) // a relay takes no less
 	return outbox.RelayConfig{
 		Schema: s.Schema, Name: s.Relay, Logger: quiet,
-		DeliveryTimeout: delivery, SendTimeout: delivery * 3 / 2, RetryInterval: short(5 * time.Second),
+		DeliveryTimeout: delivery, RetryInterval: short(5 * time.Second),
 		Breaker: outbox.BreakerConfig{OpenFor: short(30 * time.Second)},
 		Hooks:   outbox.RelayHooks{Breaker: s.breakerChanged},
 	}
 }
 
-func (s *survivor) breakerChanged(_, to outbox.BreakerState) {
+func (s *survivor) breakerChanged(_, to outbox.BreakerState, _ float64) {
 	if to == outbox.BreakerOpen {
 		s.opened.Add(1)
 	}

@@ -52,12 +52,12 @@ func TestShorterOutagesHaveShorterConfigurations(t *testing.T) {
 	config := func(outage time.Duration) outbox.RelayConfig { return (&survivor{job: job{Outage: outage}}).config() }
 	for _, long := range []time.Duration{10 * time.Minute, time.Hour} {
 		c := config(long)
-		require.Equal(t, []time.Duration{10 * time.Second, 15 * time.Second, 5 * time.Second, 30 * time.Second},
-			[]time.Duration{c.DeliveryTimeout, c.SendTimeout, c.RetryInterval, c.Breaker.OpenFor})
+		require.Equal(t, []time.Duration{10 * time.Second, 5 * time.Second, 30 * time.Second},
+			[]time.Duration{c.DeliveryTimeout, c.RetryInterval, c.Breaker.OpenFor})
 	}
 	c := config(2 * time.Minute)
-	require.Equal(t, []time.Duration{2 * time.Second, 3 * time.Second, time.Second, 6 * time.Second},
-		[]time.Duration{c.DeliveryTimeout, c.SendTimeout, c.RetryInterval, c.Breaker.OpenFor})
+	require.Equal(t, []time.Duration{2 * time.Second, time.Second, 6 * time.Second},
+		[]time.Duration{c.DeliveryTimeout, c.RetryInterval, c.Breaker.OpenFor})
 	require.Equal(t, time.Second, config(20*time.Second).DeliveryTimeout)
 }
 

@@ -66,7 +66,7 @@ func TestKilledBackendForgetsNoRenewal(t *testing.T) {
 	_, err := s.db.Exec(t.Context(), `ALTER ROLE CURRENT_USER SET synchronous_commit = off`)
 	require.NoError(t, err)
 	run(t, s.relayPool(t), testenv.KafkaOpts(s.brokers), outbox.RelayConfig{
-		DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: lease, Logger: slog.New(slog.DiscardHandler),
+		DeliveryTimeout: time.Second, Lease: lease, Logger: slog.New(slog.DiscardHandler),
 	})
 	taken := s.leasedUntil(t)
 	s.flush(t)

@@ -278,7 +278,7 @@ func TestLeadersMove(t *testing.T) {
 	s := guest(t, kafka.ListenAddrs(), topic)
 	log := new(warnings)
 	cfg := shortly(t, log)
-	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = 0, 0, 0 // nothing is to time out
+	cfg.DeliveryTimeout, cfg.Lease = 0, 0 // nothing is to time out
 	run(t, s.relayPool(t), fakeOpts(kafka), cfg)
 	stop := s.stream(t)
 	for n := range int32(moves) {

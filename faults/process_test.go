@@ -53,7 +53,7 @@ func runRelay(url string) error {
 	brokers := strings.Split(os.Getenv(testenv.BrokersVar), ",")
 	relay, err := outbox.NewRelay(db, testenv.KafkaOpts(brokers), outbox.RelayConfig{
 		PollInterval: 20 * time.Millisecond, BatchSize: 20,
-		DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: lease,
+		DeliveryTimeout: time.Second, Lease: lease,
 	})
 	if err != nil {
 		return err

@@ -51,7 +51,7 @@ func runWorker(spec string) error {
 	defer db.Close()
 	relay, err := outbox.NewRelay(db, s.kafkaOpts(), outbox.RelayConfig{
 		PollInterval: 20 * time.Millisecond, BatchSize: batch,
-		DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: lease,
+		DeliveryTimeout: time.Second, Lease: lease,
 		// Failed events are given up within the time of a test, and released.
 		RetryInterval: time.Second / 2, Retry: outbox.RetryPolicy{MaxRetries: 5}, Breaker: outbox.BreakerConfig{OpenFor: 2 * time.Second},
 	})

@@ -161,7 +161,7 @@ func inSevens(archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) erro
 
 // quick is a relay that archives all the time.
 func (f *archiveFixture) quick(archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) outbox.RelayConfig {
-	return outbox.RelayConfig{Schema: f.schema, PollInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond, DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: 3 * time.Second, Logger: slog.New(slog.DiscardHandler),
+	return outbox.RelayConfig{Schema: f.schema, PollInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond, DeliveryTimeout: time.Second, Lease: 3 * time.Second, Logger: slog.New(slog.DiscardHandler),
 		Retention: outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond, Archive: inSevens(archive)}}
 }
 

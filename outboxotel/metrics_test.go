@@ -217,7 +217,7 @@ func TestBreakerState(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	var hooked []outbox.BreakerState
-	cfg := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) { hooked = append(hooked, to) }}})
+	cfg := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState, _ float64) { hooked = append(hooked, to) }}})
 	states := func() (now []string) {
 		m := s.collect(t)
 		for _, state := range []string{"closed", "half-open", "open"} {
@@ -230,7 +230,7 @@ func TestBreakerState(t *testing.T) {
 	require.Equal(t, []string{"closed"}, states())
 	from := outbox.BreakerClosed
 	for _, to := range []outbox.BreakerState{outbox.BreakerOpen, outbox.BreakerHalfOpen, outbox.BreakerClosed} {
-		cfg.Hooks.Breaker(from, to)
+		cfg.Hooks.Breaker(from, to, 0)
 		require.Equal(t, []string{to.String()}, states())
 		from = to
 	}
@@ -295,14 +295,14 @@ func TestHooksOfHost(t *testing.T) {
 		Rejected:    func(outbox.FailedEvent) { call("rejected") },
 		Dead:        func(outbox.FailedEvent) { call("dead") },
 		RowsRemoved: func(outbox.RetentionResult) { call("rows removed") },
-		Breaker:     func(_, _ outbox.BreakerState) { call("breaker") },
+		Breaker:     func(_, _ outbox.BreakerState, rate float64) { call(fmt.Sprint("breaker ", rate)) },
 	}}).Hooks
 	relay.Leading(true)
 	relay.Sent(outbox.SentBatch{})
 	relay.Rejected(outbox.FailedEvent{})
 	relay.Dead(outbox.FailedEvent{})
 	relay.RowsRemoved(outbox.RetentionResult{})
-	relay.Breaker(outbox.BreakerClosed, outbox.BreakerOpen)
+	relay.Breaker(outbox.BreakerClosed, outbox.BreakerOpen, 0.75)
 
 	cfg := s.tel.Consumer("g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{
 		func(ctx context.Context, _ outbox.HandlerCall, next func(context.Context) error) error {
@@ -339,7 +339,7 @@ func TestHooksOfHost(t *testing.T) {
 	consumer.Lost("t", 3, 85)
 	consumer.Breaker("A", outbox.BreakerClosed, outbox.BreakerOpen)
 	require.Equal(t, 85.0, s.collect(t).value("outbox.consumer.lost", "messaging.destination.name", "t", "messaging.destination.partition.id", "3"))
-	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker",
+	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker 0.75",
 		"handling", "handled", "repeated", "conflicted", "failed", "dead-lettered", "unknown", "lost", "breaker of an action"}, called)
 }
 

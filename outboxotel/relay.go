@@ -64,10 +64,10 @@ func (t *Telemetry) Relay(cfg outbox.RelayConfig) outbox.RelayConfig {
 	h.Dead = both(r.deadEvent, h.Dead)
 	h.RowsRemoved = both(r.rowsRemoved, h.RowsRemoved)
 	theirs := h.Breaker
-	h.Breaker = func(from, to outbox.BreakerState) {
+	h.Breaker = func(from, to outbox.BreakerState, failureRate float64) {
 		r.state.breaker.Store(int64(to))
 		if theirs != nil {
-			theirs(from, to)
+			theirs(from, to, failureRate)
 		}
 	}
 	return cfg

@@ -22,7 +22,7 @@ import (
 // The test fails if that takes longer than the deadline of ctx, or 30 s if it has
 // none, and at once if an event is dead; the failure names what is still pending
 // and why, and has the warnings of the relay. While Kafka does not answer, it comes
-// up to SendTimeout later.
+// up to one and a half DeliveryTimeout later.
 //
 // The configuration is that of the relay, with a PollInterval and a RetryInterval of
 // 50 ms and a Logger for the failure, unless they are given.

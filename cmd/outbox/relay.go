@@ -129,7 +129,6 @@ func (r *relayProcess) check() error {
 // The least --lease, and the times that outbox.RelayConfig has by default.
 const (
 	minLease        = 3 * time.Second
-	defaultSend     = 15 * time.Second
 	defaultDelivery = 10 * time.Second
 )
 
@@ -141,7 +140,7 @@ func (r *relayProcess) config(e *env, log *slog.Logger) (outbox.RelayConfig, err
 		Alerts:    outbox.AlertConfig{StaleAfter: r.stale}, Logger: log,
 	}
 	if r.lease > 0 {
-		cfg.SendTimeout, cfg.DeliveryTimeout = min(defaultSend, r.lease/2), min(defaultDelivery, r.lease/3)
+		cfg.DeliveryTimeout = min(defaultDelivery, r.lease/3)
 	}
 	cfg.IDHeader, cfg.TraceHeader, _ = strings.Cut(r.headers, ",")
 	if r.structured {

@@ -42,7 +42,7 @@ const mailGroup = "mail"
 func newFailureShow(db *pgxpool.Pool, brokers []string, c *cable, events *outbox.Registry, s *shop, r *reader, out *console) (*failureShow, error) {
 	quiet := slog.New(slog.DiscardHandler) // what they would log is printed here
 	relay, err := outbox.NewRelay(db, c.opts(brokers), outbox.RelayConfig{
-		Schema: s.runID, DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: 5 * time.Second,
+		Schema: s.runID, DeliveryTimeout: time.Second, Lease: 5 * time.Second,
 		Breaker: outbox.BreakerConfig{Window: 1, Trials: 1, OpenFor: time.Second}, Logger: quiet,
 	})
 	if err != nil {

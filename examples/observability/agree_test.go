@@ -148,7 +148,7 @@ var quiet = slog.New(slog.DiscardHandler)
 func (a *agreement) relay(name string, kafka []kgo.Opt, cfg outbox.RelayConfig) (stop func()) {
 	a.t.Helper()
 	cfg.Schema, cfg.Name, cfg.Logger, cfg.PollInterval = a.schema, name, quiet, 50*time.Millisecond
-	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 2*time.Second, 10*time.Second
+	cfg.DeliveryTimeout, cfg.Lease = time.Second, 10*time.Second
 	r, err := outbox.NewRelay(a.db, kafka, a.tel.Relay(cfg))
 	require.NoError(a.t, err)
 	a.relays = append(a.relays, r)

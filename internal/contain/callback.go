@@ -39,7 +39,7 @@ type Limits struct {
 }
 
 // HookLimits are those of functions that have to return quickly. Ten seconds are more than
-// a hook needs that waits for a network, and fewer than the SendTimeout of a relay, so that
+// a hook needs that waits for a network, and fewer than a relay has for a send, so that
 // a hook which hangs costs no lease. A stop waits for each hook a quarter of a second, so
 // that it is over within two even if all hooks hang.
 var HookLimits = Limits{Patience: 10 * time.Second, Grace: 250 * time.Millisecond}

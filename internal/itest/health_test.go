@@ -96,7 +96,7 @@ func TestHealthWithoutPostgres(t *testing.T) {
 	testenv.Run(t, h.relay(t, quick).Run)
 	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, testenv.Patience, 5*time.Millisecond)
 	standby, err := outbox.NewRelay(db, testenv.KafkaOpts(h.brokers), outbox.RelayConfig{Schema: h.schema, PollInterval: 10 * time.Millisecond,
-		DeliveryTimeout: time.Second, SendTimeout: 1100 * time.Millisecond, Lease: 1200 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)})
+		DeliveryTimeout: time.Second, Lease: 1600 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
 	testenv.Run(t, standby.Run)
 	awaitHealth(t, standby, true, true)

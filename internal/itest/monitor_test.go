@@ -195,7 +195,7 @@ func TestRelayWithoutLeader(t *testing.T) {
 func (h *relayFixture) unreachableRelay(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
 	t.Helper()
 	cfg.Schema, cfg.Logger = h.schema, slog.New(slog.DiscardHandler)
-	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 1100*time.Millisecond, 1200*time.Millisecond
+	cfg.DeliveryTimeout, cfg.Lease = time.Second, 1600*time.Millisecond
 	r, err := outbox.NewRelay(h.db, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1"), kgo.RequestRetries(0)}, cfg)
 	require.NoError(t, err)
 	return r
@@ -209,7 +209,7 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 	var opens atomic.Int32
 	testenv.Run(t, h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 50 * time.Millisecond},
 		Alerts: outbox.AlertConfig{Alerter: box, Interval: 10 * time.Millisecond},
-		Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) {
+		Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState, _ float64) {
 			if to == outbox.BreakerOpen {
 				opens.Add(1)
 			}

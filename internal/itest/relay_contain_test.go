@@ -27,7 +27,7 @@ func failing(cfg outbox.RelayConfig, do func(name string)) outbox.RelayConfig {
 	cfg.Hooks = outbox.RelayHooks{
 		Leading:     func(bool) { do("Hooks.Leading") },
 		Sent:        func(outbox.SentBatch) { do("Hooks.Sent") },
-		Breaker:     func(_, _ outbox.BreakerState) { do("Hooks.Breaker") },
+		Breaker:     func(_, _ outbox.BreakerState, _ float64) { do("Hooks.Breaker") },
 		Rejected:    func(outbox.FailedEvent) { do("Hooks.Rejected") },
 		Dead:        func(outbox.FailedEvent) { do("Hooks.Dead") },
 		RowsRemoved: func(outbox.RetentionResult) { do("Hooks.RowsRemoved") },
@@ -98,7 +98,7 @@ func TestHookOfTheBreakerPanics(t *testing.T) {
 	h.commit(t, numbered("a", 1, 10)...)
 	var calls atomic.Int32
 	stop := testenv.Run(t, h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 50 * time.Millisecond},
-		Hooks: outbox.RelayHooks{Breaker: func(_, _ outbox.BreakerState) {
+		Hooks: outbox.RelayHooks{Breaker: func(_, _ outbox.BreakerState, _ float64) {
 			calls.Add(1)
 			panic("no metrics")
 		}}}).Run)
@@ -240,7 +240,7 @@ func TestRunPanics(t *testing.T) {
 			h := newRelayFixture(t)
 			cfg := quick
 			cfg.Schema = h.schema
-			cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = 2*time.Second, 5*time.Second, 10*time.Second
+			cfg.DeliveryTimeout, cfg.Lease = 2*time.Second, 10*time.Second
 			db, opts := parts(h)
 			r, err := outbox.NewRelay(db, opts, cfg)
 			require.NoError(t, err)
@@ -278,7 +278,7 @@ func TestRunHangs(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)
 	cfg := quick
-	cfg.Schema, cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = h.schema, time.Second, 1100*time.Millisecond, 1200*time.Millisecond
+	cfg.Schema, cfg.DeliveryTimeout, cfg.Lease = h.schema, time.Second, 1600*time.Millisecond
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	release, hangs := make(chan struct{}), atomic.Int32{}

@@ -157,7 +157,7 @@ func (h *relayFixture) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox
 	dialer.broken.Store(true)
 	cfg := quick
 	cfg.Schema = h.schema
-	cfg.DeliveryTimeout, cfg.SendTimeout = 1000*time.Millisecond, 1500*time.Millisecond
+	cfg.DeliveryTimeout = 1000 * time.Millisecond
 	cfg.KeepSent = true
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	opts = append(append(testenv.KafkaOpts(h.brokers), kgo.Dialer(dialer.dial)), opts...)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
@@ -418,13 +419,17 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	cfg := quick
 	cfg.Schema, cfg.Logger = h.schema, slog.New(slog.NewTextHandler(log, nil))
 	cfg.DeliveryTimeout, cfg.Breaker.OpenFor = time.Second, 300*time.Millisecond
-	cfg.Hooks.Breaker = func(from, to outbox.BreakerState) {
+	var opened []float64
+	cfg.Hooks.Breaker = func(from, to outbox.BreakerState, failureRate float64) {
 		mu.Lock()
 		defer mu.Unlock()
 		changes = append(changes, from.String()+" to "+to.String())
+		if from == outbox.BreakerClosed {
+			opened = append(opened, failureRate)
+		} else {
+			assert.Zero(t, failureRate, changes)
+		}
 	}
-	var rates []float64
-	cfg.Hooks.BreakerOpened = func(failureRate float64) { rates = append(rates, failureRate) }
 	notified := func(change string) func() bool {
 		return func() bool {
 			mu.Lock()
@@ -441,7 +446,9 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	require.Eventually(t, notified("half-open to open"), testenv.Patience, time.Millisecond)
 	require.Contains(t, log.String(), "level=ERROR msg=\"outbox: too many sends fail, breaker opens\" relay=default failure_rate=100% threshold=50%")
 	require.Contains(t, log.String(), "level=WARN msg=\"outbox: breaker changed\" relay=default from=closed to=open")
-	require.Equal(t, []float64{1}, rates)
+	mu.Lock()
+	require.Equal(t, []float64{1}, opened)
+	mu.Unlock()
 	require.Contains(t, log.String(), "batch stops")
 	dialer.broken.Store(false)
 	requireArrival(t, reader, events...)

@@ -176,7 +176,7 @@ func TestEmptiedLeaseTable(t *testing.T) {
 	h := newRelayFixture(t)
 	reader := h.follow(t)
 	cfg := quick
-	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 1100*time.Millisecond, 1200*time.Millisecond
+	cfg.DeliveryTimeout, cfg.Lease = time.Second, 1600*time.Millisecond
 	cfg.Logger = slog.New(slog.DiscardHandler)
 	testenv.Run(t, h.relay(t, cfg).Run)
 	var epoch int64
@@ -352,19 +352,21 @@ var relayConfigTests = []struct {
 	{"negative batch", outbox.RelayConfig{BatchSize: -1}, []string{"BatchSize"}},
 	{"retries by error", outbox.RelayConfig{Retry: outbox.RetryPolicy{RetriesFor: func(error) int { return 1 }}}, []string{"Retry.RetriesFor"}},
 	{"batch too large", outbox.RelayConfig{BatchSize: 10_001}, []string{"BatchSize"}},
-	{"negative durations", outbox.RelayConfig{PollInterval: -1, DeliveryTimeout: -1, SendTimeout: -1, Lease: -1},
-		[]string{"PollInterval", "DeliveryTimeout", "SendTimeout", "Lease"}},
+	{"negative durations", outbox.RelayConfig{PollInterval: -1, DeliveryTimeout: -1, Lease: -1},
+		[]string{"PollInterval", "DeliveryTimeout", "Lease"}},
 	{"negative retries", outbox.RelayConfig{RetryInterval: -1, Retry: outbox.RetryPolicy{MaxRetries: -1}}, []string{"RetryInterval", "Retry.MaxRetries"}},
 	{"negative waits", outbox.RelayConfig{Retry: outbox.RetryPolicy{RetryWait: -1, MaxRetryWait: -1}}, []string{"Retry.RetryWait", "Retry.MaxRetryWait"}},
 	{"a first wait above the longest", outbox.RelayConfig{Retry: outbox.RetryPolicy{RetryWait: 6 * time.Minute}}, []string{"Retry.RetryWait is 6m0s: must not be above Retry.MaxRetryWait, 5m0s"}},
 	{"waits that go together", outbox.RelayConfig{Retry: outbox.RetryPolicy{RetryWait: time.Minute, MaxRetryWait: time.Minute}}, nil},
 	{"a breaker that cannot judge", outbox.RelayConfig{Breaker: outbox.BreakerConfig{FailureRate: 2, OpenFor: -1, Trials: -1}},
 		[]string{"Breaker.FailureRate", "Breaker.OpenFor", "Breaker.Trials"}},
-	{"delivery as long as send", outbox.RelayConfig{DeliveryTimeout: 15 * time.Second}, []string{"field DeliveryTimeout is 15s: must be shorter than SendTimeout, 15s by default"}},
-	{"send as long as lease", outbox.RelayConfig{SendTimeout: 30 * time.Second}, []string{"field SendTimeout is 30s: must be shorter than Lease, 30s by default"}},
-	{"a short lease, which is all that was given", outbox.RelayConfig{Lease: 10 * time.Second}, []string{"field Lease is 10s: must be longer than SendTimeout, 15s by default"}},
-	{"a short send and a short lease", outbox.RelayConfig{SendTimeout: 6 * time.Second, Lease: 5 * time.Second},
-		[]string{"field SendTimeout is 6s: must be shorter than Lease, 5s", "field SendTimeout is 6s: must be longer than DeliveryTimeout, 10s by default"}},
+	{"a send as long as the lease", outbox.RelayConfig{DeliveryTimeout: 20 * time.Second},
+		[]string{"field DeliveryTimeout is 20s: one and a half DeliveryTimeout must be shorter than Lease, 30s by default"}},
+	{"a send that is barely shorter than the lease", outbox.RelayConfig{DeliveryTimeout: 20*time.Second - 1}, nil},
+	{"a delivery as long as there is", outbox.RelayConfig{DeliveryTimeout: outbox.Forever, Lease: outbox.Forever}, []string{"field DeliveryTimeout is 2562047h47m16.854775807s: one and a half DeliveryTimeout must be shorter than Lease"}},
+	{"a short lease, which is all that was given", outbox.RelayConfig{Lease: 10 * time.Second}, []string{"field Lease is 10s: must be longer than one and a half DeliveryTimeout, 15s by default"}},
+	{"a short delivery and a short lease", outbox.RelayConfig{DeliveryTimeout: 6 * time.Second, Lease: 9 * time.Second},
+		[]string{"field DeliveryTimeout is 6s: one and a half DeliveryTimeout must be shorter than Lease, 9s"}},
 	{"a longest wait below the first", outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetryWait: time.Millisecond}}, []string{"field Retry.MaxRetryWait is 1ms: must not be below Retry.RetryWait, 1s by default"}},
 	{"unknown mode", outbox.RelayConfig{Mode: 2}, []string{"Mode"}},
 	{"schema with NUL and bad name", outbox.RelayConfig{Schema: "a\x00", Name: string([]byte{0xff})}, []string{"Schema", "Name"}},

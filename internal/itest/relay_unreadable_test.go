@@ -106,7 +106,7 @@ func TestSlowRowStopsNoRetries(t *testing.T) {
 	h.fail(t, append(slow, others...)...)
 	h.spoil(t, "slow", 1)
 	cfg := quick
-	cfg.Retry.MaxRetries, cfg.Lease, cfg.SendTimeout, cfg.DeliveryTimeout = 2, 1200*time.Millisecond, 1100*time.Millisecond, time.Second
+	cfg.Retry.MaxRetries, cfg.Lease, cfg.DeliveryTimeout = 2, 1600*time.Millisecond, time.Second
 	cfg.Logger = slog.New(slog.DiscardHandler)
 	testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, others...)

@@ -14,8 +14,7 @@ import (
 type Hooks struct {
 	Leading        func(leading bool)
 	Sent           func(SentBatch)
-	Breaker        func(from, to breaker.State)
-	BreakerOpened  func(failureRate float64)
+	Breaker        func(from, to breaker.State, failureRate float64) // 0 unless a closed breaker opens
 	Rejected, Dead func(tables.Event)
 	RowsRemoved    func(retention.Result)
 }
@@ -60,11 +59,10 @@ func (h Hooks) guarded(guard func(name string) func(call func())) Hooks {
 	h.Sent = guarded(h.Sent, "Sent", guard)
 	h.Rejected = guarded(h.Rejected, "Rejected", guard)
 	h.Dead = guarded(h.Dead, "Dead", guard)
-	h.BreakerOpened = guarded(h.BreakerOpened, "BreakerOpened", guard)
 	h.RowsRemoved = guarded(h.RowsRemoved, "RowsRemoved", guard)
 	if hook := h.Breaker; hook != nil {
 		notify := guard("Breaker")
-		h.Breaker = func(from, to breaker.State) { notify(func() { hook(from, to) }) }
+		h.Breaker = func(from, to breaker.State, failureRate float64) { notify(func() { hook(from, to, failureRate) }) }
 	}
 	return h
 }

@@ -149,13 +149,12 @@ func (r *Relay) breakerChanged(from, to breaker.State, failureRate float64) {
 	if to == breaker.Open && from == breaker.Closed {
 		r.log.Error("outbox: too many sends fail, breaker opens", "failure_rate", percent(failureRate),
 			"threshold", percent(r.rules.Breaker.FailureRate), "open_for", r.rules.Breaker.OpenFor)
-		if r.hooks.BreakerOpened != nil {
-			r.hooks.BreakerOpened(failureRate)
-		}
+	} else {
+		failureRate = 0
 	}
 	r.log.Warn("outbox: breaker changed", "from", from.String(), "to", to.String())
 	if r.hooks.Breaker != nil {
-		r.hooks.Breaker(from, to)
+		r.hooks.Breaker(from, to, failureRate)
 	}
 	if to == breaker.Closed {
 		wait.Signal(r.retryNow)
