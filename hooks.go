@@ -133,10 +133,8 @@ type ConsumerHooks struct {
 	// Conflicted is called for a try that PostgreSQL has rolled back for a deadlock or a
 	// serialization failure, and that is repeated without being counted.
 	Conflicted func(m Metadata, action string, err error)
-	// Failed is called for a try that failed and counts.
-	Failed func(m Metadata, action string, err error)
-	// Retried is called after Failed if there is to be another try.
-	Retried func(m Metadata, action string, err error)
+	// Failed is called for a try that failed and counts. Retry says whether there is to be another try.
+	Failed func(m Metadata, action string, err error, retry bool)
 	// DeadLettered is called for an event that was sent to a dead-letter topic. Action
 	// is empty if no handler got the event, unless it was for a certain one, as the deliveries of a worker are. Topic is empty where a worker has no attempt left,
 	// and its delivery became DEAD. Where that is because processes ended, or for want of a handler,
@@ -155,13 +153,15 @@ type ConsumerHooks struct {
 
 // engine returns the hooks as the engine calls them. RowsRemoved is called by retention.
 func (h ConsumerHooks) engine() (hooks handling.Hooks) {
-	failure := func(hook func(Metadata, string, error)) func(*envelope.Received, string, error) {
-		if hook == nil {
-			return nil
-		}
-		return func(m *envelope.Received, action string, err error) { hook(metadataOf(m), action, public(err)) }
+	hooks.Lost = h.Lost
+	if hook := h.Conflicted; hook != nil {
+		hooks.Conflicted = func(m *envelope.Received, action string, err error) { hook(metadataOf(m), action, public(err)) }
 	}
-	hooks.Conflicted, hooks.Failed, hooks.Retried, hooks.Lost = failure(h.Conflicted), failure(h.Failed), failure(h.Retried), h.Lost
+	if hook := h.Failed; hook != nil {
+		hooks.Failed = func(m *envelope.Received, action string, err error, retry bool) {
+			hook(metadataOf(m), action, public(err), retry)
+		}
+	}
 	if hook := h.Breaker; hook != nil {
 		hooks.Breaker = func(action string, from, to breaker.State) { hook(action, BreakerState(from), BreakerState(to)) }
 	}

@@ -102,7 +102,7 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 						d.must("conflict")
 					}
 				},
-				Failed: func(m outbox.Metadata, action string, err error) {
+				Failed: func(m outbox.Metadata, action string, err error, _ bool) {
 					if m.Kafka == nil {
 						d.must("failed %s %s without a record: %v", action, m.ID, err)
 					} else if !errors.Is(err, errHiccup) && !errors.Is(err, errDownstream) && !isGone(err) {

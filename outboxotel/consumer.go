@@ -78,23 +78,28 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 			theirRepeated(m, action)
 		}
 	}
-	hooks.Conflicted = onFailure(hooks.Conflicted, func(m outbox.Metadata, action string, err error) {
+	theirConflicted, theirFailed := hooks.Conflicted, hooks.Failed
+	hooks.Conflicted = func(m outbox.Metadata, action string, err error) {
 		h.conflicts.Add(context.Background(), 1, h.failureOf(m, action, err))
-	})
-	hooks.Failed = onFailure(hooks.Failed, func(m outbox.Metadata, action string, err error) {
+		if theirConflicted != nil {
+			theirConflicted(m, action, err)
+		}
+	}
+	hooks.Failed = func(m outbox.Metadata, action string, err error, retry bool) {
 		h.failed.Add(context.Background(), 1, h.failureOf(m, action, err))
-	})
+		if retry && h.retried != "" {
+			h.count(m.Topic(), m.Type, action, h.retried)
+		}
+		if theirFailed != nil {
+			theirFailed(m, action, err, retry)
+		}
+	}
 	theirBreaker := hooks.Breaker
 	hooks.Breaker = func(action string, from, to outbox.BreakerState) {
 		h.breakerOf(action).Store(int64(to))
 		if theirBreaker != nil {
 			theirBreaker(action, from, to)
 		}
-	}
-	if h.retried != "" {
-		hooks.Retried = onFailure(hooks.Retried, func(m outbox.Metadata, action string, _ error) {
-			h.count(m.Topic(), m.Type, action, h.retried)
-		})
 	}
 	hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
 		known := m.Type
@@ -120,16 +125,6 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 // breakerOf returns the state of the breaker of an action. Those that are asked for are reported.
 func (h *handlers) breakerOf(action string) *atomic.Int64 {
 	return h.breakers.get(action, func() *atomic.Int64 { return new(atomic.Int64) })
-}
-
-// onFailure returns a hook that calls ours and then theirs, which may be nil.
-func onFailure(theirs, ours func(outbox.Metadata, string, error)) func(outbox.Metadata, string, error) {
-	return func(m outbox.Metadata, action string, err error) {
-		ours(m, action, err)
-		if theirs != nil {
-			theirs(m, action, err)
-		}
-	}
 }
 
 // failureOf returns the attributes of a try that failed.

@@ -313,7 +313,7 @@ func TestHooksOfHost(t *testing.T) {
 		Handled:      func(outbox.Metadata, string, time.Duration) { call("handled") },
 		Repeated:     func(outbox.Metadata, string) { call("repeated") },
 		Conflicted:   func(outbox.Metadata, string, error) { call("conflicted") },
-		Failed:       func(outbox.Metadata, string, error) { call("failed") },
+		Failed:       func(_ outbox.Metadata, _ string, _ error, retry bool) { call(fmt.Sprint("failed, retry ", retry)) },
 		DeadLettered: func(outbox.Metadata, string, string, error) { call("dead-lettered") },
 		Unknown:      func(outbox.Metadata) { call("unknown") },
 		Lost:         func(string, int32, int64) { call("lost") },
@@ -333,14 +333,14 @@ func TestHooksOfHost(t *testing.T) {
 	consumer.Repeated(outbox.Metadata{}, "A")
 	consumer.Conflicted(outbox.Metadata{}, "A", &pgconn.PgError{Code: "40001"})
 	require.Equal(t, 1.0, s.collect(t).value("outbox.consumer.conflicts", "outbox.action", "A", "error.type", "postgres_40001"))
-	consumer.Failed(outbox.Metadata{}, "A", errors.New("no"))
+	consumer.Failed(outbox.Metadata{}, "A", errors.New("no"), true)
 	consumer.DeadLettered(outbox.Metadata{}, "A", "t.dlq", errors.New("no"))
 	consumer.Unknown(outbox.Metadata{})
 	consumer.Lost("t", 3, 85)
 	consumer.Breaker("A", outbox.BreakerClosed, outbox.BreakerOpen)
 	require.Equal(t, 85.0, s.collect(t).value("outbox.consumer.lost", "messaging.destination.name", "t", "messaging.destination.partition.id", "3"))
 	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker 0.75",
-		"handling", "handled", "repeated", "conflicted", "failed", "dead-lettered", "unknown", "lost", "breaker of an action"}, called)
+		"handling", "handled", "repeated", "conflicted", "failed, retry true", "dead-lettered", "unknown", "lost", "breaker of an action"}, called)
 }
 
 // An ErrorType that panics does not reach the handler whose error it is to name.
@@ -392,7 +392,7 @@ func TestErrorTypes(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	hooks := s.tel.Consumer("g", outbox.ConsumerConfig{}).Hooks
 	for want, err := range errorTypes {
-		hooks.Failed(outbox.Metadata{}, "A", err)
+		hooks.Failed(outbox.Metadata{}, "A", err, false)
 		require.Equal(t, 1.0, s.collect(t).value("outbox.consumer.failed", "error.type", want), want)
 	}
 }

@@ -60,7 +60,7 @@ func TestRedisAway(t *testing.T) {
 	var failed, handled, deadLettered atomic.Int64
 	cfg := a.config()
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = time.Millisecond, 10*time.Millisecond
-	cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
+	cfg.Hooks.Failed = func(outbox.Metadata, string, error, bool) { failed.Add(1) }
 	cfg.Hooks.Handled = func(outbox.Metadata, string, time.Duration) { handled.Add(1) }
 	cfg.Hooks.DeadLettered = func(outbox.Metadata, string, string, error) { deadLettered.Add(1) }
 	c, err := outbox.NewConsumer(nil, a.kafka, a.events, a.group(cacheGroup), cfg, a.pages.handlers()...)

@@ -28,7 +28,7 @@ func TestHostFunctionHangs(t *testing.T) {
 			cfg.Hooks.Handled = func(*envelope.Received, string, time.Duration) { hang() }
 		},
 		"hook Failed": func(cfg *Rules, s *partitionFixture, hang func()) {
-			s.handlers["a"], cfg.Hooks.Failed = "p", func(*envelope.Received, string, error) { hang() }
+			s.handlers["a"], cfg.Hooks.Failed = "p", func(*envelope.Received, string, error, bool) { hang() }
 		},
 		"hook Conflicted": func(cfg *Rules, s *partitionFixture, hang func()) {
 			s.handlers["a"], cfg.Hooks.Conflicted = "44444", func(*envelope.Received, string, error) { hang() }

@@ -58,7 +58,7 @@ func TestConsumerHooksPanic(t *testing.T) {
 		Hooks: handling.Hooks{
 			Handled:      func(*envelope.Received, string, time.Duration) { boom() },
 			Repeated:     func(*envelope.Received, string) { boom() },
-			Failed:       func(*envelope.Received, string, error) { boom() },
+			Failed:       func(*envelope.Received, string, error, bool) { boom() },
 			DeadLettered: func(*envelope.Received, string, string, error) { boom() },
 			Unknown:      func(*envelope.Received) { boom() },
 		},
@@ -85,7 +85,7 @@ func TestHostEndsItsGoroutine(t *testing.T) {
 		Hooks: handling.Hooks{
 			Handled:      func(*envelope.Received, string, time.Duration) { runtime.Goexit() },
 			Repeated:     func(*envelope.Received, string) { runtime.Goexit() },
-			Failed:       func(*envelope.Received, string, error) { runtime.Goexit() },
+			Failed:       func(*envelope.Received, string, error, bool) { runtime.Goexit() },
 			DeadLettered: func(*envelope.Received, string, string, error) { runtime.Goexit() },
 			Unknown:      func(*envelope.Received) { runtime.Goexit() },
 		},

@@ -29,7 +29,7 @@ func TestPartitionWorkerOutlivesGoexit(t *testing.T) {
 			Hooks: handling.Hooks{
 				Handled:      func(*envelope.Received, string, time.Duration) { exit() },
 				Repeated:     func(*envelope.Received, string) { exit() },
-				Failed:       func(*envelope.Received, string, error) { exit() },
+				Failed:       func(*envelope.Received, string, error, bool) { exit() },
 				Conflicted:   func(*envelope.Received, string, error) { exit() },
 				DeadLettered: func(*envelope.Received, string, string, error) { exit() },
 				Unknown:      func(*envelope.Received) { exit() },

@@ -292,7 +292,7 @@ func TestPartitionWorkerCountsAttempts(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			var failed []int
 			s := newPartitionFixture(t, Rules{Rules: &handling.Rules{Retry: handling.RetryPolicy{MaxRetries: tt.retries}, Hooks: handling.Hooks{
-				Failed: func(m *envelope.Received, _ string, _ error) { failed = append(failed, m.Attempt) },
+				Failed: func(m *envelope.Received, _ string, _ error, _ bool) { failed = append(failed, m.Attempt) },
 			}}})
 			s.handlers["a"] = tt.play
 			s.worker.handle(s.arrive("a"))
@@ -310,7 +310,7 @@ func TestPartitionWorkerConflicts(t *testing.T) {
 		var conflicts, failed int
 		s := newPartitionFixture(t, Rules{Rules: &handling.Rules{Retry: handling.RetryPolicy{MaxRetries: 1}, Hooks: handling.Hooks{
 			Conflicted: func(m *envelope.Received, _ string, _ error) { conflicts++; require.Equal(t, 1, m.Attempt) },
-			Failed:     func(m *envelope.Received, _ string, _ error) { failed++; require.Equal(t, failed, m.Attempt) },
+			Failed:     func(m *envelope.Received, _ string, _ error, _ bool) { failed++; require.Equal(t, failed, m.Attempt) },
 		}}})
 		s.handlers["a"] = strings.Repeat("4", 100)
 		began := time.Now()

@@ -212,13 +212,10 @@ func (k *leaseKeeper) notify(rows []Expired) {
 			PartitionKey: e.RecordKey, FromKafka: e.FromKafka, Partition: e.Partition, Position: e.Position,
 		}, new(envelope.Origin))
 		if h.Failed != nil {
-			h.Failed(&m, e.Action, errGone)
+			h.Failed(&m, e.Action, errGone, !e.Dead)
 		}
-		switch {
-		case e.Dead && h.DeadLettered != nil:
+		if e.Dead && h.DeadLettered != nil {
 			h.DeadLettered(&m, e.Action, "", errGone)
-		case !e.Dead && h.Retried != nil:
-			h.Retried(&m, e.Action, errGone)
 		}
 	}
 }

@@ -13,24 +13,25 @@ import (
 func TestHooksOfGoneDeliveries(t *testing.T) {
 	t.Parallel()
 	var seen []envelope.Received
-	note := func(m *envelope.Received, action string, err error) {
+	var retries []bool
+	note := func(m *envelope.Received, action string, err error, retry bool) {
 		require.Equal(t, "COUNTED", action)
 		require.ErrorIs(t, err, errGone)
-		seen = append(seen, *m)
+		seen, retries = append(seen, *m), append(retries, retry)
 	}
-	cfg := &Rules{Rules: &handling.Rules{Hooks: handling.Hooks{Failed: note, Retried: note}}}
+	cfg := &Rules{Rules: &handling.Rules{Hooks: handling.Hooks{Failed: note}}}
 	of := Expired{ID: 7, EventID: "1", Type: "test.sale.made.v1", Action: "COUNTED", Stream: "sales", Attempt: 2, RecordKey: "k", Position: 5, Partition: 3}
-	parked := of
-	parked.FromKafka = true
-	(&leaseKeeper{cfg: cfg}).notify([]Expired{parked, of})
-	require.Len(t, seen, 4)
+	parked, dead := of, of
+	parked.FromKafka, dead.Dead = true, true
+	(&leaseKeeper{cfg: cfg}).notify([]Expired{parked, of, dead})
+	require.Equal(t, []bool{true, true, false}, retries)
 	for i, m := range seen {
 		require.Equal(t, "1", m.ID)
 		require.Equal(t, "test.sale.made.v1", m.Type)
 		require.Equal(t, 2, m.Attempt)
 		require.Equal(t, "sales", m.Topic())
 		require.Equal(t, "k", string(m.Origin.Key))
-		if i < 2 {
+		if i < 1 {
 			require.Equal(t, &envelope.Place{Topic: "sales", Partition: 3, Offset: 5, Key: []byte("k")}, m.Kafka)
 		} else {
 			require.Nil(t, m.Kafka)

@@ -131,11 +131,8 @@ func (a *Attempts) awaitConflict(t *Task, n int, err error) {
 	a.Scheduler.Sleep(ConflictWait(n))
 }
 
-// failed decides whether a failed task is tried again.
+// failed decides whether a failed task is tried again, and calls the hook Failed.
 func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
-	if hook := a.Processor.Rules.Hooks.Failed; hook != nil {
-		a.callHost("hook Failed", t.Action, &t.Meta, func() { hook(&t.Meta, t.Action, err) })
-	}
 	a.Breakers.Note(t.Action, t.Meta.Attempt, err)
 	retries := a.Processor.Retries(policy, err, func(call func()) { a.callHost("RetriesFor", t.Action, &t.Meta, call) })
 	o := Outcome{
@@ -143,9 +140,12 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 	}
 	if IsPermanent(err) || o.Attempt > retries {
 		o.Result = Dead
-		return o
+	} else {
+		o.Wait = policy.Next(o.Attempt, err)
 	}
-	o.Wait = policy.Next(o.Attempt, err)
+	if hook := a.Processor.Rules.Hooks.Failed; hook != nil {
+		a.callHost("hook Failed", t.Action, &t.Meta, func() { hook(&t.Meta, t.Action, err, o.Result == Again) })
+	}
 	return o
 }
 
@@ -156,7 +156,7 @@ func (a *Attempts) postponed(t *Task, policy RetryPolicy, err error) Outcome {
 	}
 }
 
-// ReportAgain logs that a task has failed or was postponed and is tried again, and calls the hook Retried.
+// ReportAgain logs that a task has failed or was postponed and is tried again.
 func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 	ctx := EventContext(a.Scheduler.Held(), &t.Meta)
 	attrs := EventAttrs(&t.Meta, "action", t.Action, "attempt", o.Attempt, "wait", o.Wait,
@@ -167,9 +167,6 @@ func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 		return
 	}
 	a.Processor.Log.WarnContext(ctx, "outbox: handler failed, trying again", attrs...)
-	if hook := a.Processor.Rules.Hooks.Retried; hook != nil {
-		a.callHost("hook Retried", t.Action, &t.Meta, func() { hook(&t.Meta, t.Action, o.Err) })
-	}
 }
 
 // ReportDead logs that an event is dead for an action, or for all actions if the outcome names none, and calls the hook

@@ -118,10 +118,10 @@ func TestAttemptsEnd(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var calls []string
-		heard := func(name string) func(*envelope.Received, string, error) {
-			return func(*envelope.Received, string, error) { calls = append(calls, name) }
-		}
-		f := newFixture(t, Rules{Hooks: Hooks{Failed: heard("failed"), Conflicted: heard("conflicted")}})
+		f := newFixture(t, Rules{Hooks: Hooks{
+			Failed:     func(*envelope.Received, string, error, bool) { calls = append(calls, "failed") },
+			Conflicted: func(*envelope.Received, string, error) { calls = append(calls, "conflicted") },
+		}})
 		task := &f.arrive("a")[0].Tasks[0]
 		f.handlers["a"], f.scheduler.lost = "-4", errPlayed
 		o := f.attempts.Try(task, RetryPolicy{}, nil)
@@ -197,7 +197,10 @@ func TestAttemptsHooks(t *testing.T) {
 			}
 		}
 		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 1}, Hooks: Hooks{
-			Conflicted: failure("conflicted"), Failed: failure("failed"), Retried: failure("retried"),
+			Conflicted: failure("conflicted"),
+			Failed: func(m *envelope.Received, action string, err error, retry bool) {
+				failure(map[bool]string{true: "retried", false: "failed"}[retry])(m, action, err)
+			},
 			DeadLettered: func(m *envelope.Received, action, topic string, err error) { failure("dead"+topic)(m, action, err) },
 			Handled:      func(m *envelope.Received, action string, _ time.Duration) { note("handled", m, action) },
 			Repeated:     func(m *envelope.Received, action string) { note("repeated", m, action) },
@@ -211,8 +214,8 @@ func TestAttemptsHooks(t *testing.T) {
 		f.play(&items[0].Tasks[0])
 		f.attempts.ReportUnknown(&items[0].Meta, "")
 		require.Equal(t, []string{
-			"conflicted ACTED a1", "failed ACTED a1", "retried ACTED a1", "handled ACTED a2",
-			"failed ACTED b1", "retried ACTED b1", "failed ACTED b2", "dead ACTED b2",
+			"conflicted ACTED a1", "retried ACTED a1", "handled ACTED a2",
+			"retried ACTED b1", "failed ACTED b2", "dead ACTED b2",
 			"repeated ACTED a2", "unknown  a1",
 		}, heard)
 
@@ -277,7 +280,6 @@ func TestAttemptsOutliveGoexit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log := new(testenv.Buffer)
 		exit := func() { runtime.Goexit() }
-		failure := func(*envelope.Received, string, error) { exit() }
 		f := newFixture(t, Rules{
 			Retry: RetryPolicy{MaxRetries: 1, RetriesFor: func(error) int { exit(); return 9 }}, Log: slog.New(slog.NewTextHandler(log, nil)),
 			Hooks: Hooks{
@@ -285,7 +287,8 @@ func TestAttemptsOutliveGoexit(t *testing.T) {
 				Repeated:     func(*envelope.Received, string) { exit() },
 				DeadLettered: func(*envelope.Received, string, string, error) { exit() },
 				Unknown:      func(*envelope.Received) { exit() },
-				Failed:       failure, Conflicted: failure, Retried: failure,
+				Failed:       func(*envelope.Received, string, error, bool) { exit() },
+				Conflicted:   func(*envelope.Received, string, error) { exit() },
 			},
 		})
 		f.handlers["a"], f.handlers["b"], f.handlers["d"] = "-", "xx", "4"
@@ -297,7 +300,7 @@ func TestAttemptsOutliveGoexit(t *testing.T) {
 		f.attempts.ReportUnknown(&f.arrive("c")[0].Meta, "")
 		require.Equal(t, []string{"again 1, done 2", "again 1, dead 2: goexit", "done 1", "done 1"}, outcomes)
 		require.Equal(t, []string{"a1: rolled back", "a2: committed", "b1: rolled back", "b2: rolled back", "d1: rolled back", "d1: committed", ": committed"}, f.log)
-		for _, hook := range []string{"Handled", "Repeated", "Failed", "Retried", "Conflicted", "DeadLettered", "Unknown"} {
+		for _, hook := range []string{"Handled", "Repeated", "Failed", "Conflicted", "DeadLettered", "Unknown"} {
 			require.Contains(t, log.String(), "Hooks."+hook)
 		}
 		require.Contains(t, log.String(), "RetriesFor")

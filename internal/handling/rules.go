@@ -48,8 +48,7 @@ type Hooks struct {
 	Handled      func(m *envelope.Received, action string, took time.Duration)
 	Repeated     func(m *envelope.Received, action string)
 	Conflicted   func(m *envelope.Received, action string, err error)
-	Failed       func(m *envelope.Received, action string, err error)
-	Retried      func(m *envelope.Received, action string, err error)
+	Failed       func(m *envelope.Received, action string, err error, retry bool)
 	DeadLettered func(m *envelope.Received, action, topic string, err error)
 	Unknown      func(m *envelope.Received)
 	Lost         func(topic string, partition int32, records int64)
@@ -68,16 +67,16 @@ func (h Hooks) guarded(log *slog.Logger) Hooks {
 		}
 		return hook.Alone
 	}
-	failure := func(name string, hook func(*envelope.Received, string, error)) func(*envelope.Received, string, error) {
-		if hook == nil {
-			return nil
-		}
-		notify := call(name)
-		return func(m *envelope.Received, action string, err error) { notify(func() { hook(m, action, err) }) }
+	if hook := h.Conflicted; hook != nil {
+		notify := call("Conflicted")
+		h.Conflicted = func(m *envelope.Received, action string, err error) { notify(func() { hook(m, action, err) }) }
 	}
-	h.Conflicted = failure("Conflicted", h.Conflicted)
-	h.Failed = failure("Failed", h.Failed)
-	h.Retried = failure("Retried", h.Retried)
+	if hook := h.Failed; hook != nil {
+		notify := call("Failed")
+		h.Failed = func(m *envelope.Received, action string, err error, retry bool) {
+			notify(func() { hook(m, action, err, retry) })
+		}
+	}
 	if hook := h.Unknown; hook != nil {
 		notify := call("Unknown")
 		h.Unknown = func(m *envelope.Received) { notify(func() { hook(m) }) }

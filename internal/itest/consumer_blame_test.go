@@ -118,7 +118,7 @@ func TestHandlerLeavesTransaction(t *testing.T) {
 	})
 	s.sendSales(t, 20, map[int]string{3: "aborted", 9: "open"})
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, Hooks: outbox.ConsumerHooks{
-		Failed: func(m outbox.Metadata, _ string, _ error) { blamed.Store(m.Kafka.Offset, true) },
+		Failed: func(m outbox.Metadata, _ string, _ error, _ bool) { blamed.Store(m.Kafka.Offset, true) },
 	}, From: outbox.FromStart}}, h).Run)
 	for i, r := range s.deadLetters(t, 2) {
 		require.Contains(t, deadLetterHeaders(r)["dlq_error"], []string{"handler COUNTED has left its transaction aborted", "handler COUNTED has left rows"}[i])
@@ -259,7 +259,7 @@ func TestErrorsOfOthersAreNoOutage(t *testing.T) {
 	poison := map[int]string{3: "elsewhere", 5: "limit", 7: "read-only", 8: "cut"}
 	s.sendSales(t, 10, poison)
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
-		Failed: func(m outbox.Metadata, _ string, _ error) {
+		Failed: func(m outbox.Metadata, _ string, _ error, _ bool) {
 			if _, again := failed.LoadOrStore(m.Kafka.Offset, true); !again {
 				done := 0 // poison before it
 				for at := range poison {
@@ -310,7 +310,7 @@ func TestNotesCannotBeMade(t *testing.T) {
 		group := "g-" + s.topic
 		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
 			Logger: slog.New(slog.NewTextHandler(log, nil)), Hooks: outbox.ConsumerHooks{
-				Failed:       func(_ outbox.Metadata, _ string, err error) { assert.NoError(t, err, name) },
+				Failed:       func(_ outbox.Metadata, _ string, err error, _ bool) { assert.NoError(t, err, name) },
 				DeadLettered: func(_ outbox.Metadata, _, _ string, err error) { assert.NoError(t, err, name) },
 			}, From: outbox.FromStart}}
 		c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, group, cfg, outbox.Handle("COUNTED", s.count))
@@ -385,7 +385,7 @@ func TestAttemptsOfASingleEvent(t *testing.T) {
 			s := newConsumerFixture(t, 1)
 			var calls, failed, dead atomic.Int32
 			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
-				Failed:       func(m outbox.Metadata, _ string, _ error) { assert.EqualValues(t, failed.Add(1), m.Attempt) },
+				Failed:       func(m outbox.Metadata, _ string, _ error, _ bool) { assert.EqualValues(t, failed.Add(1), m.Attempt) },
 				DeadLettered: func(outbox.Metadata, string, string, error) { dead.Add(1) },
 			}, From: outbox.FromStart}}
 			s.sendSales(t, 1, nil)

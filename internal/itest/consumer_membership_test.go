@@ -330,7 +330,7 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 	group := "away-" + s.topic
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond},
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
-		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}, From: outbox.FromStart}}
+		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error, bool) { failed.Add(1) }}, From: outbox.FromStart}}
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, group, cfg, outbox.Handle("COUNTED", s.count),
 		outbox.HandleNoTx("LOOKED", func(ctx context.Context, _ sale, _ outbox.Metadata) error {
 			_, err := db.Exec(ctx, "SELECT 1")

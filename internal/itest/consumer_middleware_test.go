@@ -107,7 +107,7 @@ func TestMiddlewareSkips(t *testing.T) {
 	}
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Middleware: []outbox.Middleware{gate}, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Hooks: outbox.ConsumerHooks{
 		Repeated: func(outbox.Metadata, string) { repeats.Add(1) },
-		Failed: func(_ outbox.Metadata, _ string, err error) {
+		Failed: func(_ outbox.Metadata, _ string, err error, _ bool) {
 			if errors.Is(err, closed) {
 				failures.Add(1)
 			}

@@ -228,7 +228,7 @@ func TestPoison(t *testing.T) {
 	failed, deadLettered := map[string]int{}, 0
 	group := "group-" + uuid.NewString()
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
-		Failed: func(m outbox.Metadata, _ string, err error) {
+		Failed: func(m outbox.Metadata, _ string, err error, _ bool) {
 			mu.Lock()
 			defer mu.Unlock()
 			failed[m.ID]++

@@ -121,7 +121,7 @@ func TestWorkerHandlerFails(t *testing.T) {
 	failed := map[string]int{}
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Breaker = time.Millisecond, 1, neverOpen
-	cfg.Hooks.Failed = func(m outbox.Metadata, action string, _ error) {
+	cfg.Hooks.Failed = func(m outbox.Metadata, action string, _ error, _ bool) {
 		mu.Lock()
 		defer mu.Unlock()
 		failed[action+" "+m.Subject]++
@@ -220,7 +220,7 @@ func TestWorkerConflicts(t *testing.T) {
 			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
 			cfg.Hooks.Conflicted = func(outbox.Metadata, string, error) { conflicts.Add(1) }
-			cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
+			cfg.Hooks.Failed = func(outbox.Metadata, string, error, bool) { failed.Add(1) }
 			handler := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {
 				var err error
 				switch n := calls.Add(1); {
@@ -282,7 +282,7 @@ func TestWorkerOutageDuringHandlers(t *testing.T) {
 		}
 		return 0
 	}
-	cfg.Hooks.Failed = func(_ outbox.Metadata, _ string, err error) {
+	cfg.Hooks.Failed = func(_ outbox.Metadata, _ string, err error, _ bool) {
 		if !errors.Is(err, errOwn) {
 			failed.Add(1)
 		}
@@ -338,7 +338,7 @@ func TestWorkerRetryAfterInOutage(t *testing.T) {
 			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.MaxRetries, cfg.Logger = -1, log.logger()
 			var failed, calls atomic.Int64
-			cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
+			cfg.Hooks.Failed = func(outbox.Metadata, string, error, bool) { failed.Add(1) }
 			steps := map[string][]step{
 				"alone": {{"postponed", 1}}, "first": {{"postponed", 1}, {"postponed", 2}, {"a", 1}, {"b", 1}}, "later": {{"a", 1}, {"postponed", 1}, {"postponed", 2}, {"b", 1}},
 			}[with]

@@ -68,11 +68,8 @@ func (l *hookLog) hooks() outbox.ConsumerHooks {
 		Conflicted: func(m outbox.Metadata, action string, err error) {
 			l.add(m.Subject, "Conflicted %s %d", action, m.Attempt)
 		},
-		Failed: func(m outbox.Metadata, action string, err error) {
-			l.add(m.Subject, "Failed %s %d %v", action, m.Attempt, err)
-		},
-		Retried: func(m outbox.Metadata, action string, err error) {
-			l.add(m.Subject, "Retried %s %d %v", action, m.Attempt, err)
+		Failed: func(m outbox.Metadata, action string, err error, retry bool) {
+			l.add(m.Subject, "Failed %s %d %v, retry %t", action, m.Attempt, err, retry)
 		},
 		DeadLettered: func(m outbox.Metadata, action, topic string, err error) {
 			l.add(m.Subject, "DeadLettered %q %d %q", action, m.Attempt, topic)
@@ -119,10 +116,10 @@ func TestWorkerHooks(t *testing.T) {
 	for account, want := range map[string][]string{
 		"done":      {"Handled COUNTED 1 true", "Handled SENT 1 true"},
 		"conflict":  {"Conflicted COUNTED 1", "Handled COUNTED 1 true", "Handled SENT 1 true"},
-		"retried":   {"Failed COUNTED 1 no luck", "Retried COUNTED 1 no luck", "Handled COUNTED 2 true", "Handled SENT 1 true"},
-		"dead":      {"Failed COUNTED 1 no luck", "Retried COUNTED 1 no luck", "Failed COUNTED 2 no luck", `DeadLettered "COUNTED" 2 ""`, "Handled SENT 1 true"},
-		"permanent": {"Failed COUNTED 1 no luck", `DeadLettered "COUNTED" 1 ""`, "Handled SENT 1 true"},
-		"sent":      {"Handled COUNTED 1 true", "Failed SENT 1 no luck", "Retried SENT 1 no luck", "Handled SENT 2 true"},
+		"retried":   {"Failed COUNTED 1 no luck, retry true", "Handled COUNTED 2 true", "Handled SENT 1 true"},
+		"dead":      {"Failed COUNTED 1 no luck, retry true", "Failed COUNTED 2 no luck, retry false", `DeadLettered "COUNTED" 2 ""`, "Handled SENT 1 true"},
+		"permanent": {"Failed COUNTED 1 no luck, retry false", `DeadLettered "COUNTED" 1 ""`, "Handled SENT 1 true"},
+		"sent":      {"Handled COUNTED 1 true", "Failed SENT 1 no luck, retry true", "Handled SENT 2 true"},
 	} {
 		f.commit(step{account, 1})
 		log.requireEventually(t, account, want...)
@@ -146,8 +143,7 @@ func TestWorkerHooksFail(t *testing.T) {
 	cfg.Retry.RetriesFor = func(error) int { runtime.Goexit(); return 0 } // so MaxRetries counts
 	cfg.Hooks = outbox.ConsumerHooks{
 		Handled:      func(m outbox.Metadata, _ string, _ time.Duration) { fail(m) },
-		Failed:       func(m outbox.Metadata, _ string, _ error) { fail(m) },
-		Retried:      func(m outbox.Metadata, _ string, _ error) { fail(m) },
+		Failed:       func(m outbox.Metadata, _ string, _ error, _ bool) { fail(m) },
 		DeadLettered: func(m outbox.Metadata, _, _ string, _ error) { fail(m) },
 		Unknown:      func(m outbox.Metadata) { fail(m) },
 	}
@@ -223,8 +219,8 @@ func TestWorkerRequeueOfUnknownType(t *testing.T) {
 	requeue()
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND action = '' AND attempt_count = 3`, 1)
 	f.await(2)
-	log.requireEventually(t, "a", "Failed CLOSED 1 no luck", "Retried CLOSED 1 no luck", "Handled CLOSED 2 true", "Repeated CLOSED 3",
-		"Failed TOLD 2 no luck", "Retried TOLD 2 no luck", "Handled TOLD 3 true")
+	log.requireEventually(t, "a", "Failed CLOSED 1 no luck, retry true", "Handled CLOSED 2 true", "Repeated CLOSED 3",
+		"Failed TOLD 2 no luck, retry true", "Handled TOLD 3 true")
 }
 
 // The first middleware is outermost. It gets the transaction of a handler that has one, and what a batch gets; what
