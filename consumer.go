@@ -26,9 +26,13 @@ type Consumer struct{ engine *consumer.Consumer }
 // NewConsumer returns a consumer of the topics in which the registry has the events
 // of the handlers. It makes its own Kafka client from opts when it runs: brokers,
 // TLS, SASL and hooks are the caller's, group, topics and commits the consumer's.
-// Options that name these are refused. The member sends a heartbeat each 10 s, or each third of
-// SessionTimeout if that is shorter, unless opts has kgo.HeartbeatInterval. The error names every bad field, option and
+// Options that name these are refused. The error names every bad field, option and
 // handler.
+//
+// Kafka waits 30 s for a heartbeat before it gives the partitions of a member to others, unless opts has
+// kgo.SessionTimeout, which must be shorter than MaxPollInterval. A handler has as long to go on when its partition is
+// taken away. The member sends a heartbeat each 10 s, or each third of the session timeout if that is shorter, unless
+// opts has kgo.HeartbeatInterval.
 //
 // A new group skips what was in the topics before its first start, unless From
 // says otherwise. Its first member writes down in db where it begins, so that nothing is
@@ -62,7 +66,8 @@ type Consumer struct{ engine *consumer.Consumer }
 func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, group string, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
 	given := cfg
 	cfg = cfg.withDefaults()
-	errs := []error{checkGroup(group), cfg.validate(given), consumer.CheckOpts(opts, cfg.SessionTimeout)}
+	session, heartbeat, err := consumer.CheckOpts(opts, cfg.MaxPollInterval)
+	errs := []error{checkGroup(group), cfg.validate(), err}
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}
@@ -76,15 +81,17 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, group strin
 		errs = append(errs, given.checkWithoutDatabase(handlers))
 	}
 	var engine *consumer.Consumer
-	err := errors.Join(errs...)
+	err = errors.Join(errs...)
 	if err == nil {
-		engine, err = consumer.New(db, opts, cfg.rules(group), routes)
+		rules := cfg.rules(group)
+		rules.SessionTimeout, rules.HeartbeatInterval = session, heartbeat
+		engine, err = consumer.New(db, opts, rules, routes)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
 	if db != nil {
-		engine.Alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), group, true, cfg.SessionTimeout, engine.Rules.Log).Run
+		engine.Alert = cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), group, true, session, engine.Rules.Log).Run
 	}
 	return &Consumer{engine}, nil
 }
@@ -106,7 +113,7 @@ func (c *Consumer) Topics() []string { return slices.Clone(c.engine.Processor.Ro
 // closed, so that PostgreSQL rolls it back and nothing that it does later in it has an
 // effect; what it does outside of it, and a handler of [HandleNoTx], has. Its goroutine
 // goes on until it returns. The same holds when a partition is assigned to another
-// member, which takes it over after SessionTimeout.
+// member, which takes it over after the session timeout, see [NewConsumer].
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. Run returns an error
 // only if an operator has to act: [ErrNotMigrated].
@@ -218,12 +225,8 @@ type ConsumerConfig struct {
 	// 67,108,864 (64 MiB).
 	MaxQueueBytes int
 
-	// SessionTimeout is how long Kafka waits for a heartbeat before it gives the
-	// partitions to others; and how long a handler may go on when its partition is
-	// taken away. It is longer than the interval of kgo.HeartbeatInterval. Zero means 30 s.
-	SessionTimeout time.Duration
 	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give
-	// up a partition. It is longer than SessionTimeout. Zero means 5 min.
+	// up a partition. It is longer than the session timeout, see [NewConsumer]. Zero means 5 min.
 	MaxPollInterval time.Duration
 
 	// DeadLetterTopic names the topic for the dead letters of another, which must not be
@@ -240,7 +243,6 @@ type ConsumerConfig struct {
 }
 
 const (
-	defaultSession         = 30 * time.Second
 	defaultMaxPollInterval = 5 * time.Minute
 	defaultMaxQueueBytes   = 64 << 20
 	minMaxQueueBytes       = 1 << 20
@@ -248,7 +250,6 @@ const (
 
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.HandlerConfig = c.HandlerConfig.withDefaults()
-	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
 	c.MaxPollInterval = cmp.Or(c.MaxPollInterval, defaultMaxPollInterval)
 	c.MaxQueueBytes = cmp.Or(c.MaxQueueBytes, defaultMaxQueueBytes)
 	c.HandlerTimeout = cmp.Or(c.HandlerTimeout, c.MaxPollInterval/2)
@@ -264,14 +265,11 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	return c
 }
 
-// validate checks a configuration with its defaults. given is without them.
-func (c ConsumerConfig) validate(given ConsumerConfig) error {
-	session := check.Field[time.Duration]{Name: "SessionTimeout", Value: c.SessionTimeout, Given: given.SessionTimeout}
+// validate checks a configuration with its defaults.
+func (c ConsumerConfig) validate() error {
 	errs := []error{
 		c.HandlerConfig.validate(),
-		check.NotNegative("SessionTimeout", c.SessionTimeout),
 		check.NotNegative("MaxQueueBytes", c.MaxQueueBytes),
-		check.Shorter(session, check.Field[time.Duration]{Name: "MaxPollInterval", Value: c.MaxPollInterval, Given: given.MaxPollInterval}),
 	}
 	if c.MaxQueueBytes < minMaxQueueBytes {
 		errs = append(errs, fmt.Errorf("field MaxQueueBytes is %d: must be at least %d", c.MaxQueueBytes, minMaxQueueBytes))
@@ -308,7 +306,7 @@ func (c ConsumerConfig) rules(group string) consumer.Rules {
 	handling := c.HandlerConfig.rules(group)
 	return consumer.Rules{
 		Rules: &handling, FromStart: c.From == FromStart, MaxPoll: c.MaxPoll, MaxQueueBytes: c.MaxQueueBytes, Concurrency: c.Concurrency,
-		SessionTimeout: c.SessionTimeout, MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
+		MaxPollInterval: c.MaxPollInterval, DeadLetterTopic: c.DeadLetterTopic,
 		Decode: func(r *kgo.Record) (*envelope.Message, error) {
 			m, err := c.Decode(r)
 			return (*envelope.Message)(m), err

@@ -114,7 +114,7 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 		},
 	}
 	if s.Session > 0 {
-		cfg.SessionTimeout, cfg.MaxPollInterval = s.Session, 30*time.Second
+		cfg.MaxPollInterval = 30 * time.Second
 	}
 	return cfg
 }
@@ -126,7 +126,7 @@ const kip848 = "kip848"
 func (s memberSpec) kafkaOpts(d *diary) []kgo.Opt {
 	opts := []kgo.Opt{kgo.SeedBrokers(s.Brokers...), kafkaVia(s.KafkaVia), kgo.WithHooks(assignments{d})}
 	if s.Session > 0 {
-		opts = append(opts, kgo.HeartbeatInterval(heartbeat))
+		opts = append(opts, kgo.SessionTimeout(s.Session), kgo.HeartbeatInterval(heartbeat))
 	}
 	switch s.Balancer {
 	case kip848:

@@ -13,11 +13,11 @@ import (
 
 // groups returns the consumers. With adds what observes them to their configuration.
 func (a *app) groups(with func(group string, cfg outbox.ConsumerConfig) outbox.ConsumerConfig) ([]*outbox.Consumer, error) {
-	counting, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group(statisticsGroup), with(a.group(statisticsGroup), a.config()), statistics{a.db, a.log}.handlers()...)
+	counting, err := outbox.NewConsumer(a.db, a.members(), a.events, a.group(statisticsGroup), with(a.group(statisticsGroup), a.config()), statistics{a.db, a.log}.handlers()...)
 	if err != nil {
 		return nil, err
 	}
-	deleting, err := outbox.NewConsumer(nil, a.kafka, a.events, a.group(cacheGroup), with(a.group(cacheGroup), a.config()), a.pages.handlers()...)
+	deleting, err := outbox.NewConsumer(nil, a.members(), a.events, a.group(cacheGroup), with(a.group(cacheGroup), a.config()), a.pages.handlers()...)
 	return []*outbox.Consumer{counting, deleting}, err
 }
 
@@ -29,9 +29,11 @@ const (
 // group returns the name of a group of this run. In a service a group keeps its name.
 func (a *app) group(name string) string { return name + "." + a.id }
 
+// members are the Kafka options of a group. Kafka gives the partitions of a killed process to others after the
+// session timeout, 6 s here so that a run is short.
+func (a *app) members() []kgo.Opt { return append(a.kafka, kgo.SessionTimeout(6*time.Second)) }
+
 // config configures a group of this run. A service needs no more than RetriesFor.
-// Kafka gives the partitions of a killed process to others after SessionTimeout,
-// 6 s here so that a run is short.
 func (a *app) config() outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
@@ -41,8 +43,7 @@ func (a *app) config() outbox.ConsumerConfig {
 			Logger: a.log,
 			From:   outbox.FromStart, // customers do not wait until the groups are ready
 		},
-		SessionTimeout: 6 * time.Second,
-		Decode:         onlyFrom(a.source),
+		Decode: onlyFrom(a.source),
 	}
 }
 

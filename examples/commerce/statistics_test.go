@@ -38,7 +38,7 @@ func (a *app) newRecord(t *testing.T, eventType string, event outbox.DomainEvent
 // delivers records to it.
 func (a *app) statistics(t *testing.T) (deliver func(...*kgo.Record)) {
 	t.Helper()
-	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group(statisticsGroup), a.config(), statistics{a.db, a.log}.handlers()...)
+	c, err := outbox.NewConsumer(a.db, a.members(), a.events, a.group(statisticsGroup), a.config(), statistics{a.db, a.log}.handlers()...)
 	require.NoError(t, err)
 	return func(records ...*kgo.Record) {
 		t.Helper()
@@ -197,7 +197,7 @@ func TestOrderThatCannotBeCounted(t *testing.T) {
 	cfg.Hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
 		deadLetters <- fmt.Sprintf("%s %s of %s to %s", action, m.Type, m.Subject, topic)
 	}
-	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group(statisticsGroup), cfg, statistics{a.db, a.log}.handlers()...)
+	c, err := outbox.NewConsumer(a.db, a.members(), a.events, a.group(statisticsGroup), cfg, statistics{a.db, a.log}.handlers()...)
 	require.NoError(t, err)
 	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
 	a.relayAnd(t, c)

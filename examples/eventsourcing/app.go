@@ -102,12 +102,11 @@ func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker
 }
 
 // consumer returns the consumer of the projection. Kafka gives the partitions of a killed
-// process to others after SessionTimeout, 6 s here so that a run is short.
+// process to others after the session timeout, 6 s here so that a run is short.
 func (a *app) consumer() (*outbox.Consumer, error) {
-	return outbox.NewConsumer(a.db, a.kafka, a.events, a.group(), outbox.ConsumerConfig{
-		HandlerConfig:  a.handling(),
-		SessionTimeout: 6 * time.Second,
-		Decode:         a.onlyOurs,
+	return outbox.NewConsumer(a.db, append(a.kafka, kgo.SessionTimeout(6*time.Second)), a.events, a.group(), outbox.ConsumerConfig{
+		HandlerConfig: a.handling(),
+		Decode:        a.onlyOurs,
 	}, a.projection().handlers()...)
 }
 

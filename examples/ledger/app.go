@@ -150,7 +150,7 @@ func (a *app) consumers(ctx context.Context, _ config) error {
 // consumer returns a member of a group. Its instance id lets a process that was killed and comes back have its
 // partitions at once, before Kafka has noticed that it was away.
 func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consumer, error) {
-	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("ledger-1")), a.events, group+"."+a.schema, outbox.ConsumerConfig{
+	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("ledger-1"), kgo.SessionTimeout(6*time.Second)), a.events, group+"."+a.schema, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
 			Schema:  a.schema,
 			Retry:   outbox.RetryPolicy{RetriesFor: retries},
@@ -158,8 +158,7 @@ func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consum
 			Logger:  a.log,
 			From:    outbox.FromStart, // the counter does not wait until the consumers are ready
 		},
-		SessionTimeout: 6 * time.Second,
-		Decode:         onlyFrom(a.source),
+		Decode: onlyFrom(a.source),
 	}, handlers...)
 }
 

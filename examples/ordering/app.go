@@ -190,7 +190,7 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 	if waker != nil {
 		hooks.Handled = func(outbox.Metadata, string, time.Duration) { waker.Wake() }
 	}
-	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("shop-1")), a.events, group+"."+a.schema, outbox.ConsumerConfig{
+	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("shop-1"), kgo.SessionTimeout(6*time.Second)), a.events, group+"."+a.schema, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
 			Schema:  a.schema,
 			Retry:   outbox.RetryPolicy{MaxRetries: 10},
@@ -199,8 +199,7 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 			MaxPoll: maxPoll,
 			From:    outbox.FromStart, // the shop does not wait until the consumers are ready
 		},
-		SessionTimeout: 6 * time.Second,
-		Decode:         a.onlyOurs,
+		Decode: a.onlyOurs,
 	}, handlers...)
 }
 

@@ -30,12 +30,11 @@ type Rules struct {
 	MaxPoll         int // the most records of one transaction
 	MaxQueueBytes   int
 	Concurrency     int // the most handlers at the same time; 0 for no limit
-	SessionTimeout  time.Duration
 	MaxPollInterval time.Duration
 	DeadLetterTopic func(topic string) string
 	Decode          func(*kgo.Record) (*envelope.Message, error)
 
-	heartbeat time.Duration // set by New
+	SessionTimeout, HeartbeatInterval time.Duration // see [CheckOpts]
 }
 
 // Consumer passes the events of topics to handlers. [Consumer.Run] may run once at a time.

@@ -243,7 +243,6 @@ const (
 	defaultSlowHandler     = 30 * time.Second
 	defaultMaxPoll         = 100
 	defaultMaxPollInterval = 5 * time.Minute
-	defaultSession         = 30 * time.Second
 	defaultStopTimeout     = 5 * time.Second
 	defaultMaxQueueBytes   = 64 << 20
 )
@@ -252,7 +251,7 @@ const (
 func withDefaults(cfg Rules) Rules {
 	cfg.MaxPoll = cmp.Or(cfg.MaxPoll, defaultMaxPoll)
 	cfg.MaxQueueBytes = cmp.Or(cfg.MaxQueueBytes, defaultMaxQueueBytes)
-	cfg.heartbeat = cmp.Or(cfg.heartbeat, defaultHeartbeat)
+	cfg.HeartbeatInterval = cmp.Or(cfg.HeartbeatInterval, defaultHeartbeat)
 	cfg.SessionTimeout = cmp.Or(cfg.SessionTimeout, defaultSession)
 	cfg.MaxPollInterval = cmp.Or(cfg.MaxPollInterval, defaultMaxPollInterval)
 	if cfg.DeadLetterTopic == nil {

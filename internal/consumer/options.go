@@ -1,21 +1,25 @@
 package consumer
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // CheckOpts refuses options that the consumer sets itself, and options that would break its promises.
-// TestConsumerOptions lists all options of the client.
-func CheckOpts(opts []kgo.Opt, session time.Duration) error {
+// TestConsumerOptions lists all options of the client. CheckOpts returns the session timeout and the interval between
+// two heartbeats, by the host's options or by default.
+func CheckOpts(opts []kgo.Opt, maxPollInterval time.Duration) (session, heartbeat time.Duration, err error) {
 	const itsOwn = "it belongs to the consumer"
 	const topicsFollow = "topics follow from the handlers"
-	const itsField = "ConsumerConfig has a field for it"
-	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
+	given := false
+	session = defaultSession
+	err = kafka.CheckOpts(opts, func(o kafka.HostOpts) {
 		o.RejectCommon()
 		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "it is the argument group of NewConsumer")
 		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
@@ -28,10 +32,16 @@ func CheckOpts(opts []kgo.Opt, session time.Duration) error {
 		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "HandlerConfig.From says where a new group begins")
 		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
 		o.Reject(o.Differs(kgo.FetchIsolationLevel, int8(1)), "FetchIsolationLevel", "events of aborted transactions never happened")
-		o.Reject(o.Differs(kgo.SessionTimeout, unlikelySession), "SessionTimeout", itsField)
-		beat := heartbeat(o, session)
-		o.Reject(session > 0 && (beat <= 0 || beat >= session), "HeartbeatInterval",
-			fmt.Sprintf("%v must be above 0 and shorter than SessionTimeout, %v", beat, session))
+		if given = o.Differs(kgo.SessionTimeout, unlikelySession); given {
+			session, _ = o.Client.OptValue(kgo.SessionTimeout).(time.Duration)
+		}
+		o.Reject(given && session >= maxPollInterval, "SessionTimeout", fmt.Sprintf("%v must be shorter than MaxPollInterval, %v", session, maxPollInterval))
+		heartbeat = min(defaultHeartbeat, session/3)
+		if o.Differs(kgo.HeartbeatInterval, unlikelyHeartbeat) {
+			heartbeat, _ = o.Client.OptValue(kgo.HeartbeatInterval).(time.Duration)
+		}
+		o.Reject(heartbeat <= 0 || heartbeat >= session, "HeartbeatInterval",
+			fmt.Sprintf("%v must be above 0 and shorter than SessionTimeout, %v", heartbeat, session))
 		o.Reject(o.Differs(kgo.RebalanceTimeout, unlikelyTimeout), "RebalanceTimeout", "ConsumerConfig.MaxPollInterval says it")
 		o.Reject(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
 		o.Reject(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
@@ -40,6 +50,11 @@ func CheckOpts(opts []kgo.Opt, session time.Duration) error {
 		o.Reject(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
 		o.Reject(o.Sets(kgo.StopProducerOnDataLossDetected), "StopProducerOnDataLossDetected", "no dead letter could be sent any more")
 	}, unlikelyOpts...)
+	if !given {
+		err = errors.Join(err, check.Shorter(check.Field[time.Duration]{Name: "SessionTimeout", Value: session},
+			check.Field[time.Duration]{Name: "MaxPollInterval", Value: maxPollInterval}))
+	}
+	return session, heartbeat, err
 }
 
 // These values reveal which options the host has set, also to their defaults. CheckOpts puts them
@@ -57,16 +72,12 @@ var unlikelyOpts = []kgo.Opt{
 	kgo.SessionTimeout(unlikelySession), kgo.HeartbeatInterval(unlikelyHeartbeat), kgo.RebalanceTimeout(unlikelyTimeout),
 }
 
-// defaultHeartbeat is how often a member sends a heartbeat: at least three times in a SessionTimeout.
-const defaultHeartbeat = 10 * time.Second
-
-// heartbeat returns the interval between two heartbeats, by the host's options or by default.
-func heartbeat(o kafka.HostOpts, session time.Duration) time.Duration {
-	if set, _ := o.Client.OptValue(kgo.HeartbeatInterval).(time.Duration); set != unlikelyHeartbeat {
-		return set
-	}
-	return min(defaultHeartbeat, session/3)
-}
+const (
+	// defaultSession is how long Kafka waits for a heartbeat before it gives the partitions of a member to others.
+	defaultSession = 30 * time.Second
+	// defaultHeartbeat is how often a member sends a heartbeat: at least three times in a session timeout.
+	defaultHeartbeat = 10 * time.Second
+)
 
 // fetchMaxWait is how long a broker may hold a fetch without records, unless the host sets it. A
 // resumed partition is fetched only after the current fetch has returned, so half a queue must last
@@ -80,10 +91,6 @@ const fetchMaxBytes = 8 << 20
 func consumerOpts(host []kgo.Opt, cfg *Rules, topics []string) ([]kgo.Opt, error) {
 	maxWrite, err := kafka.LargestWrite(host) // a dead letter is as large as its original
 	if err != nil {
-		return nil, err
-	}
-	setHeartbeat := func(o kafka.HostOpts) { cfg.heartbeat = heartbeat(o, cfg.SessionTimeout) }
-	if err := kafka.CheckOpts(host, setHeartbeat, unlikelyOpts...); err != nil {
 		return nil, err
 	}
 	around := func(host []kgo.Opt) []kgo.Opt { return aroundHost(host, cfg, topics, maxWrite) }
@@ -101,7 +108,7 @@ func aroundHost(host []kgo.Opt, cfg *Rules, topics []string, maxWrite int32) []k
 		// Control records distinguish the end of a transaction from a removed record.
 		kgo.KeepControlRecords(),
 		kgo.SessionTimeout(cfg.SessionTimeout),
-		kgo.HeartbeatInterval(cfg.heartbeat),
+		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
 		kgo.RebalanceTimeout(cfg.MaxPollInterval),
 		kgo.DisableAutoCommit(),
 		// No partition is revoked while polled records are moved into the queues.

@@ -81,7 +81,7 @@ func TestStopInLongHandler(t *testing.T) {
 func TestTransactionsAreShort(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := slowWorkerFixture(t, Rules{heartbeat: time.Millisecond, SessionTimeout: time.Second, MaxPollInterval: 3 * time.Second}, 300*time.Millisecond)
+		s := slowWorkerFixture(t, Rules{HeartbeatInterval: time.Millisecond, SessionTimeout: time.Second, MaxPollInterval: 3 * time.Second}, 300*time.Millisecond)
 		began := time.Now()
 		s.worker.handle(s.arrive(manyNames(13)...))
 		require.Equal(t, 13*300*time.Millisecond, time.Since(began))

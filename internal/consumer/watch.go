@@ -53,7 +53,7 @@ func (m *membership) waitsFor() (what string, atMost time.Duration) {
 		return "waiting for the group to assign partitions; a member that is gone has to be expelled, and others have to give up theirs", m.cfg.MaxPollInterval
 	}
 	return "standing by, the group has no partition for this member; if another member is gone, its partitions are assigned within at_most",
-		m.cfg.SessionTimeout + m.cfg.heartbeat
+		m.cfg.SessionTimeout + m.cfg.HeartbeatInterval
 }
 
 // watchLag records the lag for Health at intervals, until ctx is cancelled.

@@ -88,8 +88,8 @@ func TestMembersAlertWithoutRelay(t *testing.T) {
 	var stops [2]func()
 	for i := range boxes {
 		boxes[i], pools[i] = &mailbox{}, testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = s.db.Config().ConnConfig.Database })
-		c, err := outbox.NewConsumer(pools[i], testenv.KafkaOpts(s.brokers), s.events, group, outbox.ConsumerConfig{
-			HandlerConfig: alerts(boxes[i]), SessionTimeout: 6 * time.Second,
+		c, err := outbox.NewConsumer(pools[i], append(testenv.KafkaOpts(s.brokers), kgo.SessionTimeout(6*time.Second)), s.events, group, outbox.ConsumerConfig{
+			HandlerConfig: alerts(boxes[i]),
 		}, outbox.Handle("COUNTED", s.count))
 		require.NoError(t, err)
 		stops[i] = testenv.Run(t, c.Run)

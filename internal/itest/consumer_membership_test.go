@@ -154,10 +154,9 @@ func TestRebalance(t *testing.T) {
 			s := newConsumerFixture(t, partitions)
 			w := &watch{busy: map[int32]string{}, last: map[string]int64{}}
 			group := "rebalance-" + s.topic
-			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn), From: outbox.FromStart},
-				SessionTimeout: 6 * time.Second}
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, Logger: logTo(t, slog.LevelWarn), From: outbox.FromStart}}
 			start := func(member string) func() {
-				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer), kgo.HeartbeatInterval(200*time.Millisecond)), s.events, group, cfg,
+				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer), kgo.SessionTimeout(6*time.Second), kgo.HeartbeatInterval(200*time.Millisecond)), s.events, group, cfg,
 					outbox.Handle("COUNTED", s.count), w.handler(t, member))
 				require.NoError(t, err)
 				return testenv.Run(t, c.Run)
@@ -291,7 +290,7 @@ func TestConsumerStops(t *testing.T) {
 	require.EqualValues(t, 1, s.committed(t, group, 0))
 }
 
-// A handler that does not finish within SessionTimeout is told to, and its
+// A handler that does not finish within the session timeout is told to, and its
 // transaction is rolled back.
 func TestConsumerGivesUp(t *testing.T) {
 	t.Parallel()
@@ -306,9 +305,8 @@ func TestConsumerGivesUp(t *testing.T) {
 		return ctx.Err()
 	})
 	group := "gives-up-" + s.topic
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, SessionTimeout: 6 * time.Second}
 	s.sendTo(t, 1, 1)
-	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, h).Run)
+	stop := testenv.Run(t, s.plainConsumer(t, new(testenv.Buffer), group, outbox.ConsumerConfig{}, h, kgo.SessionTimeout(6*time.Second)).Run)
 	<-began
 	stop()
 	require.Empty(t, s.counts(t))

@@ -41,7 +41,7 @@ var refusedOptions = map[string]struct {
 	"ConsumeStartOffset":   {[]kgo.Opt{kgo.ConsumeStartOffset(kgo.NewOffset().AtStart())}, "HandlerConfig.From says"},
 	"ConsumeResetOffset":   {[]kgo.Opt{kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute))}, "option ConsumeResetOffset"},
 	"FetchIsolationLevel":  {[]kgo.Opt{kgo.FetchIsolationLevel(kgo.ReadUncommitted())}, "aborted transactions"},
-	"SessionTimeout":       {[]kgo.Opt{kgo.SessionTimeout(45 * time.Second)}, "has a field"},
+	"SessionTimeout":       {[]kgo.Opt{kgo.SessionTimeout(5 * time.Minute)}, "5m0s must be shorter than MaxPollInterval, 5m0s"},
 	"HeartbeatInterval":    {[]kgo.Opt{kgo.HeartbeatInterval(30 * time.Second)}, "30s must be above 0 and shorter than SessionTimeout, 30s"},
 	"RebalanceTimeout":     {[]kgo.Opt{kgo.RebalanceTimeout(time.Minute)}, "MaxPollInterval"},
 	"OnPartitionsAssigned": {[]kgo.Opt{kgo.OnPartitionsAssigned(ignorePartitions)}, "gives up partitions by itself"},
@@ -117,8 +117,42 @@ func TestConsumerOptions(t *testing.T) {
 		require.ErrorContains(t, err, tt.want, name)
 		require.ErrorContains(t, err, name, "the option that was given")
 	}
-	require.NoError(t, newConsumer(kgo.HeartbeatInterval(3*time.Second), kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.WithContext(context.Background()), kgo.InstanceID("i"),
+	require.NoError(t, newConsumer(kgo.SessionTimeout(45*time.Second), kgo.HeartbeatInterval(3*time.Second), kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.WithContext(context.Background()), kgo.InstanceID("i"),
 		kgo.KeepRetryableFetchErrors(), kgo.ConsumePreferringLagFn(kgo.PreferLagAt(1)), kgo.DisableFetchSessions(), kgo.Balancers(kgo.RangeBalancer())))
+}
+
+// The session timeout is an option of franz-go, whose error names it. MaxPollInterval and the heartbeat stay within its bounds.
+func TestSessionTimeout(t *testing.T) {
+	t.Parallel()
+	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID))
+	require.NoError(t, err)
+	handler := outbox.HandleNoTx("A", func(context.Context, sale, outbox.Metadata) error { return nil })
+	for _, tt := range []struct {
+		name    string
+		maxPoll time.Duration
+		opts    []kgo.Opt
+		want    []string
+	}{
+		{"30 s by default", 30*time.Second + 1, nil, nil},
+		{"a short one, with its own heartbeat", 7 * time.Second, []kgo.Opt{kgo.SessionTimeout(6 * time.Second)}, nil},
+		{"a long one", 0, []kgo.Opt{kgo.SessionTimeout(5*time.Minute - 1)}, nil},
+		{"as long as the poll interval by default", 30 * time.Second, nil, []string{"field MaxPollInterval is 30s: must be longer than SessionTimeout, 30s by default"}},
+		{"as long as a poll interval", time.Minute, []kgo.Opt{kgo.SessionTimeout(time.Minute)}, []string{"kafka option SessionTimeout: 1m0s must be shorter than MaxPollInterval, 1m0s"}},
+		{"zero", 0, []kgo.Opt{kgo.SessionTimeout(0)}, []string{"SessionTimeout"}},
+		{"negative", 0, []kgo.Opt{kgo.SessionTimeout(-time.Second)}, []string{"SessionTimeout"}},
+		{"beside a heartbeat as long", 0, []kgo.Opt{kgo.SessionTimeout(6 * time.Second), kgo.HeartbeatInterval(6 * time.Second)},
+			[]string{"kafka option HeartbeatInterval: 6s must be above 0 and shorter than SessionTimeout, 6s"}},
+		{"beside a longer heartbeat", 0, []kgo.Opt{kgo.SessionTimeout(6 * time.Second), kgo.HeartbeatInterval(7 * time.Second)}, []string{"SessionTimeout", "HeartbeatInterval"}},
+	} {
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, HandlerTimeout: time.Second}, MaxPollInterval: tt.maxPoll}
+		_, err := outbox.NewConsumer(nil, tt.opts, events, "g", cfg, handler)
+		if tt.want == nil {
+			require.NoError(t, err, tt.name)
+		}
+		for _, want := range tt.want {
+			require.ErrorContains(t, err, want, tt.name)
+		}
+	}
 }
 
 // kgoOptions returns the names of the functions that make options for a client.

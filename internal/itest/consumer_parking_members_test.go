@@ -105,7 +105,7 @@ func TestParkingAtRandom(t *testing.T) {
 	s := newParkingFixture(t, partitions)
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 4, 30*time.Millisecond, 200*time.Millisecond
-	cfg.SessionTimeout, cfg.MaxPoll = 6*time.Second, 20
+	cfg.MaxPoll = 20
 	// failures returns how often an action fails on a sale; 5 is too often.
 	failures := func(action string, e sale) int {
 		h := fnv.New64a()
@@ -132,7 +132,7 @@ func TestParkingAtRandom(t *testing.T) {
 		for action, form := range forms {
 			handlers = append(handlers, s.handler(form, action, fails(action)))
 		}
-		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.HeartbeatInterval(200*time.Millisecond)), s.events, s.group, cfg, handlers...)
+		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.SessionTimeout(6*time.Second), kgo.HeartbeatInterval(200*time.Millisecond)), s.events, s.group, cfg, handlers...)
 		require.NoError(t, err)
 		return testenv.Run(t, c.Run)
 	}

@@ -217,11 +217,12 @@ func TestEventIsParkedThatIsBeingHandled(t *testing.T) {
 	s := newParkingFixture(t, 1)
 	var cable brokenDialer
 	var beats heartbeats
-	start := func(name string, beat time.Duration, dial func(context.Context, string, string) (net.Conn, error), change func(*outbox.ConsumerConfig), p play) {
+	start := func(name string, beat time.Duration, dial func(context.Context, string, string) (net.Conn, error), change func(*outbox.ConsumerConfig), p play, opts ...kgo.Opt) {
 		cfg := s.config(t)
 		cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = time.Hour, time.Hour
 		change(&cfg)
-		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name), kgo.Dialer(dial), kgo.WithHooks(&beats), kgo.HeartbeatInterval(beat)), s.events, s.group, cfg, s.handler("Handle", "COUNTED", p))
+		opts = append(opts, kgo.ClientID(name), kgo.Dialer(dial), kgo.WithHooks(&beats), kgo.HeartbeatInterval(beat))
+		c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), opts...), s.events, s.group, cfg, s.handler("Handle", "COUNTED", p))
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)
 	}
@@ -229,7 +230,7 @@ func TestEventIsParkedThatIsBeingHandled(t *testing.T) {
 	var called, repeated atomic.Int64
 	s.send(t, s.sale("first", 1))
 	start("slow", 40*time.Second, cable.dial, func(cfg *outbox.ConsumerConfig) {
-		cfg.SessionTimeout, cfg.MaxPollInterval = 5*time.Minute, 10*time.Minute // so it finds out nothing
+		cfg.MaxPollInterval = 10 * time.Minute // so it finds out nothing
 		cfg.Hooks.Repeated = func(outbox.Metadata, string) { repeated.Add(1) }
 		cfg.Decode = func(r *kgo.Record) (*outbox.Message, error) {
 			if r.Offset == 3 {
@@ -241,7 +242,7 @@ func TestEventIsParkedThatIsBeingHandled(t *testing.T) {
 	}, func(context.Context, pgx.Tx, sale, outbox.Metadata) error {
 		called.Add(1)
 		return nil
-	})
+	}, kgo.SessionTimeout(5*time.Minute))
 	s.awaitOffset(t, 0, 1)
 	require.Eventually(t, func() bool { return beats.Load() > 0 }, testenv.Patience, time.Millisecond, "the client sends one soon, and the next after 40 s")
 	s.send(t, s.sale("k", 1), s.sale("k", 2), s.sale("other", 1))

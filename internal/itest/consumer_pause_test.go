@@ -62,11 +62,11 @@ func (s *pauseFixture) member(t *testing.T, before func()) *outbox.Consumer {
 	return s.memberWith(t, outbox.ConsumerConfig{}, before)
 }
 
-func (s *pauseFixture) memberWith(t *testing.T, cfg outbox.ConsumerConfig, before func()) *outbox.Consumer {
+func (s *pauseFixture) memberWith(t *testing.T, cfg outbox.ConsumerConfig, before func(), opts ...kgo.Opt) *outbox.Consumer {
 	t.Helper()
 	cfg.HandlerConfig = outbox.HandlerConfig{Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}
 	cfg.From = outbox.FromStart
-	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, s.group, cfg,
+	c, err := outbox.NewConsumer(s.db, append(opts, kgo.SeedBrokers(s.brokers...)), s.events, s.group, cfg,
 		outbox.Handle("SOLD", func(ctx context.Context, tx pgx.Tx, _ sale, m outbox.Metadata) error {
 			before()
 			return s.arrive(ctx, tx, m)
@@ -217,7 +217,7 @@ func TestPausedMemberStays(t *testing.T) {
 	s := newPauseFixture(t)
 	testenv.RealBrokers(t)
 	const session, poll = 6 * time.Second, 7 * time.Second // Kafka accepts no shorter session
-	c := s.memberWith(t, outbox.ConsumerConfig{SessionTimeout: session, MaxPollInterval: poll}, func() {})
+	c := s.memberWith(t, outbox.ConsumerConfig{MaxPollInterval: poll}, func() {}, kgo.SessionTimeout(session))
 	s.sendTo(t, 2, 10)
 	stop := testenv.Run(t, c.Run)
 	s.requireArrived(t, map[string]int{"sales/0": 10, "sales/1": 10})

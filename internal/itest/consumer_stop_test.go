@@ -190,16 +190,15 @@ func TestRevokedWithStuckHandler(t *testing.T) {
 	log := new(testenv.Buffer)
 	began, finish := make(chan struct{}, 10), make(chan struct{})
 	group := "revoked-" + s.topic
-	cfg := outbox.ConsumerConfig{SessionTimeout: 6 * time.Second}
 	stuck := func(outbox.Metadata) bool { return true }
 	start := func(stuck func(outbox.Metadata) bool) func() {
-		return testenv.Run(t, s.plainConsumer(t, log, group, cfg, outbox.Handle("COUNTED", func(_ context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		return testenv.Run(t, s.plainConsumer(t, log, group, outbox.ConsumerConfig{}, outbox.Handle("COUNTED", func(_ context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			if stuck(m) {
 				began <- struct{}{}
 				<-finish
 			}
 			return s.count(background, tx, e, m)
-		})).Run)
+		}), kgo.SessionTimeout(6*time.Second)).Run)
 	}
 	s.sendTo(t, 2, 1)
 	start(stuck)

@@ -113,15 +113,15 @@ func TestMemberWithoutPartitionsSaysWhy(t *testing.T) {
 	s.put(t, 0, 1)
 	require.Positive(t, slow.PollRecords(t.Context(), 1).NumRecords()) // and it lets no rebalance happen
 
-	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, SessionTimeout: 12 * time.Second}
-	s.run(t, cfg, kgo.HeartbeatInterval(time.Second))
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
+	s.run(t, cfg, kgo.SessionTimeout(12*time.Second), kgo.HeartbeatInterval(time.Second))
 	const waits = `level=INFO msg="outbox: waiting for the group to assign partitions; a member that is gone has to be expelled, and others have to give up theirs"`
 	requireLoggedOnce(t, s.log, waits, 100*time.Millisecond, "at_most=5m0s", "group="+s.group)
 	slow.CloseAllowingRebalance()
 	s.requireSeen(t, s.put(t, 0, 3)...)
 
 	require.NotContains(t, s.log.String(), "standing by")
-	s.run(t, cfg, kgo.HeartbeatInterval(time.Second)) // of two members one has nothing to do
+	s.run(t, cfg, kgo.SessionTimeout(12*time.Second), kgo.HeartbeatInterval(time.Second)) // of two members one has nothing to do
 	requireLoggedOnce(t, s.log, "standing by, the group has no partition for this member; if another member is gone, its partitions are assigned within at_most",
 		100*time.Millisecond, "at_most=13s")
 }
