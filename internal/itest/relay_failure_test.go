@@ -290,6 +290,8 @@ func requireFirstsInOrder(t *testing.T, reader *oracle.Reader, want []oracle.Eve
 	require.Equal(t, want, firsts)
 }
 
+var errCable = errors.New("cable pulled")
+
 // brokenDialer stands between the relay and Kafka.
 type brokenDialer struct {
 	broken atomic.Bool
@@ -299,15 +301,20 @@ type brokenDialer struct {
 
 func (d *brokenDialer) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	if d.broken.Load() {
-		return nil, errors.New("cable pulled")
+		return nil, errCable
 	}
 	conn, err := new(net.Dialer).DialContext(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if err == nil {
-		d.conns = append(d.conns, conn)
+	if d.broken.Load() { // breakAll was called meanwhile, and has not seen conn
+		conn.Close()
+		return nil, errCable
 	}
-	return conn, err
+	d.conns = append(d.conns, conn)
+	return conn, nil
 }
 
 func (d *brokenDialer) breakAll() {

@@ -52,7 +52,7 @@ type Role struct {
 	Cut         context.Context                   // ended when no work is to go on
 	Work        func(context.Context, Leadership) // until the context ends or the lease is lost
 	Alert       func(context.Context)             // sends alerts until the context ends
-	Report      func(began time.Time, err error)  // is told of each try to take the lease
+	Report      func(began time.Time, err error)  // is told of each try to take the lease, before the work under it
 	StopTimeout time.Duration
 	Log         *slog.Logger
 }
@@ -62,16 +62,20 @@ func (r *Role) Run(ctx context.Context) {
 	for ctx.Err() == nil {
 		began := time.Now()
 		l, err := r.Lease.Acquire(ctx)
-		switch {
-		case err == nil:
-			r.lead(ctx, l)
-		case errors.Is(err, ErrHeld):
+		pause := r.Lease.store.Duration
+		if errors.Is(err, ErrHeld) {
 			err = nil
 		}
 		if ctx.Err() == nil {
-			r.Report(began, err)
-			wait.Sleep(ctx, r.Lease.store.Duration)
+			r.Report(began, err) // before lead, which may not return for as long as the process runs
 		}
+		switch {
+		case l != nil:
+			r.lead(ctx, l)
+		case err != nil:
+			pause /= 3 // the outage may be over soon, and a worker is not ready before the lease answers
+		}
+		wait.Sleep(ctx, pause)
 	}
 }
 
