@@ -98,7 +98,7 @@ func numbered(n int) []sale {
 func (f *replayFixture) relay(t testing.TB, mode outbox.Mode, archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) (stop func()) {
 	t.Helper()
 	r, err := outbox.NewRelay(f.db, testenv.KafkaOpts(f.brokers), outbox.RelayConfig{Schema: f.schema, Mode: mode, PollInterval: 10 * time.Millisecond,
-		Logger: slog.New(slog.DiscardHandler), Retention: outbox.RetentionConfig{CursorsFor: 100 * time.Millisecond, BatchSize: 50, Archive: archive}})
+		Logger: slog.New(slog.DiscardHandler), Retention: outbox.RetentionConfig{CursorsFor: 100 * time.Millisecond, Archive: archive}})
 	require.NoError(t, err)
 	return testenv.Run(t, r.Run)
 }
