@@ -38,7 +38,7 @@ const rolePassword = "of the tests"
 
 func newRoles(t *testing.T, h *relayFixture) *roles {
 	t.Helper()
-	doc, err := os.ReadFile("docs/roles.md")
+	doc, err := os.ReadFile("../../docs/roles.md")
 	require.NoError(t, err)
 	var sql strings.Builder
 	for _, block := range regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllSubmatch(doc, -1) {
