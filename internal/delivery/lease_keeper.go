@@ -242,10 +242,12 @@ func (k *leaseKeeper) retryDead(ctx context.Context) error {
 
 // repairHeads promotes the first delivery of keys whose deliveries are all parked.
 func (k *leaseKeeper) repairHeads(ctx context.Context) error {
+	began := time.Now()
 	last, repaired, err := k.store.RepairHeads(ctx, k.repairedUpTo, headsBatch)
 	if err != nil {
 		return err
 	}
+	k.outages.Report(outagePromoting, began, nil) // a lane that has failed to promote may have nothing more to promote
 	k.repairedUpTo = last
 	if repaired > 0 {
 		k.log.Warn("outbox: all deliveries of some keys were parked; the first one of each key is due now", "keys", repaired)

@@ -1,12 +1,17 @@
 package delivery
 
 import (
+	"errors"
+	"log/slog"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // Hooks are told which record brought an event whose consumer is gone; where none did, there is none.
@@ -37,4 +42,18 @@ func TestHooksOfGoneDeliveries(t *testing.T) {
 			require.Nil(t, m.Kafka)
 		}
 	}
+}
+
+// A lane that failed to promote the followers of its last transaction may have nothing more to promote. The leaseKeeper
+// promotes them, and then the outage is over.
+func TestRepairedHeadsEndOutage(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	log := slog.New(slog.DiscardHandler)
+	outages := outage.NewLogs(log)
+	outages.Report(outagePromoting, time.Now(), errors.New("the connection is gone"))
+	require.True(t, outages.Failing())
+	k := &leaseKeeper{store: NewStore(db, schema, "mail", "a", time.Minute), outages: outages, log: log}
+	require.NoError(t, k.repairHeads(t.Context()))
+	require.False(t, outages.Failing())
 }
