@@ -146,7 +146,7 @@ func TestFilesKilled(t *testing.T) {
 	f, rng := newFixture(t), newRand(t)
 	path := t.TempDir()
 	folder, files := folderAt(t, path)
-	f.mixed(t, rng, 400)
+	f.mixed(t, rng, 4000) // several batches of retention
 	recorded := f.recorded(t)
 	for range 3 {
 		left := f.count(t, "outbox")
@@ -173,10 +173,14 @@ func TestFilesOverlap(t *testing.T) {
 	recorded := f.recorded(t)
 	var n atomic.Int64
 	f.archiveAll(t, func(ctx context.Context, tx pgx.Tx, rows []outbox.ArchivedEvent) error {
-		if err := files.Archive(ctx, tx, rows); err != nil || n.Add(1)%2 == 0 {
+		if err := files.Archive(ctx, tx, rows); err != nil {
 			return err
 		}
-		return errors.New("it is not committed")
+		switch n.Add(1) {
+		case 1, 4, 9: // of eight files in each transaction that commits
+			return errors.New("it is not committed")
+		}
+		return nil
 	})
 	require.NoError(t, files.Archive(background, nil, recorded[10:30]))
 	require.Equal(t, recorded, events(t, folder, outboxarchive.Filter{}))

@@ -296,7 +296,7 @@ func TestTableKilled(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
 	table := f.table(t)
-	f.mixed(t, rng, 400)
+	f.mixed(t, rng, 4000) // several batches of retention
 	recorded := f.recorded(t)
 	for range 3 {
 		left := f.count(t, "outbox")
