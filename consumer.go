@@ -214,30 +214,31 @@ type ConsumerConfig struct {
 	// HandlerConfig has what a [Worker] has, too. The other fields concern Kafka.
 	HandlerConfig
 
-	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all
-	// partitions, in bytes. While there is half of it, a partition is fetched from only if
-	// it has less than its share of the other half; while there is all of it, only if it
-	// has nothing, so that those whose handlers wait do not hold it up. What a partition
-	// gets then is 64 KiB, or as much as the largest batch of records if that is more. So at
-	// most there is MaxQueueBytes, as much as that for each partition, and what fetches bring:
-	// of each broker twice FetchMaxBytes, and 64 MiB and a batch for what is compressed, see
-	// [NewConsumer]. Batches count as they are when decompressed. Zero means
-	// 67,108,864 (64 MiB).
+	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all partitions, in bytes. Batches
+	// count with their decompressed size.
+	//
+	// Above half of MaxQueueBytes, only partitions below their share of the other half are fetched. At MaxQueueBytes,
+	// only partitions that have nothing are fetched, so that partitions whose handlers wait do not hold them up. Such a
+	// partition gets 64 KiB, or as much as the largest batch of records if that is more.
+	//
+	// So there are at most MaxQueueBytes, this amount for each partition, and what fetches bring. Fetches bring twice
+	// FetchMaxBytes of each broker, and decompressed 64 MiB and a batch, see [NewConsumer]. Zero means 67,108,864
+	// (64 MiB).
 	MaxQueueBytes int
 
-	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give
-	// up a partition. It is longer than the session timeout, see [NewConsumer]. Zero means 5 min.
+	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give up a
+	// partition. It is longer than the session timeout, see [NewConsumer]. Zero means 5 min.
 	MaxPollInterval time.Duration
 
-	// DeadLetterTopic names the topic for the dead letters of another, which must not be
-	// one that the consumer reads. It is called for each topic when the consumer is made.
-	// Nil means {topic}.dlq. The topic must exist, see the package outboxtopics: while it
-	// takes nothing, what is given up waits, and what is behind it in its key; without a database its partition waits.
+	// DeadLetterTopic returns the topic for the dead letters of another topic. The consumer must not read the topic that
+	// it returns. It is called for each topic when the consumer is made. Nil means {topic}.dlq.
+	//
+	// The topic must exist, see the package outboxtopics. While the topic accepts nothing, dead events wait, and with
+	// them the later events of their keys. Without a database their partition waits.
 	DeadLetterTopic func(topic string) string
 
-	// Decode reads records. A nil message without an error passes over the record,
-	// for example because of its source. For other producers' records there are
-	// [PlainRecords], [DecodeDebezium] and [DecodeByTopic]. Nil means
+	// Decode reads records. It returns a nil message without an error to skip a record, for example because of its
+	// source. [PlainRecords], [DecodeDebezium] and [DecodeByTopic] read records of other producers. Nil means
 	// [DecodeCloudEvent].
 	Decode func(*kgo.Record) (*Message, error)
 }

@@ -19,107 +19,112 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// HandlerConfig says how events are handled, whatever brings them.
+// HandlerConfig has the settings that a [Consumer] and a [Worker] share. [ConsumerConfig] adds what concerns Kafka, and
+// [WorkerConfig] what concerns PostgreSQL.
 type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// Retry is how an action on an event that failed is tried again. Meanwhile the later
-	// events of its topic and key wait for this action, and everything else goes on; a [Consumer] without a
-	// database has no place to park it, so its partition waits, see also [RetryInPlace]. When the retries are
-	// used up, the event is given up: it becomes DEAD in event_delivery, where operators see it, and
-	// a consumer sends a dead letter. What PostgreSQL
-	// rolls back for a deadlock or a serialization failure is repeated with short pauses, and
-	// counts after ten times. An outage is waited out and does not count: PostgreSQL gives the
-	// consumer no connection, or event_handled cannot be written. [WithRetry] says another
-	// policy for a handler. Zero means MaxRetries 3, RetryWait 1 s and MaxRetryWait 60 s.
-	Retry RetryPolicy
-
-	// HoldDead keeps the events behind a DEAD one waiting until an operator has resolved it, or it
-	// was handled after all. Without it they go on. It needs a database.
-	HoldDead bool
-
-	// RetryDeadAfter lets DEAD deliveries be tried again without an operator. Its keys are kinds of errors, as in
-	// event_delivery.last_error_code: timeout for example. So long after the death of a delivery whose last error was of the kind, it
-	// has all its attempts again. What an operator has resolved stays so. It needs a database. Nil means that operators decide.
-	RetryDeadAfter map[string]time.Duration
-
-	// Breaker says when the breaker of an action opens, in this process: its outcomes are first attempts on events, without
-	// those that end with a [Permanent] error. While it is open, the events of the action wait, and so do the other actions of
-	// a consumer on the events behind them; then one is tried after the other until Trials of them are handled. The
-	// breaker keeps an outage of something that a handler needs from parking, or giving up, all that arrives. A
-	// consumer without a database has none. Zero means Window 20, FailureRate 0.5, OpenFor 30 s and Trials 1.
-	Breaker BreakerConfig
-
-	// From is where a new group begins in each topic that it reads for the first time: at the oldest event
-	// that there is, or with what is committed after its first start. A consumer reads a partition or a topic that
-	// is added later from its beginning in any case.
+	// From is where a new group begins in each topic that it reads for the first time. FromStart is the oldest event
+	// of the topic, or for a worker the oldest event in outbox. FromEnd is the first event after the first start of the
+	// group. A consumer reads a partition or a topic that is added later from its beginning.
 	//
-	// A consumer without a database requires From. There it holds for every partition in which Kafka has no offset of the
-	// group: also for a partition that is added later, and after the offsets have expired. What FromEnd then skips is
-	// logged. Zero means FromEnd.
+	// A consumer without a database requires From. It applies From to every partition in which Kafka has no offset of
+	// the group: also to a partition that is added later, and after the offsets have expired. The log says what FromEnd
+	// then skips. Zero means FromEnd.
 	From Start
 
-	// MaxPoll is the most events that are handled together in a transaction, at most 10,000; of a consumer, those of
-	// a partition. There are fewer where handlers are slow, so that a transaction takes about a second. Zero means 100.
+	// MaxPoll is the most events that one transaction handles, at most 10,000. A consumer takes them from one
+	// partition. A transaction has fewer where handlers are slow, so that it takes about a second. Zero means 100.
 	MaxPoll int
 
-	// Concurrency is how many handlers may run at the same time: of a worker, at most 1,000 with a transaction and as many
-	// without one; of a consumer, over all partitions. Those with a transaction have three quarters of the connections
-	// of the pool in any case, all workers and consumers that use it together; the rest is for what handlers do with the pool
-	// outside their transactions. Zero means 4 for a worker and no bound
-	// besides the pool for a consumer.
+	// Concurrency is how many handlers run at the same time. For a worker, it bounds handlers with a transaction and
+	// handlers without one separately, and is at most 1,000. For a consumer, it bounds all partitions together.
+	//
+	// Handlers with a transaction use at most three quarters of the connections of a pool, all workers and consumers on
+	// the pool together. The rest is for what handlers do with the pool outside their transactions. Zero means 4 for a
+	// worker and no bound besides the pool for a consumer.
 	Concurrency int
 
-	// HandlerTimeout is when the context of a handler ends. An error that it returns then
-	// counts as any other. A handler of [HandleBatch] has as long for all of its events,
-	// and a codec for one. At most half of MaxPollInterval. Zero means 150 s (half of
-	// MaxPollInterval, where that is set).
+	// Retry says how an action that failed on an event is retried. Meanwhile the later events of the same topic and key
+	// wait for this action, and everything else goes on. A [Consumer] without a database cannot park the event, so its
+	// partition waits; see also [RetryInPlace].
+	//
+	// After the last retry the event is DEAD in event_delivery, where operators see it, and a consumer sends a dead
+	// letter.
+	//
+	// A deadlock or a serialization failure in PostgreSQL is repeated with short pauses, and counts after ten times. An
+	// outage of PostgreSQL is waited out and does not count: there is no connection, or event_handled cannot be
+	// written. [WithRetry] sets another policy for one handler. Zero means MaxRetries 3, RetryWait 1 s and MaxRetryWait
+	// 60 s.
+	Retry RetryPolicy
+
+	// HoldDead keeps the later events of a key waiting behind a DEAD event. They wait until an operator has resolved the
+	// dead event, or it was handled after all. Without HoldDead they go on. HoldDead needs a database.
+	HoldDead bool
+
+	// RetryDeadAfter retries DEAD deliveries without an operator. Its keys are error classes, as in
+	// event_delivery.last_error_code: timeout for example. After this delay, dead deliveries whose last error is of the
+	// class have all their attempts again. Deliveries that an operator has resolved stay resolved. RetryDeadAfter needs a
+	// database. Nil means that operators decide.
+	RetryDeadAfter map[string]time.Duration
+
+	// Breaker says when the breaker of an action opens in this process. It judges first attempts on events, except
+	// those that end with a [Permanent] error.
+	//
+	// While the breaker is open, the events of the action wait. Behind them, the other actions of a consumer wait, too.
+	// After OpenFor, the action is tried on one event after the other, until Trials of them are handled. So an outage of
+	// something that a handler needs does not park, or make DEAD, all events that arrive. A consumer without a database
+	// has no breakers. Zero means Window 20, FailureRate 0.5, OpenFor 30 s and Trials 1.
+	Breaker BreakerConfig
+
+	// HandlerTimeout is how long a handler may run before its context ends. An error that the handler returns then
+	// counts as any other. A handler of [HandleBatch] has this time for all of its events, and a codec for one event.
+	// For a consumer, it is at most half of MaxPollInterval. A worker has no such bound, because it renews the leases of
+	// its events while the handler runs. Zero means 150 s (half of MaxPollInterval, where that is set).
 	HandlerTimeout time.Duration
 
-	// SlowHandler is how long a handler may run before a WARN names it and its event, and
-	// another one each time that it has run for twice as long. It holds also for hooks,
-	// RetriesFor, decoders, codecs, upcasters and keys of [OncePer], and for how long a
-	// transaction may take to begin. Zero means 30 s.
+	// SlowHandler is how long a handler may run before a WARN names the handler and its event. Another WARN follows each
+	// time that the handler has run for twice as long. SlowHandler also holds for hooks, RetriesFor, decoders, codecs,
+	// upcasters and keys of [OncePer], and for the wait until a transaction begins. Zero means 30 s.
 	SlowHandler time.Duration
 
-	// StopTimeout is how long Run of a [Consumer] or [Worker] may outlive its context. Handlers have three fifths of it to
-	// finish the events that they are at. Zero means 5 s.
+	// StopTimeout is how long Run of a [Consumer] or [Worker] may outlive its context. Handlers have three fifths of
+	// StopTimeout to finish their current events. Zero means 5 s.
 	StopTimeout time.Duration
 
-	// Topics are read beside the topics of the event types that have handlers: events that
-	// were recorded with a topic of their own, see [With], are there, or those of other
-	// producers. Their events of any of these types reach the handlers. Nil means none.
+	// Topics are read in addition to the topics of the event types that have handlers. They are for events that were
+	// recorded with a topic of their own, see [With], and for events of other producers. Handlers get the events of
+	// their types from these topics, too. Nil means none.
 	Topics []string
 
-	// Unknown says what happens to event types without a handler. Zero means
-	// [SkipUnknown].
+	// Unknown says what happens to event types without a handler. Zero means [SkipUnknown].
 	Unknown UnknownTypes
 
-	// Codecs decode payloads of content types other than the one that their event
-	// type was registered with. JSON is always understood.
+	// Codecs decode payloads whose content type is not the one that their event type was registered with. JSON needs no
+	// codec here.
 	Codecs []Codec
 
-	// Upcasters let handlers of newer versions get the events of older ones.
+	// Upcasters turn events of older versions into the newer versions that handlers take.
 	Upcasters []Upcaster
 
-	// Middleware runs around each call of a handler, the first outermost. Without any, a
-	// call costs nothing more.
+	// Middleware runs around each call of a handler, the first outermost. Without middleware, a call costs nothing more.
 	Middleware []Middleware
 
-	// Alerts says when an alert is sent that deliveries are dead or wait for too long, and of a consumer, that Kafka has
-	// removed records unread; and to whom. Where a relay leads, its process sends these instead, and where a worker
-	// runs, that of the worker. Else one process sends them, of the first group by name that has any: it alerts to all
-	// groups, and to relays that no process leads. When it ends, another one takes over within two Lease of a worker, or two
-	// session timeouts of a consumer. It needs a database. The zero value logs alerts.
+	// Alerts says when an alert is sent that deliveries are dead or wait for too long, and to whom. A consumer also
+	// alerts to records that Kafka has removed unread. Alerts need a database.
+	//
+	// One process sends these alerts. Where a relay leads, it is the process of the relay. Else it is a process of the
+	// first group by name that runs workers, and without workers a member of the first group of consumers. The process
+	// alerts to all groups, and to relays that no process leads. When the process is gone, another one of its group takes
+	// over within twice the Lease of a worker, or twice the session timeout of a consumer. The zero value logs alerts.
 	Alerts AlertConfig
 
-	// Hooks are called when events are handled, repeated or given up.
+	// Hooks are called when events are handled, repeated, failed or dead.
 	Hooks ConsumerHooks
 
-	// Logger receives what changes: WARN for outages that begin or end, retries and
-	// dead letters, INFO for what is waited for before anything is handled, and DEBUG for
-	// the rest. Nil means slog.Default().
+	// Logger receives what changes. WARN is for outages that begin or end, retries and dead letters. INFO is for what
+	// the process waits for before it handles anything, and DEBUG for the rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -366,19 +371,18 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 	return &builtHandler{h}
 }
 
-// RetryPolicy says how an action that failed on an event is retried. A field of [WithRetry] or
-// [WorkerConfig].Streams that is zero is as in [HandlerConfig].Retry.
+// RetryPolicy says how an action that failed on an event is retried. In [WithRetry] and [WorkerConfig].Streams, a field
+// that is zero has its value from [HandlerConfig].Retry.
 type RetryPolicy struct {
 	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero
 	// means 3.
 	MaxRetries int
-	// RetriesFor replaces MaxRetries for an error. If it panics or ends its goroutine, that is logged, and
-	// MaxRetries counts. The partition waits until RetriesFor returns. A policy that sets MaxRetries does not
-	// use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
+	// RetriesFor returns how often an action is retried for an error, in place of MaxRetries. The partition waits until
+	// RetriesFor returns. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy that sets
+	// MaxRetries does not use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
 	RetriesFor func(error) int `json:"-"`
-	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait;
-	// up to a fifth of each wait is added or left out at random. [RetryAfter] says another wait. Zero means
-	// 1 s.
+	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait. A random
+	// part of up to a fifth is added to each wait, or left out. [RetryAfter] sets another wait. Zero means 1 s.
 	RetryWait time.Duration
 	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
@@ -392,7 +396,7 @@ func WithRetry(h Handler, policy RetryPolicy) Handler {
 
 // RetryInPlace returns a copy of a handler for a [Consumer] whose partition waits while an event is
 // tried again. Without it, a consumer with a database parks the event, and goes on with other
-// keys; see [ConsumerConfig]. It is for handlers that need the order of a whole partition. A [Worker]
+// keys; see [HandlerConfig]. It is for handlers that need the order of a whole partition. A [Worker]
 // has no partitions, and takes no notice.
 func RetryInPlace(h Handler) Handler {
 	return changed(h, func(own *handling.Handler) { own.InPlace = true })

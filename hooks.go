@@ -14,33 +14,34 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// Hooks serve metrics and traces; the module outboxotel has those of OpenTelemetry. They
-// are called from several goroutines and must return quickly. Nil hooks are not called.
+// Hooks serve metrics and traces; the module outboxotel has hooks for OpenTelemetry. Several goroutines call them.
+// Hooks must return quickly. Nil hooks are not called.
 
 // RecorderHooks are called by [Recorder.Record], [Recorder.Queue] and [Recorder.Statement].
 type RecorderHooks struct {
-	// Recording is called before events are encoded. The context that it returns is
-	// the one that RecorderConfig.TraceParent and Headers get, and PostgreSQL. Done is
-	// called at the end, with the error of Record; of Queue and Statement, which do not know
-	// what PostgreSQL will say, once the events are on the batch or in the statement.
+	// Recording is called before events are encoded. RecorderConfig.TraceParent, Headers and PostgreSQL get the context
+	// that it returns. Done is called at the end. Record passes its error to Done. Queue and Statement call Done once the
+	// events are on the batch or in the statement; they do not know the answer of PostgreSQL.
 	Recording func(ctx context.Context, events []DomainEvent) (recording context.Context, done func(error))
 }
 
-// RelayHooks are called while a relay works. A hook that panics is logged with its stack,
-// and the relay goes on as if it had returned. A hook that has not returned after ten
-// seconds is logged and not waited for any more; until it does return it is not called
-// again. When the relay is told to stop it waits a quarter of a second for a hook.
+// RelayHooks are called while a relay works.
+//
+//   - If a hook panics, the panic is logged with its stack, and the relay goes on.
+//   - If a hook has not returned after ten seconds, the log says so, and the relay goes on. The hook is not called
+//     again until it has returned.
+//   - A relay that stops waits a quarter of a second for a hook.
 type RelayHooks struct {
-	// Leading is called when this process takes the lease and when it no longer holds it.
+	// Leading is called when this process takes the lease, and when it no longer holds the lease.
 	Leading func(leading bool)
 	// Sent is called after a batch was sent, with the outcomes of its events.
 	Sent func(SentBatch)
-	// Breaker is called after each change of the breaker's state. FailureRate is the share of
-	// failures that was measured, from BreakerConfig.FailureRate to 1, when a closed breaker opens; else it is 0.
+	// Breaker is called after each change of the breaker's state. When a closed breaker opens, failureRate is the share
+	// of failures that was measured, from BreakerConfig.FailureRate to 1. Else it is 0.
 	Breaker func(from, to BreakerState, failureRate float64)
-	// Rejected is called for an event that Kafka rejected and that will be tried again.
+	// Rejected is called for an event that Kafka rejected and that will be retried.
 	Rejected func(FailedEvent)
-	// Dead is called for an event that Kafka has rejected too often.
+	// Dead is called for an event that Kafka rejected after its last retry.
 	Dead func(FailedEvent)
 	// RowsRemoved is called after each run of retention that removed rows.
 	RowsRemoved func(RetentionResult)
@@ -49,9 +50,8 @@ type RelayHooks struct {
 // SentBatch holds the outcomes of events that were sent together. It is valid only
 // during the call of the hook.
 type SentBatch struct {
-	// Events is how many Kafka has accepted. Failed is how many it has not, because it
-	// rejected them or was unavailable. Waiting is how many were not sent, because an
-	// earlier event of their key waits.
+	// Events is how many events Kafka has accepted. Failed is how many events Kafka rejected, or did not accept because
+	// it was unavailable. Waiting is how many events were not sent, because an earlier event of their key waits.
 	Events, Failed, Waiting int
 	// Retried is set if the events come from outbox_failed.
 	Retried bool
@@ -74,8 +74,7 @@ func (b SentBatch) All() iter.Seq[SentEvent] {
 	}
 }
 
-// NotTaken yields the events that count as Failed, each with the class of its error, as
-// in outbox_failed.error_class.
+// NotTaken yields the events that count as Failed, each with its error class, as in outbox_failed.error_class.
 func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 	return func(yield func(SentEvent, string) bool) {
 		for _, n := range b.outcomes.NotTaken {
@@ -101,7 +100,7 @@ func (s SentEvent) ID() string { return string(s.e.EventID) }
 // Type returns the CloudEvents type.
 func (s SentEvent) Type() string { return string(s.e.EventType) }
 
-// Topic returns the topic, or "" if none follows from its type.
+// Topic returns the topic, or "" if none follows from the event type.
 func (s SentEvent) Topic() string { return s.topic }
 
 // Key returns the record key.
@@ -110,44 +109,49 @@ func (s SentEvent) Key() string { return string(s.e.Key()) }
 // Size returns the length of the payload, in bytes.
 func (s SentEvent) Size() int { return len(s.e.Payload) }
 
-// RecordedAt returns when the transaction that recorded it began.
+// RecordedAt returns when the transaction that recorded the event began.
 func (s SentEvent) RecordedAt() time.Time { return s.e.CreatedAt }
 
-// TraceParent returns the W3C traceparent that it was recorded with, or "".
+// TraceParent returns the W3C traceparent that the event was recorded with, or "".
 func (s SentEvent) TraceParent() string { return s.e.TraceParent() }
 
-// ConsumerHooks are called while a consumer or a worker works, in the goroutine that handles the
-// partition or has the delivery. A hook that does not return stops it: a WARN names it, and Health
-// does, as for a handler. Lost is called for all partitions in one place, so it is waited
-// for ten seconds at most; until it does return it is not called again. A hook that panics
-// is logged with its stack, one that ends its goroutine is logged too, and the consumer
-// goes on as if it had returned. What is to run around handlers is a Middleware.
+// ConsumerHooks are called while a [Consumer] or a [Worker] works, in the goroutine that handles the partition or the
+// delivery. Code that is to run around handlers is a [Middleware].
+//
+//   - A hook that does not return stops its partition or delivery. A WARN and Health name the hook, as they name a
+//     handler.
+//   - Lost is called for all partitions from one goroutine. It is waited for ten seconds at most, and is not called
+//     again until it has returned.
+//   - If a hook panics or ends its goroutine, that is logged, a panic with its stack, and the work goes on.
 type ConsumerHooks struct {
 	// Breaker is called after the breaker of an action has changed its state, see HandlerConfig.Breaker.
 	Breaker func(action string, from, to BreakerState)
-	// Handled is called for an action that is done and committed. Took is the time of the
-	// handler and its middleware; of a batch, its share of it.
+	// Handled is called for an action that is done and committed. Took is the time of the handler and its middleware;
+	// for an event of a batch, its share of that time.
 	Handled func(m Metadata, action string, took time.Duration)
 	// Repeated is called for an action that was done before, or whose event is parked or dead already.
 	Repeated func(m Metadata, action string)
-	// Conflicted is called for a try that PostgreSQL has rolled back for a deadlock or a
-	// serialization failure, and that is repeated without being counted.
+	// Conflicted is called for an attempt that PostgreSQL has rolled back for a deadlock or a serialization failure.
+	// The attempt is repeated and does not count.
 	Conflicted func(m Metadata, action string, err error)
-	// Failed is called for a try that failed and counts. Retry says whether there is to be another try.
+	// Failed is called for an attempt that failed and counts. Retry says whether there is to be another attempt.
 	Failed func(m Metadata, action string, err error, retry bool)
-	// DeadLettered is called for an event that was sent to a dead-letter topic. Action
-	// is empty if no handler got the event, unless it was for a certain one, as the deliveries of a worker are. Topic is empty where a worker has no attempt left,
-	// and its delivery became DEAD. Where that is because processes ended, or for want of a handler,
-	// the metadata has only what the row of the event says.
+	// DeadLettered is called for an event that was sent to a dead-letter topic, and for a delivery of a worker that is
+	// DEAD.
+	//
+	//   - Action is empty if no handler got the event. It is set if the event was for a certain action, as the deliveries
+	//     of a worker are.
+	//   - Topic is empty for a delivery of a worker.
+	//   - The metadata has only what the row of the event says, if the delivery is DEAD because processes ended or
+	//     because there is no handler.
 	DeadLettered func(m Metadata, action, topic string, err error)
 	// Unknown is called for an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
-	// Lost is called when Kafka had removed records of a partition before the group read
-	// them, because of the topic's retention. Records is how many offsets are gone: not
-	// fewer than there were records.
+	// Lost is called when Kafka removed records of a partition before the group read them, because of the topic's
+	// retention. Records is the number of offsets that are gone, which is not below the number of records.
 	Lost func(topic string, partition int32, records int64)
-	// RowsRemoved is called after each run of retention of a worker that removed rows. Consumers
-	// remove none. A stop waits for it a quarter of a second.
+	// RowsRemoved is called after each run of retention of a worker that removed rows. Consumers remove none. A worker
+	// that stops waits a quarter of a second for it.
 	RowsRemoved func(RetentionResult)
 }
 

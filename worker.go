@@ -150,30 +150,27 @@ func (w *Worker) Resume(topics ...string) error { return w.engine.Resume(topics)
 
 // WorkerConfig tunes a [Worker]. The zero value is ready for production.
 type WorkerConfig struct {
-	// HandlerConfig has what a [Consumer] has, too. The other fields concern PostgreSQL. An event whose process ends while it is handled has
-	// used up an attempt. HandlerTimeout is not bounded, because what a handler has is renewed while it
-	// runs. Zero means 150 s.
+	// HandlerConfig has what a [Consumer] has, too. The other fields concern PostgreSQL. If a process ends while it
+	// handles an event, the event has used up an attempt.
 	HandlerConfig
 
-	// Unordered handles events of a key side by side, in any order. Without it, of the events of a
-	// stream and record key one is handled after the other by each action; one that waits for a
-	// retry holds up those behind it.
+	// Unordered handles the events of a key concurrently, in any order. Without it, each action handles the events of a
+	// topic and record key one after the other. An event that waits for a retry then holds up the later ones.
 	Unordered bool
 
-	// PollInterval is how long it takes until a worker sees an event that no [Waker] has
-	// announced. Zero means 1 s.
+	// PollInterval is how long it takes until a worker sees an event that no [Waker] has announced. Zero means 1 s.
 	PollInterval time.Duration
 
-	// Lease is for how long an event is with a worker that does not renew it, because its process
-	// is gone: then another one takes it. A worker renews what it has after each third of it. At
-	// least 1 s. Zero means 30 s.
+	// Lease is how long an event stays with a worker that does not renew its lease, because the process is gone. Then
+	// another worker takes over the event. A worker renews its leases after each third of Lease. At least 1 s. Zero
+	// means 30 s.
 	Lease time.Duration
 
-	// Streams is how the events of a topic are tried again, where that is not as for all. [WithRetry] goes before it.
+	// Streams says how the events of a topic are retried, where that differs from Retry. [WithRetry] precedes Streams.
 	Streams map[string]RetryPolicy
 
-	// Retention says how long rows are kept. Workers remove them, of each group one process at a
-	// time. What a relay or another group has still to get stays in any case.
+	// Retention says how long rows are kept. One process of each group removes them. Rows that a relay or another group
+	// still has to get stay in any case.
 	Retention RetentionConfig
 }
 
