@@ -30,7 +30,7 @@ type HandlerConfig struct {
 	// group. A consumer reads a partition or a topic that is added later from its beginning.
 	//
 	// A consumer without a database requires From. It applies From to every partition in which Kafka has no offset of
-	// the group: also to a partition that is added later, and after the offsets have expired. The log says what FromEnd
+	// the group. This includes partitions that are added later, and offsets that have expired. The log says what FromEnd
 	// then skips. Zero means FromEnd.
 	From Start
 
@@ -116,8 +116,8 @@ type HandlerConfig struct {
 	//
 	// One process sends these alerts. Where a relay leads, it is the process of the relay. Else it is a process of the
 	// first group by name that runs workers, and without workers a member of the first group of consumers. The process
-	// alerts to all groups, and to relays that no process leads. When the process is gone, another one of its group takes
-	// over within twice the Lease of a worker, or twice the session timeout of a consumer. The zero value logs alerts.
+	// alerts to all groups, and to relays that no process leads. When it is gone, another process of the group takes over
+	// within twice the Lease of a worker, or the session timeout of a consumer. The zero value logs alerts.
 	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated, failed or dead.

@@ -142,8 +142,8 @@ type ConsumerHooks struct {
 	//   - Action is empty if no handler got the event. It is set if the event was for a certain action, as the deliveries
 	//     of a worker are.
 	//   - Topic is empty for a delivery of a worker.
-	//   - The metadata has only what the row of the event says, if the delivery is DEAD because processes ended or
-	//     because there is no handler.
+	//   - If the delivery is DEAD because processes ended, or for a type without a handler, the metadata has only what
+	//     the row of the event says.
 	DeadLettered func(m Metadata, action, topic string, err error)
 	// Unknown is called for an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
