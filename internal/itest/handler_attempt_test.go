@@ -93,15 +93,18 @@ func (n *attemptNotes) config(schema string) outbox.HandlerConfig {
 		}
 		n.hooks[m.Subject] = append(n.hooks[m.Subject], fmt.Sprint(name, " ", m.Attempt))
 	}
-	failure := func(name string) func(outbox.Metadata, string, error) {
-		return func(m outbox.Metadata, action string, _ error) { note(name, m, action) }
-	}
 	return outbox.HandlerConfig{
-		Schema: schema, Breaker: neverOpen, Logger: slog.New(slog.NewJSONHandler(n, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		Schema: schema, From: outbox.FromStart, MaxPoll: 1, Breaker: neverOpen, Logger: slog.New(slog.NewJSONHandler(n, &slog.HandlerOptions{Level: slog.LevelDebug})),
 		Retry: outbox.RetryPolicy{MaxRetries: 2, RetryWait: time.Millisecond},
 		Hooks: outbox.ConsumerHooks{
 			Handled:    func(m outbox.Metadata, action string, _ time.Duration) { note("handled", m, action) },
-			Conflicted: failure("conflicted"), Failed: failure("failed"), Retried: failure("retried"),
+			Conflicted: func(m outbox.Metadata, action string, _ error) { note("conflicted", m, action) },
+			Failed: func(m outbox.Metadata, action string, _ error, retry bool) {
+				note("failed", m, action)
+				if retry {
+					note("retried", m, action)
+				}
+			},
 			Repeated:     func(m outbox.Metadata, action string) { note("repeated", m, action) },
 			DeadLettered: func(m outbox.Metadata, action, _ string, _ error) { note("dead", m, action) },
 		},
@@ -149,7 +152,7 @@ func TestAttemptsOfConsumerAndWorker(t *testing.T) {
 		n := newAttemptNotes()
 		cfg, h := n.config(s.schema), outbox.Handle("ACTED", n.handle)
 		if group == "worker" {
-			w, err := outbox.NewWorker(s.db, s.events, group, outbox.WorkerConfig{HandlerConfig: cfg, From: outbox.FromStart, MaxPoll: 1}, h)
+			w, err := outbox.NewWorker(s.db, s.events, group, outbox.WorkerConfig{HandlerConfig: cfg}, h)
 			require.NoError(t, err)
 			testenv.Run(t, w.Run)
 			return n
@@ -157,7 +160,7 @@ func TestAttemptsOfConsumerAndWorker(t *testing.T) {
 		if group == "in-place" {
 			h = outbox.RetryInPlace(h)
 		}
-		c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group+s.topic, outbox.ConsumerConfig{HandlerConfig: cfg, From: outbox.FromStart, MaxPoll: 1}, h)
+		c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, group+s.topic, outbox.ConsumerConfig{HandlerConfig: cfg}, h)
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)
 		return n
