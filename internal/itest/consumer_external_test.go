@@ -372,17 +372,7 @@ func TestConsumerOfForeignRecords(t *testing.T) {
 			d.send(t, again(sent), again(received), d.saleRecord(uuid.NewString(), oneSale))
 		} // the second one goes on: what is counted may be so before what is bad is deadLettered
 	}
-	var deadLetters []*kgo.Record
-	for _, topic := range []string{d.debezium, d.plain} {
-		n := len(deadLetters)
-		for _, b := range bad {
-			if b.record.Topic == topic {
-				n++
-			}
-		}
-		deadLetters = append(deadLetters, readAll(t, d.brokers, outbox.DeadLetterTopic(topic), n-len(deadLetters))...)
-	}
-	require.Len(t, deadLetters, len(bad))
+	deadLetters := readDeadLetters(t, d.brokers, len(bad), outbox.DeadLetterTopic(d.debezium), outbox.DeadLetterTopic(d.plain))
 	slices.SortFunc(deadLetters, func(a, b *kgo.Record) int { // those of different events come in any order
 		place := func(r *kgo.Record) string {
 			h := deadLetterHeaders(r)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strconv"
 	"sync"
@@ -148,6 +149,32 @@ func readAll(t testing.TB, brokers []string, topic string, n int) (records []*kg
 		fetches := client.PollFetches(ctx)
 		require.NoError(t, fetches.Err0(), "%d of %d records", len(records), n)
 		records = append(records, fetches.Records()...)
+	}
+	require.Len(t, records, n)
+	return records
+}
+
+// readDeadLetters returns the dead letters of n records, one of each: a dead letter that was sent while the consumer
+// stopped may be sent again.
+func readDeadLetters(t testing.TB, brokers []string, n int, topics ...string) (records []*kgo.Record) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topics...))
+	require.NoError(t, err)
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
+	defer cancel()
+	seen := map[string]bool{}
+	for len(records) < n {
+		fetches := client.PollFetches(ctx)
+		require.NoError(t, fetches.Err0(), "%d of %d records", len(records), n)
+		for _, r := range fetches.Records() {
+			h := deadLetterHeaders(r)
+			place := fmt.Sprint(h[outbox.DeadLetterOriginalTopic], " ", h[outbox.DeadLetterOriginalPartition], " ", h[outbox.DeadLetterOriginalOffset])
+			if !seen[place] {
+				records = append(records, r)
+			}
+			seen[place] = true
+		}
 	}
 	require.Len(t, records, n)
 	return records

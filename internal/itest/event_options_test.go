@@ -61,11 +61,11 @@ func TestEventOptions(t *testing.T) {
 		var stored map[string]string
 		require.NoError(t, c.db.QueryRow(background, c.sql(`SELECT topic, partition_key, headers FROM {s}.outbox WHERE event_id = $1`), uuid.UUID{15: byte(n + 1)}).Scan(&topic, &key, &stored))
 		require.Equal(t, []string{"own", "k"}, []string{topic, key})
-		require.Equal(t, map[string]string{"ce_market": "KRW-BTC", "ce_schemaversion": "2", "tenant": "own", "kind": "outbox_test.parcel"}, stored)
+		require.Equal(t, map[string]string{"ce_market": "KRW-BTC", "ce_schemaversion": "2", "tenant": "own", "kind": "itest.parcel"}, stored)
 	}
 	var others int
 	require.NoError(t, c.db.QueryRow(background, c.sql(`SELECT count(*) FROM {s}.outbox WHERE topic IS NULL AND partition_key IS NULL
-		AND headers = '{"ce_schemaversion": "1", "ce_to": "KR", "tenant": "all", "kind": "outbox_test.parcel"}'`)).Scan(&others))
+		AND headers = '{"ce_schemaversion": "1", "ce_to": "KR", "tenant": "all", "kind": "itest.parcel"}'`)).Scan(&others))
 	require.Equal(t, 500, others, "events beside it are as usual")
 	var small int
 	require.NoError(t, c.db.QueryRow(background, c.sql(`SELECT count(*) FROM {s}.outbox WHERE size < octet_length(payload::text) + octet_length(headers::text)`)).Scan(&small))
@@ -139,7 +139,7 @@ func TestRecordRefusesOptions(t *testing.T) {
 		require.ErrorContains(t, err, `"`+name+`"`)
 	}
 	c.requireRefused(t, background, c.rec, outbox.ErrNilArgument, refusal{"<nil>", 0, "event"}, outbox.With(nil, outbox.EventOptions{Topic: "t"}))
-	c.requireRefused(t, background, c.rec, outbox.ErrUnregistered, refusal{"outbox_test.strayParcel", 0, "event"}, outbox.With(strayParcel{good}, outbox.EventOptions{Topic: "t"}))
+	c.requireRefused(t, background, c.rec, outbox.ErrUnregistered, refusal{"itest.strayParcel", 0, "event"}, outbox.With(strayParcel{good}, outbox.EventOptions{Topic: "t"}))
 	c.requireRefused(t, outbox.WithTraceID(background, strings.Repeat("x", 256)), c.rec, outbox.ErrTooLong, refusal{parcelSent, 0, "trace_id"}, good)
 }
 

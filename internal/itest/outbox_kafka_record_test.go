@@ -105,7 +105,7 @@ func TestKafkaRecordRefuses(t *testing.T) {
 		says  refusal
 	}{
 		{nil, outbox.ErrNilArgument, refusal{"<nil>", -1, "event"}},
-		{strayParcel{}, outbox.ErrUnregistered, refusal{"outbox_test.strayParcel", -1, "event"}},
+		{strayParcel{}, outbox.ErrUnregistered, refusal{"itest.strayParcel", -1, "event"}},
 		{parcel{Sent: noon}, outbox.ErrEmpty, refusal{parcelSent, -1, "aggregate_id"}},
 		{parcel{ID: "1"}, outbox.ErrTime, refusal{parcelSent, -1, "occurred_at"}},
 	} {

@@ -26,11 +26,11 @@ var refusedEvents = []struct {
 	field     string
 	want      error
 }{
-	{"a type that nobody registered", strayParcel{good}, "outbox_test.strayParcel", "event", outbox.ErrUnregistered},
-	{"a pointer to a type that nobody registered", &strayParcel{good}, "outbox_test.strayParcel", "event", outbox.ErrUnregistered},
-	{"a type with pointer receivers", &pointerParcel{noon}, "*outbox_test.pointerParcel", "event", outbox.ErrUnregistered},
+	{"a type that nobody registered", strayParcel{good}, "itest.strayParcel", "event", outbox.ErrUnregistered},
+	{"a pointer to a type that nobody registered", &strayParcel{good}, "itest.strayParcel", "event", outbox.ErrUnregistered},
+	{"a type with pointer receivers", &pointerParcel{noon}, "*itest.pointerParcel", "event", outbox.ErrUnregistered},
 	{"a nil event", nil, "<nil>", "event", outbox.ErrNilArgument},
-	{"a typed nil event", (*parcel)(nil), "*outbox_test.parcel", "event", outbox.ErrNilArgument},
+	{"a typed nil event", (*parcel)(nil), "*itest.parcel", "event", outbox.ErrNilArgument},
 
 	{"no aggregate id", id(""), parcelSent, "aggregate_id", outbox.ErrEmpty},
 	{"no aggregate id in a nil map", mapParcel(nil), "test.map.sent.v1", "aggregate_id", outbox.ErrEmpty},

@@ -171,8 +171,8 @@ var badDefinitions = []struct {
 	{"a pointer type", outbox.Event("shop.order.created.v1", "Order", (*orderCreated).AggregateID), "shop.order.created.v1", "event", outbox.ErrMalformed},
 	{"an interface", outbox.Event("shop.order.created.v1", "Order", func(outbox.DomainEvent) string { return "" }), "shop.order.created.v1", "event", outbox.ErrMalformed},
 
-	{"no event type", named(""), "outbox_test.orderCreated", "event_type", outbox.ErrEmpty},
-	{"no event type but a topic", named("").Topic("orders"), "outbox_test.orderCreated", "event_type", outbox.ErrEmpty},
+	{"no event type", named(""), "itest.orderCreated", "event_type", outbox.ErrEmpty},
+	{"no event type but a topic", named("").Topic("orders"), "itest.orderCreated", "event_type", outbox.ErrEmpty},
 	{"a type without version", named("shop.order.created"), "shop.order.created", "event_type", outbox.ErrMalformed},
 	{"a type without action", named("shop.order.v1"), "shop.order.v1", "event_type", outbox.ErrMalformed},
 	{"a type of one segment", named("created"), "created", "event_type", outbox.ErrMalformed},
@@ -291,7 +291,7 @@ func TestDuplicateDefinitions(t *testing.T) {
 	_, err = outbox.NewRegistry("commerce-api", created,
 		outbox.Event("shop.order.created.v2", "Order", orderCreated.AggregateID))
 	requireRefused(t, err, outbox.ErrDuplicate, refusal{"shop.order.created.v2", 1, "event"})
-	require.ErrorContains(t, err, "outbox_test.orderCreated")
+	require.ErrorContains(t, err, "itest.orderCreated")
 	require.ErrorContains(t, err, "shop.order.created.v1", "as which it is registered")
 
 	_, err = outbox.NewRegistry("commerce-api", created, created)
