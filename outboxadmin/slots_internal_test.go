@@ -12,8 +12,9 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // serviceFixture is a page that shares the pool of a service.
@@ -53,6 +54,7 @@ func (h *adminFixture) lock() (release func()) {
 // 40 searches that take long leave the service the connections of its pool: its own
 // statement is as quick as before. PostgreSQL ends what takes too long.
 func TestSearchesLeaveThePool(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it measures time.
 	testenv.Direct(t) // PgBouncer cancels nothing once its client is gone
 	h := newServiceFixture(t, 8, func(c *Config) { c.QueryTimeout = 2 * time.Second })

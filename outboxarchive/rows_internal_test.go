@@ -19,6 +19,7 @@ import (
 
 // A page costs what is on it, whatever PostgreSQL knows of the table: nothing, or only what was there before.
 func TestPageIsBounded(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	ctx := context.Background()
 	for _, partitionRows := range []int64{0, 5000} {

@@ -20,6 +20,7 @@ func (d *commandFixture) deliveryFindings(t testing.TB, args ...string) (ids []s
 }
 
 func TestDoctorOnDeliveries(t *testing.T) {
+	testenv.Long(t)
 	testenv.Direct(t) // the doctor says that PgBouncer is there
 	t.Parallel()
 	d := newClinic(t)

@@ -13,10 +13,11 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtopics"
-	"github.com/stretchr/testify/require"
 )
 
 // doctorJSON is the document of doctor.
@@ -564,6 +565,7 @@ func TestDoctorOnSlots(t *testing.T) {
 
 // Rows that were rolled back and not cleaned up.
 func TestDoctorOnBloat(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
@@ -582,6 +584,7 @@ func TestDoctorOnBloat(t *testing.T) {
 }
 
 func TestDoctorOnKafka(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t).withKafka(t)

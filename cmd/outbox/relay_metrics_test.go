@@ -73,6 +73,7 @@ func TestRelayMetricsCountRemovedRows(t *testing.T) {
 
 // A real Prometheus scrapes the process, the relay's panels of the dashboard show something, and its rules work.
 func TestRelayMetricsInPrometheus(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: Prometheus scrapes every second, and rates are of the last seconds.
 	prometheus := needProgram(t, "prometheus")
 	d := newShop(t).withKafka(t)

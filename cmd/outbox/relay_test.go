@@ -137,6 +137,7 @@ func TestRelayEndsByItself(t *testing.T) {
 
 // Without PostgreSQL and Kafka it starts, is live and not ready, and works when they are there.
 func TestRelayWaitsForServices(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	d := newShop(t)
 	d.record(t, "a")

@@ -8,14 +8,13 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -171,6 +170,7 @@ func TestRetriesAreReadInParts(t *testing.T) {
 // Very many parked keys are read in pages, however the rows of a key lie on them, and are
 // found to have a wrong head whether it is on the page of the first row or not.
 func TestKeysInPages(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	testenv.Direct(t) // a setting of the session
 	d := newFixture(t)

@@ -10,16 +10,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/relay"
-
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/relay"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -285,6 +284,7 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 // A role may have a statement_timeout that is much shorter than a backlog is long, and
 // each statement is one of its own.
 func TestBacklogUnderStatementTimeout(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	testenv.Direct(t) // a setting of the session
 	d, ctx := newFixture(t), context.Background()

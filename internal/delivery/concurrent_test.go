@@ -26,6 +26,7 @@ import (
 // connections are killed, transactions are rolled back, and operators requeue and resolve. Whenever
 // one looks, a key has one worker and its rows their order, and in the end each row was handled once.
 func TestConcurrentHistories(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	seeds := 3
 	if testing.Short() {

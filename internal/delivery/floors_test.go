@@ -66,6 +66,7 @@ func TestRunIsLostInPart(t *testing.T) {
 
 // A pool replaces its connections. What a worker knows of a key is for a new one too, if an older one has been used since.
 func TestNewConnectionsKnowKeys(t *testing.T) {
+	testenv.Long(t)
 	testenv.Direct(t) // it counts what a connection has read
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
@@ -97,6 +98,7 @@ func TestNewConnectionsKnowKeys(t *testing.T) {
 // While a transaction is open somewhere, PostgreSQL removes nothing. What a worker reads does not grow
 // with the rows that have gone on meanwhile, however many of a key there were.
 func TestTransactionStaysOpen(t *testing.T) {
+	testenv.Long(t)
 	testenv.Direct(t) // it counts what a connection has read
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()

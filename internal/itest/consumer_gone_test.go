@@ -145,6 +145,7 @@ func TestStartWithDeadPostgres(t *testing.T) {
 // A hook that does not return holds up neither the start of a partition nor what fetches for
 // all of them.
 func TestLostHookHangs(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newStartFixture(t, 2)
 	stop := s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})

@@ -120,6 +120,7 @@ func (w *watch) handler(t testing.TB, member string) outbox.Handler {
 // and resumed, it would wait for as long as a broker may keep the fetch for the
 // others: at the client's default of 5 s that made more than a minute of this.
 func TestBusyPartitionBesideIdleOnes(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it handles many events within a minute.
 	const n = 100_000
 	s := newConsumerFixture(t, 3)
@@ -248,6 +249,7 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 // An event that is tried again in place holds up its own partition only, whose queue does not
 // grow without bound meanwhile.
 func TestSlowPartition(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it handles many events within a minute.
 	s := newConsumerFixture(t, 2)
 	var open atomic.Bool

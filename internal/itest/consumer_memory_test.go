@@ -22,6 +22,7 @@ import (
 // wait holds no more than ConsumerConfig.MaxQueueBytes says: that much, a batch of each
 // partition, and what a fetch brings.
 func TestMemoryOfManyPartitions(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: it measures the memory of the process.
 	const partitions, each, size, most, fetch = 100, 4, 200_000, 16 << 20, 8 << 20
 	s := newConsumerFixture(t, partitions)

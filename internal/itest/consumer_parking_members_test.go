@@ -22,6 +22,7 @@ import (
 // What a process had that is gone, another one handles. What has ended its process with each attempt becomes DEAD, with a dead letter,
 // and what was behind it goes on.
 func TestParkedEventOfGoneProcess(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newParkingFixture(t, 1)
 	cfg := s.config(t)

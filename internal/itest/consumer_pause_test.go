@@ -130,6 +130,7 @@ func (s *pauseFixture) requireArrived(t *testing.T, want map[string]int) {
 // What an operator has paused is handled by no member: not before a start, in a rebalance,
 // or after a restart. Other topics go on. Nothing is lost, and nothing overtakes.
 func TestPauseByOperator(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newPauseFixture(t)
 	testenv.RealBrokers(t)
@@ -213,6 +214,7 @@ func TestPauseWithinBatch(t *testing.T) {
 // A member that is paused for longer than a session, or than handlers may take, stays in its
 // group, as Kafka sees it, and goes on where it stopped.
 func TestPausedMemberStays(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newPauseFixture(t)
 	testenv.RealBrokers(t)

@@ -201,6 +201,7 @@ func testTopicCreatedAgain(t *testing.T, opts []kgo.Opt) {
 
 // A topic that does not exist when its group first runs is read from its beginning.
 func TestTopicCreatedLater(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	s.deleteTopic(t)
@@ -374,6 +375,7 @@ func TestLagBehindOpenTransaction(t *testing.T) {
 
 // While a topic is gone its consumers wait, and the log says so once.
 func TestTopicGoneForAWhile(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})

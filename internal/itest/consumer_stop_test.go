@@ -101,6 +101,7 @@ func TestStopInFirstJoin(t *testing.T) {
 // A stop commits what is finished, although the client holds commits back while the group
 // is in motion.
 func TestStopInRebalance(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newConsumerFixture(t, 2)
 	group := "in-rebalance-" + s.topic
@@ -185,6 +186,7 @@ func TestStopWithStuckHandler(t *testing.T) {
 // A handler that ignores its context does not keep its partition from the member that it
 // is assigned to next, nor the group from its rebalance.
 func TestRevokedWithStuckHandler(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newConsumerFixture(t, 2)
 	log := new(testenv.Buffer)
@@ -212,6 +214,7 @@ func TestRevokedWithStuckHandler(t *testing.T) {
 // Under load, with handlers that take a second, a stop keeps what is finished: nothing of
 // it is done again.
 func TestStopUnderLoad(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	const partitions, each = 3, 8
 	s := newConsumerFixture(t, partitions)
@@ -251,6 +254,7 @@ func TestStopUnderLoad(t *testing.T) {
 // A handler that has not ended when its time is up at a stop is given up, and what was
 // finished in its batch before is kept.
 func TestStopRepeatsNothing(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	const finished = 3
 	s := newConsumerFixture(t, 1)

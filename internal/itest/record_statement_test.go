@@ -106,6 +106,7 @@ func execs(t *testing.T, test func(t *testing.T, exec func(query string, args []
 
 // Whatever Record accepts, Statement stores alike.
 func TestStatementStoresTheSameRows(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f := newStatementFixture(t)
 	headers := map[string]string{}

@@ -108,6 +108,7 @@ func TestHookOfTheBreakerPanics(t *testing.T) {
 
 // Functions of the host that never return: a stop takes less than two seconds.
 func TestHostHangsAtAStop(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newRelayFixture(t)
 	cfg := tidy()
@@ -167,6 +168,7 @@ func (h *relayFixture) openTransactions(t *testing.T) (n int) {
 // A hook and an Alerter that never return, while the relay runs: it waits once, goes on
 // relaying, and does not call them again until they return.
 func TestHostHangsWhileRelaying(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newRelayFixture(t)
 	reader := h.follow(t)
@@ -275,6 +277,7 @@ func TestRunPanics(t *testing.T) {
 // The work of a relay hangs, because a hook of franz-go does: its lease is given up, and a
 // stop returns an error. When the work ends after all, the relay may run again.
 func TestRunHangs(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newRelayFixture(t)
 	cfg := quick

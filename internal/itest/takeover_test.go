@@ -118,6 +118,7 @@ func TestLeaderLosesItsLock(t *testing.T) {
 // Until the lease of the process would have expired that led before, nothing that it may still send is decided about: what failed is not
 // tried again, and events wait behind one that an operator has resolved. See also TestSessionGivesUpNothingBeforeLeaseIsExclusive.
 func TestNothingIsGivenUpBeforeLeaseIsExclusive(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	testenv.Direct(t)
 	h := newRelayFixture(t)

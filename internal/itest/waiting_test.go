@@ -104,6 +104,7 @@ func TestWaitingForPostgresIsSaid(t *testing.T) {
 // A member without partitions says whether it waits for the group, or has nothing to do until
 // another member leaves.
 func TestMemberWithoutPartitionsSaysWhy(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	slow, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.ConsumerGroup(s.group), kgo.ConsumeTopics(s.topic), kgo.BlockRebalanceOnPoll(),

@@ -179,6 +179,7 @@ func (f *moveFixture) requireExact() {
 // Groups move from workers to Kafka and back while events are recorded: each is handled once, and those of
 // a key in order.
 func TestMovesWhileEventsAreRecorded(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f := newMoveFixture(t)
 	stopWorker := f.startWorker()
@@ -252,6 +253,7 @@ func TestMovesWhileConnectionsBreak(t *testing.T) {
 // A cut comes while the worker, and then the relay, is in the middle of a window of many events, of which
 // rows are removed as soon as they may be.
 func TestMovesInTheMiddleOfAWindow(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f := newMoveFixture(t)
 	f.retention = outbox.RetentionConfig{PublishedFor: time.Millisecond}

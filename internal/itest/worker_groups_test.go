@@ -63,6 +63,7 @@ func TestWorkersOfManyGroups(t *testing.T) {
 // A key with thousands of followers is handled in order and once, by workers that share it and fail at some
 // of its events, and holds up no other key.
 func TestWorkersOfAHotKey(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f := newWorkerFixture(t)
 	const followers, others = 2100, 50

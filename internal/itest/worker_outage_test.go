@@ -35,6 +35,7 @@ func reachable(t *testing.T, conns int32) (db *pgxpool.Pool, set func(bool)) {
 // In an outage no worker can renew what it has. Those that come back first must not take the others for gone: what
 // these have would count an attempt each, and be DEAD after some outages.
 func TestWorkersOutliveLongOutage(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f := newWorkerFixture(t)
 	const lease, workers, accounts = 5 * time.Second, 4, 40

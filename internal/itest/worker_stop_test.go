@@ -166,6 +166,7 @@ func TestWorkerHangingHandlerCostsOthersNothing(t *testing.T) {
 // A payload that does not fit with others is read when its handler is at it: all are handled, in order, by few
 // lanes as by many.
 func TestWorkerLargePayloads(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	f := newWorkerFixture(t)
 	const accounts, each, size = 4, 5, 10_000_000
