@@ -6,9 +6,10 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
 
 var leftTests = []struct {
@@ -64,6 +65,7 @@ SELECT id, 't/k', event_id, event_type, source, aggregate_type, aggregate_id, pa
 
 // What is left is what a relay means by its cursor and by outbox_failed.
 func TestLeft(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for _, tt := range leftTests {
 		t.Run(tt.name, func(t *testing.T) {

@@ -7,9 +7,11 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxtest"
 )
 
 var errBusy = errors.New("busy")
@@ -122,6 +124,7 @@ func TestPlayKeepsOrder(t *testing.T) {
 
 // What is no transaction, and what has no end, fail the test.
 func TestPlayFails(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	h := newSchemaFixture(t)
 	w := h.worker(t, outbox.WorkerConfig{}, outbox.Handle("LOOP", func(ctx context.Context, tx pgx.Tx, e orderPlaced, _ outbox.Metadata) error {

@@ -4,9 +4,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/outboxgo/outbox/outboxtest/testdata/shop"
-	"github.com/stretchr/testify/require"
 )
 
 const (
@@ -44,6 +46,7 @@ var unregisteredTests = []struct {
 }
 
 func TestRequireAllRegisteredFails(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	for _, tt := range unregisteredTests {
 		t.Run(tt.name, func(t *testing.T) {

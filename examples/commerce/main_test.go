@@ -4,10 +4,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
 
 func TestMain(m *testing.M) { program.Main(m, main) }
@@ -44,6 +45,7 @@ func TestCommerce(t *testing.T) {
 // The load generator measures, and nothing else happens. A like whose event nobody recorded is
 // what an event looks like that got lost: it is found.
 func TestCommerceMissesALike(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startCommerce(t, "-load", "-for=2s", "-rate=15", "-patience=5s")
 	p.Change(t, `INSERT INTO likes (product_id, user_id) VALUES (1, 1000000)`)
@@ -60,6 +62,7 @@ func TestCommerceMissesALike(t *testing.T) {
 
 // A signal closes the shop; what was sold is counted and compared.
 func TestCommerceInterrupted(t *testing.T) {
+	testenv.Long(t)
 	start := func(t *testing.T) *program.Process {
 		return startCommerce(t, "-for=1h", "-rate=15", "-kills=0")
 	}

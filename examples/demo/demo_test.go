@@ -10,11 +10,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
-	"github.com/stretchr/testify/require"
 )
 
 func TestMain(m *testing.M) { program.Main(m, main) }
@@ -53,6 +54,7 @@ func TestDemo(t *testing.T) {
 // The operators' page is open while the demo runs, and with -keep until Ctrl-C; only to
 // who names this machine by its address.
 func TestDemoKeepsThePage(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startDemo(t, "-orders=100", "-rate=0", "-keep")
 	require.NotContains(t, p.Stdout.String(), "-keep keeps it open")
@@ -100,6 +102,7 @@ func TestDemoAsFastAsPossible(t *testing.T) {
 // A line of the journal whose event nobody recorded is what an event looks like
 // that got lost on the way.
 func TestDemoMissesAnEvent(t *testing.T) {
+	testenv.Long(t)
 	// Not parallel: the line must be there before the demo has ended.
 	p := startDemo(t, "-orders=800", "-rate=400", "-patience=1s", "-calm")
 	p.Change(t, `INSERT INTO journal (order_id, event_type, key) VALUES (1000000, 'lost', '1')`)
@@ -112,6 +115,7 @@ func TestDemoMissesAnEvent(t *testing.T) {
 
 // A signal closes the shop; what was sold is delivered and compared.
 func TestDemoInterrupted(t *testing.T) {
+	testenv.Long(t)
 	start := func(t *testing.T) *program.Process {
 		return startDemo(t, "-orders=1000000", "-rate=200")
 	}

@@ -4,10 +4,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
 
 func TestMain(m *testing.M) { program.Main(m, main) }
@@ -35,6 +36,7 @@ func TestEventsourcing(t *testing.T) {
 
 // The same without Kafka.
 func TestEventsourcingWithWorker(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startEventsourcing(t, "-for=3s", "-worker")
 	require.Zero(t, p.Wait(t))
@@ -46,6 +48,7 @@ func TestEventsourcingWithWorker(t *testing.T) {
 // An event that is stored and not recorded is what a store that publishes by itself leaves
 // behind when it is killed in between. It is found.
 func TestEventsourcingMissesAnEvent(t *testing.T) {
+	testenv.Long(t)
 	t.Parallel()
 	p := startEventsourcing(t, "-for=2s", "-kills=0", "-processes=1", "-worker", "-patience=2s")
 	p.Change(t, `INSERT INTO order_events (aggregate_id, event_type, payload, version, occurred_at, metadata)
@@ -58,6 +61,7 @@ func TestEventsourcingMissesAnEvent(t *testing.T) {
 
 // A signal closes the shop; what was ordered is compared.
 func TestEventsourcingInterrupted(t *testing.T) {
+	testenv.Long(t)
 	start := func(t *testing.T) *program.Process {
 		return startEventsourcing(t, "-for=1h", "-kills=0", "-processes=1", "-worker")
 	}

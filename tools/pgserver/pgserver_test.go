@@ -75,6 +75,7 @@ func sharedMemory(pid int) []string {
 }
 
 func TestCommittedDataSurvivesCrash(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	s := start(t, pgserver.Config{})
 	conn, err := pgx.Connect(t.Context(), s.URL())
@@ -98,6 +99,7 @@ func TestCommittedDataSurvivesCrash(t *testing.T) {
 
 // A backend that computes does not notice by itself that its parent is gone.
 func TestKillEndsBusyBackends(t *testing.T) {
+	long.Test(t)
 	t.Parallel()
 	s := start(t, pgserver.Config{})
 	conn, err := pgx.Connect(t.Context(), s.URL())

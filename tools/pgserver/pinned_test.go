@@ -14,11 +14,13 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/outboxgo/outbox/tools/internal/long"
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
 
 // A repository that hands out something else is found out, before anything of it runs.
 func TestChangedArchiveIsRefused(t *testing.T) {
+	long.Test(t)
 	var asked []string
 	changed := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		asked = append(asked, r.URL.Path)

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/tools/internal/long"
 )
 
 // buffer is an output that can be read while it is written.
@@ -82,6 +84,7 @@ func TestAllPass(t *testing.T) {
 
 // Whatever is wrong with a module, the next one is tested, and the summary names it.
 func TestFailuresAreNamed(t *testing.T) {
+	long.Test(t)
 	dirs := newModules(t, map[string]string{
 		"a/x_test.go":   `import "testing"; func TestA(t *testing.T) { t.Run("one", func(*testing.T) {}); t.Run("two", func(t *testing.T) { t.Error("oh") }) }`,
 		"b/x_test.go":   `import "testing"; func TestB(t *testing.T) { var m map[int]int; m[1]++ }; func TestNever(*testing.T) {}`,
@@ -255,6 +258,7 @@ func TestSignal(t *testing.T) {
 
 // What is left for another command is counted: the tests of whole modules, and those that skip for that reason.
 func TestLeft(t *testing.T) {
+	long.Test(t)
 	dirs := newModules(t, map[string]string{
 		"a/x_test.go":          `import "testing"; func TestLong(t *testing.T) { t.Skip("left for make test-all") }`,
 		"b/x_test.go":          "import \"testing\"\nfunc TestMain(m *testing.M) {}\nfunc TestOne(*testing.T) {}\nfunc FuzzTwo(*testing.F) {}\nfunc help(*testing.T) {}\n",
