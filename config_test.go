@@ -65,8 +65,8 @@ func checkDefaults(t *testing.T, documented map[string]string, config string, cf
 	return checked
 }
 
-// ofEach returns the defaults of the fields that a configuration embeds: "4 for a worker and no bound for a consumer" is 4
-// in a WorkerConfig and 0 in a ConsumerConfig.
+// ofEach returns the defaults of the fields that a configuration embeds: "4 for a worker and no bound for a consumer"
+// is 4 in a WorkerConfig and 0 in a ConsumerConfig.
 func ofEach(documented map[string]string, config string) map[string]string {
 	of := maps.Clone(documented)
 	for name, said := range documented {

@@ -178,10 +178,10 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 // use PlainRecords{Type: …, Connect: true}; with type:envelope:eventType, set TypeMember
 // to eventType and DataMember to payload.
 //
-// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, but for
-// the headers that are in the column headers: these are a JSON object in the header
-// outbox-headers, from which DecodeDebezium takes correlationid, traceparent and all other extension attributes. So an event has the same
-// id, source and extensions, whether Debezium or a relay has sent it.
+// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, but for the headers that
+// are in the column headers: these are a JSON object in the header outbox-headers, from which DecodeDebezium takes
+// correlationid, traceparent and all other extension attributes. So an event has the same id, source and extensions,
+// whether Debezium or a relay has sent it.
 func DecodeDebezium(r *kgo.Record) (*Message, error) {
 	m, err := consumer.DecodeDebezium(r)
 	return (*Message)(m), public(err)

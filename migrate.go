@@ -36,22 +36,20 @@ type MigrateConfig struct {
 	// time. A table that is partitioned already is not changed. Zero means a plain
 	// table.
 	PartitionRows int64
-	// Publication is the name of a publication for Debezium, or another reader of
-	// PostgreSQL's logical replication, that sends the events in place of a relay: lower-case
-	// letters, digits and underscores, as Debezium wants it. It is made with outbox in it, unless a relay sends the events already, publishes rows that are
-	// inserted and nothing else, and is not changed again: outboxops.Cuts moves between
-	// Debezium and a relay. From then on a trigger completes each row, whoever inserts it:
-	// topic and partition_key are set. A row from whose type no topic can be derived is
-	// refused, as is a topic whose name Kafka does not allow. A table that is published
-	// cannot be partitioned any more: set PartitionRows before. The role needs CREATE on
-	// the database. Empty means none, and no trigger; what is there stays.
+	// Publication is the name of a publication for Debezium, or another reader of PostgreSQL's logical replication,
+	// that sends the events in place of a relay: lower-case letters, digits and underscores, as Debezium wants it. It
+	// is made with outbox in it, unless a relay sends the events already, publishes rows that are inserted and
+	// nothing else, and is not changed again: outboxops.Cuts moves between Debezium and a relay. From then on a
+	// trigger completes each row, whoever inserts it: topic and partition_key are set. A row from whose type no topic
+	// can be derived is refused, as is a topic whose name Kafka does not allow. A table that is published cannot be
+	// partitioned any more: set PartitionRows before. The role needs CREATE on the database. Empty means none, and no
+	// trigger; what is there stays.
 	Publication string
-	// AggregateIndex adds an index on the type and id of the aggregate, by which the events
-	// of one are found: see outboxops.Inspector. It is built without blocking writers, in
-	// every partition, and again if a process has ended while it built it; Migrate waits
-	// for the transactions that were open when it began. It makes a record
-	// dearer: 67 bytes for each event, and about a quarter of the time of many in one transaction. Without it an index that is there stays. It needs two
-	// connections of the pool. False means that none is added.
+	// AggregateIndex adds an index on the type and id of the aggregate, by which the events of one are found: see
+	// outboxops.Inspector. It is built without blocking writers, in every partition, and again if a process has ended
+	// while it built it; Migrate waits for the transactions that were open when it began. It makes a record dearer:
+	// 67 bytes for each event, and about a quarter of the time of many in one transaction. Without it an index that
+	// is there stays. It needs two connections of the pool. False means that none is added.
 	AggregateIndex bool
 	// UniqueEventIDs adds a unique index on the id of events, likewise, of 31 bytes for each event
 	// and less than a tenth of the time: recording an event with
@@ -119,8 +117,8 @@ func (c MigrateConfig) validate() error {
 // names that outbox uses: drop them, or migrate as that role. Trusted are the role itself,
 // superusers, the owner of the schema, and who was granted CREATE on it by name.
 //
-// The role needs CREATE on the schema, or on the database if the schema does not exist. A project that uses a migration tool can apply the files of the
-// package migrations with that instead.
+// The role needs CREATE on the schema, or on the database if the schema does not exist. A project that uses a
+// migration tool can apply the files of the package migrations with that instead.
 func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	cfg = cfg.withDefaults()
 	if err := cfg.validate(); err != nil {

@@ -181,10 +181,9 @@ func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...Domain
 // caller runs it in his transaction, once. An argument is a text, which every driver for PostgreSQL takes, in every
 // mode; placeholders are PostgreSQL's, as $1. Package outboxsql does all that for a [database/sql.Tx].
 //
-// Statement rejects what Record rejects, with the same [*FieldError]. It also rejects a call without events,
-// which has no statement ([ErrEmpty]), and events that take more than 256 MiB together ([ErrTooLarge]). If the tables are
-// not those of this release, the statement fails with PostgreSQL's error about the table or column
-// that is missing.
+// Statement rejects what Record rejects, with the same [*FieldError]. It also rejects a call without events, which
+// has no statement ([ErrEmpty]), and events that take more than 256 MiB together ([ErrTooLarge]). If the tables are
+// not those of this release, the statement fails with PostgreSQL's error about the table or column that is missing.
 func (r *Recorder) Statement(ctx context.Context, events ...DomainEvent) (sql string, args []any, err error) {
 	if len(events) == 0 {
 		return "", nil, &FieldError{Index: -1, Field: "events", Err: ErrEmpty}

@@ -26,9 +26,9 @@ type RelayConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// Name of the relay, at most 100 characters. It does not begin with worker: or consumer:. Each name has a cursor of its
-	// own and publishes every event; of the processes that run the same name one
-	// relays and the others stand by. Empty means default.
+	// Name of the relay, at most 100 characters. It does not begin with worker: or consumer:. Each name has a cursor
+	// of its own and publishes every event; of the processes that run the same name one relays and the others stand
+	// by. Empty means default.
 	Name string
 
 	// Mode is how events travel as CloudEvents. Zero means [Binary].
@@ -55,10 +55,10 @@ type RelayConfig struct {
 	// DeliveryTimeout, which is about how long [Relay.Run] outlives its context. At least 1 s. Zero
 	// means 10 s.
 	DeliveryTimeout time.Duration
-	// Lease is how long a relay whose host has vanished keeps its standby waiting, and one behind a pooler that shares
-	// connections, whatever ended it. Where only the process has died, PostgreSQL notices, and a standby takes over within
-	// PollInterval and a second. The lease is renewed at a third of this. It is longer than one and a half
-	// DeliveryTimeout. Zero means 30 s.
+	// Lease is how long a relay whose host has vanished keeps its standby waiting, and one behind a pooler that
+	// shares connections, whatever ended it. Where only the process has died, PostgreSQL notices, and a standby takes
+	// over within PollInterval and a second. The lease is renewed at a third of this. It is longer than one and a
+	// half DeliveryTimeout. Zero means 30 s.
 	Lease time.Duration
 
 	// RetryInterval is how long a relay waits before it looks for failed events
@@ -237,10 +237,10 @@ type Relay struct {
 // The topics must exist, or be creatable with kgo.AllowAutoTopicCreation: events
 // of a missing topic wait until it is there, and hold up no others.
 //
-// NewRelay does no I/O, and makes and closes one client to look at the options.
-// A running relay uses up to seven connections of db, and one beside them, which all relays and workers on db share: on it
-// the process that leads hears when others have recorded events, see [Waker], and has a lock by which others
-// find out that it is gone. Closing db stays with the caller.
+// NewRelay does no I/O, and makes and closes one client to look at the options. A running relay uses up to seven
+// connections of db, and one beside them, which all relays and workers on db share: on it the process that leads
+// hears when others have recorded events, see [Waker], and has a lock by which others find out that it is gone.
+// Closing db stays with the caller.
 func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	given := cfg
 	cfg = cfg.withDefaults()

@@ -23,12 +23,11 @@ const Forever time.Duration = math.MaxInt64
 // the shortest duration if that is less, and pauses between batches; while the relay has a backlog to send, no batch
 // begins. A duration of [Forever] keeps rows; negative ones are errors.
 type RetentionConfig struct {
-	// PublishedFor is how long rows stay in outbox, counted from the start of the
-	// transaction that recorded them. However old, a row is removed only when every relay
-	// that has a cursor in the schema has published it, and the workers of every group have
-	// taken it. So a relay or a group that no longer runs keeps all rows; the log names it. A row that cannot be removed when its time comes
-	// may stay a day longer than it must. Rows of a partition are removed when all of them
-	// may be (MigrateConfig.PartitionRows). Zero means 7 days.
+	// PublishedFor is how long rows stay in outbox, counted from the start of the transaction that recorded them.
+	// However old, a row is removed only when every relay that has a cursor in the schema has published it, and the
+	// workers of every group have taken it. So a relay or a group that no longer runs keeps all rows; the log names
+	// it. A row that cannot be removed when its time comes may stay a day longer than it must. Rows of a partition
+	// are removed when all of them may be (MigrateConfig.PartitionRows). Zero means 7 days.
 	PublishedFor time.Duration
 	// CursorsFor is how long the history in outbox_cursor goes back; from an hour on
 	// it has a row for each minute. The newest row of each relay stays. Zero means
@@ -80,14 +79,15 @@ type ArchivedEvent struct {
 	Topic, PartitionKey string
 	// Headers is a JSON object of strings, or nil.
 	Headers []byte
-	// OccurredAt is the event's own time, in the years 1 to 9999 whatever the row has, CreatedAt the start of the transaction
-	// that recorded it.
+	// OccurredAt is the event's own time, in the years 1 to 9999 whatever the row has, CreatedAt the start of the
+	// transaction that recorded it.
 	OccurredAt, CreatedAt time.Time
 }
 
-// KafkaRecord returns the Kafka record that a [Relay] with this mode sent for the event, or
-// would send: the same topic, key, value and headers, byte by byte, without partition, offset
-// and timestamp, and without the headers of RelayConfig.IDHeader and TraceHeader. Its error is a [*FieldError] that names the column of which no record can be made.
+// KafkaRecord returns the Kafka record that a [Relay] with this mode sent for the event, or would send: the same
+// topic, key, value and headers, byte by byte, without partition, offset and timestamp, and without the headers of
+// RelayConfig.IDHeader and TraceHeader. Its error is a [*FieldError] that names the column of which no record can be
+// made.
 func (e ArchivedEvent) KafkaRecord(mode Mode) (*kgo.Record, error) {
 	return kafkaRecord(retention.Row(e).Envelope(), mode)
 }

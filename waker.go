@@ -17,12 +17,12 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Waker tells the relays and workers of a schema that a transaction has committed events, so that they
-// look now and not at their next poll. Those in this process learn it at once. The one that leads, of each relay
-// name and each group of workers, is notified by PostgreSQL if it is in another process: at most four times a second,
-// after the commit and on a connection of its own, because a notification in a business transaction would have it wait
-// for all others. Between notifications who leads looks every millisecond or two. A wake-up that is lost costs no event: it is
-// found at the next poll.
+// Waker tells the relays and workers of a schema that a transaction has committed events, so that they look now and
+// not at their next poll. Those in this process learn it at once. The one that leads, of each relay name and each
+// group of workers, is notified by PostgreSQL if it is in another process: at most four times a second, after the
+// commit and on a connection of its own, because a notification in a business transaction would have it wait for all
+// others. Between notifications who leads looks every millisecond or two. A wake-up that is lost costs no event: it
+// is found at the next poll.
 //
 // A process that runs a relay or a worker takes the waker of that, see [Relay.Waker] and [Worker.Waker]. One that only
 // records makes its own with [NewWaker], and runs it. All methods are safe for concurrent use.
@@ -59,9 +59,9 @@ func newWaker(db *pgxpool.Pool, schema string, log *slog.Logger) *Waker {
 	return &Waker{db: db, hub: wakeup.Of(db, schema), log: log}
 }
 
-// Run sends notifications until ctx is cancelled; then it sends one that is still to be sent, which takes 1 s at most, and
-// returns nil. While a relay or a worker runs in this process, Run need not be called. A second call at the same time
-// returns [ErrRunning].
+// Run sends notifications until ctx is cancelled; then it sends one that is still to be sent, which takes 1 s at
+// most, and returns nil. While a relay or a worker runs in this process, Run need not be called. A second call at the
+// same time returns [ErrRunning].
 //
 // It uses a connection of db for a moment, at most four times a second.
 func (w *Waker) Run(ctx context.Context) error {

@@ -26,7 +26,8 @@ const (
 	tenantConns   = 20    // of the process that relays
 	tenantPool    = 8     // connections of its pool; each plans the statements of all schemas
 	tenantWriters = 12    // connections that commit at the same time
-	// tenantStatements are those that a relay has: where a connection remembers fewer, PostgreSQL plans them again and again.
+	// tenantStatements are those that a relay has: where a connection remembers fewer, PostgreSQL plans them again
+	// and again.
 	tenantStatements = 20
 	tenantWarmUps    = 4 // times -warm-up, until each connection of the writers and of the relays has planned the statements of each schema
 	tenantSetUps     = 4 // schemas that are made at the same time

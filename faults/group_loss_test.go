@@ -68,7 +68,8 @@ func (g *group) createTopicUnseen(t *testing.T, p incident) {
 // PostgreSQL may have lost something.
 func (g *group) loseCommits(t *testing.T, _ incident) {
 	t.Helper()
-	// A commit that waits for the disk, as that of a parked event, keeps those before it too. 26 of 75 crashes lost nothing.
+	// A commit that waits for the disk, as that of a parked event, keeps those before it too. 26 of 75 crashes lost
+	// nothing.
 	const tries = 20
 	g.awaitHandled(t)
 	_, err := g.db.Exec(g.ctx, `CHECKPOINT`)

@@ -32,9 +32,9 @@ func likeRetry() outbox.RetryPolicy {
 	return outbox.RetryPolicy{MaxRetries: likeAttempts - 1, RetryWait: 400 * time.Millisecond, MaxRetryWait: 20 * time.Second}
 }
 
-// failures returns how many attempts on a like fail, by its id, so that all members and the shop say the same: one in a hundred
-// likes fails, a third of these in all attempts, and the others in two to seven. A member that is killed in an attempt
-// has used it up.
+// failures returns how many attempts on a like fail, by its id, so that all members and the shop say the same: one in
+// a hundred likes fails, a third of these in all attempts, and the others in two to seven. A member that is killed in
+// an attempt has used it up.
 func failures(id string) int {
 	hash := fnv.New64a()
 	_, _ = hash.Write([]byte(id)) // never fails
@@ -83,8 +83,8 @@ func TestFailures(t *testing.T) {
 	require.InDelta(t, 333, dead, 90)
 }
 
-// doneOrParked returns how many actions are done, parked or DEAD in PostgreSQL, as one snapshot has them. Rows of likes are
-// enough: those of other actions are tried again at once.
+// doneOrParked returns how many actions are done, parked or DEAD in PostgreSQL, as one snapshot has them. Rows of
+// likes are enough: those of other actions are tried again at once.
 func (g *group) doneOrParked(t *testing.T) (n int) {
 	t.Helper()
 	require.NoError(t, g.db.QueryRow(g.ctx, `
@@ -179,8 +179,9 @@ func (g *group) showHistory(t *testing.T, action, product string) {
 	}
 }
 
-// wrongDead returns how many dead letters there are, and how many events are DEAD though they were not meant to be, or not DEAD
-// though they were, or have more than one row; and as many of which that is true of dead letters. There may be several of these.
+// wrongDead returns how many dead letters there are, and how many events are DEAD though they were not meant to be,
+// or not DEAD though they were, or have more than one row; and as many of which that is true of dead letters. There
+// may be several of these.
 func (g *group) wrongDead(t *testing.T) (deadLetters, wrong int) {
 	t.Helper()
 	rows, err := g.db.Query(g.ctx, `SELECT event_id::text, action, attempt_count, coalesce(last_error_code, ''), coalesce(last_error_message, '') FROM event_delivery WHERE status = 'DEAD'`)

@@ -88,8 +88,8 @@ func (m *changeover) pass(n int) {
 	require.Eventually(m, func() bool { return count() >= before+n }, testenv.Patience, 20*time.Millisecond)
 }
 
-// movesBothWays moves a system in use from Debezium to a relay and back, twice, by the steps of docs/migrate.md. In Kafka
-// nothing is lost, repeated or out of the order of its key, and so it is in the handlers.
+// movesBothWays moves a system in use from Debezium to a relay and back, twice, by the steps of docs/migrate.md. In
+// Kafka nothing is lost, repeated or out of the order of its key, and so it is in the handlers.
 func movesBothWays(d *debezium) {
 	m := newChangeover(d)
 	seed := rand.Uint64()
@@ -176,8 +176,8 @@ func (m *changeover) compare(seed uint64) {
 	require.Zero(m, dead, "no repeat got to the handler")
 }
 
-// refusesCuts plays the connector, and looks at what is at the edge of a cut: a transaction that has recorded something is waited for, and
-// one that is open and records later has its events behind the cut.
+// refusesCuts plays the connector, and looks at what is at the edge of a cut: a transaction that has recorded
+// something is waited for, and one that is open and records later has its events behind the cut.
 func refusesCuts(d *debezium) {
 	m, ctx := newChangeover(d), context.Background()
 	require.ErrorIs(d, m.cuts.BeginRelay(ctx, m.cut, why), outboxops.ErrCutRefused, "no slot")

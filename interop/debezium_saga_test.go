@@ -16,8 +16,8 @@ import (
 
 var waitsForDebezium = regexp.MustCompile(`publication and slot (\S+),`)
 
-// The services of examples/ordering, most of which are killed, do all that they do with a relay. Nothing but the decoder of their
-// records is another.
+// The services of examples/ordering, most of which are killed, do all that they do with a relay. Nothing but the
+// decoder of their records is another.
 func carriesSaga(d *debezium) {
 	program := filepath.Join(d.TempDir(), "ordering")
 	built, err := exec.Command("go", "build", "-C", "../examples", "-o", program, "./ordering").CombinedOutput()

@@ -264,8 +264,8 @@ func decodeAll(t *testing.T, brokers []string, topic string, n int) (all []*outb
 	return all
 }
 
-// The connector of an older guide works with our names of columns: the payload is expanded, and the type is in a header. What
-// the router cannot expand it sends as a text, and numbers it rewrites.
+// The connector of an older guide works with our names of columns: the payload is expanded, and the type is in a
+// header. What the router cannot expand it sends as a text, and numbers it rewrites.
 func expandsPayloads(d *debezium) {
 	t, topic := d.T, newTopic(d.T, d.brokers)
 	guide := map[string]string{

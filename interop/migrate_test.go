@@ -26,15 +26,16 @@ import (
 
 const eventType = "test.oracle.happened.v1"
 
-// oldOutbox is what a system has before it moves here: tables, a statement that records, and a relay that reads and marks.
+// oldOutbox is what a system has before it moves here: tables, a statement that records, and a relay that reads and
+// marks.
 type oldOutbox struct {
 	name   string // of the statements in docs/migrate.md
 	ddl    string
 	insert func(ctx context.Context, tx pgx.Tx, topic string, e oracle.Event, value []byte) error
 	read   string // id, key, value of what is next
 	mark   string // that the row with an id was sent
-	// inverts says that the old relay itself does not keep the order of a key: Watermill's is that of transaction ids, which a
-	// transaction may take long before it locks the key.
+	// inverts says that the old relay itself does not keep the order of a key: Watermill's is that of transaction
+	// ids, which a transaction may take long before it locks the key.
 	inverts bool
 }
 
@@ -72,8 +73,8 @@ var oldOutboxes = []oldOutbox{{
 	inverts: true,
 }}
 
-// A system in use moves here by the statements of docs/migrate.md, with a relay of its own before and ours behind the cut. Then its
-// services change to a Recorder one by one. Nothing is lost, repeated or out of the order of its key.
+// A system in use moves here by the statements of docs/migrate.md, with a relay of its own before and ours behind the
+// cut. Then its services change to a Recorder one by one. Nothing is lost, repeated or out of the order of its key.
 func TestMigrate(t *testing.T) {
 	t.Parallel()
 	for _, old := range oldOutboxes {
@@ -255,7 +256,8 @@ func (m *migration) test() {
 	require.NoError(m, v.Err())
 }
 
-// inversionsBehindCut returns how many events of our relay arrived behind a later version of their key, whoever sent that.
+// inversionsBehindCut returns how many events of our relay arrived behind a later version of their key, whoever sent
+// that.
 func (m *migration) inversionsBehindCut() (n int) {
 	m.Helper()
 	rows, err := m.db.Query(context.Background(), `SELECT event_id::text FROM outbox`)

@@ -97,7 +97,8 @@ func expected(f fact, id string) expectation {
 	return e
 }
 
-// Consumers in other languages know the headers of dead letters and replays by these names, so they stay, and docs/records.md has them all.
+// Consumers in other languages know the headers of dead letters and replays by these names, so they stay, and
+// docs/records.md has them all.
 func TestHeaderNamesStay(t *testing.T) {
 	t.Parallel()
 	page := document(t, "records.md")

@@ -26,11 +26,11 @@ type Store interface {
 }
 
 // Files writes events as lines of JSON into files that are compressed with zstd. A file has the
-// events of one month of the time of recording, in UTC, in the order of their ids, and its first line says
-// which. Its name says so, too: outbox, the month, the first and the last id, the first and
-// the last time, and a digest of the content:
+// events of one month of the time of recording, in UTC, in the order of their ids. Its first line
+// describes them, and so does its name: outbox, the month, the first and the last id with 19 digits
+// each, the first and the last time, and a digest of the content:
 //
-//	outbox-2026-11-0000000000000000001-0000000000000001000-20261103T101112Z-20261103T111213Z-0123456789abcdef.ndjson.zst
+//	outbox-2026-11-FIRST-LAST-20261103T101112Z-20261103T111213Z-0123456789abcdef.ndjson.zst
 //
 // It is safe for concurrent use.
 type Files struct {

@@ -60,10 +60,11 @@ SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coa
 	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 ORDER BY id, event_id LIMIT $3::bigint`
 )
 
-// The settings of a page. To the planner the rows in a range of ids, or of times that are younger than what it knows of the
-// table, may look so few that it would read and sort all that are left, for each page: only the plans remain that begin with the
-// index on the id or, for one aggregate, on that, and read on. Ids of events may have an index of their own, which has
-// another order. A statement is planned for its arguments each time, because most filters are empty.
+// The settings of a page. To the planner the rows in a range of ids, or of times that are younger than what it knows
+// of the table, may look so few that it would read and sort all that are left, for each page: only the plans remain
+// that begin with the index on the id or, for one aggregate, on that, and read on. Ids of events may have an index of
+// their own, which has another order. A statement is planned for its arguments each time, because most filters are
+// empty.
 const (
 	pageSettings = `
 SELECT set_config('plan_cache_mode', 'force_custom_plan', true), set_config('jit', 'off', true)`

@@ -397,7 +397,8 @@ func TestBadFilters(t *testing.T) {
 	}
 }
 
-// An event that PostgreSQL cannot print, here for a division by zero, is reported with its id, and those behind it follow.
+// An event that PostgreSQL cannot print, here for a division by zero, is reported with its id, and those behind it
+// follow.
 func TestUnreadableEvent(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)

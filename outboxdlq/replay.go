@@ -126,12 +126,11 @@ const deliveryTimeout = 30 * time.Second
 // keep their order, except for those that were in flight together with a record that
 // Kafka rejects.
 //
-// A run sends each record at most once. These kinds of records are reported, and the
-// run goes on: those that Kafka rejects, those that are no dead letters or those of
-// another topic ([ErrOtherTopic]), and those of which something was omitted and whose original record is gone ([ErrOriginalGone]). Any
-// other failure ends the run with an error when the outcome of all records in flight
-// is known, and so does the end of ctx. The report is valid with an error too, and
-// [ReplayReport.Left] chooses the rest for another run.
+// A run sends each record at most once. These kinds of records are reported, and the run goes on: those that Kafka
+// rejects, those that are no dead letters or those of another topic ([ErrOtherTopic]), and those of which something
+// was omitted and whose original record is gone ([ErrOriginalGone]). Any other failure ends the run with an error
+// when the outcome of all records in flight is known, and so does the end of ctx. The report is valid with an error
+// too, and [ReplayReport.Left] chooses the rest for another run.
 //
 // It makes two Kafka clients from opts and closes them. It refuses the options that
 // [outbox.NewRelay] refuses.

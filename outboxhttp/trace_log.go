@@ -8,10 +8,9 @@ import (
 // TraceKey is the name under which [LogTrace] logs a trace id.
 const TraceKey = "trace_id"
 
-// LogTrace returns a handler that adds trace_id to log lines whose context has one: in
-// HTTP handlers inside [Trace], and in consumers' handlers, whose context has that of the
-// event. Without a trace id it is the correlation id. trace_id is never inside a group. Log with the methods that take a context, such
-// as [slog.Logger.InfoContext].
+// LogTrace returns a handler that adds trace_id to log lines whose context has one: in HTTP handlers inside [Trace],
+// and in consumers' handlers, whose context has that of the event. Without a trace id it is the correlation id.
+// trace_id is never inside a group. Log with the methods that take a context, such as [slog.Logger.InfoContext].
 func LogTrace(next slog.Handler) slog.Handler { return &traceLog{next: next, outside: next} }
 
 // traceLog is next, and the calls of WithGroup and WithAttrs since the first group. The

@@ -59,9 +59,10 @@ func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo)
 // ToDebezium has Debezium send the events, from this moment on: the relay has sent all that were recorded before, and
 // ends. Its processes stand by until they are stopped. Start the connector before, so that it has made its slot.
 //
-// No transaction that has recorded an event may be open at the cut, and nobody records one until the relay has
-// sent the last ones: it is waited for both, for 400 ms at a time at most, and with pauses, until ctx ends. The error is
-// [ErrCutRefused] if failed events wait to be sent, if the publication has the events already, or if there is no slot.
+// No transaction that has recorded an event may be open at the cut, and nobody records one until the relay has sent
+// the last ones: it is waited for both, for 400 ms at a time at most, and with pauses, until ctx ends. The error is
+// [ErrCutRefused] if failed events wait to be sent, if the publication has the events already, or if there is no
+// slot.
 func (c *Cuts) ToDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
 	return c.cutDebezium(ctx, "cut to Debezium", cut, why, func(tx pgx.Tx) (done bool, err error) {
 		err = tx.QueryRow(ctx, c.toDebezium, cut.Publication, cut.Slot, cut.Relay, why.Operator, why.Reason).Scan(&done)
@@ -121,15 +122,16 @@ const (
 	sqlIsActive = `SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = $1`
 )
 
-// sqlUnconfirmed counts the inserts into outbox in the messages of pgoutput that a slot would send: I, and the oid of the table.
-// Other tables of the publication, which go on after the cut, do not count.
+// sqlUnconfirmed counts the inserts into outbox in the messages of pgoutput that a slot would send: I, and the oid of
+// the table. Other tables of the publication, which go on after the cut, do not count.
 const sqlUnconfirmed = `
 SELECT count(*) FROM pg_catalog.pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL, 'proto_version', '1', 'publication_names', quote_ident($2)) AS change
  WHERE get_byte(change.data, 0) = ascii('I')
    AND substr(change.data, 2, 4) = ANY (ARRAY(SELECT oidsend({outbox}::regclass::oid) UNION ALL SELECT oidsend(t.relid) FROM pg_catalog.pg_partition_tree({outbox}::regclass) AS t))`
 
-// DebeziumProgress says how far the connector is. It has PostgreSQL decode what the slot keeps, as the connector would, from
-// a copy of it. The role needs the attribute REPLICATION, and of max_replication_slots one has to be free.
+// DebeziumProgress says how far the connector is. It has PostgreSQL decode what the slot keeps, as the connector
+// would, from a copy of it. The role needs the attribute REPLICATION, and of max_replication_slots one has to be
+// free.
 func (c *Cuts) DebeziumProgress(ctx context.Context, cut DebeziumCut) (p DebeziumProgress, err error) {
 	err = cut.validate()
 	if err == nil {

@@ -53,8 +53,8 @@ func (p CutProgress) Unread() (records int64) {
 	return records
 }
 
-// Await waits until what is in front of the cut at a relay is handled, or ctx ends, and calls progress at once and then each
-// second; nil is not called. It needs Kafka to see what returning groups have read. The error may be
+// Await waits until what is in front of the cut at a relay is handled, or ctx ends, and calls progress at once and
+// then each second; nil is not called. It needs Kafka to see what returning groups have read. The error may be
 // [ErrNoCut].
 func (c *Cuts) Await(ctx context.Context, opts []kgo.Opt, relay string, progress func(CutProgress)) error {
 	client, err := kafka.NewClient(opts)

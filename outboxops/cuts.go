@@ -141,8 +141,8 @@ func (c *Cuts) ToKafka(ctx context.Context, groups []string, relay string, why A
 	return c.cut(ctx, "cut to Kafka", c.toKafka, groups, relay, why)
 }
 
-// ToPostgres ends a relay at this moment, and has the workers of groups begin behind it once
-// Finish is called. They are all groups that get their events from it; for some of them no worker may have run yet. The error is
+// ToPostgres ends a relay at this moment, and has the workers of groups begin behind it once Finish is called. They
+// are all groups that get their events from it; for some of them no worker may have run yet. The error is
 // [ErrCutRefused] if one is missing, or if events wait in outbox_failed that the relay would still send.
 func (c *Cuts) ToPostgres(ctx context.Context, groups []string, relay string, why AuditInfo) error {
 	return c.cut(ctx, "cut to PostgreSQL", c.toPostgres, groups, relay, why)
@@ -206,8 +206,8 @@ func cutError(err error) error {
 }
 
 // Finish lets the other side of the cut at a relay begin, if what is in front of it is handled. Otherwise the error
-// is [ErrCutRefused]; it may be [ErrNoCut]. Of returning groups it asks Kafka what they have read; for others opts may be
-// nil.
+// is [ErrCutRefused]; it may be [ErrNoCut]. Of returning groups it asks Kafka what they have read; for others opts
+// may be nil.
 func (c *Cuts) Finish(ctx context.Context, opts []kgo.Opt, relay string, why AuditInfo) error {
 	all, err := c.List(ctx)
 	if err != nil {
@@ -234,9 +234,9 @@ func (c *Cuts) checkRead(ctx context.Context, opts []kgo.Opt, relay string) erro
 	return err
 }
 
-// FinishEarly is Finish without looking whether open deliveries or unread records are in front of the cut, and whether consumers have
-// begun: the order of their keys is not kept then. That workers have taken all events in front of it is
-// necessary.
+// FinishEarly is Finish without looking whether open deliveries or unread records are in front of the cut, and
+// whether consumers have begun: the order of their keys is not kept then. That workers have taken all events in front
+// of it is necessary.
 func (c *Cuts) FinishEarly(ctx context.Context, relay string, why AuditInfo) error {
 	return c.call(ctx, "finish cut", c.finish, why, relay, true)
 }

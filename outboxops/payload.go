@@ -14,10 +14,9 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// ErrUnreadable is in the field PayloadErr of [Failure], [RecordedEvent] and [AuditEntry]
-// where PostgreSQL cannot print a payload, needs longer than 5 s for it, or would print
-// more than the field MaxRead of the configuration, 100 MiB. A few kilobytes of jsonb may be that much, because it prints 1e131000
-// as 131,001 digits.
+// ErrUnreadable is in the field PayloadErr of [Failure], [RecordedEvent] and [AuditEntry] where PostgreSQL cannot
+// print a payload, needs longer than 5 s for it, or would print more than the field MaxRead of the configuration, 100
+// MiB. A few kilobytes of jsonb may be that much, because it prints 1e131000 as 131,001 digits.
 var ErrUnreadable = errors.New("the payload cannot be read")
 
 const (
@@ -67,8 +66,8 @@ func (r reader) readPayload(ctx context.Context, id int64) (payload []byte, reas
 	return nil, fmt.Errorf("%w: %d bytes as stored: %w", ErrUnreadable, stored, err), nil
 }
 
-// readHeaders returns the headers of a row as JSON, or the record of a delivery that Kafka brought, nil if it has none or if they cannot be
-// read.
+// readHeaders returns the headers of a row as JSON, or the record of a delivery that Kafka brought, nil if it has
+// none or if they cannot be read.
 func (r reader) readHeaders(ctx context.Context, id int64) ([]byte, error) {
 	headers, err := r.read(ctx, r.headers, id)
 	if isUnreadable(ctx, err) {

@@ -13,10 +13,12 @@
 // partitions, event types, actions and kinds of errors, never an id or a key.
 //
 //	outbox.recorder.events               counter of events that were passed to Record, by error.type
-//	messaging.client.sent.messages       counter of events that Kafka accepted; with error.type: did not accept
+//	messaging.client.sent.messages       counter of events that Kafka accepted; with error.type: did not
+//	                                     accept
 //	messaging.client.operation.duration  histogram of sends of a batch
 //	outbox.relay.batch.size              histogram of events per batch
-//	outbox.relay.publish.latency         histogram from the start of the recording transaction to Kafka's answer
+//	outbox.relay.publish.latency         histogram from the start of the recording transaction to Kafka's
+//	                                     answer
 //	outbox.relay.rejected                counter of rejections, including those of retries
 //	outbox.relay.dead                    counter of events that became dead
 //	outbox.relay.leader                  1 if this process leads
@@ -24,39 +26,55 @@
 //	outbox.relay.removed                 counter of rows that retention removed, by table
 //	messaging.client.consumed.messages   counter of events that were passed to handlers, with every try
 //	messaging.process.duration           histogram of calls of a handler
-//	outbox.consumer.processed            counter of events and actions with a final result, by outbox.result: handled,
-//	                                     repeated (a repeat was skipped), unknown (skipped), dead_lettered
+//	outbox.consumer.processed            counter of events and actions with a final result, by
+//	                                     outbox.result: handled, repeated (a repeat was skipped), unknown
+//	                                     (skipped), dead_lettered
 //	outbox.consumer.failed               counter of failed tries that count against the limit
-//	outbox.consumer.conflicts            counter of tries that PostgreSQL rolled back and that are repeated without being counted
-//	outbox.consumer.breaker.state        1 for the current state of the breaker of an action, by group, once a handler was called for it
-//	outbox.worker.processed              counter of events and actions, by outbox.result: done, repeated (a repeat was skipped),
-//	                                     unknown (skipped), retried (a try failed, another one follows), dead
+//	outbox.consumer.conflicts            counter of tries that PostgreSQL rolled back and that are repeated
+//	                                     without being counted
+//	outbox.consumer.breaker.state        1 for the current state of the breaker of an action, by group, once
+//	                                     a handler was called for it
+//	outbox.worker.processed              counter of events and actions, by outbox.result: done, repeated (a
+//	                                     repeat was skipped), unknown (skipped), retried (a try failed,
+//	                                     another one follows), dead
 //	outbox.worker.failed                 counter of failed tries that count against the limit
-//	outbox.worker.conflicts              counter of tries that PostgreSQL rolled back and that are repeated without being counted
-//	outbox.worker.breaker.state          1 for the current state of the breaker of an action, by group, once a handler was called for it
-//	outbox.worker.removed                counter of rows that retention removed where no relay does, by table
-//	outbox.consumer.lost                 counter of records that Kafka had removed before the group read them
+//	outbox.worker.conflicts              counter of tries that PostgreSQL rolled back and that are repeated
+//	                                     without being counted
+//	outbox.worker.breaker.state          1 for the current state of the breaker of an action, by group, once
+//	                                     a handler was called for it
+//	outbox.worker.removed                counter of rows that retention removed where no relay does, by
+//	                                     table
+//	outbox.consumer.lost                 counter of records that Kafka had removed before the group read
+//	                                     them
 //
 // From the database and Kafka, by Watch:
 //
 //	outbox.relay.pending                 committed events that were not sent yet, counted up to 100,000
 //	outbox.relay.pending.age             how long ago the oldest of them was recorded
 //	outbox.relay.led                     1 if a process holds the lease, else 0
-//	outbox.relay.stored                  rows of outbox_failed, by outbox.status: waiting, failed, parked, dead; each up to 10,000
-//	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held; each up to 10,000
-//	outbox.stale                         events that have waited for longer than Config.StaleAfter, wherever they wait, by relay or
-//	                                     consumer group: in outbox, in outbox_failed, as deliveries; of each kind up to 10,000
+//	outbox.relay.stored                  rows of outbox_failed, by outbox.status: waiting, failed, parked,
+//	                                     dead; each up to 10,000
+//	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held; each up to
+//	                                     10,000
+//	outbox.stale                         events that have waited for longer than Config.StaleAfter, wherever
+//	                                     they wait, by relay or consumer group: in outbox, in outbox_failed,
+//	                                     as deliveries; of each kind up to 10,000
 //	outbox.stale.age                     how long ago the oldest of them was recorded
 //	outbox.consumer.lag                  records of a partition of this process that are not handled yet
 //	outbox.watch.up                      1 if the last query worked, or 0, and then the others are missing
 //
 // From the database, by WatchWorkers:
 //
-//	outbox.worker.pending                rows of event_delivery, those that consumers have parked too, that are due or wait, by group, stream and action; each status up to 10,000
+//	outbox.worker.pending                rows of event_delivery, those that consumers have parked too, that
+//	                                     are due or wait, by group, stream and action; each status up to
+//	                                     10,000
 //	outbox.worker.pending.age            how long ago the oldest of them was made
-//	outbox.worker.processing             rows that workers have, by group, stream and action; up to 100,000 together
-//	outbox.worker.dead                   rows that were given up and nobody has resolved, by group, stream and action; up to 10,000
-//	outbox.worker.backlog                committed events of all streams that no worker of a group has looked at, up to 100,000
+//	outbox.worker.processing             rows that workers have, by group, stream and action; up to 100,000
+//	                                     together
+//	outbox.worker.dead                   dead rows that are not resolved, by group, stream
+//	                                     and action; up to 10,000
+//	outbox.worker.backlog                committed events of all streams that no worker of a group has
+//	                                     looked at, up to 100,000
 //	outbox.worker.backlog.age            how long ago the oldest of them was recorded
 //
 // The stream of a worker is in messaging.destination.name, as a topic is, and messaging.system says

@@ -38,8 +38,8 @@ func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.C
 	}
 }
 
-// WatchWorkers adds metrics about what is owed to the handlers of workers, and what consumers have parked, from the database, as
-// Watch does about relays. It is enough if one process watches.
+// WatchWorkers adds metrics about what is owed to the handlers of workers, and what consumers have parked, from the
+// database, as Watch does about relays. It is enough if one process watches.
 func (t *Telemetry) WatchWorkers(deliveries *outboxops.Deliveries) {
 	w := &workersWatch{Telemetry: t, deliveries: deliveries, seen: map[deliveryKind]bool{}}
 	t.watch(attribute.NewSet(t.attributes(watchedKey.String("workers"))...), w.look)

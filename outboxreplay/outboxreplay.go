@@ -4,8 +4,8 @@
 // events of each key: to their own topics, to another topic, or for one consumer group alone. In a dry run it
 // only counts.
 //
-// A record that is sent again is a repeat: a consumer group that has a note of its event in event_handled
-// skips it, and one that has none, because it is new or the note is older than RetentionConfig.HandledFor, handles it. While a
+// A record that is sent again is a repeat: a consumer group that has a note of its event in event_handled skips it,
+// and one that has none, because it is new or the note is older than RetentionConfig.HandledFor, handles it. While a
 // relay runs, its records come between those that are sent again.
 package outboxreplay
 

@@ -29,11 +29,11 @@ const (
 	chunksPerSecond = 10
 )
 
-// Run sends events again. A run that ends early, for an error or because ctx has ended, first waits for the
-// outcome of all records in flight; its report is valid, too, and says where another one goes on
-// (Report.Next). Each record that Kafka accepts is on all its replicas (acks=all), and the events of a key are in their order
-// in Kafka; what a relay sends meanwhile comes between them. An event that Kafka rejects ends the run: choose
-// an After behind it to leave it out.
+// Run sends events again. A run that ends early, for an error or because ctx has ended, first waits for the outcome
+// of all records in flight; its report is valid, too, and says where another one goes on (Report.Next). Each record
+// that Kafka accepts is on all its replicas (acks=all), and the events of a key are in their order in Kafka; what a
+// relay sends meanwhile comes between them. An event that Kafka rejects ends the run: choose an After behind it to
+// leave it out.
 //
 // outbox_audit gets a row before the first event is sent. db is the database of that table; a dry run needs
 // none. Run makes a Kafka client from opts and closes it; it refuses the options that [outbox.NewRelay] refuses.

@@ -26,7 +26,8 @@ type panicking struct{}
 
 func (panicking) Value() (driver.Value, error) { panic("value") }
 
-// Statements that end the transaction fail the handler, however they are sent, and nothing of it stays. A savepoint does not.
+// Statements that end the transaction fail the handler, however they are sent, and nothing of it stays. A savepoint
+// does not.
 func TestEndsAsSQL(t *testing.T) {
 	t.Parallel()
 	s := newShop(t)
@@ -186,8 +187,8 @@ func TestHandlersThatMisbehave(t *testing.T) {
 	}
 }
 
-// Many events at once share two connections, in which handlers that fail, leave rows open, or panic stand between good ones. Each good
-// event is handled once.
+// Many events at once share two connections, in which handlers that fail, leave rows open, or panic stand between
+// good ones. Each good event is handled once.
 func TestManyHandlersOnTwoConnections(t *testing.T) {
 	t.Parallel()
 	s := newShop(t)
@@ -290,7 +291,8 @@ func (s *shop) place(t *testing.T, waker *outbox.Waker, n int) {
 	require.NoError(t, outboxsql.InTx(background, s.db, waker, func(tx *sql.Tx) error { return outboxsql.Record(background, tx, s.rec, events...) }))
 }
 
-// Handlers that share a transaction leave rows open, and goroutines that go on with theirs. None of it reaches the next handler.
+// Handlers that share a transaction leave rows open, and goroutines that go on with theirs. None of it reaches the
+// next handler.
 func TestLeftOpenInSharedTransaction(t *testing.T) {
 	t.Parallel()
 	s := newShop(t)

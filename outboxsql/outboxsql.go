@@ -21,8 +21,8 @@
 //	pool, err := pgxpool.New(ctx, url)
 //	db := stdlib.OpenDBFromPool(pool)
 //
-// A service with lib/pq makes a pool of the same database, and leaves its [sql.DB] as it is. In its address lib/pq takes
-// parameters of pgx, such as pool_max_conns, for settings of the server, and fails: set them in Go. A process
+// A service with lib/pq makes a pool of the same database, and leaves its [sql.DB] as it is. In its address lib/pq
+// takes parameters of pgx, such as pool_max_conns, for settings of the server, and fails: set them in Go. A process
 // that only records needs a pool for its [outbox.Waker] alone, of one or two connections.
 package outboxsql
 
@@ -53,9 +53,9 @@ type Tx interface {
 // would change it.
 //
 // Record rejects what [outbox.Recorder.Statement] rejects, before it sends anything: the error is an
-// [*outbox.FieldError], and tx remains usable. Any other error is the driver's and means that tx is
-// aborted, or has ended ([sql.ErrTxDone]): roll it back. It is [outbox.ErrNotMigrated] too if the tables are not those of
-// this release.
+// [*outbox.FieldError], and tx remains usable. Any other error is the driver's and means that tx is aborted, or has
+// ended ([sql.ErrTxDone]): roll it back. It is [outbox.ErrNotMigrated] too if the tables are not those of this
+// release.
 func Record(ctx context.Context, tx Tx, rec *outbox.Recorder, events ...outbox.DomainEvent) error {
 	if embedded, found := sqltx.Find(tx); found {
 		tx = embedded

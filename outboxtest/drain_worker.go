@@ -11,10 +11,10 @@ import (
 // meanwhile, and stops it. It decides by the tables, so another worker of the group may do the work.
 // [Play] needs no commit and does not wait.
 //
-// The test fails if that takes longer than the deadline of ctx, or 30 s if it has none, and at once if
-// a delivery is dead; the failure names what is left and why. Retries are waited for, so give
-// the worker a short RetryWait and PollInterval. A [*sql.DB] is looked at by [SQL]. Tables in another schema than public are those of
-// InSchema(db, schema), which must be that of the worker.
+// The test fails if that takes longer than the deadline of ctx, or 30 s if it has none, and at once if a delivery is
+// dead; the failure names what is left and why. Retries are waited for, so give the worker a short RetryWait and
+// PollInterval. A [*sql.DB] is looked at by [SQL]. Tables in another schema than public are those of InSchema(db,
+// schema), which must be that of the worker.
 func DrainWorker(ctx context.Context, t T, db DB, worker *outbox.Worker) {
 	t.Helper()
 	ctx, cancel := patiently(ctx)

@@ -15,10 +15,9 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// DB is where recorded events are looked for: a transaction, a pool or a
-// connection of pgx, or by [SQL] one of database/sql. In a [pgx.Tx], only what that transaction itself has recorded counts,
-// so that tests which share a database and roll back do not see each other; in a
-// pool or a connection, all that is committed.
+// DB is where recorded events are looked for: a transaction, a pool or a connection of pgx, or by [SQL] one of
+// database/sql. In a [pgx.Tx], only what that transaction itself has recorded counts, so that tests which share a
+// database and roll back do not see each other; in a pool or a connection, all that is committed.
 type DB interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }

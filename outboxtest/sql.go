@@ -27,7 +27,8 @@ type SQLDB interface {
 //	*ent.Tx                     the same, with ent's feature sql/execquery
 //	*gorm.DB                    outboxtest.SQL(tx.Statement.ConnPool)
 //
-// [InSchema] takes what it returns. [Play] needs a transaction of pgx; its documentation says how code gets a [*sql.Tx] that runs in one.
+// [InSchema] takes what it returns. [Play] needs a transaction of pgx; its documentation says how code gets a
+// [*sql.Tx] that runs in one.
 func SQL(db SQLDB) DB {
 	db = innermost(db)
 	_, tx := db.(interface {

@@ -55,8 +55,8 @@ func (b *bench) drain(ctx context.Context) (err error) {
 	return nil
 }
 
-// warmUpRate and warmUpTime are those of the transactions that each peer relays before anything is measured: until their JVMs
-// have compiled what small requests need, broker and Connect take four times as much of the processors.
+// warmUpRate and warmUpTime are those of the transactions that each peer relays before anything is measured: until
+// their JVMs have compiled what small requests need, broker and Connect take four times as much of the processors.
 const (
 	warmUpRate = 500
 	warmUpTime = 15 * time.Second

@@ -3,11 +3,11 @@
 // and the event commit together or not at all. Tellers, the relay and the consumers are processes of their own,
 // and each of them is killed in the middle of its work.
 //
-// To copy from it, read transaction.go (the domain: what balances, and what a reversal is), events.go (what the ledger
-// tells, and by which topics and keys), service.go (one transaction for all of it, optimistic locking, and the retry of the
-// whole method), audit.go (a consumer that writes each transaction once and verifies the order), auditor.go
-// (who checks it) and view.go (a read model). The rest makes a show of it: app.go has the processes and the
-// archive, show.go kills them, kafka.go and report.go compare.
+// To copy from it, read transaction.go (the domain: what balances, and what a reversal is), events.go (what the
+// ledger tells, and by which topics and keys), service.go (one transaction for all of it, optimistic locking, and the
+// retry of the whole method), audit.go (a consumer that writes each transaction once and verifies the order),
+// auditor.go (who checks it) and view.go (a read model). The rest makes a show of it: app.go has the processes and
+// the archive, show.go kills them, kafka.go and report.go compare.
 package main
 
 import (

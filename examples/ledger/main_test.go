@@ -19,9 +19,9 @@ func startLedger(t *testing.T, args ...string) *program.Process {
 	return program.Start(t, append(args, "-patience=60s"), "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
 }
 
-// Tellers, relay and consumers are killed in the middle, the relay when Kafka has what it has sent and the cursor does
-// not say so. All equations hold, and there were conflicts of optimistic locking and repeats in Kafka for them to hold in
-// spite of. With one topic no event comes before an earlier one.
+// Tellers, relay and consumers are killed in the middle, the relay when Kafka has what it has sent and the cursor
+// does not say so. All equations hold, and there were conflicts of optimistic locking and repeats in Kafka for them
+// to hold in spite of. With one topic no event comes before an earlier one.
 func TestLedger(t *testing.T) {
 	// Not parallel: processes are to be killed while they are busy.
 	p := startLedger(t, "-deposits=240", "-accounts=4")
@@ -46,8 +46,8 @@ func TestLedgerWithTwoTopics(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// A row of the feed that came another time is found, and an entry that somebody has added to the journal. The counter is
-// open until both are there.
+// A row of the feed that came another time is found, and an entry that somebody has added to the journal. The counter
+// is open until both are there.
 func TestLedgerFindsWhatIsWrong(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

@@ -414,7 +414,8 @@ func (a *agreement) check() {
 	truth := a.truth()
 	late := &alertLog{}
 	stop := a.monitor(late)
-	// What is owed waits for too long, so the stale alert has it. What the database does not know, no monitor does; pauses and lag are nothing to alert to.
+	// What is owed waits for too long, so the stale alert has it. What the database does not know, no monitor does;
+	// pauses and lag are nothing to alert to.
 	const unknown, blocked = "open breaker of action", "blocked partition"
 	assert.Equal(a.t, truth.without("owed", "retried", "lag", "paused", "dead letters", unknown, blocked), a.alerted(late), "alerts")
 	stop()
@@ -427,15 +428,16 @@ func (a *agreement) check() {
 	assert.Contains(a.t, a.command("failures", "count"), fmt.Sprintf(", %d unresolved\n", truth["unresolved in all"]))
 	assert.Regexp(a.t, fmt.Sprintf(`(?m)^main .* %d +%d +%d +%d$`, truth["waiting of main"], truth["failed of main"], truth["parked of main"], truth["dead of main"]), a.command("status"))
 	assert.Regexp(a.t, fmt.Sprintf(`(?m)^%s +%s +1 +%d `, a.group("still"), a.topic("orders"), truth["lag of still"]), a.command("consumers"))
-	// Prometheus has no metric of pauses and dead-letter topics, none of a partition that a consumer cannot read, whose lag stays, and counts
-	// what is tried again with what waits.
+	// Prometheus has no metric of pauses and dead-letter topics, none of a partition that a consumer cannot read,
+	// whose lag stays, and counts what is tried again with what waits.
 	assert.Equal(a.t, truth.without("retried", "paused", "dead letters", blocked), a.inMetrics(), "Prometheus")
 }
 
-// All kinds of failures at once: a topic that is missing and one that accepts nothing, dead events, dead deliveries of
-// a worker and of a consumer, with its dead letter, a dead letter of others, what waits and what is behind that, no leader, an
-// open breaker of a relay and one of an action, a partition that cannot be read, and a paused group. Alerts, page, API,
-// command line and Prometheus agree about each number. They do so again after the dead letters were replayed.
+// All kinds of failures at once: a topic that is missing and one that accepts nothing, dead events, dead deliveries
+// of a worker and of a consumer, with its dead letter, a dead letter of others, what waits and what is behind that,
+// no leader, an open breaker of a relay and one of an action, a partition that cannot be read, and a paused group.
+// Alerts, page, API, command line and Prometheus agree about each number. They do so again after the dead letters
+// were replayed.
 func TestViewsAgree(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

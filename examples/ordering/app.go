@@ -132,8 +132,8 @@ func (a *app) orders(ctx context.Context, _ config) error {
 	return a.consume(ctx, waker, ordersGroup, 0, orders{waker.InTx, s}.handlers()...)
 }
 
-// oneOrder is MaxPoll of the inventory. Orders that share a transaction would lock their products one order after the other,
-// and two transactions might wait for each other.
+// oneOrder is MaxPoll of the inventory. Orders that share a transaction would lock their products one order after the
+// other, and two transactions might wait for each other.
 const oneOrder = 1
 
 func (a *app) inventory(ctx context.Context, _ config) error {
@@ -168,8 +168,8 @@ func (a *app) recording() (*outbox.Recorder, *outbox.Waker, error) {
 	return events, waker, err
 }
 
-// consume runs a member of a group. A waker is that of a group whose handlers record events: the relay looks when they have
-// committed, and not at its next poll.
+// consume runs a member of a group. A waker is that of a group whose handlers record events: the relay looks when
+// they have committed, and not at its next poll.
 func (a *app) consume(ctx context.Context, waker *outbox.Waker, group string, maxPoll int, handlers ...outbox.Handler) error {
 	c, err := a.consumer(group, maxPoll, waker, handlers...)
 	if err != nil {
@@ -212,8 +212,8 @@ func (a *app) onlyOurs(r *kgo.Record) (*outbox.Message, error) {
 	return m, err
 }
 
-// customers is the process that places orders. One that was killed and comes back places all of them again, because nobody
-// knows how far it was: the service knows their ids.
+// customers is the process that places orders. One that was killed and comes back places all of them again, because
+// nobody knows how far it was: the service knows their ids.
 func (a *app) customers(ctx context.Context, cfg config) error {
 	events, waker, err := a.recording()
 	if err != nil {

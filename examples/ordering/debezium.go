@@ -30,7 +30,8 @@ func (a *app) checkLogical(ctx context.Context) error {
 	return nil
 }
 
-// awaitDebezium waits until a connector reads the publication. What was committed before its slot was there it would not send.
+// awaitDebezium waits until a connector reads the publication. What was committed before its slot was there it would
+// not send.
 func (a *app) awaitDebezium(ctx context.Context, out io.Writer) error {
 	fmt.Fprintf(out, "  Debezium    is waited for: publication and slot %s, table %s.outbox\n", a.schema, a.schema)
 	for {

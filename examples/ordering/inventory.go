@@ -8,8 +8,8 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// sqlInventory makes the tables of the inventory. What is taken and given back is a row of stock_movement each, with nothing
-// that would hide one that is there twice.
+// sqlInventory makes the tables of the inventory. What is taken and given back is a row of stock_movement each, with
+// nothing that would hide one that is there twice.
 const sqlInventory = `
 CREATE TABLE stock (
     product_id text   PRIMARY KEY,
@@ -32,8 +32,8 @@ const inventoryGroup = "inventory"
 // inventory puts items aside for orders. It knows nothing of orders but what is in the events.
 type inventory struct{ events recorder }
 
-// handlers are those of the group inventory. What they do, the answer that they record and the note that it is done commit
-// together. It is done once for an order, also if the request comes under another event id.
+// handlers are those of the group inventory. What they do, the answer that they record and the note that it is done
+// commit together. It is done once for an order, also if the request comes under another event id.
 func (i inventory) handlers() []outbox.Handler {
 	return []outbox.Handler{
 		outbox.OncePer(outbox.Handle("STOCK_RESERVED", i.reserve),

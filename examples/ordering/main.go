@@ -1,14 +1,14 @@
-// Ordering is a shop of four services: orders, inventory, reward and notification. Each has its own tables, and learns
-// from the others by Kafka alone. An order, and what it asks of the three others, are one transaction. When the stock is
-// short the order is cancelled, and what was done for it is undone: a saga. Customers, the relay and the services are
-// processes of their own, and most of them are killed in the middle of their work.
+// Ordering is a shop of four services: orders, inventory, reward and notification. Each has its own tables, and
+// learns from the others by Kafka alone. An order, and what it asks of the three others, are one transaction. When
+// the stock is short the order is cancelled, and what was done for it is undone: a saga. Customers, the relay and the
+// services are processes of their own, and most of them are killed in the middle of their work.
 //
-// To copy from it, read order.go (the domain), orders.go (createOrder, cancelOrder, completeOrder: one transaction each, and
-// the compensation), inventory.go (a step of the saga: reserve, answer, release), reward.go (a step whose compensation may come in any
-// order, and a read model), notification.go (one mail for each state, which no transaction can contain), events.go (what they
-// say to each other) and history.go (all events of an order). The rest makes a show of it: app.go has the processes,
-// customer.go what customers want, mail.go is the mail provider, show.go kills, debezium.go waits for one that takes the relay's
-// place, report.go compares.
+// To copy from it, read order.go (the domain), orders.go (createOrder, cancelOrder, completeOrder: one transaction
+// each, and the compensation), inventory.go (a step of the saga: reserve, answer, release), reward.go (a step whose
+// compensation may come in any order, and a read model), notification.go (one mail for each state, which no
+// transaction can contain), events.go (what they say to each other) and history.go (all events of an order). The rest
+// makes a show of it: app.go has the processes, customer.go what customers want, mail.go is the mail provider,
+// show.go kills, debezium.go waits for one that takes the relay's place, report.go compares.
 package main
 
 import (

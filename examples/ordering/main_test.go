@@ -22,10 +22,10 @@ func startOrdering(t *testing.T, args ...string) *program.Process {
 	return program.Start(t, append(args, "-patience=60s"), "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
 }
 
-// The customers' process, the relay and three services are killed in the middle, the relay when Kafka has what it has sent and
-// the cursor does not say so. All equations hold, and there were short stock, customers who cancel, repeats in Kafka
-// and mails that were asked for twice for them to hold in spite of. The summary tells the history of an order that was
-// compensated: what was asked for, the inventory's answer, and what took it back.
+// The customers' process, the relay and three services are killed in the middle, the relay when Kafka has what it has
+// sent and the cursor does not say so. All equations hold, and there were short stock, customers who cancel, repeats
+// in Kafka and mails that were asked for twice for them to hold in spite of. The summary tells the history of an
+// order that was compensated: what was asked for, the inventory's answer, and what took it back.
 func TestOrdering(t *testing.T) {
 	// Not parallel: processes are to be killed while they are busy.
 	p := startOrdering(t, "-orders=120")
@@ -41,8 +41,8 @@ func TestOrdering(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// A reservation that nobody gave back is found, points that were booked twice, and a notification that came twice. The shop is
-// open until all of them are there.
+// A reservation that nobody gave back is found, points that were booked twice, and a notification that came twice.
+// The shop is open until all of them are there.
 func TestOrderingFindsWhatIsWrong(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -63,8 +63,9 @@ func TestOrderingFindsWhatIsWrong(t *testing.T) {
 
 var cancelledLine = regexp.MustCompile(`Order ([0-9a-f-]{36}), as the outbox tells it`)
 
-// A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared: since nothing is in stock,
-// all orders are cancelled, nobody keeps points, and nothing is put aside. With -keep an order can be looked at afterwards.
+// A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared: since nothing is
+// in stock, all orders are cancelled, nobody keeps points, and nothing is put aside. With -keep an order can be
+// looked at afterwards.
 func TestOrderingInterrupted(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -96,8 +97,8 @@ func TestOrderingInterrupted(t *testing.T) {
 	}
 }
 
-// Without logical decoding Debezium could not read a thing, and where it does not come the program waits until Ctrl-C. That it carries the
-// saga, TestDebezium shows.
+// Without logical decoding Debezium could not read a thing, and where it does not come the program waits until
+// Ctrl-C. That it carries the saga, TestDebezium shows.
 func TestOrderingWithoutDebezium(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
-// sqlNotifications makes the table of what customers are told, for them to read in the shop. Nothing but event_handled keeps a
-// row from being there twice.
+// sqlNotifications makes the table of what customers are told, for them to read in the shop. Nothing but
+// event_handled keeps a row from being there twice.
 const sqlNotifications = `
 CREATE TABLE notification (
     order_id    uuid NOT NULL,
@@ -32,8 +32,8 @@ type notifications struct {
 	url  string // of the mail provider
 }
 
-// handlers are those of the group notification: a row in the transaction that notes that it is there, and a mail, which no
-// transaction can contain.
+// handlers are those of the group notification: a row in the transaction that notes that it is there, and a mail,
+// which no transaction can contain.
 func (n notifications) handlers() []outbox.Handler {
 	return []outbox.Handler{
 		outbox.OncePer(outbox.Handle("CUSTOMER_NOTIFIED", notify),
@@ -59,9 +59,9 @@ const (
 	mailTimeout  = 10 * time.Second
 )
 
-// mail sends a mail. It may be called again for the same event: the process was killed behind the request, or no answer
-// came. The key says so to the provider, who then sends nothing. It asks again at once, and leaves it to the consumer to try
-// later, so that an outage of the provider does not hold up what others do.
+// mail sends a mail. It may be called again for the same event: the process was killed behind the request, or no
+// answer came. The key says so to the provider, who then sends nothing. It asks again at once, and leaves it to the
+// consumer to try later, so that an outage of the provider does not hold up what others do.
 func (n notifications) mail(ctx context.Context, e NotificationRequired, _ outbox.Metadata) error {
 	body, err := json.Marshal(mail{To: e.CustomerID, Text: e.Text})
 	if err != nil {

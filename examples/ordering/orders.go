@@ -39,8 +39,8 @@ type orders struct {
 
 const sqlCreate = `INSERT INTO orders (id, customer_id, items, total) VALUES ($1, $2, $3, $4) ON CONFLICT (id) DO NOTHING`
 
-// createOrder takes an order, and asks three services to do their part: all of that commits, or nothing. An order that is
-// there already stays as it is.
+// createOrder takes an order, and asks three services to do their part: all of that commits, or nothing. An order
+// that is there already stays as it is.
 func (s orders) createOrder(ctx context.Context, o NewOrder) error {
 	if err := o.check(); err != nil {
 		return err
@@ -132,8 +132,8 @@ func end(ctx context.Context, tx pgx.Tx, id uuid.UUID, as Status, reason *string
 
 const ordersGroup = "orders"
 
-// handlers are those of the group orders: what the inventory answers. Their changes, the events that they record, and the note
-// that the answer was handled commit together.
+// handlers are those of the group orders: what the inventory answers. Their changes, the events that they record, and
+// the note that the answer was handled commit together.
 func (s orders) handlers() []outbox.Handler {
 	return []outbox.Handler{
 		outbox.Handle("ORDER_COMPLETED", func(ctx context.Context, tx pgx.Tx, e StockReserved, _ outbox.Metadata) error {

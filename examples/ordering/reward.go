@@ -8,8 +8,8 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// sqlReward makes the table of the reward service. Points are what their entries sum up to, so it does not matter in which order
-// they come. Nothing but event_handled keeps an entry from being there twice.
+// sqlReward makes the table of the reward service. Points are what their entries sum up to, so it does not matter in
+// which order they come. Nothing but event_handled keeps an entry from being there twice.
 const sqlReward = `
 CREATE TABLE reward_entry (
     order_id    uuid   NOT NULL,
@@ -38,8 +38,8 @@ func rewardHandlers() []outbox.Handler {
 	}
 }
 
-// sqlSales makes a read model: what was sold. It is one row, which all transactions of the group wait for; where that is too
-// slow, outbox.HandleBatch adds up many events first.
+// sqlSales makes a read model: what was sold. It is one row, which all transactions of the group wait for; where that
+// is too slow, outbox.HandleBatch adds up many events first.
 const sqlSales = `
 CREATE TABLE sales (
     orders bigint NOT NULL,
@@ -52,7 +52,8 @@ const (
 	sqlSold    = `UPDATE sales SET orders = orders + 1, cents = cents + $1`
 )
 
-// salesHandlers are those of the group sales. It came later than the others and nobody had to know: the events are there.
+// salesHandlers are those of the group sales. It came later than the others and nobody had to know: the events are
+// there.
 func salesHandlers() []outbox.Handler {
 	return []outbox.Handler{
 		outbox.Handle("SALE_COUNTED", func(ctx context.Context, tx pgx.Tx, e OrderCompleted, _ outbox.Metadata) error {

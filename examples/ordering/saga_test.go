@@ -222,8 +222,8 @@ func TestOrderEndsOnce(t *testing.T) {
 	}
 }
 
-// Stock is short: the inventory takes nothing and says so, the orders service cancels the order with the reason, and what the
-// others had done is taken back. Every event comes twice, under another id the second time.
+// Stock is short: the inventory takes nothing and says so, the orders service cancels the order with the reason, and
+// what the others had done is taken back. Every event comes twice, under another id the second time.
 func TestCompensation(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -258,8 +258,8 @@ func TestCompensation(t *testing.T) {
 	require.Zero(t, f.count(t, `SELECT sum(points) FROM reward_entry`))
 }
 
-// What was reserved for an order that the customer cancels is given back, and the answer of the inventory that comes later does
-// not complete it.
+// What was reserved for an order that the customer cancels is given back, and the answer of the inventory that comes
+// later does not complete it.
 func TestReleaseOfWhatWasReserved(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -308,8 +308,8 @@ func TestUnknownProductIsShort(t *testing.T) {
 	require.Zero(t, f.count(t, `SELECT count(*) FROM stock_movement`))
 }
 
-// Sixteen orders at a time want the same two products, named in different orders. None waits for ever, no more is taken than
-// there is, and each gets an answer.
+// Sixteen orders at a time want the same two products, named in different orders. None waits for ever, no more is
+// taken than there is, and each gets an answer.
 func TestInventoryUnderLoad(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -371,8 +371,8 @@ func TestNotificationOnce(t *testing.T) {
 	require.Equal(t, mail{"customer-1", "your order is cancelled: because"}, provider.sent[id.String()+"/CANCELLED"])
 }
 
-// The provider has sent the mail, and its answer is lost: it is asked again, and there is one mail. Where it is not there at all the
-// consumer is to try later; what it refuses is not tried again.
+// The provider has sent the mail, and its answer is lost: it is asked again, and there is one mail. Where it is not
+// there at all the consumer is to try later; what it refuses is not tried again.
 func TestAnswerOfTheMailProviderIsLost(t *testing.T) {
 	t.Parallel()
 	n, provider, closeIt := openNotifications(t)

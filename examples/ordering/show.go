@@ -150,7 +150,8 @@ func (p *performance) kill(ctx context.Context, role, sqlCount string, at int) e
 	return p.others.Replace(role, p.cfg.roleArgs(role)...)
 }
 
-// sqlArrived counts by what a handler leaves behind: each type of event that somebody handles has one handler with a transaction.
+// sqlArrived counts by what a handler leaves behind: each type of event that somebody handles has one handler with a
+// transaction.
 const sqlArrived = `
 SELECT (SELECT count(*) FROM orders WHERE status = 'CREATED'),
        (SELECT count(*) FROM outbox),

@@ -17,8 +17,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// An event is found to be blocked, and a moment later its key is free. It is parked all the same, and so is what is behind it in a
-// later batch: that was handled before it.
+// An event is found to be blocked, and a moment later its key is free. It is parked all the same, and so is what is
+// behind it in a later batch: that was handled before it.
 func TestKeyIsFreeBeforeItsEventIsParked(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)

@@ -64,7 +64,8 @@ func TestRunIsLostInPart(t *testing.T) {
 	require.Equal(t, []string{"k PENDING 1", "k DONE 2", "k PARKED 0"}, f.rows())
 }
 
-// A pool replaces its connections. What a worker knows of a key is for a new one too, if an older one has been used since.
+// A pool replaces its connections. What a worker knows of a key is for a new one too, if an older one has been used
+// since.
 func TestNewConnectionsKnowKeys(t *testing.T) {
 	testenv.Long(t)
 	testenv.Direct(t) // it counts what a connection has read

@@ -20,7 +20,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// received returns the n-th event of a key, in a partition of its own for each key; of the empty key, none is kept in order.
+// received returns the n-th event of a key, in a partition of its own for each key; of the empty key, none is kept in
+// order.
 func received(key string, n int) delivery.Received {
 	id := fmt.Sprintf("%s-%d", key, n)
 	r := delivery.Received{
@@ -351,7 +352,8 @@ func digest(id string) []byte {
 	return sum[:16]
 }
 
-// Of a parked event whose consumer is gone it is known which record brought it, and of an event of outbox that none did.
+// Of a parked event whose consumer is gone it is known which record brought it, and of an event of outbox that none
+// did.
 func TestExpiredSayTheirRecord(t *testing.T) {
 	t.Parallel()
 	f := newTable(t)

@@ -117,8 +117,8 @@ var statements = []struct {
 	{"headless", "bigint, bigint, text", sqlHeadless, `-9223372036854775808, 100, 'g'`, `-9223372036854775808, 100, 'g'`, 700},
 }
 
-// A statement touches the rows that it is about, however many wait behind a row, are done, or are due.
-// What is planned over empty tables is what runs until they are analysed: on the first day, and after retention has removed
+// A statement touches the rows that it is about, however many wait behind a row, are done, or are due. What is
+// planned over empty tables is what runs until they are analysed: on the first day, and after retention has removed
 // all rows. Then PostgreSQL still knows how these were distributed, and other indexes look cheap.
 func TestPlansOverManyDeliveries(t *testing.T) {
 	testenv.Long(t)

@@ -201,8 +201,9 @@ type part struct {
 	owner *Tx
 }
 
-// look looks at what is to be sent. Behind the end of the transaction a statement would commit by itself, although the function fails. So
-// if there was an end, or this would be one, the transaction is rolled back now: pgx sends nothing more in it.
+// look looks at what is to be sent. Behind the end of the transaction a statement would commit by itself, although
+// the function fails. So if there was an end, or this would be one, the transaction is rolled back now: pgx sends
+// nothing more in it.
 func (p *part) look(ctx context.Context, sqls ...string) {
 	t := p.owner
 	for _, sql := range sqls {
@@ -217,8 +218,8 @@ func (p *part) look(ctx context.Context, sqls ...string) {
 }
 
 // look finds out whether a statement changes settings, or ends the transaction. Handlers run the same few again and
-// again. Behind one that ends the transaction and begins another, a COMMIT of the next function would not be noticed: there
-// is no guard in it.
+// again. Behind one that ends the transaction and begins another, a COMMIT of the next function would not be noticed:
+// there is no guard in it.
 func (t *Tx) look(sql string) {
 	if slices.Contains(t.clean[:], sql) || slices.Contains(t.prepared, sql) {
 		return
@@ -236,8 +237,9 @@ func (t *Tx) look(sql string) {
 	}
 }
 
-// lookForSavepoints finds out whether a statement uses a savepoint that another function has set. It reports whether there are savepoints
-// in it, so that it is looked at again. If the transaction is not shared, PostgreSQL says that there is no such savepoint.
+// lookForSavepoints finds out whether a statement uses a savepoint that another function has set. It reports whether
+// there are savepoints in it, so that it is looked at again. If the transaction is not shared, PostgreSQL says that
+// there is no such savepoint.
 func (t *Tx) lookForSavepoints(statements [][]string) (found bool) {
 	for _, words := range statements {
 		name, ok := savepointOf(words)

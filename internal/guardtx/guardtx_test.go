@@ -275,7 +275,8 @@ func TestBeginFails(t *testing.T) {
 	}
 }
 
-// Behind the end of the transaction nothing is sent, by no way: it would commit by itself, and the function is called again.
+// Behind the end of the transaction nothing is sent, by no way: it would commit by itself, and the function is called
+// again.
 func TestNothingIsSentBehindTheEnd(t *testing.T) {
 	t.Parallel()
 	g := newGuardFixture(t, pgx.QueryExecModeExec)

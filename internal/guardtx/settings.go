@@ -155,8 +155,8 @@ func savepointOf(words []string) (name string, ok bool) {
 	return strings.Trim(words[0], `"`), true
 }
 
-// beginnings returns the first words of each statement of a text, as many as the longest of [savepointOf] has. They are in lower case but for
-// quoted names.
+// beginnings returns the first words of each statement of a text, as many as the longest of [savepointOf] has. They
+// are in lower case but for quoted names.
 func beginnings(sql string) (all [][]string) {
 	const longest = 5 // ROLLBACK TRANSACTION TO SAVEPOINT name
 	var words []string

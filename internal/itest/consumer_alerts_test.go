@@ -45,7 +45,8 @@ func (h *relayFixture) leads(t *testing.T, name string) bool {
 	return held == 1
 }
 
-// oneBy returns which of two mailboxes gets the alert to a dead delivery, when all that happened is over. The other gets nothing.
+// oneBy returns which of two mailboxes gets the alert to a dead delivery, when all that happened is over. The other
+// gets nothing.
 func oneBy(t *testing.T, h *relayFixture, group string, boxes [2]*mailbox) (first int) {
 	t.Helper()
 	for _, box := range boxes {

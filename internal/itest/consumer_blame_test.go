@@ -35,8 +35,9 @@ func (s *consumerFixture) sendSales(t testing.TB, n int, poison map[int]string) 
 	s.send(t, records...)
 }
 
-// A handler that ends the transaction of a batch and begins another one is found out before the next handler is called. A COMMIT
-// of that one committed what was handled between the two without its notes, and so it was handled twice.
+// A handler that ends the transaction of a batch and begins another one is found out before the next handler is
+// called. A COMMIT of that one committed what was handled between the two without its notes, and so it was handled
+// twice.
 func TestTwoHandlersEndTransaction(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)

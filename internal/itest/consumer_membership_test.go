@@ -211,8 +211,8 @@ func TestNewGroup(t *testing.T) {
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5+12 }, testenv.Patience, 10*time.Millisecond)
 }
 
-// While the dead-letter topic takes nothing, an event that is given up waits with what is behind it in its key, and everything else
-// goes on. Nothing is lost, and the log says so once. It is DEAD when its dead letter is sent.
+// While the dead-letter topic takes nothing, an event that is given up waits with what is behind it in its key, and
+// everything else goes on. Nothing is lost, and the log says so once. It is DEAD when its dead letter is sent.
 func TestDeadLetterTopicMissing(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 2)

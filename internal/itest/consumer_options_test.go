@@ -121,7 +121,8 @@ func TestConsumerOptions(t *testing.T) {
 		kgo.KeepRetryableFetchErrors(), kgo.ConsumePreferringLagFn(kgo.PreferLagAt(1)), kgo.DisableFetchSessions(), kgo.Balancers(kgo.RangeBalancer())))
 }
 
-// The session timeout is an option of franz-go, whose error names it. MaxPollInterval and the heartbeat stay within its bounds.
+// The session timeout is an option of franz-go, whose error names it. MaxPollInterval and the heartbeat stay within
+// its bounds.
 func TestSessionTimeout(t *testing.T) {
 	t.Parallel()
 	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID))

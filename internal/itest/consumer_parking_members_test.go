@@ -19,8 +19,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// What a process had that is gone, another one handles. What has ended its process with each attempt becomes DEAD, with a dead letter,
-// and what was behind it goes on.
+// What a process had that is gone, another one handles. What has ended its process with each attempt becomes DEAD,
+// with a dead letter, and what was behind it goes on.
 func TestParkedEventOfGoneProcess(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -93,8 +93,8 @@ func TestStopWhileParkedEventsAreHandled(t *testing.T) {
 	}
 }
 
-// Members come and go while many events fail, some of them until they are DEAD. In the end each event is handled once, or DEAD, and
-// for each key and action in order.
+// Members come and go while many events fail, some of them until they are DEAD. In the end each event is handled
+// once, or DEAD, and for each key and action in order.
 func TestParkingAtRandom(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

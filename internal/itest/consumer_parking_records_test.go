@@ -198,7 +198,8 @@ func TestParkedRecordIsTheSame(t *testing.T) {
 	require.Equal(t, len(records), s.number(t, `SELECT count(*)::int FROM {s}.journal`))
 }
 
-// A record that comes again is parked once, whatever became of it. A handler without a transaction has it again when it is done.
+// A record that comes again is parked once, whatever became of it. A handler without a transaction has it again when
+// it is done.
 func TestParkedRecordComesAgain(t *testing.T) {
 	t.Parallel()
 	s := newParkingFixture(t, 1)
@@ -254,8 +255,8 @@ func TestParkedRecordComesAgain(t *testing.T) {
 	s.deadLetters(t, 2)
 }
 
-// A dead letter that is sent back has its row handled, once. One that an operator has resolved stays so, and of a row that is not DEAD,
-// or is another group's, nothing happens.
+// A dead letter that is sent back has its row handled, once. One that an operator has resolved stays so, and of a row
+// that is not DEAD, or is another group's, nothing happens.
 func TestDeadLetterOfParkedEventIsReplayed(t *testing.T) {
 	t.Parallel()
 	testenv.RealBrokers(t)

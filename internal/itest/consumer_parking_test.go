@@ -109,7 +109,8 @@ func (s *parkingFixture) journal(t testing.TB, action, product string) (numbers 
 	return numbers
 }
 
-// awaitJournal waits until an action has handled so many sales of a product, and requires that it has all of them in order, each once.
+// awaitJournal waits until an action has handled so many sales of a product, and requires that it has all of them in
+// order, each once.
 func (s *parkingFixture) awaitJournal(t testing.TB, action, product string, upTo int) {
 	t.Helper()
 	assert.Eventually(t, func() bool { return len(s.journal(t, action, product)) >= upTo }, testenv.Patience, 10*time.Millisecond)
@@ -166,8 +167,8 @@ func (s *parkingFixture) failure(t testing.TB) (*outboxops.Failures, outboxops.F
 
 var operator = outboxops.AuditInfo{Operator: "test", Reason: "test"}
 
-// What fails is parked at once, and what is behind it in its key waits behind it, for this action only. Other keys, other actions
-// and offsets go on. In the end everything is handled once, in order.
+// What fails is parked at once, and what is behind it in its key waits behind it, for this action only. Other keys,
+// other actions and offsets go on. In the end everything is handled once, in order.
 func TestFailedEventIsParked(t *testing.T) {
 	t.Parallel()
 	for _, form := range []string{"Handle", "HandleBatch", "HandleNoTx"} {
@@ -210,8 +211,8 @@ func TestFailedEventIsParked(t *testing.T) {
 	}
 }
 
-// A member that is taken for dead, and does not know yet, handles what another member has parked meanwhile, and what is behind
-// that. Its transaction must not commit.
+// A member that is taken for dead, and does not know yet, handles what another member has parked meanwhile, and what
+// is behind that. Its transaction must not commit.
 func TestEventIsParkedThatIsBeingHandled(t *testing.T) {
 	t.Parallel()
 	s := newParkingFixture(t, 1)
@@ -275,8 +276,8 @@ func (h *heartbeats) OnBrokerRead(_ kgo.BrokerMetadata, key int16, _ int, _, _ t
 	}
 }
 
-// An event is in its transaction when an earlier one of its key is parked, here from another partition, as after a change of their
-// number. What handlers do to their transaction must not hide that.
+// An event is in its transaction when an earlier one of its key is parked, here from another partition, as after a
+// change of their number. What handlers do to their transaction must not hide that.
 func TestKeyIsBlockedWhileEventIsHandled(t *testing.T) {
 	t.Parallel()
 	for name, tt := range map[string]struct{ isolation, statement string }{
@@ -399,7 +400,8 @@ func (s *parkingFixture) number(t testing.TB, sql string) (n int) {
 	return n
 }
 
-// After its last attempt, an event is DEAD, and its dead letter is sent. With HoldDead, what is behind it waits for an operator.
+// After its last attempt, an event is DEAD, and its dead letter is sent. With HoldDead, what is behind it waits for
+// an operator.
 func TestParkedEventDies(t *testing.T) {
 	t.Parallel()
 	for name, tt := range map[string]struct {
@@ -479,8 +481,8 @@ func TestRetryPolicies(t *testing.T) {
 	}
 }
 
-// What is tried again in place holds up its partition, and what comes after it has the order of the partition, also when it is
-// given up.
+// What is tried again in place holds up its partition, and what comes after it has the order of the partition, also
+// when it is given up.
 func TestRetryInPlace(t *testing.T) {
 	t.Parallel()
 	s := newParkingFixture(t, 1)

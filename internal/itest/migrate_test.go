@@ -326,7 +326,8 @@ func TestMigrationFiles(t *testing.T) {
 	}
 }
 
-// created finds what a file creates, with the kind and the name. What functions create when they are called is indented.
+// created finds what a file creates, with the kind and the name. What functions create when they are called is
+// indented.
 var created = regexp.MustCompile(`(?m)^CREATE (?:OR REPLACE )?(?:UNIQUE )?(TABLE|INDEX|FUNCTION|PROCEDURE|VIEW|MATERIALIZED VIEW|TRIGGER|POLICY) (?:@schema@\.)?(\w+)`)
 
 // The files say once what each object is: what is read there is what is in the database.

@@ -16,8 +16,8 @@ import (
 // oddTimes are those that PostgreSQL stores, and a CloudEvent cannot have.
 var oddTimes = []string{"infinity", "-infinity", "0044-03-15 BC", "10000-01-01", "294276-12-31"}
 
-// A row with a time that RFC 3339 cannot write is for an operator. The relay goes on, and so does retention with an archive,
-// whichever way the pool runs queries.
+// A row with a time that RFC 3339 cannot write is for an operator. The relay goes on, and so does retention with an
+// archive, whichever way the pool runs queries.
 func TestOddTimes(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol} {

@@ -67,8 +67,8 @@ func (s *slowHandOver) OnProduceRecordUnbuffered(r *kgo.Record, err error) {
 	}
 }
 
-// By default ten retries are made of an event that is too large. Then none is made any more, and the row stays with its payload, for
-// whoever decides about it (T23).
+// By default ten retries are made of an event that is too large. Then none is made any more, and the row stays with
+// its payload, for whoever decides about it (T23).
 func TestDeadAfterTenRetries(t *testing.T) {
 	t.Parallel()
 	h, _ := newPoisonedFixture(t)

@@ -116,7 +116,8 @@ func TestTakeoverAfterClockWasSetBack(t *testing.T) {
 	}, testenv.Patience, time.Millisecond)
 }
 
-// Whoever resolved an event within the last hour, and however: the process that led before may have it in hand, whatever its lease was.
+// Whoever resolved an event within the last hour, and however: the process that led before may have it in hand,
+// whatever its lease was.
 func TestResolvedEventMayStillBeSent(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -16,8 +16,8 @@ import (
 
 const relayLock = "relay:default"
 
-// gone leaves behind what a process does that led and was killed: a lease that lasts for a while, and says that a lock goes with it
-// that nobody has.
+// gone leaves behind what a process does that led and was killed: a lease that lasts for a while, and says that a
+// lock goes with it that nobody has.
 func (h *relayFixture) gone(t *testing.T, expiresIn time.Duration) {
 	t.Helper()
 	h.exec(t, `INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts, locked_epoch) VALUES ('default', 'gone', 7, clock_timestamp() + $1, $1, 7)
@@ -40,7 +40,8 @@ func (h *relayFixture) process(t *testing.T, name string, cfg outbox.RelayConfig
 	return other.relay(t, cfg)
 }
 
-// A process that led was killed: a standby takes over a second after it has found that out, and not when the lease expires.
+// A process that led was killed: a standby takes over a second after it has found that out, and not when the lease
+// expires.
 func TestTakeover(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -92,7 +93,8 @@ func TestNoTakeover(t *testing.T) {
 	}
 }
 
-// The connection with the lock breaks, again and again, and the process lives: no other one takes over, and nothing is sent twice.
+// The connection with the lock breaks, again and again, and the process lives: no other one takes over, and nothing
+// is sent twice.
 func TestLeaderLosesItsLock(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -115,8 +117,9 @@ func TestLeaderLosesItsLock(t *testing.T) {
 	h.awaitClaim(t)
 }
 
-// Until the lease of the process would have expired that led before, nothing that it may still send is decided about: what failed is not
-// tried again, and events wait behind one that an operator has resolved. See also TestSessionGivesUpNothingBeforeLeaseIsExclusive.
+// Until the lease of the process would have expired that led before, nothing that it may still send is decided about:
+// what failed is not tried again, and events wait behind one that an operator has resolved. See also
+// TestSessionGivesUpNothingBeforeLeaseIsExclusive.
 func TestNothingIsGivenUpBeforeLeaseIsExclusive(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

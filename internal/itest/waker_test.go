@@ -56,7 +56,8 @@ func TestWakeFromOtherProcess(t *testing.T) {
 	}
 }
 
-// listener returns the connection of the process that leads, which has the lock of its name and hears notifications; 0 if there is none.
+// listener returns the connection of the process that leads, which has the lock of its name and hears notifications;
+// 0 if there is none.
 func listener(t *testing.T, db *pgxpool.Pool, schema, name string) (pid int) {
 	t.Helper()
 	require.NoError(t, db.QueryRow(background, `
@@ -187,8 +188,8 @@ func TestWakerErrors(t *testing.T) {
 	require.NoError(t, <-ended)
 }
 
-// No notification is sent within a transaction that records events: its commit would have to queue for a lock of the whole
-// server. The protocol says so.
+// No notification is sent within a transaction that records events: its commit would have to queue for a lock of the
+// whole server. The protocol says so.
 func TestNotificationsAreOutsideOfTransactions(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -326,7 +326,8 @@ func TestWorkerOutageDuringHandlers(t *testing.T) {
 	require.Eventually(t, func() bool { return w.Health().Ready }, testenv.Patience, 10*time.Millisecond)
 }
 
-// An error in an outage is no attempt, and says when the event is tried again: not before, and others do not wait for it.
+// An error in an outage is no attempt, and says when the event is tried again: not before, and others do not wait for
+// it.
 func TestWorkerRetryAfterInOutage(t *testing.T) {
 	t.Parallel()
 	for _, with := range []string{"alone", "first", "later"} { // in a common transaction
@@ -371,8 +372,8 @@ func TestWorkerRetryAfterInOutage(t *testing.T) {
 	}
 }
 
-// A delivery that is dead for an error of a kind in RetryDeadAfter has its attempts again after a while, in front of the later ones of
-// its key that wait. Others, and what an operator has resolved, stay dead.
+// A delivery that is dead for an error of a kind in RetryDeadAfter has its attempts again after a while, in front of
+// the later ones of its key that wait. Others, and what an operator has resolved, stay dead.
 func TestRetryDeadAfterOfDeliveries(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)

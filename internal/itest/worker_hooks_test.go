@@ -268,8 +268,8 @@ func TestWorkerMiddleware(t *testing.T) {
 		log.of("SENT later"))
 }
 
-// Whatever a line is about, it says which event that is, of which aggregate and in which trace. Of a worker that is gone nobody has
-// read the trace.
+// Whatever a line is about, it says which event that is, of which aggregate and in which trace. Of a worker that is
+// gone nobody has read the trace.
 func TestWorkerLogNamesEvents(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)

@@ -8,8 +8,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// acks=all, idempotence and no waiting are ours, whatever the host says; how often and how patiently the client tries, and how many
-// requests are in flight, is the host's.
+// acks=all, idempotence and no waiting are ours, whatever the host says; how often and how patiently the client
+// tries, and how many requests are in flight, is the host's.
 func TestProducerOpts(t *testing.T) {
 	t.Parallel()
 	host := []kgo.Opt{kgo.RecordRetries(3), kgo.RetryBackoffFn(func(int) time.Duration { return time.Second }), kgo.ProduceRequestTimeout(30 * time.Second),

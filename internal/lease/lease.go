@@ -7,9 +7,10 @@
 // before it began.
 //
 // The holder checks its lease by its own monotonic clock, counted from before the statement that renewed it, and
-// before each send. A process that was stopped for long finds out before it sends. The lease is renewed after a
-// third of its duration, only while the holder makes progress. A send is bounded by one and a half DeliveryTimeout, which is shorter than Lease, so a send ends
-// before the lease does. A clean stop releases the lease, and a standby takes over at once.
+// before each send. A process that was stopped for long finds out before it sends. The lease is renewed after a third
+// of its duration, only while the holder makes progress. A send is bounded by one and a half DeliveryTimeout, which
+// is shorter than Lease, so a send ends before the lease does. A clean stop releases the lease, and a standby takes
+// over at once.
 //
 // If the process is gone, a standby takes over within about a second: the holder also has a session advisory lock,
 // which PostgreSQL frees, and outbox_lease.locked_epoch says that it has the lock. A standby that gets the lock

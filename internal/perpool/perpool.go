@@ -10,8 +10,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Registry has a value for each pool and name. It keeps no pool alive, and forgets what belongs to one that is gone. It is
-// safe for concurrent use.
+// Registry has a value for each pool and name. It keeps no pool alive, and forgets what belongs to one that is gone.
+// It is safe for concurrent use.
 type Registry[V any] struct {
 	mu sync.Mutex
 	of map[place]V

@@ -98,7 +98,8 @@ func (l *Lock) Unlock(ctx context.Context) {
 	}})
 }
 
-// Do runs a statement on the connection that has the lock. It returns [ErrUnavailable] if the lock is not held any more.
+// Do runs a statement on the connection that has the lock. It returns [ErrUnavailable] if the lock is not held any
+// more.
 func (l *Lock) Do(ctx context.Context, f func(ctx context.Context, conn *pgx.Conn) error) error {
 	return l.session.do(ctx, &call{f: func(ctx context.Context, conn *pgx.Conn) error {
 		select {

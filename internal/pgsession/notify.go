@@ -8,16 +8,16 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// sqlCarefully keeps a notification from waiting: all commits that notify queue behind one lock, which another application's
-// may have while it waits for its standby.
+// sqlCarefully keeps a notification from waiting: all commits that notify queue behind one lock, which another
+// application's may have while it waits for its standby.
 const sqlCarefully = `SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)`
 
 // sqlNotify sends nothing while notifications pile up that a listener does not read: a full queue would make the
 // commits of all who notify fail.
 const sqlNotify = `SELECT pg_notify(c, '') FROM unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01`
 
-// Notify notifies channels, in a transaction of its own and one round trip. It is not for a business transaction, whose commit
-// would have to queue for a lock of the whole server.
+// Notify notifies channels, in a transaction of its own and one round trip. It is not for a business transaction,
+// whose commit would have to queue for a lock of the whole server.
 func Notify(ctx context.Context, db interface {
 	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
 }, channels ...string) error {

@@ -43,8 +43,8 @@ var ErrUnavailable = errors.New("no session with PostgreSQL")
 const (
 	// statementTimeout bounds a statement, and so how long a dead connection goes unnoticed.
 	statementTimeout = 5 * time.Second
-	// pingInterval is after which silence it is asked whether the connection still works; lockedPing that where others may get
-	// its locks if it does not, and pingTimeout how long an answer may take.
+	// pingInterval is after which silence it is asked whether the connection still works; lockedPing that where
+	// others may get its locks if it does not, and pingTimeout how long an answer may take.
 	pingInterval   = 5 * time.Second
 	lockedPing     = time.Second
 	pingTimeout    = 2 * time.Second
@@ -137,7 +137,8 @@ func (s *Session) connect(ctx context.Context) (conn *pgx.Conn, err error) {
 	defer cancel()
 	cfg := db.Config()
 	cfg.ConnConfig.Tracer, cfg.ConnConfig.OnNotification = nil, nil
-	// What waits for a notification is interrupted often. Another handler would cancel a statement then, or close the connection.
+	// What waits for a notification is interrupted often. Another handler would cancel a statement then, or close the
+	// connection.
 	cfg.ConnConfig.BuildContextWatcherHandler = func(c *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.DeadlineContextWatcherHandler{Conn: c.Conn()}
 	}
@@ -164,7 +165,8 @@ func disconnect(conn *pgx.Conn) {
 	_ = conn.Close(ctx) // it may be broken, and nothing is sent any more
 }
 
-// sqlSettings keep the connection as long as both of its ends live, and no longer; and one who shares it from holding up the others.
+// sqlSettings keep the connection as long as both of its ends live, and no longer; and one who shares it from holding
+// up the others.
 const sqlSettings = `
 SELECT set_config('idle_session_timeout', '0', false), set_config('idle_in_transaction_session_timeout', '0', false), set_config('statement_timeout', '0', false),
        set_config('tcp_keepalives_idle', '5', false), set_config('tcp_keepalives_interval', '1', false), set_config('tcp_keepalives_count', '5', false),

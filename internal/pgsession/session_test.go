@@ -80,8 +80,8 @@ func heard(c <-chan struct{}) func() bool {
 	}
 }
 
-// Notifications are heard while somebody listens, also after the connection was lost; and whoever listens is told that he may have
-// missed some.
+// Notifications are heard while somebody listens, also after the connection was lost; and whoever listens is told
+// that he may have missed some.
 func TestListen(t *testing.T) {
 	t.Parallel()
 	p, other := newProcess(t, nil), newProcess(t, nil)
@@ -118,8 +118,8 @@ func terminate(t *testing.T, db *pgxpool.Pool, name string) {
 	require.NoError(t, err)
 }
 
-// One process has a lock, and only one user of it. Another one gets it when it is given back, and when PostgreSQL has freed it
-// because the connection is gone; then the first learns that.
+// One process has a lock, and only one user of it. Another one gets it when it is given back, and when PostgreSQL has
+// freed it because the connection is gone; then the first learns that.
 func TestLock(t *testing.T) {
 	t.Parallel()
 	schema := newSchema(t)
@@ -247,8 +247,8 @@ func TestConnectsAsThePool(t *testing.T) {
 	require.Regexp(t, `(?s)^[^\n]*a session with PostgreSQL[^\n]* fails[^\n]*BeforeConnect[^\n]*\n[^\n]*works again[^\n]*\n$`, log.String())
 }
 
-// A pooler that shares connections is recognised by the number that it invents, and by notifications that do not arrive. Then
-// nothing is locked.
+// A pooler that shares connections is recognised by the number that it invents, and by notifications that do not
+// arrive. Then nothing is locked.
 func TestPoolerIsRecognised(t *testing.T) {
 	t.Parallel()
 	schema := newSchema(t)

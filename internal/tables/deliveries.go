@@ -155,8 +155,8 @@ SELECT counted.* FROM (
         GROUP BY consumer_group, stream, action) AS counted
  WHERE deliveries > 0 ORDER BY consumer_group, stream, action, status`
 
-// SQLDeliveryFailures counts up to $14 deliveries of each kind, of each group up to $14 that are resolved, and up to $15 that are
-// with a worker, by group, action, status, type and last error. Capped says that there are more.
+// SQLDeliveryFailures counts up to $14 deliveries of each kind, of each group up to $14 that are resolved, and up to
+// $15 that are with a worker, by group, action, status, type and last error. Capped says that there are more.
 const SQLDeliveryFailures = DeliveryKinds + `, ` + deadGroups + `
 SELECT consumer_group, action, status, event_type, code, sum(deliveries)::bigint, min(oldest), bool_or(capped) FROM (
        SELECT k.consumer_group, k.action, k.status, r.event_type, r.code, count(*) AS deliveries, min(r.created_at) AS oldest,

@@ -36,10 +36,9 @@ const (
 	MaxCounted = 10_000
 )
 
-// SQLRelays reads the state of all relays, and of groups of workers, which have a cursor like a relay's, and of consumers, which
-// have a lease. It looks at $1 rows of outbox in each order, and
-// at $2 rows of each status, so its cost does not grow with the rows. It takes its shape
-// from sqlOpen, and is to be run under pg.PlannerSettings.
+// SQLRelays reads the state of all relays, and of groups of workers, which have a cursor like a relay's, and of
+// consumers, which have a lease. It looks at $1 rows of outbox in each order, and at $2 rows of each status, so its
+// cost does not grow with the rows. It takes its shape from sqlOpen, and is to be run under pg.PlannerSettings.
 //
 // While a window is drained, the order of transactions may begin with rows that were sent
 // (by_xid), and the order of ids, in which the relay sends, with rows that are not of the

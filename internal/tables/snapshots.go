@@ -32,8 +32,9 @@ func SnapshotInProgress(snapshot string) []string {
 // maxAdded is how many transactions [SnapshotAdds] looks at.
 const maxAdded = 100
 
-// SnapshotAdds reports whether the text of a snapshot shows that a transaction has ended since an earlier one, other than own, of those
-// that had begun at an xmax, or at any time if that is empty. It may say so of any two that are far apart, or cannot be read.
+// SnapshotAdds reports whether the text of a snapshot shows that a transaction has ended since an earlier one, other
+// than own, of those that had begun at an xmax, or at any time if that is empty. It may say so of any two that are
+// far apart, or cannot be read.
 func SnapshotAdds(before, after, own, begun string) bool {
 	if before == after {
 		return false

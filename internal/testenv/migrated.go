@@ -25,9 +25,9 @@ import (
 // and no other test uses them. Where TestMain calls [Main], the schema may be one that an earlier test of
 // the process has used: making and dropping one costs 140 ms of CPU, deleting its rows 2 ms.
 //
-// A schema is not used again if the test has failed, has changed an object or a grant in it other than by
-// adding tables, has left large tables, or has left a session that could still write there. A test that reads the statistics of
-// tables, or that wants to see a migration, takes a [Schema] of its own.
+// A schema is not used again if the test has failed, has changed an object or a grant in it other than by adding
+// tables, has left large tables, or has left a session that could still write there. A test that reads the statistics
+// of tables, or that wants to see a migration, takes a [Schema] of its own.
 func Migrated(t testing.TB) (*pgxpool.Pool, string) {
 	t.Helper()
 	db := Pool(t, nil)

@@ -44,8 +44,8 @@ func TestPollSchedule(t *testing.T) {
 	require.Equal(t, time.Millisecond, fast.Wait(now), "never longer than idle")
 }
 
-// While others are active, a reader that can probe does so at each tick, and polls where much comes; what was done with events is
-// noted in time.
+// While others are active, a reader that can probe does so at each tick, and polls where much comes; what was done
+// with events is noted in time.
 func TestPollScheduleProbes(t *testing.T) {
 	t.Parallel()
 	const idle, tick, record = time.Second, time.Millisecond, 100 * time.Millisecond

@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Interval is how long a process waits after a notification before it sends another one on the same channel. Whoever gets one polls
-// often for longer than that, see [PollSchedule].
+// Interval is how long a process waits after a notification before it sends another one on the same channel. Whoever
+// gets one polls often for longer than that, see [PollSchedule].
 const Interval = 250 * time.Millisecond
 
 const (

@@ -16,7 +16,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Many schemas on a pool are notified by a few statements, each of them at most once in an interval, and all that was wanted at last.
+// Many schemas on a pool are notified by a few statements, each of them at most once in an interval, and all that was
+// wanted at last.
 func TestNotificationsAreSentTogether(t *testing.T) {
 	t.Parallel()
 	const schemas = 100

@@ -36,8 +36,8 @@ func (p Time) stolenShare() float64 {
 	return float64(p.Stolen) / float64(p.Machine+p.Stolen)
 }
 
-// machineTime returns how long the processors have been busy since the machine was started, and how long its host gave them
-// to others, where /proc says so.
+// machineTime returns how long the processors have been busy since the machine was started, and how long its host
+// gave them to others, where /proc says so.
 func machineTime() (busy, stolen time.Duration) {
 	stat, err := os.ReadFile("/proc/stat")
 	if err != nil {

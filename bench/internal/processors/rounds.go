@@ -2,8 +2,8 @@ package processors
 
 import "fmt"
 
-// Rounds runs the rounds of a measurement. A round is disturbed if the host of this machine gave more than a fifth of what it
-// wanted of the processors to others; it is run again, a few times. What was measured plays no part in that.
+// Rounds runs the rounds of a measurement. A round is disturbed if the host of this machine gave more than a fifth of
+// what it wanted of the processors to others; it is run again, a few times. What was measured plays no part in that.
 type Rounds struct {
 	Again int                              // how often a disturbed round is run again
 	Say   func(format string, args ...any) // how far the run is; nil for nobody

@@ -66,8 +66,8 @@ func left(unread map[string]map[int32]int64) (n int) {
 	return n
 }
 
-// CrashAfter is for a relay. It kills the process when Kafka has acknowledged so many records, which is the worst moment: the
-// relay has not written down that they were sent.
+// CrashAfter is for a relay. It kills the process when Kafka has acknowledged so many records, which is the worst
+// moment: the relay has not written down that they were sent.
 func CrashAfter(records int64) kgo.Opt { return kgo.WithHooks(&crash{after: records}) }
 
 type crash struct {

@@ -66,8 +66,8 @@ func (p *Processes) Replace(name string, args ...string) error {
 	return p.succeed(name, args)
 }
 
-// ReplaceCrashed waits until a process has killed itself, and starts another one in its place. If ctx ends before it does, it
-// is stopped: a relay gives its lease back, and the other one has not to wait for its end.
+// ReplaceCrashed waits until a process has killed itself, and starts another one in its place. If ctx ends before it
+// does, it is stopped: a relay gives its lease back, and the other one has not to wait for its end.
 func (p *Processes) ReplaceCrashed(ctx context.Context, name string, args ...string) error {
 	crashed, err := p.Await(ctx, name)
 	if err == nil && !crashed {

@@ -51,8 +51,8 @@ func newCups(t *testing.T) (*pgxpool.Pool, string, *outbox.Registry, *outbox.Rec
 
 var errUndo = errors.New("undo")
 
-// A test of a service looks into the transaction of its library before it is rolled back, and at what is committed through the
-// same connections.
+// A test of a service looks into the transaction of its library before it is rolled back, and at what is committed
+// through the same connections.
 func TestRecordedByEachLibrary(t *testing.T) {
 	t.Parallel()
 	pool, schema, events, rec := newCups(t)

@@ -119,8 +119,8 @@ func config(t *testing.T) shop.Config {
 	return shop.Config{DatabaseURL: address.String(), Kafka: testenv.KafkaOpts(brokers), Topic: topic}
 }
 
-// ForPQ returns an address for lib/pq: without what pgx alone knows, and with statements that go out in one message, as PgBouncer needs
-// them outside of transactions.
+// ForPQ returns an address for lib/pq: without what pgx alone knows, and with statements that go out in one message,
+// as PgBouncer needs them outside of transactions.
 func ForPQ(t *testing.T, address string) string {
 	t.Helper()
 	u, err := url.Parse(address)
