@@ -44,10 +44,9 @@ type Consumer struct{ engine *consumer.Consumer }
 // is handled again by any member of the group, in the order of its key, and what has become of
 // it is a row of event_delivery.
 //
-// NewConsumer does no I/O. A running consumer uses a connection of db for each
-// partition that it handles at the moment, see HandlerConfig.Concurrency, up to four for parked
-// events, and up to six more; closing db stays with the caller. A nil db will do if every handler is one of [HandleNoTx], and
-// From is FromStart or FromEnd.
+// NewConsumer does no I/O. A running consumer uses a connection of db for each partition that it handles at the
+// moment, see HandlerConfig.Concurrency, up to four for parked events, and up to six more; closing db stays with the
+// caller. A nil db will do if every handler is one of [HandleNoTx], and From is FromStart or FromEnd.
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, of all of them
 // MaxQueueBytes and a batch of each, and what fetches bring beyond that: of each broker
@@ -230,8 +229,8 @@ type ConsumerConfig struct {
 	// partition. It is longer than the session timeout, see [NewConsumer]. Zero means 5 min.
 	MaxPollInterval time.Duration
 
-	// DeadLetterTopic returns the topic for the dead letters of another topic. The consumer must not read the topic that
-	// it returns. It is called for each topic when the consumer is made. Nil means {topic}.dlq.
+	// DeadLetterTopic returns the topic for the dead letters of another topic. The consumer must not read the topic
+	// that it returns. It is called for each topic when the consumer is made. Nil means {topic}.dlq.
 	//
 	// The topic must exist, see the package outboxtopics. While the topic accepts nothing, dead events wait, and with
 	// them the later events of their keys. Without a database their partition waits.

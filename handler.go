@@ -30,8 +30,8 @@ type HandlerConfig struct {
 	// group. A consumer reads a partition or a topic that is added later from its beginning.
 	//
 	// A consumer without a database requires From. It applies From to every partition in which Kafka has no offset of
-	// the group. This includes partitions that are added later, and offsets that have expired. The log says what FromEnd
-	// then skips. Zero means FromEnd.
+	// the group. This includes partitions that are added later, and offsets that have expired. The log says what
+	// FromEnd then skips. Zero means FromEnd.
 	From Start
 
 	// MaxPoll is the most events that one transaction handles, at most 10,000. A consumer takes them from one
@@ -59,34 +59,34 @@ type HandlerConfig struct {
 	// 60 s.
 	Retry RetryPolicy
 
-	// HoldDead keeps the later events of a key waiting behind a DEAD event. They wait until an operator has resolved the
-	// dead event, or it was handled after all. Without HoldDead they go on. HoldDead needs a database.
+	// HoldDead keeps the later events of a key waiting behind a DEAD event. They wait until an operator has resolved
+	// the dead event, or it was handled after all. Without HoldDead they go on. HoldDead needs a database.
 	HoldDead bool
 
 	// RetryDeadAfter retries DEAD deliveries without an operator. Its keys are error classes, as in
-	// event_delivery.last_error_code: timeout for example. After this delay, dead deliveries whose last error is of the
-	// class have all their attempts again. Deliveries that an operator has resolved stay resolved. RetryDeadAfter needs a
-	// database. Nil means that operators decide.
+	// event_delivery.last_error_code: timeout for example. After this delay, dead deliveries whose last error is of
+	// the class have all their attempts again. Deliveries that an operator has resolved stay resolved. RetryDeadAfter
+	// needs a database. Nil means that operators decide.
 	RetryDeadAfter map[string]time.Duration
 
 	// Breaker says when the breaker of an action opens in this process. It judges first attempts on events, except
 	// those that end with a [Permanent] error.
 	//
-	// While the breaker is open, the events of the action wait. Behind them, the other actions of a consumer wait, too.
-	// After OpenFor, the action is tried on one event after the other, until Trials of them are handled. So an outage of
-	// something that a handler needs does not park, or make DEAD, all events that arrive. A consumer without a database
-	// has no breakers. Zero means Window 20, FailureRate 0.5, OpenFor 30 s and Trials 1.
+	// While the breaker is open, the events of the action wait. Behind them, the other actions of a consumer wait,
+	// too. After OpenFor, the action is tried on one event after the other, until Trials of them are handled. So an
+	// outage of something that a handler needs does not park, or make DEAD, all events that arrive. A consumer
+	// without a database has no breakers. Zero means Window 20, FailureRate 0.5, OpenFor 30 s and Trials 1.
 	Breaker BreakerConfig
 
 	// HandlerTimeout is how long a handler may run before its context ends. An error that the handler returns then
 	// counts as any other. A handler of [HandleBatch] has this time for all of its events, and a codec for one event.
-	// For a consumer, it is at most half of MaxPollInterval. A worker has no such bound, because it renews the leases of
-	// its events while the handler runs. Zero means 150 s (half of MaxPollInterval, where that is set).
+	// For a consumer, it is at most half of MaxPollInterval. A worker has no such bound, because it renews the leases
+	// of its events while the handler runs. Zero means 150 s (half of MaxPollInterval, where that is set).
 	HandlerTimeout time.Duration
 
-	// SlowHandler is how long a handler may run before a WARN names the handler and its event. Another WARN follows each
-	// time that the handler has run for twice as long. SlowHandler also holds for hooks, RetriesFor, decoders, codecs,
-	// upcasters and keys of [OncePer], and for the wait until a transaction begins. Zero means 30 s.
+	// SlowHandler is how long a handler may run before a WARN names the handler and its event. Another WARN follows
+	// each time that the handler has run for twice as long. SlowHandler also holds for hooks, RetriesFor, decoders,
+	// codecs, upcasters and keys of [OncePer], and for the wait until a transaction begins. Zero means 30 s.
 	SlowHandler time.Duration
 
 	// StopTimeout is how long Run of a [Consumer] or [Worker] may outlive its context. Handlers have three fifths of
@@ -108,16 +108,18 @@ type HandlerConfig struct {
 	// Upcasters turn events of older versions into the newer versions that handlers take.
 	Upcasters []Upcaster
 
-	// Middleware runs around each call of a handler, the first outermost. Without middleware, a call costs nothing more.
+	// Middleware runs around each call of a handler, the first outermost. Without middleware, a call costs nothing
+	// more.
 	Middleware []Middleware
 
 	// Alerts says when an alert is sent that deliveries are dead or wait for too long, and to whom. A consumer also
 	// alerts to records that Kafka has removed unread. Alerts need a database.
 	//
-	// One process sends these alerts. Where a relay leads, it is the process of the relay. Else it is a process of the
-	// first group by name that runs workers, and without workers a member of the first group of consumers. The process
-	// alerts to all groups, and to relays that no process leads. When it is gone, another process of the group takes over
-	// within twice the Lease of a worker, or the session timeout of a consumer. The zero value logs alerts.
+	// One process sends these alerts. Where a relay leads, it is the process of the relay. Else it is a process of
+	// the first group by name that runs workers, and without workers a member of the first group of consumers. The
+	// process alerts to all groups, and to relays that no process leads. When it is gone, another process of the
+	// group takes over within twice the Lease of a worker, or the session timeout of a consumer. The zero value logs
+	// alerts.
 	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated, failed or dead.
@@ -313,13 +315,12 @@ func changed(h Handler, change func(*handling.Handler)) Handler {
 // effects outside of tx belong into [HandleNoTx]. An error is tried again as
 // [HandlerConfig] says; [Permanent] marks one that no retry would change.
 //
-// What f sets with SET LOCAL or set_config is not seen by handlers of other events: if it does
-// that in a shared transaction, this is rolled back, and from then on the events that arrive with
-// those of f are handled one by one, which is slower. That holds, too, if f runs a statement by the
-// name under which it was prepared elsewhere, whose text is not known here. Of what a function inside PostgreSQL sets, or
-// a statement that goes through tx.Conn, only search_path, role, session_authorization,
-// row_security, session_replication_role, lock_timeout, statement_timeout and TimeZone are noticed. A SET without LOCAL
-// stays with the connection, which goes back to the pool.
+// What f sets with SET LOCAL or set_config is not seen by handlers of other events: if it does that in a shared
+// transaction, this is rolled back, and from then on the events that arrive with those of f are handled one by one,
+// which is slower. That holds, too, if f runs a statement by the name under which it was prepared elsewhere, whose
+// text is not known here. Of what a function inside PostgreSQL sets, or a statement that goes through tx.Conn, only
+// search_path, role, session_authorization, row_security, session_replication_role, lock_timeout, statement_timeout
+// and TimeZone are noticed. A SET without LOCAL stays with the connection, which goes back to the pool.
 //
 // ctx carries the event's correlation id, trace id and traceparent, so that events recorded
 // in f continue all of them. It ends when the handling takes longer than MaxPollInterval.
@@ -377,9 +378,9 @@ type RetryPolicy struct {
 	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero
 	// means 3.
 	MaxRetries int
-	// RetriesFor returns how often an action is retried for an error, in place of MaxRetries. The partition waits until
-	// RetriesFor returns. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy that sets
-	// MaxRetries does not use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
+	// RetriesFor returns how often an action is retried for an error, in place of MaxRetries. The partition waits
+	// until RetriesFor returns. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy
+	// that sets MaxRetries does not use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
 	RetriesFor func(error) int `json:"-"`
 	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait. A random
 	// part of up to a fifth is added to each wait, or left out. [RetryAfter] sets another wait. Zero means 1 s.
@@ -487,11 +488,11 @@ func Permanent(err error) error {
 	return handling.Permanent(err)
 }
 
-// RetryAfter marks an error of a handler after which the event is tried again when d has passed,
-// for example because another server asks for that. D takes the place of the wait that RetryWait
-// of [HandlerConfig] says, and has no upper bound: until then the later events of its key wait, or,
-// where it is tried again in place, those of its partition. A d that is not positive means at once. If an event waits in
-// place, and d has not passed when the consumer stops, it is tried when it arrives again.
+// RetryAfter marks an error of a handler after which the event is tried again when d has passed, for example because
+// another server asks for that. D takes the place of the wait that RetryWait of [HandlerConfig] says, and has no
+// upper bound: until then the later events of its key wait, or, where it is tried again in place, those of its
+// partition. A d that is not positive means at once. If an event waits in place, and d has not passed when the
+// consumer stops, it is tried when it arrives again.
 //
 // It does not change how often the event is tried: MaxRetries, RetriesFor and [Permanent] say
 // that. An error for which PostgreSQL would have the transaction repeated counts as any other

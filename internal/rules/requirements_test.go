@@ -18,8 +18,8 @@ var requirementNumbers = []struct {
 	last    int
 }{{"A", 75}, {"B", 34}, {"C", 38}, {"D", 34}, {"E", 38}, {"T", 30}, {"X", 36}, {"F", 6}}
 
-// docs/requirements.md has one line for each number, in order. What is done names the tests that show it, what is not says why,
-// and all tests that it names exist.
+// docs/requirements.md has one line for each number, in order. What is done names the tests that show it, what is not
+// says why, and all tests that it names exist.
 func TestRequirements(t *testing.T) {
 	t.Parallel()
 	tests := testNames(t)
