@@ -4,11 +4,13 @@ import (
 	"go/ast"
 	"go/token"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 )
@@ -93,6 +95,48 @@ var wordRules = []wordRule{
 // No declared identifier has a word that the project has invented.
 func TestWords(t *testing.T) {
 	t.Parallel()
+	eachGoFile(t, func(path string, fset *token.FileSet, file *ast.File) {
+		if ast.IsGenerated(file) {
+			return
+		}
+		for _, id := range declared(file) {
+			for _, rule := range wordRules {
+				if word := rule.find(id, path); word != "" {
+					t.Errorf("%s: %s has the word %q: write %s", fset.Position(id.Pos()), id.Name, word, rule.instead)
+				}
+			}
+		}
+	})
+}
+
+// maxCommentWidth is in columns; a tab counts as four.
+const maxCommentWidth = 120
+
+// No line of a comment is wider than maxCommentWidth. A comment behind code is not checked.
+func TestCommentWidth(t *testing.T) {
+	t.Parallel()
+	eachGoFile(t, func(path string, fset *token.FileSet, file *ast.File) {
+		source, err := os.ReadFile(path)
+		require.NoError(t, err)
+		lines := strings.Split(string(source), "\n")
+		for _, group := range file.Comments {
+			for _, comment := range group.List {
+				first, last := fset.Position(comment.Pos()).Line, fset.Position(comment.End()).Line
+				for n := first; n <= last; n++ {
+					line := strings.ReplaceAll(lines[n-1], "\t", "    ")
+					isCode := n == first && !strings.HasPrefix(strings.TrimSpace(line), comment.Text[:2])
+					if width := utf8.RuneCountInString(line); !isCode && width > maxCommentWidth {
+						t.Errorf("%s:%d: the comment has %d columns, at most %d are allowed", path, n, width, maxCommentWidth)
+					}
+				}
+			}
+		}
+	})
+}
+
+// eachGoFile parses each Go file of all modules, and passes it to f with its path.
+func eachGoFile(t *testing.T, f func(path string, fset *token.FileSet, file *ast.File)) {
+	t.Helper()
 	fset := token.NewFileSet()
 	require.NoError(t, filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error {
 		switch {
@@ -104,17 +148,10 @@ func TestWords(t *testing.T) {
 			return nil
 		}
 		file, err := parseFile(fset, path)
-		if err != nil || ast.IsGenerated(file) {
-			return err
+		if err == nil {
+			f(path, fset, file)
 		}
-		for _, id := range declared(file) {
-			for _, rule := range wordRules {
-				if word := rule.find(id, path); word != "" {
-					t.Errorf("%s: %s has the word %q: write %s", fset.Position(id.Pos()), id.Name, word, rule.instead)
-				}
-			}
-		}
-		return nil
+		return err
 	}))
 }
 
