@@ -209,7 +209,7 @@ func TestBreakerBatch(t *testing.T) {
 	})
 }
 
-// Nobody can close a breaker with more outcomes than calls.
+// A breaker ignores outcomes of more calls than it has granted.
 func TestBreakerTooManyOutcomes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -19,8 +19,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// Every function of the host that a worker calls may hang. It is named while it does, not only
-// a handler: by a WARN, by Health, and when its partition has to be given up.
+// Every function of the host that a worker calls may hang. While it hangs, a WARN and Health name
+// it. It is also named when its partition is dropped.
 func TestHostFunctionHangs(t *testing.T) {
 	t.Parallel()
 	for name, set := range map[string]func(cfg *Rules, s *partitionFixture, hang func()){

@@ -45,7 +45,7 @@ type membership struct {
 	workers    map[kafka.Partition]*partitionWorker
 	running    map[*partitionWorker]bool // workers that have not ended; also those of revoked partitions
 	member     string                    // the member id under which the group assigned the partitions
-	closing    bool                      // assigned ignores further partitions
+	closing    bool                      // assigned ignores new partitions
 }
 
 // join makes a client from opts, which joins the group in the background. The client lives until

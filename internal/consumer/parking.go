@@ -294,9 +294,9 @@ func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) e
 	return err
 }
 
-// giveUp gives up a task, or a record that no handler gets. With a database the task is parked
-// without an attempt left: the process that claims the row sends the dead letter. Without a database
-// the dead letter is sent here. The only error is ErrStopped.
+// giveUp ends the attempts of a task, or of a record that no handler gets. With a database the task
+// is parked without an attempt left: the process that claims the row sends the dead letter. Without
+// a database the dead letter is sent here. The only error is ErrStopped.
 func (w *partitionWorker) giveUp(it *recordItem, t handling.Task, o handling.Outcome) error {
 	if w.parking == nil {
 		return w.sendToDLQ(it, o)

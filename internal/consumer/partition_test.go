@@ -415,8 +415,8 @@ func TestPartitionWorkerQueue(t *testing.T) {
 	require.Zero(t, s.worker.limits.budget.Used())
 }
 
-// The queues of all partitions have a bound together. Each has a share that the others
-// cannot take, and what nobody needs is for those who do.
+// The queues of all partitions have a common bound. Each partition has a share that the others
+// cannot take. Partitions with more work use the room that other partitions do not need.
 func TestQueuesOfAllPartitions(t *testing.T) {
 	t.Parallel()
 	const partitions, size = 100, 100_000

@@ -98,8 +98,8 @@ func TestTransactionsAreShort(t *testing.T) {
 	})
 }
 
-// The offset with which reading begins is not committed for a partition that was given up
-// while it was looked for: it would set back the member that has the partition now.
+// The start offset of a partition is not committed if the partition was revoked during the search
+// for it. The commit would set back the member that has the partition now.
 func TestStartOfGivenUpPartition(t *testing.T) {
 	t.Parallel()
 	at := kafka.Partition{Topic: "t"}

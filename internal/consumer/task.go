@@ -74,8 +74,8 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 	}
 }
 
-// giveUpTask gives up a task that has failed for the last time. It reports whether later tasks of its
-// key are to be parked. The only error is ErrStopped.
+// giveUpTask ends the attempts of a task whose last attempt has failed. It reports whether later
+// tasks of its key are to be parked. The only error is ErrStopped.
 func (w *partitionWorker) giveUpTask(it *recordItem, t handling.Task, o handling.Outcome) (parked bool, err error) {
 	if err := w.giveUp(it, t, o); err != nil || w.parking == nil {
 		return false, err

@@ -77,10 +77,10 @@ type call struct {
 	abandoned bool // under Callback.mu
 }
 
-// Call calls f and returns its error. If f panics, the error is a [*Panic], which is
-// logged. If f has not returned when patience or grace is over, Call returns
-// [ErrAbandoned]; until f does return, further calls return [ErrOmitted] and call
-// nothing. What f writes must not be read after these errors.
+// Call calls f and returns its error. If f panics, the error is a [*Panic], which is logged. If f
+// has not returned when patience or grace is over, Call returns [ErrAbandoned]. Until f does
+// return, later calls return [ErrOmitted] and call nothing. After these errors, values that f
+// writes must not be read.
 func (c *Callback) Call(ctx context.Context, f func() error) error {
 	patience, ok := c.begin(ctx)
 	if !ok {
@@ -96,8 +96,8 @@ func (c *Callback) Call(ctx context.Context, f func() error) error {
 	return ErrAbandoned
 }
 
-// Notify is [Callback.Call] for a function that returns nothing. What goes wrong is logged,
-// and nobody else needs to know.
+// Notify is [Callback.Call] for a function that returns nothing. Errors are logged and not
+// returned.
 func (c *Callback) Notify(ctx context.Context, f func()) {
 	_ = c.Call(ctx, func() error { f(); return nil })
 }

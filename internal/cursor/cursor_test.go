@@ -67,8 +67,8 @@ var someFailure = []cursor.Failure{{
 	Event: &envelope.Event{ID: 1}, Key: "b-events/k", Status: statusFailed, Class: "message_too_large", Err: errors.New("too large"),
 }}
 
-// Whoever lost the lease can neither move the cursor nor record a failure,
-// whatever it believes about itself.
+// A process that lost the lease can neither move the cursor nor record a failure, even if it still
+// takes the lease for its own.
 func TestLostLeaseMovesNothing(t *testing.T) {
 	t.Parallel()
 	d, ctx := newFixture(t), context.Background()
@@ -229,7 +229,7 @@ func TestIdleOpen(t *testing.T) {
 		require.NoError(t, d.DB.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot())`).Scan(&xid))
 		return xid
 	}
-	require.Eventually(t, func() bool { // unless somebody else on this server took one
+	require.Eventually(t, func() bool { // unless another client of this server took one
 		before := next()
 		idle, events, large, err := d.cursors.Open(ctx, l, p, 10)
 		require.NoError(t, err)

@@ -19,9 +19,9 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// An outage of one topic parks very many events in a table that was empty, and
-// what was planned then walked all of them for a few. Nobody has analysed it yet
-// when the topic is back.
+// An outage of one topic parks very many events in a table that was empty. A plan that was made for
+// the empty table would scan all rows to find a few. When the topic is back, the table may not have
+// been analysed yet.
 func TestRetriesOverManyParkedRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements

@@ -73,8 +73,8 @@ const (
 	inverted flaw = "version 2 comes before version 1"
 )
 
-// Nobody else may have a transaction open in the cluster meanwhile: most of these
-// cursors wait for it.
+// No other test may have a transaction open in the cluster meanwhile: most of these cursors wait
+// for it.
 func TestOtherCursorsFail(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: most of these cursors wait for any transaction that is open in the cluster.

@@ -219,9 +219,9 @@ func TestRebaseProvesTheLease(t *testing.T) {
 	require.Equal(t, 3, d.Count(t, "outbox WHERE xid::text::bigint > 1000000000"))
 }
 
-// Rows whose transaction id this cluster has not reached, which somebody brought here
-// although a constraint forbids it, are not sent again and again; nor are they removed.
-// Whoever begins to lead finds them, and each is sent once.
+// An operator may have inserted rows whose transaction id this cluster has not reached, although a
+// constraint forbids it. Such rows are neither sent repeatedly nor removed. The next leader finds
+// them, and each is sent once.
 func TestRowsOfTheFuture(t *testing.T) {
 	t.Parallel()
 	d, ctx := newFixture(t), context.Background()

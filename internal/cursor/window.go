@@ -34,8 +34,8 @@ const (
 	// maxOpenBytes bounds the events that are read in the statement that announces their
 	// window, by what their rows say of their size.
 	maxOpenBytes = 1 << 20
-	// maxBatchBytes bounds the events that are read at once, likewise. A relay holds two
-	// batches: one is being sent while the next is fetched.
+	// maxBatchBytes bounds the events that are read at once, also by the sizes that their rows
+	// state. A relay holds two batches: one is being sent while the next is fetched.
 	maxBatchBytes = 16 << 20
 )
 

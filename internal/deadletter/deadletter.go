@@ -27,7 +27,8 @@ const (
 	ReplayFrom   = "replay_from"
 )
 
-// Headers of a dead letter that say what it is one of, and why, likewise.
+// Headers of a dead letter that name its original record and the cause. The package outbox exports
+// them, too.
 const (
 	OriginalTopic     = Prefix + "original_topic"
 	OriginalPartition = Prefix + "original_partition"
@@ -61,7 +62,8 @@ func IsOwn(name string) bool {
 	return IsReplay(name)
 }
 
-// IsReplay reports whether a header is one of a replay, likewise.
+// IsReplay reports whether a header is one of a replay. It does not distinguish upper and lower
+// case either.
 func IsReplay(name string) bool {
 	const prefix = len("replay_")
 	if len(name) <= prefix || name[0]|' ' != 'r' || name[prefix-1] != '_' {

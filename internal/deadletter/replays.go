@@ -17,13 +17,13 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// Replays tells the records that were sent back from a dead-letter topic from those that
-// only say so. Whoever may write to a topic may write headers, but not to its dead-letter
-// topic: so the headers count in a copy of a dead letter that is there, and nowhere else.
-// It is safe for concurrent use.
+// Replays tells the records that were sent back from a dead-letter topic from records that only
+// claim it. A client that may write to a topic may write any header there, but may not write to its
+// dead-letter topic. So the headers count only if the dead-letter topic has the dead letter that
+// they name. It is safe for concurrent use.
 type Replays struct {
 	client *kgo.Client
-	busy   chan struct{} // holds one while somebody asks Kafka or looks at read
+	busy   chan struct{} // holds one while a goroutine asks Kafka or reads read
 
 	// read has what was read last of each partition of a dead-letter topic, because
 	// dead letters are mostly sent back in their order.
@@ -39,8 +39,8 @@ func NewReplays(client *kgo.Client) *Replays {
 // is no copy of a dead letter, or of none that can be looked at.
 var ErrNoReplay = errors.New("not a copy of a dead letter")
 
-// askTimeout bounds a question, so that a partition that is given up does not wait for the
-// question of another.
+// askTimeout bounds a question, so that a partition that is revoked does not wait for the question
+// of another.
 const askTimeout = 5 * time.Second
 
 // Check returns nil if a record is a copy of a dead letter in one of the topics, for the

@@ -49,8 +49,8 @@ func TestLooksFindAllRows(t *testing.T) {
 	}, testenv.Patience, time.Millisecond)
 }
 
-// Somebody has locked a row while others look for what is due. They find it with the first look after he has given
-// it up, although they look at all rows only now and then.
+// A transaction has locked a row while processes poll for due rows. After the lock is released,
+// their first poll finds the row, although they scan all rows only now and then.
 func TestLooksFindWhatWasLocked(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
@@ -112,7 +112,7 @@ func TestLookThatFails(t *testing.T) {
 	require.Len(t, expired, 1)
 }
 
-// slowLook is how long a look lasts, after which nobody looks at all rows for some time.
+// slowLook is how long a poll lasts, after which no process scans all rows for some time.
 const slowLook = 500 * time.Millisecond
 
 // lookSlowly has a look wait for a lock.

@@ -89,8 +89,8 @@ func TestEndIsForgotten(t *testing.T) {
 	}
 }
 
-// A crash may forget that rows were ended, and with that the claim of the one behind them. Whoever had it does not
-// have it go before these, whatever he says about it.
+// A crash may undo the end of rows, and with it the claim of the row behind them. The process that
+// had this claim cannot make its row go before the others, whatever result it saves.
 func TestForgottenEndsComeFirst(t *testing.T) {
 	t.Parallel()
 	for name, do := range map[string]func(*tableFixture, *delivery.Store, delivery.Delivery) error{

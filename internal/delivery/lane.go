@@ -52,7 +52,7 @@ type laneParts struct {
 	readEvent  readDelivery
 	deadLetter sendDeadLetter // nil if dead deliveries get no dead letter
 
-	stopping context.Context // ends when no further attempt may begin
+	stopping context.Context // ends when no new attempt may begin
 	cut      context.Context // ends when attempts must end
 
 	signalDue     func()                                   // rows may be due

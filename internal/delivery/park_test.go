@@ -130,7 +130,8 @@ func TestHandledEventsAreNotParked(t *testing.T) {
 	require.Equal(t, []delivery.Status{delivery.Pending}, f.park(s, of("/other", nil)), "the event of another source")
 }
 
-// One that was given up stays so: it is not handled when it comes again, and does not block its key, unless it is held.
+// A dead event stays dead: it is not handled when it comes again, and does not block its key unless
+// it is held.
 func TestDeadEventIsNotParkedAgain(t *testing.T) {
 	t.Parallel()
 	for _, held := range []bool{false, true} {

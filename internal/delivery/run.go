@@ -29,7 +29,7 @@ type Run struct {
 	Lanes      []*lane
 	Session    SessionSettings   // of the pool's connections; set by Prepare
 	Hooks      *contain.Callback // calls hooks for deliveries that no lane has
-	Stopping   context.Context   // ends when no further attempt may begin
+	Stopping   context.Context   // ends when no new attempt may begin
 	Cut        context.Context   // ends when attempts must end
 
 	// Confirm tells the other processes from time to time that this process still handles its routes. Nil if that is

@@ -43,8 +43,8 @@ type Place struct {
 	Key       []byte
 }
 
-// Origin is where an event came from. Each record and each delivery has its own: the events of a transaction are
-// told apart by its address.
+// Origin is where an event came from. Each record and each delivery has its own Origin, and its
+// address distinguishes the events of a transaction.
 type Origin struct {
 	Key        []byte        // events of the same key are handled in order; events without a key have no order
 	Record     Place         // of a record; Received.Kafka points to it

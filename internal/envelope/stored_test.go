@@ -40,7 +40,7 @@ func orderCreated(change func(*Event)) *Event {
 // field is a header of a record.
 type field struct{ name, value string }
 
-// recordOf collects what Record hands out.
+// recordOf collects what Record passes to its callbacks.
 func recordOf(e *Event, inJSON bool) (value []byte, headers []field, err error) {
 	value, err = e.Record(RecordForm{InJSON: inJSON}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
 	return value, headers, err
@@ -235,8 +235,7 @@ func TestDestinationAndKey(t *testing.T) {
 	}
 }
 
-// Rows that somebody else has inserted cannot be sent if no topic follows from
-// their type.
+// Rows of another writer cannot be sent if no topic follows from their type.
 func TestDestinationOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, eventType := range []string{"", "order", "LEDGER_POSTED", "a..b", ".order", "shop.", "shop.order created", "shop.주문", "shop.order\n", "shop/order.x"} {
@@ -248,7 +247,7 @@ func TestDestinationOfForeignRow(t *testing.T) {
 	}
 }
 
-// Headers that somebody else has inserted are an object of strings, or an error.
+// Headers of another writer are an object of strings, or an error.
 func TestHeadersOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, headers := range []string{`{"ce_id": "1"}`, `{"ce_Market": "1"}`, `{"ce_traceparent": "1"}`, `{"ce_correlationid": "1"}`, `[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {

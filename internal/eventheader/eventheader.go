@@ -50,7 +50,7 @@ var reserved = map[string]string{
 	"aggregatetype": "Event", Correlation: "WithCorrelationID", TraceParent: "WithTraceParent", TraceID: "WithTraceID",
 }
 
-// CheckAttribute accepts the names of further attributes.
+// CheckAttribute accepts the names of extra attributes.
 func CheckAttribute(name string) error {
 	if name == "" {
 		return fmt.Errorf("with a name that %w", check.ErrEmpty)
@@ -86,8 +86,8 @@ func Attribute(name string) string {
 	return attribute
 }
 
-// Further names the headers that consumers of other producers' records read: with the id of the event,
-// and with its trace id. An empty name means none.
+// Further names the headers with the id of the event and with its trace id, for consumers that read
+// records of other producers. An empty name means none.
 type Further struct{ ID, Trace string }
 
 // Check returns an error that names each bad field of a configuration: IDHeader and TraceHeader.

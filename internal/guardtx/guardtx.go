@@ -1,5 +1,5 @@
 // Package guardtx runs functions of the host in a transaction of ours. They write in it,
-// and cannot end it: what stands in it beside their work would be committed half done.
+// and cannot end it: the other work of the transaction would be committed half done.
 //
 // Commit and Rollback of the transaction that a function gets return [ErrEnded]. Three things protect the transaction
 // from the text of a statement:
@@ -40,12 +40,12 @@ var (
 	errLost    = errors.New("has returned nil although its connection was lost")
 )
 
-// Nothing in PostgreSQL keeps a session from committing its transaction. But the query of
-// a cursor WITH HOLD runs at the commit, and the commit fails if the query does: then
-// PostgreSQL rolls everything back. So a transaction begins with a cursor whose query
-// fails, and whoever is to commit closes it first, in the same round trip. If the cursor is
-// not there, the transaction is another one than the one that was begun, for example behind
-// "ROLLBACK; BEGIN". It also keeps PREPARE TRANSACTION from working.
+// PostgreSQL has no setting that keeps a session from committing its transaction. But the query of
+// a cursor WITH HOLD runs at the commit. If the query fails, the commit fails and PostgreSQL rolls
+// everything back. So a transaction begins with a cursor whose query fails. The owner of the
+// transaction closes the cursor in the round trip of its commit. If the cursor is not there, the
+// transaction is not the one that was begun, for example behind "ROLLBACK; BEGIN". The cursor also
+// keeps PREPARE TRANSACTION from working.
 const (
 	sqlGuard = `
 DECLARE outbox_guard CURSOR WITH HOLD FOR
@@ -75,7 +75,7 @@ type Tx struct {
 	tx      pgx.Tx
 	shared  bool   // several functions are called in it
 	name    string // of the last one
-	within  bool   // it is somebody else's
+	within  bool   // the transaction belongs to the caller
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
 	foreign bool   // the function has used a savepoint of another one
@@ -110,8 +110,8 @@ func Begin(ctx context.Context, conn *pgx.Conn, shared bool, queue func(*pgx.Bat
 	return t, nil
 }
 
-// Within returns a transaction of somebody else, or a part of it. Nothing guards it from a COMMIT in a
-// statement of a function; its end is for whoever has begun it.
+// Within returns a Tx for a transaction of the caller, or for a part of it. Nothing guards the
+// transaction from a COMMIT in a statement of a function. Only the caller ends it.
 func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 
 // Call calls a function of the host with the transaction, whose Commit and Rollback fail. It

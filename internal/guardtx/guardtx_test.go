@@ -67,8 +67,8 @@ var modes = []pgx.QueryExecMode{
 	pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
 }
 
-// What a function does commits with what stands in the transaction beside it, in all ways
-// in which a pool can send statements. Savepoints are the function's own.
+// The work of a function commits with the other statements of the transaction, in all ways in which
+// a pool can send statements. Savepoints are the function's own.
 func TestCommit(t *testing.T) {
 	t.Parallel()
 	for _, mode := range modes {

@@ -47,7 +47,7 @@ const (
 	setsAtFirst     // if it begins a statement
 	beforeStatement // a statement follows, in PL/pgSQL
 	beforeCode      // a literal that follows is a statement, or several
-	execute         // likewise, and a word that follows is the name of one
+	execute         // as beforeCode, and a word that follows is the name of a statement
 )
 
 // words by their length, which differs for most: handlers pass here with every statement.

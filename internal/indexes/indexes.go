@@ -43,9 +43,9 @@ var (
 // look is how often is looked whether another process has built the index.
 const look = 200 * time.Millisecond
 
-// Build builds an index unless it is there. Nobody who reads or writes events waits for it longer
-// than a try for a lock takes. What a process that has ended in between has left is built again. Of
-// several processes that call it one builds, and the others wait.
+// Build builds an index unless it is there. Readers and writers of events wait for it no longer
+// than one try for a lock. An unfinished index that an ended process has left is built again. Of
+// several processes that call Build, one builds and the others wait.
 func Build(ctx context.Context, db *pgxpool.Pool, schema string, x Index, log *slog.Logger) error {
 	if db.Config().MaxConns < 2 { // one of them has the lock
 		return fmt.Errorf("build index %s: %w", x.name, ErrOneConnection)
@@ -56,7 +56,7 @@ func Build(ctx context.Context, db *pgxpool.Pool, schema string, x Index, log *s
 		switch {
 		case ctx.Err() != nil:
 			return errors.Join(ctx.Err(), err)
-		case err != nil && !pg.IsTransient(err): // a deadlock with somebody who builds another index is transient
+		case err != nil && !pg.IsTransient(err): // a deadlock with another process that builds an index is transient
 			return fmt.Errorf("build index %s: %w", x.name, err)
 		case done:
 			return nil
@@ -80,12 +80,12 @@ type builder struct {
 	log    *slog.Logger
 }
 
-// try builds the index if it is not there and nobody else builds it.
+// try builds the index if it is not there and no other process builds it.
 //
-// CREATE INDEX CONCURRENTLY runs in no transaction, so another connection has the lock. It waits for all
-// snapshots that are older, so who has the lock must have none, and neither must those who wait: they ask
-// for the lock again and again. Under the extended protocol an idle transaction keeps the snapshot of its
-// last statement, hence the simple one.
+// CREATE INDEX CONCURRENTLY runs in no transaction, so another connection has the lock. The
+// statement waits for all older snapshots. So neither the holder of the lock nor a waiting process
+// may have a snapshot: each waiting process asks for the lock again and again. Under the extended
+// protocol an idle transaction keeps the snapshot of its last statement, hence the simple protocol.
 func (b *builder) try(ctx context.Context) (done bool, err error) {
 	s, err := b.state(ctx)
 	if err != nil || s.ready {

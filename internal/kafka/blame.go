@@ -69,7 +69,7 @@ func without(opts []kgo.Opt, places ...int) (rest []kgo.Opt) {
 	return rest
 }
 
-// optsOfMembers are options that kgo takes only beside ConsumerGroup.
+// optsOfMembers are options that kgo takes only together with ConsumerGroup.
 var optsOfMembers = []string{
 	"DisableAutoCommit", "GreedyAutoCommit", "AutoCommitMarks", "AutoCommitCallback",
 	"OnPartitionsAssigned", "OnPartitionsRevoked", "OnPartitionsLost",

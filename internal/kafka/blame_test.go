@@ -80,7 +80,7 @@ func TestErrorsOfAddedOptions(t *testing.T) {
 	}), "kafka option TransactionalID: ")
 }
 
-// An option that nobody can name, which is none of kgo's, does no harm.
+// An unnamed option that is not one of kgo's does no harm.
 func TestOptName(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, "ClientID", optName(kgo.ClientID("c")))

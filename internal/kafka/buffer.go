@@ -8,7 +8,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// Buffer says how much may be in the hands of a client.
+// Buffer says how many records and bytes a client may buffer.
 type Buffer struct{ records, bytes int }
 
 // maxBuffered is how many bytes a client gets at once, ahead of the answers. It keeps a few

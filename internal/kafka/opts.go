@@ -94,7 +94,7 @@ func (o HostOpts) Lists(option any) bool {
 // Differs reports whether an option does not have a value.
 func (o HostOpts) Differs(option, value any) bool { return o.Client.OptValue(option) != value }
 
-// RejectCommon rejects the options with which nobody here could keep its promises.
+// RejectCommon rejects the options that neither a relay nor a consumer can use.
 func (o HostOpts) RejectCommon() {
 	o.Reject(o.Names(kgo.TransactionalID), "TransactionalID", "nobody would begin and end its transactions")
 	o.Reject(o.Sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")

@@ -18,10 +18,9 @@ var ErrNoLeader = errors.New("partition has no leader")
 // answerTimeout bounds a question to Kafka.
 const answerTimeout = 2 * time.Second
 
-// Topics knows what Kafka has answered about the topics to which a client sends. A client
-// that is given a record of a topic that it does not find waits for that topic, and what
-// was given to it at the same time has to wait, too. So whoever sends asks first. It
-// belongs to one goroutine.
+// Topics knows what Kafka has answered about the topics to which a client sends. A client waits for
+// a topic that it does not find, and delays all records that it was given at the same time. So the
+// sender asks Kafka about a topic first. Topics belongs to one goroutine.
 type Topics struct {
 	client      *kgo.Client
 	creates     bool // the client creates missing topics

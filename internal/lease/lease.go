@@ -58,11 +58,10 @@ var (
 type Lease struct {
 	Holder string
 	Epoch  int64
-	// ExclusiveAt is when no process can send any more that had the lease before, by the monotonic clock of this
-	// process. If one was
-	// taken for gone, its lease may not have expired yet. Until then, this one sends and parks only: what it gave
-	// up, or what
-	// an operator decided about, could still be sent by the other one, behind later events of its key.
+	// ExclusiveAt is when no earlier holder of the lease can send any more, by the monotonic clock
+	// of this process. The lease of a holder that was taken for gone may not have expired yet.
+	// Until then, this process only sends and parks. An earlier holder could still send an event
+	// that this process marks dead or that an operator resolves, behind later events of its key.
 	ExclusiveAt time.Time
 	// Until is when the lease expires by the monotonic clock of this process. It
 	// counts from before the statement that took or renewed the lease, so by the clock
@@ -148,7 +147,7 @@ func (l *Lease) Expiry() time.Time {
 // before any timer has fired.
 func (l *Lease) Held() bool { return time.Now().Before(*l.Until.Load()) }
 
-// Expire makes Held false: the lease was given up.
+// Expire makes Held false after the lease was released.
 func (l *Lease) Expire() {
 	var past time.Time
 	l.Until.Store(&past)

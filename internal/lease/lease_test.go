@@ -169,7 +169,7 @@ func TestStatementsAreComplete(t *testing.T) {
 	}
 }
 
-// Nobody hands anything to Kafka while the lock is lost and outbox_lease says that it is held.
+// No process sends to Kafka while the lock is lost and outbox_lease says that it is held.
 func TestNothingIsSentWithoutLock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		lost := make(chan struct{})

@@ -164,8 +164,8 @@ func (f *fixture) notValidated(t *testing.T) (n int) {
 	return n
 }
 
-// Where nothing is to be done, Run waits for nobody: neither for another process that migrates, nor for a lock on a
-// table of events.
+// On a schema that is up to date, Run waits neither for another process that migrates, nor for a
+// lock on a table of events.
 func TestMigrateUpToDateWaitsForNobody(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)

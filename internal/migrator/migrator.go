@@ -138,9 +138,9 @@ func (m *Migrator) apply(ctx context.Context, step Step) error {
 
 // try applies a file in a transaction, unless another process has done it meanwhile.
 //
-// It pauses while it holds the advisory lock, so that several processes do not try in
-// turn without a pause: each try keeps writers waiting. At that time the transaction has
-// neither an id nor a snapshot, so it holds up nobody else.
+// It pauses while it holds the advisory lock, so that several processes do not try in turn without
+// a pause: each try keeps writers waiting. During the pause the transaction has neither an id nor a
+// snapshot, so it delays no other transaction.
 func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) error {
 	conn, err := m.DB.Acquire(ctx)
 	if err != nil {
@@ -175,7 +175,7 @@ func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) erro
 	if _, err := conn.Exec(ctx, sqlStepSettings, pgx.Identifier{m.Schema}.Sanitize(), m.lockTimeout()); err != nil {
 		return err
 	}
-	// All of it is one message: nobody waits for a process that stops in between.
+	// All of it is one message: no transaction waits for a process that stops in between.
 	done := strings.NewReplacer("$1", strconv.Itoa(step.Version), "$2", "'"+step.Name+"'").Replace(sqlMigrationDone)
 	err = execScript(ctx, conn.Conn(), step.sql+"\n"+pg.InSchema(done, m.Schema)+";\nCOMMIT")
 	if pg.IsLocked(err) {

@@ -44,8 +44,8 @@ func State(ctx context.Context, db *pgxpool.Pool, schema string) (applied []Appl
 
 const sqlMigrationVersion = `SELECT version FROM {schema}.outbox_migration ORDER BY version DESC LIMIT 1`
 
-// sqlIsMigrationTable reports whether outbox_migration is there, and is a table that runs
-// nothing when it is read, as a view of somebody else would.
+// sqlIsMigrationTable reports whether outbox_migration exists and is a plain table. A view of
+// another role could run code when it is read.
 const sqlIsMigrationTable = `
 SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
                 WHERE n.nspname = $1 AND c.relname = 'outbox_migration' AND c.relkind = 'r' AND NOT c.relrowsecurity)`

@@ -28,9 +28,9 @@ type Reader struct {
 	err     error
 }
 
-// Follow reads topic until the reader is closed. decode returns the event of a record; nil means that the record's
-// value is the event as JSON, and that the first 8 KiB of fillers are enough. opts are further options that the
-// brokers need, such as credentials.
+// Follow reads topic until the reader is closed. decode returns the event of a record. Nil means
+// that the record's value is the event as JSON, and that the first 8 KiB of fillers are enough.
+// opts are extra options that the brokers need, such as credentials.
 func Follow(brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
 	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
 		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond))...) // the topic may not be there yet

@@ -22,8 +22,9 @@ type place struct {
 	name string
 }
 
-// Get returns the value of a pool and a name, which it makes if there is none. The value must not refer to the pool but
-// by the function that create gets, which returns nil once nobody has the pool.
+// Get returns the value of a pool and a name, which it makes if there is none. The value may refer
+// to the pool only through the function that create gets. That function returns nil once the pool
+// is unreachable.
 func (r *Registry[V]) Get(db *pgxpool.Pool, name string, create func(db func() *pgxpool.Pool) V) V {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -38,8 +38,8 @@ func (b *Borrowed) Return() {
 	b.pooled = nil
 }
 
-// Cut closes the network connection, so that PostgreSQL rolls back what is not committed
-// and whoever uses the connection gets an error. The pool no longer counts it.
+// Cut closes the network connection. PostgreSQL then rolls back uncommitted work, and each user of
+// the connection gets an error. The pool no longer counts the connection.
 func (b *Borrowed) Cut() {
 	b.mu.Lock()
 	defer b.mu.Unlock()

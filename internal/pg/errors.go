@@ -9,9 +9,10 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// IsUndefined reports whether PostgreSQL did not find what a statement names: a table or
-// its schema, or a column or a function, as in a database that is behind this release. What
-// a trigger of somebody else does not find is not meant: that error says where it is from.
+// IsUndefined reports whether PostgreSQL did not find an object that a statement names: a table,
+// its schema, a column or a function. A database that is behind this release causes such errors. It
+// returns false for objects that a trigger of the host does not find: such an error says where it
+// is from.
 func IsUndefined(err error) bool {
 	failed, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && failed.Where == "" && IsUndefinedCode(failed.Code)
@@ -84,7 +85,7 @@ func IsOutage(err error) bool {
 		func(class string) bool { return strings.HasPrefix(code, class) })
 }
 
-// WithDetail adds to an error what PostgreSQL says beside its message, the values of a key for example.
+// WithDetail adds to an error PostgreSQL's detail, which has the values of a key for example.
 func WithDetail(err error) error {
 	if pgErr, is := errors.AsType[*pgconn.PgError](err); is && pgErr.Detail != "" {
 		return fmt.Errorf("%w: %s", err, pgErr.Detail)

@@ -22,18 +22,16 @@ func InSchema(sql, schema string) string {
 	return strings.NewReplacer("{schema}", quoted, "{outbox}", "'"+strings.ReplaceAll(quoted, "'", "''")+".outbox'").Replace(sql)
 }
 
-// PlannerSettings precedes a statement in the same round trip and so in the same
-// transaction.
+// PlannerSettings precedes a statement in the same round trip and so in the same transaction.
 //
-// The planner must not choose: a plan that it makes for an empty table reads all of
-// outbox for each event when the table has grown, and is used until the table is
-// analysed. With these settings only the plans remain that the comments at the
-// statements describe: ORDER BY names the index, because nothing is sorted that an index
-// has in order. Each connection plans a statement once.
+// The planner must not choose: a plan that it makes for an empty table reads all of outbox for each
+// event when the table has grown, and is used until the table is analysed. With these settings only
+// the plans remain that the comments at the statements describe: ORDER BY names the index, because
+// nothing is sorted that an index has in order. Each connection plans a statement once.
 //
-// Before PostgreSQL 18 an index bounds what is read of it by columns that are equal to
-// something, and by a range of the one behind them. A further range, or the second column of
-// a row that is compared, bounds nothing.
+// Before PostgreSQL 18 an index scan is bounded by columns that are equal to something, and by a
+// range of the column behind them. A second range bounds nothing, and neither does the second
+// column of a row that is compared.
 const PlannerSettings = `
 SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
        set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true), set_config('jit', 'off', true)`

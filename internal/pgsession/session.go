@@ -1,9 +1,10 @@
-// Package pgsession has a connection to PostgreSQL that stays open, beside those of a pool: it hears
-// notifications, and holds session advisory locks, which PostgreSQL frees when the process is gone.
+// Package pgsession has a connection to PostgreSQL that stays open, separately from those of a
+// pool. It receives notifications, and holds session advisory locks, which PostgreSQL frees when
+// the process is gone.
 //
-// Behind a pooler that gives a connection to a client for a transaction only, neither works: notifications do not
-// arrive, and a lock belongs to whoever has the connection next. So the session is examined before anything
-// relies on it, see [Session.State].
+// Behind a pooler that lends a connection for one transaction only, neither works: notifications do
+// not arrive, and a lock belongs to the next client of the connection. So the session is examined
+// before anything relies on it, see [Session.State].
 package pgsession
 
 import (

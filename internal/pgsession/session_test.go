@@ -80,8 +80,8 @@ func heard(c <-chan struct{}) func() bool {
 	}
 }
 
-// Notifications are heard while somebody listens, also after the connection was lost; and whoever listens is told
-// that he may have missed some.
+// Notifications are received while there is a listener, also after the connection was lost. The
+// listener is then told that it may have missed some.
 func TestListen(t *testing.T) {
 	t.Parallel()
 	p, other := newProcess(t, nil), newProcess(t, nil)

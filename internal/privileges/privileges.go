@@ -1,10 +1,10 @@
-// Package privileges finds out who can act in a schema with the rights of others: whoever
+// Package privileges finds the roles that can act in a schema with the rights of others: those that
 // may create functions and operators in it.
 //
-// PostgreSQL chooses a function or an operator by the types of its arguments, among those of
-// all schemas in search_path, and prefers one that fits exactly to one of its own that fits
-// after a conversion. So who may create =(varchar, varchar) in such a schema has it run by
-// each session that compares two columns of this type.
+// PostgreSQL chooses a function or an operator by the types of its arguments, among those of all
+// schemas in search_path. It prefers an exact match to a function of its own that needs a
+// conversion. So a role that may create =(varchar, varchar) in such a schema has it run by each
+// session that compares two columns of this type.
 package privileges
 
 import (
@@ -15,8 +15,8 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// SafePath keeps the rest of a transaction from finding what somebody has made in a schema
-// of the session's search_path.
+// SafePath keeps the rest of a transaction from finding objects that another role has made in a
+// schema of the session's search_path.
 const SafePath = `SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true)`
 
 // Querier is a connection or a transaction.
@@ -28,9 +28,9 @@ const sqlPublicMayCreate = `
 SELECT EXISTS (SELECT FROM aclexplode(n.nspacl) AS a WHERE a.grantee = 0 AND a.privilege_type = 'CREATE'), pg_has_role(n.nspowner, 'USAGE')
   FROM pg_namespace AS n WHERE n.nspname = $1`
 
-// PublicMayCreate reports whether everybody may create in a schema, and whether the role of
-// the session may change that. The transaction has [SafePath]. A schema that does not exist
-// is nobody's.
+// PublicMayCreate reports whether every role may create in a schema, and whether the role of the
+// session may change that. The transaction has [SafePath]. In a schema that does not exist, no role
+// may create.
 func PublicMayCreate(ctx context.Context, q Querier, schema string) (may, revocable bool, err error) {
 	rows, err := q.Query(ctx, sqlPublicMayCreate, schema)
 	if err != nil {

@@ -34,7 +34,7 @@ type acks struct {
 
 	mu     sync.Mutex
 	failed map[*kgo.Record]error
-	open   int // outcomes that are not known, and one until all records are handed over
+	open   int // outcomes that are not known, and one until the client has all records
 }
 
 // newAcks expects one outcome for each record without an error.

@@ -19,7 +19,7 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Sender hands events to Kafka. [Producer] is the sender of a relay.
+// Sender sends events to Kafka. [Producer] is the sender of a relay.
 type Sender interface {
 	// produce sends the events of batch whose indexes are in which. It takes events from
 	// the start of which: fewer than all if not all may go together or if stop ends

@@ -63,7 +63,7 @@ func (d *delivery) markUnavailable(i int, o Outcome) {
 	d.block(i)
 }
 
-// parkTopic gives up an event and all pending events of its topic: trying each of them
+// parkTopic makes an event and all pending events of its topic unavailable: trying each of them
 // alone would take a timeout each.
 func (d *delivery) parkTopic(i int, r *kgo.Record, err error) {
 	d.parkUnavailable(i, r, err)

@@ -29,7 +29,7 @@ import (
 // to m go to the topic orders, the others to payments; each key has a partition of its
 // own.
 //
-// A play is a list of sends, each with the events that were handed over, and Kafka's
+// A play is a list of sends, each with the events that were sent, and Kafka's
 // answer to each of them:
 //
 //   - accepted             - unavailable           t its topic is missing

@@ -11,7 +11,7 @@
 //   - Events of one key are first sent in their order. While an event of a key waits, the later ones are parked
 //     behind it.
 //   - An outage of Kafka as a whole makes no event fail. A bad topic or partition delays no other one.
-//   - Nothing is handed to Kafka without the lease. Each send checks the lease by the monotonic clock, and losing
+//   - Nothing is sent to Kafka without the lease. Each send checks the lease by the monotonic clock, and losing
 //     it closes the Kafka client.
 //   - Cancelling Run finishes the batch in flight, releases the lease and sends nothing again.
 //
@@ -62,15 +62,15 @@
 //     next send makes another client.
 //   - An invalid timestamp is no rejection. The clock of the host stamps records, and a wrong clock would reject the
 //     whole backlog.
-//   - A stop hands over no more records. After a grace time the client drops records that it has not written, and is
-//     closed when no request is in flight.
+//   - After a stop no more records are sent. After a grace time the client drops records that it has not written,
+//     and is closed when no request is in flight.
 //   - A rejection or a missing topic is a success for the breaker, because Kafka answered. While Kafka works, the
 //     failures of a topic in one send count as one. Probes do not count.
 //
 // # A leader that was stopped past its lease
 //
 // A process that was stopped, for example by a debugger or a suspended machine, may go on after its lease has expired.
-// It can still send the batch in flight, and no other: produce checks the lease before it hands records to the client,
+// It can still send the batch in flight, and no other: produce checks the lease before it passes records to the client,
 // and returns only when every outcome is known or the client is closed. The cursor stands before that batch, and the
 // successor sends the same events first, so the first arrivals keep their order. The bound is on events, not on time:
 // records that Kafka or the network already has cannot be called back. On a suspended machine the monotonic clock

@@ -37,7 +37,7 @@ type healthState struct {
 	leaseSeen time.Time           // our own lease, or that of another process
 	moved     time.Time           // the cursor moved, or there was nothing to send
 	longTask  string              // a task without a time limit; "" for none
-	leaseGone bool                // the lease was given up, because nothing has progressed
+	leaseGone bool                // the lease was released, because nothing has progressed
 	stale     []tables.EventCount // events that have waited too long, by the last check of alerts
 }
 
@@ -60,7 +60,8 @@ func (s *healthState) hangs() bool {
 	return s.longTask == "" && time.Since(s.progress) > s.hangsAfter()
 }
 
-// gaveUp records that the lease was given up because the goroutine of Run hangs. It does not count as progress.
+// gaveUp records that the lease was released because the goroutine of Run hangs. It does not count
+// as progress.
 func (s *healthState) gaveUp() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

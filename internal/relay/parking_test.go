@@ -157,8 +157,9 @@ func TestParkingOfManyKeys(t *testing.T) {
 	require.True(t, p.MustWait(fmt.Sprintf("order-events/customer-%032d", 7)))
 }
 
-// The session counts all rows again when the cursor is not where it left it, while the
-// retrier counts them, too. A key that has rows is never free afterwards, whoever fails.
+// The session counts all rows again when the cursor is not where the session left it, and the
+// retrier counts them at the same time. If either count fails, a key that has rows is still not
+// free afterwards.
 func TestParkingIsCountedByTwo(t *testing.T) {
 	t.Parallel()
 	p, other := NewParking(false), make(chan error)

@@ -26,7 +26,7 @@ type ProducerConfig struct {
 	PassFailedKeys bool
 }
 
-// Producer hands events to Kafka. It belongs to one goroutine.
+// Producer sends events to Kafka. It belongs to one goroutine.
 type Producer struct {
 	cfg     ProducerConfig
 	lease   *lease.Lease
@@ -149,8 +149,8 @@ func (p *Producer) prepare(ctx context.Context, topics []string) {
 	}
 }
 
-// send hands records without an error to the client and waits until the outcome of
-// each is known. It stops early if the breaker opens meanwhile, or if stop ends.
+// send passes records without an error to the client and waits until the outcome of each is known.
+// It stops early if the breaker opens meanwhile, or if stop ends.
 func (p *Producer) send(stop, held, grace context.Context, acks *acks) (sendResult, error) {
 	bounded, cancel := context.WithTimeout(held, p.cfg.SendTimeout)
 	defer cancel()
@@ -200,8 +200,7 @@ func (p *Producer) explain(ctx context.Context, acks *acks) bool {
 	return works
 }
 
-// handOver hands records without an error to the client, and returns how many it has
-// passed.
+// handOver passes records without an error to the client, and returns their number.
 func (p *Producer) handOver(stop, held, grace context.Context, acks *acks) (n int) {
 	promise := acks.promise
 	for ; n < len(acks.records) && acks.permit.Holds() && stop.Err() == nil && p.lease.Sure(); n++ {
@@ -216,10 +215,11 @@ func (p *Producer) handOver(stop, held, grace context.Context, acks *acks) (n in
 	return n
 }
 
-// flush lets the client send the records that it was given; before, it sends none. Otherwise Kafka could reject a
-// request while later records are handed over: the client then fails all that it has of the partition, and sends the
-// later records, before events of their key that were rejected. The client must not be given more records before
-// await has returned. await returns when the outcome of every record is known, or when the client is closed.
+// flush lets the client send the records that it was given; before, it sends none. Otherwise Kafka
+// could reject a request while the client gets later records: the client then fails all that it has
+// of the partition, and sends the later records, before events of their key that were rejected. The
+// client must not be given more records before await has returned. await returns when the outcome
+// of every record is known, or when the client is closed.
 func (p *Producer) flush() (await func()) {
 	client, ended := p.client, make(chan struct{})
 	go func() {

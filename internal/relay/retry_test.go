@@ -42,8 +42,8 @@ func TestRetryWait(t *testing.T) {
 	require.LessOrEqual(t, rules.WaitBefore(3), time.Duration(1))
 }
 
-// A bad place is forgotten if nothing waits for it, and if somebody has looked: what waits
-// for a place that another retrier has claimed was not asked for.
+// A bad partition is forgotten if a query has shown that no event waits for it. The query skips a
+// partition that another retrier has claimed.
 func TestForgetEmptyPlaces(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

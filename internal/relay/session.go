@@ -184,7 +184,7 @@ func (s *Session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
 	if s.Lease.Exclusive() {
 		return page
 	}
-	const longest = time.Hour // that another process can have had an event in hand, whatever its lease was
+	const longest = time.Hour // that another process can have had an event in flight, whatever its lease was
 	freed := s.Failed.Freed(s.WithStatementTimeout, max(longest, 2*s.Rules.Lease))
 	return func(after string) ([]cursor.KeyRows, error) {
 		keys, err := page(after)
@@ -454,8 +454,8 @@ func (s *Session) record(failures []cursor.Failure) error {
 	})
 }
 
-// try repeats f until PostgreSQL answers. It gives up when the lease is lost or the time to stop is over. It returns
-// the errors that repeating cannot correct.
+// try repeats f until PostgreSQL answers. It stops when the lease is lost or the time to stop is
+// over. It returns the errors that repeating cannot correct.
 func (s *Session) try(f func(context.Context) error) error {
 	for {
 		s.Health.Progressed()

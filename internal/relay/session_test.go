@@ -198,8 +198,8 @@ func TestSessionAnnouncesFirst(t *testing.T) {
 	})
 }
 
-// The other parts of the relay run beside a session once it knows the cursor, and end
-// before it returns.
+// The other parts of the relay run alongside a session once it knows the cursor, and end before it
+// returns.
 func TestSessionRunsOthers(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -220,8 +220,8 @@ func TestSessionRunsOthers(t *testing.T) {
 	})
 }
 
-// A panic beside a session ends it, and the other parts with it, and reaches its caller. So
-// does a panic of the session.
+// A panic of a part that runs alongside a session ends the session and the other parts, and reaches
+// the caller. So does a panic of the session.
 func TestSessionPanics(t *testing.T) {
 	t.Parallel()
 	for name, play := range map[string]func(f *fakeStore) (other func(context.Context)){

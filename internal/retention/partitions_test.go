@@ -170,8 +170,8 @@ func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 	require.Subset(t, d.IDs(t, "outbox"), []int64{26, 27})
 }
 
-// An id that was drawn long ago has no partition any more. It is recorded, published
-// and removed all the same, and holds up no further partitions.
+// An id that was drawn long ago has no partition any more. Its event is recorded, published and
+// removed all the same, and does not delay the removal of other partitions.
 func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 	t.Parallel()
 	d, ctx := newPartitionsFixture(t, 10), context.Background()

@@ -123,7 +123,7 @@ func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 	require.EqualValues(t, 2, s.Removed)
 }
 
-// Whoever lost the lease removes nothing that only its holder may.
+// A process that lost the lease removes nothing that only its holder may remove.
 func TestLostLeaseRemovesNothing(t *testing.T) {
 	t.Parallel()
 	d, ctx := newFixture(t), context.Background()

@@ -133,9 +133,9 @@ var allowedModules = map[string]string{
 	"github.com/sony/gobreaker/v2":      "the state of the circuit breaker",
 }
 
-// Whoever imports outbox pays for what it links. Anything heavier has a module
-// of its own: the OpenTelemetry API alone was 8 modules and 27 packages. The command
-// is in this module because it links nothing else.
+// A program that imports outbox links all its dependencies. Anything heavier has a module of its
+// own: the OpenTelemetry API alone was 8 modules and 27 packages. The command is in this module
+// because it links nothing else.
 func TestDeps(t *testing.T) {
 	t.Parallel()
 	out, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", ".", "./cmd/outbox", "./outboxadmin", "./outboxalert", "./outboxarchive", "./outboxdlq", "./outboxhttp", "./outboxops", "./outboxreplay", "./outboxsql", "./outboxtopics").Output()

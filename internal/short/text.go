@@ -8,9 +8,8 @@ import (
 	"unicode/utf8"
 )
 
-// Text returns a text of at most limit bytes, 100 or more. What is longer is cut, without
-// cutting a character in two, and says how long it was: errors must not repeat the
-// megabytes that somebody sent.
+// Text returns a text of at most limit bytes, 100 or more. It cuts a longer text, but no character
+// in two, and adds how long the text was: errors must not repeat the megabytes of a message.
 func Text(text string, limit int) string {
 	if len(text) <= limit {
 		return text

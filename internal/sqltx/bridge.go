@@ -15,7 +15,7 @@ import (
 // A [sql.DB] has a goroutine, so it is closed when it was not used for a moment.
 var bridge struct {
 	sync.Mutex
-	db    *sql.DB // nil while nobody needs it
+	db    *sql.DB // nil while it has no user
 	users int
 	used  bool // since the last look of closeUnused
 }
@@ -42,7 +42,8 @@ func release() {
 	bridge.users--
 }
 
-// closeUnused closes the bridge if nobody has used it since the last time, or looks again later.
+// closeUnused closes the bridge if it was not used since the last check. Otherwise it checks again
+// later.
 func closeUnused() {
 	bridge.Lock()
 	defer bridge.Unlock()

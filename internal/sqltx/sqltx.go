@@ -23,11 +23,11 @@ func Within(ctx context.Context, tx pgx.Tx, f func(*sql.Tx) error) error {
 	return f(within)
 }
 
-// Begin returns a [sql.Tx] that runs inside tx, until end is called. It sends nothing. Its Commit and
-// Rollback are those of tx, which says what they do.
+// Begin returns a [sql.Tx] that runs inside tx, until end is called. It sends nothing. Its Commit
+// and Rollback are those of tx, whose documentation describes them.
 //
-// End closes what is left open, and waits for a statement that is under way. Then nothing of the
-// [sql.Tx] reaches the connection any more, whoever still has it. It does not end tx.
+// End closes open rows and statements, and waits for a statement in progress. After that, no call
+// of the [sql.Tx] reaches the connection, even if a caller still has it. It does not end tx.
 //
 // A statement whose own context cannot end, as that of Exec, ends with ctx.
 func Begin(ctx context.Context, tx pgx.Tx) (within *sql.Tx, end func(), err error) {

@@ -339,7 +339,7 @@ func TestFind(t *testing.T) {
 	require.Equal(t, "Tx", reflect.TypeFor[embedded]().Field(0).Name)
 }
 
-// What it costs beside a statement.
+// The cost of Begin and its end, compared with a statement.
 func BenchmarkWithin(b *testing.B) {
 	tx, err := testenv.Pool(b, nil).Begin(background)
 	require.NoError(b, err)

@@ -32,9 +32,10 @@ func SnapshotInProgress(snapshot string) []string {
 // maxAdded is how many transactions [SnapshotAdds] looks at.
 const maxAdded = 100
 
-// SnapshotAdds reports whether the text of a snapshot shows that a transaction has ended since an earlier one, other
-// than own, of those that had begun at an xmax, or at any time if that is empty. It may say so of any two that are
-// far apart, or cannot be read.
+// SnapshotAdds reports whether a snapshot shows that a transaction has ended since an earlier
+// snapshot. It ignores own, and transactions that began at or after the xmax begun, unless begun is
+// empty. It may return true for snapshots whose transaction ids are far from each other, and for
+// those it cannot read.
 func SnapshotAdds(before, after, own, begun string) bool {
 	if before == after {
 		return false

@@ -155,8 +155,8 @@ func (m *migrated) listTables(ctx context.Context, tx pgx.Tx) ([]string, error) 
 // errChanged is that of a schema which a test has changed so much that another one is cheaper.
 var errChanged = errors.New("the schema has changed")
 
-// reset makes the schema what it was when it was new. It waits for nobody: who still has a lock there may
-// write later.
+// reset makes the schema what it was when it was new. It does not wait for locks: a transaction
+// that holds one may write later.
 func (m *migrated) reset(ctx context.Context, tx pgx.Tx) error {
 	all := slices.Clone(m.tables)
 	for table := range m.seeds {
@@ -240,7 +240,7 @@ func (m *migrated) isLeft(ctx context.Context, db *pgxpool.Pool) (bool, error) {
 	}
 }
 
-// takeMigrated returns a schema that nobody uses any more, as new, or nil.
+// takeMigrated returns a schema that no test uses any more, as new, or nil.
 func takeMigrated(t testing.TB, db *pgxpool.Pool) *migrated {
 	t.Helper()
 	ctx := context.Background()

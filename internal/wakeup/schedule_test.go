@@ -31,7 +31,7 @@ func TestPollSchedule(t *testing.T) {
 	require.Equal(t, often, r.Wait(later(wakeup.Interval)), "for longer than until the next notification")
 	require.Equal(t, idle, r.Wait(later(wakeup.Interval)))
 
-	r.Polled(later(time.Second), 1) // that nobody has announced
+	r.Polled(later(time.Second), 1) // without a notification
 	require.Equal(t, often, r.Wait(now))
 	r.Polled(later(10*time.Millisecond), 20)
 	require.Equal(t, often, r.Wait(now), "nothing can have come yet")

@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Interval is how long a process waits after a notification before it sends another one on the same channel. Whoever
-// gets one polls often for longer than that, see [PollSchedule].
+// Interval is how long a process waits after a notification before it sends another one on the same
+// channel. A process that receives one polls often for longer than that, see [PollSchedule].
 const Interval = 250 * time.Millisecond
 
 const (
@@ -27,7 +27,7 @@ const (
 
 // sender sends the notifications of all hubs on a pool, while one of them has a user. It is safe for concurrent use.
 type sender struct {
-	db      func() *pgxpool.Pool // nil once nobody has the pool
+	db      func() *pgxpool.Pool // nil once the pool is unreachable
 	more    chan struct{}        // holds a request to poll at what is wanted
 	failing *outage.Log          // of the first user; only run
 
@@ -143,7 +143,7 @@ func (s *sender) putBack(channels []string) {
 	}
 }
 
-// farewell sends a notification that is still wanted when nobody on its channel is left.
+// farewell sends a notification that is still wanted when its channel has no sender left.
 func (s *sender) farewell(channel string, log *slog.Logger) {
 	s.mu.Lock()
 	wanted := s.wanted[channel]

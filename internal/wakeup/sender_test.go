@@ -23,7 +23,7 @@ func TestNotificationsAreSentTogether(t *testing.T) {
 	const schemas = 100
 	statements := new(counting)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns, cfg.ConnConfig.Tracer = 1, statements })
-	testenv.Direct(t) // nobody listens through a pooler
+	testenv.Direct(t) // a pooler delivers no notifications
 	own, schema := testenv.Schema(t)
 	listener, err := pgx.ConnectConfig(t.Context(), own.Config().ConnConfig.Copy())
 	require.NoError(t, err)

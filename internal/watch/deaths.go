@@ -95,8 +95,8 @@ func (w *Watch) reportDeadEvents(ctx context.Context, l state) {
 	}
 }
 
-// reportDeadDeliveries alerts to deliveries that were given up since the last check, with one
-// alert for each group. Counts are all that are dead.
+// reportDeadDeliveries alerts to deliveries that died since the last check, with one alert for each
+// group. Each alert counts all dead deliveries of its group.
 func (w *Watch) reportDeadDeliveries(ctx context.Context, l state, died []tables.Delivery, counts []tables.EventCount) {
 	byGroup := map[string][]tables.Delivery{}
 	for _, dead := range died {

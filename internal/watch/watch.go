@@ -83,7 +83,7 @@ type Watch struct {
 	alerter *contain.Callback
 
 	active   conditions // of Relay, or of all relays
-	deaths   *deaths    // likewise
+	deaths   *deaths    // of Relay, or of all relays
 	common   *common    // nil while another process has this
 	reportAt time.Time
 }

@@ -312,7 +312,7 @@ func TestFirstChanges(t *testing.T) {
 	})
 }
 
-// Who takes over from a process that is gone looks back as far as nobody may have looked.
+// A process that takes over looks back over the time in which no process may have checked.
 func TestTakeover(t *testing.T) {
 	t.Parallel()
 	for takeover, want := range map[time.Duration]string{0: "", time.Minute: "stats dead_deliveries"} {
