@@ -25,8 +25,8 @@ type AlertKind string
 const (
 	// AlertDead means that events died: Kafka refused them once too often.
 	AlertDead AlertKind = "dead_events"
-	// AlertDeadDeliveries means that a consumer group has given up deliveries: a handler
-	// failed once too often, or there is none.
+	// AlertDeadDeliveries means that deliveries of a consumer group are dead: a handler failed once
+	// too often, or there is none.
 	AlertDeadDeliveries AlertKind = "dead_deliveries"
 	// AlertManyDead means that AlertConfig.DeadThreshold or more events and deliveries are dead
 	// and wait for an operator, in the whole database. It comes again when there are more.
@@ -67,9 +67,9 @@ type Alert struct {
 	Died int
 	// Dead are some of those that died.
 	Dead []DeadEvent
-	// Counts is how many events and deliveries it is about, by type. [AlertStale]: those that
-	// wait for too long; [AlertManyDead] and [AlertDeadDeliveries]: all that are dead and nobody has
-	// resolved; [AlertReport]: these, and what is tried again.
+	// Counts is how many events and deliveries it is about, by type. [AlertStale]: those that wait
+	// for too long. [AlertManyDead] and [AlertDeadDeliveries]: all dead ones that are not resolved.
+	// [AlertReport]: the same, and those that are retried.
 	Counts []EventCount
 	// Topic is that of which Group lost records, and Lost how many so far: how many
 	// offsets are gone, which are not fewer than there were records. Of [AlertLost] only.

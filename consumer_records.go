@@ -31,7 +31,7 @@ type Message struct {
 	Data []byte
 }
 
-// Metadata is what a handler gets beside the event itself.
+// Metadata is what a handler gets in addition to the event itself.
 type Metadata struct {
 	// ID, Source, Type and Subject are attributes of CloudEvents. Events of a
 	// [Recorder] carry the aggregate's id as Subject. Type is the one that was sent,
@@ -199,8 +199,8 @@ func DecodeByTopic(decoders map[string]func(*kgo.Record) (*Message, error)) func
 	}
 }
 
-// The headers of a dead letter, beside those of the record itself, whose key and
-// value it has as well.
+// The headers that a dead letter has in addition to those of its original record. It also has the
+// key and the value of the original record.
 const (
 	// DeadLetterOriginalTopic, …Partition, …Offset and …Timestamp say where the
 	// record was: the numbers in decimal, the timestamp in RFC 3339, UTC, to the
@@ -218,7 +218,7 @@ const (
 	DeadLetterError    = deadletter.Error
 	DeadLetterClass    = deadletter.ErrorClass
 	DeadLetterAttempts = deadletter.Attempts
-	// DeadLetterFailedAt is when it was given up, in RFC 3339, UTC.
+	// DeadLetterFailedAt is when the dead letter was made, in RFC 3339, UTC.
 	DeadLetterFailedAt = deadletter.FailedAt
 	// DeadLetterValueOmitted is there if the dead-letter topic took the record only
 	// without its value, which is in the original record still: its size in bytes.
@@ -228,17 +228,17 @@ const (
 	// the size of the key in bytes, and the number of headers.
 	DeadLetterKeyOmitted     = deadletter.KeyOmitted
 	DeadLetterHeadersOmitted = deadletter.HeadersOmitted
-	// DeadLetterDigest is there beside each of them: the SHA-256 of the original's key,
-	// value and headers, by which a replay recognizes it.
+	// DeadLetterDigest comes with each of them: the SHA-256 of the original's key, value and
+	// headers, by which a replay recognizes it.
 	DeadLetterDigest = deadletter.OriginalDigest
 )
 
-// The headers of a record that was sent back from a dead-letter topic: only this
-// group handles it, and only this action if one is named.
+// The headers of a record that was sent back from a dead-letter topic: only this group handles it,
+// and only this action if one is named.
 //
-// Headers are input: whoever may write to the topic could hide an event with them. So they
-// count only in a copy of a dead letter, which ReplayFrom names and which is looked at in
-// the dead-letter topic. Other records are handled as if they had no such headers.
+// Headers are input: a client that may write to the topic could hide an event with them. So they
+// count only in a copy of a dead letter. ReplayFrom names the dead letter, and the consumer reads
+// it in the dead-letter topic. Other records are handled as if they had no such headers.
 const (
 	ReplayGroup  = deadletter.ReplayGroup
 	ReplayAction = deadletter.ReplayAction

@@ -73,14 +73,14 @@ var (
 	// ErrPartitioned is returned by [Migrate] for unique ids of events in an outbox that has
 	// partitions, or is to get some.
 	ErrPartitioned = errors.New("outbox: ids of events cannot be unique in an outbox with partitions")
-	// ErrSequenceBehind is returned by [Relay.Run] when it begins to lead, before it
-	// sends anything, if the sequence of outbox.id is behind ids that are in use: the
-	// database was restored without its sequences, or somebody set the sequence back, as
-	// TRUNCATE outbox RESTART IDENTITY does. New events would get the ids of older ones,
-	// and ids are what orders events. The error contains the statement that sets the
-	// sequence. After a restore into another cluster, then give new ids to the events that
-	// were recorded since, or they would be taken for sent: UPDATE outbox SET id = DEFAULT,
-	// xid = DEFAULT WHERE created_at >= the time of the restore.
+	// ErrSequenceBehind is returned by [Relay.Run] when it begins to lead, before it sends
+	// anything, if the sequence of outbox.id is behind ids that are in use. That happens if the
+	// database was restored without its sequences, or if the sequence was set back, as TRUNCATE
+	// outbox RESTART IDENTITY does. New events would get the ids of older ones, and ids are what
+	// orders events. The error contains the statement that sets the sequence. After a restore into
+	// another cluster, then give new ids to the events that were recorded since, or they would be
+	// taken for sent: UPDATE outbox SET id = DEFAULT, xid = DEFAULT WHERE created_at >= the time of
+	// the restore.
 	ErrSequenceBehind = cursor.ErrSequenceBehind
 )
 
@@ -114,7 +114,7 @@ func public(err error) error {
 	if e, is := err.(*envelope.FieldError); is { //nolint:errorlint // what wraps one keeps its text; errors.As finds it there
 		return (*FieldError)(e)
 	}
-	if e, is := err.(*handling.PanicError); is { //nolint:errorlint // likewise
+	if e, is := err.(*handling.PanicError); is { //nolint:errorlint // as above
 		return (*PanicError)(e)
 	}
 	return err

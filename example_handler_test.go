@@ -85,7 +85,7 @@ func ExampleUpcast() {
 	}
 }
 
-// Metadata is what came with an event beside its payload.
+// Metadata has the data of an event that are not in its payload.
 func ExampleMetadata() {
 	consume(outbox.HandleNoTx("LOGGED", func(ctx context.Context, e OrderPaid, m outbox.Metadata) error {
 		where := "not from Kafka"
@@ -144,8 +144,8 @@ func consume(h outbox.Handler) {
 	_ = c // c.Run(ctx)
 }
 
-// A worker hands what the service records to handlers, without Kafka. Each order is marked once, in
-// the transaction that notes it.
+// A worker passes the recorded events to handlers, without Kafka. Each order is marked once, in the
+// transaction that notes it.
 func ExampleWorker() {
 	worker, err := outbox.NewWorker(db, events, "orders", outbox.WorkerConfig{
 		HandlerConfig: outbox.HandlerConfig{

@@ -21,7 +21,7 @@ var (
 	password   = "secret"
 )
 
-// A relay with what production needs beside the defaults.
+// A relay with the options that production needs in addition to the defaults.
 func ExampleNewRelay() {
 	slack, err := outboxalert.Slack(webhook, nil)
 	if err != nil {

@@ -128,7 +128,7 @@ func ExampleCleanHandled() {
 	slog.Info("notes of handled events removed", "rows", gone)
 }
 
-// pager is an Alerter that tells whoever is on call about events that died.
+// pager is an Alerter that pages the person on call about events that died.
 type pager struct {
 	call func(ctx context.Context, text string) error
 }

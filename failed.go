@@ -11,7 +11,7 @@ const (
 	StatusWaiting  = "waiting"  // for Kafka, its topic or its partition; tries are not counted
 	StatusFailed   = "failed"   // rejected, and tried again
 	StatusParked   = "parked"   // behind another event of its key
-	StatusDead     = "dead"     // given up
+	StatusDead     = "dead"     // rejected, and not tried again
 	StatusResolved = "resolved" // by an operator, or sent and kept
 )
 
@@ -36,8 +36,8 @@ type FailedEvent struct {
 	Err error
 }
 
-// DeadEvent is an event that has died, or a delivery that was given up, as an alert shows it.
-// Of a delivery, Retries and Class are those of its attempts, and Topic is its stream.
+// DeadEvent is a dead event or a dead delivery, as an alert shows it. Of a delivery, Retries and
+// Class are those of its attempts, and Topic is its stream.
 type DeadEvent struct {
 	FailedEvent
 
@@ -46,7 +46,7 @@ type DeadEvent struct {
 	ID int64
 	// Group and Action say whose delivery it is; empty for an event of a relay.
 	Group, Action string
-	// FailedAt is when an event failed first, or a delivery was given up.
+	// FailedAt is when an event failed first, or when a delivery became dead.
 	FailedAt time.Time
 }
 

@@ -36,27 +36,29 @@ type MigrateConfig struct {
 	// time. A table that is partitioned already is not changed. Zero means a plain
 	// table.
 	PartitionRows int64
-	// Publication is the name of a publication for Debezium, or another reader of PostgreSQL's logical replication,
-	// that sends the events in place of a relay: lower-case letters, digits and underscores, as Debezium wants it. It
-	// is made with outbox in it, unless a relay sends the events already, publishes rows that are inserted and
-	// nothing else, and is not changed again: outboxops.Cuts moves between Debezium and a relay. From then on a
-	// trigger completes each row, whoever inserts it: topic and partition_key are set. A row from whose type no topic
-	// can be derived is refused, as is a topic whose name Kafka does not allow. A table that is published cannot be
-	// partitioned any more: set PartitionRows before. The role needs CREATE on the database. Empty means none, and no
-	// trigger; what is there stays.
+	// Publication is the name of a publication for Debezium, or another reader of PostgreSQL's
+	// logical replication, that sends the events in place of a relay: lower-case letters, digits
+	// and underscores, as Debezium wants it. The publication is made with outbox in it, unless a
+	// relay sends the events already. It publishes rows that are inserted and nothing else, and is
+	// not changed again: outboxops.Cuts moves between Debezium and a relay. From then on a trigger
+	// sets topic and partition_key of each row, whichever client inserts it. A row from whose type
+	// no topic can be derived is refused, as is a topic whose name Kafka does not allow. A table
+	// that is published cannot be partitioned any more: set PartitionRows before. The role needs
+	// CREATE on the database. Empty means none, and no trigger; an existing publication stays.
 	Publication string
-	// AggregateIndex adds an index on the type and id of the aggregate, by which the events of one are found: see
-	// outboxops.Inspector. It is built without blocking writers, in every partition, and again if a process has ended
-	// while it built it; Migrate waits for the transactions that were open when it began. It makes a record dearer:
-	// 67 bytes for each event, and about a quarter of the time of many in one transaction. Without it an index that
-	// is there stays. It needs two connections of the pool. False means that none is added.
+	// AggregateIndex adds an index on the type and id of the aggregate, by which the events of one
+	// are found: see outboxops.Inspector. It is built without blocking writers, in every partition,
+	// and again if a process has ended while it built it. Migrate waits for the transactions that
+	// were open when it began. Recording costs 67 more bytes for each event, and about a quarter
+	// more time for many events in one transaction. Without it an index that is there stays. It
+	// needs two connections of the pool. False means that none is added.
 	AggregateIndex bool
-	// UniqueEventIDs adds a unique index on the id of events, likewise, of 31 bytes for each event
-	// and less than a tenth of the time: recording an event with
-	// the id of one that is in outbox then fails with [ErrDuplicateEvent]. IDs of events
-	// that retention has removed may be used again. An outbox with partitions cannot have it,
-	// because a unique index would have to contain what the partitions go by: then Migrate
-	// returns [ErrPartitioned]. False means that none is added.
+	// UniqueEventIDs adds a unique index on the id of events, in the same way. Recording costs 31
+	// more bytes for each event, and less than a tenth more time. Recording an event with the id of
+	// an event in outbox then fails with [ErrDuplicateEvent]. IDs of events that retention has
+	// removed may be used again. An outbox with partitions cannot have it, because a unique index
+	// would have to contain the partition key: then Migrate returns [ErrPartitioned]. False means
+	// that none is added.
 	UniqueEventIDs bool
 	// LockTimeout is how long a migration waits for the lock of a table before it lets go
 	// and tries again, and so how long a writer waits behind it at most; each partition of
@@ -98,27 +100,26 @@ func (c MigrateConfig) validate() error {
 	return err
 }
 
-// Migrate brings the tables of outbox up to date. It may be called at every start and
-// by many processes at once: one of them migrates, the others wait for it and find
-// nothing to do. If there is nothing to do, it asks PostgreSQL three times and locks nothing.
+// Migrate brings the tables of outbox up to date. It may be called at every start and by many
+// processes at once: one of them migrates, the others wait for it and find nothing to do. If there
+// is nothing to do, it asks PostgreSQL three times and locks nothing.
 //
-// Each file of the package migrations is a transaction. If one fails, those before it
-// stay, and the error names it. Writers, relays and consumers may be at work: a file that
-// does not get its locks within LockTimeout lets go, and is tried again until ctx ends,
-// with waits that grow to 5 s. So a transaction that stays open keeps Migrate waiting, and
-// nobody else. The steps that partition a table follow in transactions of their own; if
-// Migrate is stopped between them, call it again, since until then the table rejects ids
-// that are far ahead.
+// Each file of the package migrations is a transaction. If one fails, those before it stay, and the
+// error names it. Writers, relays and consumers may be at work: a file that does not get its locks
+// within LockTimeout releases them, and is tried again until ctx ends, with waits that grow to 5 s.
+// So a transaction that stays open delays only Migrate. The steps that partition a table follow in
+// transactions of their own. If Migrate is stopped between them, call it again, since until then
+// the table rejects ids that are far ahead.
 //
-// It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated
-// the database. It revokes CREATE on the schema from PUBLIC where the role may do that, and
-// logs it as WARN. It returns [ErrForeignObjects] where a role that is not trusted with the
-// schema has made functions or operators in it that the files would run, or tables of the
-// names that outbox uses: drop them, or migrate as that role. Trusted are the role itself,
-// superusers, the owner of the schema, and who was granted CREATE on it by name.
+// It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated the database.
+// It revokes CREATE on the schema from PUBLIC where the role may do that, and logs it as WARN. It
+// returns [ErrForeignObjects] where an untrusted role has made functions or operators in the schema
+// that the files would run, or tables of the names that outbox uses: drop them, or migrate as that
+// role. Trusted are the role itself, superusers, the owner of the schema, and roles that were
+// granted CREATE on it by name.
 //
-// The role needs CREATE on the schema, or on the database if the schema does not exist. A project that uses a
-// migration tool can apply the files of the package migrations with that instead.
+// The role needs CREATE on the schema, or on the database if the schema does not exist. A project
+// that uses a migration tool can apply the files of the package migrations with that instead.
 func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	cfg = cfg.withDefaults()
 	if err := cfg.validate(); err != nil {

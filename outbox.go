@@ -14,10 +14,10 @@
 //     transactions commit and however long they run, at every isolation level,
 //     through crashes of the service, of PostgreSQL and of Kafka.
 //   - Ordered per key. Events of one partition key first arrive in the order in
-//     which they were recorded. Between two transactions that is defined if one began
-//     after the other had committed, or if both locked the same row, such as the
-//     aggregate's, before they recorded; of others nobody can know an order. An event
-//     that fails blocks the later events of its key and of no other key. There are two
+//     which they were recorded. Two transactions have an order if one began after the
+//     other had committed, or if both locked the same row, such as the aggregate's,
+//     before they recorded. Otherwise the order is undefined. An event that fails
+//     blocks the later events of its key and of no other key. There are two
 //     exceptions: events in flight together with one that only the broker can reject,
 //     and dead events.
 //   - At least once. A crash may repeat the batch in flight and never loses it.
@@ -64,10 +64,9 @@ type RecorderConfig struct {
 	// context. Nil means the one that [WithTraceParent] put there.
 	TraceParent func(ctx context.Context) string
 
-	// Headers returns further Kafka headers for an event, at most 8 KiB as JSON together with
-	// its extension attributes.
-	// Names that begin with ce_ or dlq_, content-type, correlationid and traceparent, and
-	// replay_group and the others of a replay, are reserved. Nil means none.
+	// Headers returns extra Kafka headers for an event, at most 8 KiB as JSON together with its
+	// extension attributes. Reserved names are those that begin with ce_ or dlq_, content-type,
+	// correlationid and traceparent, and replay_group and the others of a replay. Nil means none.
 	Headers func(ctx context.Context, event DomainEvent) map[string]string
 
 	// Hooks are called when events are recorded.

@@ -33,12 +33,13 @@ type RelayConfig struct {
 
 	// Mode is how events travel as CloudEvents. Zero means [Binary].
 	Mode Mode
-	// IDHeader is the name of a further header of each record, with the event's id: event-id
-	// for example, for consumers that read it there. CloudEvents has it as ce_id in any
-	// case. An event that has a header of this name keeps it. Empty means none.
+	// IDHeader is the name of an extra header of each record, with the event's id: event-id for
+	// example, for consumers that read it there. CloudEvents has it as ce_id in any case. An event
+	// that has a header of this name keeps it. Empty means none.
 	IDHeader string
-	// TraceHeader is the name of a further header of the records whose events have a trace
-	// id, see [WithTraceID]: x-trace-id for example. Likewise. Empty means none.
+	// TraceHeader is the name of an extra header of the records whose events have a trace id, see
+	// [WithTraceID]: x-trace-id for example. An event that has a header of this name keeps it.
+	// Empty means none.
 	TraceHeader string
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
@@ -69,8 +70,8 @@ type RelayConfig struct {
 	// not come back at the same moment, and ends when the relay polls for due events, see RetryInterval. Negative
 	// values and a RetriesFor are errors. Zero means MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
 	Retry RetryPolicy
-	// PassFailedKeys sends the later events of a key although an earlier one has failed,
-	// which is retried as before. It gives up the order of such a key. Without it they
+	// PassFailedKeys sends the later events of a key although an earlier one has failed, which is
+	// retried as before. The order of such a key is lost. Without PassFailedKeys the later events
 	// wait behind the failed one.
 	PassFailedKeys bool
 	// HoldDead keeps the later events of a dead event's key until an operator decides.
@@ -218,29 +219,29 @@ func (c RelayConfig) rules() relay.Rules {
 	}
 }
 
-// Relay hands committed events to Kafka: each at least once, those of one
-// partition key in order. Any number of processes may run it; one of them works.
+// Relay sends committed events to Kafka: each at least once, those of one partition key in order.
+// Any number of processes may run it; one of them works.
 type Relay struct {
 	engine *relay.Relay
 	name   string
 	waker  *Waker
 }
 
-// NewRelay returns a relay that reads from db and produces with clients that it
-// makes from opts when it runs: brokers, TLS, SASL, hooks and compression are
-// the caller's, acks=all and idempotence are the relay's. Options that name a
-// group, topics to consume or a transactional id, or that give up idempotence or
-// automatic flushing, are errors. So is a partitioner that does not send all records
-// of a key to one partition, such as kgo.RoundRobinPartitioner. The error names every
-// bad field and option.
+// NewRelay returns a relay that reads from db and produces with clients that it makes from opts
+// when it runs: brokers, TLS, SASL, hooks and compression are the caller's, acks=all and
+// idempotence are the relay's. Options that name a group, topics to consume or a transactional id
+// are errors, and so are options that disable idempotence or automatic flushing. So is a
+// partitioner that does not send all records of a key to one partition, such as
+// kgo.RoundRobinPartitioner. The error names every bad field and option.
 //
-// The topics must exist, or be creatable with kgo.AllowAutoTopicCreation: events
-// of a missing topic wait until it is there, and hold up no others.
+// The topics must exist, or be creatable with kgo.AllowAutoTopicCreation: events of a missing topic
+// wait until it is there, and delay no others.
 //
-// NewRelay does no I/O, and makes and closes one client to look at the options. A running relay uses up to seven
-// connections of db, and one beside them, which all relays and workers on db share: on it the process that leads
-// hears when others have recorded events, see [Waker], and has a lock by which others find out that it is gone.
-// Closing db stays with the caller.
+// NewRelay does no I/O, and makes and closes one client to look at the options. A running relay
+// uses up to seven connections of db, and one extra connection that all relays and workers on db
+// share. On that connection the leading process hears when others have recorded events, see
+// [Waker]. It also has a lock there, by which others find out that it is gone. Closing db stays
+// with the caller.
 func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	given := cfg
 	cfg = cfg.withDefaults()

@@ -43,18 +43,18 @@ type EventOptions struct {
 	// same names that all events of the type have, see [EventType.Attribute]; an empty value
 	// omits such an attribute. Names that CloudEvents or outbox sets itself are refused.
 	Attributes map[string]string
-	// Headers are further Kafka headers, under the rules of RecorderConfig.Headers. They
-	// replace those of the same names that this returns.
+	// Headers are extra Kafka headers, under the rules of RecorderConfig.Headers. They replace
+	// headers of the same names that RecorderConfig.Headers returns.
 	Headers map[string]string
 }
 
-// With returns an event with options of its own, for [Recorder.Record] and whatever else
-// takes events. The options are checked when the event is recorded: what is refused is a
-// [*FieldError] that names the field. If the event has options already, the new ones
-// replace what they say too.
+// With returns an event with options of its own, for [Recorder.Record] and whatever else takes
+// events. The options are checked when the event is recorded: the error of a refused option is a
+// [*FieldError] that names the field. If the event has options already, each option that is set
+// here replaces the earlier one, and the others stay.
 //
 // The codec, the functions of the type and those of RecorderConfig get the event itself.
-// RecorderHooks.Recording gets what Record was given; [Unwrap] takes that apart.
+// RecorderHooks.Recording gets the argument of Record; [Unwrap] separates event and options.
 func With(event DomainEvent, options EventOptions) DomainEvent {
 	inner, before := unwrap(event)
 	options.ID, options.Topic, options.Key = cmp.Or(options.ID, before.ID), cmp.Or(options.Topic, before.Topic), cmp.Or(options.Key, before.Key)

@@ -51,7 +51,7 @@ func (*stamp) MarshalText() ([]byte, error) { return []byte("stamp"), nil }
 func (s sealed) MarshalJSON() ([]byte, error) { return json.Marshal(s.inner.text) }
 func (s spoken) MarshalText() ([]byte, error) { return s, nil }
 
-// encoding/json would write U+FFFD for what is not UTF-8, and nobody would know.
+// encoding/json would write U+FFFD for invalid UTF-8 without an error.
 var badTexts = []struct {
 	name  string
 	value any
@@ -194,7 +194,8 @@ func TestJSONRefusesBadTextInCircle(t *testing.T) {
 	require.NoError(t, err, "%s", out[:min(len(out), 300)])
 }
 
-// A codec gets the context of Record, and that of the handlers.
+// A codec gets the context of Record in the recorder, and the context of the handlers in a
+// consumer.
 func TestCodecContext(t *testing.T) {
 	t.Parallel()
 	type tenantKey struct{}

@@ -232,9 +232,9 @@ func TestSettingsAreNotShared(t *testing.T) {
 	}
 }
 
-// An error about another server, or of a kind that sounds like an outage, is the handler's as
-// long as PostgreSQL answers the consumer: its event is given up, and the events before it
-// do not wait for that.
+// While PostgreSQL answers the consumer, an error about another server counts as the handler's. So
+// does an error of a kind that sounds like an outage. The event is dead-lettered, and the events
+// before it do not wait for that.
 func TestErrorsOfOthersAreNoOutage(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
@@ -283,9 +283,9 @@ func TestErrorsOfOthersAreNoOutage(t *testing.T) {
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 6 }, testenv.Patience, 10*time.Millisecond)
 }
 
-// While the consumer cannot note what is handled, events wait: the table is locked, and a
-// timeout of the connection ends each statement; or the table is missing. No attempt is
-// counted, no event is given up, and the log says so once.
+// While the consumer cannot mark events as handled, events wait. In one case the table is locked,
+// and a timeout of the connection ends each statement; in the other the table is missing. No
+// attempt is counted, no event is dead-lettered, and the log says so once.
 func TestNotesCannotBeMade(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // statement_timeout of the session

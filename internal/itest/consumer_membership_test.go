@@ -211,8 +211,9 @@ func TestNewGroup(t *testing.T) {
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5+12 }, testenv.Patience, 10*time.Millisecond)
 }
 
-// While the dead-letter topic takes nothing, an event that is given up waits with what is behind it in its key, and
-// everything else goes on. Nothing is lost, and the log says so once. It is DEAD when its dead letter is sent.
+// While the dead-letter topic accepts nothing, an event without an attempt left waits with the
+// later events of its key, and everything else goes on. Nothing is lost, and the log says so once.
+// The event is DEAD when its dead letter is sent.
 func TestDeadLetterTopicMissing(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 2)
@@ -419,8 +420,8 @@ func (s *consumerFixture) expel(t testing.TB, group, clientID string) {
 	require.Fail(t, "no such member", "%+v", described.Groups[0].Members)
 }
 
-// A member that was taken for dead, and comes back to a group in which another has
-// its partition and is further, does not put the offset back.
+// An expelled member that comes back does not set back the offset of the member that has its
+// partition and has read more.
 func TestExpelledMember(t *testing.T) {
 	// Not parallel: the expelled member must be behind when its next heartbeat tells it.
 	s := newConsumerFixture(t, 1)

@@ -20,8 +20,8 @@ import (
 
 type nextHandler = func(context.Context) error
 
-// A middleware gets the events, all those of a batch, and the transaction if there is one.
-// The handler gets its context. Repeats are not called, nor what was given up.
+// A middleware gets the events, all those of a batch, and the transaction if there is one. The
+// handler gets its context. It is not called for repeats or for dead events.
 func TestMiddleware(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
@@ -57,8 +57,8 @@ func TestMiddleware(t *testing.T) {
 	}, testenv.Patience, 10*time.Millisecond)
 }
 
-// A middleware may set in the transaction what the handler needs. It is the handler's
-// transaction: what is set is gone for the next, and nobody but the consumer ends it.
+// A middleware may set in the transaction what the handler needs. It is the handler's transaction:
+// the settings are gone for the next, and only the consumer ends it.
 func TestMiddlewareInTransaction(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)

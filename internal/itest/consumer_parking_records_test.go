@@ -42,7 +42,8 @@ func (s *parkingFixture) rewind(t testing.TB, partition int32, offset int64) {
 	}, testenv.Patience, 50*time.Millisecond)
 }
 
-// What cannot be read, and what nobody has a handler for, is DEAD without an attempt. An operator has it read again.
+// A record that cannot be read or has no handler is DEAD without an attempt. After an operator
+// retries it, it is read again.
 func TestUnreadableRecordIsParked(t *testing.T) {
 	t.Parallel()
 	for _, what := range []string{"undecodable", "unknown"} {

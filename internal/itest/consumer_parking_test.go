@@ -481,8 +481,8 @@ func TestRetryPolicies(t *testing.T) {
 	}
 }
 
-// What is tried again in place holds up its partition, and what comes after it has the order of the partition, also
-// when it is given up.
+// A retry in place delays its partition. Later events of the partition keep their order, also when
+// the event is dead-lettered.
 func TestRetryInPlace(t *testing.T) {
 	t.Parallel()
 	s := newParkingFixture(t, 1)

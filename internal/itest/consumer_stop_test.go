@@ -66,10 +66,10 @@ func (s *consumerFixture) members(t testing.TB, group string) int {
 	return len(described.Groups[0].Members)
 }
 
-// A group is in motion while a member does not join again: until Kafka gives that one up,
-// the others wait in their joins, and their clients wait for these before they leave the
-// group. A stop takes no longer for it, and nobody has to wait for the end of the session
-// of the member that has stopped, unless it is a static one.
+// A group rebalances while a member does not join again. Until Kafka expels that member, the others
+// wait in their joins, and their clients wait for the joins before they leave the group. A stop
+// takes no longer for it. No member waits for the session timeout of the member that has stopped,
+// unless that is a static member.
 func TestStopInFirstJoin(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
@@ -251,8 +251,8 @@ func TestStopUnderLoad(t *testing.T) {
 	require.False(t, strings.Contains(log.String(), "level=ERROR"), "%s", log)
 }
 
-// A handler that has not ended when its time is up at a stop is given up, and what was
-// finished in its batch before is kept.
+// A handler that has not ended when its time is up at a stop is abandoned. Events of its batch that
+// were finished before stay finished.
 func TestStopRepeatsNothing(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

@@ -34,8 +34,9 @@ var errDown = errors.New("the other service is down")
 // neverOpen is for tests in which most events fail, and are to be tried all the same.
 var neverOpen = outbox.BreakerConfig{Window: 10_000}
 
-// While what a handler needs is away, the events of its action wait in their partitions: few are parked, none is
-// given up, and one is tried now and then. Health says so. Once it is back, all are handled.
+// While a dependency of a handler is unavailable, the events of its action wait in their
+// partitions: few are parked, none is dead-lettered, and one is tried now and then. Health says so.
+// Once the dependency is back, all are handled.
 func TestConsumerBreaker(t *testing.T) {
 	t.Parallel()
 	for name, form := range map[string]func(func(context.Context) error, *consumerFixture) outbox.Handler{
@@ -161,8 +162,9 @@ func TestWorkerBreaker(t *testing.T) {
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD'`))
 }
 
-// Events that a handler finds early count as failures of its action, unless the window is wider than a run of them.
-// Those that wait behind a failing one of their key do not, because nobody tries them.
+// Events that a handler finds early count as failures of its action, unless the window is wider
+// than a run of them. Events that wait behind a failing event of their key do not count, because
+// they are not tried.
 func TestBreakerCountsEarlyEvents(t *testing.T) {
 	t.Parallel()
 	const events = 40

@@ -388,8 +388,8 @@ func TestHugeRecord(t *testing.T) {
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
-// Deadlocks and serialization failures are repeated, and no try is counted until there have
-// been many. A handler that causes them always is given up.
+// Deadlocks and serialization failures are repeated, and no try is counted until there have been
+// many. An event whose handler always causes them is dead-lettered.
 func TestDeadlocksAreRepeated(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)

@@ -37,7 +37,7 @@ func TestStopWhileLeaseIsTaken(t *testing.T) {
 					if held() {
 						stopped.Store(true)
 						cancel()
-						time.Sleep(100 * time.Millisecond) // until whoever would break the statement off has done so
+						time.Sleep(100 * time.Millisecond) // time for a cancel of the statement, if there is one
 					}
 				}
 			}}, err

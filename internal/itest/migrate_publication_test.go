@@ -60,7 +60,7 @@ const sqlForeignEvent = `
 INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, partition_key, occurred_at)
 VALUES (gen_random_uuid(), $1, 'elsewhere', 'Parcel', 'a-1', '{}', 'application/json', $2, $3, now())`
 
-// Whoever inserts a row, it says its topic and its key, as a relay would have them.
+// Each row has its topic and its key, as a relay would derive them, whichever client inserts it.
 func TestPublishedRowsAreComplete(t *testing.T) {
 	t.Parallel()
 	for name, rows := range map[string]int64{"plain": 0, "partitioned": 100} {
@@ -137,7 +137,7 @@ func TestPublication(t *testing.T) {
 	}
 }
 
-// A transaction that has recorded something delays the trigger, and nobody else does it.
+// Of all transactions, only one that has recorded something delays the trigger.
 func TestPublicationWaits(t *testing.T) {
 	t.Parallel()
 	p := newPublished(t, 0)

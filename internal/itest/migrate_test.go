@@ -385,8 +385,8 @@ func TestMigrateFileIsOneTransaction(t *testing.T) {
 	require.False(t, remembered)
 }
 
-// A service's role that may use the tables and create nothing can call Migrate at
-// every start, as long as somebody else has migrated.
+// A service's role that may use the tables and create nothing can call Migrate at every start, as
+// long as another role has migrated.
 func TestMigrateWithoutPrivileges(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a role of sessions
@@ -434,7 +434,7 @@ func TestRecordWithFewestPrivileges(t *testing.T) {
 	require.Equal(t, []string{"good"}, c.ids(t))
 }
 
-// Whoever looks at the database with psql is told what is what.
+// Every table and column has a comment, for users of psql.
 func TestMigrateCommentsEverything(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)

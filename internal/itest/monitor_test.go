@@ -98,7 +98,7 @@ func patiently() outbox.RelayConfig {
 	return cfg
 }
 
-// dead lets the fixture's relay give up a poison of key bad.
+// dead lets the fixture's relay make a poison of key bad a dead event.
 func (h *relayFixture) dead(t *testing.T, cfg outbox.RelayConfig) (event oracle.Event) {
 	t.Helper()
 	event = poison("bad", 1)

@@ -30,9 +30,9 @@ func copied(xid string) string {
 	return row + "\n"
 }
 
-// A row that comes with the transaction id of another transaction, or of another cluster,
-// would be sent again and again, or never. It is rejected, whoever brings it and however,
-// and all that is of its own transaction is taken.
+// A row that comes with the transaction id of another transaction, or of another cluster, would be
+// sent again and again, or never. It is rejected, whichever client inserts it and in whatever way.
+// Every row of its own transaction is accepted.
 func TestForeignTransactionIDs(t *testing.T) {
 	t.Parallel()
 	insert := func(columns, values string) func(context.Context, pgx.Tx) error {

@@ -29,7 +29,7 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// huge is what somebody sends to fill a log, an error or a page.
+// huge is a text that an attacker sends to fill a log, an error or a page.
 var huge = strings.Repeat("x", 600_000)
 
 // rowPoison is a column of a row that a writer inserts with plain SQL; the others are good.
@@ -96,8 +96,8 @@ var rowPoison = []struct{ name, column, sql, want string }{
 	{"an event id of another event", "event_id", `'00000000-0000-0000-0000-000000000000'`, "passed over"},
 }
 
-// recordPoison is what somebody puts into the topic who may write to it. change gets a good
-// record.
+// recordPoison are records that an attacker with the right to write to the topic puts into it.
+// change gets a good record.
 var recordPoison = []struct {
 	name   string
 	change func(*kgo.Record)
@@ -160,8 +160,8 @@ func setHeader(name, value string) func(*kgo.Record) {
 	}
 }
 
-// deadLetterPoison is what somebody puts into the dead-letter topic who may write to it, and
-// what an operator gets who replays it.
+// deadLetterPoison are records that an attacker with the right to write to the dead-letter topic
+// puts into it, and what an operator gets who replays them.
 var deadLetterPoison = []struct {
 	name   string
 	change func(*kgo.Record)
@@ -254,9 +254,9 @@ var requestPoison = []struct {
 	{"a form in place of a document", "POST", "/api/failed/retry", "application/x-www-form-urlencoded", `reason=r`, 415},
 }
 
-// Whatever somebody may put into a table, a topic, a dead-letter topic, an edit or a
-// request, what becomes of it is in these tables, and the relay, the consumer and the page
-// go on: behind each, a good event arrives and the page answers.
+// The tables have poison for a table, a topic, a dead-letter topic, an edit and a request, and its
+// outcome. Relay, consumer and page go on: behind each poison, a good event arrives and the page
+// answers.
 func TestPoisonMatrix(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

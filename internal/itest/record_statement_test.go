@@ -191,7 +191,7 @@ func randomParcel(rng *rand.Rand) outbox.DomainEvent {
 	return p
 }
 
-// randomText has characters that somebody may take for something else. None is a control character of attributes.
+// randomText has characters that a parser may misread. None is a control character of attributes.
 func randomText(rng *rand.Rand) string {
 	signs := []rune("ab01 \"\\'${}[],:?<>&/%_주😀\u2028\ufffd\u00ff")
 	s := make([]rune, rng.IntN(40))

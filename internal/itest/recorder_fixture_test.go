@@ -56,7 +56,7 @@ var (
 	good = parcel{ID: "good", Sent: noon, Content: "good"}
 )
 
-// rawCodec hands over the content as it is.
+// rawCodec passes the content as it is.
 var rawCodec = outbox.Codec{
 	ContentType: "application/octet-stream",
 	Encode: func(_ context.Context, event any) ([]byte, error) {

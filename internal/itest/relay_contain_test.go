@@ -274,8 +274,8 @@ func TestRunPanics(t *testing.T) {
 	}
 }
 
-// The work of a relay hangs, because a hook of franz-go does: its lease is given up, and a
-// stop returns an error. When the work ends after all, the relay may run again.
+// The work of a relay hangs, because a hook of franz-go does: its lease is released, and a stop
+// returns an error. When the work ends after all, the relay may run again.
 func TestRunHangs(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

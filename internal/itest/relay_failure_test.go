@@ -89,8 +89,8 @@ func TestImpossibleRow(t *testing.T) {
 	require.Eventually(t, func() bool { return h.count(t, "outbox_failed") == 2 }, testenv.Patience, 10*time.Millisecond)
 }
 
-// While Kafka is unavailable events wait: none is given up, none overtakes another.
-// The log says when it began and when it ended, not how often we tried.
+// While Kafka is unavailable events wait: none fails, none overtakes another. The log says when the
+// outage began and when it ended, not how often the relay tried.
 func TestKafkaAway(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)

@@ -16,7 +16,7 @@ import (
 // What is wrong with one topic delays no other one. Like those of relay_stop_test.go, these
 // tests have a real broker and the options of franz-go as they are.
 
-// The latency of a topic is the same beside a topic that is missing.
+// A missing topic does not change the latency of another topic.
 func TestMissingTopicDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	h, reader := newPlacesFixture(t)

@@ -17,9 +17,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// Kafka rejects a request, and good events in it, before the relay has handed over all events
-// of the batch. The later ones must not be accepted before those that were rejected with others
-// are sent again.
+// Kafka rejects a request, and good events in it, before the relay has passed all events of the
+// batch to the client. The later ones must not be accepted before the rejected ones are sent again.
 func TestRejectionWhileEventsAreHandedOver(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)
@@ -55,7 +54,7 @@ func (s *slowHandOver) OnProduceRecordBuffered(r *kgo.Record) {
 	case bytes.Contains(r.Value, []byte(s.last.ID)):
 		select {
 		case <-s.rejected:
-		case <-time.After(2 * time.Second): // it is not sent before all are handed over
+		case <-time.After(2 * time.Second): // it is not sent before the client has all of them
 		}
 	}
 }
@@ -67,8 +66,8 @@ func (s *slowHandOver) OnProduceRecordUnbuffered(r *kgo.Record, err error) {
 	}
 }
 
-// By default ten retries are made of an event that is too large. Then none is made any more, and the row stays with
-// its payload, for whoever decides about it (T23).
+// By default an event that is too large is retried ten times. Then there are no more retries, and
+// the row stays with its payload, for an operator's decision (T23).
 func TestDeadAfterTenRetries(t *testing.T) {
 	t.Parallel()
 	h, _ := newPoisonedFixture(t)

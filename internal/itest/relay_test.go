@@ -147,8 +147,8 @@ func TestRunTwice(t *testing.T) {
 	requireArrival(t, reader, events...)
 }
 
-// A relay that stops hands its lease over: the standby need not wait for it to
-// expire, and starts where the other one ended.
+// A relay that stops releases its lease: the standby need not wait for it to expire, and starts
+// where the other one ended.
 func TestStandbyTakesOver(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)
@@ -169,8 +169,8 @@ func TestStandbyTakesOver(t *testing.T) {
 	require.Equal(t, append(before, after...), arrived, "each once and in order")
 }
 
-// Somebody emptied the lease table while the relay was running. Nobody gets an
-// epoch that was used before.
+// An operator empties the lease table while the relay is running. No process gets an epoch that was
+// used before.
 func TestEmptiedLeaseTable(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)

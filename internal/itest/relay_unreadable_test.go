@@ -15,8 +15,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// slowPrint is how long PostgreSQL may need to find that it cannot print [testenv.Unprintable]: seconds, and
-// many of them beside other tests.
+// slowPrint is how long PostgreSQL may need to find that it cannot print [testenv.Unprintable]:
+// seconds, and many of them alongside other tests.
 const slowPrint = 4 * testenv.Patience
 
 // fail records events and moves them into outbox_failed: the first of each key waits, and

@@ -333,7 +333,7 @@ func TestFieldErrorText(t *testing.T) {
 	require.EqualError(t, &outbox.FieldError{Index: -1, Field: "tx", Err: outbox.ErrNilArgument}, "outbox: tx must not be nil")
 }
 
-// refusal is what a FieldError says beside its reason.
+// refusal has the fields of a FieldError except its reason.
 type refusal struct {
 	eventType string
 	index     int

@@ -21,7 +21,7 @@ import (
 	"github.com/outboxgo/outbox/migrations"
 )
 
-// What a role may do beside its work is nothing.
+// A role can do nothing but its work.
 func TestRolesCannot(t *testing.T) {
 	inEachPlace(t, 0, func(t *testing.T, h *relayFixture) {
 		r := newRoles(t, h)
@@ -118,8 +118,8 @@ func (r *roles) requireNoMore(t *testing.T) {
 	}
 }
 
-// escalations are what roles may try beside their tables. {s} is the schema, {text} its name
-// as a text, {owner} the owner of the tables.
+// escalations are statements that roles may try outside their tables. {s} is the schema, {text} its
+// name as a text, {owner} the owner of the tables.
 var escalations = map[string][]string{
 	"writer": {
 		`INSERT INTO {s}.outbox ({columns}) VALUES ({values}) RETURNING payload`,
@@ -509,7 +509,7 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 	})
 }
 
-// Whoever was there before Migrate, and might create in the schema, gets nothing by it.
+// A role that could create in the schema before Migrate gains no rights by Migrate.
 func TestMigrateRunsNothingOfOthers(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

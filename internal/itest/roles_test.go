@@ -276,8 +276,8 @@ func TestWriteAllData(t *testing.T) {
 	require.EqualValues(t, 1, tag.RowsAffected())
 }
 
-// A worker does all its work in its role: new events, retries, what was requeued, and what a worker
-// had that is gone. Beside it operators act on its deliveries in theirs.
+// A worker does all its work in its role: new events, retries, requeued events, and the deliveries
+// of a worker that is gone. Meanwhile operators act on its deliveries in their role.
 func TestWorkerRole(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)

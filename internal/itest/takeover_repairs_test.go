@@ -103,7 +103,7 @@ func TestReleasedWhileStandbyWaits(t *testing.T) {
 	require.Zero(t, h.countWhere(t, `SELECT count(*) FROM {s}.outbox_lease WHERE exclusive_at > now()`), "it was not taken for gone")
 }
 
-// A clock that was set back makes nobody wait for longer than a lease lasts.
+// After a clock was set back, no standby waits for longer than a lease lasts.
 func TestTakeoverAfterClockWasSetBack(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -116,8 +116,8 @@ func TestTakeoverAfterClockWasSetBack(t *testing.T) {
 	}, testenv.Patience, time.Millisecond)
 }
 
-// Whoever resolved an event within the last hour, and however: the process that led before may have it in hand,
-// whatever its lease was.
+// The process that led before may still be sending an event that was resolved within the last hour,
+// whatever its lease was and in whatever way the event was resolved.
 func TestResolvedEventMayStillBeSent(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -171,9 +171,9 @@ func TestTakeoverInConflict(t *testing.T) {
 	require.NotContains(t, log.String(), "PostgreSQL fails")
 }
 
-// A queue of notifications that somebody fills up is not taken for a pooler.
+// A full queue of notifications is not taken for a pooler.
 func TestFullQueueIsNoPooler(t *testing.T) {
-	// Not parallel: nobody is notified meanwhile.
+	// Not parallel: no process is notified meanwhile.
 	testenv.Direct(t)
 	h := newRelayFixture(t)
 	conn, err := testenv.Pool(t, nil).Acquire(background)

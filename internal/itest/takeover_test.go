@@ -16,8 +16,8 @@ import (
 
 const relayLock = "relay:default"
 
-// gone leaves behind what a process does that led and was killed: a lease that lasts for a while, and says that a
-// lock goes with it that nobody has.
+// gone leaves behind the state of a leader that was killed: a lease that lasts for a while, and
+// names a lock that no process has.
 func (h *relayFixture) gone(t *testing.T, expiresIn time.Duration) {
 	t.Helper()
 	h.exec(t, `INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts, locked_epoch) VALUES ('default', 'gone', 7, clock_timestamp() + $1, $1, 7)
@@ -157,7 +157,7 @@ func TestNothingIsGivenUpBeforeLeaseIsExclusive(t *testing.T) {
 	requireInOrder(t, reader, failed)
 }
 
-// A clean stop leaves no lock behind, and whoever leads then has it.
+// A clean stop releases the lock, and the next leader has it.
 func TestStopFreesLock(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -15,8 +15,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// A relay that is started again after kill -9 waits for the lease of the process that is gone.
-// That was said by nobody: for half a minute nothing was sent and nothing was logged.
+// A relay that is started again after kill -9 waits for the lease of the process that is gone, half
+// a minute by default. It logs that.
 func TestStandbySaysWhatItWaitsFor(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)

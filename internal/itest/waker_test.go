@@ -30,7 +30,8 @@ func newWaker(t *testing.T, schema string, configure func(*pgxpool.Config)) *out
 // quietFor is longer than who leads looks often after an event.
 const quietFor = 500 * time.Millisecond
 
-// Whoever leads is woken from another process, be that one that only records or a standby, at once and after a silence.
+// A process that only records, or a standby, wakes the leader in another process, at once and after
+// a silence.
 func TestWakeFromOtherProcess(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

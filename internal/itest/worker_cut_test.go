@@ -195,7 +195,7 @@ func TestMovesWhileEventsAreRecorded(t *testing.T) {
 		time.Sleep(500 * time.Millisecond)
 
 		stopWorker = f.startWorker()
-		f.toPostgres(relay) // it runs, and has a batch in its hands
+		f.toPostgres(relay) // it runs, and has a batch in flight
 		f.finish(relay)
 		stopConsumer()
 		stopRelay()
@@ -300,7 +300,7 @@ func TestRestoreDuringCut(t *testing.T) {
 	stopWorker()
 	f.requireExact()
 
-	stopRelay() // it has nothing in its hands then
+	stopRelay() // it has nothing in flight then
 	f.toPostgres("r")
 	f.step()
 	f.exec(`UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)

@@ -18,7 +18,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Each group gets all events, also beside one whose handlers fail for ever, with the same name for its action.
+// Each group gets all events, also if the handlers of another group, with the same name for its
+// action, fail for ever.
 func TestWorkersOfManyGroups(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
@@ -125,7 +126,7 @@ func TestWorkerHandlesLateCommits(t *testing.T) {
 	}
 	f.eventually(`SELECT count(*) FROM {schema}.effect`, 30)
 	want := 30
-	for i, tx := range open[:late-1] { // each of them beside others that go on
+	for i, tx := range open[:late-1] { // each of them while others go on
 		rolledBack := begin(step{"never", 1})
 		require.NoError(t, rolledBack.Rollback(t.Context()))
 		require.NoError(t, tx.Commit(t.Context()))

@@ -268,8 +268,8 @@ func TestWorkerMiddleware(t *testing.T) {
 		log.of("SENT later"))
 }
 
-// Whatever a line is about, it says which event that is, of which aggregate and in which trace. Of a worker that is
-// gone nobody has read the trace.
+// Each log line about an event names the event, its aggregate and its trace. A line about the
+// deliveries of a worker that is gone has no trace, because the trace was not read.
 func TestWorkerLogNamesEvents(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)

@@ -43,7 +43,7 @@ func TestWorkersOfTwoReleases(t *testing.T) {
 	f.await(1 + 2*steps + 4)
 	f.requireOrder()
 
-	// A handler that nobody has any more is not owed anything in the end.
+	// In the end, no events are owed to a handler that no worker has any more.
 	f.exec(`UPDATE {schema}.event_subscription SET routes = routes || jsonb_build_object('bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'GONE', 1), routes_version = routes_version + 1`)
 	f.start(outbox.WorkerConfig{PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", nil))
 	require.Eventually(t, func() bool {

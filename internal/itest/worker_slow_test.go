@@ -59,8 +59,8 @@ func TestWorkerSlowHandlerHoldsUpNothing(t *testing.T) {
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE attempt_count <> 1`))
 }
 
-// While a handler without a transaction talks to somebody outside, its worker has no transaction open, and so no lock
-// (C5).
+// While a handler without a transaction calls an external service, its worker has no transaction
+// open, and so no lock (C5).
 func TestNoTransactionIsOpenWhileHandlerRuns(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // which connections are whose

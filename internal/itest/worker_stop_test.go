@@ -135,8 +135,8 @@ func (f *workerFixture) formOf(form string, do func(context.Context, step) error
 	})
 }
 
-// What came with an event whose handler hangs is given back when that is given up. It is not to blame, and loses no
-// attempt.
+// Events that came with an event whose handler hangs are released when that handler is abandoned.
+// They are not to blame, and lose no attempt.
 func TestWorkerHangingHandlerCostsOthersNothing(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
