@@ -58,10 +58,9 @@ type Config struct {
 	// audited.
 	AuditReads bool
 	// TrustedOrigins may send requests that change something, besides the origin under which
-	// browsers see this page: scheme, host and port, https://ops.example for example. A
-	// proxy that gives requests another Host makes it necessary for browsers that do not
-	// send Sec-Fetch-Site. Such a site acts in the name of whoever is signed in here. Nil
-	// means none.
+	// browsers see this page: scheme, host and port, https://ops.example for example. A proxy that
+	// gives requests another Host makes it necessary for browsers that do not send Sec-Fetch-Site.
+	// A trusted site acts in the name of the user who is signed in here. Nil means none.
 	TrustedOrigins []string
 	// MaxConns bounds how many connections of the pool the page uses at a time. One of two
 	// or more is left to actions. A request that has waited for a connection for 5 s, or finds
@@ -80,11 +79,11 @@ type Config struct {
 	// each, for blocked partitions and handlers that hang, which the database does not know. It is
 	// called for each view of the overview and of consumers. Nil means that this process has none.
 	Consumers func() []outbox.ConsumerHealth
-	// Workers returns the health of the workers of this process, [outbox.Worker.Health] of each,
-	// likewise. Nil means that this process has none.
+	// Workers returns the health of the workers of this process, [outbox.Worker.Health] of each. It
+	// is called for each view that shows it. Nil means that this process has none.
 	Workers func() []outbox.WorkerHealth
 	// Kafka says where the topics of consumer groups are, for their lag: brokers and credentials as
-	// for a consumer. Kafka is asked at most every 10 s, and only while somebody looks. Nil means
+	// for a consumer. Kafka is asked at most every 10 s, and only while a page is viewed. Nil means
 	// that the lag is not known.
 	Kafka []kgo.Opt
 	// StaleAfter is how long an event may wait before the page calls it a problem, like

@@ -75,7 +75,7 @@ type groupState struct {
 	Paused     int  // topics
 	AllPaused  bool // the whole group
 	Lost       int64
-	Lag        *int64 // nil where nobody knows
+	Lag        *int64 // nil if not known
 	Dead, Held int    // deliveries
 	Owed       int    // deliveries that wait or are with workers
 	OwedMore   bool
@@ -83,7 +83,7 @@ type groupState struct {
 	Workers    *outboxops.DeliveryGroup // nil for a group that has none
 }
 
-// needs is how much a group needs somebody, from 0 on.
+// needs is how urgently a group needs an operator, from 0 on.
 func (g groupState) needs() int {
 	switch {
 	case g.Dead > 0:
@@ -96,8 +96,8 @@ func (g groupState) needs() int {
 	return 0
 }
 
-// all returns every group that has begun to read, is paused, has workers or is owed something,
-// those first that need somebody.
+// all returns every group that has begun to read, is paused, has workers or is owed something. The
+// groups that need an operator come first.
 func (v groupsView) all() []groupState {
 	var all []groupState
 	of := func(name string) *groupState {

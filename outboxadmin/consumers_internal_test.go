@@ -47,8 +47,8 @@ func TestConsumerGroups(t *testing.T) {
 	}
 }
 
-// Whoever may write to consumer_start for one group can put anything into its rows. The page shows
-// what it can of it, and the other groups.
+// A role that may write to consumer_start for one group can put anything into its rows. The page
+// shows what it can of these rows, and the other groups.
 func TestPoisonedGroups(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
@@ -79,8 +79,8 @@ func TestPoisonedGroups(t *testing.T) {
 	require.Contains(t, h.get("/api/consumers"), `"lost":9223372036854775807`)
 }
 
-// However much a group has noted, a page and the API look at part of it, say so, and show the
-// groups beside it and what is paused.
+// A group may have noted very many rows. A page and the API then read a part of them, say so, and
+// show the other groups and everything that is paused.
 func TestVeryManyGroupRows(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// newBusyFixture is [newAdminFixture] with deliveries beside the failed events.
+// newBusyFixture is [newAdminFixture] with deliveries in addition to the failed events.
 func newBusyFixture(t *testing.T, configure func(*Config)) *adminFixture {
 	t.Helper()
 	h := newAdminFixture(t, configure)
@@ -209,7 +209,8 @@ func TestNumbersAgree(t *testing.T) {
 	require.Equal(t, seed.DeadTimeouts, list.Deliveries[i].Deliveries)
 }
 
-// What needs somebody stands in front of what only informs, and says of which time it is.
+// A notice that needs an operator precedes a notice that only informs, and says of which time it
+// is.
 func TestOrderOfUrgency(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)
@@ -268,8 +269,8 @@ func TestProcesses(t *testing.T) {
 	}
 }
 
-// Whoever may write the deliveries of one group can put anything into them. The pages show what they
-// can of it, as text.
+// A role that may write the deliveries of one group can put anything into them. The pages show what
+// they can of it, as text.
 func TestPoisonedDeliveries(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)

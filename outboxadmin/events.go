@@ -160,8 +160,7 @@ func (a *admin) eventOne(r *request) (answer, error) {
 	return a.page(r.Request, http.StatusOK, "event_one", e.Type, page), nil
 }
 
-// recordedWhole returns a recorded event with its payload, once it is audited that somebody
-// reads it.
+// recordedWhole audits the read of a recorded event, and then returns the event with its payload.
 func (a *admin) recordedWhole(r *request, id int64) (outboxops.RecordedEvent, error) {
 	if a.cfg.AuditReads {
 		if err := a.failed.AuditReadRecorded(r.Context(), id, auditInfo(r, readReason(r))); err != nil {

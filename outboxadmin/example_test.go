@@ -42,7 +42,7 @@ func ExampleNew() {
 			return outboxadmin.Access{Operator: user.Name, Role: role}, nil
 		},
 		Health:    func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} },          // of this process
-		Consumers: func() []outbox.ConsumerHealth { return []outbox.ConsumerHealth{consumer.Health()} }, // likewise
+		Consumers: func() []outbox.ConsumerHealth { return []outbox.ConsumerHealth{consumer.Health()} }, // of this process
 		Kafka:     kafka,                                                                                // where to ask for the lag
 		Mask: func(t outboxadmin.Text) []byte {
 			if t.Kind == outboxadmin.TextStatement {
@@ -57,7 +57,7 @@ func ExampleNew() {
 	mux.Handle("/ops/outbox/", http.StripPrefix("/ops/outbox", admin))
 }
 
-// The server's own timeouts keep what is beside the page safe from slow clients.
+// The server's own timeouts protect the rest of the process from slow clients.
 func ExampleNew_server() {
 	server := &http.Server{
 		Handler:           mux,

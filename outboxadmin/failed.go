@@ -130,7 +130,7 @@ type failedPage struct {
 	Wrong   string // why an action was refused
 	Action  string // which one
 	Reason  string // as it was written
-	Edit    string // likewise
+	Edit    string // as it was written
 }
 
 func (a *admin) failedOne(r *request) (answer, error) {
@@ -169,8 +169,7 @@ func (a *admin) showFailed(r *request, status int, page failedPage) (answer, err
 	return a.page(r.Request, status, "failed_one", row.Type, page), nil
 }
 
-// failedWhole returns a failure with its history, once it is audited that somebody
-// reads it.
+// failedWhole audits the read of a failure, and then returns the failure with its history.
 func (a *admin) failedWhole(r *request, id outboxops.FailureID) (outboxops.Failure, []outboxops.AuditEntry, error) {
 	ctx := r.Context()
 	if a.cfg.AuditReads {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// policy lets a page load what is served beside it, and nothing else.
+// policy lets a page load files of its own origin, and nothing else.
 const policy = "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; " +
 	"form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 
@@ -80,7 +80,7 @@ func isEmbedded(h http.Header) bool {
 	case "cross-site", "same-site":
 		return h.Get("Sec-Fetch-Mode") != "navigate" || h.Get("Sec-Fetch-Dest") != "document"
 	}
-	return false // from here, by hand, or by a browser that does not say
+	return false // same origin, entered by the user, or a browser that does not send the header
 }
 
 // originalPath is the path before a prefix was taken off.

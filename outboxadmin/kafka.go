@@ -20,7 +20,7 @@ const (
 )
 
 // kafkaView is how many records groups have still to read, which dead letters there are, and when
-// Kafka said so. It is zero where nobody knows.
+// Kafka said so. It is zero if that is not known.
 type kafkaView struct {
 	At    time.Time
 	Err   string // why it is not known, or not newer
@@ -50,7 +50,7 @@ type kafkaReader struct {
 	mu     sync.Mutex
 	known  kafkaView
 	tried  time.Time
-	asking chan struct{} // closed when Kafka has answered; nil if nobody asks
+	asking chan struct{} // closed when Kafka has answered; nil if no question is in flight
 }
 
 func newKafkaReader(consumers *outboxops.Consumers, opts []kgo.Opt) *kafkaReader {

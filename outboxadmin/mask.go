@@ -24,7 +24,7 @@ const (
 	TextStatement TextKind = "statement"
 )
 
-// Text is what may hold personal data or secrets, because somebody else wrote it.
+// Text is a text that may hold personal data or secrets, because another program wrote it.
 type Text struct {
 	// Kind is a constant, [TextPayload] for example.
 	Kind TextKind

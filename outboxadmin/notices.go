@@ -32,15 +32,15 @@ type situation struct {
 
 	relays    []outbox.RelayStatus
 	health    map[string]*outbox.RelayHealth // of this process
-	consumers []outbox.ConsumerHealth        // likewise
-	workers   []outbox.WorkerHealth          // likewise
+	consumers []outbox.ConsumerHealth        // of this process
+	workers   []outbox.WorkerHealth          // of this process
 	counts    []outboxops.FailureCount
 	stale     []outbox.EventCount
 	groups    groupsView
 	open      []outboxops.OpenTransaction
 }
 
-// notices says what is wrong, what needs somebody first in front.
+// notices returns the problems; those that need an operator come first.
 func (s *situation) notices() []notice {
 	var all []notice
 	for _, part := range []func() []notice{s.leaders, s.processes, s.dead, s.waiting, s.held, s.paused, s.retried, s.transactions} {
@@ -91,7 +91,7 @@ func (s *situation) processes() (all []notice) {
 	return all
 }
 
-// dead says what was given up and waits for a decision.
+// dead reports dead events and deliveries that wait for a decision.
 func (s *situation) dead() (all []notice) {
 	for _, r := range s.relays {
 		if r.Dead > 0 {
@@ -224,7 +224,7 @@ func (s *situation) paused() (all []notice) {
 	return all
 }
 
-// retried says what is unresolved, and nobody needs to do anything about yet.
+// retried reports events and deliveries that are unresolved, and need no operator yet.
 func (s *situation) retried() (all []notice) {
 	for _, r := range s.relays {
 		if n := min(r.Failed+r.Waiting, outbox.MaxCounted); n > 0 {

@@ -40,7 +40,7 @@ type overview struct {
 	Unknown      string // what could not be looked at, where nothing is wrong
 	StaleAfter   time.Duration
 	Unresolved   unresolved
-	Counts       []outboxops.FailureCount // the first ones, those first that need somebody
+	Counts       []outboxops.FailureCount // the first ones; those that need an operator come first
 	MoreCounts   []outboxops.FailureCount
 	OtherKinds   int // that are not among both
 	Groups       []groupState
@@ -184,7 +184,8 @@ func (a *admin) situation(ctx context.Context, now time.Time) (s *situation, err
 	return s, nil
 }
 
-// unknown says what only other processes know, so that nobody takes silence about it for good news.
+// unknown names the facts that only other processes know, so that silence about them is not taken
+// for good news.
 func (a *admin) unknown() string {
 	if a.cfg.Health == nil && a.cfg.Consumers == nil && a.cfg.Workers == nil {
 		return "Breakers and blocked partitions are not among it: only the processes that have them know, and this one has none."

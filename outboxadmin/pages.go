@@ -34,13 +34,13 @@ type frame struct {
 // CanAct is set for operators.
 func (f frame) CanAct() bool { return f.Access.Role >= Operator }
 
-// part is a template's data with something beside it.
+// part is the data of a template, with an extra value.
 type part struct {
 	frame
 	Part any
 }
 
-// With hands part of a page to a template of its own.
+// With passes part of a page to a template of its own.
 func (f frame) With(p any) part { return part{f, p} }
 
 // Ago is a time as seen from now.

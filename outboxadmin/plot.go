@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// plot is a small line over time, drawn as SVG by the template plot. Its words are HTML
-// beside it, so that they neither stretch nor depend on styles inside the drawing.
+// plot is a small line over time, drawn as SVG by the template plot. Its words are HTML outside the
+// drawing, so that they neither stretch nor depend on styles inside it.
 type plot struct {
 	Name    string
 	Now     string // the newest value, with its unit
@@ -43,7 +43,7 @@ const (
 // scale is what the axes of a plot mean.
 type scale struct {
 	from, to time.Time
-	gap      time.Duration        // points further apart than this are not joined
+	gap      time.Duration        // points with a larger distance are not joined
 	format   func(float64) string // with its unit
 	least    float64              // of the upper edge
 }

@@ -19,7 +19,7 @@ import (
 // means something in HTML, in a URL, in JavaScript, in a header, and in a terminal.
 const hostileText = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>javascript:alert(1)\r\nSet-Cookie: x=1\u202e\u2066\u2028{{.}}%00%0d&amp;/../?a=b#c"
 
-// poison are columns of an event that whoever may INSERT into outbox can write.
+// poison are columns of an event that a role with INSERT on outbox can write.
 type poison struct{ name, columns, values string }
 
 var poisons = []poison{

@@ -22,9 +22,9 @@ const (
 	maxWait = 5 * time.Second
 	// retryAfter is when to come again, in seconds.
 	retryAfter = "2"
-	// abandonedFor is how long PostgreSQL may go on with what nobody waits for any more.
-	// A statement that is cancelled costs the pool its connection, so clients that come
-	// and go must not cancel theirs at once.
+	// abandonedFor is how long PostgreSQL may go on with a statement after its request has ended. A
+	// statement that is cancelled costs the pool its connection, so clients that come and go must
+	// not cancel theirs at once.
 	abandonedFor = time.Second
 )
 

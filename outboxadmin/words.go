@@ -9,7 +9,7 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// Times are shown as how long ago, and exactly in UTC beside it.
+// A time is shown as an age, and exactly in UTC in its title.
 
 func clock(t time.Time) string { return t.UTC().Format("15:04:05") }
 

@@ -102,7 +102,7 @@ func (m *mailer) Alert(ctx context.Context, a outbox.Alert) error {
 	return fmt.Errorf("outboxalert: send mail: %w", m.maskErr(err))
 }
 
-// send hands a message to the server. When ctx ends, so does whatever it waits for.
+// send passes a message to the server. When ctx ends, all its waits end.
 func (m *mailer) send(ctx context.Context, message []byte) error {
 	conn, err := new(net.Dialer).DialContext(ctx, "tcp", m.cfg.Server)
 	if err != nil {

@@ -29,12 +29,13 @@ type PagerDutyConfig struct {
 const pagerDutyURL = "https://events.pagerduty.com/v2/enqueue"
 
 // PagerDuty returns an alerter that triggers incidents of PagerDuty by its Events API v2, and
-// resolves them when what they are about is over. An alert that comes again belongs to the
-// incident that is open. Reports wake nobody: they are left out.
+// resolves them when the condition of the alert is over. An alert that comes again belongs to the
+// incident that is open. Reports trigger no incident: they are left out.
 //
-// The routing key is the integration key of a service in PagerDuty. Source names what is watched, for example
-// "orders, production". It distinguishes the incidents of one database from those of others, so all
-// processes of the database give the same. Errors do not contain the routing key.
+// The routing key is the integration key of a service in PagerDuty. Source names the monitored
+// system, for example "orders, production". It distinguishes the incidents of one database from
+// those of others, so all processes of the database give the same. Errors do not contain the
+// routing key.
 func PagerDuty(routingKey, source string, cfg PagerDutyConfig) (outbox.Alerter, error) {
 	if routingKey == "" || source == "" {
 		return nil, errors.New("outboxalert: PagerDuty needs a routing key and a source")

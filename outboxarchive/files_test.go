@@ -186,7 +186,7 @@ func TestFilesOverlap(t *testing.T) {
 	require.Equal(t, recorded, events(t, folder, outboxarchive.Filter{}))
 }
 
-// What a process has left that was killed is removed when it is old, and read by nobody.
+// Unfinished files of a process that was killed are removed when they are old, and are never read.
 func TestFolderSweeps(t *testing.T) {
 	t.Parallel()
 	f, path := newFixture(t), t.TempDir()

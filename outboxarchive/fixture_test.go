@@ -137,7 +137,7 @@ func (f *archiveFixture) insert(t testing.TB, events ...outbox.ArchivedEvent) {
 	}))
 }
 
-// mixed inserts events of all kinds, a minute apart, the last of them two months ago.
+// mixed inserts events of all kinds, one each minute, the last of them two months ago.
 func (f *archiveFixture) mixed(t testing.TB, rng *rand.Rand, n int) {
 	t.Helper()
 	events := make([]outbox.ArchivedEvent, n)

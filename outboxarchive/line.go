@@ -52,7 +52,7 @@ type line struct {
 	PayloadBase64 []byte          `json:"payload_base64,omitzero"`
 	JSON          bool            `json:"json"`
 	Headers       json.RawMessage `json:"headers,omitempty"` // behind the others; only read
-	Payload       json.RawMessage `json:"payload,omitempty"` // likewise
+	Payload       json.RawMessage `json:"payload,omitempty"` // behind the others; only read
 }
 
 // appendEvent appends the line of an event.

@@ -136,7 +136,8 @@ func (m *merge) run(ctx context.Context, yield func(outbox.ArchivedEvent, error)
 	}
 }
 
-// advance reads the next event of a file, which stays open if it has one. It returns false if nobody wants more.
+// advance reads the next event of a file, which stays open if it has one. It returns false if yield
+// does.
 func (m *merge) advance(f *file, yield func(outbox.ArchivedEvent, error) bool) bool {
 	for {
 		ok, err := f.read()

@@ -16,14 +16,14 @@ import (
 // of its rows itself.
 const aheadMonths = 3
 
-// maxBackMonths bounds how far back, likewise.
+// maxBackMonths bounds for how many months before now Ensure makes partitions.
 const maxBackMonths = 120
 
 // The statements of [Table.Ensure], which one process at a time runs.
 const (
 	sqlLockEnsure = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.archive.' || $1, 0))`
 
-	// sqlArchiveOwner says whether the table is there, and whether it belongs to somebody else.
+	// sqlArchiveOwner reports whether the table is there, and whether another role owns it.
 	sqlArchiveOwner = `
 SELECT n.oid IS NOT NULL, c.oid IS NOT NULL, coalesce(NOT pg_has_role(c.relowner, 'USAGE'), false), coalesce(pg_get_userbyid(c.relowner), '')
   FROM (VALUES (1)) AS one

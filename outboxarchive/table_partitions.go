@@ -13,8 +13,8 @@ import (
 
 // Partition is a partition of outbox_archive.
 type Partition struct {
-	// Schema and Name are those of its table. The schema is that of the archive, unless somebody has
-	// attached one of another, or moved one there.
+	// Schema and Name are those of its table. The schema is that of the archive, unless an operator
+	// has attached a table of another schema, or moved the table there.
 	Schema, Name string
 	// From and Until bound the time of recording of its events. They are zero where it has no
 	// bounds of that form.
@@ -70,9 +70,9 @@ func (t *Table) partitionsIn(ctx context.Context, tx pgx.Tx) ([]Partition, error
 const dropSettings = `SELECT set_config('lock_timeout', '1s', true)`
 
 // Expire drops the partitions that are [Partition.Expired], the oldest first, and returns them.
-// Retention does not do so by itself: a relay has no right to remove what it has archived. Call it as the
-// owner of the table, once a day or a month, or use outbox archive expire. An error that
-// says that a lock is not available means that somebody reads the archive: call it again.
+// Retention does not do so by itself: a relay has no right to remove what it has archived. Call it
+// as the owner of the table, once a day or a month, or use outbox archive expire. An error that
+// says that a lock is not available means that another session reads the archive: call it again.
 func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
 	all, err := t.Partitions(ctx)
 	if err != nil {

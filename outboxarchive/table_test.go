@@ -248,7 +248,8 @@ func TestTableRights(t *testing.T) {
 	}
 }
 
-// Partitions are dropped when all their events are old enough, by months, and not while somebody reads.
+// Partitions are dropped when all their events are old enough, by months, and not while a session
+// reads them.
 func TestTableExpire(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -450,7 +451,8 @@ func TestTableOddTimes(t *testing.T) {
 	require.Equal(t, recorded, events(t, table, outboxarchive.Filter{}))
 }
 
-// A partition that somebody has moved to another schema is dropped there, and no table that has its name here.
+// A partition that was moved to another schema is dropped there, and no table that has its name
+// here.
 func TestTableExpireElsewhere(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)

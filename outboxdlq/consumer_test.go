@@ -304,7 +304,7 @@ func TestReplayOfHugeKey(t *testing.T) {
 	f.requireCounts(t, map[string]int{"a FAILS": 14, "a WORKS": 14, "b FAILS": 14}, map[string]int{"a FAILS": 2})
 }
 
-// Whoever may write to a topic writes headers, too. Those of a replay hide no event: they
+// A client that may write to a topic writes headers, too. Headers of a replay hide no event: they
 // count in a copy of a dead letter only.
 func TestForgedReplays(t *testing.T) {
 	t.Parallel()
@@ -337,7 +337,7 @@ func TestForgedReplays(t *testing.T) {
 	all := 1 + 2 + 4 + 8 + 16 + 32 + 64 + 128 + 256
 	f.requireCounts(t, map[string]int{"a FAILS": all, "a WORKS": all, "b FAILS": all}, map[string]int{})
 
-	// A copy of the dead letter is for nobody but the group and the action that it names.
+	// Only the group and the action that a copy of the dead letter names handle it.
 	copied := &kgo.Record{Topic: f.topic, Key: dead.Key, Value: dead.Value, Headers: append(slices.DeleteFunc(slices.Clone(dead.Headers), func(h kgo.RecordHeader) bool {
 		return strings.HasPrefix(h.Key, "dlq_")
 	}), kgo.RecordHeader{Key: outbox.ReplayGroup, Value: []byte("nobody")}, kgo.RecordHeader{Key: outbox.ReplayOf, Value: []byte(of)}, kgo.RecordHeader{Key: outbox.ReplayFrom, Value: []byte(from)})}

@@ -25,10 +25,10 @@ type ReplayConfig struct {
 	// Topic is the dead-letter topic. Required.
 	Topic string
 
-	// To has the topics that dead letters may go back to. What a dead letter says about its
-	// original is input of whoever may write to the dead-letter topic, and they are sent
-	// with your rights. Nil means the one topic whose dead-letter topic Topic is by its
-	// name, {topic}.dlq.
+	// To has the topics that dead letters may go back to. The original topic in a dead letter is
+	// input of the clients that may write to the dead-letter topic, and dead letters are sent with
+	// your rights. Nil means the one topic whose dead-letter topic Topic is by its name,
+	// {topic}.dlq.
 	To []string
 
 	// From has the offset to begin with, by partition. The other partitions are read
@@ -84,9 +84,9 @@ type ReplayReport struct {
 	// Failed are the records that are no dead letters, and the dead letters that were
 	// chosen and not sent.
 	Failed []ReplayFailure
-	// Absent are the groups of what was sent that have no committed offset in the topic, as
-	// far as Kafka says it: they never read it, are gone or have another name. Nobody
-	// handles what was sent for them, unless they come.
+	// Absent are the groups that records were sent for and that have no committed offset in the
+	// topic, as far as Kafka says it: they never read it, are gone or have another name. The
+	// records for such a group are handled only if the group appears.
 	Absent []string
 	// Next is the offset behind the last record that was read and, if chosen, sent or
 	// reported, by partition.
@@ -117,20 +117,20 @@ func (r ReplayReport) Left(d DeadLetter) bool {
 // deliveryTimeout is when a record that Kafka did not acknowledge counts as failed.
 const deliveryTimeout = 30 * time.Second
 
-// Replay sends the chosen records of a dead-letter topic back to the topics that they
-// came from, with their keys, values and headers. Further headers,
-// [outbox.ReplayGroup] and [outbox.ReplayAction], say that only the group and the
-// action that failed handle them. Consumers look for the dead letter before they believe
-// that, so they need the right to read the dead-letter topic. The records stay in the dead-letter topic, which is
-// read as [Read] reads it. The records that are sent get the current timestamp. They
-// keep their order, except for those that were in flight together with a record that
-// Kafka rejects.
+// Replay sends the chosen records of a dead-letter topic back to the topics that they came from,
+// with their keys, values and headers. Two extra headers, [outbox.ReplayGroup] and
+// [outbox.ReplayAction], say that only the group and the action that failed handle them. Consumers
+// look for the dead letter before they believe that, so they need the right to read the dead-letter
+// topic. The records stay in the dead-letter topic, which is read as [Read] reads it. The records
+// that are sent get the current timestamp. They keep their order, except for those that were in
+// flight together with a record that Kafka rejects.
 //
-// A run sends each record at most once. These kinds of records are reported, and the run goes on: those that Kafka
-// rejects, those that are no dead letters or those of another topic ([ErrOtherTopic]), and those of which something
-// was omitted and whose original record is gone ([ErrOriginalGone]). Any other failure ends the run with an error
-// when the outcome of all records in flight is known, and so does the end of ctx. The report is valid with an error
-// too, and [ReplayReport.Left] chooses the rest for another run.
+// A run sends each record at most once. These kinds of records are reported, and the run goes on:
+// those that Kafka rejects, those that are no dead letters or those of another topic
+// ([ErrOtherTopic]), and those of which something was omitted and whose original record is gone
+// ([ErrOriginalGone]). Any other failure ends the run with an error when the outcome of all records
+// in flight is known, and so does the end of ctx. The report is valid with an error too, and
+// [ReplayReport.Left] chooses the rest for another run.
 //
 // It makes two Kafka clients from opts and closes them. It refuses the options that
 // [outbox.NewRelay] refuses.
@@ -243,8 +243,8 @@ func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
 	return stop
 }
 
-// lookForGroup asks Kafka once whether a group has read a topic. What it does not say, for
-// want of the right to ask for example, is not known.
+// lookForGroup asks Kafka once whether a group has read a topic. If Kafka does not answer that, for
+// example because the right to ask is missing, it stays unknown.
 func (r *run) lookForGroup(ctx context.Context, to addressee) {
 	if _, known := r.groups[to]; known {
 		return
@@ -363,8 +363,8 @@ func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	return records[0], nil
 }
 
-// isOriginal compares a record with what a dead letter says about its original. Dead
-// letters of before have no digest.
+// isOriginal compares a record with the description of the original in a dead letter. Dead letters
+// of earlier releases have no digest.
 func isOriginal(r *kgo.Record, d DeadLetter) bool {
 	if r.Offset != d.OriginalOffset || !d.OriginalTimestamp.IsZero() && !r.Timestamp.Equal(d.OriginalTimestamp) {
 		return false

@@ -131,7 +131,7 @@ func TestReplayOfOmittedValue(t *testing.T) {
 		outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
 }
 
-// Whoever may write to a dead-letter topic must not choose where a replay sends to, with
+// A client that may write to a dead-letter topic must not choose the target of a replay, which has
 // the rights of the operator.
 func TestReplayToOtherTopic(t *testing.T) {
 	t.Parallel()

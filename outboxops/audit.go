@@ -17,8 +17,8 @@ import (
 
 // AuditInfo says who acts, and why. It goes into outbox_audit.
 type AuditInfo struct {
-	// Operator is who acts, at most 100 characters, in the words of the application: whoever
-	// may act can write any name. AuditEntry.Login is what PostgreSQL knows. Required.
+	// Operator is who acts, at most 100 characters, in the words of the application: a user who may
+	// act can write any name. AuditEntry.Login is what PostgreSQL knows. Required.
 	Operator string
 	// Reason is why. Required.
 	Reason string

@@ -32,10 +32,10 @@ const (
 	dryRunPart      = 10_000 // the same, where they are only counted
 )
 
-// RetryAll is [Failures.Retry] for all failures that a filter picks and that can be retried:
-// events that are waiting, failed or dead, and dead deliveries. It returns how many that were,
-// also beside an error. They are changed in parts, the oldest of each kind first, each part in a
-// transaction of its own; what fails again meanwhile is not picked twice.
+// RetryAll is [Failures.Retry] for all failures that a filter picks and that can be retried: events
+// that are waiting, failed or dead, and dead deliveries. It returns their number, also together
+// with an error. They are changed in parts, the oldest of each kind first, each part in a
+// transaction of its own. A failure that fails again meanwhile is not picked twice.
 func (f *Failures) RetryAll(ctx context.Context, filter FailureFilter, cfg BulkConfig, why AuditInfo) (int, error) {
 	return f.changeAll(ctx, actionRetry, filter, cfg, why)
 }

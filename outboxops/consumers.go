@@ -126,10 +126,10 @@ type ConsumerFilter struct {
 	Group string
 }
 
-// List returns the groups, sorted by name. It looks at 1,000 of them, 10,000 partitions of each
-// and 200,000 of all, and returns at most 10,000 topics, of each group those that are paused
-// first. Where there is more than that, which only somebody who does harm will have, more is
-// set, and the numbers of a topic may be too small.
+// List returns the groups, sorted by name. It looks at 1,000 groups, 10,000 partitions of each and
+// 200,000 of all, and returns at most 10,000 topics, of each group the paused ones first. If there
+// are more, more is set, and the numbers of a topic may be too small. Only an attack leads to such
+// numbers.
 func (c *Consumers) List(ctx context.Context, filter ConsumerFilter) (groups []ConsumerGroup, more bool, err error) {
 	var (
 		group  string

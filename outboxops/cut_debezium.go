@@ -56,13 +56,14 @@ func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo)
 	})
 }
 
-// ToDebezium has Debezium send the events, from this moment on: the relay has sent all that were recorded before, and
-// ends. Its processes stand by until they are stopped. Start the connector before, so that it has made its slot.
+// ToDebezium has Debezium send the events, from this moment on: the relay has sent all that were
+// recorded before, and ends. Its processes stand by until they are stopped. Start the connector
+// before, so that it has made its slot.
 //
-// No transaction that has recorded an event may be open at the cut, and nobody records one until the relay has sent
-// the last ones: it is waited for both, for 400 ms at a time at most, and with pauses, until ctx ends. The error is
-// [ErrCutRefused] if failed events wait to be sent, if the publication has the events already, or if there is no
-// slot.
+// No transaction that has recorded an event may be open at the cut, and recording waits until the
+// relay has sent the last events. ToDebezium waits for both until ctx ends, for 400 ms at a time at
+// most, and with pauses. The error is [ErrCutRefused] if failed events wait to be sent, if the
+// publication has the events already, or if there is no slot.
 func (c *Cuts) ToDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
 	return c.cutDebezium(ctx, "cut to Debezium", cut, why, func(tx pgx.Tx) (done bool, err error) {
 		err = tx.QueryRow(ctx, c.toDebezium, cut.Publication, cut.Slot, cut.Relay, why.Operator, why.Reason).Scan(&done)
@@ -70,10 +71,10 @@ func (c *Cuts) ToDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) e
 	})
 }
 
-// errRelayBehind says that a relay has not sent everything while nobody recorded.
+// errRelayBehind says that a relay has not sent everything while recording was blocked.
 var errRelayBehind = errors.New("the relay is behind: it has not sent all events within 300 ms in which nobody recorded one")
 
-// cutDebezium tries until nobody is in the way.
+// cutDebezium tries until no transaction or relay prevents the cut.
 func (c *Cuts) cutDebezium(ctx context.Context, what string, cut DebeziumCut, why AuditInfo, try func(pgx.Tx) (bool, error)) error {
 	err := errors.Join(cut.validate(), why.check())
 	var blocked error // why the try before has failed

@@ -28,8 +28,8 @@ import (
 //
 // To PostgreSQL: stop the relay, and call ToPostgres. Then start the workers of the groups: they wait, while the
 // consumers go on until they have handled what the relay has sent. Await waits for that, and Finish lets the workers
-// begin. Then stop the consumers. A relay that is not stopped before sends at most the batch that it has in its hands
-// a second time, for handlers without a transaction.
+// begin. Then stop the consumers. A relay that is not stopped before sends at
+// most its batch in flight a second time, for handlers without a transaction.
 //
 // All groups that get their events from a relay are moved together. Cancel takes a cut back as long
 // as it is not finished.
@@ -83,8 +83,8 @@ type Subscription struct {
 	ChangedAt time.Time
 	// Relay is that of the cut; empty for an active group.
 	Relay string
-	// Open is how many deliveries are not done and not dead, counted up to 10,000. Dead ones are
-	// those that nobody has resolved, likewise.
+	// Open is how many deliveries are not done and not dead. Dead is how many are dead and not
+	// resolved. Both are counted up to 10,000.
 	Open, Dead int64
 	// HasConsumer says that a consumer of the group has noted where it begins to read.
 	HasConsumer bool

@@ -24,7 +24,7 @@ const (
 	DeliveryProcessing = "PROCESSING"
 	// DeliveryDone: it was handled.
 	DeliveryDone = "DONE"
-	// DeliveryDead: it was given up.
+	// DeliveryDead: it is not tried again unless an operator requeues it.
 	DeliveryDead = "DEAD"
 )
 

@@ -398,8 +398,8 @@ func (h *opsFixture) requeue(t testing.TB, db querier, ids []int64) (done int) {
 	return done
 }
 
-// A later delivery that a worker is taking at this moment keeps its place, and nobody waits
-// for it.
+// A later delivery that a worker is taking at this moment keeps its place, and the requeue does not
+// wait for it.
 func TestRequeueWhileTheHeadIsClaimed(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -414,7 +414,7 @@ func TestRequeueWhileTheHeadIsClaimed(t *testing.T) {
 	require.Equal(t, "KWK", h.played(t, ids))
 }
 
-// Whoever finishes a key at the same time is waited for, and what he did is seen.
+// A requeue waits for a transaction that finishes the key at the same time, and sees its result.
 func TestRequeueWaitsForTheKey(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)

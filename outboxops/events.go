@@ -32,8 +32,8 @@ type RecordedEvent struct {
 	// OccurredAt is the event's own time, CreatedAt the start of the transaction that
 	// recorded it.
 	OccurredAt, CreatedAt time.Time
-	// Size is the length of payload and headers in bytes, as whoever recorded the event
-	// says. Writers that do not know leave it at 65,536.
+	// Size is the length of payload and headers in bytes, as stated by the program that recorded
+	// the event. Programs that do not know it leave it at 65,536.
 	Size int
 
 	// Payload is the event; nil in lists, see [Inspector.Event].
@@ -41,7 +41,7 @@ type RecordedEvent struct {
 	// PayloadErr says why Payload could not be read; nil if it could, and in lists. It is
 	// [ErrUnreadable].
 	PayloadErr error
-	// Headers are the further Kafka headers; nil in lists.
+	// Headers are the extra Kafka headers; nil in lists.
 	Headers map[string]string
 	// AttemptedBy are the relays that have sent it or written it into outbox_failed,
 	// PendingFor those that have not attempted it yet; nil in [Inspector.Tail].

@@ -77,7 +77,7 @@ func ExampleFailures_Resolve() {
 	}
 }
 
-// Retry what a handler gave up while the exchange was away.
+// Retry the deliveries that died while the exchange was unavailable.
 func ExampleFailures_RetryAll_deliveries() {
 	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
 	if err != nil {
@@ -92,7 +92,7 @@ func ExampleFailures_RetryAll_deliveries() {
 	fmt.Println("retried:", n)
 }
 
-// Count what nobody has decided about yet, by type.
+// Count the failures that are not resolved yet, by type.
 func ExampleFailures_Unresolved() {
 	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
 	if err != nil {

@@ -144,7 +144,7 @@ type Failure struct {
 	// PayloadErr says why Payload could not be read; nil if it could, and in lists. It is
 	// [ErrUnreadable].
 	PayloadErr error
-	// Headers are the further Kafka headers; nil in lists.
+	// Headers are the extra Kafka headers; nil in lists.
 	Headers map[string]string
 }
 
@@ -346,9 +346,8 @@ func (c FailureCount) IsUnresolved() bool {
 	return c.Status == outbox.StatusDead || c.Kind == KindEvent && c.Status != outbox.StatusResolved
 }
 
-// Unresolved returns how many failures there are that nobody has decided about and that the
-// handlers have not made good themselves, by kind and type, the largest number first. It is as
-// quick as [Failures.Count].
+// Unresolved returns how many failures there are that no operator has decided about and no handler
+// has made good, by kind and type, the largest number first. It is as quick as [Failures.Count].
 func (f *Failures) Unresolved(ctx context.Context) (all []Unresolved, err error) {
 	counts, err := f.Count(ctx, FailureFilter{})
 	if err != nil {

@@ -42,7 +42,7 @@ func patiently() outbox.RelayConfig {
 	return cfg
 }
 
-// dead lets the fixture's relay give up a poison of key bad, which others follow.
+// dead lets the fixture's relay make a poison of key bad a dead event, which others follow.
 func (h *opsFixture) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.Event) (event oracle.Event, stop func()) {
 	t.Helper()
 	event = poison("bad", 1)

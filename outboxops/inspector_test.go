@@ -284,7 +284,8 @@ func TestInspectPartitions(t *testing.T) {
 	}
 }
 
-// Tail sees events when they are committed, the late ones too, and nothing of before.
+// Tail sees events when they are committed, the late ones too, and no events that were committed
+// before it began.
 func TestInspectTail(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)

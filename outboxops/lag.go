@@ -95,7 +95,8 @@ func recordsOf(ctx context.Context, client *kgo.Client, topics []string) (map[st
 	return records, nil
 }
 
-// lagOf returns the lag of a group by topic. Begun are topics beside those with committed offsets.
+// lagOf returns the lag of a group by topic. Begun are topics in addition to those with committed
+// offsets.
 func lagOf(ctx context.Context, client *kgo.Client, group string, begun map[string]bool) (map[string]int64, error) {
 	committed, err := kafka.AllGroupOffsets(ctx, client, group)
 	if err != nil {

@@ -209,8 +209,8 @@ func TestStalePendingInAWindow(t *testing.T) {
 	}
 }
 
-// A monitor alerts once to each delivery that was given up, to ten that nobody has resolved whatever
-// their kind, and reports all of them by type.
+// A monitor alerts once to each dead delivery, and to ten dead ones of any kind that are not
+// resolved. It reports all of them by type.
 func TestDeadDeliveriesAreAlertedTo(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)

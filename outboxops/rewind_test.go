@@ -199,7 +199,7 @@ func testRewindAfterRestore(t *testing.T, opts []kgo.Opt) {
 	r.requireEffects(t, 25)
 	stop()
 
-	// Further back, and by offset: everything is noted now.
+	// To an earlier offset: everything is noted now.
 	offset := int64(3)
 	report, err = r.rewind(outboxops.RewindConfig{Offset: &offset, Topics: []string{r.topic}})
 	require.NoError(t, err)

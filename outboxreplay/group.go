@@ -16,10 +16,11 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// A record for one group has the headers of a dead letter that was sent back. Headers are input of whoever may write
-// to the topic, so every consumer looks for the dead letter that they name, and believes them only if it is there and
-// the record is its copy. What is sent for one group therefore begins with a dead letter, in a topic to which only
-// consumers and operators may write. It hides no other record from a group, and repeats none for others.
+// A record for one group has the headers of a dead letter that was sent back. Headers are input of
+// clients that may write to the topic. So every consumer looks for the dead letter that the headers
+// name. It believes them only if the dead letter is there and the record is its copy. A replay for
+// one group therefore begins with a dead letter, in a topic to which only consumers and operators
+// may write. It hides no other record from a group, and repeats none for others.
 
 // Class is that of the dead letters that [Run] writes for records to one group (outboxdlq.DeadLetter.Class). They
 // have no value, so they cannot be sent back once more.

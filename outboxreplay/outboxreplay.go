@@ -45,8 +45,8 @@ type Config struct {
 	Again bool
 	// Mode is that of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
-	// IDHeader and TraceHeader are those of RelayConfig: names of further headers, with the event's id and its
-	// trace id, for consumers that read them there. Empty means none.
+	// IDHeader and TraceHeader are those of RelayConfig: names of extra headers, with the event's
+	// id and its trace id, for consumers that read them there. Empty means none.
 	IDHeader, TraceHeader string
 
 	// Rate is how many events are sent in a second at most, also after a time in which nothing could be

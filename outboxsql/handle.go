@@ -16,7 +16,7 @@ import (
 // there holds: [outbox.OncePer], [outbox.WithRetry] and the like take the handler, and middleware sees the
 // transaction as pgx's.
 //
-// Commit and Rollback of tx return [outbox.ErrHandlerTx], and make an error of f of it, also by way of "defer
+// Commit and Rollback of tx return [outbox.ErrHandlerTx], and f then counts as failed, also after "defer
 // tx.Rollback()": return nil or an error instead. Savepoints are SQL: SAVEPOINT, ROLLBACK TO SAVEPOINT.
 //
 // Libraries write through tx like this:
@@ -27,13 +27,14 @@ import (
 //	sqlx   sqlx.Tx{Tx: tx, Mapper: sqlxDB.Mapper}
 //	sqlc   queries.WithTx(tx)
 //
-// GORM's Session without a Context shares its statement with gormDB, so ConnPool would be that of everybody. A
-// sqlx.Tx that is made like this does not know its driver, so named parameters need sqlxDB.BindNamed.
+// GORM's Session without a Context shares its statement with gormDB, so ConnPool would change for all users
+// of gormDB. A sqlx.Tx that is made like this does not know its driver, so named parameters need
+// sqlxDB.BindNamed.
 //
-// Rows and statements that f leaves open are closed when it returns. Whoever uses tx after that, a goroutine of f for
-// example, gets [sql.ErrTxDone]; only rows that were scanned into [sql.RawBytes] have to be closed by f itself, or
-// they hold goroutines of database/sql for ever. A statement without a context of its own, or with one that cannot
-// end, ends with ctx.
+// Rows and statements that f leaves open are closed when it returns. A later use of tx, in a goroutine of f
+// for example, fails with [sql.ErrTxDone]; only rows that were scanned into [sql.RawBytes] have to be
+// closed by f itself, or they hold goroutines of database/sql for ever. A statement without a context of
+// its own, or with one that cannot end, ends with ctx.
 //
 // Arguments and values are those of pgx/stdlib, whichever driver the service uses otherwise: pgx encodes an argument
 // of any type. A prepared statement is prepared by pgx when it first runs, if the pool does that, so it works behind

@@ -32,7 +32,7 @@ func (s *shop) consumer(t testing.TB, cfg outbox.HandlerConfig, handlers ...outb
 	return c
 }
 
-// deliver hands an event to a consumer, as often as it is told.
+// deliver passes an event to a consumer, as often as times says.
 func (s *shop) deliver(t testing.TB, c *outbox.Consumer, order string, times int) (err error) {
 	t.Helper()
 	record, err := s.rec.KafkaRecord(background, placed{order})
@@ -43,7 +43,7 @@ func (s *shop) deliver(t testing.TB, c *outbox.Consumer, order string, times int
 	return err
 }
 
-// handleOnce hands an event to a handler with f.
+// handleOnce passes an event to a handler with f.
 func (s *shop) handleOnce(t testing.TB, order string, f handle) error {
 	t.Helper()
 	return s.deliver(t, s.consumer(t, outbox.HandlerConfig{}, outboxsql.Handle("DONE", f)), order, 1)

@@ -83,12 +83,12 @@ func Record(ctx context.Context, tx Tx, rec *outbox.Recorder, events ...outbox.D
 	return nil
 }
 
-// InTx runs f in a transaction of db, commits it, and wakes. If f returns an error, panics or ends its
-// goroutine, the transaction is rolled back, and nobody is woken. The error is that of f, of ctx, or the driver's.
-// InTx commits, so f must not: the commit would fail with [sql.ErrTxDone].
+// InTx runs f in a transaction of db, commits it, and wakes. If f returns an error, panics or ends
+// its goroutine, the transaction is rolled back, and no relay is woken. The error is that of f, of
+// ctx, or the driver's. InTx commits, so f must not: the commit would fail with [sql.ErrTxDone].
 //
-// The transaction has the options of the database. For others call [sql.DB.BeginTx], [Record], [sql.Tx.Commit]
-// and, after that, [outbox.Waker.Wake].
+// The transaction has the options of the database. For others call [sql.DB.BeginTx], [Record],
+// [sql.Tx.Commit] and, after that, [outbox.Waker.Wake].
 func InTx(ctx context.Context, db *sql.DB, waker *outbox.Waker, f func(tx *sql.Tx) error) error {
 	switch {
 	case db == nil:
@@ -102,7 +102,7 @@ func InTx(ctx context.Context, db *sql.DB, waker *outbox.Waker, f func(tx *sql.T
 	if err != nil {
 		return fmt.Errorf("outbox: begin: %w", err)
 	}
-	defer tx.Rollback() //nolint:errcheck // after a commit it says that there was one; otherwise the connection is given up
+	defer tx.Rollback() //nolint:errcheck // after a commit it says that there was one; otherwise the connection is discarded
 	if err := f(tx); err != nil {
 		return err
 	}

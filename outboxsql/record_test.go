@@ -127,7 +127,7 @@ func TestNilArguments(t *testing.T) {
 	}
 }
 
-// A rejected event costs nobody the transaction.
+// A rejected event does not abort the transaction.
 func TestRejectedEvent(t *testing.T) {
 	t.Parallel()
 	s := newShop(t)

@@ -10,14 +10,12 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// Deliver hands an event to the handlers of a consumer as if a relay had sent it,
-// without Kafka, and returns the error of [outbox.Consumer.Deliver]: that of a
-// handler, for the test to check. Each call is an event of its own; [DeliverTwice]
-// is for repeats.
+// Deliver passes an event to the handlers of a consumer as if a relay had sent it, without Kafka,
+// and returns the error of [outbox.Consumer.Deliver]: that of a handler, for the test to check.
+// Each call is an event of its own; [DeliverTwice] is for repeats.
 //
-// A correlation id and a traceparent in ctx travel with the event. The test fails
-// if the event cannot be sent, or if the consumer does not read its topic: in
-// production it would never come.
+// A correlation id and a traceparent in ctx travel with the event. The test fails if the event
+// cannot be sent, or if the consumer does not read its topic: in production it would never come.
 func Deliver(ctx context.Context, t T, consumer *outbox.Consumer, events *outbox.Registry, event outbox.DomainEvent) error {
 	t.Helper()
 	return deliver(ctx, t, consumer, events, event, 1)

@@ -35,7 +35,7 @@ type orderPlaced struct {
 	Note  any       `json:"note,omitempty"`
 }
 
-// productLiked has its time beside the payload.
+// productLiked has a time that is not in the payload.
 type productLiked struct {
 	Product string `json:"product"`
 	at      time.Time

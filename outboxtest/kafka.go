@@ -21,7 +21,7 @@ import (
 func Kafka(t CleanupT, topics ...string) []kgo.Opt {
 	t.Helper()
 	setup := []kfake.Opt{kfake.NumBrokers(1), kfake.DefaultNumPartitions(1)}
-	// Whoever looks for a topic that is not there yet looks again soon.
+	// A client that looks for a missing topic looks again soon.
 	opts := []kgo.Opt{kgo.MetadataMinAge(20 * time.Millisecond)}
 	if len(topics) > 0 {
 		setup = append(setup, kfake.SeedTopics(1, topics...))

@@ -3,9 +3,9 @@
 //   - [RequireRecorded], [RequireNotRecorded] and [Recorded] look at the events
 //     that a transaction recorded, before it commits or after; those of database/sql,
 //     and so of GORM, ent, Bun, sqlx and sqlc, by [SQL].
-//   - [Deliver] and [DeliverTwice] hand an event to the handlers of a consumer,
+//   - [Deliver] and [DeliverTwice] pass an event to the handlers of a consumer,
 //     without Kafka.
-//   - [Play] hands what a transaction recorded to the handlers of a worker, with all retries and
+//   - [Play] passes the events of a transaction to the handlers of a worker, with all retries and
 //     without waiting for them. [DrainWorker] runs a worker until all is handled.
 //   - [RequireAllRegistered] finds the event types that the registry lacks.
 //   - [Kafka] is a broker inside the test, [Drain] relays what is committed, and

@@ -49,7 +49,7 @@ type Attempt struct {
 // it handles, for example.
 const maxAttempts = 1000
 
-// Play hands the events that tx has recorded, and not committed, to the handlers of a worker, and
+// Play passes the events that tx has recorded, and not committed, to the handlers of a worker, and
 // those that the handlers record in turn, until none is left. It returns all attempts in the order in
 // which they were made. Nothing is waited for: a play of retries that would take an hour takes
 // milliseconds. So a test of handlers needs no more than a transaction that it rolls back:
@@ -99,7 +99,7 @@ func play(ctx context.Context, tab table, worker *outbox.Worker) ([]Attempt, err
 	}
 }
 
-// player hands events to handlers.
+// player passes events to handlers.
 type player struct {
 	tab      table
 	tx       pgx.Tx

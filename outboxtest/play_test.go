@@ -40,8 +40,8 @@ func shortened(attempts []outboxtest.Attempt) (all []short) {
 	return all
 }
 
-// A state machine with an hour of retries is played in a moment, in a transaction that nobody
-// else sees.
+// A state machine with an hour of retries is played in a moment, in a transaction that no other
+// session sees.
 func TestPlay(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)

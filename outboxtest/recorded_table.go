@@ -127,7 +127,7 @@ func (e entry) withDefaults(aggregateID string) entry {
 	return e
 }
 
-// optionsOf returns what a row says beside its event.
+// optionsOf returns the options of an event from its row.
 func optionsOf(id, topic, key, headers string) (o outbox.EventOptions, err error) {
 	stored := map[string]string{}
 	if err := json.Unmarshal([]byte(headers), &stored); err != nil {

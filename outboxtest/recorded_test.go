@@ -113,8 +113,8 @@ func TestRequireRecordedFails(t *testing.T) {
 	}
 }
 
-// Tests that share a database and roll back do not see each other; whoever looks
-// through the pool sees what is committed.
+// Tests that share a database and roll back do not see each other; a query through the pool sees
+// what is committed.
 func TestRecordedWhere(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)
@@ -201,7 +201,7 @@ func TestRecorded(t *testing.T) {
 	require.Contains(t, says, "strayEvent is not registered")
 }
 
-// What nobody could read again was not recorded well.
+// An event that cannot be read again was not recorded well.
 func TestRecordedUnreadable(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)

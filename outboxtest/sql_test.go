@@ -165,8 +165,8 @@ func TestSQLFails(t *testing.T) {
 	}
 }
 
-// Play hands on what code has recorded in a *sql.Tx inside a transaction of pgx, to handlers that write through one,
-// too.
+// Play passes events that code has recorded in a *sql.Tx inside a transaction of pgx to handlers.
+// Some of the handlers write through a *sql.Tx, too.
 func TestPlayOfSQL(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)

@@ -147,8 +147,8 @@ func topicError(operation, topic string, err error, message *string) error {
 	return fmt.Errorf("%s topic %s: %w", operation, topic, err)
 }
 
-// awaitLeaders waits until new topics have leaders and adds them to found. A broker
-// learns of a topic shortly after the controller has created it, whoever asked for it.
+// awaitLeaders waits until new topics have leaders and adds them to found. A broker learns of a
+// topic shortly after the controller has created it, whichever broker was asked.
 func (a *admin) awaitLeaders(ctx context.Context, specs []spec, found map[string]description, failed map[string]error) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, leaderTimeout, errors.New("a new topic has no leader yet"))
 	defer cancel()

@@ -14,7 +14,7 @@ import (
 // Config says how [Ensure] creates topics. The zero value is for a cluster of three
 // brokers or more, of which one may fail.
 type Config struct {
-	// Topics are further ones to those of the types: those that [outbox.With] gives to
+	// Topics are names in addition to the topics of the types: those that [outbox.With] gives to
 	// single events. Nil means none.
 	Topics []string
 	// Partitions is how many a topic of events gets. Kafka can add partitions later,

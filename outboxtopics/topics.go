@@ -123,9 +123,9 @@ type Info struct {
 	Settings map[string]string
 }
 
-// Describe returns the topics that exist, sorted by name. It creates none. It makes
-// one Kafka client from opts and closes it. The error names every topic that Kafka
-// does not describe; the others are returned beside the error.
+// Describe returns the topics that exist, sorted by name. It creates none. It makes one Kafka
+// client from opts and closes it. The error names every topic that Kafka does not describe; the
+// others are returned with the error.
 func Describe(ctx context.Context, opts []kgo.Opt, topics ...string) ([]Info, error) {
 	if len(topics) == 0 {
 		return nil, nil

@@ -630,7 +630,7 @@ func TestTopicsWithoutKafka(t *testing.T) {
 	require.Contains(t, a.err, "which Kafka? --kafka HOST:PORT, or $KAFKA_BROKERS")
 }
 
-// A broker that says nothing is given up after a while.
+// The command stops waiting for a silent broker after a while.
 func TestSilentKafka(t *testing.T) {
 	t.Parallel()
 	silent, err := net.Listen("tcp", "127.0.0.1:0") // takes connections, and reads nothing
@@ -744,7 +744,7 @@ func TestErrorsAreShort(t *testing.T) {
 		require.NotEqual(t, exitOK, a.code)
 		require.Less(t, len(a.out)+len(a.err), 10_000, "%.50q", args)
 	}
-	// What a relay of an earlier release or somebody else has put into the tables.
+	// Rows that a relay of an earlier release or another program has put into the tables.
 	d.fail(t, outbox.StatusDead, "a")
 	d.exec(t, `UPDATE {s}.outbox_failed SET last_error = repeat('x', 1 << 20), error_class = repeat('y', 40)`)
 	require.Less(t, len(d.ok(t, "failures", "list")), 10_000)

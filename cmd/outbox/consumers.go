@@ -35,7 +35,7 @@ type groupsView struct {
 	groups     []outboxops.ConsumerGroup
 	more       bool
 	lag        map[string]map[string]int64 // by group and topic; nil without Kafka
-	dead       []outboxops.DeadLetterTopic // likewise
+	dead       []outboxops.DeadLetterTopic // nil without Kafka
 	deliveries []outboxops.DeliveryCount
 	workers    []outboxops.DeliveryGroup
 }
@@ -128,7 +128,7 @@ func showGroups(e *env, v groupsView) {
 	}
 }
 
-// lagOf returns how many records a group has still to read of a topic; nil if nobody knows.
+// lagOf returns how many records a group has still to read of a topic, or nil if that is not known.
 func (v groupsView) lagOf(group, topic string) *int64 {
 	n, ok := v.lag[group][topic]
 	if !ok {

@@ -107,7 +107,7 @@ func TestCutCommands(t *testing.T) {
 	require.Contains(t, d.ok(t, "cut", "status"), "active")
 	d.change = nil
 
-	// Nobody works for the group: the wait is interrupted, and the cut taken back.
+	// The group has no worker: the wait is interrupted, and the cut canceled.
 	d.change = func(e *env) { e.now = func() time.Time { return time.Now().Add(time.Hour) } }
 	ctx, cancel := context.WithTimeout(background, 2*time.Second)
 	a = d.callWithin(t, ctx, "cut", "to-kafka", "--group", "stats", "--relay", "r", "--yes", "--reason", "we have Kafka now")

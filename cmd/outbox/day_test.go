@@ -15,8 +15,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Events that wait behind a missing topic, and what handlers have given up, are problems to status
-// and doctor alike, although nothing is pending.
+// Status and doctor report events that wait behind a missing topic, and dead deliveries, as
+// problems, although nothing is pending.
 func TestStatusSeesWhatWaits(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -105,7 +105,7 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 	return append(all, deadFindings(counts)...)
 }
 
-// deadFindings are what handlers have given up, and the keys that it holds.
+// deadFindings reports the dead deliveries of each group, and the keys that they hold.
 func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 	dead, held := map[string]int{}, map[string]int{}
 	for _, c := range counts {

@@ -73,7 +73,7 @@ var noteNeeds = slices.Concat(onTable("event_handled", "SELECT", "DELETE"),
 var deliveryUpdates = []string{"status", "held", "put_back", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until",
 	"updated_at", "processed_at", "last_error_code", "last_error_message"}
 
-// partNeeds is what docs/roles.md grants, beside USAGE of the schema.
+// partNeeds has the rights that docs/roles.md grants, except USAGE of the schema.
 var partNeeds = map[string][]need{
 	"writer": append(onSequences("outbox_id_seq"), need{privilege: "INSERT", table: "outbox", columns: []string{"event_id", "event_type", "source",
 		"aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at", "size"}}),

@@ -36,8 +36,8 @@ var migrationsCheck = check{"migrations", []string{"migrations.none", "migration
 	return err
 }}
 
-// migrated reports whether the tables are there and of this release, so that it is
-// worth while to look further.
+// migrated reports whether the tables are there and of this release. Otherwise the other checks are
+// omitted.
 func (d *doctor) migrated(ctx context.Context) bool {
 	d.perform(ctx, migrationsCheck)
 	return d.hasTables

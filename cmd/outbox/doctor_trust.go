@@ -15,7 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// trust looks for whoever can act with the rights of others, and for rights to partitions.
+// trust looks for roles that can act with the rights of others, and for rights to partitions.
 func (d *doctor) trust(ctx context.Context) error {
 	var creators []privileges.Creator
 	var foreign, open []string
@@ -159,8 +159,8 @@ const sqlIsOwner = `
 SELECT coalesce(bool_or(pg_has_role($1::name, c.relowner, 'USAGE')), false)
   FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE n.nspname = $2 AND c.relname = 'outbox'`
 
-// excess looks for rights that no part needs which a role was named for. A role that is
-// connected may have parts that nobody has named.
+// excess looks for rights that a role has, but that its named parts do not need. A connected role
+// may have parts that were not named.
 func (d *doctor) excess(ctx context.Context, named []part) error {
 	byRole := map[string][]need{}
 	for _, p := range named {

@@ -195,7 +195,7 @@ func (e *env) awsLogin() (sasl.Mechanism, error) {
 	return login.AsManagedStreamingIAMMechanism(), nil
 }
 
-// warnOfClearText warns once of a login that whoever sees the network can repeat. SCRAM
+// warnOfClearText warns once of a login that anyone who reads the network traffic can repeat. SCRAM
 // sends no password.
 func (e *env) warnOfClearText(mechanism string) {
 	what := map[string]string{"PLAIN": "the password", "OAUTHBEARER": "the token", "AWS_MSK_IAM": "the signature"}[mechanism]

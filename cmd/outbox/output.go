@@ -31,8 +31,8 @@ func (e *env) writeLine(v any) error {
 
 func (e *env) printf(format string, args ...any) { fmt.Fprintf(e.stdout, format, args...) }
 
-// maxText is how much of an error or a finding is shown, in bytes: it may repeat what
-// somebody wrote into a table, a topic or an argument.
+// maxText is how much of an error or a finding is shown, in bytes: it may repeat the content of a
+// table, a topic or an argument.
 const maxText = 4_000
 
 // printError says what went wrong.

@@ -61,7 +61,7 @@ func closePool(db *pgxpool.Pool) {
 	}
 }
 
-// relayEvents runs the relay, and the server beside it, until ctx ends.
+// relayEvents runs the relay and, alongside it, the server, until ctx ends.
 func (r *relayProcess) relayEvents(ctx context.Context, e *env, db *pgxpool.Pool, kafka []kgo.Opt) error {
 	log := r.logger(e)
 	cfg, err := r.config(e, log)
@@ -91,7 +91,8 @@ func (r *relayProcess) relayEvents(ctx context.Context, e *env, db *pgxpool.Pool
 	return untilStopped(ctx, relay, log)
 }
 
-// errHangs ends a process whose relay does not stop. The next one sends again what this one had in hand.
+// errHangs ends a process whose relay does not stop. The next process sends the events in flight
+// again.
 var errHangs = errors.New("the relay does not stop; what it was sending is sent again by the next one")
 
 // untilStopped runs the relay until ctx ends, and returns why it ended by itself.

@@ -250,7 +250,8 @@ func TestRelayReadsUsers(t *testing.T) {
 	}
 }
 
-// A password is not in the log, whoever puts it there, and a short one does not make other words of what is.
+// A password is not in the log, wherever it comes from. A short password does not mask parts of
+// other words.
 func TestRelayMasksItsLog(t *testing.T) {
 	t.Parallel()
 	var b strings.Builder

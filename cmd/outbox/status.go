@@ -101,7 +101,7 @@ func (s *statusFlags) printStatus(ctx context.Context, e *env) error {
 	return err
 }
 
-// deadDeliveries are what handlers have given up, and the keys that it holds.
+// deadDeliveries reports the dead deliveries of each group, and the keys that they hold.
 func deadDeliveries(ctx context.Context, e *env) ([]finding, error) {
 	deliveries, err := e.deliveries(ctx)
 	if err != nil {
@@ -281,7 +281,7 @@ func statusOf(s snapshot, minutes map[string]minute, database, schema string) st
 
 const severityWidth = 8
 
-// writeSeverity writes what is wrong beside how bad it is.
+// writeSeverity writes a problem next to its severity.
 func (e *env) writeSeverity(severity, what string) {
 	label := map[string]string{
 		severityError: e.paint(red, "ERROR") + "   ", severityWarning: e.paint(yellow, "WARNING") + " ", severityNote: e.paint(dim, "NOTE") + "    ",

@@ -138,8 +138,8 @@ func (h *adminFixture) resolveRest(t *testing.T, tab context.Context) {
 	require.Equal(t, seed.DeadBadData, rows(t, tab))
 }
 
-// On a phone, the overview begins with what needs somebody, and the table of partitions is closed
-// until somebody opens it; then it stays open although the page is refreshed.
+// On a phone, the overview begins with the problems that need an operator. The table of partitions
+// is closed until a user opens it; then it stays open although the page is refreshed.
 func TestPhone(t *testing.T) {
 	h := newAdminFixture(t, operator)
 	tab := newTab(t)
