@@ -30,7 +30,7 @@ func shortly(t *testing.T, log *warnings) outbox.RelayConfig {
 	blamed := func(e outbox.FailedEvent) { assert.Failf(t, "an event is blamed for an outage", "%+v", e) }
 	return outbox.RelayConfig{
 		PollInterval: 10 * time.Millisecond, RetryInterval: 100 * time.Millisecond, KeepSent: true,
-		DeliveryTimeout: 2 * time.Second, Lease: lease,
+		DeliveryTimeout: 1900 * time.Millisecond, Lease: lease,
 		Breaker: outbox.BreakerConfig{OpenFor: 500 * time.Millisecond},
 		Hooks:   outbox.RelayHooks{Rejected: blamed, Dead: blamed},
 		Logger:  slog.New(log),
