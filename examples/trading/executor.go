@@ -40,8 +40,16 @@ var (
 	errRejected  = errors.New("the exchange does not want the order")
 )
 
+// unknown returns an error after which the exchange may have the order. The command comes again
+// soon, and as often as needed.
+func unknown(why error) error {
+	return outbox.RetryAfter(fmt.Errorf("%w: %w", errUnknown, why), reconcileWait)
+}
+
 // retries says how often the command is tried again. Throttling passes, and what may be at the
-// exchange is asked for until that is known, however long the exchange is down.
+// exchange is asked for until that is known, however long the exchange is down. All attempts count
+// together, so after many of these another error makes the command DEAD at once: what goes wrong
+// while the exchange may have the order is unknown, too.
 func retries(err error) int {
 	if errors.Is(err, errThrottled) || errors.Is(err, errUnknown) {
 		return math.MaxInt
@@ -85,7 +93,7 @@ func (x executor) prepare(ctx context.Context, i OrderIntent) (Attempt, error) {
 	var last Attempt
 	err := x.db.QueryRow(ctx, sqlLastAttempt, i.ID).Scan(&last.No, &last.Identifier, &last.State, &last.ValidUntil, &last.Reason)
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
-		return last, err
+		return last, unknown(err)
 	}
 	a, isNew := i.Next(last)
 	if !isNew {
@@ -106,7 +114,7 @@ func (x executor) place(ctx context.Context, i OrderIntent, a Attempt) error {
 		return err
 	}
 	if sent.RowsAffected() == 0 {
-		return fmt.Errorf("somebody else is sending %s", a.Identifier)
+		return unknown(fmt.Errorf("another process is sending %s", a.Identifier))
 	}
 	return x.conclude(ctx, i, a, x.exchange.place(ctx, i, a))
 }
@@ -136,14 +144,14 @@ func (x executor) conclude(ctx context.Context, i OrderIntent, a Attempt, got An
 		return x.bus.Record(ctx, tx, OrderAccepted{i, a.Identifier, got.OrderID, now()})
 	})
 	if err != nil {
-		return err // the attempt is SENT or UNKNOWN, so the exchange will be asked
+		return unknown(err) // the attempt is SENT or UNKNOWN, so the exchange will be asked
 	}
 	x.wake()
 	switch got.State {
 	case Throttled:
 		return outbox.RetryAfter(errThrottled, got.Wait)
 	case Unknown:
-		return outbox.RetryAfter(fmt.Errorf("%w: %s", errUnknown, got.Reason), reconcileWait)
+		return unknown(errors.New(got.Reason))
 	case Rejected:
 		return outbox.Permanent(fmt.Errorf("%w: %s", errRejected, got.Reason))
 	default:

@@ -1,12 +1,15 @@
 package main
 
 import (
+	"context"
 	"errors"
+	"math"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/trading/simulator"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
@@ -146,4 +149,28 @@ func TestAnswerAfterReconciliation(t *testing.T) {
 		require.Equal(t, "ACKED", f.states(t))
 		require.Len(t, recorded[OrderAccepted](t, f), 1)
 	}
+}
+
+// failingBus is an event bus that can record nothing.
+type failingBus struct{}
+
+func (failingBus) Record(context.Context, pgx.Tx, ...outbox.DomainEvent) error { return errBus }
+
+var errBus = errors.New("nothing can be recorded")
+
+// An answer that cannot be written down leaves an order that may be at the exchange. However often the command was
+// tried before, it is not DEAD, and the exchange is asked.
+func TestAnswerThatCannotBeWrittenDown(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, onFirst(simulator.Accept))
+	command := f.decide(t)
+	x := executor{f.db, failingBus{}, exchange{f.exchange, newHTTP(exchangeTimeout)}, f.wake}
+	err := x.createOrderAttempt(t.Context(), recorded[CreateOrderAttempt](t, f)[0], outbox.Metadata{})
+	require.ErrorIs(t, err, errBus)
+	require.Equal(t, math.MaxInt, retries(err))
+	require.Equal(t, "SENT", f.states(t))
+	require.Eventually(t, func() bool { return f.deliver(t, orderExecutor, command) == nil }, testenv.Patience, 20*time.Millisecond)
+	require.Equal(t, "ACKED", f.states(t))
+	_, again := f.outside.Asked()
+	require.Zero(t, again, "ordered twice")
 }

@@ -17,6 +17,7 @@ type report struct {
 	whileStopped    int // orders asked for while the kill switch was on
 	waiting         int // commands that waited then
 	kills           int
+	unexpected      []deadCommand
 }
 
 // tables is what PostgreSQL says.
@@ -68,6 +69,26 @@ SELECT (SELECT count(*) FROM signal) AS signals,
                coalesce(sum(greatest(starts - 1, 0)), 0)::bigint AS backtests_restarts
           FROM backtest) AS b`
 
+// deadCommand is a delivery that is DEAD although the exchange has not rejected the order.
+type deadCommand struct {
+	ID       int64 // by which "outbox" shows, requeues and resolves it
+	Group    string
+	About    string // the intent, or another aggregate
+	State    string // of the last attempt, if there is one
+	Attempts int    // deliveries
+	Code     string
+	Message  string
+}
+
+// sqlUnexpected gets the group whose dead deliveries are pushes that failed.
+const sqlUnexpected = `
+SELECT d.id, d.consumer_group AS "group", d.aggregate_id AS about, coalesce(a.state, 'no attempt') AS state,
+       d.attempt_count AS attempts, coalesce(d.last_error_code, '') AS code, coalesce(d.last_error_message, '') AS message
+  FROM event_delivery AS d
+  LEFT JOIN LATERAL (SELECT state FROM order_attempt WHERE order_intent_id::text = d.aggregate_id ORDER BY attempt_no DESC LIMIT 1) AS a ON true
+ WHERE d.status = 'DEAD' AND d.consumer_group <> $1 AND a.state IS DISTINCT FROM 'REJECTED'
+ ORDER BY d.id`
+
 // report is made when nothing is under way any more.
 func (s *scene) report(ctx context.Context) (*report, error) {
 	r := &report{whileStopped: s.whileStopped, waiting: s.waiting, kills: s.kills}
@@ -79,6 +100,10 @@ func (s *scene) report(ctx context.Context) (*report, error) {
 	var err error
 	if r.tables, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[tables]); err != nil {
 		return nil, fmt.Errorf("read the tables: %w", err)
+	}
+	rows, _ = s.app.db.Query(ctx, sqlUnexpected, notifications) // its error is that of CollectRows
+	if r.unexpected, err = pgx.CollectRows(rows, pgx.RowToStructByName[deadCommand]); err != nil {
+		return nil, fmt.Errorf("read the dead commands: %w", err)
 	}
 	return r, nil
 }
@@ -124,5 +149,8 @@ func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
 	fmt.Fprintf(out, "  %d commands waited while the kill switch was on\n\n", r.waiting)
 	r.equations().Print(out)
+	for _, d := range r.unexpected {
+		fmt.Fprintf(out, "\n  delivery %d of %s, about %s (%s), is DEAD after %d attempts: %s: %s\n", d.ID, d.Group, d.About, d.State, d.Attempts, d.Code, d.Message)
+	}
 	return show.Conclude(out, r.equations().Right(), "Every order is at the exchange once or not at all, and PostgreSQL knows which.")
 }

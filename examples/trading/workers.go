@@ -39,7 +39,7 @@ func (a *app) groups() ([]group, error) {
 		}
 	}
 	orders := config(10 * time.Second)
-	orders.Retry.RetriesFor = retries
+	orders.Retry = outbox.RetryPolicy{MaxRetries: commandRetries, RetriesFor: retries}
 	return []group{
 		{orderExecutor, orders, executor{a.db, a.bus, exchange{a.exchange, newHTTP(exchangeTimeout)}, a.wake}.handlers()},
 		{notifications, config(10 * time.Second), notification{a.db, a.exchange, newHTTP(pushTimeout)}.handlers()},
@@ -52,9 +52,10 @@ func (a *app) backtests() backtests { return backtests{a.db, a.bus, a.wake, a.ba
 
 // streams says how failed events are tried again, by stream. A fifth of each wait is left to
 // chance. A process that is killed costs each event that it is at a try: a backtest takes so long
-// that it needs more of them.
+// that it needs more of them. Commands have no MaxRetries here, because a stream that has one does
+// not use the RetriesFor of its group.
 var streams = map[string]outbox.RetryPolicy{
-	tradeCommand:    {MaxRetries: commandRetries, RetryWait: 500 * time.Millisecond, MaxRetryWait: time.Minute},
+	tradeCommand:    {RetryWait: 500 * time.Millisecond, MaxRetryWait: time.Minute},
 	tradeEvent:      {RetryWait: time.Second, MaxRetryWait: time.Minute},
 	backtestCommand: {MaxRetries: 30, RetryWait: time.Second, MaxRetryWait: 5 * time.Minute},
 	systemEvent:     {RetryWait: 500 * time.Millisecond, MaxRetryWait: time.Minute},

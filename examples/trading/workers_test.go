@@ -1,6 +1,8 @@
 package main
 
 import (
+	"net/http"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -35,4 +37,33 @@ func TestWorkers(t *testing.T) {
 		return len(events) == 1
 	}, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, "ACKED", f.states(t))
+}
+
+// An exchange that has an order and does not answer questions for longer than commandRetries last makes no command DEAD.
+func TestWorkersAskUntilTheOutcomeIsKnown(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, onFirst(simulator.FailTaken))
+	var questions atomic.Int64
+	address, closeServer, err := serve(t.Context(), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodGet && questions.Add(1) <= commandRetries+2 {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		f.outside.ServeHTTP(w, r)
+	}))
+	require.NoError(t, err)
+	t.Cleanup(closeServer)
+	f.exchange = address
+	workers, err := f.workers()
+	require.NoError(t, err)
+	f.decide(t)
+	testenv.Run(t, workers[0].Run)
+	var status string
+	require.Eventually(t, func() bool {
+		err := f.db.QueryRow(t.Context(), `SELECT status FROM event_delivery WHERE consumer_group = $1 AND status IN ('DONE', 'DEAD')`, orderExecutor).Scan(&status)
+		return err == nil
+	}, testenv.Patience, 20*time.Millisecond)
+	require.Equal(t, "DONE", status)
+	require.Equal(t, "ACKED", f.states(t))
+	require.Greater(t, questions.Load(), int64(commandRetries+2))
 }

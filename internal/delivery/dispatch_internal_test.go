@@ -61,3 +61,39 @@ func TestWorkerRetryWait(t *testing.T) {
 		require.True(t, most <= tt.want+tt.want/5 && most >= tt.want+tt.want/7, "%v: %v", tt, most)
 	}
 }
+
+// The policy of a handler precedes that of its stream, and this one that of the worker. A policy with a MaxRetries does
+// not use the RetriesFor behind it.
+func TestWorkerRetries(t *testing.T) {
+	t.Parallel()
+	allow := func(n int) func(error) int { return func(error) int { return n } }
+	cfg := &Rules{
+		Rules: &handling.Rules{
+			Retry: handling.RetryPolicy{MaxRetries: 1, RetriesFor: allow(2), RetryWait: time.Second}, Log: slog.New(slog.DiscardHandler),
+		},
+		Streams: map[string]handling.RetryPolicy{
+			"waits": {RetryWait: time.Minute}, "number": {MaxRetries: 3}, "never": {MaxRetries: -1}, "error": {RetriesFor: allow(4)},
+			"both": {MaxRetries: 3, RetriesFor: allow(4)},
+		},
+	}
+	processor := handling.NewProcessor(*cfg.Rules, handling.Routes{}, nil)
+	for _, tt := range []struct {
+		stream           string
+		handler          handling.RetryPolicy
+		retries, forGone int
+	}{
+		{"", handling.RetryPolicy{}, 2, 1},
+		{"waits", handling.RetryPolicy{}, 2, 1},
+		{"number", handling.RetryPolicy{}, 3, 3},
+		{"never", handling.RetryPolicy{}, -1, -1},
+		{"error", handling.RetryPolicy{}, 4, 1},
+		{"both", handling.RetryPolicy{}, 4, 3},
+		{"both", handling.RetryPolicy{RetryWait: time.Hour}, 4, 3},
+		{"both", handling.RetryPolicy{MaxRetries: 5}, 5, 3},
+		{"number", handling.RetryPolicy{RetriesFor: allow(6)}, 6, 3},
+	} {
+		retries := processor.Retries(tt.handler.Over(cfg.Of(tt.stream)), errors.New("no"), func(ask func()) { ask() })
+		require.Equal(t, tt.retries, retries, "%+v", tt)
+		require.Equal(t, tt.forGone, cfg.Of(tt.stream).MaxRetries, "%+v", tt)
+	}
+}
