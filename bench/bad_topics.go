@@ -61,7 +61,7 @@ func (b *bench) shortTopic(ctx context.Context) (name, topic string, err error) 
 	return "short-of-replicas", topic, err
 }
 
-// deniedTopic makes a topic that everybody may see, and nobody may write.
+// deniedTopic makes a topic that every client may describe, and none may write to.
 func (b *bench) deniedTopic(ctx context.Context) (name, topic string, err error) {
 	topic, err = b.NewTopic(ctx, "denied", b.cfg.partitions)
 	if err == nil {
@@ -100,7 +100,7 @@ func (b *bench) newBadTrack(ctx context.Context, name, topic string) (*badTrack,
 	return t, nil
 }
 
-// raceBeside compares laps beside the bad topic with laps without one.
+// raceBeside compares laps with the bad topic and laps without it.
 func (b *bench) raceBeside(ctx context.Context, without *track, name, topic string) error {
 	t, err := b.newBadTrack(ctx, name, topic)
 	if err != nil {

@@ -51,8 +51,9 @@ type handled struct{ first, n int }
 
 func (h handled) last() int { return h.first + h.n - 1 }
 
-// bus compares workers with River: how much they handle, and how soon. Then workers handle the events of a single
-// key. What comes last leaves much to vacuum: what they handle beside a transaction that stays open.
+// bus compares workers with River: how much they handle, and how soon. Then workers handle the
+// events of a single key. The last part leaves much to vacuum: it measures the throughput of
+// workers while a transaction stays open.
 func (b *bench) bus(ctx context.Context) error {
 	s, err := b.newBus(ctx)
 	if err != nil {
@@ -192,8 +193,8 @@ func (s *bus) besideOpen(ctx context.Context, alone map[string][]used) error {
 	return nil
 }
 
-// openLap is a lap beside an open transaction. The process that handles has been at it for some time before it is
-// measured; the events are enough for a rate as without the transaction.
+// openLap is a lap during an open transaction. The process that handles has been at it for some
+// time before it is measured; the events are enough for a rate as without the transaction.
 func (s *bus) openLap(ctx context.Context, w busWay, rate float64, open time.Duration) (u used, err error) {
 	w.job.After, w.job.Measured = open, s.cfg.busEvents
 	h, err := s.fill(ctx, w, int(rate*open.Seconds())+2*s.cfg.busEvents, busKeys)

@@ -141,7 +141,7 @@ func spawn(ctx context.Context, j job, stderr io.Writer, result any, talk func(s
 		err = talk(func(o order) error { return input.Encode(o) })
 	}
 	if err != nil {
-		_ = stdin.Close() // the child gives up
+		_ = stdin.Close() // the child ends
 		return errors.Join(err, cmd.Wait())
 	}
 	err = json.NewDecoder(stdout).Decode(result)

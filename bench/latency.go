@@ -20,7 +20,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-const openRate = 1000 // transactions per second beside an open one
+const openRate = 1000 // transactions per second during an open one
 
 // track is where laps are run.
 type track struct {
@@ -205,7 +205,7 @@ func (t *track) warmUp(ctx context.Context) error {
 	return err
 }
 
-// open compares the relay beside an open transaction with the relay alone.
+// open compares the relay during an open transaction with the relay alone.
 func (t *track) open(ctx context.Context) error {
 	return t.race(ctx, race{
 		name: "open", rate: openRate, measured: t.lapTime(), limit: 1.2,

@@ -64,9 +64,9 @@ func (b *bench) limitTopic(ctx context.Context, op kadm.IncrementalOp) error {
 	return nil
 }
 
-// amongPoisons is withRelay with poisons. Other events of their keys wait behind
-// them, and are not measured. When all others have arrived, somebody gives up the
-// poisons, and what waited has to arrive too, in order.
+// amongPoisons is withRelay with poisons. Other events of their keys wait behind them, and are not
+// measured. When all others have arrived, the poisons are resolved, and the waiting events have to
+// arrive too, in order.
 func (t *track) amongPoisons(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
 	l := t.newLap(rate, measured)
 	poisons := poisonsOf(l, t.cfg.poisonEvery)
@@ -119,7 +119,7 @@ UPDATE {schema}.outbox_failed
    SET status = 'resolved', resolved_at = now(), resolution = 'too large'
  WHERE status = 'failed' AND error_class = 'message_too_large'`
 
-// giveUp gives up the poisons, and waits for what is behind them.
+// giveUp resolves the poisons, and waits for the events behind them.
 func (t *track) giveUp(ctx context.Context, l *laps.Lap, poisons map[int]bool) error {
 	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.Brokers...)},
 		outbox.RelayConfig{Schema: t.schema, RetryInterval: poisonLook, Logger: quiet})

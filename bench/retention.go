@@ -94,7 +94,7 @@ type keeper struct {
 	left    int          // old rows
 }
 
-// run is withRelay while somebody looks who waits.
+// run is withRelay with a check for lock waits alongside.
 func (k *keeper) run(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
 	before, err := k.old(ctx)
 	if err != nil {
@@ -149,7 +149,7 @@ func (k *keeper) old(ctx context.Context) (n int, err error) {
 	return n, nil
 }
 
-// sqlLockWait is how long somebody in this database has waited for a lock by now.
+// sqlLockWait is the longest time that a session in this database has waited for a lock by now.
 const sqlLockWait = `
 SELECT coalesce(max(extract(epoch FROM clock_timestamp() - coalesce(l.waitstart, a.query_start))), 0)::float8 * 1000
   FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)

@@ -13,8 +13,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// sqlRows is what a loop of one's own would read. It loses events when
-// transactions overlap; here nobody writes.
+// sqlRows is what a hand-written loop would read. It loses events when transactions overlap; here
+// there are no writers.
 const sqlRows = `
 SELECT id, occurred_at, event_id::text, event_type, source, aggregate_type, aggregate_id, payload::text, content_type
   FROM {schema}.outbox

@@ -17,8 +17,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// tail traces every event at the highest rate, and reports where the time of the slowest of a hundred goes, and that
-// of all.
+// tail traces every event at the highest rate. It reports the stretches of time for the slowest of
+// a hundred events, and for all.
 func (t *track) tail(ctx context.Context) error {
 	rate := slices.Max(t.cfg.rates)
 	all := stretches{}
@@ -37,8 +37,8 @@ func (t *track) tail(ctx context.Context) error {
 	return nil
 }
 
-// stretches are the parts of the time from commit to arrival, in milliseconds, by their names: the median of all
-// events, and that of the slowest of a hundred.
+// stretches are the parts of the time from commit to arrival, in milliseconds, by their names: the
+// median of all events, and the median of the slowest of a hundred.
 type stretches map[string]stats.Series
 
 // The stretches in the order of the report.
@@ -72,8 +72,8 @@ func (t *track) traced(ctx context.Context, rate int) (stretches, error) {
 	return s, nil
 }
 
-// tailTracer notes when the relay's looks begin, and when the events that they return are handed over and
-// acknowledged. Looks come one after the other; what else the relay does in PostgreSQL is rare.
+// tailTracer notes when the relay's polls begin, and when the events that they return are sent and
+// acknowledged. Polls come one after the other; other statements of the relay are rare.
 type tailTracer struct {
 	first int // number of the first event
 

@@ -187,7 +187,7 @@ func (w *takeoverBench) end(pid int, how string) error {
 		}
 		return nil
 	}
-	_ = m.stdin.Close() // likewise
+	_ = m.stdin.Close() // Wait says whether it had ended
 	return m.cmd.Wait()
 }
 

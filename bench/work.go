@@ -121,7 +121,7 @@ func pipe(ctx context.Context, j job) (u used, err error) {
 	return finish(m, n, j)
 }
 
-// forEach hands each batch to do and returns how many records there were.
+// forEach passes each batch to do and returns how many records there were.
 func forEach(source iter.Seq2[[]kgo.Record, error], do func([]kgo.Record) error) (n int, err error) {
 	for records, err := range source {
 		if err == nil {
@@ -171,8 +171,8 @@ func relayAll(ctx context.Context, j job) (u used, err error) {
 	return u, errors.Join(err, stop())
 }
 
-// acked is a hook that counts what Kafka has acknowledged, once per batch and
-// partition. It costs the relay nothing to speak of, and asks nobody.
+// acked is a hook that counts the records that Kafka has acknowledged, once per batch and
+// partition. Its cost for the relay is negligible, and it needs no query.
 type acked struct{ *countdown }
 
 // OnProduceBatchWritten implements [kgo.HookProduceBatchWritten].
@@ -203,8 +203,8 @@ func runRelay(ctx context.Context, relay *outbox.Relay) (running context.Context
 	return runAside(ctx, relay.Run)
 }
 
-// runAside runs something until stop is called, which returns what run returned.
-// running ends with it, whoever ended it.
+// runAside runs something until stop is called, which returns what run returned. running ends with
+// it, also if it ends by itself.
 func runAside(ctx context.Context, run func(context.Context) error) (running context.Context, stop func() error) {
 	ctx, cancel := context.WithCancel(ctx)
 	running, ended := context.WithCancel(ctx)

@@ -57,8 +57,8 @@ func TestKilledBackendGivesNumbersToSuccessor(t *testing.T) {
 	}
 }
 
-// A leader believes that it holds the lease until its last renewal expires. If PostgreSQL
-// forgot that renewal, a standby could take the lease earlier and send beside the leader.
+// A leader believes that it holds the lease until its last renewal expires. If PostgreSQL forgot
+// that renewal, a standby could take the lease earlier and send at the same time as the leader.
 func TestKilledBackendForgetsNoRenewal(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: the backend must be killed before the server flushes its WAL by itself, after 10 s.

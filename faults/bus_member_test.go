@@ -133,7 +133,7 @@ func (h busHandlers) see(ctx context.Context, action string, e item, m outbox.Me
 		return err
 	}
 	var b pgx.Batch
-	b.Queue(`SELECT set_config('synchronous_commit', 'on', true)`) // what a crash takes nobody would write again
+	b.Queue(`SELECT set_config('synchronous_commit', 'on', true)`) // effects that a crash removes would not be written again
 	b.Queue(sqlSeeItem, h.Group, action, e.Item, e.Version)
 	return h.db.SendBatch(ctx, &b).Close()
 }

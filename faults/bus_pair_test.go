@@ -68,8 +68,8 @@ var (
 	fails besideHandler = func(context.Context, pgx.Tx, itemSold, outbox.Metadata) error { return errFailing }
 )
 
-// requirePair requires that a group handles everything, beside another one or not, and returns the 99th percentile of
-// the time from commit to handler.
+// requirePair requires that a group handles everything, alongside another one or alone, and returns
+// the 99th percentile of the time from commit to handler.
 func requirePair(t *testing.T, rate int, lasts time.Duration, beside besideHandler) time.Duration {
 	t.Helper()
 	db := testenv.OtherDatabase(t)

@@ -209,8 +209,8 @@ func (b *bus) mendHandlers(t *testing.T, m mishap) {
 	require.NoError(t, os.Remove(filepath.Join(b.signs, signFailing+m.group)))
 }
 
-// poison records an event that ends each process which handles it, and waits until it is given
-// up. Processes that end are replaced meanwhile.
+// poison records an event that ends each process which handles it, and waits until it is dead.
+// Processes that end are replaced meanwhile.
 func (b *bus) poison(t *testing.T, _ mishap) {
 	t.Helper()
 	poisons := func() int { return b.count(t, `SELECT count(*) FROM poison`) }

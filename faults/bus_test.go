@@ -24,10 +24,10 @@ const (
 
 var busGroups = []string{"stock", busFailing}
 
-// What handlers do in PostgreSQL is done once and in the order of each key, while the processes of
-// two groups of workers are killed, stopped, frozen past their leases and cut off from PostgreSQL,
-// which crashes too. Handlers without a transaction see everything, for the first time in
-// order. An event that ends its process is given up after its attempts, and no other one is. No
+// The effects of handlers in PostgreSQL happen once and in the order of each key, while the
+// processes of two groups of workers are killed, stopped, frozen past their leases and cut off from
+// PostgreSQL, which crashes too. Handlers without a transaction see everything, for the first time
+// in order. An event that ends its process is dead after its attempts, and no other one is. No
 // delivery is stuck at any time.
 func TestKilledWorkers(t *testing.T) {
 	testenv.Long(t)
@@ -63,7 +63,7 @@ type busResult struct {
 	Stops       int            `json:"stops"`      // that were stopped cleanly
 	Freezes     int            `json:"freezes"`
 	LongestStop int64          `json:"longest_stop_ms"`
-	Events      int            `json:"events"`     // committed, those without a handler apart
+	Events      int            `json:"events"`     // committed, without those that have no handler
 	Deliveries  int            `json:"deliveries"` // of these
 	Poisons     int            `json:"poisons"`    // events that end their process
 	Retried     int            `json:"retried"`    // deliveries of more than one attempt
@@ -75,7 +75,7 @@ type busResult struct {
 	WrongDead       int `json:"wrong_dead"`       // dead without being poison, or poison that is not
 	Unseen          int `json:"unseen"`           // changes that the handler without a transaction never saw
 	Disorder        int `json:"disorder"`         // effects and first sights out of order
-	Stuck           int `json:"stuck"`            // deliveries of workers that are gone which nobody took over
+	Stuck           int `json:"stuck"`            // deliveries of workers that are gone which no worker took over
 	Headless        int `json:"headless"`         // keys whose deliveries all waited
 	LateStops       int `json:"late_stops"`       // workers whose Run did not return within StopTimeout
 

@@ -113,8 +113,8 @@ func buildWithClockShift(t *testing.T) (program string) {
 	return program
 }
 
-// clockShift is a further file of package time. Were the variable not
-// understood, the clock would silently be right.
+// clockShift is an extra file of package time. Were the variable not understood, the clock would
+// silently be right.
 const clockShift = `package time
 
 import "syscall"

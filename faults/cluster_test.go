@@ -17,8 +17,8 @@ import (
 
 var faultSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses, TestFaults, TestFaultsThroughPgBouncer and TestStops; 0 draws one")
 
-// Ten relays at once, and whoever leads is killed, stopped cleanly or frozen,
-// again and again. The frozen go on later, when others have taken over.
+// Ten relays run at once. The leader is killed, stopped cleanly or frozen, again and again. The
+// frozen go on later, when others have taken over.
 func TestTenProcesses(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -132,10 +132,10 @@ func (s *site) auditLease(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// requireOneHolder requires of the lease's history that nobody took it before
-// the other's time was over by the database's clock, unless its lock said that it was gone; nobody gave himself more
-// time than the lease has, and every holder came under a new epoch. It returns
-// how often the holder changed.
+// requireOneHolder requires of the lease's history that no relay took the lease before it had
+// expired by the database's clock, unless the lock of the holder was free. No relay gave itself
+// more time than the lease has, and every holder came under a new epoch. It returns how often the
+// holder changed.
 func (s *site) requireOneHolder(t *testing.T) (changes int) {
 	t.Helper()
 	var early, long, epochs int

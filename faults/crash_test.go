@@ -216,7 +216,7 @@ func (s *site) pool(t *testing.T) *pgxpool.Pool {
 	return openPool(t, s.poolConfig(t))
 }
 
-// relayPool is a pool whose connections wait while relays are kept apart.
+// relayPool is a pool whose connections wait while relays are blocked.
 func (s *site) relayPool(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	cfg := s.poolConfig(t)

@@ -94,8 +94,8 @@ func (c *crew) kill(victim *worker) {
 	c.workers = slices.DeleteFunc(c.workers, func(w *worker) bool { return w == victim })
 }
 
-// await waits until something is so. It returns false when that takes too long,
-// and ends the test when somebody interrupts it or a process has died by itself.
+// await waits until something is so. It returns false when that takes too long, and ends the test
+// when a user interrupts it or a process has died by itself.
 func (c *crew) await(t *testing.T, limit time.Duration, so func() bool) bool {
 	t.Helper()
 	for end := time.Now().Add(limit); !so(); {
@@ -172,7 +172,7 @@ func (w *worker) thaw(t *testing.T) {
 	}
 }
 
-// ended returns how a process has ended that nobody told to.
+// ended returns how a process has ended that was not told to end.
 func (w *worker) ended() error {
 	select {
 	case <-w.done:

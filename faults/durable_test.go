@@ -114,8 +114,9 @@ func TestLeaseIsDurable(t *testing.T) {
 	require.EqualValues(t, 1, epoch)
 }
 
-// The group's offset in Kafka says that events are handled, so what their handlers have done must be durable by
-// then, also where the consumer's role does not wait for the disk: nobody handles them again.
+// The group's offset in Kafka says that events are handled, so the effects of their handlers must
+// be durable by then, also if the consumer's role does not wait for the disk: the events are not
+// handled again.
 func TestHandledIsDurable(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel, as above.

@@ -9,10 +9,10 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// Nobody is killed here, and all times are defaults: franz-go's, the consumer's, and those
-// of Kafka, which waits for more members of a new group. Members come and go, also while
-// they join, and the topic gets partitions and is created again. As every member ends
-// cleanly, handlers without a transaction see nothing twice.
+// No process is killed here, and all times are defaults: franz-go's, the consumer's, and those of
+// Kafka, which waits for more members of a new group. Members come and go, also while they join,
+// and the topic gets partitions and is created again. As every member ends cleanly, handlers
+// without a transaction see nothing twice.
 func TestCalmConsumers(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

@@ -189,9 +189,9 @@ func hiccup(m outbox.Metadata) error {
 // conflicts counts how often this process has had PostgreSQL roll an event back.
 var conflicts sync.Map
 
-// conflict has PostgreSQL roll the first tries of some events back, as a transaction at the
-// level serializable may be: more often than a batch is repeated for, and less often than
-// an event is. Nobody may be blamed for it.
+// conflict has PostgreSQL roll the first tries of some events back, as a transaction at the level
+// serializable may be: more often than a batch is repeated for, and less often than an event is. No
+// event and no handler may be blamed for it.
 func conflict(ctx context.Context, tx *sql.Tx, m outbox.Metadata) error {
 	const times = 6
 	if m.Kafka.Offset%101 != 0 {

@@ -40,13 +40,13 @@ const (
 	maxLagTime = 15 * time.Second
 )
 
-// What handlers do in PostgreSQL, by pgx or by database/sql, is done once, while members of the group are
-// killed, stopped and started, and frozen past their session so that two have the
-// same partition for a while; while the topic gets partitions, or is deleted and created
-// again; and while PostgreSQL loses what it committed last, after which an operator
-// rewinds the group. Handlers without a transaction see everything, in order, and
-// repeats only where a member did not end cleanly. Some events fail again and again, and
-// are parked: they and those behind them are handled in their order, or given up.
+// The effects of handlers in PostgreSQL, by pgx or by database/sql, happen once, while members of
+// the group are killed, stopped and started, and frozen past their session so that two have the
+// same partition for a while; while the topic gets partitions, or is deleted and created again; and
+// while PostgreSQL loses its last commits, after which an operator rewinds the group. Handlers
+// without a transaction see everything, in order, and repeats only if a member did not end cleanly.
+// Some events fail again and again, and are parked: they and the events behind them are handled in
+// their order, or become dead.
 func TestKilledConsumers(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -194,15 +194,15 @@ type group struct {
 	repeated       []eventRange      // events that PostgreSQL may have lost
 }
 
-// newGroup returns a group without members. Kafka waits for joinDelay for more of them when
-// the first has come, see group.initial.rebalance.delay.ms, and has further settings.
+// newGroup returns a group without members. Kafka waits for joinDelay for more of them when the
+// first has come, see group.initial.rebalance.delay.ms, and has extra settings.
 func newGroup(t *testing.T, seed uint64, joinDelay time.Duration, settings map[string]string) *group {
 	t.Helper()
 	require.Contains(t, []string{"cooperative", "eager", kip848}, *groupBalancer, "-faults.balancer")
 	g := &group{crew: newCrew(t), start: time.Now(), diaries: t.TempDir(), server: startServer(t, nil)}
 	settings["group.initial.rebalance.delay.ms"] = fmt.Sprint(joinDelay.Milliseconds())
-	// Nobody crashes this broker. On a busy machine it must not be taken for dead: it would
-	// make no topics and partitions meanwhile.
+	// This broker does not crash. On a busy machine it must not be taken for dead: it would make no
+	// topics and partitions meanwhile.
 	settings["broker.session.timeout.ms"] = "30000"
 	kafka := g.startKafka(t, settings)
 	g.toKafka = through(t, kafka.Brokers()[0])

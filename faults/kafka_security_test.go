@@ -38,9 +38,8 @@ import (
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 )
 
-// guardedKafka is a real Kafka that lets nobody in without a certificate or a password,
-// and lets nobody do anything without a right to it. Whoever connects to its own listener
-// may do everything.
+// guardedKafka is a real Kafka that accepts no client without a certificate or a password, and no
+// request without a right to it. A client of its own listener may do everything.
 type guardedKafka struct {
 	*kafkaserver.Server
 	dir   string // with ca.pem, client.pem and client.key

@@ -113,8 +113,8 @@ func (h *twoPartitions) commitTo(t *testing.T, version int64, keys ...string) []
 	return events
 }
 
-// requireWaiting says that the events for the dead partition wait, that no try
-// was counted, and that nobody mistook it for an outage of Kafka.
+// requireWaiting requires that the events for the dead partition wait, that no try was counted, and
+// that no relay mistook it for an outage of Kafka.
 func (h *twoPartitions) requireWaiting(t *testing.T) {
 	t.Helper()
 	for _, e := range h.lost {

@@ -96,8 +96,7 @@ func (s *site) leads(t *testing.T, cmd *exec.Cmd) (epoch int64) {
 	return epoch
 }
 
-// requireEpochsInOrder requires that nobody moved the cursor under an epoch
-// that was over.
+// requireEpochsInOrder requires that no relay moved the cursor under an epoch that was over.
 func (s *site) requireEpochsInOrder(t *testing.T) {
 	t.Helper()
 	var late int

@@ -24,10 +24,9 @@ const (
 	stopLimit = 2 * time.Second // from the cancellation to the return of Run, while Kafka answers
 )
 
-// A relay is stopped at random moments: in the middle of a backlog, of large
-// events, beside topics that take nothing, and while it retries what Kafka rejects.
-// Each Run is soon back. In the end everything has arrived once: a clean stop
-// repeats nothing while Kafka answers.
+// A relay is stopped at random moments: in the middle of a backlog or of large events, while other
+// topics accept nothing, and while it retries events that Kafka rejects. Each Run is soon back. In
+// the end everything has arrived once: a clean stop repeats nothing while Kafka answers.
 func TestStops(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -146,7 +145,7 @@ func (s *stopsSite) stopOnce(t *testing.T, p stopStep) time.Duration {
 	return took
 }
 
-// requireReleased requires that nobody has to wait until a lease expires.
+// requireReleased requires that no relay has to wait until a lease expires.
 func (s *stopsSite) requireReleased(t *testing.T) {
 	t.Helper()
 	var held bool

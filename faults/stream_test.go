@@ -41,9 +41,8 @@ func (s *site) stream(t *testing.T) (stop func() map[string]struct{}) {
 	return stop
 }
 
-// write commits one version of key after another until ctx ends. Whether one
-// whose commit fails is there all the same, nobody knows; the next has a higher
-// version in any case.
+// write commits one version of key after another until ctx ends. A version whose commit fails may
+// be there all the same; the next has a higher version in any case.
 func (s *site) write(ctx context.Context, key string, confirmed map[string]struct{}) {
 	for version := int64(1); ctx.Err() == nil; version++ {
 		e := oracle.Event{ID: uuid.NewString(), Key: key, Version: version}

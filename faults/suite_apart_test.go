@@ -15,8 +15,8 @@ type companion struct {
 	others     bool // see disturbance
 }
 
-// apart are the disturbances in which Kafka is away from the leader alone: what it has sent
-// arrives after others have taken over and sent the same, or never.
+// The disturbances of this list make Kafka unavailable for the leader alone: its records arrive
+// after others have taken over and sent the same, or never.
 func apart(companions ...companion) (all []disturbance) {
 	for _, failing := range []struct {
 		what  string

@@ -165,9 +165,8 @@ func countByStatus(failed []failedEvent) map[string]int {
 	return counts
 }
 
-// releasedKeys returns the keys that were released when an event of theirs was
-// given up: they have no order any more. It fails the test if an event was blamed
-// that nothing is wrong with.
+// releasedKeys returns the keys that were released when an event of theirs became dead: they have
+// no order any more. It fails the test if a good event was blamed.
 func releasedKeys(t *testing.T, failed []failedEvent) (released map[string]bool) {
 	t.Helper()
 	released = map[string]bool{}

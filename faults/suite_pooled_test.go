@@ -105,8 +105,8 @@ func (s *suite) freezeTerminated(t *testing.T, p step) {
 	s.terminateAll(t, p)
 }
 
-// requireNoLock requires that no relay has ever taken a lock for its own, and so that nobody
-// could be taken for gone.
+// requireNoLock requires that no relay has ever taken a lock for its own, so no relay could be
+// taken for gone.
 func (s *suite) requireNoLock(t *testing.T) {
 	t.Helper()
 	var locked int

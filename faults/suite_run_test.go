@@ -162,8 +162,8 @@ func (s *suite) createTopic(t *testing.T, _ step) {
 	require.NoError(t, s.topics.Create(s.ctx))
 }
 
-// leader returns the relay that holds the lease, or the step's own where nobody
-// does or PostgreSQL is away.
+// leader returns the relay that holds the lease, or the step's own if none does or PostgreSQL is
+// unavailable.
 func (s *suite) leader(p step) *worker {
 	ctx, cancel := context.WithTimeout(s.ctx, time.Second)
 	defer cancel()

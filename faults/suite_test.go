@@ -38,9 +38,9 @@ func TestFaults(t *testing.T) {
 	newSuite(t, false).requirePromises(t, disturbances())
 }
 
-// The promises hold as well where relays reach PostgreSQL through a PgBouncer in transaction
-// mode, which is killed, too. There no session stays with a relay that could have a
-// lock, so nobody takes over before the lease has expired.
+// The promises hold as well if relays reach PostgreSQL through a PgBouncer in transaction mode,
+// which is killed, too. There a relay keeps no session that could have a lock, so no standby takes
+// over before the lease has expired.
 func TestFaultsThroughPgBouncer(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

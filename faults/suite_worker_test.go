@@ -52,7 +52,7 @@ func runWorker(spec string) error {
 	relay, err := outbox.NewRelay(db, s.kafkaOpts(), outbox.RelayConfig{
 		PollInterval: 20 * time.Millisecond, BatchSize: batch,
 		DeliveryTimeout: time.Second, Lease: lease,
-		// Failed events are given up within the time of a test, and released.
+		// Failed events become dead within the time of a test, and their keys are released.
 		RetryInterval: time.Second / 2, Retry: outbox.RetryPolicy{MaxRetries: 5}, Breaker: outbox.BreakerConfig{OpenFor: 2 * time.Second},
 	})
 	if err != nil {

@@ -137,8 +137,8 @@ func (m *changeover) atOnceOf(rejected error, move func(context.Context, outboxo
 	return done
 }
 
-// cutsWithoutRights has an operator who may make the cut, and cannot see whether Debezium has finished: nothing is cut
-// then, since nobody would send what comes after.
+// cutsWithoutRights has an operator who may make the cut, and cannot see whether Debezium has
+// finished: nothing is cut then, since no process would send the later events.
 func cutsWithoutRights(d *debezium) {
 	m, ctx := newChangeover(d), context.Background()
 	require.ErrorIs(d, m.cuts.FromDebezium(ctx, m.cut, why), outboxops.ErrCutRefused, "there is no slot")

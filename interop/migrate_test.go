@@ -256,8 +256,8 @@ func (m *migration) test() {
 	require.NoError(m, v.Err())
 }
 
-// inversionsBehindCut returns how many events of our relay arrived behind a later version of their key, whoever sent
-// that.
+// inversionsBehindCut returns how many events of our relay arrived behind a later version of their
+// key, whether the relay or Debezium sent that version.
 func (m *migration) inversionsBehindCut() (n int) {
 	m.Helper()
 	rows, err := m.db.Query(context.Background(), `SELECT event_id::text FROM outbox`)

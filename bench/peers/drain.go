@@ -162,7 +162,7 @@ func (b *bench) arriveAll(ctx context.Context, first, n int) (rate float64, err 
 			}
 		}
 		switch arrived := before - missing; {
-		case arrived == 0: // of a backlog that was given up
+		case arrived == 0: // of a backlog that was abandoned
 		case start.IsZero():
 			start, early = at, arrived
 		default:

@@ -1,12 +1,12 @@
-// Bench-peers measures outbox beside other libraries that publish events from PostgreSQL
-// to Kafka: Debezium's outbox event router, River with a worker that produces, and
-// Watermill's forwarder. All of them have the same bytes, the same writers, the same
-// schedule and the same reader, in turns, in one run.
+// Bench-peers compares outbox with other libraries that publish events from PostgreSQL to Kafka:
+// Debezium's outbox event router, River with a worker that produces, and Watermill's forwarder. All
+// of them have the same bytes, the same writers, the same schedule and the same reader, in turns,
+// in one run.
 //
-// It reads in this order: scenarios.go lists what is measured and calls the file of each
-// scenario; peer.go says what a peer is, and each peer has a file; document.go writes
-// docs/benchmarks.md. Speed is a ratio to look at: the program fails when it cannot
-// measure, never because something is slow.
+// It reads in this order: scenarios.go lists what is measured and calls the file of each scenario;
+// peer.go says what a peer is, and each peer has a file; document.go writes docs/benchmarks.md.
+// Speed is a ratio to look at: the program fails when it cannot measure, never because something is
+// slow.
 package main
 
 import (

@@ -77,7 +77,7 @@ func TestRunMeasuresEveryPeerAndLeavesNothing(t *testing.T) {
 	requireNothingLeft(t, cfg.Postgres)
 }
 
-// What a transaction writes is measured beside one that records nothing.
+// The WAL of a transaction is compared with that of a transaction that records nothing.
 func TestWAL(t *testing.T) {
 	cfg := config{
 		Addresses: services.Addresses{Postgres: testenv.Pool(t, nil).Config().ConnString(), Brokers: testenv.RealBrokers(t), Kind: "kafka"},

@@ -136,7 +136,7 @@ func (r *riverInstance) relay(ctx context.Context) (stop func() error, err error
 		defer cancel()
 		defer release()
 		err := client.Stop(ctx)
-		if errors.Is(err, context.DeadlineExceeded) { // jobs of a backlog that was given up
+		if errors.Is(err, context.DeadlineExceeded) { // jobs of a backlog that was abandoned
 			err = client.StopAndCancel(context.WithoutCancel(ctx))
 		}
 		return err

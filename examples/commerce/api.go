@@ -114,9 +114,9 @@ func (s *service) placeOrder(r *http.Request) (any, error) {
 func (s *service) payOrder(r *http.Request) (any, error)     { return withID(r, s.shop.pay) }
 func (s *service) declineOrder(r *http.Request) (any, error) { return withID(r, s.shop.decline) }
 
-// viewProduct returns the page of a product, and counts that somebody has seen it. A page that
-// is not in the cache is made and not put there: it might be made before the product is sold
-// out, come to the cache after the deletion, and stay.
+// viewProduct returns the page of a product, and counts the view. A page that is not in the cache
+// is made and not put there: it might be made before the product is sold out, come to the cache
+// after the deletion, and stay.
 func (s *service) viewProduct(r *http.Request) (any, error) {
 	product, err := parseID(r.PathValue("id"))
 	if err != nil {
@@ -170,7 +170,7 @@ func (s *service) readStatistic(r *http.Request) (any, error) {
 	}
 	var row statistic
 	err = s.db.QueryRow(r.Context(), sqlStatistic, product).Scan(&row.Likes, &row.Sales, &row.Views)
-	if errors.Is(err, pgx.ErrNoRows) { // nobody has looked at it yet
+	if errors.Is(err, pgx.ErrNoRows) { // the product has no view yet
 		err = nil
 	}
 	return row, err

@@ -62,8 +62,8 @@ type LikeCreatedEventV1 struct {
 	happened
 }
 
-// LikeCanceledEventV1 says that a customer likes a product no longer. Whoever likes
-// it again has a new like.
+// LikeCanceledEventV1 says that a customer likes a product no longer. If the customer likes it
+// again, that is a new like.
 type LikeCanceledEventV1 struct {
 	LikeID    int64 `json:"likeId"`
 	UserID    int64 `json:"userId"`

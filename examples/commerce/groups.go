@@ -47,10 +47,10 @@ func (a *app) config() outbox.ConsumerConfig {
 	}
 }
 
-// retries says how often a handler that fails is tried again before its event becomes
-// a dead letter. A consumer waits for a PostgreSQL that is away, but it cannot know
-// what handlers without a transaction speak to. So only that is given up for which the
-// event may be to blame: data that PostgreSQL refuses, and a panic.
+// retries says how often a handler that fails is tried again before its event becomes a dead
+// letter. A consumer waits for an unavailable PostgreSQL, but it cannot know which services
+// handlers without a transaction call. So an event is dead-lettered only if it may be to blame: for
+// data that PostgreSQL refuses, and for a panic.
 func retries(err error) int {
 	var pg *pgconn.PgError
 	var panicked *outbox.PanicError
@@ -67,7 +67,7 @@ func onlyFrom(source string) func(*kgo.Record) (*outbox.Message, error) {
 	return func(r *kgo.Record) (*outbox.Message, error) {
 		m, err := outbox.DecodeCloudEvent(r)
 		if err == nil && m.Source != source {
-			return nil, nil // nobody's here
+			return nil, nil // of another program
 		}
 		return m, err
 	}

@@ -42,8 +42,8 @@ func TestCommerce(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// The load generator measures, and nothing else happens. A like whose event nobody recorded is
-// what an event looks like that got lost: it is found.
+// The load generator measures, and nothing else happens. A like without a recorded event looks like
+// an event that was lost: it is found.
 func TestCommerceMissesALike(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

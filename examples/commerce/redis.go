@@ -82,7 +82,7 @@ func awaitRedis(ctx context.Context, address string) error {
 	return errors.New("start Redis: it does not answer")
 }
 
-// freeAddress returns an address of this machine on which nobody listens.
+// freeAddress returns a free address of this machine.
 func freeAddress(ctx context.Context) (string, error) {
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {

@@ -83,7 +83,7 @@ func (s *scene) report(ctx context.Context) (*report, error) {
 	if r.committed, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[committed]); err != nil {
 		return nil, fmt.Errorf("count what committed: %w", err)
 	}
-	rows, _ = s.db.Query(ctx, sqlProductReport, productViewed) // likewise
+	rows, _ = s.db.Query(ctx, sqlProductReport, productViewed) // CollectRows returns its error
 	if r.products, err = pgx.CollectRows(rows, pgx.RowToStructByNameLax[product]); err != nil {
 		return nil, fmt.Errorf("read statistics: %w", err)
 	}
@@ -114,7 +114,7 @@ func (r *report) equations() show.Equations {
 	}
 }
 
-// right reports whether all adds up. A run in which nobody came shows nothing.
+// right reports whether all adds up. A run without visitors shows nothing.
 func (r *report) right() bool { return r.Events > 0 && r.equations().Right() }
 
 func printHeader(out io.Writer, cfg config, redis string) {

@@ -150,8 +150,7 @@ func TestPagesWithoutRedis(t *testing.T) {
 	require.Contains(t, body, "in stock")
 }
 
-// The operators' page is there for who knows the password, and for nobody else; the probes are
-// for all.
+// The operators' page needs the password; the probes do not.
 func TestOperatorsPage(t *testing.T) {
 	t.Parallel()
 	r := startService(t)

@@ -115,9 +115,9 @@ func find(ctx context.Context, tx pgx.Tx, id int64) (Order, error) {
 	return o, err
 }
 
-// pay is called when the money has come in, by a provider who may call twice. A
-// second call changes nothing, and yet announces the order again: nobody has
-// thought of it, and the statistics must be right all the same.
+// pay is called when the money has come in, by a provider who may call twice. A second call changes
+// nothing in the order, and yet announces it again. This is a deliberate mistake: the statistics
+// must be right all the same.
 func (s *shop) pay(ctx context.Context, id int64) error {
 	at := now()
 	return s.commit(ctx, func(tx pgx.Tx) ([]outbox.DomainEvent, error) {

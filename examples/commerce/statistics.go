@@ -38,10 +38,10 @@ type statistics struct {
 	log *slog.Logger
 }
 
-// handlers are those of the group product-statistics. What has no key of its own by
-// which a repeat could be known is noted in event_handled: sales once per order, also
-// when somebody announces an order twice, and views once per event, because whoever
-// looks twice counts twice. Likes have a key of their own.
+// handlers are those of the group product-statistics. Sales and views have no key of their own that
+// identifies a repeat, so event_handled notes them. Sales are noted once per order, because an
+// order may be announced twice. Views are noted once per event, because a customer who looks twice
+// counts twice. Likes have a key of their own.
 func (s statistics) handlers() []outbox.Handler {
 	return []outbox.Handler{
 		outbox.OncePer(outbox.HandleBatch(salesCounted, s.orderPaid), func(e OrderPaidEventV1, _ outbox.Metadata) (string, string) {

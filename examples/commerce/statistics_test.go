@@ -67,7 +67,7 @@ func (a *app) requireHandled(t *testing.T, want ...string) {
 	require.ElementsMatch(t, want, got)
 }
 
-// An order is sold once, also if somebody announces it in another event.
+// An order is sold once, also if another event announces it again.
 func TestOrderIsCountedOnce(t *testing.T) {
 	t.Parallel()
 	a := newApp(t)
@@ -83,7 +83,7 @@ func TestOrderIsCountedOnce(t *testing.T) {
 	a.requireStatistic(t, 3, 0, 4, 0)
 }
 
-// Whoever looks three times counts three times; an event that is repeated does not.
+// A customer who looks three times counts three times; an event that is repeated does not.
 func TestEveryViewIsCounted(t *testing.T) {
 	t.Parallel()
 	a := newApp(t)

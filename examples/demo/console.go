@@ -18,8 +18,8 @@ type console struct {
 	w  io.Writer
 }
 
-// newConsole uses colour where somebody looks at a terminal and has not asked
-// for none (no-color.org). quiet leaves the summary.
+// newConsole uses colour if the output is a terminal and the user has not turned colour off
+// (no-color.org). quiet leaves the summary.
 func newConsole(w io.Writer, quiet bool) *console {
 	terminal := false
 	if file, ok := w.(*os.File); ok {

@@ -99,8 +99,7 @@ func TestDemoAsFastAsPossible(t *testing.T) {
 	requireRow(t, p, "latency", `not measured`)
 }
 
-// A line of the journal whose event nobody recorded is what an event looks like
-// that got lost on the way.
+// A line of the journal without a recorded event looks like an event that was lost on the way.
 func TestDemoMissesAnEvent(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: the line must be there before the demo has ended.

@@ -37,8 +37,8 @@ type failureShow struct {
 // mailGroup is the group of workers whose handler fails.
 const mailGroup = "mail"
 
-// newFailureShow makes a relay that gives up on Kafka within seconds, so that nobody has to wait for
-// what is to be seen, and a worker. The reader's client sets limits of topics.
+// newFailureShow makes a worker, and a relay that stops waiting for Kafka within seconds, so that
+// the show is short. The reader's client sets limits of topics.
 func newFailureShow(db *pgxpool.Pool, brokers []string, c *cable, events *outbox.Registry, s *shop, r *reader, out *console) (*failureShow, error) {
 	quiet := slog.New(slog.DiscardHandler) // what they would log is printed here
 	relay, err := outbox.NewRelay(db, c.opts(brokers), outbox.RelayConfig{
@@ -61,7 +61,7 @@ func newFailureShow(db *pgxpool.Pool, brokers []string, c *cable, events *outbox
 	return f, errors.Join(errs[:]...)
 }
 
-// nobody is a customer without an address.
+// A customer without an address.
 const nobody = 0
 
 // confirmOrder would send a mail to the customer.

@@ -1,12 +1,12 @@
-// Demo is a small shop that publishes its events with outbox. Customers place
-// orders from several goroutines; each order and its events are one transaction.
-// A relay hands the events to Kafka, a reader prints what arrives, and in the end
-// the demo compares what arrived with what the database says has committed. Then it lets an event,
-// a handler and Kafka fail, and shows where that is seen.
+// Demo is a small shop that publishes its events with outbox. Customers place orders from several
+// goroutines; each order and its events are one transaction. A relay sends the events to Kafka, a
+// reader prints what arrives, and in the end the demo compares what arrived with what the database
+// says has committed. Then it lets an event, a handler and Kafka fail, and shows where that is
+// seen.
 //
-// It reads in the order of its files: events.go is what happens in the shop,
-// shop.go records it, reader.go receives it, summary.go compares what was recorded with what arrived;
-// failures.go is what goes wrong, and page.go the page of the operators.
+// It reads in the order of its files: events.go is what happens in the shop, shop.go records it,
+// reader.go receives it, summary.go compares what was recorded with what arrived; failures.go is
+// what goes wrong, and page.go the page of the operators.
 package main
 
 import (
@@ -131,8 +131,8 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 		return nil, err
 	}
 
-	// Ctrl-C closes the shop and nothing else: what was sold is delivered and
-	// compared. A relay that gives up ends everything.
+	// Ctrl-C closes the shop and nothing else: what was sold is delivered and compared. A relay
+	// that fails ends everything.
 	life, fail := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer fail(nil)
 	selling, closeShop := context.WithCancel(life)

@@ -29,8 +29,8 @@ func openPage(ctx context.Context, db *pgxpool.Pool, schema string) (address str
 	return "http://" + listener.Addr().String() + "/", func() { _ = server.Close() }, nil
 }
 
-// local lets in whoever is on this machine and asks for it by its address: a name could
-// be that of a site that has made it mean this machine. A service asks for more.
+// local lets in a user of this machine who asks for it by its address: a name could be that of a
+// site that has made it mean this machine. A service asks for more.
 func local(r *http.Request) (outboxadmin.Access, error) {
 	for _, address := range []string{r.RemoteAddr, r.Host} {
 		host, _, err := net.SplitHostPort(address)

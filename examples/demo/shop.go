@@ -105,8 +105,8 @@ func (s *shop) sell(ctx context.Context, cfg config, out *console) error {
 	return nil
 }
 
-// sellToAll hands out tickets at the wanted rate and lets every shopper place
-// one order for each ticket they get.
+// sellToAll issues tickets at the wanted rate and lets every shopper place one order for each
+// ticket they get.
 func (s *shop) sellToAll(ctx context.Context, cfg config) error {
 	g, ctx := errgroup.WithContext(ctx)
 	tickets := make(chan struct{})

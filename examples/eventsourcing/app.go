@@ -58,7 +58,7 @@ func (a *app) migrate(ctx context.Context) error {
 	return nil
 }
 
-// makeTopics makes the topic and that of its dead letters, with as many replicas as the broker wants.
+// makeTopics makes the topic and its dead-letter topic, with as many replicas as the broker wants.
 func (a *app) makeTopics(ctx context.Context) error {
 	_, err := outboxtopics.Ensure(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1})
 	return err
@@ -77,8 +77,8 @@ type runner interface {
 	Run(ctx context.Context) error
 }
 
-// background returns what runs beside the commands, and who is to be woken after them: a relay
-// and the consumer of the projection, or a worker that has the events from PostgreSQL. The
+// background returns the parts that run alongside the commands, and the waker for the commands: a
+// relay and the consumer of the projection, or a worker that has the events from PostgreSQL. The
 // handlers are the same.
 func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker, err error) {
 	if withWorker {
@@ -121,7 +121,7 @@ func (a *app) handling() outbox.HandlerConfig {
 func (a *app) onlyOurs(r *kgo.Record) (*outbox.Message, error) {
 	m, err := outbox.DecodeCloudEvent(r)
 	if err == nil && m.Source != a.source {
-		return nil, nil // nobody's here
+		return nil, nil // of another run
 	}
 	return m, err
 }

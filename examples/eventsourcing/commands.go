@@ -12,7 +12,7 @@ import (
 // processes.
 type Orders struct {
 	store      *EventStore
-	conflicted func() // called when somebody else was faster
+	conflicted func() // called when another command was faster
 }
 
 // maxTries bounds how often a command decides. Who loses that often gets ErrConflict.
@@ -41,7 +41,7 @@ func (s *Orders) CompleteOrder(ctx context.Context, id uuid.UUID) (*Order, error
 	return s.change(ctx, id, func(o *Order) error { return o.Complete(time.Now()) })
 }
 
-// CancelOrder gives up an order.
+// CancelOrder cancels an order.
 func (s *Orders) CancelOrder(ctx context.Context, id uuid.UUID, reason, by string) (*Order, error) {
 	return s.change(ctx, id, func(o *Order) error { return o.Cancel(reason, by, time.Now()) })
 }
@@ -51,9 +51,9 @@ func (s *Orders) FailOrder(ctx context.Context, id uuid.UUID, reason string) (*O
 	return s.change(ctx, id, func(o *Order) error { return o.Fail(reason, time.Now()) })
 }
 
-// change loads an order, decides, and saves. If somebody else has changed the order meanwhile,
-// it looks again: what was right for the old version may be wrong for the new one. An order
-// that was loaded is never locked.
+// change loads an order, decides, and saves. If another command has changed the order meanwhile,
+// change loads it again: a decision that was right for the old version may be wrong for the new
+// one. An order that was loaded is never locked.
 func (s *Orders) change(ctx context.Context, id uuid.UUID, decide func(*Order) error) (*Order, error) {
 	for try := 1; ; try++ {
 		o, err := s.store.Load(ctx, id)

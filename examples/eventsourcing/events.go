@@ -50,7 +50,7 @@ type OrderConfirmed struct {
 // OrderCompleted says that an order is delivered.
 type OrderCompleted struct{ Fact }
 
-// OrderCancelled says that somebody does not want the order any more.
+// OrderCancelled says that a customer does not want the order any more.
 type OrderCancelled struct {
 	Fact
 	Reason       string `json:"reason"`

@@ -139,7 +139,7 @@ func (o *Order) Complete(at time.Time) error {
 	return nil
 }
 
-// Cancel gives up the order. What was paid is paid back.
+// Cancel cancels the order. What was paid is paid back.
 func (o *Order) Cancel(reason, by string, at time.Time) error {
 	if err := o.check(Cancelled); err != nil {
 		return err

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// projected is the program with the consumer of the projection, to which events are delivered
-// by hand.
+// projected is the program with the consumer of the projection, to which the test delivers events
+// itself.
 type projected struct {
 	*app
 	store   *EventStore
@@ -134,7 +134,7 @@ func TestEventDuringRebuild(t *testing.T) {
 	}
 }
 
-// awaitBlocked waits until somebody waits for a transaction.
+// awaitBlocked waits until a session waits for a transaction.
 func (p *projected) awaitBlocked(t *testing.T, tx pgx.Tx) {
 	t.Helper()
 	require.Eventually(t, func() bool {

@@ -18,7 +18,7 @@ import (
 // What a process of the service prints, a line each. The process that has started it reads it.
 const (
 	saidAcknowledged = "acknowledged" // order and version of a change that is committed
-	saidConflict     = "conflict"     // somebody else was faster
+	saidConflict     = "conflict"     // another command was faster
 	saidClosed       = "closed"       // the last customer has left
 )
 

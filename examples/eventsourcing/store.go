@@ -58,8 +58,8 @@ const (
 )
 
 var (
-	// ErrConflict is returned by Save where somebody else has changed the order since it was
-	// loaded. Load it again, and decide again.
+	// ErrConflict is returned by Save if another command has changed the order since it was loaded.
+	// Load it again, and decide again.
 	ErrConflict = errors.New("the order was changed meanwhile")
 	// ErrNotFound is returned for an order that is not there, or was not there then.
 	ErrNotFound = errors.New("no such order")

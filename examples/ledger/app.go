@@ -111,7 +111,7 @@ func play(ctx context.Context, cfg config, stdin io.Reader) error {
 	return roles[cfg.role](a, ctx, cfg)
 }
 
-// relay is the process that hands events to Kafka. Other processes of the same kind would stand by.
+// relay is the process that sends events to Kafka. Other processes of the same kind would stand by.
 func (a *app) relay(ctx context.Context, cfg config) error {
 	opts := a.kafka
 	if cfg.crashAfter > 0 {
@@ -176,8 +176,8 @@ func onlyFrom(source string) func(*kgo.Record) (*outbox.Message, error) {
 // atOnce is how many tellers there are. Each of them serves a customer at the same time as the others.
 const atOnce = 8
 
-// tellers is the process that posts what customers ask for. One that was killed and comes back asks for everything
-// again, because nobody knows how far it was: the ledger knows the requests.
+// tellers is the process that posts what customers ask for. A process that was killed and comes
+// back asks for everything again, because its progress is not known: the ledger knows the requests.
 func (a *app) tellers(ctx context.Context, cfg config) error {
 	events, err := outbox.NewRecorder(a.events, outbox.RecorderConfig{Schema: a.schema})
 	if err != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// sqlFeed makes the feed for the external auditors. Its columns are the contract with them: see the README. Nothing in
-// it is ever changed, whoever tries.
+// sqlFeed makes the feed for the external auditors. Its columns are the contract with them: see the
+// README. No role can change its rows.
 const sqlFeed = `
 CREATE TABLE audit_feed (
     position       bigserial   PRIMARY KEY,
@@ -59,8 +59,8 @@ INSERT INTO audit_feed (account_id, sequence, event_id, event_type, transaction_
 SELECT $1, $2::bigint, $3, $4, $5, $6, $7
  WHERE $2::bigint = 1 + coalesce((SELECT max(sequence) FROM audit_feed WHERE account_id = $1), 0)`
 
-// appendToFeed trusts nobody with the order. With one topic each event is the next of its account; with two, one
-// that is early waits until the event before it is in the feed. Others go on meanwhile.
+// appendToFeed verifies the order itself. With one topic each event is the next of its account.
+// With two, an early event waits until the event before it is in the feed. Others go on meanwhile.
 func appendToFeed(ctx context.Context, tx pgx.Tx, e LedgerEvent, m outbox.Metadata) error {
 	payload, err := json.Marshal(e)
 	if err != nil {

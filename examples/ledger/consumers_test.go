@@ -87,11 +87,11 @@ func TestUnknownMembersAreIgnored(t *testing.T) {
 	require.Equal(t, 1, a.rows)
 }
 
-// Nobody needs Kafka to post. What was posted while it was away gets there later.
+// Posting does not need Kafka. Events that were posted during the outage arrive later.
 func TestKafkaIsAwayAtTheCommit(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
-	f.records(t) // with an address where nobody is
+	f.records(t) // with an address without a broker
 	f.kafka = testenv.KafkaOpts(testenv.Brokers(t))
 	require.NoError(t, f.makeTopics(t.Context()))
 	outboxtest.Drain(t.Context(), t, f.db, f.kafka, outbox.RelayConfig{Schema: f.schema})

@@ -1,13 +1,15 @@
-// Ledger is a bank's ledger: deposits and reversals in PostgreSQL, and in Kafka what happened, for a feed that external
-// auditors read, for a read model and for whoever else wants it. The transaction, its journal entries, the balance
-// and the event commit together or not at all. Tellers, the relay and the consumers are processes of their own,
-// and each of them is killed in the middle of its work.
+// Ledger is a bank's ledger: deposits and reversals in PostgreSQL, and their events in Kafka. The
+// events are for a feed that external auditors read, for a read model, and for other consumers. The
+// transaction, its journal entries, the balance and the event commit together or not at all.
+// Tellers, the relay and the consumers are processes of their own, and each of them is killed in
+// the middle of its work.
 //
-// To copy from it, read transaction.go (the domain: what balances, and what a reversal is), events.go (what the
-// ledger tells, and by which topics and keys), service.go (one transaction for all of it, optimistic locking, and the
-// retry of the whole method), audit.go (a consumer that writes each transaction once and verifies the order),
-// auditor.go (who checks it) and view.go (a read model). The rest makes a show of it: app.go has the processes and
-// the archive, show.go kills them, kafka.go and report.go compare.
+// To copy from it, read transaction.go (the domain: what balances, and what a reversal is),
+// events.go (what the ledger tells, and by which topics and keys), service.go (one transaction for
+// all of it, optimistic locking, and the retry of the whole method), audit.go (a consumer that
+// writes each transaction once and verifies the order), auditor.go (who checks it) and view.go (a
+// read model). The rest makes a show of it: app.go has the processes and the archive, show.go kills
+// them, kafka.go and report.go compare.
 package main
 
 import (

@@ -46,13 +46,13 @@ func TestLedgerWithTwoTopics(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// A row of the feed that came another time is found, and an entry that somebody has added to the journal. The counter
-// is open until both are there.
+// A row of the feed that was inserted twice is found, and so is an extra entry in the journal. The
+// counter is open until both are there.
 func TestLedgerFindsWhatIsWrong(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
 	p := startLedger(t, "-deposits=1000000", "-kill=false")
-	p.Change(t, `INSERT INTO journal_entry SELECT id, account_id, 1 FROM ledger_transaction WHERE reverses IS NOT NULL LIMIT 1`) // nobody reverses a reversal
+	p.Change(t, `INSERT INTO journal_entry SELECT id, account_id, 1 FROM ledger_transaction WHERE reverses IS NOT NULL LIMIT 1`) // reversals are never reversed
 	p.Change(t, `INSERT INTO audit_feed (account_id, sequence, event_id, event_type, transaction_id, occurred_at, payload)
 		SELECT account_id, sequence, event_id, event_type, transaction_id, occurred_at, payload FROM audit_feed LIMIT 1`)
 	p.Signal(t, os.Interrupt)

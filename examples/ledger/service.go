@@ -154,7 +154,7 @@ func insert(ctx context.Context, tx pgx.Tx, request uuid.UUID, attempt int, t Tr
 		return id, err == nil, err
 	}
 	err = tx.QueryRow(ctx, sqlPosted, request).Scan(&id)
-	if errors.Is(err, pgx.ErrNoRows) { // somebody else has reversed the transaction, by another request
+	if errors.Is(err, pgx.ErrNoRows) { // another request has reversed the transaction
 		err = fmt.Errorf("transaction %d: %w", t.Reverses, errReversed)
 	}
 	return id, false, err

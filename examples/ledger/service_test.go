@@ -85,7 +85,8 @@ func TestDepositIsPostedOnce(t *testing.T) {
 	require.Equal(t, Posting{id, "account-1", 1, 990, 990, []JournalEntry{{bank, -1000}, {"account-1", 990}, {fees, 10}}, posted[0].At}, posted[0].Posting)
 }
 
-// A reversal leaves the transaction as it is and posts another one. There is one, whoever asks for it.
+// A reversal leaves the transaction as it is and posts another one. A transaction has one reversal,
+// however many requests ask for it.
 func TestTransactionIsReversedOnce(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -158,8 +159,8 @@ func TestNoEventNoTransaction(t *testing.T) {
 // sqlWaiting counts the transactions that wait for one of a certain process of PostgreSQL.
 const sqlWaiting = `SELECT count(*) FROM pg_stat_activity WHERE $1::int = ANY(pg_blocking_pids(pid))`
 
-// Somebody changes the balance while a deposit waits to change it: the deposit is rolled back with its event, and tried
-// again. One event is left, and it says what is true after both.
+// The balance changes while a deposit waits to change it: the deposit is rolled back with its
+// event, and tried again. One event is left, and it says what is true after both.
 func TestConflictLeavesOneEvent(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)

@@ -24,8 +24,9 @@ const (
 // view keeps the read model.
 type view struct{ db *pgxpool.Pool }
 
-// handlers are those of the group portfolio-view. An event says what the balance is, and its sequence number says
-// whether that is news. So an event that comes twice or late changes nothing, and nobody has to note what was handled.
+// handlers are those of the group portfolio-view. An event says what the balance is, and its
+// sequence number says whether that is news. So an event that comes twice or late changes nothing,
+// and handled events need no note.
 func (v view) handlers() []outbox.Handler {
 	return []outbox.Handler{viewed[LedgerPostedEvent](v), viewed[LedgerReversedEvent](v)}
 }

@@ -127,7 +127,7 @@ func countsOf(alerts []outbox.Alert) []outbox.EventCount { return alerts[len(ale
 // tags are what HTML has between texts.
 var tags = regexp.MustCompile(`(?s)<[^>]*>|\s+`)
 
-// text returns what somebody reads on a page.
+// text returns the text that a reader sees on a page.
 func text(page string) string {
 	return strings.Join(strings.Fields(tags.ReplaceAllString(page, " ")), " ")
 }

@@ -110,7 +110,7 @@ func play(ctx context.Context, cfg config, stdin io.Reader) error {
 // idHeader is the header in which consumers of another making look for the id of an event. Ours need it not.
 const idHeader = "event-id"
 
-// relay is the process that hands events to Kafka. Other processes of the same kind would stand by.
+// relay is the process that sends events to Kafka. Other processes of the same kind would stand by.
 func (a *app) relay(ctx context.Context, cfg config) error {
 	opts := a.kafka
 	if cfg.crashAfter > 0 {
@@ -212,8 +212,8 @@ func (a *app) onlyOurs(r *kgo.Record) (*outbox.Message, error) {
 	return m, err
 }
 
-// customers is the process that places orders. One that was killed and comes back places all of them again, because
-// nobody knows how far it was: the service knows their ids.
+// customers is the process that places orders. A process that was killed and comes back places all
+// of them again, because its progress is not known: the service knows their ids.
 func (a *app) customers(ctx context.Context, cfg config) error {
 	events, waker, err := a.recording()
 	if err != nil {

@@ -102,10 +102,11 @@ const (
 	aggregate = "Order"
 )
 
-// registry says how events travel. The second segment of a type names the topic: order-events, inventory-events,
-// reward-events, notification-events. The key is the order.
+// registry says how events travel. The second segment of a type names the topic: order-events,
+// inventory-events, reward-events, notification-events. The key is the order.
 //
-// A request and its compensation go to the same topic under the same key, so that nobody gets them the other way round.
+// A request and its compensation go to the same topic under the same key, so that consumers get
+// them in this order.
 func registry(source string) (*outbox.Registry, error) {
 	return outbox.NewRegistry(source,
 		outbox.Event(orderCreated, aggregate, OrderCreated.order),

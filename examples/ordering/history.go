@@ -12,9 +12,9 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// history returns all events of an order, the oldest first, with their payloads: whoever has recorded them, and
-// whatever topics they go to. The index that MigrateConfig.AggregateIndex makes finds them, however many others there
-// are. What retention has removed is not there any more.
+// history returns all events of an order, the oldest first, with their payloads, of all services
+// and topics. The index that MigrateConfig.AggregateIndex makes finds them, however many other
+// events there are. Events that retention has removed are not there any more.
 func history(ctx context.Context, db *pgxpool.Pool, schema string, order uuid.UUID) ([]outboxops.RecordedEvent, error) {
 	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: schema})
 	if err != nil {
@@ -36,7 +36,7 @@ func history(ctx context.Context, db *pgxpool.Pool, schema string, order uuid.UU
 // printHistory prints what happened to an order.
 func printHistory(out io.Writer, events []outboxops.RecordedEvent) {
 	for _, e := range events {
-		where := "" // nobody knows how far Debezium is
+		where := "" // the progress of Debezium is not known
 		switch {
 		case len(e.Failures) > 0:
 			where = e.Failures[0].Status

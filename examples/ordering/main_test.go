@@ -41,8 +41,8 @@ func TestOrdering(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// A reservation that nobody gave back is found, points that were booked twice, and a notification that came twice.
-// The shop is open until all of them are there.
+// A reservation that was not released is found, points that were booked twice, and a notification
+// that came twice. The shop is open until all of them are there.
 func TestOrderingFindsWhatIsWrong(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -63,9 +63,9 @@ func TestOrderingFindsWhatIsWrong(t *testing.T) {
 
 var cancelledLine = regexp.MustCompile(`Order ([0-9a-f-]{36}), as the outbox tells it`)
 
-// A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared: since nothing is
-// in stock, all orders are cancelled, nobody keeps points, and nothing is put aside. With -keep an order can be
-// looked at afterwards.
+// A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared:
+// since nothing is in stock, all orders are cancelled, no customer keeps points, and nothing is
+// reserved. With -keep an order can be looked at afterwards.
 func TestOrderingInterrupted(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

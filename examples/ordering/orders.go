@@ -66,7 +66,8 @@ func (s orders) cancelOrder(ctx context.Context, id uuid.UUID, reason string) er
 	return s.inTx(ctx, func(tx pgx.Tx) error { return s.cancel(ctx, tx, id, reason) })
 }
 
-// cancel is the compensation: it takes back what createOrder has asked for, whoever has done it by now.
+// cancel is the compensation: it takes back the requests of createOrder, whether or not they are
+// done by now.
 func (s orders) cancel(ctx context.Context, tx pgx.Tx, id uuid.UUID, reason string) error {
 	if reason == "" {
 		return fmt.Errorf("order %s: %w", id, errReason)

@@ -46,7 +46,7 @@ type tables struct {
 	SoldOrders, SoldCents      int
 	Notifications, DistinctOne int // all, and different ones
 
-	Recorded, Owed, Handled, Unhandled int // events; those that somebody handles; notes of it; deliveries that have not succeeded
+	Recorded, Owed, Handled, Unhandled int // events; those that have a handler; notes of it; deliveries that have not succeeded
 }
 
 const sqlReport = `

@@ -52,8 +52,8 @@ const (
 	sqlSold    = `UPDATE sales SET orders = orders + 1, cents = cents + $1`
 )
 
-// salesHandlers are those of the group sales. It came later than the others and nobody had to know: the events are
-// there.
+// salesHandlers are those of the group sales. The group came later than the others, and no other
+// service was changed for it: the events are there.
 func salesHandlers() []outbox.Handler {
 	return []outbox.Handler{
 		outbox.Handle("SALE_COUNTED", func(ctx context.Context, tx pgx.Tx, e OrderCompleted, _ outbox.Metadata) error {

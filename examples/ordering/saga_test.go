@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// fixture is the program on a schema of the test's own, with three pieces of product-1 and one of product-2. Events are
-// delivered to its services by hand.
+// fixture is the program on a schema of the test's own, with three pieces of product-1 and one of
+// product-2. The test delivers events to its services itself.
 type fixture struct {
 	*app
 	orders
@@ -34,7 +34,7 @@ func newFixture(t *testing.T) *fixture {
 	testenv.Direct(t) // a setting of sessions
 	_, schema := testenv.Schema(t)
 	f := &fixture{app: &app{schema: schema, source: "shop/" + uuid.NewString(), log: slog.New(slog.DiscardHandler)}}
-	f.kafka, f.decode = []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, outbox.DecodeCloudEvent // nobody is there
+	f.kafka, f.decode = []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, outbox.DecodeCloudEvent // no broker is there
 	f.db = testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{schema}.Sanitize()
 	})
@@ -298,7 +298,7 @@ func TestCompensationComesFirst(t *testing.T) {
 	require.Zero(t, f.count(t, `SELECT sum(points) FROM reward_entry`))
 }
 
-// Nobody knows such a product: the stock of it is short.
+// The product is unknown, so its stock is short.
 func TestUnknownProductIsShort(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -347,8 +347,9 @@ func openNotifications(t *testing.T) (n notifications, provider *mailProvider, c
 	return notifications{client, url}, provider, closeIt
 }
 
-// A customer is told once of a state, whether the record comes twice or the event has another id the second time. The
-// mail provider is asked again where nobody can know whether it was, and sends nothing.
+// A customer is told once of a state, whether the record comes twice or the event has another id
+// the second time. If it is not known whether the mail provider was asked, it is asked again, and
+// sends nothing.
 func TestNotificationOnce(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)

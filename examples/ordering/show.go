@@ -150,8 +150,8 @@ func (p *performance) kill(ctx context.Context, role, sqlCount string, at int) e
 	return p.others.Replace(role, p.cfg.roleArgs(role)...)
 }
 
-// sqlArrived counts by what a handler leaves behind: each type of event that somebody handles has one handler with a
-// transaction.
+// sqlArrived counts by what a handler leaves behind: each type of event that is handled has one
+// handler with a transaction.
 const sqlArrived = `
 SELECT (SELECT count(*) FROM orders WHERE status = 'CREATED'),
        (SELECT count(*) FROM outbox),
@@ -173,7 +173,7 @@ func (p *performance) arrived(ctx context.Context) (func() (int, bool, error), e
 		if open > 0 || waiting > 0 || handled < owed || mails < states {
 			return progress, false, nil
 		}
-		if p.cfg.debezium { // nobody else knows what it has sent
+		if p.cfg.debezium { // only Kafka knows what Debezium has sent
 			s, err := p.readKafka(ctx)
 			return progress + s.events, s.events >= recorded, err
 		}

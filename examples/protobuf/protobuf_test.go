@@ -27,7 +27,7 @@ var (
 		Items:     []protobuf.Item{{ProductID: 8, Quantity: 2, Price: 19_90}, {ProductID: 1 << 40, Quantity: 1, Price: -5_00}},
 		CreatedAt: time.Date(2026, 5, 4, 12, 30, 0, 250_000_000, time.UTC),
 	}
-	// itsMessage is anOrder as whoever wrote the .proto would say it.
+	// itsMessage is anOrder as the author of the .proto would say it.
 	itsMessage = &shoppb.OrderCreated{
 		OrderId: 17, UserId: 4, TotalAmount: 34_80,
 		Items:     []*shoppb.Item{{ProductId: 8, Quantity: 2, Price: 19_90}, {ProductId: 1 << 40, Quantity: 1, Price: -5_00}},
@@ -104,7 +104,7 @@ func throughKafka(t *testing.T, mode outbox.Mode) (*kgo.Record, string) {
 	return record, storedID(ctx, t, db, schema)
 }
 
-// firstHandled returns the first order that a consumer hands to its handler.
+// firstHandled returns the first order that a consumer passes to its handler.
 func firstHandled(ctx context.Context, t *testing.T, db *pgxpool.Pool, brokers kgo.Opt, events *outbox.Registry, group string, cfg outbox.ConsumerConfig) protobuf.OrderCreated {
 	t.Helper()
 	orders := make(chan protobuf.OrderCreated, 1)

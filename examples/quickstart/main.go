@@ -43,7 +43,7 @@ func main() {
 			stop()                                        // ends both Runs once they have finished what is in flight
 			return nil
 		})))
-	must("committed", pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { // beside your own statements
+	must("committed", pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { // together with your own statements
 		return recorder.Record(ctx, tx, GreetingSent{"gopher", "hello", time.Now()})
 	}))
 	var running sync.WaitGroup

@@ -24,8 +24,8 @@ type fixture struct {
 }
 
 // newFixture returns a fixture whose exchange does with orders what choose says. Its groups are
-// consumers: the handlers are the same, and what is delivered to a consumer by hand needs
-// neither Kafka nor a worker.
+// consumers: the handlers are the same, and a delivery by the test needs neither Kafka nor a
+// worker.
 func newFixture(t *testing.T, choose func(identifier string) simulator.Behaviour) *fixture {
 	t.Helper()
 	testenv.Direct(t) // a setting of sessions

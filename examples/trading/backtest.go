@@ -20,8 +20,8 @@ CREATE TABLE backtest (
     result       bigint
 )`
 
-// backtests is the group backtest: jobs that take long. The worker renews the lease of the
-// event meanwhile, so that nobody else begins with it, and no transaction is open.
+// backtests is the group backtest: jobs that take long. Meanwhile the worker renews the lease of
+// the event, so that no other worker begins with it, and no transaction is open.
 type backtests struct {
 	db   *pgxpool.Pool
 	bus  EventBus

@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// exchange is the client of the exchange. It returns answers and no errors: that nobody knows
-// what became of an order is an answer, too.
+// exchange is the client of the exchange. It returns answers and no errors: an unknown outcome of
+// an order is an answer, too.
 type exchange struct {
 	url  string
 	http *http.Client
@@ -69,7 +69,7 @@ type reply struct {
 	RetryAfterMs int64  `json:"retryAfterMs"`
 }
 
-// call sends JSON and reads JSON. Its error means that nobody knows what has been done.
+// call sends JSON and reads JSON. Its error means that the outcome of the call is unknown.
 func call(ctx context.Context, client *http.Client, method, address string, send any) (status int, got reply, err error) {
 	body, err := json.Marshal(send)
 	if err != nil {

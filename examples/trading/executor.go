@@ -12,9 +12,9 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// executor is the group order-executor: it places orders. It speaks to the exchange outside of
-// any transaction, and before and after that it writes down where it is, so that whoever comes
-// next, in another process and after a crash, knows what may be done.
+// executor is the group order-executor: it places orders. It calls the exchange outside of any
+// transaction, and before and after that it writes down its state. So the next attempt, in another
+// process and after a crash, knows what may be done.
 type executor struct {
 	db       *pgxpool.Pool
 	bus      EventBus
@@ -87,8 +87,8 @@ SELECT attempt_no, identifier, state, coalesce(valid_until, 'epoch'), coalesce(r
 	sqlPrepare = `INSERT INTO order_attempt (order_intent_id, attempt_no, identifier, state) VALUES ($1, $2, $3, $4)`
 )
 
-// prepare returns the attempt that the command is at. If somebody else prepares the same one
-// at the same time, one of the two gets an error and looks again.
+// prepare returns the attempt that the command is at. If two processes prepare the same attempt at
+// the same time, one of them gets an error and loads it again.
 func (x executor) prepare(ctx context.Context, i OrderIntent) (Attempt, error) {
 	var last Attempt
 	err := x.db.QueryRow(ctx, sqlLastAttempt, i.ID).Scan(&last.No, &last.Identifier, &last.State, &last.ValidUntil, &last.Reason)
@@ -124,7 +124,7 @@ func (x executor) reconcile(ctx context.Context, i OrderIntent, a Attempt) error
 	return x.conclude(ctx, i, a, a.Trust(x.exchange.find(ctx, a), time.Now()))
 }
 
-// sqlConclude changes nothing where somebody else has learned more.
+// sqlConclude changes nothing if another process has learned more.
 const sqlConclude = `
 UPDATE order_attempt SET state = $3, exchange_order_id = nullif($4, ''), reason = nullif($5, ''), updated_at = now()
  WHERE identifier = $1 AND state = ANY($2)`

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The switch pauses the stream of commands for the executors and for nobody else. To turn it
-// twice is to turn it once.
+// The switch pauses the stream of commands for the executors only. To turn it twice is to turn it
+// once.
 func TestKillSwitch(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, nil)

@@ -47,10 +47,10 @@ type Config struct {
 	// Heap is the largest heap of the worker, as -Xmx wants it. Empty means 512m.
 	Heap string
 
-	// Log receives what the worker prints, warnings and errors. Nil means nobody.
+	// Log receives what the worker prints, warnings and errors. Nil discards it.
 	Log io.Writer
 
-	// Progress receives lines about a download. Nil means nobody.
+	// Progress receives lines about a download. Nil discards them.
 	Progress io.Writer
 }
 

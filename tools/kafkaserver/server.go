@@ -46,16 +46,15 @@ type Config struct {
 	// used). The node's identity, listeners and log.dirs cannot be set.
 	Settings map[string]string
 
-	// Listeners are further listeners, by name and security protocol, such as "MTLS":
-	// "SSL". Settings say the rest, for example listener.name.mtls.ssl.keystore.location.
-	// The broker's own listener is PLAINTEXT and logs nobody in.
+	// Listeners are extra listeners, by name and security protocol, such as "MTLS": "SSL". Settings
+	// say the rest, for example listener.name.mtls.ssl.keystore.location. The broker's own listener
+	// is PLAINTEXT and has no logins.
 	Listeners map[string]string
 
-	// Log receives what the broker prints, warnings and errors. Nil means
-	// nobody.
+	// Log receives what the broker prints, warnings and errors. Nil discards it.
 	Log io.Writer
 
-	// Progress receives lines about a download. Nil means nobody.
+	// Progress receives lines about a download. Nil discards them.
 	Progress io.Writer
 }
 
@@ -65,7 +64,7 @@ type Server struct {
 	cfg     Config
 	java    string
 	port    int
-	ports   map[string]int // of further listeners
+	ports   map[string]int // of extra listeners
 	cluster string
 
 	mu   sync.Mutex

@@ -27,7 +27,7 @@ type BouncerConfig struct {
 	// user and password, and reach every database of the server.
 	URL string
 
-	// Log receives what PgBouncer prints. Nil means nobody.
+	// Log receives what PgBouncer prints. Nil discards it.
 	Log io.Writer
 }
 
@@ -172,7 +172,7 @@ log_stats = 0
 `, b.server.Host, b.server.Port, place.Loopback, b.port, auth, filepath.Join(b.home(), "users"))
 }
 
-// home is where the process may write and nobody else may look.
+// home is where the process may write and no other user may look.
 func (b *Bouncer) home() string { return filepath.Join(b.run.Path, "b") }
 
 // URL returns the address for pgx, with what pgx needs to know: a statement that

@@ -19,7 +19,7 @@ type owner struct {
 	credential *syscall.Credential // nil: our own
 }
 
-// serverOwner returns our user, or for root the user postgres, else nobody.
+// serverOwner returns our user, or for root the first of two unprivileged users that exists.
 func serverOwner() (*owner, error) {
 	if os.Geteuid() != 0 {
 		return &owner{}, nil

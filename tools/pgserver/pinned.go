@@ -21,10 +21,10 @@ import (
 //go:embed archives.txt
 var archives string
 
-// pinnedRepository returns the address of a repository on this machine that has the archives
-// of the list and nothing else. It downloads one into dir when it is asked for, and hands it
-// out once it has the checksum of the list. The library that asks compares an archive with
-// a checksum of the same server only, which shows no change that was made there.
+// pinnedRepository returns the address of a repository on this machine that has the archives of the
+// list and nothing else. It downloads an archive into dir on request, and returns it once it has
+// the checksum of the list. The library that asks compares an archive only with a checksum of the
+// same server, which reveals no change that was made there.
 func pinnedRepository(ctx context.Context, dir string, w io.Writer) (address string, stop func(), err error) {
 	files, err := maven.ParseList(archives)
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
 
-// A repository that hands out something else is found out, before anything of it runs.
+// A repository that serves a changed archive is detected, before anything of it runs.
 func TestChangedArchiveIsRefused(t *testing.T) {
 	long.Test(t)
 	var asked []string

@@ -67,7 +67,7 @@ type Config struct {
 	// with pg_promote(). Nil means a server with data of its own.
 	Primary *Server
 
-	// Log receives what the server prints. Nil means nobody.
+	// Log receives what the server prints. Nil discards it.
 	Log io.Writer
 }
 

@@ -42,8 +42,8 @@ not committed count. Nothing gets into the module cache of the user.
 //go:embed testdata/programs
 var programs embed.FS
 
-// unpublished lists the folders of the modules that nobody outside requires. Every
-// other module has a program.
+// unpublished lists the folders of the modules that no module outside requires. Every other module
+// has a program.
 var unpublished = []string{"bench", "bench/peers", "examples", "examples/nats", "examples/transactions", "faults", "interop", "outboxadmin/browser", "tools", "tools/lint", "tools/vuln"}
 
 // outsideWorkspace lists the modules that go.work leaves out: the linter's

@@ -70,10 +70,10 @@ func (r *release) compare(dir string, tidied fileSet) error {
 	return errors.Join(problems...)
 }
 
-// tidiedModule returns what go mod tidy makes of a module. Nobody can be asked for
-// the version that is about to be tagged, so the command works on a copy of go.mod
-// that replaces the modules of this repository by their folders. Then go.sum has no
-// lines for them, which is right: they change until they are tagged.
+// tidiedModule returns what go mod tidy makes of a module. No server has the version that is about
+// to be tagged, so the command works on a copy of go.mod that replaces the modules of this
+// repository by their folders. Then go.sum has no lines for them, which is right: they change until
+// they are tagged.
 func (r *release) tidiedModule(ctx context.Context, m goModule) (fileSet, error) {
 	temp, err := os.MkdirTemp("", "outbox-tidy-")
 	if err != nil {

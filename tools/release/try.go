@@ -14,8 +14,7 @@ import (
 	"time"
 )
 
-// tryAll uses each published module as somebody does who has only its path and
-// its version.
+// tryAll uses each published module as a user does who has only its path and its version.
 func (r *release) tryAll(ctx context.Context, temp string) error {
 	proxy := filepath.Join(temp, "proxy")
 	if err := r.buildProxy(proxy); err != nil {
@@ -45,16 +44,14 @@ func (r *release) tryAll(ctx context.Context, temp string) error {
 	return nil
 }
 
-// outsideTool returns a go command that sees nothing of this repository but the
-// proxy. It has a module cache of its own, because what it gets as the version is
-// not the version yet. Modules of others come from the user's module cache, or else
-// from where the user gets them. With -trimpath they are compiled once, and not
-// again for each new module cache.
+// outsideTool returns a go command that sees nothing of this repository but the proxy. It has a
+// module cache of its own, because what it gets as the version is not the version yet. Modules of
+// others come from the user's module cache, or else from where the user gets them. With -trimpath
+// they are compiled once, and not again for each new module cache.
 //
-// GOPRIVATE and GONOPROXY have to be empty, which they are only without the user's
-// file of settings. With any value, the go command looks at what is not to come from
-// a proxy first, finds the root module in its cache, and looks no further for a
-// module below that.
+// GOPRIVATE and GONOPROXY have to be empty, which they are only without the user's file of
+// settings. With any value, the go command first looks at modules that are not to come from a
+// proxy, finds the root module in its cache, and does not look for a module below that.
 func (r *release) outsideTool(ctx context.Context, temp, proxy string) (goTool, error) {
 	names := []string{"GOPROXY", "GOMODCACHE", "GONOSUMDB", "GOSUMDB", "GOCACHE", "GOTOOLCHAIN"}
 	user, err := r.userSettings(ctx, names)

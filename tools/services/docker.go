@@ -237,9 +237,9 @@ func (d *docker) start(ctx context.Context, b *box, say teller, image string, in
 	return b, nil
 }
 
-// runImage is testcontainers.Run, but when ctx ends only the arrival of the
-// image is broken off at once. The engine may finish a creation for which
-// nobody waits any more, and then the container would stay, unknown to us.
+// runImage is testcontainers.Run, but when ctx ends only the arrival of the image is broken off at
+// once. The engine may finish the creation of a container after the caller has stopped waiting.
+// Then the container would stay, unknown to us.
 func runImage(ctx context.Context, image string,
 	opts ...testcontainers.ContainerCustomizer) (*testcontainers.DockerContainer, error) {
 	late, cancel := context.WithCancelCause(context.WithoutCancel(ctx))

@@ -6,7 +6,7 @@ import "fmt"
 // what it wanted of the processors to others; it is run again, a few times. What was measured plays no part in that.
 type Rounds struct {
 	Again int                              // how often a disturbed round is run again
-	Say   func(format string, args ...any) // how far the run is; nil for nobody
+	Say   func(format string, args ...any) // how far the run is; nil to discard it
 
 	again     int // rounds that were run again
 	disturbed int // rounds that count although they were

@@ -1,4 +1,4 @@
-// Package schedule calls a function at a fixed rate that waits for nobody.
+// Package schedule calls a function at a fixed rate that does not wait for the calls.
 package schedule
 
 import (
@@ -9,9 +9,9 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// Pace calls do for the numbers from 0 to total-1, each at its time in a fixed
-// schedule of rate calls a second, from as many goroutines as there are workers.
-// The schedule waits for nobody: a call that finds no worker is made late.
+// Pace calls do for the numbers from 0 to total-1, each at its time in a fixed schedule of rate
+// calls a second, from as many goroutines as there are workers. The schedule does not wait for
+// workers: a call that finds no worker is made late.
 func Pace(ctx context.Context, rate, total, workers int, do func(context.Context, int) error) error {
 	start := time.Now()
 	var next atomic.Int64

@@ -32,7 +32,7 @@ type Services struct {
 	Topic   string
 	schemas []string
 	Topics  []string // made otherwise, to be removed with the run's own
-	denied  []string // topics that nobody may write
+	denied  []string // topics that no client may write to
 }
 
 // topicConfig frees the disk of deleted records soon.

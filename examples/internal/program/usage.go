@@ -9,7 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Usage is a row of a test of what a program says to its arguments. PostgreSQL is where nobody answers.
+// Usage is a row of a test of what a program says to its arguments. PostgreSQL is an address
+// without a server.
 type Usage struct {
 	Name, Args string
 	Code       int

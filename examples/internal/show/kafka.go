@@ -10,7 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// ReadTopics reads topics from their starts to where they end now, and hands over each record.
+// ReadTopics reads topics from their starts to their present ends, and passes each record to each.
 func ReadTopics(ctx context.Context, kafka []kgo.Opt, topics []string, each func(*kgo.Record)) error {
 	client, err := kgo.NewClient(append(kafka, kgo.ConsumeTopics(topics...), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))...)
 	if err != nil {

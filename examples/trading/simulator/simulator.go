@@ -29,7 +29,7 @@ const (
 	FailTaken                   // takes the order and fails then: 502
 	Hang                        // does not answer
 	HangTaken                   // takes the order and does not answer
-	TakeLate                    // does not answer, and takes the order only when the client has given up
+	TakeLate                    // does not answer, and takes the order only after the client has stopped waiting
 	behaviours                  // how many there are
 )
 

@@ -22,7 +22,7 @@ type store struct {
 func main() { shop.Main(open) }
 
 func open(s *shop.Shop) (shop.Store, error) {
-	db, err := sql.Open("postgres", s.DatabaseURL) // beside s.Pool, which has the same address
+	db, err := sql.Open("postgres", s.DatabaseURL) // separately from s.Pool, which has the same address
 	return &store{db: db, recorder: s.Recorder, waker: s.Relay.Waker()}, err
 }
 

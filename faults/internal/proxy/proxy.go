@@ -197,8 +197,8 @@ func (l *link) end(how func(*net.TCPConn)) {
 	})
 }
 
-// abort closes a connection so that the other end sees a reset. That it may be
-// gone already is why nobody looks at the errors.
+// abort closes a connection so that the other end sees a reset. It ignores errors, because the
+// connection may be gone already.
 func abort(conn *net.TCPConn) {
 	_ = conn.SetLinger(0)
 	_ = conn.Close()

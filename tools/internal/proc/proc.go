@@ -31,7 +31,7 @@ type Command struct {
 	Env []string
 	// Credential is the user to run as. Nil means the present one.
 	Credential *syscall.Credential
-	// Log also receives what the process prints. Nil means nobody.
+	// Log also receives what the process prints. Nil means no log.
 	Log io.Writer
 	// OnOrphan is the signal that the process gets when this program dies
 	// first (Linux only). Zero means SIGKILL.

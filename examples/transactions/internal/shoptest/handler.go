@@ -26,7 +26,7 @@ func NewHandler(t *testing.T, open Open) (*Handler, shop.Store) {
 	return &Handler{f, t}, f.store
 }
 
-// Handle hands a new event to a handler, and returns its error.
+// Handle passes a new event to a handler, and returns its error.
 func (h *Handler) Handle(handler func(ctx context.Context, tx *sql.Tx) error) error {
 	h.t.Helper()
 	consumer, err := h.Consumer(outbox.HandlerConfig{}, func(ctx context.Context, tx *sql.Tx, _ shop.OrderPlaced, _ outbox.Metadata) error {
