@@ -42,8 +42,8 @@ func documentedRights(t *testing.T) (all []permission) {
 	return all
 }
 
-// rightsSite is a topic with its dead-letter topic and a group on a Kafka that lets nobody
-// do anything without a right to it.
+// rightsSite is a topic with its dead-letter topic and a group on a Kafka that refuses each request
+// without a right to it.
 type rightsSite struct {
 	*guardedKafka
 	topic, group string
