@@ -197,7 +197,7 @@ func (c *Consumer) Health() ConsumerHealth { return ConsumerHealth(c.engine.Heal
 //
 // Operators pause a group in all its processes, and over restarts, with the command
 // outbox consumer pause, the API of outboxadmin, or outboxops.Consumers. A topic is
-// handled when nobody has paused it any more. Deliver is not paused.
+// handled once no pause of it is left. Deliver is not paused.
 //
 // The error names topics that the consumer does not read. Nothing is paused then.
 func (c *Consumer) Pause(topics ...string) error { return c.engine.Pause(topics) }

@@ -139,7 +139,7 @@ func (w *Worker) Health() WorkerHealth { return WorkerHealth(w.engine.Health()) 
 // group go on. Pause may be called at any time, also before Run, and returns at once.
 //
 // Operators pause a group in all its processes, and over restarts, as they do with a consumer
-// group. A topic is handled when nobody has paused it any more.
+// group. A topic is handled once no pause of it is left.
 //
 // The error names topics that the worker does not handle. Nothing is paused then.
 func (w *Worker) Pause(topics ...string) error { return w.engine.Pause(topics) }
