@@ -1,11 +1,13 @@
 package rules
 
 import (
+	"fmt"
 	"go/ast"
 	"go/token"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -132,6 +134,38 @@ func TestCommentWidth(t *testing.T) {
 			}
 		}
 	})
+}
+
+// vagueWords are kept out of comments and documents: a sentence names who does something, or says what is not done.
+var vagueWords = regexp.MustCompile(`(?i)\b(nobody|somebody|whoever)\b`)
+
+// Comments and documents quote code, the output of programs and other texts: in a fenced block, or in a paragraph.
+var (
+	fencedBlock = regexp.MustCompile("(?s)```.*?```")
+	quoted      = regexp.MustCompile("`[^`]*`|\"[^\"]*\"")
+)
+
+// No comment and no document has a vague word outside of quotes. Test files are not checked.
+func TestVagueWords(t *testing.T) {
+	t.Parallel()
+	check := func(path, text string) {
+		if word := vagueWords.FindString(quoted.ReplaceAllString(text, "")); word != "" {
+			t.Errorf("%s has the word %q: name the role, the process or the client, or use the passive", path, word)
+		}
+	}
+	eachGoFile(t, func(path string, fset *token.FileSet, file *ast.File) {
+		if strings.HasSuffix(path, "_test.go") {
+			return
+		}
+		for _, group := range file.Comments {
+			check(fset.Position(group.Pos()).String(), group.Text())
+		}
+	})
+	for _, path := range repository(t, ".md") {
+		for i, paragraph := range strings.Split(fencedBlock.ReplaceAllString(read(t, path), ""), "\n\n") {
+			check(fmt.Sprintf("%s, paragraph %d", path, i+1), paragraph)
+		}
+	}
 }
 
 // eachGoFile parses each Go file of all modules, and passes it to f with its path.
