@@ -117,7 +117,7 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []enve
 //
 // If a handler fails, tryBatch tries the items before its event again, without that event. If the
 // first item fails, it returns false: each task of the n items needs a transaction of its own. The
-// error is that of the task that has failed, if it is known which one has.
+// error is that of the failed task, if it is known which task has failed.
 func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, failed *handling.TaskError) {
 	const conflictsOfBatch = 3 // then items are handled one by one: small transactions conflict less
 	for conflicts := 0; ; {

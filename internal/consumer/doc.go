@@ -8,8 +8,8 @@
 //   - The events of a partition are handled in offset order, partitions in parallel.
 //   - An offset is committed only after all events before it are handled, parked or dead letters.
 //   - After a crash or a rebalance events arrive again; package handling skips those that are noted.
-//   - An event whose handler fails holds up only the later events of its key, for this action.
-//     Without PostgreSQL, or with RetryInPlace, it holds up its partition.
+//   - An event whose handler fails delays only the later events of its key, for this action.
+//     Without PostgreSQL, or with RetryInPlace, it delays its partition.
 //   - A stop takes at most StopTimeout, whatever handlers, PostgreSQL and Kafka do.
 //
 // # Poll loop
@@ -41,7 +41,7 @@
 // lately, and for handlers without a transaction always, it also checks before it calls the handlers.
 // Handlers without a transaction have only that check.
 //
-// While most events of an action fail, its breaker is open: nothing more is parked, the partition waits.
+// While most events of an action fail, its breaker is open: no more events are parked, and the partition waits.
 // A row is parked before the offset moves; after a crash the repeated event finds its row or its note.
 //
 // An event without attempts left is sent to the dead-letter topic of its topic. A dead letter carries
@@ -49,7 +49,7 @@
 // sent without its value, and then without a large key and large headers. While the dead-letter topic
 // does not accept it, its key waits; without PostgreSQL its partition waits. The row of a parked event is
 // DEAD only after the dead letter is in its topic, so a crash loses none. Headers of a replayed event come from
-// anybody who may write to the topic. They count only if the dead letter that they name exists.
+// any client that may write to the topic. They count only if the dead letter that they name exists.
 //
 // # Stop
 //

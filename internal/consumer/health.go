@@ -86,8 +86,8 @@ func (m *membership) isMember() bool {
 }
 
 // stillTried reports whether an outage belongs to this Run, which began at running, and is still
-// retried. A try ends within MaxPollInterval, that of a dead letter within deadLetterDelivery, and the
-// next one follows within maxOutagePause.
+// retried. A try ends within MaxPollInterval, and the try of a dead letter within
+// deadLetterDelivery. The next try follows within maxOutagePause.
 func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
 	return !o.Last.Before(running) && time.Since(o.Last) <= max(c.Rules.MaxPollInterval, deadLetterDelivery)+maxOutagePause
 }

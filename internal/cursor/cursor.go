@@ -1,4 +1,4 @@
-// Package cursor stores how far a relay has come, in outbox_cursor, and the events that failed, in outbox_failed.
+// Package cursor stores the position of a relay in outbox_cursor, and the events that failed in outbox_failed.
 //
 // A position is a snapshot of PostgreSQL: every event that is visible in it has been attempted. The next window has
 // the events that are visible now and were not visible then, whatever their ids are. Ids are drawn at INSERT and
@@ -59,29 +59,28 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// How the cursor works. ids are drawn at INSERT and become visible at COMMIT, so a reader
-// at "id > last" passes the id of a transaction that has not committed yet, and never
-// returns to it. We read the difference of two snapshots instead: a window is what is
-// visible in the present snapshot (window) and was not visible in the one before (base).
-// It never changes, whatever commits later, and can be drained in batches in the order of
-// ids. Then its end becomes the base of the next window.
+// How the cursor works. Ids are drawn at INSERT and become visible at COMMIT. A reader at "id >
+// last" passes the id of a transaction that has not committed yet, and never returns to it. So the
+// relay reads the difference of two snapshots: a window has the events that are visible in the
+// present snapshot (window) and were not visible in the one before (base). Later commits do not
+// change a window, so it can be drained in batches in the order of ids. Then its end becomes the
+// base of the next window.
 //
-// A crash of PostgreSQL can forget transactions whose ids we have seen, and give the same
-// ids to others. A row of outbox_cursor is safe from that: the transaction that wrote it
-// has an id of its own, not below any id that the snapshot calls finished. If the row
-// survived the crash, so did that id. Hence the rule of this file: a window is used only
-// after the row that announces it is committed, and each statement that reads or moves
-// makes sure that the row that we know is still there: its id, its relay and the epoch of
-// the lease under which it was written. The id alone is not enough, because a crash gives
-// the ids of rows that were lost to others, too. The row must also be on the server that
-// we know: a connection may have come back to a copy that has the same rows. (A server is
-// identified by the time of its start, because asking for the cluster's identifier reads a
-// file. When one process of a server is killed, the server starts all others anew and
-// forgets rows, but keeps this time.)
+// A crash of PostgreSQL can forget transactions whose ids we have seen, and give the same ids to
+// others. A row of outbox_cursor is safe from that: the transaction that wrote it has an id of its
+// own, not below any id that the snapshot calls finished. If the row survived the crash, so did
+// that id. Hence the rule of this file: a window is used only after the row that announces it is
+// committed. Each statement that reads or moves checks that the row that we know is still there:
+// its id, its relay and the epoch of the lease under which it was written. The id alone is not
+// enough, because a crash also gives the ids of lost rows to others. The row must also be on the
+// server that we know: a connection may have come back to a copy that has the same rows. (A server
+// is identified by the time of its start, because asking for the cluster's identifier reads a file.
+// When one process of a server is killed, the server starts all others anew and forgets rows, but
+// keeps this time.)
 //
-// No statement of this file takes longer because more events wait. The one that announces
-// a window locks the row of the lease, so it reads few events; larger windows are read
-// afterwards, see window.go.
+// No statement of this file takes longer because more events wait. The statement that announces a
+// window locks the row of the lease, so it reads few events; larger windows are read afterwards,
+// see window.go.
 
 // ErrStale means that the newest row is not the one that the session knows: it vanished in a crash, or another
 // process moved the cursor. Load it again.
@@ -217,27 +216,25 @@ func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err e
 	return p, nil
 }
 
-// SQLOpen ends the window that was drained, if any, opens the next window and reads its
-// events if they are few, all under one snapshot. It announces the new window in the
-// transaction that found it. When there is nothing to announce it writes nothing, takes no
-// lock and uses up no transaction id. Of a window with $7 events or more, or with more
-// than $13 bytes, it reads no event, because it holds the lock of the lease as long as it
-// reads.
+// SQLOpen ends the window that was drained, if any, opens the next window and reads its events if
+// they are few, all under one snapshot. It announces the new window in the transaction that found
+// it. When there is nothing to announce it writes nothing, takes no lock and uses up no transaction
+// id. Of a window with $7 events or more, or with more than $13 bytes, it reads no event, because
+// it holds the lock of the lease as long as it reads.
 //
-// A row whose transaction id PostgreSQL has not reached was copied here. It must not
-// announce a window: it would be in none, and announce the next one, without end.
+// A row whose transaction id PostgreSQL has not reached was copied here. It must not announce a
+// window: the window would not contain the row, so the row would announce windows without end.
 //
-// The shape of ids keeps the poll at a few dozen buffers over a million published rows,
-// under custom and generic plans, with statistics and without. The bound xmax(base) is a
-// parameter of its own, and the few transactions that base saw in progress are looked up
-// one by one. The planner estimates a range at half a per cent of the table if it has no
-// statistics, "xid >= $6" alone at a third, and "xid = x" at the whole table where a bulk
-// load left a single value in the statistics. With ORDER BY xid, id LIMIT the index is
-// the cheapest way even then. MATERIALIZED keeps the planner from reversing the join and
-// reading the whole primary key.
+// The shape of ids keeps the poll at a few dozen buffers over a million published rows, under
+// custom and generic plans, with statistics and without. The bound xmax(base) is a parameter of its
+// own, and the few transactions that base saw in progress are looked up one by one. Without
+// statistics the planner estimates a range at half a per cent of the table, and "xid >= $6" alone
+// at a third. It estimates "xid = x" at the whole table if a bulk load left a single value in the
+// statistics. With ORDER BY xid, id LIMIT the index is the cheapest way even then. MATERIALIZED
+// keeps the planner from reversing the join and reading the whole primary key.
 //
-// Rows are looked up in the order of their sorted ids instead of being sorted themselves:
-// a sort would hold all payloads at once.
+// Rows are looked up in the order of their sorted ids instead of being sorted themselves: a sort
+// would hold all payloads at once.
 const SQLOpen = `
 WITH ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (

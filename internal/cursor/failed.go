@@ -22,7 +22,7 @@ import (
 // row, the head, is waiting or failed and has a time at which it is due. The other rows
 // are parked and become the head one after the other.
 
-// Failure is an event that did not get through, and what is known about it.
+// Failure is an event that was not sent, as it enters outbox_failed.
 type Failure struct {
 	Event  *envelope.Event
 	Key    string // parking key
@@ -276,13 +276,12 @@ func (f *Failed) Freed(statement lease.StatementContext, since time.Duration) fu
 	}
 }
 
-// sqlFailedPromote makes the first row of each key its head, where the key has another
-// head or none: the head was sent, is dead and does not hold its key, or was resolved by
-// an operator; or an operator has put a dead event back in front of the head. It changes
-// at most $5 rows, and looks up those by indexes: a key may have a million. If ids
-// restarted, two rows of a key may have the same one; what is resolved or dead stays so. Asked
-// for the statuses that it may have, the planner may scan an index that has only those,
-// through all rows.
+// sqlFailedPromote makes the first row of each key its head, if the key has no head or a wrong one.
+// The old head was sent, is dead and does not hold its key, or was resolved by an operator; or an
+// operator has put a dead event back in front of it. The statement changes at most $5 rows. It
+// looks up rows by indexes, because a key may have a million. If ids restarted, two rows of a key
+// may have the same id: a resolved or dead row stays so. If the statement asked for the statuses
+// that a head may have, the planner might scan all rows of an index for these statuses.
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
     SELECT k.key, first.id, first.outbox_id, first.status

@@ -127,5 +127,5 @@ func (c *Store) CheckSequence(ctx context.Context) error {
 		ErrSequenceBehind, drawn, highest, sequence, highest)
 }
 
-// ErrSequenceBehind is that of the package outbox.
+// ErrSequenceBehind is described in the package outbox.
 var ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind ids that are in use")

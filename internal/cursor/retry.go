@@ -210,7 +210,7 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 	return events, nil
 }
 
-// RetryResult is what is saved about a retry.
+// RetryResult is the result of a retry, as it is saved.
 type RetryResult struct {
 	Event  *FailedRow
 	Row    int64  // outbox_failed.id

@@ -21,14 +21,14 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// A window that is too large for the statement that announces it is read afterwards, in
-// steps of which none takes longer because more events wait. First its ids are read page
-// by page, in the order of (xid, id), which is that of an index. Then its events are read
-// in the order of ids, as many at once as the memory has room for.
+// A window that is too large for the statement that announces it is read afterwards, in steps. No
+// step takes longer because more events wait. First its ids are read page by page, in the order of
+// the index on (xid, id). Then its events are read in the order of ids, as many at once as the
+// memory has room for.
 //
-// Each step proves that the row that the session knows of outbox_cursor is still there.
-// If it vanished in a crash or a failover, ids and transaction ids may have been given to
-// other rows. The result has no row then, and the error is ErrStale.
+// Each step checks that the row of outbox_cursor that the session knows is still there. If the row
+// vanished in a crash or a failover, ids and transaction ids may have been given to other rows. The
+// result has no row then, and the error is ErrStale.
 
 const (
 	// maxOpenBytes bounds the events that are read in the statement that announces their
@@ -152,10 +152,10 @@ func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids
 	return ids, rest, nil
 }
 
-// sqlFetch reads events by ranges of ids, up to the first that does not fit into $7 bytes
-// with those before it. One event always fits. ORDER BY makes the planner use the primary
-// key: over an empty table the other index looks as good. What is sorted are sizes, never
-// rows, and the rows come in the order of the ranges.
+// sqlFetch reads events by ranges of ids, up to the first that does not fit into $7 bytes with
+// those before it. One event always fits. ORDER BY makes the planner use the primary key: over an
+// empty table the other index looks as good. The statement sorts sizes, never rows, and the rows
+// come in the order of the ranges.
 const sqlFetch = `
 WITH proof AS MATERIALIZED (` + sqlProof + `
 ), sizes AS MATERIALIZED (

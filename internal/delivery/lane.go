@@ -132,7 +132,7 @@ func (l *lane) handle(batch []Delivery) {
 		} else {
 			l.handleEach(l.items[at:at+n], nil)
 		}
-		for i := range l.items[at : at+n] { // free the memory of what is handled before the batch ends
+		for i := range l.items[at : at+n] { // free the memory of handled items before the batch ends
 			it := &l.items[at+i]
 			it.Payload, it.Headers, it.Record, it.Item = nil, nil, nil, handling.Item{Meta: it.Meta}
 		}

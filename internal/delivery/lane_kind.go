@@ -106,8 +106,9 @@ func (k *LaneKind) enqueue(batch []Delivery) {
 	k.mu.Unlock()
 }
 
-// takeFromSlow marks lanes whose call takes longer than slowBatch as slow, and takes what waits for them, so that
-// other lanes or processes handle it. A slow lane gets no batch until its call has returned.
+// takeFromSlow marks lanes whose call takes longer than slowBatch as slow, and returns their
+// waiting deliveries, so that other lanes or processes handle them. A slow lane gets no batch until
+// its call has returned.
 func (k *LaneKind) takeFromSlow() (waiting []Delivery) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

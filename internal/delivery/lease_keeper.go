@@ -273,8 +273,8 @@ func (k *leaseKeeper) watchLoop(ctx context.Context) {
 	}
 }
 
-// relieveLanes releases what waits behind slow handlers. Deliveries in the same transaction as a slow handler have to
-// wait for its end.
+// relieveLanes releases deliveries that wait behind slow handlers. Deliveries in the same
+// transaction as a slow handler have to wait for its end.
 func (k *leaseKeeper) relieveLanes(ctx context.Context) {
 	for _, kind := range k.dispatcher.Kinds {
 		k.release(ctx, kind.takeFromSlow())

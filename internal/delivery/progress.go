@@ -6,8 +6,9 @@ import (
 	"time"
 )
 
-// progress is how far a lane without a transaction has come with its batch. The leaseKeeper uses it while a call
-// takes long: it finishes what is handled, and releases what has not begun. It is safe for concurrent use.
+// progress is the progress of a lane without a transaction in its batch. The leaseKeeper uses it
+// during a long call: it finishes the handled deliveries, and releases those that have not begun.
+// It is safe for concurrent use.
 type progress struct {
 	writing sync.Mutex // held while handled deliveries are finished, so that this happens in their order
 

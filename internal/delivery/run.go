@@ -59,7 +59,7 @@ type Parts struct {
 	Pairs      [2][]Pair      // for handlers with a transaction, and for those without, see PairsOf
 }
 
-// hookShare is the part of a lease that a hook may take where it holds up the take-over loop.
+// hookShare is the part of a lease that a hook may take if it delays the take-over loop.
 const hookShare = 10
 
 // NewRun returns a run with these parts.

@@ -182,10 +182,10 @@ func (e *Event) OwnHeaders() (map[string]string, error) {
 	return own, nil
 }
 
-// TraceParent returns the traceparent among the stored headers, or "". It is called for
-// every event of a batch, and decoding a JSON object takes microseconds. So it first
-// looks for the quoted name in the text, where the quotes of the same name in a value
-// would be escaped, and cuts out the value if it is printed as jsonb prints it.
+// TraceParent returns the traceparent among the stored headers, or "". It is called for every event
+// of a batch, and decoding a JSON object takes microseconds. So it first searches the text for the
+// quoted name. In a value, the quotes of the same name would be escaped. It cuts out the value if
+// that is printed as jsonb prints it.
 func (e *Event) TraceParent() string {
 	const name, length = `"` + eventheader.TraceParent + `"`, 55
 	at := bytes.Index(e.Headers, []byte(name))

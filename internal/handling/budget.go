@@ -2,9 +2,10 @@ package handling
 
 import "sync/atomic"
 
-// Budget bounds the bytes of records in the queues of all partitions of a consumer. Half of the limit is for any
-// partition. The other half is divided equally, so that partitions with slow handlers do not hold up the others. For
-// the same reason an empty partition may fetch above the limit.
+// Budget bounds the bytes of records in the queues of all partitions of a consumer. Half of the
+// limit is for any partition. The other half is divided equally, so that partitions with slow
+// handlers do not delay the others. For the same reason an empty partition may fetch above the
+// limit.
 type Budget struct {
 	limit  int64
 	used   atomic.Int64

@@ -54,8 +54,8 @@ type Hooks struct {
 	Lost         func(topic string, partition int32, records int64)
 }
 
-// guarded returns hooks that log their panics, and that are abandoned if they do not return where they would hold up
-// other partitions.
+// guarded returns hooks that log their panics. A hook that would delay other partitions is
+// abandoned if it does not return.
 func (h Hooks) guarded(log *slog.Logger) Hooks {
 	call := func(name string) func(func()) {
 		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)

@@ -17,9 +17,9 @@
 // waits [RecheckFor], and takes the lease if the row has not changed. A free lock alone proves nothing. A holder
 // whose connection breaks makes its next renewal withdraw the claim, and sends nothing until that has succeeded.
 // Until the lease of the predecessor would have expired ([Lease.Exclusive]) nothing is retried, nothing dies and no
-// decision of an operator frees a key, so whatever the predecessor may still send arrives in order.
+// decision of an operator frees a key, so the last records of the predecessor arrive in order.
 //
-// What a process that was stopped past its lease can still send is the batch in flight. The cursor stands before
+// A process that was stopped past its lease can still send only the batch in flight. The cursor stands before
 // that batch, and the successor sends the same events first, so first arrivals keep their order.
 package lease
 

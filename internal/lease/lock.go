@@ -15,9 +15,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// RecheckFor is how long a standby waits after it has got the lock of a lease. The process that had the lock may be
-// alive; it then withdraws its claim within this time. If it is gone, what it has written to Kafka most likely
-// arrives meanwhile.
+// RecheckFor is how long a standby waits after it has got the lock of a lease. If the process that
+// had the lock is alive, it withdraws its claim within this time. If it is gone, its last records
+// most likely arrive in Kafka meanwhile.
 const RecheckFor = time.Second
 
 // sqlLeaseTakeFromGone takes a lease that has not changed since it was read.
@@ -67,7 +67,7 @@ func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen oth
 	taking, cancel := wait.Grace(ctx, takeGrace)
 	defer cancel()
 	taken := make(chan *Lease, 1)
-	var over atomic.Bool // for one of the two, the statement and who waits for it; the other one comes second
+	var over atomic.Bool // set by the first of the two, the statement and its waiting caller
 	err := lock.Do(taking, func(ctx context.Context, conn *pgx.Conn) error {
 		l, err := s.taken(func(read func(pgx.Rows) error) error {
 			return pg.Query(ctx, conn, pg.Durable, read, s.takeFromGone, s.Relay, s.holder, s.Duration, seen.Holder, seen.epoch, seen.expiresAt)

@@ -80,7 +80,7 @@ func (u *Upkeep) takeLock() *LockClaim {
 	ctx, cancel := context.WithTimeout(u.leads.Held, u.store.Duration)
 	defer cancel()
 	claim, err := u.store.LockFor(ctx, u.leads.Lease)
-	if !errors.Is(err, ErrHeld) { // the session of PostgreSQL says itself what is wrong with it
+	if !errors.Is(err, ErrHeld) { // the session reports its own errors
 		u.lockOutage.Report(err)
 	}
 	return claim

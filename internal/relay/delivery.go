@@ -283,7 +283,7 @@ func (d *delivery) sendBatch() error {
 			again = append(again, i)
 		}
 	}
-	if len(d.failed) > 0 { // before, it was not known that what was accepted matters
+	if len(d.failed) > 0 { // before, it was not known that accepted events matter
 		for n, err := range sent.errs {
 			if err == nil {
 				d.accepted = with(d.accepted, kafka.PartitionOf(&sent.records[n]))

@@ -34,7 +34,7 @@ type healthState struct {
 	err       error // with which the last Run has returned
 	leading   bool
 	progress  time.Time           // a loop of Run began its next round
-	leaseSeen time.Time           // our own lease, or that of another process
+	leaseSeen time.Time           // the lease of this process, or of another one
 	moved     time.Time           // the cursor moved, or there was nothing to send
 	longTask  string              // a task without a time limit; "" for none
 	leaseGone bool                // the lease was released, because nothing has progressed

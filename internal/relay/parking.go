@@ -8,17 +8,16 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 )
 
-// Parking knows which keys have rows in outbox_failed. Later events of these keys join
-// them there instead of being sent.
+// Parking knows which keys have rows in outbox_failed. Later events of these keys join them there
+// instead of being sent.
 //
-// It must not lose this race: the retrier sends the last row of a key and removes it,
-// while the session is about to add another row behind it. If the key were free in
-// between, the session would send the event after that one first. So an event is
-// counted as soon as it is decided that it waits (pending), and rows are added and
-// removed under the lock that counts them.
+// It must not lose this race: the retrier sends the last row of a key and removes it, while the
+// session is about to add another row behind it. If the key were free in between, the session would
+// send the event after that one first. So an event is counted as soon as it is decided that it
+// waits (pending), and rows are added and removed under the lock that counts them.
 //
-// There may be a million such keys, so it has hashes of them. If two keys have the same, one
-// of them waits for the other.
+// There may be a million such keys, so Parking stores hashes of them. If two keys have the same
+// hash, one of them waits for the other.
 type Parking struct {
 	passing bool        // RelayConfig.PassFailedKeys: no event waits behind another
 	busy    atomic.Bool // there are keys; saves the lock where there are none
@@ -114,8 +113,8 @@ func (p *Parking) countPage(page func() ([]cursor.KeyRows, error)) (last string,
 
 // The caller of all other methods holds mu.
 
-// endRecount takes over what was found, if all pages were read. After a reset there is
-// nothing else to go by.
+// endRecount replaces the counts by those of the recount, if all pages were read. After a reset
+// there are no other counts.
 func (p *Parking) endRecount(complete bool) {
 	for hash, k := range p.Keys {
 		if complete && (!k.changed || p.forgotten) {

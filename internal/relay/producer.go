@@ -208,7 +208,8 @@ func (p *Producer) handOver(stop, held, grace context.Context, acks *acks) (n in
 		if acks.errs[n] != nil {
 			continue
 		}
-		// The client looks at this one before it writes a batch. The other ends requests in flight, too.
+		// The client checks this context before it writes a batch. The other context ends requests
+		// in flight, too.
 		r.Context = grace //nolint:fatcontext // each record has a context of its own
 		p.client.Produce(held, r, promise)
 	}
@@ -310,10 +311,9 @@ var (
 	errStopping = errors.New("the relay was stopped before it was sent")
 )
 
-// sendAloneLater marks the records that may be too large for their topic with
-// errSendAlone, and the later records of their keys. If Kafka rejected such a record
-// in a batch, it would reject the other records of the batch with it, and later events
-// of the key could already have been accepted in another batch.
+// sendAloneLater marks the records that may be too large for their topic with errSendAlone, and the
+// later records of their keys. If Kafka rejected such a record in a batch, it would reject the
+// whole batch. Later events of the key could already have been accepted in another batch.
 func (p *Producer) sendAloneLater(records []kgo.Record, errs []error) {
 	var keys []string // few, if any
 	for i := range records {

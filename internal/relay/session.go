@@ -177,8 +177,9 @@ func (s *Session) Load() error {
 	})
 }
 
-// parkedKeys returns a function that returns pages of the keys that have to wait. While the lease is not exclusive,
-// these include keys that an operator has freed: the process that led before may still be sending what was resolved.
+// parkedKeys returns a function that returns pages of the keys that have to wait. While the lease
+// is not exclusive, these include keys that an operator has freed: the process that led before may
+// still be sending the resolved events.
 func (s *Session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
 	page := s.Failed.Keys(s.WithStatementTimeout, nil)
 	if s.Lease.Exclusive() {

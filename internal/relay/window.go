@@ -97,7 +97,7 @@ func (w *windowReader) Begin(p cursor.Position) (err error) {
 	return err
 }
 
-// forget drops what was read for a position that is not valid any more.
+// forget drops everything that was read for a position that is not valid any more.
 func (w *windowReader) forget() {
 	if w.fetching != nil {
 		<-w.fetching
@@ -143,7 +143,7 @@ func (w *windowReader) prefetch(p cursor.Position, statement lease.StatementCont
 	store, ids, limits, result := w.store, w.IDs.First(w.Limits.Events.Now), w.Limits, make(chan fetched, 1)
 	w.fetching = result
 	run(func() {
-		got := fetched{limits: limits, Err: lease.ErrLeaseLost} // what a panic means
+		got := fetched{limits: limits, Err: lease.ErrLeaseLost} // the result if the fetch panics
 		defer func() { result <- got }()
 		got = Fetch(statement, store, p, ids, limits)
 	})

@@ -10,9 +10,10 @@
 // A batch proves the lease at the end of its transaction, because an Archive may take long and the renewal of the
 // lease must not wait for it.
 //
-// Partitions of outbox are ranges of ids. Functions of 0002_partitions.sql make and drop them with the rights of the
-// owner. There are always some ahead of the highest id, and larger ones behind these, so that each id has a partition
-// however long no relay works. Only empty partitions are divided. A partition is dropped after a review of its rows.
+// Partitions of outbox are ranges of ids. Functions of 0002_partitions.sql make and drop them with the
+// rights of the owner. There are always some ahead of the highest id, and larger ones behind these, so that
+// each id has a partition, even if no relay works for long. Only empty partitions are divided. A partition
+// is dropped after a review of its rows.
 package retention
 
 import (
@@ -75,8 +76,9 @@ func NewCleaner(leads lease.Leadership, cfg CleanerConfig, store *Store, hasBack
 }
 
 const (
-	// cleanGrace is how long a batch may take when the relay is told to stop. Batches are
-	// short, and an archive may already have the rows; what is rolled back comes again.
+	// cleanGrace is how long a batch may take when the relay is told to stop. Batches are short,
+	// and an archive may already have the rows. Rows of a transaction that is rolled back come to
+	// the archive again.
 	cleanGrace = time.Second
 	// ArchiveGrace is how long an Archive may take that does not heed the end of its
 	// context.
@@ -139,8 +141,8 @@ type cleanerTask struct {
 	sum  *int64
 }
 
-// runTasks removes rows from each table. A failure for one table holds up no other; the
-// loss of the lease ends all.
+// runTasks removes rows from each table. A failure for one table delays no other; the loss of the
+// lease ends all.
 func (c *Cleaner) runTasks(ctx context.Context) (sum Result, err error) {
 	cursors := Scan{Batch: c.bounded(c.removeCursors), Pause: c.Published.Pause}
 	resolved := Scan{Batch: c.bounded(c.removeResolved), Pause: c.Published.Pause}

@@ -90,10 +90,9 @@ func (c *Cleaner) removeFrom(p idRange, after int64) (Step, error) {
 	return s, err
 }
 
-// dropOld drops partitions in the order of ids, up to the first that must stay because it
-// is young; one of which a row is kept holds up no others. If the
-// lock on outbox is not available, the other partitions are emptied only, and the next
-// run drops them.
+// dropOld drops partitions in the order of ids, up to the first that must stay because it is young.
+// A partition with a row that must be kept stays, and delays no others. If the lock on outbox is
+// not available, the other partitions are emptied only, and the next run drops them.
 func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
 	removed, table := int64(0), true
 	for _, p := range partitions {

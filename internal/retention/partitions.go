@@ -19,7 +19,7 @@ import (
 // Partitions of outbox are ranges of ids. The functions of 0002_partitions.sql change the
 // tables with the rights of their owner; this file decides when.
 //
-// A partition is removed as a whole. First all its rows are reviewed, in batches and
+// A partition is removed as a unit. First all its rows are reviewed, in batches and
 // without a lock: each must be old, and published by every relay. Then
 // outbox_drop_partition locks the partition and checks again, by a snapshot newer than
 // the lock: there are no rows that the first snapshot of the review does not call
@@ -28,8 +28,8 @@ import (
 // it: then the lock is not available, and the partition stays. Waiting for locks is
 // limited to 50 ms, because other transactions queue up behind.
 //
-// With the lock on the partition its rows are removed at once (TRUNCATE). That holds up
-// no writer, because writers use later partitions. Dropping the empty table takes a lock
+// With the lock on the partition its rows are removed at once (TRUNCATE). That delays no
+// writer, because writers use later partitions. Dropping the empty table takes a lock
 // on outbox as well, which is not available while any transaction is open that has
 // recorded an event; until then the empty table stays. A transaction that drew an id long
 // ago and inserts it after the partition was dropped inserts into the default partition,

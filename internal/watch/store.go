@@ -26,9 +26,10 @@ type Store interface {
 	DiedDeliveries(ctx context.Context, since time.Time, known []int64, limit int) ([]tables.Delivery, error)
 	// Dead counts by type what needs a decision, of all relays and groups.
 	Dead(ctx context.Context) ([]tables.EventCount, error)
-	// Unresolved counts also what is tried again.
+	// Unresolved counts also events and deliveries that are retried.
 	Unresolved(ctx context.Context) ([]tables.EventCount, error)
-	// Stale counts by type what was recorded before a time and waits, up to limit of a kind.
+	// Stale counts by type the events that were recorded before a time and wait, up to limit of a
+	// kind.
 	Stale(ctx context.Context, before time.Time, of tables.Owners, limit int) ([]tables.EventCount, error)
 	// Lost returns what consumer groups have found since a time to be removed unread.
 	Lost(ctx context.Context, since time.Time) ([]LostRecords, error)

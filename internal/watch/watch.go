@@ -51,11 +51,11 @@ type Alert struct {
 type Config struct {
 	Settings // with their defaults
 
-	// Relay is the name of the relay that leads in this process, and Group the consumer group
-	// whose lease this process has. A relay alerts to its own events. What concerns the whole
-	// database is for one process: that of the first relay which has a leader, without any that of
-	// the first group of workers, and without workers that of the first group of consumers. A watch
-	// with neither name alerts to everything.
+	// Relay is the name of the relay that leads in this process, and Group the consumer group whose
+	// lease this process has. A relay alerts to its own events. One process alerts to conditions of
+	// the whole database: that of the first relay that has a leader. Without a relay it is the
+	// process of the first group of workers, and without workers that of the first group of
+	// consumers. A watch with neither name alerts to everything.
 	Relay, Group string
 	// Consumes says that Group is one of consumers.
 	Consumes bool
@@ -128,7 +128,7 @@ type state struct {
 	stale []tables.EventCount
 }
 
-// Check reads the state of relays and groups once, and alerts to what has changed. Its error is
+// Check reads the state of relays and groups once, and alerts to changes. Its error is
 // PostgreSQL's.
 func (w *Watch) Check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
@@ -204,7 +204,7 @@ func (w *Watch) isFirst(l state) bool {
 	return relay == "" && workers == w.cfg.Group
 }
 
-// checkRelay alerts to what is wrong with a relay that is led, or with the events of any.
+// checkRelay alerts to late events of a relay, and to an open breaker.
 func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 	counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Relay == r.Name })
 	if w.cfg.StaleEvents != nil && r.Name == w.cfg.Relay {
@@ -219,7 +219,8 @@ func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 	}
 }
 
-// staleOf returns what waits for too long, and whether it is so much that there is an alert.
+// staleOf returns how many events wait for too long, by type, and whether they are enough for an
+// alert.
 func (w *Watch) staleOf(l state, is func(tables.EventCount) bool) (counts []tables.EventCount, holds bool) {
 	counts = slices.DeleteFunc(slices.Clone(l.stale), func(c tables.EventCount) bool { return !is(c) })
 	return counts, len(counts) > 0 && total(counts) >= w.cfg.StalePending
@@ -332,7 +333,7 @@ func (w *Watch) reportLost(ctx context.Context) error {
 	return nil
 }
 
-// reportUnresolved alerts at intervals to what has failed and is not resolved.
+// reportUnresolved alerts at intervals to unresolved events and deliveries.
 func (w *Watch) reportUnresolved(ctx context.Context) error {
 	if w.cfg.ReportInterval == noReports || time.Now().Before(w.reportAt) {
 		return nil
