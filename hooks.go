@@ -139,8 +139,8 @@ type ConsumerHooks struct {
 	// DeadLettered is called for an event that was sent to a dead-letter topic, and for a delivery of a worker that is
 	// DEAD.
 	//
-	//   - Action is empty if no handler got the event. It is set if the event was for a certain action, as the deliveries
-	//     of a worker are.
+	//   - Action is empty if no handler got the event. It is set if the event was for a certain action, as the
+	//     deliveries of a worker are.
 	//   - Topic is empty for a delivery of a worker.
 	//   - If the delivery is DEAD because processes ended, or for a type without a handler, the metadata has only what
 	//     the row of the event says.

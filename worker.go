@@ -166,8 +166,8 @@ type WorkerConfig struct {
 	// means 30 s.
 	Lease time.Duration
 
-	// Streams says how the events of a topic are retried, where that differs from Retry. [WithRetry] precedes Streams. A
-	// policy of Streams that sets MaxRetries does not use the RetriesFor of Retry.
+	// Streams says how the events of a topic are retried, where that differs from Retry. [WithRetry] precedes
+	// Streams. A policy of Streams that sets MaxRetries does not use the RetriesFor of Retry.
 	Streams map[string]RetryPolicy
 
 	// Retention says how long rows are kept. One process of each group removes them. Rows that a relay or another group

@@ -39,7 +39,8 @@ func TestWorkers(t *testing.T) {
 	require.Equal(t, "ACKED", f.states(t))
 }
 
-// An exchange that has an order and does not answer questions for longer than commandRetries last makes no command DEAD.
+// An exchange that has an order and does not answer questions for longer than commandRetries last makes no command
+// DEAD.
 func TestWorkersAskUntilTheOutcomeIsKnown(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, onFirst(simulator.FailTaken))
