@@ -41,8 +41,8 @@ const (
 	// AlertLost means that Kafka had removed records of a topic before a consumer group
 	// read them, because of the topic's retention.
 	AlertLost AlertKind = "lost_records"
-	// AlertReport comes every AlertConfig.ReportInterval with what has failed and is not
-	// resolved in the whole database, if there is something.
+	// AlertReport comes every AlertConfig.ReportInterval with the unresolved events and deliveries
+	// of the whole database, if there are any.
 	AlertReport AlertKind = "report"
 )
 
@@ -71,8 +71,8 @@ type Alert struct {
 	// for too long. [AlertManyDead] and [AlertDeadDeliveries]: all dead ones that are not resolved.
 	// [AlertReport]: the same, and those that are retried.
 	Counts []EventCount
-	// Topic is that of which Group lost records, and Lost how many so far: how many
-	// offsets are gone, which are not fewer than there were records. Of [AlertLost] only.
+	// Topic is the topic of which Group lost records. Lost is how many offsets are gone so far,
+	// which is at least the number of records. Of [AlertLost] only.
 	Topic string
 	// Lost is in records.
 	Lost int64
@@ -117,8 +117,8 @@ type AlertConfig struct {
 	// Interval is the time between two checks. A relay also checks when an event dies
 	// and when its breaker changes. Zero means 1 min.
 	Interval time.Duration
-	// ReportInterval is the time between two reports of what has failed and is not
-	// resolved; [Forever] means none. Zero means 10 min.
+	// ReportInterval is the time between two reports of unresolved events and deliveries; [Forever]
+	// means none. Zero means 10 min.
 	ReportInterval time.Duration
 	// DeadThreshold is how many unresolved dead events and deliveries of the database are an
 	// alert of their own. At most [MaxCounted]. Zero means 10.
@@ -152,13 +152,13 @@ func (c AlertConfig) groupMonitor(store watch.Store, group string, consumes bool
 	return watch.NewMonitor(store, rules, log, nil)
 }
 
-// LogAlerter logs alerts: as ERROR what is wrong, with a line for each event that died,
-// and as WARN reports and what is over.
+// LogAlerter logs alerts. An alert is an ERROR, with a line for each event that died. Reports and
+// ends of alerts are a WARN.
 type LogAlerter struct {
 	// Logger gets the lines. Nil means slog.Default().
 	Logger *slog.Logger
 
-	without []AlertKind // what the owner logs itself
+	without []AlertKind // kinds that the owner logs itself
 }
 
 // Alert implements [Alerter]. It never fails.

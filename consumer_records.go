@@ -39,7 +39,7 @@ type Metadata struct {
 	ID, Source, Type, Subject string
 	// Time is when it happened; it may be zero in events of other producers.
 	Time time.Time
-	// ContentType is that of the payload.
+	// ContentType is the content type of the payload.
 	ContentType string
 	// Extensions are the other attributes, such as aggregatetype, correlationid, traceid,
 	// traceparent, and those of [EventType.Attribute] and [With]. A correlationid or traceid
@@ -168,20 +168,20 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 	return (*Message)(m), public(err)
 }
 
-// DecodeDebezium reads what the outbox event router of Debezium sends: the event's id in
-// the header id, its type in a header by the option
-// table.fields.additional.placement=type:header:eventType, the aggregate's id in the
-// key, and the payload as JSON or, without table.expand.json.payload, as a text that
-// holds it, with any converter for JSON or texts. It is [PlainRecords] with Connect.
+// DecodeDebezium reads the records of Debezium's outbox event router. The event's id is in the
+// header id. Its type is in a header, by the option
+// table.fields.additional.placement=type:header:eventType. The aggregate's id is in the key. The
+// payload is JSON or, without table.expand.json.payload, a text that holds JSON, with any converter
+// for JSON or texts. It is [PlainRecords] with Connect.
 //
-// Without that option the records name no type. Where all of a topic have the same one,
-// use PlainRecords{Type: …, Connect: true}; with type:envelope:eventType, set TypeMember
-// to eventType and DataMember to payload.
+// Without that option the records name no type. If all records of a topic have the same type, use
+// PlainRecords{Type: …, Connect: true}. With type:envelope:eventType, set TypeMember to eventType
+// and DataMember to payload.
 //
-// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, but for the headers that
-// are in the column headers: these are a JSON object in the header outbox-headers, from which DecodeDebezium takes
-// correlationid, traceparent and all other extension attributes. So an event has the same id, source and extensions,
-// whether Debezium or a relay has sent it.
+// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, except
+// for the headers in the column headers. These are a JSON object in the header outbox-headers, from
+// which DecodeDebezium takes correlationid, traceparent and all other extension attributes. So an
+// event has the same id, source and extensions, whether Debezium or a relay has sent it.
 func DecodeDebezium(r *kgo.Record) (*Message, error) {
 	m, err := consumer.DecodeDebezium(r)
 	return (*Message)(m), public(err)

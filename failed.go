@@ -15,8 +15,8 @@ const (
 	StatusResolved = "resolved" // by an operator, or sent and kept
 )
 
-// MaxCounted is up to where failed events and keys are counted: the number stands for
-// itself or any larger one. So a look at a million of them takes no longer.
+// MaxCounted is the highest count of failed events and keys: it stands for itself or any larger
+// number. So a count over a million rows takes no longer.
 const MaxCounted = tables.MaxCounted
 
 // FailedEvent is an event that failed, with the error.
@@ -57,15 +57,15 @@ type EventCount struct {
 	// Group and Action say for whom deliveries are; empty for events of a relay. Action is also
 	// empty for what the group's workers have not looked at yet.
 	Group, Action string
-	// Status is one of the constants, [StatusDead] for example, or pending for what is in
-	// outbox and was not attempted. A delivery is [StatusFailed] once an attempt has failed, and
+	// Status is one of the constants, [StatusDead] for example, or pending for events in outbox
+	// that were not attempted. A delivery is [StatusFailed] once an attempt has failed, and
 	// [StatusWaiting] until then.
 	Status string
-	// Type is the CloudEvents type, and Class that of the last error; empty without one.
+	// Type is the CloudEvents type, and Class the class of the last error; empty without one.
 	Type, Class string
 	// Events is how many there are, of each kind counted up to [MaxCounted].
 	Events int
-	// Oldest is when the first of them failed; of a delivery, when its row was made; of what
-	// waits for too long, when it was recorded.
+	// Oldest is when the first of them failed. For deliveries it is when the first row was made.
+	// For events that wait for too long it is when the first was recorded.
 	Oldest time.Time
 }

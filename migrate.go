@@ -60,14 +60,13 @@ type MigrateConfig struct {
 	// would have to contain the partition key: then Migrate returns [ErrPartitioned]. False means
 	// that none is added.
 	UniqueEventIDs bool
-	// LockTimeout is how long a migration waits for the lock of a table before it lets go
-	// and tries again, and so how long a writer waits behind it at most; each partition of
-	// outbox adds some 2 ms. An autovacuum of the table is only cancelled if this is longer
-	// than PostgreSQL's deadlock_timeout.
-	// Zero means 100 ms.
+	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and
+	// tries again, and so how long a writer waits behind it at most; each partition of outbox adds
+	// some 2 ms. An autovacuum of the table is only cancelled if this is longer than PostgreSQL's
+	// deadlock_timeout. Zero means 100 ms.
 	LockTimeout time.Duration
-	// Logger receives WARN when a migration does not get a lock, with who has it, and when
-	// it got it. Nil means slog.Default().
+	// Logger receives WARN when a migration does not get a lock, with the session that has it, and
+	// when the migration got it. Nil means slog.Default().
 	Logger *slog.Logger
 }
 

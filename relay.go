@@ -92,20 +92,18 @@ type RelayConfig struct {
 	// Retention says how long rows stay in the tables.
 	Retention RetentionConfig
 
-	// Alerts says when an alert is sent that something is wrong with this relay, and to
-	// whom. The process that leads sends them. Of several relays, that of the first by name which
-	// has a leader also alerts to relays of the schema that no process leads, to consumer groups, and
-	// to what has failed in the whole database. The package outboxops has a Monitor for processes
-	// without a relay.
+	// Alerts says when an alert about this relay is sent, and to whom. The process that leads sends
+	// them. The leader of the first relay by name that has one also alerts to relays of the schema
+	// without a leader, to consumer groups, and to failures in the whole database. The package
+	// outboxops has a Monitor for processes without a relay.
 	Alerts AlertConfig
 
 	// Hooks are called when something happens.
 	Hooks RelayHooks
 
-	// Logger receives what changes: ERROR for an event that is dead and for a
-	// breaker that opens, WARN for an outage that begins or ends, INFO for what the relay
-	// waits for before it works, the lease of another process for example, and DEBUG for
-	// the rest. Nil means slog.Default().
+	// Logger receives changes: ERROR for an event that is dead and for a breaker that opens, WARN
+	// for an outage that begins or ends, INFO for what the relay waits for before it works, the
+	// lease of another process for example, and DEBUG for the rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 

@@ -26,8 +26,8 @@ type DomainEvent interface {
 	OccurredAt() time.Time
 }
 
-// EventOptions are what a single event has, instead of what its type, the configuration
-// or the context says. What is zero is as for all events of the type.
+// EventOptions are options of a single event. They replace what its type, the configuration or the
+// context says. A zero field is as for all events of the type.
 type EventOptions struct {
 	// ID is the event's id. Consumers take events of one source and id for the same event;
 	// MigrateConfig.UniqueEventIDs has the second one refused. Zero means one of
@@ -36,7 +36,7 @@ type EventOptions struct {
 	// Topic is where the event is sent. A [Consumer] and a [Worker] get it if their Topics
 	// have it, see [HandlerConfig]. Empty means the topic of the type.
 	Topic string
-	// Key is the partition key. Empty means that of the type.
+	// Key is the partition key. Empty means the key of the type.
 	Key string
 	// Attributes are extension attributes of CloudEvents, under names of lower-case letters
 	// and digits; at the handler they are in Metadata.Extensions. They replace those of the
@@ -384,10 +384,10 @@ func (d *definition) attributesOf(e DomainEvent) map[string]string {
 	return all
 }
 
-// Topic returns the Kafka topic of an event type: the one it was registered with, or that of
+// Topic returns the Kafka topic of an event type: the topic of its registration, or the topic of
 // [ResolveTopics], or else the second segment of its name followed by "-events":
-// loopers.order.created.v1 is sent to order-events. It returns [ErrUnregistered] for a type that is not in the
-// registry.
+// loopers.order.created.v1 is sent to order-events. It returns [ErrUnregistered] for a type that is
+// not in the registry.
 func (r *Registry) Topic(eventType string) (string, error) {
 	def := r.byName[eventType]
 	if def == nil {

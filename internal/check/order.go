@@ -12,8 +12,8 @@ type Field[N int | time.Duration] struct {
 	Value, Given N
 }
 
-// Shorter checks that a is shorter than b. The error is about a field that was given: who has
-// set b alone has not heard of a.
+// Shorter checks that a is shorter than b. The error is about a field that was given: a caller who
+// has set b alone does not know a.
 func Shorter(a, b Field[time.Duration]) error {
 	if a.Value < b.Value {
 		return nil

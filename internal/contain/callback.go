@@ -34,7 +34,7 @@ type Callback struct {
 type Limits struct {
 	// Patience bounds the wait. Zero means that only the context does.
 	Patience time.Duration
-	// Grace bounds the wait after the context has ended, that of several calls together.
+	// Grace bounds the wait after the context has ended. Several calls share it.
 	Grace time.Duration
 }
 

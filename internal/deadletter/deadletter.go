@@ -15,7 +15,7 @@ import (
 // Prefix begins the name of every header that a record gets in a dead-letter topic.
 const Prefix = "dlq_"
 
-// TopicSuffix ends the name of a dead-letter topic, behind that of the topic.
+// TopicSuffix ends the name of a dead-letter topic, behind the name of the original topic.
 const TopicSuffix = ".dlq"
 
 // Headers of a record that was sent back from a dead-letter topic. The package outbox

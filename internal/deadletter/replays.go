@@ -25,7 +25,7 @@ type Replays struct {
 	client *kgo.Client
 	busy   chan struct{} // holds one while a goroutine asks Kafka or reads read
 
-	// read has what was read last of each partition of a dead-letter topic, because
+	// read has the records that were read last of each partition of a dead-letter topic, because
 	// dead letters are mostly sent back in their order.
 	read map[kafka.Partition][]*kgo.Record
 }
@@ -43,9 +43,9 @@ var ErrNoReplay = errors.New("not a copy of a dead letter")
 // of another.
 const askTimeout = 5 * time.Second
 
-// Check returns nil if a record is a copy of a dead letter in one of the topics, for the
-// group and action that its headers name. Otherwise the error is [ErrNoReplay]; or that of
-// an outage, and the caller asks again.
+// Check returns nil if a record is a copy of a dead letter in one of the topics, for the group and
+// action that its headers name. Otherwise the error is [ErrNoReplay], or the error of an outage:
+// then the caller asks again.
 func (p *Replays) Check(ctx context.Context, r *kgo.Record, topics ...string) error {
 	headers := lastOwn(r)
 	at, offset, err := parseOrigin(headers[ReplayFrom])

@@ -201,9 +201,9 @@ type part struct {
 	owner *Tx
 }
 
-// look looks at what is to be sent. Behind the end of the transaction a statement would commit by itself, although
-// the function fails. So if there was an end, or this would be one, the transaction is rolled back now: pgx sends
-// nothing more in it.
+// look examines the statements before they are sent. Behind the end of the transaction a statement
+// would commit by itself, although the function fails. So if there was an end, or a statement would
+// be one, the transaction is rolled back now: pgx sends nothing more in it.
 func (p *part) look(ctx context.Context, sqls ...string) {
 	t := p.owner
 	for _, sql := range sqls {

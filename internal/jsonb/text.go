@@ -47,8 +47,8 @@ var (
 	jsonMarshaler = reflect.TypeFor[json.Marshaler]()
 )
 
-// in looks into v: into the fields that encoding/json sees, or into all of them
-// where a MarshalJSON decides what is written.
+// in examines v: the fields that encoding/json sees, or all fields if a MarshalJSON decides what is
+// written.
 func (b badText) in(v reflect.Value, all bool) bool {
 	for v.Kind() == reflect.Interface {
 		v = v.Elem()
@@ -134,7 +134,7 @@ func badMarshalText(v reflect.Value) bool {
 func AppendString(b []byte, s string) []byte {
 	const digits = "0123456789abcdef"
 	b = append(b, '"')
-	from := 0 // of what is not appended yet
+	from := 0 // start of the text that is not appended yet
 	for i := range len(s) {
 		c := s[i]
 		if c >= ' ' && c != '"' && c != '\\' {

@@ -95,8 +95,8 @@ func optsError(host []kgo.Opt, wrong []int, err error) error {
 	return fmt.Errorf("kafka option %s: %w", names[0], err)
 }
 
-// optFunc finds the name in that of the function literal which is the option, also where the
-// compiler has put the function of kgo into its caller: kgo.RequiredAcks.func1, main.main.RequiredAcks.func1.
+// optFunc finds the name of an option in the name of its function literal, also if the compiler has
+// put the function of kgo into its caller: kgo.RequiredAcks.func1, main.main.RequiredAcks.func1.
 var optFunc = regexp.MustCompile(`\.([A-Z]\w*)\.func[\d.]+$`)
 
 // optName returns the name of the function of kgo that has made an option, or "".

@@ -15,9 +15,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// making is held while franz-go reads options: it sorts the codecs of
-// ProducerBatchCompression in the host's own slice, and the two clients of a
-// relay, or those of a relay and a consumer, may be made of the same options.
+// making is held while franz-go reads options: it sorts the codecs of ProducerBatchCompression in
+// the host's own slice. The two clients of a relay, or a relay and a consumer, may be made of the
+// same options.
 var making sync.Mutex
 
 // NewClient is [kgo.NewClient] for options that several clients may share.

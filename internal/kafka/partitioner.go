@@ -46,7 +46,7 @@ func scatters(p kgo.Partitioner, key []byte) string {
 	for n := range probesOfAKey {
 		asked := same
 		if n%3 == 2 {
-			asked = p.ForTopic(topic) // that of another client
+			asked = p.ForTopic(topic) // from the other client
 		}
 		r := &kgo.Record{Topic: topic, Key: key, Partition: Unassigned}
 		if !asked.RequiresConsistency(r) {
@@ -73,7 +73,8 @@ func scatters(p kgo.Partitioner, key []byte) string {
 	return ""
 }
 
-// choose asks for the partition of a record as a client does. n varies what is buffered.
+// choose asks for the partition of a record as a client does. n varies the number of buffered
+// records.
 func choose(p kgo.TopicPartitioner, r *kgo.Record, n int) int {
 	if by, ok := p.(kgo.TopicBackupPartitioner); ok {
 		return by.PartitionByBackup(r, probedPartitions, &backups{rest: probedPartitions, seed: n})

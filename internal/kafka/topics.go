@@ -26,10 +26,10 @@ type Topics struct {
 	creates     bool // the client creates missing topics
 	partitioner kgo.Partitioner
 	known       map[string]topic // those to which events can be sent
-	maxAge      time.Duration    // of what is known of a topic with a bad partition
+	maxAge      time.Duration    // of the metadata of a topic with a bad partition
 }
 
-// maxAge is how old what is known of a topic may be, unless the client asks more often: it
+// maxAge is how old the metadata of a topic may be, unless the client asks more often: the topic
 // may get more partitions, and then keys move to other ones.
 const maxAge = time.Minute
 
@@ -39,7 +39,7 @@ type topic struct {
 	learned     time.Time
 }
 
-// TopicsOf returns what is known of the topics of a new client: nothing.
+// TopicsOf returns a Topics without metadata for a new client.
 func TopicsOf(client *kgo.Client) *Topics {
 	t := &Topics{client: client, known: map[string]topic{}, maxAge: maxAge}
 	if age, ok := client.OptValue(kgo.MetadataMaxAge).(time.Duration); ok {
@@ -57,8 +57,7 @@ func (t *Topics) Learn(ctx context.Context, names iter.Seq[string]) (bad map[str
 	return t.learn(ctx, t.unknown(names))
 }
 
-// Refresh asks Kafka about those of some topics that are not known, or of which what is
-// known is old.
+// Refresh asks Kafka about those of some topics whose metadata is missing or old.
 func (t *Topics) Refresh(ctx context.Context, names []string) {
 	t.learn(ctx, slices.DeleteFunc(slices.Clone(names), func(name string) bool {
 		known, ok := t.known[name]
@@ -72,7 +71,7 @@ func (t *Topics) learn(ctx context.Context, unknown []string) (bad map[string]er
 	}
 	answers, err := ask(ctx, t.client, unknown)
 	if err != nil {
-		return nil // sending shows what is wrong
+		return nil // sending returns the error
 	}
 	bad = map[string]error{}
 	for _, answer := range answers {
@@ -158,7 +157,7 @@ func Explain(ctx context.Context, client *kgo.Client, topics []string) (causes m
 	return causesOf(answers), err == nil
 }
 
-// causesOf returns what is wrong with topics and partitions.
+// causesOf returns the errors of topics and partitions.
 func causesOf(answers []kmsg.MetadataResponseTopic) map[Partition]error {
 	causes := map[Partition]error{}
 	for _, answer := range answers {
@@ -174,8 +173,8 @@ func causesOf(answers []kmsg.MetadataResponseTopic) map[Partition]error {
 	return causes
 }
 
-// CheckTopics returns what is wrong with topics: the error of each that is missing, or that
-// the client may not see. Its own error means that Kafka did not answer.
+// CheckTopics returns the error of each topic that is missing, or that the client may not describe.
+// Its own error means that Kafka did not answer.
 func CheckTopics(ctx context.Context, client *kgo.Client, topics []string) (bad map[string]error, err error) {
 	answers, err := ask(ctx, client, topics)
 	bad = map[string]error{}

@@ -1,6 +1,6 @@
-// Package migrator applies the files of the package migrations to a schema, while others
-// use its tables: one process at a time, each file in a transaction, which lets go if it does
-// not get its locks.
+// Package migrator applies the files of the package migrations to a schema, while others use its
+// tables. One process migrates at a time. Each file is a transaction, which is rolled back if it
+// does not get its locks.
 package migrator
 
 import (
@@ -25,9 +25,9 @@ import (
 )
 
 var (
-	// ErrDatabaseAhead is that of the package outbox.
+	// ErrDatabaseAhead is described in the package outbox.
 	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
-	// ErrForeignObjects is that of the package outbox.
+	// ErrForeignObjects is described in the package outbox.
 	ErrForeignObjects = errors.New("outbox: the schema has objects of roles that are not trusted with it, drop them")
 )
 
@@ -212,8 +212,8 @@ SELECT coalesce(string_agg(DISTINCT c.relname, ', ') FILTER (WHERE NOT c.relispa
  GROUP BY l.pid, a.application_name, a.state, a.xact_start
  ORDER BY a.xact_start LIMIT 1`
 
-// lockHolder says who is likely to hold the lock that a file did not get, also when ctx has just
-// ended: it is in the error of Migrate then.
+// lockHolder returns the session that is likely to hold the lock that a file did not get. It works
+// also when ctx has just ended, because the error of Migrate then names the session.
 func (m *Migrator) lockHolder(ctx context.Context) string {
 	const patience = time.Second
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
@@ -301,7 +301,7 @@ func (m *Migrator) protect(ctx context.Context) error {
 	})
 }
 
-// warnPublic logs once what is the matter with a schema in which everybody may create.
+// warnPublic logs once the risk of a schema in which every role may create.
 func (m *Migrator) warnPublic(what string) {
 	if !m.warned {
 		m.Logger.Warn(what, "schema", m.Schema, "why", "who may create functions and operators there can act with the rights of all who use outbox")

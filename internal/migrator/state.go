@@ -35,7 +35,7 @@ func State(ctx context.Context, db *pgxpool.Pool, schema string) (applied []Appl
 		applied = append(applied, a)
 		return nil
 	})
-	highest := 0 // what comes after it is pending
+	highest := 0 // later files are pending
 	if n := len(applied); n > 0 {
 		highest = applied[n-1].Version
 	}

@@ -102,9 +102,8 @@ const (
 	drainTime = time.Minute
 )
 
-// Delete deletes the topic once everything is read that it has taken. So that it takes
-// nothing more meanwhile, everybody is forbidden to write it; the brokers need an
-// authorizer.
+// Delete deletes the topic once everything is read that it has taken. Meanwhile every client is
+// forbidden to write to it; the brokers need an authorizer.
 func (t *Topics) Delete(ctx context.Context) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, drainTime, errors.New("it is not read to its end"))
 	defer cancel()

@@ -21,7 +21,7 @@ type Pause struct {
 	At               time.Time
 }
 
-// Set is what is paused at the moment. It is safe for concurrent use.
+// Set is the set of paused topics at the moment. It is safe for concurrent use.
 type Set struct {
 	mu      sync.Mutex
 	own     map[string]bool // topics, by this process
@@ -60,13 +60,13 @@ func (s *Set) Resume(topics ...string) {
 	})
 }
 
-// SetStored replaces what operators have paused. It returns what was there before.
+// SetStored replaces the pauses of operators. It returns the pauses from before.
 func (s *Set) SetStored(now []Pause) (before []Pause) {
 	s.change(func() { before, s.stored = s.stored, now })
 	return before
 }
 
-// change changes the set, and wakes those who wait for that if what is paused is another.
+// change changes the set, and wakes its waiters if the paused topics have changed.
 func (s *Set) change(do func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -47,8 +47,8 @@ func IsUnreadable(err error) bool {
 	return hasCode(err, programLimitExceeded, dataCorrupted, indexCorrupted, internalError) || strings.HasPrefix(Code(err), dataException)
 }
 
-// IsRejectedRow reports whether PostgreSQL does not take a row for what is in it: a value that
-// its encoding does not have, a constraint, or a key that is too long for an index.
+// IsRejectedRow reports whether PostgreSQL rejects a row for its content: a value that its encoding
+// does not have, a constraint, or a key that is too long for an index.
 func IsRejectedRow(err error) bool {
 	return slices.ContainsFunc([]string{"22", "23", "54"}, func(class string) bool { return strings.HasPrefix(Code(err), class) })
 }
@@ -110,7 +110,7 @@ func Code(err error) string {
 
 func hasCode(err error, codes ...string) bool { return slices.Contains(codes, Code(err)) }
 
-// ErrNotMigrated is that of the package outbox.
+// ErrNotMigrated is described in the package outbox.
 var ErrNotMigrated = errors.New("outbox: the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")
 
 // NotMigrated adds to an error of PostgreSQL in which schema something is missing.

@@ -53,7 +53,7 @@ func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[stri
 			return err
 		}
 		listening[channel] = true
-		s.hear(channel) // what was sent before
+		s.hear(channel) // notifications from before
 	}
 	for channel := range listening {
 		if wanted[channel] {

@@ -138,8 +138,8 @@ func (s *Session) connect(ctx context.Context) (conn *pgx.Conn, err error) {
 	defer cancel()
 	cfg := db.Config()
 	cfg.ConnConfig.Tracer, cfg.ConnConfig.OnNotification = nil, nil
-	// What waits for a notification is interrupted often. Another handler would cancel a statement then, or close the
-	// connection.
+	// The wait for a notification is interrupted often. Another handler would cancel a statement
+	// then, or close the connection.
 	cfg.ConnConfig.BuildContextWatcherHandler = func(c *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.DeadlineContextWatcherHandler{Conn: c.Conn()}
 	}
@@ -257,7 +257,7 @@ func (s *Session) become(state State) {
 	s.state = state
 }
 
-// lose ends what was held: the connection is gone, or about to be closed.
+// lose ends all locks and calls: the connection is gone, or about to be closed.
 func (s *Session) lose() {
 	s.mu.Lock()
 	s.state = Unknown

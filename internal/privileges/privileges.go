@@ -54,9 +54,9 @@ trusted AS MATERIALIZED (
         OR $2 AND EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'outbox' AND pg_has_role(r.oid, c.relowner, 'MEMBER'))
 )`
 
-// SQLStranger finds the owner of table outbox_migration in the schema $1 if he is not trusted with
-// it, for who has the rights of the schema's owner; $2 is false. Others cannot know whom the
-// owner of the schema had trusted. The transaction has [SafePath].
+// SQLStranger finds the owner of table outbox_migration in the schema $1 if that owner is not
+// trusted with the schema. It is for a role with the rights of the schema's owner; $2 is false.
+// Other roles cannot know whom the owner of the schema had trusted. The transaction has [SafePath].
 const SQLStranger = sqlTrusted + `
 SELECT pg_get_userbyid(c.relowner)
   FROM pg_class AS c
@@ -97,8 +97,8 @@ func Foreign(ctx context.Context, q Querier, schema string, migrated bool) ([]st
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
-// sqlCreators finds the roles that may create in a schema and are neither its owner nor that
-// of table outbox, nor members of these.
+// sqlCreators finds the roles that may create in a schema. It omits the owners of the schema and of
+// table outbox, and members of these.
 const sqlCreators = `
 SELECT DISTINCT CASE a.grantee WHEN 0 THEN '' ELSE pg_get_userbyid(a.grantee) END
   FROM pg_namespace AS n, aclexplode(n.nspacl) AS a
@@ -126,8 +126,8 @@ func (c Creator) Quoted() string {
 	return pgx.Identifier{string(c)}.Sanitize()
 }
 
-// Creators returns who may create in a schema without being its owner, or that of table
-// outbox. The transaction has [SafePath].
+// Creators returns the roles that may create in a schema, except the owners of the schema and of
+// table outbox. The transaction has [SafePath].
 func Creators(ctx context.Context, q Querier, schema string) ([]Creator, error) {
 	rows, err := q.Query(ctx, sqlCreators, schema)
 	if err != nil {

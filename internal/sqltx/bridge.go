@@ -20,7 +20,7 @@ var bridge struct {
 	used  bool // since the last look of closeUnused
 }
 
-// unusedAfter is how long it takes at least until what is not used is closed.
+// unusedAfter is the shortest time until an unused bridge is closed.
 const unusedAfter = 50 * time.Millisecond
 
 // acquire returns the bridge, which the caller gives back.
@@ -29,7 +29,7 @@ func acquire() *sql.DB {
 	defer bridge.Unlock()
 	if bridge.db == nil {
 		bridge.db = sql.OpenDB(connector{})
-		bridge.db.SetMaxIdleConns(-1) // a connection is that of one transaction
+		bridge.db.SetMaxIdleConns(-1) // each connection belongs to one transaction
 		time.AfterFunc(unusedAfter, closeUnused)
 	}
 	bridge.users, bridge.used = bridge.users+1, true

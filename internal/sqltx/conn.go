@@ -33,7 +33,7 @@ func (c *conn) use(f func() error) error {
 }
 
 // final keeps an error from meaning something to database/sql, which would try the statement again.
-// It would be that of an argument's Value method: pgx returns none of these.
+// Such an error comes from an argument's Value method: pgx returns none of these.
 func final(err error) error {
 	if errors.Is(err, driver.ErrBadConn) || errors.Is(err, driver.ErrSkip) {
 		return errors.New(err.Error())
@@ -62,7 +62,7 @@ func (c *conn) contextOf(ctx context.Context) context.Context {
 	return statementContext{Context: c.ctx, own: ctx}
 }
 
-// statementContext is that of a statement whose own context cannot end: it ends with that of the
+// statementContext is for a statement whose own context cannot end: it ends with the context of the
 // function.
 type statementContext struct {
 	context.Context

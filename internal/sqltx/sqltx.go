@@ -49,8 +49,8 @@ func (c *conn) end(within *sql.Tx) {
 		_ = within.Rollback() // it does not reach the connection any more
 	}
 	if rowsOpen {
-		// Rollback waits until all rows are closed. Rows that were scanned into sql.RawBytes are not
-		// before their user goes on, who may never do that.
+		// Rollback waits until all rows are closed. Rows that were scanned into sql.RawBytes stay
+		// open until their user goes on, which may never happen.
 		go forget()
 		return
 	}

@@ -161,8 +161,7 @@ func (m *Member) report(ctx context.Context, began time.Time, err error) error {
 	return err
 }
 
-// learn returns what is written about topics. It writes down those that are not listed
-// yet.
+// learn returns the stored rows of topics. It stores the topics that are not listed yet.
 func (m *Member) learn(ctx context.Context, found map[string]topicInfo) (map[string]topic, error) {
 	ids := map[string]kafka.TopicID{}
 	for name, t := range found {
@@ -329,7 +328,7 @@ func newTopic(name string, info topicInfo, begins, committed map[kafka.Partition
 	return t
 }
 
-// logListed logs what is unusual about a topic that the group sees for the first time.
+// logListed logs anything unusual about a topic that the group sees for the first time.
 func (m *Member) logListed(name string, partitions int, before bool) {
 	switch {
 	case partitions == 0:

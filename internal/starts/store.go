@@ -29,7 +29,7 @@ func NewStore(db *pgxpool.Pool, schema, group string) *Store {
 	}
 }
 
-// topic is what is written about a topic.
+// topic is the stored state of a topic.
 type topic struct {
 	id kafka.TopicID
 	// listed is set if the topic with this id is listed, and before if there are other
@@ -39,7 +39,7 @@ type topic struct {
 	partitions     map[int32]partition
 }
 
-// partition is what is written about a partition.
+// partition is the stored state of a partition.
 type partition struct {
 	start int64
 	// position is the offset that was saved last, or None if the group has not begun
@@ -68,7 +68,7 @@ SELECT topic, topic_id, partition, coalesce(start_offset, -1), coalesce(position
   FROM {schema}.consumer_start
  WHERE consumer_group = $1 AND topic = ANY ($2::varchar[])`
 
-// topics returns what is written about topics, which are given with their ids.
+// topics returns the stored state of topics, which are given with their ids.
 func (s *Store) topics(ctx context.Context, ids map[string]kafka.TopicID) (map[string]topic, error) {
 	names := make([]string, 0, len(ids))
 	topics := make(map[string]topic, len(ids))
@@ -150,8 +150,8 @@ SELECT topic, topic_id, partition, position
   FROM {schema}.consumer_start
  WHERE consumer_group = $1 AND position IS NOT NULL AND saved_at <= $2`
 
-// Saved returns the positions that were saved until a time and not since. What is before them
-// was handled by then.
+// Saved returns the positions that were saved until a time and not since. All records before them
+// were handled by then.
 func (s *Store) Saved(ctx context.Context, until time.Time) ([]Offset, error) {
 	rows, err := s.db.Query(ctx, s.saved, s.group, until)
 	if err != nil {

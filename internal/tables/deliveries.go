@@ -55,8 +55,8 @@ func ScanDelivery(row pgx.CollectableRow) (r Delivery, err error) {
 	return r, err
 }
 
-// Resolved stands among the statuses of a [DeliveryFilter] for what is DEAD and resolved; DEAD
-// itself is for what is not.
+// Resolved is a status of a [DeliveryFilter] for deliveries that are DEAD and resolved; DEAD itself
+// is for those that are not resolved.
 const Resolved = "RESOLVED"
 
 // DeliveryFilter selects rows of event_delivery. Empty fields select all, but Statuses are
@@ -64,7 +64,7 @@ const Resolved = "RESOLVED"
 type DeliveryFilter struct {
 	Group, Stream, Action      string
 	Statuses                   []string
-	Erred                      *bool // of what is PENDING or PROCESSING, only what an attempt has failed of, or only what none has
+	Erred                      *bool // of PENDING and PROCESSING deliveries, only those with a failed attempt, or only those without
 	Type, ErrorCode, Key       string
 	AggregateType, AggregateID string
 	EventID                    string
@@ -91,11 +91,11 @@ const DeliveryWhere = `
    AND ($12::text = '' OR d.aggregate_type = $12)
    AND ($13::text = '' OR d.aggregate_id = $13)`
 
-// DeliveryKinds begins a statement that reads what waits or is DEAD and not resolved, of a
-// [DeliveryFilter]: chosen has the kinds of which there is something, found one after the
-// other in idx_event_delivery_waiting. [OfDeliveryKind] selects the rows of kind k, in the
-// order of their ids. Such statements are to be run under pg.PlannerSettings: their cost
-// grows with the kinds, and not with the rows.
+// DeliveryKinds begins a statement that reads deliveries of a [DeliveryFilter] that wait, or that
+// are DEAD and not resolved. The table chosen has the kinds that occur, found one after the other
+// in idx_event_delivery_waiting. [OfDeliveryKind] selects the rows of kind k, in the order of their
+// ids. Such statements are to be run under pg.PlannerSettings: their cost grows with the kinds, and
+// not with the rows.
 const DeliveryKinds = `
 WITH RECURSIVE kinds AS (
    (SELECT consumer_group, action, stream, status FROM {schema}.event_delivery` + deliveriesWait + `
@@ -193,9 +193,9 @@ const (
 	resolvedOfGroup = ` WHERE d.status = 'DEAD' AND d.consumer_group = g.consumer_group AND d.resolved_at IS NOT NULL`
 )
 
-// SQLDeliveryList reads up to $15 deliveries with an id below $14, or any for 0, the newest
-// first. What is resolved it finds by group among what is DEAD. Of what is DONE it walks the
-// table from its newest row on.
+// SQLDeliveryList reads up to $15 deliveries with an id below $14, or any for 0, the newest first.
+// It finds resolved deliveries by group among the DEAD ones. For DONE deliveries it scans the table
+// from its newest row on.
 const SQLDeliveryList = DeliveryKinds + `, ` + deadGroups + `, found AS (
     SELECT r.id FROM chosen AS k
      CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + `
@@ -245,8 +245,8 @@ func NewDeliveryReader(db *pgxpool.Pool, schema string) DeliveryReader {
 	return DeliveryReader{db, in(SQLDeliveryCount), in(SQLDeliveryFailures), in(SQLDeliveryList), in(SQLDeliveryIDs)}
 }
 
-// Count returns how many deliveries there are by group, stream, action and status, sorted by
-// these, and of each kind [MaxCounted] at most. What is DONE or resolved is not counted.
+// Count returns how many deliveries there are by group, stream, action and status, sorted by these,
+// and of each kind [MaxCounted] at most. DONE and resolved deliveries are not counted.
 func (r DeliveryReader) Count(ctx context.Context, filter DeliveryFilter) (counts []DeliveryCount, err error) {
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		counts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c DeliveryCount, err error) {
@@ -290,8 +290,8 @@ func (r DeliveryReader) List(ctx context.Context, filter DeliveryFilter, before 
 	return all, err
 }
 
-// IDs returns what waits or is DEAD and not resolved, with an id above after, the oldest
-// first, and the streams.
+// IDs returns deliveries that wait, or that are DEAD and not resolved, with an id above after, the
+// oldest first. It also returns the streams.
 func (r DeliveryReader) IDs(ctx context.Context, filter DeliveryFilter, after int64, limit int) (ids []int64, streams []string, err error) {
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		var id int64

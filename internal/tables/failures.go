@@ -47,8 +47,8 @@ const FailureColumns = `id, relay, outbox_id, parking_key, ` + FailureTopic + `,
        content_type, occurred_at, created_at, retry_count, last_error, error_class, failed_at, next_retry_at, status, held,
        resolved_at, coalesce(resolved_by, ''), coalesce(resolution, '')`
 
-// FailureTopic is where the relay sends an event: to its topic, and without one to that of its
-// type, with which its parking key begins.
+// FailureTopic is where the relay sends an event: to its topic, or else to the topic of its type,
+// with which its parking key begins.
 const FailureTopic = `coalesce(topic, split_part(parking_key, '/', 1))`
 
 // ScanFailure reads [FailureColumns], and more columns after them.

@@ -122,7 +122,7 @@ const (
 	ConsumerPrefix = "consumer:"
 )
 
-// IsGroup reports whether a name in outbox_lease is that of a group, and not of a relay.
+// IsGroup reports whether a name in outbox_lease belongs to a group, and not to a relay.
 func IsGroup(name string) bool {
 	return strings.HasPrefix(name, WorkerPrefix) || strings.HasPrefix(name, ConsumerPrefix)
 }
@@ -145,9 +145,9 @@ func Groups(ctx context.Context, db *pgxpool.Pool, sql string) (map[string]Relay
 	return all, err
 }
 
-// Positions are who has a position or a lease: the relays of the schema, the groups of workers, and
-// those groups of consumers of which a process alerts or did so, each sorted by name. Groups of
-// consumers have their positions in Kafka.
+// Positions are the holders of a position or a lease, each sorted by name: the relays of the
+// schema, the groups of workers, and the groups of consumers of which a process alerts or did so.
+// Groups of consumers have their positions in Kafka.
 type Positions struct{ Relays, Workers, Consumers []Relay }
 
 // ReadPositions runs [SQLRelays] or [SQLPositions], completed.

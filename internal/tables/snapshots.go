@@ -14,7 +14,8 @@ func SnapshotMax(snapshot string) string {
 	return xmax
 }
 
-// SnapshotMin returns the least transaction id that was in progress, or that of the next transaction.
+// SnapshotMin returns the least transaction id that was in progress, or else the id of the next
+// transaction.
 func SnapshotMin(snapshot string) string {
 	least, _, _ := strings.Cut(snapshot, ":")
 	return least

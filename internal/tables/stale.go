@@ -93,7 +93,7 @@ SELECT r.consumer_group, r.action, r.event_type, coalesce(r.last_error_code, '')
 
 const staleColumns = `d.consumer_group, d.action, d.status, d.event_type, d.last_error_code, d.recorded_at`
 
-// TypeCounter counts by type what has failed, and what waits for too long.
+// TypeCounter counts by type the events that have failed, and those that wait for too long.
 type TypeCounter struct {
 	db                         *pgxpool.Pool
 	pending, failed, delivered string

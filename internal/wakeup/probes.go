@@ -113,9 +113,9 @@ type Ticks struct {
 const (
 	probeWait = time.Millisecond      // from tick to tick, at least
 	relayWait = 50 * time.Microsecond // for each relay that probes
-	// recordWithin is how long it may take to write down what was done with events when no event follows: at least,
-	// and recordEachWait for each relay. Until then a crash repeats the events. The poll that finds the next event
-	// writes it down too, so an event within that time saves a poll.
+	// recordWithin is how long it may take to save the position when no event follows: at least,
+	// and recordEachWait for each relay. Until then a crash repeats the events. The poll that finds
+	// the next event saves the position too, so an event within that time saves a poll.
 	recordWithin   = 100 * time.Millisecond
 	recordEachWait = time.Millisecond
 )
@@ -149,7 +149,7 @@ func (t *Ticks) wait(now time.Time) (next, every time.Duration) {
 	return t.next.Sub(now), t.every
 }
 
-// record returns how long it may take to write down what was done with events.
+// record returns how long it may take to save the position.
 func (t *Ticks) record() time.Duration {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -72,8 +72,8 @@ func (r *PollSchedule) Wait(now time.Time) time.Duration {
 // comeSince reports whether, at the rate of the last poll, an event has come since.
 func (r *PollSchedule) comeSince(d time.Duration) bool { return r.rate*d.Seconds() >= 1 }
 
-// Probing reports whether a probe comes before the next poll. Polls still come after a while: what was done with
-// events must be written down, and a probe may be wrong, or of a server that takes no writes.
+// Probing reports whether a probe comes before the next poll. Polls still come after a while: the
+// position must be saved, and a probe may be wrong, or of a server that takes no writes.
 func (r *PollSchedule) Probing(now time.Time) bool {
 	return r.Ticks != nil && now.Sub(r.active) < activeFor && now.Sub(r.polled) < min(r.Idle, r.record())
 }

@@ -28,7 +28,7 @@ const (
 // sender sends the notifications of all hubs on a pool, while one of them has a user. It is safe for concurrent use.
 type sender struct {
 	db      func() *pgxpool.Pool // nil once the pool is unreachable
-	more    chan struct{}        // holds a request to poll at what is wanted
+	more    chan struct{}        // holds a request to read wanted
 	failing *outage.Log          // of the first user; only run
 
 	users perpool.Users
