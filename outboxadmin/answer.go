@@ -40,7 +40,7 @@ func jsonAnswer(status int, v any) (answer, error) {
 	return answer{status: status, contentType: jsonType, body: append(body, '\n')}, nil
 }
 
-// okJSON answers with what was asked for.
+// okJSON answers with a value as JSON.
 func okJSON(v any) (answer, error) { return jsonAnswer(http.StatusOK, v) }
 
 // writeTimeout bounds how long a client may take for an answer.
@@ -61,7 +61,7 @@ func send(w http.ResponseWriter, r *http.Request, out answer) {
 		w.Header().Set("Retry-After", retryAfter)
 	}
 	w.WriteHeader(out.status)
-	_, _ = w.Write(out.body) // to who may have gone
+	_, _ = w.Write(out.body) // the client may be gone
 }
 
 // serverOf returns the server of a request; nil if it did not come through one.

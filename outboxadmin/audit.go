@@ -10,7 +10,7 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// auditList is the page of what was done.
+// auditList is the page of the audit.
 type auditList struct {
 	Filter   outboxops.AuditPage
 	Failure  string // the id of the only one; or empty

@@ -26,7 +26,7 @@ func secure(h http.Header) {
 
 type accessKey struct{}
 
-// accessOf returns who sends a request.
+// accessOf returns the user of a request.
 func accessOf(r *http.Request) Access {
 	access, _ := r.Context().Value(accessKey{}).(Access)
 	return access
@@ -89,7 +89,7 @@ func originalPath(r *http.Request) string {
 	return whole
 }
 
-// deny answers who may not come in: he gets no page.
+// deny answers a request without access; its sender gets no page.
 func deny(w http.ResponseWriter, r *http.Request, status int, text string) {
 	if isAPI(r) {
 		out, _ := jsonAnswer(status, apiError{Error: text}) // a string is no error

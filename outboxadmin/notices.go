@@ -136,7 +136,7 @@ func sumByGroup(counts []outboxops.FailureCount, status string) (sums []groupSum
 	return sums
 }
 
-// waiting says what waits for too long, wherever it waits.
+// waiting reports events and deliveries that wait for too long.
 func (s *situation) waiting() (all []notice) {
 	for _, w := range staleSums(s.stale) {
 		f := outboxops.FailureFilter{Relay: w.relay, Group: w.group, Statuses: []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked}}
@@ -152,7 +152,7 @@ func (s *situation) waiting() (all []notice) {
 	return all
 }
 
-// staleSum is what waits for too long of a relay or a consumer group.
+// staleSum counts the events of a relay or a consumer group that wait for too long.
 type staleSum struct {
 	relay, group string
 	events       int
@@ -161,7 +161,7 @@ type staleSum struct {
 	statuses     map[string]int
 }
 
-// staleSums adds up what waits for too long, by relay and group.
+// staleSums adds up the events that wait for too long, by relay and group.
 func staleSums(counts []outbox.EventCount) (sums []staleSum) {
 	for _, c := range counts {
 		i := slices.IndexFunc(sums, func(s staleSum) bool { return s.relay == c.Relay && s.group == c.Group })

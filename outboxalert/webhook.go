@@ -19,7 +19,7 @@ type webhook struct {
 	secrets
 }
 
-// newWebhook returns a webhook. What is in its address is secret, and so are other texts. A nil
+// newWebhook returns a webhook. The content of its address is secret, and so are other texts. A nil
 // client means http.DefaultClient; redirects are not followed.
 func newWebhook(address string, client *http.Client, secret ...string) (*webhook, error) {
 	u, err := url.Parse(address)

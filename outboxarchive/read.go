@@ -105,7 +105,7 @@ func parseID(text string) (id int64, err error) {
 	return id, err
 }
 
-// run yields the events, and what cannot be read.
+// run yields the events, and an error for each that cannot be read.
 func (m *merge) run(ctx context.Context, yield func(outbox.ArchivedEvent, error) bool) {
 	for {
 		for len(m.waiting) > 0 && (len(m.open) == 0 || m.waiting[0].first <= m.open[0].next.OutboxID) {

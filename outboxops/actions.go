@@ -51,8 +51,8 @@ func (f *Failures) Hold(ctx context.Context, id FailureID, why AuditInfo) error 
 	return f.changeOne(ctx, actionHold, id, why)
 }
 
-// Release lets the key of a failure go on that Hold, or a dead failure under HoldDead, held
-// back. What is dead stays dead.
+// Release lets the key of a failure go on that Hold, or a dead failure under HoldDead, held back.
+// Dead events and deliveries stay dead.
 //
 // It returns [ErrNotFound], or [ErrStatus] if the key is not held.
 func (f *Failures) Release(ctx context.Context, id FailureID, why AuditInfo) error {

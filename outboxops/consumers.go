@@ -46,7 +46,7 @@ func NewConsumers(db *pgxpool.Pool, cfg ConsumersConfig) (*Consumers, error) {
 type ConsumerGroup struct {
 	// Group is its name.
 	Group string
-	// Pause is that of all topics; nil if there is none.
+	// Pause is the pause of all topics; nil if there is none.
 	Pause *ConsumerPause
 	// Topics are those that it has begun with and those that are paused, sorted by name.
 	Topics []ConsumerTopic
@@ -63,7 +63,7 @@ type ConsumerTopic struct {
 	SavedAt time.Time
 	// Lost is how many records Kafka had removed before the group came to them.
 	Lost int64
-	// Pause is that of this topic alone; nil if there is none.
+	// Pause is the pause of this topic alone; nil if there is none.
 	Pause *ConsumerPause
 }
 
@@ -180,8 +180,8 @@ func (c *Consumers) Pause(ctx context.Context, group, topic string, why AuditInf
 
 const sqlResumeConsumer = `SELECT {schema}.outbox_resume_consumer($1, $2, $3, $4)`
 
-// Resume ends a pause of a topic, or with an empty name that of all topics. Topics that are
-// paused by themselves remain paused.
+// Resume ends a pause of a topic, or with an empty name the pause of all topics. Topics with a
+// pause of their own remain paused.
 //
 // It returns [ErrStatus] if there is no such pause.
 func (c *Consumers) Resume(ctx context.Context, group, topic string, why AuditInfo) error {

@@ -20,7 +20,7 @@ import (
 type DebeziumCut struct {
 	// Relay is the name of the relay. From Debezium it is a new one, or one that was moved to Debezium.
 	Relay string
-	// Publication is that of MigrateConfig.Publication.
+	// Publication is MigrateConfig.Publication.
 	Publication string
 	// Slot is the connector's replication slot.
 	Slot string

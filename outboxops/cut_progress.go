@@ -13,9 +13,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// CutProgress is what has to be handled in front of a cut.
+// CutProgress counts the events in front of a cut that are not handled yet.
 type CutProgress struct {
-	// Relay is that of the cut.
+	// Relay is the relay of the cut.
 	Relay string
 	// Groups are those of the cut, sorted by name.
 	Groups []CutGroup

@@ -65,11 +65,12 @@ type SubscriptionState string
 const (
 	// SubscriptionActive groups get all events from their workers.
 	SubscriptionActive SubscriptionState = "active"
-	// SubscriptionLeaving groups get from their workers what is in front of the cut.
+	// SubscriptionLeaving groups get the events in front of the cut from their workers.
 	SubscriptionLeaving SubscriptionState = "leaving"
-	// SubscriptionLeft groups get their events from Kafka; workers finish what is open.
+	// SubscriptionLeft groups get their events from Kafka; workers finish open deliveries.
 	SubscriptionLeft SubscriptionState = "left"
-	// SubscriptionReturning groups get from Kafka what is in front of the cut; their workers wait.
+	// SubscriptionReturning groups get the events in front of the cut from Kafka; their workers
+	// wait.
 	SubscriptionReturning SubscriptionState = "returning"
 )
 
@@ -81,7 +82,7 @@ type Subscription struct {
 	State SubscriptionState
 	// ChangedAt is since when.
 	ChangedAt time.Time
-	// Relay is that of the cut; empty for an active group.
+	// Relay is the relay of the cut; empty for an active group.
 	Relay string
 	// Open is how many deliveries are not done and not dead. Dead is how many are dead and not
 	// resolved. Both are counted up to 10,000.

@@ -56,7 +56,7 @@ func NewDeliveries(db *pgxpool.Pool, cfg DeliveriesConfig) (*Deliveries, error) 
 		sqlGroups: pg.InSchema(sqlDeliveryGroups, cfg.Schema), sqlCursors: pg.InSchema(tables.SQLPositions, cfg.Schema)}, nil
 }
 
-// DeliveryFilter picks what is counted. Empty fields pick all.
+// DeliveryFilter picks the deliveries to count. Empty fields pick all.
 type DeliveryFilter struct {
 	// Group, Stream and Action are those of the delivery.
 	Group, Stream, Action string
@@ -120,7 +120,7 @@ type DeliveryGroup struct {
 	CreatedAt time.Time
 	// State says from where it gets its events, and ChangedAt since when.
 	State SubscriptionState
-	// Relay is that of the cut; empty for an active group.
+	// Relay is the relay of the cut; empty for an active group.
 	Relay string
 	// ChangedAt is described at State.
 	ChangedAt time.Time

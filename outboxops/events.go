@@ -27,7 +27,7 @@ type RecordedEvent struct {
 	EventID, Type, Source, AggregateType, AggregateID string
 	// Topic and Key say where it goes. Topic is empty if none follows from the type.
 	Topic, Key string
-	// ContentType is that of Payload.
+	// ContentType is the content type of Payload.
 	ContentType string
 	// OccurredAt is the event's own time, CreatedAt the start of the transaction that
 	// recorded it.

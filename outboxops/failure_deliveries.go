@@ -145,7 +145,7 @@ func (s deliveryStore) get(ctx context.Context, number int64) (Failure, error) {
 
 func (s deliveryStore) stored() reader { return s.rows }
 
-// pick leaves out what is with a worker.
+// pick omits deliveries that are with a worker.
 func (s deliveryStore) pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (numbers []int64, topics []string, err error) {
 	filter := s.filter(f)
 	if action == actionRetry {

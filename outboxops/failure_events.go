@@ -106,7 +106,7 @@ SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.Fai
    AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND num_nonnulls(payload, payload_bytes) > 0)
  ORDER BY id LIMIT $15`
 
-// pick leaves out what is held or has no payload, unless it is resolved.
+// pick omits events that are held or have no payload, unless they are resolved.
 func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (numbers []int64, topics []string, err error) {
 	possible := unresolved
 	if action == actionRetry {

@@ -17,10 +17,10 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Failures lists what did not get through, and lets operators decide about it: events that a
-// relay could not send, and deliveries that a handler could not handle. It only changes rows.
-// The relay, which looks at them every RetryInterval, sends; a member of the consumer group
-// handles. Any process may have one. It is safe for concurrent use.
+// Failures lists failures, and lets operators decide about them: events that a relay could not
+// send, and deliveries that a handler could not handle. It only changes rows. The relay, which
+// looks at them every RetryInterval, sends; a member of the consumer group handles. Any process may
+// have one. It is safe for concurrent use.
 type Failures struct {
 	db     *pgxpool.Pool
 	stores map[Kind]failureStore
@@ -107,7 +107,7 @@ type Failure struct {
 	Status string
 	// Held is set while its key waits for an operator.
 	Held bool
-	// Source is that of the event.
+	// Source is the source of the event.
 	Source string
 	// OccurredAt is when the event happened, CreatedAt when its transaction began.
 	OccurredAt, CreatedAt time.Time
@@ -137,7 +137,7 @@ type Failure struct {
 	// ChangedAt is when the status of a delivery changed last; zero for events.
 	ChangedAt time.Time
 
-	// ContentType is that of Payload.
+	// ContentType is the content type of Payload.
 	ContentType string
 	// Payload is the event; nil in lists, see [Failures.Get].
 	Payload []byte
@@ -168,7 +168,7 @@ type FailureFilter struct {
 	Topic, Key string
 	// AggregateType and AggregateID say what it happened to.
 	AggregateType, AggregateID string
-	// OutboxID is that of one event. It picks events only.
+	// OutboxID is the id of one event. It picks events only.
 	OutboxID int64
 	// EventID is the CloudEvents id of one event, a UUID.
 	EventID string
