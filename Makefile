@@ -132,8 +132,8 @@ services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep Pos
 	@$(SERVICES) up $(USE)
 
 .PHONY: lint
-lint: bin/golangci-lint ## Check form and style
-	@for m in $(MODULES); do echo "== $$m"; (cd $$m && go vet ./... && $(CURDIR)/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
+lint: bin/golangci-lint ## Check form and style, with vet
+	@for m in $(MODULES); do echo "== $$m"; (cd $$m && $(CURDIR)/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 
 .PHONY: vulncheck
 vulncheck: bin/govulncheck bin/vulncheck ## Look for known vulnerabilities in what is called; says so where their database cannot be reached
