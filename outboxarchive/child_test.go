@@ -16,12 +16,12 @@ import (
 	"github.com/outboxgo/outbox/outboxarchive"
 )
 
-// What a process is told that archives until it is killed.
+// Variables for the child process, which archives until it is killed.
 const (
 	childVar  = "OUTBOXARCHIVE_TEST_DATABASE"
 	schemaVar = "OUTBOXARCHIVE_TEST_SCHEMA"
 	brokerVar = "OUTBOXARCHIVE_TEST_BROKER"
-	folderVar = "OUTBOXARCHIVE_TEST_FOLDER" // empty: the table
+	folderVar = "OUTBOXARCHIVE_TEST_FOLDER" // empty: archive into the table
 )
 
 func archiveUntilKilled() {
@@ -62,7 +62,7 @@ func runChild() error {
 	return relay.Run(background)
 }
 
-// startChild starts a process that archives. kill ends it at once.
+// startChild starts a process that archives. The function kill ends the process at once.
 func (f *archiveFixture) startChild(t testing.TB, folder string) (kill func()) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])

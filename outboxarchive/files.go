@@ -17,22 +17,22 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// Store keeps finished files: a [Folder], or an object store of yours.
+// Store keeps finished files. A [Folder] is a Store; you can write one for an object store.
 type Store interface {
-	// Put stores a file under a name, all of it or nothing, and returns nil only when it will be
-	// there after a crash, too. A file of the same name has the same content, so it may be
-	// replaced or left. Names have no slash.
+	// Put stores a file under a name, completely or not at all. It returns nil only when the file would
+	// survive a crash. A file of the same name has the same content, so Put may replace or keep it. Names
+	// have no slash.
 	Put(ctx context.Context, name string, content []byte) error
 }
 
-// Files writes events as lines of JSON into files that are compressed with zstd. A file has the
-// events of one month of the time of recording, in UTC, in the order of their ids. Its first line
-// describes them, and so does its name: outbox, the month, the first and the last id with 19 digits
-// each, the first and the last time, and a digest of the content:
+// Files writes events as lines of JSON into files that are compressed with zstd. A file has events of one
+// month of the time of recording, in UTC, in the order of their ids. Its first line describes the events.
+// Its name has the month, the first and the last id with 19 digits each, the first and the last time, and a
+// digest of the content:
 //
 //	outbox-2026-11-FIRST-LAST-20261103T101112Z-20261103T111213Z-0123456789abcdef.ndjson.zst
 //
-// It is safe for concurrent use.
+// Files is safe for concurrent use.
 type Files struct {
 	store Store
 	cfg   FilesConfig
@@ -40,9 +40,8 @@ type Files struct {
 
 // FilesConfig tunes [Files]. The zero value is ready for production.
 type FilesConfig struct {
-	// MaxBytes is how many bytes of lines a file has at most, before they are compressed; one event
-	// may be larger. A file has no more than the events that Archive gets at once, 1,000.
-	// Zero means 64 MiB.
+	// MaxBytes bounds the lines of a file, in bytes before compression. A single event may be larger. A
+	// file has no more than the events of one call of Archive: 1,000. Zero means 64 MiB.
 	MaxBytes int
 }
 
@@ -61,10 +60,10 @@ func NewFiles(store Store, cfg FilesConfig) (*Files, error) {
 	return &Files{store, cfg}, nil
 }
 
-// Archive stores rows of outbox in one file for each month, or in more where they are large,
-// before the transaction removes them. It is for RetentionConfig.Archive. If the transaction
-// is not committed, or the process ends before that, the rows are in files and still in outbox, and
-// come again; who reads the files gets each event once.
+// Archive stores rows of outbox in files, one or more for each month, before the transaction removes the
+// rows. Set it as RetentionConfig.Archive. If the transaction is not committed, the rows are in files and
+// also remain in outbox, and a later call archives them again. Readers of the files still get each event
+// once.
 func (f *Files) Archive(ctx context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
 	sorted := slices.SortedStableFunc(slices.Values(rows), byPlace)
 	for _, month := range monthsOf(sorted) {
@@ -96,7 +95,7 @@ func byPlace(a, b outbox.ArchivedEvent) int {
 	return cmp.Or(cmp.Compare(a.OutboxID, b.OutboxID), cmp.Compare(a.EventID, b.EventID))
 }
 
-// put stores what was written.
+// put stores the file that w has written.
 func (f *Files) put(ctx context.Context, w *fileWriter) error {
 	name, content, err := w.finish()
 	if err == nil {
@@ -147,7 +146,7 @@ func (w *fileWriter) finish() (name string, content []byte, err error) {
 	return name, content, encoder.Close()
 }
 
-// windowSize is what a reader needs of memory for each file that is open.
+// windowSize is the memory that a reader needs for each open file.
 const windowSize = 1 << 20
 
 // Suffix ends the name of a file of an archive.
@@ -159,7 +158,8 @@ const (
 	timeForm  = "20060102T150405Z"
 )
 
-// fileName returns the name of the file. Times are to the second, so that the last one is the next second.
+// fileName returns the name of the file. Times have no fractions of seconds, so the last time is rounded
+// up.
 func (h *header) fileName(digest string) string {
 	until := h.To.Truncate(time.Second)
 	if until.Before(h.To) {

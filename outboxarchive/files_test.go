@@ -38,7 +38,7 @@ func folderAt(t testing.TB, path string) (*outboxarchive.Folder, *outboxarchive.
 	return folder, files
 }
 
-// What a relay archives in files is what was in outbox, column by column, and what it sent, byte by byte.
+// Files keep each event of outbox column by column, and its record byte by byte.
 func TestFiles(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -51,7 +51,7 @@ func TestFiles(t *testing.T) {
 	requireSent(t, f, archived)
 }
 
-// JSON as deep as a payload may be is not too deep within a line.
+// A line can hold JSON with the largest depth that a payload may have.
 func TestFilesDeep(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -65,7 +65,7 @@ func TestFilesDeep(t *testing.T) {
 	require.Equal(t, rows, events(t, folder, outboxarchive.Filter{}))
 }
 
-// An archive is files of one month, no larger than wanted; their names sort by month and say what is in them.
+// A file has events of one month and at most MaxBytes. Names sort by month and describe the content.
 func TestFileNames(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -99,7 +99,7 @@ func (m memory) Put(_ context.Context, name string, content []byte) error {
 	return nil
 }
 
-// names returns the names without as many characters of their end.
+// names returns the names without their last characters, as many as without.
 func (m memory) names(without int) (names []string) {
 	for name := range m {
 		names = append(names, name[:len(name)-without])
@@ -108,7 +108,7 @@ func (m memory) names(without int) (names []string) {
 	return names
 }
 
-// A store that fails keeps the events in outbox, and the next run archives them.
+// If a store fails, the events remain in outbox, and the next run archives them.
 func TestStoreFails(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -138,8 +138,8 @@ func (f storeFunc) Put(ctx context.Context, name string, content []byte) error {
 	return f(ctx, name, content)
 }
 
-// A relay that is killed while it archives leaves files with events that are still in outbox. None is
-// lost, and who reads the files gets each once.
+// A relay that is killed while it archives leaves files with events that are still in outbox. No event is
+// lost, and readers of the files get each event once.
 func TestFilesKilled(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -163,8 +163,8 @@ func TestFilesKilled(t *testing.T) {
 	require.Equal(t, recorded, events(t, folder, outboxarchive.Filter{}))
 }
 
-// The transaction of a batch fails after its file is stored: its events come again, in files with other
-// bounds, and are read once.
+// The transaction of a batch fails after its file is stored. Its events are archived again, in files with
+// other bounds, and are read once.
 func TestFilesOverlap(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -244,8 +244,8 @@ var hostileTests = []struct {
 	name   string
 	change func(*testing.T, []byte) []byte
 	says   string
-	line   int // where the error is
-	left   int // of the ten events of the file
+	line   int // line of the error
+	left   int // readable events, of ten in the file
 }{
 	{"truncated", func(_ *testing.T, b []byte) []byte { return b[:len(b)-10] }, "unexpected EOF", 1, 0},
 	{"empty", func(*testing.T, []byte) []byte { return nil }, "unexpected EOF", 1, 0},
@@ -267,7 +267,7 @@ var hostileTests = []struct {
 	}, "window size exceeded", 1, 0},
 }
 
-// A damaged file is reported by name and line, and holds up neither what can be read of it nor other files.
+// A damaged file is reported by name and line. Its readable events and other files are still read.
 func TestHostileFiles(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -306,7 +306,7 @@ func TestHostileFiles(t *testing.T) {
 	}
 }
 
-// Who wants no more gets no more, and files are closed.
+// When the reader stops, no more events are read, and files are closed.
 func TestStopReading(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -323,7 +323,7 @@ func TestStopReading(t *testing.T) {
 	}
 }
 
-// Any bytes are read or refused, and nothing panics.
+// Any bytes are either read or rejected, without a panic.
 func FuzzReadFile(f *testing.F) {
 	f.Add([]byte(`{"format":"outbox-archive","version":1,"events":1}` + "\n" +
 		`{"id":1,"event_id":"e","event_type":"t","created_at":"2026-03-01T00:00:00Z","payload_base64":"","json":false}` + "\n"))

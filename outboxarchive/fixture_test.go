@@ -23,7 +23,7 @@ import (
 
 var background = context.Background()
 
-// archiveFixture is a migrated schema, and a topic of its own.
+// archiveFixture is a migrated schema with its own topic.
 type archiveFixture struct {
 	db      *pgxpool.Pool
 	schema  string
@@ -33,7 +33,7 @@ type archiveFixture struct {
 
 func newFixture(t testing.TB) *archiveFixture { return newFixtureOf(t, 0) }
 
-// newFixtureOf has an outbox with partitions of so many ids; 0: none.
+// newFixtureOf returns a fixture whose outbox has partitions of partitionRows ids. 0 means no partitions.
 func newFixtureOf(t testing.TB, partitionRows int64) *archiveFixture {
 	t.Helper()
 	newSchema := testenv.Schema
@@ -45,7 +45,7 @@ func newFixtureOf(t testing.TB, partitionRows int64) *archiveFixture {
 	return &archiveFixture{db: db, schema: schema, topic: "archive-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 }
 
-// table returns the archive of the schema, which it makes.
+// table creates the archive of the schema and returns it.
 func (f *archiveFixture) table(t testing.TB) *outboxarchive.Table {
 	t.Helper()
 	table, err := outboxarchive.NewTable(f.db, f.config())
@@ -72,7 +72,7 @@ func (f *archiveFixture) count(t testing.TB, table string) (n int) {
 	return n
 }
 
-// newRand returns random numbers, whose seed it logs.
+// newRand returns random numbers and logs their seed.
 func newRand(t testing.TB) *rand.Rand {
 	t.Helper()
 	seed := rand.Uint64()
@@ -80,14 +80,14 @@ func newRand(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// texts are what may be in a text.
+// texts are samples of unusual texts.
 var texts = []string{"a", "Größe", "日本", `"quoted"`, `back\slash`, "</script>&amp;", "line\nbreak", "\u2028", "tab\t", "emoji 🎉", "ctrl\x01\x7f"}
 
-// payloads are JSON texts as they may be written; jsonb prints them its own way.
+// payloads are JSON texts, some in a form that jsonb prints differently.
 var payloads = []string{`{}`, `[]`, `null`, `"text"`, `1.0`, `1e30`, `-0.000000000000000000001`, `{"b":1,"a":{"z":[1,2,{"k":null}]}}`, `{"s":"\u00e9 \" \\ \n \u2028 </x>"}`,
 	`12345678901234567890123456789.123456789012345678901234567890`, `"\ud83c\udf89"`}
 
-// event is one of many kinds, recorded at a time.
+// event returns an event of random form, recorded at a time.
 func (f *archiveFixture) event(rng *rand.Rand, n int, at time.Time) outbox.ArchivedEvent {
 	pick := func(list []string) string { return list[rng.IntN(len(list))] }
 	e := outbox.ArchivedEvent{EventID: uuid.NewString(), Type: fmt.Sprintf("test.archive.kind%d.v1", n%3), Source: "test " + pick(texts), AggregateType: "Thing",
@@ -108,7 +108,7 @@ func (f *archiveFixture) event(rng *rand.Rand, n int, at time.Time) outbox.Archi
 	return e
 }
 
-// insert records events with ids of the sequence.
+// insert records events. The ids come from the sequence.
 func (f *archiveFixture) insert(t testing.TB, events ...outbox.ArchivedEvent) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(background, f.db, func(tx pgx.Tx) error {
@@ -137,7 +137,7 @@ func (f *archiveFixture) insert(t testing.TB, events ...outbox.ArchivedEvent) {
 	}))
 }
 
-// mixed inserts events of all kinds, one each minute, the last of them two months ago.
+// mixed inserts n events of all forms, one each minute. The last one is two months old.
 func (f *archiveFixture) mixed(t testing.TB, rng *rand.Rand, n int) {
 	t.Helper()
 	events := make([]outbox.ArchivedEvent, n)
@@ -159,7 +159,7 @@ func inSevens(archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) erro
 	}
 }
 
-// quick is a relay that archives all the time.
+// quick returns a relay that archives all the time.
 func (f *archiveFixture) quick(archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) outbox.RelayConfig {
 	return outbox.RelayConfig{Schema: f.schema, PollInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond, DeliveryTimeout: time.Second, Lease: 3 * time.Second, Logger: slog.New(slog.DiscardHandler),
 		Retention: outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond, Archive: inSevens(archive)}}
@@ -186,7 +186,7 @@ func (f *archiveFixture) columns(t testing.TB, table string) []string {
 	return all
 }
 
-// events returns those that a source has, in UTC, and fails for an error.
+// events returns the events of a source, with times in UTC. An error fails the test.
 func events(t testing.TB, source outboxarchive.Source, filter outboxarchive.Filter) (all []outbox.ArchivedEvent) {
 	t.Helper()
 	for e, err := range source.Events(background, filter) {

@@ -35,12 +35,11 @@ func OpenFolder(path string) (*Folder, error) {
 
 const (
 	tempPrefix = ".outbox-tmp-" // of a file that is being written
-	tempAge    = time.Hour      // of one whose process has ended
+	tempAge    = time.Hour      // a temporary file of this age belongs to a process that has ended
 )
 
-// Put implements [Store]. It writes to a temporary name, waits for the disk, gives the
-// file its name, and waits for the disk again. Only the user may read it, because events may be
-// personal data.
+// Put implements [Store]. It writes to a temporary name, syncs the file, renames the file, and syncs the
+// folder. Only the user of the process may read the file, because events may be personal data.
 func (f *Folder) Put(ctx context.Context, name string, content []byte) error {
 	f.sweep.Do(f.removeLeft)
 	if err := context.Cause(ctx); err != nil {
@@ -74,7 +73,7 @@ func writeDurably(file *os.File, content []byte) error {
 	return errors.Join(err, file.Close())
 }
 
-// sync waits until the names of the files are on the disk.
+// sync waits until the names of the files are on disk.
 func (f *Folder) sync() error {
 	dir, err := os.Open(f.path)
 	if err != nil {
@@ -83,8 +82,8 @@ func (f *Folder) sync() error {
 	return errors.Join(dir.Sync(), dir.Close())
 }
 
-// removeLeft removes what processes that were killed have left. It is of no use to anybody, so an
-// error does not matter.
+// removeLeft removes old temporary files of killed processes. Nothing reads these files, so errors are
+// ignored.
 func (f *Folder) removeLeft() {
 	left, _ := filepath.Glob(filepath.Join(f.path, tempPrefix+"*"))
 	for _, name := range left {

@@ -34,8 +34,8 @@ func (h *header) line() ([]byte, error) {
 	return append(b, '\n'), err
 }
 
-// line is an event. JSON as PostgreSQL prints it stands in a line as it is; other bytes, and JSON that
-// would not fit on a line, stand there in base64.
+// line is an event. JSON stands in a line as PostgreSQL prints it. Other bytes, and JSON that does not fit
+// into a line, are in base64.
 type line struct {
 	ID            int64           `json:"id"`
 	EventID       string          `json:"event_id"`
@@ -51,8 +51,8 @@ type line struct {
 	HeadersBase64 []byte          `json:"headers_base64,omitempty"`
 	PayloadBase64 []byte          `json:"payload_base64,omitzero"`
 	JSON          bool            `json:"json"`
-	Headers       json.RawMessage `json:"headers,omitempty"` // behind the others; only read
-	Payload       json.RawMessage `json:"payload,omitempty"` // behind the others; only read
+	Headers       json.RawMessage `json:"headers,omitempty"` // at the end of the line; only read
+	Payload       json.RawMessage `json:"payload,omitempty"` // at the end of the line; only read
 }
 
 // appendEvent appends the line of an event.
@@ -89,11 +89,12 @@ func appendEvent(b []byte, e *outbox.ArchivedEvent) ([]byte, error) {
 	return append(b, '}', '\n'), nil
 }
 
-// mayBeDeep is the length from which on JSON may be as deep as encoding/json reads: each level has two brackets.
+// mayBeDeep is the length from which on JSON may exceed the depth that encoding/json reads. Each level has
+// two brackets.
 const mayBeDeep = 2 * 10_000
 
-// fitsLine reports whether JSON is read from a line as it is written. The spaces around a value would be lost, and
-// the line is a level above it.
+// fitsLine reports whether a reader of the line gets JSON back unchanged. Spaces around the value would be
+// lost. In the line, the value is nested one level deeper.
 func fitsLine(text []byte) bool {
 	if len(text) == 0 || bytes.IndexByte(text, '\n') >= 0 || len(bytes.TrimSpace(text)) != len(text) || !json.Valid(text) {
 		return false

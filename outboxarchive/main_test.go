@@ -9,8 +9,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// TestMain fails if a goroutine is left when all tests have ended. In a process that a test started it
-// archives until it is killed.
+// TestMain fails if a goroutine is left when all tests have ended. In a child process of a test, it
+// archives until the process is killed.
 func TestMain(m *testing.M) {
 	if os.Getenv(childVar) != "" {
 		archiveUntilKilled()

@@ -1,13 +1,12 @@
-// Package outboxarchive keeps events when retention removes them from outbox, and reads
-// them again.
+// Package outboxarchive keeps events when retention removes them from outbox, and reads them again.
 //
-//   - [Table] is a table in the same database, with a partition for each month. Its rows
-//     arrive in the transaction that removes them from outbox.
-//   - [Files] are compressed files in a folder, or in a store of yours ([Store]), for cold
-//     storage. They are stored before the transaction commits.
+//   - [Table] is a table in the same database, with a partition for each month. Its rows arrive in the
+//     transaction that removes them from outbox.
+//   - [Files] are compressed files for cold storage, in a folder or in another [Store]. They are stored
+//     before the transaction commits.
 //
-// Either one has a method Archive for RetentionConfig.Archive, which relays and workers call.
-// Both are read by [Source], which also is what the package outboxreplay sends to Kafka again.
+// Both have a method Archive for RetentionConfig.Archive, which relays and workers call. A [Source] reads
+// either of them. The package outboxreplay sends the events of a Source to Kafka again.
 package outboxarchive
 
 import (
@@ -26,16 +25,16 @@ import (
 
 // Source has events: a [Table], a [Folder], or [Recorded].
 type Source interface {
-	// Events returns the events that a filter chooses, in the order of OutboxID, each once.
-	// That is the order of the events of one key. An event that cannot be read comes as a
-	// [*ReadError], behind which others may follow; any other error is the last.
+	// Events returns the events that a filter chooses, each once, in the order of OutboxID. The events of a
+	// key were recorded in this order. If an event cannot be read, the error is a [*ReadError], and more
+	// events may follow. Any other error is the last.
 	Events(ctx context.Context, filter Filter) iter.Seq2[outbox.ArchivedEvent, error]
 }
 
 // Filter chooses events. The zero value chooses all.
 type Filter struct {
-	// After leaves out the events whose OutboxID is not above it: it is where a run that was
-	// stopped goes on.
+	// After leaves out the events whose OutboxID is not above it. Use it to continue a run that was
+	// stopped.
 	After int64
 	// Since and Until bound ArchivedEvent.CreatedAt, the time of recording: from Since on, and
 	// before Until. Zero means no bound.
@@ -44,10 +43,10 @@ type Filter struct {
 	Types []string
 	// Topics are the topics to which relays sent the events. Empty means all.
 	Topics []string
-	// Keys are the keys of their records. Empty means all.
+	// Keys are the keys of the records. Empty means all.
 	Keys []string
-	// AggregateType and AggregateID are what the events happened to. Empty means all; an
-	// AggregateID needs an AggregateType.
+	// AggregateType and AggregateID choose the events of an aggregate. Empty means all. An AggregateID
+	// needs an AggregateType.
 	AggregateType, AggregateID string
 	// EventIDs are the ids of events. Empty means all.
 	EventIDs []string
@@ -57,15 +56,15 @@ type Filter struct {
 type ReadError struct {
 	// File is the name of the file; empty for a row of a table.
 	File string
-	// Line is the line in the file, from 1 on; 0 if the whole file cannot be read.
+	// Line is the line in the file, counted from 1. It is 0 if the whole file cannot be read.
 	Line int
-	// OutboxID is the event's, as far as it is known.
+	// OutboxID is the event's id in outbox, or 0 if it is unknown.
 	OutboxID int64
 	// Err is the reason.
 	Err error
 }
 
-// Error says where it is, and why.
+// Error says where the error is, and why.
 func (e *ReadError) Error() string {
 	switch {
 	case e.File == "":
@@ -131,7 +130,7 @@ func (f Filter) inTime(t time.Time) bool {
 	return !t.Before(f.Since) && (f.Until.IsZero() || t.Before(f.Until))
 }
 
-// topicOf returns the topic of an event's record; "" if none follows from its type.
+// topicOf returns the topic of an event's record, or "" if its type has no topic.
 func topicOf(e *outbox.ArchivedEvent) string {
 	switch {
 	case e.Topic != "":

@@ -22,8 +22,8 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// FromFS returns the events of the files of an archive in a file system, in its folders, too. Other
-// files are not read.
+// FromFS returns the events of the archive files in a file system, including subfolders. Other files are
+// ignored.
 func FromFS(files fs.FS) Source { return fileSource{files} }
 
 type fileSource struct{ files fs.FS }
@@ -44,14 +44,14 @@ func (s fileSource) Events(ctx context.Context, filter Filter) iter.Seq2[outbox.
 	}
 }
 
-// merge reads files whose ids may overlap in the order of ids: retention begins again and again with the
-// first row, and finds there what it had to leave before.
+// merge reads files in the order of ids, even if the ranges of ids in the files overlap. Ranges overlap
+// because each run of retention begins with the first row, and finds rows that earlier runs had to leave.
 type merge struct {
 	files   fs.FS
 	filter  matcher
 	waiting []foundFile // sorted by their first id
 	open    openFiles   // by their next event
-	last    place       // of the event before
+	last    place       // place of the event before
 }
 
 // foundFile is a file that is not open yet.
@@ -60,8 +60,8 @@ type foundFile struct {
 	first int64
 }
 
-// find lists the files that may have events for the filter, by their names. A file of another name may
-// have any.
+// find lists the files that may have events for the filter, judged by their names. A file whose name cannot
+// be parsed may have any events.
 func (m *merge) find() error {
 	err := fs.WalkDir(m.files, ".", func(name string, entry fs.DirEntry, err error) error {
 		base := path.Base(name)
@@ -81,7 +81,7 @@ func (m *merge) find() error {
 	return err
 }
 
-// parseName is the inverse of fileName. Without ok the file may begin with any id.
+// parseName is the inverse of fileName. If ok is false, the file may begin with any id.
 func parseName(name string) (head header, ok bool) {
 	parts := strings.Split(strings.TrimSuffix(strings.TrimPrefix(name, prefix), Suffix), "-")
 	if len(parts) != 7 {
@@ -136,8 +136,8 @@ func (m *merge) run(ctx context.Context, yield func(outbox.ArchivedEvent, error)
 	}
 }
 
-// advance reads the next event of a file, which stays open if it has one. It returns false if yield
-// does.
+// advance reads the next event of a file. At the end of the file it closes the file. It returns false if
+// yield does.
 func (m *merge) advance(f *file, yield func(outbox.ArchivedEvent, error) bool) bool {
 	for {
 		ok, err := f.read()
@@ -162,7 +162,7 @@ func (m *merge) close() {
 	}
 }
 
-// openFiles is a heap.
+// openFiles is a heap of open files, ordered by their next event.
 type openFiles []*file
 
 func (o openFiles) Len() int           { return len(o) }
@@ -179,7 +179,7 @@ func (o *openFiles) Pop() any {
 	return f
 }
 
-// file is a file that is read.
+// file is an open file.
 type file struct {
 	name   string
 	close  func()
@@ -202,7 +202,7 @@ func openFile(files fs.FS, name string) *file {
 		f.err = err
 		return f
 	}
-	// A file may not ask for more memory than those that are written here.
+	// A file of other origin must not need more memory than the files that this package writes.
 	decoder, err := zstd.NewReader(raw, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(8*windowSize))
 	if err != nil {
 		f.err = errors.Join(err, raw.Close())
@@ -216,7 +216,8 @@ func openFile(files fs.FS, name string) *file {
 	return f
 }
 
-// read reads the next event. Without ok and error there is none. Behind an error others may come.
+// read reads the next event. At the end of the file ok is false and err is nil. After an error, more events
+// may follow.
 func (f *file) read() (ok bool, err error) {
 	if f.ended {
 		return false, nil
@@ -253,7 +254,7 @@ func (f *file) read() (ok bool, err error) {
 	return true, nil
 }
 
-// end returns an error behind which nothing of the file can be read.
+// end returns an error after which nothing more of the file can be read.
 func (f *file) end(number int, err error) error {
 	f.ended = true
 	return &ReadError{File: f.name, Line: number, Err: err}
@@ -276,8 +277,8 @@ func (f *file) readHeader() error {
 	return nil
 }
 
-// readLine reads a line up to its end, which it leaves out. At the end of the file it returns what is
-// left, and io.EOF.
+// readLine reads a line and returns it without its line break. At the end of the file it returns the
+// remaining bytes, and io.EOF.
 func (f *file) readLine() ([]byte, error) {
 	f.number++
 	var text []byte

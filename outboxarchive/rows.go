@@ -18,12 +18,12 @@ import (
 )
 
 const (
-	// pageRows and pageBytes bound what is read at once; one event may be larger.
+	// pageRows and pageBytes bound a page; a single event may be larger.
 	pageRows  = 500
 	pageBytes = 16 << 20
 )
 
-// rowColumns are those of an event, in a table that has those of outbox.
+// rowColumns are the columns of an event, in outbox and in outbox_archive.
 const rowColumns = `id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
            headers, occurred_at, created_at, size`
 
@@ -47,8 +47,8 @@ const (
     SELECT ` + rowColumns + ` FROM {schema}.outbox` + rowFilter + `)`
 )
 
-// The statements of a page. One statement sees one snapshot, so an event that is moved to the
-// archive meanwhile is found in one of the tables.
+// The statements of a page. Each reads one snapshot, so it finds an event that is moved to the archive
+// meanwhile in one of the tables.
 const (
 	readPage = `
 SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), content_type,
@@ -60,11 +60,11 @@ SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coa
 	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 ORDER BY id, event_id LIMIT $3::bigint`
 )
 
-// The settings of a page. To the planner the rows in a range of ids, or of times that are younger than what it knows
-// of the table, may look so few that it would read and sort all that are left, for each page: only the plans remain
-// that begin with the index on the id or, for one aggregate, on that, and read on. Ids of events may have an index of
-// their own, which has another order. A statement is planned for its arguments each time, because most filters are
-// empty.
+// The settings of a page. The planner may underestimate the rows in a range of ids, or of times that are
+// newer than its statistics. Then it would read and sort all remaining rows for each page. With these
+// settings, only plans remain that read an index in the order of ids: the index on the id or, for one
+// aggregate, the index of the aggregate. A filter by ids of events may use the index on them, which has
+// another order. Statements are planned for their arguments each time, because most filters are empty.
 const (
 	pageSettings = `
 SELECT set_config('plan_cache_mode', 'force_custom_plan', true), set_config('jit', 'off', true)`
@@ -110,13 +110,13 @@ func (r recorded) Events(ctx context.Context, f Filter) iter.Seq2[outbox.Archive
 	return r.events(ctx, f)
 }
 
-// Events implements [Source]: it returns the events that are in the archive, and those that are
-// still in outbox, each once.
+// Events implements [Source]. It returns the events in the archive and the events that are still in outbox,
+// each once.
 func (t *Table) Events(ctx context.Context, f Filter) iter.Seq2[outbox.ArchivedEvent, error] {
 	return t.reader.events(ctx, f)
 }
 
-// place is an event: where a page begins.
+// place identifies an event. A page begins behind it.
 type place struct {
 	id      int64
 	eventID string
@@ -133,7 +133,7 @@ func (r rowReader) events(ctx context.Context, f Filter) iter.Seq2[outbox.Archiv
 		for {
 			events, err := r.read(ctx, f, last, limit)
 			switch {
-			case pg.IsUnreadable(err) && limit > 1: // find out which
+			case pg.IsUnreadable(err) && limit > 1: // find the event that is unreadable
 				limit = 1
 				continue
 			case pg.IsUnreadable(err):
@@ -177,7 +177,7 @@ func (f Filter) args(after place, limit int) []any {
 		f.AggregateType, f.AggregateID, orNull(f.EventIDs), int64(pageBytes)}
 }
 
-// read returns some events behind one.
+// read returns a page of events behind a place.
 func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (events []outbox.ArchivedEvent, err error) {
 	err = pg.Query(ctx, r.db, f.settings(), func(rows pgx.Rows) (err error) {
 		events, err = pgx.CollectRows(rows, scanEvent)
@@ -192,7 +192,7 @@ func scanEvent(row pgx.CollectableRow) (e outbox.ArchivedEvent, err error) {
 	return e, err
 }
 
-// behind returns the place of the first event behind one, or that one if there is none.
+// behind returns the place of the first event behind a place. If there is none, it returns the same place.
 func (r rowReader) behind(ctx context.Context, f Filter, after place) (next place, err error) {
 	next = after
 	err = pg.Query(ctx, r.db, f.settings(), func(rows pgx.Rows) error {

@@ -17,7 +17,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// A page costs what is on it, whatever PostgreSQL knows of the table: nothing, or only what was there before.
+// The cost of a page depends only on its rows. This holds if PostgreSQL has no statistics, and if they are
+// older than the newest rows.
 func TestPageIsBounded(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -54,7 +55,7 @@ func TestPageIsBounded(t *testing.T) {
 
 var buffersRead = regexp.MustCompile(`Buffers: shared hit=(\d+)(?: read=(\d+))?`)
 
-// requireBounded requires PostgreSQL to read few buffers for a page behind an id.
+// requireBounded requires that PostgreSQL reads few buffers for a page behind an id.
 func requireBounded(t *testing.T, r rowReader, f Filter, after int64) {
 	t.Helper()
 	var plan []string

@@ -18,9 +18,9 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Table is the table outbox_archive, which has a partition for each month of the time of
-// recording, in UTC. An event is in it from the moment on in which it is gone from outbox. It is
-// safe for concurrent use, and any number of relays may write to it.
+// Table is the table outbox_archive, which has a partition for each month of the time of recording, in UTC.
+// An event enters it in the transaction that removes the event from outbox. Table is safe for concurrent
+// use, and any number of relays may write to it.
 type Table struct {
 	db  *pgxpool.Pool
 	cfg TableConfig
@@ -31,13 +31,13 @@ type Table struct {
 
 // TableConfig tunes a [Table]. The zero value is ready for production.
 type TableConfig struct {
-	// Schema is where outbox_archive is. Empty means public.
+	// Schema is the schema of outbox_archive. Empty means public.
 	Schema string
-	// OutboxSchema is where the table outbox is, whose rows [Table.Events] returns too. Empty
-	// means public.
+	// OutboxSchema is the schema of the table outbox, whose rows [Table.Events] returns too. Empty means
+	// public.
 	OutboxSchema string
-	// KeepMonths is how long [Table.Expire] leaves events in the archive, in months. Negative
-	// keeps all. Zero means 60, which is five years.
+	// KeepMonths is the age, in months, at which [Table.Expire] drops events. Negative keeps all. Zero
+	// means 60, which is five years.
 	KeepMonths int
 }
 
@@ -46,8 +46,8 @@ const (
 	maxKeepMonths     = 12_000
 )
 
-// ErrNoTable is returned where the table outbox_archive or its function is missing: call
-// [Table.Ensure] as the role that owns it.
+// ErrNoTable means that the table outbox_archive or its function is missing. Call [Table.Ensure] as the
+// role that owns the table.
 var ErrNoTable = errors.New("outbox: outbox_archive is missing, or is not that of this release")
 
 // NewTable returns the archive in a schema. It does no I/O; [Table.Ensure] makes the table.
@@ -84,12 +84,12 @@ func inSchema(sql, schema string) string {
 	return pg.InSchema(names.Replace(sql), schema)
 }
 
-// sqlPrepare makes the partitions of some times, where they are missing.
+// sqlPrepare makes the missing partitions for some times.
 const sqlPrepare = `SELECT {schema}.outbox_archive_prepare($1)`
 
-// sqlInsert adds rows. A row that is there already is the same event: where outbox is
-// partitioned, its rows come here before their partition is dropped, and may come again. The id
-// alone would not say so, because a server that lagged when it took over gives ids out again.
+// sqlInsert adds rows. A row that exists already is the same event: rows of a partitioned outbox are
+// archived before their partition is dropped, and may be archived twice. The id alone does not identify an
+// event, because a server that lagged before a failover assigns ids again.
 const sqlInsert = `
 INSERT INTO {schema}.outbox_archive (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
                                      topic, partition_key, headers, occurred_at, created_at, size)
@@ -101,10 +101,9 @@ SELECT id, event_id, type, source, aggregate_type, aggregate_id, payload::jsonb,
              topic, partition_key, headers, occurred_at, created_at, size)
     ON CONFLICT DO NOTHING`
 
-// Archive adds rows of outbox in the transaction that removes them. It is for
-// RetentionConfig.Archive. The partitions that are missing are made in the same transaction, by
-// a function that runs with the rights of the owner of the table, so the role of the
-// relay only needs those that docs/archive.md names.
+// Archive adds rows of outbox in the transaction that removes them. Set it as RetentionConfig.Archive.
+// Missing partitions are made in the same transaction, by a function that runs with the rights of the
+// table's owner. So the role of the relay needs only the rights that docs/archive.md names.
 func (t *Table) Archive(ctx context.Context, tx pgx.Tx, rows []outbox.ArchivedEvent) error {
 	if len(rows) == 0 {
 		return nil
@@ -164,7 +163,7 @@ func columnsOf(rows []outbox.ArchivedEvent) []any {
 	return []any{ids, eventIDs, types, sources, aggTypes, aggIDs, payloads, payloadBytes, contentTypes, topics, keys, headers, occurred, created, sizes}
 }
 
-// notNil returns an empty payload as such, and not as NULL.
+// notNil returns an empty slice for nil, because nil would become NULL.
 func notNil(b []byte) []byte {
 	if b == nil {
 		return []byte{}
@@ -172,7 +171,7 @@ func notNil(b []byte) []byte {
 	return b
 }
 
-// orNoTable returns [ErrNoTable] with errors that mean it.
+// orNoTable adds [ErrNoTable] to errors that mean a missing table or function.
 func orNoTable(err error) error {
 	if pg.IsUndefined(err) {
 		return fmt.Errorf("%w: %w", ErrNoTable, err)

@@ -12,18 +12,18 @@ import (
 	"github.com/outboxgo/outbox/internal/privileges"
 )
 
-// aheadMonths is for how many months from now on Ensure makes partitions. Archive makes those
-// of its rows itself.
+// aheadMonths is the number of future months for which Ensure makes partitions. Archive makes the
+// partitions of its rows itself.
 const aheadMonths = 3
 
-// maxBackMonths bounds for how many months before now Ensure makes partitions.
+// maxBackMonths bounds the number of past months for which Ensure makes partitions.
 const maxBackMonths = 120
 
-// The statements of [Table.Ensure], which one process at a time runs.
+// The statements of [Table.Ensure]. Only one process at a time runs them.
 const (
 	sqlLockEnsure = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.archive.' || $1, 0))`
 
-	// sqlArchiveOwner reports whether the table is there, and whether another role owns it.
+	// sqlArchiveOwner reports whether the table exists, and whether another role owns it.
 	sqlArchiveOwner = `
 SELECT n.oid IS NOT NULL, c.oid IS NOT NULL, coalesce(NOT pg_has_role(c.relowner, 'USAGE'), false), coalesce(pg_get_userbyid(c.relowner), '')
   FROM (VALUES (1)) AS one
@@ -32,8 +32,8 @@ SELECT n.oid IS NOT NULL, c.oid IS NOT NULL, coalesce(NOT pg_has_role(c.relowner
 
 	createSchema = `CREATE SCHEMA {schema}`
 
-	// createArchive has the columns of outbox. The key begins with the id, because events are
-	// read in that order. It names the event, too, for what sqlInsert says.
+	// createArchive has the columns of outbox. The key begins with the id, because events are read in that
+	// order. The key also has the event id, for the reason that sqlInsert gives.
 	createArchive = `
 CREATE TABLE {schema}.outbox_archive (
     id             bigint       NOT NULL,
@@ -66,9 +66,10 @@ COMMENT ON COLUMN {schema}.outbox_archive.created_at IS 'Start of the transactio
 COMMENT ON COLUMN {schema}.outbox_archive.size IS 'Bytes of payload and headers, for reading in batches.';
 COMMENT ON COLUMN {schema}.outbox_archive.archived_at IS 'Start of the transaction that moved it here.'`
 
-	// createPrepare makes partitions of months. It runs with the rights of the owner. A
-	// partition is attached, which holds up no reader or writer, and gets no rights by ALTER DEFAULT
-	// PRIVILEGES: those to outbox_archive cover it.
+	// createPrepare makes partitions of months. It runs with the rights of the owner. It creates a
+	// partition as a table and attaches it, because attaching does not block readers or writers. It revokes
+	// the rights that ALTER DEFAULT PRIVILEGES gives on a partition: the rights on outbox_archive are
+	// sufficient.
 	createPrepare = `
 CREATE OR REPLACE FUNCTION {schema}.outbox_archive_prepare(times timestamptz[]) RETURNS int
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET TimeZone = 'UTC' AS $body$
@@ -111,7 +112,8 @@ END $body$;
 
 COMMENT ON FUNCTION {schema}.outbox_archive_prepare(timestamptz[]) IS 'Makes the partitions of outbox_archive for the months of some times, and returns how many were missing.'`
 
-	// revokeDefaults takes from everybody what ALTER DEFAULT PRIVILEGES gives on what is new.
+	// revokeDefaults revokes the rights that ALTER DEFAULT PRIVILEGES has given on the new table and
+	// function.
 	revokeDefaults = `
 DO $$
 DECLARE
@@ -131,11 +133,11 @@ BEGIN
 END $$`
 )
 
-// Ensure makes outbox_archive, its function, and the partitions from the month of the oldest
-// event in outbox, where there is one, to three months from now. It may be called at every start and by
-// many processes at once, as the role that owns the table: it needs CREATE on the schema, or on the
-// database if the schema does not exist. It returns [outbox.ErrForeignObjects] if the table
-// belongs to a role whose rights this one does not have.
+// Ensure makes outbox_archive, its function, and partitions. The partitions begin with the month of the
+// oldest event in outbox, or with this month if outbox is empty, and end three months from now. Many
+// processes may call it at the same time, at every start. Call it as the role that owns the table. The role
+// needs CREATE on the schema, or on the database if the schema does not exist. Ensure returns
+// [outbox.ErrForeignObjects] if the table belongs to a role whose rights this role does not have.
 func (t *Table) Ensure(ctx context.Context) error {
 	err := pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error { return t.ensure(ctx, tx) })
 	if err != nil {
@@ -172,7 +174,8 @@ func (t *Table) ensure(ctx context.Context, tx pgx.Tx) error {
 	return orNoTable(err)
 }
 
-// create makes what is missing. The function is that of this release afterwards.
+// create makes the schema and the table if they are missing. It always replaces the function by the
+// function of this release.
 func (t *Table) create(ctx context.Context, tx pgx.Tx, hasSchema, hasTable bool) error {
 	var statements []string
 	if !hasSchema {

@@ -13,13 +13,14 @@ import (
 
 // Partition is a partition of outbox_archive.
 type Partition struct {
-	// Schema and Name are those of its table. The schema is that of the archive, unless an operator
-	// has attached a table of another schema, or moved the table there.
+	// Schema and Name are the schema and the name of its table. The schema is the schema of the archive,
+	// unless an operator has attached a table of another schema, or has moved the table there.
 	Schema, Name string
-	// From and Until bound the time of recording of its events. They are zero where it has no
-	// bounds of that form.
+	// From and Until bound the time of recording of its events. They are zero if the partition has other
+	// bounds.
 	From, Until time.Time
-	// Events is how many there are, as PostgreSQL estimates it; negative if it does not know.
+	// Events is PostgreSQL's estimate of the number of events. It is negative if PostgreSQL has no
+	// estimate.
 	Events int64
 	// Bytes is its size on disk, with indexes.
 	Bytes int64
@@ -27,7 +28,7 @@ type Partition struct {
 	Expired bool
 }
 
-// sqlPartitions lists the partitions. Their bounds are printed as the server prints times in UTC.
+// sqlPartitions lists the partitions. The server prints their bounds in UTC.
 const sqlPartitions = `
 WITH utc AS MATERIALIZED (SELECT set_config('TimeZone', 'UTC', true), set_config('DateStyle', 'ISO', true)),
 parts AS MATERIALIZED (
@@ -66,13 +67,13 @@ func (t *Table) partitionsIn(ctx context.Context, tx pgx.Tx) ([]Partition, error
 	})
 }
 
-// dropSettings bound how long the archive's readers wait behind a partition that is to be dropped.
+// dropSettings bound how long readers of the archive wait behind the drop of a partition.
 const dropSettings = `SELECT set_config('lock_timeout', '1s', true)`
 
-// Expire drops the partitions that are [Partition.Expired], the oldest first, and returns them.
-// Retention does not do so by itself: a relay has no right to remove what it has archived. Call it
-// as the owner of the table, once a day or a month, or use outbox archive expire. An error that
-// says that a lock is not available means that another session reads the archive: call it again.
+// Expire drops the partitions that are [Partition.Expired], the oldest first, and returns them. Retention
+// does not call it: a relay has no right to remove archived events. Call it as the owner of the table, once
+// a day or a month, or use outbox archive expire. If the error says that a lock is not available, another
+// session reads the archive: call Expire again.
 func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
 	all, err := t.Partitions(ctx)
 	if err != nil {
@@ -90,7 +91,7 @@ func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
 	return dropped, nil
 }
 
-// drop drops a partition, if it still is one and all its events are old.
+// drop drops a partition if it is still attached and all its events are old.
 func (t *Table) drop(ctx context.Context, old Partition) error {
 	return pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, dropSettings); err != nil {

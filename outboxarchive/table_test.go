@@ -19,7 +19,7 @@ import (
 	"github.com/outboxgo/outbox/outboxarchive"
 )
 
-// What a relay archives in the table is what was in outbox, column by column, and what it sent, byte by byte.
+// The table keeps each event of outbox column by column, and its record byte by byte.
 func TestTable(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -33,7 +33,7 @@ func TestTable(t *testing.T) {
 	requireSent(t, f, archived)
 }
 
-// requireSent requires the records of the topic to be those of events, in their order by key.
+// requireSent requires that the topic has exactly the records of events, in their order by key.
 func requireSent(t *testing.T, f *archiveFixture, events []outbox.ArchivedEvent) {
 	t.Helper()
 	client, err := kgo.NewClient(append(testenv.KafkaOpts(f.brokers), kgo.ConsumeTopics(f.topic))...)
@@ -59,8 +59,8 @@ func requireSent(t *testing.T, f *archiveFixture, events []outbox.ArchivedEvent)
 	}
 }
 
-// Where outbox is partitioned, rows are archived before their partition is dropped, and again after a
-// restart; the archive has them once.
+// The rows of a partitioned outbox are archived before their partition is dropped, and again after a
+// restart. The archive has each row once.
 func TestTableOfPartitionedOutbox(t *testing.T) {
 	t.Parallel()
 	f := newFixtureOf(t, 20)
@@ -80,7 +80,7 @@ func TestTableOfPartitionedOutbox(t *testing.T) {
 	require.Equal(t, recorded, events(t, table, outboxarchive.Filter{})[:len(recorded)])
 }
 
-// archive archives events that are in no table.
+// archive archives events that are not in outbox.
 func archive(t testing.TB, db *pgxpool.Pool, table *outboxarchive.Table, events ...outbox.ArchivedEvent) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(background, db, func(tx pgx.Tx) error { return table.Archive(background, tx, events) }))
@@ -113,8 +113,8 @@ var monthTests = []struct{ at, partition string }{
 	{"0001-01-01T00:00:00Z", "outbox_archive_0001_01"},
 }
 
-// An event is in the partition of its month in UTC, whatever the time zone of a session, also if that
-// partition was missing.
+// An event is in the partition of its month in UTC, in any time zone of a session. A missing partition is
+// made.
 func TestTableMonths(t *testing.T) {
 	t.Parallel()
 	for _, zone := range []string{"UTC", "Pacific/Auckland", "America/New_York"} {
@@ -143,7 +143,7 @@ func TestTableMonths(t *testing.T) {
 	}
 }
 
-// Ensure makes partitions in advance, from the oldest event on, and may be called by many at once.
+// Ensure makes partitions in advance, beginning with the oldest event. Many processes may call it at once.
 func TestTableEnsure(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -169,7 +169,7 @@ func TestTableEnsure(t *testing.T) {
 	require.Equal(t, time.Now().UTC().AddDate(0, -4, 0).Format("2006_01"), strings.TrimPrefix(partitions[0].Name, "outbox_archive_"))
 }
 
-// Relays that need the same new partition wait for each other, and lose nothing.
+// Relays that need the same new partition wait for each other. No event is lost.
 func TestTableByManyRelays(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -192,7 +192,8 @@ func TestTableByManyRelays(t *testing.T) {
 	require.Equal(t, 8*36, f.count(t, "outbox_archive"))
 }
 
-// An event that comes again is there once. Another event with the same id, after a failover, is there too.
+// An event that is archived twice is in the archive once. Another event with the same id, after a failover,
+// is in the archive too.
 func TestTableTwice(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -206,8 +207,8 @@ func TestTableTwice(t *testing.T) {
 	require.Error(t, table.Archive(background, nil, []outbox.ArchivedEvent{one}))
 }
 
-// The role of a relay needs the right to insert and to call one function, and can neither read nor change the
-// archive with them, nor make partitions far ahead.
+// The role of a relay needs only the right to insert and the right to call one function. With these rights
+// it can neither read nor change the archive, nor make partitions far ahead.
 func TestTableRights(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -248,8 +249,7 @@ func TestTableRights(t *testing.T) {
 	}
 }
 
-// Partitions are dropped when all their events are old enough, by months, and not while a session
-// reads them.
+// Expire drops a partition when all its events are old enough, but not while a session reads it.
 func TestTableExpire(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)
@@ -291,7 +291,7 @@ func TestTableExpire(t *testing.T) {
 	require.Empty(t, dropped)
 }
 
-// A relay that is killed while it archives loses no event and doubles none.
+// If a relay is killed while it archives, no event is lost and none is archived twice.
 func TestTableKilled(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -331,7 +331,7 @@ var filterTests = []struct {
 	{"of another topic", outboxarchive.Filter{Topics: []string{"archive-events"}}, func(e outbox.ArchivedEvent) bool { return e.Topic == "" }},
 }
 
-// A filter chooses the same events of the table, of which some are still in outbox, and of files.
+// A filter chooses the same events from the table, while some are still in outbox, and from files.
 func TestFilter(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -343,8 +343,8 @@ func TestFilter(t *testing.T) {
 	require.NoError(t, files.Archive(background, nil, all[:35]))
 	require.NoError(t, files.Archive(background, nil, all[25:]))
 	archive(t, f.db, table, all[:30]...)
-	f.exec(t, `DELETE FROM {schema}.outbox WHERE id <= 25`) // 26 to 30 are in both
-	var others []*outboxarchive.Table                       // in the other modes of a pool, for PgBouncer for example
+	f.exec(t, `DELETE FROM {schema}.outbox WHERE id <= 25`) // events 26 to 30 are in both tables
+	var others []*outboxarchive.Table                       // in the other modes of a pool
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec} {
 		other, err := outboxarchive.NewTable(testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode }), f.config())
 		require.NoError(t, err)
@@ -398,8 +398,8 @@ func TestBadFilters(t *testing.T) {
 	}
 }
 
-// An event that PostgreSQL cannot print, here for a division by zero, is reported with its id, and those behind it
-// follow.
+// PostgreSQL cannot print an event, here because of a division by zero. The event is reported with its id,
+// and later events follow.
 func TestUnreadableEvent(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -407,7 +407,7 @@ func TestUnreadableEvent(t *testing.T) {
 	f.mixed(t, newRand(t), 20)
 	f.exec(t, `ALTER TABLE {schema}.outbox RENAME TO stored`)
 	f.exec(t, `CREATE FUNCTION {schema}.print(id bigint, payload jsonb) RETURNS jsonb LANGUAGE plpgsql STABLE COST 100000 AS $$ BEGIN
-		RETURN CASE id WHEN 7 THEN to_jsonb(1 / (id - 7)) ELSE payload END; END $$`) // what costs much is called last
+		RETURN CASE id WHEN 7 THEN to_jsonb(1 / (id - 7)) ELSE payload END; END $$`) // PostgreSQL calls expensive functions last
 	f.exec(t, `CREATE VIEW {schema}.outbox AS SELECT id, event_id, event_type, source, aggregate_type, aggregate_id, {schema}.print(id, payload) AS payload,
 		payload_bytes, content_type, topic, partition_key, headers, occurred_at, created_at, size FROM {schema}.stored`)
 	n := 0
@@ -436,7 +436,7 @@ func TestNewTable(t *testing.T) {
 	require.ErrorIs(t, err, outbox.ErrNilArgument)
 }
 
-// Whatever times events have, Ensure makes the archive, and Archive finds their partitions.
+// For any times of events, Ensure makes the archive, and Archive finds the partitions.
 func TestTableOddTimes(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -451,8 +451,8 @@ func TestTableOddTimes(t *testing.T) {
 	require.Equal(t, recorded, events(t, table, outboxarchive.Filter{}))
 }
 
-// A partition that was moved to another schema is dropped there, and no table that has its name
-// here.
+// If a partition was moved to another schema, Expire drops it there. It does not drop a table of the same
+// name in the schema of the archive.
 func TestTableExpireElsewhere(t *testing.T) {
 	t.Parallel()
 	f, rng := newFixture(t), newRand(t)

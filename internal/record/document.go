@@ -54,7 +54,7 @@ func (r *Rows) appendObject(b []byte, i int) []byte {
 	return append(b, '}')
 }
 
-// appendValue appends a value of a row as the input function of its column reads it.
+// appendValue appends a value of a row in the form that the input function of its column reads.
 func appendValue(b []byte, value any) []byte {
 	switch v := value.(type) {
 	case string:

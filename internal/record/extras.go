@@ -29,13 +29,12 @@ type Extras struct {
 	CorrelationID, TraceID, TraceParent string            // of the context
 	Headers                             map[string]string // of the recorder
 	Attributes                          map[string]string // of the type
-	OwnHeaders, OwnAttributes           map[string]string // of this event, which replace the others
+	OwnHeaders, OwnAttributes           map[string]string // of this event; they replace the others
 }
 
-// encode returns the stored form: a JSON object of strings, or nil when there
-// are none. printed is at least the size that jsonb prints: it puts a space behind each
-// colon and each comma. A traceparent of another form is omitted, as the W3C demands, and
-// so is an attribute without a value.
+// encode returns the stored form: a JSON object of strings, or nil if there are no values. The result
+// printed is at least the size that jsonb prints: jsonb puts a space behind each colon and each comma. A
+// malformed traceparent is omitted, as the W3C demands, and so is an attribute without a value.
 func (x *Extras) encode() (encoded []byte, printed int, rejected *envelope.FieldError) {
 	reject := func(field string, err error) ([]byte, int, *envelope.FieldError) {
 		return nil, 0, &envelope.FieldError{Field: field, Err: err}
@@ -84,7 +83,7 @@ func (x *Extras) isEmpty() bool {
 		len(x.Headers) == 0 && len(x.Attributes) == 0 && len(x.OwnHeaders) == 0 && len(x.OwnAttributes) == 0
 }
 
-// addHeaders adds headers; of a name the last counts.
+// addHeaders adds headers. If a name occurs twice, the last value counts.
 func addHeaders(all map[string]string, sets ...map[string]string) error {
 	for _, set := range sets {
 		for name, value := range set {
@@ -97,7 +96,8 @@ func addHeaders(all map[string]string, sets ...map[string]string) error {
 	return nil
 }
 
-// addAttributes adds attributes; of a name the last counts, and takes it out if it is empty.
+// addAttributes adds attributes. If a name occurs twice, the last value counts. An empty last value removes
+// the attribute.
 func addAttributes(all map[string]string, sets ...map[string]string) error {
 	for _, set := range sets {
 		for name, value := range set {

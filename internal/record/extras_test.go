@@ -16,7 +16,7 @@ var hardTexts = []string{
 	`a"b`, `a\b`, "a\nb\tc\x01\x7f", "</script>&", "주문 😀", "\u2028\u2029", "\ufffd", strings.Repeat("x", 255), `{"a":1}`, `\u0041`,
 }
 
-// What Extras stores, OwnHeaders reads.
+// OwnHeaders reads the headers that Extras has stored.
 func TestHeadersRoundTrip(t *testing.T) {
 	t.Parallel()
 	own := map[string]string{}
@@ -42,7 +42,7 @@ func TestHeadersRoundTrip(t *testing.T) {
 	require.NotContains(t, own, "correlationid", "the caller's map is left alone")
 }
 
-// Most events have nothing, and that costs nothing.
+// Most events have no extras, and encoding no extras must not allocate.
 func TestNoExtras(t *testing.T) {
 	// Not parallel: it counts allocations.
 	var none Extras

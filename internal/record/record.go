@@ -1,11 +1,15 @@
 // Package record stores events in the table outbox, in transactions of its callers.
 //
-// [Rows] holds the events of one call, column by column. It checks each value against the limits of its column before
-// anything is sent to PostgreSQL, so a rejected event leaves the transaction usable. [Store] has the statements: one
-// INSERT of a single row, one of any number of rows, COPY, and an INSERT whose only argument is a JSON document,
-// which every driver for PostgreSQL can send.
+// [Rows] holds the events of one call, column by column. It checks each value against the limits of its
+// column before anything is sent to PostgreSQL, so a rejected event leaves the transaction usable. [Store]
+// has the statements:
 //
-// All of them store the events in their order, with ascending ids.
+//   - an INSERT of a single row
+//   - an INSERT of any number of rows
+//   - COPY
+//   - an INSERT whose only argument is a JSON document, which every driver for PostgreSQL can send
+//
+// All statements store the events in their order, with ascending ids.
 package record
 
 import (
@@ -28,7 +32,7 @@ var (
 	ErrDuplicateEvent = errors.New("outbox: an event of this id was recorded before")
 )
 
-// Store has the statements for the tables of a schema. It holds nothing else.
+// Store has the statements for the tables of a schema. It has no other state.
 type Store struct {
 	schema, one, many, document string
 }
@@ -45,7 +49,8 @@ func NewStore(schema string) *Store {
 // which costs more than it saves for fewer events.
 const minCopyRows = 500
 
-// Insert stores rows in tx. Its error is pg.ErrNotMigrated or [ErrDuplicateEvent] where PostgreSQL's means that.
+// Insert stores rows in tx. It translates errors of PostgreSQL to pg.ErrNotMigrated and
+// [ErrDuplicateEvent].
 func (s *Store) Insert(ctx context.Context, tx pgx.Tx, rows *Rows) (err error) {
 	if rows.Len() < minCopyRows {
 		sql, args := s.Statement(rows)
@@ -81,13 +86,13 @@ func (s *Store) DocumentStatement(rows *Rows) (sql string, args []any, err error
 	return s.document, []any{document}, err
 }
 
-// rowColumns are the columns of outbox that a recorder fills; the others have defaults.
+// rowColumns are the columns of outbox that a recorder fills. The other columns have defaults.
 var rowColumns = []string{
 	"event_id", "event_type", "source", "aggregate_type", "aggregate_id",
 	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at", "size",
 }
 
-// sqlInsertOne stores one event: most transactions record only one.
+// sqlInsertOne stores one event. Most transactions record only one event.
 const sqlInsertOne = `
 INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
        payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)
@@ -105,9 +110,10 @@ SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
        AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
              content_type, topic, partition_key, headers, occurred_at, size)`
 
-// sqlInsertDocument stores the events of a JSON document. Its argument is a text, which every driver sends in every
-// mode, whereas arrays are pgx's. JSON values are texts in the document, because a JSON null would become NULL
-// otherwise. json_to_recordset keeps the order of the document, as unnest does.
+// sqlInsertDocument stores the events of a JSON document. Its argument is a text, which every driver can
+// send in every mode. Arrays would need the encoding of pgx. JSON values are texts in the document, because
+// a JSON null would become NULL otherwise. json_to_recordset keeps the order of the document, as unnest
+// does.
 const sqlInsertDocument = `
 INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
        payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)

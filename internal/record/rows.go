@@ -63,20 +63,20 @@ type Type struct {
 	Topic                            string // empty: derived from Name
 }
 
-// Event is one event as its host has it. The methods call functions of the host, each at most once.
+// Event is an event of the host. The methods call functions of the host, each at most once.
 type Event interface {
-	// Topic is where this event goes in place of its type's topic, or empty.
+	// Topic is the topic of this event if it differs from the topic of its type. Otherwise it is empty.
 	Topic() string
 	AggregateID() string
-	// Key is the partition key; false means that it is the aggregate id.
+	// Key is the partition key. If has is false, the key is the aggregate id.
 	Key() (key string, has bool)
 	OccurredAt() time.Time
 	Encode() ([]byte, error)
 	NewID() (uuid.UUID, error)
 }
 
-// Add adds one event. Its error names the field that cannot be stored; then the rows are of no use any more. It calls
-// Encode once the other fields are good, and NewID last.
+// Add adds one event. Its error names the field that cannot be stored; after an error, the rows must not be
+// used. Add calls Encode once the other fields are valid, and NewID last.
 func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	headers, size, rejected := x.encode()
 	if rejected != nil {
@@ -156,8 +156,8 @@ func (r *Rows) args() []any {
 	}
 }
 
-// row returns an event in the order of rowColumns. Its error is always nil; the signature is the one that
-// [pgx.CopyFromSlice] takes.
+// row returns an event in the order of rowColumns. Its error is always nil, but [pgx.CopyFromSlice]
+// requires this signature.
 func (r *Rows) row(i int) ([]any, error) {
 	return []any{
 		r.eventID[i], r.eventType[i], r.source, r.aggregateType[i], r.aggregateID[i],
@@ -165,8 +165,8 @@ func (r *Rows) row(i int) ([]any, error) {
 	}, nil
 }
 
-// jsonText returns an argument for a jsonb column: pgx sends a string as it is, and would encode any other value as
-// JSON first.
+// jsonText returns an argument for a jsonb column: a string. pgx sends a string unchanged, but would encode
+// any other value as JSON first.
 func jsonText(t pgtype.Text) any {
 	if !t.Valid {
 		return nil
@@ -174,8 +174,8 @@ func jsonText(t pgtype.Text) any {
 	return t.String
 }
 
-// Envelope returns an event as a relay reads it, except that its JSON is as the codec wrote it and not as jsonb
-// prints it.
+// Envelope returns an event as a relay reads it, with one difference: its JSON has the form that the codec
+// wrote, not the form that jsonb prints.
 func (r *Rows) Envelope(i int) *envelope.Event {
 	e := &envelope.Event{
 		EventID:       []byte(r.eventID[i].String()),

@@ -23,34 +23,34 @@ func (b *Buffer) Write(p []byte) (int, error) {
 	return b.b.Write(p)
 }
 
-// String returns all of it.
+// String returns the whole log.
 func (b *Buffer) String() string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.b.String()
 }
 
-// Kept holds what is added to it by one goroutine and read by another.
+// Kept is a list that one goroutine writes while another reads it.
 type Kept[T any] struct {
 	mu  sync.Mutex
 	all []T
 }
 
-// Add adds to it.
+// Add appends a value.
 func (k *Kept[T]) Add(one T) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.all = append(k.all, one)
 }
 
-// All returns what was added, in order.
+// All returns the values in the order in which they were added.
 func (k *Kept[T]) All() []T {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return slices.Clone(k.all)
 }
 
-// Await returns the first that meets a condition, once there is one.
+// Await waits for a value that meets a condition, and returns the first such value.
 func (k *Kept[T]) Await(t testing.TB, met func(T) bool, what string) (found T) {
 	t.Helper()
 	require.Eventually(t, func() bool {

@@ -21,13 +21,18 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Migrated returns a pool and the name of a schema that is as after its migration: the tables are empty,
-// and no other test uses them. Where TestMain calls [Main], the schema may be one that an earlier test of
-// the process has used: making and dropping one costs 140 ms of CPU, deleting its rows 2 ms.
+// Migrated returns a pool and the name of a migrated schema. The tables are empty, and no other test uses
+// them. If TestMain calls [Main], an earlier test of the process may have used the schema. Making and
+// dropping a schema costs 140 ms of CPU, deleting its rows 2 ms.
 //
-// A schema is not used again if the test has failed, has changed an object or a grant in it other than by adding
-// tables, has left large tables, or has left a session that could still write there. A test that reads the statistics
-// of tables, or that wants to see a migration, takes a [Schema] of its own.
+// A schema is not used again after any of these:
+//
+//   - The test has failed.
+//   - The test has changed an object or a grant in the schema. Added tables do not count: they are dropped.
+//   - The test has left large tables.
+//   - The test has left a session that could still write to the schema.
+//
+// A test that reads the statistics of tables, or that tests a migration, uses [Schema] instead.
 func Migrated(t testing.TB) (*pgxpool.Pool, string) {
 	t.Helper()
 	db := Pool(t, nil)
@@ -49,14 +54,14 @@ func Migrated(t testing.TB) (*pgxpool.Pool, string) {
 	return db, m.name
 }
 
-// migrated is a schema with the tables of outbox, and what it was like when it was new.
+// migrated is a schema with the tables of outbox, and its state right after the migration.
 type migrated struct {
 	name     string
 	reusable bool
 
-	tables    []string          // qualified; those that a migration leaves empty
-	seeds     map[string]string // the rows of the others, as JSON, by qualified name
-	sequences string            // a statement that sets all as they were
+	tables    []string          // qualified names of the tables that a migration leaves empty
+	seeds     map[string]string // the rows of the other tables, as JSON, by qualified name
+	sequences string            // a statement that resets all sequences
 	objects   string            // the sum of sqlObjects
 
 	since time.Time // when its last test took it
@@ -76,7 +81,8 @@ func newMigrated(ctx context.Context, db *pgxpool.Pool) (*migrated, error) {
 	return m, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { return m.remember(ctx, tx) })
 }
 
-// sqlTables lists the tables of a schema. Partitions are emptied with what they are part of.
+// sqlTables lists the tables of a schema, without partitions: deleting the rows of a partitioned table
+// empties its partitions.
 const sqlTables = `
 SELECT oid::regclass::text FROM pg_class
  WHERE relnamespace = quote_ident($1)::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition
@@ -85,15 +91,15 @@ SELECT oid::regclass::text FROM pg_class
 // sqlRows returns the rows of a table as JSON.
 const sqlRows = `SELECT coalesce(jsonb_agg(to_jsonb(r) ORDER BY to_jsonb(r)), '[]')::text FROM %s AS r`
 
-// sqlSequences returns a statement that sets the sequences of a schema to where they are.
+// sqlSequences returns a statement that sets the sequences of a schema to their present values.
 const sqlSequences = `
 SELECT coalesce('SELECT ' || string_agg(format('setval(%L, %s, %s)', format('%I.%I', schemaname, sequencename),
        coalesce(last_value, start_value), (last_value IS NOT NULL)::text), ', ' ORDER BY sequencename), 'SELECT 1')
   FROM pg_sequences WHERE schemaname = $1`
 
-// sqlObjects returns a sum over the objects in a schema, and the pages of the largest one. The sum is another
-// one after each change of an object or of a grant, and after a table was analyzed: xmin is the transaction
-// that has written a row of the catalog.
+// sqlObjects returns a checksum of the objects in a schema, and the number of pages of the largest table or
+// index. The checksum differs after each change of an object or of a grant, and after a table was analyzed:
+// xmin is the transaction that has written a row of the catalog.
 const sqlObjects = `
 WITH own AS (SELECT oid, xmin, reltuples FROM pg_class WHERE relnamespace = quote_ident($1)::regnamespace),
      space AS (SELECT oid, xmin FROM pg_namespace WHERE nspname = $1),
@@ -115,11 +121,11 @@ WITH own AS (SELECT oid, xmin, reltuples FROM pg_class WHERE relnamespace = quot
 SELECT (SELECT md5(string_agg(line, ',' ORDER BY line)) FROM object),
        (SELECT coalesce(max(pg_relation_size(oid)), 0) / current_setting('block_size')::int FROM own)`
 
-// maxPages is how large a table or an index may be that is used again. The rows that a test has
-// deleted stay in the files, and would make the next test slow.
+// maxPages is the largest size of a table or an index in a schema that is used again. Deleted rows stay in
+// the files, and would make the next test slow.
 const maxPages = 64
 
-// remember notes what the schema is like.
+// remember stores the state of the schema right after its migration.
 func (m *migrated) remember(ctx context.Context, tx pgx.Tx) error {
 	tables, err := m.listTables(ctx, tx)
 	if err != nil {
@@ -152,18 +158,18 @@ func (m *migrated) listTables(ctx context.Context, tx pgx.Tx) ([]string, error) 
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
-// errChanged is that of a schema which a test has changed so much that another one is cheaper.
+// errChanged means that a test has changed the schema so much that a new schema is cheaper.
 var errChanged = errors.New("the schema has changed")
 
-// reset makes the schema what it was when it was new. It does not wait for locks: a transaction
-// that holds one may write later.
+// reset restores the state right after the migration. It does not wait for locks, because a transaction
+// that holds a lock may write later.
 func (m *migrated) reset(ctx context.Context, tx pgx.Tx) error {
 	all := slices.Clone(m.tables)
 	for table := range m.seeds {
 		all = append(all, table)
 	}
 	slices.Sort(all)
-	// Triggers and foreign keys do not count for a replica.
+	// With this role, triggers do not run and foreign keys are not checked.
 	_, err := tx.Exec(ctx, `SET LOCAL session_replication_role = replica; LOCK TABLE `+strings.Join(all, ", ")+
 		` IN ACCESS EXCLUSIVE MODE NOWAIT`, pgx.QueryExecModeSimpleProtocol)
 	if err != nil {
@@ -197,7 +203,7 @@ func (m *migrated) reset(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// dropOthers drops the tables that a test has added to ours, as fixtures do.
+// dropOthers drops the tables that a test has added, for example in fixtures.
 func (m *migrated) dropOthers(ctx context.Context, tx pgx.Tx, ours []string) error {
 	found, err := m.listTables(ctx, tx)
 	if err != nil {
@@ -214,22 +220,24 @@ func (m *migrated) dropOthers(ctx context.Context, tx pgx.Tx, ours []string) err
 	return nil
 }
 
-// sqlSessions reports whether one of the sessions $1 is still there, or one that is in none of our pools, of
-// which $2 are the sessions, and that began when the schema was in use already.
+// sqlSessions reports whether a session exists that could still write to the schema. It may be one of the
+// sessions $1. It may also be a session outside of our pools, whose sessions are $2, that began after the
+// test took the schema at $3.
 const sqlSessions = `
 SELECT EXISTS (SELECT FROM pg_stat_activity
  WHERE datname = current_database() AND backend_type = 'client backend'
    AND (pid = ANY($1) OR NOT pid = ANY($2) AND backend_start > $3))`
 
-// sessionPatience is how long the sessions of the last test may take to end.
+// sessionPatience is how long isLeft waits for the sessions of the last test to end.
 var sessionPatience = 100 * time.Millisecond
 
-// isLeft reports whether no session is left that could write to the schema. A statement that was cancelled, or
-// whose client has gone, may still be on its way in PostgreSQL: it is waited for as long as its session is there.
+// isLeft reports whether no session exists that could still write to the schema. PostgreSQL may still run a
+// statement that was cancelled or whose client is gone. So isLeft waits until the session of the statement
+// has ended, for at most sessionPatience.
 func (m *migrated) isLeft(ctx context.Context, db *pgxpool.Pool) (bool, error) {
 	for start := time.Now(); ; wait.Sleep(ctx, 5*time.Millisecond) {
 		var found bool
-		// The clock is that of PostgreSQL's machine, which is this one.
+		// PostgreSQL runs on this machine, so both use the same clock.
 		err := db.QueryRow(ctx, sqlSessions, pids(m.users), pids(poolsOf(nil)), m.since).Scan(&found)
 		if err != nil || !found {
 			return err == nil, err
@@ -240,11 +248,11 @@ func (m *migrated) isLeft(ctx context.Context, db *pgxpool.Pool) (bool, error) {
 	}
 }
 
-// takeMigrated returns a schema that no test uses any more, as new, or nil.
+// takeMigrated returns a schema that no test uses, after a reset. It returns nil if there is none.
 func takeMigrated(t testing.TB, db *pgxpool.Pool) *migrated {
 	t.Helper()
 	ctx := context.Background()
-	const tries = 2 // there are as many schemas as tests at the same time, and few others
+	const tries = 2 // there are about as many schemas as tests that run at the same time
 	for range tries {
 		m := free.take()
 		if m == nil {
@@ -265,7 +273,7 @@ func takeMigrated(t testing.TB, db *pgxpool.Pool) *migrated {
 	return nil
 }
 
-// free has the schemas that no test uses, the one that has been free for longest first.
+// free has the schemas that no test uses. The schema that has been free for the longest time comes first.
 var free freeSchemas
 
 type freeSchemas struct {
@@ -291,15 +299,16 @@ func (f *freeSchemas) take() *migrated {
 	return m
 }
 
-// reuses reports whether schemas are used again. PgBouncer keeps its sessions when tests end.
+// reuses reports whether schemas are used again. Behind PgBouncer they are not, because it keeps its
+// sessions after a test.
 func reuses() bool {
 	free.mu.Lock()
 	defer free.mu.Unlock()
 	return free.on && !ThroughPgBouncer()
 }
 
-// Main wraps the tests of a package, as an argument of goleak.VerifyTestMain: their schemas are used again,
-// and dropped when all tests have ended. Without it each test has a schema of its own.
+// Main wraps the tests of a package, as an argument of goleak.VerifyTestMain. Schemas are then used again,
+// and dropped when all tests have ended. Without Main each test has its own schema.
 func Main(m interface{ Run() int }) interface{ Run() int } { return suite{m} }
 
 type suite struct{ tests interface{ Run() int } }
@@ -346,7 +355,8 @@ func dropSchema(ctx context.Context, db *pgxpool.Pool, schema string) error {
 	return err
 }
 
-// pool has the sessions that a pool of a test has opened, and those with a copy of its configuration.
+// pool has the sessions that a pool of a test has opened. They include sessions with a copy of its
+// configuration.
 type pool struct {
 	test string
 
@@ -360,7 +370,7 @@ var pools struct {
 	all []*pool
 }
 
-// watch has the sessions of a configuration noted, for as long as the process lives.
+// watch records the sessions of a configuration until the process ends.
 func watch(t testing.TB, cfg *pgxpool.Config) {
 	p := &pool{test: t.Name()}
 	pools.mu.Lock()
@@ -378,7 +388,8 @@ func watch(t testing.TB, cfg *pgxpool.Config) {
 	}
 }
 
-// poolsOf returns the pools of a test and of what it is part of; of nil, all.
+// poolsOf returns the pools of the top-level test of t and of all its subtests. If t is nil, it returns all
+// pools.
 func poolsOf(t testing.TB) (found []*pool) {
 	pools.mu.Lock()
 	defer pools.mu.Unlock()
@@ -394,7 +405,7 @@ func poolsOf(t testing.TB) (found []*pool) {
 	return found
 }
 
-// pids returns the processes of all sessions of pools.
+// pids returns the process ids of all sessions of pools.
 func pids(of []*pool) []int32 {
 	all := []int32{}
 	for _, p := range of {

@@ -15,7 +15,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(Main(m)) }
 
-// sample returns a value for a column of a type, as constraints may want it.
+// sample returns a value for a column of a type that the constraints of the table may accept.
 func sample(column, kind, number, status string) string {
 	switch {
 	case column == "status":
@@ -38,7 +38,7 @@ func sample(column, kind, number, status string) string {
 	return "NULL"
 }
 
-// use leaves a row in each table that is empty, adds one, and draws from each sequence.
+// use inserts a row into each empty table, adds a table, and draws from each sequence.
 func use(t *testing.T, db *pgxpool.Pool, schema string) {
 	t.Helper()
 	ctx := context.Background()
@@ -83,7 +83,7 @@ func use(t *testing.T, db *pgxpool.Pool, schema string) {
 	require.NoError(t, err)
 }
 
-// look returns all that can be seen of a schema, by what it is.
+// look returns all visible properties of a schema, by the name of the property.
 func look(t *testing.T, db *pgxpool.Pool, schema string) map[string]string {
 	t.Helper()
 	ctx := context.Background()
@@ -108,7 +108,7 @@ func look(t *testing.T, db *pgxpool.Pool, schema string) map[string]string {
 	tables, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	for _, table := range tables {
-		// Each schema is migrated at a time of its own.
+		// applied_at differs between schemas: each one is migrated at a different time.
 		rows := strings.Replace(sqlRows, "to_jsonb(r)", "to_jsonb(r) - 'applied_at'", 1)
 		require.NoError(t, db.QueryRow(ctx, fmt.Sprintf(rows, table)).Scan(&value))
 		seen["rows of "+strings.ReplaceAll(table, quoted(schema), "@")] = value
@@ -116,7 +116,7 @@ func look(t *testing.T, db *pgxpool.Pool, schema string) map[string]string {
 	return seen
 }
 
-// needReuse skips a test where no schema is used again.
+// needReuse skips a test if schemas are not used again.
 func needReuse(t *testing.T) {
 	t.Helper()
 	if !reuses() {
@@ -124,7 +124,7 @@ func needReuse(t *testing.T) {
 	}
 }
 
-// after runs f in a schema as a test that ends, and returns the schema's name.
+// after runs f as a complete test in a migrated schema, and returns the name of the schema.
 func after(t *testing.T, f func(t *testing.T, db *pgxpool.Pool, schema string)) (name string) {
 	t.Helper()
 	require.True(t, t.Run("first", func(t *testing.T) {
@@ -135,7 +135,7 @@ func after(t *testing.T, f func(t *testing.T, db *pgxpool.Pool, schema string)) 
 	return name
 }
 
-// A schema that was used is, for the next test, like one that was just migrated.
+// A used schema looks to the next test like a schema that was just migrated.
 func TestUsedSchemaLooksNew(t *testing.T) {
 	needReuse(t)
 	used := after(t, use)
@@ -153,7 +153,7 @@ func TestUsedSchemaLooksNew(t *testing.T) {
 	require.NotSame(t, db, other)
 }
 
-// What a test has changed besides rows and sequences, the next test does not see.
+// If a test has changed more than rows and sequences, the next test does not get its schema.
 func TestChangedSchemaIsNotUsedAgain(t *testing.T) {
 	needReuse(t)
 	ctx := context.Background()
@@ -200,7 +200,7 @@ func TestChangedSchemaIsNotUsedAgain(t *testing.T) {
 		DELETE FROM {s}.outbox_migration WHERE version >= 1000`), errChanged, "large tables make tests slow")
 }
 
-// A statement that a test has left behind does not write into the schema of the next one.
+// A session that a test has left does not write to the schema of the next test.
 func TestSessionThatIsLeft(t *testing.T) {
 	needReuse(t)
 	ctx := context.Background()
@@ -230,7 +230,7 @@ func TestSessionThatIsLeft(t *testing.T) {
 		})
 	}
 
-	// A session that ends soon is waited for, with what it does.
+	// The next test waits for a session that ends soon.
 	t.Run("that ends", func(t *testing.T) {
 		ended := make(chan error, 1)
 		left := after(t, func(t *testing.T, db *pgxpool.Pool, schema string) {

@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Tables are the tables of outbox in a schema of a test, and what tests do with them in plain SQL. Statements
-// name a table as {schema}.outbox. The fixture of a package embeds it.
+// Tables are the tables of outbox in a schema of a test, with helpers that use plain SQL. Statements name a
+// table as {schema}.outbox. The fixture of a package embeds it.
 type Tables struct {
 	DB     *pgxpool.Pool
 	Schema string
@@ -82,12 +82,13 @@ func (d *Tables) InsertIn(t testing.TB, tx pgx.Tx, n int) {
 	require.NoError(t, err)
 }
 
-// BeginInsert adds n events in a transaction that the caller commits. Otherwise the end of the test rolls it back.
+// BeginInsert adds n events in a transaction that the caller commits. If the caller does not, the end of
+// the test rolls it back.
 func (d *Tables) BeginInsert(t testing.TB, n int) pgx.Tx {
 	t.Helper()
 	tx, err := d.DB.Begin(context.Background())
 	require.NoError(t, err)
-	t.Cleanup(func() { _ = tx.Rollback(context.Background()) }) // committed, in a test that passes
+	t.Cleanup(func() { _ = tx.Rollback(context.Background()) }) // no effect after the commit
 	d.InsertIn(t, tx, n)
 	return tx
 }
@@ -101,15 +102,15 @@ SELECT 'default', n, 'b-events/key-' || n % $2::bigint, gen_random_uuid(), 'a.b.
        now(), now(), CASE WHEN n <= $2::bigint THEN 'waiting' ELSE 'parked' END
   FROM generate_series(1, $1::bigint) AS n`
 
-// InsertParked adds n events that wait for Kafka, of the keys b-events/key-0 and so on. The first event of a key is
-// its head, and the others are parked behind it.
+// InsertParked adds n events that wait for Kafka. Their keys are b-events/key-0 and so on. The first event
+// of a key is its head; the other events are parked behind it.
 func (d *Tables) InsertParked(t testing.TB, n, keys int) {
 	t.Helper()
 	d.Exec(t, sqlInsertParked, n, keys)
 }
 
-// Unprintable is a JSON text of which PostgreSQL stores a few kilobytes. It cannot print it: that would be more than
-// a gigabyte.
+// Unprintable is a JSON text that PostgreSQL stores in a few kilobytes but cannot print: the printed form
+// would exceed a gigabyte.
 var Unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
 
 // planNode is a node of a plan in JSON.
@@ -119,7 +120,7 @@ type planNode struct {
 	Plans []planNode
 }
 
-// Explain runs a statement and returns how many buffers it touched, and its plan.
+// Explain runs a statement. It returns the number of buffers that the statement touched, and its plan.
 func Explain(t testing.TB, tx pgx.Tx, statement string) (buffers int, plan string) {
 	t.Helper()
 	require.NoError(t, tx.QueryRow(context.Background(), "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+statement, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
@@ -127,8 +128,8 @@ func Explain(t testing.TB, tx pgx.Tx, statement string) (buffers int, plan strin
 	return top.Hit + top.Read, plan
 }
 
-// Busiest returns how many buffers the busiest node of a plan touched, together with the nodes below it. In a
-// statement that writes in a WITH clause, this is not the top node.
+// Busiest returns the number of buffers that the busiest node of a plan touched, together with the nodes
+// below it. If a statement writes in a WITH clause, this is not the top node.
 func Busiest(t testing.TB, plan string) int {
 	t.Helper()
 	var most func(planNode) int

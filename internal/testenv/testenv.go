@@ -1,5 +1,5 @@
-// Package testenv gives tests the real PostgreSQL and the real Kafka that
-// tools/services starts. Without them a test fails; only under -short it is skipped.
+// Package testenv gives tests the real PostgreSQL and the real Kafka that tools/services starts. If a
+// service is missing, the test fails; under -short it is skipped.
 package testenv
 
 import (
@@ -30,14 +30,13 @@ import (
 // the file .services.env at the top of the repository.
 const (
 	PostgresVar  = "OUTBOX_POSTGRES_URL"
-	DirectVar    = "OUTBOX_POSTGRES_DIRECT_URL" // past PgBouncer; only where there is one
+	DirectVar    = "OUTBOX_POSTGRES_DIRECT_URL" // past PgBouncer; only set if PgBouncer is used
 	BrokersVar   = "OUTBOX_KAFKA_BROKERS"
 	KafkaKindVar = "OUTBOX_KAFKA_KIND"
 )
 
-// Schema returns a pool and the name of a new, empty schema of the test's own,
-// which is dropped when the test ends. The schema's name needs quotes, so that a test
-// fails if code forgets them.
+// Schema returns a pool and the name of a new, empty schema. The schema belongs to the test, and is dropped
+// when the test ends. The schema's name needs quotes, so that a test fails if code forgets them.
 func Schema(t testing.TB) (*pgxpool.Pool, string) {
 	t.Helper()
 	db := Pool(t, nil)
@@ -70,7 +69,7 @@ func Pool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	return db
 }
 
-// PoolIn returns a pool that runs its statements in a mode. A mode that prepares them
+// PoolIn returns a pool that runs its statements in a mode. For a mode that prepares statements, the pool
 // connects past PgBouncer.
 func PoolIn(t testing.TB, mode pgx.QueryExecMode) *pgxpool.Pool {
 	t.Helper()
@@ -92,8 +91,8 @@ func Direct(t testing.TB) {
 // direct has the names of the tests that called [Direct].
 var direct sync.Map
 
-// postgresURL returns the address of the database, of PgBouncer's only if neither
-// the test nor one that it is part of called [Direct].
+// postgresURL returns the address of the database. It is PgBouncer's address, unless the test or one of its
+// parents has called [Direct].
 func postgresURL(t testing.TB) string {
 	t.Helper()
 	address := need(t, PostgresVar)
@@ -106,8 +105,8 @@ func postgresURL(t testing.TB) string {
 	return address
 }
 
-// UpdateEvents runs a statement that changes rows of outbox, which their transaction ids
-// forbid otherwise.
+// UpdateEvents runs a statement that changes rows of outbox. Without it, the transaction ids of the rows
+// forbid changes.
 func UpdateEvents(t testing.TB, db *pgxpool.Pool, sql string, args ...any) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(context.Background(), db, func(tx pgx.Tx) error {
@@ -119,8 +118,8 @@ func UpdateEvents(t testing.TB, db *pgxpool.Pool, sql string, args ...any) {
 	}))
 }
 
-// OtherDatabase returns a pool on another database of the same cluster, which
-// is dropped when the test ends.
+// OtherDatabase returns a pool on another database of the same cluster. The database is dropped when the
+// test ends.
 func OtherDatabase(t testing.TB) *pgxpool.Pool {
 	t.Helper()
 	admin := Pool(t, nil)
@@ -134,15 +133,14 @@ func OtherDatabase(t testing.TB) *pgxpool.Pool {
 	return Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = name })
 }
 
-// Brokers returns the seed brokers of Kafka, which may be a fake one. A test that depends
-// on the behaviour of a real broker calls RealBrokers.
+// Brokers returns the seed brokers of Kafka. The broker may be a fake. A test that depends on the behaviour
+// of a real broker calls RealBrokers.
 func Brokers(t testing.TB) []string {
 	t.Helper()
 	return strings.Split(need(t, BrokersVar), ",")
 }
 
-// RealBrokers is Brokers, and fails the test if the broker is a fake one. Under -short
-// it skips the test.
+// RealBrokers is Brokers, but fails the test if the broker is a fake. Under -short it skips the test.
 func RealBrokers(t testing.TB) []string {
 	t.Helper()
 	brokers := Brokers(t)
@@ -155,8 +153,8 @@ func RealBrokers(t testing.TB) []string {
 	return brokers
 }
 
-// KafkaOpts returns a relay's options for a test's broker: missing topics are created, and
-// new ones are found quickly.
+// KafkaOpts returns a relay's options for a test's broker: missing topics are created, and new topics are
+// found quickly.
 func KafkaOpts(brokers []string) []kgo.Opt {
 	return []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
 }
@@ -187,8 +185,8 @@ func CreateTopic(t testing.TB, brokers []string, topic string, partitions int32,
 	}
 }
 
-// tryTopic returns an error while a partition of a topic cannot be used. A broker learns
-// of a new topic after the controller has confirmed it.
+// tryTopic returns an error while a partition of a topic is not usable. A broker learns of a new topic
+// after the controller has confirmed the topic.
 func tryTopic(client *kgo.Client, topic string, partitions int32) error {
 	found, err := kafka.Metadata(context.Background(), client, topic)
 	if err != nil {
@@ -201,7 +199,7 @@ func tryTopic(client *kgo.Client, topic string, partitions int32) error {
 	list.Topic = topic
 	for number := range partitions {
 		one := kmsg.NewListOffsetsRequestTopicPartition()
-		one.Partition, one.Timestamp = number, -1 // its end
+		one.Partition, one.Timestamp = number, -1 // the end of the partition
 		list.Partitions = append(list.Partitions, one)
 	}
 	request := kmsg.NewPtrListOffsetsRequest()
@@ -218,7 +216,8 @@ func tryTopic(client *kgo.Client, topic string, partitions int32) error {
 	return nil
 }
 
-// need returns the value of a variable. Without one it skips under -short, else fails.
+// need returns the value of a variable. If the variable is not set, need skips the test under -short, and
+// fails it otherwise.
 func need(t testing.TB, name string) string {
 	t.Helper()
 	value := lookUp(name)

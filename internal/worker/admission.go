@@ -105,7 +105,8 @@ func (a *admission) deal(rows []delivery.Delivery, made time.Time) {
 	}
 }
 
-// begin reads the position of the group. It creates a position for a new group, and rebases one of another cluster.
+// begin reads the position of the group. It creates the position of a new group. It rebases a position of
+// another cluster.
 func (a *admission) begin(ctx context.Context) error {
 	if err := a.fanOut.cursors.CheckSequence(ctx); err != nil {
 		return err
@@ -127,8 +128,8 @@ func (a *admission) begin(ctx context.Context) error {
 	return nil
 }
 
-// rebase translates all positions after a restore from another cluster. One process of the group does it: the one that
-// gets the lease of the group.
+// rebase translates all positions after a restore from another cluster. Only one process does this: the
+// process that gets the lease of the group.
 func (a *admission) rebase(ctx context.Context) error {
 	began := time.Now()
 	l, err := a.lease.Acquire(ctx)

@@ -1,26 +1,30 @@
 // Package worker passes the recorded events of a database to handlers, without Kafka.
 //
-// It needs PostgreSQL only: the tables of outbox, a pool of connections, and the rules and routes of the handlers.
-// Each [Worker] belongs to a group. The workers of a group share its events.
+// It needs PostgreSQL only: the tables of outbox, a pool of connections, and the rules and routes of the
+// handlers. Each [Worker] belongs to a group. The workers of a group share its events.
 //
-// What is owed to a handler is a row of event_delivery for each group, action and event (package delivery). A group
-// has a cursor, as a relay has (package cursor), but no leader. A worker with free handlers runs a round of fan-out:
+// Each pending call of a handler is a row of event_delivery: one row for each group, action and event
+// (package delivery). A group has a cursor, as a relay has (package cursor), but no leader. A worker with
+// free handlers runs a round of fan-out:
 //
 //  1. It takes the advisory lock of the group.
 //  2. In a later statement it reads the events behind the cursor, as many as its lanes can take.
-//  3. In the same transaction it inserts their deliveries, claims those whose key is free, and moves the cursor.
+//  3. In the same transaction it inserts their deliveries, claims the deliveries whose key is free, and
+//     moves the cursor.
 //
 // The parts are:
 //
 //   - fanOut is the cursor of the group and the rounds. Its doc says why the lock comes first.
 //   - admission decides how many events a round reads, and which deliveries each event needs.
-//   - groupRoutes are the handlers of all workers of the group, so that old and new releases can run together.
+//   - groupRoutes are the handlers of all workers of the group, so that old and new releases can run
+//     together.
 //   - [delivery.Run] claims, runs and ends the deliveries, in lanes.
 //
 // The package promises:
 //
-//   - Each committed event enters event_delivery once for each action that wants it, and none is left out.
-//   - A backlog stays in the table outbox. Most deliveries are written twice: when they are inserted and when they end.
+//   - Each committed event enters event_delivery once for each action that handles it. No event is skipped.
+//   - A backlog stays in the table outbox. Most deliveries are written twice: when they are inserted and
+//     when they end.
 //   - Deliveries of a key run in the order of their events, unless [Rules.Unordered] is set.
 //   - Run returns at most StopTimeout after its context has ended.
 package worker
@@ -47,7 +51,7 @@ import (
 type Rules struct {
 	Handling     handling.Rules
 	Streams      map[string]handling.RetryPolicy // by topic
-	FromStart    bool                            // a new group gets the events that are there already
+	FromStart    bool                            // a new group starts with the events that exist already
 	Unordered    bool                            // events of the same key have no order
 	Concurrency  int                             // lanes of each kind of handlers
 	MaxPoll      int                             // deliveries that a lane takes at once
