@@ -34,9 +34,8 @@ func (sale) OccurredAt() time.Time { return time.Date(2026, 1, 2, 3, 4, 5, 0, ti
 
 const saleType = "test.sale.made.v1"
 
-// replayFixture is a topic of sales that the consumer groups a and b count. The action
-// FAILS of group a fails while failing is set, and group a cannot read any record
-// while unreadable is set.
+// replayFixture is a topic of sales that the consumer groups a and b count. The action FAILS of group a
+// fails while failing is set. Group a cannot read any record while unreadable is set.
 type replayFixture struct {
 	db         *pgxpool.Pool
 	schema     string
@@ -123,7 +122,7 @@ func (f *replayFixture) send(t testing.TB, records ...*kgo.Record) {
 	require.NoError(t, client.ProduceSync(background, records...).FirstErr())
 }
 
-// counts returns what the actions have counted.
+// counts returns the counts of the actions.
 func (f *replayFixture) counts(t testing.TB) map[string]int {
 	t.Helper()
 	counts := map[string]int{"a FAILS": 0, "a WORKS": 0, "b FAILS": 0}
@@ -164,8 +163,8 @@ func (f *replayFixture) replay(t testing.TB, n int, choose func(outboxdlq.DeadLe
 	require.Equal(t, n, report.Sent)
 }
 
-// requireCounts waits until all actions have handled what the topic holds now, and
-// requires what they have counted and which repeats they have skipped.
+// requireCounts waits until all actions have handled all records in the topic. Then it requires their
+// counts and the repeats that they have skipped.
 func (f *replayFixture) requireCounts(t testing.TB, counts, repeats map[string]int) {
 	t.Helper()
 	const mark = 1_000_000
@@ -192,8 +191,8 @@ func (f *replayFixture) requireCounts(t testing.TB, counts, repeats map[string]i
 	}, testenv.Patience, 10*time.Millisecond)
 }
 
-// A dead letter that is sent back is handled by the group and the action that failed,
-// by no other, and only once, however often it is sent.
+// When a dead letter is sent back, only the group and the action that failed handle it. They handle it only
+// once, however often it is sent.
 func TestReplayToConsumer(t *testing.T) {
 	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
@@ -212,8 +211,8 @@ func TestReplayToConsumer(t *testing.T) {
 	f.requireCounts(t, map[string]int{"a FAILS": 31, "a WORKS": 31, "b FAILS": 31}, map[string]int{"a FAILS": 8})
 }
 
-// An event that fails again is a dead letter again, which says
-// where its record was first. Both dead letters together are handled once.
+// An event that fails again gets another dead letter, which names the first position of its record. If both
+// dead letters are sent back, the event is handled once.
 func TestReplayFailsAgain(t *testing.T) {
 	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
@@ -240,8 +239,8 @@ func TestReplayFailsAgain(t *testing.T) {
 	f.requireCounts(t, map[string]int{"a FAILS": 3, "a WORKS": 3, "b FAILS": 3}, map[string]int{"a FAILS": 2})
 }
 
-// A record without an id that the group could not read goes to all its actions, and is
-// recognized when it comes again.
+// If the group could not read a record without an id, its dead letter goes to all actions of the group. The
+// group recognizes it when it comes again.
 func TestReplayOfUnreadable(t *testing.T) {
 	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
@@ -257,8 +256,8 @@ func TestReplayOfUnreadable(t *testing.T) {
 	f.requireCounts(t, map[string]int{"a FAILS": 5, "a WORKS": 5, "b FAILS": 5}, map[string]int{"a FAILS": 2, "a WORKS": 2})
 }
 
-// A record too large for its dead-letter topic is there without its value, and is sent
-// back with its value.
+// A record too large for its dead-letter topic has a dead letter without a value. It is sent back with its
+// value.
 func TestReplayOfHugeRecord(t *testing.T) {
 	t.Parallel()
 	f := newReplayFixture(t, 20_000_000)
@@ -272,9 +271,8 @@ func TestReplayOfHugeRecord(t *testing.T) {
 	f.requireCounts(t, map[string]int{"a FAILS": 6, "a WORKS": 6, "b FAILS": 6}, map[string]int{"a FAILS": 1})
 }
 
-// What is too large for a dead-letter topic need not be the value. A dead letter without a
-// large key and large headers still says what its record was, and a replay reads the rest
-// from the original.
+// A large key and large headers can make a record too large for a dead-letter topic. The dead letter omits
+// them and still describes its record. A replay reads the omitted parts from the original.
 func TestReplayOfHugeKey(t *testing.T) {
 	t.Parallel()
 	f := newReplayFixture(t, 20_000_000)
@@ -286,7 +284,7 @@ func TestReplayOfHugeKey(t *testing.T) {
 	f.send(t, key, headers)
 
 	dead := f.deadLetters(t, 2)
-	slices.SortFunc(dead, func(a, b *kgo.Record) int { return len(a.Key) - len(b.Key) }) // of different keys they come in any order
+	slices.SortFunc(dead, func(a, b *kgo.Record) int { return len(a.Key) - len(b.Key) }) // keys have no order among each other
 	d, err := outboxdlq.Decode(dead[0])
 	require.NoError(t, err)
 	require.Equal(t, []int{len(key.Value), 3_000_000, 0}, []int{d.ValueOmitted, d.KeyOmitted, d.HeadersOmitted})
@@ -304,8 +302,8 @@ func TestReplayOfHugeKey(t *testing.T) {
 	f.requireCounts(t, map[string]int{"a FAILS": 14, "a WORKS": 14, "b FAILS": 14}, map[string]int{"a FAILS": 2})
 }
 
-// A client that may write to a topic writes headers, too. Headers of a replay hide no event: they
-// count in a copy of a dead letter only.
+// A client that may write to a topic can set any headers. Forged headers of a replay hide no event, because
+// they count only in a copy of a dead letter.
 func TestForgedReplays(t *testing.T) {
 	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
@@ -326,12 +324,12 @@ func TestForgedReplays(t *testing.T) {
 	group, from, of := "a-"+f.topic, dead.Topic+"-0-0", f.topic+"-0-0"
 	f.send(t,
 		forged(2, outbox.ReplayGroup, "nobody"),
-		forged(4, outbox.ReplayGroup, group, outbox.ReplayAction, "FAILS", outbox.ReplayOf, of, outbox.ReplayFrom, from),                  // another record than the dead letter
-		forged(8, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, dead.Topic+"-0-400"),                                                   // behind the end
+		forged(4, outbox.ReplayGroup, group, outbox.ReplayAction, "FAILS", outbox.ReplayOf, of, outbox.ReplayFrom, from),                  // not the record of the dead letter
+		forged(8, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, dead.Topic+"-0-400"),                                                   // past the end
 		forged(16, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, dead.Topic+"-7-0"),                                                    // no such partition
 		forged(32, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, f.topic+"-0-0"),                                                       // no dead-letter topic
 		forged(64, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, "elsewhere"),                                                          // no position
-		&kgo.Record{Topic: f.topic, Value: []byte(`{"amount": 128}`), Headers: []kgo.RecordHeader{{Key: "Replay_Of", Value: []byte(of)}}}, // of a record without an id
+		&kgo.Record{Topic: f.topic, Value: []byte(`{"amount": 128}`), Headers: []kgo.RecordHeader{{Key: "Replay_Of", Value: []byte(of)}}}, // a record without an id
 		&kgo.Record{Topic: f.topic, Value: []byte(`{"amount": 256}`), Headers: []kgo.RecordHeader{{Key: "Replay_Of", Value: []byte(of)}}},
 	)
 	all := 1 + 2 + 4 + 8 + 16 + 32 + 64 + 128 + 256

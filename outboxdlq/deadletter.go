@@ -1,10 +1,9 @@
 // Package outboxdlq reads dead-letter topics and sends dead letters back.
 //
-// An [outbox.Consumer] sends a record that a handler cannot handle to a dead-letter
-// topic, with headers that say where the record was, which group and action failed,
-// and why. [Read] returns the dead letters of a topic. [Replay] sends them back to the
-// topics that they came from; only the group and the action that failed handle them
-// again, and a group that has handled one before skips it.
+// An [outbox.Consumer] sends a record that a handler cannot handle to a dead-letter topic. Headers name the
+// position of the record, the group and action that failed, and the error. [Read] returns the dead letters
+// of a topic. [Replay] sends them back to the topics that they came from. Only the group and the action
+// that failed handle them again, and a group that has handled a dead letter before skips it.
 package outboxdlq
 
 import (
@@ -21,15 +20,15 @@ import (
 	"github.com/outboxgo/outbox/internal/deadletter"
 )
 
-// ErrOriginalGone is why [Replay] cannot send a dead letter without a value, a key or all
-// headers: the original record, which has them, is not at its offset any more.
+// ErrOriginalGone means that [Replay] cannot send a dead letter without a value, a key or all headers: the
+// original record, which has them, is no longer at its offset.
 var ErrOriginalGone = errors.New("outbox: the original record is gone")
 
-// ErrOtherTopic is why [Replay] does not send a dead letter: its headers say that it is one
-// of a topic that is not in [ReplayConfig.To].
+// ErrOtherTopic means that [Replay] does not send a dead letter, because its original topic is not in
+// [ReplayConfig.To].
 var ErrOtherTopic = errors.New("outbox: the dead letter is one of another topic")
 
-// DeadLetter is a record of a dead-letter topic and what its headers say.
+// DeadLetter is a record of a dead-letter topic with its decoded headers.
 type DeadLetter struct {
 	// OriginalTopic is the topic of the record that could not be handled.
 	OriginalTopic string
@@ -39,37 +38,35 @@ type DeadLetter struct {
 	OriginalOffset int64
 	// OriginalTimestamp is the timestamp of that record, to the millisecond.
 	OriginalTimestamp time.Time
-	// ReplayOf is set if that record had been sent back before: it is where the event
-	// was first, as topic-partition-offset.
+	// ReplayOf is set if that record was sent back from a dead-letter topic. It is the first position of
+	// the event, as topic-partition-offset.
 	ReplayOf string
-	// Group is the consumer group, and Action the action of the handler, that could
-	// not handle it. Action is empty if the record did not reach a handler.
+	// Group and Action are the consumer group and the action that failed. Action is empty if the record did
+	// not reach a handler.
 	Group, Action string
-	// Error is the text of the error, and Class its kind.
+	// Error is the text of the error, and Class its class.
 	Error, Class string
-	// Attempts is how often the handler was tried.
+	// Attempts is the number of attempts of the handler.
 	Attempts int
-	// FailedAt is when the record was sent to the dead-letter topic.
+	// FailedAt is the time at which the record was sent to the dead-letter topic.
 	FailedAt time.Time
-	// ValueOmitted is the size in bytes of a value that only the original record has, and
-	// KeyOmitted that of a key. They are zero if Record has them.
+	// ValueOmitted and KeyOmitted are the sizes, in bytes, of a value and a key that only the original
+	// record has. They are zero if Record has the value and the key.
 	ValueOmitted, KeyOmitted int
-	// HeadersOmitted is how many headers only the original record has.
+	// HeadersOmitted is the number of headers that only the original record has.
 	HeadersOmitted int
-	// Record is the record in the dead-letter topic: key, value and headers of the
-	// original, and the headers of the dead letter. A decoder for the original record
-	// can decode it too.
+	// Record is the record in the dead-letter topic: key, value and headers of the original, and the
+	// headers of the dead letter. A decoder for the original record can also decode Record.
 	Record *kgo.Record
 
-	digest string // of the original, where something of it is omitted
+	digest string // of the original record, if parts of it are omitted
 }
 
-// Decode reads a record of a dead-letter topic. Its error is a [*outbox.FieldError]
-// that names the header: the original topic, partition and offset and the group are
-// required.
+// Decode reads a record of a dead-letter topic. The original topic, partition and offset and the group are
+// required. Its error is a [*outbox.FieldError] that names the bad header.
 func Decode(r *kgo.Record) (DeadLetter, error) {
 	h := headers{values: map[string]string{}}
-	for _, header := range r.Headers { // the last of equal names, which is the newest
+	for _, header := range r.Headers { // the last header of a name wins, because it is the newest
 		if header.Key == outbox.ReplayOf || strings.HasPrefix(header.Key, deadletter.Prefix) {
 			h.values[header.Key] = string(header.Value)
 		}
@@ -99,7 +96,7 @@ func Decode(r *kgo.Record) (DeadLetter, error) {
 	return d, nil
 }
 
-// headers are the headers of a dead letter, and the error about the first bad one.
+// headers are the headers of a dead letter, and the error of the first bad header.
 type headers struct {
 	values map[string]string
 	err    error
@@ -129,7 +126,7 @@ func (h *headers) topic(name string) string {
 	return h.values[name]
 }
 
-// number reads a number that is not negative. It is zero without the header.
+// number reads a number that is not negative. Without the header it returns zero.
 func (h *headers) number(name string, bits int) int64 {
 	text, ok := h.values[name]
 	if !ok {
@@ -142,7 +139,7 @@ func (h *headers) number(name string, bits int) int64 {
 	return int64(n)
 }
 
-// time reads a time. It is zero without the header.
+// time reads a time. Without the header it returns the zero time.
 func (h *headers) time(name string) time.Time {
 	text, ok := h.values[name]
 	if !ok {

@@ -29,7 +29,7 @@ func ExampleRead() {
 	}
 }
 
-// Replay sends back what failed for a reason that is mended now.
+// Replay sends back events whose cause of failure is fixed now.
 func ExampleReplay() {
 	report, err := outboxdlq.Replay(context.Background(), kafka, outboxdlq.ReplayConfig{
 		Topic:  dlq,
@@ -42,7 +42,7 @@ func ExampleReplay() {
 	log.Printf("%+v", report)
 }
 
-// Decode reads what the headers of a dead letter say.
+// Decode reads the headers of a dead letter.
 func ExampleDecode() {
 	d, err := outboxdlq.Decode(&kgo.Record{Topic: "order-events.dlq", Value: []byte(`{}`), Headers: []kgo.RecordHeader{
 		{Key: outbox.DeadLetterOriginalTopic, Value: []byte("order-events")},

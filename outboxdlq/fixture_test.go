@@ -116,7 +116,7 @@ func allHeaders(r *kgo.Record) map[string]string {
 	return all
 }
 
-// transaction produces records in a transaction, which end ends.
+// transaction produces records in a transaction. The function end commits or aborts it.
 func (f *fixture) transaction(t testing.TB, records ...*kgo.Record) (end func(kgo.TransactionEndTry)) {
 	t.Helper()
 	client, err := kgo.NewClient(append(f.kafka, kgo.TransactionalID(uuid.NewString()))...)

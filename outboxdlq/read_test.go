@@ -53,7 +53,7 @@ func TestDeadLetters(t *testing.T) {
 	require.Equal(t, 1501, n)
 }
 
-// A record that is no dead letter is returned with an error, and the reading goes on.
+// A record that is no dead letter is returned with an error, and reading continues.
 func TestDeadLettersAmongOthers(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 1)
@@ -69,8 +69,8 @@ func TestDeadLettersAmongOthers(t *testing.T) {
 	require.Equal(t, []string{"a", "other", "b"}, got)
 }
 
-// Records of aborted and open transactions are not returned, and Read does not wait for
-// them, wherever they are.
+// Records of aborted and open transactions are not returned, and Read does not wait for them, at any
+// position.
 func TestDeadLettersOfTransactions(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 1)
@@ -94,8 +94,8 @@ func TestDeadLettersOfTransactions(t *testing.T) {
 	requireReadable()
 	transaction("committed")(kgo.TryCommit)
 	requireReadable("committed", "committed")
-	// This transaction is aborted after another one has begun, so that an aborted record
-	// is the last one below the last stable offset.
+	// This transaction is aborted after another transaction has begun, so that an aborted record is the
+	// last record below the last stable offset.
 	abort := transaction("aborted")
 	commit := transaction("open")
 	abort(kgo.TryAbort)
@@ -138,8 +138,8 @@ func TestDeadLettersOfNoTopic(t *testing.T) {
 	}
 }
 
-// The host's limit for what a batch may be decompressed to holds for dead letters, too:
-// the reading ends at once, and says where.
+// The host's limit for the decompressed size of a batch also bounds dead letters: reading ends at once with
+// the position.
 func TestReadOfHugeBatch(t *testing.T) {
 	t.Parallel()
 	brokers, topic := testenv.Brokers(t), "huge-"+uuid.NewString()+".dlq"

@@ -25,25 +25,24 @@ type ReplayConfig struct {
 	// Topic is the dead-letter topic. Required.
 	Topic string
 
-	// To has the topics that dead letters may go back to. The original topic in a dead letter is
-	// input of the clients that may write to the dead-letter topic, and dead letters are sent with
-	// your rights. Nil means the one topic whose dead-letter topic Topic is by its name,
-	// {topic}.dlq.
+	// To has the topics that dead letters may go back to. Dead letters are sent with your rights, but
+	// clients that may write to the dead-letter topic can set any original topic in them. Nil means only
+	// the topic whose dead-letter topic is named Topic, by the rule {topic}.dlq.
 	To []string
 
-	// From has the offset to begin with, by partition. The other partitions are read
-	// from their first offset.
+	// From has the offset to begin with, by partition. Partitions without an entry are read from their
+	// first offset.
 	From map[int32]int64
 
-	// Choose reports whether a dead letter is to be sent. Nil means all.
+	// Choose reports whether to send a dead letter. Nil means all.
 	Choose func(DeadLetter) bool
 
-	// DryRun reports what would be sent and sends nothing.
+	// DryRun reports the records that would be sent. It sends nothing.
 	DryRun bool
 
-	// Progress is called for each chosen dead letter when it was sent, or with the
-	// reason why not, and for each record that is no dead letter, as [Read] returns
-	// those. It is called from one goroutine. Nil is not called.
+	// Progress is called after each chosen dead letter was sent, or with the error if it was not. It is
+	// also called for each record that is no dead letter, with the values that [Read] returns for it. All
+	// calls come from one goroutine. Nil is not called.
 	Progress func(d DeadLetter, err error)
 }
 
@@ -74,39 +73,38 @@ func (c ReplayConfig) validate() error {
 	return errors.Join(errs...)
 }
 
-// ReplayReport is what [Replay] did.
+// ReplayReport is the result of [Replay].
 type ReplayReport struct {
-	// Read is how many records it read, chosen or not.
+	// Read is the number of records that were read, chosen or not.
 	Read int
-	// Sent is how many Kafka has acknowledged. In a dry run, it is how many would be
-	// sent.
+	// Sent is the number of records that Kafka has acknowledged. In a dry run, it is the number of records
+	// that would be sent.
 	Sent int
-	// Failed are the records that are no dead letters, and the dead letters that were
-	// chosen and not sent.
+	// Failed are the records that are no dead letters, and the chosen dead letters that were not sent.
 	Failed []ReplayFailure
-	// Absent are the groups that records were sent for and that have no committed offset in the
-	// topic, as far as Kafka says it: they never read it, are gone or have another name. The
-	// records for such a group are handled only if the group appears.
+	// Absent are groups that records were sent for, but that have no committed offset in the topic, if
+	// Kafka answers this. They have never read the topic, do not exist any more, or have another name. A
+	// record for such a group is handled only if the group appears.
 	Absent []string
-	// Next is the offset behind the last record that was read and, if chosen, sent or
-	// reported, by partition.
+	// Next is, by partition, the offset behind the last record that was read. If the record was chosen, it
+	// was also sent or reported.
 	Next map[int32]int64
 }
 
-// ReplayFailure says why a record of a dead-letter topic was not sent.
+// ReplayFailure is a record of a dead-letter topic that was not sent.
 type ReplayFailure struct {
 	// Partition is the partition of the dead-letter topic.
 	Partition int32
 	// Offset is the offset in that partition.
 	Offset int64
-	// Err is a [*outbox.FieldError] if the record is no dead letter, [ErrOtherTopic],
+	// Err is a [*outbox.FieldError] if the record is no dead letter. Otherwise it is [ErrOtherTopic],
 	// [ErrOriginalGone], or the error of Kafka or of the client. A record that Kafka did not acknowledge
 	// may have arrived.
 	Err error
 }
 
-// Left reports whether the run failed to send d or did not reach it. After a run that
-// ended early, use it as the Choose of another run, for the rest.
+// Left reports whether the run failed to send d or did not reach it. After a run that ended early, use it
+// as the Choose of another run, which then sends the rest.
 func (r ReplayReport) Left(d DeadLetter) bool {
 	next, ok := r.Next[d.Record.Partition]
 	return !ok || d.Record.Offset >= next || slices.ContainsFunc(r.Failed, func(f ReplayFailure) bool {
@@ -114,26 +112,31 @@ func (r ReplayReport) Left(d DeadLetter) bool {
 	})
 }
 
-// deliveryTimeout is when a record that Kafka did not acknowledge counts as failed.
+// deliveryTimeout is the time after which a record without an acknowledgement counts as failed.
 const deliveryTimeout = 30 * time.Second
 
-// Replay sends the chosen records of a dead-letter topic back to the topics that they came from,
-// with their keys, values and headers. Two extra headers, [outbox.ReplayGroup] and
-// [outbox.ReplayAction], say that only the group and the action that failed handle them. Consumers
-// look for the dead letter before they believe that, so they need the right to read the dead-letter
-// topic. The records stay in the dead-letter topic, which is read as [Read] reads it. The records
-// that are sent get the current timestamp. They keep their order, except for those that were in
-// flight together with a record that Kafka rejects.
+// Replay sends the chosen records of a dead-letter topic back to the topics that they came from, with their
+// keys, values and headers. Two extra headers, [outbox.ReplayGroup] and [outbox.ReplayAction], name the
+// group and the action that failed: only they handle the record. Consumers look for the dead letter before
+// they believe these headers, so they need the right to read the dead-letter topic.
 //
-// A run sends each record at most once. These kinds of records are reported, and the run goes on:
-// those that Kafka rejects, those that are no dead letters or those of another topic
-// ([ErrOtherTopic]), and those of which something was omitted and whose original record is gone
-// ([ErrOriginalGone]). Any other failure ends the run with an error when the outcome of all records
-// in flight is known, and so does the end of ctx. The report is valid with an error too, and
-// [ReplayReport.Left] chooses the rest for another run.
+// Replay reads the dead-letter topic as [Read] does. The records stay there. Sent records get the current
+// timestamp. They keep their order, except for records that were in flight together with a record that
+// Kafka rejects.
 //
-// It makes two Kafka clients from opts and closes them. It refuses the options that
-// [outbox.NewRelay] refuses.
+// A run sends each record at most once. Replay reports these records and continues:
+//
+//   - records that Kafka rejects
+//   - records that are no dead letters
+//   - dead letters of another topic ([ErrOtherTopic])
+//   - dead letters with omitted parts whose original record is gone ([ErrOriginalGone])
+//
+// Any other failure, or the end of ctx, ends the run with an error when the outcome of all records in
+// flight is known. The report is valid with an error too, and [ReplayReport.Left] chooses the rest for
+// another run.
+//
+// Replay makes two Kafka clients from opts and closes them. It refuses the options that [outbox.NewRelay]
+// refuses.
 func Replay(ctx context.Context, opts []kgo.Opt, cfg ReplayConfig) (ReplayReport, error) {
 	r, err := newRun(opts, cfg)
 	if err != nil {
@@ -154,10 +157,10 @@ type run struct {
 	single            *kgo.Client // for records that are sent alone, up to the largest request
 	reader, originals *kafka.Reader
 	report            ReplayReport
-	groups            map[addressee]bool // to which something was sent, and whether they are there
+	groups            map[addressee]bool // groups to which records were sent, and whether they exist
 }
 
-// addressee is a group that dead letters of a topic are sent back for.
+// addressee is a group for which dead letters of a topic are sent back.
 type addressee struct{ group, topic string }
 
 func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
@@ -218,8 +221,7 @@ type resend struct {
 	err    error
 }
 
-// replay sends back the chosen ones of records that were read together, and reports
-// them. Its error ends the run.
+// replay sends back the chosen records of a batch, and reports them. Its error ends the run.
 func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
 	resends, stop := r.choose(ctx, records)
 	if !r.cfg.DryRun {
@@ -243,8 +245,8 @@ func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
 	return stop
 }
 
-// lookForGroup asks Kafka once whether a group has read a topic. If Kafka does not answer that, for
-// example because the right to ask is missing, it stays unknown.
+// lookForGroup asks Kafka once whether a group has read a topic. If Kafka does not answer, for example
+// because the right to ask is missing, the answer stays unknown.
 func (r *run) lookForGroup(ctx context.Context, to addressee) {
 	if _, known := r.groups[to]; known {
 		return
@@ -259,15 +261,14 @@ func (r *run) lookForGroup(ctx context.Context, to addressee) {
 	}
 }
 
-// isRejected reports whether the error is about this record alone, so that others can
-// be sent.
+// isRejected reports whether the error concerns only this record, so that other records can be sent.
 func isRejected(err error) bool {
 	var notDeadLetter *outbox.FieldError
 	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.Is(err, ErrOtherTopic) || errors.As(err, &notDeadLetter)
 }
 
-// choose returns the chosen ones of records, and those that are no dead letters. Its
-// error ends the run before the record that it names.
+// choose returns the chosen records, and the records that are no dead letters. Its error ends the run
+// before the record that it names.
 func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []resend, stop error) {
 	for _, record := range records {
 		var s resend
@@ -314,8 +315,7 @@ func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	return record, nil
 }
 
-// replayHeaders returns the headers of the original, and those that say who handles the
-// record.
+// replayHeaders returns the headers of the original, and the headers that name the group and the action.
 func replayHeaders(d DeadLetter, original []kgo.RecordHeader) []kgo.RecordHeader {
 	headers := make([]kgo.RecordHeader, 0, len(original)+4)
 	for _, h := range original {
@@ -336,8 +336,8 @@ func header(name, value string) kgo.RecordHeader {
 	return kgo.RecordHeader{Key: name, Value: []byte(value)}
 }
 
-// original reads the original record of a dead letter that lacks something of it. In a topic that
-// was deleted and created again, another record may be at its offset.
+// original reads the original record of a dead letter with omitted parts. In a topic that was deleted and
+// created again, another record may be at its offset.
 func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	spans, err := r.originals.Spans(ctx, d.OriginalTopic, map[int32]int64{d.OriginalPartition: d.OriginalOffset})
 	if errors.Is(err, kerr.UnknownTopicOrPartition) {
@@ -351,7 +351,7 @@ func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 		return nil, ErrOriginalGone
 	}
 	records, err := r.originals.Read(ctx, &spans[at])
-	if errors.Is(err, kerr.OffsetOutOfRange) { // deleted since spans asked
+	if errors.Is(err, kerr.OffsetOutOfRange) { // deleted since spans asked for the offsets
 		return nil, ErrOriginalGone
 	}
 	if err != nil {
@@ -375,10 +375,10 @@ func isOriginal(r *kgo.Record, d DeadLetter) bool {
 	return len(r.Value) == d.ValueOmitted && bytes.Equal(r.Key, d.Record.Key)
 }
 
-// send sends records and waits for every outcome, even if ctx ends meanwhile: Kafka may
-// have records that it has not acknowledged. If Kafka rejects a batch, it writes none
-// of its records, and all of them get the error. So each of them is sent again alone,
-// and so is a record that is larger than the client's batches.
+// send sends records and waits for every outcome. It waits even if ctx ends, because Kafka may have records
+// that it has not acknowledged. If Kafka rejects a batch, it writes none of its records, and all of them
+// get the error. Then send sends each of them again alone. It also sends a record alone that is larger than
+// the client's batches.
 func (r *run) send(ctx context.Context, resends []resend) {
 	ctx = context.WithoutCancel(ctx)
 	produce(ctx, r.client, resends)

@@ -16,7 +16,7 @@ import (
 	"github.com/outboxgo/outbox/outboxdlq"
 )
 
-// A record that is sent back is the original, and says which group and action it is for.
+// A record that is sent back is the original with headers that name its group and action.
 func TestReplay(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 1)
@@ -79,8 +79,7 @@ func TestReplayDryRun(t *testing.T) {
 	require.Equal(t, map[string]error{"": report.Failed[0].Err, "b": outboxdlq.ErrOriginalGone, "c": nil}, reported)
 }
 
-// A value that was omitted from the dead letter is read from the original, if the record
-// there is still the same.
+// An omitted value is read from the original, if the original is still at its offset.
 func TestReplayOfOmittedValue(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 1)
@@ -109,7 +108,7 @@ func TestReplayOfOmittedValue(t *testing.T) {
 		omitted("c", 7, 2, "2026-02-03T04:05:06.788Z"), // another time
 		omitted("e", 7, 4, then),                       // aborted
 		omitted("e", 7, 7, then),                       // at the end
-		omitted("e", 7, 40, then),                      // behind it
+		omitted("e", 7, 40, then),                      // past the end
 		elsewhere, nowhere,
 		f.deadLetter("e", "its own", outbox.DeadLetterValueOmitted, "0"),
 		omitted("d", 7, 3, then), // there
@@ -131,8 +130,8 @@ func TestReplayOfOmittedValue(t *testing.T) {
 		outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
 }
 
-// A client that may write to a dead-letter topic must not choose the target of a replay, which has
-// the rights of the operator.
+// A client that may write to a dead-letter topic must not choose the target of a replay, because a replay
+// has the rights of the operator.
 func TestReplayToOtherTopic(t *testing.T) {
 	t.Parallel()
 	f, other := newFixture(t, 1), newFixture(t, 1)
@@ -151,7 +150,7 @@ func TestReplayToOtherTopic(t *testing.T) {
 	require.Len(t, other.records(t, other.topic), 1)
 }
 
-// Records that the topic rejects are reported; records in the same request are sent.
+// Records that the topic rejects are reported. Other records of the same request are sent.
 func TestReplayOfRefused(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 1)
@@ -159,7 +158,7 @@ func TestReplayOfRefused(t *testing.T) {
 	for n := range 20 {
 		value := "v"
 		if n%7 == 3 {
-			value = random(20_000) // over the topic's limit, within the client's
+			value = random(20_000) // exceeds the topic's limit, but not the client's
 		} else {
 			want = append(want, strconv.Itoa(n))
 		}
@@ -180,7 +179,7 @@ func TestReplayOfRefused(t *testing.T) {
 	require.ElementsMatch(t, want, got, "each once")
 }
 
-// A run that is stopped reports how far it came, and another run sends the rest.
+// A run that is stopped reports its progress, and another run sends the rest.
 func TestReplayGoesOn(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 2)

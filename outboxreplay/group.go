@@ -16,23 +16,23 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// A record for one group has the headers of a dead letter that was sent back. Headers are input of
-// clients that may write to the topic. So every consumer looks for the dead letter that the headers
-// name. It believes them only if the dead letter is there and the record is its copy. A replay for
-// one group therefore begins with a dead letter, in a topic to which only consumers and operators
-// may write. It hides no other record from a group, and repeats none for others.
+// A record for one group has the headers of a dead letter that was sent back. Clients that may write to the
+// topic can set any headers. So every consumer looks for the dead letter that the headers name. It believes
+// them only if that dead letter exists and the record is its copy. So a replay for one group begins with a
+// dead letter, in a topic to which only consumers and operators may write. It hides no other record from a
+// group, and other groups repeat nothing.
 
-// Class is that of the dead letters that [Run] writes for records to one group (outboxdlq.DeadLetter.Class). They
-// have no value, so they cannot be sent back once more.
+// Class is the class of the dead letters that [Run] writes for records to one group
+// (outboxdlq.DeadLetter.Class). They have no value, so they cannot be sent back again.
 const Class = "replay"
 
-// unknownPartition stands where a dead letter names the partition of its original: there is none that
-// Kafka could have.
+// unknownPartition is the partition of the original in a dead letter of [Run]. No partition of Kafka has
+// this number.
 const unknownPartition = math.MaxInt32
 
 const timestampForm = "2006-01-02T15:04:05.000Z07:00"
 
-// deadLetterOf returns the dead letter that says for whom a record is.
+// deadLetterOf returns the dead letter that names the group of a record.
 func deadLetterOf(r *kgo.Record, outboxID int64, group, reason string) *kgo.Record {
 	now := time.Now().UTC().Format(timestampForm)
 	dead := &kgo.Record{Topic: outbox.DeadLetterTopic(r.Topic), Key: r.Key, Headers: append(append([]kgo.RecordHeader{}, r.Headers...),
@@ -58,7 +58,7 @@ func header(name, value string) kgo.RecordHeader {
 	return kgo.RecordHeader{Key: name, Value: []byte(value)}
 }
 
-// addressed returns a record with the headers that say for whom it is, once Kafka has its dead letter.
+// addressed returns a record with the headers that name its group. Kafka must have its dead letter already.
 func addressed(r, dead *kgo.Record, outboxID int64, group string) *kgo.Record {
 	own := *r
 	own.Headers = append(append([]kgo.RecordHeader{}, r.Headers...),
@@ -70,7 +70,7 @@ func addressed(r, dead *kgo.Record, outboxID int64, group string) *kgo.Record {
 
 const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, $5, $6, $7)`
 
-// forget removes what the group has noted of the events of a chunk.
+// forget removes the group's notes of the events of a chunk from event_handled.
 func (r *run) forget(ctx context.Context, chunk []resend) error {
 	var types, ids, sources, besides []string
 	for i := range chunk {

@@ -20,7 +20,7 @@ import (
 	"github.com/outboxgo/outbox/outboxreplay"
 )
 
-// groups are consumer groups that count what they handle, and what they skip as a repeat.
+// groups are consumer groups that count handled events and skipped repeats.
 type groups struct {
 	mu                sync.Mutex
 	handled, repeated map[string]int // by group and the number of the sale
@@ -63,7 +63,8 @@ func times(n int, byGroup map[string]int) map[string]int {
 	return all
 }
 
-// What is sent for one group is a repeat for it, unless it is told otherwise, and nothing at all for others.
+// Events that are sent for one group are repeats for this group, unless Again is set. Other groups ignore
+// them.
 func TestOneGroup(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, largeEnough)
@@ -94,7 +95,7 @@ func TestOneGroup(t *testing.T) {
 	require.EqualValues(t, n, report.Forgotten)
 	await(times(n, map[string]int{"a": 2, "b": 1}), map[string]int{"a 0": n})
 
-	// One that only claims to be for a group is a repeat for both.
+	// A record with forged headers of a replay is a repeat for both groups.
 	forged := f.records(t, f.topic, 3*n)["p1"][0]
 	f.produce(t, &kgo.Record{Topic: f.topic, Key: forged.Key, Value: forged.Value, Headers: append(forged.Headers,
 		kgo.RecordHeader{Key: outbox.ReplayGroup, Value: []byte("nobody")}, kgo.RecordHeader{Key: outbox.ReplayFrom, Value: []byte(f.topic + ".dlq-0-0")},
@@ -106,7 +107,7 @@ func TestOneGroup(t *testing.T) {
 	requireDeadLetters(t, f, 2*n)
 }
 
-// requireDeadLetters requires the dead letters of runs to be readable, and not to be sent back once more.
+// requireDeadLetters requires that the dead letters of runs are readable and cannot be sent back.
 func requireDeadLetters(t *testing.T, f *replayFixture, n int) {
 	t.Helper()
 	report, err := outboxdlq.Replay(background, testenv.KafkaOpts(f.brokers), outboxdlq.ReplayConfig{Topic: f.topic + ".dlq",
@@ -132,7 +133,8 @@ func (f *replayFixture) produce(t testing.TB, records ...*kgo.Record) {
 	require.NoError(t, client.ProduceSync(background, records...).FirstErr())
 }
 
-// Notes are forgotten by group, type, id and source, also those of a source whose event has the id of another one's.
+// A note is removed only if its group, event type, event id and source match, even if two sources use the
+// same id.
 func TestForget(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, largeEnough)

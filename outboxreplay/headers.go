@@ -28,7 +28,7 @@ func checkLength(field, name string) error {
 	return nil
 }
 
-// addFurther adds the headers that a relay with these fields adds behind the others.
+// addFurther adds the extra headers that a relay with these fields adds after its own headers.
 func (c Config) addFurther(e *outbox.ArchivedEvent, r *kgo.Record) {
 	further := c.further()
 	if further == (eventheader.Further{}) {
@@ -36,7 +36,7 @@ func (c Config) addFurther(e *outbox.ArchivedEvent, r *kgo.Record) {
 	}
 	var stored map[string]string
 	if e.Headers != nil {
-		_ = json.Unmarshal(e.Headers, &stored) // the record was made of them
+		_ = json.Unmarshal(e.Headers, &stored) // no error: the record was made from these headers
 	}
 	further.Add(stored, []byte(e.EventID), func(name string, value []byte) {
 		r.Headers = append(r.Headers, kgo.RecordHeader{Key: name, Value: value})

@@ -1,12 +1,12 @@
 // Package outboxreplay sends recorded events to Kafka again, from outbox or from an archive.
 //
-// [Run] makes the records that a relay would send, byte by byte, and sends them in the order of the
-// events of each key: to their own topics, to another topic, or for one consumer group alone. In a dry run it
-// only counts.
+// [Run] makes the records that a relay would send, byte by byte. It sends them in the order of the events
+// of each key: to their own topics, to another topic, or for one consumer group alone. In a dry run it only
+// counts.
 //
-// A record that is sent again is a repeat: a consumer group that has a note of its event in event_handled skips it,
-// and one that has none, because it is new or the note is older than RetentionConfig.HandledFor, handles it. While a
-// relay runs, its records come between those that are sent again.
+// A record that is sent again is a repeat. A consumer group that has a note of its event in event_handled
+// skips the record. A group without a note handles it: the group is new, or the note is older than
+// RetentionConfig.HandledFor. While a relay runs, its records come between the repeated ones.
 package outboxreplay
 
 import (
@@ -25,47 +25,49 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Config says what [Run] sends, and where to. Source is required, and so is Audit unless it is a dry run.
+// Config chooses the events that [Run] sends, and their destination. Source is required. Audit is required
+// unless DryRun is set.
 type Config struct {
-	// Source has the events: outboxarchive.Recorded for those in outbox, an
-	// *outboxarchive.Table for these and those in the archive, or the files of one. Required.
+	// Source has the events. Use outboxarchive.Recorded for events in outbox, an *outboxarchive.Table for
+	// events in outbox and in the archive, or the files of an archive. Required.
 	Source outboxarchive.Source
-	// Filter chooses events of the source. Its After is where a run that was stopped goes on. Empty
-	// means all.
+	// Filter chooses events of the source. To continue a run that was stopped, set its After. Empty means
+	// all.
 	Filter outboxarchive.Filter
 
 	// To is the topic to which all records are sent. Empty means their own topics.
 	To string
-	// Group is the only consumer group that handles what is sent. Each record has a dead letter of class
-	// "replay" in the dead-letter topic then, as only those are believed that say for whom a record is; so
+	// Group is the only consumer group that handles the records. Before each record, Run writes a dead
+	// letter of class "replay" to the dead-letter topic, because consumers believe only dead letters. So
 	// the client needs the right to write there. Empty means all groups.
 	Group string
-	// Again has the group handle events that it has handled before, too: what it has noted of them in
-	// event_handled is removed before they are sent. It needs Group. False means that they are repeats.
+	// Again makes the group handle events that it has handled before. Run removes the group's notes of the
+	// events from event_handled before it sends them. Again needs Group. False means that such events are
+	// repeats.
 	Again bool
-	// Mode is that of the relay. Zero means [outbox.Binary].
+	// Mode is the mode of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
-	// IDHeader and TraceHeader are those of RelayConfig: names of extra headers, with the event's
-	// id and its trace id, for consumers that read them there. Empty means none.
+	// IDHeader and TraceHeader are the same fields as in RelayConfig: names of extra headers with the
+	// event's id and its trace id. Empty means none.
 	IDHeader, TraceHeader string
 
-	// Rate is how many events are sent in a second at most, also after a time in which nothing could be
-	// sent. Negative means no limit. Zero means
-	// 1,000.
+	// Rate is the largest number of events in a second. After a pause, Run does not send faster to catch
+	// up. Negative means no limit. Zero means 1,000.
 	Rate int
 	// HandledFor is RetentionConfig.HandledFor of the consumers, for [Report.Older]. Zero means 31 days.
 	HandledFor time.Duration
-	// SkipUnreadable reports events that cannot be read, or of which no record can be made, in Report.Failed and
-	// goes on. Such an event ends the run otherwise. A dry run always goes on. Zero means that the run ends.
+	// SkipUnreadable makes Run continue if an event cannot be read, or no record can be made from it. Run
+	// reports such events in Report.Failed. A dry run always continues. False means that such an event ends
+	// the run.
 	SkipUnreadable bool
 
-	// DryRun counts what would be sent, sends nothing, and changes nothing.
+	// DryRun counts the events that would be sent. It sends nothing and changes nothing.
 	DryRun bool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 	// Audit says who sends the events again, and why. A dry run needs none. Required.
 	Audit outboxops.AuditInfo
-	// Progress is called when some events were sent, or counted. Nil is not called.
+	// Progress is called after some events were sent, or counted. Nil is not called.
 	Progress func(Report)
 }
 
@@ -116,7 +118,7 @@ func (c Config) validate(db *pgxpool.Pool) error {
 const (
 	maxGroup    = 255
 	maxOperator = 100
-	maxReason   = 9_000 // outbox_audit takes 10,000, and the selection stands there, too
+	maxReason   = 9_000 // outbox_audit takes 10,000 characters, and the selection is added
 )
 
 func (c Config) checkAudit() error {
@@ -136,42 +138,43 @@ func (c Config) checkAudit() error {
 	return errors.Join(errs...)
 }
 
-// Report is what [Run] did, or would do in a dry run.
+// Report is the result of [Run]. In a dry run, it says what Run would do.
 type Report struct {
-	// Read is how many events the source had, and Sent how many Kafka has acknowledged. In a dry run, Sent
-	// is how many would be sent.
+	// Read is the number of events that the source returned. Sent is the number that Kafka has
+	// acknowledged, or in a dry run, the number that would be sent.
 	Read, Sent int
 	// Counts are the sent events by topic and type, sorted.
 	Counts []Count
-	// Older is how many of them were recorded longer ago than HandledFor: no group has notes of
-	// them any more, so each group that gets them handles them again.
+	// Older is the number of sent events that were recorded longer ago than HandledFor. No group has notes
+	// of them any more, so each group that gets them handles them again.
 	Older int
-	// Forgotten is how many notes of the group were removed (Config.Again).
+	// Forgotten is the number of notes of the group that were removed (Config.Again).
 	Forgotten int64
-	// Failed are events that could not be read or sent, up to 1,000 of them, and NotSent is how many there are.
+	// Failed are events that could not be read or sent, at most 1,000. NotSent is the number of all such
+	// events.
 	Failed []Failure
 	// NotSent is described at Failed.
 	NotSent int
-	// Next is the Filter.After with which another run goes on: all events up to it were sent, or are in
-	// Failed. What was sent behind it is sent again.
+	// Next is the Filter.After for another run: all events up to it were sent or are in Failed. Another run
+	// repeats events that were sent behind it.
 	Next int64
 }
 
-// Count is how many events of a type went to a topic.
+// Count is the number of events of a type that were sent to a topic.
 type Count struct {
-	// Topic and Type are of the records.
+	// Topic and Type are the topic and the event type of the records.
 	Topic, Type string
-	// Events is how many there are, and Bytes the size of their values.
+	// Events is the number of events, and Bytes the size of their values.
 	Events int
 	// Bytes is described at Events.
 	Bytes int64
-	// First and Last are when the first and the last of them were recorded.
+	// First and Last are the earliest and the latest time of recording.
 	First, Last time.Time
 }
 
 // Failure says why an event was not sent.
 type Failure struct {
-	// OutboxID and EventID are the event's, as far as they are known.
+	// OutboxID and EventID are the ids of the event, as far as they are known.
 	OutboxID int64
 	// EventID is described at OutboxID.
 	EventID string

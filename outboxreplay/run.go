@@ -20,23 +20,25 @@ import (
 )
 
 const (
-	// deliveryTimeout is when a record that Kafka did not acknowledge counts as failed.
+	// deliveryTimeout is the time after which a record without an acknowledgement counts as failed.
 	deliveryTimeout = 30 * time.Second
-	// chunkEvents and chunkBytes bound what is in flight; one event may be larger.
+	// chunkEvents and chunkBytes bound the events in flight; a single event may be larger.
 	chunkEvents = 500
 	chunkBytes  = 8 << 20
-	// chunksPerSecond is how often something is sent at a low rate.
+	// chunksPerSecond is the number of chunks in a second at a low rate.
 	chunksPerSecond = 10
 )
 
-// Run sends events again. A run that ends early, for an error or because ctx has ended, first waits for the outcome
-// of all records in flight; its report is valid, too, and says where another one goes on (Report.Next). Each record
-// that Kafka accepts is on all its replicas (acks=all), and the events of a key are in their order in Kafka; what a
-// relay sends meanwhile comes between them. An event that Kafka rejects ends the run: choose an After behind it to
-// leave it out.
+// Run sends events again. Each record that Kafka accepts is on all its replicas (acks=all). The events of a
+// key are in their order in Kafka; records that a relay sends meanwhile come between them.
 //
-// outbox_audit gets a row before the first event is sent. db is the database of that table; a dry run needs
-// none. Run makes a Kafka client from opts and closes it; it refuses the options that [outbox.NewRelay] refuses.
+// A run may end early because of an error or because ctx has ended. It first waits for the outcome of all
+// records in flight. Its report is valid then, and Report.Next is the point from which another run can
+// continue. An event that Kafka rejects ends the run: choose an After behind it to leave the event out.
+//
+// Run inserts a row into outbox_audit before it sends the first event. db is the database of that table; a
+// dry run needs none. Run makes a Kafka client from opts and closes it. It refuses the options that
+// [outbox.NewRelay] refuses.
 func Run(ctx context.Context, db *pgxpool.Pool, opts []kgo.Opt, cfg Config) (Report, error) {
 	cfg = cfg.withDefaults()
 	if err := errors.Join(cfg.validate(db), kafka.CheckProducerOpts(opts)); err != nil {
@@ -72,14 +74,14 @@ type run struct {
 	due     time.Time // when the rate allows the next chunk
 	audited bool
 	chunk   []resend
-	bytes   int // of the chunk
+	bytes   int // size of the chunk
 }
 
 // resend is an event and its record.
 type resend struct {
 	event  outbox.ArchivedEvent
 	record *kgo.Record
-	dead   *kgo.Record // the dead letter that says for whom it is; nil without a group
+	dead   *kgo.Record // the dead letter that names the group of the record; nil without a group
 	err    error
 }
 
@@ -90,7 +92,7 @@ func (r *run) all(ctx context.Context) error {
 	}
 	for e, err := range r.cfg.Source.Events(ctx, r.cfg.Filter) {
 		full := len(r.chunk) >= most || r.bytes >= chunkBytes
-		if full && r.chunk[len(r.chunk)-1].event.OutboxID != e.OutboxID { // Next stands between ids
+		if full && r.chunk[len(r.chunk)-1].event.OutboxID != e.OutboxID { // Next cannot split an id
 			if err := r.flush(ctx); err != nil {
 				return err
 			}
@@ -154,8 +156,8 @@ func (r *run) flush(ctx context.Context) error {
 	return err
 }
 
-// await waits until the rate allows another chunk. Time in which nothing was sent is not made up for: a
-// source that was slow, or Kafka, is not followed by a burst.
+// await waits until the rate allows another chunk. After a slow source or an outage of Kafka, it does not
+// allow a burst.
 func (r *run) await(ctx context.Context, events int) error {
 	if r.cfg.Rate > 0 {
 		if left := time.Until(r.due); left > 0 {
@@ -169,8 +171,8 @@ func (r *run) await(ctx context.Context, events int) error {
 	return context.Cause(ctx)
 }
 
-// send sends a chunk and waits for every outcome, even if ctx ends meanwhile: Kafka may have records that
-// it has not acknowledged.
+// send sends a chunk and waits for every outcome. It waits even if ctx ends, because Kafka may have records
+// that it has not acknowledged.
 func (r *run) send(ctx context.Context, chunk []resend) error {
 	if err := r.audit(ctx); err != nil {
 		return err
@@ -193,8 +195,8 @@ func (r *run) send(ctx context.Context, chunk []resend) error {
 	return nil
 }
 
-// produce sends the records of a chunk that have no error yet, and sets their errors. Those that have one are the
-// last.
+// produce sends the records of a chunk up to the first one that has an error, and sets their errors. Later
+// records get errBehind.
 func (r *run) produce(ctx context.Context, chunk []resend, of func(*resend) **kgo.Record) {
 	if n := slices.IndexFunc(chunk, func(s resend) bool { return s.err != nil }); n >= 0 {
 		for i := n + 1; i < len(chunk); i++ {
@@ -211,7 +213,7 @@ func (r *run) produce(ctx context.Context, chunk []resend, of func(*resend) **kg
 	}
 }
 
-// note reports a chunk. Its error is that of the first event that was not sent.
+// note reports a chunk. Its error is the error of the first event that was not sent.
 func (r *run) note(chunk []resend) error {
 	var stop error
 	old := r.began.Add(-r.cfg.HandledFor)
@@ -236,7 +238,7 @@ func (r *run) note(chunk []resend) error {
 
 const sqlAuditReplay = `SELECT {schema}.outbox_audit_replay($1, $2, $3, $4)`
 
-// audit keeps, before anything is sent, who does it, why, and with which events.
+// audit writes who sends which events, and why, before anything is sent.
 func (r *run) audit(ctx context.Context) error {
 	if r.audited {
 		return nil
@@ -257,7 +259,7 @@ func orNotMigrated(err error) error {
 	return err
 }
 
-// selection says in words which events are sent, in at most 900 characters.
+// selection describes the chosen events in at most 900 characters.
 func (c Config) selection() string {
 	var parts []string
 	add := func(name, value string) {

@@ -54,7 +54,7 @@ type replayFixture struct {
 	rec     *outbox.Recorder
 }
 
-// newFixture returns one whose topic takes batches of up to maxBytes.
+// newFixture returns a fixture whose topic takes batches of up to maxBytes.
 func newFixture(t testing.TB, maxBytes int) *replayFixture {
 	t.Helper()
 	f := &replayFixture{topic: "replay-" + uuid.NewString(), brokers: testenv.RealBrokers(t)}
@@ -85,7 +85,7 @@ func (f *replayFixture) record(t testing.TB, sales ...sale) {
 	}))
 }
 
-// numbered returns sales of a few products, with numbers from 1 on.
+// numbered returns n sales of a few products, numbered from 1.
 func numbered(n int) []sale {
 	sales := make([]sale, n)
 	for i := range sales {
@@ -94,7 +94,7 @@ func numbered(n int) []sale {
 	return sales
 }
 
-// relay runs one in a mode, which archives what is old.
+// relay runs a relay in a mode. Its retention archives old events.
 func (f *replayFixture) relay(t testing.TB, mode outbox.Mode, archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) (stop func()) {
 	t.Helper()
 	r, err := outbox.NewRelay(f.db, testenv.KafkaOpts(f.brokers), outbox.RelayConfig{Schema: f.schema, Mode: mode, PollInterval: 10 * time.Millisecond,
@@ -126,7 +126,7 @@ func (f *replayFixture) records(t testing.TB, topic string, n int) map[string][]
 	return byKey
 }
 
-// texts are what records are, but for their places.
+// texts describe records without their offsets.
 func texts(records []*kgo.Record) (all []string) {
 	for _, r := range records {
 		all = append(all, fmt.Sprintf("%s %q %q %q", r.Topic, r.Key, r.Value, r.Headers))
@@ -147,7 +147,7 @@ func (f *replayFixture) run(t testing.TB, cfg outboxreplay.Config) (outboxreplay
 	return outboxreplay.Run(background, f.db, testenv.KafkaOpts(f.brokers), cfg)
 }
 
-// What is sent again from the archive is what the relay sent, byte by byte, in both modes.
+// A replay from the archive sends the same bytes as the relay, in both modes.
 func TestReplay(t *testing.T) {
 	t.Parallel()
 	for name, mode := range map[string]outbox.Mode{"binary": outbox.Binary, "structured": outbox.Structured} {
@@ -190,7 +190,7 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// archiveOf returns what events are sent from, and what archives them there.
+// archiveOf returns a source, and the archive function that fills it.
 func (f *replayFixture) archiveOf(t testing.TB, kind string) (outboxarchive.Source, func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) {
 	t.Helper()
 	switch kind {
@@ -209,7 +209,7 @@ func (f *replayFixture) archiveOf(t testing.TB, kind string) (outboxarchive.Sour
 	return f.recorded(t), nil
 }
 
-// The headers that a relay adds for other consumers are those of a replay, unless an event has them itself.
+// A replay adds the extra headers that a relay adds, unless an event has such a header itself.
 func TestFurtherHeaders(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []outbox.Mode{outbox.Binary, outbox.Structured} {
@@ -231,8 +231,8 @@ func TestFurtherHeaders(t *testing.T) {
 	}
 }
 
-// A run is no faster than its rate. One that is stopped says where another goes on, and together they send each event
-// once, in its order, to the topic that is named.
+// A run keeps its rate. Runs that are stopped and continued send each event once, in its order, to the
+// topic To.
 func TestRateAndResume(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, largeEnough)
@@ -276,7 +276,7 @@ func TestRateAndResume(t *testing.T) {
 	require.Equal(t, runs, f.count(t, `outbox_audit WHERE action = 'replay' AND parking_key = '`+to+`/'`))
 }
 
-// slow is a source that takes long to find its first event.
+// slow is a source that needs a long time to find its first event.
 type slow struct{ outboxarchive.Source }
 
 func (s slow) Events(ctx context.Context, f outboxarchive.Filter) iter.Seq2[outbox.ArchivedEvent, error] {
@@ -286,7 +286,7 @@ func (s slow) Events(ctx context.Context, f outboxarchive.Filter) iter.Seq2[outb
 	}
 }
 
-// A run that had nothing to send for a while does not make up for it in a burst.
+// After a time without events, a run does not send a burst.
 func TestRateAfterPause(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, largeEnough)
@@ -303,8 +303,8 @@ func TestRateAfterPause(t *testing.T) {
 	require.GreaterOrEqual(t, last.Sub(first), (n-2*rate/10)*time.Second/rate)
 }
 
-// An event that Kafka rejects ends the run before later events of its key are sent, and another run can go on
-// behind it. Events that only together are too large for a batch are sent.
+// If Kafka rejects an event, the run ends before later events of its key are sent. Another run can continue
+// behind the event. Events that are too large for one batch only together are sent.
 func TestRejected(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 2000)
@@ -341,7 +341,7 @@ func random(n int) string {
 	return string(b)
 }
 
-// broken is a source with an event that cannot be read between two that can.
+// broken is a source that returns an unreadable event between two readable events.
 type broken struct{ outboxarchive.Source }
 
 func (b broken) Events(ctx context.Context, f outboxarchive.Filter) iter.Seq2[outbox.ArchivedEvent, error] {
@@ -354,7 +354,7 @@ func (b broken) Events(ctx context.Context, f outboxarchive.Filter) iter.Seq2[ou
 	}
 }
 
-// What cannot be read ends a run where it is, unless it is to be skipped; a dry run reports all of it.
+// An unreadable event ends a run, unless SkipUnreadable is set. A dry run reports all of them.
 func TestUnreadable(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, largeEnough)

@@ -11,10 +11,10 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
-// sender sends records so that those of a key stay in their order, whatever Kafka rejects. It belongs to one
+// sender sends records and keeps the order of each key, even if Kafka rejects records. It belongs to one
 // goroutine.
 type sender struct {
-	client *kgo.Client // sends nothing before it is flushed
+	client *kgo.Client // sends only when it is flushed
 	single *kgo.Client // for records that are sent alone, up to the largest request
 	limits kafka.Limits
 	buffer kafka.Buffer
@@ -45,10 +45,10 @@ func (s *sender) close() {
 	s.single.Close()
 }
 
-// errBehind is the error of a record that was not sent, because one before it failed.
+// errBehind is the error of a record that was not sent because an earlier record failed.
 var errBehind = errors.New("an event before it was not sent")
 
-// send sends records and returns the error of each; nil means that all replicas have it.
+// send sends records and returns an error for each. Nil means that all replicas have the record.
 func (s *sender) send(ctx context.Context, records []kgo.Record) (errs []error) {
 	s.limits.Learn(ctx, s.client, records)
 	errs = make([]error, len(records))
@@ -59,7 +59,7 @@ func (s *sender) send(ctx context.Context, records []kgo.Record) (errs []error) 
 			n = len(rest)
 		}
 		n = min(n, s.limits.Fitting(rest[:n], errs[from:]), s.buffer.Fitting(rest[:n], errs[from:]))
-		if n == 0 { // a large one
+		if n == 0 { // the first record is too large for a batch
 			n = 1
 			errs[from] = produceOne(ctx, s.single, &rest[0])
 		} else {
@@ -77,7 +77,7 @@ func (s *sender) send(ctx context.Context, records []kgo.Record) (errs []error) 
 }
 
 // produce sends records together. If Kafka rejects a batch, it writes none of its records, and all of them
-// get the error; so they are sent again alone, up to the first that fails again.
+// get the error. Then produce sends them again one by one, up to the first that fails again.
 func (s *sender) produce(ctx context.Context, records []kgo.Record, errs []error) {
 	var waiting sync.WaitGroup
 	waiting.Add(len(records))
@@ -87,7 +87,7 @@ func (s *sender) produce(ctx context.Context, records []kgo.Record, errs []error
 			waiting.Done()
 		})
 	}
-	_ = s.client.Flush(ctx) // its only error is that of the context, which does not end
+	_ = s.client.Flush(ctx) // its only error is the end of the context, which does not end
 	waiting.Wait()
 	for i := range records {
 		if kafka.RejectionClass(errs[i]) != "" {
