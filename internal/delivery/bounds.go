@@ -5,13 +5,13 @@ import (
 	"time"
 )
 
-// scanBounds remembers up to which time the rows of each K were scanned, so that the next scan can begin there. While
-// a transaction is open anywhere, PostgreSQL cannot remove the index entries of rows that have changed since, and a
-// scan of all of them becomes slow.
+// scanBounds remembers up to which time the rows of each K were scanned, so that the next scan can begin
+// there. While a transaction is open anywhere, PostgreSQL cannot remove the index entries of rows that have
+// changed since. A scan of all these entries becomes slow.
 //
-// A row that was seen but not taken moves the bound back. A row of an earlier time can still become visible when a
-// long transaction commits. Therefore a scan begins somewhat before the last one, and sometimes it covers all rows, as
-// often as that is cheap.
+// A row that was seen but not taken moves the bound back. A row of an earlier time can still become visible
+// when a long transaction commits. Therefore a scan begins somewhat before the last one. Sometimes it
+// covers all rows, as often as that is cheap.
 type scanBounds[K comparable] struct {
 	share int           // full scans take one part in share of the time
 	rare  time.Duration // the longest time between full scans, however long they take

@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// Rows are claimed, and taken over, whatever was looked at before: more of them than a look takes,
-// and some that come late with an earlier time.
+// A scan of bounded rows finds all rows: more rows than one poll takes, and rows that become visible late
+// with an earlier time. This holds for claims and for take-overs.
 func TestLooksFindAllRows(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
@@ -88,7 +88,8 @@ func TestLooksFindWhatWasLocked(t *testing.T) {
 	}
 }
 
-// A worker takes rows over, and is ended before it has said so to PostgreSQL. It finds them with its next look.
+// A take-over is cancelled before PostgreSQL commits it. The next take-over of the same worker finds the
+// row.
 func TestLookThatFails(t *testing.T) {
 	testenv.Direct(t) // prepared statements
 	t.Parallel()
@@ -115,7 +116,7 @@ func TestLookThatFails(t *testing.T) {
 // slowLook is how long a poll lasts, after which no process scans all rows for some time.
 const slowLook = 500 * time.Millisecond
 
-// lookSlowly has a look wait for a lock.
+// lookSlowly runs a poll that has to wait for a lock.
 func (f *tableFixture) lookSlowly(look func() error) {
 	lock := f.begin(`LOCK TABLE {schema}.event_delivery IN ACCESS EXCLUSIVE MODE`)
 	looked := make(chan error, 1)
@@ -129,7 +130,7 @@ func (f *tableFixture) lookSlowly(look func() error) {
 	require.NoError(f.t, <-looked)
 }
 
-// isOld reports whether the row was inserted before what looks are late by.
+// isOld reports whether the row is older than the time by which polls begin earlier than the last one.
 func (f *tableFixture) isOld() (old bool) {
 	require.NoError(f.t, f.db.QueryRow(f.t.Context(), pg.InSchema(`SELECT created_at < now() - interval '1500 ms' FROM {schema}.event_delivery`, f.schema)).Scan(&old))
 	return old

@@ -12,9 +12,9 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// sqlClaim claims due rows of the pairs of action $4 and stream $5. Behind each row that was never tried, it also
-// claims the parked rows of its key, up to one that was tried. It scans each pair by itself, so that the rows of one
-// pair do not hide those of another.
+// sqlClaim claims due rows of the pairs of action $4 and stream $5. Behind each row that was never tried,
+// it also claims the parked rows of its key, up to the first row that was tried. It scans each pair
+// separately, so that the rows of one pair do not hide the rows of another pair.
 var sqlClaim = `
 WITH due AS MATERIALIZED (
     SELECT p.id, p.order_key, p.attempt_count FROM unnest($4::text[], $5::text[], $9::timestamptz[]) AS w (action, stream, since)
@@ -42,13 +42,13 @@ WITH due AS MATERIALIZED (
 )
 SELECT ` + columnsWithin("$10") + ` FROM (SELECT c.*, sum(c.size) OVER (ORDER BY c.id) AS until FROM claimed AS c) AS d ORDER BY d.id`
 
-// suspect is the condition that a row d was taken over. It is a column of an index.
+// suspect is the condition that a row d was taken over. An index has it as a column.
 const suspect = `(coalesce(d.last_error_code, '') = '` + codeStale + `')`
 
 // Pair is an action and a stream whose rows may be claimed.
 type Pair struct{ Action, Stream string }
 
-// claimScan is what a claim scans for: each has its own [scanBounds].
+// claimScan is a scan of a claim. Each has its own [scanBounds].
 type claimScan struct {
 	Pair
 	suspects bool
@@ -56,8 +56,8 @@ type claimScan struct {
 
 const sqlNow = `SELECT clock_timestamp()`
 
-// sqlRemaining reads for each pair since when a row is due that the claim has left, where the next scan has to begin.
-// Such rows are beyond its limit, or locked by a transaction that may roll back.
+// sqlRemaining reads for each pair the due time of the first row that the claim has left. The next scan
+// begins there. Such rows are beyond the limit of the claim, or locked by a transaction that may roll back.
 var sqlRemaining = `
 SELECT (SELECT d.next_retry_at FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'

@@ -42,7 +42,7 @@ func (s *claimedSet) Budget() int64 {
 	return max(0, maxClaimedBytes-s.bytes)
 }
 
-// add adds a batch that was claimed at a time. Its context ends with cut.
+// add adds a batch and the time of its claim. The context of the batch ends with cut.
 func (s *claimedSet) add(cut context.Context, batch []Delivery, claimedAt time.Time) {
 	c := &claim{batch: batch, remaining: len(batch), renewed: claimedAt, suspect: batch[0].Suspect}
 	c.ctx, c.lose = context.WithCancel(cut)
@@ -72,7 +72,7 @@ func (s *claimedSet) contextOf(batch []Delivery, cut context.Context) context.Co
 	return ended
 }
 
-// remove takes a delivery out of the set: it has ended, or was released.
+// remove removes a delivery that has ended or was released.
 func (s *claimedSet) remove(r Ref) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -108,10 +108,10 @@ func (s *claimedSet) loseAll(id int64) {
 	}
 }
 
-// othersOf returns the other deliveries of the claim of a call that is abandoned: those that wait behind it, and
-// those whose handlers were called before it in the transaction that is rolled back now. They have not caused
-// the hang, so they can be released. For a call with several events it returns none, because any of them may have
-// caused it.
+// othersOf returns the other deliveries of an abandoned call's claim. They wait behind the call, or their
+// handlers were called before it in the transaction that is rolled back now. They have not caused the hang,
+// so they can be released. For a call with several events it returns none, because any of them may have
+// caused the hang.
 func (s *claimedSet) othersOf(call handling.Call) (others []Delivery) {
 	if call.Events > 1 {
 		return nil

@@ -22,9 +22,10 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// Workers insert, claim, finish, fail, give back and lose rows at the same time, leases are short,
-// connections are killed, transactions are rolled back, and operators requeue and resolve. Whenever
-// one looks, a key has one worker and its rows their order, and in the end each row was handled once.
+// Several workers insert, claim, finish, fail, release and lose rows at the same time. Leases are short,
+// connections are killed, transactions are rolled back, and operators requeue and resolve rows. In every
+// snapshot, each key has at most one worker, and its rows are in order. At the end each row was handled
+// once.
 func TestConcurrentHistories(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -80,9 +81,10 @@ func newCrowd(t *testing.T) *crowd {
 	return c
 }
 
-// sqlDisorder returns the keys that break a rule, as one snapshot has them. A row that was requeued may have
-// been overtaken. One whose lease has ended may be parked before others of its run, which were renewed at the
-// same time: their worker cannot finish them without it.
+// sqlDisorder returns the keys that break a rule in one snapshot. There are two exceptions:
+//   - A requeued row may have been overtaken.
+//   - A row whose lease has expired may be parked before other rows of its run whose leases were renewed at
+//     the same time. Their worker cannot finish them without that row.
 const sqlDisorder = `
 SELECT d.order_key, string_agg(d.id || ' ' || d.status || ' ' || coalesce(d.locked_by, ''), ', ' ORDER BY d.id)
   FROM {schema}.event_delivery AS d
@@ -95,7 +97,7 @@ HAVING count(DISTINCT d.locked_by) > 1
     OR min(d.id) FILTER (WHERE d.status = 'PARKED' AND d.last_error_code IS DISTINCT FROM 'stale' AND NOT EXISTS (SELECT FROM {schema}.outbox_audit AS a WHERE a.delivery_id = d.id AND a.action = 'retry'))
        < max(d.id) FILTER (WHERE d.status IN ('PENDING', 'PROCESSING'))`
 
-// watch looks at the table, and kills connections, until all workers have ended.
+// watch checks the table and kills connections until all workers have ended.
 func (c *crowd) watch(ended <-chan struct{}, rng *rand.Rand) {
 	for looks := 1; ; looks++ {
 		var key int64
@@ -120,7 +122,7 @@ func (c *crowd) watch(ended <-chan struct{}, rng *rand.Rand) {
 	}
 }
 
-// drain handles what is left, one row after the other.
+// drain handles the remaining rows one by one.
 func (c *crowd) drain() {
 	ctx, s := c.t.Context(), delivery.NewStore(c.db, c.schema, group, "last", crowdLease)
 	const left = `SELECT count(*) FROM {schema}.event_delivery WHERE status IN ('PENDING', 'PARKED', 'PROCESSING')`
@@ -145,8 +147,8 @@ func (c *crowd) drain() {
 	}
 }
 
-// requireHandledOnce checks the effects of all rows: one of each that is DONE, none of others, and in the
-// order of a key.
+// requireHandledOnce checks the effects of all rows. Each DONE row has one effect, other rows have none.
+// The effects of a key are in its order.
 func (c *crowd) requireHandledOnce() {
 	var total, wrong, disorder int
 	require.NoError(c.t, c.db.QueryRow(c.t.Context(), pg.InSchema(`
@@ -185,7 +187,7 @@ func (c *crowd) handle(ctx context.Context, db *pgxpool.Pool, s *delivery.Store,
 	return tx.Commit(ctx)
 }
 
-// crowdWorker is one of the workers.
+// crowdWorker is a worker of the crowd.
 type crowdWorker struct {
 	*crowd
 	rng   *rand.Rand
@@ -201,7 +203,7 @@ func newCrowdWorker(c *crowd, n int, rng *rand.Rand) *crowdWorker {
 	return w
 }
 
-// begin begins another life: what the worker had it forgets.
+// begin restarts the worker under a new name. It forgets its claimed rows.
 func (w *crowdWorker) begin() {
 	w.life++
 	w.mine = nil
@@ -224,7 +226,7 @@ func (w *crowdWorker) run() {
 	}
 }
 
-// expected reports whether an error is that of a lost row or of a killed connection.
+// expected reports whether err means a lost row or a killed connection.
 func (w *crowdWorker) expected(err error) bool {
 	const adminShutdown = "57P01"
 	failed, ok := errors.AsType[*pgconn.PgError](err)
@@ -281,7 +283,7 @@ func (w *crowdWorker) some() (rows []delivery.Delivery) {
 	return rows
 }
 
-// behind returns rows of the keys of others, with all of theirs behind them.
+// behind returns the claimed rows that have the key of a given row and do not come before it.
 func (w *crowdWorker) behind(rows []delivery.Delivery) (all []delivery.Delivery) {
 	for _, d := range w.mine {
 		if slices.ContainsFunc(rows, func(first delivery.Delivery) bool { return first.Key == d.Key && first.ID <= d.ID }) {
@@ -304,7 +306,7 @@ func (w *crowdWorker) handleSome(ctx context.Context) error {
 	switch {
 	case errors.Is(err, delivery.ErrLost):
 		return w.returned(ctx, w.behind(rows))
-	case err != nil: // whether it is committed is not known
+	case err != nil: // the outcome of the commit is unknown
 		w.forget(w.behind(rows))
 	case !abort:
 		w.forget(rows)
@@ -344,7 +346,7 @@ func (w *crowdWorker) expire(ctx context.Context) error {
 	return err
 }
 
-// operate is what operators do.
+// operate requeues and resolves rows at random, as operators do.
 func (w *crowdWorker) operate(ctx context.Context) error {
 	function := []string{"requeue", "requeue", "resolve"}[w.rng.IntN(3)]
 	return delivery.Transact(ctx, w.pool, func(b *pgx.Batch) {
@@ -353,8 +355,7 @@ func (w *crowdWorker) operate(ctx context.Context) error {
 	})
 }
 
-// Statements work in all modes of pgx, with a pooler between, and where transactions are of another isolation level
-// unless they say so.
+// Statements work in all modes of pgx, behind a pooler, and if another isolation level is the default.
 func TestDeliveriesInAllModes(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []pgx.QueryExecMode{

@@ -10,8 +10,8 @@ import (
 	"github.com/outboxgo/outbox/internal/delivery"
 )
 
-// A crash of PostgreSQL may forget rows, and give their ids out again. What a worker had before does nothing to what
-// it has then.
+// A crash of PostgreSQL may forget rows, and assign their ids again. A worker's statements about its
+// forgotten rows do not change the rows that have the same ids now.
 func TestIDsAreGivenOutAgain(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
@@ -55,7 +55,8 @@ func TestIDsAreGivenOutAgain(t *testing.T) {
 	}
 }
 
-// A crash may forget that a row was ended. Those behind it, which its worker still has, wait for it.
+// A crash may forget that a row has ended. The rows behind it, which its worker still has claimed, wait for
+// it.
 func TestEndIsForgotten(t *testing.T) {
 	t.Parallel()
 	for name, forget := range map[string]string{
@@ -89,8 +90,8 @@ func TestEndIsForgotten(t *testing.T) {
 	}
 }
 
-// A crash may undo the end of rows, and with it the claim of the row behind them. The process that
-// had this claim cannot make its row go before the others, whatever result it saves.
+// A crash may forget that a row has ended, and also the claim of the row behind it. The process that had
+// this claim cannot make its row overtake the first row, whichever result it saves.
 func TestForgottenEndsComeFirst(t *testing.T) {
 	t.Parallel()
 	for name, do := range map[string]func(*tableFixture, *delivery.Store, delivery.Delivery) error{

@@ -42,7 +42,7 @@ type Delivery struct {
 	Stream   string
 
 	Attempt, MaxAttempts int
-	// Suspect is set if the row was taken over: the event may have ended the process that had it before.
+	// Suspect is set if the row was taken over: the event may have ended its last process.
 	Suspect bool
 
 	EventID, Type, Source, AggregateType, AggregateID string
@@ -54,8 +54,8 @@ type Delivery struct {
 	Bare                                              bool   // Payload and Headers were not read, see Store.readPayload
 	OccurredAt, RecordedAt                            time.Time
 
-	// FromKafka is set if a record brought the event. Then Payload is the value of the record, Partition its
-	// partition, and Record the rest of it, as it was parked.
+	// FromKafka is set if a record brought the event. Then Payload is the value of the record and Partition
+	// its partition. Record has the other parts of the record, as they were parked.
 	FromKafka bool
 	Partition int32
 	Record    []byte

@@ -133,9 +133,9 @@ func (d *Dispatcher) release(ctx context.Context, rows []Delivery) {
 
 const notReleased = "outbox: deliveries could not be released, other processes get them when their leases expire"
 
-// releaseUnknown releases rows that are claimed by this process without its knowledge: the answer to a claim was
-// lost, or a crash of PostgreSQL has forgotten that they were released or finished. Otherwise they would wait until
-// their leases expire, and then that would count as an attempt.
+// releaseUnknown releases rows that this process has claimed without knowing it. Either the answer to a
+// claim was lost, or a crash of PostgreSQL has forgotten that the rows were released or finished. Otherwise
+// the rows would wait until their leases expire, and each expiry would count as an attempt.
 func (d *Dispatcher) releaseUnknown(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
@@ -152,11 +152,11 @@ func (d *Dispatcher) releaseUnknown(ctx context.Context) error {
 	return nil
 }
 
-// pollTasks is what a poll has to do.
+// pollTasks are the tasks of a poll.
 type pollTasks struct{ due, suspects, unknown bool }
 
-// nextTasks returns what the next poll has to do, and forgets the signals for that. Once in PollInterval that is
-// everything, because other processes do not signal what they change.
+// nextTasks returns the tasks of the next poll, and clears their signals. Once in PollInterval it returns
+// all tasks, because other processes send no signals about their changes.
 func (d *Dispatcher) nextTasks() pollTasks {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -356,7 +356,7 @@ func (d *Dispatcher) signalUnknown() {
 	wait.Signal(d.changed)
 }
 
-// signalSuspects has the next poll claim rows that were taken over.
+// signalSuspects makes the next poll claim rows that were taken over.
 func (d *Dispatcher) signalSuspects() {
 	d.mu.Lock()
 	d.suspects, d.due = true, true

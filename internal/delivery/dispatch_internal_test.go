@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
-// A dispatcher whose lanes are all at work asks PostgreSQL nothing, and so does not know that it
-// works again: it said so all through an outage, some times a second.
+// A dispatcher whose lanes are all busy sends nothing to PostgreSQL, so it does not learn whether
+// PostgreSQL works again. It must not log the end of an outage then.
 func TestBusyDispatcherEndsNoOutage(t *testing.T) {
 	t.Parallel()
 	cfg := &Rules{Rules: &handling.Rules{StopTimeout: 5 * time.Second}, MaxPoll: 100, PollInterval: time.Second, Lease: 30 * time.Second}
@@ -30,8 +30,8 @@ func TestBusyDispatcherEndsNoOutage(t *testing.T) {
 	require.True(t, d.outages.Failing())
 }
 
-// The wait doubles up to the longest, a fifth more or less: of the worker, or of the stream. However long it is, it is
-// one.
+// The wait doubles up to the longest wait of the worker or of the stream, with a random fifth more or less.
+// A wait of any length does not overflow.
 func TestWorkerRetryWait(t *testing.T) {
 	t.Parallel()
 	const endless = math.MaxInt64
@@ -62,8 +62,8 @@ func TestWorkerRetryWait(t *testing.T) {
 	}
 }
 
-// The policy of a handler precedes that of its stream, and this one that of the worker. A policy with a MaxRetries does
-// not use the RetriesFor behind it.
+// The policy of a handler precedes the policy of its stream, and the policy of a stream precedes that of
+// the worker. A policy with a MaxRetries does not use the RetriesFor behind it.
 func TestWorkerRetries(t *testing.T) {
 	t.Parallel()
 	allow := func(n int) func(error) int { return func(error) int { return n } }

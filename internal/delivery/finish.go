@@ -15,9 +15,10 @@ import (
 // promotes in a later statement.
 const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
 
-// FinishIn marks rows as done in the transaction that has handled them, and promotes the rows behind them. It returns
-// how many rows it has promoted, or -1 if the isolation level of the transaction does not permit that: then Promote
-// has to follow. It returns [ErrLost] if another process has one of the rows.
+// FinishIn marks rows as done in the transaction that has handled them, and promotes the rows behind them.
+// It returns the number of promoted rows. It returns -1 if the isolation level of the transaction forbids
+// promotion: then the caller has to call Promote. It returns [ErrLost] if another process has one of the
+// rows.
 func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery) (promoted int64, err error) {
 	keys, floors := digests(rows)
 	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).Scan(&promoted); err != nil {
@@ -68,9 +69,10 @@ func lost(err error) error {
 
 const sqlPromote = `SELECT {schema}.outbox_promote($1, $2, $3)`
 
-// sqlPromoteBehind promotes the rows behind rows that this transaction has released or ended. It uses a floor only if
-// this transaction has found the row as it was claimed: then the claim has survived, and with it all that was
-// committed before. Otherwise a crash of PostgreSQL may have forgotten both, and rows below the floor are open again.
+// sqlPromoteBehind promotes the rows behind rows that this transaction has released or ended. It uses a
+// floor only if this transaction has found the row with the same claim. Then the claim has survived, and
+// with it all earlier commits. Otherwise a crash of PostgreSQL may have forgotten both, and rows below the
+// floor may be open again.
 const sqlPromoteBehind = `
 SELECT {schema}.outbox_promote($1, $2, ARRAY(
        SELECT CASE WHEN (SELECT true FROM {schema}.event_delivery AS d WHERE d.id = u.id AND d.xmin = pg_current_xact_id()::xid) THEN u.floor ELSE 0 END
@@ -142,9 +144,10 @@ UPDATE {schema}.event_delivery AS d
  WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
 RETURNING d.id`
 
-// Fail writes down that an attempt has failed. Rest are claimed rows of the same key behind it that were not tried;
-// they are parked again. It returns how many rows were promoted, and [ErrLost] if another process has the row. A crash
-// of PostgreSQL may forget the failure: then the row is retried, and the attempt does not count.
+// Fail saves that an attempt has failed. Rest are claimed rows behind it in the same key that were not
+// tried; they are parked again. It returns the number of promoted rows, and [ErrLost] if another process
+// has the row. A crash of PostgreSQL may forget the failure: then the row is retried, and the attempt does
+// not count.
 func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
@@ -170,15 +173,15 @@ func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted 
 	return promoted, nil
 }
 
-// sqlRelease releases rows that were not tried. The attempt that their claim has counted is taken back.
+// sqlRelease releases rows that were not tried. It subtracts the attempt that their claim has counted.
 const sqlRelease = `
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $4::bool AND d.order_key IS NOT NULL THEN 'PARKED' ELSE 'PENDING' END, locked_by = NULL, locked_until = NULL,
        attempt_count = d.attempt_count - 1, next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
  WHERE d.id = ANY ($1) AND d.locked_by = $2::text AND d.consumer_group = $3::text`
 
-// Release releases rows that were not tried: they can be claimed at once, and no attempt counts. They are parked, and
-// the first row of each key is promoted. Rows of another process are left alone.
+// Release releases rows that were not tried: they can be claimed at once, and no attempt counts. They are
+// parked, and the first row of each key is promoted. Release does not change rows of other processes.
 func (s *Store) Release(ctx context.Context, rows []Delivery) error {
 	keys, floors := digests(rows)
 	err := s.transactAsync(ctx, func(b *pgx.Batch) {

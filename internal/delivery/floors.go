@@ -5,13 +5,15 @@ import (
 	"time"
 )
 
-// floors remembers the floor of each key: an id below which none of its rows was open when this store inserted into
-// the key last and found it free. A floor holds for good, because later rows have higher ids. Rows that were put back
-// are looked for separately. While a transaction is open anywhere, PostgreSQL cannot remove the index entries of
-// finished rows, and a scan for open rows takes the longer the more of them there are. Above a floor there are few.
+// floors remembers the floor of each key: an id below which none of its rows was open when this store last
+// inserted into the key and found it free. A floor holds for good, because later rows have higher ids. Rows
+// that were put back are looked for separately. While a transaction is open anywhere, PostgreSQL cannot
+// remove the index entries of finished rows. So a scan for open rows becomes slower with each finished row,
+// but only few entries are above a floor.
 //
-// A crash of PostgreSQL may forget committed rows and assign their ids again. It also ends all connections. Therefore a
-// floor is used only on connections that began before the last statement that confirmed the floors.
+// A crash of PostgreSQL may forget committed rows and assign their ids again. It also ends all connections.
+// Therefore a floor is used only on connections that began before the last statement that confirmed the
+// floors.
 type floors struct {
 	mu     sync.Mutex
 	server time.Time // start of the server from which the floors are

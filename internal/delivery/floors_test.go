@@ -12,8 +12,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// A crash of PostgreSQL can forget transactions, and give out ids again that a worker has seen. What
-// the worker knows of such a key is nothing then.
+// A crash of PostgreSQL can forget transactions, and assign ids again that a worker has seen. The worker
+// must not use its floors of such keys.
 func TestCrashGivesIDsOutAgain(t *testing.T) {
 	testenv.Direct(t) // PgBouncer keeps its connections
 	t.Parallel()
@@ -37,8 +37,8 @@ func TestCrashGivesIDsOutAgain(t *testing.T) {
 	require.Empty(t, f.insert(a, delivery.Processing, f.record("k"), "k"), "the key is with b")
 }
 
-// A worker is taken for gone while it renews what it has: it loses the first row of a run only. That comes
-// before the rest, although the rest is tried first.
+// A worker's leases are taken over while it renews them, so it loses only the first row of a run. The
+// second row is tried first. Then the first row is promoted before the rest.
 func TestRunIsLostInPart(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
@@ -64,11 +64,11 @@ func TestRunIsLostInPart(t *testing.T) {
 	require.Equal(t, []string{"k PENDING 1", "k DONE 2", "k PARKED 0"}, f.rows())
 }
 
-// A pool replaces its connections. What a worker knows of a key is for a new one too, if an older one has been used
-// since.
+// A pool replaces its connections. A worker uses its floors on a new connection too, if an older connection
+// was used after the floors were learned.
 func TestNewConnectionsKnowKeys(t *testing.T) {
 	testenv.Long(t)
-	testenv.Direct(t) // it counts what a connection has read
+	testenv.Direct(t) // it counts reads of a connection
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
 	f.stayOpen()
@@ -96,21 +96,21 @@ func TestNewConnectionsKnowKeys(t *testing.T) {
 	require.Less(t, read, rounds*most)
 }
 
-// While a transaction is open somewhere, PostgreSQL removes nothing. What a worker reads does not grow
-// with the rows that have gone on meanwhile, however many of a key there were.
+// While a transaction is open anywhere, PostgreSQL removes no index entries. The number of entries that a
+// worker reads does not grow with the rows that it has finished meanwhile, even if all belong to one key.
 func TestTransactionStaysOpen(t *testing.T) {
 	testenv.Long(t)
-	testenv.Direct(t) // it counts what a connection has read
+	testenv.Direct(t) // it counts reads of a connection
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
 	f.stayOpen()
-	const rounds, most = 30, 30 // entries of a key in a round; each store looks at all of a key once
+	const rounds, most = 30, 30 // entries of a key in a round; each store scans all entries of a key once
 	keys := []string{"k", "l", "m", "n", "o"}
 	read := 0
 	for part := range 2 {
 		db := f.single()
 		s := delivery.NewStore(db, f.schema, group, "a", shortLease)
-		f.insert(s, delivery.Processing, f.record("new"), "new") // its connection is younger than all that it learns
+		f.insert(s, delivery.Processing, f.record("new"), "new") // opens the connection before it learns floors of keys
 		for range rounds {
 			run := f.insert(s, delivery.Processing, f.record(keys...), keys...)
 			require.Len(t, run, len(keys))
@@ -141,7 +141,7 @@ func TestTransactionStaysOpen(t *testing.T) {
 // stayOpen opens a transaction that writes.
 func (f *tableFixture) stayOpen() { f.begin(`SELECT pg_current_xact_id()`) }
 
-// readSince returns how many entries of open rows were read more than before, by connections that are closed.
+// readSince returns the number of entries of open rows that closed connections have read, less before.
 func (f *tableFixture) readSince(before int) int {
 	f.t.Helper()
 	now := 0

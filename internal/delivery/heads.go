@@ -28,9 +28,10 @@ SELECT (SELECT array_agg(w.order_key) FROM waiting AS w
                  ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL),
        (SELECT order_key FROM waiting WHERE n = $2)`
 
-// RepairHeads promotes the first row of keys whose open rows are all parked. That happens only if a process was gone
-// between FinishIn and Promote, or if the table was changed from outside. It checks up to limit keys after the key
-// behind. It returns the last of them to go on with, or the least key of all if no more are left.
+// RepairHeads promotes the first row of keys whose open rows are all parked. Such keys exist only if a
+// process was gone between FinishIn and Promote, or if the table was changed from outside. It checks up to
+// limit keys after the key behind. It returns the last of them, for the next call, or the smallest possible
+// key if no keys are left.
 func (s *Store) RepairHeads(ctx context.Context, behind int64, limit int) (last int64, repaired int64, err error) {
 	var headless []int64
 	var end pgtype.Int8

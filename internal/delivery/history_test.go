@@ -16,9 +16,12 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Workers and operators act at random, one after the other. After each step the table is what a model says:
-// of the open rows of a key, the first are with one worker or the first is PENDING, and the rest
-// is PARKED; a row is claimed behind all earlier ones, and is handled once.
+// Workers and operators act at random, one after the other. After each step the table must be equal to a
+// model:
+//   - Of the open rows of a key, either the first ones are with one worker, or the first is PENDING. All
+//     others are PARKED.
+//   - A row is claimed only together with all earlier open rows of its key, or after they have ended.
+//   - Each row is handled once.
 func TestHistories(t *testing.T) {
 	t.Parallel()
 	seeds := 12
@@ -38,7 +41,7 @@ const (
 	historyAttempts = 3
 )
 
-// modelRow is what a row of event_delivery is to be.
+// modelRow is the expected state of a row of event_delivery.
 type modelRow struct {
 	id       int64
 	key      string // "": unordered
@@ -48,11 +51,11 @@ type modelRow struct {
 	stale    bool
 	held     bool
 	resolved bool
-	effects  int // how often it was handled
+	effects  int // number of times that it was handled
 
 	waits    bool // not due yet
-	expired  int  // its lease has ended, as the n-th one
-	requeued bool // or held, while later rows were with a worker
+	expired  int  // its lease was the n-th to expire
+	requeued bool // requeued or held while a worker had later rows
 }
 
 func (r *modelRow) open() bool {
@@ -63,14 +66,14 @@ func (r *modelRow) String() string {
 	return fmt.Sprintf("%d %s %s attempt %d worker %q stale %t held %t resolved %t effects %d", r.id, r.key, r.status, r.attempts, r.worker, r.stale, r.held, r.resolved, r.effects)
 }
 
-// historyWorker is a worker, and what it believes to have claimed.
+// historyWorker is a worker, and the rows that it believes to have claimed.
 type historyWorker struct {
 	name  string
 	store *delivery.Store
 	mine  []delivery.Delivery
 }
 
-// of returns the rows of a key that the worker believes to have.
+// of returns the rows of a key that the worker believes to have claimed.
 func (w *historyWorker) of(key delivery.Key) (rows []delivery.Delivery) {
 	for _, d := range w.mine {
 		if d.Key == key && key.Ordered {
@@ -84,7 +87,7 @@ func (w *historyWorker) forget(rows []delivery.Delivery) {
 	w.mine = slices.DeleteFunc(w.mine, func(d delivery.Delivery) bool { return slices.Contains(ids(rows), d.ID) })
 }
 
-// history is a sequence of what they do.
+// history is a sequence of random steps of workers and operators.
 type history struct {
 	*tableFixture
 	rng     *rand.Rand
@@ -140,7 +143,7 @@ func (h *history) holds(key string) bool {
 	return key != "" && slices.ContainsFunc(h.rows, func(r *modelRow) bool { return r.key == key && r.held })
 }
 
-// compare checks that the table is what the model says.
+// compare checks that the table is equal to the model.
 func (h *history) compare() {
 	rows, err := h.db.Query(h.t.Context(), pg.InSchema(`
 		SELECT d.id, CASE WHEN d.order_key IS NULL THEN '' ELSE d.aggregate_id END AS key, d.status, d.attempt_count, coalesce(d.locked_by, ''), coalesce(d.last_error_code, '') = 'stale',
@@ -188,7 +191,7 @@ func (h *history) openOf(key string) (open []*modelRow) {
 	return open
 }
 
-// promote is what outbox_promote does.
+// promote does the same as outbox_promote.
 func (h *history) promote(key string) (promoted int64) {
 	open := h.openOf(key)
 	if len(open) == 0 || slices.ContainsFunc(open, func(r *modelRow) bool { return r.status != delivery.Parked }) {
@@ -249,7 +252,7 @@ func (h *history) insert() {
 	w.mine = append(w.mine, claimed...)
 }
 
-// parks reports whether the rows of a key that are being inserted are parked, as the first was.
+// parks reports whether the rows of a key that are being inserted are parked, as the first of them was.
 func (h *history) parks(key string) bool {
 	open := h.openOf(key)
 	return open[len(open)-1].status == delivery.Parked
@@ -289,11 +292,12 @@ func (h *history) claim() {
 		r.status, r.worker, r.attempts, r.expired = delivery.Processing, d.Holder, r.attempts+1, 0
 		require.Equal(h.t, r.attempts, d.Attempt)
 	}
-	w.forget(claimed) // those that it has lost meanwhile
+	w.forget(claimed) // rows that it has lost meanwhile
 	w.mine = append(w.mine, claimed...)
 }
 
-// behind returns the rows that are claimed with the first of a key: none of them was tried.
+// behind returns the rows that are claimed together with the first row of a key: only rows that were never
+// tried.
 func (h *history) behind(r *modelRow, follow int, suspects bool) (behind []int64) {
 	if suspects || r.attempts > 0 {
 		return nil
@@ -365,7 +369,7 @@ func (h *history) finishThese(w *historyWorker, chosen []delivery.Delivery, how 
 		require.EqualValues(h.t, -1, promoted)
 		if h.rng.IntN(2) == 0 {
 			promoted, err = w.store.Promote(h.t.Context(), chosen)
-		} else { // it was gone before that
+		} else { // the worker was gone before Promote
 			_, promoted, err = w.store.RepairHeads(h.t.Context(), -1<<63, 1000)
 		}
 		require.NoError(h.t, err)
@@ -394,7 +398,7 @@ func (h *history) finishHow(w *historyWorker, how int, chosen []delivery.Deliver
 	return promoted, tx.Commit(ctx)
 }
 
-// markDead is what a worker does that has lost rows: it gives all of their keys back.
+// markDead releases lost rows and all other rows of their keys, as a worker does.
 func (h *history) markDead(w *historyWorker, lost []delivery.Delivery) {
 	var rows []delivery.Delivery
 	for _, d := range w.mine {
@@ -411,7 +415,7 @@ func (h *history) giveBack() {
 	for _, d := range w.mine {
 		if h.rng.IntN(2) == 0 && !slices.Contains(ids(rows), d.ID) {
 			rows = append(rows, d)
-			for _, behind := range w.of(d.Key) { // never without those behind it
+			for _, behind := range w.of(d.Key) { // a row is only released together with the rows behind it
 				if behind.ID > d.ID && !slices.Contains(ids(rows), behind.ID) {
 					rows = append(rows, behind)
 				}
@@ -429,7 +433,7 @@ func (h *history) returned(w *historyWorker, rows []delivery.Delivery) {
 	w.forget(rows)
 }
 
-// parkAll is what happens to rows that were not tried.
+// parkAll parks rows that were released untried.
 func (h *history) parkAll(rows []delivery.Delivery) {
 	for _, d := range rows {
 		r := h.row(d.ID)
@@ -491,7 +495,7 @@ func (h *history) renew() {
 	require.ElementsMatch(h.t, want, renewed)
 }
 
-// endLeases lets the leases of rows end, in this order.
+// endLeases ends the leases of rows in this order.
 func (h *history) endLeases(ids []int64) {
 	for _, id := range ids {
 		h.expired++
@@ -550,7 +554,7 @@ func (h *history) takeOver(limit int, hold bool) {
 	require.ElementsMatch(h.t, want, got)
 }
 
-// wait lets all retries be due.
+// wait makes all retries due.
 func (h *history) wait() {
 	h.note("retries are due")
 	h.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() WHERE next_retry_at > now()`)
@@ -598,7 +602,7 @@ func (h *history) resolve() {
 	h.promoteAll(chosen)
 }
 
-// hold has keys wait at rows that are dead. What is with a worker stays there.
+// hold makes dead rows hold their keys. Rows that a worker has claimed stay claimed.
 func (h *history) hold() {
 	chosen := h.pick(1+h.rng.IntN(2), delivery.Dead)
 	h.note("%v hold their keys", chosen)
@@ -630,7 +634,7 @@ func (h *history) release() {
 	h.promoteAll(chosen)
 }
 
-// repair finds nothing.
+// repair requires that RepairHeads finds nothing.
 func (h *history) repair() {
 	behind := int64(-1 << 63)
 	for range 20 {
@@ -644,7 +648,8 @@ func (h *history) repair() {
 	h.t.Fatal("the sweep does not end")
 }
 
-// free finishes what workers have, so that keys become free, and requeues rows of them.
+// free finishes the claimed rows of all workers, so that their keys become free, and requeues some of these
+// rows.
 func (h *history) free() {
 	h.wait()
 	h.claim()
@@ -662,7 +667,7 @@ func (h *history) free() {
 	h.requeue()
 }
 
-// byClaim divides rows into those that were claimed together.
+// byClaim groups rows by their claim.
 func byClaim(rows []delivery.Delivery) (claims [][]delivery.Delivery) {
 	for _, d := range rows {
 		if n := slices.IndexFunc(claims, func(of []delivery.Delivery) bool { return of[0].Holder == d.Holder }); n >= 0 {
@@ -674,7 +679,7 @@ func byClaim(rows []delivery.Delivery) (claims [][]delivery.Delivery) {
 	return claims
 }
 
-// finishAll finishes what workers have.
+// finishAll finishes the claimed rows of all workers.
 func (h *history) finishAll() {
 	for _, w := range h.workers {
 		for _, rows := range byClaim(w.mine) {

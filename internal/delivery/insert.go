@@ -24,9 +24,10 @@ const sqlLock = `
 SELECT {schema}.outbox_lock_keys($1, $2), clock_timestamp(), pg_postmaster_start_time(),
        (SELECT backend_start FROM pg_stat_get_activity(pg_backend_pid()))`
 
-// sqlInsert inserts rows with the status that their keys permit. It checks each key once, before it inserts a row,
-// because the indexes also return the rows that it inserts itself. It checks from the latest row of a key backwards to
-// its floor, because open rows are among the latest, and the indexes still have entries of many finished ones.
+// sqlInsert inserts rows with the status that their keys permit. It checks each key once, before it inserts
+// a row, because the indexes also return the rows that it inserts itself. It checks from the latest row of
+// a key backwards to its floor. Open rows are among the latest, and the indexes still have entries of many
+// finished rows.
 var sqlInsert = `
 WITH keys AS MATERIALIZED (
     SELECT n.key, min(CASE WHEN (SELECT a.backend_start <= $11::timestamptz FROM pg_stat_get_activity(pg_backend_pid()) AS a WHERE pg_postmaster_start_time() = $12::timestamptz)
@@ -65,11 +66,12 @@ SELECT ` + columnsWithin("$13") + `
           FROM inserted AS i WHERE i.status IN ('PROCESSING', 'PENDING')) AS d
  ORDER BY d.id`
 
-// Queue adds the insertion of rows to a batch. The batch runs in one transaction with what moves the cursor of the
-// group, and nothing else. The function claimed gets the rows that are claimed with that, in the order of insertion.
+// Queue adds the insertion of rows to a batch. The batch runs in one transaction with the statement that
+// moves the cursor of the group, and nothing else. The function claimed gets the rows that were claimed by
+// the insertion, in the order of insertion.
 //
-// Rows beyond the budget of bytes come bare: without payload and headers, which Store.readPayload reads. If PostgreSQL
-// cannot print a row, the whole statement fails. With a budget of 0 it prints none.
+// Rows beyond the budget of bytes come bare: without payload and headers, which Store.readPayload reads. If
+// PostgreSQL cannot print a row, the whole statement fails. With a budget of 0 it prints no payloads.
 func (s *Store) Queue(batch *pgx.Batch, rows []New, budget int64, claimed func([]Delivery) error) {
 	ids, actions, streams, keys := make([]int64, len(rows)), make([]string, len(rows)), make([]string, len(rows)), make([]pgtype.Int8, len(rows))
 	statuses, most := make([]string, len(rows)), make([]int32, len(rows))

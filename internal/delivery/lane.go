@@ -37,7 +37,7 @@ type lane struct {
 	promoted int64           // rows that the same transaction has promoted; -1 if they are still to be promoted
 }
 
-// laneParts are what the lanes of a process share.
+// laneParts are shared by the lanes of a process.
 type laneParts struct {
 	cfg        *Rules
 	processor  *handling.Processor
@@ -217,8 +217,8 @@ func indexOf(items []laneItem, of *envelope.Origin) int {
 	return slices.IndexFunc(items, func(it laneItem) bool { return it.Meta.Origin == of })
 }
 
-// mustRunAlone reports whether an item must not share a transaction with others. An item without a task, whose event
-// is skipped, must not, because only tasks finish deliveries in a shared transaction.
+// mustRunAlone reports whether an item must not share a transaction with others. An item whose event is
+// skipped has no task and must run alone, because only tasks finish deliveries in a shared transaction.
 func (l *lane) mustRunAlone(it laneItem) bool {
 	if it.ended || len(it.Tasks) == 0 || it.Suspect || it.Class != "" || it.Action == "" || it.hasNoAttemptLeft() {
 		return true
@@ -231,8 +231,8 @@ func (l *lane) mustWait(it *laneItem) bool {
 	return l.pauses.IsPaused(it.Stream) || !it.hasNoAttemptLeft() && !l.breakers.MayTry(it.Action)
 }
 
-// markDone notes that the items before next have finished, and returns how many these are. It adapts the number of
-// deliveries in a transaction to what handlers do in TransactionTime.
+// markDone notes that the items before next have finished, and returns their number. It adapts the number
+// of deliveries in a transaction to the number that handlers finish in TransactionTime.
 func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Duration) int {
 	n := len(items)
 	if next != nil {

@@ -20,7 +20,7 @@ type LaneKind struct {
 	perDelivery time.Duration  // moving average of how long a delivery takes
 }
 
-// queueLength returns how many batches a lane gets, the one under way included.
+// queueLength returns the number of batches for a lane, including its current batch.
 func (k *LaneKind) queueLength() int {
 	if k.maxBatch > 1 {
 		return 2
@@ -28,8 +28,8 @@ func (k *LaneKind) queueLength() int {
 	return 1
 }
 
-// Room returns how many batches the lanes can take. It is zero while all lanes are at work and most have their next
-// batch, because a few large batches cost less than many small ones.
+// Room returns the number of batches that the lanes can take. It is zero while all lanes are busy and most
+// have their next batch. A few large batches cost less than many small ones.
 func (k *LaneKind) Room() (room int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -48,15 +48,15 @@ func (k *LaneKind) Room() (room int) {
 	return room
 }
 
-// Batches that take longer than slowBatch become smaller, so that other processes do not wait for what this process
-// has claimed. Batches that take less than fastBatch become larger.
+// Batches that take longer than slowBatch become smaller, so that other processes do not wait for rows that
+// this process has claimed. Batches that take less than fastBatch become larger.
 const (
 	fastBatch = 500 * time.Millisecond
 	slowBatch = 2 * time.Second
 )
 
-// undividedBatch is how long deliveries have to take together before they are divided among lanes. Less costs about
-// as much as the additional transaction.
+// undividedBatch is the time that deliveries must take together before they are divided among lanes. Below
+// it, the additional transaction costs as much as it saves.
 const undividedBatch = 20 * time.Millisecond
 
 // batchSize returns how many of n deliveries make a batch.

@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// sqlOwn reads the rows that this process has claimed, whichever claim it was.
+// sqlOwn reads the rows that this process has claimed, in any of its claims.
 const sqlOwn = `
 SELECT d.id, d.locked_by, d.order_key FROM {schema}.event_delivery AS d
  WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND starts_with(d.locked_by, $2::text || '/')
@@ -128,8 +128,8 @@ UPDATE {schema}.event_delivery AS d
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns
 
-// attemptsUsedUp is the condition that a row becomes DEAD with its last attempt. A row of a record does not: its dead
-// letter has to be sent before, by the process that claims it next.
+// attemptsUsedUp is the condition that a row becomes DEAD with its last attempt. A row of a record does not
+// become DEAD: the process that claims it next must send its dead letter first.
 const attemptsUsedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
 
 // sqlExpired reads since when leases have expired. The next scan begins there, whether sqlTakeOver takes the rows over
@@ -151,7 +151,7 @@ type Expired struct {
 	AggregateType, AggregateID    string
 	Attempt                       int
 	RecordKey                     string
-	// Position, FromKafka and Partition are those of a [Delivery].
+	// Position, FromKafka and Partition are the same fields as in [Delivery].
 	Position  int64
 	FromKafka bool
 	Partition int32

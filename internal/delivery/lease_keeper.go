@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// leaseKeeper renews the leases of what this process has claimed, takes over what other processes have left, and
-// watches for handlers that hang. Each of its three loops is one goroutine.
+// leaseKeeper renews the leases of this process, takes over expired leases of other processes, and watches
+// for handlers that hang. Each of its three loops is one goroutine.
 type leaseKeeper struct {
 	cfg        *Rules
 	store      *Store
@@ -109,7 +109,7 @@ func (k *leaseKeeper) takeOverLoop(ctx context.Context) {
 	}
 }
 
-// takeOverRound is what takeOverLoop remembers from one round to the next.
+// takeOverRound is the state that takeOverLoop keeps between rounds.
 type takeOverRound struct {
 	n         int
 	answers   answering
@@ -143,8 +143,8 @@ func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) er
 	return err
 }
 
-// announceOthers logs once how many deliveries other processes have. This process may be the restart of one that was
-// killed: then later deliveries of their keys wait until the leases have expired.
+// announceOthers logs once how many deliveries other processes have claimed. This process may be the
+// restart of a killed process. Then later deliveries of their keys wait until the leases have expired.
 func (k *leaseKeeper) announceOthers(ctx context.Context) error {
 	rows, longest, err := k.store.countOthers(ctx)
 	if rows > 0 {

@@ -14,7 +14,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// Hooks are told which record brought an event whose consumer is gone; where none did, there is none.
+// If the consumer of an event is gone, hooks get the record that brought the event. For an event from
+// outbox there is no record.
 func TestHooksOfGoneDeliveries(t *testing.T) {
 	t.Parallel()
 	var seen []envelope.Received

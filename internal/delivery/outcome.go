@@ -38,8 +38,8 @@ func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Ta
 	return nil
 }
 
-// transactionEnded notes the end of a transaction for which lockRows may have locked rows. After a rollback it renews
-// their leases, which was not possible while they were locked.
+// transactionEnded is called after a transaction for which lockRows may have locked rows. After a rollback
+// it renews their leases, because they could not be renewed while they were locked.
 func (l *lane) transactionEnded(err error) {
 	if l.finishing.Begin == nil {
 		return
@@ -63,7 +63,8 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 		ids[r.Meta.Origin.DeliveryID] = true
 	}
 	l.finished, l.promoted = l.deliveriesWith(ids), 0
-	// With a single task it costs little to undo also what functions inside PostgreSQL have set.
+	// With a single task, it costs little to undo settings that functions inside PostgreSQL have changed,
+	// too.
 	if tx.ChangedSettings() || len(results) == 1 {
 		if _, err := tx.Own().Exec(ctx, SQLRestoreSettings, l.session.Role, l.session.User); err != nil {
 			return AsUnfinished(tx, err)
@@ -74,8 +75,8 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 	return AsUnfinished(tx, err)
 }
 
-// AsUnfinished returns an error with [handling.ErrUnfinished] if what a handler did to its transaction has caused it.
-// It returns any other error unchanged.
+// AsUnfinished adds [handling.ErrUnfinished] to an error that was caused by a handler's use of its
+// transaction. It returns other errors unchanged.
 func AsUnfinished(tx handling.Tx, err error) error {
 	switch {
 	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, ErrLost):
@@ -152,9 +153,10 @@ func (l *lane) postpone(it *laneItem, t handling.Task, o handling.Outcome) {
 func (l *lane) retry(it *laneItem, t handling.Task, o handling.Outcome) {
 	usual := l.cfg.Of(it.Stream).MaxRetries
 	if o.Retries > usual || it.FromKafka {
-		// The row's maximum is for attempts whose process was gone, which leave no error. From here on there may be
-		// as many of these as for an event that has not failed yet, but no more attempts than the error permits. A
-		// requeued delivery that was parked with its last attempt gets more again.
+		// The row's maximum bounds attempts whose process was lost, because they leave no error. From here
+		// on there may be as many such attempts as for an event that has not failed yet, but no more
+		// attempts than the error permits. A requeued delivery that was parked with its last attempt gets
+		// more attempts again.
 		it.MaxAttempts = max(it.MaxAttempts, Attempts(min(o.Retries, it.Attempt-1+Attempts(usual))))
 	}
 	f := l.failureOf(it, o)
@@ -201,7 +203,7 @@ func (l *lane) awaitDeadLetter(it *laneItem, f Failure) {
 	}
 }
 
-// earlierError is the error of an attempt before the delivery was claimed, as its row has it.
+// earlierError is the last error in the row of a delivery from before its claim.
 type earlierError struct{ class, message string }
 
 func (e *earlierError) Error() string { return e.message }
@@ -256,9 +258,9 @@ func (l *lane) flush() {
 	}
 }
 
-// relieve is called by the leaseKeeper while the lane is at a slow call. It finishes what the lane has handled, and
-// returns the deliveries that have not begun, which the lane will not begin. If the lane is writing itself, it is at
-// no call, and there is nothing to do.
+// relieve is called by the leaseKeeper during a slow call of the lane. It finishes the deliveries that the
+// lane has handled, and returns the deliveries that have not begun. The lane will not begin them. If the
+// lane is writing itself, no call is running, and relieve does nothing.
 func (l *lane) relieve(ctx context.Context) (waiting []Delivery) {
 	if !l.progress.writing.TryLock() {
 		return nil
@@ -289,7 +291,7 @@ func (l *lane) noteLost(handled []Delivery, err error) bool {
 	return lost
 }
 
-// noteFinished notes that deliveries have finished, and how many rows were promoted with that.
+// noteFinished notes that deliveries have finished, and how many rows were promoted.
 func (l *lane) noteFinished(finished []Delivery, promoted int64) {
 	for _, d := range finished {
 		l.claimed.remove(d.Ref)

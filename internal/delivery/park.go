@@ -65,9 +65,10 @@ type Note struct {
 	Source                     string // "" for any
 }
 
-// sqlPark inserts rows for events that are not handled and have no row yet: an event may come again, or to two
-// processes. The first row of a free key becomes PENDING, all others become PARKED. It checks each key once, before it
-// inserts a row, because the indexes also return the rows that it inserts itself.
+// sqlPark inserts rows for events that are not handled and have no row yet. An event may have a row if it
+// comes again, or comes to two processes. The first row of a free key becomes PENDING, all others become
+// PARKED. The statement checks each key once, before it inserts a row, because the indexes also return the
+// rows that it inserts itself.
 var sqlPark = `
 WITH wanted AS MATERIALIZED (
     SELECT n.* FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::uuid[], $9::text[], $10::text[], $11::text[],
@@ -115,9 +116,10 @@ func openOf(key string) string {
 	return of(head) + `,` + of(`d.status = 'PARKED'`)
 }
 
-// Park inserts rows for events that have failed, and for events whose keys are blocked. The rows of each key are in
-// the order of their records. It returns the status of each row, or "" if no row was inserted because the event has one
-// already, or is handled. The rows survive a crash of PostgreSQL, because their offsets are committed after it.
+// Park inserts rows for events that have failed, and for events whose keys are blocked. The rows of each
+// key are in the order of their records. It returns the status of each row. The status is "" if no row was
+// inserted, because the event has a row already or is handled. The rows survive a crash of PostgreSQL,
+// because their offsets are committed after it.
 func (s *Store) Park(ctx context.Context, rows []Received) (became []Status, err error) {
 	if len(rows) == 0 {
 		return nil, nil
@@ -208,8 +210,8 @@ func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int,
 	return blocked, nil
 }
 
-// BlockedIn is Blocked at the end of a transaction in which subjects were handled. It locks their keys, so that no
-// process can block them before the transaction has ended.
+// BlockedIn is Blocked at the end of a transaction in which subjects were handled. It locks their keys, so
+// that no process can block them before the transaction has ended.
 func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (blocked []int, err error) {
 	var b pgx.Batch
 	current := false
@@ -221,8 +223,8 @@ func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (b
 	if current {
 		return blocked, nil
 	}
-	// The transaction sees only what was committed when it began. The keys are locked, so a query outside of it sees
-	// all rows that can block them.
+	// The transaction sees only data that was committed when it began. The keys are locked, so a query
+	// outside of it sees all rows that can block them.
 	return s.Blocked(ctx, subjects)
 }
 

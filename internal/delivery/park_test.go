@@ -20,7 +20,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// received returns the n-th event of a key, in a partition of its own for each key; of the empty key, none is kept in
+// received returns the n-th event of a key. Each key has its own partition. Events of the empty key have no
 // order.
 func received(key string, n int) delivery.Received {
 	id := fmt.Sprintf("%s-%d", key, n)
@@ -65,7 +65,7 @@ func subjects(events []delivery.Received) (all []delivery.Subject) {
 	return all
 }
 
-// note says that an event is handled.
+// note inserts the note that an event is handled.
 func (f *tableFixture) note(e delivery.Received) {
 	f.exec(`INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source) VALUES ($1, $2, $3, $4, $5)`,
 		group, e.Note.AggregateType, e.Note.AggregateID, e.Action, e.Note.Source)
@@ -77,7 +77,7 @@ func (f *tableFixture) claim(s *delivery.Store) []delivery.Delivery {
 	return claimed
 }
 
-// What has failed blocks its key until it is done, and what was parked behind it, too.
+// A failed event blocks its key until it is done. The events that were parked behind it block the key too.
 func TestParkedEvents(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
@@ -107,7 +107,8 @@ func TestParkedEvents(t *testing.T) {
 	require.Empty(t, f.blocked(s, received("k", 3), received("k", 4)))
 }
 
-// An event that is handled gets no row, whatever its action is done once for and wherever its note stands.
+// A handled event gets no row, for each form of the idempotency key of its action and each place of its
+// note.
 func TestHandledEventsAreNotParked(t *testing.T) {
 	t.Parallel()
 	f := newTable(t)
@@ -130,8 +131,7 @@ func TestHandledEventsAreNotParked(t *testing.T) {
 	require.Equal(t, []delivery.Status{delivery.Pending}, f.park(s, of("/other", nil)), "the event of another source")
 }
 
-// A dead event stays dead: it is not handled when it comes again, and does not block its key unless
-// it is held.
+// A dead event stays dead. It is not handled when it comes again, and blocks its key only while it is held.
 func TestDeadEventIsNotParkedAgain(t *testing.T) {
 	t.Parallel()
 	for _, held := range []bool{false, true} {
@@ -161,7 +161,8 @@ func TestDeadEventIsNotParkedAgain(t *testing.T) {
 	}
 }
 
-// Its dead letter has to be sent before it is DEAD, also where its worker was gone each time.
+// The dead letter of a record must be sent before its row is DEAD. This holds even if the worker was lost
+// in each attempt.
 func TestRecordOfLostWorkerDoesNotDie(t *testing.T) {
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
@@ -185,9 +186,9 @@ func TestRecordOfLostWorkerDoesNotDie(t *testing.T) {
 	require.Greater(t, claimed[0].Attempt, claimed[0].MaxAttempts)
 }
 
-// Members of a group, of which several believe that the partition is theirs, handle the events of keys in order, each
-// once: they look, handle what is free, look again, and park what fails or is blocked. Others work on what
-// is parked. Any of them may lose a transaction at any time.
+// Several members of a group believe that they own the same partition. They still handle the events of each
+// key in order, each once. They check for blocked keys, handle free events, check again, and park events
+// that fail or are blocked. Lanes handle parked rows meanwhile. Any transaction may be lost at any time.
 func TestMembersKeepOrder(t *testing.T) {
 	t.Parallel()
 	for _, isolation := range []string{"read committed", "repeatable read", "serializable"} {
@@ -253,7 +254,7 @@ func (h *parkHistory) member(s *delivery.Store) {
 	}
 }
 
-// step does what it can about a batch, and returns the rest.
+// step handles or parks the events of a batch as far as possible, and returns the rest.
 func (h *parkHistory) step(s *delivery.Store, batch []delivery.Received) []delivery.Received {
 	blocked := h.blocked(s, batch...)
 	var behind, rest []delivery.Received
@@ -270,7 +271,7 @@ func (h *parkHistory) step(s *delivery.Store, batch []delivery.Received) []deliv
 	}
 	e := rest[0]
 	if rand.N(15) == 0 {
-		time.Sleep(rand.N(1500 * time.Millisecond)) // frozen: it goes on with what it knew
+		time.Sleep(rand.N(1500 * time.Millisecond)) // frozen: it goes on with its old knowledge
 	}
 	switch err := h.handle(s, e); {
 	case err == nil:
@@ -284,7 +285,8 @@ func (h *parkHistory) step(s *delivery.Store, batch []delivery.Received) []deliv
 	return rest
 }
 
-// handle handles an event as a consumer does, with its note, the effect and the second look.
+// handle handles an event as a consumer does, with its note, its effect and the second check for blocked
+// keys.
 func (h *parkHistory) handle(s *delivery.Store, e delivery.Received) error {
 	return pgx.BeginTxFunc(context.Background(), h.db, pgx.TxOptions{IsoLevel: pgx.TxIsoLevel(h.isolation)}, func(tx pgx.Tx) error {
 		fresh, err := h.effect(tx, e.Note, e.AggregateID, int(e.Offset))
@@ -313,7 +315,7 @@ func (h *parkHistory) effect(tx pgx.Tx, note delivery.Note, key string, n int) (
 	return true, err
 }
 
-// lane works on what is parked.
+// lane handles parked rows.
 func (h *parkHistory) lane(ctx context.Context, s *delivery.Store) {
 	for ctx.Err() == nil {
 		claimed, err := s.Claim(context.Background(), pairs, 3, 3, false, room)
@@ -353,8 +355,8 @@ func digest(id string) []byte {
 	return sum[:16]
 }
 
-// Of a parked event whose consumer is gone it is known which record brought it, and of an event of outbox that none
-// did.
+// If the consumer of a parked event is gone, the record that brought the event is known. An event of outbox
+// has no record.
 func TestExpiredSayTheirRecord(t *testing.T) {
 	t.Parallel()
 	f := newTable(t)

@@ -72,7 +72,7 @@ func (f *plansFixture) exec(sql string, args ...any) {
 	require.NoError(f, err)
 }
 
-// fill makes the rows: those that are done, of all keys, those behind a row that is due, and others that are due.
+// fill inserts done rows of all keys, parked rows behind a row that is due, and other due rows.
 func (f *plansFixture) fill() {
 	const sql = `
 		INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at, occurred_at, recorded_at,
@@ -87,7 +87,8 @@ func (f *plansFixture) fill() {
 		SELECT gen_random_uuid(), 't', '/s', 't', 'k', '{}', 'application/json', 's', now(), 100 FROM generate_series(1, 100)`)
 }
 
-// statements are those of a Store, with the types of their arguments, and arguments over which each touches few rows.
+// statements are the statements of a Store, with the types of their arguments. With the given arguments,
+// each touches few rows.
 var statements = []struct {
 	name, types, sql string
 	first, args      string // on the first day, and over many rows
@@ -117,9 +118,10 @@ var statements = []struct {
 	{"headless", "bigint, bigint, text", sqlHeadless, `-9223372036854775808, 100, 'g'`, `-9223372036854775808, 100, 'g'`, 700},
 }
 
-// A statement touches the rows that it is about, however many wait behind a row, are done, or are due. What is
-// planned over empty tables is what runs until they are analysed: on the first day, and after retention has removed
-// all rows. Then PostgreSQL still knows how these were distributed, and other indexes look cheap.
+// A statement touches only the rows that it needs, however many other rows are parked, done or due. A plan
+// made over an empty table is used until the table is analyzed: on the first day, and after retention has
+// removed all rows. In the second case PostgreSQL still has the old statistics, which can make other
+// indexes look cheap.
 func TestPlansOverManyDeliveries(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: it counts the buffers that PostgreSQL touches.
@@ -131,7 +133,7 @@ func TestPlansOverManyDeliveries(t *testing.T) {
 	})
 }
 
-// fillAndEmpty leaves no row, and statistics.
+// fillAndEmpty leaves statistics, but no rows.
 func (f *plansFixture) fillAndEmpty() {
 	f.exec(`
 		INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at, occurred_at, recorded_at, locked_by, locked_until,
@@ -141,7 +143,7 @@ func (f *plansFixture) fillAndEmpty() {
 		  FROM generate_series(1, 100000) AS n`)
 	f.exec(`ANALYZE {schema}.event_delivery`)
 	f.exec(`DELETE FROM {schema}.event_delivery`)
-	require.Eventually(f, func() bool { // transactions of others may have to end first
+	require.Eventually(f, func() bool { // other transactions may have to end first
 		f.exec(`VACUUM {schema}.event_delivery`)
 		size := 0
 		require.NoError(f, f.db.QueryRow(context.Background(), `SELECT pg_relation_size(format('%I.event_delivery', $1::text))`, f.schema).Scan(&size))
@@ -196,12 +198,12 @@ func (f *plansFixture) inTx(do func(pgx.Tx)) {
 	do(tx)
 }
 
-// explain returns how many buffers a statement touches. What it is about is claimed before: it takes what
-// is expired, finished or renewed.
+// explain returns the number of buffers that a statement touches. It first claims the rows that the
+// statement takes over, finishes or renews.
 func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan string) {
 	ctx := context.Background()
 	var ids []int64
-	keys := "" // with them
+	keys := "" // keys of the claimed rows
 	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
 		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false)`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(f, err)

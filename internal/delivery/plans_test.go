@@ -14,9 +14,9 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// A worker plans its statements on the first day, over an empty table, and keeps its connections.
-// A plan that reads all of the table for some rows of it was no slower then: once 20,000 rows were
-// there, it made a claim take 80 ms.
+// A worker plans its statements on the first day, over an empty table, and keeps its connections. Over an
+// empty table, a plan that reads the whole table costs no more. With 20,000 rows, such a plan would make a
+// claim take 80 ms.
 func TestPlansOfTheFirstDay(t *testing.T) {
 	testenv.Direct(t) // prepared statements
 	t.Parallel()
@@ -37,7 +37,7 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	f.day(s, many)
 	end()
 
-	const most = many / 40 // of the days, for some rows of each: other tests have PostgreSQL keep entries of what has gone on
+	const most = many / 40 // open transactions of other tests keep removed entries
 	require.Eventually(t, func() bool { return f.read(`idx_event_delivery_due`) > 0 }, testenv.Patience, 10*time.Millisecond, "statistics are late")
 	for _, index := range []string{"event_delivery_pkey", "idx_event_delivery_due", "idx_event_delivery_head", "idx_event_delivery_parked", "idx_event_delivery_put_back", "idx_event_delivery_locked"} {
 		read := f.read(index)
@@ -49,10 +49,11 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.Less(t, whole, most)
 }
 
-// shortLease is over soon, and not looked for more often.
+// shortLease expires soon, and tests poll for its end no more often.
 const shortLease = 50 * time.Millisecond
 
-// alone returns a store with a connection of its own. What that has read is counted once it has ended.
+// alone returns a store with its own connection. PostgreSQL counts the reads of the connection when it has
+// ended.
 func (f *tableFixture) alone(worker string) (s *delivery.Store, end func()) {
 	db := f.single()
 	return delivery.NewStore(db, f.schema, group, worker, shortLease), db.Close
@@ -68,8 +69,8 @@ func (f *tableFixture) single() *pgxpool.Pool {
 	return db
 }
 
-// day does what happens to deliveries, once. Each day has a key of its own: while a transaction is open somewhere,
-// what was removed from the index for a key is read again and again.
+// day does each thing that can happen to deliveries once. Each day has its own key, because the removed
+// index entries of a key are read again while a transaction is open anywhere.
 func (f *tableFixture) day(s *delivery.Store, n int) {
 	ctx, key := f.t.Context(), fmt.Sprint("k", n)
 	run := f.insert(s, delivery.Processing, f.record(key, key), key, key)
@@ -99,7 +100,7 @@ func (f *tableFixture) day(s *delivery.Store, n int) {
 	require.NoError(f.t, err)
 }
 
-// read returns how many entries of an index were read.
+// read returns the number of entries of an index that were read.
 func (f *tableFixture) read(index string) (n int) {
 	require.NoError(f.t, f.db.QueryRow(f.t.Context(), pg.InSchema(
 		`SELECT idx_tup_read FROM pg_stat_user_indexes WHERE schemaname = $1 AND indexrelname = $2`, f.schema), f.schema, index).Scan(&n))

@@ -25,7 +25,7 @@ func (p *progress) start(batch []Delivery) {
 	p.ahead, p.handled = slices.Clone(batch), nil
 }
 
-// begin begins a delivery. It returns false if the delivery was released meanwhile.
+// begin begins a delivery. It returns false if the delivery was released before.
 func (p *progress) begin(r Ref) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -48,7 +48,7 @@ func (p *progress) end(d Delivery) time.Duration {
 	return time.Since(p.since)
 }
 
-// takeHandled removes and returns the deliveries that are to be finished.
+// takeHandled removes and returns the handled deliveries, so that the caller finishes them.
 func (p *progress) takeHandled() (handled []Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -56,7 +56,8 @@ func (p *progress) takeHandled() (handled []Delivery) {
 	return handled
 }
 
-// putBack returns deliveries that could not be finished, in front of those that were handled meanwhile.
+// putBack returns deliveries that could not be finished. They come before the deliveries that were handled
+// meanwhile.
 func (p *progress) putBack(handled []Delivery) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -13,8 +13,9 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Operators requeue DEAD rows with functions of 0005_operators_and_audit.sql. This file requeues DEAD rows without an
-// operator: those whose dead letters were sent back to their topic, and those that RetryDeadAfter retries.
+// Operators requeue DEAD rows with functions of 0005_operators_and_audit.sql. This file requeues DEAD rows
+// without an operator: rows whose dead letters were sent back to their topic, and rows that RetryDeadAfter
+// retries.
 
 // requeued sets the columns of a DEAD row so that it has all its attempts again.
 const requeued = `

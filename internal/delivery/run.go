@@ -42,7 +42,7 @@ type Run struct {
 	cutOff context.CancelFunc // of Cut
 }
 
-// Parts are what a [Run] needs.
+// Parts are the dependencies of a [Run].
 type Parts struct {
 	Rules      *Rules
 	Db         *pgxpool.Pool
@@ -112,7 +112,7 @@ func (r *Run) Prepare(ctx context.Context, check func(context.Context) error) er
 	return nil
 }
 
-// makeLanes makes lanes for handlers with a transaction and for those without, as far as there are such handlers.
+// makeLanes makes lanes for handlers with a transaction and for handlers without, if such handlers exist.
 func (r *Run) makeLanes() {
 	p := &r.parts
 	parts := laneParts{

@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// ErrLost says that another process has the row, because its lease had expired and the row was taken over. Then this
-// process must not handle the rows behind it in its key. It releases them.
+// ErrLost means that another process has the row, because its lease had expired and the row was taken over.
+// Then this process must not handle the rows behind it in its key. It releases them.
 var ErrLost = errors.New("delivery is with another process")
 
 // codeStale is the last_error_code of a row that was taken over.
@@ -39,8 +39,8 @@ type Store struct {
 	sqlCheck, sqlCheckRecords                                                                               string
 }
 
-// NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease how long it
-// has what it claims or renews.
+// NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
+// the duration of claims and renewals.
 func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Duration) *Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Store{
@@ -94,9 +94,10 @@ const (
 	open = `(d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)`
 )
 
-// ofKey is the condition that a row d belongs to a key. It is a range, because from an equation PostgreSQL would
-// conclude that the order of ids is also the order of keys and ids. If the table is empty while its statistics say
-// otherwise, PostgreSQL would then choose the primary key, and read all rows for as long as it keeps the plan.
+// ofKey is the condition that a row d belongs to a key. It is a range. With an equation, PostgreSQL would
+// conclude that the order of ids is also the order of keys and ids. If the table is empty while its
+// statistics say otherwise, PostgreSQL would then choose the primary key, and read all rows for as long as
+// it keeps the plan.
 func ofKey(key string) string { return `d.order_key >= ` + key + ` AND d.order_key <= ` + key }
 
 // ofKeyFrom is the condition that a row d belongs to a key and that its id is not below one. See ofKey.
@@ -109,8 +110,8 @@ func (s *Store) transact(ctx context.Context, queue func(*pgx.Batch)) error {
 	return Transact(ctx, s.db, queue)
 }
 
-// transactAsync is transact for changes that a crash of PostgreSQL may forget. It does not wait for the disk. If the
-// crash forgets the transaction, it also forgets all that was committed later.
+// transactAsync is transact for changes that a crash of PostgreSQL may forget. It does not wait for the
+// disk. If the crash forgets the transaction, it also forgets all later commits.
 func (s *Store) transactAsync(ctx context.Context, queue func(*pgx.Batch)) error {
 	return s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(`SELECT set_config('synchronous_commit', 'off', true)`)
@@ -118,10 +119,10 @@ func (s *Store) transactAsync(ctx context.Context, queue func(*pgx.Batch)) error
 	})
 }
 
-// Transact runs statements in a READ COMMITTED transaction, in a single round trip, with the settings that statements
-// on event_delivery need. These statements take the ids of the rows that they change as an array, because PostgreSQL
-// looks up each element in the index of the primary key. With a join, a plan made for an empty table would read the
-// whole table.
+// Transact runs statements in a READ COMMITTED transaction, in a single round trip, with the settings for
+// statements on event_delivery. These statements take the ids of the rows that they change as an array,
+// because PostgreSQL looks up each element in the primary key. With a join, a plan made for an empty table
+// would read the whole table.
 func Transact(ctx context.Context, db *pgxpool.Pool, queue func(*pgx.Batch)) error {
 	var b pgx.Batch
 	b.Queue("BEGIN ISOLATION LEVEL READ COMMITTED")

@@ -51,7 +51,7 @@ func (f *tableFixture) record(keys ...string) (ids []int64) {
 	return ids
 }
 
-// insert makes deliveries of events, and returns those that are with the worker.
+// insert inserts deliveries of events, and returns the deliveries that the worker has claimed.
 func (f *tableFixture) insert(s *delivery.Store, status delivery.Status, ids []int64, keys ...string) (claimed []delivery.Delivery) {
 	rows := make([]delivery.New, len(ids))
 	for i, id := range ids {
@@ -72,7 +72,7 @@ func (f *tableFixture) rows() (all []string) {
 	return all
 }
 
-// room is a budget for all that tests insert.
+// room is a budget that exceeds the payloads of all tests.
 const room = 1 << 30
 
 var pairs = []delivery.Pair{{Action: action, Stream: stream}}
