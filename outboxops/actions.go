@@ -10,7 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
-// What operators do about failures.
+// The actions of operators on failures, as outbox_audit has them.
 const (
 	actionRetry   = "retry"
 	actionResolve = "resolve"
@@ -19,33 +19,32 @@ const (
 	actionRead    = "read"
 )
 
-// Retry has a failure tried again. An event is sent by its relay at the next look, whatever its
-// NextRetryAt. A dead event or delivery has all its tries again, and goes before the later ones
-// of its key that wait; if a worker has one of them at this moment, it waits behind that. What
-// was sent or handled since it died stays before it. The resolution of a delivery is taken back.
+// Retry makes a failure be tried again. The relay of an event sends it at its next poll, whatever its
+// NextRetryAt is. A dead event or delivery gets all its attempts again, and comes before the waiting later
+// ones of its key. If a worker has a later one at this moment, the retried delivery waits behind it. Events
+// that were sent or handled since it died stay before it. Retry also reverts the resolution of a delivery.
 //
-// It returns [ErrNotFound], or [ErrStatus] for an event that is parked (retry the
-// one in front of it), resolved, or held (release the key), and for a delivery that is not dead.
+// The error may be [ErrNotFound]. It is [ErrStatus] for an event that is parked (retry the event in front
+// of it), resolved, or held (release the key), and for a delivery that is not dead.
 func (f *Failures) Retry(ctx context.Context, id FailureID, why AuditInfo) error {
 	return f.changeOne(ctx, actionRetry, id, why)
 }
 
-// Resolve closes a failure without sending or handling it, unless that happens at this moment.
-// What waits behind it goes on. The row stays, with the operator and the reason.
+// Resolve closes a failure without sending or handling it, unless that happens at this moment. Events
+// behind it in its key go on. The row stays, with the operator and the reason.
 //
-// It returns [ErrNotFound], or [ErrStatus] for what is resolved, and for a delivery that is done
-// or with a worker.
+// The error may be [ErrNotFound]. It is [ErrStatus] for a failure that is resolved, and for a delivery that
+// is done or with a worker.
 func (f *Failures) Resolve(ctx context.Context, id FailureID, why AuditInfo) error {
 	return f.changeOne(ctx, actionResolve, id, why)
 }
 
-// Hold stops the key of a failure: nothing more of it is sent, or handled by this group and
-// action, until the key is released. It also ends when every failure of the key that there is
-// now is resolved, or has got through. Later events of the key wait behind them, also where
-// they had passed a dead one. What a relay or a worker has at this moment it goes on with: a
-// delivery with all its attempts.
+// Hold stops the key of a failure: no more events of the key are sent, or handled by this group and action,
+// until the key is released. The hold also ends when all present failures of the key are resolved, sent or
+// handled. Later events of the key wait behind them, even if they could pass a dead one before. A relay or
+// a worker finishes the events that it has at this moment; a worker makes all attempts of its delivery.
 //
-// It returns [ErrNotFound], or [ErrStatus] for an event that is resolved, and for a delivery that
+// The error may be [ErrNotFound]. It is [ErrStatus] for an event that is resolved, and for a delivery that
 // is not dead, or has no key.
 func (f *Failures) Hold(ctx context.Context, id FailureID, why AuditInfo) error {
 	return f.changeOne(ctx, actionHold, id, why)
@@ -80,7 +79,7 @@ func (f *Failures) change(ctx context.Context, sql string, numbers []int64, why 
 	return done, err
 }
 
-// whyNot says why an action was not possible.
+// whyNot returns the reason why an action was not possible.
 func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) error {
 	row, err := f.get(ctx, id)
 	if err != nil {
@@ -103,14 +102,13 @@ func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) erro
 
 const sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
 
-// Edit gives a dead event another payload, of the same content type, and retries
-// it. Its id stays, and so do all its other attributes, except for headers that
-// PostgreSQL cannot print. The payload from before stays in outbox_audit, and in outbox
-// until retention removes it.
+// Edit gives a dead event another payload, of the same content type, and retries the event. The event keeps
+// its id and all other attributes, except headers that PostgreSQL cannot print. The old payload stays in
+// outbox_audit. It also stays in outbox until retention removes it.
 //
-// It returns [ErrNotFound], [ErrStatus] for an event that is not dead and for a delivery, and a
-// [*outbox.FieldError] for JSON that PostgreSQL does not take and for a payload above
-// FailuresConfig.MaxPayload, as PostgreSQL would print it.
+// The error may be [ErrNotFound]. It is [ErrStatus] for an event that is not dead and for a delivery. It is
+// a [*outbox.FieldError] for JSON that PostgreSQL rejects, and for a payload that exceeds
+// FailuresConfig.MaxPayload as PostgreSQL would print it.
 func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why AuditInfo) error {
 	if err := why.check(); err != nil {
 		return err
@@ -141,7 +139,7 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 // jsonContentType is the content type whose payloads are stored as jsonb.
 const jsonContentType = "application/json"
 
-// checkPayload checks what an operator wrote.
+// checkPayload checks a payload that an operator wrote.
 func (f *Failures) checkPayload(contentType string, payload []byte) (err error) {
 	size := len(payload)
 	if contentType == jsonContentType {

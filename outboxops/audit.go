@@ -17,8 +17,8 @@ import (
 
 // AuditInfo says who acts, and why. It goes into outbox_audit.
 type AuditInfo struct {
-	// Operator is who acts, at most 100 characters, in the words of the application: a user who may
-	// act can write any name. AuditEntry.Login is what PostgreSQL knows. Required.
+	// Operator names the user who acts, in at most 100 characters. The application chooses the name, and a
+	// user who may act can write any name. AuditEntry.Login is the name that PostgreSQL knows. Required.
 	Operator string
 	// Reason is why. Required.
 	Reason string
@@ -54,26 +54,29 @@ func (a AuditInfo) check() error {
 type AuditEntry struct {
 	// ID orders the entries.
 	ID int64
-	// At is when it was done.
+	// At is the time of the action.
 	At time.Time
-	// Operator is who did it, as [AuditInfo] said, and Reason why. What a relay retries by
-	// RetryDeadAfter, it retries as "relay" and its name.
+	// Operator and Reason are the fields of [AuditInfo]. For retries by RetryDeadAfter, Operator is "relay"
+	// and the relay's name.
 	Operator, Reason string
-	// Login is the role that was logged in to PostgreSQL, which writes it down itself.
+	// Login is the role that was logged in. PostgreSQL itself writes it.
 	Login string
-	// Action is retry, resolve, edit, hold or release, or read for a payload that was shown; of
-	// a consumer group pause, resume or rewind; of groups that are moved to-kafka, to-postgres,
-	// finish-cut or cancel-cut; replay for events that were sent to Kafka again, and forget for
-	// what a group had noted of them.
+	// Action is one of these:
+	//
+	//   - on failures: retry, resolve, edit, hold or release, and read for a payload that was shown
+	//   - on a consumer group: pause, resume or rewind
+	//   - on groups that move: to-kafka, to-postgres, finish-cut or cancel-cut
+	//   - replay for events that were sent to Kafka again, and forget for removed notes of a group
 	Action string
 	// Relay, Topic and Key are where the event belongs; of a delivery without Relay. Of a
 	// consumer group there is only Topic, empty for all of them.
 	Relay, Topic, Key string
-	// Group is the consumer group of the delivery, or that was paused, resumed, rewound or moved, or for
-	// which alone events were sent again; empty for all else. Handler is Failure.Action of the delivery.
+	// Group is the consumer group of the delivery. It is also a group that was paused, resumed, rewound or
+	// moved, or the only group for which events were sent again. Otherwise it is empty. Handler is
+	// Failure.Action of the delivery.
 	Group, Handler string
-	// Failure names what failed, OutboxID and EventID are the event's. They are zero for an
-	// action on the key of an event or on a group.
+	// Failure names the failure. OutboxID and EventID are the ids of its event. They are zero for an action
+	// on the key of an event or on a group.
 	Failure FailureID
 	// OutboxID is outbox.id.
 	OutboxID int64
@@ -95,10 +98,10 @@ type AuditPage struct {
 	Before int64
 	// Limit is how many entries are returned at most, up to 1,000. Zero means 100.
 	Limit int
-	// WithoutReads leaves out that payloads were read, see [Failures.AuditRead].
+	// WithoutReads leaves out reads of payloads, see [Failures.AuditRead].
 	WithoutReads bool
-	// Operator, Action and Group leave out what has others, Since and Until what was done
-	// earlier than the one, or not earlier than the other. Empty ones leave out nothing.
+	// Operator, Action and Group leave out entries with other values. Since leaves out entries before that
+	// time, and Until entries at or after it. Empty fields leave out nothing.
 	Operator, Action, Group string
 	// Since is described at Operator.
 	Since, Until time.Time

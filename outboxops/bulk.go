@@ -46,7 +46,7 @@ func (f *Failures) ResolveAll(ctx context.Context, filter FailureFilter, cfg Bul
 	return f.changeAll(ctx, actionResolve, filter, cfg, why)
 }
 
-// onlyPossible returns those of the wanted statuses that are possible, or all that are.
+// onlyPossible returns the wanted statuses that are possible, or all possible ones if none is wanted.
 func onlyPossible(wanted, possible []string) []string {
 	if len(wanted) == 0 {
 		return possible
@@ -75,8 +75,7 @@ func (f *Failures) changeAll(ctx context.Context, action string, filter FailureF
 	return done, nil
 }
 
-// changeKind changes all of a kind that a filter picks, part by part. It adds to done how many
-// that were.
+// changeKind changes all failures of a kind that a filter picks, in parts. It adds their number to done.
 func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, filter FailureFilter, cfg BulkConfig, why AuditInfo, done int) (int, error) {
 	part := min(cfg.Rate, bulkPart)
 	pause := time.Duration(part) * time.Second / time.Duration(cfg.Rate)

@@ -14,13 +14,11 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Consumers shows consumer groups, and pauses and resumes them. It is safe for concurrent
-// use.
+// Consumers shows consumer groups, and pauses and resumes them. It is safe for concurrent use.
 //
-// All members of a group look every two seconds for what is paused, and before they handle
-// anything after a start. Handlers finish what they are at. A member that PostgreSQL does not
-// answer goes by what it has read last. Groups that run without a database cannot be paused
-// here.
+// All members of a group read the pauses every two seconds, and after a start before they handle events.
+// Running handlers finish their events. While PostgreSQL does not answer, a member uses the pauses that it
+// has read last. Groups that run without a database cannot be paused here.
 type Consumers struct {
 	db                  *pgxpool.Pool
 	list, pause, resume string
@@ -56,7 +54,7 @@ type ConsumerGroup struct {
 type ConsumerTopic struct {
 	// Topic is its name.
 	Topic string
-	// Partitions is how many of it the group has begun with.
+	// Partitions is the number of its partitions that the group has begun with.
 	Partitions int
 	// SavedAt is when a member saved a position in it last, which members do once a
 	// minute while they have something to save; zero if none has.
@@ -69,16 +67,16 @@ type ConsumerTopic struct {
 
 // ConsumerPause says who has paused something, when and why.
 type ConsumerPause struct {
-	// Operator and Reason are those of the [AuditInfo].
+	// Operator and Reason are the fields of [AuditInfo].
 	Operator, Reason string
-	// At is when it was done.
+	// At is the time of the pause.
 	At time.Time
 }
 
-// sqlGroups reads the groups, or the one that $1 names. Consumers can note anything for their
-// groups, so it looks at $2 groups, $3 rows of each and $4 of all, which it finds by the primary
-// key, and returns $5 lines: of each group what is paused first, so that no group hides another.
-// Of a topic that was created again only the id counts that a member wrote about last.
+// sqlGroups reads all groups, or the group $1. Consumers can insert any rows for their groups. So it reads
+// at most $2 groups, $3 rows of each and $4 rows of all groups, by the primary key. It returns at most $5
+// lines: of each group the paused topics first, so that no group hides another group. If a topic was
+// created again, only the topic id counts that a member wrote last.
 const sqlGroups = `
 WITH RECURSIVE names AS (
     SELECT coalesce(nullif($1::text, ''), (SELECT consumer_group::text FROM {schema}.consumer_start ORDER BY consumer_group LIMIT 1)) AS name
@@ -112,7 +110,8 @@ SELECT consumer_group, topic, partitions, saved_at, lost, operator, reason, paus
   FROM (SELECT * FROM lines ORDER BY place, consumer_group LIMIT $5) AS l
  ORDER BY consumer_group, topic`
 
-// What is looked at: groups, partitions of one, partitions of all, and topics of all.
+// The limits of sqlGroups: groups, partitions of a group, partitions of all groups, and topics of all
+// groups.
 const (
 	maxGroups          = 1000
 	maxGroupPartitions = 10_000
@@ -126,10 +125,9 @@ type ConsumerFilter struct {
 	Group string
 }
 
-// List returns the groups, sorted by name. It looks at 1,000 groups, 10,000 partitions of each and
-// 200,000 of all, and returns at most 10,000 topics, of each group the paused ones first. If there
-// are more, more is set, and the numbers of a topic may be too small. Only an attack leads to such
-// numbers.
+// List returns the groups, sorted by name. It reads 1,000 groups, 10,000 partitions of each and 200,000 of
+// all. It returns at most 10,000 topics, of each group the paused ones first. If there are more, more is
+// set, and the numbers of a topic may be too small. Only an attack leads to such numbers.
 func (c *Consumers) List(ctx context.Context, filter ConsumerFilter) (groups []ConsumerGroup, more bool, err error) {
 	var (
 		group  string
@@ -168,20 +166,20 @@ func (c *Consumers) List(ctx context.Context, filter ConsumerFilter) (groups []C
 
 const sqlPauseConsumer = `SELECT {schema}.outbox_pause_consumer($1, $2, $3, $4)`
 
-// Pause has all members of a group handle nothing of a topic, or with an empty name nothing
-// at all, until Resume is called with the same. It holds over restarts, and for groups that
-// have not begun yet. Offsets stay, and retention of the topic goes on: a pause that lasts
-// longer loses records.
+// Pause stops all members of a group from handling events of a topic, or of all topics if topic is empty.
+// Resume with the same arguments ends the pause. The pause survives restarts, and also applies to groups
+// that have not begun yet. Offsets stay, and retention of the topic goes on: a pause that is longer than
+// the retention loses records.
 //
-// It returns [ErrStatus] if that is paused already.
+// It returns [ErrStatus] if the same pause exists already.
 func (c *Consumers) Pause(ctx context.Context, group, topic string, why AuditInfo) error {
 	return c.change(ctx, "pause", c.pause, "it is paused already", group, topic, why)
 }
 
 const sqlResumeConsumer = `SELECT {schema}.outbox_resume_consumer($1, $2, $3, $4)`
 
-// Resume ends a pause of a topic, or with an empty name the pause of all topics. Topics with a
-// pause of their own remain paused.
+// Resume ends a pause of a topic, or with an empty name the pause of all topics. Topics that were paused
+// separately remain paused.
 //
 // It returns [ErrStatus] if there is no such pause.
 func (c *Consumers) Resume(ctx context.Context, group, topic string, why AuditInfo) error {

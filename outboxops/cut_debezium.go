@@ -16,9 +16,11 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// DebeziumCut names a relay, and what Debezium reads the events by: they move from one to the other.
+// DebeziumCut names a relay, and the publication and slot of Debezium. The events move from one to the
+// other.
 type DebeziumCut struct {
-	// Relay is the name of the relay. From Debezium it is a new one, or one that was moved to Debezium.
+	// Relay is the name of the relay. For a move from Debezium, it is a new relay, or a relay that was
+	// moved to Debezium.
 	Relay string
 	// Publication is MigrateConfig.Publication.
 	Publication string
@@ -36,14 +38,16 @@ const (
 	sqlBeginRelay      = `SELECT {schema}.outbox_begin_relay($1, $2, $3, $4)::text`
 )
 
-// FromDebezium takes the events from Debezium, from this moment on: the publication has none of them any more, and
-// the relay has all of them, once [Cuts.BeginRelay] lets it begin. Debezium goes on with what was recorded before.
-// Do not start the relay's processes earlier: they would begin with the first event.
+// FromDebezium moves the events from Debezium to the relay, from this moment on. The publication no longer
+// has them. The relay sends them once [Cuts.BeginRelay] lets it begin. Debezium still sends the events that
+// were recorded before. Do not start the relay's processes before the cut: they would begin with the first
+// event.
 //
-// No transaction that has recorded an event may be open at the cut, so it waits for them: for 100 ms
-// at a time, in which others wait behind it, and with pauses, until ctx ends. The error is
-// [ErrCutRefused] if the relay has begun already, or the publication has no events. If it cannot be known how far the
-// connector is, for there is no such slot or the role must not read it, nothing is cut: see [Cuts.DebeziumProgress].
+// At the cut, no transaction that has recorded an event may be open. FromDebezium waits for such
+// transactions until ctx ends, in steps of 100 ms with pauses. During a step, other transactions wait
+// behind it. The error is [ErrCutRefused] if the relay has begun already, or the publication has no events.
+// It is also an error if the progress of the connector is unknown, because the slot does not exist or the
+// role must not read it: see [Cuts.DebeziumProgress]. Nothing is cut then.
 func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
 	if err := errors.Join(cut.validate(), why.check()); err == nil {
 		if _, err := c.DebeziumProgress(ctx, cut); err != nil {
@@ -56,14 +60,14 @@ func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo)
 	})
 }
 
-// ToDebezium has Debezium send the events, from this moment on: the relay has sent all that were
-// recorded before, and ends. Its processes stand by until they are stopped. Start the connector
-// before, so that it has made its slot.
+// ToDebezium moves the events from the relay to Debezium, from this moment on. The relay has sent all
+// events that were recorded before, and ends. Its processes stand by until they are stopped. Start the
+// connector before the cut, so that its slot exists.
 //
-// No transaction that has recorded an event may be open at the cut, and recording waits until the
-// relay has sent the last events. ToDebezium waits for both until ctx ends, for 400 ms at a time at
-// most, and with pauses. The error is [ErrCutRefused] if failed events wait to be sent, if the
-// publication has the events already, or if there is no slot.
+// At the cut, no transaction that has recorded an event may be open, and recording waits until the relay
+// has sent the last events. ToDebezium waits for both until ctx ends, in steps of at most 400 ms with
+// pauses. The error is [ErrCutRefused] if failed events wait to be sent, if the publication has the events
+// already, or if there is no slot.
 func (c *Cuts) ToDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
 	return c.cutDebezium(ctx, "cut to Debezium", cut, why, func(tx pgx.Tx) (done bool, err error) {
 		err = tx.QueryRow(ctx, c.toDebezium, cut.Publication, cut.Slot, cut.Relay, why.Operator, why.Reason).Scan(&done)
@@ -71,7 +75,7 @@ func (c *Cuts) ToDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) e
 	})
 }
 
-// errRelayBehind says that a relay has not sent everything while recording was blocked.
+// errRelayBehind means that a relay has not sent all events while recording was blocked.
 var errRelayBehind = errors.New("the relay is behind: it has not sent all events within 300 ms in which nobody recorded one")
 
 // cutDebezium tries until no transaction or relay prevents the cut.
@@ -104,7 +108,7 @@ func (c *Cuts) cutDebezium(ctx context.Context, what string, cut DebeziumCut, wh
 	return fmt.Errorf("outbox: %s: %w", what, orNotMigrated(cutError(err)))
 }
 
-// DebeziumProgress is what Debezium has still to do in front of a cut.
+// DebeziumProgress describes the changes that Debezium still has to read in front of a cut.
 type DebeziumProgress struct {
 	// Active says that the connector is connected to its slot.
 	Active bool
@@ -116,7 +120,8 @@ type DebeziumProgress struct {
 // IsDone reports whether the relay may begin: the connector has confirmed everything, and is stopped.
 func (p DebeziumProgress) IsDone() bool { return !p.Active && p.Unconfirmed == 0 }
 
-// A slot that is in use cannot be read, but a copy of it can. It is temporary: of the session, like a table.
+// A slot that is in use cannot be read, but a copy of it can. The copy is temporary: it belongs to the
+// session, like a temporary table.
 const (
 	sqlCopySlot = `SELECT pg_catalog.pg_copy_logical_replication_slot($1::text::name, $2::text::name, true)::text`
 	sqlDropSlot = `SELECT pg_catalog.pg_drop_replication_slot($1::text::name)::text`
@@ -130,9 +135,9 @@ SELECT count(*) FROM pg_catalog.pg_logical_slot_peek_binary_changes($1::text::na
  WHERE get_byte(change.data, 0) = ascii('I')
    AND substr(change.data, 2, 4) = ANY (ARRAY(SELECT oidsend({outbox}::regclass::oid) UNION ALL SELECT oidsend(t.relid) FROM pg_catalog.pg_partition_tree({outbox}::regclass) AS t))`
 
-// DebeziumProgress says how far the connector is. It has PostgreSQL decode what the slot keeps, as the connector
-// would, from a copy of it. The role needs the attribute REPLICATION, and of max_replication_slots one has to be
-// free.
+// DebeziumProgress returns the progress of the connector. PostgreSQL decodes the rest of the slot from a
+// copy, as it would for the connector. The role needs the attribute REPLICATION, and a slot of
+// max_replication_slots must be free.
 func (c *Cuts) DebeziumProgress(ctx context.Context, cut DebeziumCut) (p DebeziumProgress, err error) {
 	err = cut.validate()
 	if err == nil {

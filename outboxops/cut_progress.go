@@ -17,20 +17,21 @@ import (
 type CutProgress struct {
 	// Relay is the relay of the cut.
 	Relay string
-	// Groups are those of the cut, sorted by name.
+	// Groups are the groups of the cut, sorted by name.
 	Groups []CutGroup
 }
 
 // CutGroup is a group of a cut.
 type CutGroup struct {
 	Subscription
-	// Unread is how many records a returning group has still to read from Kafka, of those that were there when
-	// Await was called.
+	// Unread is the number of records in Kafka that a returning group still has to read. Records that
+	// arrived after the call of Await do not count.
 	Unread int64
 }
 
-// IsDone reports whether nothing has to be handled any more: all groups that were leaving have left, with no
-// delivery open and a consumer that has begun, and all that return have read what is in Kafka.
+// IsDone reports whether all events in front of the cut are handled. Then all leaving groups have left,
+// with no open delivery and a consumer that has begun. All returning groups have read their records in
+// Kafka.
 func (p CutProgress) IsDone() bool {
 	for _, g := range p.Groups {
 		if g.State == SubscriptionLeaving || g.State == SubscriptionLeft && (g.Open > 0 || !g.HasConsumer) {
@@ -45,7 +46,7 @@ func (p CutProgress) Returning() bool {
 	return slices.ContainsFunc(p.Groups, func(g CutGroup) bool { return g.State == SubscriptionReturning })
 }
 
-// Unread returns the sum of those of the groups.
+// Unread returns the sum of the unread records of all groups.
 func (p CutProgress) Unread() (records int64) {
 	for _, g := range p.Groups {
 		records += g.Unread
@@ -53,9 +54,9 @@ func (p CutProgress) Unread() (records int64) {
 	return records
 }
 
-// Await waits until what is in front of the cut at a relay is handled, or ctx ends, and calls progress at once and
-// then each second; nil is not called. It needs Kafka to see what returning groups have read. The error may be
-// [ErrNoCut].
+// Await waits until all events in front of the cut at a relay are handled, or ctx ends. It calls progress
+// at once and then each second; nil is not called. It asks Kafka for the progress of returning groups. The
+// error may be [ErrNoCut].
 func (c *Cuts) Await(ctx context.Context, opts []kgo.Opt, relay string, progress func(CutProgress)) error {
 	client, err := kafka.NewClient(opts)
 	if err != nil {
@@ -104,11 +105,11 @@ func (c *Cuts) progress(ctx context.Context, client *kgo.Client, relay string, r
 	return p, nil
 }
 
-// groupReading is, by group, up to where it has to read.
+// groupReading has, by group, the offsets up to which it has to read.
 type groupReading map[string]map[kafka.Partition]int64
 
-// unread returns how many records a group has still to read of those that were there at the first call. A
-// partition without a committed offset is one that it has not begun with: it begins at the first record.
+// unread returns the number of records that a group still has to read, of the records that existed at the
+// first call. A group begins a partition without a committed offset at the first record.
 func (c *Cuts) unread(ctx context.Context, client *kgo.Client, group string, reading groupReading) (records int64, err error) {
 	committed, err := kafka.AllGroupOffsets(ctx, client, group)
 	if err != nil {

@@ -16,23 +16,23 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Cuts moves consumer groups from their workers to Kafka, and back, while all of them run. A cut is
-// a point in the history of the database: workers handle the events on one side of it, a relay sends
-// those on the other, and what is behind it begins when all before it is handled. It is safe for
-// concurrent use.
+// Cuts moves consumer groups from their workers to Kafka, and back, while all of them run. A cut is a point
+// in the history of the database. Workers handle the events on one side of it, and a relay sends the events
+// on the other side. The events behind the cut begin when all events before it are handled. Cuts is safe
+// for concurrent use.
 //
-// To Kafka: start the consumers of the groups, and call ToKafka with a new relay, which may be started
-// before or after: it stands by. The workers go on until they have handled what is in front of the cut.
-// Await waits for that, and Finish lets the relay begin. Then stop the workers. Dead deliveries are
-// not waited for: if they are requeued, only workers handle them.
+// To Kafka: start the consumers of the groups, and call ToKafka with a new relay. The relay may be started
+// before or after the call: it stands by. The workers go on until they have handled the events in front of
+// the cut. Await waits for that, and Finish lets the relay begin. Then stop the workers. Await does not
+// wait for dead deliveries: if they are requeued, only workers handle them.
 //
-// To PostgreSQL: stop the relay, and call ToPostgres. Then start the workers of the groups: they wait, while the
-// consumers go on until they have handled what the relay has sent. Await waits for that, and Finish lets the workers
-// begin. Then stop the consumers. A relay that is not stopped before sends at
-// most its batch in flight a second time, for handlers without a transaction.
+// To PostgreSQL: stop the relay, and call ToPostgres. Then start the workers of the groups: they wait,
+// while the consumers go on until they have handled the records of the relay. Await waits for that, and
+// Finish lets the workers begin. Then stop the consumers. If the relay is not stopped before, it repeats at
+// most its batch in flight. Such repeats concern only handlers without a transaction.
 //
-// All groups that get their events from a relay are moved together. Cancel takes a cut back as long
-// as it is not finished.
+// All groups that get their events from a relay are moved together. Cancel reverts a cut that is not
+// finished.
 //
 // FromDebezium, BeginRelay and ToDebezium move between Debezium and a relay; consumers stay as they are.
 type Cuts struct {
@@ -128,23 +128,24 @@ const (
 	sqlCancelCut     = `SELECT {schema}.outbox_cancel_cut($1, $2, $3)`
 )
 
-// ErrNoCut says that there is no cut at a relay: none was made, or it is finished or canceled.
+// ErrNoCut means that a relay has no cut: none was made, or it is finished or canceled.
 var ErrNoCut = errors.New("outbox: there is no cut at this relay")
 
-// ErrCutRefused says that groups or a relay are not in a state in which a cut can be made, or that what is in
-// front of it is not handled yet. The text says which.
+// ErrCutRefused means that the state of groups or a relay does not allow a cut, or that events in front of
+// the cut are not handled yet. The text says which.
 var ErrCutRefused = errors.New("outbox: the cut is refused")
 
-// ToKafka cuts active groups off from their workers: these take the events up to this moment, and the
-// relay begins behind it once Finish is called. The relay must be a new one, or one whose groups were moved back.
-// The error is [ErrCutRefused] if groups or relay are in another state.
+// ToKafka cuts active groups off from their workers. The workers take the events up to this moment, and the
+// relay begins behind it once Finish is called. The relay must be new, or its groups must have been moved
+// back. The error is [ErrCutRefused] if groups or relay are in another state.
 func (c *Cuts) ToKafka(ctx context.Context, groups []string, relay string, why AuditInfo) error {
 	return c.cut(ctx, "cut to Kafka", c.toKafka, groups, relay, why)
 }
 
-// ToPostgres ends a relay at this moment, and has the workers of groups begin behind it once Finish is called. They
-// are all groups that get their events from it; for some of them no worker may have run yet. The error is
-// [ErrCutRefused] if one is missing, or if events wait in outbox_failed that the relay would still send.
+// ToPostgres ends a relay at this moment. The workers of groups begin behind it once Finish is called.
+// Groups must be all groups that get their events from the relay, even if no worker has run yet for some of
+// them. The error is [ErrCutRefused] if a group is missing, or if outbox_failed has events that the relay
+// would still send.
 func (c *Cuts) ToPostgres(ctx context.Context, groups []string, relay string, why AuditInfo) error {
 	return c.cut(ctx, "cut to PostgreSQL", c.toPostgres, groups, relay, why)
 }
@@ -206,9 +207,9 @@ func cutError(err error) error {
 	return err
 }
 
-// Finish lets the other side of the cut at a relay begin, if what is in front of it is handled. Otherwise the error
-// is [ErrCutRefused]; it may be [ErrNoCut]. Of returning groups it asks Kafka what they have read; for others opts
-// may be nil.
+// Finish lets the other side of the cut at a relay begin, if the events in front of the cut are handled.
+// Otherwise the error is [ErrCutRefused]; it may be [ErrNoCut]. For returning groups it asks Kafka for
+// their offsets; for other groups opts may be nil.
 func (c *Cuts) Finish(ctx context.Context, opts []kgo.Opt, relay string, why AuditInfo) error {
 	all, err := c.List(ctx)
 	if err != nil {
@@ -222,8 +223,8 @@ func (c *Cuts) Finish(ctx context.Context, opts []kgo.Opt, relay string, why Aud
 	return c.call(ctx, "finish cut", c.finish, why, relay, false)
 }
 
-// checkRead looks whether returning groups have read what is in Kafka. It waits a little for offsets to be
-// committed, in topics to which others write too.
+// checkRead checks that returning groups have read their records in Kafka. It waits a little for offsets to
+// be committed, because other producers may write to the topics too.
 func (c *Cuts) checkRead(ctx context.Context, opts []kgo.Opt, relay string) error {
 	look, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -235,16 +236,17 @@ func (c *Cuts) checkRead(ctx context.Context, opts []kgo.Opt, relay string) erro
 	return err
 }
 
-// FinishEarly is Finish without looking whether open deliveries or unread records are in front of the cut, and
-// whether consumers have begun: the order of their keys is not kept then. That workers have taken all events in front
-// of it is necessary.
+// FinishEarly is Finish without some of its checks: it ignores open deliveries and unread records in front
+// of the cut, and does not require that consumers have begun. The order of their keys is not kept then.
+// Workers must still have taken all events in front of the cut.
 func (c *Cuts) FinishEarly(ctx context.Context, relay string, why AuditInfo) error {
 	return c.call(ctx, "finish cut", c.finish, why, relay, true)
 }
 
-// Cancel takes a cut back that is not finished: the groups go on as they were, with no event lost and none in the
-// other place. The relay of a cut to Kafka goes on to stand by, also one that is started later, until
-// ToKafka names it again; that of a cut to PostgreSQL goes on. The error may be [ErrNoCut].
+// Cancel reverts a cut that is not finished: the groups continue as before the cut. No event is lost, and
+// none comes from the other side. After a cut to Kafka, the relay keeps standing by, even if it is started
+// later, until ToKafka names it again. After a cut to PostgreSQL, the relay continues. The error may be
+// [ErrNoCut].
 func (c *Cuts) Cancel(ctx context.Context, relay string, why AuditInfo) error {
 	if err := checkRelay(relay); err != nil {
 		return fmt.Errorf("outbox: cancel cut: %w", err)

@@ -51,7 +51,7 @@ func (f *cutFixture) text(sql string, args ...any) (text string) {
 	return text
 }
 
-// state returns those of the groups, the relays that have positions, and whether relay r may lead.
+// state returns the states of the groups, the relays that have positions, and whether relay r may lead.
 func (f *cutFixture) state() string {
 	f.t.Helper()
 	return f.text(`SELECT (SELECT string_agg(consumer_group || ' ' || state || coalesce(' ' || relay, ''), ', ' ORDER BY consumer_group) FROM {schema}.event_subscription)
@@ -59,7 +59,7 @@ func (f *cutFixture) state() string {
 		|| coalesce((SELECT CASE WHEN expires_at > clock_timestamp() THEN '; r waits' ELSE '; r may lead' END FROM {schema}.outbox_lease WHERE name = 'r'), '')`)
 }
 
-// depart does what the workers of groups do that have taken all events in front of the cut.
+// depart acts as the workers of groups that have taken all events in front of the cut.
 func (f *cutFixture) depart(groups ...string) {
 	f.t.Helper()
 	f.do(`UPDATE {schema}.event_subscription SET state = 'left', changed_at = now() WHERE consumer_group = ANY ($1) AND state = 'leaving'`, groups)
@@ -136,7 +136,7 @@ func TestCut(t *testing.T) {
 		SELECT action, count(*) AS n, min(id) AS first FROM {schema}.outbox_audit WHERE operator = 'kim' AND reason = 'we move' AND relay = 'r' GROUP BY action) AS a`))
 }
 
-// A cut is taken back, and positions are what they were.
+// After Cancel, positions are the same as before the cut.
 func TestCancelCut(t *testing.T) {
 	t.Parallel()
 	f := newCutFixture(t)
@@ -164,7 +164,7 @@ func TestCancelCut(t *testing.T) {
 	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
 }
 
-// What a relay still has to send would be lost: it does not come again.
+// A cut is refused while a relay still has failed events to send, because they would be lost.
 func TestCutRefusesFailedEvents(t *testing.T) {
 	t.Parallel()
 	f := newCutFixture(t)
@@ -223,7 +223,7 @@ func TestCutRefuses(t *testing.T) {
 		return err
 	})
 	require.ErrorContains(t, err, "a transaction that has written nothing before")
-	// Whatever isolation level is the default.
+	// Cuts work under any default isolation level.
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.ConnConfig.Database = f.db.Config().ConnConfig.Database
 		cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
@@ -237,7 +237,8 @@ func TestCutRefuses(t *testing.T) {
 	require.ErrorContains(t, err, "READ COMMITTED")
 }
 
-// What Debezium has still to send would be lost to the workers' order, and the position to the relay.
+// A cut is refused while Debezium still has events to send. Otherwise the workers would lose their order,
+// and the relay its position.
 func TestCutLeavesRelayToDebezium(t *testing.T) {
 	t.Parallel()
 	f := newCutFixture(t)

@@ -22,18 +22,18 @@ const (
 	DeliveryParked = "PARKED"
 	// DeliveryProcessing: a worker has it.
 	DeliveryProcessing = "PROCESSING"
-	// DeliveryDone: it was handled.
+	// DeliveryDone means that the delivery was handled.
 	DeliveryDone = "DONE"
 	// DeliveryDead: it is not tried again unless an operator requeues it.
 	DeliveryDead = "DEAD"
 )
 
-// unfinished are the statuses of what has yet to be handled or needs a decision.
+// unfinished are the statuses of deliveries that must still be handled or need a decision.
 var unfinished = []string{DeliveryPending, DeliveryParked, DeliveryProcessing, DeliveryDead}
 
-// Deliveries counts what is owed to the handlers of consumer groups, and shows the groups of
-// workers, which get their events from PostgreSQL. Each delivery is a [Failure] of kind
-// [KindDelivery], whether an attempt has failed or not. It is safe for concurrent use.
+// Deliveries counts the deliveries of consumer groups, and shows the groups of workers, which get their
+// events from PostgreSQL. Each delivery is a [Failure] of kind [KindDelivery], whether an attempt has
+// failed or not. It is safe for concurrent use.
 type Deliveries struct {
 	db                    *pgxpool.Pool
 	rows                  tables.DeliveryReader
@@ -58,7 +58,7 @@ func NewDeliveries(db *pgxpool.Pool, cfg DeliveriesConfig) (*Deliveries, error) 
 
 // DeliveryFilter picks the deliveries to count. Empty fields pick all.
 type DeliveryFilter struct {
-	// Group, Stream and Action are those of the delivery.
+	// Group, Stream and Action are the group, the stream and the action of the delivery.
 	Group, Stream, Action string
 	// Statuses are those that count. Empty means all but [DeliveryDone], which is not counted.
 	Statuses []string
@@ -79,23 +79,22 @@ func (f DeliveryFilter) rows() (tables.DeliveryFilter, error) {
 
 // DeliveryCount is how many deliveries are alike.
 type DeliveryCount struct {
-	// Group, Stream, Action and Status are what they have in common.
+	// Group, Stream, Action and Status are shared by the counted deliveries.
 	Group, Stream, Action, Status string
-	// Deliveries is how many there are; [outbox.MaxCounted] stands for more, too. Of what is
-	// with workers all are counted, up to 100,000.
+	// Deliveries is the number of deliveries. [outbox.MaxCounted] means that many or more. Deliveries that
+	// are with workers are counted up to 100,000.
 	Deliveries int
 	// Held is how many of them hold their keys.
 	Held int
-	// Oldest is when the first of them was made.
+	// Oldest is the time at which the oldest of them was made.
 	Oldest time.Time
-	// Due is when the first pending one was or is due, and when the first one that is with a
-	// worker can be taken by another; zero for other statuses.
+	// Due is, for pending deliveries, the earliest due time. For deliveries with a worker, it is the
+	// earliest time at which another worker can take one. It is zero for other statuses.
 	Due time.Time
 }
 
-// Count returns how many deliveries there are, by group, stream, action and status, and sorted
-// by these. What is done or resolved is not counted. It is quick however many rows are kept,
-// and however many wait.
+// Count returns the numbers of deliveries by group, stream, action and status, sorted by these. Done and
+// resolved deliveries are not counted. Count is quick, however many rows are kept or wait.
 func (d *Deliveries) Count(ctx context.Context, filter DeliveryFilter) ([]DeliveryCount, error) {
 	picked, err := filter.rows()
 	if err != nil {
@@ -116,7 +115,7 @@ func (d *Deliveries) Count(ctx context.Context, filter DeliveryFilter) ([]Delive
 type DeliveryGroup struct {
 	// Group is its name.
 	Group string
-	// CreatedAt is when the first worker of it ran.
+	// CreatedAt is the time at which the first worker of the group ran.
 	CreatedAt time.Time
 	// State says from where it gets its events, and ChangedAt since when.
 	State SubscriptionState
@@ -124,9 +123,9 @@ type DeliveryGroup struct {
 	Relay string
 	// ChangedAt is described at State.
 	ChangedAt time.Time
-	// Pending is how many committed events are behind its position: there are no deliveries of
-	// them yet, because workers take no more than they have room for. They are counted up to
-	// 100,000; PendingMore is set if there are more.
+	// Pending is the number of committed events behind the position of the group. They have no deliveries
+	// yet, because workers take no more than they have room for. They are counted up to 100,000;
+	// PendingMore is set if there are more.
 	Pending int64
 	// PendingMore is described at Pending.
 	PendingMore bool

@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// sqlInsertDeliveries adds $1 deliveries with status $2 to group $3. Those that are PARKED have
-// one key, and all others one each.
+// sqlInsertDeliveries adds $1 deliveries with status $2 to group $3. PARKED deliveries have the same key,
+// all others have a key each.
 const sqlInsertDeliveries = `
 INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, locked_until, locked_by, created_at, updated_at,
        occurred_at, recorded_at, event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload)
@@ -24,9 +24,9 @@ SELECT n, CASE WHEN $2::text = 'PARKED' THEN 1 ELSE -n END, 0, 10, now(), CASE W
        'application/json', '{}'
   FROM generate_series(1, $1::bigint) AS n`
 
-// What operators look at costs the same however many deliveries are done, and counts end at
-// MaxCounted. A requeue does not read the followers of its key. That holds for connections that
-// have planned their statements over an empty table, too.
+// The cost of operators' reads does not depend on the number of done deliveries, and counts end at
+// MaxCounted. A requeue does not read the followers of its key. This also holds for connections that have
+// planned their statements over an empty table.
 func TestDeliveriesOverManyRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
@@ -80,8 +80,8 @@ var looksAtDeliveries = []struct {
 
 const listParameters = "bigint, bigint"
 
-// lookAtDeliveries runs what operators do about a delivery, and counts the buffers that it touches.
-// The connection prepares the statements when it looks first.
+// lookAtDeliveries runs the operations of operators on a delivery, and counts the buffers that they touch.
+// The connection prepares the statements at the first call.
 func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when string, dead int64) {
 	t.Helper()
 	ctx := context.Background()
@@ -119,7 +119,7 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 	}
 	for _, action := range []string{"requeue", "resolve", "hold", "release"} {
 		buffers := 0
-		for range 2 { // the first call reads the catalogs, too, of which other tests leave much
+		for range 2 { // the first call also reads the catalogs, which are large because of other tests
 			_, err = tx.Exec(ctx, `SAVEPOINT act`)
 			require.NoError(t, err)
 			buffers, _ = explain(t, tx, pg.InSchema(fmt.Sprintf(`SELECT {schema}.outbox_%s_deliveries('{%d}', 'kim', 'why')`, action, dead), d.schema))

@@ -43,9 +43,16 @@ SELECT $2::bigint, CASE WHEN $1::text <> '' THEN hashtextextended($5::text || $6
        CASE WHEN $3 IN ('DONE', 'DEAD') THEN now() END, '{"traceparent": "00-x"}', '{"n": 1}'
 RETURNING id`
 
-// deliver makes rows of a key at positions 1, 2, 3 … Each mark is a row: D dead, H dead and
-// held, P pending, E the same after an attempt that failed, K parked, W with a worker, X the same
-// after an attempt that failed, F finished; a dash is a row that is not there.
+// deliver makes rows of a key at positions 1, 2, 3 and so on. Each mark is a row, a dash is a missing row:
+//
+//	D dead
+//	H dead and held
+//	P pending
+//	E pending after an attempt that failed
+//	K parked
+//	W with a worker
+//	X with a worker after an attempt that failed
+//	F finished
 func (h *opsFixture) deliver(t testing.TB, key, play string) (ids []int64) {
 	t.Helper()
 	return h.deliverTo(t, "stats", "COUNTED", key, play)
@@ -65,7 +72,7 @@ func (h *opsFixture) deliverTo(t testing.TB, group, action, key, play string) (i
 	return ids
 }
 
-// played is what became of rows, in the marks of deliver; R is resolved.
+// played returns the present states of rows, in the marks of deliver; R is resolved.
 func (h *opsFixture) played(t testing.TB, ids []int64) (play string) {
 	t.Helper()
 	for _, id := range ids {
@@ -83,7 +90,7 @@ func (h *opsFixture) played(t testing.TB, ids []int64) (play string) {
 	return play
 }
 
-// What an operator sees of deliveries, and how they are picked.
+// Operators see deliveries, and filters pick them.
 func TestListDeliveries(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -196,7 +203,7 @@ func TestListBothKinds(t *testing.T) {
 		_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.event_delivery SET created_at = now() - interval '100 h' + $2 * interval '10 h' WHERE id = ANY ($1)`), ids, n)
 		require.NoError(t, err)
 	}
-	// What is inserted later failed earlier here, as nothing does in life: then the order of the ids counts.
+	// Later rows failed earlier here, which does not happen in practice. Then the order of the ids counts.
 	_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.outbox_failed SET failed_at = now() - (100 - id) * interval '1 hour'`))
 	require.NoError(t, err)
 	all, err := f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{Limit: 1000})
@@ -233,7 +240,7 @@ func TestListBothKinds(t *testing.T) {
 	}
 }
 
-// Failures are counted alike whatever their kind; what is unresolved is counted by type.
+// Both kinds of failures are counted in the same way. Unresolved failures are counted by type.
 func TestCountBothKinds(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -338,7 +345,7 @@ func TestDeliveryGroups(t *testing.T) {
 	require.Equal(t, "default", relays[0].Name)
 }
 
-// requeues are keys and what becomes of them when the deliveries marked by ^ are requeued.
+// requeues are keys, and their states after the deliveries marked by ^ are requeued.
 var requeues = []struct{ name, key, marked, want string }{
 	{"alone", "D", "^", "P"},
 	{"behind what is done", "FD", " ^", "FP"},
@@ -358,7 +365,7 @@ var requeues = []struct{ name, key, marked, want string }{
 	{"what is not dead stays", "WKDK", "^^ ^", "WKDK"},
 }
 
-// A requeued delivery goes before the later ones of its key, unless a worker has one of them.
+// A requeued delivery comes before the later deliveries of its key, unless a worker has one of them.
 func TestRequeue(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -398,8 +405,8 @@ func (h *opsFixture) requeue(t testing.TB, db querier, ids []int64) (done int) {
 	return done
 }
 
-// A later delivery that a worker is taking at this moment keeps its place, and the requeue does not
-// wait for it.
+// If a worker is claiming a later delivery at this moment, that delivery keeps its place, and the requeue
+// does not wait for it.
 func TestRequeueWhileTheHeadIsClaimed(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -442,7 +449,7 @@ func TestRequeueWaitsForTheKey(t *testing.T) {
 	}
 }
 
-// What is resolved is never handled, and what waits behind it goes on.
+// A resolved delivery is never handled, and the deliveries behind it go on.
 func TestResolveDelivery(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -512,7 +519,7 @@ func TestResolveDelivery(t *testing.T) {
 	}
 }
 
-// holds are keys, and what becomes of them when the delivery marked by ^ holds its key.
+// holds are keys, and their states after the delivery marked by ^ holds its key.
 var holds = []struct{ name, key, marked, want string }{
 	{"alone", "D", "^", "H"},
 	{"a later one waits for a retry", "DEK", "^  ", "HKK"},
@@ -628,7 +635,7 @@ func TestDeliveriesRefuse(t *testing.T) {
 	require.ErrorIs(t, err, outbox.ErrNotMigrated)
 }
 
-// Under another isolation level a statement would decide by what was there before the lock.
+// Under another isolation level, a statement would decide by the state before the lock.
 func TestRequeueRefusesOtherIsolation(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)

@@ -46,17 +46,16 @@ type RecordedEvent struct {
 	// AttemptedBy are the relays that have sent it or written it into outbox_failed,
 	// PendingFor those that have not attempted it yet; nil in [Inspector.Tail].
 	AttemptedBy, PendingFor []string
-	// Failures are its rows of outbox_failed, sorted by relay; nil in [Inspector.Tail].
-	// What a relay has attempted and is not here, it has sent.
+	// Failures are its rows of outbox_failed, sorted by relay; nil in [Inspector.Tail]. If a relay has
+	// attempted the event and has no row here, it has sent the event.
 	Failures []EventFailure
 }
 
-// EventFailure is the failure of a recorded event: what [RecordedEvent] shows of a
-// [Failure].
+// EventFailure is the failure of a recorded event: the part of a [Failure] that [RecordedEvent] shows.
 type EventFailure struct {
 	// ID names the failure.
 	ID FailureID
-	// Relay is the one that could not send it.
+	// Relay is the relay that could not send the event.
 	Relay string
 	// Status is one of the constants, [outbox.StatusDead] for example.
 	Status string
@@ -68,7 +67,7 @@ type EventFilter struct {
 	EventID string
 	// Type is the CloudEvents type.
 	Type string
-	// AggregateType and AggregateID say what it happened to.
+	// AggregateType and AggregateID name the aggregate of the event.
 	AggregateType, AggregateID string
 	// Since and Until bound the start of the recording transaction: from Since on,
 	// before Until.
@@ -97,7 +96,7 @@ type EventPage struct {
 	Limit int
 }
 
-// recordedColumns are those of a list, in the order of scanRecorded.
+// recordedColumns are the columns of a list of events, in the order of scanRecorded.
 const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_type, aggregate_id, topic, partition_key, content_type,
        occurred_at, created_at, size`
 
@@ -117,14 +116,12 @@ SELECT ` + recordedColumns + `, ` + relayColumns + `
    AND ($7::bigint = 0 OR id < $7)
  ORDER BY id DESC LIMIT $8`
 
-// Events returns recorded events without their payloads, the newest first: what is
-// committed and not yet removed by retention. An empty slice means that there are no
-// more.
+// Events returns recorded events without their payloads, the newest first. These are the events that are
+// committed and not yet removed by retention. An empty slice means that there are no more.
 //
-// It walks the table from its newest event on, which takes long where few events
-// match and many are kept: bound it by ctx. By the type and id of an aggregate together it
-// goes by an index instead, where outbox.MigrateConfig.AggregateIndex has made it: see
-// [Inspector.HasAggregateIndex].
+// It scans the table from its newest event on. This takes long if few events match and many are kept: bound
+// it by ctx. A filter by type and id of an aggregate uses an index instead, if
+// outbox.MigrateConfig.AggregateIndex has made it: see [Inspector.HasAggregateIndex].
 func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPage) ([]RecordedEvent, error) {
 	limit, err := limitOf(page.Limit)
 	if err != nil {
@@ -228,8 +225,8 @@ type RecordedTopic struct {
 	Topic string
 	// Types are the event types that go there, sorted.
 	Types []string
-	// Events is how many events of those looked at go there, failed ones included. An event
-	// that is in outbox and has failed, also for several relays, counts once.
+	// Events is the number of events for this topic among those that were read, including failed events. An
+	// event that is in outbox and has failed, even for several relays, counts once.
 	Events int64
 	// Newest is when the transaction of the newest of them began.
 	Newest time.Time
@@ -273,9 +270,9 @@ SELECT topic, event_type, count(*), max(created_at)
  GROUP BY topic, event_type
  ORDER BY event_type, topic`
 
-// Topics returns the topics of the newest 100,000 events in outbox, of those of the newest
-// 10,000 failed ones that are not resolved, and of older ones if their topic or partition
-// takes nothing, sorted by name. Types from which no topic follows are under the name "".
+// Topics returns topics, sorted by name. They are the topics of the newest 100,000 events in outbox and of
+// the newest 10,000 failed events that are not resolved. Topics of older failed events are included if
+// their topic or partition takes no records. Types without a topic are under the name "".
 func (i *Inspector) Topics(ctx context.Context) ([]RecordedTopic, error) {
 	topics := map[string]*RecordedTopic{}
 	err := pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
@@ -322,9 +319,8 @@ func destinationOf(eventType string, topic pgtype.Text) string {
 	return topic.String
 }
 
-// sqlTail finds what was committed since snapshot $7; its xmax is $8. The row without
-// an event says what the snapshot of now is. Transactions in progress are looked up one by
-// one, so that the index finds them.
+// sqlTail finds events that were committed since snapshot $7; its xmax is $8. The row without an event has
+// the present snapshot. Transactions in progress are looked up one by one, so that the index finds them.
 const sqlTail = `
 WITH ids AS MATERIALIZED (
    (SELECT id, xid FROM {schema}.outbox WHERE xid >= $8::xid8 AND xid <= '18446744073709551615'::xid8 ORDER BY xid, id)
@@ -352,7 +348,7 @@ const sqlTailBare = `SELECT ` + recordedColumns + ` FROM {schema}.outbox AS o WH
 const (
 	// tailInterval is the time between two looks of [Inspector.Tail].
 	tailInterval = 500 * time.Millisecond
-	// tailBytes bounds what a statement reads, as rows say of their size.
+	// tailBytes bounds the size that a statement reads, by the column size.
 	tailBytes = 4 << 20
 )
 
@@ -394,7 +390,7 @@ func (i *Inspector) tail(ctx context.Context, filter EventFilter, yield func(Rec
 	return err
 }
 
-// tailed is an event that was committed since the last look.
+// tailed is an event that was committed since the last poll.
 type tailed struct {
 	id   int64
 	size int
@@ -413,8 +409,8 @@ func readTail(rows pgx.Rows) (found []tailed, snapshot string, err error) {
 	return found, snapshot, err
 }
 
-// yieldSome reads and yields the first events and returns the others. If PostgreSQL cannot
-// print one, those in front of it come first, and then it comes without its payload.
+// yieldSome reads and yields the first events and returns the rest. If PostgreSQL cannot print an event,
+// yieldSome first yields the events in front of it, and then the event without its payload.
 func (i *Inspector) yieldSome(ctx context.Context, found []tailed, yield func(RecordedEvent, error) bool) ([]tailed, error) {
 	n, ids := 0, []int64(nil)
 	for bytes := 0; n < len(found) && (n == 0 || bytes+found[n].size <= tailBytes); n++ {

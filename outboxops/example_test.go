@@ -21,8 +21,8 @@ var (
 	db  *pgxpool.Pool
 )
 
-// Retry what was too large before the topic's limit was raised. The audit keeps who did so
-// and why.
+// Retry events that were too large before the topic's limit was raised. The audit keeps the operator and
+// the reason.
 func ExampleFailures_RetryAll() {
 	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
 	if err != nil {
@@ -37,7 +37,7 @@ func ExampleFailures_RetryAll() {
 	fmt.Println("retried:", n)
 }
 
-// List what failed, the latest first. Get returns one failure with its payload.
+// List failures, the latest first. Get returns one failure with its payload.
 func ExampleFailures_List() {
 	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
 	if err != nil {
@@ -107,7 +107,7 @@ func ExampleFailures_Unresolved() {
 	}
 }
 
-// Count what is owed to handlers, and since when.
+// Count the deliveries of handlers, with the time of the oldest.
 func ExampleDeliveries_Count() {
 	deliveries, err := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{})
 	if err != nil {

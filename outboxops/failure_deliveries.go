@@ -12,8 +12,8 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// The functions of 0005_operators_and_audit.sql change the rows and write the audit rows, as
-// those of failed events do.
+// The functions of 0005_operators_and_audit.sql change the rows and write the audit rows. The functions for
+// failed events do the same.
 const (
 	sqlRequeueDeliveries = `SELECT {schema}.outbox_requeue_deliveries($1, $2, $3)`
 	sqlResolveDeliveries = `SELECT {schema}.outbox_resolve_deliveries($1, $2, $3)`
@@ -22,7 +22,7 @@ const (
 	sqlReadDelivery      = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read_delivery(d.id, $2, $3)) FROM unnest($1::bigint[]) AS d (id)`
 )
 
-// deliveryStore has what is owed to the handlers of consumer groups.
+// deliveryStore has the deliveries of consumer groups.
 type deliveryStore struct {
 	db      *pgxpool.Pool
 	reader  tables.DeliveryReader
@@ -61,8 +61,8 @@ func failureOfDelivery(r tables.Delivery) Failure {
 	return f
 }
 
-// deliveryStatus is the status of a delivery as a failure: that of its row, which may be
-// [tables.Resolved], and of its last error.
+// deliveryStatus returns the status of a delivery as a failure. It follows from the status of the row,
+// which may be [tables.Resolved], and from the code of the last error.
 func deliveryStatus(status, code string) string {
 	switch {
 	case status == DeliveryDead:
@@ -79,7 +79,7 @@ func deliveryStatus(status, code string) string {
 	return outbox.StatusWaiting
 }
 
-// filter is what [tables.DeliveryWhere] needs.
+// filter returns the filter for [tables.DeliveryWhere].
 func (deliveryStore) filter(f FailureFilter) tables.DeliveryFilter {
 	picked := f.Statuses
 	if len(picked) == 0 {
@@ -110,7 +110,7 @@ func (s deliveryStore) list(ctx context.Context, f FailureFilter, before int64, 
 	return all, err
 }
 
-// count returns as one what is due and what is with a worker.
+// count adds up deliveries that are due and deliveries that are with a worker.
 func (s deliveryStore) count(ctx context.Context, f FailureFilter) (counts []FailureCount, err error) {
 	rows, err := s.reader.FailureCounts(ctx, s.filter(f))
 	for _, r := range rows {

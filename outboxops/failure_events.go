@@ -52,7 +52,7 @@ func failureOf(r tables.Failure) Failure {
 	}
 }
 
-// filter is what [tables.FailureWhere] needs.
+// filter returns the filter for [tables.FailureWhere].
 func (eventStore) filter(f FailureFilter) tables.FailureFilter {
 	picked := f.Statuses
 	if len(picked) == 0 {

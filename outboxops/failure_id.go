@@ -8,7 +8,7 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// Kind is what failed: each kind of failures is kept in a table of its own.
+// Kind is a kind of failures. Each kind has its own table.
 type Kind string
 
 const (

@@ -39,7 +39,8 @@ type failureStore interface {
 	get(ctx context.Context, number int64) (Failure, error)
 	// stored reads payloads and headers.
 	stored() reader
-	// pick returns what an action is possible with, above an id, the oldest first, and the topics.
+	// pick returns failures above an id that an action is possible with, the oldest first, and their
+	// topics.
 	pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (numbers []int64, topics []string, err error)
 	// statement does an action: of numbers, operator and reason it returns how many rows it has
 	// changed. It is empty for an action that no failure of the kind has.
@@ -50,13 +51,11 @@ type failureStore interface {
 type FailuresConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
-	// MaxPayload bounds an edited payload in bytes, as RecorderConfig.MaxPayload does for
-	// recorded ones: give it the same. At most 104,857,600 (100 MiB). Zero means 983,040
-	// (960 KiB).
+	// MaxPayload bounds an edited payload in bytes. Use the same value as RecorderConfig.MaxPayload. At
+	// most 104,857,600 (100 MiB). Zero means 983,040 (960 KiB).
 	MaxPayload int
-	// MaxRead bounds in bytes what is read of a payload, of headers, and of the payloads from
-	// before edits together; a payload beyond it is [ErrUnreadable]. Zero means 104,857,600
-	// (100 MiB).
+	// MaxRead bounds, in bytes, each read of a payload, of headers, and of all payloads from before edits
+	// together. A payload beyond it is [ErrUnreadable]. Zero means 104,857,600 (100 MiB).
 	MaxRead int
 }
 
@@ -83,13 +82,13 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 	}, nil
 }
 
-// StatusDone is the Status of a delivery that was handled, after all or at once. Failures have
-// it only where it is asked for.
+// StatusDone is the Status of a delivery that was handled. Methods return such deliveries only if the
+// filter asks for this status.
 const StatusDone = "done"
 
-// Failure is an event that did not get through, to Kafka or to a handler. Its
-// [outbox.FailedEvent] has OutboxID, EventID, Type, AggregateType, AggregateID, Topic, Key,
-// Retries, Class and Err. Of a delivery, Topic is the one that the event has in Kafka.
+// Failure is an event that did not reach Kafka or a handler. Its [outbox.FailedEvent] has OutboxID,
+// EventID, Type, AggregateType, AggregateID, Topic, Key, Retries, Class and Err. For a delivery, Topic is
+// the topic that the event has in Kafka.
 type Failure struct {
 	outbox.FailedEvent
 
@@ -100,10 +99,12 @@ type Failure struct {
 	// Group is the consumer group of a delivery, and Action its handler, empty where the group
 	// has none for the type; both are empty for events.
 	Group, Action string
-	// Status is one of the constants, [outbox.StatusDead] for example. A delivery is
-	// [outbox.StatusFailed] while it waits for another attempt or has it,
-	// [outbox.StatusWaiting] if it has not been tried yet, [outbox.StatusParked] behind
-	// another one of its key, and [StatusDone] once it is handled.
+	// Status is one of the constants, for example [outbox.StatusDead]. For a delivery, these mean:
+	//
+	//   - [outbox.StatusFailed]: it waits for another attempt, or the attempt runs
+	//   - [outbox.StatusWaiting]: it has not been tried yet
+	//   - [outbox.StatusParked]: it is behind another delivery of its key
+	//   - [StatusDone]: it is handled
 	Status string
 	// Held is set while its key waits for an operator.
 	Held bool
@@ -111,20 +112,21 @@ type Failure struct {
 	Source string
 	// OccurredAt is when the event happened, CreatedAt when its transaction began.
 	OccurredAt, CreatedAt time.Time
-	// FailedAt is when an event failed first, and when a delivery was made: with Kafka at its
-	// first failure, by a worker when it took the event from outbox.
+	// FailedAt is the time of an event's first failure. For a delivery it is the time at which it was made:
+	// with Kafka at its first failure, by a worker when the worker took the event from outbox.
 	FailedAt time.Time
 	// NextRetryAt is when it is tried again at the earliest; of a dead event, when it died.
 	NextRetryAt time.Time
-	// ResolvedAt is when it was resolved; zero until then.
+	// ResolvedAt is the time of its resolution; zero if it is not resolved.
 	ResolvedAt time.Time
 	// ResolvedBy and Resolution say who resolved it, and with which note.
 	ResolvedBy, Resolution string
 
-	// Attempts is how often a delivery was tried, and MaxAttempts after how many attempts it is
-	// dead; both are zero for events.
+	// Attempts is the number of attempts of a delivery. MaxAttempts is the number of attempts after which
+	// it is dead. Both are zero for events.
 	Attempts, MaxAttempts int
-	// LastAttemptAt is when a delivery was tried last; zero if it was not, and for events.
+	// LastAttemptAt is the time of the last attempt of a delivery. It is zero without an attempt, and for
+	// events.
 	LastAttemptAt time.Time
 	// LockedBy is the worker that has a delivery, until LockedUntil unless it renews that. They
 	// are zero if none has it, and for events.
@@ -148,14 +150,13 @@ type Failure struct {
 	Headers map[string]string
 }
 
-// FailureFilter picks failures. Empty fields pick all; the zero value picks what is
-// not resolved: events that failed or wait behind those, and deliveries that are dead or of
-// which an attempt has failed.
+// FailureFilter picks failures. Empty fields pick all. The zero value picks unresolved failures: events
+// that failed or wait behind such events, and deliveries that are dead or have failed an attempt.
 type FailureFilter struct {
 	// Kind is one of the constants. Empty means all kinds.
 	Kind Kind
-	// Statuses are those that count. Empty means all but [outbox.StatusResolved]; of
-	// deliveries, [outbox.StatusFailed] and [outbox.StatusDead] only: what waits for its turn
+	// Statuses are the statuses to pick. Empty means all except [outbox.StatusResolved]. For deliveries,
+	// empty means only [outbox.StatusFailed] and [outbox.StatusDead]: a delivery that waits for its turn
 	// has not failed.
 	Statuses []string
 	// Relay is the name of one. It picks events only.
@@ -166,7 +167,7 @@ type FailureFilter struct {
 	Type string
 	// Topic and Key say where the event would go, or of a delivery, where it comes from.
 	Topic, Key string
-	// AggregateType and AggregateID say what it happened to.
+	// AggregateType and AggregateID name the aggregate of the event.
 	AggregateType, AggregateID string
 	// OutboxID is the id of one event. It picks events only.
 	OutboxID int64
@@ -179,7 +180,7 @@ type FailureFilter struct {
 }
 
 var (
-	// unresolved are the statuses of what is tried again or needs a decision.
+	// unresolved are the statuses of failures that are tried again or need a decision.
 	unresolved = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead}
 	statuses   = append(slices.Clone(unresolved), outbox.StatusResolved, StatusDone)
 )
@@ -204,15 +205,14 @@ func (f FailureFilter) kinds() ([]Kind, error) {
 
 // FailurePage says which part of a list is wanted. The zero value is the first part.
 type FailurePage struct {
-	// After are the last failures that are known, at most one of each kind; zero ones count for
-	// nothing. Empty means from the beginning.
+	// After are the last failures of the page before, at most one of each kind; zero values are ignored.
+	// Empty means from the beginning.
 	After []FailureID
 	// Limit is how many failures are returned at most, up to 1,000. Zero means 100.
 	Limit int
 }
 
-// Next returns the page behind those that were listed: rows are what List returned for p, or
-// the first of them.
+// Next returns the page behind listed failures: rows are the result of List for p, or the first rows of it.
 func (p FailurePage) Next(rows []Failure) FailurePage {
 	last := map[Kind]FailureID{}
 	for _, id := range p.After {
@@ -248,12 +248,12 @@ func (p FailurePage) after() (map[Kind]int64, error) {
 	return after, nil
 }
 
-// List returns failures without their payloads, those that failed last first: in the order of
-// FailedAt where there are several kinds, and of one kind in the order of the ids, which is the
-// same but for what failed at the same time. An empty slice means that there are no more.
+// List returns failures without their payloads, the latest first. Several kinds are in the order of
+// FailedAt. A single kind is in the order of the ids, which differs only for failures of the same time. An
+// empty slice means that there are no more.
 //
-// What is done costs nothing unless it is asked for by Statuses: then the table is walked from
-// its newest row on, which takes long where few rows match and many are kept. Bound it by ctx.
+// Done deliveries cost nothing unless Statuses asks for them. Then List scans the table from its newest row
+// on, which takes long if few rows match and many are kept. Bound it by ctx.
 func (f *Failures) List(ctx context.Context, filter FailureFilter, page FailurePage) ([]Failure, error) {
 	chosen, filterErr := filter.kinds()
 	after, afterErr := page.after()
@@ -286,8 +286,8 @@ func mergeNewest(a, b []Failure, limit int) (all []Failure) {
 
 // FailureCount is how many failures are alike.
 type FailureCount struct {
-	// Kind, Relay, Group, Action, Status, Type and Class are what they have in common, as in
-	// [Failure]. Class is empty for what is parked or was not tried.
+	// Kind, Relay, Group, Action, Status, Type and Class are shared by the counted failures, as in
+	// [Failure]. Class is empty for failures that are parked or were not tried.
 	Kind Kind
 	// Relay is the name of the relay, Status a constant, Type the CloudEvents type.
 	Relay, Group, Action, Status, Type, Class string
@@ -299,13 +299,12 @@ type FailureCount struct {
 	Oldest time.Time
 }
 
-// Count returns how many failures there are, by kind, relay or group and action, status, type
-// and class, the largest number first. What is done is not counted.
+// Count returns the numbers of failures by kind, relay or group and action, status, type and class, the
+// largest number first. Done deliveries are not counted.
 //
-// A filter by Kind, Statuses, Relay, Group, Action, Type and Class is quick however many have
-// failed: it counts up to [outbox.MaxCounted] events that are alike, and looks at as many
-// deliveries of each group, action, topic and status. Any other field makes PostgreSQL search
-// all failed events, and count all.
+// A filter by Kind, Statuses, Relay, Group, Action, Type and Class is quick, however many failures exist.
+// It counts up to [outbox.MaxCounted] equal events, and as many deliveries of each group, action, topic and
+// status. With any other field, PostgreSQL searches all failed events, and counts all.
 func (f *Failures) Count(ctx context.Context, filter FailureFilter) (counts []FailureCount, err error) {
 	chosen, err := filter.kinds()
 	if err == nil && slices.Contains(filter.Statuses, StatusDone) {
@@ -346,8 +345,8 @@ func (c FailureCount) IsUnresolved() bool {
 	return c.Status == outbox.StatusDead || c.Kind == KindEvent && c.Status != outbox.StatusResolved
 }
 
-// Unresolved returns how many failures there are that no operator has decided about and no handler
-// has made good, by kind and type, the largest number first. It is as quick as [Failures.Count].
+// Unresolved returns the numbers of failures that no operator has resolved and no handler has handled
+// since, by kind and type, the largest number first. It is as quick as [Failures.Count].
 func (f *Failures) Unresolved(ctx context.Context) (all []Unresolved, err error) {
 	counts, err := f.Count(ctx, FailureFilter{})
 	if err != nil {
@@ -396,8 +395,8 @@ func (f *Failures) Get(ctx context.Context, id FailureID) (Failure, error) {
 // unreadableRow is the class of events that PostgreSQL could not read for a relay.
 const unreadableRow = "unreadable_row"
 
-// readPayload does not try what a relay could not read: it takes seconds and a gigabyte of
-// PostgreSQL's memory.
+// readPayload does not read a payload that a relay could not read: that would take seconds and a gigabyte
+// of PostgreSQL's memory.
 func readPayload(ctx context.Context, stored reader, failure Failure) (payload []byte, reason, err error) {
 	if failure.Class == unreadableRow {
 		return nil, fmt.Errorf("%w: %w", ErrUnreadable, failure.Err), nil

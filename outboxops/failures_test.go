@@ -26,7 +26,7 @@ func (h *opsFixture) operator(t *testing.T) *outboxops.Failures {
 	return f
 }
 
-// only returns the one failed event with a status.
+// only returns the single failed event with a status.
 func only(t *testing.T, f *outboxops.Failures, status string) outboxops.Failure {
 	t.Helper()
 	rows, err := f.List(background, outboxops.FailureFilter{Statuses: []string{status}}, outboxops.FailurePage{})
@@ -42,7 +42,8 @@ func patiently() outbox.RelayConfig {
 	return cfg
 }
 
-// dead lets the fixture's relay make a poison of key bad a dead event, which others follow.
+// dead makes the fixture's relay fail on a poison event of key bad until it is dead. Followers come behind
+// it.
 func (h *opsFixture) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.Event) (event oracle.Event, stop func()) {
 	t.Helper()
 	event = poison("bad", 1)
@@ -65,7 +66,7 @@ func (h *opsFixture) actions(t *testing.T, f *outboxops.Failures, id outboxops.F
 	return actions
 }
 
-// What an operator sees of a dead event, and that it is sent when Kafka takes it.
+// An operator sees a dead event. After a retry it is sent, if Kafka takes it now.
 func TestRetryDeadEvent(t *testing.T) {
 	t.Parallel()
 	h, reader := newPoisonedFixture(t)
@@ -97,7 +98,7 @@ func TestRetryDeadEvent(t *testing.T) {
 	require.ErrorIs(t, err, outboxops.ErrNotFound)
 }
 
-// A dead event that is retried goes before the later ones of its key that wait.
+// A dead event that is retried comes before the waiting later events of its key.
 func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 	t.Parallel()
 	h, reader := newPoisonedFixture(t)
@@ -123,7 +124,7 @@ func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 	h.awaitStatuses(t, map[string]int{})
 }
 
-// What is resolved is never sent, and what waits behind it goes on.
+// A resolved event is never sent, and the events behind it go on.
 func TestResolveFailedEvent(t *testing.T) {
 	t.Parallel()
 	h, reader := newPoisonedFixture(t)
@@ -149,7 +150,7 @@ func TestResolveFailedEvent(t *testing.T) {
 	require.Equal(t, []string{"kim resolve bad"}, h.actions(t, f, head.ID))
 }
 
-// A parked event is not retried: the one in front of it is.
+// A parked event cannot be retried, but the event in front of it can.
 func TestRetryOfAParkedEvent(t *testing.T) {
 	t.Parallel()
 	h, _ := newPoisonedFixture(t)
@@ -162,8 +163,7 @@ func TestRetryOfAParkedEvent(t *testing.T) {
 	require.Empty(t, h.actions(t, f, outboxops.FailureID{}))
 }
 
-// A key that is held sends nothing, though Kafka would take it, until it is
-// released; others go on.
+// A held key sends no events until it is released, even if Kafka would take them. Other keys go on.
 func TestHoldKey(t *testing.T) {
 	t.Parallel()
 	h, reader := newPoisonedFixture(t)

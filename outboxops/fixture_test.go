@@ -22,7 +22,7 @@ import (
 
 var background = context.Background()
 
-// quick is a relay that looks often, because tests wait for it.
+// quick is the config of a relay that polls often, because tests wait for it.
 var quick = outbox.RelayConfig{
 	PollInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 100 * time.Millisecond},
 	Logger: slog.New(slog.DiscardHandler),
@@ -60,7 +60,7 @@ func newFixtureOf(t testing.TB, partitionRows int64) *opsFixture {
 	return h
 }
 
-// newPoisonedFixture has a topic that takes only small records, and a reader of it.
+// newPoisonedFixture returns a fixture whose topic takes only small records, and a reader of the topic.
 func newPoisonedFixture(t *testing.T) (*opsFixture, *oracle.Reader) {
 	t.Helper()
 	h := newFixture(t)

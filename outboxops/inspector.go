@@ -17,9 +17,8 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// Inspector reads the state of relays, what is recorded, and which transactions are
-// open, from the database alone: any process may have one. It changes nothing. It is
-// safe for concurrent use.
+// Inspector reads the state of relays, recorded events and open transactions. It uses only the database, so
+// any process may have one. It changes nothing. It is safe for concurrent use.
 type Inspector struct {
 	db       *pgxpool.Pool
 	schema   string
@@ -38,13 +37,12 @@ type inspectorSQL struct {
 type InspectorConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
-	// MaxRead bounds in bytes what is read of a payload, and of headers; a larger payload is
-	// [ErrUnreadable]. Zero means 104,857,600 (100 MiB).
+	// MaxRead bounds, in bytes, each read of a payload and of headers. A larger payload is [ErrUnreadable].
+	// Zero means 104,857,600 (100 MiB).
 	MaxRead int
 }
 
-// NewInspector returns a view of what is in db. It does no I/O; closing db stays
-// with the caller.
+// NewInspector returns an Inspector of db. It does no I/O. The caller closes db.
 func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 	cfg.MaxRead = cmp.Or(cfg.MaxRead, maxRead)
 	if err := errors.Join(checkDB(db, &cfg.Schema), check.NotNegative("MaxRead", cfg.MaxRead)); err != nil {
@@ -72,10 +70,10 @@ func (i *Inspector) Relays(ctx context.Context) ([]outbox.RelayStatus, error) {
 	return all, nil
 }
 
-// Stale counts by relay or consumer group, status and type the events that were recorded longer than
-// after ago and have not got through, wherever they wait: in outbox, in outbox_failed, and as
-// deliveries that are not done. What is dead is not among them. Of each kind events are counted up to
-// [outbox.MaxCounted]. Oldest is when the first of them was recorded.
+// Stale counts events that were recorded longer than after ago and are not finished, by relay or consumer
+// group, status and type. They may be in outbox, in outbox_failed, or deliveries that are not done. Dead
+// events are not counted. Each count ends at [outbox.MaxCounted]. Oldest is the time at which the oldest
+// event was recorded.
 func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.EventCount, error) {
 	var now time.Time
 	var positions tables.Positions
@@ -98,22 +96,21 @@ func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.Ev
 	return all, nil
 }
 
-// RelayProgress is what a relay did in a span of time.
+// RelayProgress is the work of a relay in a span of time.
 type RelayProgress struct {
 	// At is the end of the span.
 	At time.Time
 	// Events is by how many ids the cursor moved: about the number of events, because
 	// rolled back transactions leave gaps.
 	Events int64
-	// Latency is how long it was from the start of a transaction until its event was
-	// in Kafka and the cursor behind it, of one event, the last of the span; 0 if
-	// none is known.
+	// Latency is the time from the start of a transaction until its event was in Kafka and the cursor
+	// behind it. It is measured for the last event of the span; 0 if it is unknown.
 	Latency time.Duration
 }
 
-// sqlProgress looks at the newest row of each span. Its highest_id may be that of rows
-// before it; when that was reached is the time of the first of them. The last column is
-// the position of the relay at the beginning.
+// sqlProgress reads the newest row of each span. Its highest_id may already be in earlier rows; the first
+// of these rows has the time at which it was reached. The last column is the position of the relay at the
+// beginning.
 const sqlProgress = `
 SELECT g.at, coalesce(m.highest_id, 0), reached.created_at - (SELECT o.created_at FROM {schema}.outbox AS o WHERE o.id = m.highest_id),
        (SELECT coalesce((SELECT highest_id FROM {schema}.outbox_cursor WHERE relay = $1::text AND created_at <= $2::timestamptz
@@ -136,9 +133,9 @@ const (
 	day         = 24 * time.Hour
 )
 
-// Progress returns what a relay did in each step of time up to now, oldest first, from
-// the history of its cursor, which becomes coarse after an hour and goes as
-// [outbox.RetentionConfig] says. Step is at least 1 s, and there are at most 10,000.
+// Progress returns the work of a relay in each step of time up to now, oldest first. It reads the history
+// of the relay's cursor. The history becomes coarse after an hour, and is removed as
+// [outbox.RetentionConfig] says. Step is at least 1 s, and there are at most 10,000 steps.
 func (i *Inspector) Progress(ctx context.Context, relay string, since time.Time, step time.Duration) ([]RelayProgress, error) {
 	now := time.Now()
 	switch {
@@ -170,9 +167,9 @@ func (i *Inspector) Progress(ctx context.Context, relay string, since time.Time,
 	return all, nil
 }
 
-// OpenTransaction is a transaction that has begun and not ended. None delays the
-// events of others. Its own wait for its commit, and while it is open PostgreSQL
-// cannot clean up after it: tables and their indexes grow.
+// OpenTransaction is a transaction that has begun and not ended. Its own events wait for its commit; it
+// does not delay other events. While it is open, PostgreSQL cannot clean up rows that were removed since:
+// tables and their indexes grow.
 type OpenTransaction struct {
 	// PID is the process of the server; 0 for a prepared transaction.
 	PID int
@@ -228,13 +225,12 @@ func (i *Inspector) Transactions(ctx context.Context, openFor time.Duration) ([]
 type TablePartition struct {
 	// Name of its table.
 	Name string
-	// First is its lowest id, and Behind the one behind its highest; the smallest and
-	// the largest int64 where it has no bound.
+	// First is its lowest id, and Behind its highest id plus one. If it has no bound, they are the smallest
+	// and the largest int64.
 	First, Behind int64
-	// Bytes is what it takes on disk, with its indexes.
+	// Bytes is its size on disk, with its indexes.
 	Bytes int64
-	// Current is set for the one that has the newest event. Those behind it are made
-	// ahead of need.
+	// Current is set for the partition of the newest event. The partitions behind it are made in advance.
 	Current bool
 }
 

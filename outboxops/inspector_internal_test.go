@@ -39,8 +39,8 @@ const sqlInsertEvents = `
 INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, $1)`
 
-// sqlInsertParked adds $1 events that wait for Kafka, those of a key behind one
-// head; $2 is the number of keys.
+// sqlInsertParked adds $1 events that wait for Kafka. $2 is the number of keys. The events of a key are
+// behind one head.
 const sqlInsertParked = `
 INSERT INTO {schema}.outbox_failed
        (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,

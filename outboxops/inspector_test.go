@@ -26,7 +26,7 @@ func (h *opsFixture) inspector(t testing.TB) *outboxops.Inspector {
 	return i
 }
 
-// relayStatus returns the state of a relay; of one that is not known, nothing.
+// relayStatus returns the state of a relay, or the zero value if the relay is unknown.
 func (h *opsFixture) relayStatus(t testing.TB, name string) (status outbox.RelayStatus) {
 	t.Helper()
 	all, err := h.inspector(t).Relays(background)
@@ -47,8 +47,8 @@ func TestInspectorConfig(t *testing.T) {
 	require.ErrorContains(t, err, "db")
 }
 
-// What a relay has to do is seen from outside: before it ever ran nothing, then what
-// came since it stopped, whatever is open.
+// The pending events of a relay are visible from outside. Before its first run there are none. After a
+// stop, they are the events since then, whatever transactions are open.
 func TestInspectRelays(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -86,8 +86,8 @@ func TestInspectRelays(t *testing.T) {
 	require.EqualValues(t, 6, h.relayStatus(t, "default").Pending)
 }
 
-// Of an open window only what is left is pending; rows of outbox_failed are counted
-// by their status.
+// In an open window, only the remaining events are pending. Rows of outbox_failed are counted by their
+// status.
 func TestInspectOpenWindow(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -151,8 +151,8 @@ func TestInspectProgress(t *testing.T) {
 	require.ErrorContains(t, err, "steps")
 }
 
-// Who blocks: the oldest transaction, with what it does, and whether events wait in
-// it; a prepared one too.
+// The oldest transaction is shown with its statement, and whether events wait in it. This also holds for a
+// prepared transaction.
 func TestInspectTransactions(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -284,8 +284,8 @@ func TestInspectPartitions(t *testing.T) {
 	}
 }
 
-// Tail sees events when they are committed, the late ones too, and no events that were committed
-// before it began.
+// Tail returns events when they are committed, including events of transactions that commit late. It
+// returns no events that were committed before it began.
 func TestInspectTail(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -374,7 +374,7 @@ func TestInspectTailFails(t *testing.T) {
 	require.ErrorContains(t, errs[0], "tail events")
 }
 
-// Topics are those of rows and of types, of what is recorded and of what has failed.
+// Topics come from rows and from types, of recorded and of failed events.
 func TestInspectTopics(t *testing.T) {
 	t.Parallel()
 	h, _ := newPoisonedFixture(t)
@@ -399,7 +399,7 @@ func TestInspectTopics(t *testing.T) {
 	require.Equal(t, []outboxops.RecordedTopic{
 		{Topic: "", Types: []string{"nowhere"}, Events: 1},
 		{Topic: "anorder-events", Types: []string{"test.anorder.canceled.v1", "test.anorder.created.v1"}, Events: 2},
-		{Topic: h.topic, Types: []string{"test.oracle.happened.v1"}, Events: 3}, // of which one has failed
+		{Topic: h.topic, Types: []string{"test.oracle.happened.v1"}, Events: 3}, // one of them has failed
 	}, all)
 	_, err = h.db.Exec(background, h.sql(`DELETE FROM {schema}.outbox WHERE event_type LIKE 'test.oracle.%'`)) // as retention does
 	require.NoError(t, err)

@@ -12,11 +12,11 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
-// Lag returns how many records groups have still to read, by group and topic: from their
-// committed offsets to the ends of the partitions, without what Kafka has removed. It asks
-// Kafka, about the topics in which a group has committed offsets or has begun. A partition
-// without a committed offset is one that the group has not begun with: it begins at the first
-// record. Records that are no events count, too, as do the marks of Kafka transactions.
+// Lag returns the number of records that groups still have to read, by group and topic. It counts from
+// their committed offsets to the ends of the partitions, without records that Kafka has removed. It asks
+// Kafka about the topics in which a group has committed offsets or has begun. A group begins a partition
+// without a committed offset at the first record. Records that are no events count too, and so do the marks
+// of Kafka transactions.
 func (c *Consumers) Lag(ctx context.Context, opts []kgo.Opt, groups []ConsumerGroup) (map[string]map[string]int64, error) {
 	client, err := kafka.NewClient(opts)
 	if err != nil {
@@ -40,8 +40,8 @@ func (c *Consumers) Lag(ctx context.Context, opts []kgo.Opt, groups []ConsumerGr
 type DeadLetterTopic struct {
 	// Topic is its name, and Of the topic whose dead letters it has.
 	Topic, Of string
-	// Records is how many Kafka still has: dead letters stay there until the topic's retention
-	// removes them, also when they were sent back. Marks of Kafka transactions count, too.
+	// Records is the number of records that Kafka still has. Dead letters stay until the topic's retention
+	// removes them, even if they were sent back. Marks of Kafka transactions count, too.
 	Records int64
 }
 

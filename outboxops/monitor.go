@@ -22,17 +22,17 @@ import (
 type MonitorConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Alerts says when alerts are sent, and to whom.
+	// Alerts has the thresholds and the receivers of alerts.
 	Alerts outbox.AlertConfig
 	// Logger receives failures of the monitor itself, and the alerts unless there is an
 	// Alerter. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
-// Monitor alerts to what is wrong with the relays and consumer groups of a schema, as far as the
-// database knows: all but [outbox.AlertBreaker]. Relays that lead alert by themselves, and where
-// none does workers; a monitor is for processes that run neither, so that there are alerts even
-// when none runs any more. Where several monitors run, each alerts.
+// Monitor sends alerts about the relays and consumer groups of a schema, from the state of the database:
+// all alerts except [outbox.AlertBreaker]. Relays that lead send alerts themselves, and workers do if no
+// relay leads. A monitor is for processes that run neither, so that alerts are sent even if no relay and no
+// worker runs. If several monitors run, each sends alerts.
 type Monitor struct {
 	watch   *watch.Watch
 	log     *slog.Logger

@@ -35,7 +35,7 @@ func (m *mailbox) Alert(_ context.Context, a outbox.Alert) error {
 	return nil
 }
 
-// received returns which alerts of some kinds came, with ! for one that is over.
+// received returns the kinds of received alerts, with ! for the end of an alert.
 func (m *mailbox) received(kinds ...outbox.AlertKind) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -50,7 +50,7 @@ func (m *mailbox) received(kinds ...outbox.AlertKind) string {
 	return strings.Join(all, " ")
 }
 
-// deaths returns how often each dead event's id was in an alert.
+// deaths returns, for each dead event, the number of alerts with its id.
 func (m *mailbox) deaths() map[int64]int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -97,8 +97,8 @@ func TestMonitorConfig(t *testing.T) {
 	}
 }
 
-// A monitor alerts once to events that wait for too long and to a relay that no process
-// runs, and once more when that is over.
+// A monitor sends one alert for events that wait too long and for a relay that no process runs. It sends
+// another message when the condition has ended.
 func TestStaleEventsAreAlertedTo(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -129,8 +129,8 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	require.Equal(t, "stale_events stale_events!", box.received(outbox.AlertStale))
 }
 
-// Events count as stale wherever they wait: in outbox, in outbox_failed, and as deliveries of a
-// group or in front of its workers. Those that are younger, and what was settled, do not.
+// Stale events are counted in outbox, in outbox_failed, as deliveries of a group, and in front of its
+// workers. Younger and settled events are not counted.
 func TestStaleEventsAreFoundEverywhere(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -181,8 +181,8 @@ func TestStaleEventsAreFoundEverywhere(t *testing.T) {
 	require.Contains(t, box.alerts[1].String(), "consumer group stats: 7 events are not handled, the oldest for 3h0m")
 }
 
-// The statement that counts what is pending sees the same as the one that counts all of it, in each
-// part of a window.
+// The statement that counts pending events and the statement that counts all of them agree, in each part of
+// a window.
 func TestStalePendingInAWindow(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -209,8 +209,8 @@ func TestStalePendingInAWindow(t *testing.T) {
 	}
 }
 
-// A monitor alerts once to each dead delivery, and to ten dead ones of any kind that are not
-// resolved. It reports all of them by type.
+// A monitor sends one alert for each dead delivery, and one for ten unresolved dead failures of any kind.
+// It reports all of them by type.
 func TestDeadDeliveriesAreAlertedTo(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -248,7 +248,7 @@ func TestDeadDeliveriesAreAlertedTo(t *testing.T) {
 	require.Equal(t, 4, died, "each once")
 }
 
-// What retention removed before a consumer group read it is in consumer_start.
+// Records that retention removed before a consumer group read them are in consumer_start.
 func TestLostRecordsAreAlertedTo(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
@@ -263,7 +263,7 @@ func TestLostRecordsAreAlertedTo(t *testing.T) {
 	require.Equal(t, "lost_records", box.received(outbox.AlertLost))
 }
 
-// Rows that the role of one consumer group can write to do harm do not keep alerts of others.
+// The role of a consumer group can write harmful rows. They do not suppress alerts for other groups.
 func TestLostRecordsBesidePoison(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)

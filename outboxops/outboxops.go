@@ -1,19 +1,16 @@
-// Package outboxops is what operators need: it looks at the tables of outbox and
-// changes what has failed. The page of outboxadmin and the command outbox are built
-// on it, and your own tools can be.
+// Package outboxops is for operators: it reads the tables of outbox and changes failures. The page of
+// outboxadmin and the command outbox are built on it, and your own tools can be.
 //
-//   - [Failures] lists what did not get through to Kafka or to a handler, and retries,
-//     resolves, edits or holds it. Each action is kept in outbox_audit with the name of the
-//     operator and the reason.
-//   - [Deliveries] counts what is owed to the handlers of consumer groups.
-//   - [Inspector] shows the state of relays, recorded events, open transactions and
-//     partitions. It changes nothing.
+//   - [Failures] lists events that did not reach Kafka or a handler, and retries, resolves, edits or holds
+//     them. Each action is kept in outbox_audit with the operator and the reason.
+//   - [Deliveries] counts the deliveries of consumer groups.
+//   - [Inspector] shows the state of relays, recorded events, open transactions and partitions. It changes
+//     nothing.
 //   - [Consumers] shows consumer groups, and pauses and resumes them.
-//   - [Monitor] alerts where no relay runs that could.
+//   - [Monitor] sends alerts when no relay and no worker runs that could.
 //   - [Rewind] sets a consumer group back, after a restore or a failover.
 //
-// All but Rewind read and write tables only, so any process may use them, whether or not
-// it runs a relay.
+// All except Rewind use only tables, so any process may use them, whether or not it runs a relay.
 package outboxops
 
 import (
@@ -29,12 +26,11 @@ import (
 )
 
 var (
-	// ErrNotFound is returned by the methods of [Failures] for what is not, or no longer, there;
-	// and by [Inspector.Event].
+	// ErrNotFound is returned by the methods of [Failures] and by [Inspector.Event] if the failure or event
+	// does not exist, or no longer exists.
 	ErrNotFound = errors.New("not found")
-	// ErrStatus is returned by the methods of [Failures] for an action that is not
-	// possible in the status of the failure; and by those of [Consumers] for what is paused
-	// already, or is not.
+	// ErrStatus is returned by the methods of [Failures] if the status of the failure does not allow the
+	// action. The methods of [Consumers] return it if the pause exists already, or does not exist.
 	ErrStatus = errors.New("not possible in this status")
 )
 
@@ -53,8 +49,7 @@ func checkDB(db *pgxpool.Pool, schema *string) error {
 	return err
 }
 
-// orNotMigrated adds to an error of PostgreSQL that the tables are missing, or are not those of
-// this release.
+// orNotMigrated adds to an error of PostgreSQL that the tables are missing, or belong to another release.
 func orNotMigrated(err error) error {
 	if pg.IsUndefined(err) {
 		return fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)

@@ -14,9 +14,10 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// ErrUnreadable is in the field PayloadErr of [Failure], [RecordedEvent] and [AuditEntry] where PostgreSQL cannot
-// print a payload, needs longer than 5 s for it, or would print more than the field MaxRead of the configuration, 100
-// MiB. A few kilobytes of jsonb may be that much, because it prints 1e131000 as 131,001 digits.
+// ErrUnreadable is in the field PayloadErr of [Failure], [RecordedEvent] and [AuditEntry] if PostgreSQL
+// cannot print a payload. It is also there if printing takes longer than 5 s, or gives more than the field
+// MaxRead of the configuration, by default 100 MiB. A few kilobytes of jsonb may be that much, because
+// PostgreSQL prints 1e131000 as 131,001 digits.
 var ErrUnreadable = errors.New("the payload cannot be read")
 
 const (
@@ -24,8 +25,8 @@ const (
 	readPatience = 5 * time.Second // for one of them
 )
 
-// reader reads payloads and headers of the rows of a table one by one, because one that
-// cannot be printed fails the statement.
+// reader reads payloads and headers of the rows of a table one by one, because a single value that cannot
+// be printed fails the statement.
 type reader struct {
 	db                       *pgxpool.Pool
 	most                     int // bytes of one of them
@@ -66,8 +67,8 @@ func (r reader) readPayload(ctx context.Context, id int64) (payload []byte, reas
 	return nil, fmt.Errorf("%w: %d bytes as stored: %w", ErrUnreadable, stored, err), nil
 }
 
-// readHeaders returns the headers of a row as JSON, or the record of a delivery that Kafka brought, nil if it has
-// none or if they cannot be read.
+// readHeaders returns the headers of a row as JSON. For a delivery that Kafka brought, it returns the
+// record. It returns nil if there are none or if they cannot be read.
 func (r reader) readHeaders(ctx context.Context, id int64) ([]byte, error) {
 	headers, err := r.read(ctx, r.headers, id)
 	if isUnreadable(ctx, err) {
@@ -99,7 +100,7 @@ func (t tooLarge) Error() string {
 	return fmt.Sprintf("PostgreSQL would print %d bytes, more than %d", t.printed, t.most)
 }
 
-// isUnreadable reports whether err is about what was read rather than about PostgreSQL.
+// isUnreadable reports whether err concerns the value that was read, and not the connection to PostgreSQL.
 func isUnreadable(ctx context.Context, err error) bool {
 	var large tooLarge
 	return ctx.Err() == nil && (pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &large))

@@ -6,9 +6,9 @@ import (
 	"fmt"
 )
 
-// AuditRead writes into outbox_audit that an operator reads the payload of a failure. Call it
-// before [Failures.Get], and show nothing if it fails: the read is then audited, also if the
-// process ends in between.
+// AuditRead writes into outbox_audit that an operator reads the payload of a failure. Call it before
+// [Failures.Get], and show nothing if it fails. Then the read is audited even if the process ends in
+// between.
 //
 // It returns [ErrNotFound] if there is no such failure.
 func (f *Failures) AuditRead(ctx context.Context, id FailureID, why AuditInfo) error {

@@ -33,10 +33,10 @@ type RewindConfig struct {
 	// committed offsets; with Offset, one must be named.
 	Topics []string
 
-	// Time has the group read the records again whose timestamps are at this time or
-	// later. If it lagged, it has handled older ones since: where consumer_start has a
-	// position that was saved before Time and not since, as after a restore, it begins
-	// there at the latest. Zero means that Offset says it.
+	// Time makes the group read the records again whose timestamps are at this time or later. A group that
+	// lagged has handled older records since Time. So if consumer_start has a position that was saved
+	// before Time and not since, as after a restore, the group begins there at the latest. Zero means that
+	// Offset is used.
 	Time time.Time
 	// Offset has the group read the records from this offset on again, in each partition
 	// of the topic. Nil means that Time says it.
@@ -45,7 +45,7 @@ type RewindConfig struct {
 	// Decode reads records, to find the notes about their events. Nil means
 	// [outbox.DecodeCloudEvent].
 	Decode func(*kgo.Record) (*outbox.Message, error)
-	// DryRun reports what would happen and changes nothing.
+	// DryRun reports the changes that Rewind would make, and changes nothing.
 	DryRun bool
 	// Audit says who rewinds the group, and why. A dry run needs none, nor does a nil db.
 	// Required.
@@ -55,22 +55,21 @@ type RewindConfig struct {
 	Progress func(records int)
 }
 
-// RewindReport is what [Rewind] did, or would do in a dry run.
+// RewindReport is the result of [Rewind]. In a dry run, it says what Rewind would do.
 type RewindReport struct {
 	// Partitions are those in which the group goes back, sorted.
 	Partitions []RewoundPartition
 	// Records is how many records it reads again. A handler without a transaction gets
 	// all of its events again.
 	Records int
-	// Noted is how many of their events have a note of this group in event_handled: what
-	// is noted of them is not repeated.
+	// Noted is the number of their events with a note of this group in event_handled. Actions with a note
+	// are not repeated.
 	Noted int
-	// Older is how many have no note and are older than the oldest one that the group
-	// has. What was handled of them is repeated, because retention has removed the notes
+	// Older is the number of events without a note that are older than the group's oldest note. If they
+	// were handled, they are repeated, because retention has removed the notes
 	// (RetentionConfig.HandledFor).
 	Older int
-	// OldestNote is when the first note was made that the group still has; zero without
-	// one.
+	// OldestNote is the time of the oldest note that the group still has; zero without a note.
 	OldestNote time.Time
 	// Unreadable is how many records Decode does not read.
 	Unreadable int
@@ -87,7 +86,7 @@ type RewoundPartition struct {
 	Topic string
 	// Partition is its number.
 	Partition int32
-	// From is the offset that was committed, and To the one that is committed now.
+	// From is the committed offset before, and To the committed offset now.
 	From, To int64
 	// Truncated is set if To is the first offset that Kafka still has, and records before
 	// it, which are removed, may have been meant too.
@@ -97,20 +96,19 @@ type RewoundPartition struct {
 // ErrGroupActive is returned by [Rewind] while the group has members: stop them first.
 var ErrGroupActive = errors.New("outbox: the consumer group has members")
 
-// Rewind sets a consumer group back, so that it reads records again when its members are
-// started: after PostgreSQL was restored to a point in time, or a failover has lost its
-// last transactions, which may have been effects of handlers whose offsets Kafka has. It
-// only goes back: a partition in which the group is not as far stays as it is.
+// Rewind sets a consumer group back, so that it reads records again when its members are started. Use it
+// after PostgreSQL was restored to a point in time, or after a failover that lost transactions. These may
+// have been effects of handlers whose offsets Kafka has. Rewind only goes back: it does not change a
+// partition in which the group is not as far.
 //
-// What event_handled says is done is not repeated. The report counts what is. The counts
-// need all records that are read again to be read once now.
+// Actions with a note in event_handled are not repeated. The report counts the repeats. For these counts,
+// Rewind reads all records that the group will read again.
 //
-// The positions in PostgreSQL are set back first, with a row of outbox_audit for each topic,
-// and then the offsets in Kafka. If that fails, the row stays: call Rewind again.
+// Rewind first sets back the positions in PostgreSQL, with a row of outbox_audit for each topic, and then
+// the offsets in Kafka. If that fails, the row stays: call Rewind again.
 //
-// It returns [ErrGroupActive] while the group has members, and changes nothing then. A nil
-// db is for a group that runs without one. It makes a Kafka client from opts and closes
-// it.
+// It returns [ErrGroupActive] while the group has members, and changes nothing then. A nil db is for a
+// group that runs without one. Rewind makes a Kafka client from opts and closes it.
 func Rewind(ctx context.Context, db *pgxpool.Pool, opts []kgo.Opt, cfg RewindConfig) (RewindReport, error) {
 	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	if cfg.Decode == nil {
@@ -260,9 +258,9 @@ func (r *rewind) plan(ctx context.Context, committed map[kafka.Partition]int64) 
 	return nil
 }
 
-// savedBefore returns the positions that the group had saved at the time to which it is
-// rewound. The transactions in which it handled what is before them are older, so they are
-// not lost if these are not.
+// savedBefore returns the positions that the group had saved at the time to which it is rewound. The
+// transactions in which it handled the records before these positions are older. So if the positions are
+// not lost, these transactions are not lost either.
 func (r *rewind) savedBefore(ctx context.Context) (map[kafka.Partition]int64, error) {
 	if r.db == nil || r.cfg.Offset != nil {
 		return nil, nil
@@ -330,7 +328,7 @@ func (r *rewind) countTopic(ctx context.Context, notes *notes, topic string, par
 	return nil
 }
 
-// count counts records that were read together.
+// count counts a batch of records.
 func (r *rewind) count(ctx context.Context, notes *notes, records []*kgo.Record) error {
 	var keys eventKeys
 	for _, record := range records {

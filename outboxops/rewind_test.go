@@ -94,7 +94,7 @@ func (r *rewindFixture) rewind(cfg outboxops.RewindConfig) (outboxops.RewindRepo
 	return outboxops.Rewind(background, r.db, []kgo.Opt{kgo.SeedBrokers(r.brokers...)}, cfg)
 }
 
-// A group's lag is what it has still to read, topic by topic.
+// The lag of a group is the number of records that it still has to read, by topic.
 func TestLag(t *testing.T) {
 	t.Parallel()
 	r := newRewindFixture(t)
@@ -145,9 +145,9 @@ func (r *rewindFixture) deleteRecords(t *testing.T, partition int32, below int64
 	}
 }
 
-// PostgreSQL comes back from a backup: what was handled since has neither effect nor
-// note, but Kafka has the offsets. Rewound to the time of the backup, the group handles
-// it again, and nothing else.
+// PostgreSQL is restored from a backup. The events that were handled since have neither effects nor notes,
+// but Kafka has the offsets. After a rewind to the time of the backup, the group handles exactly these
+// events again.
 func TestRewindAfterRestore(t *testing.T) {
 	t.Parallel()
 	for name, opts := range map[string][]kgo.Opt{"classic": nil, "KIP-848": {kgo.ServerSideBalancer()}} {
@@ -209,8 +209,8 @@ func testRewindAfterRestore(t *testing.T, opts []kgo.Opt) {
 	r.requireEffects(t, 26)
 }
 
-// A group that lags handles what is older than the moment: records that are lost with what was handled
-// after the backup may have been sent long before it. The backup has the position that the group had.
+// A group that lags handles records that are much older than the present time. So records whose handling
+// was lost may have been sent long before the backup. The backup has the position of the group.
 func TestRewindOfLaggingGroup(t *testing.T) {
 	t.Parallel()
 	r := newRewindFixture(t)
@@ -253,8 +253,8 @@ func TestRewindOfLaggingGroup(t *testing.T) {
 	r.requireEffects(t, 13)
 }
 
-// What is older than the oldest note was perhaps handled, and retention has removed the
-// note: it is repeated, and the dry run says how much that is.
+// Events older than the oldest note may have been handled, but retention has removed their notes. They are
+// repeated, and the dry run says how many.
 func TestRewindBehindNotes(t *testing.T) {
 	t.Parallel()
 	r := newRewindFixture(t)

@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// unprintable is a JSON text of which PostgreSQL stores a few kilobytes. It would print it
-// as more than 1 GB, which it refuses, after seconds.
+// unprintable is a JSON text that PostgreSQL stores in a few kilobytes. Printed, it would exceed 1 GB, so
+// PostgreSQL fails to print it after seconds.
 var unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
 
 // insertDead adds a dead event of each payload and error class, NULL for nil.
@@ -29,8 +29,8 @@ func (h *opsFixture) insertDead(t *testing.T, payload, class any) outboxops.Fail
 	return outboxops.FailureID{Kind: outboxops.KindEvent, Number: id}
 }
 
-// insertUnprintable adds an event whose payload PostgreSQL cannot print, as a writer with plain
-// SQL may, between two others.
+// insertUnprintable adds three events. PostgreSQL cannot print the payload of the second one. A writer with
+// plain SQL can insert such a payload.
 func (h *opsFixture) insertUnprintable(t *testing.T) {
 	t.Helper()
 	_, err := h.db.Exec(background, h.sql(`
@@ -40,7 +40,7 @@ func (h *opsFixture) insertUnprintable(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// Operators see recorded events of which one cannot be printed.
+// Operators see recorded events, even if one of them cannot be printed.
 func TestUnreadableRecordedEvent(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -101,7 +101,7 @@ func awaitTail(t *testing.T, h *opsFixture, tailed <-chan outboxops.RecordedEven
 	require.NoError(t, err)
 }
 
-// A payload that cannot be printed is shown as such, and can be replaced by one that can.
+// A payload that cannot be printed is shown as unreadable, and can be replaced.
 func TestUnreadableFailure(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -135,7 +135,7 @@ func TestUnreadableFailure(t *testing.T) {
 	require.NoError(t, entries[0].PayloadErr, "of all failures it is not read")
 }
 
-// What a relay could not read has no payload: it can be edited or resolved, not retried.
+// An event that a relay could not read has no payload. It can be edited or resolved, but not retried.
 func TestFailureWithoutPayload(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
