@@ -12,7 +12,7 @@ import (
 
 type audited struct{ operator, action, reason string }
 
-// lastAudit returns who did what, and why.
+// lastAudit returns the newest entry of the audit.
 func (h *adminFixture) lastAudit() (a audited) {
 	h.t.Helper()
 	require.NoError(h.t, h.db.QueryRow(h.t.Context(), `SELECT operator, action, reason FROM "`+h.schema+`".outbox_audit ORDER BY id DESC LIMIT 1`).
@@ -57,7 +57,7 @@ func TestActs(t *testing.T) {
 	}
 }
 
-// What is refused changes nothing, says why, and keeps what was written.
+// A refused action changes nothing, says why, and keeps the text that the user wrote.
 func TestRefusedActs(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
@@ -105,8 +105,8 @@ func TestRefusedActs(t *testing.T) {
 	require.Equal(t, before, query1[int](h, `SELECT count(*) FROM {s}.outbox_audit`))
 }
 
-// The dry run shows the number, and what is confirmed is that and no more, though more
-// has failed meanwhile.
+// The dry run shows a number. The confirmed action changes these failures and no more, even if more have
+// failed meanwhile.
 func TestBulk(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

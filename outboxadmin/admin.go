@@ -1,13 +1,12 @@
-// Package outboxadmin is a page for those who operate outbox: the state of relays and consumer
-// groups, which events and deliveries have failed and why, what was recorded, and what operators
-// did about it. The same is there as JSON under api/, described by api/openapi.json.
+// Package outboxadmin is a page for operators of outbox. It shows the state of relays and consumer groups,
+// failed events and deliveries with their errors, recorded events, and the actions of operators. The same
+// data is available as JSON under api/, described by api/openapi.json.
 //
-//   - Nothing is open: [New] demands a [Config.Authorize], which is asked about every
-//     request, those for stylesheets included. A [Reader] may look; only an
-//     [Operator] may act, and each action needs a reason and is kept.
-//   - It works under any prefix, behind [http.StripPrefix] or a proxy, because all its
-//     links are relative.
-//   - It needs nothing but the database, and works without JavaScript.
+//   - Nothing is public: [New] requires a [Config.Authorize], which is called for every request, including
+//     stylesheets. A [Reader] may look. Only an [Operator] may act; each action needs a reason and is
+//     audited.
+//   - It works under any prefix, behind [http.StripPrefix] or a proxy, because all its links are relative.
+//   - It needs only the database, and works without JavaScript.
 package outboxadmin
 
 import (
@@ -27,57 +26,53 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Config says who may come in, and what is shown. Authorize is required.
+// Config says who has access, and what the page shows. Authorize is required.
 type Config struct {
-	// Authorize says who sends a request, and what that user may do here. It is called for
-	// each request, before anything else. An error, or [None], is answered with 401;
-	// the error is logged and not shown. Required.
+	// Authorize returns the user who sends a request, and the role of that user. It is called for each
+	// request, before anything else. An error, or [None], is answered with 401; the error is logged and not
+	// shown. Required.
 	Authorize func(*http.Request) (Access, error)
-	// Challenge is the header WWW-Authenticate of such an answer, for example
-	// `Basic realm="outbox"`, which makes a browser ask for a password. Empty means
-	// that there is none.
+	// Challenge is the header WWW-Authenticate of such an answer. For example, `Basic realm="outbox"` makes
+	// a browser ask for a password. Empty means no header.
 	Challenge string
 
 	// Schema of the tables. Empty means public.
 	Schema string
-	// MaxPayload bounds an edited payload in bytes, as RecorderConfig.MaxPayload does for
-	// recorded ones: give it the same. A payload above it and above 1 MiB is not shown, but
-	// its length is. At most 104,857,600 (100 MiB). Zero means 983,040 (960 KiB).
+	// MaxPayload bounds an edited payload in bytes. Use the same value as RecorderConfig.MaxPayload. For a
+	// payload above it and above 1 MiB, only the length is shown. At most 104,857,600 (100 MiB). Zero means
+	// 983,040 (960 KiB).
 	MaxPayload int
-	// Mask returns what is to be shown of a text that others wrote, on the page and in the
-	// API: payloads, headers, keys, errors and statements, as [Text] says. Where it returns
-	// something else for a payload, an operator who edits the event does not see what it
-	// was; where it does for a key, no link leads to the other events of the key. Filters
-	// work on what is stored: who knows a key finds its events. Types, sources, topics and
-	// the names of aggregates and headers are not masked, nor what operators wrote. Nil
-	// shows all.
+	// Mask returns the version of a text that the page and the API show. It is called for texts of other
+	// origin: payloads, headers, keys, errors and statements, as [Text] says. If it changes a payload, an
+	// operator who edits the event does not see the old payload. If it changes a key, no link leads to the
+	// other events of the key. Filters work on stored values: a user who knows a key finds its events.
+	// Types, sources, topics, the names of aggregates and headers, and texts of operators are not masked.
+	// Nil shows all.
 	Mask func(Text) []byte
-	// AuditReads writes into outbox_audit who reads the payload of which event, on its page
-	// or by the API, before it is shown; where that fails, nothing is shown. The entries go
-	// as those of actions do, RetentionConfig.AuditedFor. Without it, only actions are
-	// audited.
+	// AuditReads writes into outbox_audit who reads the payload of which event, on its page or by the API,
+	// before the payload is shown. If writing fails, nothing is shown. Retention removes these entries like
+	// those of actions, see RetentionConfig.AuditedFor. False means that only actions are audited.
 	AuditReads bool
 	// TrustedOrigins may send requests that change something, besides the origin under which
 	// browsers see this page: scheme, host and port, https://ops.example for example. A proxy that
 	// gives requests another Host makes it necessary for browsers that do not send Sec-Fetch-Site.
 	// A trusted site acts in the name of the user who is signed in here. Nil means none.
 	TrustedOrigins []string
-	// MaxConns bounds how many connections of the pool the page uses at a time. One of two
-	// or more is left to actions. A request that has waited for a connection for 5 s, or finds
-	// 32 views or 16 actions before it, is answered with 503 and Retry-After. Zero means a
-	// quarter of the pool's MaxConns, but 1 to 4.
+	// MaxConns bounds the connections of the pool that the page uses at a time. If it is two or more, one
+	// connection is reserved for actions. A request is answered with 503 and Retry-After if it has waited 5
+	// s for a connection, or if 32 views or 16 actions are before it. Zero means a quarter of the pool's
+	// MaxConns, but 1 to 4.
 	MaxConns int
-	// QueryTimeout bounds what a request asks of the database, and each part of an action on
-	// many events. PostgreSQL cancels what takes longer. Zero means 15 s.
+	// QueryTimeout bounds each request's use of the database, and each part of an action on many events.
+	// PostgreSQL cancels statements that take longer. Zero means 15 s.
 	QueryTimeout time.Duration
-	// Health returns the health of the relays of this process, [outbox.Relay.Health] of
-	// each, for the breaker and the reasons why one is not ready, which the database
-	// does not know. It is called for each view of the overview. Nil means that this
-	// process has none.
+	// Health returns [outbox.Relay.Health] of each relay of this process. It has the breaker and the
+	// reasons why a relay is not ready, which the database does not have. It is called for each view of the
+	// overview. Nil means that this process has no relays.
 	Health func() []outbox.RelayHealth
-	// Consumers returns the health of the consumers of this process, [outbox.Consumer.Health] of
-	// each, for blocked partitions and handlers that hang, which the database does not know. It is
-	// called for each view of the overview and of consumers. Nil means that this process has none.
+	// Consumers returns [outbox.Consumer.Health] of each consumer of this process. It has blocked
+	// partitions and handlers that hang, which the database does not have. It is called for each view of
+	// the overview and of consumers. Nil means that this process has no consumers.
 	Consumers func() []outbox.ConsumerHealth
 	// Workers returns the health of the workers of this process, [outbox.Worker.Health] of each. It
 	// is called for each view that shows it. Nil means that this process has none.
@@ -93,19 +88,19 @@ type Config struct {
 	Logger *slog.Logger
 }
 
-// Access is who sends a request, and what that user may do.
+// Access is the user who sends a request, and the role of that user.
 type Access struct {
 	// Operator is the name. It goes into outbox_audit with each action, at most
 	// 100 characters. Required, unless Role is [None].
 	Operator string
-	// Role is what the user may do.
+	// Role is the role of the user.
 	Role Role
 }
 
-// Role is what a user may do.
+// Role decides what a user may do.
 type Role int
 
-// The roles. Each may do what the ones before it may.
+// The roles. Each role includes the roles before it.
 const (
 	None     Role = iota // nothing
 	Reader               // look at everything, as [Config.Mask] leaves it
@@ -139,16 +134,14 @@ type admin struct {
 	pages      map[string]*template.Template
 }
 
-// New returns a handler of all pages, of the API and of what they need. Mount it with
-// a slash at the end:
+// New returns a handler of all pages, of the API and of their assets. Mount it with a slash at the end:
 //
 //	mux.Handle("/admin/outbox/", http.StripPrefix("/admin/outbox", handler))
 //
-// It does no I/O; closing db, for which the privileges of an operator are enough, stays
-// with the caller. Requests that change something are refused where a browser says that
-// they come from another site. To retry or resolve many events takes a second for each
-// 5,000, for which the server's WriteTimeout should leave time: docs/operations.md has
-// timeouts for a server.
+// It does no I/O. The caller closes db; the privileges of an operator are sufficient for it. Requests that
+// change something are refused if the browser says that they come from another site. An action on many
+// events takes a second for each 5,000 events, and the server's WriteTimeout must leave time for it:
+// docs/operations.md has timeouts for a server.
 func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	var errs []error
 	if cfg.Authorize == nil {

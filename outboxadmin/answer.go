@@ -85,8 +85,7 @@ func wrong(field, text string) error {
 	return &problem{http.StatusBadRequest, "That cannot be asked", field + ": " + text}
 }
 
-// shown says how to show an error. It returns false for one that the user can do nothing
-// about.
+// shown returns the problem to show for an error. It returns false for an error that the user cannot fix.
 func shown(err error) (*problem, bool) {
 	var p *problem
 	var field *outbox.FieldError

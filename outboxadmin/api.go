@@ -10,8 +10,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// The API answers what the pages show. Its types are in api_types.go; tests compare
-// openapi.json with them.
+// The API returns the data of the pages. Its types are in api_types.go; tests compare openapi.json with
+// them.
 
 func (a *admin) apiFile(*request) (answer, error) {
 	return assetAnswer("openapi.json")

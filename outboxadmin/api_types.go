@@ -140,8 +140,8 @@ type apiFailed struct {
 	Resolution    string     `json:"resolution"`
 }
 
-// apiPayload has one of three members: what is no JSON, as masked, is in base64, and what
-// could not be read has the reason.
+// apiPayload has one of three members. If the masked payload is not JSON, it is in base64. If the payload
+// could not be read, the error is there.
 type apiPayload struct {
 	Payload       json.RawMessage `json:"payload,omitempty"`
 	PayloadBase64 *string         `json:"payload_base64,omitempty"`
@@ -439,8 +439,8 @@ func errorText(err error) string {
 	return err.Error()
 }
 
-// maxDepth bounds the nesting of a payload that is part of an answer in JSON: readers,
-// encoding/json among them, refuse what is nested deeper than 10,000.
+// maxDepth bounds the nesting of a payload in an answer in JSON. Readers such as encoding/json refuse a
+// nesting of more than 10,000 levels.
 const maxDepth = 1000
 
 func (p payload) api() apiPayload {

@@ -19,10 +19,10 @@ type auditList struct {
 	Rows     []auditRow
 	Query    template.URL // the filter as parameters
 	Older    template.URL // parameters, or empty
-	Newer    bool         // newer ones are left out
+	Newer    bool         // newer entries are left out
 }
 
-// auditActions are what the audit may have.
+// auditActions are the actions in the audit.
 var auditActions = []string{"retry", "edit", "resolve", "hold", "release", "pause", "resume", "rewind", "to-kafka", "to-postgres", "finish-cut", "cancel-cut", "read"}
 
 func (a *admin) auditList(r *request) (answer, error) {
@@ -49,8 +49,8 @@ func (a *admin) auditList(r *request) (answer, error) {
 	return a.page(r.Request, http.StatusOK, "audit", "Audit", page), nil
 }
 
-// auditEntries returns what was done, without the payloads from before edits: those are on the
-// page of the failure, where it is audited who reads them.
+// auditEntries returns entries without the payloads from before edits. Those are on the page of the
+// failure, where reading them is audited.
 func (a *admin) auditEntries(ctx context.Context, id outboxops.FailureID, page outboxops.AuditPage) ([]outboxops.AuditEntry, error) {
 	entries, err := a.failed.Audit(ctx, id, page)
 	for i := range entries {

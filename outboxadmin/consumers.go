@@ -12,10 +12,10 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// groupsView is what is known about consumer groups: what outbox consumers shows.
+// groupsView is the same data about consumer groups that the command outbox consumers shows.
 type groupsView struct {
 	groups     []outboxops.ConsumerGroup
-	more       bool // than were looked at
+	more       bool // not all groups were read
 	deliveries []outboxops.DeliveryCount
 	workers    []outboxops.DeliveryGroup
 	kafka      kafkaView
@@ -60,7 +60,7 @@ func groupRows(groups []outboxops.ConsumerGroup) (rows []groupRow) {
 	return rows
 }
 
-// What names what the line is about.
+// What returns the subject of the line.
 func (r groupRow) What() string {
 	if r.All {
 		return "all topics"
@@ -149,7 +149,7 @@ func (v groupsView) all() []groupState {
 type consumersPage struct {
 	Rows        []groupRow
 	OtherRows   int  // lines that are not among Rows
-	More        bool // than were looked at
+	More        bool // not all groups were read
 	Deliveries  []outboxops.DeliveryCount
 	OtherCounts int
 	Workers     []outboxops.DeliveryGroup

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What is paused stands on the overview, with who has done it and why, and in the audit.
+// The overview shows paused topics with the operator and the reason. The audit has the pause too.
 func TestConsumerGroups(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
@@ -47,8 +47,8 @@ func TestConsumerGroups(t *testing.T) {
 	}
 }
 
-// A role that may write to consumer_start for one group can put anything into its rows. The page
-// shows what it can of these rows, and the other groups.
+// A role that may write to consumer_start for one group can insert any rows. The page still shows the
+// readable parts of these rows, and the other groups.
 func TestPoisonedGroups(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

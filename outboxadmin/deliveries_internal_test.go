@@ -55,7 +55,7 @@ func TestFailuresOfBothKinds(t *testing.T) {
 	}
 }
 
-// What can be picked is offered, and what is picked stays so, whether there is any of it or not.
+// The filter offers the existing values. A picked value stays picked, even if no failure has it.
 func TestFilterIsDropDowns(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)
@@ -78,7 +78,7 @@ func TestStatusTwice(t *testing.T) {
 	require.Contains(t, h.get("/failed/retry?status=dead,dead,dead,dead,dead"), `name="status" value="dead"`)
 }
 
-// A delivery is shown, and operators do with it what the command line does.
+// The page shows a delivery and offers the actions of the command line.
 func TestActsOnDeliveries(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)
@@ -125,7 +125,7 @@ func TestActsOnDeliveries(t *testing.T) {
 	require.Equal(t, apiBulkResult{4, false, []apiTopic{{"order-events", 4}}}, result)
 }
 
-// After a retry a failure says what became of it, also where its row is gone.
+// After a retry, the page of a failure shows its outcome, even if its row is gone.
 func TestWhatBecameOfAFailure(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)
@@ -209,8 +209,7 @@ func TestNumbersAgree(t *testing.T) {
 	require.Equal(t, seed.DeadTimeouts, list.Deliveries[i].Deliveries)
 }
 
-// A notice that needs an operator precedes a notice that only informs, and says of which time it
-// is.
+// A notice that needs an operator precedes a notice that only informs. Each shows the time of its data.
 func TestOrderOfUrgency(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)
@@ -241,8 +240,8 @@ func TestFiguresSayHowOldTheyAre(t *testing.T) {
 	require.Empty(t, plot{}.aged(now, nil, 0).Age)
 }
 
-// A process says what it knows of its consumers and workers, and what it does not know is not
-// taken for good news.
+// The overview shows the health of this process's consumers and workers. Missing health does not count as
+// good health.
 func TestProcesses(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, func(c *Config) {
@@ -269,8 +268,8 @@ func TestProcesses(t *testing.T) {
 	}
 }
 
-// A role that may write the deliveries of one group can put anything into them. The pages show what
-// they can of it, as text.
+// A role that may write the deliveries of one group can insert any values. The pages show the readable
+// parts as text.
 func TestPoisonedDeliveries(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)

@@ -22,11 +22,10 @@ type eventList struct {
 	InOrder  bool // of one aggregate: the first event on top
 	Rows     []eventRow
 	Older    template.URL // parameters, or empty
-	Newer    bool         // newer ones are left out
+	Newer    bool         // newer events are left out
 }
 
-// eventRow is a recorded event, or the copy of it in outbox_failed after retention has
-// removed the original.
+// eventRow is a recorded event. After retention has removed the event, it is the copy in outbox_failed.
 type eventRow struct {
 	outboxops.RecordedEvent
 	Removed   bool
@@ -34,19 +33,19 @@ type eventRow struct {
 	States    []eventState
 }
 
-// eventState is what became of an event.
+// eventState is the state of an event at a relay.
 type eventState struct {
 	Relay, Status string
 	Failure       outboxops.FailureID // zero if it has not failed
 }
 
-// What an event can be besides the statuses of outbox_failed.
+// The states of an event besides the statuses of outbox_failed.
 const (
 	stateSent    = "sent"
 	statePending = "pending"
 )
 
-// statesOf returns what became of an event, by relay.
+// statesOf returns the states of an event by relay.
 func statesOf(e outboxops.RecordedEvent) (states []eventState) {
 	failed := func(relay string) bool {
 		return slices.ContainsFunc(e.Failures, func(f outboxops.EventFailure) bool { return f.Relay == relay })
@@ -115,8 +114,7 @@ func (a *admin) events(ctx context.Context, filter outboxops.EventFilter, before
 	return a.maskEvents(withRemoved(rows, left, last, cmp.Or(before, math.MaxInt64), filter)), last, nil
 }
 
-// withRemoved adds the failed events between two ids that are not among the recorded
-// ones.
+// withRemoved adds the failed events between two ids that are not recorded events any more.
 func withRemoved(rows []eventRow, failed []outboxops.Failure, from, before int64, filter outboxops.EventFilter) []eventRow {
 	recorded := len(rows)
 	for _, f := range failed {

@@ -29,9 +29,9 @@ type failedList struct {
 	Counted  bool // Total is known
 	Total    int64
 	More     bool         // than Total
-	Next     template.URL // those of older ones, or empty
-	Later    bool         // newer ones are left out
-	Done     string       // what was done before
+	Next     template.URL // link to older failures, or empty
+	Later    bool         // newer failures are left out
+	Done     string       // the action that was done before
 }
 
 // pick is a field of the filter with its values to choose from.
@@ -70,7 +70,7 @@ func (a *admin) failedList(r *request) (answer, error) {
 	return a.page(r.Request, http.StatusOK, "failed", "Failures", page), nil
 }
 
-// countFailed adds up what a list has in all.
+// countFailed adds up all failures that a list has.
 func (a *admin) countFailed(ctx context.Context, f outboxops.FailureFilter, page *failedList) error {
 	if !page.Counted {
 		return nil
@@ -83,7 +83,8 @@ func (a *admin) countFailed(ctx context.Context, f outboxops.FailureFilter, page
 	return err
 }
 
-// picks returns what a filter may be narrowed to: what there is with the same statuses.
+// picks returns the values to which a filter may be narrowed: the values of failures with the same
+// statuses.
 func (a *admin) picks(ctx context.Context, f outboxops.FailureFilter, status string) ([]pick, error) {
 	counted := slices.DeleteFunc(slices.Clone(f.Statuses), func(s string) bool { return s == outboxops.StatusDone })
 	counts, err := a.failed.Count(ctx, outboxops.FailureFilter{Statuses: counted})
@@ -104,15 +105,15 @@ func (a *admin) picks(ctx context.Context, f outboxops.FailureFilter, status str
 	}, nil
 }
 
-// choices returns the different values, sorted, and among them the one that is picked.
+// choices returns the distinct values, sorted. The picked value is always among them.
 func choices(all []string, picked string) []string {
 	slices.Sort(all)
 	all = slices.DeleteFunc(slices.Compact(all), func(s string) bool { return s == "" })
 	return withPicked(all[:min(len(all), maxKinds)], picked)
 }
 
-// withPicked returns all values, and the one that is picked if it is not among them: a form that
-// lacked it would pick another one.
+// withPicked returns all values, and the picked value if it is missing. A form without it would pick
+// another value.
 func withPicked(all []string, picked string) []string {
 	if picked != "" && !slices.Contains(all, picked) {
 		all = append(all, picked)
@@ -129,8 +130,8 @@ type failedPage struct {
 	Done    string
 	Wrong   string // why an action was refused
 	Action  string // which one
-	Reason  string // as it was written
-	Edit    string // as it was written
+	Reason  string // as the user wrote it
+	Edit    string // as the user wrote it
 }
 
 func (a *admin) failedOne(r *request) (answer, error) {
@@ -193,7 +194,7 @@ func readReason(r *request) string {
 	return "shown on the page"
 }
 
-// action is what an operator does about one failure or its key.
+// action is an operator's action on one failure or its key.
 type action func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, payload string, why outboxops.AuditInfo) error
 
 var actions = map[string]action{
@@ -218,8 +219,8 @@ var actions = map[string]action{
 	},
 }
 
-// failedAct does what the last element of the path says. If that is refused, it shows
-// the failure as it is, with what the operator wrote.
+// failedAct does the action in the last element of the path. If the action is refused, it shows the
+// failure, with the text that the operator wrote.
 func (a *admin) failedAct(r *request) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
@@ -251,7 +252,7 @@ func auditInfo(r *request, reason string) outboxops.AuditInfo {
 	return outboxops.AuditInfo{Operator: accessOf(r.Request).Operator, Reason: strings.TrimSpace(reason)}
 }
 
-// bulkPage shows what would be done to many events.
+// bulkPage shows the effect of an action on many events.
 type bulkPage struct {
 	Action string
 	Filter outboxops.FailureFilter
@@ -308,8 +309,8 @@ func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, 
 	return n, topics, err
 }
 
-// bulkReview is the dry run. What fails after it is not picked any more, so that what is
-// confirmed is what was shown, or less.
+// bulkReview is the dry run. It excludes failures that come after it, so the confirmed action changes the
+// failures that were shown, or fewer.
 func bulkReview(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
@@ -366,7 +367,7 @@ func bulkAct(action string) func(*admin, *request) (answer, error) {
 	}
 }
 
-// doneTexts say what was done, behind a redirect.
+// doneTexts describe the action that was done, after a redirect.
 var doneTexts = map[string]string{
 	"retry":       "The relay sends it at its next look. It leaves this list once Kafka has it.",
 	"resolve":     "It is resolved. What waited behind it goes on.",
@@ -379,7 +380,7 @@ var doneTexts = map[string]string{
 	"resolve_all": "%s resolved. What waited behind goes on.",
 }
 
-// doneOf names what was done to a failure of a kind, as [doneTexts] does.
+// doneOf returns the key of [doneTexts] for an action on a failure of a kind.
 func doneOf(kind outboxops.Kind, action string) string {
 	if of, ok := map[string]string{"retry": "requeue", "hold": "hold_group"}[action]; ok && kind == outboxops.KindDelivery {
 		return of
@@ -387,7 +388,7 @@ func doneOf(kind outboxops.Kind, action string) string {
 	return action
 }
 
-// doneText reads what was done, as a sentence.
+// doneText returns the action that was done as a sentence.
 func (q *query) doneText(name, number string) string {
 	text, n := doneTexts[q.text(name)], q.number(number)
 	switch q.values.Get(name) {

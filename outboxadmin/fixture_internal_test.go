@@ -90,7 +90,7 @@ func (h *adminFixture) send(user, method, path, contentType, body string, header
 	return w
 }
 
-// get returns what an operator sees.
+// get returns a page as an operator sees it.
 func (h *adminFixture) get(path string) string {
 	h.t.Helper()
 	w := h.send("operator", http.MethodGet, path, "", "")

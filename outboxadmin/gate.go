@@ -83,7 +83,7 @@ func isEmbedded(h http.Header) bool {
 	return false // same origin, entered by the user, or a browser that does not send the header
 }
 
-// originalPath is the path before a prefix was taken off.
+// originalPath is the path before the prefix was removed.
 func originalPath(r *http.Request) string {
 	whole, _, _ := strings.Cut(r.RequestURI, "?")
 	return whole

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// sent is what a request says. Its target goes behind the prefix as it stands.
+// sent is a request. Its target is appended to the prefix unchanged.
 type sent struct{ method, target, contentType, body string }
 
 // ask sends a request as an operator.
@@ -38,8 +38,8 @@ func (h *adminFixture) fingerprint() string {
 		query1[string](h, `SELECT (SELECT count(*) FROM {s}.outbox_audit) || ' ' || (SELECT count(*) FROM {s}.consumer_pause)`)
 }
 
-// What is behind the question mark is read as a whole or refused: nothing of it is
-// dropped, nothing else in it is passed over. The same holds for forms and JSON.
+// A query is either read completely or refused: no part of it is dropped or ignored. The same holds for
+// forms and JSON.
 func TestHostileRequests(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

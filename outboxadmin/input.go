@@ -16,17 +16,17 @@ import (
 	"unicode/utf8"
 )
 
-// request is one that was read as a whole, and is understood: no parameter, field or member
-// is dropped, and all of them are text that PostgreSQL takes.
+// request is a request that was read completely and is understood. No parameter, field or member is
+// dropped, and all are text that PostgreSQL takes.
 type request struct {
 	*http.Request
 
-	query query  // what is behind the question mark, or the fields of a form
+	query query  // the query, or the fields of a form
 	body  []byte // JSON, or nil
 	work  *work  // nil where the database is not asked
 }
 
-// form says what the body of a request is.
+// form is the form of a request's body.
 type form int
 
 const (
@@ -41,8 +41,7 @@ const (
 )
 
 const (
-	// smallBody bounds what is sent to us where it is no payload. A form writes some
-	// characters as twelve.
+	// smallBody bounds a request without a payload. A form writes some characters as twelve.
 	smallBody = 256 << 10
 	// leastPayloadBody bounds it where it may be one, unless MaxPayload is above 1 MiB.
 	leastPayloadBody = 4 << 20
@@ -50,8 +49,7 @@ const (
 	bodyTimeout = 30 * time.Second
 )
 
-// read reads a request. What is behind the question mark of a POST is refused: it would be
-// a filter that picks nothing out.
+// read reads a request. It refuses a POST with a query, because the query would be a filter without effect.
 func read(rt route, w http.ResponseWriter, r *http.Request, maxPayload int) (*request, error) {
 	values, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
@@ -110,8 +108,8 @@ const notText = "is no text that PostgreSQL takes"
 // isText reports whether PostgreSQL can store a text.
 func isText(s string) bool { return utf8.ValidString(s) && strings.IndexByte(s, 0) < 0 }
 
-// checkValues refuses what is not known, not text, or there more than once: a filter that
-// was mistyped must not pick everything.
+// checkValues refuses parameters that are unknown, not text, or repeated: a mistyped filter must not pick
+// everything.
 func checkValues(values url.Values, known []string) error {
 	for name, all := range values {
 		switch {
@@ -128,9 +126,8 @@ func checkValues(values url.Values, known []string) error {
 	return nil
 }
 
-// decode reads the JSON of a request into a struct. Two members of one name are refused,
-// and so are members that are not known: of encoding/json, the last one would count, in
-// whatever case.
+// decode reads the JSON of a request into a struct. It refuses repeated and unknown members. encoding/json
+// would use the last member of a name, and ignore its case.
 func (r *request) decode(v any) error {
 	if _, err := membersOf(r.body); err != nil {
 		return err
@@ -160,7 +157,7 @@ func membersOf(data []byte) (map[string]json.RawMessage, error) {
 		if err != nil || !ok {
 			return nil, wrong("body", "is no JSON object")
 		}
-		// encoding/json takes other characters for these: ſ is an s to it.
+		// encoding/json treats some other characters as equal to these: ſ is equal to s.
 		if strings.Trim(name, "abcdefghijklmnopqrstuvwxyz_0123456789") != "" {
 			return nil, wrong(fmt.Sprintf("%.100q", name), "is not a member of this")
 		}
@@ -182,7 +179,7 @@ func membersOf(data []byte) (map[string]json.RawMessage, error) {
 	return members, nil
 }
 
-// short500 keeps an error from repeating what was sent.
+// short500 cuts an error that may repeat the input.
 func short500(s string) string { return fmt.Sprintf("%.500s", s) }
 
 // jsonText is a string in JSON, and neither null nor half a character.

@@ -15,7 +15,7 @@ const (
 	kafkaFresh = 10 * time.Second
 	// kafkaTimeout bounds how long Kafka is asked.
 	kafkaTimeout = 10 * time.Second
-	// kafkaPatience bounds how long a view waits for Kafka: then it shows what was known before.
+	// kafkaPatience bounds how long a view waits for Kafka. After it, the view shows the older answer.
 	kafkaPatience = 2 * time.Second
 )
 
@@ -28,7 +28,7 @@ type kafkaView struct {
 	kafkaFacts
 }
 
-// kafkaFacts are what Kafka knows about consumer groups.
+// kafkaFacts are Kafka's answers about consumer groups.
 type kafkaFacts struct {
 	Lag         map[string]map[string]int64 // by group and topic
 	DeadLetters []outboxops.DeadLetterTopic
@@ -65,7 +65,7 @@ func newKafkaReader(consumers *outboxops.Consumers, opts []kgo.Opt) *kafkaReader
 	}}
 }
 
-// look returns what Kafka knows about groups, not older than kafkaFresh if Kafka answers in time.
+// look returns Kafka's answers about groups. They are not older than kafkaFresh if Kafka answers in time.
 func (l *kafkaReader) look(ctx context.Context, groups []outboxops.ConsumerGroup) kafkaView {
 	if l.ask == nil || len(groups) == 0 {
 		return l.last()
@@ -95,7 +95,7 @@ func (l *kafkaReader) last() kafkaView {
 	return l.known
 }
 
-// renew asks Kafka. It outlives the view that began it, because others wait for it too.
+// renew asks Kafka. It outlives the view that began it, because other views wait for the answer too.
 func (l *kafkaReader) renew(groups []outboxops.ConsumerGroup, asking chan struct{}) {
 	defer close(asking)
 	ctx, cancel := context.WithTimeout(context.Background(), kafkaTimeout)

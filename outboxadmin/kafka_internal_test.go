@@ -49,8 +49,8 @@ func TestLagAndDeadLetters(t *testing.T) {
 	require.Contains(t, h.get("/"), `data-label="Lag" class="num">3<`)
 }
 
-// Kafka is asked by one view at a time and not again at once, and what it does not say does not
-// replace what it said before.
+// Only one view at a time asks Kafka, and not again at once. A missing answer does not replace an older
+// answer.
 func TestKafkaIsAskedSeldom(t *testing.T) {
 	t.Parallel()
 	groups := []outboxops.ConsumerGroup{{Group: "stats"}}

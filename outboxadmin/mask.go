@@ -7,18 +7,18 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// TextKind says what a [Text] is.
+// TextKind is the kind of a [Text].
 type TextKind string
 
 // The kinds of texts that [Config.Mask] gets.
 const (
-	// TextPayload is the payload of an event, or the one that it had before an edit.
+	// TextPayload is the payload of an event, or its payload before an edit.
 	TextPayload TextKind = "payload"
 	// TextHeader is the value of a Kafka header.
 	TextHeader TextKind = "header"
 	// TextKey is a record key, or the id of an aggregate, which often are the same.
 	TextKey TextKind = "key"
-	// TextError is what Kafka or PostgreSQL said about an event.
+	// TextError is an error of Kafka or PostgreSQL about an event.
 	TextError TextKind = "error"
 	// TextStatement is a statement of an open transaction, of any user of the cluster.
 	TextStatement TextKind = "statement"
@@ -37,8 +37,7 @@ type Text struct {
 	Value []byte
 }
 
-// masked returns what is to be shown of a text. No text of these kinds leaves the package
-// by another way.
+// masked returns the version of a text that may be shown. All texts of these kinds must pass through it.
 func (a *admin) masked(kind TextKind, eventType, name, value string) string {
 	if a.cfg.Mask == nil || value == "" {
 		return value

@@ -16,7 +16,7 @@ import (
 type notice struct {
 	Level  string // bad or warn
 	Text   string
-	Link   string // to what is to be done about it, from the root; or empty
+	Link   string // to the page where the operator can act, from the root; or empty
 	Action string // the words of the link
 }
 
@@ -25,7 +25,7 @@ const (
 	levelWarn = "warn"
 )
 
-// situation is what notices are made from.
+// situation is the data from which notices are made.
 type situation struct {
 	now        time.Time
 	staleAfter time.Duration
@@ -62,8 +62,9 @@ func (s *situation) leaders() (all []notice) {
 	return all
 }
 
-// processes says what this process knows of its relays, consumers and workers: open breakers and
-// blocked partitions among it. What makes a consumer or a worker neither dead nor unready is less.
+// processes returns notices about the relays, consumers and workers of this process, for example open
+// breakers and blocked partitions. A reason that leaves a consumer or a worker alive and ready has a lower
+// level.
 func (s *situation) processes() (all []notice) {
 	add := func(ready bool, what string, reasons []string) {
 		level := map[bool]string{true: levelWarn, false: levelBad}[ready]

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// openAPI is what the tests need of openapi.json.
+// openAPI is the part of openapi.json that the tests need.
 type openAPI struct {
 	OpenAPI    string
 	Paths      map[string]map[string]operation
@@ -89,7 +89,7 @@ func (s *schema) types() []string {
 	return nil
 }
 
-// check returns what is wrong with a value.
+// check returns an error if a value does not match a schema.
 func (f *openAPI) check(at string, s *schema, v any) error {
 	if s.Ref != "" {
 		name := strings.TrimPrefix(s.Ref, "#/components/schemas/")
@@ -267,7 +267,7 @@ func jsonTypes(t reflect.Type, optional bool) []string {
 	}
 }
 
-// What is answered is what the file says, for every GET, every parameter, and errors.
+// Each answer matches the file, for every GET, every parameter, and errors.
 func TestOpenAPIHasTheAnswers(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

@@ -9,17 +9,17 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// gonePage says what became of a failure whose row is not there any more.
+// gonePage shows the outcome of a failure whose row no longer exists.
 type gonePage struct {
 	ID      outboxops.FailureID
-	Done    string // what was done before
+	Done    string // the action that was done before
 	Outcome string
 	Events  []eventRow // of its event, as far as they are recorded here
 	History []outboxops.AuditEntry
 }
 
-// showGone shows what became of a failure that operators have acted on. Of any other one it
-// returns the error that it is missing.
+// showGone shows the outcome of a failure that operators have acted on. For other failures it returns the
+// error missing.
 func (a *admin) showGone(r *request, id outboxops.FailureID, done string, missing error) (answer, error) {
 	history, err := a.failed.Audit(r.Context(), id, outboxops.AuditPage{Limit: 1000, WithoutReads: true})
 	if err != nil {
@@ -38,8 +38,8 @@ func (a *admin) showGone(r *request, id outboxops.FailureID, done string, missin
 	return a.page(r.Request, http.StatusOK, "failed_gone", "What became of "+id.String(), page), nil
 }
 
-// outcomeOf says how a failure ended. A failed event leaves its table once it is sent, a delivery
-// some time after it was handled, and both some time after they were resolved.
+// outcomeOf returns how a failure ended. A failed event leaves its table once it is sent. A delivery leaves
+// it some time after it was handled. Both leave it some time after they were resolved.
 func outcomeOf(kind outboxops.Kind, history []outboxops.AuditEntry, events []eventRow) string {
 	last := slices.IndexFunc(history, func(e outboxops.AuditEntry) bool {
 		return slices.Contains([]string{"retry", "edit", "resolve"}, e.Action)

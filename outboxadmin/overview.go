@@ -37,15 +37,15 @@ func (q *query) span() span {
 type overview struct {
 	Notices      []notice
 	OtherNotices int    // that are not among Notices
-	Unknown      string // what could not be looked at, where nothing is wrong
+	Unknown      string // parts that could not be read, if no problem is known
 	StaleAfter   time.Duration
 	Unresolved   unresolved
-	Counts       []outboxops.FailureCount // the first ones; those that need an operator come first
+	Counts       []outboxops.FailureCount // the first ones; failures that need an operator come first
 	MoreCounts   []outboxops.FailureCount
 	OtherKinds   int // that are not among both
 	Groups       []groupState
 	OtherGroups  int  // groups that are not among Groups
-	MoreGroups   bool // than were looked at
+	MoreGroups   bool // not all groups were read
 	Relays       []relayView
 	Transactions []outboxops.OpenTransaction
 	Partitions   []outboxops.TablePartition
@@ -55,14 +55,14 @@ type overview struct {
 	Span         string
 }
 
-// unresolved adds up what has not gone away: failed events and dead deliveries.
+// unresolved is the number of failed events and dead deliveries that are still unresolved.
 type unresolved struct {
 	Events, Deliveries int64
 	More               bool
 	Oldest             time.Time
 }
 
-// unresolvedOf adds up what outbox failures count calls unresolved.
+// unresolvedOf adds up the unresolved failures, by the rule of the command outbox failures count.
 func unresolvedOf(counts []outboxops.FailureCount) (sum unresolved) {
 	for _, c := range counts {
 		if !c.IsUnresolved() {
@@ -88,15 +88,15 @@ type relayView struct {
 	Plots  []plot
 }
 
-// maxKinds bounds the kinds of failures that are shown: events can be of any type. Of these, the
-// first ones are shown at once.
+// maxKinds bounds the kinds of failures that are shown, because events can have any types. The first kinds
+// are shown at once.
 const (
 	maxKinds   = 200
 	firstKinds = 10
 )
 
-// maxGroupRows bounds the topics of consumer groups that are shown: consumers can note any. What
-// is paused is among the notices in any case.
+// maxGroupRows bounds the topics of consumer groups that are shown, because consumers can write any topics.
+// Paused topics are always among the notices.
 const maxGroupRows = 200
 
 // maxGroupStates bounds the consumer groups on the overview, and maxNotices the notices.
@@ -145,14 +145,14 @@ func (a *admin) overview(r *request) (answer, error) {
 	return a.page(r.Request, http.StatusOK, "overview", "Overview", page), nil
 }
 
-// first returns the first ones of a list, and how many others there are.
+// first returns the first items of a list, and the number of the other items.
 func first[A any](all []A, most int) (some []A, others int) {
 	n := min(len(all), most)
 	return all[:n], len(all) - n
 }
 
-// byUrgency sorts kinds of failures: what is dead first, and then what is tried again; the most
-// first of each.
+// byUrgency sorts kinds of failures: first dead ones, then those that are tried again. Within each, the
+// largest number comes first.
 func byUrgency(counts []outboxops.FailureCount) []outboxops.FailureCount {
 	order := []string{outbox.StatusDead, outbox.StatusFailed, outbox.StatusWaiting, outbox.StatusParked}
 	slices.SortStableFunc(counts, func(a, b outboxops.FailureCount) int {
@@ -161,7 +161,7 @@ func byUrgency(counts []outboxops.FailureCount) []outboxops.FailureCount {
 	return counts
 }
 
-// situation reads what is wrong, with the calls that the command line has.
+// situation reads all problems, with the calls of the command line.
 func (a *admin) situation(ctx context.Context, now time.Time) (s *situation, err error) {
 	s = &situation{now: now, staleAfter: a.cfg.StaleAfter, health: a.health(), consumers: a.consumerHealth(), workers: a.workerHealth()}
 	if s.relays, err = a.relays(ctx, now); err != nil {
@@ -193,7 +193,7 @@ func (a *admin) unknown() string {
 	return "Breakers and blocked partitions of other processes are not among it: only these know."
 }
 
-// relays reads the state of all relays, and adds a sample of it.
+// relays reads the state of all relays, and adds it to the samples.
 func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus, error) {
 	relays, err := a.inspect.Relays(ctx)
 	if err == nil {
@@ -202,7 +202,7 @@ func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus
 	return relays, err
 }
 
-// health returns what this process says of its relays, by name.
+// health returns the health of this process's relays by name.
 func (a *admin) health() map[string]*outbox.RelayHealth {
 	reported := map[string]*outbox.RelayHealth{}
 	if a.cfg.Health != nil {

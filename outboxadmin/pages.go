@@ -21,7 +21,7 @@ var pageFiles embed.FS
 //go:embed assets openapi.json
 var assetFiles embed.FS
 
-// frame is what all pages have.
+// frame is the common part of all pages.
 type frame struct {
 	Title  string
 	Base   string // leads from here to the first page
@@ -64,7 +64,7 @@ var pageFuncs = template.FuncMap{
 // maxHeaders bounds the headers that a page shows: an event can have very many.
 const maxHeaders = 200
 
-// headerList are the first headers of an event by name, and how many others it has.
+// headerList are the first headers of an event by name, and the number of its other headers.
 type headerList struct {
 	First  []header
 	Others int
@@ -94,7 +94,7 @@ func statOf(name string, count int64, relay, status, note string) stat {
 	return stat{name, status, "failed?" + url.Values{"relay": {relay}, "status": {status}}.Encode(), note, count}
 }
 
-// kindLink leads to what has failed alike.
+// kindLink leads to the failures of the same kind.
 func kindLink(c outboxops.FailureCount) string {
 	return "failed?" + failedValues(outboxops.FailureFilter{Kind: c.Kind, Relay: c.Relay, Group: c.Group, Action: c.Action, Statuses: []string{c.Status}, Type: c.Type,
 		Class: c.Class}).Encode()
@@ -126,7 +126,7 @@ func baseOf(p string) string {
 	return "./" + strings.Repeat("../", max(0, strings.Count(p, "/")-1))
 }
 
-// assetTypes are named here because those of the host differ.
+// assetTypes are fixed here, because the types of hosts differ.
 var assetTypes = map[string]string{
 	".css":  "text/css; charset=utf-8",
 	".js":   "text/javascript; charset=utf-8",

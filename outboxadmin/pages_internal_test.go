@@ -19,7 +19,7 @@ import (
 
 var linked = regexp.MustCompile(`(?:href|src)="([^"]*)"`)
 
-// crawl follows all links from a page, and returns what is there, by path.
+// crawl follows all links from a page, and returns the pages by path.
 func (h *adminFixture) crawl(from string) map[string]string {
 	h.t.Helper()
 	found := map[string]string{}
@@ -104,7 +104,7 @@ func TestNotices(t *testing.T) {
 	}
 }
 
-// noticeTests have each kind of what is wrong: with none of them all is well.
+// noticeTests have each kind of problem. Without any of them, the page says that all is well.
 var noticeTests = []struct {
 	name   string
 	change func(*situation, time.Time)
@@ -218,8 +218,7 @@ func TestPaging(t *testing.T) {
 	require.Len(t, seen, 104)
 }
 
-// An aggregate's events come in order, with what became of each, those that retention
-// has removed among them.
+// The events of an aggregate come in order with their states, including events that retention has removed.
 func TestAggregate(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
@@ -280,7 +279,7 @@ func TestDatabaseIsAway(t *testing.T) {
 	require.Contains(t, h.log.String(), "outbox_failed")
 }
 
-// What takes too long ends, and the page says so.
+// A statement that takes too long is cancelled, and the page says so.
 func TestTooLong(t *testing.T) {
 	// Not parallel: the request has 200 ms, and must get as far as the database.
 	h := newAdminFixture(t, func(c *Config) { c.QueryTimeout = 200 * time.Millisecond })
@@ -294,7 +293,7 @@ func TestTooLong(t *testing.T) {
 	require.Contains(t, w.Body.String(), "That took too long")
 }
 
-// What others wrote cannot become part of the page.
+// Text of other origin is escaped in pages.
 func TestEscaping(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

@@ -8,7 +8,7 @@ import (
 	"unicode/utf8"
 )
 
-// payload is what is shown of one.
+// payload is a payload as it is shown.
 type payload struct {
 	Type   string // its content type
 	Size   int    // of the whole, before masking
@@ -30,7 +30,7 @@ func (p payload) Kind() string {
 
 func unprintable(r rune) bool { return r < ' ' && !strings.ContainsRune("\t\r\n", r) || r == 0x7f }
 
-// JSON that is nested deeply is shown as it is: indented, 960 KiB of it can be 9 GB.
+// Deeply nested JSON is shown without indentation: indented, 960 KiB of it can be 9 GB.
 const (
 	maxIndented = 4        // times its length
 	minIndented = 64 << 10 // bytes, which it may have in any case
@@ -83,7 +83,7 @@ func (p payload) Text() string {
 	return hex.Dump(p.Data)
 }
 
-// Original is what an operator edits: nothing of what is masked or could not be read.
+// Original is the text that an operator edits. It is empty if the payload is masked or could not be read.
 func (p payload) Original() string {
 	if p.Masked || p.Err != "" {
 		return ""
@@ -94,10 +94,10 @@ func (p payload) Original() string {
 	return p.Text()
 }
 
-// IsJSON is set if the event holds JSON, whatever a mask makes of it.
+// IsJSON is set if the event holds JSON, even if a mask changes it.
 func (p payload) IsJSON() bool { return p.Type == "application/json" }
 
-// edited is what an operator wrote in the place of Original.
+// edited returns the payload that an operator wrote in place of Original.
 func edited(isJSON bool, text string) ([]byte, error) {
 	if isJSON {
 		return []byte(text), nil

@@ -12,18 +12,18 @@ import (
 type plot struct {
 	Name    string
 	Now     string // the newest value, with its unit
-	Age     string // of which time it is
-	Top     string // what the upper edge means
-	From    string // what the left edge means
+	Age     string // the time of the newest value
+	Top     string // value at the upper edge
+	From    string // time at the left edge
 	Summary string // the whole in words
 	Line    string // path
 	Area    string // path
-	Spots   []spot // what a pointer finds out
+	Spots   []spot // texts for a pointer
 	Width   int
 	Height  int
 }
 
-// spot is an upright part of a plot, with what it says.
+// spot is a vertical part of a plot with a text.
 type spot struct {
 	X, Width float64
 	Text     string
@@ -40,7 +40,7 @@ const (
 	plotHeight = 72
 )
 
-// scale is what the axes of a plot mean.
+// scale defines the axes of a plot.
 type scale struct {
 	from, to time.Time
 	gap      time.Duration        // points with a larger distance are not joined
@@ -80,7 +80,7 @@ func newPlot(name string, points []point, s scale) plot {
 	return p
 }
 
-// aged says of which time the newest value is: each value is of a step of time, or of a moment.
+// aged sets the time of the newest value. Each value belongs to a step of time, or to a moment.
 func (p plot) aged(now time.Time, points []point, step time.Duration) plot {
 	if len(points) == 0 {
 		return p

@@ -15,8 +15,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// hostileText is what a writer may put into any column of text. It has every character that
-// means something in HTML, in a URL, in JavaScript, in a header, and in a terminal.
+// hostileText is a text that a writer may store in any text column. It has every character with a special
+// meaning in HTML, in a URL, in JavaScript, in a header, and in a terminal.
 const hostileText = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>javascript:alert(1)\r\nSet-Cookie: x=1\u202e\u2066\u2028{{.}}%00%0d&amp;/../?a=b#c"
 
 // poison are columns of an event that a role with INSERT on outbox can write.
@@ -75,8 +75,8 @@ func (h *adminFixture) insert(p poison) (outboxID, failedID int64) {
 	return outboxID, failedID
 }
 
-// Whatever a writer records by plain SQL, each page and answer is whole, bounded, quick, and
-// text; and the others go on.
+// A writer records arbitrary values by plain SQL. Each page and answer is still complete, bounded, quick,
+// and text, and shows the other events.
 func TestPoisonedRows(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
@@ -105,7 +105,7 @@ func TestPoisonedRows(t *testing.T) {
 	require.NotContains(t, h.log.String(), "request failed")
 }
 
-// within gets what has to come whole and soon.
+// within gets a page that must be complete, small and quick.
 func (h *adminFixture) within(path string) *httptest.ResponseRecorder {
 	h.t.Helper()
 	began := time.Now()
@@ -126,7 +126,7 @@ func (h *adminFixture) checkPage(path string) {
 	require.NotContains(h.t, page, "ZgotmplZ", path)
 }
 
-// checkAnswer checks that an answer of the API is the one that the file describes.
+// checkAnswer checks that an answer of the API matches its description in the file.
 func (h *adminFixture) checkAnswer(file openAPI, template, path string) {
 	h.t.Helper()
 	w := h.within("/api" + path)
@@ -164,7 +164,7 @@ func TestShapeOfJSON(t *testing.T) {
 	require.Equal(t, bomb, payload{Data: []byte(bomb)}.Text())
 }
 
-// Each kind of text can be masked, everywhere; and no link has what is masked in it.
+// Each kind of text can be masked on all pages, and no link contains a masked text.
 func TestMaskOfEveryKind(t *testing.T) {
 	t.Parallel()
 	secrets := map[TextKind]string{TextPayload: "s3cret-payload", TextHeader: "s3cret-header", TextKey: "s3cret-key", TextError: "s3cret-error", TextStatement: "s3cret-statement"}

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// reads are the entries of the audit that a payload was read.
+// reads returns the audit's entries for reads of payloads.
 func (h *adminFixture) reads() []string {
 	h.t.Helper()
 	return query1[[]string](h, `SELECT coalesce(array_agg(concat_ws(' ', operator, reason, failed_id, outbox_id) ORDER BY id), '{}') FROM {s}.outbox_audit WHERE action = 'read'`)

@@ -21,10 +21,10 @@ type query struct {
 	err    error
 }
 
-// text is a parameter as it was written: blanks may be part of a key.
+// text returns a parameter unchanged: blanks may be part of a key.
 func (q *query) text(name string) string { return q.values.Get(name) }
 
-// word is a parameter without the blanks around it, or empty if it was not given.
+// word returns a parameter without the blanks around it, or empty if it was not given.
 func (q *query) word(name string) string {
 	text := q.text(name)
 	word := strings.TrimSpace(text)
@@ -94,11 +94,11 @@ func (q *query) time(name string) time.Time {
 // done returns the first error.
 func (q *query) done() error { return q.err }
 
-// statusAny is the value of the parameter status that picks everything but the deliveries that
-// are done; none picks what is not resolved.
+// statusAny is the value of the parameter status that picks all failures except done deliveries. Without
+// the parameter, unresolved failures are picked.
 const statusAny = "any"
 
-// kinds are those of failures.
+// kinds are the kinds of failures.
 var kinds = []string{string(outboxops.KindEvent), string(outboxops.KindDelivery)}
 
 var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved}
@@ -131,7 +131,7 @@ func isStatus(text string) bool {
 // filterNames are the parameters of failedFilter.
 var filterNames = []string{"kind", "status", "relay", "group", "action", "type", "topic", "key", "aggregate_type", "aggregate_id", "event_id", "outbox_id", "class", "since", "until"}
 
-// failedFilter reads what picks failures.
+// failedFilter reads the filter for failures.
 func (q *query) failedFilter() outboxops.FailureFilter {
 	f := outboxops.FailureFilter{
 		Kind: outboxops.Kind(q.text("kind")), Statuses: q.statuses(), Relay: q.text("relay"), Group: q.text("group"), Action: q.text("action"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
@@ -148,7 +148,7 @@ func (q *query) failedFilter() outboxops.FailureFilter {
 	return f
 }
 
-// bulkFilter reads what picks failures for an action.
+// bulkFilter reads the filter for an action on many failures.
 func (q *query) bulkFilter() outboxops.FailureFilter {
 	f := q.failedFilter()
 	if slices.Contains(f.Statuses, outboxops.StatusDone) {
@@ -157,10 +157,10 @@ func (q *query) bulkFilter() outboxops.FailureFilter {
 	return f
 }
 
-// auditNames are the parameters of auditFilter, and those of pages.
+// auditNames are the parameters of auditFilter and of its pages.
 var auditNames = []string{"failure", "operator", "action", "group", "since", "until", "before", "limit"}
 
-// auditFilter reads what picks entries of the audit.
+// auditFilter reads the filter for entries of the audit.
 func (q *query) auditFilter(limit int) (id outboxops.FailureID, page outboxops.AuditPage) {
 	if ids := q.failures("failure"); len(ids) > 1 {
 		q.fail("failure", "is more than one id")
@@ -174,7 +174,7 @@ func (q *query) auditFilter(limit int) (id outboxops.FailureID, page outboxops.A
 // searchNames are the parameters of eventFilter.
 var searchNames = []string{"event_id", "type", "aggregate_type", "aggregate_id", "since", "until"}
 
-// eventFilter reads what picks recorded events.
+// eventFilter reads the filter for recorded events.
 func (q *query) eventFilter() outboxops.EventFilter {
 	return outboxops.EventFilter{
 		EventID: q.word("event_id"), Type: q.text("type"), AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"),

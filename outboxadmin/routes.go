@@ -57,7 +57,7 @@ func withPayload(rt route) route {
 	return rt
 }
 
-// routes are all that can be asked for, besides what is answered with "nothing is here".
+// routes are all existing routes. Other requests are answered with "nothing is here".
 var routes = []route{
 	get("/{$}", []string{"span"}, (*admin).overview),
 	get("/failed", with(filterNames, "after", "limit", "done", "n"), (*admin).failedList),

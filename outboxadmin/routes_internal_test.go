@@ -26,8 +26,8 @@ func TestConfig(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// everything are the routes with something in the place of their wildcards, all assets,
-// and what is not there.
+// everything returns the routes with values for their wildcards, all assets, and some paths that do not
+// exist.
 func everything(t *testing.T) []route {
 	t.Helper()
 	fill := strings.NewReplacer("{$}", "", "events/{id}", "events/1", "{id}", "event-1", "{action}", "retry", "{relay}", "default")
@@ -137,8 +137,8 @@ func TestTrustedOrigins(t *testing.T) {
 	}
 }
 
-// Another site can lead a browser here, and cannot have it ask for anything else: the
-// database would search for it, and the audit would say that its user has read a payload.
+// Another site can link here, but cannot make a browser send other requests. Otherwise the database would
+// search for it, and the audit would say that its user has read a payload.
 func TestOtherSitesOnlyLink(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, func(c *Config) { c.AuditReads = true })

@@ -8,7 +8,7 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// sample is what waited at a moment.
+// sample is the number of waiting events at a moment.
 type sample struct {
 	at      time.Time
 	pending int64 // not yet tried
@@ -18,13 +18,13 @@ type sample struct {
 const (
 	keepSamples  = 24 * time.Hour
 	maxSamples   = 4000            // of a relay: a look each 5 s for 5 hours and more
-	sampleSpace  = 2 * time.Second // several who look at once make no more of them
+	sampleSpace  = 2 * time.Second // several views at the same time add only one sample
 	maxSampled   = 100             // relays
 	sampleBreath = time.Minute     // a longer gap is one without a look
 )
 
-// samples are kept while a page is open: nothing else remembers what was pending some
-// minutes ago. It is safe for concurrent use.
+// samples are kept while a page is open, because no table has the number of pending events of some minutes
+// ago. It is safe for concurrent use.
 type samples struct {
 	mu    sync.Mutex
 	relay map[string][]sample

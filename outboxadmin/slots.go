@@ -10,13 +10,12 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// The page shares its pool with the service. Its requests wait for slots, of which
-// there are as many as connections that they may have, Config.MaxConns. A request has at
-// most one connection at a time.
+// The page shares its pool with the service. Its requests wait for slots. There are as many slots as
+// connections that the page may use, Config.MaxConns. A request has at most one connection at a time.
 
 const (
-	// maxViews and maxActs bound the requests that wait, are worked on, or whose answers
-	// are on their way, and so what they keep in memory.
+	// maxViews and maxActs bound the requests that wait, run, or are being answered, and so the memory that
+	// they use.
 	maxViews, maxActs = 32, 16
 	// maxWait bounds how long a request waits for a slot.
 	maxWait = 5 * time.Second
@@ -31,8 +30,7 @@ const (
 var errBusy = &problem{http.StatusServiceUnavailable, "Too much is asked at once",
 	"This page asks the database a few things at a time, so that the service beside it is not slowed down. Try again in a moment."}
 
-// slots are what requests wait for. Each channel holds as many values as there may be of
-// what it counts.
+// slots limit requests and connections. The capacity of each channel is the limit.
 type slots struct {
 	views, acts chan struct{} // requests
 	viewing     chan struct{} // connections for views: all but one, which is left to actions
@@ -102,8 +100,8 @@ func (s *slot) end() {
 	}
 }
 
-// work is what a request asks of PostgreSQL: it ends after some time, and then the server
-// cancels the statement.
+// work is the use of PostgreSQL by a request. It ends after some time, and then the server cancels the
+// statement.
 type work struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
@@ -140,7 +138,7 @@ func (w *work) pause() {
 	}
 }
 
-// explain adds that time was over to an error which is due to that.
+// explain adds to an error that the time was over, if this caused the error.
 func (w *work) explain(err error) error {
 	if err != nil && errors.Is(context.Cause(w.ctx), context.DeadlineExceeded) {
 		return fmt.Errorf("%w: %w", context.DeadlineExceeded, err)

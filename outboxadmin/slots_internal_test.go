@@ -51,8 +51,8 @@ func (h *adminFixture) lock() (release func()) {
 	return release
 }
 
-// 40 searches that take long leave the service the connections of its pool: its own
-// statement is as quick as before. PostgreSQL ends what takes too long.
+// While 40 searches run for a long time, the service still gets connections of its pool: its own statement
+// is as quick as before. PostgreSQL ends the searches that take too long.
 func TestSearchesLeaveThePool(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: it measures time.
@@ -136,7 +136,7 @@ func TestHangingUpKeepsTheConnection(t *testing.T) {
 			require.Equal(t, before, pid())
 			return
 		}
-		// PostgreSQL was still at work when its time was over: the machine is busy.
+		// PostgreSQL was still working when the time was over: the machine is busy.
 	}
 	require.Fail(t, "the machine is too busy")
 }
@@ -162,7 +162,7 @@ func (h serviceFixture) hangUp() time.Duration {
 	return time.Since(hungUp)
 }
 
-// Between two parts of a long action, others have their time.
+// Between two parts of a long action, other requests get the connection.
 func TestSlotsOfALongAction(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -212,8 +212,8 @@ func (p *pipes) Accept() (net.Conn, error) {
 func (p *pipes) Close() error   { close(p.end); return nil }
 func (p *pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipe"} }
 
-// Who sends a body slowly, or reads an answer slowly, keeps neither a connection nor the
-// server's goroutine for longer than 30 s, also where the server has no timeouts.
+// A client that sends a body slowly, or reads an answer slowly, keeps neither a connection nor the server's
+// goroutine for longer than 30 s, even if the server has no timeouts.
 func TestSlowClients(t *testing.T) {
 	t.Parallel()
 	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
