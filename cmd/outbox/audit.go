@@ -108,7 +108,7 @@ func showAudit(e *env, entries []outboxops.AuditEntry, more bool) error {
 	return nil
 }
 
-// auditObject is to what it was done.
+// auditObject returns the object of the action.
 func auditObject(a outboxops.AuditEntry) string {
 	switch {
 	case a.Failure != (outboxops.FailureID{}):
@@ -121,7 +121,7 @@ func auditObject(a outboxops.AuditEntry) string {
 	return cmp.Or(a.EventID, a.Relay, a.Topic)
 }
 
-// who is the operator, and the role that was logged in.
+// who returns the operator and the role that was logged in.
 func who(a outboxops.AuditEntry) string {
 	if a.Login == "" {
 		return visible(a.Operator)

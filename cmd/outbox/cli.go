@@ -13,7 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// What a process ends with.
+// Exit codes of the process.
 const (
 	exitOK       = 0
 	exitError    = 1
@@ -26,15 +26,15 @@ const (
 // in their own process.
 type command struct {
 	name     string // one word or two
-	synopsis string // what follows the name
+	synopsis string // the words after the name
 	summary  string // for the list of commands
 	about    string // for its own help, in lines of at most 80 characters
 	max      int    // arguments at most
 	min      int    // arguments at least
-	// endless is set where --timeout bounds single steps and not the whole: what runs
-	// until it is interrupted, and what must not stop half-way.
+	// endless is set if --timeout bounds single steps, not the whole command: the command runs until it is
+	// interrupted, or must not stop half-way.
 	endless bool
-	// prepare defines the flags and returns what runs once they are parsed.
+	// prepare defines the flags and returns the function that runs once they are parsed.
 	prepare func(fs *flag.FlagSet) func(ctx context.Context, e *env) error
 }
 
@@ -56,10 +56,10 @@ func commands() []command {
 // errProblems ends a command that has shown problems and did nothing wrong itself.
 var errProblems = errors.New("problems found")
 
-// usageError is a mistake in how a command was called.
+// usageError is a mistake in the call of a command.
 type usageError struct {
 	text    string
-	command string // whose help to read; empty for that of all
+	command string // whose help to read; empty for the general help
 }
 
 func (u *usageError) Error() string { return u.text }
@@ -68,7 +68,7 @@ func usagef(format string, args ...any) error {
 	return &usageError{text: fmt.Sprintf(format, args...)}
 }
 
-// run runs a command line and returns what the process ends with.
+// run runs a command line and returns the exit code.
 func run(ctx context.Context, args []string, e *env) int {
 	err := dispatch(ctx, args, e)
 	e.close()
@@ -93,7 +93,7 @@ func run(ctx context.Context, args []string, e *env) int {
 	return exitError
 }
 
-// hint says what to do about errors that have one usual cause.
+// hint suggests a remedy for errors that have one usual cause.
 func (e *env) hint(err error) {
 	switch {
 	case errors.Is(err, kerr.InvalidReplicationFactor):
@@ -105,7 +105,7 @@ func (e *env) hint(err error) {
 	}
 }
 
-// errorText leaves out what the line begins with anyway.
+// errorText removes the prefix that the line has already.
 func errorText(err error) string { return strings.TrimPrefix(err.Error(), "outbox: ") }
 
 func helpFor(command string) string {
@@ -191,7 +191,7 @@ func (c command) checkArgs(args []string) error {
 	return nil
 }
 
-// find returns the command that words begin with, and what follows its name.
+// find returns the command that words begin with, and the words after its name.
 func find(words []string) (command, []string, error) {
 	var group []string // commands that begin with the first word
 	for _, c := range commands() {
@@ -221,7 +221,7 @@ func firstWords() (all []string) {
 
 // suggest returns a question about the nearest of some words, if one is near.
 func suggest(word string, of []string) string {
-	const longest = 100 // of what is a mistyped word
+	const longest = 100 // longest part of a mistyped word to show
 	if len(word) > longest {
 		return ""
 	}

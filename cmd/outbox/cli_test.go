@@ -82,7 +82,7 @@ func requireFile(t *testing.T, name, want string) {
 	require.Equal(t, want, string(have), "%s: go test ./cmd/outbox -update writes it", name)
 }
 
-// What is called in a wrong way ends with 2 and a hint, before anything is connected to.
+// A wrong call ends with 2 and a hint, before a connection is made.
 func TestUsage(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ args, want string }{
@@ -218,7 +218,7 @@ func TestTimes(t *testing.T) {
 	}
 }
 
-// On a terminal a row fits on its line, whatever is in it.
+// On a terminal each row fits on a line, with any content.
 func TestTable(t *testing.T) {
 	t.Parallel()
 	d := &commandFixture{}

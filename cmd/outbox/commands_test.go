@@ -58,7 +58,7 @@ func TestMigrate(t *testing.T) {
 	require.Equal(t, exitProblems, d.call(t, "migrate", "status", "--check").code)
 }
 
-// What is printed makes the tables.
+// The printed statements make the tables.
 func TestMigratePrint(t *testing.T) {
 	t.Parallel()
 	d := newCommandFixture(t)
@@ -126,7 +126,7 @@ func TestStatus(t *testing.T) {
 	}, testenv.Patience, 10*time.Millisecond)
 }
 
-// What watches goes on until it is interrupted, and ends well then.
+// A command with --watch runs until it is interrupted, and then exits with 0.
 func TestStatusWatch(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -158,7 +158,7 @@ func TestStatusWatch(t *testing.T) {
 	}
 }
 
-// tailing runs tail until the test ends, and returns what it has written.
+// tailing runs tail until the test ends, and returns its output.
 func (d *commandFixture) tailing(t *testing.T, args ...string) (*testenv.Buffer, chan int) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(background)
@@ -176,7 +176,7 @@ func TestTail(t *testing.T) {
 	lines, ended := d.tailing(t, "--json", "--aggregate", "Thing/mine", "--type", "test.thing.happened.v1", "--topic", d.topic, "--key", "mine", "--limit", "2")
 	byKey, _ := d.tailing(t, "--json", "--key", "mine")
 	nothing, _ := d.tailing(t, "--topic", "nowhere")
-	require.Eventually(t, func() bool { // it shows what comes after its start
+	require.Eventually(t, func() bool { // it shows events that are recorded after its start
 		d.record(t, "other", "mine")
 		return strings.Count(lines.String(), "\n") == 2
 	}, testenv.Patience, 100*time.Millisecond)
@@ -340,7 +340,7 @@ func TestFailuresRetryAndResolveOne(t *testing.T) {
 	require.Equal(t, "kim:x", who, "the user of the system")
 }
 
-// What flags pick is only counted, until --yes.
+// Without --yes, the command only counts the failures that the flags pick.
 func TestFailuresRetryAndResolveMany(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -364,7 +364,7 @@ func TestFailuresRetryAndResolveMany(t *testing.T) {
 	require.Equal(t, map[string]int{"resolved": 4}, d.statuses(t))
 }
 
-// Ctrl-C ends a long run between two parts, and what was done is shown.
+// Ctrl-C ends a long run between two parts, and the command shows how much it has done.
 func TestFailuresRetryIsInterrupted(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -487,7 +487,7 @@ func TestDLQ(t *testing.T) {
 
 	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "\ntopic "+topic+": 2\nread 4, would send 2; --yes does it (next: --from 0:4)")
 	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "group stats has read nothing of the topic")
-	// What a dead letter says of its topic is input: it is shown, and can be picked.
+	// The topic in a dead letter is untrusted input. It is shown, and can be picked.
 	require.NoError(t, client.ProduceSync(background, deadLetter(dlq, "other", "d", "stats", "COUNT", now)).FirstErr())
 	require.Contains(t, d.ok(t, "dlq", "list", dlq), "other")
 	require.Equal(t, "d", list("--topic", "other", "--from", "0:4"))
@@ -523,8 +523,8 @@ func TestDLQ(t *testing.T) {
 	require.Empty(t, a.out, "nothing was read")
 }
 
-// A group without members is set back to a time or an offset; without --yes it is only
-// said what that means.
+// A group without members is set back to a time or an offset. Without --yes, the command only shows the
+// effect.
 func TestConsumerRewind(t *testing.T) {
 	t.Parallel()
 	d := newShop(t).withKafka(t)
@@ -576,8 +576,8 @@ func TestConsumerRewind(t *testing.T) {
 	}
 }
 
-// If no database is named, none is tried: it would be the local one that has the name of the
-// user. libpq's variables name one too.
+// Without the name of a database, the command does not connect. Otherwise pgx would try the local database
+// with the name of the user. libpq's variables also name a database.
 func TestNoDatabase(t *testing.T) {
 	t.Setenv("PGHOST", "127.0.0.1")
 	t.Setenv("PGPORT", "1")
@@ -594,7 +594,7 @@ func TestNoDatabase(t *testing.T) {
 	}
 }
 
-// An error names what was given: the flag or the variable.
+// An error names the flag or the variable that was given.
 func TestErrorsNameWhatWasGiven(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ variable, value, args, want string }{
@@ -691,7 +691,7 @@ func TestTopics(t *testing.T) {
 	require.Contains(t, a.err, "The field ReplicationFactor is --replication.")
 }
 
-// Passwords are in no output, whatever fails.
+// No output contains a password, whichever step fails.
 func TestSecretsStayHidden(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -721,7 +721,7 @@ func TestMask(t *testing.T) {
 	require.Equal(t, "kim@h:5432/d", e.mask(e.databaseName()), "it is no secret")
 }
 
-// What help and usage show of a flag is not its value.
+// Help and usage do not show the values of flags.
 func TestHelpHasNoSecrets(t *testing.T) {
 	t.Parallel()
 	d := &commandFixture{vars: map[string]string{"DATABASE_URL": "postgres://u:hunter22@h/d", "KAFKA_PASSWORD": "hunter33", "KAFKA_USER": "hunter44"}}
@@ -732,7 +732,7 @@ func TestHelpHasNoSecrets(t *testing.T) {
 	}
 }
 
-// Whatever is in an argument, a header or a table, an error is short.
+// An error is short, whatever an argument, a header or a table contains.
 func TestErrorsAreShort(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -774,7 +774,7 @@ func TestTimeout(t *testing.T) {
 	require.Equal(t, "outbox: interrupted\n", a.err)
 }
 
-// An error that has one usual cause comes with what to do about it.
+// An error that has one usual cause comes with a remedy.
 func TestHints(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -827,7 +827,7 @@ func TestKafkaTLS(t *testing.T) {
 	require.Contains(t, call("--kafka-ca", file+"s").err, "--kafka-ca")
 }
 
-// The login is that of flags and environment.
+// The login comes from flags and environment.
 func TestKafkaLogin(t *testing.T) {
 	t.Parallel()
 	token := filepath.Join(t.TempDir(), "token")

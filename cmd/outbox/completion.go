@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// completionCommand is a function, because what it runs knows all commands.
+// completionCommand is a function, because its command needs the list of all commands.
 func completionCommand() command {
 	return command{
 		name: "completion", synopsis: "SHELL", min: 1, max: maxWords,
@@ -27,7 +27,7 @@ is. To have it in every shell, add a line:
 // maxWords is how many words of a command line are looked at.
 const maxWords = 1000
 
-// askWords comes before the words of a command line, up to the one at the cursor.
+// askWords precedes the words of a command line, up to the word at the cursor.
 const askWords = "words"
 
 func completion(_ context.Context, e *env) error {
@@ -49,8 +49,7 @@ func completion(_ context.Context, e *env) error {
 // askFiles is the answer that the shell shall complete names of files.
 const askFiles = ":file\n"
 
-// complete returns what may stand in place of the last word, each with what it means behind a
-// tab, or askFiles.
+// complete returns the possible values of the last word, each with a tab and its meaning, or askFiles.
 func complete(words []string) string {
 	if len(words) == 0 {
 		return ""
@@ -82,8 +81,8 @@ func complete(words []string) string {
 	return b.String()
 }
 
-// readWords returns the words without flags and their values, the flags that may follow, and the flag
-// whose value is to follow, or nil.
+// readWords returns the words without flags and their values, the flags that may follow, and the flag whose
+// value comes next, or nil.
 func readWords(words []string) (names []string, fs *flag.FlagSet, expects *flag.Flag) {
 	fs = newFlagSet()
 	(&globals{}).define(fs)
@@ -111,8 +110,8 @@ func readWords(words []string) (names []string, fs *flag.FlagSet, expects *flag.
 	return names, fs, expects
 }
 
-// flagValues returns the values that a flag can have, if it has a few: those of a LIST stand in
-// its usage. One that has commas is completed behind the last.
+// flagValues returns the possible values of a flag, if they are few. The values of a LIST are in its usage.
+// A value with commas is completed behind the last comma.
 func flagValues(name, usage, value, word string) (found [][2]string) {
 	before := word[:strings.LastIndex(word, ",")+1]
 	switch {
@@ -134,7 +133,7 @@ func described(words []string, prefix string) (found [][2]string) {
 	return found
 }
 
-// nextWords returns what may follow the words of a name: other words of it, and what it is for.
+// nextWords returns the words that may follow the words of a name, each with its purpose.
 func nextWords(names []string) (found [][2]string) {
 	helps := len(names) > 0 && names[0] == "help"
 	if helps {

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// What may stand at the cursor follows from the words before it.
+// The completion of a word depends on the words before it.
 func TestCompletion(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ line, want, not string }{
@@ -53,7 +53,7 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// Every command can be reached by completing its words, and every flag of it.
+// Completion reaches every command and every flag.
 func TestCompletionKnowsAll(t *testing.T) {
 	t.Parallel()
 	for _, c := range commands() {

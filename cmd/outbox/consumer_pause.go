@@ -60,8 +60,8 @@ func preparePause(fs *flag.FlagSet, action string, do pauseAction) func(context.
 	}
 }
 
-// reportPause says what was done, and what may not be as expected. With more, a topic that is
-// not among those of the group may have begun.
+// reportPause reports the action, and warns about unexpected states. If more is set, not all groups were
+// read, so a topic that is missing in groups may still have begun.
 func reportPause(e *env, action, group, topic string, groups []outboxops.ConsumerGroup, more bool) error {
 	begun, paused := more, []string{}
 	for _, g := range groups {

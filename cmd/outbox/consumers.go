@@ -30,7 +30,7 @@ has of them. Groups that run without a database are not among them.`,
 	},
 }
 
-// groupsView is what is known about consumer groups.
+// groupsView is the data about consumer groups.
 type groupsView struct {
 	groups     []outboxops.ConsumerGroup
 	more       bool

@@ -199,7 +199,7 @@ func (c *cutMove) run(ctx context.Context, e *env) error {
 		}
 	}
 	wait := cutWait{relay: c.relay, why: why}
-	if c.yes && !c.noWait && c.action == "to-postgres" { // Kafka says what was read
+	if c.yes && !c.noWait && c.action == "to-postgres" { // Kafka has the offsets of the groups
 		if wait.kafka, err = e.kafkaOpts(); err != nil {
 			return err
 		}
@@ -230,7 +230,7 @@ func (c *cutMove) run(ctx context.Context, e *env) error {
 	return c.report(e, state.names, true)
 }
 
-// show says what would be done, and what is against it.
+// show describes the cut, and the reasons against it.
 func (c *cutMove) show(e *env, state cutState, plan cutPlan) error {
 	if e.json {
 		err := e.writeJSON(map[string]any{"action": c.action, "relay": c.relay, "dry_run": true, "groups": subscriptionsOf(state.chosen()),
@@ -329,7 +329,7 @@ func (e *env) kafkaOf(ctx context.Context, cuts *outboxops.Cuts, relay string) (
 	return e.kafkaOpts()
 }
 
-// cutWait waits for what is in front of a cut, and finishes it.
+// cutWait waits until the events in front of a cut are handled, and finishes the cut.
 type cutWait struct {
 	cuts  *outboxops.Cuts
 	kafka []kgo.Opt
@@ -355,8 +355,8 @@ func (w *cutWait) run(ctx context.Context, e *env) error {
 	return w.cuts.Finish(step, w.kafka, w.relay, w.why)
 }
 
-// cutProgress shows what is waited for, on a terminal in one line, else when it has changed and some
-// time has gone.
+// cutProgress shows the progress of a cut. On a terminal it uses one line. Otherwise it writes a line when
+// the progress has changed and some time has passed.
 type cutProgress struct {
 	e     *env
 	last  string
@@ -384,7 +384,7 @@ func (p *cutProgress) end() {
 	}
 }
 
-// waitingFor says what is still in front of a cut.
+// waitingFor describes the events that are still in front of a cut.
 func waitingFor(now outboxops.CutProgress) string {
 	var parts []string
 	for _, g := range now.Groups {

@@ -97,7 +97,7 @@ func (c *cutDebezium) run(ctx context.Context, e *env) error {
 	return nil
 }
 
-// show says how far the connector is, and what would be done.
+// show describes the progress of the connector, and the move.
 func (c *cutDebezium) show(ctx context.Context, e *env, cuts *outboxops.Cuts) error {
 	ctx, cancel := e.step(ctx)
 	defer cancel()

@@ -12,7 +12,7 @@ import (
 // cutHolder is who has the lease of a relay that waits for a cut, or has ended by one.
 const cutHolder = "outbox cut"
 
-// cutState is what a cut depends on.
+// cutState is the state on which a cut depends.
 type cutState struct {
 	names     []string // groups to be moved
 	relay     string
@@ -63,7 +63,7 @@ func (s cutState) chosen() (known []outboxops.Subscription) {
 	return known
 }
 
-// others returns the names of groups that are known and not to be moved, sorted.
+// others returns the names of known groups that are not moved, sorted.
 func (s cutState) others(where func(outboxops.Subscription) bool) (names []string) {
 	for name, g := range s.groups {
 		if !slices.Contains(s.names, name) && where(g) {
@@ -84,7 +84,7 @@ func (s cutState) position(name string) (outbox.RelayStatus, bool) {
 	return outbox.RelayStatus{}, false
 }
 
-// cutPlan says what a cut would do.
+// cutPlan is the effect of a cut.
 type cutPlan struct {
 	Steps    []string
 	NotReady []string // it would be refused

@@ -178,7 +178,8 @@ func TestCutCommands(t *testing.T) {
 	}
 }
 
-// Moves from and to Debezium say what is missing; module interop makes them, with Debezium.
+// Moves from and to Debezium report a missing publication or slot. The module interop tests complete moves,
+// with Debezium.
 func TestCutDebeziumCommands(t *testing.T) {
 	t.Parallel()
 	d := newCutShop(t)

@@ -62,7 +62,7 @@ func TestStatusSeesWhatWaits(t *testing.T) {
 	require.Equal(t, problems, found, "the doctor finds what status does")
 }
 
-// alertLog is an Alerter that keeps what it gets.
+// alertLog is an Alerter that keeps all alerts.
 type alertLog struct{ testenv.Kept[outbox.Alert] }
 
 func (l *alertLog) Alert(_ context.Context, a outbox.Alert) error {
@@ -76,8 +76,9 @@ func (l *alertLog) first(t testing.TB, kind outbox.AlertKind) outbox.Alert {
 	return l.Await(t, func(a outbox.Alert) bool { return a.Kind == kind }, string(kind))
 }
 
-// An operator's day: he is alerted, looks at what died, mends a payload, retries all of a class after
-// a dry run, resolves the rest with a note, and the audit says that it was he.
+// This is a day of an operator. An alert arrives. The operator looks at the dead events, fixes a payload,
+// retries all events of a class after a dry run, and resolves the rest with a note. The audit names the
+// operator.
 func TestOperatorsDay(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)

@@ -37,8 +37,8 @@ also looks for rights that its parts do not need.`,
 	},
 }
 
-// doctor looks for what is wrong. Its checks add to findings and go on; one that
-// cannot be made is a finding too.
+// doctor looks for problems. Its checks add to findings and go on. A check that cannot be made is a finding
+// too.
 type doctor struct {
 	limits         limits
 	as, only, skip string // as the flags give them
@@ -48,14 +48,14 @@ type doctor struct {
 	findings  []finding
 	checks    int
 	hasTables bool        // there are tables to look at
-	about     [][2]string // what was looked at
+	about     [][2]string // the objects that were checked
 }
 
-// check looks for some findings. It is left out if none of them is asked for, or if
-// what it looks at cannot be reached.
+// check looks for some findings. It is skipped if none of them is asked for, or if its object cannot be
+// reached.
 type check struct {
 	name string
-	ids  []string // of what it can find
+	ids  []string // of its possible findings
 	make func(*doctor, context.Context) error
 }
 

@@ -17,7 +17,7 @@ func findingIDs() (all []string) {
 		all = append(all, c.ids...)
 	}
 	for _, c := range allChecks() {
-		if c.name != connectCheck.name && c.name != kafkaCheck.name { // that these fail is what they find
+		if c.name != connectCheck.name && c.name != kafkaCheck.name { // their failure is itself a finding
 			all = append(all, c.failedID())
 		}
 	}
@@ -27,8 +27,7 @@ func findingIDs() (all []string) {
 // failedID is the id of the finding that the check could not be made.
 func (c check) failedID() string { return "doctor." + c.name }
 
-// checkIDs refuses ids that are those of no finding: a typing error must not look as
-// if nothing were wrong.
+// checkIDs refuses unknown ids of findings. With a mistyped id, the doctor would seem to find no problem.
 func (d *doctor) checkIDs() error {
 	known := findingIDs()
 	for _, f := range [][2]string{{"--only", d.only}, {"--skip", d.skip}} {
@@ -62,7 +61,7 @@ func beginsWithAny(id string, prefixes []string) bool {
 	return slices.ContainsFunc(prefixes, func(prefix string) bool { return beginsWith(id, prefix) })
 }
 
-// withBeginnings adds to ids what they begin with: server to server.slot.
+// withBeginnings adds the beginnings of ids: server for server.slot.
 func withBeginnings(ids []string) (all []string) {
 	for _, id := range ids {
 		first, _, _ := strings.Cut(id, ".")
@@ -86,9 +85,9 @@ func (d *doctor) asksFor(id string) bool {
 	return (d.only == "" || beginsWithAny(id, splitIDs(d.only))) && !beginsWithAny(id, splitIDs(d.skip))
 }
 
-// chosen returns the findings that --only and --skip leave. What kept a wanted check
-// from being made is shown even if --only names something else: otherwise it would
-// look as if nothing were wrong.
+// chosen returns the findings that --only and --skip leave. It includes findings that kept a wanted check
+// from being made, even if --only names something else. Without them, the doctor would seem to find no
+// problem.
 func (d *doctor) chosen() (all []finding) {
 	for _, f := range d.findings {
 		if d.asksFor(f.ID) || isObstacle(f.ID) && !beginsWithAny(f.ID, splitIDs(d.skip)) {

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// --only and --skip know the ids of all findings that the sources have, and no others.
+// --only and --skip know exactly the ids of all findings in the sources.
 func TestFindingIDs(t *testing.T) {
 	t.Parallel()
 	files, err := filepath.Glob("*.go")
@@ -41,8 +41,7 @@ func TestFindingIDs(t *testing.T) {
 	}
 }
 
-// Only the checks that can find what was asked for are made and counted. What keeps
-// them from being made is shown, whatever was asked for.
+// Only the checks with the wanted findings are made and counted. An error of such a check is always shown.
 func TestDoctorMakesTheChecksAskedFor(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -17,7 +17,7 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// deliveries checks what is owed to handlers of workers.
+// deliveries checks the deliveries of workers.
 func (d *doctor) deliveries(ctx context.Context) error {
 	deliveries, err := d.e.deliveries(ctx)
 	if err != nil {
@@ -43,12 +43,11 @@ func (d *doctor) deliveries(ctx context.Context) error {
 // handlerOf is the part of a group that a worker may have handlers for, or not.
 type handlerOf struct{ group, stream, action string }
 
-// workers is what they do at a time.
+// workers is the state of all workers at a time.
 type workers struct {
 	now  time.Time          // the database's
-	busy map[handlerOf]bool // what they are at
-	// paused has what operators have paused, without an action, and without a stream where that
-	// is all of a group.
+	busy map[handlerOf]bool // handlers that are running
+	// paused has the pauses of operators. They have no action, and no stream if the whole group is paused.
 	paused map[handlerOf]bool
 }
 
@@ -89,7 +88,7 @@ func (w workers) areBusy(group string) bool {
 	return false
 }
 
-// deliveryFindings are what is wrong with deliveries.
+// deliveryFindings returns the problems of deliveries.
 func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (all []finding) {
 	for _, c := range counts {
 		h := handlerOf{c.Group, c.Stream, c.Action}
@@ -152,7 +151,7 @@ const (
 
 func deliveriesAre(n int) string { return pluralUpTo(int64(n), "delivery is", "deliveries are") }
 
-// overdue says why deliveries may not have been taken long after they were due.
+// overdue returns a possible reason why deliveries have not been taken long after they were due.
 func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
 	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, countUpTo(c.Deliveries), c.Stream,
 		cmp.Or(c.Action, "(none)"), age(c.Due, at.now))

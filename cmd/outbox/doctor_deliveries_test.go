@@ -9,7 +9,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// deliveryFindings returns what the doctor finds about deliveries, and the ids of that.
+// deliveryFindings returns the doctor's findings about deliveries, and their ids.
 func (d *commandFixture) deliveryFindings(t testing.TB, args ...string) (ids []string, all []finding) {
 	t.Helper()
 	all = d.findings(t, append(args, "--only", "delivery,doctor")...)
@@ -94,7 +94,7 @@ func TestDoctorOnDeliveries(t *testing.T) {
 	require.Len(t, doc.Workers, 1)
 	require.Equal(t, []string{"left", "default"}, []string{doc.Workers[0].State, doc.Workers[0].Relay})
 
-	// What he says about keys without a head helps.
+	// The doctor's advice about keys without a head solves the problem.
 	d.exec(t, `UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE status = 'PROCESSING'`)
 	ids, all = d.deliveryFindings(t)
 	require.Equal(t, []string{"delivery.headless"}, ids)

@@ -68,7 +68,7 @@ func (d *doctor) brokers(ctx context.Context, opts []kgo.Opt) (brokers int, auto
 		auto, err = autoCreatesTopics(ctx, client, response.Brokers)
 		return err
 	}
-	if d.wants(autoCreateCheck, topicsCheck) { // what a missing topic means depends on it
+	if d.wants(autoCreateCheck, topicsCheck) { // the setting decides what a missing topic means
 		d.perform(ctx, c)
 	}
 	if auto {

@@ -63,7 +63,7 @@ var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cur
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"),
 	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
 
-// noteNeeds is what it takes to note what was handled.
+// noteNeeds are the privileges for notes of handled events.
 var noteNeeds = slices.Concat(onTable("event_handled", "SELECT", "DELETE"),
 	[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source"}},
 		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
@@ -123,7 +123,7 @@ var partNeeds = map[string][]need{
 		"outbox_begin_relay(text, text, text, text)", "outbox_cut_to_debezium(text, text, text, text, text)")),
 }
 
-// on says what the privilege is for, and grant how to give it.
+// on returns the object of the privilege, and grant the statement that gives it.
 func (n need) on() string {
 	switch {
 	case n.sequence != "":
@@ -149,8 +149,8 @@ func (n need) grant(schema, role string) string {
 	return fmt.Sprintf("GRANT %s ON %s TO %s", n.privilege, pgx.Identifier{schema, n.table}.Sanitize(), role)
 }
 
-// What is not there is no matter of privileges: the answer is then NULL. Who may
-// UPDATE a sequence may draw from it too.
+// If an object does not exist, the answer is NULL, and no privilege is missing. A role that may UPDATE a
+// sequence may also draw from it.
 const (
 	sqlTableNeed    = `SELECT coalesce(has_table_privilege($1, to_regclass($2)::oid, $3), true)`
 	sqlColumnNeed   = `SELECT coalesce(has_column_privilege($1, to_regclass($2)::oid, $3, $4), true)`

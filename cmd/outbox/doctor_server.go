@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// databaseChecks look at what is there without the tables of outbox.
+// databaseChecks need no tables of outbox.
 var databaseChecks = []check{
 	{"server.settings", []string{"server.fsync", "server.full_page_writes", "server.synchronous_commit", "server.autovacuum",
 		"server.idle_in_transaction", "server.version", "server.standby"}, (*doctor).settings},
@@ -16,7 +16,7 @@ var databaseChecks = []check{
 	{"clock", []string{"clock"}, (*doctor).clock},
 }
 
-// settingRule is what a setting of the server means where it has a bad value.
+// settingRule is a setting of the server, and the effect of a bad value.
 type settingRule struct {
 	setting, value string
 	finding        finding

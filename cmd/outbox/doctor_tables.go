@@ -14,7 +14,7 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// tableChecks look at what Migrate has made.
+// tableChecks check the tables that Migrate has made.
 var tableChecks = []check{
 	{"tables", []string{"tables.table", "tables.column", "tables.index", "tables.constraint", "tables.trigger", "tables.policy", "tables.security"}, (*doctor).tables},
 	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequence},
@@ -62,7 +62,7 @@ WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($2::text[]
 	return d.checkMigrations(all), nil
 }
 
-// checkMigrations reports whether the tables are those of this release.
+// checkMigrations reports whether the tables belong to this release.
 func (d *doctor) checkMigrations(all []outbox.Migration) bool {
 	var pending, unknown []string
 	for _, m := range all {
@@ -88,8 +88,8 @@ func (d *doctor) checkMigrations(all []outbox.Migration) bool {
 	return len(pending) == 0
 }
 
-// expectedText is what Migrate makes: what sqlThings returns for it, as lines of kind,
-// table, name and definition, with tabs between. A test keeps it true.
+// expectedText is the result of Migrate: the rows of sqlThings as lines of kind, table, name and
+// definition, separated by tabs. A test keeps it correct.
 //
 //go:embed expected.txt
 var expectedText string
@@ -108,9 +108,9 @@ func expected() (all []thing) {
 	return all
 }
 
-// sqlThings writes definitions as they are where the schema is in the search path, alike
-// whether outbox has partitions or not. What PostgreSQL 18 calls a NOT NULL constraint is
-// with its column.
+// sqlThings returns definitions as PostgreSQL prints them with the schema in the search path. They are the
+// same whether outbox has partitions or not. NOT NULL constraints, which PostgreSQL 18 has, are part of
+// their columns.
 const sqlThings = `
 WITH tables AS MATERIALIZED (
     SELECT c.oid, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -145,7 +145,7 @@ SELECT 'constraint', t.relname, c.conname, min(pg_get_constraintdef(c.oid, true)
 SELECT 'trigger', t.relname, g.tgname, pg_get_triggerdef(g.oid, true)
   FROM tables AS t JOIN pg_trigger AS g ON g.tgrelid = t.oid AND NOT g.tgisinternal`
 
-// things returns what is there.
+// things returns the existing tables and their parts.
 func things(ctx context.Context, e *env) (all []thing, err error) {
 	err = pgx.BeginTxFunc(ctx, e.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `SELECT set_config('search_path', $1, true)`, pgx.Identifier{e.schemaName()}.Sanitize()); err != nil {
@@ -163,7 +163,7 @@ func things(ctx context.Context, e *env) (all []thing, err error) {
 	return all, err
 }
 
-// tables compares what is there with what Migrate makes.
+// tables compares the existing tables with the result of Migrate.
 func (d *doctor) tables(ctx context.Context) error {
 	have, err := things(ctx, d.e)
 	if err == nil {
@@ -198,8 +198,8 @@ func compare(want, have []thing) (all []finding) {
 	return all
 }
 
-// matters reports whether something additional can do harm. Indexes only cost, unless they were left unfinished; and
-// Migrate makes unique ids of events, if it is asked to.
+// matters reports whether something additional can do harm. An additional index only costs time, unless it
+// was left unfinished. Migrate makes the index for unique ids of events only on request.
 func matters(t thing) bool {
 	if t.kind == "index" && strings.HasSuffix(t.definition, " INVALID") {
 		return true
@@ -303,9 +303,9 @@ func (d *doctor) partitions(ctx context.Context) error {
 	return err
 }
 
-// locksPerPartition is what the lock table of the server must have room for. A statement
-// over outbox locks each partition and its two indexes. A relay runs six at once, and
-// the table takes two holders of each lock: six times three halves.
+// locksPerPartition is the number of entries that a partition needs in the server's lock table. A statement
+// over outbox locks each partition and its two indexes. A relay runs six statements at once, and the table
+// takes two holders of each lock: six times three halves.
 const locksPerPartition = 9
 
 func partitionFindings(partitions, perTransaction, transactions int) []finding {
@@ -320,7 +320,8 @@ func partitionFindings(partitions, perTransaction, transactions int) []finding {
 			(need+transactions-1)/transactions)}}
 }
 
-// From on so many dead rows, and twice the live ones, a table is bloated.
+// A table is bloated if it has more dead rows than this, and more than twice as many dead rows as live
+// rows.
 const bloatedRows = 100_000
 
 const sqlVacuum = `
@@ -332,7 +333,7 @@ SELECT c.relname, coalesce(s.n_live_tup, 0), coalesce(s.n_dead_tup, 0),
        OR EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.outbox', $1::text))::oid))
  ORDER BY 1`
 
-// vacuum checks that what retention removes is cleaned up.
+// vacuum checks that PostgreSQL cleans up the rows that retention removes.
 func (d *doctor) vacuum(ctx context.Context) error {
 	rows, err := d.e.db.Query(ctx, sqlVacuum, d.e.schemaName(), tables.Names)
 	if err != nil {

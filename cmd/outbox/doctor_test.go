@@ -29,8 +29,8 @@ type doctorJSON struct {
 	Findings []finding `json:"findings"`
 }
 
-// newClinic is a shop in which nothing is wrong but what a test breaks. Other tests on
-// the cluster may have transactions open. It sets up sessions: call testenv.Direct first.
+// newClinic returns a shop whose only problems are made by the test. Other tests on the cluster may have
+// transactions open. It sets up sessions: call testenv.Direct first.
 func newClinic(t testing.TB) *commandFixture {
 	t.Helper()
 	d := newCommandFixture(t).migrate(t) // not a schema of another test, whose dead rows and statistics are there
@@ -39,7 +39,7 @@ func newClinic(t testing.TB) *commandFixture {
 	return d
 }
 
-// findings asks the doctor. The exit code must agree with what he says.
+// findings runs the doctor. The exit code must match the findings.
 func (d *commandFixture) findings(t testing.TB, args ...string) []finding {
 	t.Helper()
 	a := d.call(t, append([]string{"doctor", "--json", "--open-for", "1h"}, args...)...)
@@ -87,7 +87,7 @@ func TestDoctorFindsNothing(t *testing.T) {
 	requireNarrow(t, text)
 }
 
-// faults are changes that break the tables of a shop, and what doctor finds.
+// faults are changes that break the tables of a shop, with the findings of the doctor.
 var faults = []struct {
 	name, breaks       string // {s} is the schema
 	id, severity, what string
@@ -173,7 +173,7 @@ func (d *commandFixture) pending(t testing.TB) int64 {
 	return relays[0].Pending
 }
 
-// What the doctor compares with is what Migrate makes.
+// The doctor compares tables with the result of Migrate.
 func TestExpectedTables(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -238,7 +238,7 @@ func TestDoctorOnPartitions(t *testing.T) {
 	d.requireFinding(t, "tables.autovacuum", severityWarning, partition)
 }
 
-// No process leads, none ever did, and what is recorded gets old.
+// No process leads, or none ever has, and recorded events get old.
 func TestDoctorOnRelays(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -254,7 +254,7 @@ func TestDoctorOnRelays(t *testing.T) {
 	}, testenv.Patience, 20*time.Millisecond)
 }
 
-// Transactions that were left open are found, with who has them, and prepared ones.
+// The doctor finds transactions that were left open, with their owners, and prepared transactions.
 func TestDoctorOnTransactions(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -288,8 +288,8 @@ func TestDoctorOnTransactions(t *testing.T) {
 	require.False(t, find(gid)())
 }
 
-// The roles of docs/roles.md have what they need, and whatever is taken from them is
-// missed.
+// The roles of docs/roles.md have all necessary privileges. The doctor finds each privilege that is taken
+// away.
 func TestDoctorOnPrivileges(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -355,7 +355,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		run(grant)
 		require.Empty(t, find(), grant)
 	}
-	for _, grant := range grants { // what he says to do helps
+	for _, grant := range grants { // the doctor's advice solves the problem
 		run(revoke(grant))
 	}
 	for _, f := range find() {
@@ -363,7 +363,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	}
 	require.Empty(t, find())
 
-	// What a part does not need is found, and what lets others act with its rights.
+	// The doctor finds unnecessary privileges, and privileges that let other roles act with these rights.
 	for _, test := range []struct{ grant, id, what string }{
 		{"GRANT UPDATE ON outbox_failed TO outbox_operator", "privileges.excess", "has UPDATE on outbox_failed"},
 		{"GRANT INSERT ON outbox_audit TO outbox_relay", "privileges.excess", "has INSERT on outbox_audit"},
@@ -390,7 +390,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		run(all[0].Do)
 		require.Empty(t, find(), all[0].Do)
 	}
-	// The role that works is a member of the one that has the rights.
+	// The working role is a member of the role that has the rights.
 	member := "shop" + suffix
 	run("CREATE ROLE " + member + " IN ROLE outbox_relay" + suffix)
 	t.Cleanup(func() { d.exec(t, "DROP ROLE "+member) })
@@ -425,8 +425,8 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	d.requireFinding(t, "privileges.role", severityError, `no role "nobody here"`, "--as", "relay=nobody here")
 }
 
-// Statements of outbox look for functions and operators in all schemas of search_path, of which
-// public often is one.
+// Statements of outbox look for functions and operators in all schemas of search_path, which often include
+// public.
 func TestDoctorOnOtherSchemasOfThePath(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -491,7 +491,7 @@ func TestDoctorOnClock(t *testing.T) {
 	}
 }
 
-// Settings of the session are seen as they are; those of the server are judged alike.
+// The doctor sees the settings of the session. It judges settings of the server in the same way.
 func TestDoctorOnSettings(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
@@ -563,7 +563,7 @@ func TestDoctorOnSlots(t *testing.T) {
 	}, testenv.Patience, 20*time.Millisecond)
 }
 
-// Rows that were rolled back and not cleaned up.
+// The table has dead rows of rolled-back transactions.
 func TestDoctorOnBloat(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

@@ -15,7 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// trust looks for roles that can act with the rights of others, and for rights to partitions.
+// trust looks for roles that can act with the rights of other roles, and for rights on partitions.
 func (d *doctor) trust(ctx context.Context) error {
 	var creators []privileges.Creator
 	var foreign, open []string
@@ -51,7 +51,7 @@ func (d *doctor) trust(ctx context.Context) error {
 	return d.partitionGrants(ctx)
 }
 
-// sqlPaths returns the search_path of the session, and those that were set for the roles $1.
+// sqlPaths returns the search_path of the session, and the search paths that were set for the roles $1.
 const sqlPaths = `
 SELECT pg_catalog.current_setting('search_path')
  UNION ALL
@@ -61,8 +61,8 @@ SELECT pg_catalog.substr(setting, 13)
  CROSS JOIN LATERAL pg_catalog.unnest(s.setconfig) AS c (setting)
  WHERE r.rolname::pg_catalog.text OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.text[]) AND pg_catalog.starts_with(setting, 'search_path=')`
 
-// openSchemas returns the schemas in search_path, besides that of outbox, in which everybody may
-// create. It leaves the transaction with [privileges.SafePath].
+// openSchemas returns the schemas in search_path in which every role may create objects, except the schema
+// of outbox. It leaves the transaction with [privileges.SafePath].
 func (d *doctor) openSchemas(ctx context.Context, tx pgx.Tx) (open []string, err error) {
 	var roles []string
 	for _, p := range d.parts {
@@ -130,8 +130,8 @@ func (d *doctor) partitionGrants(ctx context.Context) error {
 	return err
 }
 
-// sqlRights returns the privileges of a role on tables, with the columns if it has them on
-// some columns only, and those with which it may set a sequence.
+// sqlRights returns the privileges of a role on tables, and its privileges to set a sequence. If the role
+// has a privilege only on some columns, it also returns the columns.
 const sqlRights = `
 WITH named AS (
     SELECT c.oid, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -236,9 +236,9 @@ func (d *doctor) inSchema(function string) string {
 	return pgx.Identifier{d.e.schemaName()}.Sanitize() + "." + function
 }
 
-// sqlGrantees finds who was granted a privilege that a role has: itself, roles that it is a
-// member of, and everybody. $2 is a relation and $4 its columns, none for all of it, or $5 is a
-// function.
+// sqlGrantees returns the grantees through which a role has a privilege: the role itself, roles that it is
+// a member of, or PUBLIC. $2 is a relation, and $4 its columns; no columns means the whole relation. $5 is
+// a function instead.
 const sqlGrantees = `
 SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END
   FROM (SELECT relacl FROM pg_class WHERE oid = to_regclass($2::text)::oid AND coalesce(cardinality($4::name[]), 0) = 0
@@ -250,10 +250,10 @@ SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_user
  WHERE a.privilege_type = $3 AND CASE a.grantee WHEN 0 THEN true ELSE pg_has_role($1::name, a.grantee, 'USAGE') END
  ORDER BY 1`
 
-// withdrawal says how to take a privilege from a role. What the role needs of it has to be
-// granted again: with the right to a table, PostgreSQL revokes those to its columns.
+// withdrawal returns the statements that take a privilege from a role. When PostgreSQL revokes a privilege
+// on a table, it also revokes it on the columns. So the statements grant necessary column privileges again.
 func (d *doctor) withdrawal(ctx context.Context, role string, n need, needs []need) (string, error) {
-	var relation, function any // NULL, because before version 16 PostgreSQL refuses what is no name
+	var relation, function any // nil is NULL; before version 16, PostgreSQL refuses an invalid name
 	if n.function != "" {
 		function = d.inSchema(n.function)
 	} else {
@@ -307,8 +307,12 @@ func notNeeded(have need, columns []string, needs []need) []string {
 	return excess
 }
 
-// sqlGroupsOf says for which groups a role may write: whether for all because it is not subject
-// to the policies, for all because it may write all data, for some by a row, and for all by *.
+// sqlGroupsOf returns for which groups a role may write, in four columns:
+//
+//  1. all groups, because the policies do not apply to the role
+//  2. all groups, because it may write all data
+//  3. some groups, by a row
+//  4. all groups, by *
 const sqlGroupsOf = `
 SELECT pg_has_role(r.oid, c.relowner, 'USAGE') OR r.rolbypassrls OR NOT c.relrowsecurity,
        pg_has_role(r.oid, 'pg_write_all_data', 'USAGE'),
@@ -318,8 +322,8 @@ SELECT pg_has_role(r.oid, c.relowner, 'USAGE') OR r.rolbypassrls OR NOT c.relrow
   FROM pg_roles AS r, pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
  WHERE r.rolname = $1 AND n.nspname = $2 AND c.relname = 'event_handled'`
 
-// groupsOf checks that a consumer may write for its groups and no others, and a relay for all,
-// because its retention removes what is old.
+// groupsOf checks that a consumer may write only for its groups, and a relay for all groups, because its
+// retention removes old rows.
 func (d *doctor) groupsOf(ctx context.Context, p part) error {
 	if p.name != "consumer" && p.name != "worker" && p.name != "relay" {
 		return nil

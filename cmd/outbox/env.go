@@ -36,11 +36,11 @@ type env struct {
 	db     *pgxpool.Pool
 	warned bool // of a login in clear text
 
-	mu      sync.Mutex // the Kafka client reads tokens while others write errors
+	mu      sync.Mutex // the Kafka client reads tokens while other goroutines write errors
 	secrets []string   // under mu
 }
 
-// newEnv returns that of the process.
+// newEnv returns the environment of the process.
 func newEnv() *env {
 	return &env{
 		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, outTTY: isTerminal(os.Stdout), errTTY: isTerminal(os.Stderr),
@@ -90,8 +90,8 @@ func (e *env) close() {
 	}
 }
 
-// mask leaves passwords out of a text that is shown: those that are known, and what looks
-// like one, in a URL that was given in the wrong place for example.
+// mask removes passwords from a text that is shown. It removes known passwords, and text that looks like a
+// password, for example in a URL that was given in the wrong place.
 func (e *env) mask(text string) string { return e.maskFrom(text, 1) }
 
 // maskFrom leaves short passwords as they are: in a text that shows none anyway, they would be parts of words.
@@ -112,7 +112,7 @@ var (
 	passwordInList = regexp.MustCompile(`(?i)((?:password|passwd|secret|token)=)('(?:[^'\\]|\\.)*'|[^\s&'"]+)`)
 )
 
-// secret notes a password. One that equals a name that is shown anyway hides nothing.
+// secret notes a password. It ignores a password that is equal to a name that is shown anyway.
 func (e *env) secret(text string, names ...string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -121,8 +121,8 @@ func (e *env) secret(text string, names ...string) {
 	}
 }
 
-// setting returns the value of a flag, or else that of a variable, and the name of the one that
-// was given.
+// setting returns the value of a flag, or of a variable if the flag is empty. It also returns the name of
+// the flag or the variable.
 func (e *env) setting(value, name, variable string) (text, given string) {
 	if value != "" {
 		return value, name
@@ -130,8 +130,8 @@ func (e *env) setting(value, name, variable string) (text, given string) {
 	return e.getenv(variable), "$" + variable
 }
 
-// namesDatabase reports whether anything says which database is meant. Without it, pgx would try
-// the local one that has the name of the user.
+// namesDatabase reports whether a flag or variable names the database. Otherwise pgx would try the local
+// database with the name of the user.
 func (e *env) namesDatabase() bool {
 	return e.database != "" || slices.ContainsFunc([]string{"DATABASE_URL", "PGHOST", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE"},
 		func(name string) bool { return e.getenv(name) != "" })
@@ -152,7 +152,7 @@ func (e *env) databaseConfig() (*pgxpool.Config, error) {
 	return cfg, nil
 }
 
-// parseDatabase reads the URL, or what libpq's variables say.
+// parseDatabase reads the URL, or libpq's variables.
 func (e *env) parseDatabase(application string) (*pgxpool.Config, error) {
 	if !e.namesDatabase() {
 		return nil, usagef("which database? --database URL, or $DATABASE_URL")
@@ -163,7 +163,7 @@ func (e *env) parseDatabase(application string) (*pgxpool.Config, error) {
 	}
 	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {
-		// The error shows what could not be read, and a password may be in it.
+		// The error of pgx shows the invalid text, which may contain a password.
 		return nil, usagef("%s: that is no URL of PostgreSQL, nor a list of name=value (postgres://user:password@host:5432/database)", given)
 	}
 	c := cfg.ConnConfig
@@ -197,7 +197,7 @@ func (e *env) connect(ctx context.Context) (*pgxpool.Pool, error) {
 	return db, nil
 }
 
-// step bounds one part of what may as a whole take longer.
+// step bounds one part of a command that may take longer as a whole.
 func (e *env) step(ctx context.Context) (context.Context, context.CancelFunc) {
 	if e.timeout > 0 {
 		return context.WithTimeout(ctx, e.timeout)

@@ -59,7 +59,7 @@ var (
 	statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved, outboxops.StatusDone}
 )
 
-// filter returns what the flags say, and whether they say anything.
+// filter returns the filter of the flags, and whether any flag was given.
 func (f *failureFlags) filter(now time.Time) (filter outboxops.FailureFilter, picks bool, err error) {
 	filter = outboxops.FailureFilter{Kind: outboxops.Kind(f.kind), Relay: f.relay, Group: f.group, Action: f.action, Type: f.eventType, Topic: f.topic, Key: f.key,
 		AggregateType: f.of.kind, AggregateID: f.of.id, EventID: f.event, Class: f.class, Since: f.since.time(now), Until: f.until.time(now)}

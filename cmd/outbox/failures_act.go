@@ -86,7 +86,7 @@ type change struct {
 	why              auditFlags
 	any, yes, dryRun bool
 	rate             int
-	topics           map[string]int // of what would be changed
+	topics           map[string]int // of the failures that would be changed
 }
 
 func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error {
@@ -148,7 +148,7 @@ func (c *change) check(e *env) (outboxops.FailureFilter, error) {
 	return filter, nil
 }
 
-// countThese counts those of some failures that can be changed.
+// countThese counts the given failures that can be changed.
 func (c *change) countThese(ctx context.Context, e *env, failures *outboxops.Failures, ids failureIDs) error {
 	n := 0
 	for _, id := range ids {
@@ -196,7 +196,7 @@ func (c *change) runAll(ctx context.Context, e *env, failures *outboxops.Failure
 	return errors.Join(err, c.report(e, n, false))
 }
 
-// report says what was done, or would be.
+// report prints the number of changed failures, or in a dry run, of failures that would be changed.
 func (c *change) report(e *env, n int, dryRun bool) error {
 	if e.json {
 		doc := map[string]any{"action": c.action, "failures": n, "dry_run": dryRun}

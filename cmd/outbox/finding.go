@@ -49,7 +49,7 @@ const (
 	defaultOpenFor = time.Minute
 )
 
-// relayFindings are what is wrong with relays.
+// relayFindings returns the problems of relays.
 func relayFindings(relays []outbox.RelayStatus) (all []finding) {
 	for _, r := range relays {
 		if r.Holder == "" {
@@ -111,7 +111,7 @@ func staleText(counts []outbox.EventCount, now time.Time, l limits) string {
 	return fmt.Sprintf("%s waited for longer than %s, the oldest for %s: %s", count(n)+more+have, length(l.maxAge), age(oldest, now), strings.Join(parts, ", "))
 }
 
-// failedFindings are what did not reach Kafka.
+// failedFindings returns findings about events that did not reach Kafka.
 func failedFindings(r outbox.RelayStatus) (all []finding) {
 	if r.Dead > 0 {
 		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, events(r.Dead)),
@@ -135,7 +135,7 @@ func events(n int64) string { return pluralUpTo(n, "event is", "events are") }
 
 func keys(n int64) string { return pluralUpTo(n, "key is", "keys are") }
 
-// pluralUpTo is plural for what is counted up to a limit.
+// pluralUpTo is plural for a number that is counted up to a limit.
 func pluralUpTo(n int64, one, more string) string {
 	if n == outbox.MaxCounted {
 		return countUpTo(n) + " " + more
@@ -176,8 +176,7 @@ func orNameless(application string) string {
 	return application
 }
 
-// snapshot is the state of relays and transactions, what waits for too long, and what is wrong with
-// it.
+// snapshot is the state of relays and transactions, the events that wait too long, and the problems.
 type snapshot struct {
 	relays   []outbox.RelayStatus
 	open     []outboxops.OpenTransaction

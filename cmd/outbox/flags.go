@@ -26,7 +26,7 @@ type globals struct {
 
 const defaultTimeout = 30 * time.Second
 
-// define binds the flags, with what has been parsed so far as their defaults.
+// define binds the flags. Their defaults are the values that were parsed so far.
 func (g *globals) define(fs *flag.FlagSet) {
 	fs.StringVar(&g.database, "database", g.database, "`URL` of PostgreSQL; else $DATABASE_URL, $PGHOST …")
 	fs.StringVar(&g.schema, "schema", g.schema, "`NAME` schema of the tables; else $OUTBOX_SCHEMA, public")
@@ -49,8 +49,8 @@ func newFlagSet() *flag.FlagSet {
 	return fs
 }
 
-// parse sets flags and returns the other words. Unlike the package flag it goes on
-// behind the first of those, if mixed is set, and suggests what was meant.
+// parse sets flags and returns the other words. If mixed is set, it also parses flags behind the first
+// other word, which the package flag does not do. For a mistyped flag, it suggests a similar one.
 func parse(fs *flag.FlagSet, args []string, mixed bool) (words []string, err error) {
 	for i := 0; i < len(args); i++ {
 		arg := args[i]
@@ -128,7 +128,7 @@ func (w *when) Set(text string) error {
 	return nil
 }
 
-// time returns the point, which is zero if none was given.
+// time returns the time, which is zero if none was given.
 func (w when) time(now time.Time) time.Time {
 	if w.ago > 0 {
 		return now.Add(-w.ago)
@@ -160,7 +160,7 @@ func (s *span) Set(text string) error {
 	return nil
 }
 
-// aggregate is a flag for what an event happened to.
+// aggregate is a flag for the aggregate of an event.
 type aggregate struct{ kind, id string }
 
 func (a *aggregate) String() string { return "" }
@@ -174,7 +174,7 @@ func (a *aggregate) Set(text string) error {
 	return nil
 }
 
-// failureIDs is a flag for failures, at most one of each kind where it says what follows.
+// failureIDs is a flag with the ids that the last list ended with, at most one of each kind.
 type failureIDs []outboxops.FailureID
 
 func (f *failureIDs) String() string {

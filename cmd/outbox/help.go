@@ -84,7 +84,7 @@ func summaries(all []command) string {
 	return b.String()
 }
 
-// groupHelp is that of commands that share their first word.
+// groupHelp returns the help for commands that share their first word.
 func groupHelp(words []string) (string, bool) {
 	if len(words) != 1 {
 		return "", false
@@ -99,7 +99,7 @@ func groupHelp(words []string) (string, bool) {
 	return text, len(group) > 0
 }
 
-// help returns what `outbox help COMMAND` writes. It fits a screen of 80 by 24.
+// help returns the output of `outbox help COMMAND`. It fits a screen of 80 by 24.
 func (c command) help() string {
 	fs := newFlagSet()
 	c.prepare(fs)

@@ -60,7 +60,7 @@ func commandFixtureAt(t testing.TB, db *pgxpool.Pool, schema string) *commandFix
 	return d
 }
 
-// url returns that of the database, with parameters.
+// url returns the URL of the database, with parameters.
 func (d *commandFixture) url(parameters string) string {
 	c := d.db.Config().ConnConfig
 	u := url.URL{Scheme: "postgres", User: url.UserPassword(c.User, c.Password), Host: fmt.Sprintf("%s:%d", c.Host, c.Port),
@@ -157,7 +157,7 @@ func (d *commandFixture) statuses(t testing.TB) map[string]int {
 	return all
 }
 
-// answer is what a command said and ended with.
+// answer is the output and the exit code of a command.
 type answer struct {
 	code     int
 	out, err string
@@ -189,7 +189,7 @@ func (d *commandFixture) start(ctx context.Context, out, errs *testenv.Buffer, a
 	return run(ctx, args, e)
 }
 
-// ok calls a command that must succeed, and returns what it wrote.
+// ok calls a command that must succeed, and returns its output.
 func (d *commandFixture) ok(t testing.TB, args ...string) string {
 	t.Helper()
 	a := d.call(t, args...)
@@ -198,7 +198,7 @@ func (d *commandFixture) ok(t testing.TB, args ...string) string {
 	return a.out
 }
 
-// json calls a command with --json and reads the one document that it writes.
+// json calls a command with --json and reads its output, which is one document.
 func (d *commandFixture) json(t testing.TB, into any, code int, args ...string) {
 	t.Helper()
 	a := d.call(t, append(args, "--json")...)
@@ -206,7 +206,7 @@ func (d *commandFixture) json(t testing.TB, into any, code int, args ...string) 
 	unmarshal(t, a.out, into)
 }
 
-// unmarshal reads the one document that a text is.
+// unmarshal reads a text that is one document.
 func unmarshal(t testing.TB, text string, into any) {
 	t.Helper()
 	dec := json.NewDecoder(strings.NewReader(text))

@@ -99,7 +99,7 @@ func (e *env) kafkaTLSConfig() (*tls.Config, error) {
 
 var mechanisms = []string{"plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam"}
 
-// kafkaLogin returns nil if there is to be none: no mechanism, user or token is named.
+// kafkaLogin returns nil if no mechanism, user or token is named: then there is no login.
 func (e *env) kafkaLogin() (sasl.Mechanism, error) {
 	mechanism, given := e.setting(e.kafkaMechanism, "--kafka-mechanism", "KAFKA_MECHANISM")
 	if mechanism != "" {

@@ -1,9 +1,15 @@
-// Command outbox looks after a transactional outbox: it makes its tables, relays events, shows
-// the state of its relays and what failed, retries or resolves that, sends dead letters back,
-// makes topics, and says what is wrong. `outbox help` lists the commands.
+// Command outbox operates a transactional outbox:
 //
-// It exits with 0 if all went well, 1 for an error, 2 for wrong usage, and 3 if it was
-// asked for problems and found some. A second signal ends it at once, with 128 and its number.
+//   - It makes the tables and the topics.
+//   - It relays events.
+//   - It shows the state of relays, and failures.
+//   - It retries or resolves failures, and sends dead letters back.
+//   - It looks for problems.
+//
+// `outbox help` lists the commands.
+//
+// It exits with 0 if all went well, 1 for an error, 2 for wrong usage, and 3 if it was asked for problems
+// and found some. A second signal ends it at once, with 128 and its number.
 package main
 
 import (

@@ -9,7 +9,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// asProgram makes the test binary be the program, for what calls it from outside.
+// asProgram makes the test binary run as the program, for tests that start a process.
 const asProgram = "OUTBOX_TEST_AS_PROGRAM"
 
 // TestMain fails if a goroutine is left when all tests have ended.

@@ -35,7 +35,7 @@ func (e *env) printf(format string, args ...any) { fmt.Fprintf(e.stdout, format,
 // table, a topic or an argument.
 const maxText = 4_000
 
-// printError says what went wrong.
+// printError prints an error.
 func (e *env) printError(text string) {
 	text = "outbox: " + short.Text(e.mask(text), maxText)
 	if e.errTTY {
@@ -70,8 +70,8 @@ func (e *env) paint(c color, text string) string {
 	return string(c) + text + string(plainC)
 }
 
-// visible replaces what would move the cursor or worse: keys and errors come from
-// elsewhere.
+// visible replaces control characters, which could move the cursor or do harm. Keys and errors are
+// untrusted input.
 func visible(text string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {
@@ -81,8 +81,8 @@ func visible(text string) string {
 	}, text)
 }
 
-// table is what is shown in columns. On a terminal the columns named in flex, by
-// index, are cut so that a row fits on its line.
+// table is data in columns. On a terminal, the columns in flex, by index, are cut so that a row fits on its
+// line.
 type table struct {
 	head []string
 	flex []int
@@ -197,7 +197,7 @@ func countUpTo[N int | int64](n N) string {
 	return count(n)
 }
 
-// age writes how long ago something was, roughly; "-" for never.
+// age returns roughly the age of a time; "-" for never.
 func age(t, now time.Time) string {
 	if t.IsZero() {
 		return "-"

@@ -9,8 +9,8 @@ import (
 	"strings"
 )
 
-// Metrics in the text format of Prometheus, version 0.0.4. The client library of Prometheus would add a dozen
-// modules to what everybody links who imports outbox.
+// Metrics in the text format of Prometheus, version 0.0.4. The client library of Prometheus would add a
+// dozen modules to every program that imports outbox.
 
 // textFormat is the Content-Type.
 const textFormat = "text/plain; version=0.0.4; charset=utf-8"

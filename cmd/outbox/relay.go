@@ -36,10 +36,10 @@ It stops within 5 s; a second signal ends it at once.`,
 	},
 }
 
-// relayProcess is a relay with what a process needs around it.
+// relayProcess is a relay with the other parts of its process.
 type relayProcess struct {
 	own       []string          // the names of its flags, without those that all commands take
-	variables map[string]string // those of flags that were not given, by the names of the flags
+	variables map[string]string // variables of flags that were not given, by the names of the flags
 
 	relay                string
 	structured, holdDead bool
@@ -55,7 +55,7 @@ type relayProcess struct {
 // Where it listens unless it is told: the port that metrics in the text format of Prometheus usually have.
 const defaultListen = ":9464"
 
-// What --log takes, and --listen for nothing.
+// The values of --log, and the value of --listen for no listener.
 const (
 	logText   = "text"
 	logJSON   = "json"
@@ -80,7 +80,7 @@ func (r *relayProcess) define(fs *flag.FlagSet) {
 	fs.TextVar(&r.level, "log-level", slog.LevelInfo, "`LEVEL` debug, info, warn or error (info)")
 }
 
-// fromVariables sets the flags that were not given from variables, and returns which.
+// fromVariables sets flags that were not given from variables, and returns the variables.
 func fromVariables(e *env, fs *flag.FlagSet, names []string) (set map[string]string, err error) {
 	given := map[string]bool{}
 	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
@@ -99,10 +99,10 @@ func fromVariables(e *env, fs *flag.FlagSet, names []string) (set map[string]str
 	return set, nil
 }
 
-// called returns how a flag was given: as such, or as a variable.
+// called returns the name of a flag as it was given: the flag or its variable.
 func (r *relayProcess) called(name string) string { return cmp.Or(r.variables[name], "--"+name) }
 
-// check refuses what the relay would understand as something else.
+// check refuses values that the relay would understand differently.
 func (r *relayProcess) check() error {
 	if err := oneOf(r.called("log"), r.log, []string{logText, logJSON}); err != nil {
 		return err
@@ -132,7 +132,7 @@ const (
 	defaultDelivery = 10 * time.Second
 )
 
-// config returns that of the relay. A short lease shortens the times that must be below it.
+// config returns the config of the relay. A short lease shortens the times that must be below it.
 func (r *relayProcess) config(e *env, log *slog.Logger) (outbox.RelayConfig, error) {
 	cfg := outbox.RelayConfig{
 		Schema: e.schema, Name: r.relay, BatchSize: r.batch, PollInterval: r.poll, Lease: r.lease, Retry: outbox.RetryPolicy{MaxRetries: r.maxRetries}, HoldDead: r.holdDead,

@@ -23,7 +23,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// stopTime is what a stop may take.
+// stopTime is the longest time that a stop may take.
 const stopTime = 5 * time.Second
 
 // relayRun is a relay process under test.
@@ -35,7 +35,7 @@ type relayRun struct {
 	code chan int
 }
 
-// variables are those of a relay process for the fixture, which listens at a free port.
+// variables returns the variables of a relay process for the fixture, which listens at a free port.
 func (d *commandFixture) variables(more ...string) []string {
 	return append([]string{"DATABASE_URL=" + d.relayURL(), "KAFKA_BROKERS=" + strings.Join(d.brokers, ","), "OUTBOX_SCHEMA=" + d.schema,
 		"OUTBOX_LISTEN=127.0.0.1:0", "OUTBOX_LOG=json", "OUTBOX_POLL=20ms"}, more...)
@@ -103,7 +103,7 @@ func (p *relayRun) awaitLine(msg string) (found map[string]any) {
 	return found
 }
 
-// stop sends a signal and returns what the process ends with, and how long that takes.
+// stop sends a signal. It returns the exit code of the process, and how long the stop takes.
 func (p *relayRun) stop(signal syscall.Signal) (code int, took time.Duration) {
 	p.t.Helper()
 	began := time.Now()

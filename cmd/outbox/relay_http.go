@@ -25,7 +25,7 @@ import (
 // pagePath is where the operators' page is.
 const pagePath = "/outbox"
 
-// handler returns what the process serves.
+// handler returns the HTTP handler of the process.
 func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, kafka []kgo.Opt, metrics *relayMetrics, log *slog.Logger) (http.Handler, error) {
 	mux := http.NewServeMux()
 	mux.Handle("GET /livez", outboxhttp.Live(outboxhttp.Relay(relay)))
@@ -96,8 +96,8 @@ func (s *httpServer) stop() {
 	<-s.ended
 }
 
-// userFile is the path of a file with users of the operators' page. It has a line for each: what he may do, his
-// name and his password. It is read at each request, so users come and go without a restart.
+// userFile is the path of a file with users of the operators' page. Each line has the role, the name and
+// the password of a user. The file is read at each request, so changes need no restart.
 type userFile string
 
 // minPassword is long enough for a password not to be guessed: nothing here slows down who tries.

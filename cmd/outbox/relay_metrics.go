@@ -35,8 +35,8 @@ var (
 	batchBounds    = []float64{1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000}
 )
 
-// relayMetrics are the metrics of a relay: its hooks count, and a scrape asks for its health and, at most every
-// lookInterval, for what the database knows.
+// relayMetrics are the metrics of a relay. Its hooks count. A scrape reads its health and, at most every
+// lookInterval, the state in the database.
 type relayMetrics struct {
 	relay  string
 	health func() outbox.RelayHealth
@@ -47,13 +47,13 @@ type relayMetrics struct {
 	latency, batchSize, sendTook  map[labels]*histogram
 	send                          [2]labels // of batches, by whether they are retries
 	lastLook                      time.Time
-	seen                          map[labels]bool // whose stale events were counted: a number that becomes 0 is reported as such
+	seen                          map[labels]bool // had stale events before, so 0 is reported
 	relays                        []outbox.RelayStatus
 	stale, staleAge               map[labels]float64
 	lookErr                       error
 }
 
-// lookAtRelays reads what the database knows.
+// lookAtRelays reads the state of relays from the database.
 type lookAtRelays func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error)
 
 // How often and how long metrics look into the database.
@@ -165,7 +165,7 @@ func (m *relayMetrics) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	m.mu.Lock()
 	due := time.Since(m.lastLook) >= lookInterval
 	if due {
-		m.lastLook = time.Now() // others that scrape meanwhile get what was seen last
+		m.lastLook = time.Now() // other scrapes meanwhile get the older result
 	}
 	m.mu.Unlock()
 	if due {
@@ -236,7 +236,7 @@ func (m *relayMetrics) writeHealth(x *exposition, h outbox.RelayHealth) {
 	x.values("outbox_build_info", typeGauge, "1, with the version.", map[labels]float64{labelsOf("version", info.Version, "revision", info.Revision, "go", info.Go): 1})
 }
 
-// writeLook writes what the database knows. Where it could not be asked, its metrics are missing.
+// writeLook writes the metrics from the database. If the database did not answer, they are missing.
 func (m *relayMetrics) writeLook(x *exposition) {
 	x.values("outbox_watch_up", typeGauge, "1 if the last query of the database worked, 0 if not.",
 		map[labels]float64{labelsOf("outbox_watched", "relays"): oneIf(m.lookErr == nil)})

@@ -27,7 +27,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// The text has what the format wants: escapes, cumulative buckets, one type for a name.
+// The text follows the format: escapes, cumulative buckets, one type for a name.
 func TestMetricsText(t *testing.T) {
 	t.Parallel()
 	h := newHistogram([]float64{0.5, 1})
@@ -126,7 +126,7 @@ func (d *commandFixture) recordLarge(t testing.TB, key string, size int) {
 // relayMetric are the metrics of the dashboard that a relay process has.
 var relayMetric = regexp.MustCompile(`outbox_relay_[a-z_]+\{|outbox_stale[a-z_]*\{|outbox_watch_up\{|messaging_client_(sent_messages|operation_duration)[a-z_]*\{`)
 
-// relayPanels returns what the panels ask for that are about relays.
+// relayPanels returns the queries of the panels about relays.
 func relayPanels(t *testing.T) map[string]string {
 	t.Helper()
 	text, err := os.ReadFile("../../examples/observability/dashboard.json")
@@ -183,7 +183,7 @@ func startPrometheus(t *testing.T, program, target string) *scraper {
 	return &scraper{t, "http://" + address}
 }
 
-// sampled is one of what a query brings.
+// sampled is a sample in the result of a query.
 type sampled struct {
 	Metric map[string]string `json:"metric"`
 	Value  [2]any            `json:"value"`

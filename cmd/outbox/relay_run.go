@@ -130,7 +130,7 @@ func (e *env) relayPool(ctx context.Context) (*pgxpool.Pool, error) {
 	return db, nil
 }
 
-// logger returns that of the process, which shows no passwords.
+// logger returns the logger of the process, which masks passwords.
 func (r *relayProcess) logger(e *env) *slog.Logger {
 	options := &slog.HandlerOptions{Level: r.level}
 	if r.log == logJSON {
@@ -144,7 +144,7 @@ type masked struct{ e *env }
 
 // Write implements [io.Writer].
 func (m masked) Write(line []byte) (int, error) {
-	const least = 8 // no log line is to hold a password, and this is the second guard
+	const least = 8 // log lines must not contain passwords, and this is the second check
 	_, err := io.WriteString(m.e.stderr, m.e.maskFrom(string(line), least))
 	return len(line), err
 }

@@ -19,8 +19,8 @@ import (
 // nobody is the user of the image.
 const nobody = 65532
 
-// What the Dockerfile builds works like in the image: it is the first process of its own process tree, and there is
-// nothing else in its root, which it cannot write to. A stop in the middle of the work loses nothing.
+// The program that the Dockerfile builds works as in the image: it is the first process of its process
+// tree, and its root is empty and read-only. A stop while it works loses no events.
 func TestRelayInAnEmptyRoot(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()

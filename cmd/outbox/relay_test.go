@@ -98,7 +98,7 @@ func TestRelayIsConfigured(t *testing.T) {
 	}
 }
 
-// A short lease shortens what must be shorter than it.
+// A short lease shortens the times that must be below it.
 func TestRelayTakesAShortLease(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -115,7 +115,7 @@ func TestRelayTakesAShortLease(t *testing.T) {
 	require.Equal(t, exitOK, code)
 }
 
-// Without tables it ends, and says what to do; and so it does where its port is taken.
+// Without tables, or if its port is in use, the process ends and says what to do.
 func TestRelayEndsByItself(t *testing.T) {
 	t.Parallel()
 	empty := newCommandFixture(t)
@@ -165,8 +165,8 @@ func TestRelayWaitsForServices(t *testing.T) {
 	require.Equal(t, exitOK, code)
 }
 
-// A PostgreSQL that has gone silent keeps the process from a clean stop. It ends in time all the same, at once with a
-// second signal, and what it had not noted is sent again.
+// While PostgreSQL does not answer, the process cannot stop cleanly. It still ends in time, and at once
+// after a second signal. Events whose sending it had not noted are sent again.
 func TestRelayStopsWhateverHangs(t *testing.T) {
 	t.Parallel()
 	for _, second := range []bool{false, true} {
@@ -189,7 +189,7 @@ func TestRelayStopsWhateverHangs(t *testing.T) {
 			} else {
 				code, took := p.stop(syscall.SIGTERM)
 				require.Less(t, took, stopTime)
-				if code == exitOK { // no statement was under way
+				if code == exitOK { // no statement was running
 					require.Contains(t, p.log.String(), "lease not released")
 				} else {
 					require.Equal(t, exitError, code)

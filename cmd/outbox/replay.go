@@ -34,7 +34,7 @@ type replay struct {
 	after                         int64
 	to, group                     string
 	headers                       string
-	counted                       int // before they were sent
+	counted                       int // number before they were sent
 	rate                          int
 	again, structured, skips, yes bool
 	why                           auditFlags
@@ -88,7 +88,7 @@ func (r *replay) run(ctx context.Context, e *env) error {
 		p.end()
 	}
 	if err != nil {
-		r.counted = 0 // it is no wonder that not all were sent
+		r.counted = 0 // with an error, it is expected that not all were sent
 	}
 	if serr := r.show(e, report); err == nil && serr != nil {
 		return serr
@@ -125,7 +125,7 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 			return cfg, err
 		}
 	}
-	if cfg.Filter.Until.IsZero() { // what is recorded from now on is sent by the relay
+	if cfg.Filter.Until.IsZero() { // the relay sends events that are recorded from now on
 		cfg.Filter.Until = e.now()
 	}
 	cfg.Source, err = r.source(ctx, e)
@@ -212,7 +212,7 @@ func (r *replay) show(e *env, report outboxreplay.Report) error {
 	return nil
 }
 
-// warn says what is gone, and who handles the events again.
+// warn says which events are gone, and which groups handle the events again.
 func (r *replay) warn(e *env, report outboxreplay.Report) {
 	if gone := r.counted - report.Sent - report.NotSent; gone > 0 {
 		e.say(fmt.Sprintf("%s of those that were counted are gone: retention has removed them meanwhile. With --archive they are found, if they are archived.", count(gone)))

@@ -67,7 +67,7 @@ func TestReplayCommand(t *testing.T) {
 	}
 }
 
-// What retention has removed since it was counted is not sent, and the command says so.
+// Events that retention has removed since the count are not sent, and the command says so.
 func TestReplayBesideRetention(t *testing.T) {
 	t.Parallel()
 	d := newShop(t).withKafka(t)
@@ -85,7 +85,7 @@ func TestReplayBesideRetention(t *testing.T) {
 	require.Contains(t, a.out, "500 of those that were counted are gone")
 }
 
-// archiveInto writes what is in outbox to files.
+// archiveInto writes the events in outbox to files.
 func (d *commandFixture) archiveInto(t testing.TB, path string) {
 	t.Helper()
 	folder, err := outboxarchive.OpenFolder(path)

@@ -16,7 +16,7 @@ func errText(err error) string {
 	return err.Error()
 }
 
-// writeFields writes names and values below each other; what is long is wrapped.
+// writeFields writes names and values below each other, and wraps long values.
 func (e *env) writeFields(fields [][2]string) {
 	const width = 11
 	for _, f := range fields {

@@ -111,7 +111,7 @@ func deadDeliveries(ctx context.Context, e *env) ([]finding, error) {
 	return deadFindings(counts), err
 }
 
-// minute is what a relay did in the last one.
+// minute is the work of a relay in the last minute.
 type minute struct {
 	events  int64
 	latency time.Duration

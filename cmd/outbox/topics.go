@@ -110,7 +110,8 @@ func (t *topicsFlags) run(ctx context.Context, e *env) error {
 	return err
 }
 
-// recordedTopics returns the topics in the arguments, or else those of recorded events.
+// recordedTopics returns the topics in the arguments, or the topics of recorded events if there are no
+// arguments.
 func recordedTopics(ctx context.Context, e *env) ([]outboxops.RecordedTopic, error) {
 	var named []outboxops.RecordedTopic
 	for _, name := range e.args {
@@ -126,8 +127,8 @@ func recordedTopics(ctx context.Context, e *env) ([]outboxops.RecordedTopic, err
 	return inspector.Topics(ctx)
 }
 
-// ensure compares or creates the topics, and then reads their settings. With an error
-// about some topics it returns the others.
+// ensure compares or creates the topics, and then reads their settings. If some topics have an error, it
+// returns the others.
 func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []string, recorded []outboxops.RecordedTopic) ([]topicJSON, error) {
 	if len(names) == 0 {
 		return []topicJSON{}, nil
@@ -142,7 +143,7 @@ func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []strin
 		}
 	}
 	infos, err := outboxtopics.Describe(ctx, kafka, order...)
-	if err != nil { // it is not known of which topics
+	if err != nil { // the topics of the error are unknown
 		for _, name := range order {
 			all[name].State = stateUnknown
 		}
@@ -174,7 +175,7 @@ func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []strin
 	return out, cmp.Or(ensureErr, err)
 }
 
-// describe sets what Kafka says about the topic.
+// describe sets Kafka's description of the topic.
 func (t *topicJSON) describe(info outboxtopics.Info) {
 	t.State = "there"
 	t.Partitions, t.Replicas, t.InSync, t.Leaderless = info.Partitions, info.Replicas, info.InSync, info.Leaderless

@@ -14,7 +14,7 @@ var versionCommand = command{
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return version },
 }
 
-// build is what a program knows of how it was made.
+// build describes how the program was built.
 type build struct {
 	Version  string `json:"version"`
 	Revision string `json:"revision,omitempty"`
@@ -39,7 +39,7 @@ func version(_ context.Context, e *env) error {
 	return nil
 }
 
-// thisBuild returns what this program knows of itself.
+// thisBuild returns the build of this program.
 func thisBuild() build {
 	if info, ok := debug.ReadBuildInfo(); ok {
 		return readBuild(info)
