@@ -59,9 +59,9 @@ type Config struct {
 	// A trusted site acts in the name of the user who is signed in here. Nil means none.
 	TrustedOrigins []string
 	// MaxConns bounds the connections of the pool that the page uses at a time. If it is two or more, one
-	// connection is reserved for actions. A request is answered with 503 and Retry-After if it has waited 5
-	// s for a connection, or if 32 views or 16 actions are before it. Zero means a quarter of the pool's
-	// MaxConns, but 1 to 4.
+	// connection is reserved for actions. A request is answered with 503 and Retry-After in two cases: it
+	// has waited for a connection for 5 s, or 32 views or 16 actions are before it. Zero means a quarter of
+	// the pool's MaxConns, but 1 to 4.
 	MaxConns int
 	// QueryTimeout bounds each request's use of the database, and each part of an action on many events.
 	// PostgreSQL cancels statements that take longer. Zero means 15 s.
@@ -77,9 +77,8 @@ type Config struct {
 	// Workers returns the health of the workers of this process, [outbox.Worker.Health] of each. It
 	// is called for each view that shows it. Nil means that this process has none.
 	Workers func() []outbox.WorkerHealth
-	// Kafka says where the topics of consumer groups are, for their lag: brokers and credentials as
-	// for a consumer. Kafka is asked at most every 10 s, and only while a page is viewed. Nil means
-	// that the lag is not known.
+	// Kafka has the brokers and credentials of a consumer, to read the lag of consumer groups. Kafka is
+	// asked at most every 10 s, and only while a page is viewed. Nil means that the lag is not known.
 	Kafka []kgo.Opt
 	// StaleAfter is how long an event may wait before the page calls it a problem, like
 	// AlertConfig.StaleAfter. Zero means 5 min, as outbox status has it.

@@ -10,8 +10,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Every member is always there, or omitempty and then not required; times are in UTC,
-// and null where there is none.
+// Every member is always present, unless it is omitempty and not required. Times are in UTC. A missing time
+// is null.
 
 type apiError struct {
 	Error string `json:"error"`
@@ -401,7 +401,7 @@ func progressOf(p outboxops.RelayProgress) apiProgress {
 	return progress
 }
 
-// boundOf is an end of a range of ids; nil where there is none.
+// boundOf returns an end of a range of ids, or nil if the range has no end.
 func boundOf(id int64) *int64 {
 	if id == math.MinInt64 || id == math.MaxInt64 {
 		return nil

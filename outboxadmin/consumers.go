@@ -46,8 +46,8 @@ type groupRow struct {
 	outboxops.ConsumerTopic
 }
 
-// groupRows returns a line for each topic of each group, and in front of these one for all
-// topics if all are paused.
+// groupRows returns a line for each topic of each group. If all topics are paused, a line for all topics
+// comes first.
 func groupRows(groups []outboxops.ConsumerGroup) (rows []groupRow) {
 	for _, g := range groups {
 		if g.Pause != nil {
@@ -257,7 +257,7 @@ func apiPause(action string) func(*admin, *request) (answer, error) {
 	}
 }
 
-// failureStatuses are those that the deliveries with a status of event_delivery have as failures.
+// failureStatuses are, by status of event_delivery, the statuses of the deliveries as failures.
 var failureStatuses = map[string][]string{
 	outboxops.DeliveryDead: {outbox.StatusDead}, outboxops.DeliveryParked: {outbox.StatusParked},
 	outboxops.DeliveryPending: {outbox.StatusFailed, outbox.StatusWaiting}, outboxops.DeliveryProcessing: {outbox.StatusFailed, outbox.StatusWaiting},

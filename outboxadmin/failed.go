@@ -265,9 +265,9 @@ type bulkPage struct {
 	Wrong  string
 }
 
-// topicCount is how many of the events of an action go to a topic.
+// topicCount is the number of events of an action for a topic.
 type topicCount struct {
-	Topic  string // empty where none follows from their type
+	Topic  string // empty if their type has no topic
 	Events int
 	Only   template.URL // the filter, for that topic alone; empty without one
 }
@@ -275,7 +275,8 @@ type topicCount struct {
 // maxTopics bounds the topics that are shown: events can name any.
 const maxTopics = 100
 
-// topicsOf sorts topics by their events, the most first, and returns how many it leaves out.
+// topicsOf sorts topics by their number of events, the largest first. It returns the number of topics that
+// it leaves out.
 func topicsOf(counts map[string]int, filter outboxops.FailureFilter) (shown []topicCount, others int) {
 	for topic, events := range counts {
 		one := topicCount{Topic: topic, Events: events}
@@ -290,7 +291,7 @@ func topicsOf(counts map[string]int, filter outboxops.FailureFilter) (shown []to
 	return shown[:min(len(shown), maxTopics)], max(0, len(shown)-maxTopics)
 }
 
-// bulkRate is how many events are changed in a second.
+// bulkRate is the number of events that are changed in a second.
 const bulkRate = 5000
 
 // bulk runs retry or resolve for all that a filter picks, and counts them by their topic.

@@ -118,8 +118,8 @@ func (a *admin) handler(rt route) http.Handler {
 	})
 }
 
-// serve returns the answer to a request, which is read before the database is asked
-// anything: who sends slowly keeps no connection.
+// serve returns the answer to a request. It reads the request before it uses the database, so a slow client
+// keeps no connection.
 func (a *admin) serve(rt route, w http.ResponseWriter, r *http.Request) (answer, error) {
 	if access := accessOf(r); access.Role < rt.role {
 		return answer{}, &problem{http.StatusForbidden, "Only for operators",

@@ -23,7 +23,7 @@ type request struct {
 
 	query query  // the query, or the fields of a form
 	body  []byte // JSON, or nil
-	work  *work  // nil where the database is not asked
+	work  *work  // nil if the request needs no database
 }
 
 // form is the form of a request's body.

@@ -11,16 +11,16 @@ import (
 )
 
 const (
-	// kafkaFresh is how long an answer of Kafka is shown before it is asked again.
+	// kafkaFresh is the age up to which an answer of Kafka is shown without another request.
 	kafkaFresh = 10 * time.Second
-	// kafkaTimeout bounds how long Kafka is asked.
+	// kafkaTimeout bounds the requests to Kafka.
 	kafkaTimeout = 10 * time.Second
 	// kafkaPatience bounds how long a view waits for Kafka. After it, the view shows the older answer.
 	kafkaPatience = 2 * time.Second
 )
 
-// kafkaView is how many records groups have still to read, which dead letters there are, and when
-// Kafka said so. It is zero if that is not known.
+// kafkaView has the unread records of groups, the dead letters, and the time of Kafka's answer. It is zero
+// if Kafka has not answered.
 type kafkaView struct {
 	At    time.Time
 	Err   string // why it is not known, or not newer

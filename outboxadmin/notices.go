@@ -107,7 +107,7 @@ func (s *situation) dead() (all []notice) {
 	return all
 }
 
-// groupSum is how many deliveries of a group there are.
+// groupSum is the number of deliveries of a group.
 type groupSum struct {
 	group string
 	n     int64

@@ -250,7 +250,7 @@ func pathID(r *request) (int64, error) {
 	return id, nil
 }
 
-// limit reads how many rows are wanted, of at most 1,000.
+// limit reads the wanted number of rows, at most 1,000.
 func (q *query) limit(otherwise int) int {
 	n := q.number("limit")
 	switch {

@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// route is one thing that can be asked for.
+// route is a route of the page or of the API.
 type route struct {
 	method, path string
 	role         Role

@@ -17,10 +17,10 @@ type sample struct {
 
 const (
 	keepSamples  = 24 * time.Hour
-	maxSamples   = 4000            // of a relay: a look each 5 s for 5 hours and more
+	maxSamples   = 4000            // of a relay: a sample each 5 s for 5 hours and more
 	sampleSpace  = 2 * time.Second // several views at the same time add only one sample
 	maxSampled   = 100             // relays
-	sampleBreath = time.Minute     // a longer gap is one without a look
+	sampleBreath = time.Minute     // in a longer gap no page was viewed
 )
 
 // samples are kept while a page is open, because no table has the number of pending events of some minutes

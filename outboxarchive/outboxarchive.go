@@ -52,7 +52,7 @@ type Filter struct {
 	EventIDs []string
 }
 
-// ReadError says which event, or which line of which file, cannot be read.
+// ReadError names the event, or the line of a file, that cannot be read.
 type ReadError struct {
 	// File is the name of the file; empty for a row of a table.
 	File string
@@ -64,7 +64,7 @@ type ReadError struct {
 	Err error
 }
 
-// Error says where the error is, and why.
+// Error returns the position of the error, and the reason.
 func (e *ReadError) Error() string {
 	switch {
 	case e.File == "":

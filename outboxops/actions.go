@@ -73,7 +73,7 @@ func (f *Failures) changeOne(ctx context.Context, action string, id FailureID, w
 	return nil
 }
 
-// change runs the statement of an action, and returns how many failures it has changed.
+// change runs the statement of an action, and returns the number of changed failures.
 func (f *Failures) change(ctx context.Context, sql string, numbers []int64, why AuditInfo) (done int, err error) {
 	err = f.db.QueryRow(ctx, sql, numbers, why.Operator, why.Reason).Scan(&done)
 	return done, err

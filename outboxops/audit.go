@@ -15,7 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// AuditInfo says who acts, and why. It goes into outbox_audit.
+// AuditInfo is the operator and the reason of an action. It goes into outbox_audit.
 type AuditInfo struct {
 	// Operator names the user who acts, in at most 100 characters. The application chooses the name, and a
 	// user who may act can write any name. AuditEntry.Login is the name that PostgreSQL knows. Required.
@@ -92,11 +92,11 @@ type AuditEntry struct {
 	edited bool // it has a payload
 }
 
-// AuditPage says which part of the audit is wanted. The zero value is the newest part.
+// AuditPage chooses a part of the audit. The zero value is the newest part.
 type AuditPage struct {
 	// Before is the ID of the last entry that is known. Zero means from the newest on.
 	Before int64
-	// Limit is how many entries are returned at most, up to 1,000. Zero means 100.
+	// Limit is the largest number of entries to return, up to 1,000. Zero means 100.
 	Limit int
 	// WithoutReads leaves out reads of payloads, see [Failures.AuditRead].
 	WithoutReads bool

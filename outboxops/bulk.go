@@ -16,13 +16,13 @@ import (
 type BulkConfig struct {
 	// DryRun counts and changes nothing.
 	DryRun bool
-	// Rate is how many failures are changed in a second at most. Zero means 1,000.
+	// Rate is the largest number of failures that are changed in a second. Zero means 1,000.
 	Rate int
-	// Progress is called with how many are done, after each part. Nil is not called.
+	// Progress is called after each part with the number of failures that are done. Nil is not called.
 	Progress func(done int)
-	// Topics, unless it is nil, gets how many of the events go to which topic, or come from
-	// which, counted when they are picked. The topic is "" where none follows from the event's
-	// type.
+	// Topics, unless it is nil, gets the number of failures by topic, counted when they are picked. For an
+	// event it is the topic of its record, for a delivery the topic that it comes from. The topic is "" if
+	// the event's type has no topic.
 	Topics map[string]int
 }
 
@@ -108,7 +108,7 @@ func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, fil
 	}
 }
 
-// report passes on how many are done, and the topics of the last part.
+// report reports the number of failures that are done, and the topics of the last part.
 func (c BulkConfig) report(done int, topics []string) {
 	for _, topic := range topics {
 		if c.Topics != nil {

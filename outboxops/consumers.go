@@ -24,7 +24,7 @@ type Consumers struct {
 	list, pause, resume string
 }
 
-// ConsumersConfig says where the tables are. It may be zero.
+// ConsumersConfig names the schema of the tables. It may be zero.
 type ConsumersConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
@@ -46,7 +46,7 @@ type ConsumerGroup struct {
 	Group string
 	// Pause is the pause of all topics; nil if there is none.
 	Pause *ConsumerPause
-	// Topics are those that it has begun with and those that are paused, sorted by name.
+	// Topics are the topics that the group has begun with and the paused topics, sorted by name.
 	Topics []ConsumerTopic
 }
 
@@ -59,13 +59,13 @@ type ConsumerTopic struct {
 	// SavedAt is when a member saved a position in it last, which members do once a
 	// minute while they have something to save; zero if none has.
 	SavedAt time.Time
-	// Lost is how many records Kafka had removed before the group came to them.
+	// Lost is the number of records that Kafka had removed before the group could read them.
 	Lost int64
 	// Pause is the pause of this topic alone; nil if there is none.
 	Pause *ConsumerPause
 }
 
-// ConsumerPause says who has paused something, when and why.
+// ConsumerPause is the operator, the time and the reason of a pause.
 type ConsumerPause struct {
 	// Operator and Reason are the fields of [AuditInfo].
 	Operator, Reason string
@@ -186,7 +186,7 @@ func (c *Consumers) Resume(ctx context.Context, group, topic string, why AuditIn
 	return c.change(ctx, "resume", c.resume, "it is not paused", group, topic, why)
 }
 
-// maxGroup is how many characters the name of a consumer group has at most.
+// maxGroup is the largest number of characters in the name of a consumer group.
 const maxGroup = 255
 
 func (c *Consumers) change(ctx context.Context, action, sql, otherwise, group, topic string, why AuditInfo) error {

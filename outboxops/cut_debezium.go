@@ -110,10 +110,10 @@ func (c *Cuts) cutDebezium(ctx context.Context, what string, cut DebeziumCut, wh
 
 // DebeziumProgress describes the changes that Debezium still has to read in front of a cut.
 type DebeziumProgress struct {
-	// Active says that the connector is connected to its slot.
+	// Active is set if the connector is connected to its slot.
 	Active bool
-	// Unconfirmed is how many events the connector has not sent, or has not confirmed to PostgreSQL, which it does
-	// when Kafka Connect commits offsets.
+	// Unconfirmed is the number of events that the connector has not sent, or has not confirmed to
+	// PostgreSQL. It confirms events when Kafka Connect commits offsets.
 	Unconfirmed int64
 }
 

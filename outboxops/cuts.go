@@ -41,7 +41,7 @@ type Cuts struct {
 	fromDebezium, toDebezium, beginRelay, unconfirmed string
 }
 
-// CutsConfig says where the tables are. It may be zero.
+// CutsConfig names the schema of the tables. It may be zero.
 type CutsConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
@@ -59,7 +59,7 @@ func NewCuts(db *pgxpool.Pool, cfg CutsConfig) (*Cuts, error) {
 	}, nil
 }
 
-// SubscriptionState says from where a consumer group gets its events.
+// SubscriptionState is the source of a consumer group's events.
 type SubscriptionState string
 
 const (
@@ -78,16 +78,16 @@ const (
 type Subscription struct {
 	// Group is its name.
 	Group string
-	// State says from where it gets its events.
+	// State is the source of its events.
 	State SubscriptionState
 	// ChangedAt is since when.
 	ChangedAt time.Time
 	// Relay is the relay of the cut; empty for an active group.
 	Relay string
-	// Open is how many deliveries are not done and not dead. Dead is how many are dead and not
-	// resolved. Both are counted up to 10,000.
+	// Open is the number of deliveries that are not done and not dead. Dead is the number of dead
+	// deliveries that are not resolved. Both are counted up to 10,000.
 	Open, Dead int64
-	// HasConsumer says that a consumer of the group has noted where it begins to read.
+	// HasConsumer is set if a consumer of the group has stored the offsets at which it begins to read.
 	HasConsumer bool
 }
 

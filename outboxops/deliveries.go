@@ -40,7 +40,7 @@ type Deliveries struct {
 	sqlGroups, sqlCursors string
 }
 
-// DeliveriesConfig says where the deliveries are. It may be zero.
+// DeliveriesConfig names the schema of the deliveries. It may be zero.
 type DeliveriesConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
@@ -60,7 +60,7 @@ func NewDeliveries(db *pgxpool.Pool, cfg DeliveriesConfig) (*Deliveries, error) 
 type DeliveryFilter struct {
 	// Group, Stream and Action are the group, the stream and the action of the delivery.
 	Group, Stream, Action string
-	// Statuses are those that count. Empty means all but [DeliveryDone], which is not counted.
+	// Statuses are the statuses to count. Empty means all except [DeliveryDone], which is not counted.
 	Statuses []string
 }
 
@@ -77,14 +77,14 @@ func (f DeliveryFilter) rows() (tables.DeliveryFilter, error) {
 	return tables.DeliveryFilter{Group: f.Group, Stream: f.Stream, Action: f.Action, Statuses: picked}, nil
 }
 
-// DeliveryCount is how many deliveries are alike.
+// DeliveryCount is the number of deliveries with the same group, stream, action and status.
 type DeliveryCount struct {
 	// Group, Stream, Action and Status are shared by the counted deliveries.
 	Group, Stream, Action, Status string
 	// Deliveries is the number of deliveries. [outbox.MaxCounted] means that many or more. Deliveries that
 	// are with workers are counted up to 100,000.
 	Deliveries int
-	// Held is how many of them hold their keys.
+	// Held is the number of them that hold their keys.
 	Held int
 	// Oldest is the time at which the oldest of them was made.
 	Oldest time.Time
@@ -111,13 +111,13 @@ func (d *Deliveries) Count(ctx context.Context, filter DeliveryFilter) ([]Delive
 	return counts, nil
 }
 
-// DeliveryGroup is a consumer group that workers have run for, and how far it has come.
+// DeliveryGroup is a consumer group that workers have run for, with its position.
 type DeliveryGroup struct {
 	// Group is its name.
 	Group string
 	// CreatedAt is the time at which the first worker of the group ran.
 	CreatedAt time.Time
-	// State says from where it gets its events, and ChangedAt since when.
+	// State is the source of its events, and ChangedAt the time since when.
 	State SubscriptionState
 	// Relay is the relay of the cut; empty for an active group.
 	Relay string

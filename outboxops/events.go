@@ -25,7 +25,7 @@ type RecordedEvent struct {
 	OutboxID int64
 	// EventID, Type, Source, AggregateType and AggregateID are the event's.
 	EventID, Type, Source, AggregateType, AggregateID string
-	// Topic and Key say where it goes. Topic is empty if none follows from the type.
+	// Topic and Key are the topic and the key of its record. Topic is empty if its type has no topic.
 	Topic, Key string
 	// ContentType is the content type of Payload.
 	ContentType string
@@ -87,12 +87,12 @@ const eventWhere = `
    AND ($4::text = '' OR aggregate_id = $4)
    AND created_at >= coalesce($5::timestamptz, '-infinity') AND created_at < coalesce($6::timestamptz, 'infinity')`
 
-// EventPage says which part of a list is wanted. The zero value is the newest events.
+// EventPage chooses a part of a list. The zero value is the newest events.
 type EventPage struct {
 	// Before is the OutboxID of the last event that is known. Zero means from the
 	// newest on.
 	Before int64
-	// Limit is how many events are returned at most, up to 1,000. Zero means 100.
+	// Limit is the largest number of events to return, up to 1,000. Zero means 100.
 	Limit int
 }
 
@@ -100,8 +100,8 @@ type EventPage struct {
 const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_type, aggregate_id, topic, partition_key, content_type,
        occurred_at, created_at, size`
 
-// relayColumns say which relays have attempted an event, by the condition of
-// retention, and which of them failed. They are in the order of eventRelays.
+// relayColumns have the relays that have attempted an event, by the condition of retention, and the relays
+// that have failed. They are in the order of eventRelays.
 const relayColumns = `
        ARRAY(SELECT relay::text FROM positions AS s WHERE ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
        ARRAY(SELECT relay::text FROM positions AS s WHERE NOT ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
@@ -232,15 +232,15 @@ type RecordedTopic struct {
 	Newest time.Time
 }
 
-// How many events [Inspector.Topics] looks at, in outbox and in outbox_failed.
+// Limits of the events that [Inspector.Topics] reads, in outbox and in outbox_failed.
 const (
 	newestForTopics = 100_000
 	failedForTopics = 10_000
 )
 
-// sqlRecordedTopics looks at the newest rows, and at an event of everything that failed
-// events wait for, however old: it may be a topic that is missing. Of a failed event the row in
-// outbox counts, if that is among the newest.
+// sqlRecordedTopics reads the newest rows. It also reads an event for each topic or partition that events
+// wait for, however old: the topic may be missing. For a failed event, the row in outbox counts if it is
+// among the newest.
 const sqlRecordedTopics = `
 WITH RECURSIVE places AS (
    (SELECT relay, place FROM {schema}.outbox_failed WHERE status IN ('waiting', 'failed') ORDER BY relay, place LIMIT 1)
@@ -346,7 +346,7 @@ SELECT ` + recordedColumns + `, CASE WHEN octet_length(p.bytes) <= $2 THEN p.byt
 const sqlTailBare = `SELECT ` + recordedColumns + ` FROM {schema}.outbox AS o WHERE id = $1`
 
 const (
-	// tailInterval is the time between two looks of [Inspector.Tail].
+	// tailInterval is the time between two polls of [Inspector.Tail].
 	tailInterval = 500 * time.Millisecond
 	// tailBytes bounds the size that a statement reads, by the column size.
 	tailBytes = 4 << 20
@@ -355,13 +355,12 @@ const (
 // errStopped ends a tail whose loop has ended.
 var errStopped = errors.New("stopped")
 
-// Tail yields events as they are committed, with their payloads, from the start of the
-// loop on and until ctx ends. An error is PostgreSQL's; it comes without an event, as
-// the last. Tail sends nothing and moves no cursor, and unlike a relay it may miss
-// events in a crash of PostgreSQL.
+// Tail yields events as they are committed, with their payloads, from the start of the loop until ctx ends.
+// An error of PostgreSQL comes without an event, as the last. Tail sends nothing and moves no cursor.
+// Unlike a relay, it may miss events in a crash of PostgreSQL.
 //
-// The loop keeps a connection while it handles some of the events of one look, so it
-// should not take long for each.
+// The loop keeps a connection while it handles some of the events of a poll, so it should not take long for
+// each.
 func (i *Inspector) Tail(ctx context.Context, filter EventFilter) iter.Seq2[RecordedEvent, error] {
 	return func(yield func(RecordedEvent, error) bool) {
 		err := i.tail(ctx, filter, yield)
@@ -371,7 +370,7 @@ func (i *Inspector) Tail(ctx context.Context, filter EventFilter) iter.Seq2[Reco
 	}
 }
 
-// tail looks for events until ctx ends or an error comes.
+// tail polls for events until ctx ends or an error comes.
 func (i *Inspector) tail(ctx context.Context, filter EventFilter, yield func(RecordedEvent, error) bool) error {
 	var since string
 	err := i.db.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&since)

@@ -35,7 +35,7 @@ func (k Kind) check(field string) error {
 // FailureID names a failure: event-17 is row 17 of outbox_failed, and delivery-17 row 17 of
 // event_delivery.
 type FailureID struct {
-	// Kind says which table it is in.
+	// Kind is the kind of the failure, which decides its table.
 	Kind Kind
 	// Number is the id of its row.
 	Number int64

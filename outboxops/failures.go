@@ -17,10 +17,10 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Failures lists failures, and lets operators decide about them: events that a relay could not
-// send, and deliveries that a handler could not handle. It only changes rows. The relay, which
-// looks at them every RetryInterval, sends; a member of the consumer group handles. Any process may
-// have one. It is safe for concurrent use.
+// Failures lists failures, and lets operators decide about them. Failures are events that a relay could not
+// send, and deliveries that a handler could not handle. Failures only changes rows. The relay, which polls
+// these rows every RetryInterval, sends events; a member of the consumer group handles deliveries. Any
+// process may have one. It is safe for concurrent use.
 type Failures struct {
 	db     *pgxpool.Pool
 	stores map[Kind]failureStore
@@ -42,12 +42,12 @@ type failureStore interface {
 	// pick returns failures above an id that an action is possible with, the oldest first, and their
 	// topics.
 	pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (numbers []int64, topics []string, err error)
-	// statement does an action: of numbers, operator and reason it returns how many rows it has
-	// changed. It is empty for an action that no failure of the kind has.
+	// statement does an action: it takes numbers, operator and reason, and returns the number of changed
+	// rows. It is empty if the kind does not have the action.
 	statement(action string) string
 }
 
-// FailuresConfig says where the failures are. It may be zero.
+// FailuresConfig names the schema of the failures, and limits payloads. It may be zero.
 type FailuresConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
@@ -119,7 +119,7 @@ type Failure struct {
 	NextRetryAt time.Time
 	// ResolvedAt is the time of its resolution; zero if it is not resolved.
 	ResolvedAt time.Time
-	// ResolvedBy and Resolution say who resolved it, and with which note.
+	// ResolvedBy and Resolution are the operator and the note of the resolution.
 	ResolvedBy, Resolution string
 
 	// Attempts is the number of attempts of a delivery. MaxAttempts is the number of attempts after which
@@ -133,8 +133,8 @@ type Failure struct {
 	LockedBy string
 	// LockedUntil is described at LockedBy.
 	LockedUntil time.Time
-	// Kafka says which record brought a delivery; nil for events, and for deliveries from outbox.
-	// Without it OutboxID is outbox.id of the event.
+	// Kafka is the record that brought a delivery. It is nil for events, and for deliveries from outbox:
+	// then OutboxID is the event's outbox.id.
 	Kafka *outbox.KafkaMetadata
 	// ChangedAt is when the status of a delivery changed last; zero for events.
 	ChangedAt time.Time
@@ -165,7 +165,8 @@ type FailureFilter struct {
 	Group, Action string
 	// Type is the CloudEvents type.
 	Type string
-	// Topic and Key say where the event would go, or of a delivery, where it comes from.
+	// Topic and Key are the topic and the key of the event's record. For a delivery, they are the topic and
+	// the key that it comes from.
 	Topic, Key string
 	// AggregateType and AggregateID name the aggregate of the event.
 	AggregateType, AggregateID string
@@ -203,12 +204,12 @@ func (f FailureFilter) kinds() ([]Kind, error) {
 	}), nil
 }
 
-// FailurePage says which part of a list is wanted. The zero value is the first part.
+// FailurePage chooses a part of a list. The zero value is the first part.
 type FailurePage struct {
 	// After are the last failures of the page before, at most one of each kind; zero values are ignored.
 	// Empty means from the beginning.
 	After []FailureID
-	// Limit is how many failures are returned at most, up to 1,000. Zero means 100.
+	// Limit is the largest number of failures to return, up to 1,000. Zero means 100.
 	Limit int
 }
 
@@ -284,14 +285,14 @@ func mergeNewest(a, b []Failure, limit int) (all []Failure) {
 	return all
 }
 
-// FailureCount is how many failures are alike.
+// FailureCount is the number of failures that share the fields Kind to Class.
 type FailureCount struct {
 	// Kind, Relay, Group, Action, Status, Type and Class are shared by the counted failures, as in
 	// [Failure]. Class is empty for failures that are parked or were not tried.
 	Kind Kind
 	// Relay is the name of the relay, Status a constant, Type the CloudEvents type.
 	Relay, Group, Action, Status, Type, Class string
-	// Events is how many there are. If More is set, there are more.
+	// Events is the number of failures. If More is set, there are more.
 	Events int
 	// More is described at Events.
 	More bool
@@ -325,14 +326,14 @@ func (f *Failures) Count(ctx context.Context, filter FailureFilter) (counts []Fa
 	return counts, nil
 }
 
-// Unresolved is how many failures of a type have not gone away: events that are not resolved,
-// and dead deliveries.
+// Unresolved is the number of unresolved failures of a type: events that are not resolved, and dead
+// deliveries.
 type Unresolved struct {
 	// Kind is one of the constants.
 	Kind Kind
 	// Type is the CloudEvents type.
 	Type string
-	// Failures is how many there are. If More is set, there are more.
+	// Failures is the number of failures. If More is set, there are more.
 	Failures int
 	// More is described at Failures.
 	More bool

@@ -33,7 +33,7 @@ type inspectorSQL struct {
 	events, event, tail, tailRead, tailBare            string
 }
 
-// InspectorConfig says where to look. It may be zero.
+// InspectorConfig names the schema of the tables, and limits payloads. It may be zero.
 type InspectorConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
@@ -100,7 +100,7 @@ func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.Ev
 type RelayProgress struct {
 	// At is the end of the span.
 	At time.Time
-	// Events is by how many ids the cursor moved: about the number of events, because
+	// Events is the number of ids by which the cursor moved. It is about the number of events, because
 	// rolled back transactions leave gaps.
 	Events int64
 	// Latency is the time from the start of a transaction until its event was in Kafka and the cursor
@@ -208,8 +208,8 @@ SELECT 0, p.gid, p.database, p.owner, '', '', 'prepared', p.prepared, '',
  WHERE p.prepared < clock_timestamp() - $1::interval
  ORDER BY 8`
 
-// Transactions returns the transactions of the cluster that have been open for at
-// least so long, the oldest first.
+// Transactions returns the transactions of the cluster that have been open for at least openFor, the oldest
+// first.
 func (i *Inspector) Transactions(ctx context.Context, openFor time.Duration) ([]OpenTransaction, error) {
 	rows, err := i.db.Query(ctx, i.sql.transactions, openFor)
 	if err == nil {

@@ -72,7 +72,7 @@ func (c *Consumers) DeadLetters(ctx context.Context, opts []kgo.Opt, groups []Co
 	return all, nil
 }
 
-// recordsOf returns how many records topics have, without those that do not exist.
+// recordsOf returns the numbers of records in topics, without topics that do not exist.
 func recordsOf(ctx context.Context, client *kgo.Client, topics []string) (map[string]int64, error) {
 	partitions, err := kafka.PartitionsOf(ctx, client, topics)
 	if err != nil {
@@ -136,8 +136,8 @@ func endsOf(ctx context.Context, client *kgo.Client, committed map[kafka.Partiti
 	return kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
 }
 
-// unreadOf returns how many records a group has still to read in front of the ends of
-// partitions. It begins with the first record of a partition without a committed offset.
+// unreadOf returns the number of records that a group still has to read before the ends of partitions. A
+// partition without a committed offset counts from its first record.
 func unreadOf(ctx context.Context, client *kgo.Client, committed, ends map[kafka.Partition]int64) (map[kafka.Partition]int64, error) {
 	wanted := map[kafka.Partition]int64{}
 	for p, end := range ends {

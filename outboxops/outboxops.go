@@ -57,7 +57,7 @@ func orNotMigrated(err error) error {
 	return err
 }
 
-// limitOf is how many rows a page has.
+// limitOf returns the number of rows of a page.
 func limitOf(limit int) (int, error) {
 	if err := errors.Join(check.NotNegative("Limit", limit), check.NotAbove("Limit", limit, maxLimit)); err != nil {
 		return 0, err

@@ -90,7 +90,8 @@ func (r reader) read(ctx context.Context, sql string, id int64) (text []byte, er
 	return text, nil
 }
 
-// tooLarge says how many bytes would be printed, and how many are read.
+// tooLarge is the error for a payload above the limit. It has the bytes that would be printed, and the
+// limit.
 type tooLarge struct {
 	printed int64
 	most    int

@@ -22,15 +22,14 @@ import (
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
-// RewindConfig says where [Rewind] sets a group to. Group is required, and so is either
-// Time or Offset.
+// RewindConfig is the target of [Rewind]. Group is required, and so is either Time or Offset.
 type RewindConfig struct {
 	// Group is the consumer group. Required.
 	Group string
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Topics are those in which the group is rewound. Empty means all in which it has
-	// committed offsets; with Offset, one must be named.
+	// Topics are the topics in which the group is rewound. Empty means all topics in which it has committed
+	// offsets. With Offset, one topic must be named.
 	Topics []string
 
 	// Time makes the group read the records again whose timestamps are at this time or later. A group that
@@ -47,8 +46,7 @@ type RewindConfig struct {
 	Decode func(*kgo.Record) (*outbox.Message, error)
 	// DryRun reports the changes that Rewind would make, and changes nothing.
 	DryRun bool
-	// Audit says who rewinds the group, and why. A dry run needs none, nor does a nil db.
-	// Required.
+	// Audit is the operator and the reason. A dry run needs none, nor does a nil db. Required.
 	Audit AuditInfo
 	// Progress is called when some records have been counted, with their number so far.
 	// Nil is not called.
@@ -57,10 +55,10 @@ type RewindConfig struct {
 
 // RewindReport is the result of [Rewind]. In a dry run, it says what Rewind would do.
 type RewindReport struct {
-	// Partitions are those in which the group goes back, sorted.
+	// Partitions are the partitions in which the group goes back, sorted.
 	Partitions []RewoundPartition
-	// Records is how many records it reads again. A handler without a transaction gets
-	// all of its events again.
+	// Records is the number of records that the group reads again. A handler without a transaction gets all
+	// of their events again.
 	Records int
 	// Noted is the number of their events with a note of this group in event_handled. Actions with a note
 	// are not repeated.
@@ -71,13 +69,13 @@ type RewindReport struct {
 	Older int
 	// OldestNote is the time of the oldest note that the group still has; zero without a note.
 	OldestNote time.Time
-	// Unreadable is how many records Decode does not read.
+	// Unreadable is the number of records that Decode does not read.
 	Unreadable int
 }
 
-// Unnoted is how many events have no note and are not older than the oldest one. No
-// handler with a transaction has handled them, as far as PostgreSQL knows; unless its key
-// is one of [outbox.OncePer], whose notes are not found by the event.
+// Unnoted returns the number of events that have no note and are not older than the oldest note. As far as
+// PostgreSQL knows, no handler with a transaction has handled them. An exception are handlers with a key of
+// [outbox.OncePer], because the event does not lead to their notes.
 func (r RewindReport) Unnoted() int { return r.Records - r.Noted - r.Older - r.Unreadable }
 
 // RewoundPartition is a partition in which a group goes back.

@@ -9,7 +9,7 @@ import (
 	"github.com/outboxgo/outbox/outboxarchive"
 )
 
-// archiveFlags say where outbox_archive is, and how long it keeps events.
+// archiveFlags are the schema of outbox_archive, and the time for which it keeps events.
 type archiveFlags struct {
 	archive string
 	months  int

@@ -22,8 +22,7 @@ const (
 	exitSignal   = 128 // plus the number of the signal
 )
 
-// command is something that can be asked for. It keeps no state: tests run commands
-// in their own process.
+// command is a command of the program. It keeps no state: tests run commands in their own process.
 type command struct {
 	name     string // one word or two
 	synopsis string // the words after the name
@@ -237,7 +236,7 @@ func suggest(word string, of []string) string {
 	return fmt.Sprintf(": did you mean %q?", best)
 }
 
-// edits returns how many letters have to be put in, taken out or replaced to make b of a.
+// edits returns the number of letters to insert, remove or replace to make b from a.
 func edits(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {

@@ -24,7 +24,7 @@ is. To have it in every shell, add a line:
 	}
 }
 
-// maxWords is how many words of a command line are looked at.
+// maxWords bounds the words of a command line that are read.
 const maxWords = 1000
 
 // askWords precedes the words of a command line, up to the word at the cursor.

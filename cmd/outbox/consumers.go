@@ -128,7 +128,7 @@ func showGroups(e *env, v groupsView) {
 	}
 }
 
-// lagOf returns how many records a group has still to read of a topic, or nil if that is not known.
+// lagOf returns the number of records of a topic that a group still has to read, or nil if it is unknown.
 func (v groupsView) lagOf(group, topic string) *int64 {
 	n, ok := v.lag[group][topic]
 	if !ok {
@@ -209,7 +209,7 @@ func deadLettersOf(topics []outboxops.DeadLetterTopic) []deadLettersJSON {
 	return all
 }
 
-// eventsHave says how many events of a group are behind its position.
+// eventsHave describes the number of events behind the position of a group.
 func eventsHave(g outboxops.DeliveryGroup) string {
 	if g.PendingMore {
 		return "more than " + count(g.Pending) + " events have"
@@ -257,7 +257,7 @@ func groupsOf(v groupsView) []groupJSON {
 	return all
 }
 
-// deliveriesJSON are deliveries that are alike in the output.
+// deliveriesJSON is a number of equal deliveries in the output.
 type deliveriesJSON struct {
 	Group      string     `json:"group"`
 	Topic      string     `json:"topic"`

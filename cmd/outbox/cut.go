@@ -337,7 +337,7 @@ type cutWait struct {
 	why   outboxops.AuditInfo
 }
 
-// run waits as long as it takes; --timeout bounds each look.
+// run waits without a limit; --timeout bounds each poll.
 func (w *cutWait) run(ctx context.Context, e *env) error {
 	looking, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()

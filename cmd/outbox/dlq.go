@@ -221,7 +221,7 @@ type dlqReplay struct {
 	filter deadLetterFlags
 	to     string
 	yes    bool
-	topics map[string]int // how many go back to which topic
+	topics map[string]int // number of dead letters by their target topic
 }
 
 func (r *dlqReplay) run(ctx context.Context, e *env) error {

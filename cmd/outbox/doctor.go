@@ -47,7 +47,7 @@ type doctor struct {
 	parts     []part
 	findings  []finding
 	checks    int
-	hasTables bool        // there are tables to look at
+	hasTables bool        // the tables exist
 	about     [][2]string // the objects that were checked
 }
 
@@ -89,7 +89,7 @@ func (d *doctor) run(ctx context.Context, e *env) error {
 	return err
 }
 
-// wantsTables reports whether a check is wanted that looks at tables.
+// wantsTables reports whether a wanted check needs tables.
 func (d *doctor) wantsTables() bool {
 	return d.wants(migrationsCheck, topicsCheck) || d.wants(tableChecks...)
 }
@@ -119,7 +119,7 @@ func (d *doctor) examine(ctx context.Context) {
 	}
 }
 
-// try makes a check if it is wanted.
+// try runs a check if it is wanted.
 func (d *doctor) try(ctx context.Context, c check) {
 	if d.wants(c) {
 		d.perform(ctx, c)
@@ -175,7 +175,7 @@ func (d *doctor) showFinding(f finding) {
 
 var connectCheck = check{name: "database.connect", ids: []string{"database.connect"}}
 
-// connect reports whether there is a database to look at.
+// connect reports whether the database can be reached.
 func (d *doctor) connect(ctx context.Context) bool {
 	d.checks++
 	db, err := d.e.connect(ctx)

@@ -70,7 +70,7 @@ func withBeginnings(ids []string) (all []string) {
 	return append(all, ids...)
 }
 
-// wants reports whether one of the checks can find something that is asked for.
+// wants reports whether one of the checks can have a wanted finding.
 func (d *doctor) wants(checks ...check) bool {
 	for _, c := range checks {
 		if slices.ContainsFunc(c.ids, d.asksFor) || d.only != "" && d.asksFor(c.failedID()) {
@@ -97,7 +97,7 @@ func (d *doctor) chosen() (all []finding) {
 	return all
 }
 
-// isObstacle reports whether a finding keeps checks from being made.
+// isObstacle reports whether a finding prevents checks.
 func isObstacle(id string) bool {
 	return beginsWithAny(id, []string{"database.connect", "migrations", "kafka.connect", "doctor"})
 }

@@ -166,8 +166,7 @@ func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
 		"Start a process that calls Worker.Run with this group and this handler, or read its log. If the group is given up for good: outbox failures resolve --kind delivery --status waiting,parked."}
 }
 
-// sqlHeadless looks at up to $1 keys with parked rows. A key is a step in the index, however
-// many rows it has.
+// sqlHeadless reads up to $1 keys with parked rows. A key is a step in the index, however many rows it has.
 const sqlHeadless = `
 WITH RECURSIVE waiting AS (
    (SELECT order_key, consumer_group, 1 AS n FROM {schema}.event_delivery AS d
@@ -189,8 +188,7 @@ const (
 	headsPause  = time.Second // a handler's transaction of another isolation level is followed by another one
 )
 
-// headless looks for keys whose deliveries are all parked: that nothing is left that could let
-// them go on.
+// headless looks for keys whose deliveries are all parked, so that no delivery can start the next one.
 func (d *doctor) headless(ctx context.Context) error {
 	first, err := headlessKeys(ctx, d.e)
 	if err != nil || len(first) == 0 {

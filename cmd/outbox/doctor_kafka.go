@@ -45,8 +45,8 @@ func (d *doctor) unreachable(err error) {
 		"Check --kafka, the brokers' advertised.listeners, TLS (--kafka-tls, --kafka-ca) and the login (--kafka-user, $KAFKA_PASSWORD).")
 }
 
-// brokers returns how many brokers there are and whether they create topics
-// automatically. ok is false if Kafka does not answer.
+// brokers returns the number of brokers, and whether they create topics automatically. ok is false if Kafka
+// does not answer.
 func (d *doctor) brokers(ctx context.Context, opts []kgo.Opt) (brokers int, auto, ok bool) {
 	ctx, cancel := d.e.step(ctx)
 	defer cancel()

@@ -106,7 +106,7 @@ const slotLimit = 1 << 30
 
 func (d *doctor) slots(ctx context.Context) error { return d.slotsAbove(ctx, slotLimit) }
 
-// slotsAbove finds replication slots that hold more than so many bytes of WAL.
+// slotsAbove finds replication slots that hold more than limit bytes of WAL.
 func (d *doctor) slotsAbove(ctx context.Context, limit int64) error {
 	rows, err := d.e.db.Query(ctx, `
 SELECT slot_name, active, coalesce(wal_status, ''),
@@ -137,7 +137,7 @@ SELECT slot_name, active, coalesce(wal_status, ''),
 	return rows.Err()
 }
 
-// clockLimit is how far the clock of this machine may be from the database's.
+// clockLimit is the largest accepted difference between the clocks of this machine and of the database.
 const clockLimit = 2 * time.Second
 
 func (d *doctor) clock(ctx context.Context) error {

@@ -36,7 +36,7 @@ var migrationsCheck = check{"migrations", []string{"migrations.none", "migration
 	return err
 }}
 
-// migrated reports whether the tables are there and of this release. Otherwise the other checks are
+// migrated reports whether the tables exist and belong to this release. Otherwise the other checks are
 // omitted.
 func (d *doctor) migrated(ctx context.Context) bool {
 	d.perform(ctx, migrationsCheck)
@@ -273,7 +273,7 @@ func (d *doctor) sequence(ctx context.Context) error {
 	return d.sequenceBehind(ctx, name)
 }
 
-// sequenceBehind looks as a relay does that begins to lead.
+// sequenceBehind makes the check of a relay that begins to lead.
 func (d *doctor) sequenceBehind(ctx context.Context, name string) error {
 	var drawn, highest int64
 	err := pg.Query(ctx, d.e.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {

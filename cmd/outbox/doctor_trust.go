@@ -113,8 +113,7 @@ SELECT c.relname, CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_us
  WHERE i.inhparent = to_regclass(format('%I.outbox', $1::text))::oid AND a.grantee <> c.relowner
  GROUP BY 1, 2 ORDER BY 1, 2`
 
-// partitionGrants looks at all partitions: a right to one of them stays when it is revoked on
-// outbox.
+// partitionGrants checks all partitions: a right on a partition stays when it is revoked on outbox.
 func (d *doctor) partitionGrants(ctx context.Context) error {
 	rows, err := d.e.db.Query(ctx, sqlPartitionGrants, d.e.schemaName())
 	if err != nil {

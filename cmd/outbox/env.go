@@ -137,7 +137,7 @@ func (e *env) namesDatabase() bool {
 		func(name string) bool { return e.getenv(name) != "" })
 }
 
-// databaseConfig returns the pool of commands that look and leave.
+// databaseConfig returns the config of the pool for a short command.
 func (e *env) databaseConfig() (*pgxpool.Config, error) {
 	cfg, err := e.parseDatabase("outbox-cli")
 	if err != nil {
@@ -205,7 +205,7 @@ func (e *env) step(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithCancel(ctx)
 }
 
-// databaseName says which database is meant, without the password.
+// databaseName returns the name of the database, without the password.
 func (e *env) databaseName() string {
 	cfg, err := e.databaseConfig()
 	if err != nil {

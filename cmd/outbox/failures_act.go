@@ -16,7 +16,7 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// auditFlags say who acts, and why.
+// auditFlags are the operator and the reason.
 type auditFlags struct{ operator, reason string }
 
 func (a *auditFlags) define(fs *flag.FlagSet) {
@@ -35,7 +35,7 @@ func (a *auditFlags) info(e *env) (outboxops.AuditInfo, error) {
 	return outboxops.AuditInfo{Operator: who, Reason: a.reason}, nil
 }
 
-// maxIDs bounds how many failures are named one by one.
+// maxIDs bounds the failures that are named one by one.
 const maxIDs = 1000
 
 var failuresRetryCommand = command{
@@ -219,7 +219,7 @@ func (c *change) report(e *env, n int, dryRun bool) error {
 	return nil
 }
 
-// showTopics writes how many failures or dead letters go to which topic, the most first.
+// showTopics writes the number of failures or dead letters for each topic, the largest first.
 func (e *env) showTopics(topics map[string]int) {
 	for _, name := range byCount(topics) {
 		e.printf("topic %s: %s\n", visible(cmp.Or(name, "(none)")), count(topics[name]))

@@ -38,7 +38,7 @@ func areProblems(all []finding) bool {
 	return false
 }
 
-// limits say from where on something is a finding.
+// limits are the thresholds of findings.
 type limits struct {
 	maxAge  time.Duration // of an event that waits
 	openFor time.Duration // of a transaction
@@ -62,8 +62,7 @@ func relayFindings(relays []outbox.RelayStatus) (all []finding) {
 	return all
 }
 
-// staleFindings are the relays and consumer groups whose events wait for too long, wherever they
-// wait.
+// staleFindings returns the relays and consumer groups whose events wait for too long, in any table.
 func staleFindings(counts []outbox.EventCount, now time.Time, l limits) (all []finding) {
 	of := map[[2]string][]outbox.EventCount{}
 	for _, c := range counts {

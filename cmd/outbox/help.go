@@ -135,7 +135,7 @@ func writeFlags(w io.Writer, fs *flag.FlagSet) {
 	width := 0
 	fs.VisitAll(func(f *flag.Flag) {
 		value, usage := flag.UnquoteUsage(f)
-		usage = strings.TrimPrefix(usage, value+" ") // it is there to name the value
+		usage = strings.TrimPrefix(usage, value+" ") // the word only names the value
 		name := "--" + f.Name
 		if !isSwitch(f) && value != "" {
 			name += " " + value

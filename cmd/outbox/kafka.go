@@ -28,7 +28,7 @@ const (
 	kafkaSilence  = 5 * time.Second
 )
 
-// kafkaOpts returns the options for a client of a command that looks and leaves, as the flags say.
+// kafkaOpts returns the options of the flags for a client of a short command.
 func (e *env) kafkaOpts() ([]kgo.Opt, error) {
 	opts, err := e.kafkaAccess()
 	if err != nil {

@@ -152,7 +152,7 @@ func (e *env) writeRow(row []string, widths []int, c color) {
 	fmt.Fprintln(e.stdout, text)
 }
 
-// cut shortens a text to so many characters.
+// cut shortens a text to width characters.
 func cut(text string, width int) string {
 	if utf8.RuneCountInString(text) <= width {
 		return text
@@ -160,8 +160,7 @@ func cut(text string, width int) string {
 	return string([]rune(text)[:max(width-1, 0)]) + "…"
 }
 
-// wrap breaks a text at spaces into lines of at most so many characters. A longer
-// word has a line of its own.
+// wrap breaks a text at spaces into lines of at most width characters. A longer word gets its own line.
 func wrap(text string, width int) (lines []string) {
 	for _, paragraph := range strings.Split(text, "\n") {
 		line := ""
@@ -230,7 +229,7 @@ func clock(t time.Time) string {
 	return t.Local().Format("2006-01-02 15:04:05")
 }
 
-// optional is a time for JSON: nothing where there is none.
+// optional returns a time for JSON, or nil for the zero time.
 func optional(t time.Time) *time.Time {
 	if t.IsZero() {
 		return nil
@@ -247,7 +246,7 @@ func body(payload []byte) (asJSON json.RawMessage, base64 []byte) {
 	return nil, payload
 }
 
-// progress shows how far something is: a bar on a terminal, else a line now and then.
+// progress shows the progress of a command: as a bar on a terminal, otherwise as a line now and then.
 type progress struct {
 	w     io.Writer
 	bar   bool

@@ -52,7 +52,7 @@ type relayProcess struct {
 	level                slog.Level
 }
 
-// Where it listens unless it is told: the port that metrics in the text format of Prometheus usually have.
+// The default address: its port is usual for metrics in the text format of Prometheus.
 const defaultListen = ":9464"
 
 // The values of --log, and the value of --listen for no listener.

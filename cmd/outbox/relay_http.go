@@ -156,7 +156,7 @@ func readUser(words []string) (u pageUser, err error) {
 	return u, nil
 }
 
-// authorize says who sends a request, by basic authentication.
+// authorize identifies the user by basic authentication.
 func (f userFile) authorize(r *http.Request) (outboxadmin.Access, error) {
 	name, password, given := r.BasicAuth()
 	if !given {

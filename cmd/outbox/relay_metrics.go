@@ -14,8 +14,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Names of labels are those that the module outboxotel has through OpenTelemetry's exporter, and so are names of
-// metrics: dashboards and rules are for both.
+// Labels have the same names as in the module outboxotel behind OpenTelemetry's exporter, and so have
+// metrics. So dashboards and rules work for both.
 const (
 	relayLabel  = "outbox_relay_name"
 	groupLabel  = "messaging_consumer_group_name"
@@ -56,7 +56,7 @@ type relayMetrics struct {
 // lookAtRelays reads the state of relays from the database.
 type lookAtRelays func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error)
 
-// How often and how long metrics look into the database.
+// The interval and the timeout of reads from the database.
 const (
 	lookInterval = 5 * time.Second
 	lookPatience = 3 * time.Second
@@ -75,7 +75,7 @@ func (m *relayMetrics) operation(retried string) labels {
 	return labelsOf("messaging_system", "kafka", "messaging_operation_name", "send", relayLabel, m.relay, retryLabel, retried)
 }
 
-// watch says where scrapes look.
+// watch sets the relay and the database that scrapes read.
 func (m *relayMetrics) watch(relay *outbox.Relay, db *pgxpool.Pool, cfg outbox.RelayConfig) error {
 	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema})
 	if err != nil {
@@ -114,7 +114,8 @@ func (m *relayMetrics) countFailed(counter counters, e outbox.FailedEvent) {
 	counter[labelsOf(relayLabel, m.relay, topicLabel, e.Topic, typeLabel, e.Type, errorLabel, e.Class)]++
 }
 
-// countBatch counts events of one topic behind each other with one look into the maps, because a batch has thousands.
+// countBatch counts runs of events of the same topic with one access to the maps, because a batch has
+// thousands of events.
 func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -178,7 +179,7 @@ func (m *relayMetrics) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(x.Bytes()) // the client has gone
 }
 
-// refresh looks into the database. The lock is not held meanwhile: hooks need it.
+// refresh reads the database. It does not hold the lock meanwhile, because hooks need the lock.
 func (m *relayMetrics) refresh(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookPatience)
 	defer cancel()

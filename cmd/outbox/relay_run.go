@@ -25,7 +25,7 @@ const (
 // relayConns is the least size of the pool: a relay uses seven, and the metrics and the page a few.
 const relayConns = 12
 
-// run is the process. An outage of PostgreSQL or Kafka does not end it, nor keep it from starting.
+// run runs the process. It starts and continues during an outage of PostgreSQL or Kafka.
 func (r *relayProcess) run(ctx context.Context, e *env) error {
 	if e.json {
 		r.log = logJSON

@@ -213,7 +213,7 @@ type statusJSON struct {
 	Problems     []finding         `json:"problems"`
 }
 
-// staleJSON are events that wait for too long and are alike.
+// staleJSON is a number of equal events that wait for too long.
 type staleJSON struct {
 	Relay  string    `json:"relay,omitempty"`
 	Group  string    `json:"group,omitempty"`

@@ -25,17 +25,17 @@ type claim struct {
 	remaining int       // deliveries of the batch that are still in the set
 	bytes     int64     // payloads and headers that were read with the claim
 	renewed   time.Time // when the leases were renewed last
-	suspect   bool      // the delivery may have ended the process that had it before
+	suspect   bool      // the delivery may have ended its last process
 	locked    bool      // a transaction has locked the rows, so no other process can take them over
 }
 
 func newClaimedSet() *claimedSet { return &claimedSet{rows: map[Ref]*claim{}} }
 
-// maxClaimedBytes bounds the payloads and headers of claimed deliveries. A lane reads what does not fit when it
+// maxClaimedBytes bounds the payloads and headers of claimed deliveries. A lane reads the others when it
 // handles the delivery.
 const maxClaimedBytes = 32 << 20
 
-// Budget returns how many bytes of payloads and headers the set can still take.
+// Budget returns the bytes of payloads and headers that the set can still take.
 func (s *claimedSet) Budget() int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()

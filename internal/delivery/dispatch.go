@@ -218,12 +218,12 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 	return more || got, err
 }
 
-// claimRequest says which rows are claimed.
+// claimRequest describes the rows to claim.
 type claimRequest struct {
 	pairs    []Pair
 	limit    int  // rows
 	follow   int  // parked rows behind each of them, at most
-	suspects bool // rows that may have ended the process that had them
+	suspects bool // rows that may have ended their last process
 	budget   int64
 }
 
@@ -257,8 +257,8 @@ func (d *Dispatcher) claimDue(ctx context.Context, k *LaneKind, room int) (more 
 	return err == nil && rows > 0 && rows >= limit && k.Room() > 0, err
 }
 
-// claimSuspect claims a single row that may have ended the process that had it, unless this process has one already.
-// It reports whether there may be more, which wait until this one is handled.
+// claimSuspect claims a single row that may have ended its last process, unless this process has such a row
+// already. It reports whether there may be more rows, which wait until this row is handled.
 func (d *Dispatcher) claimSuspect(ctx context.Context, k *LaneKind) (more bool, err error) {
 	if d.Claimed.hasSuspect() {
 		return true, nil

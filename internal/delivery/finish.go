@@ -124,7 +124,7 @@ type Failure struct {
 	Message string
 	// Wait is the time before the next attempt.
 	Wait time.Duration
-	// MaxAttempts is the number of attempts that the delivery has from now on, unless it had more.
+	// MaxAttempts is the new maximum of attempts of the delivery, unless its present maximum is higher.
 	MaxAttempts int
 	// Uncounted is set if the attempt does not count.
 	Uncounted bool

@@ -144,8 +144,9 @@ func (l *lane) handle(batch []Delivery) {
 
 func (l *lane) mayContinue() bool { return l.stopping.Err() == nil && l.ctx.Err() == nil }
 
-// handleBatch runs the tasks of items in one transaction. If that fails, it repeats those before the item that has
-// failed, or, if that is the first, this one alone. It returns how many items it has dealt with.
+// handleBatch runs the tasks of items in one transaction. If the transaction fails, handleBatch repeats the
+// items before the failed item. If the first item has failed, it repeats only this item. It returns the
+// number of items that need no more work here.
 func (l *lane) handleBatch(items []laneItem) int {
 	const conflictsOfBatch = 3 // then single transactions, which block each other less
 	if n := slices.IndexFunc(items, l.mustRunAlone); n == 0 {

@@ -59,7 +59,7 @@ const (
 // it, the additional transaction costs as much as it saves.
 const undividedBatch = 20 * time.Millisecond
 
-// batchSize returns how many of n deliveries make a batch.
+// batchSize returns the size of a batch if n deliveries wait.
 func (k *LaneKind) batchSize(n int) int {
 	room := max(k.Room(), 1)
 	k.mu.Lock()
@@ -133,7 +133,7 @@ func (k *LaneKind) slowLanes() []*lane {
 	return slices.Collect(maps.Keys(k.slow))
 }
 
-// Batch returns how many deliveries a batch has at most.
+// Batch returns the largest number of deliveries in a batch.
 func (k *LaneKind) Batch() int {
 	k.mu.Lock()
 	defer k.mu.Unlock()

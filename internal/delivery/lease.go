@@ -35,7 +35,7 @@ func (s *Store) Own(ctx context.Context) (rows []Delivery, err error) {
 	return rows, nil
 }
 
-// maxCounted bounds the number that countOthers returns, and what it costs.
+// maxCounted bounds the result of countOthers, and its cost.
 const maxCounted = 10_000
 
 // sqlOthers counts rows that other processes have claimed, also with leases that have expired within the last lease.
@@ -47,8 +47,8 @@ SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
          ORDER BY d.consumer_group, d.locked_until LIMIT $4) AS o
  WHERE NOT starts_with(o.locked_by, $2::text || '/')`
 
-// countOthers returns how many rows other processes have claimed, at most 10,000, and how long their longest lease
-// lasts.
+// countOthers returns the number of rows that other processes have claimed, at most 10,000, and the longest
+// remaining lease.
 func (s *Store) countOthers(ctx context.Context) (rows int, longest time.Duration, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlOthers, s.group, s.process, s.lease, maxCounted).QueryRow(func(row pgx.Row) error { return row.Scan(&rows, &longest) })

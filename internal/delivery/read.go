@@ -37,8 +37,8 @@ func ReceivedOf(d *Delivery, of *envelope.Origin) envelope.Received {
 // maxReadBytes bounds the payloads of bare deliveries that a lane reads before it handles them.
 const maxReadBytes = 8 << 20
 
-// readSome decodes the events of the first items, and returns how many. Each has HandlerTimeout, because codecs may do
-// I/O.
+// readSome decodes the events of the first items, and returns their number. Each has HandlerTimeout,
+// because codecs may do I/O.
 func (l *lane) readSome(items []laneItem) (n int) {
 	bytes := 0
 	for n < min(len(items), l.most) && (n == 0 || l.mayContinue()) {

@@ -78,7 +78,7 @@ func (s *Store) Requeue(ctx context.Context, subjects []Subject) (indexes []int,
 	return indexes, nil
 }
 
-// retryDeadBatch is how many rows retryDead requeues in a transaction, at most.
+// retryDeadBatch is the largest number of rows that retryDead requeues in a transaction.
 const retryDeadBatch = 500
 
 // sqlRetryable finds rows that have been DEAD for as long as the code of their error requires.

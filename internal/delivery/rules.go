@@ -21,5 +21,5 @@ type Rules struct {
 // Of returns the retry policy for the events of a topic.
 func (c *Rules) Of(topic string) handling.RetryPolicy { return c.Streams[topic].Over(c.Retry) }
 
-// Attempts returns how many attempts an event with a number of retries has. It fits into event_delivery.
+// Attempts returns the number of attempts for a number of retries. It fits into event_delivery.
 func Attempts(retries int) int { return min(max(0, retries), math.MaxInt32-1) + 1 }

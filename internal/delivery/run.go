@@ -32,8 +32,8 @@ type Run struct {
 	Stopping   context.Context   // ends when no new attempt may begin
 	Cut        context.Context   // ends when attempts must end
 
-	// Confirm tells the other processes from time to time that this process still handles its routes. Nil if that is
-	// not needed. It is set before Run.
+	// Confirm tells the other processes from time to time that this process still handles its routes. Nil
+	// means that this is not needed. It is set before Run.
 	Confirm func(context.Context) error
 
 	parts  Parts
@@ -55,7 +55,7 @@ type Parts struct {
 	Heard      <-chan struct{} // other processes have
 	Read       readDelivery
 	DeadLetter sendDeadLetter // nil if dead deliveries get no dead letter
-	Records    bool           // handle the deliveries of records, not those of outbox events
+	Records    bool           // handle the deliveries of records, not of outbox events
 	Pairs      [2][]Pair      // for handlers with a transaction, and for those without, see PairsOf
 }
 

@@ -57,7 +57,7 @@ func NewRows(source string, n, maxPayload int) *Rows {
 // Len returns the number of rows.
 func (r *Rows) Len() int { return len(r.eventID) }
 
-// Type is what all events of a type have in common.
+// Type has the properties that all events of a type share.
 type Type struct {
 	Name, AggregateType, ContentType string
 	Topic                            string // empty: derived from Name

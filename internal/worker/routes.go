@@ -21,8 +21,8 @@ import (
 // process waits for a process that has it.
 const routeLife = time.Hour
 
-// sqlSubscribe adds the routes $2 of a worker to those of its group, and removes routes that no worker has confirmed
-// for $3. The version of the routes grows if the set of routes changes.
+// sqlSubscribe adds the routes $2 of a worker to the routes of its group, and removes routes that no worker
+// has confirmed for $3. The version of the routes grows if the set of routes changes.
 const sqlSubscribe = `
 INSERT INTO {schema}.event_subscription AS s (consumer_group, routes, routes_version)
 SELECT $1::text, jsonb_object_agg(route, extract(epoch FROM now())::bigint), 1 FROM unnest($2::text[]) AS route
@@ -46,7 +46,7 @@ type groupRoutes struct {
 	byType  map[string][]delivery.Pair
 }
 
-// read replaces the routes by those of a version, as event_subscription stores them.
+// read replaces the routes by a version of event_subscription, in its stored form.
 func (g *groupRoutes) read(version int64, text string) error {
 	var stored map[string]int64
 	if err := json.Unmarshal([]byte(text), &stored); err != nil {

@@ -42,8 +42,8 @@ func newRun(w *Worker) *run {
 	return r
 }
 
-// prepare waits for PostgreSQL, checks that the tables are those of this release, and reads the pauses of operators,
-// before any event is handled.
+// prepare waits for PostgreSQL, checks that the tables belong to this release, and reads the pauses of
+// operators, before any event is handled.
 func (r *run) prepare(ctx context.Context) error {
 	return r.engine.Prepare(ctx, func(ctx context.Context) error {
 		return errors.Join(r.worker.notes.Check(ctx), r.readPauses(ctx))
