@@ -70,7 +70,7 @@ func TestFilterIsDropDowns(t *testing.T) {
 	require.Contains(t, h.get("/failed?status=failed,waiting"), `<option value="failed,waiting" selected>failed, waiting</option>`)
 }
 
-// A status that is asked for several times is one: five times dead is not any.
+// A repeated status counts once: five times dead is not any.
 func TestStatusTwice(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

@@ -53,7 +53,7 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// Samples are bounded in number, age and relays, and those who look at once make one.
+// Samples are bounded in number, age and relays. Several views at the same time add only one sample.
 func TestSamples(t *testing.T) {
 	t.Parallel()
 	var s samples

@@ -136,7 +136,7 @@ func (h *adminFixture) checkAnswer(file openAPI, template, path string) {
 	require.NotContains(h.t, w.Body.String(), "<script", path)
 }
 
-// A payload that is too large for a page is not read, and its length is told.
+// A payload that is too large for a page is not read, and its length is shown.
 func TestLargePayloads(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

@@ -14,8 +14,7 @@ func (h *adminFixture) reads() []string {
 	return query1[[]string](h, `SELECT coalesce(array_agg(concat_ws(' ', operator, reason, failed_id, outbox_id) ORDER BY id), '{}') FROM {s}.outbox_audit WHERE action = 'read'`)
 }
 
-// Who reads a payload is written down before it is shown, wherever it is shown; lists show
-// none.
+// The audit has the reader of a payload before the payload is shown, on all pages. Lists show no payloads.
 func TestReadsAreAudited(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, func(c *Config) { c.AuditReads = true })

@@ -96,7 +96,7 @@ func TestEveryRouteIsGuarded(t *testing.T) {
 		"Sec-Fetch-Site", "same-origin", "Origin", "http://ops.example").Code, "what was refused above is possible")
 }
 
-// A method that acts is not to be had by GET.
+// GET never calls a method that acts.
 func TestOnlyPostsAct(t *testing.T) {
 	t.Parallel()
 	for _, rt := range routes {
@@ -108,7 +108,7 @@ func TestOnlyPostsAct(t *testing.T) {
 	}
 }
 
-// The prefix without its slash leads to the first page, wherever it is mounted.
+// The prefix without its slash redirects to the first page, under any prefix.
 func TestPrefixWithoutSlash(t *testing.T) {
 	t.Parallel()
 	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})

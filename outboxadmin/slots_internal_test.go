@@ -212,7 +212,7 @@ func (p *pipes) Accept() (net.Conn, error) {
 func (p *pipes) Close() error   { close(p.end); return nil }
 func (p *pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipe"} }
 
-// A client that sends a body slowly, or reads an answer slowly, keeps neither a connection nor the server's
+// A client may send a body slowly, or read an answer slowly. It keeps neither a connection nor the server's
 // goroutine for longer than 30 s, even if the server has no timeouts.
 func TestSlowClients(t *testing.T) {
 	t.Parallel()

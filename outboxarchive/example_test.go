@@ -44,7 +44,7 @@ func (b bucket) Put(_ context.Context, name string, content []byte) error {
 	return nil
 }
 
-// Files go wherever a Store puts them, and are read from any fs.FS.
+// A Store writes the files to any place, and an fs.FS reads them.
 func ExampleFiles() {
 	store := bucket{}
 	files, err := outboxarchive.NewFiles(store, outboxarchive.FilesConfig{})

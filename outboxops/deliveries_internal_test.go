@@ -62,8 +62,8 @@ func TestDeliveriesOverManyRows(t *testing.T) {
 	}
 }
 
-// looksAtDeliveries are statements with the types and the values of their parameters, and how many
-// buffers they may touch.
+// looksAtDeliveries are statements with the types and the values of their parameters, and the largest
+// number of buffers that they may touch.
 var looksAtDeliveries = []struct {
 	name, more, sql, arguments string
 	limit                      int

@@ -57,7 +57,7 @@ func TestFailureIDAsText(t *testing.T) {
 	require.ErrorIs(t, json.Unmarshal([]byte(`"17"`), new(outboxops.FailureID)), outbox.ErrMalformed)
 }
 
-// An id or a kind that cannot be is refused before the database is asked.
+// An impossible id or kind is refused before the database is used.
 func TestFailuresRefuseIDs(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)

@@ -223,7 +223,7 @@ func TestReleaseKeyOfDeadEvent(t *testing.T) {
 	requireArrival(t, reader, more...)
 }
 
-// Holding a dead event's key, which had passed it, holds later events too.
+// A dead event that later events had passed can hold its key. Then later events are held too.
 func TestHoldKeyOfDeadEvent(t *testing.T) {
 	t.Parallel()
 	h, reader := newPoisonedFixture(t)
@@ -232,7 +232,7 @@ func TestHoldKeyOfDeadEvent(t *testing.T) {
 	bad := only(t, f, outbox.StatusDead).ID
 	require.NoError(t, f.Hold(background, bad, kim))
 	events := numbered("bad", 2, 0)
-	for i := 2; h.statuses(t)[outbox.StatusParked] == 0; i++ { // those before the relay's next look still pass
+	for i := 2; h.statuses(t)[outbox.StatusParked] == 0; i++ { // events before the next poll still pass
 		events = append(events, numbered("bad", i, 1)...)
 		h.commit(t, events[len(events)-1])
 	}

@@ -43,7 +43,7 @@ func newFixture(t testing.TB) *opsFixture {
 	return newFixtureOf(t, 0)
 }
 
-// newFixtureOf has an outbox with partitions of so many ids; 0: none.
+// newFixtureOf returns a fixture whose outbox has partitions of partitionRows ids. 0 means no partitions.
 func newFixtureOf(t testing.TB, partitionRows int64) *opsFixture {
 	t.Helper()
 	newSchema := testenv.Schema

@@ -49,7 +49,7 @@ SELECT 'default', n, 'b-events/key-' || n % $2::bigint, gen_random_uuid(), 'a.b.
        now(), now(), CASE WHEN n <= $2::bigint THEN 'waiting' ELSE 'parked' END
   FROM generate_series(1, $1::bigint) AS n`
 
-// explain runs a statement and returns how many buffers it touched.
+// explain runs a statement and returns the number of buffers that it touched.
 func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan string) {
 	t.Helper()
 	ctx := context.Background()
@@ -64,8 +64,8 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 	return explained[0].Plan.Hit + explained[0].Plan.Read, plan
 }
 
-// The events of an aggregate are found by the index that Migrate makes if it is asked to, with and without
-// statistics, and in partitions.
+// A search for the events of an aggregate uses the index that Migrate makes on request. This holds with and
+// without statistics, and in partitions.
 func TestEventsOfAggregate(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -98,8 +98,8 @@ func TestEventsOfAggregate(t *testing.T) {
 	}
 }
 
-// Pages and monitors look every few seconds. The cost of a look must not grow with the
-// published events, nor with the history of the cursor.
+// Pages and monitors poll every few seconds. The cost of a poll must not grow with the published events,
+// nor with the history of the cursor.
 func TestInspectionOverManyRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	const published, moved, fresh, parked = 200_000, 20_000, 100, 2000

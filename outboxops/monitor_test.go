@@ -276,7 +276,7 @@ func TestLostRecordsBesidePoison(t *testing.T) {
 	require.Eventually(t, func() bool { return box.received(outbox.AlertLost) == "lost_records lost_records" }, testenv.Patience, 5*time.Millisecond)
 }
 
-// A standby needs a moment to take over: one look without a leader is no alert.
+// A standby needs a moment to take over: a single poll without a leader sends no alert.
 func TestBriefAbsenceOfALeader(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)

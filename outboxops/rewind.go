@@ -74,8 +74,8 @@ type RewindReport struct {
 }
 
 // Unnoted returns the number of events that have no note and are not older than the oldest note. As far as
-// PostgreSQL knows, no handler with a transaction has handled them. An exception are handlers with a key of
-// [outbox.OncePer], because the event does not lead to their notes.
+// PostgreSQL knows, no handler with a transaction has handled them. Handlers with a key of [outbox.OncePer]
+// are an exception, because the event does not lead to their notes.
 func (r RewindReport) Unnoted() int { return r.Records - r.Noted - r.Older - r.Unreadable }
 
 // RewoundPartition is a partition in which a group goes back.

@@ -75,7 +75,7 @@ func (r *rewindFixture) put(t *testing.T, partition int32, n int) {
 	}
 }
 
-// effects returns how many events have an effect, and how many effects there are.
+// effects returns the number of events with an effect, and the number of effects.
 func (r *rewindFixture) effects(t *testing.T) (events, effects int) {
 	t.Helper()
 	require.NoError(t, r.db.QueryRow(background, r.sql(`SELECT count(DISTINCT id), count(*) FROM {schema}.effects`)).Scan(&events, &effects))
@@ -241,7 +241,7 @@ func TestRewindOfLaggingGroup(t *testing.T) {
 	require.Equal(t, []outboxops.RewoundPartition{{Topic: r.topic, From: 13, To: 3}}, report.Partitions)
 	require.Equal(t, []int{10, 0, 10, 0}, []int{report.Records, report.Noted, report.Unnoted(), report.Older})
 
-	// Had Kafka not taken the offsets, it would have to be done once more, and go as far back.
+	// If Kafka had not taken the offsets, a second Rewind would go back as far.
 	client, err := kgo.NewClient(kgo.SeedBrokers(r.brokers...))
 	require.NoError(t, err)
 	defer client.Close()

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Help of every command can be had in two ways, and fits a screen.
+// The help of every command is available in two ways, and fits a screen.
 func TestHelp(t *testing.T) {
 	t.Parallel()
 	d := &commandFixture{}

@@ -21,7 +21,7 @@ func (d *commandFixture) deliveryFindings(t testing.TB, args ...string) (ids []s
 
 func TestDoctorOnDeliveries(t *testing.T) {
 	testenv.Long(t)
-	testenv.Direct(t) // the doctor says that PgBouncer is there
+	testenv.Direct(t) // the doctor has a finding about PgBouncer
 	t.Parallel()
 	d := newClinic(t)
 	d.deliver(t, "healthy", "PROCESSING", "PARKED", "DONE")

@@ -33,7 +33,7 @@ type doctorJSON struct {
 // transactions open. It sets up sessions: call testenv.Direct first.
 func newClinic(t testing.TB) *commandFixture {
 	t.Helper()
-	d := newCommandFixture(t).migrate(t) // not a schema of another test, whose dead rows and statistics are there
+	d := newCommandFixture(t).migrate(t) // not a used schema, which has dead rows and statistics
 	// Before version 15 everybody may create in public, which the doctor finds.
 	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000%20-c%20search_path%3Dpg_catalog")
 	return d

@@ -92,8 +92,8 @@ func TestFailuresOfDeliveries(t *testing.T) {
 	require.Equal(t, "retried 1 failure\n", a.out)
 }
 
-// An operator's day: both kinds are listed, held, released, retried and resolved alike, and the
-// audit shows who did it.
+// Operators list, hold, release, retry and resolve both kinds in the same way, and the audit shows the
+// operator.
 func TestFailuresOfBothKinds(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)

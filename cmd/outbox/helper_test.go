@@ -85,7 +85,7 @@ func (d *commandFixture) migrate(t testing.TB) *commandFixture {
 	return d
 }
 
-// withKafka has commands look at Kafka too.
+// withKafka makes commands use Kafka too.
 func (d *commandFixture) withKafka(t testing.TB) *commandFixture {
 	t.Helper()
 	d.brokers = testenv.RealBrokers(t)

@@ -140,7 +140,8 @@ func get(t testing.TB, address, path string, change func(*http.Request)) (status
 	return response.StatusCode, string(text)
 }
 
-// received reads the topic until it has records of all keys, and returns how many of each, and how many have a header.
+// received reads the topic until it has records of all keys. It returns the number of records of each key,
+// and of records with a header.
 func (d *commandFixture) received(t testing.TB, keys ...string) map[string]int {
 	t.Helper()
 	client, err := kgo.NewClient(append(testenv.KafkaOpts(d.brokers), kgo.ConsumeTopics(d.topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))...)

@@ -16,7 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// A process relays, answers probes, tells its metrics, and stops when it is told.
+// A process relays events, answers probes, serves its metrics, and stops on a signal.
 func TestRelayProcess(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -135,7 +135,8 @@ func TestRelayEndsByItself(t *testing.T) {
 	require.Contains(t, p.log.String(), "$OUTBOX_PAGE: users: open /nosuch")
 }
 
-// Without PostgreSQL and Kafka it starts, is live and not ready, and works when they are there.
+// Without PostgreSQL and Kafka, the process starts, is live and not ready. It works as soon as they are
+// available.
 func TestRelayWaitsForServices(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -202,7 +203,7 @@ func TestRelayStopsWhateverHangs(t *testing.T) {
 	}
 }
 
-// The page is for the users of the file, as they are there now.
+// The users of the page are the present users in the file.
 func TestRelayServesThePage(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -230,7 +231,7 @@ func TestRelayServesThePage(t *testing.T) {
 	require.Equal(t, exitOK, code)
 }
 
-// A file of users that is not understood keeps the process from starting, and is not shown.
+// An invalid file of users prevents the start of the process, and its content is not shown.
 func TestRelayReadsUsers(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{
@@ -250,8 +251,7 @@ func TestRelayReadsUsers(t *testing.T) {
 	}
 }
 
-// A password is not in the log, wherever it comes from. A short password does not mask parts of
-// other words.
+// The log contains no password of any source. A short password does not mask parts of other words.
 func TestRelayMasksItsLog(t *testing.T) {
 	t.Parallel()
 	var b strings.Builder

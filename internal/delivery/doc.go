@@ -2,7 +2,7 @@
 // renews their leases, and writes down their outcomes. Each row is a delivery: one event for one action of a group.
 //
 // A worker inserts a row for each event of its database and each action. A consumer inserts a row only for an event
-// that it parks: one that has failed, or that comes behind a failed one in its key. [Store] has the statements, [Run]
+// that it parks: the event has failed, or is behind a failed event in its key. [Store] has the statements, [Run]
 // handles the rows of a group in one process.
 //
 // # What it needs
@@ -23,9 +23,9 @@
 // # One head per key
 //
 // Of the open rows of a key, one is PENDING, or the first ones are PROCESSING with one process. All others are PARKED.
-// So a claim reads one row of each key, however many rows wait behind it. The alternative, a claim that looks for
-// earlier open rows of each key, takes seconds behind a long queue, and lets two rows of a key run at once when an
-// operator requeues one.
+// So a claim reads one row of each key, however many rows wait behind it. The alternative is a claim that looks for
+// earlier open rows of each key. It takes seconds behind a long queue, and lets two rows of a key run at once when
+// an operator requeues a row.
 //
 // A statement that inserts, ends or requeues rows promotes the next head. It first locks the keys, and decides in a
 // later statement. A statement that waits for a lock goes on reading what was committed before it began to wait, and

@@ -96,8 +96,8 @@ const (
 
 // ofKey is the condition that a row d belongs to a key. It is a range. With an equation, PostgreSQL would
 // conclude that the order of ids is also the order of keys and ids. If the table is empty while its
-// statistics say otherwise, PostgreSQL would then choose the primary key, and read all rows for as long as
-// it keeps the plan.
+// statistics say otherwise, PostgreSQL would then choose the primary key. It would read all rows for as
+// long as it keeps the plan.
 func ofKey(key string) string { return `d.order_key >= ` + key + ` AND d.order_key <= ` + key }
 
 // ofKeyFrom is the condition that a row d belongs to a key and that its id is not below one. See ofKey.
