@@ -27,7 +27,8 @@ const (
 const rowColumns = `id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
            headers, occurred_at, created_at, size`
 
-// rowFilter chooses rows behind the event ($1, $2). Its casts are for pools that send arguments by their Go types.
+// rowFilter chooses rows behind the event ($1, $2). Its casts are for pools that send arguments by their Go
+// types.
 const rowFilter = `
      WHERE id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid)
        AND ($4::timestamptz IS NULL OR created_at >= $4::timestamptz) AND ($5::timestamptz IS NULL OR created_at < $5::timestamptz)

@@ -128,8 +128,8 @@ const (
 	sqlIsActive = `SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = $1`
 )
 
-// sqlUnconfirmed counts the inserts into outbox in the messages of pgoutput that a slot would send: I, and the oid of
-// the table. Other tables of the publication, which go on after the cut, do not count.
+// sqlUnconfirmed counts the inserts into outbox in the messages of pgoutput that a slot would send: I, and
+// the oid of the table. Other tables of the publication, which go on after the cut, do not count.
 const sqlUnconfirmed = `
 SELECT count(*) FROM pg_catalog.pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL, 'proto_version', '1', 'publication_names', quote_ident($2)) AS change
  WHERE get_byte(change.data, 0) = ascii('I')
@@ -172,8 +172,9 @@ func (c *Cuts) progressOn(ctx context.Context, conn *pgx.Conn, cut DebeziumCut) 
 	return p, errors.Join(err, dropped)
 }
 
-// AwaitDebezium waits until the connector has confirmed everything and is stopped, or ctx ends, and calls progress at
-// once and then each second; nil is not called. Stop the connector when nothing is unconfirmed: progress may do it.
+// AwaitDebezium waits until the connector has confirmed everything and is stopped, or ctx ends, and calls
+// progress at once and then each second; nil is not called. Stop the connector when nothing is unconfirmed:
+// progress may do it.
 func (c *Cuts) AwaitDebezium(ctx context.Context, cut DebeziumCut, progress func(DebeziumProgress)) error {
 	for {
 		p, err := c.DebeziumProgress(ctx, cut)
@@ -192,8 +193,8 @@ func (c *Cuts) AwaitDebezium(ctx context.Context, cut DebeziumCut, progress func
 	}
 }
 
-// BeginRelay lets the relay of [Cuts.FromDebezium] begin. The error is [ErrCutRefused] while the connector has not
-// confirmed everything, or is not stopped, and [ErrNoCut] if there is no cut.
+// BeginRelay lets the relay of [Cuts.FromDebezium] begin. The error is [ErrCutRefused] while the connector
+// has not confirmed everything, or is not stopped, and [ErrNoCut] if there is no cut.
 func (c *Cuts) BeginRelay(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
 	p, err := c.DebeziumProgress(ctx, cut)
 	switch {

@@ -94,7 +94,8 @@ func (e *env) close() {
 // password, for example in a URL that was given in the wrong place.
 func (e *env) mask(text string) string { return e.maskFrom(text, 1) }
 
-// maskFrom leaves short passwords as they are: in a text that shows none anyway, they would be parts of words.
+// maskFrom leaves short passwords as they are: in a text that shows none anyway, they would be parts of
+// words.
 func (e *env) maskFrom(text string, least int) string {
 	e.mu.Lock()
 	defer e.mu.Unlock()

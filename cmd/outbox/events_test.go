@@ -7,8 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The events of an aggregate are listed with and without the index, and without it a line says how to get it. Doctor
-// has nothing against the indexes that migrate up makes.
+// The events of an aggregate are listed with and without the index, and without it a line says how to get
+// it. Doctor has nothing against the indexes that migrate up makes.
 func TestEvents(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)

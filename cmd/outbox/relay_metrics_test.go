@@ -71,7 +71,8 @@ func TestRelayMetricsCountRemovedRows(t *testing.T) {
 	promtool(t, x.String())
 }
 
-// A real Prometheus scrapes the process, the relay's panels of the dashboard show something, and its rules work.
+// A real Prometheus scrapes the process, the relay's panels of the dashboard show something, and its rules
+// work.
 func TestRelayMetricsInPrometheus(t *testing.T) {
 	testenv.Long(t)
 	// Not parallel: Prometheus scrapes every second, and rates are of the last seconds.

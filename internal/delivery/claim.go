@@ -66,8 +66,9 @@ SELECT (SELECT d.next_retry_at FROM {schema}.event_delivery AS d
   FROM unnest($2::text[], $3::text[], $4::timestamptz[]) WITH ORDINALITY AS w (action, stream, since, n)
  ORDER BY w.n`
 
-// Claim claims at most limit due rows, and at most follow parked rows behind each. With suspects it claims only rows
-// that were taken over, without the rows behind them. Rows beyond the budget of bytes come bare, as from Queue.
+// Claim claims at most limit due rows, and at most follow parked rows behind each. With suspects it claims
+// only rows that were taken over, without the rows behind them. Rows beyond the budget of bytes come bare,
+// as from Queue.
 func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, suspects bool, budget int64) (claimed []Delivery, err error) {
 	actions, streams, since := make([]string, len(pairs)), make([]string, len(pairs)), make([]time.Time, len(pairs))
 	for i, p := range pairs {
@@ -112,7 +113,8 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	return withFloors(claimed), nil
 }
 
-// scannedUntil returns the time up to which a scan has left no row, given the time of the first row that it has left.
+// scannedUntil returns the time up to which a scan has left no row, given the time of the first row that it
+// has left.
 func scannedUntil(left pgtype.Timestamptz, now time.Time) time.Time {
 	if left.Valid {
 		return left.Time
@@ -125,16 +127,16 @@ func MayBeUnreadable(err error) bool {
 	return pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
 }
 
-// claimTimeout bounds a claim. After it, the claim is retried without payloads, because PostgreSQL may be unable to
-// print one.
+// claimTimeout bounds a claim. After it, the claim is retried without payloads, because PostgreSQL may be
+// unable to print one.
 const claimTimeout = 15 * time.Second
 
 const sqlReadPayload = `
 SELECT ` + payload + `, ` + headers + `, ` + record + ` FROM {schema}.event_delivery AS d
  WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
 
-// readPayload reads payload, headers and record of a bare row. It returns [ErrLost] if another process has the row.
-// [MayBeUnreadable] tells whether PostgreSQL cannot print the row.
+// readPayload reads payload, headers and record of a bare row. It returns [ErrLost] if another process has
+// the row. [MayBeUnreadable] tells whether PostgreSQL cannot print the row.
 func (s *Store) readPayload(ctx context.Context, d *Delivery) error {
 	err := s.db.QueryRow(ctx, s.sqlReadPayload, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
 	switch {

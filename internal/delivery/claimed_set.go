@@ -9,8 +9,9 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
-// claimedSet is the set of deliveries that this process has claimed: those that wait for a lane and those that a
-// lane handles. Their leases are renewed as long as they are in the set. It is safe for concurrent use.
+// claimedSet is the set of deliveries that this process has claimed: those that wait for a lane and those
+// that a lane handles. Their leases are renewed as long as they are in the set. It is safe for concurrent
+// use.
 type claimedSet struct {
 	mu    sync.Mutex
 	rows  map[Ref]*claim
@@ -57,8 +58,8 @@ func (s *claimedSet) add(cut context.Context, batch []Delivery, claimedAt time.T
 	s.bytes += c.bytes
 }
 
-// contextOf returns the context of a batch, which ends when its claim is lost. It has ended already if no delivery
-// of the batch is in the set.
+// contextOf returns the context of a batch, which ends when its claim is lost. It has ended already if no
+// delivery of the batch is in the set.
 func (s *claimedSet) contextOf(batch []Delivery, cut context.Context) context.Context {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -155,8 +156,8 @@ func (s *claimedSet) withContext(ctx context.Context) (rows []Ref) {
 	return rows
 }
 
-// noteRenewed notes that deliveries were renewed at a time. It loses the claims that were not renewed for longer
-// than the lease, and returns their number.
+// noteRenewed notes that deliveries were renewed at a time. It loses the claims that were not renewed for
+// longer than the lease, and returns their number.
 func (s *claimedSet) noteRenewed(rows []Ref, at time.Time, lease time.Duration) (lost int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -174,8 +175,8 @@ func (s *claimedSet) noteRenewed(rows []Ref, at time.Time, lease time.Duration) 
 	return lost
 }
 
-// setLocked notes whether a transaction has locked rows of the claim with a context. Locked rows cannot be renewed,
-// and no other process can take them over.
+// setLocked notes whether a transaction has locked rows of the claim with a context. Locked rows cannot be
+// renewed, and no other process can take them over.
 func (s *claimedSet) setLocked(ctx context.Context, locked bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -187,8 +188,8 @@ func (s *claimedSet) setLocked(ctx context.Context, locked bool) {
 	}
 }
 
-// hasSuspect reports whether a delivery is claimed that may end the process. Lost claims do not count, because
-// their handlers may hang for ever.
+// hasSuspect reports whether a delivery is claimed that may end the process. Lost claims do not count,
+// because their handlers may hang for ever.
 func (s *claimedSet) hasSuspect() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

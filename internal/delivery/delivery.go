@@ -74,7 +74,8 @@ func (d *Delivery) recordKey() string {
 	return d.AggregateID
 }
 
-// Key identifies rows that are handled in order, one after the other. The zero Key is for rows without an order.
+// Key identifies rows that are handled in order, one after the other. The zero Key is for rows without an
+// order.
 type Key struct {
 	Digest  int64
 	Ordered bool
@@ -92,8 +93,8 @@ func KeyOf(group, action, stream, recordKey string) Key {
 
 func (k Key) value() pgtype.Int8 { return pgtype.Int8{Int64: k.Digest, Valid: k.Ordered} }
 
-// columnsWithin returns the columns that readRows reads. The query has a column until, the sum of the sizes up to each
-// row. Payload, headers and record are NULL where until is above the budget, a parameter.
+// columnsWithin returns the columns that readRows reads. The query has a column until, the sum of the sizes
+// up to each row. Payload, headers and record are NULL where until is above the budget, a parameter.
 func columnsWithin(budget string) string {
 	fits := func(column string) string {
 		return `CASE WHEN d.until <= ` + budget + `::bigint THEN ` + column + ` END`
@@ -127,8 +128,8 @@ func readRows(rows pgx.Rows) ([]Delivery, error) {
 	})
 }
 
-// withFloors sets the floors of rows whose keys were free, given in the order of their ids. The floor of a key is its
-// first row here. It holds for good, because later rows have higher ids.
+// withFloors sets the floors of rows whose keys were free, given in the order of their ids. The floor of a
+// key is its first row here. It holds for good, because later rows have higher ids.
 func withFloors(rows []Delivery) []Delivery {
 	first := map[Key]int64{}
 	for i := range rows {

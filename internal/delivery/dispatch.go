@@ -17,9 +17,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Dispatcher claims deliveries and deals them to the lanes of this process: due rows of event_delivery, and rows that
-// TakeNew inserts. It claims no more than the lanes can handle soon, so that other processes of the group get the
-// rest.
+// Dispatcher claims deliveries and deals them to the lanes of this process: due rows of event_delivery, and
+// rows that TakeNew inserts. It claims no more than the lanes can handle soon, so that other processes of
+// the group get the rest.
 type Dispatcher struct {
 	cfg      *Rules
 	store    *Store
@@ -33,8 +33,9 @@ type Dispatcher struct {
 	cut      context.Context // ends when attempts must end
 	Kinds    []*LaneKind
 
-	// TakeNew inserts deliveries for new events if lanes have room, and deals those that are claimed with that. It
-	// reports whether there are more events, and whether PostgreSQL has answered. Nil if other code inserts them.
+	// TakeNew inserts deliveries for new events if lanes have room, and deals those that are claimed with
+	// that. It reports whether there are more events, and whether PostgreSQL has answered. Nil if other
+	// code inserts them.
 	TakeNew func(context.Context) (more, answered bool, err error)
 
 	answered     bool                // PostgreSQL has answered in this poll; only run
@@ -113,8 +114,8 @@ func (d *Dispatcher) await(stopping context.Context) {
 	}
 }
 
-// DispatchTimeout bounds a statement that claims or inserts deliveries. A connection can go dead silently, and TCP
-// needs a quarter of an hour to detect that.
+// DispatchTimeout bounds a statement that claims or inserts deliveries. A connection can go dead silently,
+// and TCP needs a quarter of an hour to detect that.
 const DispatchTimeout = 30 * time.Second
 
 // release releases deliveries that lanes will not begin, so that other processes can claim them.
@@ -227,8 +228,8 @@ type claimRequest struct {
 	budget   int64
 }
 
-// claim claims rows for a kind of lanes, and deals them. A stop does not cut it off for a tenth of StopTimeout: if the
-// answer to a claim is lost, its rows stay with this process until their leases expire.
+// claim claims rows for a kind of lanes, and deals them. A stop does not cut it off for a tenth of
+// StopTimeout: if the answer to a claim is lost, its rows stay with this process until their leases expire.
 func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (rows int, err error) {
 	if len(c.pairs) == 0 {
 		return 0, nil
@@ -291,8 +292,8 @@ func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 	return nil
 }
 
-// claimablePairs returns the pairs of a kind of lanes whose streams are not paused and whose breakers are closed. It
-// begins with another pair each time, so that each one gets its turn.
+// claimablePairs returns the pairs of a kind of lanes whose streams are not paused and whose breakers are
+// closed. It begins with another pair each time, so that each one gets its turn.
 func (d *Dispatcher) claimablePairs(k *LaneKind) (pairs []Pair) {
 	k.Pairs = append(k.Pairs[1:], k.Pairs[0])
 	for _, p := range k.Pairs {

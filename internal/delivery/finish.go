@@ -11,8 +11,8 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// sqlFinish calls a function, because its decision needs several statements: it locks the keys, ends the rows, and
-// promotes in a later statement.
+// sqlFinish calls a function, because its decision needs several statements: it locks the keys, ends the
+// rows, and promotes in a later statement.
 const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
 
 // FinishIn marks rows as done in the transaction that has handled them, and promotes the rows behind them.
@@ -33,8 +33,8 @@ SELECT d.id FROM {schema}.event_delivery AS d
  WHERE d.id = ANY ($1) AND d.consumer_group = $2::text AND d.status = 'PROCESSING' AND d.locked_by = $3::text
  ORDER BY d.id FOR UPDATE`
 
-// LockIn locks rows until the end of a transaction, so that they are neither renewed nor taken over. It returns
-// [ErrLost] if another process has one of them.
+// LockIn locks rows until the end of a transaction, so that they are neither renewed nor taken over. It
+// returns [ErrLost] if another process has one of them.
 func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, rows []Delivery) error {
 	tag, err := tx.Exec(ctx, s.sqlLockRows, idsOf(rows), s.group, holderOf(rows))
 	switch {
@@ -78,8 +78,8 @@ SELECT {schema}.outbox_promote($1, $2, ARRAY(
        SELECT CASE WHEN (SELECT true FROM {schema}.event_delivery AS d WHERE d.id = u.id AND d.xmin = pg_current_xact_id()::xid) THEN u.floor ELSE 0 END
          FROM unnest($3::bigint[], $4::bigint[]) WITH ORDINALITY AS u (floor, id, n) ORDER BY u.n))`
 
-// Promote promotes the first row of the keys of rows. It uses no floors, because a crash may have forgotten that the
-// rows are done.
+// Promote promotes the first row of the keys of rows. It uses no floors, because a crash may have forgotten
+// that the rows are done.
 func (s *Store) Promote(ctx context.Context, rows []Delivery) (promoted int64, err error) {
 	keys, _ := digests(rows)
 	err = s.transact(ctx, func(b *pgx.Batch) {

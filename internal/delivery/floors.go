@@ -27,8 +27,8 @@ const (
 	maxDoubts = 20      // then no older connection is left, and the floors are forgotten
 )
 
-// of returns the floors of keys, 0 if none is known, and the connections on which they may be used: those that began
-// until a time, on the server that started at a time.
+// of returns the floors of keys, 0 if none is known, and the connections on which they may be used: those
+// that began until a time, on the server that started at a time.
 func (f *floors) of(rows []New) (ids []int64, until, server time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -9,8 +9,8 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// sqlHeadless finds keys without a head among the next $2 keys with parked rows after key $1. Each key is one step in
-// the index, however many rows it has.
+// sqlHeadless finds keys without a head among the next $2 keys with parked rows after key $1. Each key is
+// one step in the index, however many rows it has.
 var sqlHeadless = `
 WITH RECURSIVE waiting AS (
     SELECT $1::bigint AS order_key, NULL::text AS consumer_group, 0 AS n

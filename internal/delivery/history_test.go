@@ -314,7 +314,8 @@ func (h *history) behind(r *modelRow, follow int, suspects bool) (behind []int64
 	return behind
 }
 
-// firsts returns the first rows of some of the keys that a worker has, and some without order, all of the same claim.
+// firsts returns the first rows of some of the keys that a worker has, and some without order, all of the
+// same claim.
 func (h *history) firsts(w *historyWorker) (chosen []delivery.Delivery) {
 	skipped := map[delivery.Key]bool{}
 	for _, d := range w.mine {

@@ -12,9 +12,9 @@ type New struct {
 	OutboxID       int64
 	Action, Stream string
 	Key            Key
-	// Status is the status of the row if no other row of its key is open: Processing or Pending. Of several new rows
-	// of a key, either all are Processing, or those behind the first are Parked. Dead is the status of a row without a
-	// handler, whether its key is open or not.
+	// Status is the status of the row if no other row of its key is open: Processing or Pending. Of several
+	// new rows of a key, either all are Processing, or those behind the first are Parked. Dead is the
+	// status of a row without a handler, whether its key is open or not.
 	Status      Status
 	MaxAttempts int
 }

@@ -14,9 +14,10 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// lane handles deliveries in batches, one batch after the other. A lane is either for handlers with a transaction or
-// for handlers without one. All deliveries of a key that this process claims together go to the same lane. But for
-// the fields that are safe for concurrent use, a lane belongs to the goroutine of its run.
+// lane handles deliveries in batches, one batch after the other. A lane is either for handlers with a
+// transaction or for handlers without one. All deliveries of a key that this process claims together go to
+// the same lane. But for the fields that are safe for concurrent use, a lane belongs to the goroutine of
+// its run.
 type lane struct {
 	laneParts
 	tx        bool // for handlers with a transaction
@@ -61,8 +62,8 @@ type laneParts struct {
 	handled       func(l *lane, n int, took time.Duration) // a batch of n deliveries has ended
 }
 
-// readDelivery returns the event of a delivery and the action that it is for, "" for all handlers of its type. It
-// returns a nil message for a skipped event. It fills metadata that exists only in the payload.
+// readDelivery returns the event of a delivery and the action that it is for, "" for all handlers of its
+// type. It returns a nil message for a skipped event. It fills metadata that exists only in the payload.
 type readDelivery func(d *Delivery, about *envelope.Received) (m *envelope.Message, action string, err error)
 
 // sendDeadLetter sends the dead letter of a dead delivery, and returns its topic.
@@ -227,7 +228,8 @@ func (l *lane) mustRunAlone(it laneItem) bool {
 	return l.mustWait(&it) || slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return t.Kind == handling.NoTx })
 }
 
-// mustWait reports whether an item is released untried: its stream is paused, or the breaker of its action is open.
+// mustWait reports whether an item is released untried: its stream is paused, or the breaker of its action
+// is open.
 func (l *lane) mustWait(it *laneItem) bool {
 	return l.pauses.IsPaused(it.Stream) || !it.hasNoAttemptLeft() && !l.breakers.MayTry(it.Action)
 }
@@ -253,8 +255,8 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Durat
 	return n
 }
 
-// handleEach handles items one by one. One of them may have failed in a shared transaction, which counts as its
-// attempt.
+// handleEach handles items one by one. One of them may have failed in a shared transaction, which counts as
+// its attempt.
 func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
 	for i := range items {
 		if !l.mayContinue() {
@@ -305,8 +307,8 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 	}
 }
 
-// outcomeWithoutCall returns the outcome of an item for which no handler is called: it has no attempt left, cannot be
-// decoded, or has no handler.
+// outcomeWithoutCall returns the outcome of an item for which no handler is called: it has no attempt left,
+// cannot be decoded, or has no handler.
 func (l *lane) outcomeWithoutCall(it *laneItem) (o handling.Outcome, decided bool) {
 	if it.hasNoAttemptLeft() {
 		tried := it.MaxAttempts
@@ -351,7 +353,8 @@ func (l laneScheduler) Exit(t *handling.Task, began time.Time, err error) {
 func (l laneScheduler) Interrupts(err error) bool { return errors.Is(err, ErrLost) }
 func (l laneScheduler) Sleep(d time.Duration)     { wait.Sleep(l.stopping, d) }
 
-// AwaitPostgres has a task postponed whose error says when to try again, so that other deliveries go on meanwhile.
+// AwaitPostgres has a task postponed whose error says when to try again, so that other deliveries go on
+// meanwhile.
 func (l laneScheduler) AwaitPostgres(began time.Time, err error) (putBack bool) {
 	l.awaitPostgres(began, err)
 	_, later := handling.WaitOf(err)

@@ -89,7 +89,8 @@ func (k *LaneKind) noteHandled(l *lane, n int, took time.Duration, limit int) {
 	}
 }
 
-// enqueue gives a batch to the lane that has the fewest batches. Slow lanes get one only if all lanes are slow.
+// enqueue gives a batch to the lane that has the fewest batches. Slow lanes get one only if all lanes are
+// slow.
 func (k *LaneKind) enqueue(batch []Delivery) {
 	k.mu.Lock()
 	l := slices.MinFunc(k.lanes, func(a, b *lane) int {

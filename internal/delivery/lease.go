@@ -15,8 +15,8 @@ SELECT d.id, d.locked_by, d.order_key FROM {schema}.event_delivery AS d
  WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND starts_with(d.locked_by, $2::text || '/')
  ORDER BY d.consumer_group, d.locked_until`
 
-// Own returns the rows that this process has claimed, without their events. The process does not know of some of them
-// if the answer to a claim was lost.
+// Own returns the rows that this process has claimed, without their events. The process does not know of
+// some of them if the answer to a claim was lost.
 func (s *Store) Own(ctx context.Context) (rows []Delivery, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlOwn, s.group, s.process).Query(func(r pgx.Rows) (err error) {
@@ -38,8 +38,8 @@ func (s *Store) Own(ctx context.Context) (rows []Delivery, err error) {
 // maxCounted bounds the result of countOthers, and its cost.
 const maxCounted = 10_000
 
-// sqlOthers counts rows that other processes have claimed, also with leases that have expired within the last lease.
-// Older entries of the index may be many that PostgreSQL has not removed yet.
+// sqlOthers counts rows that other processes have claimed, also with leases that have expired within the
+// last lease. Older entries of the index may be many that PostgreSQL has not removed yet.
 const sqlOthers = `
 SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
   FROM (SELECT d.locked_until, d.locked_by FROM {schema}.event_delivery AS d
@@ -67,8 +67,8 @@ UPDATE {schema}.event_delivery AS d
                           WHERE r.id = ANY ($1) AND r.locked_by = $2::text AND r.consumer_group = $4::text FOR UPDATE SKIP LOCKED))
 RETURNING d.id`
 
-// Renew renews the leases of rows. It returns the rows that it has renewed. Other rows have ended, are lost, or are
-// locked at the moment.
+// Renew renews the leases of rows. It returns the rows that it has renewed. Other rows have ended, are
+// lost, or are locked at the moment.
 func (s *Store) Renew(ctx context.Context, rows []Ref) (renewed []Ref, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		for holder, ids := range byHolder(rows) {
@@ -103,10 +103,11 @@ func refsOf(rows []Delivery) []Ref {
 	return refs
 }
 
-// sqlTakeOver takes over rows whose leases have expired, and with each of them the other rows of its key from the same
-// claim: their process must not finish a row without those before it. It does nothing until half a lease after a start
-// of PostgreSQL, because processes need that time to renew their leases. Rows of the key that are locked, because they
-// are being renewed, stay with their process. Therefore the rows are marked as put back.
+// sqlTakeOver takes over rows whose leases have expired, and with each of them the other rows of its key
+// from the same claim: their process must not finish a row without those before it. It does nothing until
+// half a lease after a start of PostgreSQL, because processes need that time to renew their leases. Rows of
+// the key that are locked, because they are being renewed, stay with their process. Therefore the rows are
+// marked as put back.
 const sqlTakeOver = `
 WITH stale AS MATERIALIZED (
     SELECT d.id, d.order_key, d.locked_by FROM {schema}.event_delivery AS d
@@ -132,8 +133,9 @@ RETURNING ` + expiredColumns
 // become DEAD: the process that claims it next must send its dead letter first.
 const attemptsUsedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
 
-// sqlExpired reads since when leases have expired. The next scan begins there, whether sqlTakeOver takes the rows over
-// or not: it takes at most a number of rows, none that are locked, and none just after a start of PostgreSQL.
+// sqlExpired reads since when leases have expired. The next scan begins there, whether sqlTakeOver takes
+// the rows over or not: it takes at most a number of rows, none that are locked, and none just after a
+// start of PostgreSQL.
 const sqlExpired = `
 SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
@@ -157,8 +159,8 @@ type Expired struct {
 	Partition int32
 }
 
-// TakeOver takes over at most limit rows whose leases have expired, and the other rows of their keys from the same
-// claims. Rows whose attempts are used up become dead, and hold their key if hold is set.
+// TakeOver takes over at most limit rows whose leases have expired, and the other rows of their keys from
+// the same claims. Rows whose attempts are used up become dead, and hold their key if hold is set.
 func (s *Store) TakeOver(ctx context.Context, limit int, hold bool) (expired []Expired, err error) {
 	tx, err := s.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
 	if err != nil {

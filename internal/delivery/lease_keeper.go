@@ -56,8 +56,8 @@ func (k *leaseKeeper) renewLoop(ctx context.Context) {
 	}
 }
 
-// renew renews the leases of all claimed deliveries. Claims that could not be renewed for longer than the lease are
-// lost.
+// renew renews the leases of all claimed deliveries. Claims that could not be renewed for longer than the
+// lease are lost.
 func (k *leaseKeeper) renew(ctx context.Context) (err error) {
 	began := time.Now()
 	rows := k.claimed.renewable()
@@ -74,8 +74,8 @@ func (k *leaseKeeper) renew(ctx context.Context) (err error) {
 	return err
 }
 
-// retryShare says after which part of a lease PostgreSQL is tried again in an outage. It is less than the half lease
-// after which other processes take over, see takeOverLoop.
+// retryShare says after which part of a lease PostgreSQL is tried again in an outage. It is less than the
+// half lease after which other processes take over, see takeOverLoop.
 const retryShare = 6
 
 // awaitRetry waits before PostgreSQL is tried again.
@@ -83,12 +83,13 @@ func (c *Rules) awaitRetry(ctx context.Context, outages *outage.Logs) {
 	wait.Sleep(ctx, min(outages.Backoff(handling.OutagePostgres), c.Lease/retryShare))
 }
 
-// takeOverLoop takes over deliveries whose leases have expired, until ctx is cancelled. It runs separately from
-// renewLoop, so that renewing never waits for a long take-over.
+// takeOverLoop takes over deliveries whose leases have expired, until ctx is cancelled. It runs separately
+// from renewLoop, so that renewing never waits for a long take-over.
 //
-// In an outage of PostgreSQL no process can renew its leases, and the processes come back one after the other.
-// Therefore the loop takes nothing over until PostgreSQL has answered this process for half a lease. TakeOver waits
-// as long after a start of PostgreSQL. A process that starts waits too, because the outage may have restarted it.
+// In an outage of PostgreSQL no process can renew its leases, and the processes come back one after the
+// other. Therefore the loop takes nothing over until PostgreSQL has answered this process for half a lease.
+// TakeOver waits as long after a start of PostgreSQL. A process that starts waits too, because the outage
+// may have restarted it.
 func (k *leaseKeeper) takeOverLoop(ctx context.Context) {
 	k.repairedUpTo = math.MinInt64
 	round := takeOverRound{confirmed: time.Now()}
@@ -155,11 +156,12 @@ func (k *leaseKeeper) announceOthers(ctx context.Context) error {
 	return err
 }
 
-// answering records since when PostgreSQL has answered one goroutine. A zero time means that it does not answer.
+// answering records since when PostgreSQL has answered one goroutine. A zero time means that it does not
+// answer.
 type answering struct{ since time.Time }
 
-// note records the result of a try. A slow success may have waited for the end of an outage, so time counts from
-// its end.
+// note records the result of a try. A slow success may have waited for the end of an outage, so time counts
+// from its end.
 func (a *answering) note(err error, slow bool) {
 	switch {
 	case err != nil:

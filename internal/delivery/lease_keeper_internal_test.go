@@ -45,8 +45,8 @@ func TestHooksOfGoneDeliveries(t *testing.T) {
 	}
 }
 
-// A lane that failed to promote the followers of its last transaction may have nothing more to promote. The leaseKeeper
-// promotes them, and then the outage is over.
+// A lane that failed to promote the followers of its last transaction may have nothing more to promote. The
+// leaseKeeper promotes them, and then the outage is over.
 func TestRepairedHeadsEndOutage(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Migrated(t)

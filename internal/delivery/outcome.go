@@ -11,8 +11,8 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// lose ends the batch under way, because one of its deliveries is with another process, or is not the first of its
-// key any more.
+// lose ends the batch under way, because one of its deliveries is with another process, or is not the first
+// of its key any more.
 func (l *lane) lose(r Ref) {
 	l.claimed.lose(r)
 	l.signalUnknown()
@@ -24,8 +24,8 @@ func (l *lane) remove(it *laneItem) {
 	l.claimed.remove(it.Ref)
 }
 
-// lockRows locks the rows of tasks before their handlers run. It is for isolation levels above READ COMMITTED, under
-// which a transaction could not finish a row that was renewed meanwhile.
+// lockRows locks the rows of tasks before their handlers run. It is for isolation levels above READ
+// COMMITTED, under which a transaction could not finish a row that was renewed meanwhile.
 func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) error {
 	ids := map[int64]bool{}
 	for _, t := range tasks {
@@ -87,8 +87,8 @@ func AsUnfinished(tx handling.Tx, err error) error {
 	return fmt.Errorf("%w: %w", handling.ErrUnfinished, err)
 }
 
-// SQLRestoreSettings undoes settings of a handler that would keep the statements after it in its transaction from
-// working. $1 is the role and $2 the user of [SessionSettings].
+// SQLRestoreSettings undoes settings of a handler that would keep the statements after it in its
+// transaction from working. $1 is the role and $2 the user of [SessionSettings].
 const SQLRestoreSettings = `
 SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END,
        set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
@@ -103,8 +103,8 @@ func (l *lane) deliveriesWith(ids map[int64]bool) (all []Delivery) {
 	return all
 }
 
-// promoteFollowers has rows claimed that the last transaction has promoted, which is committed now. Under isolation
-// levels above READ COMMITTED they could not be promoted in it, so it promotes them first.
+// promoteFollowers has rows claimed that the last transaction has promoted, which is committed now. Under
+// isolation levels above READ COMMITTED they could not be promoted in it, so it promotes them first.
 func (l *lane) promoteFollowers() {
 	if l.promoted < 0 {
 		began := time.Now()
@@ -172,8 +172,8 @@ func (l *lane) retry(it *laneItem, t handling.Task, o handling.Outcome) {
 	l.retryAt(time.Now().Add(f.Wait))
 }
 
-// markDead makes a delivery dead. For a record it sends the dead letter first. As long as that fails, the delivery has
-// no attempt left, and the process that claims it next sends the dead letter.
+// markDead makes a delivery dead. For a record it sends the dead letter first. As long as that fails, the
+// delivery has no attempt left, and the process that claims it next sends the dead letter.
 func (l *lane) markDead(it *laneItem, o handling.Outcome) {
 	f := l.failureOf(it, o)
 	f.Dead, f.Held, f.Uncounted = true, l.cfg.HoldDead, it.hasNoAttemptLeft()
@@ -218,8 +218,8 @@ func (l *lane) failureOf(it *laneItem, o handling.Outcome) Failure {
 	}
 }
 
-// writeFailure writes a failure down, and parks the deliveries behind it in its key. It retries until that succeeds or
-// the delivery is lost.
+// writeFailure writes a failure down, and parks the deliveries behind it in its key. It retries until that
+// succeeds or the delivery is lost.
 func (l *lane) writeFailure(it *laneItem, f Failure) (promoted int64, err error) {
 	l.flush() // the handled deliveries before it in its key have to finish first
 	var rest []Delivery
@@ -279,8 +279,8 @@ func (l *lane) relieve(ctx context.Context) (waiting []Delivery) {
 	return l.progress.takeAhead()
 }
 
-// noteLost ends the batch under way if one of its handled deliveries is with another process. It reports whether
-// that is so.
+// noteLost ends the batch under way if one of its handled deliveries is with another process. It reports
+// whether that is so.
 func (l *lane) noteLost(handled []Delivery, err error) bool {
 	lost := errors.Is(err, ErrLost)
 	if lost {
@@ -322,7 +322,8 @@ func (l *lane) releaseRest() {
 	l.signalDue()
 }
 
-// write runs a statement until it succeeds. It stops with the error if the delivery is lost, or the process stops.
+// write runs a statement until it succeeds. It stops with the error if the delivery is lost, or the process
+// stops.
 func (l *lane) write(statement func(context.Context) error) error {
 	for {
 		began := time.Now()

@@ -12,13 +12,14 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// A consumer handles the events of a partition directly, without a row here. An event that could not be handled is
-// parked: it becomes a row, and so do the later events of its key as long as a row of the key is open. So an event
-// must not be handled directly while its key is blocked.
+// A consumer handles the events of a partition directly, without a row here. An event that could not be
+// handled is parked: it becomes a row, and so do the later events of its key as long as a row of the key is
+// open. So an event must not be handled directly while its key is blocked.
 //
-// A query tells which keys are blocked, but its answer can be out of date at once: another process may still hold the
-// partition, because it has not noticed yet that it has lost it. Therefore a consumer locks the keys of its events at
-// the end of its transaction, against processes that insert rows, and queries once more.
+// A query tells which keys are blocked, but its answer can be out of date at once: another process may
+// still hold the partition, because it has not noticed yet that it has lost it. Therefore a consumer locks
+// the keys of its events at the end of its transaction, against processes that insert rows, and queries
+// once more.
 
 // Subject is an event for an action, as event_delivery identifies it.
 type Subject struct {
@@ -190,8 +191,8 @@ func orEmpty(b []byte) []byte {
 	return b
 }
 
-// sqlBlocked returns the numbers, from 1, of the subjects that must not be handled directly: a row of their key is
-// open, or their event has a row that is not DONE.
+// sqlBlocked returns the numbers, from 1, of the subjects that must not be handled directly: a row of their
+// key is open, or their event has a row that is not DONE.
 var sqlBlocked = `
 SELECT n.n FROM unnest($2::text[], $3::bigint[], $4::bytea[]) WITH ORDINALITY AS n (action, key, digest, n)
  WHERE coalesce(` + openOf("n.key") + `,
@@ -200,8 +201,8 @@ SELECT n.n FROM unnest($2::text[], $3::bigint[], $4::bytea[]) WITH ORDINALITY AS
 
 const sqlLockShared = `SELECT {schema}.outbox_lock_keys_shared($1, $2)`
 
-// Blocked returns the indexes of subjects that must not be handled directly at this moment: their keys are blocked, or
-// they have a row themselves.
+// Blocked returns the indexes of subjects that must not be handled directly at this moment: their keys are
+// blocked, or they have a row themselves.
 func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) { s.queueBlocked(b, subjects, &blocked) })
 	if err != nil {

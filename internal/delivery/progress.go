@@ -37,7 +37,8 @@ func (p *progress) begin(r Ref) bool {
 	return true
 }
 
-// end notes that a delivery is handled. It returns how long the first handled delivery has waited to be finished.
+// end notes that a delivery is handled. It returns how long the first handled delivery has waited to be
+// finished.
 func (p *progress) end(d Delivery) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()

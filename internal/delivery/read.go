@@ -23,7 +23,8 @@ func (l *lane) begin(batch []Delivery) {
 	}
 }
 
-// ReceivedOf returns the metadata that a delivery's row has of its event. It fills of, to which the metadata points.
+// ReceivedOf returns the metadata that a delivery's row has of its event. It fills of, to which the
+// metadata points.
 func ReceivedOf(d *Delivery, of *envelope.Origin) envelope.Received {
 	*of = envelope.Origin{Key: []byte(d.recordKey()), DeliveryID: d.ID, Stream: d.Stream}
 	m := envelope.Received{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, Origin: of}
@@ -95,8 +96,8 @@ const (
 	readPayloadTries   = 3
 )
 
-// readPayload reads payload and headers of a bare delivery. It retries during an outage of PostgreSQL. The error is
-// ErrLost, or says that PostgreSQL cannot print the event, or comes from the end of the batch.
+// readPayload reads payload and headers of a bare delivery. It retries during an outage of PostgreSQL. The
+// error is ErrLost, or says that PostgreSQL cannot print the event, or comes from the end of the batch.
 func (l *lane) readPayload(d *Delivery) error {
 	for try := 1; ; {
 		began := time.Now()
@@ -123,8 +124,8 @@ func ReadOutboxDelivery(d *Delivery, about *envelope.Received) (m *envelope.Mess
 	return m, d.Action, err
 }
 
-// ReadOutboxEvent returns an event of outbox as its Kafka record would bring it, and adds the headers of that record
-// to the metadata.
+// ReadOutboxEvent returns an event of outbox as its Kafka record would bring it, and adds the headers of
+// that record to the metadata.
 func ReadOutboxEvent(d *Delivery, about *envelope.Received) (*envelope.Message, error) {
 	e := envelope.Event{
 		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source),

@@ -30,8 +30,8 @@ UPDATE {schema}.event_delivery AS d SET ` + requeued + `
                           WHERE r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE OF r))
 RETURNING d.action, d.record_digest`
 
-// sqlYieldHead parks PENDING rows whose keys have an earlier parked row, which can be promoted then. A row that is
-// being claimed is locked, and stays as it is.
+// sqlYieldHead parks PENDING rows whose keys have an earlier parked row, which can be promoted then. A row
+// that is being claimed is locked, and stays as it is.
 var sqlYieldHead = `
 WITH heads AS MATERIALIZED (
     SELECT head.id FROM unnest($2::bigint[]) AS k (order_key)
@@ -54,8 +54,8 @@ func (s *Store) queueReorder(b *pgx.Batch, keys []pgtype.Int8) {
 	b.Queue(s.sqlPromote, s.group, keys, nil)
 }
 
-// Requeue requeues the events among subjects whose rows are DEAD, because their dead letters were sent back to their
-// topic. It returns their indexes. Rows that an operator has resolved stay as they are.
+// Requeue requeues the events among subjects whose rows are DEAD, because their dead letters were sent back
+// to their topic. It returns their indexes. Rows that an operator has resolved stay as they are.
 func (s *Store) Requeue(ctx context.Context, subjects []Subject) (indexes []int, err error) {
 	actions, keys, digests := columnsOf(subjects)
 	err = s.transact(ctx, func(b *pgx.Batch) {
@@ -93,8 +93,8 @@ UPDATE {schema}.event_delivery AS d SET ` + requeued + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
                           WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE))`
 
-// retryDead requeues rows that have been DEAD for as long as after says for the code of their error, at most 500 of
-// them. It returns their number.
+// retryDead requeues rows that have been DEAD for as long as after says for the code of their error, at
+// most 500 of them. It returns their number.
 func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (retried int64, err error) {
 	var codes []string
 	var waits []time.Duration

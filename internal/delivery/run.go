@@ -19,9 +19,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Run handles the deliveries of a group in this process: it claims them, deals them to lanes and renews their leases.
-// It does not insert them. A worker inserts deliveries for the events of its database, and a consumer for events that
-// it parks.
+// Run handles the deliveries of a group in this process: it claims them, deals them to lanes and renews
+// their leases. It does not insert them. A worker inserts deliveries for the events of its database, and a
+// consumer for events that it parks.
 type Run struct {
 	Store      *Store
 	Dispatcher *Dispatcher
@@ -141,8 +141,9 @@ func (r *Run) makeLanes() {
 	}
 }
 
-// PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers without one.
-// With withoutAction it adds pairs without an action, whose rows are for all handlers of their event type.
+// PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers
+// without one. With withoutAction it adds pairs without an action, whose rows are for all handlers of their
+// event type.
 func PairsOf(routes handling.Routes, withoutAction bool) (pairs [2][]Pair) {
 	kinds := map[Pair]bool{} // with a transaction
 	for _, route := range routes.ByName {

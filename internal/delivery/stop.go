@@ -8,9 +8,9 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
-// endLanes ends the lanes within StopTimeout, in three steps: it waits until they have finished their attempts, then
-// it cuts the attempts off, then it abandons handlers that do not return. Leases are renewed until the lanes have
-// ended.
+// endLanes ends the lanes within StopTimeout, in three steps: it waits until they have finished their
+// attempts, then it cuts the attempts off, then it abandons handlers that do not return. Leases are renewed
+// until the lanes have ended.
 func (r *Run) endLanes(endBackground context.CancelFunc) {
 	clock := handling.StopClock{Began: time.Now(), Timeout: r.parts.Rules.StopTimeout}
 	defer endBackground()
@@ -48,7 +48,8 @@ func (r *Run) lanesEnd(timeout time.Duration) bool {
 	return true
 }
 
-// abandonLanes abandons lanes whose handlers ignore the end of their contexts, and releases their other deliveries.
+// abandonLanes abandons lanes whose handlers ignore the end of their contexts, and releases their other
+// deliveries.
 func (r *Run) abandonLanes(clock handling.StopClock) {
 	var others []Delivery
 	for _, l := range r.Lanes {
@@ -89,8 +90,8 @@ func (l *lane) reportLeft() {
 	}
 }
 
-// ReportHealth calls notReady if the lane makes no progress, with the reason. It returns false if only a restart
-// helps.
+// ReportHealth calls notReady if the lane makes no progress, with the reason. It returns false if only a
+// restart helps.
 func (l *lane) ReportHealth(notReady func(reason string, args ...any)) (live bool) {
 	if since, ok := l.activity.AwaitsTx(); ok && time.Since(since) > l.cfg.SlowHandler {
 		notReady("a transaction has not begun for %v: the pool has no connection left, or event_handled is locked",

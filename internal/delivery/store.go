@@ -60,15 +60,16 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 	}
 }
 
-// ForRecords makes the store claim only rows that [Store.Park] has inserted. Without it, the store claims only other
-// rows.
+// ForRecords makes the store claim only rows that [Store.Park] has inserted. Without it, the store claims
+// only other rows.
 func (s *Store) ForRecords() *Store {
 	s.records, s.sqlCheck = true, s.sqlCheckRecords
 	return s
 }
 
-// newHolder returns a holder for a new claim, which is locked_by in its rows. Each claim has its own, because a crash
-// of PostgreSQL may forget the claim and the row: then the id is assigned again, and the same process may claim it.
+// newHolder returns a holder for a new claim, which is locked_by in its rows. Each claim has its own,
+// because a crash of PostgreSQL may forget the claim and the row: then the id is assigned again, and the
+// same process may claim it.
 func (s *Store) newHolder() string { return s.process + "/" + strconv.FormatInt(s.claims.Add(1), 10) }
 
 // settings run before the other statements of a transaction.
@@ -87,8 +88,8 @@ func (s *Store) Check(ctx context.Context) error {
 	return err
 }
 
-// Conditions of a row d of event_delivery, as its indexes have them. A head is a row for which the parked rows of its
-// key wait. An open row is a head or parked.
+// Conditions of a row d of event_delivery, as its indexes have them. A head is a row for which the parked
+// rows of its key wait. An open row is a head or parked.
 const (
 	head = `(d.status IN ('PENDING', 'PROCESSING') OR d.held)`
 	open = `(d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)`

@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
-// maxDocument bounds the document of a statement, in bytes. PostgreSQL takes 1 GiB, but keeps several copies of it; a
-// single event of the largest payload always fits.
+// maxDocument bounds the document of a statement, in bytes. PostgreSQL takes 1 GiB, but keeps several
+// copies of it; a single event of the largest payload always fits.
 const maxDocument = 256 << 20
 
 // document returns all rows as a JSON array of objects, whose members are rowColumns.

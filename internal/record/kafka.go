@@ -6,8 +6,8 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 )
 
-// KafkaRecord returns the Kafka record that a relay sends for an event: in JSON, or with headers. It has no partition,
-// offset and timestamp. Its error is an [envelope.FieldError].
+// KafkaRecord returns the Kafka record that a relay sends for an event: in JSON, or with headers. It has no
+// partition, offset and timestamp. Its error is an [envelope.FieldError].
 func KafkaRecord(e *envelope.Event, inJSON bool) (*kgo.Record, error) {
 	topic, err := e.Destination()
 	if err != nil {

@@ -24,7 +24,8 @@ import (
 )
 
 var (
-	// ErrTooLarge means that a payload, the headers, or all events of a statement exceed their limit in bytes.
+	// ErrTooLarge means that a payload, the headers, or all events of a statement exceed their limit in
+	// bytes.
 	ErrTooLarge = errors.New("is too large")
 	// ErrEncode means that the event's codec failed; its error is wrapped as well.
 	ErrEncode = errors.New("cannot be encoded")
@@ -45,8 +46,8 @@ func NewStore(schema string) *Store {
 	}
 }
 
-// minCopyRows is the smallest number of events for which COPY is faster, as measured. COPY takes a second round trip,
-// which costs more than it saves for fewer events.
+// minCopyRows is the smallest number of events for which COPY is faster, as measured. COPY takes a second
+// round trip, which costs more than it saves for fewer events.
 const minCopyRows = 500
 
 // Insert stores rows in tx. It translates errors of PostgreSQL to pg.ErrNotMigrated and
@@ -79,8 +80,8 @@ func (s *Store) Statement(rows *Rows) (sql string, args []any) {
 	return s.many, rows.args()
 }
 
-// DocumentStatement returns the one statement that stores rows in any driver, and its argument, a text. Its error is
-// [ErrTooLarge] for more than 256 MiB.
+// DocumentStatement returns the one statement that stores rows in any driver, and its argument, a text. Its
+// error is [ErrTooLarge] for more than 256 MiB.
 func (s *Store) DocumentStatement(rows *Rows) (sql string, args []any, err error) {
 	document, err := rows.document()
 	return s.document, []any{document}, err

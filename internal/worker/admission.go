@@ -22,8 +22,9 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 )
 
-// admission decides what a round of fan-out does: how many events it reads, which deliveries they need, and which of
-// these this worker claims at once. It belongs to the goroutine of the dispatcher, but for moved and backlog.
+// admission decides what a round of fan-out does: how many events it reads, which deliveries they need, and
+// which of these this worker claims at once. It belongs to the goroutine of the dispatcher, but for moved
+// and backlog.
 type admission struct {
 	cfg        *Rules
 	delivery   *delivery.Rules
@@ -54,8 +55,8 @@ type roundPlan struct {
 	unknown []eventHead                      // events of types without a handler
 }
 
-// takeNew runs one round of fan-out if a lane has room. It reports whether more events wait, and whether PostgreSQL has
-// answered. The dispatcher calls it.
+// takeNew runs one round of fan-out if a lane has room. It reports whether more events wait, and whether
+// PostgreSQL has answered. The dispatcher calls it.
 func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error) {
 	if a.isMoved() && time.Now().Before(a.recheckAt) {
 		return false, false, nil
@@ -152,8 +153,8 @@ func (a *admission) rebase(ctx context.Context) error {
 	return err
 }
 
-// ifNotMoved returns err, or nil if err says that the group gets its events from Kafka. Then the group is checked again
-// after PollInterval.
+// ifNotMoved returns err, or nil if err says that the group gets its events from Kafka. Then the group is
+// checked again after PollInterval.
 func (a *admission) ifNotMoved(err error) error {
 	if !errors.Is(err, errMoved) {
 		return err
@@ -195,7 +196,8 @@ func (a *admission) reportUnknown(ctx context.Context, events []eventHead) {
 	})
 }
 
-// plan returns the deliveries that an event needs: one for each action of the group that takes its type and topic.
+// plan returns the deliveries that an event needs: one for each action of the group that takes its type and
+// topic.
 func (a *admission) plan(e eventHead) (planned []delivery.New) {
 	stream, err := e.destination()
 	if err != nil || !a.fanOut.routes.streams[stream] {
@@ -222,8 +224,9 @@ func (a *admission) plan(e eventHead) (planned []delivery.New) {
 	return planned
 }
 
-// statusOf returns the status of a new delivery whose key is free. It is Processing, claimed by this worker, while the
-// lanes of its kind can take more, and Pending otherwise. Later deliveries of its key in this round go with it.
+// statusOf returns the status of a new delivery whose key is free. It is Processing, claimed by this
+// worker, while the lanes of its kind can take more, and Pending otherwise. Later deliveries of its key in
+// this round go with it.
 func (a *admission) statusOf(key delivery.Key, pair delivery.Pair) delivery.Status {
 	if s, ok := a.round.status[key]; ok && key.Ordered {
 		return s

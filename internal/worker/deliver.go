@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Deliver makes an attempt of an action on an event of the table outbox, within tx. It reports whether the event was a
-// repeat, for which no handler is called.
+// Deliver makes an attempt of an action on an event of the table outbox, within tx. It reports whether the
+// event was a repeat, for which no handler is called.
 func (w *Worker) Deliver(
 	ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int,
 ) (repeated bool, err error) {

@@ -20,16 +20,17 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// fanOut reads the events behind the cursor of a group and inserts their deliveries, in the transaction that moves the
-// cursor. It belongs to the goroutine of the dispatcher, but for confirm.
+// fanOut reads the events behind the cursor of a group and inserts their deliveries, in the transaction
+// that moves the cursor. It belongs to the goroutine of the dispatcher, but for confirm.
 //
-// A group has no leader: each process locks the group for the transaction of a round. The lock must be taken before the
-// statement that reads events, and that statement must be the first of the transaction that takes a transaction id.
-// Then no transaction that its snapshot calls finished has a higher id, so a crash cannot give out such an id again.
-// Therefore the lock is an advisory lock, and the transaction writes nothing before that statement.
+// A group has no leader: each process locks the group for the transaction of a round. The lock must be
+// taken before the statement that reads events, and that statement must be the first of the transaction
+// that takes a transaction id. Then no transaction that its snapshot calls finished has a higher id, so a
+// crash cannot give out such an id again. Therefore the lock is an advisory lock, and the transaction
+// writes nothing before that statement.
 //
-// A row of the cursor is identified by its id and its epoch. Here an epoch is a random number, because there is no
-// lease whose epoch could be used.
+// A row of the cursor is identified by its id and its epoch. Here an epoch is a random number, because
+// there is no lease whose epoch could be used.
 type fanOut struct {
 	db      *pgxpool.Pool
 	group   string
@@ -57,8 +58,8 @@ type eventHead struct {
 	eventType, topic, key, aggregate string
 }
 
-// destination returns the topic to which a relay would send the event. A row that no Recorder has written may have a
-// type without a topic.
+// destination returns the topic to which a relay would send the event. A row that no Recorder has written
+// may have a type without a topic.
 func (e eventHead) destination() (string, error) {
 	if e.topic != "" {
 		return e.topic, nil
@@ -97,8 +98,8 @@ const (
 	maxFanOutBytes = 16 << 20
 )
 
-// sqlFanOutSettings end the transaction of a process that is suspended while it has the lock. The commit does not wait
-// for the disk: a crash that loses it loses everything that was committed later, too.
+// sqlFanOutSettings end the transaction of a process that is suspended while it has the lock. The commit
+// does not wait for the disk: a crash that loses it loses everything that was committed later, too.
 const sqlFanOutSettings = cursor.SQLSettings +
 	`, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true)`
 
@@ -108,8 +109,8 @@ const (
 SELECT (SELECT state FROM {schema}.event_subscription WHERE consumer_group = $1::text)`
 )
 
-// sqlSeedGroup inserts the first position of a group: before all transactions, or behind all transactions that have
-// ended.
+// sqlSeedGroup inserts the first position of a group: before all transactions, or behind all transactions
+// that have ended.
 const sqlSeedGroup = `
 INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
 SELECT $1::text, 0, CASE WHEN $2::bool THEN '1:1:' ELSE pg_current_snapshot() END,
@@ -118,9 +119,10 @@ SELECT $1::text, 0, CASE WHEN $2::bool THEN '1:1:' ELSE pg_current_snapshot() EN
   FROM pg_control_system() AS s
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
 
-// begin makes sure that the group has a position. A new group starts behind the events that exist, or with fromStart at
-// the first event. A group whose position was lost starts at the first event too: no event may be skipped, and repeats
-// are found in event_handled. The error is errMoved if the group gets its events from Kafka.
+// begin makes sure that the group has a position. A new group starts behind the events that exist, or with
+// fromStart at the first event. A group whose position was lost starts at the first event too: no event may
+// be skipped, and repeats are found in event_handled. The error is errMoved if the group gets its events
+// from Kafka.
 func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 	return f.transact(ctx, func(conn *pgx.Conn) error {
 		var state pgtype.Text
@@ -184,7 +186,8 @@ func (f *fanOut) queueBegin(b *pgx.Batch) {
 	b.Queue(sqlFanOutLock, f.lock)
 }
 
-// load reads the position of the group. The error is [cursor.ErrOtherCluster] if it comes from another cluster.
+// load reads the position of the group. The error is [cursor.ErrOtherCluster] if it comes from another
+// cluster.
 func (f *fanOut) load(ctx context.Context, db pg.RowQuerier) error {
 	pos, err := f.cursors.Newest(ctx, db)
 	if err != nil {
@@ -194,8 +197,8 @@ func (f *fanOut) load(ctx context.Context, db pg.RowQuerier) error {
 	return nil
 }
 
-// moveTo sets the position. If another process has gone on in the same window, the ids that were read of the window
-// stay.
+// moveTo sets the position. If another process has gone on in the same window, the ids that were read of
+// the window stay.
 func (f *fanOut) moveTo(pos cursor.Position) {
 	same := pos.Window != "" && pos.Window == f.pos.Window && pos.Base == f.pos.Base && pos.Last >= f.pos.Last
 	f.pos, f.known = pos, true

@@ -12,8 +12,8 @@ import (
 // outageCleaning is the name of an outage in the log: the lease of the group cannot be taken.
 const outageCleaning = "the lease for retention"
 
-// newRole returns the role of the process that holds the lease of the group: it removes rows, and sends alerts. The end
-// of cut aborts a batch of the cleaner.
+// newRole returns the role of the process that holds the lease of the group: it removes rows, and sends
+// alerts. The end of cut aborts a batch of the cleaner.
 func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
 	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
 	store.Callback = w.archive.Call
@@ -25,7 +25,8 @@ func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut contex
 	}
 }
 
-// groupCleaner removes rows by the rules of retention. If the schema has a relay, it removes none: the relay does it.
+// groupCleaner removes rows by the rules of retention. If the schema has a relay, it removes none: the
+// relay does it.
 type groupCleaner struct {
 	name    string // of the lease
 	store   *retention.Store

@@ -19,13 +19,13 @@ import (
 // claimedFunc gets the deliveries of a round that this worker has claimed.
 type claimedFunc func([]delivery.Delivery) error
 
-// round inserts the deliveries of the next events, about as many as limit. It passes the deliveries that this worker
-// has claimed to claimed, with as many payloads as fit into budget bytes. It returns the number of events, and whether
-// more events wait.
+// round inserts the deliveries of the next events, about as many as limit. It passes the deliveries that
+// this worker has claimed to claimed, with as many payloads as fit into budget bytes. It returns the number
+// of events, and whether more events wait.
 //
-// Under the lock a round may find that another process has moved the cursor. Then it goes on from the new position in
-// the same transaction, unless the ids of its window must be read first. Without that, processes that take turns would
-// find a new position each time, and would wait for the lock in vain.
+// Under the lock a round may find that another process has moved the cursor. Then it goes on from the new
+// position in the same transaction, unless the ids of its window must be read first. Without that,
+// processes that take turns would find a new position each time, and would wait for the lock in vain.
 func (f *fanOut) round(
 	ctx context.Context, limit int, budget int64, claimed claimedFunc,
 ) (events int, more bool, err error) {
@@ -59,8 +59,8 @@ func (f *fanOut) round(
 	return events, more, err
 }
 
-// roundIn is one try of a round, from the position that is known. The error is [cursor.ErrStale] if there is a newer
-// position.
+// roundIn is one try of a round, from the position that is known. The error is [cursor.ErrStale] if there
+// is a newer position.
 func (f *fanOut) roundIn(
 	ctx context.Context, tx *fanOutTx, limit int, claimed claimedFunc,
 ) (events int, more bool, err error) {
@@ -90,10 +90,10 @@ func (tx *fanOutTx) release() {
 
 func (f *fanOut) drained() bool { return len(f.unpaged.Ranges) == 0 && f.ids.Len() == 0 }
 
-// sqlFanOut opens the next window of the group. It is the statement of a relay (sqlOpen of package cursor) without a
-// lease and without payloads. If the window has few events, all of them get their deliveries in this transaction, so
-// the window is not announced: its end becomes the base of the next one. A group that is leaving reads up to its
-// cutover, which is the position of the relay that waits for it.
+// sqlFanOut opens the next window of the group. It is the statement of a relay (sqlOpen of package cursor)
+// without a lease and without payloads. If the window has few events, all of them get their deliveries in
+// this transaction, so the window is not announced: its end becomes the base of the next one. A group that
+// is leaving reads up to its cutover, which is the position of the relay that waits for it.
 const sqlFanOut = `
 WITH subscription AS MATERIALIZED (
     SELECT s.state,
@@ -144,7 +144,8 @@ SELECT (SELECT state FROM subscription), newest.id, moved.id, (SELECT snapshot F
        SELECT o.* FROM (SELECT id, xid FROM ids WHERE few.enough AND newest.id IS NOT NULL ORDER BY id) AS i
         CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = i.xid AND id = i.id OFFSET 0) AS o) AS e ON true`
 
-// open inserts the deliveries of all events behind the position if they are few. Otherwise it announces a window.
+// open inserts the deliveries of all events behind the position if they are few. Otherwise it announces a
+// window.
 func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed claimedFunc) (events int, more bool, err error) {
 	next, drained := f.pos, f.pos.Window != ""
 	if drained {
@@ -194,8 +195,8 @@ func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed claimedFunc) (e
 	return len(heads), next.Window != "", nil
 }
 
-// A group that has reached its cutover leaves. Its position is deleted, so that retention can remove the rows behind
-// it.
+// A group that has reached its cutover leaves. Its position is deleted, so that retention can remove the
+// rows behind it.
 const (
 	sqlLeaveGroup = `
 UPDATE {schema}.event_subscription AS s SET state = 'left', changed_at = now()
@@ -224,8 +225,8 @@ func (f *fanOut) leaveGroup(ctx context.Context) error {
 	return err
 }
 
-// sqlFanOutNext goes on in an open window. It reads events by ranges of ids, until $9 bytes are reached, and moves the
-// cursor behind them.
+// sqlFanOutNext goes on in an open window. It reads events by ranges of ids, until $9 bytes are reached,
+// and moves the cursor behind them.
 const sqlFanOutNext = `
 WITH newest AS MATERIALIZED (
     SELECT c.* FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
@@ -309,8 +310,8 @@ func (f *fanOut) page(ctx context.Context) error {
 	return nil
 }
 
-// inRound runs the statement that moves the cursor, and inserts the deliveries of the events that it has read. The
-// transaction takes two round trips. It stays open if the position is stale.
+// inRound runs the statement that moves the cursor, and inserts the deliveries of the events that it has
+// read. The transaction takes two round trips. It stays open if the position is stale.
 func (f *fanOut) inRound(
 	ctx context.Context, tx *fanOutTx, move func(*pgx.Batch), heads func() []eventHead, claimed claimedFunc,
 ) error {
@@ -363,8 +364,8 @@ func (f *fanOut) queueRoutes(b *pgx.Batch) {
 	})
 }
 
-// readHeads reads rows of events. The first columns are the same in each row and go into head. The last five columns
-// are an event, or NULL.
+// readHeads reads rows of events. The first columns are the same in each row and go into head. The last
+// five columns are an event, or NULL.
 func readHeads(rows pgx.Rows, head ...any) (heads []eventHead, err error) {
 	var id pgtype.Int8
 	var eventType, topic, key, aggregate pgtype.Text

@@ -15,10 +15,10 @@ import (
 
 // routeLife is how long a group keeps a route that no worker confirms.
 //
-// All workers of a group decide together which deliveries an event needs. While a release is rolled out, old processes
-// insert deliveries too, although they do not know its new handlers. So each worker stores the routes of its handlers
-// in event_subscription, and every worker inserts deliveries for all stored routes. A delivery without a handler in one
-// process waits for a process that has it.
+// All workers of a group decide together which deliveries an event needs. While a release is rolled out,
+// old processes insert deliveries too, although they do not know its new handlers. So each worker stores
+// the routes of its handlers in event_subscription, and every worker inserts deliveries for all stored
+// routes. A delivery without a handler in one process waits for a process that has it.
 const routeLife = time.Hour
 
 // sqlSubscribe adds the routes $2 of a worker to the routes of its group, and removes routes that no worker
@@ -65,8 +65,8 @@ func (g *groupRoutes) read(version int64, text string) error {
 	return nil
 }
 
-// routesOf returns the routes of the handlers of a process as event_subscription stores them: event type, stream and
-// action, separated by line breaks.
+// routesOf returns the routes of the handlers of a process as event_subscription stores them: event type,
+// stream and action, separated by line breaks.
 func routesOf(r handling.Routes) (all []string) {
 	for eventType, route := range r.ByName {
 		for _, topic := range r.TopicsOf(route) {

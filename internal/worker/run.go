@@ -67,9 +67,10 @@ func (r *run) run(ctx context.Context) error {
 	return err
 }
 
-// listen listens for notifications while this process has the lock of its group, and then polls often for events.
-// The other processes of the group poll at their interval, and take the events that this process has not taken.
-// Behind a pooler PostgreSQL gives no session to listen in, so every process polls at its interval.
+// listen listens for notifications while this process has the lock of its group, and then polls often for
+// events. The other processes of the group poll at their interval, and take the events that this process
+// has not taken. Behind a pooler PostgreSQL gives no session to listen in, so every process polls at its
+// interval.
 func (r *run) listen(ctx context.Context, member *wakeup.Member) {
 	log, s := r.worker.processor.Log, pgsession.Of(r.worker.db)
 	defer s.Use(log)()
@@ -99,8 +100,8 @@ func (r *run) listen(ctx context.Context, member *wakeup.Member) {
 	}
 }
 
-// watchPauses reads the pauses of operators until ctx is cancelled. In an outage of PostgreSQL the pauses that were
-// read last stay in force.
+// watchPauses reads the pauses of operators until ctx is cancelled. In an outage of PostgreSQL the pauses
+// that were read last stay in force.
 func (r *run) watchPauses(ctx context.Context) {
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, handling.PausesInterval)

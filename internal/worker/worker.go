@@ -84,8 +84,8 @@ type Worker struct {
 	state   handling.RunState
 }
 
-// New returns a worker for the handlers in routes. Alert sends the alerts of the group until its context ends. New does
-// no I/O and starts no goroutine.
+// New returns a worker for the handlers in routes. Alert sends the alerts of the group until its context
+// ends. New does no I/O and starts no goroutine.
 func New(db *pgxpool.Pool, rules Rules, routes handling.Routes, hub *wakeup.Hub, alert func(context.Context)) *Worker {
 	schema, group, log := rules.Handling.Schema, rules.Handling.Group, rules.Handling.Log
 	notes := handling.NewNotes(db, schema, group)
@@ -122,8 +122,9 @@ func (w *Worker) Group() string { return w.processor.Rules.Group }
 // Topics returns the topics whose events the worker handles, sorted.
 func (w *Worker) Topics() []string { return slices.Clone(w.processor.Routes.Topics) }
 
-// Run handles events until ctx is cancelled, and returns nil then. It returns [check.ErrRunning] if the worker runs
-// already, and an error if the tables of outbox do not exist. Outages of PostgreSQL are retried.
+// Run handles events until ctx is cancelled, and returns nil then. It returns [check.ErrRunning] if the
+// worker runs already, and an error if the tables of outbox do not exist. Outages of PostgreSQL are
+// retried.
 func (w *Worker) Run(ctx context.Context) error {
 	if !w.running.CompareAndSwap(false, true) {
 		return check.ErrRunning
