@@ -48,7 +48,7 @@ type Config struct {
 	// Mode is the mode of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
 	// IDHeader and TraceHeader are the same fields as in RelayConfig: names of extra headers with the
-	// event's id and its trace id. Empty means none.
+	// event's id and its trace id, for consumers that read them there. Empty means none.
 	IDHeader, TraceHeader string
 
 	// Rate is the largest number of events in a second. After a pause, Run does not send faster to catch
