@@ -192,12 +192,14 @@ func refusesCuts(d *debezium) {
 
 	before, err := d.db.Begin(ctx)
 	require.NoError(d, err)
+	d.Cleanup(func() { _ = before.Rollback(ctx) }) // otherwise the pool's Close would wait for it if the test fails
 	require.NoError(d, m.record(ctx, before, oracle.Event{ID: "before", Key: "a", Version: 1}))
 	across, err := d.db.Begin(ctx)
 	require.NoError(d, err)
+	d.Cleanup(func() { _ = across.Rollback(ctx) })
 	_, err = across.Exec(ctx, `CREATE TABLE elsewhere ()`)
 	require.NoError(d, err)
-	short, cancel := context.WithTimeout(ctx, 500*time.Millisecond)
+	short, cancel := context.WithTimeout(ctx, 2*time.Second) // enough for several lock timeouts
 	defer cancel()
 	err = m.cuts.FromDebezium(short, m.cut, why)
 	require.ErrorIs(d, err, context.DeadlineExceeded)
