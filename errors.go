@@ -2,6 +2,8 @@ package outbox
 
 import (
 	"errors"
+	"fmt"
+	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/cursor"
@@ -108,6 +110,45 @@ func (e *FieldError) Error() string { return (*envelope.FieldError)(e).Error() }
 
 // Unwrap returns Err.
 func (e *FieldError) Unwrap() error { return e.Err }
+
+// PanicError is what a panic in a handler, a decoder or an upcaster becomes, or in the
+// methods of the error that it returns.
+type PanicError struct {
+	// Value is what was panicked with.
+	Value any
+	// Stack is that of the goroutine at the panic.
+	Stack []byte
+}
+
+// Error implements error, without the stack.
+func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
+
+// Permanent marks an error that no retry would change: the event becomes a dead letter
+// at once. It returns nil for nil.
+func Permanent(err error) error {
+	if err == nil {
+		return nil
+	}
+	return handling.Permanent(err)
+}
+
+// RetryAfter marks an error of a handler after which the event is tried again when d has passed, for example because
+// another server asks for that. D takes the place of the wait that RetryWait of [HandlerConfig] says, and has no
+// upper bound: until then the later events of its key wait, or, where it is tried again in place, those of its
+// partition. A d that is not positive means at once. If an event waits in place, and d has not passed when the
+// consumer stops, it is tried when it arrives again.
+//
+// It does not change how often the event is tried: MaxRetries, RetriesFor and [Permanent] say
+// that. An error for which PostgreSQL would have the transaction repeated counts as any other
+// then, and in an outage of PostgreSQL, which does not count, the event waits for d at least.
+//
+// It returns nil for nil. Of several in one error the outermost counts.
+func RetryAfter(err error, d time.Duration) error {
+	if err == nil {
+		return nil
+	}
+	return handling.RetryAfter(err, d)
+}
 
 // public returns an error of the engines as users see it: a field error of theirs is a [*FieldError].
 func public(err error) error {
