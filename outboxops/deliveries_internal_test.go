@@ -31,34 +31,34 @@ func TestDeliveriesOverManyRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	const done, many = 200_000, 30_000
-	d, ctx := newTables(t), context.Background()
-	d.exec(t, `ALTER TABLE {schema}.event_delivery SET (autovacuum_enabled = false)`)
-	d.exec(t, `ANALYZE {schema}.event_delivery`)
-	firstDay, err := d.db.Acquire(ctx)
+	d, ctx := testenv.NewTables(t), context.Background()
+	d.Exec(t, `ALTER TABLE {schema}.event_delivery SET (autovacuum_enabled = false)`)
+	d.Exec(t, `ANALYZE {schema}.event_delivery`)
+	firstDay, err := d.DB.Acquire(ctx)
 	require.NoError(t, err)
 	defer firstDay.Release()
-	d.lookAtDeliveries(t, firstDay.Conn(), "on an empty table", 0)
+	lookAtDeliveries(t, d, firstDay.Conn(), "on an empty table", 0)
 
 	for _, status := range []string{"DEAD", "PENDING", "PARKED"} { // the hot key has 30,000 followers
-		d.exec(t, sqlInsertDeliveries, many, status, "stats")
+		d.Exec(t, sqlInsertDeliveries, many, status, "stats")
 	}
-	d.exec(t, sqlInsertDeliveries, done, "DONE", "stats")
-	d.exec(t, sqlInsertDeliveries, 100, "PROCESSING", "mails")
-	d.exec(t, sqlInsertDeliveries, 100, "DONE", "mails")
+	d.Exec(t, sqlInsertDeliveries, done, "DONE", "stats")
+	d.Exec(t, sqlInsertDeliveries, 100, "PROCESSING", "mails")
+	d.Exec(t, sqlInsertDeliveries, 100, "DONE", "mails")
 	var dead int64
-	require.NoError(t, d.db.QueryRow(ctx, pg.InSchema(`UPDATE {schema}.event_delivery SET order_key = 1 WHERE status = 'DEAD' AND position = 7 RETURNING id`, d.schema)).Scan(&dead))
-	d.exec(t, `UPDATE {schema}.event_delivery SET order_key = 1 WHERE status = 'PENDING' AND position = 9`)
+	require.NoError(t, d.DB.QueryRow(ctx, pg.InSchema(`UPDATE {schema}.event_delivery SET order_key = 1 WHERE status = 'DEAD' AND position = 7 RETURNING id`, d.Schema)).Scan(&dead))
+	d.Exec(t, `UPDATE {schema}.event_delivery SET order_key = 1 WHERE status = 'PENDING' AND position = 9`)
 
-	d.lookAtDeliveries(t, firstDay.Conn(), "planned on an empty table", dead)
+	lookAtDeliveries(t, d, firstDay.Conn(), "planned on an empty table", dead)
 	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
-		conn, err := d.db.Acquire(ctx)
+		conn, err := d.DB.Acquire(ctx)
 		require.NoError(t, err)
 		func() {
 			defer conn.Release()
-			d.lookAtDeliveries(t, conn.Conn(), analysed, dead)
+			lookAtDeliveries(t, d, conn.Conn(), analysed, dead)
 			require.NoError(t, conn.Conn().DeallocateAll(ctx))
 		}()
-		d.exec(t, `ANALYZE {schema}.event_delivery`)
+		d.Exec(t, `ANALYZE {schema}.event_delivery`)
 	}
 }
 
@@ -82,7 +82,7 @@ const listParameters = "bigint, bigint"
 
 // lookAtDeliveries runs the operations of operators on a delivery, and counts the buffers that they touch.
 // The connection prepares the statements at the first call.
-func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when string, dead int64) {
+func lookAtDeliveries(t *testing.T, d *testenv.Tables, conn *pgx.Conn, when string, dead int64) {
 	t.Helper()
 	ctx := context.Background()
 	tx, err := conn.Begin(ctx)
@@ -95,10 +95,10 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 		require.NoError(t, tx.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_prepared_statements WHERE name = $1)`, "look_"+look.name).Scan(&prepared))
 		if !prepared {
 			_, err = tx.Exec(ctx, "PREPARE look_"+look.name+" (text[], text, text, text, text, text, text, text, timestamptz, timestamptz, bool, text, text, "+look.more+") AS "+
-				pg.InSchema(look.sql, d.schema), pgx.QueryExecModeSimpleProtocol)
+				pg.InSchema(look.sql, d.Schema), pgx.QueryExecModeSimpleProtocol)
 			require.NoError(t, err)
 		}
-		buffers, plan := explain(t, tx, "EXECUTE look_"+look.name+" ("+look.arguments+")")
+		buffers, plan := testenv.Explain(t, tx, "EXECUTE look_"+look.name+" ("+look.arguments+")")
 		t.Logf("%s %s: %d buffers", look.name, when, buffers)
 		require.LessOrEqual(t, buffers, look.limit, "%s %s: %s", look.name, when, plan)
 	}
@@ -113,7 +113,7 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 		for i, arg := range alert.args {
 			alert.sql = strings.ReplaceAll(alert.sql, fmt.Sprint("$", i+1), arg)
 		}
-		buffers, plan := explain(t, tx, pg.InSchema(alert.sql, d.schema))
+		buffers, plan := testenv.Explain(t, tx, pg.InSchema(alert.sql, d.Schema))
 		t.Logf("%s %s: %d buffers", name, when, buffers)
 		require.LessOrEqual(t, buffers, alert.limit, "%s %s: %s", name, when, plan)
 	}
@@ -122,7 +122,7 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 		for range 2 { // the first call also reads the catalogs, which are large because of other tests
 			_, err = tx.Exec(ctx, `SAVEPOINT act`)
 			require.NoError(t, err)
-			buffers, _ = explain(t, tx, pg.InSchema(fmt.Sprintf(`SELECT {schema}.outbox_%s_deliveries('{%d}', 'kim', 'why')`, action, dead), d.schema))
+			buffers, _ = testenv.Explain(t, tx, pg.InSchema(fmt.Sprintf(`SELECT {schema}.outbox_%s_deliveries('{%d}', 'kim', 'why')`, action, dead), d.Schema))
 			_, err = tx.Exec(ctx, `ROLLBACK TO act`)
 			require.NoError(t, err)
 		}

@@ -142,40 +142,38 @@ func (s *consumerFixture) deadLetters(t testing.TB, n int) []*kgo.Record {
 // readAll reads the n records of a topic.
 func readAll(t testing.TB, brokers []string, topic string, n int) (records []*kgo.Record) {
 	t.Helper()
-	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic))
-	require.NoError(t, err)
-	defer client.Close()
-	ctx, cancel := context.WithTimeout(background, testenv.Patience)
-	defer cancel()
-	for len(records) < n {
-		fetches := client.PollFetches(ctx)
-		require.NoError(t, fetches.Err0(), "%d of %d records", len(records), n)
-		records = append(records, fetches.Records()...)
-	}
-	require.Len(t, records, n)
-	return records
+	return readEach(t, brokers, n, func(*kgo.Record) bool { return true }, topic)
 }
 
 // readDeadLetters returns the dead letters of n records, one of each: a dead letter that was sent while the consumer
 // stopped may be sent again.
 func readDeadLetters(t testing.TB, brokers []string, n int, topics ...string) (records []*kgo.Record) {
 	t.Helper()
+	seen := map[string]bool{}
+	return readEach(t, brokers, n, func(r *kgo.Record) bool {
+		h := deadLetterHeaders(r)
+		place := fmt.Sprint(h[outbox.DeadLetterOriginalTopic], " ", h[outbox.DeadLetterOriginalPartition], " ", h[outbox.DeadLetterOriginalOffset])
+		first := !seen[place]
+		seen[place] = true
+		return first
+	}, topics...)
+}
+
+// readEach returns the n records of topics that are wanted.
+func readEach(t testing.TB, brokers []string, n int, wanted func(*kgo.Record) bool, topics ...string) (records []*kgo.Record) {
+	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topics...))
 	require.NoError(t, err)
 	defer client.Close()
 	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
-	seen := map[string]bool{}
 	for len(records) < n {
 		fetches := client.PollFetches(ctx)
 		require.NoError(t, fetches.Err0(), "%d of %d records", len(records), n)
 		for _, r := range fetches.Records() {
-			h := deadLetterHeaders(r)
-			place := fmt.Sprint(h[outbox.DeadLetterOriginalTopic], " ", h[outbox.DeadLetterOriginalPartition], " ", h[outbox.DeadLetterOriginalOffset])
-			if !seen[place] {
+			if wanted(r) {
 				records = append(records, r)
 			}
-			seen[place] = true
 		}
 	}
 	require.Len(t, records, n)

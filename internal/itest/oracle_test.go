@@ -23,8 +23,8 @@ var (
 	oracleSeed   = flag.Uint64("oracle.seed", 0, "seed of TestOracle; 0 draws one")
 )
 
-// events returns how many events TestOracle commits.
-func events() int {
+// oracleSize returns the number of events that TestOracle commits.
+func oracleSize() int {
 	switch {
 	case *oracleEvents != 0:
 		return *oracleEvents
@@ -52,7 +52,7 @@ func TestOracleOverPartitions(t *testing.T) {
 	testOracle(t, h, retention)
 	t.Logf("%d rows are left", h.count(t, "outbox")) // all, where writers leave the relay no time for others
 	testenv.Run(t, h.relay(t, outbox.RelayConfig{Retention: retention}).Run)
-	require.Eventually(t, func() bool { return h.count(t, "outbox") < events()/2 }, testenv.Patience, 10*time.Millisecond, "many go")
+	require.Eventually(t, func() bool { return h.count(t, "outbox") < oracleSize()/2 }, testenv.Patience, 10*time.Millisecond, "many go")
 }
 
 func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig) {
@@ -73,7 +73,7 @@ func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig)
 	start := time.Now()
 	require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
 		DB: h.db, Schema: h.schema, Record: f.record, Seed: v.Seed,
-		Events: events(), Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
+		Events: oracleSize(), Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
 		Large: 1500, LargeBytes: 900_000,
 	}))
 	stopTopic()
