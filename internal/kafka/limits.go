@@ -161,12 +161,12 @@ func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[st
 		resource.ConfigNames = []string{"max.message.bytes"}
 		request.Resources = append(request.Resources, resource)
 	}
-	response, err := request.RequestWith(ctx, client)
+	response, err := firstAnswer(ctx, client, func(ctx context.Context, b *kgo.Broker) (kmsg.Response, error) { return b.Request(ctx, request) })
 	if err != nil {
 		return nil, fmt.Errorf("describe topics: %w", err)
 	}
 	limits := map[string]int{}
-	for _, resource := range response.Resources {
+	for _, resource := range response.(*kmsg.DescribeConfigsResponse).Resources {
 		for _, c := range resource.Configs {
 			if c.Name != "max.message.bytes" || c.Value == nil {
 				continue

@@ -121,9 +121,14 @@ func CheckProducerOpts(opts []kgo.Opt) error {
 	})
 }
 
+// RequestTimeout is how long a broker may be silent before another one is asked, unless the host has set it: franz-go
+// waits for 10 s.
+const RequestTimeout = 2 * time.Second
+
 // ProducerOpts returns the options of the host, and those that the promises need.
 func ProducerOpts(host []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
-	return append(append([]kgo.Opt(nil), host...),
+	opts := append([]kgo.Opt{kgo.DialTimeout(RequestTimeout), kgo.RequestTimeoutOverhead(RequestTimeout)}, host...)
+	return append(opts,
 		kgo.RequiredAcks(kgo.AllISRAcks()),
 		// With idempotence alone, a record whose request was sent and never
 		// answered would neither fail nor time out.

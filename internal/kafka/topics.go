@@ -145,15 +145,22 @@ func (b *emptyBackups) Next() (int, int64) { b.rest--; return b.rest, 0 }
 func (b *emptyBackups) Rem() int           { return b.rest }
 
 // Explain reports whether Kafka works although records of topics have failed: a broker
-// answers, and gives the client a producer id. If so, the failures are those of topics and
+// answers, and gives out a producer id. If so, the failures are those of topics and
 // partitions, and causes has what Kafka says of these.
 func Explain(ctx context.Context, client *kgo.Client, topics []string) (causes map[Partition]error, works bool) {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
-	answers, err := ask(ctx, client, topics)
-	if err == nil {
-		_, _, err = client.ProducerID(ctx)
-	}
+	answers, err := firstAnswer(ctx, client, func(ctx context.Context, b *kgo.Broker) ([]kmsg.MetadataResponseTopic, error) {
+		answers, err := askBroker(ctx, b, topics)
+		if err != nil {
+			return nil, err
+		}
+		id, err := b.Request(ctx, kmsg.NewPtrInitProducerIDRequest())
+		if err == nil {
+			err = kerr.ErrorForCode(id.(*kmsg.InitProducerIDResponse).ErrorCode)
+		}
+		return answers, err
+	})
 	return causesOf(answers), err == nil
 }
 
@@ -190,15 +197,17 @@ func CheckTopics(ctx context.Context, client *kgo.Client, topics []string) (bad 
 func ask(ctx context.Context, client *kgo.Client, names []string) ([]kmsg.MetadataResponseTopic, error) {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
-	response, err := Metadata(ctx, client, names...)
+	return firstAnswer(ctx, client, func(ctx context.Context, b *kgo.Broker) ([]kmsg.MetadataResponseTopic, error) {
+		return askBroker(ctx, b, names)
+	})
+}
+
+func askBroker(ctx context.Context, b *kgo.Broker, names []string) ([]kmsg.MetadataResponseTopic, error) {
+	response, err := b.Request(ctx, metadataRequest(names...))
 	if err != nil {
 		return nil, err
 	}
-	answers := response.Topics[:0]
-	for _, answer := range response.Topics {
-		if answer.Topic != nil {
-			answers = append(answers, answer)
-		}
-	}
-	return answers, nil
+	return slices.DeleteFunc(response.(*kmsg.MetadataResponse).Topics, func(answer kmsg.MetadataResponseTopic) bool {
+		return answer.Topic == nil
+	}), nil
 }
