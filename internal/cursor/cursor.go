@@ -113,7 +113,7 @@ type Store struct {
 	sequence string // of ids
 
 	SQLLoad, SQLSeed, SQLOpen, SQLMove, SQLMoveFailed, SQLPage, SQLFetch, SQLFetchBare string
-	SQLSequence, SQLRebase, SQLRebaseProof                                             string
+	SQLSequence, SQLRebase, SQLRebaseProof, sqlCount                                   string
 }
 
 // NewStore returns the store of a relay in a schema. It does no I/O.
@@ -132,6 +132,7 @@ func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 		SQLSequence:    pg.InSchema(tables.SQLSequence, schema),
 		SQLRebase:      pg.InSchema(sqlRebase, schema),
 		SQLRebaseProof: pg.InSchema(SQLRebaseProof, schema),
+		sqlCount:       pg.InSchema(sqlCount, schema),
 	}
 }
 
@@ -421,4 +422,23 @@ func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures [
 		return 0, fmt.Errorf("move cursor: %w", err)
 	}
 	return id, nil
+}
+
+// sqlCount counts the rows of some events that are there, as they were.
+const sqlCount = `
+SELECT count(*) FROM unnest($1::bigint[], $2::timestamptz[]) AS e (id, created_at)
+ CROSS JOIN LATERAL (SELECT created_at FROM {schema}.outbox WHERE id BETWEEN e.id AND e.id ORDER BY id OFFSET 0) AS o
+ WHERE o.created_at = e.created_at`
+
+// Count returns how many of some events are there, by their ids and the times of their transactions: after a failover
+// an id may be given to another event.
+func (c *Store) Count(ctx context.Context, ids []int64, created []time.Time) (there int, err error) {
+	err = c.query(ctx, func(rows pgx.Rows) (err error) {
+		there, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
+		return err
+	}, c.sqlCount, ids, created)
+	if err != nil {
+		return 0, fmt.Errorf("count events: %w", err)
+	}
+	return there, nil
 }

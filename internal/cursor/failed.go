@@ -105,7 +105,7 @@ type Failed struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	SQLKeys, sqlFreed, SQLPromote, sqlAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave string
+	SQLKeys, sqlFreed, SQLPromote, sqlAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave, sqlRowsOf string
 }
 
 // NewFailed returns the store of the failed events of a relay. It does no I/O.
@@ -125,6 +125,7 @@ func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 		SQLParked:        pg.InSchema(sqlFailedParked, schema),
 		SQLRead:          pg.InSchema(sqlFailedRead, schema),
 		SQLSave:          pg.InSchema(sqlFailedSave, schema),
+		sqlRowsOf:        pg.InSchema(sqlFailedRowsOf, schema),
 	}
 }
 

@@ -122,6 +122,29 @@ func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error)
 	}), err
 }
 
+// sqlFailedRowsOf finds the rows of some events.
+const sqlFailedRowsOf = `
+SELECT e.id, e.parking_key, e.outbox_id, e.event_id::text
+  FROM unnest($2::bigint[], $3::uuid[]) AS event (outbox_id, id)
+ CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
+                      WHERE f.relay = $1::text AND f.outbox_id = event.outbox_id AND f.event_id = event.id AND f.status <> 'resolved'
+                      ORDER BY f.relay, f.outbox_id, f.event_id LIMIT 1) AS e`
+
+// RowsOf returns the rows of events, by their ids in outbox and their event ids, with nothing but these and their keys.
+func (f *Failed) RowsOf(ctx context.Context, ids []int64, eventIDs []string) (found []FailedRow, err error) {
+	err = f.query(ctx, func(rows pgx.Rows) (err error) {
+		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e FailedRow, err error) {
+			err = row.Scan(&e.Row, &e.Key, &e.ID, &e.EventID)
+			return e, err
+		})
+		return err
+	}, f.sqlRowsOf, f.relay, ids, eventIDs)
+	if err != nil {
+		return nil, fmt.Errorf("find the rows of events: %w", err)
+	}
+	return found, nil
+}
+
 // find returns the events that a statement finds, without their envelopes; see readRows.
 func (f *Failed) find(ctx context.Context, sql string, args ...any) (found []FailedRow, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {

@@ -6,9 +6,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/absent"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -30,6 +32,32 @@ func TestMissingTopicDelaysNoOther(t *testing.T) {
 		requireArrivalWithin(t, 5*time.Second, reader, good...)
 	}
 	h.awaitStatuses(t, map[string]int{"waiting": 40})
+}
+
+// Each event is for another partition of a topic that has too few replicas. Finding out that a partition accepts
+// nothing delays no other topic, and does not open the breaker, because Kafka works.
+func TestPartitionsWithoutReplicasDelayNoOther(t *testing.T) {
+	t.Parallel()
+	testenv.Long(t)
+	h, reader := newPlacesFixture(t)
+	short := h.elsewhere(t, "short-"+uuid.NewString())
+	require.NoError(t, absent.CreateTopic(background, h.brokers, short.topic, 40, map[string]string{"min.insync.replicas": "2"}))
+	relay := h.plainRelay(t, outbox.RelayConfig{Breaker: outbox.BreakerConfig{Window: 4}})
+	testenv.Run(t, relay.Run)
+	const rounds = 12
+	var waiting []oracle.Event
+	for i := range rounds {
+		waiting = append(waiting, keyed(fmt.Sprintf("short-%d", i), 1)...)
+		short.commit(t, waiting[i])
+		good := keyed(fmt.Sprintf("good-%d", i), 1)
+		h.commit(t, good...)
+		requireArrivalWithin(t, 5*time.Second, reader, good...)
+	}
+	h.awaitStatuses(t, map[string]int{"waiting": rounds})
+	require.Equal(t, outbox.BreakerClosed, relay.Health().Breaker)
+	short.setTopic(t, "min.insync.replicas", "1")
+	requireArrival(t, short.follow(t), waiting...)
+	h.awaitStatuses(t, map[string]int{})
 }
 
 // A retry that is due is sent, however many others wait for a topic that is missing.

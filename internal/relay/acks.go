@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"iter"
+	"maps"
 	"slices"
 	"sync"
 
@@ -19,10 +21,6 @@ import (
 
 // acks collects the outcomes of the records of one send and reports them to the
 // breaker. The client calls promise from its own goroutine, one record after another.
-//
-// The breaker must open when Kafka is unavailable, and not when a topic or a partition
-// is: the records of a partition fail together, and a few of them would stop the sending
-// to all others. So while Kafka answers, the failures of a topic are reported as one.
 type acks struct {
 	permit  *breaker.Permit
 	records []kgo.Record
@@ -32,14 +30,22 @@ type acks struct {
 
 	crash *contain.Panic // the first of promise; written under mu, before crashed is closed
 
-	mu     sync.Mutex
-	failed map[*kgo.Record]error
-	open   int // outcomes that are not known, and one until the client has all records
+	mu       sync.Mutex
+	known    []bool // the outcome of each record is
+	next     int    // in known: where the next outcome probably belongs
+	accepted int
+	failed   map[*kgo.Record]error
+	open     int // outcomes that are not known, and one until the client has all records
+	handed   int // records that the client has
+	late     func(i int, err error)
 }
 
 // newAcks expects one outcome for each record without an error.
 func newAcks(p *breaker.Permit, records []kgo.Record, errs []error) *acks {
-	a := &acks{permit: p, records: records, errs: errs, all: make(chan struct{}), crashed: make(chan struct{}), open: 1}
+	a := &acks{
+		permit: p, records: records, errs: errs, known: make([]bool, len(records)),
+		all: make(chan struct{}), crashed: make(chan struct{}), open: 1,
+	}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
@@ -48,16 +54,16 @@ func newAcks(p *breaker.Permit, records []kgo.Record, errs []error) *acks {
 	return a
 }
 
-// handedOver is called once, when the client has all records but the last ones, whose errors are unsent. For these
-// no outcome will come.
-func (a *acks) handedOver(unsent []error) {
+// handedOver is called once, when the client has the first n records. No outcome will come for the others.
+func (a *acks) handedOver(n int) {
 	a.mu.Lock()
-	defer a.mu.Unlock()
-	for _, err := range unsent {
+	a.handed = n
+	for _, err := range a.errs[n:] {
 		if err == nil {
 			a.open--
 		}
 	}
+	a.mu.Unlock()
 	a.done()
 }
 
@@ -75,15 +81,84 @@ func (a *acks) promise(r *kgo.Record, err error) {
 	if err == nil {
 		a.permit.Report(breaker.Succeeded)
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if err != nil {
-		if a.failed == nil {
-			a.failed = make(map[*kgo.Record]error)
-		}
-		a.failed[r] = err
+	if i, late := a.note(r, err); late != nil {
+		late(i, err)
 	}
 	a.done()
+}
+
+// note records the outcome of a record. It returns its index, and the function that waits for it if the send was left.
+func (a *acks) note(r *kgo.Record, err error) (i int, late func(int, error)) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	i = a.indexOf(r)
+	a.known[i] = true
+	switch {
+	case err == nil:
+		a.accepted++
+	case a.failed == nil:
+		a.failed = map[*kgo.Record]error{r: err}
+	default:
+		a.failed[r] = err
+	}
+	return i, a.late
+}
+
+// indexOf returns the index of a record. The outcomes of a partition come in the order of its records, so the search
+// begins behind the last one. The caller holds mu.
+func (a *acks) indexOf(r *kgo.Record) int {
+	for range a.records {
+		i := a.next
+		if a.next++; a.next == len(a.records) {
+			a.next = 0
+		}
+		if &a.records[i] == r {
+			return i
+		}
+	}
+	panic("outbox: outcome of a record that was not sent")
+}
+
+// progress returns how many outcomes are missing, and how many records were accepted.
+func (a *acks) progress() (open, accepted int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.open, a.accepted
+}
+
+// silentTopics returns the topics of records without an outcome.
+func (a *acks) silentTopics() (topics []string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for i := range a.unknown() {
+		if topic := a.records[i].Topic; !slices.Contains(topics, topic) {
+			topics = append(topics, topic)
+		}
+	}
+	return topics
+}
+
+// unknown returns the indexes of the records without an outcome. The caller holds mu.
+func (a *acks) unknown() iter.Seq[int] {
+	return func(yield func(int) bool) {
+		for i := range a.records[:a.handed] {
+			if a.errs[i] == nil && !a.known[i] && !yield(i) {
+				return
+			}
+		}
+	}
+}
+
+// leave calls silent for the index of each record without an outcome; their outcomes are passed to late when they
+// come. It returns the outcomes that are known.
+func (a *acks) leave(silent func(i int), late func(i int, err error)) *acks {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for i := range a.unknown() {
+		silent(i)
+	}
+	a.late = late
+	return &acks{permit: a.permit, records: a.records, failed: maps.Clone(a.failed)}
 }
 
 // keepCrash keeps the first panic of promise, whose outcome is then missing.
@@ -112,8 +187,10 @@ func (a *acks) raise() {
 	}
 }
 
-// done counts one outcome. The caller holds mu.
+// done counts one outcome.
 func (a *acks) done() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
 	if a.open--; a.open == 0 {
 		close(a.all)
 	}
@@ -158,16 +235,13 @@ func (a *acks) explain(causes map[kafka.Partition]error) {
 	}
 }
 
-// reportFailures reports the failures to the breaker: each, or one for each topic.
-func (a *acks) reportFailures(oncePerTopic bool) {
-	reported := map[string]bool{}
-	for r, err := range a.failed {
+// reportFailures reports the failures to the breaker. While Kafka works they are those of topics and partitions, and
+// say nothing about Kafka.
+func (a *acks) reportFailures(works bool) {
+	for _, err := range a.failed {
 		result := callResultOf(err)
-		if result == breaker.Failed && oncePerTopic {
-			if reported[r.Topic] {
-				result = breaker.Cancelled
-			}
-			reported[r.Topic] = true
+		if result == breaker.Failed && works {
+			result = breaker.Cancelled
 		}
 		a.permit.Report(result)
 	}

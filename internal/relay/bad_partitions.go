@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"errors"
 	"maps"
 	"slices"
 	"strings"
@@ -18,7 +19,11 @@ type badPartition struct {
 	cursor.BadPartition
 	since     time.Time // of the first failure
 	elsewhere bool      // another partition has accepted an event; until then it may be an outage of Kafka
+	suspect   bool      // not tried: other partitions of its topic accept nothing
 }
+
+// errSuspect is the error of a suspect.
+var errSuspect = errors.New("not tried yet, because another partition of the topic accepts nothing")
 
 // BadPartitions remembers which topics and partitions accept nothing. Events for such a partition are not tried, so
 // they delay no other events. It is safe for concurrent use.
@@ -30,13 +35,17 @@ type BadPartitions struct {
 
 	mu       sync.Mutex
 	bad      map[string]*badPartition
-	accepted map[string]time.Time // when a partition that was bad was last good
-	claimed  map[string]bool      // partitions whose waiting events a retrier sends
+	accepted map[string]time.Time       // when a partition that was bad was last good
+	claimed  map[string]bool            // partitions whose waiting events a retrier sends
+	proven   map[string]map[string]bool // topics with bad partitions, and their partitions that have accepted an event since
 }
 
 // NewBadPartitions returns an empty registry. It reports to log each partition that becomes bad or good.
 func NewBadPartitions(log *outage.Logs) *BadPartitions {
-	return &BadPartitions{log: log, bad: map[string]*badPartition{}, accepted: map[string]time.Time{}, claimed: map[string]bool{}}
+	return &BadPartitions{
+		log: log, bad: map[string]*badPartition{}, accepted: map[string]time.Time{}, claimed: map[string]bool{},
+		proven: map[string]map[string]bool{},
+	}
 }
 
 // Failing reports whether there is a bad partition, or one whose recovery is not logged yet. While there is none, a
@@ -56,7 +65,21 @@ func (r *BadPartitions) Load(loaded []cursor.BadPartition) {
 			r.bad[b.Name] = &badPartition{BadPartition: b, since: time.Now()}
 		}
 	}
+	r.changed()
+}
+
+// changed brings up to date what follows from the bad partitions. The caller holds mu.
+func (r *BadPartitions) changed() {
 	r.failing.Store(len(r.bad) > 0)
+	proven := map[string]map[string]bool{}
+	for name, b := range r.bad {
+		if topic, _, partition := strings.Cut(name, "/"); partition && b.elsewhere && !b.suspect && proven[topic] == nil {
+			if proven[topic] = r.proven[topic]; proven[topic] == nil {
+				proven[topic] = map[string]bool{}
+			}
+		}
+	}
+	r.proven = proven
 }
 
 // Fail makes a partition bad. It ignores a try that began before the partition was last good, because several clients
@@ -69,11 +92,12 @@ func (r *BadPartitions) Fail(at kafka.Partition, began time.Time, class string, 
 	switch b := r.bad[name]; {
 	case began.Before(r.accepted[name]):
 	case b != nil:
-		b.Class, b.Err = class, err
+		b.Class, b.Err, b.suspect = class, err, false
 	default:
 		r.bad[name] = &badPartition{BadPartition: cursor.BadPartition{Name: name, Class: class, Err: err}, since: time.Now()}
-		r.failing.Store(true)
 	}
+	r.changed()
+	delete(r.proven[at.Topic], name)
 }
 
 // Accept records that a partition has accepted an event, in a try that began at a time. The partition and its topic are
@@ -94,6 +118,10 @@ func (r *BadPartitions) Accept(at kafka.Partition, began time.Time) (recovered b
 	for _, b := range r.bad {
 		b.elsewhere = true
 	}
+	r.changed()
+	if proven := r.proven[at.Topic]; proven != nil {
+		proven[at.Name()] = true
+	}
 	return recovered
 }
 
@@ -101,7 +129,7 @@ func (r *BadPartitions) Accept(at kafka.Partition, began time.Time) (recovered b
 func (r *BadPartitions) makeGood(name string) {
 	delete(r.bad, name)
 	r.accepted[name] = time.Now()
-	r.failing.Store(len(r.bad) > 0)
+	r.changed()
 }
 
 // Forget makes a partition good for which no event waits: no retry could show that it has recovered. The next event for
@@ -114,18 +142,38 @@ func (r *BadPartitions) Forget(name string) {
 	}
 }
 
-// Find returns the entry of a partition or of its topic.
-func (r *BadPartitions) Find(at kafka.Partition) (badPartition, bool) {
+// Avoid returns the entry of a partition or of its topic. A partition that has not accepted an event since another one
+// of its topic became bad is a suspect, and gets an entry: an event for it could delay the others as long as the first.
+// The next probe tries it.
+func (r *BadPartitions) Avoid(at kafka.Partition) (badPartition, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	b := r.bad[at.Topic]
 	if b == nil && at.Number != kafka.Unassigned {
-		b = r.bad[at.Name()]
+		name := at.Name()
+		if b = r.bad[name]; b == nil {
+			b = r.suspect(at.Topic, name)
+		}
 	}
 	if b == nil {
 		return badPartition{}, false
 	}
 	return *b, true
+}
+
+// suspect adds an entry for a partition if it is a suspect. The caller holds mu.
+func (r *BadPartitions) suspect(topic, name string) *badPartition {
+	proven, failing := r.proven[topic]
+	if !failing || proven[name] {
+		return nil
+	}
+	b := &badPartition{
+		BadPartition: cursor.BadPartition{Name: name, Class: kafka.UnavailableClass(errSuspect), Err: errSuspect},
+		since:        time.Now(), elsewhere: true, suspect: true,
+	}
+	r.bad[name] = b
+	r.changed()
+	return b
 }
 
 // All returns the bad partitions and topics, sorted by name.

@@ -49,6 +49,7 @@ type DeliveryParts struct {
 	Sender         Sender
 	Breaker        *breaker.Breaker
 	Bad            *BadPartitions
+	Unanswered     *Unanswered
 	Log            *slog.Logger
 	KafkaOutage    *outage.Log       // Kafka as a whole
 	PassFailedKeys bool              // RelayConfig.PassFailedKeys
@@ -268,7 +269,7 @@ func (d *delivery) sendBatch() error {
 		case class != "" || errors.Is(err, errSendAlone):
 			d.mode = sendOneByOne
 			again = append(again, i)
-		case kafka.IsTopicOutage(err):
+		case kafka.IsTopicOutage(err), errors.Is(err, errUnanswered):
 			d.parkUnavailable(i, &sent.records[n], err)
 		default:
 			failed = append(failed, n)
@@ -310,7 +311,7 @@ func (d *delivery) othersFirst() (now, later []int) {
 	}
 	keys := map[string]bool{} // of later
 	for _, i := range d.pending {
-		if _, bad := d.Bad.Find(d.Sender.partition(&d.batch[i])); bad || len(keys) > 0 && keys[d.key(i)] {
+		if _, bad := d.Bad.Avoid(d.Sender.partition(&d.batch[i])); bad || len(keys) > 0 && keys[d.key(i)] {
 			later = append(later, i)
 			keys[d.key(i)] = true
 		} else {
@@ -350,7 +351,7 @@ func (d *delivery) sendEach() error {
 			d.markSent(i, r)
 		case class != "":
 			d.markRejected(i, class, err)
-		case kafka.IsTopicOutage(err):
+		case kafka.IsTopicOutage(err), errors.Is(err, errUnanswered):
 			d.parkUnavailable(i, r, err)
 		case d.isLocal(sent.works):
 			d.parkTopic(i, r, err)

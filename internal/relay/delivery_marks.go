@@ -87,9 +87,11 @@ func (d *delivery) block(i int) {
 	d.blocked[d.key(i)] = true
 }
 
-// skip gives an event that is not to be sent its outcome, and reports whether it has:
-// its key is blocked, or its topic or partition is bad.
-func (d *delivery) skip(i int) bool { return d.skipBlocked(i) || d.avoiding && d.skipBad(i) }
+// skip gives an event that is not to be sent its outcome, and reports whether it has: its key is blocked, it was sent
+// and is not answered yet, or its topic or partition is bad.
+func (d *delivery) skip(i int) bool {
+	return d.skipBlocked(i) || d.skipUnanswered(i) || d.avoiding && d.skipBad(i)
+}
 
 func (d *delivery) skipBlocked(i int) bool {
 	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {
@@ -99,8 +101,16 @@ func (d *delivery) skipBlocked(i int) bool {
 	return true
 }
 
+func (d *delivery) skipUnanswered(i int) bool {
+	at, is := d.Unanswered.find(&d.batch[i])
+	if is {
+		d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errUnanswered), Err: errUnanswered, place: at.Name()})
+	}
+	return is
+}
+
 func (d *delivery) skipBad(i int) bool {
-	bad, is := d.Bad.Find(d.Sender.partition(&d.batch[i]))
+	bad, is := d.Bad.Avoid(d.Sender.partition(&d.batch[i]))
 	if !is || d.patient && !bad.elsewhere {
 		return false
 	}

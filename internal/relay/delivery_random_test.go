@@ -25,12 +25,13 @@ import (
 )
 
 // Kafka, topics and partitions fail and recover at random, records are rejected, answers
-// get lost, and the relay stops and loses its lease at any moment. By the history of what
+// come late or get lost, and the relay stops and loses its lease at any moment. By the history of what
 // Kafka accepted:
 //
 //   - no event is lost, and none is decided about twice;
 //   - the first arrivals of each key are in order;
 //   - what Kafka has accepted, and has said so, is not sent again after a stop;
+//   - no event is sent again while its answer is waited for elsewhere;
 //   - after a stop no event is pending in front of one that was sent.
 func TestDeliverAtRandom(t *testing.T) {
 	t.Parallel()
@@ -86,6 +87,10 @@ type chaos struct {
 	stop      func()
 	stopAfter int // calls of produce
 	lastFirst map[string]int
+
+	registry   *BadPartitions
+	unanswered *Unanswered
+	flying     []int // events that were sent and not answered, in the order in which they were sent
 }
 
 type chaosRow struct {
@@ -130,17 +135,67 @@ func (c *chaos) lead() {
 	deliverer := c.deliverer()
 	c.parked.reset()
 	require.NoError(c.t, c.parked.Recount(c.keys))
+	defer c.land(true)
 	for stop.Err() == nil && (c.cursor < len(c.events) || len(c.rows) > 0) {
 		if c.often(0.1) && !c.calm() {
 			time.AfterFunc(time.Duration(c.rng.IntN(300))*time.Millisecond, cancel)
 		}
-		if c.cursor < len(c.events) && !c.send(stop, deliverer) {
-			return
-		}
-		if c.often(0.5) && !c.retry(stop, deliverer) {
+		if c.cursor < len(c.events) && !c.send(stop, deliverer) || c.often(0.5) && !c.retry(stop, deliverer) {
+			c.land(true)
+			for _, ref := range c.unanswered.Accepted() {
+				c.events[ref.ID-1].repeats = true // the lease is lost
+			}
 			return
 		}
 	}
+	c.land(true) // the producers are closed
+	c.parked.mu.Lock()
+	defer c.parked.mu.Unlock()
+	c.settle()
+}
+
+// land lets answers come late: of some partitions, or of all. A partition has accepted the first of its records.
+func (c *chaos) land(all bool) {
+	var left []int
+	accepts := map[kafka.Partition]int{} // how many more; -1: no answer comes
+	for _, event := range c.flying {
+		at := c.events[event].at
+		if _, drawn := accepts[at]; !drawn {
+			accepts[at] = c.rng.IntN(4)
+			if !all && !c.often(0.2) {
+				accepts[at] = -1
+			}
+		}
+		e := &c.batch[event]
+		switch {
+		case accepts[at] < 0:
+			left = append(left, event)
+		case accepts[at] > 0 && !c.events[event].poison:
+			accepts[at]--
+			c.accept(event)
+			c.registry.Accept(at, time.Now())
+			c.unanswered.accept(e)
+		default:
+			accepts[at] = 0
+			c.registry.Fail(at, time.Now(), "unavailable", kgo.ErrRecordTimeout)
+			c.unanswered.forget(e)
+		}
+	}
+	c.flying = left
+}
+
+// settle removes the rows of events that were accepted late.
+func (c *chaos) settle() {
+	var removed []eventRef
+	for _, ref := range c.unanswered.Accepted() {
+		if n := len(c.rows); n > 0 {
+			c.remove(int(ref.ID) - 1)
+			if len(c.rows) < n {
+				removed = append(removed, ref)
+			}
+		}
+	}
+	c.unanswered.Settled(removed)
 }
 
 // keys returns the keys with rows, all on one page.
@@ -193,6 +248,9 @@ func (c *chaos) send(stop context.Context, deliverer *Deliverer) bool {
 // retry sends the first events of all keys, and what is behind those that got through. It
 // returns false if the lease was lost.
 func (c *chaos) retry(stop context.Context, deliverer *Deliverer) bool {
+	c.parked.mu.Lock()
+	c.settle()
+	c.parked.mu.Unlock()
 	var heads []chaosRow
 	seen := map[string]bool{}
 	for _, row := range c.rows {
@@ -300,9 +358,11 @@ func (c *chaos) mayRepeat(events []int) {
 
 func (c *chaos) deliverer() *Deliverer {
 	log := slog.New(slog.DiscardHandler)
+	c.registry = NewBadPartitions(outage.NewLogs(log))
+	c.unanswered = NewUnanswered(c.registry, func() {})
 	return &Deliverer{DeliveryParts{
-		Sender: c, Breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), Log: log, OnSend: func() {},
-		KafkaOutage: outage.NewLog(log, "Kafka"), Bad: NewBadPartitions(outage.NewLogs(log)), OnRecovered: func() {},
+		Sender: c, Unanswered: c.unanswered, Breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), Log: log, OnSend: func() {},
+		KafkaOutage: outage.NewLog(log, "Kafka"), Bad: c.registry, OnRecovered: func() {},
 	}}
 }
 
@@ -349,6 +409,7 @@ func (c *chaos) produce(stop, _ context.Context, batch []envelope.Event, which [
 	require.IsIncreasing(c.t, append([]int{-1}, which...))
 	time.Sleep(time.Duration(c.rng.IntN(20)) * time.Millisecond)
 	c.change()
+	c.land(false)
 	switch {
 	case c.calm():
 	case len(which) == 0:
@@ -375,6 +436,7 @@ func (c *chaos) fail(batch []envelope.Event, which []int, sent sendResult, stopp
 	for n, i := range which {
 		event := int(batch[i].ID) - 1
 		e, err := &c.events[event], &sent.errs[n]
+		require.NotContains(c.t, c.flying, event, "its answer is not known")
 		sent.records[n] = kgo.Record{Topic: e.at.Topic, Partition: e.at.Number}
 		switch behind := failed[e.at] != nil; {
 		case waits[e.key] != nil:
@@ -384,9 +446,17 @@ func (c *chaos) fail(batch []envelope.Event, which []int, sent sendResult, stopp
 		case e.large && len(which) > 1:
 			*err, waits[e.key] = errSendAlone, errSendAlone
 		case behind:
-			*err = failed[e.at]
+			if *err = failed[e.at]; *err == errUnanswered {
+				c.fly(&batch[i], event)
+			}
 		default:
 			*err = c.failure(e, stopping)
+			if !c.down && !stopping && !e.poison && kafka.IsOutage(*err) && c.often(0.4) {
+				*err = errUnanswered
+				failed[e.at] = *err
+				c.fly(&batch[i], event)
+				continue
+			}
 			failed[e.at] = *err
 			if lost := errors.Is(*err, kgo.ErrRecordTimeout) && !e.poison && c.often(0.1); *err == nil || lost {
 				e.repeats = e.repeats || lost // the answer is
@@ -394,6 +464,12 @@ func (c *chaos) fail(batch []envelope.Event, which []int, sent sendResult, stopp
 			}
 		}
 	}
+}
+
+// fly lets the answer of an event come later.
+func (c *chaos) fly(e *envelope.Event, event int) {
+	c.flying = append(c.flying, event)
+	c.unanswered.add(e, c.events[event].at)
 }
 
 // Failure returns why Kafka does not accept an event, or nil.

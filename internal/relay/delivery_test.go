@@ -35,6 +35,7 @@ import (
 //   - accepted             - unavailable           t its topic is missing
 //     x rejected             n no leader             i it cannot be made into a record
 //     a has to be sent alone b behind such an event  s not written when the relay stops
+//     ? does not answer
 //
 // Fewer answers than events mean that fewer were taken, no answer that the breaker is
 // open, stop that the relay is told to stop meanwhile, lost that the lease is lost. down
@@ -77,6 +78,8 @@ var deliverTests = []deliveryTest{
 	{"what is rejected is no reason to park", "abc", "abc:sixstop", ".x.", "", 0},
 
 	// Some of it is.
+	{"one partition does not answer: its events are not sent again meanwhile", "abBc", "abBc:+??+", "+ub+", "partition orders/1", 0},
+	{"alone, one does not answer", "abc", "abc:xxx a:+ b:? c:+", "+u+", "partition orders/1", 0},
 	{"one partition fails while others work", "abc", "abc:+-+", "+u+", "partition orders/1", 0},
 	{"one partition fails, alone", "b", "b:-", "u", "partition orders/1", 0},
 	{"all partitions fail, and Kafka works", "ab", "ab:--", "uu", "partition orders/0, partition orders/1", 0},
@@ -151,7 +154,8 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 		name, batches, play, want string
 		recovered                 int
 	}{
-		{"its events are parked without being tried once another place has accepted one", "ab bcB", "ab:+- c:+", "+u u+b", 0},
+		{"its events are parked without being tried once another place has accepted one", "ab bnB", "ab:+- n:+", "+u u+b", 0},
+		{"what has accepted one is tried, another place of the topic is a suspect", "ab bacB", "ab:+- a:+", "+u u+ub", 0},
 		{"until then they are tried: it may be Kafka that fails", "b bB a b", "b:- bB:-- a:+", "u ub + u", 0},
 		{"then others in the same batch are tried before them, so as not to wait for them", "b baB", "b:- a:+", "u u+b", 0},
 		{"and they are tried when the others have failed, too", "b ab", "b:- a:- b:-", "u uu", 0},
@@ -185,7 +189,7 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := newFakeSender(t, "ab:-+ c:+")
+		s := newFakeSender(t, "ab:-+ b:+")
 		s.openBreaker()
 		time.Sleep(31 * time.Second)
 		require.Equal(t, breaker.HalfOpen, s.breaker.State())
@@ -196,7 +200,7 @@ func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
 		}
 		require.Equal(t, "u+", deliver("ab"))
 		require.Equal(t, breaker.HalfOpen, s.breaker.State())
-		require.Equal(t, "ub+", deliver("aAc"))
+		require.Equal(t, "ub+", deliver("aAb"))
 		require.Empty(t, s.play)
 	})
 }
@@ -310,13 +314,14 @@ func testDelivery(t *testing.T, test deliveryTest, run func(*Deliverer, context.
 
 // fakeSender is a sender that knows what it will be asked, and what it answers.
 type fakeSender struct {
-	t       *testing.T
-	play    []string // sends that have not come yet
-	stop    func()
-	breaker *breaker.Breaker
-	bad     *BadPartitions
-	log     bytes.Buffer
-	errs    map[rune]error
+	t          *testing.T
+	play       []string // sends that have not come yet
+	stop       func()
+	breaker    *breaker.Breaker
+	bad        *BadPartitions
+	unanswered *Unanswered
+	log        bytes.Buffer
+	errs       map[rune]error
 
 	recovered int // places
 	prepared  []string
@@ -328,10 +333,11 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
 			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &envelope.FieldError{Field: "Type", Err: check.ErrEmpty}, 'b': errBlocked,
-			's': errStopping,
+			's': errStopping, '?': errUnanswered,
 		},
 	}
 	s.bad = NewBadPartitions(outage.NewLogs(s.logger()))
+	s.unanswered = NewUnanswered(s.bad, func() {})
 	return s
 }
 
@@ -339,7 +345,7 @@ func (s *fakeSender) logger() *slog.Logger { return slog.New(slog.NewTextHandler
 
 func (s *fakeSender) deliverer(onSent func(SentBatch)) *Deliverer {
 	return &Deliverer{DeliveryParts{
-		Sender: s, Breaker: s.breaker, Bad: s.bad, Log: s.logger(), KafkaOutage: outage.NewLog(s.logger(), "Kafka"),
+		Sender: s, Breaker: s.breaker, Bad: s.bad, Unanswered: s.unanswered, Log: s.logger(), KafkaOutage: outage.NewLog(s.logger(), "Kafka"),
 		OnSend: func() {}, OnSent: onSent, OnRecovered: func() { s.recovered++ },
 	}}
 }

@@ -32,11 +32,14 @@
 //     before it first sends to a topic ([kafka.Topics.Learn]), because franz-go would wait. The event is
 //     unavailable: it enters outbox_failed as waiting, with its topic, and retries are not counted. Its key is
 //     blocked, the rest of the batch is sent.
-//   - Its partition accepts nothing: any other error while Kafka works, which means that a broker answers and gives a
-//     producer id ([kafka.Explain]). The event is unavailable, as in the case before.
+//   - Its partition accepts nothing: any other error while Kafka works, which means that one of all brokers, which are asked at
+//     once, answers and gives a producer id ([kafka.Explain]). The event is unavailable, as in the case before.
+//   - Its partition does not answer for 100 ms after others have, or for 300 ms, and Kafka works. The event is unavailable, and
+//     [Unanswered] has it: it is not sent again before its answer has come, which a goroutine waits for.
 //   - Its topic or partition is known to be bad: [BadPartitions], once another partition has accepted an event, and
 //     while the breaker is closed. The client's own partitioner says where the event would go. The event is
-//     unavailable without a try.
+//     unavailable without a try. So is an event for a partition that has accepted nothing since another one of its
+//     topic became bad, until a probe has tried it.
 //   - Kafka as a whole is unavailable: any other error while Kafka does not work. All events of the batch that were not
 //     sent stay pending, and are sent again after a backoff. The cursor stays. Parking them would make the drain
 //     after the outage several times slower.
@@ -56,6 +59,8 @@
 //   - When Kafka rejects a request, the client fails all records that it has of the partition, and would send records
 //     that come later. So the client sends nothing before it has all records of a send, and gets more records only
 //     when every outcome is known.
+//   - A send that waits for silent partitions only is left to a goroutine, with its client, and the next send makes
+//     another client. At most 16 sends are left at a time.
 //   - franz-go with idempotence neither fails nor times out a record whose request got no answer. Hence the producer
 //     sets a delivery timeout and permits canceling such records, and closes the client after SendTimeout.
 //   - A client with a final error ([kafka.IsFinal]) asks for no producer id and for no replaced topic any more. The
@@ -64,8 +69,8 @@
 //     whole backlog.
 //   - After a stop no more records are sent. After a grace time the client drops records that it has not written,
 //     and is closed when no request is in flight.
-//   - A rejection or a missing topic is a success for the breaker, because Kafka answered. While Kafka works, the
-//     failures of a topic in one send count as one. Probes do not count.
+//   - A rejection or a missing topic is a success for the breaker, because Kafka answered. Other failures count only
+//     if Kafka does not work. Probes do not count.
 //
 // # A leader that was stopped past its lease
 //

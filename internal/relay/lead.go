@@ -90,23 +90,27 @@ func (r *Relay) notifyLeading(leading bool) {
 // returns, no record is on its way any more.
 func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	parked, bad := NewParking(r.rules.PassFailedKeys), NewBadPartitions(r.topicOutages)
-	producer := r.newProducer(leads, r.breaker)
+	unanswered := NewUnanswered(bad, func() { wait.Signal(r.retryNow) })
+	probeNow := make(chan struct{}, 1)
+	shared := RetrierParts{
+		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Bad: bad, Unanswered: unanswered,
+		Probed: new(ProbedKeys), Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, ProbeNow: probeNow, Outage: r.retryOutage,
+	}
+	defer NewRetrier(shared).settleLast()
+	producer := r.newProducer(leads, r.breaker, unanswered)
 	defer producer.Close()
 	eventDied := func() { wait.Signal(r.checkNow) }
+	shared.EventDied = eventDied
 	session := NewSession(SessionParts{
 		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Bad: bad,
-		Deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.Progressed),
+		Deliverer: r.newDeliverer(producer, shared, r.kafkaOutage, r.health.Progressed),
 		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
-		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied,
+		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied, Waits: func() { wait.Signal(probeNow) },
 	})
 	defer r.cursors.Probes.Join()()
 	cleaner := retention.NewCleaner(leads, retention.CleanerConfig{
 		Name: r.rules.Name, Rules: r.rules.Retention, Poll: r.rules.PollInterval, Removed: r.hooks.RowsRemoved,
 	}, r.retention, session.Backlog.Load, r.log)
-	shared := RetrierParts{
-		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Bad: bad, Probed: new(ProbedKeys),
-		Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, EventDied: eventDied,
-	}
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
 	probe := func(ctx context.Context) { r.probe(ctx, shared) }
 	return session.Run(ctx, retry, probe, cleaner.Run, r.monitor.Run)
@@ -115,10 +119,9 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 // retry runs a retrier with a producer of its own.
 func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
 	parts.Lease.AwaitExclusive(ctx)
-	producer := r.newProducer(parts.Leadership, r.breaker)
+	producer := r.newProducer(parts.Leadership, r.breaker, parts.Unanswered)
 	defer producer.Close()
-	parts.Outage = r.retryOutage
-	parts.Deliverer = r.newDeliverer(producer, parts.Bad, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
+	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
 	NewRetrier(parts).Run(ctx)
 }
 
@@ -127,24 +130,25 @@ func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
 // retrier log them.
 func (r *Relay) probe(ctx context.Context, parts RetrierParts) {
 	parts.Lease.AwaitExclusive(ctx)
-	producer := r.newProducer(parts.Leadership, nil)
+	producer := r.newProducer(parts.Leadership, nil, parts.Unanswered)
 	defer producer.Close()
 	quiet := slog.New(slog.DiscardHandler)
 	parts.Outage = outage.NewLog(quiet, "PostgreSQL")
-	parts.Deliverer = r.newDeliverer(producer, parts.Bad, outage.NewLog(quiet, "Kafka"), func() {})
+	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(quiet, "Kafka"), func() {})
 	NewRetrier(parts).RunProbes(ctx)
 }
 
 // newProducer makes a producer that a breaker stops. A nil breaker lets everything through.
-func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *Producer {
+func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker, unanswered *Unanswered) *Producer {
 	return NewProducer(ProducerConfig{
 		Opts: r.kafka, Form: r.rules.Form, SendTimeout: r.rules.SendTimeout, PassFailedKeys: r.rules.PassFailedKeys,
-	}, leads.Lease, b)
+		Unanswered: unanswered, OnSent: r.hooks.Sent,
+	}, leads, b)
 }
 
-func (r *Relay) newDeliverer(to Sender, bad *BadPartitions, kafkaOutage *outage.Log, onSend func()) *Deliverer {
+func (r *Relay) newDeliverer(to Sender, shared RetrierParts, kafkaOutage *outage.Log, onSend func()) *Deliverer {
 	return &Deliverer{DeliveryParts{
-		Sender: to, Breaker: r.breaker, Bad: bad, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.rules.PassFailedKeys,
+		Sender: to, Breaker: r.breaker, Bad: shared.Bad, Unanswered: shared.Unanswered, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.rules.PassFailedKeys,
 		OnSend: onSend, OnSent: r.hooks.Sent, OnRecovered: func() { wait.Signal(r.retryNow) },
 	}}
 }

@@ -13,17 +13,20 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// ProducerConfig is what a producer takes from the relay's configuration.
+// ProducerConfig is what a producer takes from the relay.
 type ProducerConfig struct {
 	Opts           []kgo.Opt
 	Form           envelope.RecordForm
 	SendTimeout    time.Duration
 	PassFailedKeys bool
+	Unanswered     *Unanswered     // shared by all producers of a relay
+	OnSent         func(SentBatch) // called for events that were accepted late; may be nil
 }
 
 // Producer sends events to Kafka. It belongs to one goroutine.
@@ -31,8 +34,12 @@ type Producer struct {
 	cfg     ProducerConfig
 	lease   *lease.Lease
 	breaker *breaker.Breaker // shared by all producers of a relay that it is to stop
+	group   *contain.Group   // waits for the answers of left
 
 	client   *kgo.Client // nil until needed, after a send without an answer, and after a final error
+	left     []*flight   // whose answers are waited for elsewhere
+	down     bool        // Kafka did not work after the last send
+	fresh    bool        // the client has sent nothing yet
 	inFlight *kafka.InFlight
 	buffer   kafka.Buffer
 	limits   kafka.Limits
@@ -42,8 +49,10 @@ type Producer struct {
 }
 
 // NewProducer returns a producer that sends under a lease, as long as a breaker permits it.
-func NewProducer(cfg ProducerConfig, l *lease.Lease, b *breaker.Breaker) *Producer {
-	return &Producer{cfg: cfg, lease: l, breaker: b, named: map[string]string{}, derived: map[string]string{}}
+func NewProducer(cfg ProducerConfig, leads lease.Leadership, b *breaker.Breaker) *Producer {
+	return &Producer{
+		cfg: cfg, lease: leads.Lease, breaker: b, group: leads.NewGroup(), named: map[string]string{}, derived: map[string]string{},
+	}
 }
 
 // connect makes a client if there is none.
@@ -56,16 +65,24 @@ func (p *Producer) connect() error {
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
-	p.client, p.inFlight = client, inFlight
+	p.client, p.inFlight, p.fresh = client, inFlight, true
 	p.limits.ReadClient(client)
 	p.topics = kafka.TopicsOf(client)
 	p.buffer = kafka.BufferOf(client)
 	return nil
 }
 
-// Close closes the client and drops all records that it still buffers. No record
-// leaves afterwards.
+// Close closes the client, and the clients whose answers are waited for elsewhere, after the grace time of a stop. They
+// drop all records that they still buffer. No record leaves afterwards.
 func (p *Producer) Close() {
+	for _, f := range p.left {
+		f.stop()
+	}
+	p.closeClient()
+	p.group.Wait()
+}
+
+func (p *Producer) closeClient() {
 	if p.client != nil {
 		p.client.Close()
 		p.client = nil
@@ -119,7 +136,7 @@ func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, w
 	}
 	fit := p.buffer.Fitting(records, errs)
 	records, errs = records[:fit], errs[:fit]
-	return p.send(stop, held, grace, newAcks(permit, records, errs))
+	return p.send(stop, held, newAcks(permit, records, errs), batch, which)
 }
 
 // checkTopics gives the records of topics that are missing or denied an error. The client
@@ -149,34 +166,70 @@ func (p *Producer) prepare(ctx context.Context, topics []string) {
 	}
 }
 
-// send passes records without an error to the client and waits until the outcome of each is known.
-// It stops early if the breaker opens meanwhile, or if stop ends.
-func (p *Producer) send(stop, held, grace context.Context, acks *acks) (sendResult, error) {
-	bounded, cancel := context.WithTimeout(held, p.cfg.SendTimeout)
-	defer cancel()
-	n := p.handOver(stop, held, grace, acks)
-	acks.handedOver(acks.errs[n:])
-	flushed := p.flush()
-	sent := sendResult{records: acks.records[:n], errs: acks.errs[:n], works: true}
-	known := p.await(bounded, grace, acks)
-	if !known {
-		p.abandon(acks)
+// send passes records without an error to the client and waits until the outcome of each is known, or is waited for
+// elsewhere. It stops early if the breaker opens meanwhile, or if stop ends.
+func (p *Producer) send(stop, held context.Context, acks *acks, batch []envelope.Event, which []int) (sendResult, error) {
+	f := p.launch(stop, held, acks)
+	known, silent, causes := p.awaitAnswers(f)
+	p.fresh = false
+	if silent {
+		known, sent := p.leave(f, batch, which, causes)
+		known.reportFailures(true)
+		known.explain(causes)
+		known.collect(sent.errs)
+		return sent, nil
 	}
-	flushed()
+	defer f.end()
+	if !known {
+		f.abandon()
+		p.client = nil
+	}
+	f.flushed()
 	acks.raise()
 	if !known && held.Err() != nil {
 		return sendResult{}, context.Cause(held)
 	}
+	sent := sendResult{records: acks.records[:acks.handed], errs: acks.errs[:acks.handed], works: true}
 	switch {
 	case len(acks.failed) == 0:
-	case grace.Err() != nil: // failures that we caused ourselves say nothing about Kafka
+	case f.grace.Err() != nil: // failures that we caused ourselves say nothing about Kafka
 		acks.dropped()
 	default:
-		sent.works = p.explain(grace, acks)
+		sent.works = p.explain(f.grace, acks)
 		acks.reportFailures(sent.works)
 	}
+	p.down = !sent.works
 	acks.collect(sent.errs)
 	return sent, nil
+}
+
+// launch passes records without an error to the client, and lets it send them.
+func (p *Producer) launch(stop, held context.Context, acks *acks) *flight {
+	bounded, endBounded := context.WithTimeout(held, p.cfg.SendTimeout)
+	grace, endGrace := withGrace(stop, held)
+	f := &flight{
+		acks: acks, client: p.client, inFlight: p.inFlight, bounded: bounded, grace: grace,
+		stop: endGrace, end: func() { endGrace(); endBounded() }, began: time.Now(),
+	}
+	acks.handedOver(p.handOver(stop, held, grace, acks))
+	f.flushed = p.flush()
+	return f
+}
+
+// maxLeft is how many clients may wait for partitions that do not answer.
+const maxLeft = 16
+
+// awaitAnswers waits for the outcomes. In the first send after an outage of Kafka, it waits for silent partitions, too:
+// they may need a while to elect their leaders.
+func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka.Partition]error) {
+	p.left = slices.DeleteFunc(p.left, (*flight).ended)
+	if p.down || len(p.left) >= maxLeft {
+		return f.await(), false, nil
+	}
+	if p.fresh {
+		return f.awaitAnswers(freshPatience)
+	}
+	return f.awaitAnswers(alonePatience)
 }
 
 // explain reports whether Kafka works as a whole although records have failed, and adds
@@ -185,7 +238,7 @@ func (p *Producer) explain(ctx context.Context, acks *acks) bool {
 	for r, err := range acks.failed {
 		p.topics.Forget(r.Topic)
 		if kafka.IsFinal(err) {
-			p.Close()
+			p.closeClient()
 		}
 	}
 	topics := acks.outages()
@@ -228,48 +281,6 @@ func (p *Producer) flush() (await func()) {
 		_ = client.Flush(context.Background()) // its only error is that of the context
 	}()
 	return func() { <-ended }
-}
-
-// await waits until the outcome of every record is known, and reports whether it is. It
-// waits no longer if the promise of one has panicked.
-func (p *Producer) await(bounded, grace context.Context, acks *acks) bool {
-	select {
-	case <-acks.all:
-		return true
-	case <-acks.crashed:
-		return false
-	case <-bounded.Done():
-		return false
-	case <-grace.Done():
-	}
-	const poll = 50 * time.Millisecond
-	ticker := time.NewTicker(poll)
-	defer ticker.Stop()
-	for quiet := time.Duration(0); quiet < stopQuiet; quiet += poll {
-		select {
-		case <-acks.all:
-			return true
-		case <-acks.crashed:
-			return false
-		case <-bounded.Done():
-			return false
-		case <-ticker.C:
-		}
-		if p.inFlight.Any() {
-			quiet = 0
-		}
-	}
-	return false
-}
-
-// abandon ends a send without waiting for Kafka. Once the client is closed no record
-// can leave any more, and the client calls back for each record.
-func (p *Producer) abandon(acks *acks) {
-	p.Close()
-	select {
-	case <-acks.all:
-	case <-acks.crashed:
-	}
 }
 
 // records builds the Kafka records of events. Where that fails, errs says why, and

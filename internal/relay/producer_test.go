@@ -26,7 +26,7 @@ func TestPromisePanics(t *testing.T) {
 	testenv.CreateTopic(t, brokers, topic, 1)
 	for _, records := range []int{1, 3, 20_000} { // more than the client buffers
 		cfg := ProducerConfig{Opts: []kgo.Opt{kgo.SeedBrokers(brokers...)}, SendTimeout: time.Minute}
-		p := NewProducer(cfg, &lease.Lease{}, nil)
+		p := NewProducer(cfg, lease.Leadership{Lease: &lease.Lease{}}, nil)
 		require.NoError(t, p.connect())
 		crashing := &breaker.Permit{Breaker: &breaker.Breaker{}, Granted: records, Done: func(error) { panic(bug) }}
 		crashing.Unreported.Store(int64(records))
@@ -38,7 +38,7 @@ func TestPromisePanics(t *testing.T) {
 				require.ErrorIs(t, crash, bug)
 				require.Contains(t, crash.Error(), "promise", "the stack")
 			}()
-			_, err := p.send(ctx, ctx, ctx, newAcks(crashing, produced(topic, records), make([]error, records)))
+			_, err := p.send(ctx, ctx, newAcks(crashing, produced(topic, records), make([]error, records)), nil, nil)
 			require.NoError(t, err)
 		}()
 		require.Less(t, time.Since(start), 30*time.Second, "it waits for no outcome")

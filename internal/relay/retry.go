@@ -23,18 +23,20 @@ import (
 // RetrierParts is what a retrier uses.
 type RetrierParts struct {
 	lease.Leadership
-	Rules     Rules
-	Hooks     Hooks
-	Store     *cursor.Failed
-	Deliverer *Deliverer     // its sender is the retrier's own
-	Parked    *Parking       // shared with the session
-	Bad       *BadPartitions // shared with the session
-	Probed    *ProbedKeys    // shared by the retriers
-	Breaker   *breaker.Breaker
-	Log       *slog.Logger
-	Outage    *outage.Log     // PostgreSQL
-	RetryNow  <-chan struct{} // wake requests
-	EventDied func()          // called after an event has become dead
+	Rules      Rules
+	Hooks      Hooks
+	Store      *cursor.Failed
+	Deliverer  *Deliverer     // its sender is the retrier's own
+	Parked     *Parking       // shared with the session
+	Bad        *BadPartitions // shared with the session
+	Unanswered *Unanswered    // shared with the session
+	Probed     *ProbedKeys    // shared by the retriers
+	Breaker    *breaker.Breaker
+	Log        *slog.Logger
+	Outage     *outage.Log     // PostgreSQL
+	RetryNow   <-chan struct{} // wake requests
+	ProbeNow   <-chan struct{} // wake requests: an event waits for a suspect
+	EventDied  func()          // called after an event has become dead
 }
 
 // retrier sends the events in outbox_failed again. It works alongside the session, with a Kafka client of its own,
@@ -46,6 +48,7 @@ type RetrierParts struct {
 type retrier struct {
 	RetrierParts
 	reconcileAt time.Time // not before
+	probed      time.Time // when bad partitions were probed last that are no suspects
 }
 
 // ProbedKeys has the keys of events that are being probed. Their heads must not change.
@@ -68,7 +71,7 @@ func NewRetrier(p RetrierParts) *retrier { return &retrier{RetrierParts: p} }
 func (r *retrier) Run(ctx context.Context) { r.repeat(ctx, r.RetryNow, r.retryAll) }
 
 // RunProbes probes bad partitions until ctx is cancelled.
-func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll) }
+func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, r.ProbeNow, r.probeAll) }
 
 // repeat runs rounds, unless the breaker is open.
 func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(context.Context) error) {
@@ -94,6 +97,9 @@ func (r *retrier) retryAll(ctx context.Context) error {
 				return err
 			}
 			reconciled = time.Now()
+		}
+		if err := r.settle(); err != nil {
+			return err
 		}
 		read, cancel := r.WithStatementTimeout()
 		queues, err := r.Store.BadPartitions(read)
@@ -141,18 +147,75 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 	return some, err
 }
 
-// probeAll tries one event of each bad partition.
+// settle removes the rows of events that Kafka has accepted, as it has answered late.
+func (r *retrier) settle() error {
+	for refs := range slices.Chunk(r.Unanswered.Accepted(), maxSettled) {
+		ids, eventIDs := make([]int64, len(refs)), make([]string, len(refs))
+		for i, ref := range refs {
+			ids[i], eventIDs[i] = ref.ID, ref.EventID
+		}
+		ctx, cancel := r.WithStatementTimeout()
+		rows, err := r.Store.RowsOf(ctx, ids, eventIDs)
+		cancel()
+		if err != nil {
+			return err
+		}
+		results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
+		for i := range rows {
+			results[i] = cursor.RetryResult{Event: &rows[i], Row: rows[i].Row, Status: statusResolved}
+			removed[i] = refOf(&rows[i].Event)
+		}
+		if len(results) > 0 {
+			if err := r.Save(results); err != nil {
+				return err
+			}
+		}
+		r.Unanswered.Settled(removed)
+	}
+	return nil
+}
+
+const maxSettled = 500 // at once
+
+// settleLast settles once more when all producers are closed, so that the next holder of the lease does not send
+// these events again.
+func (r *retrier) settleLast() {
+	if r.Held.Err() == nil {
+		r.Outage.Report(r.settle())
+	}
+}
+
+// probeAll tries one event of each suspect at once, and one of each other bad partition once in RetryInterval. They
+// are separate, so that an answer of the first need not wait for the others.
 func (r *retrier) probeAll(ctx context.Context) error {
-	var names []string
-	for _, bad := range r.Bad.All() {
-		if r.Bad.Claim(bad.Name, true) {
-			defer r.Bad.Release(bad.Name)
-			names = append(names, bad.Name)
+	var suspects, bad []string
+	for _, b := range r.Bad.All() {
+		if b.suspect {
+			suspects = append(suspects, b.Name)
+		} else {
+			bad = append(bad, b.Name)
 		}
 	}
+	err := r.probe(ctx, suspects)
+	if err == nil && time.Since(r.probed) >= r.Rules.RetryInterval {
+		r.probed = time.Now()
+		err = r.probe(ctx, bad)
+	}
+	return err
+}
+
+// probe tries one event of each of some bad partitions.
+func (r *retrier) probe(ctx context.Context, bad []string) error {
+	names := slices.DeleteFunc(bad, func(name string) bool { return !r.Bad.Claim(name, true) })
 	if len(names) == 0 {
 		return nil
 	}
+	defer r.Deliverer.Parts.OnRecovered() // a retrier cannot send what waits before the claims are released
+	defer func() {
+		for _, name := range names {
+			r.Bad.Release(name)
+		}
+	}()
 	waiting, events, err := r.choose(names)
 	if err != nil {
 		return err

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -27,6 +28,7 @@ type cursorStore interface {
 	Probe(ctx context.Context) (changed bool, err error)
 	windowStore
 	Move(ctx context.Context, l *lease.Lease, p cursor.Position, failures []cursor.Failure) (id int64, err error)
+	Count(ctx context.Context, ids []int64, created []time.Time) (there int, err error)
 }
 
 // SessionParts is what a session is made from.
@@ -57,6 +59,7 @@ type SessionParts struct {
 	Heard  <-chan struct{} // notifications of other processes
 
 	EventDied func() // called after an event has become dead
+	Waits     func() // called after a row was written that waits for a topic or partition
 }
 
 // Session relays events under one lease: it opens a window, sends its events in batches, and moves the cursor. It
@@ -69,6 +72,7 @@ type Session struct {
 	recorded bool // pos is in outbox_cursor
 	Opened   bool // a window, or found nothing to open
 	Window   windowReader
+	recent   recentEvents
 	group    *contain.Group // what runs alongside: a prefetch, and other parts of the relay
 
 	Backlog atomic.Bool // more than a batch is left to send; read by the cleaner
@@ -123,23 +127,44 @@ func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 			err = s.Load()
 		}
 		if err == nil {
-			s.reportJump(known)
+			err = s.reportJump(known)
 		}
 	}
 	return err
 }
 
 // reportJump logs that the cursor is not where the session had left it.
-func (s *Session) reportJump(known int64) {
-	if s.pos.CursorID == known { // another server, or the same one restarted
-		return
+func (s *Session) reportJump(known int64) error {
+	found := s.pos.CursorID
+	switch {
+	case found == known: // another server, or the same one restarted
+	case found > known:
+		s.Log.Warn("outbox: cursor is not where it was left; some events may be sent twice", "left", known, "found", found)
+	default:
+		return s.reportLostRows(known, found)
 	}
-	what := "outbox: cursor is not where it was left; some events may be sent twice"
-	if s.pos.CursorID < known {
-		what = "outbox: PostgreSQL has lost the newest rows of the cursor, in a crash or a failover to a server that lagged; " +
-			"events since then are sent again, and some that were sent may have lost their transactions"
+	return nil
+}
+
+// reportLostRows logs that PostgreSQL has forgotten rows of the cursor, which need no fsync, and whether it has
+// forgotten events that were sent since, too.
+func (s *Session) reportLostRows(known, found int64) error {
+	ids, created := s.recent.since(found)
+	there := 0
+	err := s.try(func(ctx context.Context) (err error) {
+		there, err = s.Cursors.Count(ctx, ids, created)
+		return err
+	})
+	if err != nil {
+		return err
 	}
-	s.Log.Warn(what, "left", known, "found", s.pos.CursorID)
+	args := []any{"left", known, "found", found, "sent_since", len(ids), "missing", len(ids) - there}
+	if there < len(ids) {
+		s.Log.Error("outbox: PostgreSQL has lost transactions whose events were sent, in a crash or a failover to a server that lagged", args...)
+	} else {
+		s.Log.Warn("outbox: PostgreSQL has lost the newest rows of the cursor, but no event that was sent; events since then are sent again", args...)
+	}
+	return nil
 }
 
 // Load reads the newest position, the parked keys and the bad partitions. It rebases a position of another cluster
@@ -362,6 +387,11 @@ func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
 	start := time.Now()
 	outcomes, err := s.Deliverer.Deliver(ctx, s.Held, batch, s.Parked)
 	decided, failures := s.Failures(batch, outcomes)
+	for i, o := range outcomes {
+		if o.Kind == OutcomeSent {
+			s.recent.add(&batch[i], s.pos.CursorID)
+		}
+	}
 	if decided > 0 {
 		s.Health.CursorMoved()
 		s.pos.Last = batch[decided-1].ID
@@ -447,11 +477,15 @@ func (s *Session) record(failures []cursor.Failure) error {
 	}
 	return s.try(func(ctx context.Context) error {
 		id, err := s.Cursors.Move(ctx, s.Lease, s.pos, failures)
-		if err == nil {
-			s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
-			s.Parked.rowsWritten(failures)
+		if err != nil {
+			return err
 		}
-		return err
+		s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
+		s.Parked.rowsWritten(failures)
+		if slices.ContainsFunc(failures, func(f cursor.Failure) bool { return f.Place != "" }) {
+			s.Waits()
+		}
+		return nil
 	})
 }
 

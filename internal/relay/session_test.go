@@ -63,7 +63,12 @@ var sessionTests = []struct {
 	{name: "the cursor is stale when a window opens: it is loaded again", events: 3, faults: []string{"open: stale"}, sent: "12 3", at: "3"},
 	{name: "the cursor is stale when it moves: from where it is, all is sent again", events: 3, faults: []string{"move: stale"}, sent: "12 12 3", at: "3"},
 	{name: "the cursor was moved by another process", events: 5, faults: []string{"move: moved"}, sent: "12 5", at: "5", log: "cursor is not where it was left"},
-	{name: "the newest rows of the cursor were lost", events: 3, faults: []string{"move: rolled back"}, sent: "12 12 3", at: "3", log: "PostgreSQL has lost the newest rows"},
+	{name: "the newest rows of the cursor were lost", events: 3, faults: []string{"move: rolled back"}, sent: "12 12 3", at: "3",
+		log: "lost the newest rows of the cursor, but no event"},
+	{name: "and events with them", events: 3, faults: []string{"move: rolled back", "count: one less"}, sent: "12 12 3", at: "3",
+		log: "lost transactions whose events were sent"},
+	{name: "an outage when it is looked which events were lost", events: 3, faults: []string{"move: rolled back", "count: down"}, sent: "12 12 3", at: "3",
+		log: "sent_since=2 missing=0", waits: true},
 	{name: "whoever finds the cursor stale proves the lease first", events: 3, faults: []string{"move: stale", "renew: lost"}, sent: "12", err: lease.ErrLeaseLost, at: "0/3"},
 	{name: "the cursor is one of another cluster: it is rebased", events: 3, faults: []string{"load: other cluster"}, sent: "12 3", at: "3", log: "restored from another cluster"},
 	{name: "the sequence is behind: an operator has to decide", events: 3, faults: []string{"load: sequence behind"}, err: cursor.ErrSequenceBehind, at: "0"},
@@ -312,7 +317,7 @@ func (f *fakeStore) session(held context.Context, rules Rules) *Session {
 		Rules:      rules, Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Bad: NewBadPartitions(outage.NewLogs(log)),
 		Health: newHealthState(rules, breaker.New(rules.Breaker, func(_, _ breaker.State, _ float64) {})),
 		Outage: outage.NewLog(log, "PostgreSQL"), Wake: make(chan struct{}),
-		EventDied: func() {},
+		EventDied: func() {}, Waits: func() {},
 	})
 	s.Window.Limits.IDs = LimitTo(cmp.Or(f.pages, cursor.MaxPageIDs))
 	s.Opened = true
@@ -338,7 +343,7 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 	what := strings.TrimPrefix(f.faults[i], operation+": ")
 	f.faults = slices.Delete(f.faults, i, i+1)
 	switch what {
-	case "works":
+	case "works", "one less":
 		return true, nil
 	case "unsure":
 		return true, errDown
@@ -372,6 +377,18 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 func (f *fakeStore) Load(context.Context, *lease.Lease) (cursor.Position, error) {
 	_, err := f.fault("load")
 	return f.pos, err
+}
+
+// Count finds all events, unless one less.
+func (f *fakeStore) Count(_ context.Context, ids []int64, _ []time.Time) (int, error) {
+	oneLess := slices.Contains(f.faults, "count: one less")
+	if _, err := f.fault("count"); err != nil {
+		return 0, err
+	}
+	if oneLess {
+		return len(ids) - 1, nil
+	}
+	return len(ids), nil
 }
 
 func (f *fakeStore) Rebase(context.Context, *lease.Lease) (int64, error) {

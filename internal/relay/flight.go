@@ -1,0 +1,159 @@
+package relay
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
+// flight is one send until all its outcomes are known. The producer waits for the outcomes, but not for those of
+// partitions that do not answer while Kafka works: it then leaves the flight, with its client, to a goroutine, and
+// sends with a new client. A client that is left gets no more records, so the order of a partition stays.
+type flight struct {
+	*acks
+	client         *kgo.Client
+	inFlight       *kafka.InFlight
+	bounded, grace context.Context // the time of the send; the time that a stop leaves
+	stop, end      func()          // end grace; end both
+	flushed        func()          // waits for the flush
+	began          time.Time
+}
+
+// await waits until the outcome of every record is known, and reports whether it is. It
+// waits no longer if the promise of one has panicked.
+func (f *flight) await() bool {
+	select {
+	case <-f.all:
+		return true
+	case <-f.crashed:
+		return false
+	case <-f.bounded.Done():
+		return false
+	case <-f.grace.Done():
+	}
+	const poll = 50 * time.Millisecond
+	ticker := time.NewTicker(poll)
+	defer ticker.Stop()
+	for quiet := time.Duration(0); quiet < stopQuiet; quiet += poll {
+		select {
+		case <-f.all:
+			return true
+		case <-f.crashed:
+			return false
+		case <-f.bounded.Done():
+			return false
+		case <-ticker.C:
+		}
+		if f.inFlight.Any() {
+			quiet = 0
+		}
+	}
+	return false
+}
+
+// abandon ends a flight without waiting for Kafka. Once the client is closed no record
+// can leave any more, and the client calls back for each record.
+func (f *flight) abandon() {
+	f.client.Close()
+	select {
+	case <-f.all:
+	case <-f.crashed:
+	}
+}
+
+// How long no outcome may come before the partitions that have not answered are suspected: patience once another one has
+// accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience if the client is
+// new: it may have to find out first that a broker is silent. It is never shorter than the time that the last outcome
+// took. These are counted in ticks, so that a process that was stopped meanwhile suspects nothing.
+const (
+	patienceTick  = 25 * time.Millisecond
+	patience      = 100 * time.Millisecond / patienceTick
+	alonePatience = 300 * time.Millisecond / patienceTick
+	freshPatience = (kafka.RequestTimeout + 200*time.Millisecond) / patienceTick
+)
+
+// awaitAnswers waits until every outcome is known, and reports whether it is. It waits no longer, and sets silent, if
+// some partitions do not answer while Kafka works; causes has what Kafka says of them.
+func (f *flight) awaitAnswers(alone time.Duration) (known, silent bool, causes map[kafka.Partition]error) {
+	ticker := time.NewTicker(patienceTick)
+	defer ticker.Stop()
+	open, accepted := f.progress()
+	for last, tick := time.Duration(0), time.Duration(1); ; tick++ { // last: the tick of the last outcome
+		select {
+		case <-f.all:
+			return true, false, nil
+		case <-f.crashed:
+			return false, false, nil
+		case <-f.bounded.Done():
+			return false, false, nil
+		case <-f.grace.Done():
+			return f.await(), false, nil
+		case <-ticker.C:
+		}
+		quiet := patience
+		if accepted == 0 {
+			quiet = alone
+		}
+		before := open
+		if tick-last >= max(quiet, last) {
+			if causes, silent = kafka.Explain(f.grace, f.client, f.silentTopics()); !silent {
+				return f.await(), false, nil
+			}
+		}
+		switch open, accepted = f.progress(); {
+		case open < before:
+			last, silent = tick, false
+		case silent:
+			return false, true, causes
+		}
+	}
+}
+
+// leave ends a send whose partitions have not all answered: the records of these fail with errUnanswered. No event of
+// them is sent again before its outcome is known.
+func (p *Producer) leave(f *flight, batch []envelope.Event, which []int, causes map[kafka.Partition]error) (*acks, sendResult) {
+	topics := p.topics // of the client that is left
+	p.client = nil
+	p.left = append(slices.DeleteFunc(p.left, (*flight).ended), f)
+	sent := sendResult{records: make([]kgo.Record, f.handed), errs: slices.Clone(f.errs[:f.handed]), works: true}
+	answers := &lateAnswers{to: p.cfg.Unanswered, flight: f, batch: batch, which: which}
+	silent := func(i int) {
+		at := topics.Partition(f.records[i].Topic, f.records[i].Key)
+		sent.records[i] = kgo.Record{Topic: at.Topic, Partition: at.Number}
+		sent.errs[i] = errUnanswered
+		if cause := cmp.Or(causes[at.WholeTopic()], causes[at]); cause != nil {
+			sent.errs[i] = fmt.Errorf("%w: %w", cause, errUnanswered)
+		}
+		p.cfg.Unanswered.add(&batch[which[i]], at)
+	}
+	known := f.leave(silent, answers.take)
+	for i := range sent.records {
+		if sent.records[i].Topic == "" {
+			sent.records[i] = kgo.Record{Topic: f.records[i].Topic, Partition: f.records[i].Partition}
+		}
+	}
+	p.group.Go(func() { p.finish(f, answers) })
+	return known, sent
+}
+
+// finish waits for the outcomes of a flight that was left.
+func (p *Producer) finish(f *flight, answers *lateAnswers) {
+	defer f.end()
+	defer f.client.Close()
+	if !f.await() {
+		f.abandon()
+	}
+	f.flushed()
+	f.raise()
+	answers.notify(p.cfg.OnSent)
+}
+
+// ended reports whether the flight, which was left, has ended.
+func (f *flight) ended() bool { return f.bounded.Err() != nil }

@@ -1,0 +1,110 @@
+package relay
+
+import (
+	"context"
+	"log/slog"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// silentKafka has a topic with two partitions, each on a broker of its own. The second broker answers no produce
+// request until it is released.
+type silentKafka struct {
+	*Producer
+	events  []envelope.Event
+	silent  atomic.Bool
+	release chan struct{}
+}
+
+func newSilentKafka(t *testing.T) *silentKafka {
+	s := &silentKafka{release: make(chan struct{})}
+	s.silent.Store(true)
+	cluster, err := kfake.NewCluster(kfake.NumBrokers(2), kfake.SleepOutOfOrder(), kfake.SeedTopics(2, "silent"))
+	require.NoError(t, err)
+	t.Cleanup(cluster.Close)
+	require.NoError(t, cluster.MoveTopicPartition("silent", 0, 0))
+	require.NoError(t, cluster.MoveTopicPartition("silent", 1, 1))
+	cluster.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
+		cluster.KeepControl()
+		if cluster.CurrentNode() == 1 && s.silent.Load() {
+			cluster.SleepControl(func() { <-s.release })
+		}
+		return nil, nil, false
+	})
+	held, lose := context.WithCancelCause(context.Background())
+	t.Cleanup(func() { lose(nil) })
+	leads := lease.Leadership{Lease: &lease.Lease{}, Held: held, Lose: lose, StatementTimeout: time.Minute}
+	until := time.Now().Add(time.Hour)
+	leads.Lease.Until.Store(&until)
+	bad := NewBadPartitions(outage.NewLogs(slog.New(slog.DiscardHandler)))
+	opts, err := ProducerOpts([]kgo.Opt{kgo.SeedBrokers(cluster.ListenAddrs()...)}, 10*time.Second)
+	require.NoError(t, err)
+	s.Producer = NewProducer(ProducerConfig{
+		Opts: opts, SendTimeout: 15 * time.Second, Unanswered: NewUnanswered(bad, func() {}),
+	}, leads, nil)
+	t.Cleanup(s.Close)
+	partitioner := kgo.StickyKeyPartitioner(nil).ForTopic("silent")
+	for id := int64(1); len(s.events) < 4; id++ { // two for each partition, in turn
+		key := []byte{byte('a' + id)}
+		if at := partitioner.Partition(&kgo.Record{Key: key}, 2); at == len(s.events)%2 {
+			s.events = append(s.events, envelope.Event{
+				ID: id, EventID: key, PartitionKey: key, Topic: []byte("silent"), EventType: []byte("test.v1"), Payload: []byte("{}"), IsJSON: true,
+				ContentType: []byte("application/json"), Source: []byte("test"), AggregateType: []byte("test"), AggregateID: key, OccurredAt: []byte("2026-01-02T03:04:05.000000Z"),
+			})
+		}
+	}
+	return s
+}
+
+// Events of a partition that does not answer are left, and others are sent meanwhile. The events of the silent one are
+// known to be accepted when the answer comes.
+func TestSilentPartitionIsLeft(t *testing.T) {
+	t.Parallel()
+	s, ctx := newSilentKafka(t), context.Background()
+	sent, err := s.produce(ctx, ctx, s.events, []int{0, 1})
+	require.NoError(t, err)
+	require.True(t, sent.works)
+	require.NoError(t, sent.errs[0])
+	require.ErrorIs(t, sent.errs[1], errUnanswered)
+	require.Equal(t, kafka.Partition{Topic: "silent", Number: 1}, kafka.PartitionOf(&sent.records[1]))
+	_, waits := s.cfg.Unanswered.find(&s.events[1])
+	require.True(t, waits)
+	require.Empty(t, s.cfg.Unanswered.Accepted())
+
+	sent, err = s.produce(ctx, ctx, s.events, []int{2})
+	require.NoError(t, err)
+	require.Equal(t, []error{nil}, sent.errs)
+
+	s.silent.Store(false)
+	close(s.release)
+	require.Eventually(t, func() bool { return len(s.cfg.Unanswered.Accepted()) == 1 }, testenv.Patience, 5*time.Millisecond)
+	require.Equal(t, refOf(&s.events[1]), s.cfg.Unanswered.Accepted()[0])
+	sent, err = s.produce(ctx, ctx, s.events, []int{3})
+	require.NoError(t, err)
+	require.Equal(t, []error{nil}, sent.errs)
+}
+
+// A relay that stops does not wait for a silent partition for longer than it would for a send.
+func TestStopEndsWhatIsLeft(t *testing.T) {
+	t.Parallel()
+	s, ctx := newSilentKafka(t), context.Background()
+	sent, err := s.produce(ctx, ctx, s.events, []int{0, 1})
+	require.NoError(t, err)
+	require.ErrorIs(t, sent.errs[1], errUnanswered)
+	s.Close()
+	_, waits := s.cfg.Unanswered.find(&s.events[1])
+	require.False(t, waits, "it may be sent again")
+	close(s.release)
+}

@@ -1,0 +1,147 @@
+package relay
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
+// errUnanswered is the error of an event that was sent, while the answer of its partition is waited for elsewhere.
+var errUnanswered = errors.New("sent, and not answered yet")
+
+// Unanswered has the events that were sent and that no answer has come for in time. They have rows in outbox_failed,
+// as if their partitions accepted nothing, but they are not sent again before the answer has come. If it says that
+// Kafka has accepted the event, a retrier removes the row. It is safe for concurrent use.
+type Unanswered struct {
+	bad      *BadPartitions
+	answered func() // an event was accepted: its row can be removed
+
+	busy   atomic.Bool // there are events; saves the lock where there are none
+	mu     sync.Mutex
+	events map[eventRef]unansweredEvent
+}
+
+// eventRef identifies an event. After a failover, ids may be given out twice.
+type eventRef struct {
+	ID      int64 // outbox.id
+	EventID string
+}
+
+func refOf(e *envelope.Event) eventRef { return eventRef{e.ID, string(e.EventID)} }
+
+type unansweredEvent struct {
+	at       kafka.Partition
+	accepted time.Time // zero: no answer has come
+}
+
+// NewUnanswered returns an Unanswered without events. It calls answered after each event that was accepted.
+func NewUnanswered(bad *BadPartitions, answered func()) *Unanswered {
+	return &Unanswered{bad: bad, answered: answered, events: map[eventRef]unansweredEvent{}}
+}
+
+func (u *Unanswered) add(e *envelope.Event, at kafka.Partition) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.events[refOf(e)] = unansweredEvent{at: at}
+	u.busy.Store(true)
+}
+
+// find returns where an event was sent to, if it must not be sent again now.
+func (u *Unanswered) find(e *envelope.Event) (at kafka.Partition, is bool) {
+	if !u.busy.Load() {
+		return at, false
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	found, is := u.events[refOf(e)]
+	return found.at, is
+}
+
+// accept records that Kafka has accepted an event.
+func (u *Unanswered) accept(e *envelope.Event) {
+	u.mu.Lock()
+	found := u.events[refOf(e)]
+	found.accepted = time.Now()
+	u.events[refOf(e)] = found
+	u.mu.Unlock()
+	u.answered()
+}
+
+// Accepted returns the events that Kafka has accepted and whose rows are not removed.
+func (u *Unanswered) Accepted() (refs []eventRef) {
+	if !u.busy.Load() {
+		return nil
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for ref, e := range u.events {
+		if !e.accepted.IsZero() {
+			refs = append(refs, ref)
+		}
+	}
+	return refs
+}
+
+// keepAnswers is how long it is remembered that an event was accepted whose row is not found. The session writes the
+// row only after it has left the send.
+const keepAnswers = 10 * time.Minute
+
+// Settled forgets accepted events whose rows were removed, and those whose rows were not found for a long time.
+func (u *Unanswered) Settled(removed []eventRef) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for _, ref := range removed {
+		delete(u.events, ref)
+	}
+	for ref, e := range u.events {
+		if !e.accepted.IsZero() && time.Since(e.accepted) > keepAnswers {
+			delete(u.events, ref)
+		}
+	}
+	u.busy.Store(len(u.events) > 0)
+}
+
+// forget lets an event be sent again.
+func (u *Unanswered) forget(e *envelope.Event) { u.Settled([]eventRef{refOf(e)}) }
+
+// lateAnswers takes the outcomes of a flight that was left.
+type lateAnswers struct {
+	to     *Unanswered
+	flight *flight
+	batch  []envelope.Event
+	which  []int // indexes in batch, of the records
+
+	mu       sync.Mutex
+	accepted []sentEvent
+}
+
+// take takes the outcome of one record. The client calls it.
+func (l *lateAnswers) take(i int, err error) {
+	e, r := &l.batch[l.which[i]], &l.flight.records[i]
+	switch at := kafka.PartitionOf(r); {
+	case err == nil:
+		l.mu.Lock()
+		l.accepted = append(l.accepted, sentEvent{e, r.Topic})
+		l.mu.Unlock()
+		l.to.bad.Accept(at, time.Now())
+		l.to.accept(e)
+		return
+	case l.flight.grace.Err() == nil && kafka.IsOutage(err): // otherwise the client was stopped
+		l.to.bad.Fail(at, l.flight.began, kafka.UnavailableClass(err), err)
+	}
+	l.to.forget(e)
+}
+
+// notify passes the accepted events to the hook.
+func (l *lateAnswers) notify(onSent func(SentBatch)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if onSent != nil && len(l.accepted) > 0 {
+		began := l.flight.began
+		onSent(SentBatch{Events: len(l.accepted), Sent: l.accepted, Retried: true, Began: began, Took: time.Since(began)})
+	}
+}
