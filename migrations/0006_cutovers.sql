@@ -110,7 +110,7 @@ BEGIN
     UPDATE @schema@.event_subscription AS s SET state = 'leaving', relay = $2, changed_at = now()
         WHERE s.consumer_group = ANY ($1);
     INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
-    SELECT $2, 0, cut, coalesce((SELECT o.id FROM @schema@.outbox AS o ORDER BY o.id DESC LIMIT 1), 0),
+    SELECT $2, 0, cut, coalesce((SELECT last_value FROM @schema@.outbox_id_seq WHERE is_called), 0),
         s.system_identifier, term
       FROM pg_control_system() AS s;
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
@@ -395,7 +395,7 @@ BEGIN
             USING ERRCODE = 'object_in_use';
     END IF;
     INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
-    SELECT $2, 0, cut, coalesce((SELECT o.id FROM @schema@.outbox AS o ORDER BY o.id DESC LIMIT 1), 0),
+    SELECT $2, 0, cut, coalesce((SELECT last_value FROM @schema@.outbox_id_seq WHERE is_called), 0),
         s.system_identifier, term
       FROM pg_control_system() AS s;
     EXECUTE format('ALTER PUBLICATION %I DROP TABLE %s', publication, @outbox@);
@@ -489,16 +489,42 @@ BEGIN
 END $body$
 $function$,
 
--- Counts the committed events that a relay has still to attempt, up to a number.
+-- Counts the committed events that a relay has still to attempt, up to a number. It reads neither the rows of the
+-- transactions between those that the position saw in progress, which were attempted, nor the uncommitted rows of open
+-- transactions: see tables.Gaps. What was copied here with a transaction id that PostgreSQL has not reached counts.
 $function$
 CREATE FUNCTION @schema@.outbox_pending(relay text, most bigint) RETURNS bigint
 LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+    WITH reached AS MATERIALIZED (
+        SELECT c.snapshot, c.window_snapshot, c.last_processed_id, pg_snapshot_xmax(c.snapshot) AS bound,
+            pg_current_snapshot() AS present
+          FROM @schema@.outbox_cursor AS c WHERE c.relay = $1 ORDER BY c.id DESC LIMIT 1
+    ), ranges AS MATERIALIZED (
+        SELECT x AS first, x AS last FROM reached AS p, pg_snapshot_xip(p.snapshot) AS x
+         WHERE pg_visible_in_snapshot(x, p.present)
+         UNION ALL
+        SELECT g.first, g.last
+          FROM (SELECT (lag(e.x) OVER (ORDER BY e.x) + 1)::text::xid8 AS first, (e.x - 1)::text::xid8 AS last
+                  FROM (SELECT p.bound::text::bigint - 1 AS x FROM reached AS p
+                         UNION ALL
+                        SELECT x::text::bigint FROM reached AS p, pg_snapshot_xip(p.present) AS x WHERE x >= p.bound
+                         UNION ALL
+                        SELECT pg_snapshot_xmax(p.present)::text::bigint FROM reached AS p
+                         WHERE pg_snapshot_xmax(p.present) >= p.bound) AS e) AS g
+         WHERE g.first <= g.last
+         UNION ALL
+        SELECT greatest((pg_snapshot_xmax(p.present)::text::bigint
+                         + greatest(age(pg_snapshot_xmax(p.present)::xid), 0))::text::xid8, p.bound),
+            '18446744073709551615'::xid8
+          FROM reached AS p
+    )
     SELECT count(*) FROM (
-        SELECT FROM (SELECT * FROM @schema@.outbox_cursor AS c WHERE c.relay = $1 ORDER BY c.id DESC LIMIT 1) AS c,
-            @schema@.outbox AS o
-         WHERE o.xid >= pg_snapshot_xmin(c.snapshot) AND NOT pg_visible_in_snapshot(o.xid, c.snapshot)
-           AND NOT (o.id <= c.last_processed_id AND c.window_snapshot IS NOT NULL
-               AND pg_visible_in_snapshot(o.xid, c.window_snapshot))
+        SELECT FROM ranges AS r CROSS JOIN reached AS p
+         CROSS JOIN LATERAL (
+            SELECT FROM @schema@.outbox AS o
+             WHERE o.xid >= r.first AND o.xid <= r.last
+               AND NOT coalesce(o.id <= p.last_processed_id AND pg_visible_in_snapshot(o.xid, p.window_snapshot), false)
+             ORDER BY o.xid, o.id LIMIT $2) AS o
          LIMIT $2) AS pending
 $body$
 $function$

@@ -323,10 +323,13 @@ func destinationOf(eventType string, topic pgtype.Text) string {
 // the present snapshot. Transactions in progress are looked up one by one, so that the index finds them.
 const sqlTail = `
 WITH ids AS MATERIALIZED (
-   (SELECT id, xid FROM {schema}.outbox WHERE xid >= $8::xid8 AND xid <= '18446744073709551615'::xid8 ORDER BY xid, id)
+    SELECT new.id, new.xid FROM (SELECT $8::xid8 AS bound, pg_current_snapshot() AS snapshot) AS b
+     CROSS JOIN LATERAL (` + tables.Gaps + `) AS g
+     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id OFFSET 0) AS new
      UNION ALL
     SELECT late.id, late.xid FROM pg_snapshot_xip($7::pg_snapshot) AS x
      CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id OFFSET 0) AS late
+     WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
 )
 SELECT e.id, e.size, pg_current_snapshot()::text
   FROM (SELECT) AS always

@@ -234,6 +234,8 @@ type TablePartition struct {
 	Current bool
 }
 
+// sqlPartitionSizes takes for the newest event the last one of the transaction with the highest id. The highest id of
+// a committed event may be below those of very many uncommitted events.
 const sqlPartitionSizes = `
 SELECT name, first, behind, bytes, coalesce(newest >= first AND newest < behind, false)
   FROM (SELECT c.relname::text AS name, pg_total_relation_size(c.oid) AS bytes,
@@ -242,7 +244,10 @@ SELECT name, first, behind, bytes, coalesce(newest >= first AND newest < behind,
           FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
          CROSS JOIN LATERAL pg_get_expr(c.relpartbound, c.oid) AS e (bound)
          WHERE i.inhparent = to_regclass({outbox})::oid AND e.bound <> 'DEFAULT') AS p,
-       (SELECT max(id) AS newest FROM {schema}.outbox) AS o
+       (SELECT (SELECT o.id FROM (SELECT '1'::xid8 AS bound, pg_current_snapshot() AS snapshot) AS b
+                 CROSS JOIN LATERAL (` + tables.Gaps + ` ORDER BY last DESC) AS g
+                 CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox WHERE xid >= g.first AND xid <= g.last ORDER BY xid DESC, id DESC LIMIT 1) AS o
+                 LIMIT 1) AS newest) AS o
  ORDER BY first`
 
 // Partitions returns the partitions of outbox, in the order of their ids; none of a

@@ -143,8 +143,7 @@ const sqlLoad = `
 SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.highest_id,
        c.system_identifier, c.epoch, s.system_identifier, pg_postmaster_start_time(),
        pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot())
-       AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1)
-                    < pg_snapshot_xmax(pg_current_snapshot()), true)
+       AND ` + tables.Unreached + ` IS NULL
   FROM pg_control_system() AS s
   LEFT JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                       WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c ON true`
@@ -227,26 +226,32 @@ func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err e
 // window: the window would not contain the row, so the row would announce windows without end.
 //
 // The shape of ids keeps the poll at a few dozen buffers over a million published rows, under
-// custom and generic plans, with statistics and without. The bound xmax(base) is a parameter of its
-// own, and the few transactions that base saw in progress are looked up one by one. Without
-// statistics the planner estimates a range at half a per cent of the table, and "xid >= $6" alone
-// at a third. It estimates "xid = x" at the whole table if a bulk load left a single value in the
-// statistics. With ORDER BY xid, id LIMIT the index is the cheapest way even then. MATERIALIZED
-// keeps the planner from reversing the join and reading the whole primary key.
+// custom and generic plans, with statistics and without. The few transactions that base saw in
+// progress are looked up one by one. Without statistics the planner estimates a range at half a
+// per cent of the table, and "xid >= $6" alone at a third. It estimates "xid = x" at the whole
+// table if a bulk load left a single value in the statistics. With ORDER BY xid, id LIMIT the index
+// is the cheapest way even then. MATERIALIZED keeps the planner from reversing the join and reading
+// the whole primary key.
+//
+// The index has the uncommitted rows of open transactions, too. A range that includes such a
+// transaction would read all of them. So the rows of a transaction that is in progress are in no
+// range: the bound xmax(base) and the present snapshot make the ranges (see [tables.Gaps]), and of
+// the transactions that base saw in progress only those that have ended are looked up.
 //
 // Rows are looked up in the order of their sorted ids instead of being sorted themselves: a sort
 // would hold all payloads at once.
 const SQLOpen = `
 WITH ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
-       (SELECT id, xid FROM {schema}.outbox
-         WHERE xid >= $6::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
-           AND pg_visible_in_snapshot(xid, pg_current_snapshot()) ORDER BY xid, id LIMIT $7)
+        SELECT new.id, new.xid FROM (SELECT $6::xid8 AS bound, pg_current_snapshot() AS snapshot) AS b
+         CROSS JOIN LATERAL (` + tables.Gaps + `) AS g
+         CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
+                              WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $7) AS new
          UNION ALL
         SELECT late.id, late.xid FROM pg_snapshot_xip($5::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
-                              WHERE xid >= x AND xid <= x AND pg_visible_in_snapshot(xid, pg_current_snapshot())
-                              ORDER BY xid, id LIMIT $7) AS late
+                              WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $7) AS late
+         WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
     ) AS w LIMIT $7
 ), found AS MATERIALIZED (
     SELECT count(*) AS n FROM ids

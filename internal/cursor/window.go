@@ -61,22 +61,30 @@ type Unpaged struct {
 type XidRange struct{ First, Last uint64 }
 
 // UnpagedOf returns a whole window: each transaction that was in progress in the base, and all later ones. The
-// transactions between those in progress were attempted; there may be very many.
+// transactions between those in progress were attempted; there may be very many. Transactions that were in progress at
+// the end of the window are left out: they are not in the window, and may have very many rows.
 func UnpagedOf(p Position) (u Unpaged, err error) {
 	var xids []uint64
-	for _, text := range append(tables.SnapshotInProgress(p.Base), tables.SnapshotMax(p.Base), tables.SnapshotMax(p.Window)) {
+	late, open := tables.SnapshotInProgress(p.Base), tables.SnapshotInProgress(p.Window)
+	for _, text := range slices.Concat(late, open, []string{tables.SnapshotMax(p.Base), tables.SnapshotMax(p.Window)}) {
 		xid, err := strconv.ParseUint(text, 10, 64)
 		if err != nil {
 			return u, fmt.Errorf("read snapshots %s and %s: %w", p.Base, p.Window, err)
 		}
 		xids = append(xids, xid)
 	}
-	late, end := xids[:len(xids)-2], xids[len(xids)-2:]
-	for _, xid := range late {
-		u.Ranges = append(u.Ranges, XidRange{xid, xid})
+	inBase, inWindow, ends := xids[:len(late)], xids[len(late):len(late)+len(open)], xids[len(xids)-2:]
+	for _, xid := range inBase {
+		if _, stillOpen := slices.BinarySearch(inWindow, xid); !stillOpen {
+			u.Ranges = append(u.Ranges, XidRange{xid, xid})
+		}
 	}
-	if end[0] < end[1] {
-		u.Ranges = append(u.Ranges, XidRange{end[0], end[1] - 1})
+	next := ends[0]
+	for _, xid := range slices.Concat(inWindow, ends[1:]) { // the gaps between those in progress
+		if next < xid {
+			u.Ranges = append(u.Ranges, XidRange{next, xid - 1})
+		}
+		next = max(next, xid+1)
 	}
 	return u, nil
 }

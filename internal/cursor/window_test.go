@@ -6,7 +6,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"slices"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -124,6 +127,48 @@ func TestUnreachedTransactionAnnouncesNothing(t *testing.T) {
 		again, _, _, err := d.cursors.Open(ctx, l, next, 10)
 		require.NoError(t, err)
 		require.Equal(t, next, again)
+	}
+}
+
+// What is read of a window are the transactions that ended in it, whatever was in progress at its beginning and its
+// end.
+func TestUnpagedIsTheWindow(t *testing.T) {
+	t.Parallel()
+	const all = 30
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 2000 {
+		ended := make([]bool, all+1)
+		snapshot := func(from int) (text string, xmax int) {
+			xmax = from + random.IntN(all-from)
+			var open []string
+			for xid := 3; xid < xmax; xid++ {
+				if ended[xid] = ended[xid] || random.IntN(3) > 0; !ended[xid] {
+					open = append(open, strconv.Itoa(xid))
+				}
+			}
+			first := strconv.Itoa(xmax)
+			if len(open) > 0 {
+				first = open[0]
+			}
+			return fmt.Sprintf("%s:%d:%s", first, xmax, strings.Join(open, ",")), xmax
+		}
+		base, from := snapshot(3)
+		before := slices.Clone(ended)
+		window, _ := snapshot(from)
+		u, err := cursor.UnpagedOf(cursor.Position{Base: base, Window: window})
+		require.NoError(t, err)
+		next := uint64(0)
+		read := make([]bool, all+1)
+		for _, r := range u.Ranges {
+			require.LessOrEqual(t, r.First, r.Last)
+			require.GreaterOrEqual(t, r.First, next, "they ascend")
+			for next = r.First; next <= r.Last; next++ {
+				read[next] = true
+			}
+		}
+		for xid := range ended {
+			require.Equal(t, ended[xid] && !before[xid], read[xid], "transaction %d, from %s to %s: %v", xid, base, window, u.Ranges)
+		}
 	}
 }
 

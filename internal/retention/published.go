@@ -39,7 +39,7 @@ const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
       FROM positions AS s, pg_control_system() AS here
     HAVING bool_and(s.system_identifier = here.system_identifier
                     AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
-       AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1) < pg_snapshot_xmax(pg_current_snapshot()), true)
+       AND ` + tables.Unreached + ` IS NULL
 ), scanned AS MATERIALIZED (
     SELECT part, place, id, xid, old FROM (
         SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old, sum(size) OVER (ORDER BY id) - size AS bytes
@@ -64,12 +64,26 @@ const publishedAmong = ` ORDER BY id LIMIT $2) AS o
 const deletePublished = `
     DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published))`
 
+// countRemoved also names a relay that keeps back rows that are old enough: the next event of the relay is old. Above
+// the ceiling there may be very many uncommitted rows. So the next event is first looked for among the next ids, and
+// then in the order of transactions, behind the open window. Only if neither has an event is the window read by ids.
 const countRemoved = `
 )
 SELECT ` + scannedColumns + `,
-       (SELECT min(relay) FROM positions
+       (SELECT min(relay) FROM positions AS s
          WHERE highest_id = (SELECT id FROM ceiling)
-           AND (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) ORDER BY id LIMIT 1) < now() - $3::interval),
+           AND coalesce(
+               (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) AND id <= (SELECT id + 1000 FROM ceiling) ORDER BY id LIMIT 1),
+               (SELECT o.created_at FROM (SELECT x AS first, x AS last FROM pg_snapshot_xip(coalesce(s.window_snapshot, s.snapshot)) AS x
+                                           WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
+                                           UNION ALL
+                                          SELECT g.* FROM (SELECT pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) AS bound, pg_current_snapshot() AS snapshot) AS b
+                                           CROSS JOIN LATERAL (` + tables.Gaps + `) AS g) AS g
+                 CROSS JOIN LATERAL (SELECT created_at FROM {schema}.outbox
+                                      WHERE xid >= g.first AND xid <= g.last AND id > (SELECT id FROM ceiling) ORDER BY xid, id LIMIT 1) AS o
+                 LIMIT 1),
+               (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) AND s.window_snapshot IS NOT NULL ORDER BY id LIMIT 1)
+               ) < now() - $3::interval),
        (SELECT count(*) FROM gone)`
 
 // scannedColumns are the number of rows that a batch scanned at, the last of them, the first

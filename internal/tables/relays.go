@@ -44,6 +44,9 @@ const (
 // (by_xid), and the order of ids, in which the relay sends, with rows that are not of the
 // window (by_id). Both look, and the one that finds more counts. A transaction that was in
 // progress in the snapshot is looked up by itself (late).
+//
+// Uncommitted rows cost nothing, see [Gaps], but for those in the order of ids (by_id), which are read only if
+// there are $1 rows in the other order.
 const SQLRelays = positionsOfRelays + `,
        heads.waiting, heads.failed, others.parked, others.dead, heads.keys, heads.held` + fromPositions + `
  CROSS JOIN LATERAL (
@@ -84,13 +87,16 @@ const fromPositions = `
                                             WHERE (xid, id) > (x, CASE WHEN pg_visible_in_snapshot(x, c.window_snapshot) THEN c.last_processed_id
                                                                        ELSE -9223372036854775808 END) AND xid <= x
                                             ORDER BY xid, id LIMIT $1) AS o
+                       WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
                        LIMIT $1) AS r) AS late
         CROSS JOIN LATERAL (
               SELECT count(*) AS looked_at, count(*) FILTER (WHERE pending) AS events, min(id) FILTER (WHERE pending) AS first FROM (
                      SELECT id, NOT coalesce(id <= c.last_processed_id AND pg_visible_in_snapshot(xid, c.window_snapshot), false) AS pending
-                       FROM {schema}.outbox
-                      WHERE xid >= pg_snapshot_xmax(c.snapshot) AND xid <= '18446744073709551615'::xid8
-                      ORDER BY xid, id LIMIT $1) AS r) AS by_xid
+                       FROM (SELECT pg_snapshot_xmax(c.snapshot) AS bound, pg_current_snapshot() AS snapshot) AS b
+                      CROSS JOIN LATERAL (` + GapsAndUnreached + `) AS g
+                      CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
+                                           WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $1) AS o
+                      LIMIT $1) AS r) AS by_xid
         CROSS JOIN LATERAL (
               SELECT count(*) AS events, min(id) AS first FROM (
                      SELECT id, xid FROM {schema}.outbox

@@ -31,23 +31,27 @@ const SQLStalePending = NewestCursors + `
 SELECT c.relay, p.event_type, count(*), min(p.created_at)
   FROM positions AS c
  CROSS JOIN LATERAL (
+       WITH by_xid AS MATERIALIZED (
+              SELECT o.id, o.xid, o.event_type, o.created_at
+                FROM (SELECT pg_snapshot_xmax(c.snapshot) AS bound, pg_current_snapshot() AS snapshot) AS b
+               CROSS JOIN LATERAL (` + GapsAndUnreached + `) AS g
+               CROSS JOIN LATERAL (SELECT id, xid, event_type, created_at FROM {schema}.outbox
+                                    WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $3) AS o
+               LIMIT $3)
        SELECT o.id, o.event_type, o.created_at
          FROM pg_snapshot_xip(c.snapshot) AS x
         CROSS JOIN LATERAL (SELECT id, event_type, created_at FROM {schema}.outbox
                              WHERE (xid, id) > (x, CASE WHEN pg_visible_in_snapshot(x, c.window_snapshot) THEN c.last_processed_id
                                                         ELSE -9223372036854775808 END) AND xid <= x
                              ORDER BY xid, id LIMIT $3) AS o
+        WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
         UNION
-       SELECT by_xid.id, by_xid.event_type, by_xid.created_at
-         FROM (SELECT id, event_type, created_at, NOT coalesce(id <= c.last_processed_id AND pg_visible_in_snapshot(xid, c.window_snapshot), false) AS pending
-                 FROM {schema}.outbox
-                WHERE xid >= pg_snapshot_xmax(c.snapshot) AND xid <= '18446744073709551615'::xid8
-                ORDER BY xid, id LIMIT $3) AS by_xid
-        WHERE by_xid.pending
+       SELECT by_xid.id, by_xid.event_type, by_xid.created_at FROM by_xid
+        WHERE NOT coalesce(by_xid.id <= c.last_processed_id AND pg_visible_in_snapshot(by_xid.xid, c.window_snapshot), false)
         UNION
        SELECT by_id.id, by_id.event_type, by_id.created_at
          FROM (SELECT id, xid, event_type, created_at FROM {schema}.outbox
-                WHERE id > c.last_processed_id AND c.window_snapshot IS NOT NULL
+                WHERE id > c.last_processed_id AND c.window_snapshot IS NOT NULL AND (SELECT count(*) FROM by_xid) >= $3
                 ORDER BY id LIMIT $3) AS by_id
         WHERE by_id.xid >= pg_snapshot_xmax(c.snapshot)) AS p
  WHERE c.relay = ANY ($1::text[]) AND p.created_at < $2

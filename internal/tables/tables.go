@@ -56,6 +56,38 @@ func ReadSequence(rows pgx.Rows) (drawn, highest int64, err error) {
 	return drawn, above.Int64, err
 }
 
+// nextXid is a transaction id that PostgreSQL had not drawn when the statement began, or one that was drawn by a
+// transaction that began after that of the statement. Function age counts from the next transaction id, or from that of
+// its transaction; it keeps what it has read until its transaction ends.
+const nextXid = `(pg_snapshot_xmax(pg_current_snapshot())::text::bigint
+        + greatest(age(pg_snapshot_xmax(pg_current_snapshot())::xid), 0))::text::xid8`
+
+// Unreached is the least transaction id of a row that PostgreSQL has not reached, or NULL. Such a row was copied here.
+// It looks only above the transactions that are open, because it would have to pass all of their rows.
+const Unreached = `(SELECT xid FROM {schema}.outbox WHERE xid >= ` + nextXid + ` ORDER BY xid, id LIMIT 1)`
+
+// Gaps is a query for ranges of transaction ids, of columns first and last. Together they have the ids from b.bound on
+// that are visible in b.snapshot: they are the gaps between the transactions that were in progress in it. An index
+// has uncommitted rows, too, and a condition on each row does not keep PostgreSQL from reading them. So a statement
+// over outbox reads by these ranges: a large transaction that stays open costs it nothing. It is to be a LATERAL
+// subquery beside b. If a column of b is NULL, there are no ranges.
+const Gaps = `
+       SELECT first, last FROM (
+              SELECT (lag(x) OVER (ORDER BY x) + 1)::text::xid8 AS first, (x - 1)::text::xid8 AS last
+                FROM (SELECT b.bound::text::bigint - 1
+                       UNION ALL
+                      SELECT x::text::bigint FROM pg_snapshot_xip(b.snapshot) AS x WHERE x >= b.bound
+                       UNION ALL
+                      SELECT pg_snapshot_xmax(b.snapshot)::text::bigint WHERE pg_snapshot_xmax(b.snapshot) >= b.bound) AS ends (x)
+               ORDER BY x) AS gaps
+        WHERE first <= last`
+
+// GapsAndUnreached is [Gaps] if b.snapshot is the present one, with the ids from b.bound on that PostgreSQL has not
+// reached.
+const GapsAndUnreached = Gaps + `
+        UNION ALL
+       SELECT greatest(` + nextXid + `, b.bound), '18446744073709551615'::xid8 WHERE b.bound IS NOT NULL`
+
 // Attempted is the condition that the relay at position s has attempted event o: the
 // event was sent, or has entered outbox_failed.
 const Attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)

@@ -110,11 +110,12 @@ SELECT (SELECT state FROM {schema}.event_subscription WHERE consumer_group = $1:
 )
 
 // sqlSeedGroup inserts the first position of a group: before all transactions, or behind all transactions
-// that have ended.
+// that have ended. highest_id is then the last id that was drawn: to find the highest id of a committed event,
+// PostgreSQL would have to pass all uncommitted rows.
 const sqlSeedGroup = `
 INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
 SELECT $1::text, 0, CASE WHEN $2::bool THEN '1:1:' ELSE pg_current_snapshot() END,
-       CASE WHEN $2::bool THEN 0 ELSE coalesce((SELECT id FROM {schema}.outbox ORDER BY id DESC LIMIT 1), 0) END,
+       CASE WHEN $2::bool THEN 0 ELSE coalesce((SELECT last_value FROM {schema}.outbox_id_seq WHERE is_called), 0) END,
        s.system_identifier, $3
   FROM pg_control_system() AS s
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`

@@ -104,14 +104,15 @@ WITH subscription AS MATERIALIZED (
       FROM subscription WHERE state IN ('active', 'leaving')
 ), ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
-       (SELECT id, xid FROM {schema}.outbox
-         WHERE xid >= $3::xid8 AND xid < pg_snapshot_xmax((SELECT snapshot FROM until))
-           AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM until)) ORDER BY xid, id LIMIT $4)
+        SELECT new.id, new.xid FROM (SELECT $3::xid8 AS bound, snapshot FROM until) AS b
+         CROSS JOIN LATERAL (` + tables.Gaps + `) AS g
+         CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
+                              WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $4) AS new
          UNION ALL
         SELECT late.id, late.xid FROM pg_snapshot_xip($2::text::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
-                              WHERE xid >= x AND xid <= x AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM until))
-                              ORDER BY xid, id LIMIT $4) AS late
+                              WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $4) AS late
+         WHERE pg_visible_in_snapshot(x, (SELECT snapshot FROM until))
     ) AS w LIMIT $4
 ), found AS MATERIALIZED (
     SELECT count(*) AS n, max(id) AS highest FROM ids
