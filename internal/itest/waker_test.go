@@ -2,6 +2,7 @@ package itest
 
 import (
 	"context"
+	"errors"
 	"net"
 	"strings"
 	"sync"
@@ -107,6 +108,45 @@ func TestWorkerIsWokenFromOtherProcess(t *testing.T) {
 	start("second of " + f.schema)
 	awaitListener(t, f.db, f.schema, "worker:group")
 	step1()
+}
+
+// A process whose own relay leads wakes a worker, and a relay of another name, that lead in other processes.
+func TestLeaderWakesOtherProcesses(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	h := newRelayFixture(t)
+	reader := h.follow(t)
+	cfg := outbox.RelayConfig{PollInterval: time.Hour}
+	own := h.relay(t, cfg)
+	testenv.Run(t, own.Run)
+	awaitListener(t, h.db, h.schema, "relay:default")
+	other := *h
+	other.db = testenv.Pool(t, nil)
+	otherCfg := cfg
+	otherCfg.Name = "other"
+	testenv.Run(t, other.relay(t, otherCfg).Run)
+	f := &workerFixture{t: t, db: testenv.Pool(t, nil), schema: h.schema}
+	f.exec(`CREATE TABLE {schema}.effect (id bigserial, action text, account text, n int)`)
+	var err error
+	f.events, err = outbox.NewRegistry("bank", outbox.Event("bank.account.stepped.v1", "Account", step.account).Topic(h.topic+"-steps"))
+	require.NoError(t, err)
+	steps, err := outbox.NewRecorder(f.events, outbox.RecorderConfig{Schema: h.schema})
+	require.NoError(t, err)
+	worker, err := outbox.NewWorker(f.db, f.events, "group", f.config(outbox.WorkerConfig{PollInterval: time.Hour, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}), f.effects("COUNTED", nil))
+	require.NoError(t, err)
+	testenv.Run(t, worker.Run)
+	awaitListener(t, h.db, h.schema, "relay:other")
+	awaitListener(t, h.db, h.schema, "worker:group")
+	for n := 1; n <= 3; n++ {
+		time.Sleep(quietFor)
+		events := numbered("key", n, 1)
+		require.NoError(t, own.Waker().InTx(t.Context(), func(tx pgx.Tx) error {
+			return errors.Join(h.record(t.Context(), tx, events...), steps.Record(t.Context(), tx, step{"a", n}))
+		}))
+		f.await(n)
+		require.Eventually(t, func() bool { return h.relayStatus(t, "other").Pending == 0 }, testenv.Patience, time.Millisecond)
+		requireArrival(t, reader, events...)
+	}
 }
 
 // A process notifies others at most once in 250 ms, of the last commit too; and not at all if all that it runs leads.

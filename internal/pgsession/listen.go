@@ -2,6 +2,7 @@ package pgsession
 
 import (
 	"context"
+	"fmt"
 
 	"github.com/jackc/pgx/v5"
 
@@ -52,6 +53,9 @@ func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[stri
 		if err := execute(ctx, conn, "LISTEN "+pgx.Identifier{channel}.Sanitize()); err != nil {
 			return err
 		}
+		if err := execute(ctx, conn, `SELECT pg_advisory_lock_shared(`+listenerKey+`)`, channel); err != nil {
+			return err
+		}
 		listening[channel] = true
 		s.hear(channel) // notifications from before
 	}
@@ -62,9 +66,39 @@ func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[stri
 		if err := execute(ctx, conn, "UNLISTEN "+pgx.Identifier{channel}.Sanitize()); err != nil {
 			return err
 		}
+		if err := execute(ctx, conn, `SELECT pg_advisory_unlock_shared(`+listenerKey+`)`, channel); err != nil {
+			return err
+		}
 		delete(listening, channel)
 	}
 	return nil
+}
+
+// listenerKey is the key of the lock that all listeners of a channel share. Who can take it alone is the only one.
+const listenerKey = `hashtextextended('outbox.listens.' || $1::text, 0)`
+
+// sqlListened finds the channels that another session listens to. A lock that it gets lasts as long as the statement:
+// a session that begins to listen waits for that.
+const sqlListened = `
+SELECT c FROM unnest($1::text[]) AS c WHERE NOT pg_try_advisory_xact_lock(hashtextextended('outbox.listens.' || c, 0))`
+
+// ListenedElsewhere returns the channels that other sessions listen to. The error is [ErrUnavailable] if that is not
+// known.
+func (s *Session) ListenedElsewhere(ctx context.Context, channels []string) (elsewhere []string, err error) {
+	answer := make(chan []string, 1)
+	err = s.do(ctx, &call{f: func(ctx context.Context, conn *pgx.Conn) error {
+		rows, err := conn.Query(ctx, sqlListened, channels)
+		if err != nil {
+			return err
+		}
+		found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		answer <- found
+		return err
+	}})
+	if err != nil {
+		return nil, fmt.Errorf("look for other listeners: %w", err)
+	}
+	return <-answer, nil
 }
 
 // hear signals those who listen to a channel.

@@ -6,6 +6,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // sqlCarefully keeps a notification from waiting: all commits that notify queue behind one lock, which another
@@ -14,26 +16,27 @@ const sqlCarefully = `SELECT set_config('lock_timeout', '100ms', true), set_conf
 
 // sqlNotify sends nothing while notifications pile up that a listener does not read: a full queue would make the
 // commits of all who notify fail.
-const sqlNotify = `SELECT pg_notify(c, '') FROM unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01`
+const sqlNotify = `SELECT pg_notify(c, $2::text) FROM unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01`
 
-// Notify notifies channels, in a transaction of its own and one round trip. It is not for a business transaction,
-// whose commit would have to queue for a lock of the whole server.
-func Notify(ctx context.Context, db interface {
-	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
-}, channels ...string) error {
-	_, err := notify(ctx, db, channels...)
+// Notify notifies the listeners of channels, except those of this session, in a transaction of its own on a connection
+// of the pool and in one round trip. It is not for a business transaction, whose commit would have to queue for a lock
+// of the whole server.
+func (s *Session) Notify(ctx context.Context, channels ...string) error {
+	db := s.db()
+	if db == nil {
+		return nil
+	}
+	_, err := notify(ctx, db, s.id, channels...)
 	return err
 }
 
 // notify reports whether the notifications were sent.
-func notify(ctx context.Context, db interface {
-	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
-}, channels ...string) (sent bool, err error) {
+func notify(ctx context.Context, db pg.BatchSender, payload string, channels ...string) (sent bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, statementTimeout)
 	defer cancel()
 	var b pgx.Batch
 	b.Queue(sqlCarefully)
-	b.Queue(sqlNotify, channels).Exec(func(tag pgconn.CommandTag) error {
+	b.Queue(sqlNotify, channels, payload).Exec(func(tag pgconn.CommandTag) error {
 		sent = tag.RowsAffected() > 0
 		return nil
 	})

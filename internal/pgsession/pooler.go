@@ -42,7 +42,7 @@ func (s *Session) examine(ctx context.Context, conn *pgx.Conn) error {
 	}
 	defer disconnect(other)
 	for range probes {
-		sent, err := notify(ctx, other, channel)
+		sent, err := notify(ctx, other, "", channel)
 		if err == nil && !sent {
 			err = errQueueFills
 		}

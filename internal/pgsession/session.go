@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
@@ -57,6 +58,7 @@ const (
 // Session is the session of a pool. It is connected while it is used. It is safe for concurrent use.
 type Session struct {
 	db func() *pgxpool.Pool // nil once the pool is no longer used
+	id string               // the payload of its notifications
 
 	failing *outage.Log // of the first user; only run
 
@@ -76,7 +78,7 @@ var sessions perpool.Registry[*Session]
 // Of returns the session of a pool, which all relays and workers on it share.
 func Of(db *pgxpool.Pool) *Session {
 	return sessions.Get(db, "", func(db func() *pgxpool.Pool) *Session {
-		return &Session{db: db, ears: map[*Ear]bool{}, locks: map[string]*Lock{}}
+		return &Session{db: db, id: uuid.NewString(), ears: map[*Ear]bool{}, locks: map[string]*Lock{}}
 	})
 }
 
@@ -171,7 +173,8 @@ func disconnect(conn *pgx.Conn) {
 const sqlSettings = `
 SELECT set_config('idle_session_timeout', '0', false), set_config('idle_in_transaction_session_timeout', '0', false), set_config('statement_timeout', '0', false),
        set_config('tcp_keepalives_idle', '5', false), set_config('tcp_keepalives_interval', '1', false), set_config('tcp_keepalives_count', '5', false),
-       set_config('tcp_user_timeout', '5000', false), set_config('lock_timeout', '500ms', false)`
+       set_config('tcp_user_timeout', '5000', false), set_config('lock_timeout', '500ms', false), set_config('default_transaction_isolation', 'read committed', false),
+       CASE WHEN current_setting('transaction_timeout', true) <> '0' THEN set_config('transaction_timeout', '0', false) END`
 
 // serve hears notifications and runs calls until the connection breaks or ctx ends.
 func (s *Session) serve(ctx context.Context, conn *pgx.Conn) error {
@@ -191,7 +194,9 @@ func (s *Session) serve(ctx context.Context, conn *pgx.Conn) error {
 		stop()
 		switch {
 		case err == nil:
-			s.hear(n.Channel)
+			if n.Payload != s.id { // the users of this session know of its own
+				s.hear(n.Channel)
+			}
 			continue
 		case ctx.Err() != nil:
 			return ctx.Err()
@@ -216,10 +221,10 @@ func (s *Session) serve(ctx context.Context, conn *pgx.Conn) error {
 	}
 }
 
-func execute(ctx context.Context, conn *pgx.Conn, sql string) error {
+func execute(ctx context.Context, conn *pgx.Conn, sql string, args ...any) error {
 	ctx, cancel := context.WithTimeout(ctx, statementTimeout)
 	defer cancel()
-	_, err := conn.Exec(ctx, sql)
+	_, err := conn.Exec(ctx, sql, args...)
 	return err
 }
 

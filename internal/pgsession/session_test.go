@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -91,24 +92,53 @@ func TestListen(t *testing.T) {
 	p.use(t, quiet)
 	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond, "something may have come before")
 	for range 3 {
-		require.NoError(t, pgsession.Notify(background, other.db, foreign))
+		require.NoError(t, other.Notify(background, foreign))
 		require.Never(t, heard(signals), 50*time.Millisecond, time.Millisecond)
-		require.NoError(t, pgsession.Notify(background, other.db, mine))
+		require.NoError(t, other.Notify(background, mine))
 		require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond)
 	}
 	terminate(t, other.db, p.name)
 	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond, "something may have come meanwhile")
-	require.NoError(t, pgsession.Notify(background, other.db, mine))
+	require.NoError(t, other.Notify(background, mine))
 	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond)
+
+	require.NoError(t, p.Notify(background, mine))
+	require.Never(t, heard(signals), 50*time.Millisecond, time.Millisecond, "it was sent through the same session")
 
 	ear.Close()
 	late := make(chan struct{}, 1)
 	defer p.Listen(foreign, late).Close()
 	require.Eventually(t, heard(late), testenv.Patience, time.Millisecond)
-	require.NoError(t, pgsession.Notify(background, other.db, mine))
-	require.NoError(t, pgsession.Notify(background, other.db, foreign))
+	require.NoError(t, other.Notify(background, mine))
+	require.NoError(t, other.Notify(background, foreign))
 	require.Eventually(t, heard(late), testenv.Patience, time.Millisecond)
 	require.False(t, heard(signals)())
+}
+
+// A session knows which channels other sessions listen to, also if it listens to them itself.
+func TestListenedElsewhere(t *testing.T) {
+	t.Parallel()
+	p, other := newProcess(t, nil), newProcess(t, nil)
+	both, alone := "both "+uuid.NewString(), "alone "+uuid.NewString()
+	_, err := p.ListenedElsewhere(background, []string{both})
+	require.ErrorIs(t, err, pgsession.ErrUnavailable)
+	elsewhere := func() string {
+		found, err := p.ListenedElsewhere(background, []string{both, alone})
+		if err != nil {
+			return err.Error()
+		}
+		return strings.Join(found, " ")
+	}
+	signals := make(chan struct{}, 1)
+	defer p.Listen(both, signals).Close()
+	defer p.Listen(alone, signals).Close()
+	p.use(t, quiet)
+	require.Eventually(t, func() bool { return elsewhere() == "" }, testenv.Patience, time.Millisecond)
+	ear := other.Listen(both, signals)
+	other.use(t, quiet)
+	require.Eventually(t, func() bool { return elsewhere() == both }, testenv.Patience, time.Millisecond)
+	ear.Close()
+	require.Eventually(t, func() bool { return elsewhere() == "" }, testenv.Patience, time.Millisecond)
 }
 
 // terminate ends the connections of a process.

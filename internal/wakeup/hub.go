@@ -1,11 +1,12 @@
 // Package wakeup wakes what polls for new events: in this process at once, and in other processes by notifications
 // of PostgreSQL.
 //
-// A wake-up signals the relays and workers of this process. If not all of them lead, one notification goes to other
-// processes: after the commit, on a connection of the pool, together with those of the pool's other schemas, at most
-// one in [Interval], and none while PostgreSQL's queue of notifications fills up. Inside a business transaction a
-// notification would make the commit wait for a lock of the whole server. The process that leads listens on the
-// session of package pgsession.
+// A wake-up signals the relays and workers of this process. If not all of them lead, or if other processes listen
+// too, one notification goes to other processes: after the commit, on a connection of the pool, together with those of
+// the pool's other schemas, at most one in [Interval], and none while PostgreSQL's queue of notifications fills up.
+// Inside a business transaction a notification would make the commit wait for a lock of the whole server. The process
+// that leads listens on the session of package pgsession. All listeners of a schema share an advisory lock. So a
+// process finds out whether it is the only one, at most once a second and only after a wake-up.
 //
 // A [PollSchedule] polls every 2 ms for 350 ms after a notification, so other processes need not notify for each
 // commit. A relay probes every millisecond instead, and polls when the probe finds something. All relays of a pool
@@ -59,8 +60,8 @@ func Channel(schema string) string {
 	return "outbox_" + hex.EncodeToString(sum[:enough])
 }
 
-// Wake wakes the members in this process. It notifies other processes unless everything that polls is led by this
-// process.
+// Wake wakes the members in this process. It notifies other processes if one of the members does not lead, and
+// otherwise if other processes listen, which it finds out at most once in [aloneFor].
 func (h *Hub) Wake() {
 	h.mu.Lock()
 	others := h.writers > 0 || !h.users.Any()
@@ -71,6 +72,8 @@ func (h *Hub) Wake() {
 	h.mu.Unlock()
 	if others {
 		h.sender.want(h.channel)
+	} else {
+		h.sender.ask(h.channel)
 	}
 }
 

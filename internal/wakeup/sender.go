@@ -36,13 +36,15 @@ type sender struct {
 	mu     sync.Mutex
 	wanted map[string]bool      // channels
 	sent   map[string]time.Time // when, by channel, within the last Interval
+	asked  map[string]bool      // channels to notify if other processes listen to them
+	others map[string]others    // what is known of these, by channel
 }
 
 var senders perpool.Registry[*sender]
 
 func senderOf(db *pgxpool.Pool) *sender {
 	return senders.Get(db, "", func(db func() *pgxpool.Pool) *sender {
-		return &sender{db: db, more: make(chan struct{}, 1), wanted: map[string]bool{}, sent: map[string]time.Time{}}
+		return &sender{db: db, more: make(chan struct{}, 1), wanted: map[string]bool{}, sent: map[string]time.Time{}, asked: map[string]bool{}, others: map[string]others{}}
 	})
 }
 
@@ -68,6 +70,7 @@ func (s *sender) run(ctx context.Context, log *slog.Logger) {
 		s.failing = outage.NewLog(log, "waking other processes up")
 	}
 	for ctx.Err() == nil {
+		next := s.look(ctx)
 		channels, pause := s.take(time.Now())
 		if len(channels) > 0 {
 			pause = batchWait
@@ -78,7 +81,7 @@ func (s *sender) run(ctx context.Context, log *slog.Logger) {
 			wait.Sleep(ctx, pause)
 			continue
 		}
-		s.await(ctx, pause)
+		s.await(ctx, earlier(pause, next))
 	}
 }
 
@@ -127,7 +130,7 @@ func (s *sender) notify(ctx context.Context, channels []string) bool {
 	if db == nil {
 		return true
 	}
-	err := pgsession.Notify(ctx, db, channels...)
+	err := pgsession.Of(db).Notify(ctx, channels...)
 	if err == nil || ctx.Err() == nil {
 		s.failing.Report(err)
 	}
@@ -146,8 +149,9 @@ func (s *sender) putBack(channels []string) {
 // farewell sends a notification that is still wanted when its channel has no sender left.
 func (s *sender) farewell(channel string, log *slog.Logger) {
 	s.mu.Lock()
-	wanted := s.wanted[channel]
+	wanted := s.wanted[channel] || s.asked[channel]
 	delete(s.wanted, channel)
+	delete(s.asked, channel)
 	s.mu.Unlock()
 	db := s.db()
 	if !wanted || db == nil {
@@ -155,7 +159,7 @@ func (s *sender) farewell(channel string, log *slog.Logger) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), farewellTimeout)
 	defer cancel()
-	if err := pgsession.Notify(ctx, db, channel); err != nil {
+	if err := pgsession.Of(db).Notify(ctx, channel); err != nil {
 		log.Warn("outbox: last wake-up of other processes was not sent, they find the events at their next poll", "error", err)
 	}
 }
