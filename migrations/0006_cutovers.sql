@@ -491,10 +491,12 @@ $function$,
 
 -- Counts the committed events that a relay has still to attempt, up to a number. It reads neither the rows of the
 -- transactions between those that the position saw in progress, which were attempted, nor the uncommitted rows of open
--- transactions: see tables.Gaps. What was copied here with a transaction id that PostgreSQL has not reached counts.
+-- transactions: see tables.Gaps. The newest come first, because a
+-- window is drained in the order of ids. What was copied here with a transaction id that PostgreSQL has not reached counts.
 $function$
 CREATE FUNCTION @schema@.outbox_pending(relay text, most bigint) RETURNS bigint
-LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
     WITH reached AS MATERIALIZED (
         SELECT c.snapshot, c.window_snapshot, c.last_processed_id, pg_snapshot_xmax(c.snapshot) AS bound,
             pg_current_snapshot() AS present
@@ -522,9 +524,11 @@ LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
         SELECT FROM ranges AS r CROSS JOIN reached AS p
          CROSS JOIN LATERAL (
             SELECT FROM @schema@.outbox AS o
-             WHERE o.xid >= r.first AND o.xid <= r.last
+             WHERE (o.xid, o.id) > (r.first, CASE WHEN r.first = r.last AND pg_visible_in_snapshot(r.first, p.window_snapshot)
+                       THEN p.last_processed_id ELSE '-9223372036854775808' END)
+               AND o.xid <= r.last
                AND NOT coalesce(o.id <= p.last_processed_id AND pg_visible_in_snapshot(o.xid, p.window_snapshot), false)
-             ORDER BY o.xid, o.id LIMIT $2) AS o
+             ORDER BY o.xid DESC, o.id DESC LIMIT $2) AS o
          LIMIT $2) AS pending
 $body$
 $function$
