@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"time"
@@ -64,6 +65,7 @@ type XidRange struct{ First, Last uint64 }
 // transactions between those in progress were attempted; there may be very many. Transactions that were in progress at
 // the end of the window are left out: they are not in the window, and may have very many rows.
 func UnpagedOf(p Position) (u Unpaged, err error) {
+	u.ID = math.MinInt64
 	var xids []uint64
 	late, open := tables.SnapshotInProgress(p.Base), tables.SnapshotInProgress(p.Window)
 	for _, text := range slices.Concat(late, open, []string{tables.SnapshotMax(p.Base), tables.SnapshotMax(p.Window)}) {
@@ -121,7 +123,7 @@ WITH proof AS MATERIALIZED (` + sqlProof + `
     SELECT o.xid, o.id
       FROM unnest($5::text[], $6::text[]) WITH ORDINALITY AS r (first, last, n)
      CROSS JOIN LATERAL (SELECT xid, id FROM {schema}.outbox
-                          WHERE (xid, id) > (r.first::xid8, CASE r.n WHEN 1 THEN $7::bigint ELSE 0 END) AND xid <= r.last::xid8
+                          WHERE (xid, id) > (r.first::xid8, CASE r.n WHEN 1 THEN $7::bigint ELSE '-9223372036854775808' END) AND xid <= r.last::xid8
                           ORDER BY xid, id LIMIT $8) AS o
      WHERE EXISTS (SELECT FROM proof)
      LIMIT $8
@@ -137,6 +139,10 @@ const MaxPageIDs = 50_000
 // rows of the index.
 func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids []int64, rest Unpaged, err error) {
 	first, last := u.args()
+	attempted := p.Last
+	if attempted == 0 { // of a new window, and an id may be below 1
+		attempted = math.MinInt64
+	}
 	var endXid pgtype.Text
 	var endID pgtype.Int8
 	err = c.query(ctx, func(rows pgx.Rows) error {
@@ -144,7 +150,7 @@ func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids
 			return struct{}{}, row.Scan(&ids, &endXid, &endID)
 		})
 		return err
-	}, c.SQLPage, append(c.proofArgs(p), first, last, u.ID, limit, p.Last, p.Window)...)
+	}, c.SQLPage, append(c.proofArgs(p), first, last, u.ID, limit, attempted, p.Window)...)
 	if err == nil && endXid.Valid {
 		var xid uint64
 		if xid, err = strconv.ParseUint(endXid.String, 10, 64); err == nil {

@@ -213,6 +213,30 @@ func TestPagesReadTheWindow(t *testing.T) {
 	require.Equal(t, want[8:], remaining(t, d.cursors, p))
 }
 
+// Ids of rows that were written with ids may be below 1. Pages of a new window have them too, also of a transaction
+// that was in progress in the base.
+func TestPagesReadIDsBelowOne(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	l, p := d.loaded(t)
+	late := d.BeginInsert(t, 2)
+	d.Insert(t, 3)
+	p, events, _, err := d.cursors.Open(ctx, l, p, 100)
+	require.NoError(t, err)
+	p.Last = events[len(events)-1].ID
+	p.Highest = p.Last
+	require.NoError(t, late.Commit(ctx))
+	d.Insert(t, 4)
+	d.Update(t, `UPDATE {schema}.outbox SET id = id - 7 WHERE id NOT IN (3, 4, 5)`)
+	p, _, large, err := d.cursors.Open(ctx, l, p, 0)
+	require.NoError(t, err)
+	require.True(t, large)
+	want := []int64{-6, -5, -1, 0, 1, 2}
+	require.Equal(t, want, remaining(t, d.cursors, p))
+	p.Last = -1
+	require.Equal(t, want[3:], remaining(t, d.cursors, p))
+}
+
 // A batch is as large as the memory has room for, whatever BatchSize is, and every event
 // comes, in order.
 func TestFetchIsBounded(t *testing.T) {
