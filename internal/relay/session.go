@@ -3,6 +3,7 @@ package relay
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"sync/atomic"
@@ -74,6 +75,7 @@ type Session struct {
 	Window   windowReader
 	recent   recentEvents
 	group    *contain.Group // what runs alongside: a prefetch, and other parts of the relay
+	stale    int            // how often in a row the cursor was stale, without a window that opened or a move
 
 	Backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }
@@ -120,6 +122,7 @@ func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 			return err
 		}
 		s.Window.forget()
+		s.awaitFresh(ctx)
 		// Loading proves nothing, and another process may have moved the cursor: on a
 		// machine that was suspended, the clock has not seen the lease expire.
 		err = s.try(func(ctx context.Context) error { return s.Leases.Renew(ctx, s.Lease) })
@@ -131,6 +134,27 @@ func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 		}
 	}
 	return err
+}
+
+// maxStale is how often in a row the cursor may be stale. A crash or another process changes it once.
+const maxStale = 3
+
+// awaitFresh waits after the cursor was stale again and again, and reports that as an outage of PostgreSQL.
+func (s *Session) awaitFresh(ctx context.Context) {
+	if s.stale++; s.stale <= maxStale {
+		return
+	}
+	s.Outage.Report(fmt.Errorf("%w each time since it was loaded, %d times in a row: perhaps a pooler sends the statement that loads it "+
+		"to a standby, and the next one to another server", cursor.ErrStale, s.stale))
+	s.sleep(ctx, s.Outage.Backoff())
+}
+
+// isFresh records that the cursor was not stale.
+func (s *Session) isFresh() {
+	if s.stale > maxStale {
+		s.Outage.Report(nil)
+	}
+	s.stale = 0
 }
 
 // reportJump logs that the cursor is not where the session had left it.
@@ -347,9 +371,11 @@ func (s *Session) Open() (batch []envelope.Event, large bool, err error) {
 	})
 	switch {
 	case err == nil && large:
+		s.isFresh()
 		s.schedule.Polled(began, s.Rules.BatchSize) // at least about as many
 		err = s.Window.Begin(s.pos)
 	case err == nil:
+		s.isFresh()
 		s.schedule.Polled(began, len(batch))
 		s.Window.Limits.Events.grow(len(batch))
 	}
@@ -480,6 +506,7 @@ func (s *Session) record(failures []cursor.Failure) error {
 		if err != nil {
 			return err
 		}
+		s.isFresh()
 		s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
 		s.Parked.rowsWritten(failures)
 		if slices.ContainsFunc(failures, func(f cursor.Failure) bool { return f.Place != "" }) {
@@ -504,7 +531,9 @@ func (s *Session) try(f func(context.Context) error) error {
 			return pg.NotMigrated(s.Rules.Schema, err)
 		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost),
 			errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, cursor.ErrSequenceBehind):
-			s.Outage.Report(nil)
+			if s.stale <= maxStale {
+				s.Outage.Report(nil)
+			}
 			return err
 		}
 		s.Outage.Report(err)

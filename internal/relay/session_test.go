@@ -62,6 +62,9 @@ var sessionTests = []struct {
 	// What the cursor says is another.
 	{name: "the cursor is stale when a window opens: it is loaded again", events: 3, faults: []string{"open: stale"}, sent: "12 3", at: "3"},
 	{name: "the cursor is stale when it moves: from where it is, all is sent again", events: 3, faults: []string{"move: stale"}, sent: "12 12 3", at: "3"},
+	{name: "the cursor is stale three times in a row: it is loaded each time", events: 3, faults: []string{"open: stale", "open: stale", "open: stale"}, sent: "12 3", at: "3"},
+	{name: "the cursor is stale again and again: that is an outage", events: 3, faults: []string{"open: stale", "open: stale", "open: stale", "open: stale", "open: stale", "open: stale"},
+		sent: "12 3", at: "3", log: "perhaps a pooler sends the statement that loads it to a standby", waits: true},
 	{name: "the cursor was moved by another process", events: 5, faults: []string{"move: moved"}, sent: "12 5", at: "5", log: "cursor is not where it was left"},
 	{name: "the newest rows of the cursor were lost", events: 3, faults: []string{"move: rolled back"}, sent: "12 12 3", at: "3",
 		log: "lost the newest rows of the cursor, but no event"},
