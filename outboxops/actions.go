@@ -8,6 +8,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/jsonb"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // The actions of operators on failures, as outbox_audit has them.
@@ -75,7 +76,7 @@ func (f *Failures) changeOne(ctx context.Context, action string, id FailureID, w
 
 // change runs the statement of an action, and returns the number of changed failures.
 func (f *Failures) change(ctx context.Context, sql string, numbers []int64, why AuditInfo) (done int, err error) {
-	err = f.db.QueryRow(ctx, sql, numbers, why.Operator, why.Reason).Scan(&done)
+	err = pg.QueryRow(ctx, f.db, sql, numbers, why.Operator, why.Reason).Scan(&done)
 	return done, err
 }
 
@@ -127,7 +128,7 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 		payload = []byte{} // empty is not NULL
 	}
 	var done bool
-	if err := f.db.QueryRow(ctx, f.sqlEdit, id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil {
+	if err := pg.QueryRow(ctx, f.db, f.sqlEdit, id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil {
 		return fmt.Errorf("outbox: edit failure %v: %w", id, orNotMigrated(err))
 	}
 	if !done {

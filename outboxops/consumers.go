@@ -206,7 +206,7 @@ func (c *Consumers) change(ctx context.Context, action, sql, otherwise, group, t
 		}
 	}
 	var done bool
-	err = c.db.QueryRow(ctx, sql, group, topic, why.Operator, why.Reason).Scan(&done)
+	err = pg.QueryRow(ctx, c.db, sql, group, topic, why.Operator, why.Reason).Scan(&done)
 	if err == nil && !done {
 		err = fmt.Errorf("%w: %s", ErrStatus, otherwise)
 	}

@@ -140,13 +140,9 @@ SELECT consumer_group, created_at, state, coalesce(relay, ''), changed_at FROM {
 
 // Groups returns the groups that workers have run for, sorted by name.
 func (d *Deliveries) Groups(ctx context.Context) ([]DeliveryGroup, error) {
-	var all []DeliveryGroup
-	rows, err := d.db.Query(ctx, d.sqlGroups)
-	if err == nil {
-		all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (g DeliveryGroup, err error) {
-			return g, row.Scan(&g.Group, pg.Time{At: &g.CreatedAt}, &g.State, &g.Relay, pg.Time{At: &g.ChangedAt})
-		})
-	}
+	all, err := pg.Collect(ctx, d.db, func(row pgx.CollectableRow) (g DeliveryGroup, err error) {
+		return g, row.Scan(&g.Group, pg.Time{At: &g.CreatedAt}, &g.State, &g.Relay, pg.Time{At: &g.ChangedAt})
+	}, d.sqlGroups)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: list groups of workers: %w", orNotMigrated(err))
 	}

@@ -156,7 +156,7 @@ SELECT ` + recordedColumns + `, ` + relayColumns + `
 // is none: retention may have removed it.
 func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, error) {
 	var relays eventRelays
-	e, err := scanRecorded(i.db.QueryRow(ctx, i.sql.event, outboxID), relays.columns()...)
+	e, err := scanRecorded(pg.QueryRow(ctx, i.db, i.sql.event, outboxID), relays.columns()...)
 	if err == nil {
 		e, err = i.whole(ctx, e)
 	}
@@ -442,7 +442,7 @@ func (i *Inspector) yieldSome(ctx context.Context, found []tailed, yield func(Re
 
 // yieldUnreadable yields the first event, which retention may have removed meanwhile.
 func (i *Inspector) yieldUnreadable(ctx context.Context, found []tailed, yield func(RecordedEvent, error) bool) ([]tailed, error) {
-	e, err := scanRecorded(i.db.QueryRow(ctx, i.sql.tailBare, found[0].id))
+	e, err := scanRecorded(pg.QueryRow(ctx, i.db, i.sql.tailBare, found[0].id))
 	if err == nil {
 		e, err = i.whole(ctx, e)
 	}

@@ -135,12 +135,12 @@ SELECT ` + tables.DeliveryColumns + `
   FROM {schema}.event_delivery AS d WHERE d.id = $1`
 
 func (s deliveryStore) get(ctx context.Context, number int64) (Failure, error) {
-	rows, err := s.db.Query(ctx, s.sqlGet, number)
-	if err != nil {
-		return Failure{}, err
-	}
-	row, err := pgx.CollectExactlyOneRow(rows, tables.ScanDelivery)
-	return failureOfDelivery(row), err
+	var found tables.Delivery
+	err := pg.Query(ctx, s.db, pg.TextSettings, func(rows pgx.Rows) (err error) {
+		found, err = pgx.CollectExactlyOneRow(rows, tables.ScanDelivery)
+		return err
+	}, s.sqlGet, number)
+	return failureOfDelivery(found), err
 }
 
 func (s deliveryStore) stored() reader { return s.rows }

@@ -95,7 +95,7 @@ SELECT ` + tables.FailureColumns + `
   FROM {schema}.outbox_failed WHERE id = $1`
 
 func (s eventStore) get(ctx context.Context, number int64) (Failure, error) {
-	row, err := tables.ScanFailure(s.db.QueryRow(ctx, s.sqlGet, number))
+	row, err := tables.ScanFailure(pg.QueryRow(ctx, s.db, s.sqlGet, number))
 	return failureOf(row), err
 }
 

@@ -78,7 +78,7 @@ func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.Ev
 	var now time.Time
 	var positions tables.Positions
 	var counts []tables.EventCount
-	err := i.db.QueryRow(ctx, `SELECT now()`).Scan(&now)
+	err := pg.QueryRow(ctx, i.db, `SELECT now()`).Scan(&now)
 	if err == nil {
 		positions, err = tables.ReadPositions(ctx, i.db, i.sql.relays)
 	}
@@ -211,14 +211,11 @@ SELECT 0, p.gid, p.database, p.owner, '', '', 'prepared', p.prepared, '',
 // Transactions returns the transactions of the cluster that have been open for at least openFor, the oldest
 // first.
 func (i *Inspector) Transactions(ctx context.Context, openFor time.Duration) ([]OpenTransaction, error) {
-	rows, err := i.db.Query(ctx, i.sql.transactions, openFor)
-	if err == nil {
-		var all []OpenTransaction
-		if all, err = pgx.CollectRows(rows, pgx.RowToStructByPos[OpenTransaction]); err == nil {
-			return all, nil
-		}
+	all, err := pg.Collect(ctx, i.db, pgx.RowToStructByPos[OpenTransaction], i.sql.transactions, openFor)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: inspect transactions: %w", orNotMigrated(err))
 	}
-	return nil, fmt.Errorf("outbox: inspect transactions: %w", orNotMigrated(err))
+	return all, nil
 }
 
 // TablePartition is a part of a table outbox that is partitioned by ranges of ids.

@@ -81,7 +81,7 @@ func (r reader) read(ctx context.Context, sql string, id int64) (text []byte, er
 	ctx, cancel := context.WithTimeout(ctx, readPatience)
 	defer cancel()
 	var printed pgtype.Int8
-	if err := r.db.QueryRow(ctx, sql, id, r.most).Scan(&text, &printed); err != nil {
+	if err := pg.QueryRow(ctx, r.db, sql, id, r.most).Scan(&text, &printed); err != nil {
 		return nil, err
 	}
 	if printed.Int64 > int64(r.most) {

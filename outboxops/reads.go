@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // AuditRead writes into outbox_audit that an operator reads the payload of a failure. Call it before
@@ -28,7 +30,7 @@ func (f *Failures) AuditReadRecorded(ctx context.Context, outboxID int64, why Au
 		return err
 	}
 	var done bool
-	err := f.db.QueryRow(ctx, f.sqlReadOfRecorded, outboxID, why.Operator, why.Reason).Scan(&done)
+	err := pg.QueryRow(ctx, f.db, f.sqlReadOfRecorded, outboxID, why.Operator, why.Reason).Scan(&done)
 	return notAudited(fmt.Sprintf("event %d", outboxID), done, err)
 }
 

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -366,20 +367,20 @@ func (r *rewind) apply(ctx context.Context) error {
 	return activeError(kafka.CommitGroupOffsets(ctx, r.client, r.cfg.Group, offsets))
 }
 
-const sqlRewindConsumer = `SELECT {schema}.outbox_rewind_consumer($1, $2, $3, $4, $5, $6, $7)`
+const sqlRewindConsumer = `SELECT {schema}.outbox_rewind_consumer($1, $2, $3::text[]::uuid[], $4, $5, $6, $7)`
 
 func (r *rewind) savePositions(ctx context.Context, offsets map[kafka.Partition]int64) error {
 	var (
 		topics    []string
-		topicIDs  [][16]byte
+		topicIDs  []string
 		numbers   []int32
 		positions []int64
 	)
 	for p, offset := range offsets {
-		topics, topicIDs = append(topics, p.Topic), append(topicIDs, r.ids[p.Topic])
+		topics, topicIDs = append(topics, p.Topic), append(topicIDs, uuid.UUID(r.ids[p.Topic]).String())
 		numbers, positions = append(numbers, p.Number), append(positions, offset)
 	}
-	_, err := r.db.Exec(ctx, pg.InSchema(sqlRewindConsumer, r.cfg.Schema), r.cfg.Group, topics, topicIDs, numbers, positions, r.cfg.Audit.Operator, r.cfg.Audit.Reason)
+	_, err := pg.Exec(ctx, r.db, pg.InSchema(sqlRewindConsumer, r.cfg.Schema), r.cfg.Group, topics, topicIDs, numbers, positions, r.cfg.Audit.Operator, r.cfg.Audit.Reason)
 	if err != nil {
 		return fmt.Errorf("set positions back: %w", orNotMigrated(err))
 	}
@@ -427,7 +428,7 @@ func newNotes(ctx context.Context, db *pgxpool.Pool, schema, group string) (*not
 		return n, nil
 	}
 	var oldest pgtype.Timestamptz
-	if err := db.QueryRow(ctx, pg.InSchema(sqlOldestNote, schema), group).Scan(&oldest); err != nil {
+	if err := pg.QueryRow(ctx, db, pg.InSchema(sqlOldestNote, schema), group).Scan(&oldest); err != nil {
 		return nil, fmt.Errorf("find the oldest note: %w", err)
 	}
 	n.oldest = oldest.Time

@@ -244,7 +244,7 @@ func (r *run) audit(ctx context.Context) error {
 		return nil
 	}
 	a := r.cfg.Audit
-	_, err := r.db.Exec(ctx, pg.InSchema(sqlAuditReplay, r.cfg.Schema), r.cfg.To, r.cfg.Group, a.Operator, a.Reason+" ("+r.cfg.selection()+")")
+	_, err := pg.Exec(ctx, r.db, pg.InSchema(sqlAuditReplay, r.cfg.Schema), r.cfg.To, r.cfg.Group, a.Operator, a.Reason+" ("+r.cfg.selection()+")")
 	if err != nil {
 		return fmt.Errorf("add row to outbox_audit: %w", orNotMigrated(err))
 	}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -190,7 +191,7 @@ func look(ctx context.Context, e *env, l limits) (s snapshot, err error) {
 	if err != nil {
 		return s, err
 	}
-	if err := e.db.QueryRow(ctx, `SELECT clock_timestamp()`).Scan(&s.now); err != nil {
+	if err := pg.QueryRow(ctx, e.db, `SELECT clock_timestamp()`).Scan(&s.now); err != nil {
 		return s, err
 	}
 	if s.relays, err = inspector.Relays(ctx); err != nil {

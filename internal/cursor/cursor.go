@@ -184,7 +184,7 @@ func (c *Store) Load(ctx context.Context, l *lease.Lease) (Position, error) {
 
 // seed makes the first position of the relay.
 func (c *Store) seed(ctx context.Context, l *lease.Lease) (p Position, err error) {
-	tag, err := c.db.Exec(ctx, c.SQLSeed, c.Relay, l.Holder, l.Epoch)
+	tag, err := pg.Exec(ctx, c.db, c.SQLSeed, c.Relay, l.Holder, l.Epoch)
 	if err != nil {
 		return p, fmt.Errorf("seed cursor: %w", err)
 	}
@@ -196,12 +196,12 @@ func (c *Store) seed(ctx context.Context, l *lease.Lease) (p Position, err error
 
 // Newest returns pgx.ErrNoRows when the relay has no position yet, and ErrOtherCluster when its position is one in
 // another cluster.
-func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err error) {
+func (c *Store) Newest(ctx context.Context, db pg.BatchSender) (p Position, err error) {
 	var id, last, highest, written, epoch pgtype.Int8
 	var base pgtype.Text
 	var here int64
 	var known pgtype.Bool
-	err = db.QueryRow(ctx, c.SQLLoad, c.Relay).Scan(&id, &base, &p.Window, &last, &highest, &written, &epoch, &here, &p.Server, &known)
+	err = pg.QueryRow(ctx, db, c.SQLLoad, c.Relay).Scan(&id, &base, &p.Window, &last, &highest, &written, &epoch, &here, &p.Server, &known)
 	if err != nil {
 		return p, fmt.Errorf("load cursor: %w", err)
 	}

@@ -369,7 +369,7 @@ func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementConte
 	ctx, cancel := statement()
 	defer cancel()
 	var parked bool
-	err := f.db.QueryRow(ctx, f.sqlAnyParked, f.relay).Scan(&parked)
+	err := pg.QueryRow(ctx, f.db, f.sqlAnyParked, f.relay).Scan(&parked)
 	if err != nil {
 		return fmt.Errorf("promote parked events: %w", err)
 	}

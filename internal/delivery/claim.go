@@ -138,7 +138,7 @@ SELECT ` + payload + `, ` + headers + `, ` + record + ` FROM {schema}.event_deli
 // readPayload reads payload, headers and record of a bare row. It returns [ErrLost] if another process has
 // the row. [MayBeUnreadable] tells whether PostgreSQL cannot print the row.
 func (s *Store) readPayload(ctx context.Context, d *Delivery) error {
-	err := s.db.QueryRow(ctx, s.sqlReadPayload, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
+	err := pg.QueryRow(ctx, s.db, s.sqlReadPayload, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return ErrLost

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 
@@ -72,7 +73,7 @@ type Note struct {
 // rows that it inserts itself.
 var sqlPark = `
 WITH wanted AS MATERIALIZED (
-    SELECT n.* FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::uuid[], $9::text[], $10::text[], $11::text[],
+    SELECT n.* FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::text[]::uuid[], $9::text[], $10::text[], $11::text[],
                            $12::text[], $13::text[], $14::text[], $15::bytea[], $16::bytea[], $17::timestamptz[], $18::timestamptz[], $19::int[],
                            $20::text[], $21::text[], $22::text[], $23::text[], $24::int[], $25::text[], $26::text[], $27::bigint[]) WITH ORDINALITY
            AS n (action, stream, key, digest, partition, record_offset, event_id, record_id, type, source,
@@ -153,7 +154,7 @@ func columnsOfParked(rows []Received) []any {
 		text(func(r *Received) string { return r.Action }), text(func(r *Received) string { return r.Stream }),
 		column(rows, func(r *Received) pgtype.Int8 { return r.Key.value() }), column(rows, func(r *Received) []byte { return r.Digest[:] }),
 		column(rows, func(r *Received) int32 { return r.Partition }), column(rows, func(r *Received) int64 { return r.Offset }),
-		column(rows, func(r *Received) [16]byte { return r.EventID }), text(func(r *Received) string { return r.RecordID }),
+		text(func(r *Received) string { return uuid.UUID(r.EventID).String() }), text(func(r *Received) string { return r.RecordID }),
 		text(func(r *Received) string { return r.Type }), text(func(r *Received) string { return r.Source }),
 		text(func(r *Received) string { return r.AggregateID }), text(func(r *Received) string { return r.ContentType }), text(func(r *Received) string { return r.PartitionKey }),
 		column(rows, func(r *Received) []byte { return orEmpty(r.Payload) }), column(rows, func(r *Received) []byte { return orEmpty(r.Record) }),

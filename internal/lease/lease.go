@@ -261,6 +261,9 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
        expires_at = clock_timestamp() + $3::interval, lasts = excluded.lasts, locked_epoch = NULL
  WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder` + leaseTaken
 
+// durable is [pg.Durable] for statements that return times.
+const durable = pg.TextSettings + `, CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'local', true) END`
+
 // takeGrace is how long a relay that is told to stop waits for the statement that takes
 // the lease.
 const takeGrace = time.Second
@@ -278,7 +281,7 @@ func (s *Store) Acquire(ctx context.Context) (*Lease, error) {
 	taking, cancel := wait.Grace(ctx, takeGrace)
 	defer cancel()
 	return s.taken(func(read func(pgx.Rows) error) error {
-		return pg.Query(taking, s.DB, pg.Durable, read, s.Take, s.Relay, s.holder, s.Duration)
+		return pg.Query(taking, s.DB, durable, read, s.Take, s.Relay, s.holder, s.Duration)
 	})
 }
 
@@ -286,7 +289,7 @@ func (s *Store) Acquire(ctx context.Context) (*Lease, error) {
 func (s *Store) peekAt(ctx context.Context) error {
 	s.Other = otherLease{}
 	var expiresAt pgtype.Timestamptz
-	err := s.DB.QueryRow(ctx, s.Peek, s.Relay, s.holder).
+	err := pg.QueryRow(ctx, s.DB, s.Peek, s.Relay, s.holder).
 		Scan(&s.Other.Holder, &s.Other.epoch, &s.Other.Lasts, &s.Other.SetBack, &expiresAt, &s.Other.Locked)
 	s.Other.expiresAt = expiresAt.Time
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
@@ -337,7 +340,7 @@ func (s *Store) Renew(ctx context.Context, l *Lease) error {
 	var expiresAt time.Time
 	var claimed bool
 	// If a crash could forget that, a standby could take a lease that its holder believes to have.
-	err := pg.Query(ctx, s.DB, pg.Durable, func(rows pgx.Rows) error {
+	err := pg.Query(ctx, s.DB, durable, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
 			return struct{}{}, row.Scan(&expiresAt, &claimed)
 		})
@@ -367,7 +370,7 @@ UPDATE {schema}.outbox_lease
 
 // GiveUp releases the lease, so a standby takes over at once.
 func (s *Store) GiveUp(ctx context.Context, l *Lease) error {
-	if _, err := s.DB.Exec(ctx, s.Release, s.Relay, l.Holder, l.Epoch); err != nil {
+	if _, err := pg.Exec(ctx, s.DB, s.Release, s.Relay, l.Holder, l.Epoch); err != nil {
 		return fmt.Errorf("release lease: %w", err)
 	}
 	return nil

@@ -30,12 +30,9 @@ SELECT topic, operator, reason, paused_at
 
 // Read returns what operators have paused, sorted by topic.
 func (s *Store) Read(ctx context.Context) ([]Pause, error) {
-	rows, err := s.db.Query(ctx, s.sql, s.group)
-	if err == nil {
-		var all []Pause
-		if all, err = pgx.CollectRows(rows, pgx.RowToStructByPos[Pause]); err == nil {
-			return all, nil
-		}
+	all, err := pg.Collect(ctx, s.db, pgx.RowToStructByPos[Pause], s.sql, s.group)
+	if err != nil {
+		return nil, fmt.Errorf("read what is paused: %w", err)
 	}
-	return nil, fmt.Errorf("read what is paused: %w", err)
+	return all, nil
 }

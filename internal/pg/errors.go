@@ -66,10 +66,11 @@ func IsTransient(err error) bool {
 }
 
 // IsCancelled reports whether PostgreSQL has cancelled a statement that took too long, or
-// that an operator cancelled. It may succeed if it asks for less.
+// that an operator cancelled. It may succeed if it asks for less. transaction_timeout also
+// ends the session.
 func IsCancelled(err error) bool {
-	const queryCanceled = "57014"
-	return hasCode(err, queryCanceled)
+	const queryCanceled, transactionTimeout = "57014", "25P04"
+	return hasCode(err, queryCanceled, transactionTimeout)
 }
 
 // IsOutage reports whether PostgreSQL itself is unavailable: no connection could be
@@ -109,6 +110,9 @@ func Code(err error) string {
 }
 
 func hasCode(err error, codes ...string) bool { return slices.Contains(codes, Code(err)) }
+
+// ErrEncoding is described in the package outbox.
+var ErrEncoding = errors.New("outbox: needs a database and sessions with the encoding UTF8")
 
 // ErrNotMigrated is described in the package outbox.
 var ErrNotMigrated = errors.New("outbox: the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
@@ -22,25 +23,6 @@ func InSchema(sql, schema string) string {
 	return strings.NewReplacer("{schema}", quoted, "{outbox}", "'"+strings.ReplaceAll(quoted, "'", "''")+".outbox'").Replace(sql)
 }
 
-// PlannerSettings precedes a statement in the same round trip and so in the same transaction.
-//
-// The planner must not choose: a plan that it makes for an empty table reads all of outbox for each
-// event when the table has grown, and is used until the table is analysed. With these settings only
-// the plans remain that the comments at the statements describe: ORDER BY names the index, because
-// nothing is sorted that an index has in order. Each connection plans a statement once.
-//
-// Before PostgreSQL 18 an index scan is bounded by columns that are equal to something, and by a
-// range of the column behind them. A second range bounds nothing, and neither does the second
-// column of a row that is compared.
-const PlannerSettings = `
-SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
-       set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true), set_config('jit', 'off', true)`
-
-// Durable makes its transaction wait for the disk of its server where the role's
-// synchronous_commit is off.
-const Durable = `
-SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
-
 // PlanEachTime makes PostgreSQL plan a statement for its arguments each time, because
 // most filters are empty.
 const PlanEachTime = pgx.QueryExecModeCacheDescribe
@@ -50,17 +32,50 @@ type BatchSender interface {
 	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
 }
 
-// Query runs a statement under settings and passes its rows to read.
+// Query runs a statement under settings and passes its rows to read. On a pool it runs under READ COMMITTED, whatever
+// the role is configured to.
 func Query(ctx context.Context, db BatchSender, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
 	var batch pgx.Batch
 	batch.Queue(settings)
 	batch.Queue(sql, args...).Query(read)
-	return db.SendBatch(ctx, &batch).Close()
+	return send(ctx, db, false, &batch)
 }
 
-// RowQuerier is a pool, a connection or a transaction.
-type RowQuerier interface {
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+// QueryRow is the method of a pool, under [TextSettings] and READ COMMITTED.
+func QueryRow(ctx context.Context, db BatchSender, sql string, args ...any) pgx.Row {
+	return queriedRow{ctx, db, sql, args}
+}
+
+type queriedRow struct {
+	ctx  context.Context
+	db   BatchSender
+	sql  string
+	args []any
+}
+
+// Scan implements [pgx.Row].
+func (r queriedRow) Scan(dst ...any) error {
+	var batch pgx.Batch
+	batch.Queue(TextSettings)
+	batch.Queue(r.sql, r.args...).QueryRow(func(row pgx.Row) error { return row.Scan(dst...) })
+	return send(r.ctx, r.db, true, &batch)
+}
+
+// Exec is the method of a pool, under READ COMMITTED.
+func Exec(ctx context.Context, db BatchSender, sql string, args ...any) (tag pgconn.CommandTag, err error) {
+	var batch pgx.Batch
+	batch.Queue(sql, args...).Exec(func(t pgconn.CommandTag) error { tag = t; return nil })
+	err = send(ctx, db, true, &batch)
+	return tag, err
+}
+
+// Collect returns what read makes of each row of a statement, which runs under [TextSettings].
+func Collect[T any](ctx context.Context, db BatchSender, read pgx.RowToFunc[T], sql string, args ...any) (all []T, err error) {
+	err = Query(ctx, db, TextSettings, func(rows pgx.Rows) (err error) {
+		all, err = pgx.CollectRows(rows, read)
+		return err
+	}, sql, args...)
+	return all, err
 }
 
 // OrNull returns an argument that is NULL for a zero time.

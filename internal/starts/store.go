@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -46,6 +47,9 @@ type partition struct {
 	// with the partition.
 	position int64
 }
+
+// uuidOf returns an id as text: pgx cannot encode an array of ids in all of its modes.
+func uuidOf(id kafka.TopicID) string { return uuid.UUID(id).String() }
 
 // None is the offset of a partition without one.
 const None int64 = -1
@@ -111,7 +115,7 @@ func (s *Store) topics(ctx context.Context, ids map[string]kafka.TopicID) (map[s
 const sqlWrite = `
 WITH listed AS (
     INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition)
-    SELECT $1, t.topic, t.id, -1 FROM unnest($2::varchar[], $3::uuid[]) AS t (topic, id) ORDER BY t.topic
+    SELECT $1, t.topic, t.id, -1 FROM unnest($2::varchar[], $3::text[]::uuid[]) AS t (topic, id) ORDER BY t.topic
         ON CONFLICT DO NOTHING
     RETURNING topic, topic_id
 ), gone AS (
@@ -128,17 +132,17 @@ SELECT $1, l.topic, l.topic_id, p.number, p.start, nullif(p.position, -1)
 func (s *Store) list(ctx context.Context, topics map[string]topic) error {
 	var (
 		names, of         []string
-		ids               [][16]byte
+		ids               []string
 		numbers           []int32
 		begins, positions []int64
 	)
 	for name, t := range topics {
-		names, ids = append(names, name), append(ids, t.id)
+		names, ids = append(names, name), append(ids, uuidOf(t.id))
 		for n, p := range t.partitions {
 			of, numbers, begins, positions = append(of, name), append(numbers, n), append(begins, p.start), append(positions, p.position)
 		}
 	}
-	if _, err := s.db.Exec(ctx, s.write, s.group, names, ids, of, numbers, begins, positions); err != nil {
+	if _, err := pg.Exec(ctx, s.db, s.write, s.group, names, ids, of, numbers, begins, positions); err != nil {
 		return fmt.Errorf("write where reading begins: %w", err)
 	}
 	return nil
@@ -180,7 +184,7 @@ type Offset struct {
 const sqlBegin = `
 INSERT INTO {schema}.consumer_start AS s (consumer_group, topic, topic_id, partition, start_offset, position, lost, lost_at)
 SELECT $1, p.topic, p.id, p.number, p.at, p.at, p.lost, CASE WHEN p.lost > 0 THEN now() END
-  FROM unnest($2::varchar[], $3::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
+  FROM unnest($2::varchar[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
  ORDER BY p.topic, p.number
     ON CONFLICT (consumer_group, topic, topic_id, partition) DO UPDATE
    SET position = excluded.position, saved_at = now(), lost = s.lost + excluded.lost, lost_at = coalesce(excluded.lost_at, s.lost_at)`
@@ -196,7 +200,7 @@ const sqlSave = `
 UPDATE {schema}.consumer_start AS s
    SET position = CASE WHEN p.at >= 0 THEN greatest(s.position, p.at) ELSE s.position END, saved_at = now(),
        lost = s.lost + p.lost, lost_at = CASE WHEN p.lost > 0 THEN now() ELSE s.lost_at END
-  FROM unnest($2::varchar[], $3::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
+  FROM unnest($2::varchar[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
  WHERE s.consumer_group = $1 AND s.topic = p.topic AND s.topic_id = p.id AND s.partition = p.number`
 
 // Save saves positions. An offset that is [None] leaves the position as it is.
@@ -207,15 +211,15 @@ func (s *Store) Save(ctx context.Context, offsets []Offset) error {
 func (s *Store) put(ctx context.Context, sql, what string, offsets []Offset) error {
 	var (
 		names     []string
-		ids       [][16]byte
+		ids       []string
 		numbers   []int32
 		ats, lost []int64
 	)
 	for _, o := range offsets {
-		names, ids, numbers = append(names, o.Partition.Topic), append(ids, o.Topic), append(numbers, o.Number)
+		names, ids, numbers = append(names, o.Partition.Topic), append(ids, uuidOf(o.Topic)), append(numbers, o.Number)
 		ats, lost = append(ats, o.At), append(lost, o.Lost)
 	}
-	if _, err := s.db.Exec(ctx, sql, s.group, names, ids, numbers, ats, lost); err != nil {
+	if _, err := pg.Exec(ctx, s.db, sql, s.group, names, ids, numbers, ats, lost); err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	return nil

@@ -60,7 +60,7 @@ func NewStore(db *pgxpool.Pool, schema string) Store {
 }
 
 func (s *store) Now(ctx context.Context) (now time.Time, err error) {
-	if err := s.db.QueryRow(ctx, `SELECT now()`).Scan(&now); err != nil {
+	if err := pg.QueryRow(ctx, s.db, `SELECT now()`).Scan(&now); err != nil {
 		return now, fmt.Errorf("ask the time: %w", err)
 	}
 	return now, nil
@@ -167,14 +167,11 @@ HAVING max(lost_at) >= $1
  ORDER BY 1, 2`
 
 func (s *store) Lost(ctx context.Context, since time.Time) ([]LostRecords, error) {
-	rows, err := s.db.Query(ctx, s.lost, since)
-	if err == nil {
-		var lost []LostRecords
-		if lost, err = pgx.CollectRows(rows, scanLost); err == nil {
-			return lost, nil
-		}
+	lost, err := pg.Collect(ctx, s.db, scanLost, s.lost, since)
+	if err != nil {
+		return nil, fmt.Errorf("read lost records: %w", err)
 	}
-	return nil, fmt.Errorf("read lost records: %w", err)
+	return lost, nil
 }
 
 func scanLost(row pgx.CollectableRow) (l LostRecords, err error) {

@@ -2,6 +2,7 @@ package worker
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
@@ -52,8 +53,14 @@ SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, 
        content_type, coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
   FROM {schema}.outbox WHERE id = $1`
 
+// readRecorded leaves the settings of the transaction as they are.
 func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d delivery.Delivery, err error) {
-	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.processor.Rules.Schema), id).Scan(
+	part, err := tx.Begin(ctx)
+	if err != nil {
+		return d, err
+	}
+	defer func() { err = errors.Join(err, part.Rollback(ctx)) }()
+	err = pg.QueryRow(ctx, part, pg.InSchema(sqlDeliverRecorded, w.processor.Rules.Schema), id).Scan(
 		&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
 		&d.ContentType, &d.PartitionKey, &d.Headers, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt})
 	if err == nil {

@@ -101,7 +101,7 @@ const (
 // sqlFanOutSettings end the transaction of a process that is suspended while it has the lock. The commit
 // does not wait for the disk: a crash that loses it loses everything that was committed later, too.
 const sqlFanOutSettings = cursor.SQLSettings +
-	`, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true)`
+	`, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true), ` + pg.NoTransactionTimeout
 
 const (
 	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1)`
@@ -143,7 +143,7 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 
 // confirm renews the routes of this process. Any goroutine may call it.
 func (f *fanOut) confirm(ctx context.Context) error {
-	_, err := f.db.Exec(ctx, f.sqlSubscribe, f.group, f.own, routeLife)
+	_, err := pg.Exec(ctx, f.db, f.sqlSubscribe, f.group, f.own, routeLife)
 	return err
 }
 
@@ -189,7 +189,7 @@ func (f *fanOut) queueBegin(b *pgx.Batch) {
 
 // load reads the position of the group. The error is [cursor.ErrOtherCluster] if it comes from another
 // cluster.
-func (f *fanOut) load(ctx context.Context, db pg.RowQuerier) error {
+func (f *fanOut) load(ctx context.Context, db pg.BatchSender) error {
 	pos, err := f.cursors.Newest(ctx, db)
 	if err != nil {
 		return err
