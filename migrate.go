@@ -208,7 +208,8 @@ func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) er
 	if err := retention.AtOnce(ctx, db, ignoreResult, pg.InSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
 		return fmt.Errorf("prepare partitions: %w", err)
 	}
-	if _, err := db.Exec(ctx, pg.InSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
+	noRows := func(rows pgx.Rows) error { rows.Close(); return rows.Err() }
+	if err := pg.Query(ctx, db, pg.Unbounded, noRows, pg.InSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
 		return fmt.Errorf("check partitions: %w", err)
 	}
 	for _, sql := range []string{sqlPartition, retention.SQLMakePartitions} {

@@ -147,7 +147,7 @@ func (t *Table) Ensure(ctx context.Context) error {
 }
 
 func (t *Table) ensure(ctx context.Context, tx pgx.Tx) error {
-	for _, sql := range []string{privileges.SafePath, pg.Durable} {
+	for _, sql := range []string{privileges.SafePath, pg.Unbounded, pg.Durable, pg.TextSettings} {
 		if _, err := tx.Exec(ctx, sql); err != nil {
 			return err
 		}

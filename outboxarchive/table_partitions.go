@@ -68,7 +68,7 @@ func (t *Table) partitionsIn(ctx context.Context, tx pgx.Tx) ([]Partition, error
 }
 
 // dropSettings bound how long readers of the archive wait behind the drop of a partition.
-const dropSettings = `SELECT set_config('lock_timeout', '1s', true)`
+const dropSettings = `SELECT set_config('lock_timeout', '1s', true), set_config('statement_timeout', '0', true), ` + pg.NoTransactionTimeout
 
 // Expire drops the partitions that are [Partition.Expired], the oldest first, and returns them. Retention
 // does not call it: a relay has no right to remove archived events. Call it as the owner of the table, once

@@ -85,7 +85,9 @@ func (c *Cuts) cutDebezium(ctx context.Context, what string, cut DebeziumCut, wh
 	for pause := 100 * time.Millisecond; err == nil; pause = min(2*pause, 5*time.Second) {
 		done := false
 		err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) (err error) {
-			done, err = try(tx)
+			if _, err = tx.Exec(ctx, cutSettings); err == nil {
+				done, err = try(tx)
+			}
 			return err
 		})
 		switch {

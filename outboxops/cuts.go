@@ -175,12 +175,18 @@ func checkRelay(name string) error {
 	return nil
 }
 
+// cutSettings let a cut wait for the transactions in front of it. The functions set the other timeouts.
+const cutSettings = `SELECT ` + pg.NoTransactionTimeout
+
 // call calls a function with the audit behind its arguments.
 func (c *Cuts) call(ctx context.Context, what, sql string, why AuditInfo, args ...any) error {
 	if err := why.check(); err != nil {
 		return err
 	}
 	err := pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, cutSettings); err != nil {
+			return err
+		}
 		_, err := tx.Exec(ctx, sql, append(args, why.Operator, why.Reason)...)
 		return err
 	})

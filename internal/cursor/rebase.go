@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -29,9 +30,6 @@ var ErrOtherCluster = errors.New("cursor belongs to another database cluster")
 // sqlRebase.
 const sqlRebaseLock = `
 SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0)), set_config('outbox.keep_xid', 'on', true)`
-
-// sqlRebaseSettings let a rebase take as long as it takes, whatever a role is configured to.
-const sqlRebaseSettings = `SELECT set_config('statement_timeout', '0', true)`
 
 // sqlRebase finds the events that each relay has not attempted, and writes that as
 // transaction ids and snapshots of this cluster. It moves all relays at once, because they
@@ -84,7 +82,7 @@ const SQLRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text 
 // many events our relay has not sent. The caller loads the position afterwards.
 func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, sqlRebaseSettings); err != nil {
+		if _, err := tx.Exec(ctx, pg.Unbounded); err != nil {
 			return err
 		}
 		if _, err := tx.Exec(ctx, sqlRebaseLock, c.schema); err != nil {

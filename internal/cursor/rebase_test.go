@@ -14,9 +14,11 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // arrive takes the lease of a relay and loads its position.
@@ -246,4 +248,29 @@ func TestRowsOfTheFuture(t *testing.T) {
 	require.Equal(t, []int64{2}, d.unsent(t, "default"))
 	d.Insert(t, 1)
 	require.Equal(t, []int64{3}, d.unsent(t, "default"))
+}
+
+// A rebase takes as long as it takes, whatever timeouts the role has: one that ended would begin again without end.
+func TestRebaseUnderTimeouts(t *testing.T) {
+	t.Parallel()
+	testenv.UnderTimeouts(t, func(t *testing.T, db *pgxpool.Pool) {
+		d, ctx := newFixture(t), context.Background()
+		d.Insert(t, 3)
+		d.sendUpTo(t, "default", 2)
+		d.emigrate(t, 1_000_000_000, true)
+		_, l, _, err := d.arrive(t, "default")
+		require.ErrorIs(t, err, cursors.ErrOtherCluster)
+		other, err := d.DB.Begin(ctx)
+		require.NoError(t, err)
+		_, err = other.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0))`, d.Schema)
+		require.NoError(t, err)
+		rebased := make(chan error, 1)
+		go func() {
+			_, err := cursors.NewStore(db, d.Schema, "default").Rebase(ctx, l)
+			rebased <- err
+		}()
+		testenv.OutlastTimeouts(t, d.DB, db, func() { require.NoError(t, other.Rollback(ctx)) })
+		require.NoError(t, <-rebased)
+		require.Equal(t, []int64{3}, d.unsent(t, "default"))
+	})
 }

@@ -125,7 +125,8 @@ func (b *builder) try(ctx context.Context) (done bool, err error) {
 
 const sqlLock = `
 SELECT pg_try_advisory_xact_lock(hashtextextended('outbox.indexes.' || $1, 0))
-  FROM set_config('idle_in_transaction_session_timeout', '0', true) AS idle, set_config('statement_timeout', '0', true) AS long`
+  FROM (SELECT set_config('idle_in_transaction_session_timeout', '0', true), set_config('statement_timeout', '0', true),
+               ` + pg.NoTransactionTimeout + ` OFFSET 0) AS unbounded`
 
 // state is what there is of an index.
 type state struct {
@@ -201,12 +202,16 @@ func (b *builder) alone(ctx context.Context, sql string) error {
 		return err
 	}
 	defer conn.Release()
-	const unbound = `SELECT set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false)`
+	const (
+		unbound = `SELECT set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false),
+		                  CASE WHEN current_setting('transaction_timeout', true) <> '0' THEN set_config('transaction_timeout', '0', false) END`
+		reset = `RESET statement_timeout; RESET lock_timeout; SELECT set_config(name, reset_val, false) FROM pg_settings WHERE name = 'transaction_timeout'`
+	)
 	if _, err := conn.Exec(ctx, unbound); err != nil {
 		return err
 	}
 	defer func() { // also after a statement that was cancelled
-		if _, err := conn.Conn().PgConn().Exec(context.WithoutCancel(ctx), "RESET statement_timeout; RESET lock_timeout").ReadAll(); err != nil {
+		if _, err := conn.Conn().PgConn().Exec(context.WithoutCancel(ctx), reset).ReadAll(); err != nil {
 			_ = conn.Conn().Close(context.WithoutCancel(ctx))
 		}
 	}()

@@ -81,6 +81,9 @@ func (m *Migrator) Run(ctx context.Context) (err error) {
 	if m.steps, err = readSteps(files); err != nil {
 		return err
 	}
+	if err := pg.CheckSessions(ctx, m.DB); err != nil {
+		return err
+	}
 	for {
 		version, err := appliedVersion(ctx, m.DB, m.Schema)
 		switch {
@@ -149,7 +152,7 @@ func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) erro
 	defer conn.Release() // rolls back: a connection within a transaction is closed
 	// Under READ COMMITTED each statement sees what the process that had the lock
 	// before has committed. The pool's default may be another level.
-	for _, sql := range []string{"BEGIN ISOLATION LEVEL READ COMMITTED", privileges.SafePath, sqlMigrateSettings} {
+	for _, sql := range []string{"BEGIN ISOLATION LEVEL READ COMMITTED", privileges.SafePath, pg.Unbounded} {
 		if _, err := conn.Exec(ctx, sql); err != nil {
 			return err
 		}
@@ -192,11 +195,6 @@ func (m *Migrator) lockTimeout() string {
 // sqlMigrateLock makes other processes wait until our transaction ends.
 const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0))`
 
-// sqlMigrateSettings let a migration take as long as it takes, whatever a role is
-// configured to.
-const sqlMigrateSettings = `
-SELECT set_config('statement_timeout', '0', true), set_config('idle_in_transaction_session_timeout', '0', true), set_config('lock_timeout', '0', true)`
-
 // sqlStepSettings makes the schema the default for unqualified names, which the files
 // have, and bounds the wait for locks, until the end of the transaction.
 const sqlStepSettings = `SELECT set_config('search_path', $1 || ', pg_temp', true), set_config('lock_timeout', $2, true)`
@@ -221,7 +219,7 @@ func (m *Migrator) lockHolder(ctx context.Context) string {
 	var tables, application, state string
 	var pid int
 	var open time.Duration
-	err := m.DB.QueryRow(ctx, sqlLockHolder, m.Schema).Scan(&tables, &pid, &application, &state, &open)
+	err := pg.QueryRow(ctx, m.DB, sqlLockHolder, m.Schema).Scan(&tables, &pid, &application, &state, &open)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return "and who had it has let go"

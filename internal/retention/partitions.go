@@ -126,10 +126,11 @@ const SQLMakePartitions = `SELECT {schema}.outbox_make_partitions()`
 // AtOnce runs a statement that takes locks, in a transaction that is sent as a whole:
 // a process that stops in between must not hold them. Each query in it must see what was
 // committed before it got its locks, hence READ COMMITTED; a pool may have another
-// default.
+// default. The functions that it calls bound their waits for locks.
 func AtOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql string, args ...any) error {
 	var batch pgx.Batch
 	batch.Queue(`BEGIN ISOLATION LEVEL READ COMMITTED`)
+	batch.Queue(pg.Unbounded)
 	batch.Queue(sql, args...).QueryRow(read)
 	batch.Queue(`COMMIT`)
 	return db.SendBatch(ctx, &batch).Close()
