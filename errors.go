@@ -60,6 +60,11 @@ var (
 	// are those of an earlier release: call [Migrate] first, or check the Schema of the
 	// configuration.
 	ErrNotMigrated = pg.ErrNotMigrated
+	// ErrEncoding is returned by [Migrate], [Relay.Run], [Worker.Run] and [Consumer.Run] when the
+	// database has another encoding than UTF8, or when its sessions have, which client_encoding of
+	// the role decides. PostgreSQL would change or refuse what events contain. The text names the
+	// database and the encoding.
+	ErrEncoding = pg.ErrEncoding
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
 	ErrDatabaseAhead = migrator.ErrDatabaseAhead

@@ -2,15 +2,21 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strconv"
+	"strings"
 	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // databaseChecks need no tables of outbox.
 var databaseChecks = []check{
 	{"server.settings", []string{"server.fsync", "server.full_page_writes", "server.synchronous_commit", "server.autovacuum",
 		"server.idle_in_transaction", "server.version", "server.standby"}, (*doctor).settings},
+	{"encoding", []string{"server.encoding"}, (*doctor).encoding},
 	{"server.connections", []string{"server.connections"}, (*doctor).connections},
 	{"server.slots", []string{"server.slot"}, (*doctor).slots},
 	{"clock", []string{"clock"}, (*doctor).clock},
@@ -76,6 +82,20 @@ func settingFindings(have map[string]string) (all []finding) {
 			"Nothing can be recorded here, and no relay can work.", "Name the primary in --database and in the URLs of your services."})
 	}
 	return all
+}
+
+// encoding checks that PostgreSQL stores and sends texts as they are.
+func (d *doctor) encoding(ctx context.Context) error {
+	err := pg.CheckSessions(ctx, d.e.db)
+	if !errors.Is(err, outbox.ErrEncoding) {
+		return err
+	}
+	what, do, _ := strings.Cut(strings.TrimPrefix(err.Error(), outbox.ErrEncoding.Error()+": "), "; ")
+	do = strings.ToUpper(do[:1]) + do[1:]
+	d.add("server.encoding", severityError, what,
+		"PostgreSQL converts what events contain, or refuses what the other encoding does not have. Migrate, relays, workers and consumers refuse to run.",
+		do+".")
+	return nil
 }
 
 // fullAt is the share of connections in use that is worth a warning.
@@ -144,7 +164,7 @@ func (d *doctor) clock(ctx context.Context) error {
 	var theirs time.Time
 	before := d.e.now()
 	asked := time.Now() // not e's, which a test may have set
-	if err := d.e.db.QueryRow(ctx, `SELECT clock_timestamp()`).Scan(&theirs); err != nil {
+	if err := pg.QueryRow(ctx, d.e.db, `SELECT clock_timestamp()`).Scan(&theirs); err != nil {
 		return err
 	}
 	took := time.Since(asked)

@@ -523,6 +523,25 @@ func TestDoctorOnSettings(t *testing.T) {
 	require.Len(t, connectionFindings(90, 100), 1)
 }
 
+// The doctor names a database with another encoding than UTF8, and a role whose sessions have another one.
+func TestDoctorOnEncodings(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newClinic(t)
+	d.vars["DATABASE_URL"] = d.url("&client_encoding=LATIN1")
+	d.requireFinding(t, "server.encoding", severityError, "client_encoding LATIN1")
+
+	name := "latin1_" + strings.ReplaceAll(uuid.NewString(), "-", "")
+	_, err := d.db.Exec(background, "CREATE DATABASE "+name+" ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		_, err := d.db.Exec(background, "DROP DATABASE "+name+" WITH (FORCE)")
+		require.NoError(t, err)
+	})
+	there := commandFixtureAt(t, testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = name }), "public")
+	there.requireFinding(t, "server.encoding", severityError, "database "+name+" has the encoding LATIN1")
+}
+
 // The lock table must have room for all partitions: on a server with PostgreSQL's own
 // settings for 711.
 func TestDoctorOnManyPartitions(t *testing.T) {

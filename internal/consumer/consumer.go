@@ -163,9 +163,12 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 	for ctx.Err() == nil {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, handling.CheckTimeout)
-		err := errors.Join(c.handled.Check(try), c.starts.Check(try), c.readPauses(try))
+		err := errors.Join(pg.CheckSessions(try, c.db), c.handled.Check(try), c.starts.Check(try), c.readPauses(try))
 		cancel()
 		answered()
+		if errors.Is(err, pg.ErrEncoding) {
+			return err
+		}
 		if pg.IsUndefined(err) {
 			return pg.NotMigrated(c.Rules.Schema, err)
 		}

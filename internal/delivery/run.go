@@ -92,11 +92,13 @@ func (r *Run) Prepare(ctx context.Context, check func(context.Context) error) er
 		try, cancel := context.WithTimeout(ctx, handling.CheckTimeout)
 		var session SessionSettings
 		row := r.parts.Db.QueryRow
-		err := errors.Join(check(try), r.Store.Check(try),
+		err := errors.Join(pg.CheckSessions(try, r.parts.Db), check(try), r.Store.Check(try),
 			row(try, sqlSessionSettings).Scan(&session.Role, &session.User, &session.isolation))
 		cancel()
 		answered()
 		switch {
+		case errors.Is(err, pg.ErrEncoding):
+			return err
 		case pg.IsUndefined(err):
 			return pg.NotMigrated(r.parts.Rules.Schema, err)
 		case err == nil:

@@ -169,3 +169,25 @@ func TestStopFreesLock(t *testing.T) {
 		require.Zero(t, listener(t, h.db, h.schema, relayLock))
 	}
 }
+
+// A relay that is started together with another one may find no lease and not get it all the same. It does not say that
+// it stands by before it has seen the lease of the other one.
+func TestStandbyNamesTheHolder(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	other, err := h.db.Begin(background)
+	require.NoError(t, err)
+	_, err = other.Exec(background, h.sql(`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('default', 'other', 1, now() + '1 hour', '1 hour')`))
+	require.NoError(t, err)
+	log := &workerLog{}
+	cfg := quick
+	cfg.Logger = log.logger()
+	testenv.Run(t, h.relay(t, cfg).Run)
+	require.Eventually(t, func() bool {
+		return h.countWhere(t, `SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%' || replace('{s}', '"', '') || '%outbox_lease%'`) > 0
+	}, testenv.Patience, time.Millisecond)
+	require.NoError(t, other.Commit(background))
+	require.Eventually(t, func() bool { return log.count("standing by") > 0 }, testenv.Patience, time.Millisecond)
+	require.Equal(t, 1, log.count("holder=other"), log.String())
+	require.Zero(t, log.count("does not expire"), log.String())
+}

@@ -73,6 +73,7 @@ type Relay struct {
 
 	member        *wakeup.Member // of the Run under way; only its goroutine
 	clockReported bool           // by reportClock; only the goroutine of Run
+	checked       bool           // the sessions of the pool; only the goroutine of Run
 
 	running atomic.Bool
 	stop    atomic.Pointer[context.Context] // of the last Run; hooks are not waited for once it has ended

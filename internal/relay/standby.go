@@ -20,7 +20,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 	for ctx.Err() == nil {
 		r.health.Progressed()
 		bounded, cancel := context.WithTimeout(ctx, r.rules.Lease)
-		l, err := r.leases.Acquire(bounded)
+		l, err := r.acquire(bounded)
 		answered()
 		if errors.Is(err, lease.ErrHeld) && waited {
 			l, err = r.acquireFromGone(bounded)
@@ -32,19 +32,21 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 			r.postgresOutage.Report(nil)
 			r.logTaken(ctx, l, waited)
 			return l, nil
+		case errors.Is(err, pg.ErrEncoding):
+			return nil, err
 		case pg.IsUndefined(err):
 			return nil, pg.NotMigrated(r.rules.Schema, err)
 		case errors.Is(err, lease.ErrHeld):
 			r.health.sawLease()
 			r.postgresOutage.Report(nil)
+			if r.leases.Other.Holder == "" { // it was taken or released since it was read
+				continue
+			}
 			if !waited {
 				waited = true
 				r.logStandby()
 			}
 			r.reportClock()
-			if r.leases.Other.Holder == "" { // it was released meanwhile
-				continue
-			}
 		case ctx.Err() == nil:
 			r.postgresOutage.Report(err)
 			pause = r.postgresOutage.Backoff()
@@ -52,6 +54,17 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 		wait.Sleep(ctx, pause)
 	}
 	return nil, nil
+}
+
+// acquire takes the lease, or returns ErrHeld. The first statement of a Run checks the sessions.
+func (r *Relay) acquire(ctx context.Context) (*lease.Lease, error) {
+	if !r.checked {
+		if err := pg.CheckSessions(ctx, r.leases.DB); err != nil {
+			return nil, err
+		}
+		r.checked = true
+	}
+	return r.leases.Acquire(ctx)
 }
 
 // acquireFromGone takes the lease of a process that is gone, or returns ErrHeld.
