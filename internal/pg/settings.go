@@ -3,7 +3,7 @@ package pg
 // TextFormats makes the rest of a transaction print values in the formats that pgx reads, whatever the role is
 // configured to. Pools in [pgx.QueryExecModeExec] or [pgx.QueryExecModeSimpleProtocol] get values as text.
 const TextFormats = `pg_catalog.set_config('DateStyle', 'ISO', true), pg_catalog.set_config('IntervalStyle', 'postgres', true),
-       pg_catalog.set_config('bytea_output', 'hex', true), pg_catalog.set_config('extra_float_digits', '1', true)`
+       pg_catalog.set_config('bytea_output', 'hex', true)`
 
 // TextSettings precedes a statement that returns times, intervals or bytes, in the same round trip and so in the
 // same transaction. It is for a statement without other settings.
