@@ -57,7 +57,9 @@ COMMENT ON COLUMN outbox_audit.handler IS 'event_delivery.action; NULL for all o
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), ARRAY[
 
--- Refuses an action without an operator or a reason.
+-- Refuses an action without an operator or a reason. Relays, workers and consumers leave out the rows that an action
+-- has locked, or wait for them, so a transaction that is left open is ended after 10 s, or after the time that is set
+-- if that is shorter.
 $function$
 CREATE FUNCTION @schema@.outbox_check_audit(operator text, reason text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -67,6 +69,9 @@ BEGIN
     END IF;
     IF coalesce(btrim(reason), '') = '' OR char_length(reason) > 10000 THEN
         RAISE EXCEPTION 'reason has to be there, in at most 10000 characters' USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF current_setting('idle_in_transaction_session_timeout')::interval NOT BETWEEN '1 ms' AND '10 s' THEN
+        PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
     END IF;
 END $body$
 $function$,
@@ -317,7 +322,7 @@ END $body$
 $function$,
 
 -- Locks the keys of rows until the end of the transaction, group after group. Decisions under the lock have to be
--- made by a later statement. Workers wait for the lock, so a transaction that is left open is ended after 10 s.
+-- made by a later statement. Workers wait for the lock; see outbox_check_audit.
 $function$
 CREATE FUNCTION @schema@.outbox_lock_deliveries(ids bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -327,7 +332,6 @@ BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'deliveries are changed under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';
     END IF;
-    PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
     FOR keys IN SELECT d.consumer_group, array_agg(d.order_key) AS list FROM @schema@.event_delivery AS d
                  WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group
                      ORDER BY d.consumer_group LOOP

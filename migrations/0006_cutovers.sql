@@ -30,7 +30,6 @@ BEGIN
         RAISE EXCEPTION 'relay has to be there, in at most 100 characters, '
             'and worker: and consumer: are what names of groups begin with' USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
     PERFORM pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || @schema_name@, 0));
     FOR one IN SELECT DISTINCT g FROM unnest(groups) AS g ORDER BY g LOOP
         IF coalesce(one, '') = '' OR char_length(one) > 255 THEN

@@ -286,10 +286,10 @@ func TestReadsThatFail(t *testing.T) {
 			_, _, err := d.cursors.Page(ctx, p, cursor.Unpaged{Ranges: []cursor.XidRange{{First: 3, Last: 4}}}, 10)
 			return err
 		},
-		"due":    func() error { _, err := failed.Due(ctx, "", false); return err },
+		"due":    func() error { _, err := failed.Due(ctx, "", false, nil); return err },
 		"parked": func() error { _, err := failed.Parked(ctx, []string{"key"}); return err },
 		"open":   func() error { _, _, _, err := d.cursors.Open(ctx, l, p, 10); return err },
-		"first":  func() error { _, err := failed.First(ctx, []string{"orders"}); return err },
+		"first":  func() error { _, err := failed.First(ctx, []string{"orders"}, nil); return err },
 		"places": func() error { _, err := failed.BadPartitions(ctx); return err },
 	}
 	for name, read := range reads {

@@ -45,7 +45,8 @@ const UnreadableRow = "unreadable_row"
 
 // sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
 // if the cursor passes them. When a batch is repeated after a crash, the rows may be
-// there already.
+// there already. They are looked up first: ON CONFLICT waits for a transaction that is
+// changing such a row, of an operator for example.
 const sqlMoveFailed = `
 WITH newest AS MATERIALIZED (
     SELECT c.id FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
@@ -63,6 +64,8 @@ WITH newest AS MATERIALIZED (
       FROM newest, lease, unnest($12::bigint[], $13::text[], $14::text[], $15::text[], $16::text[], $17::interval[], $18::bool[], $19::bool[],
                                    $20::text[]) AS f (id, key, status, class, error, wait, readable, held, place)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
+     WHERE (SELECT there.id FROM {schema}.outbox_failed AS there
+             WHERE there.relay = $1::text AND there.outbox_id = o.id AND there.event_id = o.event_id) IS NULL
      ORDER BY o.id
         ON CONFLICT (relay, outbox_id, event_id) DO NOTHING
 )
@@ -129,14 +132,13 @@ func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 	}
 }
 
-// query runs a statement that reads rows by an index.
+// query runs a statement that reads rows by an index. If it locks them meanwhile, that needs no fsync.
 func (f *Failed) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
-	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
+	return pg.Query(ctx, f.db, SQLSettings, read, sql, args...)
 }
 
-// changeSettings bound how long a change waits for rows that another session has locked, an operator's open
-// transaction for example. The change proves the lease by a lock on its row, so meanwhile the lease cannot be
-// renewed.
+// changeSettings bound how long a change waits for the lease, or for a table that another session has locked. For rows
+// of outbox_failed no change waits: it skips those that another transaction has locked, an operator's for example.
 const changeSettings = pg.PlannerSettings + `, set_config('lock_timeout', '500ms', true)`
 
 // change runs a statement that changes rows.
@@ -282,7 +284,9 @@ func (f *Failed) Freed(statement lease.StatementContext, since time.Duration) fu
 // operator has put a dead event back in front of it. The statement changes at most $5 rows. It
 // looks up rows by indexes, because a key may have a million. If ids restarted, two rows of a key
 // may have the same id: a resolved or dead row stays so. If the statement asked for the statuses
-// that a head may have, the planner might scan all rows of an index for these statuses.
+// that a head may have, the planner might scan all rows of an index for these statuses. A key of
+// which another transaction has locked such a row stays as it is: with a part of its rows changed,
+// it could have two heads.
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
     SELECT k.key, first.id, first.outbox_id, first.status
@@ -294,57 +298,58 @@ WITH keys AS MATERIALIZED (
              WHERE relay = $1::text AND parking_key >= k.key AND parking_key <= k.key AND status = 'dead' AND held
              ORDER BY relay, parking_key, status LIMIT 1) IS NULL
 ), wrong AS MATERIALIZED (
-    SELECT id FROM keys WHERE status = 'parked'
+    SELECT key, id FROM keys WHERE status = 'parked'
      UNION ALL
-    SELECT head.id FROM keys
+    SELECT keys.key, head.id FROM keys
      CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox_failed
                           WHERE relay = $1::text AND parking_key >= keys.key AND parking_key <= keys.key AND status IN ('waiting', 'failed')
                             AND id <> keys.id
                           ORDER BY relay, parking_key, outbox_id LIMIT $5) AS head
      LIMIT $5
+), free AS MATERIALIZED (
+    SELECT f.id FROM {schema}.outbox_failed AS f
+     WHERE f.id = ANY (ARRAY(SELECT id FROM wrong)) AND f.status <> ALL ('{dead,resolved}') FOR UPDATE SKIP LOCKED
+), changed AS (
+    UPDATE {schema}.outbox_failed AS f
+       SET status = CASE f.status WHEN 'parked' THEN 'waiting' ELSE 'parked' END, place = '', next_retry_at = now()
+     WHERE f.id = ANY (ARRAY(SELECT id FROM wrong WHERE key NOT IN (SELECT key FROM wrong WHERE id NOT IN (SELECT id FROM free))))
+       AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
+ RETURNING f.id
 )
-UPDATE {schema}.outbox_failed AS f
-   SET status = CASE f.status WHEN 'parked' THEN 'waiting' ELSE 'parked' END, place = '', next_retry_at = now()
- WHERE f.id = ANY (ARRAY(SELECT id FROM wrong)) AND f.status <> ALL ('{dead,resolved}')
-   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
-RETURNING f.id`
+SELECT (SELECT count(*) FROM wrong), (SELECT count(*) FROM changed)`
 
 // maxPromoted bounds the keys and the rows of a statement.
 const maxPromoted = 500
 
 // Promote makes the first row of each of these keys its head. No head may be on its way to
-// Kafka meanwhile.
-func (f *Failed) Promote(stop context.Context, statement lease.StatementContext, l *lease.Lease, keys []string) error {
+// Kafka meanwhile. It returns how many rows it has left as they are, because another transaction has locked them.
+func (f *Failed) Promote(stop context.Context, statement lease.StatementContext, l *lease.Lease, keys []string) (left int, err error) {
 	for some := range slices.Chunk(keys, maxPromoted) {
-		err := f.promoteSome(stop, statement, f.SQLPromote, f.relay, l.Holder, l.Epoch, some, maxPromoted)
-		if err != nil {
-			return err
+		n, err := f.promoteSome(stop, statement, f.SQLPromote, f.relay, l.Holder, l.Epoch, some, maxPromoted)
+		if left += n; err != nil {
+			return left, err
 		}
 	}
-	return nil
+	return left, nil
 }
 
-// promoteSome repeats a statement until it has found fewer rows than it may change, or stop
-// ends.
-func (f *Failed) promoteSome(stop context.Context, statement lease.StatementContext, sql string, args ...any) error {
-	for stop.Err() == nil {
-		changed := 0
+// promoteSome repeats a statement until it has changed fewer rows than it may change, or stop
+// ends. It returns how many rows the last one has found and not changed.
+func (f *Failed) promoteSome(stop context.Context, statement lease.StatementContext, sql string, args ...any) (left int, err error) {
+	for changed := maxPromoted; changed == maxPromoted && stop.Err() == nil; {
+		var found int
 		ctx, cancel := statement()
 		err := f.change(ctx, func(rows pgx.Rows) error {
-			for rows.Next() {
-				changed++
-			}
-			return rows.Err()
+			_, err := pgx.ForEachRow(rows, []any{&found, &changed}, func() error { return nil })
+			return err
 		}, sql, args...)
 		cancel()
 		if err != nil {
-			return fmt.Errorf("promote parked events: %w", err)
+			return 0, fmt.Errorf("promote parked events: %w", err)
 		}
-		if changed < maxPromoted {
-			break
-		}
+		left = found - changed
 	}
-	return nil
+	return left, nil
 }
 
 // sqlFailedAnyParked precedes sqlFailedPromoteAll, because an idle relay must write
@@ -356,15 +361,19 @@ SELECT EXISTS (SELECT FROM {schema}.outbox_failed WHERE relay = $1::text AND sta
 // because failed events hold back no others: an operator or a dead event's class had them
 // parked, or the relay ran without PassFailedKeys before.
 const sqlFailedPromoteAll = `
-UPDATE {schema}.outbox_failed
-   SET status = 'waiting', place = '', next_retry_at = now()
- WHERE id = ANY (ARRAY(SELECT id FROM {schema}.outbox_failed
-                        WHERE relay = $1::text AND status = 'parked' ORDER BY event_type, error_class, failed_at LIMIT $4))
-   AND status <> ALL ('{waiting,failed,dead,resolved}')
-   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
-RETURNING id`
+WITH free AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_failed
+     WHERE relay = $1::text AND status = 'parked' ORDER BY event_type, error_class, failed_at LIMIT $4 FOR UPDATE SKIP LOCKED
+), changed AS (
+    UPDATE {schema}.outbox_failed
+       SET status = 'waiting', place = '', next_retry_at = now()
+     WHERE id = ANY (ARRAY(SELECT id FROM free))
+       AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
+ RETURNING id
+)
+SELECT (SELECT count(*) FROM free), (SELECT count(*) FROM changed)`
 
-// PromoteAll makes every parked row a head.
+// PromoteAll makes every parked row a head that no other transaction has locked.
 func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementContext, l *lease.Lease) error {
 	ctx, cancel := statement()
 	defer cancel()
@@ -376,7 +385,8 @@ func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementConte
 	if !parked {
 		return nil
 	}
-	return f.promoteSome(stop, statement, f.SQLPromoteAll, f.relay, l.Holder, l.Epoch, maxPromoted)
+	_, err = f.promoteSome(stop, statement, f.SQLPromoteAll, f.relay, l.Holder, l.Epoch, maxPromoted)
+	return err
 }
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
@@ -397,7 +407,7 @@ const deadOfClass = ` FROM {schema}.outbox_failed
 
 const sqlFailedRetryDead = `
 WITH chosen AS MATERIALIZED (
-    SELECT id FROM {schema}.outbox_failed WHERE id = ANY ($4::bigint[]) AND status = 'dead' ORDER BY id FOR UPDATE
+    SELECT id FROM {schema}.outbox_failed WHERE id = ANY ($4::bigint[]) AND status = 'dead' FOR UPDATE SKIP LOCKED
 ), changed AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = 'parked', retry_count = 0, held = false, next_retry_at = now()

@@ -52,8 +52,8 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	statements := []statement{
 		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.SQLKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
 		{"places", "(text) AS " + failed.SQLBadPartitions, "('default')", pg.PlannerSettings, 40},
-		{"due", "(text, text, bool, int) AS " + failed.SQLDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
-		{"first", "(text, text[]) AS " + failed.SQLFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},
+		{"due", "(text, text, bool, int, text[]) AS " + failed.SQLDue, fmt.Sprintf("('default', '', false, %d, '{x}')", heads), pg.PlannerSettings, 2 * heads},
+		{"first", "(text, text[], text[]) AS " + failed.SQLFirst, "('default', '{\"\", b-events, b-events/1}', '{x}')", pg.PlannerSettings, 20},
 		{"parked", "(text, text[], int, int) AS " + failed.SQLParked, "('default', '{b-events/key-7}', 500, 500)", pg.PlannerSettings, 2 * parked / keys},
 		{"parked_of_many", "(text, text[], int, int) AS " + failed.SQLParked,
 			"('default', '{b-events/key-" + strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",b-events/key-") + "}', 11, 500)",
@@ -137,7 +137,7 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	d.InsertParked(t, 40, 40)
 	large := `"` + strings.Repeat("x", 1<<20) + `"`
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET payload = $1::text::jsonb, size = 1048578`, large)
-	found, err := failed.Due(ctx, "", false)
+	found, err := failed.Due(ctx, "", false, nil)
 	require.NoError(t, err)
 	require.Len(t, found, 40)
 	require.Equal(t, 3, cursor.Fitting(found), "of 4 MiB")
@@ -206,16 +206,21 @@ func TestKeysInPages(t *testing.T) {
 			}
 		}
 	}
+	promote := func(keys []string) {
+		left, err := failed.Promote(context.Background(), statements, l, keys)
+		require.NoError(t, err)
+		require.Zero(t, left)
+	}
 	wrong := read()
 	require.Equal(t, want, got)
 	require.ElementsMatch(t, []string{"b-events/key-1", "b-events/key-2"}, wrong)
-	require.NoError(t, failed.Promote(context.Background(), statements, l, wrong))
+	promote(wrong)
 	require.Empty(t, read())
 	require.Equal(t, want, got)
 
 	require.NoError(t, failed.PromoteAll(context.Background(), statements, l), "PassFailedKeys is set")
 	require.Len(t, read(), keys-1, "a dead row holds one")
-	require.NoError(t, failed.Promote(context.Background(), statements, l, read()), "and no longer")
+	promote(read()) // and no longer
 	require.Empty(t, read())
 	require.Equal(t, want, got)
 }

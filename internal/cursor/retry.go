@@ -28,6 +28,10 @@ type FailedRow struct {
 // failedHead are the columns by which an event to retry is found, in the order of find.
 const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.held, e.size`
 
+// failedParked are the same for an event behind heads that were sent. If the session has written another head since,
+// that one is sent when it is due, and holds back the events behind it like an event that an operator holds.
+const failedParked = `e.id, e.parking_key, e.place, e.retry_count, e.held OR e.status = 'failed' OR e.place <> '', e.size`
+
 // sqlFailedBadPartitions returns the topics and partitions that heads wait for, and the error of one head of each.
 const sqlFailedBadPartitions = `
 WITH RECURSIVE names AS (
@@ -47,20 +51,24 @@ SELECT names.place, coalesce(head.error_class, ''), coalesce(head.last_error, ''
 
 // sqlFailedDue finds heads that wait for one topic or partition, those that are due or, if $3, all, and those that
 // have been due longest first. In the order of the events' age, heads that fail again and
-// again would keep out the others.
+// again would keep out the others. It leaves out the keys $5, and heads that another transaction has locked: an
+// operator may be resolving them.
 const sqlFailedDue = `
 SELECT ` + failedHead + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.place = $2::text AND e.status IN ('waiting', 'failed') AND NOT e.held
    AND e.next_retry_at <= CASE WHEN $3::bool THEN 'infinity' ELSE now() END
- ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int`
+   AND e.parking_key NOT IN (SELECT unnest($5::text[]))
+ ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int FOR UPDATE SKIP LOCKED`
 
-// sqlFailedFirst finds, for each of some topics and partitions, the head that has waited longest.
+// sqlFailedFirst finds, for each of some topics and partitions, the head that has waited longest. It leaves out the
+// keys $3.
 const sqlFailedFirst = `
 SELECT ` + failedHead + `
   FROM unnest($2::text[]) AS bad (place)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
                       WHERE f.relay = $1::text AND f.place = bad.place AND f.status IN ('waiting', 'failed') AND NOT f.held
+                        AND f.parking_key NOT IN (SELECT unnest($3::text[]))
                       ORDER BY f.next_retry_at, f.outbox_id LIMIT 1) AS e`
 
 // sqlFailedParked finds the events that are parked behind heads that were sent, at most $3
@@ -68,10 +76,11 @@ SELECT ` + failedHead + `
 // are left. Asked for "parking_key = key", the planner may scan the unique index in the
 // order of ids instead, through the rows of all keys.
 const sqlFailedParked = `
-SELECT ` + failedHead + `
+SELECT ` + failedParked + `
   FROM unnest($2::text[]) AS sent (key)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed
-                      WHERE relay = $1::text AND parking_key >= sent.key AND parking_key <= sent.key AND status IN ('waiting', 'parked')
+                      WHERE relay = $1::text AND parking_key >= sent.key AND parking_key <= sent.key AND status IN ('waiting', 'failed', 'parked', 'dead')
+                        AND (status <> 'dead' OR held)
                       ORDER BY relay, parking_key, outbox_id LIMIT $3::int) AS e
  ORDER BY e.outbox_id LIMIT $4::int`
 
@@ -102,17 +111,19 @@ func (f *Failed) BadPartitions(ctx context.Context) (all []BadPartition, err err
 // maxFound is how many events to retry are found at once.
 const maxFound = 500
 
-// Due returns heads that wait for a topic or partition, or for none: all, or those that are due.
-func (f *Failed) Due(ctx context.Context, place string, all bool) ([]FailedRow, error) {
-	return f.find(ctx, f.SQLDue, f.relay, place, all, maxFound)
+// Due returns heads that wait for a topic or partition, or for none: all, or those that are due. It skips the heads of
+// some keys, and those that another transaction has locked.
+func (f *Failed) Due(ctx context.Context, place string, all bool, skip []string) ([]FailedRow, error) {
+	return f.find(ctx, f.SQLDue, f.relay, place, all, maxFound, skip)
 }
 
-// First returns one head for each topic or partition that a head waits for.
-func (f *Failed) First(ctx context.Context, places []string) ([]FailedRow, error) {
-	return f.find(ctx, f.SQLFirst, f.relay, places)
+// First returns one head for each topic or partition that a head waits for. It skips the heads of some keys.
+func (f *Failed) First(ctx context.Context, places, skip []string) ([]FailedRow, error) {
+	return f.find(ctx, f.SQLFirst, f.relay, places, skip)
 }
 
-// Parked returns events of keys, in order, of each key up to one that an operator holds.
+// Parked returns events of keys, in order, of each key up to one that an operator holds or that is retried when it is
+// due.
 func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error) {
 	found, err := f.find(ctx, f.SQLParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
 	held := map[string]bool{}
@@ -245,21 +256,24 @@ type RetryResult struct {
 	Wait   time.Duration // until the next one
 }
 
-// sqlFailedSave saves the results of retries. A key whose head was sent, or is dead and
-// does not hold the key, gets the next row as its head. Rows are looked up by arrays of
-// ids, and heads key by key: where the planner has no statistics of the table, or those of
+// sqlFailedSave saves the results of retries. It returns the keys that have lost their head, because
+// it was sent, or is dead and does not hold the key, and that still have a row. Rows are looked up by
+// arrays of ids, and keys one by one: where the planner has no statistics of the table, or those of
 // an empty one, it would read the whole table for a join. A row that an operator has
-// resolved meanwhile stays as it is.
+// resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked.
 const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), v AS MATERIALIZED (
     SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[], $12::text[])
                         AS v (id, status, class, error, count, wait, place)
+), free AS MATERIALIZED (
+    SELECT f.id FROM {schema}.outbox_failed AS f
+     WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool)) AND f.status <> 'resolved'
- RETURNING f.parking_key
+     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool AND id IN (SELECT id FROM free)))
+ RETURNING f.id, f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
@@ -267,28 +281,38 @@ WITH lease AS MATERIALIZED (
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
            resolution = CASE v.status WHEN 'resolved' THEN 'sent' END
       FROM v
-     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE status <> 'resolved' OR $11::bool)) AND f.status <> 'resolved'
- RETURNING f.parking_key, f.status, f.held
-), next_heads AS (
-    SELECT next_head.id, next_head.parking_key
+     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool) AND id IN (SELECT id FROM free)))
+ RETURNING f.id, f.parking_key, f.status, f.held
+), saved AS (
+    SELECT id FROM gone UNION ALL SELECT id FROM kept
+), headless AS (
+    SELECT lost.parking_key
       FROM (SELECT parking_key FROM gone
              UNION SELECT parking_key FROM kept WHERE status = 'resolved' OR status = 'dead' AND NOT held
-            EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND held) AS free
+            EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND held) AS lost
      CROSS JOIN LATERAL (
-           SELECT f.id, f.parking_key FROM {schema}.outbox_failed AS f
-            WHERE f.relay = $1::text AND f.parking_key >= free.parking_key AND f.parking_key <= free.parking_key
+           SELECT FROM {schema}.outbox_failed AS f
+            WHERE f.relay = $1::text AND f.parking_key >= lost.parking_key AND f.parking_key <= lost.parking_key
               AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
             ORDER BY f.relay, f.parking_key, f.outbox_id LIMIT 1) AS next_head
-), promoted AS (
-    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', place = '', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM next_heads))
 )
-SELECT count(*), ARRAY(SELECT parking_key FROM next_heads) FROM lease`
+SELECT count(*), ARRAY(SELECT parking_key FROM headless), ARRAY(SELECT id FROM saved),
+       ARRAY(SELECT f.id FROM {schema}.outbox_failed AS f
+              WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' AND f.id NOT IN (SELECT id FROM saved))
+  FROM lease`
 
-// SaveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of
-// the parking:
-// otherwise an event could be parked behind a head that is just being removed, and its
-// key would have no head until reconcile finds it.
-func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []RetryResult, keep bool) (promoted []string, err error) {
+// Saved is what [Failed.SaveResults] has done. Rows that are in neither list were resolved by an operator, or saved by
+// an earlier call whose outcome is unknown.
+type Saved struct {
+	Rows     []int64  // whose results are saved
+	Locked   []int64  // whose results are not, because another transaction has locked the row
+	Headless []string // keys that have lost their head and still have rows
+}
+
+// SaveResults saves the results of retries, except for those of locked rows. The caller holds the lock of the parking:
+// otherwise an event could be parked behind a head that is just being removed, and its key would have no head until
+// reconcile finds it. The caller promotes the next row of keys without a head.
+func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []RetryResult, keep bool) (saved Saved, err error) {
 	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
@@ -298,14 +322,14 @@ func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []Retr
 	}
 	var proven int
 	err = f.change(ctx, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&proven, &promoted}, func() error { return nil })
+		_, err := pgx.ForEachRow(rows, []any{&proven, &saved.Headless, &saved.Rows, &saved.Locked}, func() error { return nil })
 		return err
 	}, f.SQLSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
 	if err != nil {
-		return nil, fmt.Errorf("save retries: %w", err)
+		return Saved{}, fmt.Errorf("save retries: %w", err)
 	}
 	if proven == 0 {
-		return nil, lease.ErrLeaseLost
+		return Saved{}, lease.ErrLeaseLost
 	}
-	return promoted, nil
+	return saved, nil
 }

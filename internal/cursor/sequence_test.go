@@ -126,7 +126,8 @@ func TestFailureWithAnIDFromBefore(t *testing.T) {
 	require.Equal(t, 1, d.Count(t, "outbox_failed AS f JOIN {schema}.outbox AS o USING (event_id) WHERE f.status = 'failed'"))
 
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE status = 'failed'`) // without a head
-	require.NoError(t, cursor.NewFailed(d.DB, d.Schema, "default", false).Promote(context.Background(), statements, l, []string{someFailure[0].Key}))
+	_, err = cursor.NewFailed(d.DB, d.Schema, "default", false).Promote(context.Background(), statements, l, []string{someFailure[0].Key})
+	require.NoError(t, err)
 	require.Equal(t, 1, d.Count(t, "outbox_failed WHERE status = 'waiting'"))
 	require.Equal(t, 1, d.Count(t, "outbox_failed WHERE status = 'resolved'"))
 }

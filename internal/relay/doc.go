@@ -50,6 +50,11 @@
 // unavailable at once. A rejected event is dead after the retries that [Rules] allow. Then its key is unblocked, or
 // held until an operator decides.
 //
+// A retrier waits for no row of outbox_failed that another transaction has locked, an operator's for example. It sends
+// no head that is locked. If it cannot save the result of an event because the row was locked meanwhile, it keeps the
+// result and tries again, and sends no event of the key until then. A relay that stops first gives the result up, says
+// so, and the next leader sends that event again.
+//
 // # Sending
 //
 //   - A record that may be larger than its topic allows is sent alone, and the later events of its key after it. The

@@ -96,7 +96,6 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Bad: bad, Unanswered: unanswered,
 		Probed: new(ProbedKeys), Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, ProbeNow: probeNow, Outage: r.retryOutage,
 	}
-	defer NewRetrier(shared).settleLast()
 	producer := r.newProducer(leads, r.breaker, unanswered)
 	defer producer.Close()
 	eventDied := func() { wait.Signal(r.checkNow) }
@@ -113,7 +112,10 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	}, r.retention, session.Backlog.Load, r.log)
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
 	probe := func(ctx context.Context) { r.probe(ctx, shared) }
-	return session.Run(ctx, retry, probe, cleaner.Run, r.monitor.Run)
+	err := session.Run(ctx, retry, probe, cleaner.Run, r.monitor.Run)
+	producer.Close()
+	NewRetrier(shared).Finish()
+	return err
 }
 
 // retry runs a retrier with a producer of its own.

@@ -2,6 +2,8 @@ package relay
 
 import (
 	"hash/maphash"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -14,7 +16,9 @@ import (
 // It must not lose this race: the retrier sends the last row of a key and removes it, while the
 // session is about to add another row behind it. If the key were free in between, the session would
 // send the event after that one first. So an event is counted as soon as it is decided that it
-// waits (pending), and rows are added and removed under the lock that counts them.
+// waits (pending), and rows are added and removed under the lock that counts them. No statement
+// under this lock waits for a row of outbox_failed, because the session waits for the lock before
+// it sends: what another transaction has locked stays unsaved.
 //
 // There may be a million such keys, so Parking stores hashes of them. If two keys have the same
 // hash, one of them waits for the other.
@@ -29,6 +33,9 @@ type Parking struct {
 	Keys      map[uint64]ParkedKey
 	recounts  bool // a recount is under way
 	forgotten bool // since a reset there was no recount
+
+	unsaved  map[int64]cursor.RetryResult // of rows that another transaction has locked, by outbox_failed.id
+	headless map[string]bool              // keys that have rows and have lost their head, so far as the retriers know
 }
 
 // ParkedKey counts what holds back a key. It is in the map only while a count is above
@@ -42,7 +49,10 @@ type ParkedKey struct {
 
 // NewParking returns a parking without keys. Passing means that later events of a failed key are sent.
 func NewParking(passing bool) *Parking {
-	return &Parking{passing: passing, seed: maphash.MakeSeed(), Keys: map[uint64]ParkedKey{}}
+	return &Parking{
+		passing: passing, seed: maphash.MakeSeed(), Keys: map[uint64]ParkedKey{},
+		unsaved: map[int64]cursor.RetryResult{}, headless: map[string]bool{},
+	}
 }
 
 // MustWait reports whether an event has to wait behind another event of its key. If so, the event is counted.
@@ -111,7 +121,49 @@ func (p *Parking) countPage(page func() ([]cursor.KeyRows, error)) (last string,
 	return last, err
 }
 
+// Unsaved returns the results that could not be saved. No event of their keys may be sent.
+func (p *Parking) Unsaved() []cursor.RetryResult {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Collect(maps.Values(p.unsaved))
+}
+
+// takeHeadless returns the keys that have lost their head, each once.
+func (p *Parking) takeHeadless() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	keys := slices.Collect(maps.Keys(p.headless))
+	clear(p.headless)
+	return keys
+}
+
+// addHeadless adds keys that takeHeadless returns.
+func (p *Parking) addHeadless(keys []string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.putHeadless(keys)
+}
+
 // The caller of all other methods holds mu.
+
+// putHeadless is addHeadless. When no event waits behind another, no key needs a head.
+func (p *Parking) putHeadless(keys []string) {
+	for _, key := range keys {
+		if !p.passing {
+			p.headless[key] = true
+		}
+	}
+}
+
+// keep remembers a result whose row is locked, without the content of the event. It reports whether that is new.
+func (p *Parking) keep(result cursor.RetryResult) bool {
+	_, known := p.unsaved[result.Row]
+	event := *result.Event
+	event.Payload, event.Headers = nil, nil
+	result.Event = &event
+	p.unsaved[result.Row] = result
+	return !known
+}
 
 // endRecount replaces the counts by those of the recount, if all pages were read. After a reset
 // there are no other counts.

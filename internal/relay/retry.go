@@ -45,10 +45,15 @@ type RetrierParts struct {
 // Each bad topic or partition has a queue, and so have the events that wait for none. One retrier sends the queues
 // of good partitions and of none. Another one probes each bad partition with one event, which may take long; once
 // the probe gets through, the rest of the queue is due.
+//
+// Another transaction may have locked rows: an operator has changed them and not committed. Retriers wait for no row.
+// They send no head that is locked. If a row is locked only when its event has been sent, the result stays in memory
+// until it can be saved, and no event of its key is sent. All other keys go on.
 type retrier struct {
 	RetrierParts
 	reconcileAt time.Time // not before
 	probed      time.Time // when bad partitions were probed last that are no suspects
+	soon        bool      // mistakes are corrected soon: rows were locked, or operators have resolved them meanwhile
 }
 
 // ProbedKeys has the keys of events that are being probed. Their heads must not change.
@@ -68,13 +73,26 @@ func (p *ProbedKeys) end() {
 func NewRetrier(p RetrierParts) *retrier { return &retrier{RetrierParts: p} }
 
 // Run retries the events of good partitions until ctx is cancelled, then finishes the batch in flight.
-func (r *retrier) Run(ctx context.Context) { r.repeat(ctx, r.RetryNow, r.retryAll) }
+func (r *retrier) Run(ctx context.Context) { r.repeat(ctx, r.RetryNow, r.pause, r.retryAll) }
 
 // RunProbes probes bad partitions until ctx is cancelled.
-func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, r.ProbeNow, r.probeAll) }
+func (r *retrier) RunProbes(ctx context.Context) {
+	r.repeat(ctx, r.ProbeNow, func() time.Duration { return r.Rules.RetryInterval }, r.probeAll)
+}
+
+// lockedInterval is the longest wait between two tries to change rows that another transaction has locked.
+const lockedInterval = time.Second
+
+// pause returns how long Run waits between two rounds, or between two corrections of mistakes in a long round.
+func (r *retrier) pause() time.Duration {
+	if r.soon || len(r.Parked.Unsaved()) > 0 {
+		return min(lockedInterval, r.Rules.RetryInterval)
+	}
+	return r.Rules.RetryInterval
+}
 
 // repeat runs rounds, unless the breaker is open.
-func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(context.Context) error) {
+func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, pause func() time.Duration, round func(context.Context) error) {
 	for ctx.Err() == nil && r.Held.Err() == nil {
 		if r.Breaker.State() != breaker.Open { // a round that is skipped says nothing about PostgreSQL
 			err := round(ctx)
@@ -83,20 +101,26 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(co
 			}
 			r.Outage.Report(err)
 		}
-		wait.Await(ctx, r.Held, now, r.Rules.RetryInterval)
+		wait.Await(ctx, r.Held, now, pause())
 	}
 }
 
 // retryAll retries every event that is due, some of each queue in turn. That may take long,
 // and mistakes are corrected meanwhile.
 func (r *retrier) retryAll(ctx context.Context) error {
-	var reconciled time.Time
+	var corrected time.Time
 	for more := true; more && ctx.Err() == nil; {
-		if time.Since(reconciled) >= r.Rules.RetryInterval {
+		if time.Since(corrected) >= r.pause() {
+			if err := r.saveUnsaved(); err != nil {
+				return err
+			}
 			if err := r.reconcile(ctx); err != nil {
 				return err
 			}
-			reconciled = time.Now()
+			corrected = time.Now()
+		}
+		if err := r.promote(ctx, r.Parked.takeHeadless()); err != nil {
+			return err
 		}
 		if err := r.settle(); err != nil {
 			return err
@@ -134,7 +158,9 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 		}
 		defer r.Bad.Release(place)
 	}
-	events, err := r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.Store.Due(ctx, place, place != "") })
+	events, err := r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
+		return r.Store.Due(ctx, place, place != "", skip)
+	})
 	some = len(events) > 0
 	for err == nil && len(events) > 0 && ctx.Err() == nil {
 		var sent []string
@@ -142,47 +168,15 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 		if err != nil || len(sent) == 0 || r.Rules.PassFailedKeys { // then nothing is parked
 			break
 		}
-		events, err = r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.Store.Parked(ctx, sent) })
+		events, err = r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
+			keys := slices.DeleteFunc(sent, func(key string) bool { return slices.Contains(skip, key) })
+			if len(keys) == 0 {
+				return nil, nil
+			}
+			return r.Store.Parked(ctx, keys)
+		})
 	}
 	return some, err
-}
-
-// settle removes the rows of events that Kafka has accepted, as it has answered late.
-func (r *retrier) settle() error {
-	for refs := range slices.Chunk(r.Unanswered.Accepted(), maxSettled) {
-		ids, eventIDs := make([]int64, len(refs)), make([]string, len(refs))
-		for i, ref := range refs {
-			ids[i], eventIDs[i] = ref.ID, ref.EventID
-		}
-		ctx, cancel := r.WithStatementTimeout()
-		rows, err := r.Store.RowsOf(ctx, ids, eventIDs)
-		cancel()
-		if err != nil {
-			return err
-		}
-		results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
-		for i := range rows {
-			results[i] = cursor.RetryResult{Event: &rows[i], Row: rows[i].Row, Status: statusResolved}
-			removed[i] = refOf(&rows[i].Event)
-		}
-		if len(results) > 0 {
-			if err := r.Save(results); err != nil {
-				return err
-			}
-		}
-		r.Unanswered.Settled(removed)
-	}
-	return nil
-}
-
-const maxSettled = 500 // at once
-
-// settleLast settles once more when all producers are closed, so that the next holder of the lease does not send
-// these events again.
-func (r *retrier) settleLast() {
-	if r.Held.Err() == nil {
-		r.Outage.Report(r.settle())
-	}
 }
 
 // probeAll tries one event of each suspect at once, and one of each other bad partition once in RetryInterval. They
@@ -204,16 +198,20 @@ func (r *retrier) probeAll(ctx context.Context) error {
 	return err
 }
 
-// probe tries one event of each of some bad partitions.
+// probe tries one event of each of some bad partitions. The keys that lose their heads get others from Run, which also
+// sends what waits for the partitions that have recovered.
 func (r *retrier) probe(ctx context.Context, bad []string) error {
 	names := slices.DeleteFunc(bad, func(name string) bool { return !r.Bad.Claim(name, true) })
 	if len(names) == 0 {
 		return nil
 	}
-	defer r.Deliverer.Parts.OnRecovered() // a retrier cannot send what waits before the claims are released
+	var sent []string
 	defer func() {
 		for _, name := range names {
 			r.Bad.Release(name)
+		}
+		if len(sent) > 0 {
+			r.Deliverer.Parts.OnRecovered()
 		}
 	}()
 	waiting, events, err := r.choose(names)
@@ -222,7 +220,7 @@ func (r *retrier) probe(ctx context.Context, bad []string) error {
 	}
 	defer r.Probed.end()
 	r.ForgetEmpty(names, waiting)
-	if _, err = r.retry(ctx, events, r.Deliverer.probe); errors.Is(err, errNotPermitted) {
+	if sent, err = r.retry(ctx, events, r.Deliverer.probe); errors.Is(err, errNotPermitted) {
 		return nil
 	}
 	return err
@@ -233,9 +231,13 @@ func (r *retrier) probe(ctx context.Context, bad []string) error {
 func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, err error) {
 	r.Probed.mu.Lock()
 	defer r.Probed.mu.Unlock()
-	events, err = r.find(func(ctx context.Context) (_ []cursor.FailedRow, err error) {
-		waiting, err = r.Store.First(ctx, names)
-		return waiting, err
+	for _, unsaved := range r.Parked.Unsaved() {
+		waiting = append(waiting, *unsaved.Event)
+	}
+	events, err = r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
+		first, err := r.Store.First(ctx, names, skip)
+		waiting = append(waiting, first...)
+		return first, err
 	})
 	for i := range events {
 		r.Probed.keys = append(r.Probed.keys, events[i].Key)
@@ -278,6 +280,7 @@ func (r *retrier) reconcile(stop context.Context) error {
 	if time.Now().Before(r.reconcileAt) {
 		return nil
 	}
+	r.soon = false
 	start := time.Now()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
@@ -306,19 +309,37 @@ func (r *retrier) reconcile(stop context.Context) error {
 	return err
 }
 
-// promote gives keys their heads. Keys that are being probed get theirs in the next round.
+// promote gives keys their heads. Keys that are being probed get theirs later.
 func (r *retrier) promote(stop context.Context, keys []string) error {
+	if len(keys) == 0 {
+		return nil
+	}
 	r.Probed.mu.Lock()
 	defer r.Probed.mu.Unlock()
-	keys = slices.DeleteFunc(keys, func(key string) bool { return slices.Contains(r.Probed.keys, key) })
-	return r.Store.Promote(stop, r.WithStatementTimeout, r.Lease, keys)
+	var free, probed []string
+	for _, key := range keys {
+		if slices.Contains(r.Probed.keys, key) {
+			probed = append(probed, key)
+		} else {
+			free = append(free, key)
+		}
+	}
+	r.Parked.addHeadless(probed)
+	left, err := r.Store.Promote(stop, r.WithStatementTimeout, r.Lease, free)
+	r.soon = r.soon || left > 0
+	return err
 }
 
 // find returns the first of the events that a query finds, in their order, as many as fit. It ends in front of an
-// event that cannot be read, or returns that one alone.
-func (r *retrier) find(query func(context.Context) ([]cursor.FailedRow, error)) ([]cursor.FailedRow, error) {
+// event that cannot be read, or returns that one alone. The query skips keys with unsaved results. These keys are read
+// before it runs: then it either skips a key or finds what was saved.
+func (r *retrier) find(query func(ctx context.Context, skip []string) ([]cursor.FailedRow, error)) ([]cursor.FailedRow, error) {
+	var skip []string
+	for _, unsaved := range r.Parked.Unsaved() {
+		skip = append(skip, unsaved.Event.Key)
+	}
 	ctx, cancel := r.WithStatementTimeout()
-	found, err := query(ctx)
+	found, err := query(ctx, skip)
 	cancel()
 	for n := cursor.Fitting(found); err == nil && len(found) > 0; n = 1 {
 		var events []cursor.FailedRow
@@ -438,51 +459,6 @@ func sentKeys(events []cursor.FailedRow, outcomes []Outcome) (keys []string) {
 		}
 	}
 	return keys
-}
-
-// Save stores results. It repeats until PostgreSQL has them or the lease is lost: without them, events that Kafka
-// has accepted would be sent again. Results that take too long are saved in halves.
-func (r *retrier) Save(results []cursor.RetryResult) error {
-	for uncertain := false; ; uncertain = true {
-		err := r.trySave(results, uncertain)
-		switch {
-		case err == nil, errors.Is(err, lease.ErrLeaseLost), pg.IsUndefined(err):
-			return err
-		case r.Held.Err() != nil:
-			return context.Cause(r.Held)
-		case tookTooLong(err) && len(results) > 1:
-			if err := r.Save(results[:len(results)/2]); err != nil {
-				return err
-			}
-			return r.Save(results[len(results)/2:])
-		}
-		r.Outage.Report(err)
-		wait.Sleep(r.Held, r.Outage.Backoff())
-	}
-}
-
-// trySave writes results under the lock with which the session parks events. After a try of unknown outcome it is
-// not known which keys have a new head, so all of them stay parked until they are counted again.
-func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
-	r.Parked.mu.Lock()
-	defer r.Parked.mu.Unlock()
-	ctx, cancel := r.WithStatementTimeout()
-	defer cancel()
-	left, err := r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
-	if err != nil {
-		return err
-	}
-	for _, result := range results {
-		gone := result.Status == statusResolved || result.Status == statusDead && !r.Rules.HoldDead
-		if gone { // the row holds back nothing any more
-			r.Parked.rowRemoved(result.Event.Key)
-		}
-		if !gone || uncertain {
-			left = append(left, result.Event.Key)
-		}
-	}
-	r.Parked.rowsLeft(left)
-	return nil
 }
 
 // resultOf turns the outcome of a retry into the result to save. It returns false for an event that was not tried.

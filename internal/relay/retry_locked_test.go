@@ -1,0 +1,157 @@
+package relay
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// newLockedFixture returns a retrier with a lease, whose parking knows the rows of outbox_failed.
+func newLockedFixture(t *testing.T, d *testenv.Tables, log *testenv.Buffer) *retrier {
+	t.Helper()
+	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
+	l, err := lease.NewStore(d.DB, d.Schema, "default", time.Minute).Acquire(t.Context())
+	require.NoError(t, err)
+	held, lose := context.WithCancelCause(context.Background())
+	t.Cleanup(func() { lose(nil) })
+	leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: time.Minute}
+	parked := NewParking(false)
+	require.NoError(t, parked.Recount(failed.Keys(leads.WithStatementTimeout, nil)))
+	logger := slog.New(slog.NewTextHandler(log, nil))
+	return NewRetrier(RetrierParts{
+		Leadership: leads, Store: failed, Parked: parked, Probed: new(ProbedKeys), Log: logger, Outage: outage.NewLog(logger, "PostgreSQL"),
+		Rules: Rules{RetryInterval: time.Minute, MaxRetries: 3},
+	})
+}
+
+// sentRow is the result of a retry that Kafka has accepted.
+func sentRow(row int64, key string) cursor.RetryResult {
+	event := envelope.Event{ID: row, EventID: []byte("event"), Payload: []byte("{}")}
+	return cursor.RetryResult{Event: &cursor.FailedRow{Event: event, Row: row, Key: key}, Row: row, Status: statusResolved}
+}
+
+// lockRow resolves a row in a transaction that stays open, as an operator does.
+func lockRow(t *testing.T, d *testenv.Tables, row int64) pgx.Tx {
+	t.Helper()
+	tx, err := d.DB.Begin(context.Background())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(context.Background()) })
+	_, err = tx.Exec(context.Background(), pg.InSchema(`SELECT {schema}.outbox_resolve_failed(ARRAY[$1::bigint], 'kim', 'why')`, d.Schema), row)
+	require.NoError(t, err)
+	return tx
+}
+
+// requireReturn requires that a function returns, which an open transaction could keep from it.
+func requireReturn(t *testing.T, what string, f func()) {
+	t.Helper()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		f()
+	}()
+	select {
+	case <-done:
+	case <-time.After(15 * time.Second):
+		require.FailNow(t, what+" waits for a row that another transaction has locked")
+	}
+}
+
+// The results of other rows are saved while an operator's transaction is open, and the lock of the parking, for which
+// the session waits before it sends, is free.
+func TestSaveWaitsForNoRow(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 4, 4)
+	r := newLockedFixture(t, d, new(testenv.Buffer))
+	lockRow(t, d, 2)
+	requireReturn(t, "Save", func() {
+		_ = r.Save([]cursor.RetryResult{sentRow(1, "b-events/key-1"), sentRow(2, "b-events/key-2"), sentRow(3, "b-events/key-3")})
+	})
+	require.Equal(t, []int64{2, 4}, d.IDs(t, "outbox_failed"))
+	require.True(t, r.Parked.mu.TryLock())
+	r.Parked.mu.Unlock()
+	require.False(t, r.Parked.MustWait("b-events/key-1"))
+	require.True(t, r.Parked.MustWait("b-events/key-2"))
+}
+
+// The event of a locked row is not sent again, nor a later one of its key, until its result is saved. Then the next
+// event of the key is the head.
+func TestKeyOfLockedRowWaits(t *testing.T) {
+	t.Parallel()
+	for name, end := range map[string]func(pgx.Tx, context.Context) error{"commit": pgx.Tx.Commit, "rollback": pgx.Tx.Rollback} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var log testenv.Buffer
+			d := testenv.NewTables(t)
+			d.InsertParked(t, 8, 4)
+			r := newLockedFixture(t, d, &log)
+			found := func() (rows []int64) {
+				events, err := r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
+					return r.Store.Due(ctx, "", false, skip)
+				})
+				require.NoError(t, err)
+				for _, e := range events {
+					rows = append(rows, e.Row)
+				}
+				return rows
+			}
+			require.Equal(t, []int64{1, 2, 3, 4}, found())
+			operator := lockRow(t, d, 2)
+			require.NoError(t, r.Save([]cursor.RetryResult{sentRow(1, "b-events/key-1"), sentRow(2, "b-events/key-2")}))
+			require.NoError(t, r.saveUnsaved())
+			require.NoError(t, r.promote(t.Context(), r.Parked.takeHeadless()))
+			require.Equal(t, []int64{3, 4, 5}, found())
+			require.Equal(t, 1, strings.Count(log.String(), "has locked a row"), "it says so once")
+			require.Len(t, r.Parked.Unsaved(), 1)
+			require.Empty(t, r.Parked.Unsaved()[0].Event.Payload, "it takes no memory")
+			require.Equal(t, time.Second, r.pause(), "it is tried again soon")
+
+			require.NoError(t, end(operator, t.Context()))
+			require.NoError(t, r.saveUnsaved())
+			require.NoError(t, r.reconcile(t.Context()))
+			require.NoError(t, r.promote(t.Context(), r.Parked.takeHeadless()))
+			require.Equal(t, []int64{3, 4, 5, 6}, found())
+			require.Empty(t, r.Parked.Unsaved())
+			require.Equal(t, time.Minute, r.pause())
+			require.True(t, r.Parked.MustWait("b-events/key-2"), "row 6 is left")
+			require.EqualValues(t, 1, r.Parked.Keys[r.Parked.Hash("b-events/key-2")].Rows)
+		})
+	}
+}
+
+// At a stop the result of a locked row is given up soon, and the log says which event will be sent again.
+func TestResultOfLockedRowIsGivenUp(t *testing.T) {
+	t.Parallel()
+	var log testenv.Buffer
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 2, 2)
+	r := newLockedFixture(t, d, &log)
+	lockRow(t, d, 2)
+	require.NoError(t, r.Save([]cursor.RetryResult{sentRow(1, "b-events/key-1"), sentRow(2, "b-events/key-0")}))
+	requireReturn(t, "Finish", r.Finish)
+	require.Equal(t, 1, strings.Count(log.String(), "will be sent again"))
+	require.Contains(t, log.String(), `row=2 id=2 event_id=event`)
+
+	d2 := testenv.NewTables(t)
+	d2.InsertParked(t, 2, 2)
+	var quiet testenv.Buffer
+	r = newLockedFixture(t, d2, &quiet)
+	operator := lockRow(t, d2, 2)
+	require.NoError(t, r.Save([]cursor.RetryResult{sentRow(2, "b-events/key-0")}))
+	require.NoError(t, operator.Rollback(t.Context()))
+	r.Finish()
+	require.Equal(t, []int64{1}, d2.IDs(t, "outbox_failed"))
+	require.NotContains(t, quiet.String(), "will be sent again")
+}

@@ -1,0 +1,144 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// Save stores results, except for those whose rows another transaction has locked. It repeats until PostgreSQL has
+// them or the lease is lost: without them, events that Kafka has accepted would be sent again. Results that take too
+// long are saved in halves.
+func (r *retrier) Save(results []cursor.RetryResult) error {
+	for uncertain := false; ; uncertain = true {
+		err := r.trySave(results, uncertain)
+		switch {
+		case err == nil, errors.Is(err, lease.ErrLeaseLost), pg.IsUndefined(err):
+			return err
+		case r.Held.Err() != nil:
+			return context.Cause(r.Held)
+		case tookTooLong(err) && len(results) > 1:
+			if err := r.Save(results[:len(results)/2]); err != nil {
+				return err
+			}
+			return r.Save(results[len(results)/2:])
+		}
+		r.Outage.Report(err)
+		wait.Sleep(r.Held, r.Outage.Backoff())
+	}
+}
+
+// trySave writes results under the lock with which the session parks events. Only rows that it has removed itself are
+// counted off: if an operator has resolved a row, a recount may have left it out already. After a try of unknown
+// outcome any of the keys may have lost its head.
+func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
+	r.Parked.mu.Lock()
+	defer r.Parked.mu.Unlock()
+	ctx, cancel := r.WithStatementTimeout()
+	defer cancel()
+	saved, err := r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
+	if err != nil {
+		return err
+	}
+	left := slices.Clone(saved.Headless)
+	for _, result := range results {
+		key := result.Event.Key
+		locked := slices.Contains(saved.Locked, result.Row)
+		switch removed := result.Status == statusResolved || result.Status == statusDead && !r.Rules.HoldDead; {
+		case locked:
+			r.keep(result)
+			left = append(left, key)
+		case !slices.Contains(saved.Rows, result.Row):
+			r.soon = true
+		case removed:
+			r.Parked.rowRemoved(key)
+		default:
+			left = append(left, key)
+		}
+		if !locked {
+			delete(r.Parked.unsaved, result.Row)
+		}
+		if uncertain {
+			saved.Headless = append(saved.Headless, key)
+		}
+	}
+	r.Parked.rowsLeft(left)
+	r.Parked.putHeadless(saved.Headless)
+	return nil
+}
+
+// keep remembers a result whose row is locked.
+func (r *retrier) keep(result cursor.RetryResult) {
+	if e := result.Event; r.Parked.keep(result) {
+		r.Log.Info("outbox: another transaction has locked a row of outbox_failed; its key waits", "row", result.Row, "id", e.ID, "key", e.Key)
+	}
+}
+
+// saveUnsaved tries again to save the results whose rows were locked. Run calls it, and no other retrier.
+func (r *retrier) saveUnsaved() error {
+	for some := range slices.Chunk(r.Parked.Unsaved(), maxSaved) {
+		if err := r.Save(some); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// maxSaved bounds the results that are saved at once.
+const maxSaved = 500
+
+// settle removes the rows of events that Kafka has accepted, as it has answered late.
+func (r *retrier) settle() error {
+	for refs := range slices.Chunk(r.Unanswered.Accepted(), maxSaved) {
+		ids, eventIDs := make([]int64, len(refs)), make([]string, len(refs))
+		for i, ref := range refs {
+			ids[i], eventIDs[i] = ref.ID, ref.EventID
+		}
+		ctx, cancel := r.WithStatementTimeout()
+		rows, err := r.Store.RowsOf(ctx, ids, eventIDs)
+		cancel()
+		if err != nil {
+			return err
+		}
+		results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
+		for i := range rows {
+			results[i] = cursor.RetryResult{Event: &rows[i], Row: rows[i].Row, Status: statusResolved}
+			removed[i] = refOf(&rows[i].Event)
+		}
+		if len(results) > 0 {
+			if err := r.Save(results); err != nil {
+				return err
+			}
+		}
+		r.Unanswered.Settled(removed)
+	}
+	return nil
+}
+
+// lastTries is how long Finish waits for rows that another transaction has locked.
+const lastTries = time.Second
+
+// Finish is called when Run and RunProbes have ended and all producers are closed. It saves what is unsaved, and logs
+// which results it gives up: the next holder of the lease sends these events again.
+func (r *retrier) Finish() {
+	if r.Held.Err() == nil {
+		r.Outage.Report(r.settle())
+	}
+	var err error
+	for began := time.Now(); len(r.Parked.Unsaved()) > 0 && r.Held.Err() == nil && time.Since(began) < lastTries; {
+		if err = r.trySave(r.Parked.Unsaved(), err != nil); err != nil || len(r.Parked.Unsaved()) > 0 {
+			wait.Sleep(r.Held, lastTries/10)
+		}
+	}
+	for _, lost := range r.Parked.Unsaved() {
+		e := lost.Event
+		r.Log.Warn("outbox: stopped before the result of a retry was saved, another transaction has locked its row; the event will be sent again",
+			"row", lost.Row, "id", e.ID, "event_id", string(e.EventID), "type", string(e.EventType), "key", e.Key, "status", lost.Status, "error", err)
+	}
+}
