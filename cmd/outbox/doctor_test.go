@@ -529,7 +529,7 @@ func TestDoctorOnEncodings(t *testing.T) {
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.vars["DATABASE_URL"] = d.url("&client_encoding=LATIN1")
-	d.requireFinding(t, "server.encoding", severityError, "client_encoding LATIN1")
+	d.requireFinding(t, "server.encoding", severityError, "client_encoding LATIN1", "--only", "server.encoding")
 
 	name := "latin1_" + strings.ReplaceAll(uuid.NewString(), "-", "")
 	_, err := d.db.Exec(background, "CREATE DATABASE "+name+" ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
@@ -539,7 +539,7 @@ func TestDoctorOnEncodings(t *testing.T) {
 		require.NoError(t, err)
 	})
 	there := commandFixtureAt(t, testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = name }), "public")
-	there.requireFinding(t, "server.encoding", severityError, "database "+name+" has the encoding LATIN1")
+	there.requireFinding(t, "server.encoding", severityError, "database "+name+" has the encoding LATIN1", "--only", "server.encoding")
 }
 
 // The lock table must have room for all partitions: on a server with PostgreSQL's own

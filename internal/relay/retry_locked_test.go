@@ -30,8 +30,9 @@ func newLockedFixture(t *testing.T, d *testenv.Tables, log *testenv.Buffer) *ret
 	parked := NewParking(false)
 	require.NoError(t, parked.Recount(failed.Keys(leads.WithStatementTimeout, nil)))
 	logger := slog.New(slog.NewTextHandler(log, nil))
+	bad := NewBadPartitions(outage.NewLogs(logger))
 	return NewRetrier(RetrierParts{
-		Leadership: leads, Store: failed, Parked: parked, Probed: new(ProbedKeys), Log: logger, Outage: outage.NewLog(logger, "PostgreSQL"),
+		Bad: bad, Unanswered: NewUnanswered(bad, func() {}), Leadership: leads, Store: failed, Parked: parked, Probed: new(ProbedKeys), Log: logger, Outage: outage.NewLog(logger, "PostgreSQL"),
 		Rules: Rules{RetryInterval: time.Minute, MaxRetries: 3},
 	})
 }

@@ -67,10 +67,9 @@ func newOperatedRelay(t *testing.T, seed uint64) *operatedRelay {
 	o.r = newLockedFixture(t, o.d, &o.log)
 	o.r.Rules = Rules{RetryInterval: 5 * time.Millisecond, MaxRetries: 1 << 30, RetryWait: 1, MaxRetryWait: 1}
 	log := slog.New(slog.DiscardHandler)
-	o.r.Bad = NewBadPartitions(outage.NewLogs(log))
 	o.r.Deliverer = &Deliverer{DeliveryParts{
 		Sender: o, Breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), Log: log, OnSend: func() {},
-		KafkaOutage: outage.NewLog(log, "Kafka"), Bad: o.r.Bad, OnRecovered: func() {},
+		KafkaOutage: outage.NewLog(log, "Kafka"), Bad: o.r.Bad, Unanswered: o.r.Unanswered, OnRecovered: func() {},
 	}}
 	return o
 }
