@@ -10,7 +10,8 @@ import (
 )
 
 // outbox_pending counts each event that the relay has still to attempt: those of the open window, those that were
-// committed late, and one with a transaction id that PostgreSQL has not reached. It counts no event of an open transaction.
+// committed late, and one with a transaction id that PostgreSQL has not reached.
+// It counts no event of an open transaction.
 func TestPendingOfRelay(t *testing.T) {
 	t.Parallel()
 	d, ctx := newFixture(t), context.Background()

@@ -87,7 +87,8 @@ func (a *acks) promise(r *kgo.Record, err error) {
 	a.done()
 }
 
-// note records the outcome of a record. It returns its index, and the function that waits for it if the send was left.
+// note records the outcome of a record. It returns its index, and the function that takes it if the send was
+// detached.
 func (a *acks) note(r *kgo.Record, err error) (i int, late func(int, error)) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -149,9 +150,9 @@ func (a *acks) unknown() iter.Seq[int] {
 	}
 }
 
-// leave calls silent for the index of each record without an outcome; their outcomes are passed to late when they
+// split calls silent for the index of each record without an outcome; their outcomes are passed to late when they
 // come. It returns the outcomes that are known.
-func (a *acks) leave(silent func(i int), late func(i int, err error)) *acks {
+func (a *acks) split(silent func(i int), late func(i int, err error)) *acks {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for i := range a.unknown() {

@@ -151,7 +151,7 @@ func (c *chaos) lead() {
 	c.land(true) // the producers are closed
 	c.parked.mu.Lock()
 	defer c.parked.mu.Unlock()
-	c.settle()
+	c.removeAnswered()
 }
 
 // land lets answers come late: of some partitions, or of all. A partition has accepted the first of its records.
@@ -184,8 +184,8 @@ func (c *chaos) land(all bool) {
 	c.flying = left
 }
 
-// settle removes the rows of events that were accepted late.
-func (c *chaos) settle() {
+// saveAnswered removes the rows of events that were accepted late.
+func (c *chaos) removeAnswered() {
 	var removed []eventRef
 	for _, ref := range c.unanswered.Accepted() {
 		if n := len(c.rows); n > 0 {
@@ -195,7 +195,7 @@ func (c *chaos) settle() {
 			}
 		}
 	}
-	c.unanswered.Settled(removed)
+	c.unanswered.Remove(removed)
 }
 
 // keys returns the keys with rows, all on one page.
@@ -249,7 +249,7 @@ func (c *chaos) send(stop context.Context, deliverer *Deliverer) bool {
 // returns false if the lease was lost.
 func (c *chaos) retry(stop context.Context, deliverer *Deliverer) bool {
 	c.parked.mu.Lock()
-	c.settle()
+	c.removeAnswered()
 	c.parked.mu.Unlock()
 	var heads []chaosRow
 	seen := map[string]bool{}

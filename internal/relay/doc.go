@@ -32,10 +32,10 @@
 //     before it first sends to a topic ([kafka.Topics.Learn]), because franz-go would wait. The event is
 //     unavailable: it enters outbox_failed as waiting, with its topic, and retries are not counted. Its key is
 //     blocked, the rest of the batch is sent.
-//   - Its partition accepts nothing: any other error while Kafka works, which means that one of all brokers, which are asked at
-//     once, answers and gives a producer id ([kafka.Explain]). The event is unavailable, as in the case before.
-//   - Its partition does not answer for 100 ms after others have, or for 300 ms, and Kafka works. The event is unavailable, and
-//     [Unanswered] has it: it is not sent again before its answer has come, which a goroutine waits for.
+//   - Its partition accepts nothing: any other error while Kafka works, which means that all brokers are asked at once,
+//     and one answers and gives a producer id ([kafka.Explain]). The event is unavailable, as in the case before.
+//   - Its partition does not answer for 100 ms after others have, or for 300 ms, and Kafka works. The event is
+//     unavailable, and [Unanswered] has it: it is not sent again before its answer, which a goroutine waits for.
 //   - Its topic or partition is known to be bad: [BadPartitions], once another partition has accepted an event, and
 //     while the breaker is closed. The client's own partitioner says where the event would go. The event is
 //     unavailable without a try. So is an event for a partition that has accepted nothing since another one of its
@@ -64,8 +64,8 @@
 //   - When Kafka rejects a request, the client fails all records that it has of the partition, and would send records
 //     that come later. So the client sends nothing before it has all records of a send, and gets more records only
 //     when every outcome is known.
-//   - A send that waits for silent partitions only is left to a goroutine, with its client, and the next send makes
-//     another client. At most 16 sends are left at a time.
+//   - A send that waits for silent partitions only is detached: a goroutine waits for its answers, with its client, and
+//     the next send makes another client. At most 16 sends are detached at a time.
 //   - franz-go with idempotence neither fails nor times out a record whose request got no answer. Hence the producer
 //     sets a delivery timeout and permits canceling such records, and closes the client after SendTimeout.
 //   - A client with a final error ([kafka.IsFinal]) asks for no producer id and for no replaced topic any more. The

@@ -14,8 +14,9 @@ import (
 )
 
 // flight is one send until all its outcomes are known. The producer waits for the outcomes, but not for those of
-// partitions that do not answer while Kafka works: it then leaves the flight, with its client, to a goroutine, and
-// sends with a new client. A client that is left gets no more records, so the order of a partition stays.
+// partitions that do not answer while Kafka works: it then detaches the flight, with its client, whose answers a
+// goroutine waits for, and sends with a new client. A detached client gets no more records, so the order of a
+// partition stays.
 type flight struct {
 	*acks
 	client         *kgo.Client
@@ -68,10 +69,10 @@ func (f *flight) abandon() {
 	}
 }
 
-// How long no outcome may come before the partitions that have not answered are suspected: patience once another one has
-// accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience if the client is
-// new: it may have to find out first that a broker is silent. It is never shorter than the time that the last outcome
-// took. These are counted in ticks, so that a process that was stopped meanwhile suspects nothing.
+// How long no outcome may come before the partitions that have not answered are suspected: patience once another one
+// has accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience if the
+// client is new: it may have to find out first that a broker is silent. It is never shorter than the time that the
+// last outcome took. These are counted in ticks, so that a process that was stopped meanwhile suspects nothing.
 const (
 	patienceTick  = 25 * time.Millisecond
 	patience      = 100 * time.Millisecond / patienceTick
@@ -116,12 +117,12 @@ func (f *flight) awaitAnswers(alone time.Duration) (known, silent bool, causes m
 	}
 }
 
-// leave ends a send whose partitions have not all answered: the records of these fail with errUnanswered. No event of
+// detach ends a send whose partitions have not all answered: the records of these fail with errUnanswered. No event of
 // them is sent again before its outcome is known.
-func (p *Producer) leave(f *flight, batch []envelope.Event, which []int, causes map[kafka.Partition]error) (*acks, sendResult) {
-	topics := p.topics // of the client that is left
+func (p *Producer) detach(f *flight, batch []envelope.Event, which []int, causes map[kafka.Partition]error) (*acks, sendResult) {
+	topics := p.topics // of the detached client
 	p.client = nil
-	p.left = append(slices.DeleteFunc(p.left, (*flight).ended), f)
+	p.detached = append(slices.DeleteFunc(p.detached, (*flight).ended), f)
 	sent := sendResult{records: make([]kgo.Record, f.handed), errs: slices.Clone(f.errs[:f.handed]), works: true}
 	answers := &lateAnswers{to: p.cfg.Unanswered, flight: f, batch: batch, which: which}
 	silent := func(i int) {
@@ -133,7 +134,7 @@ func (p *Producer) leave(f *flight, batch []envelope.Event, which []int, causes 
 		}
 		p.cfg.Unanswered.add(&batch[which[i]], at)
 	}
-	known := f.leave(silent, answers.take)
+	known := f.split(silent, answers.take)
 	for i := range sent.records {
 		if sent.records[i].Topic == "" {
 			sent.records[i] = kgo.Record{Topic: f.records[i].Topic, Partition: f.records[i].Partition}
@@ -143,7 +144,7 @@ func (p *Producer) leave(f *flight, batch []envelope.Event, which []int, causes 
 	return known, sent
 }
 
-// finish waits for the outcomes of a flight that was left.
+// finish waits for the outcomes of a detached flight.
 func (p *Producer) finish(f *flight, answers *lateAnswers) {
 	defer f.end()
 	defer f.client.Close()
@@ -155,5 +156,5 @@ func (p *Producer) finish(f *flight, answers *lateAnswers) {
 	answers.notify(p.cfg.OnSent)
 }
 
-// ended reports whether the flight, which was left, has ended.
+// ended reports whether the flight, which is detached, has ended.
 func (f *flight) ended() bool { return f.bounded.Err() != nil }

@@ -68,9 +68,9 @@ func newSilentKafka(t *testing.T) *silentKafka {
 	return s
 }
 
-// Events of a partition that does not answer are left, and others are sent meanwhile. The events of the silent one are
-// known to be accepted when the answer comes.
-func TestSilentPartitionIsLeft(t *testing.T) {
+// A send to a partition that does not answer is detached, and others are sent meanwhile. The events of the silent one
+// are known to be accepted when the answer comes.
+func TestSilentPartitionIsDetached(t *testing.T) {
 	t.Parallel()
 	s, ctx := newSilentKafka(t), context.Background()
 	sent, err := s.produce(ctx, ctx, s.events, []int{0, 1})
@@ -97,7 +97,7 @@ func TestSilentPartitionIsLeft(t *testing.T) {
 }
 
 // A relay that stops does not wait for a silent partition for longer than it would for a send.
-func TestStopEndsWhatIsLeft(t *testing.T) {
+func TestStopEndsDetachedSends(t *testing.T) {
 	t.Parallel()
 	s, ctx := newSilentKafka(t), context.Background()
 	sent, err := s.produce(ctx, ctx, s.events, []int{0, 1})

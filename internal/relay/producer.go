@@ -34,10 +34,10 @@ type Producer struct {
 	cfg     ProducerConfig
 	lease   *lease.Lease
 	breaker *breaker.Breaker // shared by all producers of a relay that it is to stop
-	group   *contain.Group   // waits for the answers of left
+	group   *contain.Group   // waits for the answers of detached
 
 	client   *kgo.Client // nil until needed, after a send without an answer, and after a final error
-	left     []*flight   // whose answers are waited for elsewhere
+	detached []*flight   // whose answers are waited for elsewhere
 	down     bool        // Kafka did not work after the last send
 	fresh    bool        // the client has sent nothing yet
 	inFlight *kafka.InFlight
@@ -75,7 +75,7 @@ func (p *Producer) connect() error {
 // Close closes the client, and the clients whose answers are waited for elsewhere, after the grace time of a stop. They
 // drop all records that they still buffer. No record leaves afterwards.
 func (p *Producer) Close() {
-	for _, f := range p.left {
+	for _, f := range p.detached {
 		f.stop()
 	}
 	p.closeClient()
@@ -173,7 +173,7 @@ func (p *Producer) send(stop, held context.Context, acks *acks, batch []envelope
 	known, silent, causes := p.awaitAnswers(f)
 	p.fresh = false
 	if silent {
-		known, sent := p.leave(f, batch, which, causes)
+		known, sent := p.detach(f, batch, which, causes)
 		known.reportFailures(true)
 		known.explain(causes)
 		known.collect(sent.errs)
@@ -216,14 +216,14 @@ func (p *Producer) launch(stop, held context.Context, acks *acks) *flight {
 	return f
 }
 
-// maxLeft is how many clients may wait for partitions that do not answer.
-const maxLeft = 16
+// maxDetached is how many clients may wait for partitions that do not answer.
+const maxDetached = 16
 
 // awaitAnswers waits for the outcomes. In the first send after an outage of Kafka, it waits for silent partitions, too:
 // they may need a while to elect their leaders.
 func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka.Partition]error) {
-	p.left = slices.DeleteFunc(p.left, (*flight).ended)
-	if p.down || len(p.left) >= maxLeft {
+	p.detached = slices.DeleteFunc(p.detached, (*flight).ended)
+	if p.down || len(p.detached) >= maxDetached {
 		return f.await(), false, nil
 	}
 	if p.fresh {

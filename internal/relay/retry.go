@@ -53,7 +53,7 @@ type retrier struct {
 	RetrierParts
 	reconcileAt time.Time // not before
 	probed      time.Time // when bad partitions were probed last that are no suspects
-	soon        bool      // mistakes are corrected soon: rows were locked, or operators have resolved them meanwhile
+	recheck     bool      // mistakes are corrected soon: rows were locked, or operators have resolved them meanwhile
 }
 
 // ProbedKeys has the keys of events that are being probed. Their heads must not change.
@@ -85,7 +85,7 @@ const lockedInterval = time.Second
 
 // pause returns how long Run waits between two rounds, or between two corrections of mistakes in a long round.
 func (r *retrier) pause() time.Duration {
-	if r.soon || len(r.Parked.Unsaved()) > 0 {
+	if r.recheck || len(r.Parked.Unsaved()) > 0 {
 		return min(lockedInterval, r.Rules.RetryInterval)
 	}
 	return r.Rules.RetryInterval
@@ -122,7 +122,7 @@ func (r *retrier) retryAll(ctx context.Context) error {
 		if err := r.promote(ctx, r.Parked.takeHeadless()); err != nil {
 			return err
 		}
-		if err := r.settle(); err != nil {
+		if err := r.saveAnswered(); err != nil {
 			return err
 		}
 		read, cancel := r.WithStatementTimeout()
@@ -280,7 +280,7 @@ func (r *retrier) reconcile(stop context.Context) error {
 	if time.Now().Before(r.reconcileAt) {
 		return nil
 	}
-	r.soon = false
+	r.recheck = false
 	start := time.Now()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
@@ -326,7 +326,7 @@ func (r *retrier) promote(stop context.Context, keys []string) error {
 	}
 	r.Parked.addHeadless(probed)
 	left, err := r.Store.Promote(stop, r.WithStatementTimeout, r.Lease, free)
-	r.soon = r.soon || left > 0
+	r.recheck = r.recheck || left > 0
 	return err
 }
 

@@ -55,7 +55,7 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 			r.keep(result)
 			left = append(left, key)
 		case !slices.Contains(saved.Rows, result.Row):
-			r.soon = true
+			r.recheck = true
 		case removed:
 			r.Parked.rowRemoved(key)
 		default:
@@ -93,8 +93,8 @@ func (r *retrier) saveUnsaved() error {
 // maxSaved bounds the results that are saved at once.
 const maxSaved = 500
 
-// settle removes the rows of events that Kafka has accepted, as it has answered late.
-func (r *retrier) settle() error {
+// saveAnswered removes the rows of events that Kafka has accepted, as it has answered late.
+func (r *retrier) saveAnswered() error {
 	for refs := range slices.Chunk(r.Unanswered.Accepted(), maxSaved) {
 		ids, eventIDs := make([]int64, len(refs)), make([]string, len(refs))
 		for i, ref := range refs {
@@ -116,7 +116,7 @@ func (r *retrier) settle() error {
 				return err
 			}
 		}
-		r.Unanswered.Settled(removed)
+		r.Unanswered.Remove(removed)
 	}
 	return nil
 }
@@ -128,7 +128,7 @@ const lastTries = time.Second
 // which results it gives up: the next holder of the lease sends these events again.
 func (r *retrier) Finish() {
 	if r.Held.Err() == nil {
-		r.Outage.Report(r.settle())
+		r.Outage.Report(r.saveAnswered())
 	}
 	var err error
 	for began := time.Now(); len(r.Parked.Unsaved()) > 0 && r.Held.Err() == nil && time.Since(began) < lastTries; {

@@ -87,11 +87,11 @@ func (u *Unanswered) Accepted() (refs []eventRef) {
 }
 
 // keepAnswers is how long it is remembered that an event was accepted whose row is not found. The session writes the
-// row only after it has left the send.
+// row only after the send.
 const keepAnswers = 10 * time.Minute
 
-// Settled forgets accepted events whose rows were removed, and those whose rows were not found for a long time.
-func (u *Unanswered) Settled(removed []eventRef) {
+// Remove forgets accepted events whose rows were removed, and those whose rows were not found for a long time.
+func (u *Unanswered) Remove(removed []eventRef) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for _, ref := range removed {
@@ -106,9 +106,9 @@ func (u *Unanswered) Settled(removed []eventRef) {
 }
 
 // forget lets an event be sent again.
-func (u *Unanswered) forget(e *envelope.Event) { u.Settled([]eventRef{refOf(e)}) }
+func (u *Unanswered) forget(e *envelope.Event) { u.Remove([]eventRef{refOf(e)}) }
 
-// lateAnswers takes the outcomes of a flight that was left.
+// lateAnswers takes the outcomes of a detached flight.
 type lateAnswers struct {
 	to     *Unanswered
 	flight *flight
