@@ -6,6 +6,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -50,17 +51,24 @@ func Ready(ctx context.Context, brokers []string) error {
 }
 
 // ready is [Ready] for our own broker. A stranger may have taken the port: then
-// ours is about to end.
+// ours is about to end. A node of a [Cluster] is ready when it knows that it is one of
+// the brokers: what else it can do depends on the other nodes.
 func (s *Server) ready(ctx context.Context) error {
 	return visit(ctx, s.Brokers(), func(ctx context.Context, client *kgo.Client) error {
-		cluster, err := askMetadata(ctx, client)
+		metadata, err := askMetadata(ctx, client)
 		if err != nil {
 			return err
 		}
-		if cluster != s.cluster {
+		if metadata.ClusterID == nil || *metadata.ClusterID != s.cluster {
 			return errors.New("the port belongs to another cluster")
 		}
-		return tryAll(ctx, client)
+		if len(s.quorum) == 1 {
+			return tryAll(ctx, client)
+		}
+		if !slices.ContainsFunc(metadata.Brokers, func(b kmsg.MetadataResponseBroker) bool { return b.NodeID == s.node }) {
+			return fmt.Errorf("node %d is not one of the brokers yet", s.node)
+		}
+		return nil
 	})
 }
 
@@ -76,20 +84,18 @@ func visit(ctx context.Context, brokers []string, try func(context.Context, *kgo
 	return try(ctx, client)
 }
 
-// askMetadata returns the cluster's id.
-func askMetadata(ctx context.Context, client *kgo.Client) (cluster string, err error) {
+// askMetadata returns what a broker knows of the cluster, without topics.
+func askMetadata(ctx context.Context, client *kgo.Client) (*kmsg.MetadataResponse, error) {
 	request := kmsg.NewMetadataRequest()
 	request.Topics = []kmsg.MetadataRequestTopic{} // none; nil would be all
 	metadata, err := request.RequestWith(ctx, client)
 	switch {
 	case err != nil:
-		return "", fmt.Errorf("get metadata: %w", err)
+		return nil, fmt.Errorf("get metadata: %w", err)
 	case metadata.ControllerID < 0 || len(metadata.Brokers) == 0:
-		return "", errors.New("get metadata: no controller yet")
-	case metadata.ClusterID == nil:
-		return "", nil
+		return nil, errors.New("get metadata: no controller yet")
 	}
-	return *metadata.ClusterID, nil
+	return metadata, nil
 }
 
 func tryAll(ctx context.Context, client *kgo.Client) error {

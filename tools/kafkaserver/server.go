@@ -1,10 +1,12 @@
 // Package kafkaserver runs a real Apache Kafka broker for development and
-// tests: one node that is broker and controller (KRaft).
+// tests: one node that is broker and controller (KRaft). [StartCluster] runs three
+// such nodes as one cluster.
 //
 //   - It listens on 127.0.0.1 only, on free ports, and topics, consumer groups and
 //     transactions can be used when [Start] returns.
-//   - It can crash ([Server.Kill]) and come back ([Server.Restart]) at the same
-//     address with the same data.
+//   - It can crash ([Server.Kill]), stop ([Server.ShutDown]) and come back
+//     ([Server.Restart]) at the same address with the same data.
+//   - It can hang without a word ([Server.Freeze]) and go on ([Server.Thaw]).
 //   - Nothing of it remains after [Server.Stop]. On Linux the broker also ends
 //     when the program that started it dies.
 //
@@ -20,6 +22,9 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -41,9 +46,9 @@ type Config struct {
 	// [Libraries].
 	LibDir string
 
-	// Settings are lines of server.properties. They override the defaults
-	// (one replica of everything, 3 partitions, topics created when first
-	// used). The node's identity, listeners and log.dirs cannot be set.
+	// Settings are lines of server.properties. They override the defaults: those of
+	// [Defaults], or those of [StartCluster]. The node's identity, listeners and
+	// log.dirs cannot be set.
 	Settings map[string]string
 
 	// Listeners are extra listeners, by name and security protocol, such as "MTLS": "SSL". Settings
@@ -61,11 +66,18 @@ type Config struct {
 // Server is a running broker. Its methods may be called from several
 // goroutines.
 type Server struct {
-	cfg     Config
-	java    string
-	port    int
-	ports   map[string]int // of extra listeners
-	cluster string
+	cfg      Config
+	java     string
+	options  []string          // of Java
+	limit    time.Duration     // for a start
+	defaults map[string]string // of cfg.Settings
+	node     int32             // the node's id
+	quorum   []*Server         // all nodes of the cluster, this one too
+
+	// Chosen when the cluster starts.
+	port, controllerPort int
+	ports                map[string]int // of extra listeners
+	cluster              string
 
 	mu   sync.Mutex
 	run  *place.Run // nil once stopped
@@ -76,27 +88,34 @@ type Server struct {
 // If that fails, the error holds the last lines of its log, and nothing remains
 // running.
 func Start(ctx context.Context, cfg Config) (*Server, error) {
-	if err := cfg.validate(); err != nil {
-		return nil, fmt.Errorf("kafka: %w", err)
-	}
-	java, err := java.Path()
+	cfg, java, err := cfg.complete(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("kafka: %w", err)
-	}
-	if cfg.LibDir == "" {
-		if cfg.LibDir, err = Libraries(ctx, cfg.Progress); err != nil {
-			return nil, err
-		}
+		return nil, err
 	}
 	run, err := place.NewRun("kafka")
 	if err != nil {
 		return nil, fmt.Errorf("kafka: %w", err)
 	}
-	s := &Server{cfg: cfg, java: java, run: run}
-	if err := s.start(ctx); err != nil {
+	s := &Server{cfg: cfg, java: java, options: []string{"-Xmx512m"}, limit: startTimeout, defaults: Defaults(), node: 1, run: run}
+	s.quorum = []*Server{s}
+	if err := start(ctx, s.quorum, s.launch); err != nil {
 		return nil, errors.Join(fmt.Errorf("kafka: %w", err), run.Remove())
 	}
 	return s, nil
+}
+
+// complete checks a configuration, and finds Kafka and Java.
+func (c Config) complete(ctx context.Context) (_ Config, command string, err error) {
+	if err := c.validate(); err != nil {
+		return c, "", fmt.Errorf("kafka: %w", err)
+	}
+	if command, err = java.Path(); err != nil {
+		return c, "", fmt.Errorf("kafka: %w", err)
+	}
+	if c.LibDir == "" {
+		c.LibDir, err = Libraries(ctx, c.Progress)
+	}
+	return c, command, err
 }
 
 // fixed are the settings that make the server ours to find and to stop.
@@ -117,63 +136,82 @@ func (c Config) validate() error {
 
 var listenerName = regexp.MustCompile(`^[A-Z]+$`)
 
-func (s *Server) start(ctx context.Context) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, fmt.Errorf("no answer within %v", startTimeout))
+// start chooses the ports of the nodes of a cluster, prepares the nodes and launches them.
+func start(ctx context.Context, nodes []*Server, launch func(context.Context) error) error {
+	ctx, cancel := nodes[0].withLimit(ctx)
 	defer cancel()
 	for try := 1; ; try++ {
-		controller, err := s.prepare(ctx)
+		ports, err := prepareAll(ctx, nodes)
 		if err != nil {
 			return err
 		}
-		err = s.launch(ctx)
+		err = launch(ctx)
 		// Another process can take a port before our server does. That is seen
 		// by looking, not by reading the log.
-		if err == nil || try == portTries || ctx.Err() != nil || place.Free(s.port) && place.Free(controller) {
+		if err == nil || try == portTries || ctx.Err() != nil || !slices.ContainsFunc(ports, isTaken) {
 			return err
 		}
 	}
 }
 
-// prepare chooses ports, writes the configuration and formats the storage.
-func (s *Server) prepare(ctx context.Context) (controllerPort int, err error) {
-	if s.port, err = place.Port(); err != nil {
-		return 0, err
+func (s *Server) withLimit(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, s.limit, fmt.Errorf("no answer within %v", s.limit))
+}
+
+func isTaken(port int) bool { return !place.Free(port) }
+
+// prepareAll chooses the ports of all nodes and prepares each of them. The configuration of a
+// node has the ports of all controllers.
+func prepareAll(ctx context.Context, nodes []*Server) (ports []int, err error) {
+	choose := func() (port int) {
+		for err == nil && (port == 0 || slices.Contains(ports, port)) {
+			port, err = place.Port()
+		}
+		ports = append(ports, port)
+		return port
 	}
-	if controllerPort, err = place.Port(); err != nil {
-		return 0, err
-	}
-	s.ports = map[string]int{}
-	for name := range s.cfg.Listeners {
-		if s.ports[name], err = place.Port(); err != nil {
-			return 0, err
+	cluster := newClusterID()
+	for _, s := range nodes {
+		s.cluster, s.port, s.controllerPort, s.ports = cluster, choose(), choose(), map[string]int{}
+		for name := range s.cfg.Listeners {
+			s.ports[name] = choose()
 		}
 	}
+	for _, s := range nodes {
+		if err == nil {
+			err = s.prepare(ctx)
+		}
+	}
+	return ports, err
+}
+
+// prepare writes the configuration and formats the storage.
+func (s *Server) prepare(ctx context.Context) error {
 	if err := os.RemoveAll(s.path("data")); err != nil { // of the try before
-		return 0, fmt.Errorf("remove data: %w", err)
+		return fmt.Errorf("remove data: %w", err)
 	}
 	for name, content := range map[string][]byte{
-		"server.properties": s.properties(controllerPort),
+		"server.properties": s.properties(),
 		"log4j2.xml":        log4jConfig,
 	} {
 		if err := os.WriteFile(s.path(name), content, 0o600); err != nil {
-			return 0, fmt.Errorf("write configuration: %w", err)
+			return fmt.Errorf("write configuration: %w", err)
 		}
 	}
-	s.cluster = newClusterID()
-	err = proc.Run(ctx, s.command("kafka.tools.StorageTool",
+	err := proc.Run(ctx, s.command("kafka.tools.StorageTool",
 		"format", "--cluster-id", s.cluster, "--config", s.path("server.properties")))
 	if err != nil {
-		return 0, fmt.Errorf("format storage: %w", err)
+		return fmt.Errorf("format storage: %w", err)
 	}
-	return controllerPort, nil
+	return nil
 }
 
-func (s *Server) properties(controllerPort int) []byte {
-	broker, controller := place.Address(s.port), place.Address(controllerPort)
+func (s *Server) properties() []byte {
+	broker, controller := place.Address(s.port), place.Address(s.controllerPort)
 	settings := map[string]string{
 		"process.roles":                  "broker,controller",
-		"node.id":                        "1",
-		"controller.quorum.voters":       "1@" + controller,
+		"node.id":                        strconv.Itoa(int(s.node)),
+		"controller.quorum.voters":       s.voters(),
 		"controller.listener.names":      "CONTROLLER",
 		"listeners":                      "PLAINTEXT://" + broker + ",CONTROLLER://" + controller,
 		"advertised.listeners":           "PLAINTEXT://" + broker,
@@ -187,9 +225,18 @@ func (s *Server) properties(controllerPort int) []byte {
 		settings["advertised.listeners"] += listener
 		settings["listener.security.protocol.map"] += "," + name + ":" + s.cfg.Listeners[name]
 	}
-	maps.Copy(settings, Defaults())
+	maps.Copy(settings, s.defaults)
 	maps.Copy(settings, s.cfg.Settings)
 	return java.Properties(settings)
+}
+
+// voters returns the ids and addresses of all controllers.
+func (s *Server) voters() string {
+	var voters []string
+	for _, other := range s.quorum {
+		voters = append(voters, fmt.Sprintf("%d@%s", other.node, place.Address(other.controllerPort)))
+	}
+	return strings.Join(voters, ",")
 }
 
 // Defaults returns the settings for a single broker that serves tests.
@@ -239,12 +286,12 @@ func (s *Server) launch(ctx context.Context) error {
 func (s *Server) command(class string, args ...string) proc.Command {
 	return proc.Command{
 		Path: s.java,
-		Args: append([]string{
-			"-Xmx512m", "-XX:+UseSerialGC",
+		Args: slices.Concat(s.options, []string{
+			"-XX:+UseSerialGC",
 			"-Djava.io.tmpdir=" + s.run.Path, "-XX:-UsePerfData", // leave nothing elsewhere
 			"-Dlog4j2.configurationFile=" + s.path("log4j2.xml"),
 			"-cp", filepath.Join(s.cfg.LibDir, "*"), class,
-		}, args...),
+		}, args),
 		Dir: s.run.Path,
 		Log: s.cfg.Log,
 	}
@@ -297,7 +344,7 @@ func (s *Server) Stop(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
-	err := errors.Join(s.proc.Stop(ctx, syscall.SIGTERM), s.run.Remove())
+	err := errors.Join(end(ctx, s.proc), s.run.Remove())
 	s.run = nil
 	if err != nil {
 		return fmt.Errorf("kafka: %w", err)
@@ -307,29 +354,61 @@ func (s *Server) Stop(ctx context.Context) error {
 
 // Kill ends the broker with SIGKILL, as a crash does, and returns when it is
 // gone. [Server.Restart] brings it back.
-func (s *Server) Kill() error {
+func (s *Server) Kill() error { return s.control((*proc.Process).Kill) }
+
+// ShutDown ends the broker cleanly and returns when it is gone, after at most 30 s.
+// Then, or when ctx ends, the broker is killed and ShutDown says so. The data stay:
+// [Server.Restart] brings the broker back.
+func (s *Server) ShutDown(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
+	defer cancel()
+	return s.control(func(p *proc.Process) error { return end(ctx, p) })
+}
+
+// Freeze stops the broker with SIGSTOP: its connections stay open, and it answers
+// nothing until [Server.Thaw].
+func (s *Server) Freeze() error {
+	return s.control(func(p *proc.Process) error { return p.Signal(syscall.SIGSTOP) })
+}
+
+// Thaw lets a frozen broker go on.
+func (s *Server) Thaw() error { return s.control(thaw) }
+
+func thaw(p *proc.Process) error { return p.Signal(syscall.SIGCONT) }
+
+// end ends a process cleanly. A frozen process would not end.
+func end(ctx context.Context, p *proc.Process) error {
+	if err := thaw(p); err != nil {
+		return err
+	}
+	return p.Stop(ctx, syscall.SIGTERM)
+}
+
+// control does something to the broker's process.
+func (s *Server) control(do func(*proc.Process) error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.run == nil {
 		return ErrStopped
 	}
-	if err := s.proc.Kill(); err != nil {
+	if err := do(s.proc); err != nil {
 		return fmt.Errorf("kafka: %w", err)
 	}
 	return nil
 }
 
 // Restart starts the broker again with the same data and address, and waits
-// until it can be used. One that still runs is shut down first.
+// until it can be used; a node of a [Cluster] then is one of its brokers again. A
+// broker that still runs is shut down first.
 func (s *Server) Restart(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.run == nil {
 		return ErrStopped
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, fmt.Errorf("no answer within %v", startTimeout))
+	ctx, cancel := s.withLimit(ctx)
 	defer cancel()
-	if err := s.proc.Stop(ctx, syscall.SIGTERM); err != nil {
+	if err := end(ctx, s.proc); err != nil {
 		return fmt.Errorf("kafka: restart: %w", err)
 	}
 	if err := s.launch(ctx); err != nil {
