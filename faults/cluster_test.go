@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var faultSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses, TestFaults, TestFaultsThroughPgBouncer and TestStops; 0 draws one")
+var faultSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses, TestFaults, TestFaultsThroughPgBouncer, TestClusterFaults and TestStops; 0 draws one")
 
 // Ten relays run at once. The leader is killed, stopped cleanly or frozen, again and again. The
 // frozen go on later, when others have taken over.

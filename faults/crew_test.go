@@ -47,7 +47,7 @@ func newCrew(t *testing.T) *crew {
 	context.AfterFunc(ctx, stop) // a second Ctrl-C ends us at once, and the servers with us
 	c := &crew{ctx: ctx, log: &tail{}}
 	t.Cleanup(func() {
-		if t.Failed() {
+		if t.Failed() && c.started > 0 {
 			t.Logf("the processes' last words:\n%s", c.log)
 		}
 	})

@@ -106,11 +106,17 @@ type pair struct {
 // so, or to any.
 func newPair(t *testing.T, sessions string) *pair {
 	t.Helper()
+	return newPairBeside(t, sessions, testenv.Brokers(t))
+}
+
+// newPairBeside is newPair with brokers of the test's own.
+func newPairBeside(t *testing.T, sessions string, brokers []string) *pair {
+	t.Helper()
 	primary := startServer(t, nil)
 	standby := startServer(t, primary)
 	p := &pair{standby: standby}
-	p.site = newSiteOn(t, primary, fmt.Sprintf("postgres://%s:%s@127.0.0.1:%d,127.0.0.1:%d/postgres?sslmode=disable&target_session_attrs=%s",
-		pgserver.User, pgserver.Password, primary.Port(), standby.Port(), sessions))
+	p.site = newSiteBeside(t, primary, fmt.Sprintf("postgres://%s:%s@127.0.0.1:%d,127.0.0.1:%d/postgres?sslmode=disable&target_session_attrs=%s",
+		pgserver.User, pgserver.Password, primary.Port(), standby.Port(), sessions), brokers)
 	var err error
 	p.onOther, err = pgxpool.New(context.Background(), standby.URL())
 	require.NoError(t, err)

@@ -21,7 +21,7 @@ import (
 )
 
 var (
-	faultMinutes = flag.Float64("faults.minutes", 0, "how long TestFaults and TestFaultsThroughPgBouncer disturb; 0 means each kind of disturbance once, briefly")
+	faultMinutes = flag.Float64("faults.minutes", 0, "how long TestFaults, TestFaultsThroughPgBouncer and TestClusterFaults disturb; 0 means each kind of disturbance once, briefly")
 	faultPoison  = flag.Bool("faults.poison", true, "whether one in a thousand events of these tests is one that Kafka refuses")
 )
 
