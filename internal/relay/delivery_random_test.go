@@ -446,7 +446,7 @@ func (c *chaos) fail(batch []envelope.Event, which []int, sent sendResult, stopp
 		case e.large && len(which) > 1:
 			*err, waits[e.key] = errSendAlone, errSendAlone
 		case behind:
-			if *err = failed[e.at]; *err == errUnanswered {
+			if *err = failed[e.at]; errors.Is(*err, errUnanswered) {
 				c.fly(&batch[i], event)
 			}
 		default:
