@@ -23,6 +23,8 @@ import (
 // request until it is released.
 type silentKafka struct {
 	*Producer
+	held    context.Context
+	lose    context.CancelCauseFunc
 	events  []envelope.Event
 	silent  atomic.Bool
 	release chan struct{}
@@ -43,9 +45,9 @@ func newSilentKafka(t *testing.T) *silentKafka {
 		}
 		return nil, nil, false
 	})
-	held, lose := context.WithCancelCause(context.Background())
-	t.Cleanup(func() { lose(nil) })
-	leads := lease.Leadership{Lease: &lease.Lease{}, Held: held, Lose: lose, StatementTimeout: time.Minute}
+	s.held, s.lose = context.WithCancelCause(context.Background())
+	t.Cleanup(func() { s.lose(nil) })
+	leads := lease.Leadership{Lease: &lease.Lease{}, Held: s.held, Lose: s.lose, StatementTimeout: time.Minute}
 	until := time.Now().Add(time.Hour)
 	leads.Lease.Until.Store(&until)
 	bad := NewBadPartitions(outage.NewLogs(slog.New(slog.DiscardHandler)))
@@ -72,7 +74,8 @@ func newSilentKafka(t *testing.T) *silentKafka {
 // are known to be accepted when the answer comes.
 func TestSilentPartitionIsDetached(t *testing.T) {
 	t.Parallel()
-	s, ctx := newSilentKafka(t), context.Background()
+	s := newSilentKafka(t)
+	ctx := s.held
 	sent, err := s.produce(ctx, ctx, s.events, []int{0, 1})
 	require.NoError(t, err)
 	require.True(t, sent.works)
@@ -96,15 +99,35 @@ func TestSilentPartitionIsDetached(t *testing.T) {
 	require.Equal(t, []error{nil}, sent.errs)
 }
 
-// A relay that stops does not wait for a silent partition for longer than it would for a send.
-func TestStopEndsDetachedSends(t *testing.T) {
+// A stop finishes what is in flight: the answer that comes meanwhile is known.
+func TestStopAwaitsDetachedSends(t *testing.T) {
 	t.Parallel()
-	s, ctx := newSilentKafka(t), context.Background()
-	sent, err := s.produce(ctx, ctx, s.events, []int{0, 1})
+	s := newSilentKafka(t)
+	sent, err := s.produce(s.held, s.held, s.events, []int{0, 1})
 	require.NoError(t, err)
 	require.ErrorIs(t, sent.errs[1], errUnanswered)
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		s.Close()
+	}()
+	<-s.detached[0].grace.Done()
+	s.silent.Store(false)
+	close(s.release)
+	<-closed
+	require.Equal(t, []eventRef{refOf(&s.events[1])}, s.cfg.Unanswered.Accepted())
+}
+
+// Losing the lease ends what is in flight, and the event may be sent again.
+func TestLostLeaseEndsDetachedSends(t *testing.T) {
+	t.Parallel()
+	s := newSilentKafka(t)
+	sent, err := s.produce(s.held, s.held, s.events, []int{0, 1})
+	require.NoError(t, err)
+	require.ErrorIs(t, sent.errs[1], errUnanswered)
+	s.lose(lease.ErrLeaseLost)
 	s.Close()
 	_, waits := s.cfg.Unanswered.find(&s.events[1])
-	require.False(t, waits, "it may be sent again")
+	require.False(t, waits)
 	close(s.release)
 }
