@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
@@ -194,6 +195,15 @@ func (a *acks) done() {
 	defer a.mu.Unlock()
 	if a.open--; a.open == 0 {
 		close(a.all)
+	}
+}
+
+// timedOut says of records that were dropped with their client what they were waited for.
+func (a *acks) timedOut(after time.Duration) {
+	for r, err := range a.failed {
+		if errors.Is(err, kgo.ErrClientClosed) {
+			a.failed[r] = fmt.Errorf("no answer within %v: %w", after, kgo.ErrRecordTimeout)
+		}
 	}
 }
 

@@ -190,13 +190,17 @@ func (p *Producer) send(stop, held context.Context, acks *acks, batch []envelope
 		return sendResult{}, context.Cause(held)
 	}
 	sent := sendResult{records: acks.records[:acks.handed], errs: acks.errs[:acks.handed], works: true}
-	switch {
-	case len(acks.failed) == 0:
-	case f.grace.Err() != nil: // failures that we caused ourselves say nothing about Kafka
-		acks.dropped()
-	default:
+	if !known {
+		acks.timedOut(p.cfg.SendTimeout)
+	}
+	if len(acks.failed) > 0 && f.grace.Err() == nil {
 		sent.works = p.explain(f.grace, acks)
+	}
+	if f.grace.Err() == nil {
 		acks.reportFailures(sent.works)
+	} else { // failures that we caused ourselves say nothing about Kafka
+		sent.works = true
+		acks.dropped()
 	}
 	p.down = !sent.works
 	acks.collect(sent.errs)
