@@ -23,7 +23,6 @@ import (
 const (
 	badRate     = 10               // events per second for the bad topic
 	badPatience = 30 * time.Second // until what was recorded for it waits
-	badLaps     = 8                // how many times longer a turn is that begins with finding out
 	badLook     = 50 * time.Millisecond
 	strayEvent  = -1 // number of a good event that no lap measures
 )
@@ -70,7 +69,7 @@ func (t *track) newlyBad(ctx context.Context) error {
 		{"40-partitions", 1, 40, 1},
 		{"8-topics", 8, t.cfg.partitions, 8},
 	} {
-		one := badCase{name: c.name, rate: c.rate, lap: badLaps * seconds(t.cfg.beside)}
+		one := badCase{name: c.name, rate: c.rate, lap: seconds(t.cfg.newlyBad)}
 		for i := range c.topics {
 			topic, err := t.shortOf(ctx, fmt.Sprintf("short-%s-%d", c.name, i), c.partitions)
 			if err != nil {

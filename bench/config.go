@@ -65,6 +65,8 @@ type config struct {
 	longRuns         int
 	parked           int
 	beside           float64
+	newlyBad         float64
+	bulk             int
 
 	busEvents, busHot int
 	busOpen           float64
@@ -118,6 +120,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.longRuns, "long-runs", 1, "turns of large and backlogs, in place of -runs")
 	flags.IntVar(&cfg.parked, "parked", 1000, "events that wait for a bad topic before anything is measured beside it")
 	flags.Float64Var(&cfg.beside, "beside", 8, "seconds measured in each turn beside a bad topic")
+	flags.Float64Var(&cfg.newlyBad, "newly-bad", 60, "seconds measured in each turn in which a relay has to find out what is bad")
+	flags.IntVar(&cfg.bulk, "bulk", 1_000_000, "events of a transaction that stays open")
 	flags.IntVar(&cfg.busEvents, "bus-events", 50_000, "events that workers, and River, handle in each turn")
 	flags.IntVar(&cfg.busHot, "bus-hot", 200_000, "events of a single key that workers handle")
 	flags.Float64Var(&cfg.busOpen, "bus-open", 300, "seconds that a transaction stays open beside workers and River; 0 leaves that out")
@@ -160,7 +164,7 @@ func (c *config) validate() error {
 	refuse(c.silence <= 0 || c.silences < 1, "-silence and -silences start above 0")
 	refuse(c.kills < 1, "-kills starts above 0")
 	refuse(c.tenants < 1 || c.tenantRate < 1, "-tenants and -tenant-rate start above 0")
-	refuse(c.beside <= 0, "-beside starts above 0")
+	refuse(c.beside <= 0 || c.newlyBad <= 0 || c.bulk < 1, "-beside, -newly-bad and -bulk start above 0")
 	refuse(!slices.IsSorted(c.backlogs) || len(slices.Compact(slices.Clone(c.backlogs))) < len(c.backlogs), "-backlogs must grow")
 	refuse(c.seconds <= 0 || c.warm < 0 || c.warmUp < 0, "-seconds starts above 0, -warm and -warm-up at 0")
 	refuse(c.polls < c.runs || c.records < c.runs, "-polls and -records start at -runs")

@@ -205,27 +205,6 @@ func (t *track) warmUp(ctx context.Context) error {
 	return err
 }
 
-// open compares the relay during an open transaction with the relay alone.
-func (t *track) open(ctx context.Context) error {
-	return t.race(ctx, race{
-		name: "open", rate: openRate, measured: t.lapTime(), limit: 1.2,
-		base: side{"without", t.withRelay}, with: side{"beside", t.besideOpen},
-	})
-}
-
-// besideOpen is withRelay while another transaction that has written stays open.
-func (t *track) besideOpen(ctx context.Context, rate int, measured time.Duration) (l *laps.Lap, err error) {
-	tx, err := t.DB.Begin(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, tx.Rollback(context.WithoutCancel(ctx))) }()
-	if _, err := tx.Exec(ctx, services.InSchema(sqlOrder, t.schema), "nobody"); err != nil {
-		return nil, err
-	}
-	return t.withRelay(ctx, rate, measured)
-}
-
 // race is two kinds of laps that are run in turns.
 type race struct {
 	name       string

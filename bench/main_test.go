@@ -32,7 +32,7 @@ func tiny(t *testing.T) config {
 	return config{
 		Addresses: services.Addresses{Postgres: testenv.Pool(t, nil).Config().ConnString(), Brokers: brokers, Kind: "kafka"},
 		which:     regexp.MustCompile(""),
-		runs:      2, longRuns: 2, large: 60, largeSize: 100_000, backlogs: []int{4000, 9000}, parked: 20, beside: 0.3, events: 2000, backlog: 10_000, rates: []int{50}, seconds: 0.4, warm: 0.1,
+		runs:      2, longRuns: 2, large: 60, largeSize: 100_000, backlogs: []int{4000, 9000}, parked: 20, beside: 0.3, newlyBad: 0.3, bulk: 1000, events: 2000, backlog: 10_000, rates: []int{50}, seconds: 0.4, warm: 0.1,
 		workers: 4, polls: 20, records: 200, partitions: 2, poisons: 1, poisonEvery: 40, outage: minOutage, handled: 2000, retained: minEvents,
 		busEvents: 1000, busHot: 500, busOpen: 0.1, failingEvents: 1000, failingSeconds: 1, silence: 0.01, silences: 3, kills: 1, tenants: 3, tenantRate: 20,
 	}

@@ -29,7 +29,7 @@ func init() {
 		{"takeover", "from the end of the process that leads, by kill -9 or cleanly, to the next arrival", true, (*bench).takeover},
 		{"tenants", "many schemas of one database that one process relays for: from commit to arrival, connections, processors, memory", true, onTrack("tenants", (*track).tenants)},
 		{"tail", "where the slowest events spend their time at the highest of -rates, by traces", true, onTrack("tail", (*track).tail)},
-		{"open", "from commit to arrival while another transaction stays open, against without", true, onTrack("open", (*track).open)},
+		{"open-transactions", "from commit to arrival while transactions stay open: one that has written, a bulk of events, an operator's; against without", true, onTrack("open", (*track).openTransactions)},
 		{"poison", "the same while Kafka refuses some events, for those of other keys, against without", true, (*bench).poison},
 		{"bad-topics", "from commit to arrival beside a topic that takes nothing, against without", true, onTrack("bad_without", (*track).badTopics)},
 		{"drain", "all events, against a bare loop that reads rows and produces them", true, (*bench).drain},
