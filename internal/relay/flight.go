@@ -72,21 +72,24 @@ func (f *flight) abandon() {
 // How long no outcome may come before the partitions that have not answered are suspected: patience once another one
 // has accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience if the
 // client is new: it may have to find out first that a broker is silent. It is never shorter than the time that the
-// last outcome took. These are counted in ticks, so that a process that was stopped meanwhile suspects nothing.
+// last outcome took, and than usualTimes of what sends have taken lately. It is counted in ticks, so that a process that
+// was stopped meanwhile suspects nothing.
 const (
+	patience      = 100 * time.Millisecond
+	alonePatience = 300 * time.Millisecond
+	freshPatience = kafka.RequestTimeout + 200*time.Millisecond
+	usualTimes    = 10
 	patienceTick  = 25 * time.Millisecond
-	patience      = 100 * time.Millisecond / patienceTick
-	alonePatience = 300 * time.Millisecond / patienceTick
-	freshPatience = (kafka.RequestTimeout + 200*time.Millisecond) / patienceTick
 )
 
 // awaitAnswers waits until every outcome is known, and reports whether it is. It waits no longer, and sets silent, if
-// some partitions do not answer while Kafka works; causes has what Kafka says of them.
-func (f *flight) awaitAnswers(alone time.Duration) (known, silent bool, causes map[kafka.Partition]error) {
+// some partitions do not answer while Kafka works; causes has what Kafka says of them. Others and alone are how long it
+// waits without an outcome if a record was accepted, and if none was.
+func (f *flight) awaitAnswers(others, alone time.Duration) (known, silent bool, causes map[kafka.Partition]error) {
 	ticker := time.NewTicker(patienceTick)
 	defer ticker.Stop()
 	open, accepted := f.progress()
-	for last, tick := time.Duration(0), time.Duration(1); ; tick++ { // last: the tick of the last outcome
+	for last, took := time.Duration(0), patienceTick; ; took += patienceTick { // last: when the last outcome came
 		select {
 		case <-f.all:
 			return true, false, nil
@@ -98,19 +101,19 @@ func (f *flight) awaitAnswers(alone time.Duration) (known, silent bool, causes m
 			return f.await(), false, nil
 		case <-ticker.C:
 		}
-		quiet := patience
+		quiet := others
 		if accepted == 0 {
 			quiet = alone
 		}
 		before := open
-		if tick-last >= max(quiet, last) {
+		if took-last >= max(quiet, last) {
 			if causes, silent = kafka.Explain(f.grace, f.client, f.silentTopics()); !silent {
 				return f.await(), false, nil
 			}
 		}
 		switch open, accepted = f.progress(); {
 		case open < before:
-			last, silent = tick, false
+			last, silent = took, false
 		case silent:
 			return false, true, causes
 		}

@@ -94,7 +94,8 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	probeNow := make(chan struct{}, 1)
 	shared := RetrierParts{
 		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Bad: bad, Unanswered: unanswered,
-		Probed: new(ProbedKeys), Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, ProbeNow: probeNow, Outage: r.retryOutage,
+		Probed: new(ProbedKeys), Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, Outage: r.retryOutage,
+		ProbeNow: probeNow, Waits: func() { wait.Signal(probeNow) },
 	}
 	producer := r.newProducer(leads, r.breaker, unanswered)
 	defer producer.Close()
@@ -104,7 +105,7 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Bad: bad,
 		Deliverer: r.newDeliverer(producer, shared, r.kafkaOutage, r.health.Progressed),
 		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
-		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied, Waits: func() { wait.Signal(probeNow) },
+		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied, Waits: shared.Waits,
 	})
 	defer r.cursors.Probes.Join()()
 	cleaner := retention.NewCleaner(leads, retention.CleanerConfig{

@@ -36,10 +36,11 @@ type Producer struct {
 	breaker *breaker.Breaker // shared by all producers of a relay that it is to stop
 	group   *contain.Group   // waits for the answers of detached
 
-	client   *kgo.Client // nil until needed, after a send without an answer, and after a final error
-	detached []*flight   // whose answers are waited for elsewhere
-	down     bool        // Kafka did not work after the last send
-	fresh    bool        // the client has sent nothing yet
+	client   *kgo.Client   // nil until needed, after a send without an answer, and after a final error
+	detached []*flight     // whose answers are waited for elsewhere
+	down     bool          // Kafka did not work after the last send
+	fresh    bool          // the client has sent nothing yet
+	usual    time.Duration // what sends have taken lately, on average
 	inFlight *kafka.InFlight
 	buffer   kafka.Buffer
 	limits   kafka.Limits
@@ -230,10 +231,15 @@ func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka
 	if p.down || len(p.detached) >= maxDetached {
 		return f.await(), false, nil
 	}
+	others, alone := max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual)
 	if p.fresh {
-		return f.awaitAnswers(freshPatience)
+		alone = max(alone, freshPatience)
 	}
-	return f.awaitAnswers(alonePatience)
+	known, silent, causes = f.awaitAnswers(others, alone)
+	if known && !p.fresh {
+		p.usual += (min(time.Since(f.began), time.Second) - p.usual) / 8
+	}
+	return known, silent, causes
 }
 
 // explain reports whether Kafka works as a whole although records have failed, and adds

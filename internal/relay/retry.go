@@ -36,6 +36,7 @@ type RetrierParts struct {
 	Outage     *outage.Log     // PostgreSQL
 	RetryNow   <-chan struct{} // wake requests
 	ProbeNow   <-chan struct{} // wake requests: an event waits for a suspect
+	Waits      func()          // sends one
 	EventDied  func()          // called after an event has become dead
 }
 
@@ -424,8 +425,11 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 		return nil, err
 	}
 	for _, result := range results {
-		if result.Count > 0 {
+		switch {
+		case result.Count > 0:
 			r.notifyRejected(result)
+		case result.Place != "":
+			r.Waits()
 		}
 	}
 	return sentKeys(events, outcomes), err

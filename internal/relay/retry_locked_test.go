@@ -32,7 +32,7 @@ func newLockedFixture(t *testing.T, d *testenv.Tables, log *testenv.Buffer) *ret
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	bad := NewBadPartitions(outage.NewLogs(logger))
 	return NewRetrier(RetrierParts{
-		Bad: bad, Unanswered: NewUnanswered(bad, func() {}), Leadership: leads, Store: failed, Parked: parked, Probed: new(ProbedKeys), Log: logger, Outage: outage.NewLog(logger, "PostgreSQL"),
+		Bad: bad, Unanswered: NewUnanswered(bad, func() {}), Waits: func() {}, Leadership: leads, Store: failed, Parked: parked, Probed: new(ProbedKeys), Log: logger, Outage: outage.NewLog(logger, "PostgreSQL"),
 		Rules: Rules{RetryInterval: time.Minute, MaxRetries: 3},
 	})
 }
