@@ -330,33 +330,6 @@ func TestStatementInStrangeSessions(t *testing.T) {
 	f.requireEqualRows(t, background, exec, at(time.Date(2026, 2, 3, 4, 5, 6, 7000, time.UTC)), raw("k", []byte{0, 255}), content(1e300), at(time.Date(88, 1, 2, 3, 4, 5, 0, time.UTC)))
 }
 
-// In a database of another encoding too, a character that it has arrives.
-func TestStatementInLatin1(t *testing.T) {
-	t.Parallel()
-	testenv.Direct(t)
-	admin := testenv.Pool(t, nil)
-	name := "latin_" + strings.ReplaceAll(uuid.NewString(), "-", "")
-	_, err := admin.Exec(background, `CREATE DATABASE `+name+` TEMPLATE template0 ENCODING 'LATIN1' LOCALE 'C'`)
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		_, err := admin.Exec(background, `DROP DATABASE `+name+` WITH (FORCE)`)
-		require.NoError(t, err)
-	})
-	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = name })
-	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{}))
-	rec, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{})
-	require.NoError(t, err)
-	query, args, err := rec.Statement(background, parcel{ID: "é", Sent: noon, Content: "<é>\u0001"}, raw("ÿ", []byte{0, 255}))
-	require.NoError(t, err)
-	_, err = db.Exec(background, query, args...)
-	require.NoError(t, err)
-	rows, err := db.Query(background, `SELECT concat_ws('|', aggregate_id, payload::text, encode(payload_bytes, 'hex'), partition_key) FROM outbox ORDER BY id`)
-	require.NoError(t, err)
-	texts, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	require.Equal(t, []string{`é|"<é>\u0001"`, `raw|00ff|ÿ`}, texts)
-}
-
 // An ended transaction of database/sql says so.
 func TestStatementInEndedTransaction(t *testing.T) {
 	t.Parallel()

@@ -72,8 +72,8 @@ func (f *flight) abandon() {
 // How long no outcome may come before the partitions that have not answered are suspected: patience once another one
 // has accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience if the
 // client is new: it may have to find out first that a broker is silent. It is never shorter than the time that the
-// last outcome took, and than usualTimes of what sends have taken lately. It is counted in ticks, so that a process that
-// was stopped meanwhile suspects nothing.
+// last outcome took, and than usualTimes of what sends have taken lately. It is counted in ticks, so that a process
+// that was stopped meanwhile suspects nothing.
 const (
 	patience      = 100 * time.Millisecond
 	alonePatience = 300 * time.Millisecond
