@@ -62,14 +62,14 @@ SELECT ` + failedHead + `
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int FOR UPDATE SKIP LOCKED`
 
 // sqlFailedFirst finds, for each of some topics and partitions, the head that has waited longest. It leaves out the
-// keys $3.
+// keys $3, and heads that another transaction has locked.
 const sqlFailedFirst = `
 SELECT ` + failedHead + `
   FROM unnest($2::text[]) AS bad (place)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
                       WHERE f.relay = $1::text AND f.place = bad.place AND f.status IN ('waiting', 'failed') AND NOT f.held
                         AND f.parking_key NOT IN (SELECT unnest($3::text[]))
-                      ORDER BY f.next_retry_at, f.outbox_id LIMIT 1) AS e`
+                      ORDER BY f.next_retry_at, f.outbox_id LIMIT 1 FOR UPDATE SKIP LOCKED) AS e`
 
 // sqlFailedParked finds the events that are parked behind heads that were sent, at most $3
 // of each key, and $4 together. It cuts by the ids of events, so of each key the first ones
@@ -135,17 +135,18 @@ func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error)
 
 // sqlFailedRowsOf finds the rows of some events.
 const sqlFailedRowsOf = `
-SELECT e.id, e.parking_key, e.outbox_id, e.event_id::text
+SELECT e.id, e.parking_key, e.place, e.outbox_id, e.event_id::text
   FROM unnest($2::bigint[], $3::uuid[]) AS event (outbox_id, id)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
                       WHERE f.relay = $1::text AND f.outbox_id = event.outbox_id AND f.event_id = event.id AND f.status <> 'resolved'
                       ORDER BY f.relay, f.outbox_id, f.event_id LIMIT 1) AS e`
 
-// RowsOf returns the rows of events, by their ids in outbox and their event ids, with nothing but these and their keys.
+// RowsOf returns the rows of events, by their ids in outbox and their event ids, with nothing but these, their keys and their
+// places.
 func (f *Failed) RowsOf(ctx context.Context, ids []int64, eventIDs []string) (found []FailedRow, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
 		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e FailedRow, err error) {
-			err = row.Scan(&e.Row, &e.Key, &e.ID, &e.EventID)
+			err = row.Scan(&e.Row, &e.Key, &e.Place, &e.ID, &e.EventID)
 			return e, err
 		})
 		return err

@@ -154,14 +154,9 @@ func recordSize(r *kgo.Record) int {
 func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[string]int, error) {
 	ctx, cancel := context.WithTimeout(ctx, limitsTimeout)
 	defer cancel()
-	request := kmsg.NewPtrDescribeConfigsRequest()
-	for _, topic := range topics {
-		resource := kmsg.NewDescribeConfigsRequestResource()
-		resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, topic
-		resource.ConfigNames = []string{"max.message.bytes"}
-		request.Resources = append(request.Resources, resource)
-	}
-	response, err := firstAnswer(ctx, client, func(ctx context.Context, b *kgo.Broker) (kmsg.Response, error) { return b.Request(ctx, request) })
+	response, err := firstAnswer(ctx, client, func(ctx context.Context, b *kgo.Broker) (kmsg.Response, error) {
+		return b.Request(ctx, limitsRequest(topics)) // the client writes into a request
+	})
 	if err != nil {
 		return nil, fmt.Errorf("describe topics: %w", err)
 	}
@@ -177,4 +172,15 @@ func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[st
 		}
 	}
 	return limits, nil
+}
+
+func limitsRequest(topics []string) *kmsg.DescribeConfigsRequest {
+	request := kmsg.NewPtrDescribeConfigsRequest()
+	for _, topic := range topics {
+		resource := kmsg.NewDescribeConfigsRequestResource()
+		resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, topic
+		resource.ConfigNames = []string{"max.message.bytes"}
+		request.Resources = append(request.Resources, resource)
+	}
+	return request
 }

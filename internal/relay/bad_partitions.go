@@ -91,6 +91,7 @@ func (r *BadPartitions) Fail(at kafka.Partition, began time.Time, class string, 
 	name := at.Name()
 	switch b := r.bad[name]; {
 	case began.Before(r.accepted[name]):
+		return
 	case b != nil:
 		b.Class, b.Err, b.suspect = class, err, false
 	default:

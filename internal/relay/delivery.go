@@ -156,10 +156,10 @@ func (d *delivery) finish() ([]Outcome, error) {
 }
 
 // parkOvertaken parks the events that are pending in front of a sent event because the relay stops. The cursor can
-// then pass the sent events; otherwise they would be sent again.
+// then pass the sent events; otherwise they would be sent again. An event that is not answered yet may have been sent.
 func (d *delivery) parkOvertaken() {
 	last := len(d.batch) - 1
-	for last >= 0 && d.outcomes[last].Kind != OutcomeSent {
+	for last >= 0 && d.outcomes[last].Kind != OutcomeSent && !errors.Is(d.outcomes[last].Err, errUnanswered) {
 		last--
 	}
 	for len(d.pending) > 0 && d.pending[0] < last {

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"errors"
 	"slices"
 	"time"
 
@@ -45,9 +46,12 @@ func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 			at = at.WholeTopic()
 		}
 		d.failed = with(d.failed, at)
-		if o.place = at.Name(); len(o.place) > maxPlace { // Kafka has no such topic
+		switch o.place = at.Name(); {
+		case len(o.place) > maxPlace: // Kafka has no such topic
 			o.place = ""
-		} else {
+		case errors.Is(err, errUnanswered) && !kafka.IsTopicOutage(err) && at.Number == kafka.Unassigned:
+			o.place = "" // it is not known which partition does not answer
+		default:
 			d.Bad.Fail(at, d.sendBegan, o.Class, err)
 		}
 	}
@@ -101,12 +105,19 @@ func (d *delivery) skipBlocked(i int) bool {
 	return true
 }
 
+// skipUnanswered skips an event without an answer, and the later events of its key: an operator may have removed the
+// row by which they would wait.
 func (d *delivery) skipUnanswered(i int) bool {
-	at, is := d.Unanswered.find(&d.batch[i])
-	if is {
+	if at, is := d.Unanswered.find(&d.batch[i]); is {
 		d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errUnanswered), Err: errUnanswered, place: at.Name()})
+		return true
 	}
-	return is
+	if d.PassFailedKeys || !d.Unanswered.busy.Load() || !d.Unanswered.holds(d.key(i)) {
+		return false
+	}
+	d.outcomes[i] = Outcome{Kind: OutcomeBlocked}
+	d.block(i)
+	return true
 }
 
 func (d *delivery) skipBad(i int) bool {

@@ -80,9 +80,9 @@
 // # A leader that was stopped past its lease
 //
 // A process that was stopped, for example by a debugger or a suspended machine, may go on after its lease has expired.
-// It can still send the batch in flight, and no other: produce checks the lease before it passes records to the client,
-// and returns only when every outcome is known or the client is closed. The cursor stands before that batch, and the
-// successor sends the same events first, so the first arrivals keep their order. The bound is on events, not on time:
-// records that Kafka or the network already has cannot be called back. On a suspended machine the monotonic clock
-// may stand still; it learns of the loss from its next statement.
+// It can still send the batch in flight and those that are detached, and no other: produce checks the lease before it
+// passes records to the client. The cursor stands before the batch in flight, and the events of the others have rows in
+// outbox_failed. The successor sends the same events first, so the first arrivals keep their order. The bound is on
+// events, not on time: records that Kafka or the network already has cannot be called back. On a suspended machine the
+// monotonic clock may stand still; it learns of the loss from its next statement.
 package relay

@@ -80,6 +80,7 @@ const (
 	freshPatience = kafka.RequestTimeout + 200*time.Millisecond
 	usualTimes    = 10
 	patienceTick  = 25 * time.Millisecond
+	never         = time.Hour // longer than any send
 )
 
 // awaitAnswers waits until every outcome is known, and reports whether it is. It waits no longer, and sets silent, if
@@ -108,7 +109,7 @@ func (f *flight) awaitAnswers(others, alone time.Duration) (known, silent bool, 
 		before := open
 		if took-last >= max(quiet, last) {
 			if causes, silent = kafka.Explain(f.grace, f.client, f.silentTopics()); !silent {
-				return f.await(), false, nil
+				last, alone = took, never // Kafka may be about to come back, and has leaders to elect
 			}
 		}
 		switch open, accepted = f.progress(); {

@@ -155,8 +155,17 @@ func (p *Parking) putHeadless(keys []string) {
 	}
 }
 
+// overrules reports whether an unsaved result counts more than another one of its row: the event was sent.
+func (p *Parking) overrules(other cursor.RetryResult) bool {
+	unsaved, is := p.unsaved[other.Row]
+	return is && unsaved.Status == statusResolved && other.Status != statusResolved
+}
+
 // keep remembers a result whose row is locked, without the content of the event. It reports whether that is new.
 func (p *Parking) keep(result cursor.RetryResult) bool {
+	if p.overrules(result) {
+		return false
+	}
 	_, known := p.unsaved[result.Row]
 	event := *result.Event
 	event.Payload, event.Headers = nil, nil

@@ -228,8 +228,11 @@ const maxDetached = 16
 // they may need a while to elect their leaders.
 func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka.Partition]error) {
 	p.detached = slices.DeleteFunc(p.detached, (*flight).ended)
-	if p.down || len(p.detached) >= maxDetached {
+	if p.down {
 		return f.await(), false, nil
+	}
+	if len(p.detached) >= maxDetached {
+		p.detached[0].end() // it has waited longest
 	}
 	others, alone := max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual)
 	if p.fresh {

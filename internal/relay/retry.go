@@ -120,7 +120,9 @@ func (r *retrier) retryAll(ctx context.Context) error {
 			}
 			corrected = time.Now()
 		}
-		if err := r.promote(ctx, r.Parked.takeHeadless()); err != nil {
+		headless := r.Parked.takeHeadless()
+		if err := r.promote(ctx, headless); err != nil {
+			r.Parked.addHeadless(headless)
 			return err
 		}
 		if err := r.saveAnswered(); err != nil {
@@ -235,6 +237,8 @@ func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, er
 	for _, unsaved := range r.Parked.Unsaved() {
 		waiting = append(waiting, *unsaved.Event)
 	}
+	_, unanswered := r.Unanswered.waiting()
+	waiting = append(waiting, unanswered...)
 	events, err = r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
 		first, err := r.Store.First(ctx, names, skip)
 		waiting = append(waiting, first...)
@@ -332,10 +336,10 @@ func (r *retrier) promote(stop context.Context, keys []string) error {
 }
 
 // find returns the first of the events that a query finds, in their order, as many as fit. It ends in front of an
-// event that cannot be read, or returns that one alone. The query skips keys with unsaved results. These keys are read
-// before it runs: then it either skips a key or finds what was saved.
+// event that cannot be read, or returns that one alone. The query skips keys with unsaved results, and those of
+// events without an answer. These keys are read before it runs: then it either skips a key or finds what was saved.
 func (r *retrier) find(query func(ctx context.Context, skip []string) ([]cursor.FailedRow, error)) ([]cursor.FailedRow, error) {
-	var skip []string
+	skip, _ := r.Unanswered.waiting()
 	for _, unsaved := range r.Parked.Unsaved() {
 		skip = append(skip, unsaved.Event.Key)
 	}

@@ -61,7 +61,7 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 		default:
 			left = append(left, key)
 		}
-		if !locked {
+		if !locked && !r.Parked.overrules(result) {
 			delete(r.Parked.unsaved, result.Row)
 		}
 		if uncertain {
@@ -93,45 +93,60 @@ func (r *retrier) saveUnsaved() error {
 // maxSaved bounds the results that are saved at once.
 const maxSaved = 500
 
-// saveAnswered removes the rows of events that Kafka has accepted, as it has answered late.
+// saveAnswered removes the rows of events that Kafka has accepted, as it has answered late. Those that are being probed
+// are left to the next round.
 func (r *retrier) saveAnswered() error {
 	for refs := range slices.Chunk(r.Unanswered.Accepted(), maxSaved) {
-		ids, eventIDs := make([]int64, len(refs)), make([]string, len(refs))
-		for i, ref := range refs {
-			ids[i], eventIDs[i] = ref.ID, ref.EventID
-		}
-		ctx, cancel := r.WithStatementTimeout()
-		rows, err := r.Store.RowsOf(ctx, ids, eventIDs)
-		cancel()
-		if err != nil {
+		if err := r.saveSomeAnswered(refs); err != nil {
 			return err
 		}
-		results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
-		for i := range rows {
-			results[i] = cursor.RetryResult{Event: &rows[i], Row: rows[i].Row, Status: statusResolved}
-			removed[i] = refOf(&rows[i].Event)
-		}
-		if len(results) > 0 {
-			if err := r.Save(results); err != nil {
-				return err
-			}
-		}
-		r.Unanswered.Remove(removed)
 	}
 	return nil
 }
 
-// lastTries is how long Finish waits for rows that another transaction has locked.
+func (r *retrier) saveSomeAnswered(refs []eventRef) error {
+	r.Probed.mu.Lock()
+	defer r.Probed.mu.Unlock()
+	ids, eventIDs := make([]int64, len(refs)), make([]string, len(refs))
+	for i, ref := range refs {
+		ids[i], eventIDs[i] = ref.ID, ref.EventID
+	}
+	ctx, cancel := r.WithStatementTimeout()
+	rows, err := r.Store.RowsOf(ctx, ids, eventIDs)
+	cancel()
+	if err != nil {
+		return err
+	}
+	rows = slices.DeleteFunc(rows, func(row cursor.FailedRow) bool { return slices.Contains(r.Probed.keys, row.Key) })
+	results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
+	for i := range rows {
+		results[i] = cursor.RetryResult{Event: &rows[i], Row: rows[i].Row, Status: statusResolved}
+		removed[i] = refOf(&rows[i].Event)
+	}
+	if len(results) > 0 {
+		if err := r.Save(results); err != nil {
+			return err
+		}
+	}
+	r.Unanswered.Remove(removed)
+	return nil
+}
+
+// lastTries is how long Finish waits for rows that another transaction has locked, and for PostgreSQL.
 const lastTries = time.Second
 
 // Finish is called when Run and RunProbes have ended and all producers are closed. It saves what is unsaved, and logs
 // which results it gives up: the next holder of the lease sends these events again.
 func (r *retrier) Finish() {
-	if r.Held.Err() == nil {
-		r.Outage.Report(r.saveAnswered())
+	began := time.Now()
+	lasts := func() bool { return r.Held.Err() == nil && time.Since(began) < lastTries }
+	err := r.saveAnswered()
+	for err != nil && lasts() {
+		wait.Sleep(r.Held, lastTries/10)
+		err = r.saveAnswered()
 	}
-	var err error
-	for began := time.Now(); len(r.Parked.Unsaved()) > 0 && r.Held.Err() == nil && time.Since(began) < lastTries; {
+	r.Outage.Report(err)
+	for err = nil; len(r.Parked.Unsaved()) > 0 && lasts(); {
 		if err = r.trySave(r.Parked.Unsaved(), err != nil); err != nil || len(r.Parked.Unsaved()) > 0 {
 			wait.Sleep(r.Held, lastTries/10)
 		}

@@ -2,12 +2,16 @@ package relay
 
 import (
 	"errors"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // errUnanswered is the error of an event that was sent, while the answer of its partition is waited for elsewhere.
@@ -23,6 +27,7 @@ type Unanswered struct {
 	busy   atomic.Bool // there are events; saves the lock where there are none
 	mu     sync.Mutex
 	events map[eventRef]unansweredEvent
+	keys   map[string]int // parking keys of events, and how many each has
 }
 
 // eventRef identifies an event. After a failover, ids may be given out twice.
@@ -34,20 +39,43 @@ type eventRef struct {
 func refOf(e *envelope.Event) eventRef { return eventRef{e.ID, string(e.EventID)} }
 
 type unansweredEvent struct {
+	key      string // parking key
 	at       kafka.Partition
 	accepted time.Time // zero: no answer has come
 }
 
 // NewUnanswered returns an Unanswered without events. It calls answered after each event that was accepted.
 func NewUnanswered(bad *BadPartitions, answered func()) *Unanswered {
-	return &Unanswered{bad: bad, answered: answered, events: map[eventRef]unansweredEvent{}}
+	return &Unanswered{bad: bad, answered: answered, events: map[eventRef]unansweredEvent{}, keys: map[string]int{}}
 }
 
 func (u *Unanswered) add(e *envelope.Event, at kafka.Partition) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	u.events[refOf(e)] = unansweredEvent{at: at}
+	key := tables.ParkingKey(at.Topic, e.Key())
+	u.events[refOf(e)] = unansweredEvent{key: key, at: at}
+	u.keys[key]++
 	u.busy.Store(true)
+}
+
+// holds reports whether an event of a key has no answer, or has one and still its row.
+func (u *Unanswered) holds(key string) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.keys[key] > 0
+}
+
+// waiting returns the keys of the events, and rows as if they were in outbox_failed, which they may be soon.
+func (u *Unanswered) waiting() (keys []string, rows []cursor.FailedRow) {
+	if !u.busy.Load() {
+		return nil, nil
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for _, e := range u.events {
+		rows = append(rows, cursor.FailedRow{Key: e.key, Place: e.at.Name()})
+	}
+	return slices.Collect(maps.Keys(u.keys)), rows
 }
 
 // find returns where an event was sent to, if it must not be sent again now.
@@ -64,9 +92,10 @@ func (u *Unanswered) find(e *envelope.Event) (at kafka.Partition, is bool) {
 // accept records that Kafka has accepted an event.
 func (u *Unanswered) accept(e *envelope.Event) {
 	u.mu.Lock()
-	found := u.events[refOf(e)]
-	found.accepted = time.Now()
-	u.events[refOf(e)] = found
+	if found, is := u.events[refOf(e)]; is {
+		found.accepted = time.Now()
+		u.events[refOf(e)] = found
+	}
 	u.mu.Unlock()
 	u.answered()
 }
@@ -95,14 +124,26 @@ func (u *Unanswered) Remove(removed []eventRef) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for _, ref := range removed {
-		delete(u.events, ref)
+		u.remove(ref)
 	}
 	for ref, e := range u.events {
 		if !e.accepted.IsZero() && time.Since(e.accepted) > keepAnswers {
-			delete(u.events, ref)
+			u.remove(ref)
 		}
 	}
 	u.busy.Store(len(u.events) > 0)
+}
+
+// remove removes an event if it is there. The caller holds mu.
+func (u *Unanswered) remove(ref eventRef) {
+	e, is := u.events[ref]
+	if !is {
+		return
+	}
+	delete(u.events, ref)
+	if u.keys[e.key]--; u.keys[e.key] == 0 {
+		delete(u.keys, e.key)
+	}
 }
 
 // forget lets an event be sent again.
