@@ -141,8 +141,8 @@ SELECT e.id, e.parking_key, e.place, e.outbox_id, e.event_id::text
                       WHERE f.relay = $1::text AND f.outbox_id = event.outbox_id AND f.event_id = event.id AND f.status <> 'resolved'
                       ORDER BY f.relay, f.outbox_id, f.event_id LIMIT 1) AS e`
 
-// RowsOf returns the rows of events, by their ids in outbox and their event ids, with nothing but these, their keys and their
-// places.
+// RowsOf returns the rows of events, by their ids in outbox and their event ids, with nothing but these, their keys and
+// their places.
 func (f *Failed) RowsOf(ctx context.Context, ids []int64, eventIDs []string) (found []FailedRow, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
 		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e FailedRow, err error) {
