@@ -79,6 +79,7 @@ const (
 	alonePatience = 300 * time.Millisecond
 	freshPatience = kafka.RequestTimeout + 200*time.Millisecond
 	usualTimes    = 10
+	firstUsual    = 50 * time.Millisecond // what sends take, before any has been seen
 	patienceTick  = 25 * time.Millisecond
 	never         = time.Hour // longer than any send
 )

@@ -52,7 +52,7 @@ type Producer struct {
 // NewProducer returns a producer that sends under a lease, as long as a breaker permits it.
 func NewProducer(cfg ProducerConfig, leads lease.Leadership, b *breaker.Breaker) *Producer {
 	return &Producer{
-		cfg: cfg, lease: leads.Lease, breaker: b, group: leads.NewGroup(), named: map[string]string{}, derived: map[string]string{},
+		cfg: cfg, lease: leads.Lease, breaker: b, group: leads.NewGroup(), usual: firstUsual, named: map[string]string{}, derived: map[string]string{},
 	}
 }
 

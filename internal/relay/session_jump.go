@@ -55,7 +55,7 @@ func (s *Session) reportLostRows(known, found int64) error {
 	}
 	args := []any{"left", known, "found", found, "sent_since", len(ids), "missing", len(ids) - there}
 	if there < len(ids) {
-		s.Log.Error("outbox: PostgreSQL has lost transactions whose events were sent, in a crash or a failover to a server that lagged", args...)
+		s.Log.Error("outbox: PostgreSQL has lost the newest rows of the cursor, and transactions whose events were sent", args...)
 	} else {
 		s.Log.Warn("outbox: PostgreSQL has lost the newest rows of the cursor, but no event that was sent; events since then are sent again", args...)
 	}

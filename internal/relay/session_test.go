@@ -69,7 +69,7 @@ var sessionTests = []struct {
 	{name: "the newest rows of the cursor were lost", events: 3, faults: []string{"move: rolled back"}, sent: "12 12 3", at: "3",
 		log: "lost the newest rows of the cursor, but no event"},
 	{name: "and events with them", events: 3, faults: []string{"move: rolled back", "count: one less"}, sent: "12 12 3", at: "3",
-		log: "lost transactions whose events were sent"},
+		log: "and transactions whose events were sent"},
 	{name: "an outage when it is looked which events were lost", events: 3, faults: []string{"move: rolled back", "count: down"}, sent: "12 12 3", at: "3",
 		log: "sent_since=2 missing=0", waits: true},
 	{name: "whoever finds the cursor stale proves the lease first", events: 3, faults: []string{"move: stale", "renew: lost"}, sent: "12", err: lease.ErrLeaseLost, at: "0/3"},
