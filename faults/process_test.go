@@ -3,12 +3,10 @@ package faults
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"os/signal"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -16,11 +14,10 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
-
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
 
 // relayVar makes this test's program a relay: it holds the database's address.
@@ -38,16 +35,6 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		os.Exit(0)
-	}
-	flag.Parse()
-	// These tests mostly wait, so twice as many run at a time as elsewhere.
-	parallel, err := strconv.Atoi(flag.Lookup("test.parallel").Value.String())
-	if err == nil {
-		err = flag.Set("test.parallel", strconv.Itoa(2*parallel))
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
 	}
 	goleak.VerifyTestMain(m)
 }
