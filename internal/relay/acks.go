@@ -36,9 +36,9 @@ type acks struct {
 	next     int    // in known: where the next outcome probably belongs
 	accepted int
 	failed   map[*kgo.Record]error
-	open     int // outcomes that are not known, and one until the client has all records
-	handed   int // records that the client has
-	late     func(i int, err error)
+	open     int                    // outcomes that are not known, and one until the client has all records
+	handed   int                    // records that the client has
+	late     func(i int, err error) // takes the outcomes that come after split; called under mu
 }
 
 // newAcks expects one outcome for each record without an error.
@@ -58,13 +58,13 @@ func newAcks(p *breaker.Permit, records []kgo.Record, errs []error) *acks {
 // handedOver is called once, when the client has the first n records. No outcome will come for the others.
 func (a *acks) handedOver(n int) {
 	a.mu.Lock()
+	defer a.mu.Unlock()
 	a.handed = n
 	for _, err := range a.errs[n:] {
 		if err == nil {
 			a.open--
 		}
 	}
-	a.mu.Unlock()
 	a.done()
 }
 
@@ -82,18 +82,9 @@ func (a *acks) promise(r *kgo.Record, err error) {
 	if err == nil {
 		a.permit.Report(breaker.Succeeded)
 	}
-	if i, late := a.note(r, err); late != nil {
-		late(i, err)
-	}
-	a.done()
-}
-
-// note records the outcome of a record. It returns its index, and the function that takes it if the send was
-// detached.
-func (a *acks) note(r *kgo.Record, err error) (i int, late func(int, error)) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	i = a.indexOf(r)
+	i := a.indexOf(r)
 	a.known[i] = true
 	switch {
 	case err == nil:
@@ -103,7 +94,10 @@ func (a *acks) note(r *kgo.Record, err error) (i int, late func(int, error)) {
 	default:
 		a.failed[r] = err
 	}
-	return i, a.late
+	if a.late != nil {
+		a.late(i, err)
+	}
+	a.done()
 }
 
 // indexOf returns the index of a record. The outcomes of a partition come in the order of its records, so the search
@@ -189,10 +183,8 @@ func (a *acks) raise() {
 	}
 }
 
-// done counts one outcome.
+// done counts one outcome. The caller holds mu.
 func (a *acks) done() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
 	if a.open--; a.open == 0 {
 		close(a.all)
 	}

@@ -126,11 +126,10 @@ func (r *BadPartitions) Accept(at kafka.Partition, began time.Time) (recovered b
 	return recovered
 }
 
-// makeGood removes a bad partition. The caller holds mu.
+// makeGood removes a bad partition. The caller holds mu, and calls changed.
 func (r *BadPartitions) makeGood(name string) {
 	delete(r.bad, name)
 	r.accepted[name] = time.Now()
-	r.changed()
 }
 
 // Forget makes a partition good for which no event waits: no retry could show that it has recovered. The next event for
@@ -140,6 +139,7 @@ func (r *BadPartitions) Forget(name string) {
 	defer r.mu.Unlock()
 	if r.bad[name] != nil {
 		r.makeGood(name)
+		r.changed()
 	}
 }
 

@@ -313,13 +313,14 @@ func (s *Session) Open() (batch []envelope.Event, large bool, err error) {
 		}
 		return err
 	})
+	if err == nil {
+		s.isFresh()
+	}
 	switch {
 	case err == nil && large:
-		s.isFresh()
 		s.schedule.Polled(began, s.Rules.BatchSize) // at least about as many
 		err = s.Window.Begin(s.pos)
 	case err == nil:
-		s.isFresh()
 		s.schedule.Polled(began, len(batch))
 		s.Window.Limits.Events.grow(len(batch))
 	}
