@@ -262,7 +262,7 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
  WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder` + leaseTaken
 
 // durable is [pg.Durable] for statements that return times.
-const durable = pg.TextSettings + `, CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'local', true) END`
+const durable = pg.TextSettings + `, ` + pg.DurableCommit
 
 // takeGrace is how long a relay that is told to stop waits for the statement that takes
 // the lease.

@@ -25,8 +25,10 @@ SELECT ` + TextFormats + `, set_config('plan_cache_mode', 'force_generic_plan', 
 
 // Durable makes its transaction wait for the disk of its server where the role's
 // synchronous_commit is off.
-const Durable = `
-SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
+const Durable = `SELECT ` + DurableCommit
+
+// DurableCommit is [Durable] for a list of settings.
+const DurableCommit = `CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'local', true) END`
 
 // NoTransactionTimeout is for a list of settings: it lets a transaction last for as long as it takes. PostgreSQL has
 // transaction_timeout from version 17 on.
