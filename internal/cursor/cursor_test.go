@@ -10,6 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -286,7 +287,7 @@ func TestReadsThatFail(t *testing.T) {
 			_, _, err := d.cursors.Page(ctx, p, cursor.Unpaged{Ranges: []cursor.XidRange{{First: 3, Last: 4}}}, 10)
 			return err
 		},
-		"due":    func() error { _, err := failed.Due(ctx, "", false, nil); return err },
+		"due":    func() error { _, err := failed.Due(ctx, "", false, pgtype.Timestamptz{}, nil); return err },
 		"parked": func() error { _, err := failed.Parked(ctx, []string{"key"}); return err },
 		"open":   func() error { _, _, _, err := d.cursors.Open(ctx, l, p, 10); return err },
 		"first":  func() error { _, err := failed.First(ctx, []string{"orders"}, nil); return err },

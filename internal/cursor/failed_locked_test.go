@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/cursor"
@@ -137,7 +138,7 @@ func TestLockedHeadsAreNotDue(t *testing.T) {
 	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
 	d.InsertParked(t, 4, 4)
 	due := func() (ids []int64) {
-		found, err := failed.Due(ctx, "", false, []string{"b-events/key-3"})
+		found, err := failed.Due(ctx, "", false, pgtype.Timestamptz{}, []string{"b-events/key-3"})
 		require.NoError(t, err)
 		for _, e := range found {
 			ids = append(ids, e.Row)

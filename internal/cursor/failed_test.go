@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -52,7 +53,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	statements := []statement{
 		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.SQLKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
 		{"places", "(text) AS " + failed.SQLBadPartitions, "('default')", pg.PlannerSettings, 40},
-		{"due", "(text, text, bool, int, text[]) AS " + failed.SQLDue, fmt.Sprintf("('default', '', false, %d, '{x}')", heads), pg.PlannerSettings, 2 * heads},
+		{"due", "(text, text, bool, int, text[], timestamptz) AS " + failed.SQLDue, fmt.Sprintf("('default', '', false, %d, '{x}', '-infinity')", heads), pg.PlannerSettings, 2 * heads},
 		{"first", "(text, text[], text[]) AS " + failed.SQLFirst, "('default', '{\"\", b-events, b-events/1}', '{x}')", pg.PlannerSettings, 20},
 		{"parked", "(text, text[], int, int) AS " + failed.SQLParked, "('default', '{b-events/key-7}', 500, 500)", pg.PlannerSettings, 2 * parked / keys},
 		{"parked_of_many", "(text, text[], int, int) AS " + failed.SQLParked,
@@ -137,7 +138,7 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	d.InsertParked(t, 40, 40)
 	large := `"` + strings.Repeat("x", 1<<20) + `"`
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET payload = $1::text::jsonb, size = 1048578`, large)
-	found, err := failed.Due(ctx, "", false, nil)
+	found, err := failed.Due(ctx, "", false, pgtype.Timestamptz{}, nil)
 	require.NoError(t, err)
 	require.Len(t, found, 40)
 	require.Equal(t, 3, cursor.Fitting(found), "of 4 MiB")

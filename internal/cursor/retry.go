@@ -11,6 +11,7 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // FailedRow is a row of outbox_failed on its way to Kafka.
@@ -20,17 +21,18 @@ type FailedRow struct {
 	Key            string // parking key
 	Place          string // the topic or partition that it waits for; empty for none
 	Retries        int
+	Due            pgtype.Timestamptz // next_retry_at
 	held           bool
 	Size           int   // bytes of payload and headers, as the row says
 	Unreadable     error // why payload and headers could not be read; they are missing then
 }
 
 // failedHead are the columns by which an event to retry is found, in the order of find.
-const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.held, e.size`
+const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.next_retry_at, e.held, e.size`
 
 // failedParked are the same for an event behind heads that were sent. If the session has written another head since,
 // that one is sent when it is due, and holds back the events behind it like an event that an operator holds.
-const failedParked = `e.id, e.parking_key, e.place, e.retry_count, e.held OR e.status = 'failed' OR e.place <> '', e.size`
+const failedParked = `e.id, e.parking_key, e.place, e.retry_count, e.next_retry_at, e.held OR e.status = 'failed' OR e.place <> '', e.size`
 
 // sqlFailedBadPartitions returns the topics and partitions that heads wait for, and the error of one head of each.
 const sqlFailedBadPartitions = `
@@ -57,7 +59,7 @@ const sqlFailedDue = `
 SELECT ` + failedHead + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.place = $2::text AND e.status IN ('waiting', 'failed') AND NOT e.held
-   AND e.next_retry_at <= CASE WHEN $3::bool THEN 'infinity' ELSE now() END
+   AND e.next_retry_at >= $6::timestamptz AND e.next_retry_at <= CASE WHEN $3::bool THEN 'infinity' ELSE now() END
    AND e.parking_key NOT IN (SELECT unnest($5::text[]))
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int FOR UPDATE SKIP LOCKED`
 
@@ -74,7 +76,9 @@ SELECT ` + failedHead + `
 // sqlFailedParked finds the events that are parked behind heads that were sent, at most $3
 // of each key, and $4 together. It cuts by the ids of events, so of each key the first ones
 // are left. Asked for "parking_key = key", the planner may scan the unique index in the
-// order of ids instead, through the rows of all keys.
+// order of ids instead, through the rows of all keys. It looks at a key from its first row on, although beside an old
+// snapshot the index still has those that were sent: meanwhile a lower id may have been parked, in front of a higher one
+// of its transaction.
 const sqlFailedParked = `
 SELECT ` + failedParked + `
   FROM unnest($2::text[]) AS sent (key)
@@ -112,9 +116,13 @@ func (f *Failed) BadPartitions(ctx context.Context) (all []BadPartition, err err
 const maxFound = 500
 
 // Due returns heads that wait for a topic or partition, or for none: all, or those that are due. It skips the heads of
-// some keys, and those that another transaction has locked.
-func (f *Failed) Due(ctx context.Context, place string, all bool, skip []string) ([]FailedRow, error) {
-	return f.find(ctx, f.SQLDue, f.relay, place, all, maxFound, skip)
+// some keys, and those that another transaction has locked. It begins with the heads that were due at a time; if that
+// is NULL, with the first one.
+func (f *Failed) Due(ctx context.Context, place string, all bool, from pgtype.Timestamptz, skip []string) ([]FailedRow, error) {
+	if !from.Valid {
+		from = pgtype.Timestamptz{InfinityModifier: pgtype.NegativeInfinity, Valid: true}
+	}
+	return f.find(ctx, f.SQLDue, f.relay, place, all, maxFound, skip, from)
 }
 
 // First returns one head for each topic or partition that a head waits for. It skips the heads of some keys.
@@ -161,7 +169,7 @@ func (f *Failed) RowsOf(ctx context.Context, ids []int64, eventIDs []string) (fo
 func (f *Failed) find(ctx context.Context, sql string, args ...any) (found []FailedRow, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
 		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e FailedRow, err error) {
-			err = row.Scan(&e.Row, &e.Key, &e.Place, &e.Retries, &e.held, &e.Size)
+			err = row.Scan(&e.Row, &e.Key, &e.Place, &e.Retries, &e.Due, &e.held, &e.Size)
 			return e, err
 		})
 		return err
@@ -261,7 +269,8 @@ type RetryResult struct {
 // it was sent, or is dead and does not hold the key, and that still have a row. Rows are looked up by
 // arrays of ids, and keys one by one: where the planner has no statistics of the table, or those of
 // an empty one, it would read the whole table for a join. A row that an operator has
-// resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked.
+// resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked. It looks for
+// the rows that a key still has from its end, because beside an old snapshot the index still has those that were sent.
 const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
@@ -295,7 +304,7 @@ WITH lease AS MATERIALIZED (
            SELECT FROM {schema}.outbox_failed AS f
             WHERE f.relay = $1::text AND f.parking_key >= lost.parking_key AND f.parking_key <= lost.parking_key
               AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
-            ORDER BY f.relay, f.parking_key, f.outbox_id LIMIT 1) AS next_head
+            ORDER BY f.relay DESC, f.parking_key DESC, f.outbox_id DESC LIMIT 1) AS next_head
 )
 SELECT count(*), ARRAY(SELECT parking_key FROM headless), ARRAY(SELECT id FROM saved),
        ARRAY(SELECT f.id FROM {schema}.outbox_failed AS f

@@ -26,6 +26,8 @@ type Parking struct {
 	passing bool        // RelayConfig.PassFailedKeys: no event waits behind another
 	busy    atomic.Bool // there are keys; saves the lock where there are none
 
+	mistaken atomic.Bool // retriers correct mistakes soon: rows were locked, or operators have resolved them meanwhile
+
 	counting sync.Mutex // held during a recount, and taken before mu: session and retrier recount
 
 	mu        sync.Mutex

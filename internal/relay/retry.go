@@ -6,14 +6,14 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"strings"
-	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
+
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -54,20 +54,6 @@ type retrier struct {
 	RetrierParts
 	reconcileAt time.Time // not before
 	probed      time.Time // when bad partitions were probed last that are no suspects
-	recheck     bool      // mistakes are corrected soon: rows were locked, or operators have resolved them meanwhile
-}
-
-// ProbedKeys has the keys of events that are being probed. Their heads must not change.
-type ProbedKeys struct {
-	mu   sync.Mutex // held while heads are chosen to be probed, and while heads change
-	keys []string
-}
-
-// end is called when the events have been probed.
-func (p *ProbedKeys) end() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.keys = nil
 }
 
 // NewRetrier returns a retrier. Either Run or RunProbes is called on it.
@@ -76,17 +62,12 @@ func NewRetrier(p RetrierParts) *retrier { return &retrier{RetrierParts: p} }
 // Run retries the events of good partitions until ctx is cancelled, then finishes the batch in flight.
 func (r *retrier) Run(ctx context.Context) { r.repeat(ctx, r.RetryNow, r.pause, r.retryAll) }
 
-// RunProbes probes bad partitions until ctx is cancelled.
-func (r *retrier) RunProbes(ctx context.Context) {
-	r.repeat(ctx, r.ProbeNow, func() time.Duration { return r.Rules.RetryInterval }, r.probeAll)
-}
-
 // lockedInterval is the longest wait between two tries to change rows that another transaction has locked.
 const lockedInterval = time.Second
 
 // pause returns how long Run waits between two rounds, or between two corrections of mistakes in a long round.
 func (r *retrier) pause() time.Duration {
-	if r.recheck || len(r.Parked.Unsaved()) > 0 {
+	if r.Parked.mistaken.Load() || len(r.Parked.Unsaved()) > 0 {
 		return min(lockedInterval, r.Rules.RetryInterval)
 	}
 	return r.Rules.RetryInterval
@@ -109,7 +90,9 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, pause func() 
 // retryAll retries every event that is due, some of each queue in turn. That may take long,
 // and mistakes are corrected meanwhile.
 func (r *retrier) retryAll(ctx context.Context) error {
-	var corrected time.Time
+	var corrected, listed time.Time
+	var queues []cursor.BadPartition
+	reached := map[string]pgtype.Timestamptz{}
 	for more := true; more && ctx.Err() == nil; {
 		if time.Since(corrected) >= r.pause() {
 			if err := r.saveUnsaved(); err != nil {
@@ -128,15 +111,16 @@ func (r *retrier) retryAll(ctx context.Context) error {
 		if err := r.saveAnswered(); err != nil {
 			return err
 		}
-		read, cancel := r.WithStatementTimeout()
-		queues, err := r.Store.BadPartitions(read)
-		cancel()
-		if err != nil {
-			return err
+		if time.Since(listed) >= r.pause() {
+			var err error
+			if queues, err = r.listQueues(); err != nil {
+				return err
+			}
+			listed = time.Now()
 		}
 		more = false
 		for _, queue := range queues {
-			some, err := r.retryQueue(ctx, queue.Name)
+			some, err := r.retryQueue(ctx, queue.Name, reached)
 			if errors.Is(err, errNotPermitted) {
 				return nil
 			}
@@ -149,12 +133,19 @@ func (r *retrier) retryAll(ctx context.Context) error {
 	return nil
 }
 
+func (r *retrier) listQueues() ([]cursor.BadPartition, error) {
+	ctx, cancel := r.WithStatementTimeout()
+	defer cancel()
+	return r.Store.BadPartitions(ctx)
+}
+
 // errNotPermitted ends a round: Kafka or the breaker lets nothing through.
 var errNotPermitted = errors.New("not all events were sent")
 
 // retryQueue sends some heads of a queue, and the events that are parked behind the heads that get through. It
-// reports whether there were any. All heads of a partition that has recovered are due.
-func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err error) {
+// reports whether there were any. All heads of a partition that has recovered are due. Reached has, for each queue, when
+// the last heads of this round were due: it goes on there, and begins again at the end.
+func (r *retrier) retryQueue(ctx context.Context, place string, reached map[string]pgtype.Timestamptz) (some bool, err error) {
 	if place != "" {
 		if !r.Bad.Claim(place, false) {
 			return false, nil
@@ -162,9 +153,15 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 		defer r.Bad.Release(place)
 	}
 	events, err := r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
-		return r.Store.Due(ctx, place, place != "", skip)
+		found, err := r.Store.Due(ctx, place, place != "", reached[place], skip)
+		if err == nil && len(found) == 0 && reached[place].Valid {
+			found, err = r.Store.Due(ctx, place, place != "", pgtype.Timestamptz{}, skip)
+		}
+		return found, err
 	})
-	some = len(events) > 0
+	if some = len(events) > 0; some {
+		reached[place] = events[len(events)-1].Due
+	}
 	for err == nil && len(events) > 0 && ctx.Err() == nil {
 		var sent []string
 		sent, err = r.retry(ctx, events, r.Deliverer.attempt)
@@ -182,110 +179,13 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 	return some, err
 }
 
-// probeAll tries one event of each suspect at once, and one of each other bad partition once in RetryInterval. They
-// are separate, so that an answer of the first need not wait for the others.
-func (r *retrier) probeAll(ctx context.Context) error {
-	var suspects, bad []string
-	for _, b := range r.Bad.All() {
-		if b.suspect {
-			suspects = append(suspects, b.Name)
-		} else {
-			bad = append(bad, b.Name)
-		}
-	}
-	err := r.probe(ctx, suspects)
-	if err == nil && time.Since(r.probed) >= r.Rules.RetryInterval {
-		r.probed = time.Now()
-		err = r.probe(ctx, bad)
-	}
-	return err
-}
-
-// probe tries one event of each of some bad partitions. The keys that lose their heads get others from Run, which also
-// sends what waits for the partitions that have recovered.
-func (r *retrier) probe(ctx context.Context, bad []string) error {
-	names := slices.DeleteFunc(bad, func(name string) bool { return !r.Bad.Claim(name, true) })
-	if len(names) == 0 {
-		return nil
-	}
-	var sent []string
-	defer func() {
-		for _, name := range names {
-			r.Bad.Release(name)
-		}
-		if len(sent) > 0 {
-			r.Deliverer.Parts.OnRecovered()
-		}
-	}()
-	waiting, events, err := r.choose(names)
-	if err != nil {
-		return err
-	}
-	defer r.Probed.end()
-	r.ForgetEmpty(names, waiting)
-	if sent, err = r.retry(ctx, events, r.Deliverer.probe); errors.Is(err, errNotPermitted) {
-		return nil
-	}
-	return err
-}
-
-// choose returns one waiting event for each bad partition, and those of them that are to be probed now. No head of
-// their keys changes until the probes have ended.
-func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, err error) {
-	r.Probed.mu.Lock()
-	defer r.Probed.mu.Unlock()
-	for _, unsaved := range r.Parked.Unsaved() {
-		waiting = append(waiting, *unsaved.Event)
-	}
-	_, unanswered := r.Unanswered.waiting()
-	waiting = append(waiting, unanswered...)
-	events, err = r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
-		first, err := r.Store.First(ctx, names, skip)
-		waiting = append(waiting, first...)
-		return first, err
-	})
-	for i := range events {
-		r.Probed.keys = append(r.Probed.keys, events[i].Key)
-	}
-	return waiting, events, err
-}
-
-// EmptyAfter is how long a bad partition is kept for which no row waits. The session writes the rows only after it
-// has found that the partition is bad.
-const EmptyAfter = 5 * time.Second
-
-// ForgetEmpty forgets the bad partitions, of those named, for which no event waits.
-func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
-	for _, bad := range r.Bad.All() {
-		if !slices.Contains(names, bad.Name) { // not asked for
-			continue
-		}
-		waits := slices.ContainsFunc(events, func(e cursor.FailedRow) bool { return e.Place == bad.Name })
-		if !waits && time.Since(bad.since) > EmptyAfter {
-			r.Bad.Forget(bad.Name)
-		}
-	}
-}
-
-// forgetMoved forgets the partitions whose probes have gone to another partition, because the number of partitions
-// has changed. The events that wait for them are tried; those that still go to a bad partition wait for it again.
-func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
-	for i, o := range outcomes {
-		waited := events[i].Place
-		if o.Kind == OutcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
-			r.Bad.Forget(waited)
-			r.Deliverer.Parts.OnRecovered()
-		}
-	}
-}
-
 // reconcile corrects what operators and crashes cause: keys without a head, and wrong counts in the parking. It also
 // retries dead events whose class says so. When stop ends, it leaves the rest to the next leader.
 func (r *retrier) reconcile(stop context.Context) error {
 	if time.Now().Before(r.reconcileAt) {
 		return nil
 	}
-	r.recheck = false
+	r.Parked.mistaken.Store(false)
 	start := time.Now()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
@@ -331,7 +231,9 @@ func (r *retrier) promote(stop context.Context, keys []string) error {
 	}
 	r.Parked.addHeadless(probed)
 	left, err := r.Store.Promote(stop, r.WithStatementTimeout, r.Lease, free)
-	r.recheck = r.recheck || left > 0
+	if left > 0 {
+		r.Parked.mistaken.Store(true)
+	}
 	return err
 }
 

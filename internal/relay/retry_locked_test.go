@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/cursor"
@@ -100,7 +101,7 @@ func TestKeyOfLockedRowWaits(t *testing.T) {
 			r := newLockedFixture(t, d, &log)
 			found := func() (rows []int64) {
 				events, err := r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
-					return r.Store.Due(ctx, "", false, skip)
+					return r.Store.Due(ctx, "", false, pgtype.Timestamptz{}, skip)
 				})
 				require.NoError(t, err)
 				for _, e := range events {

@@ -55,7 +55,7 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 			r.keep(result)
 			left = append(left, key)
 		case !slices.Contains(saved.Rows, result.Row):
-			r.recheck = true
+			r.Parked.mistaken.Store(true)
 		case removed:
 			r.Parked.rowRemoved(key)
 		default:

@@ -42,7 +42,7 @@ func (d *Tables) PassUncommitted(t *testing.T, settings string, at func(snapshot
 		count := func(when, snapshot string) {
 			for _, s := range at(snapshot) {
 				name := when + ", " + s.Name
-				buffers[name], names = d.buffers(t, settings, s), append(names, name)
+				buffers[name], names = d.Buffers(t, settings, s), append(names, name)
 			}
 		}
 		count("before the newest transaction", before)
@@ -62,9 +62,9 @@ func (d *Tables) PassUncommitted(t *testing.T, settings string, at func(snapshot
 	}
 }
 
-// buffers returns how many buffers a statement touches, once its connection has read the catalogs. What the statement
+// Buffers returns how many buffers a statement touches, once its connection has read the catalogs. What the statement
 // writes is rolled back.
-func (d *Tables) buffers(t *testing.T, settings string, s Statement) (n int) {
+func (d *Tables) Buffers(t *testing.T, settings string, s Statement) (n int) {
 	t.Helper()
 	ctx := context.Background()
 	conn, err := d.DB.Acquire(ctx)

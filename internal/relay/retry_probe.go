@@ -1,0 +1,127 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/cursor"
+)
+
+// ProbedKeys has the keys of events that are being probed. Their heads must not change.
+type ProbedKeys struct {
+	mu   sync.Mutex // held while heads are chosen to be probed, and while heads change
+	keys []string
+}
+
+// end is called when the events have been probed.
+func (p *ProbedKeys) end() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.keys = nil
+}
+
+// RunProbes probes bad partitions until ctx is cancelled.
+func (r *retrier) RunProbes(ctx context.Context) {
+	r.repeat(ctx, r.ProbeNow, func() time.Duration { return r.Rules.RetryInterval }, r.probeAll)
+}
+
+// probeAll tries one event of each suspect at once, and one of each other bad partition once in RetryInterval. They
+// are separate, so that an answer of the first need not wait for the others.
+func (r *retrier) probeAll(ctx context.Context) error {
+	var suspects, bad []string
+	for _, b := range r.Bad.All() {
+		if b.suspect {
+			suspects = append(suspects, b.Name)
+		} else {
+			bad = append(bad, b.Name)
+		}
+	}
+	err := r.probe(ctx, suspects)
+	if err == nil && time.Since(r.probed) >= r.Rules.RetryInterval {
+		r.probed = time.Now()
+		err = r.probe(ctx, bad)
+	}
+	return err
+}
+
+// probe tries one event of each of some bad partitions. The keys that lose their heads get others from Run, which also
+// sends what waits for the partitions that have recovered.
+func (r *retrier) probe(ctx context.Context, bad []string) error {
+	names := slices.DeleteFunc(bad, func(name string) bool { return !r.Bad.Claim(name, true) })
+	if len(names) == 0 {
+		return nil
+	}
+	var sent []string
+	defer func() {
+		for _, name := range names {
+			r.Bad.Release(name)
+		}
+		if len(sent) > 0 {
+			r.Deliverer.Parts.OnRecovered()
+		}
+	}()
+	waiting, events, err := r.choose(names)
+	if err != nil {
+		return err
+	}
+	defer r.Probed.end()
+	r.ForgetEmpty(names, waiting)
+	if sent, err = r.retry(ctx, events, r.Deliverer.probe); errors.Is(err, errNotPermitted) {
+		return nil
+	}
+	return err
+}
+
+// choose returns one waiting event for each bad partition, and those of them that are to be probed now. No head of
+// their keys changes until the probes have ended.
+func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, err error) {
+	r.Probed.mu.Lock()
+	defer r.Probed.mu.Unlock()
+	for _, unsaved := range r.Parked.Unsaved() {
+		waiting = append(waiting, *unsaved.Event)
+	}
+	_, unanswered := r.Unanswered.waiting()
+	waiting = append(waiting, unanswered...)
+	events, err = r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
+		first, err := r.Store.First(ctx, names, skip)
+		waiting = append(waiting, first...)
+		return first, err
+	})
+	for i := range events {
+		r.Probed.keys = append(r.Probed.keys, events[i].Key)
+	}
+	return waiting, events, err
+}
+
+// EmptyAfter is how long a bad partition is kept for which no row waits. The session writes the rows only after it
+// has found that the partition is bad.
+const EmptyAfter = 5 * time.Second
+
+// ForgetEmpty forgets the bad partitions, of those named, for which no event waits.
+func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
+	for _, bad := range r.Bad.All() {
+		if !slices.Contains(names, bad.Name) { // not asked for
+			continue
+		}
+		waits := slices.ContainsFunc(events, func(e cursor.FailedRow) bool { return e.Place == bad.Name })
+		if !waits && time.Since(bad.since) > EmptyAfter {
+			r.Bad.Forget(bad.Name)
+		}
+	}
+}
+
+// forgetMoved forgets the partitions whose probes have gone to another partition, because the number of partitions
+// has changed. The events that wait for them are tried; those that still go to a bad partition wait for it again.
+func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
+	for i, o := range outcomes {
+		waited := events[i].Place
+		if o.Kind == OutcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
+			r.Bad.Forget(waited)
+			r.Deliverer.Parts.OnRecovered()
+		}
+	}
+}
