@@ -68,7 +68,7 @@ SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coa
 // another order. Statements are planned for their arguments each time, because most filters are empty.
 const (
 	pageSettings = `
-SELECT ` + pg.TextFormats + `, set_config('plan_cache_mode', 'force_custom_plan', true), set_config('jit', 'off', true)`
+SELECT set_config('plan_cache_mode', 'force_custom_plan', true), set_config('jit', 'off', true)`
 	inOrder = pageSettings + `,
        set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true)`
 )

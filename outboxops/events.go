@@ -325,7 +325,7 @@ const sqlTail = `
 WITH ids AS MATERIALIZED (
     SELECT new.id, new.xid FROM (SELECT $8::xid8 AS bound, pg_current_snapshot() AS snapshot) AS b
      CROSS JOIN LATERAL (` + tables.Gaps + `) AS g
-     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id OFFSET 0) AS new
+     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE ` + tables.InGap + ` ORDER BY xid, id OFFSET 0) AS new
      UNION ALL
     SELECT late.id, late.xid FROM pg_snapshot_xip($7::pg_snapshot) AS x
      CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id OFFSET 0) AS late

@@ -136,7 +136,7 @@ SELECT ` + tables.DeliveryColumns + `
 
 func (s deliveryStore) get(ctx context.Context, number int64) (Failure, error) {
 	var found tables.Delivery
-	err := pg.Query(ctx, s.db, pg.TextSettings, func(rows pgx.Rows) (err error) {
+	err := pg.Query(ctx, s.db, "", func(rows pgx.Rows) (err error) {
 		found, err = pgx.CollectExactlyOneRow(rows, tables.ScanDelivery)
 		return err
 	}, s.sqlGet, number)

@@ -242,8 +242,8 @@ SELECT name, first, behind, bytes, coalesce(newest >= first AND newest < behind,
          CROSS JOIN LATERAL pg_get_expr(c.relpartbound, c.oid) AS e (bound)
          WHERE i.inhparent = to_regclass({outbox})::oid AND e.bound <> 'DEFAULT') AS p,
        (SELECT (SELECT o.id FROM (SELECT '1'::xid8 AS bound, pg_current_snapshot() AS snapshot) AS b
-                 CROSS JOIN LATERAL (` + tables.Gaps + ` ORDER BY last DESC) AS g
-                 CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox WHERE xid >= g.first AND xid <= g.last ORDER BY xid DESC, id DESC LIMIT 1) AS o
+                 CROSS JOIN LATERAL (` + tables.Gaps + ` ORDER BY before DESC) AS g
+                 CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox WHERE ` + tables.InGap + ` ORDER BY xid DESC, id DESC LIMIT 1) AS o
                  LIMIT 1) AS newest) AS o
  ORDER BY first`
 

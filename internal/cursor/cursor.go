@@ -246,7 +246,7 @@ WITH ids AS MATERIALIZED (
         SELECT new.id, new.xid FROM (SELECT $6::xid8 AS bound, pg_current_snapshot() AS snapshot) AS b
          CROSS JOIN LATERAL (` + tables.Gaps + `) AS g
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
-                              WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $7) AS new
+                              WHERE ` + tables.InGap + ` ORDER BY xid, id LIMIT $7) AS new
          UNION ALL
         SELECT late.id, late.xid FROM pg_snapshot_xip($5::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox

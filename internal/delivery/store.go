@@ -73,7 +73,7 @@ func (s *Store) ForRecords() *Store {
 func (s *Store) newHolder() string { return s.process + "/" + strconv.FormatInt(s.claims.Add(1), 10) }
 
 // settings run before the other statements of a transaction.
-const settings = pg.PlannerSettings + `, set_config('lock_timeout', '5s', true), set_config('idle_in_transaction_session_timeout', '10s', true), ` +
+const settings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('lock_timeout', '5s', true), set_config('idle_in_transaction_session_timeout', '10s', true), ` +
 	pg.NoTransactionTimeout
 
 // sqlCheck fails if the tables do not exist, or lack columns that this release needs.

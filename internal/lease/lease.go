@@ -261,9 +261,6 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
        expires_at = clock_timestamp() + $3::interval, lasts = excluded.lasts, locked_epoch = NULL
  WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder` + leaseTaken
 
-// durable is [pg.Durable] for statements that return times.
-const durable = pg.TextSettings + `, ` + pg.DurableCommit
-
 // takeGrace is how long a relay that is told to stop waits for the statement that takes
 // the lease.
 const takeGrace = time.Second
@@ -281,7 +278,7 @@ func (s *Store) Acquire(ctx context.Context) (*Lease, error) {
 	taking, cancel := wait.Grace(ctx, takeGrace)
 	defer cancel()
 	return s.taken(func(read func(pgx.Rows) error) error {
-		return pg.Query(taking, s.DB, durable, read, s.Take, s.Relay, s.holder, s.Duration)
+		return pg.Query(taking, s.DB, pg.Durable, read, s.Take, s.Relay, s.holder, s.Duration)
 	})
 }
 
@@ -340,7 +337,7 @@ func (s *Store) Renew(ctx context.Context, l *Lease) error {
 	var expiresAt time.Time
 	var claimed bool
 	// If a crash could forget that, a standby could take a lease that its holder believes to have.
-	err := pg.Query(ctx, s.DB, durable, func(rows pgx.Rows) error {
+	err := pg.Query(ctx, s.DB, pg.Durable, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
 			return struct{}{}, row.Scan(&expiresAt, &claimed)
 		})

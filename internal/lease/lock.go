@@ -70,7 +70,7 @@ func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen oth
 	var over atomic.Bool // set by the first of the two, the statement and its waiting caller
 	err := lock.Do(taking, func(ctx context.Context, conn *pgx.Conn) error {
 		l, err := s.taken(func(read func(pgx.Rows) error) error {
-			return pg.Query(ctx, conn, durable, read, s.takeFromGone, s.Relay, s.holder, s.Duration, seen.Holder, seen.epoch, seen.expiresAt)
+			return pg.Query(ctx, conn, pg.Durable, read, s.takeFromGone, s.Relay, s.holder, s.Duration, seen.Holder, seen.epoch, seen.expiresAt)
 		})
 		if err != nil {
 			return err

@@ -66,7 +66,7 @@ func readApplied(ctx context.Context, db *pgxpool.Pool, schema, sql string, row 
 	if err != nil || !is {
 		return err
 	}
-	return pg.Query(ctx, db, privileges.SafePath+`, `+pg.TextFormats, func(rows pgx.Rows) error {
+	return pg.Query(ctx, db, privileges.SafePath, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, row, read)
 		return err
 	}, pg.InSchema(sql, schema))

@@ -32,16 +32,18 @@ type BatchSender interface {
 	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
 }
 
-// Query runs a statement under settings and passes its rows to read. On a pool it runs under READ COMMITTED, whatever
-// the role is configured to.
+// Query runs a statement under settings, if there are any, and passes its rows to read. On a pool it runs under READ
+// COMMITTED, whatever the role is configured to.
 func Query(ctx context.Context, db BatchSender, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
 	var batch pgx.Batch
-	batch.Queue(settings)
+	if settings != "" {
+		batch.Queue(settings)
+	}
 	batch.Queue(sql, args...).Query(read)
 	return send(ctx, db, false, &batch)
 }
 
-// QueryRow is the method of a pool, under [TextSettings] and READ COMMITTED.
+// QueryRow is the method of a pool, under READ COMMITTED.
 func QueryRow(ctx context.Context, db BatchSender, sql string, args ...any) pgx.Row {
 	return queriedRow{ctx, db, sql, args}
 }
@@ -56,7 +58,6 @@ type queriedRow struct {
 // Scan implements [pgx.Row].
 func (r queriedRow) Scan(dst ...any) error {
 	var batch pgx.Batch
-	batch.Queue(TextSettings)
 	batch.Queue(r.sql, r.args...).QueryRow(func(row pgx.Row) error { return row.Scan(dst...) })
 	return send(r.ctx, r.db, true, &batch)
 }
@@ -69,9 +70,9 @@ func Exec(ctx context.Context, db BatchSender, sql string, args ...any) (tag pgc
 	return tag, err
 }
 
-// Collect returns what read makes of each row of a statement, which runs under [TextSettings].
+// Collect returns what read makes of each row of a statement.
 func Collect[T any](ctx context.Context, db BatchSender, read pgx.RowToFunc[T], sql string, args ...any) (all []T, err error) {
-	err = Query(ctx, db, TextSettings, func(rows pgx.Rows) (err error) {
+	err = Query(ctx, db, "", func(rows pgx.Rows) (err error) {
 		all, err = pgx.CollectRows(rows, read)
 		return err
 	}, sql, args...)

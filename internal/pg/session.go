@@ -16,40 +16,45 @@ import (
 // would take its snapshot before.
 const sqlReadCommitted = `SET transaction_isolation = 'read committed'`
 
-// strict are the pools whose sessions begin transactions under another level than READ COMMITTED.
-var (
-	strict    perpool.Registry[*atomic.Bool]
-	anyStrict atomic.Bool
-)
-
-func strictness(db *pgxpool.Pool) *atomic.Bool {
-	return strict.Get(db, "", func(func() *pgxpool.Pool) *atomic.Bool { return new(atomic.Bool) })
+// sessions is what is known about the sessions of a pool.
+type sessions struct {
+	text   bool        // they return values as text
+	strict atomic.Bool // they begin transactions under another level than READ COMMITTED
 }
 
-// isStrict reports whether statements on a pool have to choose their level. Connections and transactions have theirs.
-func isStrict(db BatchSender) bool {
-	pool, is := db.(*pgxpool.Pool)
-	return is && anyStrict.Load() && strictness(pool).Load()
+var pools perpool.Registry[*sessions]
+
+func sessionsOf(db *pgxpool.Pool) *sessions {
+	return pools.Get(db, "", func(func() *pgxpool.Pool) *sessions {
+		mode := db.Config().ConnConfig.DefaultQueryExecMode
+		return &sessions{text: mode == pgx.QueryExecModeExec || mode == pgx.QueryExecModeSimpleProtocol}
+	})
 }
 
 // makeStrict records that transactions on a pool begin under a strict level.
 func makeStrict(db BatchSender) {
 	if pool, is := db.(*pgxpool.Pool); is {
-		anyStrict.Store(true)
-		strictness(pool).Store(true)
+		sessionsOf(pool).strict.Store(true)
 	}
 }
 
-// send runs the statements of a batch in one transaction, under READ COMMITTED where they are sent on a pool.
-// SET costs some time. So it is sent where the level of the sessions is known to be another, or if rare is set.
+// send runs the statements of a batch in one transaction: on a pool under READ COMMITTED, on a connection or a
+// transaction under its level. Values are in the formats that pgx reads. SET costs some time. So it is sent where the
+// level of the sessions is known to be another, or if rare is set.
 func send(ctx context.Context, db BatchSender, rare bool, statements *pgx.Batch) error {
-	_, pooled := db.(*pgxpool.Pool)
-	if pooled && (rare || isStrict(db)) {
-		var batch pgx.Batch
-		batch.Queue(sqlReadCommitted)
-		batch.QueuedQueries = append(batch.QueuedQueries, statements.QueuedQueries...)
-		statements = &batch
+	text := true
+	var first []*pgx.QueuedQuery
+	if pool, is := db.(*pgxpool.Pool); is {
+		known := sessionsOf(pool)
+		text = known.text
+		if rare || known.strict.Load() {
+			first = append(first, &pgx.QueuedQuery{SQL: sqlReadCommitted})
+		}
 	}
+	if text {
+		first = append(first, &pgx.QueuedQuery{SQL: TextSettings})
+	}
+	statements.QueuedQueries = append(first, statements.QueuedQueries...)
 	err := db.SendBatch(ctx, statements).Close()
 	const serializationFailure = "40001"
 	if hasCode(err, serializationFailure) {

@@ -1,12 +1,12 @@
 package pg
 
 // TextFormats makes the rest of a transaction print values in the formats that pgx reads, whatever the role is
-// configured to. Pools in [pgx.QueryExecModeExec] or [pgx.QueryExecModeSimpleProtocol] get values as text.
+// configured to. Pools in [pgx.QueryExecModeExec] or [pgx.QueryExecModeSimpleProtocol] get values as text. [Query],
+// [QueryRow], [Collect] and [Exec] send it where it is needed.
 const TextFormats = `pg_catalog.set_config('DateStyle', 'ISO', true), pg_catalog.set_config('IntervalStyle', 'postgres', true),
        pg_catalog.set_config('bytea_output', 'hex', true)`
 
-// TextSettings precedes a statement that returns times, intervals or bytes, in the same round trip and so in the
-// same transaction. It is for a statement without other settings.
+// TextSettings is [TextFormats] as a statement.
 const TextSettings = `SELECT ` + TextFormats
 
 // PlannerSettings precedes a statement in the same round trip and so in the same transaction.
@@ -20,7 +20,7 @@ const TextSettings = `SELECT ` + TextFormats
 // range of the column behind them. A second range bounds nothing, and neither does the second
 // column of a row that is compared.
 const PlannerSettings = `
-SELECT ` + TextFormats + `, set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
        set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true), set_config('jit', 'off', true)`
 
 // Durable makes its transaction wait for the disk of its server where the role's

@@ -74,13 +74,16 @@ SELECT ` + scannedColumns + `,
          WHERE highest_id = (SELECT id FROM ceiling)
            AND coalesce(
                (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) AND id <= (SELECT id + 1000 FROM ceiling) ORDER BY id LIMIT 1),
-               (SELECT o.created_at FROM (SELECT x AS first, x AS last FROM pg_snapshot_xip(coalesce(s.window_snapshot, s.snapshot)) AS x
-                                           WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
-                                           UNION ALL
-                                          SELECT g.* FROM (SELECT pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) AS bound, pg_current_snapshot() AS snapshot) AS b
-                                           CROSS JOIN LATERAL (` + tables.Gaps + `) AS g) AS g
-                 CROSS JOIN LATERAL (SELECT created_at FROM {schema}.outbox
-                                      WHERE xid >= g.first AND xid <= g.last AND id > (SELECT id FROM ceiling) ORDER BY xid, id LIMIT 1) AS o
+               (SELECT o.created_at FROM (
+                       SELECT late.created_at FROM pg_snapshot_xip(coalesce(s.window_snapshot, s.snapshot)) AS x
+                        CROSS JOIN LATERAL (SELECT created_at FROM {schema}.outbox
+                                             WHERE xid >= x AND xid <= x AND id > (SELECT id FROM ceiling) ORDER BY xid, id LIMIT 1) AS late
+                        WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
+                        UNION ALL
+                       SELECT new.created_at FROM (SELECT pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) AS bound, pg_current_snapshot() AS snapshot) AS b
+                        CROSS JOIN LATERAL (` + tables.Gaps + `) AS g
+                        CROSS JOIN LATERAL (SELECT created_at FROM {schema}.outbox
+                                             WHERE ` + tables.InGap + ` AND id > (SELECT id FROM ceiling) ORDER BY xid, id LIMIT 1) AS new) AS o
                  LIMIT 1),
                (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) AND s.window_snapshot IS NOT NULL ORDER BY id LIMIT 1)
                ) < now() - $3::interval),

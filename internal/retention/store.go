@@ -84,7 +84,7 @@ func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 // SQLCleanSettings is pg.PlannerSettings for statements that wait for locks for 100 ms
 // at most: another relay of the schema may be removing the same rows. An archive may take
 // longer than a transaction_timeout of the role.
-const SQLCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true), ` + pg.NoTransactionTimeout
+const SQLCleanSettings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('lock_timeout', '100ms', true), ` + pg.NoTransactionTimeout
 
 // ErrBusy means that another transaction has locked rows that this one would remove. It
 // is rolled back, and the next run tries again.

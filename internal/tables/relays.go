@@ -95,7 +95,7 @@ const fromPositions = `
                        FROM (SELECT pg_snapshot_xmax(c.snapshot) AS bound, pg_current_snapshot() AS snapshot) AS b
                       CROSS JOIN LATERAL (` + GapsAndUnreached + `) AS g
                       CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
-                                           WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $1) AS o
+                                           WHERE ` + InGap + ` ORDER BY xid, id LIMIT $1) AS o
                       LIMIT $1) AS r) AS by_xid
         CROSS JOIN LATERAL (
               SELECT count(*) AS events, min(id) AS first FROM (

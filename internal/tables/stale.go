@@ -36,7 +36,7 @@ SELECT c.relay, p.event_type, count(*), min(p.created_at)
                 FROM (SELECT pg_snapshot_xmax(c.snapshot) AS bound, pg_current_snapshot() AS snapshot) AS b
                CROSS JOIN LATERAL (` + GapsAndUnreached + `) AS g
                CROSS JOIN LATERAL (SELECT id, xid, event_type, created_at FROM {schema}.outbox
-                                    WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $3) AS o
+                                    WHERE ` + InGap + ` ORDER BY xid, id LIMIT $3) AS o
                LIMIT $3)
        SELECT o.id, o.event_type, o.created_at
          FROM pg_snapshot_xip(c.snapshot) AS x

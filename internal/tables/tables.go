@@ -66,27 +66,23 @@ const nextXid = `(pg_snapshot_xmax(pg_current_snapshot())::text::bigint
 // It looks only above the transactions that are open, because it would have to pass all of their rows.
 const Unreached = `(SELECT xid FROM {schema}.outbox WHERE xid >= ` + nextXid + ` ORDER BY xid, id LIMIT 1)`
 
-// Gaps is a query for ranges of transaction ids, of columns first and last. Together they have the ids from b.bound on
-// that are visible in b.snapshot: they are the gaps between the transactions that were in progress in it. An index
-// has uncommitted rows, too, and a condition on each row does not keep PostgreSQL from reading them. So a statement
-// over outbox reads by these ranges: a large transaction that stays open costs it nothing. It is to be a LATERAL
-// subquery beside b. If a column of b is NULL, there are no ranges.
+// Gaps is a query for the gaps between the transactions that were in progress in b.snapshot: the ids after < id < before
+// are those of transactions that had ended. An index has uncommitted rows, too, and a condition on each row does not
+// keep PostgreSQL from reading them. So a statement over outbox reads by these ranges, under the condition [InGap]: a
+// large transaction that stays open costs it nothing. It is to be a LATERAL subquery g beside b, which has a column bound
+// as well. If one of the two is NULL, nothing is in a gap. PostgreSQL has the transactions of a snapshot in order.
 const Gaps = `
-       SELECT first, last FROM (
-              SELECT (lag(x) OVER (ORDER BY x) + 1)::text::xid8 AS first, (x - 1)::text::xid8 AS last
-                FROM (SELECT b.bound::text::bigint - 1
-                       UNION ALL
-                      SELECT x::text::bigint FROM pg_snapshot_xip(b.snapshot) AS x WHERE x >= b.bound
-                       UNION ALL
-                      SELECT pg_snapshot_xmax(b.snapshot)::text::bigint WHERE pg_snapshot_xmax(b.snapshot) >= b.bound) AS ends (x)
-               ORDER BY x) AS gaps
-        WHERE first <= last`
+       SELECT '0'::xid8 AS after, pg_snapshot_xmin(b.snapshot) AS before
+        UNION ALL
+       SELECT x, lead(x, 1, pg_snapshot_xmax(b.snapshot)) OVER () FROM pg_snapshot_xip(b.snapshot) AS x`
 
-// GapsAndUnreached is [Gaps] if b.snapshot is the present one, with the ids from b.bound on that PostgreSQL has not
-// reached.
+// InGap is the condition that xid is in gap g, and not below b.bound.
+const InGap = `xid > g.after AND xid < g.before AND xid >= b.bound`
+
+// GapsAndUnreached is [Gaps] if b.snapshot is the present one, with the ids that PostgreSQL has not reached.
 const GapsAndUnreached = Gaps + `
         UNION ALL
-       SELECT greatest(` + nextXid + `, b.bound), '18446744073709551615'::xid8 WHERE b.bound IS NOT NULL`
+       SELECT (` + nextXid + `::text::bigint - 1)::text::xid8, '18446744073709551615'::xid8`
 
 // Attempted is the condition that the relay at position s has attempted event o: the
 // event was sent, or has entered outbox_failed.

@@ -100,7 +100,7 @@ const (
 
 // sqlFanOutSettings end the transaction of a process that is suspended while it has the lock. The commit
 // does not wait for the disk: a crash that loses it loses everything that was committed later, too.
-const sqlFanOutSettings = cursor.SQLSettings +
+const sqlFanOutSettings = cursor.SQLSettings + `, ` + pg.TextFormats +
 	`, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true), ` + pg.NoTransactionTimeout
 
 const (

@@ -107,7 +107,7 @@ WITH subscription AS MATERIALIZED (
         SELECT new.id, new.xid FROM (SELECT $3::xid8 AS bound, snapshot FROM until) AS b
          CROSS JOIN LATERAL (` + tables.Gaps + `) AS g
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
-                              WHERE xid >= g.first AND xid <= g.last ORDER BY xid, id LIMIT $4) AS new
+                              WHERE ` + tables.InGap + ` ORDER BY xid, id LIMIT $4) AS new
          UNION ALL
         SELECT late.id, late.xid FROM pg_snapshot_xip($2::text::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
