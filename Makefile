@@ -82,11 +82,25 @@ oracle: needs-kafka $(SERVICES) ## Commit EVENTS=200000 under transactions of ev
 		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {result = substr($$0, RSTART)} END {print result}'
 oracle: ORACLE := $(if $(WRITERS),-run '^TestOracleOfMixedWriters$$' ./examples/transactions/mixed,-run '^TestOracle$$' ./internal/itest)
 
+# VERSIONS are those of PostgreSQL, each with the Kafka of all other commands. KAFKAS are the other versions of
+# Kafka, each with the newest PostgreSQL, because no SQL depends on Kafka. They are for the tests whose outcome a
+# broker decides: the packages with tests that need a real broker, those that send and fetch, and the faults in
+# which brokers end, members of groups come and go, and topics and rights change.
+VERSIONS ?= 14 15 16 17 18
+KAFKAS   ?= 4.0.2 4.4.0
+FAULTY   := ^Test((Cluster)?Faults\b|Stops|KilledConsumer|CalmConsumers|Failures|KafkaRestarted|Topic|RightsInKafka|CommandLine|Replay|ReadAfterOutage)
+BROKERS  := . ./cmd/outbox ./internal/consumer ./internal/itest ./internal/kafka ./internal/relay ./outboxadmin ./outboxdlq ./outboxops ./outboxreplay ./outboxtest ./outboxtopics
+
 .PHONY: test-versions
-test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
-	@for v in $(or $(VERSIONS),14 15 16 17 18); do echo "== PostgreSQL $$v"; \
+test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18 (VERSIONS=…), and what needs a real broker on Kafka 4.0 and 4.4 (KAFKAS=…)
+	@for v in $(VERSIONS); do echo "== PostgreSQL $$v"; \
 		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v -kafka $(or $(KAFKA),real) -- \
 		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -p 1 -parallel 4 -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
+	@for v in $(KAFKAS); do echo "== Kafka $$v"; \
+		OUTBOX_KAFKA_VERSION=$$v $(SERVICES) run -quiet -postgres embedded -kafka $$v -- bash -ec ' \
+		run="go test -p 1 -parallel 4 -count=1 -race -timeout 15m"; \
+		eval "$$run $$ARGS $(BROKERS)"; \
+		eval "$$run -run \"$(FAULTY)\" $$ARGS ./faults"'; done
 
 .PHONY: test-pgbouncer
 test-pgbouncer: needs-test-pgbouncer $(SERVICES) bin/testall ## Test the library and the examples through PgBouncer in transaction mode (THROUGH: the modules)

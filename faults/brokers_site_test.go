@@ -48,7 +48,7 @@ func newBrokersSite(t *testing.T) *brokersSite {
 	t.Helper()
 	s := &brokersSite{crew: newCrew(t), events: newMarks(), plain: newMarks()}
 	var err error
-	s.kafka, err = kafkaserver.StartCluster(s.ctx, kafkaserver.Config{Progress: t.Output()})
+	s.kafka, err = kafkaserver.StartCluster(s.ctx, brokerConfig(t))
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.kafka.Stop()) })
 	s.pair = newPairBeside(t, "read-write", s.kafka.Brokers())

@@ -119,12 +119,20 @@ func (c *crew) sleep(t *testing.T, d time.Duration) {
 	}
 }
 
+// brokerConfig returns what brokers of a test's own have in common: the version that the environment chooses.
+func brokerConfig(t *testing.T) kafkaserver.Config {
+	t.Helper()
+	return kafkaserver.Config{Version: os.Getenv("OUTBOX_KAFKA_VERSION"), Progress: t.Output()}
+}
+
 // startKafka starts a broker of the test's own. A process that is killed leaves what
 // it wrote with the operating system, so that one replica is enough to keep what it
 // has acknowledged.
 func (c *crew) startKafka(t *testing.T, settings map[string]string) *kafkaserver.Server {
 	t.Helper()
-	kafka, err := kafkaserver.Start(c.ctx, kafkaserver.Config{Settings: settings, Progress: t.Output()})
+	cfg := brokerConfig(t)
+	cfg.Settings = settings
+	kafka, err := kafkaserver.Start(c.ctx, cfg)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, kafka.Stop(context.Background())) })
 	return kafka

@@ -251,7 +251,7 @@ func TestKafkaRestarted(t *testing.T) {
 	if testing.Short() {
 		t.Skip("-short: needs a real Kafka")
 	}
-	kafka, err := kafkaserver.Start(t.Context(), kafkaserver.Config{Progress: t.Output()})
+	kafka, err := kafkaserver.Start(t.Context(), brokerConfig(t))
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, kafka.Stop(context.Background())) })
 	s := guest(t, kafka.Brokers(), "faults-"+uuid.NewString())

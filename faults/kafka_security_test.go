@@ -85,9 +85,11 @@ func startGuardedKafka(t *testing.T) *guardedKafka {
 		// Tokens of tests have no signature, and the broker takes them.
 		settings[prefix+"oauthbearer.sasl.jaas.config"] = `org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";`
 	}
+	cfg := brokerConfig(t)
+	cfg.Settings = settings
+	cfg.Listeners = map[string]string{certificates: "SSL", passwords: "SASL_SSL", clearText: "SASL_PLAINTEXT"}
 	var err error
-	k.Server, err = kafkaserver.Start(t.Context(), kafkaserver.Config{Settings: settings, Progress: t.Output(),
-		Listeners: map[string]string{certificates: "SSL", passwords: "SASL_SSL", clearText: "SASL_PLAINTEXT"}})
+	k.Server, err = kafkaserver.Start(t.Context(), cfg)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, k.Stop(context.Background())) })
 	k.admin, err = kgo.NewClient(kgo.SeedBrokers(k.Brokers()...))

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"go/ast"
 	"go/token"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
@@ -118,4 +119,19 @@ func testNames(t *testing.T) map[string]bool {
 		}
 	}
 	return names
+}
+
+// A package of a published module whose tests need a real broker is among those that make test-versions tests on
+// all versions of Kafka.
+func TestVersionsOfKafka(t *testing.T) {
+	t.Parallel()
+	list := regexp.MustCompile(`(?m)^BROKERS +:= (.*)$`).FindStringSubmatch(read(t, "Makefile"))
+	require.NotNil(t, list)
+	packages := strings.Fields(list[1])
+	others := regexp.MustCompile(`^(bench|examples|faults|interop)/|^internal/rules/`)
+	for _, path := range repository(t, "_test.go") {
+		if !others.MatchString(path) && strings.Contains(read(t, path), "testenv.RealBrokers(") {
+			require.Contains(t, packages, "./"+filepath.Dir(path), path)
+		}
+	}
 }

@@ -27,7 +27,7 @@ type Cluster struct{ nodes []*Server }
 // replicas of everything, of which two must be in sync, and for less memory. If the start fails,
 // nothing remains running.
 func StartCluster(ctx context.Context, cfg Config) (*Cluster, error) {
-	cfg, java, err := cfg.complete(ctx)
+	java, libraries, err := cfg.programs(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -38,7 +38,7 @@ func StartCluster(ctx context.Context, cfg Config) (*Cluster, error) {
 			return nil, errors.Join(fmt.Errorf("kafka: %w", err), c.Stop())
 		}
 		c.nodes = append(c.nodes, &Server{
-			cfg: cfg, java: java, options: clusterOptions, limit: clusterSize * startTimeout,
+			cfg: cfg, java: java, libraries: libraries, options: clusterOptions, limit: clusterSize * startTimeout,
 			defaults: clusterDefaults(), node: id + 1, run: run,
 		})
 	}

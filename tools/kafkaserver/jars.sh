@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Writes jars.txt, the list of the Java archives that Apache Kafka VERSION needs to
-# run, each with its SHA-256. Run it for a new version of Kafka, and change Version
-# in libraries.go as well. Run it from anywhere:
+# Writes jars/VERSION.txt, the list of the Java archives that Apache Kafka VERSION needs
+# to run, each with its SHA-256. With the list, kafkaserver can run that version; Version
+# in libraries.go is the default. Run it from anywhere:
 #
 #   tools/kafkaserver/jars.sh 4.1.0
+#   LOG4J=2.25.5 tools/kafkaserver/jars.sh 4.4.0
 #
 # This is the only step that needs Maven, which finds out what depends on what.
 # LOG4J is the version of log4j that the release of Kafka contains, SCALA that of Scala.
@@ -39,5 +40,5 @@ POM
 mvn --batch-mode --quiet --file "$work/pom.xml" org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies \
   -DincludeScope=runtime -Dmdep.useRepositoryLayout=true -DoutputDirectory="$work/jars"
 (cd "$work/jars" && find . -name '*.jar' | sed 's,^\./,,' | LC_ALL=C sort | xargs sha256sum) >"$work/jars.txt"
-mv "$work/jars.txt" jars.txt
-echo "jars.txt lists $(wc -l <jars.txt) archives"
+mv "$work/jars.txt" "jars/$version.txt"
+echo "jars/$version.txt lists $(wc -l <"jars/$version.txt") archives"

@@ -18,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/tools/internal/long"
+	"github.com/outboxgo/outbox/tools/internal/maven"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 )
 
@@ -145,13 +146,23 @@ func TestMissingProgramsAreNamed(t *testing.T) {
 	require.ErrorIs(t, err, kafkaserver.ErrNoJava)
 }
 
-// The version that is named is the one that is listed.
-func TestListedVersion(t *testing.T) {
-	list, err := os.ReadFile("jars.txt")
-	require.NoError(t, err)
-	for _, name := range []string{"kafka_2.13", "kafka-server", "kafka-clients"} {
-		require.Contains(t, string(list), "/"+name+"-"+kafkaserver.Version+".jar\n")
+// The default is one of the versions, and a list has the archives of the version that it is named for.
+func TestListedVersions(t *testing.T) {
+	require.Contains(t, kafkaserver.Versions(), kafkaserver.Version)
+	for _, version := range kafkaserver.Versions() {
+		list, err := os.ReadFile("jars/" + version + ".txt")
+		require.NoError(t, err)
+		_, err = maven.ParseList(string(list))
+		require.NoError(t, err)
+		for _, name := range []string{"kafka_2.13", "kafka-server", "kafka-clients"} {
+			require.Contains(t, string(list), "/"+name+"-"+version+".jar\n")
+		}
 	}
+}
+
+func TestUnknownVersion(t *testing.T) {
+	_, err := kafkaserver.Libraries(t.Context(), "4.9.0", nil)
+	require.EqualError(t, err, `kafka: version "4.9.0" is not one of 4.0.2, 4.1.0, 4.4.0`)
 }
 
 // A repository that has nothing is named, and nothing remains in the cache.
@@ -161,7 +172,7 @@ func TestRepositoryWithoutKafka(t *testing.T) {
 	cache := t.TempDir()
 	t.Setenv("OUTBOX_SERVICES_CACHE", cache)
 	t.Setenv("OUTBOX_MAVEN_REPOSITORY", empty.URL+"/")
-	_, err := kafkaserver.Libraries(t.Context(), nil)
+	_, err := kafkaserver.Libraries(t.Context(), "", nil)
 	require.ErrorContains(t, err, "404")
 	require.ErrorContains(t, err, ".jar")
 	entries, err := os.ReadDir(cache)

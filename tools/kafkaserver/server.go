@@ -42,9 +42,8 @@ const (
 
 // Config says what to run. The zero value is fine.
 type Config struct {
-	// LibDir is the directory of Kafka's Java archives. Empty means that of
-	// [Libraries].
-	LibDir string
+	// Version is one of the [Versions]. Empty means [Version].
+	Version string
 
 	// Settings are lines of server.properties. They override the defaults: those of
 	// [Defaults], or those of [StartCluster]. The node's identity, listeners and
@@ -66,13 +65,14 @@ type Config struct {
 // Server is a running broker. Its methods may be called from several
 // goroutines.
 type Server struct {
-	cfg      Config
-	java     string
-	options  []string          // of Java
-	limit    time.Duration     // for a start
-	defaults map[string]string // of cfg.Settings
-	node     int32             // the node's id
-	quorum   []*Server         // all nodes of the cluster, this one too
+	cfg       Config
+	java      string            // the command
+	libraries string            // the directory of Kafka's Java archives
+	options   []string          // of Java
+	limit     time.Duration     // for a start
+	defaults  map[string]string // of cfg.Settings
+	node      int32             // the node's id
+	quorum    []*Server         // all nodes of the cluster, this one too
 
 	// Chosen when the cluster starts.
 	port, controllerPort int
@@ -88,7 +88,7 @@ type Server struct {
 // If that fails, the error holds the last lines of its log, and nothing remains
 // running.
 func Start(ctx context.Context, cfg Config) (*Server, error) {
-	cfg, java, err := cfg.complete(ctx)
+	java, libraries, err := cfg.programs(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -96,7 +96,10 @@ func Start(ctx context.Context, cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kafka: %w", err)
 	}
-	s := &Server{cfg: cfg, java: java, options: []string{"-Xmx512m"}, limit: startTimeout, defaults: Defaults(), node: 1, run: run}
+	s := &Server{
+		cfg: cfg, java: java, libraries: libraries, options: []string{"-Xmx512m"}, limit: startTimeout,
+		defaults: Defaults(), node: 1, run: run,
+	}
 	s.quorum = []*Server{s}
 	if err := start(ctx, s.quorum, s.launch); err != nil {
 		return nil, errors.Join(fmt.Errorf("kafka: %w", err), run.Remove())
@@ -104,18 +107,16 @@ func Start(ctx context.Context, cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// complete checks a configuration, and finds Kafka and Java.
-func (c Config) complete(ctx context.Context) (_ Config, command string, err error) {
+// programs checks a configuration, and finds Java and Kafka.
+func (c Config) programs(ctx context.Context) (command, libraries string, err error) {
 	if err := c.validate(); err != nil {
-		return c, "", fmt.Errorf("kafka: %w", err)
+		return "", "", fmt.Errorf("kafka: %w", err)
 	}
 	if command, err = java.Path(); err != nil {
-		return c, "", fmt.Errorf("kafka: %w", err)
+		return "", "", fmt.Errorf("kafka: %w", err)
 	}
-	if c.LibDir == "" {
-		c.LibDir, err = Libraries(ctx, c.Progress)
-	}
-	return c, command, err
+	libraries, err = Libraries(ctx, c.Version, c.Progress)
+	return command, libraries, err
 }
 
 // fixed are the settings that make the server ours to find and to stop.
@@ -290,7 +291,7 @@ func (s *Server) command(class string, args ...string) proc.Command {
 			"-XX:+UseSerialGC",
 			"-Djava.io.tmpdir=" + s.run.Path, "-XX:-UsePerfData", // leave nothing elsewhere
 			"-Dlog4j2.configurationFile=" + s.path("log4j2.xml"),
-			"-cp", filepath.Join(s.cfg.LibDir, "*"), class,
+			"-cp", filepath.Join(s.libraries, "*"), class,
 		}, args),
 		Dir: s.run.Path,
 		Log: s.cfg.Log,

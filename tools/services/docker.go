@@ -24,10 +24,11 @@ import (
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
 
-// The images that run unless the environment names others.
+// The images that run unless the environment names others. The images of Kafka have its versions as tags.
 const (
 	postgresImage = "postgres:18-alpine"
-	kafkaImage    = "apache/kafka:4.1.0"
+	kafkaImages   = "apache/kafka:"
+	kafkaImage    = kafkaImages + kafkaserver.Version
 )
 
 const (

@@ -28,7 +28,13 @@ const (
 
 // startKafka returns nil if none is wanted.
 func startKafka(ctx context.Context, o *options, docker *docker, say teller) (*service, error) {
-	k := &kafkaStarter{set: o.kafkaSet, docker: docker, say: say}
+	k := &kafkaStarter{
+		version: kafkaserver.Version,
+		image:   cmp.Or(os.Getenv("OUTBOX_KAFKA_IMAGE"), kafkaImage),
+		set:     o.kafkaSet,
+		docker:  docker,
+		say:     say,
+	}
 	switch o.kafka {
 	case "none":
 		return nil, nil
@@ -40,15 +46,20 @@ func startKafka(ctx context.Context, o *options, docker *docker, say teller) (*s
 		return k.container(ctx)
 	case "local":
 		return k.local(ctx)
-	default:
+	case "fake":
 		return k.fake()
+	default:
+		k.version, k.image = o.kafka, kafkaImages+o.kafka
+		return k.own(ctx)
 	}
 }
 
 type kafkaStarter struct {
-	set    settings
-	docker *docker
-	say    teller
+	version string // of a local process
+	image   string // of a container
+	set     settings
+	docker  *docker
+	say     teller
 }
 
 // auto is real, or else fake.
@@ -64,7 +75,7 @@ func (k *kafkaStarter) auto(ctx context.Context) (*service, error) {
 	return k.fake()
 }
 
-// real returns the broker of the environment, a container, or a local process.
+// real returns the broker of the environment, or one of our own.
 func (k *kafkaStarter) real(ctx context.Context) (*service, error) {
 	if brokers := os.Getenv(brokersEnv); brokers != "" {
 		if os.Getenv(kindEnv) == kindFake {
@@ -72,6 +83,11 @@ func (k *kafkaStarter) real(ctx context.Context) (*service, error) {
 		}
 		return k.given(ctx, brokers)
 	}
+	return k.own(ctx)
+}
+
+// own returns a container, or a local process.
+func (k *kafkaStarter) own(ctx context.Context) (*service, error) {
 	if k.docker.answers(ctx) == nil {
 		s, err := k.container(ctx)
 		if err == nil || ctx.Err() != nil {
@@ -104,18 +120,17 @@ func (k *kafkaStarter) local(ctx context.Context) (*service, error) {
 	if err := kafkaserver.Available(); err != nil {
 		return nil, fmt.Errorf("kafka: %w", err)
 	}
-	libraries, err := kafkaserver.Libraries(ctx, k.say.steps())
-	if err != nil {
+	if _, err := kafkaserver.Libraries(ctx, k.version, k.say.steps()); err != nil { // before the clock starts
 		return nil, err
 	}
 	began := time.Now()
 	stop := progress.Heartbeat(k.say.steps(), func() string { return "still starting" })
-	server, err := kafkaserver.Start(ctx, kafkaserver.Config{LibDir: libraries, Settings: k.set, Log: k.say.log()})
+	server, err := kafkaserver.Start(ctx, kafkaserver.Config{Version: k.version, Settings: k.set, Log: k.say.log()})
 	stop()
 	if err != nil {
 		return nil, err
 	}
-	k.ready(kafkaserver.Version, "Java archives", server.Brokers(), began)
+	k.ready(k.version, "Java archives", server.Brokers(), began)
 	return &service{
 		name:   "kafka",
 		env:    kafkaVariables(server.Brokers(), kindReal),
@@ -125,14 +140,13 @@ func (k *kafkaStarter) local(ctx context.Context) (*service, error) {
 }
 
 func (k *kafkaStarter) container(ctx context.Context) (*service, error) {
-	image := cmp.Or(os.Getenv("OUTBOX_KAFKA_IMAGE"), kafkaImage)
-	k.say.step("starting a container of %s", image)
+	k.say.step("starting a container of %s", k.image)
 	began := time.Now()
-	container, err := k.docker.kafka(ctx, image, k.set, k.say)
+	container, err := k.docker.kafka(ctx, k.image, k.set, k.say)
 	if err != nil {
-		return nil, fmt.Errorf("kafka: container of %s: %w", image, err)
+		return nil, fmt.Errorf("kafka: container of %s: %w", k.image, err)
 	}
-	k.ready(kindReal, "image "+image, []string{container.url}, began)
+	k.ready(kindReal, "image "+k.image, []string{container.url}, began)
 	return &service{name: "kafka", env: kafkaVariables([]string{container.url}, kindReal), stop: container.stop}, nil
 }
 

@@ -19,6 +19,7 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/outboxgo/outbox/tools/kafkaserver"
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
 
@@ -61,7 +62,7 @@ With "auto", each service is the first of these that there is:
 	   those in OUTBOX_POSTGRES_IMAGE (` + postgresImage + `) and
 	   OUTBOX_KAFKA_IMAGE (` + kafkaImage + `)
 	3. a local process: PostgreSQL ` + pgserver.DefaultVersion + `, downloaded once, else an installed
-	   one; Apache Kafka, downloaded once, if there is Java
+	   one; Apache Kafka ` + kafkaserver.Version + `, downloaded once, if there is Java
 	4. for Kafka: an imitation inside this tool, with a warning
 
 Downloads come from Maven Central, its mirror in ~/.m2/settings.xml, or the Maven
@@ -177,8 +178,9 @@ func (o *options) flags() *flag.FlagSet {
 		strings.Join(pgserver.Versions(), ", ")+" (embedded, of that version) or none (default auto)",
 		oneOf(&o.postgres, append([]string{"auto", "docker", "embedded", "installed", "none"}, pgserver.Versions()...)...))
 	f.BoolVar(&o.pgbouncer, "pgbouncer", false, "put PgBouncer, which must be installed, in front of PostgreSQL, in transaction\nmode")
-	f.Func("kafka", "which Kafka, a `mode`: auto, real (auto without the imitation), docker, local (a\nJava process), fake (imitation inside this tool) or none (default auto)",
-		oneOf(&o.kafka, "auto", "real", "docker", "local", "fake", "none"))
+	f.Func("kafka", "which Kafka, a `mode`: auto, real (auto without the imitation), docker, local (a\nJava process), "+
+		strings.Join(kafkaserver.Versions(), ", ")+" (docker or local, of that version), fake\n(imitation inside this tool) or none (default auto)",
+		oneOf(&o.kafka, append([]string{"auto", "real", "docker", "local", "fake", "none"}, kafkaserver.Versions()...)...))
 	f.Func("pg-set", "`name=value` for postgresql.conf; may be repeated", o.pgSet.set)
 	f.Func("kafka-set", "`name=value` for server.properties; may be repeated (the imitation knows few of\nthem and ignores the rest)", o.kafkaSet.set)
 	f.BoolVar(&o.quiet, "quiet", false, "print warnings and errors only")

@@ -142,6 +142,7 @@ func TestArgumentErrorsNameTheFlag(t *testing.T) {
 		{"run", "wants a command"},
 		{"run -postgres 13 true", "-postgres: want one of"},
 		{"run -kafka rabbit true", "-kafka: want one of"},
+		{"run -kafka 4.9.0 true", "4.0.2, 4.1.0, 4.4.0"},
 		{"run -pg-set fsync true", "-pg-set: want name=value"},
 		{"run -kafka-set =1 true", "-kafka-set: want name=value"},
 		{"run -postgres none -pg-set a=b true", "-pg-set needs a server"},
@@ -166,6 +167,7 @@ func TestHelp(t *testing.T) {
 	for _, tt := range []struct{ args, want string }{
 		{"-h", "Exit codes:"},
 		{"run -h", "-kafka-set"},
+		{"run -h", "4.0.2, 4.1.0, 4.4.0"},
 		{"up -h", "-env-file"},
 	} {
 		c := newTool(t, strings.Fields(tt.args)...)
@@ -423,6 +425,14 @@ func TestDockerWithoutImages(t *testing.T) {
 		require.Equal(t, 0, c.code(t))
 		require.Contains(t, c.err.String(), "no container, a local broker instead")
 		require.Equal(t, "kfake", variables(c.out.String())["OUTBOX_KAFKA_KIND"])
+	})
+	t.Run("a version is that of the image, whatever the environment names", func(t *testing.T) {
+		c := newTool(t, "run", "-postgres", "none", "-kafka", "4.4.0", "true")
+		c.Env = append(c.Env, "PATH="+c.tmp, "JAVA_HOME=", "DOCKER_HOST="+host,
+			"OUTBOX_KAFKA_BROKERS=127.0.0.1:1", "OUTBOX_KAFKA_IMAGE=example/kafka:4.1.0")
+		require.Equal(t, 125, c.code(t))
+		require.Contains(t, c.err.String(), "container of apache/kafka:4.4.0")
+		require.Contains(t, c.err.String(), "no java command")
 	})
 	t.Run("docker does not", func(t *testing.T) {
 		c := newTool(t, "run", "-postgres", "docker", "-kafka", "none", "true")

@@ -32,7 +32,7 @@ func (l Libraries) Get(ctx context.Context, progress io.Writer) (dir string, err
 func (l Libraries) download(ctx context.Context, dir string, w io.Writer) error {
 	files, err := ParseList(l.List)
 	if err != nil {
-		return fmt.Errorf("read jars.txt: %w", err)
+		return fmt.Errorf("read the list of %s %s: %w", l.Name, l.About, err)
 	}
 	repository, err := Repository()
 	if err != nil {
