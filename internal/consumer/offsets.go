@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -101,10 +102,10 @@ func put[V any](m map[string]map[int32]V, topic string, number int32, v V) {
 }
 
 func (m *membership) lags(ctx context.Context) ([]partitionLag, error) {
-	committed, wanted := m.client.CommittedOffsets(), map[kafka.Partition]int64{}
+	committed, wanted := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
 	for _, w := range m.all() {
-		if _, ok := committed[w.partition.Topic][w.partition.Number]; ok {
-			wanted[w.partition] = kafka.EndOffset
+		if at := w.committedOffset(); at != starts.None {
+			committed[w.partition], wanted[w.partition] = at, kafka.EndOffset
 		}
 	}
 	ends, err := kafka.ListOffsets(ctx, m.client, kafka.Uncommitted, wanted)
@@ -113,7 +114,7 @@ func (m *membership) lags(ctx context.Context) ([]partitionLag, error) {
 	}
 	lags := make([]partitionLag, 0, len(ends))
 	for at, end := range ends {
-		lags = append(lags, partitionLag{Topic: at.Topic, Partition: at.Number, Next: committed[at.Topic][at.Number].Offset, End: end})
+		lags = append(lags, partitionLag{Topic: at.Topic, Partition: at.Number, Next: committed[at], End: end})
 	}
 	slices.SortFunc(lags, func(a, b partitionLag) int {
 		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Partition, b.Partition))

@@ -55,6 +55,7 @@ type partitionWorker struct {
 	read     int64                      // the offset after the last fetched record
 	next     kgo.EpochOffset            // the offset after the last handled record
 	advanced bool                       // next is not committed
+	saved    int64                      // the offset that Kafka has of the group; starts.None until reading begins
 }
 
 // partitionGroup is the part of a [membership] that a partitionWorker uses. Tests have a fake.
@@ -84,7 +85,7 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	limits.budget.Open()
 	w := &partitionWorker{
 		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.Log, batch: cfg.MaxPoll,
-		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
+		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None, saved: starts.None,
 	}
 	w.end = sync.OnceFunc(func() {
 		w.close()
@@ -173,5 +174,12 @@ func (w *partitionWorker) uncommitted() (kgo.EpochOffset, bool) {
 func (w *partitionWorker) committed(next kgo.EpochOffset) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.advanced = w.next != next
+	w.advanced, w.saved = w.next != next, next.Offset
+}
+
+// committedOffset returns the offset that Kafka has of the group, starts.None until reading begins.
+func (w *partitionWorker) committedOffset() int64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.saved
 }

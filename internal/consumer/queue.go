@@ -16,11 +16,11 @@ const (
 	queueBytes   = 16 << 20
 )
 
-// begin notes the offset at which reading begins.
+// begin notes the offset at which reading begins. It is committed.
 func (w *partitionWorker) begin(at int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.read = at
+	w.read, w.saved = at, at
 }
 
 // hasBegun reports whether the offset at which reading begins is known.

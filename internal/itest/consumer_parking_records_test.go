@@ -15,11 +15,10 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
+	kafkaclient "github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxdlq"
 )
@@ -30,15 +29,9 @@ func (s *parkingFixture) rewind(t testing.TB, partition int32, offset int64) {
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
 	require.NoError(t, err)
 	defer client.Close()
-	request := kmsg.NewPtrOffsetCommitRequest()
-	request.Group, request.Generation = s.group, -1
-	topic, one := kmsg.NewOffsetCommitRequestTopic(), kmsg.NewOffsetCommitRequestTopicPartition()
-	one.Partition, one.Offset = partition, offset
-	topic.Topic, topic.Partitions = s.topic, append(topic.Partitions, one)
-	request.Topics = append(request.Topics, topic)
+	offsets := map[kafkaclient.Partition]int64{{Topic: s.topic, Number: partition}: offset}
 	require.Eventually(t, func() bool {
-		response, err := request.RequestWith(background, client)
-		return err == nil && kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode) == nil
+		return kafkaclient.CommitGroupOffsets(background, client, s.group, offsets) == nil
 	}, testenv.Patience, 50*time.Millisecond)
 }
 

@@ -1,6 +1,7 @@
 package kafka
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -109,7 +110,9 @@ func CommitGroupOffsets(ctx context.Context, client *kgo.Client, group string, o
 	if err != nil {
 		return err
 	}
+	names := map[TopicID]string{} // newer brokers answer with ids only
 	for topic, id := range ids {
+		names[id] = topic
 		t := kmsg.NewOffsetCommitRequestTopic()
 		t.Topic, t.TopicID = topic, id
 		for p, offset := range offsets {
@@ -129,7 +132,7 @@ func CommitGroupOffsets(ctx context.Context, client *kgo.Client, group string, o
 	for _, t := range response.Topics {
 		for _, p := range t.Partitions {
 			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
-				errs = append(errs, fmt.Errorf("commit offset of %v: %w", Partition{t.Topic, p.Partition}, err))
+				errs = append(errs, fmt.Errorf("commit offset of %v: %w", Partition{cmp.Or(t.Topic, names[t.TopicID]), p.Partition}, err))
 			}
 		}
 	}
