@@ -119,7 +119,7 @@ bench-peers: needs-bench-peers $(SERVICES) bin/bench-peers ## Measure beside Deb
 	@$(SERVICES) run $(USE) -pg-set wal_level=logical -- bin/bench-peers $(ARGS)
 
 .PHONY: faults
-faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives; MODE=pgbouncer: through PgBouncer; MODE=stops: stop a relay STOPS=300 times; MODE=cluster: three brokers, and how much sooner a plain producer recovers (SEED=… repeats a plan)
+faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15, and check what arrives and how soon; MODE=pgbouncer: through PgBouncer; MODE=stops: stop a relay STOPS=300 times; MODE=cluster: three brokers, and how much sooner a plain producer recovers (SEED=… repeats a plan)
 	@[ -z "$(filter-out pgbouncer stops cluster,$(MODE))" ] || { echo "MODE is $(MODE), and can be pgbouncer, stops, cluster or nothing" >&2; exit 2; }
 	@cd faults && go test -count=1 -timeout 0 . -v $(FAULTS) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')

@@ -28,16 +28,19 @@ type mark struct {
 	made      time.Time // an event's: when its transaction begins
 	certain   bool      // its transaction has committed
 	accepted  time.Time // zero: not yet
-	partition int32     // that has accepted it
+	partition int32     // that has accepted it, or is to
 }
 
 func newMarks() *marks { return &marks{ids: map[string]*mark{}} }
 
 // begin adds a record that is about to be made.
-func (m *marks) begin(id string) {
+func (m *marks) begin(id string) { m.beginIn(id, 0) }
+
+// beginIn is begin for a record whose partition is known ahead.
+func (m *marks) beginIn(id string, partition int32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.add(id, &mark{made: time.Now()})
+	m.add(id, &mark{made: time.Now(), partition: partition})
 }
 
 func (m *marks) add(id string, one *mark) {

@@ -30,6 +30,9 @@ type stopsSite struct {
 	late, missed, short, limited string
 	readers                      map[string]*oracle.Reader // by topic
 	versions                     map[string]int64          // of the keys of bursts
+	operators                    *operators
+	lockedAt                     map[string]int // events, and at how many stops operators had locked their rows
+	besideOpen                   int            // stops beside an open transaction of an operator
 }
 
 // The events of all topics but the good one, whose are [oracle.Event].
@@ -48,12 +51,13 @@ const (
 
 func newStopsSite(t *testing.T) *stopsSite {
 	t.Helper()
-	s := &stopsSite{readers: map[string]*oracle.Reader{}, versions: map[string]int64{}}
+	s := &stopsSite{readers: map[string]*oracle.Reader{}, versions: map[string]int64{}, lockedAt: map[string]int{}}
 	s.crew = newCrew(t)
 	server := startServer(t, nil)
 	s.site = newSiteBeside(t, server, server.URL(), s.startKafka(t, nil).Brokers())
 	s.late, s.missed, s.short, s.limited = s.topic+"-late", s.topic+"-missed", s.topic+"-short", s.topic+"-limited"
 	s.relays = s.pool(t)
+	s.operators = newOperators(s.site)
 	for _, topic := range []string{s.topic, s.late, s.missed, s.short, s.limited} {
 		s.readers[topic] = s.followTopic(t, topic)
 	}

@@ -25,8 +25,9 @@ const (
 )
 
 // A relay is stopped at random moments: in the middle of a backlog or of large events, while other
-// topics accept nothing, and while it retries events that Kafka rejects. Each Run is soon back. In
-// the end everything has arrived once: a clean stop repeats nothing while Kafka answers.
+// topics accept nothing, while it retries events that Kafka rejects, and while operators leave transactions
+// open. Each Run is soon back. In the end everything has arrived once: a clean stop repeats nothing while Kafka
+// answers, except for an event whose row an operator has locked.
 func TestStops(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -37,6 +38,7 @@ func TestStops(t *testing.T) {
 	v := stopsResult{Seed: seedOf(t), Stops: stops}
 	s := newStopsSite(t)
 	stopWriting := s.write(t, v.Seed)
+	stopOperators := s.leaveOpen(t, v.Seed, s.operators)
 	start := time.Now()
 	for n, step := range stopsPlan(v.Seed, stops) {
 		if step.topic {
@@ -48,6 +50,8 @@ func TestStops(t *testing.T) {
 		t.Logf("%5.1f s: stop %d of %d after %s: %d ms", time.Since(start).Seconds(), n+1, stops, step, took.Milliseconds())
 	}
 	stopWriting()
+	stopOperators()
+	v.Operators, v.Beside = s.operators.opened, s.besideOpen
 	s.lift(t)
 	s.drain(t, &v)
 	t.Logf("%s", v)
@@ -63,7 +67,11 @@ type stopsResult struct {
 	Lost       int    `json:"lost"`            // committed and never arrived
 	Phantom    int    `json:"phantom"`         // arrived and never committed
 	Inversions int    `json:"inversions"`      // first arrivals behind a later version of their key
-	Repeats    int    `json:"repeats"`         // arrivals after the first
+	Repeats    int    `json:"repeats"`         // arrivals after the first, without the next ones
+	// LockedRepeats counts those of events whose rows operators had locked at a stop, at most one for each stop.
+	LockedRepeats int `json:"locked_repeats"`
+	Operators     int `json:"operators"`    // transactions that operators have left open
+	Beside        int `json:"stops_beside"` // stops beside such a transaction
 }
 
 // String returns the result as one line of JSON.
@@ -77,7 +85,7 @@ func (v stopsResult) String() string {
 
 // Err says what is wrong, or returns nil.
 func (v stopsResult) Err() error {
-	if v.Lost+v.Phantom+v.Inversions+v.Repeats > 0 {
+	if v.Lost+v.Phantom+v.Inversions+v.Repeats > 0 || v.Beside == 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
@@ -129,6 +137,7 @@ func (s *stopsSite) stopOnce(t *testing.T, p stopStep) time.Duration {
 	done := make(chan error, 1)
 	go func() { done <- relay.Run(ctx) }()
 	s.sleep(t, p.lasts)
+	s.noteLocked()
 	cancel()
 	cancelled := time.Now()
 	select {
@@ -180,6 +189,32 @@ func (s *stopsSite) drain(t *testing.T, v *stopsResult) {
 	}
 	stop()
 	var o oracle.Result
-	o.Compare(committed, s.arrived(t))
-	v.Events, v.Lost, v.Phantom, v.Inversions, v.Repeats = o.Events, o.Lost, o.Phantom, o.Inversions, o.Duplicates
+	arrived := s.arrived(t)
+	o.Compare(committed, arrived)
+	v.LockedRepeats = s.lockedRepeats(arrived)
+	v.Events, v.Lost, v.Phantom, v.Inversions, v.Repeats = o.Events, o.Lost, o.Phantom, o.Inversions, o.Duplicates-v.LockedRepeats
+}
+
+// noteLocked notes the events whose rows operators have locked at a stop.
+func (s *stopsSite) noteLocked() {
+	s.operators.mu.Lock()
+	defer s.operators.mu.Unlock()
+	if len(s.operators.locked) > 0 {
+		s.besideOpen++
+	}
+	for id := range s.operators.locked {
+		s.lockedAt[id]++
+	}
+}
+
+// lockedRepeats counts the repeats of events that were locked at a stop.
+func (s *stopsSite) lockedRepeats(arrived []oracle.Event) (n int) {
+	times := map[string]int{}
+	for _, e := range arrived {
+		times[e.ID]++
+	}
+	for id, stops := range s.lockedAt {
+		n += min(max(0, times[id]-1), stops)
+	}
+	return n
 }

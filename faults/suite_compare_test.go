@@ -23,11 +23,11 @@ import (
 const maxMessageBytes = 512 << 10
 
 // refusing are the settings of the topic. Nothing is compacted while the test runs.
-var refusing = []string{
+var refusing = append([]string{
 	"cleanup.policy", "compact",
 	"min.compaction.lag.ms", strconv.FormatInt((24 * time.Hour).Milliseconds(), 10),
 	"max.message.bytes", strconv.Itoa(maxMessageBytes),
-}
+}, blockable...)
 
 // The fillers of events that Kafka refuses.
 var (

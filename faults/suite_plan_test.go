@@ -18,6 +18,9 @@ type disturbance struct {
 	max   time.Duration // chosen at random
 	begin func(*suite, *testing.T, step)
 	end   func(*suite, *testing.T, step) // nil: it is over when it has begun
+	// lasting begins a disturbance beside which the others go on. It lasts for min in the short form, and for max in a run
+	// of 15 minutes; shorter runs have the same share of that.
+	lasting func(*suite, *testing.T, step) ongoing
 	// outage says that a server or the network is not whole meanwhile. Half the
 	// time the leader is then killed in the middle of it.
 	outage bool
@@ -56,6 +59,11 @@ func plan(seed uint64, minutes float64, all []disturbance) (steps []step) {
 	}
 	for range 1 + int(minutes) {
 		steps = append(steps, round(rng, all)...)
+	}
+	for i, p := range steps {
+		if p.lasting != nil {
+			steps[i].lasts = max(p.min, time.Duration(min(minutes/15, 1)*float64(p.max)))
+		}
 	}
 	return steps
 }
@@ -109,7 +117,9 @@ func disturbances() []disturbance {
 		},
 		processes(),
 		network("PostgreSQL", toPostgres),
+		writes("PostgreSQL"),
 		network("Kafka", toKafka),
+		besides(),
 		apart(
 			companion{kind: "apart", do: func(*suite, *testing.T, step, *worker) {}},
 			companion{what: ", and break the connection with its lock", kind: "apart, unlock", do: func(s *suite, t *testing.T, p step, _ *worker) { s.unlockLeader(t, p) }},

@@ -50,7 +50,9 @@ func pooledDisturbances() []disturbance {
 		},
 		longOnly(processes(), "kill"),
 		longOnly(network("PgBouncer", toPostgres), "cut"),
+		longOnly(writes("PgBouncer")),
 		longOnly(network("Kafka", toKafka)),
+		longOnly(besides()),
 		apart(
 			companion{kind: "apart", do: func(*suite, *testing.T, step, *worker) {}},
 			companion{what: ", and end all connections between PgBouncer and PostgreSQL", kind: "apart, terminate", do: func(s *suite, t *testing.T, p step, _ *worker) { s.terminateAll(t, p) }},

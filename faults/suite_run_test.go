@@ -14,10 +14,15 @@ import (
 // the relays are said to hang. It takes them seconds; the machine may be busy.
 const stall = 2 * time.Minute
 
-// run does a step and waits until events flow again.
+// run does a step and waits until events flow again. One that lasts has only begun then.
 func (s *suite) run(t *testing.T, p step) {
 	t.Helper()
+	s.endDue(t)
 	t.Logf("%5.1f s: %s", time.Since(s.start).Seconds(), s.describe(p))
+	if p.lasting != nil {
+		s.beginLasting(t, p)
+		return
+	}
 	if p.outage {
 		s.watch.pause()
 	}
@@ -88,7 +93,7 @@ func (s *suite) freezeLeader(t *testing.T, p step) {
 // unlockLeader has PostgreSQL free the lock by which others would know that the leader is gone.
 func (s *suite) unlockLeader(t *testing.T, _ step) {
 	t.Helper()
-	_, err := s.db.Exec(s.ctx, `SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'`)
+	_, err := s.db.Exec(s.ctx, `SELECT pg_terminate_backend(pid) FROM `+leaderLocks)
 	require.NoError(t, err)
 }
 
@@ -96,9 +101,13 @@ func (s *suite) disconnectLeader(t *testing.T, _ step) {
 	t.Helper()
 	_, err := s.db.Exec(s.ctx, `
 		SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-		 WHERE application_name IN (SELECT application_name FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE locktype = 'advisory')`)
+		 WHERE application_name IN (SELECT application_name FROM pg_stat_activity JOIN `+leaderLocks+` USING (pid))`)
 	require.NoError(t, err)
 }
+
+// leaderLocks are the locks of relays that lead in this database.
+const leaderLocks = `(
+	SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())) AS held`
 
 // freezeUnlocked freezes the leader so that it cannot notice that another one takes over.
 func (s *suite) freezeUnlocked(t *testing.T, p step) {
@@ -134,22 +143,26 @@ func (s *suite) thaw(t *testing.T, _ step) {
 
 func (s *suite) killPostgres(t *testing.T, _ step) {
 	t.Helper()
+	s.steady.excuse()
 	require.NoError(t, s.server.Kill())
 }
 
 func (s *suite) restartPostgres(t *testing.T, _ step) {
 	t.Helper()
 	require.NoError(t, s.server.Restart(s.ctx))
+	s.steady.excuseEnds()
 }
 
 func (s *suite) killKafka(t *testing.T, _ step) {
 	t.Helper()
+	s.steady.excuse()
 	require.NoError(t, s.kafka.Kill())
 }
 
 func (s *suite) restartKafka(t *testing.T, _ step) {
 	t.Helper()
 	require.NoError(t, s.kafka.Restart(s.ctx))
+	s.steady.excuseEnds()
 }
 
 func (s *suite) deleteTopic(t *testing.T, _ step) {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/url"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,7 +32,9 @@ var (
 // commit, some events are large, a topic comes
 // and goes, and some relays have a second for each statement. Behind each disturbance the
 // events must flow again before the next begins, so that no kill hides that a
-// relay hangs.
+// relay hangs. Beside all that a third of all partitions accept nothing, operators leave
+// transactions open, and others record very much in one transaction: the healthy events of a relay with
+// default options must take no longer because of that.
 func TestFaults(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -55,20 +58,28 @@ func (s *suite) requirePromises(t *testing.T, all []disturbance) {
 	t.Helper()
 	v := result{Seed: seedOf(t)}
 	stopWriting := s.write(t, v.Seed)
+	stopSteady := s.steady.write(t, v.Seed)
 	s.site.awaitArrivals(t, 1) // before, writers make their tables, and no outage may meet them
 	start := time.Now()
+	s.sleep(t, undisturbed)
 	for _, step := range plan(v.Seed, *faultMinutes, all) {
 		if *faultMinutes > 0 && time.Since(start).Minutes() > *faultMinutes || t.Failed() {
 			break
 		}
 		s.run(t, step)
 	}
+	s.endAll(t)
 	v.LongestGap = s.watch.stop().Milliseconds()
 	stopWriting()
-	v.Seconds, v.Kills = time.Since(start).Seconds(), s.kills
+	stopSteady()
+	v.Seconds, v.Kills, v.CutWrites = time.Since(start).Seconds(), s.kills, s.cutWrites.Load()
 	s.compare(t, &v)
+	s.steady.compareHistory(t, s, &v)
 	t.Logf("%s", v)
 	require.NoError(t, v.Err())
+	if len(s.steady.beside) > 0 {
+		require.NoError(t, v.Healthy.Err())
+	}
 	require.GreaterOrEqual(t, v.Kills, int(*faultMinutes*50/15), "relays killed")
 	s.requireEpochsInOrder(t)
 	s.requireOneLeader(t)
@@ -88,6 +99,9 @@ type result struct {
 	// and servers and network were whole, counted from when they became so. Relays
 	// may have been killed or frozen meanwhile.
 	LongestGap int64 `json:"longest_gap_ms"`
+	CutWrites  int64 `json:"cut_writes"` // statements at which the way to PostgreSQL was cut
+	// Healthy has the events for partitions that always accept everything, of the relay with default options.
+	Healthy healthyResult `json:"healthy"`
 }
 
 // String returns the result as one line of JSON.
@@ -133,12 +147,21 @@ type suite struct {
 	topics              *oracle.Topics
 	rec                 *outbox.Recorder
 	watch               *watch // of the topic that stays
+	steady              *steady
+	lasting             []lasting    // disturbances that have begun, and not ended
+	cutWrites           atomic.Int64 // see cutAtWrites
 }
 
 // fleetingEvent is an event of the topic that comes and goes.
 type fleetingEvent struct{ oracle.Event }
 
-const workers = 3
+const (
+	workers            = 3
+	stayingPartitions  = 12 // of the topics that stay
+	fleetingPartitions = 6  // of the one that comes and goes
+	// undisturbed is how long events flow before the first disturbance.
+	undisturbed = 5 * time.Second
+)
 
 // newSuite returns a suite with relays. If it is pooled, they reach PostgreSQL through PgBouncer.
 func newSuite(t *testing.T, pooled bool) *suite {
@@ -158,8 +181,8 @@ func newSuite(t *testing.T, pooled bool) *suite {
 	s.toKafka = through(t, s.kafka.Brokers()[0])
 	s.site = newSiteBeside(t, server, server.URL(), s.kafka.Brokers())
 	s.auditLease(t)
-	testenv.CreateTopic(t, s.brokers, s.topic, 3, refusing...)
-	s.topics, err = oracle.NewTopics(s.ctx, oracle.TopicsConfig{Brokers: s.brokers, Topic: s.topic, Partitions: 3, Settings: refusing})
+	testenv.CreateTopic(t, s.brokers, s.topic, stayingPartitions, refusing...)
+	s.topics, err = oracle.NewTopics(s.ctx, oracle.TopicsConfig{Brokers: s.brokers, Topic: s.topic, Partitions: fleetingPartitions, Settings: refusing})
 	require.NoError(t, err)
 	t.Cleanup(s.topics.Close)
 	events, err := outbox.NewRegistry("faults",
@@ -171,6 +194,7 @@ func newSuite(t *testing.T, pooled bool) *suite {
 
 	s.replace(t)
 	s.watch = newWatch(t, s.reader)
+	s.steady = newSteady(t, s)
 	return s
 }
 

@@ -1,6 +1,6 @@
-// Package absent gives topics of a single broker a replica that is never there, for tests and
-// measurements: with min.insync.replicas 2 such a topic accepts nothing. It registers a broker with
-// the controller that never sends a heartbeat.
+// Package absent gives topics of a single broker, or some of their partitions, a replica that is never there, for
+// tests and measurements: with min.insync.replicas 2 they accept nothing. It registers a broker with the controller
+// that never sends a heartbeat.
 package absent
 
 import (

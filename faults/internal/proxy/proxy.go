@@ -1,6 +1,6 @@
 // Package proxy is a TCP proxy on whose connections the network fails as
-// networks do: they are cut, they are slow, or they are open and nothing
-// arrives, in one direction or in both.
+// networks do: they are cut, also at a statement of PostgreSQL or in front of its answer, they
+// are slow, or they are open and nothing arrives, in one direction or in both.
 package proxy
 
 import (
@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -23,6 +24,8 @@ type Fault struct {
 	HoldUp, HoldDown bool
 	// Delay is by how much everything arrives later, each way.
 	Delay time.Duration
+	// Statements, if it is not nil, cuts connections at some of PostgreSQL's statements. New ones are accepted.
+	Statements *Statements
 }
 
 // Proxy leads connections to a server. Make one with [Listen]. Its methods
@@ -145,12 +148,15 @@ func (p *Proxy) serve(client *net.TCPConn) {
 		abort(client)
 		return
 	}
-	l := &link{proxy: p, client: client, server: server.(*net.TCPConn), done: make(chan struct{})}
+	l := &link{
+		proxy: p, client: client, server: server.(*net.TCPConn), done: make(chan struct{}),
+		frontend: frontend{texts: map[string]string{}},
+	}
 	p.add(l)
 	defer p.remove(l)
 	var directions sync.WaitGroup
-	directions.Go(func() { l.carry(l.client, l.server, func(f Fault) bool { return f.HoldUp }) })
-	directions.Go(func() { l.carry(l.server, l.client, func(f Fault) bool { return f.HoldDown }) })
+	directions.Go(func() { l.carry(l.client, l.server, func(f Fault) bool { return f.HoldUp }, l.passUp) })
+	directions.Go(func() { l.carry(l.server, l.client, func(f Fault) bool { return f.HoldDown }, l.passDown) })
 	directions.Wait()
 	l.close()
 }
@@ -184,6 +190,8 @@ type link struct {
 	once           sync.Once
 	done           chan struct{} // closed with the connections
 	stranded       bool          // under the proxy's mu
+	frontend       frontend      // only for what goes to the server
+	unanswered     atomic.Bool   // the next answer is to be lost
 }
 
 func (l *link) close() { l.end(func(conn *net.TCPConn) { _ = conn.Close() }) }
@@ -216,9 +224,9 @@ type chunk struct {
 	at   time.Time
 }
 
-// carry passes on what comes from one end to the other, until one of them ends.
-// It reads ahead: a delay makes everything late, not slow.
-func (l *link) carry(from, to *net.TCPConn, held func(Fault) bool) {
+// carry passes on what comes from one end to the other, until one of them ends, or pass
+// does not let it. It reads ahead: a delay makes everything late, not slow.
+func (l *link) carry(from, to *net.TCPConn, held func(Fault) bool, pass func([]byte) bool) {
 	chunks := make(chan chunk, maxChunks)
 	var reader sync.WaitGroup
 	reader.Go(func() { l.read(from, chunks) })
@@ -236,7 +244,7 @@ func (l *link) carry(from, to *net.TCPConn, held func(Fault) bool) {
 		case errors.Is(c.end, io.EOF):
 			_ = to.CloseWrite() // where that fails the other direction ends too
 			return
-		case c.end != nil:
+		case c.end != nil, !pass(c.data):
 			l.reset()
 			return
 		}
