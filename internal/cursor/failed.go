@@ -45,7 +45,7 @@ const UnreadableRow = "unreadable_row"
 
 // sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
 // if the cursor passes them. When a batch is repeated after a crash, the rows may be
-// there already. They are looked up first: ON CONFLICT waits for a transaction that is
+// there already. They are looked up first, by the unique index: ON CONFLICT waits for a transaction that is
 // changing such a row, of an operator for example.
 const sqlMoveFailed = `
 WITH newest AS MATERIALIZED (
@@ -65,7 +65,8 @@ WITH newest AS MATERIALIZED (
                                    $20::text[]) AS f (id, key, status, class, error, wait, readable, held, place)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
      WHERE (SELECT there.id FROM {schema}.outbox_failed AS there
-             WHERE there.relay = $1::text AND there.outbox_id = o.id AND there.event_id = o.event_id) IS NULL
+             WHERE there.relay = $1::text AND there.outbox_id >= o.id AND there.outbox_id <= o.id AND there.event_id = o.event_id
+             ORDER BY there.relay, there.outbox_id, there.event_id LIMIT 1) IS NULL
      ORDER BY o.id
         ON CONFLICT (relay, outbox_id, event_id) DO NOTHING
 )
