@@ -27,9 +27,9 @@ type operators struct {
 	opened int            // transactions
 }
 
-// leaveOpen lets operators leave transactions open until stop is called. None of them resolves an event in the end. who, if
-// it is not nil, knows which events they have locked.
-func (s *site) leaveOpen(t *testing.T, seed uint64, who *operators) (stop func()) {
+// keepOpen lets operators leave transactions open until stop is called. None of them resolves an event in the
+// end. who, if it is not nil, knows which events they have locked.
+func (s *site) keepOpen(t *testing.T, seed uint64, who *operators) (stop func()) {
 	t.Helper()
 	if who == nil {
 		who = newOperators(s)
@@ -40,8 +40,8 @@ func (s *site) leaveOpen(t *testing.T, seed uint64, who *operators) (stop func()
 		working.Go(func() {
 			for rng := rand.New(rand.NewPCG(seed, uint64(n))); ctx.Err() == nil; {
 				err := who.open(ctx, rng)
-				var refused *pgconn.PgError
-				if errors.As(err, &refused) && strings.HasPrefix(refused.Code, "42") { // the statement is wrong
+				var wrong *pgconn.PgError
+				if errors.As(err, &wrong) && strings.HasPrefix(wrong.Code, "42") { // the statement is wrong
 					t.Errorf("an operator: %v", err)
 				}
 				if err != nil { // there is nothing to do, or no server

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -38,7 +39,7 @@ func TestStops(t *testing.T) {
 	v := stopsResult{Seed: seedOf(t), Stops: stops}
 	s := newStopsSite(t)
 	stopWriting := s.write(t, v.Seed)
-	stopOperators := s.leaveOpen(t, v.Seed, s.operators)
+	stopOperators := s.keepOpen(t, v.Seed, s.operators)
 	start := time.Now()
 	for n, step := range stopsPlan(v.Seed, stops) {
 		if step.topic {
@@ -140,6 +141,7 @@ func (s *stopsSite) stopOnce(t *testing.T, p stopStep) time.Duration {
 	s.noteLocked()
 	cancel()
 	cancelled := time.Now()
+	defer time.AfterFunc(stopLimit, func() { s.logActivity(t) }).Stop()
 	select {
 	case err := <-done:
 		require.NoError(t, err)
@@ -193,6 +195,20 @@ func (s *stopsSite) drain(t *testing.T, v *stopsResult) {
 	o.Compare(committed, arrived)
 	v.LockedRepeats = s.lockedRepeats(arrived)
 	v.Events, v.Lost, v.Phantom, v.Inversions, v.Repeats = o.Events, o.Lost, o.Phantom, o.Inversions, o.Duplicates-v.LockedRepeats
+}
+
+// logActivity logs what PostgreSQL does while a stop takes too long, and what the relay has said.
+func (s *stopsSite) logActivity(t *testing.T) {
+	rows, err := s.db.Query(s.ctx, `
+		SELECT format('%s blocked by %s, %s, %s: %s', pid, pg_blocking_pids(pid), state, wait_event, regexp_replace(left(query, 200), '\s+', ' ', 'g'))
+		  FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND state <> 'idle'`)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	t.Logf("a stop takes long; PostgreSQL: %q, %v", all, err)
+	t.Logf("the relay: %s", s.log)
 }
 
 // noteLocked notes the events whose rows operators have locked at a stop.

@@ -39,7 +39,8 @@ func (s *suite) recordMuch(t *testing.T, p step) ongoing {
 	}
 }
 
-// bulk is a transaction that records n events of a thousand keys, and stays open until it is decided what to do with it.
+// bulk is a transaction that records n events of a thousand keys, and stays open until it is decided what to do
+// with it.
 type bulk struct {
 	*site
 	n        int
@@ -67,7 +68,8 @@ func newBulk(t *testing.T, s *site, chance uint64, n int) *bulk {
 	return b
 }
 
-// outcome says how the transaction has ended. It fails the test if that was neither as decided, nor because the server was killed.
+// outcome says how the transaction has ended. It fails the test if that was neither as decided, nor because the
+// server was killed.
 func (b *bulk) outcome(t *testing.T) string {
 	t.Helper()
 	err := <-b.done

@@ -93,7 +93,8 @@ func (s *suite) endThose(t *testing.T, which func(lasting) bool) {
 	})
 }
 
-// blockable is a setting of topics whose partitions can be made to accept nothing. With one replica it asks for no more.
+// blockable is a setting of topics whose partitions can be made to accept nothing. With one replica it asks for
+// no more.
 var blockable = []string{"min.insync.replicas", "2"}
 
 // blockThird makes every third partition of all topics accept nothing.
@@ -131,7 +132,7 @@ func (s *suite) block(t *testing.T, which func(partition int32) bool) (end func(
 func (s *suite) operate(t *testing.T, p step) ongoing {
 	t.Helper()
 	unblock := s.block(t, func(partition int32) bool { return partition == 1 })
-	first, second := s.site.leaveOpen(t, p.chance, nil), s.steady.leaveOpen(t, p.chance+1, nil)
+	first, second := s.site.keepOpen(t, p.chance, nil), s.steady.keepOpen(t, p.chance+1, nil)
 	return ongoing{end: func() {
 		first()
 		second()

@@ -18,8 +18,8 @@ type disturbance struct {
 	max   time.Duration // chosen at random
 	begin func(*suite, *testing.T, step)
 	end   func(*suite, *testing.T, step) // nil: it is over when it has begun
-	// lasting begins a disturbance beside which the others go on. It lasts for min in the short form, and for max in a run
-	// of 15 minutes; shorter runs have the same share of that.
+	// lasting begins a disturbance beside which the others go on. It lasts for min in the short form, and for max
+	// in a run of 15 minutes; shorter runs have the same share of that.
 	lasting func(*suite, *testing.T, step) ongoing
 	// outage says that a server or the network is not whole meanwhile. Half the
 	// time the leader is then killed in the middle of it.

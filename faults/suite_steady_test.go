@@ -77,8 +77,14 @@ func newSteady(t *testing.T, s *suite) *steady {
 			d.keys = append(d.keys, k)
 		}
 	}
+	log := &tail{}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the last words of the relay with default options:\n%s", log)
+		}
+	})
 	run(t, d.relayPool(t), []kgo.Opt{kgo.SeedBrokers(d.brokers...), kgo.WithHooks(d.marks)},
-		outbox.RelayConfig{Logger: slog.New(slog.NewTextHandler(s.log, nil)).With("relay", "steady")})
+		outbox.RelayConfig{Logger: slog.New(slog.NewTextHandler(log, nil))})
 	return d
 }
 
