@@ -45,7 +45,7 @@ const UnreadableRow = "unreadable_row"
 
 // sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
 // if the cursor passes them. When a batch is repeated after a crash, the rows may be
-// there already. They are looked up first, by the unique index: ON CONFLICT waits for a transaction that is
+// there already. They are looked up first, as in sqlFailedRowsOf: ON CONFLICT waits for a transaction that is
 // changing such a row, of an operator for example.
 const sqlMoveFailed = `
 WITH newest AS MATERIALIZED (
@@ -109,7 +109,7 @@ type Failed struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	SQLKeys, sqlFreed, SQLPromote, sqlAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave, sqlRowsOf string
+	SQLKeys, sqlFreed, SQLPromote, sqlAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave, SQLRowsOf string
 }
 
 // NewFailed returns the store of the failed events of a relay. It does no I/O.
@@ -129,7 +129,7 @@ func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 		SQLParked:        pg.InSchema(sqlFailedParked, schema),
 		SQLRead:          pg.InSchema(sqlFailedRead, schema),
 		SQLSave:          pg.InSchema(sqlFailedSave, schema),
-		sqlRowsOf:        pg.InSchema(sqlFailedRowsOf, schema),
+		SQLRowsOf:        pg.InSchema(sqlFailedRowsOf, schema),
 	}
 }
 

@@ -141,12 +141,13 @@ func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error)
 	}), err
 }
 
-// sqlFailedRowsOf finds the rows of some events.
+// sqlFailedRowsOf finds the rows of some events, by the unique index. With equations, ORDER BY would not name the index.
 const sqlFailedRowsOf = `
 SELECT e.id, e.parking_key, e.place, e.outbox_id, e.event_id::text
   FROM unnest($2::bigint[], $3::uuid[]) AS event (outbox_id, id)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
-                      WHERE f.relay = $1::text AND f.outbox_id = event.outbox_id AND f.event_id = event.id AND f.status <> 'resolved'
+                      WHERE f.relay = $1::text AND f.outbox_id >= event.outbox_id AND f.outbox_id <= event.outbox_id AND f.event_id = event.id
+                        AND f.status <> 'resolved'
                       ORDER BY f.relay, f.outbox_id, f.event_id LIMIT 1) AS e`
 
 // RowsOf returns the rows of events, by their ids in outbox and their event ids, with nothing but these, their keys and
@@ -158,7 +159,7 @@ func (f *Failed) RowsOf(ctx context.Context, ids []int64, eventIDs []string) (fo
 			return e, err
 		})
 		return err
-	}, f.sqlRowsOf, f.relay, ids, eventIDs)
+	}, f.SQLRowsOf, f.relay, ids, eventIDs)
 	if err != nil {
 		return nil, fmt.Errorf("find the rows of events: %w", err)
 	}

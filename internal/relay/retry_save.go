@@ -133,7 +133,7 @@ func (r *retrier) saveSomeAnswered(refs []eventRef) error {
 }
 
 // lastTries is how long Finish waits for rows that another transaction has locked, and for PostgreSQL.
-const lastTries = time.Second
+const lastTries = 500 * time.Millisecond
 
 // Finish is called when Run and RunProbes have ended and all producers are closed. It saves what is unsaved, and logs
 // which results it gives up: the next holder of the lease sends these events again.
