@@ -213,7 +213,8 @@ func (t *badTrack) awaitParked(running context.Context) error {
 	return nil
 }
 
-// beside is withRelay while more events come for the bad topics.
+// beside is withRelay while more events come for the bad topics. A relay that has to find out that these are bad does
+// so while it is measured, after it has sent good events for a while.
 func (t *badTrack) beside(ctx context.Context, rate int, measured time.Duration) (l *laps.Lap, err error) {
 	if !t.parked { // what an earlier lap has found out
 		if _, err := t.DB.Exec(ctx, services.InSchema(sqlForget, t.schema)); err != nil {
@@ -223,7 +224,14 @@ func (t *badTrack) beside(ctx context.Context, rate int, measured time.Duration)
 	l = t.newLap(rate, measured)
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
-		n := int(schedule.Offset(l.Total(), l.Rate).Seconds() * float64(t.rate))
+		delay := schedule.Offset(1, l.Rate) / 2 // no transaction of a good event begins at the same moment
+		if !t.parked {
+			delay += schedule.Offset(l.Warm, l.Rate)
+		}
+		if err := schedule.Sleep(ctx, delay); err != nil {
+			return err
+		}
+		n := int((schedule.Offset(l.Total(), l.Rate) - delay).Seconds() * float64(t.rate))
 		return schedule.Pace(ctx, t.rate, n, 1, func(ctx context.Context, _ int) error { return t.recordBad(ctx, 1) })
 	})
 	g.Go(func() error { return t.relayed(ctx, l, outbox.RelayConfig{Logger: quiet}, orders.New) })
