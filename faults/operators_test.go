@@ -22,6 +22,7 @@ const (
 // operators are clients that change failed events, and then do nothing for seconds before their transactions end.
 type operators struct {
 	*site
+	spared []string // keys whose events they do not touch
 	mu     sync.Mutex
 	locked map[string]int // events whose rows are locked, and how many operators have locked them
 	opened int            // transactions
@@ -97,8 +98,9 @@ func (o *operators) open(ctx context.Context, rng *rand.Rand) error {
 	}
 	if err := tx.QueryRow(ctx, `
 		SELECT array_agg(id), array_agg(payload->>'id')
-		  FROM (SELECT id, payload FROM outbox_failed WHERE status = $1 ORDER BY random() LIMIT $2) AS chosen
-		HAVING count(*) > 0`, status, some).Scan(&ids, &events); err != nil {
+		  FROM (SELECT id, payload FROM outbox_failed
+		         WHERE status = $1 AND aggregate_id <> ALL (coalesce($3::text[], '{}')) ORDER BY random() LIMIT $2) AS chosen
+		HAVING count(*) > 0`, status, some, o.spared).Scan(&ids, &events); err != nil {
 		return err
 	}
 	o.lock(events, 1)

@@ -57,6 +57,16 @@ func (a span) overlaps(from, to time.Time) bool {
 // isHealthy says whether a partition accepts everything while others of its topic do not.
 func isHealthy(partition int32) bool { return partition%3 == 2 }
 
+// healthyKeys returns the keys of healthy partitions.
+func (d *steady) healthyKeys() (keys []string) {
+	for _, k := range d.keys {
+		if isHealthy(k.partition) {
+			keys = append(keys, k.key)
+		}
+	}
+	return keys
+}
+
 func newSteady(t *testing.T, s *suite) *steady {
 	t.Helper()
 	_, err := s.db.Exec(s.ctx, `CREATE DATABASE steady`)
@@ -153,6 +163,13 @@ func (d *steady) compareHistory(t *testing.T, s *suite, v *result) {
 		var alone healthyResult
 		alone.measure(healthy, d.excused, []span{one})
 		t.Logf("%5.1f s to %5.1f s: beside %s: %+v", one.from.Sub(s.start).Seconds(), one.to.Sub(s.start).Seconds(), one.what, alone.Beside)
+	}
+	excused := untilRecovered(healthy, d.excused)
+	for _, e := range healthy {
+		during := func(one span) bool { return one.overlaps(e.made, e.accepted) }
+		if took := e.accepted.Sub(e.made); took > slow && !slices.ContainsFunc(excused, during) {
+			t.Logf("%5.1f s: an event of partition %d took %v", e.made.Sub(s.start).Seconds(), e.partition, took)
+		}
 	}
 }
 
