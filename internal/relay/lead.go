@@ -102,7 +102,7 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	eventDied := func() { wait.Signal(r.checkNow) }
 	shared.EventDied = eventDied
 	session := NewSession(SessionParts{
-		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Bad: bad,
+		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Bad: bad, Unanswered: unanswered,
 		Deliverer: r.newDeliverer(producer, shared, r.kafkaOutage, r.health.Progressed),
 		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
 		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied, Waits: shared.Waits,

@@ -103,12 +103,12 @@ func (r *retrier) retryAll(ctx context.Context) error {
 			}
 			corrected = time.Now()
 		}
-		headless := r.Parked.takeHeadless()
-		if err := r.promote(ctx, headless); err != nil {
-			r.Parked.addHeadless(headless)
+		if err := r.saveAnswered(); err != nil {
 			return err
 		}
-		if err := r.saveAnswered(); err != nil {
+		headless := r.Parked.takeHeadless() // also of the events that were answered
+		if err := r.promote(ctx, headless); err != nil {
+			r.Parked.addHeadless(headless)
 			return err
 		}
 		if time.Since(listed) >= r.pause() {
@@ -330,6 +330,13 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 	if err := r.Save(results); err != nil {
 		return nil, err
 	}
+	r.Unanswered.recorded(func(yield func(*envelope.Event) bool) {
+		for i := range events {
+			if !yield(&events[i].Event) {
+				return
+			}
+		}
+	})
 	for _, result := range results {
 		switch {
 		case result.Count > 0:

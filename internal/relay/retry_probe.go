@@ -60,7 +60,7 @@ func (r *retrier) probe(ctx context.Context, bad []string) error {
 		for _, name := range names {
 			r.Bad.Release(name)
 		}
-		if len(sent) > 0 {
+		if len(sent) > 0 || len(r.Unanswered.Accepted()) > 0 { // an answer that came meanwhile was left to the next round
 			r.Deliverer.Parts.OnRecovered()
 		}
 	}()

@@ -111,12 +111,16 @@ func (r *retrier) saveSomeAnswered(refs []eventRef) error {
 	for i, ref := range refs {
 		ids[i], eventIDs[i] = ref.ID, ref.EventID
 	}
+	recorded := r.Unanswered.areRecorded(refs)
 	ctx, cancel := r.WithStatementTimeout()
 	rows, err := r.Store.RowsOf(ctx, ids, eventIDs)
 	cancel()
 	if err != nil {
 		return err
 	}
+	r.Unanswered.Remove(slices.DeleteFunc(recorded, func(ref eventRef) bool { // an operator has resolved these
+		return slices.ContainsFunc(rows, func(row cursor.FailedRow) bool { return refOf(&row.Event) == ref })
+	}))
 	rows = slices.DeleteFunc(rows, func(row cursor.FailedRow) bool { return slices.Contains(r.Probed.keys, row.Key) })
 	results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
 	for i := range rows {

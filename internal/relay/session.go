@@ -49,14 +49,15 @@ type SessionParts struct {
 		Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error)
 		Topic(e *envelope.Event) (string, error)
 	}
-	Ticks  *wakeup.Ticks
-	Parked *Parking       // shared with the retrier
-	Bad    *BadPartitions // shared with the retriers
-	Health relayHealth
-	Log    *slog.Logger
-	Outage *outage.Log     // PostgreSQL
-	Wake   <-chan struct{} // wake requests of this process
-	Heard  <-chan struct{} // notifications of other processes
+	Ticks      *wakeup.Ticks
+	Parked     *Parking       // shared with the retrier
+	Bad        *BadPartitions // shared with the retriers
+	Unanswered *Unanswered    // shared with the retriers
+	Health     relayHealth
+	Log        *slog.Logger
+	Outage     *outage.Log     // PostgreSQL
+	Wake       <-chan struct{} // wake requests of this process
+	Heard      <-chan struct{} // notifications of other processes
 
 	EventDied func() // called after an event has become dead
 	Waits     func() // called after a row was written that waits for a topic or partition
@@ -454,6 +455,13 @@ func (s *Session) record(failures []cursor.Failure) error {
 		s.isFresh()
 		s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
 		s.Parked.rowsWritten(failures)
+		s.Unanswered.recorded(func(yield func(*envelope.Event) bool) {
+			for _, f := range failures {
+				if !yield(f.Event) {
+					return
+				}
+			}
+		})
 		if slices.ContainsFunc(failures, func(f cursor.Failure) bool { return f.Place != "" }) {
 			s.Waits()
 		}

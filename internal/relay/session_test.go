@@ -18,6 +18,7 @@ import (
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -175,6 +176,18 @@ func TestSessionParks(t *testing.T) {
 	})
 }
 
+// The answer to an event may come before its row is written. Then the retrier hears of it once more.
+func TestSessionTellsOfAnswersBeforeRows(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFakeStore(t, 4, nil)
+		f.plays = []string{"+a"}
+		require.NoError(t, f.run())
+		require.Equal(t, 2, f.answered)
+		require.Equal(t, f.unanswered.Accepted(), f.unanswered.areRecorded(f.unanswered.Accepted()))
+	})
+}
+
 // A session that is told to stop while it pages through a window does not send it first.
 func TestSessionStopsBetweenPages(t *testing.T) {
 	t.Parallel()
@@ -280,6 +293,8 @@ type fakeStore struct {
 	sent       []string // ids of the batches
 	failed     []string
 	parked     *Parking
+	unanswered *Unanswered
+	answered   int // how often a row could be removed
 	log        bytes.Buffer
 
 	lease *lease.Lease
@@ -315,9 +330,11 @@ func rulesWith(batch int) Rules {
 
 func (f *fakeStore) session(held context.Context, rules Rules) *Session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
+	bad := NewBadPartitions(outage.NewLogs(log))
+	f.unanswered = NewUnanswered(bad, func() { f.answered++ })
 	s := NewSession(SessionParts{
 		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: rules.Lease},
-		Rules:      rules, Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Bad: NewBadPartitions(outage.NewLogs(log)),
+		Rules:      rules, Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Bad: bad, Unanswered: f.unanswered,
 		Health: newHealthState(rules, breaker.New(rules.Breaker, func(_, _ breaker.State, _ float64) {})),
 		Outage: outage.NewLog(log, "PostgreSQL"), Wake: make(chan struct{}),
 		EventDied: func() {}, Waits: func() {},
@@ -550,14 +567,19 @@ func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *Par
 		err = lease.ErrLeaseLost
 	}
 	kinds := map[rune]OutcomeKind{
-		'.': OutcomePending, '+': OutcomeSent, 'x': OutcomeRejected, 'u': OutcomeUnavailable, 'b': OutcomeBlocked, 'p': OutcomeParked,
+		'.': OutcomePending, '+': OutcomeSent, 'x': OutcomeRejected, 'u': OutcomeUnavailable, 'a': OutcomeUnavailable, 'b': OutcomeBlocked, 'p': OutcomeParked,
 	}
 	for _, symbol := range play {
 		o := Outcome{Kind: kinds[symbol]}
 		if e := &batch[len(outcomes)]; e.Unreadable != nil {
 			o = Outcome{Kind: OutcomeRejected, Class: RejectionClass(e.Unreadable), Err: e.Unreadable}
 		}
-		if symbol == 'x' || symbol == 'u' {
+		if symbol == 'a' { // the answer has come late, and before the row is written
+			e := &batch[len(outcomes)]
+			f.unanswered.add(e, kafka.Partition{Topic: "orders"})
+			f.unanswered.accept(e)
+		}
+		if symbol == 'x' || symbol == 'u' || symbol == 'a' {
 			o.Class, o.Err = "class", errDown
 		}
 		outcomes = append(outcomes, o)

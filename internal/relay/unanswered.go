@@ -2,6 +2,7 @@ package relay
 
 import (
 	"errors"
+	"iter"
 	"maps"
 	"slices"
 	"sync"
@@ -22,7 +23,7 @@ var errUnanswered = errors.New("sent, and not answered yet")
 // Kafka has accepted the event, a retrier removes the row. It is safe for concurrent use.
 type Unanswered struct {
 	bad      *BadPartitions
-	answered func() // an event was accepted: its row can be removed
+	answered func() // the row of an accepted event can be removed
 
 	busy   atomic.Bool // there are events; saves the lock where there are none
 	mu     sync.Mutex
@@ -42,9 +43,10 @@ type unansweredEvent struct {
 	key      string // parking key
 	at       kafka.Partition
 	accepted time.Time // zero: no answer has come
+	recorded bool      // its row was written; if there is none now, an operator has resolved it
 }
 
-// NewUnanswered returns an Unanswered without events. It calls answered after each event that was accepted.
+// NewUnanswered returns an Unanswered without events. It calls answered when the row of an accepted event can be removed.
 func NewUnanswered(bad *BadPartitions, answered func()) *Unanswered {
 	return &Unanswered{bad: bad, answered: answered, events: map[eventRef]unansweredEvent{}, keys: map[string]int{}}
 }
@@ -115,8 +117,40 @@ func (u *Unanswered) Accepted() (refs []eventRef) {
 	return refs
 }
 
+// recorded records that the rows of some events were written. An answer that came before has found none to remove.
+func (u *Unanswered) recorded(events iter.Seq[*envelope.Event]) {
+	if !u.busy.Load() {
+		return
+	}
+	u.mu.Lock()
+	answered := false
+	for e := range events {
+		if found, is := u.events[refOf(e)]; is {
+			found.recorded = true
+			u.events[refOf(e)] = found
+			answered = answered || !found.accepted.IsZero()
+		}
+	}
+	u.mu.Unlock()
+	if answered {
+		u.answered()
+	}
+}
+
+// areRecorded returns those of some events whose rows were written.
+func (u *Unanswered) areRecorded(refs []eventRef) (recorded []eventRef) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for _, ref := range refs {
+		if u.events[ref].recorded {
+			recorded = append(recorded, ref)
+		}
+	}
+	return recorded
+}
+
 // keepAnswers is how long it is remembered that an event was accepted whose row is not found. The session writes the
-// row only after the send.
+// row only after the send, and need not learn that PostgreSQL has it.
 const keepAnswers = 10 * time.Minute
 
 // Remove forgets accepted events whose rows were removed, and those whose rows were not found for a long time.

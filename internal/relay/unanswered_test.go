@@ -1,0 +1,84 @@
+package relay
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// acceptingKafka is a [Sender] that accepts everything.
+type acceptingKafka struct{ sent []int64 }
+
+func (k *acceptingKafka) topic(e *envelope.Event) (string, error) { return string(e.Topic), nil }
+func (k *acceptingKafka) prepare(context.Context, []string)       {}
+func (k *acceptingKafka) partition(e *envelope.Event) kafka.Partition {
+	return kafka.Partition{Topic: string(e.Topic)}
+}
+
+func (k *acceptingKafka) produce(_, _ context.Context, batch []envelope.Event, which []int) (sendResult, error) {
+	for _, i := range which {
+		k.sent = append(k.sent, batch[i].ID)
+	}
+	return sendResult{records: make([]kgo.Record, len(which)), errs: make([]error, len(which)), works: true}, nil
+}
+
+// newAnsweredFixture returns a retrier beside events that Kafka has not answered, and these events by their ids.
+func newAnsweredFixture(t *testing.T, d *testenv.Tables, unanswered ...int64) (r *retrier, to *acceptingKafka, sent map[int64]*envelope.Event) {
+	r, to, sent = newLockedFixture(t, d, new(testenv.Buffer)), &acceptingKafka{}, map[int64]*envelope.Event{}
+	log := slog.New(slog.DiscardHandler)
+	r.Deliverer = &Deliverer{DeliveryParts{
+		Sender: to, Breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), Log: log, OnSend: func() {},
+		KafkaOutage: outage.NewLog(log, "Kafka"), Bad: r.Bad, Unanswered: r.Unanswered, OnRecovered: func() {},
+	}}
+	for _, id := range unanswered {
+		var eventID, key string
+		require.NoError(t, d.DB.QueryRow(t.Context(), pg.InSchema(`SELECT event_id::text, aggregate_id FROM {schema}.outbox_failed WHERE outbox_id = $1`, d.Schema), id).
+			Scan(&eventID, &key))
+		e := &envelope.Event{ID: id, EventID: []byte(eventID), Topic: []byte("b-events"), AggregateID: []byte(key)}
+		r.Unanswered.add(e, kafka.Partition{Topic: "b-events", Number: 0})
+		sent[id] = e
+	}
+	return r, to, sent
+}
+
+// Once the answer to an event has come, the events that are parked behind it are sent at once, and not after another
+// RetryInterval.
+func TestEventsBehindAnAnsweredOneAreSent(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 4, 1)
+	r, to, sent := newAnsweredFixture(t, d, 1)
+	r.Unanswered.accept(sent[1])
+	require.NoError(t, r.retryAll(t.Context()))
+	require.Equal(t, []int64{2, 3, 4}, to.sent)
+	require.Zero(t, d.Count(t, "outbox_failed"))
+}
+
+// An operator resolves an event before its answer comes. Its key goes on when the answer is there.
+func TestKeyOfResolvedUnansweredEventGoesOn(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 4, 1)
+	r, to, sent := newAnsweredFixture(t, d, 1)
+	tx := lockRow(t, d, 1)
+	require.NoError(t, tx.Commit(t.Context()))
+	r.Unanswered.recorded(slices.Values([]*envelope.Event{sent[1]}))
+	r.Unanswered.accept(sent[1])
+	require.NoError(t, r.retryAll(t.Context()))
+	r.reconcileAt = time.Time{}
+	require.NoError(t, r.retryAll(t.Context()))
+	require.Equal(t, []int64{2, 3, 4}, to.sent)
+	require.False(t, r.Unanswered.holds("b-events/"+string(sent[1].Key())))
+}
