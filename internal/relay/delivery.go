@@ -126,6 +126,7 @@ type delivery struct {
 	// Partitions that have accepted an event in this send, and those that have not,
 	// collected while a partition is bad.
 	accepted, failed map[kafka.Partition]bool
+	silent           map[kafka.Partition]bool // have not answered to an event that was sent alone
 }
 
 // sendMode is how the pending events are sent next.
@@ -210,7 +211,7 @@ func (d *delivery) run() error {
 // either: a failure would open it again.
 func (d *delivery) beginSend() {
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
-	d.accepted, d.failed = nil, nil
+	d.accepted, d.failed, d.silent = nil, nil, nil
 	d.avoiding = !d.probing && d.Bad.Failing() && (!d.patient || d.Breaker.State() != breaker.Open)
 	if d.avoiding {
 		d.Sender.prepare(d.stop, d.Bad.Topics())
@@ -325,11 +326,11 @@ func (d *delivery) othersFirst() (now, later []int) {
 }
 
 // sendEach sends the pending events one by one in their order, up to the first that fails because Kafka is
-// unavailable. An event that is rejected alone is rejected.
+// unavailable. An event that is rejected alone is rejected. Of a partition that does not answer only one is tried.
 func (d *delivery) sendEach() error {
 	for len(d.pending) > 0 && d.stop.Err() == nil {
 		i := d.pending[0]
-		if d.skip(i) {
+		if d.skip(i) || d.skipSilent(i) {
 			d.pending = d.pending[1:]
 			continue
 		}
@@ -353,6 +354,9 @@ func (d *delivery) sendEach() error {
 			d.markRejected(i, class, err)
 		case kafka.IsTopicOutage(err), errors.Is(err, errUnanswered):
 			d.parkUnavailable(i, r, err)
+			if errors.Is(err, errUnanswered) {
+				d.learnSilent(kafka.PartitionOf(r))
+			}
 		case d.isLocal(sent.works):
 			d.parkTopic(i, r, err)
 		default:

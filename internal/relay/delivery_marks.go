@@ -129,6 +129,32 @@ func (d *delivery) skipBad(i int) bool {
 	return true
 }
 
+// learnSilent remembers a partition that has not answered. The next client has to learn its topic again.
+func (d *delivery) learnSilent(at kafka.Partition) {
+	d.silent = with(d.silent, at)
+	var topics []string
+	for at := range d.silent {
+		topics = append(topics, at.Topic)
+	}
+	d.Sender.prepare(d.stop, topics)
+}
+
+// skipSilent skips an event whose partition has not answered to another one that was sent alone.
+func (d *delivery) skipSilent(i int) bool {
+	if len(d.silent) == 0 {
+		return false
+	}
+	at := d.Sender.partition(&d.batch[i])
+	if !d.silent[at] {
+		return false
+	}
+	d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errNotTried), Err: errNotTried, place: at.Name()})
+	return true
+}
+
+// errNotTried is the error of an event whose partition has not answered to another one.
+var errNotTried = errors.New("not tried, because its partition does not answer to another event")
+
 func (d *delivery) reportKafkaOutage(i int, err error) {
 	e := &d.batch[i]
 	topic, _ := d.Sender.topic(e)

@@ -16,7 +16,7 @@ import (
 func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", r.rules.Lease)
 	defer answered()
-	waited := false
+	waited, again := false, false
 	for ctx.Err() == nil {
 		r.health.Progressed()
 		bounded, cancel := context.WithTimeout(ctx, r.rules.Lease)
@@ -39,8 +39,11 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 		case errors.Is(err, lease.ErrHeld):
 			r.health.sawLease()
 			r.postgresOutage.Report(nil)
-			if r.leases.Other.Holder == "" { // it was taken or released since it was read
+			if again = r.leases.Other.Holder == "" && !again; again { // it was taken or released since it was read
 				continue
+			}
+			if r.leases.Other.Holder == "" { // twice: perhaps a pooler reads it from a standby that is behind
+				break
 			}
 			if !waited {
 				waited = true
