@@ -126,7 +126,7 @@ type delivery struct {
 	// Partitions that have accepted an event in this send, and those that have not,
 	// collected while a partition is bad.
 	accepted, failed map[kafka.Partition]bool
-	silent           map[kafka.Partition]bool // have not answered to an event that was sent alone
+	silent           map[kafka.Partition]bool // that have not answered in this delivery, although Kafka works
 }
 
 // sendMode is how the pending events are sent next.
@@ -210,8 +210,11 @@ func (d *delivery) run() error {
 // them: what looks like a bad partition may be an outage of Kafka. While the breaker is half-open they are not tried
 // either: a failure would open it again.
 func (d *delivery) beginSend() {
+	if d.obstacle != noObstacle {
+		d.silent = nil
+	}
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
-	d.accepted, d.failed, d.silent = nil, nil, nil
+	d.accepted, d.failed = nil, nil
 	d.avoiding = !d.probing && d.Bad.Failing() && (!d.patient || d.Breaker.State() != breaker.Open)
 	if d.avoiding {
 		d.Sender.prepare(d.stop, d.Bad.Topics())
@@ -330,7 +333,7 @@ func (d *delivery) othersFirst() (now, later []int) {
 func (d *delivery) sendEach() error {
 	for len(d.pending) > 0 && d.stop.Err() == nil {
 		i := d.pending[0]
-		if d.skip(i) || d.skipSilent(i) {
+		if d.skip(i) {
 			d.pending = d.pending[1:]
 			continue
 		}
@@ -354,9 +357,7 @@ func (d *delivery) sendEach() error {
 			d.markRejected(i, class, err)
 		case kafka.IsTopicOutage(err), errors.Is(err, errUnanswered):
 			d.parkUnavailable(i, r, err)
-			if errors.Is(err, errUnanswered) {
-				d.learnSilent(kafka.PartitionOf(r))
-			}
+			d.prepareSilent()
 		case d.isLocal(sent.works):
 			d.parkTopic(i, r, err)
 		default:

@@ -46,6 +46,9 @@ func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 			at = at.WholeTopic()
 		}
 		d.failed = with(d.failed, at)
+		if errors.Is(err, errUnanswered) {
+			d.silent = with(d.silent, at)
+		}
 		switch o.place = at.Name(); {
 		case len(o.place) > maxPlace: // Kafka has no such topic
 			o.place = ""
@@ -92,9 +95,9 @@ func (d *delivery) block(i int) {
 }
 
 // skip gives an event that is not to be sent its outcome, and reports whether it has: its key is blocked, it was sent
-// and is not answered yet, or its topic or partition is bad.
+// and is not answered yet, or its topic or partition is bad or does not answer.
 func (d *delivery) skip(i int) bool {
-	return d.skipBlocked(i) || d.skipUnanswered(i) || d.avoiding && d.skipBad(i)
+	return d.skipBlocked(i) || d.skipUnanswered(i) || d.avoiding && d.skipBad(i) || d.skipSilent(i)
 }
 
 func (d *delivery) skipBlocked(i int) bool {
@@ -129,9 +132,11 @@ func (d *delivery) skipBad(i int) bool {
 	return true
 }
 
-// learnSilent remembers a partition that has not answered. The next client has to learn its topic again.
-func (d *delivery) learnSilent(at kafka.Partition) {
-	d.silent = with(d.silent, at)
+// prepareSilent lets the next client learn the topics of partitions that have not answered.
+func (d *delivery) prepareSilent() {
+	if len(d.silent) == 0 || len(d.pending) == 0 {
+		return
+	}
 	var topics []string
 	for at := range d.silent {
 		topics = append(topics, at.Topic)
@@ -139,7 +144,8 @@ func (d *delivery) learnSilent(at kafka.Partition) {
 	d.Sender.prepare(d.stop, topics)
 }
 
-// skipSilent skips an event whose partition has not answered to another one that was sent alone.
+// skipSilent skips an event whose partition has not answered to another one of the batch. A batch may need very many
+// sends, because of its size or because its events have to be sent alone.
 func (d *delivery) skipSilent(i int) bool {
 	if len(d.silent) == 0 {
 		return false

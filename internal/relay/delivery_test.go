@@ -80,6 +80,7 @@ var deliverTests = []deliveryTest{
 	// Some of it is.
 	{"one partition does not answer: its events are not sent again meanwhile", "abBc", "abBc:+??+", "+ub+", "partition orders/1", 0},
 	{"alone, one does not answer", "abc", "abc:xxx a:+ b:? c:+", "+u+", "partition orders/1", 0},
+	{"nor is the rest of its partition tried, if not all goes together", "yz", "yz:?", "uu", "partition payments/24", 0},
 	{"nor is another event of its partition tried alone", "yzab", "yzab:aaaa y:? a:+ b:+", "uu++", "partition payments/24", 0},
 	{"one partition fails while others work", "abc", "abc:+-+", "+u+", "partition orders/1", 0},
 	{"one partition fails, alone", "b", "b:-", "u", "partition orders/1", 0},
