@@ -109,7 +109,7 @@ type Failed struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	SQLKeys, sqlFreed, SQLPromote, sqlAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave, SQLRowsOf string
+	SQLKeys, sqlFreed, SQLPromote, SQLAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave, SQLRowsOf string
 }
 
 // NewFailed returns the store of the failed events of a relay. It does no I/O.
@@ -119,7 +119,7 @@ func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 		SQLKeys:          pg.InSchema(sqlFailedKeys, schema),
 		sqlFreed:         pg.InSchema(sqlFailedFreed, schema),
 		SQLPromote:       pg.InSchema(sqlFailedPromote, schema),
-		sqlAnyParked:     pg.InSchema(sqlFailedAnyParked, schema),
+		SQLAnyParked:     pg.InSchema(sqlFailedAnyParked, schema),
 		SQLPromoteAll:    pg.InSchema(sqlFailedPromoteAll, schema),
 		SQLDeadDue:       pg.InSchema(sqlFailedDeadDue, schema),
 		sqlRetryDead:     pg.InSchema(sqlFailedRetryDead, schema),
@@ -354,9 +354,10 @@ func (f *Failed) promoteSome(stop context.Context, statement lease.StatementCont
 }
 
 // sqlFailedAnyParked precedes sqlFailedPromoteAll, because an idle relay must write
-// nothing, and proving the lease locks a row.
+// nothing, and proving the lease locks a row. PostgreSQL ignores ORDER BY in EXISTS.
 const sqlFailedAnyParked = `
-SELECT EXISTS (SELECT FROM {schema}.outbox_failed WHERE relay = $1::text AND status = 'parked')`
+SELECT (SELECT id FROM {schema}.outbox_failed
+         WHERE relay = $1::text AND status = 'parked' ORDER BY event_type, error_class, failed_at LIMIT 1) IS NOT NULL`
 
 // sqlFailedPromoteAll makes a head of rows that do not have to wait behind another,
 // because failed events hold back no others: an operator or a dead event's class had them
@@ -379,7 +380,10 @@ func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementConte
 	ctx, cancel := statement()
 	defer cancel()
 	var parked bool
-	err := pg.QueryRow(ctx, f.db, f.sqlAnyParked, f.relay).Scan(&parked)
+	err := f.query(ctx, func(rows pgx.Rows) (err error) {
+		parked, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+		return err
+	}, f.SQLAnyParked, f.relay)
 	if err != nil {
 		return fmt.Errorf("promote parked events: %w", err)
 	}

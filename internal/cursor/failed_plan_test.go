@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -47,4 +48,25 @@ func TestMovePastFailuresOverManyRows(t *testing.T) {
 	_, plan := testenv.Explain(t, tx, statement)
 	require.Contains(t, plan, "uk_outbox_failed")
 	require.Less(t, testenv.Busiest(t, plan), 100*failures, "%s", plan)
+}
+
+// Whether an event is parked is known without reading all those that wait: where failed events hold back no others,
+// none is parked, and the relay asks in every round.
+func TestAnyParkedOverManyRows(t *testing.T) {
+	t.Parallel()
+	const rows = 10_000
+	d, ctx := newFixture(t), context.Background()
+	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
+	d.Exec(t, `ALTER TABLE {schema}.outbox_failed SET (autovacuum_enabled = off)`)
+	tx, err := d.DB.Begin(ctx)
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(ctx) }()
+	for _, sql := range []string{pg.PlannerSettings, "PREPARE any_parked AS " + failed.SQLAnyParked} {
+		_, err = tx.Exec(ctx, sql, pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, err)
+	}
+	testenv.Explain(t, tx, "EXECUTE any_parked('default')") // planned while the table is empty
+	d.InsertParked(t, rows, rows)
+	_, plan := testenv.Explain(t, tx, "EXECUTE any_parked('default')")
+	require.Less(t, testenv.Busiest(t, plan), 20, "%s", plan)
 }
