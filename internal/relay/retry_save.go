@@ -149,7 +149,9 @@ func (r *retrier) Finish() {
 		wait.Sleep(r.Held, lastTries/10)
 		err = r.saveAnswered()
 	}
-	r.Outage.Report(err)
+	if r.Held.Err() == nil { // otherwise the loss of the lease has ended the statement
+		r.Outage.Report(err)
+	}
 	for err = nil; len(r.Parked.Unsaved()) > 0 && lasts(); {
 		if err = r.trySave(r.Parked.Unsaved(), err != nil); err != nil || len(r.Parked.Unsaved()) > 0 {
 			wait.Sleep(r.Held, lastTries/10)

@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -81,4 +82,21 @@ func TestKeyOfResolvedUnansweredEventGoesOn(t *testing.T) {
 	require.NoError(t, r.retryAll(t.Context()))
 	require.Equal(t, []int64{2, 3, 4}, to.sent)
 	require.False(t, r.Unanswered.holds("b-events/"+string(sent[1].Key())))
+}
+
+// When the lease is lost, the rows of answered events are left to the next leader, and the log says nothing about
+// PostgreSQL.
+func TestLostLeaseIsNoOutageOfPostgreSQL(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 1, 1)
+	var log testenv.Buffer
+	r, _, sent := newAnsweredFixture(t, d, 1)
+	r.Outage = outage.NewLog(slog.New(slog.NewTextHandler(&log, nil)), "PostgreSQL")
+	r.Unanswered.accept(sent[1])
+	held, lose := context.WithCancelCause(t.Context())
+	lose(lease.ErrLeaseLost)
+	r.Held = held
+	r.Finish()
+	require.Empty(t, log.String())
 }
