@@ -31,6 +31,9 @@ var ErrOtherCluster = errors.New("cursor belongs to another database cluster")
 const sqlRebaseLock = `
 SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0)), set_config('outbox.keep_xid', 'on', true)`
 
+// sqlRebaseIdle ends the rebase of a process that does not go on: it would keep that lock, and a lock of its lease.
+const sqlRebaseIdle = `SELECT set_config('idle_in_transaction_session_timeout', '10s', true)`
+
 // sqlRebase finds the events that each relay has not attempted, and writes that as
 // transaction ids and snapshots of this cluster. It moves all relays at once, because they
 // share the rows: the events that the same relays have not attempted get one label, a
@@ -83,6 +86,9 @@ const SQLRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text 
 func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, pg.Unbounded); err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, sqlRebaseIdle); err != nil {
 			return err
 		}
 		if _, err := tx.Exec(ctx, sqlRebaseLock, c.schema); err != nil {

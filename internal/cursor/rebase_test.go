@@ -274,3 +274,46 @@ func TestRebaseUnderTimeouts(t *testing.T) {
 		require.Equal(t, []int64{3}, d.unsent(t, "default"))
 	})
 }
+
+// A process that is frozen inside its rebase holds the lock of all rebases, and perhaps its lease. PostgreSQL ends the
+// transaction after a while, whatever the role is configured to.
+func TestFrozenRebaseEnds(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 2)
+	d.sendUpTo(t, "default", 1)
+	d.emigrate(t, 0, true)
+	_, l, _, err := d.arrive(t, "default")
+	require.ErrorIs(t, err, cursors.ErrOtherCluster)
+	cfg, tracer := d.DB.Config().Copy(), new(idleTracer)
+	cfg.ConnConfig.Tracer = tracer
+	pool, err := pgxpool.NewWithConfig(ctx, cfg)
+	require.NoError(t, err)
+	defer pool.Close()
+	_, err = cursors.NewStore(pool, d.Schema, "default").Rebase(ctx, l)
+	require.NoError(t, err)
+	require.Equal(t, []string{"10s"}, tracer.bounds)
+}
+
+// idleTracer reads, while a rebase holds its lock, how long its transaction may be idle.
+type idleTracer struct {
+	holds  bool
+	bounds []string
+}
+
+func (r *idleTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, q pgx.TraceQueryStartData) context.Context {
+	r.holds = strings.Contains(q.SQL, "pg_advisory_xact_lock")
+	return ctx
+}
+
+func (r *idleTracer) TraceQueryEnd(ctx context.Context, conn *pgx.Conn, _ pgx.TraceQueryEndData) {
+	if !r.holds {
+		return
+	}
+	r.holds = false
+	var bound string
+	if err := conn.QueryRow(ctx, `SELECT current_setting('idle_in_transaction_session_timeout')`).Scan(&bound); err != nil {
+		bound = err.Error()
+	}
+	r.bounds = append(r.bounds, bound)
+}

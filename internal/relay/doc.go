@@ -36,6 +36,7 @@
 //     and one answers and gives a producer id ([kafka.Explain]). The event is unavailable, as in the case before.
 //   - Its partition does not answer for 100 ms after others have, or for 300 ms, and Kafka works. The event is
 //     unavailable, and [Unanswered] has it: it is not sent again before its answer, which a goroutine waits for.
+//     Nothing else of the batch is tried there.
 //   - Its topic or partition is known to be bad: [BadPartitions], once another partition has accepted an event, and
 //     while the breaker is closed. The client's own partitioner says where the event would go. The event is
 //     unavailable without a try. So is an event for a partition that has accepted nothing since another one of its
