@@ -193,10 +193,16 @@ func (a *acks) done() {
 // timedOut says of records that were dropped with their client what they were waited for.
 func (a *acks) timedOut(after time.Duration) {
 	for r, err := range a.failed {
-		if errors.Is(err, kgo.ErrClientClosed) {
-			a.failed[r] = fmt.Errorf("no answer within %v: %w", after, kgo.ErrRecordTimeout)
-		}
+		a.failed[r] = timedOut(err, after)
 	}
+}
+
+// timedOut returns the error of a record, which may have been dropped with its client after a time.
+func timedOut(err error, after time.Duration) error {
+	if errors.Is(err, kgo.ErrClientClosed) {
+		return fmt.Errorf("no answer within %v: %w", after, kgo.ErrRecordTimeout)
+	}
+	return err
 }
 
 // dropped gives errStopping to records that the client has dropped because of a stop.

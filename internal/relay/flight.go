@@ -129,7 +129,7 @@ func (p *Producer) detach(f *flight, batch []envelope.Event, which []int, causes
 	p.client = nil
 	p.detached = append(slices.DeleteFunc(p.detached, (*flight).ended), f)
 	sent := sendResult{records: make([]kgo.Record, f.handed), errs: slices.Clone(f.errs[:f.handed]), works: true}
-	answers := &lateAnswers{to: p.cfg.Unanswered, flight: f, batch: batch, which: which}
+	answers := &lateAnswers{to: p.cfg.Unanswered, flight: f, batch: batch, which: which, within: p.cfg.SendTimeout}
 	silent := func(i int) {
 		at := topics.Partition(f.records[i].Topic, f.records[i].Key)
 		sent.records[i] = kgo.Record{Topic: at.Topic, Partition: at.Number}

@@ -131,3 +131,21 @@ func TestLostLeaseEndsDetachedSends(t *testing.T) {
 	require.False(t, waits)
 	close(s.release)
 }
+
+// A partition that has not answered in the time of a send is said to have timed out, and not that its client was closed.
+func TestDetachedSendTimesOut(t *testing.T) {
+	t.Parallel()
+	s := newSilentKafka(t)
+	s.cfg.SendTimeout = time.Second
+	sent, err := s.produce(s.held, s.held, s.events, []int{0, 1})
+	require.NoError(t, err)
+	require.ErrorIs(t, sent.errs[1], errUnanswered)
+	require.Eventually(t, func() bool {
+		_, waits := s.cfg.Unanswered.find(&s.events[1])
+		return !waits
+	}, testenv.Patience, 5*time.Millisecond)
+	all := s.cfg.Unanswered.bad.All()
+	require.Len(t, all, 1)
+	require.EqualError(t, all[0].Err, "no answer within 1s: "+kgo.ErrRecordTimeout.Error())
+	close(s.release)
+}

@@ -46,7 +46,8 @@ type unansweredEvent struct {
 	recorded bool      // its row was written; if there is none now, an operator has resolved it
 }
 
-// NewUnanswered returns an Unanswered without events. It calls answered when the row of an accepted event can be removed.
+// NewUnanswered returns an Unanswered without events. It calls answered when the row of an accepted event can be
+// removed.
 func NewUnanswered(bad *BadPartitions, answered func()) *Unanswered {
 	return &Unanswered{bad: bad, answered: answered, events: map[eventRef]unansweredEvent{}, keys: map[string]int{}}
 }
@@ -188,7 +189,8 @@ type lateAnswers struct {
 	to     *Unanswered
 	flight *flight
 	batch  []envelope.Event
-	which  []int // indexes in batch, of the records
+	which  []int         // indexes in batch, of the records
+	within time.Duration // the answers are waited for
 
 	mu       sync.Mutex
 	accepted []sentEvent
@@ -206,6 +208,7 @@ func (l *lateAnswers) take(i int, err error) {
 		l.to.accept(e)
 		return
 	case l.flight.grace.Err() == nil && kafka.IsOutage(err): // otherwise the client was stopped
+		err = timedOut(err, l.within)
 		l.to.bad.Fail(at, l.flight.began, kafka.UnavailableClass(err), err)
 	}
 	l.to.forget(e)
