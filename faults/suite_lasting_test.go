@@ -128,8 +128,9 @@ func (s *suite) block(t *testing.T, which func(partition int32) bool) (end func(
 }
 
 // operate lets operators of both databases leave transactions open. One partition accepts nothing
-// meanwhile, so that there are events to work on. A key of which an operator has locked a row waits for the operator, so
-// they spare the keys that are measured: an event of such a key has a row after a send that seemed to get no answer.
+// meanwhile, so that there are events to work on. A key of which an operator has locked a row waits for the
+// operator, so they spare the keys that are measured: an event of such a key has a row after a send that seemed to get
+// no answer.
 func (s *suite) operate(t *testing.T, p step) ongoing {
 	t.Helper()
 	unblock := s.block(t, func(partition int32) bool { return partition == 1 })

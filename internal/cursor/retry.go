@@ -77,8 +77,8 @@ SELECT ` + failedHead + `
 // of each key, and $4 together. It cuts by the ids of events, so of each key the first ones
 // are left. Asked for "parking_key = key", the planner may scan the unique index in the
 // order of ids instead, through the rows of all keys. It looks at a key from its first row on, although beside an old
-// snapshot the index still has those that were sent: meanwhile a lower id may have been parked, in front of a higher one
-// of its transaction.
+// snapshot the index still has those that were sent: meanwhile a lower id may have been parked, in front of a higher
+// one of its transaction.
 const sqlFailedParked = `
 SELECT ` + failedParked + `
   FROM unnest($2::text[]) AS sent (key)
@@ -141,7 +141,8 @@ func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error)
 	}), err
 }
 
-// sqlFailedRowsOf finds the rows of some events, by the unique index. With equations, ORDER BY would not name the index.
+// sqlFailedRowsOf finds the rows of some events, by the unique index. With equations, ORDER BY would not name that
+// index.
 const sqlFailedRowsOf = `
 SELECT e.id, e.parking_key, e.place, e.outbox_id, e.event_id::text
   FROM unnest($2::bigint[], $3::uuid[]) AS event (outbox_id, id)

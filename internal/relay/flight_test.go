@@ -132,7 +132,8 @@ func TestLostLeaseEndsDetachedSends(t *testing.T) {
 	close(s.release)
 }
 
-// A partition that has not answered in the time of a send is said to have timed out, and not that its client was closed.
+// A partition that has not answered in the time of a send is said to have timed out, and not that its client was
+// closed.
 func TestDetachedSendTimesOut(t *testing.T) {
 	t.Parallel()
 	s := newSilentKafka(t)

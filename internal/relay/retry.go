@@ -143,8 +143,8 @@ func (r *retrier) listQueues() ([]cursor.BadPartition, error) {
 var errNotPermitted = errors.New("not all events were sent")
 
 // retryQueue sends some heads of a queue, and the events that are parked behind the heads that get through. It
-// reports whether there were any. All heads of a partition that has recovered are due. Reached has, for each queue, when
-// the last heads of this round were due: it goes on there, and begins again at the end.
+// reports whether there were any. All heads of a partition that has recovered are due. Reached has, for each queue,
+// when the last heads of this round were due: it goes on there, and begins again at the end.
 func (r *retrier) retryQueue(ctx context.Context, place string, reached map[string]pgtype.Timestamptz) (some bool, err error) {
 	if place != "" {
 		if !r.Bad.Claim(place, false) {

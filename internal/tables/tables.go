@@ -66,11 +66,11 @@ const nextXid = `(pg_snapshot_xmax(pg_current_snapshot())::text::bigint
 // It looks only above the transactions that are open, because it would have to pass all of their rows.
 const Unreached = `(SELECT xid FROM {schema}.outbox WHERE xid >= ` + nextXid + ` ORDER BY xid, id LIMIT 1)`
 
-// Gaps is a query for the gaps between the transactions that were in progress in b.snapshot: the ids after < id < before
-// are those of transactions that had ended. An index has uncommitted rows, too, and a condition on each row does not
-// keep PostgreSQL from reading them. So a statement over outbox reads by these ranges, under the condition [InGap]: a
-// large transaction that stays open costs it nothing. It is to be a LATERAL subquery g beside b, which has a column bound
-// as well. If one of the two is NULL, nothing is in a gap. PostgreSQL has the transactions of a snapshot in order.
+// Gaps is a query for the gaps between the transactions that were in progress in b.snapshot: transactions with ids
+// between after and before had ended. An index has uncommitted rows, too, and a condition on each row does not keep
+// PostgreSQL from reading them. So a statement over outbox reads by these ranges, under the condition [InGap]: a large
+// transaction that stays open costs it nothing. It is to be a LATERAL subquery g beside b, which has a column bound as
+// well. If one of the two is NULL, nothing is in a gap. PostgreSQL has the transactions of a snapshot in order.
 const Gaps = `
        SELECT '0'::xid8 AS after, pg_snapshot_xmin(b.snapshot) AS before
         UNION ALL
