@@ -81,13 +81,14 @@ var (
 	// partitions, or is to get some.
 	ErrPartitioned = errors.New("outbox: ids of events cannot be unique in an outbox with partitions")
 	// ErrSequenceBehind is returned by [Relay.Run] when it begins to lead, before it sends
-	// anything, if the sequence of outbox.id is behind ids that are in use. That happens if the
-	// database was restored without its sequences, or if the sequence was set back, as TRUNCATE
-	// outbox RESTART IDENTITY does. New events would get the ids of older ones, and ids are what
-	// orders events. The error contains the statement that sets the sequence. After a restore into
-	// another cluster, then give new ids to the events that were recorded since, or they would be
-	// taken for sent: UPDATE outbox SET id = DEFAULT, xid = DEFAULT WHERE created_at >= the time of
-	// the restore.
+	// anything, if the sequence of outbox.id, or of outbox_cursor.id, is behind ids that are in
+	// use. That happens if the database was restored without its sequences, or if a sequence was
+	// set back, as TRUNCATE outbox RESTART IDENTITY does. New events would get the ids of older
+	// ones, and ids are what orders events; a new position would be older than the last one. The
+	// error contains the statement that sets the sequence. After a restore into another cluster,
+	// if it is the sequence of outbox.id, then give new ids to the events that were recorded
+	// since, or they would be taken for sent: UPDATE outbox SET id = DEFAULT, xid = DEFAULT WHERE
+	// created_at >= the time of the restore.
 	ErrSequenceBehind = cursor.ErrSequenceBehind
 )
 

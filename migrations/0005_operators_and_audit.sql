@@ -268,7 +268,7 @@ BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
     WITH paused AS (
         INSERT INTO @schema@.consumer_pause (consumer_group, topic, operator, reason) VALUES ($1, $2, $3, $4)
-            ON CONFLICT DO NOTHING RETURNING 1
+            ON CONFLICT ON CONSTRAINT consumer_pause_pkey DO NOTHING RETURNING 1
     )
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
     SELECT $3, 'pause', $4, '', $2 || '/', $1 WHERE EXISTS (SELECT FROM paused);

@@ -89,7 +89,9 @@ const sqlPrepare = `SELECT {schema}.outbox_archive_prepare($1)`
 
 // sqlInsert adds rows. A row that exists already is the same event: rows of a partitioned outbox are
 // archived before their partition is dropped, and may be archived twice. The id alone does not identify an
-// event, because a server that lagged before a failover assigns ids again.
+// event, because a server that lagged before a failover assigns ids again. The statement has no conflict target:
+// the primary key is the only unique index, and PostgreSQL wants SELECT on the columns of a target, which roles of
+// relays do not have.
 const sqlInsert = `
 INSERT INTO {schema}.outbox_archive (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
                                      topic, partition_key, headers, occurred_at, created_at, size)

@@ -3,21 +3,20 @@ package main
 import (
 	"context"
 	_ "embed"
-	"errors"
 	"fmt"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/indexes"
-	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // tableChecks check the tables that Migrate has made.
 var tableChecks = []check{
 	{"tables", []string{"tables.table", "tables.column", "tables.index", "tables.constraint", "tables.trigger", "tables.policy", "tables.security"}, (*doctor).tables},
-	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequence},
+	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequences},
 	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
 	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
 	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.reader",
@@ -243,53 +242,6 @@ func altered(want, have thing) finding {
 	return finding{"tables." + want.kind, severityWarning, fmt.Sprintf("%s %s of %s is altered: %s", want.kind, want.name, want.table, have.definition),
 		"outbox is tested with: " + want.definition, "Change it back, unless you know better."}
 }
-
-const sqlSequence = `
-SELECT s.seqcache, s.seqincrement, has_sequence_privilege(s.seqrelid, 'SELECT')
-  FROM pg_sequence AS s WHERE s.seqrelid = pg_get_serial_sequence($1, 'id')::regclass`
-
-func (d *doctor) sequence(ctx context.Context) error {
-	var cache, step int64
-	var may bool
-	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
-	err := d.e.db.QueryRow(ctx, sqlSequence, schema+".outbox").Scan(&cache, &step, &may)
-	if errors.Is(err, pgx.ErrNoRows) {
-		d.add("sequence.missing", severityError, "outbox.id has no sequence of its own", "ids may repeat, and order is by id.",
-			"ALTER SEQUENCE … OWNED BY outbox.id for the sequence that is its default.")
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	name := schema + ".outbox_id_seq"
-	if cache != 1 || step != 1 {
-		d.add("sequence.cache", severityError, fmt.Sprintf("the sequence of outbox.id has CACHE %d and INCREMENT %d", cache, step),
-			"Sessions take ids in advance: a later event can have a lower id than an earlier one of its aggregate, and overtake it.",
-			"ALTER SEQUENCE "+name+" INCREMENT BY 1 CACHE 1")
-	}
-	if !may {
-		return nil
-	}
-	return d.sequenceBehind(ctx, name)
-}
-
-// sequenceBehind makes the check of a relay that begins to lead.
-func (d *doctor) sequenceBehind(ctx context.Context, name string) error {
-	var drawn, highest int64
-	err := pg.Query(ctx, d.e.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
-		drawn, highest, err = tables.ReadSequence(rows)
-		return err
-	}, pg.InSchema(tables.SQLSequence, d.e.schemaName()))
-	if err == nil && highest > 0 {
-		d.add("sequence.behind", severityError, fmt.Sprintf("the sequence of outbox.id is at %d, behind id %d", drawn, highest),
-			"New events would get the ids of events that were sent, so a relay that begins to lead stops. It comes of a restore without its sequences, or of TRUNCATE … RESTART IDENTITY.",
-			fmt.Sprintf("SELECT setval(%s, %d)", quoteText(name), highest))
-	}
-	return err
-}
-
-// quoteText writes a text as SQL does.
-func quoteText(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
 
 const sqlLocks = `
 SELECT (SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass(format('%I.outbox', $1::text))::oid),

@@ -4,8 +4,11 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
+	"log/slog"
 	"sync/atomic"
 	"time"
+
+	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox/internal/delivery"
 
@@ -224,36 +227,49 @@ func (w *partitionWorker) parkBlocked(items []recordItem) error {
 			rows, tasks = append(rows, w.owed(&items[i], t)), append(tasks, t)
 		}
 	}
-	became, err := w.park(rows...)
-	for i, status := range became {
-		if status == "" {
+	parked, err := w.park(rows...)
+	for i, p := range parked {
+		if p.Status == "" {
 			w.processor.Notify(w.held, []handling.TaskResult{{Task: tasks[i], Repeat: true}})
 		}
 	}
 	return err
 }
 
-// park inserts rows of event_delivery; in an outage of PostgreSQL it tries again. It returns the
-// status of each row: "" for an event that has a row already or is handled. The only error is
+// park inserts rows of event_delivery; in an outage of PostgreSQL it tries again. It returns what has
+// become of each event: it gets no row if it has one already or is handled. The only error is
 // ErrStopped.
-func (w *partitionWorker) park(rows ...delivery.Received) (became []delivery.Status, err error) {
+func (w *partitionWorker) park(rows ...delivery.Received) (parked []delivery.ParkResult, err error) {
 	if len(rows) == 0 {
 		return nil, nil
 	}
 	err = w.write(func(ctx context.Context) (err error) {
-		became, err = w.parking.store.Park(ctx, rows)
+		parked, err = w.parking.store.Park(ctx, rows)
 		return err
 	})
 	if err != nil {
 		return nil, err
 	}
 	w.parking.noteBlockedKey()
-	for i, status := range became {
-		if status == delivery.Pending {
+	for i, p := range parked {
+		switch p.Status {
+		case delivery.Pending:
 			w.parking.dueAt(time.Now().Add(rows[i].Wait))
+		case "":
+			w.logNotParked(&rows[i], p)
 		}
 	}
-	return became, nil
+	return parked, nil
+}
+
+// logNotParked logs which row or note justifies that an event gets no row.
+func (w *partitionWorker) logNotParked(r *delivery.Received, p delivery.ParkResult) {
+	why := slog.Int64("event_delivery_id", p.Row)
+	if p.Row == 0 {
+		why = slog.Int64("event_handled_id", p.Note)
+	}
+	w.log.Debug("outbox: an event is not parked, because it has a row already or is handled", "action", r.Action,
+		"type", r.Type, "source", r.Source, "event_id", uuid.UUID(r.EventID), "partition", w.partition.Name(), "offset", r.Offset, why)
 }
 
 // write runs a statement until it succeeds or the worker is stopped. The only error is ErrStopped.
@@ -280,18 +296,21 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling.Outcome) error {
 	row := w.owed(it, t)
 	row.Attempt, row.MaxAttempts, row.Wait = o.Attempt, delivery.Attempts(o.Retries), o.Wait
-	err := w.parkTried(row, o)
-	if err == nil {
+	parked, err := w.parkTried(row, o)
+	if err == nil && parked.Status != "" {
 		w.attempts.ReportAgain(&t, o)
 	}
 	return err
 }
 
 // parkTried parks a row with the error of its last attempt. The only error is ErrStopped.
-func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) error {
+func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) (delivery.ParkResult, error) {
 	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Err.Error(), short.MaxText)
-	_, err := w.park(row)
-	return err
+	parked, err := w.park(row)
+	if err != nil {
+		return delivery.ParkResult{}, err
+	}
+	return parked[0], nil
 }
 
 // giveUp ends the attempts of a task, or of a record that no handler gets. With a database the task
@@ -306,7 +325,8 @@ func (w *partitionWorker) giveUp(it *recordItem, t handling.Task, o handling.Out
 	}
 	row := w.owed(it, t)
 	row.Attempt, row.MaxAttempts = max(o.Attempt, 1), max(o.Attempt, 1)
-	return w.parkTried(row, o)
+	_, err := w.parkTried(row, o)
+	return err
 }
 
 // awaitDead waits until the dead letter of a task was sent, for a handler with RetryInPlace. Without

@@ -113,7 +113,7 @@ type Store struct {
 	sequence string // of ids
 
 	SQLLoad, SQLSeed, SQLOpen, SQLMove, SQLMoveFailed, SQLPage, SQLFetch, SQLFetchBare string
-	SQLSequence, SQLRebase, SQLRebaseProof, sqlCount                                   string
+	SQLSequence, sqlCursorSequence, SQLRebase, SQLRebaseProof, sqlCount                string
 }
 
 // NewStore returns the store of a relay in a schema. It does no I/O.
@@ -121,18 +121,19 @@ func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 	return &Store{
 		db: db, schema: schema, Relay: relay, InOrder: SortByID,
 		Probes: wakeup.ProbesOf(db), sequence: pg.InSchema("{schema}.outbox_id_seq", schema),
-		SQLLoad:        pg.InSchema(sqlLoad, schema),
-		SQLSeed:        pg.InSchema(sqlSeed, schema),
-		SQLOpen:        pg.InSchema(SQLOpen, schema),
-		SQLMove:        pg.InSchema(sqlMove, schema),
-		SQLMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
-		SQLPage:        pg.InSchema(sqlPage, schema),
-		SQLFetch:       pg.InSchema(sqlFetch, schema),
-		SQLFetchBare:   pg.InSchema(sqlFetchBare, schema),
-		SQLSequence:    pg.InSchema(tables.SQLSequence, schema),
-		SQLRebase:      pg.InSchema(sqlRebase, schema),
-		SQLRebaseProof: pg.InSchema(SQLRebaseProof, schema),
-		sqlCount:       pg.InSchema(sqlCount, schema),
+		SQLLoad:           pg.InSchema(sqlLoad, schema),
+		SQLSeed:           pg.InSchema(sqlSeed, schema),
+		SQLOpen:           pg.InSchema(SQLOpen, schema),
+		SQLMove:           pg.InSchema(sqlMove, schema),
+		SQLMoveFailed:     pg.InSchema(sqlMoveFailed, schema),
+		SQLPage:           pg.InSchema(sqlPage, schema),
+		SQLFetch:          pg.InSchema(sqlFetch, schema),
+		SQLFetchBare:      pg.InSchema(sqlFetchBare, schema),
+		SQLSequence:       pg.InSchema(tables.SQLSequence, schema),
+		sqlCursorSequence: pg.InSchema(sqlCursorSequence, schema),
+		SQLRebase:         pg.InSchema(sqlRebase, schema),
+		SQLRebaseProof:    pg.InSchema(SQLRebaseProof, schema),
+		sqlCount:          pg.InSchema(sqlCount, schema),
 	}
 }
 

@@ -112,24 +112,36 @@ func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err e
 	return unsent, nil
 }
 
+// sqlCursorSequence reads the last id that the sequence of outbox_cursor has drawn, and the highest id above it that a
+// row has. PostgreSQL does not tell the last id of a sequence that was restarted: then it draws one.
+const sqlCursorSequence = `
+WITH drawn AS MATERIALIZED (
+    SELECT coalesce(pg_sequence_last_value({cursor_ids}), CASE WHEN EXISTS (SELECT FROM {schema}.outbox_cursor) THEN nextval({cursor_ids}) - 1 ELSE 0 END) AS id
+)
+SELECT drawn.id, (SELECT id FROM {schema}.outbox_cursor WHERE id > drawn.id ORDER BY id DESC LIMIT 1) FROM drawn`
+
 // CheckSequence returns [ErrSequenceBehind] if a new event could get the id of an older
-// one.
+// one, or if a new position would be older than the last one.
 func (c *Store) CheckSequence(ctx context.Context) error {
-	var drawn, highest int64
-	err := c.query(ctx, func(rows pgx.Rows) (err error) {
-		drawn, highest, err = tables.ReadSequence(rows)
-		return err
-	}, c.SQLSequence)
-	if err != nil {
-		return fmt.Errorf("read sequence: %w", err)
+	for _, of := range []struct{ table, sql, see string }{
+		{"outbox", c.SQLSequence, "see the comment at outbox.ErrSequenceBehind, then"}, {"outbox_cursor", c.sqlCursorSequence, "then"},
+	} {
+		var drawn, highest int64
+		err := c.query(ctx, func(rows pgx.Rows) (err error) {
+			drawn, highest, err = tables.ReadSequence(rows)
+			return err
+		}, of.sql)
+		if err != nil {
+			return fmt.Errorf("read sequence of %s: %w", of.table, err)
+		}
+		if highest > 0 {
+			sequence := strings.ReplaceAll(pgx.Identifier{c.schema, of.table + "_id_seq"}.Sanitize(), "'", "''")
+			return fmt.Errorf("%w: the last id of %s drawn is %d, and %d is in use already; %s: SELECT setval('%s', %d)",
+				ErrSequenceBehind, of.table, drawn, highest, of.see, sequence, highest)
+		}
 	}
-	if highest == 0 {
-		return nil
-	}
-	sequence := strings.ReplaceAll(pgx.Identifier{c.schema, "outbox_id_seq"}.Sanitize(), "'", "''")
-	return fmt.Errorf("%w: the last id drawn is %d, and %d is in use already; see the comment at errSequenceBehind, then: SELECT setval('%s', %d)",
-		ErrSequenceBehind, drawn, highest, sequence, highest)
+	return nil
 }
 
 // ErrSequenceBehind is described in the package outbox.
-var ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind ids that are in use")
+var ErrSequenceBehind = errors.New("outbox: a sequence is behind ids that are in use")

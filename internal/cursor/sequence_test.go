@@ -31,6 +31,9 @@ func TestSequenceBehind(t *testing.T) {
 		"the sequence is set back":                            `SELECT setval('{schema}.outbox_id_seq', 4)`,
 		"no cursor, but rows": `
 			TRUNCATE {schema}.outbox_cursor; SELECT setval('{schema}.outbox_id_seq', 1)`,
+		"the sequence of the positions": `
+			UPDATE {schema}.outbox_cursor SET id = id + 100; SELECT setval('{schema}.outbox_cursor_id_seq', 3)`,
+		"the sequence of the positions is restarted": `ALTER SEQUENCE {schema}.outbox_cursor_id_seq RESTART`,
 		"no cursor, but failed rows": `
 			TRUNCATE {schema}.outbox RESTART IDENTITY; TRUNCATE {schema}.outbox_cursor;
 			INSERT INTO {schema}.outbox_failed
@@ -70,6 +73,9 @@ func TestSequenceIsAhead(t *testing.T) {
 	d.Exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART WITH 6`)
 	_, _, _, err = d.arrive(t, "default")
 	require.ErrorIs(t, err, cursor.ErrSequenceBehind)
+	d.Exec(t, `SELECT setval('{schema}.outbox_id_seq', 6), setval('{schema}.outbox_cursor_id_seq', (SELECT max(id) + 1 FROM {schema}.outbox_cursor), false)`)
+	_, _, _, err = d.arrive(t, "default")
+	require.NoError(t, err)
 }
 
 // A role's statement_timeout must not keep a relay from beginning to lead, however many

@@ -29,7 +29,7 @@ SELECT {schema}.outbox_lock_keys($1, $2), clock_timestamp(), pg_postmaster_start
 // a key backwards to its floor. Open rows are among the latest, and the indexes still have entries of many
 // finished rows.
 var sqlInsert = `
-WITH keys AS MATERIALIZED (
+WITH ` + behind + `, keys AS MATERIALIZED (
     SELECT n.key, min(CASE WHEN (SELECT a.backend_start <= $11::timestamptz FROM pg_stat_get_activity(pg_backend_pid()) AS a WHERE pg_postmaster_start_time() = $12::timestamptz)
                            THEN n.floor ELSE 0 END) AS floor
       FROM unnest($7::bigint[], $10::bigint[]) AS n (key, floor) WHERE n.key IS NOT NULL GROUP BY n.key
@@ -55,7 +55,7 @@ WITH keys AS MATERIALIZED (
            CASE n.status WHEN 'DEAD' THEN 'unknown_type' END, CASE n.status WHEN 'DEAD' THEN 'no handler of the group takes events of type ' || o.event_type END,
            o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes, o.content_type, o.partition_key,
            o.headers, greatest(o.size, pg_column_size(o.payload), pg_column_size(o.payload_bytes)), o.occurred_at, o.created_at
-      FROM (SELECT p.*, CASE WHEN p.planned <> 'DEAD' AND p.key IN (SELECT key FROM busy) THEN 'PARKED' ELSE p.planned END AS status
+      FROM (SELECT p.*, CASE WHEN EXISTS (SELECT FROM behind) THEN '` + rejectedStatus + `' WHEN p.planned <> 'DEAD' AND p.key IN (SELECT key FROM busy) THEN 'PARKED' ELSE p.planned END AS status
               FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::int[]) AS p (id, action, stream, key, planned, most) OFFSET 0) AS n
      CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id = n.id OFFSET 0) AS o
@@ -69,6 +69,8 @@ SELECT ` + columnsWithin("$13") + `
 // Queue adds the insertion of rows to a batch. The batch runs in one transaction with the statement that
 // moves the cursor of the group, and nothing else. The function claimed gets the rows that were claimed by
 // the insertion, in the order of insertion.
+//
+// If the batch fails because the sequence of ids is behind, [Store.PassTakenIDs] says so and makes the next one pass.
 //
 // Rows beyond the budget of bytes come bare: without payload and headers, which Store.readPayload reads. If
 // PostgreSQL cannot print a row, the whole statement fails. With a budget of 0 it prints no payloads.

@@ -71,22 +71,28 @@ type Note struct {
 // comes again, or comes to two processes. The first row of a free key becomes PENDING, all others become
 // PARKED. The statement checks each key once, before it inserts a row, because the indexes also return the
 // rows that it inserts itself.
+//
+// It returns the id of each row that it inserts. For each event that gets no row it returns what the event
+// has already: the id of its row, or the id of its note as a negative number. The conflict target is the
+// identity of an event: an id that exists must be an error, because ignoring it would drop the event.
 var sqlPark = `
-WITH wanted AS MATERIALIZED (
-    SELECT n.* FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::text[]::uuid[], $9::text[], $10::text[], $11::text[],
+WITH ` + behind + `, looked AS MATERIALIZED (
+    SELECT n.*, coalesce(
+           (SELECT d.id FROM {schema}.event_delivery AS d
+             WHERE d.consumer_group = $1::text AND d.action = n.action AND d.record_digest = n.digest AND d.status <> 'DONE' LIMIT 1),
+           (SELECT -h.id FROM {schema}.event_handled AS h
+             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_id AND h.action = n.action
+               AND (n.note_source = '' OR h.event_source IS NULL OR h.event_source = n.note_source) LIMIT 1),
+           (SELECT -h.id FROM {schema}.event_handled AS h
+             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_with_source AND h.action = n.action LIMIT 1)) AS has
+      FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::text[]::uuid[], $9::text[], $10::text[], $11::text[],
                            $12::text[], $13::text[], $14::text[], $15::bytea[], $16::bytea[], $17::timestamptz[], $18::timestamptz[], $19::int[],
                            $20::text[], $21::text[], $22::text[], $23::text[], $24::int[], $25::text[], $26::text[], $27::bigint[]) WITH ORDINALITY
            AS n (action, stream, key, digest, partition, record_offset, event_id, record_id, type, source,
                  aggregate_id, content_type, partition_key, payload, record, occurred_at, recorded_at, most,
                  note_type, note_id, note_with_source, note_source, attempt, code, message, wait, n)
-     WHERE coalesce(
-           (SELECT true FROM {schema}.event_delivery AS d
-             WHERE d.consumer_group = $1::text AND d.action = n.action AND d.record_digest = n.digest AND d.status <> 'DONE' LIMIT 1),
-           (SELECT true FROM {schema}.event_handled AS h
-             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_id AND h.action = n.action
-               AND (n.note_source = '' OR h.event_source IS NULL OR h.event_source = n.note_source) LIMIT 1),
-           (SELECT true FROM {schema}.event_handled AS h
-             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_with_source AND h.action = n.action LIMIT 1)) IS NULL
+), wanted AS MATERIALIZED (
+    SELECT * FROM looked WHERE has IS NULL
 ), keys AS MATERIALIZED (
     SELECT k.key, min(k.n) AS first FROM wanted AS k WHERE k.key IS NOT NULL GROUP BY k.key
 ), free AS MATERIALIZED (
@@ -97,16 +103,18 @@ WITH wanted AS MATERIALIZED (
            next_retry_at, last_attempt_at, created_at, updated_at, last_error_code, last_error_message,
            event_id, event_type, source, aggregate_type, aggregate_id, payload_bytes, content_type, partition_key, size, occurred_at, recorded_at,
            record_partition, record_id, record_digest, record)
-    SELECT $1::text, w.action, w.stream, w.record_offset, w.key, CASE WHEN w.key IS NULL OR w.n IN (SELECT first FROM free) THEN 'PENDING' ELSE 'PARKED' END, w.attempt, w.most,
+    SELECT $1::text, w.action, w.stream, w.record_offset, w.key, CASE WHEN EXISTS (SELECT FROM behind) THEN '` + rejectedStatus + `' WHEN w.key IS NULL OR w.n IN (SELECT first FROM free) THEN 'PENDING' ELSE 'PARKED' END, w.attempt, w.most,
            t.at + w.wait * interval '1 microsecond', CASE WHEN w.attempt > 0 THEN t.at END, t.at, t.at, nullif(w.code, ''), nullif(w.message, ''),
            w.event_id, w.type, w.source, '', w.aggregate_id, w.payload, w.content_type, w.partition_key, octet_length(w.payload) + octet_length(w.record), w.occurred_at, w.recorded_at,
            w.partition, nullif(w.record_id, ''), w.digest, w.record
       FROM (SELECT * FROM wanted ORDER BY n) AS w CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
      ORDER BY w.n
-        ON CONFLICT DO NOTHING
- RETURNING d.action, d.record_digest, d.status
+        ON CONFLICT (consumer_group, action, record_digest) WHERE status <> 'DONE' AND record_digest IS NOT NULL DO NOTHING
+ RETURNING d.id, d.action, d.record_digest, d.status
 )
-SELECT min(w.n), i.status FROM inserted AS i JOIN wanted AS w ON w.action = i.action AND w.digest = i.record_digest GROUP BY i.action, i.record_digest, i.status`
+SELECT min(w.n), i.status, i.id FROM inserted AS i JOIN wanted AS w ON w.action = i.action AND w.digest = i.record_digest GROUP BY i.id, i.status
+ UNION ALL
+SELECT n, '', has FROM looked WHERE has IS NOT NULL`
 
 // openOf returns expressions for coalesce, which are true if a row of a key is open.
 func openOf(key string) string {
@@ -118,33 +126,85 @@ func openOf(key string) string {
 	return of(head) + `,` + of(`d.status = 'PARKED'`)
 }
 
+// ParkResult is what has become of an event in [Store.Park].
+type ParkResult struct {
+	// Status is the status of the row that was inserted. It is "" if none was inserted, because the event has
+	// a row already or is handled.
+	Status Status
+	// Row is the id of the event's row in event_delivery, and Note the id of its note in event_handled. One
+	// of them is set, the other is 0.
+	Row, Note int64
+}
+
+// parkTries is how often Park looks for the row of an event that another transaction has inserted meanwhile.
+const parkTries = 3
+
 // Park inserts rows for events that have failed, and for events whose keys are blocked. The rows of each
-// key are in the order of their records. It returns the status of each row. The status is "" if no row was
-// inserted, because the event has a row already or is handled. The rows survive a crash of PostgreSQL,
-// because their offsets are committed after it.
-func (s *Store) Park(ctx context.Context, rows []Received) (became []Status, err error) {
-	if len(rows) == 0 {
-		return nil, nil
+// key are in the order of their records. The rows survive a crash of PostgreSQL, because their offsets are
+// committed after it.
+//
+// After Park, each event has a row or a note, whose id Park returns. Otherwise it returns an error. The error is
+// [ErrSequenceBehind] if a new row could get an id below those of earlier rows.
+func (s *Store) Park(ctx context.Context, rows []Received) (parked []ParkResult, err error) {
+	parked = make([]ParkResult, len(rows))
+	missing := make([]int, len(rows))
+	for i := range missing {
+		missing[i] = i
 	}
-	locks := column(rows, func(r *Received) int64 { return r.lock() })
-	became = make([]Status, len(rows))
+	for try := 0; len(missing) > 0; try++ {
+		if try == parkTries {
+			return nil, fmt.Errorf("park events: %d of %d have neither a row nor a note", len(missing), len(rows))
+		}
+		if missing, err = s.parkThese(ctx, rows, missing, parked); err != nil {
+			return nil, fmt.Errorf("park events: %w", s.PassTakenIDs(ctx, err))
+		}
+	}
+	return parked, nil
+}
+
+// parkThese parks the rows with these indexes, and returns the indexes of events that have neither a row nor a
+// note. That happens if a transaction that has locked other keys inserts a row of the same event.
+func (s *Store) parkThese(ctx context.Context, rows []Received, these []int, parked []ParkResult) (missing []int, err error) {
+	batch := make([]Received, len(these))
+	for i, n := range these {
+		batch[i] = rows[n]
+	}
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(pg.Durable)
-		b.Queue(s.sqlLock, s.group, locks)
-		b.Queue(s.sqlPark, append([]any{s.group}, columnsOfParked(rows)...)...).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlLock, s.group, column(batch, func(r *Received) int64 { return r.lock() }))
+		b.Queue(s.sqlPark, append([]any{s.group}, columnsOfParked(batch)...)...).Query(func(rows pgx.Rows) error {
 			var n int
 			var status string
-			_, err := pgx.ForEachRow(rows, []any{&n, &status}, func() error {
-				became[n-1] = Status(status)
+			var id int64
+			_, err := pgx.ForEachRow(rows, []any{&n, &status, &id}, func() error {
+				parked[these[n-1]] = ParkResult{Status: Status(status), Row: max(id, 0), Note: max(-id, 0)}
 				return nil
 			})
 			return err
 		})
 	})
 	if err != nil {
-		return nil, fmt.Errorf("park events: %w", err)
+		return nil, err
 	}
-	return became, nil
+	type event struct {
+		action string
+		digest [16]byte
+	}
+	inserted := map[event]int64{}
+	for _, n := range these {
+		r, p := &rows[n], &parked[n]
+		of := event{r.Action, r.Digest}
+		if *p == (ParkResult{}) { // it may have come twice in these rows
+			p.Row = inserted[of]
+		}
+		if p.Status != "" {
+			inserted[of] = p.Row
+		}
+		if *p == (ParkResult{}) {
+			missing = append(missing, n)
+		}
+	}
+	return missing, nil
 }
 
 // columnsOfParked returns the parameters of sqlPark after the first, one array for each column.

@@ -46,9 +46,12 @@ func failed(key string, n int) delivery.Received {
 	return r
 }
 
-func (f *tableFixture) park(s *delivery.Store, rows ...delivery.Received) []delivery.Status {
-	became, err := s.Park(f.t.Context(), rows)
+func (f *tableFixture) park(s *delivery.Store, rows ...delivery.Received) (became []delivery.Status) {
+	parked, err := s.Park(f.t.Context(), rows)
 	require.NoError(f.t, err)
+	for _, p := range parked {
+		became = append(became, p.Status)
+	}
 	return became
 }
 

@@ -23,6 +23,7 @@ const codeStale = "stale"
 // Store reads and writes the deliveries of a group for one process.
 type Store struct {
 	db      *pgxpool.Pool
+	schema  string
 	group   string
 	process string       // begins the holder of each claim
 	claims  atomic.Int64 // number of claims so far
@@ -36,7 +37,7 @@ type Store struct {
 	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlRenew, sqlExpired, sqlTakeOver string
 	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless         string
 	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead               string
-	sqlCheck, sqlCheckRecords                                                                               string
+	sqlPassIDs, sqlCheck, sqlCheckRecords                                                                   string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
@@ -44,7 +45,7 @@ type Store struct {
 func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Duration) *Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Store{
-		db: db, group: group, process: process, lease: lease,
+		db: db, schema: schema, group: group, process: process, lease: lease,
 		due: scanBounds[claimScan]{share: 20, rare: time.Minute},
 		// No row comes late here, because leases expire long after they are written.
 		expiring: scanBounds[struct{}]{share: 100, rare: 10 * time.Minute},
@@ -56,7 +57,7 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		sqlPromoteBehind: in(sqlPromoteBehind), sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared),
 		sqlBlocked: in(sqlBlocked), sqlReplayed: in(sqlReplayed), sqlYieldHead: in(sqlYieldHead),
 		sqlRetryable: in(sqlRetryable), sqlRetryDead: in(sqlRetryDead),
-		sqlCheck: in(sqlCheck), sqlCheckRecords: in(sqlCheckRecords),
+		sqlPassIDs: in(sqlPassIDs), sqlCheck: in(sqlCheck), sqlCheckRecords: in(sqlCheckRecords),
 	}
 }
 

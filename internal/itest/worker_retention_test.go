@@ -3,6 +3,7 @@ package itest
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -225,4 +226,30 @@ func TestGroupsAreNoRelays(t *testing.T) {
 		_, err = outbox.NewRelay(f.db, nil, outbox.RelayConfig{Name: name})
 		require.ErrorContains(t, err, "field Name")
 	}
+}
+
+// A sequence of event_delivery that is behind loses no delivery of a worker and disturbs no order, whether the ids are
+// taken or free.
+func TestWorkerDeliverySequenceBehind(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	var open atomic.Bool
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Breaker: neverOpen, Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond,
+		MaxRetryWait: 20 * time.Millisecond}}, PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+		if s.Account == "a" && !open.Load() {
+			return errTest
+		}
+		return nil
+	}))
+	f.commit(step{"a", 1}, step{"a", 2}, step{"b", 1})
+	f.await(1)
+	for n, set := range []string{`SELECT setval('{schema}.event_delivery_id_seq', 1)`,
+		`UPDATE {schema}.event_delivery SET id = id + 1000 WHERE status <> 'PROCESSING'; SELECT setval('{schema}.event_delivery_id_seq', 10)`} {
+		f.exec(set)
+		f.commit(step{"a", 3 + n}, step{"b", 2 + n})
+		f.await(2 + n)
+	}
+	open.Store(true)
+	f.await(7)
+	f.requireOrder()
 }

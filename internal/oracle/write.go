@@ -81,7 +81,7 @@ func (w *Writers) setUp(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	_, err = w.DB.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT 'key-' || n, 0 FROM generate_series(1, %d) n ON CONFLICT DO NOTHING`,
+	_, err = w.DB.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT 'key-' || n, 0 FROM generate_series(1, %d) n ON CONFLICT (key) DO NOTHING`,
 		w.table("oracle_key"), w.Keys))
 	if err != nil {
 		return err

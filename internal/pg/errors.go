@@ -100,6 +100,13 @@ func IsDuplicateIn(err error, index string) bool {
 	return is && IsDuplicate(err) && pgErr.ConstraintName == index
 }
 
+// IsRejectedBy reports whether a CHECK constraint of this name has rejected a row.
+func IsRejectedBy(err error, constraint string) bool {
+	const checkViolation = "23514"
+	pgErr, is := errors.AsType[*pgconn.PgError](err)
+	return is && pgErr.Code == checkViolation && pgErr.ConstraintName == constraint
+}
+
 // Code returns the SQLSTATE of an error of PostgreSQL, or "" for any other error.
 func Code(err error) string {
 	var pgErr *pgconn.PgError

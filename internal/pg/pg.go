@@ -16,11 +16,13 @@ import (
 const DefaultSchema = "public"
 
 // InSchema replaces {schema} in a statement by a quoted identifier, and {outbox} by a text
-// with the qualified name of the table. It is called once for each statement, in
-// constructors.
+// with the qualified name of the table. It replaces {delivery_ids} and {cursor_ids} by texts with the names of
+// the sequences of event_delivery.id and outbox_cursor.id. It is called once for each statement, in constructors.
 func InSchema(sql, schema string) string {
 	quoted := pgx.Identifier{schema}.Sanitize()
-	return strings.NewReplacer("{schema}", quoted, "{outbox}", "'"+strings.ReplaceAll(quoted, "'", "''")+".outbox'").Replace(sql)
+	text := func(name string) string { return "'" + strings.ReplaceAll(quoted, "'", "''") + "." + name + "'" }
+	return strings.NewReplacer("{schema}", quoted, "{outbox}", text("outbox"), "{delivery_ids}", text("event_delivery_id_seq"),
+		"{cursor_ids}", text("outbox_cursor_id_seq")).Replace(sql)
 }
 
 // PlanEachTime makes PostgreSQL plan a statement for its arguments each time, because

@@ -116,7 +116,7 @@ const sqlWrite = `
 WITH listed AS (
     INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition)
     SELECT $1, t.topic, t.id, -1 FROM unnest($2::varchar[], $3::text[]::uuid[]) AS t (topic, id) ORDER BY t.topic
-        ON CONFLICT DO NOTHING
+        ON CONFLICT (consumer_group, topic, topic_id, partition) DO NOTHING
     RETURNING topic, topic_id
 ), gone AS (
     DELETE FROM {schema}.consumer_start AS s USING listed AS l
@@ -125,7 +125,7 @@ WITH listed AS (
 INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 SELECT $1, l.topic, l.topic_id, p.number, p.start, nullif(p.position, -1)
   FROM listed AS l JOIN unnest($4::varchar[], $5::int[], $6::bigint[], $7::bigint[]) AS p (topic, number, start, position) ON p.topic = l.topic
-    ON CONFLICT DO NOTHING`
+    ON CONFLICT (consumer_group, topic, topic_id, partition) DO NOTHING`
 
 // list lists topics, all in one transaction, unless another member was faster. One that
 // does not exist has neither an id nor partitions.

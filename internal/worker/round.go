@@ -348,7 +348,7 @@ func (f *fanOut) inRound(
 		f.bare = unprintable && !f.bare
 	}
 	if err != nil {
-		return fmt.Errorf("insert deliveries: %w", err)
+		return fmt.Errorf("insert deliveries: %w", f.store.PassTakenIDs(ctx, err))
 	}
 	return claimed(got)
 }
