@@ -17,7 +17,8 @@ import (
 )
 
 // event_handled has a row for each event that an action has handled: the consumer group, the action, and the
-// source and id of the event, or what [OncePer] says. The row commits with the effect of the handler, so an
+// source, id and type of the event, or what [OncePer] says. The type is that with which the event arrived, before any
+// [Upcaster]. The row commits with the effect of the handler, so an
 // event that arrives again is skipped for as long as the row is kept. An event that arrives after its row was
 // removed is handled again.
 

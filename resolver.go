@@ -29,7 +29,7 @@ type DomainEvent interface {
 // EventOptions are options of a single event. They replace what its type, the configuration or the
 // context says. A zero field is as for all events of the type.
 type EventOptions struct {
-	// ID is the event's id. Consumers take events of one source and id for the same event;
+	// ID is the event's id. Consumers take events of one source, id and type for the same event;
 	// MigrateConfig.UniqueEventIDs has the second one refused. Zero means one of
 	// RecorderConfig.NewID.
 	ID uuid.UUID

@@ -257,8 +257,8 @@ COMMENT ON COLUMN event_delivery.record_partition IS
 COMMENT ON COLUMN event_delivery.record_id IS
     'The id of an event from Kafka if it is not a UUID; event_id is derived from it then.';
 COMMENT ON COLUMN event_delivery.record_digest IS
-    'Digest of source and id of an event from Kafka, which are longer than an index entry may be: it finds the row '
-    'of an event that is received again.';
+    'Digest of source, id and received type of an event from Kafka, which are longer than an index entry may be: it '
+    'finds the row of an event that is received again.';
 COMMENT ON COLUMN event_delivery.record IS
     'Key, headers and time of the record that brought the event, as JSON: together with payload_bytes it is the '
     'record.';

@@ -394,12 +394,12 @@ type eventKeys struct {
 }
 
 func (k *eventKeys) add(m *outbox.Message, at time.Time, topic kafka.TopicID) {
-	id, source := handled.EventKey(m.Source, m.ID), handled.SourceKey(m.Source)
+	e := handled.Event(m.Type, m.Source, m.ID)
 	if m.ByPosition {
-		source = handled.SourceKeyIn(m.Source, topic)
+		e = handled.EventAt(m.Type, m.Source, m.ID, topic)
 	}
-	k.types, k.ids, k.sources = append(k.types, m.Type), append(k.ids, id), append(k.sources, source)
-	k.beside, k.times = append(k.beside, handled.KeyWithSource(source, id)), append(k.times, at)
+	k.types, k.ids, k.sources = append(k.types, e.Type), append(k.ids, e.ID), append(k.sources, e.Source)
+	k.beside, k.times = append(k.beside, e.Beside()), append(k.times, at)
 }
 
 // notes are the rows of a group in event_handled.

@@ -74,10 +74,9 @@ const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, 
 func (r *run) forget(ctx context.Context, chunk []resend) error {
 	var types, ids, sources, besides []string
 	for i := range chunk {
-		e := &chunk[i].event
-		id, source := handled.EventKey(e.Source, e.EventID), handled.SourceKey(e.Source)
-		types, ids, sources = append(types, e.Type), append(ids, id), append(sources, source)
-		besides = append(besides, handled.KeyWithSource(source, id))
+		e := handled.Event(chunk[i].event.Type, chunk[i].event.Source, chunk[i].event.EventID)
+		types, ids, sources = append(types, e.Type), append(ids, e.ID), append(sources, e.Source)
+		besides = append(besides, e.Beside())
 	}
 	var forgotten int64
 	err := pg.QueryRow(ctx, r.db, pg.InSchema(sqlForgetHandled, r.cfg.Schema), r.cfg.Group, types, ids, sources, besides,

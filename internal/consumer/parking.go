@@ -2,7 +2,6 @@ package consumer
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"log/slog"
 	"sync/atomic"
@@ -49,7 +48,7 @@ func (p *consumerParking) noteBlockedKey() { p.seen.Store(time.Now().UnixNano())
 
 // subjectOf returns the subject of a task, by which event_delivery identifies it.
 func (p *consumerParking) subjectOf(t handling.Task) delivery.Subject {
-	return delivery.Subject{Action: t.Action, Key: p.keyOf(t.Action, &t.Meta), Digest: digestOf(handling.SourceKeyOf(&t.Meta), t.Meta.ID)}
+	return delivery.Subject{Action: t.Action, Key: p.keyOf(t.Action, &t.Meta), Digest: handling.IdentityOf(&t.Meta).Digest()}
 }
 
 // keyOf returns the key of an event for an action. Events without a key have no order.
@@ -58,16 +57,6 @@ func (p *consumerParking) keyOf(action string, m *envelope.Received) delivery.Ke
 		return delivery.Key{}
 	}
 	return delivery.KeyOf(p.group, action, m.Kafka.Topic, string(m.Kafka.Key))
-}
-
-func digestOf(parts ...string) (digest [16]byte) {
-	var all []byte
-	for _, part := range parts {
-		all = append(append(all, part...), 0)
-	}
-	sum := sha256.Sum256(all)
-	copy(digest[:], sum[:])
-	return digest
 }
 
 func (p *consumerParking) subjectsOf(tasks []handling.Task) []delivery.Subject {

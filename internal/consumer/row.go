@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handled"
 	"github.com/outboxgo/outbox/internal/short"
 )
 
@@ -89,7 +90,7 @@ func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
 			place = string(h.Value)
 		}
 	}
-	return digestOf(string(it.Meta.Origin.TopicID[:]), place)
+	return handled.PlaceDigest(it.Meta.Origin.TopicID, place)
 }
 
 // noTask returns a task without an action, for a record that no handler gets.

@@ -26,7 +26,8 @@ import (
 type Subject struct {
 	Action string
 	Key    Key
-	// Digest is a digest of source and id. An event with the digest of an earlier one is a repeat.
+	// Digest is that of the event's identity: its source, its id and the type with which it arrived. An event with
+	// the digest of an earlier one is a repeat.
 	Digest [16]byte
 }
 

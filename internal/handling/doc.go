@@ -29,8 +29,9 @@
 //
 //   - A task is noted in the transaction of its handler: both are committed, or neither. A repeat calls no handler.
 //     Handlers without a transaction ([NoTx]) are not noted, and run at least once.
-//   - Two events are the same if their source and id are the same, or their key of OncePer. The first source with an id
-//     has the plain key in event_handled; for others, a second statement notes a key that contains the source.
+//   - Two events are the same if their source, id and received type are the same ([IdentityOf]), or their key of
+//     OncePer. The first source with an id has the plain key in event_handled; for others, a second statement notes a
+//     key that contains the source.
 //   - An outage of PostgreSQL uses up no attempt, nor do [MostConflicts] conflicts of transactions.
 //   - The handlers of an event type get its events in the order of arrival. Handlers of different types get the events
 //     of a key in the order of arrival.

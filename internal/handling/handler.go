@@ -20,7 +20,7 @@ type Handler struct {
 	Kind   HandlerKind
 	One    func(context.Context, pgx.Tx, *Arrival) error  // set for InTx and NoTx
 	Many   func(context.Context, pgx.Tx, []Arrival) error // set for InBatch
-	// Key returns the key under which the action is noted. Nil means source and id of the event.
+	// Key returns the key under which the action is noted. Nil means the identity of the event.
 	Key     func(event any, about *envelope.Received) (aggregateType, aggregateID string)
 	KeyType reflect.Type // Go type of the events that Key takes; nil without Key
 	Retry   RetryPolicy

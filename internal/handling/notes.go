@@ -38,8 +38,7 @@ func NewNotes(db *pgxpool.Pool, schema, group string) *Notes {
 	}
 }
 
-// NoteKey identifies an action on an event. An event is identified by its source and its id together: AggregateID is
-// the id, or a text made of both, and Source is the source.
+// NoteKey identifies an action on an event, by the event's [handled.Identity] or by a key of OncePer.
 type NoteKey struct {
 	AggregateType, AggregateID, Action string
 	Source                             string // "" for a key of OncePer
@@ -310,20 +309,19 @@ func (s *Notes) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[NoteKey]
 	return tx.Commit(ctx)
 }
 
-// SourceKeyOf returns the name of the source of an event in event_handled.
-func SourceKeyOf(m *envelope.Received) string {
+// IdentityOf returns the identity of an event. Upcasting does not change it, because the metadata of an event keeps the
+// type with which it arrived.
+func IdentityOf(m *envelope.Received) handled.Identity {
 	if m.ByPosition && m.Kafka != nil {
-		return handled.SourceKeyIn(m.Source, m.Origin.TopicID)
+		return handled.EventAt(m.Type, m.Source, m.ID, m.Origin.TopicID)
 	}
-	return handled.SourceKey(m.Source)
+	return handled.Event(m.Type, m.Source, m.ID)
 }
 
 // KeyOf returns the key of a task. A repeat of the task has the same key. The error is permanent.
 func KeyOf(t *Task) (NoteKey, error) {
-	k := NoteKey{
-		AggregateType: t.Meta.Type, AggregateID: handled.EventKey(t.Meta.Source, t.Meta.ID),
-		Action: t.Action, Source: SourceKeyOf(&t.Meta),
-	}
+	e := IdentityOf(&t.Meta)
+	k := NoteKey{AggregateType: e.Type, AggregateID: e.ID, Action: t.Action, Source: e.Source}
 	if t.Key != nil {
 		k.Source = ""
 		k.AggregateType, k.AggregateID = t.Key(t.Event, &t.Meta)

@@ -1,12 +1,16 @@
 package itest
 
 import (
+	"context"
+	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -59,6 +63,77 @@ func TestEventsOfTwoSources(t *testing.T) {
 		stop()
 	}
 	require.Equal(t, 2*len(events)+1, s.counts(t)["p"])
+}
+
+// The same id of the same source as two types is two events, for the same action too: neither is a repeat of the other
+// while the other waits, is DEAD or is done.
+func TestEventsOfTwoTypes(t *testing.T) {
+	t.Parallel()
+	for name, first := range map[string]struct {
+		err    error
+		status string
+	}{
+		"waits": {errPlay, "PENDING 1"}, "is dead": {outbox.Permanent(errPlay), "DEAD 1"}, "is done": {nil, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newParkingFixture(t, 1)
+			var err error
+			s.events, err = outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID).Topic(s.topic),
+				outbox.Event("test.sale.made.v2", "Product", func(e saleV2) string { return e.Product }).Topic(s.topic))
+			require.NoError(t, err)
+			cfg := s.config(t)
+			cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = time.Hour, time.Hour
+			var fail, failOther atomic.Bool
+			fail.Store(true)
+			testenv.Run(t, s.groupConsumer(t, s.group, cfg,
+				s.handler("Handle", "COUNTED", func(context.Context, pgx.Tx, sale, outbox.Metadata) error {
+					if fail.Load() {
+						return first.err
+					}
+					return nil
+				}),
+				outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e saleV2, _ outbox.Metadata) error {
+					if failOther.Load() {
+						return outbox.Permanent(errPlay)
+					}
+					return s.write(ctx, tx, "COUNTED", sale{Product: e.Product, Amount: e.Cents})
+				})).Run)
+			offset := int64(0)
+			send := func(id, product string, v2 bool) {
+				r := s.saleRecord(id, fmt.Appendf(nil, `{"product":%q,"amount":1}`, product))
+				if v2 {
+					r = s.saleRecord(id, fmt.Appendf(nil, `{"product":%q,"cents":1}`, product))
+					at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool { return h.Key == "ce_type" })
+					r.Headers[at].Value = []byte("test.sale.made.v2")
+				}
+				r.Key = []byte(product)
+				s.send(t, r)
+				offset++
+				s.awaitOffset(t, 0, offset)
+			}
+			id := uuid.NewString()
+			send(id, "first", false)
+			s.awaitStatuses(t, "COUNTED", first.status)
+			send(id, "second", true)
+			s.awaitJournal(t, "COUNTED", "second", 1)
+			send(id, "second", true)
+			send(id, "first", false)
+			s.awaitStatuses(t, "COUNTED", first.status)
+			require.Equal(t, []int{1}, s.journal(t, "COUNTED", "second"), "a repeat")
+
+			// Neither does the first one, which is done, hide that the second one fails.
+			fail.Store(false)
+			failOther.Store(true)
+			id = uuid.NewString()
+			send(id, "third", false)
+			s.awaitJournal(t, "COUNTED", "third", 1)
+			send(id, "fourth", true)
+			require.Eventually(t, func() bool {
+				return s.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'DEAD' AND event_type = 'test.sale.made.v2'`) == 1
+			}, testenv.Patience, 10*time.Millisecond)
+		})
+	}
 }
 
 // A note without a source is of a handler that chose its key. It counts for the events of all sources under that key,
