@@ -110,9 +110,9 @@ func alertOf(a watch.Alert) Alert {
 // AlertConfig says when alerts are sent, and to whom. The zero value is ready for
 // production: it logs them.
 type AlertConfig struct {
-	// Alerter gets the alerts. Nil means a [LogAlerter] on the logger. A relay then
-	// leaves out dead events and the breaker, a worker dead deliveries, and a consumer these and lost
-	// records, because they log these themselves.
+	// Alerter gets the alerts. Nil means a [LogAlerter] on the logger. It then leaves out dead events and
+	// deliveries, because the process in which one dies logs that itself, and so do a relay its breaker and a
+	// consumer lost records.
 	Alerter Alerter
 	// Interval is the time between two checks. A relay also checks when an event dies
 	// and when its breaker changes. Zero means 1 min.

@@ -137,7 +137,7 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.Retention = c.Retention.withDefaults()
 	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
 	if c.Alerts.Alerter == nil {
-		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, without: []AlertKind{AlertDead, AlertBreaker}}
+		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, without: []AlertKind{AlertDead, AlertDeadDeliveries, AlertBreaker}}
 	}
 	return c
 }

@@ -236,7 +236,7 @@ COMMENT ON COLUMN event_delivery.action IS
 COMMENT ON COLUMN event_delivery.stream IS 'The topic that the event has in Kafka, or came from.';
 COMMENT ON COLUMN event_delivery.event_type IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.source IS 'As in outbox.';
-COMMENT ON COLUMN event_delivery.aggregate_type IS 'As in outbox; empty if a record brought the event.';
+COMMENT ON COLUMN event_delivery.aggregate_type IS 'As in outbox; of an event from Kafka its attribute aggregatetype, or empty.';
 COMMENT ON COLUMN event_delivery.aggregate_id IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.content_type IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.partition_key IS 'As in outbox.';

@@ -49,11 +49,11 @@ type Received struct {
 	EventID  [16]byte // the event's UUID, or a UUID made from RecordID
 	RecordID string   // "" if EventID is the event's
 
-	Type, Source, AggregateID, ContentType, PartitionKey string
-	Payload, Record                                      []byte
-	OccurredAt, RecordedAt                               time.Time
-	MaxAttempts                                          int
-	Note                                                 Note
+	Type, Source, AggregateType, AggregateID, ContentType, PartitionKey string
+	Payload, Record                                                     []byte
+	OccurredAt, RecordedAt                                              time.Time
+	MaxAttempts                                                         int
+	Note                                                                Note
 
 	// If an attempt has failed:
 	Attempt       int // 0 if none has
@@ -88,10 +88,10 @@ WITH ` + behind + `, looked AS MATERIALIZED (
              WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_with_source AND h.action = n.action LIMIT 1)) AS has
       FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::text[]::uuid[], $9::text[], $10::text[], $11::text[],
                            $12::text[], $13::text[], $14::text[], $15::bytea[], $16::bytea[], $17::timestamptz[], $18::timestamptz[], $19::int[],
-                           $20::text[], $21::text[], $22::text[], $23::text[], $24::int[], $25::text[], $26::text[], $27::bigint[]) WITH ORDINALITY
+                           $20::text[], $21::text[], $22::text[], $23::text[], $24::int[], $25::text[], $26::text[], $27::bigint[], $28::text[]) WITH ORDINALITY
            AS n (action, stream, key, digest, partition, record_offset, event_id, record_id, type, source,
                  aggregate_id, content_type, partition_key, payload, record, occurred_at, recorded_at, most,
-                 note_type, note_id, note_with_source, note_source, attempt, code, message, wait, n)
+                 note_type, note_id, note_with_source, note_source, attempt, code, message, wait, aggregate_type, n)
 ), wanted AS MATERIALIZED (
     SELECT * FROM looked WHERE has IS NULL
 ), keys AS MATERIALIZED (
@@ -106,7 +106,7 @@ WITH ` + behind + `, looked AS MATERIALIZED (
            record_partition, record_id, record_digest, record)
     SELECT $1::text, w.action, w.stream, w.record_offset, w.key, CASE WHEN EXISTS (SELECT FROM behind) THEN '` + rejectedStatus + `' WHEN w.key IS NULL OR w.n IN (SELECT first FROM free) THEN 'PENDING' ELSE 'PARKED' END, w.attempt, w.most,
            t.at + w.wait * interval '1 microsecond', CASE WHEN w.attempt > 0 THEN t.at END, t.at, t.at, nullif(w.code, ''), nullif(w.message, ''),
-           w.event_id, w.type, w.source, '', w.aggregate_id, w.payload, w.content_type, w.partition_key, octet_length(w.payload) + octet_length(w.record), w.occurred_at, w.recorded_at,
+           w.event_id, w.type, w.source, w.aggregate_type, w.aggregate_id, w.payload, w.content_type, w.partition_key, octet_length(w.payload) + octet_length(w.record), w.occurred_at, w.recorded_at,
            w.partition, nullif(w.record_id, ''), w.digest, w.record
       FROM (SELECT * FROM wanted ORDER BY n) AS w CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
      ORDER BY w.n
@@ -224,7 +224,7 @@ func columnsOfParked(rows []Received) []any {
 		text(func(r *Received) string { return r.Note.AggregateType }), text(func(r *Received) string { return r.Note.AggregateID }),
 		text(func(r *Received) string { return r.Note.WithSource }), text(func(r *Received) string { return r.Note.Source }),
 		column(rows, func(r *Received) int32 { return int32(r.Attempt) }), text(func(r *Received) string { return r.Code }), text(func(r *Received) string { return r.Message }),
-		column(rows, func(r *Received) int64 { return r.Wait.Microseconds() }),
+		column(rows, func(r *Received) int64 { return r.Wait.Microseconds() }), text(func(r *Received) string { return r.AggregateType }),
 	}
 }
 

@@ -71,12 +71,15 @@ func (l *lane) read(it *laneItem) {
 				return err
 			}
 		}
-		if it.hasNoAttemptLeft() {
+		if it.hasNoAttemptLeft() && !it.mayDecodeAgain() {
 			return nil
 		}
 		m, action, err := l.readEvent(&it.Delivery, &it.Meta)
 		if err != nil || m == nil {
 			return err
+		}
+		if it.hasNoAttemptLeft() { // the lines and hooks about its death name the event as those before did
+			return l.finishing.Describe(&it.Meta, m)
 		}
 		l.finishing.Resolve(ctx, &it.Item, m, action)
 		return nil
@@ -87,6 +90,12 @@ func (l *lane) read(it *laneItem) {
 	case err != nil && l.mayContinue():
 		it.Class, it.Err = handling.ClassUndecodable, err
 	}
+}
+
+// mayDecodeAgain reports whether the event of a delivery without an attempt left was decoded in its last attempt.
+// Otherwise the event may have ended its process, or have kept the decoder for long.
+func (it *laneItem) mayDecodeAgain() bool {
+	return it.LastCode != codeStale && it.LastCode != handling.ClassUndecodable
 }
 
 // PostgreSQL needs many seconds to print 1 GB, which it refuses in the end. A role may have a shorter

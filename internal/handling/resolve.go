@@ -62,15 +62,14 @@ const (
 // the message and the tasks to an item that already has the origin of the message. If no handler gets the event, it
 // sets Class and Err.
 func (p *Processor) Resolve(ctx context.Context, it *Item, m *envelope.Message, action string) {
-	it.Meta.Describe(m)
+	err := p.Describe(&it.Meta, m)
 	route := p.Routes.ByName[m.Type]
-	err := Guard(func() (err error) {
-		p.checkIDs(&it.Meta)
-		if route != nil {
+	if err == nil && route != nil {
+		err = Guard(func() (err error) {
 			it.Tasks, err = p.tasks(ctx, route, m, &it.Meta, action)
-		}
-		return err
-	})
+			return err
+		})
+	}
 	switch {
 	case err != nil:
 		it.Tasks, it.Class, it.Err = nil, ClassUndecodable, err
@@ -79,6 +78,13 @@ func (p *Processor) Resolve(ctx context.Context, it *Item, m *envelope.Message, 
 	case len(it.Tasks) == 0:
 		it.Class, it.Err = ClassUnknownAction, UnknownAction(m.Type, "action", action)
 	}
+}
+
+// Describe adds the metadata of a message to that of its event, with the ids that log lines about the event have. It
+// does not decode the payload.
+func (p *Processor) Describe(about *envelope.Received, m *envelope.Message) error {
+	about.Describe(m)
+	return Guard(func() error { p.checkIDs(about); return nil })
 }
 
 // traceHeaders are headers in which other producers send a trace id, in lower case. The first one with a value counts.

@@ -258,6 +258,18 @@ func TestLogAlerter(t *testing.T) {
 		"aggregate_type=Order", "aggregate_id=42", "retries=10", `error="too large"`, "failed_at="} {
 		require.Contains(t, out.String(), part)
 	}
+	require.Contains(t, out.String(), " dead=1 pending=0")
+	out.Reset()
+	require.NoError(t, log.Alert(background, outbox.Alert{
+		Kind: outbox.AlertDeadDeliveries, Group: "stats", Died: 1, Counts: []outbox.EventCount{{Events: 3, Status: outbox.StatusDead}},
+		Dead: []outbox.DeadEvent{{ID: 8, Group: "stats", Action: "COUNTED", FailedEvent: outbox.FailedEvent{EventID: "e-2"}}},
+	}))
+	for _, part := range []string{"consumer group stats: 1 delivery given up; 3 are dead", "delivery_id=8", "group=stats", "action=COUNTED", "event_id=e-2"} {
+		require.Contains(t, out.String(), part)
+	}
+	for _, part := range []string{" id=0", " dead=0", " pending=0"} {
+		require.NotContains(t, out.String(), part)
+	}
 	out.Reset()
 	require.NoError(t, log.Alert(background, outbox.Alert{Kind: outbox.AlertBreaker, Relay: "default", Over: true}))
 	require.Contains(t, out.String(), "level=WARN")

@@ -141,13 +141,20 @@ func (a Alert) Log(ctx context.Context, log *slog.Logger) {
 	if a.Over || a.Kind == Report {
 		level = slog.LevelWarn
 	}
-	log.Log(ctx, level, "outbox: "+a.String(), "alert", a.Kind, "over", a.Over, "dead", a.Status.Dead, "pending", a.Status.Pending)
+	about := []any{"alert", a.Kind, "over", a.Over}
+	if a.Relay != "" {
+		about = append(about, "dead", a.Status.Dead, "pending", a.Status.Pending)
+	}
+	log.Log(ctx, level, "outbox: "+a.String(), about...)
 	for _, e := range a.Dead {
 		what, about := "event", []any{"failed_id", e.ID}
 		if e.Group != "" {
 			what, about = "delivery", []any{"delivery_id", e.ID, "group", e.Group, "action", e.Action}
 		}
-		log.Log(ctx, level, "outbox: "+what+" is dead", append(about, "id", e.OutboxID, "event_id", e.EventID, "type", e.Type,
+		if e.OutboxID != 0 { // of an event from Kafka it is not known
+			about = append(about, "id", e.OutboxID)
+		}
+		log.Log(ctx, level, "outbox: "+what+" is dead", append(about, "event_id", e.EventID, "type", e.Type,
 			"aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID, "retries", e.Retries, "class", e.Class, "error", e.Err,
 			"failed_at", e.FailedAt)...)
 	}
