@@ -128,7 +128,7 @@ func TestBulk(t *testing.T) {
 	require.Equal(t, audited{"o.operator", "retry", "the limit was raised"}, h.lastAudit())
 
 	w = h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"status": "parked"}, "dry_run": true})
-	parked := `, "topics": [{"topic": "like-events", "events": 29}, {"topic": "order-events", "events": 29}]}`
+	parked := `, "topics": [{"topic": "like-events", "events": 29}, {"topic": "order-events", "events": 29}], "handlers": []}`
 	require.JSONEq(t, `{"events": 58, "dry_run": true`+parked, w.Body.String())
 	w = h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"status": "parked"}, "reason": "test data"})
 	require.JSONEq(t, `{"events": 58, "dry_run": false`+parked, w.Body.String())

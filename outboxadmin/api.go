@@ -207,12 +207,14 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 		if body.DryRun && body.Reason == "" {
 			body.Reason = "dry run"
 		}
-		n, counts, err := a.bulk(r, action, filter, bool(body.DryRun), string(body.Reason))
+		n, err := a.bulk(r, action, filter, bool(body.DryRun), string(body.Reason))
 		if err != nil {
 			return answer{}, err
 		}
-		topics, _ := topicsOf(counts, filter)
-		return okJSON(apiBulkResult{n, bool(body.DryRun), each(topics, func(t topicCount) apiTopic { return apiTopic{t.Topic, t.Events} })})
+		topics, _ := topicsOf(n.topics, filter)
+		groups, _ := groupsOf(n.handlers, filter)
+		return okJSON(apiBulkResult{n.all, bool(body.DryRun), each(topics, func(t topicCount) apiTopic { return apiTopic{t.Topic, t.Events} }),
+			each(groups, func(g groupCount) apiHandler { return apiHandler{g.Group, g.Action, g.Deliveries} })})
 	}
 }
 

@@ -356,6 +356,14 @@ type apiBulkResult struct {
 	Events int        `json:"events"`
 	DryRun bool       `json:"dry_run"`
 	Topics []apiTopic `json:"topics"`
+	// Handlers are the handlers of the deliveries among them.
+	Handlers []apiHandler `json:"handlers"`
+}
+
+type apiHandler struct {
+	Group      string `json:"group"`
+	Action     string `json:"action"`
+	Deliveries int    `json:"deliveries"`
 }
 
 type apiTopic struct {

@@ -122,7 +122,7 @@ func TestActsOnDeliveries(t *testing.T) {
 	var result apiBulkResult
 	answer := h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"group": "stats", "status": "dead"}, "reason": "sold out"})
 	require.NoError(t, json.Unmarshal(answer.Body.Bytes(), &result))
-	require.Equal(t, apiBulkResult{4, false, []apiTopic{{"order-events", 4}}}, result)
+	require.Equal(t, apiBulkResult{4, false, []apiTopic{{"order-events", 4}}, []apiHandler{{"stats", "COUNT_SALES", 2}, {"stats", "RESERVE", 2}}}, result)
 }
 
 // After a retry, the page of a failure shows its outcome, even if its row is gone.

@@ -261,6 +261,8 @@ type bulkPage struct {
 	Count  int
 	Topics []topicCount // where they go
 	Others int          // topics that are not among them
+	Groups []groupCount // whose deliveries they are
+	More   int          // groups and actions that are not among them
 	Sample []failedRow
 	Wrong  string
 }
@@ -291,23 +293,52 @@ func topicsOf(counts map[string]int, filter outboxops.FailureFilter) (shown []to
 	return shown[:min(len(shown), maxTopics)], max(0, len(shown)-maxTopics)
 }
 
+// groupCount is the number of deliveries of an action for a consumer group and an action of its handlers.
+type groupCount struct {
+	Group, Action string // no action for events that no handler of the group could get
+	Deliveries    int
+	Only          template.URL // the filter, for that group and action alone; empty without an action
+}
+
+// groupsOf sorts consumer groups and actions by name. It returns the number of those that it leaves out.
+func groupsOf(counts map[outboxops.FailureHandler]int, filter outboxops.FailureFilter) (shown []groupCount, others int) {
+	for of, deliveries := range counts {
+		one := groupCount{Group: of.Group, Action: of.Action, Deliveries: deliveries}
+		if filter.Group, filter.Action = of.Group, of.Action; of.Action != "" {
+			one.Only = encode(failedValues(filter))
+		}
+		shown = append(shown, one)
+	}
+	slices.SortFunc(shown, func(a, b groupCount) int {
+		return cmp.Or(strings.Compare(a.Group, b.Group), strings.Compare(a.Action, b.Action))
+	})
+	return shown[:min(len(shown), maxTopics)], max(0, len(shown)-maxTopics)
+}
+
 // bulkRate is the number of events that are changed in a second.
 const bulkRate = 5000
 
-// bulk runs retry or resolve for all that a filter picks, and counts them by their topic.
+// bulkCounts are the failures of an action, by what they are for.
+type bulkCounts struct {
+	all      int
+	topics   map[string]int
+	handlers map[outboxops.FailureHandler]int
+}
+
+// bulk runs retry or resolve for all that a filter picks, and counts them.
 // Between its parts, other requests have their connection.
-func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, dryRun bool, reason string) (n int, topics map[string]int, err error) {
-	topics = map[string]int{}
-	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate, Topics: topics}
+func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, dryRun bool, reason string) (n bulkCounts, err error) {
+	n.topics, n.handlers = map[string]int{}, map[outboxops.FailureHandler]int{}
+	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate, Topics: n.topics, Handlers: n.handlers}
 	if r.Method == http.MethodPost {
 		cfg.Progress = func(int) { r.work.pause() }
 	}
 	if action == "retry" {
-		n, err = a.failed.RetryAll(r.Context(), filter, cfg, auditInfo(r, reason))
+		n.all, err = a.failed.RetryAll(r.Context(), filter, cfg, auditInfo(r, reason))
 	} else {
-		n, err = a.failed.ResolveAll(r.Context(), filter, cfg, auditInfo(r, reason))
+		n.all, err = a.failed.ResolveAll(r.Context(), filter, cfg, auditInfo(r, reason))
 	}
-	return n, topics, err
+	return n, err
 }
 
 // bulkReview is the dry run. It excludes failures that come after it, so the confirmed action changes the
@@ -329,12 +360,13 @@ func (a *admin) showBulk(r *request, status int, action string, filter outboxops
 		filter.Until = now
 	}
 	page.Filter, page.Values = filter, failedValues(filter)
-	n, topics, err := a.bulk(r, action, filter, true, "dry run")
+	n, err := a.bulk(r, action, filter, true, "dry run")
 	if err != nil {
 		return answer{}, err
 	}
-	page.Count = n
-	page.Topics, page.Others = topicsOf(topics, filter)
+	page.Count = n.all
+	page.Topics, page.Others = topicsOf(n.topics, filter)
+	page.Groups, page.More = groupsOf(n.handlers, filter)
 	sample, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{Limit: 5})
 	if err != nil {
 		return answer{}, err
@@ -352,12 +384,12 @@ func bulkAct(action string) func(*admin, *request) (answer, error) {
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
-		n, _, err := a.bulk(r, action, filter, false, reason)
+		n, err := a.bulk(r, action, filter, false, reason)
 		if err == nil {
 			back := failedValues(filter)
 			back.Del("until")
 			back.Set("done", action+"_all")
-			back.Set("n", strconv.Itoa(n))
+			back.Set("n", strconv.Itoa(n.all))
 			return redirectTo("../failed?" + back.Encode()), nil
 		}
 		p, ours := shown(err)

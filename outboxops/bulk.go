@@ -24,6 +24,17 @@ type BulkConfig struct {
 	// event it is the topic of its record, for a delivery the topic that it comes from. The topic is "" if
 	// the event's type has no topic.
 	Topics map[string]int
+	// Handlers, unless it is nil, gets the number of deliveries by consumer group and action, counted when they
+	// are picked. Look at it in a dry run: a filter without a group picks the deliveries of all groups.
+	Handlers map[FailureHandler]int
+}
+
+// FailureHandler is the handler that a delivery is for.
+type FailureHandler struct {
+	// Group is the consumer group.
+	Group string
+	// Action is that of the handler. It is empty for an event that no handler of the group could get.
+	Action string
 }
 
 const (
@@ -33,7 +44,8 @@ const (
 )
 
 // RetryAll is [Failures.Retry] for all failures that a filter picks and that can be retried: events
-// that are waiting, failed or dead, and dead deliveries. It returns their number, also together
+// that are waiting, failed or dead, and dead deliveries. If the filter names [outbox.StatusResolved], it also picks
+// resolved deliveries: this undoes a ResolveAll. It returns their number, also together
 // with an error. They are changed in parts, the oldest of each kind first, each part in a
 // transaction of its own. A failure that fails again meanwhile is not picked twice.
 func (f *Failures) RetryAll(ctx context.Context, filter FailureFilter, cfg BulkConfig, why AuditInfo) (int, error) {
@@ -84,18 +96,21 @@ func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, fil
 	}
 	store := f.stores[kind]
 	for last := int64(0); ; {
-		numbers, topics, err := store.pick(ctx, action, filter, last, part)
-		if err != nil || len(numbers) == 0 {
+		chosen, err := store.pick(ctx, action, filter, last, part)
+		if err != nil || len(chosen) == 0 {
 			return done, err
 		}
-		n := len(numbers)
+		n, numbers := len(chosen), make([]int64, len(chosen))
+		for i, p := range chosen {
+			numbers[i] = p.number
+		}
 		if !cfg.DryRun {
 			if n, err = f.change(ctx, store.statement(action), numbers, why); err != nil {
 				return done, err
 			}
 		}
 		last, done = numbers[len(numbers)-1], done+n
-		cfg.report(done, topics)
+		cfg.report(done, kind, chosen)
 		if len(numbers) < part {
 			return done, nil
 		}
@@ -108,11 +123,14 @@ func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, fil
 	}
 }
 
-// report reports the number of failures that are done, and the topics of the last part.
-func (c BulkConfig) report(done int, topics []string) {
-	for _, topic := range topics {
+// report reports the number of failures that are done, and what the last part is for.
+func (c BulkConfig) report(done int, kind Kind, part []picked) {
+	for _, p := range part {
 		if c.Topics != nil {
-			c.Topics[topic]++
+			c.Topics[p.topic]++
+		}
+		if c.Handlers != nil && kind == KindDelivery {
+			c.Handlers[p.handler]++
 		}
 	}
 	if c.Progress != nil {

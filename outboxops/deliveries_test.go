@@ -596,11 +596,19 @@ func TestRetryAllDeliveries(t *testing.T) {
 	require.Len(t, counts, 2)
 	require.Equal(t, []int{150, 151}, []int{counts[0].Deliveries, counts[1].Deliveries}, "parked, pending")
 
-	for _, status := range []string{outbox.StatusWaiting, outbox.StatusParked, outbox.StatusResolved, outboxops.StatusDone} {
+	for _, status := range []string{outbox.StatusWaiting, outbox.StatusParked, outboxops.StatusDone} {
 		n, err = f.RetryAll(background, outboxops.FailureFilter{Statuses: []string{status}}, cfg, kim)
 		require.NoError(t, err)
 		require.Zero(t, n, "what is not dead is not retried")
 	}
+	resolved := outboxops.BulkConfig{DryRun: true, Handlers: map[outboxops.FailureHandler]int{}}
+	n, err = f.RetryAll(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusResolved}}, resolved, kim)
+	require.NoError(t, err)
+	require.Equal(t, 1, n, "but what is resolved, if the filter names it")
+	require.Len(t, resolved.Handlers, 1)
+	n, err = f.ResolveAll(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusResolved}}, resolved, kim)
+	require.NoError(t, err)
+	require.Zero(t, n, "it is resolved already")
 	n, err = f.ResolveAll(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusParked, outbox.StatusDead}}, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 151, n)

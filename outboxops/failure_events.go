@@ -107,7 +107,7 @@ SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.Fai
  ORDER BY id LIMIT $15`
 
 // pick omits events that are held or have no payload, unless they are resolved.
-func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (numbers []int64, topics []string, err error) {
+func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (all []picked, err error) {
 	possible := unresolved
 	if action == actionRetry {
 		possible = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusDead}
@@ -116,15 +116,14 @@ func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, ab
 	filter.Statuses = onlyPossible(filter.Statuses, possible)
 	rows, err := s.db.Query(ctx, s.sqlIDs, slices.Concat([]any{pg.PlanEachTime}, filter.Args(), []any{above, action == actionResolve, limit})...)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	var number int64
-	var topic string
-	_, err = pgx.ForEachRow(rows, []any{&number, &topic}, func() error {
-		numbers, topics = append(numbers, number), append(topics, topic)
+	var p picked
+	_, err = pgx.ForEachRow(rows, []any{&p.number, &p.topic}, func() error {
+		all = append(all, p)
 		return nil
 	})
-	return numbers, topics, err
+	return all, err
 }
 
 func (s eventStore) statement(action string) string { return s.actions[action] }

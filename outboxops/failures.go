@@ -39,12 +39,18 @@ type failureStore interface {
 	get(ctx context.Context, number int64) (Failure, error)
 	// stored reads payloads and headers.
 	stored() reader
-	// pick returns failures above an id that an action is possible with, the oldest first, and their
-	// topics.
-	pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (numbers []int64, topics []string, err error)
+	// pick returns failures above an id that an action is possible with, the oldest first.
+	pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) ([]picked, error)
 	// statement does an action: it takes numbers, operator and reason, and returns the number of changed
 	// rows. It is empty if the kind does not have the action.
 	statement(action string) string
+}
+
+// picked is a failure that an action is possible with.
+type picked struct {
+	number  int64
+	topic   string
+	handler FailureHandler // the zero value for an event
 }
 
 // FailuresConfig names the schema of the failures, and limits payloads. It may be zero.

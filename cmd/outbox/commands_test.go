@@ -315,6 +315,7 @@ type bulkDoc struct {
 	Failures int            `json:"failures"`
 	DryRun   bool           `json:"dry_run"`
 	Topics   map[string]int `json:"topics"`
+	Handlers []handlerJSON  `json:"handlers"`
 }
 
 func TestFailuresRetryAndResolveOne(t *testing.T) {
@@ -333,7 +334,7 @@ func TestFailuresRetryAndResolveOne(t *testing.T) {
 	require.Contains(t, rejected.err, "not possible in this status: it is parked")
 	var doc bulkDoc
 	d.json(t, &doc, exitOK, "failures", "resolve", a, "--reason", "x")
-	require.Equal(t, bulkDoc{"resolve", 1, false, nil}, doc)
+	require.Equal(t, bulkDoc{"resolve", 1, false, nil, nil}, doc)
 	require.Equal(t, map[string]int{"dead": 1, "parked": 1, "resolved": 1}, d.statuses(t))
 	var who string
 	require.NoError(t, d.db.QueryRow(background, `SELECT string_agg(DISTINCT operator || ':' || reason, ',') FROM `+pgx.Identifier{d.schema, "outbox_audit"}.Sanitize()).Scan(&who))
@@ -351,7 +352,7 @@ func TestFailuresRetryAndResolveMany(t *testing.T) {
 	require.Equal(t, "topic elsewhere: 1\nwould retry 1 failure; --yes does it\n", d.ok(t, "failures", "retry", "--topic", "elsewhere"))
 	var dry bulkDoc
 	d.json(t, &dry, exitOK, "failures", "retry", "--all")
-	require.Equal(t, bulkDoc{"retry", 3, true, map[string]int{d.topic: 2, "elsewhere": 1}}, dry)
+	require.Equal(t, bulkDoc{"retry", 3, true, map[string]int{d.topic: 2, "elsewhere": 1}, []handlerJSON{}}, dry)
 	require.Equal(t, "topic "+d.topic+": 1\nwould retry 1 failure; --yes does it\n", d.ok(t, "failures", "retry", "--until", "2100-01-01", "--key", "a"))
 	require.Equal(t, "topic "+d.topic+": 1\nwould resolve 1 failure; --yes does it\n", d.ok(t, "failures", "resolve", "--key", "d", "--reason", "x"))
 	require.Equal(t, "would resolve 0 failures\n", d.ok(t, "failures", "resolve", "--key", "nobody"))
@@ -360,7 +361,7 @@ func TestFailuresRetryAndResolveMany(t *testing.T) {
 	require.Equal(t, map[string]int{"dead": 2, "parked": 2}, d.statuses(t))
 	var doc bulkDoc
 	d.json(t, &doc, exitOK, "failures", "resolve", "--all", "--yes", "--reason", "x", "--rate", "100000")
-	require.Equal(t, bulkDoc{"resolve", 4, false, nil}, doc)
+	require.Equal(t, bulkDoc{"resolve", 4, false, nil, nil}, doc)
 	require.Equal(t, map[string]int{"resolved": 4}, d.statuses(t))
 }
 

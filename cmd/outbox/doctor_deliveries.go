@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -36,7 +38,7 @@ func (d *doctor) deliveries(ctx context.Context) error {
 		return err
 	}
 	d.findings = append(d.findings, deliveryFindings(counts, at, d.limits)...)
-	d.findings = append(d.findings, groupFindings(groups, at, d.limits)...)
+	d.findings = append(d.findings, groupFindings(groups, at, d.limits, d.e.schemaName())...)
 	return d.headless(ctx)
 }
 
@@ -96,7 +98,7 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 		case c.Status == outboxops.DeliveryProcessing && at.now.Sub(c.Due) > l.maxAge:
 			all = append(all, finding{"delivery.stuck", severityError, fmt.Sprintf("group %s: a worker has had a delivery of action %s since its lease ended %s ago", c.Group, c.Action, age(c.Due, at.now)),
 				"The worker is gone, and no other one of the group takes over what it had. Its deliveries and the later ones of their keys wait.",
-				"Start a process that calls Worker.Run with this group, or read its log. outbox failures list --kind delivery --status waiting,failed shows which ones."})
+				fmt.Sprintf("Start a process that calls Worker.Run with this group, or read its log. outbox failures list%s --status waiting,failed shows which ones.", flagsOf(h))})
 		case c.Status == outboxops.DeliveryPending && at.now.Sub(c.Due) > l.maxAge && !at.isPaused(h):
 			all = append(all, overdue(c, h, at))
 		}
@@ -116,19 +118,20 @@ func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 	for _, group := range slices.Sorted(maps.Keys(dead)) {
 		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead", group, deliveriesAre(dead[group])),
 			"Their attempts are used up, or their errors are permanent: no handler gets them unless they are requeued.",
-			"outbox failures list --kind delivery --status dead shows why. Mend the cause, then outbox failures retry, or outbox failures resolve."})
+			fmt.Sprintf("outbox failures list --kind delivery --group %[1]s --status dead shows why. Mend the cause, then outbox failures retry --group %[1]s, or outbox failures resolve --group %[1]s.", word(group))})
 	}
 	for _, group := range slices.Sorted(maps.Keys(held)) {
 		if held[group] > 0 {
 			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keys(int64(held[group]))),
-				"All later deliveries of these keys wait for an operator.", "outbox failures list --kind delivery --status dead shows them; outbox failures retry, resolve or release lets their keys go on."})
+				"All later deliveries of these keys wait for an operator.",
+				fmt.Sprintf("outbox failures list --kind delivery --group %s --status dead shows them; outbox failures retry, resolve or release lets their keys go on.", word(group))})
 		}
 	}
 	return all
 }
 
 // groupFindings are groups that have not come to their events.
-func groupFindings(groups []outboxops.DeliveryGroup, at workers, l limits) (all []finding) {
+func groupFindings(groups []outboxops.DeliveryGroup, at workers, l limits, schema string) (all []finding) {
 	for _, g := range groups {
 		if g.State != outboxops.SubscriptionActive || g.Pending == 0 || at.now.Sub(g.Oldest) <= l.maxAge {
 			continue
@@ -139,7 +142,9 @@ func groupFindings(groups []outboxops.DeliveryGroup, at workers, l limits) (all 
 			continue
 		}
 		all = append(all, finding{"delivery.worker", severityError, what, "No worker of the group runs, or none gets on: its events are not handled.",
-			"Start a process that calls Worker.Run with this group, or read its log. If the group is given up for good, delete its rows from event_subscription and outbox_cursor: until then retention keeps all that it has not got."})
+			fmt.Sprintf("Start a process that calls Worker.Run with this group, or read its log. If the group is given up for good, delete its rows, until which retention keeps all that it has not got: "+
+				"DELETE FROM %[1]s.event_subscription WHERE consumer_group = %[2]s; DELETE FROM %[1]s.outbox_cursor WHERE relay = %[3]s", pgx.Identifier{schema}.Sanitize(),
+				quoteText(g.Group), quoteText(tables.WorkerPrefix+g.Group))})
 	}
 	return all
 }
@@ -160,10 +165,34 @@ func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
 		return finding{"delivery.backlog", severityWarning, what, lateMeans, lateDo}
 	case at.areBusy(c.Group):
 		return finding{"delivery.unhandled", severityWarning, what, "Workers of the group run, and none takes these: they have no handler with this action, or have paused the stream themselves.",
-			"Give the workers the handler again. If it is gone for good: outbox failures resolve --kind delivery --status waiting,parked."}
+			"Give the workers the handler again. If it is gone for good: " + resolveWaiting(h)}
 	}
 	return finding{"delivery.worker", severityError, what, "No worker of the group takes them: none runs, or none has a handler with this action.",
-		"Start a process that calls Worker.Run with this group and this handler, or read its log. If the group is given up for good: outbox failures resolve --kind delivery --status waiting,parked."}
+		"Start a process that calls Worker.Run with this group and this handler, or read its log. If the group is given up for good: " + resolveWaiting(h)}
+}
+
+// resolveWaiting returns the command that resolves the deliveries that wait for a handler, and no others.
+func resolveWaiting(h handlerOf) string {
+	return "outbox failures resolve" + flagsOf(h) + " --status waiting,failed,parked (it counts them by group and action, and resolves them with --yes)"
+}
+
+// flagsOf returns flags that pick the deliveries for a handler. Without an action they pick those of all actions.
+func flagsOf(h handlerOf) string {
+	flags := " --kind delivery --group " + word(h.group)
+	if h.action != "" {
+		flags += " --action " + word(h.action)
+	}
+	return flags + " --topic " + word(h.stream)
+}
+
+var plainWord = regexp.MustCompile(`^[A-Za-z0-9._:/@%+-]+$`)
+
+// word returns a text as one word of a shell.
+func word(text string) string {
+	if plainWord.MatchString(text) {
+		return text
+	}
+	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
 }
 
 // sqlHeadless reads up to $1 keys with parked rows. A key is a step in the index, however many rows it has.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"regexp"
 	"strings"
 	"testing"
 
@@ -103,4 +104,56 @@ func TestDoctorOnDeliveries(t *testing.T) {
 	d.exec(t, sql)
 	ids, _ = d.deliveryFindings(t)
 	require.Empty(t, ids)
+}
+
+// The advice for a handler or a group that is given up picks its deliveries, and none of other groups, actions and
+// topics. It counts them by group and action before it acts.
+func TestDoctorAdvisesOnOneHandler(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newClinic(t)
+	sets := []string{
+		`consumer_group = 'given up'`, `consumer_group = 'given up', action = 'SENT'`, `consumer_group = 'given up', stream = 'others'`, `consumer_group = 'live'`,
+	}
+	for n, set := range sets {
+		d.deliver(t, strings.Repeat("k", n+1), "PENDING", "PARKED", "PARKED")
+		d.exec(t, `UPDATE {s}.event_delivery SET next_retry_at = now() + interval '1 h', `+set+` WHERE aggregate_id = $1`, strings.Repeat("k", n+1))
+	}
+	d.exec(t, `UPDATE {s}.event_delivery SET next_retry_at = now() - interval '6 min' WHERE aggregate_id = 'k'`)
+	left := func() (keys string) {
+		require.NoError(t, d.db.QueryRow(background, strings.ReplaceAll(`SELECT string_agg(aggregate_id, ' ' ORDER BY id) FROM {s}.event_delivery WHERE resolved_at IS NULL`,
+			"{s}", `"`+d.schema+`"`)).Scan(&keys))
+		return keys
+	}
+	advice := func() []string {
+		_, all := d.deliveryFindings(t)
+		require.Len(t, all, 1)
+		command := regexp.MustCompile(`outbox (failures resolve .*) \(it counts`).FindStringSubmatch(all[0].Do)
+		require.NotNil(t, command, all[0].Do)
+		require.Contains(t, command[1], "--group 'given up' --action COUNTED --topic orders")
+		words := strings.Fields(strings.ReplaceAll(command[1], "'given up'", "given_up"))
+		for i := range words {
+			words[i] = strings.ReplaceAll(words[i], "given_up", "given up")
+		}
+		return append(words, "--reason", "given up")
+	}
+	command := advice()
+	require.Contains(t, d.ok(t, command...), "group given up, action COUNTED: 3\nwould resolve 3 failures")
+	require.Equal(t, "k k k kk kk kk kkk kkk kkk kkkk kkkk kkkk", left())
+	require.Contains(t, d.ok(t, append(command, "--yes")...), "group given up, action COUNTED: 3\n")
+	require.Equal(t, "kk kk kk kkk kkk kkk kkkk kkkk kkkk", left())
+
+	undo := []string{"failures", "retry", "--kind", "delivery", "--group", "given up", "--status", "resolved", "--reason", "a mistake"}
+	require.Contains(t, d.ok(t, undo...), "group given up, action COUNTED: 3\nwould retry 3 failures")
+	require.Contains(t, d.ok(t, append(undo, "--yes")...), "retried 3 failures")
+	require.Equal(t, "k k k kk kk kk kkk kkk kkk kkkk kkkk kkkk", left())
+	require.Contains(t, d.ok(t, undo...), "would retry 0 failures")
+
+	counts := d.ok(t, "failures", "resolve", "--kind", "delivery", "--status", "waiting,failed,parked", "--reason", "x")
+	for _, line := range []string{"group given up, action COUNTED: 6\n", "group given up, action SENT: 3\n", "group live, action COUNTED: 3\n"} {
+		require.Contains(t, counts, line)
+	}
+	var doc bulkDoc
+	d.json(t, &doc, exitOK, "failures", "resolve", "--kind", "delivery", "--status", "waiting,failed,parked", "--reason", "x")
+	require.Contains(t, doc.Handlers, handlerJSON{"live", "COUNTED", 3})
 }

@@ -43,7 +43,8 @@ var failuresRetryCommand = command{
 	summary: "try them again: some, or all that flags pick",
 	about: `
 What is dead has all its tries again, before what waits of its key. With flags
-that pick, or --all, it only counts, unless --yes is given.`,
+that pick, or --all, it only counts, unless --yes is given. Of deliveries it
+takes resolved ones with --status resolved, which undoes failures resolve.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareChange(fs, change{action: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll, isPossible: isRetryable})
@@ -86,7 +87,8 @@ type change struct {
 	why              auditFlags
 	any, yes, dryRun bool
 	rate             int
-	topics           map[string]int // of the failures that would be changed
+	topics           map[string]int                   // of the failures that would be changed
+	handlers         map[outboxops.FailureHandler]int // of the deliveries among them
 }
 
 func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error {
@@ -144,7 +146,7 @@ func (c *change) check(e *env) (outboxops.FailureFilter, error) {
 		return filter, usagef("--rate %d: must not be negative", c.rate)
 	}
 	c.dryRun = c.dryRun || len(e.args) == 0 && !c.yes
-	c.topics = map[string]int{}
+	c.topics, c.handlers = map[string]int{}, map[outboxops.FailureHandler]int{}
 	return filter, nil
 }
 
@@ -161,6 +163,9 @@ func (c *change) countThese(ctx context.Context, e *env, failures *outboxops.Fai
 		if c.isPossible(f) {
 			n++
 			c.topics[f.Topic]++
+			if f.ID.Kind == outboxops.KindDelivery {
+				c.handlers[outboxops.FailureHandler{Group: f.Group, Action: f.Action}]++
+			}
 		}
 	}
 	return c.report(e, n, true)
@@ -183,12 +188,15 @@ func (c *change) runThese(ctx context.Context, e *env, failures *outboxops.Failu
 }
 
 func (c *change) runAll(ctx context.Context, e *env, failures *outboxops.Failures, filter outboxops.FailureFilter, why outboxops.AuditInfo) error {
-	n, err := c.all(failures, ctx, filter, outboxops.BulkConfig{DryRun: true, Topics: c.topics}, why)
+	n, err := c.all(failures, ctx, filter, outboxops.BulkConfig{DryRun: true, Topics: c.topics, Handlers: c.handlers}, why)
 	if err != nil {
 		return err
 	}
 	if c.dryRun {
 		return c.report(e, n, true)
+	}
+	if !e.json {
+		e.showHandlers(c.handlers)
 	}
 	p := e.progress(c.past, n)
 	n, err = c.all(failures, ctx, filter, outboxops.BulkConfig{Rate: c.rate, Progress: p.show}, why)
@@ -201,7 +209,7 @@ func (c *change) report(e *env, n int, dryRun bool) error {
 	if e.json {
 		doc := map[string]any{"action": c.action, "failures": n, "dry_run": dryRun}
 		if dryRun {
-			doc["topics"] = c.topics
+			doc["topics"], doc["handlers"] = c.topics, handlersJSON(c.handlers)
 		}
 		return e.writeJSON(doc)
 	}
@@ -211,6 +219,7 @@ func (c *change) report(e *env, n int, dryRun bool) error {
 		return nil
 	}
 	e.showTopics(c.topics)
+	e.showHandlers(c.handlers)
 	e.printf("would %s %s", c.action, things)
 	if len(e.args) == 0 && n > 0 {
 		e.printf("; --yes does it")
@@ -224,6 +233,35 @@ func (e *env) showTopics(topics map[string]int) {
 	for _, name := range byCount(topics) {
 		e.printf("topic %s: %s\n", visible(cmp.Or(name, "(none)")), count(topics[name]))
 	}
+}
+
+// showHandlers writes the number of deliveries for each consumer group and action.
+func (e *env) showHandlers(handlers map[outboxops.FailureHandler]int) {
+	for _, h := range sortedHandlers(handlers) {
+		e.printf("group %s, action %s: %s\n", visible(h.Group), visible(cmp.Or(h.Action, "(none)")), count(handlers[h]))
+	}
+}
+
+// sortedHandlers returns handlers by group and action.
+func sortedHandlers(handlers map[outboxops.FailureHandler]int) []outboxops.FailureHandler {
+	return slices.SortedFunc(maps.Keys(handlers), func(a, b outboxops.FailureHandler) int {
+		return cmp.Or(strings.Compare(a.Group, b.Group), strings.Compare(a.Action, b.Action))
+	})
+}
+
+// handlerJSON is the number of deliveries for a consumer group and action.
+type handlerJSON struct {
+	Group      string `json:"group"`
+	Action     string `json:"action"`
+	Deliveries int    `json:"deliveries"`
+}
+
+func handlersJSON(handlers map[outboxops.FailureHandler]int) []handlerJSON {
+	all := []handlerJSON{}
+	for _, h := range sortedHandlers(handlers) {
+		all = append(all, handlerJSON{h.Group, h.Action, handlers[h]})
+	}
+	return all
 }
 
 // byCount returns names, those with the largest numbers first.

@@ -71,9 +71,9 @@ func TestFailuresOfDeliveries(t *testing.T) {
 	require.Equal(t, []string{"delivery", "stats", "orders", "COUNTED", "k", "dead", "timeout"}, []string{list.Failures[0].Kind, list.Failures[0].Group,
 		list.Failures[0].Topic, list.Failures[0].Action, list.Failures[0].Key, list.Failures[0].Status, list.Failures[0].Class})
 
-	require.Equal(t, "topic orders: 1\nwould retry 1 failure; --yes does it\n", d.ok(t, "failures", "retry", "--class", "timeout"))
-	require.Equal(t, "topic orders: 1\nwould retry 1 failure\n", d.ok(t, "failures", "retry", "--dry-run", ids[0], ids[1]))
-	require.Equal(t, "retried 1 failure\n", d.ok(t, "failures", "retry", "--class", "timeout", "--yes", "--reason", "the host is back"))
+	require.Equal(t, "topic orders: 1\ngroup stats, action COUNTED: 1\nwould retry 1 failure; --yes does it\n", d.ok(t, "failures", "retry", "--class", "timeout"))
+	require.Equal(t, "topic orders: 1\ngroup stats, action COUNTED: 1\nwould retry 1 failure\n", d.ok(t, "failures", "retry", "--dry-run", ids[0], ids[1]))
+	require.Equal(t, "group stats, action COUNTED: 1\nretried 1 failure\n", d.ok(t, "failures", "retry", "--class", "timeout", "--yes", "--reason", "the host is back"))
 	var one failureJSON
 	d.json(t, &one, exitOK, "failures", "show", ids[1])
 	require.Equal(t, "failed", one.Status)
@@ -83,7 +83,7 @@ func TestFailuresOfDeliveries(t *testing.T) {
 
 	var doc bulkDoc
 	d.json(t, &doc, exitOK, "failures", "resolve", "--status", "waiting,failed,parked")
-	require.Equal(t, bulkDoc{"resolve", 3, true, map[string]int{"orders": 3}}, doc)
+	require.Equal(t, bulkDoc{"resolve", 3, true, map[string]int{"orders": 3}, []handlerJSON{{"stats", "COUNTED", 3}}}, doc)
 	require.Equal(t, "resolved 2 failures\n", d.ok(t, "failures", "resolve", ids[2], ids[1], ids[2], "--reason", "sold out"))
 	require.Contains(t, d.ok(t, "failures", "list", "--status", "resolved"), ids[1])
 	a := d.call(t, "failures", "retry", ids[1], ids[3], "--reason", "again")
@@ -114,9 +114,9 @@ func TestFailuresOfBothKinds(t *testing.T) {
 	require.Equal(t, "hold: the key of "+dead+"\n", d.ok(t, "failures", "hold", dead, "--reason", "kim looks at it"))
 	require.Contains(t, d.ok(t, "failures", "list"), "dead,held")
 	require.Equal(t, "release: the key of "+dead+"\n", d.ok(t, "failures", "release", dead, "--reason", "it is fine"))
-	require.Equal(t, "topic "+d.topic+": 2\ntopic orders: 1\nwould retry 3 failures; --yes does it\n", d.ok(t, "failures", "retry", "--all"))
+	require.Equal(t, "topic "+d.topic+": 2\ntopic orders: 1\ngroup stats, action COUNTED: 1\nwould retry 3 failures; --yes does it\n", d.ok(t, "failures", "retry", "--all"))
 	require.Equal(t, "retried 2 failures\n", d.ok(t, "failures", "retry", dead, event, "--reason", "repaired"))
-	require.Equal(t, "resolved 3 failures\n", d.ok(t, "failures", "resolve", "--all", "--yes", "--reason", "the rest", "--operator", "lee"))
+	require.Equal(t, "group stats, action COUNTED: 1\nresolved 3 failures\n", d.ok(t, "failures", "resolve", "--all", "--yes", "--reason", "the rest", "--operator", "lee"))
 	require.Contains(t, d.ok(t, "failures", "list"), "Nothing is unresolved. Not shown: 3 resolved failures")
 
 	d.change = terminal

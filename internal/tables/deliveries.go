@@ -214,13 +214,16 @@ const SQLDeliveryList = DeliveryKinds + `, ` + deadGroups + `, found AS (
 SELECT ` + DeliveryColumns + `
   FROM {schema}.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT id FROM found ORDER BY id DESC LIMIT $15)) ORDER BY d.id DESC`
 
-// SQLDeliveryIDs reads up to $15 deliveries that wait or are DEAD and not resolved, with an
-// id above $14, the oldest first.
-const SQLDeliveryIDs = DeliveryKinds + `
-SELECT r.id, k.stream FROM chosen AS k
+// SQLDeliveryIDs reads up to $15 deliveries that wait or are DEAD, with an id above $14, the oldest first.
+const SQLDeliveryIDs = DeliveryKinds + `, ` + deadGroups + `
+SELECT r.id, k.stream, k.consumer_group, k.action FROM chosen AS k
  CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + `
                         AND d.id > $14` + ByDeliveryKind + ` LIMIT $15) AS r
- ORDER BY r.id LIMIT $15`
+ UNION ALL
+SELECT r.id, r.stream, g.consumer_group, r.action FROM groups AS g
+ CROSS JOIN LATERAL (SELECT d.id, d.stream, d.action FROM {schema}.event_delivery AS d` + resolvedOfGroup + DeliveryWhere + `
+                        AND d.id > $14 AND 'RESOLVED' = ANY ($1) ORDER BY d.consumer_group, d.id LIMIT $15) AS r
+ ORDER BY 1 LIMIT $15`
 
 // SQLDeliveryDeaths reads up to $3 deliveries that have become DEAD since $1, are not resolved and not
 // among $2. It is to be run under pg.PlannerSettings.
@@ -290,17 +293,17 @@ func (r DeliveryReader) List(ctx context.Context, filter DeliveryFilter, before 
 	return all, err
 }
 
-// IDs returns deliveries that wait, or that are DEAD and not resolved, with an id above after, the
-// oldest first. It also returns the streams.
-func (r DeliveryReader) IDs(ctx context.Context, filter DeliveryFilter, after int64, limit int) (ids []int64, streams []string, err error) {
+// DeliveryID is the id of a delivery, with what it is for.
+type DeliveryID struct {
+	ID                    int64
+	Stream, Group, Action string
+}
+
+// IDs returns deliveries that wait, or that are DEAD, with an id above after, the oldest first.
+func (r DeliveryReader) IDs(ctx context.Context, filter DeliveryFilter, after int64, limit int) (ids []DeliveryID, err error) {
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
-		var id int64
-		var stream string
-		_, err := pgx.ForEachRow(rows, []any{&id, &stream}, func() error {
-			ids, streams = append(ids, id), append(streams, stream)
-			return nil
-		})
+		ids, err = pgx.CollectRows(rows, pgx.RowToStructByPos[DeliveryID])
 		return err
 	}, r.ids, append(filter.Args(), after, limit)...)
-	return ids, streams, err
+	return ids, err
 }
