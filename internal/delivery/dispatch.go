@@ -123,8 +123,11 @@ func (d *Dispatcher) release(ctx context.Context, rows []Delivery) {
 	if len(rows) == 0 {
 		return
 	}
-	if err := d.store.Release(ctx, rows); err != nil && !errors.Is(ctx.Err(), context.Canceled) {
-		d.log.Warn(notReleased, "deliveries", len(rows), "error", err)
+	if err := d.store.Release(ctx, rows); err != nil {
+		d.signalUnknown()
+		if !errors.Is(ctx.Err(), context.Canceled) {
+			d.log.Warn(notReleased, "deliveries", len(rows), "error", err)
+		}
 	}
 	for _, r := range rows {
 		d.Claimed.remove(r.Ref)
@@ -136,21 +139,45 @@ const notReleased = "outbox: deliveries could not be released, other processes g
 
 // releaseUnknown releases rows that this process has claimed without knowing it. Either the answer to a
 // claim was lost, or a crash of PostgreSQL has forgotten that the rows were released or finished. Otherwise
-// the rows would wait until their leases expire, and each expiry would count as an attempt.
-func (d *Dispatcher) releaseUnknown(ctx context.Context) error {
+// the rows would wait until their leases expire, and each expiry would count as an attempt. It returns the number of
+// released rows.
+func (d *Dispatcher) releaseUnknown(ctx context.Context) (released int, err error) {
 	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
 	own, err := d.store.Own(ctx)
 	if err != nil {
-		return err
+		return 0, err
 	}
-	if unknownClaims := d.Claimed.missing(own); len(unknownClaims) > 0 {
-		if err := d.store.Release(ctx, unknownClaims); err != nil {
-			return err
+	unknownClaims := d.Claimed.missing(own)
+	if len(unknownClaims) == 0 {
+		return 0, nil
+	}
+	if err := d.store.Release(ctx, unknownClaims); err != nil {
+		return 0, err
+	}
+	d.SignalDue()
+	return len(unknownClaims), nil
+}
+
+// releaseLast is releaseUnknown at the end of a stop. PostgreSQL may still commit a claim whose answer was lost, so
+// after an error it tries again for StopGrace, until it finds such a claim.
+func (d *Dispatcher) releaseLast(ctx context.Context) {
+	doubtful := d.nextTasks().unknown
+	ctx, cancel := context.WithTimeout(ctx, 2*d.cfg.StopGrace())
+	defer cancel()
+	const pause = 50 * time.Millisecond
+	began := time.Now()
+	for {
+		released, err := d.releaseUnknown(ctx)
+		if released > 0 || err == nil && !doubtful || time.Since(began) > d.cfg.StopGrace() || ctx.Err() != nil {
+			if err != nil {
+				d.log.Warn("outbox: it is not known whether deliveries are still claimed by this process; "+
+					"other processes get them when their leases expire", "error", err)
+			}
+			return
 		}
-		d.SignalDue()
+		wait.Sleep(ctx, pause)
 	}
-	return nil
 }
 
 // pollTasks are the tasks of a poll.
@@ -178,7 +205,7 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 	tasks := d.nextTasks()
 	d.answered = false
 	if tasks.unknown {
-		if err := d.releaseUnknown(ctx); err != nil {
+		if _, err := d.releaseUnknown(ctx); err != nil {
 			return false, err
 		}
 	}
@@ -228,14 +255,12 @@ type claimRequest struct {
 	budget   int64
 }
 
-// claim claims rows for a kind of lanes, and deals them. A stop does not cut it off for a tenth of
-// StopTimeout: if the answer to a claim is lost, its rows stay with this process until their leases expire.
+// claim claims rows for a kind of lanes, and deals them. A stop does not cut it off for StopGrace.
 func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (rows int, err error) {
-	if len(c.pairs) == 0 {
-		return 0, nil
+	if len(c.pairs) == 0 || ctx.Err() != nil {
+		return 0, ctx.Err()
 	}
-	const share = 10
-	ctx, end := wait.Grace(ctx, d.cfg.StopTimeout/share)
+	ctx, end := wait.Grace(ctx, d.cfg.StopGrace())
 	defer end()
 	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()

@@ -21,7 +21,8 @@
 //   - An attempt counts from its claim, so an event that ends the process uses up its attempts, too. A row
 //     that was released untried, or postponed because of an outage of PostgreSQL, has no attempt counted.
 //   - If a process is gone, other processes take over its rows when the leases have expired.
-//   - A stop ends within StopTimeout, even if a handler hangs.
+//   - A stop ends within StopTimeout, even if a handler hangs. It releases all rows whose handlers have not begun, also
+//     those whose claim got no answer.
 //
 // # One head per key
 //

@@ -313,8 +313,11 @@ func (l *lane) releaseRest() {
 		return
 	}
 	err := l.write(func(ctx context.Context) error { return l.store.Release(ctx, rest) })
-	if err != nil && l.cut.Err() == nil {
-		l.log.Warn(notReleased, "deliveries", len(rest), "error", err)
+	if err != nil {
+		l.signalUnknown()
+		if l.cut.Err() == nil {
+			l.log.Warn(notReleased, "deliveries", len(rest), "error", err)
+		}
 	}
 	for _, d := range rest {
 		l.claimed.remove(d.Ref)

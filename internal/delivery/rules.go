@@ -21,5 +21,12 @@ type Rules struct {
 // Of returns the retry policy for the events of a topic.
 func (c *Rules) Of(topic string) handling.RetryPolicy { return c.Streams[topic].Over(c.Retry) }
 
+// StopGrace is how long a stop waits for the answer to a claim that is under way. If the answer is lost, the process
+// does not know which rows it has claimed.
+func (c *Rules) StopGrace() time.Duration {
+	const share = 10
+	return c.StopTimeout / share
+}
+
 // Attempts returns the number of attempts for a number of retries. It fits into event_delivery.
 func Attempts(retries int) int { return min(max(0, retries), math.MaxInt32-1) + 1 }

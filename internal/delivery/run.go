@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -180,7 +181,12 @@ func PairsOf(routes handling.Routes, withoutAction bool) (pairs [2][]Pair) {
 
 // Run handles deliveries until ctx is cancelled, and ends the lanes within StopTimeout.
 func (r *Run) Run(ctx context.Context) error {
-	defer context.AfterFunc(ctx, r.stop)()
+	var stopped atomic.Pointer[time.Time]
+	defer context.AfterFunc(ctx, func() {
+		now := time.Now()
+		stopped.Store(&now)
+		r.stop()
+	})()
 	for _, l := range r.Lanes {
 		go l.run()
 	}
@@ -195,7 +201,13 @@ func (r *Run) Run(ctx context.Context) error {
 	loops.Go(func() { keeper.watchLoop(background) })
 	err := r.Dispatcher.run(r.Stopping)
 	r.stop()
-	r.endLanes(endBackground)
+	clock := handling.StopClock{Began: time.Now(), Timeout: r.parts.Rules.StopTimeout}
+	if began := stopped.Load(); began != nil { // the dispatcher may have waited for the answer to a claim since then
+		clock.Began = *began
+	}
+	r.endLanes(clock)
+	endBackground()
+	r.releaseLast(clock)
 	loops.Wait()
 	return err
 }

@@ -1,7 +1,6 @@
 package delivery
 
 import (
-	"context"
 	"slices"
 	"time"
 
@@ -9,24 +8,21 @@ import (
 )
 
 // endLanes ends the lanes within StopTimeout, in three steps: it waits until they have finished their
-// attempts, then it cuts the attempts off, then it abandons handlers that do not return. Leases are renewed
-// until the lanes have ended.
-func (r *Run) endLanes(endBackground context.CancelFunc) {
-	clock := handling.StopClock{Began: time.Now(), Timeout: r.parts.Rules.StopTimeout}
-	defer endBackground()
+// attempts, then it cuts the attempts off, then it abandons handlers that do not return.
+func (r *Run) endLanes(clock handling.StopClock) {
 	defer r.cutOff()
 	for _, l := range r.Lanes {
 		l.queue.close()
 	}
-	if r.lanesEnd(clock.Part(handling.FinishBy)) {
+	if r.lanesEnd(clock, handling.FinishBy) {
 		return
 	}
 	r.cutOff()
-	if r.lanesEnd(clock.Part(handling.AbandonBy - handling.FinishBy)) {
+	if r.lanesEnd(clock, handling.AbandonBy) {
 		return
 	}
 	r.abandonLanes(clock)
-	if r.lanesEnd(clock.Part(handling.LeftBy - handling.AbandonBy)) {
+	if r.lanesEnd(clock, handling.LeftBy) {
 		return
 	}
 	for _, l := range r.Lanes {
@@ -34,18 +30,26 @@ func (r *Run) endLanes(endBackground context.CancelFunc) {
 	}
 }
 
-// lanesEnd waits for the end of all lanes. It returns false if that takes too long.
-func (r *Run) lanesEnd(timeout time.Duration) bool {
-	timer := time.NewTimer(timeout)
-	defer timer.Stop()
+// lanesEnd waits for the end of all lanes. It returns false if they have not ended by a step of the stop.
+func (r *Run) lanesEnd(clock handling.StopClock, percent int) bool {
+	ctx, cancel := clock.By(percent)
+	defer cancel()
 	for _, l := range r.Lanes {
 		select {
 		case <-l.ended:
-		case <-timer.C:
+		case <-ctx.Done():
 			return false
 		}
 	}
 	return true
+}
+
+// releaseLast releases claims that no lane knows, so that they do not wait until their leases expire: the answers to
+// them were lost, or a lane could not release them.
+func (r *Run) releaseLast(clock handling.StopClock) {
+	ctx, cancel := clock.By(handling.CloseBy)
+	defer cancel()
+	r.Dispatcher.releaseLast(ctx)
 }
 
 // abandonLanes abandons lanes whose handlers ignore the end of their contexts, and releases their other

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"math/rand/v2"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
@@ -39,9 +40,10 @@ type fanOut struct {
 	plan    func(e eventHead) []delivery.New // returns the deliveries that an event needs
 	own     []string                         // routes of this process
 	routes  groupRoutes
-	lock    int64 // the advisory lock of the group
-	bare    bool  // PostgreSQL could not print a row: the next round reads no payloads
-	budget  int64 // bytes of payloads that the round under way may read
+	lock    int64         // the advisory lock of the group
+	grace   time.Duration // for which a stop does not cut off a round, see [delivery.Rules.StopGrace]
+	bare    bool          // PostgreSQL could not print a row: the next round reads no payloads
+	budget  int64         // bytes of payloads that the round under way may read
 
 	pos     cursor.Position
 	known   bool           // pos is the position that was read or written last
@@ -74,12 +76,13 @@ func (e eventHead) destination() (string, error) {
 func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
 
 func newFanOut(
-	db *pgxpool.Pool, schema, group string, own []string, store *delivery.Store, plan func(eventHead) []delivery.New,
+	db *pgxpool.Pool, schema, group string, own []string, store *delivery.Store, grace time.Duration,
+	plan func(eventHead) []delivery.New,
 ) *fanOut {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &fanOut{
 		db: db, group: group, cursors: cursor.NewStore(db, schema, tables.WorkerPrefix+group), store: store, plan: plan,
-		own: own, lock: fanOutLock(schema, group),
+		own: own, lock: fanOutLock(schema, group), grace: grace,
 		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlRoutes: in(sqlRoutes),
 		sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
 		sqlLeaveGroup: in(sqlLeaveGroup), sqlForget: in(sqlForget),

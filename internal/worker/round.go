@@ -14,6 +14,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // claimedFunc gets the deliveries of a round that this worker has claimed.
@@ -312,10 +313,16 @@ func (f *fanOut) page(ctx context.Context) error {
 }
 
 // inRound runs the statement that moves the cursor, and inserts the deliveries of the events that it has
-// read. The transaction takes two round trips. It stays open if the position is stale.
+// read. The transaction takes two round trips. It stays open if the position is stale. A stop waits for its end: if the
+// answer to the commit is lost, this worker has claimed deliveries that it does not know.
 func (f *fanOut) inRound(
 	ctx context.Context, tx *fanOutTx, move func(*pgx.Batch), heads func() []eventHead, claimed claimedFunc,
 ) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	ctx, endGrace := wait.Grace(ctx, f.grace)
+	defer endGrace()
 	ctx, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
 	defer cancel()
 	var b pgx.Batch
