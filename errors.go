@@ -146,7 +146,8 @@ func Permanent(err error) error {
 //
 // It does not change how often the event is tried: MaxRetries, RetriesFor and [Permanent] say
 // that. An error for which PostgreSQL would have the transaction repeated counts as any other
-// then, and in an outage of PostgreSQL, which does not count, the event waits for d at least.
+// then, and in an outage of PostgreSQL, which does not count, the event waits for d at least. The breaker of the
+// action does not count it, see Breaker of [HandlerConfig].
 //
 // It returns nil for nil. Of several in one error the outermost counts.
 func RetryAfter(err error, d time.Duration) error {

@@ -70,7 +70,8 @@ type HandlerConfig struct {
 	RetryDeadAfter map[string]time.Duration
 
 	// Breaker says when the breaker of an action opens in this process. It judges first attempts on events, except
-	// those that end with a [Permanent] error.
+	// those that end with an error of [Permanent] or [RetryAfter]. An event that succeeds in a transaction counts as a
+	// success, also if the transaction is rolled back for another event.
 	//
 	// While the breaker is open, the events of the action wait. Behind them, the other actions of a consumer wait,
 	// too. After OpenFor, the action is tried on one event after the other, until Trials of them are handled. So an

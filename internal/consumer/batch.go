@@ -16,34 +16,44 @@ import (
 func (w *partitionWorker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
 	for len(items) > 0 && w.stopping.Err() == nil {
-		batch := items[:min(len(items), w.batch)]
-		if w.requeueReplays(batch) != nil || w.findBlocked(batch) != nil || w.parkBlocked(batch) != nil {
+		n := w.handleBatch(items)
+		if n == 0 {
 			return
-		}
-		batch, trials := w.awaitBreakers(batch)
-		w.trials = slices.Clone(trials)
-		if len(batch) == 0 {
-			return
-		}
-		began := time.Now()
-		n, committed, failed := w.tryBatch(batch)
-		// Park all blocked tasks before anything else: their keys may become free at any moment, and later events
-		// of these keys would then be handled first.
-		if w.parkBlocked(batch) != nil {
-			return
-		}
-		for i := range items[:n] {
-			if err := w.finishRecord(&items[i], items[i+1:], committed, failed); err != nil {
-				return
-			}
-			w.advance(items[i].record)
-		}
-		w.forgetTrials(trials)
-		if n == len(batch) && len(trials) == 0 {
-			w.resizeBatch(n, n, time.Since(began))
 		}
 		items = items[n:]
 	}
+}
+
+// handleBatch handles the first items in a batch, and returns their number, or 0 if the worker is
+// stopped. Items behind them are not handled, but their tasks may be marked as blocked. Whatever the batch
+// has taken is released when it ends: slots, and trials of breakers.
+func (w *partitionWorker) handleBatch(items []recordItem) (handled int) {
+	defer w.releaseSlots()
+	defer w.releaseTrials()
+	batch := items[:min(len(items), w.batch)]
+	if w.requeueReplays(batch) != nil || w.findBlocked(batch) != nil || w.parkBlocked(batch) != nil {
+		return 0
+	}
+	if batch = w.awaitBreakers(batch); len(batch) == 0 {
+		return 0
+	}
+	began := time.Now()
+	n, committed, failed := w.tryBatch(batch)
+	// Park all blocked tasks before anything else: their keys may become free at any moment, and later events
+	// of these keys would then be handled first.
+	if w.parkBlocked(batch) != nil {
+		return 0
+	}
+	for i := range items[:n] {
+		if err := w.finishRecord(&items[i], items[i+1:], committed, failed); err != nil {
+			return 0
+		}
+		w.advance(items[i].record)
+	}
+	if w.releaseTrials() == 0 && n == len(batch) {
+		w.resizeBatch(n, n, time.Since(began))
+	}
+	return n
 }
 
 // resizeBatch adapts the size of batches to the number of records that are handled within
@@ -142,8 +152,8 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 			if n = itemsBefore(items, next); n < len(items) {
 				w.resizeBatch(n, len(items), time.Since(began))
 			}
-			for _, t := range tasksInTx(items[:n]) {
-				w.breakers.Note(t.Action, 1, nil)
+			for i := range items[:n] {
+				w.noteCommitted(&items[i])
 			}
 			return n, true, nil
 		case w.held.Err() != nil, w.noteBlocked(items, err):
@@ -154,6 +164,9 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 			w.awaitPostgres(began, err)
 		default:
 			n, failed = handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
+			for _, t := range failed.Succeeded() {
+				w.noteSucceeded(&items[itemsBefore(items, t.Meta.Origin)], t)
+			}
 			w.log.Debug("outbox: a transaction of records has failed, and those in front of the failed one are handled again", "partition", w.partition.Name(), "records", len(items),
 				"in_front", n, "error", err)
 			if n == 0 {

@@ -42,6 +42,7 @@ type recordItem struct {
 	record  *kgo.Record
 	replay  replay
 	blocked map[*handling.Handler]bool // handlers that are not called here; true once their task is parked
+	noted   []*handling.Handler        // whose breakers know that they have succeeded
 }
 
 // isBlocked reports whether a task is marked: it is parked, or to be parked.

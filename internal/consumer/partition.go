@@ -35,7 +35,6 @@ type partitionWorker struct {
 	activity  handling.Activity  // the call under way; written by the processor, read by any goroutine
 	slow      handling.SlowCalls // only the goroutine of watchHandlers
 	batch     int                // the most records of one transaction; only run
-	trials    []string           // actions whose breaker permits one trial, the current record; only run
 
 	stopping context.Context // cancelled by finish and by abandon
 	finish   context.CancelFunc
@@ -50,6 +49,7 @@ type partitionWorker struct {
 	bytes    int                        // of the queued records and of those being handled
 	closed   bool                       // add drops records
 	taken    []*handling.Slots          // the slots that this worker holds
+	trials   []*handling.Trial          // the trials that this worker holds
 	paused   bool                       // the client does not fetch the partition
 	blocked  *kgo.ErrDecompressTooLarge // the batch that the client cannot decompress; nil for none
 	read     int64                      // the offset after the last fetched record

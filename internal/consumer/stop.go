@@ -82,6 +82,7 @@ func (w *partitionWorker) cutOff() {
 	}
 	w.activity.CutOff()
 	w.releaseSlots()
+	w.releaseTrials()
 	w.end()
 	call, ok := w.activity.Current()
 	if !ok {

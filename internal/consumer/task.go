@@ -102,6 +102,8 @@ func (w partitionScheduler) Exit(t *handling.Task, began time.Time, err error) {
 	}
 }
 
+func (w partitionScheduler) Trial(action string) *handling.Trial { return w.trialOf(action) }
+
 func (w partitionScheduler) Interrupts(err error) bool { return isBlocked(err) }
 func (w partitionScheduler) Sleep(d time.Duration)     { w.pause(d) }
 

@@ -23,11 +23,12 @@ type claim struct {
 	ctx       context.Context // ends when the claim is lost
 	lose      context.CancelFunc
 	batch     []Delivery
-	remaining int       // deliveries of the batch that are still in the set
-	bytes     int64     // payloads and headers that were read with the claim
-	renewed   time.Time // when the leases were renewed last
-	suspect   bool      // the delivery may have ended its last process
-	locked    bool      // a transaction has locked the rows, so no other process can take them over
+	remaining int             // deliveries of the batch that are still in the set
+	bytes     int64           // payloads and headers that were read with the claim
+	renewed   time.Time       // when the leases were renewed last
+	suspect   bool            // the delivery may have ended its last process
+	trial     *handling.Trial // in which the delivery is tried, or nil
+	locked    bool            // a transaction has locked the rows, so no other process can take them over
 }
 
 func newClaimedSet() *claimedSet { return &claimedSet{rows: map[Ref]*claim{}} }
@@ -43,9 +44,10 @@ func (s *claimedSet) Budget() int64 {
 	return max(0, maxClaimedBytes-s.bytes)
 }
 
-// add adds a batch and the time of its claim. The context of the batch ends with cut.
-func (s *claimedSet) add(cut context.Context, batch []Delivery, claimedAt time.Time) {
-	c := &claim{batch: batch, remaining: len(batch), renewed: claimedAt, suspect: batch[0].Suspect}
+// add adds a batch, the time of its claim, and its trial, or nil. It returns the context of the batch. The context ends
+// with the claim, however that ends, and with cut.
+func (s *claimedSet) add(cut context.Context, batch []Delivery, claimedAt time.Time, trial *handling.Trial) context.Context {
+	c := &claim{batch: batch, remaining: len(batch), renewed: claimedAt, suspect: batch[0].Suspect, trial: trial}
 	c.ctx, c.lose = context.WithCancel(cut)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -56,21 +58,22 @@ func (s *claimedSet) add(cut context.Context, batch []Delivery, claimedAt time.T
 		}
 	}
 	s.bytes += c.bytes
+	return c.ctx
 }
 
-// contextOf returns the context of a batch, which ends when its claim is lost. It has ended already if no
-// delivery of the batch is in the set.
-func (s *claimedSet) contextOf(batch []Delivery, cut context.Context) context.Context {
+// claimOf returns the context of a batch, which ends when its claim is lost, and its trial, or nil. The context has
+// ended already if no delivery of the batch is in the set.
+func (s *claimedSet) claimOf(batch []Delivery, cut context.Context) (context.Context, *handling.Trial) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, d := range batch {
 		if c := s.rows[d.Ref]; c != nil {
-			return c.ctx
+			return c.ctx, c.trial
 		}
 	}
 	ended, cancel := context.WithCancel(cut)
 	cancel()
-	return ended
+	return ended, nil
 }
 
 // remove removes a delivery that has ended or was released.

@@ -253,6 +253,7 @@ type claimRequest struct {
 	follow   int  // parked rows behind each of them, at most
 	suspects bool // rows that may have ended their last process
 	budget   int64
+	trial    *handling.Trial // in which the row is tried, or nil
 }
 
 // claim claims rows for a kind of lanes, and deals them. A stop does not cut it off for StopGrace.
@@ -270,7 +271,7 @@ func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (ro
 		return 0, err
 	}
 	d.answered = true
-	d.Deal(k, got, began)
+	d.deal(k, got, began, c.trial)
 	return len(got), nil
 }
 
@@ -303,18 +304,28 @@ func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 			d.RetryAt(time.Now().Add(wait))
 			continue
 		}
-		if !d.Breakers.TryOne(p.Action) {
-			continue
-		}
-		rows, err := d.claim(ctx, k, claimRequest{pairs: []Pair{p}, limit: 1, budget: d.Claimed.Budget()})
-		if rows == 0 {
-			d.Breakers.Forget(p.Action)
-		}
-		if err != nil {
+		if err := d.claimTrial(ctx, k, p); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// claimTrial claims one row for a trial of its action, unless a trial is under way. The trial belongs to the claim of
+// the row, and ends with it.
+func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Pair) error {
+	trial, ok := d.Breakers.TryOne(p.Action)
+	if !ok {
+		return nil
+	}
+	rows := 0
+	defer func() {
+		if rows == 0 {
+			trial.Release()
+		}
+	}()
+	rows, err := d.claim(ctx, k, claimRequest{pairs: []Pair{p}, limit: 1, budget: d.Claimed.Budget(), trial: trial})
+	return err
 }
 
 // claimablePairs returns the pairs of a kind of lanes whose streams are not paused and whose breakers are
@@ -331,6 +342,13 @@ func (d *Dispatcher) claimablePairs(k *LaneKind) (pairs []Pair) {
 
 // Deal deals rows to lanes, in the order of their positions and all rows of a key to the same lane.
 func (d *Dispatcher) Deal(k *LaneKind, rows []Delivery, claimedAt time.Time) {
+	d.deal(k, rows, claimedAt, nil)
+}
+
+// deal is Deal of rows that are tried in a trial, if it is not nil. It releases the trial when the claim ends: the row
+// has ended or was released, its call was given up, or the process stops. Then due rows are claimed, so that the next
+// one has its trial.
+func (d *Dispatcher) deal(k *LaneKind, rows []Delivery, claimedAt time.Time, trial *handling.Trial) {
 	if len(rows) == 0 {
 		return
 	}
@@ -349,7 +367,13 @@ func (d *Dispatcher) Deal(k *LaneKind, rows []Delivery, claimedAt time.Time) {
 		batches[n] = append(batches[n], r)
 	}
 	for _, batch := range batches {
-		d.Claimed.add(d.cut, batch, claimedAt)
+		ctx := d.Claimed.add(d.cut, batch, claimedAt, trial)
+		if trial != nil {
+			context.AfterFunc(ctx, func() {
+				trial.Release()
+				d.SignalDue()
+			})
+		}
 	}
 	for _, batch := range batches {
 		k.enqueue(batch)

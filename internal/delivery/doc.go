@@ -23,6 +23,8 @@
 //   - If a process is gone, other processes take over its rows when the leases have expired.
 //   - A stop ends within StopTimeout, even if a handler hangs. It releases all rows whose handlers have not begun, also
 //     those whose claim got no answer.
+//   - A trial of a breaker belongs to the claim of its row, and the slots of a call to its lane. They are released when
+//     the row or the call ends, at the latest when it is given up.
 //
 // # One head per key
 //

@@ -24,6 +24,7 @@ type lane struct {
 	queue     batchQueue
 	ended     chan struct{}
 	activity  handling.Activity   // what run does at the moment; the processor notes it
+	held      handling.HeldSlots  // of the call under way
 	slow      handling.SlowCalls  // only watchLoop
 	finishing *handling.Processor // finishes deliveries in the transaction of their handlers
 	plain     *handling.Processor // does not
@@ -33,6 +34,7 @@ type lane struct {
 	// The batch under way:
 	items    []laneItem
 	ctx      context.Context // ends when the batch must not go on
+	trial    *handling.Trial // in which the batch is tried, or nil
 	progress progress        // of a lane without a transaction
 	finished []Delivery      // finished in the transaction under way, or the last one
 	promoted int64           // rows that the same transaction has promoted; -1 if they are still to be promoted
@@ -84,6 +86,7 @@ type laneItem struct {
 	handling.Item
 	Delivery
 	read  bool // decoded
+	noted bool // its success in a shared transaction has reached its breaker
 	ended bool // finished, failed or released
 }
 
@@ -123,7 +126,8 @@ func (l *lane) run() {
 
 // handle handles a batch, and releases the deliveries that have neither finished nor failed.
 func (l *lane) handle(batch []Delivery) {
-	l.ctx = l.claimed.contextOf(batch, l.cut)
+	defer l.held.Release()
+	l.ctx, l.trial = l.claimed.claimOf(batch, l.cut)
 	l.begin(batch)
 	defer func() { l.items = nil }()
 	for at := 0; at < len(l.items) && l.mayContinue(); {
@@ -162,7 +166,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			l.handleEach(items, nil)
 			return len(items)
 		}
-		if !l.slots.Take(l.stopping, true) {
+		if !l.held.Take(l.stopping, l.slots, true) {
 			return len(items)
 		}
 		began := time.Now()
@@ -170,7 +174,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			return !l.mayContinue() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
 		l.transactionEnded(err)
-		l.slots.Release(true)
+		l.held.Release()
 		switch {
 		case err == nil:
 			l.postgresAnswered(began)
@@ -193,6 +197,9 @@ func (l *lane) handleBatch(items []laneItem) int {
 			}
 		default:
 			n, failed := handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return indexOf(items, o) })
+			for _, t := range failed.Succeeded() {
+				l.noteSucceeded(&items[indexOf(items, t.Meta.Origin)])
+			}
 			l.log.Debug("outbox: a transaction of deliveries has failed, those before the failed one are handled again",
 				"deliveries", len(items), "in_front", n, "error", err)
 			if n == 0 {
@@ -229,9 +236,27 @@ func (l *lane) mustRunAlone(it laneItem) bool {
 }
 
 // mustWait reports whether an item is released untried: its stream is paused, or the breaker of its action
-// is open.
+// is not closed and the item has no trial.
 func (l *lane) mustWait(it *laneItem) bool {
-	return l.pauses.IsPaused(it.Stream) || !it.hasNoAttemptLeft() && !l.breakers.MayTry(it.Action)
+	return l.pauses.IsPaused(it.Stream) ||
+		!it.hasNoAttemptLeft() && !l.breakers.IsClosed(it.Action) && !l.trial.Permits(it.Action)
+}
+
+// trialOf returns the trial in which an action is tried, or nil.
+func (l *lane) trialOf(action string) *handling.Trial {
+	if l.trial.Permits(action) {
+		return l.trial
+	}
+	return nil
+}
+
+// noteSucceeded notes for its breaker that the handler of an item has succeeded in a shared transaction. An item counts
+// once, also if the transaction is rolled back for another item and repeated.
+func (l *lane) noteSucceeded(it *laneItem) {
+	if !it.noted {
+		it.noted = true
+		l.breakers.Note(it.Action, it.Attempt, l.trialOf(it.Action), nil)
+	}
 }
 
 // markDone notes that the items before next have finished, and returns their number. It adapts the number
@@ -242,7 +267,7 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Durat
 		n = indexOf(items, next)
 	}
 	for i := range items[:n] {
-		l.breakers.Note(items[i].Action, items[i].Attempt, nil)
+		l.noteSucceeded(&items[i])
 		l.remove(&items[i])
 	}
 	l.promoteFollowers()
@@ -339,16 +364,18 @@ type laneScheduler struct{ *lane }
 func (l laneScheduler) Held() context.Context { return l.ctx }
 
 func (l laneScheduler) Enter(t *handling.Task) bool {
-	return l.mayContinue() && l.slots.Take(l.stopping, t.Kind != handling.NoTx)
+	return l.mayContinue() && l.held.Take(l.stopping, l.slots, t.Kind != handling.NoTx)
 }
 
 func (l laneScheduler) Exit(t *handling.Task, began time.Time, err error) {
 	l.transactionEnded(err)
-	l.slots.Release(t.Kind != handling.NoTx)
+	l.held.Release()
 	if err == nil && t.Kind != handling.NoTx {
 		l.postgresAnswered(began)
 	}
 }
+
+func (l laneScheduler) Trial(action string) *handling.Trial { return l.trialOf(action) }
 
 func (l laneScheduler) Interrupts(err error) bool { return errors.Is(err, ErrLost) }
 func (l laneScheduler) Sleep(d time.Duration)     { wait.Sleep(l.stopping, d) }

@@ -265,9 +265,11 @@ func (k *leaseKeeper) watchLoop(ctx context.Context) {
 		wait.Sleep(ctx, min(interval, k.cfg.SlowHandler/2))
 		for _, l := range k.lanes {
 			l.slow.Report(&l.activity, l.cfg.SlowHandler, l.log)
+			slots := l.held.Call() // before the call is looked at: it has these slots, if it hangs
 			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+handling.StuckGrace {
 				k.claimed.loseAll(call.Place.DeliveryID)
 				l.activity.Sever() // the next process waits for the note in event_handled as long as the transaction lives
+				l.held.GiveUp(slots)
 				k.release(ctx, k.claimed.othersOf(call))
 			}
 		}

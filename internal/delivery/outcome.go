@@ -144,7 +144,6 @@ func (l *lane) postpone(it *laneItem, t handling.Task, o handling.Outcome) {
 		return
 	}
 	l.attempts.ReportAgain(&t, o)
-	l.breakers.Forget(it.Action)
 	l.signalDue()
 	l.retryAt(time.Now().Add(f.Wait))
 }

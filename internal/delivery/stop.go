@@ -72,6 +72,7 @@ func (l *lane) abandon() (others []Delivery) {
 		return nil
 	}
 	l.activity.CutOff()
+	l.held.Release()
 	l.log.ErrorContext(call.Context, "outbox: "+call.FunctionName()+" does not return although its context has ended; "+
 		"its event is retried when its lease expires", call.Attrs()...)
 	return append(slices.Concat(l.queue.takeAll()...), l.claimed.othersOf(call)...)
@@ -90,6 +91,7 @@ func (l *lane) hasEnded() bool {
 func (l *lane) reportLeft() {
 	if _, calls := l.activity.Current(); !calls && !l.hasEnded() {
 		l.activity.CutOff()
+		l.held.Release()
 		l.log.Error("outbox: a lane does not end in time; its deliveries are retried when their leases expire")
 	}
 }

@@ -27,6 +27,8 @@ type Scheduler interface {
 	Enter(t *Task) bool
 	// Exit is called after each call that Enter has permitted.
 	Exit(t *Task, began time.Time, err error)
+	// Trial returns the trial in which an action is tried, or nil. The scheduler releases it.
+	Trial(action string) *Trial
 	// Interrupts reports whether an error means that this process must not handle the task.
 	Interrupts(err error) bool
 	// Sleep waits for d, or until the work ends.
@@ -81,7 +83,7 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 		before = nil
 		switch held := a.Scheduler.Held(); {
 		case err == nil:
-			a.Breakers.Note(t.Action, t.Meta.Attempt, nil)
+			a.note(t, nil)
 			return Outcome{Result: Done, Action: t.Action, Attempt: t.Meta.Attempt}
 		case held.Err() != nil:
 			return Outcome{Result: Stopped}
@@ -114,6 +116,11 @@ func (a *Attempts) call(t *Task, began time.Time) (late bool, err error) {
 	return IsLate(ctx, err), err
 }
 
+// note passes the outcome of an attempt to the breaker of its action.
+func (a *Attempts) note(t *Task, err error) {
+	a.Breakers.Note(t.Action, t.Meta.Attempt, a.Scheduler.Trial(t.Action), err)
+}
+
 // awaitConflict waits before a task is repeated that PostgreSQL has rolled back. It warns after several conflicts of
 // the same event, because a single one is normal.
 func (a *Attempts) awaitConflict(t *Task, n int, err error) {
@@ -133,7 +140,7 @@ func (a *Attempts) awaitConflict(t *Task, n int, err error) {
 
 // failed decides whether a failed task is tried again, and calls the hook Failed.
 func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
-	a.Breakers.Note(t.Action, t.Meta.Attempt, err)
+	a.note(t, err)
 	retries := a.Processor.Retries(policy, err, func(call func()) { a.callHost("RetriesFor", t.Action, &t.Meta, call) })
 	o := Outcome{
 		Result: Again, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Retries: retries,

@@ -226,14 +226,20 @@ func TestAttemptsHooks(t *testing.T) {
 }
 
 var attemptBreakerTests = []struct {
-	name, play string // of one event each: + goes well, - fails, p fails for good, . ten seconds pass
+	name, play string // of one event each: + goes well, - fails, p fails for good, r asks for a later try, . ten seconds pass
 	want       breaker.State
 }{
 	{"too few attempts to judge", "---", breaker.Closed},
 	{"half of the attempts fail", "++--", breaker.Open},
 	{"fewer fail", "+++-", breaker.Closed},
 	{"what fails for good says nothing about the action", "pppp", breaker.Closed},
+	{"what asks for a later try says nothing about the action", "rrrr", breaker.Closed},
+	{"and nothing good either", "rrrr----", breaker.Open},
+	{"nor does what fails for good", "pppp----", breaker.Open},
 	{"half-open after 30 s", "----...", breaker.HalfOpen},
+	{"a trial that asks for a later try", "----...r", breaker.HalfOpen},
+	{"a trial that fails for good", "----...p", breaker.HalfOpen},
+	{"a trial behind others that say nothing", "----...rppr+", breaker.Closed},
 	{"a trial that goes well", "----...+", breaker.Closed},
 	{"a trial that fails", "----...-", breaker.Open},
 }
@@ -252,9 +258,12 @@ func TestAttemptsBreaker(t *testing.T) {
 					}
 					name := fmt.Sprint(n)
 					f.handlers[name] = string(sign)
-					require.True(t, f.attempts.Breakers.TryOne("ACTED") || f.attempts.Breakers.IsClosed("ACTED"))
+					var ok bool
+					f.scheduler.trial, ok = f.attempts.Breakers.TryOne("ACTED")
+					require.True(t, ok)
 					task := &f.arrive(name)[0].Tasks[0]
 					f.attempts.Try(task, f.processor.Rules.Retry, nil)
+					f.scheduler.trial.Release()
 				}
 				require.Equal(t, tt.want, f.attempts.Breakers.of["ACTED"].State())
 			})
@@ -305,4 +314,24 @@ func TestAttemptsOutliveGoexit(t *testing.T) {
 		}
 		require.Contains(t, log.String(), "RetriesFor")
 	})
+}
+
+// Slots are given back once, by the caller or by the goroutine that gives the call up. The slots of a later call stay.
+func TestHeldSlots(t *testing.T) {
+	t.Parallel()
+	calls := CallSlots{Calls: NewSlots(1)}
+	var held HeldSlots
+	held.Release()
+	require.True(t, held.Take(t.Context(), calls, false))
+	first := held.Call()
+	require.Len(t, calls.Calls.slots, 1)
+	held.GiveUp(first)
+	held.GiveUp(first)
+	held.Release()
+	require.Empty(t, calls.Calls.slots)
+	require.True(t, held.Take(t.Context(), calls, false))
+	held.GiveUp(first)
+	require.Len(t, calls.Calls.slots, 1, "the slot of the second call")
+	held.Release()
+	require.Empty(t, calls.Calls.slots)
 }

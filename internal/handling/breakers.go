@@ -16,16 +16,48 @@ import (
 // A closed breaker counts first attempts only, so that an event with many retries counts once. A nil ActionBreakers
 // permits everything.
 type ActionBreakers struct {
-	trialTimeout time.Duration // after which a trial without an outcome is released: its attempt was abandoned
+	trialTimeout time.Duration // after which a trial without an outcome is released: its handler does not return
 	of           map[string]*actionBreaker
 }
 
 // actionBreaker is the breaker of an action, and the trial that it has permitted.
 type actionBreaker struct {
 	*breaker.Breaker
-	mu    sync.Mutex
-	trial *breaker.Permit // the trial under way, or nil
-	began time.Time       // of the trial
+	action string
+	mu     sync.Mutex
+	trial  *Trial // the trial under way, or nil
+}
+
+// Trial is the permission to try one event of an action whose breaker is not closed. It belongs to the caller that
+// tries the event. The caller releases it in a deferred call, so that the next event gets its trial however this one
+// ends. A nil Trial permits nothing. Any goroutine may call its methods.
+type Trial struct {
+	of     *actionBreaker
+	permit *breaker.Permit
+	began  time.Time
+}
+
+// Permits reports whether the trial is under way, and for an action.
+func (t *Trial) Permits(action string) bool {
+	if t == nil || t.of.action != action {
+		return false
+	}
+	t.of.mu.Lock()
+	defer t.of.mu.Unlock()
+	return t.of.trial == t
+}
+
+// Release ends the trial. Without an outcome the breaker permits another trial at once. Release may be called again.
+func (t *Trial) Release() {
+	if t == nil {
+		return
+	}
+	t.of.mu.Lock()
+	if t.of.trial == t {
+		t.of.trial = nil
+	}
+	t.of.mu.Unlock()
+	t.permit.Release()
 }
 
 // NewActionBreakers returns closed breakers for the actions of handlers.
@@ -36,7 +68,7 @@ func NewActionBreakers(cfg *Rules, routes Routes) *ActionBreakers {
 			changed := func(from, to breaker.State, failureRate float64) {
 				reportActionBreaker(cfg, h.Action, from, to, failureRate)
 			}
-			all.of[h.Action] = &actionBreaker{Breaker: breaker.New(cfg.Breaker, changed)}
+			all.of[h.Action] = &actionBreaker{Breaker: breaker.New(cfg.Breaker, changed), action: h.Action}
 		}
 	}
 	return all
@@ -71,64 +103,52 @@ func (a *ActionBreakers) IsClosed(action string) bool {
 	return b == nil || b.Steady.Load() || b.State() == breaker.Closed
 }
 
-// MayTry reports whether the next attempt on an event may be made: the breaker of its action is closed, or the event
-// has its trial.
-func (a *ActionBreakers) MayTry(action string) bool {
-	if a.IsClosed(action) {
-		return true
-	}
-	b := a.of[action]
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.trial != nil
-}
-
-// TryOne asks for a trial: permission to try one event of an action whose breaker is not closed.
-func (a *ActionBreakers) TryOne(action string) bool {
+// TryOne reports whether one event of an action may be tried. If the breaker is not closed, it returns a trial, which
+// the caller has to release.
+func (a *ActionBreakers) TryOne(action string) (trial *Trial, ok bool) {
 	b := a.get(action)
 	if b == nil {
-		return true
+		return nil, true
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.trial != nil && time.Since(b.began) > a.trialTimeout {
-		b.trial.Release()
+	if b.trial != nil && time.Since(b.trial.began) > a.trialTimeout {
+		b.trial.permit.Release()
 		b.trial = nil
 	}
 	if b.trial != nil {
-		return false
+		return nil, false
 	}
 	p := b.Allow(1)
 	if p.Granted == 0 {
-		return false
+		return nil, false
 	}
 	if !p.Trial { // it has closed meanwhile
 		p.Release()
-		return true
+		return nil, true
 	}
-	b.trial, b.began = p, time.Now()
-	return true
+	b.trial = &Trial{of: b, permit: p, began: time.Now()}
+	return b.trial, true
 }
 
-// Note passes the outcome of an attempt, numbered from 1, to the breaker of an action. A permanent error counts as a
-// success, because it comes from the event and not from a service that the action needs.
-func (a *ActionBreakers) Note(action string, attempt int, err error) {
+// Note passes the outcome of an attempt, numbered from 1, to the breaker of an action. Trial is the trial in which the
+// attempt was made, or nil. It ends with the attempt. If the breaker is not closed, only the outcome of a trial counts.
+// Errors of [Permanent] and [RetryAfter] do not count: they come from the event, and not from a service that the action
+// needs.
+func (a *ActionBreakers) Note(action string, attempt int, trial *Trial, err error) {
+	defer trial.Release()
 	b := a.get(action)
-	if b == nil {
+	if b == nil || !counts(err) {
 		return
 	}
 	outcome := breaker.Succeeded
-	if err != nil && !IsPermanent(err) {
+	if err != nil {
 		outcome = breaker.Failed
 	}
-	if outcome == breaker.Succeeded && b.Steady.Load() {
-		return
-	}
-	trial := b.takeTrial()
 	switch {
-	case trial != nil:
-		trial.Report(outcome)
-		trial.Release()
+	case outcome == breaker.Succeeded && b.Steady.Load():
+	case trial != nil && trial.of == b:
+		trial.permit.Report(outcome)
 	case attempt <= 1 && b.State() == breaker.Closed:
 		p := b.Allow(1)
 		p.Report(outcome)
@@ -136,22 +156,10 @@ func (a *ActionBreakers) Note(action string, attempt int, err error) {
 	}
 }
 
-// Forget releases the trial of an action without an outcome, for example because its event was a repeat.
-func (a *ActionBreakers) Forget(action string) {
-	if b := a.get(action); b != nil {
-		if trial := b.takeTrial(); trial != nil {
-			trial.Release()
-		}
-	}
-}
-
-// takeTrial ends the trial under way and returns it, or nil.
-func (b *actionBreaker) takeTrial() *breaker.Permit {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	trial := b.trial
-	b.trial = nil
-	return trial
+// counts reports whether an outcome says something about what the action needs.
+func counts(err error) bool {
+	_, later := WaitOf(err)
+	return !later && !IsPermanent(err)
 }
 
 // Wait returns the time until an event of an action may be tried. It is 0 if that is now, or not known.

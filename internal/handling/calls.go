@@ -173,7 +173,7 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 	}
 	c.current, c.others, c.spent = nil, c.others || len(tasks) > 1, c.spent+took
 	for _, i := range tasks {
-		c.results[i].took = took / time.Duration(len(tasks))
+		c.results[i].called, c.results[i].took = true, took/time.Duration(len(tasks))
 	}
 	if c.tx.ChangedSettings() && len(c.tasks) > 1 {
 		c.changed = true
@@ -184,10 +184,11 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 
 // TaskError is the error of a call of a handler, in a transaction of several tasks.
 type TaskError struct {
-	task    Task // the first of the call
-	events  int  // number of events of the call
-	Certain bool // no other event than the task's can have caused the error
-	Err     error
+	task      Task   // the first of the call
+	events    int    // number of events of the call
+	succeeded []Task // whose handlers had been called before
+	Certain   bool   // no other event than the task's can have caused the error
+	Err       error
 }
 
 // Error implements error.
@@ -202,6 +203,15 @@ func (e *TaskError) Of(t Task) error {
 		return nil
 	}
 	return e.Err
+}
+
+// Succeeded returns the tasks whose handlers have succeeded before in the same transaction. It is rolled back, so they
+// are tried again.
+func (e *TaskError) Succeeded() []Task {
+	if e == nil {
+		return nil
+	}
+	return e.succeeded
 }
 
 // ItemsToRepeat returns how many of the first of n items are tried again together, after the transaction of all n has
@@ -231,5 +241,13 @@ func (c *handlerCalls) attribute(err error) error {
 	if len(c.current) == 0 {
 		return err
 	}
-	return &TaskError{c.tasks[c.current[0]], len(c.current), len(c.current) == 1 && !c.others, err}
+	failed := &TaskError{
+		task: c.tasks[c.current[0]], events: len(c.current), Certain: len(c.current) == 1 && !c.others, Err: err,
+	}
+	for _, r := range c.results {
+		if r.called {
+			failed.succeeded = append(failed.succeeded, r.Task)
+		}
+	}
+	return failed
 }

@@ -67,6 +67,7 @@ type Task struct {
 type TaskResult struct {
 	Task
 	Repeat bool          // the action was done before, so no handler was called
+	called bool          // the handler was called and has succeeded
 	took   time.Duration // time of the handler
 }
 

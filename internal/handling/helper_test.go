@@ -256,6 +256,7 @@ type playedScheduler struct {
 	held    context.Context
 	lose    context.CancelFunc // ends held
 	ends    bool               // no handler may be called any more
+	trial   *Trial             // in which tasks are tried
 	putBack bool               // in an outage of PostgreSQL, tasks are put back
 	lost    error              // the error that interrupts
 	inside  int                // calls that have been entered and not left
@@ -274,6 +275,8 @@ func (s *playedScheduler) Enter(*Task) bool {
 }
 
 func (s *playedScheduler) Exit(*Task, time.Time, error) { s.inside-- }
+
+func (s *playedScheduler) Trial(string) *Trial { return s.trial }
 
 func (s *playedScheduler) Interrupts(err error) bool { return s.lost != nil && errors.Is(err, s.lost) }
 

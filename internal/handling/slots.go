@@ -90,3 +90,44 @@ func (s *Slots) Release() {
 	s.active.Add(-1)
 	<-s.slots
 }
+
+// HeldSlots are the slots that one caller holds for the call of a handler. The caller releases them when the call has
+// returned. Another goroutine releases them when the call is given up, because the handler does not return.
+type HeldSlots struct {
+	mu   sync.Mutex
+	of   CallSlots
+	tx   bool
+	held bool
+	call int // number of calls so far
+}
+
+// Take waits for the slots of the next call, with a transaction or without one. It returns false if ctx ends first.
+func (h *HeldSlots) Take(ctx context.Context, of CallSlots, tx bool) bool {
+	if !of.Take(ctx, tx) {
+		return false
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.of, h.tx, h.held, h.call = of, tx, true, h.call+1
+	return true
+}
+
+// Call returns the number of the last call that slots were taken for, for GiveUp.
+func (h *HeldSlots) Call() int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.call
+}
+
+// Release gives the slots back, unless they were given back already.
+func (h *HeldSlots) Release() { h.GiveUp(h.Call()) }
+
+// GiveUp gives back the slots of a call, unless they were given back already.
+func (h *HeldSlots) GiveUp(call int) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.held && h.call == call {
+		h.held = false
+		h.of.Release(h.tx)
+	}
+}

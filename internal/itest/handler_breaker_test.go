@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -162,48 +164,135 @@ func TestWorkerBreaker(t *testing.T) {
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD'`))
 }
 
-// Events that a handler finds early count as failures of its action, unless the window is wider
-// than a run of them. Events that wait behind a failing event of their key do not count, because
-// they are not tried.
-func TestBreakerCountsEarlyEvents(t *testing.T) {
+// First attempts count for a breaker. Events that wait behind a failing event of their key do not count, because they
+// are not tried. An event whose handler asks for a later try says nothing about what the handler needs. Its error
+// opened the breaker, and the others waited for as long as it was open.
+func TestBreakerIgnoresEarlyEvents(t *testing.T) {
 	t.Parallel()
 	const events = 40
+	early := func(int) error { return outbox.RetryAfter(errTest, 100*time.Millisecond) }
+	fails := func(int) error { return errTest }
+	own := func(n int) string { return fmt.Sprint(n) }
 	for name, tt := range map[string]struct {
-		breaker outbox.BreakerConfig
-		key     func(n int) string
-		fails   func(n, attempt int) bool
-		opens   bool
+		window int
+		key    func(n int) string
+		failed func(n, attempt int) bool
+		err    func(n int) error
+		opens  bool
 	}{
-		"each of its own key is early": {key: func(n int) string { return fmt.Sprint(n) }, fails: func(_, attempt int) bool { return attempt == 1 }, opens: true},
-		"a wide window": {breaker: outbox.BreakerConfig{Window: 1000}, key: func(n int) string { return fmt.Sprint(n) },
-			fails: func(_, attempt int) bool { return attempt == 1 }},
-		"behind one that fails": {key: func(int) string { return "k" }, fails: func(n, attempt int) bool { return n == 0 && attempt <= events }},
+		"each is early":             {key: own, failed: func(_, attempt int) bool { return attempt == 1 }, err: early},
+		"each fails":                {key: own, failed: func(_, attempt int) bool { return attempt == 1 }, err: fails, opens: true},
+		"each fails, a wide window": {window: 1000, key: own, failed: func(_, attempt int) bool { return attempt == 1 }, err: fails},
+		"behind one that fails":     {key: func(int) string { return "k" }, failed: func(n, attempt int) bool { return n == 0 && attempt <= events }, err: fails},
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			s := newConsumerFixture(t, 1)
-			changes := new(changesOf)
-			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 2 * events}, Breaker: tt.breaker, Hooks: outbox.ConsumerHooks{Breaker: changes.note}, From: outbox.FromStart}}
-			c := s.consumer(t, cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
-				if tt.fails(e.Amount-1, m.Attempt) {
-					return outbox.RetryAfter(errTest, 5*time.Millisecond)
+		for _, by := range []string{"consumer", "worker"} {
+			t.Run(name+" "+by, func(t *testing.T) {
+				t.Parallel()
+				changes := new(changesOf)
+				cfg := outbox.HandlerConfig{
+					From: outbox.FromStart, Breaker: outbox.BreakerConfig{Window: tt.window, OpenFor: time.Hour}, Hooks: outbox.ConsumerHooks{Breaker: changes.note},
+					Retry: outbox.RetryPolicy{MaxRetries: 2 * events, RetryWait: 5 * time.Millisecond, MaxRetryWait: 5 * time.Millisecond},
 				}
-				return s.count(ctx, tx, e, m)
-			}))
-			var records []*kgo.Record
-			for n := range events {
-				r := s.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"product":"p","amount":%d}`, n+1))
-				r.Key = []byte(tt.key(n))
-				records = append(records, r)
+				try := func(n, attempt int) error {
+					if tt.failed(n, attempt) {
+						return tt.err(n)
+					}
+					return nil
+				}
+				var done func() int
+				if by == "worker" {
+					f := newWorkerFixture(t)
+					var steps []step
+					for n := range events {
+						steps = append(steps, step{tt.key(n), n + 1})
+					}
+					f.commit(steps...)
+					f.start(outbox.WorkerConfig{HandlerConfig: cfg}, f.effects("COUNTED", func(s step, m outbox.Metadata) error { return try(s.N-1, m.Attempt) }))
+					done = func() int { return f.count(`SELECT count(*) FROM {schema}.effect`) }
+				} else {
+					s := newConsumerFixture(t, 1)
+					var records []*kgo.Record
+					for n := range events {
+						r := s.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"product":"p-%d","amount":%d}`, n, n+1))
+						r.Key = []byte(tt.key(n))
+						records = append(records, r)
+					}
+					s.send(t, records...)
+					c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: cfg}, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+						if err := try(e.Amount-1, m.Attempt); err != nil {
+							return err
+						}
+						return s.count(ctx, tx, e, m)
+					}))
+					testenv.Run(t, c.Run)
+					done = func() int { return len(s.counts(t)) }
+				}
+				if tt.opens {
+					require.Eventually(t, func() bool { return changes.has("COUNTED closed to open") }, testenv.Patience, 10*time.Millisecond)
+					return
+				}
+				require.Eventually(t, func() bool { return done() == events }, testenv.Patience, 10*time.Millisecond)
+				require.Empty(t, changes.All())
+			})
+		}
+	}
+}
+
+// A handler that has succeeded in a transaction counts for its breaker, also if the transaction is rolled back because
+// a later event has failed. These successes were forgotten: a breaker for half of the calls opened although most calls
+// succeeded, because each transaction ended with the first failure.
+func TestBreakerCountsSuccessesOfFailedBatches(t *testing.T) {
+	t.Parallel()
+	const events, failures = 600, 0.36
+	for _, by := range []string{"consumer", "worker"} {
+		t.Run(by, func(t *testing.T) {
+			t.Parallel()
+			changes := new(changesOf)
+			cfg := outbox.HandlerConfig{
+				From: outbox.FromStart, Breaker: outbox.BreakerConfig{Window: 400, OpenFor: time.Hour}, Hooks: outbox.ConsumerHooks{Breaker: changes.note},
+				Retry: outbox.RetryPolicy{MaxRetries: 100, RetryWait: time.Millisecond, MaxRetryWait: time.Millisecond}, Concurrency: 1,
 			}
-			s.send(t, records...)
-			testenv.Run(t, c.Run)
-			if tt.opens {
-				require.Eventually(t, func() bool { return changes.has("COUNTED closed to open") }, testenv.Patience, 10*time.Millisecond)
-				return
+			var mu sync.Mutex
+			random := rand.New(rand.NewPCG(1, 1))
+			try := func() error {
+				mu.Lock()
+				defer mu.Unlock()
+				if random.Float64() < failures {
+					return errTest
+				}
+				return nil
 			}
-			require.Eventually(t, func() bool { return s.counts(t)["p"] == events*(events+1)/2 }, testenv.Patience, 10*time.Millisecond)
+			var done func() int
+			if by == "worker" {
+				f := newWorkerFixture(t)
+				var steps []step
+				for n := range events {
+					steps = append(steps, step{fmt.Sprint("a", n), 1})
+				}
+				f.commit(steps...)
+				f.start(outbox.WorkerConfig{HandlerConfig: cfg}, f.effects("COUNTED", func(step, outbox.Metadata) error { return try() }))
+				done = func() int { return f.count(`SELECT count(*) FROM {schema}.effect`) }
+			} else {
+				s := newConsumerFixture(t, 1)
+				var records []*kgo.Record
+				for n := range events {
+					r := s.saleRecord(uuid.NewString(), oneSale)
+					r.Key = fmt.Append(nil, n)
+					records = append(records, r)
+				}
+				s.send(t, records...)
+				c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: cfg}, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+					if err := try(); err != nil {
+						return err
+					}
+					return s.count(ctx, tx, e, m)
+				}))
+				testenv.Run(t, c.Run)
+				done = func() int { return s.counts(t)["p"] }
+			}
+			require.Eventually(t, func() bool { return done() == events || len(changes.All()) > 0 }, testenv.Patience, 10*time.Millisecond)
 			require.Empty(t, changes.All())
+			require.Equal(t, events, done())
 		})
 	}
 }
