@@ -151,7 +151,7 @@ func (w *Worker) Resume(topics ...string) error { return w.engine.Resume(topics)
 // WorkerConfig tunes a [Worker]. The zero value is ready for production.
 type WorkerConfig struct {
 	// HandlerConfig has what a [Consumer] has, too. The other fields concern PostgreSQL. If a process ends while it
-	// handles an event, the event has used up an attempt.
+	// handles an event, the event is tried alone afterwards. An attempt that is made alone counts when it begins.
 	HandlerConfig
 
 	// Unordered handles the events of a key concurrently, in any order. Without it, each action handles the events of a

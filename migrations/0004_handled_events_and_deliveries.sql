@@ -205,8 +205,8 @@ COMMENT ON COLUMN event_delivery.order_key IS
     'Digest of group, action, stream and record key: rows with the same key are handled one after the other. NULL: '
     'the order does not matter.';
 COMMENT ON COLUMN event_delivery.attempt_count IS
-    'How often the row was claimed. It is counted before the handler runs, so an event that ends its process '
-    'counts too.';
+    'Attempts, counted at the claim. One whose worker is gone is taken back, unless last_attempt_at is later than '
+    'updated_at.';
 COMMENT ON COLUMN event_delivery.max_attempts IS
     'After so many attempts the row is DEAD. It is stored because the retry policy belongs to the worker that made it.';
 COMMENT ON COLUMN event_delivery.size IS
@@ -217,7 +217,8 @@ COMMENT ON COLUMN event_delivery.put_back IS
     'The row is open again although later rows of its key may be handled: its worker was gone, or an operator has '
     'requeued it. Such rows are looked for below the first open row of a key.';
 COMMENT ON COLUMN event_delivery.next_retry_at IS 'A PENDING row is not claimed before.';
-COMMENT ON COLUMN event_delivery.last_attempt_at IS 'When the row was claimed last.';
+COMMENT ON COLUMN event_delivery.last_attempt_at IS
+    'When the row was claimed last. Later than updated_at: when the handler of a PROCESSING row began.';
 COMMENT ON COLUMN event_delivery.locked_until IS
     'End of the lease of a PROCESSING row. Its worker renews it; afterwards another worker may take the row over.';
 COMMENT ON COLUMN event_delivery.created_at IS 'When the row was made.';

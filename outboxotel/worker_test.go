@@ -132,7 +132,7 @@ func TestWorkerMetricsOfOthers(t *testing.T) {
 	eventually(t, func() bool { m = s.collect(t); return m.value("outbox.worker.pending") == 2 }, "no deliveries: %v", &m)
 	stop()
 	s.exec(t, `UPDATE {schema}.event_delivery SET status = 'PROCESSING', locked_by = 'gone', locked_until = now() - interval '1 hour',
-		attempt_count = CASE aggregate_id WHEN '1' THEN max_attempts ELSE 1 END`)
+		last_attempt_at = updated_at + interval '1 s', attempt_count = CASE aggregate_id WHEN '1' THEN max_attempts ELSE 1 END`)
 	s.worker(t, cfg, handler)
 	eventually(t, func() bool {
 		m = s.collect(t)

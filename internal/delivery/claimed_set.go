@@ -101,15 +101,37 @@ func (s *claimedSet) lose(r Ref) {
 }
 
 // loseAll ends the contexts of the claims of all deliveries with an id. There may be two, because a crash of
-// PostgreSQL can forget a row and assign its id again.
-func (s *claimedSet) loseAll(id int64) {
+// PostgreSQL can forget a row and assign its id again. It reports whether a context had not ended before.
+func (s *claimedSet) loseAll(id int64) (lost bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for r, c := range s.rows {
 		if r.ID == id {
+			lost = lost || c.ctx.Err() == nil
 			c.lose()
 		}
 	}
+	return lost
+}
+
+// begunBy returns the deliveries that may have caused the hang of an abandoned call, by their claims: the delivery of
+// the call, or all of its claim if the call has several events.
+func (s *claimedSet) begunBy(call handling.Call) (claims [][]Delivery) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for r, c := range s.rows {
+		if r.ID != call.Place.DeliveryID {
+			continue
+		}
+		var begun []Delivery
+		for _, d := range c.batch {
+			if (d.Ref == r || call.Events > 1) && s.rows[d.Ref] == c {
+				begun = append(begun, d)
+			}
+		}
+		claims = append(claims, begun)
+	}
+	return claims
 }
 
 // othersOf returns the other deliveries of an abandoned call's claim. They wait behind the call, or their

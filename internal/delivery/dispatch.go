@@ -135,6 +135,18 @@ func (d *Dispatcher) release(ctx context.Context, rows []Delivery) {
 	d.SignalDue()
 }
 
+// noteBegun has the attempts on the deliveries of an abandoned call count. Its handler may never return.
+func (d *Dispatcher) noteBegun(ctx context.Context, call handling.Call) {
+	ctx, cancel := context.WithTimeout(ctx, WriteTimeout)
+	defer cancel()
+	for _, rows := range d.Claimed.begunBy(call) {
+		if err := d.store.Begin(ctx, rows); err != nil && !errors.Is(err, ErrLost) {
+			d.log.Warn("outbox: the attempt on a delivery whose handler does not return cannot be counted",
+				append(call.Attrs(), "deliveries", len(rows), "error", err)...)
+		}
+	}
+}
+
 const notReleased = "outbox: deliveries could not be released, other processes get them when their leases expire"
 
 // releaseUnknown releases rows that this process has claimed without knowing it. Either the answer to a

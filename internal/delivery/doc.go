@@ -18,8 +18,9 @@
 //     keys are handled at the same time.
 //   - A handler with a transaction and the end of its row are committed together. Other handlers run at
 //     least once.
-//   - An attempt counts from its claim, so an event that ends the process uses up its attempts, too. A row
-//     that was released untried, or postponed because of an outage of PostgreSQL, has no attempt counted.
+//   - An attempt counts when its handler has begun and ends. A row that was released untried, or postponed
+//     because of an outage of PostgreSQL, has no attempt counted. Neither has a row whose process is gone, see
+//     Claims and leases.
 //   - If a process is gone, other processes take over its rows when the leases have expired.
 //   - A stop ends within StopTimeout, even if a handler hangs. It releases all rows whose handlers have not begun, also
 //     those whose claim got no answer.
@@ -57,6 +58,11 @@
 // The process renews its leases at a third of their duration. A claim that could not be renewed in time is
 // lost, and the contexts of its handlers end. A row that was taken over is a suspect: it may have ended its
 // process, so it is claimed alone.
+//
+// A claim counts an attempt in advance, and a takeover takes it back: most rows of a process that is gone were
+// waiting. The attempt stays counted if the process has noted in the row that a handler begins ([Store.Begin]). It
+// notes that for suspects, and for rows whose handlers do not return. So an event that ends its processes, or hangs,
+// uses up its attempts.
 //
 // # Parts of a Run
 //

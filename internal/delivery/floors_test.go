@@ -54,14 +54,14 @@ func TestRunIsLostInPart(t *testing.T) {
 	require.NoError(t, renewing.Rollback(ctx))
 	_, err = a.Fail(ctx, delivery.Failure{Of: run[1], Code: "handler"}, run[2:])
 	require.NoError(t, err)
-	require.Equal(t, []string{"k PARKED 1", "k PENDING 1", "k PARKED 0"}, f.rows())
+	require.Equal(t, []string{"k PARKED 0", "k PENDING 1", "k PARKED 0"}, f.rows())
 
 	claimed, err := b.Claim(ctx, pairs, 10, 10, false, room)
 	require.NoError(t, err)
 	require.Equal(t, run[1].ID, claimed[0].ID)
 	_, err = b.Finish(ctx, claimed)
 	require.NoError(t, err)
-	require.Equal(t, []string{"k PENDING 1", "k DONE 2", "k PARKED 0"}, f.rows())
+	require.Equal(t, []string{"k PENDING 0", "k DONE 2", "k PARKED 0"}, f.rows())
 }
 
 // A pool replaces its connections. A worker uses its floors on a new connection too, if an older connection

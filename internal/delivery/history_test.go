@@ -49,6 +49,7 @@ type modelRow struct {
 	attempts int
 	worker   string
 	stale    bool
+	begun    bool // its worker has noted that the attempt has begun
 	held     bool
 	resolved bool
 	effects  int // number of times that it was handled
@@ -118,7 +119,7 @@ func (h *history) note(format string, args ...any) {
 }
 
 func (h *history) play() {
-	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.hold, h.release, h.repair, h.free}
+	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.begin, h.begin, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.hold, h.release, h.repair, h.free}
 	for range historySteps {
 		steps[h.rng.IntN(len(steps))]()
 		h.compare()
@@ -289,7 +290,7 @@ func (h *history) claim() {
 	}
 	for _, d := range claimed {
 		r := h.row(d.ID)
-		r.status, r.worker, r.attempts, r.expired = delivery.Processing, d.Holder, r.attempts+1, 0
+		r.status, r.worker, r.attempts, r.expired, r.begun = delivery.Processing, d.Holder, r.attempts+1, 0, false
 		require.Equal(h.t, r.attempts, d.Attempt)
 	}
 	w.forget(claimed) // rows that it has lost meanwhile
@@ -496,6 +497,23 @@ func (h *history) renew() {
 	require.ElementsMatch(h.t, want, renewed)
 }
 
+// begin notes that an attempt on a row begins.
+func (h *history) begin() {
+	w := h.worker()
+	if len(w.mine) == 0 {
+		return
+	}
+	d := w.mine[h.rng.IntN(len(w.mine))]
+	h.note("%s begins %d", w.name, d.ID)
+	err := w.store.Begin(h.t.Context(), []delivery.Delivery{d})
+	if r := h.row(d.ID); r.worker != d.Holder {
+		require.ErrorIs(h.t, err, delivery.ErrLost)
+	} else {
+		require.NoError(h.t, err)
+		r.begun = true
+	}
+}
+
 // endLeases ends the leases of rows in this order.
 func (h *history) endLeases(ids []int64) {
 	for _, id := range ids {
@@ -536,8 +554,12 @@ func (h *history) takeOver(limit int, hold bool) {
 	for _, r := range gone {
 		want = append(want, r.id)
 		r.worker, r.stale, r.waits, r.expired = "", true, false, 0
+		counted := r.begun
+		if !counted {
+			r.attempts--
+		}
 		switch {
-		case r.attempts >= historyAttempts:
+		case counted && r.attempts >= historyAttempts:
 			r.status, r.held = delivery.Dead, hold
 		case r.key == "":
 			r.status = delivery.Pending

@@ -305,6 +305,9 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 		l.markDead(it, o)
 		return
 	}
+	if it.Suspect && !l.beginSuspect(it) {
+		return
+	}
 	left := len(it.Tasks)
 	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
@@ -330,6 +333,16 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 	if l.progress.end(it.Delivery) > flushInterval {
 		l.flush()
 	}
+}
+
+// beginSuspect notes in the row that the attempt begins, so that it counts if the event ends this process, too. It
+// returns false if the delivery is lost or the lane stops.
+func (l *lane) beginSuspect(it *laneItem) bool {
+	err := l.write(func(ctx context.Context) error { return l.store.Begin(ctx, []Delivery{it.Delivery}) })
+	if errors.Is(err, ErrLost) {
+		l.lose(it.Ref)
+	}
+	return err == nil
 }
 
 // outcomeWithoutCall returns the outcome of an item for which no handler is called: it has no attempt left,

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
@@ -107,31 +108,62 @@ func refsOf(rows []Delivery) []Ref {
 // from the same claim: their process must not finish a row without those before it. It does nothing until
 // half a lease after a start of PostgreSQL, because processes need that time to renew their leases. Rows of
 // the key that are locked, because they are being renewed, stay with their process. Therefore the rows are
-// marked as put back.
+// marked as put back. The attempt counts only if the process has noted that a handler has begun.
 const sqlTakeOver = `
 WITH stale AS MATERIALIZED (
-    SELECT d.id, d.order_key, d.locked_by FROM {schema}.event_delivery AS d
+    SELECT d.id, d.order_key, d.locked_by, ` + begun + ` AS begun FROM {schema}.event_delivery AS d
      WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $5::timestamptz AND d.locked_until < clock_timestamp()
        AND pg_postmaster_start_time() < clock_timestamp() - $3::interval
      ORDER BY d.consumer_group, d.locked_until LIMIT $2 FOR UPDATE SKIP LOCKED
 ), run AS MATERIALIZED (
-    SELECT r.id FROM (SELECT DISTINCT order_key, locked_by FROM stale) AS s
+    SELECT r.id, r.begun FROM (SELECT DISTINCT order_key, locked_by FROM stale) AS s
      CROSS JOIN LATERAL (
-           SELECT d.id FROM {schema}.event_delivery AS d
+           SELECT d.id, ` + begun + ` AS begun FROM {schema}.event_delivery AS d
             WHERE d.order_key = s.order_key AND ` + head + ` AND d.consumer_group = $1::text AND d.locked_by = s.locked_by
               FOR UPDATE SKIP LOCKED) AS r
 )
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN ` + attemptsUsedUp + ` THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
        held = $4::bool AND ` + attemptsUsedUp + `, processed_at = CASE WHEN ` + attemptsUsedUp + ` THEN clock_timestamp() END,
+       attempt_count = d.attempt_count - CASE WHEN ` + begun + ` THEN 0 ELSE 1 END,
        put_back = true, locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
        last_error_code = '` + codeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
-RETURNING ` + expiredColumns
+RETURNING ` + expiredColumns + `, coalesce((SELECT s.begun FROM stale AS s WHERE s.id = d.id), (SELECT r.begun FROM run AS r WHERE r.id = d.id LIMIT 1), false)`
 
 // attemptsUsedUp is the condition that a row becomes DEAD with its last attempt. A row of a record does not
 // become DEAD: the process that claims it next must send its dead letter first.
-const attemptsUsedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
+const attemptsUsedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL AND ` + begun + `)`
+
+// begun is the condition that the process of a PROCESSING row has called [Store.Begin]. A claim sets both
+// times, and only Begin changes one of them.
+const begun = `coalesce(d.last_attempt_at > d.updated_at, false)`
+
+// sqlBegin notes that handlers of rows begin. Clocks may be set back after the claim.
+const sqlBegin = `
+UPDATE {schema}.event_delivery AS d SET last_attempt_at = greatest(clock_timestamp(), d.updated_at + interval '1 microsecond')
+ WHERE d.id = ANY ($1) AND d.locked_by = $2::text AND d.consumer_group = $3::text`
+
+// Begin notes that handlers of rows of a claim have begun or are about to begin. Then the attempt counts even if this
+// process does not end it. Without Begin, an attempt that is not ended does not count: most rows of a process that is
+// gone were waiting. Begin costs a transaction, so it is only for rows that may end or block their process: suspects,
+// and rows whose handlers do not return. It returns [ErrLost] if another process has one of the rows.
+func (s *Store) Begin(ctx context.Context, rows []Delivery) error {
+	found := int64(0)
+	err := s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlBegin, idsOf(rows), holderOf(rows), s.group).Exec(func(tag pgconn.CommandTag) error {
+			found = tag.RowsAffected()
+			return nil
+		})
+	})
+	switch {
+	case err != nil:
+		return fmt.Errorf("note that handlers begin: %w", err)
+	case found < int64(len(rows)):
+		return ErrLost
+	}
+	return nil
+}
 
 // sqlExpired reads since when leases have expired. The next scan begins there, whether sqlTakeOver takes
 // the rows over or not: it takes at most a number of rows, none that are locked, and none just after a
@@ -151,7 +183,7 @@ type Expired struct {
 	Dead                          bool
 	EventID, Type, Action, Stream string
 	AggregateType, AggregateID    string
-	Attempt                       int
+	Attempt                       int // the attempt that was not ended
 	RecordKey                     string
 	// Position, FromKafka and Partition are the same fields as in [Delivery].
 	Position  int64
@@ -160,7 +192,7 @@ type Expired struct {
 }
 
 // TakeOver takes over at most limit rows whose leases have expired, and the other rows of their keys from
-// the same claims. Rows whose attempts are used up become dead, and hold their key if hold is set.
+// the same claims. Rows that have begun their last attempt become dead, and hold their key if hold is set.
 func (s *Store) TakeOver(ctx context.Context, limit int, hold bool) (expired []Expired, err error) {
 	tx, err := s.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
 	if err != nil {
@@ -186,7 +218,11 @@ func (s *Store) TakeOver(ctx context.Context, limit int, hold bool) (expired []E
 			var key pgtype.Int8
 			var status string
 			var partition pgtype.Int4
-			err = row.Scan(&e.ID, &key, &status, &e.EventID, &e.Type, &e.AggregateType, &e.AggregateID, &e.Action, &e.Stream, &e.Attempt, &e.Position, &partition, &e.RecordKey)
+			var counted bool
+			err = row.Scan(&e.ID, &key, &status, &e.EventID, &e.Type, &e.AggregateType, &e.AggregateID, &e.Action, &e.Stream, &e.Attempt, &e.Position, &partition, &e.RecordKey, &counted)
+			if !counted {
+				e.Attempt++
+			}
 			e.FromKafka, e.Partition = partition.Valid, partition.Int32
 			e.Key, e.Dead = Key{key.Int64, key.Valid}, Status(status) == Dead
 			return e, err

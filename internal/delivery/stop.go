@@ -55,27 +55,33 @@ func (r *Run) releaseLast(clock handling.StopClock) {
 // abandonLanes abandons lanes whose handlers ignore the end of their contexts, and releases their other
 // deliveries.
 func (r *Run) abandonLanes(clock handling.StopClock) {
-	var others []Delivery
-	for _, l := range r.Lanes {
-		others = append(others, l.abandon()...)
-	}
 	ctx, cancel := clock.By(handling.LeftBy)
 	defer cancel()
+	var others []Delivery
+	var calls []handling.Call
+	for _, l := range r.Lanes {
+		if call, released, ok := l.abandon(); ok {
+			others, calls = append(others, released...), append(calls, call)
+		}
+	}
+	for _, call := range calls {
+		r.Dispatcher.noteBegun(ctx, call)
+	}
 	r.Dispatcher.release(ctx, others)
 }
 
-// abandon abandons a lane whose handler does not return although its context has ended. It returns the other
-// deliveries of the lane, which the handler has not blocked.
-func (l *lane) abandon() (others []Delivery) {
-	call, ok := l.activity.Current()
+// abandon abandons a lane whose handler does not return although its context has ended. It returns the call and the
+// other deliveries of the lane, which the handler has not blocked, or false if there is no such call.
+func (l *lane) abandon() (call handling.Call, others []Delivery, ok bool) {
+	call, ok = l.activity.Current()
 	if !ok || l.hasEnded() {
-		return nil
+		return call, nil, false
 	}
 	l.activity.CutOff()
 	l.held.Release()
 	l.log.ErrorContext(call.Context, "outbox: "+call.FunctionName()+" does not return although its context has ended; "+
 		"its event is retried when its lease expires", call.Attrs()...)
-	return append(slices.Concat(l.queue.takeAll()...), l.claimed.othersOf(call)...)
+	return call, append(slices.Concat(l.queue.takeAll()...), l.claimed.othersOf(call)...), true
 }
 
 func (l *lane) hasEnded() bool {

@@ -34,7 +34,7 @@ type Store struct {
 	due      scanBounds[claimScan]
 	expiring scanBounds[struct{}]
 
-	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlRenew, sqlExpired, sqlTakeOver string
+	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlBegin, sqlRenew, sqlExpired, sqlTakeOver string
 	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless         string
 	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead               string
 	sqlPassIDs, sqlCheck, sqlCheckRecords                                                                   string
@@ -51,7 +51,7 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		expiring: scanBounds[struct{}]{share: 100, rare: 10 * time.Minute},
 
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlRemaining: in(sqlRemaining), sqlReadPayload: in(sqlReadPayload),
-		sqlOwn: in(sqlOwn), sqlOthers: in(sqlOthers), sqlRenew: in(sqlRenew), sqlExpired: in(sqlExpired),
+		sqlOwn: in(sqlOwn), sqlOthers: in(sqlOthers), sqlBegin: in(sqlBegin), sqlRenew: in(sqlRenew), sqlExpired: in(sqlExpired),
 		sqlTakeOver: in(sqlTakeOver), sqlFinish: in(sqlFinish), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows),
 		sqlFail: in(sqlFail), sqlRelease: in(sqlRelease), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless),
 		sqlPromoteBehind: in(sqlPromoteBehind), sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared),

@@ -155,23 +155,28 @@ func TestWorkerIsGone(t *testing.T) {
 	expired, err = b.TakeOver(ctx, 10, false)
 	require.NoError(t, err)
 	require.Len(t, expired, 2)
-	require.Equal(t, []string{"k PENDING 1", "k PARKED 1"}, f.rows())
+	require.Equal(t, []string{"k PENDING 0", "k PARKED 0"}, f.rows(), "no handler is known to have begun")
 	claimed, err := b.Claim(ctx, pairs, 10, 10, false, room)
 	require.NoError(t, err)
 	require.Empty(t, claimed, "a suspect is claimed by itself")
-	for attempt := 2; attempt <= 3; attempt++ {
+	for _, begins := range []bool{false, true, true, false, true} { // of three attempts
 		claimed, err = b.Claim(ctx, pairs, 10, 10, true, room)
 		require.NoError(t, err)
 		require.Len(t, claimed, 1)
 		require.Equal(t, run[0].ID, claimed[0].ID)
 		_, err = a.Finish(ctx, run)
 		require.ErrorIs(t, err, delivery.ErrLost)
+		require.ErrorIs(t, a.Begin(ctx, run[:1]), delivery.ErrLost)
+		if begins {
+			require.NoError(t, b.Begin(ctx, claimed))
+		}
 		expired, err = b.TakeOver(ctx, 10, false)
 		require.NoError(t, err)
 		require.Len(t, expired, 1)
+		require.Equal(t, claimed[0].Attempt, expired[0].Attempt)
 	}
 	require.True(t, expired[0].Dead)
-	require.Equal(t, []string{"k DEAD 3", "k PENDING 1"}, f.rows())
+	require.Equal(t, []string{"k DEAD 3", "k PENDING 0"}, f.rows())
 	renewed, err := b.Renew(ctx, refs(claimed))
 	require.NoError(t, err)
 	require.Empty(t, renewed)

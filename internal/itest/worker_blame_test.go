@@ -201,7 +201,7 @@ func TestWorkerRetriesForEver(t *testing.T) {
 			t.Cleanup(func() { close(release) }) // before the worker is stopped, which would wait for it
 			f.commit(step{"a", 1})
 			<-waiting
-			f.exec(`UPDATE {schema}.event_delivery SET locked_by = 'gone', locked_until = now() - interval '1 min'`)
+			f.exec(`UPDATE {schema}.event_delivery SET locked_by = 'gone', locked_until = now() - interval '1 min', last_attempt_at = now()`) // it has begun
 			f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND max_attempts >= attempt_count`, 1)
 			require.EqualValues(t, 5, attempts.Load())
 		})

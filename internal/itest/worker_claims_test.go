@@ -145,3 +145,31 @@ func (f *workerFixture) insertDue(cfg outbox.WorkerConfig, n int) {
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PENDING'`, n)
 	stop()
 }
+
+// The deliveries of a process that is gone have used up no attempt, because most of them were waiting. They are tried
+// one at a time, and such an attempt counts from its begin, so that an event cannot end processes for ever. Deliveries
+// with a single attempt were DEAD although no handler had been called.
+func TestWorkerGoneCostsNoAttempt(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond, Lease: time.Second}
+	cfg.Retry.MaxRetries = -1
+	const accounts = 5
+	for n := range accounts {
+		f.commit(step{fmt.Sprint("account ", n), 1}, step{fmt.Sprint("account ", n), 2})
+	}
+	f.insertDue(cfg, accounts)
+	f.exec(`UPDATE {schema}.event_delivery SET status = 'PROCESSING', attempt_count = 1, locked_by = 'gone/1', locked_until = now() - interval '1 min',
+		last_attempt_at = now(), updated_at = now()`)
+	begun := 0
+	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+		if s == (step{"account 1", 1}) {
+			begun = f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE last_attempt_at > updated_at AND aggregate_id = 'account 1' AND payload->>'n' = '1'`)
+		}
+		return nil
+	}))
+	f.await(2 * accounts)
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND attempt_count = 1`, 2*accounts)
+	f.requireOrder()
+	require.Equal(t, 1, begun, "it is noted before the handler is called")
+}
