@@ -42,9 +42,8 @@ var failuresRetryCommand = command{
 	name: "failures retry", synopsis: "[ID…]", max: maxIDs,
 	summary: "try them again: some, or all that flags pick",
 	about: `
-What is dead has all its tries again, before what waits of its key. With flags
-that pick, or --all, it only counts, unless --yes is given. Of deliveries it
-takes resolved ones with --status resolved, which undoes failures resolve.`,
+What is dead has all its tries again, before what waits of its key. Flags that
+pick, or --all, only count without --yes. --status resolved undoes a resolve.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareChange(fs, change{action: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll, isPossible: isRetryable})
