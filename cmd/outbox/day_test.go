@@ -114,7 +114,7 @@ func TestOperatorsDay(t *testing.T) {
 	require.Equal(t, 2, d.statuses(t)["dead"], "a dry run changes nothing")
 	require.Equal(t, "retried 2 failures\n", d.ok(t, append(dry, "--yes", "--reason", "the limit was raised")...))
 	require.Contains(t, d.ok(t, "failures", "resolve", "--status", "dead"), "would resolve 2 failures")
-	require.Equal(t, "resolved 2 failures\n", d.ok(t, "failures", "resolve", "--status", "dead", "--yes", "--reason", "sold out, see OPS-7"))
+	require.Equal(t, "group stats, action COUNTED: 2\nresolved 2 failures\n", d.ok(t, "failures", "resolve", "--status", "dead", "--yes", "--reason", "sold out, see OPS-7"))
 
 	var audit struct {
 		Audit []auditJSON
