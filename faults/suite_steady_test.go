@@ -151,7 +151,7 @@ func (d *steady) awaitAccepted(t *testing.T, s *suite) {
 func (d *steady) compareHistory(t *testing.T, s *suite, v *result) {
 	t.Helper()
 	d.awaitAccepted(t, s)
-	o := d.site.compare(t, d.recorded(t))
+	o := d.compare(t, d.recorded(t))
 	v.Events, v.Lost, v.Phantom = v.Events+o.Events, v.Lost+o.Lost, v.Phantom+o.Phantom
 	v.Duplicates, v.Inversions = v.Duplicates+o.Duplicates, v.Inversions+o.Inversions
 	if !s.await(t, stall, func() bool { return d.countFailed(t, `status <> 'resolved'`) == 0 }) {

@@ -3,7 +3,6 @@ package consumer
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"sync/atomic"
 	"time"
 
@@ -241,10 +240,9 @@ func (w *partitionWorker) park(rows ...delivery.Received) (parked []delivery.Par
 	}
 	w.parking.noteBlockedKey()
 	for i, p := range parked {
-		switch p.Status {
-		case delivery.Pending:
+		if p.Status == delivery.Pending {
 			w.parking.dueAt(time.Now().Add(rows[i].Wait))
-		case "":
+		} else if p.Status == "" {
 			w.logNotParked(&rows[i], p)
 		}
 	}
@@ -253,12 +251,12 @@ func (w *partitionWorker) park(rows ...delivery.Received) (parked []delivery.Par
 
 // logNotParked logs which row or note justifies that an event gets no row.
 func (w *partitionWorker) logNotParked(r *delivery.Received, p delivery.ParkResult) {
-	why := slog.Int64("event_delivery_id", p.Row)
-	if p.Row == 0 {
-		why = slog.Int64("event_handled_id", p.Note)
+	table, id := "event_delivery", p.Row
+	if id == 0 {
+		table, id = "event_handled", p.Note
 	}
 	w.log.Debug("outbox: an event is not parked, because it has a row already or is handled", "action", r.Action,
-		"type", r.Type, "source", r.Source, "event_id", uuid.UUID(r.EventID), "partition", w.partition.Name(), "offset", r.Offset, why)
+		"type", r.Type, "source", r.Source, "event_id", uuid.UUID(r.EventID), "partition", w.partition.Name(), "offset", r.Offset, "in", table, "row", id)
 }
 
 // write runs a statement until it succeeds or the worker is stopped. The only error is ErrStopped.
