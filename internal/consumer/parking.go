@@ -240,10 +240,11 @@ func (w *partitionWorker) park(rows ...delivery.Received) (parked []delivery.Par
 	}
 	w.parking.noteBlockedKey()
 	for i, p := range parked {
+		if p.Status == "" {
+			w.logNotParked(&rows[i], p)
+		}
 		if p.Status == delivery.Pending {
 			w.parking.dueAt(time.Now().Add(rows[i].Wait))
-		} else if p.Status == "" {
-			w.logNotParked(&rows[i], p)
 		}
 	}
 	return parked, nil
