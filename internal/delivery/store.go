@@ -35,9 +35,9 @@ type Store struct {
 	expiring scanBounds[struct{}]
 
 	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlBegin, sqlRenew, sqlExpired, sqlTakeOver string
-	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless         string
-	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead               string
-	sqlPassIDs, sqlCheck, sqlCheckRecords                                                                   string
+	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless                   string
+	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead                         string
+	sqlPassIDs, sqlCheck, sqlCheckRecords                                                                             string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
