@@ -3,6 +3,7 @@ package relay
 import (
 	"context"
 	"log/slog"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -36,11 +37,15 @@ func newSilentKafka(t *testing.T) *silentKafka {
 	cluster, err := kfake.NewCluster(kfake.NumBrokers(2), kfake.SleepOutOfOrder(), kfake.SeedTopics(2, "silent"))
 	require.NoError(t, err)
 	t.Cleanup(cluster.Close)
+	var asleep sync.WaitGroup // the cluster leaves a goroutine behind if it is closed beside a request that sleeps
+	t.Cleanup(asleep.Wait)
 	require.NoError(t, cluster.MoveTopicPartition("silent", 0, 0))
 	require.NoError(t, cluster.MoveTopicPartition("silent", 1, 1))
 	cluster.ControlKey(int16(kmsg.Produce), func(kmsg.Request) (kmsg.Response, error, bool) {
 		cluster.KeepControl()
 		if cluster.CurrentNode() == 1 && s.silent.Load() {
+			asleep.Add(1)
+			defer asleep.Done()
 			cluster.SleepControl(func() { <-s.release })
 		}
 		return nil, nil, false
