@@ -23,8 +23,17 @@ type flight struct {
 	inFlight       *kafka.InFlight
 	bounded, grace context.Context // the time of the send; the time that a stop leaves
 	stop, end      func()          // end grace; end both
+	detached       bool            // finish ends it, and no longer produce
 	flushed        func()          // waits for the flush
 	began          time.Time
+}
+
+// newFlight returns a flight that has no records yet. It ends with held, or stopGrace after stop.
+func newFlight(stop, held context.Context) *flight {
+	f := &flight{}
+	f.grace, f.stop = withGrace(stop, held)
+	f.end = f.stop
+	return f
 }
 
 // await waits until the outcome of every record is known, and reports whether it is. It
@@ -125,6 +134,7 @@ func (f *flight) awaitAnswers(others, alone time.Duration) (known, silent bool, 
 // detach ends a send whose partitions have not all answered: the records of these fail with errUnanswered. No event of
 // them is sent again before its outcome is known.
 func (p *Producer) detach(f *flight, batch []envelope.Event, which []int, causes map[kafka.Partition]error) (*acks, sendResult) {
+	f.detached = true
 	topics := p.topics // of the detached client
 	p.client = nil
 	p.detached = append(slices.DeleteFunc(p.detached, (*flight).ended), f)

@@ -124,20 +124,25 @@ func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, w
 	if err := p.connect(); err != nil {
 		return sendResult{}, err
 	}
-	grace, cancel := withGrace(stop, held)
-	defer cancel()
+	f := newFlight(stop, held)
+	defer func() {
+		if !f.detached {
+			f.end()
+		}
+	}()
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
-	p.checkTopics(grace, records, errs)
+	p.checkTopics(f.grace, records, errs)
 	if len(records) > 1 {
-		p.limits.Learn(grace, p.client, records)
+		p.limits.Learn(f.grace, p.client, records)
 		p.sendAloneLater(records, errs)
 		fit := p.limits.Fitting(records, errs)
 		records, errs = records[:fit], errs[:fit]
 	}
 	fit := p.buffer.Fitting(records, errs)
 	records, errs = records[:fit], errs[:fit]
-	return p.send(stop, held, newAcks(permit, records, errs), batch, which)
+	f.acks = newAcks(permit, records, errs)
+	return p.send(stop, held, f, batch, which)
 }
 
 // checkTopics gives the records of topics that are missing or denied an error. The client
@@ -169,8 +174,9 @@ func (p *Producer) prepare(ctx context.Context, topics []string) {
 
 // send passes records without an error to the client and waits until the outcome of each is known, or is waited for
 // elsewhere. It stops early if the breaker opens meanwhile, or if stop ends.
-func (p *Producer) send(stop, held context.Context, acks *acks, batch []envelope.Event, which []int) (sendResult, error) {
-	f := p.launch(stop, held, acks)
+func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.Event, which []int) (sendResult, error) {
+	acks := f.acks
+	p.launch(stop, held, f)
 	known, silent, causes := p.awaitAnswers(f)
 	p.fresh = false
 	if silent {
@@ -180,7 +186,6 @@ func (p *Producer) send(stop, held context.Context, acks *acks, batch []envelope
 		known.collect(sent.errs)
 		return sent, nil
 	}
-	defer f.end()
 	if !known {
 		f.abandon()
 		p.client = nil
@@ -209,16 +214,12 @@ func (p *Producer) send(stop, held context.Context, acks *acks, batch []envelope
 }
 
 // launch passes records without an error to the client, and lets it send them.
-func (p *Producer) launch(stop, held context.Context, acks *acks) *flight {
+func (p *Producer) launch(stop, held context.Context, f *flight) {
 	bounded, endBounded := context.WithTimeout(held, p.cfg.SendTimeout)
-	grace, endGrace := withGrace(stop, held)
-	f := &flight{
-		acks: acks, client: p.client, inFlight: p.inFlight, bounded: bounded, grace: grace,
-		stop: endGrace, end: func() { endGrace(); endBounded() }, began: time.Now(),
-	}
-	acks.handedOver(p.handOver(stop, held, grace, acks))
+	f.client, f.inFlight, f.bounded, f.began = p.client, p.inFlight, bounded, time.Now()
+	f.end = func() { f.stop(); endBounded() }
+	f.handedOver(p.handOver(stop, held, f.grace, f.acks))
 	f.flushed = p.flush()
-	return f
 }
 
 // maxDetached is how many clients may wait for partitions that do not answer.

@@ -330,13 +330,7 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 	if err := r.Save(results); err != nil {
 		return nil, err
 	}
-	r.Unanswered.recorded(func(yield func(*envelope.Event) bool) {
-		for i := range events {
-			if !yield(&events[i].Event) {
-				return
-			}
-		}
-	})
+	r.Unanswered.recorded(len(events), func(i int) *envelope.Event { return &events[i].Event })
 	for _, result := range results {
 		switch {
 		case result.Count > 0:

@@ -455,13 +455,7 @@ func (s *Session) record(failures []cursor.Failure) error {
 		s.isFresh()
 		s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
 		s.Parked.rowsWritten(failures)
-		s.Unanswered.recorded(func(yield func(*envelope.Event) bool) {
-			for _, f := range failures {
-				if !yield(f.Event) {
-					return
-				}
-			}
-		})
+		s.Unanswered.recorded(len(failures), func(i int) *envelope.Event { return failures[i].Event })
 		if slices.ContainsFunc(failures, func(f cursor.Failure) bool { return f.Place != "" }) {
 			s.Waits()
 		}

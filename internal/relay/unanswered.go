@@ -2,7 +2,6 @@ package relay
 
 import (
 	"errors"
-	"iter"
 	"maps"
 	"slices"
 	"sync"
@@ -118,17 +117,18 @@ func (u *Unanswered) Accepted() (refs []eventRef) {
 	return refs
 }
 
-// recorded records that the rows of some events were written. An answer that came before has found none to remove.
-func (u *Unanswered) recorded(events iter.Seq[*envelope.Event]) {
+// recorded records that the rows of n events were written. An answer that came before has found none to remove.
+func (u *Unanswered) recorded(n int, event func(i int) *envelope.Event) {
 	if !u.busy.Load() {
 		return
 	}
 	u.mu.Lock()
 	answered := false
-	for e := range events {
-		if found, is := u.events[refOf(e)]; is {
+	for i := range n {
+		ref := refOf(event(i))
+		if found, is := u.events[ref]; is {
 			found.recorded = true
-			u.events[refOf(e)] = found
+			u.events[ref] = found
 			answered = answered || !found.accepted.IsZero()
 		}
 	}

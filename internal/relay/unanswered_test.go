@@ -3,7 +3,6 @@ package relay
 import (
 	"context"
 	"log/slog"
-	"slices"
 	"testing"
 	"time"
 
@@ -75,7 +74,7 @@ func TestKeyOfResolvedUnansweredEventGoesOn(t *testing.T) {
 	r, to, sent := newAnsweredFixture(t, d, 1)
 	tx := lockRow(t, d, 1)
 	require.NoError(t, tx.Commit(t.Context()))
-	r.Unanswered.recorded(slices.Values([]*envelope.Event{sent[1]}))
+	r.Unanswered.recorded(1, func(int) *envelope.Event { return sent[1] })
 	r.Unanswered.accept(sent[1])
 	require.NoError(t, r.retryAll(t.Context()))
 	r.reconcileAt = time.Time{}
