@@ -28,7 +28,7 @@ func (w *partitionWorker) handle(records []*kgo.Record) {
 // stopped. Items behind them are not handled, but their tasks may be marked as blocked. Whatever the batch
 // has taken is released when it ends: slots, and trials of breakers.
 func (w *partitionWorker) handleBatch(items []recordItem) (handled int) {
-	defer w.releaseSlots()
+	defer w.slots.Release()
 	defer w.releaseTrials()
 	batch := items[:min(len(items), w.batch)]
 	if w.requeueReplays(batch) != nil || w.findBlocked(batch) != nil || w.parkBlocked(batch) != nil {
@@ -145,7 +145,7 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 		})
 		late := handling.IsLate(ctx, err)
 		cancel()
-		w.releaseSlots()
+		w.slots.Release()
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)

@@ -35,6 +35,7 @@ type partitionWorker struct {
 	activity  handling.Activity  // the call under way; written by the processor, read by any goroutine
 	slow      handling.SlowCalls // only the goroutine of watchHandlers
 	batch     int                // the most records of one transaction; only run
+	slots     handling.HeldSlots // of the call under way
 
 	stopping context.Context // cancelled by finish and by abandon
 	finish   context.CancelFunc
@@ -48,7 +49,6 @@ type partitionWorker struct {
 	queue    []*kgo.Record
 	bytes    int                        // of the queued records and of those being handled
 	closed   bool                       // add drops records
-	taken    []*handling.Slots          // the slots that this worker holds
 	trials   []*handling.Trial          // the trials that this worker holds
 	paused   bool                       // the client does not fetch the partition
 	blocked  *kgo.ErrDecompressTooLarge // the batch that the client cannot decompress; nil for none
@@ -99,42 +99,6 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w
-}
-
-// takeSlots waits for the slots that a call needs, with a transaction or without one. It returns
-// false if the worker is stopped first.
-func (w *partitionWorker) takeSlots(tx bool) bool {
-	if !w.takeSlot(w.limits.slots.Calls) {
-		return false
-	}
-	if tx && !w.takeSlot(w.limits.slots.Transactions) {
-		w.releaseSlots()
-		return false
-	}
-	return true
-}
-
-func (w *partitionWorker) takeSlot(of *handling.Slots) bool {
-	if of == nil {
-		return true
-	}
-	if !of.Take(w.stopping) {
-		return false
-	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.taken = append(w.taken, of)
-	return true
-}
-
-// releaseSlots releases the slots that the worker holds.
-func (w *partitionWorker) releaseSlots() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, of := range w.taken {
-		of.Release()
-	}
-	w.taken = w.taken[:0]
 }
 
 // run handles records until finish or abandon is called. It is the worker's goroutine.

@@ -49,11 +49,11 @@ func (w *partitionWorker) awaitResume() bool {
 // mayCall waits until the topic is not paused and the worker has the slots for a call. It returns
 // false if the worker is stopped first. A worker whose topic is paused holds no slot.
 func (w *partitionWorker) mayCall(tx bool) bool {
-	for w.awaitResume() && w.takeSlots(tx) {
+	for w.awaitResume() && w.slots.Take(w.stopping, w.limits.slots, tx) {
 		if !w.isTopicPaused() {
 			return true
 		}
-		w.releaseSlots() // paused while it waited for the slot
+		w.slots.Release() // paused while it waited for the slot
 	}
 	return false
 }

@@ -81,7 +81,7 @@ func (w *partitionWorker) cutOff() {
 	default:
 	}
 	w.activity.CutOff()
-	w.releaseSlots()
+	w.slots.Release()
 	w.releaseTrials()
 	w.end()
 	call, ok := w.activity.Current()

@@ -96,7 +96,7 @@ func (w partitionScheduler) Enter(t *handling.Task) bool {
 }
 
 func (w partitionScheduler) Exit(t *handling.Task, began time.Time, err error) {
-	w.releaseSlots()
+	w.slots.Release()
 	if err == nil && t.Kind != handling.NoTx {
 		w.reportPostgresWorks(began)
 	}
