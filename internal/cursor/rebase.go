@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 
 	"github.com/outboxgo/outbox/internal/lease"
 
@@ -135,9 +134,8 @@ func (c *Store) CheckSequence(ctx context.Context) error {
 			return fmt.Errorf("read sequence of %s: %w", of.table, err)
 		}
 		if highest > 0 {
-			sequence := strings.ReplaceAll(pgx.Identifier{c.schema, of.table + "_id_seq"}.Sanitize(), "'", "''")
-			return fmt.Errorf("%w: the last id of %s drawn is %d, and %d is in use already; %s: SELECT setval('%s', %d)",
-				ErrSequenceBehind, of.table, drawn, highest, of.see, sequence, highest)
+			return fmt.Errorf("%w: the last id of %s drawn is %d, and %d is in use already; %s: %s",
+				ErrSequenceBehind, of.table, drawn, highest, of.see, pg.SetSequence(c.schema, of.table, highest))
 		}
 	}
 	return nil

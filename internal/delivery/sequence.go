@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -63,7 +62,6 @@ func (s *Store) PassTakenIDs(ctx context.Context, err error) error {
 	if failed != nil {
 		return errors.Join(fmt.Errorf("%w: %w", ErrSequenceBehind, err), fmt.Errorf("draw ids up to those in use: %w", failed))
 	}
-	sequence := strings.ReplaceAll(pgx.Identifier{s.schema, "event_delivery_id_seq"}.Sanitize(), "'", "''")
-	return fmt.Errorf("%w: nothing is lost, ids up to %d are drawn and not used, and this is tried again; at once: SELECT setval('%s', %d): %w",
-		ErrSequenceBehind, drawn, sequence, max(highest, drawn), err)
+	return fmt.Errorf("%w: nothing is lost, ids up to %d are drawn and not used, and this is tried again; at once: %s: %w",
+		ErrSequenceBehind, drawn, pg.SetSequence(s.schema, "event_delivery", max(highest, drawn)), err)
 }

@@ -4,6 +4,7 @@ package pg
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"time"
 
@@ -23,6 +24,12 @@ func InSchema(sql, schema string) string {
 	text := func(name string) string { return "'" + strings.ReplaceAll(quoted, "'", "''") + "." + name + "'" }
 	return strings.NewReplacer("{schema}", quoted, "{outbox}", text("outbox"), "{delivery_ids}", text("event_delivery_id_seq"),
 		"{cursor_ids}", text("outbox_cursor_id_seq")).Replace(sql)
+}
+
+// SetSequence returns the statement that sets the sequence of a table's ids to one that is in use.
+func SetSequence(schema, table string, id int64) string {
+	name := pgx.Identifier{schema, table + "_id_seq"}.Sanitize()
+	return fmt.Sprintf("SELECT setval('%s', %d)", strings.ReplaceAll(name, "'", "''"), id)
 }
 
 // PlanEachTime makes PostgreSQL plan a statement for its arguments each time, because
