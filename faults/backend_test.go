@@ -250,9 +250,10 @@ func (s *site) connect(t *testing.T) *pgx.Conn {
 	return conn
 }
 
+// startTime returns when the server was started. Clean-ups call it, too, when the test's context has ended.
 func (s *site) startTime(t *testing.T) (started time.Time) {
 	t.Helper()
-	require.NoError(t, s.db.QueryRow(t.Context(), `SELECT pg_postmaster_start_time()`).Scan(&started))
+	require.NoError(t, s.db.QueryRow(context.Background(), `SELECT pg_postmaster_start_time()`).Scan(&started))
 	return started
 }
 

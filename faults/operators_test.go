@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 const (
@@ -28,25 +30,22 @@ type operators struct {
 	opened int            // transactions
 }
 
-// keepOpen lets operators leave transactions open until stop is called. None of them resolves an event in the
-// end. who, if it is not nil, knows which events they have locked.
-func (s *site) keepOpen(t *testing.T, seed uint64, who *operators) (stop func()) {
+// keepOpen lets the operators leave transactions open until stop is called. None of them resolves an event in the
+// end.
+func (o *operators) keepOpen(t *testing.T, seed uint64) (stop func()) {
 	t.Helper()
-	if who == nil {
-		who = newOperators(s)
-	}
 	ctx, cancel := context.WithCancel(context.Background())
 	var working sync.WaitGroup
 	for n := range manyOperators {
 		working.Go(func() {
 			for rng := rand.New(rand.NewPCG(seed, uint64(n))); ctx.Err() == nil; {
-				err := who.open(ctx, rng)
+				err := o.open(ctx, rng)
 				var wrong *pgconn.PgError
 				if errors.As(err, &wrong) && strings.HasPrefix(wrong.Code, "42") { // the statement is wrong
 					t.Errorf("an operator: %v", err)
 				}
 				if err != nil { // there is nothing to do, or no server
-					sleepUntil(ctx, 100*time.Millisecond)
+					wait.Sleep(ctx, 100*time.Millisecond)
 				}
 			}
 		})
@@ -54,21 +53,13 @@ func (s *site) keepOpen(t *testing.T, seed uint64, who *operators) (stop func())
 	stop = sync.OnceFunc(func() {
 		cancel()
 		working.Wait()
-		t.Logf("operators have left %d transactions open", who.opened)
+		t.Logf("operators have left %d transactions open", o.opened)
 	})
 	t.Cleanup(stop)
 	return stop
 }
 
 func newOperators(s *site) *operators { return &operators{site: s, locked: map[string]int{}} }
-
-// sleepUntil sleeps, but not beyond the end of ctx.
-func sleepUntil(ctx context.Context, d time.Duration) {
-	select {
-	case <-time.After(d):
-	case <-ctx.Done():
-	}
-}
 
 // What operators do with some events, by the ids of their rows. Only a retry may be committed: an
 // event that is resolved does not arrive.
@@ -108,7 +99,7 @@ func (o *operators) open(ctx context.Context, rng *rand.Rand) error {
 	if _, err := tx.Exec(ctx, does.sql, ids); err != nil {
 		return err
 	}
-	sleepUntil(ctx, idle)
+	wait.Sleep(ctx, idle)
 	if does.commits {
 		return tx.Commit(context.Background())
 	}

@@ -39,7 +39,7 @@ func TestStops(t *testing.T) {
 	v := stopsResult{Seed: seedOf(t), Stops: stops}
 	s := newStopsSite(t)
 	stopWriting := s.write(t, v.Seed)
-	stopOperators := s.keepOpen(t, v.Seed, s.operators)
+	stopOperators := s.operators.keepOpen(t, v.Seed)
 	start := time.Now()
 	for n, step := range stopsPlan(v.Seed, stops) {
 		if step.topic {

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/stretchr/testify/require"
 )
 
 // bulkEvents returns how many events a bulk writer records: a million in a run of 15 minutes.
@@ -52,7 +51,7 @@ type bulk struct {
 
 func newBulk(t *testing.T, s *site, chance uint64, n int) *bulk {
 	t.Helper()
-	b := &bulk{site: s, n: n, server: s.startedAt(t), decide: make(chan bool, 1), done: make(chan error, 1)}
+	b := &bulk{site: s, n: n, server: s.startTime(t), decide: make(chan bool, 1), done: make(chan error, 1)}
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
 	go func() {
@@ -78,7 +77,7 @@ func (b *bulk) outcome(t *testing.T) string {
 		return "committed"
 	case errors.Is(err, errRollback):
 		return "rolled back"
-	case b.startedAt(t).Equal(b.server):
+	case b.startTime(t).Equal(b.server):
 		t.Errorf("a bulk writer fails: %v", err)
 	}
 	return err.Error()
@@ -97,10 +96,3 @@ INSERT INTO outbox (event_id, event_type, source, aggregate_type, aggregate_id, 
 SELECT id, 'test.fault.happened.v1', 'faults', 'Key', key, jsonb_build_object('id', id, 'key', key, 'version', n, 'filler', ''),
        'application/json', $3::text, clock_timestamp(), 200
   FROM made ORDER BY n`
-
-// startedAt returns when the server was started. Here it is there.
-func (s *site) startedAt(t *testing.T) (at time.Time) {
-	t.Helper()
-	require.NoError(t, s.db.QueryRow(context.Background(), `SELECT pg_postmaster_start_time()`).Scan(&at))
-	return at
-}

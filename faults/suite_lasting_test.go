@@ -136,7 +136,7 @@ func (s *suite) operate(t *testing.T, p step) ongoing {
 	unblock := s.block(t, func(partition int32) bool { return partition == 1 })
 	beside := newOperators(s.steady.site)
 	beside.spared = s.steady.healthyKeys()
-	first, second := s.keepOpen(t, p.chance, nil), s.steady.keepOpen(t, p.chance+1, beside)
+	first, second := newOperators(s.site).keepOpen(t, p.chance), beside.keepOpen(t, p.chance+1)
 	return ongoing{end: func() {
 		first()
 		second()
