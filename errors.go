@@ -85,7 +85,7 @@ var (
 	// use. That happens if the database was restored without its sequences, or if a sequence was
 	// set back, as TRUNCATE outbox RESTART IDENTITY does. New events would get the ids of older
 	// ones, and ids are what orders events; a new position would be older than the last one. The
-	// error contains the statement that sets the sequence. After a restore into another cluster,
+	// error contains the statements that set the sequences. After a restore into another cluster,
 	// if it is the sequence of outbox.id, then give new ids to the events that were recorded
 	// since, or they would be taken for sent: UPDATE outbox SET id = DEFAULT, xid = DEFAULT WHERE
 	// created_at >= the time of the restore.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/outboxgo/outbox/internal/lease"
 
@@ -120,11 +121,10 @@ WITH drawn AS MATERIALIZED (
 SELECT drawn.id, (SELECT id FROM {schema}.outbox_cursor WHERE id > drawn.id ORDER BY id DESC LIMIT 1) FROM drawn`
 
 // CheckSequence returns [ErrSequenceBehind] if a new event could get the id of an older
-// one, or if a new position would be older than the last one.
+// one, or if a new position would be older than the last one. The error has the statements for all sequences.
 func (c *Store) CheckSequence(ctx context.Context) error {
-	for _, of := range []struct{ table, sql, see string }{
-		{"outbox", c.SQLSequence, "see the comment at outbox.ErrSequenceBehind, then"}, {"outbox_cursor", c.sqlCursorSequence, "then"},
-	} {
+	var behind, remedy []string
+	for _, of := range []struct{ table, sql string }{{"outbox", c.SQLSequence}, {"outbox_cursor", c.sqlCursorSequence}} {
 		var drawn, highest int64
 		err := c.query(ctx, func(rows pgx.Rows) (err error) {
 			drawn, highest, err = tables.ReadSequence(rows)
@@ -134,11 +134,15 @@ func (c *Store) CheckSequence(ctx context.Context) error {
 			return fmt.Errorf("read sequence of %s: %w", of.table, err)
 		}
 		if highest > 0 {
-			return fmt.Errorf("%w: the last id of %s drawn is %d, and %d is in use already; %s: %s",
-				ErrSequenceBehind, of.table, drawn, highest, of.see, pg.SetSequence(c.schema, of.table, highest))
+			behind = append(behind, fmt.Sprintf("the last id of %s drawn is %d, and %d is in use already", of.table, drawn, highest))
+			remedy = append(remedy, pg.SetSequence(c.schema, of.table, highest))
 		}
 	}
-	return nil
+	if len(behind) == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: %s; see the comment at outbox.ErrSequenceBehind, then: %s",
+		ErrSequenceBehind, strings.Join(behind, "; "), strings.Join(remedy, "; "))
 }
 
 // ErrSequenceBehind is described in the package outbox.

@@ -34,6 +34,7 @@ func TestSequenceBehind(t *testing.T) {
 		"the sequence of the positions": `
 			UPDATE {schema}.outbox_cursor SET id = id + 100; SELECT setval('{schema}.outbox_cursor_id_seq', 3)`,
 		"the sequence of the positions is restarted": `ALTER SEQUENCE {schema}.outbox_cursor_id_seq RESTART`,
+		"both sequences": `ALTER SEQUENCE {schema}.outbox_id_seq RESTART; ALTER SEQUENCE {schema}.outbox_cursor_id_seq RESTART`,
 		"no cursor, but failed rows": `
 			TRUNCATE {schema}.outbox RESTART IDENTITY; TRUNCATE {schema}.outbox_cursor;
 			INSERT INTO {schema}.outbox_failed

@@ -48,15 +48,23 @@ func (b Buffer) Fitting(records []kgo.Record, errs []error) int {
 
 // InFlight is a hook that counts the produce requests that a client has written and that
 // no broker has answered.
-type InFlight struct{ n atomic.Int64 }
+type InFlight struct {
+	n       atomic.Int64
+	written atomic.Bool
+}
 
 // Any reports whether there are such requests.
 func (f *InFlight) Any() bool { return f.n.Load() > 0 }
+
+// HasWritten reports whether the client has ever written a produce request: it knew its producer id by then, and a
+// broker of a partition had answered it.
+func (f *InFlight) HasWritten() bool { return f.written.Load() }
 
 // OnBrokerWrite implements [kgo.HookBrokerWrite].
 func (f *InFlight) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, bytes int, _, _ time.Duration, _ error) {
 	if key == kmsg.Produce.Int16() && bytes > 0 {
 		f.n.Add(1)
+		f.written.Store(true)
 	}
 }
 

@@ -79,10 +79,10 @@ func (f *flight) abandon() {
 }
 
 // How long no outcome may come before the partitions that have not answered are suspected: patience once another one
-// has accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience if the
-// client is new: it may have to find out first that a broker is silent. It is never shorter than the time that the
-// last outcome took, and than usualTimes of what sends have taken lately. It is counted in ticks, so that a process
-// that was stopped meanwhile suspects nothing.
+// has accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience as long as
+// the client, which is new then, has written no record: it may have to find out first that a broker is silent. It is
+// never shorter than the time that the last outcome took, and than usualTimes of what sends have taken lately. It is
+// counted in ticks, so that a process that was stopped meanwhile suspects nothing.
 const (
 	patience      = 100 * time.Millisecond
 	alonePatience = 300 * time.Millisecond
@@ -100,7 +100,9 @@ func (f *flight) awaitAnswers(others, alone time.Duration) (known, silent bool, 
 	ticker := time.NewTicker(patienceTick)
 	defer ticker.Stop()
 	open, accepted := f.progress()
-	for last, took := time.Duration(0), patienceTick; ; took += patienceTick { // last: when the last outcome came
+	written := f.inFlight.HasWritten()
+	// last: when the last outcome came; from: when it did, or when the first record was written
+	for last, from, took := time.Duration(0), time.Duration(0), patienceTick; ; took += patienceTick {
 		select {
 		case <-f.all:
 			return true, false, nil
@@ -112,19 +114,25 @@ func (f *flight) awaitAnswers(others, alone time.Duration) (known, silent bool, 
 			return f.await(), false, nil
 		case <-ticker.C:
 		}
+		if !written && f.inFlight.HasWritten() {
+			written, from = true, took
+		}
 		quiet := others
-		if accepted == 0 {
+		switch {
+		case !written:
+			quiet = max(alone, freshPatience)
+		case accepted == 0:
 			quiet = alone
 		}
 		before := open
-		if took-last >= max(quiet, last) {
+		if took-from >= max(quiet, last) {
 			if causes, silent = kafka.Explain(f.grace, f.client, f.silentTopics()); !silent {
-				last, alone = took, never // Kafka may be about to come back, and has leaders to elect
+				last, from, alone = took, took, never // Kafka may be about to come back, and has leaders to elect
 			}
 		}
 		switch open, accepted = f.progress(); {
 		case open < before:
-			last, silent = took, false
+			last, from, silent = took, took, false
 		case silent:
 			return false, true, causes
 		}

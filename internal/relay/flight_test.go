@@ -104,6 +104,23 @@ func TestSilentPartitionIsDetached(t *testing.T) {
 	require.Equal(t, []error{nil}, sent.errs)
 }
 
+// A new client that has written its records waits for their partition no longer than one that has sent before. It is
+// tried three times, because a machine that is busy may be slow for once.
+func TestNewClientDetachesSilentPartition(t *testing.T) {
+	t.Parallel()
+	best := time.Hour
+	for range 3 {
+		s := newSilentKafka(t)
+		began := time.Now()
+		sent, err := s.produce(s.held, s.held, s.events, []int{1})
+		require.NoError(t, err)
+		require.ErrorIs(t, sent.errs[0], errUnanswered)
+		best = min(best, time.Since(began))
+		close(s.release)
+	}
+	require.Less(t, best, freshPatience/2, "the shortest of three")
+}
+
 // A stop finishes what is in flight: the answer that comes meanwhile is known.
 func TestStopAwaitsDetachedSends(t *testing.T) {
 	t.Parallel()

@@ -39,7 +39,6 @@ type Producer struct {
 	client   *kgo.Client   // nil until needed, after a send without an answer, and after a final error
 	detached []*flight     // whose answers are waited for elsewhere
 	down     bool          // Kafka did not work after the last send
-	fresh    bool          // the client has sent nothing yet
 	usual    time.Duration // what sends have taken lately, on average
 	inFlight *kafka.InFlight
 	buffer   kafka.Buffer
@@ -66,7 +65,7 @@ func (p *Producer) connect() error {
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
-	p.client, p.inFlight, p.fresh = client, inFlight, true
+	p.client, p.inFlight = client, inFlight
 	p.limits.ReadClient(client)
 	p.topics = kafka.TopicsOf(client)
 	p.buffer = kafka.BufferOf(client)
@@ -176,9 +175,12 @@ func (p *Producer) prepare(ctx context.Context, topics []string) {
 // elsewhere. It stops early if the breaker opens meanwhile, or if stop ends.
 func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.Event, which []int) (sendResult, error) {
 	acks := f.acks
+	fresh := !p.inFlight.HasWritten()
 	p.launch(stop, held, f)
 	known, silent, causes := p.awaitAnswers(f)
-	p.fresh = false
+	if known && !fresh && !p.down {
+		p.usual += (min(time.Since(f.began), time.Second) - p.usual) / 8
+	}
 	if silent {
 		known, sent := p.detach(f, batch, which, causes)
 		known.reportFailures(true)
@@ -235,15 +237,7 @@ func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka
 	if len(p.detached) >= maxDetached {
 		p.detached[0].end() // it has waited longest
 	}
-	others, alone := max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual)
-	if p.fresh {
-		alone = max(alone, freshPatience)
-	}
-	known, silent, causes = f.awaitAnswers(others, alone)
-	if known && !p.fresh {
-		p.usual += (min(time.Since(f.began), time.Second) - p.usual) / 8
-	}
-	return known, silent, causes
+	return f.awaitAnswers(max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual))
 }
 
 // explain reports whether Kafka works as a whole although records have failed, and adds
