@@ -24,11 +24,12 @@ var (
 )
 
 // oracleSize returns the number of events that TestOracle commits.
-func oracleSize() int {
+func oracleSize(t *testing.T) int {
+	t.Helper()
 	switch {
 	case *oracleEvents != 0:
 		return *oracleEvents
-	case testenv.Quick():
+	case testenv.Quick(t):
 		return 5_000
 	}
 	return 20_000
@@ -52,7 +53,7 @@ func TestOracleOverPartitions(t *testing.T) {
 	testOracle(t, h, retention)
 	t.Logf("%d rows are left", h.count(t, "outbox")) // all, where writers leave the relay no time for others
 	testenv.Run(t, h.relay(t, outbox.RelayConfig{Retention: retention}).Run)
-	require.Eventually(t, func() bool { return h.count(t, "outbox") < oracleSize()/2 }, testenv.Patience, 10*time.Millisecond, "many go")
+	require.Eventually(t, func() bool { return h.count(t, "outbox") < oracleSize(t)/2 }, testenv.Patience, 10*time.Millisecond, "many go")
 }
 
 func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig) {
@@ -73,7 +74,7 @@ func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig)
 	start := time.Now()
 	require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
 		DB: h.db, Schema: h.schema, Record: f.record, Seed: v.Seed,
-		Events: oracleSize(), Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
+		Events: oracleSize(t), Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
 		Large: 1500, LargeBytes: 900_000,
 	}))
 	stopTopic()

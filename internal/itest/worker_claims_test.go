@@ -76,7 +76,7 @@ func (c *lateConn) SetDeadline(at time.Time) error {
 func TestWorkerStopsLeaveNoClaims(t *testing.T) {
 	t.Parallel()
 	stops := 40
-	if testenv.Quick() {
+	if testenv.Quick(t) {
 		stops = 6
 	}
 	const inserts, claims = "INSERT INTO {schema}.event_delivery", "claimed AS (\n    UPDATE {schema}.event_delivery"

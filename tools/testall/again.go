@@ -108,12 +108,11 @@ func runAgain(
 
 // again runs s once more. If it passes, it is flaky from then on.
 func (s *suspect) again(signals <-chan os.Signal, stdout, stderr io.Writer) (passed bool, stopped syscall.Signal) {
-	args := append(slices.Clone(s.module.args), "-count=1")
+	alone := &selection{dir: s.module.dir, packages: []string{s.pkg.name}}
 	if s.test != nil {
-		args = append(args, "-run=^"+regexp.QuoteMeta(s.test.name)+"$")
+		alone.tests = []string{regexp.QuoteMeta(s.test.name)}
 	}
-	m := newModule(s.module.dir, args, stdout)
-	m.pattern = s.pkg.name
+	m := newModule(alone, append(slices.Clone(s.module.args), "-count=1"), stdout)
 	if stopped = m.run(signals, stderr); stopped != 0 || m.failed() || len(m.packages) != 1 {
 		return false, stopped
 	}

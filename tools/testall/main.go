@@ -1,11 +1,14 @@
 // Testall runs the tests of several Go modules, one after the other.
 //
-//	testall module... [-left module...] -- [arguments of go test]
+//	testall module... [-left module...] [-rest file] -- [arguments of go test]
+//	testall -only file -- [arguments of go test]
 //
 // A module that fails does not keep the others from running. It prints what go test
 // prints, failures as soon as they happen, and a summary at the end: what failed in
 // which module, how long each module and the slowest tests took, and what was skipped
 // and why. The modules after -left are not tested; the summary has the number of their tests.
+// -rest writes to a file which modules and tests were left for make test-all, and -only tests
+// what such a file has.
 //
 // When all modules have ended, a test that failed is run once more by itself, and so is
 // a package that ended early or failed without a failed test. What passes then is
@@ -22,6 +25,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"regexp"
 	"slices"
 	"syscall"
 	"time"
@@ -29,8 +33,13 @@ import (
 	"github.com/outboxgo/outbox/tools/internal/proc"
 )
 
-// leftFlag stands before the modules that are left for another run.
-const leftFlag = "-left"
+// leftFlag stands before the modules that are left for another run, restFlag before the file that gets the names of
+// what is left, and onlyFlag before one that has them.
+const (
+	leftFlag = "-left"
+	restFlag = "-rest"
+	onlyFlag = "-only"
+)
 
 const (
 	exitFailed = 1
@@ -42,16 +51,62 @@ func main() {
 	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
 }
 
+// arguments are what the program is told.
+type arguments struct {
+	tested []*selection
+	left   []string // modules
+	rest   string   // a file; may be ""
+	flags  []string // of go test
+}
+
+const usage = "usage: testall module... [-left module...] [-rest file] -- [arguments of go test]\n" +
+	"       testall -only file -- [arguments of go test]"
+
+var errUsage = errors.New(usage)
+
+// runFlag matches the flag that selects tests.
+var runFlag = regexp.MustCompile(`^--?(test\.)?run(=.*)?$`)
+
+func parse(args []string) (a arguments, err error) {
+	dash := slices.Index(args, "--")
+	if dash < 1 {
+		return a, errUsage
+	}
+	args, a.flags = args[:dash], args[dash+1:]
+	if args[0] == onlyFlag {
+		if len(args) != 2 {
+			return a, errUsage
+		}
+		if slices.ContainsFunc(a.flags, runFlag.MatchString) {
+			return a, fmt.Errorf("%s selects the tests, so -run cannot\n%w", onlyFlag, errUsage)
+		}
+		a.tested, err = readRest(args[1])
+		return a, err
+	}
+	if i := slices.Index(args, restFlag); i >= 0 {
+		if len(args) != i+2 {
+			return a, errUsage
+		}
+		args, a.rest = args[:i], args[i+1]
+	}
+	if i := slices.Index(args, leftFlag); i >= 0 {
+		args, a.left = args[:i], args[i+1:]
+	}
+	for _, dir := range args {
+		a.tested = append(a.tested, &selection{dir: dir})
+	}
+	if len(a.tested) == 0 {
+		return a, errUsage
+	}
+	return a, nil
+}
+
 // run is main with an exit code.
 func run(args []string, stdout, stderr io.Writer) int {
-	dash := slices.Index(args, "--")
-	if dash < 1 || args[0] == leftFlag {
-		fmt.Fprintln(stderr, "usage: testall module... [-left module...] -- [arguments of go test]")
+	told, err := parse(args)
+	if err != nil {
+		fmt.Fprintln(stderr, err)
 		return exitUsage
-	}
-	dirs, left := args[:dash], []string(nil)
-	if i := slices.Index(dirs, leftFlag); i >= 0 {
-		dirs, left = dirs[:i], dirs[i+1:]
 	}
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
@@ -62,9 +117,9 @@ func run(args []string, stdout, stderr io.Writer) int {
 
 	var results []*module
 	stopped := syscall.Signal(0)
-	for _, dir := range dirs {
-		fmt.Fprintf(stdout, "== %s\n", dir)
-		m := newModule(dir, args[dash+1:], stdout)
+	for _, of := range told.tested {
+		fmt.Fprintf(stdout, "== %s\n", of.dir)
+		m := newModule(of, told.flags, stdout)
 		stopped = m.run(signals, stderr)
 		results = append(results, m)
 		if stopped != 0 {
@@ -75,10 +130,16 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if stopped == 0 {
 		flaky, stopped = runAgain(suspects(results), signals, stdout, stderr)
 	}
-	summarize(stdout, results, dirs[len(results):], left, flaky)
+	summarize(stdout, results, told.tested[len(results):], told.left, flaky)
+	if told.rest != "" {
+		err = writeRest(told.rest, results, told.left)
+	}
 	switch {
 	case stopped != 0:
 		return exitSignal + int(stopped)
+	case err != nil:
+		fmt.Fprintln(stderr, err)
+		return exitFailed
 	case slices.ContainsFunc(results, (*module).failed):
 		return exitFailed
 	}
@@ -90,7 +151,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 func (m *module) run(signals <-chan os.Signal, stderr io.Writer) (stoppedBy syscall.Signal) {
 	began := time.Now()
 	defer func() { m.took = time.Since(began) }()
-	cmd := exec.Command("go", slices.Concat([]string{"test", "-json"}, m.args, []string{m.pattern})...)
+	cmd := exec.Command("go", slices.Concat([]string{"test", "-json"}, m.args, m.packs)...)
 	cmd.Dir, cmd.Stderr = m.dir, stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // so that a signal reaches the tests, too
 	events, output, err := os.Pipe()

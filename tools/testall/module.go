@@ -19,7 +19,7 @@ const quietTime = 30 * time.Second
 // module is a run of one module's tests.
 type module struct {
 	dir     string
-	pattern string // the packages
+	packs   []string // names of packages, or a pattern
 	args    []string
 	verbose bool // print all output at once, as go test -v does
 
@@ -49,6 +49,7 @@ type test struct {
 	began  time.Time
 	took   time.Duration // as go test says, without waiting for its turn
 	paused bool          // waits for its turn among parallel tests
+	left   bool          // all or a part of it is left for another run
 }
 
 // event is one line of go test -json.
@@ -64,11 +65,15 @@ type event struct {
 // verboseFlags make go test print what passes, too.
 var verboseFlags = regexp.MustCompile(`^--?(test\.)?(v|bench|list)(=.*)?$`)
 
-func newModule(dir string, args []string, out io.Writer) *module {
-	return &module{
-		dir: dir, pattern: "./...", args: args, out: out, printed: time.Now(),
+func newModule(of *selection, args []string, out io.Writer) *module {
+	m := &module{
+		dir: of.dir, packs: of.packages, args: of.flags(args), out: out, printed: time.Now(),
 		verbose: slices.ContainsFunc(args, verboseFlags.MatchString),
 	}
+	if len(m.packs) == 0 {
+		m.packs = []string{"./..."}
+	}
+	return m
 }
 
 // read handles all events. A line that is none is printed as it is.
@@ -174,6 +179,7 @@ func (m *module) testEvent(e event) {
 	}
 	switch e.Action {
 	case "output":
+		t.left = t.left || strings.Contains(e.Output, leftMessage)
 		switch {
 		case m.verbose:
 			m.print(e.Output)

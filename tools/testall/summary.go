@@ -71,7 +71,7 @@ func (m *module) counts() (c counts) {
 // summarize prints the results of modules, the names of what failed, the slowest tests,
 // why tests were skipped, and the first output of what passed the second time. notRun
 // are the modules that a signal left out, left those that were not to be tested.
-func summarize(w io.Writer, modules []*module, notRun, left []string, flaky []*suspect) {
+func summarize(w io.Writer, modules []*module, notRun []*selection, left []string, flaky []*suspect) {
 	fmt.Fprintln(w, "\n== summary")
 	var total counts
 	for _, m := range modules {
@@ -85,8 +85,8 @@ func summarize(w io.Writer, modules []*module, notRun, left []string, flaky []*s
 			fmt.Fprintf(w, "       %s\n", line)
 		}
 	}
-	for _, dir := range notRun {
-		fmt.Fprintf(w, "     %-20s not run\n", dir)
+	for _, of := range notRun {
+		fmt.Fprintf(w, "     %-20s not run\n", of.dir)
 	}
 	for _, dir := range left {
 		fmt.Fprintf(w, "     %-20s left for make test-all: %d tests\n", dir, countTests(dir))

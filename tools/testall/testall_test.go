@@ -260,22 +260,39 @@ func TestSignal(t *testing.T) {
 func TestLeft(t *testing.T) {
 	long.Test(t)
 	dirs := newModules(t, map[string]string{
-		"a/x_test.go":          `import "testing"; func TestLong(t *testing.T) { t.Skip("left for make test-all") }`,
+		"a/x_test.go": `import ("os"; "testing")
+			func long(t *testing.T) { if os.Getenv("QUICK") != "" { t.Skip("left for make test-all") } }
+			func TestLong(t *testing.T) { long(t) }
+			func TestLonger(*testing.T) {}`,
+		"a/d/x_test.go": `import "testing"
+			func TestParts(t *testing.T) { t.Log("the whole length is left for make test-all"); t.Run("sub", func(*testing.T) {}) }
+			func TestWhole(*testing.T) {}`,
 		"b/x_test.go":          "import \"testing\"\nfunc TestMain(m *testing.M) {}\nfunc TestOne(*testing.T) {}\nfunc FuzzTwo(*testing.F) {}\nfunc help(*testing.T) {}\n",
-		"b/c/x_test.go":        "func ExampleThree() {}\n",
+		"b/c/x_test.go":        "func Example() {}\n",
 		"b/testdata/x_test.go": "func TestNone() {}\n",
 		"b/x.go":               "func TestNeither() {}\n",
 	})
-	out := testAll(t, 0, []string{dirs[0], leftFlag, dirs[1]})
+	file := filepath.Join(t.TempDir(), "rest")
+	t.Setenv("QUICK", "1")
+	out := testAll(t, 0, []string{dirs[0], leftFlag, dirs[1], restFlag, file})
 	require.Contains(t, out, dirs[1]+" left for make test-all: 3 tests\n")
 	require.Contains(t, out, "left out:\n     left for make test-all: TestLong\n")
 	require.NotContains(t, out, "== "+dirs[1])
+	require.True(t, strings.HasSuffix(out, "\n3 passed, 0 failed, 1 skipped\n"), out)
+
+	t.Setenv("QUICK", "")
+	out = testAll(t, 0, []string{onlyFlag, file}, "-v")
+	for _, want := range []string{"--- PASS: TestLong ", "--- PASS: TestParts ", "    --- PASS: TestParts/sub ", "== " + dirs[1]} {
+		require.Contains(t, out, want)
+	}
+	require.NotContains(t, out, "TestLonger")
+	require.NotContains(t, out, "TestWhole")
 }
 
 func TestUsage(t *testing.T) {
-	for _, args := range [][]string{nil, {"."}, {"--", "-v"}, {"-left", ".", "--"}} {
+	for _, args := range [][]string{nil, {"."}, {"--", "-v"}, {"-left", ".", "--"}, {"-only", "--"}, {"-only", "none", "--"}, {".", "-rest", "--"}, {"-only", "none", "--", "-run=A"}} {
 		var out bytes.Buffer
 		require.Equal(t, exitUsage, run(args, &out, &out))
-		require.Contains(t, out.String(), "usage:")
+		require.Regexp(t, "usage:|none: no such file", out.String())
 	}
 }
