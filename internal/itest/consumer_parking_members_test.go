@@ -33,6 +33,7 @@ func TestParkedEventOfGoneProcess(t *testing.T) {
 	stop()
 	s.awaitStatuses(t, "COUNTED", "PARKED 2 PENDING 2")
 	s.exec(t, `UPDATE {s}.event_delivery SET status = 'PROCESSING', locked_by = 'gone/1', locked_until = now() - interval '1 second',
+		updated_at = now() - interval '3 seconds', last_attempt_at = now() - interval '2 seconds', -- its handler had begun
 		attempt_count = CASE partition_key WHEN 'a' THEN 2 ELSE 4 END WHERE status = 'PENDING'`)
 	var deadly atomic.Bool
 	testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
