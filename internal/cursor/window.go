@@ -36,7 +36,8 @@ const (
 	// window, by what their rows say of their size.
 	maxOpenBytes = 1 << 20
 	// maxBatchBytes bounds the events that are read at once, also by the sizes that their rows
-	// state. A relay holds two batches: one is being sent while the next is fetched.
+	// state. A relay holds two batches: one is being sent while the next is fetched. Beside them it holds the events
+	// for partitions that have not answered, at most a few megabytes of each of 16 sends.
 	maxBatchBytes = 16 << 20
 )
 

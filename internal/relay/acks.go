@@ -146,7 +146,8 @@ func (a *acks) unknown() iter.Seq[int] {
 }
 
 // split calls silent for the index of each record without an outcome; their outcomes are passed to late when they
-// come. It returns the outcomes that are known.
+// come. It returns the outcomes that are known. The records of these, with which the client has finished, are emptied:
+// the client keeps all records of the send in memory as long as one has no outcome.
 func (a *acks) split(silent func(i int), late func(i int, err error)) *acks {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -154,6 +155,12 @@ func (a *acks) split(silent func(i int), late func(i int, err error)) *acks {
 		silent(i)
 	}
 	a.late = late
+	for i, known := range a.known {
+		if r := &a.records[i]; known {
+			clear(r.Headers)
+			r.Key, r.Value, r.Headers = nil, nil, nil
+		}
+	}
 	return &acks{permit: a.permit, records: a.records, failed: maps.Clone(a.failed)}
 }
 

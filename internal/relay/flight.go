@@ -147,15 +147,17 @@ func (p *Producer) detach(f *flight, batch []envelope.Event, which []int, causes
 	p.client = nil
 	p.detached = append(slices.DeleteFunc(p.detached, (*flight).ended), f)
 	sent := sendResult{records: make([]kgo.Record, f.handed), errs: slices.Clone(f.errs[:f.handed]), works: true}
-	answers := &lateAnswers{to: p.cfg.Unanswered, flight: f, batch: batch, which: which, within: p.cfg.SendTimeout}
+	answers := &lateAnswers{to: p.cfg.Unanswered, flight: f, events: map[int]*envelope.Event{}, within: p.cfg.SendTimeout}
 	silent := func(i int) {
+		e := batch[which[i]]
+		answers.events[i] = &e
 		at := topics.Partition(f.records[i].Topic, f.records[i].Key)
 		sent.records[i] = kgo.Record{Topic: at.Topic, Partition: at.Number}
 		sent.errs[i] = errUnanswered
 		if cause := cmp.Or(causes[at.WholeTopic()], causes[at]); cause != nil {
 			sent.errs[i] = fmt.Errorf("%w: %w", cause, errUnanswered)
 		}
-		p.cfg.Unanswered.add(&batch[which[i]], at)
+		p.cfg.Unanswered.add(&e, at)
 	}
 	known := f.split(silent, answers.take)
 	for i := range sent.records {

@@ -90,6 +90,9 @@ func TestSilentPartitionIsDetached(t *testing.T) {
 	_, waits := s.cfg.Unanswered.find(&s.events[1])
 	require.True(t, waits)
 	require.Empty(t, s.cfg.Unanswered.Accepted())
+	records := s.detached[0].records
+	require.Empty(t, records[0].Value, "the client keeps it, and needs it no longer")
+	require.NotEmpty(t, records[1].Value)
 
 	sent, err = s.produce(ctx, ctx, s.events, []int{2})
 	require.NoError(t, err)

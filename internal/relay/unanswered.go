@@ -188,9 +188,8 @@ func (u *Unanswered) forget(e *envelope.Event) { u.Remove([]eventRef{refOf(e)}) 
 type lateAnswers struct {
 	to     *Unanswered
 	flight *flight
-	batch  []envelope.Event
-	which  []int         // indexes in batch, of the records
-	within time.Duration // the answers are waited for
+	events map[int]*envelope.Event // by the index of the record; copies, so that they keep no other event in memory
+	within time.Duration           // the answers are waited for
 
 	mu       sync.Mutex
 	accepted []sentEvent
@@ -198,7 +197,7 @@ type lateAnswers struct {
 
 // take takes the outcome of one record. The client calls it.
 func (l *lateAnswers) take(i int, err error) {
-	e, r := &l.batch[l.which[i]], &l.flight.records[i]
+	e, r := l.events[i], &l.flight.records[i]
 	switch at := kafka.PartitionOf(r); {
 	case err == nil:
 		l.mu.Lock()
