@@ -2,6 +2,7 @@ package faults
 
 import (
 	"encoding/json"
+	"flag"
 	"fmt"
 	"testing"
 	"time"
@@ -11,6 +12,8 @@ import (
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
+
+var deliveryTimeout = flag.Duration("faults.delivery", 0, "DeliveryTimeout of the relays of TestClusterFaults; 0 means the default")
 
 // maxBehind is how much later than a plain producer a relay may send to a partition again.
 const maxBehind = 3 * time.Second
