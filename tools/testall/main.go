@@ -103,7 +103,7 @@ func parse(args []string) (a arguments, err error) {
 
 // run is main with an exit code.
 func run(args []string, stdout, stderr io.Writer) int {
-	told, err := parse(args)
+	asked, err := parse(args)
 	if err != nil {
 		fmt.Fprintln(stderr, err)
 		return exitUsage
@@ -117,9 +117,9 @@ func run(args []string, stdout, stderr io.Writer) int {
 
 	var results []*module
 	stopped := syscall.Signal(0)
-	for _, of := range told.tested {
+	for _, of := range asked.tested {
 		fmt.Fprintf(stdout, "== %s\n", of.dir)
-		m := newModule(of, told.flags, stdout)
+		m := newModule(of, asked.flags, stdout)
 		stopped = m.run(signals, stderr)
 		results = append(results, m)
 		if stopped != 0 {
@@ -130,9 +130,9 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if stopped == 0 {
 		flaky, stopped = runAgain(suspects(results), signals, stdout, stderr)
 	}
-	summarize(stdout, results, told.tested[len(results):], told.left, flaky)
-	if told.rest != "" {
-		err = writeRest(told.rest, results, told.left)
+	summarize(stdout, results, asked.tested[len(results):], asked.left, flaky)
+	if asked.rest != "" {
+		err = writeRest(asked.rest, results, asked.left)
 	}
 	switch {
 	case stopped != 0:
