@@ -295,14 +295,14 @@ var errCable = errors.New("cable pulled")
 // brokenDialer stands between the relay and Kafka.
 type brokenDialer struct {
 	broken  atomic.Bool
-	refused atomic.Int64 // connections since breakAll
+	rejected atomic.Int64 // connections since breakAll
 	mu      sync.Mutex
 	conns   []net.Conn
 }
 
 func (d *brokenDialer) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	if d.broken.Load() {
-		d.refused.Add(1)
+		d.rejected.Add(1)
 		return nil, errCable
 	}
 	conn, err := new(net.Dialer).DialContext(ctx, network, address)
@@ -320,7 +320,7 @@ func (d *brokenDialer) dial(ctx context.Context, network, address string) (net.C
 }
 
 func (d *brokenDialer) breakAll() {
-	d.refused.Store(0)
+	d.rejected.Store(0)
 	d.broken.Store(true)
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -358,7 +358,7 @@ func TestWorkerRetryAfterInOutage(t *testing.T) {
 			f.commit(steps...)
 			testenv.Run(t, w.Run)
 			require.Eventually(t, func() bool {
-				if cable.refused.Load() > 0 && log.count("PostgreSQL fails") > 0 && cable.broken.Load() { // each outage was noticed
+				if cable.rejected.Load() > 0 && log.count("PostgreSQL fails") > 0 && cable.broken.Load() { // each outage was noticed
 					cable.broken.Store(false)
 				}
 				return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PENDING' AND attempt_count = 0 AND aggregate_id = 'postponed' AND next_retry_at > now() + interval '2 h'`) == 1
