@@ -87,14 +87,21 @@ func TestMigrateLivingDatabase(t *testing.T) {
 			defer stop()
 			var writing sync.WaitGroup
 			var alongside written
-			events := make([]written, 3)
+			events, closed := make([]written, 3), make(chan struct{})
 			writers := testenv.Pool(t, nil)
 			for i := range events {
 				writing.Go(func() { events[i] = f.write(ctx, writers, insertEvents) })
 			}
 			writing.Go(func() { alongside = f.write(ctx, writers, `INSERT INTO {s}.alongside VALUES ($1)`) })
-			closing := time.AfterFunc(longOpen, func() { _ = open.Commit(context.WithoutCancel(ctx)) })
-			defer closing.Stop()
+			closing := time.AfterFunc(longOpen, func() {
+				defer close(closed)
+				_ = open.Commit(context.WithoutCancel(ctx))
+			})
+			defer func() {
+				if !closing.Stop() {
+					<-closed
+				}
+			}()
 			start := time.Now()
 			err := f.migrator(nextFiles(t)).Run(t.Context())
 			took := time.Since(start)
