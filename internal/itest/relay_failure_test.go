@@ -294,10 +294,10 @@ var errCable = errors.New("cable pulled")
 
 // brokenDialer stands between the relay and Kafka.
 type brokenDialer struct {
-	broken  atomic.Bool
+	broken   atomic.Bool
 	rejected atomic.Int64 // connections since breakAll
-	mu      sync.Mutex
-	conns   []net.Conn
+	mu       sync.Mutex
+	conns    []net.Conn
 }
 
 func (d *brokenDialer) dial(ctx context.Context, network, address string) (net.Conn, error) {
