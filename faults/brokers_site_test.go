@@ -62,7 +62,9 @@ func newBrokersSite(t *testing.T) *brokersSite {
 	t.Cleanup(s.reader.Close)
 	for _, name := range []string{"first", "second"} { // one leads, one stands by
 		log := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn})).With("relay", name)
-		run(t, s.relayPool(t), []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithHooks(s.events)}, outbox.RelayConfig{Logger: log, DeliveryTimeout: *deliveryTimeout, Lease: 2 * *deliveryTimeout})
+		run(t, s.relayPool(t), []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithHooks(s.events)}, outbox.RelayConfig{
+			Logger: log, DeliveryTimeout: *deliveryTimeout, Lease: 2 * *deliveryTimeout,
+		})
 	}
 	return s
 }

@@ -53,7 +53,8 @@ func TestOracleOverPartitions(t *testing.T) {
 	testOracle(t, h, retention)
 	t.Logf("%d rows are left", h.count(t, "outbox")) // all, where writers leave the relay no time for others
 	testenv.Run(t, h.relay(t, outbox.RelayConfig{Retention: retention}).Run)
-	require.Eventually(t, func() bool { return h.count(t, "outbox") < oracleSize(t)/2 }, testenv.Patience, 10*time.Millisecond, "many go")
+	half := oracleSize(t) / 2
+	require.Eventually(t, func() bool { return h.count(t, "outbox") < half }, testenv.Patience, 10*time.Millisecond, "many go")
 }
 
 func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig) {

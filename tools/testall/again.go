@@ -110,7 +110,7 @@ func runAgain(
 func (s *suspect) again(signals <-chan os.Signal, stdout, stderr io.Writer) (passed bool, stopped syscall.Signal) {
 	alone := &selection{dir: s.module.dir, packages: []string{s.pkg.name}}
 	if s.test != nil {
-		alone.tests = []string{regexp.QuoteMeta(s.test.name)}
+		alone.tests = []string{s.test.name}
 	}
 	m := newModule(alone, append(slices.Clone(s.module.args), "-count=1"), stdout)
 	if stopped = m.run(signals, stderr); stopped != 0 || m.failed() || len(m.packages) != 1 {

@@ -151,7 +151,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 func (m *module) run(signals <-chan os.Signal, stderr io.Writer) (stoppedBy syscall.Signal) {
 	began := time.Now()
 	defer func() { m.took = time.Since(began) }()
-	cmd := exec.Command("go", slices.Concat([]string{"test", "-json"}, m.args, m.packs)...)
+	cmd := exec.Command("go", slices.Concat([]string{"test", "-json"}, m.args, m.patterns)...)
 	cmd.Dir, cmd.Stderr = m.dir, stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // so that a signal reaches the tests, too
 	events, output, err := os.Pipe()

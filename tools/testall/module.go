@@ -18,10 +18,10 @@ const quietTime = 30 * time.Second
 
 // module is a run of one module's tests.
 type module struct {
-	dir     string
-	packs   []string // names of packages, or a pattern
-	args    []string
-	verbose bool // print all output at once, as go test -v does
+	dir      string
+	patterns []string // of the packages
+	args     []string
+	verbose  bool // print all output at once, as go test -v does
 
 	mu       sync.Mutex // guards the rest while the tests run
 	out      io.Writer
@@ -67,11 +67,11 @@ var verboseFlags = regexp.MustCompile(`^--?(test\.)?(v|bench|list)(=.*)?$`)
 
 func newModule(of *selection, args []string, out io.Writer) *module {
 	m := &module{
-		dir: of.dir, packs: of.packages, args: of.flags(args), out: out, printed: time.Now(),
+		dir: of.dir, patterns: of.packages, args: of.flags(args), out: out, printed: time.Now(),
 		verbose: slices.ContainsFunc(args, verboseFlags.MatchString),
 	}
-	if len(m.packs) == 0 {
-		m.packs = []string{"./..."}
+	if len(m.patterns) == 0 {
+		m.patterns = []string{"./..."}
 	}
 	return m
 }

@@ -17,10 +17,8 @@ func writeRest(file string, modules []*module, left []string) error {
 	var lines strings.Builder
 	for _, m := range modules {
 		for _, p := range m.packages {
-			for _, t := range p.tests {
-				if t.left && !strings.Contains(t.name, "/") {
-					fmt.Fprintln(&lines, m.dir, p.name, t.name)
-				}
+			for _, name := range p.leftTests() {
+				fmt.Fprintln(&lines, m.dir, p.name, name)
 			}
 		}
 	}
@@ -31,6 +29,16 @@ func writeRest(file string, modules []*module, left []string) error {
 		return fmt.Errorf("write what is left: %w", err)
 	}
 	return nil
+}
+
+// leftTests returns the tests without a parent that are left, or that have subtests which are.
+func (p *testPackage) leftTests() (names []string) {
+	for _, t := range p.tests {
+		if name, _, _ := strings.Cut(t.name, "/"); t.left && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // selection is what to test of a module.
@@ -62,7 +70,7 @@ func readRest(file string) (all []*selection, err error) {
 			if !slices.Contains(s.packages, fields[1]) {
 				s.packages = append(s.packages, fields[1])
 			}
-			s.tests = append(s.tests, regexp.QuoteMeta(fields[2]))
+			s.tests = append(s.tests, fields[2])
 		}
 	}
 	return all, nil
@@ -73,5 +81,9 @@ func (s *selection) flags(args []string) []string {
 	if len(s.tests) == 0 {
 		return args
 	}
-	return append(slices.Clone(args), "-run=^("+strings.Join(s.tests, "|")+")$")
+	var names []string
+	for _, name := range s.tests {
+		names = append(names, regexp.QuoteMeta(name))
+	}
+	return append(slices.Clone(args), "-run=^("+strings.Join(names, "|")+")$")
 }
