@@ -34,6 +34,19 @@ func TestMissingTopicDelaysNoOther(t *testing.T) {
 	h.awaitStatuses(t, map[string]int{"waiting": 40})
 }
 
+// A topic that is made after its events is used soon, and not after RetryInterval only.
+func TestNewTopicIsUsedSoon(t *testing.T) {
+	t.Parallel()
+	h, _ := newPlacesFixture(t)
+	missing := h.missing(t)
+	testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{RetryInterval: time.Hour}).Run)
+	lost := keyed("lost", 10)
+	missing.commit(t, lost...)
+	h.awaitStatuses(t, map[string]int{"waiting": 10})
+	testenv.CreateTopic(t, missing.brokers, missing.topic, 3)
+	requireArrivalWithin(t, 15*time.Second, missing.follow(t), lost...)
+}
+
 // Each event is for another partition of a topic that has too few replicas. Finding out that a partition accepts
 // nothing delays no other topic, and does not open the breaker, because Kafka works.
 func TestPartitionsWithoutReplicasDelayNoOther(t *testing.T) {

@@ -25,27 +25,28 @@ func (p *ProbedKeys) end() {
 }
 
 // RunProbes probes bad partitions until ctx is cancelled.
-func (r *retrier) RunProbes(ctx context.Context) {
-	r.repeat(ctx, r.ProbeNow, func() time.Duration { return r.Rules.RetryInterval }, r.probeAll)
+func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, r.ProbeNow, r.probePause, r.probeAll) }
+
+// probePause returns how long RunProbes waits between two rounds.
+func (r *retrier) probePause() time.Duration {
+	if r.Bad.Failing() {
+		return min(firstProbe, r.Rules.RetryInterval)
+	}
+	return r.Rules.RetryInterval
 }
 
-// probeAll tries one event of each suspect at once, and one of each other bad partition once in RetryInterval. They
-// are separate, so that an answer of the first need not wait for the others.
+// probeAll tries one event of each suspect at once, and one of each other bad partition once in RetryInterval, and when
+// its last try has failed. They are separate, so that an answer of the first need not wait for the others.
 func (r *retrier) probeAll(ctx context.Context) error {
-	var suspects, bad []string
-	for _, b := range r.Bad.All() {
-		if b.suspect {
-			suspects = append(suspects, b.Name)
-		} else {
-			bad = append(bad, b.Name)
-		}
+	all := time.Since(r.probed) >= r.Rules.RetryInterval
+	suspects, bad := r.Bad.Due(all)
+	if err := r.probe(ctx, suspects); err != nil {
+		return err
 	}
-	err := r.probe(ctx, suspects)
-	if err == nil && time.Since(r.probed) >= r.Rules.RetryInterval {
+	if all {
 		r.probed = time.Now()
-		err = r.probe(ctx, bad)
 	}
-	return err
+	return r.probe(ctx, bad)
 }
 
 // probe tries one event of each of some bad partitions. The keys that lose their heads get others from Run, which also
