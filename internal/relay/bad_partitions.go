@@ -20,22 +20,6 @@ type badPartition struct {
 	since     time.Time // of the first failure
 	elsewhere bool      // another partition has accepted an event; until then it may be an outage of Kafka
 	suspect   bool      // not tried: other partitions of its topic accept nothing
-	answers   int       // tries since then whose answers, or the end of the time for them, have come
-	again     time.Time // when it is tried after the last of them; zero: with all others
-}
-
-// firstProbe is how soon a bad partition is tried again. It may have recovered when a try has failed, and no record is
-// under way then that would notice. Each further time takes twice as long.
-const firstProbe = 500 * time.Millisecond
-
-// failed notes a try that has failed. While the answer of one is waited for elsewhere, that one notices a recovery.
-func (b *badPartition) failed(class string, err error) {
-	b.Class, b.Err, b.suspect = class, err, false
-	if !errors.Is(err, errUnanswered) && b.again.IsZero() { // the first event of a try
-		const longest = 6 // doublings; longer than RetryInterval should be
-		b.again = time.Now().Add(firstProbe << min(b.answers, longest))
-		b.answers++
-	}
 }
 
 // errSuspect is the error of a suspect.
@@ -105,13 +89,14 @@ func (r *BadPartitions) Fail(at kafka.Partition, began time.Time, class string, 
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	name := at.Name()
-	if began.Before(r.accepted[name]) {
+	switch b := r.bad[name]; {
+	case began.Before(r.accepted[name]):
 		return
+	case b != nil:
+		b.Class, b.Err, b.suspect = class, err, false
+	default:
+		r.bad[name] = &badPartition{BadPartition: cursor.BadPartition{Name: name, Class: class, Err: err}, since: time.Now()}
 	}
-	if r.bad[name] == nil {
-		r.bad[name] = &badPartition{BadPartition: cursor.BadPartition{Name: name}, since: time.Now()}
-	}
-	r.bad[name].failed(class, err)
 	r.changed()
 	delete(r.proven[at.Topic], name)
 }
@@ -202,20 +187,9 @@ func (r *BadPartitions) All() (all []badPartition) {
 	return all
 }
 
-// Due returns the suspects, and the other bad partitions that are to be probed: all of them, or those whose time has
-// come.
-func (r *BadPartitions) Due(all bool) (suspects, bad []string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, name := range slices.Sorted(maps.Keys(r.bad)) {
-		switch b := r.bad[name]; {
-		case b.suspect:
-			suspects = append(suspects, name)
-		case all, !b.again.IsZero() && !time.Now().Before(b.again):
-			bad, b.again = append(bad, name), time.Time{}
-		}
-	}
-	return suspects, bad
+// HaveTurnedBad reports whether a partition has turned bad within a time.
+func (r *BadPartitions) HaveTurnedBad(within time.Duration) bool {
+	return slices.ContainsFunc(r.All(), func(b badPartition) bool { return time.Since(b.since) < within })
 }
 
 // Topics returns the topics with bad partitions.

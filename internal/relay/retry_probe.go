@@ -25,28 +25,42 @@ func (p *ProbedKeys) end() {
 }
 
 // RunProbes probes bad partitions until ctx is cancelled.
-func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, r.ProbeNow, r.probePause, r.probeAll) }
+func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, r.ProbeNow, r.probeEvery, r.probeAll) }
 
-// probePause returns how long RunProbes waits between two rounds.
-func (r *retrier) probePause() time.Duration {
-	if r.Bad.Failing() {
-		return min(firstProbe, r.Rules.RetryInterval)
+// Most partitions that turn bad are back when another broker leads them, after some seconds. A record that is under way
+// often does not notice: its client waits for the broker that has gone, or its time ends just before. So a partition is
+// probed every probeSoon in the first time. It is so long that the clients of Producer suffice, each of which may wait
+// for a DeliveryTimeout and a half.
+const (
+	probeSoon      = 1500 * time.Millisecond
+	probeSoonUntil = 10 * time.Minute
+)
+
+// probeEvery returns how often bad partitions are probed.
+func (r *retrier) probeEvery() time.Duration {
+	if r.Bad.HaveTurnedBad(probeSoonUntil) {
+		return min(probeSoon, r.Rules.RetryInterval)
 	}
 	return r.Rules.RetryInterval
 }
 
-// probeAll tries one event of each suspect at once, and one of each other bad partition once in RetryInterval, and when
-// its last try has failed. They are separate, so that an answer of the first need not wait for the others.
+// probeAll tries one event of each suspect at once, and one of each other bad partition once in probeEvery. They
+// are separate, so that an answer of the first need not wait for the others.
 func (r *retrier) probeAll(ctx context.Context) error {
-	all := time.Since(r.probed) >= r.Rules.RetryInterval
-	suspects, bad := r.Bad.Due(all)
-	if err := r.probe(ctx, suspects); err != nil {
-		return err
+	var suspects, bad []string
+	for _, b := range r.Bad.All() {
+		if b.suspect {
+			suspects = append(suspects, b.Name)
+		} else {
+			bad = append(bad, b.Name)
+		}
 	}
-	if all {
+	err := r.probe(ctx, suspects)
+	if err == nil && time.Since(r.probed) >= r.probeEvery() {
 		r.probed = time.Now()
+		err = r.probe(ctx, bad)
 	}
-	return r.probe(ctx, bad)
+	return err
 }
 
 // probe tries one event of each of some bad partitions. The keys that lose their heads get others from Run, which also

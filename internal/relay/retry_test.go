@@ -13,9 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -66,33 +64,22 @@ func TestForgetEmptyPlaces(t *testing.T) {
 	})
 }
 
-// A bad partition is probed soon after a try has failed, because no record is under way that would notice its recovery.
-func TestBadPartitionIsProbedSoon(t *testing.T) {
+// Bad partitions are probed often at first, because most are back soon.
+func TestBadPartitionsAreProbedOftenAtFirst(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		bad, at := NewBadPartitions(outage.NewLogs(slog.New(slog.DiscardHandler))), kafka.Partition{Topic: "topic", Number: 1}
-		due := func(all bool) []string {
-			_, names := bad.Due(all)
-			return names
-		}
-		bad.Fail(at, time.Now(), "unavailable", errUnanswered)
-		time.Sleep(time.Hour)
-		require.Empty(t, due(false), "its answer is waited for")
-		for _, after := range []time.Duration{firstProbe, 2 * firstProbe, 4 * firstProbe} {
-			for range 3 { // events of one try
-				bad.Fail(at, time.Now(), "unavailable", kgo.ErrRecordTimeout)
-			}
-			time.Sleep(after - 1)
-			require.Empty(t, due(false))
-			time.Sleep(1)
-			require.Equal(t, []string{at.Name()}, due(false))
-			require.Empty(t, due(false))
-			require.Equal(t, []string{at.Name()}, due(true))
-		}
-		bad.Accept(at, time.Now())
-		bad.Fail(at, time.Now(), "unavailable", kgo.ErrRecordTimeout)
-		time.Sleep(firstProbe)
-		require.Equal(t, []string{at.Name()}, due(false), "it was good meanwhile")
+		r := NewRetrier(RetrierParts{
+			Rules: Rules{RetryInterval: 5 * time.Second}, Bad: NewBadPartitions(outage.NewLogs(slog.New(slog.DiscardHandler))),
+		})
+		require.Equal(t, 5*time.Second, r.probeEvery())
+		r.Bad.Load([]cursor.BadPartition{{Name: "topic/1"}})
+		require.Equal(t, probeSoon, r.probeEvery())
+		time.Sleep(probeSoonUntil)
+		require.Equal(t, 5*time.Second, r.probeEvery())
+		r.Bad.Load([]cursor.BadPartition{{Name: "topic/2"}})
+		require.Equal(t, probeSoon, r.probeEvery())
+		r.Rules.RetryInterval = time.Second
+		require.Equal(t, time.Second, r.probeEvery())
 	})
 }
 
