@@ -62,8 +62,9 @@ type RelayConfig struct {
 	// half DeliveryTimeout. Zero means 30 s.
 	Lease time.Duration
 
-	// RetryInterval is how long a relay waits before it looks for failed events
-	// that are due. It looks at once when the breaker closes. Zero means 5 s.
+	// RetryInterval is how long a relay waits before it looks for failed events that are due. It looks at once when
+	// the breaker closes. Topics and partitions that accept nothing are tried as often, and every 1.5 s in the first
+	// ten minutes. Zero means 5 s.
 	RetryInterval time.Duration
 	// Retry says how an event that Kafka rejected is tried again; after the last retry the event is dead. An outage, a
 	// missing topic or a lapsed credential uses up no retry. Each wait is shorter by up to a fifth, so that events do

@@ -103,9 +103,8 @@ type stateChange struct {
 func New(cfg Rules, changed func(from, to State, failureRate float64)) *Breaker {
 	b := &Breaker{cfg: cfg, changed: changed, last: window{failed: make([]bool, cfg.Window)}}
 	b.machine = gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
-		MaxRequests: uint32(cfg.Trials),
-		// gobreaker waits until more than Timeout has passed, and takes 0 for a minute.
-		Timeout:       max(cfg.OpenFor-1, 1),
+		MaxRequests:   uint32(cfg.Trials),
+		Timeout:       1, // isOpen decides when an open breaker becomes half-open
 		IsExcluded:    func(err error) bool { return errors.Is(err, errCallCancelled) },
 		IsSuccessful:  b.classify,
 		ReadyToTrip:   func(gobreaker.Counts) bool { return true }, // classify has decided
@@ -159,11 +158,26 @@ func (b *Breaker) unlock() {
 	b.mu.Unlock()
 }
 
-// State returns the present state. An open breaker becomes half-open by time alone.
+// isOpen reports whether the breaker is open and stays so for a while. Otherwise machine has the state: it is half-open
+// when it is asked. The caller holds mu.
+func (b *Breaker) isOpen() bool { return b.current == Open && time.Now().Before(b.trialsAt) }
+
+// State returns the present state. An open breaker becomes half-open by time alone, or by [Breaker.TryNow].
 func (b *Breaker) State() State {
 	b.mu.Lock()
 	defer b.unlock()
+	if b.isOpen() {
+		return Open
+	}
 	return stateOf(b.machine.State())
+}
+
+// TryNow makes an open breaker half-open.
+func (b *Breaker) TryNow() {
+	b.mu.Lock()
+	defer b.unlock()
+	b.trialsAt = time.Time{}
+	b.machine.State()
 }
 
 // Wait returns how long an open breaker stays open, and 0 in any other state. If a half-open breaker allows no call,
@@ -171,7 +185,8 @@ func (b *Breaker) State() State {
 func (b *Breaker) Wait() time.Duration {
 	b.mu.Lock()
 	defer b.unlock()
-	if stateOf(b.machine.State()) != Open {
+	if !b.isOpen() {
+		b.machine.State() // it becomes half-open
 		return 0
 	}
 	return time.Until(b.trialsAt)
@@ -190,6 +205,9 @@ func (b *Breaker) Allow(n int) *Permit {
 	}
 	b.mu.Lock()
 	defer b.unlock()
+	if b.isOpen() {
+		return p
+	}
 	done, err := b.machine.Allow()
 	if err != nil { // open, or out of trial calls: there is no other error
 		return p
@@ -258,7 +276,9 @@ func (p *Permit) Report(o Outcome) {
 	}
 	b.mu.Lock()
 	defer b.unlock()
-	p.Done(err)
+	if !b.isOpen() { // then the call began before it opened
+		p.Done(err)
+	}
 }
 
 // Release gives back the calls that have no outcome. It may be called again.

@@ -255,6 +255,25 @@ func TestBreakerWait(t *testing.T) {
 	})
 }
 
+func TestBreakerIsTriedNow(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		b := New(defaults, func(_, _ State, _ float64) {})
+		b.TryNow()
+		require.Equal(t, Closed, b.State())
+		late := b.Allow(1)
+		play(b, "-----.")
+		late.Report(Failed)
+		require.Equal(t, Open, b.State(), "gobreaker has made it half-open")
+		b.TryNow()
+		require.Equal(t, HalfOpen, b.State())
+		require.Zero(t, b.Wait())
+		b.Allow(1).Report(Failed)
+		require.Equal(t, Open, b.State())
+		require.Equal(t, defaults.OpenFor, b.Wait())
+	})
+}
+
 // changed is called once for each change, in order, and may ask for the state: gobreaker
 // calls its own function under its lock, where asking for the state would hang.
 func TestBreakerChanged(t *testing.T) {

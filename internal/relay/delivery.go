@@ -35,6 +35,8 @@ type Sender interface {
 	partition(e *envelope.Event) kafka.Partition
 	// topic returns the topic of an event.
 	topic(e *envelope.Event) (string, error)
+	// works asks Kafka whether it works as a whole.
+	works(ctx context.Context, topic string) bool
 }
 
 // sendResult is what became of the events that a sender took.
@@ -232,14 +234,26 @@ func (d *delivery) reportPartitions() {
 }
 
 // awaitBreaker waits until an open breaker becomes half-open, or for a moment while another goroutine uses the trial
-// calls.
+// calls. An open breaker need not stay so for all of its time: it becomes half-open once Kafka has said twice that it
+// works.
 func (d *delivery) awaitBreaker() {
-	const shortest = 50 * time.Millisecond
-	if d.Breaker.State() == breaker.Open {
-		e := &d.batch[d.pending[0]]
-		d.Log.Warn("outbox: breaker is open, batch stops", "id", e.ID, "event_id", string(e.EventID), "wait", d.Breaker.Wait())
+	const shortest, often = 50 * time.Millisecond, time.Second
+	if d.Breaker.State() != breaker.Open {
+		wait.Await(d.stop, d.held, nil, shortest)
+		return
 	}
-	wait.Await(d.stop, d.held, nil, max(d.Breaker.Wait(), shortest))
+	e := &d.batch[d.pending[0]]
+	d.Log.Warn("outbox: breaker is open, batch stops", "id", e.ID, "event_id", string(e.EventID), "wait", d.Breaker.Wait())
+	topic, _ := d.Sender.topic(e)
+	for works := 0; d.stop.Err() == nil && d.held.Err() == nil && d.Breaker.State() == breaker.Open; {
+		wait.Await(d.stop, d.held, nil, min(d.Breaker.Wait(), often))
+		if works++; d.stop.Err() != nil || d.held.Err() != nil || !d.Sender.works(d.stop, topic) {
+			works = 0
+		}
+		if works == 2 {
+			d.Breaker.TryNow()
+		}
+	}
 }
 
 // sendBatch sends all pending events at once. If Kafka rejects a request, its error names every record in it, good

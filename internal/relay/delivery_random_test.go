@@ -370,6 +370,8 @@ func (c *chaos) topic(e *envelope.Event) (string, error) { return string(e.Topic
 
 func (c *chaos) prepare(context.Context, []string) {}
 
+func (c *chaos) works(context.Context, string) bool { return false }
+
 // partition knows the partition most times.
 func (c *chaos) partition(e *envelope.Event) kafka.Partition {
 	at := c.events[e.ID-1].at

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -186,6 +187,20 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 	}
 }
 
+// An open breaker is half-open as soon as Kafka says that it works, twice.
+func TestBreakerEndsWithTheOutage(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, "ab: ab:+ b:+")
+		time.AfterFunc(10500*time.Millisecond, func() { s.working.Store(true) })
+		began := time.Now()
+		outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf("ab"), NewParking(false))
+		require.NoError(t, err)
+		require.Equal(t, "++", outcomeSymbols(outcomes))
+		require.Equal(t, 12*time.Second, time.Since(began))
+	})
+}
+
 // Kafka has failed, and is back but for one place. The trials of the breaker would be spent
 // on its events, and no other event would get through as long as it is bad.
 func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
@@ -325,6 +340,7 @@ type fakeSender struct {
 	log        bytes.Buffer
 	errs       map[rune]error
 
+	working   atomic.Bool
 	recovered int // places
 	prepared  []string
 }
@@ -373,6 +389,8 @@ func (s *fakeSender) next(begins string) string {
 }
 
 func (s *fakeSender) prepare(_ context.Context, topics []string) { s.prepared = topics }
+
+func (s *fakeSender) works(context.Context, string) bool { return s.working.Load() }
 
 func (s *fakeSender) partition(e *envelope.Event) kafka.Partition {
 	topic, _ := s.topic(e)

@@ -90,13 +90,18 @@ const (
 	usualTimes    = 10
 	firstUsual    = 50 * time.Millisecond // what sends take, before any has been seen
 	patienceTick  = 25 * time.Millisecond
-	never         = time.Hour // longer than any send
 )
+
+// electing is the patience behind an outage of Kafka, when partitions need a while to elect their leaders. It passes
+// twice before a silent one is suspected: with Kafka working at the end of each. Every event for a partition that is
+// suspected too early goes through outbox_failed.
+const electing = 1500 * time.Millisecond
 
 // awaitAnswers waits until every outcome is known, and reports whether it is. It waits no longer, and sets silent, if
 // some partitions do not answer while Kafka works; causes has what Kafka says of them. Others and alone are how long it
-// waits without an outcome if a record was accepted, and if none was.
-func (f *flight) awaitAnswers(others, alone time.Duration) (known, silent bool, causes map[kafka.Partition]error) {
+// waits without an outcome if a record was accepted, and if none was. Down is set if Kafka has not worked lately.
+func (f *flight) awaitAnswers(others, alone time.Duration, down bool) (known, silent bool, causes map[kafka.Partition]error) {
+	outage := down // Kafka has not worked in this flight, so that an outcome may have taken any time
 	ticker := time.NewTicker(patienceTick)
 	defer ticker.Stop()
 	open, accepted := f.progress()
@@ -117,18 +122,20 @@ func (f *flight) awaitAnswers(others, alone time.Duration) (known, silent bool, 
 		if !written && f.inFlight.HasWritten() {
 			written, from = true, took
 		}
-		quiet := others
+		quiet := max(others, last)
 		switch {
 		case !written:
-			quiet = max(alone, freshPatience)
+			quiet = max(alone, last, freshPatience)
+		case outage:
+			quiet = max(others, electing)
 		case accepted == 0:
-			quiet = alone
+			quiet = max(alone, last)
 		}
 		before := open
-		if took-from >= max(quiet, last) {
-			if causes, silent = kafka.Explain(f.grace, f.client, f.silentTopics()); !silent {
-				last, from, alone = took, took, never // Kafka may be about to come back, and has leaders to elect
-			}
+		if took-from >= quiet {
+			var works bool
+			causes, works = kafka.Explain(f.grace, f.client, f.silentTopics())
+			from, silent, down, outage = took, works && !down, !works, outage || !works
 		}
 		switch open, accepted = f.progress(); {
 		case open < before:

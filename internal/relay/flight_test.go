@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
@@ -27,6 +28,7 @@ type silentKafka struct {
 	held    context.Context
 	lose    context.CancelCauseFunc
 	events  []envelope.Event
+	cluster *kfake.Cluster
 	silent  atomic.Bool
 	release chan struct{}
 }
@@ -36,6 +38,7 @@ func newSilentKafka(t *testing.T) *silentKafka {
 	s.silent.Store(true)
 	cluster, err := kfake.NewCluster(kfake.NumBrokers(2), kfake.SleepOutOfOrder(), kfake.SeedTopics(2, "silent"))
 	require.NoError(t, err)
+	s.cluster = cluster
 	t.Cleanup(cluster.Close)
 	var asleep sync.WaitGroup // the cluster leaves a goroutine behind if it is closed beside a request that sleeps
 	t.Cleanup(asleep.Wait)
@@ -122,6 +125,31 @@ func TestNewClientDetachesSilentPartition(t *testing.T) {
 		close(s.release)
 	}
 	require.Less(t, best, freshPatience/2, "the shortest of three")
+}
+
+// Kafka as a whole does not work when the partition is found silent, and works again soon. The partition is found silent
+// then, and does not hold up others for the whole time of a send.
+func TestSilentPartitionIsDetachedBehindAnOutage(t *testing.T) {
+	t.Parallel()
+	s := newSilentKafka(t)
+	defer close(s.release)
+	var asked atomic.Int64
+	s.cluster.ControlKey(int16(kmsg.InitProducerID), func(r kmsg.Request) (kmsg.Response, error, bool) {
+		s.cluster.KeepControl()
+		const first, failing = 1, 4 // that of the client, and those of a question to all brokers, which are seeds, too
+		if n := asked.Add(1); n <= first || n > first+failing {
+			return nil, nil, false
+		}
+		response := r.ResponseKind().(*kmsg.InitProducerIDResponse)
+		response.ErrorCode = kerr.CoordinatorNotAvailable.Code
+		return response, nil, true
+	})
+	began := time.Now()
+	sent, err := s.produce(s.held, s.held, s.events, []int{1})
+	require.NoError(t, err)
+	require.ErrorIs(t, sent.errs[0], errUnanswered)
+	require.Less(t, time.Since(began), s.cfg.SendTimeout/2)
+	require.Greater(t, asked.Load(), int64(5), "Kafka has failed, and works")
 }
 
 // A stop finishes what is in flight: the answer that comes meanwhile is known.

@@ -182,6 +182,7 @@ func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.
 		p.usual += (min(time.Since(f.began), time.Second) - p.usual) / 8
 	}
 	if silent {
+		p.down = false
 		known, sent := p.detach(f, batch, which, causes)
 		known.reportFailures(true)
 		known.explain(causes)
@@ -227,17 +228,13 @@ func (p *Producer) launch(stop, held context.Context, f *flight) {
 // maxDetached is how many clients may wait for partitions that do not answer.
 const maxDetached = 16
 
-// awaitAnswers waits for the outcomes. In the first send after an outage of Kafka, it waits for silent partitions, too:
-// they may need a while to elect their leaders.
+// awaitAnswers waits for the outcomes.
 func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka.Partition]error) {
 	p.detached = slices.DeleteFunc(p.detached, (*flight).ended)
-	if p.down {
-		return f.await(), false, nil
-	}
 	if len(p.detached) >= maxDetached {
 		p.detached[0].end() // it has waited longest
 	}
-	return f.awaitAnswers(max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual))
+	return f.awaitAnswers(max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual), p.down)
 }
 
 // explain reports whether Kafka works as a whole although records have failed, and adds
@@ -346,6 +343,15 @@ func (p *Producer) sendAloneLater(records []kgo.Record, errs []error) {
 			keys = append(keys, tables.ParkingKey(r.Topic, r.Key))
 		}
 	}
+}
+
+// works implements [Sender].
+func (p *Producer) works(ctx context.Context, topic string) bool {
+	if p.connect() != nil {
+		return false
+	}
+	_, works := kafka.Explain(ctx, p.client, []string{topic})
+	return works
 }
 
 // partition implements [Sender].

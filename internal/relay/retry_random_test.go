@@ -219,6 +219,8 @@ func (o *operatedRelay) topic(e *envelope.Event) (string, error) { return string
 
 func (o *operatedRelay) prepare(context.Context, []string) {}
 
+func (o *operatedRelay) works(context.Context, string) bool { return false }
+
 func (o *operatedRelay) partition(e *envelope.Event) kafka.Partition {
 	return kafka.Partition{Topic: string(e.Topic)}
 }
