@@ -21,8 +21,8 @@ type BreakerConfig struct {
 	// FailureRate is the share of failures that opens the breaker, above 0 and at
 	// most 1. Zero means 0.5.
 	FailureRate float64
-	// OpenFor is how long an open breaker lets nothing through at most; then it is half-open. That of a relay asks Kafka
-	// every second, and is half-open once Kafka has said twice that it works. Zero means 30 s.
+	// OpenFor is how long an open breaker lets nothing through at most; then it is half-open. That of a relay asks
+	// Kafka every second, and is half-open once Kafka has said twice that it works. Zero means 30 s.
 	OpenFor time.Duration
 	// Trials is how many calls a half-open breaker lets through, at most 10,000. When
 	// all of them succeed the breaker closes, when one fails it opens again. Zero means 3.

@@ -34,8 +34,8 @@ func TestMissingTopicDelaysNoOther(t *testing.T) {
 	h.awaitStatuses(t, map[string]int{"waiting": 40})
 }
 
-// A topic that is made after its events is used soon, and not after RetryInterval only.
-func TestNewTopicIsUsedSoon(t *testing.T) {
+// A topic that is made after its events is used within seconds, and not after RetryInterval only.
+func TestNewTopicIsUsedWithinSeconds(t *testing.T) {
 	t.Parallel()
 	h, _ := newPlacesFixture(t)
 	missing := h.missing(t)

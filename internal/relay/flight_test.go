@@ -127,8 +127,8 @@ func TestNewClientDetachesSilentPartition(t *testing.T) {
 	require.Less(t, best, freshPatience/2, "the shortest of three")
 }
 
-// Kafka as a whole does not work when the partition is found silent, and works again soon. The partition is found silent
-// then, and does not hold up others for the whole time of a send.
+// Kafka as a whole does not work when the partition is found silent, and works again soon. The partition is found
+// silent then, and does not hold up others for the whole time of a send.
 func TestSilentPartitionIsDetachedBehindAnOutage(t *testing.T) {
 	t.Parallel()
 	s := newSilentKafka(t)

@@ -29,17 +29,17 @@ func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, r.ProbeNow, r.p
 
 // Most partitions that turn bad are back when another broker leads them, after some seconds. A record that is under way
 // often does not notice: its client waits for the broker that has gone, or its time ends just before. So a partition is
-// probed every probeSoon in the first time. It is so long that the clients of Producer suffice, each of which may wait
-// for a DeliveryTimeout and a half.
+// probed every oftenInterval at first. That is so long that the clients of Producer suffice, each of which may wait for
+// a DeliveryTimeout and a half.
 const (
-	probeSoon      = 1500 * time.Millisecond
-	probeSoonUntil = 10 * time.Minute
+	oftenInterval = 1500 * time.Millisecond
+	oftenAtFirst  = 10 * time.Minute
 )
 
 // probeEvery returns how often bad partitions are probed.
 func (r *retrier) probeEvery() time.Duration {
-	if r.Bad.HaveTurnedBad(probeSoonUntil) {
-		return min(probeSoon, r.Rules.RetryInterval)
+	if r.Bad.HaveTurnedBad(oftenAtFirst) {
+		return min(oftenInterval, r.Rules.RetryInterval)
 	}
 	return r.Rules.RetryInterval
 }
