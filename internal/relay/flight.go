@@ -80,10 +80,9 @@ func (f *flight) abandon() {
 
 // How long no outcome may come before the partitions that have not answered are suspected: patience once another one
 // has accepted a record, alonePatience if none has, because Kafka as a whole may be slow, and freshPatience as long as
-// the client, which is new then, has written no record although Kafka says that all partitions have leaders: it may have
-// to find out first that a broker is silent. It is never shorter than the time that the last outcome took, and than
-// usualTimes of what sends have taken lately. It is counted in ticks, so that a process that was stopped meanwhile
-// suspects nothing.
+// the client, which is new then, has written no record: it may have to find out first that a broker is silent. It is
+// never shorter than the time that the last outcome took, and than usualTimes of what sends have taken lately. It is
+// counted in ticks, so that a process that was stopped meanwhile suspects nothing.
 const (
 	patience      = 100 * time.Millisecond
 	alonePatience = 300 * time.Millisecond
@@ -103,7 +102,6 @@ const electing = 1500 * time.Millisecond
 // waits without an outcome if a record was accepted, and if none was. Down is set if Kafka has not worked lately.
 func (f *flight) awaitAnswers(others, alone time.Duration, down bool) (known, silent bool, causes map[kafka.Partition]error) {
 	outage := down // Kafka has not worked in this flight, so that an outcome may have taken any time
-	fresh := false // Kafka was asked, and says of no partition why a new client has written nothing
 	ticker := time.NewTicker(patienceTick)
 	defer ticker.Stop()
 	open, accepted := f.progress()
@@ -126,21 +124,17 @@ func (f *flight) awaitAnswers(others, alone time.Duration, down bool) (known, si
 		}
 		quiet := max(others, last)
 		switch {
+		case !written:
+			quiet = max(alone, last, freshPatience)
 		case outage:
 			quiet = max(others, electing)
-		case !written && fresh:
-			quiet = max(alone, last, freshPatience)
-		case !written || accepted == 0:
+		case accepted == 0:
 			quiet = max(alone, last)
 		}
 		before := open
 		if took-from >= quiet {
 			var works bool
 			causes, works = kafka.Explain(f.grace, f.client, f.silentTopics())
-			if !written && works && len(causes) == 0 && !fresh {
-				fresh = true
-				continue
-			}
 			from, silent, down, outage = took, works && !down, !works, outage || !works
 		}
 		switch open, accepted = f.progress(); {

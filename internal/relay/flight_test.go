@@ -3,8 +3,6 @@ package relay
 import (
 	"context"
 	"log/slog"
-	"net"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -125,48 +123,6 @@ func TestNewClientDetachesSilentPartition(t *testing.T) {
 		require.ErrorIs(t, sent.errs[0], errUnanswered)
 		best = min(best, time.Since(began))
 		close(s.release)
-	}
-	require.Less(t, best, freshPatience/2, "the shortest of three")
-}
-
-// A new client that cannot write, because Kafka says that the partition has no leader, waits no longer than one that has
-// written.
-func TestNewClientDetachesLeaderlessPartition(t *testing.T) {
-	t.Parallel()
-	best := time.Hour
-	for range 3 {
-		s := newSilentKafka(t)
-		s.cluster.ControlKey(int16(kmsg.Metadata), func(r kmsg.Request) (kmsg.Response, error, bool) {
-			s.cluster.KeepControl()
-			response := r.ResponseKind().(*kmsg.MetadataResponse)
-			for _, addr := range s.cluster.ListenAddrs() {
-				b := kmsg.NewMetadataResponseBroker()
-				host, port, err := net.SplitHostPort(addr)
-				require.NoError(t, err)
-				n, err := strconv.ParseInt(port, 10, 32)
-				require.NoError(t, err)
-				b.NodeID, b.Host, b.Port = int32(len(response.Brokers)), host, int32(n)
-				response.Brokers = append(response.Brokers, b)
-			}
-			name := "silent"
-			topic := kmsg.NewMetadataResponseTopic()
-			topic.Topic = &name
-			for n := range int32(2) {
-				p := kmsg.NewMetadataResponseTopicPartition()
-				p.Partition, p.Leader, p.ErrorCode = n, -1, kerr.LeaderNotAvailable.Code
-				topic.Partitions = append(topic.Partitions, p)
-			}
-			response.Topics = append(response.Topics, topic)
-			return response, nil, true
-		})
-		began := time.Now()
-		sent, err := s.produce(s.held, s.held, s.events, []int{1})
-		require.NoError(t, err)
-		require.ErrorIs(t, sent.errs[0], errUnanswered)
-		require.ErrorIs(t, sent.errs[0], kafka.ErrNoLeader)
-		best = min(best, time.Since(began))
-		close(s.release)
-		s.lose(lease.ErrLeaseLost)
 	}
 	require.Less(t, best, freshPatience/2, "the shortest of three")
 }
