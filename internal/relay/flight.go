@@ -94,13 +94,18 @@ const (
 
 // electing is the patience behind an outage of Kafka, when partitions need a while to elect their leaders. It passes
 // twice before a silent one is suspected: with Kafka working at the end of each. Every event for a partition that is
-// suspected too early goes through outbox_failed.
-const electing = 1500 * time.Millisecond
+// suspected too early goes through outbox_failed. Within electingOnce behind a suspicion there is no such patience:
+// otherwise each send of few events could find another silent partition.
+const (
+	electing     = 1500 * time.Millisecond
+	electingOnce = 30 * time.Second
+)
 
 // awaitAnswers waits until every outcome is known, and reports whether it is. It waits no longer, and sets silent, if
 // some partitions do not answer while Kafka works; causes has what Kafka says of them. Others and alone are how long it
-// waits without an outcome if a record was accepted, and if none was. Down is set if Kafka has not worked lately.
-func (f *flight) awaitAnswers(others, alone time.Duration, down bool) (known, silent bool, causes map[kafka.Partition]error) {
+// waits without an outcome if a record was accepted, and if none was; elect is how long if Kafka has not worked in
+// between. Down is set if Kafka has not worked lately.
+func (f *flight) awaitAnswers(others, alone, elect time.Duration, down bool) (known, silent bool, causes map[kafka.Partition]error) {
 	outage := down // Kafka has not worked in this flight, so that an outcome may have taken any time
 	ticker := time.NewTicker(patienceTick)
 	defer ticker.Stop()
@@ -127,7 +132,7 @@ func (f *flight) awaitAnswers(others, alone time.Duration, down bool) (known, si
 		case !written:
 			quiet = max(alone, last, freshPatience)
 		case outage:
-			quiet = max(others, electing)
+			quiet = max(others, elect)
 		case accepted == 0:
 			quiet = max(alone, last)
 		}

@@ -38,6 +38,7 @@ type Producer struct {
 
 	client   *kgo.Client   // nil until needed, after a send without an answer, and after a final error
 	detached []*flight     // whose answers are waited for elsewhere
+	suspects time.Time     // when partitions were suspected last
 	down     bool          // Kafka did not work after the last send
 	usual    time.Duration // what sends have taken lately, on average
 	inFlight *kafka.InFlight
@@ -182,7 +183,7 @@ func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.
 		p.usual += (min(time.Since(f.began), time.Second) - p.usual) / 8
 	}
 	if silent {
-		p.down = false
+		p.down, p.suspects = false, time.Now()
 		known, sent := p.detach(f, batch, which, causes)
 		known.reportFailures(true)
 		known.explain(causes)
@@ -234,7 +235,11 @@ func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka
 	if len(p.detached) >= maxDetached {
 		p.detached[0].end() // it has waited longest
 	}
-	return f.awaitAnswers(max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual), p.down)
+	elect := electing
+	if time.Since(p.suspects) < electingOnce {
+		elect = 0
+	}
+	return f.awaitAnswers(max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual), elect, p.down)
 }
 
 // explain reports whether Kafka works as a whole although records have failed, and adds
