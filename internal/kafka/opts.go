@@ -125,9 +125,15 @@ func CheckProducerOpts(opts []kgo.Opt) error {
 // waits for 10 s.
 const RequestTimeout = 2 * time.Second
 
+// metadataMinAge is how soon a client asks again who leads a partition, unless the host has set it: franz-go waits for
+// 5 s. While another broker is being elected, that is how long the relay does not know of it.
+const metadataMinAge = time.Second
+
 // ProducerOpts returns the options of the host, and those that the promises need.
 func ProducerOpts(host []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
-	opts := append([]kgo.Opt{kgo.DialTimeout(RequestTimeout), kgo.RequestTimeoutOverhead(RequestTimeout)}, host...)
+	opts := append([]kgo.Opt{
+		kgo.DialTimeout(RequestTimeout), kgo.RequestTimeoutOverhead(RequestTimeout), kgo.MetadataMinAge(metadataMinAge),
+	}, host...)
 	return append(opts,
 		kgo.RequiredAcks(kgo.AllISRAcks()),
 		// With idempotence alone, a record whose request was sent and never

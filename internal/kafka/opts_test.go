@@ -26,6 +26,11 @@ func TestProducerOpts(t *testing.T) {
 	require.Equal(t, 30*time.Second, client.OptValue(kgo.ProduceRequestTimeout))
 	require.EqualValues(t, 1, client.OptValue(kgo.MaxProduceRequestsInflightPerBroker))
 	require.Equal(t, time.Second, client.OptValue(kgo.RetryBackoffFn).(func(int) time.Duration)(1))
+	require.Equal(t, time.Second, client.OptValue(kgo.MetadataMinAge), "franz-go waits for 5 s until it asks for a new leader")
+	slow, err := NewClient(ProducerOpts([]kgo.Opt{kgo.MetadataMinAge(10 * time.Second)}, 10*time.Second))
+	require.NoError(t, err)
+	defer slow.Close()
+	require.Equal(t, 10*time.Second, slow.OptValue(kgo.MetadataMinAge))
 
 	require.ErrorContains(t, CheckProducerOpts([]kgo.Opt{kgo.RequiredAcks(kgo.LeaderAck())}), "idempoten", "fewer acks are not silently raised")
 }
