@@ -162,14 +162,19 @@ func (b *Breaker) unlock() {
 // when it is asked. The caller holds mu.
 func (b *Breaker) isOpen() bool { return b.current == Open && time.Now().Before(b.trialsAt) }
 
-// State returns the present state. An open breaker becomes half-open by time alone, or by [Breaker.TryNow].
-func (b *Breaker) State() State {
-	b.mu.Lock()
-	defer b.unlock()
+// state returns the present state. The caller holds mu.
+func (b *Breaker) state() State {
 	if b.isOpen() {
 		return Open
 	}
 	return stateOf(b.machine.State())
+}
+
+// State returns the present state. An open breaker becomes half-open by time alone, or by [Breaker.TryNow].
+func (b *Breaker) State() State {
+	b.mu.Lock()
+	defer b.unlock()
+	return b.state()
 }
 
 // TryNow makes an open breaker half-open.
@@ -177,7 +182,7 @@ func (b *Breaker) TryNow() {
 	b.mu.Lock()
 	defer b.unlock()
 	b.trialsAt = time.Time{}
-	b.machine.State()
+	b.state()
 }
 
 // Wait returns how long an open breaker stays open, and 0 in any other state. If a half-open breaker allows no call,
@@ -185,8 +190,7 @@ func (b *Breaker) TryNow() {
 func (b *Breaker) Wait() time.Duration {
 	b.mu.Lock()
 	defer b.unlock()
-	if !b.isOpen() {
-		b.machine.State() // it becomes half-open
+	if b.state() != Open {
 		return 0
 	}
 	return time.Until(b.trialsAt)

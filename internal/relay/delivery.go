@@ -245,15 +245,16 @@ func (d *delivery) awaitBreaker() {
 	e := &d.batch[d.pending[0]]
 	d.Log.Warn("outbox: breaker is open, batch stops", "id", e.ID, "event_id", string(e.EventID), "wait", d.Breaker.Wait())
 	topic, _ := d.Sender.topic(e)
-	for works := 0; d.stop.Err() == nil && d.held.Err() == nil && d.Breaker.State() == breaker.Open; {
+	for works := 0; works < 2; {
 		wait.Await(d.stop, d.held, nil, min(d.Breaker.Wait(), often))
-		if works++; d.stop.Err() != nil || d.held.Err() != nil || !d.Sender.works(d.stop, topic) {
+		if d.stop.Err() != nil || d.held.Err() != nil || d.Breaker.State() != breaker.Open {
+			return
+		}
+		if works++; !d.Sender.works(d.stop, topic) {
 			works = 0
 		}
-		if works == 2 {
-			d.Breaker.TryNow()
-		}
 	}
+	d.Breaker.TryNow()
 }
 
 // sendBatch sends all pending events at once. If Kafka rejects a request, its error names every record in it, good

@@ -36,15 +36,15 @@ type Producer struct {
 	breaker *breaker.Breaker // shared by all producers of a relay that it is to stop
 	group   *contain.Group   // waits for the answers of detached
 
-	client   *kgo.Client   // nil until needed, after a send without an answer, and after a final error
-	detached []*flight     // whose answers are waited for elsewhere
-	suspects time.Time     // when partitions were suspected last
-	down     bool          // Kafka did not work after the last send
-	usual    time.Duration // what sends have taken lately, on average
-	inFlight *kafka.InFlight
-	buffer   kafka.Buffer
-	limits   kafka.Limits
-	topics   *kafka.Topics // as the client has them
+	client    *kgo.Client   // nil until needed, after a send without an answer, and after a final error
+	detached  []*flight     // whose answers are waited for elsewhere
+	suspected time.Time     // when a partition was suspected last
+	down      bool          // Kafka did not work after the last send
+	usual     time.Duration // what sends have taken lately, on average
+	inFlight  *kafka.InFlight
+	buffer    kafka.Buffer
+	limits    kafka.Limits
+	topics    *kafka.Topics // as the client has them
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
@@ -183,7 +183,7 @@ func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.
 		p.usual += (min(time.Since(f.began), time.Second) - p.usual) / 8
 	}
 	if silent {
-		p.down, p.suspects = false, time.Now()
+		p.down, p.suspected = false, time.Now()
 		known, sent := p.detach(f, batch, which, causes)
 		known.reportFailures(true)
 		known.explain(causes)
@@ -236,7 +236,7 @@ func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka
 		p.detached[0].end() // it has waited longest
 	}
 	elect := electing
-	if time.Since(p.suspects) < electingOnce {
+	if time.Since(p.suspected) < electingOnce {
 		elect = 0
 	}
 	return f.awaitAnswers(max(patience, usualTimes*p.usual), max(alonePatience, 2*usualTimes*p.usual), elect, p.down)

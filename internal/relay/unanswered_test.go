@@ -23,8 +23,7 @@ type acceptingKafka struct{ sent []int64 }
 
 func (k *acceptingKafka) topic(e *envelope.Event) (string, error) { return string(e.Topic), nil }
 func (k *acceptingKafka) prepare(context.Context, []string)       {}
-
-func (k *acceptingKafka) works(context.Context, string) bool { return false }
+func (k *acceptingKafka) works(context.Context, string) bool      { return false }
 func (k *acceptingKafka) partition(e *envelope.Event) kafka.Partition {
 	return kafka.Partition{Topic: string(e.Topic)}
 }
