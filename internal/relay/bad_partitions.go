@@ -1,7 +1,6 @@
 package relay
 
 import (
-	"errors"
 	"maps"
 	"slices"
 	"strings"
@@ -17,13 +16,10 @@ import (
 // badPartition is a topic or a partition that accepts nothing.
 type badPartition struct {
 	cursor.BadPartition
-	since     time.Time // of the first failure
+	since     time.Time // of the first failure; a suspect has none yet, and it is when it became one
 	elsewhere bool      // another partition has accepted an event; until then it may be an outage of Kafka
-	suspect   bool      // not tried: other partitions of its topic accept nothing
+	suspect   bool      // not tried: other partitions accept nothing
 }
-
-// errSuspect is the error of a suspect.
-var errSuspect = errors.New("not tried yet, because another partition of the topic accepts nothing")
 
 // BadPartitions remembers which topics and partitions accept nothing. Events for such a partition are not tried, so
 // they delay no other events. It is safe for concurrent use.
@@ -38,13 +34,15 @@ type BadPartitions struct {
 	accepted map[string]time.Time       // when a partition that was bad was last good
 	claimed  map[string]bool            // partitions whose waiting events a retrier sends
 	proven   map[string]map[string]bool // topics with bad partitions, and their partitions that have accepted an event since
+	failed   time.Time                  // when a partition turned bad last
+	lately   acceptTimes
 }
 
 // NewBadPartitions returns an empty registry. It reports to log each partition that becomes bad or good.
 func NewBadPartitions(log *outage.Logs) *BadPartitions {
 	return &BadPartitions{
 		log: log, bad: map[string]*badPartition{}, accepted: map[string]time.Time{}, claimed: map[string]bool{},
-		proven: map[string]map[string]bool{},
+		proven: map[string]map[string]bool{}, lately: newAcceptTimes(),
 	}
 }
 
@@ -89,14 +87,21 @@ func (r *BadPartitions) Fail(at kafka.Partition, began time.Time, class string, 
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	name := at.Name()
-	switch b := r.bad[name]; {
+	b := r.bad[name]
+	switch {
 	case began.Before(r.accepted[name]):
 		return
-	case b != nil:
-		b.Class, b.Err, b.suspect = class, err, false
-	default:
-		r.bad[name] = &badPartition{BadPartition: cursor.BadPartition{Name: name, Class: class, Err: err}, since: time.Now()}
+	case b == nil:
+		b = &badPartition{BadPartition: cursor.BadPartition{Name: name}}
+		r.bad[name] = b
+		fallthrough
+	case b.suspect:
+		b.since, b.suspect = time.Now(), false
+		if at != at.WholeTopic() {
+			r.failed = b.since
+		}
 	}
+	b.Class, b.Err = class, err
 	r.changed()
 	delete(r.proven[at.Topic], name)
 }
@@ -141,40 +146,6 @@ func (r *BadPartitions) Forget(name string) {
 		r.makeGood(name)
 		r.changed()
 	}
-}
-
-// Avoid returns the entry of a partition or of its topic. A partition that has not accepted an event since another one
-// of its topic became bad is a suspect, and gets an entry: an event for it could delay the others as long as the first.
-// The next probe tries it.
-func (r *BadPartitions) Avoid(at kafka.Partition) (badPartition, bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	b := r.bad[at.Topic]
-	if b == nil && at.Number != kafka.Unassigned {
-		name := at.Name()
-		if b = r.bad[name]; b == nil {
-			b = r.suspect(at.Topic, name)
-		}
-	}
-	if b == nil {
-		return badPartition{}, false
-	}
-	return *b, true
-}
-
-// suspect adds an entry for a partition if it is a suspect. The caller holds mu.
-func (r *BadPartitions) suspect(topic, name string) *badPartition {
-	proven, failing := r.proven[topic]
-	if !failing || proven[name] {
-		return nil
-	}
-	b := &badPartition{
-		BadPartition: cursor.BadPartition{Name: name, Class: kafka.UnavailableClass(errSuspect), Err: errSuspect},
-		since:        time.Now(), elsewhere: true, suspect: true,
-	}
-	r.bad[name] = b
-	r.changed()
-	return b
 }
 
 // All returns the bad partitions and topics, sorted by name.

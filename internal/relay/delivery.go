@@ -219,8 +219,31 @@ func (d *delivery) beginSend() {
 	d.accepted, d.failed = nil, nil
 	d.avoiding = !d.probing && d.Bad.Failing() && (!d.patient || d.Breaker.State() != breaker.Open)
 	if d.avoiding {
-		d.Sender.prepare(d.stop, d.Bad.Topics())
+		d.Sender.prepare(d.stop, d.topicsToAvoid())
 	}
+}
+
+// topicsToAvoid returns the topics that may have partitions to avoid.
+func (d *delivery) topicsToAvoid() []string {
+	topics := d.Bad.Topics()
+	if !d.Bad.Spreads() {
+		return topics
+	}
+	seen := map[string]bool{}
+	for _, i := range d.pending {
+		if topic, err := d.Sender.topic(&d.batch[i]); err == nil && !seen[topic] {
+			seen[topic] = true
+			topics = append(topics, topic)
+		}
+	}
+	return topics
+}
+
+// produce sends pending events.
+func (d *delivery) produce(which []int) (sendResult, error) {
+	sent, err := d.Sender.produce(d.stop, d.held, d.batch, which)
+	d.Bad.Answered(sent.records, sent.errs)
+	return sent, err
 }
 
 // reportPartitions tells the registry which partitions have accepted events. A partition for which another event
@@ -262,7 +285,7 @@ func (d *delivery) awaitBreaker() {
 func (d *delivery) sendBatch() error {
 	d.pending = slices.DeleteFunc(d.pending, d.skip)
 	which, later := d.othersFirst()
-	sent, err := d.Sender.produce(d.stop, d.held, d.batch, which)
+	sent, err := d.produce(which)
 	if err != nil {
 		return err
 	}
@@ -352,7 +375,7 @@ func (d *delivery) sendEach() error {
 			d.pending = d.pending[1:]
 			continue
 		}
-		sent, err := d.Sender.produce(d.stop, d.held, d.batch, d.pending[:1])
+		sent, err := d.produce(d.pending[:1])
 		if err != nil {
 			return err
 		}

@@ -157,8 +157,11 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 		name, batches, play, want string
 		recovered                 int
 	}{
-		{"its events are parked without being tried once another place has accepted one", "ab bnB", "ab:+- n:+", "+u u+b", 0},
+		{"its events are parked without being tried once another place has accepted one", "abn bnB", "abn:+-+ n:+", "+u+ u+b", 0},
 		{"what has accepted one is tried, another place of the topic is a suspect", "ab bacB", "ab:+- a:+", "+u u+ub", 0},
+		{"in other topics, what has not accepted one lately is a suspect for a while", "abn ano o n", "abn:+-+ an:++", "+u+ ++u u u", 0},
+		{"but not for long", "ab a a a a a n", "ab:+- a:+ a:+ a:+ a:+ a:+ n:+", "+u + + + + + +", 0},
+		{"a topic that is missing makes no suspects", "an b", "an:+t b:+", "+u +", 0},
 		{"until then they are tried: it may be Kafka that fails", "b bB a b", "b:- bB:-- a:+", "u ub + u", 0},
 		{"then others in the same batch are tried before them, so as not to wait for them", "b baB", "b:- a:+", "u u+b", 0},
 		{"and they are tried when the others have failed, too", "b ab", "b:- a:- b:-", "u uu", 0},
