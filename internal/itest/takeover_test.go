@@ -1,14 +1,18 @@
 package itest
 
 import (
+	"fmt"
 	"log/slog"
+	"slices"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/absent"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
@@ -190,4 +194,45 @@ func TestStandbyNamesTheHolder(t *testing.T) {
 	require.Eventually(t, func() bool { return log.count("standing by") > 0 }, testenv.Patience, time.Millisecond)
 	require.Equal(t, 1, log.count("holder=other"), log.String())
 	require.Zero(t, log.count("does not expire"), log.String())
+}
+
+// A topic has partitions that accept nothing, and the process that led was killed. The good partitions of the topic,
+// and other topics, do not wait until partitions are probed, when the lease of that process would have expired.
+func TestGoodPartitionsGoOnBeforeLeaseIsExclusive(t *testing.T) {
+	testenv.Long(t)
+	t.Parallel()
+	testenv.Direct(t)
+	h := newRelayFixture(t)
+	testenv.RealBrokers(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 6, "min.insync.replicas", "2")
+	require.NoError(t, absent.Block(background, h.brokers, h.topic, []int32{1, 4}))
+	other := h.elsewhere(t, "other-"+uuid.NewString())
+	testenv.CreateTopic(t, h.brokers, other.topic, 6)
+	reader, otherReader := h.follow(t), other.follow(t)
+	stop := testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{}).Run)
+	keys, others := keyed("key", 60), keyed("other", 60)
+	h.commit(t, keys...)
+	other.commit(t, others...)
+	requireArrival(t, otherReader, others...)
+	sent := func() []oracle.Event {
+		return slices.DeleteFunc(slices.Clone(keys), func(e oracle.Event) bool { return !reader.Has(e.ID) })
+	}
+	require.Eventually(t, func() bool {
+		wait := h.countWhere(t, `SELECT count(*) FROM {s}.outbox_failed`)
+		return wait > 0 && wait+len(sent()) == len(keys)
+	}, testenv.Patience, 10*time.Millisecond)
+	stop()
+	h.gone(t, time.Hour)
+	testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{}).Run)
+	for version := range 10 {
+		next := numbered(fmt.Sprint("other-", version), 1, 1)
+		other.commit(t, next...)
+		requireArrivalWithin(t, 10*time.Second, otherReader, next...)
+		next = nil
+		for _, e := range sent() {
+			next = append(next, numbered(e.Key, 2+version, 1)...)
+		}
+		h.commit(t, next...)
+		requireArrivalWithin(t, 10*time.Second, reader, next...)
+	}
 }

@@ -35,14 +35,15 @@ type BadPartitions struct {
 	claimed  map[string]bool            // partitions whose waiting events a retrier sends
 	proven   map[string]map[string]bool // topics with bad partitions, and their partitions that have accepted an event since
 	failed   time.Time                  // when a partition turned bad last
-	lately   acceptTimes
+	probed   bool                       // suspects are probed
+	used     usedPartitions
 }
 
 // NewBadPartitions returns an empty registry. It reports to log each partition that becomes bad or good.
 func NewBadPartitions(log *outage.Logs) *BadPartitions {
 	return &BadPartitions{
 		log: log, bad: map[string]*badPartition{}, accepted: map[string]time.Time{}, claimed: map[string]bool{},
-		proven: map[string]map[string]bool{}, lately: newAcceptTimes(),
+		proven: map[string]map[string]bool{}, used: usedPartitions{of: map[string][]bool{}},
 	}
 }
 
@@ -60,7 +61,8 @@ func (r *BadPartitions) Load(loaded []cursor.BadPartition) {
 			continue
 		}
 		if _, good := r.accepted[b.Name]; !good && r.bad[b.Name] == nil {
-			r.bad[b.Name] = &badPartition{BadPartition: b, since: time.Now()}
+			suspect := b.Err != nil && b.Err.Error() == errSuspect.Error()
+			r.bad[b.Name] = &badPartition{BadPartition: b, since: time.Now(), elsewhere: suspect, suspect: suspect}
 		}
 	}
 	r.changed()

@@ -242,7 +242,7 @@ func (d *delivery) topicsToAvoid() []string {
 // produce sends pending events.
 func (d *delivery) produce(which []int) (sendResult, error) {
 	sent, err := d.Sender.produce(d.stop, d.held, d.batch, which)
-	d.Bad.Answered(sent.records, sent.errs)
+	d.Bad.Sent(sent.records, sent.errs)
 	return sent, err
 }
 

@@ -3,6 +3,7 @@ package relay
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"regexp"
@@ -159,7 +160,7 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 	}{
 		{"its events are parked without being tried once another place has accepted one", "abn bnB", "abn:+-+ n:+", "+u+ u+b", 0},
 		{"what has accepted one is tried, another place of the topic is a suspect", "ab bacB", "ab:+- a:+", "+u u+ub", 0},
-		{"in other topics, what has not accepted one lately is a suspect for a while", "abn ano o n", "abn:+-+ an:++", "+u+ ++u u u", 0},
+		{"in other topics, what has never accepted one is a suspect for a while", "abn ano o n", "abn:+-+ an:++ n:+", "+u+ ++u u +", 0},
 		{"but not for long", "ab a a a a a n", "ab:+- a:+ a:+ a:+ a:+ a:+ n:+", "+u + + + + + +", 0},
 		{"a topic that is missing makes no suspects", "an b", "an:+t b:+", "+u +", 0},
 		{"until then they are tried: it may be Kafka that fails", "b bB a b", "b:- bB:-- a:+", "u ub + u", 0},
@@ -188,6 +189,29 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 			})
 		})
 	}
+}
+
+// As long as nothing is probed there are no suspects, also not those that another process has left.
+func TestNoSuspectsWithoutProbes(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, "a:+ acno:++++ a:+")
+		s.bad = NewBadPartitions(outage.NewLogs(s.logger()))
+		s.bad.Load([]cursor.BadPartition{
+			{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}, {Name: "orders/2", Class: "unavailable", Err: errors.New(errSuspect.Error())},
+			{Name: "payments/13", Class: "unavailable", Err: errors.New(errSuspect.Error())},
+		})
+		deliver := func(batch string) string {
+			time.Sleep(time.Second)
+			outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
+			require.NoError(t, err)
+			return outcomeSymbols(outcomes)
+		}
+		require.Equal(t, "+", deliver("a"))
+		require.Equal(t, "++u++", deliver("acbno"))
+		s.bad.Probe()
+		require.Equal(t, "+uu", deliver("abd"))
+	})
 }
 
 // An open breaker is half-open as soon as Kafka says that it works, twice.
@@ -358,6 +382,7 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 		},
 	}
 	s.bad = NewBadPartitions(outage.NewLogs(s.logger()))
+	s.bad.Probe()
 	s.unanswered = NewUnanswered(s.bad, func() {})
 	return s
 }

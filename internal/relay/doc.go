@@ -39,8 +39,9 @@
 //     Nothing else of the batch is tried there.
 //   - Its topic or partition is known to be bad: [BadPartitions], once another partition has accepted an event, and
 //     while the breaker is closed. The client's own partitioner says where the event would go. The event is
-//     unavailable without a try. So is an event for a partition that has accepted nothing since another one of its
-//     topic became bad, until a probe has tried it.
+//     unavailable without a try. So is an event for a suspect, until a probe has tried it: a partition that has
+//     accepted nothing since another one of its topic became bad, or under this lease while one of another topic has
+//     just become bad. There are none until the retriers may send.
 //   - Kafka as a whole is unavailable: any other error while Kafka does not work. All events of the batch that were not
 //     sent stay pending, and are sent again after a backoff. The cursor stays. Parking them would make the drain
 //     after the outage several times slower.

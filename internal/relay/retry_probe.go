@@ -25,7 +25,10 @@ func (p *ProbedKeys) end() {
 }
 
 // RunProbes probes bad partitions until ctx is cancelled.
-func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, r.ProbeNow, r.probeEvery, r.probeAll) }
+func (r *retrier) RunProbes(ctx context.Context) {
+	r.Bad.Probe()
+	r.repeat(ctx, r.ProbeNow, r.probeEvery, r.probeAll)
+}
 
 // Most partitions that turn bad are back when another broker leads them, after some seconds. A record that is under way
 // often does not notice: its client waits for the broker that has gone, or its time ends just before. So a partition is
@@ -45,7 +48,7 @@ func (r *retrier) probeEvery() time.Duration {
 }
 
 // probeAll tries one event of each suspect at once, and one of each other bad partition once in probeEvery. They
-// are separate, so that an answer of the first need not wait for the others.
+// are separate, so that the answers of suspects, most of which are good, need not wait for those of bad partitions.
 func (r *retrier) probeAll(ctx context.Context) error {
 	var suspects, bad []string
 	for _, b := range r.Bad.All() {

@@ -15,16 +15,23 @@ import (
 // errSuspect is the error of a suspect.
 var errSuspect = errors.New("not tried yet, because another partition accepts nothing")
 
-// Partitions often turn bad together, with a broker that has gone. To find out that one is bad costs the other events
-// of its send [patience]. So in the spreading time after a partition turned bad, those of other topics that have not
-// accepted an event within lately are suspects. All partitions that turn bad together cost about a second at most.
-const (
-	spreading = 5 * time.Second
-	lately    = time.Second
-)
+// Partitions often turn bad together, with a broker that has gone, and to find out that one is bad costs the other
+// events of its send [patience]. So partitions of other topics are suspects, too, in the spreading time after a
+// partition turned bad, if they have not accepted an event under this lease. Those that have are tried: after a short
+// outage of Kafka, or of the relay, all events would otherwise go through outbox_failed.
+const spreading = 5 * time.Second
+
+// Probe is called when suspects are probed from now on. Until then there are none, because nothing would show that
+// they are good: who takes over from a process that is gone must not retry before the lease of that process has
+// expired.
+func (r *BadPartitions) Probe() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.probed = true
+}
 
 // Avoid returns the entry of a partition or of its topic. A partition is a suspect, and gets an entry, if it has not
-// accepted an event since another one of its topic became bad, or lately, while one of another topic has just turned
+// accepted an event since another one of its topic became bad, or at all, while one of another topic has just turned
 // bad: an event for it could delay the others as long as the first. The next probe tries it.
 func (r *BadPartitions) Avoid(at kafka.Partition) (badPartition, bool) {
 	r.mu.Lock()
@@ -36,7 +43,7 @@ func (r *BadPartitions) Avoid(at kafka.Partition) (badPartition, bool) {
 			b = r.suspect(name)
 		}
 	}
-	if b == nil {
+	if b == nil || b.suspect && !r.probed {
 		return badPartition{}, false
 	}
 	return *b, true
@@ -45,13 +52,16 @@ func (r *BadPartitions) Avoid(at kafka.Partition) (badPartition, bool) {
 // isSuspect reports whether a partition without an entry is a suspect. The caller holds mu.
 func (r *BadPartitions) isSuspect(at kafka.Partition, name string) bool {
 	proven, failing := r.proven[at.Topic]
-	if failing {
+	switch {
+	case !r.probed:
+		return false
+	case failing:
 		return !proven[name]
 	}
-	return r.spreads() && !r.lately.has(at)
+	return r.spreads() && !r.used.has(at)
 }
 
-// spreads reports whether other partitions than those of bad topics may be suspects. The caller holds mu.
+// spreads reports whether partitions of topics without bad ones may be suspects. The caller holds mu.
 func (r *BadPartitions) spreads() bool { return len(r.proven) > 0 && time.Since(r.failed) < spreading }
 
 // suspect adds an entry for a suspect. The caller holds mu.
@@ -72,56 +82,48 @@ func (r *BadPartitions) Spreads() bool {
 	return r.spreads()
 }
 
-// Answered records the partitions of the records without an error: these are no suspects for a while.
-func (r *BadPartitions) Answered(records []kgo.Record, errs []error) { r.lately.add(records, errs) }
+// Sent records the partitions of the records without an error.
+func (r *BadPartitions) Sent(records []kgo.Record, errs []error) { r.used.add(records, errs) }
 
-// acceptTimes has when partitions have accepted an event last. It is safe for concurrent use.
-type acceptTimes struct {
-	from time.Time
-
+// usedPartitions are those that have accepted an event. It is safe for concurrent use.
+type usedPartitions struct {
 	mu sync.Mutex
-	of map[string][]time.Duration // by topic and number of the partition, since from; 0: never
+	of map[string][]bool // by topic and number of the partition
 }
 
-func newAcceptTimes() acceptTimes {
-	return acceptTimes{from: time.Now(), of: map[string][]time.Duration{}}
-}
-
-func (a *acceptTimes) add(records []kgo.Record, errs []error) {
-	now := time.Since(a.from)
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	topic, times := "", []time.Duration(nil) // of the last record; mostly, consecutive records are of one topic
+func (u *usedPartitions) add(records []kgo.Record, errs []error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	topic, used := "", []bool(nil) // of the last record; mostly, consecutive records are of one topic
 	for i := range records {
 		r := &records[i]
 		if errs[i] != nil || r.Partition < 0 {
 			continue
 		}
-		if r.Topic != topic || int(r.Partition) >= len(times) {
-			topic, times = r.Topic, a.timesOf(r.Topic, int(r.Partition)+1)
+		if r.Topic != topic || int(r.Partition) >= len(used) {
+			topic, used = r.Topic, u.ofTopic(r.Topic, int(r.Partition)+1)
 		}
-		times[r.Partition] = now
+		used[r.Partition] = true
 	}
 }
 
-// timesOf returns the times of at least the first partitions of a topic. The caller holds mu.
-func (a *acceptTimes) timesOf(topic string, partitions int) []time.Duration {
-	times := a.of[topic]
-	if len(times) >= partitions {
-		return times
+// ofTopic returns at least the first partitions of a topic. The caller holds mu.
+func (u *usedPartitions) ofTopic(topic string, partitions int) []bool {
+	used := u.of[topic]
+	if len(used) >= partitions {
+		return used
 	}
-	if len(a.of) >= kafka.MaxTopics {
-		clear(a.of)
+	if len(u.of) >= kafka.MaxTopics {
+		clear(u.of)
 	}
-	times = slices.Grow(times, partitions-len(times))[:partitions]
-	a.of[topic] = times
-	return times
+	used = slices.Grow(used, partitions-len(used))[:partitions]
+	u.of[topic] = used
+	return used
 }
 
-// has reports whether a partition has accepted an event lately.
-func (a *acceptTimes) has(at kafka.Partition) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	times := a.of[at.Topic]
-	return int(at.Number) < len(times) && times[at.Number] > 0 && time.Since(a.from)-times[at.Number] <= lately
+func (u *usedPartitions) has(at kafka.Partition) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	used := u.of[at.Topic]
+	return int(at.Number) < len(used) && used[at.Number]
 }
