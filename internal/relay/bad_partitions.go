@@ -160,6 +160,16 @@ func (r *BadPartitions) All() (all []badPartition) {
 	return all
 }
 
+// Names returns the names of the suspects, or of the other bad partitions and topics.
+func (r *BadPartitions) Names(suspects bool) (names []string) {
+	for _, b := range r.All() {
+		if b.suspect == suspects {
+			names = append(names, b.Name)
+		}
+	}
+	return names
+}
+
 // HaveTurnedBad reports whether a partition has turned bad within a time.
 func (r *BadPartitions) HaveTurnedBad(within time.Duration) bool {
 	return slices.ContainsFunc(r.All(), func(b badPartition) bool { return time.Since(b.since) < within })

@@ -112,8 +112,9 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 		Name: r.rules.Name, Rules: r.rules.Retention, Poll: r.rules.PollInterval, Removed: r.hooks.RowsRemoved,
 	}, r.retention, session.Backlog.Load, r.log)
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
-	probe := func(ctx context.Context) { r.probe(ctx, shared) }
-	err := session.Run(ctx, retry, probe, cleaner.Run, r.monitor.Run)
+	probe := func(ctx context.Context) { r.probe(ctx, shared, (*retrier).RunProbes) }
+	suspects := func(ctx context.Context) { r.probe(ctx, shared, (*retrier).RunSuspects) }
+	err := session.Run(ctx, retry, probe, suspects, cleaner.Run, r.monitor.Run)
 	producer.Close()
 	NewRetrier(shared).Finish()
 	return err
@@ -128,17 +129,17 @@ func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
 	NewRetrier(parts).Run(ctx)
 }
 
-// probe runs a retrier that probes bad partitions, with a producer of its own. The breaker does not get its results,
+// probe runs a retrier that probes, with a producer of its own. The breaker does not get its results,
 // which say nothing about Kafka as a whole. Outages that it sees are not logged, because the session and the other
 // retrier log them.
-func (r *Relay) probe(ctx context.Context, parts RetrierParts) {
+func (r *Relay) probe(ctx context.Context, parts RetrierParts, run func(*retrier, context.Context)) {
 	parts.Lease.AwaitExclusive(ctx)
 	producer := r.newProducer(parts.Leadership, nil, parts.Unanswered)
 	defer producer.Close()
 	quiet := slog.New(slog.DiscardHandler)
 	parts.Outage = outage.NewLog(quiet, "PostgreSQL")
 	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(quiet, "Kafka"), func() {})
-	NewRetrier(parts).RunProbes(ctx)
+	run(NewRetrier(parts), ctx)
 }
 
 // newProducer makes a producer that a breaker stops. A nil breaker lets everything through.

@@ -35,7 +35,7 @@ type RetrierParts struct {
 	Log        *slog.Logger
 	Outage     *outage.Log     // PostgreSQL
 	RetryNow   <-chan struct{} // wake requests
-	ProbeNow   <-chan struct{} // wake requests: an event waits for a suspect
+	ProbeNow   <-chan struct{} // wake requests for RunSuspects: an event waits
 	Waits      func()          // sends one
 	EventDied  func()          // called after an event has become dead
 }
@@ -43,9 +43,9 @@ type RetrierParts struct {
 // retrier sends the events in outbox_failed again. It works alongside the session, with a Kafka client of its own,
 // so an event that waits for one topic delays no other event. The parking keeps the two from overtaking each other.
 //
-// Each bad topic or partition has a queue, and so have the events that wait for none. One retrier sends the queues
-// of good partitions and of none. Another one probes each bad partition with one event, which may take long; once
-// the probe gets through, the rest of the queue is due.
+// Each bad topic or partition has a queue, and so have the events that wait for none. One retrier sends the queues of
+// good partitions and of none. Another one probes each bad partition with one event, which may take long, and a third
+// one does so with suspects; once the probe gets through, the rest of the queue is due.
 //
 // Another transaction may have locked rows: an operator has changed them and not committed. Retriers wait for no row.
 // They send no head that is locked. If a row is locked only when its event has been sent, the result stays in memory
@@ -53,10 +53,9 @@ type RetrierParts struct {
 type retrier struct {
 	RetrierParts
 	reconcileAt time.Time // not before
-	probed      time.Time // when bad partitions were probed last that are no suspects
 }
 
-// NewRetrier returns a retrier. Either Run or RunProbes is called on it.
+// NewRetrier returns a retrier. One of Run, RunProbes and RunSuspects is called on it.
 func NewRetrier(p RetrierParts) *retrier { return &retrier{RetrierParts: p} }
 
 // Run retries the events of good partitions until ctx is cancelled, then finishes the batch in flight.

@@ -17,17 +17,25 @@ type ProbedKeys struct {
 	keys []string
 }
 
-// end is called when the events have been probed.
-func (p *ProbedKeys) end() {
+// end is called when events have been probed.
+func (p *ProbedKeys) end(probed []cursor.FailedRow) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.keys = nil
+	p.keys = slices.DeleteFunc(p.keys, func(key string) bool {
+		return slices.ContainsFunc(probed, func(e cursor.FailedRow) bool { return e.Key == key })
+	})
 }
 
-// RunProbes probes bad partitions until ctx is cancelled.
+// RunProbes probes bad partitions, but for suspects, until ctx is cancelled.
 func (r *retrier) RunProbes(ctx context.Context) {
+	r.repeat(ctx, nil, r.probeEvery, func(ctx context.Context) error { return r.probe(ctx, r.Bad.Names(false)) })
+}
+
+// RunSuspects probes suspects until ctx is cancelled, when asked to. Most are good, and do not wait for those that
+// RunProbes tries.
+func (r *retrier) RunSuspects(ctx context.Context) {
 	r.Bad.Probe()
-	r.repeat(ctx, r.ProbeNow, r.probeEvery, r.probeAll)
+	r.repeat(ctx, r.ProbeNow, r.probeEvery, func(ctx context.Context) error { return r.probe(ctx, r.Bad.Names(true)) })
 }
 
 // Most partitions that turn bad are back when another broker leads them, after some seconds. A record that is under way
@@ -47,29 +55,10 @@ func (r *retrier) probeEvery() time.Duration {
 	return r.Rules.RetryInterval
 }
 
-// probeAll tries one event of each suspect at once, and one of each other bad partition once in probeEvery. They
-// are separate, so that the answers of suspects, most of which are good, need not wait for those of bad partitions.
-func (r *retrier) probeAll(ctx context.Context) error {
-	var suspects, bad []string
-	for _, b := range r.Bad.All() {
-		if b.suspect {
-			suspects = append(suspects, b.Name)
-		} else {
-			bad = append(bad, b.Name)
-		}
-	}
-	err := r.probe(ctx, suspects)
-	if err == nil && time.Since(r.probed) >= r.probeEvery() {
-		r.probed = time.Now()
-		err = r.probe(ctx, bad)
-	}
-	return err
-}
-
 // probe tries one event of each of some bad partitions. The keys that lose their heads get others from Run, which also
 // sends what waits for the partitions that have recovered.
-func (r *retrier) probe(ctx context.Context, bad []string) error {
-	names := slices.DeleteFunc(bad, func(name string) bool { return !r.Bad.Claim(name, true) })
+func (r *retrier) probe(ctx context.Context, names []string) error {
+	names = slices.DeleteFunc(names, func(name string) bool { return !r.Bad.Claim(name, true) })
 	if len(names) == 0 {
 		return nil
 	}
@@ -86,7 +75,7 @@ func (r *retrier) probe(ctx context.Context, bad []string) error {
 	if err != nil {
 		return err
 	}
-	defer r.Probed.end()
+	defer r.Probed.end(events)
 	r.ForgetEmpty(names, waiting)
 	if sent, err = r.retry(ctx, events, r.Deliverer.probe); errors.Is(err, errNotPermitted) {
 		return nil

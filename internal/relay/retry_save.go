@@ -139,8 +139,8 @@ func (r *retrier) saveSomeAnswered(refs []eventRef) error {
 // lastTries is how long Finish waits for rows that another transaction has locked, and for PostgreSQL.
 const lastTries = 500 * time.Millisecond
 
-// Finish is called when Run and RunProbes have ended and all producers are closed. It saves what is unsaved, and logs
-// which results it gives up: the next holder of the lease sends these events again.
+// Finish is called when Run, RunProbes and RunSuspects have ended and all producers are closed. It saves what is
+// unsaved, and logs which results it gives up: the next holder of the lease sends these events again.
 func (r *retrier) Finish() {
 	began := time.Now()
 	lasts := func() bool { return r.Held.Err() == nil && time.Since(began) < lastTries }
