@@ -33,7 +33,7 @@ const rowFilter = `
      WHERE id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid)
        AND ($4::timestamptz IS NULL OR created_at >= $4::timestamptz) AND ($5::timestamptz IS NULL OR created_at < $5::timestamptz)
        AND ($6::text[] IS NULL OR event_type = ANY ($6::text[]))
-       AND ($7::text[] IS NULL OR coalesce(topic, split_part(event_type, '.', 2) || '-events') = ANY ($7::text[]))
+       AND ($7::text[] IS NULL OR coalesce(topic, pg_catalog.split_part(event_type, '.', 2) || '-events') = ANY ($7::text[]))
        AND ($8::text[] IS NULL OR coalesce(partition_key, aggregate_id) = ANY ($8::text[]))
        AND ($9::text = '' OR aggregate_type = $9::text) AND ($10::text = '' OR aggregate_id = $10::text)
        AND ($11::uuid[] IS NULL OR event_id = ANY ($11::uuid[]))
@@ -52,8 +52,8 @@ const (
 // meanwhile in one of the tables.
 const (
 	readPage = `
-SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), content_type,
-       payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
+SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(payload_bytes, pg_catalog.convert_to(payload::text, 'UTF8')), content_type,
+       payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), pg_catalog.convert_to(headers::text, 'UTF8'), occurred_at, created_at
   FROM (SELECT *, sum(size) OVER (ORDER BY id, event_id ROWS UNBOUNDED PRECEDING) - size AS bytes
           FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3::bigint) AS first) AS page
  WHERE bytes < $12::bigint ORDER BY id, event_id`

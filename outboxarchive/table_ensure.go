@@ -21,7 +21,7 @@ const maxBackMonths = 120
 
 // The statements of [Table.Ensure]. Only one process at a time runs them.
 const (
-	sqlLockEnsure = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.archive.' || $1, 0))`
+	sqlLockEnsure = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.archive.' || $1, 0::bigint))`
 
 	// sqlArchiveOwner reports whether the table exists, and whether another role owns it.
 	sqlArchiveOwner = `

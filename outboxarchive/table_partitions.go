@@ -35,9 +35,9 @@ parts AS MATERIALIZED (
     SELECT c.oid, n.nspname::text AS schema, c.relname::text AS name, c.reltuples::bigint AS events,
            regexp_match(pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES FROM \(''([^'']*)''\) TO \(''([^'']*)''\)$') AS bounds
       FROM utc CROSS JOIN pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
-     WHERE i.inhparent = (SELECT {archive}::regclass)
+     WHERE i.inhparent = (SELECT {archive}::regclass::oid)
 )
-SELECT schema, name, bounds[1]::timestamptz, bounds[2]::timestamptz, events, (SELECT sum(pg_total_relation_size(t.relid)) FROM pg_partition_tree(oid) AS t)::bigint,
+SELECT schema, name, bounds[1]::timestamptz, bounds[2]::timestamptz, events, (SELECT sum(pg_catalog.pg_total_relation_size(t.relid)) FROM pg_catalog.pg_partition_tree(oid) AS t)::bigint,
        coalesce($1::int >= 0 AND bounds[2]::timestamptz <= now() - make_interval(months => $1), false)
   FROM parts ORDER BY 3 NULLS FIRST, 2, 1`
 

@@ -108,7 +108,7 @@ type AuditPage struct {
 }
 
 const sqlAudit = `
-SELECT id, created_at, operator, login, reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
+SELECT id, created_at, operator, login, reason, action, relay, pg_catalog.split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
        coalesce(consumer_group, ''), coalesce(delivery_id, 0), coalesce(handler, ''), num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit

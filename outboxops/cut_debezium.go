@@ -133,9 +133,9 @@ const (
 // sqlUnconfirmed counts the inserts into outbox in the messages of pgoutput that a slot would send: I, and
 // the oid of the table. Other tables of the publication, which go on after the cut, do not count.
 const sqlUnconfirmed = `
-SELECT count(*) FROM pg_catalog.pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL, 'proto_version', '1', 'publication_names', quote_ident($2)) AS change
+SELECT count(*) FROM pg_catalog.pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL, 'proto_version', '1', 'publication_names', pg_catalog.quote_ident($2)) AS change
  WHERE get_byte(change.data, 0) = ascii('I')
-   AND substr(change.data, 2, 4) = ANY (ARRAY(SELECT oidsend({outbox}::regclass::oid) UNION ALL SELECT oidsend(t.relid) FROM pg_catalog.pg_partition_tree({outbox}::regclass) AS t))`
+   AND substr(change.data, 2, 4) = ANY (ARRAY(SELECT oidsend({outbox}::regclass::oid) UNION ALL SELECT oidsend(t.relid::oid) FROM pg_catalog.pg_partition_tree({outbox}::regclass) AS t))`
 
 // DebeziumProgress returns the progress of the connector. PostgreSQL decodes the rest of the slot from a
 // copy, as it would for the connector. The role needs the attribute REPLICATION, and a slot of

@@ -108,7 +108,7 @@ const relayColumns = `
        (SELECT jsonb_agg(jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
           FROM positions AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id AND f.event_id = o.event_id)`
 
-const notOfWorkers = ` AND NOT starts_with(relay, '` + tables.WorkerPrefix + `')`
+const notOfWorkers = ` AND NOT pg_catalog.starts_with(relay, '` + tables.WorkerPrefix + `')`
 
 const sqlEvents = tables.NewestCursors + `
 SELECT ` + recordedColumns + `, ` + relayColumns + `
@@ -263,7 +263,7 @@ WITH RECURSIVE places AS (
 SELECT topic, event_type, count(*), max(created_at)
   FROM (SELECT topic, event_type, created_at FROM recorded
          UNION ALL
-        SELECT split_part(parking_key, '/', 1), event_type, created_at
+        SELECT pg_catalog.split_part(parking_key, '/', 1), event_type, created_at
           FROM failed AS f
          WHERE outbox_id < (SELECT min(id) FROM recorded)
             OR NOT EXISTS (SELECT FROM {schema}.outbox AS o WHERE o.id = f.outbox_id AND o.event_id = f.event_id)) AS e
@@ -340,10 +340,10 @@ SELECT e.id, e.size, pg_current_snapshot()::text
 
 // sqlTailRead reads events in the order of their ids; $2 is the most bytes of a payload.
 const sqlTailRead = `
-SELECT ` + recordedColumns + `, CASE WHEN octet_length(p.bytes) <= $2 THEN p.bytes END, octet_length(p.bytes), convert_to(o.headers::text, 'UTF8')
-  FROM unnest($1::bigint[]) AS r (id)
+SELECT ` + recordedColumns + `, CASE WHEN octet_length(p.bytes) <= $2 THEN p.bytes END, octet_length(p.bytes), pg_catalog.convert_to(o.headers::text, 'UTF8')
+  FROM pg_catalog.unnest($1::bigint[]) AS r (id)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.id AND r.id ORDER BY id OFFSET 0) AS o
- CROSS JOIN LATERAL (SELECT coalesce(o.payload_bytes, convert_to(o.payload::text, 'UTF8')) AS bytes OFFSET 0) AS p`
+ CROSS JOIN LATERAL (SELECT coalesce(o.payload_bytes, pg_catalog.convert_to(o.payload::text, 'UTF8')) AS bytes OFFSET 0) AS p`
 
 // sqlTailBare reads an event without payload and headers.
 const sqlTailBare = `SELECT ` + recordedColumns + ` FROM {schema}.outbox AS o WHERE id = $1`

@@ -19,7 +19,7 @@ const (
 	sqlResolveDeliveries = `SELECT {schema}.outbox_resolve_deliveries($1, $2, $3)`
 	sqlHoldDeliveries    = `SELECT {schema}.outbox_hold_deliveries($1, $2, $3)`
 	sqlReleaseDeliveries = `SELECT {schema}.outbox_release_deliveries($1, $2, $3)`
-	sqlReadDelivery      = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read_delivery(d.id, $2, $3)) FROM unnest($1::bigint[]) AS d (id)`
+	sqlReadDelivery      = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read_delivery(d.id, $2, $3)) FROM pg_catalog.unnest($1::bigint[]) AS d (id)`
 )
 
 // deliveryStore has the deliveries of consumer groups.

@@ -22,7 +22,7 @@ const (
 SELECT count(*) FILTER (WHERE {schema}.outbox_hold_key(f.relay, f.parking_key, $2, $3)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
 	sqlRelease = `
 SELECT count(*) FILTER (WHERE {schema}.outbox_release_key(f.relay, f.parking_key, $2, $3)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
-	sqlRead = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read(f.id, $2, $3)) FROM unnest($1::bigint[]) AS f (id)`
+	sqlRead = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read(f.id, $2, $3)) FROM pg_catalog.unnest($1::bigint[]) AS f (id)`
 )
 
 // eventStore has the failed events of relays.

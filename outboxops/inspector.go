@@ -235,7 +235,7 @@ type TablePartition struct {
 // a committed event may be below those of very many uncommitted events.
 const sqlPartitionSizes = `
 SELECT name, first, behind, bytes, coalesce(newest >= first AND newest < behind, false)
-  FROM (SELECT c.relname::text AS name, pg_total_relation_size(c.oid) AS bytes,
+  FROM (SELECT c.relname::text AS name, pg_catalog.pg_total_relation_size(c.oid) AS bytes,
                coalesce(substring(e.bound FROM 'FROM \(''?(-?\d+)')::bigint, -9223372036854775808) AS first,
                coalesce(substring(e.bound FROM 'TO \(''?(-?\d+)')::bigint, 9223372036854775807) AS behind
           FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid

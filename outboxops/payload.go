@@ -35,10 +35,10 @@ type reader struct {
 
 // A column is printed once, in a subquery of its own.
 const (
-	payloadText = `coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))`
+	payloadText = `coalesce(payload_bytes, pg_catalog.convert_to(payload::text, 'UTF8'))`
 	boundedText = `SELECT CASE WHEN octet_length(c.bytes) <= $2 THEN c.bytes END, octet_length(c.bytes)
   FROM (SELECT {column} AS bytes FROM {schema}.{table} WHERE id = $1 OFFSET 0) AS c`
-	storedBytes = `SELECT coalesce(pg_column_size(payload), pg_column_size(payload_bytes), 0) FROM {schema}.{table} WHERE id = $1`
+	storedBytes = `SELECT coalesce(pg_catalog.pg_column_size(payload), pg_catalog.pg_column_size(payload_bytes), 0) FROM {schema}.{table} WHERE id = $1`
 )
 
 func newReader(db *pgxpool.Pool, schema, table string, most int) reader {
@@ -46,9 +46,9 @@ func newReader(db *pgxpool.Pool, schema, table string, most int) reader {
 		return pg.InSchema(strings.NewReplacer("{table}", table, "{column}", column).Replace(sql), schema)
 	}
 	r := reader{db: db, most: most,
-		payload: in(boundedText, payloadText), headers: in(boundedText, `convert_to(headers::text, 'UTF8')`), stored: in(storedBytes, "")}
+		payload: in(boundedText, payloadText), headers: in(boundedText, `pg_catalog.convert_to(headers::text, 'UTF8')`), stored: in(storedBytes, "")}
 	if table == "event_delivery" {
-		r.headers = in(boundedText, `coalesce(record, convert_to(headers::text, 'UTF8'))`)
+		r.headers = in(boundedText, `coalesce(record, pg_catalog.convert_to(headers::text, 'UTF8'))`)
 	}
 	return r
 }

@@ -152,12 +152,12 @@ func (n need) grant(schema, role string) string {
 // If an object does not exist, the answer is NULL, and no privilege is missing. A role that may UPDATE a
 // sequence may also draw from it.
 const (
-	sqlTableNeed    = `SELECT coalesce(has_table_privilege($1, to_regclass($2)::oid, $3), true)`
-	sqlColumnNeed   = `SELECT coalesce(has_column_privilege($1, to_regclass($2)::oid, $3, $4), true)`
-	sqlSequenceNeed = `SELECT coalesce(has_sequence_privilege($1, to_regclass($2)::oid, CASE $3 WHEN 'USAGE' THEN 'USAGE, UPDATE' ELSE $3 END), true)`
-	sqlFunctionNeed = `SELECT coalesce(has_function_privilege($1, to_regprocedure($2)::oid, $3), true)
+	sqlTableNeed    = `SELECT coalesce(pg_catalog.has_table_privilege($1, to_regclass($2)::oid, $3), true)`
+	sqlColumnNeed   = `SELECT coalesce(pg_catalog.has_column_privilege($1, to_regclass($2)::oid, $3, $4), true)`
+	sqlSequenceNeed = `SELECT coalesce(pg_catalog.has_sequence_privilege($1, to_regclass($2)::oid, CASE $3 WHEN 'USAGE' THEN 'USAGE, UPDATE' ELSE $3 END), true)`
+	sqlFunctionNeed = `SELECT coalesce(pg_catalog.has_function_privilege($1, to_regprocedure($2)::oid, $3), true)
                            OR $5 AND NOT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($4)::oid AND relkind = 'p')`
-	sqlSchemaNeed = `SELECT has_schema_privilege($1, $2, 'USAGE')`
+	sqlSchemaNeed = `SELECT pg_catalog.has_schema_privilege($1, $2, 'USAGE')`
 )
 
 // privileges checks that roles can do their work.

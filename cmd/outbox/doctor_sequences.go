@@ -24,11 +24,11 @@ var numbered = []struct{ table, behind string }{
 }
 
 const sqlSequences = `
-SELECT t.name, s.seqcache, s.seqincrement, coalesce(has_sequence_privilege(s.seqrelid, 'SELECT'), false)
-  FROM unnest($2::text[]) WITH ORDINALITY AS t (name, n)
+SELECT t.name, s.seqcache, s.seqincrement, coalesce(pg_catalog.has_sequence_privilege(s.seqrelid, 'SELECT'), false)
+  FROM pg_catalog.unnest($2::text[]) WITH ORDINALITY AS t (name, n)
   LEFT JOIN pg_sequence AS s ON s.seqrelid =
-       CASE WHEN to_regclass(format('%I.%I', $1::text, t.name)) IS NOT NULL THEN pg_get_serial_sequence(format('%I.%I', $1::text, t.name), 'id')::regclass END
- WHERE to_regclass(format('%I.%I', $1::text, t.name)) IS NOT NULL ORDER BY t.n`
+       CASE WHEN to_regclass(pg_catalog.format('%I.%I', $1::text, t.name)) IS NOT NULL THEN pg_get_serial_sequence(pg_catalog.format('%I.%I', $1::text, t.name), 'id')::regclass::oid END
+ WHERE to_regclass(pg_catalog.format('%I.%I', $1::text, t.name)) IS NOT NULL ORDER BY t.n`
 
 // sequence is the sequence of a table's ids. Cache is NULL if the table has none.
 type sequence struct {

@@ -244,7 +244,7 @@ func altered(want, have thing) finding {
 }
 
 const sqlLocks = `
-SELECT (SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass(format('%I.outbox', $1::text))::oid),
+SELECT (SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass(pg_catalog.format('%I.outbox', $1::text))::oid),
        current_setting('max_locks_per_transaction')::int, current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int`
 
 // partitions checks that the server can lock them all.
@@ -282,7 +282,7 @@ SELECT c.relname, coalesce(s.n_live_tup, 0), coalesce(s.n_dead_tup, 0),
   FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
   LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
  WHERE n.nspname = $1 AND c.relkind = 'r' AND (c.relname = ANY ($2::text[])
-       OR EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.outbox', $1::text))::oid))
+       OR EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = c.oid AND i.inhparent = to_regclass(pg_catalog.format('%I.outbox', $1::text))::oid))
  ORDER BY 1`
 
 // vacuum checks that PostgreSQL cleans up the rows that retention removes.

@@ -106,11 +106,11 @@ func (d *doctor) openSchemas(ctx context.Context, tx pgx.Tx) (open []string, err
 }
 
 const sqlPartitionGrants = `
-SELECT c.relname, CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END, string_agg(DISTINCT a.privilege_type, ', ')
+SELECT c.relname, CASE a.grantee WHEN 0::oid THEN 'PUBLIC' ELSE pg_catalog.quote_ident(pg_get_userbyid(a.grantee)) END, string_agg(DISTINCT a.privilege_type, ', ')
   FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
  CROSS JOIN LATERAL (SELECT c.relacl UNION ALL SELECT attacl FROM pg_attribute WHERE attrelid = c.oid) AS g (acl)
  CROSS JOIN LATERAL aclexplode(g.acl) AS a
- WHERE i.inhparent = to_regclass(format('%I.outbox', $1::text))::oid AND a.grantee <> c.relowner
+ WHERE i.inhparent = to_regclass(pg_catalog.format('%I.outbox', $1::text))::oid AND a.grantee <> c.relowner
  GROUP BY 1, 2 ORDER BY 1, 2`
 
 // partitionGrants checks all partitions: a right on a partition stays when it is revoked on outbox.
@@ -137,25 +137,25 @@ WITH named AS (
      WHERE n.nspname = $2 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($3::text[])
 )
 SELECT t.relname, false, p.privilege, '{}'::name[]
-  FROM named AS t, unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'REFERENCES', 'TRIGGER']) AS p (privilege)
- WHERE has_table_privilege($1::name, t.oid, p.privilege)
+  FROM named AS t, pg_catalog.unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'REFERENCES', 'TRIGGER']) AS p (privilege)
+ WHERE pg_catalog.has_table_privilege($1::name, t.oid, p.privilege)
  UNION ALL
 SELECT t.relname, false, p.privilege, array_agg(a.attname ORDER BY a.attnum)
-  FROM named AS t, unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'REFERENCES']) AS p (privilege), pg_attribute AS a
- WHERE NOT has_table_privilege($1::name, t.oid, p.privilege) AND a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
-   AND has_column_privilege($1::name, t.oid, a.attnum, p.privilege)
+  FROM named AS t, pg_catalog.unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'REFERENCES']) AS p (privilege), pg_attribute AS a
+ WHERE NOT pg_catalog.has_table_privilege($1::name, t.oid, p.privilege) AND a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
+   AND pg_catalog.has_column_privilege($1::name, t.oid, a.attnum, p.privilege)
  GROUP BY 1, 3
  UNION ALL
 SELECT s.relname, true, 'UPDATE', '{}'
-  FROM named AS t JOIN pg_depend AS d ON d.refobjid = t.oid AND d.refclassid = 'pg_class'::regclass AND d.classid = 'pg_class'::regclass
+  FROM named AS t JOIN pg_depend AS d ON d.refobjid = t.oid AND d.refclassid = 'pg_class'::regclass::oid AND d.classid = 'pg_class'::regclass::oid
   JOIN pg_class AS s ON s.oid = d.objid
- WHERE CASE WHEN s.relkind = 'S' THEN has_sequence_privilege($1::name, s.oid, 'UPDATE') END
+ WHERE CASE WHEN s.relkind = 'S' THEN pg_catalog.has_sequence_privilege($1::name, s.oid, 'UPDATE') END
  ORDER BY 1, 3`
 
 // sqlIsOwner reports whether a role may do everything: it is a superuser, or the owner of the
 // tables or a member of that.
 const sqlIsOwner = `
-SELECT coalesce(bool_or(pg_has_role($1::name, c.relowner, 'USAGE')), false)
+SELECT coalesce(bool_or(pg_catalog.pg_has_role($1::name, c.relowner, 'USAGE')), false)
   FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE n.nspname = $2 AND c.relname = 'outbox'`
 
 // excess looks for rights that a role has, but that its named parts do not need. A connected role
@@ -218,7 +218,7 @@ func (d *doctor) functionsBeside(ctx context.Context, role string, needs []need)
 				continue
 			}
 			seen[n.function] = true
-			may, err := d.has(ctx, `SELECT coalesce(has_function_privilege($1::name, to_regprocedure($2)::oid, 'EXECUTE'), false)`, role, d.inSchema(n.function))
+			may, err := d.has(ctx, `SELECT coalesce(pg_catalog.has_function_privilege($1::name, to_regprocedure($2)::oid, 'EXECUTE'), false)`, role, d.inSchema(n.function))
 			if err != nil {
 				return nil, err
 			}
@@ -239,14 +239,14 @@ func (d *doctor) inSchema(function string) string {
 // a member of, or PUBLIC. $2 is a relation, and $4 its columns; no columns means the whole relation. $5 is
 // a function instead.
 const sqlGrantees = `
-SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END
-  FROM (SELECT relacl FROM pg_class WHERE oid = to_regclass($2::text)::oid AND coalesce(cardinality($4::name[]), 0) = 0
+SELECT DISTINCT CASE a.grantee WHEN 0::oid THEN 'PUBLIC' ELSE pg_catalog.quote_ident(pg_get_userbyid(a.grantee)) END
+  FROM (SELECT relacl FROM pg_class WHERE oid = to_regclass($2::text)::oid AND coalesce(pg_catalog.cardinality($4::name[]), 0) = 0
          UNION ALL
         SELECT attacl FROM pg_attribute WHERE attrelid = to_regclass($2::text)::oid AND attname = ANY ($4::name[])
          UNION ALL
         SELECT proacl FROM pg_proc WHERE oid = to_regprocedure($5::text)::oid) AS g (acl)
  CROSS JOIN LATERAL aclexplode(g.acl) AS a
- WHERE a.privilege_type = $3 AND CASE a.grantee WHEN 0 THEN true ELSE pg_has_role($1::name, a.grantee, 'USAGE') END
+ WHERE a.privilege_type = $3 AND CASE a.grantee WHEN 0::oid THEN true ELSE pg_catalog.pg_has_role($1::name, a.grantee, 'USAGE') END
  ORDER BY 1`
 
 // withdrawal returns the statements that take a privilege from a role. When PostgreSQL revokes a privilege
@@ -313,11 +313,11 @@ func notNeeded(have need, columns []string, needs []need) []string {
 //  3. some groups, by a row
 //  4. all groups, by *
 const sqlGroupsOf = `
-SELECT pg_has_role(r.oid, c.relowner, 'USAGE') OR r.rolbypassrls OR NOT c.relrowsecurity,
-       pg_has_role(r.oid, 'pg_write_all_data', 'USAGE'),
-       EXISTS (SELECT FROM {schema}.consumer_group_role AS g WHERE g.role = 'public' OR pg_has_role(r.oid, to_regrole(quote_ident(g.role)), 'USAGE')),
+SELECT pg_catalog.pg_has_role(r.oid, c.relowner, 'USAGE') OR r.rolbypassrls OR NOT c.relrowsecurity,
+       pg_catalog.pg_has_role(r.oid, 'pg_write_all_data', 'USAGE'),
+       EXISTS (SELECT FROM {schema}.consumer_group_role AS g WHERE g.role = 'public' OR pg_catalog.pg_has_role(r.oid, to_regrole(pg_catalog.quote_ident(g.role)), 'USAGE')),
        EXISTS (SELECT FROM {schema}.consumer_group_role AS g
-                WHERE g.consumer_group = '*' AND (g.role = 'public' OR pg_has_role(r.oid, to_regrole(quote_ident(g.role)), 'USAGE')))
+                WHERE g.consumer_group = '*' AND (g.role = 'public' OR pg_catalog.pg_has_role(r.oid, to_regrole(pg_catalog.quote_ident(g.role)), 'USAGE')))
   FROM pg_roles AS r, pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
  WHERE r.rolname = $1 AND n.nspname = $2 AND c.relname = 'event_handled'`
 
@@ -359,7 +359,7 @@ func (d *doctor) groupsOf(ctx context.Context, p part) error {
 }
 
 const sqlGroupsOfNobody = `
-SELECT DISTINCT role::text FROM {schema}.consumer_group_role WHERE role <> 'public' AND to_regrole(quote_ident(role)) IS NULL ORDER BY 1`
+SELECT DISTINCT role::text FROM {schema}.consumer_group_role WHERE role <> 'public' AND to_regrole(pg_catalog.quote_ident(role)) IS NULL ORDER BY 1`
 
 // groups looks for rows that name no role.
 func (d *doctor) groups(ctx context.Context) error {

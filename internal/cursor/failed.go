@@ -291,7 +291,7 @@ func (f *Failed) Freed(statement lease.StatementContext, since time.Duration) fu
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
     SELECT k.key, first.id, first.outbox_id, first.status
-      FROM unnest($4::text[]) AS k (key)
+      FROM pg_catalog.unnest($4::text[]) AS k (key)
      CROSS JOIN LATERAL (SELECT id, outbox_id, status FROM {schema}.outbox_failed
                           WHERE relay = $1::text AND parking_key >= k.key AND parking_key <= k.key AND status IN ('waiting', 'failed', 'parked')
                           ORDER BY relay, parking_key, outbox_id LIMIT 1) AS first
@@ -421,7 +421,7 @@ WITH chosen AS MATERIALIZED (
  RETURNING f.*
 )
 INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
-SELECT 'relay ' || left(relay, 94), 'retry', 'revived: ' || error_class, relay, parking_key, id, outbox_id, event_id FROM changed`
+SELECT 'relay ' || pg_catalog.left(relay, 94), 'retry', 'revived: ' || error_class::text, relay, parking_key, id, outbox_id, event_id FROM changed`
 
 // RetryDead parks dead events again, so that they are retried, when the time after their
 // death that after holds for their class has passed.

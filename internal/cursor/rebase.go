@@ -29,7 +29,7 @@ var ErrOtherCluster = errors.New("cursor belongs to another database cluster")
 // write other transaction ids into rows than its own. It takes no transaction id: see
 // sqlRebase.
 const sqlRebaseLock = `
-SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0)), set_config('outbox.keep_xid', 'on', true)`
+SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0::bigint)), set_config('outbox.keep_xid', 'on', true)`
 
 // sqlRebaseIdle ends the rebase of a process that does not go on: it would keep that lock, and a lock of its lease.
 const sqlRebaseIdle = `SELECT set_config('idle_in_transaction_session_timeout', '10s', true)`
@@ -60,12 +60,12 @@ WITH positions AS MATERIALIZED (
     UPDATE {schema}.outbox AS o SET xid = coalesce(l.label, 2)::text::xid8
       FROM {schema}.outbox AS was
       LEFT JOIN unsent AS u ON u.id = was.id
-      LEFT JOIN labels AS l ON l.relays = u.relays
+      LEFT JOIN labels AS l ON l.relays OPERATOR(pg_catalog.=) u.relays
      WHERE o.id = was.id AND (l.label IS NOT NULL OR was.xid >= pg_snapshot_xmin(pg_current_snapshot())
                               OR was.xid >= '3'::xid8 AND was.xid <= (SELECT 2 + count(*) FROM labels)::text::xid8)
 ), moved AS (
     INSERT INTO {schema}.outbox_cursor (relay, snapshot, last_processed_id, highest_id, system_identifier, epoch)
-    SELECT s.relay, format('%s:%s:%s', coalesce(min(open.xid), pg_snapshot_xmin(pg_current_snapshot())::text::bigint),
+    SELECT s.relay, pg_catalog.format('%s:%s:%s', coalesce(min(open.xid), pg_snapshot_xmin(pg_current_snapshot())::text::bigint),
                            pg_snapshot_xmax(pg_current_snapshot()),
                            string_agg(open.xid::text, ',' ORDER BY open.xid))::pg_snapshot,
            s.last_processed_id, s.highest_id, c.system_identifier, CASE s.relay WHEN $1 THEN $2 ELSE s.epoch END
@@ -116,7 +116,7 @@ func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err e
 // row has. PostgreSQL does not tell the last id of a sequence that was restarted: then it draws one.
 const sqlCursorSequence = `
 WITH drawn AS MATERIALIZED (
-    SELECT coalesce(pg_sequence_last_value({cursor_ids}), CASE WHEN EXISTS (SELECT FROM {schema}.outbox_cursor) THEN nextval({cursor_ids}) - 1 ELSE 0 END) AS id
+    SELECT coalesce(pg_catalog.pg_sequence_last_value({cursor_ids}), CASE WHEN EXISTS (SELECT FROM {schema}.outbox_cursor) THEN pg_catalog.nextval({cursor_ids}) - 1 ELSE 0 END) AS id
 )
 SELECT drawn.id, (SELECT id FROM {schema}.outbox_cursor WHERE id > drawn.id ORDER BY id DESC LIMIT 1) FROM drawn`
 

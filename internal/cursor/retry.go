@@ -60,17 +60,17 @@ SELECT ` + failedHead + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.place = $2::text AND e.status IN ('waiting', 'failed') AND NOT e.held
    AND e.next_retry_at >= $6::timestamptz AND e.next_retry_at <= CASE WHEN $3::bool THEN 'infinity' ELSE now() END
-   AND e.parking_key NOT IN (SELECT unnest($5::text[]))
+   AND e.parking_key NOT IN (SELECT pg_catalog.unnest($5::text[]))
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int FOR UPDATE SKIP LOCKED`
 
 // sqlFailedFirst finds, for each of some topics and partitions, the head that has waited longest. It leaves out the
 // keys $3, and heads that another transaction has locked.
 const sqlFailedFirst = `
 SELECT ` + failedHead + `
-  FROM unnest($2::text[]) AS bad (place)
+  FROM pg_catalog.unnest($2::text[]) AS bad (place)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
                       WHERE f.relay = $1::text AND f.place = bad.place AND f.status IN ('waiting', 'failed') AND NOT f.held
-                        AND f.parking_key NOT IN (SELECT unnest($3::text[]))
+                        AND f.parking_key NOT IN (SELECT pg_catalog.unnest($3::text[]))
                       ORDER BY f.next_retry_at, f.outbox_id LIMIT 1 FOR UPDATE SKIP LOCKED) AS e`
 
 // sqlFailedParked finds the events that are parked behind heads that were sent, at most $3
@@ -81,7 +81,7 @@ SELECT ` + failedHead + `
 // one of its transaction.
 const sqlFailedParked = `
 SELECT ` + failedParked + `
-  FROM unnest($2::text[]) AS sent (key)
+  FROM pg_catalog.unnest($2::text[]) AS sent (key)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed
                       WHERE relay = $1::text AND parking_key >= sent.key AND parking_key <= sent.key AND status IN ('waiting', 'failed', 'parked', 'dead')
                         AND (status <> 'dead' OR held)
@@ -201,7 +201,7 @@ func Fitting(events []FailedRow) int {
 // is set.
 const sqlFailedRead = `
 SELECT r.n, e.id, ` + envelopeColumns + `
-  FROM unnest($1::bigint[]) WITH ORDINALITY AS r (id, n)
+  FROM pg_catalog.unnest($1::bigint[]) WITH ORDINALITY AS r (id, n)
  CROSS JOIN LATERAL (
        SELECT outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
               CASE WHEN $2::bool THEN payload END AS payload, CASE WHEN $2 THEN payload_bytes END AS payload_bytes,

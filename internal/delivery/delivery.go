@@ -107,8 +107,8 @@ const (
        coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id,
        d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.size,
        d.record_partition, coalesce(d.last_error_code, ''), coalesce(d.last_error_message, '')`
-	payload = `coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
-	headers = `convert_to(d.headers::text, 'UTF8')`
+	payload = `coalesce(pg_catalog.convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
+	headers = `pg_catalog.convert_to(d.headers::text, 'UTF8')`
 	record  = `d.record`
 )
 

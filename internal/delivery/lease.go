@@ -13,7 +13,7 @@ import (
 // sqlOwn reads the rows that this process has claimed, in any of its claims.
 const sqlOwn = `
 SELECT d.id, d.locked_by, d.order_key FROM {schema}.event_delivery AS d
- WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND starts_with(d.locked_by, $2::text || '/')
+ WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND pg_catalog.starts_with(d.locked_by, $2::text || '/')
  ORDER BY d.consumer_group, d.locked_until`
 
 // Own returns the rows that this process has claimed, without their events. The process does not know of
@@ -46,7 +46,7 @@ SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
   FROM (SELECT d.locked_until, d.locked_by FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until > now() - $3::interval
          ORDER BY d.consumer_group, d.locked_until LIMIT $4) AS o
- WHERE NOT starts_with(o.locked_by, $2::text || '/')`
+ WHERE NOT pg_catalog.starts_with(o.locked_by, $2::text || '/')`
 
 // countOthers returns the number of rows that other processes have claimed, at most 10,000, and the longest
 // remaining lease.
@@ -127,7 +127,7 @@ UPDATE {schema}.event_delivery AS d
        held = $4::bool AND ` + attemptsUsedUp + `, processed_at = CASE WHEN ` + attemptsUsedUp + ` THEN clock_timestamp() END,
        attempt_count = d.attempt_count - CASE WHEN ` + begun + ` THEN 0 ELSE 1 END,
        put_back = true, locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
-       last_error_code = '` + codeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
+       last_error_code = '` + codeStale + `', last_error_message = 'worker ' || d.locked_by::text || ' was gone before it was done'
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns + `, coalesce((SELECT s.begun FROM stale AS s WHERE s.id = d.id), (SELECT r.begun FROM run AS r WHERE r.id = d.id LIMIT 1), false)`
 

@@ -105,7 +105,7 @@ WITH ` + behind + `, looked AS MATERIALIZED (
            event_id, event_type, source, aggregate_type, aggregate_id, payload_bytes, content_type, partition_key, size, occurred_at, recorded_at,
            record_partition, record_id, record_digest, record)
     SELECT $1::text, w.action, w.stream, w.record_offset, w.key, CASE WHEN EXISTS (SELECT FROM behind) THEN '` + rejectedStatus + `' WHEN w.key IS NULL OR w.n IN (SELECT first FROM free) THEN 'PENDING' ELSE 'PARKED' END, w.attempt, w.most,
-           t.at + w.wait * interval '1 microsecond', CASE WHEN w.attempt > 0 THEN t.at END, t.at, t.at, nullif(w.code, ''), nullif(w.message, ''),
+           t.at + w.wait::float8 * interval '1 microsecond', CASE WHEN w.attempt > 0 THEN t.at END, t.at, t.at, nullif(w.code, ''), nullif(w.message, ''),
            w.event_id, w.type, w.source, w.aggregate_type, w.aggregate_id, w.payload, w.content_type, w.partition_key, octet_length(w.payload) + octet_length(w.record), w.occurred_at, w.recorded_at,
            w.partition, nullif(w.record_id, ''), w.digest, w.record
       FROM (SELECT * FROM wanted ORDER BY n) AS w CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t

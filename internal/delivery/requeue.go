@@ -34,7 +34,7 @@ RETURNING d.action, d.record_digest`
 // that is being claimed is locked, and stays as it is.
 var sqlYieldHead = `
 WITH heads AS MATERIALIZED (
-    SELECT head.id FROM unnest($2::bigint[]) AS k (order_key)
+    SELECT head.id FROM pg_catalog.unnest($2::bigint[]) AS k (order_key)
      CROSS JOIN LATERAL (
            SELECT d.id, d.status FROM {schema}.event_delivery AS d
             WHERE ` + ofKey("k.order_key") + ` AND ` + head + ` AND d.consumer_group = $1::text ORDER BY d.order_key, d.id LIMIT 1) AS head

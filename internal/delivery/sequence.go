@@ -24,7 +24,7 @@ import (
 // highest id counts as above it, and PassTakenIDs uses the sequence.
 const behind = `behind AS MATERIALIZED (
     SELECT d.id FROM {schema}.event_delivery AS d
-     WHERE d.id > (SELECT coalesce(pg_sequence_last_value({delivery_ids}), 0)) ORDER BY d.id DESC LIMIT 1
+     WHERE d.id > (SELECT coalesce(pg_catalog.pg_sequence_last_value({delivery_ids}), 0)) ORDER BY d.id DESC LIMIT 1
 )`
 
 // rejectedStatus is a status that the table rejects. A statement inserts it if the sequence is behind, so that its
@@ -43,10 +43,10 @@ const mostPassed = 1_000_000
 // id above the sequence, or 0, and the last id drawn.
 const sqlPassIDs = `
 WITH ` + behind + `, gap AS MATERIALIZED (
-    SELECT coalesce((SELECT id FROM behind), 0) AS highest, coalesce(pg_sequence_last_value({delivery_ids}), 0) AS last
+    SELECT coalesce((SELECT id FROM behind), 0) AS highest, coalesce(pg_catalog.pg_sequence_last_value({delivery_ids}), 0) AS last
 )
-SELECT gap.highest, max(nextval({delivery_ids}))
-  FROM gap CROSS JOIN LATERAL generate_series(1, least($1::bigint, greatest(1, gap.highest - gap.last))) GROUP BY gap.highest`
+SELECT gap.highest, max(pg_catalog.nextval({delivery_ids}))
+  FROM gap CROSS JOIN LATERAL pg_catalog.generate_series(1, least($1::bigint, greatest(1, gap.highest - gap.last))) GROUP BY gap.highest`
 
 // PassTakenIDs draws ids without using them if err says that the sequence is behind: then the next try inserts
 // its rows, or a later one if many ids are taken. It returns [ErrSequenceBehind] with what it did. It returns other

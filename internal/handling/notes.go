@@ -282,7 +282,7 @@ func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 }
 
 const sqlSkipTaken = `
-SELECT count(nextval(format('%I.event_handled_id_seq', $1::text)::regclass)) FROM generate_series(1, $2::int)`
+SELECT count(pg_catalog.nextval(pg_catalog.format('%I.event_handled_id_seq', $1::text)::regclass)) FROM generate_series(1, $2::int)`
 
 // skipTaken draws ids without using them if the last ids existed already, ten times as many after each failure. Ids
 // exist if rows were inserted with ids of their own, or if the sequence was restored from an older backup.

@@ -124,7 +124,7 @@ func (b *builder) try(ctx context.Context) (done bool, err error) {
 }
 
 const sqlLock = `
-SELECT pg_try_advisory_xact_lock(hashtextextended('outbox.indexes.' || $1, 0))
+SELECT pg_try_advisory_xact_lock(hashtextextended('outbox.indexes.' || $1, 0::bigint))
   FROM (SELECT set_config('idle_in_transaction_session_timeout', '0', true), set_config('statement_timeout', '0', true),
                ` + pg.NoTransactionTimeout + ` OFFSET 0) AS unbounded`
 

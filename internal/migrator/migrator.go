@@ -193,7 +193,7 @@ func (m *Migrator) lockTimeout() string {
 }
 
 // sqlMigrateLock makes other processes wait until our transaction ends.
-const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0))`
+const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0::bigint))`
 
 // sqlStepSettings makes the schema the default for unqualified names, which the files
 // have, and bounds the wait for locks, until the end of the transaction.

@@ -75,12 +75,12 @@ func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[stri
 }
 
 // listenerKey is the key of the lock that all listeners of a channel share. Who can take it alone is the only one.
-const listenerKey = `hashtextextended('outbox.listens.' || $1::text, 0)`
+const listenerKey = `hashtextextended('outbox.listens.' || $1::text, 0::bigint)`
 
 // sqlListened finds the channels that another session listens to. A lock that it gets lasts as long as the statement:
 // a session that begins to listen waits for that.
 const sqlListened = `
-SELECT c FROM unnest($1::text[]) AS c WHERE NOT pg_try_advisory_xact_lock(hashtextextended('outbox.listens.' || c, 0))`
+SELECT c FROM pg_catalog.unnest($1::text[]) AS c WHERE NOT pg_try_advisory_xact_lock(hashtextextended('outbox.listens.' || c, 0::bigint))`
 
 // ListenedElsewhere returns the channels that other sessions listen to. The error is [ErrUnavailable] if that is not
 // known.

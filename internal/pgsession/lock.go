@@ -18,7 +18,7 @@ type Lock struct {
 }
 
 // sqlLockKey returns the key of a name in a schema. The schema may be dropped and made again: then it is another one.
-const sqlLockKey = `SELECT hashtextextended($1::text, c.relnamespace::bigint) FROM pg_catalog.pg_class AS c WHERE c.oid = {outbox}::regclass`
+const sqlLockKey = `SELECT hashtextextended($1::text, c.relnamespace::bigint) FROM pg_catalog.pg_class AS c WHERE c.oid = {outbox}::regclass::oid`
 
 // TryLock takes the lock of a name in a schema. It returns nil if the lock is taken, in this process or in
 // another one. The error is [ErrUnavailable] if that is not known.
@@ -36,7 +36,7 @@ func (s *Session) TryLock(ctx context.Context, schema, name string) (*Lock, erro
 			if err := conn.QueryRow(ctx, pg.InSchema(sqlLockKey, schema), name).Scan(&l.key); err != nil {
 				return fmt.Errorf("lock %s: %w", name, err)
 			}
-			if err := conn.QueryRow(ctx, `SELECT pg_try_advisory_lock($1)`, l.key).Scan(&got); err != nil {
+			if err := conn.QueryRow(ctx, `SELECT pg_try_advisory_lock($1::bigint)`, l.key).Scan(&got); err != nil {
 				return fmt.Errorf("lock %s: %w", name, err)
 			}
 			if got {
@@ -80,7 +80,7 @@ func (s *Session) unlock(ctx context.Context, conn *pgx.Conn, l *Lock) {
 		return
 	}
 	close(l.lost)
-	if _, err := conn.Exec(ctx, `SELECT pg_advisory_unlock($1)`, l.key); err != nil {
+	if _, err := conn.Exec(ctx, `SELECT pg_advisory_unlock($1::bigint)`, l.key); err != nil {
 		disconnect(conn)
 	}
 }

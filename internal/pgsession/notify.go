@@ -16,7 +16,7 @@ const sqlCarefully = `SELECT set_config('lock_timeout', '100ms', true), set_conf
 
 // sqlNotify sends nothing while notifications pile up that a listener does not read: a full queue would make the
 // commits of all who notify fail.
-const sqlNotify = `SELECT pg_notify(c, $2::text) FROM unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01`
+const sqlNotify = `SELECT pg_notify(c, $2::text) FROM pg_catalog.unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01::float8`
 
 // Notify notifies the listeners of channels, except those of this session, in a transaction of its own on a connection
 // of the pool and in one round trip. It is not for a business transaction, whose commit would have to queue for a lock

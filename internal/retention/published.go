@@ -100,8 +100,8 @@ const sqlCleanArchived = sqlCleanPublished + archivedColumns
 
 // archivedColumns returns the rows as well, in the order of ids.
 const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.aggregate_type, g.aggregate_id,
-       coalesce(g.payload_bytes, convert_to(g.payload::text, 'UTF8')), g.content_type, g.payload IS NOT NULL, coalesce(g.topic, ''), coalesce(g.partition_key, ''),
-       convert_to(g.headers::text, 'UTF8'), g.occurred_at, g.created_at
+       coalesce(g.payload_bytes, pg_catalog.convert_to(g.payload::text, 'UTF8')), g.content_type, g.payload IS NOT NULL, coalesce(g.topic, ''), coalesce(g.partition_key, ''),
+       pg_catalog.convert_to(g.headers::text, 'UTF8'), g.occurred_at, g.created_at
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
  ORDER BY g.id`
 

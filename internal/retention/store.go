@@ -221,7 +221,7 @@ func (r *Store) delivered(ctx context.Context, after int64) (Step, error) {
 
 // sqlHasRelay finds out whether a relay has a position: one whose name is not a group's.
 const sqlHasRelay = tables.NewestCursors + `
-SELECT EXISTS (SELECT FROM positions WHERE NOT starts_with(relay, '` + tables.WorkerPrefix + `'))`
+SELECT EXISTS (SELECT FROM positions WHERE NOT pg_catalog.starts_with(relay, '` + tables.WorkerPrefix + `'))`
 
 // HasRelay reports whether a relay publishes the events, or did and may do so again.
 func (r *Store) HasRelay(ctx context.Context) (has bool, err error) {

@@ -16,6 +16,7 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"path"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -239,33 +240,52 @@ func TestSize(t *testing.T) {
 
 // checkPackage type-checks the package in a folder.
 func checkPackage(dir string) (*types.Package, error) {
-	// The export data of dependencies is in the build cache.
-	cmd := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Export,GoFiles,Name", "./"+dir)
+	all, err := listPackages("./" + dir)
+	if err != nil {
+		return nil, err
+	}
+	pkg, _, err := all.check(dir, &types.Info{})
+	return pkg, err
+}
+
+// listed are packages and their dependencies by path. Their export data is in the build cache.
+type listed map[string]struct {
+	ImportPath, Export, Dir string
+	GoFiles                 []string
+}
+
+func listPackages(pattern string) (listed, error) {
+	cmd := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Export,Dir,GoFiles", pattern)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
 	if err != nil {
 		return nil, err
 	}
-	exports, last := map[string]string{}, struct {
-		ImportPath, Export, Name string
-		GoFiles                  []string
-	}{}
-	for decoder := json.NewDecoder(bytes.NewReader(out)); ; exports[last.ImportPath] = last.Export {
-		if err := decoder.Decode(&last); errors.Is(err, io.EOF) {
-			break
+	all := listed{}
+	for decoder := json.NewDecoder(bytes.NewReader(out)); ; {
+		one := all[""]
+		if err := decoder.Decode(&one); errors.Is(err, io.EOF) {
+			return all, nil
 		} else if err != nil {
 			return nil, err
 		}
+		all[one.ImportPath] = one
 	}
+}
+
+// check type-checks the package in a folder of this module, and returns its files.
+func (l listed) check(dir string, info *types.Info) (*types.Package, []*ast.File, error) {
 	fset := token.NewFileSet()
 	var files []*ast.File
-	for _, name := range last.GoFiles { // dependencies come first
+	importPath := path.Join("github.com/outboxgo/outbox", filepath.ToSlash(dir))
+	for _, name := range l[importPath].GoFiles {
 		file, err := parseFile(fset, filepath.Join(dir, name))
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		files = append(files, file)
 	}
-	config := types.Config{Importer: importer.ForCompiler(fset, "gc", func(path string) (io.ReadCloser, error) { return os.Open(exports[path]) })}
-	return config.Check(last.ImportPath, fset, files, nil)
+	config := types.Config{Importer: importer.ForCompiler(fset, "gc", func(path string) (io.ReadCloser, error) { return os.Open(l[path].Export) })}
+	pkg, err := config.Check(importPath, fset, files, info)
+	return pkg, files, err
 }

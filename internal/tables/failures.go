@@ -49,7 +49,7 @@ const FailureColumns = `id, relay, outbox_id, parking_key, ` + FailureTopic + `,
 
 // FailureTopic is where the relay sends an event: to its topic, or else to the topic of its type,
 // with which its parking key begins.
-const FailureTopic = `coalesce(topic, split_part(parking_key, '/', 1))`
+const FailureTopic = `coalesce(topic, pg_catalog.split_part(parking_key, '/', 1))`
 
 // ScanFailure reads [FailureColumns], and more columns after them.
 func ScanFailure(row pgx.Row, more ...any) (Failure, error) {
@@ -103,7 +103,7 @@ const FailureWhere = `
    AND ($2::text = '' OR relay = $2)
    AND ($3::text = '' OR event_type = $3)
    AND ($4::text = '' OR ` + FailureTopic + ` = $4)
-   AND ($5::text = '' OR parking_key = ` + FailureTopic + ` || '/' || $5 OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
+   AND ($5::text = '' OR parking_key = (` + FailureTopic + `)::text || '/' || $5 OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
    AND ($6::text = '' OR aggregate_type = $6)
    AND ($7::text = '' OR aggregate_id = $7)
    AND ($8::text = '' OR error_class = $8)

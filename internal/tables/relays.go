@@ -52,13 +52,13 @@ const SQLRelays = positionsOfRelays + `,
  CROSS JOIN LATERAL (
        SELECT count(*) FILTER (WHERE status = 'waiting') AS waiting, count(*) FILTER (WHERE status = 'failed') AS failed,
               count(DISTINCT parking_key) AS keys, count(*) FILTER (WHERE status = 'held') AS held FROM (
-              SELECT s AS status, o.parking_key FROM unnest('{waiting,failed}'::text[]) AS s
+              SELECT s AS status, o.parking_key FROM pg_catalog.unnest('{waiting,failed}'::text[]) AS s
                CROSS JOIN LATERAL (SELECT parking_key FROM {schema}.outbox_failed` + statusOfRelay + `) AS o
                UNION ALL
               SELECT 'held', held.parking_key FROM (` + heldKeys + `) AS held) AS r) AS heads
  CROSS JOIN LATERAL (
        SELECT count(*) FILTER (WHERE s = 'parked') AS parked, count(*) FILTER (WHERE s = 'dead') AS dead
-         FROM unnest('{parked,dead}'::text[]) AS s
+         FROM pg_catalog.unnest('{parked,dead}'::text[]) AS s
         CROSS JOIN LATERAL (SELECT FROM {schema}.outbox_failed` + statusOfRelay + `) AS o) AS others
  ORDER BY n.name`
 

@@ -55,7 +55,7 @@ SELECT c.relay, p.event_type, count(*), min(p.created_at)
                 ORDER BY id LIMIT $3) AS by_id
         WHERE by_id.xid >= pg_snapshot_xmax(c.snapshot)) AS p
  WHERE c.relay = ANY ($1::text[]) AND p.created_at < $2
-   AND NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.state = 'left' AND c.relay = '` + WorkerPrefix + `' || s.consumer_group)
+   AND NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.state = 'left' AND c.relay = '` + WorkerPrefix + `' || s.consumer_group::text)
  GROUP BY c.relay, p.event_type`
 
 // SQLStaleFailures counts the events of the relays $1 that were recorded before $2 and wait in

@@ -49,7 +49,7 @@ func ProbesOf(db *pgxpool.Pool) *Probes {
 // before it reads the sequences.
 const sqlProbe = `
 SELECT pg_current_snapshot()::text,
-       ARRAY(SELECT coalesce(pg_sequence_last_value(s.name::regclass), 0) FROM unnest($1::text[]) WITH ORDINALITY AS s(name, n) ORDER BY s.n)`
+       ARRAY(SELECT coalesce(pg_catalog.pg_sequence_last_value(s.name::regclass), 0) FROM pg_catalog.unnest($1::text[]) WITH ORDINALITY AS s(name, n) ORDER BY s.n)`
 
 // Probe returns the present snapshot, and then the last id that a sequence has drawn.
 func (g *Probes) Probe(ctx context.Context, sequence string) (snapshot string, drawn int64, err error) {

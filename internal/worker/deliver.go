@@ -49,8 +49,8 @@ func (w *Worker) Deliver(
 // sqlDeliverRecorded reads an event with the columns of a delivery.
 const sqlDeliverRecorded = `
 SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, aggregate_id,
-       coalesce(convert_to(payload::text, 'UTF8'), payload_bytes),
-       content_type, coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
+       coalesce(pg_catalog.convert_to(payload::text, 'UTF8'), payload_bytes),
+       content_type, coalesce(partition_key, ''), pg_catalog.convert_to(headers::text, 'UTF8'), occurred_at, created_at
   FROM {schema}.outbox WHERE id = $1`
 
 // readRecorded leaves the settings of the transaction as they are.

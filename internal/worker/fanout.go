@@ -107,7 +107,7 @@ const sqlFanOutSettings = cursor.SQLSettings + `, ` + pg.TextFormats +
 	`, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true), ` + pg.NoTransactionTimeout
 
 const (
-	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1)`
+	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1::bigint)`
 	sqlSubscription = `
 SELECT (SELECT state FROM {schema}.event_subscription WHERE consumer_group = $1::text)`
 )

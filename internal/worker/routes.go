@@ -25,14 +25,14 @@ const routeLife = time.Hour
 // has confirmed for $3. The version of the routes grows if the set of routes changes.
 const sqlSubscribe = `
 INSERT INTO {schema}.event_subscription AS s (consumer_group, routes, routes_version)
-SELECT $1::text, jsonb_object_agg(route, extract(epoch FROM now())::bigint), 1 FROM unnest($2::text[]) AS route
+SELECT $1::text, jsonb_object_agg(route, extract(epoch FROM now())::bigint), 1 FROM pg_catalog.unnest($2::text[]) AS route
     ON CONFLICT (consumer_group) DO UPDATE
    SET (routes, routes_version) = (
        SELECT m.routes, s.routes_version + CASE
               WHEN ARRAY(SELECT k FROM jsonb_object_keys(m.routes) AS k ORDER BY k)
-                 = ARRAY(SELECT k FROM jsonb_object_keys(s.routes) AS k ORDER BY k) THEN 0 ELSE 1 END
+                 OPERATOR(pg_catalog.=) ARRAY(SELECT k FROM jsonb_object_keys(s.routes) AS k ORDER BY k) THEN 0 ELSE 1 END
          FROM (SELECT jsonb_object_agg(key, value) AS routes FROM jsonb_each(s.routes || excluded.routes)
-                WHERE value::bigint > extract(epoch FROM now() - $3::interval)) AS m)`
+                WHERE value::numeric > extract(epoch FROM now() - $3::interval)) AS m)`
 
 // sqlRoutes reads the routes of a group if their version is not $2.
 const sqlRoutes = `
