@@ -2,9 +2,12 @@ package pgsession
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -37,8 +40,14 @@ func (s *Session) changeEars(change func()) {
 	}
 }
 
+// listened is what is known about a channel that the connection listens to.
+type listened struct {
+	locked bool      // it has the lock that all listeners share
+	tried  time.Time // when it was last tried to take that
+}
+
 // listen makes the connection listen to the channels with listeners, and to no other.
-func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[string]bool) error {
+func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[string]listened) error {
 	wanted := map[string]bool{}
 	s.mu.Lock()
 	s.changed = false
@@ -47,31 +56,82 @@ func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[stri
 	}
 	s.mu.Unlock()
 	for channel := range wanted {
-		if listening[channel] {
+		l, listens := listening[channel]
+		if !listens {
+			if err := execute(ctx, conn, "LISTEN "+pgx.Identifier{channel}.Sanitize()); err != nil {
+				return err
+			}
+		}
+		if l.locked || listens && time.Since(l.tried) < lockAgain {
 			continue
 		}
-		if err := execute(ctx, conn, "LISTEN "+pgx.Identifier{channel}.Sanitize()); err != nil {
+		locked, err := s.share(ctx, conn, channel, listens)
+		if err != nil {
 			return err
 		}
-		if err := execute(ctx, conn, `SELECT pg_advisory_lock_shared(`+listenerKey+`)`, channel); err != nil {
-			return err
+		listening[channel] = listened{locked, time.Now()}
+		if !listens || locked {
+			s.hear(channel) // notifications from before
 		}
-		listening[channel] = true
-		s.hear(channel) // notifications from before
 	}
-	for channel := range listening {
+	for channel, l := range listening {
 		if wanted[channel] {
 			continue
 		}
 		if err := execute(ctx, conn, "UNLISTEN "+pgx.Identifier{channel}.Sanitize()); err != nil {
 			return err
 		}
-		if err := execute(ctx, conn, `SELECT pg_advisory_unlock_shared(`+listenerKey+`)`, channel); err != nil {
-			return err
+		if l.locked {
+			if err := execute(ctx, conn, `SELECT pg_advisory_unlock_shared(`+listenerKey+`)`, channel); err != nil {
+				return err
+			}
 		}
 		delete(listening, channel)
 	}
 	return nil
+}
+
+// lockAgain is when a lock is tried again that a stranger has.
+const lockAgain = time.Second
+
+// errHeld means that a stranger has, or waits for, the lock that the listeners of a channel share.
+var errHeld = errors.New("the lock is taken")
+
+const (
+	sqlShare    = `SELECT pg_advisory_lock_shared(` + listenerKey + `)`
+	sqlTryShare = `SELECT pg_try_advisory_lock_shared(` + listenerKey + `)`
+	// sqlHolder finds who has the lock alone, or waits for that.
+	sqlHolder = `
+SELECT coalesce(string_agg('pid ' || l.pid::text || ' of role ' || coalesce(a.usename::text, '?'), ', ' ORDER BY l.granted DESC, l.pid), 'unknown')
+  FROM pg_catalog.pg_locks AS l LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid
+ WHERE l.locktype = 'advisory' AND l.mode = 'ExclusiveLock' AND l.objsubid = 1 AND (l.classid::bigint << 32) | l.objid::bigint = ` + listenerKey + `
+   AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = current_database())`
+)
+
+// share takes the lock that the listeners of a channel share. While a stranger has it, other sessions do not get it
+// alone, and so notify.
+func (s *Session) share(ctx context.Context, conn *pgx.Conn, channel string, again bool) (locked bool, err error) {
+	began := time.Now()
+	if again {
+		err = queryRow(ctx, conn, &locked, sqlTryShare, channel)
+	} else { // it waits for sqlListened of others
+		err = execute(ctx, conn, sqlShare, channel)
+		locked = err == nil
+	}
+	const lockNotAvailable = "55P03"
+	if failed, ok := errors.AsType[*pgconn.PgError](err); err != nil && !(ok && failed.Code == lockNotAvailable) {
+		return false, err
+	}
+	var held error
+	if !locked {
+		var holder string
+		if err := queryRow(ctx, conn, &holder, sqlHolder, channel); err != nil {
+			return false, err
+		}
+		held = fmt.Errorf("%w by %s", errHeld, holder)
+	}
+	s.locking.Report("the advisory lock of the listeners of channel "+channel, began, held)
+	return locked, nil
 }
 
 // listenerKey is the key of the lock that all listeners of a channel share. Who can take it alone is the only one.

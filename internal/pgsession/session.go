@@ -60,7 +60,8 @@ type Session struct {
 	db func() *pgxpool.Pool // nil once the pool is no longer used
 	id string               // the payload of its notifications
 
-	failing *outage.Log // of the first user; only run
+	failing *outage.Log  // of the first user; only run
+	locking *outage.Logs // of the locks of listeners; likewise
 
 	users perpool.Users
 
@@ -98,7 +99,7 @@ func (s *Session) State() State {
 // run connects, again and again, until ctx ends.
 func (s *Session) run(ctx context.Context, log *slog.Logger) {
 	if s.failing == nil { // an outage may last for longer than a use
-		s.failing = outage.NewLog(log, "a session with PostgreSQL, for wake-ups and takeovers,")
+		s.failing, s.locking = outage.NewLog(log, "a session with PostgreSQL, for wake-ups and takeovers,"), outage.NewLogs(log)
 	}
 	said := false
 	for ctx.Err() == nil {
@@ -106,7 +107,6 @@ func (s *Session) run(ctx context.Context, log *slog.Logger) {
 		if err == nil {
 			err = s.examine(ctx, conn)
 			if err == nil {
-				s.failing.Report(nil)
 				err = s.serve(ctx, conn)
 			}
 			s.lose()
@@ -181,12 +181,13 @@ func (s *Session) serve(ctx context.Context, conn *pgx.Conn) error {
 	if err := execute(ctx, conn, sqlSettings); err != nil {
 		return fmt.Errorf("set up: %w", err)
 	}
-	listening := map[string]bool{}
+	listening := map[string]listened{}
 	s.become(Works)
 	for {
 		if err := s.listen(ctx, conn, listening); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
+		s.failing.Report(nil)
 		spoke := time.Now()
 		waiting, stop := s.interruptible(ctx)
 		n, err := conn.WaitForNotification(waiting)

@@ -2,6 +2,7 @@ package pgsession_test
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net"
 	"strings"
@@ -139,6 +140,50 @@ func TestListenedElsewhere(t *testing.T) {
 	require.Eventually(t, func() bool { return elsewhere() == both }, testenv.Patience, time.Millisecond)
 	ear.Close()
 	require.Eventually(t, func() bool { return elsewhere() == "" }, testenv.Patience, time.Millisecond)
+}
+
+// A stranger who has the lock of the listeners for himself neither keeps a session from listening, nor ends it with
+// its other locks. The session says so once, with the holder, and takes the lock when it is free.
+func TestListenBesideHolderOfTheLock(t *testing.T) {
+	t.Parallel()
+	p, other, stranger := newProcess(t, nil), newProcess(t, nil), newProcess(t, nil)
+	channel := "held " + uuid.NewString()
+	holder, err := stranger.db.Acquire(background)
+	require.NoError(t, err)
+	defer holder.Release()
+	_, err = holder.Exec(background, `SELECT pg_advisory_lock(hashtextextended('outbox.listens.' || $1::text, 0))`, channel)
+	require.NoError(t, err)
+
+	var log testenv.Buffer
+	signals := make(chan struct{}, 1)
+	p.use(t, slog.New(slog.NewTextHandler(&log, nil)))
+	p.await(t, pgsession.Works)
+	relay := p.lock(t, newSchema(t))
+	require.NotNil(t, relay)
+	defer p.Listen(channel, signals).Close()
+	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond, "it listens")
+	for range 3 {
+		require.NoError(t, other.Notify(background, channel))
+		require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond)
+	}
+	held := fmt.Sprintf("pid %d of role ", holder.Conn().PgConn().PID())
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), held) }, testenv.Patience, time.Millisecond)
+
+	other.use(t, quiet)
+	other.await(t, pgsession.Works)
+	_, err = holder.Exec(background, `SELECT pg_advisory_unlock_all()`)
+	require.NoError(t, err)
+	require.Eventually(t, func() bool {
+		found, err := other.ListenedElsewhere(background, []string{channel})
+		return err == nil && len(found) == 1 && strings.Contains(log.String(), "works again")
+	}, testenv.Patience, 10*time.Millisecond)
+	select {
+	case <-relay.Lost():
+		t.Fatal("the lock of the relay is lost")
+	default:
+	}
+	require.Equal(t, 2, strings.Count(log.String(), "level=WARN"), log.String())
+	require.Contains(t, log.String(), channel)
 }
 
 // terminate ends the connections of a process.
