@@ -18,9 +18,10 @@ import (
 // trust looks for roles that can act with the rights of other roles, and for rights on partitions.
 func (d *doctor) trust(ctx context.Context) error {
 	var creators []privileges.Creator
-	var foreign, open []string
+	var foreign []string
+	var open []opening
 	err := pgx.BeginTxFunc(ctx, d.e.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) (err error) {
-		if open, err = d.openSchemas(ctx, tx); err != nil {
+		if open, err = d.openings(ctx, tx); err != nil {
 			return err
 		}
 		if creators, err = privileges.Creators(ctx, tx, d.e.schemaName()); err != nil {
@@ -38,10 +39,10 @@ func (d *doctor) trust(ctx context.Context) error {
 			"Functions and operators that are made there are run by all who use outbox, with their rights.",
 			fmt.Sprintf("REVOKE CREATE ON SCHEMA %s FROM %s", schema, c.Quoted()))
 	}
-	for _, other := range open {
-		d.add("privileges.schema", severityError, fmt.Sprintf("everybody may create in schema %s, which is in search_path", other),
-			"Statements of outbox look for functions and operators there, too, and run what is made there, with the rights of whoever sends them.",
-			fmt.Sprintf("REVOKE CREATE ON SCHEMA %s FROM PUBLIC", pgx.Identifier{other}.Sanitize()))
+	for _, o := range open {
+		d.add("privileges.schema", severityError, o.what(),
+			"Statements of outbox look for functions and operators there, too, and run what is made there, with the rights of whoever sends them. "+
+				"They name the schemas of outbox: a role that sends no others may have search_path = pg_catalog, pg_temp.", o.do())
 	}
 	for _, what := range foreign {
 		d.add("privileges.foreign", severityError, fmt.Sprintf("schema %s has %s", d.e.schemaName(), what),
@@ -49,60 +50,6 @@ func (d *doctor) trust(ctx context.Context) error {
 			"Ask who made it and what it has done meanwhile, and drop it.")
 	}
 	return d.partitionGrants(ctx)
-}
-
-// sqlPaths returns the search_path of the session, and the search paths that were set for the roles $1.
-const sqlPaths = `
-SELECT pg_catalog.current_setting('search_path')
- UNION ALL
-SELECT pg_catalog.substr(setting, 13)
-  FROM pg_catalog.pg_db_role_setting AS s
-  JOIN pg_catalog.pg_roles AS r ON r.oid OPERATOR(pg_catalog.=) s.setrole
- CROSS JOIN LATERAL pg_catalog.unnest(s.setconfig) AS c (setting)
- WHERE r.rolname::pg_catalog.text OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.text[]) AND pg_catalog.starts_with(setting, 'search_path=')`
-
-// openSchemas returns the schemas in search_path in which every role may create objects, except the schema
-// of outbox. It leaves the transaction with [privileges.SafePath].
-func (d *doctor) openSchemas(ctx context.Context, tx pgx.Tx) (open []string, err error) {
-	var roles []string
-	for _, p := range d.parts {
-		roles = append(roles, p.role)
-	}
-	rows, err := tx.Query(ctx, sqlPaths, roles)
-	if err != nil {
-		return nil, err
-	}
-	paths, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		return nil, err
-	}
-	var schemas []string
-	for _, path := range paths {
-		var those []string
-		if _, err := tx.Exec(ctx, `SELECT pg_catalog.set_config('search_path', $1, true)`, path); err != nil {
-			return nil, err
-		}
-		if err := tx.QueryRow(ctx, `SELECT pg_catalog.current_schemas(false)`).Scan(&those); err != nil {
-			return nil, err
-		}
-		schemas = append(schemas, those...)
-	}
-	if _, err = tx.Exec(ctx, privileges.SafePath); err != nil {
-		return nil, err
-	}
-	for i, schema := range schemas {
-		if schema == d.e.schemaName() || slices.Contains(schemas[:i], schema) {
-			continue
-		}
-		may, _, err := privileges.PublicMayCreate(ctx, tx, schema)
-		if err != nil {
-			return nil, err
-		}
-		if may {
-			open = append(open, schema)
-		}
-	}
-	return open, nil
 }
 
 const sqlPartitionGrants = `

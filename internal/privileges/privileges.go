@@ -135,3 +135,41 @@ func Creators(ctx context.Context, q Querier, schema string) ([]Creator, error) 
 	}
 	return pgx.CollectRows(rows, pgx.RowTo[Creator])
 }
+
+// sqlPathCreators finds who may put functions into the schema $1, or make it if it does not exist. It omits who can act
+// with the rights of the role $2 anyway: members of it, of the owner of the database and of the owner of table outbox
+// in the schema $3, and superusers.
+const sqlPathCreators = `
+WITH here AS MATERIALIZED (SELECT d.datdba, d.datacl FROM pg_database AS d WHERE d.datname = current_database()),
+place AS MATERIALIZED (SELECT n.nspowner, n.nspacl FROM pg_namespace AS n WHERE n.nspname = $1),
+creators AS (
+    SELECT n.nspowner AS role, 'owns' AS may FROM place AS n
+     UNION
+    SELECT a.grantee, 'may create in' FROM place AS n, aclexplode(n.nspacl) AS a WHERE a.privilege_type = 'CREATE' AND a.grantee <> n.nspowner
+     UNION
+    SELECT a.grantee, 'may make' FROM here, aclexplode(here.datacl) AS a WHERE a.privilege_type = 'CREATE' AND NOT EXISTS (SELECT FROM place)
+), trusted AS MATERIALIZED (
+    SELECT r.oid FROM pg_roles AS r, here
+     WHERE r.rolname = 'pg_database_owner' OR pg_has_role(r.oid, here.datdba, 'MEMBER')
+        OR EXISTS (SELECT FROM pg_roles AS own WHERE own.rolname = $2 AND pg_has_role(r.oid, own.oid, 'MEMBER'))
+        OR EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                    WHERE n.nspname = $3 AND c.relname = 'outbox' AND pg_has_role(r.oid, c.relowner, 'MEMBER'))
+)
+SELECT CASE c.role WHEN 0 THEN '' ELSE pg_get_userbyid(c.role) END, c.may FROM creators AS c WHERE c.role = 0 OR c.role NOT IN (SELECT oid FROM trusted) ORDER BY 1, 2`
+
+// PathCreator is a role that can put functions into a schema.
+type PathCreator struct {
+	Creator
+	May string // "owns", "may create in", or "may make"
+}
+
+// PathCreators returns who can put functions into a schema of a role's search_path, except those who have the rights
+// of the role, of the owner of the database or of the owner of table outbox in the schema outbox. The transaction has
+// [SafePath].
+func PathCreators(ctx context.Context, q Querier, schema, role, outbox string) ([]PathCreator, error) {
+	rows, err := q.Query(ctx, sqlPathCreators, schema, role, outbox)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[PathCreator])
+}
