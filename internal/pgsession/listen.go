@@ -119,7 +119,7 @@ func (s *Session) share(ctx context.Context, conn *pgx.Conn, channel string, aga
 		locked = err == nil
 	}
 	const lockNotAvailable = "55P03"
-	if failed, ok := errors.AsType[*pgconn.PgError](err); err != nil && !(ok && failed.Code == lockNotAvailable) {
+	if failed, ok := errors.AsType[*pgconn.PgError](err); err != nil && (!ok || failed.Code != lockNotAvailable) {
 		return false, err
 	}
 	var held error

@@ -33,9 +33,9 @@ var template = strings.NewReplacer("{archive}", "'public.outbox_archive'", "{pre
 // incomplete are texts that are no statement without what is added when they run: to call nothing, or for an operator.
 var incomplete = regexp.MustCompile(`^SELECT setval\('?%s'?, %d\)$|\(%s\) AS found|^(INSERT INTO|DELETE FROM) %(\[1\])?s\.`)
 
-// undecided is what PostgreSQL says where rows with a varchar are compared with the planted >, and of a parameter that
+// ambiguous is what PostgreSQL says where rows with a varchar are compared with the planted >, and of a parameter that
 // only a text has that a function returns.
-var undecided = regexp.MustCompile("could not determine (interpretation of row comparison operator|data type of parameter)")
+var ambiguous = regexp.MustCompile("could not determine (interpretation of row comparison operator|data type of parameter)")
 
 // comparison is what columns of the type varchar make inexact, see below.
 var comparison = regexp.MustCompile(`^hostile\.(=|<>|<|>|<=|>=)\((character varying|text),(character varying|text)\)$`)
@@ -67,7 +67,7 @@ func TestStatementsRunNothingOfOthers(t *testing.T) {
 		complete := pg.InSchema(template.Replace(text), pg.DefaultSchema)
 		d, err := conn.Conn().Prepare(ctx, "", complete)
 		if err != nil {
-			require.True(t, incomplete.MatchString(text) || undecided.MatchString(err.Error()) || partOfAnother(texts, text), "%s: %v: %s", dir, err, text)
+			require.True(t, incomplete.MatchString(text) || ambiguous.MatchString(err.Error()) || partOfAnother(texts, text), "%s: %v: %s", dir, err, text)
 			continue
 		}
 		for _, what := range planted(t, conn, complete, d.ParamOIDs) {
