@@ -59,7 +59,7 @@ func grantRoles(t *testing.T, h *relayFixture, sql string) *roles {
 	for _, created := range regexp.MustCompile(`CREATE ROLE (\w+);`).FindAllStringSubmatch(sql, -1) {
 		names = append(names, created[1])
 		r.parts = append(r.parts, strings.TrimSuffix(strings.TrimPrefix(created[1], "outbox_"), r.suffix))
-		sql += fmt.Sprintf("CREATE ROLE %s_login LOGIN PASSWORD '%s' IN ROLE %[1]s;", created[1], rolePassword)
+		sql += fmt.Sprintf("CREATE ROLE %s_login LOGIN PASSWORD '%s' IN ROLE %[1]s; ALTER ROLE %[1]s_login SET search_path = pg_catalog, pg_temp;", created[1], rolePassword)
 	}
 	require.GreaterOrEqual(t, len(names), 5)
 	require.NoError(t, pgx.BeginFunc(background, h.db, func(tx pgx.Tx) error {
