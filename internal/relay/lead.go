@@ -91,11 +91,11 @@ func (r *Relay) notifyLeading(leading bool) {
 func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	parked, bad := NewParking(r.rules.PassFailedKeys), NewBadPartitions(r.topicOutages)
 	unanswered := NewUnanswered(bad, func() { wait.Signal(r.retryNow) })
-	probeNow := make(chan struct{}, 1)
+	probeNow, suspectsNow := make(chan struct{}, 1), make(chan struct{}, 1)
 	shared := RetrierParts{
 		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Bad: bad, Unanswered: unanswered,
 		Probed: new(ProbedKeys), Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, Outage: r.retryOutage,
-		ProbeNow: probeNow, Waits: func() { wait.Signal(probeNow) },
+		Waits: func() { wait.Signal(probeNow); wait.Signal(suspectsNow) },
 	}
 	producer := r.newProducer(leads, r.breaker, unanswered)
 	defer producer.Close()
@@ -112,8 +112,8 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 		Name: r.rules.Name, Rules: r.rules.Retention, Poll: r.rules.PollInterval, Removed: r.hooks.RowsRemoved,
 	}, r.retention, session.Backlog.Load, r.log)
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
-	probe := func(ctx context.Context) { r.probe(ctx, shared, (*retrier).RunProbes) }
-	suspects := func(ctx context.Context) { r.probe(ctx, shared, (*retrier).RunSuspects) }
+	probe := func(ctx context.Context) { r.probe(ctx, shared, probeNow, (*retrier).RunProbes) }
+	suspects := func(ctx context.Context) { r.probe(ctx, shared, suspectsNow, (*retrier).RunSuspects) }
 	err := session.Run(ctx, retry, probe, suspects, cleaner.Run, r.monitor.Run)
 	producer.Close()
 	NewRetrier(shared).Finish()
@@ -132,12 +132,12 @@ func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
 // probe runs a retrier that probes, with a producer of its own. The breaker does not get its results,
 // which say nothing about Kafka as a whole. Outages that it sees are not logged, because the session and the other
 // retrier log them.
-func (r *Relay) probe(ctx context.Context, parts RetrierParts, run func(*retrier, context.Context)) {
+func (r *Relay) probe(ctx context.Context, parts RetrierParts, now <-chan struct{}, run func(*retrier, context.Context)) {
 	parts.Lease.AwaitExclusive(ctx)
 	producer := r.newProducer(parts.Leadership, nil, parts.Unanswered)
 	defer producer.Close()
 	quiet := slog.New(slog.DiscardHandler)
-	parts.Outage = outage.NewLog(quiet, "PostgreSQL")
+	parts.Outage, parts.ProbeNow = outage.NewLog(quiet, "PostgreSQL"), now
 	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(quiet, "Kafka"), func() {})
 	run(NewRetrier(parts), ctx)
 }

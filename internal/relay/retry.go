@@ -35,8 +35,8 @@ type RetrierParts struct {
 	Log        *slog.Logger
 	Outage     *outage.Log     // PostgreSQL
 	RetryNow   <-chan struct{} // wake requests
-	ProbeNow   <-chan struct{} // wake requests for RunSuspects: an event waits
-	Waits      func()          // sends one
+	ProbeNow   <-chan struct{} // wake requests: an event waits for a bad partition
+	Waits      func()          // sends one to each retrier that probes
 	EventDied  func()          // called after an event has become dead
 }
 

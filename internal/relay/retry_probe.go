@@ -26,9 +26,18 @@ func (p *ProbedKeys) end(probed []cursor.FailedRow) {
 	})
 }
 
-// RunProbes probes bad partitions, but for suspects, until ctx is cancelled.
+// RunProbes probes bad partitions, but for suspects, until ctx is cancelled. A wake request only has it find out anew
+// how often that is.
 func (r *retrier) RunProbes(ctx context.Context) {
-	r.repeat(ctx, nil, r.probeEvery, func(ctx context.Context) error { return r.probe(ctx, r.Bad.Names(false)) })
+	var probed time.Time
+	left := func() time.Duration { return time.Until(probed.Add(r.probeEvery())) }
+	r.repeat(ctx, r.ProbeNow, left, func(ctx context.Context) error {
+		if left() > 0 {
+			return nil
+		}
+		probed = time.Now()
+		return r.probe(ctx, r.Bad.Names(false))
+	})
 }
 
 // RunSuspects probes suspects until ctx is cancelled, when asked to. Most are good, and do not wait for those that
