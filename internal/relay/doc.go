@@ -1,9 +1,9 @@
 // Package relay sends the events of an outbox to Kafka, while its process has the lease.
 //
-// A [Relay] stands by until it has the lease, then it leads. A leading relay has four parts, each in its own
+// A [Relay] stands by until it has the lease, then it leads. A leading relay has five parts, each in its own
 // goroutine with what it needs passed in: the [Session] polls PostgreSQL, sends batches and moves the cursor; a
-// retrier sends the events of outbox_failed again; another retrier probes bad partitions; and the cleaner of package
-// retention removes old rows. The parts share the lease, the [Parking] and the [BadPartitions].
+// retrier sends the events of outbox_failed again; two others probe bad partitions and suspects; and the cleaner of
+// package retention removes old rows. The parts share the lease, the [Parking] and the [BadPartitions].
 //
 // It promises:
 //
