@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -91,7 +91,8 @@ func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[stri
 	return nil
 }
 
-// lockAgain is when a lock is tried again that a stranger has.
+// lockAgain is how long a lock is not tried again that a stranger has. A session without other locks may not wake up
+// before its next ping.
 const lockAgain = time.Second
 
 // errHeld means that a stranger has, or waits for, the lock that the listeners of a channel share.
@@ -118,8 +119,7 @@ func (s *Session) share(ctx context.Context, conn *pgx.Conn, channel string, aga
 		err = execute(ctx, conn, sqlShare, channel)
 		locked = err == nil
 	}
-	const lockNotAvailable = "55P03"
-	if failed, ok := errors.AsType[*pgconn.PgError](err); err != nil && (!ok || failed.Code != lockNotAvailable) {
+	if err != nil && !pg.IsLocked(err) {
 		return false, err
 	}
 	var held error

@@ -52,7 +52,7 @@ func NewBadPartitions(log *outage.Logs) *BadPartitions {
 func (r *BadPartitions) Failing() bool { return r.failing.Load() || r.log.Failing() }
 
 // Load adds partitions for which events have waited since before the registry was made. It skips those that have
-// accepted an event since.
+// accepted an event since. A suspect stays one.
 func (r *BadPartitions) Load(loaded []cursor.BadPartition) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -89,16 +89,13 @@ func (r *BadPartitions) Fail(at kafka.Partition, began time.Time, class string, 
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	name := at.Name()
-	b := r.bad[name]
-	switch {
-	case began.Before(r.accepted[name]):
+	if began.Before(r.accepted[name]) {
 		return
-	case b == nil:
-		b = &badPartition{BadPartition: cursor.BadPartition{Name: name}}
+	}
+	b := r.bad[name]
+	if b == nil || b.suspect {
+		b = &badPartition{BadPartition: cursor.BadPartition{Name: name}, since: time.Now(), elsewhere: b != nil}
 		r.bad[name] = b
-		fallthrough
-	case b.suspect:
-		b.since, b.suspect = time.Now(), false
 		if at != at.WholeTopic() {
 			r.failed = b.since
 		}
@@ -172,7 +169,14 @@ func (r *BadPartitions) Names(suspects bool) (names []string) {
 
 // HaveTurnedBad reports whether a partition has turned bad within a time.
 func (r *BadPartitions) HaveTurnedBad(within time.Duration) bool {
-	return slices.ContainsFunc(r.All(), func(b badPartition) bool { return time.Since(b.since) < within })
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, b := range r.bad {
+		if time.Since(b.since) < within {
+			return true
+		}
+	}
+	return false
 }
 
 // Topics returns the topics with bad partitions.

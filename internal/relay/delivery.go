@@ -229,10 +229,8 @@ func (d *delivery) topicsToAvoid() []string {
 	if !d.Bad.Spreads() {
 		return topics
 	}
-	seen := map[string]bool{}
 	for _, i := range d.pending {
-		if topic, err := d.Sender.topic(&d.batch[i]); err == nil && !seen[topic] {
-			seen[topic] = true
+		if topic, err := d.Sender.topic(&d.batch[i]); err == nil && !slices.Contains(topics, topic) {
 			topics = append(topics, topic)
 		}
 	}

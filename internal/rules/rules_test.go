@@ -249,13 +249,15 @@ func checkPackage(dir string) (*types.Package, error) {
 }
 
 // listed are packages and their dependencies by path. Their export data is in the build cache.
-type listed map[string]struct {
-	ImportPath, Export, Dir string
-	GoFiles                 []string
+type listed map[string]listedPackage
+
+type listedPackage struct {
+	ImportPath, Export string
+	GoFiles            []string
 }
 
 func listPackages(pattern string) (listed, error) {
-	cmd := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Export,Dir,GoFiles", pattern)
+	cmd := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Export,GoFiles", pattern)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
 	if err != nil {
@@ -263,7 +265,7 @@ func listPackages(pattern string) (listed, error) {
 	}
 	all := listed{}
 	for decoder := json.NewDecoder(bytes.NewReader(out)); ; {
-		one := all[""]
+		var one listedPackage
 		if err := decoder.Decode(&one); errors.Is(err, io.EOF) {
 			return all, nil
 		} else if err != nil {
