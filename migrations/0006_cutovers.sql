@@ -490,8 +490,8 @@ $function$,
 
 -- Counts the committed events that a relay has still to attempt, up to a number. It reads neither the rows of the
 -- transactions between those that the position saw in progress, which were attempted, nor the uncommitted rows of open
--- transactions: see tables.Gaps. The newest come first, because a
--- window is drained in the order of ids. What was copied here with a transaction id that PostgreSQL has not reached counts.
+-- transactions: see tables.Gaps. Nor does it read what the position saw in progress and was rolled back. The newest come
+-- first, because a window is drained in the order of ids. What was copied here with a transaction id that PostgreSQL has not reached counts.
 $function$
 CREATE FUNCTION @schema@.outbox_pending(relay text, most bigint) RETURNS bigint
 LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp
@@ -502,7 +502,7 @@ LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp
           FROM @schema@.outbox_cursor AS c WHERE c.relay = $1 ORDER BY c.id DESC LIMIT 1
     ), ranges AS MATERIALIZED (
         SELECT x AS first, x AS last FROM reached AS p, pg_snapshot_xip(p.snapshot) AS x
-         WHERE pg_visible_in_snapshot(x, p.present)
+         WHERE CASE WHEN pg_visible_in_snapshot(x, p.present) THEN pg_xact_status(x) IS DISTINCT FROM 'aborted'::text END
          UNION ALL
         SELECT g.first, g.last
           FROM (SELECT (lag(e.x) OVER (ORDER BY e.x) + 1)::text::xid8 AS first, (e.x - 1)::text::xid8 AS last

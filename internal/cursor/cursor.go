@@ -237,7 +237,8 @@ func (c *Store) Newest(ctx context.Context, db pg.BatchSender) (p Position, err 
 // The index has the uncommitted rows of open transactions, too. A range that includes such a
 // transaction would read all of them. So the rows of a transaction that is in progress are in no
 // range: the bound xmax(base) and the present snapshot make the ranges (see [tables.Gaps]), and of
-// the transactions that base saw in progress only those that have ended are looked up.
+// the transactions that base saw in progress only those that have ended are looked up, and of these
+// only those that were not rolled back.
 //
 // Rows are looked up in the order of their sorted ids instead of being sorted themselves: a sort
 // would hold all payloads at once.
@@ -252,7 +253,7 @@ WITH ids AS MATERIALIZED (
         SELECT late.id, late.xid FROM pg_snapshot_xip($5::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
                               WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $7) AS late
-         WHERE pg_visible_in_snapshot(x, pg_current_snapshot())
+         WHERE CASE WHEN pg_visible_in_snapshot(x, pg_current_snapshot()) THEN ` + tables.NotRolledBack + ` END
     ) AS w LIMIT $7
 ), found AS MATERIALIZED (
     SELECT count(*) AS n FROM ids

@@ -127,6 +127,7 @@ WITH proof AS MATERIALIZED (` + sqlProof + `
                           WHERE (xid, id) > (r.first::xid8, CASE r.n WHEN 1 THEN $7::bigint ELSE '-9223372036854775808' END) AND xid <= r.last::xid8
                           ORDER BY xid, id LIMIT $8) AS o
      WHERE EXISTS (SELECT FROM proof)
+       AND CASE r.first WHEN r.last THEN (SELECT ` + tables.NotRolledBack + ` FROM (SELECT r.first::xid8) AS one (x)) ELSE true END
      LIMIT $8
 )
 SELECT (SELECT array_agg(id) FROM page WHERE id > $9 AND pg_visible_in_snapshot(xid, $10::pg_snapshot)),

@@ -79,6 +79,11 @@ const Gaps = `
 // InGap is the condition that xid is in gap g, and not below b.bound.
 const InGap = `xid > g.after AND xid < g.before AND xid >= b.bound`
 
+// NotRolledBack is the condition that transaction x, which has ended, may have rows. Those of a transaction that was
+// rolled back stay in the indexes until they are vacuumed, so a statement that looks up the transactions of an older
+// snapshot leaves it out. PostgreSQL refuses the question about a transaction id that it has not reached.
+const NotRolledBack = `pg_xact_status(x) IS DISTINCT FROM 'aborted'::text`
+
 // GapsAndUnreached is [Gaps] if b.snapshot is the present one, with the ids that PostgreSQL has not reached.
 const GapsAndUnreached = Gaps + `
         UNION ALL

@@ -113,7 +113,7 @@ WITH subscription AS MATERIALIZED (
         SELECT late.id, late.xid FROM pg_snapshot_xip($2::text::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
                               WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $4) AS late
-         WHERE pg_visible_in_snapshot(x, (SELECT snapshot FROM until))
+         WHERE CASE WHEN pg_visible_in_snapshot(x, (SELECT snapshot FROM until)) THEN ` + tables.NotRolledBack + ` END
     ) AS w LIMIT $4
 ), found AS MATERIALIZED (
     SELECT count(*) AS n, max(id) AS highest FROM ids
