@@ -204,6 +204,10 @@ type Store struct {
 	// Other is the lease of another process, as of the last Acquire. Only Acquire and its caller use it.
 	Other otherLease
 
+	// Blocked is called with a session that keeps the row of an expired lease locked, or with the error of looking for
+	// it. It may be nil.
+	Blocked func(h pg.Holder, err error)
+
 	Peek, Take, takeFromGone, Renewal, ClaimLock, Release string
 }
 
@@ -277,10 +281,43 @@ func (s *Store) Acquire(ctx context.Context) (*Lease, error) {
 	// it the lease, and a standby would have to wait until that expires.
 	taking, cancel := wait.Grace(ctx, takeGrace)
 	defer cancel()
+	defer s.endBlocking(taking)()
 	return s.taken(func(read func(pgx.Rows) error) error {
 		return pg.Query(taking, s.DB, pg.Durable, read, s.Take, s.Relay, s.holder, s.Duration)
 	})
 }
+
+// endBlocking ends the session that the statement which takes the lease waits for, until stop is called. A process that
+// was frozen, or cut off, while PostgreSQL sent it events or waited for its COMMIT, has the row of its lease locked for
+// as long as the session lives. Its lease has expired, so whatever it is at would fail.
+func (s *Store) endBlocking(ctx context.Context) (stop func()) {
+	waits := pg.WaitsOf(s.DB)
+	end := waits.Begin()
+	ctx, cancel := context.WithCancel(ctx)
+	var looking sync.WaitGroup
+	looking.Go(func() {
+		for ctx.Err() == nil {
+			wait.Sleep(ctx, lookEvery)
+			holders, err := waits.Look(ctx, s.DB, s.Schema, s.Duration/2)
+			if err != nil && ctx.Err() == nil && s.Blocked != nil {
+				s.Blocked(pg.Holder{}, err)
+			}
+			for _, h := range holders {
+				if s.Blocked != nil {
+					s.Blocked(h, nil)
+				}
+			}
+		}
+	})
+	return func() {
+		cancel()
+		looking.Wait()
+		_ = end(nil)
+	}
+}
+
+// lookEvery is how often the session is looked for that keeps the lease, once the statement has waited for a second.
+const lookEvery = time.Second / 4
 
 // peekAt reads the lease of another process into Other.
 func (s *Store) peekAt(ctx context.Context) error {

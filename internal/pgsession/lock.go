@@ -81,7 +81,7 @@ func (s *Session) unlock(ctx context.Context, conn *pgx.Conn, l *Lock) {
 	}
 	close(l.lost)
 	if _, err := conn.Exec(ctx, `SELECT pg_advisory_unlock($1::bigint)`, l.key); err != nil {
-		disconnect(conn)
+		pg.Disconnect(conn)
 	}
 }
 

@@ -8,6 +8,8 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // errPooled means that a session is behind a pooler that gives its connection to others, too.
@@ -40,7 +42,7 @@ func (s *Session) examine(ctx context.Context, conn *pgx.Conn) error {
 	if err != nil {
 		return fmt.Errorf("examine: %w", err)
 	}
-	defer disconnect(other)
+	defer pg.Disconnect(other)
 	for range probes {
 		sent, err := notify(ctx, other, "", channel)
 		if err == nil && !sent {

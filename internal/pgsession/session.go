@@ -23,6 +23,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/perpool"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -110,7 +111,7 @@ func (s *Session) run(ctx context.Context, log *slog.Logger) {
 				err = s.serve(ctx, conn)
 			}
 			s.lose()
-			disconnect(conn)
+			pg.Disconnect(conn)
 		}
 		if errors.Is(err, errPooled) {
 			if !said {
@@ -138,34 +139,14 @@ func (s *Session) connect(ctx context.Context) (conn *pgx.Conn, err error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
-	cfg := db.Config()
-	cfg.ConnConfig.Tracer, cfg.ConnConfig.OnNotification = nil, nil
-	// The wait for a notification is interrupted often. Another handler would cancel a statement
-	// then, or close the connection.
-	cfg.ConnConfig.BuildContextWatcherHandler = func(c *pgconn.PgConn) ctxwatch.Handler {
-		return &pgconn.DeadlineContextWatcherHandler{Conn: c.Conn()}
-	}
-	if cfg.BeforeConnect != nil {
-		if err := cfg.BeforeConnect(ctx, cfg.ConnConfig); err != nil {
-			return nil, fmt.Errorf("connect: BeforeConnect of the pool: %w", err)
+	return pg.Connect(ctx, db, func(cfg *pgx.ConnConfig) {
+		cfg.Tracer, cfg.OnNotification = nil, nil
+		// The wait for a notification is interrupted often. Another handler would cancel a statement
+		// then, or close the connection.
+		cfg.BuildContextWatcherHandler = func(c *pgconn.PgConn) ctxwatch.Handler {
+			return &pgconn.DeadlineContextWatcherHandler{Conn: c.Conn()}
 		}
-	}
-	if conn, err = pgx.ConnectConfig(ctx, cfg.ConnConfig); err != nil {
-		return nil, fmt.Errorf("connect: %w", err)
-	}
-	if cfg.AfterConnect != nil {
-		if err := cfg.AfterConnect(ctx, conn); err != nil {
-			disconnect(conn)
-			return nil, fmt.Errorf("connect: AfterConnect of the pool: %w", err)
-		}
-	}
-	return conn, nil
-}
-
-func disconnect(conn *pgx.Conn) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-	defer cancel()
-	_ = conn.Close(ctx) // it may be broken, and nothing is sent any more
+	})
 }
 
 // sqlSettings keep the connection as long as both of its ends live, and no longer; and one who shares it from holding

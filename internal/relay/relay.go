@@ -118,6 +118,7 @@ func New(c Config) *Relay {
 		retryNow: make(chan struct{}, 1),
 		checkNow: make(chan struct{}, 1),
 	}
+	r.leases.Blocked = r.logBlocked
 	r.hooks = c.Hooks.guarded(r.guardHook)
 	r.retention.Callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}).Call
 	r.breaker = breaker.New(rules.Breaker, r.breakerChanged)

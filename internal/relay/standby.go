@@ -95,6 +95,18 @@ func (r *Relay) logStandby() {
 		"holder", other.Holder, "at_most", (other.Lasts + r.rules.PollInterval).Round(time.Millisecond))
 }
 
+// logBlocked logs who keeps the row of an expired lease locked.
+func (r *Relay) logBlocked(h pg.Holder, err error) {
+	switch {
+	case err != nil:
+		r.log.Debug("outbox: who keeps the lease locked is not known", "error", err)
+	case h.Ended:
+		r.log.Warn("outbox: a session was ended, because it had an expired lease locked: its process is frozen or cut off", h.Attrs()...)
+	default:
+		r.log.Warn("outbox: the lease has expired, and cannot be taken while another session has it locked", h.Attrs()...)
+	}
+}
+
 // logTaken logs that this process leads now: at INFO if it has logged that it stands by.
 func (r *Relay) logTaken(ctx context.Context, l *lease.Lease, waited bool) {
 	level := slog.LevelDebug

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
@@ -138,10 +139,7 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 			if err != nil || len(events) == 0 {
 				return s.Removed, err
 			}
-			if err := r.Cfg.Archive(ctx, tx, events); err != nil {
-				return 0, fmt.Errorf("archive: %w", err)
-			}
-			return s.Removed, nil
+			return s.Removed, r.archive(ctx, tx, events)
 		})
 		return s, err
 	}
@@ -158,6 +156,25 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 		}
 		limit = max(1, limit/8)
 	}
+}
+
+// sqlArchiveIdle bounds how long a transaction is idle from now on.
+const sqlArchiveIdle = `SELECT set_config('idle_in_transaction_session_timeout', $1::text, true)`
+
+// archive calls the Archive of the host. It may take until ctx ends, and the rows are locked meanwhile. If the process
+// is frozen they are free a little later.
+func (r *Store) archive(ctx context.Context, tx pgx.Tx, events []Row) error {
+	idle := "0"
+	if deadline, ok := ctx.Deadline(); ok {
+		idle = fmt.Sprintf("%dms", (max(time.Until(deadline), 0) + idleTimeout).Milliseconds())
+	}
+	if _, err := tx.Exec(ctx, sqlArchiveIdle, idle); err != nil {
+		return err
+	}
+	if err := r.Cfg.Archive(ctx, tx, events); err != nil {
+		return fmt.Errorf("archive: %w", err)
+	}
+	return nil
 }
 
 // sqlPrint prints the rows of a batch in the order of their ids, and returns the ids of

@@ -83,8 +83,13 @@ func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 
 // SQLCleanSettings is pg.PlannerSettings for statements that wait for locks for 100 ms
 // at most: another relay of the schema may be removing the same rows. An archive may take
-// longer than a transaction_timeout of the role.
-const SQLCleanSettings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('lock_timeout', '100ms', true), ` + pg.NoTransactionTimeout
+// longer than a transaction_timeout of the role. A process that is frozen keeps rows, and
+// the row of its lease, for idleTimeout.
+const SQLCleanSettings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('lock_timeout', '100ms', true),
+       set_config('idle_in_transaction_session_timeout', '10s', true), ` + pg.NoTransactionTimeout
+
+// idleTimeout is the idle_in_transaction_session_timeout of SQLCleanSettings.
+const idleTimeout = 10 * time.Second
 
 // ErrBusy means that another transaction has locked rows that this one would remove. It
 // is rolled back, and the next run tries again.

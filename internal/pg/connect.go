@@ -1,0 +1,41 @@
+package pg
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// Connect makes a connection as a pool does, but outside of the pool. Change may change its configuration, and may be
+// nil. The caller closes the connection with [Disconnect].
+func Connect(ctx context.Context, db *pgxpool.Pool, change func(*pgx.ConnConfig)) (conn *pgx.Conn, err error) {
+	cfg := db.Config()
+	if change != nil {
+		change(cfg.ConnConfig)
+	}
+	if cfg.BeforeConnect != nil {
+		if err := cfg.BeforeConnect(ctx, cfg.ConnConfig); err != nil {
+			return nil, fmt.Errorf("connect: BeforeConnect of the pool: %w", err)
+		}
+	}
+	if conn, err = pgx.ConnectConfig(ctx, cfg.ConnConfig); err != nil {
+		return nil, fmt.Errorf("connect: %w", err)
+	}
+	if cfg.AfterConnect != nil {
+		if err := cfg.AfterConnect(ctx, conn); err != nil {
+			Disconnect(conn)
+			return nil, fmt.Errorf("connect: AfterConnect of the pool: %w", err)
+		}
+	}
+	return conn, nil
+}
+
+// Disconnect closes a connection of [Connect].
+func Disconnect(conn *pgx.Conn) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	_ = conn.Close(ctx) // it may be broken, and nothing is sent any more
+}

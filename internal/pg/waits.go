@@ -1,0 +1,220 @@
+package pg
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/perpool"
+)
+
+// Waits are the statements of ours on a pool that are under way and may wait for locks. They also know who holds the
+// locks. A wait is short: it ends with lock_timeout. The holder is known only while a statement waits, so another
+// connection asks for it meanwhile, see [Waits.Look]. It is safe for concurrent use.
+type Waits struct {
+	mu      sync.Mutex
+	under   map[*waiting]struct{}
+	vain    time.Time // when a statement last did not get its lock; zero for never
+	reason  string    // the error of that statement
+	holders map[int32]Holder
+	looking bool
+}
+
+// waiting is a statement that may wait.
+type waiting struct{ began time.Time }
+
+// Holder is a session that holds a lock for which statements of ours wait.
+type Holder struct {
+	PID               int32
+	User, Application string
+	State             string    // "" if this role may not see it
+	Since             time.Time // when its transaction began; zero if it has none, or this role may not see it
+	Ended             bool      // this process has ended the session
+	seen              time.Time
+}
+
+// String describes the session for use within a sentence.
+func (h Holder) String() string {
+	if h.PID == 0 {
+		return "a prepared transaction"
+	}
+	text := fmt.Sprintf("session %d (user %s, application %q", h.PID, h.User, h.Application)
+	if h.State != "" {
+		text += ", " + h.State
+	}
+	if !h.Since.IsZero() {
+		text += ", transaction since " + h.Since.UTC().Format(time.RFC3339)
+	}
+	return text + ")"
+}
+
+// Attrs returns the attributes of the session for a log line.
+func (h Holder) Attrs() []any {
+	attrs := []any{"pid", h.PID, "user", h.User, "application", h.Application}
+	if h.State != "" {
+		attrs = append(attrs, "state", h.State)
+	}
+	if !h.Since.IsZero() {
+		attrs = append(attrs, "since", h.Since)
+	}
+	return attrs
+}
+
+var waits perpool.Registry[*Waits]
+
+// WaitsOf returns the waits of a pool.
+func WaitsOf(db *pgxpool.Pool) *Waits {
+	return waits.Get(db, "", func(func() *pgxpool.Pool) *Waits {
+		return &Waits{under: map[*waiting]struct{}{}, holders: map[int32]Holder{}}
+	})
+}
+
+// Begin notes that a statement begins that may wait for a lock. The caller passes its error to end, which returns
+// it. If the statement did not get a lock, the error names the holders.
+func (w *Waits) Begin() (end func(error) error) {
+	one := &waiting{began: time.Now()}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.under[one] = struct{}{}
+	return func(err error) error {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		delete(w.under, one)
+		if !IsLocked(err) {
+			return err
+		}
+		var by []string
+		for _, h := range w.sorted() {
+			if h.seen.After(one.began) {
+				by = append(by, h.String())
+			}
+		}
+		if len(by) > 0 {
+			err = fmt.Errorf("%w; the lock is held by %s", err, strings.Join(by, " and "))
+		}
+		w.vain, w.reason = time.Now(), err.Error()
+		return err
+	}
+}
+
+// memory is how long a wait in vain, and a holder, count as present. It exceeds the time between two tries.
+const memory = 15 * time.Second
+
+// InVain returns the error of the last statement that did not get its lock, and the holders that were seen lately. It
+// returns false if all statements have got their locks for a while.
+func (w *Waits) InVain() (reason string, holders []Holder, ok bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.vain.IsZero() || time.Since(w.vain) > memory {
+		return "", nil, false
+	}
+	return w.reason, w.sorted(), true
+}
+
+// sorted returns the holders that were seen lately.
+func (w *Waits) sorted() (all []Holder) {
+	maps.DeleteFunc(w.holders, func(_ int32, h Holder) bool { return time.Since(h.seen) > memory })
+	return slices.SortedFunc(maps.Values(w.holders), func(a, b Holder) int { return int(a.PID) - int(b.PID) })
+}
+
+// lookAfter is how long a statement waits before its holder is looked for.
+const lookAfter = time.Second
+
+// mayLook reports whether a statement has been under way for long, and begins a look then.
+func (w *Waits) mayLook() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.looking {
+		return false
+	}
+	for one := range w.under {
+		if time.Since(one.began) >= lookAfter {
+			w.looking = true
+			return true
+		}
+	}
+	return false
+}
+
+// sqlHolders finds the sessions for which statements on the tables of a schema wait, that are of this role and
+// application. Behind a pooler a client does not know the process of its session, so the statements are found by their
+// text $1. A session that waits in the same way is no holder.
+//
+// It ends a holder of this role and application whose transaction has taken longer than $2: its process is frozen or
+// gone. Applications may name processes, so one whose statement is about leases is taken for one of them. A holder that
+// has locked a table of the schema $3 explicitly, or changes it, is left alone.
+const sqlHolders = `
+WITH waiting AS MATERIALIZED (
+    SELECT a.pid FROM pg_stat_activity AS a
+     WHERE a.datname = current_database() AND a.usename = session_user AND a.application_name = current_setting('application_name')
+       AND a.wait_event_type = 'Lock' AND strpos(a.query, $1::text) > 0 AND a.pid <> pg_backend_pid()
+), holding AS MATERIALIZED (
+    SELECT DISTINCT h.pid FROM waiting AS w CROSS JOIN LATERAL pg_catalog.unnest(pg_blocking_pids(w.pid)) AS h (pid)
+     WHERE h.pid NOT IN (SELECT w.pid FROM waiting AS w)
+)
+SELECT h.pid, coalesce(a.usename::text, ''), coalesce(a.application_name, ''), coalesce(a.state, ''), a.xact_start,
+       CASE WHEN a.datname = current_database() AND a.usename = session_user
+             AND (a.application_name = current_setting('application_name') OR strpos(a.query, $1::text || 'outbox_lease') > 0)
+             AND a.xact_start < clock_timestamp() - $2::interval
+             AND NOT EXISTS (
+                 SELECT FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                  WHERE l.pid = h.pid AND l.granted AND n.nspname = $3::text
+                    AND l.mode NOT IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock'))
+            THEN pg_terminate_backend(h.pid) ELSE false END
+  FROM holding AS h LEFT JOIN pg_stat_activity AS a ON a.pid = h.pid
+ ORDER BY h.pid LIMIT 10`
+
+// Look finds out who holds the locks for which statements of ours wait, if one has waited for a second. It asks on a
+// connection outside of the pool, which may have none left. It ends sessions of other processes of this role whose
+// transactions have taken longer than bound. It returns the holders that were not known before, and those that it has
+// ended.
+func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound time.Duration) (news []Holder, err error) {
+	if !w.mayLook() {
+		return nil, nil
+	}
+	defer func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.looking = false
+	}()
+	const timeout = 5 * time.Second
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	conn, err := Connect(ctx, db, nil)
+	if err != nil {
+		return nil, fmt.Errorf("look for the holder of a lock: %w", err)
+	}
+	defer Disconnect(conn)
+	text := pgx.Identifier{schema}.Sanitize() + "."
+	var found []Holder
+	err = Query(ctx, conn, "", func(rows pgx.Rows) (err error) {
+		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h Holder, err error) {
+			var since pgtype.Timestamptz
+			err = row.Scan(&h.PID, &h.User, &h.Application, &h.State, &since, &h.Ended)
+			h.Since = since.Time
+			return h, err
+		})
+		return err
+	}, sqlHolders, text, bound, schema)
+	if err != nil {
+		return nil, fmt.Errorf("look for the holder of a lock: %w", err)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, h := range found {
+		h.seen = time.Now()
+		if before, known := w.holders[h.PID]; !known || time.Since(before.seen) > memory || h.Ended {
+			news = append(news, h)
+		}
+		w.holders[h.PID] = h
+	}
+	return news, nil
+}
