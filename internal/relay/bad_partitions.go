@@ -52,7 +52,8 @@ func NewBadPartitions(log *outage.Logs) *BadPartitions {
 func (r *BadPartitions) Failing() bool { return r.failing.Load() || r.log.Failing() }
 
 // Load adds partitions for which events have waited since before the registry was made. It skips those that have
-// accepted an event since. A suspect stays one.
+// accepted an event since. A suspect stays one, and so does a whole topic: in an outage of Kafka its partitions may not
+// have been known.
 func (r *BadPartitions) Load(loaded []cursor.BadPartition) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -61,7 +62,7 @@ func (r *BadPartitions) Load(loaded []cursor.BadPartition) {
 			continue
 		}
 		if _, good := r.accepted[b.Name]; !good && r.bad[b.Name] == nil {
-			suspect := b.Err != nil && b.Err.Error() == errSuspect.Error()
+			suspect := b.Err != nil && b.Err.Error() == errSuspect.Error() || !strings.Contains(b.Name, "/")
 			r.bad[b.Name] = &badPartition{BadPartition: b, since: time.Now(), elsewhere: suspect, suspect: suspect}
 		}
 	}

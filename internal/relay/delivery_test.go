@@ -214,6 +214,26 @@ func TestNoSuspectsWithoutProbes(t *testing.T) {
 	})
 }
 
+// A topic that another process has found bad is tried as long as nothing is probed: it may have been an outage of Kafka.
+func TestLoadedTopicIsTriedWithoutProbes(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, "a:+ n:+ an:+t a:+")
+		s.bad = NewBadPartitions(outage.NewLogs(s.logger()))
+		s.bad.Load([]cursor.BadPartition{{Name: "payments", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
+		deliver := func(batch string) string {
+			time.Sleep(time.Second)
+			outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
+			require.NoError(t, err)
+			return outcomeSymbols(outcomes)
+		}
+		require.Equal(t, "+", deliver("a"))
+		require.Equal(t, "+", deliver("n"))
+		require.Equal(t, "+u", deliver("an"))
+		require.Equal(t, "+u", deliver("an"))
+	})
+}
+
 // An open breaker is half-open as soon as Kafka says that it works, twice.
 func TestBreakerEndsWithTheOutage(t *testing.T) {
 	t.Parallel()

@@ -131,11 +131,16 @@ func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
 }
 
 // forgetMoved forgets the partitions whose probes have gone to another partition, because the number of partitions
-// has changed. The events that wait for them are tried; those that still go to a bad partition wait for it again.
+// has changed, and the topics whose probes have gone to a partition that accepts nothing. The events that wait for them
+// are tried; those that still go to a bad partition wait for it again.
 func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
 	for i, o := range outcomes {
 		waited := events[i].Place
-		if o.Kind == OutcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
+		if o.place == "" || o.place == waited {
+			continue
+		}
+		ofTopic := waited != "" && !strings.Contains(waited, "/")
+		if ofTopic && o.Kind == OutcomeUnavailable && strings.HasPrefix(o.place, waited+"/") || !ofTopic && o.Kind == OutcomeSent && waited != "" {
 			r.Bad.Forget(waited)
 			r.Deliverer.Parts.OnRecovered()
 		}

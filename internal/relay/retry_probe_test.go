@@ -8,9 +8,11 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -48,4 +50,39 @@ func TestSuspectsWaitForNoProbe(t *testing.T) {
 	require.Eventually(t, func() bool { return slices.Equal(d.IDs(t, "outbox_failed"), []int64{1}) }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	probes.Wait()
+}
+
+// oneBadKafka is a [Sender] that accepts everything but for one event, whose partition accepts nothing.
+type oneBadKafka struct {
+	*acceptingKafka
+	bad int64 // the event
+}
+
+func (k oneBadKafka) produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error) {
+	sent, err := k.acceptingKafka.produce(stop, held, batch, which)
+	for n, i := range which {
+		sent.records[n].Topic = "b-events"
+		if batch[i].ID == k.bad {
+			sent.records[n].Partition, sent.errs[n] = 3, kgo.ErrRecordTimeout
+		}
+	}
+	return sent, err
+}
+
+// In an outage of Kafka a whole topic may seem to accept nothing. Once the probe of it goes to one of its partitions,
+// the other ones wait no longer, also if that one accepts nothing.
+func TestProbeThatReachesAPartitionSaysThatItsTopicIsThere(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 2, 2)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'waiting', place = 'b-events', next_retry_at = now() - (3 - outbox_id) * interval '1 min'`)
+	r, to, _ := newAnsweredFixture(t, d)
+	r.Deliverer.Parts.Sender = oneBadKafka{to, 1}
+	r.Bad.Load([]cursor.BadPartition{{Name: "b-events", Err: errDown}})
+	require.NoError(t, r.probe(t.Context(), []string{"b-events"}))
+	require.Equal(t, []int64{1}, to.sent)
+	require.NoError(t, r.retryAll(t.Context()))
+	require.Equal(t, []int64{1}, d.IDs(t, "outbox_failed"))
+	_, bad := r.Bad.Avoid(kafka.Partition{Topic: "b-events", Number: 5})
+	require.False(t, bad)
 }

@@ -37,7 +37,7 @@ func (r *BadPartitions) Avoid(at kafka.Partition) (badPartition, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	b := r.bad[at.Topic]
-	if b == nil && at.Number != kafka.Unassigned {
+	if (b == nil || b.suspect && !r.probed) && at.Number != kafka.Unassigned {
 		name := at.Name()
 		if b = r.bad[name]; b == nil && r.isSuspect(at, name) {
 			b = r.suspect(name)
