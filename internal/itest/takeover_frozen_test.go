@@ -34,9 +34,9 @@ func TestFrozenLeaderIsReplaced(t *testing.T) {
 			session.Frontend().SendQuery(&pgproto3.Query{String: h.sql(c.sql)})
 			require.NoError(t, session.Frontend().Flush())
 			require.Eventually(t, func() bool {
-				var waits string
-				require.NoError(t, h.db.QueryRow(background, `SELECT coalesce(wait_event, '') FROM pg_stat_activity WHERE pid = $1 AND xact_start IS NOT NULL`, session.PID()).Scan(&waits))
-				return waits == c.waits
+				var n int
+				err := h.db.QueryRow(background, `SELECT count(*) FROM pg_stat_activity WHERE pid = $1 AND wait_event = $2 AND xact_start IS NOT NULL`, session.PID(), c.waits).Scan(&n)
+				return err == nil && n == 1
 			}, testenv.Patience, time.Millisecond)
 			log := new(testenv.Buffer)
 			cfg := quick

@@ -296,10 +296,10 @@ func (s *Store) endBlocking(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var looking sync.WaitGroup
 	looking.Go(func() {
-		for ctx.Err() == nil {
-			wait.Sleep(ctx, lookEvery)
-			holders, err := waits.Look(ctx, s.DB, s.Schema, s.Duration/2)
-			if err != nil && ctx.Err() == nil && s.Blocked != nil {
+		for wait.Sleep(ctx, lookEvery); ctx.Err() == nil; wait.Sleep(ctx, lookEvery) {
+			// Not under ctx: the statement has its lock once the other session ends, and what was ended is to be logged.
+			holders, err := waits.Look(context.WithoutCancel(ctx), s.DB, s.Schema, s.Duration/2)
+			if err != nil && s.Blocked != nil {
 				s.Blocked(pg.Holder{}, err)
 			}
 			for _, h := range holders {
