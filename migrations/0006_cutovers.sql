@@ -491,7 +491,8 @@ $function$,
 -- Counts the committed events that a relay has still to attempt, up to a number. It reads neither the rows of the
 -- transactions between those that the position saw in progress, which were attempted, nor the uncommitted rows of open
 -- transactions: see tables.Gaps. Nor does it read what the position saw in progress and was rolled back. The newest come
--- first, because a window is drained in the order of ids. What was copied here with a transaction id that PostgreSQL has not reached counts.
+-- first, because a window is drained in the order of ids. What was copied here with a transaction id that PostgreSQL
+-- has not reached counts.
 $function$
 CREATE FUNCTION @schema@.outbox_pending(relay text, most bigint) RETURNS bigint
 LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp

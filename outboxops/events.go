@@ -329,7 +329,7 @@ WITH ids AS MATERIALIZED (
      UNION ALL
     SELECT late.id, late.xid FROM pg_snapshot_xip($7::pg_snapshot) AS x
      CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id OFFSET 0) AS late
-     WHERE CASE WHEN pg_visible_in_snapshot(x, pg_current_snapshot()) THEN ` + tables.NotRolledBack + ` END
+     WHERE ` + tables.Ended + `
 )
 SELECT e.id, e.size, pg_current_snapshot()::text
   FROM (SELECT) AS always

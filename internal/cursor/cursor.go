@@ -253,7 +253,7 @@ WITH ids AS MATERIALIZED (
         SELECT late.id, late.xid FROM pg_snapshot_xip($5::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
                               WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $7) AS late
-         WHERE CASE WHEN pg_visible_in_snapshot(x, pg_current_snapshot()) THEN ` + tables.NotRolledBack + ` END
+         WHERE ` + tables.Ended + `
     ) AS w LIMIT $7
 ), found AS MATERIALIZED (
     SELECT count(*) AS n FROM ids

@@ -205,7 +205,7 @@ type Store struct {
 	Other otherLease
 
 	// Blocked is called with a session that keeps the row of an expired lease locked, or with the error of looking for
-	// it. It may be nil.
+	// it. By default it does nothing.
 	Blocked func(h pg.Holder, err error)
 
 	Peek, Take, takeFromGone, Renewal, ClaimLock, Release string
@@ -214,7 +214,7 @@ type Store struct {
 // NewStore returns the store of a name in a schema. It does no I/O.
 func NewStore(db *pgxpool.Pool, schema, relay string, duration time.Duration) *Store {
 	return &Store{
-		DB: db, Schema: schema, Relay: relay, holder: NewHolder(), Duration: duration,
+		DB: db, Schema: schema, Relay: relay, holder: NewHolder(), Duration: duration, Blocked: func(pg.Holder, error) {},
 		Peek:         pg.InSchema(sqlLeasePeek, schema),
 		Take:         pg.InSchema(sqlLeaseTake, schema),
 		takeFromGone: pg.InSchema(sqlLeaseTakeFromGone, schema),
@@ -297,22 +297,20 @@ func (s *Store) endBlocking(ctx context.Context) (stop func()) {
 	var looking sync.WaitGroup
 	looking.Go(func() {
 		for wait.Sleep(ctx, lookEvery); ctx.Err() == nil; wait.Sleep(ctx, lookEvery) {
-			// Not under ctx: the statement has its lock once the other session ends, and what was ended is to be logged.
+			// Not under ctx: the statement has its lock once the other session has ended, which is to be logged.
 			holders, err := waits.Look(context.WithoutCancel(ctx), s.DB, s.Schema, s.Duration/2)
-			if err != nil && s.Blocked != nil {
+			if err != nil {
 				s.Blocked(pg.Holder{}, err)
 			}
 			for _, h := range holders {
-				if s.Blocked != nil {
-					s.Blocked(h, nil)
-				}
+				s.Blocked(h, nil)
 			}
 		}
 	})
 	return func() {
 		cancel()
 		looking.Wait()
-		_ = end(nil)
+		end()
 	}
 }
 

@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -22,8 +20,6 @@ import (
 type Waits struct {
 	mu      sync.Mutex
 	under   map[*waiting]struct{}
-	vain    time.Time // when a statement last did not get its lock; zero for never
-	reason  string    // the error of that statement
 	holders map[int32]Holder
 	looking bool
 }
@@ -39,21 +35,6 @@ type Holder struct {
 	Since             time.Time // when its transaction began; zero if it has none, or this role may not see it
 	Ended             bool      // this process has ended the session
 	seen              time.Time
-}
-
-// String describes the session for use within a sentence.
-func (h Holder) String() string {
-	if h.PID == 0 {
-		return "a prepared transaction"
-	}
-	text := fmt.Sprintf("session %d (user %s, application %q", h.PID, h.User, h.Application)
-	if h.State != "" {
-		text += ", " + h.State
-	}
-	if !h.Since.IsZero() {
-		text += ", transaction since " + h.Since.UTC().Format(time.RFC3339)
-	}
-	return text + ")"
 }
 
 // Attrs returns the attributes of the session for a log line.
@@ -77,53 +58,21 @@ func WaitsOf(db *pgxpool.Pool) *Waits {
 	})
 }
 
-// Begin notes that a statement begins that may wait for a lock. The caller passes its error to end, which returns
-// it. If the statement did not get a lock, the error names the holders.
-func (w *Waits) Begin() (end func(error) error) {
+// Begin notes that a statement begins that may wait for a lock, until end is called.
+func (w *Waits) Begin() (end func()) {
 	one := &waiting{began: time.Now()}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.under[one] = struct{}{}
-	return func(err error) error {
+	return func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		delete(w.under, one)
-		if !IsLocked(err) {
-			return err
-		}
-		var by []string
-		for _, h := range w.sorted() {
-			if h.seen.After(one.began) {
-				by = append(by, h.String())
-			}
-		}
-		if len(by) > 0 {
-			err = fmt.Errorf("%w; the lock is held by %s", err, strings.Join(by, " and "))
-		}
-		w.vain, w.reason = time.Now(), err.Error()
-		return err
 	}
 }
 
-// memory is how long a wait in vain, and a holder, count as present. It exceeds the time between two tries.
+// memory is how long a holder counts as known. It exceeds the time between two tries.
 const memory = 15 * time.Second
-
-// InVain returns the error of the last statement that did not get its lock, and the holders that were seen lately. It
-// returns false if all statements have got their locks for a while.
-func (w *Waits) InVain() (reason string, holders []Holder, ok bool) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.vain.IsZero() || time.Since(w.vain) > memory {
-		return "", nil, false
-	}
-	return w.reason, w.sorted(), true
-}
-
-// sorted returns the holders that were seen lately.
-func (w *Waits) sorted() (all []Holder) {
-	maps.DeleteFunc(w.holders, func(_ int32, h Holder) bool { return time.Since(h.seen) > memory })
-	return slices.SortedFunc(maps.Values(w.holders), func(a, b Holder) int { return int(a.PID) - int(b.PID) })
-}
 
 // lookAfter is how long a statement waits before its holder is looked for.
 const lookAfter = time.Second
@@ -209,9 +158,10 @@ func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	maps.DeleteFunc(w.holders, func(_ int32, h Holder) bool { return time.Since(h.seen) > memory })
 	for _, h := range found {
 		h.seen = time.Now()
-		if before, known := w.holders[h.PID]; !known || time.Since(before.seen) > memory || h.Ended {
+		if _, known := w.holders[h.PID]; !known || h.Ended {
 			news = append(news, h)
 		}
 		w.holders[h.PID] = h

@@ -52,8 +52,8 @@ func NewBadPartitions(log *outage.Logs) *BadPartitions {
 func (r *BadPartitions) Failing() bool { return r.failing.Load() || r.log.Failing() }
 
 // Load adds partitions for which events have waited since before the registry was made. It skips those that have
-// accepted an event since. A suspect stays one, and so does a whole topic: in an outage of Kafka its partitions may not
-// have been known.
+// accepted an event since. A suspect stays one, and a whole topic becomes one: in an outage of Kafka its partitions may
+// not have been known.
 func (r *BadPartitions) Load(loaded []cursor.BadPartition) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

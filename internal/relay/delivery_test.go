@@ -191,6 +191,21 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 	}
 }
 
+// deliver delivers a batch, and returns the outcomes.
+func (s *fakeSender) deliver(t *testing.T, batch string) string {
+	t.Helper()
+	outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
+	require.NoError(t, err)
+	return outcomeSymbols(outcomes)
+}
+
+// deliverLater is deliver after a second.
+func (s *fakeSender) deliverLater(t *testing.T, batch string) string {
+	t.Helper()
+	time.Sleep(time.Second)
+	return s.deliver(t, batch)
+}
+
 // As long as nothing is probed there are no suspects, also not those that another process has left.
 func TestNoSuspectsWithoutProbes(t *testing.T) {
 	t.Parallel()
@@ -201,36 +216,24 @@ func TestNoSuspectsWithoutProbes(t *testing.T) {
 			{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}, {Name: "orders/2", Class: "unavailable", Err: errors.New(errSuspect.Error())},
 			{Name: "payments/13", Class: "unavailable", Err: errors.New(errSuspect.Error())},
 		})
-		deliver := func(batch string) string {
-			time.Sleep(time.Second)
-			outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
-			require.NoError(t, err)
-			return outcomeSymbols(outcomes)
-		}
-		require.Equal(t, "+", deliver("a"))
-		require.Equal(t, "++u++", deliver("acbno"))
+		require.Equal(t, "+", s.deliverLater(t, "a"))
+		require.Equal(t, "++u++", s.deliverLater(t, "acbno"))
 		s.bad.Probe()
-		require.Equal(t, "+uu", deliver("abd"))
+		require.Equal(t, "+uu", s.deliverLater(t, "abd"))
 	})
 }
 
-// A topic that another process has found bad is tried as long as nothing is probed: it may have been an outage of Kafka.
+// A topic that another process has left as bad is tried as long as nothing is probed: Kafka may have been unavailable.
 func TestLoadedTopicIsTriedWithoutProbes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, "a:+ n:+ an:+t a:+")
 		s.bad = NewBadPartitions(outage.NewLogs(s.logger()))
 		s.bad.Load([]cursor.BadPartition{{Name: "payments", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
-		deliver := func(batch string) string {
-			time.Sleep(time.Second)
-			outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
-			require.NoError(t, err)
-			return outcomeSymbols(outcomes)
-		}
-		require.Equal(t, "+", deliver("a"))
-		require.Equal(t, "+", deliver("n"))
-		require.Equal(t, "+u", deliver("an"))
-		require.Equal(t, "+u", deliver("an"))
+		require.Equal(t, "+", s.deliverLater(t, "a"))
+		require.Equal(t, "+", s.deliverLater(t, "n"))
+		require.Equal(t, "+u", s.deliverLater(t, "an"))
+		require.Equal(t, "+u", s.deliverLater(t, "an"))
 	})
 }
 
@@ -257,14 +260,9 @@ func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
 		s.openBreaker()
 		time.Sleep(31 * time.Second)
 		require.Equal(t, breaker.HalfOpen, s.breaker.State())
-		deliver := func(batch string) string {
-			outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
-			require.NoError(t, err)
-			return outcomeSymbols(outcomes)
-		}
-		require.Equal(t, "u+", deliver("ab"))
+		require.Equal(t, "u+", s.deliver(t, "ab"))
 		require.Equal(t, breaker.HalfOpen, s.breaker.State())
-		require.Equal(t, "ub+", deliver("aAb"))
+		require.Equal(t, "ub+", s.deliver(t, "aAb"))
 		require.Empty(t, s.play)
 	})
 }

@@ -136,11 +136,15 @@ func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
 func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
 	for i, o := range outcomes {
 		waited := events[i].Place
-		if o.place == "" || o.place == waited {
-			continue
+		forget := false
+		switch {
+		case waited == "" || o.place == "" || o.place == waited:
+		case strings.Contains(waited, "/"):
+			forget = o.Kind == OutcomeSent
+		default:
+			forget = o.Kind == OutcomeUnavailable && strings.HasPrefix(o.place, waited+"/")
 		}
-		ofTopic := waited != "" && !strings.Contains(waited, "/")
-		if ofTopic && o.Kind == OutcomeUnavailable && strings.HasPrefix(o.place, waited+"/") || !ofTopic && o.Kind == OutcomeSent && waited != "" {
+		if forget {
 			r.Bad.Forget(waited)
 			r.Deliverer.Parts.OnRecovered()
 		}

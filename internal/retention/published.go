@@ -79,7 +79,7 @@ SELECT ` + scannedColumns + `,
                        SELECT late.created_at FROM pg_snapshot_xip(coalesce(s.window_snapshot, s.snapshot)) AS x
                         CROSS JOIN LATERAL (SELECT created_at FROM {schema}.outbox
                                              WHERE xid >= x AND xid <= x AND id > (SELECT id FROM ceiling) ORDER BY xid, id LIMIT 1) AS late
-                        WHERE CASE WHEN pg_visible_in_snapshot(x, pg_current_snapshot()) THEN ` + tables.NotRolledBack + ` END
+                        WHERE ` + tables.Ended + `
                         UNION ALL
                        SELECT new.created_at FROM (SELECT pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) AS bound, pg_current_snapshot() AS snapshot) AS b
                         CROSS JOIN LATERAL (` + tables.Gaps + `) AS g

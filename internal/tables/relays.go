@@ -87,7 +87,7 @@ const fromPositions = `
                                             WHERE (xid, id) > (x, CASE WHEN pg_visible_in_snapshot(x, c.window_snapshot) THEN c.last_processed_id
                                                                        ELSE -9223372036854775808 END) AND xid <= x
                                             ORDER BY xid, id LIMIT $1) AS o
-                       WHERE CASE WHEN pg_visible_in_snapshot(x, pg_current_snapshot()) THEN ` + NotRolledBack + ` END
+                       WHERE ` + Ended + `
                        LIMIT $1) AS r) AS late
         CROSS JOIN LATERAL (
               SELECT count(*) AS looked_at, count(*) FILTER (WHERE pending) AS events, min(id) FILTER (WHERE pending) AS first FROM (

@@ -44,7 +44,7 @@ SELECT c.relay, p.event_type, count(*), min(p.created_at)
                              WHERE (xid, id) > (x, CASE WHEN pg_visible_in_snapshot(x, c.window_snapshot) THEN c.last_processed_id
                                                         ELSE -9223372036854775808 END) AND xid <= x
                              ORDER BY xid, id LIMIT $3) AS o
-        WHERE CASE WHEN pg_visible_in_snapshot(x, pg_current_snapshot()) THEN ` + NotRolledBack + ` END
+        WHERE ` + Ended + `
         UNION
        SELECT by_xid.id, by_xid.event_type, by_xid.created_at FROM by_xid
         WHERE NOT coalesce(by_xid.id <= c.last_processed_id AND pg_visible_in_snapshot(by_xid.xid, c.window_snapshot), false)

@@ -84,6 +84,9 @@ const InGap = `xid > g.after AND xid < g.before AND xid >= b.bound`
 // snapshot leaves it out. PostgreSQL refuses the question about a transaction id that it has not reached.
 const NotRolledBack = `pg_xact_status(x) IS DISTINCT FROM 'aborted'::text`
 
+// Ended is the condition that transaction x, which was in progress in an older snapshot, has ended and may have rows.
+const Ended = `CASE WHEN pg_visible_in_snapshot(x, pg_current_snapshot()) THEN ` + NotRolledBack + ` END`
+
 // GapsAndUnreached is [Gaps] if b.snapshot is the present one, with the ids that PostgreSQL has not reached.
 const GapsAndUnreached = Gaps + `
         UNION ALL

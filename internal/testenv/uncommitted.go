@@ -50,12 +50,12 @@ func (d *Tables) PassUncommitted(t *testing.T, settings string, at func(snapshot
 			name := when + ", " + s.Name
 			buffers[name], names = n, append(names, name)
 		}
-		count := func(when, snapshot string) (statements int) {
-			all := at(snapshot)
-			for _, s := range all {
+		count := func(when, snapshot string) (statements []Statement) {
+			statements = at(snapshot)
+			for _, s := range statements {
 				note(when, s, d.Buffers(t, settings, s))
 			}
-			return len(all)
+			return statements
 		}
 		open := begin(rows)
 		count("before the newest transaction", before)
@@ -63,14 +63,13 @@ func (d *Tables) PassUncommitted(t *testing.T, settings string, at func(snapshot
 		count("before the transaction", before)
 		statements := count("beside the transaction", snapshot())
 		require.NoError(t, open.Rollback(ctx))
-		for i := range statements { // the first to walk dead rows marks them for those that follow
+		for i, s := range statements { // the first to walk dead rows marks them for those that follow
+			if s.WalksDead {
+				continue
+			}
 			open := begin(rows)
 			d.Exec(t, `SELECT pg_current_xact_id()`)
 			beside := snapshot()
-			if s := at(beside)[i]; s.WalksDead {
-				require.NoError(t, open.Rollback(ctx))
-				continue
-			}
 			d.counting(t, settings, func(count func(Statement) int) {
 				count(at(beside)[i])
 				require.NoError(t, open.Rollback(ctx))
