@@ -76,6 +76,20 @@ BEGIN
 END $body$
 $function$,
 
+-- Fails if a relay has ended by a cut: its lease is with the cut, and it has no position. No process sends its events.
+$function$
+CREATE FUNCTION @schema@.outbox_check_relay(relay text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    IF EXISTS (SELECT FROM @schema@.outbox_lease AS l
+            WHERE l.name = $1 AND l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity')
+        AND NOT EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $1) THEN
+        RAISE EXCEPTION 'relay % has ended by a cut and sends nothing', $1
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+END $body$
+$function$,
+
 -- Makes heads due, and parks dead events. The relay finds the place of an event among those of its key, because it
 -- may be sending one of them. Returns how many events it changed.
 $function$
@@ -85,6 +99,8 @@ DECLARE
     done bigint;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
+    PERFORM @schema@.outbox_check_relay(f.relay)
+       FROM (SELECT DISTINCT f.relay FROM @schema@.outbox_failed AS f WHERE f.id = ANY (ids) AND f.status <> 'resolved') AS f;
     WITH chosen AS MATERIALIZED (
         SELECT f.id FROM @schema@.outbox_failed AS f
          WHERE f.id = ANY (ids) AND (f.status IN ('waiting', 'failed') AND NOT f.held OR f.status = 'dead')
@@ -153,6 +169,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN false;
     END IF;
+    PERFORM @schema@.outbox_check_relay(old.relay);
     IF old.content_type = 'application/json' THEN
         json := convert_from($2, 'UTF8')::jsonb;
         octets := octet_length(json::text);

@@ -119,9 +119,11 @@ END $body$
 $function$,
 
 -- Replaces a relay: the groups get from Kafka what the relay has sent, and their workers take the rest, after
--- outbox_finish_cut. The relay may have no event left to send again.
+-- outbox_finish_cut. The relay may have no event left to send again. Other groups that have begun to read in Kafka get
+-- nothing any more unless another relay sends too, so each of them must be in leave_behind.
 $function$
-CREATE FUNCTION @schema@.outbox_cut_to_postgres(groups text[], relay text, operator text, reason text) RETURNS void
+CREATE FUNCTION @schema@.outbox_cut_to_postgres(
+    groups text[], relay text, leave_behind text[], operator text, reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     wrong text;
@@ -138,6 +140,15 @@ BEGIN
     IF FOUND THEN
         RAISE EXCEPTION 'group % gets its events from relay %, too, and would get none any more', wrong, $2
             USING ERRCODE = 'object_in_use';
+    END IF;
+    SELECT c.consumer_group INTO wrong FROM @schema@.consumer_start AS c
+     WHERE c.consumer_group <> ALL ($1) AND c.consumer_group <> ALL (coalesce($3, '{}'))
+       AND NOT EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.consumer_group = c.consumer_group)
+       AND NOT EXISTS (SELECT FROM @schema@.outbox_cursor AS o WHERE o.relay <> $2 AND NOT starts_with(o.relay, 'worker:'))
+     ORDER BY c.consumer_group LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'group % reads from Kafka, and would get nothing any more from relay %: move it too, '
+            'or leave it behind', wrong, $2 USING ERRCODE = 'object_in_use';
     END IF;
     IF @schema@.outbox_lock_cut($2) THEN
         RAISE EXCEPTION 'there is a cut at relay % already: finish or cancel it first', $2
@@ -167,18 +178,20 @@ BEGIN
         FROM unnest($1) AS g
         ON CONFLICT (consumer_group) DO UPDATE SET state = 'returning', relay = $2, changed_at = now();
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
-    SELECT DISTINCT $3, 'to-postgres', $4, $2, '', g FROM unnest($1) AS g;
+    SELECT DISTINCT $4, 'to-postgres', $5, $2, '', g FROM unnest($1) AS g;
 END $body$
 $function$,
 
 -- Ends the cutover at a relay: the other side begins. Unless early is set, it checks that the workers of leaving
--- groups have finished the events before the cutover, and that their consumers have noted where they begin to read.
+-- groups have finished the events before the cutover, and that their consumers have noted where they begin to read
+-- each topic of the routes that the workers had. Routes that no worker has confirmed for an hour before do not count.
 -- The caller has to know how far returning groups have read in Kafka. Returns how many groups there are.
 $function$
 CREATE FUNCTION @schema@.outbox_finish_cut(relay text, early boolean, operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     wrong    text;
+    unbegun  text;
     finished bigint;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason),
@@ -211,6 +224,17 @@ BEGIN
     IF FOUND THEN
         RAISE EXCEPTION 'no consumer of group % has begun to read: it might begin behind what the relay sends', wrong
             USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    SELECT s.consumer_group, split_part(r.route, E'\n', 2) INTO wrong, unbegun
+      FROM @schema@.event_subscription AS s CROSS JOIN LATERAL jsonb_each(s.routes) AS r (route, confirmed)
+     WHERE s.relay = $1 AND s.state = 'left' AND NOT early
+       AND r.confirmed::numeric > extract(epoch FROM s.changed_at - interval '1 hour')
+       AND NOT EXISTS (SELECT FROM @schema@.consumer_start AS c
+           WHERE c.consumer_group = s.consumer_group AND c.topic = split_part(r.route, E'\n', 2))
+     ORDER BY s.consumer_group, split_part(r.route, E'\n', 2) LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'no consumer of group % has begun to read topic %: it might begin behind what the relay sends',
+            wrong, unbegun USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     -- The consumers of a group handle what they have parked, before its workers get later events.
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s

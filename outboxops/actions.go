@@ -66,7 +66,7 @@ func (f *Failures) changeOne(ctx context.Context, action string, id FailureID, w
 	}
 	done, err := f.change(ctx, f.stores[id.Kind].statement(action), []int64{id.Number}, why)
 	if err != nil {
-		return fmt.Errorf("outbox: %s failure %v: %w", action, id, orNotMigrated(err))
+		return fmt.Errorf("outbox: %s failure %v: %w", action, id, orNotMigrated(statusError(err)))
 	}
 	if done == 0 {
 		return f.whyNot(ctx, action, id)
@@ -78,6 +78,14 @@ func (f *Failures) changeOne(ctx context.Context, action string, id FailureID, w
 func (f *Failures) change(ctx context.Context, sql string, numbers []int64, why AuditInfo) (done int, err error) {
 	err = pg.QueryRow(ctx, f.db, sql, numbers, why.Operator, why.Reason).Scan(&done)
 	return done, err
+}
+
+// statusError gives errors of the functions about the state of a failure the name [ErrStatus].
+func statusError(err error) error {
+	if pg.Code(err) == notInPrerequisiteState {
+		return fmt.Errorf("%w: %w", ErrStatus, err)
+	}
+	return err
 }
 
 // whyNot returns the reason why an action was not possible.
@@ -107,7 +115,8 @@ const sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
 // its id and all other attributes, except headers that PostgreSQL cannot print. The old payload stays in
 // outbox_audit. It also stays in outbox until retention removes it.
 //
-// The error may be [ErrNotFound]. It is [ErrStatus] for an event that is not dead and for a delivery. It is
+// The error may be [ErrNotFound]. It is [ErrStatus] for an event that is not dead, or of a relay that has ended by a
+// cut, and for a delivery. It is
 // a [*outbox.FieldError] for JSON that PostgreSQL rejects, and for a payload that exceeds
 // FailuresConfig.MaxPayload as PostgreSQL would print it.
 func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why AuditInfo) error {
@@ -129,7 +138,7 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 	}
 	var done bool
 	if err := pg.QueryRow(ctx, f.db, f.sqlEdit, id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil {
-		return fmt.Errorf("outbox: edit failure %v: %w", id, orNotMigrated(err))
+		return fmt.Errorf("outbox: edit failure %v: %w", id, orNotMigrated(statusError(err)))
 	}
 	if !done {
 		return f.whyNot(ctx, "edit", id)

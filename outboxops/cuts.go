@@ -87,7 +87,8 @@ type Subscription struct {
 	// Open is the number of deliveries that are not done and not dead. Dead is the number of dead
 	// deliveries that are not resolved. Both are counted up to 10,000.
 	Open, Dead int64
-	// HasConsumer is set if a consumer of the group has stored the offsets at which it begins to read.
+	// HasConsumer is set if consumers of the group have stored the offsets at which they begin to read, of each
+	// topic of the handlers that its workers have, or had until an hour before ChangedAt.
 	HasConsumer bool
 }
 
@@ -102,6 +103,10 @@ SELECT s.consumer_group, s.state, s.changed_at, coalesce(s.relay, ''),
        (SELECT count(*) FROM (SELECT FROM {schema}.event_delivery AS d
                                WHERE d.consumer_group = s.consumer_group AND d.status = 'DEAD' AND d.resolved_at IS NULL LIMIT $1) AS r),
        EXISTS (SELECT FROM {schema}.consumer_start AS c WHERE c.consumer_group = s.consumer_group)
+       AND NOT EXISTS (SELECT FROM jsonb_each(s.routes) AS r (route, confirmed)
+                        WHERE r.confirmed::numeric > extract(epoch FROM s.changed_at - interval '1 hour')
+                          AND NOT EXISTS (SELECT FROM {schema}.consumer_start AS c
+                                           WHERE c.consumer_group = s.consumer_group AND c.topic = split_part(r.route, E'\n', 2)))
   FROM {schema}.event_subscription AS s
  ORDER BY s.consumer_group`
 
@@ -123,7 +128,7 @@ func (c *Cuts) List(ctx context.Context) (all []Subscription, err error) {
 
 const (
 	sqlCutToKafka    = `SELECT {schema}.outbox_cut_to_kafka($1, $2, $3, $4)::text`
-	sqlCutToPostgres = `SELECT {schema}.outbox_cut_to_postgres($1, $2, $3, $4)::text`
+	sqlCutToPostgres = `SELECT {schema}.outbox_cut_to_postgres($1, $2, $3, $4, $5)::text`
 	sqlFinishCut     = `SELECT {schema}.outbox_finish_cut($1, $2, $3, $4)`
 	sqlCancelCut     = `SELECT {schema}.outbox_cancel_cut($1, $2, $3)`
 )
@@ -139,31 +144,44 @@ var ErrCutRefused = errors.New("outbox: the cut is refused")
 // relay begins behind it once Finish is called. The relay must be new, or its groups must have been moved
 // back. The error is [ErrCutRefused] if groups or relay are in another state.
 func (c *Cuts) ToKafka(ctx context.Context, groups []string, relay string, why AuditInfo) error {
-	return c.cut(ctx, "cut to Kafka", c.toKafka, groups, relay, why)
+	const what = "cut to Kafka"
+	if err := checkCut(groups, relay); err != nil {
+		return fmt.Errorf("outbox: %s: %w", what, err)
+	}
+	return c.call(ctx, what, c.toKafka, why, groups, relay)
 }
 
 // ToPostgres ends a relay at this moment. The workers of groups begin behind it once Finish is called.
 // Groups must be all groups that get their events from the relay, even if no worker has run yet for some of
-// them. The error is [ErrCutRefused] if a group is missing, or if outbox_failed has events that the relay
-// would still send.
-func (c *Cuts) ToPostgres(ctx context.Context, groups []string, relay string, why AuditInfo) error {
-	return c.cut(ctx, "cut to PostgreSQL", c.toPostgres, groups, relay, why)
+// them. Other groups of this database that read in Kafka get nothing any more, unless another relay sends too:
+// behind must name them. Groups that keep their state elsewhere are not known here.
+//
+// The error is [ErrCutRefused] if a group is missing, or if outbox_failed has events that the relay would still
+// send.
+func (c *Cuts) ToPostgres(ctx context.Context, groups []string, relay string, behind []string, why AuditInfo) error {
+	const what = "cut to PostgreSQL"
+	if err := errors.Join(checkCut(groups, relay), checkGroups("leave behind: group", behind)); err != nil {
+		return fmt.Errorf("outbox: %s: %w", what, err)
+	}
+	return c.call(ctx, what, c.toPostgres, why, groups, relay, behind)
 }
 
-func (c *Cuts) cut(ctx context.Context, what, sql string, groups []string, relay string, why AuditInfo) error {
-	errs := []error{checkRelay(relay)}
+func checkCut(groups []string, relay string) error {
+	errs := []error{checkRelay(relay), checkGroups("group", groups)}
 	if len(groups) == 0 {
 		errs = append(errs, fmt.Errorf("groups %w", outbox.ErrEmpty))
 	}
+	return errors.Join(errs...)
+}
+
+func checkGroups(what string, groups []string) error {
+	var errs []error
 	for _, g := range groups {
 		if err := check.Text(g, maxGroup); err != nil {
-			errs = append(errs, fmt.Errorf("group %.300q %w", g, err))
+			errs = append(errs, fmt.Errorf("%s %.300q %w", what, g, err))
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("outbox: %s: %w", what, err)
-	}
-	return c.call(ctx, what, sql, why, groups, relay)
+	return errors.Join(errs...)
 }
 
 const maxRelay = 100
@@ -196,13 +214,15 @@ func (c *Cuts) call(ctx context.Context, what, sql string, why AuditInfo, args .
 	return nil
 }
 
+// notInPrerequisiteState is the code of the functions for a wrong state of a group, a relay or a failure.
+const notInPrerequisiteState = "55000"
+
 // cutError gives errors of the functions a name.
 func cutError(err error) error {
 	const (
-		notInPrerequisiteState = "55000"
-		inUse                  = "55006"
-		undefinedObject        = "42704"
-		invalidParameter       = "22023"
+		inUse            = "55006"
+		undefinedObject  = "42704"
+		invalidParameter = "22023"
 	)
 	switch pg.Code(err) {
 	case notInPrerequisiteState, inUse, invalidParameter:
@@ -213,7 +233,8 @@ func cutError(err error) error {
 	return err
 }
 
-// Finish lets the other side of the cut at a relay begin, if the events in front of the cut are handled.
+// Finish lets the other side of the cut at a relay begin, if the events in front of the cut are handled, and
+// if consumers of leaving groups have begun to read, see [Subscription.HasConsumer].
 // Otherwise the error is [ErrCutRefused]; it may be [ErrNoCut]. For returning groups it asks Kafka for
 // their offsets; for other groups opts may be nil.
 func (c *Cuts) Finish(ctx context.Context, opts []kgo.Opt, relay string, why AuditInfo) error {

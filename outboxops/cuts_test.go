@@ -92,7 +92,7 @@ func TestCut(t *testing.T) {
 	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
 	require.Equal(t, "a leaving r, b leaving r; r, worker:a, worker:b; r waits", f.state())
 	f.rejects(f.cuts.ToKafka(ctx, both, "r2", why), "group a does not get its events from workers")
-	f.rejects(f.cuts.ToPostgres(ctx, both, "r", why), "group a does not get its events from relay r")
+	f.rejects(f.cuts.ToPostgres(ctx, both, "r", nil, why), "group a does not get its events from relay r")
 	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "the workers of group a have not taken all events in front of the cut")
 	f.rejects(f.cuts.FinishEarly(ctx, "r", why), "the workers of group a have not taken all events in front of the cut")
 	f.depart("a")
@@ -108,17 +108,17 @@ func TestCut(t *testing.T) {
 	f.do(`UPDATE {schema}.consumer_start SET consumer_group = 'c' WHERE consumer_group = 'b'`)
 	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group b has begun to read")
 	f.do(`UPDATE {schema}.consumer_start SET consumer_group = 'b' WHERE consumer_group = 'c'`)
-	f.rejects(f.cuts.ToPostgres(ctx, both, "r", why), "there is a cut at relay r already: finish or cancel it first")
+	f.rejects(f.cuts.ToPostgres(ctx, both, "r", nil, why), "there is a cut at relay r already: finish or cancel it first")
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
 	require.ErrorIs(t, f.cuts.Finish(ctx, nil, "r", why), outboxops.ErrNoCut)
 	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
 
-	f.rejects(f.cuts.ToPostgres(ctx, []string{"b"}, "r", why), "group a gets its events from relay r, too")
+	f.rejects(f.cuts.ToPostgres(ctx, []string{"b"}, "r", nil, why), "group a gets its events from relay r, too")
 	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
-	f.rejects(f.cuts.ToPostgres(ctx, both, "other", why), "group a does not get its events from relay other")
+	f.rejects(f.cuts.ToPostgres(ctx, both, "other", nil, why), "group a does not get its events from relay other")
 	f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'other'`)
-	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"b", "a", "a", "new"}, "r", why))
+	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"b", "a", "a", "new"}, "r", nil, why))
 	require.Equal(t, "a returning r, b returning r, new returning r; worker:a, worker:b, worker:new; r waits", f.state())
 	require.NoError(t, f.cuts.Finish(ctx, opts, "r", why))
 	require.Equal(t, "a active, b active, new active; worker:a, worker:b, worker:new; r waits", f.state())
@@ -134,6 +134,58 @@ func TestCut(t *testing.T) {
 	require.Equal(t, "a left r, b left r, new left r; r; r may lead", f.state())
 	require.Equal(t, "to-kafka 5, finish-cut 3, to-postgres 3", f.text(`SELECT string_agg(action || ' ' || n, ', ' ORDER BY first) FROM (
 		SELECT action, count(*) AS n, min(id) AS first FROM {schema}.outbox_audit WHERE operator = 'kim' AND reason = 'we move' AND relay = 'r' GROUP BY action) AS a`))
+}
+
+// A consumer that has noted no offsets for a topic may begin behind what the relay sends. So a cut waits until the
+// consumers have begun with each topic of the group's handlers, also if they have begun with others in an earlier move.
+func TestCutNeedsEachTopicBegun(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	ctx := t.Context()
+	begin := func(group, topic string) {
+		f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ($1, $2, gen_random_uuid(), -1)`, group, topic)
+	}
+	hasConsumer := func() bool {
+		all, err := f.cuts.List(ctx)
+		require.NoError(t, err)
+		return all[0].HasConsumer
+	}
+	f.do(`UPDATE {schema}.event_subscription AS s SET routes = (
+		SELECT jsonb_object_agg(concat_ws(E'\n', 'shop.order.created.v1', r.topic, 'COUNTED'), extract(epoch FROM now() - r.age)::bigint)
+		  FROM (VALUES ('orders', interval '1 min'), ('returns', '50 min'), ('given-up', '2 h')) AS r (topic, age))
+		WHERE s.consumer_group = 'a'`)
+	require.False(t, hasConsumer())
+	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
+	f.depart(both...)
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group a has begun to read topic returns")
+	begin("b", "returns")
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group a has begun to read topic returns")
+	begin("a", "returns")
+	require.True(t, hasConsumer())
+	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
+}
+
+// A relay is not ended while other groups that read in Kafka get their events from it.
+func TestCutLeavesNoGroupBehind(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	ctx := t.Context()
+	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
+	f.depart(both...)
+	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
+	f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition)
+		SELECT g, 'orders', gen_random_uuid(), -1 FROM unnest(ARRAY['mail', 'search']) AS g`)
+	f.rejects(f.cuts.ToPostgres(ctx, both, "r", nil, why), "group mail reads from Kafka, and would get nothing any more from relay r")
+	f.rejects(f.cuts.ToPostgres(ctx, both, "r", []string{"mail"}, why), "group search reads from Kafka")
+	require.ErrorContains(t, f.cuts.ToPostgres(ctx, both, "r", []string{""}, why), "leave behind")
+	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
+
+	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
+	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", nil, why), "another relay sends all events, too")
+	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
+	f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'other'`)
+
+	require.NoError(t, f.cuts.ToPostgres(ctx, append(both, "mail"), "r", []string{"search", "gone"}, why), "search stays behind, mail is moved")
 }
 
 // After Cancel, positions are the same as before the cut.
@@ -156,7 +208,7 @@ func TestCancelCut(t *testing.T) {
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch) VALUES ('r', 7, '5:5:', '9:9:', 8, 3, 1)`)
 	const position = `SELECT concat_ws(' ', last_processed_id, snapshot, window_snapshot, highest_id, system_identifier) FROM {schema}.outbox_cursor WHERE relay = $1 ORDER BY id DESC LIMIT 1`
-	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", why))
+	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", nil, why))
 	require.Equal(t, "7 5:5: 9:9: 8 3", f.text(position, "worker:b"))
 	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
 	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
@@ -176,7 +228,7 @@ func TestCutRefusesFailedEvents(t *testing.T) {
 		f.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
 				created_at, retry_count, last_error, error_class, status)
 			VALUES ('r', nextval('{schema}.outbox_id_seq'), 'k', gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', '1', 'application/json', 'orders', now(), now(), 1, 'e', 'c', $1)`, status)
-		err := f.cuts.ToPostgres(ctx, both, "r", why)
+		err := f.cuts.ToPostgres(ctx, both, "r", nil, why)
 		if status == "dead" || status == "resolved" {
 			require.NoError(t, err)
 			require.NoError(t, f.cuts.Cancel(ctx, "r", why))
@@ -204,7 +256,7 @@ func TestCutRefuses(t *testing.T) {
 	f.rejects(f.cuts.ToKafka(ctx, []string{"a", "nobody"}, "r", why), "group nobody does not get its events from workers")
 	f.do(`UPDATE {schema}.outbox_cursor SET system_identifier = 1 WHERE relay = 'worker:b'`)
 	f.rejects(f.cuts.ToKafka(ctx, both, "r", why), "group b has no position in this database cluster")
-	require.ErrorIs(t, f.cuts.ToPostgres(ctx, []string{"new"}, "nobody", why), outboxops.ErrNoCut)
+	require.ErrorIs(t, f.cuts.ToPostgres(ctx, []string{"new"}, "nobody", nil, why), outboxops.ErrNoCut)
 	require.ErrorIs(t, f.cuts.Cancel(ctx, "nobody", why), outboxops.ErrNoCut)
 	require.ErrorIs(t, f.cuts.Await(ctx, testenv.KafkaOpts(f.brokers), "nobody", nil), outboxops.ErrNoCut)
 	f.rejects(f.cuts.ToKafka(ctx, []string{"a"}, "worker:x", why), "relay")
@@ -250,13 +302,13 @@ func TestCutLeavesRelayToDebezium(t *testing.T) {
 	require.Equal(t, state, f.state())
 
 	const text = "relay r takes the events from Debezium: let it begin first"
-	f.rejects(f.cuts.ToPostgres(ctx, []string{"c"}, "r", why), text)
+	f.rejects(f.cuts.ToPostgres(ctx, []string{"c"}, "r", nil, why), text)
 	f.rejects(f.cuts.Finish(ctx, nil, "r", why), text)
 	f.rejects(f.cuts.Cancel(ctx, "r", why), text)
 	f.rejects(f.cuts.ToKafka(ctx, both, "r", why), "relay r has begun already")
 	require.Equal(t, state, f.state())
 	f.do(`SELECT {schema}.outbox_begin_relay('debezium', 'r', 'kim', 'x')`)
-	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"c"}, "r", why))
+	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"c"}, "r", nil, why))
 }
 
 // A relay that is started meanwhile waits, and makes itself no position.
@@ -281,7 +333,7 @@ func TestRelayWaitsForCut(t *testing.T) {
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 	requireArrival(t, reader, events[3:5]...)
 	// It is retired, and stays so.
-	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", why))
+	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", nil, why))
 	require.NoError(t, f.cuts.FinishEarly(ctx, "r", why))
 	f.commit(t, events[5:]...)
 	time.Sleep(200 * time.Millisecond)

@@ -98,6 +98,40 @@ func TestRetryDeadEvent(t *testing.T) {
 	require.ErrorIs(t, err, outboxops.ErrNotFound)
 }
 
+// A dead event of a relay that a cut has ended is not retried, because no process would send it.
+func TestRetryOfAnEndedRelay(t *testing.T) {
+	t.Parallel()
+	c := newCutFixture(t)
+	f, err := outboxops.NewFailures(c.db, outboxops.FailuresConfig{Schema: c.schema})
+	require.NoError(t, err)
+	ctx := t.Context()
+	require.NoError(t, c.cuts.ToKafka(ctx, both, "r", why))
+	c.depart(both...)
+	require.NoError(t, c.cuts.Finish(ctx, nil, "r", why))
+	c.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
+			created_at, retry_count, last_error, error_class, status)
+		SELECT 'r', nextval('{schema}.outbox_id_seq'), 'k', gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', '1', 'application/json', 'orders', now(), now(), 1, 'e', 'c', 'dead' FROM generate_series(1, 3)`)
+	require.NoError(t, c.cuts.ToPostgres(ctx, both, "r", nil, why))
+	all, err := f.List(ctx, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{})
+	require.NoError(t, err)
+	id := all[0].ID
+	ended := func(err error) {
+		t.Helper()
+		require.ErrorIs(t, err, outboxops.ErrStatus)
+		require.ErrorContains(t, err, "relay r has ended by a cut and sends nothing")
+	}
+	ended(f.Retry(ctx, id, kim))
+	ended(f.Edit(ctx, id, []byte(`{}`), kim))
+	n, err := f.RetryAll(ctx, outboxops.FailureFilter{Relay: "r"}, outboxops.BulkConfig{}, kim)
+	require.NoError(t, err)
+	require.Zero(t, n)
+	require.Equal(t, "dead 3", c.text(`SELECT status || ' ' || count(*) FROM {schema}.outbox_failed GROUP BY status`))
+
+	require.NoError(t, c.cuts.Cancel(ctx, "r", why))
+	require.NoError(t, f.Retry(ctx, id, kim), "the relay goes on")
+	require.NoError(t, f.Resolve(ctx, id, kim))
+}
+
 // A dead event that is retried comes before the waiting later events of its key.
 func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 	t.Parallel()

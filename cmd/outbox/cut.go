@@ -19,7 +19,7 @@ var cutStatusCommand = command{
 active groups get all events from their workers; leaving ones those in front of
 the cut; those that have left, none: they read from Kafka. Returning ones still
 read what is there. OPEN deliveries are neither done nor dead. CONSUMER says
-whether one has begun to read.`,
+whether consumers have begun to read each topic of the group's handlers.`,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return cutStatus },
 }
 
@@ -34,7 +34,7 @@ waits for the workers and finishes; outbox cut finish goes on with a wait that
 was interrupted, and outbox cut cancel takes the cut back.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		c := &cutMove{action: "to-kafka", plan: planToKafka, do: (*outboxops.Cuts).ToKafka}
+		c := &cutMove{action: "to-kafka", plan: planToKafka}
 		return c.prepare(fs)
 	},
 }
@@ -47,10 +47,13 @@ Consumers handle what the relay has sent, and workers what it has not; they wait
 until the consumers are done. The relay ends. Stop it before, so that nothing is
 on its way, and start the workers after. Nothing happens unless --yes is given,
 with --reason. Then it waits for the consumers and finishes; outbox cut finish
-goes on with a wait that was interrupted, outbox cut cancel takes the cut back.`,
+goes on with a wait that was interrupted, outbox cut cancel takes the cut back.
+Other groups of this database that read in Kafka get nothing more when the last
+relay ends: --leave-behind has to name them.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		c := &cutMove{action: "to-postgres", plan: planToPostgres, do: (*outboxops.Cuts).ToPostgres}
+		c := &cutMove{action: toPostgres, plan: planToPostgres}
+		fs.StringVar(&c.behind, "leave-behind", "", "`LIST` other groups on Kafka, which get nothing more")
 		return c.prepare(fs)
 	},
 }
@@ -169,11 +172,14 @@ func (e *env) writeSubscriptions(all []outboxops.Subscription) {
 type cutMove struct {
 	action        string
 	relay, groups string
+	behind        string // only to PostgreSQL
 	yes, noWait   bool
 	why           auditFlags
 	plan          func(cutState) cutPlan
-	do            func(*outboxops.Cuts, context.Context, []string, string, outboxops.AuditInfo) error
 }
+
+// toPostgres is the action of a cut to PostgreSQL.
+const toPostgres = "to-postgres"
 
 func (c *cutMove) prepare(fs *flag.FlagSet) func(context.Context, *env) error {
 	fs.StringVar(&c.groups, "group", "", "`LIST` consumer groups; required")
@@ -199,7 +205,7 @@ func (c *cutMove) run(ctx context.Context, e *env) error {
 		}
 	}
 	wait := cutWait{relay: c.relay, why: why}
-	if c.yes && !c.noWait && c.action == "to-postgres" { // Kafka has the offsets of the groups
+	if c.yes && !c.noWait && c.action == toPostgres { // Kafka has the offsets of the groups
 		if wait.kafka, err = e.kafkaOpts(); err != nil {
 			return err
 		}
@@ -210,24 +216,35 @@ func (c *cutMove) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
+	if c.behind != "" {
+		state.behind = strings.Split(c.behind, ",")
+	}
 	plan := c.plan(state)
 	if !c.yes || len(plan.NotReady) > 0 {
 		return c.show(e, state, plan)
 	}
+	if !e.json {
+		plan.say(e)
+	}
 	if wait.cuts, err = e.cuts(step); err != nil {
 		return err
 	}
-	if err := c.do(wait.cuts, step, state.names, c.relay, why); err != nil {
+	if c.action == toPostgres {
+		err = wait.cuts.ToPostgres(step, state.names, c.relay, state.behind, why)
+	} else {
+		err = wait.cuts.ToKafka(step, state.names, c.relay, why)
+	}
+	if err != nil {
 		return err
 	}
 	if c.noWait {
-		return c.report(e, state.names, false)
+		return c.report(e, state.names, plan, false)
 	}
 	if err := wait.run(ctx, e); err != nil {
 		fmt.Fprintf(e.stderr, "The cut is made, and not finished: outbox cut finish --relay %s goes on to wait, outbox cut cancel takes it back.\n", visible(c.relay))
 		return err
 	}
-	return c.report(e, state.names, true)
+	return c.report(e, state.names, plan, true)
 }
 
 // show describes the cut, and the reasons against it.
@@ -246,9 +263,7 @@ func (c *cutMove) show(e *env, state cutState, plan cutPlan) error {
 	for _, line := range plan.Steps {
 		e.say("- " + visible(line))
 	}
-	for _, line := range plan.Notes {
-		e.say("note: " + visible(line))
-	}
+	plan.say(e)
 	for _, line := range plan.NotReady {
 		e.say("not ready: " + visible(line))
 	}
@@ -260,16 +275,17 @@ func (c *cutMove) show(e *env, state cutState, plan cutPlan) error {
 	return nil
 }
 
-func (c *cutMove) report(e *env, groups []string, finished bool) error {
+func (c *cutMove) report(e *env, groups []string, plan cutPlan, finished bool) error {
 	if e.json {
-		return e.writeJSON(map[string]any{"action": c.action, "relay": c.relay, "dry_run": false, "groups": groups, "finished": finished})
+		return e.writeJSON(map[string]any{"action": c.action, "relay": c.relay, "dry_run": false, "groups": groups, "finished": finished,
+			"notes": plan.Notes})
 	}
 	if !finished {
 		e.printf("The cut is made. outbox cut finish --relay %s waits for what is in front of it.\n", visible(c.relay))
 		return nil
 	}
 	after := "the workers can be stopped"
-	if c.action == "to-postgres" {
+	if c.action == toPostgres {
 		after = "the consumers can be stopped"
 	}
 	e.printf("%s: done for %s; %s\n", c.action, visible(strings.Join(groups, ", ")), after)
@@ -395,7 +411,7 @@ func waitingFor(now outboxops.CutProgress) string {
 		case g.State == outboxops.SubscriptionLeft && g.Open > 0:
 			parts = append(parts, fmt.Sprintf("%s: %s", name, pluralUpTo(g.Open, "open delivery", "open deliveries")))
 		case g.State == outboxops.SubscriptionLeft && !g.HasConsumer:
-			parts = append(parts, name+": no consumer has begun")
+			parts = append(parts, name+": consumers have not begun with each topic")
 		case g.Unread > 0:
 			parts = append(parts, fmt.Sprintf("%s: %s", name, plural(g.Unread, "unread record", "unread records")))
 		}

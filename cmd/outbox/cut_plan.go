@@ -16,6 +16,7 @@ const cutHolder = "outbox cut"
 type cutState struct {
 	names     []string // groups to be moved
 	relay     string
+	behind    []string                          // groups that may get nothing more
 	groups    map[string]outboxops.Subscription // all
 	relays    []outbox.RelayStatus
 	consumers []string // groups that read from Kafka
@@ -84,6 +85,16 @@ func (s cutState) position(name string) (outbox.RelayStatus, bool) {
 	return outbox.RelayStatus{}, false
 }
 
+// anotherRelay returns the name of a relay that sends all events, too, or "".
+func (s cutState) anotherRelay() string {
+	for _, r := range s.relays {
+		if r.Name != s.relay && !r.MovedAt.IsZero() {
+			return r.Name
+		}
+	}
+	return ""
+}
+
 // cutPlan is the effect of a cut.
 type cutPlan struct {
 	Steps    []string
@@ -97,6 +108,13 @@ func (p *cutPlan) notReady(format string, args ...any) {
 
 func (p *cutPlan) note(format string, args ...any) {
 	p.Notes = append(p.Notes, fmt.Sprintf(format, args...))
+}
+
+// say prints the notes.
+func (p *cutPlan) say(e *env) {
+	for _, line := range p.Notes {
+		e.say("note: " + visible(line))
+	}
 }
 
 func planToKafka(s cutState) cutPlan {
@@ -114,7 +132,7 @@ func planToKafka(s cutState) cutPlan {
 			p.note("group %s has %s: if they are requeued, only workers handle them", name, pluralUpTo(g.Dead, "dead delivery", "dead deliveries"))
 		}
 		if g := s.groups[name]; g.Group != "" && !g.HasConsumer {
-			p.note("no consumer of group %s has begun to read: the cut is not finished before", name)
+			p.note("consumers of group %s have not begun to read each of its topics: the cut is not finished before", name)
 		}
 	}
 	for _, r := range s.relays {
@@ -150,10 +168,19 @@ func planToPostgres(s cutState) cutPlan {
 		p.notReady("group %s gets its events from relay %s, too, and would get none any more", name, s.relay)
 	}
 	for _, name := range s.consumers {
-		if _, known := s.groups[name]; !known && !slices.Contains(s.names, name) {
-			p.note("group %s reads from Kafka, too: if it reads what relay %s sends, it gets nothing more", name, s.relay)
+		if _, known := s.groups[name]; known || slices.Contains(s.names, name) {
+			continue
+		}
+		switch another := s.anotherRelay(); {
+		case another != "":
+			p.note("group %s reads from Kafka, too: it goes on with what relay %s sends", name, another)
+		case slices.Contains(s.behind, name):
+			p.note("group %s reads from Kafka, too, and gets nothing more from here", name)
+		default:
+			p.notReady("group %s reads from Kafka, too, and would get nothing more: move it too, or name it with --leave-behind", name)
 		}
 	}
+	p.note("groups that keep their state in other databases are not known here, and get nothing more from relay %s", s.relay)
 	r, ok := s.position(s.relay)
 	switch {
 	case !ok:

@@ -102,7 +102,7 @@ func TestCutCommands(t *testing.T) {
 	text := d.ok(t, "cut", "to-kafka", "--group", "stats", "--relay", "r")
 	requireNarrow(t, text)
 	require.Regexp(t, `(?m)^stats +active +\S+( s)? +0 +0 +no$`, text)
-	require.Contains(t, text, "note: no consumer of group stats has begun to read: the cut is not finished")
+	require.Contains(t, text, "note: consumers of group stats have not begun to read each of its topics: the\ncut is not finished before\n")
 	require.Contains(t, text, "Nothing is changed yet; --yes does it.\n")
 	require.Contains(t, d.ok(t, "cut", "status"), "active")
 	d.change = nil
@@ -127,7 +127,7 @@ func TestCutCommands(t *testing.T) {
 	stopRelay := d.newRelay(t, "r")
 	var doc cutDoc
 	d.json(t, &doc, exitOK, "cut", "to-kafka", "--group", "stats", "--relay", "r", "--yes", "--reason", "we have Kafka now")
-	require.Equal(t, cutDoc{Action: "to-kafka", Relay: "r", Finished: true, Groups: []any{"stats"}}, doc)
+	require.Equal(t, cutDoc{Action: "to-kafka", Relay: "r", Finished: true, Groups: []any{"stats"}, Notes: []string{}}, doc)
 	stopWorker()
 	d.record(t, "d")
 	d.effects(t, "a b c d")
@@ -144,11 +144,18 @@ func TestCutCommands(t *testing.T) {
 	require.Equal(t, []string{"group stats gets its events from relay r", "there is no relay q that sends"}, doc.NotReady)
 	doc = cutDoc{}
 	d.json(t, &doc, exitOK, "cut", "to-postgres", "--group", "stats", "--relay", "r")
-	require.Contains(t, doc.Notes[0], "relay r runs (")
+	const others = "groups that keep their state in other databases are not known here, and get nothing more from relay r"
+	require.Equal(t, others, doc.Notes[0])
+	require.Contains(t, doc.Notes[1], "relay r runs (")
 	stopRelay()
 	d.record(t, "e")
-	text = d.ok(t, "cut", "to-postgres", "--group", "stats", "--relay", "r", "--yes", "--no-wait", "--reason", "Kafka goes")
-	require.Equal(t, "The cut is made. outbox cut finish --relay r waits for what is in front of it.\n", text)
+	d.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ('mail', 'orders', gen_random_uuid(), -1)`)
+	doc = cutDoc{}
+	d.json(t, &doc, exitProblems, "cut", "to-postgres", "--group", "stats", "--relay", "r", "--yes", "--reason", "Kafka goes")
+	require.Equal(t, []string{"group mail reads from Kafka, too, and would get nothing more: move it too, or name it with --leave-behind"}, doc.NotReady)
+	text = d.ok(t, "cut", "to-postgres", "--group", "stats", "--relay", "r", "--leave-behind", "mail", "--yes", "--no-wait", "--reason", "Kafka goes")
+	require.Equal(t, "note: group mail reads from Kafka, too, and gets nothing more from here\nnote: "+others+"\n"+
+		"The cut is made. outbox cut finish --relay r waits for what is in front of it.\n", text)
 	d.worker(t)
 	require.Equal(t, "finished: the cut at relay r\n", d.ok(t, "cut", "finish", "--relay", "r", "--reason", "Kafka goes"))
 	stopConsumer()

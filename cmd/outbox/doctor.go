@@ -6,6 +6,9 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -204,7 +207,34 @@ func (d *doctor) relays(ctx context.Context) error {
 		d.add("relay.none", severityNote, "no relay has run here yet", "Recorded events are not sent until one runs.", "Start a process that calls Relay.Run.")
 	}
 	d.findings = append(d.findings, s.findings...)
-	return nil
+	return d.leftBehind(ctx)
+}
+
+// sqlLeftBehind reads up to $1 groups that have begun to read in Kafka, each with a relay that has ended by a cut. It
+// reads none if any relay sends.
+const sqlLeftBehind = `
+SELECT DISTINCT c.consumer_group, l.name FROM {schema}.consumer_start AS c CROSS JOIN {schema}.outbox_lease AS l
+ WHERE l.holder = 'outbox cut' AND l.expires_at = 'infinity'
+   AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS o WHERE NOT starts_with(o.relay::text, 'worker:'))
+   AND NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.consumer_group = c.consumer_group)
+ ORDER BY c.consumer_group, l.name LIMIT $1`
+
+// leftBehind reports groups that a cut to PostgreSQL has left behind.
+func (d *doctor) leftBehind(ctx context.Context) error {
+	const most = 20
+	rows, err := d.e.db.Query(ctx, pg.InSchema(sqlLeftBehind, d.e.schemaName()), most)
+	if err != nil {
+		return err
+	}
+	var group, relay string
+	_, err = pgx.ForEachRow(rows, []any{&group, &relay}, func() error {
+		d.add("relay.ended", severityWarning, fmt.Sprintf("group %s reads from Kafka, where no relay sends: relay %s has ended by a cut", group, relay),
+			"It gets none of the events that are recorded.",
+			fmt.Sprintf("Start workers of the group, which begin as From says, or a relay. If the group is given up, delete its rows: DELETE FROM %s.consumer_start WHERE consumer_group = %s",
+				pgx.Identifier{d.e.schemaName()}.Sanitize(), quoteText(group)))
+		return nil
+	})
+	return err
 }
 
 // routes checks that events have a topic to go to.

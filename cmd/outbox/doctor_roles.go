@@ -118,7 +118,7 @@ var partNeeds = map[string][]need{
 		"outbox_audit_replay(text, text, text, text)", "outbox_forget_handled(text, text[], text[], text[], text[], text, text)",
 		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
 		"outbox_hold_deliveries(bigint[], text, text)", "outbox_release_deliveries(bigint[], text, text)",
-		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text, text)",
+		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text[], text, text)",
 		"outbox_finish_cut(text, boolean, text, text)", "outbox_cancel_cut(text, text, text)", "outbox_cut_from_debezium(text, text, text, text)",
 		"outbox_begin_relay(text, text, text, text)", "outbox_cut_to_debezium(text, text, text, text, text)")),
 }

@@ -22,7 +22,7 @@ var tableChecks = []check{
 	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.reader",
 		"privileges.operator", "privileges.excess", "privileges.groups"}, (*doctor).privileges},
 	{"privileges of the schema", []string{"privileges.schema", "privileges.foreign", "privileges.partitions"}, (*doctor).trust},
-	{"relay", []string{"relay.none", "relay.leader", "relay.backlog", "delivery.stale", "failed.dead", "failed.held", "failed.parked",
+	{"relay", []string{"relay.none", "relay.leader", "relay.ended", "relay.backlog", "delivery.stale", "failed.dead", "failed.held", "failed.parked",
 		"transaction.open", "transaction.prepared"}, (*doctor).relays},
 	{"delivery", []string{"delivery.dead", "delivery.held", "delivery.stuck", "delivery.worker", "delivery.unhandled", "delivery.backlog", "delivery.headless"},
 		(*doctor).deliveries},

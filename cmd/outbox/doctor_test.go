@@ -254,6 +254,21 @@ func TestDoctorOnRelays(t *testing.T) {
 	}, testenv.Patience, 20*time.Millisecond)
 }
 
+// Groups that read in Kafka, and whose last relay has ended by a cut.
+func TestDoctorOnEndedRelay(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newClinic(t)
+	d.exec(t, `INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('r', 'outbox cut', 1, 'infinity', '0');
+		INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ('mail', 'orders', gen_random_uuid(), -1), ('stats', 'orders', gen_random_uuid(), -1);
+		INSERT INTO {s}.event_subscription (consumer_group) VALUES ('stats')`)
+	f := d.requireFinding(t, "relay.ended", severityWarning, "group mail reads from Kafka, where no relay sends: relay r has ended by a cut")
+	require.Contains(t, f.Do, "DELETE FROM")
+	require.Len(t, d.findings(t, "--only", "relay.ended"), 1)
+	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
+	require.Empty(t, d.findings(t, "--only", "relay.ended"))
+}
+
 // The doctor finds transactions that were left open, with their owners, and prepared transactions.
 func TestDoctorOnTransactions(t *testing.T) {
 	t.Parallel()

@@ -445,7 +445,7 @@ func (r *roles) cut(t *testing.T, temporary string) {
 		{`INSERT INTO {s}.event_subscription (consumer_group) VALUES ('g');` + fmt.Sprintf(position, "'worker:g'"), `outbox_cut_to_kafka('{g}', 'q', 'kim', 'why')`},
 		{``, `outbox_cancel_cut('q', 'kim', 'why')`},
 		{`UPDATE {s}.event_subscription SET state = 'left', relay = 'q'; DELETE FROM {s}.outbox_lease;` + fmt.Sprintf(position, "'q'"),
-			`outbox_cut_to_postgres('{g}', 'q', 'kim', 'why')`},
+			`outbox_cut_to_postgres('{g}', 'q', '{}', 'kim', 'why')`},
 		{``, `outbox_finish_cut('q', false, 'kim', 'why')`},
 	} {
 		_, err := r.db.Exec(background, r.sql(cut.before), pgx.QueryExecModeSimpleProtocol)

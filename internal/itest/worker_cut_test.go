@@ -134,7 +134,7 @@ func (f *moveFixture) toKafka(relay string) {
 
 func (f *moveFixture) toPostgres(relay string) {
 	f.t.Helper()
-	require.NoError(f.t, f.cuts.ToPostgres(f.t.Context(), []string{"bank"}, relay, cutWhy))
+	require.NoError(f.t, f.cuts.ToPostgres(f.t.Context(), []string{"bank"}, relay, nil, cutWhy))
 }
 
 // finish waits for what is in front of the cut, and finishes it.
