@@ -92,7 +92,7 @@ WITH made AS MATERIALIZED (
 ), noted AS (
     INSERT INTO oracle_history SELECT id::text FROM made
 )
-INSERT INTO outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at, size)
+INSERT INTO outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at)
 SELECT id, 'test.fault.happened.v1', 'faults', 'Key', key, jsonb_build_object('id', id, 'key', key, 'version', n, 'filler', ''),
-       'application/json', $3::text, clock_timestamp(), 200
+       'application/json', $3::text, clock_timestamp()
   FROM made ORDER BY n`

@@ -92,8 +92,13 @@ CREATE TABLE outbox (
               AND current_setting('outbox.allow_async_commit', true) IS DISTINCT FROM 'on'
               AND set_config('synchronous_commit', 'local', true) IS NULL THEN NULL
              ELSE pg_current_xact_id() END,
-    size           int          NOT NULL DEFAULT 65536,
-    CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1)
+    -- No writer can say something else. JSON may print a million times the bytes that it is stored in, and a row whose
+    -- size is not known would have to be printed to be measured.
+    size           int          NOT NULL GENERATED ALWAYS AS (
+        coalesce(octet_length(payload::text), 0) + coalesce(octet_length(payload_bytes), 0)
+        + coalesce(octet_length(headers::text), 0)) STORED,
+    CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
+    CONSTRAINT outbox_size CHECK (size <= 209715200)
 );
 
 -- A row that is copied with its xid, by COPY or by logical replication, would be skipped or sent again and again: a
@@ -130,8 +135,8 @@ COMMENT ON COLUMN outbox.xid IS
     'The transaction that recorded it. A relay compares it with snapshots to find the transactions that have '
     'committed since.';
 COMMENT ON COLUMN outbox.size IS
-    'Bytes of payload and headers as they are read; a relay reads as many rows at once as its memory has room for. '
-    'A writer that does not know the size leaves the default.';
+    'Bytes of payload and headers as they are read, at most 200 MiB; a relay reads as many rows at once as its memory '
+    'has room for.';
 
 CREATE TABLE outbox_cursor (
     id                bigserial    PRIMARY KEY,

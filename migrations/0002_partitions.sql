@@ -139,7 +139,7 @@ BEGIN
     EXECUTE format('ALTER TABLE %I.outbox RENAME TO %I', schema, old);
     EXECUTE format('ALTER INDEX %I.outbox_pkey RENAME TO %I', schema, old || '_pkey');
     EXECUTE format('ALTER INDEX %I.outbox_xid_id_idx RENAME TO %I', schema, old || '_xid_id_idx');
-    EXECUTE format('CREATE TABLE %1$I.outbox (LIKE %1$I.%2$I INCLUDING DEFAULTS INCLUDING CONSTRAINTS '
+    EXECUTE format('CREATE TABLE %1$I.outbox (LIKE %1$I.%2$I INCLUDING DEFAULTS INCLUDING GENERATED INCLUDING CONSTRAINTS '
                    'INCLUDING COMMENTS INCLUDING STORAGE) PARTITION BY RANGE (id)', schema, old);
     EXECUTE format('ALTER TABLE %I.outbox OWNER TO %I', schema, owner);
     PERFORM @schema@.outbox_revoke_grants('outbox');
@@ -217,7 +217,7 @@ BEGIN
             CASE start + size WHEN 9223372036854775807 THEN 'MAXVALUE' ELSE (start + size)::text END);
         start := start + size;
         EXECUTE format('CREATE TABLE %1$I.%2$I '
-                       '(LIKE %1$I.outbox INCLUDING CONSTRAINTS INCLUDING STORAGE INCLUDING INDEXES)',
+                       '(LIKE %1$I.outbox INCLUDING GENERATED INCLUDING CONSTRAINTS INCLUDING STORAGE INCLUDING INDEXES)',
                        schema, names[array_length(names, 1)]);
         PERFORM @schema@.outbox_guard_partition(names[array_length(names, 1)]);
     END LOOP;

@@ -127,9 +127,8 @@ func (f *archiveFixture) insert(t testing.TB, events ...outbox.ArchivedEvent) {
 				headers = &text
 			}
 			if _, err := tx.Exec(background, f.sql(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes,
-				content_type, topic, partition_key, headers, occurred_at, created_at, size) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, nullif($10, ''), $11, $12, $13, $14)`),
-				e.EventID, e.Type, e.Source, e.AggregateType, e.AggregateID, payload, bytes, e.ContentType, e.Topic, e.PartitionKey, headers, e.OccurredAt, e.CreatedAt,
-				len(e.Payload)+len(e.Headers)); err != nil {
+				content_type, topic, partition_key, headers, occurred_at, created_at) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, nullif($10, ''), $11, $12, $13)`),
+				e.EventID, e.Type, e.Source, e.AggregateType, e.AggregateID, payload, bytes, e.ContentType, e.Topic, e.PartitionKey, headers, e.OccurredAt, e.CreatedAt); err != nil {
 				return err
 			}
 		}

@@ -31,8 +31,12 @@ func TestPageIsBounded(t *testing.T) {
 		require.NoError(t, table.Ensure(ctx))
 		insert := func(n int, into, at string) {
 			t.Helper()
-			_, err := db.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.`+into+` (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, size)
-				SELECT (SELECT coalesce(max(id), 0) FROM {schema}.`+into+`) + g, gen_random_uuid(), 'a.b.c.v1', 's', 'Order', 'k' || g % 50, '{}', 'application/json', now(), `+at+`, 2 FROM generate_series(1, $1) AS g`, schema), n)
+			size, two := "", ""
+			if into == "outbox_archive" {
+				size, two = ", size", ", 2"
+			}
+			_, err := db.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.`+into+` (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at`+size+`)
+				SELECT (SELECT coalesce(max(id), 0) FROM {schema}.`+into+`) + g, gen_random_uuid(), 'a.b.c.v1', 's', 'Order', 'k' || g % 50, '{}', 'application/json', now(), `+at+two+` FROM generate_series(1, $1) AS g`, schema), n)
 			require.NoError(t, err)
 		}
 		insert(10_000, "outbox", "now()")

@@ -29,10 +29,10 @@ func (h *opsFixture) insertDead(t *testing.T, payload, class any) outboxops.Fail
 	return outboxops.FailureID{Kind: outboxops.KindEvent, Number: id}
 }
 
-// insertUnprintable adds three events. PostgreSQL cannot print the payload of the second one. A writer with
-// plain SQL can insert such a payload.
+// insertUnprintable adds three events. PostgreSQL cannot print the payload of the second one.
 func (h *opsFixture) insertUnprintable(t *testing.T) {
 	t.Helper()
+	testenv.AllowUnprintable(t, h.db, h.schema)
 	_, err := h.db.Exec(background, h.sql(`
 		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, headers, occurred_at)
 		SELECT gen_random_uuid(), 'a.order.placed.v1', 's', 'A', 'id', p.text::jsonb, 'application/json', '{"tenant": "a", "n": 1}', now()

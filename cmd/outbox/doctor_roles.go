@@ -76,7 +76,7 @@ var deliveryUpdates = []string{"status", "held", "put_back", "attempt_count", "m
 // partNeeds has the rights that docs/roles.md grants, except USAGE of the schema.
 var partNeeds = map[string][]need{
 	"writer": append(onSequences("outbox_id_seq"), need{privilege: "INSERT", table: "outbox", columns: []string{"event_id", "event_type", "source",
-		"aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at", "size"}}),
+		"aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at"}}),
 	"relay": slices.Concat(onTable("outbox", "SELECT", "DELETE"), []need{{privilege: "UPDATE", table: "outbox", columns: []string{"xid"}},
 		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"),
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),

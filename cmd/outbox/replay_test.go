@@ -73,8 +73,8 @@ func TestReplayBesideRetention(t *testing.T) {
 	d := newShop(t).withKafka(t)
 	d.record(t, "a")
 	testenv.CreateTopic(t, d.brokers, d.topic, 1)
-	_, err := d.db.Exec(background, pg.InSchema(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at, size)
-		SELECT gen_random_uuid(), event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, now(), 2 FROM {schema}.outbox, generate_series(1, 1499)`, d.schema))
+	_, err := d.db.Exec(background, pg.InSchema(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at)
+		SELECT gen_random_uuid(), event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, now() FROM {schema}.outbox, generate_series(1, 1499)`, d.schema))
 	require.NoError(t, err)
 	_, err = d.db.Exec(background, pg.InSchema(`CREATE FUNCTION {schema}.retain() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN DELETE FROM {schema}.outbox; RETURN NULL; END $$;
 		CREATE TRIGGER retain AFTER INSERT ON {schema}.outbox_audit FOR EACH ROW EXECUTE FUNCTION {schema}.retain()`, d.schema))

@@ -12,7 +12,7 @@
 //     the server.
 //   - No statement takes longer because more events wait. [Store.Open] holds the lock of the lease, so it reads at
 //     most a batch and 1 MiB. A larger window is read afterwards: its ids in pages into an [IDSet], then its
-//     events by ranges of ids, at most 16 MiB at once. Rows whose size lies are stopped at twice that.
+//     events by ranges of ids, at most 16 MiB at once.
 //   - A row that PostgreSQL cannot print fails its statement after the rows in front of it have come. It is then
 //     read alone, without its payload.
 //   - The shape of the queries keeps a poll at a few dozen buffers over a million published rows, with and without
@@ -286,9 +286,8 @@ SELECT newest.id, moved.id, moved.xid, pg_current_snapshot()::text, found.n, ` +
 
 // Open returns the position in the window that follows p, and its events if they are at most limit and maxOpenBytes.
 // Otherwise large is true, and Page returns their ids. With a limit of 0 it reads no event. The window of p must be
-// drained. Without new events the position has no window, and equals p if p had none. The error is ErrTooMuch if the
-// events are much larger than their rows say. Then the window may be announced or not, as after any error; if it is,
-// the next statement returns ErrStale.
+// drained. Without new events the position has no window, and equals p if p had none. After an error the window may be
+// announced or not; if it is, the next statement returns ErrStale.
 func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int) (next Position, events []envelope.Event, large bool, err error) {
 	next = p
 	next.Window = ""
@@ -300,13 +299,8 @@ func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int)
 	var own pgtype.Text
 	var now string
 	var found int
-	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
-	defer cancel()
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(nil, rows, limit, 2*maxOpenBytes, &newest, &moved, &own, &now, &found)
-		if errors.Is(err, ErrTooMuch) {
-			cancel()
-		}
+		events, err = readEvents(nil, rows, &newest, &moved, &own, &now, &found)
 		return err
 	}, c.SQLOpen, c.Relay, l.Holder, l.Epoch, p.CursorID, next.Base, tables.SnapshotMax(next.Base), limit+1, drained,
 		p.Last, p.Highest, p.SystemID, p.Server, maxOpenBytes, p.Epoch)

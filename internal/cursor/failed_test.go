@@ -115,7 +115,8 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	t.Parallel()
 	d, ctx := newFixture(t), context.Background()
 	l, p := d.opened(t)
-	d.Update(t, `UPDATE {schema}.outbox SET size = 7, headers = '{"a": "b"}' WHERE id = 1`)
+	d.Update(t, `UPDATE {schema}.outbox SET headers = '{"a": "b"}' WHERE id = 1`)
+	testenv.AllowUnprintable(t, d.DB, d.Schema)
 	d.Update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, testenv.Unprintable)
 	p.Last, p.Highest = 2, 2
 	failures := append(slices.Clone(someFailure), cursor.Failure{
@@ -129,11 +130,10 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	require.NoError(t, err)
 	got, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
-	require.Equal(t, []string{"1 failed f 7 f f", "2 dead t 0 t t"}, got)
+	require.Equal(t, []string{"1 failed f 12 f f", "2 dead t 0 t t"}, got)
 }
 
-// What is read to be retried is bounded in bytes, by what rows say of their size and by
-// what they are.
+// What is read to be retried is bounded in bytes.
 func TestRetriesAreReadInParts(t *testing.T) {
 	t.Parallel()
 	d, ctx := newFixture(t), context.Background()
@@ -154,9 +154,6 @@ func TestRetriesAreReadInParts(t *testing.T) {
 		require.Equal(t, found[i].Row, e.Row)
 		require.Len(t, e.Payload, len(large))
 	}
-	events, err = failed.ReadRows(ctx, found, true)
-	require.NoError(t, err)
-	require.Len(t, events, 3, "rows that are larger than they say")
 
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved' WHERE id = $1`, found[0].Row)
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, error_class = 'unreadable_row' WHERE id = $1`, found[2].Row)

@@ -185,8 +185,8 @@ func (f *Failed) find(ctx context.Context, sql string, args ...any) (found []Fai
 // MaxRetryBytes bounds the events that are read at once to be retried.
 const MaxRetryBytes = 4 << 20
 
-// Fitting returns how many events from the start have at most MaxRetryBytes together, as
-// their rows say, but at least one.
+// Fitting returns how many events from the start have at most MaxRetryBytes together, but
+// at least one.
 func Fitting(events []FailedRow) int {
 	left := MaxRetryBytes
 	for n, e := range events {
@@ -214,17 +214,12 @@ var ErrNoPayload = errors.New("the row has neither payload nor payload_bytes")
 
 // ReadRows reads the envelopes of events that were found, in their order, and payload and
 // headers only if payload is set. With an error it returns the events in front of it. Events
-// that were resolved meanwhile are left out. Rows may be larger than they say: when the
-// events exceed MaxRetryBytes, readRows cancels the statement, which would return the others
-// too.
+// that were resolved meanwhile are left out.
 func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) (events []FailedRow, err error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 	rowIDs := make([]int64, len(found))
 	for i := range found {
 		rowIDs[i] = found[i].Row
 	}
-	full := false
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var r eventReader
 		for rows.Next() {
@@ -241,15 +236,11 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 			if payload && e.Payload == nil {
 				return ErrNoPayload
 			}
-			if full = r.kept > MaxRetryBytes && len(events) > 0; full {
-				cancel()
-				return nil
-			}
 			events = append(events, e)
 		}
 		return rows.Err()
 	}, f.SQLRead, rowIDs, payload)
-	if err != nil && !full {
+	if err != nil {
 		return events, fmt.Errorf("read events to retry: %w", err)
 	}
 	return events, nil

@@ -33,16 +33,13 @@ import (
 
 const (
 	// maxOpenBytes bounds the events that are read in the statement that announces their
-	// window, by what their rows say of their size.
+	// window.
 	maxOpenBytes = 1 << 20
-	// maxBatchBytes bounds the events that are read at once, also by the sizes that their rows
-	// state. A relay holds two batches: one is being sent while the next is fetched. Beside them it holds the events
-	// for partitions that have not answered, at most a few megabytes of each of 16 sends.
+	// maxBatchBytes bounds the events that are read at once. A relay holds two batches: one is being sent while
+	// the next is fetched. Beside them it holds the events for partitions that have not answered, at most a few
+	// megabytes of each of 16 sends.
 	maxBatchBytes = 16 << 20
 )
-
-// ErrTooMuch means that events are much larger than their rows say.
-var ErrTooMuch = errors.New("events are larger than outbox.size says")
 
 // sqlProof has a row if the row of outbox_cursor with the id $1 is still there.
 const sqlProof = `
@@ -177,7 +174,7 @@ WITH proof AS MATERIALIZED (` + sqlProof + `
 ), sizes AS MATERIALIZED (
     SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
       FROM unnest($5::bigint[], $6::bigint[]) AS r (first, last)
-     CROSS JOIN LATERAL (SELECT id, greatest(size, 0) AS size FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS o
+     CROSS JOIN LATERAL (SELECT id, size FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS o
      WHERE EXISTS (SELECT FROM proof)
 ), rest AS MATERIALIZED (
     SELECT min(id) AS first FROM sizes WHERE before >= $7::bigint
@@ -191,20 +188,14 @@ SELECT rest.first, ` + eventColumns + `
 
 // Fetch reads events of the open window by their ids, which ascend. It returns them in their order, and the id
 // through which it has read, which is not the last id if the events are large. Rows that have been deleted are
-// missing. With an error it returns the events that came before it; the error is ErrTooMuch if it stopped by itself.
+// missing. With an error it returns the events that came before it.
 func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []envelope.Event, through int64, err error) {
-	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
-	defer cancel()
 	first, last := Ranges(ids)
 	var rest pgtype.Int8
 	known := false
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(make([]envelope.Event, 0, len(ids)), rows, len(ids), 2*maxBatchBytes, &rest)
+		events, err = readEvents(make([]envelope.Event, 0, len(ids)), rows, &rest)
 		known = rows.CommandTag().RowsAffected() > 0
-		if errors.Is(err, ErrTooMuch) {
-			cancel()
-		}
-		rows.Close()
 		return err
 	}, c.SQLFetch, append(c.proofArgs(p), first, last, maxBatchBytes)...)
 	switch {
@@ -243,7 +234,7 @@ func (c *Store) FetchBare(ctx context.Context, p Position, id int64, headers boo
 	var events []envelope.Event
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		defer rows.Close()
-		events, err = readEvents(nil, rows, 1, maxBatchBytes)
+		events, err = readEvents(nil, rows)
 		return err
 	}, c.SQLFetchBare, append(c.proofArgs(p), id, headers)...)
 	if err != nil {
@@ -275,12 +266,10 @@ const (
        e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at, e.created_at`
 )
 
-// readEvents reads all rows and appends their events, at most n, to events. The columns in
-// front of those of the event are scanned into head, from the first row only. A row
-// without an event has only these columns. With an error it returns the events before it.
-// The error is ErrTooMuch if fewer than n events have more than so many bytes; more rows
-// may follow then, and the caller closes the rows.
-func readEvents(events []envelope.Event, rows pgx.Rows, n, most int, head ...any) ([]envelope.Event, error) {
+// readEvents reads all rows and appends their events to events. The columns in front of those of the event are scanned
+// into head, from the first row only. A row without an event has only these columns. With an error it returns the
+// events before it.
+func readEvents(events []envelope.Event, rows pgx.Rows, head ...any) ([]envelope.Event, error) {
 	var r eventReader
 	for first := true; rows.Next(); first = false {
 		r.describe(rows, len(head))
@@ -298,9 +287,6 @@ func readEvents(events []envelope.Event, rows pgx.Rows, n, most int, head ...any
 			return events, err
 		}
 		events = append(events, e)
-		if r.kept > most && len(events) < n {
-			return events, ErrTooMuch
-		}
 	}
 	return events, rows.Err()
 }
@@ -311,7 +297,6 @@ type eventReader struct {
 	types  *pgtype.Map
 	fields []pgconn.FieldDescription
 	chunk  []byte
-	kept   int // bytes, so far
 }
 
 // describe reads the types of the columns; those of the event begin at first. It is called
@@ -358,7 +343,6 @@ func (r *eventReader) keep(b []byte) []byte {
 	if b == nil {
 		return nil
 	}
-	r.kept += len(b)
 	if len(b) > chunkSize/4 {
 		return append(make([]byte, 0, len(b)), b...)
 	}

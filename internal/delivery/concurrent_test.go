@@ -76,8 +76,8 @@ func newCrowd(t *testing.T) *crowd {
 	})
 	c.exec(`CREATE TABLE {schema}.effects (n bigserial PRIMARY KEY, delivery_id bigint NOT NULL)`)
 	c.exec(`
-		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at, size)
-		SELECT gen_random_uuid(), 'a.order.sent.v1', '/test', 'Order', 'k', '{}', 'application/json', $1, now(), 100 FROM generate_series(1, $2::int)`, stream, crowdEvents)
+		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at)
+		SELECT gen_random_uuid(), 'a.order.sent.v1', '/test', 'Order', 'k', '{}', 'application/json', $1, now() FROM generate_series(1, $2::int)`, stream, crowdEvents)
 	return c
 }
 

@@ -83,8 +83,8 @@ func (f *plansFixture) fill() {
 	f.exec(sql, 1, 1, "PENDING", true)
 	f.exec(sql, 1, parkedRows, "PARKED", true)
 	f.exec(sql, 5_000_000, 5_000_000+dueRows, "PENDING", false)
-	f.exec(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at, size)
-		SELECT gen_random_uuid(), 't', '/s', 't', 'k', '{}', 'application/json', 's', now(), 100 FROM generate_series(1, 100)`)
+	f.exec(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at)
+		SELECT gen_random_uuid(), 't', '/s', 't', 'k', '{}', 'application/json', 's', now() FROM generate_series(1, 100)`)
 }
 
 // statements are the statements of a Store, with the types of their arguments. With the given arguments,

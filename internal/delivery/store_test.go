@@ -43,8 +43,8 @@ func (f *tableFixture) record(keys ...string) (ids []int64) {
 	for _, key := range keys {
 		var id int64
 		require.NoError(f.t, f.db.QueryRow(f.t.Context(), pg.InSchema(`
-			INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, headers, occurred_at, size)
-			VALUES ($1, 'a.order.sent.v1', '/test', 'Order', $2, '{"n": 1}', 'application/json', $3, '{"a":"b"}', now(), 100) RETURNING id`, f.schema),
+			INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, headers, occurred_at)
+			VALUES ($1, 'a.order.sent.v1', '/test', 'Order', $2, '{"n": 1}', 'application/json', $3, '{"a":"b"}', now()) RETURNING id`, f.schema),
 			uuid.New(), key, stream).Scan(&id))
 		ids = append(ids, id)
 	}

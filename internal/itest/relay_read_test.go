@@ -14,9 +14,10 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// insertUnprintable adds an event that the relay cannot read, as a writer in plain SQL may.
+// insertUnprintable adds an event that the relay cannot read.
 func (h *relayFixture) insertUnprintable(t *testing.T, key string) (id int64, eventID string) {
 	t.Helper()
+	testenv.AllowUnprintable(t, h.db, h.schema)
 	require.NoError(t, h.db.QueryRow(background, h.sql(`
 		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at)
 		VALUES (gen_random_uuid(), 'test.oracle.happened.v1', 's', 'Key', $1, $2::text::jsonb, 'application/json', $3, now())

@@ -59,8 +59,8 @@ func (h *relayFixture) insertBytes(t *testing.T, payload []byte) (topic string) 
 	t.Helper()
 	topic = h.topic + "-bytes"
 	h.exec(t, `
-		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, topic, payload_bytes, content_type, occurred_at, size)
-		VALUES ($1, 'test.oracle.happened.v1', 'test', 'Key', 'bytes', $2, $3, 'application/octet-stream', '2026-02-03 04:05:06.789+05:45', 3)`,
+		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, topic, payload_bytes, content_type, occurred_at)
+		VALUES ($1, 'test.oracle.happened.v1', 'test', 'Key', 'bytes', $2, $3, 'application/octet-stream', '2026-02-03 04:05:06.789+05:45')`,
 		uuid.NewString(), topic, payload)
 	return topic
 }

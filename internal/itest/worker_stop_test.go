@@ -163,6 +163,31 @@ func TestWorkerHangingHandlerCostsOthersNothing(t *testing.T) {
 	require.Zero(t, f.count(`SELECT count(*) FROM (SELECT n, lag(n) OVER (PARTITION BY account ORDER BY id) AS before FROM {schema}.effect) AS e WHERE n <= before`))
 }
 
+// JSON that is stored in a kilobyte may print ten megabytes. A worker holds no more of it than of other payloads,
+// however many such events are recorded at once.
+func TestWorkerMemoryOfCompactEvents(t *testing.T) {
+	testenv.Long(t)
+	// Not parallel: it measures the memory of the process.
+	f := newWorkerFixture(t)
+	const events = 40
+	steps := make([]step, events)
+	for i := range steps {
+		steps[i] = step{fmt.Sprint("a", i), 1}
+	}
+	f.commit(steps...)
+	testenv.UpdateEvents(t, f.db, f.sql(`UPDATE {schema}.outbox SET payload = payload || jsonb_build_object('x', (SELECT jsonb_agg(1e131071) FROM generate_series(1, 76)))`))
+	require.Less(t, f.count(`SELECT max(pg_column_size(payload)) FROM {schema}.outbox`), 4096)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
+	before, largest := heap(), uint64(0)
+	f.start(cfg, f.effects("COUNTED", nil))
+	require.Eventually(t, func() bool {
+		largest = max(largest, heap())
+		return f.count(`SELECT count(*) FROM {schema}.effect`) == events
+	}, 2*testenv.Patience, 20*time.Millisecond)
+	t.Logf("%d MB more than before", (largest-before)>>20)
+	require.Less(t, largest-before, uint64(200<<20), "of 400 MB")
+}
+
 // A payload that does not fit with others is read when its handler is at it: all are handled, in order, by few
 // lanes as by many.
 func TestWorkerLargePayloads(t *testing.T) {
@@ -178,7 +203,7 @@ func TestWorkerLargePayloads(t *testing.T) {
 		f.commit(append(steps, step{"small", n})...)
 	}
 	// Most are compressed in their rows.
-	testenv.UpdateEvents(t, f.db, f.sql(`UPDATE {schema}.outbox SET size = $1::int, payload = NULL, content_type = 'text/plain',
+	testenv.UpdateEvents(t, f.db, f.sql(`UPDATE {schema}.outbox SET payload = NULL, content_type = 'text/plain',
 		payload_bytes = convert_to(concat_ws(' ', aggregate_id, payload->>'n', CASE WHEN id % 10 <> 1 THEN repeat('x', $1::int)
 		ELSE (SELECT string_agg(md5(random()::text), '') FROM generate_series(1, 1 + $1::int / 32)) END), 'UTF8') WHERE aggregate_id <> 'small'`), size)
 	require.Equal(t, accounts*each, f.count(`SELECT count(*) FROM {schema}.outbox WHERE length(payload_bytes) >= $1`, size))

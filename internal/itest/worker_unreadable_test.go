@@ -17,6 +17,7 @@ func TestWorkerUnreadableRow(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	f.commit(step{"a", 1}, step{"bad", 1}, step{"b", 1}, step{"headers", 1}, step{"c", 1})
+	testenv.AllowUnprintable(t, f.db, f.schema)
 	testenv.UpdateEvents(t, f.db, `UPDATE "`+f.schema+`".outbox SET payload = $1::text::jsonb WHERE aggregate_id = 'bad'`, testenv.Unprintable)
 	testenv.UpdateEvents(t, f.db, `UPDATE "`+f.schema+`".outbox SET headers = $1::text::jsonb WHERE aggregate_id = 'headers'`, testenv.Unprintable)
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}

@@ -32,15 +32,14 @@ type Extras struct {
 	OwnHeaders, OwnAttributes           map[string]string // of this event; they replace the others
 }
 
-// encode returns the stored form: a JSON object of strings, or nil if there are no values. The result
-// printed is at least the size that jsonb prints: jsonb puts a space behind each colon and each comma. A
-// malformed traceparent is omitted, as the W3C demands, and so is an attribute without a value.
-func (x *Extras) encode() (encoded []byte, printed int, rejected *envelope.FieldError) {
-	reject := func(field string, err error) ([]byte, int, *envelope.FieldError) {
-		return nil, 0, &envelope.FieldError{Field: field, Err: err}
+// encode returns the stored form: a JSON object of strings, or nil if there are no values. A malformed
+// traceparent is omitted, as the W3C demands, and so is an attribute without a value.
+func (x *Extras) encode() (encoded []byte, rejected *envelope.FieldError) {
+	reject := func(field string, err error) ([]byte, *envelope.FieldError) {
+		return nil, &envelope.FieldError{Field: field, Err: err}
 	}
 	if x.isEmpty() {
-		return nil, 0, nil
+		return nil, nil
 	}
 	all := make(map[string]string, len(x.Headers)+len(x.Attributes)+len(x.OwnHeaders)+len(x.OwnAttributes)+3)
 	if err := addHeaders(all, x.Headers, x.OwnHeaders); err != nil {
@@ -65,7 +64,7 @@ func (x *Extras) encode() (encoded []byte, printed int, rejected *envelope.Field
 		all[eventheader.TraceParent] = x.TraceParent
 	}
 	if len(all) == 0 {
-		return nil, 0, nil
+		return nil, nil
 	}
 	b, err := json.Marshal(all)
 	if err != nil {
@@ -74,7 +73,7 @@ func (x *Extras) encode() (encoded []byte, printed int, rejected *envelope.Field
 	if len(b) > maxHeaders {
 		return reject("headers", fmt.Errorf("%w: %d bytes as JSON with all attributes, at most %d", ErrTooLarge, len(b), maxHeaders))
 	}
-	return b, len(b) + 2*len(all) - 1, nil
+	return b, nil
 }
 
 // isEmpty reports whether there is nothing to encode. Most events have nothing.

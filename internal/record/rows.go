@@ -31,7 +31,6 @@ type Rows struct {
 	partitionKey  []pgtype.Text
 	headers       []pgtype.Text
 	occurredAt    []time.Time
-	size          []int32 // bytes of payload and headers as PostgreSQL prints them, or a few more
 }
 
 // NewRows returns rows with room for n events of a source. A payload may have maxPayload bytes.
@@ -50,7 +49,6 @@ func NewRows(source string, n, maxPayload int) *Rows {
 		partitionKey:  make([]pgtype.Text, 0, n),
 		headers:       make([]pgtype.Text, 0, n),
 		occurredAt:    make([]time.Time, 0, n),
-		size:          make([]int32, 0, n),
 	}
 }
 
@@ -78,7 +76,7 @@ type Event interface {
 // Add adds one event. Its error names the field that cannot be stored; after an error, the rows must not be
 // used. Add calls Encode once the other fields are valid, and NewID last.
 func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
-	headers, size, rejected := x.encode()
+	headers, rejected := x.encode()
 	if rejected != nil {
 		return rejected
 	}
@@ -103,7 +101,7 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	if err := check.Time(occurredAt); err != nil {
 		return &envelope.FieldError{Field: "occurred_at", Err: err}
 	}
-	payload, printed, err := r.encode(t, e)
+	payload, err := r.encode(t, e)
 	if err != nil {
 		return &envelope.FieldError{Field: "payload", Err: err}
 	}
@@ -126,33 +124,32 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	r.partitionKey = append(r.partitionKey, partitionKey)
 	r.headers = append(r.headers, pgtype.Text{String: string(headers), Valid: headers != nil})
 	r.occurredAt = append(r.occurredAt, occurredAt)
-	r.size = append(r.size, int32(size+printed)) // below MaxInt32: a payload has at most 100 MiB
 	return nil
 }
 
-// encode returns the payload of an event, checked for its column, and its size as PostgreSQL prints it.
-func (r *Rows) encode(t Type, e Event) (payload []byte, printed int, err error) {
+// encode returns the payload of an event, checked for its column.
+func (r *Rows) encode(t Type, e Event) (payload []byte, err error) {
 	payload, err = e.Encode()
 	if err != nil {
-		return nil, 0, fmt.Errorf("%w: %w", ErrEncode, err)
+		return nil, fmt.Errorf("%w: %w", ErrEncode, err)
 	}
-	printed = len(payload)
+	printed := len(payload)
 	if t.ContentType == JSONType {
 		if printed, err = jsonb.Check(payload); err != nil {
-			return nil, 0, err
+			return nil, err
 		}
 	}
 	if printed > r.maxPayload {
-		return nil, 0, fmt.Errorf("%w: %d bytes, at most %d", ErrTooLarge, printed, r.maxPayload)
+		return nil, fmt.Errorf("%w: %d bytes, at most %d", ErrTooLarge, printed, r.maxPayload)
 	}
-	return payload, printed, nil
+	return payload, nil
 }
 
 // args returns the arguments of sqlInsert.
 func (r *Rows) args() []any {
 	return []any{
 		r.source, r.eventID, r.eventType, r.aggregateType, r.aggregateID, r.payload, r.payloadBytes,
-		r.contentType, r.topic, r.partitionKey, r.headers, r.occurredAt, r.size,
+		r.contentType, r.topic, r.partitionKey, r.headers, r.occurredAt,
 	}
 }
 
@@ -161,7 +158,7 @@ func (r *Rows) args() []any {
 func (r *Rows) row(i int) ([]any, error) {
 	return []any{
 		r.eventID[i], r.eventType[i], r.source, r.aggregateType[i], r.aggregateID[i],
-		jsonText(r.payload[i]), r.payloadBytes[i], r.contentType[i], r.topic[i], r.partitionKey[i], jsonText(r.headers[i]), r.occurredAt[i], r.size[i],
+		jsonText(r.payload[i]), r.payloadBytes[i], r.contentType[i], r.topic[i], r.partitionKey[i], jsonText(r.headers[i]), r.occurredAt[i],
 	}, nil
 }
 

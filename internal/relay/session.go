@@ -308,7 +308,7 @@ func (s *Session) Open() (batch []envelope.Event, large bool, err error) {
 		if pg.IsCancelled(err) && limit > 1 {
 			s.Window.Limits.Events.keepBelow(limit)
 		}
-		if limit > 0 && (tookTooLong(err) || pg.IsUnreadable(err) || errors.Is(err, cursor.ErrTooMuch)) {
+		if limit > 0 && (tookTooLong(err) || pg.IsUnreadable(err)) {
 			limit = 0
 			batch, large, err = s.openUpTo(ctx, limit)
 		}

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -92,9 +91,7 @@ var sessionTests = []struct {
 	{name: "a window that ends with a full page", events: 6, pages: 3, sent: "12 34 56", at: "6"},
 	{name: "a page takes too long: the next is smaller", events: 5, faults: []string{"page: cancelled"}, sent: "12 34 5", at: "5"},
 	{name: "a fetch takes too long: from then on less is fetched", events: 5, faults: []string{"fetch: cancelled"}, sent: "1 2 3 4 5", at: "5"},
-	{name: "events are larger than their rows say: those that came are sent", events: 5, faults: []string{"fetch: too much"}, sent: "1 2 3 4 5", at: "5"},
 	{name: "the opening takes too long: it only announces", events: 2, faults: []string{"open: cancelled"}, sent: "1 2", at: "2"},
-	{name: "the opening reads too much: it only announces", events: 2, faults: []string{"open: too much"}, sent: "12", at: "2"},
 	{name: "the cursor is stale when a page is read", events: 5, faults: []string{"page: stale"}, sent: "12 34 5", at: "5"},
 	{name: "the cursor is stale when events are fetched", events: 5, faults: []string{"fetch: stale"}, sent: "12 34 5", at: "5"},
 	{name: "a row is unreadable: it is dead, the others are sent", events: 5, unreadable: []int64{4}, sent: "12 3 4 5", at: "5", failed: "4 dead", log: "event is dead"},
@@ -387,7 +384,7 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		return false, cursor.ErrStale
 	}
 	err = map[string]error{
-		"stale": cursor.ErrStale, "lost": lease.ErrLeaseLost, "too much": cursor.ErrTooMuch, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": cursor.ErrOtherCluster,
+		"stale": cursor.ErrStale, "lost": lease.ErrLeaseLost, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": cursor.ErrOtherCluster,
 		"sequence behind": cursor.ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
 	}[what]
 	require.Error(f.t, err, what)
@@ -505,18 +502,14 @@ func (f *fakeStore) Page(_ context.Context, p cursor.Position, u cursor.Unpaged,
 }
 
 func (f *fakeStore) Fetch(_ context.Context, _ cursor.Position, ids []int64) (events []envelope.Event, through int64, err error) {
-	done, err := f.fault("fetch")
-	switch {
-	case errors.Is(err, cursor.ErrTooMuch):
-		ids = ids[:1]
-	case !done:
+	if done, err := f.fault("fetch"); !done {
 		return nil, 0, err
 	}
 	events, unreadable := f.read(ids)
 	if len(events) > 0 {
 		through = events[len(events)-1].ID
 	}
-	return events, through, errors.Join(err, unreadable)
+	return events, through, unreadable
 }
 
 func (f *fakeStore) FetchBare(_ context.Context, _ cursor.Position, id int64, _ bool) (envelope.Event, error) {

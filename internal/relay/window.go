@@ -2,7 +2,6 @@ package relay
 
 import (
 	"context"
-	"errors"
 
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -183,9 +182,6 @@ func Fetch(statement lease.StatementContext, store windowStore, p cursor.Positio
 	case got.Err == nil:
 		limits.Events.grow(len(ids))
 		limits.tooLong = 0
-	case errors.Is(got.Err, cursor.ErrTooMuch):
-		limits.Events.keepBelow(len(got.Events))
-		got.Err = nil
 	case pg.IsCancelled(got.Err) && several:
 		limits.Events.keepBelow(len(ids))
 		got.Err = nil

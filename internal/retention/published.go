@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/contain"
-	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -106,8 +105,7 @@ const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.agg
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
  ORDER BY g.id`
 
-// MaxArchiveBytes bounds the events that an Archive gets at once, as their rows say; one
-// event may be larger.
+// MaxArchiveBytes bounds the events that an Archive gets at once; one event may be larger.
 const MaxArchiveBytes = 16 << 20
 
 // Published removes rows of outbox above an id.
@@ -143,19 +141,14 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 		})
 		return s, err
 	}
-	for {
-		var s Step
-		var err error
-		if r.Cfg.Archive == nil || r.Callback == nil {
-			s, err = remove(r.DB)
-		} else {
-			s, err = r.removeSeparately(ctx, remove)
-		}
-		if !errors.Is(err, cursor.ErrTooMuch) {
-			return s, wrapClean("outbox", err)
-		}
-		limit = max(1, limit/8)
+	var s Step
+	var err error
+	if r.Cfg.Archive == nil || r.Callback == nil {
+		s, err = remove(r.DB)
+	} else {
+		s, err = r.removeSeparately(ctx, remove)
 	}
+	return s, wrapClean("outbox", err)
 }
 
 // sqlArchiveIdle bounds how long a transaction is idle from now on.
@@ -245,7 +238,7 @@ func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err
 	var last, young pgtype.Int8
 	head := append([]any{&s.scanned, &last, &young, &youngs}, extra...)
 	head = append(head, &s.Removed)
-	archive, bytes := false, 0
+	archive := false
 	for rows.Next() {
 		var e Row
 		raw, dst := rows.RawValues(), slices.Clone(head)
@@ -261,9 +254,6 @@ func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err
 			return s, nil, err
 		}
 		archive = len(dst) > len(head)
-		if bytes += len(e.Payload) + len(e.Headers); bytes > 2*MaxArchiveBytes && len(events) > 0 {
-			return s, events, cursor.ErrTooMuch
-		}
 		if e.OutboxID > 0 {
 			events = append(events, e)
 		}

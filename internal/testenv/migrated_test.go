@@ -172,7 +172,7 @@ func TestChangedSchemaIsNotUsedAgain(t *testing.T) {
 	require.NoError(t, reset(""))
 	for name, change := range map[string]string{
 		"a column":      `ALTER TABLE {s}.outbox ADD COLUMN more int`,
-		"a column less": `ALTER TABLE {s}.outbox DROP COLUMN headers`,
+		"a column less": `ALTER TABLE {s}.outbox DROP COLUMN topic`,
 		"an index":      `CREATE INDEX ON {s}.outbox (id, topic)`,
 		"a default":     `ALTER TABLE {s}.outbox ALTER COLUMN topic SET DEFAULT 'x'`,
 		"a constraint":  `ALTER TABLE {s}.outbox ADD CHECK (id > 0)`,

@@ -238,7 +238,7 @@ WITH newest AS MATERIALIZED (
 ), sizes AS MATERIALIZED (
     SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
       FROM unnest($6::bigint[], $7::bigint[]) AS r (first, last)
-     CROSS JOIN LATERAL (SELECT id, greatest(size, 0) AS size FROM {schema}.outbox
+     CROSS JOIN LATERAL (SELECT id, size FROM {schema}.outbox
                           WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS o
      WHERE EXISTS (SELECT FROM newest)
 ), through AS MATERIALIZED (
