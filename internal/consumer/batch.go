@@ -10,6 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // handle handles records in batches, until all are done or the worker is stopped.
@@ -162,6 +163,9 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 			w.pause(handling.ConflictWait(conflicts))
 		case w.processor.IsOutage(w.held, err, handling.InTx, late):
 			w.awaitPostgres(began, err)
+			if pg.IsWaitInVain(err) { // for one of them: the others need not wait for it
+				return len(items), false, nil
+			}
 		default:
 			n, failed = handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
 			for _, t := range failed.Succeeded() {

@@ -79,6 +79,7 @@ func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*
 		c.handled = handling.NewNotes(db, cfg.Schema, cfg.Group)
 		// The offset in Kafka must not be ahead of PostgreSQL, so commits wait for the disk.
 		c.handled.Durable = true
+		c.handled.Limits = handling.LimitsOf(cfg.MaxPollInterval)
 		c.Processor = handling.NewProcessor(*cfg.Rules, routes, c.handled)
 	}
 	cfg.Rules = c.Processor.Rules

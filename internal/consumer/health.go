@@ -6,6 +6,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -53,6 +54,11 @@ func (c *Consumer) Health() Health {
 			h.Reasons = append(h.Reasons, fmt.Sprintf("the lag grows: %d records, %d five minutes ago", now, before))
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(c.pauses, "consumer")...), c.breakers.Reasons()...)
+		if c.db != nil {
+			if waits := pg.WaitsOf(c.db).String(); waits != "" {
+				h.Reasons = append(h.Reasons, waits)
+			}
+		}
 		if run := c.parked.Load(); run != nil {
 			for _, l := range run.Lanes {
 				h.Live = l.ReportHealth(notReady) && h.Live

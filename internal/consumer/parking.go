@@ -128,12 +128,7 @@ func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, resul
 	if len(tasks) == 0 {
 		return nil
 	}
-	if tx.ChangedSettings() || len(results) == 1 { // functions in PostgreSQL may have changed settings unnoticed
-		if _, err := tx.Own().Exec(ctx, delivery.SQLRestoreSettings, w.parking.session.Role, w.parking.session.User); err != nil {
-			return delivery.AsUnfinished(tx, err)
-		}
-	}
-	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), w.parking.subjectsOf(tasks))
+	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), w.parking.subjectsOf(tasks), w.parking.session.Restoration(tx, len(results)))
 	if err != nil {
 		return delivery.AsUnfinished(tx, err)
 	}
@@ -283,7 +278,12 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 // parkFailed parks a task whose attempt has failed. The only error is ErrStopped.
 func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling.Outcome) error {
 	row := w.owed(it, t)
-	row.Attempt, row.MaxAttempts, row.Wait = o.Attempt, delivery.Attempts(o.Retries), o.Wait
+	row.Attempt, row.Wait = o.Attempt, o.Wait
+	if o.Result == handling.Postponed {
+		row.Attempt--
+	} else {
+		row.MaxAttempts = delivery.Attempts(o.Retries)
+	}
 	parked, err := w.parkTried(row, o)
 	if err == nil && parked.Status != "" {
 		w.attempts.ReportAgain(&t, o)

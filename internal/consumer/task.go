@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -63,6 +64,8 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 		case handling.Dead:
 			return w.giveUpTask(it, t, o)
 		case handling.Again:
+		case handling.Postponed:
+			attempt--
 		default:
 			return false, handling.ErrStopped
 		}
@@ -107,21 +110,29 @@ func (w partitionScheduler) Trial(action string) *handling.Trial { return w.tria
 func (w partitionScheduler) Interrupts(err error) bool { return isBlocked(err) }
 func (w partitionScheduler) Sleep(d time.Duration)     { w.pause(d) }
 
+// AwaitPostgres has a task postponed that waits for a lock, so that it can be parked.
 func (w partitionScheduler) AwaitPostgres(began time.Time, err error) (putBack bool) {
 	w.awaitPostgres(began, err)
-	return false
+	return pg.IsWaitInVain(err)
 }
 
 // pause waits for d. It returns early when the worker is stopped.
 func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
 // awaitPostgres reports an outage of PostgreSQL and waits before the next try: for the backoff of the
-// outage, or for the time that the handler's error asks for, if that is longer.
+// outage, or for the time that the handler's error asks for, if that is longer. A wait for a lock in vain is no outage.
 func (w *partitionWorker) awaitPostgres(began time.Time, err error) {
+	if pg.IsWaitInVain(err) {
+		w.pause(lockPause)
+		return
+	}
 	w.outages.Report(handling.OutagePostgres, began, err)
 	later, _ := handling.WaitOf(err)
 	w.pause(max(later, w.outages.Backoff(handling.OutagePostgres)))
 }
+
+// lockPause is the pause before a statement is tried again that has waited for a lock in vain.
+const lockPause = 100 * time.Millisecond
 
 // reportPostgresWorks reports that a transaction that began at began has committed.
 func (w *partitionWorker) reportPostgresWorks(began time.Time) {

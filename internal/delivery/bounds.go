@@ -39,10 +39,15 @@ func (b *scanBounds[K]) start(k K) (since time.Time) {
 	return bound.since
 }
 
-// scanned notes that no row is left between since and until, after a scan that took some time.
-func (b *scanBounds[K]) scanned(k K, since, until time.Time, took time.Duration) {
+// scanned notes that no row is left between since and until, after a scan that took some time. Now is the clock of the
+// server: if it was set back, the next scan covers all rows.
+func (b *scanBounds[K]) scanned(k K, since, until, now time.Time, took time.Duration) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if now.Before(since) {
+		delete(b.bounds, k)
+		return
+	}
 	if b.bounds == nil {
 		b.bounds = map[K]scanBound{}
 	}

@@ -108,7 +108,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	}
 	took := time.Since(began)
 	for i, p := range pairs {
-		s.due.scanned(claimScan{p, suspects}, since[i], scannedUntil(left[i], now), took)
+		s.due.scanned(claimScan{p, suspects}, since[i], scannedUntil(left[i], now), now, took)
 	}
 	return withFloors(claimed), nil
 }

@@ -39,6 +39,7 @@ type Dispatcher struct {
 	TakeNew func(context.Context) (more, answered bool, err error)
 
 	answered     bool                // PostgreSQL has answered in this poll; only run
+	inserted     bool                // and TakeNew has succeeded; only run
 	PollSchedule wakeup.PollSchedule // of polls for new events; only run
 	Full         bool                // no lane had room at the last call of TakeNew; only run
 	Listens      atomic.Bool         // this process hears notifications for the group, and polls often after one
@@ -57,6 +58,8 @@ const (
 	outagePromoting  = "promoting deliveries"
 	outageRenewing   = "renewing deliveries"
 	outageTakingOver = "taking over deliveries"
+	outageLocks      = "getting a lock that another session holds"
+	outageHolders    = "looking for sessions that hold locks"
 )
 
 // run claims and deals until stopping ends.
@@ -72,14 +75,21 @@ func (d *Dispatcher) run(stopping context.Context) error {
 		case err != nil:
 			d.signalUnknown()
 			if stopping.Err() == nil {
-				d.outages.Report(handling.OutagePostgres, began, err)
-				d.cfg.awaitRetry(stopping, d.outages)
+				what := handling.OutagePostgres
+				if pg.IsWaitInVain(err) {
+					what = outageLocks
+				}
+				d.outages.Report(what, began, err)
+				d.cfg.awaitRetry(stopping, d.outages, what)
 				d.SignalDue()
 			}
 			continue
 		}
 		if d.answered && d.outages.Failing() {
 			d.outages.Report(handling.OutagePostgres, began, nil)
+			if d.inserted || d.TakeNew == nil {
+				d.outages.Report(outageLocks, began, nil)
+			}
 		}
 		if !more {
 			d.await(stopping)
@@ -215,7 +225,7 @@ func (d *Dispatcher) nextTasks() pollTasks {
 // poll claims deliveries for lanes that have room. It reports whether there may be more at once.
 func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 	tasks := d.nextTasks()
-	d.answered = false
+	d.answered, d.inserted = false, false
 	if tasks.unknown {
 		if _, err := d.releaseUnknown(ctx); err != nil {
 			return false, err
@@ -254,7 +264,7 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 		return more, nil
 	}
 	got, answered, err := d.TakeNew(ctx)
-	d.answered = d.answered || answered
+	d.answered, d.inserted = d.answered || answered, answered
 	return more || got, err
 }
 

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -18,13 +19,40 @@ const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
 // FinishIn marks rows as done in the transaction that has handled them, and promotes the rows behind them.
 // It returns the number of promoted rows. It returns -1 if the isolation level of the transaction forbids
 // promotion: then the caller has to call Promote. It returns [ErrLost] if another process has one of the
-// rows.
-func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery) (promoted int64, err error) {
+// rows. The statements of first run before, mostly in the same round trip.
+func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery, first ...Restoration) (promoted int64, err error) {
 	keys, floors := digests(rows)
-	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).Scan(&promoted); err != nil {
+	err = s.atEnd(ctx, tx, s.sqlFinish, first, func(b *pgx.Batch) {
+		b.Queue(s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+	})
+	if err != nil {
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
 	}
 	return promoted, nil
+}
+
+// atEnd runs statements at the end of a transaction with handlers. It bounds their waits. A COMMIT must follow at once.
+// Mostly it takes a single round trip. On a connection that has not run the statement main yet, the statements of first
+// take their own: pgx prepares all statements of a batch before it runs one, and a handler may have set a role that may
+// not use the tables.
+func (s *Store) atEnd(ctx context.Context, tx pgx.Tx, main string, first []Restoration, queue func(*pgx.Batch)) error {
+	var b pgx.Batch
+	session := pg.KnownSession(tx.Conn())
+	for _, f := range first {
+		f(&b, session)
+	}
+	if b.Len() > 0 && !session.HasRun(main) {
+		if err := tx.SendBatch(ctx, &b).Close(); err != nil {
+			return err
+		}
+		b = pgx.Batch{}
+	}
+	queue(&b)
+	session.QueueUnboundIfShared(&b)
+	end := s.waits.Begin()
+	err := tx.SendBatch(ctx, &b).Close()
+	session.NoteRun(main, err == nil)
+	return end(err)
 }
 
 // sqlLockRows locks rows that are still claimed, in the order of their ids against deadlocks.
@@ -36,11 +64,17 @@ SELECT d.id FROM {schema}.event_delivery AS d
 // LockIn locks rows until the end of a transaction, so that they are neither renewed nor taken over. It
 // returns [ErrLost] if another process has one of them.
 func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, rows []Delivery) error {
-	tag, err := tx.Exec(ctx, s.sqlLockRows, idsOf(rows), s.group, holderOf(rows))
-	switch {
+	var b pgx.Batch
+	session := pg.KnownSession(tx.Conn())
+	locked := int64(0)
+	session.QueueWaits(&b)
+	b.Queue(s.sqlLockRows, idsOf(rows), s.group, holderOf(rows)).Exec(func(tag pgconn.CommandTag) error { locked = tag.RowsAffected(); return nil })
+	session.QueueUnbound(&b)
+	end := s.waits.Begin()
+	switch err := end(tx.SendBatch(ctx, &b).Close()); {
 	case err != nil:
 		return fmt.Errorf("lock deliveries: %w", err)
-	case tag.RowsAffected() < int64(len(rows)):
+	case locked < int64(len(rows)):
 		return ErrLost
 	}
 	return nil

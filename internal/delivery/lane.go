@@ -11,6 +11,7 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -191,6 +192,10 @@ func (l *lane) handleBatch(items []laneItem) int {
 			wait.Sleep(l.stopping, handling.ConflictWait(conflicts))
 		case l.finishing.IsOutage(l.ctx, err, handling.InTx, handling.IsLate(l.ctx, err)):
 			l.awaitPostgres(began, err)
+			if pg.IsWaitInVain(err) { // for one of them: the others need not wait for it
+				l.handleEach(items, nil)
+				return len(items)
+			}
 			if _, later := handling.WaitOf(err); later {
 				l.handleEach(items, handling.PostponedError(err))
 				return len(items)
@@ -393,10 +398,10 @@ func (l laneScheduler) Trial(action string) *handling.Trial { return l.trialOf(a
 func (l laneScheduler) Interrupts(err error) bool { return errors.Is(err, ErrLost) }
 func (l laneScheduler) Sleep(d time.Duration)     { wait.Sleep(l.stopping, d) }
 
-// AwaitPostgres has a task postponed whose error says when to try again, so that other deliveries go on
-// meanwhile.
+// AwaitPostgres has a task postponed whose error says when to try again, or that waits for a lock, so that other
+// deliveries go on meanwhile.
 func (l laneScheduler) AwaitPostgres(began time.Time, err error) (putBack bool) {
 	l.awaitPostgres(began, err)
 	_, later := handling.WaitOf(err)
-	return later
+	return later || pg.IsWaitInVain(err)
 }

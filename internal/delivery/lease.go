@@ -106,15 +106,22 @@ func refsOf(rows []Delivery) []Ref {
 
 // sqlTakeOver takes over rows whose leases have expired, and with each of them the other rows of its key
 // from the same claim: their process must not finish a row without those before it. It does nothing until
-// half a lease after a start of PostgreSQL, because processes need that time to renew their leases. Rows of
-// the key that are locked, because they are being renewed, stay with their process. Therefore the rows are
-// marked as put back. The attempt counts only if the process has noted that a handler has begun.
+// half a lease after a start of PostgreSQL, because processes need that time to renew their leases. A start in
+// the future means that the clock was set back since. Rows of the key that are locked, because they are being
+// renewed, stay with their process. Therefore the rows are marked as put back. The attempt counts only if the
+// process has noted that a handler has begun.
 const sqlTakeOver = `
-WITH stale AS MATERIALIZED (
+WITH expired AS MATERIALIZED (
     SELECT d.id, d.order_key, d.locked_by, ` + begun + ` AS begun FROM {schema}.event_delivery AS d
      WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $5::timestamptz AND d.locked_until < clock_timestamp()
-       AND pg_postmaster_start_time() < clock_timestamp() - $3::interval
+       AND pg_postmaster_start_time() NOT BETWEEN clock_timestamp() - $3::interval AND clock_timestamp()
      ORDER BY d.consumer_group, d.locked_until LIMIT $2 FOR UPDATE SKIP LOCKED
+), ahead AS MATERIALIZED (
+    SELECT d.id, d.order_key, d.locked_by, ` + begun + ` AS begun FROM {schema}.event_delivery AS d
+     WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND ` + lockedAhead + `
+     ORDER BY d.consumer_group, d.locked_until LIMIT $2 FOR UPDATE SKIP LOCKED
+), stale AS MATERIALIZED (
+    SELECT * FROM expired UNION ALL SELECT * FROM ahead
 ), run AS MATERIALIZED (
     SELECT r.id, r.begun FROM (SELECT DISTINCT order_key, locked_by FROM stale) AS s
      CROSS JOIN LATERAL (
@@ -130,6 +137,12 @@ UPDATE {schema}.event_delivery AS d
        last_error_code = '` + codeStale + `', last_error_message = 'worker ' || d.locked_by::text || ' was gone before it was done'
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns + `, coalesce((SELECT s.begun FROM stale AS s WHERE s.id = d.id), (SELECT r.begun FROM run AS r WHERE r.id = d.id LIMIT 1), false)`
+
+// lockedAhead is the condition that a row d was claimed or renewed before the clock of the database was set back. Its
+// lease ends far beyond a lease from now: $3 is half a lease of this process. Others may have longer leases, so the
+// claim must be in the future, too, or the lease longer than any.
+const lockedAhead = `d.locked_until > clock_timestamp() + greatest($3::interval * 20::float8, interval '10 minutes')
+       AND (d.updated_at > clock_timestamp() OR d.locked_until > clock_timestamp() + interval '1 day')`
 
 // attemptsUsedUp is the condition that a row becomes DEAD with its last attempt. A row of a record does not
 // become DEAD: the process that claims it next must send its dead letter first.
@@ -171,7 +184,9 @@ func (s *Store) Begin(ctx context.Context, rows []Delivery) error {
 const sqlExpired = `
 SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
-         ORDER BY d.consumer_group, d.locked_until LIMIT 1)`
+         ORDER BY d.consumer_group, d.locked_until LIMIT 1),
+       EXISTS (SELECT FROM {schema}.event_delivery AS d
+                WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND ` + lockedAhead + `)`
 
 const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.aggregate_type, d.aggregate_id, d.action, d.stream, d.attempt_count,
        d.position, d.record_partition, coalesce(d.partition_key, d.aggregate_id)`
@@ -202,15 +217,16 @@ func (s *Store) TakeOver(ctx context.Context, limit int, hold bool) (expired []E
 	var first, second pgx.Batch
 	var now time.Time
 	var stale pgtype.Timestamptz
+	var ahead bool
 	began, since := time.Now(), s.expiring.start(struct{}{})
 	first.Queue(settings)
 	first.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-	first.Queue(s.sqlExpired, s.group, since).QueryRow(func(row pgx.Row) error { return row.Scan(&stale) })
+	first.Queue(s.sqlExpired, s.group, since, s.lease/2).QueryRow(func(row pgx.Row) error { return row.Scan(&stale, &ahead) })
 	if err := tx.SendBatch(ctx, &first).Close(); err != nil {
 		return nil, fmt.Errorf("look for expired leases of deliveries: %w", err)
 	}
-	s.expiring.scanned(struct{}{}, since, scannedUntil(stale, now), time.Since(began))
-	if !stale.Valid { // the usual case
+	s.expiring.scanned(struct{}{}, since, scannedUntil(stale, now), now, time.Since(began))
+	if !stale.Valid && !ahead { // the usual case
 		return nil, nil
 	}
 	second.Queue(s.sqlTakeOver, s.group, limit, s.lease/2, hold, since).Query(func(rows pgx.Rows) (err error) {

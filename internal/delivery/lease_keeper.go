@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// leaseKeeper renews the leases of this process, takes over expired leases of other processes, and watches
-// for handlers that hang. Each of its three loops is one goroutine.
+// leaseKeeper renews the leases of this process, takes over expired leases of other processes, watches
+// for handlers that hang, and finds out who holds locks. Each of its four loops is one goroutine.
 type leaseKeeper struct {
 	cfg        *Rules
 	store      *Store
@@ -78,9 +78,9 @@ func (k *leaseKeeper) renew(ctx context.Context) (err error) {
 // half lease after which other processes take over, see takeOverLoop.
 const retryShare = 6
 
-// awaitRetry waits before PostgreSQL is tried again.
-func (c *Rules) awaitRetry(ctx context.Context, outages *outage.Logs) {
-	wait.Sleep(ctx, min(outages.Backoff(handling.OutagePostgres), c.Lease/retryShare))
+// awaitRetry waits before PostgreSQL is tried again in an outage of this name.
+func (c *Rules) awaitRetry(ctx context.Context, outages *outage.Logs, what string) {
+	wait.Sleep(ctx, min(outages.Backoff(what), c.Lease/retryShare))
 }
 
 // takeOverLoop takes over deliveries whose leases have expired, until ctx is cancelled. It runs separately
@@ -277,6 +277,29 @@ func (k *leaseKeeper) watchLoop(ctx context.Context) {
 			}
 		}
 		k.relieveLanes(ctx)
+	}
+}
+
+// holderLoop looks for sessions that hold locks for which statements of this process wait, until ctx is cancelled. A
+// lock wait that has ended shows no holder, so it looks during the waits. It ends a session of another process of this
+// kind whose transaction has taken longer than any that is not given up.
+func (k *leaseKeeper) holderLoop(ctx context.Context) {
+	const often = 500 * time.Millisecond
+	bound := 2 * (k.cfg.HandlerTimeout + handling.StuckGrace)
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, often)
+		began := time.Now()
+		holders, err := k.store.waits.Look(ctx, k.store.db, k.cfg.Schema, bound)
+		if ctx.Err() == nil && (err != nil || k.outages.Failing()) {
+			k.outages.Report(outageHolders, began, err)
+		}
+		for _, h := range holders {
+			message := "outbox: statements wait for a lock that another session holds"
+			if h.Ended {
+				message = "outbox: a session was ended, because statements waited for its lock and its transaction took too long"
+			}
+			k.log.Warn(message, h.Attrs()...)
+		}
 	}
 }
 

@@ -6,9 +6,13 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // lose ends the batch under way, because one of its deliveries is with another process, or is not the first
@@ -63,14 +67,7 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 		ids[r.Meta.Origin.DeliveryID] = true
 	}
 	l.finished, l.promoted = l.deliveriesWith(ids), 0
-	// With a single task, it costs little to undo settings that functions inside PostgreSQL have changed,
-	// too.
-	if tx.ChangedSettings() || len(results) == 1 {
-		if _, err := tx.Own().Exec(ctx, SQLRestoreSettings, l.session.Role, l.session.User); err != nil {
-			return AsUnfinished(tx, err)
-		}
-	}
-	promoted, err := l.store.FinishIn(ctx, tx.Own(), l.finished)
+	promoted, err := l.store.FinishIn(ctx, tx.Own(), l.finished, l.session.Restoration(tx, len(results)))
 	l.promoted = promoted
 	return AsUnfinished(tx, err)
 }
@@ -79,7 +76,7 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 // transaction. It returns other errors unchanged.
 func AsUnfinished(tx handling.Tx, err error) error {
 	switch {
-	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, ErrLost):
+	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, ErrLost), pg.IsWaitInVain(err):
 		return err
 	case !tx.ChangedSettings() && (pg.IsOutage(err) || pg.IsLocked(err) || pg.IsCancelled(err)):
 		return err
@@ -87,11 +84,28 @@ func AsUnfinished(tx handling.Tx, err error) error {
 	return fmt.Errorf("%w: %w", handling.ErrUnfinished, err)
 }
 
-// SQLRestoreSettings undoes settings of a handler that would keep the statements after it in its
-// transaction from working. $1 is the role and $2 the user of [SessionSettings].
-const SQLRestoreSettings = `
+// sqlRestoreSettings undoes settings of a handler that would keep the statements after it in its
+// transaction from working, and bounds these statements. $1 is the role and $2 the user of [SessionSettings], the
+// others come from [pg.Session.EndBounds].
+const sqlRestoreSettings = `
 SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END,
-       set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
+       set_config('role', $1::text, true), set_config('lock_timeout', $3::text, true), set_config('statement_timeout', $4::text, true),
+       set_config('idle_in_transaction_session_timeout', $5::text, true)`
+
+// Restoration queues statements that prepare the end of a transaction with handlers.
+type Restoration = func(*pgx.Batch, *pg.Session)
+
+// Restoration returns the one for a transaction with a number of tasks. It undoes settings of handlers if that is
+// needed. With a single task, it also undoes settings that functions inside PostgreSQL have changed.
+func (s SessionSettings) Restoration(tx handling.Tx, tasks int) Restoration {
+	return func(b *pgx.Batch, session *pg.Session) {
+		if tx.ChangedSettings() || tasks == 1 {
+			b.Queue(sqlRestoreSettings, append([]any{s.Role, s.User}, session.EndBounds()...)...)
+		} else {
+			guardtx.QueueEnd(b, session)
+		}
+	}
+}
 
 // deliveriesWith returns the deliveries of the batch that have these ids.
 func (l *lane) deliveriesWith(ids map[int64]bool) (all []Delivery) {
@@ -346,13 +360,21 @@ func (l *lane) write(statement func(context.Context) error) error {
 	}
 }
 
+// lockPause is the pause before a statement is tried again that has waited for a lock in vain.
+const lockPause = 100 * time.Millisecond
+
 // WriteTimeout bounds a statement that writes down the outcome of a delivery.
 const WriteTimeout = 10 * time.Second
 
-// awaitPostgres reports an outage of PostgreSQL, and waits before the next try.
+// awaitPostgres reports an outage of PostgreSQL, and waits before the next try. A wait for a lock in vain is no outage:
+// [leaseKeeper] logs who has the lock.
 func (l *lane) awaitPostgres(began time.Time, err error) {
+	if pg.IsWaitInVain(err) {
+		wait.Sleep(l.stopping, lockPause)
+		return
+	}
 	l.outages.Report(handling.OutagePostgres, began, err)
-	l.cfg.awaitRetry(l.stopping, l.outages)
+	l.cfg.awaitRetry(l.stopping, l.outages, handling.OutagePostgres)
 }
 
 // postgresAnswered ends an outage of PostgreSQL, if there is one.

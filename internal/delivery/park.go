@@ -274,13 +274,15 @@ func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int,
 }
 
 // BlockedIn is Blocked at the end of a transaction in which subjects were handled. It locks their keys, so
-// that no process can block them before the transaction has ended.
-func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (blocked []int, err error) {
-	var b pgx.Batch
+// that no process can block them before the transaction has ended. The statements of first run before, mostly in
+// the same round trip.
+func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject, first ...Restoration) (blocked []int, err error) {
 	current := false
-	b.Queue(s.sqlLockShared, s.group, locksOf(subjects)).QueryRow(func(row pgx.Row) error { return row.Scan(&current) })
-	s.queueBlocked(&b, subjects, &blocked)
-	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
+	err = s.atEnd(ctx, tx, s.sqlLockShared, first, func(b *pgx.Batch) {
+		b.Queue(s.sqlLockShared, s.group, locksOf(subjects)).QueryRow(func(row pgx.Row) error { return row.Scan(&current) })
+		s.queueBlocked(b, subjects, &blocked)
+	})
+	if err != nil {
 		return nil, fmt.Errorf("look for parked events: %w", err)
 	}
 	if current {
@@ -288,7 +290,13 @@ func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (b
 	}
 	// The transaction sees only data that was committed when it began. The keys are locked, so a query
 	// outside of it sees all rows that can block them.
-	return s.Blocked(ctx, subjects)
+	err = pg.Beside(ctx, s.db, func(conn *pgx.Conn) error {
+		return transactOn(ctx, conn, func(b *pgx.Batch) { s.queueBlocked(b, subjects, &blocked) })
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look for parked events: %w", err)
+	}
+	return blocked, nil
 }
 
 func (s *Store) queueBlocked(b *pgx.Batch, subjects []Subject, blocked *[]int) {

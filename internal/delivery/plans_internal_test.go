@@ -108,7 +108,7 @@ var statements = []struct {
 	{"fail", "bigint, text, text, text, interval, bool, bool, text, int, bool, bool", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false`, 60},
 	{"promote", "text, bigint[], bigint[]", sqlPromote, `'g', '{7}', '{1}'`, `'g', '{7,8,1000001}', '{1,1,NULL}'`, 60},
 	{"expire", "text, bigint, interval, bool, timestamptz", sqlTakeOver, `'g', 10, '0', false, '2000-01-01'`, `'g', 10, '0', false, '2000-01-01'`, 900},
-	{"stale", "text, timestamptz", sqlExpired, `'g', '2000-01-01'`, `'g', '2000-01-01'`, 60},
+	{"stale", "text, timestamptz, interval", sqlExpired, `'g', '2000-01-01', '1 min'`, `'g', '2000-01-01', '1 min'`, 60},
 	{"owed", "text, text[], bigint[], bytea[]", sqlBlocked, `'g', '{}', '{}', '{}'`, `'g', '{a,a,a}', '{7,1000001,NULL}', '{a,b,c}'`, 60},
 	{"park", "text, text[], text[], bigint[], bytea[], int[], bigint[], uuid[], text[], text[], text[], text[], text[], text[], bytea[], bytea[], timestamptz[], timestamptz[], int[], " +
 		"text[], text[], text[], text[], int[], text[], text[], bigint[], text[]", sqlPark,

@@ -199,6 +199,7 @@ func (r *Run) Run(ctx context.Context) error {
 	loops.Go(func() { keeper.renewLoop(background) })
 	loops.Go(func() { keeper.takeOverLoop(background) })
 	loops.Go(func() { keeper.watchLoop(background) })
+	loops.Go(func() { keeper.holderLoop(background) })
 	err := r.Dispatcher.run(r.Stopping)
 	r.stop()
 	clock := handling.StopClock{Began: time.Now(), Timeout: r.parts.Rules.StopTimeout}

@@ -23,6 +23,7 @@ const codeStale = "stale"
 // Store reads and writes the deliveries of a group for one process.
 type Store struct {
 	db      *pgxpool.Pool
+	waits   *pg.Waits // of the pool
 	schema  string
 	group   string
 	process string       // begins the holder of each claim
@@ -45,7 +46,7 @@ type Store struct {
 func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Duration) *Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Store{
-		db: db, schema: schema, group: group, process: process, lease: lease,
+		db: db, waits: pg.WaitsOf(db), schema: schema, group: group, process: process, lease: lease,
 		due: scanBounds[claimScan]{share: 20, rare: time.Minute},
 		// No row comes late here, because leases expire long after they are written.
 		expiring: scanBounds[struct{}]{share: 100, rare: 10 * time.Minute},
@@ -126,7 +127,15 @@ func (s *Store) transactAsync(ctx context.Context, queue func(*pgx.Batch)) error
 // statements on event_delivery. These statements take the ids of the rows that they change as an array,
 // because PostgreSQL looks up each element in the primary key. With a join, a plan made for an empty table
 // would read the whole table.
+//
+// The error is a [*pg.LockError] if a lock was not free in time.
 func Transact(ctx context.Context, db *pgxpool.Pool, queue func(*pgx.Batch)) error {
+	end := pg.WaitsOf(db).Begin()
+	return end(transactOn(ctx, db, queue))
+}
+
+// transactOn is Transact on a connection or a pool.
+func transactOn(ctx context.Context, db pg.BatchSender, queue func(*pgx.Batch)) error {
 	var b pgx.Batch
 	b.Queue("BEGIN ISOLATION LEVEL READ COMMITTED")
 	b.Queue(settings)

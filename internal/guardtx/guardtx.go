@@ -19,6 +19,8 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -51,7 +53,9 @@ const (
 DECLARE outbox_guard CURSOR WITH HOLD FOR
 SELECT pg_catalog.current_setting('outbox: a handler must not commit the transaction of the consumer')`
 	sqlUnguard = `CLOSE outbox_guard; `
-	sqlCommit  = sqlUnguard + `COMMIT`
+	sqlUnlock  = `
+SELECT pg_catalog.pg_advisory_unlock_all()`
+	sqlCommit = `COMMIT`
 )
 
 // The settings that are compared before the commit of a transaction that several functions
@@ -68,7 +72,25 @@ const (
 	sqlSharedCommit = sqlUnguard + `
 SELECT pg_catalog.current_setting(CASE WHEN current_setting('outbox.settings') = ` + sqlSettings + `
        THEN 'outbox.settings' ELSE 'outbox: a handler has changed settings' END); COMMIT`
+	// sqlEnd notes whether settings have changed, before it bounds the statements that follow.
+	sqlEnd = `
+SELECT pg_catalog.set_config('outbox.settings', CASE WHEN current_setting('outbox.settings') = ` + sqlSettings + `
+       THEN current_setting('outbox.settings') ELSE '' END, true),
+       pg_catalog.set_config('lock_timeout', $1::text, true), pg_catalog.set_config('statement_timeout', $2::text, true),
+       pg_catalog.set_config('idle_in_transaction_session_timeout', $3::text, true)`
+	sqlEndAlone = `
+SELECT pg_catalog.set_config('lock_timeout', $1::text, true), pg_catalog.set_config('statement_timeout', $2::text, true),
+       pg_catalog.set_config('idle_in_transaction_session_timeout', $3::text, true)`
 )
+
+// QueueEnd bounds our statements that follow at the end of a transaction. A COMMIT must follow at once.
+func QueueEnd(b *pgx.Batch, session *pg.Session) {
+	if session.Shared {
+		b.Queue(sqlEnd, session.EndBounds()...)
+	} else {
+		b.Queue(sqlEndAlone, session.EndBounds()...)
+	}
+}
 
 // Tx is a transaction of ours. One goroutine uses it.
 type Tx struct {
@@ -76,6 +98,8 @@ type Tx struct {
 	shared  bool   // several functions are called in it
 	name    string // of the last one
 	within  bool   // the transaction belongs to the caller
+	called  bool   // a function was called
+	locked  bool   // a function may have taken an advisory lock for the session
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
 	foreign bool   // the function has used a savepoint of another one
@@ -87,16 +111,30 @@ type Tx struct {
 	savepoints []string // that the function has set by statements
 }
 
+// Limits bound how long a transaction stays open if its process is frozen or cut off.
+type Limits struct{ Call, Whole time.Duration }
+
 // Begin begins a transaction, together with what queue adds to the batch, in a single round
 // trip. If several functions are to be called in it, it is shared.
-func Begin(ctx context.Context, conn *pgx.Conn, shared bool, queue func(*pgx.Batch)) (*Tx, error) {
+//
+// What functions set without LOCAL, and the advisory locks that they take for the session, end with the transaction:
+// the round trip of COMMIT restores the settings of the connection. Functions inside PostgreSQL may set something
+// unseen, so this happens in any case. Locks that they take unseen end when the next transaction begins.
+func Begin(ctx context.Context, conn *pgx.Conn, limits Limits, shared bool, queue func(*pgx.Batch)) (*Tx, error) {
+	session, err := pg.SessionOf(ctx, conn)
+	if err != nil {
+		return nil, err
+	}
 	var batch pgx.Batch
-	commit := sqlCommit
+	commit := sqlUnguard + session.Unbound() + sqlCommit
 	if shared {
 		commit = sqlSharedCommit
 	}
-	batch.BeginTx(pgx.TxOptions{CommitQuery: commit})
+	session.Shared = shared
+	batch.BeginTx(pgx.TxOptions{CommitQuery: commit + session.Restore()})
+	session.QueueBound(&batch, limits.Call, limits.Whole)
 	queue(&batch)
+	session.QueueUnbound(&batch)
 	batch.Queue(sqlGuard)
 	if shared {
 		batch.Queue(sqlKeepSettings)
@@ -118,7 +156,7 @@ func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 // returns the error of the function, or what the function has done to the transaction: that
 // error has the name of the function.
 func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
-	t.name, t.ended, t.foreign, t.savepoints = name, false, false, nil
+	t.name, t.ended, t.foreign, t.savepoints, t.called = name, false, false, nil, true
 	err := f(&hostTx{part{t.tx, t}})
 	conn := t.tx.Conn().PgConn()
 	switch {
@@ -164,6 +202,9 @@ func (t *Tx) ChangedSettings() bool { return t.changed }
 // Commit commits. Its error wraps [ErrEnded] or [ErrSettings] if that is why it fails.
 func (t *Tx) Commit(ctx context.Context) error {
 	err := t.tx.Commit(ctx)
+	if err != nil || t.locked {
+		t.unlock(ctx)
+	}
 	const invalidCursorName, undefinedObject = "34000", "42704"
 	switch code := pg.Code(err); {
 	case err == nil:
@@ -178,7 +219,19 @@ func (t *Tx) Commit(ctx context.Context) error {
 
 // Rollback rolls back, unless the transaction has ended. If that fails it closes the
 // connection, with which PostgreSQL rolls back as well.
-func (t *Tx) Rollback(ctx context.Context) { _ = t.tx.Rollback(ctx) }
+func (t *Tx) Rollback(ctx context.Context) {
+	if err := t.tx.Rollback(ctx); err == nil {
+		t.unlock(ctx)
+	}
+}
+
+// unlock frees the advisory locks that functions have taken for the session, behind a rollback. The rollback has undone
+// their settings.
+func (t *Tx) unlock(ctx context.Context) {
+	if t.called && t.idle() {
+		_, _ = t.tx.Conn().Exec(ctx, sqlUnlock) // if it fails, the connection is lost, and its locks with it
+	}
+}
 
 // hostTx is the transaction as a function of the host gets it.
 type hostTx struct{ part }
@@ -224,6 +277,7 @@ func (t *Tx) look(sql string) {
 	if slices.Contains(t.clean[:], sql) || slices.Contains(t.prepared, sql) {
 		return
 	}
+	t.locked = t.locked || strings.Contains(strings.ToLower(sql), "advisory_lock") || isName(sql)
 	statements := beginnings(sql)
 	if endsTransaction(statements) {
 		t.ended = true

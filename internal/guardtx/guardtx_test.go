@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -37,7 +38,7 @@ func (g *guardFixture) begin(t *testing.T, shared bool) *guardtx.Tx {
 	conn, err := g.db.Acquire(t.Context())
 	require.NoError(t, err)
 	t.Cleanup(conn.Release)
-	tx, err := guardtx.Begin(t.Context(), conn.Conn(), shared, func(b *pgx.Batch) { b.Queue(`INSERT INTO ` + g.schema + `.notes VALUES (1)`) })
+	tx, err := guardtx.Begin(t.Context(), conn.Conn(), guardtx.Limits{Call: time.Minute, Whole: time.Minute}, shared, func(b *pgx.Batch) { b.Queue(`INSERT INTO ` + g.schema + `.notes VALUES (1)`) })
 	require.NoError(t, err)
 	return tx
 }
@@ -267,7 +268,7 @@ func TestBeginFails(t *testing.T) {
 		conn, err := g.db.Acquire(t.Context())
 		require.NoError(t, err)
 		for _, sql := range []string{"nowhere VALUES (1)", "notes VALUES (1/0)"} {
-			_, err = guardtx.Begin(t.Context(), conn.Conn(), false, func(b *pgx.Batch) { b.Queue(`INSERT INTO ` + g.schema + `.` + sql) })
+			_, err = guardtx.Begin(t.Context(), conn.Conn(), guardtx.Limits{Call: time.Minute, Whole: time.Minute}, false, func(b *pgx.Batch) { b.Queue(`INSERT INTO ` + g.schema + `.` + sql) })
 			require.Error(t, err)
 			require.EqualValues(t, 'I', conn.Conn().PgConn().TxStatus())
 		}

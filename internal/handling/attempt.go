@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Attempts tries tasks one at a time and decides about the outcome of each. It decides which errors count as attempts,
@@ -48,7 +49,8 @@ const (
 	Stopped
 	// Interrupted means that this process must not handle the task. The error says why.
 	Interrupted
-	// Postponed means that the task is tried again after an outage of PostgreSQL. It has used up no attempt.
+	// Postponed means that the task is tried again after an outage of PostgreSQL, or when another session may have
+	// released a lock. It has used up no attempt.
 	Postponed
 	// Again means that the task has failed and is tried again after Wait.
 	Again
@@ -168,6 +170,10 @@ func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 	ctx := EventContext(a.Scheduler.Held(), &t.Meta)
 	attrs := EventAttrs(&t.Meta, "action", t.Action, "attempt", o.Attempt, "wait", o.Wait,
 		"error_code", o.Class, "error", o.Err)
+	if o.Result == Postponed && pg.IsWaitInVain(o.Err) {
+		a.Processor.Log.WarnContext(ctx, "outbox: another session holds a lock that an event needs, which is no attempt; trying again", attrs...)
+		return
+	}
 	if o.Result == Postponed {
 		a.Processor.Log.InfoContext(ctx,
 			"outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", attrs...)

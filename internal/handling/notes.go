@@ -22,7 +22,8 @@ import (
 type Notes struct {
 	db            *pgxpool.Pool
 	schema, group string
-	Durable       bool         // transactions wait for the disk, even if the role's synchronous_commit is off
+	Durable       bool // transactions wait for the disk, even if the role's synchronous_commit is off
+	Limits        guardtx.Limits
 	taken         atomic.Int32 // how many times in a row the sequence has drawn an id that exists
 
 	sqlMark, sqlOtherSources, sqlRenew, sqlUnmark, sqlProbe string
@@ -88,7 +89,8 @@ SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
 func (s *Notes) begin(
 	ctx context.Context, conn *pgx.Conn, keys []NoteKey, shared bool,
 ) (tx *guardtx.Tx, fresh map[NoteKey]bool, err error) {
-	tx, err = guardtx.Begin(ctx, conn, shared, func(b *pgx.Batch) {
+	end := pg.WaitsOf(s.db).Begin()
+	tx, err = guardtx.Begin(ctx, conn, s.Limits, shared, func(b *pgx.Batch) {
 		if s.Durable {
 			b.Queue(pg.Durable)
 		}
@@ -97,11 +99,12 @@ func (s *Notes) begin(
 			return err
 		})
 	})
-	if err != nil {
-		return nil, nil, err
+	if err == nil {
+		if err = s.markOthers(ctx, tx.Own(), pg.KnownSession(conn), keys, fresh); err != nil {
+			tx.Rollback(ctx)
+		}
 	}
-	if err := s.markOthers(ctx, tx.Own(), keys, fresh); err != nil {
-		tx.Rollback(ctx)
+	if err := end(err); err != nil {
 		return nil, nil, err
 	}
 	return tx, fresh, nil
@@ -109,15 +112,15 @@ func (s *Notes) begin(
 
 // NoteIn notes keys in a transaction of the caller, and returns the keys that were not noted before.
 func (s *Notes) NoteIn(ctx context.Context, tx pgx.Tx, keys []NoteKey) (fresh map[NoteKey]bool, err error) {
-	fresh, err = s.keysOf(ctx, tx, s.sqlMark, keys)
+	fresh, err = s.keysOf(ctx, tx, nil, s.sqlMark, keys)
 	if err == nil {
-		err = s.markOthers(ctx, tx, keys, fresh)
+		err = s.markOthers(ctx, tx, nil, keys, fresh)
 	}
 	return fresh, err
 }
 
 // markOthers notes, with their source, those keys that an event of another source has. It adds them to fresh.
-func (s *Notes) markOthers(ctx context.Context, tx pgx.Tx, keys []NoteKey, fresh map[NoteKey]bool) error {
+func (s *Notes) markOthers(ctx context.Context, tx pgx.Tx, session *pg.Session, keys []NoteKey, fresh map[NoteKey]bool) error {
 	var noted []NoteKey
 	for _, k := range keys {
 		if k.Source != "" && !fresh[k] {
@@ -127,11 +130,11 @@ func (s *Notes) markOthers(ctx context.Context, tx pgx.Tx, keys []NoteKey, fresh
 	if len(noted) == 0 {
 		return nil
 	}
-	others, err := s.keysOf(ctx, tx, s.sqlOtherSources, noted)
+	others, err := s.keysOf(ctx, tx, session, s.sqlOtherSources, noted)
 	if err != nil || len(others) == 0 {
 		return err
 	}
-	more, err := s.markWithSource(ctx, tx, slices.Collect(maps.Keys(others)))
+	more, err := s.markWithSource(ctx, tx, session, slices.Collect(maps.Keys(others)))
 	maps.Copy(fresh, more)
 	return err
 }
@@ -139,12 +142,12 @@ func (s *Notes) markOthers(ctx context.Context, tx pgx.Tx, keys []NoteKey, fresh
 // markWithSource notes keys that events of other sources have, under keys that contain the source. It returns the new
 // ones. It renews the notes of the other sources: they must not be removed first, because without them the new notes
 // would not be found.
-func (s *Notes) markWithSource(ctx context.Context, tx pgx.Tx, taken []NoteKey) (map[NoteKey]bool, error) {
+func (s *Notes) markWithSource(ctx context.Context, tx pgx.Tx, session *pg.Session, taken []NoteKey) (map[NoteKey]bool, error) {
 	own := make([]NoteKey, len(taken))
 	for i, k := range taken {
 		own[i] = k.WithSource()
 	}
-	noted, err := s.keysOf(ctx, tx, s.sqlMark, own)
+	noted, err := s.keysOf(ctx, tx, session, s.sqlMark, own)
 	if err != nil {
 		return nil, err
 	}
@@ -154,20 +157,24 @@ func (s *Notes) markWithSource(ctx context.Context, tx pgx.Tx, taken []NoteKey) 
 			fresh[k] = true
 		}
 	}
-	_, err = s.keysOf(ctx, tx, s.sqlRenew, slices.Collect(maps.Keys(fresh)))
+	_, err = s.keysOf(ctx, tx, session, s.sqlRenew, slices.Collect(maps.Keys(fresh)))
 	return fresh, err
 }
 
-// keysOf runs a statement on keys and returns the keys that it returns.
-func (s *Notes) keysOf(ctx context.Context, tx pgx.Tx, statement string, keys []NoteKey) (map[NoteKey]bool, error) {
+// keysOf runs a statement on keys and returns the keys that it returns. Its waits are bounded if session is not nil.
+func (s *Notes) keysOf(ctx context.Context, tx pgx.Tx, session *pg.Session, statement string, keys []NoteKey) (map[NoteKey]bool, error) {
 	if len(keys) == 0 {
 		return nil, nil
 	}
-	rows, err := tx.Query(ctx, statement, s.argsOf(keys)...)
-	if err != nil {
-		return nil, err
-	}
-	return readKeys(rows, len(keys))
+	var b pgx.Batch
+	var found map[NoteKey]bool
+	session.QueueWaits(&b)
+	b.Queue(statement, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
+		found, err = readKeys(rows, len(keys))
+		return err
+	})
+	session.QueueUnbound(&b)
+	return found, tx.SendBatch(ctx, &b).Close()
 }
 
 // readKeys reads at most n keys.

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/pauses"
 )
 
@@ -123,6 +124,13 @@ var ErrStopped = errors.New("work is given up")
 
 // StuckGrace is how long a handler has to return after its context has ended.
 const StuckGrace = time.Second
+
+// LimitsOf returns the limits of transactions in which a call is given up after a time. A transaction may have
+// several calls.
+func LimitsOf(call time.Duration) guardtx.Limits {
+	const calls = 10
+	return guardtx.Limits{Call: call + StuckGrace, Whole: calls * (call + StuckGrace)}
+}
 
 // ReportCall calls notReady if a function of the host has not returned in time. It returns false if the process must be
 // restarted.

@@ -310,7 +310,7 @@ func (s *Store) endBlocking(ctx context.Context) (stop func()) {
 	return func() {
 		cancel()
 		looking.Wait()
-		end()
+		_ = end(nil)
 	}
 }
 

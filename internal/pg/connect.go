@@ -39,3 +39,24 @@ func Disconnect(conn *pgx.Conn) {
 	defer cancel()
 	_ = conn.Close(ctx) // it may be broken, and nothing is sent any more
 }
+
+// Beside calls f with a connection of a pool if it has one left. Otherwise it makes a connection for f outside of the
+// pool, so that who has a connection of the pool never waits for another one.
+func Beside(ctx context.Context, db *pgxpool.Pool, f func(*pgx.Conn) error) error {
+	const patience = 100 * time.Millisecond
+	if stat := db.Stat(); stat.AcquiredConns() < stat.MaxConns() {
+		short, cancel := context.WithTimeout(ctx, patience)
+		pooled, err := db.Acquire(short)
+		cancel()
+		if err == nil {
+			defer pooled.Release()
+			return f(pooled.Conn())
+		}
+	}
+	conn, err := Connect(ctx, db, nil)
+	if err != nil {
+		return err
+	}
+	defer Disconnect(conn)
+	return f(conn)
+}

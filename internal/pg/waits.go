@@ -1,9 +1,13 @@
 package pg
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -22,6 +26,42 @@ type Waits struct {
 	under   map[*waiting]struct{}
 	holders map[int32]Holder
 	looking bool
+	vain    vainWait // the last wait in vain
+}
+
+// vainWait is a wait that has ended without its lock.
+type vainWait struct {
+	at      time.Time
+	holders []Holder
+}
+
+// LockError is the error of a statement of ours that did not get a lock in time. It is no outage of PostgreSQL.
+type LockError struct {
+	Holders []Holder // sessions that have held locks meanwhile; none if they are not known
+	Err     error
+}
+
+// Error implements error.
+func (e *LockError) Error() string { return e.Err.Error() + ": " + describe(e.Holders) }
+
+// Unwrap returns the error of PostgreSQL.
+func (e *LockError) Unwrap() error { return e.Err }
+
+// IsWaitInVain reports whether a statement of ours did not get a lock in time.
+func IsWaitInVain(err error) bool {
+	_, is := errors.AsType[*LockError](err)
+	return is
+}
+
+func describe(holders []Holder) string {
+	if len(holders) == 0 {
+		return "another session holds a lock"
+	}
+	all := make([]string, len(holders))
+	for i, h := range holders {
+		all[i] = h.String()
+	}
+	return strings.Join(all, ", ") + " holds a lock"
 }
 
 // waiting is a statement that may wait.
@@ -49,6 +89,15 @@ func (h Holder) Attrs() []any {
 	return attrs
 }
 
+// String returns the session for a sentence.
+func (h Holder) String() string {
+	since := ""
+	if !h.Since.IsZero() {
+		since = ", since " + h.Since.Format(time.RFC3339)
+	}
+	return fmt.Sprintf("session %d of user %q, application %q%s", h.PID, h.User, h.Application, since)
+}
+
 var waits perpool.Registry[*Waits]
 
 // WaitsOf returns the waits of a pool.
@@ -58,17 +107,43 @@ func WaitsOf(db *pgxpool.Pool) *Waits {
 	})
 }
 
-// Begin notes that a statement begins that may wait for a lock, until end is called.
-func (w *Waits) Begin() (end func()) {
+// Begin notes that statements begin that may wait for a lock, until end is called with their error. End returns a
+// [*LockError] if they did not get the lock.
+func (w *Waits) Begin() (end func(error) error) {
 	one := &waiting{began: time.Now()}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.under[one] = struct{}{}
-	return func() {
+	return func(err error) error {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		delete(w.under, one)
+		if err == nil || !IsLocked(err) && !IsCancelled(err) {
+			return err
+		}
+		var holders []Holder
+		for _, h := range w.holders {
+			if h.seen.After(one.began) {
+				holders = append(holders, h)
+			}
+		}
+		if !IsLocked(err) && len(holders) == 0 { // something else may have cancelled the statement
+			return err
+		}
+		slices.SortFunc(holders, func(a, b Holder) int { return cmp.Compare(a.PID, b.PID) })
+		w.vain = vainWait{time.Now(), holders}
+		return &LockError{holders, err}
 	}
+}
+
+// String describes the last wait in vain for Health. It returns "" if none has ended so lately.
+func (w *Waits) String() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if time.Since(w.vain.at) > memory {
+		return ""
+	}
+	return "statements wait in vain: " + describe(w.vain.holders)
 }
 
 // memory is how long a holder counts as known. It exceeds the time between two tries.
@@ -121,8 +196,8 @@ SELECT h.pid, coalesce(a.usename::text, ''), coalesce(a.application_name, ''), c
   FROM holding AS h LEFT JOIN pg_stat_activity AS a ON a.pid = h.pid
  ORDER BY h.pid LIMIT 10`
 
-// Look finds out who holds the locks for which statements of ours wait, if one has waited for a second. It asks on a
-// connection outside of the pool, which may have none left. It ends sessions of other processes of this role whose
+// Look finds out who holds the locks for which statements of ours wait, if one has waited for a second. It asks on
+// another connection, see [Beside]. It ends sessions of other processes of this role whose
 // transactions have taken longer than bound. It returns the holders that were not known before, and those that it has
 // ended.
 func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound time.Duration) (news []Holder, err error) {
@@ -137,22 +212,19 @@ func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound
 	const timeout = 5 * time.Second
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	conn, err := Connect(ctx, db, nil)
-	if err != nil {
-		return nil, fmt.Errorf("look for the holder of a lock: %w", err)
-	}
-	defer Disconnect(conn)
 	text := pgx.Identifier{schema}.Sanitize() + "."
 	var found []Holder
-	err = Query(ctx, conn, "", func(rows pgx.Rows) (err error) {
-		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h Holder, err error) {
-			var since pgtype.Timestamptz
-			err = row.Scan(&h.PID, &h.User, &h.Application, &h.State, &since, &h.Ended)
-			h.Since = since.Time
-			return h, err
-		})
-		return err
-	}, sqlHolders, text, bound, schema)
+	err = Beside(ctx, db, func(conn *pgx.Conn) error {
+		return Query(ctx, conn, "", func(rows pgx.Rows) (err error) {
+			found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h Holder, err error) {
+				var since pgtype.Timestamptz
+				err = row.Scan(&h.PID, &h.User, &h.Application, &h.State, &since, &h.Ended)
+				h.Since = since.Time
+				return h, err
+			})
+			return err
+		}, sqlHolders, text, bound, schema)
+	})
 	if err != nil {
 		return nil, fmt.Errorf("look for the holder of a lock: %w", err)
 	}

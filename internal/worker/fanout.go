@@ -50,8 +50,8 @@ type fanOut struct {
 	unpaged cursor.Unpaged // ranges of the open window whose ids have not been read
 	ids     cursor.IDSet   // ids of the open window that have not been read
 
-	sqlSubscription, sqlSubscribe, sqlRoutes, sqlSeed string
-	sqlOpen, sqlNext, sqlLeaveGroup, sqlForget        string
+	sqlLock, sqlSubscription, sqlSubscribe, sqlRoutes, sqlSeed string
+	sqlOpen, sqlNext, sqlLeaveGroup, sqlForget                 string
 }
 
 // eventHead has the columns of an event that decide its deliveries.
@@ -83,7 +83,7 @@ func newFanOut(
 	return &fanOut{
 		db: db, group: group, cursors: cursor.NewStore(db, schema, tables.WorkerPrefix+group), store: store, plan: plan,
 		own: own, lock: fanOutLock(schema, group), grace: grace,
-		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlRoutes: in(sqlRoutes),
+		sqlLock: in(sqlFanOutLock), sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlRoutes: in(sqlRoutes),
 		sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
 		sqlLeaveGroup: in(sqlLeaveGroup), sqlForget: in(sqlForget),
 	}
@@ -107,7 +107,8 @@ const sqlFanOutSettings = cursor.SQLSettings + `, ` + pg.TextFormats +
 	`, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true), ` + pg.NoTransactionTimeout
 
 const (
-	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1::bigint)`
+	// sqlFanOutLock names the schema, by which [pg.Waits] finds statements.
+	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1::bigint) /* {schema}.event_subscription */`
 	sqlSubscription = `
 SELECT (SELECT state FROM {schema}.event_subscription WHERE consumer_group = $1::text)`
 )
@@ -172,7 +173,8 @@ func (f *fanOut) transact(ctx context.Context, do func(*pgx.Conn) error) error {
 	defer conn.Release() // in a transaction, this closes the connection
 	var b pgx.Batch
 	f.queueBegin(&b)
-	if err := conn.SendBatch(ctx, &b).Close(); err != nil {
+	end := pg.WaitsOf(f.db).Begin()
+	if err := end(conn.SendBatch(ctx, &b).Close()); err != nil {
 		return err
 	}
 	if err := do(conn.Conn()); err != nil {
@@ -187,7 +189,7 @@ func (f *fanOut) transact(ctx context.Context, do func(*pgx.Conn) error) error {
 func (f *fanOut) queueBegin(b *pgx.Batch) {
 	b.Queue("BEGIN ISOLATION LEVEL READ COMMITTED")
 	b.Queue(sqlFanOutSettings)
-	b.Queue(sqlFanOutLock, f.lock)
+	b.Queue(f.sqlLock, f.lock)
 }
 
 // load reads the position of the group. The error is [cursor.ErrOtherCluster] if it comes from another

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Health is the state of a worker in this process.
@@ -49,6 +50,9 @@ func (w *Worker) Health() Health {
 			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(w.pauses, "worker")...), w.breakers.Reasons()...)
+		if waits := pg.WaitsOf(w.db).String(); waits != "" {
+			h.Reasons = append(h.Reasons, waits)
+		}
 	}
 	return h
 }

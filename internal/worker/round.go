@@ -13,6 +13,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/delivery"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -336,7 +337,8 @@ func (f *fanOut) inRound(
 	}
 	move(&b)
 	f.queueRoutes(&b)
-	if err := tx.conn.SendBatch(ctx, &b).Close(); err != nil {
+	waited := pg.WaitsOf(f.db).Begin()
+	if err := waited(tx.conn.SendBatch(ctx, &b).Close()); err != nil {
 		return fmt.Errorf("read events: %w", err)
 	}
 	var rows []delivery.New
@@ -349,7 +351,8 @@ func (f *fanOut) inRound(
 		f.store.Queue(&end, rows, f.budget, func(d []delivery.Delivery) error { got = d; return nil })
 	}
 	end.Queue("COMMIT")
-	err := tx.conn.SendBatch(ctx, &end).Close()
+	waited = pg.WaitsOf(f.db).Begin()
+	err := waited(tx.conn.SendBatch(ctx, &end).Close())
 	tx.release()
 	if unprintable := delivery.MayBeUnreadable(err); unprintable || err == nil {
 		f.bare = unprintable && !f.bare

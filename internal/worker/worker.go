@@ -89,6 +89,7 @@ type Worker struct {
 func New(db *pgxpool.Pool, rules Rules, routes handling.Routes, hub *wakeup.Hub, alert func(context.Context)) *Worker {
 	schema, group, log := rules.Handling.Schema, rules.Handling.Group, rules.Handling.Log
 	notes := handling.NewNotes(db, schema, group)
+	notes.Limits = handling.LimitsOf(rules.Handling.HandlerTimeout)
 	processor := handling.NewProcessor(rules.Handling, routes, notes)
 	if hook := rules.RowsRemoved; hook != nil {
 		call := contain.NewCallback("Hooks.RowsRemoved", log, contain.HookLimits)
