@@ -61,7 +61,7 @@ func TestDatabaseBehind(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
 			f := migrated(t)
-			f.exec(t, `ALTER TABLE {s}.outbox DROP COLUMN size; ALTER TABLE {s}.outbox_failed DROP COLUMN size; ALTER TABLE {s}.outbox_lease DROP COLUMN lasts`)
+			f.exec(t, `ALTER TABLE {s}.outbox DROP COLUMN size, DROP COLUMN occurred_at; ALTER TABLE {s}.outbox_failed DROP COLUMN size; ALTER TABLE {s}.outbox_lease DROP COLUMN lasts`)
 			err := tt.do(t, f)
 			require.ErrorIs(t, err, outbox.ErrNotMigrated)
 			require.ErrorContains(t, err, "Migrate")
