@@ -321,7 +321,9 @@ func changed(h Handler, change func(*handling.Handler)) Handler {
 // which is slower. That holds, too, if f runs a statement by the name under which it was prepared elsewhere, whose
 // text is not known here. Of what a function inside PostgreSQL sets, or a statement that goes through tx.Conn, only
 // search_path, role, session_authorization, row_security, session_replication_role, lock_timeout, statement_timeout
-// and TimeZone are noticed. A SET without LOCAL stays with the connection, which goes back to the pool.
+// and TimeZone are noticed. A SET without LOCAL, and an advisory lock of the session, end with the transaction: RESET
+// ALL follows it. Of what AfterConnect of the pool has SET, only application_name, TimeZone, DateStyle,
+// client_encoding, search_path and role stay. Use RuntimeParams or ALTER ROLE for other settings.
 //
 // ctx carries the event's correlation id, trace id and traceparent, so that events recorded
 // in f continue all of them. It ends when the handling takes longer than MaxPollInterval.

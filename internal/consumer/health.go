@@ -6,7 +6,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -54,10 +53,8 @@ func (c *Consumer) Health() Health {
 			h.Reasons = append(h.Reasons, fmt.Sprintf("the lag grows: %d records, %d five minutes ago", now, before))
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(c.pauses, "consumer")...), c.breakers.Reasons()...)
-		if c.db != nil {
-			if waits := pg.WaitsOf(c.db).String(); waits != "" {
-				h.Reasons = append(h.Reasons, waits)
-			}
+		if c.handled != nil {
+			h.Reasons = append(h.Reasons, c.handled.ReportWaits(c.Rules.SlowHandler, notReady)...)
 		}
 		if run := c.parked.Load(); run != nil {
 			for _, l := range run.Lanes {

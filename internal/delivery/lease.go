@@ -185,8 +185,9 @@ const sqlExpired = `
 SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
          ORDER BY d.consumer_group, d.locked_until LIMIT 1),
-       EXISTS (SELECT FROM {schema}.event_delivery AS d
-                WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND ` + lockedAhead + `)`
+       coalesce((SELECT true FROM {schema}.event_delivery AS d
+                  WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND ` + lockedAhead + `
+                  ORDER BY d.consumer_group, d.locked_until LIMIT 1), false)`
 
 const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.aggregate_type, d.aggregate_id, d.action, d.stream, d.attempt_count,
        d.position, d.record_partition, coalesce(d.partition_key, d.aggregate_id)`

@@ -1,12 +1,14 @@
 package handling
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"math"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -24,6 +26,7 @@ type Notes struct {
 	schema, group string
 	Durable       bool // transactions wait for the disk, even if the role's synchronous_commit is off
 	Limits        guardtx.Limits
+	vain          atomic.Int64 // since when waits for locks were in vain, in Unix nanoseconds; 0 if none was
 	taken         atomic.Int32 // how many times in a row the sequence has drawn an id that exists
 
 	sqlMark, sqlOtherSources, sqlRenew, sqlUnmark, sqlProbe string
@@ -252,6 +255,29 @@ func (e *ConnectionError) Unwrap() error { return e.Err }
 
 // InTx implements [Transactor].
 func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f TxFunc) error {
+	err := s.inTx(ctx, work, keys, shared, f)
+	if err == nil {
+		s.vain.Store(0)
+	} else if pg.IsWaitInVain(err) {
+		s.vain.CompareAndSwap(0, time.Now().UnixNano())
+	}
+	return err
+}
+
+// ReportWaits returns a reason for Health if statements have waited for locks in vain. It passes the reason to notReady
+// instead if no transaction of a handler has been committed since, for longer than slow.
+func (s *Notes) ReportWaits(slow time.Duration, notReady func(reason string, args ...any)) (reasons []string) {
+	waits := pg.WaitsOf(s.db).String()
+	if since := s.vain.Load(); since != 0 && time.Since(time.Unix(0, since)) > slow {
+		notReady("a transaction has not begun or ended for %v: %s", time.Since(time.Unix(0, since)).Round(time.Second),
+			cmp.Or(waits, "another session holds a lock"))
+	} else if waits != "" {
+		reasons = append(reasons, waits)
+	}
+	return reasons
+}
+
+func (s *Notes) inTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f TxFunc) error {
 	work.AwaitTx()
 	defer work.Release()
 	conn, err := pg.Borrow(ctx, s.db)

@@ -361,3 +361,27 @@ func TestConsumerBesideFrozenTransaction(t *testing.T) {
 	require.NotContains(t, log.String(), "PostgreSQL fails")
 	require.Contains(t, log.String(), "holds")
 }
+
+// The same for the locks of all keys of a consumer group. No event is handled, so the consumer is not ready.
+func TestHolderOfKeysIsNamed(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	s := newParkingFixture(t, 1)
+	cfg, log := s.config(t), new(workerLog)
+	cfg.Logger, cfg.SlowHandler = log.logger(), time.Second
+	c := s.groupConsumer(t, s.group, cfg, s.handler("Handle", "SOLD", nil))
+	testenv.Run(t, c.Run)
+	requireReady(t, c, 1)
+	stranger, err := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = "stranger" }).Begin(background)
+	require.NoError(t, err)
+	defer func() { _ = stranger.Rollback(background) }()
+	_, err = stranger.Exec(background, s.sql(`SELECT {s}.outbox_lock_keys($1, ARRAY(SELECT generate_series(1, 10000)::bigint))`), s.group)
+	require.NoError(t, err)
+	s.send(t, s.sale("a", 1))
+	requireUnready(t, c, `application "stranger"`)
+	require.Contains(t, log.String(), "application=stranger")
+	require.NotContains(t, log.String(), "PostgreSQL fails")
+	require.NoError(t, stranger.Rollback(background))
+	require.Eventually(t, func() bool { return len(s.journal(t, "SOLD", "a")) == 1 }, testenv.Patience, 10*time.Millisecond)
+	requireReady(t, c, 1)
+}

@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/handling"
-	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Health is the state of a worker in this process.
@@ -50,9 +49,7 @@ func (w *Worker) Health() Health {
 			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(w.pauses, "worker")...), w.breakers.Reasons()...)
-		if waits := pg.WaitsOf(w.db).String(); waits != "" {
-			h.Reasons = append(h.Reasons, waits)
-		}
+		h.Reasons = append(h.Reasons, w.notes.ReportWaits(w.delivery.SlowHandler, notReady)...)
 	}
 	return h
 }
