@@ -166,12 +166,12 @@ CREATE TABLE event_delivery (
         num_nulls(record_partition, record_digest, record) IN (0, 3) AND (record IS NOT NULL OR record_id IS NULL))
 );
 
--- Rows that are due, by action and stream: a process reads no entry of actions that are paused or that it does not
--- know, a worker none of rows from Kafka, and a consumer none of the others. Rows whose worker was gone are claimed by
--- themselves.
+-- Rows that are due, by action, stream and type: a process reads no entry of actions that are paused, or of types for
+-- which it has no handler, a worker none of rows from Kafka, and a consumer none of the others. Rows without an action
+-- are for all processes of the stream. Rows whose worker was gone are claimed by themselves.
 CREATE INDEX idx_event_delivery_due ON event_delivery
-       (consumer_group, action, stream, (record IS NOT NULL), (coalesce(last_error_code, '') = 'stale'),
-        next_retry_at, id)
+       (consumer_group, action, stream, (CASE WHEN action = '' THEN '' ELSE event_type END), (record IS NOT NULL),
+        (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
  WHERE status = 'PENDING';
 -- An event from Kafka that waits for an action, or is DEAD for it, is neither handled by a consumer nor parked again.
 CREATE UNIQUE INDEX idx_event_delivery_record ON event_delivery (consumer_group, action, record_digest)

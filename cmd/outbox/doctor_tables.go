@@ -131,7 +131,7 @@ SELECT 'column', t.relname, a.attname,
   FROM tables AS t JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
   LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
  UNION ALL
-SELECT 'index', t.relname, c.relname, replace(pg_get_indexdef(i.indexrelid, 0, true), ' ON ONLY ', ' ON ') || CASE WHEN i.indisvalid THEN '' ELSE ' INVALID' END
+SELECT 'index', t.relname, c.relname, regexp_replace(replace(pg_get_indexdef(i.indexrelid, 0, true), ' ON ONLY ', ' ON '), '\s+', ' ', 'g') || CASE WHEN i.indisvalid THEN '' ELSE ' INVALID' END
   FROM tables AS t JOIN pg_index AS i ON i.indrelid = t.oid JOIN pg_class AS c ON c.oid = i.indexrelid
  UNION ALL
 SELECT 'constraint', t.relname, c.conname, pg_get_constraintdef(c.oid, true)

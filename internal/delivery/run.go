@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -57,7 +58,7 @@ type Parts struct {
 	Read       readDelivery
 	DeadLetter sendDeadLetter // nil if dead deliveries get no dead letter
 	Records    bool           // handle the deliveries of records, not of outbox events
-	Pairs      [2][]Pair      // for handlers with a transaction, and for those without, see PairsOf
+	Pairs      [2][]Claimable // for handlers with a transaction, and for those without, see PairsOf
 }
 
 // hookShare is the part of a lease that a hook may take if it delays the take-over loop.
@@ -125,12 +126,12 @@ func (r *Run) makeLanes() {
 		signalDue: r.Dispatcher.SignalDue, signalUnknown: r.Dispatcher.signalUnknown, retryAt: r.Dispatcher.RetryAt,
 	}
 	for i, tx := range []bool{true, false} {
-		k := &LaneKind{Pairs: p.Pairs[i], maxBatch: p.Rules.MaxPoll, load: map[*lane]int{}, slow: map[*lane]bool{}}
+		if len(p.Pairs[i]) == 0 {
+			continue
+		}
+		k := newLaneKind(p.Pairs[i], p.Rules.MaxPoll)
 		if !tx {
 			k.maxBatch = 1
-		}
-		if len(k.Pairs) == 0 {
-			continue
 		}
 		parts.handled = func(l *lane, n int, took time.Duration) {
 			k.noteHandled(l, n, took, p.Rules.MaxPoll)
@@ -144,37 +145,38 @@ func (r *Run) makeLanes() {
 	}
 }
 
-// PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers
-// without one. With withoutAction it adds pairs without an action, whose rows are for all handlers of their
-// event type.
-func PairsOf(routes handling.Routes, withoutAction bool) (pairs [2][]Pair) {
+// PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers without one,
+// with the event types of the handlers. It adds pairs without an action, whose rows are for all handlers of their event
+// type.
+func PairsOf(routes handling.Routes) (pairs [2][]Claimable) {
 	kinds := map[Pair]bool{} // with a transaction
-	for _, route := range routes.ByName {
+	types := map[Pair][]string{}
+	for name, route := range routes.ByName {
 		for _, topic := range routes.TopicsOf(route) {
 			for h := range route.Handlers() {
 				p := Pair{Action: h.Action, Stream: topic}
 				tx, known := kinds[p]
 				kinds[p] = h.Kind != handling.NoTx && (tx || !known)
+				if !slices.Contains(types[p], name) { // versions of a type may share an action
+					types[p] = append(types[p], name)
+				}
 			}
 		}
 	}
 	const withTx, without = 0, 1
 	for p, tx := range kinds {
 		if tx {
-			pairs[withTx] = append(pairs[withTx], p)
+			pairs[withTx] = append(pairs[withTx], Claimable{p, types[p]})
 		} else {
-			pairs[without] = append(pairs[without], p)
+			pairs[without] = append(pairs[without], Claimable{p, types[p]})
 		}
-	}
-	if !withoutAction {
-		return pairs
 	}
 	all := &pairs[withTx]
 	if len(*all) == 0 {
 		all = &pairs[without]
 	}
 	for _, topic := range routes.Topics {
-		*all = append(*all, Pair{Stream: topic})
+		*all = append(*all, Claimable{Pair: Pair{Stream: topic}})
 	}
 	return pairs
 }

@@ -30,7 +30,7 @@ func newRun(w *Worker) *run {
 	r.engine = delivery.NewRun(delivery.Parts{
 		Rules: w.delivery, Db: w.db, Processor: w.processor, Slots: handling.CallSlots{Transactions: w.slots},
 		Breakers: w.breakers, Pauses: w.pauses, Outages: w.outages, Wake: w.wake, Heard: w.heard,
-		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(routes, true),
+		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(routes),
 	})
 	r.admission = &admission{
 		cfg: w.cfg, delivery: w.delivery, dispatcher: r.engine.Dispatcher, processor: w.processor, log: w.processor.Log,
