@@ -108,7 +108,7 @@ COMMENT ON COLUMN event_subscription.changed_at IS 'When state changed.';
 COMMENT ON COLUMN event_subscription.routes IS
     'The handlers of its workers: event type, stream and action, with line breaks between them, and when a worker '
     'last had that handler, in seconds since 1970.';
-COMMENT ON COLUMN event_subscription.routes_version IS 'Grows when the handlers change.';
+COMMENT ON COLUMN event_subscription.routes_version IS 'Digest of the handlers in routes.';
 
 CREATE TABLE event_delivery (
     -- The order within a key, and the state of the row.

@@ -84,8 +84,8 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 		a.reportUnknown(ctx, a.round.unknown)
 	}
 	a.backlog.Store(more)
-	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, cursor.ErrOtherCluster) {
-		// The position of the group was deleted, or comes from another server.
+	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, cursor.ErrOtherCluster) || errors.Is(err, errRoutesLost) {
+		// The position of the group was deleted, or comes from another server, or handlers of the group were lost.
 		a.starting = true
 		return true, false, nil
 	}

@@ -36,7 +36,7 @@ func newRun(w *Worker) *run {
 		cfg: w.cfg, delivery: w.delivery, dispatcher: r.engine.Dispatcher, processor: w.processor, log: w.processor.Log,
 		lease: r.lease, hooks: r.engine.Hooks, starting: true,
 	}
-	r.admission.fanOut = newFanOut(w.db, rules.Schema, w.Group(), routesOf(routes), r.engine.Store, w.delivery.StopGrace(), r.admission.plan)
+	r.admission.fanOut = newFanOut(w.db, rules.Schema, w.Group(), routesOf(routes), r.engine.Store, w.delivery.StopGrace(), w.processor.Log, r.admission.plan)
 	r.engine.Dispatcher.TakeNew = r.admission.takeNew
 	r.engine.Confirm = r.admission.fanOut.confirm
 	return r
