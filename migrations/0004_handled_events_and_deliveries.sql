@@ -110,6 +110,30 @@ COMMENT ON COLUMN event_subscription.routes IS
     'last had that handler, in seconds since 1970.';
 COMMENT ON COLUMN event_subscription.routes_version IS 'Digest of the handlers in routes.';
 
+CREATE TABLE event_member (
+    consumer_group varchar(255) NOT NULL,
+    member         varchar(255) NOT NULL,
+    from_kafka     boolean      NOT NULL,
+    started_at     timestamptz  NOT NULL DEFAULT now(),
+    renewed_at     timestamptz  NOT NULL,
+    renewed_every  interval     NOT NULL,
+    routes         text[]       NOT NULL,
+    CONSTRAINT event_member_pkey PRIMARY KEY (consumer_group, member)
+);
+
+COMMENT ON TABLE event_member IS
+    'The running processes of each consumer group, and which deliveries they can handle. A process is live if its row '
+    'was renewed within three intervals.';
+COMMENT ON COLUMN event_member.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN event_member.member IS 'Host, process id and a random part, as in event_delivery.locked_by.';
+COMMENT ON COLUMN event_member.from_kafka IS
+    'The process is a consumer, which handles parked events from Kafka. Otherwise it is a worker.';
+COMMENT ON COLUMN event_member.started_at IS 'When the process began.';
+COMMENT ON COLUMN event_member.renewed_at IS 'When the process last renewed the row.';
+COMMENT ON COLUMN event_member.renewed_every IS 'How often the process renews the row.';
+COMMENT ON COLUMN event_member.routes IS
+    'Its handlers: event type, stream and action, with line breaks between them.';
+
 CREATE TABLE event_delivery (
     -- The order within a key, and the state of the row.
     id                 bigserial    PRIMARY KEY,

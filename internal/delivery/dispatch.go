@@ -32,6 +32,7 @@ type Dispatcher struct {
 	heard    <-chan struct{} // other processes have
 	cut      context.Context // ends when attempts must end
 	Kinds    []*LaneKind
+	members  *members
 
 	// TakeNew inserts deliveries for new events if lanes have room, and deals those that are claimed with
 	// that. It reports whether there are more events, and whether PostgreSQL has answered. Nil if other
@@ -132,7 +133,7 @@ func (d *Dispatcher) release(ctx context.Context, rows []Delivery) {
 	for _, r := range rows {
 		d.Claimed.remove(r.Ref)
 	}
-	d.SignalDue()
+	d.SignalHeads()
 }
 
 // noteBegun has the attempts on the deliveries of an abandoned call count. Its handler may never return.
@@ -167,7 +168,7 @@ func (d *Dispatcher) releaseUnknown(ctx context.Context) (released int, err erro
 	if err := d.store.Release(ctx, unknownClaims); err != nil {
 		return 0, err
 	}
-	d.SignalDue()
+	d.SignalHeads()
 	return len(unknownClaims), nil
 }
 
@@ -403,6 +404,13 @@ func (d *Dispatcher) SignalDue() {
 	d.due = true
 	d.mu.Unlock()
 	wait.Signal(d.changed)
+}
+
+// SignalHeads is SignalDue when rows were made due that this process may have no handler for. It notifies the processes
+// that have one.
+func (d *Dispatcher) SignalHeads() {
+	d.SignalDue()
+	d.members.notify()
 }
 
 // RetryAt has due rows claimed at a time.

@@ -38,10 +38,11 @@ type Run struct {
 	// means that this is not needed. It is set before Run.
 	Confirm func(context.Context) error
 
-	parts  Parts
-	log    *slog.Logger
-	stop   context.CancelFunc // of Stopping
-	cutOff context.CancelFunc // of Cut
+	parts   Parts
+	members *members
+	log     *slog.Logger
+	stop    context.CancelFunc // of Stopping
+	cutOff  context.CancelFunc // of Cut
 }
 
 // Parts are the dependencies of a [Run].
@@ -74,12 +75,13 @@ func NewRun(parts Parts) *Run {
 	if parts.Records {
 		r.Store.ForRecords()
 	}
+	r.members = &members{store: r.Store, routes: routesOf(parts.Pairs), every: rules.Lease / 3}
 	limits := contain.Limits{Patience: rules.Lease / hookShare, Grace: contain.HookLimits.Grace}
 	r.Hooks = contain.NewCallback("a hook", r.log, limits)
 	r.Dispatcher = &Dispatcher{
 		cfg: rules, store: r.Store, Breakers: parts.Breakers, Pauses: parts.Pauses, outages: parts.Outages, log: r.log,
 		Claimed: r.Claimed, wake: parts.Wake, heard: parts.Heard, cut: r.Cut, changed: make(chan struct{}, 1),
-		PollSchedule: wakeup.PollSchedule{Idle: rules.PollInterval},
+		PollSchedule: wakeup.PollSchedule{Idle: rules.PollInterval}, members: r.members,
 	}
 	return r
 }
@@ -123,7 +125,7 @@ func (r *Run) makeLanes() {
 		cfg: p.Rules, processor: p.Processor, store: r.Store, slots: p.Slots, breakers: p.Breakers, pauses: p.Pauses,
 		outages: p.Outages, readEvent: p.Read, deadLetter: p.DeadLetter, log: r.log, claimed: r.Claimed, session: r.Session,
 		stopping: r.Stopping, cut: r.Cut,
-		signalDue: r.Dispatcher.SignalDue, signalUnknown: r.Dispatcher.signalUnknown, retryAt: r.Dispatcher.RetryAt,
+		signalDue: r.Dispatcher.SignalHeads, signalUnknown: r.Dispatcher.signalUnknown, retryAt: r.Dispatcher.RetryAt,
 	}
 	for i, tx := range []bool{true, false} {
 		if len(p.Pairs[i]) == 0 {
@@ -194,10 +196,13 @@ func (r *Run) Run(ctx context.Context) error {
 	}
 	keeper := &leaseKeeper{
 		cfg: r.parts.Rules, store: r.Store, claimed: r.Claimed, dispatcher: r.Dispatcher, lanes: r.Lanes,
-		outages: r.parts.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm,
+		outages: r.parts.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm, members: r.members,
 	}
 	background, endBackground := context.WithCancel(context.WithoutCancel(ctx))
 	var loops sync.WaitGroup
+	heard := r.joinMembers()
+	defer r.members.member.Close()
+	loops.Go(func() { r.hear(background, heard) })
 	loops.Go(func() { keeper.renewLoop(background) })
 	loops.Go(func() { keeper.takeOverLoop(background) })
 	loops.Go(func() { keeper.watchLoop(background) })
@@ -211,5 +216,36 @@ func (r *Run) Run(ctx context.Context) error {
 	endBackground()
 	r.releaseLast(clock)
 	loops.Wait()
+	r.removeMember(clock)
 	return err
+}
+
+// joinMembers has the returned channel signalled when another process of the group makes rows due that it has no
+// handler for.
+func (r *Run) joinMembers() <-chan struct{} {
+	heard := make(chan struct{}, 1)
+	r.members.hub = wakeup.Of(r.parts.Db, "deliveries of "+r.parts.Rules.Group+" in "+r.parts.Rules.Schema)
+	r.members.member = r.members.hub.Join(heard, heard, r.log)
+	return heard
+}
+
+// hear has due rows claimed after each signal, until ctx is cancelled.
+func (r *Run) hear(ctx context.Context, heard <-chan struct{}) {
+	for {
+		select {
+		case <-heard:
+			r.Dispatcher.SignalDue()
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// removeMember removes the row of this process from event_member. Without that, the row is live for a few more seconds.
+func (r *Run) removeMember(clock handling.StopClock) {
+	ctx, cancel := clock.By(handling.CloseBy)
+	defer cancel()
+	if err := r.Store.removeMember(ctx); err != nil {
+		r.log.Debug("outbox: the row of this process in event_member is not removed, it expires", "error", err)
+	}
 }

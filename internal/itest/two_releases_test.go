@@ -3,6 +3,8 @@ package itest
 import (
 	"context"
 	"fmt"
+	"log/slog"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -123,10 +125,12 @@ func TestOldReleaseTouchesNoNewTypes(t *testing.T) {
 		f.await(12)
 		require.Zero(t, f.count(unknownRows))
 	})
-	t.Run("a consumer", func(t *testing.T) {
-		t.Parallel()
-		testOldConsumer(t, false)
-	})
+	for _, name := range []string{"a consumer", "an older Decode"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			testOldConsumer(t, name == "an older Decode")
+		})
+	}
 }
 
 const returnType = "test.sale.returned.v1"
@@ -191,14 +195,48 @@ func testOldConsumer(t *testing.T, decode bool) {
 	fail.Store(false)
 	require.Equal(t, fmt.Sprint("PARKED ", sales-1, " PENDING 2"), s.statuses(t, "COUNTED"))
 
+	log := new(testenv.Buffer)
+	old1.Logger = slog.New(slog.NewTextHandler(log, nil))
 	stop = start(old, old1, s.handler("Handle", "COUNTED", nil))
 	s.awaitJournal(t, "COUNTED", "marker", 1) // the old release has claimed what it has handlers for
 	s.send(t, s.sale("marker", 2))
 	s.awaitJournal(t, "COUNTED", "marker", 2)
 	require.Equal(t, fmt.Sprint("DONE 1 PARKED ", sales-1, " PENDING 1"), s.statuses(t, "COUNTED"), s.parked(t))
+	if !decode {
+		const waits = "no process of the group has a handler for them"
+		require.Eventually(t, func() bool { return strings.Contains(log.String(), waits) }, testenv.Patience, 10*time.Millisecond)
+		require.Equal(t, 1, strings.Count(log.String(), waits), log.String())
+	}
 	stop()
 
 	start(latest, cfg, s.handler("Handle", "COUNTED", failing), newest)
 	s.awaitJournal(t, "COUNTED", "a", sales)
 	require.NotContains(t, s.statuses(t, "COUNTED"), "DEAD")
+}
+
+// A consumer that dead-letters events of unknown types passes one to the process of its group that has a handler.
+func TestUnknownTypeGoesToTheReleaseThatHasIt(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	cfg := s.config(t)
+	cfg.Unknown = outbox.DeadLetterUnknown
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", nil)).Run)
+	s.send(t, s.sale("a", 1))
+	s.awaitJournal(t, "COUNTED", "a", 1) // the old release has the partition
+	var err error
+	s.events, err = outbox.NewRegistry("shop", outbox.Event(returnType, "Product", returned.productID).Topic(s.topic))
+	require.NoError(t, err)
+	testenv.Run(t, s.groupConsumer(t, s.group, cfg, outbox.Handle("RETURNED", func(ctx context.Context, tx pgx.Tx, r returned, _ outbox.Metadata) error {
+		return s.write(ctx, tx, "RETURNED", sale{Product: r.Product, Amount: r.Amount})
+	})).Run)
+	require.Eventually(t, func() bool { return s.number(t, `SELECT count(*) FROM {s}.event_member`) == 2 }, testenv.Patience, 10*time.Millisecond)
+	var records []*kgo.Record
+	for n := range 5 {
+		r := s.sale("b", n+1)
+		r.Headers[3].Value = []byte(returnType)
+		records = append(records, r)
+	}
+	s.send(t, records...)
+	s.awaitStatuses(t, "", "DONE 5")
+	s.awaitJournal(t, "RETURNED", "b", 5)
 }

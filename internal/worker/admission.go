@@ -52,6 +52,7 @@ type roundPlan struct {
 	left    map[*delivery.LaneKind]int       // deliveries that the lanes of a kind can still take
 	status  map[delivery.Key]delivery.Status // of the later deliveries of a key
 	unknown []eventHead                      // events of types without a handler
+	foreign bool                             // a delivery is for other workers
 }
 
 // takeNew runs one round of fan-out if a lane has room. It reports whether more events wait, and whether
@@ -80,6 +81,9 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 		return nil
 	})
 	a.dispatcher.PollSchedule.Polled(began, events)
+	if err == nil && a.round.foreign {
+		a.dispatcher.SignalHeads()
+	}
 	if err == nil && len(a.round.unknown) > 0 {
 		a.reportUnknown(ctx, a.round.unknown)
 	}
@@ -228,6 +232,7 @@ func (a *admission) plan(e eventHead) (planned []delivery.New) {
 // this round go with it, up to the first whose type this worker does not handle.
 func (a *admission) statusOf(key delivery.Key, pair delivery.Pair, eventType string) delivery.Status {
 	kind := a.kindOf(pair, eventType)
+	a.round.foreign = a.round.foreign || kind == nil
 	if s, ok := a.round.status[key]; ok && key.Ordered {
 		if kind == nil {
 			s = delivery.Parked
