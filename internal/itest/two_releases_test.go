@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -212,6 +213,36 @@ func testOldConsumer(t *testing.T, decode bool) {
 	start(latest, cfg, s.handler("Handle", "COUNTED", failing), newest)
 	s.awaitJournal(t, "COUNTED", "a", sales)
 	require.NotContains(t, s.statuses(t, "COUNTED"), "DEAD")
+}
+
+// A process that makes a delivery due which it has no handler for notifies the one that has. That one would poll a
+// minute later.
+func TestHeadForAnotherReleaseIsClaimedAtOnce(t *testing.T) {
+	t.Parallel()
+	f := newTwoReleases(t)
+	began, end := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(end) })
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: time.Minute, Lease: 3 * time.Second}
+	f.events = f.old
+	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+		close(began)
+		<-end
+		return nil
+	}))
+	t.Cleanup(release)
+	f.mixed(1, 1, "a")
+	<-began
+	f.run(f.latest, cfg)
+	f.eventually(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes)`, 2)
+	f.mixed(2, 1, "a")
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PARKED'`, 1)
+	// Both processes know each other, and the new one has looked for due deliveries.
+	f.eventually(`SELECT count(*) FROM {schema}.event_member AS a, {schema}.event_member AS b WHERE a.member <> b.member AND a.renewed_at > b.started_at`, 2)
+	release()
+	released := time.Now()
+	f.await(2)
+	require.Less(t, time.Since(released), 20*time.Second)
+	f.requireOrder()
 }
 
 // A consumer that dead-letters events of unknown types passes one to the process of its group that has a handler.
