@@ -158,8 +158,8 @@ func TestDoctorAdvisesOnOneHandler(t *testing.T) {
 	require.Contains(t, doc.Handlers, handlerJSON{"live", "COUNTED", 3})
 }
 
-// A handler that no running worker has is a finding before its group forgets it, and so are deliveries of a type that no
-// running process handles.
+// A handler that no running worker has is a finding before its group forgets it, and so are deliveries of a type that
+// no running process handles.
 func TestDoctorOnHandlersThatAreAway(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -15,8 +15,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// sqlMissingRoutes reads the handlers of groups of workers that no live worker has, with the time at which a worker last
-// had each. A group without a live worker has other findings.
+// sqlMissingRoutes reads the handlers of groups of workers that no live worker has, with the time at which a worker
+// last had each. A group without a live worker has other findings.
 const sqlMissingRoutes = `
 SELECT s.consumer_group, r.key, to_timestamp(r.value::text::float8)
   FROM {schema}.event_subscription AS s CROSS JOIN LATERAL jsonb_each(s.routes) AS r
