@@ -108,7 +108,31 @@ COMMENT ON COLUMN event_subscription.changed_at IS 'When state changed.';
 COMMENT ON COLUMN event_subscription.routes IS
     'The handlers of its workers: event type, stream and action, with line breaks between them, and when a worker '
     'last had that handler, in seconds since 1970.';
-COMMENT ON COLUMN event_subscription.routes_version IS 'Grows when the handlers change.';
+COMMENT ON COLUMN event_subscription.routes_version IS 'Digest of the handlers in routes.';
+
+CREATE TABLE event_member (
+    consumer_group varchar(255) NOT NULL,
+    member         varchar(255) NOT NULL,
+    from_kafka     boolean      NOT NULL,
+    started_at     timestamptz  NOT NULL DEFAULT now(),
+    renewed_at     timestamptz  NOT NULL,
+    renewed_every  interval     NOT NULL,
+    routes         text[]       NOT NULL,
+    CONSTRAINT event_member_pkey PRIMARY KEY (consumer_group, member)
+);
+
+COMMENT ON TABLE event_member IS
+    'The running processes of each consumer group, and which deliveries they can handle. A process is live if its row '
+    'was renewed within three intervals.';
+COMMENT ON COLUMN event_member.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN event_member.member IS 'Host, process id and a random part, as in event_delivery.locked_by.';
+COMMENT ON COLUMN event_member.from_kafka IS
+    'The process is a consumer, which handles parked events from Kafka. Otherwise it is a worker.';
+COMMENT ON COLUMN event_member.started_at IS 'When the process began.';
+COMMENT ON COLUMN event_member.renewed_at IS 'When the process last renewed the row.';
+COMMENT ON COLUMN event_member.renewed_every IS 'How often the process renews the row.';
+COMMENT ON COLUMN event_member.routes IS
+    'Its handlers: event type, stream and action, with line breaks between them.';
 
 CREATE TABLE event_delivery (
     -- The order within a key, and the state of the row.
@@ -166,12 +190,12 @@ CREATE TABLE event_delivery (
         num_nulls(record_partition, record_digest, record) IN (0, 3) AND (record IS NOT NULL OR record_id IS NULL))
 );
 
--- Rows that are due, by action and stream: a process reads no entry of actions that are paused or that it does not
--- know, a worker none of rows from Kafka, and a consumer none of the others. Rows whose worker was gone are claimed by
--- themselves.
+-- Rows that are due, by action, stream and type: a process reads no entry of actions that are paused, or of types for
+-- which it has no handler, a worker none of rows from Kafka, and a consumer none of the others. Rows without an action
+-- are for all processes of the stream. Rows whose worker was gone are claimed by themselves.
 CREATE INDEX idx_event_delivery_due ON event_delivery
-       (consumer_group, action, stream, (record IS NOT NULL), (coalesce(last_error_code, '') = 'stale'),
-        next_retry_at, id)
+       (consumer_group, action, stream, (CASE WHEN action = '' THEN '' ELSE event_type END), (record IS NOT NULL),
+        (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
  WHERE status = 'PENDING';
 -- An event from Kafka that waits for an action, or is DEAD for it, is neither handled by a consumer nor parked again.
 CREATE UNIQUE INDEX idx_event_delivery_record ON event_delivery (consumer_group, action, record_digest)

@@ -56,6 +56,11 @@ CREATE POLICY event_subscription_write ON @schema@.event_subscription
     USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
 ALTER TABLE @schema@.event_subscription ENABLE ROW LEVEL SECURITY
 $policy$,
+$policy$
+CREATE POLICY event_member_read ON @schema@.event_member FOR SELECT USING (true);
+CREATE POLICY event_member_write ON @schema@.event_member USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
+ALTER TABLE @schema@.event_member ENABLE ROW LEVEL SECURITY
+$policy$,
 
 -- In the tables of relays, worker: or consumer: precedes the name of the group. Other rows are for roles of all groups.
 $policy$
@@ -116,8 +121,8 @@ BEGIN
       LEFT JOIN pg_operator AS o ON d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
      WHERE c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = @schema_name@)
        AND c.relname IN ('outbox', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed',
-                         'event_handled', 'consumer_start', 'consumer_pause', 'event_subscription', 'event_delivery',
-                         'outbox_audit', 'consumer_group_role')
+                         'event_handled', 'consumer_start', 'consumer_pause', 'event_subscription', 'event_member',
+                         'event_delivery', 'outbox_audit', 'consumer_group_role')
        AND coalesce(p.pronamespace, o.oprnamespace) <> 'pg_catalog'::regnamespace;
     IF bound IS NOT NULL THEN
         RAISE EXCEPTION 'somebody has put code in the place of PostgreSQL''s own before outbox was migrated: %', bound

@@ -157,3 +157,34 @@ func TestDoctorAdvisesOnOneHandler(t *testing.T) {
 	d.json(t, &doc, exitOK, "failures", "resolve", "--kind", "delivery", "--status", "waiting,failed,parked", "--reason", "x")
 	require.Contains(t, doc.Handlers, handlerJSON{"live", "COUNTED", 3})
 }
+
+// A handler that no running worker has is a finding before its group forgets it, and so are deliveries of a type that
+// no running process handles.
+func TestDoctorOnHandlersThatAreAway(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newClinic(t)
+	d.exec(t, `INSERT INTO {s}.event_subscription (consumer_group, routes) VALUES ('stats', jsonb_build_object(
+		't' || chr(10) || 'orders' || chr(10) || 'COUNTED', extract(epoch FROM now())::bigint, 'u' || chr(10) || 'orders' || chr(10) || 'GONE', extract(epoch FROM now() - interval '20 min')::bigint))`)
+	d.deliver(t, "k", "PENDING", "PARKED")
+	d.exec(t, `UPDATE {s}.event_delivery SET next_retry_at = now() + interval '1 h', event_type = 'x'`)
+	ids, _ := d.deliveryFindings(t)
+	require.Empty(t, ids, "no process of the group runs")
+
+	d.exec(t, `INSERT INTO {s}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes)
+		VALUES ('stats', 'a', false, now(), '1 h', ARRAY['t' || chr(10) || 'orders' || chr(10) || 'COUNTED'])`)
+	ids, all := d.deliveryFindings(t)
+	require.Equal(t, []string{"delivery.handler", "delivery.handler"}, ids)
+	require.Contains(t, all[0].What, "no running worker has the handler of action GONE for type u of stream orders")
+	require.Contains(t, all[0].Means, "A worker last had it 20m")
+	require.Contains(t, all[1].What, "deliveries of type x of stream orders wait for action COUNTED")
+
+	d.exec(t, `UPDATE {s}.event_delivery SET event_type = 't'`)
+	d.exec(t, `INSERT INTO {s}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes)
+		VALUES ('stats', 'b', false, now(), '1 h', ARRAY['u' || chr(10) || 'orders' || chr(10) || 'GONE'])`)
+	ids, _ = d.deliveryFindings(t)
+	require.Empty(t, ids)
+	d.exec(t, `UPDATE {s}.event_member SET renewed_at = now() - interval '4 h' WHERE member = 'b'`)
+	ids, _ = d.deliveryFindings(t)
+	require.Equal(t, []string{"delivery.handler"}, ids, "its row has expired")
+}

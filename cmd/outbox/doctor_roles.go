@@ -60,7 +60,7 @@ func onFunctions(partitioned bool, signatures ...string) (all []need) {
 
 var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
-	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"),
+	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"), onTable("event_member", "SELECT"),
 	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
 
 // noteNeeds are the privileges for notes of handled events.
@@ -72,6 +72,11 @@ var noteNeeds = slices.Concat(onTable("event_handled", "SELECT", "DELETE"),
 // deliveryUpdates are the columns of event_delivery that change while a row is handled.
 var deliveryUpdates = []string{"status", "held", "put_back", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until",
 	"updated_at", "processed_at", "last_error_code", "last_error_message"}
+
+// memberNeeds are the privileges for the row of a process.
+var memberNeeds = append(onTable("event_member", "SELECT", "DELETE"),
+	need{privilege: "INSERT", table: "event_member", columns: []string{"consumer_group", "member", "from_kafka", "renewed_at", "renewed_every", "routes"}},
+	need{privilege: "UPDATE", table: "event_member", columns: []string{"renewed_at"}})
 
 // partNeeds has the rights that docs/roles.md grants, except USAGE of the schema.
 var partNeeds = map[string][]need{
@@ -87,7 +92,7 @@ var partNeeds = map[string][]need{
 		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
 		onFunctions(true, "outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
-	"consumer": slices.Concat(noteNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("event_delivery", "SELECT", "DELETE"),
+	"consumer": slices.Concat(noteNeeds, memberNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("event_delivery", "SELECT", "DELETE"),
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_cursor", "SELECT"), onTable("event_subscription", "SELECT"),
 		[]need{{privilege: "SELECT", table: "outbox", columns: []string{"id", "xid", "event_type", "created_at"}},
 			{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
@@ -98,7 +103,7 @@ var partNeeds = map[string][]need{
 		onSequences("event_delivery_id_seq"),
 		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_lock_keys_shared(text, bigint[])", "outbox_promote(text, bigint[], bigint[])",
 			"outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])")),
-	"worker": slices.Concat(noteNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT", "DELETE"),
+	"worker": slices.Concat(noteNeeds, memberNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT", "DELETE"),
 		[]need{{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
 			"attempt_count", "max_attempts", "size", "next_retry_at", "last_attempt_at", "locked_by", "locked_until", "created_at", "updated_at", "processed_at",
 			"last_error_code", "last_error_message", "event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes",

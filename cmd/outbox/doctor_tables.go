@@ -24,7 +24,7 @@ var tableChecks = []check{
 	{"privileges of the schema", []string{"privileges.schema", "privileges.foreign", "privileges.partitions"}, (*doctor).trust},
 	{"relay", []string{"relay.none", "relay.leader", "relay.ended", "relay.backlog", "delivery.stale", "failed.dead", "failed.held", "failed.parked",
 		"transaction.open", "transaction.prepared"}, (*doctor).relays},
-	{"delivery", []string{"delivery.dead", "delivery.held", "delivery.stuck", "delivery.worker", "delivery.unhandled", "delivery.backlog", "delivery.headless"},
+	{"delivery", []string{"delivery.dead", "delivery.held", "delivery.stuck", "delivery.worker", "delivery.unhandled", "delivery.handler", "delivery.backlog", "delivery.headless"},
 		(*doctor).deliveries},
 	{"events", []string{"events.topic"}, (*doctor).routes},
 }
@@ -131,7 +131,7 @@ SELECT 'column', t.relname, a.attname,
   FROM tables AS t JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
   LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
  UNION ALL
-SELECT 'index', t.relname, c.relname, replace(pg_get_indexdef(i.indexrelid, 0, true), ' ON ONLY ', ' ON ') || CASE WHEN i.indisvalid THEN '' ELSE ' INVALID' END
+SELECT 'index', t.relname, c.relname, regexp_replace(replace(pg_get_indexdef(i.indexrelid, 0, true), ' ON ONLY ', ' ON '), '\s+', ' ', 'g') || CASE WHEN i.indisvalid THEN '' ELSE ' INVALID' END
   FROM tables AS t JOIN pg_index AS i ON i.indrelid = t.oid JOIN pg_class AS c ON c.oid = i.indexrelid
  UNION ALL
 SELECT 'constraint', t.relname, c.conname, pg_get_constraintdef(c.oid, true)

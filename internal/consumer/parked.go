@@ -40,7 +40,7 @@ func (c *Consumer) newDeliveryRun() *delivery.Run {
 		Rules: cfg, Db: c.db, Processor: c.Processor, Slots: c.slots, Pauses: c.pauses,
 		// Outages of its own: workers may report one of event_handled only, and a poll of deliveries would end it.
 		Outages: outage.NewLogs(c.Processor.Log.With("of", "parked events")),
-		Read:    c.readDelivery, DeadLetter: c.sendDeadLetter, Records: true, Pairs: delivery.PairsOf(c.Processor.Routes, true), Breakers: c.breakers,
+		Read:    c.readDelivery, DeadLetter: c.sendDeadLetter, Records: true, Pairs: delivery.PairsOf(c.Processor.Routes), Breakers: c.breakers,
 	})
 }
 

@@ -29,7 +29,7 @@ func TestKeyIsFreeBeforeItsEventIsParked(t *testing.T) {
 	var s *partitionFixture
 	s = newPartitionFixture(t, Rules{}, handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m envelope.Received) error {
 		if calls++; calls == 3 { // alone in its transaction
-			rows, err := store.Claim(ctx, []delivery.Pair{{Action: "ACTED", Stream: "play-events"}}, 10, 0, false, 1<<20)
+			rows, err := store.Claim(ctx, []delivery.Claimable{{Pair: delivery.Pair{Action: "ACTED", Stream: "play-events"}, Types: []string{playedType}}}, 10, 0, false, 1<<20)
 			require.NoError(t, err)
 			require.Len(t, rows, 1)
 			_, err = store.Finish(ctx, rows)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -12,25 +13,28 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// sqlClaim claims due rows of the pairs of action $4 and stream $5. Behind each row that was never tried,
-// it also claims the parked rows of its key, up to the first row that was tried. It scans each pair
-// separately, so that the rows of one pair do not hide the rows of another pair.
+// sqlClaim claims due rows of the pairs of action $4 and stream $5 whose types are among $12, see
+// [Claimable.types]. Behind each row that was never tried, it also claims the parked rows of its key, up to the
+// first row that was tried or has another type. It scans each type of each pair separately, so that the rows of one
+// do not hide the rows of another, and no rows of other types are read: they may be many. It claims none of the rows
+// $13, which this process has yielded.
 var sqlClaim = `
 WITH due AS MATERIALIZED (
-    SELECT p.id, p.order_key, p.attempt_count FROM unnest($4::text[], $5::text[], $9::timestamptz[]) AS w (action, stream, since)
+    SELECT p.id, p.order_key, p.attempt_count, w.types FROM unnest($4::text[], $5::text[], $9::timestamptz[], $12::text[]) AS w (action, stream, since, types)
+     CROSS JOIN LATERAL pg_catalog.unnest(` + typesOf + `) AS t (type)
      CROSS JOIN LATERAL (
            SELECT d.id, d.order_key, d.attempt_count FROM {schema}.event_delivery AS d
-            WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
-              AND (d.record IS NOT NULL) = $11::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool
-            ORDER BY d.consumer_group, d.action, d.stream, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
+            WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND ` + typeOf + ` = t.type AND d.status = 'PENDING'
+              AND (d.record IS NOT NULL) = $11::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool AND d.id <> ALL ($13::bigint[])
+            ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
      LIMIT $6
 ), behind AS MATERIALIZED (
-    SELECT b.id FROM due
+    SELECT b.id FROM due AS w
      CROSS JOIN LATERAL (
            SELECT f.id, bool_and(f.untried) OVER (ORDER BY f.id) AS untried
-             FROM (SELECT d.id, d.attempt_count = 0 AND NOT ` + suspect + ` AS untried FROM {schema}.event_delivery AS d
-                    WHERE ` + ofKeyFrom("due.order_key", "due.id + 1") + ` AND d.status = 'PARKED' AND d.consumer_group = $1::text
-                      AND due.attempt_count = 0
+             FROM (SELECT d.id, d.attempt_count = 0 AND NOT ` + suspect + ` AND ` + typeOf + ` = ANY (` + typesOf + `) AS untried FROM {schema}.event_delivery AS d
+                    WHERE ` + ofKeyFrom("w.order_key", "w.id + 1") + ` AND d.status = 'PARKED' AND d.consumer_group = $1::text
+                      AND w.attempt_count = 0
                     ORDER BY d.order_key, d.id LIMIT $7 FOR UPDATE) AS f) AS b
      WHERE b.untried
 ), claimed AS (
@@ -45,8 +49,30 @@ SELECT ` + columnsWithin("$10") + ` FROM (SELECT c.*, sum(c.size) OVER (ORDER BY
 // suspect is the condition that a row d was taken over. An index has it as a column.
 const suspect = `(coalesce(d.last_error_code, '') = '` + codeStale + `')`
 
-// Pair is an action and a stream whose rows may be claimed.
+// typeOf is the event type of a row d, as an index has it. It is empty for a row without an action: each process of its
+// stream decodes its event again, because the type may come from a decoder that was wrong.
+const typeOf = `(CASE WHEN d.action = '' THEN '' ELSE d.event_type END)`
+
+// typesOf is the array of the types in w.types, see [Claimable.types].
+const typesOf = `(pg_catalog.string_to_array(w.types, E'\n'))[2:]`
+
+// Pair is an action and a stream.
 type Pair struct{ Action, Stream string }
+
+// Claimable is a pair whose rows may be claimed, if they have one of the types. Without an action it needs no types.
+type Claimable struct {
+	Pair
+	Types []string
+}
+
+// types returns the types as a parameter of statements, with a line break before each. A type has no line breaks.
+func (c *Claimable) types() string { return "\n" + strings.Join(c.Types, "\n") }
+
+// columnsOfClaimable returns an array for each column of pairs.
+func columnsOfClaimable(pairs []Claimable) (actions, streams, types []string) {
+	return column(pairs, func(c *Claimable) string { return c.Action }), column(pairs, func(c *Claimable) string { return c.Stream }),
+		column(pairs, (*Claimable).types)
+}
 
 // claimScan is a scan of a claim. Each has its own [scanBounds].
 type claimScan struct {
@@ -56,24 +82,25 @@ type claimScan struct {
 
 const sqlNow = `SELECT clock_timestamp()`
 
-// sqlRemaining reads for each pair the due time of the first row that the claim has left. The next scan
+// sqlRemaining reads for each pair the due time of the first row of its types that the claim has left. The next scan
 // begins there. Such rows are beyond the limit of the claim, or locked by a transaction that may roll back.
 var sqlRemaining = `
-SELECT (SELECT d.next_retry_at FROM {schema}.event_delivery AS d
-         WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
-           AND (d.record IS NOT NULL) = $6::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $5::bool
-         ORDER BY d.consumer_group, d.action, d.stream, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT 1)
-  FROM unnest($2::text[], $3::text[], $4::timestamptz[]) WITH ORDINALITY AS w (action, stream, since, n)
+SELECT (SELECT min(first.next_retry_at) FROM pg_catalog.unnest(` + typesOf + `) AS t (type)
+         CROSS JOIN LATERAL (
+               SELECT d.next_retry_at FROM {schema}.event_delivery AS d
+                WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND ` + typeOf + ` = t.type AND d.status = 'PENDING'
+                  AND (d.record IS NOT NULL) = $6::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $5::bool AND d.id <> ALL ($8::bigint[])
+                ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT 1) AS first)
+  FROM unnest($2::text[], $3::text[], $4::timestamptz[], $7::text[]) WITH ORDINALITY AS w (action, stream, since, types, n)
  ORDER BY w.n`
 
 // Claim claims at most limit due rows, and at most follow parked rows behind each. With suspects it claims
 // only rows that were taken over, without the rows behind them. Rows beyond the budget of bytes come bare,
 // as from Queue.
-func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, suspects bool, budget int64) (claimed []Delivery, err error) {
-	actions, streams, since := make([]string, len(pairs)), make([]string, len(pairs)), make([]time.Time, len(pairs))
-	for i, p := range pairs {
-		actions[i], streams[i], since[i] = p.Action, p.Stream, s.due.start(claimScan{p, suspects})
-	}
+func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int, suspects bool, budget int64) (claimed []Delivery, err error) {
+	actions, streams, types := columnsOfClaimable(pairs)
+	since := column(pairs, func(c *Claimable) time.Time { return s.due.start(claimScan{c.Pair, suspects}) })
+	yielded := s.yielded.current()
 	if suspects {
 		follow = 0
 	}
@@ -87,11 +114,11 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	claim := func(ctx context.Context, budget int64) error {
 		return transact(ctx, func(b *pgx.Batch) {
 			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, s.records).Query(func(rows pgx.Rows) (err error) {
+			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, s.records, types, yielded).Query(func(rows pgx.Rows) (err error) {
 				claimed, err = readRows(rows)
 				return err
 			})
-			b.Queue(s.sqlRemaining, s.group, actions, streams, since, suspects, s.records).Query(func(rows pgx.Rows) (err error) {
+			b.Queue(s.sqlRemaining, s.group, actions, streams, since, suspects, s.records, types, yielded).Query(func(rows pgx.Rows) (err error) {
 				left, err = pgx.CollectRows(rows, pgx.RowTo[pgtype.Timestamptz])
 				return err
 			})
@@ -108,7 +135,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	}
 	took := time.Since(began)
 	for i, p := range pairs {
-		s.due.scanned(claimScan{p, suspects}, since[i], scannedUntil(left[i], now), now, took)
+		s.due.scanned(claimScan{p.Pair, suspects}, since[i], scannedUntil(left[i], now), now, took)
 	}
 	return withFloors(claimed), nil
 }

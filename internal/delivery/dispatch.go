@@ -32,6 +32,7 @@ type Dispatcher struct {
 	heard    <-chan struct{} // other processes have
 	cut      context.Context // ends when attempts must end
 	Kinds    []*LaneKind
+	members  *members
 
 	// TakeNew inserts deliveries for new events if lanes have room, and deals those that are claimed with
 	// that. It reports whether there are more events, and whether PostgreSQL has answered. Nil if other
@@ -142,7 +143,7 @@ func (d *Dispatcher) release(ctx context.Context, rows []Delivery) {
 	for _, r := range rows {
 		d.Claimed.remove(r.Ref)
 	}
-	d.SignalDue()
+	d.SignalHeads()
 }
 
 // noteBegun has the attempts on the deliveries of an abandoned call count. Its handler may never return.
@@ -177,7 +178,7 @@ func (d *Dispatcher) releaseUnknown(ctx context.Context) (released int, err erro
 	if err := d.store.Release(ctx, unknownClaims); err != nil {
 		return 0, err
 	}
-	d.SignalDue()
+	d.SignalHeads()
 	return len(unknownClaims), nil
 }
 
@@ -270,7 +271,7 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 
 // claimRequest describes the rows to claim.
 type claimRequest struct {
-	pairs    []Pair
+	pairs    []Claimable
 	limit    int  // rows
 	follow   int  // parked rows behind each of them, at most
 	suspects bool // rows that may have ended their last process
@@ -318,7 +319,7 @@ func (d *Dispatcher) claimSuspect(ctx context.Context, k *LaneKind) (more bool, 
 
 // claimTrials claims one row of each action whose open breaker permits a trial.
 func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
-	for _, p := range k.Pairs {
+	for _, p := range k.claimable {
 		if d.Breakers.IsClosed(p.Action) || d.Pauses.IsPaused(p.Stream) {
 			continue
 		}
@@ -335,7 +336,7 @@ func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 
 // claimTrial claims one row for a trial of its action, unless a trial is under way. The trial belongs to the claim of
 // the row, and ends with it.
-func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Pair) error {
+func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Claimable) error {
 	trial, ok := d.Breakers.TryOne(p.Action)
 	if !ok {
 		return nil
@@ -346,15 +347,20 @@ func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Pair) error 
 			trial.Release()
 		}
 	}()
-	rows, err := d.claim(ctx, k, claimRequest{pairs: []Pair{p}, limit: 1, budget: d.Claimed.Budget(), trial: trial})
+	rows, err := d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, budget: d.Claimed.Budget(), trial: trial})
 	return err
 }
 
 // claimablePairs returns the pairs of a kind of lanes whose streams are not paused and whose breakers are
-// closed. It begins with another pair each time, so that each one gets its turn.
-func (d *Dispatcher) claimablePairs(k *LaneKind) (pairs []Pair) {
-	k.Pairs = append(k.Pairs[1:], k.Pairs[0])
-	for _, p := range k.Pairs {
+// closed. It begins with another pair and with other types each time, so that each one gets its turn.
+func (d *Dispatcher) claimablePairs(k *LaneKind) (pairs []Claimable) {
+	k.claimable = append(k.claimable[1:], k.claimable[0])
+	for i := range k.claimable {
+		p := k.claimable[i]
+		if len(p.Types) > 1 {
+			p.Types = append(p.Types[1:], p.Types[0])
+			k.claimable[i] = p
+		}
 		if !d.Pauses.IsPaused(p.Stream) && d.Breakers.IsClosed(p.Action) {
 			pairs = append(pairs, p)
 		}
@@ -408,6 +414,13 @@ func (d *Dispatcher) SignalDue() {
 	d.due = true
 	d.mu.Unlock()
 	wait.Signal(d.changed)
+}
+
+// SignalHeads is SignalDue when rows were made due that this process may have no handler for. It notifies the processes
+// that have one.
+func (d *Dispatcher) SignalHeads() {
+	d.SignalDue()
+	d.members.notify()
 }
 
 // RetryAt has due rows claimed at a time.

@@ -64,6 +64,14 @@
 // notes that for suspects, and for rows whose handlers do not return. So an event that ends its processes, or hangs,
 // uses up its attempts.
 //
+// # Processes of two releases
+//
+// Each process has a row in event_member, which says which event types of which streams it handles for which actions.
+// A claim names them, and takes the rows behind a head up to the first of another type. So an old release does not
+// touch rows that only the new one handles. They wait, and the log and the doctor name them. A process that makes such
+// a row due notifies the others. A process gives back a row that it decodes as a type without a handler, see
+// lane.yield.
+//
 // # Parts of a Run
 //
 // The [Dispatcher] claims rows and deals them to lanes, all rows of a key to the same lane. A lane runs

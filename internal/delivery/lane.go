@@ -307,7 +307,9 @@ func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
 // handleOne runs the tasks of an item until all are done or one has failed.
 func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 	if o, decided := l.outcomeWithoutCall(it); decided {
-		l.markDead(it, o)
+		if !l.yield(it, o) {
+			l.markDead(it, o)
+		}
 		return
 	}
 	if it.Suspect && !l.beginSuspect(it) {

@@ -10,15 +10,34 @@ import (
 
 // LaneKind is all lanes for handlers with a transaction, or all lanes for handlers without one.
 type LaneKind struct {
-	lanes    []*lane
-	Pairs    []Pair
-	maxBatch int // deliveries in a batch: fewer where handlers are slow
+	lanes     []*lane
+	claimable []Claimable              // only the goroutine of the dispatcher
+	handles   map[Pair]map[string]bool // by pair: the types of claimable
+	maxBatch  int                      // deliveries in a batch: fewer where handlers are slow
 
 	mu          sync.Mutex
 	load        map[*lane]int  // batches of each lane, the one under way included
 	slow        map[*lane]bool // lanes whose call takes longer than slowBatch
 	perDelivery time.Duration  // moving average of how long a delivery takes
 }
+
+// newLaneKind returns a kind without lanes for the rows of pairs.
+func newLaneKind(pairs []Claimable, maxBatch int) *LaneKind {
+	k := &LaneKind{
+		claimable: pairs, handles: map[Pair]map[string]bool{}, maxBatch: maxBatch, load: map[*lane]int{}, slow: map[*lane]bool{},
+	}
+	for _, p := range pairs {
+		types := map[string]bool{}
+		for _, t := range p.Types {
+			types[t] = true
+		}
+		k.handles[p.Pair] = types
+	}
+	return k
+}
+
+// Handles reports whether the lanes handle rows of a pair that have an event type.
+func (k *LaneKind) Handles(p Pair, eventType string) bool { return k.handles[p][eventType] }
 
 // queueLength returns the number of batches for a lane, including its current batch.
 func (k *LaneKind) queueLength() int {

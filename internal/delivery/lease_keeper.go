@@ -25,6 +25,7 @@ type leaseKeeper struct {
 	log        *slog.Logger
 	hooks      *contain.Callback           // calls hooks for deliveries that no lane has
 	confirm    func(context.Context) error // see [Run.Confirm]
+	members    *members
 
 	repairedUpTo int64 // the last key whose head was checked; only takeOverLoop
 }
@@ -121,7 +122,7 @@ type takeOverRound struct {
 // takeOverOnce takes over, repairs heads, retries dead deliveries and confirms, each when its time has come.
 func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) error {
 	began := time.Now()
-	err := k.store.Check(ctx)
+	err := k.members.renew(ctx)
 	round.answers.note(err, time.Since(began) > k.cfg.Lease/3)
 	if err == nil && !round.announced {
 		err = k.announceOthers(ctx)
@@ -131,7 +132,9 @@ func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) er
 		err = k.takeOver(ctx)
 	}
 	if err == nil && round.n%repairEvery == 0 {
-		err = k.repairHeads(ctx)
+		if err = k.repairHeads(ctx); err == nil {
+			err = k.reportUnhandled(ctx)
+		}
 	}
 	if err == nil && len(k.cfg.RetryDeadAfter) > 0 {
 		err = k.retryDead(ctx)
@@ -197,6 +200,7 @@ func (k *leaseKeeper) takeOver(ctx context.Context) error {
 		}
 		if len(rows) > 0 {
 			k.dispatcher.signalSuspects()
+			k.members.notify()
 			k.hooks.Notify(ctx, func() { k.notify(rows) })
 		}
 		if len(rows) < takeOverBatch {
@@ -232,12 +236,27 @@ func (goneError) Error() string { return "the process that had the event was gon
 // ErrorType names the error for metrics.
 func (goneError) ErrorType() string { return codeStale }
 
+// reportUnhandled logs, once for each type, that deliveries wait for a handler that no process of the group has.
+func (k *leaseKeeper) reportUnhandled(ctx context.Context) error {
+	kinds, err := k.store.unhandled(ctx)
+	if err != nil {
+		return err
+	}
+	for _, u := range k.members.fresh(kinds) {
+		if u.FromKafka == k.store.records {
+			k.log.Warn("outbox: deliveries wait, no process of the group has a handler for them at the moment",
+				"type", u.Type, "stream", u.Stream, "action", u.Action)
+		}
+	}
+	return nil
+}
+
 // retryDead requeues deliveries that have been dead for as long as RetryDeadAfter says.
 func (k *leaseKeeper) retryDead(ctx context.Context) error {
 	retried, err := k.store.retryDead(ctx, k.cfg.RetryDeadAfter)
 	if retried > 0 {
 		k.log.Info("outbox: dead deliveries are retried, as RetryDeadAfter says", "deliveries", retried)
-		k.dispatcher.SignalDue()
+		k.dispatcher.SignalHeads()
 	}
 	return err
 }
@@ -253,7 +272,7 @@ func (k *leaseKeeper) repairHeads(ctx context.Context) error {
 	k.repairedUpTo = last
 	if repaired > 0 {
 		k.log.Warn("outbox: all deliveries of some keys were parked; the first one of each key is due now", "keys", repaired)
-		k.dispatcher.SignalDue()
+		k.dispatcher.SignalHeads()
 	}
 	return nil
 }

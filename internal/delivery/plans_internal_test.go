@@ -94,11 +94,11 @@ var statements = []struct {
 	first, args      string // on the first day, and over many rows
 	most             int    // buffers
 }{
-	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false`, 900},
-	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false`, 30},
-	{"left", "text, text[], text[], timestamptz[], bool, bool", sqlRemaining, `'g', '{a}', '{s}', '{2000-01-01}', false, false`, `'g', '{a}', '{s}', '{2000-01-01}', false, false`, 60},
+	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool, text[], bigint[]", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, 900},
+	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool, text[], bigint[]", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, 30},
+	{"left", "text, text[], text[], timestamptz[], bool, bool, text[], bigint[]", sqlRemaining, `'g', '{a}', '{s}', '{2000-01-01}', false, false, E'{"\nt"}', '{}'`, `'g', '{a}', '{s}', '{2000-01-01}', false, false, E'{"\nt"}', '{}'`, 60},
 	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz, timestamptz, bigint", sqlInsert,
 		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now(), now(), 1000000000`,
 		`'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}', '{1,1,1}', '2100-01-01', pg_postmaster_start_time(), 1000000000`, 200},
@@ -205,7 +205,7 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 	var ids []int64
 	keys := "" // keys of the claimed rows
 	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
-		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false)`, pgx.QueryExecModeSimpleProtocol)
+		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}')`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(f, err)
 		ids, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (id int64, err error) {
 			values, err := row.Values()
@@ -224,7 +224,12 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 		one = fmt.Sprint(ids[0])
 	}
 	args = strings.NewReplacer("{claimed}", "'{"+list+"}'", "{one}", one, "{keys}", "'{"+keys+"}'", "{floors}", "'{"+list+"}'").Replace(args)
-	require.NoError(f, tx.QueryRow(ctx, `EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE "`+name+`"(`+args+`)`, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
+	return f.buffersOf(tx, name, args)
+}
+
+// buffersOf runs a prepared statement. It returns the number of buffers that the statement touches, and its plan.
+func (f *plansFixture) buffersOf(tx pgx.Tx, name, args string) (buffers int, plan string) {
+	require.NoError(f, tx.QueryRow(context.Background(), `EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE "`+name+`"(`+args+`)`, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
 	var explained []struct {
 		Plan struct {
 			Hit  int `json:"Shared Hit Blocks"`

@@ -78,6 +78,9 @@ func (l *lane) read(it *laneItem) {
 		if err != nil || m == nil {
 			return err
 		}
+		if it.hasNoAttemptLeft() && l.knowsTypeNow(it, m.Type) {
+			it.MaxAttempts = it.Attempt
+		}
 		if it.hasNoAttemptLeft() { // the lines and hooks about its death name the event as those before did
 			return l.finishing.Describe(&it.Meta, m)
 		}

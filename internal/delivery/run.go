@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -37,10 +38,11 @@ type Run struct {
 	// means that this is not needed. It is set before Run.
 	Confirm func(context.Context) error
 
-	parts  Parts
-	log    *slog.Logger
-	stop   context.CancelFunc // of Stopping
-	cutOff context.CancelFunc // of Cut
+	parts   Parts
+	members *members
+	log     *slog.Logger
+	stop    context.CancelFunc // of Stopping
+	cutOff  context.CancelFunc // of Cut
 }
 
 // Parts are the dependencies of a [Run].
@@ -57,7 +59,7 @@ type Parts struct {
 	Read       readDelivery
 	DeadLetter sendDeadLetter // nil if dead deliveries get no dead letter
 	Records    bool           // handle the deliveries of records, not of outbox events
-	Pairs      [2][]Pair      // for handlers with a transaction, and for those without, see PairsOf
+	Pairs      [2][]Claimable // for handlers with a transaction, and for those without, see PairsOf
 }
 
 // hookShare is the part of a lease that a hook may take if it delays the take-over loop.
@@ -73,12 +75,13 @@ func NewRun(parts Parts) *Run {
 	if parts.Records {
 		r.Store.ForRecords()
 	}
+	r.members = &members{store: r.Store, routes: routesOf(parts.Pairs), every: rules.Lease / 3}
 	limits := contain.Limits{Patience: rules.Lease / hookShare, Grace: contain.HookLimits.Grace}
 	r.Hooks = contain.NewCallback("a hook", r.log, limits)
 	r.Dispatcher = &Dispatcher{
 		cfg: rules, store: r.Store, Breakers: parts.Breakers, Pauses: parts.Pauses, outages: parts.Outages, log: r.log,
 		Claimed: r.Claimed, wake: parts.Wake, heard: parts.Heard, cut: r.Cut, changed: make(chan struct{}, 1),
-		PollSchedule: wakeup.PollSchedule{Idle: rules.PollInterval},
+		PollSchedule: wakeup.PollSchedule{Idle: rules.PollInterval}, members: r.members,
 	}
 	return r
 }
@@ -122,15 +125,15 @@ func (r *Run) makeLanes() {
 		cfg: p.Rules, processor: p.Processor, store: r.Store, slots: p.Slots, breakers: p.Breakers, pauses: p.Pauses,
 		outages: p.Outages, readEvent: p.Read, deadLetter: p.DeadLetter, log: r.log, claimed: r.Claimed, session: r.Session,
 		stopping: r.Stopping, cut: r.Cut,
-		signalDue: r.Dispatcher.SignalDue, signalUnknown: r.Dispatcher.signalUnknown, retryAt: r.Dispatcher.RetryAt,
+		signalDue: r.Dispatcher.SignalHeads, signalUnknown: r.Dispatcher.signalUnknown, retryAt: r.Dispatcher.RetryAt,
 	}
 	for i, tx := range []bool{true, false} {
-		k := &LaneKind{Pairs: p.Pairs[i], maxBatch: p.Rules.MaxPoll, load: map[*lane]int{}, slow: map[*lane]bool{}}
+		if len(p.Pairs[i]) == 0 {
+			continue
+		}
+		k := newLaneKind(p.Pairs[i], p.Rules.MaxPoll)
 		if !tx {
 			k.maxBatch = 1
-		}
-		if len(k.Pairs) == 0 {
-			continue
 		}
 		parts.handled = func(l *lane, n int, took time.Duration) {
 			k.noteHandled(l, n, took, p.Rules.MaxPoll)
@@ -144,37 +147,38 @@ func (r *Run) makeLanes() {
 	}
 }
 
-// PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers
-// without one. With withoutAction it adds pairs without an action, whose rows are for all handlers of their
-// event type.
-func PairsOf(routes handling.Routes, withoutAction bool) (pairs [2][]Pair) {
+// PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers without one,
+// with the event types of the handlers. It adds pairs without an action, whose rows are for all handlers of their event
+// type.
+func PairsOf(routes handling.Routes) (pairs [2][]Claimable) {
 	kinds := map[Pair]bool{} // with a transaction
-	for _, route := range routes.ByName {
+	types := map[Pair][]string{}
+	for name, route := range routes.ByName {
 		for _, topic := range routes.TopicsOf(route) {
 			for h := range route.Handlers() {
 				p := Pair{Action: h.Action, Stream: topic}
 				tx, known := kinds[p]
 				kinds[p] = h.Kind != handling.NoTx && (tx || !known)
+				if !slices.Contains(types[p], name) { // versions of a type may share an action
+					types[p] = append(types[p], name)
+				}
 			}
 		}
 	}
 	const withTx, without = 0, 1
 	for p, tx := range kinds {
 		if tx {
-			pairs[withTx] = append(pairs[withTx], p)
+			pairs[withTx] = append(pairs[withTx], Claimable{p, types[p]})
 		} else {
-			pairs[without] = append(pairs[without], p)
+			pairs[without] = append(pairs[without], Claimable{p, types[p]})
 		}
-	}
-	if !withoutAction {
-		return pairs
 	}
 	all := &pairs[withTx]
 	if len(*all) == 0 {
 		all = &pairs[without]
 	}
 	for _, topic := range routes.Topics {
-		*all = append(*all, Pair{Stream: topic})
+		*all = append(*all, Claimable{Pair: Pair{Stream: topic}})
 	}
 	return pairs
 }
@@ -192,10 +196,13 @@ func (r *Run) Run(ctx context.Context) error {
 	}
 	keeper := &leaseKeeper{
 		cfg: r.parts.Rules, store: r.Store, claimed: r.Claimed, dispatcher: r.Dispatcher, lanes: r.Lanes,
-		outages: r.parts.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm,
+		outages: r.parts.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm, members: r.members,
 	}
 	background, endBackground := context.WithCancel(context.WithoutCancel(ctx))
 	var loops sync.WaitGroup
+	heard := r.joinMembers()
+	defer r.members.member.Close()
+	loops.Go(func() { r.hear(background, heard) })
 	loops.Go(func() { keeper.renewLoop(background) })
 	loops.Go(func() { keeper.takeOverLoop(background) })
 	loops.Go(func() { keeper.watchLoop(background) })
@@ -210,5 +217,36 @@ func (r *Run) Run(ctx context.Context) error {
 	endBackground()
 	r.releaseLast(clock)
 	loops.Wait()
+	r.removeMember(clock)
 	return err
+}
+
+// joinMembers has the returned channel signalled when another process of the group makes rows due that it has no
+// handler for.
+func (r *Run) joinMembers() <-chan struct{} {
+	heard := make(chan struct{}, 1)
+	r.members.hub = wakeup.Of(r.parts.Db, "deliveries of "+r.parts.Rules.Group+" in "+r.parts.Rules.Schema)
+	r.members.member = r.members.hub.Join(heard, heard, r.log)
+	return heard
+}
+
+// hear has due rows claimed after each signal, until ctx is cancelled.
+func (r *Run) hear(ctx context.Context, heard <-chan struct{}) {
+	for {
+		select {
+		case <-heard:
+			r.Dispatcher.SignalDue()
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// removeMember removes the row of this process from event_member. Without that, the row is live for a few more seconds.
+func (r *Run) removeMember(clock handling.StopClock) {
+	ctx, cancel := clock.By(handling.CloseBy)
+	defer cancel()
+	if err := r.Store.removeMember(ctx); err != nil {
+		r.log.Debug("outbox: the row of this process in event_member is not removed, it expires", "error", err)
+	}
 }

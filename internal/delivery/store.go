@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // ErrLost means that another process has the row, because its lease had expired and the row was taken over.
@@ -32,6 +33,7 @@ type Store struct {
 	records bool // see ForRecords
 
 	floors   floors
+	yielded  yielded
 	due      scanBounds[claimScan]
 	expiring scanBounds[struct{}]
 
@@ -39,6 +41,7 @@ type Store struct {
 	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless                   string
 	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead                         string
 	sqlPassIDs, sqlCheck, sqlCheckRecords                                                                             string
+	sqlRenewMember, sqlRemoveMember, sqlHandledElsewhere, sqlUnhandled, sqlForgetMembers                              string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
@@ -58,6 +61,8 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		sqlPromoteBehind: in(sqlPromoteBehind), sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared),
 		sqlBlocked: in(sqlBlocked), sqlReplayed: in(sqlReplayed), sqlYieldHead: in(sqlYieldHead),
 		sqlRetryable: in(sqlRetryable), sqlRetryDead: in(sqlRetryDead),
+		sqlRenewMember: in(sqlRenewMember), sqlRemoveMember: in(sqlRemoveMember), sqlHandledElsewhere: in(sqlHandledElsewhere),
+		sqlUnhandled: in(tables.SQLUnhandled), sqlForgetMembers: in(sqlForgetMembers),
 		sqlPassIDs: in(sqlPassIDs), sqlCheck: in(sqlCheck), sqlCheckRecords: in(sqlCheckRecords),
 	}
 }
@@ -80,10 +85,10 @@ const settings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('loc
 
 // sqlCheck fails if the tables do not exist, or lack columns that this release needs.
 const sqlCheck = `
-SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s LIMIT 0`
+SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s, {schema}.event_member AS m LIMIT 0`
 
 // sqlCheckRecords is sqlCheck for a store of records, which needs no subscriptions.
-const sqlCheckRecords = `SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d LIMIT 0`
+const sqlCheckRecords = `SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_member AS m LIMIT 0`
 
 // Check returns an error if the tables cannot be used.
 func (s *Store) Check(ctx context.Context) error {

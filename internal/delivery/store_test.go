@@ -75,7 +75,10 @@ func (f *tableFixture) rows() (all []string) {
 // room is a budget that exceeds the payloads of all tests.
 const room = 1 << 30
 
-var pairs = []delivery.Pair{{Action: action, Stream: stream}}
+// eventType is the type of the events of all tests.
+const eventType = "a.order.sent.v1"
+
+var pairs = []delivery.Claimable{{Pair: delivery.Pair{Action: action, Stream: stream}, Types: []string{eventType}}}
 
 func ids(all []delivery.Delivery) (ids []int64) {
 	for _, d := range all {

@@ -35,7 +35,7 @@ func (r *roles) requireNoMore(t *testing.T) {
 	t.Helper()
 	h := r.relayFixture
 	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "consumer_pause", "consumer_group_role",
-		"event_delivery", "event_subscription", "outbox_partitioning"}
+		"event_delivery", "event_subscription", "event_member", "outbox_partitioning"}
 	statements := map[string]string{
 		"select": `SELECT FROM {t}`, "update": `UPDATE {t} SET {c} = {c}`, "delete": `DELETE FROM {t}`, "truncate": `TRUNCATE {t}`,
 		"insert": `INSERT INTO {t} DEFAULT VALUES`, "trigger": `CREATE TRIGGER x AFTER INSERT ON {t} EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
@@ -50,21 +50,21 @@ func (r *roles) requireNoMore(t *testing.T) {
 		"consumer": {"event_handled select", "event_handled insert", "event_handled delete", "consumer_group_role select",
 			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete", "consumer_pause select",
 			"event_delivery select", "event_delivery insert", "event_delivery delete", "outbox select", "outbox_cursor select", "outbox_lease select",
-			"outbox_lease insert", "outbox_lease update", "event_subscription select"},
+			"outbox_lease insert", "outbox_lease update", "event_subscription select", "event_member select", "event_member insert", "event_member delete"},
 		"worker": {"outbox select", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete", "outbox_lease select", "outbox_lease insert",
 			"outbox_lease update", "event_handled select", "event_handled insert", "event_handled delete", "consumer_pause select", "consumer_group_role select",
 			"event_delivery select", "event_delivery insert", "event_delivery delete", "event_subscription select", "event_subscription insert",
-			"outbox_failed select"},
+			"outbox_failed select", "event_member select", "event_member insert", "event_member delete"},
 		"reader": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
 			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
-			"event_subscription select"},
+			"event_subscription select", "event_member select"},
 		"operator": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
 			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
-			"event_subscription select"},
+			"event_subscription select", "event_member select"},
 	}
 	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
 		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_pause": "reason", "consumer_group_role": "role",
-		"event_delivery": "resolved_by", "event_subscription": "relay", "outbox_partitioning": "rows"}
+		"event_delivery": "resolved_by", "event_subscription": "relay", "event_member": "routes", "outbox_partitioning": "rows"}
 	for _, role := range r.parts {
 		allowed, db := can[role], r.as(t, role)
 		var got []string
@@ -261,6 +261,7 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 	}
 	_, err := h.db.Exec(background, h.sql(`
 		INSERT INTO {s}.event_subscription (consumer_group) VALUES ('mine'), ('theirs');
+		INSERT INTO {s}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes) VALUES ('mine', 'm', false, now(), '1 h', '{}'), ('theirs', 'm', false, now(), '1 h', '{}');
 		INSERT INTO {s}.event_delivery (consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until,
 		       created_at, updated_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, recorded_at)
 		SELECT g, 'a', 't', 1, 'PROCESSING', 1, 10, now(), 'w', now(), now(), now(), gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now(), now()
@@ -320,6 +321,8 @@ var hiddenRows = map[string][]string{
 	},
 	"worker": {
 		`UPDATE {s}.event_subscription SET changed_at = now() WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.event_member SET renewed_at = now() WHERE consumer_group = 'theirs'`,
+		`DELETE FROM {s}.event_member WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.event_delivery SET locked_by = 'x' WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE consumer_group = 'theirs'`,
 		`SELECT FROM {s}.event_delivery WHERE consumer_group = 'theirs' FOR UPDATE`,

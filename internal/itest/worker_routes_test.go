@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
@@ -49,4 +50,62 @@ func TestWorkersOfTwoReleases(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return f.count(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes)`) == 2
 	}, testenv.Patience, 10*time.Millisecond)
+}
+
+// A failover to a standby that lagged loses routes of a group. Its workers write them again before they take events, so
+// each event is owed to each handler.
+func TestRoutesSurviveAFailover(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
+	routes := func(n int) {
+		f.eventually(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes)`, n)
+	}
+	_, stop := f.start(cfg, f.effects("COUNTED", nil))
+	routes(1)
+	f.exec(`CREATE TABLE {schema}.standby AS SELECT routes, routes_version FROM {schema}.event_subscription`)
+	f.start(cfg, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
+	routes(2)
+	stop()
+	f.start(cfg, f.effects("COUNTED", nil)) // it knows the new handler before it takes events
+	f.commit(step{"a", 1})
+	f.await(2)
+
+	// The first events behind the failover come with it. All workers knew the handler.
+	const steps = 20
+	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error {
+		_, err := tx.Exec(t.Context(), f.sql(`UPDATE {schema}.event_subscription SET (routes, routes_version) = (SELECT routes, routes_version FROM {schema}.standby)`))
+		require.NoError(t, err)
+		for n := range steps {
+			require.NoError(t, f.rec.Record(t.Context(), tx, step{"a", n + 2}))
+		}
+		return nil
+	}))
+	f.await(2 + 2*steps)
+
+	// A third release starts behind the next one, with the version that the second had.
+	f.exec(`UPDATE {schema}.event_subscription SET (routes, routes_version) = (SELECT routes, routes_version FROM {schema}.standby)`)
+	f.start(cfg, f.effects("COUNTED", nil), f.effects("TRACED", nil))
+	routes(3)
+	for n := range steps {
+		f.commit(step{"b", n + 1})
+	}
+	f.await(2 + 2*steps + 3*steps)
+	f.requireOrder()
+}
+
+// A handler that no worker has had for an hour is forgotten, and the log says which one.
+func TestForgottenRouteIsLogged(t *testing.T) {
+	t.Parallel()
+	f, log := newWorkerFixture(t), new(workerLog)
+	f.exec(`INSERT INTO {schema}.event_subscription (consumer_group, routes) VALUES ('bank', jsonb_build_object(
+		'bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'GONE', extract(epoch FROM now() - interval '61 min')::bigint,
+		'bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'STAYS', extract(epoch FROM now() - interval '59 min')::bigint))`)
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Logger: log.logger()}}, f.effects("COUNTED", nil))
+	f.eventually(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes) AS k WHERE k LIKE '%STAYS' OR k LIKE '%COUNTED'`, 2)
+	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes) AS k WHERE k LIKE '%GONE'`))
+	const line = "has had this handler for an hour"
+	require.Eventually(t, func() bool { return log.count(line) > 0 }, testenv.Patience, 10*time.Millisecond)
+	require.Equal(t, 1, log.count(line), log.String())
+	require.Regexp(t, `level=WARN .*type=bank.account.stepped.v1 stream=account-events action=GONE`, log.String())
 }

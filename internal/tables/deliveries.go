@@ -130,6 +130,14 @@ type DeliveryCount struct {
 	Oldest, Due                   time.Time
 }
 
+// The index of due rows has dueType of a row d. fromDue selects the PENDING rows of kind k.
+const (
+	dueType = `(CASE WHEN d.action = '' THEN '' ELSE d.event_type END)`
+	fromDue = ` FROM {schema}.event_delivery AS d
+                      WHERE d.status = 'PENDING' AND k.status = 'PENDING'
+                        AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream`
+)
+
 // SQLDeliveryCount counts up to $14 deliveries of each kind, and looks at up to $15 that are
 // with a worker. The first of a kind by id is the oldest one.
 const SQLDeliveryCount = DeliveryKinds + `
@@ -140,13 +148,20 @@ SELECT counted.* FROM (
               SELECT count(*) AS deliveries, count(*) FILTER (WHERE held) AS held, min(created_at) AS oldest FROM (
                      SELECT d.created_at, d.held FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $14) AS r) AS c
          LEFT JOIN LATERAL (
-              SELECT min(first.next_retry_at) AS next_retry_at FROM (VALUES (false, false), (false, true), (true, false), (true, true)) AS s (record, stale)
+              WITH RECURSIVE types AS (
+                 (SELECT ` + dueType + ` AS type` + fromDue + `
+                   ORDER BY d.consumer_group, d.action, d.stream, ` + dueType + ` LIMIT 1)
+                   UNION ALL
+                  SELECT next.type FROM types AS t
+                   CROSS JOIN LATERAL (SELECT ` + dueType + ` AS type` + fromDue + ` AND ` + dueType + ` > t.type
+                                        ORDER BY d.consumer_group, d.action, d.stream, ` + dueType + ` LIMIT 1) AS next
+              )
+              SELECT min(first.next_retry_at) AS next_retry_at FROM types AS t
+               CROSS JOIN (VALUES (false, false), (false, true), (true, false), (true, true)) AS s (record, stale)
                CROSS JOIN LATERAL (
-                     SELECT d.next_retry_at FROM {schema}.event_delivery AS d
-                      WHERE d.status = 'PENDING' AND k.status = 'PENDING'
-                        AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream
+                     SELECT d.next_retry_at` + fromDue + ` AND ` + dueType + ` = t.type
                         AND (d.record IS NOT NULL) = s.record AND (coalesce(d.last_error_code, '') = 'stale') = s.stale` + DeliveryWhere + `
-                      ORDER BY d.consumer_group, d.action, d.stream, (d.record IS NOT NULL), (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
+                      ORDER BY d.consumer_group, d.action, d.stream, ` + dueType + `, (d.record IS NOT NULL), (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
         UNION ALL
        SELECT consumer_group, stream, action, 'PROCESSING', count(*), 0, min(created_at), min(locked_until)
          FROM (SELECT d.* FROM {schema}.event_delivery AS d

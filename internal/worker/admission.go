@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -53,6 +52,7 @@ type roundPlan struct {
 	left    map[*delivery.LaneKind]int       // deliveries that the lanes of a kind can still take
 	status  map[delivery.Key]delivery.Status // of the later deliveries of a key
 	unknown []eventHead                      // events of types without a handler
+	foreign bool                             // a delivery is for other workers
 }
 
 // takeNew runs one round of fan-out if a lane has room. It reports whether more events wait, and whether
@@ -81,12 +81,15 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 		return nil
 	})
 	a.dispatcher.PollSchedule.Polled(began, events)
+	if err == nil && a.round.foreign {
+		a.dispatcher.SignalHeads()
+	}
 	if err == nil && len(a.round.unknown) > 0 {
 		a.reportUnknown(ctx, a.round.unknown)
 	}
 	a.backlog.Store(more)
-	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, cursor.ErrOtherCluster) {
-		// The position of the group was deleted, or comes from another server.
+	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, cursor.ErrOtherCluster) || errors.Is(err, errRoutesLost) {
+		// The position of the group was deleted, or comes from another server, or handlers of the group were lost.
 		a.starting = true
 		return true, false, nil
 	}
@@ -98,7 +101,7 @@ func (a *admission) deal(rows []delivery.Delivery, made time.Time) {
 	for _, k := range a.dispatcher.Kinds {
 		var own []delivery.Delivery
 		for _, r := range rows {
-			if slices.Contains(k.Pairs, delivery.Pair{Action: r.Action, Stream: r.Stream}) {
+			if k.Handles(delivery.Pair{Action: r.Action, Stream: r.Stream}, r.Type) {
 				own = append(own, r)
 			}
 		}
@@ -208,7 +211,7 @@ func (a *admission) plan(e eventHead) (planned []delivery.New) {
 		if p.Stream == stream {
 			key := a.keyOf(e, p.Action, stream)
 			planned = append(planned, delivery.New{
-				OutboxID: e.id, Action: p.Action, Stream: stream, Key: key, MaxAttempts: attempts, Status: a.statusOf(key, p),
+				OutboxID: e.id, Action: p.Action, Stream: stream, Key: key, MaxAttempts: attempts, Status: a.statusOf(key, p, e.eventType),
 			})
 		}
 	}
@@ -226,23 +229,37 @@ func (a *admission) plan(e eventHead) (planned []delivery.New) {
 
 // statusOf returns the status of a new delivery whose key is free. It is Processing, claimed by this
 // worker, while the lanes of its kind can take more, and Pending otherwise. Later deliveries of its key in
-// this round go with it.
-func (a *admission) statusOf(key delivery.Key, pair delivery.Pair) delivery.Status {
+// this round go with it, up to the first whose type this worker does not handle.
+func (a *admission) statusOf(key delivery.Key, pair delivery.Pair, eventType string) delivery.Status {
+	kind := a.kindOf(pair, eventType)
+	a.round.foreign = a.round.foreign || kind == nil
 	if s, ok := a.round.status[key]; ok && key.Ordered {
+		if kind == nil {
+			s = delivery.Parked
+			a.round.status[key] = s
+		}
 		return s
 	}
 	status, later := delivery.Pending, delivery.Parked
-	for k, left := range a.round.left {
-		if left > 0 && slices.Contains(k.Pairs, pair) && a.isOpen(pair) {
-			a.round.left[k]--
-			status, later = delivery.Processing, delivery.Processing
-		}
+	if kind != nil && a.round.left[kind] > 0 && a.isOpen(pair) {
+		a.round.left[kind]--
+		status, later = delivery.Processing, delivery.Processing
 	}
 	a.round.status[key] = later
 	if status == delivery.Pending {
 		a.dispatcher.SignalDue()
 	}
 	return status
+}
+
+// kindOf returns the lanes of this worker that handle the deliveries of a pair with an event type, or nil.
+func (a *admission) kindOf(pair delivery.Pair, eventType string) *delivery.LaneKind {
+	for _, k := range a.dispatcher.Kinds {
+		if k.Handles(pair, eventType) {
+			return k
+		}
+	}
+	return nil
 }
 
 // isOpen reports whether the pair is neither paused nor kept back by the breaker of its action.

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
+	"log/slog"
 	"math/rand/v2"
 	"time"
 
@@ -39,7 +40,9 @@ type fanOut struct {
 	store   *delivery.Store
 	plan    func(e eventHead) []delivery.New // returns the deliveries that an event needs
 	own     []string                         // routes of this process
+	seen    knownRoutes                      // own, and those of other processes
 	routes  groupRoutes
+	log     *slog.Logger
 	lock    int64         // the advisory lock of the group
 	grace   time.Duration // for which a stop does not cut off a round, see [delivery.Rules.StopGrace]
 	bare    bool          // PostgreSQL could not print a row: the next round reads no payloads
@@ -76,13 +79,13 @@ func (e eventHead) destination() (string, error) {
 func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
 
 func newFanOut(
-	db *pgxpool.Pool, schema, group string, own []string, store *delivery.Store, grace time.Duration,
+	db *pgxpool.Pool, schema, group string, own []string, store *delivery.Store, grace time.Duration, log *slog.Logger,
 	plan func(eventHead) []delivery.New,
 ) *fanOut {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &fanOut{
 		db: db, group: group, cursors: cursor.NewStore(db, schema, tables.WorkerPrefix+group), store: store, plan: plan,
-		own: own, lock: fanOutLock(schema, group), grace: grace,
+		own: own, log: log, lock: fanOutLock(schema, group), grace: grace,
 		sqlLock: in(sqlFanOutLock), sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlRoutes: in(sqlRoutes),
 		sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
 		sqlLeaveGroup: in(sqlLeaveGroup), sqlForget: in(sqlForget),
@@ -140,16 +143,12 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.Relay, fromStart || state.Valid, newEpoch()); err != nil {
 			return err
 		}
-		_, err := conn.Exec(ctx, f.sqlSubscribe, f.group, f.own, routeLife)
-		return err
+		return f.subscribe(ctx, conn)
 	})
 }
 
 // confirm renews the routes of this process. Any goroutine may call it.
-func (f *fanOut) confirm(ctx context.Context) error {
-	_, err := pg.Exec(ctx, f.db, f.sqlSubscribe, f.group, f.own, routeLife)
-	return err
-}
+func (f *fanOut) confirm(ctx context.Context) error { return f.subscribe(ctx, f.db) }
 
 func newEpoch() int64 { return rand.Int64N(1<<62) + 1 }
 

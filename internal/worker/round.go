@@ -363,7 +363,8 @@ func (f *fanOut) inRound(
 	return claimed(got)
 }
 
-// queueRoutes queues the statement that reads the routes of the group, if they have changed.
+// queueRoutes queues the statement that reads the routes of the group, if they have changed. The error of the batch is
+// errRoutesLost if routes are missing that this worker knows: then the events of the round must not be taken.
 func (f *fanOut) queueRoutes(b *pgx.Batch) {
 	b.Queue(f.sqlRoutes, f.group, f.routes.version).QueryRow(func(row pgx.Row) error {
 		var version int64
@@ -371,7 +372,15 @@ func (f *fanOut) queueRoutes(b *pgx.Batch) {
 		if err := row.Scan(&version, &routes); err != nil || !routes.Valid {
 			return err
 		}
-		return f.routes.read(version, routes.String)
+		stored, err := readRoutes(routes.String)
+		if err != nil {
+			return err
+		}
+		if f.seen.lacks(stored) {
+			return errRoutesLost
+		}
+		f.seen.set(stored)
+		return f.routes.set(version, stored)
 	})
 }
 

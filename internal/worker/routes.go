@@ -1,16 +1,20 @@
 package worker
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // routeLife is how long a group keeps a route that no worker confirms.
@@ -21,23 +25,46 @@ import (
 // routes. A delivery without a handler in one process waits for a process that has it.
 const routeLife = time.Hour
 
-// sqlSubscribe adds the routes $2 of a worker to the routes of its group, and removes routes that no worker
-// has confirmed for $3. The version of the routes grows if the set of routes changes.
+// sqlSubscribe adds the routes $2 of a worker to the routes of its group, and the routes $4 of other workers that this
+// worker knows: the database may have lost them in a failover. It removes routes that no worker has confirmed for $3.
+// The version of the routes is a digest of them, so the same version never stands for other routes. It returns
+// the routes as they are then, and those that it has removed.
 const sqlSubscribe = `
-INSERT INTO {schema}.event_subscription AS s (consumer_group, routes, routes_version)
-SELECT $1::text, jsonb_object_agg(route, extract(epoch FROM now())::bigint), 1 FROM pg_catalog.unnest($2::text[]) AS route
-    ON CONFLICT (consumer_group) DO UPDATE
-   SET (routes, routes_version) = (
-       SELECT m.routes, s.routes_version + CASE
-              WHEN ARRAY(SELECT k FROM jsonb_object_keys(m.routes) AS k ORDER BY k)
-                 OPERATOR(pg_catalog.=) ARRAY(SELECT k FROM jsonb_object_keys(s.routes) AS k ORDER BY k) THEN 0 ELSE 1 END
-         FROM (SELECT jsonb_object_agg(key, value) AS routes FROM jsonb_each(s.routes || excluded.routes)
-                WHERE value::numeric > extract(epoch FROM now() - $3::interval)) AS m)`
+WITH before AS MATERIALIZED (
+    SELECT routes FROM {schema}.event_subscription WHERE consumer_group = $1::text
+), own AS MATERIALIZED (
+    SELECT jsonb_object_agg(r.route, extract(epoch FROM now())::bigint) AS routes FROM pg_catalog.unnest($2::text[]) AS r (route)
+), written AS (
+    INSERT INTO {schema}.event_subscription AS s (consumer_group, routes, routes_version)
+    SELECT $1::text, own.routes, ` + digestOf + `own.routes` + endDigest + ` FROM own
+        ON CONFLICT (consumer_group) DO UPDATE
+       SET (routes, routes_version) = (
+           SELECT m.routes, ` + digestOf + `m.routes` + endDigest + `
+             FROM (SELECT jsonb_object_agg(r.key, r.at) AS routes
+                     FROM (SELECT e.key, max(e.value::text::numeric) AS at
+                             FROM (SELECT key, value FROM jsonb_each(s.routes) UNION ALL SELECT key, value FROM jsonb_each($4::text::jsonb)
+                                    UNION ALL SELECT key, value FROM jsonb_each(excluded.routes)) AS e GROUP BY e.key) AS r
+                    WHERE r.at > extract(epoch FROM now() - $3::interval)) AS m)
+ RETURNING s.routes, s.routes_version
+)
+SELECT w.routes_version, w.routes::text,
+       ARRAY(SELECT k FROM before AS b CROSS JOIN LATERAL jsonb_object_keys(b.routes) AS k WHERE NOT w.routes ? k)
+  FROM written AS w`
+
+// Around routes, these are the expression for their version: 63 bits of a digest of their names.
+const (
+	digestOf  = `(('x' || encode(substr(sha256(pg_catalog.convert_to((SELECT string_agg(n.name, E'\n\n' ORDER BY n.name COLLATE "C") FROM jsonb_object_keys(`
+	endDigest = `) AS n (name)), 'UTF8')), 1, 8), 'hex'))::bit(64)::bigint & 9223372036854775807)`
+)
 
 // sqlRoutes reads the routes of a group if their version is not $2.
 const sqlRoutes = `
 SELECT routes_version, CASE WHEN routes_version <> $2 THEN routes::text END
   FROM {schema}.event_subscription WHERE consumer_group = $1::text`
+
+// errRoutesLost is the error of a round that has found that event_subscription lacks routes which this worker has or
+// knows, as after a failover to a standby that lagged.
+var errRoutesLost = errors.New("event_subscription has lost handlers of the group")
 
 // groupRoutes are the routes of a group: which actions take an event type, and from which streams.
 type groupRoutes struct {
@@ -46,21 +73,93 @@ type groupRoutes struct {
 	byType  map[string][]delivery.Pair
 }
 
-// read replaces the routes by a version of event_subscription, in its stored form.
-func (g *groupRoutes) read(version int64, text string) error {
-	var stored map[string]int64
-	if err := json.Unmarshal([]byte(text), &stored); err != nil {
-		return fmt.Errorf("read event_subscription.routes: %w", err)
+// knownRoutes are the routes of a group with the times at which workers have confirmed them, as this worker has read
+// them last. It is safe for concurrent use.
+type knownRoutes struct {
+	mu sync.Mutex
+	at map[string]int64 // in seconds since 1970
+}
+
+func (k *knownRoutes) set(at map[string]int64) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.at = at
+}
+
+// json returns the routes as event_subscription stores them.
+func (k *knownRoutes) json() string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	text, err := json.Marshal(k.at)
+	if err != nil || k.at == nil {
+		return "{}"
 	}
+	return string(text)
+}
+
+// lacks reports whether a known route is not in stored.
+func (k *knownRoutes) lacks(stored map[string]int64) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for route := range k.at {
+		if _, ok := stored[route]; !ok {
+			return true
+		}
+	}
+	return false
+}
+
+// subscribe writes the routes of this process into event_subscription, and logs the routes that are forgotten with
+// that. Any goroutine may call it.
+func (f *fanOut) subscribe(ctx context.Context, db pg.BatchSender) error {
+	var version int64
+	var text string
+	var forgotten []string
+	err := pg.QueryRow(ctx, db, f.sqlSubscribe, f.group, f.own, routeLife, f.seen.json()).Scan(&version, &text, &forgotten)
+	if err != nil {
+		return err
+	}
+	stored, err := readRoutes(text)
+	if err != nil {
+		return err
+	}
+	f.seen.set(stored)
+	for _, route := range forgotten {
+		if eventType, p, err := parseRoute(route); err == nil {
+			f.log.Warn("outbox: no worker of the group has had this handler for an hour, later events get no deliveries for it",
+				"type", eventType, "stream", p.Stream, "action", p.Action)
+		}
+	}
+	return nil
+}
+
+// readRoutes reads event_subscription.routes.
+func readRoutes(text string) (stored map[string]int64, err error) {
+	if err := json.Unmarshal([]byte(text), &stored); err != nil {
+		return nil, fmt.Errorf("read event_subscription.routes: %w", err)
+	}
+	return stored, nil
+}
+
+// parseRoute returns the parts of a route.
+func parseRoute(route string) (eventType string, p delivery.Pair, err error) {
+	parts := strings.SplitN(route, "\n", 3)
+	if len(parts) < 3 {
+		return "", p, fmt.Errorf("read event_subscription.routes: %w: %q", check.ErrMalformed, route)
+	}
+	return parts[0], delivery.Pair{Action: parts[2], Stream: parts[1]}, nil
+}
+
+// set replaces the routes by a version of event_subscription.
+func (g *groupRoutes) set(version int64, stored map[string]int64) error {
 	*g = groupRoutes{version: version, streams: map[string]bool{}, byType: map[string][]delivery.Pair{}}
 	for _, route := range slices.Sorted(maps.Keys(stored)) {
-		parts := strings.SplitN(route, "\n", 3)
-		if len(parts) < 3 {
-			return fmt.Errorf("read event_subscription.routes: %w: %q", check.ErrMalformed, route)
+		eventType, p, err := parseRoute(route)
+		if err != nil {
+			return err
 		}
-		eventType, stream, action := parts[0], parts[1], parts[2]
-		g.streams[stream] = true
-		g.byType[eventType] = append(g.byType[eventType], delivery.Pair{Action: action, Stream: stream})
+		g.streams[p.Stream] = true
+		g.byType[eventType] = append(g.byType[eventType], p)
 	}
 	return nil
 }

@@ -30,13 +30,13 @@ func newRun(w *Worker) *run {
 	r.engine = delivery.NewRun(delivery.Parts{
 		Rules: w.delivery, Db: w.db, Processor: w.processor, Slots: handling.CallSlots{Transactions: w.slots},
 		Breakers: w.breakers, Pauses: w.pauses, Outages: w.outages, Wake: w.wake, Heard: w.heard,
-		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(routes, true),
+		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(routes),
 	})
 	r.admission = &admission{
 		cfg: w.cfg, delivery: w.delivery, dispatcher: r.engine.Dispatcher, processor: w.processor, log: w.processor.Log,
 		lease: r.lease, hooks: r.engine.Hooks, starting: true,
 	}
-	r.admission.fanOut = newFanOut(w.db, rules.Schema, w.Group(), routesOf(routes), r.engine.Store, w.delivery.StopGrace(), r.admission.plan)
+	r.admission.fanOut = newFanOut(w.db, rules.Schema, w.Group(), routesOf(routes), r.engine.Store, w.delivery.StopGrace(), w.processor.Log, r.admission.plan)
 	r.engine.Dispatcher.TakeNew = r.admission.takeNew
 	r.engine.Confirm = r.admission.fanOut.confirm
 	return r

@@ -3,6 +3,7 @@ package worker
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"testing"
 	"time"
 
@@ -18,7 +19,7 @@ func TestUncommittedRowsCostNothing(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	d, ctx := testenv.NewTables(t), context.Background()
-	f := newFanOut(d.DB, d.Schema, "bank", []string{"a.b.c.v1"}, nil, 0, nil)
+	f := newFanOut(d.DB, d.Schema, "bank", []string{"a.b.c.v1"}, nil, 0, slog.New(slog.DiscardHandler), nil)
 	require.NoError(t, f.begin(ctx, false))
 	d.PassUncommitted(t, sqlFanOutSettings, func(snapshot string) []testenv.Statement {
 		d.Exec(t, `

@@ -1,0 +1,99 @@
+package delivery
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/handling"
+)
+
+// yieldWait is how long a process does not claim a delivery that it has yielded. Other processes may claim it at once.
+const yieldWait = 30 * time.Second
+
+// maxYielded bounds the cost of claims. A delivery that is yielded above it waits for all processes.
+const maxYielded = 1000
+
+// yielded has the deliveries that this process has yielded, and until when it does not claim them. The zero value is
+// ready, and safe for concurrent use.
+type yielded struct {
+	mu    sync.Mutex
+	until map[int64]time.Time
+}
+
+// current returns the ids of the deliveries that this process does not claim at the moment.
+func (y *yielded) current() []int64 {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	ids := make([]int64, 0, len(y.until))
+	for id, until := range y.until {
+		if time.Now().After(until) {
+			delete(y.until, id)
+			continue
+		}
+		ids = append(ids, id)
+	}
+	return ids
+}
+
+// add adds a delivery, and reports whether there was room for it.
+func (y *yielded) add(id int64) bool {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	if y.until == nil {
+		y.until = map[int64]time.Time{}
+	}
+	if len(y.until) >= maxYielded {
+		return false
+	}
+	y.until[id] = time.Now().Add(yieldWait)
+	return true
+}
+
+// yield gives back a delivery that would be dead because this process does not know its type, if another process may.
+// It reports whether it did. No attempt counts.
+//
+//   - A delivery with an action was decoded by the process that made it, as a type for which this process has a
+//     handler. A decoder of another release has returned another type here. The delivery waits for a process that
+//     decodes it as before.
+//   - A delivery without an action waits as long as a live process has a handler for its type.
+func (l *lane) yield(it *laneItem, o handling.Outcome) bool {
+	if !l.isForOthers(it, o) {
+		return false
+	}
+	f := l.failureOf(it, o)
+	f.Uncounted, f.MaxAttempts = true, max(it.MaxAttempts, it.Attempt)
+	if !l.store.yielded.add(it.ID) {
+		f.Wait = yieldWait
+	}
+	if _, err := l.writeFailure(it, f); err != nil { // lost: the process that has it now decides
+		return true
+	}
+	l.log.Debug("outbox: a delivery waits for another process of the group, this one has no handler for its type",
+		handling.EventAttrs(&it.Meta, "action", it.Action, "error", o.Err)...)
+	l.signalDue()
+	l.retryAt(time.Now().Add(yieldWait))
+	return true
+}
+
+func (l *lane) isForOthers(it *laneItem, o handling.Outcome) bool {
+	unknownType := o.Class == handling.ClassUnknownType
+	if it.Action != "" {
+		return !it.hasNoAttemptLeft() && (unknownType || o.Class == handling.ClassUnknownAction)
+	}
+	if !unknownType {
+		return false
+	}
+	handled := false
+	_ = l.write(func(ctx context.Context) (err error) { // in a stop, the delivery is released
+		handled, err = l.store.handledElsewhere(ctx, it.Meta.Type, it.Stream)
+		return err
+	})
+	return handled
+}
+
+// knowsTypeNow reports whether a delivery without an attempt left, which was dead because no handler had its type, has
+// a handler in this process. A process of another release has received its event.
+func (l *lane) knowsTypeNow(it *laneItem, eventType string) bool {
+	return it.Action == "" && it.LastCode == handling.ClassUnknownType && l.processor.Routes.ByName[eventType] != nil
+}
