@@ -39,6 +39,9 @@ func (d *doctor) deliveries(ctx context.Context) error {
 	}
 	d.findings = append(d.findings, deliveryFindings(counts, at, d.limits)...)
 	d.findings = append(d.findings, groupFindings(groups, at, d.limits, d.e.schemaName())...)
+	if err := d.gaps(ctx); err != nil {
+		return err
+	}
 	return d.headless(ctx)
 }
 
