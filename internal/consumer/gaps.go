@@ -63,7 +63,6 @@ func (w *partitionWorker) handleMissed(records []*kgo.Record) (others []*kgo.Rec
 		w.handle(records[:n])
 		w.missed = nil
 		if gap.next <= records[n-1].Offset { // stopped
-			w.saveGap(gap)
 			return nil
 		}
 	}
@@ -96,6 +95,13 @@ func (w *partitionWorker) saveGap(gap *missedEvents) (saved bool) {
 		w.log.Debug("outbox: the position in missed events is not saved; they are read again", "partition", w.partition.Name(), "error", err)
 	}
 	return false
+}
+
+// saveUnread saves the position in a gap that is not read to its end. The worker calls it when it ends.
+func (w *partitionWorker) saveUnread() {
+	if gap := w.openGap(); gap != nil && slices.ContainsFunc(gap.gaps, func(g starts.Gap) bool { return g.From < gap.next }) {
+		w.saveGap(gap)
+	}
 }
 
 func (w *partitionWorker) closeGap() {

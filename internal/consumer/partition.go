@@ -108,6 +108,7 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 // run handles records until finish or abandon is called. It is the worker's goroutine.
 func (w *partitionWorker) run() {
 	defer w.end()
+	defer w.saveUnread()
 	for w.awaitResume() {
 		records := w.take()
 		if len(records) == 0 {

@@ -1,19 +1,25 @@
 package itest
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
+	kafkaclient "github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -239,4 +245,164 @@ func TestReleasesComeAndGo(t *testing.T) {
 	}
 	t.Logf("%d events of each of %d products, known since %v", sent, products, known)
 	s.awaitNoGap(t)
+}
+
+// What fails in a gap is parked, and later events of its key wait behind it, those after the gap too. What cannot be
+// decoded is no second dead letter.
+func TestFailuresInAGap(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	forms := map[string]string{"COUNTED": "Handle", "SUMMED": "Handle"}
+	stop, _ := s.release(t, forms, "COUNTED", "SUMMED")
+	s.awaitOffset(t, 0, 0)
+	stop()
+	stop, _ = s.release(t, forms, "COUNTED")
+	s.send(t, s.sale("a", 1), s.sale("b", 1), s.saleRecord(uuid.NewString(), []byte("{")), s.saleRecord("", oneSale), s.sale("a", 2), s.sale("b", 2))
+	s.awaitOffset(t, 0, 6)
+	s.deadLetters(t, 2)
+	s.awaitStatuses(t, "", "DEAD 2")
+	stop()
+
+	var open atomic.Bool
+	fails := func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+		if sold(e) == "a 1" && !open.Load() {
+			return errPlay
+		}
+		return nil
+	}
+	testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), s.handler("Handle", "COUNTED", nil), s.handler("Handle", "SUMMED", fails)).Run)
+	s.send(t, s.sale("a", 3), s.sale("b", 3), s.saleRecord("", oneSale))
+	s.awaitOffset(t, 0, 9)
+	s.awaitJournal(t, "SUMMED", "b", 3)
+	s.awaitJournal(t, "COUNTED", "a", 3)
+	require.Empty(t, s.journal(t, "SUMMED", "a"))
+	require.Equal(t, "3", s.text(t, `SELECT count(*)::text FROM {s}.event_delivery WHERE action = 'SUMMED'`), s.rowStates(t))
+	open.Store(true)
+	s.awaitJournal(t, "SUMMED", "a", 3)
+	s.awaitNoGap(t)
+	s.awaitStatuses(t, "", "DEAD 3")
+	require.Len(t, s.deadLetters(t, 3), 3)
+	require.EqualValues(t, 3, s.endOf(t, s.topic+".dlq"))
+}
+
+// endOf returns the end of partition 0 of a topic.
+func (s *consumerFixture) endOf(t testing.TB, topic string) int64 {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	at := kafkaclient.Partition{Topic: topic}
+	ends, err := kafkaclient.ListOffsets(background, client, kafkaclient.Uncommitted, map[kafkaclient.Partition]int64{at: kafkaclient.EndOffset})
+	require.NoError(t, err)
+	return ends[at]
+}
+
+// A member stops in the middle of a gap. The next one goes on where it has stopped. While a member without the handler
+// has the partition, the gap stays.
+func TestStopWithinAGap(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	forms := map[string]string{"COUNTED": "Handle", "SUMMED": "HandleNoTx"}
+	stop, _ := s.release(t, forms, "COUNTED", "SUMMED")
+	s.awaitOffset(t, 0, 0)
+	stop()
+	stop, _ = s.release(t, forms, "COUNTED")
+	s.sellUpTo(t, 1, 1, 1, 100)
+	s.awaitOffset(t, 0, 100)
+	stop()
+	require.Equal(t, "SUMMED 0 0", s.gaps(t))
+
+	reached, goOn := make(chan struct{}), make(chan struct{})
+	cfg := s.config(t)
+	cfg.MaxPoll = 1
+	stop = testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", nil), s.handler("HandleNoTx", "SUMMED",
+		func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+			if e.Amount == 40 {
+				close(reached)
+				<-goOn
+			}
+			return nil
+		})).Run)
+	<-reached
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		stop()
+	}()
+	time.AfterFunc(300*time.Millisecond, func() { close(goOn) }) // the stop waits for the handler
+	<-stopped
+	require.Equal(t, "SUMMED 0 40", s.gaps(t))
+	require.EqualValues(t, 100, s.committed(t, s.group, 0), "nothing is committed within a gap")
+
+	stop, _ = s.release(t, forms, "COUNTED")
+	s.sellUpTo(t, 1, 1, 101, 110)
+	s.awaitOffset(t, 0, 110)
+	stop()
+	require.Equal(t, "SUMMED 0 40", s.gaps(t))
+	s.release(t, forms, "COUNTED", "SUMMED")
+	s.awaitAll(t, "SUMMED", 1, 110)
+	s.awaitAll(t, "COUNTED", 1, 110)
+	s.awaitNoGap(t)
+}
+
+// Retention has removed a part of a gap. The rest is read, and the loss is counted.
+func TestRetentionPassesAGap(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	forms := map[string]string{"COUNTED": "Handle", "SUMMED": "Handle"}
+	stop, _ := s.release(t, forms, "COUNTED", "SUMMED")
+	s.awaitOffset(t, 0, 0)
+	stop()
+	stop, _ = s.release(t, forms, "COUNTED")
+	s.sellUpTo(t, 1, 1, 1, 10)
+	s.awaitOffset(t, 0, 10)
+	stop()
+	s.removeBefore(t, 4)
+	var lost atomic.Int64
+	cfg := s.config(t)
+	cfg.Hooks.Lost = func(_ string, _ int32, records int64) { lost.Add(records) }
+	stop = testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", nil), s.handler("Handle", "SUMMED", nil)).Run)
+	require.Eventually(t, func() bool { return len(s.journal(t, "SUMMED", "p-0")) == 6 }, testenv.Patience, 10*time.Millisecond)
+	require.Equal(t, upToN(10)[4:], s.journal(t, "SUMMED", "p-0"))
+	s.awaitNoGap(t)
+	stop() // which saves what is lost
+	require.EqualValues(t, 4, lost.Load())
+	require.Equal(t, "4", s.text(t, `SELECT sum(lost)::text FROM {s}.consumer_start`))
+	require.Equal(t, upToN(10), s.journal(t, "COUNTED", "p-0"))
+}
+
+// removeBefore removes the records of partition 0 before an offset.
+func (s *consumerFixture) removeBefore(t testing.TB, offset int64) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	request := kmsg.NewPtrDeleteRecordsRequest()
+	request.Topics = []kmsg.DeleteRecordsRequestTopic{{Topic: s.topic, Partitions: []kmsg.DeleteRecordsRequestTopicPartition{{Offset: offset}}}}
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
+}
+
+// While all members have the same handlers, nothing is written but the handlers themselves, once.
+func TestEqualMembersWriteNoGaps(t *testing.T) {
+	t.Parallel()
+	const partitions, products = 4, 4
+	s := newParkingFixture(t, partitions)
+	forms := map[string]string{"COUNTED": "Handle", "SUMMED": "HandleNoTx"}
+	s.exec(t, `CREATE TABLE {s}.writes (what text);
+		CREATE FUNCTION {s}.note_write() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO writes VALUES (TG_TABLE_NAME || ' ' || TG_OP); RETURN NULL; END $$;
+		ALTER FUNCTION {s}.note_write() SET search_path = {s};
+		CREATE TRIGGER note AFTER INSERT OR UPDATE OR DELETE ON {s}.consumer_gap FOR EACH ROW EXECUTE FUNCTION {s}.note_write();
+		CREATE TRIGGER note AFTER INSERT OR UPDATE OR DELETE ON {s}.consumer_handler FOR EACH ROW EXECUTE FUNCTION {s}.note_write()`)
+	for n := range 3 {
+		stop, _ := s.release(t, forms, "COUNTED", "SUMMED")
+		another, _ := s.release(t, forms, "COUNTED", "SUMMED")
+		s.awaitMembers(t, 2, partitions)
+		s.sellUpTo(t, partitions, products, 5*n+1, 5*n+5)
+		s.awaitAll(t, "SUMMED", products, 5*n+5)
+		stop()
+		another()
+	}
+	require.Equal(t, "consumer_handler INSERT 2", s.text(t, `SELECT string_agg(what || ' ' || n, ', ') FROM (SELECT what, count(*) AS n FROM {s}.writes GROUP BY what) AS w`))
 }
