@@ -144,11 +144,11 @@ WITH read AS (
 ), removed AS (
     DELETE FROM {schema}.consumer_gap AS g USING read AS p
      WHERE g.consumer_group = $1 AND g.topic = p.topic AND g.topic_id = p.id AND g.partition = p.number
-       AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at >= $7
+       AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at >= $7::bigint
 )
 UPDATE {schema}.consumer_gap AS g SET from_offset = p.at FROM read AS p
  WHERE g.consumer_group = $1 AND g.topic = p.topic AND g.topic_id = p.id AND g.partition = p.number
-   AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at < $7`
+   AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at < $7::bigint`
 
 // pass notes up to which offset the gaps of a partition are read. They are read to their end at until.
 func (s *Store) pass(ctx context.Context, gaps []Gap, until int64) error {

@@ -3,6 +3,7 @@ package starts
 import (
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
@@ -57,7 +58,18 @@ func TestRegister(t *testing.T) {
 // this one has opened.
 func TestGapIsExtendedMeanwhile(t *testing.T) {
 	t.Parallel()
-	s, id := storeFixture(t)
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			s, id := storeFixture(t)
+			s.db = testenv.PoolIn(t, mode)
+			testGapIsExtendedMeanwhile(t, s, id)
+		})
+	}
+}
+
+func testGapIsExtendedMeanwhile(t *testing.T, s *Store, id kafka.TopicID) {
+	require.NoError(t, s.register(t.Context(), "sales", id, []Handler{count, sum}, nil))
 	require.NoError(t, s.open(t.Context(), []Gap{{Handler: sum, Number: 0, From: 5, id: id}}))
 	read := requireGaps(t, s, 5)
 	require.NoError(t, s.open(t.Context(), []Gap{{Handler: sum, Number: 0, From: 10, id: id}}))
