@@ -207,7 +207,7 @@ func TestReleasesComeAndGo(t *testing.T) {
 		}
 	}
 	start(releases[0])
-	for until := time.Now().Add(40 * time.Second); time.Now().Before(until); {
+	for until := time.Now().Add(30 * time.Second); time.Now().Before(until); {
 		s.sellUpTo(t, partitions, products, sent+1, sent+5)
 		sent += 5
 		time.Sleep(time.Duration(random.IntN(300)) * time.Millisecond) // the members work meanwhile
