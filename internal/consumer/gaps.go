@@ -31,10 +31,11 @@ func handlersOf(routes handling.Routes) (all []starts.Handler) {
 // A failed event of a gap is parked, as any other. If the member stops before the end of the gap, the next one with
 // the handlers goes on there. After a crash events of the last second arrive again; notes make that harmless.
 type missedEvents struct {
-	gaps  []starts.Gap
-	until int64     // the committed offset
-	next  int64     // all records before it are handled
-	saved time.Time // when next was saved
+	gaps    []starts.Gap
+	until   int64     // the committed offset
+	next    int64     // all records before it are handled
+	saved   int64     // next when it was saved
+	savedAt time.Time // when it was tried to save next
 }
 
 // gapSave is how often the position in a gap is saved.
@@ -72,7 +73,7 @@ func (w *partitionWorker) handleMissed(records []*kgo.Record) (others []*kgo.Rec
 			return nil
 		}
 		w.closeGap()
-	} else if time.Since(gap.saved) > gapSave {
+	} else if time.Since(gap.savedAt) > gapSave {
 		w.saveGap(gap)
 	}
 	return records[n:]
@@ -84,10 +85,14 @@ func (w *partitionWorker) saveGap(gap *missedEvents) (saved bool) {
 	for i := range gap.gaps {
 		gap.gaps[i].From = max(gap.gaps[i].From, gap.next)
 	}
-	gap.saved = time.Now()
+	gap.savedAt = time.Now()
 	pass := func(ctx context.Context) error { return w.group.passGaps(ctx, gap.gaps, gap.until) }
 	if w.stopping.Err() == nil {
-		return w.write(pass) == nil
+		if w.write(pass) != nil {
+			return false
+		}
+		gap.saved = gap.next
+		return true
 	}
 	ctx, cancel := context.WithTimeout(w.held, delivery.WriteTimeout)
 	defer cancel()
@@ -99,16 +104,18 @@ func (w *partitionWorker) saveGap(gap *missedEvents) (saved bool) {
 
 // saveUnread saves the position in a gap that is not read to its end. The worker calls it when it ends.
 func (w *partitionWorker) saveUnread() {
-	if gap := w.openGap(); gap != nil && slices.ContainsFunc(gap.gaps, func(g starts.Gap) bool { return g.From < gap.next }) {
+	if gap := w.openGap(); gap != nil && gap.saved < gap.next {
 		w.saveGap(gap)
 	}
 }
 
+// closeGap notes that the gap is read to its end.
 func (w *partitionWorker) closeGap() {
 	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.log.Info("outbox: handlers have handled what they had missed of a partition", "partition", w.partition.Name(), "until", w.gap.until)
+	until := w.gap.until
 	w.gap = nil
+	w.mu.Unlock()
+	w.log.Info("outbox: handlers have handled what they had missed of a partition", "partition", w.partition.Name(), "until", until)
 }
 
 // pick removes the tasks of handlers that have not missed the event. A nil receiver removes none.

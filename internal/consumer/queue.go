@@ -28,7 +28,7 @@ func (w *partitionWorker) begin(at int64, gaps []starts.Gap) {
 	for _, g := range gaps {
 		w.read = min(w.read, g.From)
 	}
-	w.gap = &missedEvents{gaps: gaps, until: at, next: w.read, saved: time.Now()}
+	w.gap = &missedEvents{gaps: gaps, until: at, next: w.read, saved: w.read, savedAt: time.Now()}
 	w.log.Info("outbox: handlers have missed events of a partition, which waits until they have handled them",
 		"partition", w.partition.Name(), "from", w.read, "until", at, "action", gaps[0].Action, "handlers", len(gaps))
 }
