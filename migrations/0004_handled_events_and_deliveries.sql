@@ -42,6 +42,7 @@ CREATE TABLE consumer_start (
     saved_at       timestamptz  NOT NULL DEFAULT now(),
     lost           bigint       NOT NULL DEFAULT 0,
     lost_at        timestamptz,
+    handlers       bigint       NOT NULL DEFAULT 0,
     CONSTRAINT consumer_start_pkey PRIMARY KEY (consumer_group, topic, topic_id, partition),
     CONSTRAINT consumer_start_partition CHECK (partition >= -1 AND (partition = -1) = (start_offset IS NULL))
 );
@@ -62,6 +63,54 @@ COMMENT ON COLUMN consumer_start.position IS
 COMMENT ON COLUMN consumer_start.saved_at IS 'When position was saved.';
 COMMENT ON COLUMN consumer_start.lost IS 'Number of offsets that Kafka had removed before the group came to them.';
 COMMENT ON COLUMN consumer_start.lost_at IS 'When the group last found removed offsets.';
+COMMENT ON COLUMN consumer_start.handlers IS
+    'How often members have registered handlers of the topic, in the row with partition -1.';
+
+CREATE TABLE consumer_handler (
+    consumer_group varchar(255) NOT NULL,
+    topic          varchar(249) NOT NULL,
+    action         varchar(100) NOT NULL,
+    event_type     varchar(100) NOT NULL,
+    registered_at  timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT consumer_handler_pkey PRIMARY KEY (consumer_group, topic, action, event_type)
+);
+
+COMMENT ON TABLE consumer_handler IS
+    'The handlers of consumer groups, until an operator removes them. A member that does not have one of them notes in '
+    'consumer_gap where it begins to read.';
+COMMENT ON COLUMN consumer_handler.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN consumer_handler.topic IS 'The topic from which the handler gets events.';
+COMMENT ON COLUMN consumer_handler.action IS 'As in event_handled.';
+COMMENT ON COLUMN consumer_handler.event_type IS 'The type of the events, as they are received.';
+COMMENT ON COLUMN consumer_handler.registered_at IS 'When the first member with this handler ran.';
+
+CREATE TABLE consumer_gap (
+    consumer_group varchar(255) NOT NULL,
+    topic          varchar(249) NOT NULL,
+    topic_id       uuid         NOT NULL,
+    partition      int          NOT NULL,
+    action         varchar(100) NOT NULL,
+    event_type     varchar(100) NOT NULL,
+    from_offset    bigint       NOT NULL,
+    version        bigint       NOT NULL DEFAULT 1,
+    opened_at      timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT consumer_gap_pkey PRIMARY KEY (consumer_group, topic, topic_id, partition, action, event_type)
+);
+
+COMMENT ON TABLE consumer_gap IS
+    'Handlers that may have missed events of a partition, because members without them have committed offsets. The next '
+    'member with the handler that gets the partition reads from from_offset to the committed offset, for this handler.';
+COMMENT ON COLUMN consumer_gap.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN consumer_gap.topic IS 'Name of the topic.';
+COMMENT ON COLUMN consumer_gap.topic_id IS 'As in consumer_start.';
+COMMENT ON COLUMN consumer_gap.partition IS 'Number of the partition.';
+COMMENT ON COLUMN consumer_gap.action IS 'As in consumer_handler.';
+COMMENT ON COLUMN consumer_gap.event_type IS 'As in consumer_handler.';
+COMMENT ON COLUMN consumer_gap.from_offset IS 'The handler has handled all its events before this offset.';
+COMMENT ON COLUMN consumer_gap.version IS
+    'Grows when a member without the handler gets the partition. A member that has read the gap removes the row only if '
+    'the version is still the same.';
+COMMENT ON COLUMN consumer_gap.opened_at IS 'When the first member without the handler began to read.';
 
 CREATE TABLE consumer_pause (
     consumer_group varchar(255) NOT NULL,

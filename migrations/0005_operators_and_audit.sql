@@ -610,6 +610,30 @@ BEGIN
     END IF;
     RETURN done;
 END $body$
+$function$,
+
+-- Ends an action of a consumer group for good: removes its handlers from consumer_handler, and what they have missed from
+-- consumer_gap. A member with the action that starts later registers it as a new one. Returns how many handlers there
+-- were.
+$function$
+CREATE FUNCTION @schema@.outbox_forget_action(consumer_group text, action text, operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH gone AS (
+        DELETE FROM @schema@.consumer_handler AS h WHERE h.consumer_group = $1 AND h.action = $2 RETURNING 1
+    ), closed AS (
+        DELETE FROM @schema@.consumer_gap AS g WHERE g.consumer_group = $1 AND g.action = $2
+    )
+    SELECT count(*) INTO done FROM gone;
+    IF done > 0 THEN
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+            VALUES ($3, 'forget-action', $4, '', '/' || $2, $1);
+    END IF;
+    RETURN done;
+END $body$
 $function$
 ]);
 -- +goose StatementEnd

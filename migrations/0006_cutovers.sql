@@ -247,6 +247,16 @@ BEGIN
         RAISE EXCEPTION 'the consumers of group % have parked events that are not handled yet', wrong
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
+    SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
+     WHERE s.relay = $1 AND s.state = 'returning' AND NOT early
+       AND EXISTS (SELECT FROM @schema@.consumer_gap AS g WHERE g.consumer_group = s.consumer_group)
+     ORDER BY s.consumer_group LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'handlers of group % have missed events that its consumers have not read for them yet', wrong
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    DELETE FROM @schema@.consumer_gap AS g USING @schema@.event_subscription AS s
+        WHERE s.relay = $1 AND s.state = 'returning' AND g.consumer_group = s.consumer_group;
     UPDATE @schema@.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now()
         WHERE s.relay = $1 AND s.state = 'returning';
     GET DIAGNOSTICS finished = ROW_COUNT;

@@ -46,6 +46,17 @@ CREATE POLICY consumer_start_write ON @schema@.consumer_start USING (@groups@ &&
 ALTER TABLE @schema@.consumer_start ENABLE ROW LEVEL SECURITY
 $policy$,
 $policy$
+CREATE POLICY consumer_handler_read ON @schema@.consumer_handler FOR SELECT USING (true);
+CREATE POLICY consumer_handler_write ON @schema@.consumer_handler
+    USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
+ALTER TABLE @schema@.consumer_handler ENABLE ROW LEVEL SECURITY
+$policy$,
+$policy$
+CREATE POLICY consumer_gap_read ON @schema@.consumer_gap FOR SELECT USING (true);
+CREATE POLICY consumer_gap_write ON @schema@.consumer_gap USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
+ALTER TABLE @schema@.consumer_gap ENABLE ROW LEVEL SECURITY
+$policy$,
+$policy$
 CREATE POLICY event_delivery_read ON @schema@.event_delivery FOR SELECT USING (true);
 CREATE POLICY event_delivery_write ON @schema@.event_delivery USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
 ALTER TABLE @schema@.event_delivery ENABLE ROW LEVEL SECURITY
@@ -121,8 +132,8 @@ BEGIN
       LEFT JOIN pg_operator AS o ON d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
      WHERE c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = @schema_name@)
        AND c.relname IN ('outbox', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed',
-                         'event_handled', 'consumer_start', 'consumer_pause', 'event_subscription', 'event_member',
-                         'event_delivery', 'outbox_audit', 'consumer_group_role')
+                         'event_handled', 'consumer_start', 'consumer_handler', 'consumer_gap', 'consumer_pause',
+                         'event_subscription', 'event_member', 'event_delivery', 'outbox_audit', 'consumer_group_role')
        AND coalesce(p.pronamespace, o.oprnamespace) <> 'pg_catalog'::regnamespace;
     IF bound IS NOT NULL THEN
         RAISE EXCEPTION 'somebody has put code in the place of PostgreSQL''s own before outbox was migrated: %', bound

@@ -23,7 +23,7 @@ type auditList struct {
 }
 
 // auditActions are the actions in the audit.
-var auditActions = []string{"retry", "edit", "resolve", "hold", "release", "pause", "resume", "rewind", "to-kafka", "to-postgres", "finish-cut", "cancel-cut", "read"}
+var auditActions = []string{"retry", "edit", "resolve", "hold", "release", "pause", "resume", "rewind", "forget-action", "to-kafka", "to-postgres", "finish-cut", "cancel-cut", "read"}
 
 func (a *admin) auditList(r *request) (answer, error) {
 	q := &r.query

@@ -342,3 +342,26 @@ func TestRelayWaitsForCut(t *testing.T) {
 	require.Equal(t, events[3:5], arrived)
 	require.Equal(t, "a active, b active; worker:a, worker:b; r waits", f.state())
 }
+
+// A group is not moved to PostgreSQL while one of its actions lacks events that are in Kafka.
+func TestCutWaitsForGaps(t *testing.T) {
+	t.Parallel()
+	for _, early := range []bool{false, true} {
+		f := newCutFixture(t)
+		require.NoError(t, f.cuts.ToKafka(t.Context(), both, "r", why))
+		f.depart(both...)
+		require.NoError(t, f.cuts.Finish(t.Context(), nil, "r", why))
+		require.NoError(t, f.cuts.ToPostgres(t.Context(), both, "r", nil, why))
+		f.do(`INSERT INTO {schema}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
+			SELECT g, 'orders', gen_random_uuid(), 0, 'SUM', 'e', 7 FROM unnest(ARRAY['b', 'other']) AS g`)
+		f.rejects(f.cuts.Finish(t.Context(), testenv.KafkaOpts(f.brokers), "r", why), "handlers of group b have missed events")
+		if early {
+			require.NoError(t, f.cuts.FinishEarly(t.Context(), "r", why))
+		} else {
+			f.do(`DELETE FROM {schema}.consumer_gap WHERE consumer_group = 'b'`)
+			require.NoError(t, f.cuts.Finish(t.Context(), testenv.KafkaOpts(f.brokers), "r", why))
+		}
+		require.Contains(t, f.state(), "a active, b active")
+		require.Equal(t, "other", f.text(`SELECT string_agg(consumer_group, ',') FROM {schema}.consumer_gap`))
+	}
+}

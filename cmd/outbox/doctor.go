@@ -94,7 +94,7 @@ func (d *doctor) run(ctx context.Context, e *env) error {
 
 // wantsTables reports whether a wanted check needs tables.
 func (d *doctor) wantsTables() bool {
-	return d.wants(migrationsCheck, topicsCheck) || d.wants(tableChecks...)
+	return d.wants(migrationsCheck, topicsCheck, gapsCheck) || d.wants(tableChecks...)
 }
 
 func (d *doctor) wantsDatabase() bool {
@@ -114,7 +114,7 @@ func (d *doctor) examine(ctx context.Context) {
 		}
 	}
 	switch {
-	case !d.wants(kafkaCheck, autoCreateCheck, topicsCheck):
+	case !d.wants(kafkaCheck, autoCreateCheck, topicsCheck, gapsCheck):
 	case d.e.brokers() == "":
 		d.about = append(d.about, [2]string{"kafka", "not looked at: --kafka, or $KAFKA_BROKERS"})
 	default:

@@ -8,7 +8,7 @@ import (
 // allChecks returns the checks in the order in which they are made.
 func allChecks() []check {
 	return slices.Concat([]check{connectCheck}, databaseChecks, []check{migrationsCheck}, tableChecks,
-		[]check{kafkaCheck, autoCreateCheck, topicsCheck})
+		[]check{kafkaCheck, autoCreateCheck, topicsCheck, gapsCheck})
 }
 
 // findingIDs returns the ids of all that the doctor can find.

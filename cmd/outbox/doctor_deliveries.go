@@ -42,6 +42,9 @@ func (d *doctor) deliveries(ctx context.Context) error {
 	if err := d.missingHandlers(ctx, counts, at.now); err != nil {
 		return err
 	}
+	if err := d.gaps(ctx); err != nil {
+		return err
+	}
 	return d.headless(ctx)
 }
 

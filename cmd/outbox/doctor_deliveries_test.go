@@ -5,7 +5,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -187,4 +191,62 @@ func TestDoctorOnHandlersThatAreAway(t *testing.T) {
 	d.exec(t, `UPDATE {s}.event_member SET renewed_at = now() - interval '4 h' WHERE member = 'b'`)
 	ids, _ = d.deliveryFindings(t)
 	require.Equal(t, []string{"delivery.handler"}, ids, "its row has expired")
+}
+
+// Members without an action have read events that the action lacks.
+func TestDoctorOnGaps(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newClinic(t)
+	d.exec(t, `INSERT INTO {s}.consumer_handler (consumer_group, topic, action, event_type) VALUES ('stats', 'sales', 'SUM', 'e'), ('stats', 'sales', 'COUNT', 'e');
+		INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset, opened_at)
+		SELECT 'stats', 'sales', gen_random_uuid(), n, 'SUM', 'e', 7, now() - interval '4 min' FROM generate_series(0, 2) AS n`)
+	ids, _ := d.deliveryFindings(t)
+	require.Empty(t, ids, "a rollout takes a while")
+	d.exec(t, `UPDATE {s}.consumer_gap SET opened_at = now() - interval '90 min'`)
+	ids, all := d.deliveryFindings(t)
+	require.Equal(t, []string{"delivery.gap"}, ids)
+	require.Equal(t, "group stats: action SUM has lacked events of topic sales for 1h30m, in 3 partitions", all[0].What)
+	found := regexp.MustCompile(`SELECT .*`).FindString(all[0].Do) // ends the action
+	require.NotEmpty(t, found)
+	d.exec(t, found)
+	var left string
+	require.NoError(t, d.db.QueryRow(background, strings.ReplaceAll(`SELECT concat_ws(' ', (SELECT count(*) FROM {s}.consumer_gap), (SELECT string_agg(action, ',') FROM {s}.consumer_handler),
+		(SELECT string_agg(concat_ws(' ', action, consumer_group, parking_key), ',') FROM {s}.outbox_audit))`, "{s}", pgx.Identifier{d.schema}.Sanitize())).Scan(&left))
+	require.Equal(t, "0 COUNT forget-action stats /SUM", left)
+	ids, _ = d.deliveryFindings(t)
+	require.Empty(t, ids)
+}
+
+// Retention of Kafka removes what an action lacks, or comes near.
+func TestDoctorOnGapsInKafka(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newClinic(t).withKafka(t)
+	testenv.CreateTopic(t, d.brokers, d.topic, 1)
+	client, err := kgo.NewClient(kgo.SeedBrokers(d.brokers...), kgo.DefaultProduceTopic(d.topic))
+	require.NoError(t, err)
+	defer client.Close()
+	for range 100 {
+		require.NoError(t, client.ProduceSync(background, kgo.StringRecord("x")).FirstErr())
+	}
+	request := kmsg.NewPtrDeleteRecordsRequest()
+	request.Topics = []kmsg.DeleteRecordsRequestTopic{{Topic: d.topic, Partitions: []kmsg.DeleteRecordsRequestTopicPartition{{Partition: 0, Offset: 20}}}}
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
+	d.exec(t, `INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
+		SELECT 'stats', $1, gen_random_uuid(), 0, action, 'e', at
+		  FROM (VALUES ('LOST', 10), ('NEAR', 25), ('FAR', 60)) AS g (action, at)
+		 UNION ALL
+		SELECT 'stats', 'missing', gen_random_uuid(), 0, 'GONE', 'e', 1`, d.topic)
+	var what []string
+	for _, f := range d.findings(t, "--only", "kafka.gap,doctor") {
+		require.Equal(t, "kafka.gap", f.ID)
+		what = append(what, f.What)
+	}
+	require.Equal(t, []string{
+		"group stats: action LOST, " + d.topic + "/0: Kafka has removed 10 records that it lacks",
+		"group stats: action NEAR, " + d.topic + "/0: Kafka removes what it lacks after 5 more records",
+	}, what)
 }

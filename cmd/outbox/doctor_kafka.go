@@ -36,6 +36,9 @@ func (d *doctor) kafka(ctx context.Context) {
 		c := topicsCheck
 		c.make = func(d *doctor, ctx context.Context) error { return d.topics(ctx, opts, auto) }
 		d.try(ctx, c)
+		c = gapsCheck
+		c.make = func(d *doctor, ctx context.Context) error { return d.gapsInKafka(ctx, opts) }
+		d.try(ctx, c)
 	}
 }
 

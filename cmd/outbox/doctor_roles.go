@@ -60,6 +60,7 @@ func onFunctions(partitioned bool, signatures ...string) (all []need) {
 
 var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
+	onTable("consumer_handler", "SELECT"), onTable("consumer_gap", "SELECT"),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"), onTable("event_member", "SELECT"),
 	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
 
@@ -92,7 +93,8 @@ var partNeeds = map[string][]need{
 		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
 		onFunctions(true, "outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
-	"consumer": slices.Concat(noteNeeds, memberNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("event_delivery", "SELECT", "DELETE"),
+	"consumer": slices.Concat(noteNeeds, memberNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"),
+		onTable("consumer_gap", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("consumer_handler", "SELECT", "INSERT"), onTable("event_delivery", "SELECT", "DELETE"),
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_cursor", "SELECT"), onTable("event_subscription", "SELECT"),
 		[]need{{privilege: "SELECT", table: "outbox", columns: []string{"id", "xid", "event_type", "created_at"}},
 			{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
@@ -120,6 +122,7 @@ var partNeeds = map[string][]need{
 		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",
 		"outbox_pause_consumer(text, text, text, text)", "outbox_resume_consumer(text, text, text, text)",
 		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)",
+		"outbox_forget_action(text, text, text, text)",
 		"outbox_audit_replay(text, text, text, text)", "outbox_forget_handled(text, text[], text[], text[], text[], text, text)",
 		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
 		"outbox_hold_deliveries(bigint[], text, text)", "outbox_release_deliveries(bigint[], text, text)",

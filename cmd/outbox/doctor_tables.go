@@ -24,7 +24,8 @@ var tableChecks = []check{
 	{"privileges of the schema", []string{"privileges.schema", "privileges.foreign", "privileges.partitions"}, (*doctor).trust},
 	{"relay", []string{"relay.none", "relay.leader", "relay.ended", "relay.backlog", "delivery.stale", "failed.dead", "failed.held", "failed.parked",
 		"transaction.open", "transaction.prepared"}, (*doctor).relays},
-	{"delivery", []string{"delivery.dead", "delivery.held", "delivery.stuck", "delivery.worker", "delivery.unhandled", "delivery.handler", "delivery.backlog", "delivery.headless"},
+	{"delivery", []string{"delivery.dead", "delivery.held", "delivery.stuck", "delivery.worker", "delivery.unhandled", "delivery.handler", "delivery.backlog", "delivery.gap",
+		"delivery.headless"},
 		(*doctor).deliveries},
 	{"events", []string{"events.topic"}, (*doctor).routes},
 }

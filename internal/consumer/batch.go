@@ -16,6 +16,7 @@ import (
 // handle handles records in batches, until all are done or the worker is stopped.
 func (w *partitionWorker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
+	w.missed.pick(items)
 	for len(items) > 0 && w.stopping.Err() == nil {
 		n := w.handleBatch(items)
 		if n == 0 {

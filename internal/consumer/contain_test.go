@@ -77,7 +77,7 @@ func testHostFunctionHangs(t *testing.T, name string, set func(*Rules, *partitio
 	health := func() bool {
 		return s.worker.reportHealth(func(reason string, args ...any) { reasons = append(reasons, reason) })
 	}
-	s.worker.begin(0)
+	s.worker.begin(0, nil)
 	require.True(t, health())
 	require.Empty(t, reasons, "it may be slow")
 	time.Sleep(s.worker.cfg.HandlerTimeout)

@@ -8,6 +8,7 @@
 //   - The events of a partition are handled in offset order, partitions in parallel.
 //   - An offset is committed only after all events before it are handled, parked or dead letters.
 //   - After a crash or a rebalance events arrive again; package handling skips those that are noted.
+//   - A handler that is new in its group gets all events from the committed offsets on, whatever members without it do.
 //   - An event whose handler fails delays only the later events of its key, for this action.
 //     Without PostgreSQL, or with RetryInPlace, it delays its partition.
 //   - A stop takes at most StopTimeout, whatever handlers, PostgreSQL and Kafka do.
@@ -28,6 +29,9 @@
 // offset is committed before another member gets the partition. A commit is refused here if the group
 // has expelled the member meanwhile, because it could set back the offset of the new owner. A member that
 // was frozen past its session can still commit a transaction. Its notes keep the new owner from repeating it.
+//
+// A member of another release may lack a handler of the group, and commits the offsets of events that the handler
+// has not seen. The next member with the handler that gets the partition reads these events first, for this handler.
 //
 // Package starts decides where reading begins. Kafka cannot say whether a group is new: it forgets
 // old offsets and those of deleted topics. So the start of each partition is stored in PostgreSQL.

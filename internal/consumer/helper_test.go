@@ -29,6 +29,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/short"
+	"github.com/outboxgo/outbox/internal/starts"
 )
 
 // played is an event whose handlers do what its play says.
@@ -145,7 +146,10 @@ func (s *partitionFixture) Ping(context.Context) error {
 func (s *partitionFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
 func (s *partitionFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
 func (s *partitionFixture) requestCommit()                 { s.commits++ }
-func (s *partitionFixture) topicID(string) kafka.TopicID   { return kafka.TopicID{} }
+func (s *partitionFixture) passGaps(context.Context, []starts.Gap, int64) error {
+	return nil
+}
+func (s *partitionFixture) topicID(string) kafka.TopicID { return kafka.TopicID{} }
 
 func (s *partitionFixture) checkReplay(_ context.Context, r *kgo.Record) error {
 	if s.forged {

@@ -67,7 +67,7 @@ func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limi
 	}
 	m.limits.budget = handling.NewBudget(cfg.MaxQueueBytes)
 	m.starts = starts.NewMember(starts.Config{
-		Store: store, Group: cfg.Group, Topics: r.processor.Routes.Topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
+		Store: store, Group: cfg.Group, Topics: r.processor.Routes.Topics, Handlers: handlersOf(r.processor.Routes), FromStart: cfg.FromStart, Log: m.log, Outages: outages,
 		Commit: m.commitStarts, Begun: m.begun, Lost: m.lostRecords, Pause: m.pauseFetching, Resume: m.resumeStalled,
 	})
 	m.committing.Lock() // callbacks of the client may commit before m.client is set
@@ -98,6 +98,10 @@ func (m *membership) topicID(topic string) kafka.TopicID {
 	return m.starts.TopicID(topic)
 }
 
+func (m *membership) passGaps(ctx context.Context, gaps []starts.Gap, until int64) error {
+	return m.starts.PassGaps(ctx, gaps, until)
+}
+
 func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
 	return m.client.ProduceSync(ctx, record).FirstErr()
 }
@@ -125,9 +129,9 @@ func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partitio
 
 var errRevoked = errors.New("partition is assigned no longer")
 
-func (m *membership) begun(at kafka.Partition, offset int64) {
+func (m *membership) begun(at kafka.Partition, offset int64, gaps []starts.Gap) {
 	if w := m.workerOf(at); w != nil {
-		w.begin(offset)
+		w.begin(offset, gaps)
 	}
 }
 

@@ -36,6 +36,7 @@ type partitionWorker struct {
 	slow      handling.SlowCalls // only the goroutine of watchHandlers
 	batch     int                // the most records of one transaction; only run
 	slots     handling.HeldSlots // of the call under way
+	missed    *missedEvents      // gap, while its records are being handled; only run
 
 	stopping context.Context // cancelled by finish and by abandon
 	finish   context.CancelFunc
@@ -52,6 +53,7 @@ type partitionWorker struct {
 	trials   []*handling.Trial          // the trials that this worker holds
 	paused   bool                       // the client does not fetch the partition
 	blocked  *kgo.ErrDecompressTooLarge // the batch that the client cannot decompress; nil for none
+	gap      *missedEvents              // nil for none; set by begin, its fields are only for run
 	read     int64                      // the offset after the last fetched record
 	next     kgo.EpochOffset            // the offset after the last handled record
 	advanced bool                       // next is not committed
@@ -66,6 +68,8 @@ type partitionGroup interface {
 	resumeFetching(kafka.Partition)
 	// requestCommit requests a commit of the offsets of all workers. It does not wait.
 	requestCommit()
+	// passGaps notes that the gaps of a partition are read up to From of each. They are read to their end at until.
+	passGaps(ctx context.Context, gaps []starts.Gap, until int64) error
 	// checkReplay returns nil if a record was replayed from a dead-letter topic, and
 	// [deadletter.ErrNoReplay] if its headers are forged. Any other error is Kafka's.
 	checkReplay(context.Context, *kgo.Record) error
@@ -104,6 +108,7 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 // run handles records until finish or abandon is called. It is the worker's goroutine.
 func (w *partitionWorker) run() {
 	defer w.end()
+	defer w.saveUnread()
 	for w.awaitResume() {
 		records := w.take()
 		if len(records) == 0 {
@@ -114,13 +119,17 @@ func (w *partitionWorker) run() {
 			continue
 		}
 		size := sizeOf(records)
-		w.handle(records)
+		w.handle(w.handleMissed(records))
 		w.drop(size)
 	}
 }
 
 // advance notes that all records up to last are handled, and requests a commit.
 func (w *partitionWorker) advance(last *kgo.Record) {
+	if w.missed != nil {
+		w.missed.next = last.Offset + 1
+		return
+	}
 	w.mu.Lock()
 	w.next, w.advanced = kgo.EpochOffset{Epoch: last.LeaderEpoch, Offset: last.Offset + 1}, true
 	w.mu.Unlock()

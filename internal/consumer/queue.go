@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"slices"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -16,11 +17,20 @@ const (
 	queueBytes   = 16 << 20
 )
 
-// begin notes the offset at which reading begins. It is committed.
-func (w *partitionWorker) begin(at int64) {
+// begin notes the offset at which reading begins, which is committed. Before that offset, only the gaps are read.
+func (w *partitionWorker) begin(at int64, gaps []starts.Gap) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.read, w.saved = at, at
+	if len(gaps) == 0 {
+		return
+	}
+	for _, g := range gaps {
+		w.read = min(w.read, g.From)
+	}
+	w.gap = &missedEvents{gaps: gaps, until: at, next: w.read, saved: w.read, savedAt: time.Now()}
+	w.log.Info("outbox: handlers have missed events of a partition, which waits until they have handled them",
+		"partition", w.partition.Name(), "from", w.read, "until", at, "action", gaps[0].Action, "handlers", len(gaps))
 }
 
 // hasBegun reports whether the offset at which reading begins is known.

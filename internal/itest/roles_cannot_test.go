@@ -34,8 +34,8 @@ func TestRolesCannot(t *testing.T) {
 func (r *roles) requireNoMore(t *testing.T) {
 	t.Helper()
 	h := r.relayFixture
-	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "consumer_pause", "consumer_group_role",
-		"event_delivery", "event_subscription", "event_member", "outbox_partitioning"}
+	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "consumer_handler", "consumer_gap", "consumer_pause",
+		"consumer_group_role", "event_delivery", "event_subscription", "event_member", "outbox_partitioning"}
 	statements := map[string]string{
 		"select": `SELECT FROM {t}`, "update": `UPDATE {t} SET {c} = {c}`, "delete": `DELETE FROM {t}`, "truncate": `TRUNCATE {t}`,
 		"insert": `INSERT INTO {t} DEFAULT VALUES`, "trigger": `CREATE TRIGGER x AFTER INSERT ON {t} EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
@@ -49,6 +49,7 @@ func (r *roles) requireNoMore(t *testing.T) {
 			"event_delivery delete", "event_subscription select"},
 		"consumer": {"event_handled select", "event_handled insert", "event_handled delete", "consumer_group_role select",
 			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete", "consumer_pause select",
+			"consumer_handler select", "consumer_handler insert", "consumer_gap select", "consumer_gap insert", "consumer_gap update", "consumer_gap delete",
 			"event_delivery select", "event_delivery insert", "event_delivery delete", "outbox select", "outbox_cursor select", "outbox_lease select",
 			"outbox_lease insert", "outbox_lease update", "event_subscription select", "event_member select", "event_member insert", "event_member delete"},
 		"worker": {"outbox select", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete", "outbox_lease select", "outbox_lease insert",
@@ -57,13 +58,13 @@ func (r *roles) requireNoMore(t *testing.T) {
 			"outbox_failed select", "event_member select", "event_member insert", "event_member delete"},
 		"reader": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
 			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
-			"event_subscription select", "event_member select"},
+			"consumer_handler select", "consumer_gap select", "event_subscription select", "event_member select"},
 		"operator": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
 			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
-			"event_subscription select", "event_member select"},
+			"consumer_handler select", "consumer_gap select", "event_subscription select", "event_member select"},
 	}
 	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
-		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_pause": "reason", "consumer_group_role": "role",
+		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_handler": "action", "consumer_gap": "from_offset", "consumer_pause": "reason", "consumer_group_role": "role",
 		"event_delivery": "resolved_by", "event_subscription": "relay", "event_member": "routes", "outbox_partitioning": "rows"}
 	for _, role := range r.parts {
 		allowed, db := can[role], r.as(t, role)
@@ -183,6 +184,9 @@ var escalations = map[string][]string{
 		`UPDATE {s}.event_handled SET consumer_group = 'theirs'`,
 		`INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset) VALUES ('theirs', 't', gen_random_uuid(), 0, 1000)`,
 		`UPDATE {s}.consumer_start SET consumer_group = 'theirs' WHERE consumer_group = 'mine'`,
+		`INSERT INTO {s}.consumer_handler (consumer_group, topic, action, event_type) VALUES ('theirs', 't', 'a', 'e')`,
+		`INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset) VALUES ('theirs', 't', gen_random_uuid(), 0, 'a', 'e', 1)`,
+		`SELECT {s}.outbox_forget_action('theirs', 'a', 'kim', 'why')`,
 		`INSERT INTO {s}.consumer_group_role (consumer_group, role) VALUES ('*', session_user)`,
 		`UPDATE {s}.consumer_group_role SET consumer_group = '*'`,
 		`SELECT payload FROM {s}.outbox`,
@@ -271,6 +275,8 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 		INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts)
 		SELECT name, 'h', 1, now(), '1 s' FROM unnest('{mine,theirs,worker:mine,worker:theirs,consumer:mine,consumer:theirs}'::text[]) AS name;
 		INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('mine', 't', 'i', 'a'), ('theirs', 't', 'i', 'a');
+		INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
+		SELECT g, 't', gen_random_uuid(), 0, 'a', 'e', 5 FROM unnest('{mine,theirs}'::text[]) AS g;
 		INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT g, 't', gen_random_uuid(), 0, 0, 5 FROM unnest('{mine,theirs}'::text[]) AS g`))
 	require.NoError(t, err)
@@ -315,6 +321,8 @@ var hiddenRows = map[string][]string{
 		`DELETE FROM {s}.event_handled WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,
 		`DELETE FROM {s}.consumer_start WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.consumer_gap SET from_offset = 1000 WHERE consumer_group = 'theirs'`,
+		`DELETE FROM {s}.consumer_gap WHERE consumer_group = 'theirs'`,
 		// Relays may have the name of a group.
 		`UPDATE {s}.outbox_lease SET holder = 'mallory' WHERE name IN ('theirs', 'consumer:theirs')`,
 		`SELECT FROM {s}.outbox_lease WHERE name IN ('theirs', 'consumer:theirs') FOR UPDATE`,

@@ -40,6 +40,8 @@ func TestRightsByDefault(t *testing.T) {
 		`INSERT INTO {s}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES (0, '1:1:', 0, 1, 1)`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('any', 't', 'i', 'a')`,
 		`INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ('any', 't', gen_random_uuid(), -1)`,
+		`INSERT INTO {s}.consumer_handler (consumer_group, topic, action, event_type) VALUES ('any', 't', 'a', 'e')`,
+		`INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset) VALUES ('any', 't', gen_random_uuid(), 0, 'a', 'e', 1)`,
 		`INSERT INTO {s}.event_subscription (consumer_group) VALUES ('any')`,
 	} {
 		tag, err := user.Exec(background, f.sql(sql))
@@ -123,6 +125,7 @@ func TestOperatorsFunctions(t *testing.T) {
 		`SELECT {s}.outbox_pause_consumer('g', 't', 'kim', '')`:                        "22023",
 		`SELECT {s}.outbox_resume_consumer('g', 't', '', 'why')`:                       "22023",
 		`SELECT {s}.outbox_rewind_consumer('g', '{t}', NULL, NULL, NULL, 'kim', NULL)`: "22023",
+		`SELECT {s}.outbox_forget_action('g', 'a', 'kim', '')`:                         "22023",
 		`SELECT {s}.outbox_audit_replay('t', '', 'kim', '')`:                           "22023",
 		`SELECT {s}.outbox_forget_handled('g', '{}', '{}', '{}', '{}', '', 'why')`:     "22023",
 		`SELECT {s}.outbox_forget_handled('', '{}', '{}', '{}', '{}', 'kim', 'why')`:   "22023",

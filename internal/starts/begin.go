@@ -18,6 +18,7 @@ type start struct {
 	at    int64 // or kafka.FirstOffset, kafka.EndOffset
 	known bool  // Kafka and PostgreSQL have it already
 	lost  int64 // number of offsets before at that Kafka has removed unread
+	first int64 // the first offset that Kafka still has; None if it has not said it
 }
 
 // listTimeout bounds the wait for a broker that leads some of the partitions.
@@ -33,8 +34,9 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	}
 	committed = m.omitMissing(committed, found)
 	topics := map[string]topic{}
+	var lacking []Handler
 	if m.cfg.Store != nil {
-		if topics, err = m.learn(ctx, found); err != nil {
+		if topics, lacking, err = m.learn(ctx, found); err != nil {
 			return nil, err
 		}
 	}
@@ -51,15 +53,25 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	if err := m.confirm(ctx, topics, decided); err != nil {
 		return nil, err
 	}
+	var gaps map[kafka.Partition][]Gap
+	if m.cfg.Store != nil {
+		if gaps, err = m.findGaps(ctx, topics, lacking, decided); err != nil {
+			return nil, err
+		}
+	}
 	offsets := map[string]map[int32]kgo.Offset{}
 	for name, numbers := range committed {
 		offsets[name] = maps.Clone(numbers)
 	}
 	for at, s := range decided {
-		if !s.known {
-			offsets[at.Topic][at.Number] = kgo.NewOffset().At(s.at)
+		from := s.at
+		for _, g := range gaps[at] {
+			from = min(from, g.From)
 		}
-		m.cfg.Begun(at, s.at)
+		if !s.known || from < s.at {
+			offsets[at.Topic][at.Number] = kgo.NewOffset().At(from)
+		}
+		m.cfg.Begun(at, s.at, gaps[at])
 		m.reportLost(at, s.at-s.lost, s.lost)
 	}
 	return offsets, nil
@@ -133,6 +145,10 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 	skipped := int64(0)
 	for at, s := range decided {
 		first, ok := firsts[at]
+		s.first = None
+		if ok {
+			s.first = first
+		}
 		switch {
 		case s.at == kafka.EndOffset:
 			s.at = ends[at]
@@ -142,7 +158,7 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 		case s.at == kafka.FirstOffset:
 			s.at = first
 		case ok && s.at < first:
-			s = start{at: first, lost: first - s.at}
+			s = start{at: first, lost: first - s.at, first: first}
 		}
 		decided[at] = s
 	}

@@ -8,6 +8,11 @@
 // committed offset, or without one at the position that was saved last. A partition that is not listed is read from
 // its beginning. A decision is committed to Kafka and then noted in PostgreSQL, before anything is read.
 //
+// Members of several releases may have different handlers, so handlers are registered in consumer_handler. A
+// member that begins with a partition, and lacks a handler of the group, opens a gap in consumer_gap: the handler
+// has not seen what this member commits. A member with the handler first reads the gap, for this handler, and
+// then goes on. The gaps of a handler that the group does not know yet begin at the committed offsets.
+//
 // A topic that was deleted and created again has another id. A client goes on asking for the id that it saw
 // first, so the membership ends and the consumer joins with a new client.
 package starts
@@ -34,14 +39,16 @@ type Config struct {
 	Store     *Store // nil without PostgreSQL
 	Group     string
 	Topics    []string
+	Handlers  []Handler
 	FromStart bool // outbox.HandlerConfig.From is FromStart
 	Log       *slog.Logger
 	Outages   *outage.Logs
 
 	// Commit commits the offsets at which reading begins, unless the context has ended.
 	Commit func(context.Context, map[kafka.Partition]int64) error
-	// Begun is called with the offset with which reading of a partition begins.
-	Begun func(p kafka.Partition, offset int64)
+	// Begun is called with the offset with which reading of a partition begins, and with the gaps before that offset:
+	// the client reads from the first of them on.
+	Begun func(p kafka.Partition, offset int64, gaps []Gap)
 	// Lost is called for records of a partition that Kafka has removed unread.
 	Lost func(p kafka.Partition, records int64)
 	// Pause and Resume stop fetching a partition for a while.
@@ -121,7 +128,7 @@ func (m *Member) tryPrepare(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	_, err = m.learn(ctx, found)
+	_, _, err = m.learn(ctx, found)
 	return err
 }
 
@@ -161,8 +168,18 @@ func (m *Member) report(ctx context.Context, began time.Time, err error) error {
 	return err
 }
 
-// learn returns the stored rows of topics. It stores the topics that are not listed yet.
-func (m *Member) learn(ctx context.Context, found map[string]topicInfo) (map[string]topic, error) {
+// learn returns the stored rows of topics, and the handlers of the group that this member lacks. It stores topics that
+// are not listed yet, and handlers of this member that are not registered yet.
+func (m *Member) learn(ctx context.Context, found map[string]topicInfo) (map[string]topic, []Handler, error) {
+	topics, err := m.learnTopics(ctx, maps.Clone(found))
+	if err != nil {
+		return nil, nil, err
+	}
+	lacking, err := m.registerHandlers(ctx, found, topics)
+	return topics, lacking, err
+}
+
+func (m *Member) learnTopics(ctx context.Context, found map[string]topicInfo) (map[string]topic, error) {
 	ids := map[string]kafka.TopicID{}
 	for name, t := range found {
 		ids[name] = t.id

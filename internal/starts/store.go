@@ -13,12 +13,13 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Store is the table consumer_start, for one group.
+// Store is the tables consumer_start, consumer_handler and consumer_gap, for one group.
 type Store struct {
 	db    *pgxpool.Pool
 	group string
 
-	look, read, write, begin, save, saved string
+	look, read, write, begin, save, saved               string
+	sqlHandlers, sqlRegister, sqlOpen, sqlGaps, sqlPass string
 }
 
 // NewStore returns the store of a group. It does no I/O.
@@ -27,6 +28,7 @@ func NewStore(db *pgxpool.Pool, schema, group string) *Store {
 	return &Store{
 		db: db, group: group,
 		look: in(sqlLook), read: in(sqlRead), write: in(sqlWrite), begin: in(sqlBegin), save: in(sqlSave), saved: in(sqlSaved),
+		sqlHandlers: in(sqlHandlers), sqlRegister: in(sqlRegister), sqlOpen: in(sqlOpen), sqlGaps: in(sqlGaps), sqlPass: in(sqlPass),
 	}
 }
 
@@ -57,8 +59,8 @@ const None int64 = -1
 // wholeTopic is the partition of the row that says that a topic is listed.
 const wholeTopic = kafka.Unassigned
 
-// sqlLook fails if the table does not exist.
-const sqlLook = `SELECT FROM {schema}.consumer_start LIMIT 0`
+// sqlLook fails if a table does not exist.
+const sqlLook = `SELECT FROM {schema}.consumer_start, {schema}.consumer_handler, {schema}.consumer_gap LIMIT 0`
 
 // Check reports why the table cannot be used.
 func (s *Store) Check(ctx context.Context) error {
@@ -111,7 +113,7 @@ func (s *Store) topics(ctx context.Context, ids map[string]kafka.TopicID) (map[s
 
 // sqlWrite lists topics and their partitions. If another member has listed a topic, or is
 // about to, none of its partitions are written: the first member decides. Rows of topics
-// that were deleted long ago go.
+// that were deleted long ago go, and gaps of deleted topics at once.
 const sqlWrite = `
 WITH listed AS (
     INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition)
@@ -121,6 +123,9 @@ WITH listed AS (
 ), gone AS (
     DELETE FROM {schema}.consumer_start AS s USING listed AS l
      WHERE s.consumer_group = $1 AND s.topic = l.topic AND s.topic_id <> l.topic_id AND s.saved_at < now() - interval '30 days'
+), unreadable AS (
+    DELETE FROM {schema}.consumer_gap AS g USING listed AS l
+     WHERE g.consumer_group = $1 AND g.topic = l.topic AND g.topic_id <> l.topic_id
 )
 INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 SELECT $1, l.topic, l.topic_id, p.number, p.start, nullif(p.position, -1)

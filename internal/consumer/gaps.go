@@ -1,0 +1,141 @@
+package consumer
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/delivery"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/starts"
+)
+
+// handlersOf returns the handlers that a consumer registers for its group.
+func handlersOf(routes handling.Routes) (all []starts.Handler) {
+	for name, route := range routes.ByName {
+		for _, topic := range routes.TopicsOf(route) {
+			for h := range route.Handlers() {
+				all = append(all, starts.Handler{Topic: topic, Action: h.Action, EventType: name})
+			}
+		}
+	}
+	return all
+}
+
+// missedEvents are the events of a partition that members without some handlers have passed. The client fetches them
+// before the records that follow the committed offset. Only the handlers that have missed them get them, and no
+// offset is committed meanwhile. So the partition waits, and these handlers get the events of a key in their order.
+//
+// A failed event of a gap is parked, as any other. If the member stops before the end of the gap, the next one with
+// the handlers goes on there. After a crash events of the last second arrive again; notes make that harmless.
+type missedEvents struct {
+	gaps    []starts.Gap
+	until   int64     // the committed offset
+	next    int64     // all records before it are handled
+	saved   int64     // next when it was saved
+	savedAt time.Time // when it was tried to save next
+}
+
+// gapSave is how often the position in a gap is saved.
+const gapSave = time.Second
+
+// openGap returns what handlers have missed before the committed offset, or nil.
+func (w *partitionWorker) openGap() *missedEvents {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.gap
+}
+
+// handleMissed handles the records before the committed offset, for the handlers that have missed them. It returns the
+// other records, or none if the worker is stopped.
+func (w *partitionWorker) handleMissed(records []*kgo.Record) (others []*kgo.Record) {
+	gap := w.openGap()
+	if gap == nil {
+		return records
+	}
+	n := slices.IndexFunc(records, func(r *kgo.Record) bool { return r.Offset >= gap.until })
+	if n < 0 {
+		n = len(records)
+	}
+	if n > 0 {
+		w.missed = gap
+		w.handle(records[:n])
+		w.missed = nil
+		if gap.next <= records[n-1].Offset { // stopped
+			return nil
+		}
+	}
+	if n < len(records) || gap.next >= gap.until {
+		gap.next = gap.until
+		if !w.saveGap(gap) {
+			return nil
+		}
+		w.closeGap()
+	} else if time.Since(gap.savedAt) > gapSave {
+		w.saveGap(gap)
+	}
+	return records[n:]
+}
+
+// saveGap saves the position in a gap, or removes the gap if it is read to its end. It returns false if the worker is
+// stopped. A stopped worker tries it once.
+func (w *partitionWorker) saveGap(gap *missedEvents) (saved bool) {
+	for i := range gap.gaps {
+		gap.gaps[i].From = max(gap.gaps[i].From, gap.next)
+	}
+	gap.savedAt = time.Now()
+	pass := func(ctx context.Context) error { return w.group.passGaps(ctx, gap.gaps, gap.until) }
+	if w.stopping.Err() == nil {
+		if w.write(pass) != nil {
+			return false
+		}
+		gap.saved = gap.next
+		return true
+	}
+	ctx, cancel := context.WithTimeout(w.held, delivery.WriteTimeout)
+	defer cancel()
+	if err := pass(ctx); err != nil {
+		w.log.Debug("outbox: the position in missed events is not saved; they are read again", "partition", w.partition.Name(), "error", err)
+	}
+	return false
+}
+
+// saveUnread saves the position in a gap that is not read to its end. The worker calls it when it ends.
+func (w *partitionWorker) saveUnread() {
+	if gap := w.openGap(); gap != nil && gap.saved < gap.next {
+		w.saveGap(gap)
+	}
+}
+
+// closeGap notes that the gap is read to its end.
+func (w *partitionWorker) closeGap() {
+	w.mu.Lock()
+	until := w.gap.until
+	w.gap = nil
+	w.mu.Unlock()
+	w.log.Info("outbox: handlers have handled what they had missed of a partition", "partition", w.partition.Name(), "until", until)
+}
+
+// pick removes the tasks of handlers that have not missed the event. A nil receiver removes none.
+//
+// An event that cannot be decoded becomes a dead letter if one of these handlers may be for it. If a member has made it
+// a dead letter before, it has a row in event_delivery already.
+func (m *missedEvents) pick(items []recordItem) {
+	if m == nil {
+		return
+	}
+	for i := range items {
+		it := &items[i]
+		missed := func(action string) bool {
+			return slices.ContainsFunc(m.gaps, func(g starts.Gap) bool {
+				return g.From <= it.record.Offset && g.EventType == it.Meta.Type && (g.Action == action || action == "")
+			})
+		}
+		it.Tasks = slices.DeleteFunc(it.Tasks, func(t handling.Task) bool { return !missed(t.Action) })
+		if it.Class != handling.ClassUndecodable || it.Meta.Type != "" && !missed("") {
+			it.Class, it.Err = "", nil
+		}
+	}
+}
