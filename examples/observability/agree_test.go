@@ -243,8 +243,9 @@ func (a *agreement) failAll() {
 		a.sold.Store(e.ID, true)
 		return nil
 	}))
-	failing := outbox.HandlerConfig{Breaker: outbox.BreakerConfig{Window: 5, OpenFor: far}}
+	failing := outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far}}
 	a.consumer("stats", outbox.ConsumerConfig{HandlerConfig: failing}, outbox.HandleNoTx("CALLED", func(context.Context, agreed, outbox.Metadata) error {
+		time.Sleep(110 * time.Millisecond) // ten failures take longer than a second
 		return errors.New("the service is away")
 	}))
 	still := a.consumer("still", outbox.ConsumerConfig{}, outbox.HandleNoTx("READ", func(context.Context, agreed, outbox.Metadata) error { return nil }))

@@ -284,6 +284,9 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling.Outcome) error {
 	row := w.owed(it, t)
 	row.Attempt, row.MaxAttempts, row.Wait = o.Attempt, delivery.Attempts(o.Retries), o.Wait
+	if o.Uncounted {
+		row.Attempt--
+	}
 	parked, err := w.parkTried(row, o)
 	if err == nil && parked.Status != "" {
 		w.attempts.ReportAgain(&t, o)
@@ -293,7 +296,7 @@ func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling
 
 // parkTried parks a row with the error of its last attempt. The only error is ErrStopped.
 func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) (delivery.ParkResult, error) {
-	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Err.Error(), short.MaxText)
+	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Message(), short.MaxText)
 	parked, err := w.park(row)
 	if err != nil {
 		return delivery.ParkResult{}, err

@@ -48,8 +48,14 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 // as the first attempt. The only error is ErrStopped.
 func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error) (parked bool, err error) {
 	policy := t.Retry.Over(w.cfg.Retry)
-	for attempt := 1; ; attempt++ {
-		t.Meta.Attempt = attempt
+	for t.Meta.Attempt = 1; ; {
+		if failed == nil && !w.awaitBreaker(t) { // the error of an attempt that was made needs no permission
+			if w.stopping.Err() != nil {
+				return false, handling.ErrStopped
+			}
+			it.block(t)
+			return true, w.parkBlocked([]recordItem{*it})
+		}
 		o := w.attempts.Try(&t, policy, failed)
 		failed = nil
 		switch o.Result {
@@ -70,6 +76,12 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 			return true, w.parkFailed(it, t, o)
 		}
 		w.attempts.ReportAgain(&t, o)
+		if t.FirstFailed.IsZero() {
+			t.FirstFailed = time.Now()
+		}
+		if !o.Uncounted {
+			t.Meta.Attempt++
+		}
 		w.pause(o.Wait)
 	}
 }
@@ -92,7 +104,7 @@ type partitionScheduler struct{ *partitionWorker }
 func (w partitionScheduler) Held() context.Context { return w.held }
 
 func (w partitionScheduler) Enter(t *handling.Task) bool {
-	return w.stopping.Err() == nil && w.awaitBreaker(*t) && w.mayCall(t.Kind != handling.NoTx)
+	return w.stopping.Err() == nil && w.mayCall(t.Kind != handling.NoTx)
 }
 
 func (w partitionScheduler) Exit(t *handling.Task, began time.Time, err error) {

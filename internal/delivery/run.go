@@ -192,7 +192,7 @@ func (r *Run) Run(ctx context.Context) error {
 	}
 	keeper := &leaseKeeper{
 		cfg: r.parts.Rules, store: r.Store, claimed: r.Claimed, dispatcher: r.Dispatcher, lanes: r.Lanes,
-		outages: r.parts.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm,
+		outages: r.parts.Outages, log: r.log, breakers: r.parts.Breakers, hooks: r.Hooks, confirm: r.Confirm,
 	}
 	background, endBackground := context.WithCancel(context.WithoutCancel(ctx))
 	var loops sync.WaitGroup

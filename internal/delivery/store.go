@@ -37,7 +37,7 @@ type Store struct {
 	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlBegin, sqlRenew, sqlExpired, sqlTakeOver string
 	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless                   string
 	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead                         string
-	sqlPassIDs, sqlCheck, sqlCheckRecords                                                                             string
+	sqlPassIDs, sqlCheck, sqlCheckRecords, sqlSaveSuccesses, sqlWitness                                               string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
@@ -58,6 +58,7 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		sqlBlocked: in(sqlBlocked), sqlReplayed: in(sqlReplayed), sqlYieldHead: in(sqlYieldHead),
 		sqlRetryable: in(sqlRetryable), sqlRetryDead: in(sqlRetryDead),
 		sqlPassIDs: in(sqlPassIDs), sqlCheck: in(sqlCheck), sqlCheckRecords: in(sqlCheckRecords),
+		sqlSaveSuccesses: in(sqlSaveSuccesses), sqlWitness: in(sqlWitness),
 	}
 }
 
@@ -79,10 +80,12 @@ const settings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('loc
 
 // sqlCheck fails if the tables do not exist, or lack columns that this release needs.
 const sqlCheck = `
-SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s LIMIT 0`
+SELECT d.id, d.order_key, d.held, d.record, d.failed_at
+  FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s, {schema}.event_success AS w LIMIT 0`
 
 // sqlCheckRecords is sqlCheck for a store of records, which needs no subscriptions.
-const sqlCheckRecords = `SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d LIMIT 0`
+const sqlCheckRecords = `
+SELECT d.id, d.order_key, d.held, d.record, d.failed_at FROM {schema}.event_delivery AS d, {schema}.event_success AS w LIMIT 0`
 
 // Check returns an error if the tables cannot be used.
 func (s *Store) Check(ctx context.Context) error {

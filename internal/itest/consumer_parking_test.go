@@ -99,7 +99,7 @@ func (s *parkingFixture) handler(form, action string, p play) outbox.Handler {
 // config returns the configuration of a member of the fixture's group, which tries soon and often.
 func (s *parkingFixture) config(t testing.TB) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema,
-		Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond, MaxRetryWait: 20 * time.Millisecond}, Breaker: neverOpen, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}}
+		Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond, MaxRetryWait: 20 * time.Millisecond}, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}}
 }
 
 // journal returns the numbers of an action's effects on a product, in their order.

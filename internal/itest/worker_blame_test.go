@@ -120,7 +120,7 @@ func TestWorkerHandlerFails(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]int{}
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
-	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Breaker = time.Millisecond, 1, neverOpen
+	cfg.Retry = outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetryWait: time.Millisecond, MaxRetries: 1, MaxOutage: -1}
 	cfg.Hooks.Failed = func(m outbox.Metadata, action string, _ error, _ bool) {
 		mu.Lock()
 		defer mu.Unlock()
