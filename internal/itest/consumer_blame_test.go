@@ -87,7 +87,7 @@ func TestHandlerEndsTransaction(t *testing.T) {
 		return ends[how](ctx, tx)
 	})
 	s.sendSales(t, 100, poison)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, From: outbox.FromStart}}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1, MaxOutage: -1}, From: outbox.FromStart}}, h).Run)
 	for _, r := range s.deadLetters(t, len(poison)) {
 		h := deadLetterHeaders(r)
 		require.Equal(t, []string{"transaction_ended", "2"}, []string{h["dlq_error_class"], h["dlq_attempts"]}, string(r.Value))
@@ -118,7 +118,7 @@ func TestHandlerLeavesTransaction(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	})
 	s.sendSales(t, 20, map[int]string{3: "aborted", 9: "open"})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, Hooks: outbox.ConsumerHooks{
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1, MaxOutage: -1}, Hooks: outbox.ConsumerHooks{
 		Failed: func(m outbox.Metadata, _ string, _ error, _ bool) { blamed.Store(m.Kafka.Offset, true) },
 	}, From: outbox.FromStart}}, h).Run)
 	for i, r := range s.deadLetters(t, 2) {

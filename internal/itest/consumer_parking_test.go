@@ -424,6 +424,7 @@ func TestParkedEventDies(t *testing.T) {
 			var open atomic.Bool
 			cfg := s.config(t)
 			cfg.Retry.MaxRetries, cfg.HoldDead = 2, tt.hold
+			cfg.Retry.MaxOutage = -1
 			testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, m outbox.Metadata) error {
 				if sold(e) == "k 1" && !open.Load() {
 					return fmt.Errorf("attempt %d", m.Attempt)
@@ -459,6 +460,7 @@ func TestRetryPolicies(t *testing.T) {
 	fails := func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return errPlay }
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries = 1
+	cfg.Retry.MaxOutage = -1
 	cfg.Retry.RetriesFor = func(error) int { return 2 }
 	testenv.Run(t, s.groupConsumer(t, s.group, cfg,
 		outbox.WithRetry(s.handler("Handle", "FOUR", fails), outbox.RetryPolicy{MaxRetries: 3, RetryWait: time.Millisecond}),

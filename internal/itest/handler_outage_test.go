@@ -227,3 +227,66 @@ func TestRunOfBadEvents(t *testing.T) {
 		})
 	}
 }
+
+// What one tenant's events need is away for longer than all attempts take, and the handler says so. The events of other
+// tenants are handled at once. Those of the tenant wait, use up no attempt, and are handled in order afterwards.
+func TestOutageOfOneTenant(t *testing.T) {
+	t.Parallel()
+	for _, by := range []string{"consumer", "worker"} {
+		t.Run(by, func(t *testing.T) {
+			t.Parallel()
+			var down atomic.Bool
+			down.Store(true)
+			o := outages(t, by)
+			o.start(outbox.HandlerConfig{Retry: quickRetries}, func(s step) error {
+				if s.Account == "a" && down.Load() {
+					return outbox.Unavailable(errDown)
+				}
+				return nil
+			})
+			const events = 5
+			for n := range events {
+				o.record(step{"a", n + 1}, step{"b", n + 1})
+				<-time.After(500 * time.Millisecond)
+			}
+			require.Eventually(t, func() bool { return o.done("b") == "1 2 3 4 5" }, time.Second+testenv.Patience/10, 10*time.Millisecond)
+			require.Empty(t, o.done("a"))
+			require.Equal(t, "unavailable", o.text(`SELECT string_agg(last_error_code, ' ') FROM {s}.event_delivery WHERE last_error_code IS NOT NULL AND failed_at IS NOT NULL`))
+			require.Zero(t, o.number(t, `SELECT count(*)::text FROM {s}.event_delivery WHERE status IN ('PENDING', 'PARKED') AND attempt_count > 0`), "no attempt is used up")
+			down.Store(false)
+			require.Eventually(t, func() bool { return o.done("a") == "1 2 3 4 5" }, testenv.Patience, 20*time.Millisecond)
+			require.Zero(t, o.dead(t))
+		})
+	}
+}
+
+// The only event of an idle action fails. It may be an outage, so the event is kept, which row and health say. Once
+// another event has succeeded, it is a bad event.
+func TestLoneBadEvent(t *testing.T) {
+	t.Parallel()
+	for _, by := range []string{"consumer", "worker"} {
+		t.Run(by, func(t *testing.T) {
+			t.Parallel()
+			o := outages(t, by)
+			o.record(step{"bad", 1})
+			o.start(outbox.HandlerConfig{Retry: quickRetries}, func(s step) error {
+				if s.Account == "bad" {
+					return errTest
+				}
+				return nil
+			})
+			require.Eventually(t, func() bool {
+				return o.number(t, `SELECT count(*)::text FROM {s}.event_delivery WHERE last_error_message LIKE 'no attempt is left, and no other event%no luck'`) == 1
+			}, testenv.Patience, 10*time.Millisecond)
+			require.Contains(t, strings.Join(o.health(), "; "), "an event of action COUNTED has used up its attempts and is tried every 30s")
+			<-time.After(3 * time.Second) // many times as long as all attempts
+			require.Zero(t, o.dead(t))
+			o.record(step{"good", 1})
+			require.Eventually(t, func() bool { return o.dead(t) == 1 }, testenv.Patience, 20*time.Millisecond)
+			require.NotContains(t, o.text(`SELECT last_error_message FROM {s}.event_delivery WHERE status = 'DEAD'`), "no attempt is left")
+			require.Equal(t, 4, o.number(t, `SELECT attempt_count::text FROM {s}.event_delivery WHERE status = 'DEAD'`))
+			require.Eventually(t, func() bool { return o.number(t, `SELECT count(*)::text FROM {s}.event_success WHERE action = 'COUNTED'`) == 1 }, testenv.Patience, 20*time.Millisecond,
+				"other processes can see the success")
+		})
+	}
+}

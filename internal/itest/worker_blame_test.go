@@ -219,6 +219,7 @@ func TestWorkerConflicts(t *testing.T) {
 			var calls, conflicts, failed atomic.Int64
 			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
+			cfg.Retry.MaxOutage = -1
 			cfg.Hooks.Conflicted = func(outbox.Metadata, string, error) { conflicts.Add(1) }
 			cfg.Hooks.Failed = func(outbox.Metadata, string, error, bool) { failed.Add(1) }
 			handler := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {

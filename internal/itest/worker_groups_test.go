@@ -261,6 +261,7 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 						return nil
 					}}}
 			cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.HoldDead, cfg.Logger = time.Millisecond, 1, true, log.logger()
+			cfg.Retry.MaxOutage = -1
 			db := testenv.PoolIn(t, mode)
 			handler := f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 				switch {
