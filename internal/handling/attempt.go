@@ -168,6 +168,9 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 		o.Result = Dead
 	}
 	switch {
+	case o.Kept: // RetryAfter sets the waits between attempts, and this was the last one
+		later, _ := WaitOf(err)
+		o.Wait = max(later, policy.NextInOutage(t.failing(), nil))
 	case o.Uncounted:
 		o.Wait = policy.NextInOutage(t.failing(), err)
 	case o.Result == Again:
