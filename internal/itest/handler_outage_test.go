@@ -290,3 +290,47 @@ func TestLoneBadEvent(t *testing.T) {
 		})
 	}
 }
+
+// What one action needs is away for as long as the test looks. The other action on the same events goes on after a
+// few seconds: its partition waited behind the open breaker. The events of the first action are handled in order
+// afterwards.
+func TestOutageStopsNoOtherAction(t *testing.T) {
+	t.Parallel()
+	const accounts, each = 6, 10
+	for _, by := range []string{"consumer", "worker"} {
+		t.Run(by, func(t *testing.T) {
+			t.Parallel()
+			var down atomic.Bool
+			down.Store(true)
+			o := outages(t, by, "NOTED")
+			count := func(action string) int {
+				return o.number(t, `SELECT count(*)::text FROM {s}.effect WHERE action = '`+action+`'`)
+			}
+			o.record(steps(20, 1)...)
+			o.start(outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Second}}, func(step) error {
+				if down.Load() {
+					time.Sleep(110 * time.Millisecond)
+					return errDown
+				}
+				return nil
+			})
+			require.Eventually(t, func() bool { return strings.Contains(strings.Join(o.health(), "; "), "the breaker of action COUNTED is ") }, testenv.Patience, time.Millisecond)
+			var more []step
+			for n := range each {
+				for a := range accounts {
+					more = append(more, step{fmt.Sprint("later ", a), n + 1})
+				}
+			}
+			o.record(more...)
+			require.Eventually(t, func() bool { return count("NOTED") == 20+accounts*each }, testenv.Patience, 20*time.Millisecond, "the other action waits")
+			require.Zero(t, count("COUNTED"))
+			require.Contains(t, strings.Join(o.health(), "; "), "the breaker of action COUNTED is ")
+			down.Store(false)
+			require.Eventually(t, func() bool { return count("COUNTED") == 20+accounts*each }, testenv.Patience, 20*time.Millisecond)
+			for a := range accounts {
+				require.Equal(t, "1 2 3 4 5 6 7 8 9 10", o.text(`SELECT string_agg(n::text, ' ' ORDER BY id) FROM {s}.effect WHERE action = 'COUNTED' AND account = 'later `+fmt.Sprint(a)+`'`))
+			}
+			require.Zero(t, o.dead(t))
+		})
+	}
+}
