@@ -285,7 +285,9 @@ func TestLoneBadEvent(t *testing.T) {
 			require.Eventually(t, func() bool { return o.dead(t) == 1 }, testenv.Patience, 20*time.Millisecond)
 			require.NotContains(t, o.text(`SELECT last_error_message FROM {s}.event_delivery WHERE status = 'DEAD'`), "no attempt is left")
 			require.Equal(t, 4, o.number(t, `SELECT attempt_count::text FROM {s}.event_delivery WHERE status = 'DEAD'`))
-			require.Eventually(t, func() bool { return o.number(t, `SELECT count(*)::text FROM {s}.event_success WHERE action = 'COUNTED'`) == 1 }, testenv.Patience, 20*time.Millisecond,
+			require.Eventually(t, func() bool {
+				return o.number(t, `SELECT count(*)::text FROM {s}.event_success WHERE action = 'COUNTED'`) == 1
+			}, testenv.Patience, 20*time.Millisecond,
 				"other processes can see the success")
 		})
 	}
@@ -314,7 +316,9 @@ func TestOutageStopsNoOtherAction(t *testing.T) {
 				}
 				return nil
 			})
-			require.Eventually(t, func() bool { return strings.Contains(strings.Join(o.health(), "; "), "the breaker of action COUNTED is ") }, testenv.Patience, time.Millisecond)
+			require.Eventually(t, func() bool {
+				return strings.Contains(strings.Join(o.health(), "; "), "the breaker of action COUNTED is ")
+			}, testenv.Patience, time.Millisecond)
 			var more []step
 			for n := range each {
 				for a := range accounts {
