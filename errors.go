@@ -138,6 +138,20 @@ func Permanent(err error) error {
 	return handling.Permanent(err)
 }
 
+// Unavailable marks an error of a handler that says that something is away that this event needs, for example the
+// server of one tenant. It uses up no attempt for as long as MaxOutage of [RetryPolicy] says, counted from the first
+// failure of the event; later it counts as any other error. The wait until the next attempt is as long as the event
+// has been failing, up to 30 s. [RetryAfter] around it, or within it, sets another wait.
+//
+// The breaker of the action counts the error as a failure of the event. So the breaker opens if all events meet such
+// errors, and the events of the other tenants go on otherwise. It returns nil for nil.
+func Unavailable(err error) error {
+	if err == nil {
+		return nil
+	}
+	return handling.Unavailable(err)
+}
+
 // RetryAfter marks an error of a handler after which the event is tried again when d has passed, for example because
 // another server asks for that. D takes the place of the wait that RetryWait of [HandlerConfig] says, and has no
 // upper bound: until then the later events of its key wait, or, where it is tried again in place, those of its

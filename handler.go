@@ -11,7 +11,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
@@ -55,8 +54,20 @@ type HandlerConfig struct {
 	//
 	// A deadlock or a serialization failure in PostgreSQL is repeated with short pauses, and counts after ten times. An
 	// outage of PostgreSQL is waited out and does not count: there is no connection, or event_handled cannot be
-	// written. [WithRetry] sets another policy for one handler. Zero means MaxRetries 3, RetryWait 1 s and MaxRetryWait
-	// 60 s.
+	// written.
+	//
+	// In an outage of something else that a handler needs, no event is DEAD either. The breaker of an action opens in a
+	// process after ten different events in a row have failed, for at least a second and without a success, or a
+	// hundred at once. Errors of [Permanent] and [RetryAfter] do not count. While the breaker is open, the events of
+	// the action wait, and use up no attempts. After RetryWait the action is tried on ten events, by at most a quarter
+	// of the handlers that run at the same time. One success closes the breaker. If all fail, it is open for twice as
+	// long, up to MaxRetryWait and at most 30 s, and then twice as many are tried, up to 160. A failed trial uses up no
+	// attempt, unless its handler does not return. The other actions of a consumer wait behind such events for at most
+	// 5 s. Then the events become rows of event_delivery, and the other actions go on. MaxOutage of [RetryPolicy] is
+	// for outages in which no breaker opens. A consumer without a database has no breakers.
+	//
+	// [WithRetry] sets another policy for one handler. Zero means MaxRetries 3, RetryWait 1 s, MaxRetryWait
+	// 60 s and MaxOutage 24 h.
 	Retry RetryPolicy
 
 	// HoldDead keeps the later events of a key waiting behind a DEAD event. They wait until an operator has resolved
@@ -68,16 +79,6 @@ type HandlerConfig struct {
 	// the class have all their attempts again. Deliveries that an operator has resolved stay resolved. RetryDeadAfter
 	// needs a database. Nil means that operators decide.
 	RetryDeadAfter map[string]time.Duration
-
-	// Breaker says when the breaker of an action opens in this process. It judges first attempts on events, except
-	// those that end with an error of [Permanent] or [RetryAfter]. An event that succeeds in a transaction counts as a
-	// success, also if the transaction is rolled back for another event.
-	//
-	// While the breaker is open, the events of the action wait. Behind them, the other actions of a consumer wait,
-	// too. After OpenFor, the action is tried on one event after the other, until Trials of them are handled. So an
-	// outage of something that a handler needs does not park, or make DEAD, all events that arrive. A consumer
-	// without a database has no breakers. Zero means Window 20, FailureRate 0.5, OpenFor 30 s and Trials 1.
-	Breaker BreakerConfig
 
 	// HandlerTimeout is how long a handler may run before its context ends. An error that the handler returns then
 	// counts as any other. A handler of [HandleBatch] has this time for all of its events, and a codec for one event.
@@ -165,8 +166,7 @@ const (
 	defaultHandlerRetries = 3
 	defaultRetryWait      = time.Second
 	defaultMaxRetryWait   = time.Minute
-	defaultActionWindow   = 20
-	defaultActionTrials   = 1
+	defaultMaxOutage      = 24 * time.Hour
 	maxGroup              = 255
 	defaultMaxPoll        = 100
 	maxMaxPoll            = 10_000
@@ -178,12 +178,10 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 	c.Retry.MaxRetries = cmp.Or(c.Retry.MaxRetries, defaultHandlerRetries)
 	c.Retry.RetryWait = cmp.Or(c.Retry.RetryWait, defaultRetryWait)
 	c.Retry.MaxRetryWait = cmp.Or(c.Retry.MaxRetryWait, defaultMaxRetryWait)
+	c.Retry.MaxOutage = cmp.Or(c.Retry.MaxOutage, defaultMaxOutage)
 	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
 	c.SlowHandler = cmp.Or(c.SlowHandler, defaultSlowHandler)
 	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
-	c.Breaker.Window = cmp.Or(c.Breaker.Window, defaultActionWindow)
-	c.Breaker.Trials = cmp.Or(c.Breaker.Trials, defaultActionTrials)
-	c.Breaker = c.Breaker.withDefaults()
 	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
 	return c
 }
@@ -196,7 +194,7 @@ func (c HandlerConfig) rules(group string) handling.Rules {
 	}
 	return handling.Rules{
 		Group: group, Schema: c.Schema, Retry: handling.RetryPolicy(c.Retry), HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
-		Breaker: breaker.Rules(c.Breaker), HandlerTimeout: c.HandlerTimeout, SlowHandler: c.SlowHandler, StopTimeout: c.StopTimeout,
+		Breaker: handling.BreakerOf(handling.RetryPolicy(c.Retry)), HandlerTimeout: c.HandlerTimeout, SlowHandler: c.SlowHandler, StopTimeout: c.StopTimeout,
 		DeadLetterUnknown: c.Unknown == DeadLetterUnknown, JSON: JSON().engine(), Codecs: codecs,
 		Middleware: engineMiddlewares(c.Middleware), Hooks: c.Hooks.engine(), Log: c.Logger.With("group", group),
 	}
@@ -245,7 +243,6 @@ func (c HandlerConfig) validate() error {
 		check.NotNegative("SlowHandler", c.SlowHandler),
 		check.NotNegative("StopTimeout", c.StopTimeout),
 		c.Alerts.settings().Validate(),
-		c.Breaker.validate(),
 		check.EachPositive("RetryDeadAfter", c.RetryDeadAfter),
 	}
 	for _, codec := range c.Codecs {
@@ -390,6 +387,14 @@ type RetryPolicy struct {
 	RetryWait time.Duration
 	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
+	// MaxOutage is how long failures may be those of an outage, counted from the first failure of an event. Until
+	// then, an event that has no retry left is DEAD only if another event of the action has succeeded since its first
+	// failure, in any process of the group. Otherwise it is tried again: each wait is as long as it has been failing,
+	// up to 30 s. Failed trials of a breaker, and errors of [Unavailable], use up no attempt so long.
+	//
+	// The rule does not hold for [Permanent] errors, where no retry is permitted, and for a consumer without a
+	// database. A relay has no such rule. Negative means that each failure counts. Zero means 24 h.
+	MaxOutage time.Duration
 }
 
 // WithRetry returns a copy of a handler whose action is tried again as the policy says, in a
@@ -402,6 +407,9 @@ func WithRetry(h Handler, policy RetryPolicy) Handler {
 // tried again. Without it, a consumer with a database parks the event, and goes on with other
 // keys; see [HandlerConfig]. It is for handlers that need the order of a whole partition. A [Worker]
 // has no partitions, and takes no notice.
+//
+// The partition also waits if the event has no retry left and no other event of the action succeeds, for as long as
+// MaxOutage of its [RetryPolicy] says.
 func RetryInPlace(h Handler) Handler {
 	return changed(h, func(own *handling.Handler) { own.InPlace = true })
 }

@@ -124,7 +124,7 @@ func (s SentEvent) TraceParent() string { return s.e.TraceParent() }
 //     again until it has returned.
 //   - If a hook panics or ends its goroutine, that is logged, a panic with its stack, and the work goes on.
 type ConsumerHooks struct {
-	// Breaker is called after the breaker of an action has changed its state, see HandlerConfig.Breaker.
+	// Breaker is called after the breaker of an action has changed its state, see HandlerConfig.Retry.
 	Breaker func(action string, from, to BreakerState)
 	// Handled is called for an action that is done and committed. Took is the time of the handler and its middleware;
 	// for an event of a batch, its share of that time.

@@ -69,7 +69,7 @@ type RelayConfig struct {
 	// Retry says how an event that Kafka rejected is tried again; after the last retry the event is dead. An outage, a
 	// missing topic or a lapsed credential uses up no retry. Each wait is shorter by up to a fifth, so that events do
 	// not come back at the same moment, and ends when the relay polls for due events, see RetryInterval. Negative
-	// values and a RetriesFor are errors. Zero means MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
+	// values, a RetriesFor and a MaxOutage are errors. Zero means MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
 	Retry RetryPolicy
 	// PassFailedKeys sends the later events of a key although an earlier one has failed, which is
 	// retried as before. The order of such a key is lost. Without PassFailedKeys the later events
@@ -162,6 +162,9 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	errs = append(errs, c.checkLease(given), check.InOrder(
 		check.Field[time.Duration]{Name: "Retry.RetryWait", Value: c.Retry.RetryWait, Given: given.Retry.RetryWait},
 		check.Field[time.Duration]{Name: "Retry.MaxRetryWait", Value: c.Retry.MaxRetryWait, Given: given.Retry.MaxRetryWait}))
+	if c.Retry.MaxOutage != 0 {
+		errs = append(errs, errors.New("field Retry.MaxOutage: it is for handlers; an outage of Kafka uses up no retry of a relay, however long it is"))
+	}
 	if c.Retry.RetriesFor != nil {
 		errs = append(errs, errors.New("field Retry.RetriesFor: a relay retries every event that Kafka rejected as often; see RetryDeadAfter"))
 	}

@@ -183,6 +183,20 @@ COMMENT ON COLUMN event_member.renewed_every IS 'How often the process renews th
 COMMENT ON COLUMN event_member.routes IS
     'Its handlers: event type, stream and action, with line breaks between them.';
 
+CREATE TABLE event_success (
+    consumer_group varchar(255) NOT NULL,
+    action         varchar(100) NOT NULL,
+    succeeded_at   timestamptz  NOT NULL,
+    CONSTRAINT event_success_pkey PRIMARY KEY (consumer_group, action)
+);
+
+COMMENT ON TABLE event_success IS
+    'When actions of consumer groups have last succeeded, saved every few seconds: an event that fails is a bad one only '
+    'if others succeed meanwhile.';
+COMMENT ON COLUMN event_success.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN event_success.action IS 'As in event_handled.';
+COMMENT ON COLUMN event_success.succeeded_at IS 'When the last call of the handler began that has succeeded.';
+
 CREATE TABLE event_delivery (
     -- The order within a key, and the state of the row.
     id                 bigserial    PRIMARY KEY,
@@ -199,6 +213,7 @@ CREATE TABLE event_delivery (
     created_at         timestamptz  NOT NULL,
     updated_at         timestamptz  NOT NULL,
     processed_at       timestamptz,
+    failed_at          timestamptz,
     -- The event and its handler. Columns of a fixed size come first, so that rows need no padding.
     occurred_at        timestamptz  NOT NULL,
     recorded_at        timestamptz  NOT NULL,
@@ -297,6 +312,8 @@ COMMENT ON COLUMN event_delivery.locked_until IS
 COMMENT ON COLUMN event_delivery.created_at IS 'When the row was made.';
 COMMENT ON COLUMN event_delivery.updated_at IS 'When the status changed last.';
 COMMENT ON COLUMN event_delivery.processed_at IS 'When the row became DONE or DEAD: retention and alerts go by it.';
+COMMENT ON COLUMN event_delivery.failed_at IS
+    'When the handler failed first. Until another event of the action has succeeded since, the last attempt is not used up.';
 COMMENT ON COLUMN event_delivery.occurred_at IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.recorded_at IS
     'outbox.created_at of the event, or the time of the record that brought it.';

@@ -384,7 +384,7 @@ BEGIN
     ), changed AS (
         UPDATE @schema@.event_delivery AS d
            SET status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
-               held = false, put_back = true, attempt_count = 0,
+               held = false, put_back = true, attempt_count = 0, failed_at = NULL,
                next_retry_at = now(), updated_at = now(), processed_at = NULL,
                resolved_by = NULL, resolved_at = NULL, note = NULL
          WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))

@@ -62,6 +62,11 @@ CREATE POLICY event_delivery_write ON @schema@.event_delivery USING (@groups@ &&
 ALTER TABLE @schema@.event_delivery ENABLE ROW LEVEL SECURITY
 $policy$,
 $policy$
+CREATE POLICY event_success_read ON @schema@.event_success FOR SELECT USING (true);
+CREATE POLICY event_success_write ON @schema@.event_success USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
+ALTER TABLE @schema@.event_success ENABLE ROW LEVEL SECURITY
+$policy$,
+$policy$
 CREATE POLICY event_subscription_read ON @schema@.event_subscription FOR SELECT USING (true);
 CREATE POLICY event_subscription_write ON @schema@.event_subscription
     USING (@groups@ && ARRAY[consumer_group, '*']::varchar[]);
@@ -133,7 +138,8 @@ BEGIN
      WHERE c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = @schema_name@)
        AND c.relname IN ('outbox', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed',
                          'event_handled', 'consumer_start', 'consumer_handler', 'consumer_gap', 'consumer_pause',
-                         'event_subscription', 'event_member', 'event_delivery', 'outbox_audit', 'consumer_group_role')
+                         'event_subscription', 'event_member', 'event_success', 'event_delivery',
+                         'outbox_audit', 'consumer_group_role')
        AND coalesce(p.pronamespace, o.oprnamespace) <> 'pg_catalog'::regnamespace;
     IF bound IS NOT NULL THEN
         RAISE EXCEPTION 'somebody has put code in the place of PostgreSQL''s own before outbox was migrated: %', bound

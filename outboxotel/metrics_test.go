@@ -39,7 +39,7 @@ func TestMetrics(t *testing.T) {
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
 	tried := false
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}},
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1, MaxOutage: -1}}},
 		outbox.Handle("COUNT", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error { return nil }),
 		outbox.HandleNoTx("MAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 			switch {

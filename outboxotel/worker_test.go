@@ -44,7 +44,7 @@ func TestWorkerMetrics(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	s.watchWorkers(t)
 	cfg := outbox.WorkerConfig{}
-	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Retry.MaxOutage = time.Millisecond, 1, -1
 	count := outbox.Handle("COUNT", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error { return nil })
 	w, stop := s.worker(t, cfg, count,
 		outbox.HandleNoTx("MAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {

@@ -248,7 +248,7 @@ func TestBatchWithFailingEvent(t *testing.T) {
 	const n = 40
 	var mu sync.Mutex
 	sizes := map[int]bool{}
-	cfg := outbox.HandlerConfig{From: outbox.FromStart, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
+	cfg := outbox.HandlerConfig{From: outbox.FromStart, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1, MaxOutage: -1}}
 	w, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{HandlerConfig: cfg, PollInterval: 5 * time.Millisecond},
 		outboxsql.HandleBatch("BATCH", func(ctx context.Context, tx *sql.Tx, events []outbox.Received[placed]) error {
 			mu.Lock()
@@ -342,7 +342,7 @@ func TestSavepointOfAnotherHandler(t *testing.T) {
 		"savepoint": {`rollback transaction to savepoint "here"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cfg := outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1}}
+			cfg := outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1, Schema: s.schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1, MaxOutage: -1}}
 			w, err := outbox.NewWorker(s.pool, s.events, "shop "+name, outbox.WorkerConfig{HandlerConfig: cfg, PollInterval: 5 * time.Millisecond},
 				outboxsql.Handle("SAVED "+name, func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
 					if !strings.HasPrefix(e.Order, name) {

@@ -13,8 +13,8 @@ import (
 //
 // The test fails if that takes longer than the deadline of ctx, or 30 s if it has none, and at once if a delivery is
 // dead; the failure names what is left and why. Retries are waited for, so give the worker a short RetryWait and
-// PollInterval. A [*sql.DB] is looked at by [SQL]. Tables in another schema than public are those of InSchema(db,
-// schema), which must be that of the worker.
+// PollInterval, and a negative MaxOutage where an event is to be dead. A [*sql.DB] is looked at by [SQL]. Tables in
+// another schema than public are those of InSchema(db, schema), which must be that of the worker.
 func DrainWorker(ctx context.Context, t T, db DB, worker *outbox.Worker) {
 	t.Helper()
 	ctx, cancel := patiently(ctx)

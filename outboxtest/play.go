@@ -62,9 +62,10 @@ const maxAttempts = 1000
 //	require.NoError(t, outboxsql.Within(ctx, tx, func(tx *sql.Tx) error { return Place(ctx, tx, rec, order) }))
 //
 // Each action gets the events of a key in their order, those behind a failed one after it was done
-// or is dead. Handlers with a transaction get a part of tx, and what they have done in it is
-// rolled back where they fail. A handler that uses a connection of its own does not see what tx has
-// recorded. What the handlers wait for by themselves, takes its time.
+// or is dead. An event is dead after its last attempt, as if other events of the action had succeeded
+// meanwhile. Handlers with a transaction get a part of tx, and what they have done in it is rolled back
+// where they fail. A handler that uses a connection of its own does not see what tx has recorded. What
+// the handlers wait for by themselves, takes its time.
 //
 // Tables in another schema than public are those of InSchema(tx, schema), which must be that of the
 // worker. The test fails if db is no transaction of pgx, or if there is no end.

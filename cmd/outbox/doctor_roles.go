@@ -62,6 +62,7 @@ var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cur
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
 	onTable("consumer_handler", "SELECT"), onTable("consumer_gap", "SELECT"),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"), onTable("event_member", "SELECT"),
+	onTable("event_success", "SELECT"),
 	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
 
 // noteNeeds are the privileges for notes of handled events.
@@ -70,9 +71,13 @@ var noteNeeds = slices.Concat(onTable("event_handled", "SELECT", "DELETE"),
 		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"))
 
+// successNeeds are the privileges to save when actions have succeeded.
+var successNeeds = append(onTable("event_success", "SELECT", "INSERT"),
+	need{privilege: "UPDATE", table: "event_success", columns: []string{"succeeded_at"}})
+
 // deliveryUpdates are the columns of event_delivery that change while a row is handled.
 var deliveryUpdates = []string{"status", "held", "put_back", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until",
-	"updated_at", "processed_at", "last_error_code", "last_error_message"}
+	"updated_at", "processed_at", "failed_at", "last_error_code", "last_error_message"}
 
 // memberNeeds are the privileges for the row of a process.
 var memberNeeds = append(onTable("event_member", "SELECT", "DELETE"),
@@ -93,19 +98,19 @@ var partNeeds = map[string][]need{
 		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
 		onFunctions(true, "outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
-	"consumer": slices.Concat(noteNeeds, memberNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"),
+	"consumer": slices.Concat(noteNeeds, memberNeeds, successNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"),
 		onTable("consumer_gap", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("consumer_handler", "SELECT", "INSERT"), onTable("event_delivery", "SELECT", "DELETE"),
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_cursor", "SELECT"), onTable("event_subscription", "SELECT"),
 		[]need{{privilege: "SELECT", table: "outbox", columns: []string{"id", "xid", "event_type", "created_at"}},
 			{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
 				"attempt_count", "max_attempts", "size", "next_retry_at", "last_attempt_at", "created_at", "updated_at", "last_error_code", "last_error_message",
 				"event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload_bytes", "content_type", "partition_key", "occurred_at", "recorded_at",
-				"record_partition", "record_id", "record_digest", "record"}},
+				"record_partition", "record_id", "record_digest", "record", "failed_at"}},
 			{privilege: "UPDATE", table: "event_delivery", columns: deliveryUpdates}},
 		onSequences("event_delivery_id_seq"),
 		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_lock_keys_shared(text, bigint[])", "outbox_promote(text, bigint[], bigint[])",
 			"outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])")),
-	"worker": slices.Concat(noteNeeds, memberNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT", "DELETE"),
+	"worker": slices.Concat(noteNeeds, memberNeeds, successNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT", "DELETE"),
 		[]need{{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
 			"attempt_count", "max_attempts", "size", "next_retry_at", "last_attempt_at", "locked_by", "locked_until", "created_at", "updated_at", "processed_at",
 			"last_error_code", "last_error_message", "event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes",

@@ -152,11 +152,10 @@ func (a *app) consumers(ctx context.Context, _ config) error {
 func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consumer, error) {
 	return outbox.NewConsumer(a.db, append(a.kafka, kgo.InstanceID("ledger-1"), kgo.SessionTimeout(6*time.Second)), a.events, group+"."+a.schema, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Schema:  a.schema,
-			Retry:   outbox.RetryPolicy{RetriesFor: retries},
-			Breaker: outbox.BreakerConfig{Window: 1000}, // events that are early are no outage
-			Logger:  a.log,
-			From:    outbox.FromStart, // the counter does not wait until the consumers are ready
+			Schema: a.schema,
+			Retry:  outbox.RetryPolicy{RetriesFor: retries},
+			Logger: a.log,
+			From:   outbox.FromStart, // the counter does not wait until the consumers are ready
 		},
 		Decode: onlyFrom(a.source),
 	}, handlers...)

@@ -162,7 +162,8 @@ func (a *agreement) relay(name string, kafka []kgo.Opt, cfg outbox.RelayConfig) 
 // consumer runs a consumer of a group whose handler refuses some events.
 func (a *agreement) consumer(name string, cfg outbox.ConsumerConfig, handler outbox.Handler, opts ...kgo.Opt) *outbox.Consumer {
 	a.t.Helper()
-	cfg.Schema, cfg.Logger, cfg.From, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = a.schema, quiet, outbox.FromStart, far, far
+	cfg.Schema, cfg.Logger, cfg.From = a.schema, quiet, outbox.FromStart
+	cfg.Retry = outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far, MaxOutage: -1}
 	c, err := outbox.NewConsumer(a.db, append(slices.Clone(a.kafka), opts...), a.events, a.group(name), a.tel.Consumer(a.group(name), cfg), handler)
 	require.NoError(a.t, err)
 	a.readers = append(a.readers, c)
@@ -243,8 +244,8 @@ func (a *agreement) failAll() {
 		a.sold.Store(e.ID, true)
 		return nil
 	}))
-	failing := outbox.HandlerConfig{Breaker: outbox.BreakerConfig{Window: 5, OpenFor: far}}
-	a.consumer("stats", outbox.ConsumerConfig{HandlerConfig: failing}, outbox.HandleNoTx("CALLED", func(context.Context, agreed, outbox.Metadata) error {
+	a.consumer("stats", outbox.ConsumerConfig{}, outbox.HandleNoTx("CALLED", func(context.Context, agreed, outbox.Metadata) error {
+		time.Sleep(110 * time.Millisecond) // ten failures take longer than a second
 		return errors.New("the service is away")
 	}))
 	still := a.consumer("still", outbox.ConsumerConfig{}, outbox.HandleNoTx("READ", func(context.Context, agreed, outbox.Metadata) error { return nil }))
@@ -253,7 +254,7 @@ func (a *agreement) failAll() {
 	imports := a.consumer("imports", outbox.ConsumerConfig{}, outbox.HandleNoTx("IMPORTED", func(context.Context, imported, outbox.Metadata) error { return nil }),
 		kgo.MaxDecompressBatchBytes(1<<20))
 	mails, err := outbox.NewWorker(a.db, a.events, a.group("mails"), a.tel.Worker(a.group("mails"), outbox.WorkerConfig{PollInterval: 50 * time.Millisecond,
-		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Logger: quiet, Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far}, From: outbox.FromStart}}),
+		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Logger: quiet, Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far, MaxOutage: -1}, From: outbox.FromStart}}),
 		outbox.HandleNoTx("MAIL_SENT", func(_ context.Context, e agreed, _ outbox.Metadata) error {
 			return a.refuse(e.ID, "unmailable", "slow")
 		}))

@@ -1,5 +1,5 @@
-// Package breaker stops calls for a while when most of them fail. A relay has a breaker for its sends to Kafka, and
-// each action of a handler has one.
+// Package breaker stops calls for a while when most of them fail. A relay has a breaker for its sends to Kafka. The
+// breakers of actions, in package handling, have other rules and the same states.
 //
 // A breaker is closed, open or half-open. Half of a full window of outcomes must be known before it opens. It stays
 // open for a time, then a few trial calls decide: one failure opens it again, and when all of them succeed it

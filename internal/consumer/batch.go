@@ -155,7 +155,7 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 				w.resizeBatch(n, len(items), time.Since(began))
 			}
 			for i := range items[:n] {
-				w.noteCommitted(&items[i])
+				w.noteCommitted(&items[i], began)
 			}
 			return n, true, nil
 		case w.held.Err() != nil, w.noteBlocked(items, err):
@@ -170,7 +170,7 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 		default:
 			n, failed = handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
 			for _, t := range failed.Succeeded() {
-				w.noteSucceeded(&items[itemsBefore(items, t.Meta.Origin)], t)
+				w.noteSucceeded(&items[itemsBefore(items, t.Meta.Origin)], t, began)
 			}
 			w.log.Debug("outbox: a transaction of records has failed, and those in front of the failed one are handled again", "partition", w.partition.Name(), "records", len(items),
 				"in_front", n, "error", err)

@@ -7,9 +7,14 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
+// passAfter is how long an action whose breaker is not closed keeps the other actions of its partition waiting. Then
+// its events are parked untried.
+const passAfter = 5 * time.Second
+
 // awaitBreakers waits until the first item may be tried. It returns the leading items whose
 // breakers are closed. If a breaker of the first item is not closed, it returns that item alone, once
-// its breakers permit a trial. It returns no items if the worker is stopped.
+// its breakers permit a trial. After passAfter it parks the tasks of such breakers. It returns no items
+// if the worker is stopped.
 func (w *partitionWorker) awaitBreakers(items []recordItem) (some []recordItem) {
 	for w.stopping.Err() == nil {
 		n := 0
@@ -20,22 +25,56 @@ func (w *partitionWorker) awaitBreakers(items []recordItem) (some []recordItem) 
 			return items[:n]
 		}
 		actions := w.failingActions(&items[0])
-		if w.takeTrials(actions) {
+		if w.blockFailing(items) {
+			if w.parkBlocked(items) != nil {
+				return nil
+			}
+			continue
+		}
+		if w.awaitTrials(actions) {
 			return items[:1]
 		}
-		w.pauseForBreakers(actions)
 	}
 	return nil
 }
 
+// awaitTrials takes the trials of actions, or waits for a while. It reports whether it has taken them.
+func (w *partitionWorker) awaitTrials(actions []string) bool {
+	defer w.breakers.AwaitTrials(actions)()
+	if w.takeTrials(actions) {
+		return true
+	}
+	w.pauseForBreakers(actions)
+	return false
+}
+
+// blockFailing marks the tasks of actions that other actions of the partition need not wait for any more. It reports
+// whether there are any.
+func (w *partitionWorker) blockFailing(items []recordItem) (blocked bool) {
+	for i := range items {
+		for _, t := range items[i].Tasks {
+			if !items[i].isBlocked(t) && w.mayPass(t) {
+				items[i].block(t)
+				blocked = true
+			}
+		}
+	}
+	return blocked
+}
+
+// mayPass reports whether a task is parked untried: the breaker of its action has not been closed for passAfter, and
+// the partition has another action, whose breaker is closed.
+func (w *partitionWorker) mayPass(t handling.Task) bool {
+	return w.mayPark(t) && w.breakers.NotClosedFor(t.Action) > passAfter && slices.ContainsFunc(w.actions, w.breakers.IsClosed)
+}
+
 // awaitBreaker waits until the breaker of a task permits a try. It returns false if the worker is
-// stopped first. Other tasks of the batch may have opened the breaker since awaitBreakers.
+// stopped first, or the task is to be parked. Other tasks of the batch may have opened the breaker since awaitBreakers.
 func (w *partitionWorker) awaitBreaker(t handling.Task) bool {
-	for w.stopping.Err() == nil {
-		if w.breakers.IsClosed(t.Action) || w.trialOf(t.Action) != nil || w.takeTrials([]string{t.Action}) {
+	for w.stopping.Err() == nil && !w.mayPass(t) {
+		if w.breakers.IsClosed(t.Action) || w.trialOf(t.Action) != nil || w.awaitTrials([]string{t.Action}) {
 			return true
 		}
-		w.pauseForBreakers([]string{t.Action})
 	}
 	return false
 }
@@ -104,20 +143,21 @@ func (w *partitionWorker) releaseTrials() (released int) {
 	return released
 }
 
-// noteCommitted notes for their breakers that the shared transaction of an item's tasks is committed.
-func (w *partitionWorker) noteCommitted(it *recordItem) {
+// noteCommitted notes for their breakers that the shared transaction of an item's tasks, which began at a
+// time, is committed.
+func (w *partitionWorker) noteCommitted(it *recordItem, began time.Time) {
 	for _, t := range it.Tasks {
 		if t.Kind != handling.NoTx && !it.isBlocked(t) && !slices.Contains(it.noted, t.Handler) {
-			w.breakers.Note(t.Action, 1, w.trialOf(t.Action), nil)
+			w.breakers.Succeeded(t.Action, w.trialOf(t.Action), began)
 		}
 	}
 }
 
 // noteSucceeded notes for its breaker that a task has succeeded in a shared transaction that is rolled
 // back for another task. It is repeated, but counts once.
-func (w *partitionWorker) noteSucceeded(it *recordItem, t handling.Task) {
+func (w *partitionWorker) noteSucceeded(it *recordItem, t handling.Task, began time.Time) {
 	if !slices.Contains(it.noted, t.Handler) {
 		it.noted = append(it.noted, t.Handler)
-		w.breakers.Note(t.Action, 1, w.trialOf(t.Action), nil)
+		w.breakers.Succeeded(t.Action, w.trialOf(t.Action), began)
 	}
 }

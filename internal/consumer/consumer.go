@@ -89,7 +89,7 @@ func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*
 	}
 	if db != nil {
 		c.slots.Transactions = handling.SlotsOf(db)
-		c.breakers = handling.NewActionBreakers(c.Processor.Rules, routes)
+		c.breakers = handling.NewActionBreakers(c.Processor.Rules, routes, c.slots.Most())
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
 		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
 		c.alerting = outage.NewLog(cfg.Log, leaseForAlerts)

@@ -45,7 +45,9 @@
 // lately, and for handlers without a transaction always, it also checks before it calls the handlers.
 // Handlers without a transaction have only that check.
 //
-// While most events of an action fail, its breaker is open: no more events are parked, and the partition waits.
+// While the events of an action fail one after the other, its breaker is open: no more events are parked, and the
+// partition waits. Where it has another action, events are parked untried after passAfter, so that the other one goes
+// on.
 // A row is parked before the offset moves; after a crash the repeated event finds its row or its note.
 //
 // An event without attempts left is sent to the dead-letter topic of its topic. A dead letter carries

@@ -279,10 +279,11 @@ func (w *partitionWorker) write(statement func(context.Context) error) error {
 func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling.Outcome) error {
 	row := w.owed(it, t)
 	row.Attempt, row.Wait = o.Attempt, o.Wait
-	if o.Result == handling.Postponed {
-		row.Attempt--
-	} else {
+	if o.Result != handling.Postponed {
 		row.MaxAttempts = delivery.Attempts(o.Retries)
+	}
+	if o.Result == handling.Postponed || o.Uncounted {
+		row.Attempt--
 	}
 	parked, err := w.parkTried(row, o)
 	if err == nil && parked.Status != "" {
@@ -293,7 +294,7 @@ func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling
 
 // parkTried parks a row with the error of its last attempt. The only error is ErrStopped.
 func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) (delivery.ParkResult, error) {
-	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Err.Error(), short.MaxText)
+	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Message(), short.MaxText)
 	parked, err := w.park(row)
 	if err != nil {
 		return delivery.ParkResult{}, err

@@ -31,6 +31,7 @@ type partitionWorker struct {
 	limits    limits
 	parking   *consumerParking         // nil without PostgreSQL
 	breakers  *handling.ActionBreakers // nil without PostgreSQL
+	actions   []string                 // of the events of the topic
 	attempts  *handling.Attempts
 	activity  handling.Activity  // the call under way; written by the processor, read by any goroutine
 	slow      handling.SlowCalls // only the goroutine of watchHandlers
@@ -98,8 +99,12 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	w.processor = r.processor.ForOne(&w.activity)
 	if w.parking != nil {
 		w.processor.Complete, w.breakers = w.recheckInTx, w.parking.breakers
+		w.actions = r.processor.Routes.ActionsOf(partition.Topic)
 	}
 	w.attempts = &handling.Attempts{Processor: w.processor, Breakers: w.breakers, Scheduler: partitionScheduler{w}, Bound: cfg.MaxPollInterval}
+	if w.parking != nil {
+		w.attempts.Witness = w.parking.store.Witness
+	}
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w

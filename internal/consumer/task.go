@@ -49,8 +49,14 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 // as the first attempt. The only error is ErrStopped.
 func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error) (parked bool, err error) {
 	policy := t.Retry.Over(w.cfg.Retry)
-	for attempt := 1; ; attempt++ {
-		t.Meta.Attempt = attempt
+	for t.Meta.Attempt = 1; ; {
+		if failed == nil && !w.awaitBreaker(t) { // the error of an attempt that was made needs no permission
+			if w.stopping.Err() != nil {
+				return false, handling.ErrStopped
+			}
+			it.block(t)
+			return true, w.parkBlocked([]recordItem{*it})
+		}
 		o := w.attempts.Try(&t, policy, failed)
 		failed = nil
 		switch o.Result {
@@ -63,9 +69,7 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 			return !t.InPlace, w.parkBlocked([]recordItem{*it})
 		case handling.Dead:
 			return w.giveUpTask(it, t, o)
-		case handling.Again:
-		case handling.Postponed:
-			attempt--
+		case handling.Again, handling.Postponed:
 		default:
 			return false, handling.ErrStopped
 		}
@@ -73,6 +77,12 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 			return true, w.parkFailed(it, t, o)
 		}
 		w.attempts.ReportAgain(&t, o)
+		if o.Result == handling.Again && t.FirstFailed.IsZero() {
+			t.FirstFailed = time.Now()
+		}
+		if o.Result == handling.Again && !o.Uncounted {
+			t.Meta.Attempt++
+		}
 		w.pause(o.Wait)
 	}
 }
@@ -95,7 +105,7 @@ type partitionScheduler struct{ *partitionWorker }
 func (w partitionScheduler) Held() context.Context { return w.held }
 
 func (w partitionScheduler) Enter(t *handling.Task) bool {
-	return w.stopping.Err() == nil && w.awaitBreaker(*t) && w.mayCall(t.Kind != handling.NoTx)
+	return w.stopping.Err() == nil && w.mayCall(t.Kind != handling.NoTx)
 }
 
 func (w partitionScheduler) Exit(t *handling.Task, began time.Time, err error) {

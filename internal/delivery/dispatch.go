@@ -317,7 +317,7 @@ func (d *Dispatcher) claimSuspect(ctx context.Context, k *LaneKind) (more bool, 
 	return rows > 0, err
 }
 
-// claimTrials claims one row of each action whose open breaker permits a trial.
+// claimTrials claims rows of actions whose breakers are not closed, as many as they permit trials.
 func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 	for _, p := range k.claimable {
 		if d.Breakers.IsClosed(p.Action) || d.Pauses.IsPaused(p.Stream) {
@@ -327,19 +327,22 @@ func (d *Dispatcher) claimTrials(ctx context.Context, k *LaneKind) error {
 			d.RetryAt(time.Now().Add(wait))
 			continue
 		}
-		if err := d.claimTrial(ctx, k, p); err != nil {
-			return err
+		for claimed := true; claimed && k.Room() > 0; {
+			var err error
+			if claimed, err = d.claimTrial(ctx, k, p); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
 }
 
-// claimTrial claims one row for a trial of its action, unless a trial is under way. The trial belongs to the claim of
+// claimTrial claims one row for a trial of its action, if its breaker permits one. The trial belongs to the claim of
 // the row, and ends with it.
-func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Claimable) error {
-	trial, ok := d.Breakers.TryOne(p.Action)
-	if !ok {
-		return nil
+func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Claimable) (claimed bool, err error) {
+	trial, _ := d.Breakers.TryParked(p.Action)
+	if trial == nil { // none is permitted, or none is needed any more
+		return false, nil
 	}
 	rows := 0
 	defer func() {
@@ -347,8 +350,8 @@ func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Claimable) e
 			trial.Release()
 		}
 	}()
-	rows, err := d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, budget: d.Claimed.Budget(), trial: trial})
-	return err
+	rows, err = d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, budget: d.Claimed.Budget(), trial: trial})
+	return rows > 0, err
 }
 
 // claimablePairs returns the pairs of a kind of lanes whose streams are not paused and whose breakers are

@@ -19,8 +19,10 @@
 //   - A handler with a transaction and the end of its row are committed together. Other handlers run at
 //     least once.
 //   - An attempt counts when its handler has begun and ends. A row that was released untried, or postponed
-//     because of an outage of PostgreSQL, has no attempt counted. Neither has a row whose process is gone, see
-//     Claims and leases.
+//     because of an outage of PostgreSQL or of what its handler needs, has no attempt counted. Neither has a row
+//     whose process is gone, see Claims and leases.
+//   - A row uses up its last attempt only if another row of its action has succeeded since, in any process. Each
+//     process saves in event_success when its actions have last succeeded.
 //   - If a process is gone, other processes take over its rows when the leases have expired.
 //   - A stop ends within StopTimeout, even if a handler hangs. It releases all rows whose handlers have not begun, also
 //     those whose claim got no answer.

@@ -160,8 +160,8 @@ type Failure struct {
 	Wait time.Duration
 	// MaxAttempts is the new maximum of attempts of the delivery, unless its present maximum is higher.
 	MaxAttempts int
-	// Uncounted is set if the attempt does not count.
-	Uncounted bool
+	// Uncounted is set if the attempt does not count. Postponed is set if the handler has not failed either.
+	Uncounted, Postponed bool
 	// Last is set if no attempt is left, and the next claim is only for the dead letter.
 	Last bool
 	// Dead is set if the delivery is not retried. The next row of its key is promoted, unless Held.
@@ -174,7 +174,8 @@ UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
        next_retry_at = clock_timestamp() + $5::interval, processed_at = CASE WHEN $6::bool THEN clock_timestamp() END,
        updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text, max_attempts = CASE WHEN $11::bool THEN d.attempt_count ELSE greatest(d.max_attempts, $9::int) END,
-       attempt_count = d.attempt_count - CASE WHEN $10::bool THEN 1 ELSE 0 END
+       attempt_count = d.attempt_count - CASE WHEN $10::bool THEN 1 ELSE 0 END,
+       failed_at = CASE WHEN $12::bool THEN d.failed_at ELSE coalesce(d.failed_at, clock_timestamp()) END
  WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
 RETURNING d.id`
 
@@ -185,7 +186,7 @@ RETURNING d.id`
 func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted, f.Last).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted, f.Last, f.Postponed).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0
 			return err

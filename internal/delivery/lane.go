@@ -107,7 +107,7 @@ func newLane(parts laneParts, tx bool) *lane {
 	plain := *l.finishing
 	plain.Complete = nil
 	l.plain = &plain
-	l.attempts = &handling.Attempts{Processor: l.finishing, Breakers: parts.breakers, Scheduler: laneScheduler{l}}
+	l.attempts = &handling.Attempts{Processor: l.finishing, Breakers: parts.breakers, Scheduler: laneScheduler{l}, Witness: l.store.Witness}
 	return l
 }
 
@@ -179,7 +179,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		switch {
 		case err == nil:
 			l.postgresAnswered(began)
-			return l.markDone(items, next, time.Since(began))
+			return l.markDone(items, next, began)
 		case l.ctx.Err() != nil:
 			return len(items)
 		case errors.Is(err, ErrLost):
@@ -203,7 +203,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		default:
 			n, failed := handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return indexOf(items, o) })
 			for _, t := range failed.Succeeded() {
-				l.noteSucceeded(&items[indexOf(items, t.Meta.Origin)])
+				l.noteSucceeded(&items[indexOf(items, t.Meta.Origin)], began)
 			}
 			l.log.Debug("outbox: a transaction of deliveries has failed, those before the failed one are handled again",
 				"deliveries", len(items), "in_front", n, "error", err)
@@ -255,24 +255,26 @@ func (l *lane) trialOf(action string) *handling.Trial {
 	return nil
 }
 
-// noteSucceeded notes for its breaker that the handler of an item has succeeded in a shared transaction. An item counts
+// noteSucceeded notes for its breaker that the handler of an item has succeeded in a shared transaction, which began at
+// a time. An item counts
 // once, also if the transaction is rolled back for another item and repeated.
-func (l *lane) noteSucceeded(it *laneItem) {
+func (l *lane) noteSucceeded(it *laneItem, began time.Time) {
 	if !it.noted {
 		it.noted = true
-		l.breakers.Note(it.Action, it.Attempt, l.trialOf(it.Action), nil)
+		l.breakers.Succeeded(it.Action, l.trialOf(it.Action), began)
 	}
 }
 
-// markDone notes that the items before next have finished, and returns their number. It adapts the number
+// markDone notes that the items before next have finished in a transaction that began at a time, and returns
+// their number. It adapts the number
 // of deliveries in a transaction to the number that handlers finish in TransactionTime.
-func (l *lane) markDone(items []laneItem, next *envelope.Origin, took time.Duration) int {
-	n := len(items)
+func (l *lane) markDone(items []laneItem, next *envelope.Origin, began time.Time) int {
+	n, took := len(items), time.Since(began)
 	if next != nil {
 		n = indexOf(items, next)
 	}
 	for i := range items[:n] {
-		l.noteSucceeded(&items[i])
+		l.noteSucceeded(&items[i], began)
 		l.remove(&items[i])
 	}
 	l.promoteFollowers()
@@ -318,6 +320,7 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 	left := len(it.Tasks)
 	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
+		t.FirstFailed = it.FirstFailed
 		l.attempts.Processor = l.plain
 		if left--; left == 0 && t.Kind != handling.NoTx {
 			l.attempts.Processor, inTx = l.finishing, true

@@ -23,6 +23,7 @@ type leaseKeeper struct {
 	lanes      []*lane
 	outages    *outage.Logs
 	log        *slog.Logger
+	breakers   *handling.ActionBreakers
 	hooks      *contain.Callback           // calls hooks for deliveries that no lane has
 	confirm    func(context.Context) error // see [Run.Confirm]
 	members    *members
@@ -119,7 +120,8 @@ type takeOverRound struct {
 	confirmed time.Time // the last success of confirm
 }
 
-// takeOverOnce takes over, repairs heads, retries dead deliveries and confirms, each when its time has come.
+// takeOverOnce takes over, repairs heads, retries dead deliveries, saves successes and confirms, each when its time has
+// come.
 func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) error {
 	began := time.Now()
 	err := k.members.renew(ctx)
@@ -138,6 +140,9 @@ func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) er
 	}
 	if err == nil && len(k.cfg.RetryDeadAfter) > 0 {
 		err = k.retryDead(ctx)
+	}
+	if err == nil {
+		err = k.saveSuccesses(ctx)
 	}
 	if err == nil && k.confirm != nil && time.Since(round.confirmed) > confirmEvery {
 		if err = k.confirm(ctx); err == nil {
@@ -259,6 +264,19 @@ func (k *leaseKeeper) retryDead(ctx context.Context) error {
 		k.dispatcher.SignalHeads()
 	}
 	return err
+}
+
+// saveSuccesses tells the other processes when actions have last succeeded here.
+func (k *leaseKeeper) saveSuccesses(ctx context.Context) error {
+	unsaved := k.breakers.Unsaved()
+	if len(unsaved) == 0 {
+		return nil
+	}
+	if err := k.store.SaveSuccesses(ctx, unsaved); err != nil {
+		return err
+	}
+	k.breakers.NoteSaved(unsaved)
+	return nil
 }
 
 // repairHeads promotes the first delivery of keys whose deliveries are all parked.

@@ -153,7 +153,7 @@ func (l *lane) recordOutcome(it *laneItem, t handling.Task, o handling.Outcome) 
 // postpone has a delivery retried after an outage of PostgreSQL. The attempt does not count.
 func (l *lane) postpone(it *laneItem, t handling.Task, o handling.Outcome) {
 	f := l.failureOf(it, o)
-	f.Uncounted, f.Wait = true, o.Wait
+	f.Uncounted, f.Postponed, f.Wait = true, true, o.Wait
 	if _, err := l.writeFailure(it, f); err != nil { // lost: the process that has it now decides
 		return
 	}
@@ -173,7 +173,7 @@ func (l *lane) retry(it *laneItem, t handling.Task, o handling.Outcome) {
 		it.MaxAttempts = max(it.MaxAttempts, Attempts(min(o.Retries, it.Attempt-1+Attempts(usual))))
 	}
 	f := l.failureOf(it, o)
-	f.Wait = o.Wait
+	f.Uncounted, f.Wait = o.Uncounted, o.Wait
 	promoted, err := l.writeFailure(it, f)
 	if err != nil { // lost: the process that has it now decides
 		return
@@ -227,7 +227,7 @@ func (e *earlierError) ErrorType() string { return e.class }
 func (l *lane) failureOf(it *laneItem, o handling.Outcome) Failure {
 	return Failure{
 		Of: it.Delivery, MaxAttempts: it.MaxAttempts,
-		Code: short.Storable(o.Class, 100), Message: short.Storable(o.Err.Error(), short.MaxText),
+		Code: short.Storable(o.Class, 100), Message: short.Storable(o.Message(), short.MaxText),
 	}
 }
 

@@ -103,11 +103,11 @@ WITH ` + behind + `, looked AS MATERIALIZED (
     INSERT INTO {schema}.event_delivery AS d (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
            next_retry_at, last_attempt_at, created_at, updated_at, last_error_code, last_error_message,
            event_id, event_type, source, aggregate_type, aggregate_id, payload_bytes, content_type, partition_key, size, occurred_at, recorded_at,
-           record_partition, record_id, record_digest, record)
+           record_partition, record_id, record_digest, record, failed_at)
     SELECT $1::text, w.action, w.stream, w.record_offset, w.key, CASE WHEN EXISTS (SELECT FROM behind) THEN '` + rejectedStatus + `' WHEN w.key IS NULL OR w.n IN (SELECT first FROM free) THEN 'PENDING' ELSE 'PARKED' END, w.attempt, w.most,
            t.at + w.wait::float8 * interval '1 microsecond', CASE WHEN w.attempt > 0 THEN t.at END, t.at, t.at, nullif(w.code, ''), nullif(w.message, ''),
            w.event_id, w.type, w.source, w.aggregate_type, w.aggregate_id, w.payload, w.content_type, w.partition_key, octet_length(w.payload) + octet_length(w.record), w.occurred_at, w.recorded_at,
-           w.partition, nullif(w.record_id, ''), w.digest, w.record
+           w.partition, nullif(w.record_id, ''), w.digest, w.record, CASE WHEN w.code <> '' THEN t.at END
       FROM (SELECT * FROM wanted ORDER BY n) AS w CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
      ORDER BY w.n
         ON CONFLICT (consumer_group, action, record_digest) WHERE status <> 'DONE' AND record_digest IS NOT NULL DO NOTHING

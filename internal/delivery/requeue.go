@@ -19,7 +19,7 @@ import (
 
 // requeued sets the columns of a DEAD row so that it has all its attempts again.
 const requeued = `
-       status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, attempt_count = 0,
+       status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, attempt_count = 0, failed_at = NULL,
        next_retry_at = clock_timestamp(), updated_at = clock_timestamp(), processed_at = NULL`
 
 // sqlReplayed requeues the DEAD rows of events. Rows that an operator has resolved stay as they are.

@@ -196,7 +196,8 @@ func (r *Run) Run(ctx context.Context) error {
 	}
 	keeper := &leaseKeeper{
 		cfg: r.parts.Rules, store: r.Store, claimed: r.Claimed, dispatcher: r.Dispatcher, lanes: r.Lanes,
-		outages: r.parts.Outages, log: r.log, hooks: r.Hooks, confirm: r.Confirm, members: r.members,
+		outages: r.parts.Outages, log: r.log, breakers: r.parts.Breakers, hooks: r.Hooks, confirm: r.Confirm,
+		members: r.members,
 	}
 	background, endBackground := context.WithCancel(context.WithoutCancel(ctx))
 	var loops sync.WaitGroup

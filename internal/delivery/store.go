@@ -40,7 +40,7 @@ type Store struct {
 	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlBegin, sqlRenew, sqlExpired, sqlTakeOver string
 	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless                   string
 	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead                         string
-	sqlPassIDs, sqlCheck, sqlCheckRecords                                                                             string
+	sqlPassIDs, sqlCheck, sqlCheckRecords, sqlSaveSuccesses, sqlWitness                                               string
 	sqlRenewMember, sqlRemoveMember, sqlHandledElsewhere, sqlUnhandled, sqlForgetMembers                              string
 }
 
@@ -64,6 +64,7 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		sqlRenewMember: in(sqlRenewMember), sqlRemoveMember: in(sqlRemoveMember), sqlHandledElsewhere: in(sqlHandledElsewhere),
 		sqlUnhandled: in(tables.SQLUnhandled), sqlForgetMembers: in(sqlForgetMembers),
 		sqlPassIDs: in(sqlPassIDs), sqlCheck: in(sqlCheck), sqlCheckRecords: in(sqlCheckRecords),
+		sqlSaveSuccesses: in(sqlSaveSuccesses), sqlWitness: in(sqlWitness),
 	}
 }
 
@@ -85,10 +86,13 @@ const settings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('loc
 
 // sqlCheck fails if the tables do not exist, or lack columns that this release needs.
 const sqlCheck = `
-SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s, {schema}.event_member AS m LIMIT 0`
+SELECT d.id, d.order_key, d.held, d.record, d.failed_at
+  FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s, {schema}.event_member AS m, {schema}.event_success AS w LIMIT 0`
 
 // sqlCheckRecords is sqlCheck for a store of records, which needs no subscriptions.
-const sqlCheckRecords = `SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_member AS m LIMIT 0`
+const sqlCheckRecords = `
+SELECT d.id, d.order_key, d.held, d.record, d.failed_at
+  FROM {schema}.event_delivery AS d, {schema}.event_member AS m, {schema}.event_success AS w LIMIT 0`
 
 // Check returns an error if the tables cannot be used.
 func (s *Store) Check(ctx context.Context) error {

@@ -62,7 +62,7 @@ func (l *lane) yield(it *laneItem, o handling.Outcome) bool {
 		return false
 	}
 	f := l.failureOf(it, o)
-	f.Uncounted, f.MaxAttempts = true, max(it.MaxAttempts, it.Attempt)
+	f.Uncounted, f.Postponed, f.MaxAttempts = true, true, max(it.MaxAttempts, it.Attempt)
 	if !l.store.yielded.add(it.ID) {
 		f.Wait = yieldWait
 	}

@@ -18,6 +18,9 @@ type Attempts struct {
 	Breakers  *ActionBreakers // nil without PostgreSQL
 	Scheduler Scheduler
 	Bound     time.Duration // limit of one attempt; 0 means no limit
+	// Witness reports whether a call of an action has succeeded in any process that began not longer ago than a time.
+	// Nil means that events use up their last attempt without one.
+	Witness func(ctx context.Context, action string, ago time.Duration) (bool, error)
 }
 
 // Scheduler decides when an attempt may be made, and when it must end.
@@ -67,6 +70,17 @@ type Outcome struct {
 	Attempt int           // number of the attempt, from 1
 	Retries int           // retries that the policy permits; set for Again and Dead
 	Wait    time.Duration // until the next attempt; set for Postponed and Again
+	// Uncounted is set for Again if the attempt does not count, because its cause may be an outage. Kept is set as well
+	// if it was the last attempt.
+	Uncounted, Kept bool
+}
+
+// Message returns the error as it is stored, and why the event is kept.
+func (o Outcome) Message() string {
+	if o.Kept {
+		return "no attempt is left, and no other event of the action has succeeded since the first failure: " + o.Err.Error()
+	}
+	return o.Err.Error()
 }
 
 // Try makes the attempt on a task whose number is in its metadata. Failures that do not count are repeated: a conflict
@@ -85,7 +99,7 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 		before = nil
 		switch held := a.Scheduler.Held(); {
 		case err == nil:
-			a.note(t, nil)
+			a.Breakers.Succeeded(t.Action, a.Scheduler.Trial(t.Action), began)
 			return Outcome{Result: Done, Action: t.Action, Attempt: t.Meta.Attempt}
 		case held.Err() != nil:
 			return Outcome{Result: Stopped}
@@ -118,11 +132,6 @@ func (a *Attempts) call(t *Task, began time.Time) (late bool, err error) {
 	return IsLate(ctx, err), err
 }
 
-// note passes the outcome of an attempt to the breaker of its action.
-func (a *Attempts) note(t *Task, err error) {
-	a.Breakers.Note(t.Action, t.Meta.Attempt, a.Scheduler.Trial(t.Action), err)
-}
-
 // awaitConflict waits before a task is repeated that PostgreSQL has rolled back. It warns after several conflicts of
 // the same event, because a single one is normal.
 func (a *Attempts) awaitConflict(t *Task, n int, err error) {
@@ -142,20 +151,62 @@ func (a *Attempts) awaitConflict(t *Task, n int, err error) {
 
 // failed decides whether a failed task is tried again, and calls the hook Failed.
 func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
-	a.note(t, err)
+	inTrial := a.Breakers.Failed(t, a.Scheduler.Trial(t.Action), err)
 	retries := a.Processor.Retries(policy, err, func(call func()) { a.callHost("RetriesFor", t.Action, &t.Meta, call) })
 	o := Outcome{
 		Result: Again, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Retries: retries,
 	}
-	if IsPermanent(err) || o.Attempt > retries {
+	waits := policy.waitsInOutage(t.FirstFailed)
+	switch {
+	case IsPermanent(err):
 		o.Result = Dead
-	} else {
+	case waits && (IsUnavailable(err) || inTrial && retries > 0):
+		o.Uncounted = true
+	case o.Attempt <= retries:
+	case waits && retries > 0 && !a.witnessed(t):
+		o.Uncounted, o.Kept = true, true
+		a.Breakers.noteKept(t.Action)
+	default:
+		o.Result = Dead
+	}
+	switch {
+	case o.Kept: // RetryAfter sets the waits between attempts, and this was the last one
+		later, _ := WaitOf(err)
+		o.Wait = max(later, policy.NextInOutage(t.failing(), nil))
+	case o.Uncounted:
+		o.Wait = policy.NextInOutage(t.failing(), err)
+	case o.Result == Again:
 		o.Wait = policy.Next(o.Attempt, err)
 	}
 	if hook := a.Processor.Rules.Hooks.Failed; hook != nil {
 		a.callHost("hook Failed", t.Action, &t.Meta, func() { hook(&t.Meta, t.Action, err, o.Result == Again) })
 	}
 	return o
+}
+
+// witnessed reports whether another event of the action has succeeded since a task has failed first, so that the task
+// may use up its last attempt. If PostgreSQL does not answer, it reports false, and the task is tried again.
+func (a *Attempts) witnessed(t *Task) bool {
+	if a.Witness == nil || a.Breakers.SucceededSince(t.Action, t.FirstFailed) {
+		return true
+	}
+	const timeout = 5 * time.Second
+	ctx, cancel := context.WithTimeout(a.Scheduler.Held(), timeout)
+	defer cancel()
+	seen, err := a.Witness(ctx, t.Action, t.failing())
+	if err != nil {
+		a.Processor.Log.Warn("outbox: it is not known whether an action works in another process; its event is tried again",
+			"action", t.Action, "error", err)
+	}
+	return seen && err == nil
+}
+
+// failing returns how long ago a task has failed first.
+func (t *Task) failing() time.Duration {
+	if t.FirstFailed.IsZero() {
+		return 0
+	}
+	return time.Since(t.FirstFailed)
 }
 
 func (a *Attempts) postponed(t *Task, policy RetryPolicy, err error) Outcome {
@@ -179,7 +230,15 @@ func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 			"outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", attrs...)
 		return
 	}
-	a.Processor.Log.WarnContext(ctx, "outbox: handler failed, trying again", attrs...)
+	message := "outbox: handler failed, trying again"
+	switch {
+	case o.Kept:
+		message = "outbox: handler failed after its last retry, and no other event of the action has succeeded since the first " +
+			"failure: it may be an outage; trying again"
+	case o.Uncounted:
+		message = "outbox: handler failed in an outage of what it needs, which is no attempt; trying again"
+	}
+	a.Processor.Log.WarnContext(ctx, message, attrs...)
 }
 
 // ReportDead logs that an event is dead for an action, or for all actions if the outcome names none, and calls the hook

@@ -15,6 +15,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/handled"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -226,60 +227,213 @@ func TestAttemptsHooks(t *testing.T) {
 }
 
 var attemptBreakerTests = []struct {
-	name, play string // of one event each: + goes well, - fails, p fails for good, r asks for a later try, . ten seconds pass
+	name, play string // of one event each: + goes well, - fails, p fails for good, r asks for a later try, u lacks something; , 300 ms pass, . ten seconds
 	want       breaker.State
 }{
-	{"too few attempts to judge", "---", breaker.Closed},
-	{"half of the attempts fail", "++--", breaker.Open},
-	{"fewer fail", "+++-", breaker.Closed},
-	{"what fails for good says nothing about the action", "pppp", breaker.Closed},
-	{"what asks for a later try says nothing about the action", "rrrr", breaker.Closed},
-	{"and nothing good either", "rrrr----", breaker.Open},
-	{"nor does what fails for good", "pppp----", breaker.Open},
-	{"half-open after 30 s", "----...", breaker.HalfOpen},
-	{"a trial that asks for a later try", "----...r", breaker.HalfOpen},
-	{"a trial that fails for good", "----...p", breaker.HalfOpen},
-	{"a trial behind others that say nothing", "----...rppr+", breaker.Closed},
-	{"a trial that goes well", "----...+", breaker.Closed},
-	{"a trial that fails", "----...-", breaker.Open},
+	{"too few events in a row", "-,-,-,,,,", breaker.Closed},
+	{"enough, but at once", "------", breaker.Closed},
+	{"enough over a second", "-,-,-,-,-", breaker.Open},
+	{"a success between them", "-,-,-,+,-,-,-", breaker.Closed},
+	{"nine of ten fail", "-,-,-,+-,-,-,+-,-,-,+-,-,-,+", breaker.Closed},
+	{"a storm", strings.Repeat("-", 40), breaker.Open},
+	{"not quite a storm", strings.Repeat("-", 39), breaker.Closed},
+	{"what fails for good says nothing about the action", strings.Repeat("p,", 50), breaker.Closed},
+	{"what asks for a later try says nothing about the action", strings.Repeat("r,", 50), breaker.Closed},
+	{"and nothing good either", "-,-,-r,p,-", breaker.Open},
+	{"what all events lack", "u,u,u,u,u", breaker.Open},
+	{"what the events of one tenant lack", strings.Repeat("u,u,+", 50), breaker.Closed},
+	{"half-open after a second", "-,-,-,-,-,,,,", breaker.HalfOpen},
+	{"a trial that fails is not the last one", "-,-,-,-,-.-", breaker.HalfOpen},
+	{"all trials fail", "-,-,-,-,-.--", breaker.Open},
+	{"for two seconds", "-,-,-,-,-.--,,,,", breaker.Open},
+	{"and half-open then", "-,-,-,-,-.--,,,,,,,", breaker.HalfOpen},
+	{"twice as many trials fail", "-,-,-,-,-.--.---", breaker.HalfOpen},
+	{"all of them", "-,-,-,-,-.--.----", breaker.Open},
+	{"a trial that asks for a later try", "-,-,-,-,-.rprprp", breaker.HalfOpen},
+	{"a trial that goes well", "-,-,-,-,-.+", breaker.Closed},
+	{"one that goes well behind another one", "-,-,-,-,-.-+", breaker.Closed},
 }
 
-// The breaker of an action learns the outcomes of first attempts, and of trials.
+// The breaker of an action opens after different events have failed in a row. Trials close it.
 func TestAttemptsBreaker(t *testing.T) {
 	t.Parallel()
 	for _, tt := range attemptBreakerTests {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				f := newFixture(t, Rules{Breaker: breaker.Rules{Window: 8}})
+				f := newFixture(t, Rules{Breaker: BreakerRules{Events: 4, Trials: 2}})
 				for n, sign := range tt.play {
-					if sign == '.' {
-						time.Sleep(10 * time.Second)
+					if pause, is := map[rune]time.Duration{'.': 10 * time.Second, ',': 300 * time.Millisecond}[sign]; is {
+						time.Sleep(pause)
 						continue
 					}
 					name := fmt.Sprint(n)
 					f.handlers[name] = string(sign)
 					var ok bool
 					f.scheduler.trial, ok = f.attempts.Breakers.TryOne("ACTED")
-					require.True(t, ok)
-					task := &f.arrive(name)[0].Tasks[0]
-					f.attempts.Try(task, f.processor.Rules.Retry, nil)
+					require.True(t, ok, "of event %d", n)
+					o := f.attempts.Try(&f.arrive(name)[0].Tasks[0], f.processor.Rules.Retry, nil)
+					require.Equal(t, o.Result == Again && (f.scheduler.trial != nil && sign != 'r' || sign == 'u'), o.Uncounted, "failed trials use up no attempt")
 					f.scheduler.trial.Release()
 				}
-				require.Equal(t, tt.want, f.attempts.Breakers.of["ACTED"].State())
+				require.Equal(t, tt.want, stateOf(f.attempts.Breakers, "ACTED"))
 			})
 		})
 	}
+}
+
+func stateOf(a *ActionBreakers, action string) breaker.State {
+	b := a.of[action]
+	b.mu.Lock()
+	defer b.unlock()
+	return b.now()
 }
 
 // Retries of one event count once.
 func TestAttemptsBreakerCountsEventsOnce(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 9}, Breaker: breaker.Rules{Window: 8}})
+		f := newFixture(t, Rules{Retry: RetryPolicy{MaxRetries: 9}, Breaker: BreakerRules{Events: 2}})
 		f.handlers["a"] = "--------"
 		f.play(&f.arrive("a")[0].Tasks[0])
 		require.True(t, f.attempts.Breakers.IsClosed("ACTED"))
 	})
+}
+
+// Trials run at the same time in a quarter of the slots. Parked events have none while a partition waits for one. The
+// time without trials doubles up to OpenFor, and the number of trials up to sixteen times the first one.
+func TestActionBreakerTrials(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		b := &actionBreaker{rules: &BreakerRules{Events: 1, FirstOpenFor: time.Second, OpenFor: 30 * time.Second, Trials: 3}, slots: 2, trials: map[*Trial]struct{}{}, changed: func(breakerChange) {}}
+		event := handled.Identity{ID: "1"}
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.note(event)
+		time.Sleep(time.Second)
+		b.note(event)
+		var waits []time.Duration
+		var trials []int
+		for range 8 {
+			began := time.Now()
+			for _, ok := b.try(false, time.Hour); !ok; _, ok = b.try(false, time.Hour) {
+				time.Sleep(time.Second)
+			}
+			waits = append(waits, time.Since(began))
+			require.Len(t, b.trials, 1)
+			b.heads = 1
+			_, ok := b.try(true, time.Hour)
+			require.False(t, ok, "a partition waits for it")
+			b.heads = 0
+			second, ok := b.try(true, time.Hour)
+			require.True(t, ok)
+			_, ok = b.try(false, time.Hour)
+			require.False(t, ok, "two are under way")
+			b.release(second)
+			n := 0
+			for b.now() == breaker.HalfOpen {
+				for trial := range b.trials {
+					require.True(t, b.fail(trial))
+					n++
+				}
+				b.try(false, time.Hour)
+			}
+			trials = append(trials, n)
+		}
+		const s = time.Second
+		require.Equal(t, []time.Duration{s, 2 * s, 4 * s, 8 * s, 16 * s, 30 * s, 30 * s, 30 * s}, waits)
+		require.Equal(t, []int{3, 6, 12, 24, 48, 48, 48, 48}, trials)
+
+		time.Sleep(time.Minute)
+		first, _ := b.try(false, time.Hour)
+		require.NotNil(t, first)
+		b.succeed(nil, time.Now())
+		require.Equal(t, breaker.HalfOpen, b.now(), "a call that is no trial may have begun before the outage")
+		time.Sleep(2 * time.Hour)
+		_, ok := b.try(false, time.Hour)
+		require.True(t, ok, "a trial whose handler does not return is given up")
+		require.False(t, b.fail(first))
+		for trial := range b.trials {
+			b.succeed(trial, time.Now())
+		}
+		require.Equal(t, breaker.Closed, b.now())
+	})
+}
+
+// An event uses up its last attempt only if another event of the action has succeeded since it failed first. Otherwise
+// it is tried until MaxOutage.
+func TestAttemptsWitness(t *testing.T) {
+	t.Parallel()
+	const many = 20_000
+	for name, tt := range map[string]struct {
+		play   string
+		policy RetryPolicy
+		here   time.Duration // after which another event succeeds in this process, or 0
+		others time.Duration // and in another one
+		want   string        // what becomes of it
+		after  time.Duration // about
+	}{
+		"others succeed at once":             {play: "-", others: time.Millisecond, want: "dead 4: handler", after: 7 * time.Second},
+		"others of this process succeed":     {play: "-", here: time.Millisecond, want: "dead 4: handler", after: 7 * time.Second},
+		"others succeed after two minutes":   {play: "-", others: 2 * time.Minute, want: "dead 4: handler", after: 2*time.Minute + 15*time.Second},
+		"no other succeeds":                  {play: "-", want: "dead 4: handler", after: 24 * time.Hour},
+		"no other succeeds for an hour":      {play: "-", policy: RetryPolicy{MaxOutage: time.Hour}, want: "dead 4: handler", after: time.Hour},
+		"without the rule":                   {play: "-", policy: RetryPolicy{MaxOutage: -1}, want: "dead 4: handler", after: 7 * time.Second},
+		"no retries":                         {play: "-", policy: RetryPolicy{MaxRetries: -1}, want: "dead 1: handler"},
+		"it fails for good":                  {play: "p", want: "dead 1: permanent"},
+		"it says when to try again":          {play: "r", want: "dead 4: handler", after: 24 * time.Hour},
+		"something is away for it":           {play: "u", others: time.Millisecond, want: "dead 4: unavailable", after: 24 * time.Hour},
+		"and it says when to try again":      {play: "U", others: time.Millisecond, want: "dead 4: unavailable", after: 24 * time.Hour},
+		"something is away, without retries": {play: "u", policy: RetryPolicy{MaxRetries: -1}, want: "dead 1: unavailable", after: 24 * time.Hour},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, Rules{Retry: tt.policy})
+				f.witnessed, f.handlers["a"] = false, strings.Repeat(tt.play, many)
+				began := time.Now()
+				task := &f.arrive("a")[0].Tasks[0]
+				outcome, uncounted := "", 0
+				for outcome == "" {
+					if tt.others > 0 && time.Since(began) > tt.others {
+						f.witnessed = true
+					}
+					if tt.here > 0 && time.Since(began) > tt.here {
+						f.attempts.Breakers.Succeeded("ACTED", nil, time.Now())
+					}
+					o := f.attempts.Try(task, task.Retry.Over(f.processor.Rules.Retry), nil)
+					if o.Result == Dead {
+						outcome = fmt.Sprintf("dead %d: %s", o.Attempt, o.Class)
+						break
+					}
+					require.Equal(t, Again, o.Result)
+					if task.FirstFailed.IsZero() {
+						task.FirstFailed = time.Now()
+					}
+					if o.Uncounted {
+						uncounted++
+						require.LessOrEqual(t, o.Wait, 37*time.Second)
+					} else {
+						task.Meta.Attempt++
+					}
+					if o.Kept {
+						require.Contains(t, strings.Join(f.attempts.Breakers.Reasons(), ""), "an event of action ACTED has used up its attempts")
+						require.Contains(t, o.Message(), "no other event of the action has succeeded")
+					}
+					time.Sleep(o.Wait)
+				}
+				require.Equal(t, tt.want, outcome)
+				require.InDelta(t, tt.after.Seconds(), time.Since(began).Seconds(), tt.after.Seconds()/4+5*60*btof(tt.after > 10*time.Minute))
+				require.Less(t, uncounted, 13_000)
+			})
+		})
+	}
+}
+
+func btof(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
 }
 
 // Functions of the host that end their goroutine do not end the worker: handlers, codecs and

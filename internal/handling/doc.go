@@ -33,6 +33,9 @@
 //     OncePer. The first source with an id has the plain key in event_handled; for others, a second statement notes a
 //     key that contains the source.
 //   - An outage of PostgreSQL uses up no attempt, nor do [MostConflicts] conflicts of transactions.
+//   - An outage of what a handler needs makes no event dead. While the breaker of the action is not closed, failed
+//     trials use up no attempt. The last attempt of an event counts only if another event has succeeded since the
+//     first one.
 //   - The handlers of an event type get its events in the order of arrival. Handlers of different types get the events
 //     of a key in the order of arrival.
 //   - A panic, or an end of the goroutine, in a function of the host is an error of the event, or a line in the log.

@@ -60,7 +60,8 @@ type Arrival struct {
 type Task struct {
 	*Handler
 	Arrival
-	conflicts int // repeated conflicts, over all attempts in this process; see [Attempts.Try]
+	FirstFailed time.Time // when the first attempt has failed, zero if this is the first one
+	conflicts   int       // repeated conflicts, over all attempts in this process; see [Attempts.Try]
 }
 
 // TaskResult is a task that has succeeded.

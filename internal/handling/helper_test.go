@@ -44,6 +44,9 @@ type fixture struct {
 	handlers map[string]string // by event, see fixture.handle
 	postgres string            // by transaction, see fixture.InTx
 
+	witnessed bool            // other processes have successes
+	asked     []time.Duration // for a success in other processes
+
 	sets    bool             // the handler that is called changes settings
 	noted   map[NoteKey]bool // committed
 	current []string         // calls of handlers in the transaction under way
@@ -88,12 +91,12 @@ var jsonCodec = Codec{ContentType: "application/json", Decode: func(_ context.Co
 // testRules returns rules with the defaults of the package outbox for all that is not set.
 func testRules(rules Rules) Rules {
 	rules.Group, rules.JSON = "g", jsonCodec
-	rules.Retry = rules.Retry.Over(RetryPolicy{MaxRetries: 3, RetryWait: time.Second, MaxRetryWait: time.Minute})
+	rules.Retry = rules.Retry.Over(RetryPolicy{MaxRetries: 3, RetryWait: time.Second, MaxRetryWait: time.Minute, MaxOutage: 24 * time.Hour})
 	rules.HandlerTimeout = cmp.Or(rules.HandlerTimeout, 30*time.Second)
-	rules.Breaker.Window = cmp.Or(rules.Breaker.Window, 20)
-	rules.Breaker.FailureRate = cmp.Or(rules.Breaker.FailureRate, 0.5)
+	rules.Breaker.Events = cmp.Or(rules.Breaker.Events, 10)
+	rules.Breaker.FirstOpenFor = cmp.Or(rules.Breaker.FirstOpenFor, time.Second)
 	rules.Breaker.OpenFor = cmp.Or(rules.Breaker.OpenFor, 30*time.Second)
-	rules.Breaker.Trials = cmp.Or(rules.Breaker.Trials, 1)
+	rules.Breaker.Trials = cmp.Or(rules.Breaker.Trials, 10)
 	rules.Log = cmp.Or(rules.Log, slog.New(slog.DiscardHandler))
 	return rules
 }
@@ -115,7 +118,12 @@ func newFixture(t *testing.T, rules Rules, handlers ...*Handler) *fixture {
 	f.scheduler = &playedScheduler{f: f}
 	f.scheduler.held, f.scheduler.lose = context.WithCancel(t.Context())
 	t.Cleanup(f.scheduler.lose)
-	f.attempts = &Attempts{Processor: f.processor, Breakers: NewActionBreakers(f.processor.Rules, routes), Scheduler: f.scheduler}
+	f.witnessed = true
+	f.attempts = &Attempts{Processor: f.processor, Breakers: NewActionBreakers(f.processor.Rules, routes, 4), Scheduler: f.scheduler}
+	f.attempts.Witness = func(_ context.Context, _ string, ago time.Duration) (bool, error) {
+		f.asked = append(f.asked, ago)
+		return f.witnessed, nil
+	}
 	return f
 }
 
@@ -147,7 +155,8 @@ func inTx(items []*Item) (tasks []Task) {
 }
 
 // handle is the played handler. Its signs: + goes well, - fails, p fails for good, r fails and says when to try
-// again, ! panics, x ends its goroutine, 4 is a conflict, P is a conflict that no retry changes, f finds another
+// again, u fails because something is away that the event needs, U as well and says when to try again, ! panics,
+// x ends its goroutine, 4 is a conflict, P is a conflict that no retry changes, f finds another
 // server full, t outlives its deadline, = changes settings, s fails when the work is to end.
 func (f *fixture) handle(ctx context.Context, e played, m *envelope.Received) error {
 	f.current = append(f.current, fmt.Sprint(e.Name, m.Attempt))
@@ -161,6 +170,10 @@ func (f *fixture) handle(ctx context.Context, e played, m *envelope.Received) er
 		return Permanent(errPlayed)
 	case 'r':
 		return RetryAfter(errPlayed, 7*time.Second)
+	case 'u':
+		return Unavailable(errPlayed)
+	case 'U':
+		return RetryAfter(Unavailable(errPlayed), 7*time.Second)
 	case '!':
 		panic("played")
 	case 'x':

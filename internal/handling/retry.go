@@ -26,6 +26,7 @@ type RetryPolicy struct {
 	RetriesFor   func(error) int
 	RetryWait    time.Duration
 	MaxRetryWait time.Duration
+	MaxOutage    time.Duration
 }
 
 // Over returns the policy, with the zero fields set from base.
@@ -36,6 +37,7 @@ func (p RetryPolicy) Over(base RetryPolicy) RetryPolicy {
 	return RetryPolicy{
 		MaxRetries: cmp.Or(p.MaxRetries, base.MaxRetries), RetriesFor: p.RetriesFor,
 		RetryWait: cmp.Or(p.RetryWait, base.RetryWait), MaxRetryWait: cmp.Or(p.MaxRetryWait, base.MaxRetryWait),
+		MaxOutage: cmp.Or(p.MaxOutage, base.MaxOutage),
 	}
 }
 
@@ -50,14 +52,36 @@ func (p RetryPolicy) Wait(attempt int, err error) (d time.Duration, exact bool) 
 
 // Next returns the wait after a failed attempt with its random part: up to a fifth more or less.
 func (p RetryPolicy) Next(attempt int, err error) time.Duration {
-	const jitter = 5
-	const longest = math.MaxInt64 / 2 // a fifth more does not overflow
 	d, exact := p.Wait(attempt, err)
 	if exact {
 		return d
 	}
+	return jittered(d)
+}
+
+// jittered returns a wait that is up to a fifth shorter or longer.
+func jittered(d time.Duration) time.Duration {
+	const jitter = 5
+	const longest = math.MaxInt64 / 2 // a fifth more does not overflow
 	d = min(d, longest)
 	return d - d/jitter + rand.N(2*(d/jitter)+1)
+}
+
+// mostOutageWait bounds the wait before an event is tried again in an outage.
+const mostOutageWait = 30 * time.Second
+
+// NextInOutage returns the wait after a failed attempt that uses up none, of an event that has been failing for a time.
+// Waiting as long again doubles the wait, up to mostOutageWait.
+func (p RetryPolicy) NextInOutage(failing time.Duration, err error) time.Duration {
+	if d, exact := WaitOf(err); exact {
+		return d
+	}
+	return jittered(max(p.RetryWait, min(failing, mostOutageWait)))
+}
+
+// waitsInOutage reports whether failures of an event may still use up no attempt, given when it failed first.
+func (p RetryPolicy) waitsInOutage(first time.Time) bool {
+	return p.MaxOutage > 0 && (first.IsZero() || time.Since(first) < p.MaxOutage)
 }
 
 // Validate returns an error that names every bad field.
@@ -99,6 +123,20 @@ func WaitOf(err error) (wait time.Duration, ok bool) {
 	return later.wait, true
 }
 
+// Unavailable marks an error that says that something is away that this event needs.
+func Unavailable(err error) error { return &unavailableError{err} }
+
+type unavailableError struct{ err error }
+
+func (e *unavailableError) Error() string { return e.err.Error() }
+func (e *unavailableError) Unwrap() error { return e.err }
+
+// IsUnavailable reports whether an error is marked by [Unavailable].
+func IsUnavailable(err error) bool {
+	_, is := errors.AsType[*unavailableError](err)
+	return is
+}
+
 // Guard calls f and returns a panic as a [*PanicError]. If the methods of the error of f panic, it returns an error
 // that says so, because callers call these methods.
 func Guard(f func() error) error {
@@ -134,10 +172,11 @@ func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
 func (e *PanicError) As(target any) bool { return check.AsSame(e, target) }
 
 // IsConflict reports whether PostgreSQL has rolled back a transaction that may succeed the next time: after a deadlock
-// or a serialization failure. It is false if the handler has marked the error by [Permanent] or [RetryAfter].
+// or a serialization failure. It is false if the handler has marked the error by [Permanent], [RetryAfter] or
+// [Unavailable].
 func IsConflict(err error) bool {
 	_, later := WaitOf(err)
-	return pg.IsTransient(err) && !IsPermanent(err) && !later
+	return pg.IsTransient(err) && !IsPermanent(err) && !later && !IsUnavailable(err)
 }
 
 // MostConflicts is how many conflicts of a task are repeated, over all its attempts in this process. It takes a second
@@ -166,6 +205,8 @@ func ErrorClass(err error) string {
 		return "postgres_" + pgErr.Code
 	case IsPermanent(err):
 		return "permanent"
+	case IsUnavailable(err):
+		return "unavailable"
 	case errors.Is(err, context.DeadlineExceeded):
 		return "timeout"
 	}

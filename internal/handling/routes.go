@@ -57,6 +57,21 @@ func (r Routes) TopicsOf(one *Route) []string {
 	return append([]string{own}, extra...)
 }
 
+// ActionsOf returns the actions on events of a topic.
+func (r Routes) ActionsOf(topic string) (actions []string) {
+	for _, route := range r.ByName {
+		if !slices.Contains(r.TopicsOf(route), topic) {
+			continue
+		}
+		for h := range route.Handlers() {
+			if !slices.Contains(actions, h.Action) {
+				actions = append(actions, h.Action)
+			}
+		}
+	}
+	return actions
+}
+
 // Route is an event type with its handlers.
 type Route struct {
 	Kind     EventType

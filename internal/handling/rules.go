@@ -20,7 +20,7 @@ type Rules struct {
 	Retry             RetryPolicy // of handlers and streams without a policy of their own
 	HoldDead          bool
 	RetryDeadAfter    map[string]time.Duration
-	Breaker           breaker.Rules
+	Breaker           BreakerRules
 	HandlerTimeout    time.Duration
 	SlowHandler       time.Duration
 	StopTimeout       time.Duration

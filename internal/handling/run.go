@@ -75,6 +75,15 @@ func (s CallSlots) Take(ctx context.Context, tx bool) bool {
 	return false
 }
 
+// Most returns how many handlers with a transaction run at the same time.
+func (s CallSlots) Most() int {
+	most := cap(s.Transactions.slots)
+	if s.Calls != nil {
+		most = min(most, cap(s.Calls.slots))
+	}
+	return most
+}
+
 // Release gives back the slots that Take has taken.
 func (s CallSlots) Release(tx bool) {
 	if tx && s.Transactions != nil {

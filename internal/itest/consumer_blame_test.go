@@ -87,7 +87,7 @@ func TestHandlerEndsTransaction(t *testing.T) {
 		return ends[how](ctx, tx)
 	})
 	s.sendSales(t, 100, poison)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, From: outbox.FromStart}}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1, MaxOutage: -1}, From: outbox.FromStart}}, h).Run)
 	for _, r := range s.deadLetters(t, len(poison)) {
 		h := deadLetterHeaders(r)
 		require.Equal(t, []string{"transaction_ended", "2"}, []string{h["dlq_error_class"], h["dlq_attempts"]}, string(r.Value))
@@ -118,7 +118,7 @@ func TestHandlerLeavesTransaction(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	})
 	s.sendSales(t, 20, map[int]string{3: "aborted", 9: "open"})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, Hooks: outbox.ConsumerHooks{
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: 1, MaxOutage: -1}, Hooks: outbox.ConsumerHooks{
 		Failed: func(m outbox.Metadata, _ string, _ error, _ bool) { blamed.Store(m.Kafka.Offset, true) },
 	}, From: outbox.FromStart}}, h).Run)
 	for i, r := range s.deadLetters(t, 2) {
@@ -271,7 +271,7 @@ func TestErrorsOfOthersAreNoOutage(t *testing.T) {
 				assert.Equal(t, int(m.Kafka.Offset)-done, s.counts(t)["p"], "those before it are committed")
 			}
 		},
-	}, From: outbox.FromStart}}, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+	}, From: outbox.FromStart, Retry: outbox.RetryPolicy{MaxOutage: -1}}}, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if e.Poison != "" {
 			return fail(ctx, tx, e.Poison)
 		}
@@ -342,7 +342,7 @@ func TestHandlerEndsGoroutine(t *testing.T) {
 			runtime.Goexit()
 		}
 	}
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Retry: outbox.RetryPolicy{MaxOutage: -1}}},
 		outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			exit(e)
 			return s.count(ctx, tx, e, m)
@@ -388,7 +388,7 @@ func TestAttemptsOfASingleEvent(t *testing.T) {
 			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 				Failed:       func(m outbox.Metadata, _ string, _ error, _ bool) { assert.EqualValues(t, failed.Add(1), m.Attempt) },
 				DeadLettered: func(outbox.Metadata, string, string, error) { dead.Add(1) },
-			}, From: outbox.FromStart}}
+			}, From: outbox.FromStart, Retry: outbox.RetryPolicy{MaxOutage: -1}}}
 			s.sendSales(t, 1, nil)
 			testenv.Run(t, s.consumer(t, cfg, form(func() error { calls.Add(1); return tt.err })).Run)
 			require.Eventually(t, func() bool { return dead.Load() == 1 }, testenv.Patience, 10*time.Millisecond)

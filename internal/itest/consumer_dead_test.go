@@ -36,6 +36,7 @@ func TestDeathIsLoggedOnceAndInFull(t *testing.T) {
 			cfg := s.config(t)
 			cfg.Logger, cfg.Alerts = log, alerts
 			cfg.Retry.MaxRetries = 1
+			cfg.Retry.MaxOutage = -1
 			var mu sync.Mutex
 			var dead []outbox.Metadata
 			cfg.Hooks.DeadLettered = func(m outbox.Metadata, _, _ string, _ error) {

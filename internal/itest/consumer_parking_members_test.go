@@ -107,6 +107,7 @@ func TestParkingAtRandom(t *testing.T) {
 	s := newParkingFixture(t, partitions)
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 4, 30*time.Millisecond, 200*time.Millisecond
+	cfg.Retry.MaxOutage = -1
 	cfg.MaxPoll = 20
 	// failures returns how often an action fails on a sale; 5 is too often.
 	failures := func(action string, e sale) int {

@@ -311,6 +311,7 @@ func TestReplayOfWaitingEvent(t *testing.T) {
 	var attempts atomic.Int64
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 1, time.Millisecond, time.Millisecond
+	cfg.Retry.MaxOutage = -1
 	cfg.HoldDead = true
 	testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
 		if sold(e) != "k 1" {

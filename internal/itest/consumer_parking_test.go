@@ -99,7 +99,7 @@ func (s *parkingFixture) handler(form, action string, p play) outbox.Handler {
 // config returns the configuration of a member of the fixture's group, which tries soon and often.
 func (s *parkingFixture) config(t testing.TB) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema,
-		Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond, MaxRetryWait: 20 * time.Millisecond}, Breaker: neverOpen, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}}
+		Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond, MaxRetryWait: 20 * time.Millisecond}, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}}
 }
 
 // journal returns the numbers of an action's effects on a product, in their order.
@@ -424,6 +424,7 @@ func TestParkedEventDies(t *testing.T) {
 			var open atomic.Bool
 			cfg := s.config(t)
 			cfg.Retry.MaxRetries, cfg.HoldDead = 2, tt.hold
+			cfg.Retry.MaxOutage = -1
 			testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, m outbox.Metadata) error {
 				if sold(e) == "k 1" && !open.Load() {
 					return fmt.Errorf("attempt %d", m.Attempt)
@@ -459,6 +460,7 @@ func TestRetryPolicies(t *testing.T) {
 	fails := func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return errPlay }
 	cfg := s.config(t)
 	cfg.Retry.MaxRetries = 1
+	cfg.Retry.MaxOutage = -1
 	cfg.Retry.RetriesFor = func(error) int { return 2 }
 	testenv.Run(t, s.groupConsumer(t, s.group, cfg,
 		outbox.WithRetry(s.handler("Handle", "FOUR", fails), outbox.RetryPolicy{MaxRetries: 3, RetryWait: time.Millisecond}),

@@ -94,8 +94,8 @@ func (n *attemptNotes) config(schema string) outbox.HandlerConfig {
 		n.hooks[m.Subject] = append(n.hooks[m.Subject], fmt.Sprint(name, " ", m.Attempt))
 	}
 	return outbox.HandlerConfig{
-		Schema: schema, From: outbox.FromStart, MaxPoll: 1, Breaker: neverOpen, Logger: slog.New(slog.NewJSONHandler(n, &slog.HandlerOptions{Level: slog.LevelDebug})),
-		Retry: outbox.RetryPolicy{MaxRetries: 2, RetryWait: time.Millisecond},
+		Schema: schema, From: outbox.FromStart, MaxPoll: 1, Logger: slog.New(slog.NewJSONHandler(n, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		Retry: outbox.RetryPolicy{MaxRetries: 2, RetryWait: time.Millisecond, MaxRetryWait: time.Millisecond, MaxOutage: -1},
 		Hooks: outbox.ConsumerHooks{
 			Handled:    func(m outbox.Metadata, action string, _ time.Duration) { note("handled", m, action) },
 			Conflicted: func(m outbox.Metadata, action string, _ error) { note("conflicted", m, action) },

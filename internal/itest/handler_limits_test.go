@@ -170,8 +170,8 @@ func TestHandlerSettingsEnd(t *testing.T) {
 	sets := []string{`SET statement_timeout = '7s'`, `SELECT set_config('search_path', 'pg_temp', false)`, `SET TimeZone = 'UTC'`, `SET application_name = 'x'`,
 		f.sql(`SELECT {schema}.hidden()`), `SELECT pg_advisory_lock(4711)`, `SET lock_timeout = '3s'`, `SELECT 1`}
 	errs := map[int]error{2: errTest}
-	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Breaker: neverOpen}}
-	cfg.Retry.MaxRetries = -1
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
+	cfg.Retry.MaxRetries, cfg.Retry.MaxOutage = -1, -1
 	w := f.worker(db, "bank", cfg, outbox.Handle("SET", func(ctx context.Context, tx pgx.Tx, s step, _ outbox.Metadata) error {
 		if err := see(ctx, tx); err != nil {
 			return err
@@ -217,7 +217,7 @@ func TestFrozenWorkerHoldsUpNobody(t *testing.T) {
 			box, entered, hold := newIcebox(), make(chan struct{}), make(chan struct{})
 			box.before, box.all = c.before, true
 			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, HandlerTimeout: 6 * time.Second}, Lease: 2 * time.Second, PollInterval: 50 * time.Millisecond}
-			cfg.Retry.MaxRetries = -1
+			cfg.Retry.MaxRetries, cfg.Retry.MaxOutage = -1, -1
 			frozen := f.worker(box.pool(t), "bank", cfg, f.effects("COUNTED", func(step, outbox.Metadata) error {
 				if c.before != "" {
 					return nil

@@ -406,7 +406,7 @@ func TestDeadlocksAreRepeated(t *testing.T) {
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Conflicted: func(outbox.Metadata, string, error) { conflicts.Add(1) },
 		Failed:     func(outbox.Metadata, string, error, bool) { failed.Add(1) },
-	}, From: outbox.FromStart}}, h).Run)
+	}, From: outbox.FromStart, Retry: outbox.RetryPolicy{MaxOutage: -1}}}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, []int32{8, 0}, []int32{conflicts.Load(), failed.Load()})

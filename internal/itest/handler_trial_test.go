@@ -18,13 +18,12 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// trialRules open the breaker of an action after three failures, and permit a trial soon after. A trial that is lost
-// stays under way for longer than the test waits, because handlers have two minutes.
+// trialRules open the breaker of an action after ten events have failed for a second, and permit trials soon after. A
+// trial that is lost stays under way for longer than the test waits, because handlers have two minutes.
 func trialRules(changes *changesOf) outbox.HandlerConfig {
 	return outbox.HandlerConfig{
 		From: outbox.FromStart, HandlerTimeout: 2 * time.Minute, StopTimeout: 2 * time.Second, Hooks: outbox.ConsumerHooks{Breaker: changes.note},
-		Breaker: outbox.BreakerConfig{Window: 6, FailureRate: 0.9, OpenFor: 100 * time.Millisecond},
-		Retry:   outbox.RetryPolicy{MaxRetries: 1000, RetryWait: 50 * time.Millisecond, MaxRetryWait: 50 * time.Millisecond},
+		Retry: outbox.RetryPolicy{MaxRetries: 1000, RetryWait: 50 * time.Millisecond, MaxRetryWait: 50 * time.Millisecond},
 	}
 }
 
@@ -118,12 +117,16 @@ func TestTrialsAreNotLost(t *testing.T) {
 		for _, inPlace := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, " consumer, in place ", inPlace), func(t *testing.T) {
 				t.Parallel()
-				s, changes := newConsumerFixture(t, 1), new(changesOf)
+				partitions := 1
+				if inPlace { // the first event of each partition fails again and again, and counts once
+					partitions = 12
+				}
+				s, changes := newConsumerFixture(t, int32(partitions)), new(changesOf)
 				stages := newTrialStages(tt.during)
 				var records []*kgo.Record
 				for n := range events {
 					r := s.saleRecord(uuid.NewString(), oneSale)
-					r.Key = fmt.Append(nil, n)
+					r.Key, r.Partition = fmt.Append(nil, n), int32(n%partitions)
 					records = append(records, r)
 				}
 				s.send(t, records...)
@@ -136,11 +139,7 @@ func TestTrialsAreNotLost(t *testing.T) {
 				if inPlace {
 					handler = outbox.RetryInPlace(handler)
 				}
-				cfg := trialRules(changes)
-				if inPlace {
-					cfg.Breaker.Window = 1 // the first event fails again and again, and counts once
-				}
-				c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: cfg}, handler)
+				c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: trialRules(changes)}, handler)
 				stop := testenv.Run(t, c.Run)
 				stages.lose(t, changes)
 				if tt.again {
@@ -163,7 +162,7 @@ func TestTrialsAreNotLost(t *testing.T) {
 func TestTrialOfRowWithoutAttempts(t *testing.T) {
 	t.Parallel()
 	s, changes := newConsumerFixture(t, 1), new(changesOf)
-	const events = 3 // which open the breaker; all are parked
+	const events = 12 // which open the breaker; all are parked
 	stages := newTrialStages(nil)
 	var records []*kgo.Record
 	for n := range events {
@@ -173,7 +172,7 @@ func TestTrialOfRowWithoutAttempts(t *testing.T) {
 	}
 	s.send(t, records...)
 	cfg := trialRules(changes)
-	cfg.Breaker.OpenFor = 2 * time.Second // in which the row is changed
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 2*time.Second, 2*time.Second // in which the row is changed
 	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: cfg}, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if err := stages.call(ctx); err != nil {
 			return err

@@ -292,6 +292,7 @@ func TestWorkerRole(t *testing.T) {
 	var mended atomic.Bool
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{HoldDead: true, From: outbox.FromStart}, Lease: 3 * time.Second}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
+	cfg.Retry.MaxOutage = -1
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		if s.N == 2 && !mended.Load() {
 			return errors.New("not yet")

@@ -120,7 +120,7 @@ func TestWorkerHandlerFails(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]int{}
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
-	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Breaker = time.Millisecond, 1, neverOpen
+	cfg.Retry = outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetryWait: time.Millisecond, MaxRetries: 1, MaxOutage: -1}
 	cfg.Hooks.Failed = func(m outbox.Metadata, action string, _ error, _ bool) {
 		mu.Lock()
 		defer mu.Unlock()
@@ -219,6 +219,7 @@ func TestWorkerConflicts(t *testing.T) {
 			var calls, conflicts, failed atomic.Int64
 			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 			cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
+			cfg.Retry.MaxOutage = -1
 			cfg.Hooks.Conflicted = func(outbox.Metadata, string, error) { conflicts.Add(1) }
 			cfg.Hooks.Failed = func(outbox.Metadata, string, error, bool) { failed.Add(1) }
 			handler := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {

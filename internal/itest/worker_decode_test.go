@@ -113,6 +113,7 @@ func TestWorkerOncePer(t *testing.T) {
 	})
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
+	cfg.Retry.MaxOutage = -1
 	var steps []step
 	for n := 1; n <= 5; n++ {
 		steps = append(steps, step{"a", n}, step{"b", n})
@@ -143,6 +144,7 @@ func TestWorkerHandleBatch(t *testing.T) {
 	largest, alone := 0, 0
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
+	cfg.Retry.MaxOutage = -1
 	totals := outbox.HandleBatch("TOTALS", func(ctx context.Context, tx pgx.Tx, all []outbox.Received[step]) error {
 		mu.Lock()
 		defer mu.Unlock()
@@ -178,6 +180,7 @@ func TestWorkerWaits(t *testing.T) {
 	f := newWorkerFixture(t)
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond, Streams: map[string]outbox.RetryPolicy{"account-events": {RetryWait: time.Hour}}}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 1
+	cfg.Retry.MaxOutage = -1
 	f.commit(step{"usual", 1}, step{"usual", 2}, step{"later", 1}, step{"ever", 1}, step{"at once", 1}, step{"before", 1}, step{"permanent", 1}, step{"fine", 1})
 	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 		switch s.Account {

@@ -26,7 +26,7 @@ func TestWorkersOfManyGroups(t *testing.T) {
 	const accounts, steps = 20, 30
 	var failed atomic.Int64
 	failing := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
-	failing.Retry.RetryWait, failing.Retry.RetriesFor, failing.Breaker = time.Millisecond, func(error) int { return 1 << 20 }, neverOpen
+	failing.Retry = outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetryWait: 20 * time.Millisecond, RetriesFor: func(error) int { return 1 << 20 }, MaxOutage: -1}
 	w, _ := f.startGroup("failing", failing, f.effects("COUNTED", func(step, outbox.Metadata) error { failed.Add(1); return errTest }))
 	works := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	for range 2 {
@@ -261,6 +261,7 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 						return nil
 					}}}
 			cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.HoldDead, cfg.Logger = time.Millisecond, 1, true, log.logger()
+			cfg.Retry.MaxOutage = -1
 			db := testenv.PoolIn(t, mode)
 			handler := f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 				switch {

@@ -85,6 +85,7 @@ func TestWorkerHooks(t *testing.T) {
 	log := new(hookLog)
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Hooks = time.Millisecond, 1, log.hooks()
+	cfg.Retry.MaxOutage = -1
 	conflict := true
 	counted := outbox.OncePer(outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, m outbox.Metadata) error {
 		switch {
@@ -140,6 +141,7 @@ func TestWorkerHooksFail(t *testing.T) {
 		runtime.Goexit()
 	}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = time.Millisecond, 7
+	cfg.Retry.MaxOutage = -1
 	cfg.Retry.RetriesFor = func(error) int { runtime.Goexit(); return 0 } // so MaxRetries counts
 	cfg.Hooks = outbox.ConsumerHooks{
 		Handled:      func(m outbox.Metadata, _ string, _ time.Duration) { fail(m) },
@@ -183,6 +185,7 @@ func TestWorkerRequeueOfUnknownType(t *testing.T) {
 	log := new(hookLog)
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Unknown, cfg.Hooks, cfg.Retry.RetryWait, cfg.Retry.MaxRetries = outbox.DeadLetterUnknown, log.hooks(), time.Millisecond, 2
+	cfg.Retry.MaxOutage = -1
 	_, stop := f.start(cfg, f.effects("COUNTED", nil))
 	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, accountClosed{"a"}, step{"a", 1}) }))
 	const dead = `SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND action = '' AND last_error_code = 'unknown_type' AND attempt_count = `
@@ -254,6 +257,7 @@ func TestWorkerMiddleware(t *testing.T) {
 	}
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Middleware, cfg.Retry.RetryWait, cfg.Retry.MaxRetries = []outbox.Middleware{around("first"), around("second")}, time.Millisecond, 1
+	cfg.Retry.MaxOutage = -1
 	f.commit(step{"fine", 1}, step{"skip", 1}, step{"later", 1}, step{"panic", 1}, step{"panic", 2}, step{"commit", 1})
 	f.start(cfg, f.effects("COUNTED", nil), outbox.HandleNoTx("SENT", func(context.Context, step, outbox.Metadata) error { return nil }))
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND last_error_code = 'panic' AND attempt_count = 2`, 2)
@@ -276,6 +280,7 @@ func TestWorkerLogNamesEvents(t *testing.T) {
 	log := new(workerLog)
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond, Lease: time.Second}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.SlowHandler = time.Millisecond, 1, 20*time.Millisecond
+	cfg.Retry.MaxOutage = -1
 	cfg.Logger = slog.New(outboxhttp.LogTrace(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	taken, release := make(chan struct{}), make(chan struct{})
 	f.start(cfg, f.effects("COUNTED", nil), outbox.HandleNoTx("SENT", func(_ context.Context, s step, m outbox.Metadata) error {

@@ -234,7 +234,7 @@ func TestWorkerDeliverySequenceBehind(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	var open atomic.Bool
-	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Breaker: neverOpen, Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond,
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Retry: outbox.RetryPolicy{MaxRetries: 100_000, RetryWait: 20 * time.Millisecond,
 		MaxRetryWait: 20 * time.Millisecond}}, PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 		if s.Account == "a" && !open.Load() {
 			return errTest

@@ -197,6 +197,7 @@ func TestWorkerRetries(t *testing.T) {
 	attempts := map[int]int{}
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
+	cfg.Retry.MaxOutage = -1
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		mu.Lock()
 		defer mu.Unlock()

@@ -12,7 +12,7 @@ import (
 
 // Names are the tables that Migrate makes, but for the one in which it keeps what it has done.
 var Names = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "outbox_partitioning",
-	"event_handled", "consumer_start", "consumer_handler", "consumer_gap", "consumer_pause", "consumer_group_role", "event_subscription", "event_member", "event_delivery"}
+	"event_handled", "consumer_start", "consumer_handler", "consumer_gap", "consumer_pause", "consumer_group_role", "event_subscription", "event_member", "event_success", "event_delivery"}
 
 // NewestCursors begins a statement that needs the position of each relay: positions has
 // the newest row of outbox_cursor for each. Under pg.PlannerSettings it uses the index on
