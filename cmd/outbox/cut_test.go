@@ -54,7 +54,11 @@ func (d *cutShop) consumer(t *testing.T) (stop func()) {
 	c, err := outbox.NewConsumer(d.db, testenv.KafkaOpts(d.brokers), d.events, "stats", outbox.ConsumerConfig{HandlerConfig: d.config()}, d.handler)
 	require.NoError(t, err)
 	stop = testenv.Run(t, c.Run)
-	require.Eventually(t, func() bool { return strings.Contains(d.ok(t, "consumers"), "stats") }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool {
+		var status struct{ Groups []subscriptionJSON }
+		d.json(t, &status, exitOK, "cut", "status")
+		return status.Groups[0].HasConsumer
+	}, testenv.Patience, 10*time.Millisecond)
 	return stop
 }
 

@@ -108,11 +108,12 @@ SELECT pg_advisory_unlock_all(), set_config('idle_in_transaction_session_timeout
 SELECT set_config('lock_timeout', $1::text, true), set_config('statement_timeout', $2::text, true)`
 )
 
-// lower returns a timeout as the value of a setting, or what an administrator has set if that is shorter.
+// lower returns a timeout as the value of a setting, or what an administrator has set if that is shorter. A timeout of
+// 0 sets no bound.
 func lower(d time.Duration, set int64) string {
-	ms := max(d.Milliseconds(), 1)
-	if set > 0 {
-		ms = min(ms, set)
+	ms := d.Milliseconds()
+	if set > 0 && (set < ms || ms <= 0) {
+		ms = set
 	}
 	return strconv.FormatInt(ms, 10)
 }

@@ -24,12 +24,14 @@ func sample(column, kind, number, status string) string {
 		return `'active'`
 	case strings.HasSuffix(kind, "[]"):
 		return `'{}'`
+	case kind == "interval":
+		return `'1 s'`
 	case strings.Contains(kind, "int"):
 		return number
 	}
 	for part, value := range map[string]string{
 		"char": `'a'`, "text": `'a'`, "time": `now()`, "json": `'{}'`, "bytea": `'a'`, "bool": `true`, "uuid": `gen_random_uuid()`,
-		"interval": `'1 s'`, "snapshot": `pg_current_snapshot()`, "name": `current_user`,
+		"snapshot": `pg_current_snapshot()`, "name": `current_user`,
 	} {
 		if strings.Contains(kind, part) {
 			return value
