@@ -92,7 +92,7 @@ CREATE TABLE consumer_gap (
     action         varchar(100) NOT NULL,
     event_type     varchar(100) NOT NULL,
     from_offset    bigint       NOT NULL,
-    version        bigint       NOT NULL DEFAULT 1,
+    version        bigint       NOT NULL DEFAULT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
     opened_at      timestamptz  NOT NULL DEFAULT now(),
     CONSTRAINT consumer_gap_pkey PRIMARY KEY (consumer_group, topic, topic_id, partition, action, event_type)
 );

@@ -144,11 +144,19 @@ BEGIN
     SELECT c.consumer_group INTO wrong FROM @schema@.consumer_start AS c
      WHERE c.consumer_group <> ALL ($1) AND c.consumer_group <> ALL (coalesce($3, '{}'))
        AND NOT EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.consumer_group = c.consumer_group)
-       AND NOT EXISTS (SELECT FROM @schema@.outbox_cursor AS o WHERE o.relay <> $2 AND NOT starts_with(o.relay, 'worker:'))
+       AND NOT EXISTS (SELECT FROM @schema@.outbox_lease AS l WHERE l.name <> $2 AND NOT starts_with(l.name, 'worker:')
+           AND NOT starts_with(l.name, 'consumer:') AND l.holder NOT IN ('outbox cut', 'outbox debezium')
+           AND l.expires_at > clock_timestamp()
+           AND EXISTS (SELECT FROM @schema@.outbox_cursor AS o WHERE o.relay = l.name))
      ORDER BY c.consumer_group LIMIT 1;
     IF FOUND THEN
         RAISE EXCEPTION 'group % reads from Kafka, and would get nothing any more from relay %: move it too, '
             'or leave it behind', wrong, $2 USING ERRCODE = 'object_in_use';
+    END IF;
+    SELECT g.action INTO wrong FROM @schema@.consumer_gap AS g WHERE g.consumer_group = ANY ($1) ORDER BY g.action LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'action % has missed events that no consumer has read for it yet: outbox doctor says which', wrong
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     IF @schema@.outbox_lock_cut($2) THEN
         RAISE EXCEPTION 'there is a cut at relay % already: finish or cancel it first', $2
@@ -184,7 +192,8 @@ $function$,
 
 -- Ends the cutover at a relay: the other side begins. Unless early is set, it checks that the workers of leaving
 -- groups have finished the events before the cutover, and that their consumers have noted where they begin to read
--- each topic of the routes that the workers had. Routes that no worker has confirmed for an hour before do not count.
+-- each topic of the routes that the workers had, and have each handler of these. Routes that no worker has confirmed
+-- for an hour before do not count. Workers of returning groups owe events to all handlers that the consumers have.
 -- The caller has to know how far returning groups have read in Kafka. Returns how many groups there are.
 $function$
 CREATE FUNCTION @schema@.outbox_finish_cut(relay text, early boolean, operator text, reason text) RETURNS bigint
@@ -192,6 +201,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body
 DECLARE
     wrong    text;
     unbegun  text;
+    act      text;
     finished bigint;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason),
@@ -225,16 +235,19 @@ BEGIN
         RAISE EXCEPTION 'no consumer of group % has begun to read: it might begin behind what the relay sends', wrong
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    SELECT s.consumer_group, split_part(r.route, E'\n', 2) INTO wrong, unbegun
+    SELECT s.consumer_group, split_part(r.route, E'\n', 2), split_part(r.route, E'\n', 3) INTO wrong, unbegun, act
       FROM @schema@.event_subscription AS s CROSS JOIN LATERAL jsonb_each(s.routes) AS r (route, confirmed)
      WHERE s.relay = $1 AND s.state = 'left' AND NOT early
        AND r.confirmed::numeric > extract(epoch FROM s.changed_at - interval '1 hour')
-       AND NOT EXISTS (SELECT FROM @schema@.consumer_start AS c
-           WHERE c.consumer_group = s.consumer_group AND c.topic = split_part(r.route, E'\n', 2))
-     ORDER BY s.consumer_group, split_part(r.route, E'\n', 2) LIMIT 1;
+       AND NOT (EXISTS (SELECT FROM @schema@.consumer_start AS c
+               WHERE c.consumer_group = s.consumer_group AND c.topic = split_part(r.route, E'\n', 2))
+           AND EXISTS (SELECT FROM @schema@.consumer_handler AS h
+               WHERE h.consumer_group = s.consumer_group AND h.event_type = split_part(r.route, E'\n', 1)
+                 AND h.topic = split_part(r.route, E'\n', 2) AND h.action = split_part(r.route, E'\n', 3)))
+     ORDER BY s.consumer_group, split_part(r.route, E'\n', 2), split_part(r.route, E'\n', 3) LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'no consumer of group % has begun to read topic %: it might begin behind what the relay sends',
-            wrong, unbegun USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'no consumer of group % has begun to read topic % for action %: '
+            'it might begin behind what the relay sends', wrong, unbegun, act USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     -- The consumers of a group handle what they have parked, before its workers get later events.
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
@@ -247,17 +260,21 @@ BEGIN
         RAISE EXCEPTION 'the consumers of group % have parked events that are not handled yet', wrong
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
+    SELECT s.consumer_group, g.topic, g.action INTO wrong, unbegun, act
+      FROM @schema@.event_subscription AS s JOIN @schema@.consumer_gap AS g ON g.consumer_group = s.consumer_group
      WHERE s.relay = $1 AND s.state = 'returning' AND NOT early
-       AND EXISTS (SELECT FROM @schema@.consumer_gap AS g WHERE g.consumer_group = s.consumer_group)
-     ORDER BY s.consumer_group LIMIT 1;
+     ORDER BY s.consumer_group, g.topic, g.action LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'handlers of group % have missed events that its consumers have not read for them yet', wrong
-            USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'action % of group % has missed events of topic % that no consumer has read for it yet',
+            act, wrong, unbegun USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     DELETE FROM @schema@.consumer_gap AS g USING @schema@.event_subscription AS s
         WHERE s.relay = $1 AND s.state = 'returning' AND g.consumer_group = s.consumer_group;
-    UPDATE @schema@.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now()
+    UPDATE @schema@.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now(),
+            routes = s.routes || coalesce((
+                SELECT jsonb_object_agg(concat_ws(E'\n', h.event_type, h.topic, h.action), extract(epoch FROM now())::bigint)
+                  FROM @schema@.consumer_handler AS h WHERE h.consumer_group = s.consumer_group), '{}'),
+            routes_version = s.routes_version # 1
         WHERE s.relay = $1 AND s.state = 'returning';
     GET DIAGNOSTICS finished = ROW_COUNT;
     IF finished = 0 THEN

@@ -87,8 +87,8 @@ type Subscription struct {
 	// Open is the number of deliveries that are not done and not dead. Dead is the number of dead
 	// deliveries that are not resolved. Both are counted up to 10,000.
 	Open, Dead int64
-	// HasConsumer is set if consumers of the group have stored the offsets at which they begin to read, of each
-	// topic of the handlers that its workers have, or had until an hour before ChangedAt.
+	// HasConsumer is set if consumers of the group have stored the offsets at which they begin to read, for each
+	// handler that its workers have, or had until an hour before ChangedAt.
 	HasConsumer bool
 }
 
@@ -105,8 +105,11 @@ SELECT s.consumer_group, s.state, s.changed_at, coalesce(s.relay, ''),
        EXISTS (SELECT FROM {schema}.consumer_start AS c WHERE c.consumer_group = s.consumer_group)
        AND NOT EXISTS (SELECT FROM jsonb_each(s.routes) AS r (route, confirmed)
                         WHERE r.confirmed::numeric > extract(epoch FROM s.changed_at - interval '1 hour')
-                          AND NOT EXISTS (SELECT FROM {schema}.consumer_start AS c
-                                           WHERE c.consumer_group = s.consumer_group AND c.topic = split_part(r.route, E'\n', 2)))
+                          AND NOT (EXISTS (SELECT FROM {schema}.consumer_start AS c
+                                            WHERE c.consumer_group = s.consumer_group AND c.topic = split_part(r.route, E'\n', 2))
+                               AND EXISTS (SELECT FROM {schema}.consumer_handler AS h
+                                            WHERE h.consumer_group = s.consumer_group AND h.event_type = split_part(r.route, E'\n', 1)
+                                              AND h.topic = split_part(r.route, E'\n', 2) AND h.action = split_part(r.route, E'\n', 3))))
   FROM {schema}.event_subscription AS s
  ORDER BY s.consumer_group`
 

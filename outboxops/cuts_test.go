@@ -145,6 +145,10 @@ func TestCutNeedsEachTopicBegun(t *testing.T) {
 	begin := func(group, topic string) {
 		f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ($1, $2, gen_random_uuid(), -1)`, group, topic)
 	}
+	register := func(group, topic, action string) {
+		f.do(`INSERT INTO {schema}.consumer_handler (consumer_group, topic, action, event_type) VALUES ($1, $2, $3, 'shop.order.created.v1')`, group, topic, action)
+	}
+	register("a", "orders", "COUNTED")
 	hasConsumer := func() bool {
 		all, err := f.cuts.List(ctx)
 		require.NoError(t, err)
@@ -157,10 +161,16 @@ func TestCutNeedsEachTopicBegun(t *testing.T) {
 	require.False(t, hasConsumer())
 	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
 	f.depart(both...)
-	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group a has begun to read topic returns")
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group a has begun to read topic returns for action COUNTED")
 	begin("b", "returns")
+	register("b", "returns", "COUNTED")
+	register("a", "returns", "COUNTED")
 	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group a has begun to read topic returns")
 	begin("a", "returns")
+	f.do(`UPDATE {schema}.consumer_handler SET action = 'SUMMED' WHERE consumer_group = 'a' AND topic = 'returns'`)
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group a has begun to read topic returns for action COUNTED")
+	require.False(t, hasConsumer(), "consumers of a release without the handler")
+	register("a", "returns", "COUNTED")
 	require.True(t, hasConsumer())
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 }
@@ -181,9 +191,11 @@ func TestCutLeavesNoGroupBehind(t *testing.T) {
 	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
 
 	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
+	f.rejects(f.cuts.ToPostgres(ctx, both, "r", nil, why), "group mail reads from Kafka")
+	f.do(`INSERT INTO {schema}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('other', 'host/1', 1, now() + interval '1 h', '30s')`)
 	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", nil, why), "another relay sends all events, too")
 	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
-	f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'other'`)
+	f.do(`DELETE FROM {schema}.outbox_lease WHERE name = 'other'`)
 
 	require.NoError(t, f.cuts.ToPostgres(ctx, append(both, "mail"), "r", []string{"search", "gone"}, why), "search stays behind, mail is moved")
 }
@@ -351,10 +363,14 @@ func TestCutWaitsForGaps(t *testing.T) {
 		require.NoError(t, f.cuts.ToKafka(t.Context(), both, "r", why))
 		f.depart(both...)
 		require.NoError(t, f.cuts.Finish(t.Context(), nil, "r", why))
+		f.do(`INSERT INTO {schema}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset) VALUES ('b', 'orders', gen_random_uuid(), 0, 'GONE', 'e', 7)`)
+		f.rejects(f.cuts.ToPostgres(t.Context(), both, "r", nil, why), "action GONE has missed events")
+		f.do(`DELETE FROM {schema}.consumer_gap`)
+		f.do(`INSERT INTO {schema}.consumer_handler (consumer_group, topic, action, event_type) VALUES ('b', 'orders', 'SUM', 'e')`)
 		require.NoError(t, f.cuts.ToPostgres(t.Context(), both, "r", nil, why))
 		f.do(`INSERT INTO {schema}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
 			SELECT g, 'orders', gen_random_uuid(), 0, 'SUM', 'e', 7 FROM unnest(ARRAY['b', 'other']) AS g`)
-		f.rejects(f.cuts.Finish(t.Context(), testenv.KafkaOpts(f.brokers), "r", why), "handlers of group b have missed events")
+		f.rejects(f.cuts.Finish(t.Context(), testenv.KafkaOpts(f.brokers), "r", why), "action SUM of group b has missed events of topic orders")
 		if early {
 			require.NoError(t, f.cuts.FinishEarly(t.Context(), "r", why))
 		} else {
@@ -362,6 +378,8 @@ func TestCutWaitsForGaps(t *testing.T) {
 			require.NoError(t, f.cuts.Finish(t.Context(), testenv.KafkaOpts(f.brokers), "r", why))
 		}
 		require.Contains(t, f.state(), "a active, b active")
+		require.Equal(t, "e orders SUM", f.text(`SELECT replace(string_agg(key, ','), E'\n', ' ') FROM {schema}.event_subscription, jsonb_object_keys(routes) AS key WHERE consumer_group = 'b'`),
+			"workers owe events to what the consumers handle")
 		require.Equal(t, "other", f.text(`SELECT string_agg(consumer_group, ',') FROM {schema}.consumer_gap`))
 	}
 }

@@ -85,10 +85,10 @@ func (s cutState) position(name string) (outbox.RelayStatus, bool) {
 	return outbox.RelayStatus{}, false
 }
 
-// anotherRelay returns the name of a relay that sends all events, too, or "".
+// anotherRelay returns the name of another relay that runs, which sends all events, or "".
 func (s cutState) anotherRelay() string {
 	for _, r := range s.relays {
-		if r.Name != s.relay && !r.MovedAt.IsZero() {
+		if r.Name != s.relay && !r.MovedAt.IsZero() && r.Holder != "" && r.Holder != cutHolder {
 			return r.Name
 		}
 	}

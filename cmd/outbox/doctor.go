@@ -215,7 +215,8 @@ func (d *doctor) relays(ctx context.Context) error {
 const sqlLeftBehind = `
 SELECT DISTINCT c.consumer_group, l.name FROM {schema}.consumer_start AS c CROSS JOIN {schema}.outbox_lease AS l
  WHERE l.holder = 'outbox cut' AND l.expires_at = 'infinity'
-   AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS o WHERE NOT starts_with(o.relay::text, 'worker:'))
+   AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS o JOIN {schema}.outbox_lease AS h ON h.name = o.relay
+                    WHERE NOT starts_with(o.relay::text, 'worker:') AND h.holder NOT IN ('outbox cut', 'outbox debezium') AND h.expires_at > clock_timestamp())
    AND NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.consumer_group = c.consumer_group)
  ORDER BY c.consumer_group, l.name LIMIT $1`
 

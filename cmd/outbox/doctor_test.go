@@ -266,6 +266,8 @@ func TestDoctorOnEndedRelay(t *testing.T) {
 	require.Contains(t, f.Do, "DELETE FROM")
 	require.Len(t, d.findings(t, "--only", "relay.ended"), 1)
 	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
+	require.Len(t, d.findings(t, "--only", "relay.ended"), 1, "other does not run")
+	d.exec(t, `INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('other', 'host/1', 1, now() + interval '1 h', '30s')`)
 	require.Empty(t, d.findings(t, "--only", "relay.ended"))
 }
 

@@ -142,7 +142,7 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 		}
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		next, err := w.processor.ProcessBatch(ctx, tasks, func(spent time.Duration) bool {
+		next, repeats, err := w.processor.ProcessBatch(ctx, tasks, func(spent time.Duration) bool {
 			return w.stopping.Err() != nil || w.isTopicPaused() || spent >= handling.TransactionTime || time.Since(began) > w.cfg.MaxPollInterval/2
 		})
 		late := handling.IsLate(ctx, err)
@@ -155,7 +155,7 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 				w.resizeBatch(n, len(items), time.Since(began))
 			}
 			for i := range items[:n] {
-				w.noteCommitted(&items[i], began)
+				w.noteCommitted(&items[i], repeats, began)
 			}
 			return n, true, nil
 		case w.held.Err() != nil, w.noteBlocked(items, err):

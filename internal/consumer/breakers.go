@@ -144,10 +144,10 @@ func (w *partitionWorker) releaseTrials() (released int) {
 }
 
 // noteCommitted notes for their breakers that the shared transaction of an item's tasks, which began at a
-// time, is committed.
-func (w *partitionWorker) noteCommitted(it *recordItem, began time.Time) {
+// time, is committed. Repeats do not count.
+func (w *partitionWorker) noteCommitted(it *recordItem, repeats handling.Repeats, began time.Time) {
 	for _, t := range it.Tasks {
-		if t.Kind != handling.NoTx && !it.isBlocked(t) && !slices.Contains(it.noted, t.Handler) {
+		if t.Kind != handling.NoTx && !it.isBlocked(t) && !repeats.Has(&t) && !slices.Contains(it.noted, t.Handler) {
 			w.breakers.Succeeded(t.Action, w.trialOf(t.Action), began)
 		}
 	}

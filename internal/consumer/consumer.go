@@ -198,7 +198,8 @@ func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
 	}
 	var errs []error
 	for t := range it.InOrder() {
-		errs = append(errs, p.ProcessOne(ctx, t))
+		_, err := p.ProcessOne(ctx, t)
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }

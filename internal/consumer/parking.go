@@ -294,7 +294,9 @@ func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling
 
 // parkTried parks a row with the error of its last attempt. The only error is ErrStopped.
 func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) (delivery.ParkResult, error) {
-	row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Message(), short.MaxText)
+	if o.Result != handling.Postponed { // its handler has not failed
+		row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Message(), short.MaxText)
+	}
 	parked, err := w.park(row)
 	if err != nil {
 		return delivery.ParkResult{}, err

@@ -40,7 +40,7 @@ type Dispatcher struct {
 	TakeNew func(context.Context) (more, answered bool, err error)
 
 	answered     bool                // PostgreSQL has answered in this poll; only run
-	inserted     bool                // and TakeNew has succeeded; only run
+	inserted     bool                // and TakeNew has succeeded, or had nothing to do; only run
 	PollSchedule wakeup.PollSchedule // of polls for new events; only run
 	Full         bool                // no lane had room at the last call of TakeNew; only run
 	Listens      atomic.Bool         // this process hears notifications for the group, and polls often after one
@@ -265,7 +265,7 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 		return more, nil
 	}
 	got, answered, err := d.TakeNew(ctx)
-	d.answered, d.inserted = d.answered || answered, answered
+	d.answered, d.inserted = d.answered || answered, answered || err == nil && !d.Full
 	return more || got, err
 }
 
@@ -351,6 +351,9 @@ func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Claimable) (
 		}
 	}()
 	rows, err = d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, budget: d.Claimed.Budget(), trial: trial})
+	if err == nil && rows == 0 && !d.Claimed.hasSuspect() {
+		rows, err = d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, suspects: true, trial: trial})
+	}
 	return rows > 0, err
 }
 

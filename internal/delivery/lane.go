@@ -171,7 +171,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			return len(items)
 		}
 		began := time.Now()
-		next, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
+		next, repeats, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
 			return !l.mayContinue() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
 		l.transactionEnded(err)
@@ -179,7 +179,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		switch {
 		case err == nil:
 			l.postgresAnswered(began)
-			return l.markDone(items, next, began)
+			return l.markDone(items, next, repeats, began)
 		case l.ctx.Err() != nil:
 			return len(items)
 		case errors.Is(err, ErrLost):
@@ -256,8 +256,7 @@ func (l *lane) trialOf(action string) *handling.Trial {
 }
 
 // noteSucceeded notes for its breaker that the handler of an item has succeeded in a shared transaction, which began at
-// a time. An item counts
-// once, also if the transaction is rolled back for another item and repeated.
+// a time. An item counts once, also if the transaction is rolled back for another item and repeated.
 func (l *lane) noteSucceeded(it *laneItem, began time.Time) {
 	if !it.noted {
 		it.noted = true
@@ -266,15 +265,17 @@ func (l *lane) noteSucceeded(it *laneItem, began time.Time) {
 }
 
 // markDone notes that the items before next have finished in a transaction that began at a time, and returns
-// their number. It adapts the number
-// of deliveries in a transaction to the number that handlers finish in TransactionTime.
-func (l *lane) markDone(items []laneItem, next *envelope.Origin, began time.Time) int {
+// their number. It adapts the number of deliveries in a transaction to the number that handlers finish in
+// TransactionTime.
+func (l *lane) markDone(items []laneItem, next *envelope.Origin, repeats handling.Repeats, began time.Time) int {
 	n, took := len(items), time.Since(began)
 	if next != nil {
 		n = indexOf(items, next)
 	}
 	for i := range items[:n] {
-		l.noteSucceeded(&items[i], began)
+		if it := &items[i]; !slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return repeats.Has(&t) }) {
+			l.noteSucceeded(it, began)
+		}
 		l.remove(&items[i])
 	}
 	l.promoteFollowers()

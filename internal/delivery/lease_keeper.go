@@ -322,7 +322,7 @@ func (k *leaseKeeper) watchLoop(ctx context.Context) {
 // kind whose transaction has taken longer than any that is not given up.
 func (k *leaseKeeper) holderLoop(ctx context.Context) {
 	const often = 500 * time.Millisecond
-	bound := 2 * (k.cfg.HandlerTimeout + handling.StuckGrace)
+	bound := 2 * handling.LimitsOf(k.cfg.HandlerTimeout).Call
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, often)
 		began := time.Now()

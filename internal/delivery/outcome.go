@@ -72,10 +72,14 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 	return AsUnfinished(tx, err)
 }
 
+// transactionTimeout is the code of a session that transaction_timeout has ended.
+const transactionTimeout = "25P04"
+
 // AsUnfinished adds [handling.ErrUnfinished] to an error that was caused by a handler's use of its
 // transaction. It returns other errors unchanged.
 func AsUnfinished(tx handling.Tx, err error) error {
 	switch {
+	case pg.Code(err) == transactionTimeout: // before the others: it has ended because of its handlers
 	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, ErrLost), pg.IsWaitInVain(err):
 		return err
 	case !tx.ChangedSettings() && (pg.IsOutage(err) || pg.IsLocked(err) || pg.IsCancelled(err)):

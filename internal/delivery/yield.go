@@ -17,8 +17,29 @@ const maxYielded = 1000
 // yielded has the deliveries that this process has yielded, and until when it does not claim them. The zero value is
 // ready, and safe for concurrent use.
 type yielded struct {
-	mu    sync.Mutex
-	until map[int64]time.Time
+	mu     sync.Mutex
+	until  map[int64]time.Time
+	again  map[int64]bool     // deliveries that were yielded before; at most maxYielded
+	warned map[[3]string]bool // action, type and stream of those that were logged
+}
+
+// comesAgain notes that a delivery is yielded, and reports whether it was before, once for each kind.
+func (y *yielded) comesAgain(d *Delivery) bool {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	if y.again == nil || len(y.again) >= maxYielded {
+		y.again = map[int64]bool{}
+	}
+	if y.warned == nil {
+		y.warned = map[[3]string]bool{}
+	}
+	kind := [3]string{d.Action, d.Type, d.Stream}
+	if y.again[d.ID] && !y.warned[kind] && len(y.warned) < maxYielded {
+		y.warned[kind] = true
+		return true
+	}
+	y.again[d.ID] = true
+	return false
 }
 
 // current returns the ids of the deliveries that this process does not claim at the moment.
@@ -71,6 +92,11 @@ func (l *lane) yield(it *laneItem, o handling.Outcome) bool {
 	}
 	l.log.Debug("outbox: a delivery waits for another process of the group, this one has no handler for its type",
 		handling.EventAttrs(&it.Meta, "action", it.Action, "error", o.Err)...)
+	if l.store.yielded.comesAgain(&it.Delivery) {
+		l.log.Warn("outbox: deliveries come back to this process, which decodes their events as a type without a handler; "+
+			"they and the later ones of their keys wait for a process that decodes them as the one that made them",
+			handling.EventAttrs(&it.Meta, "action", it.Action, "stream", it.Stream, "error", o.Err)...)
+	}
 	l.signalDue()
 	l.retryAt(time.Now().Add(yieldWait))
 	return true

@@ -88,18 +88,20 @@ func (o Outcome) Message() string {
 // attempt if it was made in a transaction with other tasks, or nil.
 func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 	for {
-		err, began, late, tried := before, time.Now(), false, before == nil
+		err, began, late, repeat, tried := before, time.Now(), false, false, before == nil
 		if tried {
 			if !a.Scheduler.Enter(t) {
 				return Outcome{Result: Stopped}
 			}
 			began = time.Now()
-			late, err = a.call(t, began)
+			repeat, late, err = a.call(t, began)
 		}
 		before = nil
 		switch held := a.Scheduler.Held(); {
 		case err == nil:
-			a.Breakers.Succeeded(t.Action, a.Scheduler.Trial(t.Action), began)
+			if !repeat {
+				a.Breakers.Succeeded(t.Action, a.Scheduler.Trial(t.Action), began)
+			}
 			return Outcome{Result: Done, Action: t.Action, Attempt: t.Meta.Attempt}
 		case held.Err() != nil:
 			return Outcome{Result: Stopped}
@@ -120,16 +122,17 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 	}
 }
 
-// call calls the handler of a task once. It reports whether the call has used up its time.
-func (a *Attempts) call(t *Task, began time.Time) (late bool, err error) {
+// call calls the handler of a task once, unless the task was done before. It reports whether the call has used up its
+// time.
+func (a *Attempts) call(t *Task, began time.Time) (repeat, late bool, err error) {
 	ctx, cancel := a.Scheduler.Held(), context.CancelFunc(func() {})
 	if a.Bound > 0 {
 		ctx, cancel = context.WithTimeout(ctx, a.Bound)
 	}
 	defer cancel()
-	err = a.Processor.ProcessOne(ctx, *t)
+	repeat, err = a.Processor.ProcessOne(ctx, *t)
 	a.Scheduler.Exit(t, began, err)
-	return IsLate(ctx, err), err
+	return repeat, IsLate(ctx, err), err
 }
 
 // awaitConflict waits before a task is repeated that PostgreSQL has rolled back. It warns after several conflicts of
@@ -187,7 +190,13 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 // witnessed reports whether another event of the action has succeeded since a task has failed first, so that the task
 // may use up its last attempt. If PostgreSQL does not answer, it reports false, and the task is tried again.
 func (a *Attempts) witnessed(t *Task) bool {
-	if a.Witness == nil || a.Breakers.SucceededSince(t.Action, t.FirstFailed) {
+	if a.Witness == nil {
+		return true
+	}
+	if t.FirstFailed.IsZero() { // its other attempts have not returned; its failures begin here
+		return false
+	}
+	if a.Breakers.SucceededSince(t.Action, t.FirstFailed) {
 		return true
 	}
 	const timeout = 5 * time.Second

@@ -37,6 +37,9 @@ func (f *fixture) play(t *Task) (last Outcome, outcomes string) {
 		switch o.Result {
 		case Again:
 			f.attempts.ReportAgain(t, o)
+			if t.FirstFailed.IsZero() {
+				t.FirstFailed = time.Now()
+			}
 			time.Sleep(o.Wait)
 			t.Meta.Attempt++
 			continue
@@ -145,6 +148,9 @@ func TestAttemptsBefore(t *testing.T) {
 		require.Equal(t, []any{Again, 1}, []any{o.Result, o.Attempt})
 		task.Meta.Attempt = 2
 		o = f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
+		require.Equal(t, []any{Again, true}, []any{o.Result, o.Kept}, "it has not failed before: its first attempt has not returned")
+		task.FirstFailed = time.Now()
+		o = f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
 		require.Equal(t, []any{Dead, 2}, []any{o.Result, o.Attempt})
 		require.Empty(t, f.log, "no transaction")
 
@@ -156,6 +162,26 @@ func TestAttemptsBefore(t *testing.T) {
 		o = f.attempts.Try(task, f.processor.Rules.Retry, later.Of(*task))
 		require.Equal(t, []any{Postponed, 2, time.Minute}, []any{o.Result, o.Attempt, o.Wait})
 		require.Nil(t, PostponedError(&TaskError{task: *task, events: 2, Err: errPlayed}), "whose error it is, is not certain")
+	})
+}
+
+// A repeat calls no handler, so it says nothing about what the action needs.
+func TestRepeatIsNoSuccess(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Rules{})
+		task := &f.arrive("a")[0].Tasks[0]
+		require.Equal(t, Done, f.attempts.Try(task, RetryPolicy{}, nil).Result)
+		first := time.Now()
+		time.Sleep(time.Second)
+		require.Equal(t, Done, f.attempts.Try(task, RetryPolicy{}, nil).Result)
+		require.False(t, f.attempts.Breakers.SucceededSince("ACTED", first))
+		_, repeats, err := f.processor.ProcessBatch(t.Context(), []Task{*task}, func(time.Duration) bool { return false })
+		require.NoError(t, err)
+		require.True(t, repeats.Has(task))
+		other := &f.arrive("b")[0].Tasks[0]
+		require.Equal(t, Done, f.attempts.Try(other, RetryPolicy{}, nil).Result)
+		require.True(t, f.attempts.Breakers.SucceededSince("ACTED", first))
 	})
 }
 

@@ -27,6 +27,7 @@ type Notes struct {
 	Durable       bool // transactions wait for the disk, even if the role's synchronous_commit is off
 	Limits        guardtx.Limits
 	vain          atomic.Int64 // since when waits for locks were in vain, in Unix nanoseconds; 0 if none was
+	lastVain      atomic.Int64 // the last of them
 	taken         atomic.Int32 // how many times in a row the sequence has drawn an id that exists
 
 	sqlMark, sqlOtherSources, sqlRenew, sqlUnmark, sqlProbe string
@@ -259,16 +260,24 @@ func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	if err == nil {
 		s.vain.Store(0)
 	} else if pg.IsWaitInVain(err) {
-		s.vain.CompareAndSwap(0, time.Now().UnixNano())
+		now := time.Now().UnixNano()
+		if last := s.lastVain.Swap(now); now-last > int64(vainMemory) {
+			s.vain.Store(now)
+		}
+		s.vain.CompareAndSwap(0, now)
 	}
 	return err
 }
+
+// vainMemory is how long after a wait in vain another one belongs to the same series.
+const vainMemory = 15 * time.Second
 
 // ReportWaits returns a reason for Health if statements have waited for locks in vain. It passes the reason to notReady
 // instead if no transaction of a handler has been committed since, for longer than slow.
 func (s *Notes) ReportWaits(slow time.Duration, notReady func(reason string, args ...any)) (reasons []string) {
 	waits := pg.WaitsOf(s.db).String()
-	if since := s.vain.Load(); since != 0 && time.Since(time.Unix(0, since)) > slow {
+	since := s.vain.Load()
+	if since != 0 && time.Since(time.Unix(0, since)) > slow && time.Since(time.Unix(0, s.lastVain.Load())) < vainMemory {
 		notReady("a transaction has not begun or ended for %v: %s", time.Since(time.Unix(0, since)).Round(time.Second),
 			cmp.Or(waits, "another session holds a lock"))
 	} else if waits != "" {

@@ -61,32 +61,47 @@ type Transactor interface {
 
 // ProcessBatch runs tasks of several events in one transaction. If a handler fails, the transaction is rolled back, and
 // the error is a [*TaskError]. The transaction commits early if enough returns true between two events. Then
-// ProcessBatch returns the first event that is not done, otherwise nil.
+// ProcessBatch returns the first event that is not done, otherwise nil. It also returns the tasks that were repeats.
 func (p *Processor) ProcessBatch(
 	ctx context.Context, tasks []Task, enough func(spent time.Duration) bool,
-) (next *envelope.Origin, err error) {
+) (next *envelope.Origin, repeats Repeats, err error) {
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
-		return nil, c.attribute(err)
+		return nil, nil, c.attribute(err)
 	}
 	p.Notify(ctx, c.results)
-	if len(c.results) == len(tasks) {
-		return nil, nil
+	for _, r := range c.results {
+		if r.Repeat {
+			repeats = append(repeats, r.Task)
+		}
 	}
-	return tasks[len(c.results)].Meta.Origin, nil
+	if len(c.results) == len(tasks) {
+		return nil, repeats, nil
+	}
+	return tasks[len(c.results)].Meta.Origin, repeats, nil
 }
 
-// ProcessOne runs one task, in a transaction of its own if its handler has one.
-func (p *Processor) ProcessOne(ctx context.Context, t Task) error {
+// Repeats are tasks that were done before. No handler was called for them, so they say nothing about an action.
+type Repeats []Task
+
+// Has reports whether a task is among them.
+func (r Repeats) Has(t *Task) bool {
+	return slices.ContainsFunc(r, func(one Task) bool { return one.Handler == t.Handler && one.Meta.Origin == t.Meta.Origin })
+}
+
+// ProcessOne runs one task, in a transaction of its own if its handler has one. It reports whether the task was done
+// before, so that no handler was called.
+func (p *Processor) ProcessOne(ctx context.Context, t Task) (repeat bool, err error) {
 	if t.Kind != NoTx {
 		c, err := p.transact(ctx, []Task{t}, func(time.Duration) bool { return false })
-		if err == nil {
-			p.Notify(ctx, c.results)
+		if err != nil {
+			return false, err
 		}
-		return err
+		p.Notify(ctx, c.results)
+		return c.results[0].Repeat, nil
 	}
 	var took time.Duration
-	err := contain.Do(func() (err error) {
+	err = contain.Do(func() (err error) {
 		took, err = p.callHandler(EventContext(ctx, &t.Meta), t.Handler, nil, []Arrival{t.Arrival})
 		return err
 	})
@@ -94,9 +109,9 @@ func (p *Processor) ProcessOne(ctx context.Context, t Task) error {
 	case err == nil:
 		p.Notify(ctx, []TaskResult{{Task: t, took: took}})
 	case errors.Is(err, contain.ErrGoexit):
-		return endedGoroutine(t, err)
+		return false, endedGoroutine(t, err)
 	}
-	return err
+	return false, err
 }
 
 // transact runs tasks in one transaction; it skips repeats. If enough returns true, it commits before all tasks are

@@ -43,11 +43,11 @@ func TestProcessBatchOrder(t *testing.T) {
 		actionOf("H", call("h")), actionOf("I", call("i")), once)
 	items := f.arrive("x", "y")
 	all := func(time.Duration) bool { return false }
-	next, err := f.processor.ProcessBatch(t.Context(), inTx(items), all)
+	next, _, err := f.processor.ProcessBatch(t.Context(), inTx(items), all)
 	require.NoError(t, err)
 	require.Nil(t, next)
 	require.Equal(t, []string{"hx ix ox hy iy b2x b2y: committed"}, f.log)
-	next, err = f.processor.ProcessBatch(t.Context(), inTx(items), all)
+	next, _, err = f.processor.ProcessBatch(t.Context(), inTx(items), all)
 	require.NoError(t, err)
 	require.Nil(t, next)
 	require.Equal(t, ": committed", f.log[1], "all are repeats")
@@ -76,13 +76,13 @@ func TestProcessorWithoutKafka(t *testing.T) {
 		require.NoError(t, it.Err)
 		tasks = it.AppendInTx(tasks)
 		p.Resolve(t.Context(), &it, &m, "B")
-		require.NoError(t, p.ProcessOne(t.Context(), it.Tasks[0]))
+		require.NoError(t, attemptOf(p)(t.Context(), it.Tasks[0]))
 		p.Resolve(t.Context(), &it, &m, "C")
 		require.Equal(t, ClassUnknownAction, it.Class)
 		require.ErrorContains(t, it.Err, `action "C" is not registered`)
 	}
 	one := 0
-	next, err := p.ProcessBatch(t.Context(), tasks, func(time.Duration) bool { one++; return true })
+	next, _, err := p.ProcessBatch(t.Context(), tasks, func(time.Duration) bool { one++; return true })
 	require.NoError(t, err)
 	require.Same(t, tasks[1].Meta.Origin, next)
 	require.Equal(t, 1, one)
@@ -105,8 +105,8 @@ func TestProcessorCompletes(t *testing.T) {
 	items := f.arrive("a", "b")
 	all := func(time.Duration) bool { return false }
 	for _, failure = range []error{errPlayed, guardtx.ErrSettings} {
-		_, err := p.ProcessBatch(t.Context(), inTx(items), all)
-		for _, err := range []error{err, p.ProcessOne(t.Context(), items[0].Tasks[0]), &ConnectionError{err}} {
+		_, _, err := p.ProcessBatch(t.Context(), inTx(items), all)
+		for _, err := range []error{err, attemptOf(p)(t.Context(), items[0].Tasks[0]), &ConnectionError{err}} {
 			require.ErrorIs(t, err, failure)
 			var failed *TaskError
 			require.False(t, errors.As(err, &failed))
@@ -118,8 +118,8 @@ func TestProcessorCompletes(t *testing.T) {
 	require.Equal(t, []string{"a1 b1 done a false done b false: rolled back", "a1 done a false: rolled back"}, f.log[:2])
 
 	f.log, failure = nil, nil
-	require.NoError(t, p.ProcessOne(t.Context(), items[0].Tasks[0]))
-	_, err := p.ProcessBatch(t.Context(), inTx(items), all)
+	require.NoError(t, attemptOf(p)(t.Context(), items[0].Tasks[0]))
+	_, _, err := p.ProcessBatch(t.Context(), inTx(items), all)
 	require.NoError(t, err)
 	require.Equal(t, []string{"a1 done a false: committed", "b1 done a true done b false: committed"}, f.log)
 	require.Equal(t, 2, handled)
@@ -140,7 +140,7 @@ func TestProcessorNotifies(t *testing.T) {
 	}
 	f := newFixture(t, Rules{Hooks: hooks, Middleware: []Middleware{called}})
 	items := f.arrive("a", "b")
-	one := func(it *Item) error { return f.processor.ProcessOne(t.Context(), it.Tasks[0]) }
+	one := func(it *Item) error { return attemptOf(f.processor)(t.Context(), it.Tasks[0]) }
 	require.NoError(t, one(items[0]))
 	require.NoError(t, one(items[0]))
 	f.handlers["b"] = "-"
@@ -300,7 +300,7 @@ func TestPermanentConflict(t *testing.T) {
 	}
 	require.Equal(t, map[string]int{"a": 1}, calls)
 	items := f.arrive("b", "c")
-	_, err := f.processor.ProcessBatch(t.Context(), inTx(items), func(time.Duration) bool { return false })
+	_, _, err := f.processor.ProcessBatch(t.Context(), inTx(items), func(time.Duration) bool { return false })
 	require.False(t, IsConflict(err), "the transaction of several is not repeated")
 	require.Equal(t, map[string]int{"a": 1, "b": 1}, calls)
 	failed, _ := errors.AsType[*TaskError](err)
@@ -317,4 +317,12 @@ func TestNoMiddlewareNoAllocation(t *testing.T) {
 	h := &Handler{Action: "ACTED", One: func(context.Context, pgx.Tx, *Arrival) error { return nil }}
 	p, arrivals, ctx := &Processor{Rules: &Rules{}}, []Arrival{{Event: played{"a"}}}, t.Context()
 	require.Zero(t, testing.AllocsPerRun(100, func() { require.NoError(t, p.callInMiddleware(ctx, h, nil, arrivals)) }))
+}
+
+// attemptOf returns ProcessOne without what it says about repeats.
+func attemptOf(p *Processor) func(context.Context, Task) error {
+	return func(ctx context.Context, t Task) error {
+		_, err := p.ProcessOne(ctx, t)
+		return err
+	}
 }

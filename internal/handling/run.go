@@ -137,8 +137,12 @@ const StuckGrace = time.Second
 // LimitsOf returns the limits of transactions in which a call is given up after a time. A transaction may have
 // several calls.
 func LimitsOf(call time.Duration) guardtx.Limits {
-	const calls = 10
-	return guardtx.Limits{Call: call + StuckGrace, Whole: calls * (call + StuckGrace)}
+	const (
+		calls   = 10
+		longest = 1 << 36 * time.Millisecond // PostgreSQL has no longer bound, and nothing overflows
+	)
+	call = min(call, longest) + StuckGrace
+	return guardtx.Limits{Call: call, Whole: calls * call}
 }
 
 // ReportCall calls notReady if a function of the host has not returned in time. It returns false if the process must be

@@ -3,6 +3,7 @@ package pg
 import (
 	"context"
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 	"time"
@@ -111,7 +112,7 @@ SELECT set_config('lock_timeout', $1::text, true), set_config('statement_timeout
 // lower returns a timeout as the value of a setting, or what an administrator has set if that is shorter. A timeout of
 // 0 sets no bound.
 func lower(d time.Duration, set int64) string {
-	ms := d.Milliseconds()
+	ms := min(d.Milliseconds(), math.MaxInt32) // the largest value of a setting
 	if set > 0 && (set < ms || ms <= 0) {
 		ms = set
 	}

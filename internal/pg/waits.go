@@ -172,21 +172,25 @@ func (w *Waits) mayLook() bool {
 // application. Behind a pooler a client does not know the process of its session, so the statements are found by their
 // text $1. A session that waits in the same way is no holder.
 //
-// It ends a holder of this role and application whose transaction has taken longer than $2: its process is frozen or
-// gone. Applications may name processes, so one whose statement is about leases is taken for one of them. A holder that
-// has locked a table of the schema $3 explicitly, or changes it, is left alone.
+// It ends a holder of this role whose transaction has taken longer than $2, if its process is frozen or gone: its last
+// statement is about leases, or PostgreSQL has been sending to it in vain, and the application is the same. A process
+// that is frozen between two statements of a handler's transaction loses its session by the timeouts of
+// [Session.QueueBound]; a handler may be at work in a session like that. A holder that has locked a table of the schema
+// $3 explicitly, or changes it, is left alone.
 const sqlHolders = `
 WITH waiting AS MATERIALIZED (
     SELECT a.pid FROM pg_stat_activity AS a
      WHERE a.datname = current_database() AND a.usename = session_user AND a.application_name = current_setting('application_name')
-       AND a.wait_event_type = 'Lock' AND strpos(a.query, $1::text) > 0 AND a.pid <> pg_backend_pid()
+       AND a.wait_event_type = 'Lock' AND a.pid <> pg_backend_pid()
+       AND (strpos(a.query, $1::text || 'outbox') > 0 OR strpos(a.query, $1::text || 'event_') > 0 OR strpos(a.query, $1::text || 'consumer_') > 0)
 ), holding AS MATERIALIZED (
     SELECT DISTINCT h.pid FROM waiting AS w CROSS JOIN LATERAL pg_catalog.unnest(pg_blocking_pids(w.pid)) AS h (pid)
      WHERE h.pid NOT IN (SELECT w.pid FROM waiting AS w)
 )
 SELECT h.pid, coalesce(a.usename::text, ''), coalesce(a.application_name, ''), coalesce(a.state, ''), a.xact_start,
        CASE WHEN a.datname = current_database() AND a.usename = session_user
-             AND (a.application_name = current_setting('application_name') OR strpos(a.query, $1::text || 'outbox_lease') > 0)
+             AND (strpos(a.query, $1::text || 'outbox_lease') > 0
+                  OR a.application_name = current_setting('application_name') AND a.wait_event = 'ClientWrite')
              AND a.xact_start < clock_timestamp() - $2::interval
              AND NOT EXISTS (
                  SELECT FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -195,6 +199,9 @@ SELECT h.pid, coalesce(a.usename::text, ''), coalesce(a.application_name, ''), c
             THEN pg_terminate_backend(h.pid) ELSE false END
   FROM holding AS h LEFT JOIN pg_stat_activity AS a ON a.pid = h.pid
  ORDER BY h.pid LIMIT 10`
+
+// sqlOwnRole lets a session see what those of its user do, also if the pool has set another role.
+const sqlOwnRole = `SELECT set_config('role', 'none', true)`
 
 // Look finds out who holds the locks for which statements of ours wait, if one has waited for a second. It asks on
 // another connection, see [Beside]. It ends sessions of other processes of this role whose
@@ -215,7 +222,7 @@ func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound
 	text := pgx.Identifier{schema}.Sanitize() + "."
 	var found []Holder
 	err = Beside(ctx, db, func(conn *pgx.Conn) error {
-		return Query(ctx, conn, "", func(rows pgx.Rows) (err error) {
+		return Query(ctx, conn, sqlOwnRole, func(rows pgx.Rows) (err error) {
 			found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h Holder, err error) {
 				var since pgtype.Timestamptz
 				err = row.Scan(&h.PID, &h.User, &h.Application, &h.State, &since, &h.Ended)

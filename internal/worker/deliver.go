@@ -39,7 +39,7 @@ func (w *Worker) Deliver(
 		return false, it.Err
 	}
 	for t := range it.InOrder() {
-		if err := own.ProcessOne(ctx, t); err != nil {
+		if _, err := own.ProcessOne(ctx, t); err != nil {
 			return false, err
 		}
 	}

@@ -46,7 +46,9 @@ type fanOut struct {
 	lock    int64         // the advisory lock of the group
 	grace   time.Duration // for which a stop does not cut off a round, see [delivery.Rules.StopGrace]
 	bare    bool          // PostgreSQL could not print a row: the next round reads no payloads
-	budget  int64         // bytes of payloads that the round under way may read
+
+	subscribed time.Time // when begin has stored the routes of this process
+	budget     int64     // bytes of payloads that the round under way may read
 
 	pos     cursor.Position
 	known   bool           // pos is the position that was read or written last
@@ -130,21 +132,31 @@ SELECT $1::text, 0, CASE WHEN $2::bool THEN '1:1:' ELSE pg_current_snapshot() EN
 // begin makes sure that the group has a position. A new group starts behind the events that exist, or with
 // fromStart at the first event. A group whose position was lost starts at the first event too: no event may
 // be skipped, and repeats are found in event_handled. The error is errMoved if the group gets its events
-// from Kafka.
+// from Kafka. Its routes are stored all the same, because the first worker that takes events once the group is
+// back owes them to the handlers of all workers.
 func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
-	return f.transact(ctx, func(conn *pgx.Conn) error {
+	const often = 30 * time.Second
+	moved := false
+	err := f.transact(ctx, func(conn *pgx.Conn) error {
 		var state pgtype.Text
 		if err := conn.QueryRow(ctx, f.sqlSubscription, f.group).Scan(&state); err != nil {
 			return err
 		}
-		if state.Valid && !getsEvents(state.String) {
-			return errMoved
+		if moved = state.Valid && !getsEvents(state.String); moved && time.Since(f.subscribed) < often {
+			return nil
 		}
-		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.Relay, fromStart || state.Valid, newEpoch()); err != nil {
-			return err
+		if !moved {
+			if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.Relay, fromStart || state.Valid, newEpoch()); err != nil {
+				return err
+			}
 		}
+		f.subscribed = time.Now()
 		return f.subscribe(ctx, conn)
 	})
+	if err == nil && moved {
+		return errMoved
+	}
+	return err
 }
 
 // confirm renews the routes of this process. Any goroutine may call it.
