@@ -29,9 +29,6 @@ SELECT s.consumer_group, r.key, to_timestamp(r.value::text::float8)
 const sqlHasMember = `
 SELECT EXISTS (SELECT FROM {schema}.event_member AS m WHERE m.consumer_group = $1::text AND m.from_kafka = $2::bool AND ` + tables.LiveMember + `)`
 
-// routeLife is how long a group of workers keeps a handler that no worker has.
-const routeLife = time.Hour
-
 // missingHandlers reports handlers that no live process has: events are owed to them, or deliveries wait for them.
 func (d *doctor) missingHandlers(ctx context.Context, counts []outboxops.DeliveryCount, now time.Time) error {
 	var group, route string
@@ -44,7 +41,7 @@ func (d *doctor) missingHandlers(ctx context.Context, counts []outboxops.Deliver
 		eventType, rest, _ := strings.Cut(route, "\n")
 		stream, action, _ := strings.Cut(rest, "\n")
 		d.add("delivery.handler", severityWarning, fmt.Sprintf("group %s: no running worker has the handler of action %s for type %s of stream %s", group, action, eventType, stream),
-			fmt.Sprintf("Its events wait for it. A worker last had it %s ago; after %s the group forgets it, and later events are not handled by it.", age(last, now), routeLife),
+			fmt.Sprintf("Its events wait for it. A worker last had it %s ago; after %s the group forgets it, and later events are not handled by it.", age(last, now), tables.RouteLife),
 			"Start a release that has the handler. If it is gone for good, nothing has to be done.")
 		return nil
 	}); err != nil {
@@ -67,21 +64,21 @@ func (d *doctor) missingHandlers(ctx context.Context, counts []outboxops.Deliver
 // unhandled reports deliveries of a group that no live process of the group has a handler for, by their types.
 func (d *doctor) unhandled(ctx context.Context, group string) error {
 	const most = 100
-	type kind struct {
-		Action, Stream, Type string
-		FromKafka            bool
-	}
-	var kinds []kind
+	var kinds []tables.Unhandled
 	if err := pg.Query(ctx, d.e.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
-		kinds, err = pgx.CollectRows(rows, pgx.RowToStructByPos[kind])
+		kinds, err = pgx.CollectRows(rows, pgx.RowToStructByPos[tables.Unhandled])
 		return err
 	}, pg.InSchema(tables.SQLUnhandled, d.e.schemaName()), group, most); err != nil {
 		return err
 	}
+	side := map[bool]bool{} // by FromKafka: whether a process runs
 	for _, k := range kinds {
-		runs := false
-		if err := pg.QueryRow(ctx, d.e.db, pg.InSchema(sqlHasMember, d.e.schemaName()), group, k.FromKafka).Scan(&runs); err != nil {
-			return err
+		runs, known := side[k.FromKafka]
+		if !known {
+			if err := pg.QueryRow(ctx, d.e.db, pg.InSchema(sqlHasMember, d.e.schemaName()), group, k.FromKafka).Scan(&runs); err != nil {
+				return err
+			}
+			side[k.FromKafka] = runs
 		}
 		if !runs { // deliveries that have been due for long are another finding
 			continue

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -133,16 +134,13 @@ func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 // outage, or for the time that the handler's error asks for, if that is longer. A wait for a lock in vain is no outage.
 func (w *partitionWorker) awaitPostgres(began time.Time, err error) {
 	if pg.IsWaitInVain(err) {
-		w.pause(lockPause)
+		w.pause(delivery.LockPause)
 		return
 	}
 	w.outages.Report(handling.OutagePostgres, began, err)
 	later, _ := handling.WaitOf(err)
 	w.pause(max(later, w.outages.Backoff(handling.OutagePostgres)))
 }
-
-// lockPause is the pause before a statement is tried again that has waited for a lock in vain.
-const lockPause = 100 * time.Millisecond
 
 // reportPostgresWorks reports that a transaction that began at began has committed.
 func (w *partitionWorker) reportPostgresWorks(began time.Time) {

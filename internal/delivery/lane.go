@@ -202,9 +202,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			}
 		default:
 			n, failed := handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return indexOf(items, o) })
-			for _, t := range failed.Succeeded() {
-				l.noteSucceeded(&items[indexOf(items, t.Meta.Origin)], began)
-			}
+			l.noteFailedBatch(items, failed, began)
 			l.log.Debug("outbox: a transaction of deliveries has failed, those before the failed one are handled again",
 				"deliveries", len(items), "in_front", n, "error", err)
 			if n == 0 {
@@ -261,6 +259,13 @@ func (l *lane) noteSucceeded(it *laneItem, began time.Time) {
 	if !it.noted {
 		it.noted = true
 		l.breakers.Succeeded(it.Action, l.trialOf(it.Action), began)
+	}
+}
+
+// noteFailedBatch notes for their breakers the items that have succeeded in a transaction that another one has failed.
+func (l *lane) noteFailedBatch(items []laneItem, failed *handling.TaskError, began time.Time) {
+	for _, t := range failed.Succeeded() {
+		l.noteSucceeded(&items[indexOf(items, t.Meta.Origin)], began)
 	}
 }
 

@@ -30,7 +30,7 @@ type members struct {
 	othersHaveMore atomic.Bool // a live process has a handler that this one lacks
 
 	mu    sync.Mutex
-	named map[unhandled]bool // in the log
+	named map[tables.Unhandled]bool // in the log
 }
 
 // sqlRenewMember renews the row of a process. It returns the handlers of the other live processes, if they differ.
@@ -57,14 +57,11 @@ SELECT EXISTS (SELECT FROM {schema}.event_member AS m
                 WHERE m.consumer_group = $1::text AND m.member <> $2::text AND m.from_kafka = $3::bool AND ` + tables.LiveMember + `
                   AND pg_catalog.starts_with(r.route, $4::text))`
 
-// route returns a handler as event_member and event_subscription store it.
-func route(eventType string, p Pair) string { return eventType + "\n" + p.Stream + "\n" + p.Action }
-
 // routesOf returns the handlers of pairs.
 func routesOf(pairs [2][]Claimable) (routes []string) {
 	for _, p := range slices.Concat(pairs[0], pairs[1]) {
 		for _, t := range p.Types {
-			routes = append(routes, route(t, p.Pair))
+			routes = append(routes, tables.Route(t, p.Stream, p.Action))
 		}
 	}
 	slices.Sort(routes)
@@ -92,24 +89,18 @@ func (s *Store) removeMember(ctx context.Context) error {
 
 // handledElsewhere reports whether another live process of the group has a handler for an event type of a stream.
 func (s *Store) handledElsewhere(ctx context.Context, eventType, stream string) (handled bool, err error) {
-	err = pg.QueryRow(ctx, s.db, s.sqlHandledElsewhere, s.group, s.process, s.records, route(eventType, Pair{Stream: stream})).Scan(&handled)
+	err = pg.QueryRow(ctx, s.db, s.sqlHandledElsewhere, s.group, s.process, s.records, tables.Route(eventType, stream, "")).Scan(&handled)
 	return handled, err
-}
-
-// unhandled is a kind of deliveries that no live process of the group handles.
-type unhandled struct {
-	Action, Stream, Type string
-	FromKafka            bool
 }
 
 // unhandled returns kinds of PENDING deliveries that no live process of the group handles. It removes the rows of
 // processes that have been gone for a day.
-func (s *Store) unhandled(ctx context.Context) (kinds []unhandled, err error) {
+func (s *Store) unhandled(ctx context.Context) (kinds []tables.Unhandled, err error) {
 	const most = 100
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlForgetMembers, s.group)
 		b.Queue(s.sqlUnhandled, s.group, most).Query(func(rows pgx.Rows) (err error) {
-			kinds, err = pgx.CollectRows(rows, pgx.RowToStructByPos[unhandled])
+			kinds, err = pgx.CollectRows(rows, pgx.RowToStructByPos[tables.Unhandled])
 			return err
 		})
 	})
@@ -152,13 +143,13 @@ func (m *members) notify() {
 }
 
 // fresh returns the kinds that were not named before.
-func (m *members) fresh(kinds []unhandled) []unhandled {
+func (m *members) fresh(kinds []tables.Unhandled) []tables.Unhandled {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	before := m.named
-	m.named = map[unhandled]bool{}
+	m.named = map[tables.Unhandled]bool{}
 	for _, k := range kinds {
 		m.named[k] = true
 	}
-	return slices.DeleteFunc(kinds, func(k unhandled) bool { return before[k] })
+	return slices.DeleteFunc(kinds, func(k tables.Unhandled) bool { return before[k] })
 }

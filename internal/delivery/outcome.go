@@ -364,8 +364,8 @@ func (l *lane) write(statement func(context.Context) error) error {
 	}
 }
 
-// lockPause is the pause before a statement is tried again that has waited for a lock in vain.
-const lockPause = 100 * time.Millisecond
+// LockPause is the pause before a statement is tried again that has waited for a lock in vain.
+const LockPause = 100 * time.Millisecond
 
 // WriteTimeout bounds a statement that writes down the outcome of a delivery.
 const WriteTimeout = 10 * time.Second
@@ -374,7 +374,7 @@ const WriteTimeout = 10 * time.Second
 // [leaseKeeper] logs who has the lock.
 func (l *lane) awaitPostgres(began time.Time, err error) {
 	if pg.IsWaitInVain(err) {
-		wait.Sleep(l.stopping, lockPause)
+		wait.Sleep(l.stopping, LockPause)
 		return
 	}
 	l.outages.Report(handling.OutagePostgres, began, err)

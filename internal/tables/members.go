@@ -1,11 +1,25 @@
 package tables
 
+import "time"
+
+// RouteLife is how long a group of workers keeps a handler that no worker confirms.
+const RouteLife = time.Hour
+
+// Route returns a handler as event_member and event_subscription store it.
+func Route(eventType, stream, action string) string { return eventType + "\n" + stream + "\n" + action }
+
 // LiveMember is the condition that a row m of event_member belongs to a process that runs.
 const LiveMember = `m.renewed_at > clock_timestamp() - 3::float8 * m.renewed_every`
 
+// Unhandled is a kind of deliveries that no live process of their group handles: a row of [SQLUnhandled].
+type Unhandled struct {
+	Action, Stream, Type string
+	FromKafka            bool
+}
+
 // SQLUnhandled finds the PENDING deliveries of a group $1 for which no live process of the group has a handler, by
-// action, stream and event type, up to $2 of them. Deliveries without an
-// action are for all processes. Each kind is one step in the index of due rows, however many rows it has.
+// action, stream and event type, up to $2 of them. Deliveries without an action are for all processes. Each kind is one
+// step in the index of due rows, however many rows it has.
 const SQLUnhandled = `
 WITH RECURSIVE kinds AS (
    (SELECT ` + dueKind + ` FROM {schema}.event_delivery AS d

@@ -150,8 +150,11 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 				return err
 			}
 		}
+		if err := f.subscribe(ctx, conn); err != nil {
+			return err
+		}
 		f.subscribed = time.Now()
-		return f.subscribe(ctx, conn)
+		return nil
 	})
 	if err == nil && moved {
 		return errMoved

@@ -9,21 +9,19 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// routeLife is how long a group keeps a route that no worker confirms.
-//
 // All workers of a group decide together which deliveries an event needs. While a release is rolled out,
 // old processes insert deliveries too, although they do not know its new handlers. So each worker stores
 // the routes of its handlers in event_subscription, and every worker inserts deliveries for all stored
-// routes. A delivery without a handler in one process waits for a process that has it.
-const routeLife = time.Hour
+// routes. A delivery without a handler in one process waits for a process that has it. A group keeps a route that no
+// worker confirms for [tables.RouteLife].
 
 // sqlSubscribe adds the routes $2 of a worker to the routes of its group, and the routes $4 of other workers that this
 // worker knows: the database may have lost them in a failover. It removes routes that no worker has confirmed for $3.
@@ -115,7 +113,7 @@ func (f *fanOut) subscribe(ctx context.Context, db pg.BatchSender) error {
 	var version int64
 	var text string
 	var forgotten []string
-	err := pg.QueryRow(ctx, db, f.sqlSubscribe, f.group, f.own, routeLife, f.seen.json()).Scan(&version, &text, &forgotten)
+	err := pg.QueryRow(ctx, db, f.sqlSubscribe, f.group, f.own, tables.RouteLife, f.seen.json()).Scan(&version, &text, &forgotten)
 	if err != nil {
 		return err
 	}
@@ -170,7 +168,7 @@ func routesOf(r handling.Routes) (all []string) {
 	for eventType, route := range r.ByName {
 		for _, topic := range r.TopicsOf(route) {
 			for h := range route.Handlers() {
-				all = append(all, eventType+"\n"+topic+"\n"+h.Action)
+				all = append(all, tables.Route(eventType, topic, h.Action))
 			}
 		}
 	}
