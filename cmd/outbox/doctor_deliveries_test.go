@@ -169,7 +169,7 @@ func TestDoctorOnHandlersThatAreAway(t *testing.T) {
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.exec(t, `INSERT INTO {s}.event_subscription (consumer_group, routes) VALUES ('stats', jsonb_build_object(
-		't' || chr(10) || 'orders' || chr(10) || 'COUNTED', extract(epoch FROM now())::bigint, 'u' || chr(10) || 'orders' || chr(10) || 'GONE', extract(epoch FROM now() - interval '20 min')::bigint))`)
+		't' || chr(10) || 'orders' || chr(10) || 'COUNTED', extract(epoch FROM now())::bigint, 'u' || chr(10) || 'orders' || chr(10) || 'GONE', extract(epoch FROM now() - interval '20 min 30 s')::bigint))`)
 	d.deliver(t, "k", "PENDING", "PARKED")
 	d.exec(t, `UPDATE {s}.event_delivery SET next_retry_at = now() + interval '1 h', event_type = 'x'`)
 	ids, _ := d.deliveryFindings(t)
