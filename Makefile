@@ -50,6 +50,10 @@ ledger: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ledger ##
 ordering: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ordering ## A saga of orders, inventory, reward and notification, whose processes are killed (ARGS="-stock=30": more orders are cancelled; KAFKA=real, as above)
 	@$(SHOW) bin/ordering $(ARGS)
 
+.PHONY: nats
+nats: needs-demo $(SERVICES) ## Publish events to NATS JetStream, whose server is killed again and again, and count what the stream has
+	@$(SERVICES) run -quiet -postgres $(or $(POSTGRES),embedded) -kafka none -- bash -ec 'cd examples/nats && go test -count=1 -v .'
+
 .PHONY: observability
 observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/observability ## A service with metrics for Prometheus, and traces (ARGS="-traces" prints them; KAFKA=real, as above)
 	@$(SHOW) bin/observability $(ARGS)
@@ -142,9 +146,27 @@ faults-worker: needs-short ## Kill KILLS=50 processes with workers, stop and fre
 		$(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
 
+.PHONY: faults-handling
+faults-handling: needs-faults ## Kill, stop, freeze and cut off consumers and workers of two releases for MINUTES=15, while what handlers need comes and goes, and check what they did (SEED=… repeats a plan)
+	@cd faults && go test -count=1 -race -timeout 0 -run '^TestHandlingFaults$$' . -v -faults.minutes=$(or $(MINUTES),15) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
+
+.PHONY: faults-views
+faults-views: needs-faults ## Take servers, topics, logins and what handlers need away for MINUTES=20, kill the leader, and check each second that no view says something false (SEED=… repeats a plan)
+	@cd faults && go test -count=1 -race -timeout 0 -run '^TestViews$$' . -v -faults.minutes=$(or $(MINUTES),20) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
+
+.PHONY: test-bounds
+test-bounds: needs-short $(SERVICES) ## Run processes with a memory limit against events of 10, 200 and 900 MB, and check that they live and send the others within 2 s
+	@$(SERVICES) run -quiet $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka fake -- bash -ec 'cd faults && go test -count=1 -timeout 0 -run "^TestBounds" . -v $(ARGS)'
+
 .PHONY: faults-pair
 faults-pair: needs-short $(SERVICES) ## Measure RUNS=5 times how long a group of workers takes, alone and beside one whose handlers fail for ever
 	@$(SERVICES) run -quiet $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka fake -- bash -ec 'cd faults && go test -count=1 -timeout 0 -run "^TestFailingGroup$$" . -v -faults.pairs=$(or $(RUNS),5) $(ARGS)'
+
+.PHONY: spec
+spec: needs-spec ## Check the models in spec/ with TLC, within 15 minutes (SPEC="Gaps.cfg …": only these)
+	@tools/spec.sh $(SPEC)
 
 .PHONY: services
 services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep PostgreSQL and Kafka running until Ctrl-C, addresses in .services.env (KAFKA=fake: no Java)
@@ -159,7 +181,7 @@ vulncheck: bin/govulncheck bin/vulncheck ## Look for known vulnerabilities in wh
 	@bin/vulncheck bin/govulncheck $(MODULES)
 
 .PHONY: fuzz
-fuzz: needs-demo $(SERVICES) ## Run each fuzz target with INPUTS=20000 inputs
+fuzz: needs-demo $(SERVICES) ## Run each fuzz target with INPUTS=5000 inputs, or for TIME=5m each
 	@$(SHOW) tools/fuzz.sh
 
 .PHONY: tidy

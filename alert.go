@@ -36,7 +36,8 @@ const (
 	AlertStale AlertKind = "stale_events"
 	// AlertNoLeader means that no process runs a relay that has a cursor.
 	AlertNoLeader AlertKind = "no_leader"
-	// AlertBreaker means that a relay's circuit breaker is open, because Kafka fails.
+	// AlertBreaker means that a relay's circuit breaker is open, because Kafka fails. The Outages of Status.Said name
+	// the classes of errors. It is over when the breaker is known to be closed.
 	AlertBreaker AlertKind = "breaker_open"
 	// AlertLost means that Kafka had removed records of a topic before a consumer group
 	// read them, because of the topic's retention.
@@ -83,7 +84,7 @@ func (a Alert) String() string { return a.engine().String() }
 
 // engine returns the alert as the engine has it.
 func (a Alert) engine() watch.Alert {
-	alert := watch.Alert{Kind: string(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: tables.Relay(a.Status), Died: a.Died,
+	alert := watch.Alert{Kind: string(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: a.Status.engine(), Died: a.Died,
 		Topic: a.Topic, Lost: a.Lost}
 	for _, d := range a.Dead {
 		alert.Dead = append(alert.Dead, watch.DeadEvent{Event: tables.Event(d.FailedEvent), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
@@ -96,7 +97,7 @@ func (a Alert) engine() watch.Alert {
 
 // alertOf returns an alert of the engine.
 func alertOf(a watch.Alert) Alert {
-	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: RelayStatus(a.Status), Died: a.Died,
+	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: relayStatusOf(a.Status), Died: a.Died,
 		Topic: a.Topic, Lost: a.Lost}
 	for _, d := range a.Dead {
 		alert.Dead = append(alert.Dead, DeadEvent{FailedEvent: FailedEvent(d.Event), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})

@@ -59,8 +59,7 @@ func (c Codec) check() error {
 	if err != nil || !strings.Contains(media, "/") || strings.TrimSpace(c.ContentType) != c.ContentType {
 		return fmt.Errorf("%q %w: want a media type", c.ContentType, ErrMalformed)
 	}
-	if strings.HasPrefix(media, "application/cloudevents") {
-		// In binary mode readers would take the payload for the whole event.
+	if envelope.SaysWhole(c.ContentType) {
 		return fmt.Errorf("%q %w: it says that the payload is a CloudEvent", c.ContentType, ErrMalformed)
 	}
 	if c.Encode == nil || c.Decode == nil {

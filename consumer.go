@@ -45,14 +45,16 @@ type Consumer struct{ engine *consumer.Consumer }
 // it is a row of event_delivery.
 //
 // NewConsumer does no I/O. A running consumer uses a connection of db for each partition that it handles at the
-// moment, see HandlerConfig.Concurrency, up to four for parked events, and up to six more; closing db stays with the
-// caller. A nil db will do if every handler is one of [HandleNoTx], and From is FromStart or FromEnd.
+// moment, see HandlerConfig.Concurrency, four for parked events, more of them while their handlers take long, and up to
+// six others; closing db stays with the caller. A nil db will do if every handler is one of [HandleNoTx], and From is
+// FromStart or FromEnd.
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, of all of them
 // MaxQueueBytes and a batch of each, and what fetches bring beyond that: of each broker
 // 8 MiB that were polled and 8 MiB that wait to be, decompressed 64 MiB and a batch,
-// unless opts says otherwise. A batch of more than 64 MiB is not read, again unless opts
-// says otherwise: an ERROR says so, and its partition waits for an operator.
+// unless opts says otherwise. A batch of more than 64 MiB, again unless opts says
+// otherwise, is decompressed as a stream. A record of more than that is a dead letter
+// without its value.
 //
 // Functions in opts, such as hooks and dialers, are called by the Kafka client in its own
 // goroutines: one that panics ends the process, as anywhere else, and one that hangs
@@ -116,7 +118,7 @@ func (c *Consumer) Topics() []string { return slices.Clone(c.engine.Processor.Ro
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. Run returns an error
 // only if an operator has to act: [ErrNotMigrated].
-func (c *Consumer) Run(ctx context.Context) error { return c.engine.Run(ctx) }
+func (c *Consumer) Run(ctx context.Context) error { return runError("consumer", c.engine.Run(ctx)) }
 
 // Deliver passes a record to the handlers as [Consumer.Run] does, without Kafka: it
 // is for tests. Each action runs once, in a transaction of its own; errors are
@@ -165,20 +167,35 @@ type ConsumerHealth struct {
 	// Live is false if only a restart of the process can help: Run has returned an
 	// error, or a handler does not return.
 	Live bool
-	// Ready is false if this process does not handle events: see Reasons.
+	// Ready is false if this process should get no traffic, see Health.
 	Ready bool
+	// Works is false if this process does not handle events: see Reasons.
+	Works bool
+	// Answered is set once PostgreSQL and Kafka have answered since Run began.
+	Answered bool
 	// Partitions is how many partitions the group has assigned to it. A member of a
 	// group that has more members than partitions holds none, and is ready.
 	Partitions int
-	// Reasons say why the consumer is not live or not ready. A lag that has grown for five minutes, what is
-	// paused, and breakers of actions that are not closed are among them, although they make it neither.
+	// Waiting counts what the group still has to handle of the events that its members have read, in all its processes,
+	// as this process has last seen it: by action, topic and status. Each count ends at 1,000. [Consumer.Lag] has what
+	// the members have not read.
+	Waiting []EventCount
+	// Outages are those that have not ended.
+	Outages []Outage
+	// Reasons say why the consumer is not live, not ready or does not work. A lag that has grown for five minutes, what
+	// is paused, breakers of actions that are not closed, and what of Waiting has failed, is dead, missed or has waited
+	// for 5 min are among them, although they make it none of these.
 	Reasons []string
 }
 
 // Health reports the state of the consumer without I/O. It is live, but not ready,
-// before Run is called, during a stop and after a clean one; and while PostgreSQL, fetching from
+// before Run is called, during a stop and after a clean one; before PostgreSQL has answered;
+// while Kafka answers that it does not serve this client; and while Kafka does not answer this
+// process, but has answered another one of the group within 30 s.
+//
+// It does not work in these cases, and while PostgreSQL, fetching from
 // Kafka, committing offsets or a dead-letter topic fails, because no restart brings
-// these back. It is not ready either before the group has assigned partitions to it and
+// these back. It does not work either before the group has assigned partitions to it and
 // it is known where to begin; while it waits at a batch that is too large, or for longer
 // than SlowHandler for a transaction to begin; and while a handler runs on after its
 // HandlerTimeout, or a hook, a decoder or another function of the host for as long. Once one
@@ -187,7 +204,10 @@ type ConsumerHealth struct {
 // for MaxPollInterval, for example because the partition is with another member.
 //
 // The package outboxhttp serves this to probes.
-func (c *Consumer) Health() ConsumerHealth { return ConsumerHealth(c.engine.Health()) }
+func (c *Consumer) Health() ConsumerHealth {
+	h := c.engine.Health()
+	return ConsumerHealth{h.Group, h.Live, h.Ready, h.Works, h.Answered, h.Partitions, waitingOf(h.Waiting), outagesOf(h.Outages), h.Reasons}
+}
 
 // Pause has this process handle nothing of some topics, or without topics nothing at all,
 // until Resume is called. Handlers finish what they are at, and what they have done is

@@ -1,6 +1,11 @@
 package outbox
 
-import "time"
+import (
+	"time"
+
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
+)
 
 // RelayStatus is the state of a relay, by the database.
 type RelayStatus struct {
@@ -33,4 +38,59 @@ type RelayStatus struct {
 	// ParkedKeys is how many keys have an event that is tried again, or wait for an
 	// operator, and HeldKeys how many wait for an operator; each up to [MaxCounted].
 	ParkedKeys, HeldKeys int64
+
+	// Said is what the leader has said of itself. It is nil if nothing is known: no process leads, or its lease has
+	// expired, or it is new and has not said anything yet.
+	Said *RelayState
+}
+
+// RelayState is what the leader of a relay says of itself when it renews its lease, each third of Lease, and within
+// about a second after a change.
+type RelayState struct {
+	// At is when it said that, and KafkaAt is when Kafka last answered it, zero if it did not; by the clock of the
+	// database.
+	At, KafkaAt time.Time
+	// Works is that of its [RelayHealth].
+	Works bool
+	// Reasons are those of its [RelayHealth].
+	Reasons []string
+	// Breaker is that of its [RelayHealth].
+	Breaker BreakerState
+	// BreakerSince is since when the breaker is not closed, by the clock of the leader.
+	BreakerSince time.Time
+	// Outages are those of its [RelayHealth], at most 20.
+	Outages []Outage
+}
+
+func relayStatusOf(r tables.Relay) RelayStatus {
+	s := RelayStatus{
+		Name: r.Name, Holder: r.Holder, Epoch: r.Epoch, LeaseUntil: r.LeaseUntil, MovedAt: r.MovedAt,
+		Pending: r.Pending, PendingMore: r.PendingMore, Oldest: r.Oldest,
+		Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
+	}
+	if said := r.Said; said != nil {
+		b, since := said.RelayBreaker()
+		s.Said = &RelayState{At: said.At, KafkaAt: said.KafkaAt, Works: said.Works, Reasons: said.Reasons,
+			Breaker: BreakerState(b), BreakerSince: since, Outages: outagesOf(said.Outages)}
+	}
+	return s
+}
+
+// engine returns the status as the engine has it.
+func (s RelayStatus) engine() tables.Relay {
+	r := tables.Relay{
+		Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: s.LeaseUntil, MovedAt: s.MovedAt,
+		Pending: s.Pending, PendingMore: s.PendingMore, Oldest: s.Oldest,
+		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys,
+	}
+	if said := s.Said; said != nil {
+		r.Said = &tables.Said{At: said.At, KafkaAt: said.KafkaAt, State: outage.State{Epoch: s.Epoch, Works: said.Works, Reasons: said.Reasons}}
+		if said.Breaker != BreakerClosed {
+			r.Said.Breakers = []outage.Breaker{{State: said.Breaker.String(), Since: said.BreakerSince}}
+		}
+		for _, o := range said.Outages {
+			r.Said.Outages = append(r.Said.Outages, outage.Outage(o))
+		}
+	}
+	return r
 }

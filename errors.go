@@ -79,7 +79,7 @@ var (
 	ErrDuplicateEvent = record.ErrDuplicateEvent
 	// ErrPartitioned is returned by [Migrate] for unique ids of events in an outbox that has
 	// partitions, or is to get some.
-	ErrPartitioned = errors.New("outbox: ids of events cannot be unique in an outbox with partitions")
+	ErrPartitioned = errors.New("ids of events cannot be unique in an outbox with partitions")
 	// ErrSequenceBehind is returned by [Relay.Run] when it begins to lead, before it sends
 	// anything, if the sequence of outbox.id, or of outbox_cursor.id, is behind ids that are in
 	// use. That happens if the database was restored without its sequences, or if a sequence was
@@ -141,7 +141,7 @@ func Permanent(err error) error {
 // Unavailable marks an error of a handler that says that something is away that this event needs, for example the
 // server of one tenant. It uses up no attempt for as long as MaxOutage of [RetryPolicy] says, counted from the first
 // failure of the event; later it counts as any other error. The wait until the next attempt is as long as the event
-// has been failing, up to 30 s. [RetryAfter] around it, or within it, sets another wait.
+// has been failing, up to MaxRetryWait and at most 30 s. [RetryAfter] around it, or within it, sets another wait.
 //
 // The breaker of the action counts the error as a failure of the event. So the breaker opens if all events meet such
 // errors, and the events of the other tenants go on otherwise. It returns nil for nil.
@@ -161,7 +161,7 @@ func Unavailable(err error) error {
 // It does not change how often the event is tried: MaxRetries, RetriesFor and [Permanent] say
 // that. An error for which PostgreSQL would have the transaction repeated counts as any other
 // then, and in an outage of PostgreSQL, which does not count, the event waits for d at least. The breaker of the
-// action does not count it, see Breaker of [HandlerConfig].
+// action does not count it, see Retry of [HandlerConfig].
 //
 // It returns nil for nil. Of several in one error the outermost counts.
 func RetryAfter(err error, d time.Duration) error {
@@ -169,6 +169,14 @@ func RetryAfter(err error, d time.Duration) error {
 		return nil
 	}
 	return handling.RetryAfter(err, d)
+}
+
+// runError is the error of a Run, with the part that has ended: the errors of the engines have no prefix.
+func runError(part string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("outbox: %s: %w", part, err)
 }
 
 // public returns an error of the engines as users see it: a field error of theirs is a [*FieldError].

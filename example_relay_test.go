@@ -113,8 +113,8 @@ func ExampleRelay_Health() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	if h := relay.Health(); !h.Ready {
-		slog.Warn("the relay is not ready", "relay", h.Relay, "live", h.Live, "reasons", h.Reasons)
+	if h := relay.Health(); !h.Works {
+		slog.Warn("the relay does not work", "relay", h.Relay, "live", h.Live, "ready", h.Ready, "reasons", h.Reasons)
 	}
 }
 

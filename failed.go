@@ -57,15 +57,17 @@ type EventCount struct {
 	// Group and Action say for whom deliveries are; empty for events of a relay. Action is also
 	// empty for what the group's workers have not looked at yet.
 	Group, Action string
+	// Topic is the topic of the events, or the stream of the deliveries. It is empty in alerts.
+	Topic string
 	// Status is one of the constants, [StatusDead] for example, or pending for events in outbox
 	// that were not attempted. A delivery is [StatusFailed] once an attempt has failed, and
-	// [StatusWaiting] until then.
+	// [StatusWaiting] until then. An event is missed if members of the group without Action have read it.
 	Status string
 	// Type is the CloudEvents type, and Class the class of the last error; empty without one.
 	Type, Class string
 	// Events is how many there are, of each kind counted up to [MaxCounted].
 	Events int
 	// Oldest is when the first of them failed. For deliveries it is when the first row was made.
-	// For events that wait for too long it is when the first was recorded.
+	// For events that wait for too long it is when the first was recorded. For missed events it is since when they are.
 	Oldest time.Time
 }

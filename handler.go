@@ -388,12 +388,14 @@ type RetryPolicy struct {
 	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
 	// MaxOutage is how long failures may be those of an outage, counted from the first failure of an event. Until
-	// then, an event that has no retry left is DEAD only if another event of the action has succeeded since its first
-	// failure, in any process of the group. Otherwise it is tried again: each wait is as long as it has been failing,
-	// up to 30 s. Failed trials of a breaker, and errors of [Unavailable], use up no attempt so long.
+	// then, each failure after the first one counts only if another event of the action has succeeded since the last
+	// one that counts, in any process of the group. So an outage uses up one attempt at most. An event whose failure
+	// does not count is tried again after waits that double, up to MaxRetryWait and at most 30 s, or as [RetryAfter]
+	// says; the last attempt is tried again after the longer of both waits. Failed trials of a breaker, and errors of
+	// [Unavailable], do not count either.
 	//
-	// The rule does not hold for [Permanent] errors, where no retry is permitted, and for a consumer without a
-	// database. A relay has no such rule. Negative means that each failure counts. Zero means 24 h.
+	// The rule does not hold for [Permanent] errors, calls that do not return, where no retry is permitted, and for a
+	// consumer without a database. A relay has no such rule. Negative means that each failure counts. Zero means 24 h.
 	MaxOutage time.Duration
 }
 
@@ -408,7 +410,7 @@ func WithRetry(h Handler, policy RetryPolicy) Handler {
 // keys; see [HandlerConfig]. It is for handlers that need the order of a whole partition. A [Worker]
 // has no partitions, and takes no notice.
 //
-// The partition also waits if the event has no retry left and no other event of the action succeeds, for as long as
+// The partition also waits while failures do not count, because no other event of the action succeeds, for as long as
 // MaxOutage of its [RetryPolicy] says.
 func RetryInPlace(h Handler) Handler {
 	return changed(h, func(own *handling.Handler) { own.InPlace = true })

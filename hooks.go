@@ -147,8 +147,9 @@ type ConsumerHooks struct {
 	DeadLettered func(m Metadata, action, topic string, err error)
 	// Unknown is called for an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
-	// Lost is called when Kafka removed records of a partition before the group read them, because of the topic's
-	// retention. Records is the number of offsets that are gone, which is not below the number of records.
+	// Lost is called when Kafka removed records of a partition after the group's committed offset, because of the
+	// topic's retention. Records is the number of offsets that are gone, which is not below the number of records.
+	// Events that were handled, but whose offset was not committed, are among them.
 	Lost func(topic string, partition int32, records int64)
 	// RowsRemoved is called after each run of retention of a worker that removed rows. Consumers remove none. A worker
 	// that stops waits a quarter of a second for it.

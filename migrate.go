@@ -44,7 +44,9 @@ type MigrateConfig struct {
 	// sets topic and partition_key of each row, whichever client inserts it. A row from whose type
 	// no topic can be derived is refused, as is a topic whose name Kafka does not allow. A table
 	// that is published cannot be partitioned any more: set PartitionRows before. The role needs
-	// CREATE on the database. Empty means none, and no trigger; an existing publication stays.
+	// CREATE on the database. The moves change only publications that have been named here: their
+	// comment begins with "outbox: its cuts", which Migrate adds as the owner of the publication.
+	// Empty means none, and no trigger; an existing publication stays.
 	Publication string
 	// AggregateIndex adds an index on the type and id of the aggregate, by which the events of one
 	// are found: see outboxops.Inspector. It is built without blocking writers, in every partition,
@@ -223,7 +225,9 @@ func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) er
 // sqlIsPublished reports whether outbox_publish has nothing to do.
 const sqlIsPublished = `
 SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = {outbox}::regclass::oid AND tgname = 'outbox_complete_row')
-   AND EXISTS (SELECT FROM pg_catalog.pg_publication WHERE pubname = $1 AND pubinsert AND pubviaroot AND NOT (puballtables OR pubupdate OR pubdelete OR pubtruncate))`
+   AND EXISTS (SELECT FROM pg_catalog.pg_publication AS p WHERE p.pubname = $1 AND p.pubinsert AND p.pubviaroot
+                  AND NOT (p.puballtables OR p.pubupdate OR p.pubdelete OR p.pubtruncate)
+                  AND coalesce(starts_with(pg_catalog.obj_description(p.oid, 'pg_publication'), 'outbox: its cuts add and drop the table'), false))`
 
 const sqlPublish = `SELECT {schema}.outbox_publish($1)`
 

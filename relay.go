@@ -15,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/eventheader"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/relay"
 	"github.com/outboxgo/outbox/internal/short"
@@ -276,22 +277,49 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 //
 // Run panics if one of its goroutines does, after it has released the lease. The
 // value is an error whose text has the stack of that goroutine.
-func (r *Relay) Run(ctx context.Context) error { return r.engine.Run(ctx) }
+func (r *Relay) Run(ctx context.Context) error { return runError("relay", r.engine.Run(ctx)) }
 
 // Waker returns the waker of this process, for transactions that record events. It works while Run does.
 func (r *Relay) Waker() *Waker { return r.waker }
 
-// Health reports the state of the relay without any I/O. The relay is live, but not
-// ready, before Run is called and after a clean stop; and while PostgreSQL or Kafka is
-// unavailable, because a restart does not bring them back. A standby is ready while it
-// sees that a relay holds the lease.
+// Health reports the state of the relay without any I/O.
 //
-// A leader whose cursor has not moved for longer than the lease lasts, although it has
-// events to send, is not ready, whatever the cause. The package outboxhttp serves
-// this to probes.
+// Ready is for readiness probes. A relay is not ready before Run is called and after it has
+// returned; before PostgreSQL has answered; while Kafka answers that it does not serve this
+// client (login, TLS, rights); and while Kafka does not answer this process, but has answered
+// another process of the relay within 30 s. An outage of Kafka for all processes, or a later
+// one of PostgreSQL, leaves it ready: events wait for the end of it, and the service that
+// records them works.
+//
+// Works is for people and alerts. It is false in all these cases, and during each outage of
+// Kafka or PostgreSQL; while the circuit breaker is open; on a leader whose cursor has not
+// moved for longer than the lease lasts, although it has events to send; on a standby that
+// sees no process lead, or whose relay has ended by a cut. The package outboxhttp serves both.
 func (r *Relay) Health() RelayHealth {
 	h := r.engine.Health()
-	return RelayHealth{Relay: r.name, Live: h.Live, Ready: h.Ready, Leading: h.Leading, Breaker: BreakerState(h.Breaker), Reasons: h.Reasons}
+	return RelayHealth{Relay: r.name, Live: h.Live, Ready: h.Ready, Works: h.Works, Answered: h.Answered, Leading: h.Leading,
+		Breaker: BreakerState(h.Breaker), Outages: outagesOf(h.Outages), Reasons: h.Reasons}
+}
+
+// Outage is an outage that has not ended, of something that this process needs.
+type Outage struct {
+	// What fails, as the log names it: PostgreSQL, Kafka, fetching, or "topic orders" for example.
+	What string
+	// Class is that of the last error: no_database, read_only, disk_full, no_connections, locked or failing of
+	// PostgreSQL; refused_rights, no_leader, unknown_topic, unavailable or closed of Kafka, where closed means that
+	// connections are accepted and closed at once; and refused_login, refused_tls, unreachable or no_answer of both.
+	Class string
+	// Since is when the first try failed, by the clock of this process.
+	Since time.Time
+	// Err is the text of the last error, at most 300 bytes of it.
+	Err string
+}
+
+func outagesOf(all []outage.Outage) (outages []Outage) {
+	for _, o := range all {
+		outages = append(outages, Outage(o))
+	}
+	return outages
 }
 
 // RelayHealth reports the state of a relay in this process.
@@ -301,12 +329,18 @@ type RelayHealth struct {
 	// Live is false if only a restart of the process can help: Run has returned an
 	// error, or hangs.
 	Live bool
-	// Ready is false if this process does not do its part: see Reasons.
+	// Ready is false if this process should get no traffic, see [Relay.Health].
 	Ready bool
+	// Works is false if this process does not do its part: see Reasons.
+	Works bool
+	// Answered is set once PostgreSQL and Kafka have answered since Run began.
+	Answered bool
 	// Leading is set while this process holds the lease.
 	Leading bool
 	// Breaker is the state of the circuit breaker.
 	Breaker BreakerState
-	// Reasons say why the relay is not live or not ready.
+	// Outages are those that have not ended.
+	Outages []Outage
+	// Reasons say why the relay is not live, not ready or does not work.
 	Reasons []string
 }

@@ -66,15 +66,21 @@ func newWaker(db *pgxpool.Pool, schema string, log *slog.Logger) *Waker {
 // It uses a connection of db for a moment, at most four times a second.
 func (w *Waker) Run(ctx context.Context) error {
 	if !w.running.CompareAndSwap(false, true) {
-		return ErrRunning
+		return runError("waker", ErrRunning)
 	}
 	defer w.running.Store(false)
 	w.hub.Serve(ctx, w.log)
 	return nil
 }
 
-// Wake is to be called after the commit of a transaction that has recorded events. It never blocks.
-func (w *Waker) Wake() { w.hub.Wake() }
+// Wake is to be called after the commit of a transaction that has recorded events. It never blocks. It logs one WARN if
+// wake-ups have come for 5 s and neither the waker nor a relay or a worker of the schema has run.
+func (w *Waker) Wake() {
+	w.hub.Wake()
+	if w.hub.Unused() {
+		w.log.Warn("outbox: the waker does not run, other processes see events at their next poll: call Waker.Run")
+	}
+}
 
 // InTx runs f in a transaction, commits it, and wakes. If f returns an error or panics, the transaction
 // is rolled back. The error is that of f, or PostgreSQL's.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/watch"
 	"github.com/outboxgo/outbox/internal/worker"
 )
@@ -85,7 +86,7 @@ func (w *Worker) Waker() *Waker { return w.waker }
 //
 // Outages of PostgreSQL are waited out, not returned. The errors that Run returns need an operator:
 // [ErrNotMigrated] and [ErrSequenceBehind].
-func (w *Worker) Run(ctx context.Context) error { return w.engine.Run(ctx) }
+func (w *Worker) Run(ctx context.Context) error { return runError("worker", w.engine.Run(ctx)) }
 
 // Actions returns the actions of the handlers that get events of a type, sorted: each of
 // them is a delivery of its own. There is none for a type without a handler.
@@ -117,22 +118,43 @@ type WorkerHealth struct {
 	// Live is false if only a restart of the process can help: Run has returned an
 	// error, or a handler does not return.
 	Live bool
-	// Ready is false if this process does not handle events: see Reasons.
+	// Ready is false if this process should get no traffic, see Health.
 	Ready bool
+	// Works is false if this process does not handle events: see Reasons.
+	Works bool
+	// Answered is set once PostgreSQL has answered since Run began.
+	Answered bool
 	// Deliveries is how many deliveries this worker has.
 	Deliveries int
-	// Reasons say why the worker is not live or not ready. What is paused, and breakers of actions that are not
-	// closed, are among them, although they make it neither.
+	// Waiting counts what the group still has to handle, in all its processes, as this process has last seen it: by
+	// action, topic and status. Pending are the events without a delivery. Each count ends at 1,000.
+	Waiting []EventCount
+	// Outages are those that have not ended.
+	Outages []Outage
+	// Reasons say why the worker is not live, not ready or does not work. What is paused, breakers of actions that are
+	// not closed, and what of Waiting has failed, is dead or has waited for 5 min are among them, although they make it
+	// none of these.
 	Reasons []string
 }
 
 // Health reports the state of the worker without I/O. It is live, but not ready, before Run is
-// called, during a stop and after a clean one; while PostgreSQL is unavailable, or leases cannot be
-// renewed; and while a handler runs on after its HandlerTimeout. Once one has run for twice as long,
-// the worker is not live.
+// called, during a stop and after a clean one; and before PostgreSQL has answered. It does not work
+// in these cases, while PostgreSQL is unavailable or leases cannot be renewed, and while a handler runs on
+// after its HandlerTimeout. Once one has run for twice as long, the worker is not live.
 //
 // The package outboxhttp serves this to probes.
-func (w *Worker) Health() WorkerHealth { return WorkerHealth(w.engine.Health()) }
+func (w *Worker) Health() WorkerHealth {
+	h := w.engine.Health()
+	return WorkerHealth{h.Group, h.Live, h.Ready, h.Works, h.Answered, h.Deliveries, waitingOf(h.Waiting), outagesOf(h.Outages), h.Reasons}
+}
+
+// waitingOf returns counts of the engine.
+func waitingOf(counts []tables.EventCount) (all []EventCount) {
+	for _, c := range counts {
+		all = append(all, EventCount(c))
+	}
+	return all
+}
 
 // Pause has this process handle nothing of some topics, or without topics nothing at all, until
 // Resume is called. Handlers finish what they are at; the rest goes back. Other processes of the

@@ -1,7 +1,6 @@
 package faults
 
 import (
-	"encoding/json"
 	"flag"
 	"fmt"
 	"testing"
@@ -71,13 +70,7 @@ type clusterResult struct {
 }
 
 // String returns the result as one line of JSON.
-func (v clusterResult) String() string {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return err.Error()
-	}
-	return string(b)
-}
+func (v clusterResult) String() string { return lineOf(v) }
 
 // Err says what is wrong, or returns nil. To send twice is allowed.
 func (v clusterResult) Err() error {

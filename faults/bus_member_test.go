@@ -2,11 +2,8 @@ package faults
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"syscall"
 	"time"
@@ -40,22 +37,15 @@ const (
 // runBus is the whole life of a process with a worker.
 func runBus(value string) error {
 	var s busSpec
-	if err := json.Unmarshal([]byte(value), &s); err != nil {
-		return fmt.Errorf("read %s: %w", busVar, err)
-	}
-	endWithTest()
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	defer stop()
-	db, err := pgxpool.New(ctx, s.Postgres)
-	if err != nil {
-		return err
-	}
-	defer db.Close()
+	return runAsChild(busVar, value, &s, &s.Postgres, s.run)
+}
+
+func (s *busSpec) run(ctx context.Context, db *pgxpool.Pool) error {
 	events, err := busEvents()
 	if err != nil {
 		return err
 	}
-	h := busHandlers{busSpec: s, db: db}
+	h := busHandlers{busSpec: *s, db: db}
 	worker, err := outbox.NewWorker(db, events, s.Group, s.config(),
 		outbox.Handle("SALE_COUNTED", func(ctx context.Context, tx pgx.Tx, e itemSold, m outbox.Metadata) error {
 			return h.count(ctx, tx, "SALE_COUNTED", item(e), m)

@@ -1,7 +1,6 @@
 package faults
 
 import (
-	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -86,13 +85,7 @@ type busResult struct {
 }
 
 // String returns the result as one line of JSON.
-func (v busResult) String() string {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return err.Error()
-	}
-	return string(b)
-}
+func (v busResult) String() string { return lineOf(v) }
 
 // Err says what is wrong, or returns nil.
 func (v busResult) Err() error {

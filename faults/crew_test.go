@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 	"github.com/stretchr/testify/require"
@@ -27,6 +28,23 @@ func endWithTest() {
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		os.Exit(1)
 	}()
+}
+
+// runAsChild runs a process of a test until SIGTERM, with a pool. The value of a variable of the environment is its
+// spec as JSON, in which postgres points to the address of the database.
+func runAsChild(variable, value string, spec any, postgres *string, run func(context.Context, *pgxpool.Pool) error) error {
+	if err := json.Unmarshal([]byte(value), spec); err != nil {
+		return fmt.Errorf("read %s: %w", variable, err)
+	}
+	endWithTest()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	db, err := pgxpool.New(ctx, *postgres)
+	if err != nil {
+		return err
+	}
+	defer db.Close()
+	return run(ctx, db)
 }
 
 // crew is a number of processes that are killed and frozen.

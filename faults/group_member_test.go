@@ -3,15 +3,12 @@ package faults
 import (
 	"context"
 	"database/sql"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
-	"os/signal"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -45,17 +42,10 @@ type memberSpec struct {
 // runMember is the whole life of a member.
 func runMember(value string) error {
 	var s memberSpec
-	if err := json.Unmarshal([]byte(value), &s); err != nil {
-		return fmt.Errorf("read %s: %w", memberVar, err)
-	}
-	endWithTest()
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	defer stop()
-	db, err := pgxpool.New(ctx, s.Postgres)
-	if err != nil {
-		return err
-	}
-	defer db.Close()
+	return runAsChild(memberVar, value, &s, &s.Postgres, s.run)
+}
+
+func (s *memberSpec) run(ctx context.Context, db *pgxpool.Pool) error {
 	d, err := openDiary(s.Diary)
 	if err != nil {
 		return err

@@ -61,11 +61,12 @@ type statistic struct {
 
 // shop puts events on a topic and knows what must come of them.
 type shop struct {
-	client *kgo.Client
-	topic  string
-	number int // of the topic, of those with its name
-	pause  time.Duration
-	rng    *rand.Rand
+	healthy bool // no more likes happen that fail
+	client  *kgo.Client
+	topic   string
+	number  int // of the topic, of those with its name
+	pause   time.Duration
+	rng     *rand.Rand
 
 	want    map[string]*statistic // by product
 	actions int                   // different ones
@@ -116,7 +117,11 @@ func (s *shop) sent(r *kgo.Record) *kgo.Record {
 func (s *shop) happen() *kgo.Record {
 	product := fmt.Sprintf("product-%d", s.rng.IntN(300))
 	s.actions++
-	switch s.rng.IntN(3) {
+	kind := s.rng.IntN(3)
+	if s.healthy && failures(s.id()) > 0 {
+		kind = 1 // no like
+	}
+	switch kind {
 	case 0:
 		if len(s.orders) > 0 && s.rng.IntN(30) == 0 {
 			s.actions-- // paid already

@@ -1,7 +1,6 @@
 package faults
 
 import (
-	"encoding/json"
 	"flag"
 	"fmt"
 	"os"
@@ -144,13 +143,7 @@ type groupResult struct {
 }
 
 // String returns the result as one line of JSON.
-func (v groupResult) String() string {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return err.Error()
-	}
-	return string(b)
-}
+func (v groupResult) String() string { return lineOf(v) }
 
 // missing says what did not happen though it was to, or returns nil: a run without it has
 // shown less than it seems.

@@ -198,13 +198,13 @@ func (h happened) OccurredAt() time.Time { return h.At }
 // consumerWorks handles an event, makes a dead letter of another, and handles that once an
 // operator has sent it back.
 func consumerWorks(t *testing.T, s *rightsSite) string {
-	db := testenv.OtherDatabase(t)
-	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{}))
+	site := guest(t, s.Brokers(), s.topic)
+	s.database = site.url
 	events, err := outbox.NewRegistry("rights", outbox.Event("test.thing.happened.v1", "Thing", happened.id).Topic(s.topic))
 	require.NoError(t, err)
 	log := new(testenv.Buffer)
 	broken, handled := make(chan struct{}), make(chan string, 10)
-	consumer, err := outbox.NewConsumer(db, s.as("consumer"), events, s.group, outbox.ConsumerConfig{
+	consumer, err := outbox.NewConsumer(site.db, s.as("consumer"), events, s.group, outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}, Logger: slog.New(slog.NewTextHandler(log, nil)), From: outbox.FromStart},
 	}, outbox.Handle("HANDLE", func(_ context.Context, _ pgx.Tx, h happened, _ outbox.Metadata) error {
 		select {
@@ -239,7 +239,7 @@ func consumerWorks(t *testing.T, s *rightsSite) string {
 		}
 		if !replayed && s.newest(t, s.topic+".dlq") == 1 {
 			close(broken)
-			text, code := s.call(t, "kim", "dlq", "replay", s.topic+".dlq", "--yes")
+			text, code := s.call(t, "kim", "dlq", "replay", s.topic+".dlq", "--yes", "--reason", "repaired")
 			require.Zero(t, code, text)
 			replayed = true
 		}
@@ -272,7 +272,8 @@ func (s *rightsSite) succeed(t *testing.T, user string, args ...string) string {
 // operatorWorks sends a dead letter back whose value only the original has.
 func operatorWorks(t *testing.T, s *rightsSite) string {
 	s.deadLetter(t)
-	if text := s.succeed(t, "operator", "dlq", "replay", s.topic+".dlq", "--yes"); text != "" {
+	s.database = guest(t, s.Brokers(), s.topic).url
+	if text := s.succeed(t, "operator", "dlq", "replay", s.topic+".dlq", "--yes", "--reason", "repaired"); text != "" {
 		return text
 	}
 	if n := s.newest(t, s.topic); n != 2 {

@@ -24,7 +24,7 @@ import (
 const relayVar = "OUTBOX_FAULTS_RELAY"
 
 func TestMain(m *testing.M) {
-	for name, run := range map[string]func(string) error{relayVar: runRelay, workerVar: runWorker, memberVar: runMember, busVar: runBus} {
+	for name, run := range map[string]func(string) error{relayVar: runRelay, workerVar: runWorker, memberVar: runMember, busVar: runBus, marketVar: runMarket, endingVar: runEnding, boundVar: runBound, viewsVar: runViewsService} {
 		value := os.Getenv(name)
 		if value == "" {
 			continue

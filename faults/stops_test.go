@@ -2,7 +2,6 @@ package faults
 
 import (
 	"context"
-	"encoding/json"
 	"flag"
 	"fmt"
 	"log/slog"
@@ -76,13 +75,7 @@ type stopsResult struct {
 }
 
 // String returns the result as one line of JSON.
-func (v stopsResult) String() string {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return err.Error()
-	}
-	return string(b)
-}
+func (v stopsResult) String() string { return lineOf(v) }
 
 // Err says what is wrong, or returns nil.
 func (v stopsResult) Err() error {

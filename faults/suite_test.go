@@ -22,7 +22,7 @@ import (
 )
 
 var (
-	faultMinutes = flag.Float64("faults.minutes", 0, "how long TestFaults, TestFaultsThroughPgBouncer and TestClusterFaults disturb; 0 means each kind of disturbance once, briefly")
+	faultMinutes = flag.Float64("faults.minutes", 0, "how long TestFaults, TestFaultsThroughPgBouncer, TestClusterFaults, TestHandlingFaults and TestViews disturb; 0 means each kind of disturbance once, briefly")
 	faultPoison  = flag.Bool("faults.poison", true, "whether one in a thousand events of these tests is one that Kafka refuses")
 )
 
@@ -105,8 +105,11 @@ type result struct {
 }
 
 // String returns the result as one line of JSON.
-func (v result) String() string {
-	b, err := json.Marshal(v)
+func (v result) String() string { return lineOf(v) }
+
+// lineOf returns a result as one line of JSON.
+func lineOf(result any) string {
+	b, err := json.Marshal(result)
 	if err != nil {
 		return err.Error()
 	}

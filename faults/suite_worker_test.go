@@ -2,11 +2,8 @@ package faults
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net"
-	"os/signal"
-	"syscall"
 	"testing"
 	"time"
 
@@ -36,19 +33,12 @@ const batch = 200
 const statementTimeout = "1s"
 
 // runWorker is the whole life of a relay of the suite.
-func runWorker(spec string) error {
+func runWorker(value string) error {
 	var s workerSpec
-	if err := json.Unmarshal([]byte(spec), &s); err != nil {
-		return fmt.Errorf("read %s: %w", workerVar, err)
-	}
-	endWithTest()
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	defer stop()
-	db, err := pgxpool.New(ctx, s.Postgres)
-	if err != nil {
-		return err
-	}
-	defer db.Close()
+	return runAsChild(workerVar, value, &s, &s.Postgres, s.run)
+}
+
+func (s *workerSpec) run(ctx context.Context, db *pgxpool.Pool) error {
 	relay, err := outbox.NewRelay(db, s.kafkaOpts(), outbox.RelayConfig{
 		PollInterval: 20 * time.Millisecond, BatchSize: batch,
 		DeliveryTimeout: time.Second, Lease: lease,

@@ -199,7 +199,7 @@ func refusesCuts(d *debezium) {
 	d.Cleanup(func() { _ = across.Rollback(ctx) })
 	_, err = across.Exec(ctx, `CREATE TABLE elsewhere ()`)
 	require.NoError(d, err)
-	short, cancel := context.WithTimeout(ctx, 6*time.Second) // enough for the progress, and several lock timeouts
+	short, cancel := context.WithTimeout(ctx, 15*time.Second) // enough for the progress, and several lock timeouts
 	defer cancel()
 	err = m.cuts.FromDebezium(short, m.cut, why)
 	require.ErrorIs(d, err, context.DeadlineExceeded)

@@ -127,6 +127,8 @@ var badRows = []struct {
 	{"no topic follows from `event_type`, and `topic` is NULL", "event_type", "'LEDGER_POSTED'", "failed", "invalid_event"},
 	{"`headers` is no object of strings", "headers", `'{"n": 1}'`, "failed", "invalid_event"},
 	{"an attribute among `headers` that a column has", "headers", `'{"ce_id": "1"}'`, "failed", "invalid_event"},
+	{"`content-type` among `headers`", "headers", `'{"Content-Type": "a/b"}'`, "failed", "invalid_event"},
+	{"`content_type` is one of `application/cloudevents`", "content_type", `'application/cloudevents+json'`, "failed", "invalid_event"},
 	{"`event_type` is empty, and `topic` is not NULL", "event_type", `''`, "failed", "invalid_event"},
 	{"`source` is empty", "source", `''`, "failed", "invalid_event"},
 	{"`aggregate_id` is empty", "aggregate_id", `''`, "failed", "invalid_event"},

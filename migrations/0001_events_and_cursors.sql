@@ -71,15 +71,15 @@ END $body$;
 CREATE TABLE outbox (
     id             bigserial    PRIMARY KEY,
     event_id       uuid         NOT NULL,
-    event_type     varchar(100) NOT NULL,
-    source         varchar(100) NOT NULL,
-    aggregate_type varchar(100) NOT NULL,
-    aggregate_id   varchar(255) NOT NULL,
+    event_type     text         NOT NULL,
+    source         text         NOT NULL,
+    aggregate_type text         NOT NULL,
+    aggregate_id   text         NOT NULL,
     payload        jsonb,
     payload_bytes  bytea,
-    content_type   varchar(100) NOT NULL,
-    topic          varchar(249),
-    partition_key  varchar(255),
+    content_type   text         NOT NULL,
+    topic          text,
+    partition_key  text,
     headers        jsonb,
     occurred_at    timestamptz  NOT NULL,
     created_at     timestamptz  NOT NULL DEFAULT now(),
@@ -97,6 +97,10 @@ CREATE TABLE outbox (
     size           int          NOT NULL GENERATED ALWAYS AS (
         coalesce(octet_length(payload::text), 0) + coalesce(octet_length(payload_bytes), 0)
         + coalesce(octet_length(headers::text), 0)) STORED,
+    CONSTRAINT outbox_lengths CHECK (
+        char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
+        AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
+        AND char_length(partition_key) <= 255),
     CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
     CONSTRAINT outbox_size CHECK (size <= 209715200)
 );
@@ -140,14 +144,15 @@ COMMENT ON COLUMN outbox.size IS
 
 CREATE TABLE outbox_cursor (
     id                bigserial    PRIMARY KEY,
-    relay             varchar(262) NOT NULL DEFAULT 'default',
+    relay             text         NOT NULL DEFAULT 'default',
     last_processed_id bigint       NOT NULL,
     snapshot          pg_snapshot  NOT NULL,
     window_snapshot   pg_snapshot,
     highest_id        bigint       NOT NULL,
     system_identifier bigint       NOT NULL,
     epoch             bigint       NOT NULL,
-    created_at        timestamptz  NOT NULL DEFAULT now()
+    created_at        timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT outbox_cursor_lengths CHECK (char_length(relay) <= 262)
 );
 
 CREATE INDEX outbox_cursor_relay_idx ON outbox_cursor (relay, id);
@@ -174,13 +179,18 @@ COMMENT ON COLUMN outbox_cursor.epoch IS 'Lease under which the row was written.
 COMMENT ON COLUMN outbox_cursor.created_at IS 'When the cursor moved.';
 
 CREATE TABLE outbox_lease (
-    name         varchar(264) PRIMARY KEY,
-    holder       varchar(255) NOT NULL,
+    name         text         PRIMARY KEY,
+    holder       text         NOT NULL,
     epoch        bigint       NOT NULL,
     expires_at   timestamptz  NOT NULL,
     lasts        interval,
     locked_epoch bigint,
-    exclusive_at timestamptz
+    exclusive_at timestamptz,
+    state        jsonb        NOT NULL DEFAULT '{}',
+    state_at     timestamptz,
+    kafka_at     timestamptz,
+    elsewhere_at timestamptz,
+    CONSTRAINT outbox_lease_lengths CHECK (char_length(name) <= 264 AND char_length(holder) <= 255 AND char_length(state::text) <= 100000)
 );
 
 COMMENT ON TABLE outbox_lease IS
@@ -198,6 +208,13 @@ COMMENT ON COLUMN outbox_lease.locked_epoch IS
 COMMENT ON COLUMN outbox_lease.exclusive_at IS
     'Until then the holder before, which was taken for gone before its lease had expired, may still send. No event '
     'is marked dead until then.';
+COMMENT ON COLUMN outbox_lease.state IS
+    'What the holder of a relay says of its work: whether it works, breakers, outages. It holds for the lease if it '
+    'names the epoch of the lease, and the lease has not expired. A group has none.';
+COMMENT ON COLUMN outbox_lease.state_at IS 'When the holder wrote state.';
+COMMENT ON COLUMN outbox_lease.kafka_at IS 'When Kafka last answered the holder.';
+COMMENT ON COLUMN outbox_lease.elsewhere_at IS
+    'When Kafka last answered a process that stands by, if it did not answer the holder.';
 
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), ARRAY[

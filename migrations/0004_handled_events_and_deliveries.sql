@@ -4,12 +4,15 @@
 
 CREATE TABLE event_handled (
     id             bigserial    PRIMARY KEY,
-    consumer_group varchar(255) NOT NULL,
-    aggregate_type varchar(100) NOT NULL,
-    aggregate_id   varchar(255) NOT NULL,
-    action         varchar(100) NOT NULL,
+    consumer_group text         NOT NULL,
+    aggregate_type text         NOT NULL,
+    aggregate_id   text         NOT NULL,
+    action         text         NOT NULL,
     handled_at     timestamptz  NOT NULL DEFAULT now(),
-    event_source   varchar(255),
+    event_source   text,
+    CONSTRAINT event_handled_lengths CHECK (
+        char_length(consumer_group) <= 255 AND char_length(aggregate_type) <= 100
+        AND char_length(aggregate_id) <= 255 AND char_length(action) <= 100 AND char_length(event_source) <= 255),
     CONSTRAINT uk_event_handled UNIQUE (consumer_group, aggregate_type, aggregate_id, action)
 );
 
@@ -33,8 +36,8 @@ COMMENT ON COLUMN event_handled.event_source IS
     'source. NULL: a handler chose the key, which stands for events of all sources.';
 
 CREATE TABLE consumer_start (
-    consumer_group varchar(255) NOT NULL,
-    topic          varchar(249) NOT NULL,
+    consumer_group text         NOT NULL,
+    topic          text         NOT NULL,
     topic_id       uuid         NOT NULL,
     partition      int          NOT NULL,
     start_offset   bigint,
@@ -43,6 +46,13 @@ CREATE TABLE consumer_start (
     lost           bigint       NOT NULL DEFAULT 0,
     lost_at        timestamptz,
     handlers       bigint       NOT NULL DEFAULT 0,
+    assigned_to    uuid,
+    assigned_at    timestamptz,
+    read_from      bigint,
+    unclean_ends   int          NOT NULL DEFAULT 0,
+    suspect_offset bigint,
+    suspect_ends   int          NOT NULL DEFAULT 0,
+    CONSTRAINT consumer_start_lengths CHECK (char_length(consumer_group) <= 255 AND char_length(topic) <= 249),
     CONSTRAINT consumer_start_pkey PRIMARY KEY (consumer_group, topic, topic_id, partition),
     CONSTRAINT consumer_start_partition CHECK (partition >= -1 AND (partition = -1) = (start_offset IS NULL))
 );
@@ -65,13 +75,27 @@ COMMENT ON COLUMN consumer_start.lost IS 'Number of offsets that Kafka had remov
 COMMENT ON COLUMN consumer_start.lost_at IS 'When the group last found removed offsets.';
 COMMENT ON COLUMN consumer_start.handlers IS
     'How often members have registered handlers of the topic, in the row with partition -1.';
+COMMENT ON COLUMN consumer_start.assigned_to IS
+    'The membership that the partition was assigned to last. NULL once it has ended cleanly: it was stopped, or has lost '
+    'the partition in a rebalance.';
+COMMENT ON COLUMN consumer_start.assigned_at IS 'When the partition was assigned last.';
+COMMENT ON COLUMN consumer_start.read_from IS 'Offset at which reading began then.';
+COMMENT ON COLUMN consumer_start.unclean_ends IS
+    'How often memberships that began to read at read_from have ended uncleanly. After three, the next records are '
+    'handled alone.';
+COMMENT ON COLUMN consumer_start.suspect_offset IS 'Offset of the record that is handled alone, or was last.';
+COMMENT ON COLUMN consumer_start.suspect_ends IS
+    'How often processes have ended at suspect_offset. After three, that record is not decoded and gets a dead letter.';
 
 CREATE TABLE consumer_handler (
-    consumer_group varchar(255) NOT NULL,
-    topic          varchar(249) NOT NULL,
-    action         varchar(100) NOT NULL,
-    event_type     varchar(100) NOT NULL,
+    consumer_group text         NOT NULL,
+    topic          text         NOT NULL,
+    action         text         NOT NULL,
+    event_type     text         NOT NULL,
     registered_at  timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT consumer_handler_lengths CHECK (
+        char_length(consumer_group) <= 255 AND char_length(topic) <= 249 AND char_length(action) <= 100
+        AND char_length(event_type) <= 100),
     CONSTRAINT consumer_handler_pkey PRIMARY KEY (consumer_group, topic, action, event_type)
 );
 
@@ -85,15 +109,18 @@ COMMENT ON COLUMN consumer_handler.event_type IS 'The type of the events, as the
 COMMENT ON COLUMN consumer_handler.registered_at IS 'When the first member with this handler ran.';
 
 CREATE TABLE consumer_gap (
-    consumer_group varchar(255) NOT NULL,
-    topic          varchar(249) NOT NULL,
+    consumer_group text         NOT NULL,
+    topic          text         NOT NULL,
     topic_id       uuid         NOT NULL,
     partition      int          NOT NULL,
-    action         varchar(100) NOT NULL,
-    event_type     varchar(100) NOT NULL,
+    action         text         NOT NULL,
+    event_type     text         NOT NULL,
     from_offset    bigint       NOT NULL,
     version        bigint       NOT NULL DEFAULT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
     opened_at      timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT consumer_gap_lengths CHECK (
+        char_length(consumer_group) <= 255 AND char_length(topic) <= 249 AND char_length(action) <= 100
+        AND char_length(event_type) <= 100),
     CONSTRAINT consumer_gap_pkey PRIMARY KEY (consumer_group, topic, topic_id, partition, action, event_type)
 );
 
@@ -113,11 +140,13 @@ COMMENT ON COLUMN consumer_gap.version IS
 COMMENT ON COLUMN consumer_gap.opened_at IS 'When the first member without the handler began to read.';
 
 CREATE TABLE consumer_pause (
-    consumer_group varchar(255) NOT NULL,
-    topic          varchar(249) NOT NULL,
-    operator       varchar(100) NOT NULL,
+    consumer_group text         NOT NULL,
+    topic          text         NOT NULL,
+    operator       text         NOT NULL,
     reason         text         NOT NULL,
     paused_at      timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT consumer_pause_lengths CHECK (
+        char_length(consumer_group) <= 255 AND char_length(topic) <= 249 AND char_length(operator) <= 100),
     CONSTRAINT consumer_pause_pkey PRIMARY KEY (consumer_group, topic)
 );
 
@@ -131,13 +160,15 @@ COMMENT ON COLUMN consumer_pause.reason IS 'The operator''s note.';
 COMMENT ON COLUMN consumer_pause.paused_at IS 'When it was paused.';
 
 CREATE TABLE event_subscription (
-    consumer_group varchar(255) NOT NULL,
+    consumer_group text         NOT NULL,
     created_at     timestamptz  NOT NULL DEFAULT now(),
-    state          varchar(10)  NOT NULL DEFAULT 'active',
-    relay          varchar(100),
+    state          text         NOT NULL DEFAULT 'active',
+    relay          text,
     changed_at     timestamptz  NOT NULL DEFAULT now(),
     routes         jsonb        NOT NULL DEFAULT '{}',
     routes_version bigint       NOT NULL DEFAULT 0,
+    unordered      boolean      NOT NULL DEFAULT false,
+    CONSTRAINT event_subscription_lengths CHECK (char_length(consumer_group) <= 255 AND char_length(relay) <= 100),
     CONSTRAINT event_subscription_pkey PRIMARY KEY (consumer_group),
     CONSTRAINT event_subscription_state CHECK (state IN ('active', 'leaving', 'left', 'returning')),
     CONSTRAINT event_subscription_relay CHECK ((state = 'active') = (relay IS NULL))
@@ -158,15 +189,26 @@ COMMENT ON COLUMN event_subscription.routes IS
     'The handlers of its workers: event type, stream and action, with line breaks between them, and when a worker '
     'last had that handler, in seconds since 1970.';
 COMMENT ON COLUMN event_subscription.routes_version IS 'Digest of the handlers in routes.';
+COMMENT ON COLUMN event_subscription.unordered IS
+    'Its workers handle the events of a key in any order, as the last one says that has confirmed its handlers. Such a '
+    'group is not moved to Kafka or back, because consumers keep the order.';
 
 CREATE TABLE event_member (
-    consumer_group varchar(255) NOT NULL,
-    member         varchar(255) NOT NULL,
+    consumer_group text         NOT NULL,
+    member         text         NOT NULL,
     from_kafka     boolean      NOT NULL,
     started_at     timestamptz  NOT NULL DEFAULT now(),
     renewed_at     timestamptz  NOT NULL,
     renewed_every  interval     NOT NULL,
     routes         text[]       NOT NULL,
+    works          boolean      NOT NULL DEFAULT true,
+    reasons        text[]       NOT NULL DEFAULT '{}',
+    skipped        jsonb        NOT NULL DEFAULT '{}',
+    state          jsonb        NOT NULL DEFAULT '{}',
+    kafka_at       timestamptz,
+    CONSTRAINT event_member_lengths CHECK (char_length(consumer_group) <= 255 AND char_length(member) <= 255 AND char_length(state::text) <= 100000
+                                           AND char_length(skipped::text) <= 1000000 AND pg_column_size(reasons) <= 100000),
+    CONSTRAINT event_member_renewed_every CHECK (renewed_every BETWEEN '0' AND '100 years'),
     CONSTRAINT event_member_pkey PRIMARY KEY (consumer_group, member)
 );
 
@@ -182,11 +224,20 @@ COMMENT ON COLUMN event_member.renewed_at IS 'When the process last renewed the 
 COMMENT ON COLUMN event_member.renewed_every IS 'How often the process renews the row.';
 COMMENT ON COLUMN event_member.routes IS
     'Its handlers: event type, stream and action, with line breaks between them.';
+COMMENT ON COLUMN event_member.works IS 'Whether the process handled events when it renewed the row.';
+COMMENT ON COLUMN event_member.reasons IS
+    'What its Health said then about itself: why it did not work, breakers that are not closed, pauses.';
+COMMENT ON COLUMN event_member.skipped IS
+    'How many events it has skipped since it began because it has no handler for their type, by type.';
+COMMENT ON COLUMN event_member.state IS
+    'What the process said then about breakers and outages, with their classes and since when.';
+COMMENT ON COLUMN event_member.kafka_at IS 'When Kafka last answered the process. A worker asks no Kafka.';
 
 CREATE TABLE event_success (
-    consumer_group varchar(255) NOT NULL,
-    action         varchar(100) NOT NULL,
+    consumer_group text         NOT NULL,
+    action         text         NOT NULL,
     succeeded_at   timestamptz  NOT NULL,
+    CONSTRAINT event_success_lengths CHECK (char_length(consumer_group) <= 255 AND char_length(action) <= 100),
     CONSTRAINT event_success_pkey PRIMARY KEY (consumer_group, action)
 );
 
@@ -207,6 +258,7 @@ CREATE TABLE event_delivery (
     size               int          NOT NULL DEFAULT 65536,
     held               boolean      NOT NULL DEFAULT false,
     put_back           boolean      NOT NULL DEFAULT false,
+    dead_letter_owed   boolean      NOT NULL DEFAULT false,
     next_retry_at      timestamptz  NOT NULL,
     last_attempt_at    timestamptz,
     locked_until       timestamptz,
@@ -214,26 +266,27 @@ CREATE TABLE event_delivery (
     updated_at         timestamptz  NOT NULL,
     processed_at       timestamptz,
     failed_at          timestamptz,
+    witness_after      timestamptz,
     -- The event and its handler. Columns of a fixed size come first, so that rows need no padding.
     occurred_at        timestamptz  NOT NULL,
     recorded_at        timestamptz  NOT NULL,
     event_id           uuid         NOT NULL,
-    status             varchar(10)  NOT NULL,
-    consumer_group     varchar(255) NOT NULL,
-    action             varchar(100) NOT NULL,
-    stream             varchar(249) NOT NULL,
-    event_type         varchar(100) NOT NULL,
-    source             varchar(100) NOT NULL,
-    aggregate_type     varchar(100) NOT NULL,
-    aggregate_id       varchar(255) NOT NULL,
-    content_type       varchar(100) NOT NULL,
-    partition_key      varchar(255),
+    status             text         NOT NULL,
+    consumer_group     text         NOT NULL,
+    action             text         NOT NULL,
+    stream             text         NOT NULL,
+    event_type         text         NOT NULL,
+    source             text         NOT NULL,
+    aggregate_type     text         NOT NULL,
+    aggregate_id       text         NOT NULL,
+    content_type       text         NOT NULL,
+    partition_key      text,
     -- The worker and the last error.
-    locked_by          varchar(255),
-    last_error_code    varchar(100),
+    locked_by          text,
+    last_error_code    text,
     last_error_message text,
     -- The resolution of a DEAD row: all three are set, or none.
-    resolved_by        varchar(100),
+    resolved_by        text,
     resolved_at        timestamptz,
     note               text,
     -- The rest of the event.
@@ -245,20 +298,28 @@ CREATE TABLE event_delivery (
     record_id          text,
     record_digest      bytea,
     record             bytea,
+    dead_letter        text,
+    CONSTRAINT event_delivery_lengths CHECK (
+        char_length(consumer_group) <= 255 AND char_length(action) <= 100 AND char_length(stream) <= 249
+        AND char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
+        AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100
+        AND char_length(partition_key) <= 255 AND char_length(locked_by) <= 255
+        AND char_length(last_error_code) <= 100 AND char_length(resolved_by) <= 100),
     CONSTRAINT event_delivery_status CHECK (status IN ('PENDING', 'PARKED', 'PROCESSING', 'DONE', 'DEAD')),
     CONSTRAINT event_delivery_locked CHECK (
         (status = 'PROCESSING') = (locked_by IS NOT NULL) AND (locked_by IS NULL) = (locked_until IS NULL)),
-    CONSTRAINT event_delivery_held CHECK (NOT held OR status = 'DEAD'),
+    CONSTRAINT event_delivery_held CHECK (NOT (held OR dead_letter_owed) OR status = 'DEAD'),
     CONSTRAINT event_delivery_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
     CONSTRAINT event_delivery_record CHECK (
         num_nulls(record_partition, record_digest, record) IN (0, 3) AND (record IS NOT NULL OR record_id IS NULL))
 );
 
 -- Rows that are due, by action, stream and type: a process reads no entry of actions that are paused, or of types for
--- which it has no handler, a worker none of rows from Kafka, and a consumer none of the others. Rows without an action
--- are for all processes of the stream. Rows whose worker was gone are claimed by themselves.
+-- which it has no handler. Workers and consumers claim the rows of each other, because a group may have moved since they
+-- were made. Rows without an action are for all processes of the stream. Rows whose worker was gone are claimed by
+-- themselves.
 CREATE INDEX idx_event_delivery_due ON event_delivery
-       (consumer_group, action, stream, (CASE WHEN action = '' THEN '' ELSE event_type END), (record IS NOT NULL),
+       (consumer_group, action, stream, (CASE WHEN action = '' THEN '' ELSE event_type END),
         (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
  WHERE status = 'PENDING';
 -- An event from Kafka that waits for an action, or is DEAD for it, is neither handled by a consumer nor parked again.
@@ -273,12 +334,18 @@ CREATE INDEX idx_event_delivery_parked ON event_delivery (order_key, id)
  WHERE status = 'PARKED' AND order_key IS NOT NULL;
 CREATE INDEX idx_event_delivery_put_back ON event_delivery (order_key, (status = 'PARKED'), id)
  WHERE put_back AND (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held) AND order_key IS NOT NULL;
+-- Rows that were parked or put back, and are DONE, by time. A consumer looks for those since its transaction began.
+CREATE INDEX idx_event_delivery_done_again ON event_delivery (order_key, processed_at)
+ WHERE status = 'DONE' AND (put_back OR record_digest IS NOT NULL) AND order_key IS NOT NULL;
 -- Leases that have expired.
 CREATE INDEX idx_event_delivery_locked ON event_delivery (consumer_group, locked_until) WHERE status = 'PROCESSING';
 -- DEAD rows for operators; and in the order of time, for alerts.
 CREATE INDEX idx_event_delivery_dead ON event_delivery (consumer_group, id) WHERE status = 'DEAD';
 CREATE INDEX idx_event_delivery_deaths ON event_delivery (processed_at, id)
  WHERE status = 'DEAD' AND resolved_at IS NULL;
+-- Dead letters that a consumer has to send.
+CREATE INDEX idx_event_delivery_dead_letter ON event_delivery (consumer_group, next_retry_at)
+ WHERE dead_letter_owed AND resolved_at IS NULL;
 -- Rows that wait, and DEAD rows that nobody has resolved: they are counted by kind, and listed by id within a kind. A
 -- row that is claimed when it is made, and then DONE, is never in this index.
 CREATE INDEX idx_event_delivery_waiting ON event_delivery (consumer_group, action, stream, status, id)
@@ -304,7 +371,11 @@ COMMENT ON COLUMN event_delivery.held IS 'The key of this DEAD row waits for an 
 COMMENT ON COLUMN event_delivery.put_back IS
     'The row is open again although later rows of its key may be handled: its worker was gone, or an operator has '
     'requeued it. Such rows are looked for below the first open row of a key.';
-COMMENT ON COLUMN event_delivery.next_retry_at IS 'A PENDING row is not claimed before.';
+COMMENT ON COLUMN event_delivery.dead_letter_owed IS
+    'The dead letter of this DEAD row from Kafka is not sent yet, because the process that made it DEAD was a worker. The '
+    'next consumer of the group sends it.';
+COMMENT ON COLUMN event_delivery.next_retry_at IS
+    'A PENDING row is not claimed before, and the dead letter of a DEAD one is not sent before.';
 COMMENT ON COLUMN event_delivery.last_attempt_at IS
     'When the row was claimed last. Later than updated_at: when the handler of a PROCESSING row began.';
 COMMENT ON COLUMN event_delivery.locked_until IS
@@ -313,7 +384,9 @@ COMMENT ON COLUMN event_delivery.created_at IS 'When the row was made.';
 COMMENT ON COLUMN event_delivery.updated_at IS 'When the status changed last.';
 COMMENT ON COLUMN event_delivery.processed_at IS 'When the row became DONE or DEAD: retention and alerts go by it.';
 COMMENT ON COLUMN event_delivery.failed_at IS
-    'When the handler failed first. Until another event of the action has succeeded since, the last attempt is not used up.';
+    'When the handler failed first.';
+COMMENT ON COLUMN event_delivery.witness_after IS
+    'When a failure counted last; NULL means failed_at. The next one counts only if another event of the action has succeeded since.';
 COMMENT ON COLUMN event_delivery.occurred_at IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.recorded_at IS
     'outbox.created_at of the event, or the time of the record that brought it.';
@@ -353,6 +426,9 @@ COMMENT ON COLUMN event_delivery.record_digest IS
 COMMENT ON COLUMN event_delivery.record IS
     'Key, headers and time of the record that brought the event, as JSON: together with payload_bytes it is the '
     'record.';
+COMMENT ON COLUMN event_delivery.dead_letter IS
+    'The dead letter of a large record that is DEAD: topic-partition-offset. It alone has the value, payload_bytes is '
+    'empty. A replay of the dead letter writes the value back. NULL: the row has the value.';
 
 -- Functions over the keys of event_delivery, for workers, consumers and operators. They run with the rights of their
 -- caller. A transaction that inserts, ends or requeues rows of a key locks the key first, and decides in a later
@@ -435,6 +511,55 @@ BEGIN
         PERFORM pg_advisory_xact_lock_shared(lock);
     END LOOP;
     RETURN current_setting('transaction_isolation') = 'read committed';
+END $body$
+$function$,
+
+-- Returns the numbers, from 1, of the events from Kafka that must not be handled directly: a row of their key is open;
+-- or a row of their key was parked or put back, and is DONE since done_since, or NULL for since the transaction has begun; or the
+-- event itself has a row that is not DONE. An event without order has no key. Mostly there are none, which four looks
+-- show: three at all keys together, and one at each event, because two arrays would be looked up as each with each.
+$function$
+CREATE FUNCTION @schema@.outbox_blocked(
+    consumer_group text, actions text[], order_keys bigint[], digests bytea[], done_since timestamptz) RETURNS int[]
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
+DECLARE
+    since constant timestamptz := coalesce(done_since, now());
+BEGIN
+    -- No EXISTS: it has no ORDER BY, and would read the rows of a key that are done before it finds an open one.
+    IF coalesce(
+       (SELECT true FROM @schema@.event_delivery AS d
+         WHERE d.order_key = ANY (order_keys) AND (d.status IN ('PENDING', 'PROCESSING') OR d.held)
+           AND d.consumer_group = $1 ORDER BY d.order_key DESC, d.id DESC LIMIT 1),
+       (SELECT true FROM @schema@.event_delivery AS d
+         WHERE d.order_key = ANY (order_keys) AND d.status = 'PARKED'
+           AND d.consumer_group = $1 ORDER BY d.order_key DESC, d.id DESC LIMIT 1),
+       (SELECT true FROM @schema@.event_delivery AS d
+         WHERE d.order_key = ANY (order_keys) AND d.status = 'DONE' AND (d.put_back OR d.record_digest IS NOT NULL)
+           AND d.processed_at >= since AND d.consumer_group = $1 LIMIT 1),
+       (SELECT true FROM unnest(actions, digests) AS e (action, digest)
+         WHERE (SELECT true FROM @schema@.event_delivery AS d
+                 WHERE d.consumer_group = $1 AND d.action = e.action AND d.record_digest = e.digest
+                   AND d.status <> 'DONE' LIMIT 1) LIMIT 1)) IS NULL THEN
+        RETURN '{}';
+    END IF;
+    RETURN ARRAY(
+        SELECT e.n::int FROM unnest(actions, order_keys, digests) WITH ORDINALITY AS e (action, key, digest, n)
+         WHERE coalesce(
+               (SELECT true FROM @schema@.event_delivery AS d
+                 WHERE d.order_key >= e.key AND d.order_key <= e.key AND (d.status IN ('PENDING', 'PROCESSING') OR d.held)
+                   AND d.consumer_group = $1 ORDER BY d.order_key DESC, d.id DESC LIMIT 1),
+               (SELECT true FROM @schema@.event_delivery AS d
+                 WHERE d.order_key >= e.key AND d.order_key <= e.key AND d.status = 'PARKED'
+                   AND d.consumer_group = $1 ORDER BY d.order_key DESC, d.id DESC LIMIT 1),
+               (SELECT true FROM @schema@.event_delivery AS d
+                 WHERE d.order_key >= e.key AND d.order_key <= e.key AND d.status = 'DONE'
+                   AND (d.put_back OR d.record_digest IS NOT NULL) AND d.processed_at >= since
+                   AND d.consumer_group = $1 ORDER BY d.order_key DESC, d.processed_at DESC LIMIT 1),
+               (SELECT true FROM @schema@.event_delivery AS d
+                 WHERE d.consumer_group = $1 AND d.action = e.action AND d.record_digest = e.digest
+                   AND d.status <> 'DONE' LIMIT 1))
+         ORDER BY e.n);
 END $body$
 $function$,
 

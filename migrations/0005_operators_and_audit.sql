@@ -6,20 +6,23 @@
 CREATE TABLE outbox_audit (
     id             bigserial    PRIMARY KEY,
     created_at     timestamptz  NOT NULL DEFAULT now(),
-    operator       varchar(100) NOT NULL,
-    action         varchar(20)  NOT NULL,
+    operator       text         NOT NULL,
+    action         text         NOT NULL,
     reason         text         NOT NULL,
-    relay          varchar(100) NOT NULL,
+    relay          text         NOT NULL,
     parking_key    text         NOT NULL,
     failed_id      bigint,
     outbox_id      bigint,
     event_id       uuid,
     payload        jsonb,
     payload_bytes  bytea,
-    consumer_group varchar(255),
+    consumer_group text,
     login          name         NOT NULL DEFAULT session_user,
     delivery_id    bigint,
-    handler        varchar(100)
+    handler        text,
+    CONSTRAINT outbox_audit_lengths CHECK (
+        char_length(operator) <= 100 AND char_length(action) <= 20 AND char_length(relay) <= 100
+        AND char_length(consumer_group) <= 255 AND char_length(handler) <= 100)
 );
 
 CREATE INDEX outbox_audit_failed_id_idx ON outbox_audit (failed_id, id);
@@ -33,12 +36,14 @@ COMMENT ON COLUMN outbox_audit.operator IS
 COMMENT ON COLUMN outbox_audit.action IS
     'retry, resolve, edit, hold, release or read; pause, resume or rewind of a consumer group; to-kafka, '
     'to-postgres, finish-cut or cancel-cut of groups that are moved; from-debezium, begin-relay or to-debezium of '
-    'a relay; replay of events to Kafka, and forget of what a group has handled of them.';
+    'a relay; replay of events to Kafka; forget of what a group has handled of them, and forget-action of what it '
+    'no longer handles; expire of a partition of outbox_archive.';
 COMMENT ON COLUMN outbox_audit.reason IS 'The operator''s note.';
 COMMENT ON COLUMN outbox_audit.relay IS
     'The relay of the event or key, or at which groups are moved; empty for all other actions.';
 COMMENT ON COLUMN outbox_audit.parking_key IS
-    'Topic, a slash, and the record key. For a consumer group both may be empty.';
+    'Topic, a slash, and the record key. For a consumer group both may be empty. For a partition of outbox_archive its '
+    'schema and name are behind the slash.';
 COMMENT ON COLUMN outbox_audit.failed_id IS 'outbox_failed.id; NULL if the action was about a key.';
 COMMENT ON COLUMN outbox_audit.outbox_id IS
     'outbox.id of the event; NULL if the action was about a key or a consumer group.';
@@ -57,21 +62,53 @@ COMMENT ON COLUMN outbox_audit.handler IS 'event_delivery.action; NULL for all o
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), ARRAY[
 
--- Refuses an action without an operator or a reason. Relays, workers and consumers leave out the rows that an action
+-- Refuses an action without an operator who can be read or a reason: both have a letter or a digit, and the operator no
+-- characters that print nothing, as tabs, line breaks or zero-width spaces. The classes do not depend on the collation
+-- of the database; internal/check has the same ones. Relays, workers and consumers leave out the rows that an action
 -- has locked, or wait for them, so a transaction that is left open is ended after 10 s, or after the time that is set
 -- if that is shorter.
 $function$
 CREATE FUNCTION @schema@.outbox_check_audit(operator text, reason text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    -- Controls, formats, separators but the space, private use, and what Unicode calls ignorable.
+    hidden  constant text := '[\u0001-\u001f\u007f-\u00a0\u00ad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890-\u0891\u08e2'
+        '\u115f-\u1160\u1680\u17b4-\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\u3164\ue000-\uf8ff'
+        '\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3'
+        '\U0001d173-\U0001d17a\U000e0000-\U000e0fff\U000f0000-\U000ffffd\U00100000-\U0010fffd]';
+    -- The blocks that have letters or digits. Some have other signs, too.
+    letters constant text := '[0-9A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02ff\u0370-\u1fff\u2071-\u209c'
+        '\u2102-\u218b\u2c00-\u2dff\u2e2f\u3005-\u3006\u3031-\u303c\u3041-\ud7ff\uf900-\ufdff\ufe70-\ufefe\uff10-\uffdc'
+        '\U00010000-\U0001cfff\U0001d400-\U0001efff\U0001fbf0-\U0001fbf9\U00020000-\U0003ffff]';
 BEGIN
-    IF coalesce(btrim(operator), '') = '' OR char_length(operator) > 100 THEN
-        RAISE EXCEPTION 'operator has to be there, in at most 100 characters' USING ERRCODE = 'invalid_parameter_value';
+    IF operator IS NULL OR operator !~ letters OR operator ~ hidden OR char_length(operator) > 100 THEN
+        RAISE EXCEPTION 'operator has to be there, in at most 100 characters that can be printed, with a letter or digit'
+            USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    IF coalesce(btrim(reason), '') = '' OR char_length(reason) > 10000 THEN
-        RAISE EXCEPTION 'reason has to be there, in at most 10000 characters' USING ERRCODE = 'invalid_parameter_value';
+    IF reason IS NULL OR char_length(reason) > 10000 OR regexp_replace(reason, hidden, '', 'g') !~ letters THEN
+        RAISE EXCEPTION 'reason has to be there, in at most 10000 characters, with a letter or digit'
+            USING ERRCODE = 'invalid_parameter_value';
     END IF;
     IF current_setting('idle_in_transaction_session_timeout')::interval NOT BETWEEN '1 ms' AND '10 s' THEN
         PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
+    END IF;
+END $body$
+$function$,
+
+-- Refuses names that a consumer group or a topic of Kafka cannot have, and more than 1,000 topics. NULL is no topic.
+$function$
+CREATE FUNCTION @schema@.outbox_check_names(consumer_group text, topics text[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    IF coalesce(consumer_group, '') = '' OR char_length(consumer_group) > 255 THEN
+        RAISE EXCEPTION 'consumer_group has to be there, in at most 255 characters'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF EXISTS (SELECT FROM unnest(topics) AS t WHERE t !~ '^[A-Za-z0-9._-]{1,249}$' OR btrim(t, '.') = '') THEN
+        RAISE EXCEPTION 'a topic has at most 249 of a-z A-Z 0-9 . _ -' USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF (SELECT count(DISTINCT t) FROM unnest(topics) AS t) > 1000 THEN
+        RAISE EXCEPTION 'more than 1000 topics: name fewer at a time' USING ERRCODE = 'invalid_parameter_value';
     END IF;
 END $body$
 $function$,
@@ -282,7 +319,7 @@ CREATE FUNCTION @schema@.outbox_pause_consumer(consumer_group text, topic text, 
 RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason);
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_check_names($1, ARRAY[nullif($2, '')]);
     WITH paused AS (
         INSERT INTO @schema@.consumer_pause (consumer_group, topic, operator, reason) VALUES ($1, $2, $3, $4)
             ON CONFLICT ON CONSTRAINT consumer_pause_pkey DO NOTHING RETURNING 1
@@ -309,8 +346,9 @@ BEGIN
 END $body$
 $function$,
 
--- Sets positions of a consumer group back, never ahead, and only where the group has begun. Returns how many
--- positions it found. saved_at stays: if Kafka did not take the offsets, a rewind to a time is repeated, and goes by
+-- Sets positions of a consumer group back, never ahead, and only where the group has begun. The audit names the topics
+-- that the group reads, also if only the offsets in Kafka are set back. Returns how many positions it found. saved_at
+-- stays: if Kafka did not take the offsets, a rewind to a time is repeated, and goes by
 -- the positions that were saved before that time.
 $function$
 CREATE FUNCTION @schema@.outbox_rewind_consumer(
@@ -320,7 +358,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body
 DECLARE
     done bigint;
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason);
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_check_names($1, $2);
     WITH wanted AS (
         SELECT w.* FROM unnest($2, $3, $4, $5) AS w (topic, id, number, at) WHERE w.at >= 0
     ), changed AS (
@@ -332,6 +370,7 @@ BEGIN
     ), audited AS (
         INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
         SELECT DISTINCT $6, 'rewind', $7, '', w.topic || '/', $1 FROM wanted AS w
+         WHERE EXISTS (SELECT FROM @schema@.consumer_start AS s WHERE s.consumer_group = $1 AND s.topic = w.topic)
     )
     SELECT count(*) INTO done FROM changed;
     RETURN done;
@@ -384,7 +423,8 @@ BEGIN
     ), changed AS (
         UPDATE @schema@.event_delivery AS d
            SET status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
-               held = false, put_back = true, attempt_count = 0, failed_at = NULL,
+               held = false, put_back = true, dead_letter_owed = false, attempt_count = 0, failed_at = NULL,
+               witness_after = NULL,
                next_retry_at = now(), updated_at = now(), processed_at = NULL,
                resolved_by = NULL, resolved_at = NULL, note = NULL
          WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
@@ -570,7 +610,8 @@ $function$
 CREATE FUNCTION @schema@.outbox_audit_replay(topic text, consumer_group text, operator text, reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason);
+    PERFORM @schema@.outbox_check_audit(operator, reason),
+        @schema@.outbox_check_names(coalesce(nullif($2, ''), 'all'), ARRAY[nullif($1, '')]);
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
     VALUES ($3, 'replay', $4, '', coalesce($1, '') || '/', nullif($2, ''));
 END $body$
@@ -587,10 +628,7 @@ SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bit
 DECLARE
     done bigint;
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason);
-    IF coalesce($1, '') = '' THEN
-        RAISE EXCEPTION 'consumer_group has to be there' USING ERRCODE = 'invalid_parameter_value';
-    END IF;
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_check_names($1, '{}');
     WITH keys AS MATERIALIZED (
         SELECT k.type, k.id, k.source FROM unnest($2, $3, $4) AS k (type, id, source)
          UNION ALL
@@ -620,15 +658,16 @@ CREATE FUNCTION @schema@.outbox_forget_action(consumer_group text, action text, 
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     done bigint;
+    gaps bigint;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
     WITH gone AS (
         DELETE FROM @schema@.consumer_handler AS h WHERE h.consumer_group = $1 AND h.action = $2 RETURNING 1
     ), closed AS (
-        DELETE FROM @schema@.consumer_gap AS g WHERE g.consumer_group = $1 AND g.action = $2
+        DELETE FROM @schema@.consumer_gap AS g WHERE g.consumer_group = $1 AND g.action = $2 RETURNING 1
     )
-    SELECT count(*) INTO done FROM gone;
-    IF done > 0 THEN
+    SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM closed) INTO done, gaps;
+    IF done + gaps > 0 THEN
         INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
             VALUES ($3, 'forget-action', $4, '', '/' || $2, $1);
     END IF;

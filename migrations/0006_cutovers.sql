@@ -6,7 +6,12 @@
 -- publication without or with outbox, from one commit on. Rows are completed and published only once outbox_publish was
 -- called.
 -- +goose StatementBegin
-SELECT outbox_define(current_schema(), ARRAY[
+SELECT outbox_define(current_schema(), fragments => ARRAY[
+
+-- What the comment of a publication begins with that cuts may change. The library looks for it, too.
+'mark', $sql$'outbox: its cuts add and drop the table'$sql$
+
+], definitions => ARRAY[
 
 -- Keeps the workers of groups from taking events, and positions from being moved to another cluster, until the end of
 -- the transaction. It must come first in the transaction: the snapshot of a cutover is read before the transaction
@@ -93,6 +98,12 @@ BEGIN
     IF FOUND THEN
         RAISE EXCEPTION 'group % has no position in this database cluster: its worker has to run first', wrong
             USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
+     WHERE s.consumer_group = ANY ($1) AND s.unordered ORDER BY s.consumer_group LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'workers of group % handle events in any order, and consumers keep the order: run workers without '
+            'Unordered first', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     cut := pg_current_snapshot();
     INSERT INTO @schema@.outbox_lease AS l (name, holder, epoch, expires_at, lasts)
@@ -215,6 +226,12 @@ BEGIN
     IF FOUND THEN
         RAISE EXCEPTION 'the workers of group % have not taken all events in front of the cut', wrong
             USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
+     WHERE s.relay = $1 AND s.state = 'returning' AND s.unordered ORDER BY s.consumer_group LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'workers of group % handle events in any order, and consumers keep the order: run workers without '
+            'Unordered first', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     SELECT s.consumer_group INTO wrong FROM @schema@.event_subscription AS s
      WHERE s.relay = $1 AND s.state = 'left' AND NOT early
@@ -357,11 +374,14 @@ END $body$
 $function$,
 
 -- Completes each row at its INSERT from now on, and makes the publication if there is none with this name. outbox is
--- in it, unless a relay sends the events. A publication that exists keeps its tables. The locks wait for transactions
--- that have recorded an event.
+-- in it, unless a relay sends the events. A publication that exists keeps its tables. Its comment says that cuts may
+-- change it, which only its owner can write. The locks wait for transactions that have recorded an event.
 $function$
 CREATE FUNCTION @schema@.outbox_publish(publication text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET lock_timeout = '100ms' AS $body$
+DECLARE
+    there pg_publication;
+    note  text;
 BEGIN
     IF coalesce(publication, '') = '' OR octet_length(publication) > 63 THEN
         RAISE EXCEPTION 'a publication has a name of at most 63 bytes' USING ERRCODE = 'invalid_parameter_value';
@@ -384,11 +404,23 @@ BEGIN
             'and publish_via_partition_root = true, and not all tables', quote_ident(publication)
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
+    SELECT p.* INTO there FROM pg_publication AS p WHERE p.pubname = publication;
+    note := obj_description(there.oid, 'pg_publication');
+    IF starts_with(note, @mark@) THEN
+        RETURN;
+    END IF;
+    IF NOT pg_has_role(there.pubowner, 'USAGE') THEN
+        RAISE EXCEPTION 'publication % belongs to role %, which has to run COMMENT ON PUBLICATION % IS %: '
+            'a cut changes no other', quote_ident(publication), quote_ident(pg_get_userbyid(there.pubowner)),
+            quote_ident(publication), quote_literal(@mark@) USING ERRCODE = 'insufficient_privilege';
+    END IF;
+    EXECUTE format('COMMENT ON PUBLICATION %I IS %L', publication, concat_ws('; ', @mark@, note));
 END $body$
 $function$,
 
 -- Returns whether a publication has outbox in it. It is an error if there is no such publication, or if it has outbox
--- in a way that ALTER PUBLICATION DROP TABLE does not end: Debezium would go on sending in addition to the relay.
+-- in a way that ALTER PUBLICATION DROP TABLE does not end: Debezium would go on sending in addition to the relay. It is
+-- an error too if the publication does not have the mark of outbox_publish: it is there for something else.
 $function$
 CREATE FUNCTION @schema@.outbox_is_published(publication text) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $body$
@@ -409,6 +441,11 @@ BEGIN
     IF whole THEN
         RAISE EXCEPTION 'publication % has outbox in it as a table of its schema, or of all: '
             'a cut cannot take it out; name its tables', quote_ident(publication)
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    IF NOT coalesce(starts_with(obj_description(found_oid, 'pg_publication'), @mark@), false) THEN
+        RAISE EXCEPTION 'publication % is not one of outbox, so a cut does not change it: if it is for the events, '
+            'outbox migrate up --publication % makes it one', quote_ident(publication), quote_ident(publication)
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     RETURN EXISTS (SELECT FROM pg_publication_rel AS r WHERE r.prpubid = found_oid AND r.prrelid = @outbox@::regclass);

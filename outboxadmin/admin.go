@@ -23,14 +23,16 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
 // Config says who has access, and what the page shows. Authorize is required.
 type Config struct {
 	// Authorize returns the user who sends a request, and the role of that user. It is called for each
-	// request, before anything else. An error, or [None], is answered with 401; the error is logged and not
-	// shown. Required.
+	// request, before anything else. An error, or [None], is answered with 401. The error is not shown, but
+	// logged at WARN with the address and the name of basic authentication, once a minute and address. Required.
 	Authorize func(*http.Request) (Access, error)
 	// Challenge is the header WWW-Authenticate of such an answer. For example, `Basic realm="outbox"` makes
 	// a browser ask for a password. Empty means no header.
@@ -66,16 +68,16 @@ type Config struct {
 	// QueryTimeout bounds each request's use of the database, and each part of an action on many events.
 	// PostgreSQL cancels statements that take longer. Zero means 15 s.
 	QueryTimeout time.Duration
-	// Health returns [outbox.Relay.Health] of each relay of this process. It has the breaker and the
-	// reasons why a relay is not ready, which the database does not have. It is called for each view of the
-	// overview. Nil means that this process has no relays.
+	// Health returns [outbox.Relay.Health] of each relay of this process. It shows what the row of the
+	// leader does not say yet, and what a standby says, which has no row. It is called for each view of the
+	// overview. Nil means that only rows are shown.
 	Health func() []outbox.RelayHealth
-	// Consumers returns [outbox.Consumer.Health] of each consumer of this process. It has blocked
-	// partitions and handlers that hang, which the database does not have. It is called for each view of
-	// the overview and of consumers. Nil means that this process has no consumers.
+	// Consumers returns [outbox.Consumer.Health] of each consumer of this process. It shows consumers
+	// without a database, which have no rows, and what rows do not say yet. It is called for each view of
+	// the overview and of consumers. Nil means that only rows are shown.
 	Consumers func() []outbox.ConsumerHealth
 	// Workers returns the health of the workers of this process, [outbox.Worker.Health] of each. It
-	// is called for each view that shows it. Nil means that this process has none.
+	// is called for each view that shows it. Nil means that only rows are shown.
 	Workers func() []outbox.WorkerHealth
 	// Kafka has the brokers and credentials of a consumer, to read the lag of consumer groups. Kafka is
 	// asked at most every 10 s, and only while a page is viewed. Nil means that the lag is not known.
@@ -89,8 +91,8 @@ type Config struct {
 
 // Access is the user who sends a request, and the role of that user.
 type Access struct {
-	// Operator is the name. It goes into outbox_audit with each action, at most
-	// 100 characters. Required, unless Role is [None].
+	// Operator is the name. It goes into outbox_audit with each action: at most 100 characters that can be
+	// printed, with a letter or a digit. Required, unless Role is [None].
 	Operator string
 	// Role is the role of the user.
 	Role Role
@@ -125,9 +127,11 @@ type admin struct {
 	inspect    *outboxops.Inspector
 	consumers  *outboxops.Consumers
 	deliveries *outboxops.Deliveries
+	groups     tables.GroupReader
 	kafka      *kafkaReader
 	samples    samples
 	slots      *slots
+	logins     *logins
 	origin     *http.CrossOriginProtection
 	mux        *http.ServeMux
 	pages      map[string]*template.Template
@@ -165,8 +169,9 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outboxadmin: config: %w", err)
 	}
-	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, deliveries: deliveries, kafka: newKafkaReader(consumers, cfg.Kafka),
-		slots: newSlots(cfg.MaxConns), origin: origin, mux: http.NewServeMux(), pages: parsePages()}
+	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, deliveries: deliveries,
+		groups: tables.NewGroupReader(db, cfg.Schema), kafka: newKafkaReader(consumers, cfg.Kafka),
+		slots: newSlots(cfg.MaxConns), logins: newLogins(cfg.Logger), origin: origin, mux: http.NewServeMux(), pages: parsePages()}
 	for _, rt := range routes {
 		a.mux.Handle(rt.method+" "+rt.path, a.handler(rt))
 	}
@@ -187,6 +192,7 @@ func (c Config) withDefaults(db *pgxpool.Pool) Config {
 	if c.MaxConns == 0 && db != nil {
 		c.MaxConns = min(max(1, int(db.Config().MaxConns)/4), mostConns)
 	}
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	c.QueryTimeout = cmp.Or(c.QueryTimeout, defaultQueryTimeout)
 	c.StaleAfter = cmp.Or(c.StaleAfter, defaultStaleAfter)
 	c.Logger = cmp.Or(c.Logger, slog.Default())

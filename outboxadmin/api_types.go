@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -22,26 +23,28 @@ type apiRelayList struct {
 }
 
 type apiRelay struct {
-	Name        string     `json:"name"`
-	Holder      string     `json:"holder"`
-	Epoch       int64      `json:"epoch"`
-	LeaseUntil  *time.Time `json:"lease_until"`
-	MovedAt     *time.Time `json:"moved_at"`
-	Pending     int64      `json:"pending"`
-	PendingMore bool       `json:"pending_more"`
-	Oldest      *time.Time `json:"oldest"`
-	Waiting     int64      `json:"waiting"`
-	Failed      int64      `json:"failed"`
-	Parked      int64      `json:"parked"`
-	Dead        int64      `json:"dead"`
-	ParkedKeys  int64      `json:"parked_keys"`
-	HeldKeys    int64      `json:"held_keys"`
-	Health      *apiHealth `json:"health"`
+	Name        string            `json:"name"`
+	Holder      string            `json:"holder"`
+	Epoch       int64             `json:"epoch"`
+	LeaseUntil  *time.Time        `json:"lease_until"`
+	MovedAt     *time.Time        `json:"moved_at"`
+	Pending     int64             `json:"pending"`
+	PendingMore bool              `json:"pending_more"`
+	Oldest      *time.Time        `json:"oldest"`
+	Waiting     int64             `json:"waiting"`
+	Failed      int64             `json:"failed"`
+	Parked      int64             `json:"parked"`
+	Dead        int64             `json:"dead"`
+	ParkedKeys  int64             `json:"parked_keys"`
+	HeldKeys    int64             `json:"held_keys"`
+	State       *outage.RelayForm `json:"state"`
+	Health      *apiHealth        `json:"health"`
 }
 
 type apiHealth struct {
 	Live    bool     `json:"live"`
 	Ready   bool     `json:"ready"`
+	Works   bool     `json:"works"`
 	Leading bool     `json:"leading"`
 	Breaker string   `json:"breaker"`
 	Reasons []string `json:"reasons"`
@@ -235,6 +238,8 @@ type apiGroupList struct {
 	DeadLetters []apiDeadLetters   `json:"dead_letters"`
 	Deliveries  []apiDeliveryCount `json:"deliveries"`
 	Workers     []apiWorkers       `json:"workers"`
+	Waiting     []apiWaiting       `json:"waiting"`
+	Members     []apiMember        `json:"members"`
 	Processes   []apiProcess       `json:"processes"`
 }
 
@@ -271,7 +276,7 @@ type apiProcess struct {
 	Group   string   `json:"group"`
 	Kind    string   `json:"kind"`
 	Live    bool     `json:"live"`
-	Ready   bool     `json:"ready"`
+	Works   bool     `json:"works"`
 	Reasons []string `json:"reasons"`
 }
 
@@ -393,9 +398,9 @@ func orNull(t time.Time) *time.Time {
 func relayOf(s outbox.RelayStatus, h *outbox.RelayHealth) apiRelay {
 	r := apiRelay{Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: orNull(s.LeaseUntil), MovedAt: orNull(s.MovedAt),
 		Pending: s.Pending, PendingMore: s.PendingMore, Oldest: orNull(s.Oldest),
-		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys}
+		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys, State: apiStateOf(s)}
 	if h != nil {
-		r.Health = &apiHealth{h.Live, h.Ready, h.Leading, h.Breaker.String(), each(h.Reasons, same)}
+		r.Health = &apiHealth{h.Live, h.Ready, h.Works, h.Leading, h.Breaker.String(), each(h.Reasons, same)}
 	}
 	return r
 }
@@ -489,7 +494,7 @@ func workersOf(g outboxops.DeliveryGroup) apiWorkers {
 }
 
 func processOf(p processRow) apiProcess {
-	return apiProcess{p.Group, p.What, p.Live, p.Ready, each(p.Reasons, same)}
+	return apiProcess{p.Group, p.What, p.Live, p.Works, each(p.Reasons, same)}
 }
 
 func staleOf(c outbox.EventCount) apiStale {

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -22,9 +23,6 @@ type auditList struct {
 	Newer    bool         // newer entries are left out
 }
 
-// auditActions are the actions in the audit.
-var auditActions = []string{"retry", "edit", "resolve", "hold", "release", "pause", "resume", "rewind", "forget-action", "to-kafka", "to-postgres", "finish-cut", "cancel-cut", "read"}
-
 func (a *admin) auditList(r *request) (answer, error) {
 	q := &r.query
 	id, filter := q.auditFilter(rowsPerPage)
@@ -37,7 +35,7 @@ func (a *admin) auditList(r *request) (answer, error) {
 	}
 	values := r.URL.Query()
 	values.Del("before")
-	page := auditList{Filter: filter, Failure: id.String(), Actions: withPicked(slices.Clone(auditActions), filter.Action), Rows: each(rows, a.auditRowOf), Newer: filter.Before != 0,
+	page := auditList{Filter: filter, Failure: id.String(), Actions: withPicked(slices.Clone(tables.AuditActions), filter.Action), Rows: each(rows, a.auditRowOf), Newer: filter.Before != 0,
 		Query: encode(values)}
 	for name := range values {
 		page.Filtered = page.Filtered || name != "limit" && values.Get(name) != ""

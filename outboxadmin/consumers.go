@@ -3,12 +3,14 @@ package outboxadmin
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -19,6 +21,7 @@ type groupsView struct {
 	deliveries []outboxops.DeliveryCount
 	workers    []outboxops.DeliveryGroup
 	kafka      kafkaView
+	membersView
 }
 
 // groupsView reads it. Only where withKafka is set it asks Kafka.
@@ -30,6 +33,9 @@ func (a *admin) groupsView(ctx context.Context, withKafka bool) (v groupsView, e
 		return v, err
 	}
 	if v.workers, err = a.deliveries.Groups(ctx); err != nil {
+		return v, err
+	}
+	if v.membersView, err = a.membersView(ctx); err != nil {
 		return v, err
 	}
 	if withKafka {
@@ -81,7 +87,19 @@ type groupState struct {
 	OwedMore   bool
 	OldestOwed time.Time
 	Workers    *outboxops.DeliveryGroup // nil for a group that has none
+	By         map[string]int           // events that are not handled, by status
+	Oldest     time.Time                // when the first of them was recorded that is not dead
+	Processes  int                      // that run
+	Word       string                   // what they say of themselves; empty if there are none
 }
+
+// Waiting returns how many events wait that are not dead, by what the tables say.
+func (g groupState) Waiting() int {
+	return g.By[statePending] + g.By[outbox.StatusWaiting] + g.By[outbox.StatusFailed] + g.By[outbox.StatusParked]
+}
+
+// Missed returns how many offsets actions have missed.
+func (g groupState) Missed() int { return g.By[tables.StatusMissed] }
 
 // needs is how urgently a group needs an operator, from 0 on.
 func (g groupState) needs() int {
@@ -136,6 +154,27 @@ func (v groupsView) all() []groupState {
 			s.OldestOwed = c.Oldest
 		}
 	}
+	for _, c := range v.Counts {
+		s := of(c.Group)
+		if s.By == nil {
+			s.By = map[string]int{}
+		}
+		s.By[c.Status] += c.Events
+		if c.Status != outbox.StatusDead && (s.Oldest.IsZero() || c.Oldest.Before(s.Oldest)) {
+			s.Oldest = c.Oldest
+		}
+	}
+	for _, m := range v.Members {
+		if s := of(m.Group); m.Live {
+			s.Processes++
+		}
+	}
+	for _, g := range v.Said() {
+		s := of(g.Group)
+		if s.Word = plain(g.Word); g.Live > 1 && g.Affected < g.Live {
+			s.Word += fmt.Sprintf(" at %d of %d", g.Affected, g.Live)
+		}
+	}
 	for i := range v.workers {
 		of(v.workers[i].Group).Workers = &v.workers[i]
 	}
@@ -154,13 +193,15 @@ type consumersPage struct {
 	OtherCounts int
 	Workers     []outboxops.DeliveryGroup
 	Kafka       kafkaView
+	States      []groupState
+	Members     []memberRow
 	Processes   []processRow
 }
 
 // processRow is a consumer or a worker of this process.
 type processRow struct {
 	Group, What string
-	Live, Ready bool
+	Live, Works bool
 	Holds       string
 	Reasons     []string
 }
@@ -175,6 +216,8 @@ func (a *admin) consumersPage(r *request) (answer, error) {
 		return answer{}, err
 	}
 	page := consumersPage{Rows: groupRows(v.groups), More: v.more, Deliveries: v.deliveries, Workers: v.workers, Kafka: v.kafka, Processes: a.processes()}
+	page.States, _ = first(v.all(), maxGroupRows)
+	page.Members, _ = first(memberRows(v.Members), maxGroupRows)
 	slices.SortStableFunc(page.Rows, func(x, y groupRow) int { return cmp.Compare(isPaused(y), isPaused(x)) })
 	page.OtherRows = max(0, len(page.Rows)-maxGroupRows)
 	page.Rows = page.Rows[:len(page.Rows)-page.OtherRows]
@@ -206,10 +249,10 @@ func isDead(c outboxops.DeliveryCount) int {
 func (a *admin) processes() (rows []processRow) {
 	consumers, workers := a.consumerHealth(), a.workerHealth()
 	for _, h := range consumers {
-		rows = append(rows, processRow{h.Group, "consumer", h.Live, h.Ready, plural(int64(h.Partitions), "partition", "partitions"), h.Reasons})
+		rows = append(rows, processRow{h.Group, "consumer", h.Live, h.Works, plural(int64(h.Partitions), "partition", "partitions"), h.Reasons})
 	}
 	for _, h := range workers {
-		rows = append(rows, processRow{h.Group, "worker", h.Live, h.Ready, plural(int64(h.Deliveries), "delivery", "deliveries"), h.Reasons})
+		rows = append(rows, processRow{h.Group, "worker", h.Live, h.Works, plural(int64(h.Deliveries), "delivery", "deliveries"), h.Reasons})
 	}
 	return rows
 }
@@ -240,6 +283,7 @@ func (a *admin) apiConsumers(r *request) (answer, error) {
 	return okJSON(apiGroupList{
 		Groups: each(v.groups, func(g outboxops.ConsumerGroup) apiGroup { return groupOf(g, v.kafka) }), More: v.more,
 		Deliveries: each(v.deliveries, deliveryCountOf), Workers: each(v.workers, workersOf),
+		Waiting: each(v.Counts, waitingOf), Members: each(v.Members, memberOf),
 		LagAt: orNull(v.kafka.At), LagError: v.kafka.Err,
 		DeadLetters: each(v.kafka.DeadLetters, func(d outboxops.DeadLetterTopic) apiDeadLetters { return apiDeadLetters{d.Topic, d.Of, d.Records} }), Processes: each(a.processes(), processOf),
 	})

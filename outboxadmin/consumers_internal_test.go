@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -17,7 +18,7 @@ func TestConsumerGroups(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
 	require.NotContains(t, h.get("/"), "Consumer groups")
-	require.JSONEq(t, `{"groups": [], "more": false, "lag_at": null, "lag_error": "", "dead_letters": [], "deliveries": [], "workers": [], "processes": []}`, h.get("/api/consumers"))
+	require.JSONEq(t, `{"groups": [], "more": false, "lag_at": null, "lag_error": "", "dead_letters": [], "deliveries": [], "workers": [], "waiting": [], "members": [], "processes": []}`, h.get("/api/consumers"))
 	_, err := h.db.Exec(t.Context(), strings.ReplaceAll(`INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT 'stats', 'orders', '00000000-0000-0000-0000-000000000001', n, 0, 7 FROM generate_series(0, 2) AS n`, "{s}", `"`+h.schema+`"`))
 	require.NoError(t, err)
@@ -77,6 +78,34 @@ func TestPoisonedGroups(t *testing.T) {
 	require.NoError(t, json.Unmarshal([]byte(h.get("/api/consumers")), &answer))
 	require.Len(t, answer.Groups, 4)
 	require.Contains(t, h.get("/api/consumers"), `"lost":9223372036854775807`)
+}
+
+// A role that may write to event_member for one group can store any values there. The page and the API still show all
+// groups.
+func TestPoisonedMembers(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, nil)
+	exec := func(sql string, args ...any) error {
+		_, err := h.db.Exec(t.Context(), strings.ReplaceAll(sql, "{s}", `"`+h.schema+`"`), args...)
+		return err
+	}
+	const insert = `INSERT INTO {s}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes) VALUES ($1, $2, true, now(), '1 h', '{}')`
+	for i, change := range testenv.PoisonedMembers {
+		member := fmt.Sprint("poison", i)
+		require.NoError(t, exec(insert, "poison", member))
+		require.NoError(t, exec(`UPDATE {s}.event_member SET `+change+` WHERE member = $1`, member), change)
+		require.Equal(t, http.StatusOK, h.send("operator", http.MethodGet, "/api/consumers", "", "").Code, change)
+	}
+	require.ErrorContains(t, exec(`UPDATE {s}.event_member SET renewed_every = '100000000 years'`), "event_member_renewed_every", "PostgreSQL cannot calculate with three of them")
+	require.NoError(t, exec(insert, "stats", "host/1/x"))
+	file := readOpenAPI(t)
+	for _, path := range []string{"/consumers", "/overview", "/relays"} {
+		h.checkAnswer(file, path, path)
+	}
+	h.checkPage("/")
+	h.checkPage("/consumers")
+	require.Contains(t, h.get("/consumers"), "host/1/x")
+	require.NotContains(t, h.log.String(), "request failed")
 }
 
 // A group may have noted very many rows. A page and the API then read a part of them, say so, and

@@ -248,14 +248,16 @@ func TestProcesses(t *testing.T) {
 		c.Consumers = func() []outbox.ConsumerHealth {
 			return []outbox.ConsumerHealth{{Group: "mail", Live: true, Partitions: 3, Reasons: []string{"orders/1 waits at offset 7"}}}
 		}
-		c.Workers = func() []outbox.WorkerHealth { return []outbox.WorkerHealth{{Group: "stats", Live: true, Ready: true}} }
+		c.Workers = func() []outbox.WorkerHealth {
+			return []outbox.WorkerHealth{{Group: "stats", Live: true, Ready: true, Works: true}}
+		}
 	})
 	require.Contains(t, h.get("/"), "Consumer group mail, in this process: orders/1 waits at offset 7.")
 	page := h.get("/consumers")
 	require.Contains(t, page, "orders/1 waits at offset 7")
 	require.Contains(t, page, "3 partitions")
 	require.Contains(t, page, "Lag is not known: the page has no address of Kafka.")
-	require.Contains(t, h.get("/api/consumers"), `"processes":[{"group":"mail","kind":"consumer","live":true,"ready":false,"reasons":["orders/1 waits at offset 7"]},`)
+	require.Contains(t, h.get("/api/consumers"), `"processes":[{"group":"mail","kind":"consumer","live":true,"works":false,"reasons":["orders/1 waits at offset 7"]},`)
 	calm := newAdminFixture(t, func(c *Config) { c.Health = nil })
 	for _, table := range []string{"outbox_failed", "outbox"} {
 		_, err := calm.db.Exec(t.Context(), `DELETE FROM "`+calm.schema+`".`+table)
@@ -264,7 +266,7 @@ func TestProcesses(t *testing.T) {
 	page = calm.get("/")
 	if !strings.Contains(page, "transaction open for") { // of other tests
 		require.Contains(t, page, "All is well")
-		require.Contains(t, page, "only the processes that have them know, and this one has none")
+		require.Contains(t, page, "nothing is known of consumers without a database")
 	}
 }
 

@@ -31,7 +31,7 @@ type adminFixture struct {
 	db      *pgxpool.Pool
 	schema  string
 	handler http.Handler
-	log     strings.Builder
+	log     testenv.Buffer
 }
 
 func authorize(r *http.Request) (Access, error) {

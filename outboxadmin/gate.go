@@ -6,6 +6,8 @@ import (
 	"net/http"
 	"path"
 	"strings"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // policy lets a page load files of its own origin, and nothing else.
@@ -37,7 +39,7 @@ func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	secure(w.Header())
 	access, err := a.cfg.Authorize(r)
 	if err != nil {
-		a.cfg.Logger.InfoContext(r.Context(), "outboxadmin: not authorized", slog.Any("error", err))
+		a.logins.fail(r, err)
 	}
 	if err != nil || access.Role < Reader {
 		if a.cfg.Challenge != "" {
@@ -46,8 +48,8 @@ func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		deny(w, r, http.StatusUnauthorized, "Sign in first.")
 		return
 	}
-	if access.Operator == "" {
-		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: Authorize returned an Access without Operator")
+	if err := check.Operator(access.Operator); err != nil {
+		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: Authorize returned an Access whose Operator is no name", slog.Any("error", err))
 		deny(w, r, http.StatusForbidden, "You have no name here.")
 		return
 	}

@@ -101,7 +101,7 @@ func TestHostileRequests(t *testing.T) {
 			`{"reason": "x", "filter": {}, "dry_run": true, "dry_run": false}`, `{"reason": "x", "filter": {}, "Dry_Run": true, "dry_run": false}`,
 			`{"reason": "x", "filter": {"Status": "dead"}}`, `{"reason": "x", "filter": {"status": "dead"}, "FILTER": {}}`,
 			"{\"reason\": \"x\", \"filter\": {\"type\": \"\xff\"}}", `{"reason": "x", "filter": {"type": "\u0000"}}`, `{"reason": "\u0000", "filter": {}}`,
-			`{"reason": "x", "filter": {"type": "\ud800"}}`, `{"reason": "x", "filter": {"type": null}}`, `{"reason": "x", "filter": null}`, `{"reason": "x", "filter": []}`,
+			`{"reason": "x", "filter": {"type": "\ud800"}}`, `{"reason": "\ud800\ufffd", "filter": {}}`, `{"reason": "x", "filter": {"type": null}}`, `{"reason": "x", "filter": null}`, `{"reason": "x", "filter": []}`,
 			`{"reason": "x", "filter": {"type": ["a"]}}`, `{"reason": "x", "filter": {}, "ſource": ""}`, `{"reaſon": "x", "filter": {}}`,
 			`null`, `"x"`, `{"reason": "x", "filter": {}}{}`, strings.Repeat("[", 200_000), strings.Repeat(`{"filter":`, 20_000),
 		} {

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
 // request is a request that was read completely and is understood. No parameter, field or member is
@@ -190,9 +192,7 @@ func (t *jsonText) UnmarshalJSON(data []byte) error {
 	if err := json.Unmarshal(data, &s); err != nil || data[0] != '"' {
 		return wrong("body", "a member that is to be a string is none")
 	}
-	const replaced = "\uFFFD"
-	meant := bytes.Contains(data, []byte(replaced)) || bytes.Contains(bytes.ToLower(data), []byte(`\ufffd`))
-	if !isText(s) || strings.Contains(s, replaced) && !meant {
+	if jsonb.CheckString(data) != nil { // encoding/json replaces half a character
 		return wrong("body", notText)
 	}
 	*t = jsonText(s)

@@ -2,6 +2,7 @@ package outboxadmin
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 
@@ -22,9 +23,10 @@ const (
 // kafkaView has the unread records of groups, the dead letters, and the time of Kafka's answer. It is zero
 // if Kafka has not answered.
 type kafkaView struct {
-	At    time.Time
-	Err   string // why it is not known, or not newer
-	Asked bool   // there is a Kafka to ask
+	At     time.Time // of all facts
+	Err    string    // why it is not known, not newer, or not complete
+	InPart bool      // the answer lacks what Err is about
+	Asked  bool      // there is a Kafka to ask
 	kafkaFacts
 }
 
@@ -58,10 +60,12 @@ func newKafkaReader(consumers *outboxops.Consumers, opts []kgo.Opt) *kafkaReader
 		return &kafkaReader{}
 	}
 	return &kafkaReader{known: kafkaView{Asked: true}, ask: func(ctx context.Context, groups []outboxops.ConsumerGroup) (facts kafkaFacts, err error) {
-		if facts.Lag, err = consumers.Lag(ctx, opts, groups); err == nil {
-			facts.DeadLetters, err = consumers.DeadLetters(ctx, opts, groups)
+		if facts.Lag, err = consumers.Lag(ctx, opts, groups); ctx.Err() != nil {
+			return facts, err
 		}
-		return facts, err
+		var derr error
+		facts.DeadLetters, derr = consumers.DeadLetters(ctx, opts, groups)
+		return facts, errors.Join(err, derr)
 	}}
 }
 
@@ -104,9 +108,24 @@ func (l *kafkaReader) renew(groups []outboxops.ConsumerGroup, asking chan struct
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.asking = nil
-	if err != nil {
-		l.known.Err = errorText(err)
+	if err == nil {
+		l.known = kafkaView{At: time.Now(), Asked: true, kafkaFacts: facts}
 		return
 	}
-	l.known = kafkaView{At: time.Now(), Asked: true, kafkaFacts: facts}
+	if facts.isEmpty() { // the older answer stays, with its time
+		l.known.Err, l.known.InPart = errorText(err), false
+		return
+	}
+	// What the answer lacks is not known: older facts would be shown with the time of this answer.
+	l.known = kafkaView{At: time.Now(), Asked: true, InPart: true, Err: errorText(err), kafkaFacts: facts}
+}
+
+// isEmpty reports whether Kafka has answered nothing.
+func (f kafkaFacts) isEmpty() bool {
+	for _, topics := range f.Lag {
+		if len(topics) > 0 {
+			return false
+		}
+	}
+	return len(f.DeadLetters) == 0
 }

@@ -106,8 +106,10 @@ type auditRow struct {
 
 func (a *admin) auditRowOf(e outboxops.AuditEntry) auditRow {
 	row := auditRow{AuditEntry: e}
-	row.Key = a.masked(TextKey, "", "", e.Key)
-	row.KeyMasked = row.Key != e.Key
+	if e.Action != "expire" { // its Key is the name of a partition
+		row.Key = a.masked(TextKey, "", "", e.Key)
+		row.KeyMasked = row.Key != e.Key
+	}
 	return row
 }
 

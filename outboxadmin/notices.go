@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -43,7 +45,7 @@ type situation struct {
 // notices returns the problems; those that need an operator come first.
 func (s *situation) notices() []notice {
 	var all []notice
-	for _, part := range []func() []notice{s.leaders, s.processes, s.dead, s.waiting, s.held, s.paused, s.retried, s.transactions} {
+	for _, part := range []func() []notice{s.leaders, s.processes, s.groupsSay, s.members, s.missed, s.dead, s.waiting, s.held, s.paused, s.retried, s.transactions} {
 		all = append(all, part()...)
 	}
 	slices.SortStableFunc(all, func(a, b notice) int { return strings.Compare(a.Level, b.Level) })
@@ -53,43 +55,41 @@ func (s *situation) notices() []notice {
 // failedLink leads to failures, from the root.
 func failedLink(f outboxops.FailureFilter) string { return "failed?" + failedValues(f).Encode() }
 
-func (s *situation) leaders() (all []notice) {
-	for _, r := range s.relays {
-		if r.Holder == "" {
-			all = append(all, notice{levelBad, fmt.Sprintf("Relay %s: no process leads. Nothing of it is sent until a process takes the lease.", r.Name), "", ""})
+// processes returns notices about the relays, consumers and workers of this process, unless their rows say that
+// something is wrong: notices are about these then.
+func (s *situation) processes() (all []notice) {
+	add := func(what string, state outage.State) {
+		level := map[bool]string{true: levelWarn, false: levelBad}[state.Works && len(state.Outages)+len(state.Breakers) == 0]
+		for _, sentence := range state.Sentences(s.now) {
+			all = append(all, notice{level, fmt.Sprintf("%s, in this process: %s.", what, sentence), "", ""})
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(s.health)) {
+		if h := s.health[name]; !s.saysSo(h) {
+			add("Relay "+name, ownState(h))
+		}
+	}
+	for _, h := range s.consumers {
+		if !s.ownRowSaysSo("consumer", h.Group) {
+			add("Consumer group "+h.Group, outage.State{Works: h.Live && h.Works, Reasons: s.ownReasons(h.Reasons, h.Waiting), Outages: outagesOf(h.Outages)})
+		}
+	}
+	for _, h := range s.workers {
+		if !s.ownRowSaysSo("worker", h.Group) {
+			add("Workers of group "+h.Group, outage.State{Works: h.Live && h.Works, Reasons: s.ownReasons(h.Reasons, h.Waiting), Outages: outagesOf(h.Outages)})
 		}
 	}
 	return all
 }
 
-// processes returns notices about the relays, consumers and workers of this process, for example open
-// breakers and blocked partitions. A reason that leaves a consumer or a worker alive and ready has a lower
-// level.
-func (s *situation) processes() (all []notice) {
-	add := func(ready bool, what string, reasons []string) {
-		level := map[bool]string{true: levelWarn, false: levelBad}[ready]
-		if len(reasons) == 0 && !ready {
-			reasons = []string{"it is not ready"}
-		}
-		for _, reason := range reasons {
-			all = append(all, notice{level, fmt.Sprintf("%s, in this process: %s.", what, reason), "", ""})
-		}
+// ownReasons leaves out the reasons that are about what a group has to handle, which other notices are about.
+func (s *situation) ownReasons(reasons []string, waiting []outbox.EventCount) []string {
+	counts := make([]tables.EventCount, len(waiting))
+	for i, c := range waiting {
+		counts[i] = tables.EventCount(c)
 	}
-	for _, name := range slices.Sorted(maps.Keys(s.health)) {
-		h := s.health[name]
-		reasons := h.Reasons
-		if h.Breaker != outbox.BreakerClosed && len(reasons) == 0 {
-			reasons = []string{"the circuit breaker is " + h.Breaker.String()}
-		}
-		add(h.Live && h.Ready && len(reasons) == 0, "Relay "+name, reasons)
-	}
-	for _, h := range s.consumers {
-		add(h.Live && h.Ready, "Consumer group "+h.Group, h.Reasons)
-	}
-	for _, h := range s.workers {
-		add(h.Live && h.Ready, "Workers of group "+h.Group, h.Reasons)
-	}
-	return all
+	about := tables.WaitReasons(counts, s.now)
+	return slices.DeleteFunc(slices.Clone(reasons), func(r string) bool { return slices.Contains(about, r) })
 }
 
 // dead reports dead events and deliveries that wait for a decision.
@@ -101,7 +101,8 @@ func (s *situation) dead() (all []notice) {
 		}
 	}
 	for _, g := range sumByGroup(s.counts, outbox.StatusDead) {
-		all = append(all, notice{levelBad, fmt.Sprintf("Consumer group %s: %s, given up by its handlers.", g.group, g.text("delivery is dead", "deliveries are dead")),
+		all = append(all, notice{levelBad, fmt.Sprintf("Consumer group %s: %s, given up by its handlers%s.", g.group, g.text("delivery is dead", "deliveries are dead"),
+			s.groups.kinds(g.group, outbox.StatusDead)),
 			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusDead}}), "Show"})
 	}
 	return all
@@ -237,7 +238,8 @@ func (s *situation) retried() (all []notice) {
 		}
 	}
 	for _, g := range sumByGroup(s.counts, outbox.StatusFailed) {
-		all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s.", g.group, g.text("delivery is tried again by itself", "deliveries are tried again by themselves")),
+		all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s%s.", g.group, g.text("delivery is tried again by itself", "deliveries are tried again by themselves"),
+			s.groups.kinds(g.group, outbox.StatusFailed)),
 			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusFailed}}), "Show"})
 	}
 	return all

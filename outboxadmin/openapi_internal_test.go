@@ -14,6 +14,8 @@ import (
 
 	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/outage"
 )
 
 // openAPI is the part of openapi.json that the tests need.
@@ -203,14 +205,14 @@ func TestOpenAPIHasTheTypes(t *testing.T) {
 	t.Parallel()
 	file := readOpenAPI(t)
 	types := map[string]any{
-		"Error": apiError{}, "RelayList": apiRelayList{}, "Relay": apiRelay{}, "Health": apiHealth{}, "ProgressList": apiProgressList{}, "Progress": apiProgress{},
+		"Error": apiError{}, "RelayList": apiRelayList{}, "Relay": apiRelay{}, "RelayState": outage.RelayForm{}, "Outage": outage.Form{}, "Breaker": outage.BreakerForm{}, "Health": apiHealth{}, "ProgressList": apiProgressList{}, "Progress": apiProgress{},
 		"SampleList": apiSampleList{}, "Sample": apiSample{}, "TransactionList": apiTransactionList{}, "Transaction": apiTransaction{},
 		"PartitionList": apiPartitionList{}, "Partition": apiPartition{},
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
 		"AuditList": apiAuditList{}, "Audit": apiAudit{}, "Payload": apiPayload{}, "EventList": apiEventList{}, "Event": apiEvent{}, "State": apiState{},
 		"EventWhole": apiEventWhole{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "Topic": apiTopic{}, "Handler": apiHandler{},
 		"Overview": apiOverview{}, "Notice": apiNotice{}, "Unresolved": apiUnresolved{}, "Stale": apiStale{},
-		"DeliveryCount": apiDeliveryCount{}, "DeadLetters": apiDeadLetters{}, "Workers": apiWorkers{}, "Process": apiProcess{},
+		"DeliveryCount": apiDeliveryCount{}, "DeadLetters": apiDeadLetters{}, "Workers": apiWorkers{}, "Process": apiProcess{}, "Member": apiMember{}, "Waiting": apiWaiting{},
 		"GroupList": apiGroupList{}, "Group": apiGroup{}, "GroupTopic": apiGroupTopic{}, "Pause": apiPauseInfo{}, "PauseRequest": apiPauseRequest{},
 	}
 	require.ElementsMatch(t, slices.Collect(maps.Keys(types)), slices.Collect(maps.Keys(file.Components.Schemas)))

@@ -84,6 +84,7 @@ func unresolvedOf(counts []outboxops.FailureCount) (sum unresolved) {
 // relayView is a relay on the overview.
 type relayView struct {
 	outbox.RelayStatus
+	State  relayState
 	Health *outbox.RelayHealth
 	Plots  []plot
 }
@@ -120,7 +121,7 @@ func (a *admin) overview(r *request) (answer, error) {
 		return answer{}, err
 	}
 	page := overview{Spans: spans, Span: s.Name, StaleAfter: a.cfg.StaleAfter, Unresolved: unresolvedOf(state.counts), MoreGroups: state.groups.more,
-		Transactions: state.open, Unknown: a.unknown()}
+		Transactions: state.open, Unknown: unknown}
 	page.Notices, page.OtherNotices = first(state.notices(), maxNotices)
 	page.Counts, page.OtherKinds = first(byUrgency(state.counts), maxKinds)
 	page.MoreCounts = page.Counts[min(firstKinds, len(page.Counts)):]
@@ -184,14 +185,8 @@ func (a *admin) situation(ctx context.Context, now time.Time) (s *situation, err
 	return s, nil
 }
 
-// unknown names the facts that only other processes know, so that silence about them is not taken
-// for good news.
-func (a *admin) unknown() string {
-	if a.cfg.Health == nil && a.cfg.Consumers == nil && a.cfg.Workers == nil {
-		return "Breakers and blocked partitions are not among it: only the processes that have them know, and this one has none."
-	}
-	return "Breakers and blocked partitions of other processes are not among it: only these know."
-}
+// unknown names the facts that no row has, so that silence about them is not taken for good news.
+const unknown = "What leaders and members say of themselves is as old as their rows, and nothing is known of consumers without a database."
 
 // relays reads the state of all relays, and adds it to the samples.
 func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus, error) {
@@ -237,7 +232,7 @@ func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health
 		newPlot("Backlog", backlog, scale(sampleBreath, 10, countText)).aged(now, backlog, 0),
 	}
 	plots[2].From += ", known while a page is open"
-	return relayView{RelayStatus: status, Health: health, Plots: plots}, nil
+	return relayView{RelayStatus: status, State: relayStateOf(status, now), Health: health, Plots: plots}, nil
 }
 
 func (a *admin) apiOverview(r *request) (answer, error) {

@@ -73,8 +73,8 @@ func TestOverview(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
 	page := h.get("/")
-	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default, in this process: the circuit breaker is open.", "breaker open", "not ready",
-		"Relay default: 1 key waits for an operator.", "has no such relay", "message too large", "badge is-sent\">current"} {
+	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default, in this process: the circuit breaker is open.", "badge is-sent\">works</span>",
+		"Relay default: 1 key waits for an operator.", "message too large", "badge is-sent\">current"} {
 		require.Contains(t, page, words)
 	}
 	require.Equal(t, 6, strings.Count(page, `<path class="plot-line"`), "each relay has three plots")
@@ -82,8 +82,8 @@ func TestOverview(t *testing.T) {
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_lease SET expires_at = now() - interval '1 s'`)
 	require.NoError(t, err)
 	page = h.get("/?span=1h")
-	require.Contains(t, page, "Relay analytics: no process leads.")
-	require.Contains(t, page, "Relay default: no process leads.")
+	require.Contains(t, page, "Relay analytics: no process leads, its state is unknown since ")
+	require.Contains(t, page, "Relay default: no process leads, its state is unknown since ")
 	require.Equal(t, http.StatusBadRequest, h.send("reader", http.MethodGet, "/?span=2h", "", "").Code)
 }
 
@@ -113,7 +113,11 @@ var noticeTests = []struct {
 	{"nothing", func(*situation, time.Time) {}, nil},
 	{"no leader", func(s *situation, _ time.Time) { s.relays[0].Holder = "" },
 		[]string{"Relay default: no process leads. Nothing of it is sent until a process takes the lease."}},
+	{"a leader that has not said anything", func(s *situation, _ time.Time) { s.relays[0].Pending = 3 },
+		[]string{"Relay default: unknown whether it works: x leads, and has not said yet."}},
+	{"a relay that a cut has ended", func(s *situation, _ time.Time) { s.relays[0].Pending, s.relays[0].Holder = 3, "outbox cut" }, nil},
 	{"pending, and not for long", func(s *situation, now time.Time) {
+		s.relays[0].Said = &outbox.RelayState{At: now, Works: true}
 		s.relays[0].Pending, s.relays[0].Oldest = 1, now.Add(-4*time.Minute)
 	}, nil},
 	{"dead and tried again", func(s *situation, _ time.Time) { s.relays[0].Dead, s.relays[0].Failed, s.relays[0].Waiting = 1, 1, 2 },
@@ -124,12 +128,12 @@ var noticeTests = []struct {
 		s.groups.deliveries = []outboxops.DeliveryCount{{Group: "stats", Status: outboxops.DeliveryDead, Deliveries: 3, Held: 2}}
 	}, []string{"Relay default: 1 key waits for an operator.", "Consumer group stats: 2 keys wait for an operator."}},
 	{"an open breaker", func(s *situation, _ time.Time) {
-		s.health = map[string]*outbox.RelayHealth{"other": {Live: true, Ready: true, Breaker: outbox.BreakerOpen}}
+		s.health = map[string]*outbox.RelayHealth{"other": {Live: true, Ready: true, Works: true, Breaker: outbox.BreakerOpen}}
 	}, []string{"Relay other, in this process: the circuit breaker is open."}},
 	{"a blocked partition, and a lag", func(s *situation, _ time.Time) {
-		s.consumers = []outbox.ConsumerHealth{{Group: "a", Live: true, Ready: true, Reasons: []string{"the lag grows"}}, {Group: "b", Live: true, Reasons: []string{"orders/3 waits at offset 7"}}}
+		s.consumers = []outbox.ConsumerHealth{{Group: "a", Live: true, Ready: true, Works: true, Reasons: []string{"the lag grows"}}, {Group: "b", Live: true, Reasons: []string{"orders/3 waits at offset 7"}}}
 		s.workers = []outbox.WorkerHealth{{Group: "c"}}
-	}, []string{"Consumer group b, in this process: orders/3 waits at offset 7.", "Workers of group c, in this process: it is not ready.", "Consumer group a, in this process: the lag grows."}},
+	}, []string{"Consumer group b, in this process: orders/3 waits at offset 7.", "Workers of group c, in this process: it does not work.", "Consumer group a, in this process: the lag grows."}},
 	{"deliveries", func(s *situation, _ time.Time) {
 		s.counts = []outboxops.FailureCount{{Kind: outboxops.KindDelivery, Group: "stats", Status: outbox.StatusDead, Type: "a", Events: 2}, {Kind: outboxops.KindDelivery, Group: "mail", Status: outbox.StatusFailed, Events: 1},
 			{Kind: outboxops.KindDelivery, Group: "stats", Status: outbox.StatusDead, Type: "b", Events: outbox.MaxCounted, More: true}, {Kind: outboxops.KindEvent, Status: outbox.StatusDead, Events: 9}}

@@ -60,5 +60,5 @@ func TestUnauditedReadsShowNothing(t *testing.T) {
 			return Access{Operator: strings.Repeat("x", 101), Role: Reader}, nil
 		}
 	})
-	require.Equal(t, http.StatusUnprocessableEntity, long.send("reader", http.MethodGet, "/failed/event-1", "", "").Code, "a name that cannot be kept")
+	require.Equal(t, http.StatusForbidden, long.send("reader", http.MethodGet, "/failed/event-1", "", "").Code, "a name that cannot be kept")
 }

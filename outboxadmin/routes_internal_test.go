@@ -186,3 +186,15 @@ func TestMaskPanics(t *testing.T) {
 	require.Empty(t, slots.views)
 	require.Zero(t, h.db.Stat().AcquiredConns())
 }
+
+// A page without a Schema is one of the schema public, in all its parts.
+func TestDefaultSchema(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixtureIn(t, testenv.OtherDatabase(t), "public", func(c *Config) { c.Schema = "" })
+	for _, rt := range routes {
+		if rt.method == http.MethodGet && !strings.Contains(rt.path, "{") {
+			answer := h.send("reader", rt.method, rt.path, "", "")
+			require.Less(t, answer.Code, http.StatusInternalServerError, "%s: %s", rt.path, answer.Body)
+		}
+	}
+}

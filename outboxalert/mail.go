@@ -183,7 +183,7 @@ func (m *mailer) message(a outbox.Alert, now time.Time) ([]byte, error) {
 	for _, header := range [][2]string{
 		{"From", m.from.String()},
 		{"To", strings.Join(to, ", ")},
-		{"Subject", mime.QEncoding.Encode("utf-8", oneLine(short.Text("outbox: "+a.String(), maxSubject)))},
+		{"Subject", mime.QEncoding.Encode("utf-8", short.Line("outbox: "+a.String(), maxSubject))},
 		{"Date", now.Format(time.RFC1123Z)},
 		{"Message-ID", "<" + uuid.NewString() + "@" + domain + ">"},
 		{"Auto-Submitted", "auto-generated"},
@@ -199,31 +199,15 @@ func (m *mailer) message(a outbox.Alert, now time.Time) ([]byte, error) {
 	return b.Bytes(), errors.Join(err, body.Close())
 }
 
-// oneLine leaves control characters out of a header.
-func oneLine(text string) string {
-	return strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f {
-			return ' '
-		}
-		return r
-	}, text)
-}
-
 // mailText returns an alert as the text of a mail.
 func mailText(a outbox.Alert) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s\r\n", a)
-	for _, e := range a.Dead {
-		fmt.Fprintf(&b, "\r\n%s %s %s, event %s: %s", e.Type, e.AggregateType, e.AggregateID, e.EventID, e.Class)
-		if e.Group != "" {
-			fmt.Fprintf(&b, ", for %s", e.Action)
+	for i, line := range deadLines(a) {
+		fmt.Fprintf(&b, "\r\n%s", line)
+		if i < len(a.Dead) && a.Dead[i].Err != nil {
+			fmt.Fprintf(&b, "\r\n  %s", short.Line(a.Dead[i].Err.Error(), maxText))
 		}
-		if e.Err != nil {
-			fmt.Fprintf(&b, "\r\n  %s", short.Text(e.Err.Error(), maxAnswer))
-		}
-	}
-	if more := a.Died - len(a.Dead); more > 0 {
-		fmt.Fprintf(&b, "\r\n… and %d more", more)
 	}
 	if link := Runbook(a.Kind); link != "" && !a.Over {
 		fmt.Fprintf(&b, "\r\n\r\nWhat to do: %s\r\n", link)

@@ -231,13 +231,13 @@ func requireMail(t *testing.T, text string) {
 	require.Regexp(t, `^<.+@example.com>$`, message.Header.Get("Message-ID"))
 	subject, err := new(mime.WordDecoder).DecodeHeader(message.Header.Get("Subject"))
 	require.NoError(t, err)
-	require.Equal(t, "outbox: consumer group stäts  Bcc: all@example.com: 3 deliveries given up; 5 are dead", subject)
+	require.Equal(t, "outbox: consumer group stäts··Bcc: all@example.com: 3 deliveries given up; 5 are dead", subject)
 	date, err := message.Header.Date()
 	require.NoError(t, err)
 	require.WithinDuration(t, time.Now(), date, time.Minute)
 	body, err := io.ReadAll(quotedprintable.NewReader(message.Body))
 	require.NoError(t, err)
-	require.Contains(t, string(body), "shop.order.created.v1 Order 42\r\n.\r\nMAIL FROM:<x>, event e-1: timeout, for COUNTED\r\n  it took too long\r\n… and 2 more")
+	require.Contains(t, string(body), "shop.order.created.v1 Order 42··.··MAIL FROM:<x>, event e-1: timeout, for COUNTED\r\n  it took too long\r\n… and 2 more")
 	require.Contains(t, string(body), "What to do: https://github.com/outboxgo/outbox/blob/main/docs/runbooks.md#outboxdeaddeliveries")
 }
 

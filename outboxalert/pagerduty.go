@@ -133,18 +133,20 @@ func (p *pagerDuty) dedupKey(a outbox.Alert) string {
 
 func (p *pagerDuty) payload(a outbox.Alert) *pagerDutyPayload {
 	payload := &pagerDutyPayload{
-		Summary: short.Text(p.source+": "+a.String(), maxSummary), Source: p.source, Severity: severityOf(a.Kind), Timestamp: a.At.UTC(),
-		Component: cmp.Or(a.Relay, a.Group), Class: string(a.Kind),
+		Summary: short.Line(p.source+": "+a.String(), maxSummary), Source: p.source, Severity: severityOf(a.Kind), Timestamp: a.At.UTC(),
+		Component: field(cmp.Or(a.Relay, a.Group)), Class: string(a.Kind),
 	}
 	for _, e := range a.Dead {
-		dead := pagerDutyDead{ID: e.ID, EventID: e.EventID, Type: e.Type, AggregateType: e.AggregateType, AggregateID: e.AggregateID, Action: e.Action, Class: e.Class}
+		dead := pagerDutyDead{ID: e.ID, EventID: field(e.EventID), Type: field(e.Type), AggregateType: field(e.AggregateType),
+			AggregateID: field(e.AggregateID), Action: field(e.Action), Class: field(e.Class)}
 		if e.Err != nil {
-			dead.Error = short.Text(e.Err.Error(), maxAnswer)
+			dead.Error = field(e.Err.Error())
 		}
 		payload.Details.Dead = append(payload.Details.Dead, dead)
 	}
 	for _, c := range a.Counts[:min(len(a.Counts), maxDetails)] {
-		payload.Details.Counts = append(payload.Details.Counts, pagerDutyCounts(c))
+		payload.Details.Counts = append(payload.Details.Counts, pagerDutyCounts{field(c.Relay), field(c.Group), field(c.Action),
+			field(c.Status), field(c.Type), field(c.Class), c.Events, c.Oldest})
 	}
 	return payload
 }

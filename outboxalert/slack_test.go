@@ -20,9 +20,11 @@ import (
 )
 
 var slackTests = []struct {
-	name  string
-	alert outbox.Alert
-	want  string
+	name   string
+	alert  outbox.Alert
+	text   string
+	blocks []string // but for the link
+	todo   string
 }{
 	{
 		"events that died",
@@ -32,8 +34,13 @@ var slackTests = []struct {
 				EventID: "e-1", Type: "shop.order.created.v1", AggregateType: "Order", AggregateID: "<!channel> & `7`", Class: "message_too_large",
 			}}},
 		},
-		":rotating_light: relay default: 3 events died; 12 are dead\n" +
-			"• `shop.order.created.v1` Order &lt;!channel&gt; &amp; '7', event `e-1`: message_too_large\n… and 2 more" + todo("outboxdeadevents"),
+		"🚨 relay default: 3 events died; 12 are dead\n" +
+			"• shop.order.created.v1 Order &lt;!channel&gt; &amp; ·7·, event e-1: message_too_large\n… and 2 more",
+		[]string{
+			"🚨 relay default: 3 events died; 12 are dead",
+			"• shop.order.created.v1 Order &lt;!channel&gt; &amp; `7`, event e-1: message_too_large", "… and 2 more",
+		},
+		"outboxdeadevents",
 	},
 	{
 		"deliveries that were given up",
@@ -43,18 +50,23 @@ var slackTests = []struct {
 				EventID: "e-1", Type: "shop.order.created.v1", AggregateType: "Order", AggregateID: "7", Class: "timeout",
 			}}},
 		},
-		":rotating_light: consumer group stats: 1 delivery given up; 7 are dead\n" +
-			"• `shop.order.created.v1` Order 7, event `e-1`: timeout, for COUNTED" + todo("outboxdeaddeliveries"),
+		"🚨 consumer group stats: 1 delivery given up; 7 are dead\n• shop.order.created.v1 Order 7, event e-1: timeout, for COUNTED",
+		[]string{"🚨 consumer group stats: 1 delivery given up; 7 are dead", "• shop.order.created.v1 Order 7, event e-1: timeout, for COUNTED"},
+		"outboxdeaddeliveries",
 	},
 	{
 		"too many dead ones",
 		outbox.Alert{Kind: outbox.AlertManyDead, Counts: []outbox.EventCount{{Relay: "default", Status: "dead", Type: "shop.order.created.v1", Events: 10}}},
-		":rotating_light: 10 dead events and deliveries wait for a decision: 10 dead shop.order.created.v1" + todo("outboxmanydead"),
+		"🚨 10 dead events and deliveries wait for a decision: 10 dead shop.order.created.v1",
+		[]string{"🚨 10 dead events and deliveries wait for a decision: 10 dead shop.order.created.v1"},
+		"outboxmanydead",
 	},
 	{
 		"what is over",
 		outbox.Alert{Kind: outbox.AlertStale, Relay: "default", Over: true},
-		":white_check_mark: relay default: events no longer wait too long",
+		"✅ relay default: events no longer wait too long",
+		[]string{"✅ relay default: events no longer wait too long"},
+		"",
 	},
 	{
 		"a report",
@@ -62,23 +74,19 @@ var slackTests = []struct {
 			{Relay: "default", Status: "dead", Type: "shop.order.created.v1", Class: "message_too_large", Events: 4, Oldest: time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)},
 			{Relay: "default", Status: "parked", Type: "shop.order.created.v1", Events: 2, Oldest: time.Date(2026, 3, 1, 13, 0, 0, 0, time.UTC)},
 		}},
-		":clipboard: unresolved failures: 4 dead shop.order.created.v1 message_too_large, 2 parked shop.order.created.v1; " +
-			"the oldest since 2026-03-01T12:00:00Z" + todo("report"),
+		"📋 unresolved failures: 4 dead shop.order.created.v1 message_too_large, 2 parked shop.order.created.v1; the oldest since 2026-03-01T12:00:00Z",
+		[]string{"📋 unresolved failures: 4 dead shop.order.created.v1 message_too_large, 2 parked shop.order.created.v1; the oldest since 2026-03-01T12:00:00Z"},
+		"report",
 	},
-}
-
-// todo is the link to a section of the runbooks.
-func todo(section string) string {
-	return "\n<https://github.com/outboxgo/outbox/blob/main/docs/runbooks.md#" + section + "|What to do>"
 }
 
 func TestSlack(t *testing.T) {
 	t.Parallel()
-	var body map[string]string
+	var body slackMessage
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		require.Equal(t, "POST /services/T/B/secret", r.Method+" "+r.URL.Path)
 		require.Equal(t, "application/json", r.Header.Get("Content-Type"))
-		body = nil
+		body = slackMessage{}
 		require.NoError(t, json.NewDecoder(r.Body).Decode(&body))
 		_, err := w.Write([]byte("ok"))
 		require.NoError(t, err)
@@ -89,7 +97,16 @@ func TestSlack(t *testing.T) {
 	for _, test := range slackTests {
 		t.Run(test.name, func(t *testing.T) {
 			require.NoError(t, slack.Alert(t.Context(), test.alert))
-			require.Equal(t, map[string]string{"text": test.want}, body)
+			require.Equal(t, test.text, body.Text)
+			var blocks []string
+			for _, block := range body.Blocks {
+				blocks = append(blocks, block.Text.Text)
+			}
+			want := test.blocks
+			if test.todo != "" {
+				want = append(want, "<https://github.com/outboxgo/outbox/blob/main/docs/runbooks.md#"+test.todo+"|What to do>")
+			}
+			require.Equal(t, want, blocks)
 		})
 	}
 }

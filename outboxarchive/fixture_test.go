@@ -19,6 +19,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 var background = context.Background()
@@ -70,6 +71,19 @@ func (f *archiveFixture) count(t testing.TB, table string) (n int) {
 	t.Helper()
 	require.NoError(t, f.db.QueryRow(background, f.sql("SELECT count(*) FROM {schema}."+table)).Scan(&n))
 	return n
+}
+
+// why is who expires partitions, and for which reason.
+var why = outboxops.AuditInfo{Operator: "kim", Reason: "five years are over"}
+
+// expired returns what the audit says was dropped, and by why.
+func (f *archiveFixture) expired(t testing.TB) []string {
+	t.Helper()
+	rows, err := f.db.Query(background, f.sql(`SELECT parking_key FROM {schema}.outbox_audit WHERE action = 'expire' AND operator = $1 AND reason = $2 ORDER BY id`), why.Operator, why.Reason)
+	require.NoError(t, err)
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return names
 }
 
 // newRand returns random numbers and logs their seed.

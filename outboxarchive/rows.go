@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	// pageRows and pageBytes bound a page; a single event may be larger.
+	// pageRows and pageBytes bound a page; a single event may be larger, up to check.MaxEventBytes.
 	pageRows  = 500
 	pageBytes = 16 << 20
 )
@@ -52,13 +52,15 @@ const (
 // meanwhile in one of the tables.
 const (
 	readPage = `
-SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(payload_bytes, pg_catalog.convert_to(payload::text, 'UTF8')), content_type,
-       payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), pg_catalog.convert_to(headers::text, 'UTF8'), occurred_at, created_at
-  FROM (SELECT *, sum(size) OVER (ORDER BY id, event_id ROWS UNBOUNDED PRECEDING) - size AS bytes
+SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id,
+       CASE WHEN size <= $13::bigint THEN coalesce(payload_bytes, pg_catalog.convert_to(payload::text, 'UTF8')) END, content_type,
+       payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), CASE WHEN size <= $13::bigint THEN pg_catalog.convert_to(headers::text, 'UTF8') END,
+       occurred_at, created_at, size
+  FROM (SELECT *, (sum(size) OVER (ORDER BY id, event_id ROWS UNBOUNDED PRECEDING))::bigint - size AS bytes
           FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3::bigint) AS first) AS page
  WHERE bytes < $12::bigint ORDER BY id, event_id`
 
-	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 ORDER BY id, event_id LIMIT $3::bigint`
+	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 AND $13::bigint > 0 ORDER BY id, event_id LIMIT $3::bigint`
 )
 
 // The settings of a page. The planner may underestimate the rows in a range of ids, or of times that are
@@ -157,7 +159,7 @@ func (r rowReader) events(ctx context.Context, f Filter) iter.Seq2[outbox.Archiv
 			for _, e := range events {
 				if here := (place{e.OutboxID, e.EventID}); here != last { // the same event may be in both tables
 					last = here
-					if !yield(e, nil) {
+					if !yield(e.ArchivedEvent, e.tooLarge()) {
 						return
 					}
 				}
@@ -175,11 +177,25 @@ func (f Filter) args(after place, limit int) []any {
 		return list
 	}
 	return []any{after.id, after.eventID, limit, pg.OrNull(f.Since), pg.OrNull(f.Until), orNull(f.Types), orNull(f.Topics), orNull(f.Keys),
-		f.AggregateType, f.AggregateID, orNull(f.EventIDs), int64(pageBytes)}
+		f.AggregateType, f.AggregateID, orNull(f.EventIDs), int64(pageBytes), int64(check.MaxEventBytes)}
+}
+
+// rowEvent is an event with its size as printed. It has neither payload nor headers if it is too large.
+type rowEvent struct {
+	outbox.ArchivedEvent
+	size int
+}
+
+// tooLarge returns a [*ReadError] if the event is too large, and nil otherwise.
+func (e *rowEvent) tooLarge() error {
+	if e.size <= check.MaxEventBytes {
+		return nil
+	}
+	return &ReadError{OutboxID: e.OutboxID, Err: fmt.Errorf("the event has %d bytes as printed, at most %d are read", e.size, check.MaxEventBytes)}
 }
 
 // read returns a page of events behind a place.
-func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (events []outbox.ArchivedEvent, err error) {
+func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (events []rowEvent, err error) {
 	err = pg.Query(ctx, r.db, f.settings(), func(rows pgx.Rows) (err error) {
 		events, err = pgx.CollectRows(rows, scanEvent)
 		return err
@@ -187,9 +203,9 @@ func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (
 	return events, err
 }
 
-func scanEvent(row pgx.CollectableRow) (e outbox.ArchivedEvent, err error) {
+func scanEvent(row pgx.CollectableRow) (e rowEvent, err error) {
 	err = row.Scan(&e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
-		&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt})
+		&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt}, &e.size)
 	return e, err
 }
 

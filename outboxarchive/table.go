@@ -33,8 +33,8 @@ type Table struct {
 type TableConfig struct {
 	// Schema is the schema of outbox_archive. Empty means public.
 	Schema string
-	// OutboxSchema is the schema of the table outbox, whose rows [Table.Events] returns too. Empty means
-	// public.
+	// OutboxSchema is the schema of the table outbox, whose rows [Table.Events] returns too, and of
+	// outbox_audit, where [Table.Expire] adds rows. Empty means public.
 	OutboxSchema string
 	// KeepMonths is the age, in months, at which [Table.Expire] drops events. Negative keeps all. Zero
 	// means 60, which is five years.
@@ -48,7 +48,7 @@ const (
 
 // ErrNoTable means that the table outbox_archive or its function is missing. Call [Table.Ensure] as the
 // role that owns the table.
-var ErrNoTable = errors.New("outbox: outbox_archive is missing, or is not that of this release")
+var ErrNoTable = errors.New("outbox_archive is missing, or is not that of this release")
 
 // NewTable returns the archive in a schema. It does no I/O; [Table.Ensure] makes the table.
 func NewTable(db *pgxpool.Pool, cfg TableConfig) (*Table, error) {

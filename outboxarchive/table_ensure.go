@@ -38,20 +38,24 @@ SELECT n.oid IS NOT NULL, c.oid IS NOT NULL, coalesce(NOT pg_has_role(c.relowner
 CREATE TABLE {schema}.outbox_archive (
     id             bigint       NOT NULL,
     event_id       uuid         NOT NULL,
-    event_type     varchar(100) NOT NULL,
-    source         varchar(100) NOT NULL,
-    aggregate_type varchar(100) NOT NULL,
-    aggregate_id   varchar(255) NOT NULL,
+    event_type     text         NOT NULL,
+    source         text         NOT NULL,
+    aggregate_type text         NOT NULL,
+    aggregate_id   text         NOT NULL,
     payload        jsonb,
     payload_bytes  bytea,
-    content_type   varchar(100) NOT NULL,
-    topic          varchar(249),
-    partition_key  varchar(255),
+    content_type   text         NOT NULL,
+    topic          text,
+    partition_key  text,
     headers        jsonb,
     occurred_at    timestamptz  NOT NULL,
     created_at     timestamptz  NOT NULL,
     size           bigint       NOT NULL,
     archived_at    timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT outbox_archive_lengths CHECK (
+        char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
+        AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
+        AND char_length(partition_key) <= 255),
     CONSTRAINT outbox_archive_pkey PRIMARY KEY (id, event_id, created_at),
     CONSTRAINT outbox_archive_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1)
 ) PARTITION BY RANGE (created_at);

@@ -8,7 +8,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // Partition is a partition of outbox_archive.
@@ -70,11 +73,21 @@ func (t *Table) partitionsIn(ctx context.Context, tx pgx.Tx) ([]Partition, error
 // dropSettings bound how long readers of the archive wait behind the drop of a partition.
 const dropSettings = `SELECT set_config('lock_timeout', '1s', true), set_config('statement_timeout', '0', true), ` + pg.NoTransactionTimeout
 
-// Expire drops the partitions that are [Partition.Expired], the oldest first, and returns them. Retention
-// does not call it: a relay has no right to remove archived events. Call it as the owner of the table, once
-// a day or a month, or use outbox archive expire. If the error says that a lock is not available, another
-// session reads the archive: call Expire again.
-func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
+const maxReason = 10_000 // characters that outbox_audit takes
+
+// sqlAuditExpire writes who drops a partition, and why. It runs in the transaction of the drop.
+const sqlAuditExpire = `
+INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key) VALUES ($1, 'expire', $2, '', '/' || $3::text)`
+
+// Expire drops the partitions that are [Partition.Expired], the oldest first, and returns them. Each drop
+// adds a row to outbox_audit of TableConfig.OutboxSchema. Retention does not call Expire: a relay has no
+// right to remove archived events. Call it as the owner of the table and of outbox_audit, once a day or a
+// month, or use outbox archive expire. If the error says that a lock is not available, another session
+// reads the archive: call Expire again.
+func (t *Table) Expire(ctx context.Context, why outboxops.AuditInfo) (dropped []Partition, err error) {
+	if err := check.Audit("", why.Operator, why.Reason, maxReason); err != nil {
+		return nil, fmt.Errorf("outbox: expire partitions of outbox_archive: %w", err)
+	}
 	all, err := t.Partitions(ctx)
 	if err != nil {
 		return nil, err
@@ -83,7 +96,7 @@ func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
 		if !p.Expired {
 			continue
 		}
-		if err := t.drop(ctx, p); err != nil {
+		if err := t.drop(ctx, p, why); err != nil {
 			return dropped, fmt.Errorf("outbox: drop partition %s of outbox_archive: %w", p.Name, err)
 		}
 		dropped = append(dropped, p)
@@ -92,7 +105,7 @@ func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
 }
 
 // drop drops a partition if it is still attached and all its events are old.
-func (t *Table) drop(ctx context.Context, old Partition) error {
+func (t *Table) drop(ctx context.Context, old Partition, why outboxops.AuditInfo) error {
 	return pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, dropSettings); err != nil {
 			return err
@@ -106,7 +119,13 @@ func (t *Table) drop(ctx context.Context, old Partition) error {
 		}
 		for _, p := range partitions {
 			if p.Schema == old.Schema && p.Name == old.Name && p.Expired {
-				_, err := tx.Exec(ctx, "DROP TABLE "+pgx.Identifier{p.Schema, p.Name}.Sanitize())
+				_, err := tx.Exec(ctx, pg.InSchema(sqlAuditExpire, t.cfg.OutboxSchema), why.Operator, why.Reason, p.Schema+"."+p.Name)
+				if pg.IsUndefined(err) {
+					err = fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+				}
+				if err == nil {
+					_, err = tx.Exec(ctx, "DROP TABLE "+pgx.Identifier{p.Schema, p.Name}.Sanitize())
+				}
 				return err
 			}
 		}

@@ -17,6 +17,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // The table keeps each event of outbox column by column, and its record byte by byte.
@@ -270,25 +271,52 @@ func TestTableExpire(t *testing.T) {
 	defer func() { require.NoError(t, reading.Rollback(background)) }()
 	_, err = reading.Exec(background, f.sql(`SELECT FROM {schema}.outbox_archive`))
 	require.NoError(t, err)
-	_, err = table.Expire(background)
+	_, err = table.Expire(background, why)
 	require.ErrorContains(t, err, "lock")
+	require.Empty(t, f.expired(t))
 	require.NoError(t, reading.Rollback(background))
 	reading, err = f.db.Begin(background)
 	require.NoError(t, err)
 
-	dropped, err := table.Expire(background)
+	dropped, err := table.Expire(background, why)
 	require.NoError(t, err)
 	require.Len(t, dropped, 3)
 	require.Equal(t, 3, f.count(t, "outbox_archive"))
-	dropped, err = table.Expire(background)
+	var names []string
+	for _, p := range dropped {
+		names = append(names, "/"+p.Schema+"."+p.Name)
+	}
+	require.Equal(t, names, f.expired(t))
+	dropped, err = table.Expire(background, why)
 	require.NoError(t, err)
 	require.Empty(t, dropped)
 	cfg.KeepMonths = -1
 	forever, err := outboxarchive.NewTable(f.db, cfg)
 	require.NoError(t, err)
-	dropped, err = forever.Expire(background)
+	dropped, err = forever.Expire(background, why)
 	require.NoError(t, err)
 	require.Empty(t, dropped)
+}
+
+// A drop and its row in outbox_audit are one transaction, and nothing is dropped for an operator or a reason that the
+// audit does not take.
+func TestTableExpireIsAudited(t *testing.T) {
+	t.Parallel()
+	f, rng := newFixture(t), newRand(t)
+	table := f.table(t)
+	archive(t, f.db, table, f.numbered(rng, 1, utc("2011-01-01T00:00:00Z")))
+	for _, bad := range []outboxops.AuditInfo{{}, {Operator: "kim"}, {Operator: "kim", Reason: "\u200b"}, {Operator: "\t", Reason: "over"}} {
+		_, err := table.Expire(background, bad)
+		require.ErrorContains(t, err, "field ", "%q", bad)
+	}
+	f.exec(t, `ALTER TABLE {schema}.outbox_audit ADD CONSTRAINT full_disk CHECK (action <> 'expire')`)
+	_, err := table.Expire(background, why)
+	require.ErrorContains(t, err, "full_disk")
+	require.Equal(t, 1, f.count(t, "outbox_archive"))
+	f.exec(t, `ALTER TABLE {schema}.outbox_audit RENAME TO outbox_audits`)
+	_, err = table.Expire(background, why)
+	require.ErrorIs(t, err, outbox.ErrNotMigrated)
+	require.Equal(t, 1, f.count(t, "outbox_archive"))
 }
 
 // If a relay is killed while it archives, no event is lost and none is archived twice.
@@ -425,6 +453,35 @@ func TestUnreadableEvent(t *testing.T) {
 	require.Equal(t, 20, n)
 }
 
+// An event that prints more than any recorder may record is reported with its id and size, and not read.
+func TestHugeEventIsNotRead(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	table := f.table(t)
+	f.mixed(t, newRand(t), 2)
+	f.exec(t, `INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+		SELECT gen_random_uuid(), 'test.huge.v1', 's', 't', 'k', jsonb_agg(1e131071), 'application/json', now() FROM generate_series(1, 900)`)
+	f.mixed(t, newRand(t), 2)
+	recorded, err := outboxarchive.Recorded(f.db, f.schema)
+	require.NoError(t, err)
+	for name, source := range map[string]outboxarchive.Source{"table": table, "recorded": recorded} {
+		var ids []int64
+		for e, err := range source.Events(background, outboxarchive.Filter{}) {
+			ids = append(ids, e.OutboxID)
+			if e.OutboxID != 3 {
+				require.NoError(t, err, name)
+				continue
+			}
+			var huge *outboxarchive.ReadError
+			require.ErrorAs(t, err, &huge, name)
+			require.EqualValues(t, 3, huge.OutboxID)
+			require.ErrorContains(t, err, "117966", "131,074 bytes for each number")
+			require.Empty(t, e.Payload)
+		}
+		require.Equal(t, []int64{1, 2, 3, 4, 5}, ids, name)
+	}
+}
+
 func TestNewTable(t *testing.T) {
 	t.Parallel()
 	_, err := outboxarchive.NewTable(nil, outboxarchive.TableConfig{Schema: "$user", OutboxSchema: "\x00", KeepMonths: 1e6})
@@ -464,9 +521,10 @@ func TestTableExpireElsewhere(t *testing.T) {
 	t.Cleanup(func() { f.exec(t, `DROP SCHEMA `+quoted+` CASCADE`) })
 	f.exec(t, `ALTER TABLE {schema}.outbox_archive_2011_01 SET SCHEMA `+quoted)
 	f.exec(t, `CREATE TABLE {schema}.outbox_archive_2011_01 AS SELECT 'of somebody' AS thing`)
-	dropped, err := table.Expire(background)
+	dropped, err := table.Expire(background, why)
 	require.NoError(t, err)
 	require.Len(t, dropped, 1)
 	require.Equal(t, 1, f.count(t, "outbox_archive_2011_01"), "it was no partition")
 	require.Zero(t, f.count(t, "outbox_archive"))
+	require.Equal(t, []string{"/" + cold + ".outbox_archive_2011_01"}, f.expired(t))
 }

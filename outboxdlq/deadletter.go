@@ -22,11 +22,11 @@ import (
 
 // ErrOriginalGone means that [Replay] cannot send a dead letter without a value, a key or all headers: the
 // original record, which has them, is no longer at its offset.
-var ErrOriginalGone = errors.New("outbox: the original record is gone")
+var ErrOriginalGone = errors.New("the original record is gone")
 
 // ErrOtherTopic means that [Replay] does not send a dead letter, because its original topic is not in
 // [ReplayConfig.To].
-var ErrOtherTopic = errors.New("outbox: the dead letter is one of another topic")
+var ErrOtherTopic = errors.New("the dead letter is one of another topic")
 
 // DeadLetter is a record of a dead-letter topic with its decoded headers.
 type DeadLetter struct {
@@ -147,7 +147,12 @@ func (h *headers) time(name string) time.Time {
 	}
 	t, err := time.Parse(time.RFC3339, text)
 	if err != nil {
-		h.reject(name, fmt.Errorf("%w: %w", outbox.ErrTime, err))
+		err = fmt.Errorf("%w: %w", outbox.ErrTime, err)
+	} else {
+		err = check.Time(t) // JSON has no other times
+	}
+	if err != nil {
+		h.reject(name, err)
 	}
 	return t
 }

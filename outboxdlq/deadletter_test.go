@@ -44,6 +44,7 @@ var badDeadLetters = []struct {
 	{outbox.DeadLetterGroup, "", outbox.ErrEmpty},
 	{outbox.DeadLetterOriginalTimestamp, "today", outbox.ErrTime},
 	{outbox.DeadLetterFailedAt, "", outbox.ErrTime},
+	{outbox.DeadLetterFailedAt, "9999-12-31T23:59:59-23:59", outbox.ErrTime},
 	{outbox.DeadLetterAttempts, "many", outbox.ErrMalformed},
 	{outbox.DeadLetterValueOmitted, "-5", outbox.ErrMalformed},
 }

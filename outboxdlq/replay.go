@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -18,9 +19,11 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
-// ReplayConfig tunes [Replay]. All fields but Topic may be zero.
+// ReplayConfig tunes [Replay]. All fields but Topic, and Audit with DB, may be zero.
 type ReplayConfig struct {
 	// Topic is the dead-letter topic. Required.
 	Topic string
@@ -40,6 +43,14 @@ type ReplayConfig struct {
 	// DryRun reports the records that would be sent. It sends nothing.
 	DryRun bool
 
+	// DB has the tables of outbox. Before the first dead letter of a topic and a group is sent, Replay writes a row
+	// into outbox_audit. Nil writes none.
+	DB *pgxpool.Pool
+	// Schema holds the tables of outbox. Empty means public.
+	Schema string
+	// Audit says who sends the dead letters, and why. Without DB, and in a dry run, none is needed. Required.
+	Audit outboxops.AuditInfo
+
 	// Progress is called after each chosen dead letter was sent, or with the error if it was not. It is
 	// also called for each record that is no dead letter, with the values that [Read] returns for it. All
 	// calls come from one goroutine. Nil is not called.
@@ -50,6 +61,7 @@ func (c ReplayConfig) withDefaults() ReplayConfig {
 	if topic, ok := strings.CutSuffix(c.Topic, deadletter.TopicSuffix); ok && c.To == nil {
 		c.To = []string{topic}
 	}
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	return c
 }
 
@@ -69,6 +81,10 @@ func (c ReplayConfig) validate() error {
 	}
 	if err := kafka.CheckOffsets(c.From); err != nil {
 		errs = append(errs, fmt.Errorf("field From: %w", err))
+	}
+	errs = append(errs, check.Schema(c.Schema))
+	if c.DB != nil && !c.DryRun {
+		errs = append(errs, check.Audit("Audit.", c.Audit.Operator, c.Audit.Reason, maxReason))
 	}
 	return errors.Join(errs...)
 }
@@ -158,6 +174,7 @@ type run struct {
 	reader, originals *kafka.Reader
 	report            ReplayReport
 	groups            map[addressee]bool // groups to which records were sent, and whether they exist
+	audited           map[addressee]bool
 }
 
 // addressee is a group for which dead letters of a topic are sent back.
@@ -185,7 +202,7 @@ func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	return &run{
 		cfg: cfg, client: client, single: single,
 		reader: kafka.NewReader(client), originals: kafka.NewReader(client),
-		groups: map[addressee]bool{},
+		groups: map[addressee]bool{}, audited: map[addressee]bool{},
 	}, nil
 }
 
@@ -225,6 +242,9 @@ type resend struct {
 func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
 	resends, stop := r.choose(ctx, records)
 	if !r.cfg.DryRun {
+		if err := r.audit(ctx, resends); err != nil {
+			return err
+		}
 		r.send(ctx, resends)
 	}
 	for _, s := range resends {

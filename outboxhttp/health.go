@@ -3,48 +3,77 @@ package outboxhttp
 import (
 	"encoding/json"
 	"net/http"
+	"time"
 
 	"github.com/outboxgo/outbox"
 )
 
 // Part is a part of this process whose health a probe reports: a [Relay], a [Consumer] or a [Worker].
-type Part struct {
-	report func(*healthReport) (live, ready bool)
+type Part struct{ health func() state }
+
+// state is the health of a part. Add adds it to a report.
+type state struct {
+	live, ready, works, answered bool
+	add                          func(r *healthReport, ready bool)
 }
 
 // Relay returns the part for an [outbox.Relay].
 func Relay(relay interface{ Health() outbox.RelayHealth }) Part {
-	return Part{func(r *healthReport) (live, ready bool) {
+	return Part{func() state {
 		h := relay.Health()
-		r.Relays = append(r.Relays, relayReport{
-			Relay: h.Relay, Live: h.Live, Ready: h.Ready, Leading: h.Leading, Breaker: h.Breaker.String(),
-			Reasons: append([]string{}, h.Reasons...),
-		})
-		return h.Live, h.Ready
+		return state{h.Live, h.Ready, h.Works, h.Answered, func(r *healthReport, ready bool) {
+			r.Relays = append(r.Relays, relayReport{
+				Relay: h.Relay, Live: h.Live, Ready: ready, Works: h.Works, Answered: h.Answered, Leading: h.Leading, Breaker: h.Breaker.String(),
+				Outages: outagesOf(h.Outages), Reasons: append([]string{}, h.Reasons...),
+			})
+		}}
 	}}
 }
 
 // Consumer returns the part for an [outbox.Consumer].
 func Consumer(consumer interface{ Health() outbox.ConsumerHealth }) Part {
-	return Part{func(r *healthReport) (live, ready bool) {
+	return Part{func() state {
 		h := consumer.Health()
-		r.Consumers = append(r.Consumers, consumerReport{
-			Group: h.Group, Live: h.Live, Ready: h.Ready, Partitions: h.Partitions,
-			Reasons: append([]string{}, h.Reasons...),
-		})
-		return h.Live, h.Ready
+		return state{h.Live, h.Ready, h.Works, h.Answered, func(r *healthReport, ready bool) {
+			r.Consumers = append(r.Consumers, consumerReport{
+				Group: h.Group, Live: h.Live, Ready: ready, Works: h.Works, Answered: h.Answered, Partitions: h.Partitions,
+				Outages: outagesOf(h.Outages), Reasons: append([]string{}, h.Reasons...),
+			})
+		}}
 	}}
 }
 
 // Worker returns the part for an [outbox.Worker].
 func Worker(worker interface{ Health() outbox.WorkerHealth }) Part {
-	return Part{func(r *healthReport) (live, ready bool) {
+	return Part{func() state {
 		h := worker.Health()
-		r.Workers = append(r.Workers, workerReport{
-			Group: h.Group, Live: h.Live, Ready: h.Ready, Deliveries: h.Deliveries,
-			Reasons: append([]string{}, h.Reasons...),
-		})
-		return h.Live, h.Ready
+		return state{h.Live, h.Ready, h.Works, h.Answered, func(r *healthReport, ready bool) {
+			r.Workers = append(r.Workers, workerReport{
+				Group: h.Group, Live: h.Live, Ready: ready, Works: h.Works, Answered: h.Answered, Deliveries: h.Deliveries,
+				Outages: outagesOf(h.Outages), Reasons: append([]string{}, h.Reasons...),
+			})
+		}}
+	}}
+}
+
+// Own returns a part that is not ready before PostgreSQL and Kafka have answered once since Run began. Use it for a
+// process that does nothing else. A rollout then stops at a process with a wrong address or password; it also stops
+// during an outage of Kafka.
+func Own(part Part) Part {
+	return part.readyIf(func(s state) bool { return s.answered })
+}
+
+// Strict returns a part that is ready only while it works: in an outage of Kafka or PostgreSQL it is not ready. Then
+// no process of a service is, and the service gets no requests.
+func Strict(part Part) Part {
+	return part.readyIf(func(s state) bool { return s.works })
+}
+
+func (p Part) readyIf(holds func(state) bool) Part {
+	return Part{func() state {
+		s := p.health()
+		s.ready = s.ready && holds(s)
+		return s
 	}}
 }
 
@@ -52,21 +81,31 @@ func Worker(worker interface{ Health() outbox.WorkerHealth }) Part {
 // live needs a restart; an outage of Kafka or PostgreSQL does not count. The body is that
 // of [Ready].
 func Live(parts ...Part) http.Handler {
-	return health(parts, func(live, _ bool) bool { return live })
+	return health(parts, func(s state) bool { return s.live }, http.StatusServiceUnavailable)
 }
 
 // Ready answers a readiness probe: 200 if all parts are ready, else 503. The body gives
 // the reasons, as JSON; without consumers or workers, it has no list of them:
 //
-//	{"ok": false, "relays": [{"relay": "default", "live": true, "ready": false, "leading": true,
-//	 "breaker": "open", "reasons": ["the circuit breaker is open"]}],
-//	 "consumers": [{"group": "sales", "live": true, "ready": true, "partitions": 4, "reasons": []}],
-//	 "workers": [{"group": "mails", "live": true, "ready": true, "deliveries": 12, "reasons": []}]}
+//	{"ok": true, "relays": [{"relay": "default", "live": true, "ready": true, "works": false, "answered": true,
+//	 "leading": true, "breaker": "open", "reasons": ["the circuit breaker is open"],
+//	 "outages": [{"what": "Kafka", "class": "unreachable", "since": "2026-11-27T12:03:00Z", "error": "dial tcp …"}]}],
+//	 "consumers": [{"group": "sales", "live": true, "ready": true, "works": true, "answered": true, "partitions": 4,
+//	 "reasons": []}],
+//	 "workers": [{"group": "mails", "live": true, "ready": true, "works": true, "answered": true, "deliveries": 12,
+//	 "reasons": []}]}
 //
-// A process whose relay is not ready can still serve requests, because recording needs
-// no relay. Use this probe if the relay runs in a process of its own, or for monitoring.
+// A service stays ready while Kafka is away: it records events, and they wait. It is not ready before PostgreSQL has
+// answered, while Kafka does not serve it, and while Kafka answers other processes of the relay or the group, but not
+// this one. [Own] and [Strict] ask for more, [Health] shows what does not work.
 func Ready(parts ...Part) http.Handler {
-	return health(parts, func(_, ready bool) bool { return ready })
+	return health(parts, func(s state) bool { return s.ready }, http.StatusServiceUnavailable)
+}
+
+// Health answers with the health of the parts as JSON, for people, dashboards and alerts. Its status is always 200. Its
+// body is that of [Ready], but ok says whether all parts work.
+func Health(parts ...Part) http.Handler {
+	return health(parts, func(s state) bool { return s.live && s.works }, http.StatusOK)
 }
 
 type healthReport struct {
@@ -77,41 +116,66 @@ type healthReport struct {
 }
 
 type relayReport struct {
-	Relay   string   `json:"relay"`
-	Live    bool     `json:"live"`
-	Ready   bool     `json:"ready"`
-	Leading bool     `json:"leading"`
-	Breaker string   `json:"breaker"`
-	Reasons []string `json:"reasons"`
+	Relay    string         `json:"relay"`
+	Live     bool           `json:"live"`
+	Ready    bool           `json:"ready"`
+	Works    bool           `json:"works"`
+	Answered bool           `json:"answered"`
+	Leading  bool           `json:"leading"`
+	Breaker  string         `json:"breaker"`
+	Outages  []outageReport `json:"outages,omitempty"`
+	Reasons  []string       `json:"reasons"`
 }
 
 type consumerReport struct {
-	Group      string   `json:"group"`
-	Live       bool     `json:"live"`
-	Ready      bool     `json:"ready"`
-	Partitions int      `json:"partitions"`
-	Reasons    []string `json:"reasons"`
+	Group      string         `json:"group"`
+	Live       bool           `json:"live"`
+	Ready      bool           `json:"ready"`
+	Works      bool           `json:"works"`
+	Answered   bool           `json:"answered"`
+	Partitions int            `json:"partitions"`
+	Outages    []outageReport `json:"outages,omitempty"`
+	Reasons    []string       `json:"reasons"`
 }
 
 type workerReport struct {
-	Group      string   `json:"group"`
-	Live       bool     `json:"live"`
-	Ready      bool     `json:"ready"`
-	Deliveries int      `json:"deliveries"`
-	Reasons    []string `json:"reasons"`
+	Group      string         `json:"group"`
+	Live       bool           `json:"live"`
+	Ready      bool           `json:"ready"`
+	Works      bool           `json:"works"`
+	Answered   bool           `json:"answered"`
+	Deliveries int            `json:"deliveries"`
+	Outages    []outageReport `json:"outages,omitempty"`
+	Reasons    []string       `json:"reasons"`
 }
 
-func health(parts []Part, ok func(live, ready bool) bool) http.Handler {
+type outageReport struct {
+	What  string    `json:"what"`
+	Class string    `json:"class"`
+	Since time.Time `json:"since"`
+	Err   string    `json:"error"`
+}
+
+func outagesOf(outages []outbox.Outage) (all []outageReport) {
+	for _, o := range outages {
+		all = append(all, outageReport{o.What, o.Class, o.Since.UTC(), o.Err})
+	}
+	return all
+}
+
+func health(parts []Part, ok func(state) bool, otherwise int) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		report := healthReport{OK: true, Relays: []relayReport{}}
 		for _, part := range parts {
-			report.OK = ok(part.report(&report)) && report.OK
+			s := part.health()
+			s.add(&report, s.ready)
+			report.OK = ok(s) && report.OK
 		}
 		w.Header().Set("Content-Type", "application/json")
 		w.Header().Set("Cache-Control", "no-store")
 		w.Header().Set("X-Content-Type-Options", "nosniff")
 		if !report.OK {
-			w.WriteHeader(http.StatusServiceUnavailable)
+			w.WriteHeader(otherwise)
 		}
 		_ = json.NewEncoder(w).Encode(report) // the client has gone
 	})

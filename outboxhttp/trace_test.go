@@ -198,7 +198,7 @@ func TestTraceReachesHandler(t *testing.T) {
 	tries := 0
 	handled := make(chan string, 1)
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(brokers), events,
-		topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond}, Logger: log, From: outbox.FromStart}},
+		topic, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema, Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxOutage: -1}, Logger: log, From: outbox.FromStart}},
 		outbox.Handle("SEEN", func(ctx context.Context, tx pgx.Tx, e happened, m outbox.Metadata) error {
 			if tries++; tries < 3 { // together with others, then alone
 				return context.Canceled

@@ -2,48 +2,29 @@ package outboxops
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // AuditInfo is the operator and the reason of an action. It goes into outbox_audit.
 type AuditInfo struct {
-	// Operator names the user who acts, in at most 100 characters. The application chooses the name, and a
-	// user who may act can write any name. AuditEntry.Login is the name that PostgreSQL knows. Required.
+	// Operator names the user who acts, in at most 100 characters that can be printed, with a letter or a
+	// digit. The application chooses the name, and a user who may act can write any name. AuditEntry.Login is
+	// the name that PostgreSQL knows. Required.
 	Operator string
-	// Reason is why. Required.
+	// Reason is why, with a letter or a digit. Required.
 	Reason string
 }
 
-const (
-	maxOperator = 100
-	maxReason   = 10_000
-)
-
 func (a AuditInfo) check() error {
-	var errs []error
-	for _, field := range []struct {
-		name, text string
-		limit      int
-	}{{"Operator", a.Operator, maxOperator}, {"Reason", a.Reason, maxReason}} {
-		err := check.Text(field.text, field.limit)
-		if err == nil && strings.TrimSpace(field.text) == "" {
-			err = outbox.ErrEmpty
-		}
-		if err != nil {
-			errs = append(errs, fmt.Errorf("field %s %w", field.name, err))
-		}
-	}
-	if err := errors.Join(errs...); err != nil {
+	const maxReason = 10_000
+	if err := check.Audit("", a.Operator, a.Reason, maxReason); err != nil {
 		return fmt.Errorf("outbox: audit info: %w", err)
 	}
 	return nil
@@ -66,10 +47,14 @@ type AuditEntry struct {
 	//   - on failures: retry, resolve, edit, hold or release, and read for a payload that was shown
 	//   - on a consumer group: pause, resume or rewind
 	//   - on groups that move: to-kafka, to-postgres, finish-cut or cancel-cut
-	//   - replay for events that were sent to Kafka again, and forget for removed notes of a group
+	//   - on a relay: from-debezium, begin-relay or to-debezium
+	//   - replay for events that were sent to Kafka again, forget for removed notes of a group, and forget-action
+	//     for an action that a group no longer has
+	//   - expire for a dropped partition of an archive
 	Action string
 	// Relay, Topic and Key are where the event belongs; of a delivery without Relay. Of a
-	// consumer group there is only Topic, empty for all of them.
+	// consumer group there is only Topic, empty for all of them. Of a dropped partition, Key is its schema
+	// and name.
 	Relay, Topic, Key string
 	// Group is the consumer group of the delivery. It is also a group that was paused, resumed, rewound or
 	// moved, or the only group for which events were sent again. Otherwise it is empty. Handler is
@@ -110,7 +95,7 @@ type AuditPage struct {
 const sqlAudit = `
 SELECT id, created_at, operator, login, reason, action, relay, pg_catalog.split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
-       coalesce(consumer_group, ''), coalesce(delivery_id, 0), coalesce(handler, ''), num_nonnulls(payload, payload_bytes) > 0
+       coalesce(consumer_group, ''), coalesce(delivery_id, 0), coalesce(handler, ''), pg_catalog.num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit
  WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR delivery_id = $2) AND ($3::bigint = 0 OR id < $3)
    AND ($5::bool OR action <> 'read')

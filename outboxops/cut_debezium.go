@@ -45,7 +45,8 @@ const (
 //
 // At the cut, no transaction that has recorded an event may be open. FromDebezium waits for such
 // transactions until ctx ends, in steps of 100 ms with pauses. During a step, other transactions wait
-// behind it. The error is [ErrCutRefused] if the relay has begun already, or the publication has no events.
+// behind it. The error is [ErrCutRefused] if the relay has begun already, or the publication has no events
+// or is not one of outbox: outbox.Migrate makes it one.
 // It is also an error if the progress of the connector is unknown, because the slot does not exist or the
 // role must not read it: see [Cuts.DebeziumProgress]. Nothing is cut then.
 func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
@@ -67,7 +68,7 @@ func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo)
 // At the cut, no transaction that has recorded an event may be open, and recording waits until the relay
 // has sent the last events. ToDebezium waits for both until ctx ends, in steps of at most 400 ms with
 // pauses. The error is [ErrCutRefused] if failed events wait to be sent, if the publication has the events
-// already, or if there is no slot.
+// already or is not one of outbox, or if there is no slot.
 func (c *Cuts) ToDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
 	return c.cutDebezium(ctx, "cut to Debezium", cut, why, func(tx pgx.Tx) (done bool, err error) {
 		err = tx.QueryRow(ctx, c.toDebezium, cut.Publication, cut.Slot, cut.Relay, why.Operator, why.Reason).Scan(&done)

@@ -137,11 +137,11 @@ const (
 )
 
 // ErrNoCut means that a relay has no cut: none was made, or it is finished or canceled.
-var ErrNoCut = errors.New("outbox: there is no cut at this relay")
+var ErrNoCut = errors.New("there is no cut at this relay")
 
 // ErrCutRefused means that the state of groups or a relay does not allow a cut, or that events in front of
 // the cut are not handled yet. The text says which.
-var ErrCutRefused = errors.New("outbox: the cut is refused")
+var ErrCutRefused = errors.New("the cut is refused")
 
 // ToKafka cuts active groups off from their workers. The workers take the events up to this moment, and the
 // relay begins behind it once Finish is called. The relay must be new, or its groups must have been moved

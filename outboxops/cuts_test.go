@@ -323,6 +323,55 @@ func TestCutLeavesRelayToDebezium(t *testing.T) {
 	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"c"}, "r", nil, why))
 }
 
+// A cut changes only publications that Migrate has made or accepted. An operator could otherwise stop what another
+// service replicates, or send events where they do not belong.
+func TestCutTakesNoOthersPublication(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	name := "cut_" + strconv.FormatUint(rand.Uint64(), 36)
+	tables := func() string {
+		return f.text(`SELECT coalesce(string_agg(tablename, ' '), 'nothing') FROM pg_publication_tables WHERE pubname = $1`, name)
+	}
+	comment := func() string {
+		return f.text(`SELECT coalesce(obj_description(oid, 'pg_publication'), '') FROM pg_publication WHERE pubname = $1`, name)
+	}
+	migrate := func() {
+		t.Helper()
+		require.NoError(t, outbox.Migrate(t.Context(), f.db, outbox.MigrateConfig{Schema: f.schema, Publication: name}))
+	}
+	t.Cleanup(func() { f.do(`DROP PUBLICATION IF EXISTS ` + name) })
+	refuses := func(sql, args string) {
+		t.Helper()
+		_, err := f.db.Exec(t.Context(), pg.InSchema(`SELECT {schema}.`+sql+`('`+name+`', `+args+`, 'kim', 'x')`, f.schema))
+		require.Equal(t, "55000", pg.Code(err), "%v", err)
+		require.ErrorContains(t, err, "publication "+name+" is not one of outbox")
+		require.ErrorContains(t, err, "outbox migrate up --publication "+name)
+	}
+
+	f.do(`CREATE PUBLICATION ` + name + ` FOR TABLE {schema}.outbox WITH (publish = 'insert', publish_via_partition_root = true)`)
+	f.do(`COMMENT ON PUBLICATION ` + name + ` IS 'outbox and others, for the warehouse'`)
+	refuses("outbox_cut_from_debezium", "'r'")
+	require.Equal(t, "outbox", tables())
+	f.do(`ALTER PUBLICATION ` + name + ` DROP TABLE {schema}.outbox`)
+	refuses("outbox_cut_to_debezium", "'slot', 'r'")
+	require.Equal(t, "nothing", tables())
+
+	f.do(`ALTER PUBLICATION ` + name + ` ADD TABLE {schema}.outbox`)
+	for range 2 { // Migrate marks it once, and keeps what the comment said
+		migrate()
+		require.Regexp(t, `^outbox: \S.*; outbox and others, for the warehouse$`, comment())
+	}
+	f.do(`COMMENT ON PUBLICATION ` + name + ` IS NULL`) // with the trigger there
+	refuses("outbox_cut_from_debezium", "'r'")
+	migrate()
+	f.do(`SELECT {schema}.outbox_cut_from_debezium($1, 'r', 'kim', 'x')`, name)
+	require.Equal(t, "nothing", tables())
+
+	f.do(`DROP PUBLICATION ` + name)
+	migrate()
+	require.Regexp(t, `^outbox: [^;]+$`, comment())
+}
+
 // A relay that is started meanwhile waits, and makes itself no position.
 func TestRelayWaitsForCut(t *testing.T) {
 	t.Parallel()

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -37,6 +38,7 @@ var unfinished = []string{DeliveryPending, DeliveryParked, DeliveryProcessing, D
 type Deliveries struct {
 	db                    *pgxpool.Pool
 	rows                  tables.DeliveryReader
+	groups                tables.GroupReader
 	sqlGroups, sqlCursors string
 }
 
@@ -52,7 +54,7 @@ func NewDeliveries(db *pgxpool.Pool, cfg DeliveriesConfig) (*Deliveries, error) 
 	if err := checkDB(db, &cfg.Schema); err != nil {
 		return nil, fmt.Errorf("outbox: deliveries config: %w", err)
 	}
-	return &Deliveries{db: db, rows: tables.NewDeliveryReader(db, cfg.Schema),
+	return &Deliveries{db: db, rows: tables.NewDeliveryReader(db, cfg.Schema), groups: tables.NewGroupReader(db, cfg.Schema),
 		sqlGroups: pg.InSchema(sqlDeliveryGroups, cfg.Schema), sqlCursors: pg.InSchema(tables.SQLPositions, cfg.Schema)}, nil
 }
 
@@ -153,6 +155,41 @@ func (d *Deliveries) Groups(ctx context.Context) ([]DeliveryGroup, error) {
 	for i := range all {
 		c := cursors[all[i].Group]
 		all[i].Pending, all[i].PendingMore, all[i].Oldest, all[i].ProgressAt = c.Pending, c.PendingMore, c.Oldest, c.MovedAt
+	}
+	return all, nil
+}
+
+// Waiting counts what a group still has to handle, or each group for "", by action, topic and status, wherever it
+// waits:
+//
+//   - pending: committed events that no worker has looked at, up to 100,000; without an action and a topic
+//   - waiting, failed, parked and dead: deliveries, each counted up to [outbox.MaxCounted]
+//   - missed: offsets that an action lacks, because members of the group without it have read them, up to the position
+//     that the group has saved last
+//
+// Records that the group has not read are the lag, see [Consumers.Lag].
+func (d *Deliveries) Waiting(ctx context.Context, group string) ([]outbox.EventCount, error) {
+	counts, err := d.groups.Waiting(ctx, group, outbox.MaxCounted)
+	if err == nil {
+		var missed []tables.EventCount
+		missed, err = d.groups.Missed(ctx, group)
+		counts = append(counts, missed...)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: count what waits: %w", orNotMigrated(err))
+	}
+	workers, err := d.Groups(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var all []outbox.EventCount
+	for _, c := range counts {
+		all = append(all, outbox.EventCount(c))
+	}
+	for _, g := range workers {
+		if g.Pending > 0 && g.State != SubscriptionLeft && (group == "" || g.Group == group) {
+			all = append(all, outbox.EventCount{Group: g.Group, Status: tables.StatusPending, Events: int(g.Pending), Oldest: g.Oldest})
+		}
 	}
 	return all, nil
 }

@@ -105,7 +105,7 @@ const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_typ
 const relayColumns = `
        ARRAY(SELECT relay::text FROM positions AS s WHERE ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
        ARRAY(SELECT relay::text FROM positions AS s WHERE NOT ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
-       (SELECT jsonb_agg(jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
+       (SELECT pg_catalog.jsonb_agg(pg_catalog.jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
           FROM positions AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id AND f.event_id = o.event_id)`
 
 const notOfWorkers = ` AND NOT pg_catalog.starts_with(relay, '` + tables.WorkerPrefix + `')`

@@ -65,9 +65,25 @@ func (i *Inspector) Relays(ctx context.Context) ([]outbox.RelayStatus, error) {
 	}
 	all := make([]outbox.RelayStatus, len(relays))
 	for n, r := range relays {
-		all[n] = outbox.RelayStatus(r)
+		all[n] = relayStatusOf(r)
 	}
 	return all, nil
+}
+
+func relayStatusOf(r tables.Relay) outbox.RelayStatus {
+	s := outbox.RelayStatus{
+		Name: r.Name, Holder: r.Holder, Epoch: r.Epoch, LeaseUntil: r.LeaseUntil, MovedAt: r.MovedAt,
+		Pending: r.Pending, PendingMore: r.PendingMore, Oldest: r.Oldest,
+		Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
+	}
+	if said := r.Said; said != nil {
+		b, since := said.RelayBreaker()
+		s.Said = &outbox.RelayState{At: said.At, KafkaAt: said.KafkaAt, Works: said.Works, Reasons: said.Reasons, Breaker: outbox.BreakerState(b), BreakerSince: since}
+		for _, o := range said.Outages {
+			s.Said.Outages = append(s.Said.Outages, outbox.Outage(o))
+		}
+	}
+	return s
 }
 
 // Stale counts events that were recorded longer than after ago and are not finished, by relay or consumer

@@ -2,6 +2,7 @@ package outboxops
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -16,7 +17,8 @@ import (
 // their committed offsets to the ends of the partitions, without records that Kafka has removed. It asks
 // Kafka about the topics in which a group has committed offsets or has begun. A group begins a partition
 // without a committed offset at the first record. Records that are no events count too, and so do the marks
-// of Kafka transactions.
+// of Kafka transactions. The error names the groups and topics that Kafka does not tell about; the lag of the others is
+// returned with it.
 func (c *Consumers) Lag(ctx context.Context, opts []kgo.Opt, groups []ConsumerGroup) (map[string]map[string]int64, error) {
 	client, err := kafka.NewClient(opts)
 	if err != nil {
@@ -24,16 +26,20 @@ func (c *Consumers) Lag(ctx context.Context, opts []kgo.Opt, groups []ConsumerGr
 	}
 	defer client.Close()
 	all := map[string]map[string]int64{}
+	var errs []error
 	for _, g := range groups {
 		begun := map[string]bool{}
 		for _, t := range g.Topics {
 			begun[t.Topic] = t.Partitions > 0
 		}
 		if all[g.Group], err = lagOf(ctx, client, g.Group, begun); err != nil {
-			return nil, fmt.Errorf("outbox: lag of consumer group %s: %w", g.Group, err)
+			errs = append(errs, fmt.Errorf("outbox: lag of consumer group %s: %w", g.Group, err))
+		}
+		if err != nil && !kafka.IsAnswer(err) { // Kafka does not answer, and would not for other groups
+			break
 		}
 	}
-	return all, nil
+	return all, errors.Join(errs...)
 }
 
 // DeadLetterTopic is a topic with the dead letters of another one.
@@ -46,7 +52,8 @@ type DeadLetterTopic struct {
 }
 
 // DeadLetters returns the dead-letter topics of the topics that groups have begun with, sorted by
-// name: those that Kafka has, under the names of [outbox.DeadLetterTopic]. It asks Kafka.
+// name: those that Kafka has, under the names of [outbox.DeadLetterTopic]. It asks Kafka. The error names the
+// topics that Kafka does not tell about; the others are returned with it.
 func (c *Consumers) DeadLetters(ctx context.Context, opts []kgo.Opt, groups []ConsumerGroup) ([]DeadLetterTopic, error) {
 	of := map[string]string{}
 	for _, g := range groups {
@@ -63,62 +70,69 @@ func (c *Consumers) DeadLetters(ctx context.Context, opts []kgo.Opt, groups []Co
 	defer client.Close()
 	records, err := recordsOf(ctx, client, slices.Sorted(maps.Keys(of)))
 	if err != nil {
-		return nil, fmt.Errorf("outbox: dead-letter topics: %w", err)
+		err = fmt.Errorf("outbox: dead-letter topics: %w", err)
 	}
 	var all []DeadLetterTopic
 	for _, topic := range slices.Sorted(maps.Keys(records)) {
 		all = append(all, DeadLetterTopic{topic, of[topic], records[topic]})
 	}
-	return all, nil
+	return all, err
 }
 
-// recordsOf returns the numbers of records in topics, without topics that do not exist.
+// recordsOf returns the numbers of records in topics, without topics that do not exist. With an error come those of the
+// topics that Kafka tells about.
 func recordsOf(ctx context.Context, client *kgo.Client, topics []string) (map[string]int64, error) {
 	partitions, err := kafka.PartitionsOf(ctx, client, topics)
-	if err != nil {
-		return nil, err
-	}
-	firsts, ends := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
+	wanted := map[kafka.Partition]int64{}
 	for _, p := range partitions {
-		firsts[p], ends[p] = kafka.FirstOffset, kafka.EndOffset
+		wanted[p] = kafka.FirstOffset
 	}
-	if firsts, err = kafka.ListOffsets(ctx, client, kafka.Uncommitted, firsts); err != nil {
-		return nil, err
+	firsts, ferr := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
+	for p := range wanted {
+		wanted[p] = kafka.EndOffset
 	}
-	if ends, err = kafka.ListOffsets(ctx, client, kafka.Uncommitted, ends); err != nil {
-		return nil, err
-	}
+	ends, eerr := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
 	records := map[string]int64{}
-	for p, end := range ends {
+	for p, end := range onlyWhole(ends, wanted, firsts) {
 		records[p.Topic] += max(0, end-firsts[p])
 	}
-	return records, nil
+	return records, errors.Join(err, ferr, eerr)
+}
+
+// onlyWhole returns offsets without the topics that lack a wanted partition in one of the answers.
+func onlyWhole(offsets, wanted map[kafka.Partition]int64, others ...map[kafka.Partition]int64) map[kafka.Partition]int64 {
+	lacking := map[string]bool{}
+	for p := range wanted {
+		for _, answer := range append(others, offsets) {
+			if _, known := answer[p]; !known {
+				lacking[p.Topic] = true
+			}
+		}
+	}
+	whole := maps.Clone(offsets)
+	maps.DeleteFunc(whole, func(p kafka.Partition, _ int64) bool { return lacking[p.Topic] })
+	return whole
 }
 
 // lagOf returns the lag of a group by topic. Begun are topics in addition to those with committed
-// offsets.
+// offsets. With an error comes the lag in the topics that Kafka tells about.
 func lagOf(ctx context.Context, client *kgo.Client, group string, begun map[string]bool) (map[string]int64, error) {
 	committed, err := kafka.AllGroupOffsets(ctx, client, group)
 	if err != nil {
 		return nil, err
 	}
 	ends, err := endsOf(ctx, client, committed, begun)
-	if err != nil {
-		return nil, err
-	}
-	unread, err := unreadOf(ctx, client, committed, ends)
-	if err != nil {
-		return nil, err
-	}
+	unread, uerr := unreadOf(ctx, client, committed, ends)
 	lag := map[string]int64{}
-	for p := range ends {
-		lag[p.Topic] += unread[p]
+	for p, n := range onlyWhole(unread, ends) {
+		lag[p.Topic] += n
 	}
-	return lag, nil
+	return lag, errors.Join(err, uerr)
 }
 
 // endsOf returns the ends of all partitions of the topics that a group reads: those in which it
-// has committed offsets, and those that it has begun with.
+// has committed offsets, and those that it has begun with. With an error come the ends of the topics that Kafka tells
+// about.
 func endsOf(ctx context.Context, client *kgo.Client, committed map[kafka.Partition]int64, begun map[string]bool) (map[kafka.Partition]int64, error) {
 	topics := maps.Clone(begun)
 	maps.DeleteFunc(topics, func(_ string, begun bool) bool { return !begun })
@@ -126,27 +140,32 @@ func endsOf(ctx context.Context, client *kgo.Client, committed map[kafka.Partiti
 		topics[p.Topic] = true
 	}
 	partitions, err := kafka.PartitionsOf(ctx, client, slices.Sorted(maps.Keys(topics)))
-	if err != nil {
-		return nil, err
-	}
 	wanted := map[kafka.Partition]int64{}
 	for _, p := range partitions {
 		wanted[p] = kafka.EndOffset
 	}
-	return kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
+	ends, eerr := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
+	return onlyWhole(ends, wanted), errors.Join(err, eerr)
 }
 
 // unreadOf returns the number of records that a group still has to read before the ends of partitions. A
-// partition without a committed offset counts from its first record.
+// partition without a committed offset counts from its first record. A partition about which Kafka returns an error is
+// not in the result.
 func unreadOf(ctx context.Context, client *kgo.Client, committed, ends map[kafka.Partition]int64) (map[kafka.Partition]int64, error) {
-	wanted := map[kafka.Partition]int64{}
+	wanted, unread := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
 	for p, end := range ends {
+		unread[p] = 0
 		if committed[p] < end {
 			wanted[p] = kafka.FirstOffset
 		}
 	}
-	unread, err := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
-	for p, first := range unread {
+	firsts, err := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
+	for p := range wanted {
+		first, known := firsts[p]
+		if !known {
+			delete(unread, p)
+			continue
+		}
 		unread[p] = max(0, ends[p]-max(first, committed[p]))
 	}
 	return unread, err

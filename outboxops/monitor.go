@@ -29,10 +29,11 @@ type MonitorConfig struct {
 	Logger *slog.Logger
 }
 
-// Monitor sends alerts about the relays and consumer groups of a schema, from the state of the database:
-// all alerts except [outbox.AlertBreaker]. Relays that lead send alerts themselves, and workers do if no
-// relay leads. A monitor is for processes that run neither, so that alerts are sent even if no relay and no
-// worker runs. If several monitors run, each sends alerts.
+// Monitor sends alerts about the relays and consumer groups of a schema, from the state of the database. It knows a
+// breaker by what the leader has said, see [outbox.RelayStatus].
+//
+// Relays that lead send alerts themselves, and workers do if no relay leads. A monitor is for processes that run
+// neither, so that alerts are sent even if no relay and no worker runs. If several monitors run, each sends alerts.
 type Monitor struct {
 	watch   *watch.Watch
 	log     *slog.Logger
@@ -65,7 +66,7 @@ func settingsOf(c outbox.AlertConfig) watch.Settings {
 }
 
 func alertOf(a watch.Alert) outbox.Alert {
-	alert := outbox.Alert{Kind: outbox.AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: outbox.RelayStatus(a.Status), Died: a.Died,
+	alert := outbox.Alert{Kind: outbox.AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: relayStatusOf(a.Status), Died: a.Died,
 		Group: a.Group, Topic: a.Topic, Lost: a.Lost}
 	for _, d := range a.Dead {
 		alert.Dead = append(alert.Dead, outbox.DeadEvent{FailedEvent: outbox.FailedEvent(d.Event), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
@@ -81,14 +82,14 @@ func alertOf(a watch.Alert) outbox.Alert {
 // logged; [outbox.ErrNotMigrated] is returned.
 func (m *Monitor) Run(ctx context.Context) error {
 	if !m.running.CompareAndSwap(false, true) {
-		return outbox.ErrRunning
+		return fmt.Errorf("outbox: monitor: %w", outbox.ErrRunning)
 	}
 	defer m.running.Store(false)
 	postgres := outage.NewLog(m.log, "PostgreSQL, for the monitor,")
 	for ctx.Err() == nil {
 		err := m.watch.Check(ctx)
 		if pg.IsUndefined(err) {
-			return orNotMigrated(err)
+			return fmt.Errorf("outbox: monitor: %w", orNotMigrated(err))
 		}
 		pause := m.watch.Interval()
 		if ctx.Err() == nil {

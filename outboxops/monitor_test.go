@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
 	"github.com/stretchr/testify/require"
@@ -306,4 +307,32 @@ func TestMonitorWithoutTables(t *testing.T) {
 	ctx, cancel := context.WithCancel(background)
 	cancel()
 	require.NoError(t, m.Run(ctx))
+}
+
+// A monitor alerts to the breaker of a relay that another process leads, by the row of the leader. While the state of
+// the breaker is unknown, it says nothing.
+func TestMonitorKnowsBreakers(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	box := &mailbox{}
+	says := func(expires, state string) {
+		t.Helper()
+		_, err := h.db.Exec(t.Context(), pg.InSchema(`INSERT INTO {schema}.outbox_lease (name, holder, epoch, expires_at, state, state_at, kafka_at)
+			VALUES ('default', 'there/1/x', 7, now() + $1::text::interval, $2::text::jsonb, now(), now())
+			ON CONFLICT ON CONSTRAINT outbox_lease_pkey DO UPDATE SET expires_at = excluded.expires_at, state = excluded.state`, h.schema), expires, state)
+		require.NoError(t, err)
+	}
+	says("1 hour", `{"epoch": 7, "breakers": [{"state": "open", "since": "2026-11-27T12:03:00Z"}],
+		"outages": [{"what": "Kafka", "class": "unreachable", "since": "2026-11-27T12:02:50Z", "error": "dial tcp"}]}`)
+	monitor := h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond})
+	testenv.Run(t, monitor.Run)
+	a := box.await(t, outbox.AlertBreaker, false)
+	require.Equal(t, "relay default: the circuit breaker is open, not closed since 2026-11-27T12:03:00Z: Kafka has been failing since 2026-11-27T12:02:50Z (unreachable)", a.String())
+	require.Equal(t, "unreachable", a.Status.Said.Outages[0].Class)
+
+	says("-1 s", `{"epoch": 7, "works": true}`)
+	says("1 hour", `{"epoch": 6, "works": true}`)
+	says("1 hour", `{"epoch": 7, "works": true}`)
+	box.await(t, outbox.AlertBreaker, true)
+	require.Equal(t, "breaker_open breaker_open!", box.received(outbox.AlertBreaker))
 }

@@ -11,13 +11,15 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // ErrUnreadable is in the field PayloadErr of [Failure], [RecordedEvent] and [AuditEntry] if PostgreSQL
 // cannot print a payload. It is also there if printing takes longer than 5 s, or gives more than the field
 // MaxRead of the configuration, by default 100 MiB. A few kilobytes of jsonb may be that much, because
-// PostgreSQL prints 1e131000 as 131,001 digits.
+// PostgreSQL prints 1e131000 as 131,001 digits. A dead delivery of more than 64 KiB has its payload in its dead letter
+// only.
 var ErrUnreadable = errors.New("the payload cannot be read")
 
 const (
@@ -31,6 +33,7 @@ type reader struct {
 	db                       *pgxpool.Pool
 	most                     int // bytes of one of them
 	payload, headers, stored string
+	deadLetter               string // of deliveries: it finds the dead letter that alone has the value
 }
 
 // A column is printed once, in a subquery of its own.
@@ -41,6 +44,9 @@ const (
 	storedBytes = `SELECT coalesce(pg_catalog.pg_column_size(payload), pg_catalog.pg_column_size(payload_bytes), 0) FROM {schema}.{table} WHERE id = $1`
 )
 
+// sqlDeadLetterOf returns the place of the dead letter that alone has the value of a delivery.
+const sqlDeadLetterOf = `SELECT coalesce(d.dead_letter, '') FROM {schema}.event_delivery AS d WHERE d.id = $1`
+
 func newReader(db *pgxpool.Pool, schema, table string, most int) reader {
 	in := func(sql, column string) string {
 		return pg.InSchema(strings.NewReplacer("{table}", table, "{column}", column).Replace(sql), schema)
@@ -48,6 +54,7 @@ func newReader(db *pgxpool.Pool, schema, table string, most int) reader {
 	r := reader{db: db, most: most,
 		payload: in(boundedText, payloadText), headers: in(boundedText, `pg_catalog.convert_to(headers::text, 'UTF8')`), stored: in(storedBytes, "")}
 	if table == "event_delivery" {
+		r.deadLetter = in(sqlDeadLetterOf, "")
 		r.headers = in(boundedText, `coalesce(record, pg_catalog.convert_to(headers::text, 'UTF8'))`)
 	}
 	return r
@@ -56,6 +63,16 @@ func newReader(db *pgxpool.Pool, schema, table string, most int) reader {
 // readPayload returns the payload of a row, nil if it has none, or the reason why it cannot
 // be read, which is [ErrUnreadable]. err is any other error, [pgx.ErrNoRows] for example.
 func (r reader) readPayload(ctx context.Context, id int64) (payload []byte, reason, err error) {
+	if r.deadLetter != "" {
+		var place string
+		if err := r.db.QueryRow(ctx, r.deadLetter, id).Scan(&place); err != nil {
+			return nil, nil, err
+		}
+		if place != "" {
+			return nil, fmt.Errorf("%w: only the dead letter %s has it, as long as Kafka keeps that; a retry needs outbox dlq replay %s",
+				ErrUnreadable, place, deadletter.TopicOf(place)), nil
+		}
+	}
 	payload, err = r.read(ctx, r.payload, id)
 	if !isUnreadable(ctx, err) {
 		return payload, nil, err

@@ -93,7 +93,7 @@ type RewoundPartition struct {
 }
 
 // ErrGroupActive is returned by [Rewind] while the group has members: stop them first.
-var ErrGroupActive = errors.New("outbox: the consumer group has members")
+var ErrGroupActive = errors.New("the consumer group has members")
 
 // Rewind sets a consumer group back, so that it reads records again when its members are started. Use it
 // after PostgreSQL was restored to a point in time, or after a failover that lost transactions. These may
@@ -420,7 +420,7 @@ SELECT count(*) FILTER (WHERE noted), count(*) FILTER (WHERE NOT noted AND at < 
   FROM (SELECT k.at, EXISTS (SELECT FROM {schema}.event_handled AS h
                               WHERE h.consumer_group = $1 AND h.aggregate_type = k.type
                                 AND (h.aggregate_id = k.id AND (h.event_source IS NULL OR h.event_source = k.source) OR h.aggregate_id = k.beside)) AS noted
-          FROM unnest($2::varchar[], $3::varchar[], $4::varchar[], $5::varchar[], $6::timestamptz[]) AS k (type, id, source, beside, at)) AS k`
+          FROM unnest($2::text[], $3::text[], $4::text[], $5::text[], $6::timestamptz[]) AS k (type, id, source, beside, at)) AS k`
 
 func newNotes(ctx context.Context, db *pgxpool.Pool, schema, group string) (*notes, error) {
 	n := &notes{db: db, group: group, sql: pg.InSchema(sqlCountNoted, schema)}

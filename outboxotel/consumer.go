@@ -20,6 +20,7 @@ type handlers struct {
 	*Telemetry
 	outcomes
 	results
+	names  names              // a worker's streams are texts of writers, and take no room from the topics of relays
 	system attribute.KeyValue // what brings the events
 	group  attribute.KeyValue
 	skips  bool                                        // events of unknown types are skipped
@@ -37,7 +38,7 @@ type handlerKey struct{ topic, eventType, action, outcome string }
 
 func (t *Telemetry) handlersOf(group string, cfg outbox.HandlerConfig, system attribute.KeyValue, outcomes outcomes, results results) *handlers {
 	h := &handlers{
-		Telemetry: t, outcomes: outcomes, results: results, system: system, group: semconv.MessagingConsumerGroupName(group),
+		Telemetry: t, outcomes: outcomes, results: results, names: newNames(), system: system, group: semconv.MessagingConsumerGroupName(group),
 		skips: cfg.Unknown == outbox.SkipUnknown,
 	}
 	t.mu.Lock()
@@ -129,12 +130,14 @@ func (h *handlers) breakerOf(action string) *atomic.Int64 {
 
 // failureOf returns the attributes of a try that failed.
 func (h *handlers) failureOf(m outbox.Metadata, action string, err error) metric.MeasurementOption {
-	return h.set(h.group, semconv.MessagingDestinationName(m.Topic()), semconv.CloudEventsEventType(m.Type),
+	topic, eventType := h.names.of(m.Topic(), m.Type, true)
+	return h.set(h.group, semconv.MessagingDestinationName(topic), semconv.CloudEventsEventType(eventType),
 		actionKey.String(action), semconv.ErrorTypeKey.String(h.cfg.ErrorType(err)))
 }
 
 // count counts an event and action with a result.
 func (h *handlers) count(topic, eventType, action, result string) {
+	topic, eventType = h.names.of(topic, eventType, true)
 	h.processed.Add(context.Background(), 1, h.counts.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
 		return h.set(append(h.about(topic, eventType, action), resultKey.String(result))...)
 	}))
@@ -176,7 +179,8 @@ func (h *handlers) handle(ctx context.Context, call outbox.HandlerCall, next fun
 
 // handler returns the attributes of a call of a handler.
 func (h *handlers) handler(m outbox.Metadata, action string, err error) metric.MeasurementOption {
-	key := handlerKey{topic: m.Topic(), eventType: m.Type, action: action}
+	topic, eventType := h.names.of(m.Topic(), m.Type, true)
+	key := handlerKey{topic: topic, eventType: eventType, action: action}
 	if err != nil {
 		key.outcome = h.cfg.ErrorType(err)
 	}

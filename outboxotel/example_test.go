@@ -2,6 +2,8 @@ package outboxotel_test
 
 import (
 	"context"
+	"errors"
+	"log"
 	"log/slog"
 	"net/http"
 	"os"
@@ -13,7 +15,6 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxhttp"
-	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxotel"
 )
 
@@ -26,7 +27,9 @@ func Example() {
 		relay := must(outbox.NewRelay(db, kafka, tel.Relay(outbox.RelayConfig{})))
 		cfg := tel.Consumer("sales", outbox.ConsumerConfig{})
 		sales := must(outbox.NewConsumer(db, kafka, events, "sales", cfg, outbox.Handle("SALE_COUNTED", countSale)))
-		tel.Watch(must(outboxops.NewInspector(db, outboxops.InspectorConfig{})), sales)
+		if err := errors.Join(tel.WatchDatabase(db, ""), tel.WatchConsumers(sales)); err != nil {
+			log.Fatal(err)
+		}
 		// Events and the log lines of their handlers have the X-Trace-Id of the request.
 		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, mux)
 		slog.SetDefault(slog.New(outboxhttp.LogTrace(slog.NewJSONHandler(os.Stdout, nil))))

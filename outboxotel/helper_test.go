@@ -127,6 +127,13 @@ func (s *scene) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...ou
 	return c
 }
 
+// watch has the telemetry watch the database, and consumers.
+func (s *scene) watch(t testing.TB, consumers ...*outbox.Consumer) {
+	t.Helper()
+	require.NoError(t, s.tel.WatchDatabase(s.db, s.schema))
+	require.NoError(t, s.tel.WatchConsumers(consumers...))
+}
+
 // eventually waits for a condition.
 func eventually(t testing.TB, met func() bool, msg string, args ...any) {
 	t.Helper()

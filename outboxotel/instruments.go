@@ -18,6 +18,7 @@ const (
 	actionKey  = attribute.Key("outbox.action")
 	resultKey  = attribute.Key("outbox.result")
 	watchedKey = attribute.Key("outbox.watched")
+	outageKey  = attribute.Key("outbox.outage")
 )
 
 // Names of operations, for messaging.operation.name.
@@ -44,7 +45,9 @@ type instruments struct {
 	handlerTook                      metric.Float64Histogram
 	consumerOutcomes, workerOutcomes outcomes
 
-	leader, breaker                       metric.Int64ObservableGauge
+	leader, breaker, state                metric.Int64ObservableGauge
+	members, groupBreakers                metric.Int64ObservableGauge
+	outageAge                             metric.Float64ObservableGauge
 	pending, led, stored, keys, lag, isUp metric.Int64ObservableGauge
 	age                                   metric.Float64ObservableGauge
 	stale                                 metric.Int64ObservableGauge
@@ -52,6 +55,8 @@ type instruments struct {
 
 	owed, atWork, givenUp, backlog metric.Int64ObservableGauge
 	owedAge, backlogAge            metric.Float64ObservableGauge
+	waiting                        metric.Int64ObservableGauge
+	waitingAge                     metric.Float64ObservableGauge
 }
 
 // outcomes count what becomes of events in handlers. The breakers are those of their actions.
@@ -105,7 +110,11 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.removedByWorkers = m.counter("outbox.worker.removed", "{row}", "Rows that retention removed.")
 	i.lost = m.counter("outbox.consumer.lost", "{message}", "Records that Kafka had removed before the group read them.")
 	i.leader = m.gauge("outbox.relay.leader", "{relay}", "1 where this process leads.")
-	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state that the breaker is in.")
+	i.state = m.gauge("outbox.relay.state", "{state}", "1 for what the leader says of itself: works, not_working, or unknown.")
+	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state of the leader's breaker, or for unknown.")
+	i.outageAge = m.seconds("outbox.outage.age", "How long an outage has lasted that a leader or a member of a group has reported.")
+	i.members = m.gauge("outbox.group.members", "{member}", "Processes of a consumer group, by whether they say that they work.")
+	i.groupBreakers = m.gauge("outbox.group.breakers", "{member}", "Processes of a consumer group whose breaker of an action is not closed.")
 	i.pending = m.gauge("outbox.relay.pending", "{event}", "Committed events that were not attempted, counted up to 100,000.")
 	i.led = m.gauge("outbox.relay.led", "{relay}", "1 if somebody holds the lease, 0 if nobody.")
 	i.stored = m.gauge("outbox.relay.stored", "{event}", "Failed events, and those behind them, in outbox_failed, each status counted up to 10,000.")
@@ -121,6 +130,8 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.backlog = m.gauge("outbox.worker.backlog", "{event}", "Committed events of all streams that no worker has looked at, counted up to 100,000.")
 	i.owedAge = m.seconds("outbox.worker.pending.age", "How long ago the oldest pending delivery was made; 0 without one.")
 	i.backlogAge = m.seconds("outbox.worker.backlog.age", "How long ago the oldest event of the backlog was recorded; 0 without one.")
+	i.waiting = m.gauge("outbox.group.waiting", "{event}", "Events that consumer groups still have to handle, by where they wait, counted up to 10,000 of a kind.")
+	i.waitingAge = m.seconds("outbox.group.waiting.age", "How long ago the oldest of them was recorded, or for how long an action has missed events; 0 without one.")
 	var err error
 	i.latency, err = m.Float64Histogram("outbox.relay.publish.latency", metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(latencyBounds...),
 		metric.WithDescription("Time from the start of the transaction that recorded an event until Kafka had it."))
@@ -143,8 +154,8 @@ func (i *instruments) makeConventional(meter metric.Meter) error {
 
 // observables are the instruments that the callback observes.
 func (i *instruments) observables() []metric.Observable {
-	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age, i.stale, i.staleAge,
-		i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge, i.consumerOutcomes.breaker, i.workerOutcomes.breaker}
+	return []metric.Observable{i.leader, i.breaker, i.state, i.outageAge, i.members, i.groupBreakers, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age, i.stale, i.staleAge,
+		i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge, i.waiting, i.waitingAge, i.consumerOutcomes.breaker, i.workerOutcomes.breaker}
 }
 
 // operation returns the attributes of an operation with Kafka, for conventional metrics and spans.

@@ -17,7 +17,6 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxotel"
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
@@ -36,8 +35,6 @@ func tooLarge(id string) placed {
 func TestMetrics(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
-	require.NoError(t, err)
 	tried := false
 	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 1, MaxOutage: -1}}},
 		outbox.Handle("COUNT", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error { return nil }),
@@ -51,7 +48,7 @@ func TestMetrics(t *testing.T) {
 			}
 			return nil
 		}))
-	s.tel.Watch(inspector, c)
+	s.watch(t, c)
 
 	require.Error(t, s.rec.Queue(t.Context(), &pgx.Batch{}, orders("")...))
 	s.commit(t.Context(), t, orders("1", "bad", "late")...)
@@ -74,6 +71,7 @@ func TestMetrics(t *testing.T) {
 		m = s.collect(t)
 		return m.value("outbox.consumer.processed", with("outbox.action", "COUNT")...) == 6 &&
 			m.value("outbox.consumer.processed", with("outbox.action", "MAIL")...) == 6 &&
+			m.value("outbox.relay.breaker.state", "outbox.relay.name", "default", "outbox.state", "closed") == 1 &&
 			m.value("outbox.relay.stored", "outbox.relay.name", "default", "outbox.status", "parked") == 1 && m.value("outbox.consumer.lag") == 0
 	}, "not all was handled: %v", &m)
 
@@ -93,7 +91,10 @@ func TestMetrics(t *testing.T) {
 		{1, "outbox.relay.leader", []string{"outbox.relay.name", "default"}},
 		{0, "outbox.relay.leader", []string{"outbox.relay.name", "again"}},
 		{1, "outbox.relay.breaker.state", []string{"outbox.relay.name", "default"}},
-		{1, "outbox.relay.breaker.state", []string{"outbox.relay.name", "default", "outbox.state", "closed"}},
+		{1, "outbox.relay.breaker.state", []string{"outbox.relay.name", "again", "outbox.state", "unknown"}},
+		{1, "outbox.relay.state", []string{"outbox.relay.name", "again"}},
+		{1, "outbox.relay.state", []string{"outbox.relay.name", "again", "outbox.state", "unknown"}},
+		{0, "outbox.relay.state", []string{"outbox.relay.name", "default", "outbox.state", "unknown"}},
 		{0, "outbox.relay.pending", nil},
 		{1, "outbox.relay.led", []string{"outbox.relay.name", "default"}},
 		{0, "outbox.relay.led", []string{"outbox.relay.name", "again"}},
@@ -110,7 +111,7 @@ func TestMetrics(t *testing.T) {
 		{4, "messaging.client.consumed.messages", with("outbox.action", "MAIL", "error.type", "")},
 		{1, "messaging.client.consumed.messages", with("outbox.action", "MAIL", "error.type", "_OTHER")},
 		{6, "messaging.process.duration", with("outbox.action", "MAIL", "messaging.consumer.group.name", s.orders)},
-		{2, "outbox.watch.up", nil},
+		{3, "outbox.watch.up", nil},
 	} {
 		require.Equal(t, tt.want, m.value(tt.name, tt.is...), "%s %v\n%v", tt.name, tt.is, m[tt.name])
 	}
@@ -124,7 +125,7 @@ func TestMetrics(t *testing.T) {
 // unboundedAttributes returns the attributes of metrics that are not in the closed list.
 func unboundedAttributes(m metrics) (unknown []string) {
 	known := regexp.MustCompile(`^(test|messaging\.(system|operation\.name|destination\.name|destination\.partition\.id|consumer\.group\.name)|` +
-		`error\.type|cloudevents\.event_type|db\.collection\.name|outbox\.(relay\.name|retry|state|status|action|result|watched))$`)
+		`error\.type|cloudevents\.event_type|db\.collection\.name|outbox\.(relay\.name|retry|state|status|action|result|watched|outage))$`)
 	for name, one := range m {
 		for _, attr := range regexp.MustCompile(`{Key:(\S+) `).FindAllStringSubmatch(fmt.Sprintf("%+v", one.Data), -1) {
 			if !known.MatchString(attr[1]) {
@@ -139,9 +140,7 @@ func unboundedAttributes(m metrics) (unknown []string) {
 func TestPending(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
-	require.NoError(t, err)
-	s.tel.Watch(inspector)
+	s.watch(t)
 	stop := s.relay(t, outbox.RelayConfig{})
 	eventually(t, func() bool { return s.collect(t).value("outbox.relay.led") == 1 }, "nobody leads")
 	stop()
@@ -167,17 +166,14 @@ func TestPending(t *testing.T) {
 func TestMetricNames(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
-	require.NoError(t, err)
 	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		return errors.New("no")
 	}))
-	s.tel.Watch(inspector, c)
+	s.watch(t, c)
 	testenv.Run(t, c.Run)
 	hooks := s.tel.Consumer("g", outbox.ConsumerConfig{}).Hooks
 	hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
 	hooks.Lost("t", 3, 85)
-	s.watchWorkers(t)
 	s.worker(t, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetries: -1}}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		return errors.New("no")
 	}))
@@ -187,6 +183,7 @@ func TestMetricNames(t *testing.T) {
 	cfg := outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, RetryInterval: 10 * time.Millisecond}
 	cfg.Retention.PublishedFor = time.Millisecond
 	s.relay(t, cfg)
+	s.member(t, "g", "a", "1 min", `{"breakers": [{"action": "FAIL", "state": "open"}], "outages": [{"what": "fetching", "class": "unreachable"}]}`)
 
 	source, err := os.ReadFile("outboxotel.go")
 	require.NoError(t, err)
@@ -194,12 +191,13 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 37)
+	require.Len(t, documented, 43)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
 	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "lost": "{message}", "leader": "{relay}",
-		"led": "{relay}", "state": "{state}", "up": "{query}", "keys": "{key}", "removed": "{row}"}
+		"led": "{relay}", "state": "{state}", "up": "{query}", "keys": "{key}", "removed": "{row}",
+		"members": "{member}", "breakers": "{member}"}
 	for name, one := range m {
 		unit, ok := units[name[strings.LastIndex(name, ".")+1:]]
 		if !ok {
@@ -210,31 +208,6 @@ func TestMetricNames(t *testing.T) {
 	}
 	require.Positive(t, m.value("outbox.relay.removed", "db.collection.name", "outbox"))
 	require.Equal(t, 7.0, m.value("outbox.worker.removed", "db.collection.name", "event_delivery", "messaging.consumer.group.name", "g"))
-}
-
-// The breaker has one of three states at a time.
-func TestBreakerState(t *testing.T) {
-	t.Parallel()
-	s := newScene(t, sdk.AlwaysSample())
-	var hooked []outbox.BreakerState
-	cfg := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState, _ float64) { hooked = append(hooked, to) }}})
-	states := func() (now []string) {
-		m := s.collect(t)
-		for _, state := range []string{"closed", "half-open", "open"} {
-			if m.value("outbox.relay.breaker.state", "outbox.state", state) == 1 {
-				now = append(now, state)
-			}
-		}
-		return now
-	}
-	require.Equal(t, []string{"closed"}, states())
-	from := outbox.BreakerClosed
-	for _, to := range []outbox.BreakerState{outbox.BreakerOpen, outbox.BreakerHalfOpen, outbox.BreakerClosed} {
-		cfg.Hooks.Breaker(from, to, 0)
-		require.Equal(t, []string{to.String()}, states())
-		from = to
-	}
-	require.Len(t, hooked, 3)
 }
 
 // The breaker of an action has one of three states at a time: of two consumers of a group, that of the one which lets

@@ -2,15 +2,17 @@
 // a module of its own, so that a service without OpenTelemetry does not link it.
 //
 // A [Telemetry] adds itself to the configuration of a recorder, a relay, a consumer and a
-// worker, and still calls the hooks that are set there. [Telemetry.Watch] and
-// [Telemetry.WatchWorkers] add the metrics that are read from the database and from Kafka.
+// worker, and still calls the hooks that are set there. [Telemetry.WatchDatabase] and
+// [Telemetry.WatchConsumers] add the metrics that are read from the database and from Kafka.
 //
 // # Metrics
 //
 // Names and attributes are those of OpenTelemetry's semantic conventions for messaging,
 // or begin with outbox if the conventions define none. Durations are in seconds. The
 // number of series is bounded: attributes are the names of relays, groups, topics,
-// partitions, event types, actions and kinds of errors, never an id or a key.
+// partitions, event types, actions and kinds of errors, never an id or a key. Writers
+// choose topics and types. So at most 1,000 topics that Kafka has taken events for, 100
+// others and 200 types are named, and all further ones are _other.
 //
 //	outbox.recorder.events               counter of events that were passed to Record, by error.type
 //	messaging.client.sent.messages       counter of events that Kafka accepted; with error.type: did not
@@ -22,7 +24,6 @@
 //	outbox.relay.rejected                counter of rejections, including those of retries
 //	outbox.relay.dead                    counter of events that became dead
 //	outbox.relay.leader                  1 if this process leads
-//	outbox.relay.breaker.state           1 for the current state of the breaker
 //	outbox.relay.removed                 counter of rows that retention removed, by table
 //	messaging.client.consumed.messages   counter of events that were passed to handlers, with every try
 //	messaging.process.duration           histogram of calls of a handler
@@ -47,11 +48,20 @@
 //	outbox.consumer.lost                 counter of records that Kafka had removed before the group read
 //	                                     them
 //
-// From the database and Kafka, by Watch:
+// From Kafka, by WatchConsumers:
+//
+//	outbox.consumer.lag                  records of a partition of this process that are not handled yet
+//
+// From the database, by WatchDatabase:
 //
 //	outbox.relay.pending                 committed events that were not sent yet, counted up to 100,000
 //	outbox.relay.pending.age             how long ago the oldest of them was recorded
 //	outbox.relay.led                     1 if a process holds the lease, else 0
+//	outbox.relay.state                   1 for what the leader says of itself, by outbox.state: works,
+//	                                     not_working, or unknown, if no process leads or the leader has said
+//	                                     nothing yet
+//	outbox.relay.breaker.state           1 for the state of the leader's breaker, by outbox.state: closed,
+//	                                     half-open, open, or unknown
 //	outbox.relay.stored                  rows of outbox_failed, by outbox.status: waiting, failed, parked,
 //	                                     dead; each up to 10,000
 //	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held; each up to
@@ -60,11 +70,14 @@
 //	                                     they wait, by relay or consumer group: in outbox, in outbox_failed,
 //	                                     as deliveries; of each kind up to 10,000
 //	outbox.stale.age                     how long ago the oldest of them was recorded
-//	outbox.consumer.lag                  records of a partition of this process that are not handled yet
-//	outbox.watch.up                      1 if the last query worked, or 0, and then the others are missing
-//
-// From the database, by WatchWorkers:
-//
+//	outbox.outage.age                    how long an outage has lasted that a leader or a member of a group has
+//	                                     reported, by relay or consumer group, outbox.outage (what does not
+//	                                     work, as in the log) and error.type (the class of the last error); of
+//	                                     several members the longest
+//	outbox.group.members                 processes of a consumer group, by outbox.state: works, not_working, or
+//	                                     unknown, for those that have not renewed their row in time
+//	outbox.group.breakers                processes of a group whose breaker of an action is not closed, by
+//	                                     action and outbox.state: half-open, open
 //	outbox.worker.pending                rows of event_delivery, those that consumers have parked too, that
 //	                                     are due or wait, by group, stream and action; each status up to
 //	                                     10,000
@@ -76,6 +89,17 @@
 //	outbox.worker.backlog                committed events of all streams that no worker of a group has
 //	                                     looked at, up to 100,000
 //	outbox.worker.backlog.age            how long ago the oldest of them was recorded
+//	outbox.group.waiting                 events that a group of consumers or workers still has to handle, by
+//	                                     action, stream and outbox.status: pending (the backlog), waiting,
+//	                                     failed, parked, dead, and missed, which are offsets that an action
+//	                                     lacks because members without it have read them
+//	outbox.group.waiting.age             how long ago the oldest of them was recorded, or since when an
+//	                                     action has missed events
+//	outbox.watch.up                      1 if the last query worked, or 0, and then the others are missing
+//
+// Leaders and members write what they say of themselves when they renew their lease or row, and within about a second
+// after a change. So these metrics say the same in every process, and have the age of the last query besides. An outage
+// has a series while it lasts. At most 1,000 kinds of outages are named; further ones are _other.
 //
 // The stream of a worker is in messaging.destination.name, as a topic is, and messaging.system says
 // postgresql. A worker takes events from the backlog only as fast as its handlers are, so the backlog
@@ -100,6 +124,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/short"
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/metric"
@@ -172,8 +197,12 @@ func (c Config) validate() error {
 	return errors.Join(errs...)
 }
 
-// ErrNegative is returned by [New] for a duration below 0.
-var ErrNegative = errors.New("must not be negative")
+var (
+	// ErrNegative is returned by [New] for a duration below 0.
+	ErrNegative = errors.New("must not be negative")
+	// ErrClosed is returned by [Telemetry.WatchDatabase] and [Telemetry.WatchConsumers] after Close.
+	ErrClosed = errors.New("the Telemetry is closed")
+)
 
 // Telemetry makes metrics and traces. It is safe for concurrent use.
 type Telemetry struct {
@@ -181,12 +210,30 @@ type Telemetry struct {
 	tracer trace.Tracer
 	traced bool // whether spans are made
 	instruments
+	names // of relays
 
 	mu           sync.Mutex
 	relays       map[string]*relayState // by name
 	handlers     []*handlers
 	watched      []*watched
+	database     bool                      // WatchDatabase was called
+	consumers    map[*outbox.Consumer]bool // of WatchConsumers
+	closed       bool
 	registration metric.Registration
+}
+
+// names are the topics and types that series name. Writers choose them, and the SDK forgets no series.
+type names struct {
+	topics *short.Topics
+	types  short.Types
+}
+
+func newNames() names { return names{short.NewTopics(nil), short.NewTypes(nil)} }
+
+// of returns a topic and a type as series name them.
+func (n names) of(topic, eventType string, taken bool) (topicName, typeName string) {
+	topicName = n.topics.Name(topic, taken)
+	return topicName, n.types.Name(topicName, eventType)
 }
 
 // scope names what makes the metrics and spans.
@@ -204,7 +251,8 @@ func New(cfg Config) (*Telemetry, error) {
 		cfg:    cfg,
 		tracer: cfg.TracerProvider.Tracer(scope, trace.WithSchemaURL(semconv.SchemaURL)),
 		traced: !off,
-		relays: map[string]*relayState{},
+		names:  newNames(),
+		relays: map[string]*relayState{}, consumers: map[*outbox.Consumer]bool{},
 	}
 	meter := cfg.MeterProvider.Meter(scope, metric.WithSchemaURL(semconv.SchemaURL))
 	err := t.make(meter)
@@ -217,10 +265,22 @@ func New(cfg Config) (*Telemetry, error) {
 	return t, nil
 }
 
-// Close stops the metrics that are observed at each collection: leader, breaker, and
-// those of Watch. Counters and spans work as long as their recorders, relays and
-// consumers.
-func (t *Telemetry) Close() error { return t.registration.Unregister() }
+// Close stops the metrics that are observed at each collection: leader, breakers of actions, and those of WatchDatabase
+// and WatchConsumers. Counters and spans work as long as their recorders, relays and consumers.
+func (t *Telemetry) Close() error {
+	t.mu.Lock()
+	t.closed = true
+	t.mu.Unlock() // a collection that goes on meanwhile needs it
+	return t.registration.Unregister()
+}
+
+// open returns [ErrClosed] if the Telemetry is closed. The caller holds mu.
+func (t *Telemetry) open() error {
+	if t.closed {
+		return ErrClosed
+	}
+	return nil
+}
 
 // attributes returns those of the configuration and others.
 func (t *Telemetry) attributes(others ...attribute.KeyValue) []attribute.KeyValue {

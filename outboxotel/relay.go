@@ -16,7 +16,6 @@ import (
 // relayState is the observed state of the relays with one name in this process.
 type relayState struct {
 	leading atomic.Int64 // how many of them lead; more than one only for moments
-	breaker atomic.Int64 // an outbox.BreakerState
 }
 
 // relay has the hooks of a relay.
@@ -25,7 +24,7 @@ type relay struct {
 	name  attribute.KeyValue
 	state *relayState
 
-	topics  cache[topicKey, topicOptions]
+	options cache[topicKey, topicOptions]
 	batches [2]metric.MeasurementOption // by whether they are retries
 }
 
@@ -63,13 +62,6 @@ func (t *Telemetry) Relay(cfg outbox.RelayConfig) outbox.RelayConfig {
 	h.Rejected = both(r.rejectedEvent, h.Rejected)
 	h.Dead = both(r.deadEvent, h.Dead)
 	h.RowsRemoved = both(r.rowsRemoved, h.RowsRemoved)
-	theirs := h.Breaker
-	h.Breaker = func(from, to outbox.BreakerState, failureRate float64) {
-		r.state.breaker.Store(int64(to))
-		if theirs != nil {
-			theirs(from, to, failureRate)
-		}
-	}
 	return cfg
 }
 
@@ -93,13 +85,17 @@ func (r *relay) leads(yes bool) {
 }
 
 func (r *relay) rejectedEvent(e outbox.FailedEvent) {
-	r.rejected.Add(context.Background(), 1, r.set(r.name, semconv.MessagingDestinationName(e.Topic),
-		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
+	r.rejected.Add(context.Background(), 1, r.failure(e))
 }
 
 func (r *relay) deadEvent(e outbox.FailedEvent) {
-	r.dead.Add(context.Background(), 1, r.set(r.name, semconv.MessagingDestinationName(e.Topic),
-		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
+	r.dead.Add(context.Background(), 1, r.failure(e))
+}
+
+// failure returns the attributes of an event that Kafka has rejected.
+func (r *relay) failure(e outbox.FailedEvent) metric.MeasurementOption {
+	topic, eventType := r.of(e.Topic, e.Type, false)
+	return r.set(r.name, semconv.MessagingDestinationName(topic), semconv.CloudEventsEventType(eventType), semconv.ErrorTypeKey.String(e.Class))
 }
 
 func (r *relay) rowsRemoved(c outbox.RetentionResult) { r.countRemoved(r.removed, r.name, c) }
@@ -161,9 +157,10 @@ func (r *relay) accepted(ctx context.Context, b outbox.SentBatch, end time.Time)
 	spans.finish()
 }
 
-// about returns the attributes of sent events.
+// about returns the attributes of sent events, or of those that were not taken for an error.
 func (r *relay) about(key topicKey) topicOptions {
-	return r.topics.get(key, func() topicOptions {
+	key.topic = r.topics.Name(key.topic, key.errorType == "")
+	return r.options.get(key, func() topicOptions {
 		topic := []attribute.KeyValue{r.name}
 		if key.topic != "" {
 			topic = append(topic, semconv.MessagingDestinationName(key.topic))

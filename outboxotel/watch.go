@@ -1,6 +1,7 @@
 package outboxotel
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,7 +10,12 @@ import (
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
@@ -17,32 +23,83 @@ import (
 	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
 )
 
-// Watch adds metrics about the relays of a schema, and about events that wait for too long, from the
-// database, and about the lag of consumers of this process, from Kafka. They are queried when metrics are collected,
-// but at most once in Config.Interval. An error is passed to [otel.Handle] and sets
-// outbox.watch.up to 0; the metrics that could not be queried are then missing.
+// WatchDatabase adds metrics from a schema of the database: about relays, consumer groups and their processes,
+// deliveries, and events that wait for too long. Every process gets the same numbers, so it is enough if one process
+// watches. An empty schema means public. The role needs the rights of outbox_reader in docs/roles.md.
 //
-// The inspector may be nil. Every process gets the same numbers from it, so it is enough
-// if one process watches. Call Watch once for each inspector and each consumer.
-func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.Consumer) {
-	if inspector != nil {
-		w := &relaysWatch{Telemetry: t, inspector: inspector, seen: map[staleOwner]bool{}}
-		t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), w.look)
+// The database is queried when metrics are collected, but at most once in Config.Interval. An error is passed to
+// [otel.Handle] and sets outbox.watch.up to 0; the metrics that could not be queried are then missing.
+//
+// A Telemetry watches one schema: a second call returns [outbox.ErrDuplicate]. A nil db is [outbox.ErrNilArgument], and
+// after Close the error is [ErrClosed].
+func (t *Telemetry) WatchDatabase(db *pgxpool.Pool, schema string) error {
+	schema = cmp.Or(schema, pg.DefaultSchema)
+	errs := []error{check.Schema(schema)}
+	if db == nil {
+		errs = append(errs, fmt.Errorf("argument db %w", outbox.ErrNilArgument))
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.database {
+		errs = append(errs, fmt.Errorf("argument db %w: a Telemetry watches one schema", outbox.ErrDuplicate))
+	}
+	err := errors.Join(append(errs, t.open())...)
+	if err != nil {
+		return fmt.Errorf("outboxotel: WatchDatabase: %w", err)
+	}
+	inspector, err1 := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: schema})
+	deliveries, err2 := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{Schema: schema})
+	if err := errors.Join(err1, err2); err != nil {
+		return fmt.Errorf("outboxotel: WatchDatabase: %w", err)
+	}
+	t.database = true
+	relays := &relaysWatch{Telemetry: t, inspector: inspector, seen: newSeen[staleOwner](), outages: newSeen[outageKind]()}
+	t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), relays.look)
+	workers := &workersWatch{Telemetry: t, deliveries: deliveries, seen: newSeen[deliveryKind](), waited: newSeen[waitingKind](),
+		said: newMembersSaid(tables.NewGroupReader(db, schema))}
+	t.watch(attribute.NewSet(t.attributes(watchedKey.String("workers"))...), workers.look)
+	return nil
+}
+
+// WatchConsumers adds the lag of consumers of this process, from Kafka. They are queried as the database is, see
+// [Telemetry.WatchDatabase].
+//
+// A nil consumer is [outbox.ErrNilArgument], one that is watched already [outbox.ErrDuplicate], and after Close the
+// error is [ErrClosed]. After an error, none of these consumers has been added.
+func (t *Telemetry) WatchConsumers(consumers ...*outbox.Consumer) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	errs := []error{t.open()}
+	for i, c := range consumers {
+		switch {
+		case c == nil:
+			errs = append(errs, fmt.Errorf("argument consumers[%d] %w", i, outbox.ErrNilArgument))
+		case t.consumers[c] || slices.Contains(consumers[:i], c):
+			errs = append(errs, fmt.Errorf("argument consumers[%d], of group %s, %w", i, short.Line(c.Group(), maxText), outbox.ErrDuplicate))
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("outboxotel: WatchConsumers: %w", err)
 	}
 	for _, c := range consumers {
+		t.consumers[c] = true
 		group := semconv.MessagingConsumerGroupName(c.Group())
 		t.watch(attribute.NewSet(t.attributes(watchedKey.String("consumer"), group)...), func(ctx context.Context) (observation, error) {
 			lags, err := c.Lag(ctx)
 			return func(o metric.Observer) { t.observeLag(o, group, lags) }, err
 		})
 	}
+	return nil
 }
 
-// WatchWorkers adds metrics about what is owed to the handlers of workers, and what consumers have parked, from the
-// database, as Watch does about relays. It is enough if one process watches.
-func (t *Telemetry) WatchWorkers(deliveries *outboxops.Deliveries) {
-	w := &workersWatch{Telemetry: t, deliveries: deliveries, seen: map[deliveryKind]bool{}}
-	t.watch(attribute.NewSet(t.attributes(watchedKey.String("workers"))...), w.look)
+// maxText is how much of a text an attribute or an error repeats, in bytes.
+const maxText = 300
+
+// newSeen returns the set of what a query has found lately, up to a bound. A number that becomes 0 is to be reported as
+// such for a while.
+func newSeen[K comparable]() *short.Labels[K] {
+	const most = 1_000
+	return short.NewLabels(most, func(K) {})
 }
 
 // observation reports the result of a query.
@@ -62,9 +119,8 @@ type watched struct {
 	err  error
 }
 
+// watch adds a query. The caller holds mu.
 func (t *Telemetry) watch(what attribute.Set, query query) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	t.watched = append(t.watched, &watched{what: what, query: query})
 }
 
@@ -125,7 +181,6 @@ func (t *Telemetry) observe(ctx context.Context, o metric.Observer) error {
 
 func (t *Telemetry) observeState(o metric.Observer, name attribute.KeyValue, state *relayState) {
 	o.ObserveInt64(t.leader, min(state.leading.Load(), 1), t.set(name))
-	t.observeBreaker(o, t.breaker, outbox.BreakerState(state.breaker.Load()), name)
 }
 
 // observeBreaker reports the state that a breaker is in, and those that it is not in.
@@ -169,7 +224,8 @@ func ageOf(at time.Time) float64 {
 type relaysWatch struct {
 	*Telemetry
 	inspector *outboxops.Inspector
-	seen      map[staleOwner]bool // only look: a number that becomes 0 is to be reported as such
+	seen      *short.Labels[staleOwner]
+	outages   *short.Labels[outageKind]
 }
 
 // staleOwner is the relay or the consumer group of events that wait.
@@ -180,6 +236,14 @@ func (o staleOwner) attribute() attribute.KeyValue {
 		return semconv.MessagingConsumerGroupName(o.group)
 	}
 	return relayKey.String(o.relay)
+}
+
+// other stands for the owners that are not named.
+func (o staleOwner) other() staleOwner {
+	if o.group != "" {
+		return staleOwner{group: short.Other}
+	}
+	return staleOwner{relay: short.Other}
 }
 
 // staleEvents is what of an owner waits for too long.
@@ -195,23 +259,33 @@ func (w *relaysWatch) look(ctx context.Context) (observation, error) {
 		return nil, err
 	}
 	for _, r := range relays {
-		w.seen[staleOwner{relay: r.Name}] = true
+		w.seen.Use(staleOwner{relay: r.Name})
+	}
+	outages := outagesOf{w.outages, map[outageKind]time.Time{}}
+	for _, r := range relays {
+		if r.Said != nil {
+			outages.add(staleOwner{relay: r.Name}, r.Said.Outages)
+		}
 	}
 	stale := map[staleOwner]staleEvents{}
-	for k := range w.seen {
+	for _, k := range w.seen.Lately() {
 		stale[k] = staleEvents{}
 	}
 	for _, c := range counts {
 		k := staleOwner{c.Relay, c.Group}
+		if !w.seen.Use(k) {
+			k = k.other()
+		}
 		s := stale[k]
 		s.events += int64(c.Events)
 		if s.oldest.IsZero() || c.Oldest.Before(s.oldest) {
 			s.oldest = c.Oldest
 		}
-		stale[k], w.seen[k] = s, true
+		stale[k] = s
 	}
 	return func(o metric.Observer) {
 		w.observeRelays(o, relays)
+		w.observeOutages(o, outages.since)
 		for k, s := range stale {
 			of := w.set(k.attribute())
 			o.ObserveInt64(w.stale, s.events, of)
@@ -226,6 +300,7 @@ func (t *Telemetry) observeRelays(o metric.Observer, relays []outbox.RelayStatus
 		o.ObserveInt64(t.pending, r.Pending, t.set(name))
 		o.ObserveFloat64(t.age, ageOf(r.Oldest), t.set(name))
 		o.ObserveInt64(t.led, oneIf(r.Holder != ""), t.set(name))
+		t.observeSaid(o, r, name)
 		for status, n := range map[string]int64{"waiting": r.Waiting, "failed": r.Failed, "parked": r.Parked, "dead": r.Dead} {
 			o.ObserveInt64(t.stored, n, t.set(name, statusKey.String(status)))
 		}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/metric"
@@ -28,8 +29,13 @@ func (h *handlers) rowsRemoved(c outbox.RetentionResult) {
 type workersWatch struct {
 	*Telemetry
 	deliveries *outboxops.Deliveries
-	seen       map[deliveryKind]bool // only look: a number that becomes 0 is to be reported as such
+	seen       *short.Labels[deliveryKind]
+	waited     *short.Labels[waitingKind]
+	said       membersSaid
 }
+
+// waitingKind is where events of a group wait.
+type waitingKind struct{ group, stream, action, status string }
 
 type deliveryKind struct{ group, stream, action string }
 
@@ -42,19 +48,69 @@ type deliveryState struct {
 func (w *workersWatch) look(ctx context.Context) (observation, error) {
 	counts, err1 := w.deliveries.Count(ctx, outboxops.DeliveryFilter{})
 	groups, err2 := w.deliveries.Groups(ctx)
-	if err := errors.Join(err1, err2); err != nil {
+	waiting, err3 := w.deliveries.Waiting(ctx, "")
+	said, err4 := w.said.look(ctx)
+	if err := errors.Join(err1, err2, err3, err4); err != nil {
 		return nil, err
 	}
+	waits, states := w.waits(waiting), w.states(counts)
+	return func(o metric.Observer) {
+		w.observe(o, states, groups)
+		w.observeWaiting(o, waits)
+		w.observeMembers(o, said)
+	}, nil
+}
+
+// waits returns what waits by kind. Of very many kinds, some are those of one other stream: writers choose streams.
+func (w *workersWatch) waits(waiting []outbox.EventCount) map[waitingKind]outbox.EventCount {
+	waits := map[waitingKind]outbox.EventCount{}
+	for _, k := range w.waited.Lately() {
+		waits[k] = outbox.EventCount{}
+	}
+	for _, c := range waiting {
+		k := waitingKind{c.Group, c.Topic, c.Action, c.Status}
+		if !w.waited.Use(k) {
+			k.stream = short.Other
+		}
+		sum := waits[k]
+		sum.Events += c.Events
+		if sum.Oldest.IsZero() || !c.Oldest.IsZero() && c.Oldest.Before(sum.Oldest) {
+			sum.Oldest = c.Oldest
+		}
+		waits[k] = sum
+	}
+	return waits
+}
+
+// states returns what is owed by kind. Of very many kinds, some are those of one other stream.
+func (w *workersWatch) states(counts []outboxops.DeliveryCount) map[deliveryKind]deliveryState {
 	states := map[deliveryKind]deliveryState{}
-	for k := range w.seen {
+	for _, k := range w.seen.Lately() {
 		states[k] = deliveryState{}
 	}
 	for _, c := range counts {
 		k := deliveryKind{c.Group, c.Stream, c.Action}
-		w.seen[k] = true
+		if !w.seen.Use(k) {
+			k.stream = short.Other
+		}
 		states[k] = states[k].with(c)
 	}
-	return func(o metric.Observer) { w.observe(o, states, groups) }, nil
+	return states
+}
+
+func (w *workersWatch) observeWaiting(o metric.Observer, waits map[waitingKind]outbox.EventCount) {
+	for k, c := range waits {
+		about := []attribute.KeyValue{semconv.MessagingConsumerGroupName(k.group), statusKey.String(k.status)}
+		if k.stream != "" {
+			about = append(about, semconv.MessagingDestinationName(k.stream))
+		}
+		if k.action != "" {
+			about = append(about, actionKey.String(k.action))
+		}
+		of := w.set(about...)
+		o.ObserveInt64(w.waiting, int64(c.Events), of)
+		o.ObserveFloat64(w.waitingAge, ageOf(c.Oldest), of)
+	}
 }
 
 // with adds a count.

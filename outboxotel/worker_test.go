@@ -10,7 +10,6 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/outboxgo/outbox/outboxops"
 	"github.com/stretchr/testify/require"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/trace"
@@ -25,13 +24,6 @@ func (s *scene) worker(t testing.TB, cfg outbox.WorkerConfig, handlers ...outbox
 	return w, testenv.Run(t, w.Run)
 }
 
-func (s *scene) watchWorkers(t testing.TB) {
-	t.Helper()
-	deliveries, err := outboxops.NewDeliveries(s.db, outboxops.DeliveriesConfig{Schema: s.schema})
-	require.NoError(t, err)
-	s.tel.WatchWorkers(deliveries)
-}
-
 func (s *scene) exec(t testing.TB, sql string, args ...any) {
 	t.Helper()
 	_, err := s.db.Exec(t.Context(), pg.InSchema(sql, s.schema), args...)
@@ -42,7 +34,7 @@ func (s *scene) exec(t testing.TB, sql string, args ...any) {
 func TestWorkerMetrics(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	s.watchWorkers(t)
+	s.watch(t)
 	cfg := outbox.WorkerConfig{}
 	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Retry.MaxOutage = time.Millisecond, 1, -1
 	count := outbox.Handle("COUNT", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error { return nil })
@@ -85,6 +77,7 @@ func TestWorkerMetrics(t *testing.T) {
 		{1, "outbox.worker.breaker.state", append(group, "outbox.action", "MAIL", "outbox.state", "closed")},
 		{0, "outbox.worker.breaker.state", append(group, "outbox.action", "MAIL", "outbox.state", "open")},
 		{0, "outbox.worker.backlog", group},
+		{1, "outbox.group.waiting", of("MAIL", "outbox.status", "dead")},
 		{1, "outbox.watch.up", []string{"outbox.watched", "workers"}},
 	} {
 		require.Equal(t, tt.want, m.value(tt.name, tt.is...), "%s %v\n%v", tt.name, tt.is, m[tt.name])
@@ -94,6 +87,7 @@ func TestWorkerMetrics(t *testing.T) {
 	s.commit(t.Context(), t, orders("2", "3")...)
 	m = s.collect(t)
 	require.Equal(t, 2.0, m.value("outbox.worker.backlog", group...))
+	require.Equal(t, 2.0, m.value("outbox.group.waiting", append(group, "outbox.status", "pending")...))
 	require.Zero(t, m.value("outbox.worker.pending", group...))
 	require.NoError(t, w.Pause())
 	again := testenv.Run(t, w.Run)
@@ -122,7 +116,7 @@ func TestWorkerMetrics(t *testing.T) {
 func TestWorkerMetricsOfOthers(t *testing.T) {
 	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
-	s.watchWorkers(t)
+	s.watch(t)
 	cfg := outbox.WorkerConfig{Lease: time.Second}
 	handler := outbox.HandleNoTx("MAIL", func(ctx context.Context, e placed, m outbox.Metadata) error { return nil })
 	w, stop := s.worker(t, cfg, handler)
@@ -153,7 +147,7 @@ func TestWorkerMetricsOfUnknownTypes(t *testing.T) {
 		t.Run(tt.result, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t, sdk.AlwaysSample())
-			s.watchWorkers(t)
+			s.watch(t)
 			cfg := outbox.WorkerConfig{}
 			cfg.Unknown = tt.unknown
 			s.worker(t, cfg, outbox.HandleNoTx("MAIL", func(ctx context.Context, e placed, m outbox.Metadata) error { return nil }))

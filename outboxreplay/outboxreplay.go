@@ -13,7 +13,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -107,7 +106,7 @@ func (c Config) validate(db *pgxpool.Pool) error {
 	}
 	errs = append(errs, c.further().Check(), checkLength("IDHeader", c.IDHeader), checkLength("TraceHeader", c.TraceHeader))
 	if !c.DryRun {
-		errs = append(errs, c.checkAudit())
+		errs = append(errs, check.Audit("Audit.", c.Audit.Operator, c.Audit.Reason, maxReason))
 		if db == nil {
 			errs = append(errs, fmt.Errorf("db %w: outbox_audit keeps what is sent again", outbox.ErrNilArgument))
 		}
@@ -116,27 +115,9 @@ func (c Config) validate(db *pgxpool.Pool) error {
 }
 
 const (
-	maxGroup    = 255
-	maxOperator = 100
-	maxReason   = 9_000 // outbox_audit takes 10,000 characters, and the selection is added
+	maxGroup  = 255
+	maxReason = 9_000 // outbox_audit takes 10,000 characters, and the selection is added
 )
-
-func (c Config) checkAudit() error {
-	var errs []error
-	for _, field := range []struct {
-		name, text string
-		limit      int
-	}{{"Audit.Operator", c.Audit.Operator, maxOperator}, {"Audit.Reason", c.Audit.Reason, maxReason}} {
-		err := check.Text(field.text, field.limit)
-		if err == nil && strings.TrimSpace(field.text) == "" {
-			err = outbox.ErrEmpty
-		}
-		if err != nil {
-			errs = append(errs, fmt.Errorf("field %s %w", field.name, err))
-		}
-	}
-	return errors.Join(errs...)
-}
 
 // Report is the result of [Run]. In a dry run, it says what Run would do.
 type Report struct {

@@ -271,7 +271,7 @@ func (c Config) selection() string {
 		if t.IsZero() {
 			return ""
 		}
-		return t.UTC().Format(time.RFC3339)
+		return t.UTC().Format(time.RFC3339Nano)
 	}
 	f := c.Filter
 	if f.After > 0 {

@@ -361,7 +361,7 @@ func TestWorkerWithHandlers(t *testing.T) {
 			return errOwn
 		}
 		return nil
-	}), outbox.RetryPolicy{MaxRetries: 5, RetryWait: time.Millisecond})
+	}), outbox.RetryPolicy{MaxRetries: 5, RetryWait: time.Millisecond, MaxOutage: -1})
 	_, err := s.pool.Exec(background, s.sql(`CREATE TABLE {s}.counts (id text PRIMARY KEY, n int)`))
 	require.NoError(t, err)
 	worker, err := outbox.NewWorker(s.pool, s.events, "shop", outbox.WorkerConfig{

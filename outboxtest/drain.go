@@ -162,7 +162,7 @@ WITH at AS MATERIALIZED (
                         WHERE pg_visible_in_snapshot(o.xid, at.snapshot)
                            OR pg_visible_in_snapshot(o.xid, at.window_snapshot) AND o.id <= at.last_processed_id)
      UNION ALL
-    SELECT f.outbox_id, f.event_type, f.aggregate_id, f.status, f.retry_count, concat_ws(': ', f.error_class, f.last_error)
+    SELECT f.outbox_id, f.event_type, f.aggregate_id, f.status, f.retry_count, pg_catalog.concat_ws(': ', f.error_class, f.last_error)
       FROM {schema}.outbox_failed AS f
      WHERE f.relay = $1::text AND f.status <> 'resolved'
        AND NOT EXISTS (SELECT FROM {schema}.outbox AS o

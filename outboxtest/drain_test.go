@@ -57,7 +57,7 @@ func TestDrainBesideAnotherRelay(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)
 	kafka := outboxtest.Kafka(t, "order-events")
-	theirs := make(chan struct{}, 1)
+	theirs := make(chan struct{}, 100)
 	relay, err := outbox.NewRelay(h.db, kafka, outbox.RelayConfig{
 		Schema: h.schema, PollInterval: 10 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
 	})
@@ -71,8 +71,8 @@ func TestDrainBesideAnotherRelay(t *testing.T) {
 	for range 20 {
 		h.commit(t, orderPlaced{ID: "1", At: noon})
 	}
-	h.drain(t, append(kafka, kgo.ClientID("ours"), kgo.WithHooks(onConnect(func() { theirs <- struct{}{} }))), outbox.RelayConfig{})
-	require.Empty(t, theirs, "the standby has no business with Kafka")
+	h.drain(t, append(kafka, kgo.ClientID("ours"), kgo.WithHooks(onProduce(func() { theirs <- struct{}{} }))), outbox.RelayConfig{})
+	require.Empty(t, theirs, "the standby has sent events")
 	outboxtest.Records(background, t, kafka, "order-events", 20)
 }
 

@@ -39,7 +39,7 @@ WITH at AS MATERIALIZED (
                            OR pg_visible_in_snapshot(o.xid, at.window_snapshot) AND o.id <= at.last_processed_id)
      UNION ALL
     SELECT d.position, d.event_type, d.aggregate_id, lower(d.status), greatest(d.attempt_count - 1, 0),
-           concat_ws(': ', d.action, d.last_error_code, d.last_error_message)
+           pg_catalog.concat_ws(': ', d.action, d.last_error_code, d.last_error_message)
       FROM {schema}.event_delivery AS d
      WHERE d.consumer_group = $1::text AND d.status <> 'DONE' AND d.resolved_at IS NULL
 )

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"runtime"
 	"strings"
 	"testing"
@@ -18,6 +17,7 @@ import (
 	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 var (
@@ -139,11 +139,15 @@ func (h *schemaFixture) exec(t testing.TB, sql string, args ...any) {
 
 func (h *schemaFixture) table(name string) string { return pgx.Identifier{h.schema, name}.Sanitize() }
 
-// onConnect is a hook that is called for each connection to a broker.
-type onConnect func()
+// onProduce is a hook that is called for each request to produce.
+type onProduce func()
 
-// OnBrokerConnect implements [kgo.HookBrokerConnect].
-func (f onConnect) OnBrokerConnect(kgo.BrokerMetadata, time.Duration, net.Conn, error) { f() }
+// OnBrokerWrite implements [kgo.HookBrokerWrite].
+func (f onProduce) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, _ error) {
+	if key == kmsg.Produce.Int16() {
+		f()
+	}
+}
 
 // fakeT is a test that fails without the one that runs it.
 type fakeT struct {

@@ -149,7 +149,7 @@ func TestDrainWorker(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)
 	cfg := outbox.WorkerConfig{}
-	cfg.Retry.RetryWait, cfg.Retry.MaxRetries = 10*time.Millisecond, 2
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetries, cfg.Retry.MaxOutage = 10*time.Millisecond, 2, -1
 	liked := make(chan string, 10)
 	w := h.worker(t, cfg,
 		outbox.Handle("PACK", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {

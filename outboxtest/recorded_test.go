@@ -30,6 +30,9 @@ var recordedTests = []struct {
 	{"as often as it was", events{productLiked{"1", noon}, productLiked{"1", noon}}, events{productLiked{"1", noon}, productLiked{"1", noon}}},
 	{"a time beside the payload", events{productLiked{"1", noon}}, events{productLiked{"1", noon}}},
 	{"any time", events{productLiked{"1", noon}}, events{productLiked{Product: "1"}}},
+	{"any time in the payload", events{orderPlaced{ID: "2", At: noon}, orderPlaced{ID: "1", At: noon}}, events{orderPlaced{ID: "1"}}},
+	{"any time in a part of the payload", events{orderPlaced{ID: "1", At: noon, Note: []step{{"paid", noon}}}}, events{orderPlaced{ID: "1", Note: []step{{Name: "paid"}}}}},
+	{"the time of the event, which is left out", events{orderPlaced{ID: "1", At: noon, Note: left{noon}}}, events{orderPlaced{ID: "1", Note: left{}}}},
 	{"any time, but another one first", events{productLiked{"1", noon}, productLiked{"1", noon.Add(1e9)}}, events{productLiked{Product: "1"}, productLiked{"1", noon}}},
 	{"a time to the microsecond", events{productLiked{"1", noon.Add(1999)}}, events{productLiked{"1", noon.Add(1001)}}},
 	{"a time of another zone", events{productLiked{"1", noon.In(time.FixedZone("", 3600))}}, events{productLiked{"1", noon}}},
@@ -44,6 +47,17 @@ var recordedTests = []struct {
 	{"the key that an event has anyway", events{orderPlaced{ID: "1", At: noon}}, events{outbox.With(orderPlaced{ID: "1", At: noon}, outbox.EventOptions{Key: "1"})}},
 	{"another encoding of the same", events{parcelSent{"1", noon}, parcelSent{"2", noon}}, events{parcelSent{"2", noon}, parcelSent{"1", noon}}},
 }
+
+// step and left are parts of a payload with a time.
+type (
+	step struct {
+		Name string
+		At   time.Time
+	}
+	left struct {
+		At time.Time `json:"at,omitzero"`
+	}
+)
 
 var elsewhere = outbox.EventOptions{
 	ID: uuid.UUID{1}, Topic: "elsewhere", Key: "k", Attributes: map[string]string{"market": "seoul", "tier": "vip"}, Headers: map[string]string{"tenant": "acme"},
@@ -72,6 +86,11 @@ var notRecordedTests = []struct {
 			"these were:\n  none\n"}},
 	{"another payload", events{orderPlaced{ID: "1", Cents: 6, At: noon}}, events{orderPlaced{ID: "1", Cents: 5, At: noon}}, []string{
 		`"cents": 5}` + "\nthese were:\n" + `  acme.order.placed.v1 at 2026-02-03T12:00:00Z: {"at": "2026-02-03T12:00:00Z", "id": "1", "cents": 6}`}},
+	{"another payload, at any time", events{orderPlaced{ID: "1", At: noon}}, events{orderPlaced{ID: "2"}}, []string{`"id": "2"`, `"id": "1"`}},
+	{"more steps", events{orderPlaced{ID: "1", At: noon, Note: []step{{"paid", noon}, {"sent", noon}}}}, events{orderPlaced{ID: "1", Note: []step{{Name: "paid"}}}}, []string{"these were:"}},
+	{"no time in its place", events{orderPlaced{ID: "1", At: noon, Note: "noon"}}, events{orderPlaced{ID: "1", Note: time.Time{}}}, []string{`"note": "noon"`}},
+	{"a member that is no time", events{orderPlaced{ID: "1", At: noon, Note: 1}}, events{orderPlaced{ID: "1"}}, []string{`"note": 1`}},
+	{"another time of what is left out", events{orderPlaced{ID: "1", At: noon, Note: left{noon.Add(time.Hour)}}}, events{orderPlaced{ID: "1", Note: left{}}}, []string{"13:00:00"}},
 	{"another type", events{productLiked{"1", noon}}, events{orderPlaced{ID: "1", At: noon}}, []string{
 		"these were:\n" + `  acme.product.liked.v1 at 2026-02-03T12:00:00Z: {"product": "1"}`}},
 	{"another time", events{productLiked{"1", noon.Add(time.Microsecond)}}, events{productLiked{"1", noon}}, []string{

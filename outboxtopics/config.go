@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"time"
 
@@ -11,7 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// Config says how [Ensure] creates topics. The zero value is for a cluster of three
+// Config says how [Run] and [Ensure] create topics. The zero value is for a cluster of three
 // brokers or more, of which one may fail.
 type Config struct {
 	// Topics are names in addition to the topics of the types: those that [outbox.With] gives to
@@ -58,6 +59,9 @@ type Config struct {
 
 	// DryRun lets Kafka check what would be created, and creates nothing.
 	DryRun bool
+
+	// Logger is where [Run] logs. Nil means slog.Default().
+	Logger *slog.Logger
 }
 
 const (
@@ -85,6 +89,7 @@ func (c Config) withDefaults() Config {
 	if c.DeadLetterTopic == nil {
 		c.DeadLetterTopic = outbox.DeadLetterTopic
 	}
+	c.Logger = cmp.Or(c.Logger, slog.Default())
 	return c
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -27,11 +28,29 @@ func (e ShipmentSent) OccurredAt() time.Time { return e.At }
 func (e ShipmentSent) shipment() string      { return e.ID }
 
 var (
+	db     *pgxpool.Pool
 	kafka  []kgo.Opt
 	events *outbox.Registry
 )
 
-// At the start of a service: create what is missing, and log what differs.
+// A service makes its topics beside its relay, and so starts without Kafka, too.
+func ExampleRun() {
+	ctx := context.Background() // that a signal cancels
+	relay, err := outbox.NewRelay(db, kafka, outbox.RelayConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	go func() {
+		if err := outboxtopics.Run(ctx, kafka, events, outboxtopics.Config{}); err != nil {
+			log.Fatal(err)
+		}
+	}()
+	if err := relay.Run(ctx); err != nil {
+		log.Fatal(err)
+	}
+}
+
+// In a deployment step: create what is missing, and log what differs.
 func ExampleEnsure() {
 	ctx := context.Background()
 	states, err := outboxtopics.Ensure(ctx, kafka, events, outboxtopics.Config{

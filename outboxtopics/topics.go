@@ -1,10 +1,10 @@
 // Package outboxtopics creates the Kafka topics of a service: those of the events in
 // its [outbox.Registry], and one for the dead letters of each.
 //
-// [Ensure] is for the start of a service. It creates the topics that are missing and
-// changes none that exists; where an existing topic differs from the [Config], it
-// returns the differences. [EnsureNamed] and [Describe] are for tools that know the
-// names of topics and have no registry.
+// [Run] is for a service: it runs beside relay and consumer, and waits for Kafka. [Ensure] is
+// for a deployment step. Both create the topics that are missing and change none that exists;
+// they say where an existing topic differs from the [Config]. [EnsureNamed] and [Describe] are
+// for tools that know the names of topics and have no registry.
 package outboxtopics
 
 import (
@@ -62,6 +62,33 @@ func (d Difference) String() string {
 // the states are then those of the other topics. If the topic of the events could not
 // be created, its dead-letter topic is not created either.
 func Ensure(ctx context.Context, opts []kgo.Opt, events *outbox.Registry, cfg Config) ([]State, error) {
+	p, err := planFor(opts, events, cfg)
+	if err != nil {
+		return nil, err
+	}
+	return p.ensureOnce(ctx)
+}
+
+// EnsureNamed is [Ensure] for tools that know the names of topics and have no
+// registry. A name may be there more than once.
+func EnsureNamed(ctx context.Context, opts []kgo.Opt, topics []string, cfg Config) ([]State, error) {
+	p, err := newPlan(opts, topics, cfg)
+	if err != nil {
+		return nil, err
+	}
+	return p.ensureOnce(ctx)
+}
+
+// plan is what has to exist.
+type plan struct {
+	opts        []kgo.Opt
+	given, cfg  Config // without and with defaults
+	specs       []spec // of the topics of events
+	deadLetters map[string][]string
+}
+
+// planFor returns the plan for the topics of a registry.
+func planFor(opts []kgo.Opt, events *outbox.Registry, cfg Config) (*plan, error) {
 	if events == nil {
 		err := errors.Join(cfg.withDefaults().validate(cfg), kafka.CheckProducerOpts(opts), fmt.Errorf("registry %w", outbox.ErrNilArgument))
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
@@ -70,14 +97,11 @@ func Ensure(ctx context.Context, opts []kgo.Opt, events *outbox.Registry, cfg Co
 	for _, registration := range events.Registrations() {
 		topics = append(topics, registration.Topic)
 	}
-	return EnsureNamed(ctx, opts, topics, cfg)
+	return newPlan(opts, topics, cfg)
 }
 
-// EnsureNamed is [Ensure] for tools that know the names of topics and have no
-// registry. A name may be there more than once.
-func EnsureNamed(ctx context.Context, opts []kgo.Opt, topics []string, cfg Config) ([]State, error) {
-	given := cfg
-	cfg = cfg.withDefaults()
+func newPlan(opts []kgo.Opt, topics []string, given Config) (*plan, error) {
+	cfg := given.withDefaults()
 	errs := []error{cfg.validate(given), kafka.CheckProducerOpts(opts)}
 	for _, topic := range topics {
 		if err := check.Topic(topic); err != nil {
@@ -92,18 +116,38 @@ func EnsureNamed(ctx context.Context, opts []kgo.Opt, topics []string, cfg Confi
 	if err := errors.Join(err, derr); err != nil {
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
-	client, err := kafka.NewClient(opts)
-	if err != nil { // CheckProducerOpts has made one from these options
+	return &plan{opts: opts, given: given, cfg: cfg, specs: specs, deadLetters: deadLetters}, nil
+}
+
+// newClient returns a client made from the options, which newPlan has checked.
+func (p *plan) newClient() (*kgo.Client, error) {
+	client, err := kafka.NewClient(p.opts)
+	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
-	defer client.Close()
-	a := &admin{client: client, dryRun: cfg.DryRun}
-	states, err := a.ensureAll(ctx, cfg, specs, deadLetters)
-	if a.tooFew {
-		err = errors.Join(err, given.tooFewBrokers(a.brokers))
+	return client, nil
+}
+
+// ensureOnce creates what is missing with a client of its own.
+func (p *plan) ensureOnce(ctx context.Context) ([]State, error) {
+	client, err := p.newClient()
+	if err != nil {
+		return nil, err
 	}
+	defer client.Close()
+	states, err := p.ensure(ctx, client)
 	if err != nil {
 		err = fmt.Errorf("outbox: topics: %w", err)
+	}
+	return states, err
+}
+
+// ensure creates what is missing.
+func (p *plan) ensure(ctx context.Context, client *kgo.Client) ([]State, error) {
+	a := &admin{client: client, dryRun: p.cfg.DryRun}
+	states, err := a.ensureAll(ctx, p.cfg, p.specs, p.deadLetters)
+	if a.tooFew {
+		err = errors.Join(err, p.given.tooFewBrokers(a.brokers))
 	}
 	return states, err
 }

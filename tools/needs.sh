@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that this machine has the programs that a command of this project needs.
 #
-#   tools/needs.sh demo|kafka|short|test|test-all|test-versions|test-pgbouncer|faults|bench-peers|screenshots|ci
+#   tools/needs.sh demo|kafka|short|test|test-all|test-versions|test-pgbouncer|faults|bench-peers|screenshots|spec|ci
 #
 # The table below is the only list of them. The check takes less than a second
 # and needs nothing but bash, because it runs before Go compiles or downloads
@@ -28,6 +28,7 @@ promtool      metrics  prometheus            /usr/bin/promtool         prometheu
 redis-server  cache    redis-server          redis                     redis           to cache pages in an example
 psycopg       python   python3-psycopg       python3-psycopg3          -               of Python (pip install psycopg), to record events from there
 confluent     python   python3-confluent-kafka python3-confluent-kafka -               of Python (pip install confluent-kafka), to read records from there
+pip           spec     python3-pip           python3-pip           python          to download the checker of the models
 chromium      browser  chromium              chromium                  google-chrome   to test the operators' page
 TABLE
 }
@@ -43,6 +44,7 @@ groups() {
     test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
+    spec) echo kafka spec ;;
     test) echo base git kafka dump bouncer metrics cache ;;
     test-all | ci) echo base git race kafka dump bouncer metrics cache python browser ;;
     *) return 1 ;;
@@ -116,6 +118,8 @@ have_pgbouncer() { PATH=$PATH:/usr/sbin command -v pgbouncer >/dev/null; }
 have_psycopg() { imports psycopg; }
 have_confluent() { imports confluent_kafka; }
 imports() { python3 -c "import $1" 2>/dev/null || /usr/bin/python3 -c "import $1" 2>/dev/null; }
+
+have_pip() { python3 -m pip --version >/dev/null 2>&1; }
 
 # These are the places where the tests look, too.
 have_chromium() {

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // archiveFlags are the schema of outbox_archive, and the time for which it keeps events.
@@ -90,12 +91,13 @@ var archiveExpireCommand = command{
 	summary: "drop the months of outbox_archive that have expired",
 	about: `
 Drops partitions in which all events are older than --months, as the owner of
-the table. Without --yes it only lists them. Nothing else drops them: relays
-cannot remove what they have archived.`,
+the tables. It only lists them unless --yes is given, with --reason. Nothing
+else drops them: relays cannot remove what they have archived.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var x archiveExpire
 		x.define(fs)
 		fs.BoolVar(&x.yes, "yes", false, "drop them; without it they are only listed")
+		x.why.define(fs)
 		return x.run
 	},
 }
@@ -103,16 +105,24 @@ cannot remove what they have archived.`,
 type archiveExpire struct {
 	archiveFlags
 	yes bool
+	why auditFlags
 }
 
 func (x *archiveExpire) run(ctx context.Context, e *env) error {
+	var why outboxops.AuditInfo
+	if x.yes {
+		var err error
+		if why, err = x.why.info(e); err != nil {
+			return err
+		}
+	}
 	table, err := x.table(ctx, e)
 	if err != nil {
 		return err
 	}
 	var expired []outboxarchive.Partition
 	if x.yes {
-		expired, err = table.Expire(ctx)
+		expired, err = table.Expire(ctx, why)
 	} else {
 		var all []outboxarchive.Partition
 		all, err = table.Partitions(ctx)

@@ -15,11 +15,14 @@ var auditCommand = command{
 	summary: "what operators did, to what, and why",
 	about: `
 Shows the newest entries of outbox_audit, or those of one failure: event-17 or
-delivery-17. OPERATOR is the name that was given, LOGIN the role of PostgreSQL.`,
+delivery-17. OPERATOR is the name that was given, LOGIN the role of PostgreSQL.
+Actions: retry, edit, resolve, hold, release, read; pause, resume, rewind,
+forget, forget-action, replay; to-kafka, to-postgres, finish-cut, cancel-cut,
+from-debezium, begin-relay, to-debezium; expire.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a auditList
 		fs.StringVar(&a.operator, "operator", "", "`NAME` who did it")
-		fs.StringVar(&a.action, "action", "", "`NAME` what was done: retry, resolve, pause …")
+		fs.StringVar(&a.action, "action", "", "`NAME` what was done: one of the actions above")
 		fs.StringVar(&a.group, "group", "", "`NAME` consumer group to which it was done")
 		fs.Var(&a.since, "since", "`TIME` at or after: 2h (ago), 2006-01-02")
 		fs.Var(&a.until, "until", "`TIME` before: 1h (ago), 2006-01-02")
@@ -115,6 +118,8 @@ func auditObject(a outboxops.AuditEntry) string {
 		return a.Failure.String()
 	case a.Group != "":
 		return "group " + a.Group + " " + a.Topic
+	case a.Action == "expire":
+		return "partition " + a.Key
 	case a.Relay != "" && a.Key != "":
 		return "key " + a.Key + " of " + a.Topic
 	}

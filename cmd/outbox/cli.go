@@ -67,10 +67,17 @@ func usagef(format string, args ...any) error {
 	return &usageError{text: fmt.Sprintf(format, args...)}
 }
 
-// run runs a command line and returns the exit code.
+// run runs a command line and returns the exit code. A command whose output cannot be written has failed.
 func run(ctx context.Context, args []string, e *env) int {
-	err := dispatch(ctx, args, e)
+	writes, stop := context.WithCancel(ctx)
+	defer stop()
+	out := &output{w: e.stdout, failed: stop}
+	e.stdout = out
+	err := dispatch(writes, args, e)
 	e.close()
+	if werr := out.error(); werr != nil {
+		err = werr
+	}
 	var usage *usageError
 	switch {
 	case err == nil:
@@ -104,8 +111,10 @@ func (e *env) hint(err error) {
 	}
 }
 
-// errorText removes the prefix that the line has already.
-func errorText(err error) string { return strings.TrimPrefix(err.Error(), "outbox: ") }
+// errorText removes the prefix that the line has already, also from an error that came through several packages.
+func errorText(err error) string {
+	return strings.ReplaceAll(strings.TrimPrefix(err.Error(), "outbox: "), ": outbox: ", ": ")
+}
 
 func helpFor(command string) string {
 	if command == "" {
@@ -145,6 +154,9 @@ func dispatch(ctx context.Context, args []string, e *env) error {
 	}
 	if err == nil {
 		err = c.checkArgs(e.args)
+	}
+	if err == nil && c.name != relayCommand.name { // which names all variables
+		e.warnOfSchema()
 	}
 	if err == nil {
 		err = c.run(ctx, e, runs)

@@ -145,7 +145,7 @@ func TestUsage(t *testing.T) {
 		{"topics --retention 0", "want a time"},
 		{"tail --limit -1", "must not be negative"},
 		{"doctor --as wrter", `did you mean "writer"?`},
-		{"doctor --only nonsense", `--only "nonsense": want ids or their beginnings: database.connect, server.fsync`},
+		{"doctor --only nonsense", `--only "nonsense": want ids or their beginnings: database.connect, privileges.schema`},
 		{"doctor --only relay.leadr", `did you mean "relay.leader"?`},
 		{"doctor --only relay,topics", `--only "topics"`},
 		{"doctor --skip sever", `did you mean "server"?`},

@@ -504,7 +504,9 @@ func TestDLQ(t *testing.T) {
 	require.Equal(t, map[string]int{topic: 2}, report.Topics)
 	require.Contains(t, d.ok(t, "dlq", "list", topic), "No dead letters", "nothing was sent")
 	report = replayDoc{}
-	d.json(t, &report, exitOK, "dlq", "replay", dlq, "--group", "stats", "--yes")
+	shop := newShop(t) // what was sent is in its audit; only that needs a database
+	d.vars["DATABASE_URL"], d.schema = shop.vars["DATABASE_URL"], shop.schema
+	d.json(t, &report, exitOK, "dlq", "replay", dlq, "--group", "stats", "--yes", "--reason", "mended")
 	require.Equal(t, 5, report.Read)
 	require.Equal(t, 2, report.Sent)
 	require.Equal(t, map[string]int{topic: 2}, report.Topics)
@@ -556,6 +558,7 @@ func TestConsumerRewind(t *testing.T) {
 	require.NoError(t, err)
 	type doc struct {
 		Group                                      string
+		Time                                       *time.Time
 		OldestNote                                 *time.Time `json:"oldest_note"`
 		DryRun                                     bool       `json:"dry_run"`
 		Partitions                                 []rewoundJSON
@@ -567,6 +570,7 @@ func TestConsumerRewind(t *testing.T) {
 	text := d.ok(t, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic)
 	require.Contains(t, text, "2 records: 1 noted in event_handled, not repeated")
 	require.Contains(t, text, "Nothing is changed yet; --yes does it.")
+	require.Regexp(t, `use this time: --to 2\d\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z\n`, d.ok(t, "consumer", "rewind", "--group", group, "--to", "1h"))
 	d.json(t, &done, exitOK, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic, "--yes", "--reason", "restored")
 	require.False(t, done.DryRun)
 	require.Contains(t, d.ok(t, "consumer", "rewind", "--group", group, "--to", "2", "--topic", topic), "is not further than that anywhere")

@@ -55,6 +55,7 @@ type consumerRewind struct {
 	to            rewindTarget
 	yes           bool
 	why           auditFlags
+	time          time.Time // of to; zero for an offset
 }
 
 func (r *consumerRewind) run(ctx context.Context, e *env) error {
@@ -81,7 +82,8 @@ func (r *consumerRewind) run(ctx context.Context, e *env) error {
 }
 
 func (r *consumerRewind) config(e *env) (outboxops.RewindConfig, error) {
-	cfg := outboxops.RewindConfig{Group: r.group, Schema: e.schema, Time: r.to.time(e.now()), Offset: r.to.offset, DryRun: !r.yes}
+	r.time = r.to.time(e.now())
+	cfg := outboxops.RewindConfig{Group: r.group, Schema: e.schema, Time: r.time, Offset: r.to.offset, DryRun: !r.yes}
 	if r.topics != "" {
 		cfg.Topics = strings.Split(r.topics, ",")
 	}
@@ -118,10 +120,11 @@ func (r *consumerRewind) show(e *env, report outboxops.RewindReport) error {
 		}
 		return e.writeJSON(map[string]any{"group": r.group, "dry_run": !r.yes, "partitions": partitions, "records": report.Records,
 			"noted": report.Noted, "unnoted": report.Unnoted(), "older": report.Older, "unreadable": report.Unreadable,
-			"oldest_note": optional(report.OldestNote)})
+			"oldest_note": optional(report.OldestNote), "time": optional(r.time)})
 	}
 	if len(report.Partitions) == 0 {
 		e.printf("Group %s is not further than that anywhere.\n", visible(r.group))
+		r.showTime(e)
 		return nil
 	}
 	r.showTable(e, report)
@@ -137,8 +140,16 @@ func (r *consumerRewind) show(e *env, report outboxops.RewindReport) error {
 		e.printf("Done: start the group again.\n")
 	} else {
 		e.printf("Nothing is changed yet; --yes does it.\n")
+		r.showTime(e)
 	}
 	return nil
+}
+
+// showTime prints the absolute time of a dry run with a relative one.
+func (r *consumerRewind) showTime(e *env) {
+	if !r.yes && r.to.ago > 0 {
+		e.printf("to choose the same, use this time: --to %s\n", instant(r.time))
+	}
 }
 
 func (r *consumerRewind) showTable(e *env, report outboxops.RewindReport) {

@@ -36,6 +36,7 @@ func TestConsumerPause(t *testing.T) {
 		More        bool
 		Deliveries  []deliveriesJSON
 		Workers     []workersJSON
+		States      []groupStateJSON
 		DeadLetters []deadLettersJSON `json:"dead_letters"`
 	}
 	d.json(t, &status, exitOK, "consumers", "--group", "stats")
@@ -94,6 +95,7 @@ func TestConsumersLag(t *testing.T) {
 		More        bool
 		Deliveries  []deliveriesJSON
 		Workers     []workersJSON
+		States      []groupStateJSON
 		DeadLetters []deadLettersJSON `json:"dead_letters"`
 	}
 	d.json(t, &doc, exitOK, "consumers", "--group", "stats")

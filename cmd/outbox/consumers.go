@@ -2,12 +2,14 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"slices"
 	"strconv"
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -38,6 +40,8 @@ type groupsView struct {
 	dead       []outboxops.DeadLetterTopic // nil without Kafka
 	deliveries []outboxops.DeliveryCount
 	workers    []outboxops.DeliveryGroup
+	states     groupsState
+	unknown    error // what Kafka does not tell
 }
 
 func consumers(ctx context.Context, e *env, group string) error {
@@ -46,13 +50,15 @@ func consumers(ctx context.Context, e *env, group string) error {
 		return err
 	}
 	if e.json {
-		return e.writeJSON(map[string]any{"groups": groupsOf(v), "more": v.more, "deliveries": deliveriesOf(v.deliveries), "workers": workersOf(v.workers), "dead_letters": deadLettersOf(v.dead)})
+		err := e.writeJSON(map[string]any{"groups": groupsOf(v), "more": v.more, "deliveries": deliveriesOf(v.deliveries), "workers": workersOf(v.workers), "states": groupStatesOf(v.states), "dead_letters": deadLettersOf(v.dead)})
+		return errors.Join(err, v.unknown)
 	}
 	showGroups(e, v)
+	showStates(e, v.states)
 	showDeliveries(e, v.deliveries)
 	showWorkers(e, v.workers)
 	showDeadLetters(e, v.dead)
-	return nil
+	return v.unknown
 }
 
 func readGroups(ctx context.Context, e *env, group string) (v groupsView, err error) {
@@ -75,17 +81,19 @@ func readGroups(ctx context.Context, e *env, group string) (v groupsView, err er
 		return v, err
 	}
 	v.workers = slices.DeleteFunc(v.workers, func(g outboxops.DeliveryGroup) bool { return group != "" && g.Group != group })
-	if e.brokers() == "" {
-		return v, nil
+	if v.states, err = lookAtGroups(ctx, e, group); err != nil || e.brokers() == "" {
+		return v, err
 	}
-	kafka, err := e.kafkaOpts()
-	if err == nil {
-		v.lag, err = consumers.Lag(ctx, kafka, v.groups)
+	opts, err := e.kafkaOpts()
+	if err != nil {
+		return v, err
 	}
-	if err == nil {
-		v.dead, err = consumers.DeadLetters(ctx, kafka, v.groups)
+	if v.lag, v.unknown = consumers.Lag(ctx, opts, v.groups); v.unknown != nil && !kafka.IsAnswer(v.unknown) {
+		return v, nil // nor does Kafka answer about dead letters
 	}
-	return v, err
+	v.dead, err = consumers.DeadLetters(ctx, opts, v.groups)
+	v.unknown = errors.Join(v.unknown, err)
+	return v, nil
 }
 
 func (e *env) consumers(ctx context.Context) (*outboxops.Consumers, error) {
@@ -105,8 +113,13 @@ func (e *env) deliveries(ctx context.Context) (*outboxops.Deliveries, error) {
 }
 
 func showGroups(e *env, v groupsView) {
-	if len(v.groups) == 0 {
+	switch {
+	case len(v.groups) > 0:
+	case len(v.states.Members)+len(v.states.Counts)+len(v.deliveries)+len(v.workers) == 0:
 		e.printf("No consumer group has begun to read.\n")
+		return
+	default: // what there is follows
+		e.printf("No consumer group has saved a position in Kafka.\n")
 		return
 	}
 	t := table{head: []string{"GROUP", "TOPIC", "PARTS", "LAG", "SAVED", "LOST", "PAUSED", "BY", "REASON"}, flex: []int{0, 1, 7, 8}}
@@ -142,6 +155,16 @@ func pauseCells(e *env, p *outboxops.ConsumerPause) []string {
 		return []string{"", "", ""}
 	}
 	return []string{age(p.At, e.now()), p.Operator, p.Reason}
+}
+
+// showStates shows what groups have to handle, and their processes.
+func showStates(e *env, s groupsState) {
+	for _, t := range []table{groupTable(s, e.now()), memberTable(s)} {
+		if len(t.rows) > 0 {
+			e.printf("\n")
+			e.writeTable(t)
+		}
+	}
 }
 
 func showDeliveries(e *env, counts []outboxops.DeliveryCount) {

@@ -241,7 +241,7 @@ func (c *cutMove) run(ctx context.Context, e *env) error {
 		return c.report(e, state.names, plan, false)
 	}
 	if err := wait.run(ctx, e); err != nil {
-		fmt.Fprintf(e.stderr, "The cut is made, and not finished: outbox cut finish --relay %s goes on to wait, outbox cut cancel takes it back.\n", visible(c.relay))
+		fmt.Fprintf(e.stderr, "The cut is made, and not finished: outbox cut finish --relay %s --reason TEXT goes on to wait, outbox cut cancel takes it back.\n", visible(c.relay))
 		return err
 	}
 	return c.report(e, state.names, plan, true)
@@ -281,7 +281,7 @@ func (c *cutMove) report(e *env, groups []string, plan cutPlan, finished bool) e
 			"notes": plan.Notes})
 	}
 	if !finished {
-		e.printf("The cut is made. outbox cut finish --relay %s waits for what is in front of it.\n", visible(c.relay))
+		e.printf("The cut is made. outbox cut finish --relay %s --reason TEXT waits for what is in front of it.\n", visible(c.relay))
 		return nil
 	}
 	after := "the workers can be stopped"
@@ -380,7 +380,7 @@ type cutProgress struct {
 }
 
 func (p *cutProgress) show(now outboxops.CutProgress) {
-	text := waitingFor(now)
+	text := visible(waitingFor(now))
 	if p.e.json || text == "" {
 		return
 	}

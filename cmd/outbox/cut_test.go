@@ -159,7 +159,7 @@ func TestCutCommands(t *testing.T) {
 	require.Equal(t, []string{"group mail reads from Kafka, too, and would get nothing more: move it too, or name it with --leave-behind"}, doc.NotReady)
 	text = d.ok(t, "cut", "to-postgres", "--group", "stats", "--relay", "r", "--leave-behind", "mail", "--yes", "--no-wait", "--reason", "Kafka goes")
 	require.Equal(t, "note: group mail reads from Kafka, too, and gets nothing more from here\nnote: "+others+"\n"+
-		"The cut is made. outbox cut finish --relay r waits for what is in front of it.\n", text)
+		"The cut is made. outbox cut finish --relay r --reason TEXT waits for what is in front of it.\n", text)
 	d.worker(t)
 	require.Equal(t, "finished: the cut at relay r\n", d.ok(t, "cut", "finish", "--relay", "r", "--reason", "Kafka goes"))
 	stopConsumer()

@@ -22,6 +22,7 @@ type deadLetterFlags struct {
 	topic, group, action, class, key string
 
 	since, until when
+	times        times // set by choose
 	from         offsets
 }
 
@@ -38,7 +39,8 @@ func (f *deadLetterFlags) define(fs *flag.FlagSet) {
 
 // choose returns the flags as a function for outboxdlq.ReplayConfig.
 func (f *deadLetterFlags) choose(now time.Time) func(outboxdlq.DeadLetter) bool {
-	since, until := f.since.time(now), f.until.time(now)
+	f.times = timesOf(f.since, f.until, now)
+	since, until := f.times.since, f.times.until
 	is := func(want, have string) bool { return want == "" || want == have }
 	return func(d outboxdlq.DeadLetter) bool {
 		return is(f.topic, d.OriginalTopic) && is(f.group, d.Group) && is(f.action, d.Action) && is(f.class, d.Class) && is(f.key, string(d.Record.Key)) &&
@@ -204,7 +206,8 @@ var dlqReplayCommand = command{
 	summary: "send dead letters back to the group that failed",
 	about: `
 Only the group and the action that failed handle what is sent back, and they
-skip what they have handled meanwhile. It sends nothing unless --yes is given.
+skip what they have handled meanwhile. Nothing is sent unless --yes is given,
+with --reason, which goes into outbox_audit of the database.
 A dead letter that says it is one of another topic is not sent: whoever may
 write to the dead-letter topic could choose it. --to names the topics.`,
 	endless: true,
@@ -213,6 +216,7 @@ write to the dead-letter topic could choose it. --to names the topics.`,
 		r.filter.define(fs)
 		fs.StringVar(&r.to, "to", "", "`TOPIC,…` they may go back to ({topic} of {topic}.dlq)")
 		fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
+		r.why.define(fs)
 		return r.run
 	},
 }
@@ -221,6 +225,7 @@ type dlqReplay struct {
 	filter deadLetterFlags
 	to     string
 	yes    bool
+	why    auditFlags
 	topics map[string]int // number of dead letters by their target topic
 }
 
@@ -229,9 +234,22 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
+	if len(r.filter.from) > 0 {
+		if err := needAbsolute("--from", r.filter.since, r.filter.until, e.now()); err != nil {
+			return err
+		}
+	}
+	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], From: r.filter.from, DryRun: true, Schema: e.schema}
+	if r.yes {
+		if cfg.Audit, err = r.why.info(e); err != nil {
+			return err
+		}
+		if cfg.DB, err = e.connect(ctx); err != nil {
+			return err
+		}
+	}
 	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
-	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], From: r.filter.from, DryRun: true}
 	if r.to != "" {
 		cfg.To = strings.Split(r.to, ",")
 	}
@@ -281,8 +299,10 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 		for _, f := range report.Failed {
 			failures = append(failures, failure{f.Partition, f.Offset, f.Err.Error()})
 		}
-		return e.writeJSON(map[string]any{"topic": e.args[0], "dry_run": !r.yes, "read": report.Read, "sent": report.Sent,
-			"topics": r.topics, "failed": failures, "absent_groups": append([]string{}, report.Absent...), "next": offsets(report.Next)})
+		doc := map[string]any{"topic": e.args[0], "dry_run": !r.yes, "read": report.Read, "sent": report.Sent,
+			"topics": r.topics, "failed": failures, "absent_groups": append([]string{}, report.Absent...), "next": offsets(report.Next)}
+		r.filter.times.addTo(doc)
+		return e.writeJSON(doc)
 	}
 	for _, f := range report.Failed {
 		e.printf("partition %d, offset %d: %s\n", f.Partition, f.Offset, visible(errorText(f.Err)))
@@ -303,6 +323,7 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 		e.printf(" (next: --from %s)", offsets(report.Next).text())
 	}
 	e.printf("\n")
+	e.showTimes(r.filter.times)
 	return nil
 }
 

@@ -6,9 +6,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/jackc/pgx/v5"
-
-	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -52,6 +50,7 @@ type doctor struct {
 	checks    int
 	hasTables bool        // the tables exist
 	about     [][2]string // the objects that were checked
+	said      string      // what leaders have said, as a sentence; or empty
 }
 
 // check looks for some findings. It is skipped if none of them is asked for, or if its object cannot be
@@ -98,11 +97,12 @@ func (d *doctor) wantsTables() bool {
 }
 
 func (d *doctor) wantsDatabase() bool {
-	return d.wantsTables() || d.wants(connectCheck) || d.wants(databaseChecks...)
+	return d.wantsTables() || d.wants(connectCheck, firstCheck) || d.wants(databaseChecks...)
 }
 
 func (d *doctor) examine(ctx context.Context) {
 	if d.wantsDatabase() && d.connect(ctx) {
+		d.try(ctx, firstCheck)
 		for _, c := range databaseChecks {
 			d.try(ctx, c)
 		}
@@ -189,7 +189,7 @@ func (d *doctor) connect(ctx context.Context) bool {
 		return false
 	}
 	var version string
-	if err := db.QueryRow(ctx, `SELECT current_setting('server_version')`).Scan(&version); err != nil {
+	if err := db.QueryRow(ctx, `SELECT pg_catalog.current_setting('server_version')`).Scan(&version); err != nil {
 		d.add("database.connect", severityError, errorText(err), "Nothing of the database could be looked at.", "Look into the log of PostgreSQL.")
 		return false
 	}
@@ -207,41 +207,25 @@ func (d *doctor) relays(ctx context.Context) error {
 		d.add("relay.none", severityNote, "no relay has run here yet", "Recorded events are not sent until one runs.", "Start a process that calls Relay.Run.")
 	}
 	d.findings = append(d.findings, s.findings...)
-	return d.leftBehind(ctx)
-}
-
-// sqlLeftBehind reads up to $1 groups that have begun to read in Kafka, each with a relay that has ended by a cut. It
-// reads none if any relay sends.
-const sqlLeftBehind = `
-SELECT DISTINCT c.consumer_group, l.name FROM {schema}.consumer_start AS c CROSS JOIN {schema}.outbox_lease AS l
- WHERE l.holder = 'outbox cut' AND l.expires_at = 'infinity'
-   AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS o JOIN {schema}.outbox_lease AS h ON h.name = o.relay
-                    WHERE NOT starts_with(o.relay::text, 'worker:') AND h.holder NOT IN ('outbox cut', 'outbox debezium') AND h.expires_at > clock_timestamp())
-   AND NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.consumer_group = c.consumer_group)
- ORDER BY c.consumer_group, l.name LIMIT $1`
-
-// leftBehind reports groups that a cut to PostgreSQL has left behind.
-func (d *doctor) leftBehind(ctx context.Context) error {
-	const most = 20
-	rows, err := d.e.db.Query(ctx, pg.InSchema(sqlLeftBehind, d.e.schemaName()), most)
-	if err != nil {
-		return err
-	}
-	var group, relay string
-	_, err = pgx.ForEachRow(rows, []any{&group, &relay}, func() error {
-		d.add("relay.ended", severityWarning, fmt.Sprintf("group %s reads from Kafka, where no relay sends: relay %s has ended by a cut", group, relay),
-			"It gets none of the events that are recorded.",
-			fmt.Sprintf("Start workers of the group, which begin as From says, or a relay. If the group is given up, delete its rows: DELETE FROM %s.consumer_start WHERE consumer_group = %s",
-				pgx.Identifier{d.e.schemaName()}.Sanitize(), quoteText(group)))
-		return nil
-	})
-	return err
+	d.said = saidText(s.relays, s.now)
+	return nil
 }
 
 // routes checks that events have a topic to go to.
 func (d *doctor) routes(ctx context.Context) error {
 	topics, err := d.recorded(ctx)
 	for _, t := range topics {
+		err, dlqErr := topicNameErrors(t.Topic)
+		if err != nil && t.Topic != "" {
+			d.add("events.topic", severityError, fmt.Sprintf("topic of %s: %v", strings.Join(t.Types, ", "), err),
+				"Kafka has no topic of this name: something else than a Recorder wrote the rows. They cannot be sent.",
+				"Find who writes them (source of the events), and resolve what failed: outbox failures list.")
+		}
+		if err == nil && dlqErr != nil {
+			d.add("events.topic", severityWarning, fmt.Sprintf("topic of %s: no dead-letter topic can have the name %s", strings.Join(t.Types, ", "), outbox.DeadLetterTopic(t.Topic)),
+				"Kafka takes names of at most 249 characters. Consumers cannot send dead letters of the topic, unless they have ConsumerConfig.DeadLetterTopic. outbox topics neither compares nor creates the topic.",
+				"Give the types a topic whose name has at most 245 characters, or set DeadLetterTopic of ConsumerConfig and of outboxtopics.Config.")
+		}
 		if t.Topic == "" {
 			d.add("events.topic", severityError, fmt.Sprintf("no topic follows from %s", strings.Join(t.Types, ", ")),
 				"These rows have no topic, and their type is not {company}.{domain}.{action}.v{n}: something else than a Recorder wrote them. They cannot be sent.",

@@ -7,7 +7,7 @@ import (
 
 // allChecks returns the checks in the order in which they are made.
 func allChecks() []check {
-	return slices.Concat([]check{connectCheck}, databaseChecks, []check{migrationsCheck}, tableChecks,
+	return slices.Concat([]check{connectCheck, firstCheck}, databaseChecks, []check{migrationsCheck}, tableChecks,
 		[]check{kafkaCheck, autoCreateCheck, topicsCheck, gapsCheck})
 }
 

@@ -42,9 +42,6 @@ func (d *doctor) deliveries(ctx context.Context) error {
 	if err := d.missingHandlers(ctx, counts, at.now); err != nil {
 		return err
 	}
-	if err := d.gaps(ctx); err != nil {
-		return err
-	}
 	return d.headless(ctx)
 }
 
@@ -114,15 +111,21 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 
 // deadFindings reports the dead deliveries of each group, and the keys that they hold.
 func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
-	dead, held := map[string]int{}, map[string]int{}
+	const named = 5
+	dead, held, of := map[string]int{}, map[string]int{}, map[string][]string{}
 	for _, c := range counts {
 		if c.Status == outboxops.DeliveryDead {
 			dead[c.Group] += c.Deliveries
 			held[c.Group] += c.Held
+			of[c.Group] = append(of[c.Group], fmt.Sprintf("%s of action %s, topic %s", countUpTo(c.Deliveries), cmp.Or(c.Action, "(none)"), c.Stream))
 		}
 	}
 	for _, group := range slices.Sorted(maps.Keys(dead)) {
-		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead", group, deliveriesAre(dead[group])),
+		kinds := of[group]
+		if more := len(kinds) - named; more > 0 {
+			kinds = append(kinds[:named:named], plural(int64(more), "more kind", "more kinds"))
+		}
+		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead: %s", group, deliveriesAre(dead[group]), strings.Join(kinds, "; ")),
 			"Their attempts are used up, or their errors are permanent: no handler gets them unless they are requeued.",
 			fmt.Sprintf("outbox failures list --kind delivery --group %[1]s --status dead shows why. Mend the cause, then outbox failures retry --group %[1]s, or outbox failures resolve --group %[1]s.", word(group))})
 	}

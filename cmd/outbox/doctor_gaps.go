@@ -2,8 +2,8 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -12,32 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// sqlOldGaps reads actions that have lacked events for longer than $1, of the first $2 rows.
-const sqlOldGaps = `
-SELECT consumer_group, topic, action, count(DISTINCT partition), min(opened_at), clock_timestamp()
-  FROM (SELECT consumer_group, topic, action, partition, opened_at FROM {schema}.consumer_gap
-         WHERE opened_at < clock_timestamp() - $1::interval LIMIT $2) AS g
- GROUP BY consumer_group, topic, action ORDER BY consumer_group, topic, action LIMIT 100`
-
 const gapsLooked = 100_000
-
-// gaps looks for actions that lack events, because members without them have read the events.
-func (d *doctor) gaps(ctx context.Context) error {
-	var group, topic, action string
-	var partitions int64
-	var since, now time.Time
-	return pg.Query(ctx, d.e.db, "", func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&group, &topic, &action, &partitions, &since, &now}, func() error {
-			d.add("delivery.gap", severityWarning, fmt.Sprintf("group %s: action %s has lacked events of topic %s for %s, in %s", group, action, topic, age(since, now),
-				plural(partitions, "partition", "partitions")),
-				"Members without this action have read these events. The action gets them once a member that has it gets the partitions.",
-				fmt.Sprintf("Finish the rollout: stop the members without the action. If it is gone for good: SELECT %s.outbox_forget_action(%s, %s, 'your name', 'why')",
-					pgx.Identifier{d.e.schemaName()}.Sanitize(), quoteText(group), quoteText(action)))
-			return nil
-		})
-		return err
-	}, pg.InSchema(sqlOldGaps, d.e.schemaName()), d.limits.maxAge, gapsLooked)
-}
 
 var gapsCheck = check{name: "kafka.gaps", ids: []string{"kafka.gap"}}
 
@@ -59,8 +34,10 @@ func (d *doctor) gapsInKafka(ctx context.Context, opts []kgo.Opt) error {
 	var g gap
 	if err := pg.Query(ctx, d.e.db, "", func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&g.group, &g.at.Topic, &g.at.Number, &g.action, &g.from}, func() error {
-			gaps = append(gaps, g)
-			firsts[g.at], ends[g.at] = kafka.FirstOffset, kafka.EndOffset
+			if err, _ := topicNameErrors(g.at.Topic); err == nil { // Kafka has nothing under other names
+				gaps = append(gaps, g)
+				firsts[g.at], ends[g.at] = kafka.FirstOffset, kafka.EndOffset
+			}
 			return nil
 		})
 		return err
@@ -72,14 +49,11 @@ func (d *doctor) gapsInKafka(ctx context.Context, opts []kgo.Opt) error {
 		return err
 	}
 	defer client.Close()
-	if firsts, err = kafka.ListOffsets(ctx, client, kafka.Uncommitted, firsts); err != nil && !kafka.IsTopicOutage(err) {
-		return err
-	}
-	if ends, err = kafka.ListOffsets(ctx, client, kafka.Uncommitted, ends); err != nil && !kafka.IsTopicOutage(err) {
-		return err
-	}
+	firsts, unknown := kafka.ListOffsets(ctx, client, kafka.Uncommitted, firsts)
+	ends, err = kafka.ListOffsets(ctx, client, kafka.Uncommitted, ends)
+	unknown = errors.Join(unknown, err)
 	for _, g := range gaps {
-		first, end := firsts[g.at], ends[g.at] // both are 0 if the topic is missing
+		first, end := firsts[g.at], ends[g.at] // both are 0 if Kafka does not tell
 		var what string
 		switch {
 		case g.from < first:
@@ -93,5 +67,8 @@ func (d *doctor) gapsInKafka(ctx context.Context, opts []kgo.Opt) error {
 			"Retention of the topic removes events before a member that has the action has read them. They are lost for the action.",
 			"Start members with the action and stop those without it, or raise retention.ms and retention.bytes of the topic until then.")
 	}
-	return nil
+	if kafka.IsTopicOutage(unknown) {
+		return nil
+	}
+	return unknown
 }

@@ -27,7 +27,7 @@ SELECT s.consumer_group, r.key, to_timestamp(r.value::text::float8)
  ORDER BY s.consumer_group, r.key LIMIT 1000`
 
 const sqlHasMember = `
-SELECT EXISTS (SELECT FROM {schema}.event_member AS m WHERE m.consumer_group = $1::text AND m.from_kafka = $2::bool AND ` + tables.LiveMember + `)`
+SELECT EXISTS (SELECT FROM {schema}.event_member AS m WHERE m.consumer_group = $1::text AND ` + tables.LiveMember + `)`
 
 // missingHandlers reports handlers that no live process has: events are owed to them, or deliveries wait for them.
 func (d *doctor) missingHandlers(ctx context.Context, counts []outboxops.DeliveryCount, now time.Time) error {
@@ -71,18 +71,15 @@ func (d *doctor) unhandled(ctx context.Context, group string) error {
 	}, pg.InSchema(tables.SQLUnhandled, d.e.schemaName()), group, most); err != nil {
 		return err
 	}
-	side := map[bool]bool{} // by FromKafka: whether a process runs
+	if len(kinds) == 0 {
+		return nil
+	}
+	var runs bool
+	err := pg.QueryRow(ctx, d.e.db, pg.InSchema(sqlHasMember, d.e.schemaName()), group).Scan(&runs)
+	if err != nil || !runs { // deliveries that have been due for long are another finding
+		return err
+	}
 	for _, k := range kinds {
-		runs, known := side[k.FromKafka]
-		if !known {
-			if err := pg.QueryRow(ctx, d.e.db, pg.InSchema(sqlHasMember, d.e.schemaName()), group, k.FromKafka).Scan(&runs); err != nil {
-				return err
-			}
-			side[k.FromKafka] = runs
-		}
-		if !runs { // deliveries that have been due for long are another finding
-			continue
-		}
 		h := handlerOf{group, k.Stream, k.Action}
 		d.add("delivery.handler", severityWarning, fmt.Sprintf("group %s: deliveries of type %s of stream %s wait for action %s, which no running process has for this type", group, k.Type, k.Stream, k.Action),
 			"Each keeps its place, and the later ones of its key wait behind it. It is not dead: a release that has the handler takes it.",

@@ -3,8 +3,11 @@ package main
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -31,7 +34,7 @@ func (d *doctor) kafka(ctx context.Context) {
 	if !ok {
 		return
 	}
-	d.about = append(d.about, [2]string{"kafka", fmt.Sprintf("%s, %s", d.e.brokers(), plural(int64(brokers), "broker", "brokers"))})
+	d.about = append(d.about, [2]string{"kafka", fmt.Sprintf("%s, %s, as seen from here", d.e.brokers(), plural(int64(brokers), "broker", "brokers"))})
 	if d.hasTables {
 		c := topicsCheck
 		c.make = func(d *doctor, ctx context.Context) error { return d.topics(ctx, opts, auto) }
@@ -44,7 +47,7 @@ func (d *doctor) kafka(ctx context.Context) {
 
 func (d *doctor) unreachable(err error) {
 	d.add("kafka.connect", severityError, fmt.Sprintf("Kafka does not answer at %s: %s", d.e.brokers(), errorText(err)),
-		"Nothing can be sent from here; relays elsewhere may see another network. Events wait in the outbox and are not lost.",
+		"Nothing can be sent from here; relays elsewhere may see another network. Events wait in the outbox and are not lost."+d.said,
 		"Check --kafka, the brokers' advertised.listeners, TLS (--kafka-tls, --kafka-ca) and the login (--kafka-user, $KAFKA_PASSWORD).")
 }
 
@@ -116,26 +119,48 @@ func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
 	}
 	var names []string
 	for _, r := range recorded {
-		if r.Topic != "" {
+		if err, _ := topicNameErrors(r.Topic); err == nil { // the others are found as events.topic
 			names = append(names, r.Topic)
 		}
 	}
 	infos, err := outboxtopics.Describe(ctx, opts, names...)
-	if err != nil {
-		return err
-	}
 	exists := map[string]bool{}
 	for _, info := range infos {
 		exists[info.Topic] = true
 		d.findings = append(d.findings, topicFindings(info)...)
 	}
-	for _, name := range names {
-		if !exists[name] {
-			d.add("kafka.topic.missing", severityError, "topic "+name+" is missing", missingMeans(auto),
-				"Create it with outbox topics --create, or with outboxtopics.Ensure at the start of the service.")
+	names = slices.DeleteFunc(names, func(name string) bool { return exists[name] })
+	for _, name := range missingTopics(ctx, opts, names, err) {
+		do := "Create it with outbox topics --create, or with outboxtopics.Ensure at the start of the service."
+		if _, dlqErr := topicNameErrors(name); dlqErr != nil {
+			do = "Create it with outboxtopics.Ensure and Config.DeadLetterTopic: no dead-letter topic can have the name " + outbox.DeadLetterTopic(name) + "."
+		}
+		d.add("kafka.topic.missing", severityError, "topic "+name+" is missing", missingMeans(auto), do)
+	}
+	return err
+}
+
+// maxAlone is how many topics are described one by one.
+const maxAlone = 20
+
+// missingTopics returns the topics that are missing of those that Kafka did not describe. err is the error of that
+// description: it is about some of these topics, which may exist. So Kafka describes each topic once more, alone.
+func missingTopics(ctx context.Context, opts []kgo.Opt, names []string, err error) (missing []string) {
+	if err == nil {
+		return names
+	}
+	for _, name := range names[:min(len(names), maxAlone)] {
+		if !kafka.IsAnswer(err) { // Kafka does not answer
+			break
+		}
+		infos, alone := outboxtopics.Describe(ctx, opts, name)
+		if alone != nil {
+			err = alone
+		} else if len(infos) == 0 {
+			missing = append(missing, name)
 		}
 	}
-	return nil
+	return missing
 }
 
 func missingMeans(auto bool) string {

@@ -65,10 +65,21 @@ var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cur
 	onTable("event_success", "SELECT"),
 	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
 
-// noteNeeds are the privileges for notes of handled events.
-var noteNeeds = slices.Concat(onTable("event_handled", "SELECT", "DELETE"),
+// Functions that remove rows. A role with DELETE on the table might lock it.
+const (
+	removeHandled    = "outbox_remove_handled(tid[], timestamptz)"
+	removeDeliveries = "outbox_remove_deliveries(tid[], timestamptz)"
+	removeCursors    = "outbox_remove_cursors(tid[])"
+	removeMember     = "outbox_remove_member(text, text)"
+	removeTopics     = "outbox_remove_topics(text, text[], uuid[])"
+	removeGaps       = "outbox_remove_gaps(text, text[], uuid[], int[], text[], text[], bigint[])"
+)
+
+// noteNeeds are the privileges for notes of handled events, and to remove what is handled.
+var noteNeeds = slices.Concat(onTable("event_handled", "SELECT"),
 	[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source"}},
 		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
+	onFunctions(false, removeHandled, removeDeliveries),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"))
 
 // successNeeds are the privileges to save when actions have succeeded.
@@ -76,52 +87,62 @@ var successNeeds = append(onTable("event_success", "SELECT", "INSERT"),
 	need{privilege: "UPDATE", table: "event_success", columns: []string{"succeeded_at"}})
 
 // deliveryUpdates are the columns of event_delivery that change while a row is handled.
-var deliveryUpdates = []string{"status", "held", "put_back", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until",
-	"updated_at", "processed_at", "failed_at", "last_error_code", "last_error_message"}
+var deliveryUpdates = []string{"status", "held", "put_back", "dead_letter_owed", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until",
+	"updated_at", "processed_at", "failed_at", "witness_after", "last_error_code", "last_error_message"}
 
 // memberNeeds are the privileges for the row of a process.
-var memberNeeds = append(onTable("event_member", "SELECT", "DELETE"),
-	need{privilege: "INSERT", table: "event_member", columns: []string{"consumer_group", "member", "from_kafka", "renewed_at", "renewed_every", "routes"}},
-	need{privilege: "UPDATE", table: "event_member", columns: []string{"renewed_at"}})
+var memberNeeds = append(slices.Concat(onTable("event_member", "SELECT"), onFunctions(false, removeMember)),
+	need{privilege: "INSERT", table: "event_member", columns: []string{"consumer_group", "member", "from_kafka", "renewed_at", "renewed_every", "routes", "works", "reasons", "skipped", "state", "kafka_at"}},
+	need{privilege: "UPDATE", table: "event_member", columns: []string{"renewed_at", "works", "reasons", "skipped", "state", "kafka_at"}})
+
+// leaseNeeds are the privileges to lead. A role with UPDATE of the whole table might lock it.
+var leaseNeeds = append(onTable("outbox_lease", "SELECT", "INSERT"),
+	need{privilege: "UPDATE", table: "outbox_lease", columns: []string{"holder", "epoch", "expires_at", "lasts", "locked_epoch", "exclusive_at",
+		"state", "state_at", "kafka_at", "elsewhere_at"}})
 
 // partNeeds has the rights that docs/roles.md grants, except USAGE of the schema.
 var partNeeds = map[string][]need{
 	"writer": append(onSequences("outbox_id_seq"), need{privilege: "INSERT", table: "outbox", columns: []string{"event_id", "event_type", "source",
 		"aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at"}}),
 	"relay": slices.Concat(onTable("outbox", "SELECT", "DELETE"), []need{{privilege: "UPDATE", table: "outbox", columns: []string{"xid"}},
-		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"),
-		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
+		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT"),
+		leaseNeeds, onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
 		onTable("outbox_audit", "SELECT", "DELETE"), []need{{privilege: "INSERT", table: "outbox_audit", columns: []string{"operator", "action", "reason",
 			"relay", "parking_key", "failed_id", "outbox_id", "event_id"}}},
-		onTable("event_handled", "SELECT", "DELETE"), onTable("event_delivery", "SELECT", "DELETE"), onTable("event_subscription", "SELECT"),
-		onTable("consumer_start", "SELECT"), onTable("consumer_group_role", "SELECT"),
+		onTable("event_handled", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"),
+		onTable("consumer_start", "SELECT"), onTable("consumer_group_role", "SELECT"), onFunctions(false, removeHandled, removeDeliveries, removeCursors),
 		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
 		onFunctions(true, "outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
-	"consumer": slices.Concat(noteNeeds, memberNeeds, successNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"),
-		onTable("consumer_gap", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("consumer_handler", "SELECT", "INSERT"), onTable("event_delivery", "SELECT", "DELETE"),
-		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_cursor", "SELECT"), onTable("event_subscription", "SELECT"),
+	"consumer": slices.Concat(noteNeeds, memberNeeds, successNeeds, onTable("consumer_start", "SELECT", "INSERT"),
+		onTable("consumer_gap", "SELECT", "INSERT"), onTable("consumer_handler", "SELECT", "INSERT"), onTable("event_delivery", "SELECT"),
+		leaseNeeds, onTable("outbox_cursor", "SELECT"), onTable("event_subscription", "SELECT"),
 		[]need{{privilege: "SELECT", table: "outbox", columns: []string{"id", "xid", "event_type", "created_at"}},
+			{privilege: "UPDATE", table: "consumer_start", columns: []string{"position", "saved_at", "lost", "lost_at", "handlers",
+				"assigned_to", "assigned_at", "read_from", "unclean_ends", "suspect_offset", "suspect_ends"}},
+			{privilege: "UPDATE", table: "consumer_gap", columns: []string{"from_offset", "version"}},
 			{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
 				"attempt_count", "max_attempts", "size", "next_retry_at", "last_attempt_at", "created_at", "updated_at", "last_error_code", "last_error_message",
 				"event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload_bytes", "content_type", "partition_key", "occurred_at", "recorded_at",
 				"record_partition", "record_id", "record_digest", "record", "failed_at"}},
-			{privilege: "UPDATE", table: "event_delivery", columns: deliveryUpdates}},
+			{privilege: "UPDATE", table: "event_delivery", columns: slices.Concat(deliveryUpdates, []string{"position", "size", "payload_bytes",
+				"record_partition", "record", "dead_letter"})}},
 		onSequences("event_delivery_id_seq"),
-		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_lock_keys_shared(text, bigint[])", "outbox_promote(text, bigint[], bigint[])",
-			"outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])")),
-	"worker": slices.Concat(noteNeeds, memberNeeds, successNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT", "DELETE"),
+		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_lock_keys_shared(text, bigint[])",
+			"outbox_blocked(text, text[], bigint[], bytea[], timestamptz)", "outbox_promote(text, bigint[], bigint[])",
+			"outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])", removeTopics, removeGaps)),
+	"worker": slices.Concat(noteNeeds, memberNeeds, successNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT"),
 		[]need{{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
 			"attempt_count", "max_attempts", "size", "next_retry_at", "last_attempt_at", "locked_by", "locked_until", "created_at", "updated_at", "processed_at",
 			"last_error_code", "last_error_message", "event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes",
 			"content_type", "partition_key", "headers", "occurred_at", "recorded_at"}},
 			{privilege: "UPDATE", table: "event_delivery", columns: deliveryUpdates},
-			{privilege: "INSERT", table: "event_subscription", columns: []string{"consumer_group", "routes", "routes_version"}},
-			{privilege: "UPDATE", table: "event_subscription", columns: []string{"state", "changed_at", "routes", "routes_version"}},
+			{privilege: "INSERT", table: "event_subscription", columns: []string{"consumer_group", "routes", "routes_version", "unordered"}},
+			{privilege: "UPDATE", table: "event_subscription", columns: []string{"state", "changed_at", "routes", "routes_version", "unordered"}},
 			{privilege: "SELECT", sequence: "outbox_id_seq"}, {privilege: "SELECT", table: "outbox_failed", columns: []string{"relay", "outbox_id"}}},
-		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"), onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"),
+		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT"), leaseNeeds,
 		onSequences("event_delivery_id_seq", "outbox_cursor_id_seq"),
-		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[], bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])")),
+		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[], bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])", removeCursors)),
 	"reader": readerNeeds,
 	"operator": slices.Concat(readerNeeds, onFunctions(false, "outbox_retry_failed(bigint[], text, text)", "outbox_resolve_failed(bigint[], text, text)",
 		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",

@@ -63,4 +63,70 @@ func TestDoctorOnStrangersInThePath(t *testing.T) {
 		d.exec(t, "GRANT CREATE ON DATABASE "+name+" TO "+trusted)
 		require.Empty(t, find(), "%s has the rights of the relay", trusted)
 	}
+	// A role that may log in is looked at without being named, if there is a schema of its name.
+	d.exec(t, "CREATE SCHEMA "+relay+" AUTHORIZATION "+stranger)
+	found := d.findings(t, "--only", "privileges.schema")
+	require.Len(t, found, 1)
+	require.Equal(t, "role "+stranger+" owns schema "+relay+of, found[0].What)
+	d.exec(t, found[0].Do)
+	require.Empty(t, d.findings(t, "--only", "privileges.schema"))
+	// Schemas before pg_catalog are found, and who may make schemas.
+	d.exec(t, "ALTER ROLE "+relay+" IN DATABASE "+name+" SET search_path = public, pg_catalog")
+	found = d.findings(t, "--only", "privileges.path", "--as", "relay="+relay)
+	require.Len(t, found, 1)
+	require.Contains(t, found[0].What, "search_path of role "+relay+" has schemas before pg_catalog: public, pg_catalog")
+	d.exec(t, found[0].Do)
+	require.Empty(t, d.findings(t, "--only", "privileges.path", "--as", "relay="+relay))
+	d.exec(t, "REVOKE CREATE ON DATABASE "+name+" FROM "+relay+", "+friend)
+	require.Empty(t, d.findings(t, "--only", "privileges.database"))
+	for _, creator := range []string{"PUBLIC", stranger} {
+		d.exec(t, "GRANT CREATE ON DATABASE "+name+" TO "+creator)
+		found = d.findings(t, "--only", "privileges.database")
+		require.Len(t, found, 1)
+		require.Equal(t, severityWarning, found[0].Severity)
+		d.exec(t, found[0].Do)
+		require.Empty(t, d.findings(t, "--only", "privileges.database"))
+	}
+}
+
+// A database has logins of others, some with a schema of their own name. The doctor looks at the schema of a login only
+// if the login may use a table of outbox.
+func TestDoctorOnLoginsOfOthers(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	for _, schema := range []string{"outbox", "public"} { // in public, everybody has USAGE
+		db := testenv.OtherDatabase(t)
+		d := commandFixtureAt(t, db, schema)
+		suffix := uuid.NewString()[:8]
+		login, owner, group := "login_"+suffix, "owner_"+suffix, "group_"+suffix
+		in := strings.NewReplacer("{login}", login, "{owner}", owner, "{group}", group).Replace
+		d.exec(t, "CREATE SCHEMA IF NOT EXISTS {s}; REVOKE CREATE ON SCHEMA public FROM PUBLIC", pgx.QueryExecModeSimpleProtocol)
+		d.migrate(t)
+		d.vars["DATABASE_URL"] = d.url("&search_path=pg_catalog")
+		d.exec(t, in(`CREATE ROLE {login} LOGIN; CREATE ROLE {owner}; CREATE ROLE {group}; GRANT USAGE ON SCHEMA {s} TO {group};
+			CREATE SCHEMA {login} AUTHORIZATION {owner}; CREATE TABLE {s}.mine (); GRANT SELECT ON {s}.mine TO {login}`), pgx.QueryExecModeSimpleProtocol)
+		t.Cleanup(func() {
+			d.exec(t, in("DROP OWNED BY {login}, {owner}, {group} CASCADE"))
+			d.exec(t, in("DROP ROLE {login}, {owner}, {group}"))
+		})
+		want := in("role {owner} owns schema {login}, which is in search_path of role {login}")
+		requireFound := func(found bool, why string) {
+			all := d.findings(t, "--only", "privileges.schema,doctor")
+			if !found {
+				require.Empty(t, all, "%s: %s", schema, why)
+				return
+			}
+			require.Len(t, all, 1, "%s: %s", schema, why)
+			require.Equal(t, want, all[0].What)
+		}
+		requireFound(false, "it has rights in a table that is not of outbox only")
+		d.exec(t, in("GRANT INSERT (event_id) ON {s}.outbox TO {group}; GRANT {group} TO {login}"), pgx.QueryExecModeSimpleProtocol)
+		requireFound(true, "a member of a role that may write a column")
+		d.exec(t, in("REVOKE {group} FROM {login}"))
+		d.exec(t, in("REVOKE USAGE ON SCHEMA {s} FROM PUBLIC"))
+		d.exec(t, in("GRANT SELECT ON {s}.outbox TO {login}"))
+		requireFound(false, "it may not use the schema")
+		d.exec(t, in("GRANT USAGE ON SCHEMA {s} TO {login}"))
+		requireFound(true, "it may use schema and table")
+	}
 }

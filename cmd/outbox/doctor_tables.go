@@ -21,11 +21,11 @@ var tableChecks = []check{
 	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
 	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.reader",
 		"privileges.operator", "privileges.excess", "privileges.groups"}, (*doctor).privileges},
-	{"privileges of the schema", []string{"privileges.schema", "privileges.foreign", "privileges.partitions"}, (*doctor).trust},
-	{"relay", []string{"relay.none", "relay.leader", "relay.ended", "relay.backlog", "delivery.stale", "failed.dead", "failed.held", "failed.parked",
+	{"privileges.partitions", []string{"privileges.partitions"}, (*doctor).partitionGrants},
+	{"relay", []string{"relay.none", "relay.leader", "relay.outage", "relay.unknown", "relay.ended", "relay.backlog", "delivery.stale", "delivery.outage", "delivery.member", "delivery.members",
+		"delivery.failed", "delivery.gap", "delivery.skipped", "failed.dead", "failed.held", "failed.parked",
 		"transaction.open", "transaction.prepared"}, (*doctor).relays},
-	{"delivery", []string{"delivery.dead", "delivery.held", "delivery.stuck", "delivery.worker", "delivery.unhandled", "delivery.handler", "delivery.backlog", "delivery.gap",
-		"delivery.headless"},
+	{"delivery", []string{"delivery.dead", "delivery.held", "delivery.stuck", "delivery.worker", "delivery.unhandled", "delivery.handler", "delivery.backlog", "delivery.headless"},
 		(*doctor).deliveries},
 	{"events", []string{"events.topic"}, (*doctor).routes},
 }
@@ -121,14 +121,14 @@ SELECT 'table', relname, relname, '' FROM tables
 SELECT 'security', t.relname, 'row level security', CASE WHEN c.relforcerowsecurity THEN 'forced' ELSE 'enabled' END
   FROM tables AS t JOIN pg_class AS c ON c.oid = t.oid WHERE c.relrowsecurity
  UNION ALL
-SELECT 'policy', t.relname, p.polname, concat_ws(' ', CASE WHEN p.polpermissive THEN 'PERMISSIVE' ELSE 'RESTRICTIVE' END,
+SELECT 'policy', t.relname, p.polname, pg_catalog.concat_ws(' ', CASE WHEN p.polpermissive THEN 'PERMISSIVE' ELSE 'RESTRICTIVE' END,
        'FOR ' || CASE p.polcmd WHEN 'r' THEN 'SELECT' WHEN 'a' THEN 'INSERT' WHEN 'w' THEN 'UPDATE' WHEN 'd' THEN 'DELETE' ELSE 'ALL' END,
        CASE WHEN p.polroles <> '{0}' THEN 'TO SOME' END,
        'USING ' || regexp_replace(pg_get_expr(p.polqual, p.polrelid, true), '\s+', ' ', 'g'), 'CHECK ' || regexp_replace(pg_get_expr(p.polwithcheck, p.polrelid, true), '\s+', ' ', 'g'))
   FROM tables AS t JOIN pg_policy AS p ON p.polrelid = t.oid
  UNION ALL
 SELECT 'column', t.relname, a.attname,
-       concat_ws(' ', format_type(a.atttypid, a.atttypmod), CASE WHEN a.attnotnull THEN 'NOT NULL' END, 'DEFAULT ' || ltrim(regexp_replace(pg_get_expr(d.adbin, d.adrelid, true), '\s+', ' ', 'g')))
+       pg_catalog.concat_ws(' ', format_type(a.atttypid, a.atttypmod), CASE WHEN a.attnotnull THEN 'NOT NULL' END, 'DEFAULT ' || ltrim(regexp_replace(pg_get_expr(d.adbin, d.adrelid, true), '\s+', ' ', 'g')))
   FROM tables AS t JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
   LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
  UNION ALL

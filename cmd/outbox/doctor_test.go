@@ -101,7 +101,7 @@ var faults = []struct {
 		"tables.constraint", severityWarning, "outbox_failed_status of outbox_failed is altered"},
 	{"constraint added", `ALTER TABLE {s}.outbox ADD CONSTRAINT mine CHECK (aggregate_id <> '')`, "tables.constraint", severityWarning, "mine of outbox is not of outbox"},
 	{"column dropped", `ALTER TABLE {s}.outbox_audit DROP COLUMN payload_bytes`, "tables.column", severityError, "payload_bytes of outbox_audit is missing"},
-	{"column altered", `ALTER TABLE {s}.outbox ALTER COLUMN aggregate_id TYPE text`, "tables.column", severityWarning, "aggregate_id of outbox is altered: text"},
+	{"column altered", `ALTER TABLE {s}.outbox_failed ALTER COLUMN retry_count TYPE bigint`, "tables.column", severityWarning, "retry_count of outbox_failed is altered: bigint"},
 	{"default dropped", `ALTER TABLE {s}.outbox ALTER COLUMN xid DROP DEFAULT`, "tables.column", severityWarning, "xid of outbox is altered"},
 	{"column added", `ALTER TABLE {s}.outbox ADD COLUMN mine int NOT NULL DEFAULT 0; ALTER TABLE {s}.outbox ALTER COLUMN mine DROP DEFAULT`, "tables.column", severityWarning, "mine of outbox is not of outbox"},
 	{"table dropped", `DROP TABLE {s}.event_handled`, "tables.table", severityError, "table event_handled is missing"},

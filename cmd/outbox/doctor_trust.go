@@ -15,41 +15,76 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// trust looks for roles that can act with the rights of other roles, and for rights on partitions.
+// firstCheck is made before others, because their statements could run what a stranger has made. It needs no tables.
+var firstCheck = check{"privileges.schemas", []string{"privileges.schema", "privileges.path", "privileges.database", "privileges.foreign"}, (*doctor).trust}
+
+// trust looks for roles that can act with the rights of other roles.
 func (d *doctor) trust(ctx context.Context) error {
-	var creators []privileges.Creator
-	var foreign []string
-	var open []opening
-	err := pgx.BeginTxFunc(ctx, d.e.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) (err error) {
-		if open, err = d.openings(ctx, tx); err != nil {
+	return pgx.BeginTxFunc(ctx, d.e.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, privileges.SafePath); err != nil {
 			return err
 		}
-		if creators, err = privileges.Creators(ctx, tx, d.e.schemaName()); err != nil {
+		paths, database, err := d.paths(ctx, tx)
+		if err != nil {
 			return err
 		}
-		foreign, err = privileges.Foreign(ctx, tx, d.e.schemaName(), true)
-		return err
+		for _, p := range paths {
+			if p.named && p.overshadows() {
+				d.add("privileges.path", severityError, fmt.Sprintf("search_path of role %s has schemas before pg_catalog: %s", p.role, p.schemas),
+					"Functions and operators that are made there are run instead of those of PostgreSQL.",
+					fmt.Sprintf("ALTER ROLE %s IN DATABASE %s SET search_path = pg_catalog, pg_temp", pgx.Identifier{p.role}.Sanitize(), pgx.Identifier{database}.Sanitize()))
+			}
+		}
+		return errors.Join(d.schemaCreators(ctx, tx), d.pathCreators(ctx, tx, paths, database), d.databaseCreators(ctx, tx, database), d.foreign(ctx, tx))
 	})
-	if err != nil {
-		return err
-	}
-	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
+}
+
+func (d *doctor) schemaCreators(ctx context.Context, tx pgx.Tx) error {
+	creators, err := privileges.Creators(ctx, tx, d.e.schemaName())
 	for _, c := range creators {
 		d.add("privileges.schema", severityError, fmt.Sprintf("%s may create in schema %s", c.Name(), d.e.schemaName()),
 			"Functions and operators that are made there are run by all who use outbox, with their rights.",
-			fmt.Sprintf("REVOKE CREATE ON SCHEMA %s FROM %s", schema, c.Quoted()))
+			fmt.Sprintf("REVOKE CREATE ON SCHEMA %s FROM %s", pgx.Identifier{d.e.schemaName()}.Sanitize(), c.Quoted()))
 	}
+	return err
+}
+
+func (d *doctor) pathCreators(ctx context.Context, tx pgx.Tx, paths []path, database string) error {
+	open, err := d.openings(ctx, tx, paths, database)
 	for _, o := range open {
 		d.add("privileges.schema", severityError, o.what(),
 			"Statements of outbox look for functions and operators there, too, and run what is made there, with the rights of whoever sends them. "+
 				"They name the schemas of outbox: a role that sends no others may have search_path = pg_catalog, pg_temp.", o.do())
 	}
+	return err
+}
+
+func (d *doctor) databaseCreators(ctx context.Context, tx pgx.Tx, database string) error {
+	creators, err := privileges.DatabaseCreators(ctx, tx, d.e.schemaName())
+	for _, c := range creators {
+		d.add("privileges.database", severityWarning, fmt.Sprintf("%s may make schemas in database %s", c.Name(), database),
+			"A schema with the name of a role comes first in search_path of this role, unless search_path is set.",
+			fmt.Sprintf("REVOKE CREATE ON DATABASE %s FROM %s", pgx.Identifier{database}.Sanitize(), c.Quoted()))
+	}
+	return err
+}
+
+// sqlHasOutbox reports whether the schema $1 has table outbox.
+const sqlHasOutbox = `
+SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'outbox')`
+
+func (d *doctor) foreign(ctx context.Context, tx pgx.Tx) error {
+	var migrated bool
+	if err := tx.QueryRow(ctx, sqlHasOutbox, d.e.schemaName()).Scan(&migrated); err != nil || !migrated {
+		return err
+	}
+	foreign, err := privileges.Foreign(ctx, tx, d.e.schemaName(), true)
 	for _, what := range foreign {
 		d.add("privileges.foreign", severityError, fmt.Sprintf("schema %s has %s", d.e.schemaName(), what),
 			"Statements of outbox may run it instead of what PostgreSQL has under this name, with the rights of whoever sends them.",
 			"Ask who made it and what it has done meanwhile, and drop it.")
 	}
-	return d.partitionGrants(ctx)
+	return err
 }
 
 const sqlPartitionGrants = `
@@ -87,7 +122,7 @@ SELECT t.relname, false, p.privilege, '{}'::name[]
   FROM named AS t, pg_catalog.unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'REFERENCES', 'TRIGGER']) AS p (privilege)
  WHERE pg_catalog.has_table_privilege($1::name, t.oid, p.privilege)
  UNION ALL
-SELECT t.relname, false, p.privilege, array_agg(a.attname ORDER BY a.attnum)
+SELECT t.relname, false, p.privilege, pg_catalog.array_agg(a.attname ORDER BY a.attnum)
   FROM named AS t, pg_catalog.unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'REFERENCES']) AS p (privilege), pg_attribute AS a
  WHERE NOT pg_catalog.has_table_privilege($1::name, t.oid, p.privilege) AND a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
    AND pg_catalog.has_column_privilege($1::name, t.oid, a.attnum, p.privilege)

@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -28,6 +29,7 @@ type env struct {
 	outTTY, errTTY bool
 	width          int // of the terminal
 	getenv         func(string) string
+	environ        func() []string // all variables as name=value; nil for none
 	now            func() time.Time
 	user           func() string // who calls
 
@@ -44,7 +46,7 @@ type env struct {
 func newEnv() *env {
 	return &env{
 		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, outTTY: isTerminal(os.Stdout), errTTY: isTerminal(os.Stderr),
-		width: columns(os.Getenv("COLUMNS")), getenv: os.Getenv, now: time.Now, user: osUser, globals: globals{timeout: defaultTimeout},
+		width: columns(os.Getenv("COLUMNS")), getenv: os.Getenv, environ: os.Environ, now: time.Now, user: osUser, globals: globals{timeout: defaultTimeout},
 	}
 }
 
@@ -73,7 +75,7 @@ func (e *env) checkGlobals() error {
 	if e.timeout < 0 {
 		return usagef("--timeout %v: must not be negative", e.timeout)
 	}
-	e.schema = cmp.Or(e.schema, e.getenv("OUTBOX_SCHEMA"))
+	e.schema = cmp.Or(e.schema, e.getenv(schemaVariable))
 	if text := e.getenv("KAFKA_TLS"); text != "" && !e.kafkaTLS {
 		var err error
 		if e.kafkaTLS, err = strconv.ParseBool(text); err != nil {
@@ -172,6 +174,7 @@ func (e *env) parseDatabase(application string) (*pgxpool.Config, error) {
 	if c.RuntimeParams["application_name"] == "" {
 		c.RuntimeParams["application_name"] = application
 	}
+	cfg.AfterConnect = pg.SafeSession
 	return cfg, nil
 }
 

@@ -13,6 +13,7 @@ import (
 	"strings"
 
 	"github.com/outboxgo/outbox"
+	rules "github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -25,12 +26,15 @@ func (a *auditFlags) define(fs *flag.FlagSet) {
 }
 
 func (a *auditFlags) info(e *env) (outboxops.AuditInfo, error) {
-	if strings.TrimSpace(a.reason) == "" {
+	if !rules.IsReadable(a.reason) {
 		return outboxops.AuditInfo{}, usagef("--reason is missing: it is kept with what was done")
 	}
 	who := cmp.Or(a.operator, e.user())
 	if who == "" {
 		return outboxops.AuditInfo{}, usagef("--operator is missing, and the system does not know who you are")
+	}
+	if err := rules.Operator(who); err != nil {
+		return outboxops.AuditInfo{}, usagef("--operator %q %v", who, err)
 	}
 	return outboxops.AuditInfo{Operator: who, Reason: a.reason}, nil
 }
@@ -83,6 +87,7 @@ type change struct {
 	isPossible   func(outboxops.Failure) bool
 
 	pick             failureFlags
+	times            times
 	why              auditFlags
 	any, yes, dryRun bool
 	rate             int
@@ -130,7 +135,9 @@ func (c *change) run(ctx context.Context, e *env) error {
 
 // check refuses flags that do not go together.
 func (c *change) check(e *env) (outboxops.FailureFilter, error) {
-	filter, picks, err := c.pick.filter(e.now())
+	now := e.now()
+	c.times = timesOf(c.pick.since, c.pick.until, now)
+	filter, picks, err := c.pick.filter(now)
 	if err != nil {
 		return filter, err
 	}
@@ -209,6 +216,7 @@ func (c *change) report(e *env, n int, dryRun bool) error {
 		doc := map[string]any{"action": c.action, "failures": n, "dry_run": dryRun}
 		if dryRun {
 			doc["topics"], doc["handlers"] = c.topics, handlersJSON(c.handlers)
+			c.times.addTo(doc)
 		}
 		return e.writeJSON(doc)
 	}
@@ -224,6 +232,7 @@ func (c *change) report(e *env, n int, dryRun bool) error {
 		e.printf("; --yes does it")
 	}
 	e.printf("\n")
+	e.showTimes(c.times)
 	return nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -51,13 +52,18 @@ const (
 )
 
 // relayFindings returns the problems of relays.
-func relayFindings(relays []outbox.RelayStatus) (all []finding) {
+func relayFindings(relays []outbox.RelayStatus, now time.Time, l limits) (all []finding) {
 	for _, r := range relays {
 		if r.Holder == "" {
-			all = append(all, finding{"relay.leader", severityError, fmt.Sprintf("relay %s: no process leads", r.Name),
+			unknown := ""
+			if !r.LeaseUntil.IsZero() {
+				unknown = ", its state is unknown" + outage.SinceText(r.LeaseUntil, now)
+			}
+			all = append(all, finding{"relay.leader", severityError, fmt.Sprintf("relay %s: no process leads%s", r.Name, unknown),
 				"No process runs this relay, or none can take its lease: its events are not sent.",
 				"Start a process that calls Relay.Run with this name, or read its log. If the relay is not used any more, delete its rows from outbox_cursor and outbox_lease: until then retention keeps all that it has not published."})
 		}
+		all = append(all, saidFindings(r, now, l)...)
 		all = append(all, failedFindings(r)...)
 	}
 	return all
@@ -181,7 +187,8 @@ type snapshot struct {
 	relays   []outbox.RelayStatus
 	open     []outboxops.OpenTransaction
 	stale    []outbox.EventCount // events that wait for too long
-	now      time.Time           // the database's
+	groups   groupsState
+	now      time.Time // the database's
 	findings []finding
 }
 
@@ -203,6 +210,9 @@ func look(ctx context.Context, e *env, l limits) (s snapshot, err error) {
 	if s.stale, err = inspector.Stale(ctx, l.maxAge); err != nil {
 		return s, err
 	}
-	s.findings = slices.Concat(relayFindings(s.relays), staleFindings(s.stale, s.now, l), transactionFindings(s.open, s.now))
+	if s.groups, err = lookAtGroups(ctx, e, ""); err != nil {
+		return s, err
+	}
+	s.findings = slices.Concat(relayFindings(s.relays, s.now, l), s.groups.findings(s.now, l, e.schemaName()), staleFindings(s.stale, s.now, l), transactionFindings(s.open, s.now))
 	return s, nil
 }

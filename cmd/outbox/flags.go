@@ -163,7 +163,7 @@ func (s *span) Set(text string) error {
 // aggregate is a flag for the aggregate of an event.
 type aggregate struct{ kind, id string }
 
-func (a *aggregate) String() string { return "" }
+func (a *aggregate) String() string { return strings.TrimSuffix(a.kind+"/"+a.id, "/") }
 
 // Set implements flag.Value.
 func (a *aggregate) Set(text string) error {

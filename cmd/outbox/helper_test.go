@@ -180,13 +180,21 @@ func (d *commandFixture) callWithin(t testing.TB, ctx context.Context, args ...s
 func (d *commandFixture) start(ctx context.Context, out, errs *testenv.Buffer, args ...string) int {
 	e := &env{
 		stdin: strings.NewReader(d.stdin), stdout: out, stderr: errs, width: usualWidth,
-		getenv: func(name string) string { return d.vars[name] }, now: time.Now, user: func() string { return "kim" },
+		getenv: func(name string) string { return d.vars[name] }, environ: d.environ, now: time.Now, user: func() string { return "kim" },
 		globals: globals{timeout: defaultTimeout, schema: d.schema},
 	}
 	if d.change != nil {
 		d.change(e)
 	}
 	return run(ctx, args, e)
+}
+
+// environ returns the variables as os.Environ does.
+func (d *commandFixture) environ() (all []string) {
+	for name, value := range d.vars {
+		all = append(all, name+"="+value)
+	}
+	return all
 }
 
 // ok calls a command that must succeed, and returns its output.

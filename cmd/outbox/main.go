@@ -9,7 +9,8 @@
 // `outbox help` lists the commands.
 //
 // It exits with 0 if all went well, 1 for an error, 2 for wrong usage, and 3 if it was asked for problems
-// and found some. A second signal ends it at once, with 128 and its number.
+// and found some. A second signal ends it at once, with 128 and its number, unless
+// it comes together with the first: GNU timeout sends one to the process and one to its group.
 package main
 
 import (
@@ -17,6 +18,7 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+	"time"
 )
 
 func main() {
@@ -26,10 +28,14 @@ func main() {
 	go func() {
 		<-signals
 		cancel()
+		const oneSignal = 500 * time.Millisecond
+		first := time.Now()
 		// The default action would not do for the second: the first process of a container
 		// survives it.
-		if s, ok := (<-signals).(syscall.Signal); ok {
-			os.Exit(exitSignal + int(s))
+		for s := range signals {
+			if number, ok := s.(syscall.Signal); ok && time.Since(first) >= oneSignal {
+				os.Exit(exitSignal + int(number))
+			}
 		}
 	}()
 	os.Exit(run(ctx, os.Args[1:], newEnv()))

@@ -74,10 +74,10 @@ func migrateUp(ctx context.Context, e *env, cfg outbox.MigrateConfig) error {
 		return e.writeJSON(map[string]any{"schema": e.schemaName(), "applied": migrationsJSON(applied)})
 	}
 	for _, m := range applied {
-		e.printf("applied %s\n", m.Name)
+		e.printf("applied %s\n", visible(m.Name))
 	}
 	if len(applied) == 0 {
-		e.printf("schema %s is up to date\n", e.schemaName())
+		e.printf("schema %s is up to date\n", visible(e.schemaName()))
 	}
 	return nil
 }

@@ -1,11 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 	"unicode"
 	"unicode/utf8"
@@ -13,6 +15,40 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/short"
 )
+
+// output is the standard output. It keeps its first error, and calls failed then, which ends the command.
+type output struct {
+	w      io.Writer
+	failed func()
+
+	mu  sync.Mutex
+	err error // under mu
+}
+
+// Write implements [io.Writer].
+func (o *output) Write(b []byte) (int, error) {
+	n, err := o.w.Write(b)
+	if err != nil {
+		o.mu.Lock()
+		first := o.err == nil
+		o.err = cmp.Or(o.err, err)
+		o.mu.Unlock()
+		if first {
+			o.failed()
+		}
+	}
+	return n, err
+}
+
+// error returns the error of the first write that failed, or nil.
+func (o *output) error() error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.err == nil {
+		return nil
+	}
+	return fmt.Errorf("write to standard output: %w", o.err)
+}
 
 // writeJSON writes one document.
 func (e *env) writeJSON(v any) error {
@@ -37,7 +73,7 @@ const maxText = 4_000
 
 // printError prints an error.
 func (e *env) printError(text string) {
-	text = "outbox: " + short.Text(e.mask(text), maxText)
+	text = "outbox: " + visibleLines(short.Text(e.mask(text), maxText))
 	if e.errTTY {
 		text = strings.Join(wrap(text, e.width), "\n")
 	}
@@ -79,6 +115,15 @@ func visible(text string) string {
 		}
 		return r
 	}, text)
+}
+
+// visibleLines is visible for a text of several lines.
+func visibleLines(text string) string {
+	lines := strings.Split(text, "\n")
+	for i := range lines {
+		lines[i] = visible(lines[i])
+	}
+	return strings.Join(lines, "\n")
 }
 
 // table is data in columns. On a terminal, the columns in flex, by index, are cut so that a row fits on its
@@ -255,6 +300,7 @@ type progress struct {
 	total int
 	now   func() time.Time
 	shown time.Time
+	after string // behind the bar
 }
 
 const (
@@ -264,7 +310,7 @@ const (
 )
 
 func (e *env) progress(what string, total int) *progress {
-	return &progress{w: e.stderr, bar: e.errTTY, quiet: e.json, what: what, total: total, now: e.now, shown: e.now()}
+	return &progress{w: e.stderr, bar: e.errTTY, quiet: e.json, what: visible(what), total: total, now: e.now, shown: e.now()}
 }
 
 func (p *progress) show(done int) {
@@ -281,8 +327,25 @@ func (p *progress) show(done int) {
 		return
 	}
 	full := barWidth * min(done, p.total) / max(p.total, 1)
-	fmt.Fprintf(p.w, "\r%s [%s%s] %s of %s ", p.what, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), count(done), count(p.total))
+	fmt.Fprintf(p.w, "\r%s [%s%s] %s of %s%s ", p.what, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), count(done), count(p.total), p.after)
 }
+
+// showNext is show for work that another run can continue. The bar has the id that the run continues behind. A line has
+// the whole command, and is written with --json too.
+func (p *progress) showNext(done int, next int64, command func() string) {
+	if p.bar && !p.quiet {
+		p.after = fmt.Sprintf(", --after %d", next)
+		p.show(done)
+		return
+	}
+	if p.now().Sub(p.shown) >= lineEvery {
+		p.shown = p.now()
+		fmt.Fprintf(p.w, "%s %s of %s; to go on: %s\n", p.what, count(done), count(p.total), command())
+	}
+}
+
+// toGoOn prints the command that continues one that is interrupted.
+func (e *env) toGoOn(command string) { fmt.Fprintf(e.stderr, "to go on: %s\n", command) }
 
 // end takes the bar away.
 func (p *progress) end() {

@@ -31,6 +31,9 @@ It stops within 5 s; a second signal ends it at once.`,
 			if r.variables, err = fromVariables(e, fs, r.own); err != nil {
 				return err
 			}
+			if text := unknownVariables(e, r.own); text != "" {
+				r.logger(e).Warn("outbox: variables are not known and have no effect", "variables", text)
+			}
 			return r.run(ctx, e)
 		}
 	},
@@ -86,7 +89,7 @@ func fromVariables(e *env, fs *flag.FlagSet, names []string) (set map[string]str
 	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
 	set = map[string]string{}
 	for _, name := range names {
-		variable := "OUTBOX_" + strings.ToUpper(strings.ReplaceAll(name, "-", "_"))
+		variable := variableOf(name)
 		value := e.getenv(variable)
 		if given[name] || value == "" {
 			continue
@@ -153,7 +156,7 @@ func (r *relayProcess) config(e *env, log *slog.Logger) (outbox.RelayConfig, err
 
 // alerterOf returns who gets alerts, or nil for the log alone.
 func alerterOf(e *env, log *slog.Logger) (outbox.Alerter, error) {
-	slackURL, pagerDutyKey := e.getenv("OUTBOX_SLACK_URL"), e.getenv("OUTBOX_PAGERDUTY_KEY")
+	slackURL, pagerDutyKey := e.getenv(slackVariable), e.getenv(pagerDutyVariable)
 	if slackURL == "" && pagerDutyKey == "" {
 		return nil, nil
 	}

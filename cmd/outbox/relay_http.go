@@ -18,6 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
+	rules "github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/outboxadmin"
 	"github.com/outboxgo/outbox/outboxhttp"
 )
@@ -29,7 +30,8 @@ const pagePath = "/outbox"
 func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, kafka []kgo.Opt, metrics *relayMetrics, log *slog.Logger) (http.Handler, error) {
 	mux := http.NewServeMux()
 	mux.Handle("GET /livez", outboxhttp.Live(outboxhttp.Relay(relay)))
-	mux.Handle("GET /readyz", outboxhttp.Ready(outboxhttp.Relay(relay)))
+	mux.Handle("GET /readyz", outboxhttp.Ready(outboxhttp.Own(outboxhttp.Relay(relay))))
+	mux.Handle("GET /healthz", outboxhttp.Health(outboxhttp.Relay(relay)))
 	mux.Handle("GET /metrics", metrics)
 	if r.page == "" {
 		return mux, nil
@@ -148,6 +150,9 @@ func readUser(words []string) (u pageUser, err error) {
 		u.Role = outboxadmin.Operator
 	default:
 		return u, errors.New("the first word is neither reader nor operator")
+	}
+	if err := rules.Operator(words[1]); err != nil {
+		return u, fmt.Errorf("the name %w", err)
 	}
 	if len(words[2]) < minPassword {
 		return u, fmt.Errorf("a password has at least %d characters", minPassword)

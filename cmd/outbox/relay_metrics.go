@@ -4,13 +4,16 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"maps"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -26,6 +29,7 @@ const (
 	stateLabel  = "outbox_state"
 	statusLabel = "outbox_status"
 	tableLabel  = "db_collection_name"
+	outageLabel = "outbox_outage"
 )
 
 // Bounds of histograms, as in outboxotel.
@@ -43,13 +47,17 @@ type relayMetrics struct {
 	look   lookAtRelays
 
 	mu                            sync.Mutex
+	topics                        *short.Topics // that series name; of others there is one series
+	types                         short.Types
 	sent, rejected, dead, removed counters
 	latency, batchSize, sendTook  map[labels]*histogram
 	send                          [2]labels // of batches, by whether they are retries
 	lastLook                      time.Time
-	seen                          map[labels]bool // had stale events before, so 0 is reported
+	seen                          *short.Labels[labels] // had stale events lately, so 0 is reported
 	relays                        []outbox.RelayStatus
 	stale, staleAge               map[labels]float64
+	outages                       *short.Labels[labels] // that series name
+	outageAge                     map[labels]float64
 	lookErr                       error
 }
 
@@ -65,10 +73,25 @@ const (
 func newRelayMetrics(relay string) *relayMetrics {
 	m := &relayMetrics{
 		relay: cmp.Or(relay, "default"), sent: counters{}, rejected: counters{}, dead: counters{}, removed: counters{},
-		latency: map[labels]*histogram{}, batchSize: map[labels]*histogram{}, sendTook: map[labels]*histogram{}, seen: map[labels]bool{},
+		latency: map[labels]*histogram{}, batchSize: map[labels]*histogram{}, sendTook: map[labels]*histogram{},
+		seen: short.NewLabels(maxOwners, func(labels) {}), outages: short.NewLabels(maxOwners, func(labels) {}),
 	}
+	m.topics = short.NewTopics(func(topic string) { m.forget(labelsOf(topicLabel, topic)) })
+	m.types = short.NewTypes(func(of [2]string) { m.forget(labelsOf(topicLabel, of[0], typeLabel, of[1])) })
 	m.send = [2]labels{m.operation("false"), m.operation("true")}
 	return m
+}
+
+// maxOwners is how many relays and consumer groups of stale events are named, and how many outages.
+const maxOwners = 1_000
+
+// forget removes the series of a topic that no event was counted for lately. The caller holds mu.
+func (m *relayMetrics) forget(of labels) {
+	has := func(l labels) bool { return strings.Contains(string(l)+",", string(of)+",") }
+	for _, counter := range []counters{m.sent, m.rejected, m.dead} {
+		maps.DeleteFunc(counter, func(l labels, _ float64) bool { return has(l) })
+	}
+	maps.DeleteFunc(m.latency, func(l labels, _ *histogram) bool { return has(l) })
 }
 
 func (m *relayMetrics) operation(retried string) labels {
@@ -111,7 +134,8 @@ func (m *relayMetrics) hooks() outbox.RelayHooks {
 func (m *relayMetrics) countFailed(counter counters, e outbox.FailedEvent) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	counter[labelsOf(relayLabel, m.relay, topicLabel, e.Topic, typeLabel, e.Type, errorLabel, e.Class)]++
+	topic := m.topics.Name(e.Topic, false)
+	counter[labelsOf(relayLabel, m.relay, topicLabel, topic, typeLabel, m.types.Name(topic, e.Type), errorLabel, e.Class)]++
 }
 
 // countBatch counts runs of events of the same topic with one access to the maps, because a batch has
@@ -128,26 +152,27 @@ func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 		series(m.sendTook, about, durationBounds).observe(b.Took.Seconds())
 	}
 	end := b.Began.Add(b.Took)
-	var topic string
+	var topic, name string
 	var latency *histogram
 	n := 0
 	count := func() {
 		if n > 0 {
-			m.sent[about.with(topicLabel, topic)] += float64(n)
+			m.sent[about.with(topicLabel, name)] += float64(n)
 		}
 	}
 	for e := range b.All() {
 		if latency == nil || e.Topic() != topic {
 			count()
 			topic, n = e.Topic(), 0
-			latency = series(m.latency, labelsOf(relayLabel, m.relay, topicLabel, topic), latencyBounds)
+			name = m.topics.Name(topic, true)
+			latency = series(m.latency, labelsOf(relayLabel, m.relay, topicLabel, name), latencyBounds)
 		}
 		n++
 		latency.observe(max(0, end.Sub(e.RecordedAt()).Seconds()))
 	}
 	count()
 	for e, class := range b.NotTaken() {
-		m.sent[about.with(topicLabel, e.Topic()).with(errorLabel, class)]++
+		m.sent[about.with(topicLabel, m.topics.Name(e.Topic(), false)).with(errorLabel, class)]++
 	}
 }
 
@@ -190,18 +215,25 @@ func (m *relayMetrics) refresh(ctx context.Context) {
 		return
 	}
 	m.relays = relays
+	m.ageOutages(relays)
 	for _, r := range relays {
-		m.seen[labelsOf(relayLabel, r.Name)] = true
+		m.seen.Use(labelsOf(relayLabel, r.Name))
 	}
 	m.stale, m.staleAge = map[labels]float64{}, map[labels]float64{}
-	for l := range m.seen {
+	for _, l := range m.seen.Lately() {
 		m.stale[l], m.staleAge[l] = 0, 0
 	}
 	for _, c := range counts {
 		l := labelsOf(relayLabel, c.Relay, groupLabel, c.Group)
+		switch {
+		case m.seen.Use(l):
+		case c.Group != "":
+			l = labelsOf(groupLabel, short.Other)
+		default:
+			l = labelsOf(relayLabel, short.Other)
+		}
 		m.stale[l] += float64(c.Events)
 		m.staleAge[l] = max(m.staleAge[l], secondsSince(c.Oldest))
-		m.seen[l] = true
 	}
 }
 
@@ -227,12 +259,8 @@ func (m *relayMetrics) writeHealth(x *exposition, h outbox.RelayHealth) {
 	}
 	gauge("outbox_relay_leader", "1 where this process leads.", h.Leading)
 	gauge("outbox_relay_live", "0 where only a restart can help.", h.Live)
-	gauge("outbox_relay_ready", "0 where this process does not do its part.", h.Ready)
-	states := map[labels]float64{}
-	for _, s := range []outbox.BreakerState{outbox.BreakerClosed, outbox.BreakerHalfOpen, outbox.BreakerOpen} {
-		states[name.with(stateLabel, s.String())] = oneIf(s == h.Breaker)
-	}
-	x.values("outbox_relay_breaker_state", typeGauge, "1 for the state that the breaker is in.", states)
+	gauge("outbox_relay_ready", "0 where this process should get no requests.", h.Ready)
+	gauge("outbox_relay_works", "0 where this process does not do its part.", h.Works)
 	info := thisBuild()
 	x.values("outbox_build_info", typeGauge, "1, with the version.", map[labels]float64{labelsOf("version", info.Version, "revision", info.Revision, "go", info.Go): 1})
 }
@@ -256,6 +284,7 @@ func (m *relayMetrics) writeLook(x *exposition) {
 	x.values("outbox_relay_pending", typeGauge, "Committed events that were not attempted, counted up to 100,000.", pending)
 	x.values("outbox_relay_pending_age_seconds", typeGauge, "How long ago the oldest pending event was recorded; 0 without one.", age)
 	x.values("outbox_relay_led", typeGauge, "1 if somebody holds the lease, 0 if nobody.", led)
+	m.writeSaid(x)
 	x.values("outbox_relay_stored", typeGauge, "Failed events, and those behind them, in outbox_failed, each status counted up to 10,000.", stored)
 	x.values("outbox_relay_keys", typeGauge, "Keys whose events wait, counted up to 10,000.", keys)
 	x.values("outbox_stale", typeGauge, "Events that have waited for longer than they should, wherever they wait; each kind counted up to 10,000.", m.stale)

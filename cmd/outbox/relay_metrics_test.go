@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -69,6 +71,80 @@ func TestRelayMetricsCountRemovedRows(t *testing.T) {
 	require.Contains(t, x.String(), `outbox_relay_removed_total{outbox_relay_name="default",db_collection_name="outbox_audit"} 1`+"\n")
 	require.NotContains(t, x.String(), "event_handled")
 	promtool(t, x.String())
+}
+
+// Series of topics and types that others choose are bounded. Those that were not counted for an hour make room.
+func TestRelayMetricsForgetTopics(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		m := newRelayMetrics("")
+		reject := func(prefix string, n int) {
+			for i := range n {
+				m.hooks().Rejected(outbox.FailedEvent{Topic: fmt.Sprint(prefix, i), Type: fmt.Sprint("type", i), Class: "policy_violation"})
+				m.hooks().Dead(outbox.FailedEvent{Topic: "orders", Type: fmt.Sprint("type,", i), Class: "policy_violation"})
+			}
+		}
+		reject("bad,", 3_000)
+		m.latency[labelsOf(relayLabel, m.relay, topicLabel, "bad,7")] = newHistogram(latencyBounds)
+		m.sent[m.send[0].with(topicLabel, "bad,7")]++
+		m.sent[m.send[0].with(topicLabel, "bad,77")]++
+		require.LessOrEqual(t, len(m.rejected)+len(m.dead), 99+200+2)
+		var x exposition
+		m.write(&x, outbox.RelayHealth{})
+		require.Contains(t, x.String(), `outbox_relay_rejected_total{outbox_relay_name="default",messaging_destination_name="bad,7",cloudevents_event_type="type7",error_type="policy_violation"} 1`+"\n")
+		require.Contains(t, x.String(), `outbox_relay_rejected_total{outbox_relay_name="default",messaging_destination_name="_other",cloudevents_event_type="_other",error_type="policy_violation"} 2901`+"\n")
+		require.Contains(t, x.String(), `outbox_relay_dead_total{outbox_relay_name="default",messaging_destination_name="orders",cloudevents_event_type="_other",error_type="policy_violation"} 2899`+"\n")
+
+		time.Sleep(time.Hour)
+		m.topics.Name("bad,77", false)
+		time.Sleep(time.Minute)
+		reject("later,", 1)
+		x.Reset()
+		m.write(&x, outbox.RelayHealth{})
+		require.Contains(t, x.String(), `messaging_destination_name="later,0",cloudevents_event_type="type0"`)
+		require.NotContains(t, x.String(), `"bad,7"`)
+		require.Contains(t, x.String(), `"bad,77"`)
+	})
+}
+
+// The state of relays, their breakers and outages are those of the leader's row, in a standby and after a lost lease,
+// too. What no leader says is unknown. Names of outages are bounded.
+func TestRelayMetricsOfTheLeader(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		m := newRelayMetrics("")
+		relays := []outbox.RelayStatus{
+			{Name: "default", Holder: "there", Said: &outbox.RelayState{Works: true}},
+			{Name: "gone"},
+			{Name: "ill", Holder: "there", Said: &outbox.RelayState{Breaker: outbox.BreakerHalfOpen, Outages: []outbox.Outage{
+				{What: "Kafka", Class: "unreachable", Since: time.Now().Add(-90 * time.Second)},
+				{What: "PostgreSQL, for retries,", Class: "locked", Since: time.Now().Add(-time.Second)}}}},
+		}
+		m.look = func(context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error) { return relays, nil, nil }
+		scrape := func(name string) (series []string) {
+			m.refresh(t.Context())
+			var x exposition
+			m.write(&x, outbox.RelayHealth{Breaker: outbox.BreakerOpen})
+			promtool(t, x.String())
+			for line := range strings.Lines(x.String()) {
+				if rest, is := strings.CutPrefix(strings.TrimSpace(line), name+"{"); is && !strings.HasSuffix(rest, " 0") {
+					series = append(series, strings.TrimPrefix(rest, "outbox_relay_name="))
+				}
+			}
+			return series
+		}
+		require.Equal(t, []string{`"default",outbox_state="closed"} 1`, `"gone",outbox_state="unknown"} 1`, `"ill",outbox_state="half-open"} 1`}, scrape("outbox_relay_breaker_state"))
+		require.Equal(t, []string{`"default",outbox_state="works"} 1`, `"gone",outbox_state="unknown"} 1`, `"ill",outbox_state="not_working"} 1`}, scrape("outbox_relay_state"))
+		require.Equal(t, []string{`"ill",outbox_outage="Kafka",error_type="unreachable"} 90`, `"ill",outbox_outage="PostgreSQL, for retries",error_type="locked"} 1`}, scrape("outbox_outage_age_seconds"))
+		relays = relays[:1]
+		require.Empty(t, scrape("outbox_outage_age_seconds"))
+		for i := range 3_000 {
+			relays[0].Said.Outages = append(relays[0].Said.Outages, outbox.Outage{What: fmt.Sprint("topic ", i), Class: "no_leader", Since: time.Now().Add(-time.Duration(i+1) * time.Second)})
+		}
+		all := scrape("outbox_outage_age_seconds")
+		require.LessOrEqual(t, len(all), maxOwners+1)
+		require.Contains(t, all, `"_other",outbox_outage="_other",error_type="_other"} 3000`)
+	})
 }
 
 // A real Prometheus scrapes the process, the relay's panels of the dashboard show something, and its rules

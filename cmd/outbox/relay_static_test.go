@@ -68,6 +68,20 @@ func TestRelayInAnEmptyRoot(t *testing.T) {
 	require.Len(t, entries, 1, "it writes nothing")
 }
 
+// The image is made from a compiler that its digest names, and from nothing else.
+func TestImageIsPinned(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("../../Dockerfile")
+	require.NoError(t, err)
+	var bases []string
+	for _, from := range regexp.MustCompile(`(?m)^(?:FROM|ARG GO_IMAGE=)\s*(\S+)`).FindAllSubmatch(text, -1) {
+		bases = append(bases, string(from[1]))
+	}
+	require.Len(t, bases, 3)
+	require.Regexp(t, `^golang:1\.[0-9.]+@sha256:[0-9a-f]{64}$`, bases[0])
+	require.Equal(t, []string{"${GO_IMAGE}", "scratch"}, bases[1:])
+}
+
 // buildAsDockerfile builds with the line of the Dockerfile, and returns a folder with the command alone.
 func buildAsDockerfile(t testing.TB) (root string) {
 	t.Helper()

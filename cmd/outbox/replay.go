@@ -17,16 +17,18 @@ var replayCommand = command{
 	summary: "send recorded events to Kafka again, from outbox or an archive",
 	about: `
 It only counts, unless --yes is given. Groups skip what they noted for 31 days.
-New events come between. Ctrl-C ends it; the last line says where to go on.`,
+New events come between. Each 5 s, and at its end, it writes how to go on.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		var r replay
+		r := replay{flags: fs}
 		r.define(fs)
 		return r.run
 	},
 }
 
 type replay struct {
+	flags                         *flag.FlagSet // as they were given
+	times                         times
 	archive, files                string
 	since, until                  when
 	types, ids, key               string
@@ -70,6 +72,9 @@ func (r *replay) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
+	if r.yes {
+		e.toGoOn(r.goOn(e, r.after))
+	}
 	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
 	cfg.DryRun, cfg.Progress = true, func(outboxreplay.Report) { watchdog.reset() }
@@ -82,13 +87,16 @@ func (r *replay) run(ctx context.Context, e *env) error {
 		p := e.progress("sent", report.Sent)
 		cfg.DryRun, cfg.Progress = false, func(so outboxreplay.Report) {
 			watchdog.reset()
-			p.show(so.Sent)
+			p.showNext(so.Sent, so.Next, func() string { return r.goOn(e, so.Next) })
 		}
 		report, err = outboxreplay.Run(ctx, e.db, kafka, cfg)
 		p.end()
 	}
 	if err != nil {
 		r.counted = 0 // with an error, it is expected that not all were sent
+		if r.yes {
+			e.toGoOn(r.goOn(e, report.Next))
+		}
 	}
 	if serr := r.show(e, report); err == nil && serr != nil {
 		return serr
@@ -108,7 +116,12 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 	if r.structured {
 		cfg.Mode = outbox.Structured
 	}
-	cfg.Filter = outboxarchive.Filter{After: r.after, Since: r.since.time(e.now()), Until: r.until.time(e.now()), Types: list(r.types),
+	now := e.now()
+	r.times = timesOf(r.since, r.until, now)
+	if r.times.until.IsZero() { // the relay sends events that are recorded from now on
+		r.times.until = now
+	}
+	cfg.Filter = outboxarchive.Filter{After: r.after, Since: r.times.since, Until: r.times.until, Types: list(r.types),
 		EventIDs: list(r.ids), AggregateType: r.of.kind, AggregateID: r.of.id}
 	if r.key != "" {
 		cfg.Filter.Keys = []string{r.key}
@@ -118,6 +131,8 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 		return cfg, usagef("--archive and --files: only one of them")
 	case r.again && r.group == "":
 		return cfg, usagef("--again needs --group")
+	case r.after != 0 && r.times.relative:
+		return cfg, needAbsolute("--after", r.since, r.until, now)
 	case r.yes && !r.picks():
 		return cfg, usagef("which events? --since 2006-01-02, or other flags")
 	case r.yes:
@@ -125,11 +140,17 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 			return cfg, err
 		}
 	}
-	if cfg.Filter.Until.IsZero() { // the relay sends events that are recorded from now on
-		cfg.Filter.Until = e.now()
-	}
 	cfg.Source, err = r.source(ctx, e)
 	return cfg, err
+}
+
+// goOn returns the command that sends what is behind an outbox id.
+func (r *replay) goOn(e *env, after int64) string {
+	replace := map[string]string{"until": instant(r.times.until), "after": fmt.Sprint(after)}
+	if !r.times.since.IsZero() {
+		replace["since"] = instant(r.times.since)
+	}
+	return e.commandLine("replay", r.flags, replace)
 }
 
 // list splits the value of a flag.
@@ -187,8 +208,13 @@ func (r *replay) show(e *env, report outboxreplay.Report) error {
 		for _, f := range report.Failed {
 			failures = append(failures, replayFailureJSON{f.OutboxID, f.EventID, f.Err.Error()})
 		}
-		return e.writeJSON(map[string]any{"dry_run": !r.yes, "read": report.Read, "sent": report.Sent, "counts": counts, "older": report.Older,
-			"forgotten": report.Forgotten, "not_sent": report.NotSent, "failed": failures, "next": report.Next})
+		doc := map[string]any{"dry_run": !r.yes, "read": report.Read, "sent": report.Sent, "counts": counts, "older": report.Older,
+			"forgotten": report.Forgotten, "not_sent": report.NotSent, "failed": failures, "next": report.Next}
+		r.times.addTo(doc)
+		if r.yes {
+			doc["go_on"] = r.goOn(e, report.Next)
+		}
+		return e.writeJSON(doc)
 	}
 	if len(report.Counts) > 0 {
 		t := table{head: []string{"TOPIC", "TYPE", "EVENTS", "BYTES", "FIRST", "LAST"}, flex: []int{0, 1}}
@@ -207,7 +233,10 @@ func (r *replay) show(e *env, report outboxreplay.Report) error {
 	case !r.yes:
 		e.printf("would send 0, not %s\n", count(report.NotSent))
 	default:
-		e.printf("sent %s, not %s (to go on: --after %d)\n", count(report.Sent), count(report.NotSent), report.Next)
+		e.printf("sent %s, not %s (to go on: %s --after %d)\n", count(report.Sent), count(report.NotSent), r.times.text(), report.Next)
+	}
+	if !r.yes {
+		e.showTimes(times{since: r.times.since, until: r.times.until, relative: true})
 	}
 	return nil
 }

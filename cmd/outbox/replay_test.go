@@ -1,8 +1,10 @@
 package main
 
 import (
+	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -29,8 +31,10 @@ func TestReplayCommand(t *testing.T) {
 	text := d.ok(t, "replay", "--schema", d.schema)
 	require.Contains(t, text, "would send 3, not 0; --yes does it")
 	require.Contains(t, text, "test.thing.happened.v1")
-	text = d.ok(t, "replay", "--schema", d.schema, "--key", "a", "--yes", "--reason", "why", "--operator", "kim")
-	require.Contains(t, text, "sent 2, not 0 (to go on: --after 3)")
+	a := d.call(t, "replay", "--schema", d.schema, "--key", "a", "--yes", "--reason", "why", "--operator", "kim")
+	require.Equal(t, exitOK, a.code, a.err)
+	require.Regexp(t, `sent 2, not 0 \(to go on: --until 2\S+Z --after 3\)`, a.out)
+	require.Regexp(t, `^to go on: outbox replay --key a --operator kim --reason why --schema `+regexp.QuoteMeta(word(d.schema))+` --until 2\S+Z --yes\n$`, a.err)
 	var out struct {
 		Dry       bool                `json:"dry_run"`
 		Sent      int                 `json:"sent"`
@@ -39,6 +43,9 @@ func TestReplayCommand(t *testing.T) {
 		Forgotten int                 `json:"forgotten"`
 		NotSent   int                 `json:"not_sent"`
 		Next      int64               `json:"next"`
+		Since     *time.Time          `json:"since"`
+		Until     time.Time           `json:"until"`
+		GoOn      string              `json:"go_on"`
 		Counts    []replayCountJSON   `json:"counts"`
 		Failed    []replayFailureJSON `json:"failed"`
 	}
@@ -48,6 +55,8 @@ func TestReplayCommand(t *testing.T) {
 	require.Equal(t, d.topic, out.Counts[0].Topic)
 	d.json(t, &out, exitOK, "replay", "--schema", d.schema, "--files", folder, "--after", "1", "--yes", "--reason", "why", "--operator", "kim")
 	require.Equal(t, 2, out.Sent)
+	require.Contains(t, out.GoOn, " --after 3 ")
+	require.Contains(t, out.GoOn, " --until "+instant(out.Until))
 	require.Contains(t, d.ok(t, "replay", "--schema", d.schema, "--since", "1m", "--type", "none"), "would send 0")
 	require.Contains(t, d.ok(t, "audit", "--schema", d.schema, "--action", "replay"), "kim")
 
@@ -112,9 +121,40 @@ func TestArchiveCommands(t *testing.T) {
 	require.Regexp(t, `outbox_archive_2001_02 +2001-02-01 +2001-03-01 .* yes`, d.ok(t, "archive", "status", "--schema", d.schema))
 	require.NotContains(t, d.ok(t, "archive", "status", "--schema", d.schema, "--months", "-1"), "yes")
 	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema), "--yes does it")
-	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema, "--yes"), "Dropped.")
+	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema, "--yes", "--reason", "five years are over"), "Dropped.")
 	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema), "No such partitions.")
 	var out struct{ Partitions []partitionJSON }
 	d.json(t, &out, exitOK, "archive", "status", "--schema", d.schema)
 	require.Len(t, out.Partitions, 4)
+}
+
+// Dropping partitions needs an operator and a reason, and the audit names each partition.
+func TestArchiveExpireIsAudited(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	d.ok(t, "archive", "create", "--schema", d.schema)
+	d.exec(t, `SELECT {s}.outbox_archive_prepare(ARRAY['2001-02-03', '2001-03-03']::timestamptz[])`)
+	expire := func(args ...string) []string {
+		return append([]string{"archive", "expire", "--schema", d.schema, "--yes"}, args...)
+	}
+	for _, args := range [][]string{{}, {"--reason", "\t"}, {"--reason", "over", "--operator", "\u200b"}} {
+		a := d.call(t, expire(args...)...)
+		require.Equal(t, exitUsage, a.code, "%q: %s", args, a.out)
+	}
+	var out struct {
+		Audit []auditJSON
+		More  bool
+	}
+	d.json(t, &out, exitOK, "audit", "--schema", d.schema)
+	require.Empty(t, out.Audit)
+	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema), "outbox_archive_2001_02")
+
+	require.Contains(t, d.ok(t, expire("--operator", "kim", "--reason", "five years are over")...), "Dropped.")
+	d.json(t, &out, exitOK, "audit", "--schema", d.schema, "--action", "expire")
+	require.Len(t, out.Audit, 2)
+	for i, name := range []string{"outbox_archive_2001_03", "outbox_archive_2001_02"} {
+		a := out.Audit[i]
+		require.Equal(t, []string{"expire", "kim", "five years are over", d.schema + "." + name, "", ""}, []string{a.Action, a.Operator, a.Reason, a.Key, a.Topic, a.Relay})
+	}
+	require.Regexp(t, `expire +partition .*\.outbox_archive_2001_02 +kim`, d.ok(t, "audit", "--schema", d.schema))
 }

@@ -7,18 +7,22 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
 var statusCommand = command{
 	name:    "status",
-	summary: "who leads, what is pending, what failed, what is open",
+	summary: "who leads, what is pending, what failed, what groups have to do",
 	about: `
 Shows for each relay who leads and for how long its lease is valid, how many
-committed events it has yet to send and how old the oldest is, how many have
-failed by status, and what it sent in the last minute. Then what is wrong: with
-relays and transactions, with what waits for longer than --max-age, wherever it
-waits, and with what handlers have given up.`,
+committed events are pending, how many have failed by status, and what it sent
+in the last minute. Then for each consumer group how many processes run, and
+what it has to handle: events without a row yet (PENDING), deliveries, and
+offsets that an action has missed. STATE is what processes have said: works, an
+outage (unreachable, read_only), a breaker, or unknown: not renewed. Then what
+is wrong: outages (an error if the process does not work, else a warning),
+transactions, what waits for longer than --max-age, what handlers gave up.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		s := statusFlags{limits: limits{defaultMaxAge, defaultOpenFor}}
@@ -157,6 +161,10 @@ func (s *statusFlags) show(e *env, now snapshot, minutes map[string]minute) {
 		}
 		e.printf("%s\n", line)
 	}
+	if t := groupTable(now.groups, now.now); len(t.rows) > 0 {
+		e.printf("\n")
+		e.writeTable(t)
+	}
 	if len(now.open) > 0 {
 		e.printf("\n")
 		e.writeTable(transactionTable(now))
@@ -173,7 +181,7 @@ func (s *statusFlags) show(e *env, now snapshot, minutes map[string]minute) {
 }
 
 func relayTable(now snapshot) table {
-	t := table{head: []string{"RELAY", "LEADER", "LEASE", "PENDING", "OLDEST", "WAIT", "FAIL", "PARK", "DEAD"}, flex: []int{0, 1}}
+	t := table{head: []string{"RELAY", "LEADER", "LEASE", "STATE", "SINCE", "PENDING", "OLDEST", "WAIT", "FAIL", "PARK", "DEAD"}, flex: []int{0, 1}}
 	for _, r := range now.relays {
 		leader, lease, more := "none", "-", ""
 		if r.Holder != "" {
@@ -182,7 +190,8 @@ func relayTable(now snapshot) table {
 		if r.PendingMore {
 			more = "+"
 		}
-		t.add(r.Name, leader, lease, count(r.Pending)+more, age(r.Oldest, now.now), countUpTo(r.Waiting), countUpTo(r.Failed), countUpTo(r.Parked), countUpTo(r.Dead))
+		word, since := relayWord(r)
+		t.add(r.Name, leader, lease, word, age(since, now.now), count(r.Pending)+more, age(r.Oldest, now.now), countUpTo(r.Waiting), countUpTo(r.Failed), countUpTo(r.Parked), countUpTo(r.Dead))
 	}
 	return t
 }
@@ -208,6 +217,7 @@ type statusJSON struct {
 	Database     string            `json:"database"`
 	Schema       string            `json:"schema"`
 	Relays       []relayJSON       `json:"relays"`
+	Groups       []groupStateJSON  `json:"groups"`
 	Transactions []transactionJSON `json:"transactions"`
 	Stale        []staleJSON       `json:"stale"`
 	Problems     []finding         `json:"problems"`
@@ -226,22 +236,23 @@ type staleJSON struct {
 }
 
 type relayJSON struct {
-	Name        string     `json:"name"`
-	Leader      string     `json:"leader"`
-	Epoch       int64      `json:"epoch"`
-	LeaseUntil  *time.Time `json:"lease_until"`
-	MovedAt     *time.Time `json:"moved_at"`
-	Pending     int64      `json:"pending"`
-	PendingMore bool       `json:"pending_more"`
-	Oldest      *time.Time `json:"oldest"`
-	Waiting     int64      `json:"waiting"`
-	Failed      int64      `json:"failed"`
-	Parked      int64      `json:"parked"`
-	Dead        int64      `json:"dead"`
-	ParkedKeys  int64      `json:"parked_keys"`
-	HeldKeys    int64      `json:"held_keys"`
-	LastMinute  int64      `json:"last_minute_events"`
-	Latency     float64    `json:"last_minute_latency_seconds"`
+	Name        string            `json:"name"`
+	Leader      string            `json:"leader"`
+	Epoch       int64             `json:"epoch"`
+	LeaseUntil  *time.Time        `json:"lease_until"`
+	MovedAt     *time.Time        `json:"moved_at"`
+	State       *outage.RelayForm `json:"state"` // null: not known
+	Pending     int64             `json:"pending"`
+	PendingMore bool              `json:"pending_more"`
+	Oldest      *time.Time        `json:"oldest"`
+	Waiting     int64             `json:"waiting"`
+	Failed      int64             `json:"failed"`
+	Parked      int64             `json:"parked"`
+	Dead        int64             `json:"dead"`
+	ParkedKeys  int64             `json:"parked_keys"`
+	HeldKeys    int64             `json:"held_keys"`
+	LastMinute  int64             `json:"last_minute_events"`
+	Latency     float64           `json:"last_minute_latency_seconds"`
 }
 
 type transactionJSON struct {
@@ -259,11 +270,11 @@ type transactionJSON struct {
 }
 
 func statusOf(s snapshot, minutes map[string]minute, database, schema string) statusJSON {
-	out := statusJSON{At: s.now.UTC(), Database: database, Schema: schema, Relays: []relayJSON{}, Transactions: []transactionJSON{}, Stale: []staleJSON{},
+	out := statusJSON{At: s.now.UTC(), Database: database, Schema: schema, Relays: []relayJSON{}, Groups: groupStatesOf(s.groups), Transactions: []transactionJSON{}, Stale: []staleJSON{},
 		Problems: append([]finding{}, s.findings...)}
 	for _, r := range s.relays {
 		out.Relays = append(out.Relays, relayJSON{
-			Name: r.Name, Leader: r.Holder, Epoch: r.Epoch, LeaseUntil: optional(r.LeaseUntil), MovedAt: optional(r.MovedAt),
+			Name: r.Name, Leader: r.Holder, Epoch: r.Epoch, LeaseUntil: optional(r.LeaseUntil), MovedAt: optional(r.MovedAt), State: relayStateOf(r),
 			Pending: r.Pending, PendingMore: r.PendingMore, Oldest: optional(r.Oldest),
 			Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
 			LastMinute: minutes[r.Name].events, Latency: minutes[r.Name].latency.Seconds(),

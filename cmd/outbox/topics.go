@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	rules "github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -52,7 +53,7 @@ func (t *topicsFlags) config() outboxtopics.Config {
 // topicJSON is a topic in the output.
 type topicJSON struct {
 	Topic       string           `json:"topic"`
-	State       string           `json:"state"` // there, missing, created, or unknown: Kafka returned an error
+	State       string           `json:"state"` // there, missing, created, invalid: no name for Kafka, or with .dlq, or unknown: Kafka returned an error
 	Types       []string         `json:"types,omitempty"`
 	Events      int64            `json:"events"`
 	Partitions  int              `json:"partitions"`
@@ -66,11 +67,12 @@ type topicJSON struct {
 }
 
 // isKnown reports whether Kafka has said anything about the topic.
-func (t topicJSON) isKnown() bool { return t.State != stateUnknown }
+func (t topicJSON) isKnown() bool { return t.State != stateUnknown && t.State != stateInvalid }
 
 const (
 	stateMissing = "missing"
 	stateUnknown = "unknown"
+	stateInvalid = "invalid"
 )
 
 type differenceJSON struct {
@@ -91,20 +93,16 @@ func (t *topicsFlags) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
-	var names []string
-	for _, r := range recorded {
-		if r.Topic != "" {
-			names = append(names, r.Topic)
-		}
-	}
-	all, err := t.ensure(ctx, kafka, names, recorded)
+	all, err := t.ensure(ctx, kafka, recorded, len(e.args) > 0)
 	if err != nil && !slices.ContainsFunc(all, topicJSON.isKnown) {
 		return err // there is nothing to show
 	}
 	if serr := showTopics(e, all, recorded); err == nil {
 		err = serr
 	}
-	if err == nil && t.check && slices.ContainsFunc(all, func(t topicJSON) bool { return t.State == stateMissing || len(t.Differences) > 0 }) {
+	if err == nil && t.check && slices.ContainsFunc(all, func(t topicJSON) bool {
+		return t.State == stateMissing || t.State == stateInvalid || len(t.Differences) > 0
+	}) {
 		return errProblems
 	}
 	return err
@@ -127,11 +125,45 @@ func recordedTopics(ctx context.Context, e *env) ([]outboxops.RecordedTopic, err
 	return inspector.Topics(ctx)
 }
 
+// topicNameErrors says why Kafka takes no topic of a name, and why it takes no dead-letter topic of it. Each is nil if
+// Kafka takes it.
+func topicNameErrors(name string) (topic, deadLetters error) {
+	return rules.Topic(name), rules.Topic(outbox.DeadLetterTopic(name))
+}
+
+// topicNames returns the topics that Kafka can have with their dead letters, and the others. Who named them gets the
+// error of Kafka's rules instead. A topic of dead letters of another topic is looked at with that topic.
+func topicNames(recorded []outboxops.RecordedTopic, named bool) (names, invalid []string) {
+	deadLetters := map[string]bool{}
+	for _, r := range recorded {
+		deadLetters[outbox.DeadLetterTopic(r.Topic)] = true
+	}
+	for _, r := range recorded {
+		switch topic, dlq := topicNameErrors(r.Topic); {
+		case named:
+			names = append(names, r.Topic)
+		case r.Topic == "" || deadLetters[r.Topic]:
+		case topic != nil || dlq != nil:
+			invalid = append(invalid, r.Topic)
+		default:
+			names = append(names, r.Topic)
+		}
+	}
+	return names, invalid
+}
+
 // ensure compares or creates the topics, and then reads their settings. If some topics have an error, it
 // returns the others.
-func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []string, recorded []outboxops.RecordedTopic) ([]topicJSON, error) {
+func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, recorded []outboxops.RecordedTopic, named bool) ([]topicJSON, error) {
+	names, invalid := topicNames(recorded, named)
+	out := []topicJSON{}
+	for _, r := range recorded {
+		if slices.Contains(invalid, r.Topic) {
+			out = append(out, topicJSON{Topic: r.Topic, State: stateInvalid, Types: r.Types, Events: r.Events, Differences: []differenceJSON{}})
+		}
+	}
 	if len(names) == 0 {
-		return []topicJSON{}, nil
+		return out, nil
 	}
 	states, ensureErr := outboxtopics.EnsureNamed(ctx, kafka, names, t.config())
 	all := map[string]*topicJSON{}
@@ -168,7 +200,6 @@ func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []strin
 		}
 	}
 	slices.Sort(order)
-	out := []topicJSON{}
 	for _, name := range slices.Compact(order) {
 		out = append(out, *all[name])
 	}
@@ -220,7 +251,7 @@ func showTopics(e *env, all []topicJSON, recorded []outboxops.RecordedTopic) err
 func topicTable(all []topicJSON) table {
 	t := table{head: []string{"TOPIC", "STATE", "EVENTS", "PARTS", "REPL", "IN-SYNC", "RETENTION", "MAX-BYTES"}, flex: []int{0}}
 	for _, topic := range all {
-		if topic.State == stateMissing || topic.State == stateUnknown {
+		if topic.State == stateMissing || !topic.isKnown() {
 			t.add(topic.Topic, topic.State, count(topic.Events), "", "", "", "", "")
 			continue
 		}

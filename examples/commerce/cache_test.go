@@ -65,7 +65,7 @@ func TestRedisAway(t *testing.T) {
 	cfg.Hooks.DeadLettered = func(outbox.Metadata, string, string, error) { deadLettered.Add(1) }
 	c, err := outbox.NewConsumer(nil, a.kafka, a.events, a.group(cacheGroup), cfg, a.pages.handlers()...)
 	require.NoError(t, err)
-	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
+	ensureTopics(t, a.kafka, a.events)
 	a.relayAnd(t, c)
 	a.record(t, StockDepletedEventV1{ProductID: 3, happened: noon})
 

@@ -1,8 +1,12 @@
 package main
 
 import (
+	"fmt"
+	"net/http"
+	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -16,8 +20,13 @@ func TestMain(m *testing.M) { program.Main(m, main) }
 // startCommerce starts the program, with a Redis that it starts.
 func startCommerce(t *testing.T, args ...string) *program.Process {
 	t.Helper()
-	args = append([]string{"-patience=60s"}, args...)
-	return program.Start(t, args, "REDIS_URL=", "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+	return startCommerceWith(t, args, "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+}
+
+// startCommerceWith starts it with more in its environment.
+func startCommerceWith(t *testing.T, args []string, env ...string) *program.Process {
+	t.Helper()
+	return program.Start(t, append([]string{"-patience=60s"}, args...), append(env, "REDIS_URL=")...)
 }
 
 // The service is killed, everything is published twice and some orders are announced twice
@@ -34,6 +43,7 @@ func TestCommerce(t *testing.T) {
 	require.Regexp(t, `(?m)^ +LIKE_COUNT_DECREASED +[1-9]\d* +-$`, out)
 	require.Regexp(t, `(?m) deleted$`, out)
 	require.NotContains(t, out, "wrong")
+	require.NotContains(t, out, "of others", "trace ids get through")
 	require.NotContains(t, p.Stderr.String(), "level=ERROR")
 	if !testing.Short() {
 		needRedis(t)
@@ -60,6 +70,29 @@ func TestCommerceMissesALike(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
+// Who looks at the running shop changes nothing in what the report says of the visits. Their events have a line of
+// their own.
+func TestOwnClicks(t *testing.T) {
+	testenv.Long(t)
+	t.Parallel()
+	p := startCommerce(t, "-load", "-for=5s", "-rate=15")
+	address := regexp.MustCompile(`shop +(http://\S+),`)
+	require.Eventually(t, func() bool { return address.MatchString(p.Stdout.String()) }, testenv.Patience, 10*time.Millisecond)
+	s := newStreet(address.FindStringSubmatch(p.Stdout.String())[1])
+	t.Cleanup(s.client.CloseIdleConnections)
+	click := func(method, path string, body, answer any) error {
+		return s.call(t.Context(), method, path, "my-own", body, answer)
+	}
+	require.Eventually(t, func() bool { return click(http.MethodGet, "/products/1", nil, nil) == nil }, testenv.Patience, 10*time.Millisecond)
+	require.NoError(t, click(http.MethodPost, "/products/1/likes", map[string]int64{"userId": customers + 1}, nil))
+	var placed orderAnswer
+	require.NoError(t, click(http.MethodPost, "/orders", orderRequest{customers + 1, []orderItem{{1, 2}}}, &placed))
+	require.NoError(t, click(http.MethodPost, fmt.Sprintf("/orders/%d/payment", placed.OrderID), nil, nil))
+	require.Zero(t, p.Wait(t), p.Stdout.String())
+	require.Regexp(t, `(?m)^  [4-9] events of others, which the tables count as well$`, p.Stdout.String())
+	require.NotContains(t, p.Stdout.String(), "wrong")
+}
+
 // A signal closes the shop; what was sold is counted and compared.
 func TestCommerceInterrupted(t *testing.T) {
 	testenv.Long(t)
@@ -68,6 +101,14 @@ func TestCommerceInterrupted(t *testing.T) {
 	}
 	program.TestInterrupted(t, start, "orders", 10, func(t *testing.T, p *program.Process) {
 		require.NotContains(t, p.Stdout.String(), "wrong")
+	})
+}
+
+// Without Kafka the program starts and records events. They are published and handled once Kafka is there.
+func TestWithoutKafka(t *testing.T) {
+	t.Parallel()
+	program.TestWithoutKafka(t, 20, func(t *testing.T, env ...string) *program.Process {
+		return startCommerceWith(t, []string{"-for=4s", "-rate=15", "-kills=0"}, env...)
 	})
 }
 

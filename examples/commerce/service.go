@@ -135,6 +135,7 @@ func (s *service) run(ctx context.Context) error {
 	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	g, failed := errgroup.WithContext(behind)
+	g.Go(func() error { return s.makeTopics(failed) })
 	for _, relay := range s.relays {
 		g.Go(func() error { return relay.Run(failed) })
 	}

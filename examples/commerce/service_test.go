@@ -31,7 +31,7 @@ func startService(t *testing.T) *running {
 	a.withRedis(t)
 	r := &running{}
 	a.log = slog.New(outboxhttp.LogTrace(slog.NewTextHandler(&r.logs, &slog.HandlerOptions{Level: slog.LevelDebug})))
-	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
+	ensureTopics(t, a.kafka, a.events)
 	require.NoError(t, a.fillShelves(t.Context()))
 	var err error
 	r.service, err = newService(t.Context(), a, config{listen: "127.0.0.1:0", password: "secret"})
@@ -173,8 +173,8 @@ func TestOperatorsPage(t *testing.T) {
 
 var metricName = regexp.MustCompile(`\b(outbox|messaging)_[a-z_]+\b`)
 
-// nothingFailed are the counters that are there once something has failed, or was removed.
-var nothingFailed = []string{"outbox_consumer_failed_total", "outbox_relay_dead_total", "outbox_relay_rejected_total", "outbox_relay_removed_total"}
+// nothingFailed are the metrics that are there once something has failed, waits, or was removed.
+var nothingFailed = []string{"outbox_outage", "outbox_outage_age_seconds", "outbox_group_breakers", "outbox_group_waiting", "outbox_group_waiting_age_seconds", "outbox_consumer_failed_total", "outbox_relay_dead_total", "outbox_relay_rejected_total", "outbox_relay_removed_total"}
 
 // The dashboard of examples/observability shows this service, too: it has all metrics for which
 // that asks, but for those of workers, which it does not run, and of what did not fail.

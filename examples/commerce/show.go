@@ -99,9 +99,6 @@ func (s *scene) run(ctx context.Context) (*report, error) {
 	if err := s.migrate(ctx); err != nil {
 		return nil, err
 	}
-	if err := makeTopics(ctx, s.kafka, s.events); err != nil {
-		return nil, err
-	}
 	if err := s.fillShelves(ctx); err != nil {
 		return nil, err
 	}

@@ -6,7 +6,6 @@ import (
 	"net/http"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxotel"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -38,17 +37,7 @@ func newTelemetry() (*telemetry, error) {
 
 // watch adds what the database and Kafka say.
 func (t *telemetry) watch(a *app, groups ...*outbox.Consumer) error {
-	inspector, err := outboxops.NewInspector(a.db, outboxops.InspectorConfig{Schema: a.id})
-	if err != nil {
-		return err
-	}
-	deliveries, err := outboxops.NewDeliveries(a.db, outboxops.DeliveriesConfig{Schema: a.id})
-	if err != nil {
-		return err
-	}
-	t.Watch(inspector, groups...)
-	t.WatchWorkers(deliveries)
-	return nil
+	return errors.Join(t.WatchDatabase(a.db, a.id), t.WatchConsumers(groups...))
 }
 
 func (t *telemetry) shutdown(ctx context.Context) error {

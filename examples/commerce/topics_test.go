@@ -8,6 +8,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -22,13 +23,20 @@ func TestMakeTopics(t *testing.T) {
 		outbox.Event("loopers.order.created.v1", "Order", OrderCreatedEventV1.order).Topic(topic))
 	require.NoError(t, err)
 	for range 2 { // topics that are there stay as they are
-		require.NoError(t, makeTopics(t.Context(), kafka, events))
+		ensureTopics(t, kafka, events)
 	}
 	client, err := kgo.NewClient(kafka...)
 	require.NoError(t, err)
 	defer client.Close()
 	requireTopic(t, client, topic, 3, 7*24*time.Hour)
 	requireTopic(t, client, topic+".dlq", 1, 30*24*time.Hour)
+}
+
+// ensureTopics returns when the topics are there.
+func ensureTopics(t *testing.T, kafka []kgo.Opt, events *outbox.Registry) {
+	t.Helper()
+	_, err := outboxtopics.Ensure(t.Context(), kafka, events, topics)
+	require.NoError(t, err)
 }
 
 func requireTopic(t *testing.T, client *kgo.Client, topic string, partitions int, retention time.Duration) {

@@ -88,7 +88,7 @@ func (f *failureShow) health(ctx context.Context) error {
 	const sqlPosition = `SELECT EXISTS (SELECT FROM outbox_cursor WHERE relay = 'worker:' || $1)` // a new group begins here
 	err := until(ctx, "the relay and the worker to be ready", func() (ready bool, err error) {
 		err = f.db.QueryRow(ctx, sqlPosition, mailGroup).Scan(&ready)
-		return ready && f.relay.Health().Leading && f.worker.Health().Ready, err
+		return ready && f.relay.Health().Leading && f.worker.Health().Works, err
 	})
 	f.out.row("health", "%s", healthOf(f.relay))
 	return err
@@ -96,10 +96,10 @@ func (f *failureShow) health(ctx context.Context) error {
 
 func healthOf(r *outbox.Relay) string {
 	h := r.Health()
-	if h.Ready {
-		return "the relay is live and ready"
+	if h.Works {
+		return "the relay is live and works"
 	}
-	return "the relay is live and not ready: " + strings.Join(h.Reasons, "; ")
+	return "the relay is live and does not work: " + strings.Join(h.Reasons, "; ")
 }
 
 // failedEvent records an event that is larger than its topic takes.
@@ -164,7 +164,7 @@ func (f *failureShow) outage(ctx context.Context) error {
 		return err
 	}
 	f.relay.Waker().Wake()
-	if err := until(ctx, "the outage to be seen", func() (bool, error) { return !f.relay.Health().Ready, nil }); err != nil {
+	if err := until(ctx, "the outage to be seen", func() (bool, error) { return !f.relay.Health().Works, nil }); err != nil {
 		return err
 	}
 	f.out.row("outage", "Kafka is cut off; after %.1f s %s", time.Since(began).Seconds(), healthOf(f.relay))
@@ -172,7 +172,7 @@ func (f *failureShow) outage(ctx context.Context) error {
 	began = time.Now()
 	err := until(ctx, "the relay to send again", func() (bool, error) {
 		relays, err := f.inspector.Relays(ctx)
-		return err == nil && len(relays) == 1 && relays[0].Pending == 0 && f.relay.Health().Ready, err
+		return err == nil && len(relays) == 1 && relays[0].Pending == 0 && f.relay.Health().Works, err
 	})
 	f.out.row("", "Kafka is back; after %.1f s the order that was placed meanwhile is sent, and %s", time.Since(began).Seconds(), healthOf(f.relay))
 	return err

@@ -116,7 +116,7 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	if err := outbox.Migrate(ctx, db, outbox.MigrateConfig{Schema: runID}); err != nil {
 		return nil, err
 	}
-	reader, err := newReader(ctx, cfg.Brokers, events, runID)
+	reader, err := newReader(cfg.Brokers, events, runID)
 	if err != nil {
 		return nil, err
 	}
@@ -139,7 +139,12 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	context.AfterFunc(ctx, closeShop)
 	defer closeShop()
 
-	stopRelay := background(life, fail, relay.Run)
+	stopRelay := background(life, fail, func(ctx context.Context) error {
+		if err := reader.stand(ctx, out); err != nil {
+			return err
+		}
+		return relay.Run(ctx)
+	})
 	defer stopRelay()
 	stopReading := background(life, fail, func(ctx context.Context) error {
 		reader.read(ctx, out)
@@ -148,6 +153,9 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	defer stopReading()
 
 	if err := shop.sell(selling, cfg, out); err != nil {
+		return nil, err
+	}
+	if err := reader.awaitStands(ctx, life, cfg.patience); err != nil {
 		return nil, err
 	}
 	if err := await(life, cfg.patience, shop, reader); err != nil {

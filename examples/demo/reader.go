@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -59,15 +60,16 @@ type reader struct {
 	runID  string
 	start  time.Time // that the times of printed lines count from
 
+	stands chan struct{} // closed when it stands at the ends
+
 	mu       sync.Mutex
 	arrivals []arrival // repeats included
 	seen     map[eventID]bool
 	next     map[position]int64 // offset to read next
 }
 
-// newReader makes the topics that are not there and a client that stands at
-// their ends.
-func newReader(ctx context.Context, brokers []string, events *outbox.Registry, runID string) (*reader, error) {
+// newReader returns a reader that does not stand yet.
+func newReader(brokers []string, events *outbox.Registry, runID string) (*reader, error) {
 	topics, err := topicsOf(events)
 	if err != nil {
 		return nil, err
@@ -76,15 +78,32 @@ func newReader(ctx context.Context, brokers []string, events *outbox.Registry, r
 	if err != nil {
 		return nil, fmt.Errorf("make Kafka client: %w", err)
 	}
-	r := &reader{
+	return &reader{
 		client: client, topics: topics, runID: runID, start: time.Now(),
-		seen: map[eventID]bool{}, next: map[position]int64{},
+		stands: make(chan struct{}), seen: map[eventID]bool{}, next: map[position]int64{},
+	}, nil
+}
+
+// stand makes the topics that are not there, and begins to read at their ends, as soon as Kafka
+// answers. Nothing of this run may be sent before.
+func (r *reader) stand(ctx context.Context, out *console) error {
+	for tries := 0; ctx.Err() == nil; tries++ {
+		try, cancel := context.WithTimeout(ctx, 3*time.Second)
+		err := r.standAtEnds(try)
+		cancel()
+		var answer *kerr.Error
+		switch {
+		case err == nil:
+			close(r.stands)
+			return nil
+		case errors.As(err, &answer):
+			return err
+		case tries == 0 && ctx.Err() == nil:
+			out.note("Kafka does not answer yet: what the shop sells is sent when it does")
+		}
+		show.Pause(ctx, 200*time.Millisecond)
 	}
-	if err := r.standAtEnds(ctx); err != nil {
-		client.Close()
-		return nil, err
-	}
-	return r, nil
+	return nil
 }
 
 // topicsOf asks the registry where events go.
@@ -97,6 +116,22 @@ func topicsOf(events *outbox.Registry) (topics []string, err error) {
 		topics = append(topics, topic)
 	}
 	return topics, nil
+}
+
+// awaitStands waits until r stands at the ends. After Ctrl-C it waits for Kafka as long as patience lasts.
+func (r *reader) awaitStands(ctx, life context.Context, patience time.Duration) error {
+	waiting, giveUp := context.WithCancel(life)
+	defer giveUp()
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(patience, giveUp) })()
+	select {
+	case <-r.stands:
+		return nil
+	case <-waiting.Done():
+	}
+	if life.Err() != nil {
+		return context.Cause(life)
+	}
+	return fmt.Errorf("no answer of Kafka: %w", ctx.Err())
 }
 
 // standAtEnds makes the topics and begins to consume each at its end. Offsets are
@@ -118,6 +153,8 @@ func (r *reader) standAtEnds(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	ends.Each(func(end kadm.ListedOffset) { r.next[position{end.Topic, end.Partition}] = end.Offset })
 	r.client.AddConsumePartitions(ends.KOffsets())
 	return nil

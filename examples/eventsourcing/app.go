@@ -58,10 +58,9 @@ func (a *app) migrate(ctx context.Context) error {
 	return nil
 }
 
-// makeTopics makes the topic and its dead-letter topic, with as many replicas as the broker wants.
+// makeTopics makes the topic and its dead-letter topic, with as many replicas as the broker wants, once Kafka is there.
 func (a *app) makeTopics(ctx context.Context) error {
-	_, err := outboxtopics.Ensure(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1})
-	return err
+	return outboxtopics.Run(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1, Logger: a.log})
 }
 
 // store returns the event store. Waker wakes who publishes the events.
@@ -72,14 +71,12 @@ func (a *app) store(waker *outbox.Waker) (*EventStore, error) {
 
 func (a *app) projection() projection { return projection{a.db, a.log} }
 
-// runner is what runs until its context ends.
-type runner interface {
-	Run(ctx context.Context) error
-}
+// runner runs until its context ends.
+type runner func(ctx context.Context) error
 
 // background returns the parts that run alongside the commands, and the waker for the commands: a
-// relay and the consumer of the projection, or a worker that has the events from PostgreSQL. The
-// handlers are the same.
+// relay, the consumer of the projection and what makes their topics, or a worker that has the events
+// from PostgreSQL. The handlers are the same.
 func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker, err error) {
 	if withWorker {
 		w, err := outbox.NewWorker(a.db, a.events, a.group(), outbox.WorkerConfig{
@@ -88,7 +85,7 @@ func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker
 		if err != nil {
 			return nil, nil, err
 		}
-		return []runner{w}, w.Waker(), nil
+		return []runner{w.Run}, w.Waker(), nil
 	}
 	relay, err := outbox.NewRelay(a.db, a.kafka, outbox.RelayConfig{Schema: a.schema, Logger: a.log})
 	if err != nil {
@@ -98,7 +95,7 @@ func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker
 	if err != nil {
 		return nil, nil, err
 	}
-	return []runner{relay, c}, relay.Waker(), nil
+	return []runner{a.makeTopics, relay.Run, c.Run}, relay.Waker(), nil
 }
 
 // consumer returns the consumer of the projection. Kafka gives the partitions of a killed
@@ -138,11 +135,6 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 	defer show.DropSchema(a.db, a.schema, out)
 	if err := a.migrate(ctx); err != nil {
 		return nil, err
-	}
-	if !cfg.worker {
-		if err := a.makeTopics(ctx); err != nil {
-			return nil, err
-		}
 	}
 	return newScene(a, cfg).run(ctx)
 }

@@ -15,7 +15,13 @@ func TestMain(m *testing.M) { program.Main(m, main) }
 
 func startEventsourcing(t *testing.T, args ...string) *program.Process {
 	t.Helper()
-	return program.Start(t, append([]string{"-patience=60s"}, args...), "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+	return startEventsourcingWith(t, args, "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+}
+
+// startEventsourcingWith starts it with more in its environment.
+func startEventsourcingWith(t *testing.T, args []string, env ...string) *program.Process {
+	t.Helper()
+	return program.Start(t, append([]string{"-patience=60s"}, args...), env...)
 }
 
 // A process that stores, publishes and projects is killed, the read model is damaged and
@@ -67,6 +73,14 @@ func TestEventsourcingInterrupted(t *testing.T) {
 	}
 	program.TestInterrupted(t, start, "order_events", 10, func(t *testing.T, p *program.Process) {
 		require.NotContains(t, p.Stdout.String(), "wrong")
+	})
+}
+
+// Without Kafka the program starts and records events. They are published and handled once Kafka is there.
+func TestWithoutKafka(t *testing.T) {
+	t.Parallel()
+	program.TestWithoutKafka(t, 20, func(t *testing.T, env ...string) *program.Process {
+		return startEventsourcingWith(t, []string{"-for=4s", "-kills=0"}, env...)
 	})
 }
 

@@ -61,7 +61,7 @@ func serve(ctx context.Context, cfg config, stdin io.Reader, stdout io.Writer) e
 	}()
 	g, ctx := errgroup.WithContext(ctx)
 	for _, r := range runners {
-		g.Go(func() error { return r.Run(ctx) })
+		g.Go(func() error { return r(ctx) })
 	}
 	g.Go(func() error {
 		defer s.say(saidClosed)

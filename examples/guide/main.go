@@ -25,7 +25,7 @@ import (
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop)                                          // a second signal ends the process at once
+	context.AfterFunc(ctx, func() { time.AfterFunc(time.Second, stop) })  // a second signal, a second later, ends the process at once
 	if err := run(ctx); err != nil && !errors.Is(err, context.Canceled) { // by a signal while it starts
 		slog.Error("shop failed", "error", err)
 		os.Exit(1)
@@ -44,7 +44,7 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := setUp(ctx, db, kafka, events); err != nil {
+	if err := setUp(ctx, db); err != nil {
 		return err
 	}
 	recorder, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
@@ -59,8 +59,11 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	topics := func(ctx context.Context) error { // while Kafka is unavailable, orders are taken all the same
+		return outboxtopics.Run(ctx, kafka, events, outboxtopics.Config{ReplicationFactor: -1}) // the cluster's default
+	}
 	s := &shop{db: db, recorder: recorder, relay: relay, sales: sales}
-	return serve(ctx, s.routes(), relay.Run, sales.Run)
+	return serve(ctx, s.routes(), topics, relay.Run, sales.Run)
 }
 
 func connect(ctx context.Context) (*pgxpool.Pool, error) {
@@ -68,20 +71,19 @@ func connect(ctx context.Context) (*pgxpool.Pool, error) {
 	if err != nil {
 		return nil, err
 	}
-	cfg.MaxConns = 20 // the relay uses up to 6, the consumer 1 for each partition, requests the rest
+	cfg.MaxConns = 20 // the relay uses up to 7, the consumer 1 for each partition, requests the rest
 	return pgxpool.NewWithConfig(ctx, cfg)
 }
 
-// setUp makes what is missing. It may run at every start, in many processes at once.
-func setUp(ctx context.Context, db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry) error {
+// setUp makes the tables that are missing. It may run at every start, in many processes at once.
+func setUp(ctx context.Context, db *pgxpool.Pool) error {
 	if err := outbox.Migrate(ctx, db, outbox.MigrateConfig{}); err != nil {
 		return err
 	}
 	if _, err := db.Exec(ctx, tables); err != nil {
 		return fmt.Errorf("make tables: %w", err)
 	}
-	_, err := outboxtopics.Ensure(ctx, kafka, events, outboxtopics.Config{ReplicationFactor: -1}) // the cluster's default
-	return err
+	return nil
 }
 
 // serve runs the server and the parts behind it until ctx is cancelled or one of them

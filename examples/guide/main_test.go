@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"io"
+	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"os/exec"
 	"regexp"
@@ -49,6 +51,19 @@ func TestGuide(t *testing.T) {
 	s.stop(t)
 }
 
+// Without Kafka the service starts, is live and takes orders. They are published when Kafka is there.
+func TestWithoutKafka(t *testing.T) {
+	db := testenv.OtherDatabase(t)
+	address, startKafka := testenv.LateKafka(t)
+	s := start(t, db, []kgo.Opt{kgo.SeedBrokers(address)})
+	require.Equal(t, http.StatusOK, s.ask(t, "GET", "/live", ""))
+	require.Equal(t, http.StatusCreated, s.ask(t, "POST", "/orders", `{"orderId": "order-1", "product": "tea", "cents": 450}`))
+	require.Eventually(t, func() bool { return strings.Contains(s.log.String(), "outbox: Kafka, to make topics, fails") }, testenv.Patience, look, s.log)
+	startKafka()
+	s.waitForSales(t, "tea", "450")
+	s.stop(t)
+}
+
 // An order that is placed just before SIGTERM is published, by this process or by
 // the next one.
 func TestStop(t *testing.T) {
@@ -60,6 +75,51 @@ func TestStop(t *testing.T) {
 	s = start(t, db, kafka)
 	s.waitForSales(t, "tea", "450")
 	s.stop(t)
+}
+
+// Two signals that come together are one: GNU timeout signals a process and its group. The service still finishes a
+// request that it has begun.
+func TestSecondSignal(t *testing.T) {
+	db := testenv.OtherDatabase(t)
+	s := start(t, db, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")})
+	address := strings.TrimPrefix(s.url, "http://")
+	var dialer net.Dialer
+	request, err := dialer.DialContext(t.Context(), "tcp", address)
+	require.NoError(t, err)
+	defer request.Close()
+	_, err = request.Write([]byte("POST /orders HTTP/1.1\r\nHost: shop\r\nContent-Length: 100\r\n\r\n{"))
+	require.NoError(t, err)
+	require.Equal(t, http.StatusOK, s.ask(t, "GET", "/live", "")) // later than the request
+	require.NoError(t, s.cmd.Process.Signal(syscall.SIGTERM))
+	require.Eventually(t, func() bool { // the service has heard the signal
+		conn, err := dialer.DialContext(t.Context(), "tcp", address)
+		if err == nil {
+			_ = conn.Close()
+		}
+		return err != nil
+	}, testenv.Patience, time.Millisecond)
+	require.NoError(t, s.cmd.Process.Signal(syscall.SIGTERM))
+	require.NoError(t, request.Close())
+	require.NoError(t, s.cmd.Wait())
+	require.Contains(t, s.log.String(), "stopped")
+}
+
+// A test of an order need not know when it was placed.
+func TestPlace(t *testing.T) {
+	db := testenv.OtherDatabase(t)
+	require.NoError(t, setUp(t.Context(), db))
+	events, err := registry()
+	require.NoError(t, err)
+	s := &shop{db: db}
+	s.recorder, err = outbox.NewRecorder(events, outbox.RecorderConfig{})
+	require.NoError(t, err)
+	s.relay, err = outbox.NewRelay(db, nil, outbox.RelayConfig{})
+	require.NoError(t, err)
+	body := `{"orderId": "order-1", "product": "tea", "cents": 450}`
+	answer := httptest.NewRecorder()
+	s.postOrder(answer, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/orders", strings.NewReader(body)))
+	require.Equal(t, http.StatusCreated, answer.Code, answer.Body)
+	outboxtest.RequireRecorded(t.Context(), t, db, events, OrderPlaced{OrderID: "order-1", Product: "tea", Cents: 450})
 }
 
 func TestStopWhileStarting(t *testing.T) {

@@ -82,10 +82,10 @@ func (a *app) migrate(ctx context.Context, accounts int) error {
 
 func accountID(n int) string { return fmt.Sprintf("account-%d", n+1) }
 
-// makeTopics makes the topics of the registry. How many copies there are of each is up to the broker here.
+// makeTopics makes the topics of the registry, once Kafka is there. How many copies there are of each is up to the
+// broker here.
 func (a *app) makeTopics(ctx context.Context) error {
-	_, err := outboxtopics.Ensure(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1})
-	return err
+	return outboxtopics.Run(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1, Logger: a.log})
 }
 
 const (
@@ -111,7 +111,7 @@ func play(ctx context.Context, cfg config, stdin io.Reader) error {
 	return roles[cfg.role](a, ctx, cfg)
 }
 
-// relay is the process that sends events to Kafka. Other processes of the same kind would stand by.
+// relay is the process that makes the topics and sends events to Kafka. Others of the same kind would stand by.
 func (a *app) relay(ctx context.Context, cfg config) error {
 	opts := a.kafka
 	if cfg.crashAfter > 0 {
@@ -128,7 +128,10 @@ func (a *app) relay(ctx context.Context, cfg config) error {
 	if err != nil {
 		return err
 	}
-	return relay.Run(ctx)
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return a.makeTopics(ctx) })
+	g.Go(func() error { return relay.Run(ctx) })
+	return g.Wait()
 }
 
 // consumers is the process with the groups audit-feed and portfolio-view.

@@ -7,6 +7,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -93,7 +94,8 @@ func TestKafkaIsAwayAtTheCommit(t *testing.T) {
 	f := newFixture(t)
 	f.records(t) // with an address without a broker
 	f.kafka = testenv.KafkaOpts(testenv.Brokers(t))
-	require.NoError(t, f.makeTopics(t.Context()))
+	_, err := outboxtopics.Ensure(t.Context(), f.kafka, f.app.events, outboxtopics.Config{ReplicationFactor: -1})
+	require.NoError(t, err)
 	outboxtest.Drain(t.Context(), t, f.db, f.kafka, outbox.RelayConfig{Schema: f.schema})
 	got, err := f.readKafka(t.Context())
 	require.NoError(t, err)

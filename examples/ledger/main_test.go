@@ -16,7 +16,13 @@ func TestMain(m *testing.M) { program.Main(m, main) }
 
 func startLedger(t *testing.T, args ...string) *program.Process {
 	t.Helper()
-	return program.Start(t, append(args, "-patience=60s"), "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+	return startLedgerWith(t, args, "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+}
+
+// startLedgerWith starts it with more in its environment.
+func startLedgerWith(t *testing.T, args []string, env ...string) *program.Process {
+	t.Helper()
+	return program.Start(t, append(args, "-patience=60s"), env...)
 }
 
 // Tellers, relay and consumers are killed in the middle, the relay when Kafka has what it has sent and the cursor
@@ -73,6 +79,14 @@ func TestLedgerInterrupted(t *testing.T) {
 	}
 	program.TestInterrupted(t, start, "ledger_transaction", 20, func(t *testing.T, p *program.Process) {
 		require.NotContains(t, p.Stdout.String(), tellersRole, "they were not killed")
+	})
+}
+
+// Without Kafka the program starts and records events. They are published and handled once Kafka is there.
+func TestWithoutKafka(t *testing.T) {
+	t.Parallel()
+	program.TestWithoutKafka(t, 20, func(t *testing.T, env ...string) *program.Process {
+		return startLedgerWith(t, []string{"-deposits=240", "-kill=false"}, env...)
 	})
 }
 

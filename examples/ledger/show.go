@@ -41,9 +41,6 @@ A ledger, its auditors and those who look at its balances
 	if err := a.migrate(ctx, cfg.accounts); err != nil {
 		return nil, err
 	}
-	if err := a.makeTopics(ctx); err != nil {
-		return nil, err
-	}
 	cfg.began = time.Now().UnixMilli()
 	p := &performance{app: a, cfg: cfg}
 	defer func() { _ = p.others.Stop() }() // after another error; otherwise there is nothing left to stop

@@ -251,8 +251,7 @@ func (a *agreement) failAll() {
 	still := a.consumer("still", outbox.ConsumerConfig{}, outbox.HandleNoTx("READ", func(context.Context, agreed, outbox.Metadata) error { return nil }))
 	require.Contains(a.t, a.command("consumer", "pause", "--group", a.group("still"), "--reason", "the stock is counted", "--operator", "kim"), "pause: all topics")
 	a.eventually(func() bool { return strings.Contains(strings.Join(still.Health().Reasons, ";"), "paused by kim") }, "the group does not know that it is paused")
-	imports := a.consumer("imports", outbox.ConsumerConfig{}, outbox.HandleNoTx("IMPORTED", func(context.Context, imported, outbox.Metadata) error { return nil }),
-		kgo.MaxDecompressBatchBytes(1<<20))
+	a.consumer("imports", outbox.ConsumerConfig{}, outbox.HandleNoTx("IMPORTED", func(context.Context, imported, outbox.Metadata) error { return nil }))
 	mails, err := outbox.NewWorker(a.db, a.events, a.group("mails"), a.tel.Worker(a.group("mails"), outbox.WorkerConfig{PollInterval: 50 * time.Millisecond,
 		HandlerConfig: outbox.HandlerConfig{Schema: a.schema, Logger: quiet, Retry: outbox.RetryPolicy{RetryWait: far, MaxRetryWait: far, MaxOutage: -1}, From: outbox.FromStart}}),
 		outbox.HandleNoTx("MAIL_SENT", func(_ context.Context, e agreed, _ outbox.Metadata) error {
@@ -273,11 +272,9 @@ func (a *agreement) failAll() {
 	events = append(events, agreed{ID: "x-large", Filler: noise(30_000)}, agreed{ID: "y-large", Filler: noise(30_000)},
 		homeless{"1"}, homeless{"2"}, homeless{"3"}, shut{"1"}, shut{"2"})
 	a.commit(events...)
-	a.produceHuge()
 	a.produceForeign()
 
 	a.eventually(func() bool { return a.count(`SELECT count(*) FROM {s}.outbox_failed`) == 7 && a.rows("dead") == 2 }, "no failed events")
-	a.eventually(func() bool { return strings.Contains(strings.Join(imports.Health().Reasons, ";"), "waits at offset 0") }, "no blocked partition")
 	a.eventually(func() bool { return a.hasReason("the breaker of action CALLED is open") }, "the breaker of the action is not open")
 	a.eventually(func() bool { return a.relays[1].Health().Breaker == outbox.BreakerOpen }, "the breaker of the relay is not open")
 	a.awaitQuiet()
@@ -338,15 +335,6 @@ func (a *agreement) hasReason(reason string) bool {
 	return slices.ContainsFunc(a.readers, func(c *outbox.Consumer) bool { return strings.Contains(strings.Join(c.Health().Reasons, ";"), reason) })
 }
 
-// produceHuge sends a batch that the group of its topic does not decompress.
-func (a *agreement) produceHuge() {
-	a.t.Helper()
-	client, err := kgo.NewClient(append(slices.Clone(a.kafka), kgo.ProducerBatchCompression(kgo.ZstdCompression()), kgo.ProducerBatchMaxBytes(4<<20))...)
-	require.NoError(a.t, err)
-	defer client.Close()
-	require.NoError(a.t, client.ProduceSync(a.t.Context(), &kgo.Record{Topic: a.topic("imports"), Value: make([]byte, 2<<20)}).FirstErr())
-}
-
 // foreign is the key of a dead letter of which this database knows nothing.
 const foreign = "foreign-f"
 
@@ -371,13 +359,8 @@ func (a *agreement) produceForeign() {
 // watch has the telemetry watch.
 func (a *agreement) watch() {
 	a.t.Helper()
-	inspector, err := outboxops.NewInspector(a.db, outboxops.InspectorConfig{Schema: a.schema})
-	require.NoError(a.t, err)
-	deliveries, err := outboxops.NewDeliveries(a.db, outboxops.DeliveriesConfig{Schema: a.schema})
-	require.NoError(a.t, err)
-	a.tel.Watch(inspector, a.readers...)
-	a.tel.WatchWorkers(deliveries)
-
+	require.NoError(a.t, a.tel.WatchDatabase(a.db, a.schema))
+	require.NoError(a.t, a.tel.WatchConsumers(a.readers...))
 }
 
 // newPage returns the operators' page of this process. It has asked Kafka nothing yet.
@@ -415,23 +398,21 @@ func (a *agreement) check() {
 	truth := a.truth()
 	late := &alertLog{}
 	stop := a.monitor(late)
-	// What is owed waits for too long, so the stale alert has it. What the database does not know, no monitor does;
-	// pauses and lag are nothing to alert to.
-	const unknown, blocked = "open breaker of action", "blocked partition"
-	assert.Equal(a.t, truth.without("owed", "retried", "lag", "paused", "dead letters", unknown, blocked), a.alerted(late), "alerts")
+	// What is owed waits for too long, so the stale alert has it. Pauses, lag and breakers of actions are nothing to
+	// alert to.
+	const ofAction = "open breaker of action"
+	assert.Equal(a.t, truth.without("owed", "retried", "lag", "paused", "dead letters", ofAction), a.alerted(late), "alerts")
 	stop()
 	assert.Equal(a.t, truth, a.onPage(), "page")
 	page := a.newPage()
 	assert.Equal(a.t, truth, a.inDocuments(a.get(page, "/api/relays"), a.get(page, "/api/overview"), a.get(page, "/api/failed/counts"), a.get(page, "/api/consumers")), "API")
-	// The command line sees the tables and Kafka, and no process.
-	assert.Equal(a.t, truth.without(unknown, blocked, "open breaker"), a.inDocuments(a.command("status", "--json", "--max-age", staleAfter.String()),
+	assert.Equal(a.t, truth, a.inDocuments(a.command("status", "--json", "--max-age", staleAfter.String()),
 		a.command("failures", "count", "--json"), a.command("consumers", "--json")), "command line")
 	assert.Contains(a.t, a.command("failures", "count"), fmt.Sprintf(", %d unresolved\n", truth["unresolved in all"]))
 	assert.Regexp(a.t, fmt.Sprintf(`(?m)^main .* %d +%d +%d +%d$`, truth["waiting of main"], truth["failed of main"], truth["parked of main"], truth["dead of main"]), a.command("status"))
 	assert.Regexp(a.t, fmt.Sprintf(`(?m)^%s +%s +1 +%d `, a.group("still"), a.topic("orders"), truth["lag of still"]), a.command("consumers"))
-	// Prometheus has no metric of pauses and dead-letter topics, none of a partition that a consumer cannot read,
-	// whose lag stays, and counts what is tried again with what waits.
-	assert.Equal(a.t, truth.without("retried", "paused", "dead letters", blocked), a.inMetrics(), "Prometheus")
+	// Prometheus has no metric of pauses and dead-letter topics, and counts what is tried again with what waits.
+	assert.Equal(a.t, truth.without("retried", "paused", "dead letters"), a.inMetrics(), "Prometheus")
 }
 
 // All kinds of failures at once: a topic that is missing and one that accepts nothing, dead events, dead deliveries
@@ -447,7 +428,7 @@ func TestViewsAgree(t *testing.T) {
 	truth := a.truth()
 	for name, want := range (numbers{
 		"unresolved events": 7, "waiting of main": 3, "parked of main": 2, "dead of main": 2, "dead in all": 5, "dead of mails": 2, "dead of sales": 1,
-		"owed to mails": 2, "owed to sales": 3, "pending of cut": 27, "lag of still": 20, "lag of imports": 1, "dead letters": 2, "paused groups": 1,
+		"owed to mails": 2, "owed to sales": 3, "pending of cut": 27, "lag of still": 20, "lag of imports": 0, "dead letters": 2, "paused groups": 1,
 	}) {
 		assert.Equal(t, want, truth[name], name)
 	}
@@ -461,10 +442,10 @@ func TestViewsAgree(t *testing.T) {
 	require.Contains(t, list, "written elsewhere")
 	a.mended.Store(true)
 	require.Contains(t, a.command("dlq", "replay", a.topic("orders.dlq")), "would send 2")
-	require.Contains(t, a.command("dlq", "replay", a.topic("orders.dlq"), "--key", foreign, "--yes"), "sent 1,")
+	require.Contains(t, a.command("dlq", "replay", a.topic("orders.dlq"), "--key", foreign, "--yes", "--reason", "mended", "--operator", "test"), "sent 1,")
 	a.eventually(func() bool { _, handled := a.sold.Load("foreign"); return handled && a.lag("sales") == 0 }, "the foreign dead letter is not handled")
 	a.check()
-	require.Contains(t, a.command("dlq", "replay", a.topic("orders.dlq"), "--class", "handler", "--yes"), "sent 1,")
+	require.Contains(t, a.command("dlq", "replay", a.topic("orders.dlq"), "--class", "handler", "--yes", "--reason", "mended", "--operator", "test"), "sent 1,")
 	a.eventually(func() bool { return a.deliveries("sales", "dead") == 0 && a.lag("sales") == 0 }, "the replay does not resolve the dead delivery")
 	require.EqualValues(t, 2, a.ends("orders.dlq"), "Kafka keeps them")
 	a.check()

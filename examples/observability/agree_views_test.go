@@ -48,7 +48,7 @@ func (a *agreement) truth() numbers {
 		"dead in all":               a.rows("dead") + a.count(`SELECT count(*) FROM {s}.event_delivery WHERE status = 'DEAD' AND resolved_at IS NULL`),
 		"paused groups":             a.count(`SELECT count(DISTINCT consumer_group) FROM {s}.consumer_pause`),
 		"dead letters":              a.ends("orders.dlq"),
-		"open breaker of relay cut": 1, "open breaker of action CALLED": 1, "blocked partition of imports": 1,
+		"open breaker of relay cut": 1, "open breaker of action CALLED": 1,
 		"unled relay gone": 1,
 	}
 	n["unresolved in all"] = n["unresolved events"] + n["dead in all"] - a.rows("dead")
@@ -78,13 +78,13 @@ func (a *agreement) alerted(late *alertLog) numbers {
 	n := numbers{}
 	a.eventually(func() bool {
 		return len(late.of(outbox.AlertNoLeader)) > 0 && len(late.of(outbox.AlertReport)) > 0 && len(late.of(outbox.AlertManyDead)) > 0 &&
-			len(late.of(outbox.AlertStale)) == 6 && len(a.cut.of(outbox.AlertBreaker)) > 0
+			len(late.of(outbox.AlertStale)) == 6 && len(a.cut.of(outbox.AlertBreaker)) > 0 && len(late.of(outbox.AlertBreaker)) > 0
 	}, "not all alerts came")
 	for _, alert := range late.of(outbox.AlertNoLeader) {
 		n["unled relay "+alert.Relay] = 1
 		n["pending of "+alert.Relay] = alert.Status.Pending
 	}
-	for _, alert := range a.cut.of(outbox.AlertBreaker) {
+	for _, alert := range late.of(outbox.AlertBreaker) {
 		n["open breaker of relay "+alert.Relay] = 1
 	}
 	for _, alert := range late.of(outbox.AlertStale) {
@@ -157,9 +157,8 @@ func (a *agreement) onPage() numbers {
 	find(overview, "unresolved in all", `unresolved: (\d+) failed events`)
 	find(overview, "unresolved in all", `failed events , (\d+) dead deliver`)
 	find(overview, "unled relay gone", `Relay gone: no process leads`)
-	find(overview, "open breaker of relay cut", `Relay cut, in this process: the circuit breaker is open`)
-	find(overview, "open breaker of action CALLED", `Consumer group `+a.group("stats")+`, in this process: the breaker of action CALLED is open`)
-	find(overview, "blocked partition of imports", `Consumer group `+a.group("imports")+`, in this process: `+a.topic("imports")+`/0 waits at offset 0`)
+	find(overview, "open breaker of relay cut", `Relay cut: the circuit breaker is open, since`)
+	find(overview, "open breaker of action CALLED", `Consumer group `+a.group("stats")+`: the breaker of action CALLED is open, since`)
 	find(overview, "paused groups", `Consumer group `+a.group("still")+`: all topics paused by kim`)
 	for _, relay := range []string{"cut", "gone", "main"} {
 		find(overview, "stale of "+relay, `Relay `+relay+`: (\d+) events have waited for longer than 1 s`)
@@ -175,7 +174,7 @@ func (a *agreement) onPage() numbers {
 	for _, group := range []string{"mails", "sales", "stats"} {
 		find(overview, "stale of "+group, `Consumer group `+a.group(group)+`: (\d+) events have waited for longer than 1 s`)
 		find(overview, "retried by "+group, `Consumer group `+a.group(group)+`: (\d+) deliver(?:y is|ies are) tried again by`)
-		state := `(?:reads 1 topic|workers)`
+		state := `(?:reads 1 topic|workers) (?:works|breaker open)`
 		find(overview, "dead of "+group, a.group(group)+` `+state+` (\d+) \d+ `)
 		find(overview, "owed to "+group, a.group(group)+` `+state+` \d+ (\d+) `)
 	}
@@ -196,7 +195,7 @@ type document struct {
 		Name, Holder, Leader                   string
 		Pending, Waiting, Failed, Parked, Dead int64
 		ParkedKeys                             int64 `json:"parked_keys"`
-		Health                                 *struct{ Breaker string }
+		State                                  *struct{ Breaker string }
 	}
 	Stale []struct {
 		Relay, Group string
@@ -222,8 +221,13 @@ type document struct {
 		Topic   string
 		Records int64
 	} `json:"dead_letters"`
-	Processes  []struct{ Reasons []string }
+	Members    []member
 	Unresolved unresolved
+}
+
+// member is a process of a group.
+type member struct {
+	Breakers []struct{ Action, State string }
 }
 
 // unresolved is a number, or one of events and one of deliveries.
@@ -243,8 +247,12 @@ func (u *unresolved) UnmarshalJSON(data []byte) error {
 func (a *agreement) inDocuments(texts ...string) numbers {
 	a.t.Helper()
 	var d document
-	for _, text := range texts {
+	var states struct{ Groups []struct{ Members []member } } // of the command line's status, whose groups are others than those of consumers
+	for n, text := range texts {
 		require.NoError(a.t, json.Unmarshal([]byte(text), &d), text)
+		if n == 0 {
+			require.NoError(a.t, json.Unmarshal([]byte(text), &states), text)
+		}
 	}
 	n := numbers{"paused groups": 0, "dead in all": 0, "unresolved in all": int64(d.Unresolved)}
 	for _, r := range d.Relays {
@@ -256,7 +264,7 @@ func (a *agreement) inDocuments(texts ...string) numbers {
 		if r.Holder+r.Leader == "" {
 			n["unled relay "+r.Name] = 1
 		}
-		if r.Health != nil && r.Health.Breaker != "closed" {
+		if r.State != nil && r.State.Breaker != "closed" {
 			n["open breaker of relay "+r.Name] = 1
 		}
 	}
@@ -297,14 +305,13 @@ func (a *agreement) inDocuments(texts ...string) numbers {
 	for _, l := range d.DeadLetters {
 		n["dead letters"] += l.Records
 	}
-	for _, p := range d.Processes {
-		for _, reason := range p.Reasons {
-			if strings.HasPrefix(reason, "the breaker of action CALLED is open") {
-				n["open breaker of action CALLED"]++
-			}
-			if strings.HasPrefix(reason, a.topic("imports")+"/0 waits at offset 0") {
-				n["blocked partition of imports"]++
-			}
+	members := d.Members
+	for _, g := range states.Groups {
+		members = append(members, g.Members...)
+	}
+	for _, m := range members {
+		for _, b := range m.Breakers {
+			n["open breaker of action "+b.Action]++
 		}
 	}
 	return n
@@ -324,7 +331,7 @@ func (a *agreement) inMetrics() numbers {
 		if value("outbox_relay_led", "outbox_relay_name", relay) == 0 {
 			n["unled relay "+relay] = 1
 		}
-		if value("outbox_relay_leader", "outbox_relay_name", relay) == 1 && value("outbox_relay_breaker_state", "outbox_relay_name", relay, "outbox_state", "open") == 1 {
+		if value("outbox_relay_breaker_state", "outbox_relay_name", relay, "outbox_state", "open") == 1 {
 			n["open breaker of relay "+relay] = 1
 		}
 	}
@@ -345,7 +352,9 @@ func (a *agreement) inMetrics() numbers {
 		n["lag of "+name] = value("outbox_consumer_lag", group, a.group(name))
 	}
 	for _, action := range []string{"SALE_COUNTED", "CALLED", "MAIL_SENT"} {
-		if max(value("outbox_consumer_breaker_state", "outbox_action", action, "outbox_state", "open"), value("outbox_worker_breaker_state", "outbox_action", action, "outbox_state", "open")) == 1 {
+		// By the process itself, and by its row, in which it may be half-open for a moment.
+		open := max(value("outbox_consumer_breaker_state", "outbox_action", action, "outbox_state", "open"), value("outbox_worker_breaker_state", "outbox_action", action, "outbox_state", "open"))
+		if open == 1 && value("outbox_group_breakers", "outbox_action", action) == 1 {
 			n["open breaker of action "+action] = 1
 		}
 	}

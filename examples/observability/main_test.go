@@ -2,7 +2,10 @@ package main
 
 import (
 	"context"
+	"net/http"
+	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -58,6 +61,35 @@ func TestSignal(t *testing.T) {
 			program.RequireEnd(t, cmd, signal)
 		})
 	}
+}
+
+// Without Kafka the service starts and takes orders by HTTP. They are published once Kafka is there.
+func TestWithoutKafka(t *testing.T) {
+	t.Parallel()
+	address, startKafka := testenv.LateKafka(t)
+	cmd := program.Command(context.Background(), []string{"-listen=127.0.0.1:0", "-rate=0", "-traces"},
+		"OUTBOX_POSTGRES_URL="+testenv.Pool(t, nil).Config().ConnString(), "OUTBOX_KAFKA_BROKERS="+address)
+	var stdout, stderr testenv.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	defer func() { t.Logf("it printed:\n%s", stderr.String()) }()
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() { _ = cmd.Process.Kill() })
+	t.Cleanup(http.DefaultClient.CloseIdleConnections)
+	orders := ""
+	require.Eventually(t, func() bool {
+		orders = regexp.MustCompile(`http://\S+/orders\b`).FindString(stdout.String())
+		return orders != ""
+	}, testenv.Patience, 10*time.Millisecond)
+	order, err := http.NewRequestWithContext(t.Context(), http.MethodPost, orders, strings.NewReader(`{"id": "order-1", "cents": 450}`))
+	require.NoError(t, err)
+	answer, err := http.DefaultClient.Do(order)
+	require.NoError(t, err)
+	require.NoError(t, answer.Body.Close())
+	require.Equal(t, http.StatusCreated, answer.StatusCode)
+	require.Eventually(t, func() bool { return strings.Contains(stderr.String(), "Kafka, to make topics, fails") }, testenv.Patience, 10*time.Millisecond)
+	startKafka()
+	require.Eventually(t, func() bool { return strings.Contains(stdout.String(), `"Name":"process observability_`) }, testenv.Patience, 10*time.Millisecond)
+	program.RequireEnd(t, cmd, syscall.SIGTERM)
 }
 
 func TestSignalWhileStarting(t *testing.T) {

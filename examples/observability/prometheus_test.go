@@ -150,6 +150,7 @@ func TestPrometheus(t *testing.T) {
 	p.eventually(func() bool { return p.value(`sum(outbox_relay_led)`) == 1 }, "nobody leads")
 	r.problem()
 	r.awaitOutage()
+	r.illMember()
 	p.eventually(func() bool { return p.value(`max(outbox_relay_stored{outbox_status="dead"})`) == 1 }, "no dead event")
 	require.Equal(t, 12.0, p.value(`sum(messaging_client_sent_messages_total{error_type=""})`))
 	require.Equal(t, 1.0, p.value(`up{job="orders"}`))
@@ -168,14 +169,14 @@ func TestPrometheus(t *testing.T) {
 		return len(p.query(`ALERTS{alertname="OutboxDeadEvents", alertstate="firing", outbox_relay_name="default"}`)) == 1
 	}, "no alert of a dead event")
 	p.eventually(func() bool { return len(p.query(`ALERTS{alertname="OutboxDeadLetters"}`)) == 1 }, "no alert of dead letters")
-	require.Empty(t, p.query(`ALERTS{alertname=~"OutboxManyDead|OutboxAbsent|OutboxBreakerOpen|OutboxActionBreakerOpen|OutboxStaleEvents|OutboxLostRecords|OutboxDeliveriesWait|OutboxWorkersBehind"}`))
+	require.Empty(t, p.query(`ALERTS{alertname=~"OutboxManyDead|OutboxAbsent|OutboxBreakerOpen|OutboxOutage|OutboxActionBreakerOpen|OutboxStaleEvents|OutboxLostRecords|OutboxDeliveriesWait|OutboxWorkersBehind"}`))
 	var rules struct {
 		Groups []struct {
 			Rules []struct{ Name, Health, LastError string }
 		}
 	}
 	require.True(t, p.get("/api/v1/rules", &rules))
-	require.Len(t, rules.Groups[0].Rules, 14)
+	require.Len(t, rules.Groups[0].Rules, 15)
 	for _, rule := range rules.Groups[0].Rules {
 		require.Equal(t, "ok", rule.Health, "%s: %s", rule.Name, rule.LastError)
 	}

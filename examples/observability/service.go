@@ -20,7 +20,6 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxhttp"
-	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
@@ -68,7 +67,7 @@ func serve(ctx context.Context, cfg config, stdout io.Writer) error {
 	return errors.Join(s.run(ctx), s.close())
 }
 
-// open makes a service, its tables and its topics.
+// open makes a service and its tables.
 func open(ctx context.Context, cfg config) (s *service, err error) {
 	s = &service{cfg: cfg, id: "observability_" + uuid.NewString()[:8], log: cfg.log, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}}
 	if s.cfg.topic == "" {
@@ -77,7 +76,7 @@ func open(ctx context.Context, cfg config) (s *service, err error) {
 	if s.db, err = show.Connect(ctx, cfg.Postgres, "", 20); err != nil {
 		return nil, err
 	}
-	for _, step := range []func(context.Context) error{s.makeTables, s.wire, s.makeTopics, s.listen} {
+	for _, step := range []func(context.Context) error{s.makeTables, s.wire, s.listen} {
 		if err := step(ctx); err != nil {
 			return nil, errors.Join(err, s.close())
 		}
@@ -115,17 +114,7 @@ func (s *service) wire(context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	deliveries, err := outboxops.NewDeliveries(s.db, outboxops.DeliveriesConfig{Schema: s.id})
-	if err != nil {
-		return err
-	}
-	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.id})
-	if err != nil {
-		return err
-	}
-	s.tel.Watch(inspector, s.sales)
-	s.tel.WatchWorkers(deliveries)
-	return nil
+	return errors.Join(s.tel.WatchDatabase(s.db, s.id), s.tel.WatchConsumers(s.sales))
 }
 
 // handler has the trace id outside, so that the lines of all that is inside have it.
@@ -163,6 +152,7 @@ func (s *service) run(ctx context.Context) error {
 	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	g, failed := errgroup.WithContext(behind)
+	g.Go(func() error { return s.makeTopics(failed) })
 	g.Go(func() error { return s.relay.Run(failed) })
 	g.Go(func() error { return s.sales.Run(failed) })
 	g.Go(func() error { return s.mails.Run(failed) })
@@ -234,9 +224,9 @@ func (s *service) makeTables(ctx context.Context) error {
 	return nil
 }
 
+// makeTopics makes the topics once Kafka is there.
 func (s *service) makeTopics(ctx context.Context) error {
-	_, err := outboxtopics.Ensure(ctx, s.kafka, s.events, outboxtopics.Config{ReplicationFactor: -1}) // the broker's
-	return err
+	return outboxtopics.Run(ctx, s.kafka, s.events, outboxtopics.Config{ReplicationFactor: -1, Logger: s.log}) // the broker's
 }
 
 func (s *service) listen(ctx context.Context) (err error) {

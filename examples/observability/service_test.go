@@ -116,6 +116,15 @@ func (r *running) lose() {
 	testenv.Run(r.t, late.Run)
 }
 
+// illMember adds the row of a process elsewhere with an open breaker and an outage.
+func (r *running) illMember() {
+	r.t.Helper()
+	_, err := r.db.Exec(r.t.Context(), r.sql(`INSERT INTO {schema}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes, state)
+		VALUES ('ill', 'there/1/x', true, now(), '1 hour', '{}', jsonb_build_object('breakers', '[{"action": "A", "state": "open"}]'::jsonb,
+			'outages', jsonb_build_array(jsonb_build_object('what', 'fetching', 'class', 'no_answer', 'since', now()))))`))
+	require.NoError(r.t, err)
+}
+
 // noise returns n characters that do not compress well.
 func noise(n int) string {
 	var b strings.Builder
@@ -221,6 +230,7 @@ func TestMetricsAreScraped(t *testing.T) {
 		{3, "outbox_watch_up", nil},
 		{1, "outbox_worker_processed_total", []string{"outbox_result", "dead", "outbox_action", "MAIL_SENT"}},
 		{1, "outbox_worker_failed_total", []string{"error_type", "_OTHER"}},
+		{2, "outbox_group_members", nil},
 		{0, "outbox_worker_processing", nil},
 		{0, "outbox_worker_backlog", nil},
 		{0, "outbox_worker_backlog_age_seconds", nil},
@@ -243,6 +253,7 @@ func TestDashboardAsksForWhatIsThere(t *testing.T) {
 	r.problem()
 	r.awaitOutage()
 	r.lose()
+	r.illMember()
 	there := map[string]bool{"outbox_failed": true, "outbox_lease": true} // tables that texts name
 	for name, family := range r.await(func(s scraped) bool { return s.value("outbox_consumer_lost_total") > 0 }) {
 		there[name] = true

@@ -74,10 +74,18 @@ func (a *app) migrate(ctx context.Context, publication string, stock map[string]
 	return nil
 }
 
-// makeTopics makes the topics of the registry. How many copies there are of each is up to the broker here.
-func (a *app) makeTopics(ctx context.Context) error {
-	_, err := outboxtopics.Ensure(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1})
-	return err
+// makeTopics makes the topics of the registry, once Kafka is there, and runs until stop is called. How many copies
+// there are of each is up to the broker here. In a company it runs beside the relay of each service.
+func (a *app) makeTopics() (stop func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var g errgroup.Group
+	g.Go(func() error {
+		return outboxtopics.Run(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1, Logger: a.log})
+	})
+	return func() error {
+		cancel()
+		return g.Wait()
+	}
 }
 
 const (

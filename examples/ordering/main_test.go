@@ -19,7 +19,13 @@ func TestMain(m *testing.M) { program.Main(m, main) }
 
 func startOrdering(t *testing.T, args ...string) *program.Process {
 	t.Helper()
-	return program.Start(t, append(args, "-patience=60s"), "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+	return startOrderingWith(t, args, "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+}
+
+// startOrderingWith starts it with more in its environment.
+func startOrderingWith(t *testing.T, args []string, env ...string) *program.Process {
+	t.Helper()
+	return program.Start(t, append(args, "-patience=60s"), env...)
 }
 
 // The customers' process, the relay and three services are killed in the middle, the relay when Kafka has what it has
@@ -119,6 +125,14 @@ func TestOrderingInterruptedWhileStarting(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
 	program.TestInterruptedWhileStarting(t)
+}
+
+// Without Kafka the program starts and records events. They are published and handled once Kafka is there.
+func TestWithoutKafka(t *testing.T) {
+	t.Parallel()
+	program.TestWithoutKafka(t, 20, func(t *testing.T, env ...string) *program.Process {
+		return startOrderingWith(t, []string{"-orders=120", "-kill=false"}, env...)
+	})
 }
 
 // Wrong usage names what is wrong.

@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxtest"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
@@ -405,7 +406,8 @@ func TestHistory(t *testing.T) {
 	require.NotContains(t, out.String(), other.String())
 
 	f.kafka = testenv.KafkaOpts(testenv.Brokers(t))
-	require.NoError(t, f.makeTopics(t.Context()))
+	_, err = outboxtopics.Ensure(t.Context(), f.kafka, f.app.events, outboxtopics.Config{ReplicationFactor: -1})
+	require.NoError(t, err)
 	outboxtest.Drain(t.Context(), t, f.db, f.kafka, outbox.RelayConfig{Schema: f.schema, IDHeader: idHeader})
 	got, err := f.readKafka(t.Context())
 	require.NoError(t, err)

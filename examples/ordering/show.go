@@ -24,7 +24,7 @@ type performance struct {
 }
 
 // run sets everything up, lets the processes work, and compares.
-func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
+func run(ctx context.Context, cfg config, out io.Writer) (r *report, err error) {
 	cfg.schema = "ordering_" + uuid.NewString()[:8]
 	a, err := open(ctx, cfg)
 	if err != nil {
@@ -52,9 +52,8 @@ A shop whose orders are a saga of four services
 	if err := a.migrate(ctx, publication, stockFor(cfg, a.source)); err != nil {
 		return nil, err
 	}
-	if err := a.makeTopics(ctx); err != nil {
-		return nil, err
-	}
+	stopTopics := a.makeTopics()
+	defer func() { err = errors.Join(err, stopTopics()) }()
 	if cfg.debezium {
 		if err := a.awaitDebezium(ctx, out); err != nil {
 			return nil, err

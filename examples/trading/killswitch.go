@@ -13,7 +13,7 @@ import (
 // system is the group system, which has the kill switch: it pauses the stream of commands for
 // the group order-executor, in all processes and over restarts, as
 //
-//	outbox consumer pause order-executor --topic everbit.trade.command
+//	outbox consumer pause --group order-executor --topic everbit.trade.command --reason "kill switch"
 //
 // does. Commands wait meanwhile; what has been sent is reconciled afterwards. A process that
 // shall stop on its own account, in which the clock is wrong for example, calls Worker.Pause.

@@ -28,10 +28,10 @@ var (
 	ErrTime         = errors.New("is not a usable time")
 	ErrNilArgument  = errors.New("must not be nil")
 
-	ErrRunning = errors.New("outbox: relay is running already")
+	ErrRunning = errors.New("another call of Run is running")
 )
 
-// Text returns why s cannot be stored in a varchar column of limit characters, or nil.
+// Text returns why s cannot be stored in a column of limit characters, or nil.
 func Text(s string, limit int) error {
 	switch {
 	case s == "":
@@ -47,6 +47,51 @@ func Text(s string, limit int) error {
 		}
 	}
 	return nil
+}
+
+// Audit returns an error that names each field of who acts, and why, that outbox_audit does not take, as
+// outbox_check_audit has it. The names of the fields begin with prefix, and the reason has at most so many characters.
+func Audit(prefix, operator, reason string, most int) error {
+	var errs []error
+	if err := Operator(operator); err != nil {
+		errs = append(errs, fmt.Errorf("field %sOperator %w", prefix, err))
+	}
+	err := Text(reason, most)
+	if err == nil && !IsReadable(reason) {
+		err = fmt.Errorf("%w: it has no letter and no digit", ErrEmpty)
+	}
+	if err != nil {
+		errs = append(errs, fmt.Errorf("field %sReason %w", prefix, err))
+	}
+	return errors.Join(errs...)
+}
+
+// Operator checks the name of an operator: it has a letter or a digit, and no character that prints nothing or breaks
+// the line.
+func Operator(name string) error {
+	const maxOperator = 100
+	if err := Text(name, maxOperator); err != nil {
+		return err
+	}
+	for _, r := range name {
+		if IsHidden(r) {
+			return fmt.Errorf("%w: %U is not printable", ErrMalformed, r)
+		}
+	}
+	if !IsReadable(name) {
+		return fmt.Errorf("%w: it has no letter and no digit", ErrEmpty)
+	}
+	return nil
+}
+
+// IsReadable reports whether a text has a letter or a digit that can be seen.
+func IsReadable(s string) bool {
+	return strings.ContainsFunc(s, func(r rune) bool { return (unicode.IsLetter(r) || unicode.IsDigit(r)) && !IsHidden(r) })
+}
+
+// IsHidden reports whether a character prints nothing, though it is no space.
+func IsHidden(r rune) bool {
+	return r != ' ' && unicode.In(r, unicode.Cc, unicode.Cf, unicode.Co, unicode.Z, unicode.Other_Default_Ignorable_Code_Point, unicode.Variation_Selector)
 }
 
 // Attribute is [Text] for attributes of CloudEvents, which contain neither control
@@ -128,6 +173,9 @@ const (
 	// (1,000,012).
 	DefaultMaxPayload = 960 << 10
 	MaxMaxPayload     = 100 << 20 // socket.request.max.bytes of a broker
+	// MaxEventBytes bounds an event of outbox that is read: the largest payload, and as much room for headers as a
+	// record may have by default.
+	MaxEventBytes = MaxMaxPayload + 1<<20
 )
 
 // EachPositive checks the durations of a field of a configuration.

@@ -32,8 +32,8 @@ func (w *partitionWorker) handle(records []*kgo.Record) {
 func (w *partitionWorker) handleBatch(items []recordItem) (handled int) {
 	defer w.slots.Release()
 	defer w.releaseTrials()
-	batch := items[:min(len(items), w.batch)]
-	if w.requeueReplays(batch) != nil || w.findBlocked(batch) != nil || w.parkBlocked(batch) != nil {
+	batch := w.untilHeld(items[:min(len(items), w.batch)])
+	if w.requeueReplays(batch) != nil || w.findBlocked(batch) != nil || w.awaitDrained(batch) != nil || w.parkBlocked(batch) != nil {
 		return 0
 	}
 	if batch = w.awaitBreakers(batch); len(batch) == 0 {
@@ -58,6 +58,19 @@ func (w *partitionWorker) handleBatch(items []recordItem) (handled int) {
 	return n
 }
 
+// untilHeld returns the items up to the first one that will be dead and hold its key. It is parked before later ones of
+// its key are handled.
+func (w *partitionWorker) untilHeld(items []recordItem) []recordItem {
+	if w.parking == nil || !w.cfg.HoldDead {
+		return items
+	}
+	at := slices.IndexFunc(items, func(it recordItem) bool { return it.Class != "" && !it.isSkipped(w.cfg.DeadLetterUnknown) })
+	if at < 0 {
+		return items
+	}
+	return items[:at+1]
+}
+
 // resizeBatch adapts the size of batches to the number of records that are handled within
 // TransactionTime. In a larger batch the notes of the other records would be inserted and deleted in
 // vain.
@@ -77,7 +90,15 @@ func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
 	id := w.group.topicID(w.partition.Topic)
 	for i, r := range records {
 		origins[i] = originOf(r, id)
-		items[i].record, items[i].replay = w.admit(r)
+		items[i].record = r
+	}
+	w.admit(items)
+	if w.ending != nil {
+		for i := range items {
+			items[i] = newRecordItem(items[i].record, items[i].replay, &origins[i])
+			items[i].Class, items[i].Err = handling.ClassUndecodable, w.ending
+		}
+		return items
 	}
 	for next := 0; next < len(records); {
 		if next = w.readFrom(next, items, origins); w.stopping.Err() != nil {

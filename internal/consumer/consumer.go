@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/starts"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -48,16 +50,20 @@ type Consumer struct {
 	handled   *handling.Notes // nil without PostgreSQL
 	starts    *starts.Store   // nil without PostgreSQL
 	pauses    *pauses.Set
+	groups    tables.GroupReader    // not without PostgreSQL
 	operators *pauses.Store         // reads the pauses of operators; nil without PostgreSQL
 	Alert     func(context.Context) // sends alerts until its context ends; nil without PostgreSQL
 	alerting  *outage.Log           // outages of the lease for alerts
 	slots     handling.CallSlots
 	breakers  *handling.ActionBreakers // nil without PostgreSQL
 	outages   *outage.Logs             // outages of PostgreSQL, Kafka and dead-letter topics
+	contact   *kafka.Contact
+	answered  atomic.Bool // PostgreSQL has answered since Run began
 
 	running atomic.Bool
 	current atomic.Pointer[membership]   // set by Run; nil while the consumer does not run
 	parked  atomic.Pointer[delivery.Run] // set by Run; nil while the consumer does not run, and without PostgreSQL
+	gates   deadLetterGates              // of the dead letters of parked events
 	state   handling.RunState
 }
 
@@ -83,6 +89,9 @@ func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*
 		c.Processor = handling.NewProcessor(*cfg.Rules, routes, c.handled)
 	}
 	cfg.Rules = c.Processor.Rules
+	c.contact = kafka.NewContact(append(kafka.Bounded(opts), kgo.WithContext(context.Background())), false, func(began time.Time, err error, _ ...any) {
+		c.outages.Report(outageKafka, began, err)
+	})
 	c.reader = &reader{processor: c.Processor, decode: cfg.Decode}
 	if cfg.Concurrency > 0 {
 		c.slots.Calls = handling.NewSlots(cfg.Concurrency)
@@ -91,6 +100,7 @@ func New(db *pgxpool.Pool, opts []kgo.Opt, cfg Rules, routes handling.Routes) (*
 		c.slots.Transactions = handling.SlotsOf(db)
 		c.breakers = handling.NewActionBreakers(c.Processor.Rules, routes, c.slots.Most())
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
+		c.groups = tables.NewGroupReader(db, cfg.Schema)
 		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
 		c.alerting = outage.NewLog(cfg.Log, leaseForAlerts)
 	}
@@ -103,6 +113,7 @@ func (c *Consumer) Run(ctx context.Context) error {
 		return check.ErrRunning
 	}
 	defer c.running.Store(false)
+	c.answered.Store(false)
 	c.state.Begin()
 	err := c.runOnce(ctx)
 	c.state.End(err)
@@ -110,6 +121,7 @@ func (c *Consumer) Run(ctx context.Context) error {
 }
 
 func (c *Consumer) runOnce(ctx context.Context) (err error) {
+	defer c.askKafka(ctx)()
 	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
@@ -126,7 +138,7 @@ func (c *Consumer) runOnce(ctx context.Context) (err error) {
 		err = errors.Join(err, endParked())
 	}()
 	for ctx.Err() == nil { // a new client after a topic was deleted and created: the old one cannot read it
-		m, err := join(c.hostOpts, c.opts, c.Rules, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking}, c.outages)
+		m, err := join(c.hostOpts, c.opts, c.Rules, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking, alone: make(chan struct{}, 1)}, c.outages, c.contact)
 		if err != nil {
 			return err
 		}
@@ -145,8 +157,20 @@ func (c *Consumer) runOnce(ctx context.Context) (err error) {
 	return nil
 }
 
+// askKafka asks Kafka in the background whether it answers. The returned function ends that.
+func (c *Consumer) askKafka(ctx context.Context) (end func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var asking sync.WaitGroup
+	asking.Go(func() { c.contact.Run(ctx) })
+	return func() {
+		cancel()
+		asking.Wait()
+	}
+}
+
 // Names of outages in the log. Each dead-letter topic has its own name, see outageDeadLetters.
 const (
+	outageKafka      = "Kafka"
 	outageFetching   = "fetching"
 	outageCommitting = "committing offsets"
 
@@ -159,7 +183,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
 	}
-	answered := outage.Announce(c.Processor.Log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout)
+	answered := outage.Announce(c.Processor.Log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout, pg.Address(c.db)...)
 	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
@@ -175,6 +199,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 		}
 		if err == nil {
 			c.outages.Report(handling.OutagePostgres, began, nil)
+			c.answered.Store(true)
 			return nil
 		}
 		if ctx.Err() == nil {

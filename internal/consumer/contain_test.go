@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -77,7 +78,7 @@ func testHostFunctionHangs(t *testing.T, name string, set func(*Rules, *partitio
 	health := func() bool {
 		return s.worker.reportHealth(func(reason string, args ...any) { reasons = append(reasons, reason) })
 	}
-	s.worker.begin(0, nil)
+	s.worker.begin(starts.Beginning{})
 	require.True(t, health())
 	require.Empty(t, reasons, "it may be slow")
 	time.Sleep(s.worker.cfg.HandlerTimeout)

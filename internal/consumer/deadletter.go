@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strconv"
@@ -12,12 +13,14 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/short"
+	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -39,31 +42,40 @@ func fixedDeadLetterTopics(host func(string) string, topics []string) (func(stri
 	return func(topic string) string { return fixed[topic] }, errors.Join(errs...)
 }
 
-// admit checks the replay headers of a record. If they are genuine, it returns the record and the group
-// and action that it was replayed for. If they are forged, it returns the record without them, for all
+// admit checks the replay headers of the records of items. If they are genuine, it notes the group and
+// action that the record was replayed for. If they are forged, it removes them: the record is for all
 // handlers.
-func (w *partitionWorker) admit(r *kgo.Record) (*kgo.Record, replay) {
-	if !isReplay(r) {
-		return r, replay{}
+func (w *partitionWorker) admit(items []recordItem) {
+	var claims []*kgo.Record
+	var of []*recordItem
+	for i := range items {
+		if r := items[i].record; isReplay(r) {
+			claims, of = append(claims, r), append(of, &items[i])
+			items[i].record = withoutReplay(r) // stays so if the worker is stopped, which handles no record then
+		}
 	}
-	outageName := "reading dead letters of " + r.Topic
-	for w.stopping.Err() == nil {
+	outageName := "reading dead letters of " + w.partition.Topic
+	for failed := false; len(claims) > 0 && w.stopping.Err() == nil; failed = true {
 		began := time.Now()
-		err := w.group.checkReplay(w.stopping, r)
-		switch {
-		case err == nil:
-			w.outages.Report(outageName, began, nil)
-			return r, replayOf(r)
-		case errors.Is(err, deadletter.ErrNoReplay):
-			w.outages.Report(outageName, began, nil)
-			w.logNoReplay(r, err)
-			return withoutReplay(r), replay{}
-		case w.stopping.Err() == nil:
+		answers, err := w.group.checkReplays(w.stopping, claims)
+		if err == nil {
+			if failed { // otherwise Kafka may not have been asked: most forged claims name no dead letter
+				w.outages.Report(outageName, began, nil)
+			}
+			for i, answer := range answers {
+				if answer == nil {
+					of[i].record, of[i].replay = claims[i], replayOf(claims[i])
+				} else {
+					w.logNoReplay(claims[i], answer)
+				}
+			}
+			return
+		}
+		if w.stopping.Err() == nil {
 			w.outages.Report(outageName, began, err)
 			w.pause(w.outages.Backoff(outageName))
 		}
 	}
-	return withoutReplay(r), replay{} // the worker is stopped and does not handle the record
 }
 
 // logNoReplay logs a record with forged replay headers.
@@ -74,12 +86,14 @@ func (w *partitionWorker) logNoReplay(r *kgo.Record, err error) {
 	}
 }
 
-// checkReplay implements partitionGroup.
-func (m *membership) checkReplay(ctx context.Context, r *kgo.Record) error {
-	return m.replays.Check(ctx, r, m.cfg.DeadLetterTopic(r.Topic), deadletter.Topic(r.Topic))
+// checkReplays implements partitionGroup.
+func (m *membership) checkReplays(ctx context.Context, records []*kgo.Record) ([]error, error) {
+	topic := records[0].Topic
+	return m.replays.Check(ctx, records, m.cfg.DeadLetterTopic(topic), deadletter.Topic(topic))
 }
 
-// checkDeadLetterTopics warns of dead-letter topics that do not exist, before the first dead letter.
+// checkDeadLetterTopics warns of dead-letter topics that do not exist, before the first dead letter. A topic that the
+// first dead letter creates is not missing.
 func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	var topics []string
 	for _, topic := range m.reader.processor.Routes.Topics {
@@ -87,11 +101,18 @@ func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	}
 	slices.Sort(topics)
 	topics = slices.Compact(topics)
-	for backoff := new(wait.Backoff); ctx.Err() == nil; wait.Sleep(ctx, backoff.Next()) {
+	creates, _ := m.client.OptValue(kgo.AllowAutoTopicCreation).(bool)
+	for backoff, patient := new(wait.Backoff), true; ctx.Err() == nil; wait.Sleep(ctx, backoff.Next()) {
 		bad, err := kafka.CheckTopics(ctx, m.client, topics)
+		maps.DeleteFunc(bad, func(_ string, err error) bool { return creates && errors.Is(err, kerr.UnknownTopicOrPartition) })
+		if len(bad) > 0 && patient {
+			patient = false
+			wait.Sleep(ctx, starts.MissingPatience)
+			continue
+		}
 		for topic, err := range bad {
 			m.log.Warn("outbox: a dead-letter topic cannot be used; dead letters block their keys until it exists. "+
-				"Create it with outboxtopics.Ensure, with outbox topics --create, or with kafka-topics.sh --create", "topic", topic, "error", err)
+				"Create it with outboxtopics.Run, with outbox topics --create, or with kafka-topics.sh --create", "topic", topic, "error", err)
 		}
 		if err == nil {
 			return
@@ -112,14 +133,20 @@ type deadLetters struct {
 func (d deadLetters) topicOf(r *kgo.Record) string { return d.cfg.DeadLetterTopic(r.Topic) }
 
 // send sends the dead letter of a record and waits for Kafka. If Kafka refuses it, send tries the
-// shorter forms, so that no record is too large for its dead-letter topic.
-func (d deadLetters) send(ctx context.Context, r *kgo.Record, o handling.Outcome) (err error) {
+// shorter forms, so that no record is too large for its dead-letter topic. It returns the place of the dead letter, or
+// "" if parts of the record are missing in it.
+func (d deadLetters) send(ctx context.Context, r *kgo.Record, o handling.Outcome) (place string, err error) {
 	for form := completeForm; form <= shortForm; form++ {
-		if err = d.produce(ctx, d.record(r, o, form)); kafka.RejectionClass(err) == "" {
-			return err
+		dead := d.record(r, o, form)
+		if err = d.produce(ctx, dead); kafka.RejectionClass(err) != "" {
+			continue
 		}
+		if err == nil && form == completeForm && omissionOf(r) == nil && dead.Offset >= 0 {
+			place = deadletter.Origin(dead.Topic, dead.Partition, dead.Offset)
+		}
+		return place, err
 	}
-	return err
+	return "", err
 }
 
 // sendToDLQ sends the dead letter of a record until Kafka has it. Meanwhile the partition waits. The
@@ -129,7 +156,7 @@ func (w *partitionWorker) sendToDLQ(it *recordItem, o handling.Outcome) error {
 	topic := sender.topicOf(it.record)
 	for w.stopping.Err() == nil {
 		began := time.Now()
-		err := sender.send(w.held, it.record, o)
+		_, err := sender.send(w.held, it.record, o)
 		if err == nil {
 			w.outages.Report(outageDeadLetters+topic, began, nil)
 			w.attempts.ReportDead(it.Meta, topic, o)
@@ -166,38 +193,35 @@ const (
 func (d deadLetters) record(r *kgo.Record, o handling.Outcome, form deadLetterForm) *kgo.Record {
 	dead := &kgo.Record{Topic: d.topicOf(r), Key: r.Key, Value: r.Value}
 	own := d.headers(r, o)
-	omit := func(name string, n int) { own = append(own, header(name, strconv.Itoa(n))) }
+	var missing omission
+	if known := omissionOf(r); known != nil {
+		missing = *known
+	}
 	if form >= noValueForm && len(r.Value) > 0 {
-		dead.Value = nil
-		omit(deadletter.ValueOmitted, len(r.Value))
+		dead.Value, missing.Value = nil, len(r.Value)
 	}
 	if form >= shortForm && len(r.Key) > maxShortKey {
-		dead.Key = nil
-		omit(deadletter.KeyOmitted, len(r.Key))
+		dead.Key, missing.Key = nil, len(r.Key)
 	}
 	left := math.MaxInt
 	if form >= shortForm {
 		left = maxShortHeaders
 	}
 	dead.Headers = make([]kgo.RecordHeader, 0, len(r.Headers)+len(own))
-	omitted := 0
 	for _, h := range r.Headers {
 		switch size := len(h.Key) + len(h.Value); {
 		case deadletter.IsOwn(h.Key) && !strings.EqualFold(h.Key, deadletter.ReplayOf):
 		case size > left:
-			omitted++
+			missing.Headers++
 		default:
 			left -= size
 			dead.Headers = append(dead.Headers, h)
 		}
 	}
-	if omitted > 0 {
-		omit(deadletter.HeadersOmitted, omitted)
+	if missing.Digest == "" && form > completeForm {
+		missing.Digest = deadletter.Digest(r)
 	}
-	if form > completeForm {
-		own = append(own, header(deadletter.OriginalDigest, deadletter.Digest(r)))
-	}
-	dead.Headers = append(dead.Headers, own...)
+	dead.Headers = append(append(dead.Headers, own...), missing.headers()...)
 	return dead
 }
 

@@ -42,6 +42,7 @@ type recordItem struct {
 	record  *kgo.Record
 	replay  replay
 	blocked map[*handling.Handler]bool // handlers that are not called here; true once their task is parked
+	whole   bool                       // the marked tasks are parked behind a row without an action, see blockAll
 	noted   []*handling.Handler        // whose breakers know that they have succeeded
 }
 
@@ -59,19 +60,47 @@ func (it *recordItem) block(t handling.Task) {
 	it.blocked[t.Handler] = false
 }
 
+// blockAll marks all tasks: an earlier record of the key has a row without an action, and the key waits for it. They
+// are parked with the key of that row.
+func (it *recordItem) blockAll() {
+	it.whole = true
+	for _, t := range it.Tasks {
+		if !it.isBlocked(t) {
+			it.block(t)
+		}
+	}
+}
+
+// keyAction returns the action of the key with which a marked task is parked.
+func (it *recordItem) keyAction(t handling.Task) string {
+	if it.whole {
+		return ""
+	}
+	return t.Action
+}
+
 // noteParked marks a task that is parked.
 func (it *recordItem) noteParked(t handling.Task) {
 	it.block(t)
 	it.blocked[t.Handler] = true
 }
 
+// toPark returns the tasks that are marked as blocked and not parked.
+func (it *recordItem) toPark() iter.Seq[handling.Task] {
+	return func(yield func(handling.Task) bool) {
+		for _, t := range it.Tasks {
+			if parked, blocked := it.blocked[t.Handler]; blocked && !parked && !yield(t) {
+				return
+			}
+		}
+	}
+}
+
 // takeBlocked returns the tasks that are to be parked, and marks them as parked.
 func (it *recordItem) takeBlocked() (tasks []handling.Task) {
-	for _, t := range it.Tasks {
-		if parked, blocked := it.blocked[t.Handler]; blocked && !parked {
-			tasks = append(tasks, t)
-			it.noteParked(t)
-		}
+	for t := range it.toPark() {
+		tasks = append(tasks, t)
+		it.noteParked(t)
 	}
 	return tasks
 }
@@ -95,11 +124,7 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 	if to.group != "" && to.group != r.processor.Rules.Group {
 		return it
 	}
-	var m *envelope.Message
-	err := handling.Guard(func() (err error) {
-		m, err = r.decode(record)
-		return err
-	})
+	m, err := r.decodeRecord(record)
 	switch {
 	case err != nil:
 		it.Class, it.Err = handling.ClassUndecodable, err
@@ -110,6 +135,18 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 		it.Err = handling.UnknownAction(it.Meta.Type, deadletter.ReplayAction, to.action)
 	}
 	return it
+}
+
+// decodeRecord decodes a record. One of which something is missing cannot be decoded.
+func (r *reader) decodeRecord(record *kgo.Record) (m *envelope.Message, err error) {
+	if missing := omissionOf(record); missing != nil {
+		return nil, missing
+	}
+	err = handling.Guard(func() (err error) {
+		m, err = r.decode(record)
+		return err
+	})
+	return m, err
 }
 
 // isSkipped reports whether an event is skipped because no handler has its type: topics are shared. A

@@ -41,6 +41,9 @@ type missedEvents struct {
 // gapSave is how often the position in a gap is saved.
 const gapSave = time.Second
 
+// provePause is the pause after a commit that Kafka has not taken.
+const provePause = 100 * time.Millisecond
+
 // openGap returns what handlers have missed before the committed offset, or nil.
 func (w *partitionWorker) openGap() *missedEvents {
 	w.mu.Lock()
@@ -86,6 +89,9 @@ func (w *partitionWorker) saveGap(gap *missedEvents) (saved bool) {
 		gap.gaps[i].From = max(gap.gaps[i].From, gap.next)
 	}
 	gap.savedAt = time.Now()
+	if gap.next >= gap.until && !w.proveHeld(gap) {
+		return false
+	}
 	pass := func(ctx context.Context) error { return w.group.passGaps(ctx, gap.gaps, gap.until) }
 	if w.stopping.Err() == nil {
 		if w.write(pass) != nil {
@@ -98,6 +104,21 @@ func (w *partitionWorker) saveGap(gap *missedEvents) (saved bool) {
 	defer cancel()
 	if err := pass(ctx); err != nil {
 		w.log.Debug("outbox: the position in missed events is not saved; they are read again", "partition", w.partition.Name(), "error", err)
+	}
+	return false
+}
+
+// proveHeld waits until Kafka has taken a commit of this member. Only then a gap that is read to its end may be
+// removed: the member has held the partition since the gap was read, so no member without the handler has passed events
+// since. It returns false if the worker is stopped.
+func (w *partitionWorker) proveHeld(gap *missedEvents) bool {
+	for w.stopping.Err() == nil {
+		err := w.group.proveHeld(w.held, w.partition, gap.until)
+		if err == nil {
+			return true
+		}
+		w.log.Debug("outbox: Kafka has taken no commit, so missed events are not noted as handled yet", "partition", w.partition.Name(), "error", err)
+		w.pause(provePause)
 	}
 	return false
 }

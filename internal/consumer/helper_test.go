@@ -74,7 +74,7 @@ func next(play *string) byte {
 
 var errPlayed = errors.New("played")
 
-func (s *partitionFixture) InTx(_ context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, f func(handling.Tx, map[handling.NoteKey]bool) error) error {
+func (s *partitionFixture) InTx(_ context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, _ func(*pgx.Batch), f func(handling.Tx, map[handling.NoteKey]bool) error) error {
 	sign := next(&s.transactions)
 	switch sign {
 	case 'o':
@@ -146,16 +146,27 @@ func (s *partitionFixture) Ping(context.Context) error {
 func (s *partitionFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
 func (s *partitionFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
 func (s *partitionFixture) requestCommit()                 { s.commits++ }
+func (s *partitionFixture) suspect(context.Context, kafka.Partition, int64, bool) (int, error) {
+	return 0, nil
+}
+
+func (s *partitionFixture) proveHeld(context.Context, kafka.Partition, int64) error {
+	return nil
+}
+
 func (s *partitionFixture) passGaps(context.Context, []starts.Gap, int64) error {
 	return nil
 }
 func (s *partitionFixture) topicID(string) kafka.TopicID { return kafka.TopicID{} }
 
-func (s *partitionFixture) checkReplay(_ context.Context, r *kgo.Record) error {
-	if s.forged {
-		return deadletter.ErrNoReplay
+func (s *partitionFixture) checkReplays(_ context.Context, records []*kgo.Record) ([]error, error) {
+	answers := make([]error, len(records))
+	for i := range answers {
+		if s.forged {
+			answers[i] = deadletter.ErrNoReplay
+		}
 	}
-	return nil
+	return answers, nil
 }
 
 func (s *partitionFixture) produce(_ context.Context, r *kgo.Record) error {

@@ -238,8 +238,7 @@ func TestReplayHeadersAreNotRecorded(t *testing.T) {
 	}
 }
 
-// An event type of another version than the handlers have is named in the log once, and
-// others at the level of details. Both used to be skipped without a word.
+// An event type of another version than the handlers have is named in the log at WARN, and other types at INFO.
 func TestSkippedTypesAreNamed(t *testing.T) {
 	t.Parallel()
 	cfg, lines := logged(Rules{})
@@ -253,7 +252,9 @@ func TestSkippedTypesAreNamed(t *testing.T) {
 	require.Len(t, warned, 2)
 	require.Contains(t, warned[0], "type=test.play.acted.v2 handled=test.play.acted.v1")
 	require.Contains(t, warned[1], "type=test.play.acted.v10 handled=test.play.acted.v1")
-	require.Len(t, lines("type=test.scene.acted.v1"), 1)
+	named := lines("type=test.scene.acted.v1")
+	require.Len(t, named, 1)
+	require.Contains(t, named[0], "level=INFO")
 
 	const maxUnknownTypes = 1000 // see handling
 	for i := range 2 * maxUnknownTypes {

@@ -25,13 +25,16 @@ type membership struct {
 	cfg            *Rules
 	reader         *reader
 	outages        *outage.Logs
+	contact        *kafka.Contact
 	log            *slog.Logger
 	client         *kgo.Client
 	hangUp         context.CancelFunc // ends all requests of the client
 	hostOpts       []kgo.Opt          // options of a client that is no member of the group
+	second         secondClient       // reads what is not the next of a partition
 	commitRequests chan struct{}      // signals keepCommitting; capacity 1
 	starts         *starts.Member
 	replays        *deadletter.Replays
+	streams        streams
 	limits         limits
 	bound          *kafka.FetchBound
 	lag            handling.Trend
@@ -50,21 +53,22 @@ type membership struct {
 
 // join makes a client from opts, which joins the group in the background. The client lives until
 // close, also if the context in the host's options ends earlier.
-func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limits limits, outages *outage.Logs) (*membership, error) {
+func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limits limits, outages *outage.Logs, contact *kafka.Contact) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
+		return nil, fmt.Errorf("make Kafka client: %w", err)
 	}
 	bound, err := kafka.NewFetchBound(host)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
+		return nil, fmt.Errorf("make Kafka client: %w", err)
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
-		cfg: cfg, reader: r, outages: outages, log: r.processor.Log, hangUp: cancel, hostOpts: host, bound: bound,
+		cfg: cfg, reader: r, outages: outages, contact: contact, log: r.processor.Log, hangUp: cancel, hostOpts: host, bound: bound,
 		limits:         limits,
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*partitionWorker{}, running: map[*partitionWorker]bool{},
 	}
+	m.streams.slot = make(chan struct{}, 1)
 	m.limits.budget = handling.NewBudget(cfg.MaxQueueBytes)
 	m.starts = starts.NewMember(starts.Config{
 		Store: store, Group: cfg.Group, Topics: r.processor.Routes.Topics, Handlers: handlersOf(r.processor.Routes), FromStart: cfg.FromStart, Log: m.log, Outages: outages,
@@ -83,10 +87,42 @@ func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limi
 	))
 	if err != nil {
 		cancel()
-		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
+		return nil, fmt.Errorf("make Kafka client: %w", err)
 	}
-	m.client, m.replays = client, deadletter.NewReplays(client)
+	m.client = client
+	m.second.opts = append(kafka.Bounded(host), kgo.WithContext(ctx))
+	m.replays = deadletter.NewReplays(m.second.get)
 	return m, nil
+}
+
+// secondClient is a client that is no member of the group, made when it is needed first. Its fetches do not wait
+// behind those of the member: a broker answers the fetches of a client one by one.
+type secondClient struct {
+	opts   []kgo.Opt
+	mu     sync.Mutex
+	client *kgo.Client // nil until get
+	closed bool
+}
+
+func (s *secondClient) get() (_ *kgo.Client, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.client == nil {
+		if s.closed {
+			return nil, kgo.ErrClientClosed
+		}
+		s.client, err = kafka.NewClient(s.opts)
+	}
+	return s.client, err
+}
+
+func (s *secondClient) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	if s.client != nil {
+		s.client.Close()
+	}
 }
 
 // membership implements [partitionGroup].
@@ -96,6 +132,24 @@ func (m *membership) resumeFetching(p kafka.Partition) { m.client.ResumeFetchPar
 func (m *membership) requestCommit()                   { wait.Signal(m.commitRequests) }
 func (m *membership) topicID(topic string) kafka.TopicID {
 	return m.starts.TopicID(topic)
+}
+
+// proveHeld does not wait for a commit or a revocation that is under way: a revocation waits for its workers.
+func (m *membership) proveHeld(ctx context.Context, at kafka.Partition, committed int64) error {
+	if !m.committing.TryLock() {
+		return errCommitting
+	}
+	defer m.committing.Unlock()
+	began := time.Now()
+	err := m.commitEach(ctx, ctx, map[kafka.Partition]int64{at: committed})
+	if ctx.Err() == nil && !isRebalance(err) && !errors.Is(err, errRevoked) {
+		m.outages.Report(outageCommitting, began, err)
+	}
+	return err
+}
+
+func (m *membership) suspect(ctx context.Context, at kafka.Partition, offset int64, stopped bool) (ends int, err error) {
+	return m.starts.Suspect(ctx, at, offset, stopped)
 }
 
 func (m *membership) passGaps(ctx context.Context, gaps []starts.Gap, until int64) error {
@@ -113,6 +167,12 @@ func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
 func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partition]int64) error {
 	m.committing.Lock()
 	defer m.committing.Unlock()
+	return m.commitEach(ctx, context.Background(), begins)
+}
+
+// commitEach is commitStarts for a caller that holds committing. The first context says whether to commit, and the
+// second one bounds the commit.
+func (m *membership) commitEach(ctx, bound context.Context, begins map[kafka.Partition]int64) error {
 	offsets := map[string]map[int32]kgo.EpochOffset{}
 	for at, offset := range begins {
 		if ctx.Err() != nil || m.workerOf(at) == nil {
@@ -120,18 +180,21 @@ func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partitio
 		}
 		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
 	}
-	rejected, err := m.commitOffsets(context.Background(), offsets)
+	rejected, err := m.commitOffsets(bound, offsets)
 	for topic, failed := range rejected {
 		err = errors.Join(err, fmt.Errorf("topic %s: %w", topic, failed))
 	}
 	return err
 }
 
-var errRevoked = errors.New("partition is assigned no longer")
+var (
+	errRevoked    = errors.New("partition is assigned no longer")
+	errCommitting = errors.New("another commit is under way")
+)
 
-func (m *membership) begun(at kafka.Partition, offset int64, gaps []starts.Gap) {
+func (m *membership) begun(at kafka.Partition, b starts.Beginning) {
 	if w := m.workerOf(at); w != nil {
-		w.begin(offset, gaps)
+		w.begin(b)
 	}
 }
 
@@ -141,9 +204,9 @@ func (m *membership) lostRecords(at kafka.Partition, records int64) {
 	}
 }
 
-// resumeStalled resumes fetching of a partition, unless its queue is full.
+// resumeStalled resumes fetching of a partition, unless its queue is full or a stream reads it.
 func (m *membership) resumeStalled(at kafka.Partition) {
-	if w := m.workerOf(at); w != nil && !w.isPaused() {
+	if w := m.workerOf(at); w != nil && w.mayFetch() {
 		m.resumeFetching(at)
 	}
 }
@@ -155,11 +218,18 @@ func (m *membership) workerOf(at kafka.Partition) *partitionWorker {
 	return m.workers[at]
 }
 
-func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[string][]int32) {
-	client.ResumeFetchPartitions(topics) // a partition may have been paused when it was revoked
+// answered notes that Kafka has assigned partitions to this member, or has returned records.
+func (m *membership) answered() {
+	m.contact.Heard(nil)
 	if m.outages.Failing() {
-		m.outages.Report(outageFetching, time.Now(), nil) // Kafka has answered, also if topics have no new records
+		m.outages.Report(outageFetching, time.Now(), nil)
+		m.outages.Report(outageKafka, time.Now(), nil)
 	}
+}
+
+func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[string][]int32) {
+	m.answered()
+	client.ResumeFetchPartitions(topics) // a partition may have been paused when it was revoked
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.member, _ = client.GroupMetadata()
@@ -190,9 +260,24 @@ func (m *membership) revoked(_ context.Context, client *kgo.Client, topics map[s
 	workers := m.remove(topics)
 	m.finish(workers, m.cfg.SessionTimeout, abandonGrace)
 	m.limitFetches(client)
+	defer m.noteEnds(workers)()
 	if err := m.commit(context.Background(), workers); err != nil {
 		m.log.Debug("outbox: offsets of revoked partitions not committed; their events arrive again", "error", err)
 	}
+}
+
+// noteEnds notes in the background that workers have ended cleanly. wait waits for it: the next member may only begin
+// after that.
+func (m *membership) noteEnds(workers []*partitionWorker) (wait func()) {
+	var ended []kafka.Partition
+	for _, w := range workers {
+		if w.hasBegun() {
+			ended = append(ended, w.partition)
+		}
+	}
+	var noting sync.WaitGroup
+	noting.Go(func() { m.starts.Ended(ended) })
+	return noting.Wait
 }
 
 // lost ends the workers of lost partitions at once: another member may have the partitions.

@@ -22,6 +22,12 @@ import (
 // without one each. There are few, unless most events fail.
 const parkedLanes = 4
 
+// spareAfter is how long the call of a lane may take before a spare lane replaces it. There are at most maxSpare.
+const (
+	spareAfter = 250 * time.Millisecond
+	maxSpare   = 12
+)
+
 // parkedPoll is how often event_delivery is polled for due events of other processes. The consumer
 // knows without polling when its own are due.
 const parkedPoll = 2 * time.Second
@@ -35,13 +41,27 @@ func (c *Consumer) newDeliveryRun() *delivery.Run {
 	if c.Rules.Concurrency > 0 {
 		lanes = min(lanes, c.Rules.Concurrency)
 	}
-	cfg := &delivery.Rules{Rules: c.Rules.Rules, Concurrency: lanes, MaxPoll: c.Rules.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease}
+	cfg := &delivery.Rules{
+		Rules: c.Rules.Rules, Concurrency: lanes, Spare: c.spareLanes(lanes), SpareAfter: spareAfter,
+		MaxPoll: c.Rules.MaxPoll, PollInterval: parkedPoll, Lease: parkedLease,
+	}
 	return delivery.NewRun(delivery.Parts{
+		Report: c.report, Others: c.othersWaiting,
 		Rules: cfg, Db: c.db, Processor: c.Processor, Slots: c.slots, Pauses: c.pauses,
 		// Outages of its own: workers may report one of event_handled only, and a poll of deliveries would end it.
 		Outages: outage.NewLogs(c.Processor.Log.With("of", "parked events")),
 		Read:    c.readDelivery, DeadLetter: c.sendDeadLetter, Records: true, Pairs: delivery.PairsOf(c.Processor.Routes), Breakers: c.breakers,
 	})
+}
+
+// spareLanes returns the numbers of further lanes for parked events, with a transaction and without one. They replace
+// lanes whose handlers hang. Half of the slots are not for parked events.
+func (c *Consumer) spareLanes(lanes int) (spare [2]int) {
+	spare = [2]int{min(maxSpare, c.slots.Most()/2-lanes), maxSpare}
+	if c.Rules.Concurrency > 0 {
+		spare[1] = min(maxSpare, c.Rules.Concurrency/2-lanes)
+	}
+	return [2]int{max(0, spare[0]), max(0, spare[1])}
 }
 
 // startParked handles parked events in the background until ctx ends, and returns the parking of the
@@ -72,24 +92,28 @@ func (c *Consumer) startParked(ctx context.Context, failed func()) (p *consumerP
 }
 
 // sendDeadLetter sends the dead letter of a parked event. It implements DeadLetter of [delivery.Parts].
-func (c *Consumer) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic string, err error) {
+func (c *Consumer) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic, place string, err error) {
 	r, _, err := recordOfDelivery(d)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
-	if o.Action == "" {
+	if d.Action == "" { // whatever action has failed: a replay is for all that the record is for
 		o.Action = replayOf(r).action
 	}
 	sender := deadLetters{c.Rules, c.produce}
 	topic = sender.topicOf(r)
 	began := time.Now()
-	bounded, cancel := context.WithTimeout(ctx, deadLetterDelivery)
-	defer cancel()
-	err = sender.send(bounded, r, o)
-	if ctx.Err() == nil {
+	place, err = c.gates.send(ctx, topic, d, func(ctx context.Context) (string, error) {
+		place, err := sender.send(ctx, r, o)
+		if err == nil { // perhaps too late for this call: the next one sends nothing
+			c.outages.Report(outageDeadLetters+topic, began, nil)
+		}
+		return place, err
+	})
+	if err != nil && ctx.Err() == nil && !errors.Is(err, delivery.ErrNotTried) {
 		c.outages.Report(outageDeadLetters+topic, began, err)
 	}
-	return topic, err
+	return topic, place, err
 }
 
 var errNoMember = errors.New("this process is no member of the group at the moment")
@@ -103,8 +127,12 @@ func (c *Consumer) produce(ctx context.Context, r *kgo.Record) error {
 	return m.produce(ctx, r)
 }
 
-// readDelivery decodes the record of a parked event. It implements Read of [delivery.Parts].
+// readDelivery decodes the record of a parked event, or an event of outbox that the workers of the group had before it
+// was moved to Kafka. It implements Read of [delivery.Parts].
 func (c *Consumer) readDelivery(d *delivery.Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
+	if !d.FromKafka {
+		return delivery.ReadOutboxDelivery(d, about)
+	}
 	r, topicID, err := recordOfDelivery(d)
 	if err != nil {
 		return nil, "", err
@@ -117,36 +145,21 @@ func (c *Consumer) readDelivery(d *delivery.Delivery, about *envelope.Received) 
 	if action == "" {
 		action = replayOf(r).action
 	}
-	err = handling.Guard(func() (err error) {
-		m, err = c.reader.decode(r)
-		return err
-	})
+	m, err = c.reader.decodeRecord(r)
 	return m, action, err
-}
-
-// parkedRecord is the JSON of event_delivery.record: parts of a record that have no column.
-type parkedRecord struct {
-	Key     []byte         `json:"key"` // null for none
-	Headers []parkedHeader `json:"headers,omitempty"`
-	Time    int64          `json:"time"` // in Unix milliseconds
-	Epoch   int32          `json:"epoch"`
-	TopicID []byte         `json:"topic_id,omitempty"`
-	NoValue bool           `json:"no_value,omitempty"` // it is a tombstone
-}
-
-type parkedHeader struct {
-	Name  []byte `json:"name"` // any bytes: producers choose names
-	Value []byte `json:"value"`
 }
 
 // parkedRecordOf returns event_delivery.record for a record.
 func parkedRecordOf(r *kgo.Record, topicID kafka.TopicID) []byte {
-	p := parkedRecord{Key: r.Key, Time: r.Timestamp.UnixMilli(), Epoch: r.LeaderEpoch, NoValue: r.Value == nil}
+	p := delivery.Record{Key: r.Key, Time: r.Timestamp.UnixMilli(), Epoch: r.LeaderEpoch, NoValue: r.Value == nil}
+	if missing := omissionOf(r); missing != nil {
+		p.Missing = missing.json()
+	}
 	if topicID != (kafka.TopicID{}) {
 		p.TopicID = topicID[:]
 	}
 	for _, h := range r.Headers {
-		p.Headers = append(p.Headers, parkedHeader{[]byte(h.Key), h.Value})
+		p.Headers = append(p.Headers, delivery.RecordHeader{Name: []byte(h.Key), Value: h.Value})
 	}
 	text, err := json.Marshal(p)
 	if err != nil {
@@ -157,9 +170,9 @@ func parkedRecordOf(r *kgo.Record, topicID kafka.TopicID) []byte {
 
 // recordOfDelivery returns the record that was parked as a delivery.
 func recordOfDelivery(d *delivery.Delivery) (r *kgo.Record, topicID kafka.TopicID, err error) {
-	var p parkedRecord
-	if err := json.Unmarshal(d.Record, &p); err != nil {
-		return nil, topicID, fmt.Errorf("event_delivery.record of delivery %d: %w", d.ID, err)
+	p, err := delivery.RecordOf(d)
+	if err != nil {
+		return nil, topicID, err
 	}
 	copy(topicID[:], p.TopicID)
 	r = &kgo.Record{
@@ -167,6 +180,13 @@ func recordOfDelivery(d *delivery.Delivery) (r *kgo.Record, topicID kafka.TopicI
 	}
 	if p.NoValue {
 		r.Value = nil
+	}
+	if p.Missing != nil {
+		missing := new(omission)
+		if err := json.Unmarshal(p.Missing, missing); err != nil {
+			return nil, topicID, fmt.Errorf("event_delivery.record of delivery %d: %w", d.ID, err)
+		}
+		missing.attach(r)
 	}
 	for _, h := range p.Headers {
 		r.Headers = append(r.Headers, kgo.RecordHeader{Key: string(h.Name), Value: h.Value})

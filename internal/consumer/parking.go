@@ -3,10 +3,12 @@ package consumer
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/delivery"
 
@@ -22,10 +24,13 @@ import (
 // event: the event becomes a row of event_delivery. Later events of the same key are parked behind
 // it, for this action only. All other events are handled, and offsets are committed.
 //
-// Before an event is handled, its key must not be blocked by a parked event. Workers check this at
-// the end of the transaction, which also sees keys that were blocked meanwhile. For a minute after a
-// blocked key was found they check before they call handlers, too, so that handlers do not run in
-// vain. Package internal/delivery says why the check at the end is needed.
+// Before an event is handled, its key must not be blocked by a parked event. Workers check this when its
+// transaction begins, and at its end, which also sees keys that were blocked meanwhile. For a minute after
+// a blocked key was found they check before the transaction, too, so that none begins in vain. Package
+// internal/delivery says why both checks are needed.
+//
+// A record that no handler gets has one row for all actions, whose key is that of no action. Under HoldDead, all tasks
+// of the later records of its key are parked with that key, see blockAll.
 type consumerParking struct {
 	store    *delivery.Store
 	breakers *handling.ActionBreakers
@@ -66,9 +71,16 @@ func (p *consumerParking) subjectsOf(tasks []handling.Task) []delivery.Subject {
 	return subjects
 }
 
+// wholeOf returns a subject with the key of rows without an action. It returns false if the event does not wait for
+// such rows. The subject has no digest: it asks whether the key is blocked by any event.
+func (w *partitionWorker) wholeOf(m *envelope.Received) (s delivery.Subject, ok bool) {
+	s.Key = w.parking.keyOf("", m)
+	return s, w.cfg.HoldDead && s.Key.Ordered
+}
+
 // blockedError is the error of a transaction with tasks whose keys are blocked. These tasks are to
-// be parked.
-type blockedError struct{ tasks []handling.Task }
+// be parked. Those of whole stand for their events, see blockAll.
+type blockedError struct{ tasks, whole []handling.Task }
 
 func (*blockedError) Error() string { return "an earlier event of the key is parked" }
 
@@ -88,23 +100,34 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 		return nil
 	}
 	recheck := w.parking.mustRecheck()
+	w.lookedAt = time.Now()
 	var tasks []handling.Task
 	var of []*recordItem
+	var subjects []delivery.Subject // of tasks, and behind them those of wholeOf
 	for i := range items {
 		for _, t := range items[i].Tasks {
 			if (recheck || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
-				tasks, of = append(tasks, t), append(of, &items[i])
+				tasks, of, subjects = append(tasks, t), append(of, &items[i]), append(subjects, w.parking.subjectOf(t))
 			}
 		}
 	}
 	if len(tasks) == 0 {
 		return nil
 	}
+	for _, it := range slices.Compact(slices.Clone(of)) {
+		if whole, ok := w.wholeOf(&it.Meta); ok {
+			of, subjects = append(of, it), append(subjects, whole)
+		}
+	}
 	found := false
 	err := w.write(func(ctx context.Context) error {
-		blocked, err := w.parking.store.Blocked(ctx, w.parking.subjectsOf(tasks))
+		blocked, err := w.parking.store.Blocked(ctx, subjects)
 		for _, n := range blocked {
-			of[n].block(tasks[n])
+			if n < len(tasks) {
+				of[n].block(tasks[n])
+			} else {
+				of[n].blockAll()
+			}
 			w.parking.noteBlockedKey()
 			found = true
 		}
@@ -114,6 +137,37 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 		return w.findBlocked(items)
 	}
 	return err
+}
+
+// lookAgainAfter is how long findBlocked serves for calls without a transaction.
+const lookAgainAfter = 100 * time.Millisecond
+
+// lookAgain returns a [*blockedError] as blocked if the key of a task without a transaction is blocked. It asks if
+// lookAgainAfter has passed since the last look. The other error is ErrStopped.
+func (w *partitionWorker) lookAgain(t handling.Task) (blocked, err error) {
+	if w.parking == nil || time.Since(w.lookedAt) < lookAgainAfter {
+		return nil, nil
+	}
+	w.lookedAt = time.Now()
+	asked := w.ask([]handling.Task{t})
+	err = w.write(func(ctx context.Context) error {
+		found, err := w.parking.store.Blocked(ctx, asked.subjects)
+		blocked = w.blockedAmong(asked, found)
+		return err
+	})
+	return blocked, err
+}
+
+// queueBlocked asks, when the transaction of tasks begins, whether their keys are blocked.
+func (w *partitionWorker) queueBlocked(b *pgx.Batch, tasks []handling.Task) {
+	w.asked = w.ask(tasks)
+	w.parking.store.QueueBlocked(b, w.asked.subjects, &w.blockedAtBegin)
+}
+
+// checkInTx returns a [*blockedError] if keys of tasks were blocked when their transaction began. Otherwise their
+// handlers see whatever was done before.
+func (w *partitionWorker) checkInTx(context.Context, handling.Tx, []handling.Task) error {
+	return w.blockedAmong(w.asked, w.blockedAtBegin)
 }
 
 // recheckInTx checks at the end of a transaction whether keys of its tasks are blocked. From then on
@@ -128,17 +182,51 @@ func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, resul
 	if len(tasks) == 0 {
 		return nil
 	}
-	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), w.parking.subjectsOf(tasks), w.parking.session.Restoration(tx, len(results)))
+	asked := w.asked
+	if len(tasks) != len(asked.tasks) { // some are repeats, or are left for another transaction
+		asked = w.ask(tasks)
+	}
+	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), asked.subjects, w.parking.session.Restoration(tx, len(results)))
 	if err != nil {
 		return delivery.AsUnfinished(tx, err)
 	}
+	return w.blockedAmong(asked, blocked)
+}
+
+// askedKeys are tasks, with their subjects. Behind those are the subjects of wholeOf, each with the first task of its
+// event.
+type askedKeys struct {
+	tasks, first []handling.Task
+	subjects     []delivery.Subject
+}
+
+// ask returns what to ask of PostgreSQL for tasks.
+func (w *partitionWorker) ask(tasks []handling.Task) askedKeys {
+	asked := askedKeys{tasks: tasks, subjects: w.parking.subjectsOf(tasks)}
+	for i, t := range tasks {
+		if i > 0 && tasks[i-1].Meta.Origin == t.Meta.Origin {
+			continue
+		}
+		if whole, ok := w.wholeOf(&t.Meta); ok {
+			asked.subjects, asked.first = append(asked.subjects, whole), append(asked.first, t)
+		}
+	}
+	return asked
+}
+
+// blockedAmong returns a [*blockedError] if subjects are blocked, and nil otherwise.
+func (w *partitionWorker) blockedAmong(asked askedKeys, blocked []int) error {
 	if len(blocked) == 0 {
 		return nil
 	}
 	w.parking.noteBlockedKey()
 	found := &blockedError{}
 	for _, n := range blocked {
-		found.tasks = append(found.tasks, tasks[n])
+		if n < len(asked.tasks) {
+			found.tasks = append(found.tasks, asked.tasks[n])
+		} else {
+			found.whole = append(found.whole, asked.first[n-len(asked.tasks)])
+		}
 	}
 	return found
 }
@@ -155,8 +243,9 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 		byPlace := unread
 		byPlace.Digest = w.placeOf(it)
 		subjects := append(w.parking.subjectsOf(it.Tasks), unread, byPlace)
+		replay := w.owed(it, noTask(it))
 		if err := w.write(func(ctx context.Context) error {
-			again, err := w.parking.store.Requeue(ctx, subjects)
+			again, err := w.parking.store.Requeue(ctx, subjects, &replay)
 			for _, n := range again {
 				w.parking.noteBlockedKey()
 				w.parking.dueAt(time.Now())
@@ -186,13 +275,19 @@ func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
 	for _, t := range found.tasks {
 		items[itemsBefore(items, t.Meta.Origin)].block(t)
 	}
+	for _, t := range found.whole {
+		items[itemsBefore(items, t.Meta.Origin)].blockAll()
+	}
 	return true
 }
 
-// blockBehind marks the tasks of later records with the action and key of a parked task.
-func (w *partitionWorker) blockBehind(parked handling.Task, behind []recordItem) {
+// blockBehind marks the tasks of later records with the action and key of a parked task of it.
+func (w *partitionWorker) blockBehind(it *recordItem, parked handling.Task, behind []recordItem) {
 	key := w.parking.keyOf(parked.Action, &parked.Meta)
 	for i := range behind {
+		if it.whole && string(behind[i].record.Key) == string(it.record.Key) { // they have the topic in common
+			behind[i].blockAll()
+		}
 		for _, t := range behind[i].Tasks {
 			if key.Ordered && t.Action == parked.Action && !behind[i].isBlocked(t) && w.parking.keyOf(t.Action, &t.Meta) == key {
 				behind[i].block(t)
@@ -207,7 +302,9 @@ func (w *partitionWorker) parkBlocked(items []recordItem) error {
 	var tasks []handling.Task
 	for i := range items {
 		for _, t := range items[i].takeBlocked() {
-			rows, tasks = append(rows, w.owed(&items[i], t)), append(tasks, t)
+			row := w.owed(&items[i], t)
+			row.Key = w.parking.keyOf(items[i].keyAction(t), &t.Meta)
+			rows, tasks = append(rows, row), append(tasks, t)
 		}
 	}
 	parked, err := w.park(rows...)
@@ -285,15 +382,27 @@ func (w *partitionWorker) parkFailed(it *recordItem, t handling.Task, o handling
 	if o.Result == handling.Postponed || o.Uncounted {
 		row.Attempt--
 	}
-	parked, err := w.parkTried(row, o)
+	parked, err := w.parkTried(it, row, o)
 	if err == nil && parked.Status != "" {
 		w.attempts.ReportAgain(&t, o)
 	}
 	return err
 }
 
-// parkTried parks a row with the error of its last attempt. The only error is ErrStopped.
-func (w *partitionWorker) parkTried(row delivery.Received, o handling.Outcome) (delivery.ParkResult, error) {
+// parkTried parks a row with the error of its last attempt. If the key is blocked for all actions, which this attempt
+// has not checked, the row waits behind the others. The only error is ErrStopped.
+func (w *partitionWorker) parkTried(it *recordItem, row delivery.Received, o handling.Outcome) (delivery.ParkResult, error) {
+	if whole, ok := w.wholeOf(&it.Meta); ok && row.Action != "" {
+		if err := w.write(func(ctx context.Context) error {
+			blocked, err := w.parking.store.Blocked(ctx, []delivery.Subject{whole})
+			if len(blocked) > 0 {
+				row.Key, it.whole = whole.Key, true
+			}
+			return err
+		}); err != nil {
+			return delivery.ParkResult{}, err
+		}
+	}
 	if o.Result != handling.Postponed { // its handler has not failed
 		row.Code, row.Message = short.Storable(o.Class, 100), short.Storable(o.Message(), short.MaxText)
 	}
@@ -316,7 +425,7 @@ func (w *partitionWorker) giveUp(it *recordItem, t handling.Task, o handling.Out
 	}
 	row := w.owed(it, t)
 	row.Attempt, row.MaxAttempts = max(o.Attempt, 1), max(o.Attempt, 1)
-	_, err := w.parkTried(row, o)
+	_, err := w.parkTried(it, row, o)
 	return err
 }
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"log/slog"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -38,27 +40,39 @@ type partitionWorker struct {
 	batch     int                // the most records of one transaction; only run
 	slots     handling.HeldSlots // of the call under way
 	missed    *missedEvents      // gap, while its records are being handled; only run
+	ending    *endingError       // why the record being handled is not decoded, or nil; only run
+
+	lookedAt       time.Time // when findBlocked or lookAgain has asked last; only run
+	asked          askedKeys // when the transaction under way began; only run
+	blockedAtBegin []int     // those of its subjects that were blocked then; only run
+
+	drainAfter time.Time                 // before, the partition does not wait for parked events of a key; only run
+	drainSince atomic.Pointer[time.Time] // since when it waits for them, nil if it does not
 
 	stopping context.Context // cancelled by finish and by abandon
 	finish   context.CancelFunc
 	held     context.Context // cancelled by abandon
 	abandon  context.CancelFunc
 	added    chan struct{} // signals new records in the queue; capacity 1
+	room     chan struct{} // signals room in the queue; capacity 1
 	ended    chan struct{} // closed when run has returned, or when cutOff stops waiting for run
 	end      func()        // closes ended
 
-	mu       sync.Mutex // guards the fields below: run takes records, the poll loop adds them and commits
-	queue    []*kgo.Record
-	bytes    int                        // of the queued records and of those being handled
-	closed   bool                       // add drops records
-	trials   []*handling.Trial          // the trials that this worker holds
-	paused   bool                       // the client does not fetch the partition
-	blocked  *kgo.ErrDecompressTooLarge // the batch that the client cannot decompress; nil for none
-	gap      *missedEvents              // nil for none; set by begin, its fields are only for run
-	read     int64                      // the offset after the last fetched record
-	next     kgo.EpochOffset            // the offset after the last handled record
-	advanced bool                       // next is not committed
-	saved    int64                      // the offset that Kafka has of the group; starts.None until reading begins
+	mu         sync.Mutex // guards the fields below: run takes records, the poll loop adds them and commits
+	queue      []*kgo.Record
+	bytes      int               // of the queued records and of those being handled
+	closed     bool              // add drops records
+	trials     []*handling.Trial // the trials that this worker holds
+	paused     bool              // the client does not fetch the partition
+	streamed   bool              // a stream fetches the partition, and not the client
+	streamWait time.Time         // since when the stream waits for the others; zero if it does not
+	blocked    *unreadableError  // the batch that cannot be read; nil for none
+	unclean    uncleanEnds
+	gap        *missedEvents   // nil for none; set by begin, its fields are only for run
+	read       int64           // the offset after the last fetched record
+	next       kgo.EpochOffset // the offset after the last handled record
+	advanced   bool            // next is not committed
+	saved      int64           // the offset that Kafka has of the group; starts.None until reading begins
 }
 
 // partitionGroup is the part of a [membership] that a partitionWorker uses. Tests have a fake.
@@ -69,11 +83,17 @@ type partitionGroup interface {
 	resumeFetching(kafka.Partition)
 	// requestCommit requests a commit of the offsets of all workers. It does not wait.
 	requestCommit()
+	// proveHeld commits the offset of a partition that is committed already. An error may mean that another member
+	// has, or had, the partition.
+	proveHeld(ctx context.Context, at kafka.Partition, committed int64) error
+	// suspect notes that a record is to be handled alone, or with [starts.None] that none is any more. It returns how
+	// often processes have ended since the record was noted first. Stopped takes the note back.
+	suspect(ctx context.Context, at kafka.Partition, offset int64, stopped bool) (ends int, err error)
 	// passGaps notes that the gaps of a partition are read up to From of each. They are read to their end at until.
 	passGaps(ctx context.Context, gaps []starts.Gap, until int64) error
-	// checkReplay returns nil if a record was replayed from a dead-letter topic, and
-	// [deadletter.ErrNoReplay] if its headers are forged. Any other error is Kafka's.
-	checkReplay(context.Context, *kgo.Record) error
+	// checkReplays returns an answer for each record: nil if it was replayed from a dead-letter topic,
+	// and [deadletter.ErrNoReplay] if its headers are forged. The error is Kafka's.
+	checkReplays(context.Context, []*kgo.Record) ([]error, error)
 	// produce sends a dead letter and waits until Kafka has acknowledged it.
 	produce(context.Context, *kgo.Record) error
 }
@@ -84,13 +104,14 @@ type limits struct {
 	slots   handling.CallSlots
 	pauses  *pauses.Set      // topics that are paused
 	parking *consumerParking // nil without PostgreSQL
+	alone   chan struct{}    // has the place of the record that is handled alone, see uncleanEnds
 }
 
 func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *Rules, limits limits, outages *outage.Logs) *partitionWorker {
 	limits.budget.Open()
 	w := &partitionWorker{
 		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.Log, batch: cfg.MaxPoll,
-		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None, saved: starts.None,
+		added: make(chan struct{}, 1), room: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None, saved: starts.None,
 	}
 	w.end = sync.OnceFunc(func() {
 		w.close()
@@ -98,7 +119,8 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	})
 	w.processor = r.processor.ForOne(&w.activity)
 	if w.parking != nil {
-		w.processor.Complete, w.breakers = w.recheckInTx, w.parking.breakers
+		w.processor.Queue, w.processor.Begin, w.processor.Complete = w.queueBlocked, w.checkInTx, w.recheckInTx
+		w.breakers = w.parking.breakers
 		w.actions = r.processor.Routes.ActionsOf(partition.Topic)
 	}
 	w.attempts = &handling.Attempts{Processor: w.processor, Breakers: w.breakers, Scheduler: partitionScheduler{w}, Bound: cfg.MaxPollInterval}
@@ -124,7 +146,10 @@ func (w *partitionWorker) run() {
 			continue
 		}
 		size := sizeOf(records)
-		w.handle(w.handleMissed(records))
+		if others := w.handleSuspects(records); len(others) > 0 {
+			w.handle(w.handleMissed(others))
+		}
+		w.commitFirst()
 		w.drop(size)
 	}
 }

@@ -40,11 +40,18 @@ func (m *membership) poll(ctx context.Context) {
 	loops.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.Routes.Topics, m.pauseTopics) })
 	for ctx.Err() == nil {
 		began := time.Now()
-		fetches := m.client.PollRecords(ctx, pollRecords)
+		polling, cancel := m.streams.polling(ctx)
+		fetches := m.client.PollRecords(polling, pollRecords)
+		cancel()
 		fetches.EachError(func(topic string, number int32, err error) {
 			m.fetchFailed(ctx, began, kafka.Partition{Topic: topic, Number: number}, err)
 		})
-		fetches.EachPartition(m.distribute)
+		fetches.EachPartition(func(p kgo.FetchTopicPartition) {
+			if w := m.workerOf(kafka.Partition{Topic: p.Topic, Number: p.Partition}); w != nil { // else fetched before the partition was revoked
+				m.distribute(p.FetchPartition, w)
+			}
+		})
+		m.runStreams(ctx, &loops)
 		if m.pieces.Grew() {
 			m.limitFetches(m.client)
 		}
@@ -60,22 +67,15 @@ func (m *membership) poll(ctx context.Context) {
 	}
 }
 
-// distribute moves polled records of a partition into the queue of its worker.
-func (m *membership) distribute(p kgo.FetchTopicPartition) {
+// distribute moves records of a partition into the queue of its worker.
+func (m *membership) distribute(p kgo.FetchPartition, w *partitionWorker) {
 	if len(p.Records) == 0 {
 		return
 	}
-	at := kafka.Partition{Topic: p.Topic, Number: p.Partition}
-	w := m.workerOf(at)
-	if w == nil { // fetched before the partition was revoked
-		return
-	}
-	if m.outages.Failing() {
-		m.outages.Report(outageFetching, time.Now(), nil)
-	}
-	m.starts.Works(at)
-	if from, lost := w.fetched(p.FetchPartition); lost > 0 {
-		m.starts.Passed(at, from, lost)
+	m.answered()
+	m.starts.Works(w.partition)
+	if from, lost := w.fetched(p); lost > 0 {
+		m.starts.Passed(w.partition, from, lost)
 	}
 	w.add(p.Records)
 }
@@ -83,29 +83,20 @@ func (m *membership) distribute(p kgo.FetchTopicPartition) {
 // fetchFailed logs a failed fetch. The client retries it.
 func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.Partition, err error) {
 	var loss *kgo.ErrDataLoss
-	var large *kgo.ErrDecompressTooLarge
 	switch {
-	case ctx.Err() != nil:
+	case ctx.Err() != nil, errors.Is(err, context.Canceled): // the end of a stream ends a poll
 	case errors.As(err, &loss):
 		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.Name(), "error", err)
+	case isRebalance(err): // Kafka answers, so this is no outage
+		m.log.Info("outbox: the group has gone on without this member, which joins it again", "error", err)
 	case errors.Is(err, kafka.ErrFetchFull):
-	case errors.As(err, &large):
-		m.block(at, large)
+	case errors.Is(err, kafka.ErrNeedsStream):
+		m.streams.wanted = append(m.streams.wanted, at)
 	case kafka.IsReplaced(err):
 		m.starts.Stall(at)
 	default:
 		m.outages.Report(outageFetching, began, err)
 	}
-}
-
-// block notes and logs a batch that the client cannot decompress. Fetching of its partition has ended.
-func (m *membership) block(at kafka.Partition, large *kgo.ErrDecompressTooLarge) {
-	if w := m.workerOf(at); w != nil {
-		w.block(large)
-	}
-	m.log.Error("outbox: a batch of records is larger than this consumer decompresses, and its partition waits; raise kgo.MaxDecompressBatchBytes in the Kafka options and start again, "+
-		"or set the offset of the group to next_offset to pass over the batch", "topic", large.Topic, "partition", large.Partition, "offset", large.Offset, "next_offset", large.NextOffset,
-		"bytes", m.client.OptValue(kgo.MaxDecompressBatchBytes))
 }
 
 // limitFetches limits the bytes of one fetch of a partition to its share of MaxQueueBytes, or to the

@@ -18,7 +18,9 @@ const (
 )
 
 // begin notes the offset at which reading begins, which is committed. Before that offset, only the gaps are read.
-func (w *partitionWorker) begin(at int64, gaps []starts.Gap) {
+func (w *partitionWorker) begin(b starts.Beginning) {
+	at, gaps := b.Offset, b.Gaps
+	w.beginUnclean(b.Assignment)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.read, w.saved = at, at
@@ -53,18 +55,25 @@ func (w *partitionWorker) fetched(p kgo.FetchPartition) (from, lost int64) {
 	return from, max(0, p.LogStartOffset-from)
 }
 
-// block notes a batch that the client cannot decompress. Fetching of the partition has ended.
-func (w *partitionWorker) block(large *kgo.ErrDecompressTooLarge) {
+// block notes a batch that cannot be read. Fetching of the partition has ended.
+func (w *partitionWorker) block(batch *unreadableError) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.blocked = large
+	w.blocked = batch
 }
 
-// blockedBy returns the batch that the client cannot decompress, or nil.
-func (w *partitionWorker) blockedBy() *kgo.ErrDecompressTooLarge {
+// blockedBy returns the batch that cannot be read, or nil.
+func (w *partitionWorker) blockedBy() *unreadableError {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.blocked
+}
+
+// mayFetch reports whether the client may fetch the partition: the queue is not full, and no stream reads it.
+func (w *partitionWorker) mayFetch() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return !w.paused && !w.streamed
 }
 
 // isPaused reports whether fetching is paused because the queue is full.
@@ -141,7 +150,10 @@ func (w *partitionWorker) drop(size int) {
 	w.limits.budget.Add(-size)
 	if w.paused && len(w.queue) < queueRecords/2 && w.bytes < queueBytes/2 && w.limits.budget.HasRoom(w.bytes) {
 		w.paused = false
-		w.group.resumeFetching(w.partition)
+		wait.Signal(w.room)
+		if !w.streamed {
+			w.group.resumeFetching(w.partition)
+		}
 	}
 }
 

@@ -34,7 +34,9 @@ func (m *membership) close(polling <-chan struct{}) {
 	}
 	m.mu.Unlock()
 	m.finish(workers, clock.Part(handling.FinishBy), clock.Part(handling.AbandonBy-handling.FinishBy))
+	noted := m.noteEnds(m.all())
 	m.lastCommit(clock)
+	noted()
 	var saving sync.WaitGroup
 	saving.Go(func() {
 		ctx, cancel := clock.By(handling.LeftBy)
@@ -237,6 +239,7 @@ func (m *membership) closeClient(clock handling.StopClock, polling <-chan struct
 	go func() {
 		defer close(closed)
 		m.client.CloseAllowingRebalance()
+		m.second.close()
 		<-polling
 	}()
 	select {

@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/delivery"
@@ -40,7 +41,8 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 			return err
 		}
 		if parked {
-			w.blockBehind(t, behind)
+			it.noteParked(t)
+			w.blockBehind(it, t, behind)
 		}
 	}
 	return nil
@@ -58,16 +60,21 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 			it.block(t)
 			return true, w.parkBlocked([]recordItem{*it})
 		}
+		if failed == nil && t.Kind == handling.NoTx {
+			switch blocked, err := w.lookAgain(t); {
+			case err != nil:
+				return false, err
+			case blocked != nil:
+				return w.parkBehind(it, t, blocked)
+			}
+		}
 		o := w.attempts.Try(&t, policy, failed)
 		failed = nil
 		switch o.Result {
 		case handling.Done:
 			return false, nil
 		case handling.Interrupted:
-			// Its key is blocked. Later tasks of the key are parked too, except for handlers with RetryInPlace:
-			// their tasks are checked one by one.
-			it.block(t)
-			return !t.InPlace, w.parkBlocked([]recordItem{*it})
+			return w.parkBehind(it, t, o.Err)
 		case handling.Dead:
 			return w.giveUpTask(it, t, o)
 		case handling.Again, handling.Postponed:
@@ -78,14 +85,21 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 			return true, w.parkFailed(it, t, o)
 		}
 		w.attempts.ReportAgain(&t, o)
-		if o.Result == handling.Again && t.FirstFailed.IsZero() {
-			t.FirstFailed = time.Now()
-		}
-		if o.Result == handling.Again && !o.Uncounted {
-			t.Meta.Attempt++
+		if o.Result == handling.Again {
+			t.NoteFailure(o)
 		}
 		w.pause(o.Wait)
 	}
+}
+
+// parkBehind parks a task whose key is blocked, which err says. Later tasks of the key are parked too, except for
+// handlers with RetryInPlace: their tasks are checked one by one. The only error is ErrStopped.
+func (w *partitionWorker) parkBehind(it *recordItem, t handling.Task, err error) (parked bool, _ error) {
+	it.block(t)
+	if found, is := errors.AsType[*blockedError](err); is && len(found.whole) > 0 {
+		it.blockAll()
+	}
+	return !t.InPlace, w.parkBlocked([]recordItem{*it})
 }
 
 // giveUpTask ends the attempts of a task whose last attempt has failed. It reports whether later
@@ -131,9 +145,10 @@ func (w partitionScheduler) AwaitPostgres(began time.Time, err error) (putBack b
 func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
 // awaitPostgres reports an outage of PostgreSQL and waits before the next try: for the backoff of the
-// outage, or for the time that the handler's error asks for, if that is longer. A wait for a lock in vain is no outage.
+// outage, or for the time that the handler's error asks for, if that is longer. Neither a wait for a lock in vain nor a
+// deadlock is an outage.
 func (w *partitionWorker) awaitPostgres(began time.Time, err error) {
-	if pg.IsWaitInVain(err) {
+	if pg.IsWaitInVain(err) || pg.IsTransient(err) {
 		w.pause(delivery.LockPause)
 		return
 	}

@@ -48,7 +48,7 @@ func (m *membership) waitsFor() (what string, atMost time.Duration) {
 	case len(m.all()) > 0:
 		return "", 0
 	case !m.starts.SawTopics():
-		return "waiting for Kafka to answer and to have one of the topics; a new one is found within at_most", starts.WatchInterval
+		return "waiting for Kafka to answer and to have one of the topics; a new one is found within at_most", starts.MissingInterval
 	case !m.isMember():
 		return "waiting for the group to assign partitions; a member that is gone has to be expelled, and others have to give up theirs", m.cfg.MaxPollInterval
 	}

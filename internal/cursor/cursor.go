@@ -12,7 +12,7 @@
 //     the server.
 //   - No statement takes longer because more events wait. [Store.Open] holds the lock of the lease, so it reads at
 //     most a batch and 1 MiB. A larger window is read afterwards: its ids in pages into an [IDSet], then its
-//     events by ranges of ids, at most 16 MiB at once.
+//     events by ranges of ids, at most 16 MiB at once. A row that is larger than any record stays in PostgreSQL.
 //   - A row that PostgreSQL cannot print fails its statement after the rows in front of it have come. It is then
 //     read alone, without its payload.
 //   - The shape of the queries keeps a poll at a few dozen buffers over a million published rows, with and without
@@ -105,6 +105,7 @@ type Store struct {
 	schema string
 	Relay  string
 
+	Most    int                    // bytes of an event that is read as a whole; see LargestEvent
 	InOrder func([]envelope.Event) // puts events that were read together in the order of ids
 
 	LastPoll struct{ Snapshot, own string } // of the last Open: its snapshot, and its transaction if it wrote
@@ -116,10 +117,19 @@ type Store struct {
 	SQLSequence, sqlCursorSequence, SQLRebase, SQLRebaseProof, sqlCount                string
 }
 
+// maxEventBytes is the most bytes that an event of outbox has: the constraint outbox_size.
+const maxEventBytes = 200 << 20
+
+// LargestEvent returns the most bytes, as PostgreSQL prints them, of an event whose record fits into a batch of so many
+// bytes: JSON escapes a byte of a header with at most 6. An event of up to maxBatchBytes is always read.
+func LargestEvent(batch int) int {
+	return max(maxBatchBytes, min(6*min(batch, maxEventBytes), maxEventBytes))
+}
+
 // NewStore returns the store of a relay in a schema. It does no I/O.
 func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 	return &Store{
-		db: db, schema: schema, Relay: relay, InOrder: SortByID,
+		db: db, schema: schema, Relay: relay, Most: maxEventBytes, InOrder: SortByID,
 		Probes: wakeup.ProbesOf(db), sequence: pg.InSchema("{schema}.outbox_id_seq", schema),
 		SQLLoad:           pg.InSchema(sqlLoad, schema),
 		SQLSeed:           pg.InSchema(sqlSeed, schema),

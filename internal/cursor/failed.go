@@ -108,6 +108,7 @@ type Failed struct {
 	db    *pgxpool.Pool
 	relay string
 	hold  bool // dead events hold their keys
+	Most  int  // bytes of an event that is read as a whole; see LargestEvent
 
 	SQLKeys, sqlFreed, SQLPromote, SQLAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave, SQLRowsOf string
 }
@@ -115,7 +116,7 @@ type Failed struct {
 // NewFailed returns the store of the failed events of a relay. It does no I/O.
 func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 	return &Failed{
-		db: db, relay: relay, hold: hold,
+		db: db, relay: relay, hold: hold, Most: maxEventBytes,
 		SQLKeys:          pg.InSchema(sqlFailedKeys, schema),
 		sqlFreed:         pg.InSchema(sqlFailedFreed, schema),
 		SQLPromote:       pg.InSchema(sqlFailedPromote, schema),
@@ -407,7 +408,7 @@ SELECT due.id
 
 const deadOfClass = ` FROM {schema}.outbox_failed
                       WHERE relay = $1::text AND error_class >= policy.class AND error_class <= policy.class
-                        AND status = 'dead' AND num_nonnulls(payload, payload_bytes) > 0
+                        AND status = 'dead' AND pg_catalog.num_nonnulls(payload, payload_bytes) > 0
                       ORDER BY error_class, next_retry_at`
 
 const sqlFailedRetryDead = `

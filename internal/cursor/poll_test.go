@@ -163,13 +163,13 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	statements := map[string]string{
 		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
 		"page": "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot) AS " + d.cursors.SQLPage,
-		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SQLFetch,
+		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint, int) AS " + d.cursors.SQLFetch,
 		"bare": "(bigint, text, bigint, timestamptz, bigint, bool) AS " + d.cursors.SQLFetchBare,
 	}
 	first := map[string]string{
 		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now(), 1048576, 1)`,
 		"page": `(1, 'default', 1, now(), '{3}', '{3}', 0, 1000, 1, '4:4:')`,
-		"rows": `(1, 'default', 1, now(), '{1}', '{1}', 1000)`,
+		"rows": `(1, 'default', 1, now(), '{1}', '{1}', 1000, 16777216)`,
 		"bare": `(1, 'default', 1, now(), 1, true)`,
 	}
 	for name, sql := range statements {
@@ -221,7 +221,7 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 		"over": poll(1),
 		"page": fmt.Sprintf(`(%s, '{%s}', '{%s}', 0, %d, 0, '%s')`, proof, tables.SnapshotMax(p.Base), tables.SnapshotMax(now), 10*fresh, now),
 		"deep": fmt.Sprintf(`(%s, '{%s}', '{%s}', %d, %d, 0, '%s')`, proof, old, old, retained/20, fresh, now),
-		"rows": fmt.Sprintf(`(%s, '{%d}', '{%d}', 16777216)`, proof, end-fresh+1, end),
+		"rows": fmt.Sprintf(`(%s, '{%d}', '{%d}', 16777216, 16777216)`, proof, end-fresh+1, end),
 		"bare": fmt.Sprintf(`(%s, %d, true)`, proof, end),
 	} {
 		least, plan := math.MaxInt, ""

@@ -48,7 +48,7 @@ const sqlRebase = `
 WITH positions AS MATERIALIZED (
     SELECT DISTINCT ON (relay) * FROM {schema}.outbox_cursor ORDER BY relay, id DESC
 ), unsent AS MATERIALIZED (
-    SELECT o.id, array_agg(s.relay ORDER BY s.relay) AS relays
+    SELECT o.id, pg_catalog.array_agg(s.relay ORDER BY s.relay) AS relays
       FROM {schema}.outbox AS o
       JOIN positions AS s
         ON o.id > s.highest_id
@@ -146,4 +146,4 @@ func (c *Store) CheckSequence(ctx context.Context) error {
 }
 
 // ErrSequenceBehind is described in the package outbox.
-var ErrSequenceBehind = errors.New("outbox: a sequence is behind ids that are in use")
+var ErrSequenceBehind = errors.New("a sequence is behind ids that are in use")

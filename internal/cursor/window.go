@@ -127,7 +127,7 @@ WITH proof AS MATERIALIZED (` + sqlProof + `
        AND CASE r.first WHEN r.last THEN (SELECT ` + tables.NotRolledBack + ` FROM (SELECT r.first::xid8) AS one (x)) ELSE true END
      LIMIT $8
 )
-SELECT (SELECT array_agg(id) FROM page WHERE id > $9 AND pg_visible_in_snapshot(xid, $10::pg_snapshot)),
+SELECT (SELECT pg_catalog.array_agg(id) FROM page WHERE id > $9 AND pg_visible_in_snapshot(xid, $10::pg_snapshot)),
        (SELECT xid::text FROM page OFFSET $8::bigint - 1), (SELECT id FROM page OFFSET $8::bigint - 1)
   FROM proof`
 
@@ -166,29 +166,38 @@ func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids
 }
 
 // sqlFetch reads events by ranges of ids, up to the first that does not fit into $7 bytes with
-// those before it. One event always fits. ORDER BY makes the planner use the primary key: over an
-// empty table the other index looks as good. The statement sorts sizes, never rows, and the rows
-// come in the order of the ranges.
+// those before it. One event always fits. Of an event with more than $8 bytes it reads neither payload nor
+// headers; such an event counts with the bytes in which PostgreSQL stores it, which the statement copies that parks it.
+// ORDER BY makes the planner use the primary key: over an empty table the other index looks as good. The
+// statement sorts sizes, never rows, and the rows come in the order of the ranges.
 const sqlFetch = `
 WITH proof AS MATERIALIZED (` + sqlProof + `
 ), sizes AS MATERIALIZED (
     SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
       FROM unnest($5::bigint[], $6::bigint[]) AS r (first, last)
-     CROSS JOIN LATERAL (SELECT id, size FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS o
+     CROSS JOIN LATERAL (SELECT id, CASE WHEN size <= $8::int THEN size
+                                       ELSE coalesce(pg_catalog.pg_column_size(payload), 0) + coalesce(pg_catalog.pg_column_size(payload_bytes), 0)
+                                            + coalesce(pg_catalog.pg_column_size(headers), 0) END AS size
+                           FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS o
      WHERE EXISTS (SELECT FROM proof)
 ), rest AS MATERIALIZED (
     SELECT min(id) AS first FROM sizes WHERE before >= $7::bigint
 )
-SELECT rest.first, ` + eventColumns + `
+SELECT rest.first, ` + eventColumns + `, e.size
   FROM proof CROSS JOIN rest
   LEFT JOIN LATERAL (
        SELECT o.* FROM unnest($5::bigint[], $6::bigint[]) AS r (first, last)
-        CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox
+        CROSS JOIN LATERAL (SELECT id, event_id, event_type, source, aggregate_type, aggregate_id,
+                                   CASE WHEN size <= $8::int THEN payload END AS payload,
+                                   CASE WHEN size <= $8::int THEN payload_bytes END AS payload_bytes, content_type, topic, partition_key,
+                                   CASE WHEN size <= $8::int THEN headers END AS headers, occurred_at, created_at, size
+                              FROM {schema}.outbox
                              WHERE id BETWEEN r.first AND least(r.last, rest.first - 1) ORDER BY id OFFSET 0) AS o) AS e ON true`
 
 // Fetch reads events of the open window by their ids, which ascend. It returns them in their order, and the id
 // through which it has read, which is not the last id if the events are large. Rows that have been deleted are
-// missing. With an error it returns the events that came before it.
+// missing. With an error it returns the events that came before it. Events with more than c.Most bytes are Unreadable,
+// with an [envelope.TooLargeError].
 func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []envelope.Event, through int64, err error) {
 	first, last := Ranges(ids)
 	var rest pgtype.Int8
@@ -197,7 +206,12 @@ func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []en
 		events, err = readEvents(make([]envelope.Event, 0, len(ids)), rows, &rest)
 		known = rows.CommandTag().RowsAffected() > 0
 		return err
-	}, c.SQLFetch, append(c.proofArgs(p), first, last, maxBatchBytes)...)
+	}, c.SQLFetch, append(c.proofArgs(p), first, last, maxBatchBytes, c.Most)...)
+	for i := range events {
+		if e := &events[i]; e.Size > c.Most {
+			e.Unreadable = &envelope.TooLargeError{ID: e.ID, EventID: string(e.EventID), Size: e.Size, Most: c.Most}
+		}
+	}
 	switch {
 	case err != nil && !slices.IsSortedFunc(events, byID):
 		return nil, 0, fmt.Errorf("fetch events: %w", err)
@@ -265,6 +279,9 @@ const (
 	envelopeColumns = `e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
        e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at, e.created_at`
 )
+
+// sizeColumn is the place of outbox.size behind eventColumns, where a statement reads it.
+const sizeColumn = 14
 
 // readEvents reads all rows and appends their events to events. The columns in front of those of the event are scanned
 // into head, from the first row only. A row without an event has only these columns. With an error it returns the
@@ -334,7 +351,9 @@ func (r *eventReader) event(raw [][]byte) (e envelope.Event, err error) {
 		return e, err
 	}
 	e.OccurredAt = r.time(at)
-	e.CreatedAt, err = r.timestamptz(13, raw[13])
+	if e.CreatedAt, err = r.timestamptz(13, raw[13]); err == nil && len(raw) > sizeColumn {
+		e.Size, err = scan[int](r, sizeColumn, raw[sizeColumn])
+	}
 	return e, err
 }
 

@@ -246,6 +246,74 @@ func TestFetchIsBounded(t *testing.T) {
 	require.EqualValues(t, 4, through)
 }
 
+// An event that is larger than any record stays in PostgreSQL, with its true size, in each format of the protocol.
+func TestHugeRowIsRejectedUnread(t *testing.T) {
+	t.Parallel()
+	const most = 64 << 10
+	d := newFixture(t)
+	d.Insert(t, 6)
+	large := strings.Repeat("x", most)
+	d.Update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb WHERE id = 2`, `"`+large+`"`)
+	d.Update(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = $1 WHERE id = 3`, []byte(large+"x"))
+	d.Update(t, `UPDATE {schema}.outbox SET headers = $1::text::jsonb WHERE id = 4`, `{"a": "`+large+`"}`)
+	d.Update(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = '' WHERE id = 5`)
+	var sizes []int
+	require.NoError(t, d.DB.QueryRow(t.Context(), pg.InSchema(`SELECT array_agg(size ORDER BY id) FROM {schema}.outbox`, d.Schema)).Scan(&sizes))
+	_, p := d.announced(t)
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol} {
+		c := cursor.NewStore(testenv.PoolIn(t, mode), d.Schema, "default")
+		c.Most = most
+		events, through, err := c.Fetch(t.Context(), p, []int64{1, 2, 3, 4, 5, 6})
+		require.NoError(t, err)
+		require.EqualValues(t, 6, through)
+		require.Equal(t, []int64{1, 2, 3, 4, 5, 6}, ids(events))
+		for i, e := range events {
+			huge := i >= 1 && i <= 3
+			require.Equal(t, huge, e.Payload == nil, "%v: %d", mode, e.ID)
+			require.Equal(t, sizes[i], e.Size)
+			if !huge {
+				require.NoError(t, e.Unreadable)
+				continue
+			}
+			require.Nil(t, e.Headers)
+			require.Equal(t, &envelope.TooLargeError{ID: e.ID, EventID: string(e.EventID), Size: sizes[i], Most: most}, e.Unreadable)
+			_, err = e.Record(envelope.RecordForm{}, nil)
+			require.Equal(t, "message_too_large", relay.RejectionClass(err))
+			require.ErrorContains(t, err, fmt.Sprintf("row %d of outbox, event %s: %d bytes as printed, at most %d are sent", e.ID, e.EventID, sizes[i], most))
+		}
+	}
+	require.Equal(t, []int{16 << 20, 24_000_000, 200 << 20}, []int{cursor.LargestEvent(1_000_012), cursor.LargestEvent(4_000_000), cursor.LargestEvent(100 << 20)})
+}
+
+// A relay that parks an event copies what PostgreSQL stores of it. So an event that is larger than any record takes as
+// much room as it is stored in.
+func TestHugeRowsTakeRoomAsStored(t *testing.T) {
+	t.Parallel()
+	const most = 64 << 10
+	d := newFixture(t)
+	d.Insert(t, 3)
+	random := make([]byte, 20<<20)
+	_, err := rand.NewChaCha8([32]byte{}).Read(random)
+	require.NoError(t, err)
+	d.Update(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = $1`, random)
+	d.insertLarge(t, 200, 2*most)
+	_, p := d.announced(t)
+	d.cursors.Most = most
+	left := remaining(t, d.cursors, p)
+	require.Len(t, left, 203)
+	var batches []int
+	for len(left) > 0 {
+		events, through, err := d.cursors.Fetch(t.Context(), p, left)
+		require.NoError(t, err)
+		for _, e := range events {
+			require.IsType(t, &envelope.TooLargeError{}, e.Unreadable)
+		}
+		batches = append(batches, len(events))
+		left = slices.DeleteFunc(left, func(id int64) bool { return id <= through })
+	}
+	require.Equal(t, []int{1, 1, 1, 200}, batches)
+}
+
 // Nothing that reads events sorts them: PostgreSQL would write them to temporary files.
 func TestReadsSortNoPayloads(t *testing.T) {
 	t.Parallel()
@@ -258,7 +326,7 @@ func TestReadsSortNoPayloads(t *testing.T) {
 	defer tx.Rollback(ctx)
 	for _, sql := range []string{
 		cursor.SQLSettings, "SET LOCAL work_mem = '64kB'",
-		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SQLFetch,
+		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint, int) AS " + d.cursors.SQLFetch,
 		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
@@ -266,7 +334,7 @@ func TestReadsSortNoPayloads(t *testing.T) {
 	}
 	server := p.Server.Format(time.RFC3339Nano)
 	for name, execute := range map[string]string{
-		"fetch": fmt.Sprintf(`EXECUTE rows(%d, 'default', %d, '%s', '{1,15}', '{9,20}', 100000000)`, p.CursorID, p.Epoch, server),
+		"fetch": fmt.Sprintf(`EXECUTE rows(%d, 'default', %d, '%s', '{1,15}', '{9,20}', 100000000, 16777216)`, p.CursorID, p.Epoch, server),
 		"open": fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 100000000, %d)`,
 			l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, server, p.Epoch),
 	} {

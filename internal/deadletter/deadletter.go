@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
+	"hash"
 	"strings"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -81,24 +82,49 @@ func Origin(topic string, partition int32, offset int64) string {
 // Digest returns the SHA-256 of what a record is, wherever it is: its key, value and
 // headers, but for those of dead letters and replays.
 func Digest(r *kgo.Record) string {
-	sum := sha256.New()
-	add := func(b []byte) {
-		size := uint64(0) // of no value; an empty one has another
-		if b != nil {
-			size = uint64(len(b)) + 1
-		}
-		var prefix [8]byte
-		binary.BigEndian.PutUint64(prefix[:], size)
-		sum.Write(prefix[:])
-		sum.Write(b)
-	}
-	add(r.Key)
-	add(r.Value)
+	d := NewDigester()
+	d.Add(r.Key)
+	d.Add(r.Value)
 	for _, h := range r.Headers {
-		if !IsOwn(h.Key) {
-			add([]byte(h.Key))
-			add(h.Value)
-		}
+		d.AddHeader(h)
 	}
-	return hex.EncodeToString(sum.Sum(nil))
+	return d.Sum()
 }
+
+// Digester computes the [Digest] of a record that is not in memory as a whole.
+type Digester struct{ sum hash.Hash }
+
+// NewDigester returns the digester of a record of which nothing was added. Its parts are added in the order key, value,
+// headers.
+func NewDigester() Digester { return Digester{sha256.New()} }
+
+// Add adds a key or a value. It is nil for none.
+func (d Digester) Add(part []byte) {
+	size := -1
+	if part != nil {
+		size = len(part)
+	}
+	d.Begin(size)
+	d.Write(part)
+}
+
+// AddHeader adds a header, unless it is one of a dead letter or a replay.
+func (d Digester) AddHeader(h kgo.RecordHeader) {
+	if !IsOwn(h.Key) {
+		d.Add([]byte(h.Key))
+		d.Add(h.Value)
+	}
+}
+
+// Begin adds the size of a part that [Digester.Write] adds in pieces: -1 for none, another size than for an empty one.
+func (d Digester) Begin(size int) {
+	var prefix [8]byte
+	binary.BigEndian.PutUint64(prefix[:], uint64(size+1))
+	d.sum.Write(prefix[:])
+}
+
+// Write adds a piece of a part.
+func (d Digester) Write(piece []byte) { d.sum.Write(piece) }
+
+// Sum returns the digest of what was added.
+func (d Digester) Sum() string { return hex.EncodeToString(d.sum.Sum(nil)) }

@@ -3,6 +3,7 @@ package deadletter
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"slices"
@@ -21,18 +22,40 @@ import (
 // claim it. A client that may write to a topic may write any header there, but may not write to its
 // dead-letter topic. So the headers count only if the dead-letter topic has the dead letter that
 // they name. It is safe for concurrent use.
+//
+// Forged headers must cost little. What was read of a dead letter is remembered, and Kafka is asked for the ends of
+// a topic once for all records of a [Replays.Check].
 type Replays struct {
-	client *kgo.Client
-	busy   chan struct{} // holds one while a goroutine asks Kafka or reads read
+	client func() (*kgo.Client, error)
+	busy   chan struct{} // holds one while a goroutine asks Kafka or uses known
 
-	// read has the records that were read last of each partition of a dead-letter topic, because
-	// dead letters are mostly sent back in their order.
-	read map[kafka.Partition][]*kgo.Record
+	// known has the dead letters that were read, and offsets without one.
+	known map[place]remembered
 }
 
-// NewReplays returns the replays of dead-letter topics that a client may read.
-func NewReplays(client *kgo.Client) *Replays {
-	return &Replays{client: client, busy: make(chan struct{}, 1), read: map[kafka.Partition][]*kgo.Record{}}
+// place is the position of a record.
+type place struct {
+	kafka.Partition
+	offset int64
+	topic  kafka.TopicID // a topic that was deleted and created again has the same offsets; zero until Kafka is asked
+}
+
+// remembered is what [Replays] remembers of a dead letter. It has the same size for all of them.
+type remembered struct {
+	exists   bool
+	about    [sha256.Size]byte // see aboutOf
+	original string            // the digest of the original, "" for a dead letter of which sizeOnly is known
+	sizeOnly string            // the size of the omitted value, of an earlier release that wrote no digest
+	rest     string            // then the digest without the value
+}
+
+// maxKnown bounds the dead letters that are remembered. They need 3 MB.
+const maxKnown = 10_000
+
+// NewReplays returns the replays of dead-letter topics that a client may read. The client is asked for when the first
+// record claims to be a replay. It should be none that fetches: a broker answers the fetches of a client one by one.
+func NewReplays(client func() (*kgo.Client, error)) *Replays {
+	return &Replays{client: client, busy: make(chan struct{}, 1), known: map[place]remembered{}}
 }
 
 // ErrNoReplay is the error of a record whose headers say that it was sent back, and that
@@ -43,94 +66,156 @@ var ErrNoReplay = errors.New("not a copy of a dead letter")
 // of another.
 const askTimeout = 5 * time.Second
 
-// Check returns nil if a record is a copy of a dead letter in one of the topics, for the group and
-// action that its headers name. Otherwise the error is [ErrNoReplay], or the error of an outage:
-// then the caller asks again.
-func (p *Replays) Check(ctx context.Context, r *kgo.Record, topics ...string) error {
-	headers := lastOwn(r)
-	at, offset, err := parseOrigin(headers[ReplayFrom])
-	if err != nil {
-		return fmt.Errorf("%w: header %s %w", ErrNoReplay, ReplayFrom, err)
+// Check returns an answer for each record of a topic: nil if it is a copy of a dead letter in one of the dead-letter
+// topics, for the group and action that its headers name, or else [ErrNoReplay]. The error is that of an outage: then
+// the caller asks again. What was read before the outage is remembered.
+func (p *Replays) Check(ctx context.Context, records []*kgo.Record, topics ...string) (answers []error, err error) {
+	answers = make([]error, len(records))
+	var asked []claim
+	for i, r := range records {
+		headers := lastOwn(r)
+		at, offset, err := parseOrigin(headers[ReplayFrom])
+		switch {
+		case err != nil:
+			answers[i] = fmt.Errorf("%w: header %s %w", ErrNoReplay, ReplayFrom, err)
+		case !slices.Contains(topics, at.Topic):
+			answers[i] = fmt.Errorf("%w: %s is not the dead-letter topic of %s", ErrNoReplay, short.Text(at.Topic, 300), r.Topic)
+		default:
+			asked = append(asked, claim{index: i, place: place{Partition: at, offset: offset}, headers: headers})
+		}
 	}
-	if !slices.Contains(topics, at.Topic) {
-		return fmt.Errorf("%w: %s is not the dead-letter topic of %s", ErrNoReplay, short.Text(at.Topic, 300), r.Topic)
+	slices.SortFunc(asked, func(a, b claim) int { // a read brings some dead letters behind the one that it is for
+		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Number, b.Number), cmp.Compare(a.offset, b.offset))
+	})
+	ends := topicEnds{}
+	for _, c := range asked {
+		dead, err := p.find(ctx, c.place, ends)
+		if err != nil && !errors.Is(err, ErrNoReplay) {
+			return nil, err
+		}
+		if err == nil && !isCopy(records[c.index], c.headers, dead) {
+			err = fmt.Errorf("%w: %s is another record, or there is none", ErrNoReplay, c.headers[ReplayFrom])
+		}
+		answers[c.index] = err
 	}
+	return answers, nil
+}
+
+// claim is the claim of a record that it is a copy of a dead letter.
+type claim struct {
+	index int
+	place
+	headers map[string]string
+}
+
+// topicEnds has the spans of topics, as they were when Kafka was asked, or the answer that a topic cannot be read. It
+// belongs to one [Replays.Check]: a dead letter is older than its copy, so no dead letter is behind these ends.
+type topicEnds map[string]struct {
+	reader *kafka.Reader
+	spans  []kafka.Span
+	err    error
+}
+
+// find returns the dead letter at a place.
+func (p *Replays) find(ctx context.Context, at place, ends topicEnds) (remembered, error) {
 	select {
 	case p.busy <- struct{}{}:
 		defer func() { <-p.busy }()
 	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
-	dead, err := p.find(ctx, at, offset)
-	if err != nil {
-		return err
-	}
-	if dead == nil || !isCopy(r, headers, dead) {
-		return fmt.Errorf("%w: %s is another record, or there is none", ErrNoReplay, headers[ReplayFrom])
-	}
-	return nil
-}
-
-// find returns the record at an offset, or nil if there is none.
-func (p *Replays) find(ctx context.Context, at kafka.Partition, offset int64) (*kgo.Record, error) {
-	byOffset := func(r *kgo.Record, offset int64) int { return cmp.Compare(r.Offset, offset) }
-	if n, ok := slices.BinarySearchFunc(p.read[at], offset, byOffset); ok {
-		return p.read[at][n], nil
+		return remembered{}, context.Cause(ctx)
 	}
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	records, err := p.readFrom(ctx, at, offset)
-	if err != nil {
-		return nil, err
+	topic, ok := ends[at.Topic]
+	if !ok {
+		client, err := p.client()
+		if err != nil {
+			return remembered{}, err
+		}
+		topic.reader = kafka.NewReader(client)
+		if topic.spans, err = topic.reader.Spans(ctx, at.Topic, nil); err != nil {
+			topic.err = orNoReplay(err)
+			if !errors.Is(topic.err, ErrNoReplay) {
+				return remembered{}, topic.err
+			}
+		}
+		ends[at.Topic] = topic
 	}
-	p.read[at] = records
-	if n, ok := slices.BinarySearchFunc(records, offset, byOffset); ok {
-		return records[n], nil
+	n := slices.IndexFunc(topic.spans, func(s kafka.Span) bool { return s.Partition == at.Partition })
+	if topic.err != nil || n < 0 || at.offset < topic.spans[n].Next || at.offset >= topic.spans[n].End {
+		return remembered{}, topic.err
 	}
-	return nil, nil
+	at.topic = topic.reader.TopicID(at.Partition)
+	if dead, ok := p.known[at]; ok {
+		return dead, nil
+	}
+	return p.read(ctx, topic.reader, at, topic.spans[n].End)
 }
 
-// readFrom returns some records from an offset on.
-func (p *Replays) readFrom(ctx context.Context, at kafka.Partition, offset int64) ([]*kgo.Record, error) {
-	reader := kafka.NewReader(p.client)
-	spans, err := reader.Spans(ctx, at.Topic, map[int32]int64{at.Number: offset})
+// read reads some dead letters from a place on, and returns the one there. It remembers all of them.
+func (p *Replays) read(ctx context.Context, reader *kafka.Reader, at place, end int64) (remembered, error) {
+	span := kafka.Span{Partition: at.Partition, Next: at.offset, End: end}
+	records, err := reader.Read(ctx, &span)
 	if err != nil {
-		return nil, orNoReplay(err)
+		return remembered{}, orNoReplay(err)
 	}
-	n := slices.IndexFunc(spans, func(s kafka.Span) bool { return s.Partition == at })
-	if spans[n].Next != offset || offset >= spans[n].End {
-		return nil, nil
+	if len(p.known)+len(records) >= maxKnown {
+		clear(p.known)
 	}
-	records, err := reader.Read(ctx, &spans[n])
-	return records, orNoReplay(err)
+	dead := remembered{}
+	p.known[at] = dead // unless a record is there
+	for _, r := range records[:min(len(records), maxKnown)] {
+		l := rememberedOf(r)
+		p.known[place{at.Partition, r.Offset, at.topic}] = l
+		if r.Offset == at.offset {
+			dead = l
+		}
+	}
+	return dead, nil
 }
 
 // orNoReplay returns [ErrNoReplay] for errors that asking again would not change.
 func orNoReplay(err error) error {
-	if errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.TopicAuthorizationFailed) || errors.Is(err, kerr.OffsetOutOfRange) {
+	if errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.TopicAuthorizationFailed) || errors.Is(err, kerr.OffsetOutOfRange) ||
+		errors.Is(err, kgo.ErrMaxDecompress) {
 		return fmt.Errorf("%w that can be looked at: %w", ErrNoReplay, err)
 	}
 	return err
 }
 
-// isCopy compares a record with the dead letter that it says it is a copy of. It may have
-// more than the dead letter, of which parts may be left out.
-func isCopy(r *kgo.Record, said map[string]string, dead *kgo.Record) bool {
+// rememberedOf returns what is remembered of a dead letter.
+func rememberedOf(dead *kgo.Record) remembered {
 	headers := lastOwn(dead)
 	origin := headers[OriginalTopic] + "-" + headers[OriginalPartition] + "-" + headers[OriginalOffset]
-	if headers[OriginalTopic] != r.Topic || headers[Group] != said[ReplayGroup] || headers[Action] != said[ReplayAction] ||
-		cmp.Or(headers[ReplayOf], origin) != said[ReplayOf] {
+	l := remembered{exists: true, about: aboutOf(headers[OriginalTopic], headers[Group], headers[Action], cmp.Or(headers[ReplayOf], origin))}
+	switch digest, size := headers[OriginalDigest], headers[ValueOmitted]; {
+	case digest != "":
+		l.original = fmt.Sprintf("%.*s", 2*sha256.Size, digest)
+	case size != "":
+		l.sizeOnly, l.rest = fmt.Sprintf("%.20s", size), Digest(dead)
+	default:
+		l.original = Digest(dead)
+	}
+	return l
+}
+
+// aboutOf returns a digest of what a dead letter and its replay say of the original.
+func aboutOf(topic, group, action, of string) [sha256.Size]byte {
+	return sha256.Sum256(fmt.Appendf(nil, "%q %q %q %q", topic, group, action, of))
+}
+
+// isCopy compares a record with the dead letter that it says it is a copy of. It may have
+// more than the dead letter, of which parts may be left out.
+func isCopy(r *kgo.Record, said map[string]string, dead remembered) bool {
+	if !dead.exists || dead.about != aboutOf(r.Topic, said[ReplayGroup], said[ReplayAction], said[ReplayOf]) {
 		return false
 	}
-	if digest := headers[OriginalDigest]; digest != "" {
-		return Digest(r) == digest
-	}
-	if size := headers[ValueOmitted]; size != "" { // of an earlier release, without a digest
+	if dead.sizeOnly != "" {
 		without := *r
-		without.Value = dead.Value
-		return strconv.Itoa(len(r.Value)) == size && Digest(&without) == Digest(dead)
+		without.Value = nil
+		return strconv.Itoa(len(r.Value)) == dead.sizeOnly && Digest(&without) == dead.rest
 	}
-	return Digest(r) == Digest(dead)
+	return Digest(r) == dead.original
 }
 
 // lastOwn returns the headers of a dead letter or a replay, the last of each name.
@@ -159,6 +244,13 @@ func parseOrigin(text string) (at kafka.Partition, offset int64, err error) {
 		return at, 0, fmt.Errorf("%.100q is no position in a topic", text)
 	}
 	return kafka.Partition{Topic: topic, Number: int32(n)}, offset, nil
+}
+
+// TopicOf returns the topic of a position in the form of [Origin].
+func TopicOf(origin string) string {
+	partition, _ := cutLast(origin)
+	topic, _ := cutLast(partition)
+	return topic
 }
 
 // cutLast cuts a text at its last dash.

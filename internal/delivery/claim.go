@@ -13,20 +13,20 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// sqlClaim claims due rows of the pairs of action $4 and stream $5 whose types are among $12, see
+// sqlClaim claims due rows of the pairs of action $4 and stream $5 whose types are among $11, see
 // [Claimable.types]. Behind each row that was never tried, it also claims the parked rows of its key, up to the
 // first row that was tried or has another type. It scans each type of each pair separately, so that the rows of one
 // do not hide the rows of another, and no rows of other types are read: they may be many. It claims none of the rows
-// $13, which this process has yielded.
+// $12, which this process has yielded.
 var sqlClaim = `
 WITH due AS MATERIALIZED (
-    SELECT p.id, p.order_key, p.attempt_count, w.types FROM unnest($4::text[], $5::text[], $9::timestamptz[], $12::text[]) AS w (action, stream, since, types)
+    SELECT p.id, p.order_key, p.attempt_count, p.failed_at, w.types FROM unnest($4::text[], $5::text[], $9::timestamptz[], $11::text[]) AS w (action, stream, since, types)
      CROSS JOIN LATERAL pg_catalog.unnest(` + typesOf + `) AS t (type)
      CROSS JOIN LATERAL (
-           SELECT d.id, d.order_key, d.attempt_count FROM {schema}.event_delivery AS d
+           SELECT d.id, d.order_key, d.attempt_count, d.failed_at FROM {schema}.event_delivery AS d
             WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND ` + typeOf + ` = t.type AND d.status = 'PENDING'
-              AND (d.record IS NOT NULL) = $11::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool AND d.id <> ALL ($13::bigint[])
-            ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
+              AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool AND d.id <> ALL ($12::bigint[])
+            ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
      LIMIT $6
 ), behind AS MATERIALIZED (
     SELECT b.id FROM due AS w
@@ -34,7 +34,7 @@ WITH due AS MATERIALIZED (
            SELECT f.id, bool_and(f.untried) OVER (ORDER BY f.id) AS untried
              FROM (SELECT d.id, d.attempt_count = 0 AND NOT ` + suspect + ` AND ` + typeOf + ` = ANY (` + typesOf + `) AS untried FROM {schema}.event_delivery AS d
                     WHERE ` + ofKeyFrom("w.order_key", "w.id + 1") + ` AND d.status = 'PARKED' AND d.consumer_group = $1::text
-                      AND w.attempt_count = 0
+                      AND w.attempt_count = 0 AND w.failed_at IS NULL
                     ORDER BY d.order_key, d.id LIMIT $7 FOR UPDATE) AS f) AS b
      WHERE b.untried
 ), claimed AS (
@@ -89,9 +89,9 @@ SELECT (SELECT min(first.next_retry_at) FROM pg_catalog.unnest(` + typesOf + `) 
          CROSS JOIN LATERAL (
                SELECT d.next_retry_at FROM {schema}.event_delivery AS d
                 WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND ` + typeOf + ` = t.type AND d.status = 'PENDING'
-                  AND (d.record IS NOT NULL) = $6::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $5::bool AND d.id <> ALL ($8::bigint[])
-                ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT 1) AS first)
-  FROM unnest($2::text[], $3::text[], $4::timestamptz[], $7::text[]) WITH ORDINALITY AS w (action, stream, since, types, n)
+                  AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $5::bool AND d.id <> ALL ($7::bigint[])
+                ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, ` + suspect + `, d.next_retry_at, d.id LIMIT 1) AS first)
+  FROM unnest($2::text[], $3::text[], $4::timestamptz[], $6::text[]) WITH ORDINALITY AS w (action, stream, since, types, n)
  ORDER BY w.n`
 
 // Claim claims at most limit due rows, and at most follow parked rows behind each. With suspects it claims
@@ -114,11 +114,11 @@ func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int,
 	claim := func(ctx context.Context, budget int64) error {
 		return transact(ctx, func(b *pgx.Batch) {
 			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, s.records, types, yielded).Query(func(rows pgx.Rows) (err error) {
+			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, types, yielded).Query(func(rows pgx.Rows) (err error) {
 				claimed, err = readRows(rows)
 				return err
 			})
-			b.Queue(s.sqlRemaining, s.group, actions, streams, since, suspects, s.records, types, yielded).Query(func(rows pgx.Rows) (err error) {
+			b.Queue(s.sqlRemaining, s.group, actions, streams, since, suspects, types, yielded).Query(func(rows pgx.Rows) (err error) {
 				left, err = pgx.CollectRows(rows, pgx.RowTo[pgtype.Timestamptz])
 				return err
 			})

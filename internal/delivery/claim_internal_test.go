@@ -47,10 +47,10 @@ func TestClaimsWalkNoUnknownRows(t *testing.T) {
 		name, args string
 		most       int
 	}{
-		{"claim", `'g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, 40 * known},
-		{"left", `'g', '{a}', '{s}', '{2000-01-01}', false, false, E'{"\nt"}', '{}'`, 10},
-		{"claim", fmt.Sprintf(`'g', 'w', '1 min', %s, %s, 1000, 10, false, %s, 1000000000, false, %s, '{}'`, list(actions), list(streams), since, list(types)), 4500},
-		{"left", fmt.Sprintf(`'g', %s, %s, %s, false, false, %s, '{}'`, list(actions), list(streams), since, list(types)), 4500},
+		{"claim", `'g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, 40 * known},
+		{"left", `'g', '{a}', '{s}', '{2000-01-01}', false, E'{"\nt"}', '{}'`, 10},
+		{"claim", fmt.Sprintf(`'g', 'w', '1 min', %s, %s, 1000, 10, false, %s, 1000000000, %s, '{}'`, list(actions), list(streams), since, list(types)), 4500},
+		{"left", fmt.Sprintf(`'g', %s, %s, %s, false, %s, '{}'`, list(actions), list(streams), since, list(types)), 4500},
 	} {
 		f.inTx(func(tx pgx.Tx) {
 			buffers, plan := f.buffersOf(tx, test.name, test.args)
@@ -59,7 +59,7 @@ func TestClaimsWalkNoUnknownRows(t *testing.T) {
 		})
 	}
 	f.inTx(func(tx pgx.Tx) {
-		tag, err := tx.Exec(t.Context(), `EXECUTE claim('g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}')`, pgx.QueryExecModeSimpleProtocol)
+		tag, err := tx.Exec(t.Context(), `EXECUTE claim('g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}')`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(t, err)
 		require.EqualValues(t, known, tag.RowsAffected())
 	})

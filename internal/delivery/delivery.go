@@ -59,10 +59,14 @@ type Delivery struct {
 	FromKafka bool
 	Partition int32
 	Record    []byte
+	// ValueIn is the place of the dead letter that alone has the value of the record, "" if the row has it.
+	ValueIn string
 	// LastCode and LastMessage are the error of the last failed attempt.
 	LastCode, LastMessage string
 	// FirstFailed is when the first attempt has failed, by the clock of this process. It is zero if none has.
 	FirstFailed time.Time
+	// WitnessAfter is that of [handling.Task], by the clock of this process.
+	WitnessAfter time.Time
 
 	// floor is an id below which no row of the key is open, unless the row was put back.
 	floor int64
@@ -108,7 +112,7 @@ const (
 	columns = `d.id, coalesce(d.locked_by, ''), d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + codeStale + `', false),
        coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id,
        d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.size,
-       d.record_partition, coalesce(d.last_error_code, ''), coalesce(d.last_error_message, ''), clock_timestamp() - d.failed_at`
+       d.record_partition, coalesce(d.last_error_code, ''), coalesce(d.last_error_message, ''), clock_timestamp() - d.failed_at, clock_timestamp() - d.witness_after, coalesce(d.dead_letter, '')`
 	payload = `coalesce(pg_catalog.convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
 	headers = `pg_catalog.convert_to(d.headers::text, 'UTF8')`
 	record  = `d.record`
@@ -120,15 +124,18 @@ func readRows(rows pgx.Rows) ([]Delivery, error) {
 		var key pgtype.Int8
 		var bare pgtype.Bool
 		var partition pgtype.Int4
-		var failing *time.Duration
+		var failing, witness *time.Duration
 		err = row.Scan(&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
 			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID,
 			&d.ContentType, &d.PartitionKey, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt}, &d.Size,
-			&partition, &d.LastCode, &d.LastMessage, &failing, &bare, &d.Payload, &d.Headers, &d.Record)
+			&partition, &d.LastCode, &d.LastMessage, &failing, &witness, &d.ValueIn, &bare, &d.Payload, &d.Headers, &d.Record)
 		d.Key, d.Bare = Key{key.Int64, key.Valid}, bare.Bool
 		d.FromKafka, d.Partition = partition.Valid, partition.Int32
 		if failing != nil {
 			d.FirstFailed = time.Now().Add(-max(0, *failing))
+		}
+		if witness != nil {
+			d.WitnessAfter = time.Now().Add(-max(0, *witness))
 		}
 		return d, err
 	})

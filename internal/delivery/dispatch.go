@@ -63,6 +63,9 @@ const (
 	outageHolders    = "looking for sessions that hold locks"
 )
 
+// OutageMember is the name of an outage that a process meets without any deliveries.
+const OutageMember = "renewing the row of this process"
+
 // run claims and deals until stopping ends.
 func (d *Dispatcher) run(stopping context.Context) error {
 	for stopping.Err() == nil {
@@ -75,6 +78,11 @@ func (d *Dispatcher) run(stopping context.Context) error {
 			return err
 		case err != nil:
 			d.signalUnknown()
+			if pg.IsTransient(err) { // a deadlock is no outage
+				wait.Sleep(stopping, LockPause)
+				d.SignalDue()
+				continue
+			}
 			if stopping.Err() == nil {
 				what := handling.OutagePostgres
 				if pg.IsWaitInVain(err) {
@@ -234,20 +242,19 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 	}
 	dueLater, suspectsLater := false, false
 	for _, k := range d.Kinds {
-		room := k.Room()
-		if room == 0 {
+		if k.Room() == 0 {
 			dueLater, suspectsLater = dueLater || tasks.due, suspectsLater || tasks.suspects
 			continue
 		}
-		if tasks.due {
+		if tasks.due || k.hasShareAgain() {
 			if err := d.claimTrials(ctx, k); err != nil {
 				return false, err
 			}
-			got, err := d.claimDue(ctx, k, room)
+			got, later, err := d.claimDue(ctx, k)
 			if err != nil {
 				return false, err
 			}
-			more = more || got
+			more, dueLater = more || got, dueLater || later
 		}
 		if tasks.suspects {
 			got, err := d.claimSuspect(ctx, k)
@@ -296,15 +303,6 @@ func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (ro
 	d.answered = true
 	d.deal(k, got, began, c.trial)
 	return len(got), nil
-}
-
-// claimDue claims due rows for a kind of lanes. It reports whether there may be more.
-func (d *Dispatcher) claimDue(ctx context.Context, k *LaneKind, room int) (more bool, err error) {
-	limit := room * k.Batch()
-	rows, err := d.claim(ctx, k, claimRequest{
-		pairs: d.claimablePairs(k), limit: limit, follow: k.Batch(), budget: d.Claimed.Budget(),
-	})
-	return err == nil && rows > 0 && rows >= limit && k.Room() > 0, err
 }
 
 // claimSuspect claims a single row that may have ended its last process, unless this process has such a row

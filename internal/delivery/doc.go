@@ -3,8 +3,9 @@
 // action of a group.
 //
 // A worker inserts a row for each event of its database and each action. A consumer inserts a row only for
-// an event that it parks: the event has failed, or is behind a failed event in its key. [Store] has the
-// statements, [Run] handles the rows of a group in one process.
+// an event that it parks: the event has failed, or is behind a failed event in its key. Both handle the rows
+// of each other, because their group may have moved since. [Store] has the statements, [Run] handles the rows
+// of a group in one process.
 //
 // # What it needs
 //
@@ -26,6 +27,10 @@
 //   - If a process is gone, other processes take over its rows when the leases have expired.
 //   - A stop ends within StopTimeout, even if a handler hangs. It releases all rows whose handlers have not begun, also
 //     those whose claim got no answer.
+//   - While the calls of an action take long, another action with due rows has half of the lanes. A lane whose handler
+//     hangs has a spare lane as its replacement, for parked events after a moment, and for workers when the call is
+//     given up.
+//   - A batch that takes longer than a transaction may take gives back its rest, so that other processes have it.
 //   - A trial of a breaker belongs to the claim of its row, and the slots of a call to its lane. They are released when
 //     the row or the call ends, at the latest when it is given up.
 //
@@ -63,8 +68,8 @@
 //
 // A claim counts an attempt in advance, and a takeover takes it back: most rows of a process that is gone were
 // waiting. The attempt stays counted if the process has noted in the row that a handler begins ([Store.Begin]). It
-// notes that for suspects, and for rows whose handlers do not return. So an event that ends its processes, or hangs,
-// uses up its attempts.
+// notes that for suspects, before it decodes them, and for rows whose handlers do not return. So an event that ends
+// its processes, or hangs, uses up its attempts.
 //
 // # Processes of two releases
 //

@@ -32,16 +32,17 @@ func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery, first 
 }
 
 // atEnd runs statements at the end of a transaction with handlers. It bounds their waits. A COMMIT must follow at once.
-// Mostly it takes a single round trip. On a connection that has not run the statement main yet, the statements of first
-// take their own: pgx prepares all statements of a batch before it runs one, and a handler may have set a role that may
-// not use the tables.
+// Mostly it takes a single round trip. The statements of first take their own if they undo settings of a handler, or
+// if the connection has not run the statement main yet: pgx prepares all statements of a batch before it runs one, also
+// those that its cache has dropped meanwhile, and a handler may have set a role that may not use the tables.
 func (s *Store) atEnd(ctx context.Context, tx pgx.Tx, main string, first []Restoration, queue func(*pgx.Batch)) error {
 	var b pgx.Batch
 	session := pg.KnownSession(tx.Conn())
+	alone := false
 	for _, f := range first {
-		f(&b, session)
+		alone = f(&b, session) || alone
 	}
-	if b.Len() > 0 && !session.HasRun(main) {
+	if b.Len() > 0 && (alone || !session.HasRun(main)) {
 		if err := tx.SendBatch(ctx, &b).Close(); err != nil {
 			return err
 		}
@@ -166,16 +167,22 @@ type Failure struct {
 	Last bool
 	// Dead is set if the delivery is not retried. The next row of its key is promoted, unless Held.
 	Dead, Held bool
+	// DeadLetterOwed is set if the dead letter of a dead delivery was not sent.
+	DeadLetterOwed bool
+	// DeadLetter is the place of the dead letter if it has the whole record. Then a large value is not kept in the row.
+	DeadLetter string
 }
 
-// sqlFail gives a row back with its error. It finds nothing if another process has the row.
+// sqlFail gives a row back with its error. It finds nothing if another process has the row. It keeps the rule of
+// handling.Task.NoteFailure.
 const sqlFail = `
 UPDATE {schema}.event_delivery AS d
-   SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
+   SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, dead_letter_owed = $13::bool, locked_by = NULL, locked_until = NULL,
        next_retry_at = clock_timestamp() + $5::interval, processed_at = CASE WHEN $6::bool THEN clock_timestamp() END,
        updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text, max_attempts = CASE WHEN $11::bool THEN d.attempt_count ELSE greatest(d.max_attempts, $9::int) END,
-       attempt_count = d.attempt_count - CASE WHEN $10::bool THEN 1 ELSE 0 END,
-       failed_at = CASE WHEN $12::bool THEN d.failed_at ELSE coalesce(d.failed_at, clock_timestamp()) END
+       attempt_count = CASE WHEN $10::bool THEN d.attempt_count - 1 ELSE d.attempt_count END,
+       failed_at = CASE WHEN $12::bool THEN d.failed_at ELSE coalesce(d.failed_at, clock_timestamp()) END,
+       witness_after = CASE WHEN $10::bool OR $12::bool THEN d.witness_after ELSE clock_timestamp() END
  WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
 RETURNING d.id`
 
@@ -186,7 +193,8 @@ RETURNING d.id`
 func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted, f.Last, f.Postponed).Query(func(rows pgx.Rows) error {
+		s.queueStrip(b, &f.Of, f.DeadLetter)
+		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted, f.Last, f.Postponed, f.DeadLetterOwed).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0
 			return err

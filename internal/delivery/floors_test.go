@@ -138,6 +138,42 @@ func TestTransactionStaysOpen(t *testing.T) {
 	}
 }
 
+// A consumer that asks whether a key is blocked finds an open row at its end, however many rows of the key are done
+// while a transaction is open.
+func TestBlockedKeyIsFoundAtItsEnd(t *testing.T) {
+	testenv.Long(t)
+	testenv.Direct(t) // it counts reads of a connection
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	f.stayOpen()
+	const rows, open, questions, most = 1000, 10, 20, 10 // entries of a question
+	db := f.single()
+	s := delivery.NewStore(db, f.schema, group, "a", shortLease).ForRecords()
+	parked := []delivery.Received{failed("k", 0)}
+	for n := range rows {
+		parked = append(parked, received("k", n+1))
+	}
+	f.park(s, parked...)
+	for done := 0; done <= rows-open; {
+		claimed := f.claim(s)
+		require.NotEmpty(t, claimed)
+		_, err := s.Finish(ctx, claimed)
+		require.NoError(t, err)
+		done += len(claimed)
+	}
+	db.Close()
+	read := f.readSince(0)
+	db = f.single()
+	s = delivery.NewStore(db, f.schema, group, "b", shortLease).ForRecords()
+	for range questions {
+		require.Len(t, f.blocked(s, received("k", 2*rows)), 1)
+	}
+	db.Close()
+	read = f.readSince(read)
+	t.Logf("%d entries for %d questions", read, questions)
+	require.Less(t, read, questions*most)
+}
+
 // stayOpen opens a transaction that writes.
 func (f *tableFixture) stayOpen() { f.begin(`SELECT pg_current_xact_id()`) }
 

@@ -22,7 +22,7 @@ WITH RECURSIVE waiting AS (
             ORDER BY d.order_key, d.id LIMIT 1) AS next
      WHERE waiting.n < $2
 )
-SELECT (SELECT array_agg(w.order_key) FROM waiting AS w
+SELECT (SELECT pg_catalog.array_agg(w.order_key) FROM waiting AS w
          WHERE w.consumer_group = $3::text
            AND (SELECT d.id FROM {schema}.event_delivery AS d WHERE ` + ofKey("w.order_key") + ` AND ` + head + ` AND d.consumer_group = $3::text
                  ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL),

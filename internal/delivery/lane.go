@@ -7,6 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -30,9 +32,11 @@ type lane struct {
 	finishing *handling.Processor // finishes deliveries in the transaction of their handlers
 	plain     *handling.Processor // does not
 	attempts  *handling.Attempts
-	most      int // deliveries that are tried in one transaction: fewer where handlers are slow
+	large     int64 // bytes that takeLarge has taken
+	most      int   // deliveries that are tried in one transaction: fewer where handlers are slow
 
 	// The batch under way:
+	began    time.Time
 	items    []laneItem
 	ctx      context.Context // ends when the batch must not go on
 	trial    *handling.Trial // in which the batch is tried, or nil
@@ -47,6 +51,7 @@ type laneParts struct {
 	processor  *handling.Processor
 	store      *Store
 	slots      handling.CallSlots
+	allLarge   *semaphore.Weighted // see takeLarge
 	pauses     *pauses.Set
 	outages    *outage.Logs
 	log        *slog.Logger
@@ -54,23 +59,24 @@ type laneParts struct {
 	breakers   *handling.ActionBreakers
 	session    SessionSettings // of the pool's connections, before a handler changes them
 	readEvent  readDelivery
-	deadLetter sendDeadLetter // nil if dead deliveries get no dead letter
+	deadLetter sendDeadLetter // for deliveries from Kafka; nil in a process without a client for Kafka
 
 	stopping context.Context // ends when no new attempt may begin
 	cut      context.Context // ends when attempts must end
 
-	signalDue     func()                                   // rows may be due
-	signalUnknown func()                                   // see Dispatcher.releaseUnknown
-	retryAt       func(time.Time)                          // a row will be due then
-	handled       func(l *lane, n int, took time.Duration) // a batch of n deliveries has ended
+	signalDue     func()                                       // rows may be due
+	signalUnknown func()                                       // see Dispatcher.releaseUnknown
+	retryAt       func(time.Time)                              // a row will be due then
+	handled       func(l *lane, n, of int, took time.Duration) // n deliveries of a batch were handled, the others are released
 }
 
 // readDelivery returns the event of a delivery and the action that it is for, "" for all handlers of its
 // type. It returns a nil message for a skipped event. It fills metadata that exists only in the payload.
 type readDelivery func(d *Delivery, about *envelope.Received) (m *envelope.Message, action string, err error)
 
-// sendDeadLetter sends the dead letter of a dead delivery, and returns its topic.
-type sendDeadLetter func(ctx context.Context, d *Delivery, o handling.Outcome) (topic string, err error)
+// sendDeadLetter sends the dead letter of a dead delivery, and returns its topic. The place is that of the dead letter,
+// in the form of [deadletter.Origin], or "" if parts of the record are missing in it.
+type sendDeadLetter func(ctx context.Context, d *Delivery, o handling.Outcome) (topic, place string, err error)
 
 // SessionSettings are settings with which connections of the pool begin.
 type SessionSettings struct{ Role, User, isolation string }
@@ -87,7 +93,9 @@ type laneItem struct {
 	handling.Item
 	Delivery
 	read  bool // decoded
+	big   bool // not read, because the large events of other lanes leave no room
 	noted bool // its success in a shared transaction has reached its breaker
+	begun bool // its outcome was looked for, or its transaction has committed
 	ended bool // finished, failed or released
 }
 
@@ -119,19 +127,27 @@ func (l *lane) run() {
 		if !ok {
 			return
 		}
-		began := time.Now()
-		l.handle(batch)
-		l.handled(l, len(batch), time.Since(began))
+		l.began = time.Now()
+		n := l.handle(batch)
+		l.handled(l, n, len(batch), time.Since(l.began))
 	}
 }
 
-// handle handles a batch, and releases the deliveries that have neither finished nor failed.
-func (l *lane) handle(batch []Delivery) {
+// isOver reports whether the batch has taken as long as a transaction may take. The lane releases the rest of it then,
+// so that other lanes and processes can have it.
+func (l *lane) isOver() bool { return time.Since(l.began) >= handling.TransactionTime }
+
+// handle handles a batch, and releases the deliveries that have neither finished nor failed. It returns how many have
+// finished or failed here. Deliveries that relieve has released do not count, nor do those parked behind a failed one.
+func (l *lane) handle(batch []Delivery) (n int) {
 	defer l.held.Release()
 	l.ctx, l.trial = l.claimed.claimOf(batch, l.cut)
 	l.begin(batch)
-	defer func() { l.items = nil }()
-	for at := 0; at < len(l.items) && l.mayContinue(); {
+	defer func() {
+		l.items = nil
+		l.releaseLarge()
+	}()
+	for at := 0; at < len(l.items) && l.mayContinue() && (at == 0 || !l.isOver()); {
 		n := l.readSome(l.items[at:])
 		if l.tx {
 			n = l.handleBatch(l.items[at : at+n])
@@ -142,10 +158,17 @@ func (l *lane) handle(batch []Delivery) {
 			it := &l.items[at+i]
 			it.Payload, it.Headers, it.Record, it.Item = nil, nil, nil, handling.Item{Meta: it.Meta}
 		}
+		l.releaseLarge()
 		at += n
 	}
 	l.flush()
+	for i := range l.items {
+		if it := &l.items[i]; it.begun && it.ended {
+			n++
+		}
+	}
 	l.releaseRest()
+	return n
 }
 
 func (l *lane) mayContinue() bool { return l.stopping.Err() == nil && l.ctx.Err() == nil }
@@ -235,7 +258,7 @@ func (l *lane) mustRunAlone(it laneItem) bool {
 	if it.ended || len(it.Tasks) == 0 || it.Suspect || it.Class != "" || it.Action == "" || it.hasNoAttemptLeft() {
 		return true
 	}
-	return l.mustWait(&it) || slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return t.Kind == handling.NoTx })
+	return l.mustWait(&it) || len(l.otherKeys(&it)) > 0 || slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return t.Kind == handling.NoTx })
 }
 
 // mustWait reports whether an item is released untried: its stream is paused, or the breaker of its action
@@ -263,9 +286,12 @@ func (l *lane) noteSucceeded(it *laneItem, began time.Time) {
 }
 
 // noteFailedBatch notes for their breakers the items that have succeeded in a transaction that another one has failed.
+// It leaves out those that have failed before: each of them would be a witness for its own next failure.
 func (l *lane) noteFailedBatch(items []laneItem, failed *handling.TaskError, began time.Time) {
 	for _, t := range failed.Succeeded() {
-		l.noteSucceeded(&items[indexOf(items, t.Meta.Origin)], began)
+		if it := &items[indexOf(items, t.Meta.Origin)]; it.FirstFailed.IsZero() {
+			l.noteSucceeded(it, began)
+		}
 	}
 }
 
@@ -281,6 +307,7 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, repeats handlin
 		if it := &items[i]; !slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return repeats.Has(&t) }) {
 			l.noteSucceeded(it, began)
 		}
+		items[i].begun = true
 		l.remove(&items[i])
 	}
 	l.promoteFollowers()
@@ -297,7 +324,7 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, repeats handlin
 // its attempt.
 func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
 	for i := range items {
-		if !l.mayContinue() {
+		if !l.mayContinue() || i > 0 && l.isOver() {
 			return
 		}
 		it := &items[i]
@@ -314,19 +341,25 @@ func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
 
 // handleOne runs the tasks of an item until all are done or one has failed.
 func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
+	it.begun = true
+	if it.big {
+		known := handling.Outcome{Class: it.LastCode, Err: &earlierError{it.LastCode, it.LastMessage}} // it stays so
+		l.holdBack(it, known, largePause)
+		return
+	}
 	if o, decided := l.outcomeWithoutCall(it); decided {
 		if !l.yield(it, o) {
 			l.markDead(it, o)
 		}
 		return
 	}
-	if it.Suspect && !l.beginSuspect(it) {
+	if l.postponeBehind(it) {
 		return
 	}
 	left := len(it.Tasks)
 	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
-		t.FirstFailed = it.FirstFailed
+		t.FirstFailed, t.WitnessAfter = it.FirstFailed, it.WitnessAfter
 		l.attempts.Processor = l.plain
 		if left--; left == 0 && t.Kind != handling.NoTx {
 			l.attempts.Processor, inTx = l.finishing, true
@@ -364,7 +397,7 @@ func (l *lane) beginSuspect(it *laneItem) bool {
 // outcomeWithoutCall returns the outcome of an item for which no handler is called: it has no attempt left,
 // cannot be decoded, or has no handler.
 func (l *lane) outcomeWithoutCall(it *laneItem) (o handling.Outcome, decided bool) {
-	if it.hasNoAttemptLeft() {
+	if it.hasNoAttemptLeft() && it.ValueIn == "" {
 		tried := it.MaxAttempts
 		if it.Action == "" { // no handler got it
 			tried = 0

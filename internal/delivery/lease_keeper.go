@@ -6,15 +6,19 @@ import (
 	"math"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/contain"
+
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // leaseKeeper renews the leases of this process, takes over expired leases of other processes, watches
-// for handlers that hang, and finds out who holds locks. Each of its four loops is one goroutine.
+// for handlers that hang, finds out who holds locks, reports its state, and counts what waits. Each of its six
+// loops is one goroutine.
 type leaseKeeper struct {
 	cfg        *Rules
 	store      *Store
@@ -44,26 +48,32 @@ const (
 // renewLoop renews leases until ctx is cancelled.
 func (k *leaseKeeper) renewLoop(ctx context.Context) {
 	for ctx.Err() == nil {
-		began, pause := time.Now(), k.cfg.Lease/3
-		try, cancel := context.WithTimeout(ctx, k.cfg.Lease/3)
-		err := k.renew(try)
-		cancel()
-		if ctx.Err() == nil {
-			k.outages.Report(outageRenewing, began, err)
-		}
-		if err != nil {
+		pause := k.cfg.Lease / 3
+		if k.tryRenew(ctx) != nil {
 			pause = k.cfg.Lease / retryShare
 		}
 		wait.Sleep(ctx, pause)
 	}
 }
 
-// renew renews the leases of all claimed deliveries. Claims that could not be renewed for longer than the
-// lease are lost.
-func (k *leaseKeeper) renew(ctx context.Context) (err error) {
+// tryRenew renews, and reports the result if there was anything to renew.
+func (k *leaseKeeper) tryRenew(ctx context.Context) error {
+	began := time.Now()
+	try, cancel := context.WithTimeout(ctx, k.cfg.Lease/3)
+	defer cancel()
+	tried, err := k.renew(try)
+	if tried && ctx.Err() == nil {
+		k.outages.Report(outageRenewing, began, err)
+	}
+	return err
+}
+
+// renew renews the leases of all claimed deliveries, if there are any. Claims that could not be renewed for longer than
+// the lease are lost.
+func (k *leaseKeeper) renew(ctx context.Context) (tried bool, err error) {
 	began := time.Now()
 	rows := k.claimed.renewable()
-	if len(rows) > 0 {
+	if tried = len(rows) > 0; tried {
 		rows, err = k.store.Renew(ctx, rows)
 	}
 	if err != nil {
@@ -73,7 +83,7 @@ func (k *leaseKeeper) renew(ctx context.Context) (err error) {
 		k.log.Warn("outbox: the leases of deliveries could not be renewed in time, other processes may handle them",
 			"batches", lost)
 	}
-	return err
+	return tried, err
 }
 
 // retryShare says after which part of a lease PostgreSQL is tried again in an outage. It is less than the
@@ -96,14 +106,7 @@ func (k *leaseKeeper) takeOverLoop(ctx context.Context) {
 	k.repairedUpTo = math.MinInt64
 	round := takeOverRound{confirmed: time.Now()}
 	for ; ctx.Err() == nil; round.n++ {
-		began := time.Now()
-		try, cancel := context.WithTimeout(ctx, takeOverTimeout)
-		err := k.takeOverOnce(try, &round)
-		cancel()
-		round.answers.note(err, false)
-		if ctx.Err() == nil {
-			k.outages.Report(outageTakingOver, began, err)
-		}
+		k.tryTakeOver(ctx, &round)
 		pause := k.cfg.Lease / 3
 		if remaining := round.answers.remaining(k.cfg.Lease / 2); remaining > 0 {
 			pause = min(pause, remaining)
@@ -112,9 +115,32 @@ func (k *leaseKeeper) takeOverLoop(ctx context.Context) {
 	}
 }
 
+// tryTakeOver is a round of takeOverLoop. A round that leaves out the step that has failed ends no outage.
+func (k *leaseKeeper) tryTakeOver(ctx context.Context, round *takeOverRound) {
+	try, cancel := context.WithTimeout(ctx, takeOverTimeout)
+	defer cancel()
+	began := time.Now()
+	err := k.renewMember(try)
+	round.answers.note(err, time.Since(began) > k.cfg.Lease/3)
+	if err != nil {
+		return
+	}
+	began = time.Now()
+	err = k.takeOverOnce(try, round)
+	round.answers.note(err, false)
+	if ctx.Err() == nil && (err != nil || !round.failed) {
+		k.outages.Report(outageTakingOver, began, err)
+	}
+	if ctx.Err() == nil && err == nil && len(k.claimed.renewable()) == 0 {
+		k.outages.Report(outageRenewing, began, nil) // there may be nothing more to renew, and PostgreSQL takes writes
+	}
+}
+
 // takeOverRound is the state that takeOverLoop keeps between rounds.
 type takeOverRound struct {
 	n         int
+	repairs   bool // heads are to be repaired
+	failed    bool // the last try to take over deliveries has failed
 	answers   answering
 	announced bool      // the deliveries of other processes are logged
 	confirmed time.Time // the last success of confirm
@@ -122,21 +148,22 @@ type takeOverRound struct {
 
 // takeOverOnce takes over, repairs heads, retries dead deliveries, saves successes and confirms, each when its time has
 // come.
-func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) error {
+func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) (err error) {
 	began := time.Now()
-	err := k.members.renew(ctx)
-	round.answers.note(err, time.Since(began) > k.cfg.Lease/3)
-	if err == nil && !round.announced {
+	if !round.announced {
 		err = k.announceOthers(ctx)
 		round.announced = err == nil
 	}
 	if err == nil && round.answers.remaining(k.cfg.Lease/2) <= 0 {
 		err = k.takeOver(ctx)
+		round.failed = err != nil
 	}
-	if err == nil && round.n%repairEvery == 0 {
+	round.repairs = round.repairs || round.n%repairEvery == 0
+	if err == nil && round.repairs {
 		if err = k.repairHeads(ctx); err == nil {
 			err = k.reportUnhandled(ctx)
 		}
+		round.repairs = err != nil
 	}
 	if err == nil && len(k.cfg.RetryDeadAfter) > 0 {
 		err = k.retryDead(ctx)
@@ -248,10 +275,8 @@ func (k *leaseKeeper) reportUnhandled(ctx context.Context) error {
 		return err
 	}
 	for _, u := range k.members.fresh(kinds) {
-		if u.FromKafka == k.store.records {
-			k.log.Warn("outbox: deliveries wait, no process of the group has a handler for them at the moment",
-				"type", u.Type, "stream", u.Stream, "action", u.Action)
-		}
+		k.log.Warn("outbox: deliveries wait, no process of the group has a handler for them at the moment",
+			"type", u.Type, "stream", u.Stream, "action", u.Action)
 	}
 	return nil
 }
@@ -299,7 +324,11 @@ func (k *leaseKeeper) repairHeads(ctx context.Context) error {
 func (k *leaseKeeper) watchLoop(ctx context.Context) {
 	const interval = time.Second
 	for ctx.Err() == nil {
-		wait.Sleep(ctx, min(interval, k.cfg.SlowHandler/2))
+		pause := min(interval, k.cfg.SlowHandler/2)
+		if k.cfg.SpareAfter > 0 {
+			pause = min(pause, k.cfg.SpareAfter/2)
+		}
+		wait.Sleep(ctx, pause)
 		for _, l := range k.lanes {
 			l.slow.Report(&l.activity, l.cfg.SlowHandler, l.log)
 			slots := l.held.Call() // before the call is looked at: it has these slots, if it hangs
@@ -325,18 +354,62 @@ func (k *leaseKeeper) holderLoop(ctx context.Context) {
 	bound := 2 * handling.LimitsOf(k.cfg.HandlerTimeout).Call
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, often)
-		began := time.Now()
-		holders, err := k.store.waits.Look(ctx, k.store.db, k.cfg.Schema, bound)
-		if ctx.Err() == nil && (err != nil || k.outages.Failing()) {
-			k.outages.Report(outageHolders, began, err)
+		k.lookForHolders(ctx, bound)
+	}
+}
+
+func (k *leaseKeeper) lookForHolders(ctx context.Context, bound time.Duration) {
+	began := time.Now()
+	holders, looked, err := k.store.waits.Look(ctx, k.store.db, k.cfg.Schema, bound)
+	if !looked && k.outages.Fails(outageHolders) { // nothing may wait any more
+		err = pg.Beside(ctx, k.store.db, func(conn *pgx.Conn) error { return conn.Ping(ctx) })
+		looked = true
+	}
+	if looked && ctx.Err() == nil && (err != nil || k.outages.Failing()) {
+		k.outages.Report(outageHolders, began, err)
+	}
+	for _, h := range holders {
+		message := "outbox: statements wait for a lock that another session holds"
+		if h.Ended {
+			message = "outbox: a session was ended, because statements waited for its lock and its transaction took too long"
 		}
-		for _, h := range holders {
-			message := "outbox: statements wait for a lock that another session holds"
-			if h.Ended {
-				message = "outbox: a session was ended, because statements waited for its lock and its transaction took too long"
-			}
-			k.log.Warn(message, h.Attrs()...)
+		k.log.Warn(message, h.Attrs()...)
+	}
+}
+
+// reportLoop renews the row of this process within a second after what it says of itself has changed, until ctx is
+// cancelled. If that fails, takeOverLoop renews the row later.
+func (k *leaseKeeper) reportLoop(ctx context.Context) {
+	const often = time.Second
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, min(often, k.cfg.Lease/3))
+		if k.members.hasNews() {
+			_ = k.renewMember(ctx) // its outage is reported
 		}
+	}
+}
+
+// memberTimeout bounds how long the row of this process is renewed: a process without events notices an outage of
+// PostgreSQL by that.
+const memberTimeout = 5 * time.Second
+
+// renewMember renews the row of this process, and reports the result.
+func (k *leaseKeeper) renewMember(ctx context.Context) error {
+	began := time.Now()
+	try, cancel := context.WithTimeout(ctx, min(memberTimeout, k.cfg.Lease/3))
+	defer cancel()
+	err := k.members.renew(try)
+	if ctx.Err() == nil {
+		k.outages.Report(OutageMember, began, err)
+	}
+	return err
+}
+
+// lookLoop counts what the group has to handle, for Health, until ctx is cancelled.
+func (k *leaseKeeper) lookLoop(ctx context.Context) {
+	for ctx.Err() == nil {
+		k.members.look(ctx, k.log)
+		wait.Sleep(ctx, k.members.every)
 	}
 }
 
@@ -344,7 +417,11 @@ func (k *leaseKeeper) holderLoop(ctx context.Context) {
 // transaction as a slow handler have to wait for its end.
 func (k *leaseKeeper) relieveLanes(ctx context.Context) {
 	for _, kind := range k.dispatcher.Kinds {
-		k.release(ctx, kind.takeFromSlow())
+		waiting, replaced := kind.takeFromSlow()
+		k.release(ctx, waiting)
+		if replaced {
+			wait.Signal(k.dispatcher.changed)
+		}
 		for _, l := range kind.slowLanes() {
 			if !l.tx {
 				bounded, cancel := context.WithTimeout(ctx, WriteTimeout)

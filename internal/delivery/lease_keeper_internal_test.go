@@ -1,17 +1,22 @@
 package delivery
 
 import (
+	"context"
 	"errors"
 	"log/slog"
+	"net"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
 // If the consumer of an event is gone, hooks get the record that brought the event. For an event from
@@ -57,4 +62,102 @@ func TestRepairedHeadsEndOutage(t *testing.T) {
 	k := &leaseKeeper{store: NewStore(db, schema, "mail", "a", time.Minute), outages: outages, log: log}
 	require.NoError(t, k.repairHeads(t.Context()))
 	require.False(t, outages.Failing())
+}
+
+// newOutageKeeper returns a keeper without deliveries, and what it says of outages.
+func newOutageKeeper(t *testing.T) (k *leaseKeeper, log *testenv.Buffer) {
+	db, schema := testenv.Migrated(t)
+	log = new(testenv.Buffer)
+	logger := slog.New(slog.NewTextHandler(log, nil))
+	store, member := NewStore(db, schema, "mail", "a", time.Minute), wakeup.Of(db, "m").Join(nil, nil, logger)
+	t.Cleanup(member.Close)
+	return &leaseKeeper{
+		cfg: &Rules{Rules: &handling.Rules{Schema: schema}, Lease: time.Minute}, store: store, claimed: newClaimedSet(), outages: outage.NewLogs(logger), log: logger,
+		members: &members{store: store, routes: []string{}, every: time.Minute, member: member},
+	}, log
+}
+
+// Where there is nothing to renew, nothing is asked, and no outage ends. It ends when PostgreSQL takes something else.
+func TestRenewingNothingEndsNoOutage(t *testing.T) {
+	t.Parallel()
+	k, log := newOutageKeeper(t)
+	k.outages.Report(outageRenewing, time.Now(), errors.New("the connection is gone"))
+	require.NoError(t, k.tryRenew(t.Context()))
+	require.True(t, k.outages.Failing())
+	require.NotContains(t, log.String(), "works again")
+	k.tryTakeOver(t.Context(), &takeOverRound{announced: true})
+	require.False(t, k.outages.Failing())
+	require.Contains(t, log.String(), "renewing deliveries works again")
+}
+
+// The round behind one that has failed takes nothing over, and ends no outage. Nor does a round that repairs nothing,
+// after one that has failed to.
+func TestSkippedTakeOverEndsNoOutage(t *testing.T) {
+	t.Parallel()
+	for name, round := range map[string]takeOverRound{
+		"take over": {n: 1, announced: true, answers: answering{since: time.Now().Add(-time.Hour)}},
+		"repair":    {n: 0, announced: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			k, log := newOutageKeeper(t)
+			rename := func(from, to string) {
+				_, err := k.store.db.Exec(t.Context(), `ALTER TABLE "`+k.cfg.Schema+`".`+from+` RENAME TO `+to)
+				require.NoError(t, err)
+			}
+			rename("event_delivery", "elsewhere")
+			for range 3 {
+				k.tryTakeOver(t.Context(), &round)
+				require.True(t, k.outages.Failing())
+				round.n++
+			}
+			require.NotContains(t, log.String(), "works again")
+			rename("elsewhere", "event_delivery")
+			round.answers.since = time.Now().Add(-time.Hour)
+			k.tryTakeOver(t.Context(), &round)
+			require.Empty(t, k.outages.Current())
+			require.Equal(t, 1, strings.Count(log.String(), "works again"))
+		})
+	}
+}
+
+// While no statement waits for a lock, no holder is looked for. An outage of the look ends when PostgreSQL answers.
+func TestLookForNoHolderEndsNoOutage(t *testing.T) {
+	t.Parallel()
+	k, log := newOutageKeeper(t)
+	k.outages.Report(outageHolders, time.Now(), errors.New("too many connections"))
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	k.lookForHolders(ctx, time.Minute)
+	require.True(t, k.outages.Failing())
+	db := k.store.db
+	k.store.db = testenv.Pool(t, func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("unplugged") }
+	})
+	k.lookForHolders(t.Context(), time.Minute)
+	require.True(t, k.outages.Failing())
+	require.NotContains(t, log.String(), "works again")
+	k.store.db = db
+	k.lookForHolders(t.Context(), time.Minute)
+	require.False(t, k.outages.Failing())
+}
+
+// A process without deliveries notices an outage of PostgreSQL by its own row, and says so once.
+func TestMemberNoticesOutages(t *testing.T) {
+	t.Parallel()
+	k, log := newOutageKeeper(t)
+	rename := func(from, to string) {
+		_, err := k.store.db.Exec(t.Context(), `ALTER TABLE "`+k.cfg.Schema+`".`+from+` RENAME TO `+to)
+		require.NoError(t, err)
+	}
+	rename("event_member", "elsewhere")
+	for range 2 {
+		k.tryTakeOver(t.Context(), &takeOverRound{announced: true})
+		require.Len(t, k.outages.Current(), 1)
+		require.Equal(t, OutageMember, k.outages.Current()[0].Name)
+	}
+	rename("elsewhere", "event_member")
+	k.tryTakeOver(t.Context(), &takeOverRound{announced: true})
+	require.Empty(t, k.outages.Current())
+	require.Equal(t, 1, strings.Count(log.String(), "works again"))
 }

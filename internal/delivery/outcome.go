@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -96,18 +97,20 @@ SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization
        set_config('role', $1::text, true), set_config('lock_timeout', $3::text, true), set_config('statement_timeout', $4::text, true),
        set_config('idle_in_transaction_session_timeout', $5::text, true)`
 
-// Restoration queues statements that prepare the end of a transaction with handlers.
-type Restoration = func(*pgx.Batch, *pg.Session)
+// Restoration queues statements that prepare the end of a transaction with handlers. It reports whether they undo
+// settings that a handler has changed.
+type Restoration = func(*pgx.Batch, *pg.Session) (undo bool)
 
 // Restoration returns the one for a transaction with a number of tasks. It undoes settings of handlers if that is
 // needed. With a single task, it also undoes settings that functions inside PostgreSQL have changed.
 func (s SessionSettings) Restoration(tx handling.Tx, tasks int) Restoration {
-	return func(b *pgx.Batch, session *pg.Session) {
+	return func(b *pgx.Batch, session *pg.Session) (undo bool) {
 		if tx.ChangedSettings() || tasks == 1 {
 			b.Queue(sqlRestoreSettings, append([]any{s.Role, s.User}, session.EndBounds()...)...)
 		} else {
 			guardtx.QueueEnd(b, session)
 		}
+		return tx.ChangedSettings()
 	}
 }
 
@@ -190,31 +193,52 @@ func (l *lane) retry(it *laneItem, t handling.Task, o handling.Outcome) {
 }
 
 // markDead makes a delivery dead. For a record it sends the dead letter first. As long as that fails, the
-// delivery has no attempt left, and the process that claims it next sends the dead letter.
+// delivery has no attempt left, and the process that claims it next sends the dead letter. A worker cannot send it: the
+// next consumer does, see dead_letters.go.
 func (l *lane) markDead(it *laneItem, o handling.Outcome) {
 	f := l.failureOf(it, o)
 	f.Dead, f.Held, f.Uncounted = true, l.cfg.HoldDead, it.hasNoAttemptLeft()
 	topic := ""
-	if l.deadLetter != nil {
+	switch {
+	case it.ValueIn != "": // Kafka has its dead letter
+		topic = deadletter.TopicOf(it.ValueIn)
+	case it.FromKafka && l.deadLetter == nil:
+		f.DeadLetterOwed = true
+	case it.FromKafka:
+		var place string
 		var err error
-		if topic, err = l.deadLetter(l.ctx, &it.Delivery, o); err != nil {
-			l.awaitDeadLetter(it, f)
+		if topic, place, err = l.deadLetter(l.ctx, &it.Delivery, o); err != nil {
+			l.awaitDeadLetter(it, f, err)
 			return
 		}
+		f.DeadLetter = l.cfg.stripped(f.Code, place)
 	}
 	if _, err := l.writeFailure(it, f); err != nil { // lost: the process that has it now decides
 		return
 	}
 	l.attempts.ReportDead(it.Meta, topic, o)
+	if f.DeadLetterOwed {
+		l.log.Warn("outbox: the dead letter of an event from Kafka is not sent, the next consumer of the group sends it",
+			handling.EventAttrs(&it.Meta, "action", it.Action, "delivery", it.ID)...)
+	}
 	l.signalDue()
 }
 
-// deadLetterWait is how long a delivery waits whose dead letter could not be sent.
-const deadLetterWait = 5 * time.Second
+// ErrNotTried is returned for a dead letter that was not sent, because its topic takes nothing and another dead letter
+// is being tried.
+var ErrNotTried = errors.New("the dead-letter topic takes nothing, and another dead letter is being tried")
 
-// awaitDeadLetter has a delivery claimed again, only to send its dead letter.
-func (l *lane) awaitDeadLetter(it *laneItem, f Failure) {
-	f.Dead, f.Held, f.Wait, f.Last = false, false, deadLetterWait, !f.Uncounted
+// deadLetterWait is how long a delivery waits whose dead letter could not be sent, if the error has no wait. Kafka may
+// still get the dead letter in that time.
+const deadLetterWait = 10 * time.Second
+
+// awaitDeadLetter has a delivery claimed again after an error, only to send its dead letter. If it was claimed for that
+// before, its handler has not failed again.
+func (l *lane) awaitDeadLetter(it *laneItem, f Failure, err error) {
+	f.Dead, f.Held, f.Wait, f.Last, f.Postponed = false, false, deadLetterWait, !f.Uncounted, f.Uncounted
+	if later, ok := handling.WaitOf(err); ok {
+		f.Wait = later
+	}
 	if _, err := l.writeFailure(it, f); err == nil {
 		l.retryAt(time.Now().Add(f.Wait))
 	}
@@ -370,10 +394,10 @@ const LockPause = 100 * time.Millisecond
 // WriteTimeout bounds a statement that writes down the outcome of a delivery.
 const WriteTimeout = 10 * time.Second
 
-// awaitPostgres reports an outage of PostgreSQL, and waits before the next try. A wait for a lock in vain is no outage:
-// [leaseKeeper] logs who has the lock.
+// awaitPostgres reports an outage of PostgreSQL, and waits before the next try. Neither a wait for a lock in vain is an
+// outage, for which [leaseKeeper] logs who has the lock, nor a deadlock.
 func (l *lane) awaitPostgres(began time.Time, err error) {
-	if pg.IsWaitInVain(err) {
+	if pg.IsWaitInVain(err) || pg.IsTransient(err) {
 		wait.Sleep(l.stopping, LockPause)
 		return
 	}

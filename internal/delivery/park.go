@@ -20,7 +20,9 @@ import (
 // A query tells which keys are blocked, but its answer can be out of date at once: another process may
 // still hold the partition, because it has not noticed yet that it has lost it. Therefore a consumer locks
 // the keys of its events at the end of its transaction, against processes that insert rows, and queries
-// once more.
+// once more. The query at the beginning is needed too: a row may be open then and done at the end, but the
+// handlers that were called meanwhile may not have seen its effect. For the same reason the query at the end
+// includes rows that were parked or requeued, and done, meanwhile.
 
 // Subject is an event for an action, as event_delivery identifies it.
 type Subject struct {
@@ -56,7 +58,7 @@ type Received struct {
 	Note                                                                Note
 
 	// If an attempt has failed:
-	Attempt       int // 0 if none has
+	Attempt       int // 0 if none counts
 	Code, Message string
 	Wait          time.Duration
 }
@@ -98,7 +100,7 @@ WITH ` + behind + `, looked AS MATERIALIZED (
     SELECT k.key, min(k.n) AS first FROM wanted AS k WHERE k.key IS NOT NULL GROUP BY k.key
 ), free AS MATERIALIZED (
     SELECT k.first FROM keys AS k
-     WHERE coalesce(` + openOf("k.key") + `) IS NULL
+     WHERE coalesce(` + openOf("k.key", "") + `) IS NULL
 ), inserted AS (
     INSERT INTO {schema}.event_delivery AS d (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
            next_retry_at, last_attempt_at, created_at, updated_at, last_error_code, last_error_message,
@@ -117,12 +119,12 @@ SELECT min(w.n), i.status, i.id FROM inserted AS i JOIN wanted AS w ON w.action 
  UNION ALL
 SELECT n, '', has FROM looked WHERE has IS NOT NULL`
 
-// openOf returns expressions for coalesce, which are true if a row of a key is open.
-func openOf(key string) string {
+// openOf returns expressions for coalesce, which are true if a row of a key is open. And is a further condition, or "".
+func openOf(key, and string) string {
 	of := func(which string) string {
 		return `
            (SELECT true FROM {schema}.event_delivery AS d
-             WHERE ` + ofKey(key) + ` AND ` + which + ` AND d.consumer_group = $1::text ORDER BY d.order_key DESC, d.id DESC LIMIT 1)`
+             WHERE ` + ofKey(key) + ` AND ` + which + and + ` AND d.consumer_group = $1::text ORDER BY d.order_key DESC, d.id DESC LIMIT 1)`
 	}
 	return of(head) + `,` + of(`d.status = 'PARKED'`)
 }
@@ -253,24 +255,40 @@ func orEmpty(b []byte) []byte {
 	return b
 }
 
-// sqlBlocked returns the numbers, from 1, of the subjects that must not be handled directly: a row of their
-// key is open, or their event has a row that is not DONE.
-var sqlBlocked = `
-SELECT n.n FROM unnest($2::text[], $3::bigint[], $4::bytea[]) WITH ORDINALITY AS n (action, key, digest, n)
- WHERE coalesce(` + openOf("n.key") + `,
-           (SELECT true FROM {schema}.event_delivery AS d
-             WHERE d.consumer_group = $1::text AND d.action = n.action AND d.record_digest = n.digest AND d.status <> 'DONE' LIMIT 1))`
+// A function finds blocked subjects. PostgreSQL would plan the query anew each time, which takes twenty times as long.
+const (
+	sqlBlocked = `SELECT {schema}.outbox_blocked($1, $2, $3, $4, $5)`
+	// sqlBlockedFromNow first locks the numbers $5. Then it includes rows that are DONE since the transaction began.
+	// It returns NULL if the transaction cannot see what is committed.
+	sqlBlockedFromNow = `
+SELECT CASE WHEN {schema}.outbox_lock_keys_shared($1, $5) THEN {schema}.outbox_blocked($1, $2, $3, $4, NULL::timestamptz) END`
+	// sqlBegun returns when the transaction has begun, in microseconds since 1970: a number has no DateStyle.
+	sqlBegun = `SELECT (extract(epoch FROM now()) * 1000000::numeric)::bigint`
+)
 
-const sqlLockShared = `SELECT {schema}.outbox_lock_keys_shared($1, $2)`
+// sqlWaitsFor returns whether one of keys $2 has an open row that was made before row $3.
+var sqlWaitsFor = `
+SELECT EXISTS (SELECT FROM unnest($2::bigint[]) AS n (key) WHERE coalesce(` + openOf("n.key", ` AND d.id < $3::bigint`) + `))`
 
 // Blocked returns the indexes of subjects that must not be handled directly at this moment: their keys are
 // blocked, or they have a row themselves.
 func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int, err error) {
-	err = s.transact(ctx, func(b *pgx.Batch) { s.queueBlocked(b, subjects, &blocked) })
+	err = s.transact(ctx, func(b *pgx.Batch) { s.queueBlocked(b, subjects, never, &blocked) })
 	if err != nil {
 		return nil, fmt.Errorf("look for parked events: %w", err)
 	}
 	return blocked, nil
+}
+
+// waitsFor reports whether one of keys has an open row that was made before row id.
+func (s *Store) waitsFor(ctx context.Context, keys []int64, id int64) (waits bool, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlWaitsFor, s.group, keys, id).QueryRow(func(row pgx.Row) error { return row.Scan(&waits) })
+	})
+	if err != nil {
+		return false, fmt.Errorf("look for earlier events: %w", err)
+	}
+	return waits, nil
 }
 
 // BlockedIn is Blocked at the end of a transaction in which subjects were handled. It locks their keys, so
@@ -278,35 +296,62 @@ func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int,
 // the same round trip.
 func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject, first ...Restoration) (blocked []int, err error) {
 	current := false
-	err = s.atEnd(ctx, tx, s.sqlLockShared, first, func(b *pgx.Batch) {
-		b.Queue(s.sqlLockShared, s.group, locksOf(subjects)).QueryRow(func(row pgx.Row) error { return row.Scan(&current) })
-		s.queueBlocked(b, subjects, &blocked)
+	err = s.atEnd(ctx, tx, s.sqlBlockedFromNow, first, func(b *pgx.Batch) {
+		b.Queue(s.sqlBlockedFromNow, append(s.argsOf(subjects), locksOf(subjects))...).QueryRow(func(row pgx.Row) (err error) {
+			blocked, current, err = scanBlocked(row)
+			return err
+		})
 	})
-	if err != nil {
-		return nil, fmt.Errorf("look for parked events: %w", err)
+	if err == nil && !current {
+		blocked, err = s.blockedBeside(ctx, tx, subjects)
 	}
-	if current {
-		return blocked, nil
-	}
-	// The transaction sees only data that was committed when it began. The keys are locked, so a query
-	// outside of it sees all rows that can block them.
-	err = pg.Beside(ctx, s.db, func(conn *pgx.Conn) error {
-		return transactOn(ctx, conn, func(b *pgx.Batch) { s.queueBlocked(b, subjects, &blocked) })
-	})
 	if err != nil {
 		return nil, fmt.Errorf("look for parked events: %w", err)
 	}
 	return blocked, nil
 }
 
-func (s *Store) queueBlocked(b *pgx.Batch, subjects []Subject, blocked *[]int) {
-	actions, keys, digests := columnsOf(subjects)
-	b.Queue(s.sqlBlocked, s.group, actions, keys, digests).Query(func(rows pgx.Rows) error {
-		*blocked = nil
-		found, err := pgx.CollectRows(rows, pgx.RowTo[int])
-		for _, n := range found {
-			*blocked = append(*blocked, n-1)
-		}
+// blockedBeside is for a transaction that sees only what was committed when it began. The keys are locked, so a query
+// outside of it sees all rows that can block them.
+func (s *Store) blockedBeside(ctx context.Context, tx pgx.Tx, subjects []Subject) (blocked []int, err error) {
+	var begun int64
+	if err := tx.QueryRow(ctx, sqlBegun).Scan(&begun); err != nil {
+		return nil, err
+	}
+	err = pg.Beside(ctx, s.db, func(conn *pgx.Conn) error {
+		return transactOn(ctx, conn, func(b *pgx.Batch) {
+			s.queueBlocked(b, subjects, pgtype.Timestamptz{Time: time.UnixMicro(begun), Valid: true}, &blocked)
+		})
+	})
+	return blocked, err
+}
+
+// QueueBlocked is Blocked as a part of a batch, for a transaction that begins.
+func (s *Store) QueueBlocked(b *pgx.Batch, subjects []Subject, blocked *[]int) {
+	s.queueBlocked(b, subjects, never, blocked)
+}
+
+// never is the time for sqlBlocked at the beginning of a transaction.
+var never = pgtype.Timestamptz{InfinityModifier: pgtype.Infinity, Valid: true}
+
+func (s *Store) queueBlocked(b *pgx.Batch, subjects []Subject, since pgtype.Timestamptz, blocked *[]int) {
+	b.Queue(s.sqlBlocked, append(s.argsOf(subjects), since)...).QueryRow(func(row pgx.Row) (err error) {
+		*blocked, _, err = scanBlocked(row)
 		return err
 	})
+}
+
+// argsOf returns the group, and columns of subjects.
+func (s *Store) argsOf(subjects []Subject) []any {
+	actions, keys, digests := columnsOf(subjects)
+	return []any{s.group, actions, keys, digests}
+}
+
+// scanBlocked scans the numbers of subjects and returns their indexes. It returns false for NULL.
+func scanBlocked(row pgx.Row) (blocked []int, ok bool, err error) {
+	err = row.Scan(&blocked)
+	for i := range blocked {
+		blocked[i]--
+	}
+	return blocked, blocked != nil, err
 }

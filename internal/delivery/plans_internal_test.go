@@ -94,26 +94,27 @@ var statements = []struct {
 	first, args      string // on the first day, and over many rows
 	most             int    // buffers
 }{
-	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool, text[], bigint[]", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, 900},
-	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool, text[], bigint[]", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}'`, 30},
-	{"left", "text, text[], text[], timestamptz[], bool, bool, text[], bigint[]", sqlRemaining, `'g', '{a}', '{s}', '{2000-01-01}', false, false, E'{"\nt"}', '{}'`, `'g', '{a}', '{s}', '{2000-01-01}', false, false, E'{"\nt"}', '{}'`, 60},
+	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, text[], bigint[]", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, 900},
+	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, text[], bigint[]", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, 30},
+	{"left", "text, text[], text[], timestamptz[], bool, text[], bigint[]", sqlRemaining, `'g', '{a}', '{s}', '{2000-01-01}', false, E'{"\nt"}', '{}'`, `'g', '{a}', '{s}', '{2000-01-01}', false, E'{"\nt"}', '{}'`, 60},
 	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz, timestamptz, bigint", sqlInsert,
 		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now(), now(), 1000000000`,
 		`'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}', '{1,1,1}', '2100-01-01', pg_postmaster_start_time(), 1000000000`, 200},
 	{"finish", "text, text, bigint[], bigint[], bigint[]", sqlFinish, `'g', 'w', '{}', '{}', '{}'`, `'g', 'w', {claimed}, {keys}, {floors}`, 600},
 	{"renew", "bigint[], text, interval, text", sqlRenew, `'{}', 'w', '1 min', 'g'`, `{claimed}, 'w', '1 min', 'g'`, 600},
 	{"return", "bigint[], text, text, bool", sqlRelease, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
-	{"fail", "bigint, text, text, text, interval, bool, bool, text, int, bool, bool, bool", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false, false`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false, false`, 60},
+	{"fail", "bigint, text, text, text, interval, bool, bool, text, int, bool, bool, bool, bool", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false, false, false`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false, false, false`, 60},
 	{"promote", "text, bigint[], bigint[]", sqlPromote, `'g', '{7}', '{1}'`, `'g', '{7,8,1000001}', '{1,1,NULL}'`, 60},
 	{"expire", "text, bigint, interval, bool, timestamptz", sqlTakeOver, `'g', 10, '0', false, '2000-01-01'`, `'g', 10, '0', false, '2000-01-01'`, 900},
 	{"stale", "text, timestamptz, interval", sqlExpired, `'g', '2000-01-01', '1 min'`, `'g', '2000-01-01', '1 min'`, 60},
-	{"owed", "text, text[], bigint[], bytea[]", sqlBlocked, `'g', '{}', '{}', '{}'`, `'g', '{a,a,a}', '{7,1000001,NULL}', '{a,b,c}'`, 60},
+	{"owed", "text, text[], bigint[], bytea[], timestamptz", sqlBlocked, `'g', '{}', '{}', '{}', NULL`, `'g', '{a,a,a}', '{7,1000001,NULL}', '{a,b,c}', NULL`, 70}, // two looks of four indexes
+	{"followers", "text, bigint, bigint", sqlFollowers, `'g', 7, 1000`, `'g', 7, 1000`, 900},
 	{"park", "text, text[], text[], bigint[], bytea[], int[], bigint[], uuid[], text[], text[], text[], text[], text[], text[], bytea[], bytea[], timestamptz[], timestamptz[], int[], " +
-		"text[], text[], text[], text[], int[], text[], text[], bigint[], text[]", sqlPark,
-		`'g', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}'`,
-		`'g', '{a,a}', '{s,s}', '{7,1000001}', '{x,y}', '{1,1}', '{1,2}', '{00000000-0000-0000-0000-000000000001,00000000-0000-0000-0000-000000000002}', '{"",""}', '{t,t}', '{/s,/s}', '{k,k}', '{c,c}', '{k,k}', '{p,p}', '{r,r}', '{now,now}', '{now,now}', '{3,3}', '{t,t}', '{i,j}', '{x,y}', '{"",""}', '{0,1}', '{"",c}', '{"",m}', '{0,5}', '{T,T}'`, 200},
+		"text[], text[], text[], text[], int[], text[], text[], bigint[], text[], bool[]", sqlPark,
+		`'g', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}'`,
+		`'g', '{a,a}', '{s,s}', '{7,1000001}', '{x,y}', '{1,1}', '{1,2}', '{00000000-0000-0000-0000-000000000001,00000000-0000-0000-0000-000000000002}', '{"",""}', '{t,t}', '{/s,/s}', '{k,k}', '{c,c}', '{k,k}', '{p,p}', '{r,r}', '{now,now}', '{now,now}', '{3,3}', '{t,t}', '{i,j}', '{x,y}', '{"",""}', '{0,1}', '{"",c}', '{"",m}', '{0,5}', '{T,T}', '{f,t}'`, 200},
 	{"others", "text, text, interval, bigint", sqlOthers, `'g', 'w', '30 s', 10000`, `'g', 'w', '30 s', 10000`, 60},
 	{"headless", "bigint, bigint, text", sqlHeadless, `-9223372036854775808, 100, 'g'`, `-9223372036854775808, 100, 'g'`, 700},
 }
@@ -131,6 +132,31 @@ func TestPlansOverManyDeliveries(t *testing.T) {
 		f.fillAndEmpty()
 		testPlans(t, f)
 	})
+}
+
+// A consumer looks up each of its events with its own action only, also with a plan that was made over an empty table.
+func TestBlockedLooksUpPairs(t *testing.T) {
+	testenv.Long(t)
+	const events, rows = 200, 20_000
+	f := newPlans(t)
+	question := pg.InSchema(`SELECT {schema}.outbox_blocked('g', array_agg('a' || n % 10), array_agg(n + 10::bigint), array_agg(decode(md5(n::text), 'hex')), 'infinity')
+		FROM generate_series(1, $1::bigint) AS n`, f.schema)
+	ask := func(sql string) (answer string) {
+		require.NoError(t, f.conn.QueryRow(context.Background(), sql, pgx.QueryExecModeSimpleProtocol, events).Scan(&answer))
+		return answer
+	}
+	require.Equal(t, "{}", ask(question))
+	f.exec(`
+		INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at, occurred_at, recorded_at, processed_at,
+		       event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload_bytes, record_partition, record_digest, record)
+		SELECT n, -n, 1, 3, now(), now(), now(), now(), now(), now(), gen_random_uuid(), 'DEAD', 'g', 'a' || n % 10, 's', 't', '/s', 't', 'k', 'application/json', '', 0,
+		       decode(md5((-n)::text), 'hex'), '' FROM generate_series(1, $1::bigint) AS n`, rows)
+	for _, when := range []string{"planned on the first day", "after ANALYZE"} {
+		buffers := buffersIn(t, ask("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+question))
+		t.Logf("%s: %d buffers for %d events", when, buffers, events)
+		require.Less(t, buffers, 12*events, "four looks at three pages")
+		f.exec(`ANALYZE {schema}.event_delivery`)
+	}
 }
 
 // fillAndEmpty leaves statistics, but no rows.
@@ -205,7 +231,7 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 	var ids []int64
 	keys := "" // keys of the claimed rows
 	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
-		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false, E'{"\nt"}', '{}')`, pgx.QueryExecModeSimpleProtocol)
+		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}')`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(f, err)
 		ids, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (id int64, err error) {
 			values, err := row.Values()
@@ -230,12 +256,18 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 // buffersOf runs a prepared statement. It returns the number of buffers that the statement touches, and its plan.
 func (f *plansFixture) buffersOf(tx pgx.Tx, name, args string) (buffers int, plan string) {
 	require.NoError(f, tx.QueryRow(context.Background(), `EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE "`+name+`"(`+args+`)`, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
+	return buffersIn(f.T, plan), plan
+}
+
+// buffersIn returns the buffers of a plan that was printed as JSON.
+func buffersIn(t *testing.T, plan string) int {
+	t.Helper()
 	var explained []struct {
 		Plan struct {
 			Hit  int `json:"Shared Hit Blocks"`
 			Read int `json:"Shared Read Blocks"`
 		}
 	}
-	require.NoError(f, json.Unmarshal([]byte(plan), &explained))
-	return explained[0].Plan.Hit + explained[0].Plan.Read, plan
+	require.NoError(t, json.Unmarshal([]byte(plan), &explained))
+	return explained[0].Plan.Hit + explained[0].Plan.Read
 }

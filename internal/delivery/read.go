@@ -3,6 +3,7 @@ package delivery
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -39,7 +40,7 @@ func ReceivedOf(d *Delivery, of *envelope.Origin) envelope.Received {
 const maxReadBytes = 8 << 20
 
 // readSome decodes the events of the first items, and returns their number. Each has HandlerTimeout,
-// because codecs may do I/O.
+// because codecs may do I/O. One that is big is not decoded, see takeLarge.
 func (l *lane) readSome(items []laneItem) (n int) {
 	bytes := 0
 	for n < min(len(items), l.most) && (n == 0 || l.mayContinue()) {
@@ -48,14 +49,54 @@ func (l *lane) readSome(items []laneItem) (n int) {
 			if bytes += it.Size; bytes > maxReadBytes && n > 0 {
 				break
 			}
+			it.big = it.Size > maxReadBytes && !l.takeLarge(it)
 		}
-		if !it.read {
+		if !it.read && !it.big && (!it.Suspect || it.hasNoAttemptLeft() || l.beginSuspect(it)) { // decoding may end the process, too
 			l.read(it)
 		}
 		n++
 	}
 	return n
 }
+
+// A large delivery has more than maxReadBytes. Decoded, it may need twice its size, and 8 of 40 MB in as many lanes
+// needed 345 MB.
+const (
+	// maxLargeBytes bounds the large deliveries that the lanes of a process have in memory together. One that is larger
+	// is alone there.
+	maxLargeBytes = 64 << 20
+	// largeWait is how long a lane waits for the others. After that its delivery waits for largePause, so that the lane
+	// can have others: the call for a large event may take long.
+	largeWait  = 200 * time.Millisecond
+	largePause = time.Second
+)
+
+// takeLarge waits until the large deliveries of other lanes leave room for one more, and reports whether they did.
+func (l *lane) takeLarge(it *laneItem) bool {
+	if it.isTooLarge() { // it is not read
+		return true
+	}
+	bytes := int64(min(it.Size, maxLargeBytes))
+	ctx, cancel := context.WithTimeout(l.ctx, largeWait)
+	defer cancel()
+	defer context.AfterFunc(l.stopping, cancel)()
+	if l.allLarge.Acquire(ctx, bytes) != nil {
+		return false
+	}
+	l.large = bytes
+	return true
+}
+
+// releaseLarge gives back what takeLarge has taken.
+func (l *lane) releaseLarge() {
+	if l.large > 0 {
+		l.allLarge.Release(l.large)
+		l.large = 0
+	}
+}
+
+// isTooLarge reports whether the event of a delivery is not read at all.
+func (d *Delivery) isTooLarge() bool { return !d.FromKafka && d.Size > check.MaxEventBytes }
 
 // read decodes the event of an item. Decoders are the host's code, so they may panic or end their goroutine.
 func (l *lane) read(it *laneItem) {
@@ -66,6 +107,9 @@ func (l *lane) read(it *laneItem) {
 	defer l.activity.End()
 	it.read = true
 	err := contain.Do(func() error {
+		if it.ValueIn != "" {
+			return strippedError(it.ValueIn)
+		}
 		if it.Bare {
 			if err := l.readPayload(&it.Delivery); err != nil {
 				return err
@@ -111,6 +155,9 @@ const (
 // readPayload reads payload and headers of a bare delivery. It retries during an outage of PostgreSQL. The
 // error is ErrLost, or says that PostgreSQL cannot print the event, or comes from the end of the batch.
 func (l *lane) readPayload(d *Delivery) error {
+	if d.isTooLarge() {
+		return fmt.Errorf("the event has %d bytes as printed, at most %d are read", d.Size, check.MaxEventBytes)
+	}
 	for try := 1; ; {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(l.ctx, readPayloadTimeout)
@@ -130,8 +177,11 @@ func (l *lane) readPayload(d *Delivery) error {
 	}
 }
 
-// ReadOutboxDelivery is the readDelivery for events of outbox.
+// ReadOutboxDelivery is the readDelivery of workers: for events of outbox, and for those that consumers have parked.
 func ReadOutboxDelivery(d *Delivery, about *envelope.Received) (m *envelope.Message, action string, err error) {
+	if d.FromKafka {
+		return readRecord(d, about)
+	}
 	m, err = ReadOutboxEvent(d, about)
 	return m, d.Action, err
 }

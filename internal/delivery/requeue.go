@@ -17,17 +17,24 @@ import (
 // without an operator: rows whose dead letters were sent back to their topic, and rows that RetryDeadAfter
 // retries.
 
-// requeued sets the columns of a DEAD row so that it has all its attempts again.
+// requeued sets the columns of a row so that it has all its attempts again.
 const requeued = `
-       status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, attempt_count = 0, failed_at = NULL,
+       status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, dead_letter_owed = false, attempt_count = 0, failed_at = NULL, witness_after = NULL,
        next_retry_at = clock_timestamp(), updated_at = clock_timestamp(), processed_at = NULL`
 
-// sqlReplayed requeues the DEAD rows of events. Rows that an operator has resolved stay as they are.
+// sqlReplayed requeues the DEAD rows of events. Rows that an operator has resolved stay as they are. A stripped row
+// gets the record of the replay, also if an operator has retried the row before. A process that has claimed it loses
+// it.
 const sqlReplayed = `
-UPDATE {schema}.event_delivery AS d SET ` + requeued + `
+UPDATE {schema}.event_delivery AS d SET ` + requeued + `, locked_by = NULL, locked_until = NULL,
+       payload_bytes = CASE WHEN d.dead_letter IS NULL THEN d.payload_bytes ELSE $4::bytea END,
+       record = CASE WHEN d.dead_letter IS NULL THEN d.record ELSE $5::bytea END,
+       size = CASE WHEN d.dead_letter IS NULL THEN d.size ELSE octet_length($4::bytea) + octet_length($5::bytea) END,
+       record_partition = CASE WHEN d.dead_letter IS NULL THEN d.record_partition ELSE $6::int END,
+       position = CASE WHEN d.dead_letter IS NULL THEN d.position ELSE $7::bigint END, dead_letter = NULL
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM unnest($2::text[], $3::bytea[]) AS n (action, digest)
                            JOIN {schema}.event_delivery AS r ON r.consumer_group = $1::text AND r.action = n.action AND r.record_digest = n.digest AND r.status <> 'DONE'
-                          WHERE r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE OF r))
+                          WHERE (r.status = 'DEAD' OR r.dead_letter IS NOT NULL) AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE OF r))
 RETURNING d.action, d.record_digest`
 
 // sqlYieldHead parks PENDING rows whose keys have an earlier parked row, which can be promoted then. A row
@@ -55,13 +62,14 @@ func (s *Store) queueReorder(b *pgx.Batch, keys []pgtype.Int8) {
 }
 
 // Requeue requeues the events among subjects whose rows are DEAD, because their dead letters were sent back
-// to their topic. It returns their indexes. Rows that an operator has resolved stay as they are.
-func (s *Store) Requeue(ctx context.Context, subjects []Subject) (indexes []int, err error) {
+// to their topic. It returns their indexes. Rows that an operator has resolved stay as they are. Replay is the record
+// that was sent back, for rows without a value.
+func (s *Store) Requeue(ctx context.Context, subjects []Subject, replay *Received) (indexes []int, err error) {
 	actions, keys, digests := columnsOf(subjects)
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(pg.Durable)
 		b.Queue(s.sqlLock, s.group, locksOf(subjects))
-		b.Queue(s.sqlReplayed, s.group, actions, digests).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlReplayed, s.group, actions, digests, orEmpty(replay.Payload), replay.Record, replay.Partition, replay.Offset).Query(func(rows pgx.Rows) error {
 			var action string
 			var digest []byte
 			_, err := pgx.ForEachRow(rows, []any{&action, &digest}, func() error {
@@ -81,17 +89,17 @@ func (s *Store) Requeue(ctx context.Context, subjects []Subject) (indexes []int,
 // retryDeadBatch is the largest number of rows that retryDead requeues in a transaction.
 const retryDeadBatch = 500
 
-// sqlRetryable finds rows that have been DEAD for as long as the code of their error requires.
+// sqlRetryable finds rows that have been DEAD for as long as the code of their error requires, and have their value.
 const sqlRetryable = `
 SELECT d.id, d.order_key FROM {schema}.event_delivery AS d JOIN unnest($2::text[], $3::interval[]) AS c (code, after) ON c.code = d.last_error_code
- WHERE d.consumer_group = $1::text AND d.status = 'DEAD' AND d.resolved_at IS NULL AND (d.record IS NOT NULL) = $4::bool AND d.processed_at < clock_timestamp() - c.after
- ORDER BY d.id LIMIT $5`
+ WHERE d.consumer_group = $1::text AND d.status = 'DEAD' AND d.resolved_at IS NULL AND d.dead_letter IS NULL AND d.processed_at < clock_timestamp() - c.after
+ ORDER BY d.id LIMIT $4`
 
 // sqlRetryDead requeues rows that are still DEAD. Their keys are locked since sqlRetryable has found them.
 const sqlRetryDead = `
 UPDATE {schema}.event_delivery AS d SET ` + requeued + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
-                          WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE))`
+                          WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL AND r.dead_letter IS NULL ORDER BY r.id FOR UPDATE))`
 
 // retryDead requeues rows that have been DEAD for as long as after says for the code of their error, at
 // most 500 of them. It returns their number.
@@ -103,7 +111,7 @@ func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (
 	}
 	var ids []int64
 	var keys []pgtype.Int8 // NULL for rows without order
-	rows, err := s.db.Query(ctx, s.sqlRetryable, s.group, codes, waits, s.records, retryDeadBatch)
+	rows, err := s.db.Query(ctx, s.sqlRetryable, s.group, codes, waits, retryDeadBatch)
 	if err == nil {
 		var id int64
 		var key pgtype.Int8

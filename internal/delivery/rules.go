@@ -13,6 +13,8 @@ type Rules struct {
 
 	Streams      map[string]handling.RetryPolicy // by topic, for those that differ from Retry
 	Concurrency  int                             // lanes for handlers with a transaction, and as many for those without
+	Spare        [2]int                          // more lanes, for handlers with a transaction and for those without
+	SpareAfter   time.Duration                   // a lane whose call takes longer has a spare lane as its replacement; zero means never
 	MaxPoll      int                             // deliveries in a transaction, at most
 	PollInterval time.Duration
 	Lease        time.Duration

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/semaphore"
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/handling"
@@ -17,6 +18,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
@@ -57,9 +59,14 @@ type Parts struct {
 	Wake       <-chan struct{} // this process has recorded events
 	Heard      <-chan struct{} // other processes have
 	Read       readDelivery
-	DeadLetter sendDeadLetter // nil if dead deliveries get no dead letter
-	Records    bool           // handle the deliveries of records, not of outbox events
+	DeadLetter sendDeadLetter // for deliveries from Kafka; nil in a process without a client for Kafka
+	Records    bool           // the process is a consumer
 	Pairs      [2][]Claimable // for handlers with a transaction, and for those without, see PairsOf
+
+	// Report returns what this process says of itself in event_member. Others counts what the group has to handle and
+	// that has no delivery, and returns what else keeps the group from its events. Both may be nil.
+	Report func() Report
+	Others func(context.Context) (counts []tables.EventCount, reasons []string, err error)
 }
 
 // hookShare is the part of a lease that a hook may take if it delays the take-over loop.
@@ -75,7 +82,10 @@ func NewRun(parts Parts) *Run {
 	if parts.Records {
 		r.Store.ForRecords()
 	}
-	r.members = &members{store: r.Store, routes: routesOf(parts.Pairs), every: rules.Lease / 3}
+	r.members = &members{
+		store: r.Store, routes: routesOf(parts.Pairs), every: rules.Lease / 3, report: parts.Report, others: parts.Others,
+		groups: tables.NewGroupReader(parts.Db, rules.Schema),
+	}
 	limits := contain.Limits{Patience: rules.Lease / hookShare, Grace: contain.HookLimits.Grace}
 	r.Hooks = contain.NewCallback("a hook", r.log, limits)
 	r.Dispatcher = &Dispatcher{
@@ -89,7 +99,7 @@ func NewRun(parts Parts) *Run {
 // Prepare waits for PostgreSQL and checks the tables, also with check, before anything is handled.
 func (r *Run) Prepare(ctx context.Context, check func(context.Context) error) error {
 	outages := r.parts.Outages
-	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout)
+	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", handling.CheckTimeout, pg.Address(r.parts.Db)...)
 	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
@@ -122,7 +132,7 @@ func (r *Run) Prepare(ctx context.Context, check func(context.Context) error) er
 func (r *Run) makeLanes() {
 	p := &r.parts
 	parts := laneParts{
-		cfg: p.Rules, processor: p.Processor, store: r.Store, slots: p.Slots, breakers: p.Breakers, pauses: p.Pauses,
+		cfg: p.Rules, processor: p.Processor, store: r.Store, slots: p.Slots, allLarge: semaphore.NewWeighted(maxLargeBytes), breakers: p.Breakers, pauses: p.Pauses,
 		outages: p.Outages, readEvent: p.Read, deadLetter: p.DeadLetter, log: r.log, claimed: r.Claimed, session: r.Session,
 		stopping: r.Stopping, cut: r.Cut,
 		signalDue: r.Dispatcher.SignalHeads, signalUnknown: r.Dispatcher.signalUnknown, retryAt: r.Dispatcher.RetryAt,
@@ -131,21 +141,40 @@ func (r *Run) makeLanes() {
 		if len(p.Pairs[i]) == 0 {
 			continue
 		}
-		k := newLaneKind(p.Pairs[i], p.Rules.MaxPoll)
+		k := newLaneKind(p.Pairs[i], min(firstBatch, p.Rules.MaxPoll), p.Rules)
 		if !tx {
 			k.maxBatch = 1
 		}
-		parts.handled = func(l *lane, n int, took time.Duration) {
-			k.noteHandled(l, n, took, p.Rules.MaxPoll)
+		parts.handled = func(l *lane, n, of int, took time.Duration) {
+			ctx, cancel := context.WithTimeout(r.Cut, WriteTimeout)
+			r.Dispatcher.release(ctx, k.noteHandled(l, n, of, took, p.Rules.MaxPoll))
+			cancel()
 			wait.Signal(r.Dispatcher.changed)
 		}
-		for range p.Rules.Concurrency {
-			k.lanes = append(k.lanes, newLane(parts, tx))
+		for range p.Rules.Concurrency + p.Rules.Spare[i] {
+			l := newLane(parts, tx)
+			l.activity.Ended = k.noteCall
+			k.lanes = append(k.lanes, l)
 		}
 		r.Lanes = append(r.Lanes, k.lanes...)
 		r.Dispatcher.Kinds = append(r.Dispatcher.Kinds, k)
 	}
 }
+
+// Outages returns the outages that have not ended.
+func (r *Run) Outages() []outage.Named { return r.parts.Outages.Current() }
+
+// KafkaElsewhere returns when Kafka last answered another process of the group, as this process has last seen, or zero.
+func (r *Run) KafkaElsewhere() time.Time {
+	if at := r.members.elsewhere.Load(); at != nil {
+		return *at
+	}
+	return time.Time{}
+}
+
+// Waiting returns what the group had to handle when this process last looked, and reasons for Health. It returns
+// nothing if that is not known.
+func (r *Run) Waiting() (counts []tables.EventCount, reasons []string) { return r.members.waiting() }
 
 // PairsOf returns the pairs of action and stream for handlers with a transaction, and those for handlers without one,
 // with the event types of the handlers. It adds pairs without an action, whose rows are for all handlers of their event
@@ -208,6 +237,11 @@ func (r *Run) Run(ctx context.Context) error {
 	loops.Go(func() { keeper.takeOverLoop(background) })
 	loops.Go(func() { keeper.watchLoop(background) })
 	loops.Go(func() { keeper.holderLoop(background) })
+	if r.parts.DeadLetter != nil {
+		loops.Go(func() { r.deadLettersLoop(background) })
+	}
+	loops.Go(func() { keeper.reportLoop(background) })
+	loops.Go(func() { keeper.lookLoop(background) })
 	err := r.Dispatcher.run(r.Stopping)
 	r.stop()
 	clock := handling.StopClock{Began: time.Now(), Timeout: r.parts.Rules.StopTimeout}

@@ -33,7 +33,7 @@ const rejectedStatus = "BEHIND"
 
 // ErrSequenceBehind is the error of an insertion while the sequence of event_delivery.id is behind ids that rows
 // have. Nothing was inserted. The error has the statement that sets the sequence.
-var ErrSequenceBehind = errors.New("outbox: the sequence of event_delivery.id is behind ids that are in use")
+var ErrSequenceBehind = errors.New("the sequence of event_delivery.id is behind ids that are in use")
 
 // mostPassed is the largest number of ids that PassTakenIDs draws at once. PostgreSQL needs less than a second
 // for them.

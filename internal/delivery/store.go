@@ -30,18 +30,19 @@ type Store struct {
 	process string       // begins the holder of each claim
 	claims  atomic.Int64 // number of claims so far
 	lease   time.Duration
-	records bool // see ForRecords
+	records bool // it is the store of a consumer, see ForRecords
 
 	floors   floors
 	yielded  yielded
 	due      scanBounds[claimScan]
 	expiring scanBounds[struct{}]
 
-	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlBegin, sqlRenew, sqlExpired, sqlTakeOver string
-	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless                   string
-	sqlPark, sqlLockShared, sqlBlocked, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead                         string
-	sqlPassIDs, sqlCheck, sqlCheckRecords, sqlSaveSuccesses, sqlWitness                                               string
-	sqlRenewMember, sqlRemoveMember, sqlHandledElsewhere, sqlUnhandled, sqlForgetMembers                              string
+	sqlInsert, sqlClaim, sqlRemaining, sqlReadPayload, sqlOwn, sqlOthers, sqlBegin, sqlRenew, sqlExpired, sqlTakeOver     string
+	sqlFinish, sqlLock, sqlLockRows, sqlFail, sqlRelease, sqlPromote, sqlPromoteBehind, sqlHeadless                       string
+	sqlPark, sqlBlockedFromNow, sqlBlocked, sqlFollowers, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead, sqlStrip string
+	sqlPassIDs, sqlCheck, sqlCheckRecords, sqlSaveSuccesses, sqlWitness, sqlWaitsFor                                      string
+	sqlRenewMember, sqlRemoveMember, sqlHandledElsewhere, sqlUnhandled, sqlForgetMembers                                  string
+	sqlTakeDeadLetter, sqlDeadLetterTried                                                                                 string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
@@ -58,18 +59,18 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		sqlOwn: in(sqlOwn), sqlOthers: in(sqlOthers), sqlBegin: in(sqlBegin), sqlRenew: in(sqlRenew), sqlExpired: in(sqlExpired),
 		sqlTakeOver: in(sqlTakeOver), sqlFinish: in(sqlFinish), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows),
 		sqlFail: in(sqlFail), sqlRelease: in(sqlRelease), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless),
-		sqlPromoteBehind: in(sqlPromoteBehind), sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared),
-		sqlBlocked: in(sqlBlocked), sqlReplayed: in(sqlReplayed), sqlYieldHead: in(sqlYieldHead),
+		sqlPromoteBehind: in(sqlPromoteBehind), sqlPark: in(sqlPark), sqlBlockedFromNow: in(sqlBlockedFromNow),
+		sqlBlocked: in(sqlBlocked), sqlFollowers: in(sqlFollowers), sqlReplayed: in(sqlReplayed), sqlYieldHead: in(sqlYieldHead),
 		sqlRetryable: in(sqlRetryable), sqlRetryDead: in(sqlRetryDead),
 		sqlRenewMember: in(sqlRenewMember), sqlRemoveMember: in(sqlRemoveMember), sqlHandledElsewhere: in(sqlHandledElsewhere),
 		sqlUnhandled: in(tables.SQLUnhandled), sqlForgetMembers: in(sqlForgetMembers),
 		sqlPassIDs: in(sqlPassIDs), sqlCheck: in(sqlCheck), sqlCheckRecords: in(sqlCheckRecords),
-		sqlSaveSuccesses: in(sqlSaveSuccesses), sqlWitness: in(sqlWitness),
+		sqlSaveSuccesses: in(sqlSaveSuccesses), sqlWitness: in(sqlWitness), sqlWaitsFor: in(sqlWaitsFor),
+		sqlTakeDeadLetter: in(sqlTakeDeadLetter), sqlDeadLetterTried: in(sqlDeadLetterTried), sqlStrip: in(sqlStrip),
 	}
 }
 
-// ForRecords makes the store claim only rows that [Store.Park] has inserted. Without it, the store claims
-// only other rows.
+// ForRecords makes the store one of a consumer, which inserts rows with [Store.Park].
 func (s *Store) ForRecords() *Store {
 	s.records, s.sqlCheck = true, s.sqlCheckRecords
 	return s
@@ -86,12 +87,12 @@ const settings = pg.PlannerSettings + `, ` + pg.TextFormats + `, set_config('loc
 
 // sqlCheck fails if the tables do not exist, or lack columns that this release needs.
 const sqlCheck = `
-SELECT d.id, d.order_key, d.held, d.record, d.failed_at
+SELECT d.id, d.order_key, d.held, d.dead_letter_owed, d.record, d.failed_at, m.reasons
   FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s, {schema}.event_member AS m, {schema}.event_success AS w LIMIT 0`
 
 // sqlCheckRecords is sqlCheck for a store of records, which needs no subscriptions.
 const sqlCheckRecords = `
-SELECT d.id, d.order_key, d.held, d.record, d.failed_at
+SELECT d.id, d.order_key, d.held, d.dead_letter_owed, d.record, d.failed_at, m.reasons
   FROM {schema}.event_delivery AS d, {schema}.event_member AS m, {schema}.event_success AS w LIMIT 0`
 
 // Check returns an error if the tables cannot be used.

@@ -13,11 +13,12 @@ import (
 // over leases, and not for each event.
 
 // sqlSaveSuccesses saves when calls of actions that have succeeded began. The times are relative, because the clocks of
-// processes differ.
+// processes differ. A time from before the clock of PostgreSQL was set back is none.
 const sqlSaveSuccesses = `
 INSERT INTO {schema}.event_success AS s (consumer_group, action, succeeded_at)
 SELECT $1::text, n.action, clock_timestamp() - n.ago FROM unnest($2::text[], $3::interval[]) AS n (action, ago) ORDER BY n.action
-    ON CONFLICT (consumer_group, action) DO UPDATE SET succeeded_at = greatest(s.succeeded_at, excluded.succeeded_at)`
+    ON CONFLICT (consumer_group, action)
+    DO UPDATE SET succeeded_at = greatest(CASE WHEN s.succeeded_at <= clock_timestamp() THEN s.succeeded_at END, excluded.succeeded_at)`
 
 // SaveSuccesses saves for each action when its last successful call began. A crash of PostgreSQL may forget that.
 func (s *Store) SaveSuccesses(ctx context.Context, began map[string]time.Time) error {
@@ -34,9 +35,10 @@ func (s *Store) SaveSuccesses(ctx context.Context, began map[string]time.Time) e
 
 const sqlWitness = `
 SELECT EXISTS (SELECT FROM {schema}.event_success AS s
-                WHERE s.consumer_group = $1::text AND s.action = $2::text AND s.succeeded_at > clock_timestamp() - $3::interval)`
+                WHERE s.consumer_group = $1::text AND s.action = $2::text AND s.succeeded_at > clock_timestamp() - $3::interval
+                  AND s.succeeded_at <= clock_timestamp())`
 
-// Witness reports whether a process has saved a successful call of an action that began not longer ago than a time.
+// Witness reports whether the last successful call of an action that a process has saved began less than ago.
 func (s *Store) Witness(ctx context.Context, action string, ago time.Duration) (seen bool, err error) {
 	if err := s.db.QueryRow(ctx, s.sqlWitness, s.group, action, ago).Scan(&seen); err != nil {
 		return false, fmt.Errorf("look for a success of an action: %w", err)

@@ -1,6 +1,7 @@
 package delivery_test
 
 import (
+	"math"
 	"testing"
 	"time"
 
@@ -60,10 +61,48 @@ func TestFirstFailure(t *testing.T) {
 	require.Greater(t, again(delivery.Failure{}), 59*time.Minute)
 	require.Equal(t, 2, claimed[0].Attempt)
 
+	require.False(t, claimed[0].WitnessAfter.IsZero())
 	_, err := s.Fail(t.Context(), delivery.Failure{Of: claimed[0], Code: "handler", Dead: true}, nil)
 	require.NoError(t, err)
 	f.exec(`SELECT {schema}.outbox_requeue_deliveries(ARRAY(SELECT id FROM {schema}.event_delivery), 'kim', 'again')`)
 	claimed, err = s.Claim(t.Context(), pairs, 1, 0, false, 1<<20)
 	require.NoError(t, err)
 	require.Zero(t, claimed[0].FirstFailed)
+	require.Zero(t, claimed[0].WitnessAfter)
+}
+
+// A failure that does not count uses up no attempt, and does not change when a failure counted last.
+func TestFailuresThatDoNotCount(t *testing.T) {
+	t.Parallel()
+	f := newTable(t)
+	s := f.store("one", time.Minute)
+	claimed := f.insert(s, delivery.Processing, f.record("a"), "a")
+	again := func(fail delivery.Failure) (attempt int, hours float64) {
+		fail.Of, fail.Code, fail.MaxAttempts = claimed[0], "handler", 3
+		_, err := s.Fail(t.Context(), fail, nil)
+		require.NoError(t, err)
+		claimed, err = s.Claim(t.Context(), pairs, 1, 0, false, 1<<20)
+		require.NoError(t, err)
+		require.Len(t, claimed, 1)
+		if !claimed[0].WitnessAfter.IsZero() {
+			hours = math.Round(time.Since(claimed[0].WitnessAfter).Hours())
+		}
+		f.exec(`UPDATE {schema}.event_delivery SET witness_after = witness_after - interval '1 hour'`)
+		return claimed[0].Attempt, hours
+	}
+	for _, tt := range []struct {
+		fail    delivery.Failure
+		attempt int
+		hours   float64
+	}{
+		{fail: delivery.Failure{Uncounted: true}, attempt: 1},
+		{fail: delivery.Failure{}, attempt: 2},
+		{fail: delivery.Failure{Uncounted: true, Postponed: true}, attempt: 2, hours: 1},
+		{fail: delivery.Failure{Uncounted: true}, attempt: 2, hours: 2},
+		{fail: delivery.Failure{}, attempt: 3},
+		{fail: delivery.Failure{Uncounted: true}, attempt: 3, hours: 1},
+	} {
+		attempt, hours := again(tt.fail)
+		require.Equal(t, []any{tt.attempt, tt.hours}, []any{attempt, hours}, "%+v", tt.fail)
+	}
 }

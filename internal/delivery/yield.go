@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 
@@ -78,12 +79,16 @@ func (y *yielded) add(id int64) bool {
 //     handler. A decoder of another release has returned another type here. The delivery waits for a process that
 //     decodes it as before.
 //   - A delivery without an action waits as long as a live process has a handler for its type.
+//   - A delivery from Kafka that a worker cannot decode waits for a consumer, which may have another decoder.
 func (l *lane) yield(it *laneItem, o handling.Outcome) bool {
 	if !l.isForOthers(it, o) {
 		return false
 	}
 	f := l.failureOf(it, o)
 	f.Uncounted, f.Postponed, f.MaxAttempts = true, true, max(it.MaxAttempts, it.Attempt)
+	if o.Class == handling.ClassUndecodable && it.LastCode != "" { // for this process only, so the error of the handler stays
+		f.Code, f.Message = it.LastCode, it.LastMessage
+	}
 	if !l.store.yielded.add(it.ID) {
 		f.Wait = yieldWait
 	}
@@ -102,7 +107,65 @@ func (l *lane) yield(it *laneItem, o handling.Outcome) bool {
 	return true
 }
 
+// codeBlocked is the last_error_code of a row that waits for rows of another key.
+const codeBlocked = "blocked"
+
+// blockedWait is how long such a row waits before its keys are checked again.
+const blockedWait = 2 * time.Second
+
+var errBlocked = errors.New("an earlier event of the key waits for the same action")
+
+// otherKeys returns the keys of an item's actions, if its row has the key of no action.
+func (l *lane) otherKeys(it *laneItem) (keys []int64) {
+	if !it.FromKafka || !it.Key.Ordered {
+		return nil
+	}
+	for _, t := range it.Tasks {
+		if key := KeyOf(l.store.group, t.Action, it.Stream, string(it.Meta.Origin.Key)); key != it.Key {
+			keys = append(keys, key.Digest)
+		}
+	}
+	return keys
+}
+
+// postponeBehind has a delivery with the key of no action wait for earlier deliveries with the keys of its actions. No
+// attempt counts. It reports whether the delivery waits or is lost.
+func (l *lane) postponeBehind(it *laneItem) bool {
+	keys := l.otherKeys(it)
+	if len(keys) == 0 {
+		return false
+	}
+	waits := false
+	err := l.write(func(ctx context.Context) (err error) {
+		waits, err = l.store.waitsFor(ctx, keys, it.ID)
+		return err
+	})
+	if err != nil { // in a stop, the delivery is released
+		return true
+	}
+	if !waits {
+		return false
+	}
+	l.holdBack(it, handling.Outcome{Class: codeBlocked, Err: errBlocked}, blockedWait)
+	return true
+}
+
+// holdBack has a delivery wait that was not tried. No attempt counts.
+func (l *lane) holdBack(it *laneItem, o handling.Outcome, wait time.Duration) {
+	f := l.failureOf(it, o)
+	f.Uncounted, f.Postponed, f.MaxAttempts, f.Wait = true, true, max(it.MaxAttempts, it.Attempt), wait
+	if _, err := l.writeFailure(it, f); err == nil {
+		l.retryAt(time.Now().Add(wait))
+	}
+}
+
 func (l *lane) isForOthers(it *laneItem, o handling.Outcome) bool {
+	if it.ValueIn != "" {
+		return false
+	}
+	if it.FromKafka && l.deadLetter == nil && o.Class == handling.ClassUndecodable {
+		return !it.hasNoAttemptLeft()
+	}
 	unknownType := o.Class == handling.ClassUnknownType
 	if it.Action != "" {
 		return !it.hasNoAttemptLeft() && (unknownType || o.Class == handling.ClassUnknownAction)

@@ -46,7 +46,7 @@ func DecodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, er
 		if attributes, value, err = decodeStructured(value); err != nil {
 			return nil, err
 		}
-	case strings.HasPrefix(media, "application/cloudevents"):
+	case isWhole(media):
 		return nil, Unreadable("", "content-type", fmt.Errorf("%q %w: not a format that is known here", contentType, check.ErrMalformed))
 	case contentType != "":
 		attributes["datacontenttype"] = contentType
@@ -161,6 +161,12 @@ func structuredData(data, dataBase64 json.RawMessage, contentType string) ([]byt
 	}
 	return decoded, nil
 }
+
+// SaysWhole reports whether a content type says that the payload is a whole CloudEvent, or several. In binary mode
+// readers would take the payload for the event.
+func SaysWhole(contentType string) bool { return isWhole(MediaType(contentType)) }
+
+func isWhole(media string) bool { return strings.HasPrefix(media, "application/cloudevents") }
 
 // IsJSONType reports whether a content type is JSON's, as CloudEvents decides it.
 func IsJSONType(contentType string) bool {

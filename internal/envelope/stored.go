@@ -34,7 +34,8 @@ type Event struct {
 	Headers       []byte    // JSON object of strings, or nil
 	OccurredAt    []byte    // RFC 3339, see appendTime; nil: it cannot be written so
 	CreatedAt     time.Time // start of its transaction; only for hooks
-	Unreadable    error     // why PostgreSQL cannot print the row; then payload and headers are missing
+	Size          int       // bytes of payload and headers, as PostgreSQL prints them; 0: not asked for
+	Unreadable    error     // why the row is not read; then payload and headers are missing
 }
 
 // UnreadableError is the error of an event whose row PostgreSQL cannot print.
@@ -52,6 +53,19 @@ func (e *UnreadableError) Error() string {
 
 // Unwrap returns the error of PostgreSQL.
 func (e *UnreadableError) Unwrap() error { return e.Err }
+
+// TooLargeError is the error of an event that is larger than any record that the Kafka client would send. Its payload
+// and its headers stay in PostgreSQL.
+type TooLargeError struct {
+	ID         int64 // outbox.id
+	EventID    string
+	Size, Most int // bytes of payload and headers, as PostgreSQL prints them
+}
+
+// Error implements error.
+func (e *TooLargeError) Error() string {
+	return fmt.Sprintf("row %d of outbox, event %s: %d bytes as printed, at most %d are sent", e.ID, e.EventID, e.Size, e.Most)
+}
 
 // Destination returns the topic. A row that was not written by a Recorder may have a type from which no topic can be
 // derived.
@@ -134,6 +148,8 @@ func (e *Event) check() error {
 		field = "aggregate_id"
 	case e.OccurredAt == nil:
 		field, err = "occurred_at", fmt.Errorf("%w: not in the years 1 to 9999", check.ErrTime)
+	case SaysWhole(string(e.ContentType)):
+		field, err = "content_type", fmt.Errorf("%.100q %w: it says that the payload is a CloudEvent", e.ContentType, check.ErrMalformed)
 	default:
 		return nil
 	}
@@ -158,7 +174,7 @@ func addOwn(own map[string]string, attributes bool, add func(name string, value 
 }
 
 // OwnHeaders decodes the stored headers. A row that was not written by a [Recorder] may
-// have an attribute among them that must not be there.
+// have an attribute or a reserved name among them that must not be there.
 func (e *Event) OwnHeaders() (map[string]string, error) {
 	if e.Headers == nil {
 		return nil, nil
@@ -171,12 +187,8 @@ func (e *Event) OwnHeaders() (map[string]string, error) {
 		return nil, bad(fmt.Errorf("%w: %w", check.ErrMalformed, err))
 	}
 	for name := range own {
-		attribute, is := strings.CutPrefix(name, eventheader.Prefix)
-		if !is || attribute == eventheader.TraceID {
-			continue
-		}
-		if err := eventheader.CheckAttribute(attribute); err != nil {
-			return nil, bad(fmt.Errorf("%.100q: attribute %w", name, err))
+		if err := eventheader.CheckStored(name); err != nil {
+			return nil, bad(err)
 		}
 	}
 	return own, nil
@@ -230,7 +242,7 @@ func (e *Event) structured(own map[string]string) []byte {
 		}
 	}
 	b = appendAttribute(b, "datacontenttype", e.ContentType)
-	if e.IsJSON {
+	if e.IsJSON && IsJSONType(string(e.ContentType)) { // of another type, data would be a text
 		b = append(append(b, `,"data":`...), e.Payload...)
 	} else {
 		b = append(b, `,"data_base64":"`...)

@@ -135,7 +135,7 @@ func TestStructuredEscapes(t *testing.T) {
 		headers, err := json.Marshal(map[string]string{"own": text, eventheader.Correlation: text}) // a row may hold what Record refuses
 		require.NoError(t, err)
 		e := orderCreated(func(e *Event) {
-			e.Source, e.EventType, e.AggregateID, e.AggregateType, e.ContentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text)
+			e.Source, e.EventType, e.AggregateID, e.AggregateType, e.ContentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text+"+json")
 			e.Headers = headers
 		})
 		value, own, err := recordOf(e, true)
@@ -144,19 +144,20 @@ func TestStructuredEscapes(t *testing.T) {
 		require.NoError(t, json.Unmarshal(value, &got), "%s", value)
 		require.Equal(t, map[string]any{
 			"specversion": "1.0", "id": string(e.EventID), "time": "2026-02-03T04:05:06Z", "data": map[string]any{"total": 1.5},
-			"source": text, "type": text, "subject": text, "aggregatetype": text, "datacontenttype": text, "correlationid": text,
+			"source": text, "type": text, "subject": text, "aggregatetype": text, "datacontenttype": text + "+json", "correlationid": text,
 		}, got)
 		require.Contains(t, own, field{"own", text})
 
 		_, binary, err := recordOf(e, false)
 		require.NoError(t, err)
-		for _, name := range []string{"ce_source", "ce_type", "ce_subject", "ce_aggregatetype", "ce_correlationid", "content-type", "own"} {
+		for _, name := range []string{"ce_source", "ce_type", "ce_subject", "ce_aggregatetype", "ce_correlationid", "own"} {
 			require.Contains(t, binary, field{name, text}, "as it is, in bytes")
 		}
+		require.Contains(t, binary, field{"content-type", text + "+json"})
 	}
 }
 
-// data is any JSON value; data_base64 is what is not JSON.
+// data is any JSON value; data_base64 is what is not JSON, or is JSON under another content type.
 func TestStructuredData(t *testing.T) {
 	t.Parallel()
 	for _, data := range []string{`null`, `[]`, `"text"`, `1e5`, `{"a": "주문"}`} {
@@ -167,6 +168,9 @@ func TestStructuredData(t *testing.T) {
 		require.Equal(t, data, string(got["data"]))
 		require.NotContains(t, got, "data_base64")
 	}
+	value, _, err := recordOf(orderCreated(func(e *Event) { e.ContentType, e.Payload = []byte("text/plain"), []byte(`"a text"`) }), true)
+	require.NoError(t, err)
+	require.Contains(t, string(value), `"data_base64":"`+base64.StdEncoding.EncodeToString([]byte(`"a text"`))+`"}`)
 	for _, data := range [][]byte{{}, {0}, {0, 1, 254, 255}, []byte("text"), []byte(strings.Repeat("\xff", 1000))} {
 		value, _, err := recordOf(protobuf(data), true)
 		require.NoError(t, err)
@@ -250,7 +254,7 @@ func TestDestinationOfForeignRow(t *testing.T) {
 // Headers of another writer are an object of strings, or an error.
 func TestHeadersOfForeignRow(t *testing.T) {
 	t.Parallel()
-	for _, headers := range []string{`{"ce_id": "1"}`, `{"ce_Market": "1"}`, `{"ce_traceparent": "1"}`, `{"ce_correlationid": "1"}`, `[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
+	for _, headers := range []string{`{"ce_id": "1"}`, `{"ce_Market": "1"}`, `{"ce_traceparent": "1"}`, `{"ce_correlationid": "1"}`, `{"CE_ID": "1"}`, `{"Content-Type": "a/b"}`, `[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
 		for _, inJSON := range []bool{false, true} {
 			_, _, err := recordOf(orderCreated(func(e *Event) { e.Headers = []byte(headers) }), inJSON)
 			require.ErrorIs(t, err, check.ErrMalformed, headers)
@@ -260,6 +264,18 @@ func TestHeadersOfForeignRow(t *testing.T) {
 			require.Equal(t, "loopers.order.created.v1", rejected.EventType)
 			require.Equal(t, -1, rejected.Index)
 		}
+	}
+}
+
+// A content type of another writer does not make readers take the payload for the event.
+func TestContentTypeOfForeignRow(t *testing.T) {
+	t.Parallel()
+	for _, contentType := range []string{"application/cloudevents+json", " Application/CloudEvents-Batch+json; a=b", "application/cloudevents"} {
+		_, _, err := recordOf(orderCreated(func(e *Event) { e.ContentType = []byte(contentType) }), false)
+		require.ErrorIs(t, err, check.ErrMalformed, contentType)
+		rejected, ok := errors.AsType[*FieldError](err)
+		require.True(t, ok)
+		require.Equal(t, "content_type", rejected.Field)
 	}
 }
 

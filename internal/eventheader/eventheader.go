@@ -29,8 +29,8 @@ func Check(name, value string) error {
 	switch lower := strings.ToLower(name); {
 	case name == "":
 		return fmt.Errorf("with a name that %w", check.ErrEmpty)
-	case strings.HasPrefix(lower, Prefix), lower == "content-type", lower == Correlation, lower == TraceParent, deadletter.IsOwn(name):
-		return fmt.Errorf("%.100q %w: the name is reserved", name, check.ErrMalformed)
+	case isReserved(name), lower == Correlation, lower == TraceParent, deadletter.IsOwn(name):
+		return reservedError(name)
 	}
 	for _, text := range []string{name, value} {
 		if text == "" {
@@ -41,6 +41,33 @@ func Check(name, value string) error {
 		}
 	}
 	return nil
+}
+
+// CheckStored accepts the names of the headers of a row. With others, which only a row of another writer has, the
+// record would say something else than the row.
+func CheckStored(name string) error {
+	attribute, is := strings.CutPrefix(name, Prefix)
+	switch {
+	case is && attribute == TraceID:
+		return nil
+	case is:
+		if err := CheckAttribute(attribute); err != nil {
+			return fmt.Errorf("%.100q: attribute %w", name, err)
+		}
+	case isReserved(name):
+		return reservedError(name)
+	}
+	return nil
+}
+
+// isReserved reports whether readers of a record take a header for an attribute of CloudEvents.
+func isReserved(name string) bool {
+	lower := strings.ToLower(name)
+	return strings.HasPrefix(lower, Prefix) || lower == "content-type"
+}
+
+func reservedError(name string) error {
+	return fmt.Errorf("%.100q %w: the name is reserved", name, check.ErrMalformed)
 }
 
 // reserved are the attributes that CloudEvents defines, or that events have anyway, and what sets them.

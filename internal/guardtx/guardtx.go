@@ -31,7 +31,7 @@ import (
 var (
 	// ErrEnded means that a function has committed or rolled back the transaction, or tried
 	// to.
-	ErrEnded = errors.New("outbox: a handler must not commit or roll back the transaction that it gets: the consumer does")
+	ErrEnded = errors.New("a handler must not commit or roll back the transaction that it gets: the consumer does")
 	// ErrSettings means that functions which share a transaction have changed its settings,
 	// which a function should see as they are outside.
 	ErrSettings = errors.New("a handler has changed settings of the transaction, which it shares with others")
@@ -203,7 +203,7 @@ func (t *Tx) ChangedSettings() bool { return t.changed }
 func (t *Tx) Commit(ctx context.Context) error {
 	err := t.tx.Commit(ctx)
 	if err != nil || t.locked {
-		t.unlock(ctx)
+		t.clear(ctx)
 	}
 	const invalidCursorName, undefinedObject = "34000", "42704"
 	switch code := pg.Code(err); {
@@ -221,15 +221,20 @@ func (t *Tx) Commit(ctx context.Context) error {
 // connection, with which PostgreSQL rolls back as well.
 func (t *Tx) Rollback(ctx context.Context) {
 	if err := t.tx.Rollback(ctx); err == nil {
-		t.unlock(ctx)
+		t.clear(ctx)
 	}
 }
 
-// unlock frees the advisory locks that functions have taken for the session, behind a rollback. The rollback has undone
-// their settings.
-func (t *Tx) unlock(ctx context.Context) {
-	if t.called && t.idle() {
-		_, _ = t.tx.Conn().Exec(ctx, sqlUnlock) // if it fails, the connection is lost, and its locks with it
+// clear frees the advisory locks that functions have taken for the session, behind a rollback, and restores the
+// settings of the connection. The rollback has undone what functions have set in the transaction, but not what they
+// have set behind an end of it by a way that is not seen.
+func (t *Tx) clear(ctx context.Context) {
+	session := pg.KnownSession(t.tx.Conn())
+	if t.called && t.idle() && session != nil {
+		_, err := t.tx.Conn().PgConn().Exec(ctx, sqlUnlock+session.Restore()).ReadAll()
+		if err != nil { // it may have settings of a function
+			_ = t.tx.Conn().Close(ctx)
+		}
 	}
 }
 

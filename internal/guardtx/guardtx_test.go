@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -144,6 +146,75 @@ func TestFunctionIgnoresError(t *testing.T) {
 		require.ErrorContains(t, err, "handler ENDS")
 		tx.Rollback(t.Context())
 		g.requireRows(t, 0, 0)
+	}
+}
+
+// What a function sets behind an end of the transaction that is not seen ends as well, however the function ends.
+func TestSettingsBehindTheEnd(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // settings of the session
+	for _, mode := range modes {
+		g := newGuardFixture(t, mode)
+		for _, statements := range [][]string{{"COMMIT"}, {"ROLLBACK"}, {"ROLLBACK", "BEGIN"}} {
+			for _, failure := range []error{nil, errors.New("failed")} {
+				tx := g.begin(t, true)
+				conn := tx.Own().Conn()
+				err := tx.Call("ENDS", func(tx pgx.Tx) error {
+					_, _ = conn.Exec(t.Context(), statements[0]) // a COMMIT fails, and rolls back
+					for _, sql := range slices.Concat([]string{"SET search_path = outbox_test", "SET outbox_test.tenant = '7'", "SELECT pg_advisory_lock_shared(7)"}, statements[1:]) {
+						_, err := conn.Exec(t.Context(), sql)
+						require.NoError(t, err)
+					}
+					return failure
+				})
+				if err == nil {
+					err = tx.Commit(t.Context())
+				}
+				require.Error(t, err)
+				tx.Rollback(t.Context())
+				if conn.IsClosed() { // pgx closes it if a COMMIT fails within a transaction
+					require.Equal(t, "BEGIN", statements[len(statements)-1])
+					continue
+				}
+				var is string
+				require.NoError(t, conn.QueryRow(t.Context(), `SELECT concat_ws('|', current_setting('search_path'), current_setting('outbox_test.tenant', true),
+					(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()))`).Scan(&is))
+				require.Equal(t, `"$user", public||0`, is, "%v, %v, %v", mode, statements, failure)
+			}
+		}
+	}
+}
+
+// Behind a pooler another client may have changed settings of a session for good. They are not taken for those of the
+// pool, and end with the first transaction. What the pool has set stays.
+func TestSettingsOfAPooledSession(t *testing.T) {
+	t.Parallel()
+	other := testenv.OtherDatabase(t)
+	for _, set := range []string{"", "SET search_path = shop"} {
+		_, err := other.Exec(t.Context(), "SET search_path = poison; SET lock_timeout = '7s'")
+		require.NoError(t, err)
+		cfg := other.Config()
+		cfg.AfterConnect, cfg.ConnConfig.AfterConnect = nil, nil
+		if set != "" {
+			cfg.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { _, err := conn.Exec(ctx, set); return err }
+		}
+		db, err := pgxpool.NewWithConfig(t.Context(), cfg)
+		require.NoError(t, err)
+		defer db.Close()
+		conn, err := pg.Borrow(t.Context(), db)
+		require.NoError(t, err)
+		defer conn.Return()
+		for range 2 {
+			tx, err := guardtx.Begin(t.Context(), conn.Conn, guardtx.Limits{}, false, func(*pgx.Batch) {})
+			require.NoError(t, err)
+			require.NoError(t, tx.Commit(t.Context()))
+		}
+		var is, want string
+		require.NoError(t, conn.QueryRow(t.Context(), `SELECT concat_ws('|', current_setting('search_path'), current_setting('lock_timeout'))`).Scan(&is))
+		if want = `"$user", public|0`; set != "" {
+			want = "shop|0"
+		}
+		require.Equal(t, want, is)
 	}
 }
 

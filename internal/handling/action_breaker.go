@@ -22,17 +22,17 @@ type BreakerRules struct {
 const (
 	breakerEvents = 10
 	breakerTrials = 10
-	mostOpenFor   = 30 * time.Second
-	leastOutage   = time.Second // an outage is longer
-	stormFactor   = 10          // so many times Events in a row open a breaker at once
-	mostTrials    = 16          // so many times Trials, at most
-	trialShare    = 4           // trials use one in so many slots of handlers
+	mostOpenFor   = 30 * time.Second // and the longest wait of an event in an outage
+	leastOutage   = time.Second      // an outage is longer
+	stormFactor   = 10               // so many times Events in a row open a breaker at once
+	mostTrials    = 16               // so many times Trials, at most
+	trialShare    = 4                // trials use one in so many slots of handlers
 )
 
 // BreakerOf returns the rules of breakers where failed events are retried by a policy.
 func BreakerOf(retry RetryPolicy) BreakerRules {
 	return BreakerRules{
-		Events: breakerEvents, FirstOpenFor: retry.RetryWait, OpenFor: max(retry.RetryWait, min(retry.MaxRetryWait, mostOpenFor)), Trials: breakerTrials,
+		Events: breakerEvents, FirstOpenFor: retry.RetryWait, OpenFor: retry.mostOutageWait(), Trials: breakerTrials,
 	}
 }
 
@@ -58,7 +58,7 @@ type actionBreaker struct {
 	heads     int                           // partitions that wait for a trial
 	succeeded time.Time                     // when the last call that has succeeded began
 	saved     time.Time                     // the value of succeeded that other processes can see
-	kept      time.Time                     // when an event was last kept although its attempts are used up
+	kept      time.Time                     // when a failure last did not count because no event had succeeded
 
 	changes   []breakerChange // for which changed was not called yet
 	notifying bool            // a goroutine calls changed, without mu
@@ -189,9 +189,9 @@ func (b *actionBreaker) reasons() (reasons []string) {
 		reasons = append(reasons, fmt.Sprintf("the breaker of action %s is %v: %d events in a row have failed for %v, and others wait",
 			b.action, s, b.failures, time.Since(b.since).Round(time.Second)))
 	}
-	if b.kept.After(b.succeeded) && time.Since(b.kept) < 2*mostOutageWait {
-		reasons = append(reasons, fmt.Sprintf("an event of action %s has used up its attempts and is tried every %v, "+
-			"because no other event of the action has succeeded since it failed first", b.action, mostOutageWait))
+	if b.kept.After(b.succeeded) && time.Since(b.kept) < 2*mostOpenFor {
+		reasons = append(reasons, fmt.Sprintf("an event of action %s fails and is tried again without using up attempts, "+
+			"because no other event of the action has succeeded since its last failure that counts", b.action))
 	}
 	return reasons
 }

@@ -15,6 +15,9 @@ import (
 // connection its transaction is. That goroutine writes it. Any goroutine may read it, and cut off the transaction.
 // The zero value is ready.
 type Activity struct {
+	// Ended gets each call that has returned, and its duration. It may be nil. It is set before the first call.
+	Ended func(c Call, took time.Duration)
+
 	mu   sync.Mutex
 	call Call
 	busy bool         // call is under way
@@ -106,9 +109,13 @@ func (a *Activity) Next(place Place) {
 // End notes that the call has returned, and returns its duration.
 func (a *Activity) End() (took time.Duration) {
 	a.mu.Lock()
-	defer a.mu.Unlock()
-	took = time.Since(a.call.Began)
+	call := a.call
+	took = time.Since(call.Began)
 	a.call, a.busy = Call{}, false
+	a.mu.Unlock()
+	if a.Ended != nil {
+		a.Ended(call, took)
+	}
 	return took
 }
 

@@ -18,8 +18,8 @@ type Attempts struct {
 	Breakers  *ActionBreakers // nil without PostgreSQL
 	Scheduler Scheduler
 	Bound     time.Duration // limit of one attempt; 0 means no limit
-	// Witness reports whether a call of an action has succeeded in any process that began not longer ago than a time.
-	// Nil means that events use up their last attempt without one.
+	// Witness reports whether a call of an action has succeeded in any process that began less than ago. Nil means that
+	// all failures count.
 	Witness func(ctx context.Context, action string, ago time.Duration) (bool, error)
 }
 
@@ -71,29 +71,34 @@ type Outcome struct {
 	Retries int           // retries that the policy permits; set for Again and Dead
 	Wait    time.Duration // until the next attempt; set for Postponed and Again
 	// Uncounted is set for Again if the attempt does not count, because its cause may be an outage. Kept is set as well
-	// if it was the last attempt.
+	// if the reason is that no other event of the action has succeeded.
 	Uncounted, Kept bool
 }
 
-// Message returns the error as it is stored, and why the event is kept.
+// Message returns the error as it is stored, and why the attempt does not count.
 func (o Outcome) Message() string {
 	if o.Kept {
-		return "no attempt is left, and no other event of the action has succeeded since the first failure: " + o.Err.Error()
+		return "the attempt does not count, because no other event of the action has succeeded: " + o.Err.Error()
 	}
 	return o.Err.Error()
 }
 
 // Try makes the attempt on a task whose number is in its metadata. Failures that do not count are repeated: a conflict
-// of transactions up to [MostConflicts] times, an outage of PostgreSQL until it ends. Before is the error of this
+// of transactions up to [MostConflicts] times, an outage of PostgreSQL until it ends. After that, a conflict in a
+// statement of ours postpones the task, and one in a statement of the handler fails it. Before is the error of this
 // attempt if it was made in a transaction with other tasks, or nil.
 func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
+	if a.mustTryAlone(t, policy, before) {
+		before = nil
+	}
+	works := a.works(t, policy)
 	for {
-		err, began, late, repeat, tried := before, time.Now(), false, false, before == nil
+		err, late, repeat, tried := before, false, false, before == nil
+		if tried && !a.Scheduler.Enter(t) {
+			return Outcome{Result: Stopped}
+		}
+		began := time.Now()
 		if tried {
-			if !a.Scheduler.Enter(t) {
-				return Outcome{Result: Stopped}
-			}
-			began = time.Now()
 			repeat, late, err = a.call(t, began)
 		}
 		before = nil
@@ -112,12 +117,14 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 		case IsConflict(err) && t.conflicts < MostConflicts:
 			t.conflicts++
 			a.awaitConflict(t, t.conflicts, err)
+		case isOwnConflict(err):
+			return a.postponed(t, policy, err)
 		case tried && a.Processor.IsOutage(held, err, t.Kind, late):
 			if a.Scheduler.AwaitPostgres(began, err) {
 				return a.postponed(t, policy, err)
 			}
 		default:
-			return a.failed(t, policy, err)
+			return a.failed(t, policy, err, works)
 		}
 	}
 }
@@ -152,32 +159,34 @@ func (a *Attempts) awaitConflict(t *Task, n int, err error) {
 	a.Scheduler.Sleep(ConflictWait(n))
 }
 
-// failed decides whether a failed task is tried again, and calls the hook Failed.
-func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
+// failed decides whether a failed task is tried again, and calls the hook Failed. The first failure counts. A further
+// one, and the last attempt, counts only if the action works.
+func (a *Attempts) failed(t *Task, policy RetryPolicy, err error, works bool) Outcome {
 	inTrial := a.Breakers.Failed(t, a.Scheduler.Trial(t.Action), err)
 	retries := a.Processor.Retries(policy, err, func(call func()) { a.callHost("RetriesFor", t.Action, &t.Meta, call) })
 	o := Outcome{
 		Result: Again, Action: t.Action, Err: err, Class: ErrorClass(err), Attempt: t.Meta.Attempt, Retries: retries,
 	}
-	waits := policy.waitsInOutage(t.FirstFailed)
-	switch {
+	later, asks := WaitOf(err)
+	last, first := o.Attempt > retries, t.FirstFailed.IsZero()
+	switch waits := policy.waitsInOutage(t.FirstFailed); {
 	case IsPermanent(err):
 		o.Result = Dead
 	case waits && (IsUnavailable(err) || inTrial && retries > 0):
 		o.Uncounted = true
-	case o.Attempt <= retries:
-	case waits && retries > 0 && !a.witnessed(t):
+	case waits && retries > 0 && (last || !first) && !works:
 		o.Uncounted, o.Kept = true, true
 		a.Breakers.noteKept(t.Action)
-	default:
+	case last:
 		o.Result = Dead
 	}
 	switch {
-	case o.Kept: // RetryAfter sets the waits between attempts, and this was the last one
-		later, _ := WaitOf(err)
-		o.Wait = max(later, policy.NextInOutage(t.failing(), nil))
+	case o.Kept && asks && !last:
+		o.Wait = later
+	case o.Kept: // RetryAfter sets the waits between attempts that count
+		o.Wait = max(later, policy.NextInOutage(sinceFailure(t.witnessAfter())+policy.RetryWait, nil))
 	case o.Uncounted:
-		o.Wait = policy.NextInOutage(t.failing(), err)
+		o.Wait = policy.NextInOutage(sinceFailure(t.FirstFailed), err)
 	case o.Result == Again:
 		o.Wait = policy.Next(o.Attempt, err)
 	}
@@ -187,35 +196,66 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error) Outcome {
 	return o
 }
 
-// witnessed reports whether another event of the action has succeeded since a task has failed first, so that the task
-// may use up its last attempt. If PostgreSQL does not answer, it reports false, and the task is tried again.
-func (a *Attempts) witnessed(t *Task) bool {
-	if a.Witness == nil {
+// NoteFailure updates a task whose outcome is Again: the number of its next attempt, and the times of its failures. It
+// is what [delivery.Store.Fail] does to a row.
+func (t *Task) NoteFailure(o Outcome) {
+	now := time.Now()
+	if t.FirstFailed.IsZero() {
+		t.FirstFailed = now
+	}
+	if !o.Uncounted {
+		t.Meta.Attempt++
+		t.WitnessAfter = now
+	}
+}
+
+// witnessAfter returns the time after which another event of the action must succeed, or zero if the task has not
+// failed yet.
+func (t *Task) witnessAfter() time.Time {
+	if t.WitnessAfter.IsZero() {
+		return t.FirstFailed
+	}
+	return t.WitnessAfter
+}
+
+// mustTryAlone reports whether an error of a shared transaction is no failure of a task: the task has failed before,
+// and it is not known whether another event of the action had succeeded when that transaction began.
+func (a *Attempts) mustTryAlone(t *Task, policy RetryPolicy, before error) bool {
+	return before != nil && a.Witness != nil && !t.FirstFailed.IsZero() && policy.waitsInOutage(t.FirstFailed) &&
+		!IsPermanent(before) && !IsUnavailable(before) && !isPostponed(before)
+}
+
+// works reports whether another event of the action has succeeded in any process after [Task.witnessAfter]. It is
+// asked once, before the handler is called: the call may take beyond the end of an outage, and what succeeds meanwhile
+// says nothing about the time at which the call began. If PostgreSQL does not answer, it reports false, and the failure
+// does not count.
+func (a *Attempts) works(t *Task, policy RetryPolicy) bool {
+	after := t.witnessAfter()
+	switch {
+	case a.Witness == nil || !policy.waitsInOutage(t.FirstFailed):
 		return true
-	}
-	if t.FirstFailed.IsZero() { // its other attempts have not returned; its failures begin here
+	case after.IsZero(): // the failures begin with this one: other attempts have not returned
 		return false
-	}
-	if a.Breakers.SucceededSince(t.Action, t.FirstFailed) {
+	case a.Breakers.SucceededSince(t.Action, after):
 		return true
 	}
 	const timeout = 5 * time.Second
 	ctx, cancel := context.WithTimeout(a.Scheduler.Held(), timeout)
 	defer cancel()
-	seen, err := a.Witness(ctx, t.Action, t.failing())
+	seen, err := a.Witness(ctx, t.Action, time.Since(after))
 	if err != nil {
-		a.Processor.Log.Warn("outbox: it is not known whether an action works in another process; its event is tried again",
+		a.Processor.Log.Debug("outbox: it is not known whether an action works in another process; a failure of its event will not count",
 			"action", t.Action, "error", err)
 	}
 	return seen && err == nil
 }
 
-// failing returns how long ago a task has failed first.
-func (t *Task) failing() time.Duration {
-	if t.FirstFailed.IsZero() {
+// sinceFailure returns how long ago a failure was, or 0 without one.
+func sinceFailure(failed time.Time) time.Duration {
+	if failed.IsZero() {
 		return 0
 	}
-	return time.Since(t.FirstFailed)
+	return time.Since(failed)
 }
 
 func (a *Attempts) postponed(t *Task, policy RetryPolicy, err error) Outcome {
@@ -234,6 +274,10 @@ func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 		a.Processor.Log.WarnContext(ctx, "outbox: another session holds a lock that an event needs, which is no attempt; trying again", attrs...)
 		return
 	}
+	if o.Result == Postponed && pg.IsTransient(o.Err) {
+		a.Processor.Log.WarnContext(ctx, "outbox: transaction conflicts with others again and again, which is no attempt; trying again", attrs...)
+		return
+	}
 	if o.Result == Postponed {
 		a.Processor.Log.InfoContext(ctx,
 			"outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", attrs...)
@@ -242,8 +286,8 @@ func (a *Attempts) ReportAgain(t *Task, o Outcome) {
 	message := "outbox: handler failed, trying again"
 	switch {
 	case o.Kept:
-		message = "outbox: handler failed after its last retry, and no other event of the action has succeeded since the first " +
-			"failure: it may be an outage; trying again"
+		message = "outbox: handler failed, and no other event of the action has succeeded: it may be an outage, and is no attempt; " +
+			"trying again"
 	case o.Uncounted:
 		message = "outbox: handler failed in an outage of what it needs, which is no attempt; trying again"
 	}

@@ -1,6 +1,7 @@
 package handling
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -37,11 +38,8 @@ func (f *fixture) play(t *Task) (last Outcome, outcomes string) {
 		switch o.Result {
 		case Again:
 			f.attempts.ReportAgain(t, o)
-			if t.FirstFailed.IsZero() {
-				t.FirstFailed = time.Now()
-			}
+			t.NoteFailure(o)
 			time.Sleep(o.Wait)
-			t.Meta.Attempt++
 			continue
 		case Postponed:
 			f.attempts.ReportAgain(t, o)
@@ -138,7 +136,7 @@ func TestAttemptsEnd(t *testing.T) {
 	})
 }
 
-// An attempt that was made with other tasks counts, and is not repeated.
+// The first attempt that was made with other tasks counts, and is not repeated. A later one is made alone.
 func TestAttemptsBefore(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -150,9 +148,12 @@ func TestAttemptsBefore(t *testing.T) {
 		o = f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
 		require.Equal(t, []any{Again, true}, []any{o.Result, o.Kept}, "it has not failed before: its first attempt has not returned")
 		task.FirstFailed = time.Now()
+		require.Empty(t, f.log, "no transaction")
+		f.handlers["a"] = "-"
 		o = f.attempts.Try(task, f.processor.Rules.Retry, errPlayed)
 		require.Equal(t, []any{Dead, 2}, []any{o.Result, o.Attempt})
-		require.Empty(t, f.log, "no transaction")
+		require.Equal(t, []string{"a2: rolled back"}, f.log, "it is tried alone: who knows what had succeeded when the other tasks began")
+		f.log = nil
 
 		conflict := &pgconn.PgError{Code: "40001"}
 		require.Equal(t, Done, f.attempts.Try(task, f.processor.Rules.Retry, conflict).Result, "a conflict is repeated alone")
@@ -385,8 +386,8 @@ func TestActionBreakerTrials(t *testing.T) {
 	})
 }
 
-// An event uses up its last attempt only if another event of the action has succeeded since it failed first. Otherwise
-// it is tried until MaxOutage.
+// A failure after the first one counts only if another event of the action has succeeded since the last one that
+// counts. The event is tried until MaxOutage.
 func TestAttemptsWitness(t *testing.T) {
 	t.Parallel()
 	const many = 20_000
@@ -432,17 +433,13 @@ func TestAttemptsWitness(t *testing.T) {
 						break
 					}
 					require.Equal(t, Again, o.Result)
-					if task.FirstFailed.IsZero() {
-						task.FirstFailed = time.Now()
-					}
+					task.NoteFailure(o)
 					if o.Uncounted {
 						uncounted++
 						require.LessOrEqual(t, o.Wait, 37*time.Second)
-					} else {
-						task.Meta.Attempt++
 					}
 					if o.Kept {
-						require.Contains(t, strings.Join(f.attempts.Breakers.Reasons(), ""), "an event of action ACTED has used up its attempts")
+						require.Contains(t, strings.Join(f.attempts.Breakers.Reasons(), ""), "an event of action ACTED fails and is tried again without using up attempts")
 						require.Contains(t, o.Message(), "no other event of the action has succeeded")
 					}
 					time.Sleep(o.Wait)
@@ -453,6 +450,103 @@ func TestAttemptsWitness(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Events succeed between two attempts of an event, again and again, and never between the next two. So it may be one
+// outage after the other. The event survives as many of them as it has retries.
+func TestOutagesInARow(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Rules{})
+		f.handlers["a"] = strings.Repeat("-", 1000)
+		var succeeded time.Time
+		f.attempts.Witness = func(_ context.Context, _ string, ago time.Duration) (bool, error) {
+			return time.Since(succeeded) < ago, nil
+		}
+		task := &f.arrive("a")[0].Tasks[0]
+		try := func() Outcome {
+			o := f.attempts.Try(task, f.processor.Rules.Retry, nil)
+			if o.Result == Again {
+				task.NoteFailure(o)
+			}
+			return o
+		}
+		outage := func() {
+			t.Helper()
+			for began := time.Now(); time.Since(began) < 10*time.Minute; {
+				o := try()
+				require.Equal(t, Again, o.Result, "attempt %d", o.Attempt)
+				time.Sleep(o.Wait)
+			}
+		}
+		for n := range f.processor.Rules.Retry.MaxRetries {
+			outage()
+			require.Equal(t, n+2, task.Meta.Attempt, "one attempt for each outage")
+			succeeded = time.Now()
+			time.Sleep(time.Second)
+		}
+		require.Equal(t, Dead, try().Result)
+	})
+}
+
+// The waits of an event that fails alone double, up to 30 s or MaxRetryWait. Other processes are asked once for each
+// failure after the first one, and not where an event of this process has succeeded.
+func TestWaitsOfALoneEvent(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		policy RetryPolicy
+		waits  []float64 // seconds
+	}{
+		{waits: []float64{1, 2, 4, 8, 16, 30, 30}},
+		{policy: RetryPolicy{MaxRetryWait: 5 * time.Second}, waits: []float64{1, 2, 4, 5, 5}},
+		{policy: RetryPolicy{RetryWait: 40 * time.Second}, waits: []float64{40, 40, 40}},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, Rules{Retry: tt.policy})
+			f.witnessed, f.handlers["a"] = false, strings.Repeat("-", 100)
+			task := &f.arrive("a")[0].Tasks[0]
+			try := func() Outcome {
+				o := f.attempts.Try(task, f.processor.Rules.Retry, nil)
+				require.Equal(t, Again, o.Result)
+				task.NoteFailure(o)
+				return o
+			}
+			for n, want := range tt.waits {
+				o := try()
+				require.Equal(t, []any{n > 0, min(n+1, 2), n}, []any{o.Kept, o.Attempt, len(f.asked)})
+				require.InDelta(t, want, o.Wait.Seconds(), want/5)
+				time.Sleep(time.Duration(want * float64(time.Second)))
+			}
+			f.attempts.Breakers.Succeeded("ACTED", nil, time.Now())
+			require.False(t, try().Kept)
+			require.Equal(t, []any{3, len(tt.waits) - 1}, []any{task.Meta.Attempt, len(f.asked)})
+		})
+	}
+}
+
+// Only a failure that counts moves the time after which another event must succeed. Without one it is the time of the
+// first failure. An event whose attempts were all lost with their processes is not DEAD at its first failure.
+func TestFailuresThatDoNotCount(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Rules{})
+		f.witnessed, f.handlers["a"] = false, "--"
+		task := &f.arrive("a")[0].Tasks[0]
+		task.Meta.Attempt = 4
+		first := time.Now()
+		o := f.attempts.Try(task, f.processor.Rules.Retry, nil)
+		require.Equal(t, []any{Again, true}, []any{o.Result, o.Kept})
+		require.Empty(t, f.asked)
+		task.NoteFailure(o)
+		time.Sleep(time.Second)
+		task.NoteFailure(Outcome{Result: Again, Uncounted: true})
+		require.Equal(t, []any{4, first, first}, []any{task.Meta.Attempt, task.FirstFailed, task.witnessAfter()})
+		time.Sleep(time.Second)
+		task.NoteFailure(Outcome{Result: Again})
+		require.Equal(t, []any{5, first, first.Add(2 * time.Second)}, []any{task.Meta.Attempt, task.FirstFailed, task.witnessAfter()})
+		f.witnessed = true
+		require.Equal(t, Dead, f.attempts.Try(task, f.processor.Rules.Retry, nil).Result)
+	})
 }
 
 func btof(b bool) float64 {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/outage"
 )
 
 // ActionBreakers are the breakers of the actions of a group in this process. If the events of an action fail one after
@@ -229,13 +230,29 @@ func (a *ActionBreakers) NoteSaved(saved map[string]time.Time) {
 	}
 }
 
-// noteKept notes that an event of an action is kept although its attempts are used up.
+// noteKept notes that a failure of an action does not count, because no other event has succeeded.
 func (a *ActionBreakers) noteKept(action string) {
 	if b := a.get(action); b != nil {
 		b.mu.Lock()
 		b.kept = time.Now()
 		b.mu.Unlock()
 	}
+}
+
+// NotClosed returns the breakers that are not closed.
+func (a *ActionBreakers) NotClosed() (open []outage.Breaker) {
+	if a == nil {
+		return nil
+	}
+	for _, action := range slices.Sorted(maps.Keys(a.of)) {
+		b := a.of[action]
+		b.mu.Lock()
+		if s := b.now(); s != breaker.Closed {
+			open = append(open, outage.Breaker{Action: action, State: s.String(), Since: b.opened})
+		}
+		b.unlock()
+	}
+	return open
 }
 
 // Reasons describes the breakers that are not closed, and events that are kept, for Health.

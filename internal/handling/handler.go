@@ -61,7 +61,10 @@ type Task struct {
 	*Handler
 	Arrival
 	FirstFailed time.Time // when the first attempt has failed, zero if this is the first one
-	conflicts   int       // repeated conflicts, over all attempts in this process; see [Attempts.Try]
+	// WitnessAfter is the time of the last failure that counts. Zero means FirstFailed. The next failure counts only if
+	// another event of the action succeeds in between.
+	WitnessAfter time.Time
+	conflicts    int // repeated conflicts, over all attempts in this process; see [Attempts.Try]
 }
 
 // TaskResult is a task that has succeeded.

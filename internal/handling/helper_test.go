@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/guardtx"
 )
 
 const (
@@ -156,8 +157,8 @@ func inTx(items []*Item) (tasks []Task) {
 
 // handle is the played handler. Its signs: + goes well, - fails, p fails for good, r fails and says when to try
 // again, u fails because something is away that the event needs, U as well and says when to try again, ! panics,
-// x ends its goroutine, 4 is a conflict, P is a conflict that no retry changes, f finds another
-// server full, t outlives its deadline, = changes settings, s fails when the work is to end.
+// h has ended its transaction, x ends its goroutine, 4 is a conflict, P is a conflict that no retry changes, f finds
+// another server full, t outlives its deadline, = changes settings, s fails when the work is to end.
 func (f *fixture) handle(ctx context.Context, e played, m *envelope.Received) error {
 	f.current = append(f.current, fmt.Sprint(e.Name, m.Attempt))
 	play := f.handlers[e.Name]
@@ -176,6 +177,8 @@ func (f *fixture) handle(ctx context.Context, e played, m *envelope.Received) er
 		return RetryAfter(Unavailable(errPlayed), 7*time.Second)
 	case '!':
 		panic("played")
+	case 'h':
+		return guardtx.ErrEnded
 	case 'x':
 		runtime.Goexit()
 	case '4':
@@ -198,7 +201,7 @@ func (f *fixture) handle(ctx context.Context, e played, m *envelope.Received) er
 
 // InTx implements [Transactor]. Its signs: + goes well, d is a deadlock when it commits, o an outage, n cannot note
 // anything, c is a connection that is lost while others can be had.
-func (f *fixture) InTx(_ context.Context, _ *Activity, keys []NoteKey, _ bool, do func(Tx, map[NoteKey]bool) error) error {
+func (f *fixture) InTx(_ context.Context, _ *Activity, keys []NoteKey, _ bool, _ func(*pgx.Batch), do func(Tx, map[NoteKey]bool) error) error {
 	sign := nextSign(&f.postgres)
 	switch sign {
 	case 'o':

@@ -56,7 +56,7 @@ func (k NoteKey) WithSource() NoteKey {
 }
 
 // keyColumns are the columns of keys, from the arguments $2 to $5 of a statement. See argsOf.
-const keyColumns = `unnest($2::varchar[], $3::varchar[], $4::varchar[], $5::varchar[])`
+const keyColumns = `unnest($2::text[], $3::text[], $4::text[], $5::text[])`
 
 // sqlMark notes keys, and returns the keys that were not noted before. It waits for another transaction that notes the
 // same key. The keys are sorted, so that two transactions cannot deadlock here; handlers may still lock rows in any
@@ -91,8 +91,10 @@ SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
 // begin begins a transaction that notes keys, and returns the keys that were not noted before. Mostly all are new, and
 // one statement is enough. If some were noted, a second statement finds those that belong to another source.
 func (s *Notes) begin(
-	ctx context.Context, conn *pgx.Conn, keys []NoteKey, shared bool,
+	ctx context.Context, conn *pgx.Conn, keys []NoteKey, shared bool, queue func(*pgx.Batch),
 ) (tx *guardtx.Tx, fresh map[NoteKey]bool, err error) {
+	ctx, cancel := pg.Bounded(ctx)
+	defer cancel()
 	end := pg.WaitsOf(s.db).Begin()
 	tx, err = guardtx.Begin(ctx, conn, s.Limits, shared, func(b *pgx.Batch) {
 		if s.Durable {
@@ -102,6 +104,7 @@ func (s *Notes) begin(
 			fresh, err = readKeys(rows, len(keys))
 			return err
 		})
+		queue(b)
 	})
 	if err == nil {
 		if err = s.markOthers(ctx, tx.Own(), pg.KnownSession(conn), keys, fresh); err != nil {
@@ -194,10 +197,12 @@ func readKeys(rows pgx.Rows, n int) (map[NoteKey]bool, error) {
 
 // sqlUnmark deletes notes in the transaction that has made them.
 const sqlUnmark = `
-DELETE FROM {schema}.event_handled AS h
- USING ` + keyColumns + ` AS k (t, i, a, s)
- WHERE h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
-   AND coalesce(h.event_source, '') = k.s`
+SELECT {schema}.outbox_remove_handled(ARRAY(
+       SELECT h.ctid
+         FROM ` + keyColumns + ` AS k (t, i, a, s)
+         JOIN {schema}.event_handled AS h
+           ON h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
+        WHERE coalesce(h.event_source, '') = k.s), 'infinity')`
 
 // unmarkAll deletes the notes of keys that were not handled.
 func (s *Notes) unmarkAll(ctx context.Context, tx pgx.Tx, keys map[NoteKey]bool) error {
@@ -255,18 +260,24 @@ func (e *ConnectionError) Error() string { return e.Err.Error() }
 func (e *ConnectionError) Unwrap() error { return e.Err }
 
 // InTx implements [Transactor].
-func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f TxFunc) error {
-	err := s.inTx(ctx, work, keys, shared, f)
-	if err == nil {
+func (s *Notes) InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, queue func(*pgx.Batch), f TxFunc) error {
+	err := s.inTx(ctx, work, keys, shared, queue, f)
+	s.noteWait(err)
+	return err
+}
+
+// noteWait notes whether a transaction has waited for a lock in vain.
+func (s *Notes) noteWait(err error) {
+	switch {
+	case err == nil:
 		s.vain.Store(0)
-	} else if pg.IsWaitInVain(err) {
+	case pg.IsWaitInVain(err):
 		now := time.Now().UnixNano()
 		if last := s.lastVain.Swap(now); now-last > int64(vainMemory) {
 			s.vain.Store(now)
 		}
 		s.vain.CompareAndSwap(0, now)
 	}
-	return err
 }
 
 // vainMemory is how long after a wait in vain another one belongs to the same series.
@@ -286,7 +297,7 @@ func (s *Notes) ReportWaits(slow time.Duration, notReady func(reason string, arg
 	return reasons
 }
 
-func (s *Notes) inTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f TxFunc) error {
+func (s *Notes) inTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, queue func(*pgx.Batch), f TxFunc) error {
 	work.AwaitTx()
 	defer work.Release()
 	conn, err := pg.Borrow(ctx, s.db)
@@ -300,7 +311,7 @@ func (s *Notes) inTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	if err := s.skipTaken(ctx, conn.Conn); err != nil {
 		return &NoteError{fmt.Errorf("skip ids of event_handled that exist: %w", err)}
 	}
-	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared)
+	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared, queue)
 	if err != nil {
 		err = fmt.Errorf("note what is handled: %w", err)
 		if pg.IsDuplicate(err) { // of an id, because sqlMark ignores duplicate keys
@@ -324,7 +335,7 @@ func (s *Notes) inTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 }
 
 const sqlSkipTaken = `
-SELECT count(pg_catalog.nextval(pg_catalog.format('%I.event_handled_id_seq', $1::text)::regclass)) FROM generate_series(1, $2::int)`
+SELECT pg_catalog.count(pg_catalog.nextval(pg_catalog.format('%I.event_handled_id_seq', $1::text)::regclass)) FROM generate_series(1, $2::int)`
 
 // skipTaken draws ids without using them if the last ids existed already, ten times as many after each failure. Ids
 // exist if rows were inserted with ids of their own, or if the sequence was restored from an older backup.
@@ -344,9 +355,18 @@ func (s *Notes) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[NoteKey]
 		return err
 	}
 	if len(fresh) > 0 {
-		if err := s.unmarkAll(ctx, tx.Own(), fresh); err != nil {
+		bounded, cancel := pg.Bounded(ctx)
+		defer cancel()
+		if err := s.unmarkAll(bounded, tx.Own(), fresh); err != nil {
 			return &NoteError{fmt.Errorf("delete notes of what is not handled: %w", err)}
 		}
+	}
+	// A COMMIT may wait long: for a synchronous standby, or for deferred triggers. If the client gives up, it cancels
+	// the wait, and PostgreSQL commits without the standby. So only a whole transaction's time ends it.
+	if s.Limits.Whole > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, s.Limits.Whole)
+		defer cancel()
 	}
 	return tx.Commit(ctx)
 }

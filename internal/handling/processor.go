@@ -34,6 +34,8 @@ type Processor struct {
 	// Complete, if it is not nil, is called for the tasks that have succeeded, repeats among them. It runs in their
 	// transaction, after the handlers and before the commit.
 	Complete func(ctx context.Context, tx Tx, results []TaskResult) error
+	// Queue, if it is not nil, queues statements that run when the transaction of tasks begins.
+	Queue func(b *pgx.Batch, tasks []Task)
 	// Begin, if it is not nil, is called in the transaction of tasks, before their handlers.
 	Begin func(ctx context.Context, tx Tx, tasks []Task) error
 }
@@ -52,9 +54,10 @@ type TxFunc = func(tx Tx, fresh map[NoteKey]bool) error
 // Transactor begins and commits the transactions of a processor. It is a [Notes], or a fake.
 type Transactor interface {
 	// InTx notes keys and calls f in one transaction, whose connection it notes in work. It deletes the notes of the
-	// keys that f leaves in fresh, and commits. The transaction is shared if f may call several handlers. The error is
-	// a [*NoteError] if the keys cannot be noted, and a [*ConnectionError] if the connection was lost later.
-	InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, f TxFunc) error
+	// keys that f leaves in fresh, and commits. Behind its own statements it runs those that queue has queued. The
+	// transaction is shared if f may call several handlers. The error is a [*NoteError] if it cannot begin, and a
+	// [*ConnectionError] if the connection was lost later.
+	InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, queue func(*pgx.Batch), f TxFunc) error
 	// Ping returns why PostgreSQL cannot be reached, or nil.
 	Ping(ctx context.Context) error
 }
@@ -128,27 +131,39 @@ func (p *Processor) transact(
 		if err := p.findKeys(ctx, c); err != nil {
 			return err
 		}
-		return p.Store.InTx(ctx, p.work, c.keys, severalCalls(tasks), func(tx Tx, fresh map[NoteKey]bool) error {
+		queue := func(b *pgx.Batch) {
+			if p.Queue != nil {
+				p.Queue(b, tasks)
+			}
+		}
+		return p.Store.InTx(ctx, p.work, c.keys, severalCalls(tasks), queue, func(tx Tx, fresh map[NoteKey]bool) error {
 			c.tx, c.fresh = tx, fresh
 			if p.Begin != nil {
-				if err := p.Begin(ctx, tx, tasks); err != nil {
-					return &completeError{err}
+				if err := own(ctx, func(ctx context.Context) error { return p.Begin(ctx, tx, tasks) }); err != nil {
+					return err
 				}
 			}
 			if err := c.run(ctx); err != nil || p.Complete == nil {
 				return err
 			}
-			if err := p.Complete(ctx, tx, c.results); err != nil {
-				return &completeError{err}
-			}
-			return nil
+			return own(ctx, func(ctx context.Context) error { return p.Complete(ctx, tx, c.results) })
 		})
 	})
-	own, _ := errors.AsType[*completeError](err)
-	if err = c.name(err); own == nil && errors.Is(err, guardtx.ErrSettings) {
+	ours, _ := errors.AsType[*completeError](err)
+	if err = c.name(err); ours == nil && errors.Is(err, guardtx.ErrSettings) {
 		p.runSeparately(handlersOf(tasks)...)
 	}
 	return c, err
+}
+
+// own calls Begin or Complete of a [Processor], with a bound for their statements.
+func own(ctx context.Context, f func(context.Context) error) error {
+	ctx, cancel := pg.Bounded(ctx)
+	defer cancel()
+	if err := f(ctx); err != nil {
+		return &completeError{err}
+	}
+	return nil
 }
 
 // completeError is an error of Begin or Complete of a [Processor]. It does not depend on the handlers and their events.
@@ -342,18 +357,17 @@ func (p *Processor) notifyOne(ctx context.Context, r TaskResult) {
 // IsOutage reports whether a task has failed because PostgreSQL was down, and not because of its event. Then the event
 // waits, and no attempt is counted.
 //
-//   - It is an outage if the tasks could not be noted, or Begin or Complete has failed.
+//   - It is an outage if the tasks could not be noted, or Begin or Complete has failed, except for a conflict of
+//     transactions.
 //   - An error of a handler may have any cause: another server, or a connection that the handler has closed. It is an
 //     outage only if the pool of the processor cannot reach PostgreSQL either.
 //   - It is no outage if the handler had used up its time.
 func (p *Processor) IsOutage(ctx context.Context, err error, kind HandlerKind, late bool) bool {
-	var store *NoteError
-	var completing *completeError
 	if errors.Is(err, ErrUnfinished) {
 		return false
 	}
-	if errors.As(err, &store) || errors.As(err, &completing) {
-		return true
+	if isOwn(err) {
+		return !pg.IsTransient(err)
 	}
 	var lost *ConnectionError
 	if p.Store == nil || late || kind != NoTx && !errors.As(err, &lost) && !pg.IsOutage(err) {
@@ -363,6 +377,19 @@ func (p *Processor) IsOutage(ctx context.Context, err error, kind HandlerKind, l
 	ctx, cancel := context.WithTimeout(ctx, pingTimeout)
 	defer cancel()
 	return p.Store.Ping(ctx) != nil
+}
+
+// isOwn reports whether an error comes from a statement of ours in the transaction of a handler.
+func isOwn(err error) bool {
+	var store *NoteError
+	var completing *completeError
+	return errors.As(err, &store) || errors.As(err, &completing)
+}
+
+// isOwnConflict reports whether PostgreSQL has rolled back the transaction of a handler in a statement of ours, for a
+// deadlock or a serialization failure.
+func isOwnConflict(err error) bool {
+	return pg.IsTransient(err) && isOwn(err) && !errors.Is(err, ErrUnfinished)
 }
 
 // IsLate reports whether a handler, or its whole transaction, has used up its time.

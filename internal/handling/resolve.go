@@ -17,7 +17,7 @@ import (
 // may apply to every event do not fill the log.
 type inputLog struct {
 	badIDs  outage.Seldom // bad correlation ids and trace ids
-	unknown unknownTypes
+	skipped skippedTypes
 }
 
 // Item is an event and its tasks.

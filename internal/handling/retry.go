@@ -67,16 +67,18 @@ func jittered(d time.Duration) time.Duration {
 	return d - d/jitter + rand.N(2*(d/jitter)+1)
 }
 
-// mostOutageWait bounds the wait before an event is tried again in an outage.
-const mostOutageWait = 30 * time.Second
-
 // NextInOutage returns the wait after a failed attempt that uses up none, of an event that has been failing for a time.
-// Waiting as long again doubles the wait, up to mostOutageWait.
+// Waiting as long again doubles the wait, up to [RetryPolicy.mostOutageWait].
 func (p RetryPolicy) NextInOutage(failing time.Duration, err error) time.Duration {
 	if d, exact := WaitOf(err); exact {
 		return d
 	}
-	return jittered(max(p.RetryWait, min(failing, mostOutageWait)))
+	return jittered(max(p.RetryWait, min(failing, p.mostOutageWait())))
+}
+
+// mostOutageWait returns the longest wait before an event is tried again in an outage.
+func (p RetryPolicy) mostOutageWait() time.Duration {
+	return max(p.RetryWait, min(p.MaxRetryWait, mostOpenFor))
 }
 
 // waitsInOutage reports whether failures of an event may still use up no attempt, given when it failed first.

@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -200,45 +201,86 @@ func versionsOf(t reflect.Type, byType map[reflect.Type][]*Handler, up map[refle
 	return versions
 }
 
-// unknownTypes are the event types without a handler that were logged. The zero value is ready, and safe for concurrent
-// use.
-type unknownTypes struct {
-	mu    sync.Mutex
-	named map[string]bool
+// skippedTypes are the event types without a handler whose events were skipped. The zero value is ready, and safe for
+// concurrent use.
+type skippedTypes struct {
+	mu   sync.Mutex
+	seen map[string]*skippedType
 }
 
-// maxUnknownTypes bounds the memory, because every producer of a topic can choose types.
-const maxUnknownTypes = 1000
-
-// add reports whether a type is to be logged, and whether it is the last one.
-func (u *unknownTypes) add(name string) (fresh, last bool) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if u.named[name] || len(u.named) >= maxUnknownTypes {
-		return false, false
-	}
-	if u.named == nil {
-		u.named = map[string]bool{}
-	}
-	u.named[name] = true
-	return true, len(u.named) == maxUnknownTypes
+// skippedType counts the events of a type.
+type skippedType struct {
+	events   int64 // since the process began
+	unlogged int64 // since the last line
+	loggedAt time.Time
 }
 
-// LogSkipped logs an event type without a handler, once. It warns if another version of the type has a handler: then an
-// upcaster is missing, or a newer release of this service. Other types are normal, because topics are shared.
+const (
+	// maxSkippedTypes bounds the memory, because every producer of a topic can choose types.
+	maxSkippedTypes = 1000
+	// skippedInterval is the time between two lines about a type.
+	skippedInterval = time.Hour
+)
+
+// add counts an event. It returns how many events a line is to name now, or 0 for no line, and whether the type is the
+// last one that is counted.
+func (s *skippedTypes) add(name string) (events int64, last bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t, known := s.seen[name]
+	if !known {
+		if len(s.seen) >= maxSkippedTypes {
+			return 0, false
+		}
+		if s.seen == nil {
+			s.seen = map[string]*skippedType{}
+		}
+		t = &skippedType{}
+		s.seen[name] = t
+		last = len(s.seen) == maxSkippedTypes
+	}
+	t.events++
+	t.unlogged++
+	if known && time.Since(t.loggedAt) < skippedInterval {
+		return 0, false
+	}
+	events, t.unlogged, t.loggedAt = t.unlogged, 0, time.Now()
+	return events, last
+}
+
+// counts returns how many events of each type were skipped since the process began, of up to most types.
+func (s *skippedTypes) counts(most int) map[string]int64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	counts := map[string]int64{}
+	for _, name := range slices.Sorted(maps.Keys(s.seen)) {
+		if len(counts) == most {
+			break
+		}
+		counts[name] = s.seen[name].events
+	}
+	return counts
+}
+
+// Skipped returns how many events without a handler this process has skipped, by type, of up to most types.
+func (p *Processor) Skipped(most int) map[string]int64 { return p.input.skipped.counts(most) }
+
+// LogSkipped counts an event of a type without a handler. It logs each type once, and again after an hour if more of
+// its events come. It warns if another version of the type has a handler: then an upcaster is missing, or a newer
+// release of this service. Other types are normal, because topics are shared.
 func (p *Processor) LogSkipped(m *envelope.Received) {
-	fresh, last := p.input.unknown.add(m.Type)
-	if !fresh {
+	events, last := p.input.skipped.add(m.Type)
+	if events == 0 {
 		return
 	}
 	if handled, ok := p.Routes.otherVersion(m.Type); ok {
 		p.Log.Warn("outbox: events are skipped, the handlers have another version of their type",
-			"type", m.Type, "handled", handled, "event_id", m.ID)
+			"type", m.Type, "handled", handled, "events", events, "event_id", m.ID)
 	} else {
-		p.Log.Debug("outbox: events of a type without a handler are skipped", "type", m.Type, "event_id", m.ID)
+		p.Log.Info("outbox: events of a type without a handler are skipped", "type", m.Type, "events", events, "event_id", m.ID)
 	}
 	if last {
-		p.Log.Warn("outbox: very many event types are skipped, no more are named", "types", maxUnknownTypes)
+		p.Log.Warn("outbox: very many event types are skipped, no more are named", "types", maxSkippedTypes)
 	}
 }
 

@@ -149,7 +149,7 @@ func TestAlertsNeedRightsAndDatabase(t *testing.T) {
 	require.NoError(t, err)
 	s.sendTo(t, 1, 10)
 	testenv.Run(t, c.Run)
-	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 && c.Health().Ready }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 && c.Health().Works }, testenv.Patience, 10*time.Millisecond)
 	require.Contains(t, log.String(), "the lease for alerts fails")
 
 	_, err = outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("localhost:9")}, s.events, group, outbox.ConsumerConfig{

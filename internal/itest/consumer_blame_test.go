@@ -323,7 +323,7 @@ func TestNotesCannotBeMade(t *testing.T) {
 		s.sendSales(t, 10, nil)
 		require.Eventually(t, func() bool { return strings.Contains(log.String(), "PostgreSQL fails") }, testenv.Patience, 10*time.Millisecond, name)
 		time.Sleep(time.Second) // for ten tries
-		require.False(t, c.Health().Ready, name)
+		require.False(t, c.Health().Works, name)
 		unblock()
 		require.Eventually(t, func() bool { return s.counts(t)["p"] == 11 }, testenv.Patience, 10*time.Millisecond, name)
 		require.Eventually(t, func() bool { return strings.Contains(log.String(), "PostgreSQL works again") }, testenv.Patience, 10*time.Millisecond)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -62,38 +61,6 @@ func testPoolSmallerThanPartitions(t *testing.T, concurrency int) {
 	require.EqualValues(t, 2*partitions*each, calls.Load(), "no handler had to be repeated")
 }
 
-// A batch of records that is small for Kafka may be huge when it is decompressed. It is
-// not: its partition waits and says why and what to do about it, and the others go on.
-func TestHugeBatch(t *testing.T) {
-	// Not parallel: it measures the memory of the process.
-	s := newConsumerFixture(t, 2)
-	producer, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.RecordPartitioner(kgo.ManualPartitioner()),
-		kgo.ProducerBatchCompression(kgo.ZstdCompression()), kgo.ProducerBatchMaxBytes(99<<20))
-	require.NoError(t, err)
-	defer producer.Close()
-	require.NoError(t, producer.ProduceSync(background, &kgo.Record{Topic: s.topic, Partition: 0, Value: make([]byte, 90<<20)}).FirstErr())
-	log := new(testenv.Buffer)
-	c := s.plainConsumer(t, log, "huge-"+s.topic, outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
-	runtime.GC()
-	var before, after runtime.MemStats
-	runtime.ReadMemStats(&before)
-	testenv.Run(t, c.Run)
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "larger than this consumer decompresses") }, testenv.Patience, 10*time.Millisecond)
-	s.sendTo(t, 2, 1)
-	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 1 }, testenv.Patience, 10*time.Millisecond)
-	runtime.ReadMemStats(&after)
-	require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(200<<20), "allocated since")
-	time.Sleep(time.Second)
-	require.Equal(t, 1, strings.Count(log.String(), "level=ERROR"))
-	for _, part := range []string{"topic=" + s.topic, "partition=0", "offset=0", "next_offset=1", "MaxDecompressBatchBytes"} {
-		require.Contains(t, log.String(), part)
-	}
-	h := c.Health()
-	require.True(t, h.Live, "no restart helps")
-	require.False(t, h.Ready)
-	require.Contains(t, strings.Join(h.Reasons, ";"), s.topic+"/0 waits at offset 0")
-}
-
 // A handler that runs for long is logged with its event while it runs, and one that does
 // not return makes the consumer unready, and at last dead: only a restart helps.
 func TestSlowHandler(t *testing.T) {
@@ -108,7 +75,7 @@ func TestSlowHandler(t *testing.T) {
 		<-finish
 		return s.count(background, tx, e, m)
 	}))
-	require.False(t, c.Health().Ready)
+	require.False(t, c.Health().Works)
 	testenv.Run(t, c.Run)
 	requireReady(t, c, 1)
 	id := uuid.NewString()
@@ -118,8 +85,8 @@ func TestSlowHandler(t *testing.T) {
 	for _, part := range []string{"level=WARN", "action=COUNTED", "event_id=" + id, "type=" + saleType, "offset=0"} {
 		require.Contains(t, log.String(), part)
 	}
-	require.True(t, c.Health().Ready, "it may be slow")
-	requireUnready(t, c, "COUNTED has not returned")
+	require.True(t, c.Health().Works, "it may be slow")
+	requireNoWork(t, c, "COUNTED has not returned")
 	require.Eventually(t, func() bool { return !c.Health().Live }, 5*time.Second, 10*time.Millisecond)
 	require.InDelta(t, 4, strings.Count(log.String(), "handler runs for long"), 1, "after 0.2, 0.4, 0.8, 1.6 s and so on")
 	close(finish)
@@ -175,7 +142,7 @@ func testTransactionDoesNotBegin(t *testing.T, hinder func(*testing.T, *consumer
 	defer end()
 	s.sendTo(t, 1, 1)
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "a transaction does not begin") }, testenv.Patience, 10*time.Millisecond)
-	requireUnready(t, c, "has not begun")
+	requireNoWork(t, c, "has not begun")
 	require.True(t, c.Health().Live, "no restart helps")
 	end()
 	requireReady(t, c, 1)

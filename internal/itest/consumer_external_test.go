@@ -418,11 +418,12 @@ func FuzzForeign(f *testing.F) {
 		r := externalRecord(string(value), header, headerValue)
 		r.Key = key
 		for _, connect := range []bool{false, true} {
-			for _, as := range []outbox.PlainRecords{
-				{Type: "t", Connect: connect},
-				{Type: "t", TypeMember: typeMember, DataMember: dataMember, Connect: connect},
+			for _, decode := range []func(*kgo.Record) (*outbox.Message, error){
+				outbox.PlainRecords{Type: "t", Connect: connect}.Decode,
+				outbox.PlainRecords{Type: "t", TypeMember: typeMember, DataMember: dataMember, Connect: connect}.Decode,
+				outbox.DecodeDebezium,
 			} {
-				m, err := as.Decode(r)
+				m, err := decode(r)
 				if err != nil {
 					_, ok := errors.AsType[*outbox.FieldError](err)
 					require.True(t, ok, "%v", err)

@@ -103,7 +103,7 @@ func testCommitsBesideDeletedTopic(t *testing.T, opts []kgo.Opt) {
 	s.requireSeen(t, append(refunds, s.put(t, 0, 3)...)...)
 	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 6 }, testenv.Patience, 10*time.Millisecond)
 	s.requireLogged(t, "outbox: topic "+s.other+" fails, trying until it works")
-	requireUnready(t, c, "topic "+s.other+" has been failing")
+	requireNoWork(t, c, "topic "+s.other+" has been failing")
 	require.NotContains(t, strings.Join(c.Health().Reasons, ";"), "committing offsets")
 
 	for range 2 { // a rebalance does not wait for the topic either
@@ -160,5 +160,5 @@ func TestLostHookHangs(t *testing.T) {
 	s.run(t, cfg)
 	s.requireSeen(t, append(s.put(t, 0, 3), s.put(t, 1, 3)...)...)
 	s.requireLogged(t, "Hooks.Lost does not return")
-	s.requireLogged(t, "Kafka has removed records that this group has not read")
+	s.requireLogged(t, "Kafka has removed records that this group has not committed")
 }

@@ -17,21 +17,21 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// requireReady waits until a consumer is ready, and holds its partitions.
+// requireReady waits until a consumer is ready and works, and holds its partitions.
 func requireReady(t testing.TB, c *outbox.Consumer, partitions int) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		h := c.Health()
-		return h.Live && h.Ready && h.Partitions == partitions && len(h.Reasons) == 0
+		return h.Live && h.Ready && h.Works && h.Partitions == partitions && len(h.Reasons) == 0
 	}, testenv.Patience, 5*time.Millisecond, "ready")
 }
 
-// requireUnready waits until a consumer is not ready for a reason, but live.
-func requireUnready(t testing.TB, c *outbox.Consumer, reason string) {
+// requireNoWork waits until a consumer does not work for a reason, but is live.
+func requireNoWork(t testing.TB, c *outbox.Consumer, reason string) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		h := c.Health()
-		return !h.Ready && strings.Contains(strings.Join(h.Reasons, "; "), reason)
+		return !h.Works && strings.Contains(strings.Join(h.Reasons, "; "), reason)
 	}, testenv.Patience, time.Millisecond, reason)
 	assert.True(t, c.Health().Live, "a restart does not help")
 }
@@ -55,13 +55,16 @@ func TestConsumerHealth(t *testing.T) {
 	requireReady(t, c, 2)
 	cable.breakAll()
 	s.sendTo(t, 2, 1)
-	requireUnready(t, c, "PostgreSQL has been failing")
+	requireNoWork(t, c, "PostgreSQL has been failing")
 	cable.broken.Store(false)
 	requireReady(t, c, 2)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)))
-	requireUnready(t, c, "dead-letter topic "+dlq+" has been failing")
+	requireNoWork(t, c, "dead-letter topic "+dlq+" has been failing")
 	testenv.CreateTopic(t, s.brokers, dlq, 1)
-	requireReady(t, c, 2)
+	require.Eventually(t, func() bool { // what is dead keeps it from nothing
+		h := c.Health()
+		return h.Works && len(h.Reasons) == 1 && strings.Contains(h.Reasons[0], "dead")
+	}, testenv.Patience, 5*time.Millisecond)
 	stop()
 	require.Equal(t, outbox.ConsumerHealth{Group: "health-" + s.topic, Live: true, Reasons: []string{"it does not run"}}, c.Health())
 
@@ -70,10 +73,10 @@ func TestConsumerHealth(t *testing.T) {
 	require.ErrorIs(t, c.Run(background), outbox.ErrNotMigrated)
 	h := c.Health()
 	require.Equal(t, []bool{false, false}, []bool{h.Live, h.Ready})
-	require.Contains(t, h.Reasons[0], "Run has ended: outbox: the tables are missing or of an earlier release")
+	require.Contains(t, h.Reasons[0], "Run has ended: the tables are missing or of an earlier release")
 }
 
-// While Kafka does not take offsets, the consumer is not ready.
+// While Kafka does not take offsets, the consumer does not work.
 func TestConsumerHealthWithoutKafka(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
@@ -88,7 +91,7 @@ func TestConsumerHealthWithoutKafka(t *testing.T) {
 	s.sendTo(t, 1, 1)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 1 }, testenv.Patience, time.Millisecond)
 	cable.breakAll()
-	requireUnready(t, c, "has been failing for")
+	requireNoWork(t, c, "has been failing for")
 	cable.broken.Store(false)
 	s.sendTo(t, 1, 1)
 	requireReady(t, c, 1)
@@ -113,7 +116,7 @@ func TestHealthWhileStopping(t *testing.T) {
 	s.sendTo(t, 1, 1)
 	<-began
 	cancel()
-	requireUnready(t, c, "it stops")
+	requireNoWork(t, c, "it stops")
 	require.Equal(t, []string{"it stops"}, c.Health().Reasons)
 	close(finish)
 	require.NoError(t, <-done)

@@ -15,7 +15,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
@@ -212,29 +211,31 @@ func TestDeadLettersAreNotConsumed(t *testing.T) {
 }
 
 // A dead-letter topic that does not exist is known when the consumer starts, and not only
-// when the first dead letter has to wait for it.
+// when the first dead letter has to wait for it. If the first dead letter creates it, it is not missing.
 func TestDeadLetterTopicsAreChecked(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
-	for name, tt := range map[string]struct {
+	missing := func(topic string) string { return "missing-" + topic }
+	logs := map[string]*testenv.Buffer{}
+	for _, tt := range []struct {
+		name  string
 		topic func(string) string
-		want  int
+		opts  []kgo.Opt
 	}{
-		"missing": {func(topic string) string { return "missing-" + topic }, 1},
-		"there":   {nil, 0},
+		{"there", nil, nil},
+		{"created", missing, []kgo.Opt{kgo.AllowAutoTopicCreation()}},
+		{"missing", missing, nil},
 	} {
-		log := new(testenv.Buffer)
-		cfg := outbox.ConsumerConfig{DeadLetterTopic: tt.topic, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
-		cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-		before := s.counts(t)["p"]
-		s.send(t, s.saleRecord(uuid.NewString(), oneSale))
-		stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
-		require.Eventually(t, func() bool { return s.counts(t)["p"] > before }, testenv.Patience, 10*time.Millisecond)
-		if tt.want > 0 {
-			require.Eventually(t, func() bool { return strings.Contains(log.String(), "kafka-topics.sh --create") }, testenv.Patience, 10*time.Millisecond)
-			require.Contains(t, log.String(), "topic=missing-"+s.topic)
-		}
-		stop()
-		require.Equal(t, tt.want, strings.Count(log.String(), "a dead-letter topic cannot be used"), name)
+		logs[tt.name] = new(testenv.Buffer)
+		cfg := outbox.ConsumerConfig{DeadLetterTopic: tt.topic, HandlerConfig: outbox.HandlerConfig{Schema: s.schema, From: outbox.FromStart}}
+		cfg.Logger = slog.New(slog.NewTextHandler(logs[tt.name], nil))
+		c, err := outbox.NewConsumer(s.db, append(tt.opts, kgo.SeedBrokers(s.brokers...)), s.events, tt.name+"-"+s.topic, cfg, outbox.Handle("COUNTED", s.count))
+		require.NoError(t, err)
+		testenv.Run(t, c.Run)
+	}
+	require.Eventually(t, func() bool { return strings.Contains(logs["missing"].String(), "kafka-topics.sh --create") }, testenv.Patience, 10*time.Millisecond)
+	require.Contains(t, logs["missing"].String(), "topic=missing-"+s.topic)
+	for name, want := range map[string]int{"there": 0, "created": 0, "missing": 1} { // the others began earlier
+		require.Equal(t, want, strings.Count(logs[name].String(), "a dead-letter topic cannot be used"), name)
 	}
 }

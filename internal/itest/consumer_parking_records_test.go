@@ -107,6 +107,7 @@ func TestParkedRecordIsTheSame(t *testing.T) {
 	var mu sync.Mutex
 	read, got := map[int64][]*kgo.Record{}, map[int64][]seen{}
 	cfg := s.config(t)
+	cfg.Retry.MaxOutage = -1
 	cfg.Decode = func(r *kgo.Record) (*outbox.Message, error) {
 		mu.Lock()
 		defer mu.Unlock()

@@ -206,10 +206,26 @@ func TestTopicCreatedLater(t *testing.T) {
 	s := newStartFixture(t, 1)
 	s.deleteTopic(t)
 	s.run(t, outbox.ConsumerConfig{})
-	requireLoggedOnce(t, s.log, "waiting for Kafka to answer and to have one of the topics; a new one is found within at_most", 100*time.Millisecond, "level=INFO", "at_most=10s")
+	requireLoggedOnce(t, s.log, "waiting for Kafka to answer and to have one of the topics; a new one is found within at_most", 100*time.Millisecond, "level=INFO", "at_most=1s")
 	testenv.CreateTopic(t, s.brokers, s.topic, 1)
 	s.requireSeen(t, s.put(t, 0, 5)...)
 	require.NotContains(t, s.log.String(), "standing by")
+}
+
+// A consumer reads a topic within seconds of when the service makes it alongside the consumer. Both are no reason for
+// a warning.
+func TestTopicMadeBesideConsumer(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	s.deleteTopic(t)
+	s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})
+	time.Sleep(time.Second) // the consumer has asked for the topic in vain
+	testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	began := time.Now()
+	ids := s.put(t, 0, 5)
+	s.requireSeen(t, ids...)
+	require.Less(t, time.Since(began), 3*time.Second)
+	require.NotContains(t, s.log.String(), "level=WARN")
 }
 
 // Kafka forgets the offsets of a group that is away for long. The group goes on where
@@ -261,7 +277,7 @@ func TestOffsetsBehindRetention(t *testing.T) {
 	s.deleteRecords(t, 90)
 	s.run(t, cfg)
 	s.requireSeen(t, ids[85:]...)
-	s.requireLogged(t, "Kafka has removed records that this group has not read")
+	s.requireLogged(t, "Kafka has removed records that this group has not committed")
 	s.requireLogged(t, "from=5 records=85")
 	require.EqualValues(t, 85, lost.Load())
 	require.EqualValues(t, 85, s.lostRow(t))
@@ -277,6 +293,7 @@ func TestRetentionPassesMember(t *testing.T) {
 		Lost: func(_ string, _ int32, records int64) { lost.Add(records) },
 	}, From: outbox.FromStart}}, kgo.Dialer(cable.dial))
 	s.requireSeen(t, s.put(t, 0, 5)...)
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 5 }, testenv.Patience, 10*time.Millisecond) // else they are lost, too
 	cable.breakAll()
 	ids := s.put(t, 0, 20)
 	s.deleteRecords(t, 15)

@@ -267,7 +267,7 @@ func TestPoison(t *testing.T) {
 			deadLettered++
 			assert.Equal(t, []string{"COUNTED", s.topic + ".dlq"}, []string{action, topic})
 		},
-	}, From: outbox.FromStart}}
+	}, From: outbox.FromStart, Retry: outbox.RetryPolicy{MaxOutage: -1}}}
 	stop := testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	deadLetters := s.deadLetters(t, 4)
 	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)

@@ -87,7 +87,7 @@ func TestConsumerBreaker(t *testing.T) {
 			require.Eventually(t, func() bool {
 				return strings.Contains(strings.Join(c.Health().Reasons, "; "), "the breaker of action COUNTED is open")
 			}, testenv.Patience, time.Millisecond)
-			require.True(t, c.Health().Ready, "no restart helps, and other actions go on")
+			require.True(t, c.Health().Works, "no restart helps, and other actions go on")
 			before := tried.Load()
 			require.Eventually(t, func() bool { return changes.has("COUNTED half-open to open; COUNTED open to half-open") }, testenv.Patience, 10*time.Millisecond)
 			require.LessOrEqual(t, tried.Load()-before, int64(50), "few events are tried") // ten, and some of the next twenty
@@ -173,11 +173,13 @@ func TestBreakerIgnoresEarlyEvents(t *testing.T) {
 		failed func(n, attempt int) bool
 		err    func(n int) error
 		opens  bool
+
+		maxOutage time.Duration
 	}{
 		"each is early":         {key: own, failed: func(_, attempt int) bool { return attempt == 1 }, err: early},
 		"each fails":            {key: own, failed: func(int, int) bool { return true }, err: fails, opens: true},
 		"each fails once":       {key: own, failed: func(_, attempt int) bool { return attempt == 1 }, err: fails},
-		"behind one that fails": {key: func(int) string { return "k" }, failed: func(n, attempt int) bool { return n == 0 && attempt <= events }, err: fails},
+		"behind one that fails": {key: func(int) string { return "k" }, failed: func(n, attempt int) bool { return n == 0 && attempt <= events }, err: fails, maxOutage: -1},
 	} {
 		for _, by := range []string{"consumer", "worker"} {
 			t.Run(name+" "+by, func(t *testing.T) {
@@ -185,7 +187,7 @@ func TestBreakerIgnoresEarlyEvents(t *testing.T) {
 				changes := new(changesOf)
 				cfg := outbox.HandlerConfig{
 					From: outbox.FromStart, Hooks: outbox.ConsumerHooks{Breaker: changes.note},
-					Retry: outbox.RetryPolicy{MaxRetries: 2 * events, RetryWait: 5 * time.Millisecond, MaxRetryWait: 5 * time.Millisecond},
+					Retry: outbox.RetryPolicy{MaxRetries: 2 * events, RetryWait: 5 * time.Millisecond, MaxRetryWait: 5 * time.Millisecond, MaxOutage: tt.maxOutage},
 				}
 				try := func(n, attempt int) error {
 					if tt.failed(n, attempt) {

@@ -262,7 +262,7 @@ func TestFrozenWorkerHoldsUpNobody(t *testing.T) {
 			require.Zero(t, log.count("PostgreSQL fails"), log.String())
 			require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD'`))
 			for _, w := range workers {
-				require.Eventually(t, func() bool { return w.Health().Ready }, testenv.Patience, 10*time.Millisecond, "%v", w.Health().Reasons)
+				require.Eventually(t, func() bool { return w.Health().Works }, testenv.Patience, 10*time.Millisecond, "%v", w.Health().Reasons)
 			}
 		})
 	}
@@ -289,7 +289,7 @@ func TestHolderOfLockIsNamed(t *testing.T) {
 	f.commit(step{"a", 2})
 	require.Eventually(t, func() bool {
 		h := w.Health()
-		return !h.Ready && strings.Contains(strings.Join(h.Reasons, "\n"), `application "stranger"`)
+		return !h.Works && strings.Contains(strings.Join(h.Reasons, "\n"), `application "stranger"`)
 	}, testenv.Patience, 50*time.Millisecond, "%v", w.Health().Reasons)
 	t.Log(w.Health().Reasons)
 	require.Contains(t, log.String(), "application=stranger")
@@ -297,7 +297,7 @@ func TestHolderOfLockIsNamed(t *testing.T) {
 	_, err = stranger.Exec(background, `SELECT pg_advisory_unlock($1)`, lock)
 	require.NoError(t, err)
 	f.await(2)
-	require.Eventually(t, func() bool { return w.Health().Ready }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return w.Health().Works }, testenv.Patience, 10*time.Millisecond)
 }
 
 // The clock of the database is set back by an hour after PostgreSQL has started. What a worker had that is gone is
@@ -378,7 +378,7 @@ func TestHolderOfKeysIsNamed(t *testing.T) {
 	_, err = stranger.Exec(background, s.sql(`SELECT {s}.outbox_lock_keys($1, ARRAY(SELECT generate_series(1, 10000)::bigint))`), s.group)
 	require.NoError(t, err)
 	s.send(t, s.sale("a", 1))
-	requireUnready(t, c, `application "stranger"`)
+	requireNoWork(t, c, `application "stranger"`)
 	require.Contains(t, log.String(), "application=stranger")
 	require.NotContains(t, log.String(), "PostgreSQL fails")
 	require.NoError(t, stranger.Rollback(background))

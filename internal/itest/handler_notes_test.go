@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
@@ -30,7 +31,7 @@ func TestFirstSourceHasTheKey(t *testing.T) {
 		}
 		var want []string
 		notes := handling.NewNotes(db, schema, group)
-		require.NoError(t, notes.InTx(t.Context(), new(handling.Activity), keys, false, func(_ handling.Tx, fresh map[handling.NoteKey]bool) error {
+		require.NoError(t, notes.InTx(t.Context(), new(handling.Activity), keys, false, func(*pgx.Batch) {}, func(_ handling.Tx, fresh map[handling.NoteKey]bool) error {
 			require.Len(t, fresh, len(keys))
 			for _, k := range keys[:7] { // they are done
 				delete(fresh, k)

@@ -46,8 +46,9 @@ func (o *outageBy) dead(t *testing.T) int {
 
 const sqlEffect = `INSERT INTO {s}.effect (action, account, n) VALUES ($1, $2, $3)`
 
-// outages returns a worker and a consumer of one partition. Their handlers have the actions of try, which gets each
-// step before its effect is written.
+// outages returns a worker, or a consumer of one partition. Their handlers have the actions of try, which gets each
+// step before its effect is written. "consumer in place" has two partitions, one of them for the account a, which wait
+// for retries.
 func outages(t *testing.T, by string, actions ...string) *outageBy {
 	t.Helper()
 	if by == "worker" {
@@ -68,7 +69,11 @@ func outages(t *testing.T, by string, actions ...string) *outageBy {
 		}
 		return o
 	}
-	s := newConsumerFixture(t, 1)
+	partitions := int32(1)
+	if by == "consumer in place" {
+		partitions = 2
+	}
+	s := newConsumerFixture(t, partitions)
 	_, err := s.db.Exec(background, s.sql(`CREATE TABLE {s}.effect (id bigserial, action text, account text, n int)`))
 	require.NoError(t, err)
 	o := &outageBy{}
@@ -81,6 +86,9 @@ func outages(t *testing.T, by string, actions ...string) *outageBy {
 		for _, one := range steps {
 			r := s.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"product":%q,"amount":%d}`, one.Account, one.N))
 			r.Key = []byte(one.Account)
+			if one.Account != "a" {
+				r.Partition = partitions - 1
+			}
 			records = append(records, r)
 		}
 		s.send(t, records...)
@@ -88,13 +96,17 @@ func outages(t *testing.T, by string, actions ...string) *outageBy {
 	o.start = func(cfg outbox.HandlerConfig, try func(step) error) {
 		cfg.From = outbox.FromStart
 		write := func(action string, try func(step) error) outbox.Handler {
-			return outbox.Handle(action, func(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
+			h := outbox.Handle(action, func(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
 				if err := try(step{e.Product, e.Amount}); err != nil {
 					return err
 				}
 				_, err := tx.Exec(ctx, s.sql(sqlEffect), action, e.Product, e.Amount)
 				return err
 			})
+			if partitions > 1 {
+				return outbox.RetryInPlace(h)
+			}
+			return h
 		}
 		handlers := []outbox.Handler{write("COUNTED", try)}
 		for _, action := range actions {
@@ -261,7 +273,7 @@ func TestOutageOfOneTenant(t *testing.T) {
 }
 
 // The only event of an idle action fails. It may be an outage, so the event is kept, which row and health say. Once
-// another event has succeeded, it is a bad event.
+// others succeed between its attempts, it is a bad event. A single success may lie between two outages.
 func TestLoneBadEvent(t *testing.T) {
 	t.Parallel()
 	for _, by := range []string{"consumer", "worker"} {
@@ -276,14 +288,18 @@ func TestLoneBadEvent(t *testing.T) {
 				return nil
 			})
 			require.Eventually(t, func() bool {
-				return o.number(t, `SELECT count(*)::text FROM {s}.event_delivery WHERE last_error_message LIKE 'no attempt is left, and no other event%no luck'`) == 1
+				return o.number(t, `SELECT count(*)::text FROM {s}.event_delivery WHERE last_error_message LIKE 'the attempt does not count, because no other event%no luck'`) == 1
 			}, testenv.Patience, 10*time.Millisecond)
-			require.Contains(t, strings.Join(o.health(), "; "), "an event of action COUNTED has used up its attempts and is tried every 30s")
+			require.Contains(t, strings.Join(o.health(), "; "), "an event of action COUNTED fails and is tried again without using up attempts")
 			<-time.After(3 * time.Second) // many times as long as all attempts
 			require.Zero(t, o.dead(t))
-			o.record(step{"good", 1})
-			require.Eventually(t, func() bool { return o.dead(t) == 1 }, testenv.Patience, 20*time.Millisecond)
-			require.NotContains(t, o.text(`SELECT last_error_message FROM {s}.event_delivery WHERE status = 'DEAD'`), "no attempt is left")
+			n := 0
+			require.Eventually(t, func() bool {
+				n++
+				o.record(step{"good", n})
+				return o.dead(t) == 1
+			}, testenv.Patience, 20*time.Millisecond)
+			require.NotContains(t, o.text(`SELECT last_error_message FROM {s}.event_delivery WHERE status = 'DEAD'`), "does not count")
 			require.Equal(t, 4, o.number(t, `SELECT attempt_count::text FROM {s}.event_delivery WHERE status = 'DEAD'`))
 			require.Eventually(t, func() bool {
 				return o.number(t, `SELECT count(*)::text FROM {s}.event_success WHERE action = 'COUNTED'`) == 1
@@ -335,6 +351,53 @@ func TestOutageStopsNoOtherAction(t *testing.T) {
 				require.Equal(t, "1 2 3 4 5 6 7 8 9 10", o.text(`SELECT string_agg(n::text, ' ' ORDER BY id) FROM {s}.effect WHERE action = 'COUNTED' AND account = 'later `+fmt.Sprint(a)+`'`))
 			}
 			require.Zero(t, o.dead(t))
+		})
+	}
+}
+
+// A call that takes beyond the end of an outage, and then fails, is no last attempt: the successes that came meanwhile
+// say nothing about the time at which it began. The event was DEAD.
+func TestCallBeyondOutageKillsNothing(t *testing.T) {
+	t.Parallel()
+	for _, by := range []string{"consumer", "worker"} {
+		t.Run(by, func(t *testing.T) {
+			t.Parallel()
+			var down, hangs atomic.Bool
+			down.Store(true)
+			tries, answered := make(chan struct{}, 100), make(chan struct{})
+			answer := sync.OnceFunc(func() { close(answered) })
+			o := outages(t, by)
+			t.Cleanup(answer)
+			o.start(outbox.HandlerConfig{Retry: quickRetries}, func(s step) error {
+				if s.Account != "a" || !down.Load() {
+					return nil
+				}
+				hung := hangs.Load()
+				tries <- struct{}{}
+				if hung {
+					<-answered
+				}
+				return errDown
+			})
+			awaitTry := func() {
+				select {
+				case <-tries:
+				case <-time.After(testenv.Patience):
+					require.Fail(t, "the event is not tried again", "%d are DEAD", o.dead(t))
+				}
+			}
+			o.record(step{"a", 1})
+			for range quickRetries.MaxRetries + 2 { // its attempts are used up, and it is kept
+				awaitTry()
+			}
+			hangs.Store(true)
+			awaitTry()
+			o.record(step{"b", 1})
+			require.Eventually(t, func() bool { return o.done("b") == "1" }, testenv.Patience, 5*time.Millisecond)
+			down.Store(false)
+			answer()
+			require.Eventually(t, func() bool { return o.done("a") == "1" || o.dead(t) > 0 }, testenv.Patience, 20*time.Millisecond)
+			require.Zero(t, o.dead(t), "the event is DEAD because of an outage")
 		})
 	}
 }

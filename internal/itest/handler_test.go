@@ -164,7 +164,8 @@ func TestHandleNoTx(t *testing.T) {
 		}
 		return nil
 	})
-	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, h, outbox.Handle("COUNTED", s.count))
+	cfg := outbox.HandlerConfig{From: outbox.FromStart, Retry: outbox.RetryPolicy{MaxOutage: -1}}
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: cfg}, h, outbox.Handle("COUNTED", s.count))
 	require.ErrorContains(t, c.Deliver(background, s.saleRecord(uuid.NewString(), []byte(`{"product":"alone","amount":1}`))), "cache is away")
 	calls.Store(0)
 	testenv.Run(t, c.Run)

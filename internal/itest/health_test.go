@@ -17,7 +17,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// awaitHealth waits until a relay is as it should be.
+// awaitHealth waits until a relay is as it should be: live, ready, and at work if there are no reasons.
 func awaitHealth(t *testing.T, r *outbox.Relay, live, ready bool, reasons ...string) (h outbox.RelayHealth) {
 	t.Helper()
 	require.Eventually(t, func() bool {
@@ -28,7 +28,7 @@ func awaitHealth(t *testing.T, r *outbox.Relay, live, ready bool, reasons ...str
 				return false
 			}
 		}
-		return h.Live == live && h.Ready == ready && (len(h.Reasons) == 0) == (live && ready)
+		return h.Live == live && h.Ready == ready && (len(h.Reasons) == 0) == h.Works && h.Works == (len(reasons) == 0)
 	}, testenv.Patience, 5*time.Millisecond, "not %v, %v, %v", live, ready, reasons)
 	return h
 }
@@ -58,26 +58,29 @@ func TestHealthOfARelayThatHasEnded(t *testing.T) {
 	require.NoError(t, err)
 	r := h.relay(t, quick)
 	require.ErrorIs(t, r.Run(background), outbox.ErrNotMigrated)
-	awaitHealth(t, r, false, false, "Run has ended: outbox: the tables are missing or of an earlier release")
+	awaitHealth(t, r, false, false, "Run has ended: the tables are missing or of an earlier release")
 }
 
-// An outage of Kafka is nothing that a new start mends.
+// In an outage of Kafka a relay is ready and does not work, also with nothing to send. No new start mends it.
 func TestHealthWithoutKafka(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)
 	open := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: time.Hour}})
+	began := time.Now()
 	stop := testenv.Run(t, open.Run)
-	require.Eventually(t, func() bool { return open.Health().Leading }, testenv.Patience, 5*time.Millisecond)
-	for began := time.Now(); time.Since(began) < 1500*time.Millisecond; time.Sleep(10 * time.Millisecond) { // longer than its lease
-		require.True(t, open.Health().Ready, "there is nothing to send")
-	}
+	health := awaitHealth(t, open, true, true, "Kafka has been failing for")
+	require.Len(t, health.Outages, 1)
+	require.Equal(t, []string{"Kafka", "unreachable"}, []string{health.Outages[0].What, health.Outages[0].Class})
+	require.WithinRange(t, health.Outages[0].Since, began, time.Now())
+	require.False(t, health.Answered)
 	h.commit(t, numbered("a", 1, 10)...)
-	require.Equal(t, outbox.BreakerOpen, awaitHealth(t, open, true, false, "the circuit breaker is open", "Kafka has been failing for").Breaker)
+	require.Equal(t, outbox.BreakerOpen, awaitHealth(t, open, true, true, "the circuit breaker is open", "Kafka has been failing for").Breaker)
+	require.Equal(t, health.Outages[0].Since, open.Health().Outages[0].Since, "it is the same outage")
 	stop()
 
 	closed := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{Window: 10_000}})
 	testenv.Run(t, closed.Run)
-	awaitHealth(t, closed, true, false, "nothing has moved for", "Kafka has been failing for")
+	awaitHealth(t, closed, true, true, "nothing has moved for", "Kafka has been failing for")
 }
 
 // A standby that cannot see whether a relay leads reports that.
@@ -101,7 +104,7 @@ func TestHealthWithoutPostgres(t *testing.T) {
 	testenv.Run(t, standby.Run)
 	awaitHealth(t, standby, true, true)
 	down.Store(true)
-	awaitHealth(t, standby, true, false, "no relay is seen to hold the lease", "PostgreSQL has been failing for", "unplugged")
+	awaitHealth(t, standby, true, true, "no relay is seen to hold the lease", "PostgreSQL has been failing for", "unplugged")
 	down.Store(false)
 	awaitHealth(t, standby, true, true)
 }

@@ -156,3 +156,23 @@ func TestPublicationWaits(t *testing.T) {
 	p.record(t, good)
 	require.Equal(t, "parcel-events", p.text(t, `SELECT id, topic FROM {s}.outbox`))
 }
+
+// Only the owner of a publication can mark it for cuts. The error names him, and the statement that he has to run.
+func TestPublicationOfAnotherRole(t *testing.T) {
+	t.Parallel()
+	p := newPublished(t, 0)
+	require.NoError(t, p.migrate())
+	role := fmt.Sprintf("dba_%.8s", uuid.NewString())
+	quoted := pgx.Identifier{p.name}.Sanitize()
+	p.exec(t, `DROP PUBLICATION `+quoted+`; CREATE PUBLICATION `+quoted+` WITH (publish = 'insert', publish_via_partition_root = true); CREATE ROLE `+role)
+	t.Cleanup(func() { p.exec(t, `DROP OWNED BY `+role+`; DROP ROLE `+role) })
+	p.exec(t, `GRANT USAGE ON SCHEMA {s} TO `+role+`; GRANT EXECUTE ON FUNCTION {s}.outbox_publish(text) TO `+role)
+	err := pgx.BeginFunc(background, p.db, func(tx pgx.Tx) error {
+		_, err := tx.Exec(background, p.sql(`SET LOCAL ROLE `+role+`; SELECT {s}.outbox_publish('`+p.name+`')`))
+		return err
+	})
+	require.Equal(t, "42501", pg.Code(err), "%v", err)
+	owner := p.text(t, `SELECT 1, pg_get_userbyid(pubowner) FROM pg_publication WHERE pubname = '`+p.name+`'`)
+	require.ErrorContains(t, err, "publication "+p.name+" belongs to role "+owner+", which has to run COMMENT ON PUBLICATION "+p.name+" IS 'outbox: ")
+	require.NoError(t, p.migrate())
+}

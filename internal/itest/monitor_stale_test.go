@@ -24,16 +24,16 @@ func TestEventsBehindMissingTopicAreAlertedTo(t *testing.T) {
 	missing.commit(t, keyed("lost", 150)...)
 	missing.commit(t, numbered("lost-0", 2, 50)...)
 	h.awaitStatuses(t, map[string]int{"waiting": 150, "parked": 50})
-	require.True(t, relay.Health().Ready, "not as old")
+	require.True(t, relay.Health().Works, "not as old")
 
 	a := box.await(t, outbox.AlertStale, false)
 	require.Zero(t, a.Status.Pending)
 	require.Contains(t, a.String(), "relay default: 200 events are not published, the oldest for ")
-	require.Eventually(t, func() bool { return !relay.Health().Ready }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return !relay.Health().Works }, testenv.Patience, 5*time.Millisecond)
 	require.Contains(t, relay.Health().Reasons[0], "200 events are not published, the oldest for ")
 
 	testenv.CreateTopic(t, missing.brokers, missing.topic, 1)
 	h.awaitStatuses(t, map[string]int{})
 	box.await(t, outbox.AlertStale, true)
-	require.Eventually(t, func() bool { return relay.Health().Ready }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return relay.Health().Works }, testenv.Patience, 5*time.Millisecond)
 }

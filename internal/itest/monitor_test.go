@@ -215,7 +215,7 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 			}
 		}}}).Run)
 	a := box.await(t, outbox.AlertBreaker, false)
-	require.Equal(t, "relay default: the circuit breaker is open, Kafka fails", a.String())
+	require.Regexp(t, `^relay default: the circuit breaker is (open|half-open|open, not closed since \S+|half-open, not closed since \S+): Kafka has been failing since \S+ \(unreachable\)$`, a.String())
 	require.Eventually(t, func() bool { return opens.Load() >= 4 }, testenv.Patience, 10*time.Millisecond, "it opens again and again")
 	require.Equal(t, "breaker_open", box.received(outbox.AlertBreaker))
 }

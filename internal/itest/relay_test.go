@@ -237,10 +237,10 @@ func TestIdlePollWritesNothing(t *testing.T) {
 	var cursors int
 	var lease string
 	var calls int64
-	require.Eventually(t, func() bool { // the window of that event is closed
+	require.Eventually(t, func() bool { // the window of that event is closed, and the leader has said how it is
 		before := cursors
 		cursors, lease, calls = state()
-		return before == cursors && cursors > 1
+		return before == cursors && cursors > 1 && h.countWhere(t, `SELECT count(*) FROM {s}.outbox_lease WHERE state ->> 'epoch' = epoch::text`) == 1
 	}, testenv.Patience, 50*time.Millisecond)
 	require.Eventually(t, func() bool { // and many polls later nothing was written
 		_, _, now := state()

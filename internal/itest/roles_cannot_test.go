@@ -1,10 +1,14 @@
 package itest
 
 import (
+	"cmp"
 	"errors"
+	"flag"
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -21,102 +25,161 @@ import (
 	"github.com/outboxgo/outbox/migrations"
 )
 
-// A role can do nothing but its work.
+// A role can do nothing but what the tables in docs/roles.md say, also if it has CREATE on the database. The flag
+// -update writes the tables anew.
 func TestRolesCannot(t *testing.T) {
 	inEachPlace(t, 0, func(t *testing.T, h *relayFixture) {
 		r := newRoles(t, h)
 		h.commit(t, numbered("key", 1, 1)...)
-		r.requireNoMore(t)
+		databaseRights.Lock()
+		_, err := h.db.Exec(background, fmt.Sprintf("GRANT CREATE ON DATABASE %s TO %s",
+			pgx.Identifier{h.db.Config().ConnConfig.Database}.Sanitize(), strings.Join(r.names(), ", ")))
+		databaseRights.Unlock()
+		require.NoError(t, err)
+		logins := map[string]*pgxpool.Pool{}
+		for _, role := range r.parts {
+			logins[role] = r.as(t, role)
+		}
+		requireRolesDoc(t, "tables", r.tablesDoc(t, logins))
+		requireRolesDoc(t, "functions", r.functionsDoc(t, logins))
 	})
 }
 
-// requireNoMore tries everything on each table and function in each role, and may do its work.
-func (r *roles) requireNoMore(t *testing.T) {
+// tablesDoc tries everything on each table in each role, and returns what was permitted as a table of Markdown.
+func (r *roles) tablesDoc(t *testing.T, logins map[string]*pgxpool.Pool) string {
 	t.Helper()
-	h := r.relayFixture
-	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "consumer_handler", "consumer_gap", "consumer_pause",
-		"consumer_group_role", "event_delivery", "event_subscription", "event_member", "outbox_partitioning"}
-	statements := map[string]string{
-		"select": `SELECT FROM {t}`, "update": `UPDATE {t} SET {c} = {c}`, "delete": `DELETE FROM {t}`, "truncate": `TRUNCATE {t}`,
-		"insert": `INSERT INTO {t} DEFAULT VALUES`, "trigger": `CREATE TRIGGER x AFTER INSERT ON {t} EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
+	rows, err := r.db.Query(background, `
+		SELECT c.table_name::text, array_agg(c.column_name::text ORDER BY c.ordinal_position)
+		  FROM information_schema.columns AS c JOIN information_schema.tables USING (table_schema, table_name)
+		 WHERE c.table_schema = $1 GROUP BY c.table_name ORDER BY c.table_name`, r.schema)
+	require.NoError(t, err)
+	type table struct {
+		Name    string
+		Columns []string
 	}
-	can := map[string][]string{ // a statement with missing values fails later than one without the right to it
-		"writer": {"outbox insert"},
-		"relay": {"outbox select", "outbox delete", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete",
-			"outbox_lease select", "outbox_lease insert", "outbox_lease update", "outbox_failed select", "outbox_failed insert",
-			"outbox_failed update", "outbox_failed delete", "outbox_audit select", "outbox_audit insert", "outbox_audit delete",
-			"event_handled select", "event_handled delete", "consumer_start select", "consumer_group_role select", "event_delivery select",
-			"event_delivery delete", "event_subscription select"},
-		"consumer": {"event_handled select", "event_handled insert", "event_handled delete", "consumer_group_role select",
-			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete", "consumer_pause select",
-			"consumer_handler select", "consumer_handler insert", "consumer_gap select", "consumer_gap insert", "consumer_gap update", "consumer_gap delete",
-			"event_delivery select", "event_delivery insert", "event_delivery delete", "outbox select", "outbox_cursor select", "outbox_lease select",
-			"outbox_lease insert", "outbox_lease update", "event_subscription select", "event_member select", "event_member insert", "event_member delete"},
-		"worker": {"outbox select", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete", "outbox_lease select", "outbox_lease insert",
-			"outbox_lease update", "event_handled select", "event_handled insert", "event_handled delete", "consumer_pause select", "consumer_group_role select",
-			"event_delivery select", "event_delivery insert", "event_delivery delete", "event_subscription select", "event_subscription insert",
-			"outbox_failed select", "event_member select", "event_member insert", "event_member delete"},
-		"reader": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
-			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
-			"consumer_handler select", "consumer_gap select", "event_subscription select", "event_member select"},
-		"operator": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
-			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
-			"consumer_handler select", "consumer_gap select", "event_subscription select", "event_member select"},
+	tables, err := pgx.CollectRows(rows, pgx.RowToStructByPos[table])
+	require.NoError(t, err)
+	require.NotEmpty(t, tables)
+	var doc strings.Builder
+	fmt.Fprintf(&doc, "| table | %s |\n|---|%s\n", strings.Join(r.parts, " | "), strings.Repeat("---|", len(r.parts)))
+	for _, table := range tables {
+		fmt.Fprintf(&doc, "| `%s` |", table.Name)
+		for _, role := range r.parts {
+			permitted := r.permitted(t, logins[role], table.Name, table.Columns)
+			if role != "relay" && strings.Contains(permitted, "LOCK") {
+				t.Errorf("%s may lock %s, and so stop all others: %s", role, table.Name, permitted)
+			}
+			fmt.Fprintf(&doc, " %s |", permitted)
+		}
+		doc.WriteString("\n")
 	}
-	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
-		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_handler": "action", "consumer_gap": "from_offset", "consumer_pause": "reason", "consumer_group_role": "role",
-		"event_delivery": "resolved_by", "event_subscription": "relay", "event_member": "routes", "outbox_partitioning": "rows"}
-	for _, role := range r.parts {
-		allowed, db := can[role], r.as(t, role)
-		var got []string
-		for _, table := range tables {
-			for kind, sql := range statements {
-				sql = strings.NewReplacer("{t}", pgx.Identifier{h.schema, table}.Sanitize(), "{c}", column[table]).Replace(sql)
-				err := pgx.BeginFunc(background, db, func(tx pgx.Tx) error {
-					_, err := tx.Exec(background, sql)
-					if err == nil {
-						err = tx.Rollback(background)
-					}
-					return err
-				})
-				if !isDenied(err) || strings.Contains(err.Error(), "row-level security") { // which looks at what is written
-					got = append(got, table+" "+kind)
-				}
+	return doc.String()
+}
+
+// permitted returns what a role may do with a table. It names the columns if these are not all and at most four.
+func (r *roles) permitted(t *testing.T, db *pgxpool.Pool, table string, columns []string) string {
+	t.Helper()
+	name := pgx.Identifier{r.schema, table}.Sanitize()
+	may := func(sql string) bool { // a statement with missing values fails later than one without the right to it
+		tx, err := db.Begin(background)
+		require.NoError(t, err)
+		_, err = tx.Exec(background, sql)
+		require.NoError(t, tx.Rollback(background))
+		requireAnswer(t, err)
+		return !isDenied(err) || strings.Contains(err.Error(), "row-level security") // which looks at what is written
+	}
+	var all []string
+	for _, each := range []struct{ kind, sql string }{
+		{"SELECT", `SELECT %[2]s FROM %[1]s`}, {"INSERT", `INSERT INTO %s (%s) VALUES (DEFAULT)`}, {"UPDATE", `UPDATE %s SET %[2]s = DEFAULT`},
+	} {
+		var permitted []string
+		for _, c := range columns {
+			if may(fmt.Sprintf(each.sql, name, c)) {
+				permitted = append(permitted, c)
 			}
 		}
-		require.ElementsMatch(t, allowed, got, role)
-	}
-	functions := map[string]string{ // and who may call them
-		`outbox_partitions()`: "relay", `outbox_relays()`: "relay", `outbox_make_partitions()`: "relay",
-		`outbox_drop_partition('x', true, '1:1:', now(), '{}', 'r', 'h', 1)`: "relay",
-		`outbox_prepare_partitions(10)`:                                      "", `outbox_partition()`: "",
-		`outbox_guard_partition('outbox')`: "", `outbox_revoke_grants('outbox')`: "", `outbox_check_audit('kim', 'why')`: "",
-		`outbox_retry_failed('{1}', 'kim', 'why')`: "operator", `outbox_resolve_failed('{1}', 'kim', 'why')`: "operator",
-		`outbox_edit_failed(1, '{}', 'kim', 'why')`: "operator", `outbox_hold_key('r', 'k', 'kim', 'why')`: "operator",
-		`outbox_release_key('r', 'k', 'kim', 'why')`: "operator", `outbox_pause_consumer('g', 't', 'kim', 'why')`: "operator",
-		`outbox_resume_consumer('g', 't', 'kim', 'why')`:                                  "operator",
-		`outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`: "operator",
-		`outbox_audit_replay('t', 'g', 'kim', 'why')`:                                     "operator",
-		`outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', 'kim', 'why')`:            "operator",
-		`outbox_audit_read(1, 'kim', 'why')`:                                              "reader operator",
-		`outbox_audit_read_recorded(1, 'kim', 'why')`:                                     "reader operator",
-		`outbox_audit_read_delivery(1, 'kim', 'why')`:                                     "reader operator",
-		`outbox_requeue_deliveries('{1}', 'kim', 'why')`:                                  "operator",
-		`outbox_resolve_deliveries('{1}', 'kim', 'why')`:                                  "operator",
-		`outbox_hold_deliveries('{1}', 'kim', 'why')`:                                     "operator",
-		`outbox_release_deliveries('{1}', 'kim', 'why')`:                                  "operator",
-		`outbox_lock_deliveries('{1}')`:                                                   "", `outbox_promote_deliveries('{1}')`: "",
-		`outbox_lock_keys('mine', '{1}')`: "worker consumer", `outbox_promote('mine', '{1}')`: "worker consumer",
-		`outbox_lock_keys_shared('mine', '{1}')`:                  "consumer",
-		`outbox_finish_deliveries('mine', 'w', '{}', '{}', '{}')`: "worker consumer",
-	}
-	for _, role := range r.parts {
-		db := r.as(t, role)
-		for function, who := range functions {
-			_, err := db.Exec(background, h.sql(`SELECT {s}.`+function))
-			require.Equal(t, !slices.Contains(strings.Fields(who), role), isDenied(err), "%s calls %s: %v", role, function, err)
+		switch n := len(permitted); {
+		case n == len(columns):
+			all = append(all, each.kind)
+		case n > 4:
+			all = append(all, fmt.Sprintf("%s of %d columns", each.kind, n))
+		case n > 0:
+			all = append(all, fmt.Sprintf("%s of `%s`", each.kind, strings.Join(permitted, "`, `")))
 		}
 	}
+	for _, each := range []struct{ kind, sql string }{
+		{"DELETE", `DELETE FROM %s`}, {"TRUNCATE", `TRUNCATE %s`}, {"LOCK", `LOCK TABLE %s IN ACCESS EXCLUSIVE MODE`},
+		{"TRIGGER", `CREATE TRIGGER x AFTER INSERT ON %s EXECUTE FUNCTION suppress_redundant_updates_trigger()`},
+	} {
+		if may(fmt.Sprintf(each.sql, name)) {
+			all = append(all, each.kind)
+		}
+	}
+	return strings.Join(all, ", ")
+}
+
+// requireAnswer fails unless err is nil or an error of a statement: others say nothing about rights.
+func requireAnswer(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		var answer *pgconn.PgError
+		require.ErrorAs(t, err, &answer)
+		require.NotEqual(t, "53", answer.Code[:2], "PostgreSQL lacks something: %v", err)
+	}
+}
+
+// functionsDoc calls each function in each role, and returns who may as a table of Markdown.
+func (r *roles) functionsDoc(t *testing.T, logins map[string]*pgxpool.Pool) string {
+	t.Helper()
+	rows, err := r.db.Query(background, `
+		SELECT p.proname::text, format('%I.%I(%s)', n.nspname, p.proname, (
+		       SELECT string_agg('NULL::' || format_type(a, NULL), ', ' ORDER BY i) FROM unnest(p.proargtypes) WITH ORDINALITY AS a (a, i)))
+		  FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+		 WHERE n.nspname = $1 AND p.prorettype <> 'trigger'::regtype ORDER BY 1, 2`, r.schema)
+	require.NoError(t, err)
+	type function struct{ Name, Call string }
+	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
+	require.NoError(t, err)
+	callers := map[string][]string{}
+	for _, f := range functions {
+		var who []string
+		for _, role := range r.parts {
+			if _, err := logins[role].Exec(background, `SELECT `+f.Call); !isDenied(err) {
+				requireAnswer(t, err)
+				who = append(who, role)
+			}
+		}
+		by := strings.Join(who, ", ")
+		if name := "`" + f.Name + "`"; !slices.Contains(callers[by], name) {
+			callers[by] = append(callers[by], name)
+		}
+	}
+	var doc strings.Builder
+	doc.WriteString("| roles | functions |\n|---|---|\n")
+	for _, by := range slices.Sorted(maps.Keys(callers)) {
+		fmt.Fprintf(&doc, "| %s | %s |\n", cmp.Or(by, "none"), strings.Join(callers[by], ", "))
+	}
+	return doc.String()
+}
+
+var updateRoles = flag.Bool("update", false, "write the tables of docs/roles.md anew")
+
+// requireRolesDoc compares a part of docs/roles.md between two comments, or writes it.
+func requireRolesDoc(t *testing.T, part, want string) {
+	t.Helper()
+	const file = "../../docs/roles.md"
+	doc, err := os.ReadFile(file)
+	require.NoError(t, err)
+	begin, end := "<!-- "+part+" -->\n", "<!-- /"+part+" -->"
+	before, rest, found := strings.Cut(string(doc), begin)
+	require.True(t, found, begin)
+	got, after, found := strings.Cut(rest, end)
+	require.True(t, found, end)
+	if *updateRoles {
+		require.NoError(t, os.WriteFile(file, []byte(before+begin+want+end+after), 0o600))
+		return
+	}
+	require.Equal(t, got, want, "go test -run TestRolesCannot -update writes docs/roles.md")
 }
 
 // escalations are statements that roles may try outside their tables. {s} is the schema, {text} its
@@ -173,7 +236,8 @@ var escalations = map[string][]string{
 		`LOCK TABLE {s}.event_subscription IN SHARE MODE`,
 	},
 	"consumer": {
-		`UPDATE {s}.event_delivery SET payload_bytes = '\x00'`,
+		`UPDATE {s}.event_delivery SET payload = '{}'`,
+		`UPDATE {s}.event_delivery SET event_id = gen_random_uuid()`,
 		`UPDATE {s}.event_delivery SET consumer_group = 'theirs'`,
 		`UPDATE {s}.event_delivery SET resolved_at = now(), resolved_by = 'kim', note = 'x'`,
 		`SELECT {s}.outbox_requeue_deliveries('{1}', 'kim', 'why')`,
@@ -263,23 +327,7 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 	if slices.Contains(r.parts, "worker") {
 		r.giveGroup(t, "worker", "mine")
 	}
-	_, err := h.db.Exec(background, h.sql(`
-		INSERT INTO {s}.event_subscription (consumer_group) VALUES ('mine'), ('theirs');
-		INSERT INTO {s}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes) VALUES ('mine', 'm', false, now(), '1 h', '{}'), ('theirs', 'm', false, now(), '1 h', '{}');
-		INSERT INTO {s}.event_delivery (consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until,
-		       created_at, updated_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, recorded_at)
-		SELECT g, 'a', 't', 1, 'PROCESSING', 1, 10, now(), 'w', now(), now(), now(), gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now(), now()
-		  FROM unnest('{mine,theirs}'::text[]) AS g;
-		INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
-		SELECT name, 0, '1:1:', 0, 1, 1 FROM unnest('{mine,theirs,worker:mine,worker:theirs}'::text[]) AS name;
-		INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts)
-		SELECT name, 'h', 1, now(), '1 s' FROM unnest('{mine,theirs,worker:mine,worker:theirs,consumer:mine,consumer:theirs}'::text[]) AS name;
-		INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('mine', 't', 'i', 'a'), ('theirs', 't', 'i', 'a');
-		INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
-		SELECT g, 't', gen_random_uuid(), 0, 'a', 'e', 5 FROM unnest('{mine,theirs}'::text[]) AS g;
-		INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
-		SELECT g, 't', gen_random_uuid(), 0, 0, 5 FROM unnest('{mine,theirs}'::text[]) AS g`))
-	require.NoError(t, err)
+	h.seedGroups(t)
 	var owner string
 	require.NoError(t, h.db.QueryRow(background, `SELECT current_user`).Scan(&owner))
 	replace := strings.NewReplacer("{s}", pgx.Identifier{h.schema}.Sanitize(), "{text}", "'"+strings.ReplaceAll(h.schema, "'", "''")+"'",
@@ -297,7 +345,8 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 			require.True(t, isDenied(err), "%s: %s: %v", role, sql, err)
 		}
 	}
-	for role, statements := range hiddenRows {
+	for _, role := range slices.Sorted(maps.Keys(hiddenRows)) { // a worker removes the delivery
+		statements := hiddenRows[role]
 		if !slices.Contains(r.parts, role) {
 			continue
 		}
@@ -311,6 +360,32 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 			require.EqualValues(t, 1, tag.RowsAffected(), "%s: %s", role, sql)
 		}
 	}
+	for _, table := range []string{"event_handled", "event_delivery", "event_member", "event_subscription", "consumer_gap", "consumer_start"} {
+		require.Equal(t, 1, h.countWhere(t, `SELECT count(*) FROM {s}.`+table+` WHERE consumer_group = 'theirs'`), table)
+	}
+}
+
+// seedGroups gives the groups mine and theirs, and relays of these names, a row in each table.
+func (h *relayFixture) seedGroups(t *testing.T) {
+	t.Helper()
+	_, err := h.db.Exec(background, h.sql(`
+		INSERT INTO {s}.event_subscription (consumer_group) VALUES ('mine'), ('theirs');
+		INSERT INTO {s}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes) VALUES ('mine', 'm', false, now(), '1 h', '{}'), ('theirs', 'm', false, now(), '1 h', '{}');
+		INSERT INTO {s}.event_delivery (consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until,
+		       created_at, updated_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, recorded_at)
+		SELECT g, 'a', 't', 1, 'PROCESSING', 1, 10, now(), 'w', now(), now(), now(), gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now(), now()
+		  FROM unnest('{mine,theirs}'::text[]) AS g;
+		INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT name, 0, '1:1:', 0, 1, 1 FROM unnest('{mine,theirs,worker:mine,worker:theirs}'::text[]) AS name;
+		INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts)
+		SELECT name, 'h', 1, now(), '1 s' FROM unnest('{mine,theirs,worker:mine,worker:theirs,consumer:mine,consumer:theirs}'::text[]) AS name;
+		INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('mine', 't', 'i', 'a'), ('theirs', 't', 'i', 'a');
+		INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
+		SELECT g, 't', gen_random_uuid(), 0, 'a', 'e', 5 FROM unnest('{mine,theirs}'::text[]) AS g;
+		INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position, saved_at)
+		SELECT g, 't', gen_random_uuid(), 0, 0, 5, now() - interval '31 days' FROM unnest('{mine,theirs}'::text[]) AS g;
+		UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = now() WHERE consumer_group = 'theirs'`))
+	require.NoError(t, err)
 }
 
 // hiddenRows are statements about rows of another group: what a policy hides is not an error. The
@@ -318,11 +393,13 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 var hiddenRows = map[string][]string{
 	"consumer": {
 		`UPDATE {s}.event_handled SET handled_at = '-infinity' WHERE consumer_group = 'theirs'`,
-		`DELETE FROM {s}.event_handled WHERE consumer_group = 'theirs'`,
+		`SELECT FROM generate_series(1, {s}.outbox_remove_handled(ARRAY(SELECT ctid FROM {s}.event_handled WHERE consumer_group = 'theirs'), 'infinity'))`,
+		`UPDATE {s}.event_delivery SET payload_bytes = NULL, record = NULL, position = 7, dead_letter = NULL WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,
-		`DELETE FROM {s}.consumer_start WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.consumer_gap SET from_offset = 1000 WHERE consumer_group = 'theirs'`,
-		`DELETE FROM {s}.consumer_gap WHERE consumer_group = 'theirs'`,
+		`SELECT FROM generate_series(1, (SELECT {s}.outbox_remove_gaps('theirs', array_agg(topic), array_agg(topic_id), array_agg(partition), array_agg(action),
+			array_agg(event_type), array_agg(version)) FROM {s}.consumer_gap WHERE consumer_group = 'theirs'))`,
+		`SELECT FROM generate_series(1, {s}.outbox_remove_topics('theirs', '{t}', ARRAY[gen_random_uuid()]))`,
 		// Relays may have the name of a group.
 		`UPDATE {s}.outbox_lease SET holder = 'mallory' WHERE name IN ('theirs', 'consumer:theirs')`,
 		`SELECT FROM {s}.outbox_lease WHERE name IN ('theirs', 'consumer:theirs') FOR UPDATE`,
@@ -330,15 +407,15 @@ var hiddenRows = map[string][]string{
 	"worker": {
 		`UPDATE {s}.event_subscription SET changed_at = now() WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.event_member SET renewed_at = now() WHERE consumer_group = 'theirs'`,
-		`DELETE FROM {s}.event_member WHERE consumer_group = 'theirs'`,
+		`SELECT FROM generate_series(1, {s}.outbox_remove_member('theirs', 'm'))`,
 		`UPDATE {s}.event_delivery SET locked_by = 'x' WHERE consumer_group = 'theirs'`,
-		`UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = now() WHERE consumer_group = 'theirs'`,
 		`SELECT FROM {s}.event_delivery WHERE consumer_group = 'theirs' FOR UPDATE`,
-		`DELETE FROM {s}.event_delivery WHERE consumer_group = 'theirs'`,
+		`SELECT FROM generate_series(1, {s}.outbox_remove_deliveries(ARRAY(SELECT ctid FROM {s}.event_delivery WHERE consumer_group = 'theirs'), 'infinity'))`,
 		// Relays may have the name of a group.
 		`UPDATE {s}.outbox_lease SET holder = 'mallory' WHERE name IN ('theirs', 'worker:theirs')`,
 		`SELECT FROM {s}.outbox_lease WHERE name IN ('theirs', 'worker:theirs') FOR UPDATE`,
-		`DELETE FROM {s}.outbox_cursor WHERE relay IN ('theirs', 'worker:theirs')`,
+		`SELECT FROM generate_series(1, {s}.outbox_remove_cursors(ARRAY(SELECT ctid FROM {s}.outbox_cursor WHERE relay IN ('theirs', 'worker:theirs'))))`,
 	},
 }
 
@@ -393,6 +470,24 @@ CREATE OPERATOR {s}.= (FUNCTION = {s}.same, LEFTARG = varchar, RIGHTARG = text);
 CREATE FUNCTION {s}.more(a varchar, b varchar) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS $$ BEGIN
 	PERFORM {s}.caught('varchar > varchar'); RETURN a::text OPERATOR(pg_catalog.>) b::text; END $$;
 CREATE OPERATOR {s}.> (FUNCTION = {s}.more, LEFTARG = varchar, RIGHTARG = varchar);
+CREATE FUNCTION {s}.more(a numeric, b bigint) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS $$ BEGIN
+	PERFORM {s}.caught('numeric >= bigint'); RETURN a OPERATOR(pg_catalog.>=) b::numeric; END $$;
+CREATE OPERATOR {s}.>= (FUNCTION = {s}.more, LEFTARG = numeric, RIGHTARG = bigint);
+CREATE FUNCTION {s}.step(a bigint[], b bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$ BEGIN
+	PERFORM {s}.caught('array_agg(bigint)'); RETURN pg_catalog.array_append(a, b); END $$;
+CREATE AGGREGATE {s}.array_agg(bigint) (SFUNC = {s}.step, STYPE = bigint[]);
+CREATE FUNCTION {s}.step(a text[], b text) RETURNS text[] LANGUAGE plpgsql AS $$ BEGIN
+	PERFORM {s}.caught('array_agg(text)'); RETURN pg_catalog.array_append(a, b); END $$;
+CREATE AGGREGATE {s}.array_agg(text) (SFUNC = {s}.step, STYPE = text[]);
+CREATE FUNCTION {s}.step(a jsonb, b jsonb) RETURNS jsonb LANGUAGE plpgsql AS $$ BEGIN
+	PERFORM {s}.caught('jsonb_agg(jsonb)'); RETURN a OPERATOR(pg_catalog.||) b; END $$;
+CREATE AGGREGATE {s}.jsonb_agg(jsonb) (SFUNC = {s}.step, STYPE = jsonb, INITCOND = '[]');
+CREATE FUNCTION {s}.step(a bigint, b text) RETURNS bigint LANGUAGE plpgsql AS $$ BEGIN
+	PERFORM {s}.caught('count(text)'); RETURN a OPERATOR(pg_catalog.+) 1; END $$;
+CREATE AGGREGATE {s}.count(text) (SFUNC = {s}.step, STYPE = bigint, INITCOND = '0');
+CREATE FUNCTION {s}.step(a xid8, b xid8, c int, d xid8) RETURNS xid8 LANGUAGE plpgsql AS $$ BEGIN
+	PERFORM {s}.caught('lead'); RETURN d; END $$;
+CREATE AGGREGATE {s}.lead(xid8, int, xid8) (SFUNC = {s}.step, STYPE = xid8);
 CREATE FUNCTION {s}.num_nonnulls(a jsonb, b bytea) RETURNS int LANGUAGE plpgsql IMMUTABLE AS $$ BEGIN
 	PERFORM {s}.caught('num_nonnulls'); RETURN 1; END $$;
 CREATE FUNCTION {s}.format(a text, b text) RETURNS text LANGUAGE plpgsql AS $$ BEGIN
@@ -497,9 +592,13 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_hold_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_release_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`,
 				`SELECT {s}.outbox_audit_replay('t', 'g', 'kim', 'why')`, `SELECT {s}.outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', 'kim', 'why')`},
-			"consumer": {`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('product-statistics', 't', 'i', 'a')`},
+			"consumer": {`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('product-statistics', 't', 'i', 'a')`,
+				`SELECT {s}.outbox_remove_gaps('product-statistics', '{t}', ARRAY[gen_random_uuid()], '{0}', '{a}', '{e}', '{1}')`,
+				`SELECT {s}.outbox_remove_topics('product-statistics', '{t}', ARRAY[gen_random_uuid()])`},
 			"worker": {`SELECT {s}.outbox_lock_keys('product-statistics', '{1,2}')`, `SELECT {s}.outbox_promote('product-statistics', '{1,2}')`,
-				`SELECT {s}.outbox_finish_deliveries('product-statistics', 'w', '{}', '{}', '{}')`},
+				`SELECT {s}.outbox_finish_deliveries('product-statistics', 'w', '{}', '{}', '{}')`,
+				`SELECT {s}.outbox_remove_handled('{"(0,1)"}', now())`, `SELECT {s}.outbox_remove_deliveries('{"(0,1)"}', now())`,
+				`SELECT {s}.outbox_remove_cursors('{"(0,1)"}')`, `SELECT {s}.outbox_remove_member('product-statistics', NULL)`},
 		} {
 			db := r.as(t, role)
 			for _, call := range calls { // with a temporary table of every name, found first

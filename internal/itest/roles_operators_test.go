@@ -1,8 +1,10 @@
 package itest
 
 import (
+	"fmt"
 	"strings"
 	"testing"
+	"unicode"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -10,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
@@ -51,8 +54,15 @@ func TestRightsByDefault(t *testing.T) {
 	for _, sql := range []string{
 		`SELECT {s}.outbox_lock_keys('any', '{1}')`,
 		`SELECT {s}.outbox_lock_keys_shared('any', '{1}')`,
+		`SELECT {s}.outbox_blocked('any', '{a}', '{1}', '{d}', now())`,
 		`SELECT {s}.outbox_promote('any', '{1}', '{0}')`,
 		`SELECT {s}.outbox_finish_deliveries('any', 'w', '{}', '{}', '{}')`,
+		`SELECT {s}.outbox_remove_handled('{}', now())`,
+		`SELECT {s}.outbox_remove_deliveries('{}', now())`,
+		`SELECT {s}.outbox_remove_cursors('{}')`,
+		`SELECT {s}.outbox_remove_member('any', 'm')`,
+		`SELECT {s}.outbox_remove_topics('any', '{}', '{}')`,
+		`SELECT {s}.outbox_remove_gaps('any', '{}', '{}', '{}', '{}', '{}', '{}')`,
 	} {
 		_, err := user.Exec(background, f.sql(sql))
 		require.NoError(t, err, sql)
@@ -146,4 +156,136 @@ func TestOperatorsFunctions(t *testing.T) {
 	require.EqualValues(t, 5, *positions[1])
 	require.Nil(t, positions[2], "the group has not begun with it")
 	require.Equal(t, 1, f.count(t, "outbox_audit WHERE action = 'rewind' AND consumer_group = 'g' AND parking_key = 't/' AND login = session_user"))
+}
+
+// An operator has a name that can be printed and read, and a reason has words: in SQL, and in Go, which checks first.
+func TestOperatorsHaveNames(t *testing.T) {
+	t.Parallel()
+	f := migrated(t)
+	_, err := f.db.Exec(background, f.sql(insertEvents), 3)
+	require.NoError(t, err)
+	f.exec(t, insertFailures)
+	failures, err := outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema})
+	require.NoError(t, err)
+	id := outboxops.FailureID{Kind: outboxops.KindEvent, Number: 1}
+	try := func(operator, reason string) (sql, inGo error) {
+		_, sql = f.db.Exec(background, f.sql(`SELECT {s}.outbox_check_audit($1, $2)`), operator, reason)
+		inGo = failures.AuditRead(background, id, outboxops.AuditInfo{Operator: operator, Reason: reason})
+		return sql, inGo
+	}
+	var taken []string
+	reject := func(operator, reason string) {
+		sql, inGo := try(operator, reason)
+		if sql == nil || inGo == nil {
+			taken = append(taken, fmt.Sprintf("%+.20q %+.20q: SQL says %v, Go %v", operator, reason, sql, inGo))
+			return
+		}
+		require.Equal(t, "22023", pg.Code(sql), "%+q: %v", operator, sql)
+	}
+	const why = "JIRA-17"
+	for _, name := range []string{"kim", "Kim Lee", "kim@example.org", "O'Neil", `CORP\kim`, "7", "Жанна", "金", "e\u0301", "कि", "ქეთი"} {
+		sql, inGo := try(name, why)
+		require.NoError(t, sql, "%+q", name)
+		require.NoError(t, inGo, "%+q", name)
+	}
+	for _, name := range []string{"", " ", "\t", "\u200b", "\u00a0", "\u3164", "-", "...", "kim\t", "kim\n", "k\u200bim", "\ufeffkim", "kim\u202e", "kim\u2028", "kim\u0085",
+		"kim\u00a0lee", "kim\ufe0f", "kim\ue000", "kim\U000e0041", strings.Repeat("x", 101)} {
+		reject(name, why)
+	}
+	for _, reason := range []string{why, "two\nlines\t", "\u200bкак", "因", "2"} {
+		sql, inGo := try("kim", reason)
+		require.NoError(t, sql, "%+q", reason)
+		require.NoError(t, inGo, "%+q", reason)
+	}
+	for _, reason := range []string{"", " ", "\t\n", "\u200b\u200b", "\u00a0", "\u3164", "--", "…", "😀", strings.Repeat("x", 10_001)} {
+		reject("kim", reason)
+	}
+	require.Empty(t, taken)
+}
+
+// SQL has no tables of Unicode that are the same everywhere. It takes each character and letter that Go takes. In the
+// plane of all living scripts it takes no hidden character that Go refuses, and among Latin ones no other letter.
+func TestCharactersOfNamesInSQL(t *testing.T) {
+	t.Parallel()
+	f := migrated(t)
+	rows, err := f.db.Query(background, f.sql(`
+		WITH source AS (SELECT prosrc FROM pg_proc WHERE oid = '{s}.outbox_check_audit'::regproc),
+		classes AS MATERIALIZED (
+		    SELECT regexp_replace((regexp_match(prosrc, 'hidden\s+constant text := ([^;]+)'))[1], '''|\s', '', 'g') AS hidden,
+		           regexp_replace((regexp_match(prosrc, 'letters constant text := ([^;]+)'))[1], '''|\s', '', 'g') AS letters
+		      FROM source)
+		SELECT n, chr(n) ~ hidden, chr(n) ~ letters FROM classes, generate_series(1, 1114111) AS n WHERE n NOT BETWEEN 55296 AND 57343`))
+	require.NoError(t, err)
+	var number rune
+	var hidden, readable bool
+	_, err = pgx.ForEachRow(rows, []any{&number, &hidden, &readable}, func() error {
+		if want := check.Operator("x"+string(number)) != nil; want != hidden && (hidden || number <= '\uffff') {
+			t.Errorf("%U: SQL hides it: %v, Go %v", number, hidden, want)
+		}
+		if want := check.IsReadable(string(number)); want != (readable && !hidden) && (want || number <= unicode.MaxLatin1) {
+			t.Errorf("%U: SQL says that it is a letter: %v, Go %v", number, readable, want)
+		}
+		return nil
+	})
+	require.NoError(t, err)
+}
+
+// What functions write about names is no longer than names are, and only about what is there: the audit keeps it for
+// a year.
+func TestAuditTakesNoLongNames(t *testing.T) {
+	t.Parallel()
+	f := migrated(t)
+	const id = `'00000000-0000-0000-0000-000000000001'`
+	f.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
+		SELECT 'g', t, `+id+`, 0, 0, 5 FROM unnest(ARRAY['t', 'u']) AS t`)
+	f.exec(t, `INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('g', 'e', 'i', 'a')`)
+	rewind := func(topics string) string {
+		return `SELECT {s}.outbox_rewind_consumer('g', a.t, array_fill(` + id + `::uuid, ARRAY[cardinality(a.t)]), array_fill(0, ARRAY[cardinality(a.t)]),
+			array_fill(9::bigint, ARRAY[cardinality(a.t)]), 'kim', 'why') FROM (SELECT ` + topics + `) AS a (t)`
+	}
+	audited := func() []string {
+		rows, err := f.db.Query(background, f.sql(`SELECT left(action || ' ' || coalesce(consumer_group, '') || ' ' || parking_key, 40) FROM {s}.outbox_audit ORDER BY id`))
+		require.NoError(t, err)
+		all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		return all
+	}
+	const long = `repeat('x', 2000000)`
+	var taken []string
+	for _, sql := range []string{
+		rewind(`ARRAY[` + long + `]`), rewind(`ARRAY['t', repeat('x', 250)]`), rewind(`ARRAY['a/b']`), rewind(`ARRAY['']`), rewind(`ARRAY['..']`), rewind(`ARRAY[E't\n']`),
+		rewind(`array_agg('t' || n) FROM generate_series(1, 1001) AS n`),
+		`SELECT {s}.outbox_audit_replay(` + long + `, 'g', 'kim', 'why')`, `SELECT {s}.outbox_audit_replay('a/b', 'g', 'kim', 'why')`,
+		`SELECT {s}.outbox_audit_replay('', repeat('x', 256), 'kim', 'why')`, `SELECT {s}.outbox_audit_replay('..', '', 'kim', 'why')`,
+		`SELECT {s}.outbox_forget_handled(` + long + `, '{e}', '{i}', '{o}', '{b}', 'kim', 'why')`,
+		`SELECT {s}.outbox_pause_consumer('g', E'\x1b[2J', 'kim', 'why')`, `SELECT {s}.outbox_pause_consumer(` + long + `, '', 'kim', 'why')`,
+		`SELECT {s}.outbox_pause_consumer('', 't', 'kim', 'why')`, `SELECT {s}.outbox_pause_consumer('g', ` + long + `, 'kim', 'why')`,
+	} {
+		if err := tryScript(f.db, f.sql(sql)); pg.Code(err) != "22023" {
+			taken = append(taken, fmt.Sprintf("%s: %.100v", sql, err))
+		}
+	}
+	require.Empty(t, taken)
+	require.Empty(t, audited())
+
+	f.exec(t, rewind(`ARRAY['t', 'elsewhere', 'u', 't']`))
+	f.exec(t, `SELECT {s}.outbox_audit_replay('', '', 'kim', 'why'), {s}.outbox_audit_replay('t', 'g', 'kim', 'why'), {s}.outbox_audit_replay(NULL, NULL, 'kim', 'why')`)
+	f.exec(t, `SELECT {s}.outbox_forget_handled('h', '{e}', '{i}', '{o}', '{b}', 'kim', 'why'), {s}.outbox_forget_handled('g', '{e}', '{i}', '{o}', '{b}', 'kim', 'why')`)
+	f.exec(t, `SELECT {s}.outbox_pause_consumer('g', 't', 'kim', 'why'), {s}.outbox_pause_consumer('g', '', 'kim', 'why')`)
+	require.ElementsMatch(t, []string{"rewind g t/", "rewind g u/", "replay  /", "replay g t/", "replay  /", "forget g /", "pause g t/", "pause g /"}, audited())
+}
+
+// Events that an action has missed are not given up without a trace, also if no handler of it is registered.
+func TestForgottenGapsAreAudited(t *testing.T) {
+	t.Parallel()
+	f := migrated(t)
+	f.exec(t, `INSERT INTO {s}.consumer_gap (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
+		VALUES ('g', 't', '00000000-0000-0000-0000-000000000001', 0, 'a', 'e', 5)`)
+	f.exec(t, `SELECT {s}.outbox_forget_action('g', 'b', 'kim', 'why'), {s}.outbox_forget_action('g', 'a', 'kim', 'why'), {s}.outbox_forget_action('g', 'a', 'kim', 'again')`)
+	var gaps int
+	var audited string
+	require.NoError(t, f.db.QueryRow(background, f.sql(`SELECT (SELECT count(*) FROM {s}.consumer_gap),
+		coalesce((SELECT string_agg(concat_ws(' ', action, consumer_group, parking_key, reason), ', ') FROM {s}.outbox_audit), '')`)).Scan(&gaps, &audited))
+	require.Zero(t, gaps)
+	require.Equal(t, "forget-action g /a why", audited)
 }

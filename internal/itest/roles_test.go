@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -47,6 +48,10 @@ func newRoles(t *testing.T, h *relayFixture) *roles {
 	return grantRoles(t, h, sql.String())
 }
 
+// databaseRights is locked while rights to a database are given or taken away: PostgreSQL fails two of these at once
+// with "tuple concurrently updated".
+var databaseRights sync.Mutex
+
 // grantRoles runs the statements that make the roles.
 func grantRoles(t *testing.T, h *relayFixture, sql string) *roles {
 	t.Helper()
@@ -67,6 +72,8 @@ func grantRoles(t *testing.T, h *relayFixture, sql string) *roles {
 		return err
 	}))
 	t.Cleanup(func() {
+		databaseRights.Lock()
+		defer databaseRights.Unlock()
 		for _, name := range names {
 			_, err := h.db.Exec(background, fmt.Sprintf("DROP OWNED BY %s, %[1]s_login; DROP ROLE %[1]s_login", name))
 			require.NoError(t, err)
@@ -75,6 +82,14 @@ func grantRoles(t *testing.T, h *relayFixture, sql string) *roles {
 		require.NoError(t, err)
 	})
 	return r
+}
+
+// names returns the roles of the parts.
+func (r *roles) names() (all []string) {
+	for _, part := range r.parts {
+		all = append(all, "outbox_"+part+r.suffix)
+	}
+	return all
 }
 
 // login is who works in a role.
@@ -137,21 +152,70 @@ func inEachPlace(t *testing.T, partitionRows int64, test func(t *testing.T, h *r
 
 // Everybody can do his work under his role of docs/roles.md.
 func TestRoles(t *testing.T) {
-	inEachPlace(t, 0, func(t *testing.T, h *relayFixture) { testRoles(t, h, h.poisoned(t), 0) })
+	inEachPlace(t, 0, func(t *testing.T, h *relayFixture) { testRoles(t, newRoles(t, h), h.poisoned(t), 0) })
 }
 
 // The relay makes and drops partitions that are not its own.
 func TestRolesOverPartitions(t *testing.T) {
 	inEachPlace(t, 100, func(t *testing.T, h *relayFixture) {
-		testRoles(t, h, h.poisoned(t), 99) // the last partition goes when the next one is in use
+		testRoles(t, newRoles(t, h), h.poisoned(t), 99) // the last partition goes when the next one is in use
 		require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_100") }, testenv.Patience, 10*time.Millisecond)
 		require.Greater(t, len(h.partitions(t)), 9)
 	})
 }
 
-func testRoles(t *testing.T, h *relayFixture, reader *oracle.Reader, left int) {
-	r := newRoles(t, h)
+// A writer with CREATE on the database makes the schemas that come first in the search_path of all other logins, and
+// plants there what fits better than PostgreSQL's own. No part of outbox runs it.
+func TestRolesBesideHostileSchemas(t *testing.T) {
+	t.Parallel()
+	t.Run("relay, reader and operator", func(t *testing.T) {
+		t.Parallel()
+		h := newRelayFixture(t)
+		testRoles(t, newHostileRoles(t, h), h.poisoned(t), 0)
+	})
+	t.Run("worker", func(t *testing.T) {
+		t.Parallel()
+		testWorkerRole(t, newHostileRoles)
+	})
+	t.Run("consumer", func(t *testing.T) {
+		t.Parallel()
+		testConsumerRole(t, newHostileRoles)
+	})
+}
 
+// newHostileRoles returns roles whose logins have no search_path of their own, beside schemas of their names. When the
+// test ends, it requires that no login has run what is planted there.
+func newHostileRoles(t *testing.T, h *relayFixture) *roles {
+	t.Helper()
+	r := newRoles(t, h)
+	for _, part := range r.parts {
+		databaseRights.Lock()
+		_, err := h.db.Exec(background, fmt.Sprintf("ALTER ROLE %s RESET search_path; GRANT ALL ON DATABASE %s TO %[1]s", r.login(part),
+			pgx.Identifier{h.db.Config().ConnConfig.Database}.Sanitize()))
+		databaseRights.Unlock()
+		require.NoError(t, err)
+	}
+	writer := r.as(t, "writer")
+	for _, part := range r.parts {
+		if part == "writer" {
+			continue
+		}
+		hostile := &relayFixture{db: h.db, schema: r.login(part)}
+		_, err := writer.Exec(background, hostile.sql("CREATE SCHEMA {s}; GRANT USAGE ON SCHEMA {s} TO PUBLIC"))
+		require.NoError(t, err)
+		plant(t, writer, hostile.schema)
+		_, err = r.as(t, part).Exec(background, `SELECT format('%s', 'x'::text)`)
+		require.NoError(t, err)
+		require.Equal(t, []string{hostile.schema + " ran format(text, text)"}, hostile.caught(t), "the trap works")
+		_, err = writer.Exec(background, hostile.sql("TRUNCATE {s}.caught"))
+		require.NoError(t, err)
+		t.Cleanup(func() { require.Empty(t, hostile.caught(t)) })
+	}
+	return r
+}
+
+func testRoles(t *testing.T, r *roles, reader *oracle.Reader, left int) {
+	h := r.relayFixture
 	writer := r.as(t, "writer")
 	var events []oracle.Event
 	for _, n := range []int{1, 10, 600} { // by VALUES, unnest and COPY
@@ -263,18 +327,18 @@ func TestWriteAllData(t *testing.T) {
 	_, err := h.db.Exec(background, h.sql(`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('g', 't', 'i', 'a')`))
 	require.NoError(t, err)
 	db := r.as(t, "consumer")
-	remove := h.sql(`DELETE FROM {s}.event_handled`)
-	tag, err := db.Exec(background, remove)
+	renew := h.sql(`UPDATE {s}.event_handled SET handled_at = now()`)
+	tag, err := db.Exec(background, renew)
 	require.NoError(t, err)
 	require.Zero(t, tag.RowsAffected())
 	_, err = h.db.Exec(background, `GRANT pg_write_all_data TO `+r.login("consumer"))
 	require.NoError(t, err)
-	plan, err := db.Query(background, `EXPLAIN (COSTS OFF) `+remove)
+	plan, err := db.Query(background, `EXPLAIN (COSTS OFF) `+renew)
 	require.NoError(t, err)
 	lines, err := pgx.CollectRows(plan, pgx.RowTo[string])
 	require.NoError(t, err)
 	require.Contains(t, strings.Join(lines, "\n"), "One-Time Filter: pg_has_role('pg_write_all_data'::name")
-	tag, err = db.Exec(background, remove)
+	tag, err = db.Exec(background, renew)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, tag.RowsAffected())
 }
@@ -283,6 +347,10 @@ func TestWriteAllData(t *testing.T) {
 // of a worker that is gone. Meanwhile operators act on its deliveries in their role.
 func TestWorkerRole(t *testing.T) {
 	t.Parallel()
+	testWorkerRole(t, newRoles)
+}
+
+func testWorkerRole(t *testing.T, newRoles func(*testing.T, *relayFixture) *roles) {
 	f := newWorkerFixture(t)
 	r := newRoles(t, &relayFixture{db: f.db, schema: f.schema})
 	f.exec(`GRANT SELECT, INSERT ON {schema}.effect TO outbox_worker` + r.suffix)
@@ -337,6 +405,10 @@ func TestWorkerRole(t *testing.T) {
 
 func TestConsumerRole(t *testing.T) {
 	t.Parallel()
+	testConsumerRole(t, newRoles)
+}
+
+func testConsumerRole(t *testing.T, newRoles func(*testing.T, *relayFixture) *roles) {
 	s := newConsumerFixture(t, 1)
 	r := newRoles(t, &relayFixture{db: s.db, schema: s.schema})
 	_, err := s.db.Exec(background, `GRANT SELECT, INSERT, UPDATE ON `+pgx.Identifier{s.schema, "counts"}.Sanitize()+` TO outbox_consumer`+r.suffix)

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -208,6 +209,28 @@ func TestLastWakeIsSent(t *testing.T) {
 		require.NoError(t, waker.Run(ctx), "it had no time to begin")
 		requireArrival(t, reader, events...)
 	}
+}
+
+// A waker that has never run is found by its wake-ups: other processes are not notified.
+func TestForgottenWaker(t *testing.T) {
+	t.Parallel()
+	db := testenv.Pool(t, nil)
+	synctest.Test(t, func(t *testing.T) {
+		var log workerLog
+		w, err := outbox.NewWaker(db, outbox.WakerConfig{Schema: "forgotten", Logger: log.logger()})
+		require.NoError(t, err)
+		for range 100 {
+			w.Wake()
+			time.Sleep(40 * time.Millisecond)
+		}
+		require.Empty(t, log.String(), "Run may come later")
+		time.Sleep(2 * time.Second)
+		for range 3 {
+			w.Wake()
+		}
+		require.Equal(t, 1, log.count("level=WARN"))
+		require.Contains(t, log.String(), "call Waker.Run")
+	})
 }
 
 // What a waker is not given is named, and what a transaction fails with is returned.

@@ -186,6 +186,7 @@ func TestWorkerRetriesForEver(t *testing.T) {
 			t.Parallel()
 			f := newWorkerFixture(t)
 			cfg.From, cfg.Retry.RetryWait, cfg.PollInterval, cfg.Lease = outbox.FromStart, time.Millisecond, 10*time.Millisecond, time.Second
+			cfg.Retry.MaxOutage = -1
 			var attempts atomic.Int64
 			waiting, release := make(chan struct{}), make(chan struct{})
 			f.start(cfg, outbox.HandleNoTx("SENT", func(_ context.Context, _ step, m outbox.Metadata) error {
@@ -318,13 +319,13 @@ func TestWorkerOutageDuringHandlers(t *testing.T) {
 	f.commit(step{"a", 1}, step{"a", 2}, step{"a", 3}, step{"a", 4}, step{"b", 1})
 	testenv.Run(t, w.Run)
 	require.Eventually(t, func() bool { return log.count("PostgreSQL fails") > 0 }, testenv.Patience, time.Millisecond)
-	require.Eventually(t, func() bool { return !w.Health().Ready }, testenv.Patience, time.Millisecond)
+	require.Eventually(t, func() bool { return !w.Health().Works }, testenv.Patience, time.Millisecond)
 	cable.broken.Store(false)
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND (attempt_count = 1 OR action = 'NO_TX')`, 15)
 	f.await(10)
 	f.requireOrder()
 	require.Zero(t, failed.Load())
-	require.Eventually(t, func() bool { return w.Health().Ready }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return w.Health().Works }, testenv.Patience, 10*time.Millisecond)
 }
 
 // An error in an outage is no attempt, and says when the event is tried again: not before, and others do not wait for

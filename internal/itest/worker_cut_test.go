@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -17,7 +18,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -27,9 +30,13 @@ var cutMoves = flag.Int("cut.turns", 2, "how often groups move to Kafka and back
 type moveFixture struct {
 	*workerFixture
 	opts    []kgo.Opt
+	brokers []string
+	topic   string
 	cuts    *outboxops.Cuts
 	handler outbox.Handler
 	pool    *pgxpool.Pool // of workers, consumers and relays
+	rules   outbox.HandlerConfig
+	pause   time.Duration // between two steps, at most
 
 	retention outbox.RetentionConfig
 	n, m      int // steps of each of ten accounts, and of the backlog
@@ -47,7 +54,10 @@ func newMoveFixture(t *testing.T) *moveFixture {
 	brokers := testenv.Brokers(t)
 	testenv.CreateTopic(t, brokers, topic, 3)
 	testenv.CreateTopic(t, brokers, "noise-"+topic, 1)
+	f.brokers, f.topic = brokers, topic
 	f.opts, f.handler, f.pool = testenv.KafkaOpts(brokers), f.effects("COUNTED", nil), f.db
+	f.pause = 3 * time.Millisecond
+	f.rules = outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}
 	f.cuts = must(outboxops.NewCuts(f.db, outboxops.CutsConfig{Schema: f.schema}))
 	return f
 }
@@ -59,7 +69,7 @@ func (n noise) source() string        { return n.Source }
 func (n noise) OccurredAt() time.Time { return time.Now() }
 
 func (f *moveFixture) startWorker() (stop func()) {
-	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond, Retention: f.retention}
+	cfg := outbox.WorkerConfig{HandlerConfig: f.rules, PollInterval: 20 * time.Millisecond, Retention: f.retention}
 	stop = testenv.Run(f.t, f.worker(f.pool, "bank", cfg, f.handler).Run)
 	require.Eventually(f.t, func() bool { return f.count(`SELECT count(*) FROM {schema}.event_subscription`) == 1 }, testenv.Patience, 10*time.Millisecond)
 	return stop
@@ -67,8 +77,7 @@ func (f *moveFixture) startWorker() (stop func()) {
 
 func (f *moveFixture) startConsumer() (stop func()) {
 	f.t.Helper()
-	c, err := outbox.NewConsumer(f.pool, f.opts, f.events, "bank", outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart}}, f.handler)
+	c, err := outbox.NewConsumer(f.pool, f.opts, f.events, "bank", outbox.ConsumerConfig{HandlerConfig: f.rules}, f.handler)
 	require.NoError(f.t, err)
 	return testenv.Run(f.t, c.Run)
 }
@@ -103,7 +112,7 @@ func (f *moveFixture) record() (stop func()) {
 				return
 			default:
 				f.step()
-				time.Sleep(time.Duration(rand.IntN(3000)) * time.Microsecond)
+				time.Sleep(rand.N(f.pause))
 			}
 		}
 	}()
@@ -152,9 +161,18 @@ func (f *moveFixture) finish(relay string) {
 		if err == nil {
 			break
 		}
-		require.Less(f.t, time.Since(began), testenv.Patience, "%v: %+v", err, last)
+		require.Less(f.t, time.Since(began), testenv.Patience, "%v: %+v\n%s", err, last, f.openRows())
 	}
 	f.t.Logf("cut at %s finished after %v", relay, time.Since(began).Round(time.Millisecond))
+}
+
+// openRows describes the deliveries that are not done.
+func (f *moveFixture) openRows() (all string) {
+	_ = f.db.QueryRow(context.Background(), pg.InSchema(`SELECT string_agg(row_to_json(d)::text, E'\n') FROM (
+		SELECT id, action, stream, status, order_key, attempt_count, max_attempts, record IS NOT NULL AS from_kafka, held, put_back, locked_by, locked_until, next_retry_at, clock_timestamp() AS now,
+		       last_error_code, left(last_error_message, 200), failed_at, witness_after, event_type, partition_key, position, dead_letter_owed
+		  FROM {schema}.event_delivery WHERE status <> 'DONE' ORDER BY id LIMIT 30) AS d`, f.schema)).Scan(&all)
+	return all
 }
 
 // waitForWindow waits until a relay, or the worker, is in the middle of a large window.
@@ -182,6 +200,56 @@ func TestMovesWhileEventsAreRecorded(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
 	f := newMoveFixture(t)
+	f.move()
+	f.requireExact()
+}
+
+// The same while events fail on both sides: some twice, and some until an operator retries them. Their keys wait.
+func TestMovesWhileEventsFail(t *testing.T) {
+	t.Parallel()
+	f := newMoveFixture(t)
+	testenv.CreateTopic(t, f.brokers, f.topic+".dlq", 1)
+	f.pause = 60 * time.Millisecond // failed events wait, so that a key takes longer than without
+	f.rules.HoldDead, f.rules.Retry = true, outbox.RetryPolicy{MaxRetries: 20, RetryWait: 20 * time.Millisecond, MaxRetryWait: 100 * time.Millisecond}
+	var mu sync.Mutex
+	failed := map[step]int{}
+	f.handler = f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+		mu.Lock()
+		defer mu.Unlock()
+		switch {
+		case s.N%50 == 7 && failed[s] < 2: // in a batch, and alone
+			failed[s]++
+			return outbox.Permanent(errPlay)
+		case s.N%13 == 0 && failed[s] < 2:
+			failed[s]++
+			return errPlay
+		}
+		return nil
+	})
+	failures := must(outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema}))
+	retried := 0
+	stopRetrying := testenv.Run(t, func(ctx context.Context) error {
+		for ctx.Err() == nil {
+			n, err := failures.RetryAll(ctx, outboxops.FailureFilter{Kind: outboxops.KindDelivery, Statuses: []string{outbox.StatusDead}}, bulk, cutWhy)
+			if err != nil && ctx.Err() == nil {
+				return err
+			}
+			retried += n
+			wait.Sleep(ctx, 100*time.Millisecond)
+		}
+		return nil
+	})
+	f.move()
+	f.requireExact()
+	stopRetrying()
+	require.Positive(t, retried)
+	t.Logf("%d events failed, %d retries of dead ones", len(failed), retried)
+}
+
+// move moves the group to Kafka and back, in turns, while events are recorded.
+func (f *moveFixture) move() {
+	t := f.t
+	t.Helper()
 	stopWorker := f.startWorker()
 	stopRecording := f.record()
 	require.Eventually(t, func() bool { return f.count(`SELECT count(*) FROM {schema}.effect`) > 100 }, testenv.Patience, 10*time.Millisecond)
@@ -202,7 +270,6 @@ func TestMovesWhileEventsAreRecorded(t *testing.T) {
 		time.Sleep(500 * time.Millisecond)
 	}
 	stopRecording()
-	f.requireExact()
 }
 
 // Workers, consumers and relays lose their connections all the time.

@@ -58,7 +58,7 @@ func TestWorkersOfManyGroups(t *testing.T) {
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery AS d WHERE consumer_group = 'failing' AND attempt_count > 0
 		AND EXISTS (SELECT FROM {schema}.event_delivery AS b WHERE b.order_key = d.order_key AND b.consumer_group = d.consumer_group AND b.id < d.id)`))
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE consumer_group = 'failing' AND status IN ('DONE', 'DEAD')`))
-	require.True(t, w.Health().Ready, w.Health().Reasons)
+	require.True(t, w.Health().Works, w.Health().Reasons)
 }
 
 // A key with thousands of followers is handled in order and once, by workers that share it and fail at some
@@ -235,7 +235,7 @@ func TestWorkerWithFewConnections(t *testing.T) {
 			f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE'`, 2*accounts*steps)
 			require.EqualValues(t, accounts*steps, pushed.Load())
 			f.eventually(`SELECT count(*) FROM {schema}.outbox`, 0)
-			require.True(t, w.Health().Ready, w.Health().Reasons)
+			require.True(t, w.Health().Works, w.Health().Reasons)
 			began := time.Now()
 			stop()
 			require.Less(t, time.Since(began), 2500*time.Millisecond)
@@ -296,7 +296,7 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 				WHERE action = 'PUSHED' AND aggregate_id = 'a1' AND position < 100`)
 			f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND last_error_code = 'stale'`,
 				f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'PUSHED' AND aggregate_id = 'a1' AND position < 100`))
-			require.True(t, w.Health().Ready, w.Health().Reasons)
+			require.True(t, w.Health().Works, w.Health().Reasons)
 			require.Zero(t, log.count("outbox: PostgreSQL fails"), log.String())
 		})
 	}

@@ -172,16 +172,23 @@ type accountClosed struct {
 func (c accountClosed) account() string     { return c.Account }
 func (accountClosed) OccurredAt() time.Time { return time.Unix(1, 0) }
 
-// A delivery of a type without a handler is for all handlers of its type once it is requeued, in a release that has
-// them; in one that has none it is dead again.
-func TestWorkerRequeueOfUnknownType(t *testing.T) {
-	t.Parallel()
+// newClosingFixture returns a fixture with a second event, the closing of an account.
+func newClosingFixture(t *testing.T) *workerFixture {
+	t.Helper()
 	f := newWorkerFixture(t)
 	var err error
 	f.events, err = outbox.NewRegistry("bank", outbox.Event("bank.account.stepped.v1", "Account", step.account), outbox.Event("bank.account.closed.v1", "Account", accountClosed.account))
 	require.NoError(t, err)
 	f.rec, err = outbox.NewRecorder(f.events, outbox.RecorderConfig{Schema: f.schema})
 	require.NoError(t, err)
+	return f
+}
+
+// A delivery of a type without a handler is for all handlers of its type once it is requeued, in a release that has
+// them; in one that has none it is dead again.
+func TestWorkerRequeueOfUnknownType(t *testing.T) {
+	t.Parallel()
+	f := newClosingFixture(t)
 	log := new(hookLog)
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 50 * time.Millisecond}
 	cfg.Unknown, cfg.Hooks, cfg.Retry.RetryWait, cfg.Retry.MaxRetries = outbox.DeadLetterUnknown, log.hooks(), time.Millisecond, 2
@@ -224,6 +231,28 @@ func TestWorkerRequeueOfUnknownType(t *testing.T) {
 	f.await(2)
 	log.requireEventually(t, "a", "Failed CLOSED 1 no luck, retry true", "Handled CLOSED 2 true", "Repeated CLOSED 3",
 		"Failed TOLD 2 no luck, retry true", "Handled TOLD 3 true")
+}
+
+// The log line of an event that dies because the group has no handler for its type names the event.
+func TestDeadUnknownIsNamed(t *testing.T) {
+	t.Parallel()
+	f := newClosingFixture(t)
+	var log workerLog
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Unknown: outbox.DeadLetterUnknown, Logger: log.logger()}, PollInterval: 50 * time.Millisecond}
+	f.start(cfg, f.effects("COUNTED", nil))
+	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, accountClosed{"acc-1"}) }))
+	const dead = "event is dead, the group has no handler for its type"
+	require.Eventually(t, func() bool { return log.count(dead) > 0 }, testenv.Patience, 10*time.Millisecond)
+	var id string
+	require.NoError(t, f.db.QueryRow(t.Context(), f.sql(`SELECT event_id::text FROM {schema}.outbox`)).Scan(&id))
+	for line := range strings.Lines(log.String()) {
+		if strings.Contains(line, dead) {
+			for _, attr := range []string{"event_id=" + id, "aggregate_type=Account", "aggregate_id=acc-1", `action=""`, "type=bank.account.closed.v1", "stream=account-events", "outbox_id="} {
+				require.Contains(t, line, attr)
+			}
+		}
+	}
+	require.Equal(t, 1, log.count(dead))
 }
 
 // The first middleware is outermost. It gets the transaction of a handler that has one, and what a batch gets; what

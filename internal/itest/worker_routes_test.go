@@ -109,3 +109,19 @@ func TestForgottenRouteIsLogged(t *testing.T) {
 	require.Equal(t, 1, log.count(line), log.String())
 	require.Regexp(t, `level=WARN .*type=bank.account.stepped.v1 stream=account-events action=GONE`, log.String())
 }
+
+// Workers of a group that gets its events from Kafka wait, and store their routes. The first worker of the group that
+// takes events once it is back may be of an older release, and owes events to the handlers of all of them.
+func TestWaitingWorkersStoreTheirRoutes(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
+	_, stop := f.start(cfg, f.effects("COUNTED", nil))
+	f.commit(step{"a", 1})
+	f.await(1)
+	stop()
+	f.exec(`UPDATE {schema}.event_subscription SET state = 'left', relay = 'relay'`)
+	f.start(cfg, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
+	f.eventually(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes)`, 2)
+	require.Equal(t, 1, f.count(`SELECT count(*) FROM {schema}.event_delivery`), "it takes no events")
+}

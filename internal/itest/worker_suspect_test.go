@@ -2,6 +2,7 @@ package itest
 
 import (
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -59,4 +60,37 @@ func TestWorkerGoesOnBehindLostDelivery(t *testing.T) {
 	time.Sleep(2 * lease)
 	close(release)
 	f.await(2)
+}
+
+// Deliveries of a worker that has ended in an outage of their handlers are trials, too. Otherwise an action whose only
+// deliveries are of that kind would have none, and its breaker would stay open.
+func TestSuspectsAreTrials(t *testing.T) {
+	t.Parallel()
+	f, changes, down := newWorkerFixture(t), new(changesOf), new(atomic.Bool)
+	const accounts = 12
+	for a := range accounts {
+		f.commit(step{fmt.Sprint("a", a), 1})
+	}
+	cfg := outbox.WorkerConfig{HandlerConfig: trialRules(changes), PollInterval: 20 * time.Millisecond}
+	down.Store(true)
+	f.start(cfg, f.effects("COUNTED", func(step, outbox.Metadata) error {
+		if down.Load() {
+			return errDown
+		}
+		return nil
+	}))
+	require.Eventually(t, func() bool { return changes.has("half-open to open") }, testenv.Patience, time.Millisecond)
+	require.Eventually(t, func() bool { // between two trials, and no trial begins before the handler works again
+		tx, err := f.db.Begin(t.Context())
+		require.NoError(t, err)
+		defer func() { _ = tx.Rollback(t.Context()) }()
+		tag, err := tx.Exec(t.Context(), f.sql(`UPDATE {schema}.event_delivery SET last_error_code = 'stale' WHERE status = 'PENDING'`))
+		require.NoError(t, err)
+		if tag.RowsAffected() < accounts {
+			return false
+		}
+		down.Store(false)
+		return tx.Commit(t.Context()) == nil
+	}, testenv.Patience, time.Millisecond)
+	f.await(accounts)
 }

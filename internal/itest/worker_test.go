@@ -167,7 +167,7 @@ func TestWorkerHandles(t *testing.T) {
 	f.requireOrder()
 	require.Equal(t, 2*accounts*steps, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND attempt_count = 1 AND locked_by IS NULL`))
 	require.Equal(t, 2*accounts*steps, f.count(`SELECT count(*) FROM {schema}.event_handled`))
-	require.True(t, w.Health().Ready, w.Health().Reasons)
+	require.True(t, w.Health().Works, w.Health().Reasons)
 }
 
 // A backlog that is larger than what is read at once is drained in order, by several workers.
@@ -303,7 +303,7 @@ func TestWorkerIsGoneAfterManyRetries(t *testing.T) {
 		return nil
 	})
 	f.start(outbox.WorkerConfig{
-		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }}, From: outbox.FromStart}, PollInterval: 10 * time.Millisecond, Lease: 3 * time.Second,
+		HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }, MaxOutage: -1}, From: outbox.FromStart}, PollInterval: 10 * time.Millisecond, Lease: 3 * time.Second,
 	}, handler)
 	t.Cleanup(func() { close(release) }) // before the worker is stopped, which would wait for it
 	f.commit(step{"a", 1})

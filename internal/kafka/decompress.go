@@ -1,10 +1,13 @@
 package kafka
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync/atomic"
 
+	"github.com/klauspost/compress/zstd"
+	"github.com/twmb/franz-go/pkg/kbin"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/contain"
@@ -36,6 +39,7 @@ func DecompressorOf(client *kgo.Client) kgo.Decompressor {
 // they like together.
 type FetchBound struct {
 	each kgo.Decompressor // with the host's limit for a batch
+	most int              // that limit
 	used atomic.Int64
 }
 
@@ -43,10 +47,17 @@ type FetchBound struct {
 // fetch again.
 var ErrFetchFull = errors.New("the fetch has enough records of other partitions")
 
+// ErrNeedsStream is the error of a batch that needs too much memory, or that is no sequence of records. It stands in
+// for [kgo.ErrMaxDecompress], at which the client ends fetching for good, also if it discards the error.
+var ErrNeedsStream = errors.New("the batch is to be read as a stream")
+
 // NewFetchBound returns the decompressor for clients with the host's options.
 func NewFetchBound(host []kgo.Opt) (*FetchBound, error) {
 	b := &FetchBound{}
-	err := CheckOpts(Bounded(host), func(o HostOpts) { b.each = DecompressorOf(o.Client) })
+	err := CheckOpts(Bounded(host), func(o HostOpts) {
+		b.each = DecompressorOf(o.Client)
+		b.most, _ = o.Client.OptValue(kgo.MaxDecompressBatchBytes).(int)
+	})
 	return b, err
 }
 
@@ -59,8 +70,80 @@ func (b *FetchBound) Decompress(src []byte, codec kgo.CompressionCodecType) ([]b
 		return nil, ErrFetchFull
 	}
 	out, err := b.decompress(src, codec)
+	if errors.Is(err, kgo.ErrMaxDecompress) || IsTooFar(err) {
+		return nil, ErrNeedsStream
+	}
+	if err != nil {
+		return nil, err
+	}
+	if bytes, ok := needs(out); !ok || bytes > b.most {
+		return nil, ErrNeedsStream
+	}
 	b.used.Add(int64(len(out)))
-	return out, err
+	return out, nil
+}
+
+const (
+	recordMemory = 200 // of a record in memory, without its parts
+	headerMemory = 40  // of a header
+)
+
+// IsLarge reports whether a client decompresses no batch that has as many bytes, records and headers, or the window of
+// src, if it decompresses most bytes.
+func IsLarge(src []byte, codec kgo.CompressionCodecType, bytes, records, headers, most int) bool {
+	var frame zstd.Header
+	if codec == kgo.CodecZstd && frame.Decode(src) == nil && frame.WindowSize > uint64(most) {
+		return true
+	}
+	return bytes+recordMemory*records+headerMemory*headers > most
+}
+
+// needs estimates the memory of the records of a batch, which may be many times the batch. It returns false for what is
+// no sequence of records: the client would read the records up to there, without an error, and no further.
+func needs(records []byte) (bytes int, ok bool) {
+	bytes = len(records)
+	for in := records; len(in) > 0; {
+		length, n := binary.Varint(in)
+		if n <= 0 || length < 0 || length > int64(len(in)-n) {
+			return bytes, isMessageSet(records)
+		}
+		headers, ok := headersOf(in[n : n+int(length)])
+		if !ok {
+			return bytes, isMessageSet(records)
+		}
+		bytes += recordMemory + headerMemory*headers
+		in = in[n+int(length):]
+	}
+	return bytes, true
+}
+
+// headersOf returns the number of headers of a record. It reads the record as the client does.
+func headersOf(record []byte) (n int, ok bool) {
+	in := kbin.Reader{Src: record}
+	in.Int8() // attributes
+	in.Varlong()
+	in.Varint()
+	in.VarintBytes()
+	in.VarintBytes()
+	n = max(0, int(in.VarintArrayLen()))
+	for i := 0; i < n && in.Ok(); i++ {
+		in.VarintBytes()
+		in.VarintBytes()
+	}
+	return n, in.Ok()
+}
+
+// isMessageSet reports whether a batch has the form that producers of Kafka 0.10 and earlier send.
+func isMessageSet(in []byte) bool {
+	const lengthAt, head, magicAt = 8, 12, 16
+	for len(in) > magicAt {
+		length := int64(binary.BigEndian.Uint32(in[lengthAt:])) + head
+		if in[magicAt] > 1 || length > int64(len(in)) {
+			return false
+		}
+		in = in[length:]
+	}
+	return len(in) == 0
 }
 
 // decompress calls the decompressor, which may be the host's. The client calls it in a

@@ -2,13 +2,19 @@ package kafka
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
+	"net"
+	"os"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // Errors are classified however they are wrapped. What is on no list is an outage.
@@ -43,4 +49,47 @@ func TestErrorsAreUnwrapped(t *testing.T) {
 		}
 	}
 	require.False(t, IsOutage(nil))
+}
+
+// Each error has one class of a closed list. Only an answer of Kafka, or of what speaks TLS in its place, refuses.
+func TestClassOf(t *testing.T) {
+	t.Parallel()
+	dial := &net.OpError{Op: "dial", Net: "tcp", Err: syscall.ECONNREFUSED}
+	for _, tt := range []struct {
+		err     error
+		class   string
+		rejects bool
+	}{
+		{kerr.SaslAuthenticationFailed, "refused_login", true},
+		{kerr.UnsupportedSaslMechanism, "refused_login", true},
+		{kerr.IllegalSaslState, "refused_login", true},
+		{tls.RecordHeaderError{Msg: "first record does not look like a TLS handshake"}, "refused_tls", true},
+		{tls.AlertError(42), "refused_tls", true},
+		{&tls.CertificateVerificationError{Err: x509.UnknownAuthorityError{}}, "refused_tls", true},
+		{x509.HostnameError{Certificate: &x509.Certificate{}, Host: "kafka"}, "refused_tls", true},
+		{kerr.ClusterAuthorizationFailed, "refused_rights", true},
+		{kerr.GroupAuthorizationFailed, "refused_rights", true},
+		{kerr.TransactionalIDAuthorizationFailed, "refused_rights", true},
+		{kerr.TopicAuthorizationFailed, "refused_rights", false},
+		{ErrNoLeader, "no_leader", false},
+		{kerr.LeaderNotAvailable, "no_leader", false},
+		{kerr.UnknownTopicOrPartition, "unknown_topic", false},
+		{kerr.UnknownTopicID, "unknown_topic", false},
+		{kerr.NotEnoughReplicas, "unavailable", false},
+		{dial, "unreachable", false},
+		{fmt.Errorf("%w: %w", dial, context.DeadlineExceeded), "unreachable", false},
+		{io.EOF, "unreachable", false},
+		{errors.New("unable to join group session: the broker connection has died and the request will be retried on a new connection"), "unreachable", false},
+		{errNoBroker, "unreachable", false},
+		{fmt.Errorf("%w: %w", errClosed, io.EOF), "closed", false},
+		{context.DeadlineExceeded, "no_answer", false},
+		{&net.OpError{Op: "dial", Net: "tcp", Err: os.ErrDeadlineExceeded}, "no_answer", false},
+		{kgo.ErrRecordTimeout, "no_answer", false},
+		{errors.New("a text"), "unavailable", false},
+	} {
+		for _, err := range []error{tt.err, fmt.Errorf("send: %w", tt.err)} {
+			require.Equal(t, tt.class, ClassOf(err), "%v", err)
+			require.Equal(t, tt.rejects, IsRefused(err), "%v", err)
+		}
+	}
 }

@@ -11,6 +11,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // CheckGroupIsEmpty returns [kerr.NonEmptyGroup] if a group has members.
@@ -162,8 +164,11 @@ func TopicIDs[V any](ctx context.Context, client *kgo.Client, of map[Partition]V
 	return ids, nil
 }
 
-// PartitionsOf asks Kafka for the partitions of topics. A topic that does not exist has none.
+// PartitionsOf asks Kafka for the partitions of topics. A topic that does not exist has none, and neither has a name
+// that Kafka does not take: it is not sent. The error names the topics that Kafka does not describe; the partitions of
+// the others are returned with it.
 func PartitionsOf(ctx context.Context, client *kgo.Client, topics []string) (all []Partition, err error) {
+	topics = slices.DeleteFunc(slices.Clone(topics), func(name string) bool { return check.Topic(name) != nil })
 	if len(topics) == 0 { // which Kafka would understand as all
 		return nil, nil
 	}
@@ -171,17 +176,20 @@ func PartitionsOf(ctx context.Context, client *kgo.Client, topics []string) (all
 	if err != nil {
 		return nil, fmt.Errorf("describe topics: %w", err)
 	}
+	var errs []error
 	for _, t := range response.Topics {
 		if t.Topic == nil {
 			continue
 		}
-		err := kerr.ErrorForCode(t.ErrorCode)
-		if err != nil && !errors.Is(err, kerr.UnknownTopicOrPartition) {
-			return nil, fmt.Errorf("describe topic %s: %w", *t.Topic, err)
+		if err := kerr.ErrorForCode(t.ErrorCode); err != nil {
+			if !errors.Is(err, kerr.UnknownTopicOrPartition) {
+				errs = append(errs, fmt.Errorf("describe topic %s: %w", *t.Topic, err))
+			}
+			continue
 		}
 		for _, p := range t.Partitions {
 			all = append(all, Partition{*t.Topic, p.Partition})
 		}
 	}
-	return all, nil
+	return all, errors.Join(errs...)
 }

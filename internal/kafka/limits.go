@@ -81,6 +81,13 @@ func (l *Limits) Exceeds(r *kgo.Record) bool {
 	return size >= minAskedBytes && (size > l.client || most > 0 && size > most)
 }
 
+// OfClient returns a function that reports whether a record may be too large for the client, which then does not send
+// it. Any goroutine may call it.
+func (l *Limits) OfClient() func(*kgo.Record) bool {
+	most := l.client
+	return func(r *kgo.Record) bool { return batchOverhead+recordSize(r) > most }
+}
+
 // Fitting returns how many records, from the first on, can be sent together without a
 // batch above the limit of its topic. Records with an error do not count.
 func (l *Limits) Fitting(records []kgo.Record, errs []error) int {

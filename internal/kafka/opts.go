@@ -8,7 +8,9 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -53,6 +55,23 @@ func CheckOpts(host []kgo.Opt, inspect func(HostOpts), others ...kgo.Opt) error 
 // client that forwards records must not have a lower limit than their producers.
 func LargestWrite(opts []kgo.Opt) (bytes int32, err error) {
 	err = CheckOpts(opts, func(o HostOpts) { bytes, _ = o.Client.OptValue(kgo.BrokerMaxWriteBytes).(int32) })
+	return bytes, err
+}
+
+// LargestBatch returns the size of the largest batch that a client writes, in bytes. If a function of the host decides
+// that for each topic, it is the size of the largest request.
+func LargestBatch(opts []kgo.Opt) (bytes int32, err error) {
+	err = CheckOpts(opts, func(o HostOpts) {
+		bytes, _ = o.Client.OptValue(kgo.ProducerBatchMaxBytes).(int32)
+		of, _ := o.Client.OptValue(kgo.ProducerBatchMaxBytesFn).(func(string) int32)
+		// The compiler may inline the function of franz-go, whose name is then a part of the caller's. A function of
+		// the host may have such a name, too.
+		name := runtime.FuncForPC(reflect.ValueOf(of).Pointer()).Name()
+		isStatic := strings.HasPrefix(name, "github.com/twmb/franz-go/pkg/kgo.") || strings.Contains(name, ".ProducerBatchMaxBytes.")
+		if !isStatic || of("a-topic") != bytes {
+			bytes, _ = o.Client.OptValue(kgo.BrokerMaxWriteBytes).(int32)
+		}
+	})
 	return bytes, err
 }
 

@@ -8,6 +8,40 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
+// limits are those of the topics of a host.
+type limits map[string]int32
+
+// ProducerBatchMaxBytes returns a function whose name is like that of franz-go's function.
+//
+//go:noinline
+func (l limits) ProducerBatchMaxBytes() func(string) int32 {
+	return func(topic string) int32 {
+		if topic == "" {
+			return 1 << 20
+		}
+		return max(l[topic], 2<<20)
+	}
+}
+
+// The largest batch is what ProducerBatchMaxBytes says. A function may say something else for each topic.
+func TestLargestBatch(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		opts []kgo.Opt
+		want int32
+	}{
+		"default":                  {nil, 1_000_012},
+		"ProducerBatchMaxBytes":    {[]kgo.Opt{kgo.ProducerBatchMaxBytes(5 << 20)}, 5 << 20},
+		"ProducerBatchMaxBytesFn":  {[]kgo.Opt{kgo.ProducerBatchMaxBytesFn(func(string) int32 { return 5 << 20 })}, 100 << 20},
+		"a function of that name":  {[]kgo.Opt{kgo.ProducerBatchMaxBytesFn(limits{"orders": 5 << 20}.ProducerBatchMaxBytes())}, 100 << 20},
+		"a function and its limit": {[]kgo.Opt{kgo.ProducerBatchMaxBytesFn(func(string) int32 { return 5 << 20 }), kgo.BrokerMaxWriteBytes(20 << 20)}, 20 << 20},
+	} {
+		got, err := LargestBatch(test.opts)
+		require.NoError(t, err)
+		require.Equal(t, test.want, got, name)
+	}
+}
+
 // acks=all, idempotence and no waiting are ours, whatever the host says; how often and how patiently the client
 // tries, and how many requests are in flight, is the host's.
 func TestProducerOpts(t *testing.T) {

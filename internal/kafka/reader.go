@@ -86,6 +86,9 @@ func (r *Reader) Spans(ctx context.Context, topic string, from map[int32]int64) 
 	return spans, nil
 }
 
+// TopicID returns the id of the topic of a partition that Spans has returned.
+func (r *Reader) TopicID(p Partition) TopicID { return r.leaders[p].topic }
+
 // askLeaders asks Kafka which brokers lead the partitions of a topic.
 func (r *Reader) askLeaders(ctx context.Context, topic string) error {
 	response, err := Metadata(ctx, r.client, topic)
@@ -146,6 +149,41 @@ func isLasting(err error) bool {
 // behind the records that it has read, which include aborted ones.
 func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Record, int64, error) {
 	leader := r.leaders[p]
+	answer, err := r.ask(ctx, p, leader, from)
+	if answer == nil || err != nil {
+		return nil, from, err
+	}
+	fetched, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
+		Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.Topic, Partition: p.Number,
+	}, answer, DecompressorOf(r.client), nil)
+	return fetched.Records, next, fetched.Err
+}
+
+// Raw returns what the leader of a partition answers to a fetch of committed records from an offset on, of the topic
+// with an id. Batches are compressed in it.
+func (r *Reader) Raw(ctx context.Context, p Partition, id TopicID, from int64) (*kmsg.FetchResponseTopicPartition, error) {
+	if err := r.askLeaders(ctx, p.Topic); err != nil {
+		return nil, err
+	}
+	leader, known := r.leaders[p]
+	if !known {
+		return nil, kerr.UnknownTopicOrPartition
+	}
+	if id != (TopicID{}) && leader.topic != id {
+		return nil, kerr.UnknownTopicID
+	}
+	answer, err := r.ask(ctx, p, leader, from)
+	if err == nil && answer == nil {
+		err = errNothingFetched
+	}
+	if err == nil {
+		err = kerr.ErrorForCode(answer.ErrorCode)
+	}
+	return answer, err
+}
+
+// ask sends a fetch request. It returns nil if the answer has nothing about the partition.
+func (r *Reader) ask(ctx context.Context, p Partition, leader leader, from int64) (*kmsg.FetchResponseTopicPartition, error) {
 	one := kmsg.NewFetchRequestTopicPartition()
 	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.Number, from, fetchBytes
 	topic := kmsg.NewFetchRequestTopic()
@@ -156,19 +194,16 @@ func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Rec
 	request.Topics = append(request.Topics, topic)
 	response, err := r.client.Broker(int(leader.broker)).RetriableRequest(ctx, request)
 	if err != nil {
-		return nil, from, err
+		return nil, err
 	}
 	answer, _ := response.(*kmsg.FetchResponse) // the type that answers this request
 	if err := kerr.ErrorForCode(answer.ErrorCode); err != nil {
-		return nil, from, err
+		return nil, err
 	}
 	for _, t := range answer.Topics {
-		for _, rp := range t.Partitions {
-			fetched, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
-				Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.Topic, Partition: p.Number,
-			}, &rp, DecompressorOf(r.client), nil)
-			return fetched.Records, next, fetched.Err
+		for i := range t.Partitions {
+			return &t.Partitions[i], nil
 		}
 	}
-	return nil, from, nil
+	return nil, nil
 }

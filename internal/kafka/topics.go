@@ -144,10 +144,10 @@ type emptyBackups struct{ rest int }
 func (b *emptyBackups) Next() (int, int64) { b.rest--; return b.rest, 0 }
 func (b *emptyBackups) Rem() int           { return b.rest }
 
-// Explain reports whether Kafka works although records of topics have failed: a broker
+// Explain returns no error if Kafka works although records of topics have failed: a broker
 // answers, and gives out a producer id. If so, the failures are those of topics and
-// partitions, and causes has what Kafka says of these.
-func Explain(ctx context.Context, client *kgo.Client, topics []string) (causes map[Partition]error, works bool) {
+// partitions, and causes has what Kafka says of these. The error names the brokers.
+func Explain(ctx context.Context, client *kgo.Client, topics []string) (causes map[Partition]error, err error) {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
 	answers, err := firstAnswer(ctx, client, func(ctx context.Context, b *kgo.Broker) ([]kmsg.MetadataResponseTopic, error) {
@@ -155,13 +155,9 @@ func Explain(ctx context.Context, client *kgo.Client, topics []string) (causes m
 		if err != nil {
 			return nil, err
 		}
-		id, err := b.Request(ctx, kmsg.NewPtrInitProducerIDRequest())
-		if err == nil {
-			err = kerr.ErrorForCode(id.(*kmsg.InitProducerIDResponse).ErrorCode)
-		}
-		return answers, err
+		return answers, askProducerID(ctx, b)
 	})
-	return causesOf(answers), err == nil
+	return causesOf(answers), err
 }
 
 // causesOf returns the errors of topics and partitions.

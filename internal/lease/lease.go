@@ -38,8 +38,10 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/pgsession"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -191,6 +193,18 @@ type otherLease struct {
 	epoch     int64
 	expiresAt time.Time // as outbox_lease has it
 	Locked    bool      // its holder has the lock, or had it
+
+	Kafka     time.Time // when Kafka last answered the holder, by the clock of this process; zero if it did not
+	Unreached bool      // Kafka does not answer the holder, as it says
+}
+
+// Ended reports whether a cutover has ended the relay, and to what the holder has handed over: nothing sends as this
+// relay any more.
+func (o *otherLease) Ended() (to string, ended bool) {
+	if o.Lasts != 0 {
+		return "", false
+	}
+	return tables.HandedOver(o.Holder)
 }
 
 // Store takes, renews and releases the lease of a name.
@@ -208,7 +222,15 @@ type Store struct {
 	// it. By default it does nothing.
 	Blocked func(h pg.Holder, err error)
 
-	Peek, Take, takeFromGone, Renewal, ClaimLock, Release string
+	// Says returns the state that a renewal writes, and when Kafka last answered, or zero. Nil says nothing.
+	Says func() (outage.State, time.Time)
+	// HeardElsewhere is called with the time at which Kafka last answered a process that stands by, by the clock of
+	// this process, if a renewal finds one. Nil ignores it.
+	HeardElsewhere func(time.Time)
+
+	said atomic.Pointer[outage.State] // as the last renewal has written it
+
+	Peek, Take, takeFromGone, Renewal, ClaimLock, Release, elsewhere string
 }
 
 // NewStore returns the store of a name in a schema. It does no I/O.
@@ -221,6 +243,7 @@ func NewStore(db *pgxpool.Pool, schema, relay string, duration time.Duration) *S
 		Renewal:      pg.InSchema(sqlLeaseRenew, schema),
 		ClaimLock:    pg.InSchema(sqlLeaseClaimLock, schema),
 		Release:      pg.InSchema(sqlLeaseRelease, schema),
+		elsewhere:    pg.InSchema(sqlLeaseElsewhere, schema),
 	}
 }
 
@@ -240,7 +263,8 @@ const sqlLeasePeek = `
 SELECT holder, epoch,
        coalesce(CASE WHEN isfinite(expires_at) THEN greatest(lasts, expires_at - clock_timestamp()) END, '0'),
        coalesce(CASE WHEN isfinite(expires_at) THEN expires_at - clock_timestamp() - lasts END, '0'),
-       CASE WHEN isfinite(expires_at) THEN expires_at END, coalesce(isfinite(expires_at) AND locked_epoch = epoch, false)
+       CASE WHEN isfinite(expires_at) THEN expires_at END, coalesce(isfinite(expires_at) AND locked_epoch = epoch, false),
+       clock_timestamp() - kafka_at, coalesce(state ->> 'epoch' = epoch::text AND state @> '{"outages": [{"what": "Kafka"}]}'::jsonb, false)
   FROM {schema}.outbox_lease
  WHERE name = $1::text AND holder <> $2::text AND expires_at > clock_timestamp()`
 
@@ -298,7 +322,7 @@ func (s *Store) endBlocking(ctx context.Context) (stop func()) {
 	looking.Go(func() {
 		for wait.Sleep(ctx, lookEvery); ctx.Err() == nil; wait.Sleep(ctx, lookEvery) {
 			// Not under ctx: the statement has its lock once the other session has ended, which is to be logged.
-			holders, err := waits.Look(context.WithoutCancel(ctx), s.DB, s.Schema, s.Duration/2)
+			holders, _, err := waits.Look(context.WithoutCancel(ctx), s.DB, s.Schema, s.Duration/2)
 			if err != nil {
 				s.Blocked(pg.Holder{}, err)
 			}
@@ -321,9 +345,13 @@ const lookEvery = time.Second / 4
 func (s *Store) peekAt(ctx context.Context) error {
 	s.Other = otherLease{}
 	var expiresAt pgtype.Timestamptz
+	var sinceKafka *time.Duration
 	err := pg.QueryRow(ctx, s.DB, s.Peek, s.Relay, s.holder).
-		Scan(&s.Other.Holder, &s.Other.epoch, &s.Other.Lasts, &s.Other.SetBack, &expiresAt, &s.Other.Locked)
+		Scan(&s.Other.Holder, &s.Other.epoch, &s.Other.Lasts, &s.Other.SetBack, &expiresAt, &s.Other.Locked, &sinceKafka, &s.Other.Unreached)
 	s.Other.expiresAt = expiresAt.Time
+	if sinceKafka != nil {
+		s.Other.Kafka = time.Now().Add(-*sinceKafka)
+	}
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		return fmt.Errorf("read lease: %w", err)
 	}
@@ -350,6 +378,7 @@ func (s *Store) taken(query func(read func(pgx.Rows) error) error) (*Lease, erro
 		return nil, fmt.Errorf("take lease: %w", err)
 	}
 	l.ExclusiveAt = time.Now().Add(shared)
+	s.said.Store(&outage.State{More: -1}) // nothing under this epoch yet
 	l.Renewed(until, expiresAt)
 	return l, nil
 }
@@ -360,9 +389,45 @@ func (s *Store) taken(query func(read func(pgx.Rows) error) error) (*Lease, erro
 const sqlLeaseRenew = `
 UPDATE {schema}.outbox_lease
    SET expires_at = clock_timestamp() + $4::interval, lasts = $4::interval,
-       locked_epoch = CASE WHEN $5::bool OR expires_at <> $6::timestamptz THEN locked_epoch END
+       locked_epoch = CASE WHEN $5::bool OR expires_at <> $6::timestamptz THEN locked_epoch END,
+       state = $7::text::jsonb, state_at = clock_timestamp(), kafka_at = clock_timestamp() - $8::interval
  WHERE name = $1::text AND holder = $2::text AND epoch = $3
-RETURNING expires_at, locked_epoch IS NOT NULL`
+RETURNING expires_at, locked_epoch IS NOT NULL, clock_timestamp() - elsewhere_at`
+
+// sqlLeaseElsewhere says when Kafka last answered a process that stands by.
+const sqlLeaseElsewhere = `
+UPDATE {schema}.outbox_lease SET elsewhere_at = clock_timestamp() - $4::interval WHERE name = $1::text AND holder = $2::text AND epoch = $3`
+
+// SayElsewhere says to the holder of the lease that Acquire has seen when Kafka last answered this process.
+func (s *Store) SayElsewhere(ctx context.Context, answered time.Time) error {
+	_, err := pg.Exec(ctx, s.DB, s.elsewhere, s.Relay, s.Other.Holder, s.Other.epoch, time.Since(answered))
+	return err
+}
+
+// HasNews reports whether this process says something else now than the last renewal has written.
+func (s *Store) HasNews() bool {
+	said := s.said.Load()
+	if s.Says == nil || said == nil {
+		return false
+	}
+	now, _ := s.Says()
+	return now.Differs(*said)
+}
+
+// says returns what a renewal writes: the state, and for how long Kafka has not answered, or nil.
+func (s *Store) says(l *Lease) (says outage.State, state string, sinceKafka *time.Duration) {
+	if s.Says == nil {
+		return says, "{}", nil
+	}
+	says, kafka := s.Says()
+	if !kafka.IsZero() {
+		since := time.Since(kafka)
+		sinceKafka = &since
+	}
+	stored := says
+	stored.Epoch = l.Epoch
+	return says, stored.JSON(), sinceKafka
+}
 
 // Renew extends the lease, or returns ErrLeaseLost. If the lock is lost, outbox_lease may say so afterwards.
 func (s *Store) Renew(ctx context.Context, l *Lease) error {
@@ -371,13 +436,15 @@ func (s *Store) Renew(ctx context.Context, l *Lease) error {
 	keep := c == nil || !c.WasLost()
 	var expiresAt time.Time
 	var claimed bool
+	var sinceElsewhere *time.Duration
+	says, state, sinceKafka := s.says(l)
 	// If a crash could forget that, a standby could take a lease that its holder believes to have.
 	err := pg.Query(ctx, s.DB, pg.Durable, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
-			return struct{}{}, row.Scan(&expiresAt, &claimed)
+			return struct{}{}, row.Scan(&expiresAt, &claimed, &sinceElsewhere)
 		})
 		return err
-	}, s.Renewal, s.Relay, l.Holder, l.Epoch, s.Duration, keep, l.Expiry())
+	}, s.Renewal, s.Relay, l.Holder, l.Epoch, s.Duration, keep, l.Expiry(), state, sinceKafka)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return ErrLeaseLost
 	}
@@ -385,6 +452,10 @@ func (s *Store) Renew(ctx context.Context, l *Lease) error {
 		return fmt.Errorf("renew lease: %w", err)
 	}
 	l.Renewed(until, expiresAt)
+	s.said.Store(&says)
+	if sinceElsewhere != nil && s.HeardElsewhere != nil {
+		s.HeardElsewhere(time.Now().Add(-*sinceElsewhere))
+	}
 	if !keep && !claimed {
 		l.Withdrawn(c)
 	}

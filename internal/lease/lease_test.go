@@ -80,14 +80,14 @@ func TestLostLockIsWithdrawn(t *testing.T) {
 		require.NoError(t, err)
 		require.Zero(t, tag.RowsAffected(), "a claim that comes late")
 	}
-	_, err := f.DB.Exec(ctx, f.Renewal, f.Relay, f.lease.Holder, f.lease.Epoch, f.Duration, true, late)
+	_, err := f.DB.Exec(ctx, f.Renewal, f.Relay, f.lease.Holder, f.lease.Epoch, f.Duration, true, late, "{}", nil)
 	require.NoError(t, err)
 	require.False(t, f.claimed(t), "a renewal that comes late")
 	require.NoError(t, f.Renew(ctx, f.lease))
 	f.lock(t)
 	require.True(t, f.claimed(t))
 	require.True(t, f.lease.Sure())
-	_, err = f.DB.Exec(ctx, f.Renewal, f.Relay, f.lease.Holder, f.lease.Epoch, f.Duration, false, late)
+	_, err = f.DB.Exec(ctx, f.Renewal, f.Relay, f.lease.Holder, f.lease.Epoch, f.Duration, false, late, "{}", nil)
 	require.NoError(t, err)
 	require.True(t, f.claimed(t), "one that comes late and says that the lock before was lost")
 

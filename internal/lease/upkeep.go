@@ -28,7 +28,7 @@ func NewUpkeep(store *Store, leads Leadership, lockOutage *outage.Log) *Upkeep {
 func (u *Upkeep) Renew(hangs func() bool) (hanging bool) {
 	l, pause := u.leads.Lease, u.store.Duration/3
 	for {
-		wait.Sleep(u.leads.Held, min(pause, time.Until(*l.Until.Load())))
+		u.pause(min(pause, time.Until(*l.Until.Load())))
 		if u.leads.Held.Err() != nil {
 			return false
 		}
@@ -46,6 +46,20 @@ func (u *Upkeep) Renew(hangs func() bool) (hanging bool) {
 		pause = u.store.Duration / 3
 		if err != nil { // the session reports outages of PostgreSQL
 			pause = u.store.Duration / 30
+		}
+	}
+}
+
+// newsInterval is the shortest time between two renewals because the process has something to say.
+const newsInterval = time.Second
+
+// pause waits until the next renewal: for a time, or until this process has something new to say.
+func (u *Upkeep) pause(longest time.Duration) {
+	for end := time.Now().Add(longest); u.leads.Held.Err() == nil; {
+		left := time.Until(end)
+		wait.Sleep(u.leads.Held, min(left, newsInterval))
+		if left <= newsInterval || u.store.HasNews() {
+			return
 		}
 	}
 }
@@ -80,7 +94,7 @@ func (u *Upkeep) takeLock() *LockClaim {
 	ctx, cancel := context.WithTimeout(u.leads.Held, u.store.Duration)
 	defer cancel()
 	claim, err := u.store.LockFor(ctx, u.leads.Lease)
-	if !errors.Is(err, ErrHeld) { // the session reports its own errors
+	if err == nil && claim != nil || err != nil && !errors.Is(err, ErrHeld) { // the session reports its own errors
 		u.lockOutage.Report(err)
 	}
 	return claim

@@ -26,9 +26,9 @@ import (
 
 var (
 	// ErrDatabaseAhead is described in the package outbox.
-	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
+	ErrDatabaseAhead = errors.New("database is ahead of this release")
 	// ErrForeignObjects is described in the package outbox.
-	ErrForeignObjects = errors.New("outbox: the schema has objects of roles that are not trusted with it, drop them")
+	ErrForeignObjects = errors.New("the schema has objects of roles that are not trusted with it, drop them")
 )
 
 // Step is one file of the package migrations.
@@ -242,8 +242,9 @@ SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1),
 const ddlMigrationTable = `
 CREATE TABLE {schema}.outbox_migration (
     version    int          PRIMARY KEY,
-    name       varchar(100) NOT NULL,
-    applied_at timestamptz  NOT NULL DEFAULT now()
+    name       text         NOT NULL,
+    applied_at timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT outbox_migration_lengths CHECK (char_length(name) <= 100)
 );
 COMMENT ON TABLE {schema}.outbox_migration IS 'Which migrations of outbox have been applied.';
 COMMENT ON COLUMN {schema}.outbox_migration.version IS 'Number of the file, from 1.';

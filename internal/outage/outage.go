@@ -3,9 +3,10 @@
 package outage
 
 import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
 	"log/slog"
-	"maps"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -13,17 +14,19 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Log logs the outages of one thing that is tried until it works. It belongs to one
-// goroutine, except for [Log.Current], which any goroutine may call.
+// Log logs the outages of one thing that is tried until it works. It is safe for
+// concurrent use.
 type Log struct {
 	log     *slog.Logger
 	what    string
+	mu      sync.Mutex
+	quiet   bool // the current outage is not logged, nor its end
 	backoff wait.Backoff
-	current atomic.Pointer[Outage] // nil: it works
+	current atomic.Pointer[Failure] // nil: it works
 }
 
-// Outage is a failure that has not ended.
-type Outage struct {
+// Failure is an outage that has not ended.
+type Failure struct {
 	Err   error     // of the last try
 	Since time.Time // when the first try failed
 	Last  time.Time // when the last try failed
@@ -39,100 +42,45 @@ func (l *Log) What() string { return l.what }
 // Report takes the result of a try. It logs the first failure, with attrs, and the
 // first success after it.
 func (l *Log) Report(err error, attrs ...any) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	before := l.current.Load()
 	switch {
 	case err == nil && before != nil:
-		l.log.Warn("outbox: "+l.what+" works again", "after", time.Since(before.Since).Round(time.Millisecond))
+		if !l.quiet {
+			l.log.Warn("outbox: "+l.what+" works again", "after", time.Since(before.Since).Round(time.Millisecond))
+		}
 		l.current.Store(nil)
 		l.backoff.Reset()
 	case err != nil && before == nil:
-		l.log.Warn("outbox: "+l.what+" fails, trying until it works", append(attrs, "error", err)...)
+		if !l.quiet {
+			l.log.Warn("outbox: "+l.what+" fails, trying until it works", append(attrs, "error", err)...)
+		}
 		now := time.Now()
-		l.current.Store(&Outage{Err: err, Since: now, Last: now})
+		l.current.Store(&Failure{Err: err, Since: now, Last: now})
 	case err != nil:
-		l.current.Store(&Outage{Err: err, Since: before.Since, Last: time.Now()})
+		l.current.Store(&Failure{Err: err, Since: before.Since, Last: time.Now()})
 	}
 }
 
 // Current returns the outage, or nil if the last try succeeded.
-func (l *Log) Current() *Outage { return l.current.Load() }
+func (l *Log) Current() *Failure { return l.current.Load() }
 
 // Backoff returns the wait before the next try, see [wait.Backoff].
-func (l *Log) Backoff() time.Duration { return l.backoff.Next() }
-
-// Logs logs the outages of many things by name. It is safe for concurrent use.
-type Logs struct {
-	log     *slog.Logger
-	failing atomic.Bool // something fails; read without the lock
-
-	mu    sync.Mutex
-	known map[string]*named // everything that has ever failed
-}
-
-type named struct {
-	*Log
-	succeeded time.Time // last, if it has failed before
-}
-
-// NewLogs returns the logs of things that have not failed yet.
-func NewLogs(log *slog.Logger) *Logs { return &Logs{log: log, known: map[string]*named{}} }
-
-// Failing reports whether anything fails. While it does not, a success need not be
-// reported.
-func (l *Logs) Failing() bool { return l.failing.Load() }
-
-// Report takes the result of a try that began at a time. A failure that began
-// before the last success is out of date and ignored, because two clients need not
-// notice the end of an outage at the same time.
-func (l *Logs) Report(name string, began time.Time, err error) {
+func (l *Log) Backoff() time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	one := l.known[name]
-	switch {
-	case one == nil && err == nil, err != nil && one != nil && began.Before(one.succeeded):
-		return
-	case one == nil:
-		one = &named{Log: NewLog(l.log, name)}
-		l.known[name] = one
-	}
-	one.Report(err)
-	if err == nil {
-		one.succeeded = time.Now()
-	}
-	failing := false
-	for _, one := range l.known {
-		failing = failing || one.Current() != nil
-	}
-	l.failing.Store(failing)
+	return l.backoff.Next()
 }
 
-// Named is an outage with the name under which it was reported.
-type Named struct {
-	Name string
-	Outage
+// IsTLS reports whether an error is that of a TLS handshake in which one side has rejected the other, and not for want
+// of a connection.
+func IsTLS(err error) bool {
+	return isOf[tls.RecordHeaderError](err) || isOf[tls.AlertError](err) || isOf[*tls.CertificateVerificationError](err) ||
+		isOf[x509.UnknownAuthorityError](err) || isOf[x509.HostnameError](err) || isOf[x509.CertificateInvalidError](err)
 }
 
-// Current returns the outages that have not ended, sorted by name.
-func (l *Logs) Current() (current []Named) {
-	if !l.failing.Load() {
-		return nil
-	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, name := range slices.Sorted(maps.Keys(l.known)) {
-		if o := l.known[name].Current(); o != nil {
-			current = append(current, Named{name, *o})
-		}
-	}
-	return current
-}
-
-// Backoff returns the wait before the next try of what fails.
-func (l *Logs) Backoff(name string) time.Duration {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if one := l.known[name]; one != nil {
-		return one.Backoff()
-	}
-	return wait.MinBackoff // another try has succeeded meanwhile
+func isOf[T error](err error) bool {
+	_, ok := errors.AsType[T](err)
+	return ok
 }

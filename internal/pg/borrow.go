@@ -23,6 +23,7 @@ func Borrow(ctx context.Context, db *pgxpool.Pool) (*Borrowed, error) {
 	if err != nil {
 		return nil, err
 	}
+	noteSets(db, pooled.Conn())
 	return &Borrowed{Conn: pooled.Conn(), pooled: pooled}, nil
 }
 

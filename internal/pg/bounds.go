@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 // Session is what is known of a connection of a pool: its settings when this package saw it first. Transactions with
@@ -18,25 +19,45 @@ type Session struct {
 	transaction                int64  // transaction_timeout; negative before PostgreSQL 17
 	restore, unbound           string // statements
 	ran                        map[string]bool
+	describes                  bool // each statement again, as pgx.QueryExecModeDescribeExec says
 	Shared                     bool // several functions are called in the transaction under way
 }
 
 // sqlKnownSession reads the settings that RESET ALL may not restore, whether it does not because the pool has set them,
-// and whether the session may become another user. The timeouts come as milliseconds.
+// and whether the session may become another user. The timeouts are in milliseconds. $1 is the process of the session
+// that the client knows. Behind a pooler it is another one, and another client may have changed settings of the session
+// for good: then those count that it began with, unless the pool may have set some itself, $2. The pooler keeps
+// application_name and the three after it for each client.
 const sqlKnownSession = `
-SELECT pg_backend_pid(), (SELECT bool_or(s.setting <> s.reset_val) FROM pg_settings AS s
-         WHERE s.name = ANY ('{application_name,TimeZone,DateStyle,client_encoding,search_path}'::text[])),
+WITH known AS MATERIALIZED (
+    SELECT s.name, CASE WHEN pg_backend_pid() = $1::int OR $2::bool THEN s.setting ELSE s.reset_val END AS value, s.setting <> s.reset_val AS changed
+      FROM pg_settings AS s
+     WHERE s.name = ANY ('{application_name,TimeZone,DateStyle,client_encoding,search_path,idle_in_transaction_session_timeout,
+                           tcp_user_timeout,lock_timeout,statement_timeout,transaction_timeout}'::text[])
+), timeouts AS MATERIALIZED (SELECT k.name, k.value::bigint AS ms FROM known AS k WHERE k.name LIKE '%\_timeout')
+SELECT pg_backend_pid() <> $1::int, (SELECT bool_or(k.changed) FROM known AS k WHERE k.name NOT LIKE '%\_timeout'),
        (SELECT r.rolsuper FROM pg_roles AS r WHERE r.rolname = session_user),
        session_user::text, current_setting('role'), current_setting('application_name'), current_setting('TimeZone'),
-       current_setting('DateStyle'), current_setting('client_encoding'), current_setting('search_path'),
-       (extract(epoch FROM current_setting('idle_in_transaction_session_timeout')::interval) * 1000::numeric)::bigint,
-       (extract(epoch FROM current_setting('tcp_user_timeout')::interval) * 1000::numeric)::bigint,
-       (extract(epoch FROM current_setting('lock_timeout')::interval) * 1000::numeric)::bigint,
-       (extract(epoch FROM current_setting('statement_timeout')::interval) * 1000::numeric)::bigint,
-       (extract(epoch FROM coalesce(current_setting('transaction_timeout', true), '-1')::interval) * 1000::numeric)::bigint`
+       current_setting('DateStyle'), current_setting('client_encoding'), (SELECT k.value FROM known AS k WHERE k.name = 'search_path'),
+       (SELECT t.ms FROM timeouts AS t WHERE t.name = 'idle_in_transaction_session_timeout'),
+       (SELECT t.ms FROM timeouts AS t WHERE t.name = 'tcp_user_timeout'), (SELECT t.ms FROM timeouts AS t WHERE t.name = 'lock_timeout'),
+       (SELECT t.ms FROM timeouts AS t WHERE t.name = 'statement_timeout'),
+       coalesce((SELECT t.ms FROM timeouts AS t WHERE t.name = 'transaction_timeout'), -1)`
 
 // sessionKey is the key of a [Session] in the custom data of its connection.
 const sessionKey = "outbox.session"
+
+// setsKey is the key of a bool in the custom data of a connection: its pool has functions that may change its settings.
+const setsKey = "outbox.sets"
+
+// noteSets notes whether a pool may change settings of its connections.
+func noteSets(db *pgxpool.Pool, conn *pgx.Conn) {
+	data := conn.PgConn().CustomData()
+	if _, known := data[setsKey]; !known {
+		cfg := db.Config()
+		data[setsKey] = cfg.AfterConnect != nil || cfg.ConnConfig.AfterConnect != nil
+	}
+}
 
 // SessionOf returns what is known of a connection. It asks PostgreSQL once for each connection.
 func SessionOf(ctx context.Context, conn *pgx.Conn) (*Session, error) {
@@ -44,11 +65,11 @@ func SessionOf(ctx context.Context, conn *pgx.Conn) (*Session, error) {
 	if s, known := data[sessionKey].(*Session); known {
 		return s, nil
 	}
-	s := &Session{ran: map[string]bool{}}
+	s := &Session{ran: map[string]bool{}, describes: conn.Config().DefaultQueryExecMode == pgx.QueryExecModeDescribeExec}
 	var user, role, application, zone, dates, encoding, path string
-	var pid uint32
-	var changed, super bool
-	err := QueryRow(ctx, conn, sqlKnownSession).Scan(&pid, &changed, &super, &user, &role, &application, &zone, &dates, &encoding, &path,
+	var pooled, changed, super bool
+	sets := data[setsKey] != false
+	err := QueryRow(ctx, conn, sqlKnownSession, int32(conn.PgConn().PID()), sets).Scan(&pooled, &changed, &super, &user, &role, &application, &zone, &dates, &encoding, &path,
 		&s.idle, &s.tcp, &s.lock, &s.statement, &s.transaction)
 	if err != nil {
 		return nil, fmt.Errorf("read the settings of a connection: %w", err)
@@ -58,8 +79,12 @@ func SessionOf(ctx context.Context, conn *pgx.Conn) (*Session, error) {
 	if super {
 		s.restore += "; SET SESSION AUTHORIZATION " + text(user)
 	}
-	s.restore += "; SET ROLE " + text(role)
-	if pooled := pid != conn.PgConn().PID(); changed || pooled {
+	if pooled && !sets { // RESET ALL does not reset it
+		s.restore += "; RESET ROLE"
+	} else {
+		s.restore += "; SET ROLE " + text(role)
+	}
+	if changed || pooled {
 		s.restore += "; SET application_name = " + text(application) + "; SET TimeZone = " + text(zone) + "; SET DateStyle = " + text(dates) +
 			"; SET client_encoding = " + text(encoding) + "; SELECT pg_catalog.set_config('search_path', " + text(path) + ", false)"
 	}
@@ -86,8 +111,9 @@ func (s *Session) NoteRun(sql string, ran bool) {
 	}
 }
 
-// HasRun reports whether NoteRun has noted that a statement has run.
-func (s *Session) HasRun(sql string) bool { return s != nil && s.ran[sql] }
+// HasRun reports whether NoteRun has noted that a statement has run. A connection that describes each statement again
+// has none prepared.
+func (s *Session) HasRun(sql string) bool { return s != nil && s.ran[sql] && !s.describes }
 
 // Bounds of our own statements in transactions with handlers. A lock is waited for longer than deadlock_timeout, so
 // that PostgreSQL finds deadlocks.
@@ -96,6 +122,12 @@ const (
 	statementTime = 15 * time.Second
 	ownIdle       = 10 * time.Second // between our last statement and the COMMIT
 )
+
+// Bounded returns a context for statements of ours in a transaction with handlers, which PostgreSQL ends earlier. If
+// the connection has died in silence, only this context ends them.
+func Bounded(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, 2*statementTime)
+}
 
 const (
 	// sqlBound bounds a transaction: $1 is how long its process may take between two statements, $2 how long PostgreSQL

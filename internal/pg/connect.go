@@ -3,6 +3,10 @@ package pg
 import (
 	"context"
 	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -33,6 +37,28 @@ func Connect(ctx context.Context, db *pgxpool.Pool, change func(*pgx.ConnConfig)
 	return conn, nil
 }
 
+const (
+	sqlBackend = `SELECT pg_catalog.pg_backend_pid()`
+	sqlSafe    = `SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false)`
+)
+
+// SafeSession is an AfterConnect of a pool. It keeps the session from finding functions and operators that another
+// role has made in a schema of its search_path. Behind a pooler it does nothing, because other clients would get the
+// session.
+func SafeSession(ctx context.Context, conn *pgx.Conn) error {
+	var backend uint32
+	if err := conn.QueryRow(ctx, sqlBackend).Scan(&backend); err != nil {
+		return fmt.Errorf("ask for the process of the session: %w", err)
+	}
+	if backend != conn.PgConn().PID() {
+		return nil
+	}
+	if _, err := conn.Exec(ctx, sqlSafe); err != nil {
+		return fmt.Errorf("set search_path: %w", err)
+	}
+	return nil
+}
+
 // Disconnect closes a connection of [Connect].
 func Disconnect(conn *pgx.Conn) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
@@ -59,4 +85,16 @@ func Beside(ctx context.Context, db *pgxpool.Pool, f func(*pgx.Conn) error) erro
 	}
 	defer Disconnect(conn)
 	return f(conn)
+}
+
+// Address returns where a pool connects, as attributes of a log line: hosts and database, no user and no password.
+func Address(db *pgxpool.Pool) []any {
+	c := db.Config().ConnConfig
+	hosts := []string{net.JoinHostPort(c.Host, strconv.Itoa(int(c.Port)))}
+	for _, f := range c.Fallbacks {
+		if host := net.JoinHostPort(f.Host, strconv.Itoa(int(f.Port))); !slices.Contains(hosts, host) {
+			hosts = append(hosts, host)
+		}
+	}
+	return []any{"host", strings.Join(hosts, ","), "database", c.Database}
 }

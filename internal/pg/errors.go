@@ -1,12 +1,16 @@
 package pg
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"net"
 	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/outboxgo/outbox/internal/outage"
 )
 
 // IsUndefined reports whether PostgreSQL did not find an object that a statement names: a table,
@@ -86,6 +90,52 @@ func IsOutage(err error) bool {
 		func(class string) bool { return strings.HasPrefix(code, class) })
 }
 
+// IsOwn reports whether an error is certainly one of PostgreSQL, or of a connection to it.
+func IsOwn(err error) bool {
+	_, unreachable := errors.AsType[*pgconn.ConnectError](err)
+	return unreachable || Code(err) != ""
+}
+
+// ClassOf returns the class of an error of PostgreSQL, for views of outages. The list of classes is closed.
+func ClassOf(err error) string {
+	const tooManyConnections, diskFull, readOnly, noDatabase, invalidLogin, noLogin = "53300", "53100", "25006", "3D000", "28P01", "28000"
+	code := Code(err)
+	failed, network := errors.AsType[net.Error](err)
+	switch {
+	case hasCode(err, invalidLogin, noLogin):
+		return "refused_login"
+	case code == "" && outage.IsTLS(err):
+		return "refused_tls"
+	case code == noDatabase:
+		return "no_database"
+	case code == tooManyConnections:
+		return "no_connections"
+	case code == diskFull:
+		return "disk_full"
+	case code == readOnly:
+		return "read_only"
+	case IsLocked(err):
+		return "locked"
+	case code == "" && (errors.Is(err, context.DeadlineExceeded) || network && failed.Timeout()):
+		return ClassNoAnswer
+	case network, IsOutage(err) && !strings.HasPrefix(code, "53"):
+		return "unreachable"
+	}
+	return "failing"
+}
+
+// ClassNoAnswer is the class of an error without an answer in time.
+const ClassNoAnswer = "no_answer"
+
+// FailsForAll reports whether an error is one that each statement that writes meets, whatever its table is.
+func FailsForAll(err error) bool {
+	switch ClassOf(err) {
+	case "locked", "failing", ClassNoAnswer:
+		return false
+	}
+	return true
+}
+
 // WithDetail adds to an error PostgreSQL's detail, which has the values of a key for example.
 func WithDetail(err error) error {
 	if pgErr, is := errors.AsType[*pgconn.PgError](err); is && pgErr.Detail != "" {
@@ -119,10 +169,10 @@ func Code(err error) string {
 func hasCode(err error, codes ...string) bool { return slices.Contains(codes, Code(err)) }
 
 // ErrEncoding is described in the package outbox.
-var ErrEncoding = errors.New("outbox: needs a database and sessions with the encoding UTF8")
+var ErrEncoding = errors.New("needs a database and sessions with the encoding UTF8")
 
 // ErrNotMigrated is described in the package outbox.
-var ErrNotMigrated = errors.New("outbox: the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")
+var ErrNotMigrated = errors.New("the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")
 
 // NotMigrated adds to an error of PostgreSQL in which schema something is missing.
 func NotMigrated(schema string, err error) error {

@@ -206,10 +206,10 @@ const sqlOwnRole = `SELECT set_config('role', 'none', true)`
 // Look finds out who holds the locks for which statements of ours wait, if one has waited for a second. It asks on
 // another connection, see [Beside]. It ends sessions of other processes of this role whose
 // transactions have taken longer than bound. It returns the holders that were not known before, and those that it has
-// ended.
-func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound time.Duration) (news []Holder, err error) {
+// ended, and whether it has asked.
+func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound time.Duration) (news []Holder, asked bool, err error) {
 	if !w.mayLook() {
-		return nil, nil
+		return nil, false, nil
 	}
 	defer func() {
 		w.mu.Lock()
@@ -233,7 +233,7 @@ func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound
 		}, sqlHolders, text, bound, schema)
 	})
 	if err != nil {
-		return nil, fmt.Errorf("look for the holder of a lock: %w", err)
+		return nil, true, fmt.Errorf("look for the holder of a lock: %w", err)
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -245,5 +245,5 @@ func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound
 		}
 		w.holders[h.PID] = h
 	}
-	return news, nil
+	return news, true, nil
 }

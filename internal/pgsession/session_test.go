@@ -222,7 +222,7 @@ func TestLock(t *testing.T) {
 	terminate(t, p.db, other.name)
 	require.Eventually(t, func() bool { return isClosed(second.Lost()) }, testenv.Patience, time.Millisecond)
 	require.ErrorIs(t, second.Do(background, func(context.Context, *pgx.Conn) error { return nil }), pgsession.ErrUnavailable)
-	require.NotNil(t, p.lock(t, schema))
+	require.Eventually(t, func() bool { return p.lock(t, schema) != nil }, testenv.Patience, time.Millisecond, "PostgreSQL frees it")
 	other.await(t, pgsession.Works)
 	require.Nil(t, other.lock(t, schema))
 	second.Unlock(background) // which it has not any more

@@ -136,6 +136,27 @@ func Creators(ctx context.Context, q Querier, schema string) ([]Creator, error) 
 	return pgx.CollectRows(rows, pgx.RowTo[Creator])
 }
 
+// sqlDatabaseCreators finds who may make schemas, except who can act with the rights of the owner of the database, of
+// the owner of table outbox in the schema $1, or of the session's role.
+const sqlDatabaseCreators = `
+SELECT DISTINCT CASE a.grantee WHEN 0 THEN '' ELSE pg_get_userbyid(a.grantee) END
+  FROM pg_database AS d, aclexplode(d.datacl) AS a
+ WHERE d.datname = current_database() AND a.privilege_type = 'CREATE'
+   AND (a.grantee = 0 OR NOT pg_has_role(a.grantee, d.datdba, 'MEMBER') AND NOT pg_has_role(a.grantee, current_user, 'MEMBER')
+        AND NOT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                         WHERE n.nspname = $1 AND c.relname = 'outbox' AND pg_has_role(a.grantee, c.relowner, 'MEMBER')))
+ ORDER BY 1`
+
+// DatabaseCreators returns the roles that may make schemas in the database, except the owners of the database and of
+// table outbox in the schema outbox. The transaction has [SafePath].
+func DatabaseCreators(ctx context.Context, q Querier, outbox string) ([]Creator, error) {
+	rows, err := q.Query(ctx, sqlDatabaseCreators, outbox)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowTo[Creator])
+}
+
 // sqlPathCreators finds who may put functions into the schema $1, or make it if it does not exist. It omits who can act
 // with the rights of the role $2 anyway: members of it, of the owner of the database and of the owner of table outbox
 // in the schema $3, and superusers.

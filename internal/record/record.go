@@ -30,7 +30,7 @@ var (
 	// ErrEncode means that the event's codec failed; its error is wrapped as well.
 	ErrEncode = errors.New("cannot be encoded")
 	// ErrDuplicateEvent means that ids of events are unique, and an event of this id is in outbox already.
-	ErrDuplicateEvent = errors.New("outbox: an event of this id was recorded before")
+	ErrDuplicateEvent = errors.New("an event of this id was recorded before")
 )
 
 // Store has the statements for the tables of a schema. It has no other state.

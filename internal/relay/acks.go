@@ -25,9 +25,10 @@ import (
 type acks struct {
 	permit  *breaker.Permit
 	records []kgo.Record
-	errs    []error       // of records that are not to be sent
-	all     chan struct{} // closed when every outcome is known
-	crashed chan struct{} // closed when promise has panicked
+	errs    []error                // of records that are not to be sent
+	all     chan struct{}          // closed when every outcome is known
+	crashed chan struct{}          // closed when promise has panicked
+	exceeds func(*kgo.Record) bool // the client does not send such a record; nil for none
 
 	crash *contain.Panic // the first of promise; written under mu, before crashed is closed
 
@@ -81,6 +82,8 @@ func (a *acks) promise(r *kgo.Record, err error) {
 	}()
 	if err == nil {
 		a.permit.Report(breaker.Succeeded)
+	} else if a.exceeds != nil && RejectionClass(err) == tooLarge && a.exceeds(r) {
+		err = fmt.Errorf("%w: %w", errByClient, err)
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -241,11 +244,11 @@ func (a *acks) outages() (topics []string) {
 	return topics
 }
 
-// explain adds causes to the errors of records that failed for them.
-func (a *acks) explain(causes map[kafka.Partition]error) {
+// explain adds causes to the errors of records that failed for them. Fails is the error of Kafka as a whole, or nil.
+func (a *acks) explain(causes map[kafka.Partition]error, fails error) {
 	for r, err := range a.failed {
 		at := kafka.PartitionOf(r)
-		if cause := cmp.Or(causes[at.WholeTopic()], causes[at]); cause != nil && kafka.IsOutage(err) {
+		if cause := cmp.Or(fails, causes[at.WholeTopic()], causes[at]); cause != nil && kafka.IsOutage(err) {
 			a.failed[r] = fmt.Errorf("%w: %w", cause, err)
 		}
 	}
@@ -266,11 +269,17 @@ func (a *acks) reportFailures(works bool) {
 // callResultOf returns what the breaker learns about an error. A rejected record and a missing topic count as
 // success, because Kafka answered.
 func callResultOf(err error) breaker.Outcome {
-	if kafka.IsOutage(err) {
+	switch {
+	case kafka.IsOutage(err):
 		return breaker.Failed
+	case errors.Is(err, errByClient):
+		return breaker.Cancelled
 	}
 	return breaker.Succeeded
 }
+
+// errByClient is the error of an event that the Kafka client rejects, so that it never reaches Kafka.
+var errByClient = errors.New("above kgo.ProducerBatchMaxBytes of the client")
 
 // Outcome is what happened to an event of a batch.
 type Outcome struct {
@@ -296,8 +305,17 @@ const (
 // invalidEvent is the error class of rows from which no record can be made.
 const invalidEvent = "invalid_event"
 
+// tooLarge is the error class of events that are larger than a record may be, whether Kafka, its client or we found so.
+const tooLarge = "message_too_large"
+
+// isTooLarge reports whether we have found that an event is too large, without reading it.
+func isTooLarge(err error) bool {
+	_, ok := errors.AsType[*envelope.TooLargeError](err)
+	return ok
+}
+
 // RejectionClass returns the class of an error with which an event was rejected for what it is: invalidEvent,
-// UnreadableRow, or a class of [kafka.RejectionClass]. It returns "" for every other error.
+// UnreadableRow, tooLarge, or a class of [kafka.RejectionClass]. It returns "" for every other error.
 func RejectionClass(err error) string {
 	if _, ok := errors.AsType[*envelope.FieldError](err); ok { // without the allocation of errors.As: this is called for every event
 		return invalidEvent
@@ -305,5 +323,28 @@ func RejectionClass(err error) string {
 	if _, ok := errors.AsType[*envelope.UnreadableError](err); ok {
 		return cursor.UnreadableRow
 	}
+	if isTooLarge(err) {
+		return tooLarge
+	}
 	return kafka.RejectionClass(err)
+}
+
+// foundByUs reports whether an event was rejected for what it is without being sent.
+func foundByUs(err error) bool {
+	class := RejectionClass(err)
+	return class == invalidEvent || class == cursor.UnreadableRow || isTooLarge(err)
+}
+
+// isAnswer reports whether Kafka has accepted an event, rejected it, or answered about its topic. The result of an
+// event that has no answer in time is none, also if Kafka answers other questions.
+func isAnswer(err error) bool {
+	return err == nil || kafka.IsAnswer(err) && !errors.Is(err, errByClient)
+}
+
+// concernKafka reports whether the results of a send say something about Kafka: that of an event that was sent does, or
+// of one whose topic Kafka was asked about.
+func concernKafka(errs []error) bool {
+	return slices.ContainsFunc(errs, func(err error) bool {
+		return !foundByUs(err) && !errors.Is(err, errBlocked) && !errors.Is(err, errSendAlone) && !errors.Is(err, errStopping) && !errors.Is(err, errByClient)
+	})
 }

@@ -31,11 +31,12 @@ type BadPartitions struct {
 
 	mu       sync.Mutex
 	bad      map[string]*badPartition
-	accepted map[string]time.Time       // when a partition that was bad was last good
+	accepted map[string]time.Time       // when a partition that was bad was last good, for an hour
 	claimed  map[string]bool            // partitions whose waiting events a retrier sends
 	proven   map[string]map[string]bool // topics with bad partitions, and their partitions that have accepted an event since
 	failed   time.Time                  // when a partition turned bad last
 	probed   bool                       // suspects are probed
+	swept    time.Time                  // when accepted was looked through last
 	used     usedPartitions
 }
 
@@ -100,9 +101,9 @@ func (r *BadPartitions) Fail(at kafka.Partition, began time.Time, class string, 
 		if at != at.WholeTopic() {
 			r.failed = b.since
 		}
+		r.changed() // looks at all, so not for each probe
 	}
 	b.Class, b.Err = class, err
-	r.changed()
 	delete(r.proven[at.Topic], name)
 }
 
@@ -131,10 +132,18 @@ func (r *BadPartitions) Accept(at kafka.Partition, began time.Time) (recovered b
 	return recovered
 }
 
+// goodFor is how long it is remembered that a partition has become good: no try takes as long.
+const goodFor = time.Hour
+
 // makeGood removes a bad partition. The caller holds mu, and calls changed.
 func (r *BadPartitions) makeGood(name string) {
 	delete(r.bad, name)
-	r.accepted[name] = time.Now()
+	now := time.Now()
+	r.accepted[name] = now
+	if now.Sub(r.swept) > goodFor/60 { // thousands may become good at the same time
+		maps.DeleteFunc(r.accepted, func(_ string, at time.Time) bool { return now.Sub(at) > goodFor })
+		r.swept = now
+	}
 }
 
 // Forget makes a partition good for which no event waits: no retry could show that it has recovered. The next event for

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/breaker"
-	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -54,6 +53,8 @@ type DeliveryParts struct {
 	Unanswered     *Unanswered
 	Log            *slog.Logger
 	KafkaOutage    *outage.Log       // Kafka as a whole
+	Heard          func(error)       // is told what is reported to KafkaOutage; may be nil
+	Local          func()            // called after a send without an answer, if Kafka has not failed; may be nil
 	PassFailedKeys bool              // RelayConfig.PassFailedKeys
 	OnSend         func()            // called before each send
 	OnSent         func(b SentBatch) // called after each delivery; may be nil
@@ -304,7 +305,7 @@ func (d *delivery) sendBatch() error {
 			d.outcomes[i].Kind = OutcomeBlocked
 		case errors.Is(err, errStopping):
 			again = append(again, i)
-		case class == invalidEvent || class == cursor.UnreadableRow: // found by us, whatever else was sent
+		case foundByUs(err): // whatever else was sent
 			d.markRejected(i, class, err)
 		case class != "" || errors.Is(err, errSendAlone):
 			d.mode = sendOneByOne
@@ -336,7 +337,7 @@ func (d *delivery) sendBatch() error {
 	if len(failed) > 0 && !local {
 		d.obstacle = kafkaUnavailable
 	} else {
-		d.KafkaOutage.Report(nil)
+		d.reportAnswers(sent.errs)
 	}
 	return nil
 }
@@ -402,7 +403,7 @@ func (d *delivery) sendEach() error {
 			d.obstacle = kafkaUnavailable
 			return nil
 		}
-		d.KafkaOutage.Report(nil)
+		d.reportAnswers(sent.errs)
 	}
 	d.mode = sendInBatch
 	return nil

@@ -164,7 +164,26 @@ var errNotTried = errors.New("not tried, because its partition does not answer t
 func (d *delivery) reportKafkaOutage(i int, err error) {
 	e := &d.batch[i]
 	topic, _ := d.Sender.topic(e)
+	d.hear(err)
 	d.KafkaOutage.Report(err, "topic", topic, "id", e.ID, "event_id", string(e.EventID))
+}
+
+// reportAnswers ends an outage of Kafka after a send in which it did not fail, if it has accepted or rejected an event.
+// Otherwise another answer has to end it.
+func (d *delivery) reportAnswers(errs []error) {
+	switch {
+	case slices.ContainsFunc(errs, isAnswer):
+		d.hear(nil)
+		d.KafkaOutage.Report(nil)
+	case concernKafka(errs) && d.Local != nil:
+		d.Local()
+	}
+}
+
+func (d *delivery) hear(err error) {
+	if d.Heard != nil {
+		d.Heard(err)
+	}
 }
 
 // notifySent passes the events with an outcome to the hook, if there are any.

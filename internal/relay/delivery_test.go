@@ -251,6 +251,81 @@ func TestBreakerEndsWithTheOutage(t *testing.T) {
 	})
 }
 
+// An event that never reached Kafka says nothing about Kafka: an outage does not end with it.
+func TestOutageOutlastsEventsThatAreNotSent(t *testing.T) {
+	t.Parallel()
+	for name, ours := range map[string]error{
+		"a wrong field": &envelope.FieldError{Field: "Type", Err: check.ErrEmpty},
+		"unreadable":    &envelope.UnreadableError{Err: errors.New("invalid memory alloc request size")},
+		"too large":     &envelope.TooLargeError{Size: 2, Most: 1},
+	} {
+		for _, test := range []deliveryTest{
+			{batch: "a", play: "a:i", want: "x"},
+			{batch: "aAb", play: "aAb:ibi", want: "xbx"},
+			{batch: "ab", play: "ab:aa a:i b:i", want: "xx"},
+		} {
+			t.Run(name+", "+test.batch, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					s := newFakeSender(t, test.play+" a:+")
+					s.errs['i'] = ours
+					d := s.deliverer(nil)
+					d.Parts.KafkaOutage.Report(kgo.ErrRecordTimeout)
+					for _, batch := range []deliveryTest{test, {batch: "a", want: "+"}} {
+						require.NotNil(t, d.Parts.KafkaOutage.Current())
+						outcomes, err := d.Deliver(t.Context(), t.Context(), envelopesOf(batch.batch), NewParking(false))
+						require.NoError(t, err)
+						require.Equal(t, batch.want, outcomeSymbols(outcomes))
+					}
+					require.Nil(t, d.Parts.KafkaOutage.Current())
+					require.Equal(t, 1, strings.Count(s.log.String(), "Kafka works again"))
+				})
+			})
+		}
+	}
+}
+
+// An event without an answer says nothing about Kafka, also if Kafka answers other questions: an outage does not end
+// with it. It ends with the next answer, to a send or to a question of the contact, which learns that no send fails.
+func TestOutageOutlastsEventsWithoutAnAnswer(t *testing.T) {
+	t.Parallel()
+	byClient := fmt.Errorf("%w: %w", errByClient, kerr.MessageTooLarge)
+	for _, test := range []struct {
+		name string
+		deliveryTest
+	}{
+		{"no answer yet", deliveryTest{batch: "a", play: "a:?", want: "u"}},
+		{"from several partitions", deliveryTest{batch: "aAb", play: "aAb:???", want: "ubu"}},
+		{"alone", deliveryTest{batch: "ab", play: "ab:aa a:? b:?", want: "uu"}},
+		{"no answer in time", deliveryTest{batch: "ab", play: "ab:--", want: "uu"}},
+		{"nor alone", deliveryTest{batch: "ab", play: "ab:aa a:-", want: "uu"}},
+		{"beside what we reject", deliveryTest{batch: "ab", play: "ab:?i", want: "ux"}},
+		{"the client rejects it", deliveryTest{batch: "a", play: "a:x a:x", want: "x"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newFakeSender(t, test.play+" n:+")
+				s.errs['x'] = byClient
+				d, heard, local := s.deliverer(nil), 0, 0
+				d.Parts.Heard = func(error) { heard++ }
+				d.Parts.Local = func() { local++ }
+				d.Parts.KafkaOutage.Report(kgo.ErrRecordTimeout)
+				outcomes, err := d.Deliver(t.Context(), t.Context(), envelopesOf(test.batch), NewParking(false))
+				require.NoError(t, err)
+				require.Equal(t, test.want, outcomeSymbols(outcomes))
+				require.NotNil(t, d.Parts.KafkaOutage.Current())
+				require.NotContains(t, s.log.String(), "Kafka works again")
+				require.Zero(t, heard)
+				require.Equal(t, strings.Contains(test.want, "u"), local > 0)
+				outcomes, err = d.Deliver(t.Context(), t.Context(), envelopesOf("n"), NewParking(false))
+				require.NoError(t, err)
+				require.Equal(t, "+", outcomeSymbols(outcomes))
+				require.Nil(t, d.Parts.KafkaOutage.Current())
+				require.Equal(t, 1, heard)
+			})
+		})
+	}
+}
+
 // Kafka has failed, and is back but for one place. The trials of the breaker would be spent
 // on its events, and no other event would get through as long as it is bad.
 func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {

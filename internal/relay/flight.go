@@ -138,9 +138,9 @@ func (f *flight) awaitAnswers(others, alone, elect time.Duration, down bool) (kn
 		}
 		before := open
 		if took-from >= quiet {
-			var works bool
-			causes, works = kafka.Explain(f.grace, f.client, f.silentTopics())
-			from, silent, down, outage = took, works && !down, !works, outage || !works
+			var fails error
+			causes, fails = kafka.Explain(f.grace, f.client, f.silentTopics())
+			from, silent, down, outage = took, fails == nil && !down, fails != nil, outage || fails != nil
 		}
 		switch open, accepted = f.progress(); {
 		case open < before:

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"bytes"
 	"context"
 	"log/slog"
 	"sync"
@@ -211,4 +212,32 @@ func TestDetachedSendTimesOut(t *testing.T) {
 	require.Len(t, all, 1)
 	require.EqualError(t, all[0].Err, "no answer within 1s: "+kgo.ErrRecordTimeout.Error())
 	close(s.release)
+}
+
+// An event that the client rejects never reaches Kafka, and is no answer of Kafka.
+func TestClientRejectsAnEvent(t *testing.T) {
+	t.Parallel()
+	s := newSilentKafka(t)
+	s.events[0].Payload = append(append([]byte{'"'}, bytes.Repeat([]byte("x"), 2_000_000)...), '"')
+	sent, err := s.produce(s.held, s.held, s.events, []int{0})
+	require.NoError(t, err)
+	require.Equal(t, "message_too_large", RejectionClass(sent.errs[0]))
+	require.ErrorIs(t, sent.errs[0], errByClient)
+	require.False(t, isAnswer(sent.errs[0]))
+	s.cluster.ControlKey(int16(kmsg.Produce), func(r kmsg.Request) (kmsg.Response, error, bool) {
+		answer := r.ResponseKind().(*kmsg.ProduceResponse)
+		for _, topic := range r.(*kmsg.ProduceRequest).Topics {
+			rejected := kmsg.ProduceResponseTopic{Topic: topic.Topic, TopicID: topic.TopicID}
+			for _, p := range topic.Partitions {
+				rejected.Partitions = append(rejected.Partitions, kmsg.ProduceResponseTopicPartition{Partition: p.Partition, ErrorCode: kerr.MessageTooLarge.Code})
+			}
+			answer.Topics = append(answer.Topics, rejected)
+		}
+		return answer, nil, true
+	})
+	s.events[0].Payload = []byte("{}")
+	sent, err = s.produce(s.held, s.held, s.events, []int{0})
+	require.NoError(t, err)
+	require.Equal(t, "message_too_large", RejectionClass(sent.errs[0]))
+	require.True(t, isAnswer(sent.errs[0]), "%v", sent.errs[0])
 }

@@ -22,15 +22,15 @@ func TestHealthOfAHangingRun(t *testing.T) {
 		s.setLeading(true)
 		require.True(t, r.Health().Ready)
 		time.Sleep(s.hangsAfter())
-		require.Equal(t, Health{Live: true, Leading: true,
+		require.Equal(t, Health{Live: true, Ready: true, Answered: true, Leading: true,
 			Reasons: []string{"nothing has moved for 1m46s, although there are events to send"}}, r.Health())
 		s.BeginLongTask("the cursor is moved")
 		time.Sleep(time.Hour)
 		require.Equal(t, []string{"the cursor is moved, since 1h0m0s"}, r.Health().Reasons)
-		require.True(t, r.Health().Live)
+		require.True(t, r.Health().Live && r.Health().Ready)
 		s.EndLongTask()
 		time.Sleep(s.hangsAfter() + time.Second)
-		require.False(t, r.Health().Live)
+		require.False(t, r.Health().Live || r.Health().Ready)
 		require.Contains(t, r.Health().Reasons, "Run has not gone on for 1m47s")
 	})
 }

@@ -81,6 +81,9 @@ func (r *Relay) giveUpHanging(leads lease.Leadership) {
 
 func (r *Relay) notifyLeading(leading bool) {
 	r.health.setLeading(leading)
+	if !leading {
+		r.contact.StopSending()
+	}
 	if r.hooks.Leading != nil {
 		r.hooks.Leading(leading)
 	}
@@ -103,7 +106,7 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	shared.EventDied = eventDied
 	session := NewSession(SessionParts{
 		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Bad: bad, Unanswered: unanswered,
-		Deliverer: r.newDeliverer(producer, shared, r.kafkaOutage, r.health.Progressed),
+		Deliverer: r.newDeliverer(producer, shared, r.kafkaOutage, r.health.Progressed, r.contact.Heard, r.contact.StopSending),
 		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
 		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied, Waits: shared.Waits,
 	})
@@ -125,7 +128,7 @@ func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
 	parts.Lease.AwaitExclusive(ctx)
 	producer := r.newProducer(parts.Leadership, r.breaker, parts.Unanswered)
 	defer producer.Close()
-	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
+	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(r.log, "Kafka, for retries,"), func() {}, nil, nil)
 	NewRetrier(parts).Run(ctx)
 }
 
@@ -138,7 +141,7 @@ func (r *Relay) probe(ctx context.Context, parts RetrierParts, now <-chan struct
 	defer producer.Close()
 	quiet := slog.New(slog.DiscardHandler)
 	parts.Outage, parts.ProbeNow = outage.NewLog(quiet, "PostgreSQL"), now
-	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(quiet, "Kafka"), func() {})
+	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(quiet, whatKafka), func() {}, nil, nil)
 	run(NewRetrier(parts), ctx)
 }
 
@@ -150,9 +153,9 @@ func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker, unanswer
 	}, leads, b)
 }
 
-func (r *Relay) newDeliverer(to Sender, shared RetrierParts, kafkaOutage *outage.Log, onSend func()) *Deliverer {
+func (r *Relay) newDeliverer(to Sender, shared RetrierParts, kafkaOutage *outage.Log, onSend func(), heard func(error), local func()) *Deliverer {
 	return &Deliverer{DeliveryParts{
 		Sender: to, Breaker: r.breaker, Bad: shared.Bad, Unanswered: shared.Unanswered, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.rules.PassFailedKeys,
-		OnSend: onSend, OnSent: r.hooks.Sent, OnRecovered: func() { wait.Signal(r.retryNow) },
+		OnSend: onSend, Heard: heard, Local: local, OnSent: r.hooks.Sent, OnRecovered: func() { wait.Signal(r.retryNow) },
 	}}
 }

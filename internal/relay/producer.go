@@ -142,6 +142,7 @@ func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, w
 	fit := p.buffer.Fitting(records, errs)
 	records, errs = records[:fit], errs[:fit]
 	f.acks = newAcks(permit, records, errs)
+	f.exceeds = p.limits.OfClient()
 	return p.send(stop, held, f, batch, which)
 }
 
@@ -186,7 +187,7 @@ func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.
 		p.down, p.suspected = false, time.Now()
 		known, sent := p.detach(f, batch, which, causes)
 		known.reportFailures(true)
-		known.explain(causes)
+		known.explain(causes, nil)
 		known.collect(sent.errs)
 		return sent, nil
 	}
@@ -212,8 +213,10 @@ func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.
 		sent.works = true
 		acks.dropped()
 	}
-	p.down = !sent.works
 	acks.collect(sent.errs)
+	if concernKafka(sent.errs) {
+		p.down = !sent.works
+	}
 	return sent, nil
 }
 
@@ -243,7 +246,7 @@ func (p *Producer) awaitAnswers(f *flight) (known, silent bool, causes map[kafka
 }
 
 // explain reports whether Kafka works as a whole although records have failed, and adds
-// to their errors what it says about their topics and partitions.
+// to their errors what it says about their topics and partitions, or which brokers do not answer.
 func (p *Producer) explain(ctx context.Context, acks *acks) bool {
 	for r, err := range acks.failed {
 		p.topics.Forget(r.Topic)
@@ -258,9 +261,9 @@ func (p *Producer) explain(ctx context.Context, acks *acks) bool {
 	if p.connect() != nil {
 		return false // the next send returns the error
 	}
-	causes, works := kafka.Explain(ctx, p.client, topics)
-	acks.explain(causes)
-	return works
+	causes, fails := kafka.Explain(ctx, p.client, topics)
+	acks.explain(causes, fails)
+	return fails == nil
 }
 
 // handOver passes records without an error to the client, and returns their number.
@@ -355,8 +358,8 @@ func (p *Producer) works(ctx context.Context, topic string) bool {
 	if p.connect() != nil {
 		return false
 	}
-	_, works := kafka.Explain(ctx, p.client, []string{topic})
-	return works
+	_, fails := kafka.Explain(ctx, p.client, []string{topic})
+	return fails == nil
 }
 
 // partition implements [Sender].

@@ -29,7 +29,7 @@ var (
 	// ErrRunning is returned by [Relay.Run] while another call of it is running.
 	ErrRunning = check.ErrRunning
 	// ErrHangs is returned by [Relay.Run] when it was told to stop and its work does not end.
-	ErrHangs = errors.New("outbox: relay does not stop")
+	ErrHangs = errors.New("Run does not stop")
 )
 
 // Config is what a relay is made from.
@@ -58,12 +58,14 @@ type Relay struct {
 	log       *slog.Logger
 	breaker   *breaker.Breaker
 	health    *healthState
+	contact   *kafka.Contact
 
 	// An outage may last longer than a lease, so these logs are the relay's and not the session's.
-	postgresOutage, kafkaOutage *outage.Log  // only the goroutine of Run
-	retryOutage                 *outage.Log  // only the retrier
-	topicOutages                *outage.Logs // topics and partitions
-	lockOutage                  *outage.Log  // only the goroutine that takes the lock of the lease: standBy, then the upkeep
+	postgresOutage *outage.Log
+	kafkaOutage    *outage.Log  // of the session, and of contact
+	retryOutage    *outage.Log  // only the retrier
+	topicOutages   *outage.Logs // topics and partitions
+	lockOutage     *outage.Log  // only the goroutine that takes the lock of the lease: standBy, then the upkeep
 
 	// Each holds at most one wake request.
 	wake     chan struct{} // for the session: this process has recorded events
@@ -74,10 +76,16 @@ type Relay struct {
 	member        *wakeup.Member // of the Run under way; only its goroutine
 	clockReported bool           // by reportClock; only the goroutine of Run
 	checked       bool           // the sessions of the pool; only the goroutine of Run
+	saidElsewhere time.Time      // the last answer of Kafka that this standby has told a leader; only the goroutine of Run
+	askedWaits    time.Time      // when this standby asked last whether events wait; only the goroutine of Run
+	waits         bool           // the answer
 
 	running atomic.Bool
 	stop    atomic.Pointer[context.Context] // of the last Run; hooks are not waited for once it has ended
 }
+
+// whatKafka is the name of Kafka in the log.
+const whatKafka = "Kafka"
 
 // ProducerOpts returns the options of the Kafka clients that a relay makes from those of the host. Its error
 // names every option that a relay cannot have.
@@ -108,7 +116,7 @@ func New(c Config) *Relay {
 		log:       log,
 
 		postgresOutage: outage.NewLog(log, "PostgreSQL"),
-		kafkaOutage:    outage.NewLog(log, "Kafka"),
+		kafkaOutage:    outage.NewLog(log, whatKafka),
 		retryOutage:    outage.NewLog(log, "PostgreSQL, for retries,"),
 		topicOutages:   outage.NewLogs(log),
 		lockOutage:     outage.NewLog(log, "the lock of the lease, without which a standby waits until the lease expires,"),
@@ -119,15 +127,32 @@ func New(c Config) *Relay {
 		checkNow: make(chan struct{}, 1),
 	}
 	r.leases.Blocked = r.logBlocked
+	r.leases.Says = r.says
+	r.leases.HeardElsewhere = func(at time.Time) { r.health.heardElsewhere(at) }
+	batch, _ := kafka.LargestBatch(c.Kafka) // NewRelay has validated these options
+	most := cursor.LargestEvent(int(batch))
+	r.cursors.Most, r.failed.Most, r.retention.Most = most, most, most
 	r.hooks = c.Hooks.guarded(r.guardHook)
 	r.retention.Callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}).Call
 	r.breaker = breaker.New(rules.Breaker, r.breakerChanged)
+	r.contact = kafka.NewContact(c.Kafka, true, func(_ time.Time, err error, attrs ...any) { r.kafkaOutage.Report(err, attrs...) })
 	r.health = newHealthState(rules, r.breaker, r.postgresOutage, r.kafkaOutage)
+	r.health.contact, r.health.topics = r.contact, r.topicOutages
 	alerts := c.Alerts
 	alerts.Relay, alerts.StaleEvents = rules.Name, r.health.setStale
 	alerts.BreakerClosed = func() bool { return r.breaker.State() == breaker.Closed }
 	r.monitor = watch.NewMonitor(watch.NewStore(c.DB, rules.Schema), alerts, log, r.checkNow)
 	return r
+}
+
+// says returns what this process writes into outbox_lease while it leads: its state, and when Kafka answered last.
+func (r *Relay) says() (outage.State, time.Time) {
+	h := r.health.report()
+	says := outage.State{Works: h.Works && h.Live, Reasons: h.Reasons, Outages: h.Outages}
+	if h.Breaker != breaker.Closed {
+		says.Breakers = []outage.Breaker{{State: h.Breaker.String(), Since: r.health.openedAt()}}
+	}
+	return says, r.contact.LastAnswer()
 }
 
 // Cursors returns the store of the relay's positions, for tests.
@@ -154,6 +179,7 @@ func (r *Relay) breakerChanged(from, to breaker.State, failureRate float64) {
 	} else {
 		failureRate = 0
 	}
+	r.health.breakerChanged(from, to)
 	r.log.Warn("outbox: breaker changed", "from", from.String(), "to", to.String())
 	if r.hooks.Breaker != nil {
 		r.hooks.Breaker(from, to, failureRate)
@@ -226,7 +252,7 @@ func (r *Relay) work(ctx context.Context, ended chan<- runEnd) {
 
 // errGoexit means that a function of the host, such as a hook of franz-go, has called runtime.Goexit in the
 // goroutine of Run.
-var errGoexit = errors.New("outbox: relay was ended by runtime.Goexit")
+var errGoexit = errors.New("Run was ended by runtime.Goexit")
 
 // hangGrace is how long Run waits for work that hangs, when it is told to stop.
 const hangGrace = time.Second
@@ -242,6 +268,11 @@ func (r *Relay) stopLimit() time.Duration {
 
 // serve stands by until it has the lease, leads until it loses the lease, and stands by again.
 func (r *Relay) serve(ctx context.Context) error {
+	ctx, end := context.WithCancel(ctx)
+	asking := contain.NewGroup(func(*contain.Panic) { end() })
+	asking.Go(func() { r.contact.Run(ctx) })
+	defer asking.Wait()
+	defer end()
 	defer pgsession.Of(r.leases.DB).Use(r.log)()
 	r.member = r.hub.Join(r.wake, r.heard, r.log)
 	defer r.member.Close()

@@ -80,7 +80,9 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, pause func() 
 			if r.Held.Err() != nil || errors.Is(err, lease.ErrLeaseLost) {
 				return
 			}
-			r.Outage.Report(err)
+			if err != nil || ctx.Err() == nil { // a round that a stop has ended may have asked PostgreSQL nothing
+				r.Outage.Report(err)
+			}
 		}
 		wait.Await(ctx, r.Held, now, pause())
 	}
@@ -249,6 +251,13 @@ func (r *retrier) find(query func(ctx context.Context, skip []string) ([]cursor.
 	cancel()
 	for n := cursor.Fitting(found); err == nil && len(found) > 0; n = 1 {
 		var events []cursor.FailedRow
+		if found[0].Size > r.Store.Most {
+			if events, err = r.readTooLarge(found[:1]); err != nil || len(events) > 0 {
+				return events, err
+			}
+			found = found[1:]
+			continue
+		}
 		events, err = r.readRows(found[:n], true)
 		unreadable := r.Held.Err() == nil && (isUnreadable(err) || tookTooLong(err))
 		switch {
@@ -287,6 +296,16 @@ func (r *retrier) readUnreadable(found []cursor.FailedRow, cause error) ([]curso
 	e := events[0]
 	e.Unreadable = fmt.Errorf("row %d of outbox_failed: %w", e.Row, cause)
 	return []cursor.FailedRow{e}, nil
+}
+
+// readTooLarge returns an event that is larger than any record, without payload and headers.
+func (r *retrier) readTooLarge(found []cursor.FailedRow) ([]cursor.FailedRow, error) {
+	events, err := r.readRows(found, false)
+	for i := range events {
+		e := &events[i]
+		e.Unreadable = &envelope.TooLargeError{ID: e.ID, EventID: string(e.EventID), Size: e.Size, Most: r.Store.Most}
+	}
+	return events, err
 }
 
 // isUnreadable reports whether the row of an event can never be read.
@@ -342,10 +361,12 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 }
 
 // rejectUnreadable marks an event dead that cannot be read. If reading it took too long, that counts as a rejected
-// retry instead, because PostgreSQL may be quicker another time.
+// retry instead, because PostgreSQL may be quicker another time. So does an event that is too large.
 func (r *retrier) rejectUnreadable(e *cursor.FailedRow) error {
 	result := cursor.RetryResult{Event: e, Row: e.Row, Status: statusDead, Class: cursor.UnreadableRow, Err: e.Unreadable}
-	if !isUnreadable(e.Unreadable) {
+	if isTooLarge(e.Unreadable) {
+		result, _ = r.resultOf(e, Outcome{Kind: OutcomeRejected, Class: tooLarge, Err: e.Unreadable})
+	} else if !isUnreadable(e.Unreadable) {
 		result, _ = r.resultOf(e, Outcome{Kind: OutcomeRejected, Class: cursor.UnreadableRow, Err: e.Unreadable})
 	}
 	if err := r.Save([]cursor.RetryResult{result}); err != nil {

@@ -149,7 +149,7 @@ func (r *retrier) Finish() {
 		wait.Sleep(r.Held, lastTries/10)
 		err = r.saveAnswered()
 	}
-	if r.Held.Err() == nil { // otherwise the loss of the lease has ended the statement
+	if err != nil && r.Held.Err() == nil { // otherwise the loss of the lease has ended the statement, or there was none
 		r.Outage.Report(err)
 	}
 	for err = nil; len(r.Parked.Unsaved()) > 0 && lasts(); {

@@ -3,18 +3,20 @@ package relay
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // standBy waits for the lease. It returns nil when ctx is cancelled first.
 func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
-	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", r.rules.Lease)
+	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", r.rules.Lease, pg.Address(r.leases.DB)...)
 	defer answered()
 	waited, again := false, false
 	for ctx.Err() == nil {
@@ -37,14 +39,15 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 		case pg.IsUndefined(err):
 			return nil, pg.NotMigrated(r.rules.Schema, err)
 		case errors.Is(err, lease.ErrHeld):
-			r.health.sawLease()
 			r.postgresOutage.Report(nil)
 			if again = r.leases.Other.Holder == "" && !again; again { // it was taken or released since it was read
 				continue
 			}
 			if r.leases.Other.Holder == "" { // twice: perhaps a pooler reads it from a standby that is behind
+				r.sawNoLease(ctx)
 				break
 			}
+			r.sawLease(ctx)
 			if !waited {
 				waited = true
 				r.logStandby()
@@ -57,6 +60,51 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 		wait.Sleep(ctx, pause)
 	}
 	return nil, nil
+}
+
+// sawLease records the lease of another process, and what it says of Kafka.
+func (r *Relay) sawLease(ctx context.Context) {
+	other := &r.leases.Other
+	ended := ""
+	if to, yes := other.Ended(); yes {
+		ended = fmt.Sprintf("relay %s has ended by a cut to %s, nothing of it is sent", r.rules.Name, to)
+	}
+	r.health.sawLease(other.Lasts, ended)
+	r.health.heardElsewhere(other.Kafka)
+	answered := r.contact.LastAnswer()
+	if other.Unreached && r.kafkaOutage.Current() == nil && time.Since(answered) < saidElsewhereWithin && answered.After(r.saidElsewhere) {
+		r.saidElsewhere = answered
+		if err := r.leases.SayElsewhere(ctx, answered); err != nil {
+			r.log.Debug("outbox: the process that leads is not told that Kafka answers here", "error", err)
+		}
+	}
+}
+
+const (
+	// saidElsewhereWithin is how old an answer of Kafka may be that a standby tells a leader which Kafka does not
+	// answer. A standby has an answer each 10 s, see [kafka.Contact].
+	saidElsewhereWithin = 10 * time.Second
+	// waitsEvery is how often it asks whether events wait, while no process leads.
+	waitsEvery   = 10 * time.Second
+	waitsTimeout = 2 * time.Second
+)
+
+// sawNoLease records that no process is seen to lead, and logs it once if events wait.
+func (r *Relay) sawNoLease(ctx context.Context) {
+	if time.Since(r.askedWaits) > waitsEvery {
+		ctx, cancel := context.WithTimeout(ctx, waitsTimeout)
+		defer cancel()
+		waits, err := tables.Waits(ctx, r.leases.DB, pg.InSchema(tables.SQLPositions, r.rules.Schema), r.rules.Name)
+		r.askedWaits = time.Now()
+		if err != nil {
+			r.log.Debug("outbox: whether events wait is not known", "error", err)
+		}
+		if waits && !r.waits {
+			r.log.Warn("outbox: no process leads, and events wait; the lease is free and cannot be taken")
+		}
+		r.waits = waits
+	}
+	r.health.sawNoLease(r.waits)
 }
 
 // acquire takes the lease, or returns ErrHeld. The first statement of a Run checks the sessions.
@@ -87,6 +135,10 @@ func (r *Relay) acquireFromGone(ctx context.Context) (*lease.Lease, error) {
 // restart, the lease has to expire first.
 func (r *Relay) logStandby() {
 	other := r.leases.Other
+	if to, ended := other.Ended(); ended {
+		r.log.Warn("outbox: standing by for a relay that has ended by a cut, nothing of it is sent", "to", to)
+		return
+	}
 	if other.Lasts == 0 {
 		r.log.Info("outbox: standing by, another process holds a lease that does not expire", "holder", other.Holder)
 		return

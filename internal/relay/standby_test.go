@@ -25,7 +25,7 @@ func TestStandbyPausesBesideAStaleLease(t *testing.T) {
 	leases := lease.NewStore(d.DB, d.Schema, "default", time.Minute)
 	leases.Peek = pg.InSchema(`
 		WITH looks AS MATERIALIZED (SELECT nextval('{schema}.outbox_id_seq') AS n)
-		SELECT holder, epoch, lasts, lasts, expires_at, true FROM looks, {schema}.outbox_lease WHERE n < 0 AND name = $1::text AND holder = $2::text`, d.Schema)
+		SELECT holder, epoch, lasts, lasts, expires_at, true, lasts, false FROM looks, {schema}.outbox_lease WHERE n < 0 AND name = $1::text AND holder = $2::text`, d.Schema)
 	rules := rulesWith(1)
 	rules.PollInterval, rules.Schema = time.Hour, d.Schema
 	r := &Relay{leases: leases, rules: rules, log: log, postgresOutage: outage.NewLog(log, "PostgreSQL"), lockOutage: outage.NewLog(log, "lock")}

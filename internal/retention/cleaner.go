@@ -45,6 +45,7 @@ type Cleaner struct {
 	partitions                             map[string]*Scan // the same by partition, where rows are removed one by one
 	review                                 *Review          // of the next partition to drop; nil: not begun
 	lagging                                laggingRelay
+	huge                                   hugeRows // that this run has found
 }
 
 // CleanerConfig is what a relay or a worker tells its cleaner.
@@ -188,14 +189,15 @@ func (c *Cleaner) RemovePublished(_ context.Context, after int64) (Step, error) 
 	s, err := c.removeBatch(after, math.MaxInt64, func(ctx context.Context) (Step, error) {
 		return c.store.Published(ctx, c.proof(), after)
 	})
+	c.huge.add(s.huge)
 	if err == nil && !s.More {
 		c.reportLagging(s.Lagging)
 	}
 	return s, err
 }
 
-// removeBatch calls remove for rows of outbox above an id. If PostgreSQL cannot print a row for the archive, that
-// row stays, and remove is called again for the others.
+// removeBatch calls remove for rows of outbox above an id. If PostgreSQL cannot print a row for the archive, that row
+// stays, and remove is called again for the others.
 func (c *Cleaner) removeBatch(after, end int64, remove func(context.Context) (Step, error)) (s Step, err error) {
 	for {
 		ctx, cancel := c.WithStatementTimeout()
@@ -204,6 +206,14 @@ func (c *Cleaner) removeBatch(after, end int64, remove func(context.Context) (St
 		if c.cfg.Rules.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
 			return s, err
 		}
+	}
+}
+
+// reportHuge logs how many events that were found in a run are too large for the archive.
+func (c *Cleaner) reportHuge() {
+	if c.huge.n > 0 {
+		c.log.Warn("outbox: events are too large for the archive, so their rows of outbox stay until you remove them",
+			"count", c.huge.n, "first_id", c.huge.first, "at_most", c.store.Most)
 	}
 }
 

@@ -25,6 +25,8 @@ func (c *Cleaner) makePartitions(context.Context) (int64, error) {
 // partition from a partitioned one. The default partition is never dropped, and of large
 // ones the rows are many; from these, too, rows are removed one by one.
 func (c *Cleaner) CleanOutbox(ctx context.Context) (removed int64, err error) {
+	c.huge = hugeRows{}
+	defer c.reportHuge()
 	partitions, err := c.listPartitions()
 	if err != nil {
 		return 0, err
@@ -84,6 +86,7 @@ func (c *Cleaner) removeFrom(p idRange, after int64) (Step, error) {
 	s, err := c.removeBatch(after, p.End, func(ctx context.Context) (Step, error) {
 		return c.store.PublishedIn(ctx, c.proof(), after, p.End)
 	})
+	c.huge.add(s.huge)
 	if err == nil && !s.More && p.name == "" {
 		c.reportLagging(s.Lagging)
 	}
@@ -91,11 +94,11 @@ func (c *Cleaner) removeFrom(p idRange, after int64) (Step, error) {
 }
 
 // dropOld drops partitions in the order of ids, up to the first that must stay because it is young.
-// A partition with a row that must be kept stays, and delays no others. If the lock on outbox is
-// not available, the other partitions are emptied only, and the next run drops them.
+// A partition with a row that must be kept stays, and delays no others; its rows are removed one by one.
+// If the lock on outbox is not available, the other partitions are emptied only, and the next run drops them.
 func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
 	removed, table := int64(0), true
-	for _, p := range partitions {
+	for i, p := range partitions {
 		if stopped := ctx.Err() != nil || c.Held.Err() != nil; stopped || !p.Closed {
 			break
 		}
@@ -103,6 +106,10 @@ func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, err
 			continue
 		}
 		reviewed, err := c.reviewed(p)
+		if _, huge := c.store.hugeIn[p.name]; huge && err == nil {
+			c.review, partitions[i].kept = nil, true
+			continue
+		}
 		if err != nil || !reviewed {
 			return removed, err
 		}

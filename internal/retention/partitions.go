@@ -94,30 +94,45 @@ func (r *Store) List(ctx context.Context) ([]idRange, error) {
 	return all, wrapClean("outbox", err)
 }
 
-// sqlKeptPartitions returns the ranges of ids that have rows which retention keeps.
+// sqlKeptPartitions returns the ranges of ids that have rows which retention keeps, and whether that is the row of $3,
+// with more than $4 bytes.
 const sqlKeptPartitions = `
-SELECT p.n - 1
-  FROM unnest($1::bigint[], $2::bigint[]) WITH ORDINALITY AS p (first, behind, n)
- WHERE EXISTS (
+SELECT p.n - 1, large.there
+  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) WITH ORDINALITY AS p (first, behind, huge, n)
+ CROSS JOIN LATERAL (SELECT EXISTS (SELECT FROM {schema}.outbox AS o WHERE o.id BETWEEN p.huge AND p.huge AND o.size > $4::int) AS there) AS large
+ WHERE large.there OR EXISTS (
        SELECT FROM {schema}.outbox_failed AS f
         WHERE f.error_class = 'unreadable_row' AND f.status <> 'resolved' AND f.outbox_id >= p.first AND f.outbox_id < p.behind
           AND EXISTS (SELECT FROM {schema}.outbox AS o WHERE o.id BETWEEN f.outbox_id AND f.outbox_id))`
 
-// markKept finds the partitions that cannot be dropped, because a row of theirs is kept.
+// markKept finds the partitions that cannot be dropped, because a row of theirs is kept. It forgets those whose row was
+// too large for the archive and is not there any more.
 func (r *Store) markKept(ctx context.Context, all []idRange) error {
-	first, end := make([]int64, len(all)), make([]int64, len(all))
+	first, end, huge := make([]int64, len(all)), make([]int64, len(all)), make([]*int64, len(all))
 	for i, p := range all {
 		first[i], end[i] = p.First, p.End
+		if id, has := r.hugeIn[p.name]; has {
+			huge[i] = &id
+		}
 		all[i].kept = slices.ContainsFunc(r.unreadable, func(id int64) bool { return p.First <= id && id < p.End })
 	}
-	return pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
+	still := map[string]int64{}
+	err := pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
 		var n int
-		_, err := pgx.ForEachRow(rows, []any{&n}, func() error {
+		var large bool
+		_, err := pgx.ForEachRow(rows, []any{&n, &large}, func() error {
 			all[n].kept = true
+			if large {
+				still[all[n].name] = *huge[n]
+			}
 			return nil
 		})
 		return err
-	}, r.sqlKeptPartitions, first, end)
+	}, r.sqlKeptPartitions, first, end, huge, r.Most)
+	if err == nil {
+		r.hugeIn = still
+	}
+	return err
 }
 
 // SQLMakePartitions makes the partitions that outbox needs next.
@@ -207,9 +222,13 @@ func (r *Store) BeginReview(ctx context.Context, p idRange) (*Review, error) {
 }
 
 // ReviewBatch reviews a batch of rows. It reports whether all of them may be removed; if
-// not, the next batch begins with the same row.
+// not, the next batch begins with the same row. A partition with a row that is too large for the archive is kept from
+// now on.
 func (r *Store) ReviewBatch(ctx context.Context, l *Proof, v *Review) (ok bool, err error) {
 	s, err := r.publishedBy(ctx, l, r.SQLReview, r.SQLReviewArchived, v.after, v.End)
+	if err == nil && s.huge.n > 0 {
+		r.hugeIn[v.name] = s.huge.first
+	}
 	if err != nil || s.Removed < s.scanned {
 		return false, err
 	}

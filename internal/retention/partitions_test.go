@@ -416,10 +416,10 @@ func TestCleaningOverPartitions(t *testing.T) {
 		do(tx)
 	}
 	statements := map[string]string{"part": r.SQLPart, "part_archived": r.SQLPartArchived, "review": r.SQLReview, "review_archived": r.SQLReviewArchived}
-	args := fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000)`, ids/2, batch, ids)
+	args := fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000, 1000000)`, ids/2, batch, ids)
 	inTx("force_generic_plan", func(tx pgx.Tx) {
 		for name, sql := range statements {
-			_, err := tx.Exec(ctx, "PREPARE "+name+" (bigint, bigint, interval, bigint, bigint[], bigint) AS "+sql)
+			_, err := tx.Exec(ctx, "PREPARE "+name+" (bigint, bigint, interval, bigint, bigint[], bigint, int) AS "+sql)
 			require.NoError(t, err)
 			_, err = tx.Exec(ctx, "EXECUTE "+name+args)
 			require.NoError(t, err)

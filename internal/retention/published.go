@@ -33,7 +33,7 @@ import (
 //
 // A row of which a failed event of class UnreadableRow tells stays until the event is
 // resolved, or has a payload: its payload is nowhere else. $5 are rows that cannot be
-// archived; $6 bounds the bytes of a batch.
+// archived; $6 bounds the bytes of a batch. A row with more than $7 bytes stays, too, and counts as none of them.
 const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
     SELECT min(s.highest_id) AS id
       FROM positions AS s, pg_control_system() AS here
@@ -41,8 +41,9 @@ const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
                     AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
        AND ` + tables.Unreached + ` IS NULL
 ), scanned AS MATERIALIZED (
-    SELECT part, place, id, xid, old FROM (
-        SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old, sum(size) OVER (ORDER BY id) - size AS bytes
+    SELECT part, place, id, xid, old, huge FROM (
+        SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old, size > $7::int AS huge,
+               sum(CASE WHEN size <= $7::int THEN size ELSE 0 END) OVER (ORDER BY id) - CASE WHEN size <= $7::int THEN size ELSE 0 END AS bytes
           FROM {schema}.outbox WHERE id > $1 AND id < $4`
 
 // belowCeiling is the upper bound for statements that delete.
@@ -50,8 +51,8 @@ const belowCeiling = ` AND id <= (SELECT id FROM ceiling)`
 
 const publishedAmong = ` ORDER BY id LIMIT $2) AS o
      WHERE bytes < $6::bigint
-), published AS MATERIALIZED (
-    SELECT o.part, o.place, o.id FROM scanned AS o
+), ripe AS MATERIALIZED (
+    SELECT o.part, o.place, o.id, o.huge FROM scanned AS o
      WHERE o.old AND (SELECT id FROM ceiling) IS NOT NULL AND NOT EXISTS (
            SELECT FROM positions AS s
             WHERE NOT ` + tables.Attempted + `)
@@ -59,6 +60,8 @@ const publishedAmong = ` ORDER BY id LIMIT $2) AS o
        AND o.id NOT IN (
            SELECT outbox_id FROM {schema}.outbox_failed
             WHERE error_class = 'unreadable_row' AND status <> 'resolved' AND outbox_id > $1 AND outbox_id <= (SELECT max(id) FROM scanned))
+), published AS MATERIALIZED (
+    SELECT part, place, id FROM ripe WHERE NOT huge
 ), gone AS (`
 
 const deletePublished = `
@@ -87,7 +90,7 @@ SELECT ` + scannedColumns + `,
                  LIMIT 1),
                (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) AND s.window_snapshot IS NOT NULL ORDER BY id LIMIT 1)
                ) < now() - $3::interval),
-       (SELECT count(*) FROM gone)`
+       (SELECT count(*) FROM ripe WHERE huge), (SELECT min(id) FROM ripe WHERE huge), (SELECT count(*) FROM gone)`
 
 // scannedColumns are the number of rows that a batch scanned at, the last of them, the first
 // that is too young, and the number of those that are too young.
@@ -105,7 +108,7 @@ const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.agg
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
  ORDER BY g.id`
 
-// MaxArchiveBytes bounds the events that an Archive gets at once; one event may be larger.
+// MaxArchiveBytes bounds the events that an Archive gets at once; one event may be larger, up to Store.Most.
 const MaxArchiveBytes = 16 << 20
 
 // Published removes rows of outbox above an id.
@@ -120,20 +123,22 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 	if r.Cfg.Archive != nil {
 		sql = archived
 	}
-	limit, bytes := r.Cfg.BatchSize, int64(math.MaxInt64)
+	limit, bytes, most := r.Cfg.BatchSize, int64(math.MaxInt64), math.MaxInt32
 	if r.Cfg.Archive != nil {
-		bytes = MaxArchiveBytes
+		bytes, most = MaxArchiveBytes, r.Most
 	}
 	remove := func(db beginner) (s Step, err error) {
 		err = r.transact(ctx, db, l, func(tx pgx.Tx) (int64, error) {
-			rows, err := tx.Query(ctx, sql, after, limit, r.Cfg.PublishedFor, end, r.unreadable, bytes)
+			rows, err := tx.Query(ctx, sql, after, limit, r.Cfg.PublishedFor, end, r.unreadable, bytes, most)
 			if err != nil {
 				return 0, err
 			}
 			var lagging pgtype.Text
+			var huge pgtype.Int8
+			var n int64
 			var events []Row
-			s, events, err = r.readStep(rows, &lagging)
-			s.Lagging = lagging.String
+			s, events, err = r.readStep(rows, &lagging, &n, &huge)
+			s.Lagging, s.huge = lagging.String, hugeRows{n, huge.Int64}
 			if err != nil || len(events) == 0 {
 				return s.Removed, err
 			}
@@ -171,13 +176,13 @@ func (r *Store) archive(ctx context.Context, tx pgx.Tx, events []Row) error {
 }
 
 // sqlPrint prints the rows of a batch in the order of their ids, and returns the ids of
-// those that it could print.
+// those that it could print. It leaves out rows that are too large for the archive.
 const sqlPrint = `
 SELECT o.id
-  FROM (SELECT * FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) ORDER BY id LIMIT $4) AS o
+  FROM (SELECT * FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) AND size <= $5::int ORDER BY id LIMIT $4) AS o
  WHERE coalesce(octet_length(payload::text), 0) + coalesce(octet_length(headers::text), 0) >= 0`
 
-const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) ORDER BY id LIMIT 1`
+const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) AND size <= $4::int ORDER BY id LIMIT 1`
 
 // lastPrintable returns the last row of a batch in front of the first that cannot be
 // printed, and why that one cannot; nil if all can.
@@ -186,13 +191,13 @@ func (r *Store) lastPrintable(ctx context.Context, after, end int64) (last int64
 	err = pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { return nil })
 		return err
-	}, r.sqlPrint, after, end, r.unreadable, r.Cfg.BatchSize)
+	}, r.sqlPrint, after, end, r.unreadable, r.Cfg.BatchSize, r.Most)
 	return last, err
 }
 
 // keepNext keeps the first row above an id from the next batches.
 func (r *Store) keepNext(ctx context.Context, after, end int64) (id int64, err error) {
-	if err := r.DB.QueryRow(ctx, r.sqlNextRow, after, end, r.unreadable).Scan(&id); err != nil {
+	if err := r.DB.QueryRow(ctx, r.sqlNextRow, after, end, r.unreadable, r.Most).Scan(&id); err != nil {
 		return 0, err
 	}
 	r.unreadable = append(r.unreadable, id)

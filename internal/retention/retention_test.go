@@ -390,9 +390,9 @@ func TestCleaningOverManyRows(t *testing.T) {
 		do(tx)
 	}
 	statements := []struct{ name, sql, args string }{
-		{"published", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SQLPublished, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
-		{"archived", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SQLArchived, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
-		{"held back", "", fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000)`, many, batch, math.MaxInt64)}, // of published
+		{"published", "(bigint, bigint, interval, bigint, bigint[], bigint, int) AS " + r.SQLPublished, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000, 1000000)`, batch, math.MaxInt64)},
+		{"archived", "(bigint, bigint, interval, bigint, bigint[], bigint, int) AS " + r.SQLArchived, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000, 1000000)`, batch, math.MaxInt64)},
+		{"held back", "", fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000, 1000000)`, many, batch, math.MaxInt64)}, // of published
 		{"cursors", "(bigint, bigint, interval, interval) AS " + r.SQLCursors, fmt.Sprintf(`(0, %d, '7 days', '1 hour')`, batch)},
 		{"resolved", "(bigint, interval) AS " + r.SQLResolved, fmt.Sprintf(`(%d, '30 days')`, batch)},
 		{"handled", "(bigint, bigint, interval) AS " + r.SQLHandled, fmt.Sprintf(`(0, %d, '31 days')`, batch)},

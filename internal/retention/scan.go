@@ -30,6 +30,18 @@ type Step struct {
 	full    bool   // there may be more rows behind last
 	More    bool   // there may be more to do
 	Lagging string // relay that has not published rows that are old enough to go
+	huge    hugeRows
+}
+
+// hugeRows are rows that would go if they were not too large for the archive.
+type hugeRows struct{ n, first int64 } // their number, and the lowest id
+
+// add adds others.
+func (h *hugeRows) add(others hugeRows) {
+	if h.n == 0 || others.n > 0 && others.first < h.first {
+		h.first = others.first
+	}
+	h.n += others.n
 }
 
 // RescanAfter is how long a row may stay that could not be removed when it became old.

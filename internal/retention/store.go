@@ -47,6 +47,8 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg Rule
 type Store struct {
 	DB  *pgxpool.Pool
 	Cfg Rules
+	// Most bounds the size of an event that the Archive gets, in bytes. The row of a larger one stays.
+	Most int
 
 	// Callback runs a transaction with the Archive of the host, which may panic or hang. Nil
 	// runs it here.
@@ -55,6 +57,8 @@ type Store struct {
 	// unreadable are rows that cannot be archived, and stay until the process ends. Never nil,
 	// which would be NULL.
 	unreadable []int64
+	// hugeIn has, by the name of the partition, a row that is too large for the archive.
+	hugeIn map[string]int64
 
 	SQLPublished, SQLArchived, SQLCursors, SQLResolved, SQLHandled, sqlAudited, sqlDelivered, sqlRelay, SQLProof, sqlPrint, sqlNextRow string
 
@@ -65,7 +69,7 @@ type Store struct {
 func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 	cfg.BatchSize = cmp.Or(cfg.BatchSize, defaultBatchSize)
 	return &Store{
-		DB: db, Cfg: cfg, unreadable: []int64{},
+		DB: db, Cfg: cfg, Most: MaxArchiveBytes, unreadable: []int64{}, hugeIn: map[string]int64{},
 		SQLPublished: pg.InSchema(sqlCleanPublished, schema),
 		SQLArchived:  pg.InSchema(sqlCleanArchived, schema),
 		SQLCursors:   pg.InSchema(sqlCleanCursors, schema),
@@ -164,10 +168,8 @@ WITH scanned AS MATERIALIZED (
       FROM (SELECT *, row_number() OVER (PARTITION BY relay, date_trunc('minute', created_at) ORDER BY id) AS n FROM scanned) AS l
       JOIN newest ON newest.relay = l.relay
      WHERE l.old AND l.id < newest.id AND (l.n > 1 OR l.created_at < now() - $3::interval)
-), gone AS (
-    DELETE FROM {schema}.outbox_cursor WHERE ctid = ANY (ARRAY(SELECT place FROM ripe)) RETURNING id
 )
-SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
+SELECT ` + scannedColumns + `, {schema}.outbox_remove_cursors(ARRAY(SELECT place FROM ripe))`
 
 // Cursors removes rows of outbox_cursor above an id.
 func (r *Store) Cursors(ctx context.Context, l *Proof, after int64) (Step, error) {
@@ -180,10 +182,8 @@ const sqlCleanHandled = `
 WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, handled_at < now() - $3::interval AS old
       FROM {schema}.event_handled WHERE id > $1 ORDER BY id LIMIT $2
-), gone AS (
-    DELETE FROM {schema}.event_handled WHERE ctid = ANY (ARRAY(SELECT place FROM scanned WHERE old)) RETURNING id
 )
-SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
+SELECT ` + scannedColumns + `, {schema}.outbox_remove_handled(ARRAY(SELECT place FROM scanned WHERE old), now() - $3::interval)`
 
 // handled removes rows of event_handled above an id. It needs no lease: only the age of
 // a row decides, whichever process removes it.
@@ -207,17 +207,13 @@ func (r *Store) Audited(ctx context.Context, after int64) (Step, error) {
 }
 
 // sqlCleanDelivered removes rows of event_delivery that are handled or resolved. A row that an
-// operator requeues meanwhile stays, because its conditions are scanned at once more.
+// operator requeues meanwhile stays, because the function looks at its conditions once more.
 const sqlCleanDelivered = `
 WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, greatest(processed_at, resolved_at) < now() - $3::interval AS ripe, created_at < now() - $3::interval AS old
       FROM {schema}.event_delivery WHERE id > $1 ORDER BY id LIMIT $2
-), gone AS (
-    DELETE FROM {schema}.event_delivery
-     WHERE ctid = ANY (ARRAY(SELECT place FROM scanned WHERE ripe)) AND (status = 'DONE' OR status = 'DEAD' AND resolved_at IS NOT NULL)
- RETURNING id
 )
-SELECT ` + scannedColumns + `, (SELECT count(*) FROM gone)`
+SELECT ` + scannedColumns + `, {schema}.outbox_remove_deliveries(ARRAY(SELECT place FROM scanned WHERE ripe), now() - $3::interval)`
 
 // delivered removes rows of event_delivery above an id. It needs no lease, as above.
 func (r *Store) delivered(ctx context.Context, after int64) (Step, error) {

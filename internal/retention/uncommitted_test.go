@@ -21,10 +21,10 @@ func TestUncommittedRowsCostNothing(t *testing.T) {
 		d.Exec(t, `
 			INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 			SELECT 10, $1::text::pg_snapshot, 10, system_identifier, 1 FROM pg_control_system()`, snapshot)
-		args := fmt.Sprintf(`(0, 100, '7 days', %d, '{}', 1000000000)`, math.MaxInt64)
+		args := fmt.Sprintf(`(0, 100, '7 days', %d, '{}', 1000000000, 1000000)`, math.MaxInt64)
 		return []testenv.Statement{
-			{Name: "published", Types: "(bigint, bigint, interval, bigint, bigint[], bigint)", SQL: r.SQLPublished, Args: args},
-			{Name: "archived", Types: "(bigint, bigint, interval, bigint, bigint[], bigint)", SQL: r.SQLArchived, Args: args},
+			{Name: "published", Types: "(bigint, bigint, interval, bigint, bigint[], bigint, int)", SQL: r.SQLPublished, Args: args},
+			{Name: "archived", Types: "(bigint, bigint, interval, bigint, bigint[], bigint, int)", SQL: r.SQLArchived, Args: args},
 		}
 	})
 }

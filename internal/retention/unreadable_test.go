@@ -20,7 +20,12 @@ import (
 func (d *fixture) cleanerOf(t *testing.T, rules retention.Rules, log *slog.Logger) *retention.Cleaner {
 	t.Helper()
 	r, l := d.cleaning(t, rules)
-	cfg := retention.CleanerConfig{Name: l.Relay, Rules: rules, Poll: time.Second}
+	return d.cleanerOn(r, l, log)
+}
+
+// cleanerOn is cleanerOf with a store.
+func (d *fixture) cleanerOn(r *retention.Store, l *retention.Proof, log *slog.Logger) *retention.Cleaner {
+	cfg := retention.CleanerConfig{Name: l.Relay, Rules: r.Cfg, Poll: time.Second}
 	c := retention.NewCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
 	c.Published = retention.Scan{Batch: c.RemovePublished, Pause: func(time.Duration) bool { return true }}
 	return c
@@ -105,6 +110,100 @@ func TestUnreadableRowStopsNoArchive(t *testing.T) {
 	require.Equal(t, []int64{3}, d.IDs(t, "outbox"))
 	require.Contains(t, log.String(), "cannot be archived")
 	require.Contains(t, log.String(), "id=3")
+}
+
+// An event that is larger than what an archive gets at once is not read. It stays, which the log says once, and the
+// others are archived and go, also those of its partition.
+func TestHugeRowStopsNoArchive(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		fixture func(*testing.T) *fixture
+		removed int64
+		left    []int64
+	}{
+		"plain":       {func(t *testing.T) *fixture { d := newFixture(t); d.Insert(t, 5); return d }, 4, []int64{3}},
+		"partitioned": {full, 18, []int64{3, 20, 21, 22, 23, 24, 25}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			d, ctx := test.fixture(t), context.Background()
+			d.send(t, "default")
+			d.Update(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = $1 WHERE id = 3`, make([]byte, retention.MaxArchiveBytes+1))
+			if name == "plain" {
+				d.age(t, "outbox", "created_at", "8 days")
+			}
+			archived := map[int64]bool{}
+			log := new(testenv.Buffer)
+			c := d.cleanerOf(t, archiving(4, func(_ context.Context, _ pgx.Tx, rows []retention.Row) error {
+				for _, e := range rows {
+					archived[e.OutboxID] = true
+				}
+				return nil
+			}), slog.New(slog.NewTextHandler(log, nil)))
+			for _, want := range []int64{test.removed, 0} {
+				removed, err := c.CleanOutbox(ctx)
+				require.NoError(t, err)
+				require.Equal(t, want, removed)
+			}
+			require.Equal(t, test.left, d.IDs(t, "outbox"))
+			require.False(t, archived[3])
+			require.Len(t, archived, int(test.removed))
+			require.Equal(t, 1, strings.Count(log.String(), "too large for the archive"))
+			require.Contains(t, log.String(), "count=1 first_id=3 at_most=16777216")
+			if name == "partitioned" {
+				require.True(t, d.has(t, "min_10"))
+				d.Exec(t, `DELETE FROM {schema}.outbox WHERE id = 3`) // by an operator
+				_, err := c.CleanOutbox(ctx)
+				require.NoError(t, err)
+				require.False(t, d.has(t, "min_10"))
+			}
+		})
+	}
+}
+
+// Events that are too large for the archive are counted in the log, keep no other row, and take no room in a batch.
+func TestManyHugeRowsStopNoArchive(t *testing.T) {
+	t.Parallel()
+	const most = 64 << 10
+	for name, test := range map[string]struct {
+		fixture func(*testing.T) *fixture
+		removed int
+		batches int // of the archive
+	}{
+		"plain":       {newFixture, 40, 1},
+		"partitioned": {func(t *testing.T) *fixture { return newPartitionsFixture(t, 40) }, 39, 6}, // the partition of 240 is not full
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			d, ctx := test.fixture(t), context.Background()
+			d.Insert(t, 240)
+			d.send(t, "default")
+			d.Update(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = $1 WHERE id % 6 <> 0`, make([]byte, 100<<10))
+			d.age(t, "outbox", "created_at", "8 days")
+			archived, batches := map[int64]bool{}, 0
+			log := new(testenv.Buffer)
+			r, l := d.cleaning(t, archiving(keep.BatchSize, func(_ context.Context, _ pgx.Tx, rows []retention.Row) error {
+				batches++
+				for _, e := range rows {
+					archived[e.OutboxID] = true
+				}
+				return nil
+			}))
+			r.Most = most
+			c := d.cleanerOn(r, l, slog.New(slog.NewTextHandler(log, nil)))
+			removed, err := c.CleanOutbox(ctx)
+			require.NoError(t, err)
+			require.EqualValues(t, test.removed, removed)
+			require.Len(t, archived, test.removed)
+			require.Equal(t, test.batches, batches)
+			require.Len(t, d.IDs(t, "outbox"), 240-test.removed)
+			require.Equal(t, 1, strings.Count(log.String(), "WARN"))
+			require.Contains(t, log.String(), "count=200 first_id=1 at_most=65536")
+			_, err = c.CleanOutbox(ctx)
+			require.NoError(t, err)
+			require.Equal(t, 1, strings.Count(log.String(), "WARN"), "the scans go on where they ended")
+		})
+	}
 }
 
 // An archive gets no more at once than there is memory for.

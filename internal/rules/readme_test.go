@@ -135,6 +135,39 @@ func TestDocNames(t *testing.T) {
 	}
 }
 
+// A target that a document names is one of the Makefile, and the flags of an example that it runs are there.
+func TestDocTargets(t *testing.T) {
+	t.Parallel()
+	targets := map[string]bool{}
+	for _, target := range regexp.MustCompile(`(?m)^([a-z-]+):`).FindAllStringSubmatch(read(t, "Makefile"), -1) {
+		targets[target[1]] = true
+	}
+	shown := regexp.MustCompile("(?m)(?:`|^ {4}|^|=\\S+ |<code>)make ([a-z-]+)([^`\n#]*)")
+	made := 0
+	for _, path := range repository(t, ".md") {
+		for _, call := range shown.FindAllStringSubmatch(read(t, path), -1) {
+			name := call[1]
+			require.True(t, targets[name], "%s: there is no make %s", path, name)
+			made++
+			sources, err := filepath.Glob("examples/" + name + "/*.go")
+			require.NoError(t, err)
+			args := regexp.MustCompile(`ARGS="?([^"]*)`).FindStringSubmatch(call[2])
+			if len(sources) == 0 || args == nil {
+				continue
+			}
+			var code strings.Builder
+			for _, source := range sources {
+				code.WriteString(read(t, source))
+			}
+			for _, flag := range regexp.MustCompile(`(?:^|\s)-([a-z]+)`).FindAllStringSubmatch(args[1], -1) {
+				defines := regexp.MustCompile(`flags\.\w+\((&[\w.]+, )?"` + flag[1] + `",`)
+				require.True(t, defines.MatchString(code.String()), "%s: make %s has no flag -%s", path, name, flag[1])
+			}
+		}
+	}
+	require.Greater(t, made, 60)
+}
+
 // isThere reports whether a document may name a file so.
 func isThere(file string) bool {
 	return slices.ContainsFunc([]string{".", "migrations", "examples/guide"}, func(dir string) bool {

@@ -1,10 +1,11 @@
-// Package short keeps errors and log lines short. They repeat what others have written into
-// a table or a topic, and that may be megabytes.
+// Package short keeps errors, log lines and labels of metrics short. They repeat what others have written into
+// a table or a topic, and that may be megabytes, or thousands of names.
 package short
 
 import (
 	"fmt"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -14,12 +15,39 @@ func Text(text string, limit int) string {
 	if len(text) <= limit {
 		return text
 	}
-	end := fmt.Sprintf("… (%d bytes)", len(text))
-	n := limit - len(end)
+	return cut(text, limit, len(text))
+}
+
+// cut returns a text of at most limit bytes which says how long the original was.
+func cut(text string, limit, original int) string {
+	end := fmt.Sprintf("… (%d bytes)", original)
+	return first(text, limit-len(end)) + end
+}
+
+// first returns the first n bytes of a text, without the part of a character.
+func first(text string, n int) string {
+	if n >= len(text) {
+		return text
+	}
 	for n > 0 && !utf8.RuneStart(text[n]) {
 		n--
 	}
-	return text[:n] + end
+	return text[:n]
+}
+
+// Line is [Text] as one line of what people read: each control, format and line-separator character is a "·". A name in
+// an event can neither begin a line of its own nor change the order of what is around it.
+func Line(text string, limit int) string {
+	line := strings.Map(func(r rune) rune {
+		if unicode.In(r, unicode.Cc, unicode.Cf, unicode.Zl, unicode.Zp) {
+			return '·'
+		}
+		return r
+	}, first(text, limit))
+	if len(text) <= limit && len(line) <= limit {
+		return line
+	}
+	return cut(line, limit, len(text))
 }
 
 // Storable is [Text] as a column of PostgreSQL takes it: without NUL, and in UTF-8.

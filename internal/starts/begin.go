@@ -59,19 +59,26 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 			return nil, err
 		}
 	}
+	froms := map[kafka.Partition]int64{}
+	for at, s := range decided {
+		froms[at] = s.at
+		for _, g := range gaps[at] {
+			froms[at] = min(froms[at], g.From)
+		}
+	}
+	assignments, err := m.noteAssigned(ctx, topics, froms)
+	if err != nil {
+		return nil, err
+	}
 	offsets := map[string]map[int32]kgo.Offset{}
 	for name, numbers := range committed {
 		offsets[name] = maps.Clone(numbers)
 	}
 	for at, s := range decided {
-		from := s.at
-		for _, g := range gaps[at] {
-			from = min(from, g.From)
-		}
-		if !s.known || from < s.at {
+		if from := froms[at]; !s.known || from < s.at {
 			offsets[at.Topic][at.Number] = kgo.NewOffset().At(from)
 		}
-		m.cfg.Begun(at, s.at, gaps[at])
+		m.cfg.Begun(at, Beginning{Offset: s.at, Gaps: gaps[at], Assignment: assignments[at]})
 		m.reportLost(at, s.at-s.lost, s.lost)
 	}
 	return offsets, nil
@@ -192,7 +199,7 @@ func (m *Member) confirm(ctx context.Context, topics map[string]topic, decided m
 // reportLost reports records that Kafka has removed before the group read them.
 func (m *Member) reportLost(at kafka.Partition, from, records int64) {
 	if records > 0 {
-		m.cfg.Log.Warn("outbox: Kafka has removed records that this group has not read", "partition", at.Name(), "from", from, "records", records)
+		m.cfg.Log.Warn("outbox: Kafka has removed records that this group has not committed", "partition", at.Name(), "from", from, "records", records)
 		m.cfg.Lost(at, records)
 	}
 }

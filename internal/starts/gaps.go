@@ -28,7 +28,7 @@ type Gap struct {
 
 // sqlHandlers reads the registered handlers of topics.
 const sqlHandlers = `
-SELECT topic, action, event_type FROM {schema}.consumer_handler WHERE consumer_group = $1 AND topic = ANY ($2::varchar[])`
+SELECT topic, action, event_type FROM {schema}.consumer_handler WHERE consumer_group = $1 AND topic = ANY ($2::text[])`
 
 // handlers returns the handlers of topics that the group has registered.
 func (s *Store) handlers(ctx context.Context, topics []string) (map[Handler]bool, error) {
@@ -56,7 +56,7 @@ WITH topic AS (
 ), fresh AS (
     INSERT INTO {schema}.consumer_handler (consumer_group, topic, action, event_type)
     SELECT $1, t.topic, h.action, h.event_type
-      FROM topic AS t CROSS JOIN unnest($4::varchar[], $5::varchar[]) AS h (action, event_type)
+      FROM topic AS t CROSS JOIN unnest($4::text[], $5::text[]) AS h (action, event_type)
      ORDER BY h.action, h.event_type
         ON CONFLICT ON CONSTRAINT consumer_handler_pkey DO NOTHING
     RETURNING action, event_type
@@ -92,7 +92,7 @@ func (s *Store) register(ctx context.Context, topic string, id kafka.TopicID, ha
 const sqlOpen = `
 INSERT INTO {schema}.consumer_gap AS g (consumer_group, topic, topic_id, partition, action, event_type, from_offset)
 SELECT $1, p.topic, p.id, p.number, p.action, p.event_type, p.at
-  FROM unnest($2::varchar[], $3::text[]::uuid[], $4::int[], $5::varchar[], $6::varchar[], $7::bigint[])
+  FROM unnest($2::text[], $3::text[]::uuid[], $4::int[], $5::text[], $6::text[], $7::bigint[])
     AS p (topic, id, number, action, event_type, at)
  ORDER BY p.topic, p.number, p.action, p.event_type
     ON CONFLICT ON CONSTRAINT consumer_gap_pkey DO UPDATE
@@ -118,7 +118,7 @@ func (s *Store) open(ctx context.Context, gaps []Gap) error {
 // sqlGaps reads the gaps of topics.
 const sqlGaps = `
 SELECT topic, topic_id, partition, action, event_type, from_offset, version
-  FROM {schema}.consumer_gap WHERE consumer_group = $1 AND topic = ANY ($2::varchar[])`
+  FROM {schema}.consumer_gap WHERE consumer_group = $1 AND topic = ANY ($2::text[])`
 
 // gaps returns the gaps of topics, of all their ids.
 func (s *Store) gaps(ctx context.Context, topics []string) (gaps []Gap, err error) {
@@ -139,16 +139,16 @@ func (s *Store) gaps(ctx context.Context, topics []string) (gaps []Gap, err erro
 // changes no gap that a member without the handler has extended meanwhile.
 const sqlPass = `
 WITH read AS (
-    SELECT * FROM unnest($2::varchar[], $3::text[]::uuid[], $4::int[], $5::varchar[], $6::varchar[], $8::bigint[], $9::bigint[])
+    SELECT * FROM unnest($2::text[], $3::text[]::uuid[], $4::int[], $5::text[], $6::text[], $8::bigint[], $9::bigint[])
         AS p (topic, id, number, action, event_type, at, version)
-), removed AS (
-    DELETE FROM {schema}.consumer_gap AS g USING read AS p
+), moved AS (
+    UPDATE {schema}.consumer_gap AS g SET from_offset = p.at FROM read AS p
      WHERE g.consumer_group = $1 AND g.topic = p.topic AND g.topic_id = p.id AND g.partition = p.number
-       AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at >= $7::bigint
+       AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at < $7::bigint
 )
-UPDATE {schema}.consumer_gap AS g SET from_offset = p.at FROM read AS p
- WHERE g.consumer_group = $1 AND g.topic = p.topic AND g.topic_id = p.id AND g.partition = p.number
-   AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at < $7::bigint`
+SELECT {schema}.outbox_remove_gaps($1, pg_catalog.array_agg(topic), pg_catalog.array_agg(id), pg_catalog.array_agg(number),
+       pg_catalog.array_agg(action), pg_catalog.array_agg(event_type), pg_catalog.array_agg(version))
+  FROM read WHERE at >= $7::bigint`
 
 // pass notes up to which offset the gaps of a partition are read. They are read to their end at until.
 func (s *Store) pass(ctx context.Context, gaps []Gap, until int64) error {
@@ -287,6 +287,13 @@ func (m *Member) beginGaps(ctx context.Context, at kafka.Partition, s start, gap
 			gaps[i].From = s.first
 		}
 		changed = changed || gaps[i] != g || gaps[i].From >= s.at
+	}
+	if slices.ContainsFunc(gaps, func(g Gap) bool { return g.From >= s.at }) {
+		// Another member may have got the partition since the offset was read, and have extended the gaps before they
+		// were read. Kafka takes no commit of this member then.
+		if err := m.cfg.Commit(ctx, map[kafka.Partition]int64{at: s.at}); err != nil {
+			return nil, fmt.Errorf("prove that the partition is assigned: %w", err)
+		}
 	}
 	if changed {
 		if err := m.cfg.Store.pass(ctx, gaps, s.at); err != nil {

@@ -1,10 +1,12 @@
 package starts
 
 import (
+	"context"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"go.uber.org/goleak"
 
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -86,6 +88,41 @@ func testGapIsExtendedMeanwhile(t *testing.T, s *Store, id kafka.TopicID) {
 	read[0].From = 10
 	require.NoError(t, s.pass(t.Context(), read, 10))
 	requireGaps(t, s)
+}
+
+// A member stands still between the committed offset and the gaps, and loses its partition meanwhile. Its successor
+// extends the gap. The member must not remove it, although its version is the one that it has read.
+func TestGapOfLostPartitionStays(t *testing.T) {
+	t.Parallel()
+	s, id := storeFixture(t)
+	require.NoError(t, s.register(t.Context(), "sales", id, []Handler{count, sum}, nil))
+	require.NoError(t, s.open(t.Context(), []Gap{{Handler: sum, Number: 0, From: 5, id: id}}))
+	var expelled error = kerr.UnknownMemberID
+	m := &Member{cfg: Config{Store: s, Commit: func(context.Context, map[kafka.Partition]int64) error { return expelled }}}
+	at := kafka.Partition{Topic: "sales", Number: 0}
+	_, err := m.beginGaps(t.Context(), at, start{at: 5, known: true}, requireGaps(t, s, 5))
+	require.ErrorIs(t, err, expelled)
+	expelled = nil
+	left, err := m.beginGaps(t.Context(), at, start{at: 5, known: true}, requireGaps(t, s, 5))
+	require.NoError(t, err)
+	require.Empty(t, left)
+	requireGaps(t, s)
+}
+
+// A gap that ends, and is opened again while the member that has read the first one notes its progress, is another gap.
+func TestGapIsOpenedAgain(t *testing.T) {
+	t.Parallel()
+	s, id := storeFixture(t)
+	require.NoError(t, s.register(t.Context(), "sales", id, []Handler{count, sum}, nil))
+	again := []Gap{{Handler: sum, Number: 0, From: 5, id: id}}
+	require.NoError(t, s.open(t.Context(), again))
+	slow, fast := requireGaps(t, s, 5), requireGaps(t, s, 5)
+	fast[0].From, slow[0].From = 10, 10
+	require.NoError(t, s.pass(t.Context(), fast, 10))
+	requireGaps(t, s)
+	require.NoError(t, s.open(t.Context(), again))
+	require.NoError(t, s.pass(t.Context(), slow, 10))
+	requireGaps(t, s, 5)
 }
 
 // A topic that was created again has no record that an action could lack of the deleted one.

@@ -26,6 +26,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -46,19 +47,26 @@ type Config struct {
 
 	// Commit commits the offsets at which reading begins, unless the context has ended.
 	Commit func(context.Context, map[kafka.Partition]int64) error
-	// Begun is called with the offset with which reading of a partition begins, and with the gaps before that offset:
-	// the client reads from the first of them on.
-	Begun func(p kafka.Partition, offset int64, gaps []Gap)
+	// Begun is called before reading of a partition begins.
+	Begun func(kafka.Partition, Beginning)
 	// Lost is called for records of a partition that Kafka has removed unread.
 	Lost func(p kafka.Partition, records int64)
 	// Pause and Resume stop fetching a partition for a while.
 	Pause, Resume func(kafka.Partition)
 }
 
+// Beginning says how reading of a partition begins.
+type Beginning struct {
+	Offset int64 // the committed offset
+	Gaps   []Gap // before Offset; the client reads from the first of them on
+	Assignment
+}
+
 // Member is one member of a group with its Kafka client. It decides where the client
 // begins to read, watches the topics, and saves positions.
 type Member struct {
 	cfg      Config
+	id       uuid.UUID     // of this membership
 	client   *kgo.Client   // set before prepared is closed
 	prepared chan struct{} // closed when the starts of the group are stored
 	stalled  chan struct{} // wakes watch; capacity 1
@@ -76,7 +84,7 @@ type Member struct {
 // NewMember returns a member that does nothing yet.
 func NewMember(cfg Config) *Member {
 	m := &Member{
-		cfg: cfg, prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
+		cfg: cfg, id: uuid.New(), prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
 		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{}, positions: map[kafka.Partition]position{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
@@ -92,7 +100,7 @@ func (m *Member) Run(ctx context.Context, client *kgo.Client) {
 	m.client = client
 	m.prepare(ctx)
 	var saving sync.WaitGroup
-	saving.Go(func() { m.keepSaving(ctx) })
+	saving.Go(func() { m.keepSaving(ctx, saveInterval) })
 	defer saving.Wait()
 	m.watch(ctx)
 	m.end()
@@ -347,10 +355,7 @@ func newTopic(name string, info topicInfo, begins, committed map[kafka.Partition
 
 // logListed logs anything unusual about a topic that the group sees for the first time.
 func (m *Member) logListed(name string, partitions int, before bool) {
-	switch {
-	case partitions == 0:
-		m.cfg.Log.Warn("outbox: topic does not exist, it will be read from its beginning", "topic", name)
-	case before:
-		m.cfg.Log.Warn("outbox: topic was created after the group began, it is read from its beginning", "topic", name, "partitions", partitions)
+	if before && partitions > 0 {
+		m.cfg.Log.Info("outbox: topic was created after the group began, it is read from its beginning", "topic", name, "partitions", partitions)
 	}
 }

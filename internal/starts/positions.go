@@ -16,13 +16,15 @@ const (
 	saveTimeout  = 2 * time.Second
 )
 
-// keepSaving saves positions until ctx is cancelled.
-func (m *Member) keepSaving(ctx context.Context) {
-	for ctx.Err() == nil {
-		wait.Sleep(ctx, saveInterval)
-		if ctx.Err() == nil {
-			m.SavePositions(context.Background())
+// keepSaving saves positions at intervals until ctx is cancelled. After an error it tries again earlier, so that the
+// outage does not seem to last longer than it does.
+func (m *Member) keepSaving(ctx context.Context, interval time.Duration) {
+	for wait.Sleep(ctx, interval); ctx.Err() == nil; {
+		pause := interval
+		if m.save(context.Background()) != nil {
+			pause = min(interval, m.cfg.Outages.Backoff(outageSaving))
 		}
+		wait.Sleep(ctx, pause)
 	}
 }
 
@@ -55,7 +57,9 @@ func (m *Member) note(at kafka.Partition, p position) {
 
 // SavePositions stores the committed offsets in PostgreSQL, because Kafka deletes the offsets of a
 // group that has had no members for long.
-func (m *Member) SavePositions(ctx context.Context) {
+func (m *Member) SavePositions(ctx context.Context) { _ = m.save(ctx) } // which reports the error
+
+func (m *Member) save(ctx context.Context) error {
 	m.mu.Lock()
 	unsaved := m.positions
 	m.positions = map[kafka.Partition]position{}
@@ -65,7 +69,7 @@ func (m *Member) SavePositions(ctx context.Context) {
 	}
 	m.mu.Unlock()
 	if m.cfg.Store == nil || len(offsets) == 0 {
-		return
+		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, saveTimeout)
 	defer cancel()
@@ -73,11 +77,12 @@ func (m *Member) SavePositions(ctx context.Context) {
 	err := m.cfg.Store.Save(ctx, offsets)
 	m.cfg.Outages.Report(outageSaving, began, err)
 	if err == nil {
-		return
+		return nil
 	}
 	for at, p := range unsaved {
 		m.putBack(at, p)
 	}
+	return err
 }
 
 // putBack notes a position again that could not be saved, unless there is a newer one.

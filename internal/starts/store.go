@@ -20,6 +20,7 @@ type Store struct {
 
 	look, read, write, begin, save, saved               string
 	sqlHandlers, sqlRegister, sqlOpen, sqlGaps, sqlPass string
+	sqlAssign, sqlEnd, sqlSuspect                       string
 }
 
 // NewStore returns the store of a group. It does no I/O.
@@ -29,6 +30,7 @@ func NewStore(db *pgxpool.Pool, schema, group string) *Store {
 		db: db, group: group,
 		look: in(sqlLook), read: in(sqlRead), write: in(sqlWrite), begin: in(sqlBegin), save: in(sqlSave), saved: in(sqlSaved),
 		sqlHandlers: in(sqlHandlers), sqlRegister: in(sqlRegister), sqlOpen: in(sqlOpen), sqlGaps: in(sqlGaps), sqlPass: in(sqlPass),
+		sqlAssign: in(sqlAssign), sqlEnd: in(sqlEnd), sqlSuspect: in(sqlSuspect),
 	}
 }
 
@@ -72,7 +74,7 @@ func (s *Store) Check(ctx context.Context) error {
 const sqlRead = `
 SELECT topic, topic_id, partition, coalesce(start_offset, -1), coalesce(position, -1)
   FROM {schema}.consumer_start
- WHERE consumer_group = $1 AND topic = ANY ($2::varchar[])`
+ WHERE consumer_group = $1 AND topic = ANY ($2::text[])`
 
 // topics returns the stored state of topics, which are given with their ids.
 func (s *Store) topics(ctx context.Context, ids map[string]kafka.TopicID) (map[string]topic, error) {
@@ -117,20 +119,16 @@ func (s *Store) topics(ctx context.Context, ids map[string]kafka.TopicID) (map[s
 const sqlWrite = `
 WITH listed AS (
     INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition)
-    SELECT $1, t.topic, t.id, -1 FROM unnest($2::varchar[], $3::text[]::uuid[]) AS t (topic, id) ORDER BY t.topic
+    SELECT $1, t.topic, t.id, -1 FROM unnest($2::text[], $3::text[]::uuid[]) AS t (topic, id) ORDER BY t.topic
         ON CONFLICT (consumer_group, topic, topic_id, partition) DO NOTHING
     RETURNING topic, topic_id
-), gone AS (
-    DELETE FROM {schema}.consumer_start AS s USING listed AS l
-     WHERE s.consumer_group = $1 AND s.topic = l.topic AND s.topic_id <> l.topic_id AND s.saved_at < now() - interval '30 days'
-), unreadable AS (
-    DELETE FROM {schema}.consumer_gap AS g USING listed AS l
-     WHERE g.consumer_group = $1 AND g.topic = l.topic AND g.topic_id <> l.topic_id
+), begun AS (
+    INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
+    SELECT $1, l.topic, l.topic_id, p.number, p.start, nullif(p.position, -1)
+      FROM listed AS l JOIN unnest($4::text[], $5::int[], $6::bigint[], $7::bigint[]) AS p (topic, number, start, position) ON p.topic = l.topic
+        ON CONFLICT (consumer_group, topic, topic_id, partition) DO NOTHING
 )
-INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
-SELECT $1, l.topic, l.topic_id, p.number, p.start, nullif(p.position, -1)
-  FROM listed AS l JOIN unnest($4::varchar[], $5::int[], $6::bigint[], $7::bigint[]) AS p (topic, number, start, position) ON p.topic = l.topic
-    ON CONFLICT (consumer_group, topic, topic_id, partition) DO NOTHING`
+SELECT {schema}.outbox_remove_topics($1, pg_catalog.array_agg(topic), pg_catalog.array_agg(topic_id)) FROM listed`
 
 // list lists topics, all in one transaction, unless another member was faster. One that
 // does not exist has neither an id nor partitions.
@@ -189,7 +187,7 @@ type Offset struct {
 const sqlBegin = `
 INSERT INTO {schema}.consumer_start AS s (consumer_group, topic, topic_id, partition, start_offset, position, lost, lost_at)
 SELECT $1, p.topic, p.id, p.number, p.at, p.at, p.lost, CASE WHEN p.lost > 0 THEN now() END
-  FROM unnest($2::varchar[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
+  FROM unnest($2::text[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
  ORDER BY p.topic, p.number
     ON CONFLICT (consumer_group, topic, topic_id, partition) DO UPDATE
    SET position = excluded.position, saved_at = now(), lost = s.lost + excluded.lost, lost_at = coalesce(excluded.lost_at, s.lost_at)`
@@ -205,7 +203,7 @@ const sqlSave = `
 UPDATE {schema}.consumer_start AS s
    SET position = CASE WHEN p.at >= 0 THEN greatest(s.position, p.at) ELSE s.position END, saved_at = now(),
        lost = s.lost + p.lost, lost_at = CASE WHEN p.lost > 0 THEN now() ELSE s.lost_at END
-  FROM unnest($2::varchar[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
+  FROM unnest($2::text[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
  WHERE s.consumer_group = $1 AND s.topic = p.topic AND s.topic_id = p.id AND s.partition = p.number`
 
 // Save saves positions. An offset that is [None] leaves the position as it is.
@@ -214,15 +212,10 @@ func (s *Store) Save(ctx context.Context, offsets []Offset) error {
 }
 
 func (s *Store) put(ctx context.Context, sql, what string, offsets []Offset) error {
-	var (
-		names     []string
-		ids       []string
-		numbers   []int32
-		ats, lost []int64
-	)
-	for _, o := range offsets {
-		names, ids, numbers = append(names, o.Partition.Topic), append(ids, uuidOf(o.Topic)), append(numbers, o.Number)
-		ats, lost = append(ats, o.At), append(lost, o.Lost)
+	names, ids, numbers := columnsOf(offsets)
+	ats, lost := make([]int64, len(offsets)), make([]int64, len(offsets))
+	for i, o := range offsets {
+		ats[i], lost[i] = o.At, o.Lost
 	}
 	if _, err := pg.Exec(ctx, s.db, sql, s.group, names, ids, numbers, ats, lost); err != nil {
 		return fmt.Errorf("%s: %w", what, err)

@@ -11,9 +11,14 @@ import (
 )
 
 const (
-	// WatchInterval is how often new partitions, new topics and recreated topics are looked for. The
-	// client itself looks every five minutes.
-	WatchInterval = 10 * time.Second
+	// watchInterval is how often new partitions and recreated topics are looked for. The client itself
+	// looks every five minutes.
+	watchInterval = 10 * time.Second
+	// MissingInterval is how often topics are looked for that do not exist yet.
+	MissingInterval = time.Second
+	// MissingPatience is how long a topic may be missing without a warning: the service may create it
+	// while the consumer starts.
+	MissingPatience = 5 * time.Second
 	// mostStalls is how often a broker may not know a partition of an existing topic before a new
 	// client tries.
 	mostStalls = 3
@@ -22,13 +27,32 @@ const (
 // watch compares the topics with what the client knows until ctx is cancelled.
 func (m *Member) watch(ctx context.Context) {
 	partitions := map[string]int{} // of topics, when they were compared last
-	for ctx.Err() == nil {
-		began := time.Now()
+	warned := map[string]bool{}
+	for start := time.Now(); ctx.Err() == nil; {
+		began, interval := time.Now(), MissingInterval
 		if found, err := m.describe(ctx, m.cfg.Topics); err == nil { // else fetching fails too
 			m.compare(began, found, partitions)
+			if !m.findMissing(found, time.Since(start), warned) {
+				interval = watchInterval
+			}
 		}
-		wait.Await(ctx, ctx, m.stalled, WatchInterval)
+		wait.Await(ctx, ctx, m.stalled, interval)
 	}
+}
+
+// findMissing reports whether topics do not exist, and warns of each once if that lasts.
+func (m *Member) findMissing(found map[string]topicInfo, lasts time.Duration, warned map[string]bool) (missing bool) {
+	for name, t := range found {
+		if len(t.partitions) > 0 || m.saw(name) {
+			continue
+		}
+		missing = true
+		if lasts > MissingPatience && !warned[name] {
+			warned[name] = true
+			m.cfg.Log.Warn("outbox: topic does not exist, it will be read from its beginning", "topic", name)
+		}
+	}
+	return missing
 }
 
 // compare refreshes the client's metadata if topics have new partitions, reports topics that have

@@ -157,11 +157,11 @@ SELECT counted.* FROM (
                                         ORDER BY d.consumer_group, d.action, d.stream, ` + dueType + ` LIMIT 1) AS next
               )
               SELECT min(first.next_retry_at) AS next_retry_at FROM types AS t
-               CROSS JOIN (VALUES (false, false), (false, true), (true, false), (true, true)) AS s (record, stale)
+               CROSS JOIN (VALUES (false), (true)) AS s (stale)
                CROSS JOIN LATERAL (
                      SELECT d.next_retry_at` + fromDue + ` AND ` + dueType + ` = t.type
-                        AND (d.record IS NOT NULL) = s.record AND (coalesce(d.last_error_code, '') = 'stale') = s.stale` + DeliveryWhere + `
-                      ORDER BY d.consumer_group, d.action, d.stream, ` + dueType + `, (d.record IS NOT NULL), (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
+                        AND (coalesce(d.last_error_code, '') = 'stale') = s.stale` + DeliveryWhere + `
+                      ORDER BY d.consumer_group, d.action, d.stream, ` + dueType + `, (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
         UNION ALL
        SELECT consumer_group, stream, action, 'PROCESSING', count(*), 0, min(created_at), min(locked_until)
          FROM (SELECT d.* FROM {schema}.event_delivery AS d
@@ -175,21 +175,21 @@ SELECT counted.* FROM (
 const SQLDeliveryFailures = DeliveryKinds + `, ` + deadGroups + `
 SELECT consumer_group, action, status, event_type, code, sum(deliveries)::bigint, min(oldest), bool_or(capped) FROM (
        SELECT k.consumer_group, k.action, k.status, r.event_type, r.code, count(*) AS deliveries, min(r.created_at) AS oldest,
-              sum(count(*)) OVER (PARTITION BY k.consumer_group, k.action, k.stream, k.status) >= $14 AS capped
+              sum(count(*)) OVER (PARTITION BY k.consumer_group, k.action, k.stream, k.status)::bigint >= $14 AS capped
          FROM chosen AS k
         CROSS JOIN LATERAL (SELECT d.event_type, coalesce(d.last_error_code, '') AS code, d.created_at
                               FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $14) AS r
         GROUP BY k.consumer_group, k.action, k.stream, k.status, r.event_type, r.code
         UNION ALL
        SELECT g.consumer_group, r.action, 'RESOLVED', r.event_type, r.code, count(*), min(r.created_at),
-              sum(count(*)) OVER (PARTITION BY g.consumer_group) >= $14
+              sum(count(*)) OVER (PARTITION BY g.consumer_group)::bigint >= $14
          FROM groups AS g
         CROSS JOIN LATERAL (SELECT d.action, d.event_type, coalesce(d.last_error_code, '') AS code, d.created_at
                               FROM {schema}.event_delivery AS d` + resolvedOfGroup + DeliveryWhere + ` ORDER BY d.consumer_group DESC, d.id DESC LIMIT $14) AS r
         WHERE 'RESOLVED' = ANY ($1)
         GROUP BY g.consumer_group, r.action, r.event_type, r.code
         UNION ALL
-       SELECT d.consumer_group, d.action, 'PROCESSING', d.event_type, d.code, count(*), min(d.created_at), sum(count(*)) OVER () >= $15
+       SELECT d.consumer_group, d.action, 'PROCESSING', d.event_type, d.code, count(*), min(d.created_at), sum(count(*)) OVER ()::bigint >= $15
          FROM (SELECT d.consumer_group, d.action, d.event_type, coalesce(d.last_error_code, '') AS code, d.created_at FROM {schema}.event_delivery AS d
                 WHERE d.status = 'PROCESSING' AND 'PROCESSING' = ANY ($1)` + DeliveryWhere + `
                 ORDER BY d.consumer_group, d.locked_until LIMIT $15) AS d

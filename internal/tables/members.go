@@ -14,7 +14,6 @@ const LiveMember = `m.renewed_at > clock_timestamp() - 3::float8 * m.renewed_eve
 // Unhandled is a kind of deliveries that no live process of their group handles: a row of [SQLUnhandled].
 type Unhandled struct {
 	Action, Stream, Type string
-	FromKafka            bool
 }
 
 // SQLUnhandled finds the PENDING deliveries of a group $1 for which no live process of the group has a handler, by
@@ -28,16 +27,16 @@ WITH RECURSIVE kinds AS (
     SELECT next.* FROM kinds AS k
      CROSS JOIN LATERAL (
            SELECT ` + dueKind + ` FROM {schema}.event_delivery AS d
-            WHERE d.status = 'PENDING' AND d.consumer_group = $1::text AND (` + dueOrder + `) > (k.action, k.stream, k.type, k.record)
+            WHERE d.status = 'PENDING' AND d.consumer_group = $1::text AND (` + dueOrder + `) > (k.action, k.stream, k.type)
             ORDER BY d.consumer_group, ` + dueOrder + ` LIMIT 1) AS next
 )
-SELECT k.action, k.stream, k.type, k.record FROM kinds AS k
+SELECT k.action, k.stream, k.type FROM kinds AS k
  WHERE NOT EXISTS (SELECT FROM {schema}.event_member AS m
-                    WHERE m.consumer_group = $1::text AND m.from_kafka = k.record AND ` + LiveMember + `
+                    WHERE m.consumer_group = $1::text AND ` + LiveMember + `
                       AND k.type || E'\n' || k.stream || E'\n' || k.action = ANY (m.routes))
  ORDER BY k.action, k.stream, k.type LIMIT $2`
 
 const (
-	dueKind  = `d.action::text, d.stream::text, ` + dueType + `::text AS type, (d.record IS NOT NULL) AS record`
-	dueOrder = `d.action, d.stream, ` + dueType + `, (d.record IS NOT NULL)`
+	dueKind  = `d.action::text, d.stream::text, ` + dueType + `::text AS type`
+	dueOrder = `d.action, d.stream, ` + dueType
 )

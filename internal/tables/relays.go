@@ -2,6 +2,7 @@ package tables
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"time"
 
@@ -9,11 +10,12 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Relay is the state of a relay. Its fields are those of outbox.RelayStatus, which
-// describes them.
+// Relay is the state of a relay, see outbox.RelayStatus.
 type Relay struct {
 	Name       string
 	Holder     string
@@ -27,6 +29,29 @@ type Relay struct {
 
 	Waiting, Failed, Parked, Dead int64
 	ParkedKeys, HeldKeys          int64
+
+	Said *Said
+}
+
+// Said is what the leader of a relay has said of itself, see outbox.RelayState.
+type Said struct {
+	outage.State
+	At      time.Time // when it said that, by the clock of the database
+	KafkaAt time.Time // when Kafka last answered it, by the same clock; zero if it did not
+	Now     time.Time // the time of the database
+}
+
+// RelayBreaker returns the state of the relay's breaker, and since when it is not closed.
+func (s *Said) RelayBreaker() (b breaker.State, since time.Time) {
+	for _, said := range s.Breakers {
+		if said.Action != "" {
+			continue
+		}
+		if b, since = breaker.Open, said.Since; said.State == breaker.HalfOpen.String() {
+			b = breaker.HalfOpen
+		}
+	}
+	return b, since
 }
 
 // MaxPending is how many pending events are counted at most, and MaxCounted how many
@@ -51,7 +76,7 @@ const SQLRelays = positionsOfRelays + `,
        heads.waiting, heads.failed, others.parked, others.dead, heads.keys, heads.held` + fromPositions + `
  CROSS JOIN LATERAL (
        SELECT count(*) FILTER (WHERE status = 'waiting') AS waiting, count(*) FILTER (WHERE status = 'failed') AS failed,
-              count(DISTINCT parking_key) AS keys, count(*) FILTER (WHERE status = 'held') AS held FROM (
+              pg_catalog.count(DISTINCT parking_key) AS keys, count(*) FILTER (WHERE status = 'held') AS held FROM (
               SELECT s AS status, o.parking_key FROM pg_catalog.unnest('{waiting,failed}'::text[]) AS s
                CROSS JOIN LATERAL (SELECT parking_key FROM {schema}.outbox_failed` + statusOfRelay + `) AS o
                UNION ALL
@@ -72,7 +97,12 @@ const positionsOfRelays = NewestCursors + `, known AS MATERIALIZED (
 )
 SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' END, coalesce(l.epoch, 0),
        CASE WHEN isfinite(l.expires_at) THEN l.expires_at END, c.created_at, p.events, p.more,
-       (SELECT created_at FROM {schema}.outbox WHERE id = p.first)`
+       (SELECT created_at FROM {schema}.outbox WHERE id = p.first),
+       CASE WHEN ` + leaseHolds + ` THEN l.state END, l.state_at, l.kafka_at, clock_timestamp()`
+
+// leaseHolds is the condition that a process holds the lease l, and has said something of itself since it took it.
+const leaseHolds = `l.expires_at > clock_timestamp() AND l.holder NOT IN ('outbox cut', 'outbox debezium')
+            AND l.state ->> 'epoch' = l.epoch::text`
 
 const fromPositions = `
   FROM known AS n
@@ -128,6 +158,17 @@ const (
 	ConsumerPrefix = "consumer:"
 )
 
+// HandedOver reports whether a holder is a cutover, and to what it has handed over the events of the relay.
+func HandedOver(holder string) (to string, yes bool) {
+	switch holder {
+	case "outbox cut":
+		return "workers", true
+	case "outbox debezium":
+		return "Debezium", true
+	}
+	return "", false
+}
+
 // IsGroup reports whether a name in outbox_lease belongs to a group, and not to a relay.
 func IsGroup(name string) bool {
 	return strings.HasPrefix(name, WorkerPrefix) || strings.HasPrefix(name, ConsumerPrefix)
@@ -151,6 +192,23 @@ func Groups(ctx context.Context, db *pgxpool.Pool, sql string) (map[string]Relay
 	return all, err
 }
 
+// Group returns the position of a group of workers by [SQLPositions], completed. It looks at most pending events.
+func Group(ctx context.Context, db *pgxpool.Pool, sql, group string, most int64) (g Relay, err error) {
+	all, err := cursorsOf(ctx, db, sql, most)
+	for _, r := range all {
+		if r.Name == WorkerPrefix+group {
+			g = r
+		}
+	}
+	return g, err
+}
+
+// Waits reports whether events wait for a relay, by [SQLPositions], completed.
+func Waits(ctx context.Context, db *pgxpool.Pool, sql, relay string) (bool, error) {
+	all, err := cursorsOf(ctx, db, sql, 1)
+	return slices.ContainsFunc(all, func(r Relay) bool { return r.Name == relay && r.Pending > 0 }), err
+}
+
 // Positions are the holders of a position or a lease, each sorted by name: the relays of the
 // schema, the groups of workers, and the groups of consumers of which a process alerts or did so.
 // Groups of consumers have their positions in Kafka.
@@ -158,7 +216,7 @@ type Positions struct{ Relays, Workers, Consumers []Relay }
 
 // ReadPositions runs [SQLRelays] or [SQLPositions], completed.
 func ReadPositions(ctx context.Context, db *pgxpool.Pool, sql string) (p Positions, err error) {
-	all, err := cursorsOf(ctx, db, sql)
+	all, err := cursorsOf(ctx, db, sql, MaxPending+1)
 	for _, r := range all {
 		of := &p.Relays
 		if group, ok := strings.CutPrefix(r.Name, WorkerPrefix); ok {
@@ -171,19 +229,25 @@ func ReadPositions(ctx context.Context, db *pgxpool.Pool, sql string) (p Positio
 	return p, err
 }
 
-func cursorsOf(ctx context.Context, db *pgxpool.Pool, sql string) (all []Relay, err error) {
+func cursorsOf(ctx context.Context, db *pgxpool.Pool, sql string, most int64) (all []Relay, err error) {
 	err = pg.Query(ctx, db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		all, err = pgx.CollectRows(rows, scanRelay)
 		return err
-	}, sql, MaxPending+1, MaxCounted)
+	}, sql, most, MaxCounted)
 	return all, err
 }
 
 func scanRelay(row pgx.CollectableRow) (r Relay, err error) {
 	var until, moved, oldest pgtype.Timestamptz
+	var said Said
+	var state *outage.State
 	err = row.Scan(&r.Name, &r.Holder, &r.Epoch, &until, &moved, &r.Pending, &r.PendingMore, &oldest,
+		&state, pg.Time{At: &said.At}, pg.Time{At: &said.KafkaAt}, pg.Time{At: &said.Now},
 		&r.Waiting, &r.Failed, &r.Parked, &r.Dead, &r.ParkedKeys, &r.HeldKeys)
 	r.LeaseUntil, r.MovedAt, r.Oldest = until.Time, moved.Time, oldest.Time
+	if state != nil && state.Epoch == r.Epoch { // else it cannot be read
+		said.State, r.Said = *state, &said
+	}
 	r.Pending, r.ParkedKeys = min(r.Pending, MaxPending), min(r.ParkedKeys, MaxCounted)
 	return r, err
 }

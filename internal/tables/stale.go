@@ -15,13 +15,13 @@ import (
 // EventCount counts events or deliveries that are alike. Its fields are those of
 // outbox.EventCount, which describes them.
 type EventCount struct {
-	Relay, Group, Action, Status, Type, Class string
-	Events                                    int
-	Oldest                                    time.Time
+	Relay, Group, Action, Topic, Status, Type, Class string
+	Events                                           int
+	Oldest                                           time.Time
 }
 
-// statusPending is the status of an event that is in outbox and was not attempted.
-const statusPending = "pending"
+// StatusPending is the status of an event that is in outbox and was not attempted.
+const StatusPending = "pending"
 
 // SQLStalePending counts the events that were recorded before $2 and that are still in front of
 // the positions $1, by type. Of each position it looks at $3 rows of outbox in each order, as
@@ -183,7 +183,7 @@ func (c TypeCounter) count(ctx context.Context, counts *[]EventCount, scan pgx.R
 }
 
 func scanPending(row pgx.CollectableRow) (EventCount, error) {
-	c := EventCount{Status: statusPending}
+	c := EventCount{Status: StatusPending}
 	err := row.Scan(&c.Relay, &c.Type, &c.Events, pg.Time{At: &c.Oldest})
 	if group, ok := strings.CutPrefix(c.Relay, WorkerPrefix); ok {
 		c.Relay, c.Group = "", group

@@ -74,7 +74,7 @@ const Unreached = `(SELECT xid FROM {schema}.outbox WHERE xid >= ` + nextXid + `
 const Gaps = `
        SELECT '0'::xid8 AS after, pg_snapshot_xmin(b.snapshot) AS before
         UNION ALL
-       SELECT x, lead(x, 1, pg_snapshot_xmax(b.snapshot)) OVER () FROM pg_snapshot_xip(b.snapshot) AS x`
+       SELECT x, pg_catalog.lead(x, 1, pg_snapshot_xmax(b.snapshot)) OVER () FROM pg_snapshot_xip(b.snapshot) AS x`
 
 // InGap is the condition that xid is in gap g, and not below b.bound.
 const InGap = `xid > g.after AND xid < g.before AND xid >= b.bound`

@@ -21,6 +21,7 @@ import (
 	"encoding/hex"
 	"log/slog"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -40,8 +41,14 @@ type Hub struct {
 
 	mu      sync.Mutex
 	members map[*Member]bool
-	writers int // whose wake-ups go to other processes in any case
+	writers int       // whose wake-ups go to other processes in any case
+	used    bool      // there has been a user
+	first   time.Time // the first wake-up without one
+	said    bool      // that there is none
 }
+
+// unusedAfter is how long wake-ups come before a hub that has had no user counts as forgotten.
+const unusedAfter = 5 * time.Second
 
 var hubs perpool.Registry[*Hub]
 
@@ -75,6 +82,23 @@ func (h *Hub) Wake() {
 	} else {
 		h.sender.ask(h.channel)
 	}
+}
+
+// Unused reports, at a wake-up and once, that the hub has never had a user: other processes are not notified.
+func (h *Hub) Unused() bool { return h.unusedAt(time.Now()) }
+
+func (h *Hub) unusedAt(now time.Time) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	switch {
+	case h.used || h.said:
+	case h.first.IsZero():
+		h.first = now
+	case now.Sub(h.first) > unusedAfter:
+		h.said = true
+		return true
+	}
+	return false
 }
 
 // Member is a relay or a worker that polls for events.
@@ -147,6 +171,9 @@ func (h *Hub) Serve(ctx context.Context, log *slog.Logger) {
 
 // use has notifications sent until the user is removed. The log of the first user gets what there is to say.
 func (h *Hub) use(log *slog.Logger) {
+	h.mu.Lock()
+	h.used = true
+	h.mu.Unlock()
 	h.users.Add(func(ctx context.Context) {
 		done := h.sender.join(log)
 		<-ctx.Done()

@@ -9,10 +9,18 @@ import (
 	"strings"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// String returns the alert as a sentence.
+// maxName is how much of a name an alert repeats, in bytes.
+const maxName = 300
+
+// name returns a text of an event, or of a table, for a sentence.
+func name(text string) string { return short.Line(text, maxName) }
+
+// String returns the alert as a sentence, which is one line.
 func (a Alert) String() string {
 	if a.Over {
 		return a.subject() + a.overText()
@@ -32,14 +40,14 @@ func (a Alert) String() string {
 	case NoLeader:
 		return fmt.Sprintf("%sno process runs it, %d events wait", a.subject(), a.Status.Pending)
 	case Lost:
-		return fmt.Sprintf("%sKafka has removed %s of %s before the group read them", a.subject(), counted(int(a.Lost), "record"), a.Topic)
+		return fmt.Sprintf("%sKafka has removed %s of %s before the group read them", a.subject(), counted(int(a.Lost), "record"), name(a.Topic))
 	case Breaker:
-		return a.subject() + "the circuit breaker is open, Kafka fails"
+		return a.subject() + breakerText(a.Status.Said)
 	case Report:
 		_, oldest := Sum(a.Counts)
 		return fmt.Sprintf("unresolved failures: %s; the oldest since %s", listed(a.Counts), oldest.UTC().Format(time.RFC3339))
 	}
-	return a.subject() + a.Kind
+	return a.subject() + name(a.Kind)
 }
 
 func (a Alert) overText() string {
@@ -50,21 +58,47 @@ func (a Alert) overText() string {
 	case Stale:
 		return "events no longer wait too long"
 	case NoLeader:
-		return a.Status.Holder + " leads"
+		return name(a.Status.Holder) + " leads"
 	case Breaker:
-		return "the circuit breaker has closed"
+		return "the circuit breaker is closed"
 	default:
-		return a.Kind + " is over"
+		return name(a.Kind) + " is over"
 	}
+}
+
+// maxOutages is how many outages a sentence names.
+const maxOutages = 3
+
+// breakerText describes a breaker that is not closed by what the leader has said. Its row may be a second older than
+// the state of the breaker.
+func breakerText(said *tables.Said) string {
+	text := "the circuit breaker is open"
+	if said == nil {
+		return text + ", Kafka fails"
+	}
+	if state, since := said.RelayBreaker(); state != breaker.Closed {
+		text = fmt.Sprintf("the circuit breaker is %s, not closed since %s", state, since.UTC().Format(time.RFC3339))
+	}
+	var outages []string
+	for _, o := range said.Outages[:min(len(said.Outages), maxOutages)] {
+		outages = append(outages, fmt.Sprintf("%s has been failing since %s (%s)", name(o.What), o.Since.UTC().Format(time.RFC3339), name(o.Class)))
+	}
+	if more := len(said.Outages) + said.More - maxOutages; more > 0 {
+		outages = append(outages, counted(more, "more outage"))
+	}
+	if len(outages) == 0 {
+		return text + ", Kafka fails"
+	}
+	return text + ": " + strings.Join(outages, ", ")
 }
 
 // subject begins a sentence with the relay or the group that the alert is about.
 func (a Alert) subject() string {
 	switch {
 	case a.Relay != "":
-		return "relay " + a.Relay + ": "
+		return "relay " + name(a.Relay) + ": "
 	case a.Group != "":
-		return "consumer group " + a.Group + ": "
+		return "consumer group " + name(a.Group) + ": "
 	}
 	return ""
 }
@@ -109,9 +143,9 @@ func listed(counts []tables.EventCount) string {
 
 // kind is what the counted events have in common, except for the relay.
 func kind(c tables.EventCount) string {
-	parts := []string{c.Status, c.Type, c.Class}
+	parts := []string{name(c.Status), name(c.Type), name(c.Class)}
 	if c.Group != "" {
-		parts = append(parts, "for", c.Group, c.Action)
+		parts = append(parts, "for", name(c.Group), name(c.Action))
 	}
 	return strings.Join(slices.DeleteFunc(parts, func(part string) bool { return part == "" }), " ")
 }
@@ -149,13 +183,26 @@ func (a Alert) Log(ctx context.Context, log *slog.Logger) {
 	for _, e := range a.Dead {
 		what, about := "event", []any{"failed_id", e.ID}
 		if e.Group != "" {
-			what, about = "delivery", []any{"delivery_id", e.ID, "group", e.Group, "action", e.Action}
+			what, about = "delivery", []any{"delivery_id", e.ID, "group", name(e.Group), "action", name(e.Action)}
 		}
 		if e.OutboxID != 0 { // of an event from Kafka it is not known
 			about = append(about, "id", e.OutboxID)
 		}
-		log.Log(ctx, level, "outbox: "+what+" is dead", append(about, "event_id", e.EventID, "type", e.Type,
-			"aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID, "retries", e.Retries, "class", e.Class, "error", e.Err,
-			"failed_at", e.FailedAt)...)
+		log.Log(ctx, level, "outbox: "+what+" is dead", append(about, "event_id", name(e.EventID), "type", name(e.Type),
+			"aggregate_type", name(e.AggregateType), "aggregate_id", name(e.AggregateID), "retries", e.Retries, "class", name(e.Class),
+			"error", oneLine(e.Err), "failed_at", e.FailedAt)...)
 	}
 }
+
+// oneLine returns an error whose text is one line.
+func oneLine(err error) error {
+	if err == nil {
+		return nil
+	}
+	return lineError{err}
+}
+
+type lineError struct{ error }
+
+func (e lineError) Error() string { return short.Line(e.error.Error(), short.MaxText) }
+func (e lineError) Unwrap() error { return e.error }

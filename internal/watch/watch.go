@@ -16,7 +16,9 @@ import (
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -62,8 +64,8 @@ type Config struct {
 	// Takeover is for how long no process may have alerted before this process has the lease of one
 	// that is gone. What died meanwhile is alerted to.
 	Takeover time.Duration
-	// BreakerClosed reports whether the breaker of Relay is closed. Nil means that it
-	// is not known.
+	// BreakerClosed reports whether the breaker of Relay is closed. Nil means that only the row of its leader says so,
+	// as for all other relays.
 	BreakerClosed func() bool
 	// StaleEvents gets after each check which events of Relay wait for too long; none unless
 	// they are StalePending. It may be nil.
@@ -204,7 +206,7 @@ func (w *Watch) isFirst(l state) bool {
 	return relay == "" && workers == w.cfg.Group
 }
 
-// checkRelay alerts to late events of a relay, and to an open breaker.
+// checkRelay alerts to late events of a relay, and to a breaker that is not closed.
 func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 	counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Relay == r.Name })
 	if w.cfg.StaleEvents != nil && r.Name == w.cfg.Relay {
@@ -214,10 +216,29 @@ func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 		w.cfg.StaleEvents(counts)
 	}
 	w.update(ctx, w.active, holds, 0, Alert{Kind: Stale, Relay: r.Name, Status: r, Counts: counts})
-	if w.cfg.BreakerClosed != nil {
-		w.update(ctx, w.active, !w.cfg.BreakerClosed(), 0, Alert{Kind: Breaker, Relay: r.Name, Status: r})
+	if open, known := w.breakerOf(r); known {
+		w.update(ctx, w.active, open, 0, Alert{Kind: Breaker, Relay: r.Name, Status: r})
 	}
 }
+
+// breakerOf reports whether the breaker of a relay is open or half-open. That is unknown while no leader says so. It is
+// also unknown while the breaker of a leader is closed only because the leader has not reached Kafka yet.
+func (w *Watch) breakerOf(r tables.Relay) (open, known bool) {
+	if w.cfg.BreakerClosed != nil {
+		return !w.cfg.BreakerClosed(), true
+	}
+	if r.Said == nil {
+		return false, false
+	}
+	if state, _ := r.Said.RelayBreaker(); state != breaker.Closed {
+		return true, true
+	}
+	kafkaFails := slices.ContainsFunc(r.Said.Outages, func(o outage.Outage) bool { return o.What == kafka })
+	return false, !r.Said.KafkaAt.IsZero() && !kafkaFails
+}
+
+// kafka is the name of Kafka in the outages of a relay.
+const kafka = "Kafka"
 
 // staleOf returns how many events wait for too long, by type, and whether they are enough for an
 // alert.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/watch"
 )
@@ -186,6 +187,65 @@ func TestConditions(t *testing.T) {
 			require.Equal(t, step.want, f.check(t), step.name)
 		}
 	})
+}
+
+// A monitor knows breakers from the rows of leaders. It does not say that one is closed while nothing is known, nor
+// while a new leader has not reached Kafka.
+func TestBreakerOfRows(t *testing.T) {
+	t.Parallel()
+	f := newFixture(watch.Settings{}, "")
+	relay, now := &f.store.at.Relays[0], time.Date(2026, 11, 27, 12, 3, 0, 0, time.UTC)
+	says := func(state string, outages ...outage.Outage) *tables.Said {
+		said := &tables.Said{KafkaAt: now, State: outage.State{Works: state == "", Outages: outages}}
+		if state != "" {
+			said.Breakers = []outage.Breaker{{State: state, Since: now}}
+		}
+		return said
+	}
+	unreachable := outage.Outage{What: "Kafka", Class: "unreachable", Since: now.Add(-10 * time.Second), Err: "dial tcp: refused"}
+	fresh := says("")
+	fresh.KafkaAt = time.Time{}
+	for _, step := range []struct {
+		name string
+		said *tables.Said
+		want string
+	}{
+		{"nothing is known", nil, ""},
+		{"it is closed", says(""), ""},
+		{"it opens", says("open", unreachable), "default breaker_open"},
+		{"it is half-open", says("half-open", unreachable), ""},
+		{"nothing is known any more", nil, ""},
+		{"a new leader has not reached Kafka", fresh, ""},
+		{"it has not either", says("", unreachable), ""},
+		{"it has", says(""), "default breaker_open!"},
+		{"it opens again", says("half-open"), "default breaker_open"},
+	} {
+		relay.Said = step.said
+		require.Equal(t, step.want, f.check(t), step.name)
+	}
+}
+
+// The text of an open breaker names what fails, the class of its error, and since when.
+func TestBreakerText(t *testing.T) {
+	t.Parallel()
+	at := time.Date(2026, 11, 27, 12, 3, 0, 0, time.UTC)
+	open := []outage.Breaker{{Action: "A", State: "half-open", Since: at}, {State: "open", Since: at}}
+	alert := func(s outage.State) string {
+		return watch.Alert{Kind: watch.Breaker, Relay: "a", Status: tables.Relay{Said: &tables.Said{State: s}}}.String()
+	}
+	kafka := outage.Outage{What: "Kafka", Class: "no_answer", Since: at.Add(-time.Minute), Err: "no answer"}
+	topic := func(name string) outage.Outage {
+		return outage.Outage{What: "topic " + name, Class: "unknown_topic", Since: at}
+	}
+	require.Equal(t, "relay a: the circuit breaker is open, not closed since 2026-11-27T12:03:00Z: Kafka has been failing since 2026-11-27T12:02:00Z (no_answer)",
+		alert(outage.State{Breakers: open, Outages: []outage.Outage{kafka}}))
+	require.Equal(t, "relay a: the circuit breaker is half-open, not closed since 2026-11-27T12:03:00Z: PostgreSQL, for retries, has been failing since 2026-11-27T12:03:00Z (locked), "+
+		"topic x·y has been failing since 2026-11-27T12:03:00Z (unknown_topic), topic z has been failing since 2026-11-27T12:03:00Z (unknown_topic), 3 more outages",
+		alert(outage.State{Breakers: []outage.Breaker{{State: "half-open", Since: at}}, More: 2,
+			Outages: []outage.Outage{{What: "PostgreSQL, for retries,", Class: "locked", Since: at}, topic("x\ny"), topic("z"), topic("more")}}))
+	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", alert(outage.State{}), "the row is older than the breaker")
+	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", watch.Alert{Kind: watch.Breaker, Relay: "a"}.String())
+	require.Equal(t, "relay a: the circuit breaker is closed", watch.Alert{Kind: watch.Breaker, Relay: "a", Over: true}.String())
 }
 
 // What waits for too long makes the relay unready, whether the alert is delivered or not.

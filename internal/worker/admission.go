@@ -173,11 +173,12 @@ func (a *admission) reportUnknown(ctx context.Context, events []eventHead) {
 	for i, e := range events {
 		stream, _ := e.destination() // without error, plan has called it
 		all[i] = envelope.Received{
-			Type: e.eventType, Subject: e.aggregate, Origin: &envelope.Origin{Key: []byte(e.recordKey()), Stream: stream},
+			ID: e.eventID, Type: e.eventType, Subject: e.aggregate, Origin: &envelope.Origin{Key: []byte(e.recordKey()), Stream: stream},
+			Extensions: map[string]string{"aggregatetype": e.aggregateType},
 		}
 		if a.delivery.DeadLetterUnknown {
 			a.log.Error("outbox: event is dead, the group has no handler for its type",
-				"stream", stream, "type", e.eventType, "outbox_id", e.id)
+				handling.EventAttrs(&all[i], "action", "", "outbox_id", e.id)...)
 		} else {
 			a.processor.LogSkipped(&all[i])
 		}
@@ -241,12 +242,12 @@ func (a *admission) statusOf(key delivery.Key, pair delivery.Pair, eventType str
 		return s
 	}
 	status, later := delivery.Pending, delivery.Parked
-	if kind != nil && a.round.left[kind] > 0 && a.isOpen(pair) {
+	if kind != nil && a.round.left[kind] > 0 && a.isOpen(pair) && !kind.IsSlow(pair.Action) {
 		a.round.left[kind]--
 		status, later = delivery.Processing, delivery.Processing
 	}
 	a.round.status[key] = later
-	if status == delivery.Pending {
+	if status == delivery.Pending && (kind == nil || !kind.AwaitsShare(pair.Action)) {
 		a.dispatcher.SignalDue()
 	}
 	return status

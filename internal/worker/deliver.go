@@ -77,7 +77,7 @@ type storeWithin struct {
 
 // InTx implements [handling.Transactor], with a savepoint.
 func (s *storeWithin) InTx(
-	ctx context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, f handling.TxFunc,
+	ctx context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, queue func(*pgx.Batch), f handling.TxFunc,
 ) error {
 	part, err := s.tx.Begin(ctx)
 	if err != nil {
@@ -87,6 +87,11 @@ func (s *storeWithin) InTx(
 	fresh, err := s.NoteIn(ctx, part, keys)
 	if err != nil {
 		return &handling.NoteError{Err: fmt.Errorf("note what is handled: %w", err)}
+	}
+	var b pgx.Batch
+	queue(&b)
+	if err := part.SendBatch(ctx, &b).Close(); err != nil {
+		return &handling.NoteError{Err: err}
 	}
 	if err := f(guardtx.Within(part), fresh); err != nil {
 		return err

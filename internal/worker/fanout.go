@@ -34,18 +34,19 @@ import (
 // A row of the cursor is identified by its id and its epoch. Here an epoch is a random number, because
 // there is no lease whose epoch could be used.
 type fanOut struct {
-	db      *pgxpool.Pool
-	group   string
-	cursors *cursor.Store
-	store   *delivery.Store
-	plan    func(e eventHead) []delivery.New // returns the deliveries that an event needs
-	own     []string                         // routes of this process
-	seen    knownRoutes                      // own, and those of other processes
-	routes  groupRoutes
-	log     *slog.Logger
-	lock    int64         // the advisory lock of the group
-	grace   time.Duration // for which a stop does not cut off a round, see [delivery.Rules.StopGrace]
-	bare    bool          // PostgreSQL could not print a row: the next round reads no payloads
+	db        *pgxpool.Pool
+	group     string
+	cursors   *cursor.Store
+	store     *delivery.Store
+	plan      func(e eventHead) []delivery.New // returns the deliveries that an event needs
+	own       []string                         // routes of this process
+	seen      knownRoutes                      // own, and those of other processes
+	routes    groupRoutes
+	log       *slog.Logger
+	lock      int64         // the advisory lock of the group
+	unordered bool          // the workers of the group keep no order
+	grace     time.Duration // for which a stop does not cut off a round, see [delivery.Rules.StopGrace]
+	bare      bool          // PostgreSQL could not print a row: the next round reads no payloads
 
 	subscribed time.Time // when begin has stored the routes of this process
 	budget     int64     // bytes of payloads that the round under way may read
@@ -59,10 +60,11 @@ type fanOut struct {
 	sqlOpen, sqlNext, sqlLeaveGroup, sqlForget                 string
 }
 
-// eventHead has the columns of an event that decide its deliveries.
+// eventHead has the columns of an event that decide its deliveries, and those that name it in a log line.
 type eventHead struct {
 	id                               int64
 	eventType, topic, key, aggregate string
+	eventID, aggregateType           string
 }
 
 // destination returns the topic to which a relay would send the event. A row that no Recorder has written

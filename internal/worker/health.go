@@ -5,51 +5,79 @@ import (
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // Health is the state of a worker in this process.
 type Health struct {
-	Group       string
-	Live, Ready bool
-	Deliveries  int // that this process has claimed
-	Reasons     []string
+	Group                        string
+	Live, Ready, Works, Answered bool
+	Deliveries                   int // that this process has claimed
+	Waiting                      []tables.EventCount
+	Outages                      []outage.Outage
+	Reasons                      []string
 }
 
 // Health reports the state of the worker, without I/O.
 func (w *Worker) Health() Health {
-	h := Health{Group: w.Group(), Live: true, Ready: true}
-	notReady := func(reason string, args ...any) {
-		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
+	h := w.ownHealth()
+	if r := w.current.Load(); r != nil {
+		counts, reasons := r.engine.Waiting()
+		h.Waiting, h.Reasons = counts, append(h.Reasons, reasons...)
 	}
+	return h
+}
+
+// report returns what this process says of itself in event_member.
+func (w *Worker) report() delivery.Report {
+	h := w.ownHealth()
+	return delivery.Report{
+		State:   outage.State{Works: h.Live && h.Works, Reasons: h.Reasons, Breakers: w.breakers.NotClosed(), Outages: h.Outages},
+		Skipped: w.processor.Skipped(delivery.MaxSkippedTypes),
+	}
+}
+
+// ownHealth is Health without what the group has to handle.
+func (w *Worker) ownHealth() Health {
 	r := w.current.Load()
+	h := Health{Group: w.Group(), Live: true}
+	notWorks := func(reason string, args ...any) {
+		h.Works, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
+	}
 	switch running, since, err := w.state.Get(); {
 	case err != nil:
 		h.Live = false
-		notReady("Run has ended: %v", err)
+		notWorks("Run has ended: %v", err)
 	case !running:
-		notReady("it does not run")
+		notWorks("it does not run")
 	case w.state.IsStopping():
-		notReady("it stops")
+		notWorks("it stops")
 	default:
+		h.Ready, h.Works, h.Answered = r != nil, true, r != nil
 		for _, o := range w.outages.Current() {
 			if !o.Last.Before(since) {
-				notReady("%s has been failing for %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
+				h.Outages = append(h.Outages, o.Outage(pg.ClassOf(o.Err)))
+				notWorks("%s has been failing for %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
 			}
 		}
 		if r == nil {
-			notReady("PostgreSQL has not answered yet")
+			notWorks("PostgreSQL has not answered yet")
 			break
 		}
 		h.Deliveries = r.engine.Claimed.Len()
 		for _, l := range r.engine.Lanes {
-			h.Live = l.ReportHealth(notReady) && h.Live
+			h.Live = l.ReportHealth(notWorks) && h.Live
 		}
 		if r.admission.isMoved() {
 			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(w.pauses, "worker")...), w.breakers.Reasons()...)
-		h.Reasons = append(h.Reasons, w.notes.ReportWaits(w.delivery.SlowHandler, notReady)...)
+		h.Reasons = append(h.Reasons, w.notes.ReportWaits(w.delivery.SlowHandler, notWorks)...)
+		h.Ready = h.Live
 	}
 	return h
 }

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/retention"
 )
@@ -16,7 +17,7 @@ const outageCleaning = "the lease for retention"
 // alerts. The end of cut aborts a batch of the cleaner.
 func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
 	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
-	store.Callback = w.archive.Call
+	store.Callback, store.Most = w.archive.Call, check.MaxEventBytes
 	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
 	return &lease.Role{
 		Lease: group, Name: outageCleaning, Cut: cut, Work: cleaner.run, Alert: w.alert,

@@ -139,7 +139,8 @@ WITH subscription AS MATERIALIZED (
  RETURNING id
 )
 SELECT (SELECT state FROM subscription), newest.id, moved.id, (SELECT snapshot FROM until)::text, found.n, few.enough,
-       e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id
+       e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id,
+       e.event_id::text, e.aggregate_type
   FROM found CROSS JOIN few
   LEFT JOIN newest ON true
   LEFT JOIN moved ON true
@@ -208,7 +209,7 @@ UPDATE {schema}.event_subscription AS s SET state = 'left', changed_at = now()
  WHERE s.consumer_group = $1::text AND s.state = 'leaving' AND c.window_snapshot IS NULL
    AND c.snapshot::text = (SELECT snapshot::text FROM {schema}.outbox_cursor
                             WHERE relay = s.relay ORDER BY id DESC LIMIT 1)`
-	sqlForget = `DELETE FROM {schema}.outbox_cursor WHERE relay = $1::text`
+	sqlForget = `SELECT {schema}.outbox_remove_cursors(ARRAY(SELECT ctid FROM {schema}.outbox_cursor WHERE relay = $1::text))`
 )
 
 // leaveGroup ends the subscription of a group that has reached its cutover, and returns errMoved then.
@@ -252,7 +253,8 @@ WITH newest AS MATERIALIZED (
       FROM newest, through
  RETURNING id
 )
-SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id
+SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id,
+       e.event_id::text, e.aggregate_type
   FROM newest CROSS JOIN through
   LEFT JOIN moved ON true
   LEFT JOIN LATERAL (
@@ -385,14 +387,16 @@ func (f *fanOut) queueRoutes(b *pgx.Batch) {
 }
 
 // readHeads reads rows of events. The first columns are the same in each row and go into head. The last
-// five columns are an event, or NULL.
+// seven columns are an event, or NULL.
 func readHeads(rows pgx.Rows, head ...any) (heads []eventHead, err error) {
 	var id pgtype.Int8
-	var eventType, topic, key, aggregate pgtype.Text
-	columns := slices.Concat(head, []any{&id, &eventType, &topic, &key, &aggregate})
+	var eventType, topic, key, aggregate, eventID, aggregateType pgtype.Text
+	columns := slices.Concat(head, []any{&id, &eventType, &topic, &key, &aggregate, &eventID, &aggregateType})
 	_, err = pgx.ForEachRow(rows, columns, func() error {
 		if id.Valid {
-			heads = append(heads, eventHead{id.Int64, eventType.String, topic.String, key.String, aggregate.String})
+			heads = append(heads, eventHead{
+				id.Int64, eventType.String, topic.String, key.String, aggregate.String, eventID.String, aggregateType.String,
+			})
 		}
 		return nil
 	})

@@ -25,20 +25,20 @@ import (
 
 // sqlSubscribe adds the routes $2 of a worker to the routes of its group, and the routes $4 of other workers that this
 // worker knows: the database may have lost them in a failover. It removes routes that no worker has confirmed for $3.
-// The version of the routes is a digest of them, so the same version never stands for other routes. It returns
-// the routes as they are then, and those that it has removed.
+// The version of the routes is a digest of them, so the same version never stands for other routes. $5 says that
+// workers keep no order. The statement returns the routes as they are then, and those that it has removed.
 const sqlSubscribe = `
 WITH before AS MATERIALIZED (
     SELECT routes FROM {schema}.event_subscription WHERE consumer_group = $1::text
 ), own AS MATERIALIZED (
-    SELECT jsonb_object_agg(r.route, extract(epoch FROM now())::bigint) AS routes FROM pg_catalog.unnest($2::text[]) AS r (route)
+    SELECT pg_catalog.jsonb_object_agg(r.route, extract(epoch FROM now())::bigint) AS routes FROM pg_catalog.unnest($2::text[]) AS r (route)
 ), written AS (
-    INSERT INTO {schema}.event_subscription AS s (consumer_group, routes, routes_version)
-    SELECT $1::text, own.routes, ` + digestOf + `own.routes` + endDigest + ` FROM own
+    INSERT INTO {schema}.event_subscription AS s (consumer_group, routes, routes_version, unordered)
+    SELECT $1::text, own.routes, ` + digestOf + `own.routes` + endDigest + `, $5::bool FROM own
         ON CONFLICT (consumer_group) DO UPDATE
-       SET (routes, routes_version) = (
+       SET unordered = excluded.unordered, (routes, routes_version) = (
            SELECT m.routes, ` + digestOf + `m.routes` + endDigest + `
-             FROM (SELECT jsonb_object_agg(r.key, r.at) AS routes
+             FROM (SELECT pg_catalog.jsonb_object_agg(r.key, r.at) AS routes
                      FROM (SELECT e.key, max(e.value::text::numeric) AS at
                              FROM (SELECT key, value FROM jsonb_each(s.routes) UNION ALL SELECT key, value FROM jsonb_each($4::text::jsonb)
                                     UNION ALL SELECT key, value FROM jsonb_each(excluded.routes)) AS e GROUP BY e.key) AS r
@@ -113,7 +113,7 @@ func (f *fanOut) subscribe(ctx context.Context, db pg.BatchSender) error {
 	var version int64
 	var text string
 	var forgotten []string
-	err := pg.QueryRow(ctx, db, f.sqlSubscribe, f.group, f.own, tables.RouteLife, f.seen.json()).Scan(&version, &text, &forgotten)
+	err := pg.QueryRow(ctx, db, f.sqlSubscribe, f.group, f.own, tables.RouteLife, f.seen.json(), f.unordered).Scan(&version, &text, &forgotten)
 	if err != nil {
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/pgsession"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -30,16 +31,31 @@ func newRun(w *Worker) *run {
 	r.engine = delivery.NewRun(delivery.Parts{
 		Rules: w.delivery, Db: w.db, Processor: w.processor, Slots: handling.CallSlots{Transactions: w.slots},
 		Breakers: w.breakers, Pauses: w.pauses, Outages: w.outages, Wake: w.wake, Heard: w.heard,
-		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(routes),
+		Read: delivery.ReadOutboxDelivery, Pairs: delivery.PairsOf(routes), Report: w.report, Others: r.backlog,
 	})
 	r.admission = &admission{
 		cfg: w.cfg, delivery: w.delivery, dispatcher: r.engine.Dispatcher, processor: w.processor, log: w.processor.Log,
 		lease: r.lease, hooks: r.engine.Hooks, starting: true,
 	}
 	r.admission.fanOut = newFanOut(w.db, rules.Schema, w.Group(), routesOf(routes), r.engine.Store, w.delivery.StopGrace(), w.processor.Log, r.admission.plan)
+	r.admission.fanOut.unordered = w.cfg.Unordered
 	r.engine.Dispatcher.TakeNew = r.admission.takeNew
 	r.engine.Confirm = r.admission.fanOut.confirm
 	return r
+}
+
+// backlog counts the events of the group that have no delivery yet.
+func (r *run) backlog(ctx context.Context) (counts []tables.EventCount, reasons []string, err error) {
+	const most = 1000
+	if r.admission.isMoved() {
+		return nil, nil, nil
+	}
+	w := r.worker
+	g, err := tables.Group(ctx, w.db, pg.InSchema(tables.SQLPositions, w.processor.Rules.Schema), w.Group(), most)
+	if err != nil || g.Pending == 0 {
+		return nil, nil, err
+	}
+	return []tables.EventCount{{Group: w.Group(), Status: tables.StatusPending, Events: int(g.Pending), Oldest: g.Oldest}}, nil, nil
 }
 
 // prepare waits for PostgreSQL, checks that the tables belong to this release, and reads the pauses of

@@ -100,6 +100,8 @@ func New(db *pgxpool.Pool, rules Rules, routes handling.Routes, hub *wakeup.Hub,
 		delivery: &delivery.Rules{
 			Rules: processor.Rules, Streams: rules.Streams, Concurrency: rules.Concurrency, MaxPoll: rules.MaxPoll,
 			PollInterval: rules.PollInterval, Lease: rules.Lease,
+			// A call that is given up goes on in its lane, without its slots.
+			Spare: [2]int{rules.Concurrency, rules.Concurrency}, SpareAfter: rules.Handling.HandlerTimeout + handling.StuckGrace,
 		},
 		db:        db,
 		processor: processor,

@@ -53,7 +53,7 @@ func newAdminFixture(t *testing.T, access outboxadmin.Access) *adminFixture {
 				return []outbox.RelayHealth{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen,
 					Reasons: []string{"nothing has moved for 1m34s, although there are events to send", "the circuit breaker is open"}}}
 			}
-			return []outbox.RelayHealth{{Relay: "default", Live: true, Ready: true, Leading: true}}
+			return []outbox.RelayHealth{{Relay: "default", Live: true, Ready: true, Works: true, Leading: true}}
 		},
 		Logger: slog.New(slog.DiscardHandler),
 	})

@@ -14,6 +14,7 @@
 package kafkaserver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -54,6 +55,10 @@ type Config struct {
 	// say the rest, for example listener.name.mtls.ssl.keystore.location. The broker's own listener
 	// is PLAINTEXT and has no logins.
 	Listeners map[string]string
+
+	// Advertised are the addresses that extra listeners advertise instead of their own, by name. Clients then reach
+	// the broker through a proxy at this address.
+	Advertised map[string]string
 
 	// Log receives what the broker prints, warnings and errors. Nil discards it.
 	Log io.Writer
@@ -221,9 +226,9 @@ func (s *Server) properties() []byte {
 		"log.dirs":                       s.path("data"),
 	}
 	for name, port := range s.ports {
-		listener := "," + name + "://" + place.Address(port)
-		settings["listeners"] += listener
-		settings["advertised.listeners"] += listener
+		address := place.Address(port)
+		settings["listeners"] += "," + name + "://" + address
+		settings["advertised.listeners"] += "," + name + "://" + cmp.Or(s.cfg.Advertised[name], address)
 		settings["listener.security.protocol.map"] += "," + name + ":" + s.cfg.Listeners[name]
 	}
 	maps.Copy(settings, s.defaults)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 
 	"github.com/outboxgo/outbox/bench/internal/stats"
@@ -26,16 +27,24 @@ type Result struct {
 	Failed   string  `json:"failed,omitempty"` // why this was not measured
 }
 
-// Measured is a result by itself.
+// Measured is a result by itself. It has failed if most turns are 0 and one is not: the clock was too coarse.
 func Measured(scenario, unit string, values stats.Series) Result {
-	return Result{Scenario: scenario, Value: values.Median(), Unit: unit, Runs: len(values), Spread: values.Spread()}
+	return Result{Scenario: scenario, Value: values.Median(), Unit: unit, Runs: len(values), Spread: values.Spread()}.unlessCoarse(scenario)
 }
 
-// Compared is a result that is held against another one, turn by turn.
+// Compared is a result that is held against another one, turn by turn. It has failed if the other one is 0 in a turn.
 func Compared(scenario, unit string, values stats.Series, against string, base stats.Series) Result {
 	r := Measured(scenario, unit, values)
 	ratios := values.Over(base)
 	r.Against, r.Ratio, r.Spread = against, ratios.Median(), ratios.Spread()
+	return r.unlessCoarse(against)
+}
+
+// unlessCoarse returns the result, or one that has failed if a number of it was divided by a 0 of what.
+func (r Result) unlessCoarse(what string) Result {
+	if math.IsInf(r.Ratio, 0) || math.IsInf(r.Spread, 0) || r.Against != "" && math.IsNaN(r.Ratio) {
+		return Failed(r.Scenario, what+" is 0 in a turn: it took too little to be measured")
+	}
 	return r
 }
 

@@ -2,6 +2,7 @@ package report
 
 import (
 	"bytes"
+	"strings"
 	"testing"
 
 	"github.com/outboxgo/outbox/bench/internal/stats"
@@ -38,6 +39,17 @@ func TestJSON(t *testing.T) {
 {"scenario":"drain/cpu","value":7,"unit":"µs/event","ratio":2,"against":"drain/pipe-cpu","runs":1,"spread":0,"target":"value ≤ 6","met":false}
 {"scenario":"latency/3000","value":0,"unit":"","runs":0,"spread":0,"failed":"floor achieved 2000 of 3000 transactions/s"}
 `, b.String())
+}
+
+// Processor time is counted in ticks, so that of a short turn may be 0. JSON has no infinity.
+func TestNothingIsDividedByZero(t *testing.T) {
+	r := &Report{}
+	r.Add(Compared("relay-cpu", "µs", stats.Series{10, 20}, "floor-cpu", stats.Series{0, 5}),
+		Compared("no-cpu", "µs", stats.Series{0}, "floor-cpu", stats.Series{0}),
+		Measured("floor-cpu", "µs", stats.Series{0, 0, 5}))
+	var b bytes.Buffer
+	require.NoError(t, r.Write(&b, "-"))
+	require.Equal(t, 3, strings.Count(b.String(), `"failed":"floor-cpu is 0 in a turn`))
 }
 
 func TestNumber(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 )
 
 // The codes that the examples exit with.
@@ -26,10 +27,10 @@ var ErrWrong = errors.New("the numbers do not add up")
 type Program func(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error
 
 // Main runs a program as this process, and exits with a code. Ctrl-C or SIGTERM cancels the program's context.
-// The second signal ends the process at once.
+// The second signal, unless it comes together with the first, ends the process at once.
 func Main(name string, program Program) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop)
+	context.AfterFunc(ctx, func() { time.AfterFunc(time.Second, stop) })
 	err := program(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
 	os.Exit(code(ctx, name, err))
 }

@@ -110,9 +110,9 @@ INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, s
 SELECT relay, id, pg_current_snapshot(), id, 1, 14, now() - make_interval(secs => early - late)
   FROM move, (VALUES ('default', 0), ('analytics', 0.12)) AS r (relay, late) WHERE events > 0
  ORDER BY i;
-INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at) VALUES
-    ('default', 'shop-6d9f7c5b84-xk2lp/1/8f3ac1', 14, now() + interval '24 s'),
-    ('analytics', 'shop-6d9f7c5b84-9vw4t/1/20bd77', 3, now() + interval '19 s')`
+INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, state, state_at, kafka_at) VALUES
+    ('default', 'shop-6d9f7c5b84-xk2lp/1/8f3ac1', 14, now() + interval '24 s', '{"epoch": 14, "works": true}', now() - interval '6 s', now() - interval '6 s'),
+    ('analytics', 'shop-6d9f7c5b84-9vw4t/1/20bd77', 3, now() + interval '19 s', '{"epoch": 3, "works": true}', now() - interval '11 s', now() - interval '11 s')`
 
 // failed has a dead event of the order above and what is parked behind it, then many of
 // an outage and of every status.

@@ -1,0 +1,70 @@
+package consumer
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/delivery"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+)
+
+// A forged claim may name no dead letter, so that Kafka is not asked. It ends no outage that another partition sees.
+func TestForgedClaimEndsNoOutage(t *testing.T) {
+	t.Parallel()
+	s := newPartitionFixture(t, Rules{})
+	s.forged = true
+	s.worker.outages.Report("reading dead letters of play-events", time.Now(), errors.New("no route"))
+	items := make([]recordItem, 1)
+	items[0].record = withHeaders(s.arrive("a")[0], deadletter.ReplayGroup, "g", deadletter.ReplayAction, "NONE", deadletter.ReplayFrom, "nothing")
+	s.worker.admit(items)
+	require.True(t, s.worker.outages.Failing())
+}
+
+// The answer to a dead letter that came too late for its own call ends the outage of that time, and no later one.
+func TestLateDeadLetterEndsNoLaterOutage(t *testing.T) {
+	t.Parallel()
+	c := &Consumer{
+		Rules:   &Rules{DeadLetterTopic: func(string) string { return "dlq" }, Rules: &handling.Rules{}},
+		outages: outage.NewLogs(slog.New(slog.DiscardHandler)),
+	}
+	d := deadRow(1)
+	d.Action, d.Record = "ACTED", parkedRecordOf(&kgo.Record{Topic: "sales", Value: []byte("{}")}, kafka.TopicID{})
+	c.gates.topics = map[string]*deadLetterGate{"dlq": {sending: map[int64]bool{}, accepted: map[int64]accepted{1: {"dlq-0-7", time.Now()}}}}
+	c.outages.Report(outageDeadLetters+"dlq", time.Now(), errors.New("not enough replicas"))
+	_, place, err := c.sendDeadLetter(t.Context(), d, handling.Outcome{Result: handling.Dead, Err: errors.New("bad")})
+	require.NoError(t, err)
+	require.Equal(t, "dlq-0-7", place)
+	require.True(t, c.outages.Failing())
+	_, _, err = c.sendDeadLetter(t.Context(), &delivery.Delivery{Ref: delivery.Ref{ID: 2}, Action: "ACTED", Record: d.Record}, handling.Outcome{Result: handling.Dead, Err: errors.New("bad")})
+	require.ErrorIs(t, err, errNoMember)
+	require.True(t, c.outages.Failing())
+}
+
+// Records and an assignment are answers of Kafka: they end an outage of Kafka at once.
+func TestAnswersEndOutageOfKafka(t *testing.T) {
+	t.Parallel()
+	m := &membership{outages: outage.NewLogs(slog.New(slog.DiscardHandler)), contact: kafka.NewContact(nil, false, func(time.Time, error, ...any) {})}
+	m.outages.Report(outageKafka, time.Now(), errors.New("no route"))
+	m.answered()
+	require.False(t, m.outages.Failing())
+}
+
+// Behind a session that has ended in an outage, Kafka answers that it does not know the member. That is no outage.
+func TestExpelledMemberIsNoOutage(t *testing.T) {
+	t.Parallel()
+	m := &membership{outages: outage.NewLogs(slog.New(slog.DiscardHandler)), log: slog.New(slog.DiscardHandler)}
+	m.fetchFailed(t.Context(), time.Now(), kafka.Partition{}, fmt.Errorf("unable to join group session: %w", kerr.UnknownMemberID))
+	require.False(t, m.outages.Failing())
+	m.fetchFailed(t.Context(), time.Now(), kafka.Partition{}, errors.New("no route"))
+	require.True(t, m.outages.Failing())
+}

@@ -1,0 +1,102 @@
+package delivery
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// A worker handles the rows that consumers of its group have parked, and has no client for Kafka. If such a row dies
+// there, its dead letter is owed. The next consumer of the group sends it. Later rows of the key do not wait for that.
+
+// deadLetterLease is how long a dead letter is not sent by another process. Sending may need three tries of 10 s.
+const deadLetterLease = time.Minute
+
+// deadLettersPoll is how often a consumer looks for owed dead letters.
+const deadLettersPoll = 5 * time.Second
+
+// sqlTakeDeadLetter takes the row of one of the streams $3 whose dead letter is owed for the longest time.
+const sqlTakeDeadLetter = `
+UPDATE {schema}.event_delivery AS d SET next_retry_at = clock_timestamp() + $2::interval
+ WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
+                          WHERE r.consumer_group = $1::text AND r.dead_letter_owed AND r.stream = ANY ($3::text[]) AND r.resolved_at IS NULL AND r.next_retry_at <= clock_timestamp()
+                          ORDER BY r.consumer_group, r.next_retry_at LIMIT 1 FOR UPDATE SKIP LOCKED))
+RETURNING ` + columns + `, false, ` + payload + `, ` + headers + `, ` + record
+
+// sqlDeadLetterTried notes that a dead letter was sent, or when it is sent again.
+const sqlDeadLetterTried = `
+UPDATE {schema}.event_delivery AS d SET dead_letter_owed = NOT $3::bool, next_retry_at = clock_timestamp() + $4::interval
+ WHERE d.id = $1 AND d.consumer_group = $2::text AND d.dead_letter_owed`
+
+// takeDeadLetter returns the next delivery of streams whose dead letter this process has to send. There is at most one.
+func (s *Store) takeDeadLetter(ctx context.Context, streams []string) (taken []Delivery, err error) {
+	err = s.transactAsync(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlTakeDeadLetter, s.group, deadLetterLease, streams).Query(func(rows pgx.Rows) (err error) {
+			taken, err = readRows(rows)
+			return err
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look for dead letters to send: %w", err)
+	}
+	return taken, nil
+}
+
+// deadLetterTried notes whether the dead letter of a delivery was sent. See [Failure] for its place.
+func (s *Store) deadLetterTried(ctx context.Context, d *Delivery, sent bool, place string) error {
+	return s.transact(ctx, func(b *pgx.Batch) {
+		s.queueStrip(b, d, place)
+		b.Queue(s.sqlDeadLetterTried, d.ID, s.group, sent, deadLetterWait)
+	})
+}
+
+// deadLettersLoop sends owed dead letters until ctx is cancelled. Those of a stream whose dead-letter topic takes
+// nothing wait, and hold up no others.
+func (r *Run) deadLettersLoop(ctx context.Context) {
+	streams := map[string]time.Time{} // of this process, and until when their dead letters wait
+	for _, p := range slices.Concat(r.parts.Pairs[0], r.parts.Pairs[1]) {
+		streams[p.Stream] = time.Time{}
+	}
+	for ctx.Err() == nil {
+		began := time.Now()
+		stream, sent, err := r.sendOwedDeadLetter(ctx, streams)
+		if err != nil && ctx.Err() == nil {
+			r.parts.Outages.Report(handling.OutagePostgres, began, err)
+		}
+		switch {
+		case stream == "":
+			wait.Sleep(ctx, deadLettersPoll)
+		case !sent:
+			streams[stream] = time.Now().Add(deadLettersPoll)
+		}
+	}
+}
+
+// sendOwedDeadLetter sends an owed dead letter of a stream that does not wait, and returns the stream. It returns "" if
+// there is none. The dead letter is sent again if this process is gone before it has noted that Kafka has it.
+func (r *Run) sendOwedDeadLetter(ctx context.Context, streams map[string]time.Time) (stream string, sent bool, err error) {
+	var open []string
+	for stream, until := range streams {
+		if time.Now().After(until) {
+			open = append(open, stream)
+		}
+	}
+	taken, err := r.Store.takeDeadLetter(ctx, open)
+	if err != nil || len(taken) == 0 {
+		return "", false, err
+	}
+	d := &taken[0]
+	o := handling.Outcome{Result: handling.Dead, Action: d.Action, Class: d.LastCode, Attempt: d.Attempt, Err: &earlierError{d.LastCode, d.LastMessage}}
+	topic, place, err := r.parts.DeadLetter(ctx, d, o) // reports an outage of the topic
+	if sent = err == nil; sent {
+		r.log.Info("outbox: the dead letter of an event is sent that was dead in a worker", "id", d.EventID, "type", d.Type,
+			"action", d.Action, "delivery", d.ID, "dead_letter_topic", topic)
+	}
+	return d.Stream, sent, r.Store.deadLetterTried(ctx, d, sent, r.parts.Rules.stripped(d.LastCode, place))
+}

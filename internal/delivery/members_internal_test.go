@@ -1,0 +1,109 @@
+package delivery
+
+import (
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// The row of a process is written and read in every mode of pgx, also behind PgBouncer.
+func TestMemberRowInAllModes(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+	} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			_, schema := testenv.Migrated(t)
+			db := testenv.PoolIn(t, mode)
+			s := NewStore(db, schema, "g", "w", time.Minute)
+			since := time.Unix(1_000, 0).UTC()
+			says := Report{Kafka: time.Now().Add(-time.Minute), Skipped: map[string]int64{`a"b`: 7}, State: outage.State{
+				Reasons:  []string{"it's\nbad"},
+				Breakers: []outage.Breaker{{Action: "a", State: "open", Since: since}},
+				Outages:  []outage.Outage{{What: "PostgreSQL", Class: "read_only", Since: since, Err: `it's "bad"`}},
+			}}
+			_, kafka, err := s.renewMember(t.Context(), []string{tables.Route("t", "s", "a")}, time.Second, says)
+			require.NoError(t, err)
+			require.Zero(t, kafka, "there is no other process")
+			others, kafka, err := NewStore(db, schema, "g", "v", time.Minute).renewMember(t.Context(), []string{}, time.Second, Report{State: outage.State{Works: true}})
+			require.NoError(t, err)
+			require.Equal(t, [][]string{{tables.Route("t", "s", "a")}}, others)
+			require.WithinDuration(t, says.Kafka, kafka, 10*time.Second)
+			same, kafka, err := NewStore(db, schema, "g", "v", time.Minute).renewMember(t.Context(), []string{tables.Route("t", "s", "a")}, time.Second, Report{State: outage.State{Works: true}})
+			require.NoError(t, err)
+			require.Empty(t, same)
+			require.WithinDuration(t, says.Kafka, kafka, 10*time.Second)
+			members, err := tables.NewGroupReader(db, schema).Members(t.Context(), "g")
+			require.NoError(t, err)
+			require.Len(t, members, 2)
+			for _, m := range members {
+				if m.Works {
+					require.Zero(t, m.KafkaAt)
+					continue
+				}
+				require.Equal(t, tables.Skipped(says.Skipped), m.Skipped)
+				require.Equal(t, says.Reasons, m.Reasons)
+				require.Equal(t, outage.State{Breakers: says.Breakers, Outages: says.Outages}, m.State)
+				require.WithinDuration(t, m.RenewedAt.Add(-time.Minute), m.KafkaAt, 10*time.Second)
+			}
+		})
+	}
+}
+
+// A process takes owed dead letters of its own streams, and none of those that wait.
+func TestOwedDeadLettersOfStreams(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	for n, stream := range []string{"foreign", "down", "up"} {
+		_, err := db.Exec(t.Context(), pg.InSchema(`
+			INSERT INTO {schema}.event_delivery (position, attempt_count, max_attempts, next_retry_at, created_at, updated_at, processed_at, occurred_at, recorded_at, event_id, status,
+			       dead_letter_owed, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload_bytes, record_partition, record_id, record_digest, record)
+			VALUES ($1, 3, 3, now() - interval '1 hour', now(), now(), now(), now(), now(), gen_random_uuid(), 'DEAD',
+			       true, 'g', 'a', $2::text, 't', '/s', 't', 'k', 'application/json', '\x', 0, $2::text, sha256($2::text::bytea), '{}')`, schema), n, stream)
+		require.NoError(t, err)
+	}
+	s := NewStore(db, schema, "g", "w", time.Minute).ForRecords()
+	take := func(streams ...string) (got []string) {
+		taken, err := s.takeDeadLetter(t.Context(), streams)
+		require.NoError(t, err)
+		for _, d := range taken {
+			got = append(got, d.Stream)
+		}
+		return got
+	}
+	require.Empty(t, take())
+	require.Equal(t, []string{"up"}, take("up"))
+	require.Equal(t, []string{"down"}, take("up", "down"))
+	require.Empty(t, take("up", "down"), "they are with this process")
+}
+
+// What a group has to handle is counted at the same cost while an old transaction keeps the index entries of all
+// deliveries that were with a process since.
+func TestCountsWalkNoOldLeases(t *testing.T) {
+	testenv.Long(t)
+	// Not parallel: it counts the buffers that PostgreSQL touches.
+	f := newPlans(t)
+	const done = 100_000
+	f.exec(`ALTER TABLE {schema}.event_delivery SET (autovacuum_enabled = false)`)
+	f.exec(`
+		INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at, occurred_at, recorded_at, locked_by, locked_until,
+		       event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload)
+		SELECT n, n, 0, 3, now(), now(), now(), now(), now(), 'w', now() - interval '1 hour',
+		       gen_random_uuid(), 'PROCESSING', CASE WHEN n % 2 = 0 THEN 'g' ELSE 'another' END, 'a', 's', 't', '/s', 't', 'k', 'application/json', '{}'
+		  FROM generate_series(1, $1::bigint) AS n`, done)
+	f.exec(`UPDATE {schema}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = now()`)
+	f.prepare("waiting", "text[], text, text, text, text, text, text, text, timestamptz, timestamptz, bool, text, text, int, int", tables.SQLWaitingOfGroup)
+	f.inTx(func(tx pgx.Tx) {
+		buffers, plan := f.buffersOf(tx, "waiting", `'{PENDING,PARKED,DEAD}', 'g', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 1000, 10000`)
+		t.Logf("%d buffers", buffers)
+		require.LessOrEqual(t, buffers, 200, plan)
+	})
+}

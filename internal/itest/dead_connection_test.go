@@ -1,0 +1,92 @@
+package itest
+
+import (
+	"context"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// deadConn is a connection that dies in silence when it is to send a statement, as behind a firewall that has forgotten
+// it: what is sent does not arrive, and nothing comes back.
+type deadConn struct {
+	net.Conn
+	statement string
+	armed     *atomic.Bool
+	dead      atomic.Bool
+	silence   net.Conn
+}
+
+// Write implements net.Conn.
+func (c *deadConn) Write(p []byte) (int, error) {
+	if strings.Contains(string(p), c.statement) && c.armed.Swap(false) {
+		c.dead.Store(true)
+	}
+	if c.dead.Load() {
+		return len(p), nil
+	}
+	return c.Conn.Write(p)
+}
+
+// Read implements net.Conn.
+func (c *deadConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if c.dead.Load() {
+		return c.silence.Read(p)
+	}
+	return n, err
+}
+
+// SetDeadline implements net.Conn.
+func (c *deadConn) SetDeadline(t time.Time) error {
+	_ = c.silence.SetDeadline(t)
+	return c.Conn.SetDeadline(t)
+}
+
+// A worker whose connection dies in silence in its transaction waits for PostgreSQL no longer than its statements may
+// take, and for a COMMIT no longer than ten calls. The event is handled once, whether the transaction was committed or
+// not.
+func TestConnectionDiesInATransaction(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	for _, name := range []string{"begin", "commit"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := newWorkerFixture(t)
+			f.commit(step{"a", 1}, step{"a", 2})
+			armed, died, statement := new(atomic.Bool), new(atomic.Bool), "CLOSE outbox_guard"
+			if name == "begin" { // the first statement that has the id of the event notes it
+				require.NoError(t, f.db.QueryRow(t.Context(), f.sql(`SELECT event_id::text FROM {schema}.outbox ORDER BY id LIMIT 1`)).Scan(&statement))
+				armed.Store(true)
+			}
+			db := testenv.Pool(t, func(cfg *pgxpool.Config) {
+				cfg.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+					conn, err := new(net.Dialer).DialContext(ctx, network, address)
+					if err != nil {
+						return nil, err
+					}
+					silence, _ := net.Pipe()
+					return &deadConn{Conn: conn, statement: statement, armed: armed, silence: silence}, nil
+				}
+			})
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, HandlerTimeout: 2 * time.Second}, PollInterval: 50 * time.Millisecond}
+			testenv.Run(t, f.worker(db, "bank", cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+				if s.N == 2 && name == "commit" && !died.Swap(true) {
+					armed.Store(true)
+				}
+				return nil
+			})).Run)
+			require.Eventually(t, func() bool { return f.count(`SELECT count(*) FROM {schema}.effect`) == 2 }, 50*time.Second, 50*time.Millisecond)
+			f.requireOrder()
+			require.False(t, armed.Load())
+		})
+	}
+}

@@ -1,0 +1,99 @@
+package itest
+
+import (
+	"log/slog"
+	"regexp"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// cabledService is a relay, a consumer and a worker that reach Kafka and PostgreSQL by cables.
+type cabledService struct {
+	*consumerFixture
+	kafka, postgres brokenDialer
+	relay           *outbox.Relay
+	consumer        *outbox.Consumer
+	worker          *outbox.Worker
+	logs            map[string]*testenv.Buffer
+	stop            map[string]func()
+}
+
+func newCabledService(t *testing.T) *cabledService {
+	s := &cabledService{consumerFixture: newConsumerFixture(t, 2), logs: map[string]*testenv.Buffer{}, stop: map[string]func(){}}
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc, cfg.MaxConns = s.postgres.dial, 20 })
+	opts := append(testenv.KafkaOpts(s.brokers), kgo.Dialer(s.kafka.dial))
+	handler := func(part string) outbox.HandlerConfig {
+		return outbox.HandlerConfig{Schema: s.schema, Logger: s.logger(part), From: outbox.FromStart}
+	}
+	var err error
+	s.relay, err = outbox.NewRelay(db, opts, outbox.RelayConfig{
+		Schema: s.schema, PollInterval: 20 * time.Millisecond, DeliveryTimeout: time.Second, Lease: 3 * time.Second, RetryInterval: 100 * time.Millisecond,
+		Breaker: outbox.BreakerConfig{Window: 10_000}, Logger: s.logger("relay"),
+	})
+	require.NoError(t, err)
+	s.consumer, err = outbox.NewConsumer(db, opts, s.events, "c-"+s.topic, outbox.ConsumerConfig{HandlerConfig: handler("consumer")}, outbox.Handle("COUNTED", s.count))
+	require.NoError(t, err)
+	s.worker, err = outbox.NewWorker(db, s.events, "w-"+s.topic, outbox.WorkerConfig{Lease: 3 * time.Second, HandlerConfig: handler("worker")}, outbox.Handle("COUNTED", s.count))
+	require.NoError(t, err)
+	s.stop["relay"], s.stop["consumer"], s.stop["worker"] = testenv.Run(t, s.relay.Run), testenv.Run(t, s.consumer.Run), testenv.Run(t, s.worker.Run)
+	require.Eventually(t, func() bool {
+		r, c, w := s.relay.Health(), s.consumer.Health(), s.worker.Health()
+		return r.Works && r.Answered && r.Leading && c.Works && c.Answered && c.Partitions > 0 && w.Works && w.Answered
+	}, testenv.Patience, 5*time.Millisecond)
+	return s
+}
+
+func (s *cabledService) logger(part string) *slog.Logger {
+	s.logs[part] = new(testenv.Buffer)
+	return slog.New(slog.NewTextHandler(s.logs[part], nil))
+}
+
+// A stop in an outage has tried nothing that has worked: the log says once what fails, and never that it works again.
+func TestStopEndsNoOutage(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name  string
+		cable func(*cabledService) *brokenDialer
+		fails map[string]string // by part
+	}{
+		{"Kafka", func(s *cabledService) *brokenDialer { return &s.kafka }, map[string]string{"relay": "Kafka", "consumer": "Kafka"}},
+		{"PostgreSQL", func(s *cabledService) *brokenDialer { return &s.postgres }, map[string]string{"relay": "PostgreSQL", "consumer": "PostgreSQL", "worker": "PostgreSQL"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			s := newCabledService(t)
+			sales := make([]sale, 200)
+			for i := range sales {
+				sales[i] = sale{Product: string(rune('a' + i%20)), Amount: 1}
+			}
+			s.sell(t, sales...)
+			test.cable(s).breakAll()
+			s.sell(t, sales...)
+			for part, what := range test.fails {
+				require.Eventually(t, func() bool { return s.says(part, what+" fails") > 0 }, testenv.Patience, 5*time.Millisecond, "%s: %s", part, s.logs[part])
+			}
+			tried := test.cable(s).rejected.Load()
+			require.Eventually(t, func() bool { return test.cable(s).rejected.Load() > tried+2 }, testenv.Patience, time.Millisecond) // a send or a statement is under way
+			for part, stop := range s.stop {
+				stop()
+				log := s.logs[part].String()
+				require.NotContains(t, log, "works again", part)
+				for _, line := range regexp.MustCompile(`msg="outbox: ([^"]*) fails, trying`).FindAllStringSubmatch(log, -1) {
+					require.Equal(t, 1, s.says(part, line[1]+" fails"), "%s: %s", part, log)
+				}
+			}
+		})
+	}
+}
+
+// says returns how many lines of a part begin with a text.
+func (s *cabledService) says(part, text string) int {
+	return len(regexp.MustCompile(`msg="outbox: `+regexp.QuoteMeta(text)).FindAllString(s.logs[part].String(), -1))
+}

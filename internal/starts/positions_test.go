@@ -1,0 +1,41 @@
+package starts
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// Positions that could not be saved are saved once PostgreSQL works, and not only at the next interval: until then the
+// consumer says that it does not work.
+func TestSavingIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	s, id := NewStore(db, schema, "g"), kafka.TopicID{1}
+	var log testenv.Buffer
+	m := NewMember(Config{Store: s, Outages: outage.NewLogs(slog.New(slog.NewTextHandler(&log, nil)))})
+	m.ids["sales"] = id
+	m.Committed(kafka.Partition{Topic: "sales", Number: 0}, 4)
+	rename := func(from, to string) {
+		_, err := s.db.Exec(t.Context(), "ALTER TABLE "+pgx.Identifier{schema, from}.Sanitize()+" RENAME TO "+pgx.Identifier{to}.Sanitize())
+		require.NoError(t, err)
+	}
+	says := func(text string) func() bool { return func() bool { return strings.Contains(log.String(), text) } }
+	rename("consumer_start", "elsewhere")
+	const interval = 2 * time.Second
+	testenv.Run(t, func(ctx context.Context) error { m.keepSaving(ctx, interval); return nil })
+	require.Eventually(t, says("saving positions fails"), testenv.Patience, time.Millisecond)
+	rename("elsewhere", "consumer_start")
+	works := time.Now()
+	require.Eventually(t, says("saving positions works again"), testenv.Patience, time.Millisecond)
+	require.Less(t, time.Since(works), interval/2)
+}
