@@ -65,6 +65,7 @@ func requireIDsReused(t *testing.T, story func(*testing.T, *site), crash func(*s
 	s := newSite(t)
 	s.relay(t, slog.DiscardHandler)
 	s.requireArrival(t, s.commit(t, "on", 3))
+	s.awaitSaid(t)
 	s.flush(t) // the cursor's row too
 	story(t, s)
 	before := s.nextID(t)
@@ -316,6 +317,15 @@ func (s *site) burnIDs(t *testing.T, n int) {
 			END LOOP;
 		END$$`, n))
 	require.NoError(t, err)
+}
+
+// awaitSaid waits until the relay has written that it works: a durable statement that it makes once, whenever that is.
+func (s *site) awaitSaid(t *testing.T) {
+	t.Helper()
+	require.Eventually(t, func() (said bool) {
+		err := s.db.QueryRow(context.Background(), `SELECT state @> '{"works": true}' FROM outbox_lease`).Scan(&said)
+		return err == nil && said
+	}, testenv.Patience, 10*time.Millisecond)
 }
 
 // flush makes everything durable that was committed so far.

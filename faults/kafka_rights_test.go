@@ -168,7 +168,11 @@ func relayWorks(t *testing.T, s *rightsSite) string {
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	run(t, site.relayPool(t), s.as("relay"), cfg)
 	site.commit(t, "on", 1)
-	return s.await(t, log, func() bool { return s.newest(t, s.topic) == 1 })
+	text := s.await(t, log, func() bool { return s.newest(t, s.topic) == 1 })
+	if strings.Contains(text, "CLUSTER_AUTHORIZATION_FAILED") {
+		require.Contains(t, text, "which needs WRITE on a topic")
+	}
+	return text
 }
 
 // newest returns the number of records of a topic.

@@ -175,7 +175,10 @@ func askProducerID(ctx context.Context, b *kgo.Broker) error {
 	if err != nil {
 		return err
 	}
-	return kerr.ErrorForCode(id.(*kmsg.InitProducerIDResponse).ErrorCode)
+	if err := kerr.ErrorForCode(id.(*kmsg.InitProducerIDResponse).ErrorCode); err != nil {
+		return fmt.Errorf("ask for a producer id, which needs WRITE on a topic: %w", err)
+	}
+	return nil
 }
 
 // mostNamed is how many brokers an error names.
