@@ -76,6 +76,26 @@ func TestNamedTestsExist(t *testing.T) {
 	require.Greater(t, named, 500)
 }
 
+// The models and properties that docs/correctness.md names exist, and so do its commands.
+func TestCorrectnessNamesWhatExists(t *testing.T) {
+	t.Parallel()
+	text, makefile := read(t, "docs/correctness.md"), read(t, "Makefile")
+	models := regexp.MustCompile("((?:`[A-Z]\\w+`(?:, )?)+)(?: under fairness)?: ([A-Z]\\w+(?:, [A-Z]\\w+)*)").FindAllStringSubmatch(text, -1)
+	require.Greater(t, len(models), 8)
+	for _, line := range models {
+		properties := ""
+		for _, model := range regexp.MustCompile("`(\\w+)`").FindAllStringSubmatch(line[1], -1) {
+			properties += read(t, "spec/"+model[1]+".tla")
+		}
+		for property := range strings.SplitSeq(line[2], ", ") {
+			require.Regexp(t, `(?m)^`+property+` ==`, properties, "%s has no %s", line[1], property)
+		}
+	}
+	for _, target := range regexp.MustCompile("`make ([a-z-]+)").FindAllStringSubmatch(text, -1) {
+		require.Regexp(t, `(?m)^`+target[1]+`:`, makefile, "make %s", target[1])
+	}
+}
+
 // assertCells reports whether a line has what, state, how and tests.
 func assertCells(t *testing.T, number string, cells []string) bool {
 	t.Helper()
