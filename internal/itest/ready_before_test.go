@@ -36,6 +36,7 @@ type wrongStart struct {
 // the address, in its health with what and the class. It is ready only where Kafka is no more than away.
 func TestServiceWithWrongConfiguration(t *testing.T) {
 	t.Parallel()
+	testenv.Direct(t) // PgBouncer has one code for all reasons, and tries a login that failed again after 15 s
 	secure := httptest.NewTLSServer(http.NotFoundHandler())
 	t.Cleanup(secure.Close)
 	postgres := func(t *testing.T, w *wrongStart, change func(cfg *pgxpool.Config)) string {

@@ -87,6 +87,9 @@ func (h *relayFixture) firstRecord(t *testing.T, topic string) *kgo.Record {
 func TestRelayUnderRoleSettings(t *testing.T) {
 	underRoleSettings(t, func(t *testing.T, db *pgxpool.Pool) {
 		h := newRelayFixture(t)
+		for _, topic := range []string{h.topic, h.topic + "-bytes"} { // one that is made while it is needed fails first
+			testenv.CreateTopic(t, h.brokers, topic, 2)
+		}
 		reader := h.follow(t)
 		failed := numbered("failed", 1, 2)
 		h.fail(t, failed...)

@@ -99,8 +99,10 @@ func IsOwn(err error) bool {
 // ClassOf returns the class of an error of PostgreSQL, for views of outages. The list of classes is closed.
 func ClassOf(err error) string {
 	const tooManyConnections, diskFull, readOnly, noDatabase, invalidLogin, noLogin = "53300", "53100", "25006", "3D000", "28P01", "28000"
+	const byPooler = "08P01" // of PgBouncer, whatever its reason is
 	code := Code(err)
 	failed, network := errors.AsType[net.Error](err)
+	_, connecting := errors.AsType[*pgconn.ConnectError](err)
 	switch {
 	case hasCode(err, invalidLogin, noLogin):
 		return "refused_login"
@@ -108,6 +110,8 @@ func ClassOf(err error) string {
 		return "refused_tls"
 	case code == noDatabase:
 		return "no_database"
+	case connecting && code == byPooler:
+		return "refused"
 	case code == tooManyConnections:
 		return "no_connections"
 	case code == diskFull:
