@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
 	"strconv"
 	"strings"
 	"time"
@@ -169,20 +170,10 @@ func (r *records) note(record *kgo.Record, topic uint32) error {
 			}
 		}
 	}
-	occurred := time.Time{}
 	if id == nil && strings.HasPrefix(string(media), "application/cloudevents") {
-		m, err := envelope.DecodeRecord(record.Value, func(yield func(string, []byte) bool) {
-			for _, h := range record.Headers {
-				if !yield(h.Key, h.Value) {
-					return
-				}
-			}
-		})
-		if err == nil {
-			id, source, occurred = []byte(m.ID), []byte(m.Source), m.Time
+		if m, err := envelope.DecodeRecord(record.Value, headersOf(record)); err == nil {
+			id, source, at = []byte(m.ID), []byte(m.Source), envelope.AppendTime(nil, m.Time)
 		}
-	} else if at != nil {
-		occurred, _ = time.Parse(time.RFC3339Nano, string(at)) // another producer may write what it likes
 	}
 	event, err := uuid.ParseBytes(id)
 	if err != nil || !r.sources.has(source) {
@@ -191,17 +182,28 @@ func (r *records) note(record *kgo.Record, topic uint32) error {
 	}
 	r.report.Records++
 	s := sighting{event: eventID(event), side: sideRecord, topic: topic, partition: record.Partition, position: record.Offset,
-		at: min(record.Timestamp.UnixMicro(), microsOf(occurred, endless), timeOf(event))}
+		at: min(record.Timestamp.UnixMicro(), timeOf(event, at))}
 	it := s.item()
 	return r.events.add(&it)
 }
 
-// timeOf returns the time in a UUIDv7.
-func timeOf(id uuid.UUID) int64 {
-	if id.Version() != 7 {
-		return endless
+func headersOf(record *kgo.Record) iter.Seq2[string, []byte] {
+	return func(yield func(string, []byte) bool) {
+		for _, h := range record.Headers {
+			if !yield(h.Key, h.Value) {
+				return
+			}
+		}
 	}
-	return int64(binary.BigEndian.Uint64(id[:8])>>16) * 1000
+}
+
+// timeOf returns the time in a UUIDv7, which is about that of recording, or else the time that the event names.
+func timeOf(id uuid.UUID, named []byte) int64 {
+	if id.Version() == 7 {
+		return int64(binary.BigEndian.Uint64(id[:8])>>16) * 1000
+	}
+	at, _ := time.Parse(time.RFC3339Nano, string(named)) // other producers may write what they like
+	return microsOf(at, endless)
 }
 
 // topicSettings are settings of a topic that let Kafka remove records.
