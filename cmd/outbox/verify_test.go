@@ -86,6 +86,12 @@ func TestVerifyHistory(t *testing.T) {
 	require.Equal(t, exitProblems, a.code, a.err)
 	require.Regexp(t, `inverted +o-1 +1 +orders/0/1 +Order 17 +event 2 of its key came before it, at offset 0`, a.out)
 	require.Contains(t, a.out, "2 events, 2 records, in ")
+	now := time.Now()
+	d.change = func(e *env) { e.now = func() time.Time { now = now.Add(time.Minute); return now } }
+	a = d.call(t, "verify", "--history", path)
+	require.Contains(t, a.err, "events compared 0 of 4\n", "the progress")
+	a = d.call(t, "verify", "--history", path, "--json")
+	require.Empty(t, a.err)
 	a = d.call(t, "verify", "--history", path+"x")
 	require.Equal(t, exitError, a.code)
 }
