@@ -190,7 +190,7 @@ func (s *stopsSite) drain(t *testing.T, v *stopsResult) {
 	h := newHistory(t)
 	h.add(t, committed, arrived, places, func(string) string { return "" }, func(e oracle.Event) string { return e.Key })
 	require.Equal(t, map[verify.Kind]int64{verify.Lost: int64(o.Lost), verify.Phantom: int64(o.Phantom), verify.Repeated: int64(o.Duplicates), verify.Inverted: int64(o.Inversions)},
-		countsOf(h.judge(t)), "%s", o)
+		countsOf(h.classify(t)), "%s", o)
 	v.LockedRepeats = s.lockedRepeats(arrived)
 	v.Events, v.Lost, v.Phantom, v.Inversions, v.Repeats = o.Events, o.Lost, o.Phantom, o.Inversions, o.Duplicates-v.LockedRepeats
 }

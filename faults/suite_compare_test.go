@@ -98,11 +98,11 @@ func (s *suite) compare(t *testing.T, v *result) {
 	strict.Compare(expected, arrived)
 	t.Logf("%d keys were released; inversions of theirs, which are allowed: %d", len(released), strict.Inversions-o.Inversions)
 	v.Events, v.Lost, v.Phantom, v.Duplicates, v.Inversions = len(committed), o.Lost, o.Phantom, o.Duplicates, o.Inversions
-	s.judge(t, committed, ordered, failed, *v)
+	s.classify(t, committed, ordered, failed, *v)
 }
 
-// judge writes the history and requires that outbox verify finds in it what the oracle has found.
-func (s *suite) judge(t *testing.T, committed map[string]struct{}, ordered []oracle.Event, failed []failedEvent, v result) {
+// classify writes the history and requires that outbox verify finds in it what the oracle has found.
+func (s *suite) classify(t *testing.T, committed map[string]struct{}, ordered []oracle.Event, failed []failedEvent, v result) {
 	t.Helper()
 	states := map[string]string{}
 	for _, f := range failed {
@@ -112,7 +112,7 @@ func (s *suite) judge(t *testing.T, committed map[string]struct{}, ordered []ora
 	}
 	h := newHistory(t)
 	h.add(t, committed, ordered, s.topics.Places(), func(id string) string { return states[id] }, func(e oracle.Event) string { return e.Key })
-	report := h.judge(t)
+	report := h.classify(t)
 	require.Equal(t, map[verify.Kind]int64{verify.Lost: int64(v.Lost), verify.Phantom: int64(v.Phantom), verify.Repeated: int64(v.Duplicates), verify.Inverted: int64(v.Inversions)},
 		countsOf(report), "%s", v)
 }

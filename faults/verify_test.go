@@ -57,8 +57,8 @@ func (h *history) add(t *testing.T, committed map[string]struct{}, arrived []ora
 	}
 }
 
-// judge judges the history as outbox verify --history does.
-func (h *history) judge(t *testing.T) verify.Report {
+// classify judges the history as outbox verify --history does.
+func (h *history) classify(t *testing.T) verify.Report {
 	t.Helper()
 	require.NoError(t, h.w.Flush())
 	require.NoError(t, h.file.Close())

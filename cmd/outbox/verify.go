@@ -183,7 +183,7 @@ func (v *verification) showJSON(e *env, r verify.Report) error {
 	}
 	doc := map[string]any{"events": r.Events, "first_id": r.FirstID, "last_id": r.LastID, "records": r.Records, "found": found, "findings": findings,
 		"not_sent": r.NotSent, "expired": r.Expired, "older": r.Older, "released": r.Released, "foreign": r.Foreign, "replayed": r.Replayed,
-		"first_at": optional(r.FirstAt), "last_at": optional(r.LastAt), "phantoms_since": optional(r.Judged), "seconds": r.Took.Round(time.Millisecond).Seconds()}
+		"first_at": optional(r.FirstAt), "last_at": optional(r.LastAt), "phantoms_since": optional(r.PhantomsSince), "seconds": r.Took.Round(time.Millisecond).Seconds()}
 	v.times.addTo(doc)
 	return e.writeJSON(doc)
 }

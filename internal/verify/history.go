@@ -25,8 +25,8 @@ type EventLine struct {
 	Position int64  `json:"position"` // its place in the order of its key, such as its outbox id
 	Key      string `json:"key"`      // of its record
 	Topic    string `json:"topic"`
-	// State is empty if a record must have the event. Otherwise it is pending, or a status of outbox_failed: waiting, failed,
-	// parked, dead, resolved.
+	// State is empty if a record must have the event. Otherwise it is pending, or a status of outbox_failed: waiting,
+	// failed, parked, dead, resolved.
 	State string `json:"state,omitempty"`
 }
 
@@ -52,7 +52,7 @@ func RunHistory(ctx context.Context, path string, cfg Config) (Report, error) {
 	defer remove()
 	c.begin("lines read", 0)
 	if err = eachLine(path, c.addLine); err == nil {
-		err = c.judge()
+		err = c.classify()
 	}
 	if err == nil && len(c.report.Findings) > 0 {
 		err = eachLine(path, c.nameLine)

@@ -162,14 +162,14 @@ func randomHistory(rng *rand.Rand, events int) (lines []Line) {
 		key := rng.IntN(10)
 		e := sent{fmt.Sprintf("event-%d", i), topics[key%2], int32(key % 3)}
 		state := ""
-		fate := rng.IntN(100)
-		if fate < 3 {
+		outcome := rng.IntN(100)
+		if outcome < 3 {
 			state = stateNames[1+rng.IntN(int(states)-1)]
 		}
 		lines = append(lines, Line{Event: &EventLine{ID: e.id, Position: int64(i) - 50, Key: fmt.Sprint(key), Topic: e.topic, State: state}})
 		switch {
-		case fate < 6: // lost, or it waits
-		case fate < 12: // late
+		case outcome < 6: // lost, or it waits
+		case outcome < 12: // late
 			waiting = append(waiting, e)
 		default:
 			send(e.id, e.topic, e.partition)

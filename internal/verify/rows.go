@@ -36,7 +36,7 @@ const sqlActions = `
 SELECT id, event_id, action, parking_key FROM {schema}.outbox_audit
  WHERE id > $1 AND relay = $2::text AND event_id IS NOT NULL AND action = ANY ('{retry,edit,resolve}'::text[]) ORDER BY id LIMIT $3`
 
-// sqlBounds reads the highest id.
+// sqlBounds reads the lowest and the highest id.
 const sqlBounds = `SELECT coalesce((SELECT id FROM {schema}.outbox ORDER BY id LIMIT 1), 0), coalesce((SELECT id FROM {schema}.outbox ORDER BY id DESC LIMIT 1), 0)`
 
 const eventColumns = `event_id, created_at, coalesce(topic, pg_catalog.split_part(event_type, '.', 2) || '-events'), coalesce(partition_key, aggregate_id), source`
@@ -48,31 +48,31 @@ SELECT o.id, ` + eventColumns + `, ` + tables.Attempted + `
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id > $4 AND id < $5 ORDER BY id LIMIT $6) AS o
  ORDER BY o.id`
 
-// sqlArchived reads rows of the archive. Retention has removed them from outbox, so the relay has attempted them. Two
+// archivedEvents reads rows of the archive. Retention has removed them from outbox, so the relay has attempted them. Two
 // events may have the same id there.
-const sqlArchived = `
+const archivedEvents = `
 SELECT id, ` + eventColumns + `, true
   FROM {schema}.outbox_archive
  WHERE id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid) AND id < $3
    AND created_at >= $4::timestamptz AND created_at < $5::timestamptz
  ORDER BY id, event_id LIMIT $6`
 
-// sqlOldest reads when the first row was recorded that retention would remove if it were old enough. It leaves rows that
-// no relay could read, and large ones if there is an archive.
+// sqlOldest reads when the first row was recorded that retention would remove if it were old enough. It leaves rows
+// that no relay could read, and large ones if there is an archive.
 const sqlOldest = `
 SELECT id, created_at FROM {schema}.outbox AS o
  WHERE size <= 1048576
    AND NOT EXISTS (SELECT FROM {schema}.outbox_failed AS f WHERE f.outbox_id = o.id AND f.error_class = 'unreadable_row' AND f.status <> 'resolved')
  ORDER BY id LIMIT 1`
 
-const sqlOldestArchived = `SELECT id, created_at FROM {schema}.outbox_archive ORDER BY id, event_id LIMIT 1`
+const oldestArchived = `SELECT id, created_at FROM {schema}.outbox_archive ORDER BY id, event_id LIMIT 1`
 
 // The statements that look for single events.
 const (
-	sqlFind         = `SELECT event_id FROM {schema}.outbox WHERE event_id = ANY ($1::uuid[])`
-	sqlFindArchived = `SELECT event_id FROM {schema}.outbox_archive WHERE event_id = ANY ($1::uuid[])`
-	sqlKeys         = `SELECT event_id, coalesce(partition_key, aggregate_id) FROM {schema}.outbox WHERE id = ANY ($1::bigint[])`
-	sqlKeysArchived = `SELECT event_id, coalesce(partition_key, aggregate_id) FROM {schema}.outbox_archive WHERE id = ANY ($1::bigint[])`
+	sqlFind        = `SELECT event_id FROM {schema}.outbox WHERE event_id = ANY ($1::uuid[])`
+	findArchived   = `SELECT event_id FROM {schema}.outbox_archive WHERE event_id = ANY ($1::uuid[])`
+	sqlKeys        = `SELECT event_id, coalesce(partition_key, aggregate_id) FROM {schema}.outbox WHERE id = ANY ($1::bigint[])`
+	keysOfArchived = `SELECT event_id, coalesce(partition_key, aggregate_id) FROM {schema}.outbox_archive WHERE id = ANY ($1::bigint[])`
 )
 
 // rows reads the tables.
@@ -239,7 +239,7 @@ func (r *rows) readArchived(after, before int64) error {
 		err := r.query(pg.PlannerSettings, func(found pgx.Rows) (err error) {
 			n, after, id, err = r.page(found, after)
 			return err
-		}, sqlArchived, r.cfg.Archive, after, id.String(), before, since, until, pageRows)
+		}, archivedEvents, r.cfg.Archive, after, id.String(), before, since, until, pageRows)
 		if err == nil {
 			err = r.add(n)
 		}
@@ -291,7 +291,7 @@ const margin = time.Hour
 func (r *rows) setWindow() error {
 	schema, sql := r.cfg.Schema, sqlOldest
 	if r.cfg.Archive != "" {
-		schema, sql = r.cfg.Archive, sqlOldestArchived
+		schema, sql = r.cfg.Archive, oldestArchived
 	}
 	var first int64
 	var at time.Time
@@ -322,7 +322,7 @@ func (r *rows) setWindow() error {
 		r.exists = r.find
 	}
 	if r.from != endless {
-		r.report.Judged = time.UnixMicro(r.from)
+		r.report.PhantomsSince = time.UnixMicro(r.from)
 	}
 	return nil
 }
@@ -343,7 +343,7 @@ func (r *rows) find(ids []eventID) (map[eventID]bool, error) {
 	}
 	err := r.query(pg.Unbounded, read, sqlFind, r.cfg.Schema, texts)
 	if err == nil && r.cfg.Archive != "" {
-		err = r.query(pg.Unbounded, read, sqlFindArchived, r.cfg.Archive, texts)
+		err = r.query(pg.Unbounded, read, findArchived, r.cfg.Archive, texts)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("look for events: %w", err)
@@ -379,7 +379,7 @@ func (r *rows) nameKeys() error {
 	}
 	err := r.query(pg.Unbounded, read, sqlKeys, r.cfg.Schema, ids)
 	if err == nil && r.cfg.Archive != "" {
-		err = r.query(pg.Unbounded, read, sqlKeysArchived, r.cfg.Archive, ids)
+		err = r.query(pg.Unbounded, read, keysOfArchived, r.cfg.Archive, ids)
 	}
 	if err != nil {
 		return fmt.Errorf("read keys: %w", err)

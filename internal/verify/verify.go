@@ -97,7 +97,7 @@ type Report struct {
 	FirstID, LastID   int64     // their outbox ids
 	FirstAt, LastAt   time.Time // when they were recorded
 	Records           int64     // records of the source of these events
-	Judged            time.Time // phantoms are judged if all times of the record are not before this one
+	PhantomsSince     time.Time // phantoms are judged if all times of the record are not before this one
 	Found             map[Kind]int64
 	Findings          []Finding        // the first ones of each kind
 	NotSent           map[string]int64 // events that need not be in Kafka, by state: pending, or the status of outbox_failed
@@ -180,11 +180,13 @@ func (c *check) show() {
 // ErrNoRelay means that the relay has no position in the schema.
 var ErrNoRelay = errors.New("the relay has no row in outbox_cursor")
 
-// ErrOtherCluster means that the position of the relay was written by another cluster, and no relay has worked here yet.
+// ErrOtherCluster means that the position of the relay was written by another cluster, and no relay has worked here
+// yet.
 var ErrOtherCluster = errors.New("the position of the relay belongs to another cluster: run the relay first")
 
-// Run compares the events of a database with the records of Kafka. It changes nothing. It makes a Kafka client from opts
-// and closes it. It returns ErrNoRelay, or an error of PostgreSQL, of Kafka or of the file system.
+// Run compares the events of a database with the records of Kafka. It changes nothing. It makes a Kafka client from
+// opts and closes it. It returns ErrNoRelay, ErrOtherCluster, or an error of PostgreSQL, of Kafka or of the file
+// system.
 func Run(ctx context.Context, db *pgxpool.Pool, opts []kgo.Opt, cfg Config) (Report, error) {
 	began := time.Now()
 	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
@@ -207,7 +209,7 @@ func Run(ctx context.Context, db *pgxpool.Pool, opts []kgo.Opt, cfg Config) (Rep
 		err = records.readAll(rows.sources, rows.oldest)
 	}
 	if err == nil {
-		err = c.judge()
+		err = c.classify()
 	}
 	if err == nil {
 		err = rows.nameKeys()

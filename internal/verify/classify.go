@@ -7,10 +7,10 @@ import (
 	"time"
 )
 
-// judge reads what was sorted and reports what is wrong.
-func (c *check) judge() error {
+// classify reads what was sorted and reports what is wrong.
+func (c *check) classify() error {
 	c.begin("events compared", c.events.added)
-	j := &judgement{check: c}
+	j := &eventPass{check: c}
 	err := c.events.each(func(it *item) error { return j.add(sightingOf(it)) })
 	if err == nil {
 		err = j.end()
@@ -19,7 +19,7 @@ func (c *check) judge() error {
 		err = j.lookUp()
 	}
 	if err == nil {
-		err = c.judgeOrder()
+		err = c.classifyOrder()
 	}
 	slices.SortStableFunc(c.report.Findings, func(a, b Finding) int {
 		return cmp.Compare(slices.Index(Kinds, a.Kind), slices.Index(Kinds, b.Kind))
@@ -27,8 +27,8 @@ func (c *check) judge() error {
 	return err
 }
 
-// judgement is one pass over the sightings, which come event by event.
-type judgement struct {
+// eventPass is one pass over the sightings, which come event by event.
+type eventPass struct {
 	*check
 	begun   bool
 	failed  state    // stateSent: there is no row
@@ -40,12 +40,12 @@ type judgement struct {
 	event   eventID
 }
 
-func (j *judgement) add(s sighting) error {
+func (j *eventPass) add(s sighting) error {
 	if !j.begun || s.event != j.event {
 		if err := j.end(); err != nil {
 			return err
 		}
-		*j = judgement{check: j.check, begun: true, event: s.event}
+		*j = eventPass{check: j.check, begun: true, event: s.event}
 	}
 	j.step.Done++
 	switch s.side {
@@ -66,7 +66,7 @@ func (j *judgement) add(s sighting) error {
 	return nil
 }
 
-func (j *judgement) addRecord(s sighting) error {
+func (j *eventPass) addRecord(s sighting) error {
 	j.records++
 	if j.records == 1 {
 		j.first = s
@@ -89,7 +89,7 @@ func (j *judgement) addRecord(s sighting) error {
 }
 
 // end judges the event of which all sightings were added.
-func (j *judgement) end() error {
+func (j *eventPass) end() error {
 	switch {
 	case !j.begun:
 	case j.rows > 0 && j.records == 0:
@@ -111,7 +111,7 @@ func (j *judgement) end() error {
 }
 
 // missing judges an event without a record.
-func (j *judgement) missing() {
+func (j *eventPass) missing() {
 	topic := j.topics[j.row.topic]
 	switch {
 	case j.row.state != stateSent:
@@ -138,7 +138,7 @@ func (c *check) phantom(s sighting) {
 const lookUpAtOnce = 10_000
 
 // lookUp judges the doubtful records.
-func (j *judgement) lookUp() error {
+func (j *eventPass) lookUp() error {
 	if len(j.doubtful) == 0 {
 		return nil
 	}
@@ -161,8 +161,8 @@ func (j *judgement) lookUp() error {
 	return nil
 }
 
-// judgeOrder compares, for each key in a partition, the order of offsets with that of outbox ids.
-func (c *check) judgeOrder() error {
+// classifyOrder compares, for each key in a partition, the order of offsets with that of outbox ids.
+func (c *check) classifyOrder() error {
 	c.begin("keys compared", c.keys.added)
 	var newest arrival // with the highest id of its key in its partition
 	var released arrival
