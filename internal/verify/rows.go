@@ -48,8 +48,8 @@ SELECT o.id, ` + eventColumns + `, ` + tables.Attempted + `
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id > $4 AND id < $5 ORDER BY id LIMIT $6) AS o
  ORDER BY o.id`
 
-// archivedEvents reads rows of the archive. Retention has removed them from outbox, so the relay has attempted them. Two
-// events may have the same id there.
+// archivedEvents reads rows of the archive. Retention has removed them from outbox, so the relay has attempted them.
+// Two events may have the same id there.
 const archivedEvents = `
 SELECT id, ` + eventColumns + `, true
   FROM {schema}.outbox_archive
