@@ -107,4 +107,5 @@ func (s *brokersSite) compareAll(t *testing.T, v *clusterResult, confirmed map[s
 	perPartition.Compare(committed, inPartitions)
 	v.Events, v.Lost, v.Phantom, v.Duplicates, v.Inversions = len(committed), o.Lost, o.Phantom, o.Duplicates, perPartition.Inversions
 	v.Moved = max(0, o.Inversions-perPartition.Inversions)
+	s.requireVerified(t)
 }

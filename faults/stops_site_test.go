@@ -215,8 +215,8 @@ func (s *stopsSite) has(id string) bool {
 	return false
 }
 
-// arrived returns all that is in the topics, in the order of each key.
-func (s *stopsSite) arrived(t *testing.T) (all []oracle.Event) {
+// arrived returns all that is in the topics, in the order of each key, and where it is.
+func (s *stopsSite) arrived(t *testing.T) (all []oracle.Event, places []oracle.Place) {
 	t.Helper()
 	for topic, reader := range s.readers {
 		ends, err := oracle.Ends(s.ctx, s.brokers, topic)
@@ -225,6 +225,7 @@ func (s *stopsSite) arrived(t *testing.T) (all []oracle.Event) {
 		arrived, err := reader.Arrived()
 		require.NoError(t, err)
 		all = append(all, arrived...)
+		places = append(places, reader.Places()[:len(arrived)]...)
 	}
-	return all
+	return all, places
 }

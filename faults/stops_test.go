@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/internal/verify"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -184,8 +185,12 @@ func (s *stopsSite) drain(t *testing.T, v *stopsResult) {
 	}
 	stop()
 	var o oracle.Result
-	arrived := s.arrived(t)
+	arrived, places := s.arrived(t)
 	o.Compare(committed, arrived)
+	h := newHistory(t)
+	h.add(t, committed, arrived, places, func(string) string { return "" }, func(e oracle.Event) string { return e.Key })
+	require.Equal(t, map[verify.Kind]int64{verify.Lost: int64(o.Lost), verify.Phantom: int64(o.Phantom), verify.Repeated: int64(o.Duplicates), verify.Inverted: int64(o.Inversions)},
+		countsOf(h.classify(t)), "%s", o)
 	v.LockedRepeats = s.lockedRepeats(arrived)
 	v.Events, v.Lost, v.Phantom, v.Inversions, v.Repeats = o.Events, o.Lost, o.Phantom, o.Inversions, o.Duplicates-v.LockedRepeats
 }

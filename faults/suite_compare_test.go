@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/internal/verify"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -97,6 +98,32 @@ func (s *suite) compare(t *testing.T, v *result) {
 	strict.Compare(expected, arrived)
 	t.Logf("%d keys were released; inversions of theirs, which are allowed: %d", len(released), strict.Inversions-o.Inversions)
 	v.Events, v.Lost, v.Phantom, v.Duplicates, v.Inversions = len(committed), o.Lost, o.Phantom, o.Duplicates, o.Inversions
+	s.classify(t, committed, ordered, failed, *v)
+}
+
+// classify writes the history and requires that outbox verify finds in it what the oracle has found.
+func (s *suite) classify(t *testing.T, committed map[string]struct{}, ordered []oracle.Event, failed []failedEvent, v result) {
+	t.Helper()
+	states := map[string]string{}
+	for _, f := range failed {
+		if f.Status != "resolved" {
+			states[f.ID] = f.Status
+		}
+	}
+	h := newHistory(t)
+	h.add(t, committed, ordered, s.topics.Places(), func(id string) string { return states[id] }, func(e oracle.Event) string { return e.Key })
+	report := h.classify(t)
+	require.Equal(t, map[verify.Kind]int64{verify.Lost: int64(v.Lost), verify.Phantom: int64(v.Phantom), verify.Repeated: int64(v.Duplicates), verify.Inverted: int64(v.Inversions)},
+		countsOf(report), "%s", v)
+}
+
+// countsOf returns the findings by kind, with zeros.
+func countsOf(r verify.Report) map[verify.Kind]int64 {
+	counts := map[verify.Kind]int64{}
+	for _, kind := range verify.Kinds {
+		counts[kind] = r.Found[kind]
+	}
+	return counts
 }
 
 // requireOneLeader is requireOneHolder where a relay may lose the lease and take

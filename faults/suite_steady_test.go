@@ -157,6 +157,7 @@ func (d *steady) compareHistory(t *testing.T, s *suite, v *result) {
 	if !s.await(t, stall, func() bool { return d.countFailed(t, `status <> 'resolved'`) == 0 }) {
 		t.Errorf("%d events of the relay with default options still wait in outbox_failed", d.countFailed(t, `status <> 'resolved'`))
 	}
+	d.requireVerified(t)
 	healthy := d.healthy()
 	v.Healthy.measure(healthy, d.excused, d.beside)
 	for _, one := range d.beside {

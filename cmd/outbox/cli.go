@@ -46,7 +46,7 @@ func commands() []command {
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand, cutFromDebeziumCommand, cutToDebeziumCommand,
 		dlqListCommand, dlqReplayCommand,
-		replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand,
+		verifyCommand, replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand,
 		auditCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, completionCommand(), versionCommand,
 	}

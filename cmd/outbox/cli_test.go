@@ -152,6 +152,10 @@ func TestUsage(t *testing.T) {
 		{"doctor --skip relay.", `--skip "relay."`},
 		{"doctor --only relay --skip relay", "leave nothing to look at"},
 		{"doctor --only kafka.topic", "which Kafka?"},
+		{"verify --limit -1", "must not be negative"},
+		{"verify --history f --since 2h", "only one of them"},
+		{"verify", "which Kafka?"},
+		{"verify --kafka k:1", "which database?"},
 		{"migrate print --from 99", "there are versions 1 to"},
 		{"status --database postgres://u:hunter22@[", "--database: that is no URL"},
 	} {

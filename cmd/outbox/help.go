@@ -64,7 +64,7 @@ var foldedGroups = map[string]string{
 	"consumer": "consumer groups",
 	"cut":      "move groups",
 	"dlq":      "dead letters of topics",
-	"failures": "what did not reach Kafka or a handler",
+	"failures": "what fails",
 	"migrate":  "create the tables or bring them up to date",
 }
 

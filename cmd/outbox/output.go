@@ -297,7 +297,7 @@ type progress struct {
 	bar   bool
 	quiet bool
 	what  string
-	total int
+	total int // 0: not known
 	now   func() time.Time
 	shown time.Time
 	after string // behind the bar
@@ -322,12 +322,16 @@ func (p *progress) show(done int) {
 		return
 	}
 	p.shown = p.now()
+	far := count(done)
+	if p.total > 0 {
+		far += " of " + count(p.total)
+	}
 	if !p.bar {
-		fmt.Fprintf(p.w, "%s %s of %s\n", p.what, count(done), count(p.total))
+		fmt.Fprintf(p.w, "%s %s\n", p.what, far)
 		return
 	}
 	full := barWidth * min(done, p.total) / max(p.total, 1)
-	fmt.Fprintf(p.w, "\r%s [%s%s] %s of %s%s ", p.what, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), count(done), count(p.total), p.after)
+	fmt.Fprintf(p.w, "\r%s [%s%s] %s%s ", p.what, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), far, p.after)
 }
 
 // showNext is show for work that another run can continue. The bar has the id that the run continues behind. A line has

@@ -23,6 +23,7 @@ type Reader struct {
 
 	mu      sync.Mutex
 	arrived []Event
+	places  []Place // of arrived
 	seen    map[string]struct{}
 	ends    map[int32]int64 // next offset to read, by partition
 	err     error
@@ -44,6 +45,13 @@ func Follow(brokers []string, topic string, decode func(*kgo.Record) (Event, err
 	r := &Reader{client: client, decode: decode, stop: stop, done: make(chan struct{}), seen: map[string]struct{}{}, ends: map[int32]int64{}}
 	go r.poll(ctx)
 	return r, nil
+}
+
+// Place is where a record is.
+type Place struct {
+	Topic     string
+	Partition int32
+	Offset    int64
 }
 
 // Close ends the reading. Without Kafka that takes seconds. What has arrived stays.
@@ -83,7 +91,7 @@ func (r *Reader) take(record *kgo.Record) {
 	if err != nil && r.err == nil {
 		r.err = fmt.Errorf("oracle: record %s/%d/%d: %w", record.Topic, record.Partition, record.Offset, err)
 	}
-	r.arrived = append(r.arrived, e)
+	r.arrived, r.places = append(r.arrived, e), append(r.places, Place{record.Topic, record.Partition, record.Offset})
 	r.seen[e.ID] = struct{}{}
 	r.ends[record.Partition] = record.Offset + 1
 }
@@ -94,6 +102,13 @@ func (r *Reader) Arrived() ([]Event, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.arrived[:len(r.arrived):len(r.arrived)], r.err
+}
+
+// Places returns where the records are whose events [Reader.Arrived] returns, at least these.
+func (r *Reader) Places() []Place {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.places[:len(r.places):len(r.places)]
 }
 
 // Has reports whether an event has arrived.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"maps"
 	"math/rand/v2"
 	"sync"
 	"time"
@@ -288,6 +289,22 @@ func (t *Topics) Arrived() (arrived []Event, err error) {
 		arrived, err = append(arrived, events...), errors.Join(err, failed)
 	}
 	return arrived, err
+}
+
+// Places returns where the records are whose events [Topics.Arrived] returns. Offsets of a topic that came again go on
+// behind those that it had before.
+func (t *Topics) Places() (places []Place) {
+	ends := map[Place]int64{} // by topic and partition
+	for _, r := range t.all() {
+		before := maps.Clone(ends)
+		for _, p := range r.Places() {
+			of := Place{Topic: p.Topic, Partition: p.Partition}
+			p.Offset += before[of]
+			ends[of] = max(ends[of], p.Offset+1)
+			places = append(places, p)
+		}
+	}
+	return places
 }
 
 // Comings returns how often the topic came.

@@ -168,7 +168,7 @@ func TestQueries(t *testing.T) {
 func sqlConsts(t *testing.T) map[string]string {
 	t.Helper()
 	queries := map[string]string{}
-	for _, dir := range []string{".", "internal/record", "internal/lease", "internal/cursor", "internal/retention", "internal/starts", "internal/tables", "internal/watch", "internal/relay", "internal/handling", "internal/delivery", "internal/worker", "internal/consumer", "internal/pauses", "outboxops"} {
+	for _, dir := range []string{".", "internal/record", "internal/lease", "internal/cursor", "internal/retention", "internal/starts", "internal/tables", "internal/watch", "internal/relay", "internal/handling", "internal/delivery", "internal/worker", "internal/consumer", "internal/pauses", "internal/verify", "outboxops"} {
 		pkg, err := checkPackage(dir)
 		require.NoError(t, err)
 		for _, name := range pkg.Scope().Names() {
