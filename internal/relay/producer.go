@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -111,6 +112,10 @@ func withGrace(stop, held context.Context) (context.Context, context.CancelFunc)
 // produce implements [Sender]. If the breaker permits fewer calls, a batch of the
 // topic holds fewer records, or the client has no room for more, it takes only the first of the events.
 func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error) {
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("send", "epoch", p.lease.Epoch)
+	}
 	p.lease.AwaitSure(stop, held)
 	if !p.lease.Held() {
 		return sendResult{}, lease.ErrLeaseLost
@@ -143,6 +148,9 @@ func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, w
 	records, errs = records[:fit], errs[:fit]
 	f.acks = newAcks(permit, records, errs)
 	f.exceeds = p.limits.OfClient()
+	if trace.On {
+		step.End("ids", idsOf(len(records), func(i int) *envelope.Event { return &batch[which[i]] }))
+	}
 	return p.send(stop, held, f, batch, which)
 }
 
