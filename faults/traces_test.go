@@ -22,8 +22,9 @@ import (
 )
 
 var (
-	traceFor   = flag.Duration("faults.traced", 15*time.Second, "how long TestTraces disturbs")
-	traceStory = flag.String("faults.story", "", "the only disturbance of TestTraces; empty means all")
+	traceFor    = flag.Duration("faults.traced", 15*time.Second, "how long TestTraces disturbs")
+	traceRefuse = flag.Int("faults.refused", 25, "one in how many events of TestTraces Kafka refuses")
+	traceStory  = flag.String("faults.story", "", "the only disturbance of TestTraces; empty means all")
 )
 
 // Relays are killed, frozen, cut off from Kafka and stopped while one writer records events of one key, of which Kafka
@@ -94,7 +95,7 @@ func (s *suite) writeOneKey(t *testing.T, seed uint64) (stop func() int) {
 			for range 1 + rng.IntN(4) {
 				n++
 				e := oracle.Event{ID: uuid.NewString(), Key: "key", Version: int64(n)}
-				if rng.IntN(25) == 0 {
+				if rng.IntN(*traceRefuse) == 0 {
 					e.Filler = keyless
 				}
 				events = append(events, e)
@@ -145,28 +146,28 @@ type tracedStep struct {
 
 func tracedSteps() []tracedStep {
 	return []tracedStep{
-		{"kill", func(s *suite, t *testing.T, _ *rand.Rand) { s.killTraced(t, s.leader(step{})) }},
+		{"kill", func(s *suite, t *testing.T, _ *rand.Rand) { s.killTraced(t, s.leading(t)) }},
 		{"kill any", func(s *suite, t *testing.T, rng *rand.Rand) { s.killTraced(t, s.workers[rng.IntN(len(s.workers))]) }},
 		{"unlock", func(s *suite, t *testing.T, _ *rand.Rand) { s.unlockTraced(t) }},
 		{"freeze briefly", func(s *suite, t *testing.T, rng *rand.Rand) {
-			thaw := s.freezeTraced(t, s.leader(step{}))
+			thaw := s.freezeTraced(t, s.leading(t))
 			s.sleep(t, time.Duration(rng.Int64N(int64(lease))))
 			thaw()
 		}},
 		{"freeze", func(s *suite, t *testing.T, rng *rand.Rand) {
-			thaw := s.freezeTraced(t, s.leader(step{}))
+			thaw := s.freezeTraced(t, s.leading(t))
 			s.sleep(t, lease+time.Duration(rng.Int64N(int64(lease))))
 			thaw()
 		}},
 		{"freeze unlocked", func(s *suite, t *testing.T, rng *rand.Rand) {
-			thaw := s.freezeTraced(t, s.leader(step{}))
+			thaw := s.freezeTraced(t, s.leading(t))
 			s.unlockTraced(t)
 			s.sleep(t, time.Duration(rng.Int64N(int64(2*lease))))
 			thaw()
 		}},
-		{"stop", func(s *suite, t *testing.T, _ *rand.Rand) { s.stopTraced(t, s.leader(step{})) }},
+		{"stop", func(s *suite, t *testing.T, _ *rand.Rand) { s.stopTraced(t, s.leading(t)) }},
 		{"stop slowly", func(s *suite, t *testing.T, rng *rand.Rand) {
-			w := s.leader(step{})
+			w := s.leading(t)
 			way := s.ways[w].toKafka
 			way.Set(proxy.Fault{Delay: time.Duration(200+rng.IntN(300)) * time.Millisecond})
 			s.sleep(t, time.Second) // a batch is under way most of the time
@@ -192,13 +193,27 @@ func tracedSteps() []tracedStep {
 // apartTraced cuts the leader alone off from Kafka for a while, and does something more in the middle.
 func (s *suite) apartTraced(t *testing.T, rng *rand.Rand, also func(*worker)) {
 	t.Helper()
-	w := s.leader(step{})
+	w := s.leading(t)
 	way := s.ways[w].toKafka
 	way.Set([]proxy.Fault{{Cut: true}, {HoldUp: true}, {HoldDown: true}, {HoldUp: true, HoldDown: true}}[rng.IntN(4)])
 	s.sleep(t, time.Duration(rng.Int64N(int64(lease))))
 	also(w)
 	s.sleep(t, time.Duration(rng.Int64N(int64(lease))))
 	way.Set(proxy.Fault{})
+}
+
+// leading waits until a relay has the lease, and returns it.
+func (s *suite) leading(t *testing.T) (w *worker) {
+	t.Helper()
+	held := func() (is bool) {
+		require.NoError(t, s.db.QueryRow(s.ctx, `SELECT EXISTS (SELECT FROM outbox_lease WHERE expires_at > clock_timestamp())`).Scan(&is))
+		return is
+	}
+	require.True(t, s.await(t, testenv.Patience, func() bool {
+		w = s.leader(step{})
+		return held()
+	}), "no relay leads")
+	return w
 }
 
 // tracedPid begins a step that befalls a relay.

@@ -2,7 +2,9 @@
 """Makes a module of TLA+ from what a fault run has written, and says how far TLC has walked it:
 
     tools/spec_traces.py module DIRECTORY >LeaseTraceData.tla
-    tools/spec_traces.py rejected DIRECTORY <TLC's output
+    tools/spec_traces.py rejected DIRECTORY [STEP] <TLC's output
+
+With a STEP, such a one must be among those at which TLC has stopped.
 
 DIRECTORY has a file PID.jsonl of each process (package internal/trace), also of the test that disturbs them.
 spec/traces/LeaseTrace.tla says what the steps mean.
@@ -211,28 +213,42 @@ def module(run):
           f"{max(s.get('epoch', 0) for s in steps)} epochs", file=sys.stderr)
 
 
+WORDS = {
+    "take": "takes the lease with epoch {epoch}", "load": "loads the cursor: {at} events are passed", "lock": "gets the session lock",
+    "unlock": "gives the session lock back", "break": "loses the session that has the lock", "renew": "renews epoch {epoch}; it has its lock: {keep}",
+    "notice": "notices that it has lost its lock", "check": "checks its lease ({part})", "send": "sends {ids} ({part})",
+    "accept": "learns that Kafka has accepted the first {n} ({part})", "reject": "learns that event {id} did not get through ({part})",
+    "suspect": "gets no answer to {ids}, and parks them ({part})", "late": "gets the late answer to event {id}; it was accepted: {ok}",
+    "close": "gets no answer, and closes its client ({part})", "block": "does not send {ids}, which are behind a parked event",
+    "move": "moves the cursor behind event {at}, under epoch {epoch}; failed: {failed}",
+    "save": "saves results under epoch {epoch}; sent: {sent}, dead: {dead}",
+    "claim": "says in outbox_lease that it has the lock; it does so: {ok}", "release": "releases epoch {epoch}",
+    "stop": "finds that it has lost its lease", "end": "ends, or is killed", "freeze": "stands still", "thaw": "goes on",
+}
+
+
 def told(run, s):
     pids = {p: pid for pid, p in run.names.items()}
-    values = " ".join(f"{k} {v}" for k, v in s.items() if k not in ("do", "p", "b", "e", "locked"))
-    return f"{s['b'] / 1e6:9.6f}-{s['e'] / 1e6:9.6f} s  process {pids[s['p']]} ({s['p']}): {s['do']} {values}"
+    text = re.sub(r"\{(\w+)\}", lambda m: str(s[m[1]]).replace("set()", "none"), WORDS[s["do"]])
+    return f"{s['b'] / 1e6:10.6f} to {s['e'] / 1e6:10.6f} s: process {pids[s['p']]} {text}"
 
 
 def rejected(run, output):
-    walks = re.findall(r'^<<\s*"walked",\s*(\d+),\s*<<([\d,\s]*)>>(.*?)>>$', output, re.M | re.S)
-    n, place, rest = walks[-1]
-    place = [int(i) for i in place.split(",")]
-    chains = run.chains()
+    """Prints how far the longest walk has come. Returns what could not be done next."""
+    n, place, rest = re.findall(r'^<<\s*"walked",\s*(\d+),\s*<<([\d,\s]*)>>(.*?)>>$', output, re.M | re.S)[-1]
+    chains, place = run.chains(), [int(i) for i in place.split(",")]
     walked = sorted((s for c, i in zip(chains, place) for s in c[:i - 1]), key=lambda s: s["e"])
     fronts = [c[i - 1] for c, i in zip(chains, place) if i <= len(c)]
-    bound = min((s["e"] for s in fronts), default=0)
     print(f"The longest walk has {n} of {sum(map(len, chains))} steps. Its last ones:")
-    for s in walked[-12:]:
+    for s in walked[-10:]:
         print("  " + told(run, s))
-    print("None of these is possible next:")
-    for s in sorted(fronts, key=lambda s: s["b"]):
-        if s["b"] < bound:
-            print("  " + told(run, s))
-    print("The state there:", re.sub(r"\s+", " ", rest.strip(", \n")))
+    print("The model allows none of these next:")
+    bound = min((s["e"] for s in fronts), default=0)
+    fronts = [s for s in sorted(fronts, key=lambda s: s["b"]) if s["b"] < bound]
+    for s in fronts:
+        print("  " + told(run, s))
+    print("Lease, cursor, lock and expired epochs there:", re.sub(r"\s+", " ", rest.strip(", \n")))
+    return [s["do"] for s in fronts]
 
 
 if __name__ == "__main__":
@@ -240,4 +256,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "module":
         module(recorded)
     else:
-        rejected(recorded, sys.stdin.read())
+        stuck = rejected(recorded, sys.stdin.read())
+        sys.exit(0 if len(sys.argv) < 4 or sys.argv[3] in stuck else f"expected: {sys.argv[3]}")

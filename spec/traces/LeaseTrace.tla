@@ -127,8 +127,9 @@ SaveStep(s) ==
     /\ s.dead # {} => mem[p].retrier = "rejected"
     /\ SaveResults(p, s.sent, s.dead)
 
-ReleaseStep(s) == mem[s.p].epoch = s.epoch /\ IF HasLease(s.p) THEN Release(s.p) ELSE Stop(s.p)
-StopStep(s) == IF TraceLeads(s.p) THEN Stop(s.p) ELSE Same
+\* Each may come after the other.
+ReleaseStep(s) == IF ~TraceLeads(s.p) THEN Same ELSE mem[s.p].epoch = s.epoch /\ IF HasLease(s.p) THEN Release(s.p) ELSE Stop(s.p)
+StopStep(s) == IF ~TraceLeads(s.p) THEN Same ELSE Stop(s.p)
 \* A process was killed, or has ended.
 EndStep(s) ==
     /\ mem' = Ended(s.p)
@@ -214,14 +215,12 @@ TraceNext ==
 TraceSpec == TraceInit /\ [][TraceNext]_<<vars, trace>>
 
 -------------------------------------------------------------------------------
-\* TLC must violate it: then it has found an order of all steps.
-NotWalked == ~(Chains = {} /\ kafka = Arrived)
-
-\* Tells how far the longest walk has come.
+\* Tells how far the longest walk has come. One that has come to the end ends TLC.
 RECURSIVE Walked(_)
 Walked(c) == IF c = 0 THEN 0 ELSE place[c] - 1 + Walked(c - 1)
 Told ==
     LET n == Walked(Len(Chain)) IN
-    IF n <= TLCGet(1) THEN TRUE ELSE TLCSet(1, n) /\ PrintT(<<"walked", n, place, pg, lock, over, Bound>>)
+    /\ IF n <= TLCGet(1) THEN TRUE ELSE TLCSet(1, n) /\ PrintT(<<"walked", n, place, pg, lock, over>>)
+    /\ IF Chains = {} /\ kafka = Arrived THEN PrintT("walked to the end") /\ TLCSet("exit", TRUE) ELSE TRUE
 ASSUME TLCSet(1, -1)
 ===============================================================================
