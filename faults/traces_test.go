@@ -69,13 +69,13 @@ func TestTraces(t *testing.T) {
 func newTraced(t *testing.T) *suite {
 	t.Helper()
 	s := &suite{crew: newCrew(t), start: time.Now(), ways: map[*worker]ways{}, traced: true}
-	s.kafka = s.startKafka(t, nil)
+	brokers := testenv.Brokers(t)
 	server := startServer(t, nil)
 	var err error
 	s.address, err = url.Parse(server.URL())
 	require.NoError(t, err)
-	s.toPostgres, s.toKafka = through(t, s.address.Host), through(t, s.kafka.Brokers()[0])
-	s.site = newSiteBeside(t, server, server.URL(), s.kafka.Brokers())
+	s.toPostgres, s.toKafka = through(t, s.address.Host), through(t, brokers[0])
+	s.site = newSiteBeside(t, server, server.URL(), brokers)
 	testenv.CreateTopic(t, s.brokers, s.topic, 1, refusing...)
 	s.replace(t)
 	return s
