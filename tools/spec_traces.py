@@ -242,7 +242,7 @@ def rejected(run, output):
     print(f"The longest walk has {n} of {sum(map(len, chains))} steps. Its last ones:")
     for s in walked[-10:]:
         print("  " + told(run, s))
-    print("The model allows none of these next:")
+    print("The model allows none of these next:" if fronts else "The topic has other first arrivals than Kafka in the model.")
     bound = min((s["e"] for s in fronts), default=0)
     fronts = [s for s in sorted(fronts, key=lambda s: s["b"]) if s["b"] < bound]
     for s in fronts:

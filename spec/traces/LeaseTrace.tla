@@ -29,9 +29,8 @@ TraceLeads(p) == mem[p].pc \in {"load", "lead"}     \* renewals begin before the
 
 Chains == {c \in DOMAIN Chain : place[c] <= Len(Chain[c])}
 Front(c) == Chain[c][place[c]]
+\* A step may be next if it began before any that is left has ended.
 Bound == IF Chains = {} THEN End + 1 ELSE Min({Front(c).e : c \in Chains})
-\* No step that is left has ended before this one began.
-Ready(s) == s.b < Bound
 
 Same == UNCHANGED vars
 Mine(s) == {f \in net : f.epoch = mem[s.p].epoch /\ f.part = s.part /\ f.answered}
@@ -201,15 +200,15 @@ Hidden(s) == Expires(s) \/ Frees(s)
 StillMaybe(some) == {m \in some : Maybe[m].do = "take" \/ Maybe[m].epoch >= pg'.epoch}
 
 TraceInit == Init /\ place = [c \in DOMAIN Chain |-> 1] /\ left = DOMAIN Maybe /\ until = [e \in 0..MaxEpochs |-> 0]
-TraceNext ==
+TraceNext == LET bound == Bound IN
     \/ \E c \in Chains :
         LET s == Front(c) IN
-        /\ Ready(s)
+        /\ s.b < bound
         /\ \/ Step(s) /\ Renews(s) /\ place' = [place EXCEPT ![c] = @ + 1] /\ left' = StillMaybe(left)
            \/ Hidden(s) /\ UNCHANGED trace
     \/ \E m \in left :
         LET s == Maybe[m] IN
-        /\ Ready(s)
+        /\ s.b < bound
         /\ \/ MaybeStep(s) /\ Renews(s) /\ left' = StillMaybe(left \ {m}) /\ UNCHANGED place
            \/ Hidden(s) /\ UNCHANGED trace
 TraceSpec == TraceInit /\ [][TraceNext]_<<vars, trace>>
