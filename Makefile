@@ -168,6 +168,10 @@ faults-pair: needs-short $(SERVICES) ## Measure RUNS=5 times how long a group of
 spec: needs-spec ## Check the models in spec/ with TLC, within 15 minutes (SPEC="Gaps.cfg …": only these)
 	@tools/spec.sh $(SPEC)
 
+.PHONY: spec-traces
+spec-traces: needs-spec-traces $(SERVICES) ## Have TLC walk two minutes of a fault run through the model of the lease, and reject the runs of four mistakes (MISTAKES="retry …": only these; SEED=… repeats the disturbances)
+	@SEED=$(SEED) $(SERVICES) run -quiet -postgres none -kafka real -- tools/spec_traces.sh $(MISTAKES)
+
 .PHONY: services
 services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep PostgreSQL and Kafka running until Ctrl-C, addresses in .services.env (KAFKA=fake: no Java)
 	@$(SERVICES) up $(USE)

@@ -151,6 +151,7 @@ type suite struct {
 	rec                 *outbox.Recorder
 	watch               *watch // of the topic that stays
 	steady              *steady
+	traced              bool         // it is one of TestTraces
 	lasting             []lasting    // disturbances that have begun, and not ended
 	cutWrites           atomic.Int64 // see cutAtWrites
 }

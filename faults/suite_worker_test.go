@@ -24,10 +24,14 @@ type workerSpec struct {
 	Postgres string   // address of the database
 	Brokers  []string // as they advertise themselves
 	KafkaVia string   // where connections to any of them really go
+	Traced   bool     // it is one of TestTraces
 }
 
 // batch is the most that a relay of the suite sends before it moves its cursor.
 const batch = 200
+
+// tracedBatch is the same for a relay of TestTraces.
+const tracedBatch = 10
 
 // statementTimeout is what every other relay of the suite gets for a statement.
 const statementTimeout = "1s"
@@ -39,12 +43,17 @@ func runWorker(value string) error {
 }
 
 func (s *workerSpec) run(ctx context.Context, db *pgxpool.Pool) error {
-	relay, err := outbox.NewRelay(db, s.kafkaOpts(), outbox.RelayConfig{
+	cfg := outbox.RelayConfig{
 		PollInterval: 20 * time.Millisecond, BatchSize: batch,
 		DeliveryTimeout: time.Second, Lease: lease,
 		// Failed events become dead within the time of a test, and their keys are released.
 		RetryInterval: time.Second / 2, Retry: outbox.RetryPolicy{MaxRetries: 5}, Breaker: outbox.BreakerConfig{OpenFor: 2 * time.Second},
-	})
+	}
+	if s.Traced { // many batches, takeovers and deaths in a short time
+		cfg.BatchSize, cfg.RetryInterval = tracedBatch, 100*time.Millisecond
+		cfg.Retry = outbox.RetryPolicy{MaxRetries: 2, RetryWait: 100 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}
+	}
+	relay, err := outbox.NewRelay(db, s.kafkaOpts(), cfg)
 	if err != nil {
 		return err
 	}
@@ -87,7 +96,7 @@ func (s *suite) startWorker(t *testing.T) {
 	own := ways{name, through(t, s.toPostgres.Addr()), through(t, s.toKafka.Addr())}
 	address := *s.address
 	address.Host = own.toPostgres.Addr()
-	spec := workerSpec{Postgres: address.String() + "&application_name=" + name, Brokers: s.brokers, KafkaVia: own.toKafka.Addr()}
+	spec := workerSpec{Postgres: address.String() + "&application_name=" + name, Brokers: s.brokers, KafkaVia: own.toKafka.Addr(), Traced: s.traced}
 	if s.started%2 == 0 && s.bouncer == nil { // as the role of a careful operator has it; PgBouncer refuses such a setting
 		spec.Postgres += "&statement_timeout=" + statementTimeout
 	}

@@ -90,7 +90,7 @@ Load(p) ==
 
 \* The holder takes the lock. Another statement of that session makes outbox_lease say so, unless the lease was renewed since.
 TakeLock(p) ==
-    /\ Leads(p) /\ ~mem[p].claim /\ lock = NoOne /\ HasLease(p)
+    /\ Leads(p) /\ ~mem[p].claim /\ lock = NoOne
     /\ lock' = p
     /\ mem' = [mem EXCEPT ![p].claim = TRUE, ![p].claiming = "sent"]
     /\ UNCHANGED <<pg, over, net, kafka, ghost, used>>
@@ -106,12 +106,15 @@ Renewed(p) ==
     [q \in Procs |-> CASE q = p -> [mem[q] EXCEPT !.slept = FALSE, !.claiming = IF @ = "sent" THEN "late" ELSE @]
                        [] mem[q].seen # 0 -> [mem[q] EXCEPT !.seen = -1]
                        [] OTHER -> mem[q]]
-Renew(p) ==
-    /\ Leads(p) /\ HasLease(p) /\ ~mem[p].lost
-    /\ pg.epoch \in over \/ \E q \in Procs : mem[q].seen > 0
+Renewal(p) ==
+    /\ Leads(p) /\ HasLease(p)
     /\ over' = over \ {pg.epoch}
     /\ mem' = Renewed(p)
     /\ UNCHANGED <<pg, lock, net, kafka, ghost, used>>
+Renew(p) ==
+    /\ ~mem[p].lost
+    /\ pg.epoch \in over \/ \E q \in Procs : mem[q].seen > 0
+    /\ Renewal(p)
 \* The session of a process ends, and PostgreSQL frees its lock. The process may find out first.
 Break(p) ==
     /\ lock = p /\ mem[p].seen = 0
@@ -139,7 +142,7 @@ GetLock(p) ==
     /\ lock' = p
     /\ mem' = [mem EXCEPT ![p].seen = pg.epoch]
     /\ UNCHANGED <<pg, over, net, kafka, ghost, used>>
-HasNoticed == \A q \in Procs : mem[q].pc = "lead" /\ HasLease(q) /\ May(q) /\ mem[q].claim => mem[q].lost
+HasNoticed == \A q \in Procs : mem[q].pc = "lead" /\ HasLease(q) /\ ~mem[q].frozen /\ mem[q].claim => mem[q].lost
 TakeFromGone(p) ==
     /\ May(p) /\ mem[p].seen = pg.epoch /\ pg.epoch # 0 /\ pg.locked /\ lock = p
     /\ HasNoticed \/ Wrong("no wait before an early takeover")
@@ -193,19 +196,21 @@ Check(p) ==
     /\ ghost' = Watched(p)
     /\ UNCHANGED <<pg, lock, over, net, kafka, used>>
 MaySend(p) == mem[p].epoch \notin over \/ Late \/ Wrong("the lease is counted from its answer")
-Send(p) ==
+SendBatch(p, batch) ==
     /\ Leads(p) /\ mem[p].session = "checked" /\ MaySend(p)
-    /\ net' = net \cup {[epoch |-> mem[p].epoch, part |-> "session", events |-> Next(p), answered |-> TRUE]}
-    /\ mem' = [mem EXCEPT ![p].session = "sent", ![p].batch = Next(p)]
+    /\ net' = net \cup {[epoch |-> mem[p].epoch, part |-> "session", events |-> batch, answered |-> TRUE]}
+    /\ mem' = [mem EXCEPT ![p].session = "sent", ![p].batch = batch]
     /\ UNCHANGED <<pg, lock, over, kafka, ghost, used>>
+Send(p) == SendBatch(p, Next(p))
 \* Events behind a parked one of their key are not sent.
-Block(p) ==
-    /\ Leads(p) /\ mem[p].session = "idle" /\ mem[p].at < Events /\ mem[p].parked # {}
-    /\ mem' = [mem EXCEPT ![p].session = "answered", ![p].batch = Next(p), ![p].rejected = mem[p].at + 1]
+BlockBatch(p, batch) ==
+    /\ Leads(p) /\ mem[p].session = "idle" /\ mem[p].parked # {}
+    /\ mem' = [mem EXCEPT ![p].session = "answered", ![p].batch = batch, ![p].rejected = mem[p].at + 1]
     /\ UNCHANGED <<pg, lock, over, net, kafka, ghost, used>>
+Block(p) == mem[p].at < Events /\ BlockBatch(p, Next(p))
 \* One statement proves the lease and the cursor's row, moves the cursor and parks what was not sent.
-Move(p) ==
-    /\ Leads(p) /\ mem[p].session = "answered"
+MoveBehind(p) ==
+    /\ Leads(p)
     /\ \/ HasLease(p) /\ pg.at = mem[p].at /\ pg.by = mem[p].by
        \/ Wrong("the lease is not proven at the move")
     /\ LET at == mem[p].at + Len(mem[p].batch)
@@ -215,6 +220,7 @@ Move(p) ==
                                 ![p].parked = @ \cup failed, ![p].slept = FALSE]
     /\ ghost' = [ghost EXCEPT !.intruder = @ \/ ~HasLease(p)]
     /\ UNCHANGED <<lock, over, net, kafka, used>>
+Move(p) == mem[p].session = "answered" /\ MoveBehind(p)
 \* Another process has moved the cursor: load it again, once the lease is proven.
 Stale(p) ==
     /\ Leads(p) /\ mem[p].session = "answered" /\ HasLease(p) /\ (pg.at # mem[p].at \/ pg.by # mem[p].by)
@@ -232,21 +238,20 @@ CheckRetry(p) ==
     /\ mem' = [mem EXCEPT ![p].retrier = "checked"]
     /\ ghost' = Watched(p)
     /\ UNCHANGED <<pg, lock, over, net, kafka, used>>
-SendRetry(p) ==
+Resend(p, batch) ==
     /\ Leads(p) /\ mem[p].retrier = "checked" /\ MaySend(p)
-    /\ net' = net \cup {[epoch |-> mem[p].epoch, part |-> "retrier", events |-> <<First(p)>>, answered |-> TRUE]}
+    /\ net' = net \cup {[epoch |-> mem[p].epoch, part |-> "retrier", events |-> batch, answered |-> TRUE]}
     /\ mem' = [mem EXCEPT ![p].retrier = "sent"]
     /\ UNCHANGED <<pg, lock, over, kafka, ghost, used>>
-\* One statement proves the lease, and removes the row or marks it dead.
-SaveResult(p, dead) ==
-    /\ HasLease(p)
-    /\ LET e == First(p)
-           gone == IF dead /\ ~Dies THEN {} ELSE {e}
-       IN /\ pg' = [pg EXCEPT !.parked = @ \ gone, !.dead = IF dead THEN @ \cup gone ELSE @]
-          /\ mem' = [mem EXCEPT ![p].retrier = "idle", ![p].parked = @ \ gone, ![p].slept = FALSE]
+SendRetry(p) == Resend(p, <<First(p)>>)
+\* One statement proves the lease, removes the rows of events that were sent, and marks others dead.
+SaveResults(p, sent, dead) ==
+    /\ Leads(p) /\ HasLease(p)
+    /\ pg' = [pg EXCEPT !.parked = @ \ (sent \cup dead), !.dead = @ \cup dead]
+    /\ mem' = [mem EXCEPT ![p].retrier = "idle", ![p].parked = @ \ (sent \cup dead), ![p].slept = FALSE]
     /\ UNCHANGED <<lock, over, net, kafka, ghost, used>>
-Remove(p) == Leads(p) /\ mem[p].retrier = "accepted" /\ SaveResult(p, FALSE)
-Die(p) == Leads(p) /\ mem[p].retrier = "rejected" /\ SaveResult(p, TRUE)
+Remove(p) == mem[p].retrier = "accepted" /\ SaveResults(p, {First(p)}, {})
+Die(p) == mem[p].retrier = "rejected" /\ SaveResults(p, {}, IF Dies THEN {First(p)} ELSE {})
 
 -------------------------------------------------------------------------------
 \* Kafka.
@@ -257,20 +262,21 @@ Answer(f, rejected) ==
         IF ~f.answered \/ mem[p].pc # "lead" \/ mem[p].epoch # f.epoch THEN mem[p]
         ELSE IF f.part = "session" THEN [mem[p] EXCEPT !.session = "answered", !.rejected = IF rejected THEN Head(f.events) ELSE 0]
         ELSE [mem[p] EXCEPT !.retrier = IF rejected THEN "rejected" ELSE "accepted"]]
-Accept ==
-    \E f \in net :
-        /\ kafka' = IF Head(f.events) \in Range(kafka) THEN kafka ELSE Append(kafka, Head(f.events))
-        /\ LET rest == Tail(f.events)
-           IN IF rest = <<>> THEN net' = net \ {f} /\ Answer(f, FALSE)
-              ELSE net' = (net \ {f}) \cup {[f EXCEPT !.events = rest]} /\ UNCHANGED mem
-        /\ UNCHANGED <<pg, lock, over, ghost, used>>
+AcceptFirst(f, n) ==
+    /\ LET known == Range(kafka)
+       IN kafka' = kafka \o SelectSeq(SubSeq(f.events, 1, n), LAMBDA e : e \notin known)
+    /\ LET rest == SubSeq(f.events, n + 1, Len(f.events))
+       IN IF rest = <<>> THEN net' = net \ {f} /\ Answer(f, FALSE)
+          ELSE net' = (net \ {f}) \cup {[f EXCEPT !.events = rest]} /\ UNCHANGED mem
+    /\ UNCHANGED <<pg, lock, over, ghost, used>>
+Accept == \E f \in net : AcceptFirst(f, 1)
 \* A batch ends at the first record that is rejected.
-Reject ==
-    \E f \in net :
-        /\ used.rejects < MaxRejects /\ Use("rejects")
-        /\ net' = net \ {f}
-        /\ Answer(f, TRUE)
-        /\ UNCHANGED <<pg, lock, over, kafka, ghost>>
+RejectFirst(f) ==
+    /\ used.rejects < MaxRejects /\ Use("rejects")
+    /\ net' = net \ {f}
+    /\ Answer(f, TRUE)
+    /\ UNCHANGED <<pg, lock, over, kafka, ghost>>
+Reject == \E f \in net : RejectFirst(f)
 \* What was sent will never arrive, and is sent again.
 Waits(p, part) == \E f \in net : f.epoch = mem[p].epoch /\ f.part = part /\ f.answered
 NoAnswer(p) ==
@@ -317,9 +323,9 @@ Spec == Init /\ [][Accept \/ Reject \/ Drop \/ Expire \/ (\E e \in 1..MaxEpochs 
 \* What must hold.
 
 \* What the cursor has passed is in Kafka, parked, or dead.
-NothingSkipped == \A e \in 1..pg.at : e \in Range(kafka) \cup pg.parked \cup pg.dead
+NothingSkipped == 1..pg.at \subseteq Range(kafka) \cup pg.parked \cup pg.dead
 \* First arrivals are in order.
-OrderPerKey == \A i, j \in 1..Len(kafka) : i < j => kafka[i] < kafka[j]
+OrderPerKey == \A i \in 2..Len(kafka) : kafka[i - 1] < kafka[i]
 \* Only the holder of the lease writes.
 OnlyHolderWrites == ~ghost.intruder
 \* No process begins to send under a lease that another one has, unless it stood still.
@@ -356,12 +362,12 @@ The words of a counterexample:
   Stop: {mem#} finds that it has no lease, and stops
   Release: {mem#} stops and releases its lease
   Check: {mem#} checks its lease before it sends a batch
-  Send: {mem#} sends events {net.events} under epoch {net.epoch}
+  SendBatch: {mem#} sends events {net.events} under epoch {net.epoch}
   Block: {mem#} does not send events {mem.batch}, which are behind a parked one
   Move: {mem#} moves the cursor behind event {pg.at}; parked: {pg.parked}
   Stale: {mem#} loads the cursor again
   CheckRetry: {mem#} checks its lease before it sends a parked event again
-  SendRetry: {mem#} sends event {net.events} again under epoch {net.epoch}
+  Resend: {mem#} sends event {net.events} again under epoch {net.epoch}
   Remove: {mem#} removes the row of the event that was sent again
   Die: {mem#} saves that the event was rejected again; parked: {pg.parked}, dead: {pg.dead}
   Accept: Kafka accepts a record; it has events {kafka}

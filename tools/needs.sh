@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that this machine has the programs that a command of this project needs.
 #
-#   tools/needs.sh demo|kafka|short|test|test-all|test-versions|test-pgbouncer|faults|bench-peers|screenshots|spec|ci
+#   tools/needs.sh demo|kafka|short|test|test-all|test-versions|test-pgbouncer|faults|bench-peers|screenshots|spec|spec-traces|ci
 #
 # The table below is the only list of them. The check takes less than a second
 # and needs nothing but bash, because it runs before Go compiles or downloads
@@ -45,6 +45,7 @@ groups() {
     test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
     spec) echo kafka spec ;;
+    spec-traces) echo base git kafka spec ;;
     test) echo base git kafka dump bouncer metrics cache ;;
     test-all | ci) echo base git race kafka dump bouncer metrics cache python browser ;;
     *) return 1 ;;

@@ -42,6 +42,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/pgsession"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -365,12 +366,19 @@ func (s *Store) taken(query func(read func(pgx.Rows) error) error) (*Lease, erro
 	until := time.Now().Add(s.Duration)
 	var expiresAt time.Time
 	var shared time.Duration
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("take")
+	}
 	err := query(func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
 			return struct{}{}, row.Scan(&l.Epoch, &expiresAt, &shared)
 		})
 		return err
 	})
+	if trace.On {
+		step.End("ok", err == nil, "no", errors.Is(err, pgx.ErrNoRows), "epoch", l.Epoch)
+	}
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, ErrHeld
 	}
@@ -438,6 +446,10 @@ func (s *Store) Renew(ctx context.Context, l *Lease) error {
 	var claimed bool
 	var sinceElsewhere *time.Duration
 	says, state, sinceKafka := s.says(l)
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("renew", "epoch", l.Epoch, "keep", keep)
+	}
 	// If a crash could forget that, a standby could take a lease that its holder believes to have.
 	err := pg.Query(ctx, s.DB, pg.Durable, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
@@ -445,6 +457,9 @@ func (s *Store) Renew(ctx context.Context, l *Lease) error {
 		})
 		return err
 	}, s.Renewal, s.Relay, l.Holder, l.Epoch, s.Duration, keep, l.Expiry(), state, sinceKafka)
+	if trace.On {
+		step.End("ok", err == nil, "no", errors.Is(err, pgx.ErrNoRows), "claimed", claimed)
+	}
 	if errors.Is(err, pgx.ErrNoRows) {
 		return ErrLeaseLost
 	}
@@ -473,7 +488,15 @@ UPDATE {schema}.outbox_lease
 
 // GiveUp releases the lease, so a standby takes over at once.
 func (s *Store) GiveUp(ctx context.Context, l *Lease) error {
-	if _, err := pg.Exec(ctx, s.DB, s.Release, s.Relay, l.Holder, l.Epoch); err != nil {
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("release", "epoch", l.Epoch)
+	}
+	_, err := pg.Exec(ctx, s.DB, s.Release, s.Relay, l.Holder, l.Epoch)
+	if trace.On {
+		step.End("ok", err == nil)
+	}
+	if err != nil {
 		return fmt.Errorf("release lease: %w", err)
 	}
 	return nil

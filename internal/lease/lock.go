@@ -12,6 +12,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/pgsession"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -40,7 +41,14 @@ func (s *Store) AcquireFromGone(ctx context.Context) (*Lease, error) {
 	}
 	l, err := s.takeWithLock(ctx, lock, seen)
 	if err != nil {
+		var step trace.Step
+		if trace.On {
+			step = trace.Begin("unlock")
+		}
 		s.Unlock(ctx, lock)
+		if trace.On {
+			step.End()
+		}
 	}
 	return l, err
 }
@@ -91,7 +99,14 @@ func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen oth
 
 // tryLock returns nil if another process has the lock of the lease, or if that is not known.
 func (s *Store) tryLock(ctx context.Context) (*pgsession.Lock, error) {
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("lock")
+	}
 	lock, err := pgsession.Of(s.DB).TryLock(ctx, s.Schema, "relay:"+s.Relay)
+	if trace.On {
+		step.End("ok", lock != nil)
+	}
 	if err = withoutSession(err); errors.Is(err, ErrHeld) {
 		err = nil
 	}
@@ -138,6 +153,10 @@ func (s *Store) LockFor(ctx context.Context, l *Lease) (*LockClaim, error) {
 	}
 	c := newLockClaim(lock)
 	l.Claim.Store(c) // the answer may get lost
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("claim", "epoch", l.Epoch)
+	}
 	err = lock.Do(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		return pg.Query(ctx, conn, claimSettings, func(rows pgx.Rows) error {
 			rows.Close()
@@ -147,6 +166,9 @@ func (s *Store) LockFor(ctx context.Context, l *Lease) (*LockClaim, error) {
 			return ErrHeld
 		}, s.ClaimLock, s.Relay, l.Holder, l.Epoch, l.Expiry())
 	})
+	if trace.On {
+		step.End("ok", err == nil, "no", errors.Is(err, ErrHeld))
+	}
 	if err != nil {
 		s.Unlock(ctx, lock)
 	}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -80,8 +81,15 @@ func (u *Upkeep) HoldLock() {
 			wait.Sleep(held, lockRetry)
 			continue
 		}
+		var step trace.Step
+		if trace.On {
+			step = trace.Begin("notice", "epoch", u.leads.Lease.Epoch)
+		}
 		select {
 		case <-claim.Lost:
+			if trace.On {
+				step.End()
+			}
 			u.withdraw(claim)
 			wait.Sleep(held, lockRetry)
 		case <-held.Done():

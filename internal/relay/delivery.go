@@ -15,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -76,8 +77,7 @@ func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Se
 //   - An event stays pending only if stop was cancelled, which is no error, or if sending ended with an error.
 //     After a stop no event is pending in front of one that was sent.
 func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
-	d := p.begin(stop, held, batch)
-	d.patient = true
+	d := p.begin(stop, held, batch, true)
 	for i := range batch {
 		if parked.busy.Load() && !d.PassFailedKeys && parked.MustWait(d.key(i)) {
 			d.outcomes[i].Kind = OutcomeParked
@@ -91,27 +91,32 @@ func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, 
 // attempt sends a batch of events that have failed before. Unlike Deliver, it does not wait: what Kafka as a whole
 // or the breaker does not let through stays pending, and an event for a bad partition is unavailable.
 func (p *Deliverer) attempt(stop, held context.Context, batch []envelope.Event) ([]Outcome, error) {
-	return p.begin(stop, held, batch).sendAll()
+	return p.begin(stop, held, batch, false).sendAll()
 }
 
 // probe is attempt for events of bad partitions: it tries them.
 func (p *Deliverer) probe(stop, held context.Context, batch []envelope.Event) ([]Outcome, error) {
-	d := p.begin(stop, held, batch)
+	d := p.begin(stop, held, batch, false)
 	d.probing = true
 	return d.sendAll()
 }
 
-func (p *Deliverer) begin(stop, held context.Context, batch []envelope.Event) *delivery {
-	return &delivery{
-		DeliveryParts: p.Parts, stop: stop, held: held, batch: batch, began: time.Now(),
+func (p *Deliverer) begin(stop, held context.Context, batch []envelope.Event, patient bool) *delivery {
+	d := &delivery{
+		DeliveryParts: p.Parts, stop: stop, held: held, batch: batch, patient: patient, began: time.Now(),
 		outcomes: make([]Outcome, len(batch)), pending: make([]int, 0, len(batch)),
 	}
+	if trace.On {
+		d.step = trace.Begin("deliver", "patient", patient, "ids", idsOf(len(batch), func(i int) *envelope.Event { return &batch[i] }))
+	}
+	return d
 }
 
 // delivery is one batch while it is sent.
 type delivery struct {
 	DeliveryParts
 	stop, held context.Context
+	step       trace.Step
 	batch      []envelope.Event
 	outcomes   []Outcome
 	pending    []int // events without an outcome, by their index in batch
@@ -154,6 +159,9 @@ func (d *delivery) finish() ([]Outcome, error) {
 	err := d.run()
 	if err == nil && d.patient {
 		d.parkOvertaken()
+	}
+	if trace.On {
+		d.step.End("outcomes", d.outcomeWords())
 	}
 	d.notifySent()
 	return d.outcomes, err

@@ -11,6 +11,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/trace"
 )
 
 // flight is one send until all its outcomes are known. The producer waits for the outcomes, but not for those of
@@ -19,6 +20,7 @@ import (
 // partition stays.
 type flight struct {
 	*acks
+	step           trace.Step
 	client         *kgo.Client
 	inFlight       *kafka.InFlight
 	bounded, grace context.Context // the time of the send; the time that a stop leaves

@@ -10,6 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/retention"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -60,6 +61,9 @@ func (r *Relay) release(ctx context.Context, l *lease.Lease, err error) {
 		}
 	}()
 	if errors.Is(err, lease.ErrLeaseLost) || errors.Is(err, pg.ErrNotMigrated) { // without tables there is no lease either
+		if trace.On {
+			trace.Begin("stop", "epoch", l.Epoch).End()
+		}
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lease.ReleaseTimeout)

@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -111,6 +112,10 @@ func withGrace(stop, held context.Context) (context.Context, context.CancelFunc)
 // produce implements [Sender]. If the breaker permits fewer calls, a batch of the
 // topic holds fewer records, or the client has no room for more, it takes only the first of the events.
 func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error) {
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("send", "epoch", p.lease.Epoch)
+	}
 	p.lease.AwaitSure(stop, held)
 	if !p.lease.Held() {
 		return sendResult{}, lease.ErrLeaseLost
@@ -143,6 +148,7 @@ func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, w
 	records, errs = records[:fit], errs[:fit]
 	f.acks = newAcks(permit, records, errs)
 	f.exceeds = p.limits.OfClient()
+	f.step = step
 	return p.send(stop, held, f, batch, which)
 }
 
@@ -178,7 +184,7 @@ func (p *Producer) prepare(ctx context.Context, topics []string) {
 func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.Event, which []int) (sendResult, error) {
 	acks := f.acks
 	fresh := !p.inFlight.HasWritten()
-	p.launch(stop, held, f)
+	p.launch(stop, held, f, batch, which)
 	known, silent, causes := p.awaitAnswers(f)
 	if known && !fresh && !p.down {
 		p.usual += (min(time.Since(f.began), time.Second) - p.usual) / 8
@@ -221,11 +227,15 @@ func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.
 }
 
 // launch passes records without an error to the client, and lets it send them.
-func (p *Producer) launch(stop, held context.Context, f *flight) {
+func (p *Producer) launch(stop, held context.Context, f *flight, batch []envelope.Event, which []int) {
 	bounded, endBounded := context.WithTimeout(held, p.cfg.SendTimeout)
 	f.client, f.inFlight, f.bounded, f.began = p.client, p.inFlight, bounded, time.Now()
 	f.end = func() { f.stop(); endBounded() }
-	f.handedOver(p.handOver(stop, held, f.grace, f.acks))
+	n := p.handOver(stop, held, f.grace, f.acks)
+	f.handedOver(n)
+	if trace.On { // before any of them leaves
+		f.step.End("ids", idsOf(n, func(i int) *envelope.Event { return &batch[which[i]] }))
+	}
 	f.flushed = p.flush()
 }
 

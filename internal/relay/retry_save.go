@@ -9,6 +9,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -42,7 +43,14 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	defer r.Parked.mu.Unlock()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("save", "epoch", r.Lease.Epoch, "results", resultWords(results))
+	}
 	saved, err := r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
+	if trace.On {
+		step.End("ok", err == nil, "no", errors.Is(err, lease.ErrLeaseLost))
+	}
 	if err != nil {
 		return err
 	}

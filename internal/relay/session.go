@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/trace"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
@@ -138,12 +139,16 @@ func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 
 // Load reads the newest position, the parked keys and the bad partitions. It rebases a position of another cluster
 // first.
-func (s *Session) Load() error {
+func (s *Session) Load() (err error) {
+	if trace.On {
+		step := trace.Begin("load", "epoch", s.Lease.Epoch)
+		defer func() { step.End("ok", err == nil, "at", s.pos.Highest, "by", s.pos.Epoch) }()
+	}
 	load := func(ctx context.Context) (err error) {
 		s.pos, err = s.Cursors.Load(ctx, s.Lease)
 		return err
 	}
-	err := s.try(load)
+	err = s.try(load)
 	if errors.Is(err, cursor.ErrOtherCluster) {
 		if err = s.rebase(); err == nil {
 			err = s.try(load)
@@ -335,7 +340,15 @@ func (s *Session) openUpTo(ctx context.Context, limit int) (batch []envelope.Eve
 		ctx, cancel = context.WithTimeout(ctx, s.StatementTimeout/4)
 		defer cancel()
 	}
+	known := s.pos
+	var step trace.Step
+	if trace.On {
+		step = trace.Begin("open", "epoch", s.Lease.Epoch, "at", known.Highest)
+	}
 	s.pos, batch, large, err = s.Cursors.Open(ctx, s.Lease, s.pos, limit)
+	if trace.On {
+		step.End("ok", err == nil, "no", errors.Is(err, cursor.ErrStale) || errors.Is(err, lease.ErrLeaseLost), "wrote", s.pos.CursorID != known.CursorID)
+	}
 	return batch, large, err
 }
 
@@ -448,7 +461,14 @@ func (s *Session) record(failures []cursor.Failure) error {
 		s.Parked.assign(failures)
 	}
 	return s.try(func(ctx context.Context) error {
+		var step trace.Step
+		if trace.On {
+			step = trace.Begin("move", "epoch", s.Lease.Epoch, "at", s.pos.Highest, "failed", idsOf(len(failures), func(i int) *envelope.Event { return failures[i].Event }))
+		}
 		id, err := s.Cursors.Move(ctx, s.Lease, s.pos, failures)
+		if trace.On {
+			step.End("ok", err == nil, "no", errors.Is(err, cursor.ErrStale))
+		}
 		if err != nil {
 			return err
 		}

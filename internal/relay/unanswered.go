@@ -12,6 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/trace"
 )
 
 // errUnanswered is the error of an event that was sent, while the answer of its partition is waited for elsewhere.
@@ -198,6 +199,9 @@ type lateAnswers struct {
 // take takes the outcome of one record. The client calls it.
 func (l *lateAnswers) take(i int, err error) {
 	e, r := l.events[i], &l.flight.records[i]
+	if trace.On {
+		trace.Begin("late", "id", e.ID, "accepted", err == nil).End()
+	}
 	switch at := kafka.PartitionOf(r); {
 	case err == nil:
 		l.mu.Lock()
