@@ -201,7 +201,7 @@ func (l *lateAnswers) take(i int, err error) {
 	switch at := kafka.PartitionOf(r); {
 	case err == nil:
 		l.mu.Lock()
-		l.accepted = append(l.accepted, sentEvent{e, r.Topic})
+		l.accepted = append(l.accepted, sentEvent{e, r.Topic, sentTo(r)})
 		l.mu.Unlock()
 		l.to.bad.Accept(at, time.Now())
 		l.to.accept(e)
