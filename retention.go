@@ -82,8 +82,8 @@ type ArchivedEvent struct {
 	// OccurredAt is the event's own time, in the years 1 to 9999 whatever the row has, CreatedAt the start of the
 	// transaction that recorded it.
 	OccurredAt, CreatedAt time.Time
-	// Sent is where relays sent it at the first try, as a JSON array of objects with relay, topic, partition, offset (-1
-	// if Kafka has not told it) and at; nil if that is not known. Several of one relay are repeats.
+	// Sent is where relays sent it at the first try, as a JSON array of objects with relay, topic, partition, offset
+	// (-1 if Kafka has not told it) and at; nil if that is not known. Several of one relay are repeats.
 	Sent []byte
 }
 

@@ -424,8 +424,8 @@ func sentArgs(r tables.SentRow) []any {
 	return []any{r.From, r.To, r.Bytes}
 }
 
-// Move records that the events of the open window up to p.Last have been attempted, where they are, and which of them
-// failed, in one statement. It returns the id of the new row, or ErrStale if the cursor has changed or the lease is lost.
+// Move records that the events of the open window up to p.Last have been attempted, where they are, and which failed,
+// in one statement. It returns the id of the new row, or ErrStale if the cursor has changed or the lease is lost.
 func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures []Failure) (int64, error) {
 	sql := c.SQLMove
 	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, p.Base, p.Window, p.Last, p.Highest, p.SystemID, p.Server, p.Epoch}

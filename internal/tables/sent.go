@@ -32,8 +32,8 @@ type SentRow struct {
 //   - the number of topics, and for each its length and its name as bytes
 //   - the number of partitions, and for each the index of its topic, its number and the offset of its first record
 //   - for each event, in the order of ids, 4 times the number of its partition, from 1 on, or 0 if it was not sent.
-//     The bit 1 is added if ids are left out in front of it; then their number follows. The bit 2 is added if its offset
-//     is not the one that follows in its partition; then the difference follows.
+//     1 is added if ids are left out in front of it; then their number follows. 2 is added if its offset does not
+//     follow that of the event before it in its partition; then the difference follows.
 //
 // So most events take one byte.
 const sentVersion = 1

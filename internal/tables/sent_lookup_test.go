@@ -18,7 +18,7 @@ import (
 // knows little, and most of the table is read.
 func TestFindSentAmong100MillionEvents(t *testing.T) {
 	testenv.Long(t)
-	const rows, events, turns = 100_000, 1000, 5
+	const rows, events, parts = 100_000, 1000, 5
 	d, ctx := testenv.NewTables(t), context.Background()
 	var e tables.SentEncoder
 	for i := range events {
@@ -46,10 +46,10 @@ func TestFindSentAmong100MillionEvents(t *testing.T) {
 	fill(1, rows)
 	d.Exec(t, `VACUUM (ANALYZE) {schema}.outbox_cursor`)
 	fresh := find(rows / 2 * events)
-	for turn := range turns {
-		d.Exec(t, `DELETE FROM {schema}.outbox_cursor WHERE sent_to <= $1`, int64(turn+1)*rows/turns*events)
+	for part := range parts {
+		d.Exec(t, `DELETE FROM {schema}.outbox_cursor WHERE sent_to <= $1`, int64(part+1)*rows/parts*events)
 		d.Exec(t, `VACUUM (ANALYZE) {schema}.outbox_cursor`)
-		fill(rows+turn*rows/turns+1, rows+(turn+1)*rows/turns)
+		fill(rows+part*rows/parts+1, rows+(part+1)*rows/parts)
 	}
 	d.Exec(t, `VACUUM (ANALYZE) {schema}.outbox_cursor`)
 	reused := find((rows + rows/2) * events)
