@@ -67,7 +67,7 @@ type SentBatch struct {
 func (b SentBatch) All() iter.Seq[SentEvent] {
 	return func(yield func(SentEvent) bool) {
 		for _, s := range b.outcomes.Sent {
-			if !yield(SentEvent{s.Event, s.Topic}) {
+			if !yield(SentEvent{s.Event, s.Topic, s.Sent}) {
 				return
 			}
 		}
@@ -78,7 +78,7 @@ func (b SentBatch) All() iter.Seq[SentEvent] {
 func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 	return func(yield func(SentEvent, string) bool) {
 		for _, n := range b.outcomes.NotTaken {
-			if !yield(SentEvent{n.Event, n.Topic}, n.Class) {
+			if !yield(SentEvent{n.Event, n.Topic, n.Sent}, n.Class) {
 				return
 			}
 		}
@@ -89,6 +89,7 @@ func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 type SentEvent struct {
 	e     *envelope.Event
 	topic string
+	sent  relay.SentTo
 }
 
 // OutboxID returns outbox.id.
@@ -102,6 +103,17 @@ func (s SentEvent) Type() string { return string(s.e.EventType) }
 
 // Topic returns the topic, or "" if none follows from the event type.
 func (s SentEvent) Topic() string { return s.topic }
+
+// Partition returns the partition of the record. It is meaningful only for an event of [SentBatch.All], like Offset and
+// SentAt.
+func (s SentEvent) Partition() int32 { return s.sent.Partition.Number }
+
+// Offset returns the offset of the record in its partition, or -1 if Kafka has not told it.
+func (s SentEvent) Offset() int64 { return s.sent.Offset }
+
+// SentAt returns the timestamp of the record: when the Kafka client got it, by the clock of this process. On a topic
+// with message.timestamp.type=LogAppendTime, consumers see the broker's time instead.
+func (s SentEvent) SentAt() time.Time { return s.sent.Time }
 
 // Key returns the record key.
 func (s SentEvent) Key() string { return string(s.e.Key()) }

@@ -30,8 +30,8 @@ type RetentionConfig struct {
 	// are removed when all of them may be (MigrateConfig.PartitionRows). Zero means 7 days.
 	PublishedFor time.Duration
 	// CursorsFor is how long the history in outbox_cursor goes back; from an hour on
-	// it has a row for each minute. The newest row of each relay stays. Zero means
-	// 7 days.
+	// it has a row for each minute. The newest row of each relay stays, and so does a row that says
+	// where events of outbox are. Zero means 7 days.
 	CursorsFor time.Duration
 	// ResolvedFor is how long resolved rows stay in outbox_failed. For a row that was
 	// resolved without a time it counts from when the relay first sees the row. Zero
@@ -82,6 +82,9 @@ type ArchivedEvent struct {
 	// OccurredAt is the event's own time, in the years 1 to 9999 whatever the row has, CreatedAt the start of the
 	// transaction that recorded it.
 	OccurredAt, CreatedAt time.Time
+	// Sent is where relays sent it at the first try, as a JSON array of objects with relay, topic, partition, offset
+	// (-1 if Kafka has not told it) and at; nil if that is not known. Several of one relay are repeats.
+	Sent []byte
 }
 
 // KafkaRecord returns the Kafka record that a [Relay] with this mode sent for the event, or would send: the same

@@ -37,6 +37,7 @@ func init() {
 		{"backlog", "a large backlog against a small one: time and CPU of an event", true, (*bench).backlog},
 		{"backlogs", "backlogs of millions of events: how the time grows, and how much memory the relay takes", true, (*bench).backlogs},
 		{"large", "large events, against the bare loop: bytes per second, the first arrival, memory, temporary files", true, (*bench).large},
+		{"places", "moves of the cursor that say where events are, against moves that do not: time, WAL, and what a drain would take without", true, (*bench).places},
 		{"poll", "a poll that finds nothing, over published rows and over none", true, (*bench).poll},
 		{"retention", "from commit to arrival while old rows are removed, against while they stay", true, (*bench).retention},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},

@@ -152,11 +152,16 @@ CREATE TABLE outbox_cursor (
     system_identifier bigint       NOT NULL,
     epoch             bigint       NOT NULL,
     created_at        timestamptz  NOT NULL DEFAULT now(),
+    sent_from         bigint,
+    sent_to           bigint,
+    sent              bytea,
     CONSTRAINT outbox_cursor_lengths CHECK (char_length(relay) <= 262)
 );
 
 CREATE INDEX outbox_cursor_relay_idx ON outbox_cursor (relay, id);
 CREATE INDEX idx_outbox_cursor_created_at ON outbox_cursor (created_at DESC);
+-- Finds where an event was sent. It costs a move nothing; see docs/operations.md for what a look-up costs.
+CREATE INDEX outbox_cursor_sent_idx ON outbox_cursor USING brin (sent_from, sent_to);
 
 COMMENT ON TABLE outbox_cursor IS
     'Position of each relay and of each group of workers. Rows are only inserted: the newest by id is the '
@@ -177,6 +182,12 @@ COMMENT ON COLUMN outbox_cursor.system_identifier IS
     'The cluster to which the transaction ids of the snapshots belong.';
 COMMENT ON COLUMN outbox_cursor.epoch IS 'Lease under which the row was written.';
 COMMENT ON COLUMN outbox_cursor.created_at IS 'When the cursor moved.';
+COMMENT ON COLUMN outbox_cursor.sent_from IS
+    'Lowest outbox.id of the events attempted since the row before; NULL if none was sent, or by workers. The row '
+    'stays as long as an event from sent_from to sent_to is in outbox.';
+COMMENT ON COLUMN outbox_cursor.sent_to IS 'Highest outbox.id of these events.';
+COMMENT ON COLUMN outbox_cursor.sent IS
+    'Topic, partition and offset of each of these events, in a form that outbox events show reads.';
 
 CREATE TABLE outbox_lease (
     name         text         PRIMARY KEY,

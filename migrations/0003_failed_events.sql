@@ -32,6 +32,9 @@ CREATE TABLE outbox_failed (
     resolution     text,
     size           int          NOT NULL DEFAULT 65536,
     place          text         NOT NULL DEFAULT '',
+    sent_partition int,
+    sent_offset    bigint,
+    sent_at        timestamptz,
     CONSTRAINT outbox_failed_lengths CHECK (
         char_length(relay) <= 100 AND char_length(event_type) <= 100 AND char_length(source) <= 100
         AND char_length(aggregate_type) <= 100 AND char_length(aggregate_id) <= 255
@@ -105,3 +108,48 @@ COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; sent, if th
 COMMENT ON COLUMN outbox_failed.size IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.place IS
     'What it waits for: a topic, or a partition as topic/number. Empty: nothing in particular.';
+COMMENT ON COLUMN outbox_failed.sent_partition IS
+    'Partition to which a retry has sent it; NULL if none has. Rows stay then only if the relay keeps them.';
+COMMENT ON COLUMN outbox_failed.sent_offset IS 'Its offset there; NULL if Kafka has not told it.';
+COMMENT ON COLUMN outbox_failed.sent_at IS 'Time of its record.';
+
+-- +goose StatementBegin
+SELECT outbox_define(current_schema(), ARRAY[
+
+-- What the view outbox_pending shows. It is a function because outbox_partition replaces the table outbox, which a view
+-- would not notice, and because a view cannot keep the planner from reading all published rows: an event that a relay
+-- has not attempted is not below the transactions that its position saw in progress.
+$function$
+CREATE FUNCTION @schema@.outbox_pending_events() RETURNS TABLE (
+    relay text, outbox_id bigint, event_id uuid, event_type text, topic text, key text, status text, error_class text,
+    created_at timestamptz, since timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
+    SELECT s.relay, o.id, o.event_id, o.event_type, coalesce(o.topic, split_part(o.event_type, '.', 2) || '-events'),
+        coalesce(o.partition_key, o.aggregate_id), 'pending', NULL::text, o.created_at, o.created_at
+      FROM unnest(@schema@.outbox_relays()) AS names (relay)
+     CROSS JOIN LATERAL (SELECT c.relay, c.snapshot, c.window_snapshot, c.last_processed_id FROM @schema@.outbox_cursor AS c
+                          WHERE c.relay >= names.relay AND c.relay <= names.relay ORDER BY c.relay DESC, c.id DESC LIMIT 1) AS s
+     CROSS JOIN LATERAL (SELECT e.* FROM @schema@.outbox AS e
+                          WHERE e.xid >= pg_snapshot_xmin(s.snapshot) ORDER BY e.xid, e.id OFFSET 0) AS o
+     WHERE NOT starts_with(s.relay, 'worker:') AND NOT pg_visible_in_snapshot(o.xid, s.snapshot)
+       AND NOT coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false)
+     UNION ALL
+    SELECT f.relay, f.outbox_id, f.event_id, f.event_type, split_part(f.parking_key, '/', 1),
+        substr(f.parking_key, strpos(f.parking_key, '/') + 1), f.status, f.error_class, f.created_at, f.failed_at
+      FROM @schema@.outbox_failed AS f WHERE f.status <> 'resolved'
+$body$
+$function$,
+
+$view$
+CREATE VIEW @schema@.outbox_pending AS SELECT p.* FROM @schema@.outbox_pending_events() AS p
+$view$
+]);
+-- +goose StatementEnd
+
+COMMENT ON VIEW outbox_pending IS
+    'What each relay has not sent yet: a row for each relay and event. A relay that has never led has no rows.';
+COMMENT ON COLUMN outbox_pending.status IS
+    'pending: not attempted; else as in outbox_failed: waiting, failed, parked or dead.';
+COMMENT ON COLUMN outbox_pending.since IS
+    'Since when it waits: when its transaction began or, if it is in outbox_failed, when it first failed.';

@@ -245,7 +245,8 @@ func (a *admin) apiEvent(r *request) (answer, error) {
 		return answer{}, err
 	}
 	row := a.eventRowOf(e)
-	return okJSON(apiEventWhole{apiEvent: eventOf(row), Headers: row.Headers,
+	return okJSON(apiEventWhole{apiEvent: eventOf(row), Headers: row.Headers, Sent: each(row.Sent, sentOf),
+		History:    each(row.Audit, func(entry outboxops.AuditEntry) apiAudit { return a.auditOf(entry, e.Type, e.ContentType) }),
 		apiPayload: a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr).api()})
 }
 

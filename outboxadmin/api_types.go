@@ -339,6 +339,18 @@ type apiEventWhole struct {
 	apiEvent
 	apiPayload
 	Headers map[string]string `json:"headers"`
+	Sent    []apiSent         `json:"sent"`
+	History []apiAudit        `json:"history"`
+}
+
+type apiSent struct {
+	Relay     string    `json:"relay"`
+	Topic     string    `json:"topic"`
+	Partition int32     `json:"partition"`
+	Offset    int64     `json:"offset"`
+	At        time.Time `json:"at"`
+	Retried   bool      `json:"retried"`
+	Repeat    bool      `json:"repeat"`
 }
 
 type apiReason struct {
@@ -513,4 +525,8 @@ func eventOf(r eventRow) apiEvent {
 		AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, ContentType: r.ContentType, OccurredAt: r.OccurredAt.UTC(),
 		CreatedAt: r.CreatedAt.UTC(), Size: r.Size, Removed: r.Removed,
 		States: each(r.States, func(s eventState) apiState { return apiState{s.Relay, s.Status, s.Failure.String()} })}
+}
+
+func sentOf(s outboxops.EventSent) apiSent {
+	return apiSent{s.Relay, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat}
 }

@@ -47,7 +47,7 @@ func TestFiles(t *testing.T) {
 	recorded := f.recorded(t)
 	f.archiveAll(t, files.Archive)
 	archived := events(t, folder, outboxarchive.Filter{})
-	require.Equal(t, recorded, archived)
+	requireRecorded(t, recorded, archived)
 	requireSent(t, f, archived)
 }
 
@@ -129,7 +129,7 @@ func TestStoreFails(t *testing.T) {
 	require.Equal(t, recorded, f.recorded(t))
 	folder, working := newFolder(t)
 	f.archiveAll(t, working.Archive)
-	require.Equal(t, recorded, events(t, folder, outboxarchive.Filter{}))
+	requireRecorded(t, recorded, events(t, folder, outboxarchive.Filter{}))
 }
 
 type storeFunc func(context.Context, string, []byte) error
@@ -160,7 +160,7 @@ func TestFilesKilled(t *testing.T) {
 		require.Len(t, found, len(recorded), "every event is in a file or in outbox")
 	}
 	f.archiveAll(t, files.Archive)
-	require.Equal(t, recorded, events(t, folder, outboxarchive.Filter{}))
+	requireRecorded(t, recorded, events(t, folder, outboxarchive.Filter{}))
 }
 
 // The transaction of a batch fails after its file is stored. Its events are archived again, in files with
@@ -183,7 +183,7 @@ func TestFilesOverlap(t *testing.T) {
 		return nil
 	})
 	require.NoError(t, files.Archive(background, nil, recorded[10:30]))
-	require.Equal(t, recorded, events(t, folder, outboxarchive.Filter{}))
+	requireRecorded(t, recorded, events(t, folder, outboxarchive.Filter{}))
 }
 
 // Unfinished files of a process that was killed are removed when they are old, and are never read.

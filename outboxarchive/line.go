@@ -51,6 +51,7 @@ type line struct {
 	HeadersBase64 []byte          `json:"headers_base64,omitempty"`
 	PayloadBase64 []byte          `json:"payload_base64,omitzero"`
 	JSON          bool            `json:"json"`
+	Sent          json.RawMessage `json:"sent,omitempty"`
 	Headers       json.RawMessage `json:"headers,omitempty"` // at the end of the line; only read
 	Payload       json.RawMessage `json:"payload,omitempty"` // at the end of the line; only read
 }
@@ -64,7 +65,7 @@ func appendEvent(b []byte, e *outbox.ArchivedEvent) ([]byte, error) {
 		}
 	}
 	l := line{ID: e.OutboxID, EventID: e.EventID, Type: e.Type, Source: e.Source, AggregateType: e.AggregateType, AggregateID: e.AggregateID, ContentType: e.ContentType,
-		Topic: e.Topic, PartitionKey: e.PartitionKey, OccurredAt: e.OccurredAt.UTC(), CreatedAt: e.CreatedAt.UTC(), JSON: e.JSON}
+		Topic: e.Topic, PartitionKey: e.PartitionKey, OccurredAt: e.OccurredAt.UTC(), CreatedAt: e.CreatedAt.UTC(), JSON: e.JSON, Sent: e.Sent}
 	headers, payload := e.Headers, e.Payload
 	if headers != nil && !fitsLine(headers) {
 		l.HeadersBase64, headers = headers, nil
@@ -113,7 +114,7 @@ func parseEvent(text []byte) (e outbox.ArchivedEvent, err error) {
 	}
 	e = outbox.ArchivedEvent{OutboxID: l.ID, EventID: l.EventID, Type: l.Type, Source: l.Source, AggregateType: l.AggregateType, AggregateID: l.AggregateID,
 		ContentType: l.ContentType, Topic: l.Topic, PartitionKey: l.PartitionKey, OccurredAt: l.OccurredAt, CreatedAt: l.CreatedAt, JSON: l.JSON,
-		Payload: l.PayloadBase64, Headers: l.HeadersBase64}
+		Payload: l.PayloadBase64, Headers: l.HeadersBase64, Sent: l.Sent}
 	if l.Payload != nil {
 		e.Payload = l.Payload
 	}

@@ -41,11 +41,11 @@ const rowFilter = `
 
 const (
 	sqlArchivedRows = `(
-    SELECT ` + rowColumns + ` FROM {schema}.outbox_archive` + rowFilter + `)`
+    SELECT ` + rowColumns + `, sent FROM {schema}.outbox_archive` + rowFilter + `)`
 
 	// sqlRecordedRows has no event_id in its order, because id is the key.
 	sqlRecordedRows = `(
-    SELECT ` + rowColumns + ` FROM {schema}.outbox` + rowFilter + `)`
+    SELECT ` + rowColumns + `, NULL::jsonb AS sent FROM {schema}.outbox` + rowFilter + `)`
 )
 
 // The statements of a page. Each reads one snapshot, so it finds an event that is moved to the archive
@@ -55,7 +55,7 @@ const (
 SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id,
        CASE WHEN size <= $13::bigint THEN coalesce(payload_bytes, pg_catalog.convert_to(payload::text, 'UTF8')) END, content_type,
        payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), CASE WHEN size <= $13::bigint THEN pg_catalog.convert_to(headers::text, 'UTF8') END,
-       occurred_at, created_at, size
+       occurred_at, created_at, size, pg_catalog.convert_to(sent::text, 'UTF8')
   FROM (SELECT *, (sum(size) OVER (ORDER BY id, event_id ROWS UNBOUNDED PRECEDING))::bigint - size AS bytes
           FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3::bigint) AS first) AS page
  WHERE bytes < $12::bigint ORDER BY id, event_id`
@@ -205,7 +205,7 @@ func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (
 
 func scanEvent(row pgx.CollectableRow) (e rowEvent, err error) {
 	err = row.Scan(&e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
-		&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt}, &e.size)
+		&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt}, &e.size, &e.Sent)
 	return e, err
 }
 

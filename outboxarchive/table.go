@@ -94,13 +94,13 @@ const sqlPrepare = `SELECT {schema}.outbox_archive_prepare($1)`
 // relays do not have.
 const sqlInsert = `
 INSERT INTO {schema}.outbox_archive (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
-                                     topic, partition_key, headers, occurred_at, created_at, size)
+                                     topic, partition_key, headers, occurred_at, created_at, size, sent)
 SELECT id, event_id, type, source, aggregate_type, aggregate_id, payload::jsonb, payload_bytes, content_type,
-       nullif(topic, ''), nullif(partition_key, ''), headers::jsonb, occurred_at, created_at, size
+       nullif(topic, ''), nullif(partition_key, ''), headers::jsonb, occurred_at, created_at, size, sent::jsonb
   FROM unnest($1::bigint[], $2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::bytea[], $9::text[],
-              $10::text[], $11::text[], $12::text[], $13::timestamptz[], $14::timestamptz[], $15::bigint[])
+              $10::text[], $11::text[], $12::text[], $13::timestamptz[], $14::timestamptz[], $15::bigint[], $16::text[])
        AS r (id, event_id, type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
-             topic, partition_key, headers, occurred_at, created_at, size)
+             topic, partition_key, headers, occurred_at, created_at, size, sent)
     ON CONFLICT DO NOTHING`
 
 // Archive adds rows of outbox in the transaction that removes them. Set it as RetentionConfig.Archive.
@@ -143,7 +143,7 @@ func columnsOf(rows []outbox.ArchivedEvent) []any {
 		ids, sizes                                 []int64
 		eventIDs, types, sources, aggTypes, aggIDs []string
 		contentTypes, topics, keys                 []string
-		payloads, headers                          []pgtype.Text
+		payloads, headers, sent                    []pgtype.Text
 		payloadBytes                               [][]byte
 		occurred, created                          []time.Time
 		text                                       = func(b []byte, valid bool) pgtype.Text { return pgtype.Text{String: string(b), Valid: valid} }
@@ -161,8 +161,9 @@ func columnsOf(rows []outbox.ArchivedEvent) []any {
 		contentTypes, topics, keys = append(contentTypes, r.ContentType), append(topics, r.Topic), append(keys, r.PartitionKey)
 		headers = append(headers, text(r.Headers, r.Headers != nil))
 		occurred, created = append(occurred, r.OccurredAt), append(created, r.CreatedAt)
+		sent = append(sent, text(r.Sent, r.Sent != nil))
 	}
-	return []any{ids, eventIDs, types, sources, aggTypes, aggIDs, payloads, payloadBytes, contentTypes, topics, keys, headers, occurred, created, sizes}
+	return []any{ids, eventIDs, types, sources, aggTypes, aggIDs, payloads, payloadBytes, contentTypes, topics, keys, headers, occurred, created, sizes, sent}
 }
 
 // notNil returns an empty slice for nil, because nil would become NULL.

@@ -51,6 +51,7 @@ CREATE TABLE {schema}.outbox_archive (
     occurred_at    timestamptz  NOT NULL,
     created_at     timestamptz  NOT NULL,
     size           bigint       NOT NULL,
+    sent           jsonb,
     archived_at    timestamptz  NOT NULL DEFAULT now(),
     CONSTRAINT outbox_archive_lengths CHECK (
         char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
@@ -68,6 +69,7 @@ COMMENT ON TABLE {schema}.outbox_archive IS
 COMMENT ON COLUMN {schema}.outbox_archive.id IS 'As outbox.id: the order of the events of one key.';
 COMMENT ON COLUMN {schema}.outbox_archive.created_at IS 'Start of the transaction that recorded it; says in which partition it is.';
 COMMENT ON COLUMN {schema}.outbox_archive.size IS 'Bytes of payload and headers, for reading in batches.';
+COMMENT ON COLUMN {schema}.outbox_archive.sent IS 'Where relays sent it: objects with relay, topic, partition, offset and at. NULL: not known.';
 COMMENT ON COLUMN {schema}.outbox_archive.archived_at IS 'Start of the transaction that moved it here.'`
 
 	// createPrepare makes partitions of months. It runs with the rights of the owner. It creates a

@@ -92,11 +92,14 @@ type AuditPage struct {
 	Since, Until time.Time
 }
 
-const sqlAudit = `
+// sqlAuditColumns begins a statement whose rows scanAudit reads.
+const sqlAuditColumns = `
 SELECT id, created_at, operator, login, reason, action, relay, pg_catalog.split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
        coalesce(consumer_group, ''), coalesce(delivery_id, 0), coalesce(handler, ''), pg_catalog.num_nonnulls(payload, payload_bytes) > 0
-  FROM {schema}.outbox_audit
+  FROM {schema}.outbox_audit`
+
+const sqlAudit = sqlAuditColumns + `
  WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR delivery_id = $2) AND ($3::bigint = 0 OR id < $3)
    AND ($5::bool OR action <> 'read')
    AND ($6::text = '' OR operator = $6) AND ($7::text = '' OR action = $7) AND ($8::text = '' OR consumer_group = $8)

@@ -1,6 +1,7 @@
 package outboxops
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -49,6 +50,29 @@ type RecordedEvent struct {
 	// Failures are its rows of outbox_failed, sorted by relay; nil in [Inspector.Tail]. If a relay has
 	// attempted the event and has no row here, it has sent the event.
 	Failures []EventFailure
+	// Sent is where relays have sent it, sorted by relay, the first time first; nil in lists and in
+	// [Inspector.Tail]. A relay that has attempted it and is neither here nor in Failures has sent it at a retry, and
+	// has not kept the row (RelayConfig.KeepSent).
+	Sent []EventSent
+	// Audit is what operators did to it, the last first: what concerns Failures, and replays of its topic since it was
+	// recorded, whether it was among the events or not. It is nil in lists and in [Inspector.Tail].
+	Audit []AuditEntry
+}
+
+// EventSent is one record of an event that a relay has sent.
+type EventSent struct {
+	// Relay is the relay that has sent it.
+	Relay string
+	// Topic and Partition are where its record is.
+	Topic string
+	// Partition is described at Topic.
+	Partition int32
+	// Offset is its offset there, or -1 if Kafka has not told it.
+	Offset int64
+	// At is when it was sent: the timestamp of its record, or of the first record of its batch.
+	At time.Time
+	// Retried is set if the relay had failed to send it before, Repeat if the relay had sent it before.
+	Retried, Repeat bool
 }
 
 // EventFailure is the failure of a recorded event: the part of a [Failure] that [RecordedEvent] shows.
@@ -59,6 +83,12 @@ type EventFailure struct {
 	Relay string
 	// Status is one of the constants, [outbox.StatusDead] for example.
 	Status string
+	// ResolvedAt, ResolvedBy and Resolution are as in [Failure].
+	ResolvedAt time.Time
+	// ResolvedBy is described at ResolvedAt.
+	ResolvedBy string
+	// Resolution is described at ResolvedAt.
+	Resolution string
 }
 
 // EventFilter picks recorded events. Empty fields pick all.
@@ -105,7 +135,9 @@ const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_typ
 const relayColumns = `
        ARRAY(SELECT relay::text FROM positions AS s WHERE ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
        ARRAY(SELECT relay::text FROM positions AS s WHERE NOT ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
-       (SELECT pg_catalog.jsonb_agg(pg_catalog.jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
+       (SELECT pg_catalog.jsonb_agg(pg_catalog.jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status,
+               'ResolvedAt', f.resolved_at, 'ResolvedBy', f.resolved_by, 'Resolution', f.resolution,
+               'Partition', f.sent_partition, 'Offset', f.sent_offset, 'SentAt', f.sent_at) ORDER BY f.relay)
           FROM positions AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id AND f.event_id = o.event_id)`
 
 const notOfWorkers = ` AND NOT pg_catalog.starts_with(relay, '` + tables.WorkerPrefix + `')`
@@ -160,13 +192,51 @@ func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, e
 	if err == nil {
 		e, err = i.whole(ctx, e)
 	}
+	if err == nil {
+		e, err = i.withHistory(ctx, relays.addTo(e), relays.sent(e.Topic))
+	}
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return RecordedEvent{}, fmt.Errorf("outbox: event %d: %w", outboxID, ErrNotFound)
 	case err != nil:
 		return RecordedEvent{}, fmt.Errorf("outbox: inspect event %d: %w", outboxID, orNotMigrated(err))
 	}
-	return relays.addTo(e), nil
+	return e, nil
+}
+
+// sqlEventAudit reads what operators did to the failures $1 of an event, and replays of its topic $2 since $3.
+const sqlEventAudit = sqlAuditColumns + `
+ WHERE failed_id = ANY ($1::bigint[])
+    OR action = 'replay' AND created_at >= $3::timestamptz AND pg_catalog.split_part(parking_key, '/', 1) IN ('', $2::text)
+ ORDER BY id DESC LIMIT 1000`
+
+// withHistory adds where an event was sent, and what operators did to it. Retried are its records from retries.
+func (i *Inspector) withHistory(ctx context.Context, e RecordedEvent, retried []EventSent) (RecordedEvent, error) {
+	rows, err := i.db.Query(ctx, i.sql.sent, pg.PlanEachTime, e.OutboxID, e.OutboxID, tables.MostSentBytes)
+	if err != nil {
+		return e, err
+	}
+	places, err := tables.ReadSent(rows, func(id int64) bool { return id == e.OutboxID })
+	if err != nil {
+		return e, err
+	}
+	for _, p := range places[e.OutboxID] {
+		e.Sent = append(e.Sent, EventSent{Relay: p.Relay, Topic: p.Topic, Partition: p.Partition, Offset: p.Offset, At: p.At})
+	}
+	e.Sent = append(e.Sent, retried...)
+	slices.SortStableFunc(e.Sent, func(a, b EventSent) int { return cmp.Compare(a.Relay, b.Relay) })
+	for n := 1; n < len(e.Sent); n++ {
+		e.Sent[n].Repeat = e.Sent[n].Relay == e.Sent[n-1].Relay
+	}
+	failed := []int64{}
+	for _, f := range e.Failures {
+		failed = append(failed, f.ID.Number)
+	}
+	rows, err = i.db.Query(ctx, i.sql.audit, pg.PlanEachTime, failed, e.Topic, e.CreatedAt)
+	if err == nil {
+		e.Audit, err = pgx.CollectRows(rows, scanAudit)
+	}
+	return e, err
 }
 
 // whole adds payload and headers to an event.
@@ -186,6 +256,13 @@ type eventRelays struct {
 	failures           []struct {
 		ID            int64
 		Relay, Status string
+
+		ResolvedAt             time.Time
+		ResolvedBy, Resolution string
+
+		Partition int32
+		Offset    *int64
+		SentAt    time.Time
 	}
 }
 
@@ -194,9 +271,24 @@ func (r *eventRelays) columns() []any { return []any{&r.attempted, &r.pending, &
 func (r *eventRelays) addTo(e RecordedEvent) RecordedEvent {
 	e.AttemptedBy, e.PendingFor = r.attempted, r.pending
 	for _, f := range r.failures {
-		e.Failures = append(e.Failures, EventFailure{FailureID{KindEvent, f.ID}, f.Relay, f.Status})
+		e.Failures = append(e.Failures, EventFailure{FailureID{KindEvent, f.ID}, f.Relay, f.Status, f.ResolvedAt, f.ResolvedBy, f.Resolution})
 	}
 	return e
+}
+
+// sent returns the records from retries, which go to the topic of the event.
+func (r *eventRelays) sent(topic string) (all []EventSent) {
+	for _, f := range r.failures {
+		if f.SentAt.IsZero() {
+			continue
+		}
+		s := EventSent{Relay: f.Relay, Topic: topic, Partition: f.Partition, Offset: -1, At: f.SentAt, Retried: true}
+		if f.Offset != nil {
+			s.Offset = *f.Offset
+		}
+		all = append(all, s)
+	}
+	return all
 }
 
 // scanListed reads recordedColumns and relayColumns.

@@ -31,6 +31,7 @@ type Inspector struct {
 type inspectorSQL struct {
 	relays, progress, transactions, topics, partitions string
 	events, event, tail, tailRead, tailBare            string
+	sent, audit                                        string
 }
 
 // InspectorConfig names the schema of the tables, and limits payloads. It may be zero.
@@ -53,6 +54,7 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 		relays: in(tables.SQLRelays), progress: in(sqlProgress), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
 		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail), tailRead: in(sqlTailRead), tailBare: in(sqlTailBare),
+		sent: in(tables.SQLSent), audit: in(sqlEventAudit),
 	}}, nil
 }
 

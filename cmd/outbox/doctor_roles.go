@@ -62,8 +62,8 @@ var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cur
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
 	onTable("consumer_handler", "SELECT"), onTable("consumer_gap", "SELECT"),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"), onTable("event_member", "SELECT"),
-	onTable("event_success", "SELECT"),
-	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
+	onTable("event_success", "SELECT"), onTable("outbox_pending", "SELECT"),
+	onFunctions(false, "outbox_pending_events()", "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
 
 // Functions that remove rows. A role with DELETE on the table might lock it.
 const (

@@ -9,7 +9,7 @@ import (
 )
 
 var eventsCommand = command{
-	name:    "events",
+	name:    "events list",
 	summary: "recorded events, the newest first",
 	about: `
 Shows events that are in outbox, sent or not, and which relays have not

@@ -13,7 +13,7 @@ func TestEvents(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	d.record(t, "1", "2", "1", "3")
-	a := d.call(t, "events", "--aggregate", "Thing/1")
+	a := d.call(t, "events", "list", "--aggregate", "Thing/1")
 	require.Equal(t, exitOK, a.code, a.err)
 	require.Equal(t, 2, strings.Count(a.out, "Thing/1"))
 	require.NotContains(t, a.out, "Thing/2")
@@ -21,7 +21,7 @@ func TestEvents(t *testing.T) {
 
 	require.Equal(t, exitOK, d.call(t, "migrate", "up", "--aggregate-index", "--unique-event-ids").code)
 	d.ok(t, "migrate", "up", "--aggregate-index", "--unique-event-ids") // and says nothing
-	a = d.call(t, "events", "--aggregate", "Thing/1")
+	a = d.call(t, "events", "list", "--aggregate", "Thing/1")
 	require.Equal(t, exitOK, a.code, a.err)
 	require.Empty(t, a.err)
 	require.Equal(t, 2, strings.Count(a.out, "Thing/1"))
@@ -30,13 +30,13 @@ func TestEvents(t *testing.T) {
 	}
 	require.Equal(t, exitError, d.call(t, "migrate", "up", "--partition-rows", "100").code)
 
-	require.Equal(t, 4, strings.Count(d.ok(t, "events", "--type", "test.thing.happened.v1"), "Thing/"))
-	require.Equal(t, 1, strings.Count(d.ok(t, "events", "--limit", "1", "--before", "3"), "Thing/2"))
-	require.Contains(t, d.ok(t, "events", "--aggregate", "Thing/3", "--payload"), `"Key": "3"`)
+	require.Equal(t, 4, strings.Count(d.ok(t, "events", "list", "--type", "test.thing.happened.v1"), "Thing/"))
+	require.Equal(t, 1, strings.Count(d.ok(t, "events", "list", "--limit", "1", "--before", "3"), "Thing/2"))
+	require.Contains(t, d.ok(t, "events", "list", "--aggregate", "Thing/3", "--payload"), `"Key": "3"`)
 	var line recordedJSON
-	d.json(t, &line, exitOK, "events", "--aggregate", "Thing/3", "--payload")
+	d.json(t, &line, exitOK, "events", "list", "--aggregate", "Thing/3", "--payload")
 	require.Equal(t, "Thing", line.AggregateType)
 	require.Contains(t, string(line.Payload), `"3"`)
-	require.Equal(t, exitUsage, d.call(t, "events", "--aggregate", "/1").code)
-	require.Equal(t, exitError, d.call(t, "events", "--limit", "-1").code)
+	require.Equal(t, exitUsage, d.call(t, "events", "list", "--aggregate", "/1").code)
+	require.Equal(t, exitError, d.call(t, "events", "list", "--limit", "-1").code)
 }

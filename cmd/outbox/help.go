@@ -64,6 +64,7 @@ var foldedGroups = map[string]string{
 	"consumer": "consumer groups",
 	"cut":      "move groups",
 	"dlq":      "dead letters of topics",
+	"events":   "recorded events",
 	"failures": "what fails",
 	"migrate":  "create the tables or bring them up to date",
 }

@@ -28,7 +28,7 @@ is for connecting only.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var cfg outbox.MigrateConfig
 		fs.Int64Var(&cfg.PartitionRows, "partition-rows", 0, "`NUMBER` of ids in a partition of outbox; 0 leaves it as it is")
-		fs.BoolVar(&cfg.AggregateIndex, "aggregate-index", false, "index aggregates, for outbox events")
+		fs.BoolVar(&cfg.AggregateIndex, "aggregate-index", false, "index aggregates, for outbox events list")
 		fs.StringVar(&cfg.Publication, "publication", "", "`NAME` of a publication for Debezium; completes rows")
 		fs.BoolVar(&cfg.UniqueEventIDs, "unique-event-ids", false, "refuse an event whose id is in outbox")
 		return func(ctx context.Context, e *env) error { return migrateUp(ctx, e, cfg) }

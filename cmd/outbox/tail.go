@@ -84,14 +84,18 @@ type recordedJSON struct {
 	Headers       map[string]string `json:"headers,omitempty"`
 }
 
+func recordedOf(event outboxops.RecordedEvent) recordedJSON {
+	line := recordedJSON{OutboxID: event.OutboxID, EventID: event.EventID, Type: event.Type, Source: event.Source,
+		AggregateType: event.AggregateType, AggregateID: event.AggregateID, Topic: event.Topic, Key: event.Key,
+		OccurredAt: event.OccurredAt.UTC(), CreatedAt: event.CreatedAt.UTC(), Size: event.Size, ContentType: event.ContentType, Headers: event.Headers}
+	line.Payload, line.PayloadBase64 = body(event.Payload)
+	line.PayloadError = errText(event.PayloadErr)
+	return line
+}
+
 func (t *tailFlags) show(e *env, event outboxops.RecordedEvent) error {
 	if e.json {
-		line := recordedJSON{OutboxID: event.OutboxID, EventID: event.EventID, Type: event.Type, Source: event.Source,
-			AggregateType: event.AggregateType, AggregateID: event.AggregateID, Topic: event.Topic, Key: event.Key,
-			OccurredAt: event.OccurredAt.UTC(), CreatedAt: event.CreatedAt.UTC(), Size: event.Size, ContentType: event.ContentType, Headers: event.Headers}
-		line.Payload, line.PayloadBase64 = body(event.Payload)
-		line.PayloadError = errText(event.PayloadErr)
-		return e.writeLine(line)
+		return e.writeLine(recordedOf(event))
 	}
 	text := event.CreatedAt.Local().Format("15:04:05.000") + "  " + count(event.OutboxID) + "  " + event.Type + "  " +
 		event.AggregateType + "/" + event.AggregateID + "  " + event.Topic + "  " + count(event.Size) + " B"

@@ -96,6 +96,9 @@ type Position struct {
 	SystemID int64  // the cluster whose transaction ids these are
 	Epoch    int64  // of the lease under which the row was written
 
+	// Sent is where the events are that were attempted since the row was written. The next row gets it.
+	Sent tables.SentRow
+
 	Server time.Time // start of the server that returned the row; another server may be a copy
 }
 
@@ -278,11 +281,11 @@ WITH ids AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), moved AS (
     INSERT INTO {schema}.outbox_cursor
-           (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
+           (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch, sent_from, sent_to, sent)
     SELECT $1::text, $5::pg_snapshot,
            CASE WHEN EXISTS (SELECT FROM ids) THEN pg_current_snapshot() END,
            CASE WHEN EXISTS (SELECT FROM ids) THEN 0 ELSE $9::bigint END,
-           $10::bigint, $11::bigint, lease.epoch
+           $10::bigint, $11::bigint, lease.epoch, $15::bigint, $16::bigint, $17::bytea
       FROM newest, lease
      WHERE $8::bool OR EXISTS (SELECT FROM ids)
  RETURNING id, pg_current_xact_id()::text AS xid
@@ -309,11 +312,12 @@ func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int)
 	var own pgtype.Text
 	var now string
 	var found int
+	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, next.Base, tables.SnapshotMax(next.Base), limit + 1, drained,
+		p.Last, p.Highest, p.SystemID, p.Server, maxOpenBytes, p.Epoch}
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		events, err = readEvents(nil, rows, &newest, &moved, &own, &now, &found)
 		return err
-	}, c.SQLOpen, c.Relay, l.Holder, l.Epoch, p.CursorID, next.Base, tables.SnapshotMax(next.Base), limit+1, drained,
-		p.Last, p.Highest, p.SystemID, p.Server, maxOpenBytes, p.Epoch)
+	}, c.SQLOpen, append(args, sentArgs(p.Sent)...)...)
 	switch {
 	case err != nil:
 		return p, nil, false, fmt.Errorf("open window: %w", err)
@@ -322,7 +326,7 @@ func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int)
 	case !moved.Valid && (drained || found > 0):
 		return p, nil, false, lease.ErrLeaseLost
 	case moved.Valid:
-		next.CursorID, next.Epoch = moved.Int64, l.Epoch
+		next.CursorID, next.Epoch, next.Sent = moved.Int64, l.Epoch, tables.SentRow{}
 	}
 	if found > 0 {
 		next.Window, next.Last = now, 0
@@ -405,18 +409,27 @@ func (c *Store) Probe(ctx context.Context) (bool, error) {
 // sqlMove writes how far the open window has been drained.
 const sqlMove = `
 INSERT INTO {schema}.outbox_cursor
-       (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
-SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
+       (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch, sent_from, sent_to, sent)
+SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch, $12::bigint, $13::bigint, $14::bytea
   FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS newest,
        (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS lease
  WHERE newest.id = $4 AND newest.epoch = $11 AND pg_postmaster_start_time() = $10
 RETURNING id`
 
-// Move records that the events of the open window up to p.Last have been attempted, and which of them failed, in one
-// statement. It returns the id of the new row, or ErrStale if the cursor has changed or the lease is lost.
+// sentArgs are the parameters sent_from, sent_to and sent of a row: NULL if no event was sent.
+func sentArgs(r tables.SentRow) []any {
+	if r.Bytes == nil {
+		return []any{nil, nil, nil}
+	}
+	return []any{r.From, r.To, r.Bytes}
+}
+
+// Move records that the events of the open window up to p.Last have been attempted, where they are, and which failed,
+// in one statement. It returns the id of the new row, or ErrStale if the cursor has changed or the lease is lost.
 func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures []Failure) (int64, error) {
 	sql := c.SQLMove
 	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, p.Base, p.Window, p.Last, p.Highest, p.SystemID, p.Server, p.Epoch}
+	args = append(args, sentArgs(p.Sent)...)
 	if len(failures) > 0 {
 		sql = c.SQLMoveFailed
 		args = append(args, failureArgs(failures)...)

@@ -61,8 +61,8 @@ WITH newest AS MATERIALIZED (
            CASE WHEN f.readable THEN o.payload END, CASE WHEN f.readable THEN o.payload_bytes END,
            o.content_type, o.topic, o.partition_key, CASE WHEN f.readable THEN o.headers END, o.occurred_at, o.created_at,
            CASE WHEN f.readable THEN o.size ELSE 0 END, f.status, f.held, f.class, f.error, now() + f.wait, f.place
-      FROM newest, lease, unnest($12::bigint[], $13::text[], $14::text[], $15::text[], $16::text[], $17::interval[], $18::bool[], $19::bool[],
-                                   $20::text[]) AS f (id, key, status, class, error, wait, readable, held, place)
+      FROM newest, lease, unnest($15::bigint[], $16::text[], $17::text[], $18::text[], $19::text[], $20::interval[], $21::bool[], $22::bool[],
+                                   $23::text[]) AS f (id, key, status, class, error, wait, readable, held, place)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
      WHERE (SELECT there.id FROM {schema}.outbox_failed AS there
              WHERE there.relay = $1::text AND there.outbox_id >= o.id AND there.outbox_id <= o.id AND there.event_id = o.event_id
@@ -71,8 +71,8 @@ WITH newest AS MATERIALIZED (
         ON CONFLICT (relay, outbox_id, event_id) DO NOTHING
 )
 INSERT INTO {schema}.outbox_cursor
-       (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
-SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
+       (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch, sent_from, sent_to, sent)
+SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch, $12::bigint, $13::bigint, $14::bytea
   FROM newest, lease
 RETURNING id`
 
@@ -452,4 +452,7 @@ func (f *Failed) RetryDead(ctx context.Context, l *lease.Lease, after map[string
 	return nil
 }
 
-const statusWaiting = "waiting"
+const (
+	statusWaiting  = "waiting"
+	statusResolved = "resolved"
+)

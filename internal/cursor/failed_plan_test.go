@@ -34,7 +34,7 @@ func TestMovePastFailuresOverManyRows(t *testing.T) {
 	require.NoError(t, err)
 	_, err = tx.Exec(ctx, "PREPARE moved AS "+d.cursors.SQLMoveFailed, pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, err)
-	statement := fmt.Sprintf(`EXECUTE moved('default', '%s', %d, %d, '%s', '%s', %d, %d, %d, '%s', %d,
+	statement := fmt.Sprintf(`EXECUTE moved('default', '%s', %d, %d, '%s', '%s', %d, %d, %d, '%s', %d, NULL, NULL, NULL,
 		'{%s}', array_fill('k'::text, ARRAY[%[12]d]), array_fill('waiting'::text, ARRAY[%[12]d]),
 		array_fill('c'::text, ARRAY[%[12]d]), array_fill('e'::text, ARRAY[%[12]d]), array_fill('1 s'::interval, ARRAY[%[12]d]),
 		array_fill(true, ARRAY[%[12]d]), array_fill(false, ARRAY[%[12]d]), array_fill('t/0'::text, ARRAY[%[12]d]))`,

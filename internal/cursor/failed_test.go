@@ -42,10 +42,11 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	}
 	saved := func(status string) string {
 		return fmt.Sprintf(`('default', '%s', %d, '{%s}', array_fill('%s'::text, '{%[5]d}'), array_fill('x'::text, '{%[5]d}'),
-			array_fill('x'::text, '{%[5]d}'), array_fill(1, '{%[5]d}'), array_fill('1 s'::interval, '{%[5]d}'), false, false, array_fill(''::text, '{%[5]d}'))`,
+			array_fill('x'::text, '{%[5]d}'), array_fill(1, '{%[5]d}'), array_fill('1 s'::interval, '{%[5]d}'), false, false, array_fill(''::text, '{%[5]d}'),
+			array_fill(0, '{%[5]d}'), array_fill(0::bigint, '{%[5]d}'), array_fill(now(), '{%[5]d}'))`,
 			l.Holder, l.Epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads)
 	}
-	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[]) AS "
+	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[], int[], bigint[], timestamptz[]) AS "
 	type statement struct {
 		name, sql, args, settings string
 		most                      int // buffers

@@ -133,12 +133,12 @@ func (d *fixture) explainPoll(t *testing.T, l *lease.Lease, p cursor.Position, m
 	for _, sql := range []string{
 		cursor.SQLSettings,
 		"SET LOCAL plan_cache_mode = " + mode,
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint, bigint, bigint, bytea) AS " + d.cursors.SQLOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
 	}
-	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
+	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d, NULL, NULL, NULL)`,
 		l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, p.Server.Format(time.RFC3339Nano), p.Epoch)
 	buffers, plan = testenv.Explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
@@ -161,13 +161,13 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	statements := map[string]string{
-		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
+		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint, bigint, bigint, bytea) AS " + d.cursors.SQLOpen,
 		"page": "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot) AS " + d.cursors.SQLPage,
 		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint, int) AS " + d.cursors.SQLFetch,
 		"bare": "(bigint, text, bigint, timestamptz, bigint, bool) AS " + d.cursors.SQLFetchBare,
 	}
 	first := map[string]string{
-		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now(), 1048576, 1)`,
+		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now(), 1048576, 1, NULL, NULL, NULL)`,
 		"page": `(1, 'default', 1, now(), '{3}', '{3}', 0, 1000, 1, '4:4:')`,
 		"rows": `(1, 'default', 1, now(), '{1}', '{1}', 1000, 16777216)`,
 		"bare": `(1, 'default', 1, now(), 1, true)`,
@@ -213,7 +213,7 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.NoError(t, conn.QueryRow(ctx, pg.InSchema(`SELECT xid::text FROM {schema}.outbox WHERE id = 1`, d.Schema)).Scan(&old))
 	proof := fmt.Sprintf("%d, 'default', %d, '%s'", p.CursorID, p.Epoch, p.Server.Format(time.RFC3339Nano))
 	poll := func(bytes int) string {
-		return fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', %d, %d)`,
+		return fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', %d, %d, NULL, NULL, NULL)`,
 			l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, p.Server.Format(time.RFC3339Nano), bytes, p.Epoch)
 	}
 	for name, args := range map[string]string{

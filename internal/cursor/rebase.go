@@ -44,10 +44,7 @@ const sqlRebaseIdle = `SELECT set_config('idle_in_transaction_session_timeout', 
 // The present snapshot must not call our own transaction visible. It could if the
 // transaction already had an id and later transactions had finished. So no statement
 // before this one may take an id.
-const sqlRebase = `
-WITH positions AS MATERIALIZED (
-    SELECT DISTINCT ON (relay) * FROM {schema}.outbox_cursor ORDER BY relay, id DESC
-), unsent AS MATERIALIZED (
+const sqlRebase = tables.NewestCursors + `, unsent AS MATERIALIZED (
     SELECT o.id, pg_catalog.array_agg(s.relay ORDER BY s.relay) AS relays
       FROM {schema}.outbox AS o
       JOIN positions AS s

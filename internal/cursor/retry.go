@@ -256,6 +256,10 @@ type RetryResult struct {
 	Place  string        // the topic or partition that it waits for, if its status is StatusWaiting
 	Count  int           // 1 if the retry counts
 	Wait   time.Duration // until the next one
+
+	Partition int32 // to which it was sent, with its offset there and the time of its record
+	Offset    int64
+	SentAt    time.Time
 }
 
 // sqlFailedSave saves the results of retries. It returns the keys that have lost their head, because
@@ -268,8 +272,9 @@ const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), v AS MATERIALIZED (
-    SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[], $12::text[])
-                        AS v (id, status, class, error, count, wait, place)
+    SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[], $12::text[],
+                                       $13::int[], $14::bigint[], $15::timestamptz[])
+                        AS v (id, status, class, error, count, wait, place, sent_partition, sent_offset, sent_at)
 ), free AS MATERIALIZED (
     SELECT f.id FROM {schema}.outbox_failed AS f
      WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
@@ -282,7 +287,8 @@ WITH lease AS MATERIALIZED (
        SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
            last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
-           resolution = CASE v.status WHEN 'resolved' THEN 'sent' END
+           resolution = CASE v.status WHEN 'resolved' THEN 'sent' END,
+           sent_partition = v.sent_partition, sent_offset = v.sent_offset, sent_at = v.sent_at
       FROM v
      WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool) AND id IN (SELECT id FROM free)))
  RETURNING f.id, f.parking_key, f.status, f.held
@@ -319,7 +325,15 @@ func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []Retr
 	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
-	for i, v := range results {
+	partitions, offsets, sentAt := make([]*int32, n), make([]*int64, n), make([]*time.Time, n)
+	for i := range results {
+		v := &results[i]
+		if v.Status == statusResolved {
+			partitions[i], sentAt[i] = &v.Partition, &v.SentAt
+			if v.Offset >= 0 {
+				offsets[i] = &v.Offset
+			}
+		}
 		rows[i], statuses[i], counts[i], waits[i], places[i] = v.Row, v.Status, v.Count, v.Wait, v.Place
 		classes[i], errs[i] = causeOf(v.Class, v.Err)
 	}
@@ -327,7 +341,8 @@ func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []Retr
 	err = f.change(ctx, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&proven, &saved.Headless, &saved.Rows, &saved.Locked}, func() error { return nil })
 		return err
-	}, f.SQLSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
+	}, f.SQLSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places,
+		partitions, offsets, sentAt)
 	if err != nil {
 		return Saved{}, fmt.Errorf("save retries: %w", err)
 	}

@@ -41,8 +41,8 @@ func TestUncommittedRowsCostNothing(t *testing.T) {
 		return []testenv.Statement{
 			{Name: "load", Types: "(text)", SQL: d.cursors.SQLLoad, Args: "('default')"},
 			{Name: "sequence", SQL: d.cursors.SQLSequence},
-			{Name: "poll", Types: "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint)", SQL: d.cursors.SQLOpen,
-				Args: fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`, l.Holder, l.Epoch, p.CursorID, p.Base,
+			{Name: "poll", Types: "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint, bigint, bigint, bytea)", SQL: d.cursors.SQLOpen,
+				Args: fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d, NULL, NULL, NULL)`, l.Holder, l.Epoch, p.CursorID, p.Base,
 					tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, p.Server.Format(time.RFC3339Nano), p.Epoch)},
 			{Name: "page", Types: "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot)", SQL: d.cursors.SQLPage,
 				Args: fmt.Sprintf(`(%d, 'default', %d, '%s', '{%s}', '{%s}', 0, 50000, 0, '%s')`, p.CursorID, p.Epoch, p.Server.Format(time.RFC3339Nano),

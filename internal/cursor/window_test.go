@@ -327,7 +327,7 @@ func TestReadsSortNoPayloads(t *testing.T) {
 	for _, sql := range []string{
 		cursor.SQLSettings, "SET LOCAL work_mem = '64kB'",
 		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint, int) AS " + d.cursors.SQLFetch,
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SQLOpen,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint, bigint, bigint, bytea) AS " + d.cursors.SQLOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
@@ -335,7 +335,7 @@ func TestReadsSortNoPayloads(t *testing.T) {
 	server := p.Server.Format(time.RFC3339Nano)
 	for name, execute := range map[string]string{
 		"fetch": fmt.Sprintf(`EXECUTE rows(%d, 'default', %d, '%s', '{1,15}', '{9,20}', 100000000, 16777216)`, p.CursorID, p.Epoch, server),
-		"open": fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 100000000, %d)`,
+		"open": fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 100000000, %d, NULL, NULL, NULL)`,
 			l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, server, p.Epoch),
 	} {
 		var plan []byte

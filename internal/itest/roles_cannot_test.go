@@ -86,6 +86,9 @@ func (r *roles) permitted(t *testing.T, db *pgxpool.Pool, table string, columns 
 		_, err = tx.Exec(background, sql)
 		require.NoError(t, tx.Rollback(background))
 		requireAnswer(t, err)
+		if ofView(err) {
+			return false
+		}
 		return !isDenied(err) || strings.Contains(err.Error(), "row-level security") // which looks at what is written
 	}
 	var all []string
@@ -725,6 +728,12 @@ func TestRightsCoverPartitions(t *testing.T) {
 			}
 		}
 	})
+}
+
+// ofView reports whether nobody may do something because it is to a view.
+func ofView(err error) bool {
+	var pg *pgconn.PgError
+	return errors.As(err, &pg) && (pg.Code == "55000" || pg.Code == "42809") && strings.Contains(err.Error(), "outbox_pending")
 }
 
 func isDenied(err error) bool {

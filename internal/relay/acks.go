@@ -286,8 +286,18 @@ type Outcome struct {
 	Kind  OutcomeKind
 	Class string // of the error, as in outbox_failed.error_class
 	Err   error
+	Sent  SentTo // of a sent event
 	place string // outbox_failed.place: the topic or partition that an unavailable event waits for, or to which a probe was sent
 }
+
+// SentTo is the answer of Kafka for an event that it has accepted.
+type SentTo struct {
+	Partition kafka.Partition
+	Offset    int64     // -1 if Kafka does not tell, as for a record that it has had before
+	Time      time.Time // of the record
+}
+
+func sentTo(r *kgo.Record) SentTo { return SentTo{kafka.PartitionOf(r), r.Offset, r.Timestamp} }
 
 // OutcomeKind says what happened to an event.
 type OutcomeKind uint8

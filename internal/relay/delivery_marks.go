@@ -11,7 +11,7 @@ import (
 )
 
 func (d *delivery) markSent(i int, r *kgo.Record) {
-	d.outcomes[i] = Outcome{Kind: OutcomeSent}
+	d.outcomes[i] = Outcome{Kind: OutcomeSent, Sent: sentTo(r)}
 	if d.probing {
 		d.outcomes[i].place = kafka.PartitionOf(r).Name()
 	}
@@ -215,5 +215,5 @@ func (d *delivery) notifySent() {
 func (d *delivery) sentEvent(i int) sentEvent {
 	e := &d.batch[i]
 	topic, _ := d.Sender.topic(e) // "" for an event that was rejected because it has none
-	return sentEvent{e, topic}
+	return sentEvent{e, topic, d.outcomes[i].Sent}
 }

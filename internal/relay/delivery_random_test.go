@@ -174,7 +174,7 @@ func (c *chaos) land(all bool) {
 			accepts[at]--
 			c.accept(event)
 			c.registry.Accept(at, time.Now())
-			c.unanswered.accept(e)
+			c.unanswered.accept(e, SentTo{})
 		default:
 			accepts[at] = 0
 			c.registry.Fail(at, time.Now(), "unavailable", kgo.ErrRecordTimeout)

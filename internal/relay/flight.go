@@ -176,7 +176,8 @@ func (p *Producer) detach(f *flight, batch []envelope.Event, which []int, causes
 	known := f.split(silent, answers.take)
 	for i := range sent.records {
 		if sent.records[i].Topic == "" {
-			sent.records[i] = kgo.Record{Topic: f.records[i].Topic, Partition: f.records[i].Partition}
+			r := &f.records[i]
+			sent.records[i] = kgo.Record{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Timestamp: r.Timestamp}
 		}
 	}
 	p.group.Go(func() { p.finish(f, answers) })

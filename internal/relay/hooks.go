@@ -40,10 +40,11 @@ type SentBatch struct {
 	NotTaken []notTaken
 }
 
-// sentEvent is an event with its topic.
+// sentEvent is an event with its topic, and where it is if Kafka has accepted it.
 type sentEvent struct {
 	*envelope.Event
 	Topic string
+	Sent  SentTo
 }
 
 // notTaken is an event that Kafka has not accepted, with the class of its error.

@@ -398,6 +398,7 @@ func (r *retrier) resultOf(e *cursor.FailedRow, o Outcome) (result cursor.RetryR
 	switch o.Kind {
 	case OutcomeSent:
 		result.Status, result.Err = statusResolved, nil
+		result.Partition, result.Offset, result.SentAt = o.Sent.Partition.Number, o.Sent.Offset, o.Sent.Time
 	case OutcomeRejected:
 		result.Status, result.Count, result.Wait = statusFailed, 1, r.Rules.WaitBefore(e.Retries+2)
 		if e.Retries+1 >= r.Rules.MaxRetries {

@@ -132,8 +132,10 @@ func (r *retrier) saveSomeAnswered(refs []eventRef) error {
 	rows = slices.DeleteFunc(rows, func(row cursor.FailedRow) bool { return slices.Contains(r.Probed.keys, row.Key) })
 	results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
 	for i := range rows {
-		results[i] = cursor.RetryResult{Event: &rows[i], Row: rows[i].Row, Status: statusResolved}
 		removed[i] = refOf(&rows[i].Event)
+		sent := r.Unanswered.sentTo(removed[i])
+		results[i] = cursor.RetryResult{Event: &rows[i], Row: rows[i].Row, Status: statusResolved,
+			Partition: sent.Partition.Number, Offset: sent.Offset, SentAt: sent.Time}
 	}
 	if len(results) > 0 {
 		if err := r.Save(results); err != nil {

@@ -379,6 +379,7 @@ func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
 	}
 	if decided > 0 {
 		s.Health.CursorMoved()
+		s.pos.Sent = placesOf(batch[:decided], outcomes)
 		s.pos.Last = batch[decided-1].ID
 		s.pos.Highest = max(s.pos.Highest, s.pos.Last)
 		s.recorded = false
@@ -395,6 +396,19 @@ func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
 		s.notifyRejected(failures)
 	}
 	return err
+}
+
+// placesOf returns where the events of a batch are.
+func placesOf(batch []envelope.Event, outcomes []Outcome) tables.SentRow {
+	var e tables.SentEncoder
+	for i := range batch {
+		s := tables.Sent{OutboxID: batch[i].ID}
+		if o := &outcomes[i]; o.Kind == OutcomeSent {
+			s.Topic, s.Partition, s.Offset = o.Sent.Partition.Topic, o.Sent.Partition.Number, o.Sent.Offset
+		}
+		e.Add(s, outcomes[i].Sent.Time)
+	}
+	return e.Row()
 }
 
 // Failures returns how many events from the start of the batch have an outcome, and those
@@ -473,7 +487,7 @@ func (s *Session) record(failures []cursor.Failure) error {
 			return err
 		}
 		s.isFresh()
-		s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
+		s.pos.CursorID, s.pos.Epoch, s.pos.Sent, s.recorded = id, s.Lease.Epoch, tables.SentRow{}, true
 		s.Parked.rowsWritten(failures)
 		s.Unanswered.recorded(len(failures), func(i int) *envelope.Event { return failures[i].Event })
 		if slices.ContainsFunc(failures, func(f cursor.Failure) bool { return f.Place != "" }) {

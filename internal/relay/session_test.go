@@ -570,7 +570,7 @@ func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *Par
 		if symbol == 'a' { // the answer has come late, and before the row is written
 			e := &batch[len(outcomes)]
 			f.unanswered.add(e, kafka.Partition{Topic: "orders"})
-			f.unanswered.accept(e)
+			f.unanswered.accept(e, SentTo{})
 		}
 		if symbol == 'x' || symbol == 'u' || symbol == 'a' {
 			o.Class, o.Err = "class", errDown

@@ -43,6 +43,7 @@ type unansweredEvent struct {
 	key      string // parking key
 	at       kafka.Partition
 	accepted time.Time // zero: no answer has come
+	sent     SentTo    // once it is accepted
 	recorded bool      // its row was written; if there is none now, an operator has resolved it
 }
 
@@ -93,10 +94,10 @@ func (u *Unanswered) find(e *envelope.Event) (at kafka.Partition, is bool) {
 }
 
 // accept records that Kafka has accepted an event.
-func (u *Unanswered) accept(e *envelope.Event) {
+func (u *Unanswered) accept(e *envelope.Event, sent SentTo) {
 	u.mu.Lock()
 	if found, is := u.events[refOf(e)]; is {
-		found.accepted = time.Now()
+		found.accepted, found.sent = time.Now(), sent
 		u.events[refOf(e)] = found
 	}
 	u.mu.Unlock()
@@ -116,6 +117,13 @@ func (u *Unanswered) Accepted() (refs []eventRef) {
 		}
 	}
 	return refs
+}
+
+// sentTo returns where an event is that Kafka has accepted.
+func (u *Unanswered) sentTo(ref eventRef) SentTo {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.events[ref].sent
 }
 
 // recorded records that the rows of n events were written. An answer that came before has found none to remove.
@@ -205,10 +213,10 @@ func (l *lateAnswers) take(i int, err error) {
 	switch at := kafka.PartitionOf(r); {
 	case err == nil:
 		l.mu.Lock()
-		l.accepted = append(l.accepted, sentEvent{e, r.Topic})
+		l.accepted = append(l.accepted, sentEvent{e, r.Topic, sentTo(r)})
 		l.mu.Unlock()
 		l.to.bad.Accept(at, time.Now())
-		l.to.accept(e)
+		l.to.accept(e, sentTo(r))
 		return
 	case l.flight.grace.Err() == nil && kafka.IsOutage(err): // otherwise the client was stopped
 		err = timedOut(err, l.within)

@@ -61,7 +61,7 @@ func TestEventsBehindAnAnsweredOneAreSent(t *testing.T) {
 	d := testenv.NewTables(t)
 	d.InsertParked(t, 4, 1)
 	r, to, sent := newAnsweredFixture(t, d, 1)
-	r.Unanswered.accept(sent[1])
+	r.Unanswered.accept(sent[1], SentTo{})
 	require.NoError(t, r.retryAll(t.Context()))
 	require.Equal(t, []int64{2, 3, 4}, to.sent)
 	require.Zero(t, d.Count(t, "outbox_failed"))
@@ -76,7 +76,7 @@ func TestKeyOfResolvedUnansweredEventGoesOn(t *testing.T) {
 	tx := lockRow(t, d, 1)
 	require.NoError(t, tx.Commit(t.Context()))
 	r.Unanswered.recorded(1, func(int) *envelope.Event { return sent[1] })
-	r.Unanswered.accept(sent[1])
+	r.Unanswered.accept(sent[1], SentTo{})
 	require.NoError(t, r.retryAll(t.Context()))
 	r.reconcileAt = time.Time{}
 	require.NoError(t, r.retryAll(t.Context()))
@@ -93,7 +93,7 @@ func TestLostLeaseIsNoOutageOfPostgreSQL(t *testing.T) {
 	var log testenv.Buffer
 	r, _, sent := newAnsweredFixture(t, d, 1)
 	r.Outage = outage.NewLog(slog.New(slog.NewTextHandler(&log, nil)), "PostgreSQL")
-	r.Unanswered.accept(sent[1])
+	r.Unanswered.accept(sent[1], SentTo{})
 	held, lose := context.WithCancelCause(t.Context())
 	lose(lease.ErrLeaseLost)
 	r.Held = held

@@ -41,11 +41,11 @@ type Cleaner struct {
 	log        *slog.Logger
 	outages    *outage.Logs
 
-	Published, handled, audited, delivered Scan             // each continues where its last run ended
-	partitions                             map[string]*Scan // the same by partition, where rows are removed one by one
-	review                                 *Review          // of the next partition to drop; nil: not begun
-	lagging                                laggingRelay
-	huge                                   hugeRows // that this run has found
+	Published, cursors, handled, audited, delivered Scan             // each continues where its last run ended
+	partitions                                      map[string]*Scan // the same by partition, where rows are removed one by one
+	review                                          *Review          // of the next partition to drop; nil: not begun
+	lagging                                         laggingRelay
+	huge                                            hugeRows // that this run has found
 }
 
 // CleanerConfig is what a relay or a worker tells its cleaner.
@@ -76,6 +76,9 @@ func NewCleaner(leads lease.Leadership, cfg CleanerConfig, store *Store, hasBack
 	return &Cleaner{Leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
 }
 
+// cursorsAgain is how many runs there are between two scans of all of outbox_cursor.
+const cursorsAgain = 6
+
 const (
 	// cleanGrace is how long a batch may take when the relay is told to stop. Batches are short,
 	// and an archive may already have the rows. Rows of a transaction that is rolled back come to
@@ -99,6 +102,8 @@ func (c *Cleaner) Run(ctx context.Context) {
 	c.Held = held
 	pause := func(took time.Duration) bool { return c.Pause(ctx, took) }
 	c.Published = Scan{Batch: c.RemovePublished, Pause: pause}
+	// Rows that say where events are stay as long as the events, so a scan from the start is not short.
+	c.cursors = Scan{Batch: c.bounded(c.removeCursors), Pause: pause, Again: cursorsAgain * c.cfg.Rules.Interval()}
 	c.handled = Scan{Batch: c.bounded(c.store.handled), Pause: pause}
 	c.audited = Scan{Batch: c.bounded(c.store.Audited), Pause: pause}
 	c.delivered = Scan{Batch: c.bounded(c.store.delivered), Pause: pause}
@@ -145,13 +150,12 @@ type cleanerTask struct {
 // runTasks removes rows from each table. A failure for one table delays no other; the loss of the
 // lease ends all.
 func (c *Cleaner) runTasks(ctx context.Context) (sum Result, err error) {
-	cursors := Scan{Batch: c.bounded(c.removeCursors), Pause: c.Published.Pause}
 	resolved := Scan{Batch: c.bounded(c.removeResolved), Pause: c.Published.Pause}
 	var made int64
 	for _, task := range []cleanerTask{
 		{"partitions of outbox", 0, c.makePartitions, &made},
 		{"retention of outbox", c.cfg.Rules.PublishedFor, c.CleanOutbox, &sum.Published},
-		{"retention of outbox_cursor", c.cfg.Rules.CursorsFor, cursors.Run, &sum.Cursors},
+		{"retention of outbox_cursor", c.cfg.Rules.CursorsFor, c.cursors.Run, &sum.Cursors},
 		{"retention of outbox_failed", c.cfg.Rules.ResolvedFor, resolved.Run, &sum.Resolved},
 		{"retention of event_handled", c.cfg.Rules.HandledFor, c.handled.Run, &sum.Handled},
 		{"retention of outbox_audit", c.cfg.Rules.AuditedFor, c.audited.Run, &sum.Audited},

@@ -1,7 +1,9 @@
 package retention
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -159,6 +161,33 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 // sqlArchiveIdle bounds how long a transaction is idle from now on.
 const sqlArchiveIdle = `SELECT set_config('idle_in_transaction_session_timeout', $1::text, true)`
 
+// sqlSentPlans enables the plan of [tables.SQLSent].
+const sqlSentPlans = `SELECT set_config('enable_bitmapscan', 'on', true)`
+
+// addSent adds where events were sent, as JSON.
+func (r *Store) addSent(ctx context.Context, tx pgx.Tx, events []Row) error {
+	if _, err := tx.Exec(ctx, sqlSentPlans); err != nil {
+		return err
+	}
+	rows, err := tx.Query(ctx, r.sqlSent, events[0].OutboxID, events[len(events)-1].OutboxID, tables.MostSentBytes)
+	if err != nil {
+		return err
+	}
+	places, err := tables.ReadSent(rows, func(id int64) bool {
+		_, is := slices.BinarySearchFunc(events, id, func(e Row, id int64) int { return cmp.Compare(e.OutboxID, id) })
+		return is
+	})
+	if errors.Is(err, tables.ErrSent) { // the events are worth more than their places
+		return nil
+	}
+	for i := range events {
+		if sent := places[events[i].OutboxID]; len(sent) > 0 && err == nil {
+			events[i].Sent, err = json.Marshal(sent)
+		}
+	}
+	return err
+}
+
 // archive calls the Archive of the host. It may take until ctx ends, and the rows are locked meanwhile. If the process
 // is frozen they are free a little later.
 func (r *Store) archive(ctx context.Context, tx pgx.Tx, events []Row) error {
@@ -168,6 +197,9 @@ func (r *Store) archive(ctx context.Context, tx pgx.Tx, events []Row) error {
 	}
 	if _, err := tx.Exec(ctx, sqlArchiveIdle, idle); err != nil {
 		return err
+	}
+	if err := r.addSent(ctx, tx, events); err != nil {
+		return fmt.Errorf("find where events were sent: %w", err)
 	}
 	if err := r.Cfg.Archive(ctx, tx, events); err != nil {
 		return fmt.Errorf("archive: %w", err)

@@ -39,6 +39,7 @@ type Row struct {
 	Topic, PartitionKey                               string
 	Headers                                           []byte
 	OccurredAt, CreatedAt                             time.Time
+	Sent                                              []byte
 }
 
 // Envelope returns the event as a relay reads it.

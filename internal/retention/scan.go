@@ -1,6 +1,7 @@
 package retention
 
 import (
+	"cmp"
 	"context"
 	"time"
 )
@@ -16,6 +17,7 @@ import (
 type Scan struct {
 	Batch func(ctx context.Context, after int64) (Step, error)
 	Pause func(took time.Duration) bool // between two batches; false: stop
+	Again time.Duration                 // begin at the start of the table so often; zero means RescanAfter
 
 	mark  int64
 	began time.Time // when a scan last began at the start of the table
@@ -49,7 +51,7 @@ const RescanAfter = 24 * time.Hour
 
 // Run returns how many rows it removed, also with an error.
 func (w *Scan) Run(ctx context.Context) (removed int64, err error) {
-	if w.began.IsZero() || time.Since(w.began) > RescanAfter {
+	if w.began.IsZero() || time.Since(w.began) > cmp.Or(w.Again, RescanAfter) {
 		w.mark, w.began = 0, time.Now()
 	}
 	for at, young := w.mark, false; ; {

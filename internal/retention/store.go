@@ -60,7 +60,7 @@ type Store struct {
 	// hugeIn has, by the name of the partition, a row that is too large for the archive.
 	hugeIn map[string]int64
 
-	SQLPublished, SQLArchived, SQLCursors, SQLResolved, SQLHandled, sqlAudited, sqlDelivered, sqlRelay, SQLProof, sqlPrint, sqlNextRow string
+	SQLPublished, SQLArchived, SQLCursors, SQLResolved, SQLHandled, sqlAudited, sqlDelivered, sqlRelay, SQLProof, sqlPrint, sqlNextRow, sqlSent string
 
 	partitions
 }
@@ -81,6 +81,7 @@ func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 		SQLProof:     pg.InSchema(cursor.SQLRebaseProof, schema),
 		sqlPrint:     pg.InSchema(sqlPrint, schema),
 		sqlNextRow:   pg.InSchema(sqlNextRow, schema),
+		sqlSent:      pg.InSchema(tables.SQLSent, schema),
 		partitions:   newPartitions(schema),
 	}
 }
@@ -152,12 +153,11 @@ func (r *Store) removeOld(ctx context.Context, l *Proof, table, sql string, afte
 const thinAfter = time.Hour
 
 // sqlCleanCursors removes history: all rows but the first of each relay and minute, and
-// the rows that are older than $3. The newest row of a relay stays, whatever its age; no
-// statement reads any other. Each scan begins at the start of the table, which is short
-// after the first scan.
+// the rows that are older than $3. The newest row of a relay stays, whatever its age, and so
+// does a row that says where events of outbox are, as long as one of them is there.
 const sqlCleanCursors = `
 WITH scanned AS MATERIALIZED (
-    SELECT ctid AS place, id, relay, created_at, created_at < now() - least($3::interval, $4::interval) AS old
+    SELECT ctid AS place, id, relay, created_at, sent_from, sent_to, created_at < now() - least($3::interval, $4::interval) AS old
       FROM {schema}.outbox_cursor WHERE id > $1 ORDER BY id LIMIT $2
 ), newest AS MATERIALIZED (
     SELECT n.relay, (SELECT id FROM {schema}.outbox_cursor
@@ -168,6 +168,7 @@ WITH scanned AS MATERIALIZED (
       FROM (SELECT *, row_number() OVER (PARTITION BY relay, date_trunc('minute', created_at) ORDER BY id) AS n FROM scanned) AS l
       JOIN newest ON newest.relay = l.relay
      WHERE l.old AND l.id < newest.id AND (l.n > 1 OR l.created_at < now() - $3::interval)
+       AND (SELECT o.id FROM {schema}.outbox AS o WHERE o.id >= l.sent_from AND o.id <= l.sent_to ORDER BY o.id LIMIT 1) IS NULL
 )
 SELECT ` + scannedColumns + `, {schema}.outbox_remove_cursors(ARRAY(SELECT place FROM ripe))`
 
