@@ -21,9 +21,6 @@ import (
 
 var largeEvents = flag.Int("verify.events", 0, "how many events TestVerifyInLittleMemory compares; 0 means 200,000")
 
-// mostMemory bounds what verifying needs, whatever the number of events is.
-const mostMemory = 256 << 20
-
 // Verifying needs at most 256 MiB, and finds the faults that are planted among many events.
 func TestVerifyInLittleMemory(t *testing.T) {
 	testenv.Long(t)
