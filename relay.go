@@ -306,8 +306,9 @@ type Outage struct {
 	// What fails, as the log names it: PostgreSQL, Kafka, fetching, or "topic orders" for example.
 	What string
 	// Class is that of the last error: no_database, read_only, disk_full, no_connections, locked or failing of
-	// PostgreSQL, and refused of PgBouncer, for any reason; refused_rights, no_leader, unknown_topic, unavailable or closed of Kafka, where closed means that
-	// connections are accepted and closed at once; and refused_login, refused_tls, unreachable or no_answer of both.
+	// PostgreSQL, and refused of PgBouncer, for any reason; refused_rights, no_leader, unknown_topic, unavailable or
+	// closed of Kafka, where closed means that connections are accepted and closed at once; and refused_login,
+	// refused_tls, unreachable or no_answer of both.
 	Class string
 	// Since is when the first try failed, by the clock of this process.
 	Since time.Time

@@ -69,7 +69,7 @@ type viewsResult struct {
 	Looks   int     `json:"looks"`
 	// False counts claims that were false, each once for as long as its view made it.
 	False int `json:"false"`
-	// LongestFalse is for how long a view said something false: from its first such look to its last one, in milliseconds.
+	// LongestFalse is for how long a view said something false: from its first such look to its last one, in ms.
 	LongestFalse int64 `json:"longest_false_ms"`
 }
 

@@ -30,7 +30,7 @@ func TestRelayIsNotReadyBefore(t *testing.T) {
 	at := func(host, user, database string) string {
 		return fmt.Sprintf("postgres://%s:%s@%s/%s?sslmode=disable", user, secret, host, database)
 	}
-	refused := func(class string) string {
+	pooled := func(class string) string {
 		if testenv.ThroughPgBouncer() { // which has one code for all reasons
 			return "refused"
 		}
@@ -40,12 +40,12 @@ func TestRelayIsNotReadyBefore(t *testing.T) {
 		name, class string // class: of the outage that /healthz shows, "" for none yet
 		set         func(t *testing.T, d *commandFixture) (variables []string, address string)
 	}{
-		{"wrong password", refused("refused_login"), func(_ *testing.T, d *commandFixture) ([]string, string) {
+		{"wrong password", pooled("refused_login"), func(_ *testing.T, d *commandFixture) ([]string, string) {
 			c := d.db.Config().ConnConfig
 			host := fmt.Sprintf("%s:%d", c.Host, c.Port)
 			return []string{"DATABASE_URL=" + at(host, c.User, c.Database)}, host
 		}},
-		{"missing database", refused("no_database"), func(_ *testing.T, d *commandFixture) ([]string, string) {
+		{"missing database", pooled("no_database"), func(_ *testing.T, d *commandFixture) ([]string, string) {
 			c := d.db.Config().ConnConfig
 			host := fmt.Sprintf("%s:%d", c.Host, c.Port)
 			return []string{fmt.Sprintf("DATABASE_URL=postgres://%s:%s@%s/nosuch?sslmode=disable", c.User, c.Password, host)}, host
