@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -27,6 +28,8 @@ func TestFullDevice(t *testing.T) {
 		testenv.Patience, 100*time.Millisecond, "the consumer has left its group")
 	testenv.CreateTopic(t, d.brokers, d.topic+".dlq", 1)
 	d.fail(t, outbox.StatusDead, "a", "b", "c", "d", "e")
+	history := filepath.Join(t.TempDir(), "history.jsonl")
+	require.NoError(t, os.WriteFile(history, []byte(`{"event":{"id":"a","position":1,"key":"k","topic":"t"}}`), 0o600))
 	why := " --reason x --operator kim"
 	calls := []struct{ name, args, help string }{
 		{"", "", "the overview"},
@@ -38,6 +41,7 @@ func TestFullDevice(t *testing.T) {
 		{"tail", "--limit 1", ""},
 		{"events list", "", ""},
 		{"events show", "1", ""},
+		{"verify", "--history " + history, ""},
 		{"topics", "", ""},
 		{"failures list", "", ""},
 		{"failures show", "event-1", ""},
