@@ -81,6 +81,9 @@ func newTraced(t *testing.T) *suite {
 	return s
 }
 
+// maxPause is the longest pause between two transactions of writeOneKey.
+const maxPause = 600 * time.Millisecond
+
 // writeOneKey records events of one key, one transaction after the other, until stop is called. Stop returns how many.
 // An event has its number, which is its id in outbox, as its version.
 func (s *suite) writeOneKey(t *testing.T, seed uint64) (stop func() int) {
@@ -107,7 +110,7 @@ func (s *suite) writeOneKey(t *testing.T, seed uint64) (stop func() int) {
 			}
 			select {
 			case <-ctx.Done():
-			case <-time.After(time.Duration(50+rng.IntN(500)) * time.Millisecond):
+			case <-time.After(time.Duration(rng.Int64N(int64(maxPause)))):
 			}
 		}
 		done <- nil
@@ -166,11 +169,12 @@ func tracedSteps() []tracedStep {
 			thaw()
 		}},
 		{"stop", func(s *suite, t *testing.T, _ *rand.Rand) { s.stopTraced(t, s.leading(t)) }},
-		{"stop slowly", func(s *suite, t *testing.T, rng *rand.Rand) {
+		{"stop in flight", func(s *suite, t *testing.T, _ *rand.Rand) {
 			w := s.leading(t)
 			way := s.ways[w].toKafka
-			way.Set(proxy.Fault{Delay: time.Duration(200+rng.IntN(300)) * time.Millisecond})
-			s.sleep(t, time.Second) // a batch is under way most of the time
+			way.Set(proxy.Fault{HoldDown: true})
+			s.sleep(t, maxPause+100*time.Millisecond) // now a batch waits for its answer
+			time.AfterFunc(300*time.Millisecond, func() { way.Set(proxy.Fault{}) })
 			s.stopTraced(t, w)
 		}},
 		{"apart", func(s *suite, t *testing.T, rng *rand.Rand) { s.apartTraced(t, rng, func(*worker) {}) }},

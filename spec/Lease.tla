@@ -88,7 +88,8 @@ Load(p) ==
     /\ mem' = [mem EXCEPT ![p].pc = "lead", ![p].at = pg.at, ![p].by = pg.by, ![p].parked = pg.parked]
     /\ UNCHANGED <<pg, lock, over, net, kafka, ghost, used>>
 
-\* The holder takes the lock. Another statement of that session makes outbox_lease say so, unless the lease was renewed since.
+\* A leader takes the lock, which proves no lease. Another statement of that session makes outbox_lease say so, if it is the
+\* holder and the lease was not renewed since.
 TakeLock(p) ==
     /\ Leads(p) /\ ~mem[p].claim /\ lock = NoOne
     /\ lock' = p
