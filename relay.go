@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"regexp"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -42,6 +43,12 @@ type RelayConfig struct {
 	// [WithTraceID]: x-trace-id for example. An event that has a header of this name keeps it.
 	// Empty means none.
 	TraceHeader string
+
+	// ExactlyOnce is the name of a topic of this relay alone, in which it keeps its position: each batch is then a Kafka
+	// transaction with the events and their position, so readers of committed records see each event once. The relay
+	// creates the topic if it may. It needs Kafka 4.0 with transaction.version 2. A partition without a leader stops it.
+	// docs/exactly-once.md says how to turn the mode on and off. Empty means at least once.
+	ExactlyOnce string
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
 	// 10,000. After a crash up to this many are sent again. A batch is smaller if there
@@ -183,11 +190,17 @@ func (c RelayConfig) validate(given RelayConfig) error {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
 	}
 	errs = append(errs, c.further().Check())
+	if !validTopic.MatchString(c.ExactlyOnce) {
+		errs = append(errs, fmt.Errorf("field ExactlyOnce is %.300q: no name of a topic", c.ExactlyOnce))
+	}
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
 	}
 	return errors.Join(errs...)
 }
+
+// validTopic matches the names that a topic can have, and "".
+var validTopic = regexp.MustCompile(`^[a-zA-Z0-9._-]{0,249}$`)
 
 // checkLease checks that a lease outlasts a send. The error is about a field that was given: the caller who has set
 // Lease alone does not know DeliveryTimeout.
@@ -218,7 +231,7 @@ func (c RelayConfig) rules() relay.Rules {
 		BatchSize: c.BatchSize, PollInterval: c.PollInterval, SendTimeout: c.sendTimeout(), Lease: c.Lease,
 		RetryInterval: c.RetryInterval, MaxRetries: c.Retry.MaxRetries, RetryWait: c.Retry.RetryWait, MaxRetryWait: c.Retry.MaxRetryWait,
 		PassFailedKeys: c.PassFailedKeys, HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter, KeepSent: c.KeepSent,
-		Breaker: breaker.Rules(c.Breaker), Retention: c.Retention.rules(),
+		Breaker: breaker.Rules(c.Breaker), Retention: c.Retention.rules(), ExactlyOnce: c.ExactlyOnce,
 	}
 }
 
@@ -259,7 +272,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	log := cfg.Logger.With("relay", cfg.Name)
 	waker := newWaker(db, cfg.Schema, log)
 	engine := relay.New(relay.Config{
-		DB: db, Kafka: producer, Rules: cfg.rules(), Hooks: cfg.Hooks.engine(), Alerts: cfg.Alerts.rules(cfg.Logger), Hub: waker.hub, Logger: log,
+		DB: db, Kafka: producer, Transactional: relay.TransactionOpts(opts, cfg.DeliveryTimeout), Rules: cfg.rules(), Hooks: cfg.Hooks.engine(), Alerts: cfg.Alerts.rules(cfg.Logger), Hub: waker.hub, Logger: log,
 	})
 	return &Relay{engine: engine, name: cfg.Name, waker: waker}, nil
 }
@@ -272,7 +285,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 // in flight has failed, at most about one and a half DeliveryTimeout; the next Run sends it again.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. The errors that
-// Run returns need an operator: [ErrNotMigrated] and [ErrSequenceBehind], and
+// Run returns need an operator: [ErrNotMigrated], [ErrSequenceBehind], [ErrOtherMode] and [ErrCursorTopic], and
 // [ErrHangs] after ctx is cancelled.
 //
 // Run panics if one of its goroutines does, after it has released the lease. The

@@ -152,7 +152,12 @@ CREATE TABLE outbox_cursor (
     system_identifier bigint       NOT NULL,
     epoch             bigint       NOT NULL,
     created_at        timestamptz  NOT NULL DEFAULT now(),
-    CONSTRAINT outbox_cursor_lengths CHECK (char_length(relay) <= 262)
+    cursor_topic      text         DEFAULT nullif(current_setting('outbox.cursor_topic', true), ''),
+    token             text         DEFAULT nullif(current_setting('outbox.token', true), ''),
+    batch             bigint       DEFAULT nullif(current_setting('outbox.confirmed_batch', true), '')::bigint,
+    confirmed         bigint       DEFAULT nullif(current_setting('outbox.confirmed_row', true), '')::bigint,
+    CONSTRAINT outbox_cursor_lengths CHECK (
+        char_length(relay) <= 262 AND char_length(cursor_topic) <= 249 AND char_length(token) <= 32)
 );
 
 CREATE INDEX outbox_cursor_relay_idx ON outbox_cursor (relay, id);
@@ -177,6 +182,15 @@ COMMENT ON COLUMN outbox_cursor.system_identifier IS
     'The cluster to which the transaction ids of the snapshots belong.';
 COMMENT ON COLUMN outbox_cursor.epoch IS 'Lease under which the row was written.';
 COMMENT ON COLUMN outbox_cursor.created_at IS 'When the cursor moved.';
+COMMENT ON COLUMN outbox_cursor.cursor_topic IS
+    'Exactly once: the topic whose newest record of the relay is its position. NULL: this row is the position. The '
+    'relay sets this column and the next ones as settings, outbox.cursor_topic for example.';
+COMMENT ON COLUMN outbox_cursor.token IS
+    'Exactly once: random. Records in the topic name id and token, because a failover may give an id out again.';
+COMMENT ON COLUMN outbox_cursor.batch IS
+    'Exactly once: the newest transaction that Kafka had confirmed. NULL: none since the relay began to use the topic.';
+COMMENT ON COLUMN outbox_cursor.confirmed IS
+    'Exactly once: id of the newest row up to whose position Kafka had confirmed everything. NULL: of this row.';
 
 CREATE TABLE outbox_lease (
     name         text         PRIMARY KEY,

@@ -32,6 +32,7 @@ CREATE TABLE outbox_failed (
     resolution     text,
     size           int          NOT NULL DEFAULT 65536,
     place          text         NOT NULL DEFAULT '',
+    batch          bigint       DEFAULT nullif(current_setting('outbox.batch', true), '')::bigint,
     CONSTRAINT outbox_failed_lengths CHECK (
         char_length(relay) <= 100 AND char_length(event_type) <= 100 AND char_length(source) <= 100
         AND char_length(aggregate_type) <= 100 AND char_length(aggregate_id) <= 255
@@ -64,6 +65,8 @@ CREATE INDEX idx_outbox_failed_dead_class ON outbox_failed (relay, error_class, 
 -- Alerts, metrics and operators count failed events, which may be a million rows. They find the kinds that there are,
 -- and stop counting each at 10,000, so everything that they read is in the index.
 CREATE INDEX idx_outbox_failed_kinds ON outbox_failed (relay, status, event_type, error_class, failed_at);
+-- A relay that sends exactly once removes the rows of transactions that were aborted.
+CREATE INDEX idx_outbox_failed_batch ON outbox_failed (relay, batch) WHERE batch IS NOT NULL;
 CREATE INDEX idx_outbox_failed_held ON outbox_failed (relay, parking_key, status)
  WHERE held AND status IN ('waiting', 'failed', 'parked', 'dead');
 
@@ -105,3 +108,5 @@ COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; sent, if th
 COMMENT ON COLUMN outbox_failed.size IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.place IS
     'What it waits for: a topic, or a partition as topic/number. Empty: nothing in particular.';
+COMMENT ON COLUMN outbox_failed.batch IS
+    'Exactly once: the Kafka transaction whose cursor record passes the event. If it is aborted, the row is removed.';

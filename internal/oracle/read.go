@@ -33,7 +33,7 @@ type Reader struct {
 // opts are extra options that the brokers need, such as credentials.
 func Follow(brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
 	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
-		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond))...) // the topic may not be there yet
+		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond), kgo.FetchIsolationLevel(kgo.ReadCommitted()))...) // the topic may not be there yet
 	if err != nil {
 		return nil, fmt.Errorf("oracle: follow %s: %w", topic, err)
 	}

@@ -38,11 +38,17 @@ func (r *retrier) Save(results []cursor.RetryResult) error {
 // counted off: if an operator has resolved a row, a recount may have left it out already. After a try of unknown
 // outcome any of the keys may have lost its head.
 func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
+	if x := r.Exactly; x != nil {
+		if !x.lockReady(r.Held) { // the next start removes the rows of the events that were sent
+			return lease.ErrLeaseLost
+		}
+		defer x.mu.Unlock()
+	}
 	r.Parked.mu.Lock()
 	defer r.Parked.mu.Unlock()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	saved, err := r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
+	saved, err := r.saveResults(ctx, results)
 	if err != nil {
 		return err
 	}
@@ -71,6 +77,13 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	r.Parked.rowsLeft(left)
 	r.Parked.putHeadless(saved.Headless)
 	return nil
+}
+
+func (r *retrier) saveResults(ctx context.Context, results []cursor.RetryResult) (cursor.Saved, error) {
+	if r.Exactly != nil {
+		return r.Exactly.save(ctx, results)
+	}
+	return r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
 }
 
 // keep remembers a result whose row is locked.
