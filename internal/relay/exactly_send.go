@@ -107,6 +107,7 @@ func (x *Exactly) permit(d *delivery) (*breaker.Permit, error) {
 			return permit, nil
 		}
 		d.OnSend()
+		d.pending = []int{0} // which the log names
 		d.awaitBreaker()
 	}
 	return nil, nil
