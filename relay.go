@@ -292,6 +292,14 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 // value is an error whose text has the stack of that goroutine.
 func (r *Relay) Run(ctx context.Context) error { return runError("relay", r.engine.Run(ctx)) }
 
+// EndExactlyOnce turns off the mode of RelayConfig.ExactlyOnce, while no process leads. The relay can then run without
+// it, or with another topic. If readKafka is set, the newest record of the topic says how far the relay has come, and
+// nothing is lost or sent again. Without it, which is for a topic that is lost, what was sent since the position in
+// PostgreSQL is sent again.
+func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) error {
+	return runError("relay", r.engine.EndExactlyOnce(ctx, readKafka))
+}
+
 // Waker returns the waker of this process, for transactions that record events. It works while Run does.
 func (r *Relay) Waker() *Waker { return r.waker }
 

@@ -55,9 +55,9 @@ func (c *Store) Token() string { return c.exactly.token }
 func (c *Store) checkMode(p Position) error {
 	switch {
 	case c.exactly == nil && p.Topic != "":
-		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --end-exactly-once", ErrMode, p.Topic)
+		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --end-exactly-once kafka", ErrMode, p.Topic)
 	case c.exactly != nil && p.Topic != "" && p.Topic != c.exactly.topic:
-		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --end-exactly-once", ErrMode, p.Topic, c.exactly.topic)
+		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --end-exactly-once kafka", ErrMode, p.Topic, c.exactly.topic)
 	}
 	return nil
 }
@@ -252,9 +252,25 @@ func (c *Store) SaveExactly(ctx context.Context, f *Failed, l *lease.Lease, p Po
 	return saved, id, err
 }
 
-// End turns the mode off at a position: the next row is the position again.
+// End turns the mode off at a position that Continue has returned: from now on the newest row is the position.
 func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
 	c.exactly = nil
 	_, err := c.Move(ctx, l, p, nil)
+	return err
+}
+
+// EndUnread is End where the topic is lost: at the position that Kafka had confirmed as far as PostgreSQL knows. What was
+// sent since then is sent again.
+func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
+	var a agreement
+	var on bool
+	var batch int64
+	var named pgtype.Int8
+	err := pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, 0, "").Scan(&a.newest, &on, &batch, &a.from, &named, &on)
+	if err != nil {
+		return fmt.Errorf("load cursor: %w", err)
+	}
+	c.exactly, a.begins = nil, true
+	_, _, err = c.continueFrom(ctx, l, InKafka{}, a)
 	return err
 }

@@ -12,7 +12,10 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
@@ -132,4 +135,106 @@ func TestExactlyOnceRestarts(t *testing.T) {
 		require.True(t, confirmed)
 	}
 	f.requireOnce(t, reader, all)
+}
+
+// once runs a relay until events have arrived, and stops it.
+func (f *exactlyFixture) once(t *testing.T, cfg outbox.RelayConfig, reader *oracle.Reader, events ...oracle.Event) {
+	t.Helper()
+	stop := testenv.Run(t, f.relay(t, cfg).Run)
+	f.commit(t, events...)
+	requireArrival(t, reader, events...)
+	stop()
+}
+
+// A relay changes to the mode and back, and to another topic, with nothing lost and nothing sent again, whether it was
+// stopped or killed before. Without the mode, and with another topic, it does not lead until the mode was ended.
+func TestExactlyOnceOnAndOff(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	reader := f.follow(t)
+	plain, other := f.cfg, f.cfg
+	plain.ExactlyOnce, other.ExactlyOnce = "", f.cfg.ExactlyOnce+"-2"
+	var all []oracle.Event
+	next := func() []oracle.Event {
+		events := numbered("key", 1+len(all), 120)
+		all = append(all, events...)
+		return events
+	}
+	f.once(t, plain, reader, next()...)
+	f.once(t, f.cfg, reader, next()...)
+	for _, refused := range []outbox.RelayConfig{plain, other} {
+		require.ErrorIs(t, f.relay(t, refused).Run(background), outbox.ErrOtherMode)
+	}
+	kill := f.process(t, f.cfg)
+	events := next()
+	f.commit(t, events...)
+	requireArrival(t, reader, events[0])
+	kill()
+	require.NoError(t, f.relay(t, f.cfg).EndExactlyOnce(background, true))
+	f.once(t, plain, reader, next()...)
+	f.once(t, other, reader, next()...)
+	require.NoError(t, f.relay(t, other).EndExactlyOnce(background, true))
+	f.once(t, f.cfg, reader, next()...)
+	f.requireOnce(t, reader, all)
+}
+
+// A relay whose cursor topic was deleted, or deleted and created again, does not go on, and says what to do.
+func TestExactlyOnceWithoutItsTopic(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	reader := f.follow(t)
+	f.once(t, f.cfg, reader, numbered("key", 1, 100)...)
+	client, err := kgo.NewClient(kgo.SeedBrokers(f.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	deletion := kmsg.NewPtrDeleteTopicsRequest()
+	deletion.TopicNames, deletion.TimeoutMillis = []string{f.cfg.ExactlyOnce}, 10_000
+	deletion.Topics = []kmsg.DeleteTopicsRequestTopic{{Topic: &f.cfg.ExactlyOnce}}
+	_, err = deletion.RequestWith(background, client)
+	require.NoError(t, err)
+	err = f.relay(t, f.cfg).Run(background)
+	require.ErrorIs(t, err, outbox.ErrCursorTopic)
+	require.ErrorContains(t, err, "does not exist")
+	testenv.CreateTopic(t, f.brokers, f.cfg.ExactlyOnce, 1, "cleanup.policy", "compact")
+	err = f.relay(t, f.cfg).Run(background)
+	require.ErrorIs(t, err, outbox.ErrCursorTopic)
+	require.ErrorContains(t, err, "created again")
+
+	require.ErrorIs(t, f.relay(t, f.cfg).EndExactlyOnce(background, true), outbox.ErrCursorTopic)
+	require.NoError(t, f.relay(t, f.cfg).EndExactlyOnce(background, false))
+	more := numbered("key", 101, 100)
+	f.once(t, f.cfg, reader, more...)
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	require.Len(t, arrived, 200, "everything had been confirmed before")
+}
+
+// A relay waits, and says for what, while its brokers lack what the mode needs.
+func TestExactlyOnceNeedsTransactionVersion(t *testing.T) {
+	t.Parallel()
+	cluster, err := kfake.NewCluster(kfake.NumBrokers(1))
+	require.NoError(t, err)
+	t.Cleanup(cluster.Close)
+	h := newRelayFixture(t)
+	h.brokers = cluster.ListenAddrs()
+	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	downgrade := kmsg.NewPtrUpdateFeaturesRequest()
+	downgrade.FeatureUpdates = []kmsg.UpdateFeaturesRequestFeatureUpdate{{Feature: "transaction.version", MaxVersionLevel: 1, UpgradeType: 2}}
+	answer, err := downgrade.RequestWith(background, client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(answer.ErrorCode))
+	cfg := quick
+	cfg.ExactlyOnce, cfg.Logger = "cursor", slog.New(slog.DiscardHandler)
+	relay := h.relay(t, cfg)
+	testenv.Run(t, relay.Run)
+	require.Eventually(t, func() bool {
+		for _, o := range relay.Health().Outages {
+			if strings.Contains(o.Err, "transaction.version") {
+				return true
+			}
+		}
+		return false
+	}, testenv.Patience, 10*time.Millisecond)
 }

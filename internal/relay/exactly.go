@@ -174,6 +174,12 @@ func (x *Exactly) Start(stop context.Context, begun func() (bool, error), identi
 	return nil
 }
 
+// identity returns what the transactional ids begin with.
+func (x *Exactly) identity(ctx context.Context) (string, error) {
+	system, database, err := x.Cursors.Identity(ctx)
+	return exactly.TransactionalID(system, database, x.Rules.Schema, x.Rules.Name), err
+}
+
 func (x *Exactly) tryStart(id string, create bool) error {
 	x.Health.Progressed()
 	x.close()

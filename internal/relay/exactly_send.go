@@ -67,6 +67,15 @@ type request struct {
 	again   func(which []int) []int64 // Record.Again
 }
 
+// tried is what became of a transaction that was tried.
+type tried uint8
+
+const (
+	triedSent     tried = iota // it is open
+	triedRefused               // Kafka has refused a record, and it is aborted
+	triedBadTopic              // a topic accepts nothing: its events are unavailable, and it is aborted
+)
+
 // some sends the first events of a delivery in a transaction, which stays open, and returns how many have an outcome. If
 // Kafka refuses a record, the transaction is aborted, and half of the events are tried. An event that is refused alone
 // is rejected. Retries without an event to send leave no transaction open. After an error it is not ready.
@@ -78,11 +87,12 @@ func (x *Exactly) some(d *delivery, r request) (n int, err error) {
 		if r.parked == nil && len(t.which) == 0 {
 			return t.n, nil
 		}
-		refused, err := x.try(d, t, r)
+		result, err := x.try(d, t, r)
 		switch {
 		case err != nil:
 			return 0, err
-		case !refused:
+		case result == triedBadTopic:
+		case result == triedSent:
 			*r.most = min(2**r.most, x.Rules.BatchSize)
 			return t.n, nil
 		case len(t.which) == 1:
@@ -142,11 +152,11 @@ type attemptOf struct {
 }
 
 // choose makes the records of the first n events, or of fewer that fit. Events whose keys are blocked, and those that
-// cannot be sent, get their outcomes. Events that were rejected before keep them.
+// cannot be sent, get their outcomes. Events that were rejected, or whose topics accept nothing, keep them.
 func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 	d.blocked = maps.Clone(r.blocked)
 	for i := range n {
-		if d.outcomes[i].Kind == OutcomeRejected {
+		if kind := d.outcomes[i].Kind; kind == OutcomeRejected || kind == OutcomeUnavailable {
 			d.block(i)
 		} else if d.outcomes[i] = (Outcome{}); !x.skip(d, i, r.parked) {
 			t.which = append(t.which, i)
@@ -165,7 +175,7 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 
 // skip blocks an event whose key is blocked. The caller of Deliver holds mu, so no row of the key is removed meanwhile.
 func (x *Exactly) skip(d *delivery, i int, parked *Parking) bool {
-	if d.skipBlocked(i) {
+	if d.skipBlocked(i) || parked != nil && x.skipBadTopic(d, i) {
 		return true
 	}
 	if parked == nil || d.PassFailedKeys || !parked.busy.Load() || !parked.waits(d.key(i)) {
@@ -174,6 +184,19 @@ func (x *Exactly) skip(d *delivery, i int, parked *Parking) bool {
 	d.outcomes[i] = Outcome{Kind: OutcomeBlocked}
 	d.block(i)
 	return true
+}
+
+// skipBadTopic skips an event of a topic that has accepted nothing. A retrier probes it.
+func (x *Exactly) skipBadTopic(d *delivery, i int) bool {
+	if !d.Bad.Failing() {
+		return false
+	}
+	topic, _ := x.Topic(&d.batch[i])
+	bad, is := d.Bad.Avoid(kafka.Partition{Topic: topic, Number: kafka.Unassigned})
+	if is {
+		d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: bad.Class, Err: bad.Err, place: bad.Name})
+	}
+	return is
 }
 
 // dropUnsent gives the events that cannot be sent their outcomes, and the later ones of their keys.
@@ -200,12 +223,13 @@ func (x *Exactly) dropUnsent(d *delivery, t *attemptOf) {
 }
 
 // try sends the events of a transaction and leaves it open. If nothing has to be parked, the cursor record goes along.
-// It reports whether Kafka has refused a record; then the transaction is aborted. After an error it is not ready.
-func (x *Exactly) try(d *delivery, t attemptOf, r request) (refused bool, err error) {
+// After an error it is not ready.
+func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
+	var err error
 	ctx, cancel := context.WithTimeout(d.held, x.Rules.SendTimeout)
 	defer cancel()
 	if x.open, err = x.sender.Begin(ctx); err != nil {
-		return false, x.doubt(x.outage(err))
+		return 0, x.doubt(x.outage(err))
 	}
 	last, records := x.pos.Last, t.records
 	if r.parked != nil {
@@ -215,13 +239,13 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (refused bool, err er
 	if x.recorded {
 		own, err := x.sender.CursorRecord(x.record(last, r.again(t.which)))
 		if err != nil {
-			return false, x.doubt(err)
+			return 0, x.doubt(err)
 		}
 		records = append(slices.Clip(records), own)
 	}
 	errs, err := x.open.Send(ctx, records)
 	if err != nil {
-		return false, x.doubt(x.outage(err))
+		return 0, x.doubt(x.outage(err))
 	}
 	copy(t.records, records) // with their partitions
 	copy(t.errs, errs)
@@ -229,30 +253,32 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (refused bool, err er
 }
 
 // judge gives the events that were sent their outcome, or aborts their transaction.
-func (x *Exactly) judge(ctx context.Context, d *delivery, t attemptOf, errs []error) (refused bool, err error) {
+func (x *Exactly) judge(ctx context.Context, d *delivery, t attemptOf, errs []error) (result tried, err error) {
 	for k, err := range errs {
-		switch {
+		switch ours := k == len(t.which); {
 		case err == nil:
-		case RejectionClass(err) == "" || k == len(t.which) && !refused:
-			return false, x.doubt(x.outage(err))
+		case kafka.IsTopicOutage(err) && !kafka.IsReplaced(err) && !ours:
+			result = triedBadTopic
+			d.parkUnavailable(t.which[k], &t.records[k], err)
+		case RejectionClass(err) != "" && (!ours || result != triedSent):
+			result = max(result, triedRefused)
 		default:
-			refused = true
+			return 0, x.doubt(x.outage(err))
 		}
 	}
-	if refused {
+	d.reportAnswers(errs)
+	if result != triedSent {
 		if err := x.open.Abort(ctx); err != nil {
-			return false, x.doubt(x.outage(err))
+			return 0, x.doubt(x.outage(err))
 		}
 		x.open = nil
-		d.reportAnswers(errs)
-		return true, nil
+		return result, nil
 	}
 	for k, i := range t.which {
 		d.markSent(i, &t.records[k])
 	}
 	d.reportPartitions()
-	d.reportAnswers(errs)
-	return false, nil
+	return triedSent, nil
 }
 
 // Commit passes the first events of a batch, whose outcomes Deliver has returned and whose failures have rows. It sends

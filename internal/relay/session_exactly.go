@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/exactly"
 )
 
 // startExactly makes ready what sends exactly once, if it is not, and loads the position.
@@ -22,9 +21,8 @@ func (s *Session) startExactly(ctx context.Context) error {
 		return has, err
 	}
 	identity := func() (id string, err error) {
-		err = s.try(func(ctx context.Context) error {
-			system, database, err := store.Identity(ctx)
-			id = exactly.TransactionalID(system, database, s.Rules.Schema, s.Rules.Name)
+		err = s.try(func(ctx context.Context) (err error) {
+			id, err = s.Exactly.identity(ctx)
 			return err
 		})
 		return id, err
