@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/eventheader"
@@ -44,10 +43,10 @@ type RelayConfig struct {
 	// Empty means none.
 	TraceHeader string
 
-	// ExactlyOnce is the name of a topic of this relay alone, in which it keeps its position: each batch is then a Kafka
-	// transaction with the events and their position, so readers of committed records see each event once. The relay
-	// creates the topic if it may. It needs Kafka 4.0 with transaction.version 2. A partition without a leader stops it.
-	// docs/exactly-once.md says how to turn the mode on and off. Empty means at least once.
+	// ExactlyOnce is the name of a topic of this relay alone, in which it keeps its position: each batch is then a
+	// Kafka transaction with the events and their position, so readers of committed records see each event once.
+	// The relay creates the topic if it may. It needs Kafka 4.0 with transaction.version 2. A partition without a
+	// leader stops it. docs/exactly-once.md says how to turn the mode on and off. Empty means at least once.
 	ExactlyOnce string
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
@@ -231,7 +230,7 @@ func (c RelayConfig) rules() relay.Rules {
 		BatchSize: c.BatchSize, PollInterval: c.PollInterval, SendTimeout: c.sendTimeout(), Lease: c.Lease,
 		RetryInterval: c.RetryInterval, MaxRetries: c.Retry.MaxRetries, RetryWait: c.Retry.RetryWait, MaxRetryWait: c.Retry.MaxRetryWait,
 		PassFailedKeys: c.PassFailedKeys, HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter, KeepSent: c.KeepSent,
-		Breaker: breaker.Rules(c.Breaker), Retention: c.Retention.rules(), ExactlyOnce: c.ExactlyOnce,
+		Breaker: c.Breaker.rules(), Retention: c.Retention.rules(), ExactlyOnce: c.ExactlyOnce,
 	}
 }
 
@@ -292,10 +291,10 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 // value is an error whose text has the stack of that goroutine.
 func (r *Relay) Run(ctx context.Context) error { return runError("relay", r.engine.Run(ctx)) }
 
-// EndExactlyOnce turns off the mode of RelayConfig.ExactlyOnce, while no process leads. The relay can then run without
-// it, or with another topic. If readKafka is set, the newest record of the topic says how far the relay has come, and
-// nothing is lost or sent again. Without it, which is for a topic that is lost, what was sent since the position in
-// PostgreSQL is sent again.
+// EndExactlyOnce turns off the mode of RelayConfig.ExactlyOnce, while no process leads. The relay can then run
+// without it, or with another topic. If readKafka is set, the newest record of the topic says how far the relay has
+// come, and nothing is lost or sent again. Without it, which is for a topic that is lost, what was sent since the
+// position in PostgreSQL is sent again.
 func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) error {
 	return runError("relay", r.engine.EndExactlyOnce(ctx, readKafka))
 }

@@ -24,9 +24,8 @@ import (
 
 // MailConfig says how [Mail] sends mails.
 type MailConfig struct {
-	// Server is the host and port of the mail server, for example mail.example.com:587. At port 465 a
-	// connection begins with TLS. At any other port the server has to offer STARTTLS, unless it is this
-	// machine itself. Required.
+	// Server is the host and port of the mail server, for example mail.example.com:587.
+	// Required.
 	Server string
 	// From is the address of the sender. Required.
 	From string
@@ -34,25 +33,25 @@ type MailConfig struct {
 	To []string
 	// Username and Password log in to the server. Empty means without.
 	Username, Password string
+	// ImplicitTLS begins a connection with TLS, as is usual at port 465. Without it the server has to
+	// offer STARTTLS, unless it is this machine itself.
+	ImplicitTLS bool
 	// TLS has the roots of an authority of your own, for example. Nil means the system's roots.
 	TLS *tls.Config
 	// Timeout bounds a mail. An alert has 10 s in any case. Zero means 10 s.
 	Timeout time.Duration
 }
 
-const (
-	mailTimeout = 10 * time.Second
-	smtpsPort   = "465"
-)
+const mailTimeout = 10 * time.Second
 
 // Mail returns an alerter that sends each alert as a mail, by SMTP with STARTTLS or TLS. The error
 // names every bad field.
 func Mail(cfg MailConfig) (outbox.Alerter, error) {
 	cfg.Timeout = cmp.Or(cfg.Timeout, mailTimeout)
-	m := &mailer{cfg: cfg, tlsPort: smtpsPort, secrets: newSecrets(cfg.Password, base64.StdEncoding.EncodeToString([]byte("\x00"+cfg.Username+"\x00"+cfg.Password)))}
+	m := &mailer{cfg: cfg, secrets: newSecrets(cfg.Password, base64.StdEncoding.EncodeToString([]byte("\x00"+cfg.Username+"\x00"+cfg.Password)))}
 	var errs []error
 	var err error
-	if m.host, m.port, err = net.SplitHostPort(cfg.Server); err != nil || m.host == "" {
+	if m.host, _, err = net.SplitHostPort(cfg.Server); err != nil || m.host == "" {
 		errs = append(errs, errors.New("field Server is no host:port"))
 	}
 	if m.from, err = mail.ParseAddress(cfg.From); err != nil {
@@ -81,12 +80,9 @@ func Mail(cfg MailConfig) (outbox.Alerter, error) {
 type mailer struct {
 	cfg  MailConfig
 	host string
-	port string
 	from *mail.Address
 	to   []*mail.Address
 	secrets
-
-	tlsPort string // where a connection begins with TLS; replaced by tests
 }
 
 // Alert implements [outbox.Alerter].
@@ -153,7 +149,7 @@ func (m *mailer) greet(ctx context.Context, conn net.Conn) (*smtp.Client, error)
 		cfg = m.cfg.TLS.Clone()
 	}
 	cfg.ServerName = cmp.Or(cfg.ServerName, m.host)
-	if m.port == m.tlsPort {
+	if m.cfg.ImplicitTLS {
 		secured := tls.Client(conn, cfg)
 		if err := secured.HandshakeContext(ctx); err != nil {
 			return nil, err

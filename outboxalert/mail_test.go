@@ -183,7 +183,7 @@ func (s *mailServer) received() []receivedMail {
 func (s *mailServer) config() outboxalert.MailConfig {
 	return outboxalert.MailConfig{
 		Server: s.address, From: "Outbox <outbox@example.com>", To: []string{"ops@example.com", "Kim <kim@example.com>"},
-		TLS: &tls.Config{RootCAs: s.roots},
+		ImplicitTLS: s.implicit, TLS: &tls.Config{RootCAs: s.roots},
 	}
 }
 
@@ -209,9 +209,6 @@ func TestMail(t *testing.T) {
 			}
 			alerter, err := outboxalert.Mail(cfg)
 			require.NoError(t, err)
-			if s.implicit {
-				outboxalert.BeginWithTLS(alerter)
-			}
 			require.NoError(t, alerter.Alert(t.Context(), poisonous))
 			require.Len(t, s.received(), 1)
 			m := s.received()[0]

@@ -14,11 +14,11 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// A relay that sends exactly once has its position in Kafka: a record names a row of outbox_cursor, by id and token, and
-// says how far the window of that row was sent. So that the two go together, each row is written with
+// A relay that sends exactly once has its position in Kafka: a record names a row of outbox_cursor, by id and
+// token, and says how far the window of that row was sent. So that the two go together, each row is written with
 // synchronous_commit, and the relay continues from a record only if its row is there: otherwise a failover has lost
-// commits, and what was sent cannot be told from what was not. What the rows say besides the position goes into their
-// columns as settings, so that all statements that write positions serve both modes.
+// commits, and what was sent cannot be told from what was not. What the rows say besides the position goes into
+// their columns as settings, so that all statements that write positions serve both modes.
 
 var (
 	// ErrMode means that the relay has to be configured for the mode of its position, or for another topic.
@@ -41,8 +41,8 @@ type Confirmed struct {
 	Row   int64 // the newest row up to whose position everything is confirmed; 0: the row that is written
 }
 
-// UseTopic turns the mode on: the rows name a topic. The store then belongs to one goroutine at a time, but for reads of
-// windows.
+// UseTopic turns the mode on: the rows name a topic. The store then belongs to one goroutine at a time, but for
+// reads of windows.
 func (c *Store) UseTopic(topic string) { c.exactly = &exactly{topic: topic} }
 
 // Confirm sets what the next rows say: what is confirmed, and the number of the next transaction.
@@ -99,7 +99,8 @@ func (c *Store) Identity(ctx context.Context) (systemID int64, database string, 
 	return systemID, database, nil
 }
 
-// sqlMode reads the newest row: its topic, and whether Kafka has confirmed a transaction since the relay uses the topic.
+// sqlMode reads the newest row: its topic, and whether Kafka has confirmed a transaction since the relay uses the
+// topic.
 const sqlMode = `
 SELECT coalesce(cursor_topic, ''), coalesce(batch, 0) FROM {schema}.outbox_cursor
  WHERE relay = $1::text ORDER BY id DESC LIMIT 1`
@@ -127,8 +128,8 @@ type InKafka struct {
 	Again  []int64
 }
 
-// sqlAgree reads the newest row of a relay, the row that it names as confirmed, and whether a row with an id and a token
-// is there. A row from another cluster has another meaning.
+// sqlAgree reads the newest row of a relay, the row that it names as confirmed, and whether a row with an id and a
+// token is there. A row from another cluster has another meaning.
 const sqlAgree = `
 SELECT n.id, coalesce(n.cursor_topic, '') <> '', coalesce(n.batch, 0), coalesce(n.confirmed, n.id), r.id, coalesce(r.system_identifier = n.system_identifier, false)
   FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS n
@@ -171,9 +172,9 @@ func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
 	return a, nil
 }
 
-// sqlContinue writes the row from which a relay continues. It removes the rows of outbox_failed of transactions that were
-// aborted, above $7, and those of events that were sent again, $8. A relay that begins keeps them all: their numbers were
-// those of another time.
+// sqlContinue writes the row from which a relay continues. It removes the rows of outbox_failed of transactions
+// that were aborted, above $7, and those of events that were sent again, $8, unless another transaction has locked
+// them: it returns these. A relay that begins keeps all: their numbers were those of another time.
 const sqlContinue = `
 WITH newest AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1
@@ -181,33 +182,52 @@ WITH newest AS MATERIALIZED (
     SELECT l.epoch FROM newest,
            (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS l
      WHERE newest.id = $4
+), sent AS MATERIALIZED (
+    SELECT f.id FROM {schema}.outbox_failed AS f
+     WHERE f.id = ANY ($8::bigint[]) AND f.relay = $1::text AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed
-     WHERE id = ANY (ARRAY(SELECT id FROM {schema}.outbox_failed WHERE relay = $1::text AND batch > $7) || $8::bigint[])
-       AND relay = $1::text AND status <> 'resolved' AND NOT $9::bool AND EXISTS (SELECT FROM proof)
+     WHERE id = ANY (ARRAY(SELECT id FROM {schema}.outbox_failed WHERE relay = $1::text AND batch > $7 AND status <> 'resolved'
+                            UNION ALL SELECT id FROM sent)) AND NOT $9::bool AND EXISTS (SELECT FROM proof)
 ), kept AS (
     UPDATE {schema}.outbox_failed SET batch = NULL
      WHERE relay = $1::text AND batch IS NOT NULL AND $9::bool AND EXISTS (SELECT FROM proof)
+), written AS (
+    INSERT INTO {schema}.outbox_cursor (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
+    SELECT $1::text, c.snapshot, c.window_snapshot, coalesce($6::bigint, c.last_processed_id), greatest(c.highest_id, $6::bigint), c.system_identifier, proof.epoch
+      FROM proof, {schema}.outbox_cursor AS c WHERE c.id = $5
+    RETURNING id
 )
-INSERT INTO {schema}.outbox_cursor (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
-SELECT $1::text, c.snapshot, c.window_snapshot, coalesce($6::bigint, c.last_processed_id), greatest(c.highest_id, $6::bigint), c.system_identifier, proof.epoch
-  FROM proof, {schema}.outbox_cursor AS c WHERE c.id = $5
-RETURNING id`
+SELECT written.id, coalesce(f.id, 0), coalesce(f.parking_key, '')
+  FROM written
+  LEFT JOIN LATERAL (SELECT id, parking_key FROM {schema}.outbox_failed
+                      WHERE id = ANY ($8::bigint[]) AND relay = $1::text AND status <> 'resolved'
+                        AND id NOT IN (SELECT id FROM sent) AND NOT $9::bool) AS f ON true`
 
-// Continue returns the position from which the relay continues, in a new row: that of the newest record in Kafka, which
-// must have been read after both transactional ids were initialized. It begins is true if Kafka has never had a record
-// since the mode was turned on; then the position of PostgreSQL counts. Errors that an operator has to settle are
+// Continued says where a relay continues.
+type Continued struct {
+	Position Position
+	// Begins is set if Kafka has never had a record since the mode was turned on. Then the position of PostgreSQL
+	// counts.
+	Begins bool
+	// Locked are rows of events that were sent, which could not be removed. They have their ids and keys.
+	Locked []FailedRow
+}
+
+// Continue returns the position from which the relay continues, in a new row: that of the newest record in Kafka,
+// which must have been read after both transactional ids were initialized. Errors that an operator has to end are
 // ErrMode and ErrDisagree. ErrOtherCluster means that the cursors may be rebased.
-func (c *Store) Continue(ctx context.Context, l *lease.Lease, r InKafka) (p Position, begins bool, err error) {
-	if p, err = c.Load(ctx, l); err != nil && !errors.Is(err, ErrOtherCluster) {
-		return p, false, err
+func (c *Store) Continue(ctx context.Context, l *lease.Lease, r InKafka) (Continued, error) {
+	_, err := c.Load(ctx, l)
+	if err != nil && !errors.Is(err, ErrOtherCluster) {
+		return Continued{}, err
 	}
 	a, aerr := c.agree(ctx, r)
 	if aerr != nil {
-		return p, false, aerr
+		return Continued{}, aerr
 	}
 	if err != nil {
-		return p, false, err
+		return Continued{}, err
 	}
 	now := Confirmed{Batch: r.Number}
 	if a.begins {
@@ -217,26 +237,33 @@ func (c *Store) Continue(ctx context.Context, l *lease.Lease, r InKafka) (p Posi
 	return c.continueFrom(ctx, l, r, a)
 }
 
-func (c *Store) continueFrom(ctx context.Context, l *lease.Lease, r InKafka, a agreement) (p Position, begins bool, err error) {
+func (c *Store) continueFrom(ctx context.Context, l *lease.Lease, r InKafka, a agreement) (now Continued, err error) {
 	again := r.Again
 	if again == nil {
 		again = []int64{}
 	}
 	var id int64
-	err = c.write(ctx, c.db, func(rows pgx.Rows) (err error) {
-		id, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
+	var locked FailedRow
+	err = c.write(ctx, c.db, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&id, &locked.Row, &locked.Key}, func() error {
+			if locked.Row != 0 {
+				now.Locked = append(now.Locked, locked)
+			}
+			return nil
+		})
 		return err
 	}, c.sqlContinue, c.Relay, l.Holder, l.Epoch, a.newest, a.from, a.last, r.Number, again, a.begins)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return p, false, lease.ErrLeaseLost
-	}
 	if err != nil {
-		return p, false, fmt.Errorf("continue: %w", err)
+		return Continued{}, fmt.Errorf("continue: %w", err)
 	}
-	if p, err = c.Newest(ctx, c.db); err == nil && p.CursorID != id {
+	if id == 0 {
+		return Continued{}, lease.ErrLeaseLost
+	}
+	now.Begins = a.begins
+	if now.Position, err = c.Newest(ctx, c.db); err == nil && now.Position.CursorID != id {
 		err = ErrStale
 	}
-	return p, a.begins, err
+	return now, err
 }
 
 // SaveExactly is [Failed.SaveResults] in a transaction that also writes a row at a position, which it proves first.
@@ -259,8 +286,8 @@ func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
 	return err
 }
 
-// EndUnread is End where the topic is lost: at the position that Kafka had confirmed as far as PostgreSQL knows. What was
-// sent since then is sent again.
+// EndUnread is End where the topic is lost: at the position that Kafka had confirmed as far as PostgreSQL knows.
+// What was sent since then is sent again.
 func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	var a agreement
 	var on bool
@@ -271,6 +298,6 @@ func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 		return fmt.Errorf("load cursor: %w", err)
 	}
 	c.exactly, a.begins = nil, true
-	_, _, err = c.continueFrom(ctx, l, InKafka{}, a)
+	_, err = c.continueFrom(ctx, l, InKafka{}, a)
 	return err
 }

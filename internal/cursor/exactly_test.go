@@ -25,9 +25,10 @@ func (d *fixture) beginExactly(t *testing.T) (*lease.Lease, cursor.Position, cur
 	begun, err := d.cursors.HasBegun(ctx)
 	require.NoError(t, err)
 	require.False(t, begun)
-	p, begins, err := d.cursors.Continue(ctx, l, cursor.InKafka{})
+	began, err := d.cursors.Continue(ctx, l, cursor.InKafka{})
 	require.NoError(t, err)
-	require.True(t, begins)
+	require.True(t, began.Begins)
+	p := began.Position
 	d.cursors.Confirm(cursor.Confirmed{Batch: 1, Row: p.CursorID}, 2)
 	d.Insert(t, 3)
 	p, events, _, err := d.cursors.Open(ctx, l, p, 3)
@@ -41,8 +42,8 @@ func (d *fixture) next(t *testing.T, r cursor.InKafka) (*lease.Lease, cursor.Pos
 	t.Helper()
 	l := d.takeOver(t)
 	d.cursors.UseTopic("cursors")
-	p, begins, err := d.cursors.Continue(context.Background(), l, r)
-	return l, p, begins, err
+	now, err := d.cursors.Continue(context.Background(), l, r)
+	return l, now.Position, now.Begins, err
 }
 
 // The position is that of the record in Kafka, whatever the rows say.
@@ -76,10 +77,10 @@ func TestBeginAgain(t *testing.T) {
 	d.cursors.UseTopic("cursors")
 	old := cursor.InKafka{Number: 41, Row: 1, Token: "of another time", Last: 7}
 	for range 2 {
-		p, begins, err := d.cursors.Continue(ctx, l, old)
+		now, err := d.cursors.Continue(ctx, l, old)
 		require.NoError(t, err)
-		require.True(t, begins)
-		require.Zero(t, p.Last)
+		require.True(t, now.Begins)
+		require.Zero(t, now.Position.Last)
 		l = d.takeOver(t)
 	}
 }
@@ -155,6 +156,28 @@ func TestContinueRemovesRows(t *testing.T) {
 	require.Equal(t, []int64{2, 3}, d.IDs(t, "outbox_failed"))
 }
 
+// A row of an event that was sent again, which an operator has locked, holds up no start. It is named instead.
+func TestContinueSkipsLockedRows(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	_, _, r := d.beginExactly(t)
+	d.InsertParked(t, 2, 2)
+	ids := d.IDs(t, "outbox_failed")
+	operator, err := d.DB.Begin(ctx)
+	require.NoError(t, err)
+	defer operator.Rollback(ctx)
+	_, err = operator.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.outbox_failed WHERE id = $1 FOR UPDATE`, d.Schema), ids[0])
+	require.NoError(t, err)
+	r.Again = ids
+	l := d.takeOver(t)
+	now, err := d.cursors.Continue(ctx, l, r)
+	require.NoError(t, err)
+	require.Len(t, now.Locked, 1)
+	require.Equal(t, ids[0], now.Locked[0].Row)
+	require.Contains(t, now.Locked[0].Key, "b-events/key-")
+	require.Equal(t, ids[:1], d.IDs(t, "outbox_failed"))
+}
+
 // The rows of retries go together with a new row of the cursor, or not at all.
 func TestSaveExactly(t *testing.T) {
 	t.Parallel()
@@ -195,7 +218,7 @@ func TestOtherMode(t *testing.T) {
 	other.UseTopic("another")
 	_, err = other.HasBegun(ctx)
 	require.ErrorIs(t, err, cursor.ErrMode)
-	_, _, err = other.Continue(ctx, l, cursor.InKafka{})
+	_, err = other.Continue(ctx, l, cursor.InKafka{})
 	require.ErrorIs(t, err, cursor.ErrMode)
 
 	require.NoError(t, d.cursors.End(ctx, l, p))

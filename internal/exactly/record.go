@@ -1,6 +1,6 @@
-// Package exactly sends events in Kafka transactions, for a relay in the mode "exactly once". Each transaction has the
-// events of a batch and one [Record] in a compacted topic of the relay, which says how far the relay has come. So the
-// events of a batch and the position behind them become visible together, or not at all.
+// Package exactly sends events in Kafka transactions, for a relay in the mode "exactly once". Each transaction has
+// the events of a batch and one [Record] in a compacted topic of the relay, which says how far the relay has come.
+// So the events of a batch and the position behind them become visible together, or not at all.
 //
 // The relay uses two transactional ids in turn, because a broker lets the next transaction of an id wait until the
 // markers of the one before are written. It keeps these rules, which spec/ExactlyOnce.tla checks:
@@ -23,8 +23,8 @@ import (
 type Record struct {
 	// Number of the transaction; each has a higher one than those before.
 	Number int64 `json:"number"`
-	// Row and Token name a row of outbox_cursor, whose window the relay has opened. Ids alone do not: after a failover
-	// to a server that lagged, they are given out again.
+	// Row and Token name a row of outbox_cursor, whose window the relay has opened. Ids alone do not: after a
+	// failover to a server that lagged, they are given out again.
 	Row   int64  `json:"row"`
 	Token string `json:"token"`
 	// Last is the highest outbox.id of that window that has an outcome.

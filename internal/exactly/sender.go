@@ -37,7 +37,7 @@ type Sender struct {
 	cfg     Config
 	clients [2]*kgo.Client
 	commits [2]*Commit // the newest of each id; nil if it has none
-	turn    int        // whose id is next
+	next    int        // id of the next transaction
 	last    *Commit    // the newest
 }
 
@@ -55,11 +55,11 @@ func (s *Sender) Close() {
 		}
 		s.clients[i], s.commits[i] = nil, nil
 	}
-	s.turn, s.last = 0, nil
+	s.next, s.last = 0, nil
 }
 
-// Start makes new clients, ends all transactions of both ids and returns the newest record, if there is one. Create lets
-// it create the topic.
+// Start makes new clients, ends all transactions of both ids and returns the newest record, if there is one. Create
+// lets it create the topic.
 func (s *Sender) Start(ctx context.Context, create bool) (newest Record, found bool, err error) {
 	s.Close()
 	for i, id := range s.cfg.IDs() {
@@ -106,9 +106,9 @@ type Transaction struct {
 	client *kgo.Client
 }
 
-// Begin begins a transaction of the id whose turn it is, after the one before of this id has ended.
+// Begin begins a transaction of the next id, after the one before of this id has ended.
 func (s *Sender) Begin(ctx context.Context) (*Transaction, error) {
-	i := s.turn
+	i := s.next
 	if s.last != nil && s.last.failed() {
 		return nil, s.last.err
 	}
@@ -170,7 +170,7 @@ type Commit struct {
 func (t *Transaction) Commit(ctx context.Context) *Commit {
 	s, before := t.sender, t.sender.last
 	c := &Commit{done: make(chan struct{}), err: errors.New("the commit has panicked")}
-	s.last, s.commits[t.id], s.turn = c, c, 1-t.id
+	s.last, s.commits[t.id], s.next = c, c, 1-t.id
 	s.cfg.Go(func() {
 		defer close(c.done)
 		if before != nil {

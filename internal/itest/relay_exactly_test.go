@@ -67,7 +67,7 @@ func TestExactlyOnce(t *testing.T) {
 	t.Logf("seed %d", seed)
 	rng := rand.New(rand.NewPCG(seed, 1))
 	reader := f.follow(t)
-	var all, refused []oracle.Event
+	var all, rejected []oracle.Event
 	version := map[string]int64{}
 	kill := f.process(t, f.cfg)
 	defer func() { kill() }()
@@ -80,7 +80,7 @@ func TestExactlyOnce(t *testing.T) {
 				e := oracle.Event{ID: uuid.NewString(), Key: key, Version: version[key]}
 				if rng.IntN(100) == 0 {
 					e.Filler = random(5000)
-					refused = append(refused, e)
+					rejected = append(rejected, e)
 				} else {
 					all = append(all, e)
 				}
@@ -94,7 +94,7 @@ func TestExactlyOnce(t *testing.T) {
 			kill = f.process(t, f.cfg)
 		}
 	}
-	require.NotEmpty(t, refused)
+	require.NotEmpty(t, rejected)
 	requireArrival(t, reader, all...)
 	f.requireOnce(t, reader, all)
 }
@@ -137,8 +137,8 @@ func TestExactlyOnceRestarts(t *testing.T) {
 	f.requireOnce(t, reader, all)
 }
 
-// once runs a relay until events have arrived, and stops it.
-func (f *exactlyFixture) once(t *testing.T, cfg outbox.RelayConfig, reader *oracle.Reader, events ...oracle.Event) {
+// runUntil runs a relay until events have arrived, and stops it.
+func (f *exactlyFixture) runUntil(t *testing.T, cfg outbox.RelayConfig, reader *oracle.Reader, events ...oracle.Event) {
 	t.Helper()
 	stop := testenv.Run(t, f.relay(t, cfg).Run)
 	f.commit(t, events...)
@@ -160,10 +160,10 @@ func TestExactlyOnceOnAndOff(t *testing.T) {
 		all = append(all, events...)
 		return events
 	}
-	f.once(t, plain, reader, next()...)
-	f.once(t, f.cfg, reader, next()...)
-	for _, refused := range []outbox.RelayConfig{plain, other} {
-		require.ErrorIs(t, f.relay(t, refused).Run(background), outbox.ErrOtherMode)
+	f.runUntil(t, plain, reader, next()...)
+	f.runUntil(t, f.cfg, reader, next()...)
+	for _, rejected := range []outbox.RelayConfig{plain, other} {
+		require.ErrorIs(t, f.relay(t, rejected).Run(background), outbox.ErrOtherMode)
 	}
 	kill := f.process(t, f.cfg)
 	events := next()
@@ -171,10 +171,10 @@ func TestExactlyOnceOnAndOff(t *testing.T) {
 	requireArrival(t, reader, events[0])
 	kill()
 	require.NoError(t, f.relay(t, f.cfg).EndExactlyOnce(background, true))
-	f.once(t, plain, reader, next()...)
-	f.once(t, other, reader, next()...)
+	f.runUntil(t, plain, reader, next()...)
+	f.runUntil(t, other, reader, next()...)
 	require.NoError(t, f.relay(t, other).EndExactlyOnce(background, true))
-	f.once(t, f.cfg, reader, next()...)
+	f.runUntil(t, f.cfg, reader, next()...)
 	f.requireOnce(t, reader, all)
 }
 
@@ -183,7 +183,7 @@ func TestExactlyOnceWithoutItsTopic(t *testing.T) {
 	t.Parallel()
 	f := newExactlyFixture(t)
 	reader := f.follow(t)
-	f.once(t, f.cfg, reader, numbered("key", 1, 100)...)
+	f.runUntil(t, f.cfg, reader, numbered("key", 1, 100)...)
 	client, err := kgo.NewClient(kgo.SeedBrokers(f.brokers...))
 	require.NoError(t, err)
 	defer client.Close()
@@ -203,7 +203,7 @@ func TestExactlyOnceWithoutItsTopic(t *testing.T) {
 	require.ErrorIs(t, f.relay(t, f.cfg).EndExactlyOnce(background, true), outbox.ErrCursorTopic)
 	require.NoError(t, f.relay(t, f.cfg).EndExactlyOnce(background, false))
 	more := numbered("key", 101, 100)
-	f.once(t, f.cfg, reader, more...)
+	f.runUntil(t, f.cfg, reader, more...)
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)
 	require.Len(t, arrived, 200, "everything had been confirmed before")

@@ -17,12 +17,12 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Exactly is what a session and a retrier share when each event is to be sent exactly once. Each transaction has events
-// of one of the two, and a cursor record; mu puts them into one order. spec/ExactlyOnce.tla has the actions by the names
-// of its methods.
+// Exactly is what a session and a retrier share when each event is to be sent exactly once. Each transaction has
+// events of one of the two, and a cursor record; mu puts them into one order. spec/ExactlyOnce.tla has the actions
+// by the names of its methods.
 //
-// Any doubt about a transaction, a row or the lease makes it unready: nothing is sent until the session has started it
-// again. What a retrier has read before is out of date then, hence the generation.
+// Any doubt about a transaction, a row or the lease makes it unready: nothing is sent until the session has started
+// it again. What a retrier has read before is out of date then, hence the generation.
 type Exactly struct {
 	ExactlyParts
 	sender     *exactly.Sender
@@ -41,8 +41,9 @@ type Exactly struct {
 	number    int64           // of the newest record
 	behind    bool            // the newest row passes events that no record passes yet
 	confirmed cursor.Confirmed
-	flights   []exactFlight // transactions that are not confirmed
-	again     []int64       // Record.Again of the next record
+	flights   []exactFlight      // transactions that are not confirmed
+	again     []int64            // Record.Again of the next record
+	locked    []cursor.FailedRow // of again, which the last Load could not remove
 
 	open     *exactly.Transaction // its events are sent
 	recorded bool                 // and its cursor record
@@ -114,7 +115,7 @@ func (x *Exactly) IsReady() bool {
 	return x.ready
 }
 
-// End is called when the session has ended: nobody starts it again.
+// End is called when the session has ended: it is not started again.
 func (x *Exactly) End() {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -212,13 +213,18 @@ const startTimeout = 10 * time.Second
 func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	p, begins, err := x.Cursors.Continue(ctx, l, x.newest)
+	now, err := x.Cursors.Continue(ctx, l, x.newest)
+	p := now.Position
 	if err != nil {
 		return p, err
 	}
 	x.pos, x.token, x.number, x.behind, x.again = p, x.Cursors.Token(), x.newest.Number, false, nil
+	x.locked = now.Locked
+	for _, row := range now.Locked {
+		x.again = append(x.again, row.Row)
+	}
 	x.confirmed = cursor.Confirmed{Batch: x.number, Row: p.CursorID}
-	if begins {
+	if now.Begins {
 		if err := x.begin(ctx); err != nil {
 			return p, errDoubt(err)
 		}
@@ -227,8 +233,20 @@ func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, er
 	return p, nil
 }
 
-// begin sends the first record after the mode was turned on. Until Kafka has confirmed it, the row counts; from then on
-// the topic does.
+// keepLocked leaves the rows that Load could not remove to a retrier, which does not send their events again.
+func (x *Exactly) keepLocked(parked *Parking) {
+	x.mu.Lock()
+	locked := x.locked
+	x.mu.Unlock()
+	parked.mu.Lock()
+	defer parked.mu.Unlock()
+	for i := range locked {
+		parked.keep(cursor.RetryResult{Event: &locked[i], Row: locked[i].Row, Status: statusResolved})
+	}
+}
+
+// begin sends the first record after the mode was turned on. Until Kafka has confirmed it, the row counts; from
+// then on the topic does.
 func (x *Exactly) begin(ctx context.Context) (err error) {
 	if x.open, err = x.sender.Begin(ctx); err != nil {
 		return err
@@ -292,8 +310,8 @@ func (x *Exactly) reap() error {
 	return nil
 }
 
-// Settle waits until Kafka has confirmed everything. It reports whether the newest row says so already.
-func (x *Exactly) Settle(ctx context.Context) (bool, error) {
+// AwaitConfirmed waits until Kafka has confirmed everything. It reports whether the newest row says so already.
+func (x *Exactly) AwaitConfirmed(ctx context.Context) (bool, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for _, f := range x.flights {
@@ -318,8 +336,8 @@ func (x *Exactly) write(p cursor.Position, parks bool, f func(p cursor.Position)
 	}
 	p.CursorID, p.Epoch = x.pos.CursorID, x.pos.Epoch // a retrier may have written rows
 	says := x.confirmed
-	settled := len(x.flights) == 0 && x.open == nil && !x.behind && !parks
-	if settled {
+	confirmed := len(x.flights) == 0 && x.open == nil && !x.behind && !parks
+	if confirmed {
 		says.Row = 0
 	}
 	x.Cursors.Confirm(says, x.number+1)
@@ -330,7 +348,7 @@ func (x *Exactly) write(p cursor.Position, parks bool, f func(p cursor.Position)
 	}
 	if next.CursorID != x.pos.CursorID {
 		x.token, x.behind = x.Cursors.Token(), x.behind || parks
-		if settled {
+		if confirmed {
 			x.confirmed.Row = next.CursorID
 		}
 	}

@@ -9,9 +9,9 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 )
 
-// EndExactlyOnce turns the mode off. It takes the lease, or returns [lease.ErrHeld], and sends nothing. Reading in Kafka
-// how far the relay has come, it loses and repeats nothing. Otherwise it continues from what PostgreSQL knows to be
-// confirmed, and what was sent since then is sent again.
+// EndExactlyOnce turns the mode off. It takes the lease, or returns [lease.ErrHeld], and sends nothing. Reading in
+// Kafka how far the relay has come, it loses and repeats nothing. Otherwise it continues from what PostgreSQL knows
+// to be confirmed, and what was sent since then is sent again.
 func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) (err error) {
 	if !r.running.CompareAndSwap(false, true) {
 		return ErrRunning

@@ -42,8 +42,8 @@ func (x *Exactly) Unlock() {
 // Topic returns the topic of an event.
 func (x *Exactly) Topic(e *envelope.Event) (string, error) { return x.producer.topic(e) }
 
-// Deliver sends the first events of a batch in a transaction, which stays open: Commit ends it. It returns the outcomes
-// of these events; the others are pending. The caller has called Lock. It is the step SendNext.
+// Deliver sends the first events of a batch in a transaction, which stays open: Commit ends it. It returns the
+// outcomes of these events; the others are pending. The caller has called Lock. It is the step SendNext.
 func (x *Exactly) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
 	d := x.deliverer.begin(stop, held, batch)
 	d.patient = true
@@ -76,9 +76,10 @@ const (
 	triedBadTopic              // a topic accepts nothing: its events are unavailable, and it is aborted
 )
 
-// some sends the first events of a delivery in a transaction, which stays open, and returns how many have an outcome. If
-// Kafka refuses a record, the transaction is aborted, and half of the events are tried. An event that is refused alone
-// is rejected. Retries without an event to send leave no transaction open. After an error it is not ready.
+// some sends the first events of a delivery in a transaction, which stays open, and returns how many have an
+// outcome. If Kafka refuses a record, the transaction is aborted, and half of the events are tried. An event that
+// is refused alone is rejected. Retries without an event to send leave no transaction open. After an error it is
+// not ready.
 func (x *Exactly) some(d *delivery, r request) (n int, err error) {
 	for d.stop.Err() == nil {
 		d.OnSend()
@@ -173,7 +174,8 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 	return t
 }
 
-// skip blocks an event whose key is blocked. The caller of Deliver holds mu, so no row of the key is removed meanwhile.
+// skip blocks an event whose key is blocked. The caller of Deliver holds mu, so no row of the key is removed
+// meanwhile.
 func (x *Exactly) skip(d *delivery, i int, parked *Parking) bool {
 	if d.skipBlocked(i) || parked != nil && x.skipBadTopic(d, i) {
 		return true
@@ -222,8 +224,8 @@ func (x *Exactly) dropUnsent(d *delivery, t *attemptOf) {
 	t.which, t.records, t.errs = which, records, make([]error, len(which))
 }
 
-// try sends the events of a transaction and leaves it open. If nothing has to be parked, the cursor record goes along.
-// After an error it is not ready.
+// try sends the events of a transaction and leaves it open. If nothing has to be parked, the cursor record goes
+// along. After an error it is not ready.
 func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	var err error
 	ctx, cancel := context.WithTimeout(d.held, x.Rules.SendTimeout)
@@ -249,11 +251,11 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	}
 	copy(t.records, records) // with their partitions
 	copy(t.errs, errs)
-	return x.judge(ctx, d, t, errs)
+	return x.classify(ctx, d, t, errs)
 }
 
-// judge gives the events that were sent their outcome, or aborts their transaction.
-func (x *Exactly) judge(ctx context.Context, d *delivery, t attemptOf, errs []error) (result tried, err error) {
+// classify gives the events that were sent their outcome, or aborts their transaction.
+func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs []error) (result tried, err error) {
 	for k, err := range errs {
 		switch ours := k == len(t.which); {
 		case err == nil:
@@ -281,9 +283,9 @@ func (x *Exactly) judge(ctx context.Context, d *delivery, t attemptOf, errs []er
 	return triedSent, nil
 }
 
-// Commit passes the first events of a batch, whose outcomes Deliver has returned and whose failures have rows. It sends
-// the cursor record, if Deliver has not, and commits without waiting. The caller has called Lock. It is the steps
-// SendNext and AskCommit.
+// Commit passes the first events of a batch, whose outcomes Deliver has returned and whose failures have rows. It
+// sends the cursor record, if Deliver has not, and commits without waiting. The caller has called Lock. It is the
+// steps SendNext and AskCommit.
 func (x *Exactly) Commit(batch []envelope.Event, outcomes []Outcome) error {
 	last := batch[len(batch)-1].ID
 	x.pos.Last, x.pos.Highest = last, max(x.pos.Highest, last)
@@ -301,7 +303,8 @@ func (x *Exactly) Commit(batch []envelope.Event, outcomes []Outcome) error {
 }
 
 // retry sends events of outbox_failed again, in transactions of as many as Kafka takes, and waits until they are
-// confirmed. Events are pending that were read before the last start, or if a transaction fails. It is the step Retry.
+// confirmed. Events are pending that were read before the last start, or if a transaction fails. It is the step
+// Retry.
 func (x *Exactly) retry(stop, held context.Context, generation int64, events []cursor.FailedRow) ([]Outcome, error) {
 	batch := eventsOf(events)
 	d := x.deliverer.begin(stop, held, batch)

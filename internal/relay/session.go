@@ -168,6 +168,9 @@ func (s *Session) Load() error {
 	}
 	return s.try(func(ctx context.Context) error {
 		s.Parked.reset()
+		if s.Exactly != nil {
+			s.Exactly.keepLocked(s.Parked)
+		}
 		err := s.Parked.Recount(s.parkedKeys())
 		if err != nil {
 			return err
@@ -227,7 +230,7 @@ func (s *Session) follow(ctx context.Context) error {
 		s.Backlog.Store(!s.Window.drained())
 		if len(batch) == 0 {
 			s.Health.CursorMoved()
-			if err := s.settle(); err != nil {
+			if err := s.awaitConfirmed(); err != nil {
 				return err
 			}
 			s.await(ctx)
@@ -240,7 +243,7 @@ func (s *Session) follow(ctx context.Context) error {
 			s.await(ctx)
 		}
 	}
-	if err := s.settle(); err != nil {
+	if err := s.awaitConfirmed(); err != nil {
 		return err
 	}
 	return s.record(nil)

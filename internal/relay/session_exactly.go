@@ -85,18 +85,19 @@ func (s *Session) sendTransaction(ctx context.Context, batch []envelope.Event) (
 	return decided, nil
 }
 
-// settle waits until Kafka has confirmed what was sent. Then the position has to be written once more, as confirmed.
-func (s *Session) settle() error {
+// awaitConfirmed waits until Kafka has confirmed what was sent. Then the position has to be written once more, as
+// confirmed.
+func (s *Session) awaitConfirmed() error {
 	if s.Exactly == nil || !s.Exactly.IsReady() {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(s.Held, s.Rules.SendTimeout)
 	defer cancel()
-	settled, err := s.Exactly.Settle(ctx)
+	confirmed, err := s.Exactly.AwaitConfirmed(ctx)
 	if err != nil {
 		return err
 	}
-	if settled {
+	if confirmed {
 		return nil
 	}
 	s.recorded = false

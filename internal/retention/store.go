@@ -152,9 +152,9 @@ func (r *Store) removeOld(ctx context.Context, l *Proof, table, sql string, afte
 const thinAfter = time.Hour
 
 // sqlCleanCursors removes history: all rows but the first of each relay and minute, and
-// the rows that are older than $3. The newest row of a relay stays, whatever its age, and so do the row that it names as
-// confirmed and those behind it; no statement reads any other. Each scan begins at the start of the table, which is short
-// after the first scan.
+// the rows that are older than $3. The newest row of a relay stays, whatever its age, and so do the row that it names
+// as confirmed and those behind it; no statement reads any other. Each scan begins at the start of the table, which is
+// short after the first scan.
 const sqlCleanCursors = `
 WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, relay, created_at, created_at < now() - least($3::interval, $4::interval) AS old
