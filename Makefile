@@ -98,7 +98,7 @@ oracle: ORACLE := $(if $(WRITERS),-run '^TestOracleOfMixedWriters$$' ./examples/
 VERSIONS ?= 14 15 16 17 18
 KAFKAS   ?= 4.0.2 4.4.0
 FAULTY   := ^Test((Cluster)?Faults\b|Stops|KilledConsumer|CalmConsumers|Failures|KafkaRestarted|Topic|RightsInKafka|CommandLine|Replay|ReadAfterOutage)
-BROKERS  := . ./cmd/outbox ./internal/consumer ./internal/itest ./internal/kafka ./internal/relay ./outboxadmin ./outboxdlq ./outboxops ./outboxreplay ./outboxtest ./outboxtopics
+BROKERS  := . ./cmd/outbox ./internal/consumer ./internal/exactly ./internal/itest ./internal/kafka ./internal/relay ./outboxadmin ./outboxdlq ./outboxops ./outboxreplay ./outboxtest ./outboxtopics
 
 .PHONY: test-versions
 test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18 (VERSIONS=…), and what needs a real broker on Kafka 4.0 and 4.4 (KAFKAS=…)

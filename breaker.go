@@ -22,9 +22,9 @@ type BreakerConfig struct {
 	// most 1. Zero means 0.5.
 	FailureRate float64
 	// OpenFor is how long an open breaker lets nothing through at most; then it is half-open. That of a relay asks
-	// Kafka every second, and is half-open once Kafka has said twice that it works. A half-open breaker lets three calls
-	// through, or Window if that is less. When all of them succeed it closes, when one fails it opens again. Zero means
-	// 30 s.
+	// Kafka every second, and is half-open once Kafka has said twice that it works. A half-open breaker lets three
+	// calls through, or Window if that is less. When all of them succeed it closes, when one fails it opens again. Zero
+	// means 30 s.
 	OpenFor time.Duration
 }
 

@@ -59,7 +59,7 @@ type relayProcess struct {
 // The default address: its port is usual for metrics in the text format of Prometheus.
 const defaultListen = ":9464"
 
-// The values of --end-exactly-once.
+// The values of --end-mode.
 const (
 	endKafka    = "kafka"
 	endPostgres = "postgres"
@@ -81,8 +81,8 @@ func (r *relayProcess) define(fs *flag.FlagSet) {
 	fs.BoolVar(&r.holdDead, "hold-dead", false, "dead events hold their keys until an operator decides")
 	fs.BoolVar(&r.structured, "structured", false, "CloudEvents in structured mode, not binary")
 	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` further headers for event id and trace id")
-	fs.StringVar(&r.exactly, "exactly-once", "", "`TOPIC` of this relay alone: sends in transactions, exactly once")
-	fs.StringVar(&r.end, "end-exactly-once", "", "`LIST` kafka,postgres end that mode at the position there, and exit")
+	fs.StringVar(&r.exactly, "exactly-once", "", "`TOPIC` of its own: send each event exactly once")
+	fs.StringVar(&r.end, "end-mode", "", "`LIST` kafka,postgres end that mode there, and exit")
 	fs.Var(&r.published, "published-for", "`TIME` that published rows of outbox are kept (7d)")
 	fs.Var(&r.handled, "handled-for", "`TIME` that rows of event_handled are kept (31d)")
 	fs.DurationVar(&r.stale, "stale-after", 0, "`TIME` after which waiting events are alerted to (5m)")
@@ -120,11 +120,11 @@ func (r *relayProcess) check() error {
 		return err
 	}
 	if r.end != "" {
-		if err := oneOf(r.called("end-exactly-once"), r.end, []string{endKafka, endPostgres}); err != nil {
+		if err := oneOf(r.called("end-mode"), r.end, []string{endKafka, endPostgres}); err != nil {
 			return err
 		}
 		if r.exactly == "" {
-			return usagef("%s: which topic? --exactly-once TOPIC", r.called("end-exactly-once"))
+			return usagef("%s: which topic? --exactly-once TOPIC", r.called("end-mode"))
 		}
 	}
 	for name, d := range map[string]time.Duration{"poll": r.poll, "lease": r.lease, "stale-after": r.stale} {

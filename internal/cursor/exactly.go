@@ -55,9 +55,9 @@ func (c *Store) Token() string { return c.exactly.token }
 func (c *Store) checkMode(p Position) error {
 	switch {
 	case c.exactly == nil && p.Topic != "":
-		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --end-exactly-once kafka", ErrMode, p.Topic)
+		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --end-mode kafka", ErrMode, p.Topic)
 	case c.exactly != nil && p.Topic != "" && p.Topic != c.exactly.topic:
-		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --end-exactly-once kafka", ErrMode, p.Topic, c.exactly.topic)
+		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --end-mode kafka", ErrMode, p.Topic, c.exactly.topic)
 	}
 	return nil
 }

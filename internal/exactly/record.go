@@ -5,12 +5,12 @@
 // The relay uses two transactional ids in turn, because a broker lets the next transaction of an id wait until the
 // markers of the one before are written. It keeps these rules, which spec/ExactlyOnce.tla checks:
 //
-//   - A transaction is committed only after Kafka has confirmed the commit of the one before. If that fails, it is not
-//     committed.
+//   - A transaction is committed only after Kafka has confirmed the commit of the one before. If that fails, it is
+//     not committed.
 //   - A start initializes both ids, which ends what a predecessor has left open, and reads the topic to its end only
 //     then. The topic has ended when nothing in it is open.
-//   - After any error that is no refusal of a record, the clients are closed, and the relay starts again: only the topic
-//     knows whether a transaction was committed.
+//   - After any error that is no refusal of a record, the clients are closed, and the relay starts again: only the
+//     topic knows whether a transaction was committed.
 package exactly
 
 import (

@@ -28,7 +28,7 @@ type Exactly struct {
 	sender     *exactly.Sender
 	producer   *Producer // makes records
 	deliverer  *Deliverer
-	generation atomic.Int64 // grows with each start
+	generation atomic.Int64 // grows when a start has ended
 
 	mu     sync.Mutex // held from the events of a transaction to its commit, and while a row is written
 	ready  bool
@@ -184,7 +184,6 @@ func (x *Exactly) identity(ctx context.Context) (string, error) {
 func (x *Exactly) tryStart(id string, create bool) error {
 	x.Health.Progressed()
 	x.close()
-	x.generation.Add(1)
 	cfg := x.Config
 	group := x.NewGroup()
 	cfg.Topic, cfg.Relay, cfg.ID, cfg.Go = x.Rules.ExactlyOnce, x.Rules.Name, id, group.Go
@@ -229,8 +228,15 @@ func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, er
 			return p, errDoubt(err)
 		}
 	}
-	x.ready = true
 	return p, nil
+}
+
+// Ready lets it be used. Rows of outbox_failed that were read before are out of date: Load has removed some of them.
+func (x *Exactly) Ready() {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.generation.Add(1)
+	x.ready = true
 }
 
 // keepLocked leaves the rows that Load could not remove to a retrier, which does not send their events again.

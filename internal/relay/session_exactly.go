@@ -34,7 +34,11 @@ func (s *Session) startExactly(ctx context.Context) error {
 		s.recorded = true // the next leader reads in Kafka what was sent
 		return nil
 	}
-	return s.Load()
+	err := s.Load()
+	if err == nil {
+		s.Exactly.Ready()
+	}
+	return err
 }
 
 // sendExactly sends a batch in transactions.
