@@ -98,7 +98,7 @@ oracle: ORACLE := $(if $(WRITERS),-run '^TestOracleOfMixedWriters$$' ./examples/
 VERSIONS ?= 14 15 16 17 18
 KAFKAS   ?= 4.0.2 4.4.0
 FAULTY   := ^Test((Cluster)?Faults\b|Stops|KilledConsumer|CalmConsumers|Failures|KafkaRestarted|Topic|RightsInKafka|CommandLine|Replay|ReadAfterOutage)
-BROKERS  := . ./cmd/outbox ./internal/consumer ./internal/itest ./internal/kafka ./internal/relay ./outboxadmin ./outboxdlq ./outboxops ./outboxreplay ./outboxtest ./outboxtopics
+BROKERS  := . ./cmd/outbox ./internal/consumer ./internal/exactly ./internal/itest ./internal/kafka ./internal/relay ./outboxadmin ./outboxdlq ./outboxops ./outboxreplay ./outboxtest ./outboxtopics
 
 .PHONY: test-versions
 test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18 (VERSIONS=…), and what needs a real broker on Kafka 4.0 and 4.4 (KAFKAS=…)
@@ -128,11 +128,11 @@ bench-peers: needs-bench-peers $(SERVICES) bin/bench-peers ## Measure beside Deb
 	@$(SERVICES) run $(USE) -pg-set wal_level=logical -- bin/bench-peers $(ARGS)
 
 .PHONY: faults
-faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15, and check what arrives and how soon; MODE=pgbouncer: through PgBouncer; MODE=stops: stop a relay STOPS=300 times; MODE=cluster: three brokers, and how much sooner a plain producer recovers (SEED=… repeats a plan)
+faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15, and check what arrives and how soon; MODE=pgbouncer: through PgBouncer; MODE=stops: stop a relay STOPS=300 times; MODE=cluster: three brokers, and how much sooner a plain producer recovers; MODE=exactly-once: relays that send exactly once (SEED=… repeats a plan)
 	@[ -z "$(filter-out pgbouncer stops cluster,$(MODE))" ] || { echo "MODE is $(MODE), and can be pgbouncer, stops, cluster or nothing" >&2; exit 2; }
 	@cd faults && go test -count=1 -timeout 0 . -v $(FAULTS) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
-faults: FAULTS := $(if $(filter stops,$(MODE)),-run '^TestStops$$' -faults.stops=$(or $(STOPS),300),-run '^Test$(if $(filter cluster,$(MODE)),Cluster)Faults$(if $(filter pgbouncer,$(MODE)),ThroughPgBouncer)$$' -faults.minutes=$(or $(MINUTES),15))
+faults: FAULTS := $(if $(filter stops,$(MODE)),-run '^TestStops$$' -faults.stops=$(or $(STOPS),300),-run '^Test$(if $(filter cluster,$(MODE)),Cluster)Faults$(if $(filter pgbouncer,$(MODE)),ThroughPgBouncer)$$' -faults.minutes=$(or $(MINUTES),$(if $(filter exactly-once,$(MODE)),60,15)) $(if $(filter exactly-once,$(MODE)),-faults.exactly))
 
 .PHONY: faults-consumer
 faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 of which some fail for minutes or for ever (BALANCER=eager or kip848; SEED=… repeats a plan; JOINDELAY=0 instead of Kafka's default)

@@ -22,18 +22,17 @@ type BreakerConfig struct {
 	// most 1. Zero means 0.5.
 	FailureRate float64
 	// OpenFor is how long an open breaker lets nothing through at most; then it is half-open. That of a relay asks
-	// Kafka every second, and is half-open once Kafka has said twice that it works. Zero means 30 s.
+	// Kafka every second, and is half-open once Kafka has said twice that it works. A half-open breaker lets three
+	// calls through, or Window if that is less. When all of them succeed it closes, when one fails it opens again. Zero
+	// means 30 s.
 	OpenFor time.Duration
-	// Trials is how many calls a half-open breaker lets through, at most 10,000. When
-	// all of them succeed the breaker closes, when one fails it opens again. Zero means 3.
-	Trials int
 }
 
 const (
 	defaultWindow      = 10
 	defaultFailureRate = 0.5
 	defaultOpenFor     = 30 * time.Second
-	defaultTrials      = 3
+	maxTrials          = 3
 	maxBreakerCalls    = 10_000
 )
 
@@ -41,8 +40,12 @@ func (c BreakerConfig) withDefaults() BreakerConfig {
 	c.Window = cmp.Or(c.Window, defaultWindow)
 	c.FailureRate = cmp.Or(c.FailureRate, defaultFailureRate)
 	c.OpenFor = cmp.Or(c.OpenFor, defaultOpenFor)
-	c.Trials = cmp.Or(c.Trials, defaultTrials)
 	return c
+}
+
+// rules returns the configuration as the engine takes it.
+func (c BreakerConfig) rules() breaker.Rules {
+	return breaker.Rules{Window: c.Window, FailureRate: c.FailureRate, OpenFor: c.OpenFor, Trials: min(c.Window, maxTrials)}
 }
 
 // validate checks a configuration with its defaults.
@@ -51,8 +54,6 @@ func (c BreakerConfig) validate() error {
 		check.NotNegative("Breaker.Window", c.Window),
 		check.NotAbove("Breaker.Window", c.Window, maxBreakerCalls),
 		check.NotNegative("Breaker.OpenFor", c.OpenFor),
-		check.NotNegative("Breaker.Trials", c.Trials),
-		check.NotAbove("Breaker.Trials", c.Trials, maxBreakerCalls),
 	}
 	if !(c.FailureRate > 0 && c.FailureRate <= 1) { // nor NaN
 		errs = append(errs, fmt.Errorf("field Breaker.FailureRate is %v: must be above 0 and at most 1", c.FailureRate))

@@ -104,18 +104,17 @@ func parseDefault(t *testing.T, text string, typ reflect.Type) string {
 
 func TestBreakerConfig(t *testing.T) {
 	t.Parallel()
-	require.Equal(t, BreakerConfig{Window: 10, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3},
+	require.Equal(t, BreakerConfig{Window: 10, FailureRate: 0.5, OpenFor: 30 * time.Second},
 		BreakerConfig{}.withDefaults())
 	errorOf := func(c BreakerConfig) error { return c.withDefaults().validate() }
 	require.NoError(t, errorOf(BreakerConfig{}))
-	require.NoError(t, errorOf(BreakerConfig{Window: 1, FailureRate: 1, OpenFor: 1, Trials: 1}))
+	require.NoError(t, errorOf(BreakerConfig{Window: 1, FailureRate: 1, OpenFor: 1}))
 
-	err := errorOf(BreakerConfig{Window: -1, FailureRate: -0.1, OpenFor: -1, Trials: -1})
-	for _, field := range []string{"Window", "FailureRate", "OpenFor", "Trials"} {
+	err := errorOf(BreakerConfig{Window: -1, FailureRate: -0.1, OpenFor: -1})
+	for _, field := range []string{"Window", "FailureRate", "OpenFor"} {
 		require.ErrorContains(t, err, "field Breaker."+field+" is -")
 	}
 	require.ErrorContains(t, errorOf(BreakerConfig{Window: 10_001}), "field Breaker.Window is 10001: at most 10000")
-	require.ErrorContains(t, errorOf(BreakerConfig{Trials: 10_001}), "field Breaker.Trials is 10001: at most 10000")
 	require.ErrorContains(t, BreakerConfig{}.validate(), "field Breaker.FailureRate is 0")
 	for _, rate := range []float64{1.01, math.NaN(), math.Inf(1)} {
 		require.ErrorContains(t, errorOf(BreakerConfig{FailureRate: rate}), "field Breaker.FailureRate is ")
@@ -153,5 +152,5 @@ func TestRetryDefaults(t *testing.T) {
 	cfg := RelayConfig{}.withDefaults()
 	require.Equal(t, 5*time.Second, cfg.RetryInterval)
 	require.Equal(t, RetryPolicy{MaxRetries: 10, RetryWait: time.Second, MaxRetryWait: 300 * time.Second}, cfg.Retry)
-	require.Equal(t, BreakerConfig{Window: 10, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3}, cfg.Breaker)
+	require.Equal(t, BreakerConfig{Window: 10, FailureRate: 0.5, OpenFor: 30 * time.Second}, cfg.Breaker)
 }

@@ -90,6 +90,13 @@ var (
 	// since, or they would be taken for sent: UPDATE outbox SET id = DEFAULT, xid = DEFAULT WHERE
 	// created_at >= the time of the restore.
 	ErrSequenceBehind = cursor.ErrSequenceBehind
+	// ErrOtherMode is returned by [Relay.Run] if the relay sends exactly once, as its row in
+	// outbox_cursor says, and RelayConfig.ExactlyOnce is empty or names another topic.
+	ErrOtherMode = cursor.ErrMode
+	// ErrCursorTopic is returned by [Relay.Run] if the topic in RelayConfig.ExactlyOnce and PostgreSQL
+	// do not belong together: the topic was deleted, or a failover or a restore has lost commits. The
+	// error says which; docs/exactly-once.md says what to do.
+	ErrCursorTopic = cursor.ErrDisagree
 )
 
 // FieldError says which field of which event was rejected, and wraps the reason.

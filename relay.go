@@ -6,12 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"regexp"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/eventheader"
@@ -42,6 +42,12 @@ type RelayConfig struct {
 	// [WithTraceID]: x-trace-id for example. An event that has a header of this name keeps it.
 	// Empty means none.
 	TraceHeader string
+
+	// ExactlyOnce is the name of a topic of this relay alone, in which it keeps its position: each batch is then a
+	// Kafka transaction with the events and their position, so readers of committed records see each event once.
+	// The relay creates the topic if it may. It needs Kafka 4.0 with transaction.version 2. A partition without a
+	// leader stops it. docs/exactly-once.md says how to turn the mode on and off. Empty means at least once.
+	ExactlyOnce string
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
 	// 10,000. After a crash up to this many are sent again. A batch is smaller if there
@@ -183,11 +189,17 @@ func (c RelayConfig) validate(given RelayConfig) error {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
 	}
 	errs = append(errs, c.further().Check())
+	if !validTopic.MatchString(c.ExactlyOnce) {
+		errs = append(errs, fmt.Errorf("field ExactlyOnce is %.300q: no name of a topic", c.ExactlyOnce))
+	}
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
 	}
 	return errors.Join(errs...)
 }
+
+// validTopic matches the names that a topic can have, and "".
+var validTopic = regexp.MustCompile(`^[a-zA-Z0-9._-]{0,249}$`)
 
 // checkLease checks that a lease outlasts a send. The error is about a field that was given: the caller who has set
 // Lease alone does not know DeliveryTimeout.
@@ -218,7 +230,7 @@ func (c RelayConfig) rules() relay.Rules {
 		BatchSize: c.BatchSize, PollInterval: c.PollInterval, SendTimeout: c.sendTimeout(), Lease: c.Lease,
 		RetryInterval: c.RetryInterval, MaxRetries: c.Retry.MaxRetries, RetryWait: c.Retry.RetryWait, MaxRetryWait: c.Retry.MaxRetryWait,
 		PassFailedKeys: c.PassFailedKeys, HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter, KeepSent: c.KeepSent,
-		Breaker: breaker.Rules(c.Breaker), Retention: c.Retention.rules(),
+		Breaker: c.Breaker.rules(), Retention: c.Retention.rules(), ExactlyOnce: c.ExactlyOnce,
 	}
 }
 
@@ -259,7 +271,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	log := cfg.Logger.With("relay", cfg.Name)
 	waker := newWaker(db, cfg.Schema, log)
 	engine := relay.New(relay.Config{
-		DB: db, Kafka: producer, Rules: cfg.rules(), Hooks: cfg.Hooks.engine(), Alerts: cfg.Alerts.rules(cfg.Logger), Hub: waker.hub, Logger: log,
+		DB: db, Kafka: producer, Transactional: relay.TransactionOpts(opts, cfg.DeliveryTimeout), Rules: cfg.rules(), Hooks: cfg.Hooks.engine(), Alerts: cfg.Alerts.rules(cfg.Logger), Hub: waker.hub, Logger: log,
 	})
 	return &Relay{engine: engine, name: cfg.Name, waker: waker}, nil
 }
@@ -272,12 +284,20 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 // in flight has failed, at most about one and a half DeliveryTimeout; the next Run sends it again.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. The errors that
-// Run returns need an operator: [ErrNotMigrated] and [ErrSequenceBehind], and
+// Run returns need an operator: [ErrNotMigrated], [ErrSequenceBehind], [ErrOtherMode] and [ErrCursorTopic], and
 // [ErrHangs] after ctx is cancelled.
 //
 // Run panics if one of its goroutines does, after it has released the lease. The
 // value is an error whose text has the stack of that goroutine.
 func (r *Relay) Run(ctx context.Context) error { return runError("relay", r.engine.Run(ctx)) }
+
+// EndExactlyOnce turns off the mode of RelayConfig.ExactlyOnce, while no process leads. The relay can then run
+// without it, or with another topic. If readKafka is set, the newest record of the topic says how far the relay has
+// come, and nothing is lost or sent again. Without it, which is for a topic that is lost, what was sent since the
+// position in PostgreSQL is sent again.
+func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) error {
+	return runError("relay", r.engine.EndExactlyOnce(ctx, readKafka))
+}
 
 // Waker returns the waker of this process, for transactions that record events. It works while Run does.
 func (r *Relay) Waker() *Waker { return r.waker }

@@ -25,6 +25,7 @@ type workerSpec struct {
 	Brokers  []string // as they advertise themselves
 	KafkaVia string   // where connections to any of them really go
 	Traced   bool     // it is one of TestTraces
+	Cursors  string   // the cursor topic, if the relay sends exactly once
 }
 
 // batch is the most that a relay of the suite sends before it moves its cursor.
@@ -44,7 +45,7 @@ func runWorker(value string) error {
 
 func (s *workerSpec) run(ctx context.Context, db *pgxpool.Pool) error {
 	cfg := outbox.RelayConfig{
-		PollInterval: 20 * time.Millisecond, BatchSize: batch,
+		PollInterval: 20 * time.Millisecond, BatchSize: batch, ExactlyOnce: s.Cursors,
 		DeliveryTimeout: time.Second, Lease: lease,
 		// Failed events become dead within the time of a test, and their keys are released.
 		RetryInterval: time.Second / 2, Retry: outbox.RetryPolicy{MaxRetries: 5}, Breaker: outbox.BreakerConfig{OpenFor: 2 * time.Second},
@@ -97,6 +98,9 @@ func (s *suite) startWorker(t *testing.T) {
 	address := *s.address
 	address.Host = own.toPostgres.Addr()
 	spec := workerSpec{Postgres: address.String() + "&application_name=" + name, Brokers: s.brokers, KafkaVia: own.toKafka.Addr(), Traced: s.traced}
+	if *faultExactly {
+		spec.Cursors = s.topic + "-cursors"
+	}
 	if s.started%2 == 0 && s.bouncer == nil { // as the role of a careful operator has it; PgBouncer refuses such a setting
 		spec.Postgres += "&statement_timeout=" + statementTimeout
 	}

@@ -155,7 +155,12 @@ CREATE TABLE outbox_cursor (
     sent_from         bigint,
     sent_to           bigint,
     sent              bytea,
-    CONSTRAINT outbox_cursor_lengths CHECK (char_length(relay) <= 262)
+    cursor_topic      text         DEFAULT nullif(current_setting('outbox.cursor_topic', true), ''),
+    token             text         DEFAULT nullif(current_setting('outbox.token', true), ''),
+    batch             bigint       DEFAULT nullif(current_setting('outbox.confirmed_batch', true), '')::bigint,
+    confirmed         bigint       DEFAULT nullif(current_setting('outbox.confirmed_row', true), '')::bigint,
+    CONSTRAINT outbox_cursor_lengths CHECK (
+        char_length(relay) <= 262 AND char_length(cursor_topic) <= 249 AND char_length(token) <= 32)
 );
 
 CREATE INDEX outbox_cursor_relay_idx ON outbox_cursor (relay, id);
@@ -188,6 +193,15 @@ COMMENT ON COLUMN outbox_cursor.sent_from IS
 COMMENT ON COLUMN outbox_cursor.sent_to IS 'Highest outbox.id of these events.';
 COMMENT ON COLUMN outbox_cursor.sent IS
     'Topic, partition and offset of each of these events, in a form that outbox events show reads.';
+COMMENT ON COLUMN outbox_cursor.cursor_topic IS
+    'Exactly once: the topic whose newest record of the relay is its position. NULL: this row is the position. The '
+    'relay sets this column and the next ones as settings, outbox.cursor_topic for example.';
+COMMENT ON COLUMN outbox_cursor.token IS
+    'Exactly once: random. Records in the topic name id and token, because a failover may give an id out again.';
+COMMENT ON COLUMN outbox_cursor.batch IS
+    'Exactly once: the newest transaction that Kafka had confirmed. NULL: none since the relay began to use the topic.';
+COMMENT ON COLUMN outbox_cursor.confirmed IS
+    'Exactly once: id of the newest row up to whose position Kafka had confirmed everything. NULL: of this row.';
 
 CREATE TABLE outbox_lease (
     name         text         PRIMARY KEY,

@@ -35,6 +35,7 @@ CREATE TABLE outbox_failed (
     sent_partition int,
     sent_offset    bigint,
     sent_at        timestamptz,
+    batch          bigint       DEFAULT nullif(current_setting('outbox.batch', true), '')::bigint,
     CONSTRAINT outbox_failed_lengths CHECK (
         char_length(relay) <= 100 AND char_length(event_type) <= 100 AND char_length(source) <= 100
         AND char_length(aggregate_type) <= 100 AND char_length(aggregate_id) <= 255
@@ -67,6 +68,8 @@ CREATE INDEX idx_outbox_failed_dead_class ON outbox_failed (relay, error_class, 
 -- Alerts, metrics and operators count failed events, which may be a million rows. They find the kinds that there are,
 -- and stop counting each at 10,000, so everything that they read is in the index.
 CREATE INDEX idx_outbox_failed_kinds ON outbox_failed (relay, status, event_type, error_class, failed_at);
+-- A relay that sends exactly once removes the rows of transactions that were aborted.
+CREATE INDEX idx_outbox_failed_batch ON outbox_failed (relay, batch) WHERE batch IS NOT NULL;
 CREATE INDEX idx_outbox_failed_held ON outbox_failed (relay, parking_key, status)
  WHERE held AND status IN ('waiting', 'failed', 'parked', 'dead');
 
@@ -108,6 +111,8 @@ COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; sent, if th
 COMMENT ON COLUMN outbox_failed.size IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.place IS
     'What it waits for: a topic, or a partition as topic/number. Empty: nothing in particular.';
+COMMENT ON COLUMN outbox_failed.batch IS
+    'Exactly once: the Kafka transaction whose cursor record passes the event. If it is aborted, the row is removed.';
 COMMENT ON COLUMN outbox_failed.sent_partition IS
     'Partition to which a retry has sent it; NULL if none has. Rows stay then only if the relay keeps them.';
 COMMENT ON COLUMN outbox_failed.sent_offset IS 'Its offset there; NULL if Kafka has not told it.';
@@ -129,7 +134,10 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
         coalesce(o.partition_key, o.aggregate_id), 'pending', NULL::text, o.created_at, o.created_at
       FROM unnest(@schema@.outbox_relays()) AS names (relay)
      CROSS JOIN LATERAL (SELECT c.relay, c.snapshot, c.window_snapshot, c.last_processed_id FROM @schema@.outbox_cursor AS c
-                          WHERE c.relay >= names.relay AND c.relay <= names.relay ORDER BY c.relay DESC, c.id DESC LIMIT 1) AS s
+                          WHERE c.relay >= names.relay AND c.relay <= names.relay
+                            AND c.id <= (SELECT coalesce(n.confirmed, n.id) FROM @schema@.outbox_cursor AS n
+                                          WHERE n.relay >= names.relay AND n.relay <= names.relay ORDER BY n.relay DESC, n.id DESC LIMIT 1)
+                          ORDER BY c.relay DESC, c.id DESC LIMIT 1) AS s
      CROSS JOIN LATERAL (SELECT e.* FROM @schema@.outbox AS e
                           WHERE e.xid >= pg_snapshot_xmin(s.snapshot) ORDER BY e.xid, e.id OFFSET 0) AS o
      WHERE NOT starts_with(s.relay, 'worker:') AND NOT pg_visible_in_snapshot(o.xid, s.snapshot)

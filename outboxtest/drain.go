@@ -146,14 +146,15 @@ func (p pending) String() string {
 }
 
 // sqlPending reads what was visible in a snapshot and has not been sent: not
-// attempted, as the newest row of outbox_cursor has it, or in outbox_failed. A row
+// attempted, as the newest row of outbox_cursor that is confirmed has it, or in outbox_failed. A row
 // of another cluster says nothing until the relay has rebased it. What failed
 // and is no longer in outbox has been there before.
 const sqlPending = `
 WITH at AS MATERIALIZED (
     SELECT c.* FROM pg_control_system() AS s,
-           (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
-     WHERE c.system_identifier = s.system_identifier
+           (SELECT coalesce(confirmed, id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS newest,
+           {schema}.outbox_cursor AS c
+     WHERE c.id = newest.id AND c.system_identifier = s.system_identifier
 ), pending AS (
     SELECT o.id, o.event_type, o.aggregate_id, '' AS status, 0 AS retries, '' AS problem
       FROM {schema}.outbox AS o

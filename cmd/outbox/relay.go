@@ -47,6 +47,7 @@ type relayProcess struct {
 	relay                string
 	structured, holdDead bool
 	headers              string // IDHeader and TraceHeader
+	exactly, end         string // cursor topic; where to read how far the relay has come, to end the mode
 	batch, maxRetries    int
 	poll, lease, stale   time.Duration
 	published, handled   span
@@ -57,6 +58,12 @@ type relayProcess struct {
 
 // The default address: its port is usual for metrics in the text format of Prometheus.
 const defaultListen = ":9464"
+
+// The values of --end-mode.
+const (
+	endKafka    = "kafka"
+	endPostgres = "postgres"
+)
 
 // The values of --log, and the value of --listen for no listener.
 const (
@@ -74,6 +81,8 @@ func (r *relayProcess) define(fs *flag.FlagSet) {
 	fs.BoolVar(&r.holdDead, "hold-dead", false, "dead events hold their keys until an operator decides")
 	fs.BoolVar(&r.structured, "structured", false, "CloudEvents in structured mode, not binary")
 	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` further headers for event id and trace id")
+	fs.StringVar(&r.exactly, "exactly-once", "", "`TOPIC` of its own: send each event exactly once")
+	fs.StringVar(&r.end, "end-mode", "", "`LIST` kafka,postgres end that mode there, and exit")
 	fs.Var(&r.published, "published-for", "`TIME` that published rows of outbox are kept (7d)")
 	fs.Var(&r.handled, "handled-for", "`TIME` that rows of event_handled are kept (31d)")
 	fs.DurationVar(&r.stale, "stale-after", 0, "`TIME` after which waiting events are alerted to (5m)")
@@ -110,6 +119,14 @@ func (r *relayProcess) check() error {
 	if err := oneOf(r.called("log"), r.log, []string{logText, logJSON}); err != nil {
 		return err
 	}
+	if r.end != "" {
+		if err := oneOf(r.called("end-mode"), r.end, []string{endKafka, endPostgres}); err != nil {
+			return err
+		}
+		if r.exactly == "" {
+			return usagef("%s: which topic? --exactly-once TOPIC", r.called("end-mode"))
+		}
+	}
 	for name, d := range map[string]time.Duration{"poll": r.poll, "lease": r.lease, "stale-after": r.stale} {
 		if d < 0 {
 			return usagef("%s %v: must not be negative", r.called(name), d)
@@ -139,8 +156,9 @@ const (
 func (r *relayProcess) config(e *env, log *slog.Logger) (outbox.RelayConfig, error) {
 	cfg := outbox.RelayConfig{
 		Schema: e.schema, Name: r.relay, BatchSize: r.batch, PollInterval: r.poll, Lease: r.lease, Retry: outbox.RetryPolicy{MaxRetries: r.maxRetries}, HoldDead: r.holdDead,
-		Retention: outbox.RetentionConfig{PublishedFor: time.Duration(r.published), HandledFor: time.Duration(r.handled)},
-		Alerts:    outbox.AlertConfig{StaleAfter: r.stale}, Logger: log,
+		ExactlyOnce: r.exactly,
+		Retention:   outbox.RetentionConfig{PublishedFor: time.Duration(r.published), HandledFor: time.Duration(r.handled)},
+		Alerts:      outbox.AlertConfig{StaleAfter: r.stale}, Logger: log,
 	}
 	if r.lease > 0 {
 		cfg.DeliveryTimeout = min(defaultDelivery, r.lease/3)

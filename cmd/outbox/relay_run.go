@@ -74,6 +74,9 @@ func (r *relayProcess) relayEvents(ctx context.Context, e *env, db *pgxpool.Pool
 	if err != nil {
 		return err
 	}
+	if r.end != "" {
+		return relay.EndExactlyOnce(ctx, r.end == endKafka)
+	}
 	if err := metrics.watch(relay, db, cfg); err != nil {
 		return err
 	}

@@ -43,7 +43,7 @@ func newFailureShow(db *pgxpool.Pool, brokers []string, c *cable, events *outbox
 	quiet := slog.New(slog.DiscardHandler) // what they would log is printed here
 	relay, err := outbox.NewRelay(db, c.opts(brokers), outbox.RelayConfig{
 		Schema: s.runID, DeliveryTimeout: time.Second, Lease: 5 * time.Second,
-		Breaker: outbox.BreakerConfig{Window: 1, Trials: 1, OpenFor: time.Second}, Logger: quiet,
+		Breaker: outbox.BreakerConfig{Window: 1, OpenFor: time.Second}, Logger: quiet,
 	})
 	if err != nil {
 		return nil, err

@@ -233,7 +233,7 @@ func (a *agreement) failAll() {
 	a.monitor(a.early)
 	a.relay("gone", a.kafka, outbox.RelayConfig{})()
 	a.relay("cut", []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, outbox.RelayConfig{Alerts: a.alerts(a.cut),
-		Breaker: outbox.BreakerConfig{Window: 1, Trials: 1, OpenFor: far}})
+		Breaker: outbox.BreakerConfig{Window: 1, OpenFor: far}})
 	a.relay("main", a.kafka, outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetries: 1, RetryWait: 10 * time.Millisecond, MaxRetryWait: 10 * time.Millisecond}, RetryInterval: 50 * time.Millisecond,
 		Alerts: outbox.AlertConfig{Alerter: &alertLog{}}})
 

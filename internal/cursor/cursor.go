@@ -100,6 +100,7 @@ type Position struct {
 	Sent tables.SentRow
 
 	Server time.Time // start of the server that returned the row; another server may be a copy
+	Topic  string    // of the cursor, if the relay sends exactly once
 }
 
 // Store reads and moves the position of one relay.
@@ -118,6 +119,9 @@ type Store struct {
 
 	SQLLoad, SQLSeed, SQLOpen, SQLMove, SQLMoveFailed, SQLPage, SQLFetch, SQLFetchBare string
 	SQLSequence, sqlCursorSequence, SQLRebase, SQLRebaseProof, sqlCount                string
+	sqlMode, sqlAgree, sqlContinue                                                     string
+
+	exactly *exactly // nil unless the mode is on
 }
 
 // maxEventBytes is the most bytes that an event of outbox has: the constraint outbox_size.
@@ -147,6 +151,9 @@ func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 		SQLRebase:         pg.InSchema(sqlRebase, schema),
 		SQLRebaseProof:    pg.InSchema(SQLRebaseProof, schema),
 		sqlCount:          pg.InSchema(sqlCount, schema),
+		sqlMode:           pg.InSchema(sqlMode, schema),
+		sqlAgree:          pg.InSchema(sqlAgree, schema),
+		sqlContinue:       pg.InSchema(sqlContinue, schema),
 	}
 }
 
@@ -157,7 +164,7 @@ const sqlLoad = `
 SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.highest_id,
        c.system_identifier, c.epoch, s.system_identifier, pg_postmaster_start_time(),
        pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot())
-       AND ` + tables.Unreached + ` IS NULL
+       AND ` + tables.Unreached + ` IS NULL, coalesce(c.cursor_topic, '')
   FROM pg_control_system() AS s
   LEFT JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                       WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c ON true`
@@ -191,7 +198,7 @@ func (c *Store) Load(ctx context.Context, l *lease.Lease) (Position, error) {
 		p, err = c.seed(ctx, l)
 	}
 	if err == nil || errors.Is(err, ErrOtherCluster) {
-		err = cmp.Or(c.CheckSequence(ctx), err)
+		err = cmp.Or(c.CheckSequence(ctx), c.checkMode(p), err)
 	}
 	return p, err
 }
@@ -215,7 +222,7 @@ func (c *Store) Newest(ctx context.Context, db pg.BatchSender) (p Position, err 
 	var base pgtype.Text
 	var here int64
 	var known pgtype.Bool
-	err = pg.QueryRow(ctx, db, c.SQLLoad, c.Relay).Scan(&id, &base, &p.Window, &last, &highest, &written, &epoch, &here, &p.Server, &known)
+	err = pg.QueryRow(ctx, db, c.SQLLoad, c.Relay).Scan(&id, &base, &p.Window, &last, &highest, &written, &epoch, &here, &p.Server, &known, &p.Topic)
 	if err != nil {
 		return p, fmt.Errorf("load cursor: %w", err)
 	}
@@ -314,7 +321,7 @@ func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int)
 	var found int
 	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, next.Base, tables.SnapshotMax(next.Base), limit + 1, drained,
 		p.Last, p.Highest, p.SystemID, p.Server, maxOpenBytes, p.Epoch}
-	err = c.query(ctx, func(rows pgx.Rows) (err error) {
+	err = c.write(ctx, c.db, func(rows pgx.Rows) (err error) {
 		events, err = readEvents(nil, rows, &newest, &moved, &own, &now, &found)
 		return err
 	}, c.SQLOpen, append(args, sentArgs(p.Sent)...)...)
@@ -427,15 +434,23 @@ func sentArgs(r tables.SentRow) []any {
 // Move records that the events of the open window up to p.Last have been attempted, where they are, and which failed,
 // in one statement. It returns the id of the new row, or ErrStale if the cursor has changed or the lease is lost.
 func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures []Failure) (int64, error) {
+	return c.moveIn(ctx, c.db, l, p, failures)
+}
+
+func (c *Store) moveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, p Position, failures []Failure) (int64, error) {
 	sql := c.SQLMove
-	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, p.Base, p.Window, p.Last, p.Highest, p.SystemID, p.Server, p.Epoch}
+	var window *string // NULL: none is open
+	if p.Window != "" {
+		window = &p.Window
+	}
+	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, p.Base, window, p.Last, p.Highest, p.SystemID, p.Server, p.Epoch}
 	args = append(args, sentArgs(p.Sent)...)
 	if len(failures) > 0 {
 		sql = c.SQLMoveFailed
 		args = append(args, failureArgs(failures)...)
 	}
 	var id int64
-	err := c.query(ctx, func(rows pgx.Rows) (err error) {
+	err := c.write(ctx, db, func(rows pgx.Rows) (err error) {
 		id, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
 		return err
 	}, sql, args...)

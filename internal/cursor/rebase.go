@@ -61,16 +61,17 @@ const sqlRebase = tables.NewestCursors + `, unsent AS MATERIALIZED (
      WHERE o.id = was.id AND (l.label IS NOT NULL OR was.xid >= pg_snapshot_xmin(pg_current_snapshot())
                               OR was.xid >= '3'::xid8 AND was.xid <= (SELECT 2 + count(*) FROM labels)::text::xid8)
 ), moved AS (
-    INSERT INTO {schema}.outbox_cursor (relay, snapshot, last_processed_id, highest_id, system_identifier, epoch)
+    INSERT INTO {schema}.outbox_cursor (relay, snapshot, last_processed_id, highest_id, system_identifier, epoch, cursor_topic, token, batch)
     SELECT s.relay, pg_catalog.format('%s:%s:%s', coalesce(min(open.xid), pg_snapshot_xmin(pg_current_snapshot())::text::bigint),
                            pg_snapshot_xmax(pg_current_snapshot()),
                            string_agg(open.xid::text, ',' ORDER BY open.xid))::pg_snapshot,
-           s.last_processed_id, s.highest_id, c.system_identifier, CASE s.relay WHEN $1 THEN $2 ELSE s.epoch END
+           s.last_processed_id, s.highest_id, c.system_identifier, CASE s.relay WHEN $1 THEN $2 ELSE s.epoch END,
+           s.cursor_topic, s.token, s.batch
       FROM pg_control_system() AS c, positions AS s
       LEFT JOIN LATERAL (SELECT label AS xid FROM labels WHERE s.relay = ANY(relays)
                           UNION ALL
                          SELECT x::text::bigint FROM pg_snapshot_xip(pg_current_snapshot()) AS x) AS open ON true
-     GROUP BY s.relay, s.last_processed_id, s.highest_id, s.epoch, c.system_identifier
+     GROUP BY s.relay, s.last_processed_id, s.highest_id, s.epoch, c.system_identifier, s.cursor_topic, s.token, s.batch
 )
 SELECT count(*) FILTER (WHERE $1 = ANY(relays)) FROM unsent`
 

@@ -12,6 +12,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // FailedRow is a row of outbox_failed on its way to Kafka.
@@ -321,7 +323,11 @@ type Saved struct {
 // SaveResults saves the results of retries, except for those of locked rows. The caller holds the lock of the parking:
 // otherwise an event could be parked behind a head that is just being removed, and its key would have no head until
 // reconcile finds it. The caller promotes the next row of keys without a head.
-func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []RetryResult, keep bool) (saved Saved, err error) {
+func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []RetryResult, keep bool) (Saved, error) {
+	return f.saveIn(ctx, f.db, l, results, keep)
+}
+
+func (f *Failed) saveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, results []RetryResult, keep bool) (saved Saved, err error) {
 	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
@@ -338,7 +344,7 @@ func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []Retr
 		classes[i], errs[i] = causeOf(v.Class, v.Err)
 	}
 	var proven int
-	err = f.change(ctx, func(rows pgx.Rows) error {
+	err = pg.Query(ctx, db, changeSettings, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&proven, &saved.Headless, &saved.Rows, &saved.Locked}, func() error { return nil })
 		return err
 	}, f.SQLSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places,

@@ -150,17 +150,24 @@ const metadataMinAge = time.Second
 
 // ProducerOpts returns the options of the host, and those that the promises need.
 func ProducerOpts(host []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
-	opts := append([]kgo.Opt{
-		kgo.DialTimeout(RequestTimeout), kgo.RequestTimeoutOverhead(RequestTimeout), kgo.MetadataMinAge(metadataMinAge),
-	}, host...)
-	return append(opts,
-		kgo.RequiredAcks(kgo.AllISRAcks()),
+	return append(sendOpts(host),
 		// With idempotence alone, a record whose request was sent and never
 		// answered would neither fail nor time out.
 		kgo.RecordDeliveryTimeout(deliveryTimeout),
 		kgo.AllowIdempotentProduceCancellation(),
-		kgo.ProducerLinger(0),
 	)
+}
+
+// TransactionOpts returns the options of the host, and those of a producer whose transactions Kafka ends after a time.
+func TransactionOpts(host []kgo.Opt, timeout time.Duration) []kgo.Opt {
+	return append(sendOpts(host), kgo.TransactionTimeout(timeout))
+}
+
+func sendOpts(host []kgo.Opt) []kgo.Opt {
+	opts := append([]kgo.Opt{
+		kgo.DialTimeout(RequestTimeout), kgo.RequestTimeoutOverhead(RequestTimeout), kgo.MetadataMinAge(metadataMinAge),
+	}, host...)
+	return append(opts, kgo.RequiredAcks(kgo.AllISRAcks()), kgo.ProducerLinger(0))
 }
 
 // FlushOpts returns options for a client that sends nothing before it is flushed, and whose log does not

@@ -34,7 +34,7 @@ type Reader struct {
 // opts are extra options that the brokers need, such as credentials.
 func Follow(brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
 	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
-		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond))...) // the topic may not be there yet
+		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond), kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.KeepControlRecords())...) // the topic may not be there yet
 	if err != nil {
 		return nil, fmt.Errorf("oracle: follow %s: %w", topic, err)
 	}
@@ -87,13 +87,16 @@ func (r *Reader) poll(ctx context.Context) {
 
 // take is called under mu.
 func (r *Reader) take(record *kgo.Record) {
+	r.ends[record.Partition] = record.Offset + 1
+	if record.Attrs.IsControl() { // the end of a transaction
+		return
+	}
 	e, err := r.decode(record)
 	if err != nil && r.err == nil {
 		r.err = fmt.Errorf("oracle: record %s/%d/%d: %w", record.Topic, record.Partition, record.Offset, err)
 	}
 	r.arrived, r.places = append(r.arrived, e), append(r.places, Place{record.Topic, record.Partition, record.Offset})
 	r.seen[e.ID] = struct{}{}
-	r.ends[record.Partition] = record.Offset + 1
 }
 
 // Arrived returns what has arrived so far, repeats included, and the first

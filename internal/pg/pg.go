@@ -44,9 +44,14 @@ type BatchSender interface {
 // Query runs a statement under settings, if there are any, and passes its rows to read. On a pool it runs under READ
 // COMMITTED, whatever the role is configured to.
 func Query(ctx context.Context, db BatchSender, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
+	return QueryWith(ctx, db, settings, nil, read, sql, args...)
+}
+
+// QueryWith is Query with the parameters of the settings.
+func QueryWith(ctx context.Context, db BatchSender, settings string, values []any, read func(pgx.Rows) error, sql string, args ...any) error {
 	var batch pgx.Batch
 	if settings != "" {
-		batch.Queue(settings)
+		batch.Queue(settings, values...)
 	}
 	batch.Queue(sql, args...).Query(read)
 	return send(ctx, db, false, &batch)

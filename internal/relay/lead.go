@@ -6,6 +6,7 @@ import (
 	"log/slog"
 
 	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/exactly"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -108,10 +109,17 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	defer producer.Close()
 	eventDied := func() { wait.Signal(r.checkNow) }
 	shared.EventDied = eventDied
+	deliverer := r.newDeliverer(producer, shared, r.kafkaOutage, r.health.Progressed, r.contact.Heard, r.contact.StopSending)
+	cursors := cursorStore(r.cursors)
+	if r.rules.ExactlyOnce != "" {
+		shared.Exactly = r.newExactly(leads, producer.cfg, deliverer.Parts)
+		defer shared.Exactly.Close()
+		cursors = exactlyCursors{r.cursors, shared.Exactly}
+	}
 	session := NewSession(SessionParts{
-		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Bad: bad, Unanswered: unanswered,
-		Deliverer: r.newDeliverer(producer, shared, r.kafkaOutage, r.health.Progressed, r.contact.Heard, r.contact.StopSending),
-		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
+		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: cursors, Leases: r.leases, Failed: r.failed, Bad: bad, Unanswered: unanswered,
+		Deliverer: deliverer, Exactly: shared.Exactly,
+		Parked: parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
 		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied, Waits: shared.Waits,
 	})
 	defer r.cursors.Probes.Join()()
@@ -125,6 +133,14 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	producer.Close()
 	NewRetrier(shared).Finish()
 	return err
+}
+
+// newExactly makes what sends exactly once.
+func (r *Relay) newExactly(leads lease.Leadership, producer ProducerConfig, delivery DeliveryParts) *Exactly {
+	return NewExactly(ExactlyParts{
+		Leadership: leads, Rules: r.rules, Config: exactly.Config{Opts: r.transactional}, Cursors: r.cursors, Failed: r.failed,
+		Producer: producer, Delivery: delivery, Health: r.health, Log: r.log, KafkaOutage: r.kafkaOutage,
+	})
 }
 
 // retry runs a retrier with a producer of its own.

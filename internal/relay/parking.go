@@ -70,6 +70,14 @@ func (p *Parking) MustWait(key string) bool {
 	return is
 }
 
+// waits reports whether a key has rows or pending events.
+func (p *Parking) waits(key string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	k, is := p.Keys[p.Hash(key)]
+	return is && (k.Rows > 0 || k.pending > 0)
+}
+
 // reset forgets all keys; no event is pending.
 func (p *Parking) reset() {
 	p.mu.Lock()

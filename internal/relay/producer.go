@@ -67,11 +67,17 @@ func (p *Producer) connect() error {
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
-	p.client, p.inFlight = client, inFlight
+	p.inFlight = inFlight
+	p.use(client)
+	return nil
+}
+
+// use sends with a client.
+func (p *Producer) use(client *kgo.Client) {
+	p.client = client
 	p.limits.ReadClient(client)
 	p.topics = kafka.TopicsOf(client)
 	p.buffer = kafka.BufferOf(client)
-	return nil
 }
 
 // Close closes the client, and the clients whose answers are waited for elsewhere, after the grace time of a stop. They

@@ -36,8 +36,10 @@ var (
 type Config struct {
 	DB    *pgxpool.Pool
 	Kafka []kgo.Opt // as the host gave them
-	Rules Rules
-	Hooks Hooks
+	// Transactional are the options of clients with transactions. They are needed if Rules.ExactlyOnce is set.
+	Transactional []kgo.Opt
+	Rules         Rules
+	Hooks         Hooks
 	// Alerts configures the alerts. The relay fills in its name and its own state.
 	Alerts watch.Config
 	Hub    *wakeup.Hub
@@ -46,19 +48,20 @@ type Config struct {
 
 // Relay stands by for the lease, and sends the events of an outbox while it has the lease.
 type Relay struct {
-	rules     Rules
-	hooks     Hooks
-	kafka     []kgo.Opt
-	leases    *lease.Store
-	cursors   *cursor.Store
-	failed    *cursor.Failed
-	retention *retention.Store
-	monitor   *watch.Monitor
-	hub       *wakeup.Hub
-	log       *slog.Logger
-	breaker   *breaker.Breaker
-	health    *healthState
-	contact   *kafka.Contact
+	rules         Rules
+	hooks         Hooks
+	kafka         []kgo.Opt
+	transactional []kgo.Opt
+	leases        *lease.Store
+	cursors       *cursor.Store
+	failed        *cursor.Failed
+	retention     *retention.Store
+	monitor       *watch.Monitor
+	hub           *wakeup.Hub
+	log           *slog.Logger
+	breaker       *breaker.Breaker
+	health        *healthState
+	contact       *kafka.Contact
 
 	// An outage may last longer than a lease, so these logs are the relay's and not the session's.
 	postgresOutage *outage.Log
@@ -102,18 +105,27 @@ func ProducerOpts(opts []kgo.Opt, deliveryTimeout time.Duration) ([]kgo.Opt, err
 	return all(opts), nil
 }
 
+// TransactionOpts returns the options of clients with transactions, which Kafka aborts after a time without an end.
+func TransactionOpts(opts []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
+	return append(kafka.TransactionOpts(opts, max(deliveryTimeout, minTransaction)), kafka.FlushOpts(opts)...)
+}
+
+// minTransaction is so long that a transaction lasts through short outages of PostgreSQL.
+const minTransaction = 10 * time.Second
+
 // New returns a relay. It does no I/O.
 func New(c Config) *Relay {
 	rules, log := c.Rules, c.Logger
 	r := &Relay{
-		rules:     rules,
-		kafka:     c.Kafka,
-		leases:    lease.NewStore(c.DB, rules.Schema, rules.Name, rules.Lease),
-		cursors:   cursor.NewStore(c.DB, rules.Schema, rules.Name),
-		failed:    cursor.NewFailed(c.DB, rules.Schema, rules.Name, rules.HoldDead),
-		retention: retention.NewStore(c.DB, rules.Schema, rules.Retention),
-		hub:       c.Hub,
-		log:       log,
+		rules:         rules,
+		kafka:         c.Kafka,
+		transactional: c.Transactional,
+		leases:        lease.NewStore(c.DB, rules.Schema, rules.Name, rules.Lease),
+		cursors:       cursor.NewStore(c.DB, rules.Schema, rules.Name),
+		failed:        cursor.NewFailed(c.DB, rules.Schema, rules.Name, rules.HoldDead),
+		retention:     retention.NewStore(c.DB, rules.Schema, rules.Retention),
+		hub:           c.Hub,
+		log:           log,
 
 		postgresOutage: outage.NewLog(log, "PostgreSQL"),
 		kafkaOutage:    outage.NewLog(log, whatKafka),
@@ -125,6 +137,9 @@ func New(c Config) *Relay {
 		heard:    make(chan struct{}, 1),
 		retryNow: make(chan struct{}, 1),
 		checkNow: make(chan struct{}, 1),
+	}
+	if rules.ExactlyOnce != "" {
+		r.cursors.UseTopic(rules.ExactlyOnce)
 	}
 	r.leases.Blocked = r.logBlocked
 	r.leases.Says = r.says

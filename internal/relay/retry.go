@@ -38,6 +38,7 @@ type RetrierParts struct {
 	ProbeNow   <-chan struct{} // wake requests: an event waits for a bad partition
 	Waits      func()          // sends one to each retrier that probes
 	EventDied  func()          // called after an event has become dead
+	Exactly    *Exactly        // nil unless each event is to be sent exactly once; shared with the session
 }
 
 // retrier sends the events in outbox_failed again. It works alongside the session, with a Kafka client of its own,
@@ -153,6 +154,7 @@ func (r *retrier) retryQueue(ctx context.Context, place string, reached map[stri
 		}
 		defer r.Bad.Release(place)
 	}
+	attempt := r.attempt()
 	events, err := r.find(func(ctx context.Context, skip []string) ([]cursor.FailedRow, error) {
 		found, err := r.Store.Due(ctx, place, place != "", reached[place], skip)
 		if err == nil && len(found) == 0 && reached[place].Valid {
@@ -165,7 +167,7 @@ func (r *retrier) retryQueue(ctx context.Context, place string, reached map[stri
 	}
 	for err == nil && len(events) > 0 && ctx.Err() == nil {
 		var sent []string
-		sent, err = r.retry(ctx, events, r.Deliverer.attempt)
+		sent, err = r.retry(ctx, events, attempt)
 		if err != nil || len(sent) == 0 || r.Rules.PassFailedKeys { // then nothing is parked
 			break
 		}
@@ -317,18 +319,39 @@ func tookTooLong(err error) bool {
 	return pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
 }
 
+// sendRows sends events of outbox_failed.
+type sendRows func(stop, held context.Context, events []cursor.FailedRow) ([]Outcome, error)
+
+// attempt returns what sends the rows that are read from now on.
+func (r *retrier) attempt() sendRows { return r.sendBy(r.Deliverer.attempt) }
+
+func (r *retrier) sendBy(send func(stop, held context.Context, batch []envelope.Event) ([]Outcome, error)) sendRows {
+	if x := r.Exactly; x != nil {
+		generation := x.generation.Load()
+		return func(stop, held context.Context, events []cursor.FailedRow) ([]Outcome, error) {
+			return x.retry(stop, held, generation, events)
+		}
+	}
+	return func(stop, held context.Context, events []cursor.FailedRow) ([]Outcome, error) {
+		return send(stop, held, eventsOf(events))
+	}
+}
+
+func eventsOf(rows []cursor.FailedRow) []envelope.Event {
+	events := make([]envelope.Event, len(rows))
+	for i := range rows {
+		events[i] = rows[i].Event
+	}
+	return events
+}
+
 // retry sends events and saves the results. It returns the keys of which every event was sent, or errNotPermitted if
 // an event was neither tried nor blocked.
-func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
-	send func(stop, held context.Context, batch []envelope.Event) ([]Outcome, error)) (sent []string, err error) {
+func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow, send sendRows) (sent []string, err error) {
 	if len(events) == 1 && events[0].Unreadable != nil {
 		return nil, r.rejectUnreadable(&events[0])
 	}
-	batch := make([]envelope.Event, len(events))
-	for i := range events {
-		batch[i] = events[i].Event
-	}
-	outcomes, err := send(ctx, r.Held, batch)
+	outcomes, err := send(ctx, r.Held, events)
 	if err != nil {
 		return nil, err
 	}

@@ -80,13 +80,14 @@ func (r *retrier) probe(ctx context.Context, names []string) error {
 			r.Deliverer.Parts.OnRecovered()
 		}
 	}()
+	send := r.sendBy(r.Deliverer.probe)
 	waiting, events, err := r.choose(names)
 	if err != nil {
 		return err
 	}
 	defer r.Probed.end(events)
 	r.ForgetEmpty(names, waiting)
-	if sent, err = r.retry(ctx, events, r.Deliverer.probe); errors.Is(err, errNotPermitted) {
+	if sent, err = r.retry(ctx, events, send); errors.Is(err, errNotPermitted) {
 		return nil
 	}
 	return err

@@ -39,6 +39,12 @@ func (r *retrier) Save(results []cursor.RetryResult) error {
 // counted off: if an operator has resolved a row, a recount may have left it out already. After a try of unknown
 // outcome any of the keys may have lost its head.
 func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
+	if x := r.Exactly; x != nil {
+		if !x.lockReady(r.Held) { // the next start removes the rows of the events that were sent
+			return lease.ErrLeaseLost
+		}
+		defer x.mu.Unlock()
+	}
 	r.Parked.mu.Lock()
 	defer r.Parked.mu.Unlock()
 	ctx, cancel := r.WithStatementTimeout()
@@ -47,7 +53,7 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	if trace.On {
 		step = trace.Begin("save", "epoch", r.Lease.Epoch, "results", resultWords(results))
 	}
-	saved, err := r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
+	saved, err := r.saveResults(ctx, results)
 	if trace.On {
 		step.End("ok", err == nil, "no", errors.Is(err, lease.ErrLeaseLost))
 	}
@@ -79,6 +85,13 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	r.Parked.rowsLeft(left)
 	r.Parked.putHeadless(saved.Headless)
 	return nil
+}
+
+func (r *retrier) saveResults(ctx context.Context, results []cursor.RetryResult) (cursor.Saved, error) {
+	if r.Exactly != nil {
+		return r.Exactly.save(ctx, results)
+	}
+	return r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
 }
 
 // keep remembers a result whose row is locked.

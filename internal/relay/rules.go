@@ -26,6 +26,7 @@ type Rules struct {
 	HoldDead       bool
 	RetryDeadAfter map[string]time.Duration
 	KeepSent       bool
+	ExactlyOnce    string // cursor topic; empty for the mode at least once
 	Breaker        breaker.Rules
 	Retention      retention.Rules
 }

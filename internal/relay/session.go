@@ -62,6 +62,8 @@ type SessionParts struct {
 
 	EventDied func() // called after an event has become dead
 	Waits     func() // called after a row was written that waits for a topic or partition
+
+	Exactly *Exactly // nil unless each event is to be sent exactly once
 }
 
 // Session relays events under one lease: it opens a window, sends its events in batches, and moves the cursor. It
@@ -92,7 +94,10 @@ func NewSession(p SessionParts) *Session {
 // the relay in goroutines of their own, and returns after them.
 func (s *Session) Run(ctx context.Context, others ...func(context.Context)) error {
 	defer s.Window.forget()
-	err := s.Load()
+	var err error
+	if s.Exactly == nil { // otherwise it needs Kafka, and the other parts do not wait for that
+		err = s.Load()
+	}
 	if err != nil {
 		return err
 	}
@@ -104,6 +109,9 @@ func (s *Session) Run(ctx context.Context, others ...func(context.Context)) erro
 	defer s.group.Wait()
 	defer func() {
 		stop()
+		if s.Exactly != nil {
+			s.Exactly.End()
+		}
 		if panics {
 			s.Lose(lease.ErrLeaseLost) // so that the others end at once
 		}
@@ -117,7 +125,9 @@ func (s *Session) Run(ctx context.Context, others ...func(context.Context)) erro
 // the cursor again.
 func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 	for err == nil {
-		err = s.follow(ctx)
+		if err = s.startExactly(ctx); err == nil {
+			err = s.follow(ctx)
+		}
 		known := s.pos.CursorID
 		if !errors.Is(err, cursor.ErrStale) {
 			return err
@@ -127,10 +137,10 @@ func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 		// Loading proves nothing, and another process may have moved the cursor: on a
 		// machine that was suspended, the clock has not seen the lease expire.
 		err = s.try(func(ctx context.Context) error { return s.Leases.Renew(ctx, s.Lease) })
-		if err == nil {
-			err = s.Load()
+		if err != nil || s.Exactly != nil {
+			continue
 		}
-		if err == nil {
+		if err = s.Load(); err == nil {
 			err = s.reportJump(known)
 		}
 	}
@@ -163,6 +173,9 @@ func (s *Session) Load() (err error) {
 	}
 	return s.try(func(ctx context.Context) error {
 		s.Parked.reset()
+		if s.Exactly != nil {
+			s.Exactly.keepLocked(s.Parked)
+		}
 		err := s.Parked.Recount(s.parkedKeys())
 		if err != nil {
 			return err
@@ -222,6 +235,9 @@ func (s *Session) follow(ctx context.Context) error {
 		s.Backlog.Store(!s.Window.drained())
 		if len(batch) == 0 {
 			s.Health.CursorMoved()
+			if err := s.awaitConfirmed(); err != nil {
+				return err
+			}
 			s.await(ctx)
 			continue
 		}
@@ -231,6 +247,9 @@ func (s *Session) follow(ctx context.Context) error {
 		if s.Window.drained() {
 			s.await(ctx)
 		}
+	}
+	if err := s.awaitConfirmed(); err != nil {
+		return err
 	}
 	return s.record(nil)
 }
@@ -369,6 +388,9 @@ func (s *Session) take() (batch []envelope.Event, err error) {
 // sends the rest.
 func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
 	s.Window.prefetch(s.pos, s.WithStatementTimeout, s.group.Go)
+	if s.Exactly != nil {
+		return s.sendExactly(ctx, batch)
+	}
 	start := time.Now()
 	outcomes, err := s.Deliverer.Deliver(ctx, s.Held, batch, s.Parked)
 	decided, failures := s.Failures(batch, outcomes)
@@ -510,8 +532,8 @@ func (s *Session) try(f func(context.Context) error) error {
 			return context.Cause(s.Held)
 		case pg.IsUndefined(err):
 			return pg.NotMigrated(s.Rules.Schema, err)
-		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost),
-			errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, cursor.ErrSequenceBehind):
+		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost), errors.Is(err, cursor.ErrMode),
+			errors.Is(err, cursor.ErrDisagree), errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, cursor.ErrSequenceBehind):
 			if s.stale <= maxStale {
 				s.Outage.Report(nil)
 			}

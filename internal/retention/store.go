@@ -153,14 +153,14 @@ func (r *Store) removeOld(ctx context.Context, l *Proof, table, sql string, afte
 const thinAfter = time.Hour
 
 // sqlCleanCursors removes history: all rows but the first of each relay and minute, and
-// the rows that are older than $3. The newest row of a relay stays, whatever its age, and so
-// does a row that says where events of outbox are, as long as one of them is there.
+// the rows that are older than $3. The newest row of a relay stays, whatever its age, and so do the row that it names
+// as confirmed and those behind it, and a row that says where events of outbox are, as long as one of them is there.
 const sqlCleanCursors = `
 WITH scanned AS MATERIALIZED (
     SELECT ctid AS place, id, relay, created_at, sent_from, sent_to, created_at < now() - least($3::interval, $4::interval) AS old
       FROM {schema}.outbox_cursor WHERE id > $1 ORDER BY id LIMIT $2
 ), newest AS MATERIALIZED (
-    SELECT n.relay, (SELECT id FROM {schema}.outbox_cursor
+    SELECT n.relay, (SELECT coalesce(confirmed, id) FROM {schema}.outbox_cursor
                       WHERE relay >= n.relay AND relay <= n.relay ORDER BY relay DESC, id DESC LIMIT 1) AS id
       FROM (SELECT DISTINCT relay FROM scanned) AS n
 ), ripe AS MATERIALIZED (

@@ -15,8 +15,8 @@ var Names = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed",
 	"event_handled", "consumer_start", "consumer_handler", "consumer_gap", "consumer_pause", "consumer_group_role", "event_subscription", "event_member", "event_success", "event_delivery"}
 
 // NewestCursors begins a statement that needs the position of each relay: positions has
-// the newest row of outbox_cursor for each. Under pg.PlannerSettings it uses the index on
-// (relay, id) and nothing else.
+// the newest row of outbox_cursor for each, or the row that it names as confirmed. Under pg.PlannerSettings it uses the
+// index on (relay, id) and nothing else.
 const NewestCursors = `
 WITH RECURSIVE names AS (
    (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
@@ -26,7 +26,10 @@ WITH RECURSIVE names AS (
 ), positions AS MATERIALIZED (
     SELECT c.* FROM names
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
-                          WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
+                          WHERE relay >= names.relay AND relay <= names.relay
+                            AND id <= (SELECT coalesce(confirmed, id) FROM {schema}.outbox_cursor
+                                        WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1)
+                          ORDER BY relay DESC, id DESC LIMIT 1) AS c
 )`
 
 // SQLSequence reads the last id that the sequence has drawn, and the highest id above it

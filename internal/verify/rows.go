@@ -20,11 +20,15 @@ import (
 // pageRows is the number of rows that one statement reads.
 const pageRows = 20_000
 
-// sqlPosition reads the position of a relay.
+// sqlPosition reads the position of a relay: of what Kafka has confirmed, if the relay sends exactly once.
 const sqlPosition = `
 SELECT c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.system_identifier = here.system_identifier
   FROM pg_control_system() AS here
- CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c`
+ CROSS JOIN LATERAL (
+       SELECT * FROM {schema}.outbox_cursor
+        WHERE relay = $1::text
+          AND id <= (SELECT coalesce(confirmed, id) FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1)
+        ORDER BY id DESC LIMIT 1) AS c`
 
 // sqlFailed reads the events that the relay did not send at the first attempt.
 const sqlFailed = `

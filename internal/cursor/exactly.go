@@ -1,0 +1,303 @@
+package cursor
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"strconv"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// A relay that sends exactly once has its position in Kafka: a record names a row of outbox_cursor, by id and
+// token, and says how far the window of that row was sent. So that the two go together, each row is written with
+// synchronous_commit, and the relay continues from a record only if its row is there: otherwise a failover has lost
+// commits, and what was sent cannot be told from what was not. What the rows say besides the position goes into
+// their columns as settings, so that all statements that write positions serve both modes.
+
+var (
+	// ErrMode means that the relay has to be configured for the mode of its position, or for another topic.
+	ErrMode = errors.New("the relay is not configured as its position was written")
+	// ErrDisagree means that the position in Kafka and the rows here do not belong together.
+	ErrDisagree = errors.New("the cursor topic and PostgreSQL do not belong together")
+)
+
+// exactly is what a row says besides the position.
+type exactly struct {
+	topic     string
+	confirmed Confirmed
+	next      int64  // number of the next transaction
+	token     string // of the row that was written last
+}
+
+// Confirmed is what Kafka has confirmed.
+type Confirmed struct {
+	Batch int64 // number of the newest transaction; 0: none since the relay began to use the topic
+	Row   int64 // the newest row up to whose position everything is confirmed; 0: the row that is written
+}
+
+// UseTopic turns the mode on: the rows name a topic. The store then belongs to one goroutine at a time, but for
+// reads of windows.
+func (c *Store) UseTopic(topic string) { c.exactly = &exactly{topic: topic} }
+
+// Confirm sets what the next rows say: what is confirmed, and the number of the next transaction.
+func (c *Store) Confirm(now Confirmed, next int64) { c.exactly.confirmed, c.exactly.next = now, next }
+
+// Token returns the token of the row that was written last.
+func (c *Store) Token() string { return c.exactly.token }
+
+// checkMode returns ErrMode if the position is in a topic that the relay does not use.
+func (c *Store) checkMode(p Position) error {
+	switch {
+	case c.exactly == nil && p.Topic != "":
+		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --end-mode kafka", ErrMode, p.Topic)
+	case c.exactly != nil && p.Topic != "" && p.Topic != c.exactly.topic:
+		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --end-mode kafka", ErrMode, p.Topic, c.exactly.topic)
+	}
+	return nil
+}
+
+// exactlySettings are SQLSettings for rows that have to be as durable as the events.
+const exactlySettings = pg.PlannerSettings + `, set_config('synchronous_commit', 'on', true), set_config('outbox.cursor_topic', $1::text, true),
+       set_config('outbox.token', $2::text, true), set_config('outbox.confirmed_batch', $3::text, true),
+       set_config('outbox.confirmed_row', $4::text, true), set_config('outbox.batch', $5::text, true)`
+
+// write runs a statement that may write a row of outbox_cursor.
+func (c *Store) write(ctx context.Context, db pg.BatchSender, read func(pgx.Rows) error, sql string, args ...any) error {
+	e := c.exactly
+	if e == nil {
+		return pg.Query(ctx, db, SQLSettings, read, sql, args...)
+	}
+	token := rand.Text()
+	err := pg.QueryWith(ctx, db, exactlySettings, []any{e.topic, token, orEmpty(e.confirmed.Batch), orEmpty(e.confirmed.Row), orEmpty(e.next)}, read, sql, args...)
+	if err == nil {
+		e.token = token
+	}
+	return err
+}
+
+func orEmpty(n int64) string {
+	if n == 0 {
+		return ""
+	}
+	return strconv.FormatInt(n, 10)
+}
+
+// sqlIdentity reads what the transactional ids are made of.
+const sqlIdentity = `SELECT system_identifier, pg_catalog.current_database()::text FROM pg_control_system()`
+
+// Identity returns the identifier of the cluster, and the name of the database.
+func (c *Store) Identity(ctx context.Context) (systemID int64, database string, err error) {
+	if err := pg.QueryRow(ctx, c.db, sqlIdentity).Scan(&systemID, &database); err != nil {
+		return 0, "", fmt.Errorf("read the identity of the database: %w", err)
+	}
+	return systemID, database, nil
+}
+
+// sqlMode reads the newest row: its topic, and whether Kafka has confirmed a transaction since the relay uses the
+// topic.
+const sqlMode = `
+SELECT coalesce(cursor_topic, ''), coalesce(batch, 0) FROM {schema}.outbox_cursor
+ WHERE relay = $1::text ORDER BY id DESC LIMIT 1`
+
+// HasBegun reports whether Kafka must have a record of the relay. The error may be ErrMode.
+func (c *Store) HasBegun(ctx context.Context) (bool, error) {
+	var p Position
+	var batch int64
+	err := pg.QueryRow(ctx, c.db, c.sqlMode, c.Relay).Scan(&p.Topic, &batch)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("load cursor: %w", err)
+	}
+	return p.Topic != "" && batch > 0, c.checkMode(p)
+}
+
+// InKafka is the newest record of a relay.
+type InKafka struct {
+	Number int64 // 0: there is none
+	Row    int64
+	Token  string
+	Last   int64
+	Again  []int64
+}
+
+// sqlAgree reads the newest row of a relay, the row that it names as confirmed, and whether a row with an id and a
+// token is there. A row from another cluster has another meaning.
+const sqlAgree = `
+SELECT n.id, coalesce(n.cursor_topic, '') <> '', coalesce(n.batch, 0), coalesce(n.confirmed, n.id), r.id, coalesce(r.system_identifier = n.system_identifier, false)
+  FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS n
+  LEFT JOIN LATERAL (SELECT id, system_identifier FROM {schema}.outbox_cursor WHERE relay = $1::text AND id = $2 AND token = $3::text) AS r ON true`
+
+// agreement says where a relay continues.
+type agreement struct {
+	newest int64
+	from   int64 // row
+	last   pgtype.Int8
+	begins bool
+}
+
+// agree finds the row from which a relay continues.
+func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
+	var on, sameCluster bool
+	var batch, confirmed int64
+	var named pgtype.Int8
+	err = pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, r.Row, r.Token).Scan(&a.newest, &on, &batch, &confirmed, &named, &sameCluster)
+	if err != nil {
+		return a, fmt.Errorf("load cursor: %w", err)
+	}
+	const end = "; what was sent since then is not known here. See the page about exactly once for what to do"
+	switch {
+	case !on || batch == 0 && !(named.Valid && sameCluster):
+		a.from, a.begins = a.newest, true // there was never a record in this time
+	case r.Number < batch:
+		return a, fmt.Errorf("%w: the newest record in %s is that of transaction %d, and Kafka had confirmed transaction %d: the topic was deleted, created again or truncated%s",
+			ErrDisagree, c.exactly.topic, r.Number, batch, end)
+	case named.Valid && sameCluster:
+		a.from, a.last = r.Row, pgtype.Int8{Int64: r.Last, Valid: true}
+	case r.Number == batch:
+		a.from = confirmed
+	case named.Valid:
+		return a, fmt.Errorf("%w: the database was restored from another cluster, which has sent transaction %d, and only %d is known here%s", ErrDisagree, r.Number, batch, end)
+	default:
+		return a, fmt.Errorf("%w: PostgreSQL lacks row %d of outbox_cursor, which the newest record in %s names: a failover or a restore has lost commits%s",
+			ErrDisagree, r.Row, c.exactly.topic, end)
+	}
+	return a, nil
+}
+
+// sqlContinue writes the row from which a relay continues. It removes the rows of outbox_failed of transactions
+// that were aborted, above $7, and those of events that were sent again, $8, unless another transaction has locked
+// them: it returns these. A relay that begins keeps all: their numbers were those of another time.
+const sqlContinue = `
+WITH newest AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1
+), proof AS MATERIALIZED (
+    SELECT l.epoch FROM newest,
+           (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS l
+     WHERE newest.id = $4
+), sent AS MATERIALIZED (
+    SELECT f.id FROM {schema}.outbox_failed AS f
+     WHERE f.id = ANY ($8::bigint[]) AND f.relay = $1::text AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM {schema}.outbox_failed
+     WHERE id = ANY (ARRAY(SELECT id FROM {schema}.outbox_failed WHERE relay = $1::text AND batch > $7 AND status <> 'resolved'
+                            UNION ALL SELECT id FROM sent)) AND NOT $9::bool AND EXISTS (SELECT FROM proof)
+), kept AS (
+    UPDATE {schema}.outbox_failed SET batch = NULL
+     WHERE relay = $1::text AND batch IS NOT NULL AND $9::bool AND EXISTS (SELECT FROM proof)
+), written AS (
+    INSERT INTO {schema}.outbox_cursor (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
+    SELECT $1::text, c.snapshot, c.window_snapshot, coalesce($6::bigint, c.last_processed_id), greatest(c.highest_id, $6::bigint), c.system_identifier, proof.epoch
+      FROM proof, {schema}.outbox_cursor AS c WHERE c.id = $5
+    RETURNING id
+)
+SELECT written.id, coalesce(f.id, 0), coalesce(f.parking_key, '')
+  FROM written
+  LEFT JOIN LATERAL (SELECT id, parking_key FROM {schema}.outbox_failed
+                      WHERE id = ANY ($8::bigint[]) AND relay = $1::text AND status <> 'resolved'
+                        AND id NOT IN (SELECT id FROM sent) AND NOT $9::bool) AS f ON true`
+
+// Continued says where a relay continues.
+type Continued struct {
+	Position Position
+	// Begins is set if Kafka has never had a record since the mode was turned on. Then the position of PostgreSQL
+	// counts.
+	Begins bool
+	// Locked are rows of events that were sent, which could not be removed. They have their ids and keys.
+	Locked []FailedRow
+}
+
+// Continue returns the position from which the relay continues, in a new row: that of the newest record in Kafka,
+// which must have been read after both transactional ids were initialized. Errors that an operator has to end are
+// ErrMode and ErrDisagree. ErrOtherCluster means that the cursors may be rebased.
+func (c *Store) Continue(ctx context.Context, l *lease.Lease, r InKafka) (Continued, error) {
+	_, err := c.Load(ctx, l)
+	if err != nil && !errors.Is(err, ErrOtherCluster) {
+		return Continued{}, err
+	}
+	a, aerr := c.agree(ctx, r)
+	if aerr != nil {
+		return Continued{}, aerr
+	}
+	if err != nil {
+		return Continued{}, err
+	}
+	now := Confirmed{Batch: r.Number}
+	if a.begins {
+		now.Batch = 0
+	}
+	c.Confirm(now, r.Number+1)
+	return c.continueFrom(ctx, l, r, a)
+}
+
+func (c *Store) continueFrom(ctx context.Context, l *lease.Lease, r InKafka, a agreement) (now Continued, err error) {
+	again := r.Again
+	if again == nil {
+		again = []int64{}
+	}
+	var id int64
+	var locked FailedRow
+	err = c.write(ctx, c.db, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&id, &locked.Row, &locked.Key}, func() error {
+			if locked.Row != 0 {
+				now.Locked = append(now.Locked, locked)
+			}
+			return nil
+		})
+		return err
+	}, c.sqlContinue, c.Relay, l.Holder, l.Epoch, a.newest, a.from, a.last, r.Number, again, a.begins)
+	if err != nil {
+		return Continued{}, fmt.Errorf("continue: %w", err)
+	}
+	if id == 0 {
+		return Continued{}, lease.ErrLeaseLost
+	}
+	now.Begins = a.begins
+	if now.Position, err = c.Newest(ctx, c.db); err == nil && now.Position.CursorID != id {
+		err = ErrStale
+	}
+	return now, err
+}
+
+// SaveExactly is [Failed.SaveResults] in a transaction that also writes a row at a position, which it proves first.
+// It returns the id of the row.
+func (c *Store) SaveExactly(ctx context.Context, f *Failed, l *lease.Lease, p Position, results []RetryResult, keep bool) (saved Saved, id int64, err error) {
+	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if id, err = c.moveIn(ctx, tx, l, p, nil); err != nil {
+			return err
+		}
+		saved, err = f.saveIn(ctx, tx, l, results, keep)
+		return err
+	})
+	return saved, id, err
+}
+
+// End turns the mode off at a position that Continue has returned: from now on the newest row is the position.
+func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
+	c.exactly = nil
+	_, err := c.Move(ctx, l, p, nil)
+	return err
+}
+
+// EndUnread is End where the topic is lost: at the position that Kafka had confirmed as far as PostgreSQL knows.
+// What was sent since then is sent again.
+func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
+	var a agreement
+	var on bool
+	var batch int64
+	var named pgtype.Int8
+	err := pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, 0, "").Scan(&a.newest, &on, &batch, &a.from, &named, &on)
+	if err != nil {
+		return fmt.Errorf("load cursor: %w", err)
+	}
+	c.exactly, a.begins = nil, true
+	_, err = c.continueFrom(ctx, l, InKafka{}, a)
+	return err
+}

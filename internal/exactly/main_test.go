@@ -1,0 +1,12 @@
+package exactly
+
+import (
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// TestMain fails if a goroutine is left when all tests have ended.
+func TestMain(m *testing.M) { goleak.VerifyTestMain(testenv.Main(m)) }

@@ -1,0 +1,240 @@
+package itest
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// exactlyFixture is a relay that sends exactly once to a topic that refuses large events.
+type exactlyFixture struct {
+	*relayFixture
+	cfg outbox.RelayConfig
+}
+
+func newExactlyFixture(t *testing.T) *exactlyFixture {
+	t.Helper()
+	testenv.Long(t)
+	testenv.RealBrokers(t)
+	h := newRelayFixture(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 3, "max.message.bytes", "3000")
+	cfg := quick
+	cfg.ExactlyOnce, cfg.BatchSize, cfg.Lease = h.topic+"-cursor", 50, 4*time.Second
+	cfg.DeliveryTimeout = 2 * time.Second
+	cfg.Retry = outbox.RetryPolicy{MaxRetries: 3, RetryWait: 50 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}
+	return &exactlyFixture{h, cfg}
+}
+
+// cuttable are the options of a process that can be killed: its connections to Kafka are cut.
+func (f *exactlyFixture) process(t *testing.T, cfg outbox.RelayConfig) (kill func()) {
+	t.Helper()
+	dialer, ctx := &brokenDialer{}, context.Background()
+	cfg.Schema, cfg.Logger = f.schema, logTo(t, slog.LevelError)
+	relay, err := outbox.NewRelay(f.db, append(testenv.KafkaOpts(f.brokers), kgo.Dialer(dialer.dial)), cfg)
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() { ended <- relay.Run(ctx) }()
+	return sync.OnceFunc(func() {
+		dialer.breakAll()
+		cancel()
+		require.NoError(t, <-ended)
+	})
+}
+
+// A reader of committed records sees each event once, in the order of its key, although processes are killed in the
+// middle of transactions, and Kafka refuses some events, whose retries are under way then, too.
+func TestExactlyOnce(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	rng := rand.New(rand.NewPCG(seed, 1))
+	reader := f.follow(t)
+	var all, rejected []oracle.Event
+	version := map[string]int64{}
+	kill := f.process(t, f.cfg)
+	defer func() { kill() }()
+	for round := range 15 {
+		for range 20 {
+			var events []oracle.Event
+			for range 1 + rng.IntN(10) {
+				key := fmt.Sprintf("key-%d", rng.IntN(20))
+				version[key]++
+				e := oracle.Event{ID: uuid.NewString(), Key: key, Version: version[key]}
+				if rng.IntN(100) == 0 {
+					e.Filler = random(5000)
+					rejected = append(rejected, e)
+				} else {
+					all = append(all, e)
+				}
+				events = append(events, e)
+			}
+			f.commit(t, events...)
+			time.Sleep(time.Duration(rng.IntN(5)) * time.Millisecond)
+		}
+		if round%3 == 2 {
+			kill()
+			kill = f.process(t, f.cfg)
+		}
+	}
+	require.NotEmpty(t, rejected)
+	requireArrival(t, reader, all...)
+	f.requireOnce(t, reader, all)
+}
+
+// requireOnce requires that exactly these events have arrived, once and in the order of their keys.
+func (f *exactlyFixture) requireOnce(t *testing.T, reader *oracle.Reader, want []oracle.Event) {
+	t.Helper()
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	got := map[string][]string{}
+	for _, e := range arrived {
+		got[e.Key] = append(got[e.Key], fmt.Sprintf("%d %s", e.Version, e.ID))
+	}
+	expected := map[string][]string{}
+	for _, e := range want {
+		expected[e.Key] = append(expected[e.Key], fmt.Sprintf("%d %s", e.Version, e.ID))
+	}
+	require.Equal(t, expected, got)
+}
+
+// A relay that is told to stop leaves nothing open, and the next one goes on behind it. Its position is confirmed.
+func TestExactlyOnceRestarts(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	reader := f.follow(t)
+	var all []oracle.Event
+	for i := range 5 {
+		stop := testenv.Run(t, f.relay(t, f.cfg).Run)
+		events := numbered("key", 1+i*100, 100)
+		f.commit(t, events...)
+		all = append(all, events...)
+		requireArrival(t, reader, all...)
+		require.Eventually(t, func() bool { return f.relayStatus(t, "default").Pending == 0 }, testenv.Patience, 5*time.Millisecond)
+		stop()
+		var confirmed bool
+		sql := strings.ReplaceAll(`SELECT confirmed IS NULL AND batch > 0 FROM {schema}.outbox_cursor ORDER BY id DESC LIMIT 1`, "{schema}", `"`+f.schema+`"`)
+		require.NoError(t, f.db.QueryRow(background, sql).Scan(&confirmed))
+		require.True(t, confirmed)
+	}
+	f.requireOnce(t, reader, all)
+}
+
+// runUntil runs a relay until events have arrived, and stops it.
+func (f *exactlyFixture) runUntil(t *testing.T, cfg outbox.RelayConfig, reader *oracle.Reader, events ...oracle.Event) {
+	t.Helper()
+	stop := testenv.Run(t, f.relay(t, cfg).Run)
+	f.commit(t, events...)
+	requireArrival(t, reader, events...)
+	stop()
+}
+
+// A relay changes to the mode and back, and to another topic, with nothing lost and nothing sent again, whether it was
+// stopped or killed before. Without the mode, and with another topic, it does not lead until the mode was ended.
+func TestExactlyOnceOnAndOff(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	reader := f.follow(t)
+	plain, other := f.cfg, f.cfg
+	plain.ExactlyOnce, other.ExactlyOnce = "", f.cfg.ExactlyOnce+"-2"
+	var all []oracle.Event
+	next := func() []oracle.Event {
+		events := numbered("key", 1+len(all), 120)
+		all = append(all, events...)
+		return events
+	}
+	f.runUntil(t, plain, reader, next()...)
+	f.runUntil(t, f.cfg, reader, next()...)
+	for _, rejected := range []outbox.RelayConfig{plain, other} {
+		require.ErrorIs(t, f.relay(t, rejected).Run(background), outbox.ErrOtherMode)
+	}
+	kill := f.process(t, f.cfg)
+	events := next()
+	f.commit(t, events...)
+	requireArrival(t, reader, events[0])
+	kill()
+	require.NoError(t, f.relay(t, f.cfg).EndExactlyOnce(background, true))
+	f.runUntil(t, plain, reader, next()...)
+	f.runUntil(t, other, reader, next()...)
+	require.NoError(t, f.relay(t, other).EndExactlyOnce(background, true))
+	f.runUntil(t, f.cfg, reader, next()...)
+	f.requireOnce(t, reader, all)
+}
+
+// A relay whose cursor topic was deleted, or deleted and created again, does not go on, and says what to do.
+func TestExactlyOnceWithoutItsTopic(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	reader := f.follow(t)
+	f.runUntil(t, f.cfg, reader, numbered("key", 1, 100)...)
+	client, err := kgo.NewClient(kgo.SeedBrokers(f.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	deletion := kmsg.NewPtrDeleteTopicsRequest()
+	deletion.TopicNames, deletion.TimeoutMillis = []string{f.cfg.ExactlyOnce}, 10_000
+	deletion.Topics = []kmsg.DeleteTopicsRequestTopic{{Topic: &f.cfg.ExactlyOnce}}
+	_, err = deletion.RequestWith(background, client)
+	require.NoError(t, err)
+	err = f.relay(t, f.cfg).Run(background)
+	require.ErrorIs(t, err, outbox.ErrCursorTopic)
+	require.ErrorContains(t, err, "does not exist")
+	testenv.CreateTopic(t, f.brokers, f.cfg.ExactlyOnce, 1, "cleanup.policy", "compact")
+	err = f.relay(t, f.cfg).Run(background)
+	require.ErrorIs(t, err, outbox.ErrCursorTopic)
+	require.ErrorContains(t, err, "created again")
+
+	require.ErrorIs(t, f.relay(t, f.cfg).EndExactlyOnce(background, true), outbox.ErrCursorTopic)
+	require.NoError(t, f.relay(t, f.cfg).EndExactlyOnce(background, false))
+	more := numbered("key", 101, 100)
+	f.runUntil(t, f.cfg, reader, more...)
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	require.Len(t, arrived, 200, "everything had been confirmed before")
+}
+
+// A relay waits, and says for what, while its brokers lack what the mode needs.
+func TestExactlyOnceNeedsTransactionVersion(t *testing.T) {
+	t.Parallel()
+	cluster, err := kfake.NewCluster(kfake.NumBrokers(1))
+	require.NoError(t, err)
+	t.Cleanup(cluster.Close)
+	h := newRelayFixture(t)
+	h.brokers = cluster.ListenAddrs()
+	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	downgrade := kmsg.NewPtrUpdateFeaturesRequest()
+	downgrade.FeatureUpdates = []kmsg.UpdateFeaturesRequestFeatureUpdate{{Feature: "transaction.version", MaxVersionLevel: 1, UpgradeType: 2}}
+	answer, err := downgrade.RequestWith(background, client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(answer.ErrorCode))
+	cfg := quick
+	cfg.ExactlyOnce, cfg.Logger = "cursor", slog.New(slog.DiscardHandler)
+	relay := h.relay(t, cfg)
+	testenv.Run(t, relay.Run)
+	require.Eventually(t, func() bool {
+		for _, o := range relay.Health().Outages {
+			if strings.Contains(o.Err, "transaction.version") {
+				return true
+			}
+		}
+		return false
+	}, testenv.Patience, 10*time.Millisecond)
+}

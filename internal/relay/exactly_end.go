@@ -1,0 +1,48 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/lease"
+)
+
+// EndExactlyOnce turns the mode off. It takes the lease, or returns [lease.ErrHeld], and sends nothing. Reading in
+// Kafka how far the relay has come, it loses and repeats nothing. Otherwise it continues from what PostgreSQL knows
+// to be confirmed, and what was sent since then is sent again.
+func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) (err error) {
+	if !r.running.CompareAndSwap(false, true) {
+		return ErrRunning
+	}
+	defer r.running.Store(false)
+	l, err := r.acquire(ctx)
+	if err != nil {
+		return fmt.Errorf("take the lease: %w", err)
+	}
+	defer func() { r.release(ctx, l, err) }()
+	if !readKafka {
+		return r.cursors.EndUnread(ctx, l)
+	}
+	held, lose := context.WithCancelCause(ctx)
+	defer lose(nil)
+	leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: r.rules.Lease}
+	x := r.newExactly(leads, ProducerConfig{}, DeliveryParts{})
+	defer x.Close()
+	id, err := x.identity(ctx)
+	if err != nil {
+		return err
+	}
+	if err := x.tryStart(id, false); err != nil {
+		return err
+	}
+	p, err := x.Load(ctx, l)
+	if errors.Is(err, cursor.ErrOtherCluster) {
+		return fmt.Errorf("%w: run the relay with the mode once more, which moves the cursor here", err)
+	}
+	if err != nil {
+		return err
+	}
+	return r.cursors.End(ctx, l, p)
+}
