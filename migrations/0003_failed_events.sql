@@ -157,6 +157,14 @@ $view$
 
 COMMENT ON VIEW outbox_pending IS
     'What each relay has not sent yet: a row for each relay and event. A relay that has never led has no rows.';
+COMMENT ON COLUMN outbox_pending.relay IS 'The relay that has not sent it.';
+COMMENT ON COLUMN outbox_pending.outbox_id IS 'outbox.id.';
+COMMENT ON COLUMN outbox_pending.event_id IS 'Id of the event.';
+COMMENT ON COLUMN outbox_pending.event_type IS 'Type of the event.';
+COMMENT ON COLUMN outbox_pending.topic IS 'Topic to which it is to go.';
+COMMENT ON COLUMN outbox_pending.key IS 'Key of its record.';
+COMMENT ON COLUMN outbox_pending.error_class IS 'As in outbox_failed; NULL if it was not attempted.';
+COMMENT ON COLUMN outbox_pending.created_at IS 'When its transaction began.';
 COMMENT ON COLUMN outbox_pending.status IS
     'pending: not attempted; else as in outbox_failed: waiting, failed, parked or dead.';
 COMMENT ON COLUMN outbox_pending.since IS
