@@ -12,7 +12,10 @@ import (
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+	"github.com/twmb/franz-go/pkg/sasl/plain"
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -253,4 +256,25 @@ func TestParseRecord(t *testing.T) {
 		_, err := parseRecord([]byte(wrong))
 		require.Error(t, err, wrong)
 	}
+}
+
+// A client without rights on the transactional ids learns which it needs.
+func TestMissingRights(t *testing.T) {
+	t.Parallel()
+	all := func(resource kmsg.ACLResourceType) kfake.ACL {
+		return kfake.ACL{Resource: resource, Name: "*", Pattern: kmsg.ACLResourcePatternTypeLiteral, Operation: kmsg.ACLOperationAll, Allow: true}
+	}
+	topics, cluster := all(kmsg.ACLResourceTypeTopic), all(kmsg.ACLResourceTypeCluster)
+	cluster.Name = "kafka-cluster"
+	k, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.EnableSASL(), kfake.EnableACLs(), kfake.User("PLAIN", "u", "p", topics, cluster))
+	require.NoError(t, err)
+	t.Cleanup(k.Close)
+	opts := []kgo.Opt{kgo.SeedBrokers(k.ListenAddrs()...), kgo.SASL(plain.Auth{User: "u", Pass: "p"}.AsMechanism())}
+	s := NewSender(Config{Opts: kafka.TransactionOpts(opts, 10*time.Second), Topic: "cursor", Relay: "default", ID: "outbox.1", Go: func(do func()) { do() }})
+	ctx, cancel := context.WithTimeout(context.Background(), testenv.Patience)
+	defer cancel()
+	defer s.Close()
+	_, _, err = s.Start(ctx, true)
+	require.ErrorIs(t, err, kerr.TransactionalIDAuthorizationFailed)
+	require.ErrorContains(t, err, "the rights Write and Describe on the transactional ids that begin with outbox.1")
 }

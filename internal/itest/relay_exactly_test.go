@@ -238,3 +238,15 @@ func TestExactlyOnceNeedsTransactionVersion(t *testing.T) {
 		return false
 	}, testenv.Patience, 10*time.Millisecond)
 }
+
+// A relay whose position is in Kafka cannot be cut: its row in PostgreSQL is no position.
+func TestExactlyOnceIsNotCut(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	sql := func(text string) string { return strings.ReplaceAll(text, "{schema}", `"`+h.schema+`"`) }
+	_, err := h.db.Exec(background, sql(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch, cursor_topic)
+		VALUES ('default', 0, '1:1:', 0, 1, 1, 'cursors')`))
+	require.NoError(t, err)
+	_, err = h.db.Exec(background, sql(`SELECT {schema}.outbox_cut_to_postgres('{g}', 'default', '{}', 'kim', 'why')`))
+	require.ErrorContains(t, err, "end that mode first")
+}
