@@ -97,6 +97,9 @@ func (s *suite) compare(t *testing.T, v *result) {
 	o.Compare(expected, ordered)
 	strict.Compare(expected, arrived)
 	t.Logf("%d keys were released; inversions of theirs, which are allowed: %d", len(released), strict.Inversions-o.Inversions)
+	if *faultExactly {
+		s.describeRepeats(t, arrived)
+	}
 	v.Events, v.Lost, v.Phantom, v.Duplicates, v.Inversions = len(committed), o.Lost, o.Phantom, o.Duplicates, o.Inversions
 	s.classify(t, committed, ordered, failed, *v)
 }
@@ -124,6 +127,24 @@ func countsOf(r verify.Report) map[verify.Kind]int64 {
 		counts[kind] = r.Found[kind]
 	}
 	return counts
+}
+
+// describeRepeats logs the events that have arrived again: where in the order of arrivals, and how many rows of outbox
+// each has.
+func (s *suite) describeRepeats(t *testing.T, arrived []oracle.Event) {
+	t.Helper()
+	first := map[string]int{}
+	for i, e := range arrived {
+		at, again := first[e.ID]
+		if !again {
+			first[e.ID] = i
+			continue
+		}
+		var rows string
+		require.NoError(t, s.db.QueryRow(s.ctx, `SELECT coalesce(string_agg(id || ' at ' || created_at, ', '), 'none') FROM outbox WHERE payload->>'id' = $1`, e.ID).Scan(&rows))
+		t.Logf("arrived again: %s, version %d of %s, fleeting %t, as number %d and %d of %d; rows of outbox: %s",
+			e.ID, e.Version, e.Key, oracle.GoesToFleeting(e), at, i, len(arrived), rows)
+	}
 }
 
 // requireOneLeader is requireOneHolder where a relay may lose the lease and take

@@ -80,12 +80,20 @@ func (s *Sender) Start(ctx context.Context, create bool) (newest Record, found b
 	return s.read(ctx)
 }
 
+var errNoProducerID = errors.New("the brokers give out no producer id")
+
 // fence initializes both ids. Kafka answers once what was open is aborted, and what was prepared is committed.
 func (s *Sender) fence(ctx context.Context) error {
 	var errs [2]error
 	var wg sync.WaitGroup
 	for i, client := range s.clients {
-		wg.Go(func() { _, _, errs[i] = client.ProducerID(ctx) })
+		wg.Go(func() {
+			id, _, err := client.ProducerID(ctx)
+			if err == nil && id < 0 { // the client goes on without one if a broker seems to be too old
+				err = errNoProducerID
+			}
+			errs[i] = err
+		})
 	}
 	wg.Wait()
 	for i, err := range errs {

@@ -64,6 +64,7 @@ type request struct {
 	most    *int                      // events of a transaction; fewer after a refusal
 	atMost  int                       // events of a transaction, in any case
 	again   func(which []int) []int64 // Record.Again
+	sent    func(i int) bool          // a retry whose row is not removed yet; nil for none
 }
 
 // tried is what became of a transaction that was tried.
@@ -158,7 +159,10 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 	for i := range n {
 		if kind := d.outcomes[i].Kind; kind == OutcomeRejected || kind == OutcomeUnavailable {
 			d.block(i)
-		} else if d.outcomes[i] = (Outcome{}); !x.skip(d, i, r.parked) {
+		} else if d.outcomes[i] = (Outcome{}); r.sent != nil && r.sent(i) {
+			d.outcomes[i].Kind = OutcomeBlocked
+			d.block(i)
+		} else if !x.skip(d, i, r.parked) {
 			t.which = append(t.which, i)
 		}
 	}
@@ -338,6 +342,7 @@ func (x *Exactly) retryAll(all *delivery, generation int64, events []cursor.Fail
 		d := x.deliverer.begin(all.stop, all.held, all.batch[from:], false)
 		d.probing = true // tells of the partitions that have accepted events
 		var again []int64
+		r.sent = func(i int) bool { return slices.Contains(x.again, events[from+i].Row) }
 		r.again = func(which []int) []int64 {
 			again = slices.Clone(x.again)
 			for _, i := range which {
