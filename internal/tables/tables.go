@@ -26,10 +26,11 @@ WITH RECURSIVE names AS (
 ), positions AS MATERIALIZED (
     SELECT c.* FROM names
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
-                          WHERE relay >= names.relay AND relay <= names.relay
-                            AND id <= (SELECT coalesce(confirmed, id) FROM {schema}.outbox_cursor
-                                        WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1)
-                          ORDER BY relay DESC, id DESC LIMIT 1) AS c
+                          WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS n
+     CROSS JOIN LATERAL (SELECT n.* WHERE n.confirmed IS NULL
+                          UNION ALL
+                         SELECT r.* FROM {schema}.outbox_cursor AS r
+                          WHERE r.relay >= names.relay AND r.relay <= names.relay AND r.id >= n.confirmed AND r.id <= n.confirmed) AS c
 )`
 
 // SQLSequence reads the last id that the sequence has drawn, and the highest id above it

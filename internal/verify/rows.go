@@ -43,6 +43,8 @@ SELECT id, event_id, action, parking_key FROM {schema}.outbox_audit
 // sqlBounds reads the lowest and the highest id.
 const sqlBounds = `SELECT coalesce((SELECT id FROM {schema}.outbox ORDER BY id LIMIT 1), 0), coalesce((SELECT id FROM {schema}.outbox ORDER BY id DESC LIMIT 1), 0)`
 
+const highestArchived = `SELECT id FROM {schema}.outbox_archive ORDER BY id DESC, event_id DESC LIMIT 1`
+
 const eventColumns = `event_id, created_at, coalesce(topic, pg_catalog.split_part(event_type, '.', 2) || '-events'), coalesce(partition_key, aggregate_id), source`
 
 // sqlEvents reads rows of outbox in the order of ids, and whether the relay has attempted them.
@@ -191,6 +193,14 @@ func (r *rows) readAll() error {
 		_, err := pgx.ForEachRow(found, []any{&first, &highest}, func() error { return nil })
 		return err
 	}, sqlBounds, r.cfg.Schema)
+	if err == nil && r.cfg.Archive != "" { // outbox may be empty
+		var archived int64
+		err = r.query(pg.PlannerSettings, func(found pgx.Rows) error {
+			_, err := pgx.ForEachRow(found, []any{&archived}, func() error { return nil })
+			return err
+		}, highestArchived, r.cfg.Archive)
+		highest = max(highest, archived)
+	}
 	if err != nil {
 		return fmt.Errorf("read the range of ids: %w", err)
 	}
