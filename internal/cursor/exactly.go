@@ -55,9 +55,9 @@ func (c *Store) Token() string { return c.exactly.token }
 func (c *Store) checkMode(p Position) error {
 	switch {
 	case c.exactly == nil && p.Topic != "":
-		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --end-mode kafka", ErrMode, p.Topic)
+		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --exactly-once %s --end-mode kafka.", ErrMode, p.Topic, p.Topic)
 	case c.exactly != nil && p.Topic != "" && p.Topic != c.exactly.topic:
-		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --end-mode kafka", ErrMode, p.Topic, c.exactly.topic)
+		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --exactly-once %s --end-mode kafka.", ErrMode, p.Topic, c.exactly.topic, p.Topic)
 	}
 	return nil
 }
@@ -154,7 +154,7 @@ func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
 	}
 	const end = "; what was sent since then is not known here. See the page about exactly once for what to do"
 	switch {
-	case !on || batch == 0 && !(named.Valid && sameCluster):
+	case !on || batch == 0 && (!named.Valid || !sameCluster):
 		a.from, a.begins = a.newest, true // there was never a record in this time
 	case r.Number < batch:
 		return a, fmt.Errorf("%w: the newest record in %s is that of transaction %d, and Kafka had confirmed transaction %d: the topic was deleted, created again or truncated%s",

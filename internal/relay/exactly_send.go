@@ -320,8 +320,8 @@ func (x *Exactly) retry(stop, held context.Context, generation int64, events []c
 	if errors.Is(err, lease.ErrLeaseLost) {
 		return nil, err
 	}
-	if err != nil { // the session finds out, and starts again
-		return pending(batch), nil
+	if err != nil {
+		return pending(batch), nil //nolint:nilerr // the session finds out, and starts again
 	}
 	d.notifySent()
 	return d.outcomes, nil

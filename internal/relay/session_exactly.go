@@ -32,7 +32,7 @@ func (s *Session) startExactly(ctx context.Context) error {
 	}
 	if ctx.Err() != nil {
 		s.recorded = true // the next leader reads in Kafka what was sent
-		return nil
+		return nil        //nolint:nilerr // the stop has ended the start
 	}
 	err := s.Load()
 	if err == nil {

@@ -143,7 +143,8 @@ func (e *SentEncoder) Row() SentRow {
 	b = append(b, e.names...)
 	b = binary.AppendUvarint(b, uint64(len(e.partitions)))
 	b = append(b, e.parts...)
-	e.row.Bytes = append(b, e.events...)
+	b = append(b, e.events...)
+	e.row.Bytes = b
 	return e.row
 }
 

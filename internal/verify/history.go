@@ -131,7 +131,7 @@ func (c *check) addLine(line Line) error {
 
 // nameLine sets the texts of findings.
 func (c *check) nameLine(line Line) error {
-	text, key := "", ""
+	var text, key string
 	if line.Event != nil {
 		text, key = line.Event.ID, line.Event.Key
 	} else {

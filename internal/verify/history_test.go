@@ -214,7 +214,7 @@ func naive(lines []Line) map[string]int {
 	}
 	number := map[string]int{} // of the topic, as it was read first
 	for _, l := range lines {
-		topic := ""
+		var topic string
 		if l.Event != nil {
 			topic = l.Event.Topic
 		} else {
@@ -243,7 +243,7 @@ func naive(lines []Line) map[string]int {
 		}
 		seenThere[there] = true
 		l := line{r.Topic, e.Key, r.Partition}
-		if highest, any := newest[l]; any && highest > e.Position {
+		if highest, has := newest[l]; has && highest > e.Position {
 			found["inverted "+r.ID+" "+place]++
 		} else {
 			newest[l] = e.Position
