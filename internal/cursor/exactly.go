@@ -55,9 +55,9 @@ func (c *Store) Token() string { return c.exactly.token }
 func (c *Store) checkMode(p Position) error {
 	switch {
 	case c.exactly == nil && p.Topic != "":
-		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --exactly-once %s --end-mode kafka.", ErrMode, p.Topic, p.Topic)
+		return fmt.Errorf("%w: it sends exactly once, with the cursor topic %s; configure that topic, or end the mode with outbox relay --exactly-once %s --end-mode kafka", ErrMode, p.Topic, p.Topic)
 	case c.exactly != nil && p.Topic != "" && p.Topic != c.exactly.topic:
-		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --exactly-once %s --end-mode kafka.", ErrMode, p.Topic, c.exactly.topic, p.Topic)
+		return fmt.Errorf("%w: its cursor topic is %s and not %s; configure that topic, or end the mode with outbox relay --exactly-once %s --end-mode kafka", ErrMode, p.Topic, c.exactly.topic, p.Topic)
 	}
 	return nil
 }
