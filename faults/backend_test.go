@@ -139,6 +139,7 @@ func newOldLeader(t *testing.T) *oldLeader {
 	}
 	run(t, openPool(t, db), testenv.KafkaOpts(o.brokers), cfg)
 	t.Cleanup(o.gate.release)
+	t.Cleanup(o.gate.renews)
 	o.awaitLeading(t, true)
 	return o
 }
@@ -267,6 +268,8 @@ type gate struct {
 	reached  chan struct{} // closed when it stops one
 	released chan struct{}
 	release  func()
+	answered chan struct{} // closed by the first answer; renewals of the lease, which would tell of another leader, wait for it
+	renews   func()
 }
 
 // proof is a statement that proves where the cursor is, and how many rows it returned: none
@@ -274,8 +277,9 @@ type gate struct {
 type proof struct{ cursorID, epoch, rows int64 }
 
 func newGate() *gate {
-	g := &gate{left: -1, reached: make(chan struct{}), released: make(chan struct{})}
+	g := &gate{left: -1, reached: make(chan struct{}), released: make(chan struct{}), answered: make(chan struct{})}
 	g.release = sync.OnceFunc(func() { close(g.released) })
+	g.renews = sync.OnceFunc(func() { close(g.answered) })
 	return g
 }
 
@@ -305,6 +309,9 @@ func (g *gate) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceB
 	for _, q := range data.Batch.QueuedQueries {
 		if _, proves := proofOf(q.Arguments); proves && g.stops() {
 			<-g.released
+		}
+		if isRenewal(q.Arguments) && g.stands() {
+			<-g.answered
 		}
 	}
 	return ctx
@@ -343,6 +350,27 @@ func (g *gate) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBat
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.answers = append(g.answers, p)
+	g.renews()
+}
+
+// stands reports whether a statement has been stopped.
+func (g *gate) stands() bool {
+	select {
+	case <-g.reached:
+		return true
+	default:
+		return false
+	}
+}
+
+// isRenewal recognises the statement that renews the lease: relay, holder, epoch, and how long it lasts.
+func isRenewal(args []any) bool {
+	if len(args) < 4 {
+		return false
+	}
+	_, isEpoch := args[2].(int64)
+	_, isDuration := args[3].(time.Duration)
+	return isEpoch && isDuration
 }
 
 // proofOf recognises the statements by their first parameters: the row of outbox_cursor,
