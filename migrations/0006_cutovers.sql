@@ -37,7 +37,7 @@ BEGIN
     END IF;
     PERFORM pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || @schema_name@, 0));
     IF (SELECT c.cursor_topic FROM @schema@.outbox_cursor AS c WHERE c.relay = $2 ORDER BY c.id DESC LIMIT 1) IS NOT NULL THEN
-        RAISE EXCEPTION 'relay % sends exactly once, so its position is in Kafka: end that mode '
+        RAISE EXCEPTION 'relay % sends exactly once, so its position is in Kafka: end that mode first '
             '(outbox relay --exactly-once TOPIC --end-mode kafka) and try again', $2 USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     FOR one IN SELECT DISTINCT g FROM unnest(groups) AS g ORDER BY g LOOP

@@ -126,33 +126,10 @@ func (v groupsView) all() []groupState {
 		return &all[i]
 	}
 	for _, g := range v.groups {
-		s := of(g.Group)
-		s.Topics, s.AllPaused = len(g.Topics), g.Pause != nil
-		for _, t := range g.Topics {
-			s.Lost = max(s.Lost, s.Lost+t.Lost)
-			if t.Pause != nil {
-				s.Paused++
-			}
-			if n := v.kafka.of(g.Group, t.Topic); n != nil {
-				sum := *n
-				if s.Lag != nil {
-					sum += *s.Lag
-				}
-				s.Lag = &sum
-			}
-		}
+		of(g.Group).addTopics(g, v.kafka)
 	}
 	for _, c := range v.deliveries {
-		s := of(c.Group)
-		s.Held += c.Held
-		if c.Status == outboxops.DeliveryDead {
-			s.Dead += c.Deliveries
-			continue
-		}
-		s.Owed, s.OwedMore = s.Owed+c.Deliveries, s.OwedMore || c.Deliveries >= outbox.MaxCounted
-		if s.OldestOwed.IsZero() || c.Oldest.Before(s.OldestOwed) {
-			s.OldestOwed = c.Oldest
-		}
+		of(c.Group).addDeliveries(c)
 	}
 	for _, c := range v.Counts {
 		s := of(c.Group)
@@ -182,6 +159,35 @@ func (v groupsView) all() []groupState {
 		return cmp.Or(cmp.Compare(b.needs(), a.needs()), strings.Compare(a.Group, b.Group))
 	})
 	return all
+}
+
+func (s *groupState) addTopics(g outboxops.ConsumerGroup, kafka kafkaView) {
+	s.Topics, s.AllPaused = len(g.Topics), g.Pause != nil
+	for _, t := range g.Topics {
+		s.Lost = max(s.Lost, s.Lost+t.Lost)
+		if t.Pause != nil {
+			s.Paused++
+		}
+		if n := kafka.of(g.Group, t.Topic); n != nil {
+			sum := *n
+			if s.Lag != nil {
+				sum += *s.Lag
+			}
+			s.Lag = &sum
+		}
+	}
+}
+
+func (s *groupState) addDeliveries(c outboxops.DeliveryCount) {
+	s.Held += c.Held
+	if c.Status == outboxops.DeliveryDead {
+		s.Dead += c.Deliveries
+		return
+	}
+	s.Owed, s.OwedMore = s.Owed+c.Deliveries, s.OwedMore || c.Deliveries >= outbox.MaxCounted
+	if s.OldestOwed.IsZero() || c.Oldest.Before(s.OldestOwed) {
+		s.OldestOwed = c.Oldest
+	}
 }
 
 // consumersPage is the page of consumer groups and their workers.

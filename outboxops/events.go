@@ -1,7 +1,6 @@
 package outboxops
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -57,38 +56,6 @@ type RecordedEvent struct {
 	// Audit is what operators did to it, the last first: what concerns Failures, and replays of its topic since it was
 	// recorded, whether it was among the events or not. It is nil in lists and in [Inspector.Tail].
 	Audit []AuditEntry
-}
-
-// EventSent is one record of an event that a relay has sent.
-type EventSent struct {
-	// Relay is the relay that has sent it.
-	Relay string
-	// Topic and Partition are where its record is.
-	Topic string
-	// Partition is described at Topic.
-	Partition int32
-	// Offset is its offset there, or -1 if Kafka has not told it.
-	Offset int64
-	// At is when it was sent: the timestamp of its record, or of the first record of its batch.
-	At time.Time
-	// Retried is set if the relay had failed to send it before, Repeat if the relay had sent it before.
-	Retried, Repeat bool
-}
-
-// EventFailure is the failure of a recorded event: the part of a [Failure] that [RecordedEvent] shows.
-type EventFailure struct {
-	// ID names the failure.
-	ID FailureID
-	// Relay is the relay that could not send the event.
-	Relay string
-	// Status is one of the constants, [outbox.StatusDead] for example.
-	Status string
-	// ResolvedAt, ResolvedBy and Resolution are as in [Failure].
-	ResolvedAt time.Time
-	// ResolvedBy is described at ResolvedAt.
-	ResolvedBy string
-	// Resolution is described at ResolvedAt.
-	Resolution string
 }
 
 // EventFilter picks recorded events. Empty fields pick all.
@@ -204,41 +171,6 @@ func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, e
 	return e, nil
 }
 
-// sqlEventAudit reads what operators did to the failures $1 of an event, and replays of its topic $2 since $3.
-const sqlEventAudit = sqlAuditColumns + `
- WHERE failed_id = ANY ($1::bigint[])
-    OR action = 'replay' AND created_at >= $3::timestamptz AND pg_catalog.split_part(parking_key, '/', 1) IN ('', $2::text)
- ORDER BY id DESC LIMIT 1000`
-
-// withHistory adds where an event was sent, and what operators did to it. Retried are its records from retries.
-func (i *Inspector) withHistory(ctx context.Context, e RecordedEvent, retried []EventSent) (RecordedEvent, error) {
-	rows, err := i.db.Query(ctx, i.sql.sent, pg.PlanEachTime, e.OutboxID, e.OutboxID, tables.MostSentBytes)
-	if err != nil {
-		return e, err
-	}
-	places, err := tables.ReadSent(rows, func(id int64) bool { return id == e.OutboxID })
-	if err != nil {
-		return e, err
-	}
-	for _, p := range places[e.OutboxID] {
-		e.Sent = append(e.Sent, EventSent{Relay: p.Relay, Topic: p.Topic, Partition: p.Partition, Offset: p.Offset, At: p.At})
-	}
-	e.Sent = append(e.Sent, retried...)
-	slices.SortStableFunc(e.Sent, func(a, b EventSent) int { return cmp.Compare(a.Relay, b.Relay) })
-	for n := 1; n < len(e.Sent); n++ {
-		e.Sent[n].Repeat = e.Sent[n].Relay == e.Sent[n-1].Relay
-	}
-	failed := []int64{}
-	for _, f := range e.Failures {
-		failed = append(failed, f.ID.Number)
-	}
-	rows, err = i.db.Query(ctx, i.sql.audit, pg.PlanEachTime, failed, e.Topic, e.CreatedAt)
-	if err == nil {
-		e.Audit, err = pgx.CollectRows(rows, scanAudit)
-	}
-	return e, err
-}
-
 // whole adds payload and headers to an event.
 func (i *Inspector) whole(ctx context.Context, e RecordedEvent) (RecordedEvent, error) {
 	headers, err := i.recorded.readHeaders(ctx, e.OutboxID)
@@ -274,21 +206,6 @@ func (r *eventRelays) addTo(e RecordedEvent) RecordedEvent {
 		e.Failures = append(e.Failures, EventFailure{FailureID{KindEvent, f.ID}, f.Relay, f.Status, f.ResolvedAt, f.ResolvedBy, f.Resolution})
 	}
 	return e
-}
-
-// sent returns the records from retries, which go to the topic of the event.
-func (r *eventRelays) sent(topic string) (all []EventSent) {
-	for _, f := range r.failures {
-		if f.SentAt.IsZero() {
-			continue
-		}
-		s := EventSent{Relay: f.Relay, Topic: topic, Partition: f.Partition, Offset: -1, At: f.SentAt, Retried: true}
-		if f.Offset != nil {
-			s.Offset = *f.Offset
-		}
-		all = append(all, s)
-	}
-	return all
 }
 
 // scanListed reads recordedColumns and relayColumns.

@@ -220,13 +220,7 @@ func (a *admin) describeSettings(ctx context.Context, found map[string]descripti
 	if len(found) == 0 {
 		return nil
 	}
-	request := kmsg.NewPtrDescribeConfigsRequest()
-	for name := range found {
-		resource := kmsg.NewDescribeConfigsRequestResource()
-		resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, name
-		resource.ConfigNames = []string{cleanupSetting, retentionSetting, minInSyncSetting, maxMessageSetting}
-		request.Resources = append(request.Resources, resource)
-	}
+	request := kafka.SettingsRequest(slices.Collect(maps.Keys(found)), cleanupSetting, retentionSetting, minInSyncSetting, maxMessageSetting)
 	response, err := request.RequestWith(ctx, a.client)
 	if err != nil {
 		return fmt.Errorf("describe configurations of topics: %w", err)
@@ -235,7 +229,7 @@ func (a *admin) describeSettings(ctx context.Context, found map[string]descripti
 		d := found[r.ResourceName]
 		switch err := kerr.ErrorForCode(r.ErrorCode); {
 		case err == nil:
-			d.settings = describedSettings(r)
+			d.settings = kafka.SettingsOf(r)
 			found[r.ResourceName] = d
 		case kerr.IsRetriable(err):
 			delete(found, r.ResourceName)
@@ -245,15 +239,4 @@ func (a *admin) describeSettings(ctx context.Context, found map[string]descripti
 		}
 	}
 	return nil
-}
-
-// describedSettings returns the settings of a topic by their names.
-func describedSettings(r kmsg.DescribeConfigsResponseResource) map[string]string {
-	settings := map[string]string{}
-	for _, c := range r.Configs {
-		if c.Value != nil {
-			settings[c.Name] = *c.Value
-		}
-	}
-	return settings
 }

@@ -132,7 +132,7 @@ func historyAt(event outboxops.RecordedEvent, relay string) (texts []string) {
 	case slices.Contains(event.PendingFor, relay):
 		texts = append(texts, "not attempted yet")
 	default:
-		texts = append(texts, "sent, and where is not known: at a retry (KeepSent keeps that), or before its cursor was removed")
+		texts = append(texts, "sent, and where is not known: at a retry (KeepSent keeps that), exactly once, or before its cursor was removed")
 	}
 	return texts
 }

@@ -135,6 +135,24 @@ SELECT n.id, coalesce(n.cursor_topic, '') <> '', coalesce(n.batch, 0), coalesce(
   FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS n
   LEFT JOIN LATERAL (SELECT id, system_identifier FROM {schema}.outbox_cursor WHERE relay = $1::text AND id = $2 AND token = $3::text) AS r ON true`
 
+// knownRow is what sqlAgree reads.
+type knownRow struct {
+	newest      int64 // row
+	on          bool  // its position is in the topic
+	batch       int64 // that Kafka had confirmed
+	confirmed   int64 // row
+	named       pgtype.Int8
+	sameCluster bool // of the named row and the newest one
+}
+
+func (c *Store) known(ctx context.Context, r InKafka) (k knownRow, err error) {
+	err = pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, r.Row, r.Token).Scan(&k.newest, &k.on, &k.batch, &k.confirmed, &k.named, &k.sameCluster)
+	if err != nil {
+		return k, fmt.Errorf("load cursor: %w", err)
+	}
+	return k, nil
+}
+
 // agreement says where a relay continues.
 type agreement struct {
 	newest int64
@@ -145,26 +163,24 @@ type agreement struct {
 
 // agree finds the row from which a relay continues.
 func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
-	var on, sameCluster bool
-	var batch, confirmed int64
-	var named pgtype.Int8
-	err = pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, r.Row, r.Token).Scan(&a.newest, &on, &batch, &confirmed, &named, &sameCluster)
+	k, err := c.known(ctx, r)
 	if err != nil {
-		return a, fmt.Errorf("load cursor: %w", err)
+		return a, err
 	}
+	a.newest = k.newest
 	const end = "; what was sent since then is not known here. See the page about exactly once for what to do"
-	switch {
-	case !on || batch == 0 && (!named.Valid || !sameCluster):
+	switch named := k.named.Valid && k.sameCluster; {
+	case !k.on || k.batch == 0 && !named:
 		a.from, a.begins = a.newest, true // there was never a record in this time
-	case r.Number < batch:
+	case r.Number < k.batch:
 		return a, fmt.Errorf("%w: the newest record in %s is that of transaction %d, and Kafka had confirmed transaction %d: the topic was deleted, created again or truncated%s",
-			ErrDisagree, c.exactly.topic, r.Number, batch, end)
-	case named.Valid && sameCluster:
+			ErrDisagree, c.exactly.topic, r.Number, k.batch, end)
+	case named:
 		a.from, a.last = r.Row, pgtype.Int8{Int64: r.Last, Valid: true}
-	case r.Number == batch:
-		a.from = confirmed
-	case named.Valid:
-		return a, fmt.Errorf("%w: the database was restored from another cluster, which has sent transaction %d, and only %d is known here%s", ErrDisagree, r.Number, batch, end)
+	case r.Number == k.batch:
+		a.from = k.confirmed
+	case k.named.Valid:
+		return a, fmt.Errorf("%w: the database was restored from another cluster, which has sent transaction %d, and only %d is known here%s", ErrDisagree, r.Number, k.batch, end)
 	default:
 		return a, fmt.Errorf("%w: PostgreSQL lacks row %d of outbox_cursor, which the newest record in %s names: a failover or a restore has lost commits%s",
 			ErrDisagree, r.Row, c.exactly.topic, end)
@@ -289,15 +305,11 @@ func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
 // EndUnread is End where the topic is lost: at the position that Kafka had confirmed as far as PostgreSQL knows.
 // What was sent since then is sent again.
 func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
-	var a agreement
-	var on bool
-	var batch int64
-	var named pgtype.Int8
-	err := pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, 0, "").Scan(&a.newest, &on, &batch, &a.from, &named, &on)
+	k, err := c.known(ctx, InKafka{})
 	if err != nil {
-		return fmt.Errorf("load cursor: %w", err)
+		return err
 	}
-	c.exactly, a.begins = nil, true
-	_, err = c.continueFrom(ctx, l, InKafka{}, a)
+	c.exactly = nil
+	_, err = c.continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
 	return err
 }

@@ -215,13 +215,3 @@ func (c *Commit) failed() bool {
 		return false
 	}
 }
-
-// Confirmed reports whether Kafka has confirmed the commit.
-func (c *Commit) Confirmed() bool {
-	select {
-	case <-c.done:
-		return c.err == nil
-	default:
-		return false
-	}
-}

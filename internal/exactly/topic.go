@@ -92,20 +92,15 @@ func (s *Sender) describeTopic(ctx context.Context) error {
 // checkPolicy checks that Kafka keeps the newest record for ever. A client without the right to read settings cannot
 // check that.
 func (s *Sender) checkPolicy(ctx context.Context) error {
-	request := kmsg.NewPtrDescribeConfigsRequest()
-	request.Resources = []kmsg.DescribeConfigsRequestResource{{
-		ResourceType: kmsg.ConfigResourceTypeTopic, ResourceName: s.cfg.Topic, ConfigNames: []string{"cleanup.policy"},
-	}}
-	answer, err := request.RequestWith(ctx, s.clients[0])
+	const setting = "cleanup.policy"
+	answer, err := kafka.SettingsRequest([]string{s.cfg.Topic}, setting).RequestWith(ctx, s.clients[0])
 	if err != nil {
 		return fmt.Errorf("read the settings of the cursor topic: %w", err)
 	}
 	for _, r := range answer.Resources {
-		for _, c := range r.Configs {
-			if c.Value != nil && *c.Value != "compact" {
-				return fmt.Errorf("%w: cleanup.policy of %s is %s, and must be compact: with another policy Kafka removes the newest record after a time",
-					ErrTopic, s.cfg.Topic, *c.Value)
-			}
+		if policy, known := kafka.SettingsOf(r)[setting]; known && policy != "compact" {
+			return fmt.Errorf("%w: cleanup.policy of %s is %s, and must be compact: with another policy Kafka removes the newest record after a time",
+				ErrTopic, s.cfg.Topic, policy)
 		}
 	}
 	return nil

@@ -124,7 +124,7 @@ func (s *consumerFixture) requireBombs(t *testing.T, products []string, offsets 
 // mostOfClient is how much memory a client may need, before it gives up a batch. Under the race detector it does not
 // get back all of its buffers.
 func mostOfClient() int64 {
-	if raceDetector {
+	if testenv.RaceDetector {
 		return 6 * 64 << 20
 	}
 	return 4 * 64 << 20

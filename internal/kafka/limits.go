@@ -161,33 +161,41 @@ func recordSize(r *kgo.Record) int {
 func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[string]int, error) {
 	ctx, cancel := context.WithTimeout(ctx, limitsTimeout)
 	defer cancel()
+	const setting = "max.message.bytes"
 	response, err := firstAnswer(ctx, client, func(ctx context.Context, b *kgo.Broker) (kmsg.Response, error) {
-		return b.Request(ctx, limitsRequest(topics)) // the client writes into a request
+		return b.Request(ctx, SettingsRequest(topics, setting)) // the client writes into a request
 	})
 	if err != nil {
 		return nil, fmt.Errorf("describe topics: %w", err)
 	}
 	limits := map[string]int{}
 	for _, resource := range response.(*kmsg.DescribeConfigsResponse).Resources {
-		for _, c := range resource.Configs {
-			if c.Name != "max.message.bytes" || c.Value == nil {
-				continue
-			}
-			if n, err := strconv.Atoi(*c.Value); err == nil {
-				limits[resource.ResourceName] = n
-			}
+		if n, err := strconv.Atoi(SettingsOf(resource)[setting]); err == nil {
+			limits[resource.ResourceName] = n
 		}
 	}
 	return limits, nil
 }
 
-func limitsRequest(topics []string) *kmsg.DescribeConfigsRequest {
+// SettingsRequest returns the request for settings of topics.
+func SettingsRequest(topics []string, names ...string) *kmsg.DescribeConfigsRequest {
 	request := kmsg.NewPtrDescribeConfigsRequest()
 	for _, topic := range topics {
 		resource := kmsg.NewDescribeConfigsRequestResource()
 		resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, topic
-		resource.ConfigNames = []string{"max.message.bytes"}
+		resource.ConfigNames = names
 		request.Resources = append(request.Resources, resource)
 	}
 	return request
+}
+
+// SettingsOf returns the settings of a topic by their names. Those that the client may not read are missing.
+func SettingsOf(r kmsg.DescribeConfigsResponseResource) map[string]string {
+	settings := map[string]string{}
+	for _, c := range r.Configs {
+		if c.Value != nil {
+			settings[c.Name] = *c.Value
+		}
+	}
+	return settings
 }

@@ -13,7 +13,6 @@ import (
 	"github.com/google/uuid"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -232,24 +231,13 @@ func (t topicSettings) emptyFrom(now time.Time) int64 {
 // askSettings asks for the settings of topics. Those that Kafka does not tell have the zero value.
 func askSettings(ctx context.Context, client *kgo.Client, topics []string) (map[string]topicSettings, error) {
 	all := map[string]topicSettings{}
-	request := kmsg.NewPtrDescribeConfigsRequest()
-	for _, topic := range topics {
-		resource := kmsg.NewDescribeConfigsRequestResource()
-		resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, topic
-		resource.ConfigNames = []string{"cleanup.policy", "retention.ms", "retention.bytes", "min.compaction.lag.ms"}
-		request.Resources = append(request.Resources, resource)
-	}
+	request := kafka.SettingsRequest(topics, "cleanup.policy", "retention.ms", "retention.bytes", "min.compaction.lag.ms")
 	response, err := request.RequestWith(ctx, client)
 	if err != nil {
 		return nil, fmt.Errorf("ask Kafka for settings of topics: %w", err)
 	}
 	for _, resource := range response.Resources {
-		values := map[string]string{}
-		for _, c := range resource.Configs {
-			if c.Value != nil {
-				values[c.Name] = *c.Value
-			}
-		}
+		values := kafka.SettingsOf(resource)
 		t := topicSettings{compacts: strings.Contains(values["cleanup.policy"], "compact"),
 			compactsBehind: millis(values["min.compaction.lag.ms"])}
 		if values["retention.bytes"] == "-1" {

@@ -1,7 +1,6 @@
 package verify
 
 import (
-	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -20,15 +19,10 @@ import (
 // pageRows is the number of rows that one statement reads.
 const pageRows = 20_000
 
-// sqlPosition reads the position of a relay: of what Kafka has confirmed, if the relay sends exactly once.
-const sqlPosition = `
+// sqlPosition reads the position of a relay.
+const sqlPosition = tables.NewestCursors + `
 SELECT c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.system_identifier = here.system_identifier
-  FROM pg_control_system() AS here
- CROSS JOIN LATERAL (
-       SELECT * FROM {schema}.outbox_cursor
-        WHERE relay = $1::text
-          AND id <= (SELECT coalesce(confirmed, id) FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1)
-        ORDER BY id DESC LIMIT 1) AS c`
+  FROM pg_control_system() AS here CROSS JOIN positions AS c WHERE c.relay = $1::text`
 
 // sqlFailed reads the events that the relay did not send at the first attempt.
 const sqlFailed = `
@@ -105,22 +99,29 @@ func (r *rows) query(settings string, read func(pgx.Rows) error, sql, schema str
 	return err
 }
 
+// scan reads a row, and reports whether there is one.
+func (r *rows) scan(dest []any, sql, schema string, args ...any) (has bool, err error) {
+	err = r.query(pg.PlannerSettings, func(found pgx.Rows) error {
+		_, err := pgx.ForEachRow(found, dest, func() error {
+			has = true
+			return nil
+		})
+		return err
+	}, sql, schema, args...)
+	return has, err
+}
+
 // readFailed reads the position of the relay, and after that the events that it did not send.
 func (r *rows) readFailed() error {
 	var window string
 	var here bool
-	err := r.query("", func(found pgx.Rows) error {
-		_, err := pgx.CollectExactlyOneRow(found, func(row pgx.CollectableRow) (struct{}, error) {
-			return struct{}{}, row.Scan(&r.position.snapshot, &window, &r.position.last, &here)
-		})
-		return err
-	}, sqlPosition, r.cfg.Schema, r.cfg.Relay)
+	has, err := r.scan([]any{&r.position.snapshot, &window, &r.position.last, &here}, sqlPosition, r.cfg.Schema, r.cfg.Relay)
 	r.position.window = pgtype.Text{String: window, Valid: window != ""}
 	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return fmt.Errorf("relay %q: %w", r.cfg.Relay, ErrNoRelay)
 	case err != nil:
 		return fmt.Errorf("read the position of the relay: %w", err)
+	case !has:
+		return fmt.Errorf("relay %q: %w", r.cfg.Relay, ErrNoRelay)
 	case !here:
 		return ErrOtherCluster
 	}
@@ -188,17 +189,10 @@ func (r *rows) release(parkingKey string) error {
 
 // readAll reads the events of the range, and sets the window in which records must have events.
 func (r *rows) readAll() error {
-	var first, highest int64
-	err := r.query("", func(found pgx.Rows) error {
-		_, err := pgx.ForEachRow(found, []any{&first, &highest}, func() error { return nil })
-		return err
-	}, sqlBounds, r.cfg.Schema)
+	var first, highest, archived int64
+	_, err := r.scan([]any{&first, &highest}, sqlBounds, r.cfg.Schema)
 	if err == nil && r.cfg.Archive != "" { // outbox may be empty
-		var archived int64
-		err = r.query(pg.PlannerSettings, func(found pgx.Rows) error {
-			_, err := pgx.ForEachRow(found, []any{&archived}, func() error { return nil })
-			return err
-		}, highestArchived, r.cfg.Archive)
+		_, err = r.scan([]any{&archived}, highestArchived, r.cfg.Archive)
 		highest = max(highest, archived)
 	}
 	if err != nil {
@@ -309,13 +303,10 @@ func (r *rows) setWindow() error {
 	}
 	var first int64
 	var at time.Time
-	read := func(found pgx.Rows) error {
-		_, err := pgx.ForEachRow(found, []any{&first, pg.Time{At: &at}}, func() error { return nil })
-		return err
-	}
-	err := r.query(pg.PlannerSettings, read, sql, schema)
-	if err == nil && at.IsZero() && r.cfg.Archive != "" { // nothing is archived yet
-		err = r.query(pg.PlannerSettings, read, sqlOldest, r.cfg.Schema)
+	oldest := []any{&first, pg.Time{At: &at}}
+	has, err := r.scan(oldest, sql, schema)
+	if err == nil && !has && r.cfg.Archive != "" { // nothing is archived yet
+		_, err = r.scan(oldest, sqlOldest, r.cfg.Schema)
 	}
 	if err != nil {
 		return fmt.Errorf("read the oldest event: %w", err)
