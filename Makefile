@@ -129,7 +129,7 @@ bench-peers: needs-bench-peers $(SERVICES) bin/bench-peers ## Measure beside Deb
 
 .PHONY: faults
 faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15, and check what arrives and how soon; MODE=pgbouncer: through PgBouncer; MODE=stops: stop a relay STOPS=300 times; MODE=cluster: three brokers, and how much sooner a plain producer recovers; MODE=exactly-once: relays that send exactly once (SEED=… repeats a plan)
-	@[ -z "$(filter-out pgbouncer stops cluster,$(MODE))" ] || { echo "MODE is $(MODE), and can be pgbouncer, stops, cluster or nothing" >&2; exit 2; }
+	@[ -z "$(filter-out pgbouncer stops cluster exactly-once,$(MODE))" ] || { echo "MODE is $(MODE), and can be pgbouncer, stops, cluster, exactly-once or nothing" >&2; exit 2; }
 	@cd faults && go test -count=1 -timeout 0 . -v $(FAULTS) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
 faults: FAULTS := $(if $(filter stops,$(MODE)),-run '^TestStops$$' -faults.stops=$(or $(STOPS),300),-run '^Test$(if $(filter cluster,$(MODE)),Cluster)Faults$(if $(filter pgbouncer,$(MODE)),ThroughPgBouncer)$$' -faults.minutes=$(or $(MINUTES),$(if $(filter exactly-once,$(MODE)),60,15)) $(if $(filter exactly-once,$(MODE)),-faults.exactly))

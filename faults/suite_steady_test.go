@@ -93,8 +93,11 @@ func newSteady(t *testing.T, s *suite) *steady {
 			t.Logf("the last words of the relay with default options:\n%s", log)
 		}
 	})
-	run(t, d.relayPool(t), []kgo.Opt{kgo.SeedBrokers(d.brokers...), kgo.WithHooks(d.marks)},
-		outbox.RelayConfig{Logger: slog.New(slog.NewTextHandler(log, nil))})
+	cfg := outbox.RelayConfig{Logger: slog.New(slog.NewTextHandler(log, nil))}
+	if *faultExactly {
+		cfg.ExactlyOnce = d.topic + "-cursors"
+	}
+	run(t, d.relayPool(t), []kgo.Opt{kgo.SeedBrokers(d.brokers...), kgo.WithHooks(d.marks)}, cfg)
 	return d
 }
 

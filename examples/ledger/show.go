@@ -114,13 +114,16 @@ const sqlArrived = `
 SELECT (SELECT count(*) FROM ledger_transaction),
        (SELECT count(*) FROM audit_feed),
        (SELECT coalesce(sum(sequence), 0)::bigint FROM portfolio_view),
-       (SELECT count(*) FROM outbox_archive)`
+       (SELECT count(*) FROM outbox_archive),
+       (SELECT count(*) FROM outbox_pending)`
 
-// arrived looks whether everybody knows all that was posted, and whether the archive has something of it.
+// arrived looks whether everybody knows all that was posted, the relay as well, and whether the archive has something
+// of it.
 func (p *performance) arrived(ctx context.Context) func() (int, bool, error) {
 	return func() (progress int, complete bool, err error) {
-		var posted, audited, viewed, archived int
-		err = p.db.QueryRow(ctx, sqlArrived).Scan(&posted, &audited, &viewed, &archived)
-		return audited + viewed + archived, audited >= posted && viewed >= posted && (archived > 0 || posted == 0), err
+		var posted, audited, viewed, archived, pending int
+		err = p.db.QueryRow(ctx, sqlArrived).Scan(&posted, &audited, &viewed, &archived, &pending)
+		complete = audited >= posted && viewed >= posted && pending == 0 && (archived > 0 || posted == 0)
+		return audited + viewed + archived - pending, complete, err
 	}
 }
