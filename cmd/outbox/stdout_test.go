@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
@@ -24,8 +25,12 @@ func TestFullDevice(t *testing.T) {
 	stop := d.consumer(t)
 	d.record(t, "a")
 	stop()
-	require.Eventually(t, func() bool { return d.call(t, "consumer", "rewind", "--group", "stats", "--to", "1h").code == exitOK },
-		testenv.Patience, 100*time.Millisecond, "the consumer has left its group")
+	var rewind answer
+	assert.Eventually(t, func() bool {
+		rewind = d.call(t, "consumer", "rewind", "--group", "stats", "--to", "1h")
+		return rewind.code == exitOK
+	}, testenv.Patience, 100*time.Millisecond, "the consumer has left its group")
+	require.Equal(t, exitOK, rewind.code, rewind.err)
 	testenv.CreateTopic(t, d.brokers, d.topic+".dlq", 1)
 	d.fail(t, outbox.StatusDead, "a", "b", "c", "d", "e")
 	history := filepath.Join(t.TempDir(), "history.jsonl")
