@@ -157,6 +157,7 @@ func (s *suite) killKafka(t *testing.T, _ step) {
 	t.Helper()
 	s.steady.excuse()
 	require.NoError(t, s.kafka.Kill())
+	s.kafkaKills++
 }
 
 func (s *suite) restartKafka(t *testing.T, _ step) {

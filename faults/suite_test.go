@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/url"
-	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -41,8 +40,8 @@ func TestFaults(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
 	all := disturbances()
-	if *faultExactly { // a transaction is committed in all of its partitions, or not at all
-		all = slices.DeleteFunc(all, func(d disturbance) bool { return d.kind == "partitions" })
+	if *faultExactly {
+		all = exactlyDisturbances()
 	}
 	newSuite(t, false).requirePromises(t, all)
 }
@@ -78,7 +77,7 @@ func (s *suite) requirePromises(t *testing.T, all []disturbance) {
 	v.LongestGap = s.watch.stop().Milliseconds()
 	stopWriting()
 	stopSteady()
-	v.Seconds, v.Kills, v.CutWrites = time.Since(start).Seconds(), s.kills, s.cutWrites.Load()
+	v.Seconds, v.Kills, v.KafkaKills, v.CutWrites = time.Since(start).Seconds(), s.kills, s.kafkaKills, s.cutWrites.Load()
 	s.compare(t, &v)
 	s.steady.compareHistory(t, s, &v)
 	t.Logf("%s", v)
@@ -95,7 +94,8 @@ func (s *suite) requirePromises(t *testing.T, all []disturbance) {
 type result struct {
 	Seed       uint64  `json:"seed"`
 	Seconds    float64 `json:"seconds"`
-	Kills      int     `json:"kills"`      // relays that got SIGKILL
+	Kills      int     `json:"kills"` // relays that got SIGKILL
+	KafkaKills int     `json:"kafka_kills"`
 	Events     int     `json:"events"`     // that committed
 	Lost       int     `json:"lost"`       // committed, and neither arrived nor in outbox_failed
 	Phantom    int     `json:"phantom"`    // arrived and never committed
@@ -152,7 +152,9 @@ type suite struct {
 	address             *url.URL          // of PostgreSQL or PgBouncer
 	toPostgres, toKafka *proxy.Proxy      // that all relays share
 	ways                map[*worker]ways
-	apart               ways // of the relay that a step is about
+	apart               ways   // of the relay that a step is about
+	releaseCommit       func() // see killAtEnd
+	kafkaKills          int
 	topics              *oracle.Topics
 	rec                 *outbox.Recorder
 	watch               *watch // of the topic that stays
@@ -255,6 +257,11 @@ func (s *suite) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) e
 		all[i] = e
 		if oracle.GoesToFleeting(e) {
 			all[i] = fleetingEvent{e}
+		}
+	}
+	if *faultExactly && len(events) > 0 {
+		if err := commitAsync(ctx, tx, events[0]); err != nil {
+			return err
 		}
 	}
 	return s.rec.Record(ctx, tx, all...)

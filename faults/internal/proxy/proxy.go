@@ -1,5 +1,5 @@
 // Package proxy is a TCP proxy on whose connections the network fails as
-// networks do: they are cut, also at a statement of PostgreSQL or in front of its answer, they
+// networks do: they are cut, also at a statement of PostgreSQL or a request of Kafka or in front of its answer, they
 // are slow, or they are open and nothing arrives, in one direction or in both.
 package proxy
 
@@ -26,6 +26,8 @@ type Fault struct {
 	Delay time.Duration
 	// Statements, if it is not nil, cuts connections at some of PostgreSQL's statements. New ones are accepted.
 	Statements *Statements
+	// Requests, if it is not nil, does so at some requests of Kafka.
+	Requests *Requests
 }
 
 // Proxy leads connections to a server. Make one with [Listen]. Its methods
@@ -191,6 +193,7 @@ type link struct {
 	done           chan struct{} // closed with the connections
 	stranded       bool          // under the proxy's mu
 	frontend       frontend      // only for what goes to the server
+	asker          client        // only for what goes to the server
 	unanswered     atomic.Bool   // the next answer is to be lost
 }
 

@@ -83,7 +83,10 @@ func (f *frontend) next() (kind byte, body []byte, ok bool) {
 }
 
 // passUp says whether data may go to the server, as the fault has it.
-func (l *link) passUp(data []byte) bool {
+func (l *link) passUp(data []byte) bool { return l.passStatements(data) && l.passRequests(data) }
+
+// passStatements says whether data may go to PostgreSQL.
+func (l *link) passStatements(data []byte) bool {
 	texts := l.frontend.executed(data)
 	fault, _, _ := l.look()
 	s := fault.Statements
