@@ -24,7 +24,7 @@ WITH RECURSIVE names AS (
     SELECT (SELECT c.relay FROM {schema}.outbox_cursor AS c WHERE c.relay > names.relay ORDER BY c.relay LIMIT 1)
       FROM names WHERE names.relay IS NOT NULL
 ), positions AS MATERIALIZED (
-    SELECT c.* FROM names
+    SELECT c.*, n.cursor_topic AS newest_topic, n.batch AS newest_batch FROM names
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                           WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS n
      CROSS JOIN LATERAL (SELECT n.* WHERE n.confirmed IS NULL
