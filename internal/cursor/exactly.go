@@ -93,7 +93,12 @@ const sqlIdentity = `SELECT system_identifier, pg_catalog.current_database()::te
 
 // Identity returns the identifier of the cluster, and the name of the database.
 func (c *Store) Identity(ctx context.Context) (systemID int64, database string, err error) {
-	if err := pg.QueryRow(ctx, c.db, sqlIdentity).Scan(&systemID, &database); err != nil {
+	return Identity(ctx, c.db)
+}
+
+// Identity is [Store.Identity] of a database.
+func Identity(ctx context.Context, db pg.BatchSender) (systemID int64, database string, err error) {
+	if err := pg.QueryRow(ctx, db, sqlIdentity).Scan(&systemID, &database); err != nil {
 		return 0, "", fmt.Errorf("read the identity of the database: %w", err)
 	}
 	return systemID, database, nil
