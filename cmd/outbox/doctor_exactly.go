@@ -25,7 +25,7 @@ const exactlyPage = "docs/exactly-once.md"
 // exactlyOnce checks what Kafka needs for the relays that send exactly once, and which transactions hold back readers
 // of their topics.
 func (d *doctor) exactlyOnce(ctx context.Context, opts []kgo.Opt, brokers int) error {
-	relays, err := d.exactlyRelays(ctx)
+	relays, err := exactlyRelays(ctx, d.e)
 	if err != nil || len(relays) == 0 {
 		return err
 	}
@@ -48,8 +48,9 @@ func (d *doctor) exactlyOnce(ctx context.Context, opts []kgo.Opt, brokers int) e
 	return errors.Join(append(errs, d.holds(ctx, client, topics))...)
 }
 
-func (d *doctor) exactlyRelays(ctx context.Context) ([]outbox.RelayStatus, error) {
-	inspector, err := d.e.inspector(ctx)
+// exactlyRelays returns the relays that send exactly once.
+func exactlyRelays(ctx context.Context, e *env) ([]outbox.RelayStatus, error) {
+	inspector, err := e.inspector(ctx)
 	if err != nil {
 		return nil, err
 	}
