@@ -11,9 +11,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/exactly"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxtopics"
 )
 
@@ -105,7 +105,7 @@ func (d *doctor) cursorTopic(ctx context.Context, client *kgo.Client, opts []kgo
 
 // transactionalIDs says what Kafka knows about the transactional ids of a relay.
 func (d *doctor) transactionalIDs(ctx context.Context, client *kgo.Client, r outbox.RelayStatus) error {
-	system, database, err := cursor.Identity(ctx, d.e.db)
+	system, database, err := tables.Identity(ctx, d.e.db)
 	if err != nil {
 		return err
 	}

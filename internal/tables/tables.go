@@ -4,10 +4,14 @@
 package tables
 
 import (
+	"context"
+	"fmt"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Names are the tables that Migrate makes, but for the one in which it keeps what it has done.
@@ -110,4 +114,15 @@ func ParkingKey(topic string, key []byte) string {
 	b.WriteByte('/')
 	b.Write(key)
 	return b.String()
+}
+
+// sqlIdentity reads what the transactional ids of relays are made of.
+const sqlIdentity = `SELECT system_identifier, pg_catalog.current_database()::text FROM pg_control_system()`
+
+// Identity returns the identifier of the cluster, and the name of the database.
+func Identity(ctx context.Context, db pg.BatchSender) (systemID int64, database string, err error) {
+	if err := pg.QueryRow(ctx, db, sqlIdentity).Scan(&systemID, &database); err != nil {
+		return 0, "", fmt.Errorf("read the identity of the database: %w", err)
+	}
+	return systemID, database, nil
 }
