@@ -21,6 +21,11 @@ type RelayStatus struct {
 	LeaseUntil time.Time
 	// MovedAt is when the cursor moved last; zero if it has no cursor yet.
 	MovedAt time.Time
+	// CursorTopic is the topic in which the relay keeps its position; empty unless it sends exactly once.
+	CursorTopic string
+	// Transaction is the number of the newest Kafka transaction that was confirmed when the cursor moved last. It is 0
+	// before the first one, and for a relay that sends at least once.
+	Transaction int64
 
 	// Pending is how many committed events it has not tried to send, counted up to
 	// 100,000.
@@ -64,7 +69,7 @@ type RelayState struct {
 
 func relayStatusOf(r tables.Relay) RelayStatus {
 	s := RelayStatus{
-		Name: r.Name, Holder: r.Holder, Epoch: r.Epoch, LeaseUntil: r.LeaseUntil, MovedAt: r.MovedAt,
+		Name: r.Name, Holder: r.Holder, Epoch: r.Epoch, LeaseUntil: r.LeaseUntil, MovedAt: r.MovedAt, CursorTopic: r.CursorTopic, Transaction: r.Transaction,
 		Pending: r.Pending, PendingMore: r.PendingMore, Oldest: r.Oldest,
 		Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
 	}
@@ -79,7 +84,7 @@ func relayStatusOf(r tables.Relay) RelayStatus {
 // engine returns the status as the engine has it.
 func (s RelayStatus) engine() tables.Relay {
 	r := tables.Relay{
-		Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: s.LeaseUntil, MovedAt: s.MovedAt,
+		Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: s.LeaseUntil, MovedAt: s.MovedAt, CursorTopic: s.CursorTopic, Transaction: s.Transaction,
 		Pending: s.Pending, PendingMore: s.PendingMore, Oldest: s.Oldest,
 		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys,
 	}

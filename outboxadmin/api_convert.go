@@ -29,7 +29,7 @@ func orNull(t time.Time) *time.Time {
 }
 
 func relayOf(s outbox.RelayStatus, h *outbox.RelayHealth) apiRelay {
-	r := apiRelay{Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: orNull(s.LeaseUntil), MovedAt: orNull(s.MovedAt),
+	r := apiRelay{Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: orNull(s.LeaseUntil), MovedAt: orNull(s.MovedAt), CursorTopic: s.CursorTopic, Transaction: s.Transaction,
 		Pending: s.Pending, PendingMore: s.PendingMore, Oldest: orNull(s.Oldest),
 		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys, State: apiStateOf(s)}
 	if h != nil {

@@ -24,6 +24,8 @@ type apiRelay struct {
 	Epoch       int64             `json:"epoch"`
 	LeaseUntil  *time.Time        `json:"lease_until"`
 	MovedAt     *time.Time        `json:"moved_at"`
+	CursorTopic string            `json:"cursor_topic"`
+	Transaction int64             `json:"transaction"`
 	Pending     int64             `json:"pending"`
 	PendingMore bool              `json:"pending_more"`
 	Oldest      *time.Time        `json:"oldest"`

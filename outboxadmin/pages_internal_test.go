@@ -87,6 +87,22 @@ func TestOverview(t *testing.T) {
 	require.Equal(t, http.StatusBadRequest, h.send("reader", http.MethodGet, "/?span=2h", "", "").Code)
 }
 
+// The page and the API name the cursor topic of a relay that sends exactly once, and the newest confirmed transaction.
+func TestExactlyOnce(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, nil)
+	require.NotContains(t, h.get("/"), "exactly once")
+	require.Contains(t, h.get("/api/relays"), `"cursor_topic":"","transaction":0`)
+	query1[int64](h, `INSERT INTO {s}.outbox_cursor (relay, snapshot, last_processed_id, highest_id, system_identifier, epoch, cursor_topic, token, batch, confirmed)
+		SELECT relay, snapshot, last_processed_id, highest_id, system_identifier, epoch, '<cursors>', 't', 4711, id
+		  FROM {s}.outbox_cursor WHERE relay = 'default' ORDER BY id DESC LIMIT 1 RETURNING id`)
+	page := h.get("/")
+	require.Contains(t, page, "exactly once, ")
+	require.Contains(t, page, `title="&lt;cursors&gt;"`)
+	require.Contains(t, page, "transaction 4,711 is confirmed")
+	require.Contains(t, h.get("/api/relays"), `"transaction":4711`)
+}
+
 func TestNotices(t *testing.T) {
 	t.Parallel()
 	now := time.Now()

@@ -74,7 +74,7 @@ func (i *Inspector) Relays(ctx context.Context) ([]outbox.RelayStatus, error) {
 
 func relayStatusOf(r tables.Relay) outbox.RelayStatus {
 	s := outbox.RelayStatus{
-		Name: r.Name, Holder: r.Holder, Epoch: r.Epoch, LeaseUntil: r.LeaseUntil, MovedAt: r.MovedAt,
+		Name: r.Name, Holder: r.Holder, Epoch: r.Epoch, LeaseUntil: r.LeaseUntil, MovedAt: r.MovedAt, CursorTopic: r.CursorTopic, Transaction: r.Transaction,
 		Pending: r.Pending, PendingMore: r.PendingMore, Oldest: r.Oldest,
 		Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
 	}

@@ -126,6 +126,36 @@ func TestStatus(t *testing.T) {
 	}, testenv.Patience, 10*time.Millisecond)
 }
 
+// sendExactly writes a row of the mode exactly once, as a relay with a transaction under way does: its position is
+// that of the row before.
+func (d *commandFixture) sendExactly(t testing.TB, topic string, batch any) {
+	t.Helper()
+	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch, cursor_topic, token, batch, confirmed)
+		SELECT relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch, $1, 't', $2, id
+		  FROM {s}.outbox_cursor WHERE relay = 'default' ORDER BY id DESC LIMIT 1`, topic, batch)
+}
+
+// Status names the cursor topic of a relay that sends exactly once, and the newest transaction that its newest row says
+// is confirmed.
+func TestStatusOfExactlyOnce(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	d.relay(t)()
+	var doc statusJSON
+	d.json(t, &doc, exitOK, "status")
+	require.Empty(t, doc.Relays[0].CursorTopic)
+	require.Zero(t, doc.Relays[0].Transaction)
+	require.NotContains(t, d.ok(t, "status"), "exactly once")
+	d.sendExactly(t, "cursors", nil)
+	require.Contains(t, d.ok(t, "status"), "default: exactly once, cursor topic cursors, no transaction is confirmed yet\n")
+	d.sendExactly(t, "cursors", 4711)
+	require.Contains(t, d.ok(t, "status"), "default: exactly once, cursor topic cursors, transaction 4,711 is confirmed\n")
+	doc = statusJSON{}
+	d.json(t, &doc, exitOK, "status")
+	require.Equal(t, "cursors", doc.Relays[0].CursorTopic)
+	require.EqualValues(t, 4711, doc.Relays[0].Transaction)
+}
+
 // A command with --watch runs until it is interrupted, and then exits with 0.
 func TestStatusWatch(t *testing.T) {
 	t.Parallel()

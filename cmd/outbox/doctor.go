@@ -93,7 +93,7 @@ func (d *doctor) run(ctx context.Context, e *env) error {
 
 // wantsTables reports whether a wanted check needs tables.
 func (d *doctor) wantsTables() bool {
-	return d.wants(migrationsCheck, topicsCheck, gapsCheck) || d.wants(tableChecks...)
+	return d.wants(migrationsCheck, topicsCheck, gapsCheck, exactlyCheck) || d.wants(tableChecks...)
 }
 
 func (d *doctor) wantsDatabase() bool {
@@ -114,7 +114,7 @@ func (d *doctor) examine(ctx context.Context) {
 		}
 	}
 	switch {
-	case !d.wants(kafkaCheck, autoCreateCheck, topicsCheck, gapsCheck):
+	case !d.wants(kafkaCheck, autoCreateCheck, topicsCheck, gapsCheck, exactlyCheck):
 	case d.e.brokers() == "":
 		d.about = append(d.about, [2]string{"kafka", "not looked at: --kafka, or $KAFKA_BROKERS"})
 	default:
@@ -135,9 +135,12 @@ func (d *doctor) perform(ctx context.Context, c check) {
 	defer cancel()
 	d.checks++
 	if err := c.make(d, step); err != nil && ctx.Err() == nil {
+		do := "Give the role that the doctor uses what docs/roles.md gives a reader, or name another role with --database."
+		if strings.HasPrefix(c.name, "kafka.") {
+			do = "Give the client of the doctor the rights on Kafka that docs/roles.md names, or log in as another one: --kafka-user."
+		}
 		d.add(c.failedID(), severityWarning, fmt.Sprintf("cannot look at %s: %s", c.name, errorText(err)),
-			"Whether something is wrong there is not known.",
-			"Give the role that the doctor uses what docs/roles.md gives a reader, or name another role with --database.")
+			"Whether something is wrong there is not known.", do)
 	}
 }
 

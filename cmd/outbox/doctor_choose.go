@@ -8,7 +8,7 @@ import (
 // allChecks returns the checks in the order in which they are made.
 func allChecks() []check {
 	return slices.Concat([]check{connectCheck, firstCheck}, databaseChecks, []check{migrationsCheck}, tableChecks,
-		[]check{kafkaCheck, autoCreateCheck, topicsCheck, gapsCheck})
+		[]check{kafkaCheck, autoCreateCheck, topicsCheck, gapsCheck, exactlyCheck})
 }
 
 // findingIDs returns the ids of all that the doctor can find.

@@ -14,7 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// The checks of Kafka. kafka completes the last two, which need a client.
+// The checks of Kafka. kafka completes those that need a client.
 var (
 	kafkaCheck      = check{name: "kafka.connect", ids: []string{"kafka.connect"}}
 	autoCreateCheck = check{name: "kafka.settings", ids: []string{"kafka.auto_create"}}
@@ -41,6 +41,9 @@ func (d *doctor) kafka(ctx context.Context) {
 		d.try(ctx, c)
 		c = gapsCheck
 		c.make = func(d *doctor, ctx context.Context) error { return d.gapsInKafka(ctx, opts) }
+		d.try(ctx, c)
+		c = exactlyCheck
+		c.make = func(d *doctor, ctx context.Context) error { return d.exactlyOnce(ctx, opts, brokers) }
 		d.try(ctx, c)
 	}
 }
@@ -111,17 +114,22 @@ func autoCreatesTopics(ctx context.Context, client *kgo.Client, brokers []kmsg.M
 	return false, nil
 }
 
-// topics checks the topics of recorded events.
-func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
+// eventTopics returns the topics of recorded events, without impossible names, which are found as events.topic.
+func (d *doctor) eventTopics(ctx context.Context) (names []string, err error) {
 	recorded, err := d.recorded(ctx)
-	if err != nil {
-		return err
-	}
-	var names []string
 	for _, r := range recorded {
-		if err, _ := topicNameErrors(r.Topic); err == nil { // the others are found as events.topic
+		if err, _ := topicNameErrors(r.Topic); err == nil {
 			names = append(names, r.Topic)
 		}
+	}
+	return names, err
+}
+
+// topics checks the topics of recorded events.
+func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
+	names, err := d.eventTopics(ctx)
+	if err != nil {
+		return err
 	}
 	infos, err := outboxtopics.Describe(ctx, opts, names...)
 	exists := map[string]bool{}

@@ -49,11 +49,15 @@ func eventsShow(ctx context.Context, e *env, payload bool) error {
 	if e.json {
 		return e.writeJSON(eventHistoryOf(event))
 	}
+	exactly, err := exactlyRelays(ctx, e)
+	if err != nil {
+		return err
+	}
 	e.writeFields(append([][2]string{
 		{"outbox id", strconv.FormatInt(event.OutboxID, 10)}, {"event id", event.EventID}, {"type", event.Type},
 		{"aggregate", event.AggregateType + "/" + event.AggregateID}, {"topic", event.Topic}, {"key", event.Key},
 		{"recorded", clock(event.CreatedAt)},
-	}, historyOf(event)...))
+	}, historyOf(event, exactly)...))
 	for _, a := range event.Audit {
 		e.printf("%s  %s by %s: %s\n", clock(a.At), a.Action, who(a), visible(a.Reason))
 	}
@@ -80,8 +84,8 @@ func outboxIDOf(ctx context.Context, inspector *outboxops.Inspector, eventID str
 	return events[0].OutboxID, nil
 }
 
-// historyOf says what each relay has done with an event.
-func historyOf(event outboxops.RecordedEvent) (fields [][2]string) {
+// historyOf says what each relay has done with an event. Exactly are the relays that send exactly once.
+func historyOf(event outboxops.RecordedEvent, exactly []outbox.RelayStatus) (fields [][2]string) {
 	relays := slices.Concat(event.AttemptedBy, event.PendingFor)
 	for _, s := range event.Sent {
 		relays = append(relays, s.Relay)
@@ -89,7 +93,7 @@ func historyOf(event outboxops.RecordedEvent) (fields [][2]string) {
 	slices.Sort(relays)
 	for _, relay := range slices.Compact(relays) {
 		name := "relay"
-		for _, text := range historyAt(event, relay) {
+		for _, text := range historyAt(event, relay, slices.ContainsFunc(exactly, func(r outbox.RelayStatus) bool { return r.Name == relay })) {
 			fields = append(fields, [2]string{name, relay + ": " + text})
 			name = ""
 		}
@@ -100,8 +104,8 @@ func historyOf(event outboxops.RecordedEvent) (fields [][2]string) {
 	return fields
 }
 
-// historyAt says what a relay has done with an event.
-func historyAt(event outboxops.RecordedEvent, relay string) (texts []string) {
+// historyAt says what a relay, which may send exactly once, has done with an event.
+func historyAt(event outboxops.RecordedEvent, relay string, exactly bool) (texts []string) {
 	for _, s := range event.Sent {
 		if s.Relay != relay {
 			continue
@@ -131,8 +135,10 @@ func historyAt(event outboxops.RecordedEvent, relay string) (texts []string) {
 	case len(texts) > 0:
 	case slices.Contains(event.PendingFor, relay):
 		texts = append(texts, "not attempted yet")
+	case exactly:
+		texts = append(texts, "sent, and where is not known: a relay that sends exactly once does not keep that")
 	default:
-		texts = append(texts, "sent, and where is not known: at a retry (KeepSent keeps that), exactly once, or before its cursor was removed")
+		texts = append(texts, "sent, and where is not known: at a retry (KeepSent keeps that), in the mode exactly once, or before its cursor was removed")
 	}
 	return texts
 }

@@ -45,6 +45,9 @@ func TestEventsShow(t *testing.T) {
 	require.Contains(t, unsent, "resolve by ann")
 	require.Contains(t, show("3"), "default: sent, and where is not known")
 	require.Contains(t, show("4"), "default: not attempted yet")
+	d.sendExactly(t, "cursors", 7)
+	require.Contains(t, show("3"), "default: sent, and where is not known: a relay that sends exactly once does not keep that")
+	require.Equal(t, sent, show("1"))
 
 	var shown eventHistoryJSON
 	d.json(t, &shown, exitOK, "events", "show", "1")

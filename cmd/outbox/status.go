@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"flag"
+	"fmt"
 	"strings"
 	"time"
 
@@ -160,6 +161,9 @@ func (s *statusFlags) show(e *env, now snapshot, minutes map[string]minute) {
 			line += ", " + length(m.latency) + " from recording to Kafka"
 		}
 		e.printf("%s\n", line)
+		if r.CursorTopic != "" {
+			e.printf("%s\n", visible(exactlyLine(r)))
+		}
 	}
 	if t := groupTable(now.groups, now.now); len(t.rows) > 0 {
 		e.printf("\n")
@@ -178,6 +182,15 @@ func (s *statusFlags) show(e *env, now snapshot, minutes map[string]minute) {
 	if s.watch && !e.outTTY {
 		e.printf("\n")
 	}
+}
+
+// exactlyLine says how far a relay that sends exactly once has come.
+func exactlyLine(r outbox.RelayStatus) string {
+	confirmed := "no transaction is confirmed yet"
+	if r.Transaction > 0 {
+		confirmed = "transaction " + count(r.Transaction) + " is confirmed"
+	}
+	return fmt.Sprintf("%s: exactly once, cursor topic %s, %s", r.Name, r.CursorTopic, confirmed)
 }
 
 func relayTable(now snapshot) table {
@@ -241,6 +254,8 @@ type relayJSON struct {
 	Epoch       int64             `json:"epoch"`
 	LeaseUntil  *time.Time        `json:"lease_until"`
 	MovedAt     *time.Time        `json:"moved_at"`
+	CursorTopic string            `json:"cursor_topic"` // empty: it sends at least once
+	Transaction int64             `json:"transaction"`
 	State       *outage.RelayForm `json:"state"` // null: not known
 	Pending     int64             `json:"pending"`
 	PendingMore bool              `json:"pending_more"`
@@ -274,7 +289,7 @@ func statusOf(s snapshot, minutes map[string]minute, database, schema string) st
 		Problems: append([]finding{}, s.findings...)}
 	for _, r := range s.relays {
 		out.Relays = append(out.Relays, relayJSON{
-			Name: r.Name, Leader: r.Holder, Epoch: r.Epoch, LeaseUntil: optional(r.LeaseUntil), MovedAt: optional(r.MovedAt), State: relayStateOf(r),
+			Name: r.Name, Leader: r.Holder, Epoch: r.Epoch, LeaseUntil: optional(r.LeaseUntil), MovedAt: optional(r.MovedAt), CursorTopic: r.CursorTopic, Transaction: r.Transaction, State: relayStateOf(r),
 			Pending: r.Pending, PendingMore: r.PendingMore, Oldest: optional(r.Oldest),
 			Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
 			LastMinute: minutes[r.Name].events, Latency: minutes[r.Name].latency.Seconds(),

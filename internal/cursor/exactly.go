@@ -12,6 +12,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // A relay that sends exactly once has its position in Kafka: a record names a row of outbox_cursor, by id and
@@ -88,15 +89,9 @@ func orEmpty(n int64) string {
 	return strconv.FormatInt(n, 10)
 }
 
-// sqlIdentity reads what the transactional ids are made of.
-const sqlIdentity = `SELECT system_identifier, pg_catalog.current_database()::text FROM pg_control_system()`
-
-// Identity returns the identifier of the cluster, and the name of the database.
+// Identity is [tables.Identity].
 func (c *Store) Identity(ctx context.Context) (systemID int64, database string, err error) {
-	if err := pg.QueryRow(ctx, c.db, sqlIdentity).Scan(&systemID, &database); err != nil {
-		return 0, "", fmt.Errorf("read the identity of the database: %w", err)
-	}
-	return systemID, database, nil
+	return tables.Identity(ctx, c.db)
 }
 
 // sqlMode reads the newest row: its topic, and whether Kafka has confirmed a transaction since the relay uses the

@@ -71,7 +71,7 @@ func (s *Sender) Start(ctx context.Context, create bool) (newest Record, found b
 	if err := CheckVersion(ctx, s.clients[0]); err != nil {
 		return Record{}, false, err
 	}
-	if err := s.checkTopic(ctx, create); err != nil {
+	if err := s.ensureTopic(ctx, create); err != nil {
 		return Record{}, false, err
 	}
 	if err := s.fence(ctx); err != nil {

@@ -53,54 +53,55 @@ const (
 	missingPoll = 200 * time.Millisecond
 )
 
-// checkTopic checks that the topic exists, and creates it if it may.
-func (s *Sender) checkTopic(ctx context.Context, create bool) error {
-	err := s.describeTopic(ctx)
+// ensureTopic checks the topic, and creates it if it may.
+func (s *Sender) ensureTopic(ctx context.Context, create bool) error {
+	err := CheckTopic(ctx, s.clients[0], s.cfg.Topic)
 	if create && errors.Is(err, ErrNoTopic) {
 		if err = s.createTopic(ctx); err != nil {
 			return err
 		}
-		err = s.describeTopic(ctx)
+		err = CheckTopic(ctx, s.clients[0], s.cfg.Topic)
 	}
 	for began := time.Now(); errors.Is(err, ErrNoTopic) && time.Since(began) < missingFor && ctx.Err() == nil; {
 		wait.Sleep(ctx, missingPoll)
-		err = s.describeTopic(ctx)
+		err = CheckTopic(ctx, s.clients[0], s.cfg.Topic)
 	}
 	return err
 }
 
-func (s *Sender) describeTopic(ctx context.Context) error {
-	answer, err := kafka.Metadata(ctx, s.clients[0], s.cfg.Topic)
+// CheckTopic returns [ErrNoTopic] or [ErrTopic] unless a topic can be a cursor topic. Other errors are Kafka's.
+func CheckTopic(ctx context.Context, client *kgo.Client, topic string) error {
+	answer, err := kafka.Metadata(ctx, client, topic)
 	if err != nil {
 		return fmt.Errorf("describe the cursor topic: %w", err)
 	}
 	for _, t := range answer.Topics {
 		switch err := kerr.ErrorForCode(t.ErrorCode); {
 		case errors.Is(err, kerr.UnknownTopicOrPartition):
-			return fmt.Errorf("%w: %s", ErrNoTopic, s.cfg.Topic)
+			return fmt.Errorf("%w: %s", ErrNoTopic, topic)
 		case err != nil:
-			return fmt.Errorf("cursor topic %s: %w", s.cfg.Topic, err)
+			return fmt.Errorf("cursor topic %s: %w", topic, err)
 		case len(t.Partitions) != 1:
-			return fmt.Errorf("%w: %s has %d partitions, and must have one", ErrTopic, s.cfg.Topic, len(t.Partitions))
+			return fmt.Errorf("%w: %s has %d partitions, and must have one", ErrTopic, topic, len(t.Partitions))
 		case t.Partitions[0].Leader < 0:
-			return fmt.Errorf("cursor topic %s: %w", s.cfg.Topic, kafka.ErrNoLeader)
+			return fmt.Errorf("cursor topic %s: %w", topic, kafka.ErrNoLeader)
 		}
 	}
-	return s.checkPolicy(ctx)
+	return checkPolicy(ctx, client, topic)
 }
 
 // checkPolicy checks that Kafka keeps the newest record for ever. A client without the right to read settings cannot
 // check that.
-func (s *Sender) checkPolicy(ctx context.Context) error {
+func checkPolicy(ctx context.Context, client *kgo.Client, topic string) error {
 	const setting = "cleanup.policy"
-	answer, err := kafka.SettingsRequest([]string{s.cfg.Topic}, setting).RequestWith(ctx, s.clients[0])
+	answer, err := kafka.SettingsRequest([]string{topic}, setting).RequestWith(ctx, client)
 	if err != nil {
 		return fmt.Errorf("read the settings of the cursor topic: %w", err)
 	}
 	for _, r := range answer.Resources {
 		if policy, known := kafka.SettingsOf(r)[setting]; known && policy != "compact" {
 			return fmt.Errorf("%w: cleanup.policy of %s is %s, and must be compact: with another policy Kafka removes the newest record after a time",
-				ErrTopic, s.cfg.Topic, policy)
+				ErrTopic, topic, policy)
 		}
 	}
 	return nil

@@ -23,6 +23,9 @@ type Relay struct {
 	LeaseUntil time.Time
 	MovedAt    time.Time
 
+	CursorTopic string
+	Transaction int64
+
 	Pending     int64
 	PendingMore bool
 	Oldest      time.Time
@@ -98,7 +101,8 @@ const positionsOfRelays = NewestCursors + `, known AS MATERIALIZED (
 SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' END, coalesce(l.epoch, 0),
        CASE WHEN isfinite(l.expires_at) THEN l.expires_at END, c.created_at, p.events, p.more,
        (SELECT created_at FROM {schema}.outbox WHERE id = p.first),
-       CASE WHEN ` + leaseHolds + ` THEN l.state END, l.state_at, l.kafka_at, clock_timestamp()`
+       CASE WHEN ` + leaseHolds + ` THEN l.state END, l.state_at, l.kafka_at, clock_timestamp(),
+       coalesce(c.newest_topic, ''), coalesce(c.newest_batch, 0)`
 
 // leaseHolds is the condition that a process holds the lease l, and has said something of itself since it took it.
 const leaseHolds = `l.expires_at > clock_timestamp() AND l.holder NOT IN ('outbox cut', 'outbox debezium')
@@ -242,7 +246,7 @@ func scanRelay(row pgx.CollectableRow) (r Relay, err error) {
 	var said Said
 	var state *outage.State
 	err = row.Scan(&r.Name, &r.Holder, &r.Epoch, &until, &moved, &r.Pending, &r.PendingMore, &oldest,
-		&state, pg.Time{At: &said.At}, pg.Time{At: &said.KafkaAt}, pg.Time{At: &said.Now},
+		&state, pg.Time{At: &said.At}, pg.Time{At: &said.KafkaAt}, pg.Time{At: &said.Now}, &r.CursorTopic, &r.Transaction,
 		&r.Waiting, &r.Failed, &r.Parked, &r.Dead, &r.ParkedKeys, &r.HeldKeys)
 	r.LeaseUntil, r.MovedAt, r.Oldest = until.Time, moved.Time, oldest.Time
 	if state != nil && state.Epoch == r.Epoch { // else it cannot be read

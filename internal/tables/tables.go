@@ -4,10 +4,14 @@
 package tables
 
 import (
+	"context"
+	"fmt"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Names are the tables that Migrate makes, but for the one in which it keeps what it has done.
@@ -24,7 +28,7 @@ WITH RECURSIVE names AS (
     SELECT (SELECT c.relay FROM {schema}.outbox_cursor AS c WHERE c.relay > names.relay ORDER BY c.relay LIMIT 1)
       FROM names WHERE names.relay IS NOT NULL
 ), positions AS MATERIALIZED (
-    SELECT c.* FROM names
+    SELECT c.*, n.cursor_topic AS newest_topic, n.batch AS newest_batch FROM names
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                           WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS n
      CROSS JOIN LATERAL (SELECT n.* WHERE n.confirmed IS NULL
@@ -110,4 +114,15 @@ func ParkingKey(topic string, key []byte) string {
 	b.WriteByte('/')
 	b.Write(key)
 	return b.String()
+}
+
+// sqlIdentity reads what the transactional ids of relays are made of.
+const sqlIdentity = `SELECT system_identifier, pg_catalog.current_database()::text FROM pg_control_system()`
+
+// Identity returns the identifier of the cluster, and the name of the database.
+func Identity(ctx context.Context, db pg.BatchSender) (systemID int64, database string, err error) {
+	if err := pg.QueryRow(ctx, db, sqlIdentity).Scan(&systemID, &database); err != nil {
+		return 0, "", fmt.Errorf("read the identity of the database: %w", err)
+	}
+	return systemID, database, nil
 }
