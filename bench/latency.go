@@ -212,6 +212,7 @@ type race struct {
 	measured   time.Duration
 	limit      float64 // that the ratios at p50 and p99 should keep to; 0: none
 	tail       float64 // that at p99, if it is another one; 0: it is not
+	most       float64 // milliseconds that p50 of the second side should keep to; 0: none
 	further    float64 // a percentile to report without a limit; 0: none
 	base, with side
 }
@@ -262,6 +263,9 @@ func (b *bench) reportRace(r race, base, with []*laps.Lap) {
 		of, against := r.percentile(p, base, with)
 		if r.limit > 0 {
 			of = of.RatioAtMost(r.limitAt(p))
+		}
+		if r.most > 0 && p == 50 {
+			of = of.ValueAtMost(r.most)
 		}
 		b.report.Add(against, of)
 	}

@@ -38,7 +38,7 @@ func relayThroughOutage(ctx context.Context, j job) (u used, err error) {
 		return u, err
 	}
 	defer db.Close()
-	s := &survivor{job: j, acked: &acked{newCountdown(j.Events)}}
+	s := &survivor{job: j, acked: &acked{j.Topic, newCountdown(j.Events)}}
 	relay, err := outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(j.Brokers...), kgo.Dialer(s.gate.dial), kgo.WithHooks(&s.next, s.acked)}, s.config())
 	if err != nil {
 		return u, err

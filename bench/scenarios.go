@@ -32,6 +32,7 @@ func init() {
 		{"open-transactions", "from commit to arrival while transactions stay open: one that has written, a bulk of events, an operator's; against without", true, onTrack("open", (*track).openTransactions)},
 		{"poison", "the same while Kafka refuses some events, for those of other keys, against without", true, (*bench).poison},
 		{"bad-topics", "from commit to arrival beside a topic that takes nothing, against without", true, onTrack("bad_without", (*track).badTopics)},
+		{"exactly", "from commit to arrival, and all events, with each event sent exactly once, against at least once", true, onTrack("default", (*track).exactly)},
 		{"drain", "all events, against a bare loop that reads rows and produces them", true, (*bench).drain},
 		{"outage", "all events that pile up while Kafka is away, against the bare loop, and against a relay without an outage", true, (*bench).outage},
 		{"backlog", "a large backlog against a small one: time and CPU of an event", true, (*bench).backlog},

@@ -151,9 +151,9 @@ func relayAll(ctx context.Context, j job) (u used, err error) {
 		return u, err
 	}
 	defer db.Close()
-	acked := &acked{newCountdown(j.Events)}
+	acked := &acked{j.Topic, newCountdown(j.Events)}
 	relay, err := outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(j.Brokers...), kgo.WithHooks(acked)},
-		outbox.RelayConfig{Schema: j.Schema, Name: j.Relay})
+		outbox.RelayConfig{Schema: j.Schema, Name: j.Relay, ExactlyOnce: j.ExactlyOnce})
 	if err != nil {
 		return u, err
 	}
@@ -171,13 +171,18 @@ func relayAll(ctx context.Context, j job) (u used, err error) {
 	return u, errors.Join(err, stop())
 }
 
-// acked is a hook that counts the records that Kafka has acknowledged, once per batch and
+// acked is a hook that counts the records of a topic that Kafka has acknowledged, once per batch and
 // partition. Its cost for the relay is negligible, and it needs no query.
-type acked struct{ *countdown }
+type acked struct {
+	topic string
+	*countdown
+}
 
 // OnProduceBatchWritten implements [kgo.HookProduceBatchWritten].
-func (a *acked) OnProduceBatchWritten(_ kgo.BrokerMetadata, _ string, _ int32, m kgo.ProduceBatchMetrics) {
-	a.done(m.NumRecords)
+func (a *acked) OnProduceBatchWritten(_ kgo.BrokerMetadata, topic string, _ int32, m kgo.ProduceBatchMetrics) {
+	if topic == a.topic {
+		a.done(m.NumRecords)
+	}
 }
 
 // countdown tells when all of something is done.

@@ -49,7 +49,7 @@ func TestTracerFindsThePoll(t *testing.T) {
 }
 
 func TestAckedClosesOnceWithTheLastRecord(t *testing.T) {
-	a := &acked{newCountdown(5)}
+	a := &acked{"topic", newCountdown(5)}
 	for range 2 {
 		a.OnProduceBatchWritten(kgo.BrokerMetadata{}, "topic", 0, kgo.ProduceBatchMetrics{NumRecords: 2})
 	}

@@ -13,11 +13,11 @@ import (
 // Reader reads the topic.
 type Reader struct{ Client *kgo.Client }
 
-// ReadFrom returns a reader of a topic from the offsets on where its partitions once ended.
+// ReadFrom returns a reader of the committed records of a topic from the offsets on where its partitions once ended.
 func ReadFrom(brokers []string, topic string, ends kadm.ListedOffsets) (*Reader, error) {
 	from := map[int32]kgo.Offset{}
 	ends.Each(func(o kadm.ListedOffset) { from[o.Partition] = kgo.NewOffset().At(o.Offset) })
-	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...),
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.FetchIsolationLevel(kgo.ReadCommitted()),
 		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{topic: from}))
 	if err != nil {
 		return nil, fmt.Errorf("make Kafka client: %w", err)
