@@ -147,6 +147,7 @@ func TestExactlyOnceStoppedLeader(t *testing.T) {
 	rng := rand.New(rand.NewPCG(seed, 1<<40))
 	server := startServer(t, nil)
 	s := newSiteBeside(t, server, server.URL(), testenv.Brokers(t))
+	testenv.CreateTopic(t, s.brokers, s.topic, 3)
 	type member struct {
 		*worker
 		name    string
