@@ -75,6 +75,8 @@ func TestExactlyOnceForgottenIDs(t *testing.T) {
 	}
 	s.requireArrival(t, s.commit(t, "on", 50))
 	s.requireOnce(t)
+	require.Contains(t, log.String(), "INVALID_PRODUCER_ID_MAPPING")
+	require.NotContains(t, log.String(), "breaker", "Kafka works")
 }
 
 // What a transaction waits for lasts longer than the transaction may: Kafka aborts it, and the relay goes on.

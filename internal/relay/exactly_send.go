@@ -132,9 +132,12 @@ func (x *Exactly) mayProduce(stop, held context.Context) error {
 	return nil
 }
 
-// report tells the breaker how a transaction has ended.
+// report tells the breaker how a transaction has ended. That Kafka has ended it says nothing about the next one.
 func (x *Exactly) report(permit *breaker.Permit, err error) {
 	defer permit.Release()
+	if exactly.IsEnded(err) {
+		return
+	}
 	outcome := breaker.Succeeded
 	if err != nil {
 		outcome = breaker.Failed
