@@ -18,7 +18,7 @@ import (
 type Config struct {
 	Opts  []kgo.Opt // of a producer with transactions, which is flushed by hand; the ids are added
 	Topic string    // of the cursor
-	Relay string    // key of the cursor records
+	Key   string    // of the cursor records
 	ID    string    // both transactional ids begin with it
 	Go    func(func())
 }
@@ -26,10 +26,12 @@ type Config struct {
 // IDs returns the two transactional ids.
 func (c Config) IDs() [2]string { return [2]string{c.ID + ".1", c.ID + ".2"} }
 
-// TransactionalID returns what the transactional ids of a relay begin with. A restored database has another system
-// identifier, so that its relay does not fence that of the original.
-func TransactionalID(systemID int64, database, schema, relay string) string {
-	return fmt.Sprintf("outbox.%d.%s.%s.%s", systemID, database, schema, relay)
+// For returns the configuration with the names of a relay. A database that was restored into another cluster has the
+// same cursor records, but other transactional ids, so that its relay does not fence that of the original.
+func (c Config) For(systemID int64, database, schema, relay string) Config {
+	c.Key = database + "." + schema + "." + relay
+	c.ID = fmt.Sprintf("outbox.%d.%s", systemID, c.Key)
+	return c
 }
 
 // Sender sends transactions. It belongs to one goroutine at a time.
@@ -112,6 +114,7 @@ type Transaction struct {
 	sender *Sender
 	id     int
 	client *kgo.Client
+	epoch  int16
 }
 
 // Begin begins a transaction of the next id, after the one before of this id has ended.
@@ -128,7 +131,18 @@ func (s *Sender) Begin(ctx context.Context) (*Transaction, error) {
 	if err := s.clients[i].BeginTransaction(); err != nil {
 		return nil, fmt.Errorf("begin transaction: %w", err)
 	}
-	return &Transaction{sender: s, id: i, client: s.clients[i]}, nil
+	_, epoch, err := s.clients[i].ProducerID(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("begin transaction: %w", err)
+	}
+	return &Transaction{s, i, s.clients[i], epoch}, nil
+}
+
+// IsEnded reports whether Kafka has ended a transaction that the client wanted to continue: another process has
+// initialized its id, its time was over, or Kafka has forgotten the id.
+func IsEnded(err error) bool {
+	return errors.Is(err, kerr.ProducerFenced) || errors.Is(err, kerr.InvalidProducerEpoch) ||
+		errors.Is(err, kerr.InvalidProducerIDMapping) || errors.Is(err, kerr.InvalidTxnState) || errors.Is(err, kerr.TransactionAbortable)
 }
 
 // Send sends records and returns the error of each. Its own error means that not all outcomes are known: the
@@ -156,7 +170,7 @@ func (t *Transaction) Send(ctx context.Context, records []kgo.Record) ([]error, 
 // CursorRecord returns the cursor record to send.
 func (s *Sender) CursorRecord(r Record) (kgo.Record, error) {
 	value, err := json.Marshal(r)
-	return kgo.Record{Topic: s.cfg.Topic, Partition: 0, Key: []byte(s.cfg.Relay), Value: value}, err
+	return kgo.Record{Topic: s.cfg.Topic, Partition: 0, Key: []byte(s.cfg.Key), Value: value}, err
 }
 
 // Abort ends the transaction. After an error the sender has to start again. The next transaction has the same id.
@@ -186,11 +200,24 @@ func (t *Transaction) Commit(ctx context.Context) *Commit {
 				return
 			}
 		}
-		if c.err = t.client.EndTransaction(ctx, kgo.TryCommit); c.err != nil {
+		if c.err = t.commit(ctx); c.err != nil {
 			c.err = fmt.Errorf("commit transaction: %w", c.err)
 		}
 	})
 	return c
+}
+
+// errInTwo means that the client has initialized its id in the middle of the transaction, which it does by itself
+// after some errors: what it had sent before is aborted.
+var errInTwo = errors.New("the client has begun another transaction in its middle")
+
+func (t *Transaction) commit(ctx context.Context) error {
+	if _, epoch, err := t.client.ProducerID(ctx); err != nil {
+		return err
+	} else if epoch != t.epoch {
+		return errInTwo
+	}
+	return t.client.EndTransaction(ctx, kgo.TryCommit)
 }
 
 // Wait waits until Kafka has confirmed the commit. An error means that it is not known whether the transaction is

@@ -37,7 +37,7 @@ func newFixture(t *testing.T) *fixture {
 	f.events = name + "-events"
 	testenv.CreateTopic(t, f.brokers, f.events, 3)
 	opts := kafka.TransactionOpts(testenv.KafkaOpts(f.brokers), 10*time.Second)
-	f.cfg = Config{Opts: append(opts, kafka.FlushOpts(opts)...), Topic: name + "-cursor", Relay: "default", ID: name, Go: func(do func()) { f.going.Go(do) }}
+	f.cfg = Config{Opts: append(opts, kafka.FlushOpts(opts)...), Topic: name + "-cursor", Key: "default", ID: name, Go: func(do func()) { f.going.Go(do) }}
 	t.Cleanup(f.going.Wait)
 	return f
 }
@@ -178,7 +178,7 @@ func TestReadToTheEnd(t *testing.T) {
 		require.NoError(t, f.send(t, s, 2+n).Abort(f.ctx(t)))
 	}
 	other := *f
-	other.cfg.Relay, other.cfg.ID = "other", f.cfg.ID+"-other"
+	other.cfg.Key, other.cfg.ID = "other", f.cfg.ID+"-other"
 	o, newest := other.start(t)
 	require.Zero(t, newest)
 	require.NoError(t, f.send(t, o, 7).Commit(f.ctx(t)).Wait(f.ctx(t)))
@@ -263,6 +263,51 @@ func TestParseRecord(t *testing.T) {
 	}
 }
 
+// After some errors the client initializes its id by itself, and sends a record again. What it has sent before in the
+// transaction is aborted then, and the rest must not be committed.
+func TestTransactionInTwo(t *testing.T) {
+	t.Parallel()
+	k, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "first", "second"))
+	require.NoError(t, err)
+	t.Cleanup(k.Close)
+	opts := []kgo.Opt{kgo.SeedBrokers(k.ListenAddrs()...), kgo.RecordPartitioner(kgo.ManualPartitioner())}
+	opts = append(kafka.TransactionOpts(opts, 10*time.Second), kgo.ManualFlushing())
+	s := NewSender(Config{Opts: opts, Topic: "cursor", Key: "default", ID: "id", Go: func(do func()) { do() }})
+	ctx, cancel := context.WithTimeout(context.Background(), testenv.Patience)
+	defer cancel()
+	defer s.Close()
+	_, _, err = s.Start(ctx, true)
+	require.NoError(t, err)
+	for range 2 { // so that each id has sent to the topic
+		tx, err := s.Begin(ctx)
+		require.NoError(t, err)
+		errs, err := tx.Send(ctx, []kgo.Record{{Topic: "second"}})
+		require.NoError(t, err)
+		require.Equal(t, []error{nil}, errs)
+		require.NoError(t, tx.Commit(ctx).Wait(ctx))
+	}
+	tx, err := s.Begin(ctx)
+	require.NoError(t, err)
+	errs, err := tx.Send(ctx, []kgo.Record{{Topic: "first"}})
+	require.NoError(t, err)
+	require.Equal(t, []error{nil}, errs)
+	k.ControlKey(int16(kmsg.Produce), func(r kmsg.Request) (kmsg.Response, error, bool) {
+		asked := r.(*kmsg.ProduceRequest)
+		answer := asked.ResponseKind().(*kmsg.ProduceResponse)
+		partition := kmsg.NewProduceResponseTopicPartition()
+		partition.ErrorCode, partition.LogStartOffset = kerr.InvalidProducerEpoch.Code, 1000 // everything was removed
+		topic := kmsg.NewProduceResponseTopic()
+		topic.Topic, topic.TopicID = asked.Topics[0].Topic, asked.Topics[0].TopicID
+		topic.Partitions = append(topic.Partitions, partition)
+		answer.Topics = append(answer.Topics, topic)
+		return answer, nil, true
+	})
+	errs, err = tx.Send(ctx, []kgo.Record{{Topic: "second"}})
+	require.NoError(t, err)
+	require.Equal(t, []error{nil}, errs, "the client has sent it again by itself")
+	require.ErrorIs(t, tx.Commit(ctx).Wait(ctx), errInTwo)
+}
+
 // A client without rights on the transactional ids learns which it needs.
 func TestMissingRights(t *testing.T) {
 	t.Parallel()
@@ -275,7 +320,7 @@ func TestMissingRights(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(k.Close)
 	opts := []kgo.Opt{kgo.SeedBrokers(k.ListenAddrs()...), kgo.SASL(plain.Auth{User: "u", Pass: "p"}.AsMechanism())}
-	s := NewSender(Config{Opts: kafka.TransactionOpts(opts, 10*time.Second), Topic: "cursor", Relay: "default", ID: "outbox.1", Go: func(do func()) { do() }})
+	s := NewSender(Config{Opts: kafka.TransactionOpts(opts, 10*time.Second), Topic: "cursor", Key: "default", ID: "outbox.1", Go: func(do func()) { do() }})
 	ctx, cancel := context.WithTimeout(context.Background(), testenv.Patience)
 	defer cancel()
 	defer s.Close()

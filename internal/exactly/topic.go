@@ -155,7 +155,7 @@ func (s *Sender) read(ctx context.Context) (newest Record, found bool, err error
 				return Record{}, false, err
 			}
 			for _, r := range records {
-				if string(r.Key) != s.cfg.Relay {
+				if string(r.Key) != s.cfg.Key {
 					continue
 				}
 				if newest, err = parseRecord(r.Value); err != nil {

@@ -250,3 +250,121 @@ func TestExactlyOnceIsNotCut(t *testing.T) {
 	_, err = h.db.Exec(background, sql(`SELECT {schema}.outbox_cut_to_postgres('{g}', 'default', '{}', 'kim', 'why')`))
 	require.ErrorContains(t, err, "end that mode first")
 }
+
+// Operators resolve, retry and remove rows of events while these are sent again, and processes are killed. No event
+// arrives twice or is lost, but for those that were resolved or removed: these arrive once or not at all.
+func TestExactlyOnceBesideOperators(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	rng := rand.New(rand.NewPCG(seed, 1))
+	reader := f.follow(t)
+	f.cfg.Retry.MaxRetries = 1000
+	kill := f.process(t, f.cfg)
+	defer func() { kill() }()
+	gone := map[string]bool{} // resolved or removed
+	var all []oracle.Event
+	actions := []string{ // only the first one leaves the event to the relay
+		`SELECT {s}.outbox_retry_failed($1, 'kim', 'why')`, `SELECT {s}.outbox_resolve_failed($1, 'kim', 'why')`, `DELETE FROM {s}.outbox_failed WHERE id = ANY ($1)`,
+	}
+	for range 6 {
+		f.setTopic(t, "max.message.bytes", "3000")
+		for key := range 20 {
+			events := numbered(fmt.Sprint("key-", key), 1+len(all), 4)
+			events[1].Filler = random(5000)
+			f.commit(t, events...)
+			all = append(all, events...)
+		}
+		require.Eventually(t, func() bool { return f.statuses(t)["failed"] > 10 }, testenv.Patience, 5*time.Millisecond)
+		f.setTopic(t, "max.message.bytes", "1000000") // now they are accepted
+		for range 10 {
+			does := rng.IntN(len(actions))
+			for _, id := range f.operate(t, actions[does]) {
+				gone[id] = gone[id] || does > 0
+			}
+			time.Sleep(time.Duration(rng.IntN(20)) * time.Millisecond)
+		}
+		if rng.IntN(2) == 0 {
+			kill()
+			kill = f.process(t, f.cfg)
+		}
+	}
+	var want []oracle.Event
+	for _, e := range all {
+		if !gone[e.ID] {
+			want = append(want, e)
+		}
+	}
+	require.Less(t, len(want), len(all))
+	requireArrival(t, reader, want...)
+	require.Eventually(t, func() bool { return f.statuses(t)["failed"]+f.statuses(t)["parked"]+f.statuses(t)["waiting"] == 0 }, testenv.Patience, 10*time.Millisecond)
+	for _, e := range all {
+		if gone[e.ID] && reader.Has(e.ID) {
+			want = append(want, e)
+		}
+	}
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	ids := func(events []oracle.Event) (ids []string) {
+		for _, e := range events {
+			ids = append(ids, e.ID)
+		}
+		return ids
+	}
+	require.ElementsMatch(t, ids(want), ids(arrived))
+	t.Logf("%d events, of which %d have arrived", len(all), len(want))
+}
+
+// operate does something with a few rows, and returns the ids of their events.
+func (f *exactlyFixture) operate(t *testing.T, sql string) (events []string) {
+	t.Helper()
+	var rows []int64
+	require.NoError(t, f.db.QueryRow(background, f.sql(`
+		SELECT array_agg(id), array_agg(payload->>'id')
+		  FROM (SELECT id, payload FROM {s}.outbox_failed WHERE status <> 'resolved' ORDER BY random() LIMIT 3) AS few`)).Scan(&rows, &events))
+	_, err := f.db.Exec(background, f.sql(sql), rows)
+	require.NoError(t, err)
+	return events
+}
+
+// Relays of two names, and of two schemas, share a cursor topic: each reads its own position there.
+func TestExactlyOnceSharedTopic(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	other := &exactlyFixture{newRelayFixture(t), f.cfg}
+	audit := f.cfg
+	audit.Name = "audit"
+	reader, there := f.follow(t), other.follow(t)
+	var ours, theirs []oracle.Event
+	for range 3 {
+		next := numbered("key", 1+len(ours), 100)
+		ours = append(ours, next...)
+		f.runUntil(t, f.cfg, reader, next...)
+		next = numbered("key", 1+len(theirs), 30)
+		theirs = append(theirs, next...)
+		other.runUntil(t, f.cfg, there, next...)
+	}
+	f.requireOnce(t, reader, ours)
+	other.requireOnce(t, there, theirs)
+	testenv.Run(t, f.relay(t, audit).Run)
+	require.Eventually(t, func() bool {
+		arrived, err := reader.Arrived()
+		require.NoError(t, err)
+		return len(arrived) == 2*len(ours) // this relay sends all events, too
+	}, testenv.Patience, 10*time.Millisecond)
+}
+
+// An event whose topic is the cursor topic is not sent: Kafka would remove it when a later one of its key comes.
+func TestExactlyOnceEventForCursorTopic(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	f.relayFixture = newRelayFixture(t) // whose topic is not there
+	f.cfg.ExactlyOnce = f.topic
+	f.commit(t, numbered("key", 1, 1)...)
+	testenv.Run(t, f.relay(t, f.cfg).Run)
+	require.Eventually(t, func() bool { return f.statuses(t)["dead"] == 1 }, testenv.Patience, 10*time.Millisecond)
+	var says string
+	require.NoError(t, f.db.QueryRow(background, f.sql(`SELECT last_error FROM {s}.outbox_failed`)).Scan(&says))
+	require.Contains(t, says, "is the cursor topic of the relay")
+}

@@ -140,7 +140,7 @@ func (x *Exactly) lockReady(ctx context.Context) bool {
 
 // Start fences both transactional ids and reads the newest record, until Kafka answers or stop ends. [Exactly.Load]
 // comes next.
-func (x *Exactly) Start(stop context.Context, begun func() (bool, error), identity func() (string, error)) error {
+func (x *Exactly) Start(stop context.Context, begun func() (bool, error), identity func() (exactly.Config, error)) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.starts > 0 { // what fails at once is not tried again and again
@@ -152,11 +152,14 @@ func (x *Exactly) Start(stop context.Context, begun func() (bool, error), identi
 		if err != nil {
 			return err
 		}
-		id, err := identity()
+		cfg, err := identity()
 		if err != nil {
 			return err
 		}
-		err = x.tryStart(id, !has)
+		if err := x.mayProduce(stop, x.Held); err != nil { // or it would fence its successor
+			return err
+		}
+		err = x.tryStart(cfg, !has)
 		if x.Held.Err() != nil {
 			return context.Cause(x.Held)
 		}
@@ -175,18 +178,16 @@ func (x *Exactly) Start(stop context.Context, begun func() (bool, error), identi
 	return nil
 }
 
-// identity returns what the transactional ids begin with.
-func (x *Exactly) identity(ctx context.Context) (string, error) {
+// identity returns the configuration of a sender, with the names of the relay.
+func (x *Exactly) identity(ctx context.Context) (exactly.Config, error) {
 	system, database, err := x.Cursors.Identity(ctx)
-	return exactly.TransactionalID(system, database, x.Rules.Schema, x.Rules.Name), err
+	return x.Config.For(system, database, x.Rules.Schema, x.Rules.Name), err
 }
 
-func (x *Exactly) tryStart(id string, create bool) error {
+func (x *Exactly) tryStart(cfg exactly.Config, create bool) error {
 	x.Health.Progressed()
 	x.close()
-	cfg := x.Config
-	group := x.NewGroup()
-	cfg.Topic, cfg.Relay, cfg.ID, cfg.Go = x.Rules.ExactlyOnce, x.Rules.Name, id, group.Go
+	cfg.Topic, cfg.Go = x.Rules.ExactlyOnce, x.NewGroup().Go
 	x.sender = exactly.NewSender(cfg)
 	ctx, cancel := context.WithTimeout(x.Held, max(x.Rules.SendTimeout, startTimeout))
 	defer cancel()
@@ -368,8 +369,16 @@ func isDoubt(err error) bool {
 	return errors.Is(err, cursor.ErrStale) || errors.Is(err, lease.ErrLeaseLost)
 }
 
-// outage reports a failure of Kafka.
+// outage reports a failure of Kafka. It is none if the lease is lost, or if Kafka has answered that it has ended a
+// transaction: the next start, or the next renewal of the lease, tells more.
 func (x *Exactly) outage(err error) error {
+	if x.Held.Err() != nil || !x.Lease.Held() {
+		return err
+	}
+	if exactly.IsEnded(err) {
+		x.Log.Warn("outbox: Kafka has ended a transaction, starting again unless the lease is lost: another process has initialized the transactional ids, or the transaction took too long, or the ids were not used for days", "error", err)
+		return err
+	}
 	x.KafkaOutage.Report(err)
 	if x.Delivery.Heard != nil {
 		x.Delivery.Heard(err)

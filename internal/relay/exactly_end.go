@@ -30,11 +30,11 @@ func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) (err error) 
 	leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: r.rules.Lease}
 	x := r.newExactly(leads, ProducerConfig{}, DeliveryParts{})
 	defer x.Close()
-	id, err := x.identity(ctx)
+	cfg, err := x.identity(ctx)
 	if err != nil {
 		return err
 	}
-	if err := x.tryStart(id, false); err != nil {
+	if err := x.tryStart(cfg, false); err != nil {
 		return err
 	}
 	p, err := x.Load(ctx, l)

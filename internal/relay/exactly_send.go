@@ -132,9 +132,12 @@ func (x *Exactly) mayProduce(stop, held context.Context) error {
 	return nil
 }
 
-// report tells the breaker how a transaction has ended.
+// report tells the breaker how a transaction has ended. That Kafka has ended it says nothing about the next one.
 func (x *Exactly) report(permit *breaker.Permit, err error) {
 	defer permit.Release()
+	if exactly.IsEnded(err) {
+		return
+	}
 	outcome := breaker.Succeeded
 	if err != nil {
 		outcome = breaker.Failed
@@ -168,6 +171,11 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 	}
 	t.n, t.errs = n, make([]error, len(t.which))
 	t.records = x.producer.records(d.batch, t.which, t.errs)
+	for k := range t.records {
+		if t.errs[k] == nil && t.records[k].Topic == x.Rules.ExactlyOnce {
+			t.errs[k] = &envelope.FieldError{EventType: string(d.batch[t.which[k]].EventType), Index: -1, Field: "topic", Err: errCursorTopic}
+		}
+	}
 	x.producer.checkTopics(d.held, t.records, t.errs)
 	if fit := x.producer.buffer.Fitting(t.records, t.errs); fit < len(t.which) {
 		t.n = t.which[fit]
@@ -176,6 +184,9 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 	x.dropUnsent(d, &t)
 	return t
 }
+
+// errCursorTopic is that of an event that would be lost: Kafka keeps only the newest record of each key.
+var errCursorTopic = errors.New("is the cursor topic of the relay, which is for it alone")
 
 // skip blocks an event whose key is blocked. The caller of Deliver holds mu, so no row of the key is removed
 // meanwhile.

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/exactly"
 )
 
 // startExactly makes ready what sends exactly once, if it is not, and loads the position.
@@ -20,12 +21,12 @@ func (s *Session) startExactly(ctx context.Context) error {
 		})
 		return has, err
 	}
-	identity := func() (id string, err error) {
+	identity := func() (cfg exactly.Config, err error) {
 		err = s.try(func(ctx context.Context) (err error) {
-			id, err = s.Exactly.identity(ctx)
+			cfg, err = s.Exactly.identity(ctx)
 			return err
 		})
-		return id, err
+		return cfg, err
 	}
 	if err := s.Exactly.Start(ctx, begun, identity); err != nil {
 		return err
