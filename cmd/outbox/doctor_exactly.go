@@ -109,7 +109,7 @@ func (d *doctor) transactionalIDs(ctx context.Context, client *kgo.Client, r out
 	if err != nil {
 		return err
 	}
-	ids := exactly.Config{ID: exactly.TransactionalID(system, database, d.e.schemaName(), r.Name)}.IDs()
+	ids := exactly.Config{}.For(system, database, d.e.schemaName(), r.Name).IDs()
 	known, err := kafka.Transactions(ctx, client, ids[:]...)
 	texts := []string{exactlyLine(r)}
 	for _, id := range ids {
