@@ -43,11 +43,11 @@ type RelayConfig struct {
 	// Empty means none.
 	TraceHeader string
 
-	// ExactlyOnce is the name of a topic of this relay alone, in which it keeps its position: each batch is then a
+	// ExactlyOnce is the name of a topic for cursors, in which the relay keeps its position: each batch is then a
 	// Kafka transaction with the events and their position, so readers of committed records see each event once.
 	// The relay creates the topic if it may. It needs Kafka 4.0 with transaction.version 2. A partition without a
-	// leader stops it. The mode is not finished: docs/exactly-once.md says what is missing, and how to turn it on and
-	// off. Empty means at least once.
+	// leader stops it. docs/exactly-once.md says what readers must set, what it costs, and how to turn it on and off.
+	// Empty means at least once.
 	ExactlyOnce string
 
 	// BatchSize is the most events that are sent before the cursor moves, at most

@@ -49,6 +49,7 @@ type instruments struct {
 	members, groupBreakers                metric.Int64ObservableGauge
 	outageAge                             metric.Float64ObservableGauge
 	pending, led, stored, keys, lag, isUp metric.Int64ObservableGauge
+	transaction                           metric.Int64ObservableGauge
 	age                                   metric.Float64ObservableGauge
 	stale                                 metric.Int64ObservableGauge
 	staleAge                              metric.Float64ObservableGauge
@@ -117,6 +118,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.groupBreakers = m.gauge("outbox.group.breakers", "{member}", "Processes of a consumer group whose breaker of an action is not closed.")
 	i.pending = m.gauge("outbox.relay.pending", "{event}", "Committed events that were not attempted, counted up to 100,000.")
 	i.led = m.gauge("outbox.relay.led", "{relay}", "1 if somebody holds the lease, 0 if nobody.")
+	i.transaction = m.gauge("outbox.relay.transaction", "{transaction}", "Number of the newest transaction in Kafka that was confirmed when the cursor moved last, of a relay that sends exactly once.")
 	i.stored = m.gauge("outbox.relay.stored", "{event}", "Failed events, and those behind them, in outbox_failed, each status counted up to 10,000.")
 	i.keys = m.gauge("outbox.relay.keys", "{key}", "Keys whose events wait, counted up to 10,000.")
 	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
@@ -154,7 +156,7 @@ func (i *instruments) makeConventional(meter metric.Meter) error {
 
 // observables are the instruments that the callback observes.
 func (i *instruments) observables() []metric.Observable {
-	return []metric.Observable{i.leader, i.breaker, i.state, i.outageAge, i.members, i.groupBreakers, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age, i.stale, i.staleAge,
+	return []metric.Observable{i.leader, i.breaker, i.state, i.outageAge, i.members, i.groupBreakers, i.pending, i.led, i.transaction, i.stored, i.keys, i.lag, i.isUp, i.age, i.stale, i.staleAge,
 		i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge, i.waiting, i.waitingAge, i.consumerOutcomes.breaker, i.workerOutcomes.breaker}
 }
 

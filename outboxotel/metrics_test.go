@@ -136,6 +136,22 @@ func unboundedAttributes(m metrics) (unknown []string) {
 	return unknown
 }
 
+// Only a relay that sends exactly once has the number of a transaction.
+func TestTransactionOfRelay(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, sdk.AlwaysSample())
+	s.watch(t)
+	const name = "outbox.relay.transaction"
+	stop := s.relay(t, outbox.RelayConfig{})
+	s.commit(t.Context(), t, orders("1")...)
+	eventually(t, func() bool { return s.collect(t).value("outbox.relay.led") == 1 }, "nobody leads")
+	require.NotContains(t, s.collect(t), name)
+	stop()
+	s.relay(t, outbox.RelayConfig{ExactlyOnce: s.orders + "-cursors"})
+	s.commit(t.Context(), t, orders("2")...)
+	eventually(t, func() bool { return s.collect(t).value(name) > 0 }, "no transaction")
+}
+
 // Pending events are counted, and the age of the oldest grows.
 func TestPending(t *testing.T) {
 	t.Parallel()

@@ -57,6 +57,8 @@
 //	outbox.relay.pending                 committed events that were not sent yet, counted up to 100,000
 //	outbox.relay.pending.age             how long ago the oldest of them was recorded
 //	outbox.relay.led                     1 if a process holds the lease, else 0
+//	outbox.relay.transaction             number of the newest transaction in Kafka that was confirmed when the
+//	                                     cursor moved last, of a relay that sends exactly once
 //	outbox.relay.state                   1 for what the leader says of itself, by outbox.state: works,
 //	                                     not_working, or unknown, if no process leads or the leader has said
 //	                                     nothing yet

@@ -300,6 +300,9 @@ func (t *Telemetry) observeRelays(o metric.Observer, relays []outbox.RelayStatus
 		o.ObserveInt64(t.pending, r.Pending, t.set(name))
 		o.ObserveFloat64(t.age, ageOf(r.Oldest), t.set(name))
 		o.ObserveInt64(t.led, oneIf(r.Holder != ""), t.set(name))
+		if r.CursorTopic != "" {
+			o.ObserveInt64(t.transaction, r.Transaction, t.set(name))
+		}
 		t.observeSaid(o, r, name)
 		for status, n := range map[string]int64{"waiting": r.Waiting, "failed": r.Failed, "parked": r.Parked, "dead": r.Dead} {
 			o.ObserveInt64(t.stored, n, t.set(name, statusKey.String(status)))

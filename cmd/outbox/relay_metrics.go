@@ -273,9 +273,13 @@ func (m *relayMetrics) writeLook(x *exposition) {
 		return
 	}
 	pending, age, led, stored, keys := map[labels]float64{}, map[labels]float64{}, map[labels]float64{}, map[labels]float64{}, map[labels]float64{}
+	transaction := map[labels]float64{}
 	for _, r := range m.relays {
 		l := labelsOf(relayLabel, r.Name)
 		pending[l], age[l], led[l] = float64(r.Pending), secondsSince(r.Oldest), oneIf(r.Holder != "")
+		if r.CursorTopic != "" {
+			transaction[l] = float64(r.Transaction)
+		}
 		for status, n := range map[string]int64{outbox.StatusWaiting: r.Waiting, outbox.StatusFailed: r.Failed, outbox.StatusParked: r.Parked, outbox.StatusDead: r.Dead} {
 			stored[l.with(statusLabel, status)] = float64(n)
 		}
@@ -284,6 +288,7 @@ func (m *relayMetrics) writeLook(x *exposition) {
 	x.values("outbox_relay_pending", typeGauge, "Committed events that were not attempted, counted up to 100,000.", pending)
 	x.values("outbox_relay_pending_age_seconds", typeGauge, "How long ago the oldest pending event was recorded; 0 without one.", age)
 	x.values("outbox_relay_led", typeGauge, "1 if somebody holds the lease, 0 if nobody.", led)
+	x.values("outbox_relay_transaction", typeGauge, "Number of the newest transaction in Kafka that was confirmed when the cursor moved last, of a relay that sends exactly once.", transaction)
 	m.writeSaid(x)
 	x.values("outbox_relay_stored", typeGauge, "Failed events, and those behind them, in outbox_failed, each status counted up to 10,000.", stored)
 	x.values("outbox_relay_keys", typeGauge, "Keys whose events wait, counted up to 10,000.", keys)

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"syscall"
 	"testing"
@@ -17,6 +18,20 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
+
+// The metrics have the newest transaction of a process that sends exactly once.
+func TestRelayProcessExactlyOnce(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	testenv.CreateTopic(t, d.brokers, d.topic, 1)
+	d.record(t, "a", "b")
+	p := d.startRelay(t, "OUTBOX_EXACTLY_ONCE="+d.topic+"-cursors")
+	d.received(t, "a", "b")
+	require.Eventually(t, func() bool {
+		_, metrics := get(t, p.address(), "/metrics", nil)
+		return regexp.MustCompile(`(?m)^outbox_relay_transaction\{outbox_relay_name="default"\} [1-9]`).MatchString(metrics)
+	}, testenv.Patience, 100*time.Millisecond)
+}
 
 // A process relays events, answers probes, serves its metrics, and stops on a signal.
 func TestRelayProcess(t *testing.T) {
