@@ -196,7 +196,7 @@ func TestMetricNames(t *testing.T) {
 	s.tel.Worker("g", outbox.WorkerConfig{}).Hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
 	s.tel.Worker("g", outbox.WorkerConfig{}).Hooks.RowsRemoved(outbox.RetentionResult{Delivered: 7})
 	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
-	cfg := outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, RetryInterval: 10 * time.Millisecond}
+	cfg := outbox.RelayConfig{ExactlyOnce: s.orders + "-cursors", Retry: outbox.RetryPolicy{MaxRetries: 1}, RetryInterval: 10 * time.Millisecond}
 	cfg.Retention.PublishedFor = time.Millisecond
 	s.relay(t, cfg)
 	s.member(t, "g", "a", "1 min", `{"breakers": [{"action": "FAIL", "state": "open"}], "outages": [{"what": "fetching", "class": "unreachable"}]}`)
@@ -207,12 +207,12 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 43)
+	require.Len(t, documented, 44)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
 	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "lost": "{message}", "leader": "{relay}",
-		"led": "{relay}", "state": "{state}", "up": "{query}", "keys": "{key}", "removed": "{row}",
+		"led": "{relay}", "transaction": "{transaction}", "state": "{state}", "up": "{query}", "keys": "{key}", "removed": "{row}",
 		"members": "{member}", "breakers": "{member}"}
 	for name, one := range m {
 		unit, ok := units[name[strings.LastIndex(name, ".")+1:]]

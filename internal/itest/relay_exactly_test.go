@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -207,6 +208,27 @@ func TestExactlyOnceWithoutItsTopic(t *testing.T) {
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)
 	require.Len(t, arrived, 200, "everything had been confirmed before")
+}
+
+// Before Kafka has answered a new relay for the first time, retention keeps what it has to send, also if another relay has
+// sent it.
+func TestExactlyOnceKeepsEventsFromItsStart(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	first := quick
+	first.Name = "first"
+	f.runUntil(t, first, f.follow(t), numbered("key", 1, 10)...)
+	log, cfg := &testenv.Buffer{}, f.cfg
+	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	cfg.Schema, cfg.Retention.PublishedFor = f.schema, time.Millisecond
+	relay, err := outbox.NewRelay(f.db, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, cfg)
+	require.NoError(t, err)
+	stop := testenv.Run(t, relay.Run)
+	require.Eventually(t, func() bool { return strings.Count(log.String(), "rows removed") >= 3 }, testenv.Patience, 10*time.Millisecond)
+	stop()
+	var left int
+	require.NoError(t, f.db.QueryRow(background, `SELECT count(*) FROM `+pgx.Identifier{f.schema, "outbox"}.Sanitize()).Scan(&left))
+	require.Equal(t, 10, left)
 }
 
 // A relay waits, and says for what, while its brokers lack what the mode needs.

@@ -91,11 +91,11 @@ func NewSession(p SessionParts) *Session {
 // the relay in goroutines of their own, and returns after them.
 func (s *Session) Run(ctx context.Context, others ...func(context.Context)) error {
 	defer s.Window.forget()
-	var err error
-	if s.Exactly == nil { // otherwise it needs Kafka, and the other parts do not wait for that
-		err = s.Load()
+	load := s.Load
+	if s.Exactly != nil { // the position is in Kafka, and the other parts do not wait for that
+		load = s.hasPosition
 	}
-	if err != nil {
+	if err := load(); err != nil {
 		return err
 	}
 	running, stop := context.WithCancel(ctx)
@@ -113,7 +113,7 @@ func (s *Session) Run(ctx context.Context, others ...func(context.Context)) erro
 			s.Lose(lease.ErrLeaseLost) // so that the others end at once
 		}
 	}()
-	err = s.stayUpToDate(ctx)
+	err := s.stayUpToDate(ctx)
 	panics = false
 	return err
 }

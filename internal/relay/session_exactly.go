@@ -2,11 +2,25 @@ package relay
 
 import (
 	"context"
+	"errors"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/exactly"
 )
+
+// hasPosition makes the first position of a relay that has none, so that retention keeps what it has to send.
+func (s *Session) hasPosition() error {
+	err := s.try(func(ctx context.Context) error {
+		_, err := s.Exactly.Cursors.Load(ctx, s.Lease)
+		return err
+	})
+	if errors.Is(err, cursor.ErrOtherCluster) { // retention removes nothing beside such a position
+		return nil
+	}
+	return err
+}
 
 // startExactly makes ready what sends exactly once, if it is not, and loads the position.
 func (s *Session) startExactly(ctx context.Context) error {
