@@ -82,8 +82,9 @@ func isNilInBranch(info *types.Info, n *ast.IfStmt, branch edge.Kind, v *types.V
 		return compares(info, n.Cond, v, token.EQL, token.LAND) && !assigns(info, n.Cond, v) && !assigns(info, n.Body, v)
 	case edge.IfStmt_Else:
 		return compares(info, n.Cond, v, token.NEQ, token.LOR) && !assigns(info, n.Cond, v) && !assigns(info, n.Else, v)
+	default: // the condition, or what runs in front of it
+		return false
 	}
-	return false
 }
 
 // isNilInCase looks at the only expression of a case of a switch without a tag.

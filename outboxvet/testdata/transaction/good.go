@@ -70,7 +70,7 @@ func (s *service) unknown(ctx context.Context, e outbox.DomainEvent) error {
 		if _, err := tx.Exec(ctx, sqlInsert, 1); err != nil {
 			return err
 		}
-		return s.rec.Record(ctx, outer, e) // nobody knows what current returns
+		return s.rec.Record(ctx, outer, e) // current may return any transaction
 	})
 }
 

@@ -36,7 +36,7 @@ func run(ctx context.Context, tx pgx.Tx, rec *outbox.Recorder) error {
 	if err := shop.Cancel(ctx, tx, rec, "1"); err != nil {
 		return err
 	}
-	if err := lone.Ship(ctx, tx, rec, "1"); err != nil { // who registers what is declared in lone is not known
+	if err := lone.Ship(ctx, tx, rec, "1"); err != nil { // no package registers near lone
 		return err
 	}
 	return rec.Record(ctx, tx, Liked{}, Viewed{}) // want `Viewed is not registered`
