@@ -210,8 +210,8 @@ func TestExactlyOnceWithoutItsTopic(t *testing.T) {
 	require.Len(t, arrived, 200, "everything had been confirmed before")
 }
 
-// Before Kafka has answered a new relay for the first time, retention keeps what it has to send, also if another relay has
-// sent it.
+// Before Kafka has answered a new relay for the first time, retention keeps what it has to send, also if another relay
+// has sent it.
 func TestExactlyOnceKeepsEventsFromItsStart(t *testing.T) {
 	t.Parallel()
 	f := newExactlyFixture(t)
