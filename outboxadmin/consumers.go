@@ -161,32 +161,32 @@ func (v groupsView) all() []groupState {
 	return all
 }
 
-func (s *groupState) addTopics(g outboxops.ConsumerGroup, kafka kafkaView) {
-	s.Topics, s.AllPaused = len(g.Topics), g.Pause != nil
-	for _, t := range g.Topics {
-		s.Lost = max(s.Lost, s.Lost+t.Lost)
+func (g *groupState) addTopics(of outboxops.ConsumerGroup, kafka kafkaView) {
+	g.Topics, g.AllPaused = len(of.Topics), of.Pause != nil
+	for _, t := range of.Topics {
+		g.Lost = max(g.Lost, g.Lost+t.Lost)
 		if t.Pause != nil {
-			s.Paused++
+			g.Paused++
 		}
-		if n := kafka.of(g.Group, t.Topic); n != nil {
+		if n := kafka.of(of.Group, t.Topic); n != nil {
 			sum := *n
-			if s.Lag != nil {
-				sum += *s.Lag
+			if g.Lag != nil {
+				sum += *g.Lag
 			}
-			s.Lag = &sum
+			g.Lag = &sum
 		}
 	}
 }
 
-func (s *groupState) addDeliveries(c outboxops.DeliveryCount) {
-	s.Held += c.Held
+func (g *groupState) addDeliveries(c outboxops.DeliveryCount) {
+	g.Held += c.Held
 	if c.Status == outboxops.DeliveryDead {
-		s.Dead += c.Deliveries
+		g.Dead += c.Deliveries
 		return
 	}
-	s.Owed, s.OwedMore = s.Owed+c.Deliveries, s.OwedMore || c.Deliveries >= outbox.MaxCounted
-	if s.OldestOwed.IsZero() || c.Oldest.Before(s.OldestOwed) {
-		s.OldestOwed = c.Oldest
+	g.Owed, g.OwedMore = g.Owed+c.Deliveries, g.OwedMore || c.Deliveries >= outbox.MaxCounted
+	if g.OldestOwed.IsZero() || c.Oldest.Before(g.OldestOwed) {
+		g.OldestOwed = c.Oldest
 	}
 }
 
