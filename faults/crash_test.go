@@ -267,13 +267,19 @@ func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
 	}
 	require.Eventually(t, func() bool {
 		return pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error {
-			if _, err := tx.Exec(ctx, `SELECT set_config('synchronous_commit', $1, true), set_config('outbox.allow_async_commit', 'on', true)`, synchronous); err != nil {
+			if err := setCommit(ctx, tx, synchronous); err != nil {
 				return err
 			}
 			return s.record(ctx, tx, events...)
 		}) == nil
 	}, testenv.Patience, 10*time.Millisecond)
 	return events
+}
+
+// setCommit sets synchronous_commit for a transaction that records events.
+func setCommit(ctx context.Context, tx pgx.Tx, synchronous string) error {
+	_, err := tx.Exec(ctx, `SELECT set_config('synchronous_commit', $1, true), set_config('outbox.allow_async_commit', 'on', true)`, synchronous)
+	return err
 }
 
 // add records events in one transaction.

@@ -90,6 +90,5 @@ func commitAsync(ctx context.Context, tx pgx.Tx, first oracle.Event) error {
 	if first.ID[len(first.ID)-1]%2 == 0 {
 		return nil
 	}
-	_, err := tx.Exec(ctx, `SELECT set_config('synchronous_commit', 'off', true), set_config('outbox.allow_async_commit', 'on', true)`)
-	return err
+	return setCommit(ctx, tx, "off")
 }
