@@ -38,6 +38,10 @@ type Codec struct {
 	// [Unavailable] is one of each handler of the event instead: the event is decoded
 	// again when they are tried again.
 	Decode func(ctx context.Context, data []byte, event any) error
+	// DataSchema returns the CloudEvents attribute dataschema of what Encode returns: a URI
+	// of its schema, or "" for no attribute. It is called before Encode, with the same
+	// context. Nil means no attribute.
+	DataSchema func(ctx context.Context) string
 }
 
 // JSON is the default codec: encoding/json, stored as jsonb. It rejects strings
