@@ -177,7 +177,9 @@ func TestAwayAtDecode(t *testing.T) {
 
 	const orders = 30
 	consumed, worked, plain := make(chan order, 2*orders), make(chan order, 2*orders), make(chan order, 2*orders)
-	readers := func() *outbox.Registry { return registryOf(t, definition.Codec(g.registry(t, nil).Reader(structFormat()))) }
+	readers := func() *outbox.Registry {
+		return registryOf(t, definition.Codec(g.registry(t, nil).Reader(structFormat())))
+	}
 	cfg := outbox.HandlerConfig{Schema: s.schema, From: outbox.FromStart, Logger: quiet, Retry: outbox.RetryPolicy{MaxRetries: -1, RetryWait: 10 * time.Millisecond, MaxRetryWait: 200 * time.Millisecond}}
 	s.consume(t, "consumer", readers(), outbox.ConsumerConfig{HandlerConfig: cfg}, into("SEE", consumed))
 	s.consume(t, "plain", readers(), outbox.ConsumerConfig{HandlerConfig: cfg}, outbox.HandleNoTx("SEE",
