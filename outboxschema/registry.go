@@ -123,7 +123,7 @@ func (r *Registry) Register(ctx context.Context) error {
 }
 
 // Lookup finds the ids of the schemas of all codecs that [Registry.Codec] has returned. The error names each one that
-// is not registered.
+// is not registered. Some registries compare texts: for them, only what Register would write is registered.
 func (r *Registry) Lookup(ctx context.Context) error {
 	return r.each(func(w *writer) error { return w.find(ctx, r.lookup) })
 }
