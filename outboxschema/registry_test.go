@@ -349,14 +349,7 @@ func TestJSONIsChecked(t *testing.T) {
 	require.ErrorContains(t, err, "minimum")
 	var e order
 	require.ErrorContains(t, codec.Decode(t.Context(), []byte(`{"order_id": 1, "created_at": "x", "lines": [{}]}`), &e), "product_id")
-	require.PanicsWithValue(t, `outboxschema: schema for outboxschema_test.order: jsonschema validation failed with "file:///schema.json"`, func() {
-		defer func() {
-			if recover() != nil {
-				panic(`outboxschema: schema for outboxschema_test.order: jsonschema validation failed with "file:///schema.json"`)
-			}
-		}()
-		outboxschema.JSON[order](`{"type": 3}`)
-	})
+	require.Panics(t, func() { outboxschema.JSON[order](`{"type": 3}`) })
 	require.Panics(t, func() { outboxschema.JSON[order](`{"$ref": "/etc/passwd"}`) })
 	require.Panics(t, func() { outboxschema.AvroSchema[order](`{"type": "recor"}`) })
 	require.Panics(t, func() { outboxschema.Protobuf[*shoppb.Money]() })
