@@ -1,7 +1,6 @@
 package outboxschema
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -232,7 +231,7 @@ func (r *Registry) lookup(ctx context.Context, subject string, schema sr.Schema)
 // readerKey names a decoder: the schema and the message that it reads, and what it makes of them.
 type readerKey struct {
 	id     int
-	index  string
+	index  string // of the message; one index has many encodings
 	goType reflect.Type
 }
 
@@ -249,13 +248,12 @@ func (r *Registry) decode(ctx context.Context, kind sr.SchemaType, data []byte, 
 		return err
 	}
 	var index []int
-	before := payload
 	if kind == sr.TypeProtobuf {
 		if index, payload, err = header.DecodeIndex(payload, maxIndex); err != nil {
 			return fmt.Errorf("index of the message: %w", err)
 		}
 	}
-	key := readerKey{id, string(bytes.TrimSuffix(before, payload)), f.goType}
+	key := readerKey{id, fmt.Sprint(index), f.goType}
 	read, cached := r.readers.Load(key)
 	if !cached {
 		if read, err = r.newReader(ctx, f, key, index); err != nil {

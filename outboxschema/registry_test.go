@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/json"
+	"slices"
 	"testing"
 	"time"
 
@@ -339,6 +340,27 @@ func TestUndecodable(t *testing.T) {
 	require.NoError(t, producer.ProduceSync(t.Context(), &bad, record).FirstErr())
 	requireEvent(t, orderOf(7), await(t, arrived))
 	require.Equal(t, unknown, s.records(t, s.topic+".dlq", 1)[0].Value)
+}
+
+// Whoever writes records chooses among many encodings of the index of a message. All of them share one reader.
+func TestEncodingsOfAnIndex(t *testing.T) {
+	t.Parallel()
+	g, topic := newGate(t), "test-"+uuid.NewString()
+	schemas := g.registry(t, nil)
+	orders := schemas.Codec(topic, structFormat())
+	require.NoError(t, schemas.Register(t.Context()))
+	good, err := orders.Encode(t.Context(), orderOf(7))
+	require.NoError(t, err)
+	require.Equal(t, []byte{2, 2}, good[5:7], "one index, 1")
+	var e order
+	require.NoError(t, orders.Decode(t.Context(), good, &e))
+	asked := g.asked.Load()
+	for _, index := range [][]byte{{2, 0x82, 0}, {0x82, 0, 2}, {0x82, 0x80, 0, 0x82, 0x80, 0}} {
+		var e order
+		require.NoError(t, orders.Decode(t.Context(), slices.Concat(good[:5], index, good[7:]), &e))
+		requireEvent(t, orderOf(7), e)
+	}
+	require.Equal(t, asked, g.asked.Load())
 }
 
 // Schemas refuse what does not match, on either side.
