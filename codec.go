@@ -33,9 +33,15 @@ type Codec struct {
 	// Decode reads a payload into event, a pointer to the registered Go type. ctx
 	// carries the event's correlation id and traceparent as that of the event's
 	// handlers does, and ends when decoding the event takes longer than
-	// MaxPollInterval, or when the partition is taken away. An event that cannot be
-	// decoded in time is a dead letter.
+	// HandlerTimeout, or when the partition is taken away. An event that cannot be
+	// decoded, or not in time, is a dead letter. An error that is marked by
+	// [Unavailable] is one of each handler of the event instead: the event is decoded
+	// again when they are tried again.
 	Decode func(ctx context.Context, data []byte, event any) error
+	// DataSchema returns the CloudEvents attribute dataschema of what Encode returns: a URI
+	// of its schema, or "" for no attribute. It is called before Encode, with the same
+	// context. Nil means no attribute.
+	DataSchema func(ctx context.Context) string
 }
 
 // JSON is the default codec: encoding/json, stored as jsonb. It rejects strings

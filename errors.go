@@ -145,8 +145,8 @@ func Permanent(err error) error {
 	return handling.Permanent(err)
 }
 
-// Unavailable marks an error of a handler that says that something is away that this event needs, for example the
-// server of one tenant. It uses up no attempt for as long as MaxOutage of [RetryPolicy] says, counted from the first
+// Unavailable marks an error of a handler, or of Decode of a [Codec], that says that something is away that this event
+// needs, for example the server of one tenant, or a schema registry. It uses up no attempt for as long as MaxOutage of [RetryPolicy] says, counted from the first
 // failure of the event; later it counts as any other error. The wait until the next attempt is as long as the event
 // has been failing, up to MaxRetryWait and at most 30 s. [RetryAfter] around it, or within it, sets another wait.
 //

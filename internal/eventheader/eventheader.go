@@ -20,6 +20,7 @@ const (
 	Correlation = "correlationid"
 	TraceParent = "traceparent"
 	TraceID     = "traceid"
+	DataSchema  = "dataschema"
 	Prefix      = "ce_"
 )
 
@@ -48,7 +49,7 @@ func Check(name, value string) error {
 func CheckStored(name string) error {
 	attribute, is := strings.CutPrefix(name, Prefix)
 	switch {
-	case is && attribute == TraceID:
+	case is && (attribute == TraceID || attribute == DataSchema):
 		return nil
 	case is:
 		if err := CheckAttribute(attribute); err != nil {
@@ -73,7 +74,7 @@ func reservedError(name string) error {
 // reserved are the attributes that CloudEvents defines, or that events have anyway, and what sets them.
 var reserved = map[string]string{
 	"specversion": "CloudEvents", "id": "EventOptions.ID or RecorderConfig.NewID", "source": "NewRegistry", "type": "Event", "subject": "the id of the aggregate",
-	"time": "OccurredAt", "datacontenttype": "EventType.Codec", "dataschema": "CloudEvents", "data": "EventType.Codec",
+	"time": "OccurredAt", "datacontenttype": "EventType.Codec", DataSchema: "Codec.DataSchema", "data": "EventType.Codec",
 	"aggregatetype": "Event", Correlation: "WithCorrelationID", TraceParent: "WithTraceParent", TraceID: "WithTraceID",
 }
 

@@ -64,7 +64,8 @@ type Task struct {
 	// WitnessAfter is the time of the last failure that counts. Zero means FirstFailed. The next failure counts only if
 	// another event of the action succeeds in between.
 	WitnessAfter time.Time
-	conflicts    int // repeated conflicts, over all attempts in this process; see [Attempts.Try]
+	conflicts    int          // repeated conflicts, over all attempts in this process; see [Attempts.Try]
+	late         *latePayload // nil if the event is decoded
 }
 
 // TaskResult is a task that has succeeded.

@@ -105,6 +105,9 @@ func (p *Processor) ProcessOne(ctx context.Context, t Task) (repeat bool, err er
 	}
 	var took time.Duration
 	err = contain.Do(func() (err error) {
+		if err := p.decodeLate(ctx, &t); err != nil {
+			return err
+		}
 		took, err = p.callHandler(EventContext(ctx, &t.Meta), t.Handler, nil, []Arrival{t.Arrival})
 		return err
 	})
@@ -128,6 +131,12 @@ func (p *Processor) transact(
 		callOne: p.callHandler, runSeparately: p.runSeparately,
 	}
 	err := contain.Do(func() error {
+		for i := range tasks {
+			if err := p.decodeLate(ctx, &tasks[i]); err != nil {
+				c.current = []int{i}
+				return err
+			}
+		}
 		if err := p.findKeys(ctx, c); err != nil {
 			return err
 		}

@@ -133,26 +133,67 @@ func UnknownAction(eventType, field, action string) error {
 }
 
 // tasks decodes the payload, upcasts it to every version that has handlers, and returns a task for each handler, or for
-// those of an action.
+// those of an action. If the codec says that something is away, the attempts on the tasks decode the payload again.
 func (p *Processor) tasks(
 	ctx context.Context, route *Route, m *envelope.Message, meta *envelope.Received, action string,
 ) ([]Task, error) {
 	event, err := p.decodePayload(EventContext(ctx, meta), &route.Kind, m)
-	if err != nil {
+	if err != nil && !IsUnavailable(err) {
 		return nil, err
 	}
 	var tasks []Task
-	for _, v := range route.versions {
-		if v.up != nil {
+	for i, v := range route.versions {
+		if err == nil && v.up != nil {
 			event = v.up(event)
 		}
 		for _, h := range v.handlers {
-			if action == "" || action == h.Action {
-				tasks = append(tasks, Task{Handler: h, Arrival: Arrival{event, *meta}})
+			if action != "" && action != h.Action {
+				continue
 			}
+			t := Task{Handler: h, Arrival: Arrival{event, *meta}}
+			if err != nil {
+				t.late = &latePayload{err: err, route: route, version: i, message: m}
+			}
+			tasks = append(tasks, t)
 		}
 	}
 	return tasks, nil
+}
+
+// latePayload is a payload that could not be decoded yet, because something that its codec needs is away. Such an error
+// is that of an attempt on the task, as if its handler had returned it.
+type latePayload struct {
+	err     error // of the first attempt, which does not decode the payload again; nil after it
+	route   *Route
+	version int // index of the version that the handler takes
+	message *envelope.Message
+}
+
+// decodeLate decodes the payload of a task that has a late one. A payload that cannot be decoded at all ends the task.
+func (p *Processor) decodeLate(ctx context.Context, t *Task) (err error) {
+	if t.late == nil {
+		return nil
+	}
+	if err, t.late.err = t.late.err, nil; err != nil {
+		return err
+	}
+	bounded, cancel := context.WithTimeout(EventContext(ctx, &t.Meta), p.Rules.HandlerTimeout)
+	defer cancel()
+	p.CallHost(ctx, "decoder, codec or upcaster", t.Action, &t.Meta, func() {
+		err = Guard(func() (err error) {
+			t.Event, err = p.decodePayload(bounded, &t.late.route.Kind, t.late.message)
+			for _, v := range t.late.route.versions[:t.late.version+1] {
+				if err == nil && v.up != nil {
+					t.Event = v.up(t.Event)
+				}
+			}
+			return err
+		})
+	})
+	if err != nil && !IsUnavailable(err) {
+		return Permanent(err)
+	}
+	return err
 }
 
 // decodePayload reads a payload with the codec of its content type.
@@ -162,7 +203,9 @@ func (p *Processor) decodePayload(ctx context.Context, kind *EventType, m *envel
 		return nil, envelope.Unreadable(m.Type, "content-type", err)
 	}
 	event := reflect.New(kind.GoType)
-	if err := codec.Decode(ctx, m.Data, event.Interface()); err != nil {
+	if err := codec.Decode(ctx, m.Data, event.Interface()); IsUnavailable(err) {
+		return nil, fmt.Errorf("decode the event: %w", err)
+	} else if err != nil {
 		return nil, envelope.Unreadable(m.Type, "data", fmt.Errorf("%w: %w", check.ErrMalformed, err))
 	}
 	return event.Elem().Interface(), nil

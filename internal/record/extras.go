@@ -27,6 +27,7 @@ var traceParentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}
 // Extras are the headers and extension attributes of an event.
 type Extras struct {
 	CorrelationID, TraceID, TraceParent string            // of the context
+	DataSchema                          string            // of the codec
 	Headers                             map[string]string // of the recorder
 	Attributes                          map[string]string // of the type
 	OwnHeaders, OwnAttributes           map[string]string // of this event; they replace the others
@@ -51,7 +52,7 @@ func (x *Extras) encode() (encoded []byte, rejected *envelope.FieldError) {
 	for _, id := range []struct {
 		field, attribute, value string
 		most                    int
-	}{{"correlation_id", eventheader.Correlation, x.CorrelationID, envelope.MaxCorrelationID}, {"trace_id", eventheader.TraceID, x.TraceID, envelope.MaxTraceID}} {
+	}{{"correlation_id", eventheader.Correlation, x.CorrelationID, envelope.MaxCorrelationID}, {"trace_id", eventheader.TraceID, x.TraceID, envelope.MaxTraceID}, {"attributes", eventheader.DataSchema, x.DataSchema, math.MaxInt}} {
 		if id.value == "" {
 			continue
 		}
@@ -78,7 +79,7 @@ func (x *Extras) encode() (encoded []byte, rejected *envelope.FieldError) {
 
 // isEmpty reports whether there is nothing to encode. Most events have nothing.
 func (x *Extras) isEmpty() bool {
-	return x.CorrelationID == "" && x.TraceID == "" && x.TraceParent == "" &&
+	return x.CorrelationID == "" && x.TraceID == "" && x.TraceParent == "" && x.DataSchema == "" &&
 		len(x.Headers) == 0 && len(x.Attributes) == 0 && len(x.OwnHeaders) == 0 && len(x.OwnAttributes) == 0
 }
 
