@@ -19,6 +19,7 @@ SERVICES := bin/services
 EXAMPLES := $(addprefix bin/,demo commerce eventsourcing ledger ordering trading observability)
 SHORT    := $(filter -short -short=true -test.short,$(ARGS))
 USE      := $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka $(or $(KAFKA),$(if $(SHORT),fake,real))
+REGISTRY := $(if $(SHORT),,-registry)
 RUN      := $(SERVICES) run $(USE) --
 SHOW     := $(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(or $(KAFKA),fake) --
 
@@ -68,12 +69,12 @@ test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test before eac
 
 .PHONY: test-all
 test-all: needs-$(if $(SHORT),short,test-all) $(SERVICES) bin/testall ## Test everything: with the race detector, faults, Debezium, a browser, the benchmark (ARGS=-short: as above)
-	@$(RUN) bash -ec 'eval "exec bin/testall $(TESTED) -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
+	@$(SERVICES) run $(USE) $(REGISTRY) -- bash -ec 'eval "exec bin/testall $(TESTED) -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
 
 .PHONY: test-rest
 test-rest: needs-test-all $(SERVICES) bin/testall ## Test what the last make test left, with the race detector
 	@[ -e bin/rest ] || { echo "make test says what is left, and has not ended here" >&2; exit 2; }
-	@$(RUN) bash -ec 'eval "exec bin/testall -only bin/rest -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
+	@$(SERVICES) run $(USE) $(REGISTRY) -- bash -ec 'eval "exec bin/testall -only bin/rest -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
 
 .PHONY: test-peers
 test-peers: needs-bench-peers $(SERVICES) bin/testall ## Test the benchmark beside other libraries, with all of these
@@ -173,8 +174,8 @@ spec-traces: needs-spec-traces $(SERVICES) ## Have TLC walk two minutes of a fau
 	@SEED=$(SEED) $(SERVICES) run -quiet -postgres none -kafka real -- tools/spec_traces.sh $(MISTAKES)
 
 .PHONY: services
-services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep PostgreSQL and Kafka running until Ctrl-C, addresses in .services.env (KAFKA=fake: no Java)
-	@$(SERVICES) up $(USE)
+services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep PostgreSQL and Kafka running until Ctrl-C, addresses in .services.env (KAFKA=fake: no Java; ARGS=-registry: a schema registry, too)
+	@$(SERVICES) up $(USE) $(ARGS)
 
 .PHONY: lint
 lint: bin/golangci-lint ## Check form and style, with vet

@@ -28,7 +28,7 @@ promtool      metrics  prometheus            /usr/bin/promtool         prometheu
 redis-server  cache    redis-server          redis                     redis           to cache pages in an example
 psycopg       python   python3-psycopg       python3-psycopg3          -               of Python (pip install psycopg), to record events from there
 confluent     python   python3-confluent-kafka python3-confluent-kafka -               of Python (pip install confluent-kafka), to read records from there
-pip           spec     python3-pip           python3-pip           python          to download the checker of the models
+pip           pip      python3-pip           python3-pip           python          to download the checker of the models, and Java 21 and a client for the schema registry
 chromium      browser  chromium              chromium                  google-chrome   to test the operators' page
 TABLE
 }
@@ -44,10 +44,10 @@ groups() {
     test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
-    spec) echo kafka spec ;;
-    spec-traces) echo base git kafka spec ;;
+    spec) echo kafka pip ;;
+    spec-traces) echo base git kafka pip ;;
     test) echo base git kafka dump bouncer metrics cache ;;
-    test-all | ci) echo base git race kafka dump bouncer metrics cache python browser ;;
+    test-all | ci) echo base git race kafka dump bouncer metrics cache python pip browser ;;
     *) return 1 ;;
   esac
 }

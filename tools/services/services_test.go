@@ -61,7 +61,7 @@ func newTool(t *testing.T, args ...string) *tool {
 	c := &tool{Cmd: exec.Command(program, args...), tmp: tmp}
 	c.Dir, c.Stdout, c.Stderr = tmp, &c.out, &c.err
 	for _, kv := range os.Environ() {
-		if !regexp.MustCompile(`^(OUTBOX_POSTGRES_|OUTBOX_KAFKA_|DATABASE_URL=|KAFKA_BROKERS=)`).MatchString(kv) {
+		if !regexp.MustCompile(`^(OUTBOX_POSTGRES_|OUTBOX_KAFKA_|OUTBOX_SCHEMA_|DATABASE_URL=|KAFKA_BROKERS=)`).MatchString(kv) {
 			c.Env = append(c.Env, kv)
 		}
 	}
@@ -257,6 +257,22 @@ func TestRunThroughPgBouncer(t *testing.T) {
 	require.Contains(t, env["OUTBOX_POSTGRES_DIRECT_URL"], "@127.0.0.1:")
 	require.Equal(t, env["OUTBOX_POSTGRES_URL"], env["DATABASE_URL"])
 	requireEmpty(t, c.tmp)
+}
+
+func TestRunWithRegistry(t *testing.T) {
+	long.Test(t)
+	t.Parallel()
+	skipIfShort(t)
+	c := newTool(t, "run", "-postgres", "none", "-kafka", "none", "-registry", "--",
+		"env")
+	require.Equal(t, 0, c.code(t))
+	require.Regexp(t, "^http://127.0.0.1:[0-9]+/apis/ccompat/v7$", variables(c.out.String())["OUTBOX_SCHEMA_REGISTRY_URL"])
+	requireEmpty(t, c.tmp)
+
+	given := newTool(t, "run", "-postgres", "none", "-kafka", "none", "-registry", "--", "env")
+	given.Env = append(given.Env, "OUTBOX_SCHEMA_REGISTRY_URL=http://127.0.0.1:1")
+	require.Equal(t, 125, given.code(t), "what is given must answer")
+	require.Contains(t, given.err.String(), "use the address in OUTBOX_SCHEMA_REGISTRY_URL")
 }
 
 func TestInterruptedStartLeavesNothing(t *testing.T) {

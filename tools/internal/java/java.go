@@ -2,11 +2,14 @@
 package java
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"strconv"
 )
 
 // ErrNone is returned if there is no Java.
@@ -27,4 +30,17 @@ func Path() (string, error) {
 		return "", ErrNone
 	}
 	return path, nil
+}
+
+var version = regexp.MustCompile(`version "(\d+)`)
+
+// Version returns the major version of a java command, 0 if it does not tell.
+func Version(ctx context.Context, path string) int {
+	out, err := exec.CommandContext(ctx, path, "-version").CombinedOutput()
+	found := version.FindSubmatch(out)
+	if err != nil || found == nil {
+		return 0
+	}
+	major, _ := strconv.Atoi(string(found[1])) // 0 if that is no number
+	return major
 }
