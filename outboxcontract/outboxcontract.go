@@ -1,10 +1,10 @@
 // Package outboxcontract writes the contract of a service: an AsyncAPI 3 document of the events in its registry. The
 // document has the topics, keys, headers and CloudEvents attributes of all event types, and a JSON Schema for each Go
-// type that is encoded as JSON. Commit it. `outbox contract diff` says who breaks by a change of it, and the build
-// fails:
+// type that is encoded as JSON. Commit it, and compare it in the build:
 //
-//   - `outbox contract export` writes the document, and `outbox contract check` compares it with the registry.
-//   - [Check] does the same in a test. It needs no command.
+//   - [Check] compares it with the registry, in a test. So does the command outbox contract check.
+//   - The command outbox contract export writes it.
+//   - The command outbox contract diff compares two of them, and says who breaks.
 //
 // A schema says what encoding/json writes for a struct. The schema of a type with a MarshalJSON of its own allows
 // anything, unless the type has a method JSONSchema:
@@ -72,9 +72,9 @@ func Check(t T, file string, events *outbox.Registry, upcasters ...outbox.Upcast
 	was, err := os.ReadFile(file)
 	switch {
 	case err != nil:
-		t.Fatalf("%v: outbox contract export --out writes it", err)
+		t.Fatalf("%v: outbox contract export writes the file", err)
 	case !bytes.Equal(was, is):
-		t.Fatalf("%s is not the contract of the registry:%s\nIf that is meant: outbox contract export --out writes the file.", file, changes(was, is))
+		t.Fatalf("%s is not the contract of the registry:%s\nIf that is meant: outbox contract export writes the file.", file, changes(was, is))
 	}
 }
 
@@ -98,7 +98,7 @@ func changes(was, is []byte) string {
 	return b.String()
 }
 
-// Program is the body of the program that `outbox contract export` makes and runs. It writes the contract into a file.
+// Program is the body of the program that the command outbox contract export makes and runs. It writes the contract into a file.
 // The values are a registry, or a function that returns one, and upcasters.
 func Program(file string, values ...any) error {
 	var events *outbox.Registry

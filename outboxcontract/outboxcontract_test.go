@@ -77,7 +77,7 @@ func TestCheck(t *testing.T) {
 	var s said
 	outboxcontract.Check(&s, file, events)
 	require.Contains(t, s.text, "breaks writers: acme.order.placed.v2: upcaster from acme.order.placed.v1 removed (handlers do not get the events of that type any more)")
-	require.Contains(t, s.text, "outbox contract export --out")
+	require.Contains(t, s.text, "\nIf that is meant: outbox contract export")
 	text, err := os.ReadFile(file)
 	require.NoError(t, err)
 	for want, change := range map[string][2]string{
@@ -92,7 +92,7 @@ func TestCheck(t *testing.T) {
 		require.Contains(t, s.text, want)
 	}
 	outboxcontract.Check(&s, "testdata/none.json", events)
-	require.Contains(t, s.text, "outbox contract export --out writes it")
+	require.Contains(t, s.text, "outbox contract export writes the file")
 }
 
 type (

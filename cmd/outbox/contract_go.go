@@ -114,7 +114,10 @@ func (e *env) goTool(ctx context.Context, args ...string) (string, error) {
 	const patience = 5 * time.Second
 	cmd := exec.CommandContext(ctx, "go", args...)
 	var out, errs bytes.Buffer
-	cmd.Stdout, cmd.Stderr, cmd.Env, cmd.WaitDelay = &out, &errs, e.environ(), patience
+	cmd.Stdout, cmd.Stderr, cmd.WaitDelay = &out, &errs, patience
+	if e.environ != nil {
+		cmd.Env = e.environ()
+	}
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	err := cmd.Run()
 	var failed *exec.ExitError
