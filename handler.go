@@ -479,3 +479,6 @@ func Upcast[From, To DomainEvent](f func(From) To) Upcaster {
 	}
 	return u
 }
+
+// Types returns the Go types of the older and of the newer version, for tools and tests.
+func (u Upcaster) Types() (from, to reflect.Type) { return u.from, u.to }

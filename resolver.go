@@ -398,6 +398,9 @@ func (r *Registry) Topic(eventType string) (string, error) {
 
 func (d *definition) destination() string { return cmp.Or(d.topic, check.TopicOf(d.eventType)) }
 
+// Source returns the CloudEvents source of the events.
+func (r *Registry) Source() string { return r.source }
+
 // Types returns the registered event types, sorted.
 func (r *Registry) Types() []string { return slices.Sorted(maps.Keys(r.byName)) }
 
@@ -411,6 +414,10 @@ type Registration struct {
 	AggregateType string
 	// Topic is where they are sent: see [Registry.Topic].
 	Topic string
+	// OwnKey says that [EventType.Key] sets their partition key, which is their aggregate id otherwise.
+	OwnKey bool
+	// Attributes are the names of their extension attributes: see [EventType.Attribute].
+	Attributes []string
 	// Codec encodes their payloads.
 	Codec Codec
 }
@@ -420,10 +427,14 @@ func (r *Registry) Registrations() []Registration {
 	all := make([]Registration, 0, len(r.byName))
 	for _, eventType := range r.Types() {
 		def := r.byName[eventType]
-		all = append(all, Registration{
+		reg := Registration{
 			EventType: eventType, GoType: def.goType, AggregateType: def.aggregateType,
-			Topic: def.destination(), Codec: def.codec,
-		})
+			Topic: def.destination(), OwnKey: def.key != nil, Codec: def.codec,
+		}
+		for _, a := range def.attributes {
+			reg.Attributes = append(reg.Attributes, a.name)
+		}
+		all = append(all, reg)
 	}
 	return all
 }

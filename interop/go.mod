@@ -9,8 +9,10 @@ require (
 	github.com/google/uuid v1.6.0
 	github.com/jackc/pgx/v5 v5.12.0
 	github.com/outboxgo/outbox v0.1.0
+	github.com/outboxgo/outbox/outboxcontract v0.1.0
 	github.com/outboxgo/outbox/tools v0.1.0
 	github.com/stretchr/testify v1.12.1
+	github.com/twmb/avro v1.9.1
 	github.com/twmb/franz-go v1.22.3
 	go.uber.org/goleak v1.3.0
 )
@@ -22,6 +24,7 @@ require (
 	github.com/eapache/queue v1.1.0 // indirect
 	github.com/fergusstrange/embedded-postgres v1.34.0 // indirect
 	github.com/golang/snappy v1.0.0 // indirect
+	github.com/google/jsonschema-go v0.4.3 // indirect
 	github.com/hashicorp/errwrap v1.1.0 // indirect
 	github.com/hashicorp/go-multierror v1.1.1 // indirect
 	github.com/hashicorp/go-uuid v1.0.3 // indirect

@@ -47,6 +47,7 @@ func commands() []command {
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand, cutFromDebeziumCommand, cutToDebeziumCommand,
 		dlqListCommand, dlqReplayCommand,
 		verifyCommand, replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand,
+		contractExportCommand, contractCheckCommand, contractDiffCommand,
 		auditCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, completionCommand(), versionCommand,
 	}
