@@ -67,8 +67,8 @@ type InboxMessage struct {
 // messages handle them in the same order, or PostgreSQL may end one of them as a deadlock (40P01).
 //
 // If f returns an error, Once returns it, and takes back the note and what f has done in tx. The transaction goes on.
-// So a refusal that repeats are to get as well is an answer, not an error. The answer has at most [MaxAnswer] bytes,
-// or none. F must neither commit nor roll back tx, and close its rows before it returns.
+// So a refusal that repeats are to get as well is an answer, not an error. The answer has at most [MaxAnswer] bytes.
+// One without bytes comes back as nil. F must neither commit nor roll back tx, and close its rows before it returns.
 //
 // Once rejects a message that cannot be noted before it sends anything: the error is a [*FieldError] whose Field is
 // tx, source, id, action or function. If the answer is too large, the field is answer, and what f has done is taken

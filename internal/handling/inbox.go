@@ -87,7 +87,7 @@ func (i *Inbox) Handle(ctx context.Context, tx pgx.Tx, m *Message, f func() ([]b
 			if err := c.keep(ctx, id, answer); err != nil {
 				return nil, c.wrap("keep the answer to", err)
 			}
-			return answer, nil
+			return orNil(answer), nil
 		}
 		found, err := c.read(ctx)
 		if err != nil {
@@ -201,14 +201,22 @@ func isWait(err error) bool {
 
 // answerIn returns the answer in a value of event_handled.answer.
 func (m *Message) answerIn(kept []byte) ([]byte, error) {
-	if len(kept) < DigestSize {
+	if kept == nil {
 		return nil, nil
 	}
 	digest := kept[:DigestSize]
 	if m.Digest != nil && !bytes.Equal(digest, m.Digest) && !bytes.Equal(digest, make([]byte, DigestSize)) {
 		return nil, fmt.Errorf("outbox: %w", ErrOtherRequest)
 	}
-	return kept[DigestSize:], nil
+	return orNil(kept[DigestSize:]), nil
+}
+
+// orNil returns an answer, or nil for one without bytes: event_handled knows no difference.
+func orNil(answer []byte) []byte {
+	if len(answer) == 0 {
+		return nil
+	}
+	return answer
 }
 
 // orNull returns a value that each driver takes for NULL if it is nil.
