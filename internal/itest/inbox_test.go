@@ -590,6 +590,26 @@ func TestInboxRoles(t *testing.T) {
 	}
 }
 
+// A row of an event is as large as one of a table without the column for answers.
+func TestNotesOfEventsStaySmall(t *testing.T) {
+	t.Parallel()
+	f := newInboxFixture(t)
+	const columns = "id, consumer_group, aggregate_type, aggregate_id, action, handled_at, event_source"
+	f.exec(t, `CREATE TABLE {schema}.before AS SELECT `+columns+` FROM {schema}.event_handled`)
+	f.exec(t, `CREATE TABLE {schema}.nine (LIKE {schema}.event_handled, another text)`)
+	sizes := map[string]int64{}
+	for _, table := range []string{"before", "event_handled", "nine"} {
+		f.exec(t, `INSERT INTO {schema}.`+table+` (`+columns+`)
+			SELECT n, 'product-statistics', 'acme.order.paid.v1', gen_random_uuid(), 'SALES_COUNT_INCREASED', now(), 'shop' FROM generate_series(1, 20000) AS n`)
+		var size int64
+		require.NoError(t, f.db.QueryRow(background, `SELECT pg_relation_size($1::regclass)`, pgx.Identifier{f.schema, table}.Sanitize()).Scan(&size))
+		sizes[table] = size
+	}
+	t.Log(sizes)
+	require.Equal(t, sizes["before"], sizes["event_handled"])
+	require.Greater(t, sizes["nine"], sizes["event_handled"], "a ninth column would cost")
+}
+
 // Retention removes notes of messages after HandledFor; then a message is handled again.
 func TestInboxRetention(t *testing.T) {
 	t.Parallel()
