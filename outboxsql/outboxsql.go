@@ -5,6 +5,7 @@
 //   - [InTx] begins a transaction, commits it, and wakes the relay.
 //   - [Handle] and [HandleBatch] make handlers that write through a [sql.Tx]. It runs inside the very transaction
 //     that holds the row of event_handled, so what such a handler does is done once, too.
+//   - [Once] handles what does not come through Kafka and may come more than once, as [outbox.Inbox] does.
 //   - [Within] gives code that takes a [sql.Tx] one inside a transaction of pgx.
 //
 // The values of a service are kept where they are:
@@ -42,6 +43,7 @@ import (
 // each statement for itself, is none.
 type Tx interface {
 	ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
+	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
 	Commit() error
 	Rollback() error
 }

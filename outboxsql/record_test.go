@@ -55,6 +55,9 @@ type (
 func (a another) ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error) {
 	return a.tx.ExecContext(ctx, query, args...)
 }
+func (a another) QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error) {
+	return a.tx.QueryContext(ctx, query, args...)
+}
 func (a another) Commit() error   { return a.tx.Commit() }
 func (a another) Rollback() error { return a.tx.Rollback() }
 
@@ -178,6 +181,10 @@ func (e *pqError) Get(field byte) string {
 type failingTx struct {
 	outboxsql.Tx
 	err error
+}
+
+func (f failingTx) QueryContext(context.Context, string, ...any) (*sql.Rows, error) {
+	return nil, fmt.Errorf("query: %w", f.err)
 }
 
 func (f failingTx) ExecContext(context.Context, string, ...any) (sql.Result, error) {

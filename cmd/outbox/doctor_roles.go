@@ -77,8 +77,8 @@ const (
 
 // noteNeeds are the privileges for notes of handled events, and to remove what is handled.
 var noteNeeds = slices.Concat(onTable("event_handled", "SELECT"),
-	[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source"}},
-		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
+	[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source", "answer"}},
+		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at", "answer"}}}, onSequences("event_handled_id_seq"),
 	onFunctions(false, removeHandled, removeDeliveries),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"))
 
@@ -143,6 +143,9 @@ var partNeeds = map[string][]need{
 		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT"), leaseNeeds,
 		onSequences("event_delivery_id_seq", "outbox_cursor_id_seq"),
 		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[], bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])", removeCursors)),
+	"inbox": append(slices.Concat(onTable("event_handled", "SELECT"), onTable("consumer_group_role", "SELECT"), onSequences("event_handled_id_seq")),
+		need{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "answer"}},
+		need{privilege: "UPDATE", table: "event_handled", columns: []string{"answer"}}),
 	"reader": readerNeeds,
 	"operator": slices.Concat(readerNeeds, onFunctions(false, "outbox_retry_failed(bigint[], text, text)", "outbox_resolve_failed(bigint[], text, text)",
 		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",

@@ -238,6 +238,12 @@ var escalations = map[string][]string{
 		`SELECT {s}.outbox_finish_cut('r', true, 'kim', 'why')`,
 		`LOCK TABLE {s}.event_subscription IN SHARE MODE`,
 	},
+	"inbox": {
+		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
+		`UPDATE {s}.event_handled SET handled_at = now()`,
+		`SELECT {s}.outbox_remove_handled('{"(0,1)"}', 'infinity')`,
+		`LOCK TABLE {s}.event_handled IN SHARE MODE`,
+	},
 	"consumer": {
 		`UPDATE {s}.event_delivery SET payload = '{}'`,
 		`UPDATE {s}.event_delivery SET event_id = gen_random_uuid()`,
@@ -330,6 +336,9 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 	if slices.Contains(r.parts, "worker") {
 		r.giveGroup(t, "worker", "mine")
 	}
+	if slices.Contains(r.parts, "inbox") {
+		r.giveGroup(t, "inbox", "mine")
+	}
 	h.seedGroups(t)
 	var owner string
 	require.NoError(t, h.db.QueryRow(background, `SELECT current_user`).Scan(&owner))
@@ -395,7 +404,7 @@ func (h *relayFixture) seedGroups(t *testing.T) {
 // same about rows of the role's own group succeed.
 var hiddenRows = map[string][]string{
 	"consumer": {
-		`UPDATE {s}.event_handled SET handled_at = '-infinity' WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.event_handled SET handled_at = '-infinity', answer = 'forged' WHERE consumer_group = 'theirs'`,
 		`SELECT FROM generate_series(1, {s}.outbox_remove_handled(ARRAY(SELECT ctid FROM {s}.event_handled WHERE consumer_group = 'theirs'), 'infinity'))`,
 		`UPDATE {s}.event_delivery SET payload_bytes = NULL, record = NULL, position = 7, dead_letter = NULL WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,

@@ -58,7 +58,7 @@ func grantRoles(t *testing.T, h *relayFixture, sql string) *roles {
 	r := &roles{relayFixture: h, suffix: fmt.Sprintf("_%.8s", uuid.NewString())}
 	sql = "SET LOCAL search_path = " + pgx.Identifier{h.schema}.Sanitize() + ";" + strings.ReplaceAll(sql, "SCHEMA public", "SCHEMA "+pgx.Identifier{h.schema}.Sanitize())
 	var names []string
-	sql = regexp.MustCompile(`\boutbox_(writer|relay|consumer|worker|reader|operator)\b`).ReplaceAllStringFunc(sql, func(name string) string {
+	sql = regexp.MustCompile(`\boutbox_(writer|relay|consumer|worker|inbox|reader|operator)\b`).ReplaceAllStringFunc(sql, func(name string) string {
 		return name + r.suffix
 	})
 	for _, created := range regexp.MustCompile(`CREATE ROLE (\w+);`).FindAllStringSubmatch(sql, -1) {
