@@ -152,9 +152,10 @@ func Permanent(err error) error {
 }
 
 // Unavailable marks an error of a handler, or of Decode of a [Codec], that says that something is away that this event
-// needs, for example the server of one tenant, or a schema registry. It uses up no attempt for as long as MaxOutage of [RetryPolicy] says, counted from the first
-// failure of the event; later it counts as any other error. The wait until the next attempt is as long as the event
-// has been failing, up to MaxRetryWait and at most 30 s. [RetryAfter] around it, or within it, sets another wait.
+// needs, for example the server of one tenant, or a schema registry. It uses up no attempt for as long as MaxOutage of
+// [RetryPolicy] says, counted from the first failure of the event; later it counts as any other error. The wait until
+// the next attempt is as long as the event has been failing, up to MaxRetryWait and at most 30 s. [RetryAfter] around
+// it, or within it, sets another wait.
 //
 // The breaker of the action counts the error as a failure of the event. So the breaker opens if all events meet such
 // errors, and the events of the other tenants go on otherwise. It returns nil for nil.

@@ -43,6 +43,7 @@ func init() {
 		{"retention", "from commit to arrival while old rows are removed, against while they stay", true, (*bench).retention},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},
 		{"record-sql", "Record in a transaction of database/sql, with pgx/stdlib and with lib/pq, against one of pgx", false, (*bench).recordSQL},
+		{"record-codecs", "Record with Protobuf, Avro and JSON Schema, without a schema registry and with one, against JSON", false, (*bench).recordCodecs},
 		{"consumer", "a consumer's transaction for many events, against one for each", true, (*bench).consumer},
 		{"failing", "a consumer, and a worker, while one event of a hundred fails: all other events, against without failures", true, (*bench).failing},
 		{"bus", "workers without Kafka, against River: events per second, beside an open transaction too, and from commit to handled", false, (*bench).bus},

@@ -49,7 +49,7 @@ func TestJSONBecomesProtobuf(t *testing.T) {
 	testenv.Run(t, w.Run)
 
 	const writers, events = 4, 150
-	var turn atomic.Int64 // how many writers have changed
+	var changes atomic.Int64 // how many writers have changed
 	var committed sync.Map
 	var all sync.WaitGroup
 	rec := map[bool]*outbox.Recorder{false: recorderOf(t, s, before), true: recorderOf(t, s, after)}
@@ -62,7 +62,7 @@ func TestJSONBecomesProtobuf(t *testing.T) {
 				}
 				changed := n > events/3+writer*10
 				if n == events/3+writer*10+1 {
-					turn.Add(1)
+					changes.Add(1)
 				}
 				e := orderOf(int64(writer*10 + r.IntN(3) + 1))
 				e.Lines[0].ProductID = int64(n)
@@ -81,7 +81,7 @@ func TestJSONBecomesProtobuf(t *testing.T) {
 		})
 	}
 	all.Wait()
-	require.EqualValues(t, writers, turn.Load())
+	require.EqualValues(t, writers, changes.Load())
 	want := 0
 	committed.Range(func(any, any) bool { want++; return true })
 

@@ -93,11 +93,11 @@ func wrongType[E any](event any) error {
 	return fmt.Errorf("event is %T, the codec is for %v", event, reflect.TypeFor[E]())
 }
 
-// must returns v, or panics with what could not be done.
-func must[T any](v T, err error) func(act string) T {
-	return func(act string) T {
+// must returns a function that returns v, or panics with what could not be made.
+func must[T any](v T, err error) func(what string) T {
+	return func(what string) T {
 		if err != nil {
-			panic(fmt.Sprintf("outboxschema: %s: %v", act, err))
+			panic(fmt.Sprintf("outboxschema: %s: %v", what, err))
 		}
 		return v
 	}

@@ -18,8 +18,8 @@ import (
 	"google.golang.org/protobuf/types/descriptorpb"
 )
 
-// Protobuf returns the format of events that are Protobuf messages. E is a struct that embeds a pointer to the generated
-// message and nothing else, so it has the methods of the message, and may be copied:
+// Protobuf returns the format of events that are Protobuf messages. E is a struct that embeds a pointer to the
+// generated message and nothing else, so it has the methods of the message, and may be copied:
 //
 //	type OrderCreated struct{ *shoppb.OrderCreated }
 //
@@ -46,8 +46,8 @@ func Protobuf[E proto.Message]() Format {
 	return f
 }
 
-// ProtobufOf returns the format of events of E, plain structs, that travel as Protobuf messages of the type M, a pointer
-// to a generated struct. The functions convert one to the other, and must not keep what they are given.
+// ProtobufOf returns the format of events of E, plain structs, that travel as Protobuf messages of the type M, a
+// pointer to a generated struct. The functions convert one to the other, and must not keep what they are given.
 func ProtobufOf[E any, M proto.Message](toMessage func(E) M, fromMessage func(M) (E, error)) Format {
 	var none M // a nil message, which still knows its type
 	f := protobufFormat(none.ProtoReflect().Descriptor())

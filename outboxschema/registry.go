@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/url"
 	"reflect"
 	"strconv"
@@ -57,11 +58,11 @@ type Registry struct {
 
 	readers sync.Map // readerKey: decoder
 
-	mu        sync.Mutex
-	formats   map[reflect.Type]map[sr.SchemaType]Format // of the events that can be decoded
-	writers   []*writer
-	away      error // the last error of a registry that is away
-	awayUntil time.Time
+	mu         sync.Mutex
+	formats    map[reflect.Type]map[sr.SchemaType]Format // of the events that can be decoded
+	writers    []*writer
+	outage     error // the last error of a registry that is away
+	pauseUntil time.Time
 
 	asking chan struct{} // full while a schema is asked for
 }
@@ -81,8 +82,8 @@ func New(client *sr.Client, subject SubjectName) *Registry {
 	return r
 }
 
-// Codec returns the codec for a format whose schema is in the registry under the subject of a topic: that of the events,
-// as [outbox.Registry.Topic] says.
+// Codec returns the codec for a format whose schema is in the registry under the subject of a topic: that of the
+// events, as [outbox.Registry.Topic] says.
 //
 // Encode asks for the id of the schema once, if neither [Registry.Register] nor [Registry.Lookup] has; the transaction
 // of Record waits for that up to 10 s. It fails if the schema is not registered.
@@ -121,8 +122,8 @@ func (r *Registry) Register(ctx context.Context) error {
 	return r.each(func(w *writer) error { return w.find(ctx, r.register) })
 }
 
-// Lookup finds the ids of the schemas of all codecs that [Registry.Codec] has returned. The error names each one that is
-// not registered.
+// Lookup finds the ids of the schemas of all codecs that [Registry.Codec] has returned. The error names each one that
+// is not registered.
 func (r *Registry) Lookup(ctx context.Context) error {
 	return r.each(func(w *writer) error { return w.find(ctx, r.lookup) })
 }
@@ -285,7 +286,7 @@ func (r *Registry) newReader(ctx context.Context, f Format, key readerKey, index
 		return read, nil
 	}
 	err = fmt.Errorf("schema %d: %w", key.id, err)
-	if isAway(err) {
+	if isOutage(err) {
 		return nil, outbox.Unavailable(err)
 	}
 	return nil, err
@@ -336,28 +337,28 @@ func (r *Registry) ask(ctx context.Context, f func(context.Context) error) error
 		return ctx.Err()
 	}
 	r.mu.Lock()
-	away := r.away
-	if !time.Now().Before(r.awayUntil) {
-		away = nil
+	outage := r.outage
+	if !time.Now().Before(r.pauseUntil) {
+		outage = nil
 	}
 	r.mu.Unlock()
-	if away != nil {
-		return away
+	if outage != nil {
+		return outage
 	}
 	bounded, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	err := f(bounded)
-	if err != nil && isAway(err) && ctx.Err() == nil {
+	if err != nil && isOutage(err) && ctx.Err() == nil {
 		r.mu.Lock()
-		r.away, r.awayUntil = err, time.Now().Add(pause)
+		r.outage, r.pauseUntil = err, time.Now().Add(pause)
 		r.mu.Unlock()
 	}
 	return err
 }
 
-// isAway reports whether an error says nothing about a schema: the registry cannot be reached, is overloaded or broken,
+// isOutage reports whether an error says nothing about a schema: the registry cannot be reached, is overloaded or broken,
 // or refuses a login.
-func isAway(err error) bool {
+func isOutage(err error) bool {
 	var unusable *schemaError
 	var answer *sr.ResponseError
 	switch {
@@ -370,5 +371,5 @@ func isAway(err error) bool {
 	case sr.ErrSubjectNotFound.Code, sr.ErrVersionNotFound.Code, sr.ErrSchemaNotFound.Code:
 		return false // 404 without a code comes from something that is no registry
 	}
-	return answer.StatusCode != 409 && answer.StatusCode != 422
+	return answer.StatusCode != http.StatusConflict && answer.StatusCode != http.StatusUnprocessableEntity
 }

