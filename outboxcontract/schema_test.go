@@ -80,7 +80,7 @@ type pointers struct {
 	Twice   **string
 	List    lines
 	Version *version
-	Status  *status
+	Status  *Status
 }
 
 type line struct {
@@ -129,19 +129,23 @@ type tree struct {
 
 type forest map[string]forest
 
-// version has a MarshalJSON, and status says its own schema.
+// version has a MarshalText, and others a MarshalJSON.
 type (
 	version struct{ Major, Minor int }
 	byValue struct{ A int }
 	byPtr   struct{ A int }
-	status  string
+	// Status says its own schema.
+	Status string
 )
 
 func (v version) MarshalText() ([]byte, error) { return []byte{byte('0' + v.Major&7)}, nil }
 func (v byValue) MarshalJSON() ([]byte, error) { return []byte(`[1, "a"]`), nil }
 func (v *byPtr) MarshalJSON() ([]byte, error)  { return []byte(`"a"`), nil }
-func (s status) MarshalText() ([]byte, error)  { return []byte("open"), nil }
-func (status) JSONSchema() json.RawMessage     { return json.RawMessage(`{"enum": ["open", "paid"]}`) }
+func (s Status) MarshalText() ([]byte, error)  { return []byte("open"), nil }
+
+func (Status) JSONSchema() json.RawMessage {
+	return json.RawMessage(`{"enum": ["open", "paid"]}`)
+}
 
 type marshalers struct {
 	happened
@@ -152,9 +156,9 @@ type marshalers struct {
 	Ptr      byPtr // not addressable
 	Ptrs     []byPtr
 	PtrPtr   *byPtr
-	Status   status
-	Statuses []status
-	Maybe    status `json:"maybe,omitempty"`
+	Status   Status
+	Statuses []Status
+	Maybe    Status `json:"maybe,omitempty"`
 }
 
 // alone is an event with a form of its own.
