@@ -45,7 +45,7 @@ type basics struct {
 	Addrs    map[netip.Addr]bool
 	Addr     netip.Addr
 	Ignored  string `json:"-"`
-	Dash     string `json:"-,"`
+	Dash     string `json:"-,"` //nolint:staticcheck // it is allowed
 	hidden   string //nolint:unused // it is not written
 }
 
@@ -63,8 +63,8 @@ type options struct {
 	Quoted      int64          `json:"quoted,string"`
 	QuotedText  string         `json:"quotedText,string"`
 	QuotedMaybe *bool          `json:"quotedMaybe,string"`
-	QuotedTime  time.Time      `json:"quotedTime,string"` // not quoted
-	BadName     int            `json:"bad'name"`
+	QuotedTime  time.Time      `json:"quotedTime,string"` //nolint:staticcheck // not quoted
+	BadName     int            `json:"bad'name"`          //nolint:staticcheck // it is ignored
 }
 
 // pointers have what may be null.
