@@ -214,11 +214,11 @@ func TestContractDiffAgreesWithTheRegistry(t *testing.T) {
 		avro := registry.rules(t, "AVRO", c.before.avro, c.after.avro)
 		open := registry.rules(t, "JSON", payloadSchema(t, c.before.contract, false), payloadSchema(t, c.after.contract, false))
 		closed := registry.rules(t, "JSON", payloadSchema(t, c.before.contract, true), payloadSchema(t, c.after.contract, true))
-		verdict := "compatible"
+		said := "compatible"
 		if c.keeps != "FULL" {
-			verdict = "breaking"
+			said = "breaking"
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n", c.what, verdict, breaksOf(changes), diff, avro, open, closed)
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n", c.what, said, breaksOf(changes), diff, avro, open, closed)
 		require.Equal(t, keeps[c.keeps], diff, "%s: %v", c.what, changes)
 		require.Equal(t, diff, avro, c.what)
 		for i, rule := range strings.Fields(diff) {

@@ -87,17 +87,12 @@ func canBeEmpty(t reflect.Type) bool {
 		return false
 	case reflect.Array:
 		return t.Len() == 0
+	default:
+		return true
 	}
-	return true
 }
 
 // canBeQuoted reports whether the option string has an effect on a type.
 func canBeQuoted(t reflect.Type) bool {
-	switch t.Kind() {
-	case reflect.Bool, reflect.String, reflect.Float32, reflect.Float64,
-		reflect.Int, reflect.Int8, reflect.Int16, reflect.Int32, reflect.Int64,
-		reflect.Uint, reflect.Uint8, reflect.Uint16, reflect.Uint32, reflect.Uint64, reflect.Uintptr:
-		return true
-	}
-	return false
+	return t.Kind() == reflect.String || t.Kind() >= reflect.Bool && t.Kind() <= reflect.Float64
 }

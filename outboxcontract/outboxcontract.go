@@ -9,7 +9,9 @@
 // A schema says what encoding/json writes for a struct. The schema of a type with a MarshalJSON of its own allows
 // anything, unless the type has a method JSONSchema:
 //
-//	func (Status) JSONSchema() json.RawMessage { return json.RawMessage(`{"enum": ["open", "paid"]}`) }
+//	func (Status) JSONSchema() json.RawMessage {
+//		return json.RawMessage(`{"enum": ["open", "paid"]}`)
+//	}
 //
 // The method has a value receiver. It may return whatever encoding/json writes as a JSON Schema without references.
 //
@@ -98,7 +100,8 @@ func changes(was, is []byte) string {
 	return b.String()
 }
 
-// Program is the body of the program that the command outbox contract export makes and runs. It writes the contract into a file.
+// Program is the body of the program that the command outbox contract export makes and runs. It writes the contract
+// into a file.
 // The values are a registry, or a function that returns one, and upcasters.
 func Program(file string, values ...any) error {
 	var events *outbox.Registry

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -171,15 +172,20 @@ func ExampleExport() {
 		panic(err)
 	}
 	var contract struct {
-		Components struct{ Schemas map[string]json.RawMessage }
+		Components struct {
+			Schemas map[string]struct {
+				Properties map[string]json.RawMessage
+				Required   []string
+			}
+		}
 	}
 	if err := json.Unmarshal(b.Bytes(), &contract); err != nil {
 		panic(err)
 	}
-	var schema bytes.Buffer
-	if err := json.Compact(&schema, contract.Components.Schemas["acme.order.placed.v1"]); err != nil {
-		panic(err)
-	}
-	fmt.Println(schema.String())
-	// Output: {"type":"object","properties":{"id":{"type":"string"},"cents":{"type":"integer"},"note":{"type":"string"},"at":{"type":"string","format":"date-time"}},"required":["id","cents","at"]}
+	schema := contract.Components.Schemas["acme.order.placed.v1"]
+	fmt.Println("always there:", schema.Required)
+	fmt.Println("optional: note:", strings.Join(strings.Fields(string(schema.Properties["note"])), ""))
+	// Output:
+	// always there: [id cents at]
+	// optional: note: {"type":"string"}
 }

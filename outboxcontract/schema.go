@@ -115,8 +115,9 @@ func leaf(t reflect.Type) (*jsonschema.Schema, error) {
 	switch t.Kind() {
 	case reflect.Struct, reflect.Map, reflect.Slice, reflect.Array:
 		return nil, nil
+	default:
+		return jsonschema.ForType(t, nil)
 	}
-	return jsonschema.ForType(t, nil)
 }
 
 // opaque is the schema of a type whose MarshalJSON writes what only the type knows.

@@ -45,7 +45,7 @@ type basics struct {
 	Addrs    map[netip.Addr]bool
 	Addr     netip.Addr
 	Ignored  string `json:"-"`
-	Dash     string `json:"-,"`
+	Dash     string `json:"-,"` //nolint:staticcheck // it is allowed
 	hidden   string //nolint:unused // it is not written
 }
 
@@ -63,8 +63,8 @@ type options struct {
 	Quoted      int64          `json:"quoted,string"`
 	QuotedText  string         `json:"quotedText,string"`
 	QuotedMaybe *bool          `json:"quotedMaybe,string"`
-	QuotedTime  time.Time      `json:"quotedTime,string"` // not quoted
-	BadName     int            `json:"bad'name"`
+	QuotedTime  time.Time      `json:"quotedTime,string"` //nolint:staticcheck // not quoted
+	BadName     int            `json:"bad'name"`          //nolint:staticcheck // it is ignored
 }
 
 // pointers have what may be null.
@@ -80,7 +80,7 @@ type pointers struct {
 	Twice   **string
 	List    lines
 	Version *version
-	Status  *status
+	Status  *Status
 }
 
 type line struct {
@@ -129,19 +129,23 @@ type tree struct {
 
 type forest map[string]forest
 
-// version has a MarshalJSON, and status says its own schema.
+// version has a MarshalText, and others a MarshalJSON.
 type (
 	version struct{ Major, Minor int }
 	byValue struct{ A int }
 	byPtr   struct{ A int }
-	status  string
+	// Status says its own schema.
+	Status string
 )
 
 func (v version) MarshalText() ([]byte, error) { return []byte{byte('0' + v.Major&7)}, nil }
 func (v byValue) MarshalJSON() ([]byte, error) { return []byte(`[1, "a"]`), nil }
 func (v *byPtr) MarshalJSON() ([]byte, error)  { return []byte(`"a"`), nil }
-func (s status) MarshalText() ([]byte, error)  { return []byte("open"), nil }
-func (status) JSONSchema() json.RawMessage     { return json.RawMessage(`{"enum": ["open", "paid"]}`) }
+func (s Status) MarshalText() ([]byte, error)  { return []byte("open"), nil }
+
+func (Status) JSONSchema() json.RawMessage {
+	return json.RawMessage(`{"enum": ["open", "paid"]}`)
+}
 
 type marshalers struct {
 	happened
@@ -152,9 +156,9 @@ type marshalers struct {
 	Ptr      byPtr // not addressable
 	Ptrs     []byPtr
 	PtrPtr   *byPtr
-	Status   status
-	Statuses []status
-	Maybe    status `json:"maybe,omitempty"`
+	Status   Status
+	Statuses []Status
+	Maybe    Status `json:"maybe,omitempty"`
 }
 
 // alone is an event with a form of its own.

@@ -18,8 +18,8 @@ import (
 // contractPackage makes contracts. It links modules that the command does not.
 const contractPackage = "github.com/outboxgo/outbox/outboxcontract"
 
-// contractFile is the name of the file that is added to the package, by an overlay. It comes last, so that its init runs
-// when all else of the package is initialized.
+// contractFile is the name of the file that is added to the package, by an overlay. It comes last, so that its init
+// runs when all else of the package is initialized.
 const contractFile = "zz_outbox_contract"
 
 const contractInit = `package %s
