@@ -650,7 +650,10 @@ func TestInboxRepeatsAtRandom(t *testing.T) {
 			g.Go(func() error {
 				for n := range messages { // in about the same order
 					answer, err := f.handleAtRandom(random[c], fmt.Sprint(round, " ", n))
-					for ; err != nil; answer, err = f.handleAtRandom(random[c], fmt.Sprint(round, " ", n)) {
+					for tries := 1; err != nil; answer, err = f.handleAtRandom(random[c], fmt.Sprint(round, " ", n)) {
+						if tries++; tries > 1000 {
+							return fmt.Errorf("message %d of round %d is never answered: %w", n, round, err)
+						}
 						mu.Lock()
 						failed[kindOfFailure(err)]++
 						mu.Unlock()
@@ -665,7 +668,7 @@ func TestInboxRepeatsAtRandom(t *testing.T) {
 				return nil
 			})
 		}
-		require.NoError(t, g.Wait())
+		require.NoError(t, g.Wait(), "seed %d", seed)
 		for n := range messages {
 			effects := f.effects(t, fmt.Sprint(round, " ", n))
 			require.Len(t, effects, 1, "effects of message %d of round %d, seed %d", n, round, seed)
