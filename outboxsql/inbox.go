@@ -55,7 +55,7 @@ func (t inboxTx) QueryRow(ctx context.Context, query string, args ...any) pgx.Ro
 		if err != nil {
 			return err
 		}
-		defer rows.Close()
+		defer rows.Close() //nolint:errcheck // after Close it does nothing; otherwise there is an error already
 		if !rows.Next() {
 			if err = rows.Err(); err == nil {
 				err = pgx.ErrNoRows

@@ -387,7 +387,7 @@ func TestInboxWaits(t *testing.T) {
 		"killed": func(t *testing.T, f *inboxFixture, tx pgx.Tx) bool {
 			var pid int
 			require.NoError(t, tx.QueryRow(background, `SELECT pg_backend_pid()`).Scan(&pid))
-			f.exec(t, `SELECT pg_terminate_backend($1)`, pid)
+			f.exec(t, `SELECT pg_terminate_backend($1, 10000)`, pid) // it has ended then
 			require.Error(t, tx.Commit(background))
 			return false
 		},
@@ -455,7 +455,7 @@ func TestInboxInProgress(t *testing.T) {
 	require.NoError(t, err)
 	err = try()
 	require.NotErrorIs(t, err, outbox.ErrInProgress)
-	require.Equal(t, "55P03", pg.Code(err))
+	require.Equal(t, "55P03", pg.Code(err), "%v", err)
 }
 
 // Arguments that cannot work are named, and nothing is sent.
@@ -650,7 +650,10 @@ func TestInboxRepeatsAtRandom(t *testing.T) {
 			g.Go(func() error {
 				for n := range messages { // in about the same order
 					answer, err := f.handleAtRandom(random[c], fmt.Sprint(round, " ", n))
-					for ; err != nil; answer, err = f.handleAtRandom(random[c], fmt.Sprint(round, " ", n)) {
+					for tries := 1; err != nil; answer, err = f.handleAtRandom(random[c], fmt.Sprint(round, " ", n)) {
+						if tries++; tries > 1000 {
+							return fmt.Errorf("message %d of round %d is never answered: %w", n, round, err)
+						}
 						mu.Lock()
 						failed[kindOfFailure(err)]++
 						mu.Unlock()
@@ -665,7 +668,7 @@ func TestInboxRepeatsAtRandom(t *testing.T) {
 				return nil
 			})
 		}
-		require.NoError(t, g.Wait())
+		require.NoError(t, g.Wait(), "seed %d", seed)
 		for n := range messages {
 			effects := f.effects(t, fmt.Sprint(round, " ", n))
 			require.Len(t, effects, 1, "effects of message %d of round %d, seed %d", n, round, seed)
@@ -697,14 +700,27 @@ func (f *inboxFixture) handleAtRandom(random *rand.Rand, id string) (answer stri
 	if err := tx.QueryRow(ctx, `SELECT pg_backend_pid()`).Scan(&pid); err != nil {
 		return "", err
 	}
-	kill := func() { _, _ = f.db.Exec(background, `SELECT pg_terminate_backend($1)`, pid) }
+	kill := func() { _, _ = tx.Exec(background, `SELECT pg_terminate_backend(pg_backend_pid())`) }
 	switch outcome {
 	case 0:
 		if _, err := tx.Exec(ctx, `SET LOCAL lock_timeout = '1ms'`); err != nil {
 			return "", err
 		}
-	case 1: // at any point
-		defer time.AfterFunc(wait, kill).Stop()
+	case 1:
+		if testenv.ThroughPgBouncer() { // which may have given the session to another client
+			kill()
+			break
+		}
+		killed := make(chan struct{})
+		timer := time.AfterFunc(wait, func() { // at any point
+			defer close(killed)
+			_, _ = f.db.Exec(background, `SELECT pg_terminate_backend($1)`, pid)
+		})
+		defer func() {
+			if !timer.Stop() {
+				<-killed
+			}
+		}()
 	case 2:
 		defer time.AfterFunc(wait, cancel).Stop()
 	}
