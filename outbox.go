@@ -204,8 +204,8 @@ func (r *Recorder) Statement(ctx context.Context, events ...DomainEvent) (sql st
 }
 
 // Cancel deletes an event with EventOptions.NotBefore in tx, and reports whether it was in time: if tx commits, the
-// event is not sent. It returns false if the event was moved to the table outbox already, which happens when it is due,
-// and also if there has never been an event of this id. If it was recorded without NotBefore, the result is false, too.
+// event is not sent. It returns false if the event was moved to the table outbox already, which happens when it is
+// due, and also if no event of this id was recorded with NotBefore.
 //
 // While tx is open, the later delayed events of the same key wait for it, and those of other keys do not. An error is
 // PostgreSQL's, and means that tx is aborted. It is 40001 (serialization_failure) if the event was moved since the

@@ -158,8 +158,8 @@ CREATE TABLE outbox_delayed (
     headers        jsonb,
     occurred_at    timestamptz  NOT NULL,
     recorded_at    timestamptz  NOT NULL DEFAULT now(),
-    refused_at     timestamptz,
-    refusal        text,
+    rejected_at     timestamptz,
+    rejection        text,
     key            text         NOT NULL GENERATED ALWAYS AS (coalesce(partition_key, aggregate_id)) STORED,
     size           int          NOT NULL GENERATED ALWAYS AS (
         coalesce(octet_length(payload::text), 0) + coalesce(octet_length(payload_bytes), 0)
@@ -174,10 +174,10 @@ CREATE TABLE outbox_delayed (
         due_at >= '0001-01-01 00:00:00+00'::timestamptz AND due_at < '10000-01-01 00:00:00+00'::timestamptz)
 );
 
-CREATE INDEX outbox_delayed_due_idx ON outbox_delayed (due_at, id) WHERE refused_at IS NULL;
+CREATE INDEX outbox_delayed_due_idx ON outbox_delayed (due_at, id) WHERE rejected_at IS NULL;
 -- Finds events of a key that were committed late, after the look at their due time.
-CREATE INDEX outbox_delayed_key_idx ON outbox_delayed (key, due_at, id) WHERE refused_at IS NULL;
-CREATE INDEX outbox_delayed_refused_idx ON outbox_delayed (due_at, id) WHERE refused_at IS NOT NULL;
+CREATE INDEX outbox_delayed_key_idx ON outbox_delayed (key, due_at, id) WHERE rejected_at IS NULL;
+CREATE INDEX outbox_delayed_rejected_idx ON outbox_delayed (due_at, id) WHERE rejected_at IS NOT NULL;
 CREATE INDEX outbox_delayed_event_id_idx ON outbox_delayed (event_id);
 
 COMMENT ON TABLE outbox_delayed IS
@@ -188,9 +188,9 @@ COMMENT ON COLUMN outbox_delayed.due_at IS
     'When the event is moved to outbox, by the clock of the database; it may be past.';
 COMMENT ON COLUMN outbox_delayed.event_id IS 'This column and the next ones are those of outbox.';
 COMMENT ON COLUMN outbox_delayed.recorded_at IS 'Start of the transaction that recorded the event.';
-COMMENT ON COLUMN outbox_delayed.refused_at IS
-    'When outbox refused the event, a second one of its id for example. It is not tried again until this is NULL.';
-COMMENT ON COLUMN outbox_delayed.refusal IS 'The error with which outbox refused the event.';
+COMMENT ON COLUMN outbox_delayed.rejected_at IS
+    'When outbox rejected the event, a second one of its id for example. It is not tried again until this is NULL.';
+COMMENT ON COLUMN outbox_delayed.rejection IS 'The error with which outbox rejected the event.';
 COMMENT ON COLUMN outbox_delayed.key IS 'The record key. Events of a key are moved in the order of due_at and id.';
 COMMENT ON COLUMN outbox_delayed.size IS 'As in outbox.';
 
@@ -307,8 +307,8 @@ COMMENT ON COLUMN outbox_lease.elsewhere_at IS
 SELECT outbox_define(current_schema(), fragments => ARRAY[
 
 -- What outbox_delayed and outbox have in common.
-'columns', $sql$event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
-                     headers, occurred_at$sql$
+'columns', $sql$event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
+                     topic, partition_key, headers, occurred_at$sql$
 
 ], definitions => ARRAY[
 
@@ -332,12 +332,12 @@ $function$,
 -- same keys; passed are keys that were blocked in the looks before. Without due events it reads one row, and writes
 -- nothing. The results are:
 --
---   moved, refused  how many events were moved, and how many outbox has refused for what they are
+--   moved, rejected  how many events were moved, and how many outbox has rejected for what they are
 --   blocked         keys with an event that another transaction has locked, a cancellation for example: neither it nor
 --                   later events of the key were moved; blocked_at is the first due time of these
 --   more            another call would find more
---   lowest          the look has left no event that is due before this time, except for the keys in passed; NULL: another
---                   mover is at work
+--   lowest          the look has left no event that is due before this time, except for the keys in passed; NULL:
+--                   another mover is at work
 --   next_in         seconds until the next event is due; NULL: there is none
 --   late            for how many seconds the oldest event has been due that was not moved
 --   took            seconds of the look at what is due, without the move
@@ -349,35 +349,36 @@ $function$,
 $function$
 CREATE FUNCTION @schema@.outbox_move_due(
     start timestamptz, passed text[], most int,
-    OUT moved int, OUT refused int, OUT blocked text[], OUT blocked_at timestamptz, OUT more boolean,
+    OUT moved int, OUT rejected int, OUT blocked text[], OUT blocked_at timestamptz, OUT more boolean,
     OUT lowest timestamptz, OUT next_in double precision, OUT late double precision, OUT took double precision,
     OUT problem text)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '50ms'
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
 DECLARE
-    began      constant timestamptz := clock_timestamp();
-    recent     constant timestamptz := now() - interval '5 s';
-    first      timestamptz;
-    left_at    timestamptz;
-    ids        bigint[];
-    keys       text[];
-    dues       timestamptz[];
-    free       bigint[];
-    problems   int := 0;
+    began           constant timestamptz := clock_timestamp();
+    recent          constant timestamptz := now() - interval '5 s';
+    first           timestamptz;
+    left_at         timestamptz;
+    ids             bigint[];
+    keys            text[];
+    dues            timestamptz[];
+    free            bigint[];
+    problems        int := 0;
     constraint_name text;
-    one        record;
+    one             record;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'delayed events are moved under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';
+        RAISE EXCEPTION 'delayed events are moved under READ COMMITTED only'
+            USING ERRCODE = 'invalid_transaction_state';
     END IF;
     moved := 0;
-    refused := 0;
+    rejected := 0;
     blocked := '{}';
     more := false;
     late := 0;
     start := coalesce(start, '-infinity');
     SELECT d.due_at INTO first FROM @schema@.outbox_delayed AS d
-     WHERE d.refused_at IS NULL AND d.due_at >= start ORDER BY d.due_at, d.id LIMIT 1;
+     WHERE d.rejected_at IS NULL AND d.due_at >= start ORDER BY d.due_at, d.id LIMIT 1;
     took := extract(epoch FROM clock_timestamp() - began);
     IF first IS NULL OR first > now() THEN
         lowest := recent;
@@ -386,7 +387,7 @@ BEGIN
     END IF;
     PERFORM FROM @schema@.outbox_mover FOR UPDATE SKIP LOCKED;
     IF NOT FOUND THEN
-        INSERT INTO @schema@.outbox_mover DEFAULT VALUES ON CONFLICT DO NOTHING; -- a restore may have left it empty
+        INSERT INTO @schema@.outbox_mover DEFAULT VALUES ON CONFLICT (only_row) DO NOTHING; -- a restore may have left it empty
         late := extract(epoch FROM now() - first);
         RETURN;
     END IF;
@@ -397,21 +398,22 @@ BEGIN
     -- A key with events before start gets these only, and the others with the next call.
     WITH due AS MATERIALIZED (
         SELECT d.id, d.key, d.due_at, d.size FROM @schema@.outbox_delayed AS d
-         WHERE d.refused_at IS NULL AND d.due_at >= start AND d.due_at <= now()
+         WHERE d.rejected_at IS NULL AND d.due_at >= start AND d.due_at <= now()
            AND d.key NOT IN (SELECT unnest(passed))
          ORDER BY d.due_at, d.id LIMIT most
     ), early AS MATERIALIZED (
         SELECT e.* FROM (SELECT DISTINCT d.key FROM due AS d WHERE start > '-infinity') AS k
          CROSS JOIN LATERAL (
                SELECT e.id, e.key, e.due_at, e.size FROM @schema@.outbox_delayed AS e
-                WHERE e.refused_at IS NULL AND e.key = k.key AND e.due_at < start
+                WHERE e.rejected_at IS NULL AND e.key = k.key AND e.due_at < start
                 ORDER BY e.key, e.due_at, e.id LIMIT 10) AS e
     ), chosen AS (
         SELECT e.* FROM early AS e
          UNION ALL
         SELECT d.* FROM due AS d WHERE d.key NOT IN (SELECT e.key FROM early AS e)
     ), numbered AS (
-        SELECT c.*, row_number() OVER o <= most AND sum(c.size::bigint) OVER o - c.size < 16777216 AS fits FROM chosen AS c
+        SELECT c.*, row_number() OVER o <= most AND sum(c.size::bigint) OVER o - c.size < 16777216 AS fits
+          FROM chosen AS c
         WINDOW o AS (ORDER BY c.due_at, c.id)
     )
     SELECT array_agg(n.id ORDER BY n.due_at, n.id) FILTER (WHERE n.fits),
@@ -460,9 +462,9 @@ BEGIN
             GET STACKED DIAGNOSTICS constraint_name = CONSTRAINT_NAME;
             IF (SQLSTATE ~ '^(22|23|54)' OR SQLSTATE IN ('XX000', 'XX001', 'XX002'))
                AND constraint_name !~ '_pkey$|_before_partitions$' THEN -- these are about the id that it would have got
-                UPDATE @schema@.outbox_delayed AS d SET refused_at = now(), refusal = left(SQLSTATE || ': ' || SQLERRM, 1000)
-                 WHERE d.id = one.id;
-                refused := refused + 1;
+                UPDATE @schema@.outbox_delayed AS d
+                   SET rejected_at = now(), rejection = left(SQLSTATE || ': ' || SQLERRM, 1000) WHERE d.id = one.id;
+                rejected := rejected + 1;
             ELSIF SQLSTATE ~ '^(08|40|53|57|58)' OR problems >= 3 THEN
                 RAISE;
             ELSE
@@ -478,7 +480,7 @@ BEGIN
     late := coalesce(extract(epoch FROM now() - least(left_at, blocked_at)), 0);
     IF NOT more THEN
         SELECT extract(epoch FROM d.due_at - clock_timestamp()) INTO next_in FROM @schema@.outbox_delayed AS d
-         WHERE d.refused_at IS NULL AND d.due_at > now() ORDER BY d.due_at, d.id LIMIT 1;
+         WHERE d.rejected_at IS NULL AND d.due_at > now() ORDER BY d.due_at, d.id LIMIT 1;
     END IF;
 END $body$
 $function$,

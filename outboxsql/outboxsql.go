@@ -86,8 +86,8 @@ func Record(ctx context.Context, tx Tx, rec *outbox.Recorder, events ...outbox.D
 	return nil
 }
 
-// Cancel deletes a delayed event in tx, and reports whether it was in time, as [outbox.Recorder.Cancel] does. An error is
-// the driver's, and means that tx is aborted, or has ended.
+// Cancel deletes a delayed event in tx, and reports whether it was in time, as [outbox.Recorder.Cancel] does. An error
+// is the driver's, and means that tx is aborted, or has ended.
 func Cancel(ctx context.Context, tx Tx, rec *outbox.Recorder, eventID uuid.UUID) (bool, error) {
 	if embedded, found := sqltx.Find(tx); found {
 		tx = embedded

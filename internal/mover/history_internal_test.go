@@ -18,7 +18,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// history is a run of several movers while events are recorded and cancelled, and the backends of the movers are killed.
+// history is a run of several movers while events are recorded and cancelled. The backends of the movers are killed.
 type history struct {
 	*tables
 	seed uint64
@@ -45,9 +45,9 @@ const (
 	moverName      = "outbox mover of a history"
 )
 
-// Whatever happens to movers, each event that was not cancelled is moved once, none before it is due, and those of a key
-// in the order of their due times and ids. Transactions that record or cancel are open for a while, and some are rolled
-// back.
+// Whatever happens to movers, each event that was not cancelled is moved once, none before it is due, and those of a
+// key in the order of their due times and ids. Transactions that record or cancel are open for a while, and some are
+// rolled back.
 func TestHistory(t *testing.T) {
 	t.Parallel()
 	testenv.Long(t)
@@ -182,15 +182,15 @@ func (h *history) kill(t *testing.T, rnd *rand.Rand, end time.Time) {
 func (h *history) check(t *testing.T) {
 	rows, err := h.db.Query(background, h.sql(`SELECT event_id, created_at FROM {schema}.outbox ORDER BY id`))
 	require.NoError(t, err)
-	type move struct {
+	type movedEvent struct {
 		Event uuid.UUID
 		At    time.Time // when its transaction began
 	}
-	moves, err := pgx.CollectRows(rows, pgx.RowToStructByPos[move])
+	moves, err := pgx.CollectRows(rows, pgx.RowToStructByPos[movedEvent])
 	require.NoError(t, err)
 	var lost, repeated, early, inversions, undead int
 	times := map[uuid.UUID]int{}
-	byKey := map[string][]move{}
+	byKey := map[string][]movedEvent{}
 	for _, m := range moves {
 		e := h.recorded[m.Event]
 		times[m.Event]++

@@ -52,7 +52,8 @@ const (
 	batch = 1000
 	// longRound is how long a round goes on to pass keys that were blocked: a cancellation may have ended meanwhile.
 	longRound = time.Second
-	// quickLook is the longest look after which the next one is full. After a longer full look, pauseFull times its duration passes until the next.
+	// quickLook is the longest look after which the next one is full. After a longer full look, pauseFull times its
+	// duration passes until the next one.
 	quickLook = 5 * time.Millisecond
 	pauseFull = 20
 	// pauseLook times the duration of its looks passes after a round, so slow looks use a fifth of a processor at most.
@@ -96,7 +97,7 @@ func (m *Mover) Run(ctx, held context.Context) {
 
 // Result is what a round has done.
 type Result struct {
-	Moved, Refused int
+	Moved, Rejected int
 	Blocked        int           // keys
 	Late           time.Duration // since when the oldest event is due that was not moved
 	Next           time.Duration // until the next round
@@ -142,27 +143,27 @@ func (m *Mover) Round(ctx, held context.Context) (r Result, err error) {
 		blockedAt = earlier(blockedAt, l.blockedAt)
 		start, m.floor = l.lowest.Time, earlier(blockedAt, l.lowest).Time
 		passed = append(passed, l.blocked...)
-		if l.problem.Valid && l.moved+l.refused == 0 {
+		if l.problem.Valid && l.moved+l.rejected == 0 {
 			return r, fmt.Errorf("%w: %s", errProblem, l.problem.String)
 		}
-		if !l.more || ctx.Err() != nil || time.Since(began) > longRound || l.moved+l.refused+len(l.blocked) == 0 {
+		if !l.more || ctx.Err() != nil || time.Since(began) > longRound || l.moved+l.rejected+len(l.blocked) == 0 {
 			m.plan(&r, l)
 			return r, nil
 		}
 	}
 }
 
-// add adds a look to the result of its round, and logs what outbox has refused.
+// add adds a look to the result of its round, and logs what outbox has rejected.
 func (r *Result) add(l *look) {
-	r.Moved, r.Refused, r.Blocked = r.Moved+l.moved, r.Refused+l.refused, r.Blocked+len(l.blocked)
+	r.Moved, r.Rejected, r.Blocked = r.Moved+l.moved, r.Rejected+l.rejected, r.Blocked+len(l.blocked)
 	r.looking, r.more = r.looking+l.took, l.more
 	r.Late = max(r.Late, l.late)
 }
 
 // plan says when the next round is due.
 func (m *Mover) plan(r *Result, last look) {
-	if r.Refused > 0 {
-		m.cfg.Log.Error("outbox: delayed events are refused by the table outbox, and stay in outbox_delayed", "count", r.Refused)
+	if r.Rejected > 0 {
+		m.cfg.Log.Error("outbox: the table outbox has rejected delayed events, which stay in outbox_delayed with the error", "count", r.Rejected)
 	}
 	r.Next = m.cfg.Poll
 	if last.next.Valid {
@@ -182,7 +183,7 @@ func (m *Mover) plan(r *Result, last look) {
 
 // look is the result of outbox_move_due, which describes it.
 type look struct {
-	moved, refused    int
+	moved, rejected    int
 	blocked           []string
 	blockedAt, lowest pgtype.Timestamptz
 	more              bool
@@ -192,7 +193,7 @@ type look struct {
 }
 
 const sqlMoveDue = `
-SELECT moved, refused, blocked, blocked_at, more, lowest, next_in, late, took, problem
+SELECT moved, rejected, blocked, blocked_at, more, lowest, next_in, late, took, problem
   FROM {schema}.outbox_move_due($1, $2, $3)`
 
 // look looks once for what is due from a time on, or at all if it is zero.
@@ -204,7 +205,7 @@ func (m *Mover) look(ctx context.Context, start time.Time, passed []string) (l l
 	}
 	var late, took float64
 	err = pg.QueryRow(ctx, m.cfg.DB, m.sql, pg.OrNull(start), passed, batch).
-		Scan(&l.moved, &l.refused, &l.blocked, &l.blockedAt, &l.more, &l.lowest, &l.next, &late, &took, &l.problem)
+		Scan(&l.moved, &l.rejected, &l.blocked, &l.blockedAt, &l.more, &l.lowest, &l.next, &late, &took, &l.problem)
 	l.late, l.took = seconds(late), seconds(took)
 	return l, err
 }

@@ -62,8 +62,8 @@ func (s *tables) exec(t testing.TB, sql string, args ...any) {
 	require.NoError(t, err)
 }
 
-// sqlDelay records $1 events of key $2, which are due $3 seconds from now and then each $4 seconds. Their payloads are $2 and
-// a number.
+// sqlDelay records $1 events of key $2, which are due $3 seconds from now and then each $4 seconds. Their payloads are
+// $2 and a number.
 const sqlDelay = `
 INSERT INTO {schema}.outbox_delayed (due_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 SELECT now() + make_interval(secs => $3) + make_interval(secs => $4) * n, gen_random_uuid(), 'acme.order.due.v1', 'shop', 'Order', $2,
@@ -185,8 +185,8 @@ func TestRoundOfMany(t *testing.T) {
 	require.Equal(t, 2, transactions)
 }
 
-// A cancellation whose transaction is open holds up the events behind it that have its key, and no others, also if there
-// are more of them than a look reads.
+// A cancellation whose transaction is open holds up the events behind it that have its key, and no others, also if
+// there are more of them than a look reads.
 func TestOpenCancellation(t *testing.T) {
 	t.Parallel()
 	s := newTables(t)
@@ -211,8 +211,8 @@ func TestOpenCancellation(t *testing.T) {
 	require.Equal(t, []string{"gone 1", "gone 3"}, s.moved(t)[2504:])
 }
 
-// From the floor, a look moves earlier events of the same keys first. Others that are due below the floor were committed
-// late, and the next full look finds them.
+// From the floor, a look moves earlier events of the same keys first. Others that are due below the floor were
+// committed late, and the next full look finds them.
 func TestFloor(t *testing.T) {
 	t.Parallel()
 	s := newTables(t)
@@ -252,7 +252,7 @@ func TestFloorOfBlockedKey(t *testing.T) {
 }
 
 // An event that outbox refuses stays in outbox_delayed, with the reason, and delays no other.
-func TestRefused(t *testing.T) {
+func TestRejected(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)
 	migrate(t, db, schema)
@@ -262,12 +262,12 @@ func TestRefused(t *testing.T) {
 	s.exec(t, `INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 		SELECT event_id, event_type, source, aggregate_type, aggregate_id, '"before"', content_type, occurred_at FROM {schema}.outbox_delayed WHERE payload = '"a 2"'`)
 	r := s.round(t)
-	require.Equal(t, []int{4, 1}, []int{r.Moved, r.Refused})
+	require.Equal(t, []int{4, 1}, []int{r.Moved, r.Rejected})
 	require.Equal(t, []string{"before", "a 1", "a 3", "a 4", "a 5"}, s.moved(t))
-	var refusal string
-	require.NoError(t, s.db.QueryRow(background, s.sql(`SELECT refusal FROM {schema}.outbox_delayed WHERE refused_at IS NOT NULL`)).Scan(&refusal))
-	require.Contains(t, refusal, "23505: ")
-	require.Contains(t, refusal, "outbox_event_id_key")
+	var rejection string
+	require.NoError(t, s.db.QueryRow(background, s.sql(`SELECT rejection FROM {schema}.outbox_delayed WHERE rejected_at IS NOT NULL`)).Scan(&rejection))
+	require.Contains(t, rejection, "23505: ")
+	require.Contains(t, rejection, "outbox_event_id_key")
 	require.Equal(t, Result{Next: time.Second}, withoutTimes(s.round(t)), "it is not tried again")
 
 	// A transaction with an event of the same id may roll back, so its key waits, and no other.
@@ -278,7 +278,7 @@ func TestRefused(t *testing.T) {
 		SELECT event_id, event_type, source, aggregate_type, aggregate_id, '"open"', content_type, occurred_at FROM {schema}.outbox_delayed WHERE payload = '"b 1"'`))
 	require.NoError(t, err)
 	r = s.round(t)
-	require.Equal(t, []int{2, 0, 1}, []int{r.Moved, r.Refused, r.Blocked})
+	require.Equal(t, []int{2, 0, 1}, []int{r.Moved, r.Rejected, r.Blocked})
 	require.NoError(t, tx.Rollback(background))
 	require.Equal(t, 2, s.round(t).Moved)
 	require.Equal(t, []string{"c 1", "c 2", "b 1", "b 2"}, s.moved(t)[5:])

@@ -161,7 +161,7 @@ WITH e AS MATERIALIZED (
                   $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[], $13::timestamptz[])
            AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
                  content_type, topic, partition_key, headers, occurred_at, due_at)
-)` + sqlIntoBoth
+)` + intoBoth
 
 // sqlInsertDelayedDocument is the same for sqlInsertDocument.
 const sqlInsertDelayedDocument = `
@@ -172,10 +172,10 @@ WITH e AS MATERIALIZED (
       FROM json_to_recordset($1::text::json)
            AS e (event_id uuid, event_type text, source text, aggregate_type text, aggregate_id text, payload text, payload_bytes text,
                  content_type text, topic text, partition_key text, headers text, occurred_at timestamptz, due_at timestamptz)
-)` + sqlIntoBoth
+)` + intoBoth
 
-// sqlIntoBoth ends these statements.
-const sqlIntoBoth = `, delayed AS (
+// intoBoth ends these statements.
+const intoBoth = `, delayed AS (
     INSERT INTO {schema}.outbox_delayed (event_id, event_type, source, aggregate_type, aggregate_id,
            payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, due_at)
     SELECT event_id, event_type, source, aggregate_type, aggregate_id,
