@@ -48,7 +48,7 @@ type EventOptions struct {
 	Headers map[string]string
 	// NotBefore is when the event is due, by the clock of the database and to the microsecond: no
 	// relay and no worker gets it earlier. The table outbox_delayed keeps it until a leading relay or
-	// worker, or outbox move, moves it to outbox. Delayed events of a key are moved in the order of
+	// worker, or outbox events move, moves it to outbox. Delayed events of a key are moved in the order of
 	// their due times, and then in that in which they were recorded. They have no order with events
 	// of the key without NotBefore. A time that has passed is due at once. [Recorder.Cancel] deletes
 	// the event before. In the years 1 to 9999; zero means no delay.

@@ -327,7 +327,7 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $b
 $body$
 $function$,
 
--- Moves delayed events that are due to outbox, and says what a mover has to know for its next call (internal/mover).
+-- Moves up to 1,000 delayed events that are due to outbox, and says what a mover has to know for its next call (internal/mover).
 -- Start and passed restrict the look: start to events that are due at this time or later, and to earlier ones of the
 -- same keys; passed are keys that were blocked in the looks before. Without due events it reads one row, and writes
 -- nothing. The results are:
@@ -348,7 +348,7 @@ $function$,
 -- that are committed a little late, or are due when they are recorded, are not below it.
 $function$
 CREATE FUNCTION @schema@.outbox_move_due(
-    start timestamptz, passed text[], most int,
+    start timestamptz, passed text[],
     OUT moved int, OUT rejected int, OUT blocked text[], OUT blocked_at timestamptz, OUT more boolean,
     OUT lowest timestamptz, OUT next_in double precision, OUT late double precision, OUT took double precision,
     OUT problem text)
@@ -356,6 +356,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
 DECLARE
     began           constant timestamptz := clock_timestamp();
+    most            constant int := 1000;
     recent          constant timestamptz := now() - interval '5 s';
     first           timestamptz;
     left_at         timestamptz;

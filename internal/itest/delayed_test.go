@@ -102,7 +102,7 @@ func TestRecordDelayed(t *testing.T) {
 // moveDue moves what is due.
 func (c *counter) moveDue(t testing.TB) (moved int) {
 	t.Helper()
-	require.NoError(t, c.db.QueryRow(background, c.sql(`SELECT moved FROM {s}.outbox_move_due(NULL, '{}', 1000)`)).Scan(&moved))
+	require.NoError(t, c.db.QueryRow(background, c.sql(`SELECT moved FROM {s}.outbox_move_due(NULL, '{}')`)).Scan(&moved))
 	return moved
 }
 
@@ -161,7 +161,10 @@ func TestDelayedEventsArrive(t *testing.T) {
 	testenv.Run(t, h.relay(t, quick).Run)
 	testenv.Run(t, h.relay(t, func() outbox.RelayConfig { other := quick; other.Name = "other"; return other }()).Run)
 	var due time.Time
-	require.NoError(t, h.db.QueryRow(background, `SELECT now() + interval '1.5 s'`).Scan(&due))
+	hold, err := h.db.Begin(background) // nothing is moved before all are recorded
+	require.NoError(t, err)
+	defer hold.Rollback(background)
+	require.NoError(t, hold.QueryRow(background, pg.InSchema(`SELECT now() + interval '0.5 s' FROM {schema}.outbox_mover FOR UPDATE`, h.schema)).Scan(&due))
 	events := numbered("a", 1, 120)
 	times := map[string]time.Time{}
 	for n := range events { // the last one is due first, and due times come twice
@@ -173,6 +176,7 @@ func TestDelayedEventsArrive(t *testing.T) {
 		})
 		require.NoError(t, err)
 	}
+	require.NoError(t, hold.Commit(background))
 	requireArrival(t, reader, events...)
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)

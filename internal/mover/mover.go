@@ -1,6 +1,6 @@
 // Package mover moves delayed events from outbox_delayed to outbox when they are due.
 //
-// Each process that leads a relay or a group of workers runs a [Mover], and so does outbox move. The function
+// Each process that leads a relay or a group of workers runs a [Mover], and so does outbox events move. The function
 // outbox_move_due lets one of them work at a time, because two of them would change the order of a key. Events of a key
 // are moved in the order of their due times, and then in that in which they were recorded. Due is what the clock of the
 // database says.
@@ -48,8 +48,6 @@ type Config struct {
 const (
 	// MaxPoll bounds the poll interval. An idle poll reads one index entry, and writes nothing.
 	MaxPoll = time.Second
-	// batch is how many events a look moves at most.
-	batch = 1000
 	// longRound is how long a round goes on to pass keys that were blocked: a cancellation may have ended meanwhile.
 	longRound = time.Second
 	// quickLook is the longest look after which the next one is full. After a longer full look, pauseFull times its
@@ -98,10 +96,10 @@ func (m *Mover) Run(ctx, held context.Context) {
 // Result is what a round has done.
 type Result struct {
 	Moved, Rejected int
-	Blocked        int           // keys
-	Late           time.Duration // since when the oldest event is due that was not moved
-	Next           time.Duration // until the next round
-	Busy           bool          // another mover is at work
+	Blocked         int           // keys
+	Late            time.Duration // since when the oldest event is due that was not moved
+	Next            time.Duration // until the next round
+	Busy            bool          // another mover is at work
 
 	looking time.Duration // the time of the looks at what is due
 	more    bool
@@ -183,7 +181,7 @@ func (m *Mover) plan(r *Result, last look) {
 
 // look is the result of outbox_move_due, which describes it.
 type look struct {
-	moved, rejected    int
+	moved, rejected   int
 	blocked           []string
 	blockedAt, lowest pgtype.Timestamptz
 	more              bool
@@ -194,7 +192,7 @@ type look struct {
 
 const sqlMoveDue = `
 SELECT moved, rejected, blocked, blocked_at, more, lowest, next_in, late, took, problem
-  FROM {schema}.outbox_move_due($1, $2, $3)`
+  FROM {schema}.outbox_move_due($1, $2)`
 
 // look looks once for what is due from a time on, or at all if it is zero.
 func (m *Mover) look(ctx context.Context, start time.Time, passed []string) (l look, err error) {
@@ -204,7 +202,7 @@ func (m *Mover) look(ctx context.Context, start time.Time, passed []string) (l l
 		passed = []string{} // nil is NULL
 	}
 	var late, took float64
-	err = pg.QueryRow(ctx, m.cfg.DB, m.sql, pg.OrNull(start), passed, batch).
+	err = pg.QueryRow(ctx, m.cfg.DB, m.sql, pg.OrNull(start), passed).
 		Scan(&l.moved, &l.rejected, &l.blocked, &l.blockedAt, &l.more, &l.lowest, &l.next, &late, &took, &l.problem)
 	l.late, l.took = seconds(late), seconds(took)
 	return l, err
