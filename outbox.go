@@ -217,8 +217,8 @@ func (r *Recorder) Cancel(ctx context.Context, tx pgx.Tx, eventID uuid.UUID) (bo
 	return r.store.Cancel(ctx, tx, eventID)
 }
 
-// CancelStatement is [Recorder.Cancel] for transactions that are not pgx's: it returns the statement, and sends nothing.
-// The statement affects one row if it was in time, and none otherwise. Package outboxsql runs it in a
+// CancelStatement is [Recorder.Cancel] for transactions that are not pgx's: it returns the statement, and sends
+// nothing. The statement affects one row if it was in time, and none otherwise. Package outboxsql runs it in a
 // [database/sql.Tx].
 func (r *Recorder) CancelStatement(eventID uuid.UUID) (sql string, args []any) {
 	return r.store.CancelStatement(eventID)

@@ -33,7 +33,7 @@ func (c *counter) delayedIDs(t testing.TB) []string {
 	return ids
 }
 
-// Events that are not due yet are stored by the statement of the call, one round trip as ever, in the order of the call.
+// Events that are not due yet are stored by the statement of the call, in one round trip and in the order of the call.
 func TestRecordDelayed(t *testing.T) {
 	t.Parallel()
 	c := newCounter(t, parcels(t))
