@@ -2,6 +2,7 @@
 // GORM, ent, Bun, sqlx or sqlc: with pgx/stdlib, or with lib/pq. It links nothing that the root does not.
 //
 //   - [Record] stores events in a transaction, as [outbox.Recorder.Record] does in one of pgx.
+//   - [Cancel] deletes a delayed event, as [outbox.Recorder.Cancel] does.
 //   - [InTx] begins a transaction, commits it, and wakes the relay.
 //   - [Handle] and [HandleBatch] make handlers that write through a [sql.Tx]. It runs inside the very transaction
 //     that holds the row of event_handled, so what such a handler does is done once, too.
@@ -32,6 +33,8 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+
+	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
@@ -83,6 +86,30 @@ func Record(ctx context.Context, tx Tx, rec *outbox.Recorder, events ...outbox.D
 		return fmt.Errorf("outbox: record %d events: %w", len(events), err)
 	}
 	return nil
+}
+
+// Cancel deletes a delayed event in tx, and reports whether it was in time, as [outbox.Recorder.Cancel] does. An error
+// is the driver's, and means that tx is aborted, or has ended.
+func Cancel(ctx context.Context, tx Tx, rec *outbox.Recorder, eventID uuid.UUID) (bool, error) {
+	if embedded, found := sqltx.Find(tx); found {
+		tx = embedded
+	}
+	if check.IsNil(tx) {
+		return false, nilArgument("tx")
+	}
+	if rec == nil {
+		return false, nilArgument("recorder")
+	}
+	query, args := rec.CancelStatement(eventID)
+	result, err := tx.ExecContext(ctx, query, args...)
+	if isUndefined(err) {
+		err = fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+	}
+	if err != nil {
+		return false, fmt.Errorf("outbox: cancel event %s: %w", eventID, err)
+	}
+	n, err := result.RowsAffected()
+	return n > 0, err
 }
 
 // InTx runs f in a transaction of db, commits it, and wakes. If f returns an error, panics or ends

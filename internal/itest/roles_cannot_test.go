@@ -603,14 +603,16 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_requeue_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_resolve_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_hold_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_release_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`,
-				`SELECT {s}.outbox_audit_replay('t', 'g', 'kim', 'why')`, `SELECT {s}.outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', 'kim', 'why')`},
+				`SELECT {s}.outbox_audit_replay('t', 'g', 'kim', 'why')`, `SELECT {s}.outbox_cancel_delayed(ARRAY[gen_random_uuid()], 'kim', 'why')`, `SELECT {s}.outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', 'kim', 'why')`},
 			"consumer": {`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('product-statistics', 't', 'i', 'a')`,
 				`SELECT {s}.outbox_remove_gaps('product-statistics', '{t}', ARRAY[gen_random_uuid()], '{0}', '{a}', '{e}', '{1}')`,
 				`SELECT {s}.outbox_remove_topics('product-statistics', '{t}', ARRAY[gen_random_uuid()])`},
 			"worker": {`SELECT {s}.outbox_lock_keys('product-statistics', '{1,2}')`, `SELECT {s}.outbox_promote('product-statistics', '{1,2}')`,
 				`SELECT {s}.outbox_finish_deliveries('product-statistics', 'w', '{}', '{}', '{}')`,
 				`SELECT {s}.outbox_remove_handled('{"(0,1)"}', now())`, `SELECT {s}.outbox_remove_deliveries('{"(0,1)"}', now())`,
-				`SELECT {s}.outbox_remove_cursors('{"(0,1)"}')`, `SELECT {s}.outbox_remove_member('product-statistics', NULL)`},
+				`SELECT {s}.outbox_remove_cursors('{"(0,1)"}')`, `SELECT {s}.outbox_remove_member('product-statistics', NULL)`,
+				`SELECT {s}.outbox_move_due(NULL, '{}')`},
+			"writer": {`SELECT {s}.outbox_cancel(gen_random_uuid())`},
 		} {
 			db := r.as(t, role)
 			for _, call := range calls { // with a temporary table of every name, found first
