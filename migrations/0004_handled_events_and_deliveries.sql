@@ -14,7 +14,7 @@ CREATE TABLE event_handled (
     CONSTRAINT event_handled_lengths CHECK (
         char_length(consumer_group) <= 255 AND char_length(aggregate_type) <= 100
         AND char_length(aggregate_id) <= 255 AND char_length(action) <= 100 AND char_length(event_source) <= 255
-        AND octet_length(answer) <= 65568),
+        AND octet_length(answer) BETWEEN 32 AND 65568),
     CONSTRAINT uk_event_handled UNIQUE (consumer_group, aggregate_type, aggregate_id, action)
 );
 

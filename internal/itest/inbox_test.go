@@ -583,6 +583,10 @@ func TestInboxRoles(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, first, again)
 			require.Equal(t, []string{first}, f.effects(t, "evt_1"))
+			for _, kept := range []string{"", "short"} { // it has no digest, so no call could read it
+				_, err = own.db.Exec(background, pg.InSchema(`UPDATE {schema}.event_handled SET answer = $1::text::bytea`, f.schema), kept)
+				require.Equal(t, "23514", pg.Code(err), err)
+			}
 			own.Inbox = newInbox(t, f.schema, "theirs")
 			_, err = own.handle(background, stripe("evt_2"))
 			require.Equal(t, "42501", pg.Code(err), err)
