@@ -105,7 +105,7 @@ type shop struct {
 
 func newShop(t *testing.T) *shop {
 	t.Helper()
-	s := &shop{topic: "test-" + uuid.NewString(), brokers: testenv.RealBrokers(t)}
+	s := &shop{topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 	s.db, s.schema = testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), s.db, outbox.MigrateConfig{Schema: s.schema}))
 	testenv.CreateTopic(t, s.brokers, s.topic, 2)

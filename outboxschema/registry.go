@@ -356,8 +356,8 @@ func (r *Registry) ask(ctx context.Context, f func(context.Context) error) error
 	return err
 }
 
-// isOutage reports whether an error says nothing about a schema: the registry cannot be reached, is overloaded or broken,
-// or refuses a login.
+// isOutage reports whether an error says nothing about a schema: the registry cannot be reached, is overloaded or
+// broken, or refuses a login.
 func isOutage(err error) bool {
 	var unusable *schemaError
 	var answer *sr.ResponseError

@@ -225,6 +225,50 @@ func TestCodecContext(t *testing.T) {
 	require.Equal(t, "corr-1", decodedFor, "from the event, as handlers have it")
 }
 
+// The attribute dataschema is what the codec says; a text that is none is refused.
+func TestCodecDataSchema(t *testing.T) {
+	t.Parallel()
+	for schema, want := range map[string]error{"https://schemas.example/ids/7": nil, "": nil, "a\nb": outbox.ErrMalformed} {
+		codec := outbox.JSON()
+		codec.DataSchema = func(ctx context.Context) string {
+			require.Equal(t, "corr-1", outbox.CorrelationID(ctx))
+			return schema
+		}
+		events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID).Codec(codec))
+		require.NoError(t, err)
+		rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+		require.NoError(t, err)
+		record, err := rec.KafkaRecord(outbox.WithCorrelationID(t.Context(), "corr-1"), sale{Product: "p"})
+		if want != nil {
+			requireRefused(t, err, want, refusal{saleType, -1, "attributes"})
+			continue
+		}
+		require.NoError(t, err)
+		m, err := outbox.DecodeCloudEvent(record)
+		require.NoError(t, err)
+		require.Equal(t, schema, m.Extensions["dataschema"])
+	}
+}
+
+// While something that a codec needs is unavailable, a handler fails with that, and the event is no dead letter.
+func TestCodecUnavailable(t *testing.T) {
+	t.Parallel()
+	codec := outbox.JSON()
+	codec.Decode = func(context.Context, []byte, any) error { return outbox.Unavailable(errDown) }
+	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID).Codec(codec))
+	require.NoError(t, err)
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	require.NoError(t, err)
+	record, err := rec.KafkaRecord(t.Context(), sale{Product: "p"})
+	require.NoError(t, err)
+	c, err := outbox.NewConsumer(nil, nil, events, "g", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}},
+		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return nil }))
+	require.NoError(t, err)
+	err = c.Deliver(t.Context(), record)
+	require.ErrorIs(t, err, errDown)
+	require.NotErrorIs(t, err, outbox.ErrMalformed)
+}
+
 // closed is an event without members, and remarked one without required members.
 type (
 	closed   struct{}
