@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/jackc/pgx/v5/stdlib"
@@ -35,6 +36,28 @@ func TestRecord(t *testing.T) {
 	require.NoError(t, outboxsql.Record(background, tx, s.rec, placed{"4"}))
 	require.NoError(t, tx.Rollback())
 	require.Len(t, s.recorded(t), 3)
+}
+
+func TestCancel(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	id := uuid.New()
+	tx := s.begin(t)
+	require.NoError(t, outboxsql.Record(background, tx, s.rec, outbox.With(placed{"1"}, outbox.EventOptions{ID: id, NotBefore: noon}), placed{"2"}))
+	for _, want := range []bool{true, false} {
+		cancelled, err := outboxsql.Cancel(background, bunLike{Tx: tx}, s.rec, id)
+		require.NoError(t, err)
+		require.Equal(t, want, cancelled)
+	}
+	require.NoError(t, tx.Commit())
+	require.Equal(t, []string{"2"}, s.recorded(t))
+	require.Empty(t, s.column(t, `SELECT aggregate_id FROM {s}.outbox_delayed`))
+	_, err := outboxsql.Cancel(background, tx, s.rec, id)
+	require.ErrorIs(t, err, sql.ErrTxDone)
+	_, err = outboxsql.Cancel(background, nil, s.rec, id)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
+	_, err = outboxsql.Cancel(background, tx, nil, id)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
 }
 
 // bunLike is a transaction whose statements are not those that it was given, as those of Bun.

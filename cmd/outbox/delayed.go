@@ -10,6 +10,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox/internal/mover"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -178,6 +179,9 @@ const moveTimeout = 30 * time.Second
 func move(ctx context.Context, e *env, once bool) error {
 	db, err := e.connect(ctx)
 	if err != nil {
+		return err
+	}
+	if err := pg.CheckSessions(ctx, db); err != nil {
 		return err
 	}
 	m := mover.New(mover.Config{

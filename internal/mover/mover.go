@@ -25,6 +25,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -35,7 +36,7 @@ import (
 
 // Config is what a mover is made from.
 type Config struct {
-	DB     *pgxpool.Pool
+	DB     *pgxpool.Pool // whose sessions pg.CheckSessions has seen
 	Schema string
 	// Poll is the longest sleep between two rounds. Values above [MaxPoll] count as that.
 	Poll time.Duration
@@ -202,8 +203,11 @@ func (m *Mover) look(ctx context.Context, start time.Time, passed []string) (l l
 		passed = []string{} // nil is NULL
 	}
 	var late, took float64
-	err = pg.QueryRow(ctx, m.cfg.DB, m.sql, pg.OrNull(start), passed).
-		Scan(&l.moved, &l.rejected, &l.blocked, &l.blockedAt, &l.more, &l.lowest, &l.next, &late, &took, &l.problem)
+	err = pg.Query(ctx, m.cfg.DB, "", func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&l.moved, &l.rejected, &l.blocked, &l.blockedAt, &l.more, &l.lowest, &l.next, &late, &took, &l.problem},
+			func() error { return nil })
+		return err
+	}, m.sql, pg.OrNull(start), passed)
 	l.late, l.took = seconds(late), seconds(took)
 	return l, err
 }

@@ -9,6 +9,7 @@ import (
 
 	"entgo.io/ent/dialect"
 	entsql "entgo.io/ent/dialect/sql"
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/jackc/pgx/v5/stdlib"
@@ -66,6 +67,15 @@ func TestRecordedByEachLibrary(t *testing.T) {
 				require.NoError(t, outboxsql.Record(t.Context(), tx, rec, sold))
 				here := outboxtest.InSchema(outboxtest.SQL(look), schema)
 				outboxtest.RequireRecorded(t.Context(), t, here, events, sold)
+				id := uuid.New()
+				later := outbox.With(cupSold{Cup: "later", At: committed.At}, outbox.EventOptions{ID: id, NotBefore: committed.At.Add(time.Hour)})
+				require.NoError(t, outboxsql.Record(t.Context(), tx, rec, later))
+				outboxtest.RequireRecorded(t.Context(), t, here, events, later)
+				for _, want := range []bool{true, false} {
+					cancelled, err := outboxsql.Cancel(t.Context(), tx, rec, id)
+					require.NoError(t, err)
+					require.Equal(t, want, cancelled)
+				}
 				found := outboxtest.Recorded[cupSold](t.Context(), t, here, events)
 				require.Len(t, found, 1, "what others have recorded is not there")
 				require.Equal(t, sold.Note, found[0].Note)
