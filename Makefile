@@ -99,7 +99,7 @@ oracle: ORACLE := $(if $(WRITERS),-run '^TestOracleOfMixedWriters$$' ./examples/
 VERSIONS ?= 14 15 16 17 18
 KAFKAS   ?= 4.0.2 4.4.0
 FAULTY   := ^Test((Cluster)?Faults\b|Stops|KilledConsumer|CalmConsumers|Failures|KafkaRestarted|Topic|RightsInKafka|CommandLine|Replay|ReadAfterOutage)
-BROKERS  := . ./cmd/outbox ./internal/consumer ./internal/exactly ./internal/itest ./internal/kafka ./internal/relay ./outboxadmin ./outboxdlq ./outboxops ./outboxreplay ./outboxschema ./outboxtest ./outboxtopics
+BROKERS  := . ./cmd/outbox ./internal/consumer ./internal/exactly ./internal/itest ./internal/kafka ./internal/relay ./outboxadmin ./outboxdlq ./outboxops ./outboxreplay ./outboxtest ./outboxtopics
 
 .PHONY: test-versions
 test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18 (VERSIONS=…), and what needs a real broker on Kafka 4.0 and 4.4 (KAFKAS=…)
@@ -107,7 +107,7 @@ test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL
 		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v -kafka $(or $(KAFKA),real) -- \
 		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -p 1 -parallel 4 -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 	@for v in $(KAFKAS); do echo "== Kafka $$v"; \
-		OUTBOX_KAFKA_VERSION=$$v $(SERVICES) run -quiet -postgres embedded -kafka $$v $(REGISTRY) -- bash -ec ' \
+		OUTBOX_KAFKA_VERSION=$$v $(SERVICES) run -quiet -postgres embedded -kafka $$v -- bash -ec ' \
 		run="go test -p 1 -parallel 4 -count=1 -race -timeout 15m"; \
 		eval "$$run $$ARGS $(BROKERS)"; \
 		eval "$$run -run \"$(FAULTY)\" $$ARGS ./faults"'; done

@@ -41,7 +41,7 @@ groups() {
     short) echo base git race ;;
     faults) echo base race kafka bouncer ;;
     bench-peers) echo base kafka ;; # Java for Kafka Connect, even if Kafka runs elsewhere
-    test-versions) echo base race kafka dump bouncer metrics pip ;; # the module faults is among what it tests
+    test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
     spec) echo kafka pip ;;
