@@ -12,7 +12,7 @@ export ARGS # more arguments for go test, or for an example
 # goroutines go on. Tests start hundreds of them, and fail if a goroutine goes on.
 export GORACE ?= atexit_sleep_ms=0
 
-MODULES  := . outboxtest outboxotel outboxvet outboxschema outboxadmin/browser tools examples examples/nats examples/transactions faults interop bench bench/peers
+MODULES  := . outboxtest outboxotel outboxvet outboxcontract outboxschema outboxadmin/browser tools examples examples/nats examples/transactions faults interop bench bench/peers
 TESTED   := $(filter-out bench/peers,$(MODULES)) # make test-peers tests that one, which brings Kafka Connect along
 LEFT     := outboxschema examples/nats outboxadmin/browser interop bench # make test leaves these for make test-all
 SERVICES := bin/services

@@ -29,8 +29,8 @@ var (
 	ErrEmpty = check.ErrEmpty
 	// ErrTooLong means that a text has more characters than its column.
 	ErrTooLong = check.ErrTooLong
-	// ErrTooLarge means that a payload, the headers, or all events of a statement exceed their
-	// limit in bytes.
+	// ErrTooLarge means that a payload, the headers, all events of a statement, or the answer to a
+	// message exceed their limit in bytes.
 	ErrTooLarge = record.ErrTooLarge
 	// ErrNUL means that a text holds U+0000, which PostgreSQL cannot store.
 	ErrNUL = check.ErrNUL
@@ -77,6 +77,12 @@ var (
 	// transaction is aborted, as after any error of PostgreSQL. [Migrate] returns it where
 	// there are such events before.
 	ErrDuplicateEvent = record.ErrDuplicateEvent
+	// ErrInProgress is returned by [Inbox.Once] if another transaction handles the same message and
+	// has not ended within the lock_timeout of this one. Try again later; in HTTP, that is a 409.
+	ErrInProgress = handling.ErrInProgress
+	// ErrOtherRequest is returned by [Inbox.Once] for a message with the source, id and action of one
+	// that was handled, and another Request. In HTTP, that is a 422.
+	ErrOtherRequest = handling.ErrOtherRequest
 	// ErrPartitioned is returned by [Migrate] for unique ids of events in an outbox that has
 	// partitions, or is to get some.
 	ErrPartitioned = errors.New("ids of events cannot be unique in an outbox with partitions")
@@ -109,7 +115,7 @@ type FieldError struct {
 	// Field is the rejected field, by its name in the table outbox, for example
 	// "aggregate_id"; "payload" is either payload column, "correlation_id" and "trace_id" are
 	// those in the context, "attributes" are extension attributes, and "event", "events", "tx" and
-	// "batch" are arguments. If a received
+	// "batch" are arguments. [Inbox.Once] says which fields its message has. If a received
 	// record was rejected, it is an attribute of CloudEvents, "content-type", "data",
 	// "value", or the name of a header or of a JSON member.
 	Field string

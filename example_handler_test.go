@@ -39,6 +39,29 @@ func ExampleOncePer() {
 	}))
 }
 
+// A payment provider calls again until it gets an answer. The order is marked once.
+func ExampleInbox_Once() {
+	inbox, err := outbox.NewInbox("", "payments")
+	if err != nil {
+		log.Fatal(err)
+	}
+	webhook := func(ctx context.Context, eventID, orderID string) error {
+		return pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+			message := outbox.InboxMessage{Source: "stripe", ID: eventID, Action: "ORDER_PAID"}
+			_, err := inbox.Once(ctx, tx, message, func() ([]byte, error) {
+				_, err := tx.Exec(ctx, `UPDATE orders SET paid = true WHERE id = $1`, orderID)
+				return nil, err // no answer is to be kept
+			})
+			return err
+		})
+	}
+	for range 2 {
+		if err := webhook(ctx, "evt_1", "order-1"); err != nil {
+			log.Fatal(err)
+		}
+	}
+}
+
 // An effect that is idempotent by nature needs no note in PostgreSQL.
 func ExampleHandleNoTx() {
 	consume(outbox.HandleNoTx("CACHE_INVALIDATED", func(ctx context.Context, e StockDepleted, _ outbox.Metadata) error {

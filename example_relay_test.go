@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox"
@@ -50,6 +51,32 @@ func ExampleRecorder_Queue() {
 			return err
 		}
 		return tx.SendBatch(ctx, &batch).Close()
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+
+// A reminder is recorded with the order, and sent a day later unless the order is paid before.
+func ExampleRecorder_Cancel() {
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	reminder := uuid.New()
+	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+		event := OrderPaid{OrderID: "O-1", ProductID: "P-7", Quantity: 2, At: time.Now()}
+		return rec.Record(ctx, tx, outbox.With(event, outbox.EventOptions{ID: reminder, NotBefore: time.Now().Add(24 * time.Hour)}))
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+		inTime, err := rec.Cancel(ctx, tx, reminder)
+		if err == nil && !inTime {
+			log.Print("the reminder was sent already")
+		}
+		return err
 	})
 	if err != nil {
 		log.Fatal(err)

@@ -29,7 +29,7 @@ func TestExamples(t *testing.T) {
 	for _, example := range []func(){
 		ExampleMigrate, ExampleRecorder_Record, ExampleRecorder_Queue, ExampleWaker_InTx, ExampleRelay_Health, ExampleCleanHandled,
 		ExampleNewRelay,
-		ExampleAlerter, ExampleHandleBatch, ExampleOncePer, ExampleHandleNoTx, ExamplePermanent, ExampleRetryAfter, ExampleUpcast, ExampleMetadata, ExampleConsumerHooks,
+		ExampleAlerter, ExampleHandleBatch, ExampleOncePer, ExampleInbox_Once, ExampleHandleNoTx, ExamplePermanent, ExampleRetryAfter, ExampleUpcast, ExampleMetadata, ExampleConsumerHooks,
 	} {
 		example()
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"reflect"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -227,6 +228,9 @@ func (c Codec) engine() handling.Codec {
 func checkGroup(group string) error {
 	if err := check.Text(group, maxGroup); err != nil {
 		return fmt.Errorf("group %w", err)
+	}
+	if strings.HasPrefix(group, handling.InboxPrefix) {
+		return fmt.Errorf("group %w: %s begins the names of inboxes", ErrMalformed, handling.InboxPrefix)
 	}
 	return nil
 }
@@ -479,3 +483,6 @@ func Upcast[From, To DomainEvent](f func(From) To) Upcaster {
 	}
 	return u
 }
+
+// Types returns the Go types of the older and of the newer version, for tools and tests.
+func (u Upcaster) Types() (from, to reflect.Type) { return u.from, u.to }

@@ -121,6 +121,8 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 // Record stores events in tx, in their order, with one INSERT and one round
 // trip, or with COPY if there are 500 or more; without events it does nothing. The
 // relay sees the events after tx has committed. If tx rolls back, they do not exist.
+// Events with EventOptions.NotBefore are stored by the same INSERT, and COPY is not used
+// then. The relay sees them when they are due.
 //
 // Record rejects an event that cannot be stored before it sends anything to
 // PostgreSQL: the error is a [*FieldError], none of the events is stored, and tx
@@ -201,6 +203,27 @@ func (r *Recorder) Statement(ctx context.Context, events ...DomainEvent) (sql st
 	return sql, args, nil
 }
 
+// Cancel deletes an event with EventOptions.NotBefore in tx, and reports whether it was in time: if tx commits, the
+// event is not sent. It returns false if the event was moved to the table outbox already, which happens when it is
+// due, and also if no event of this id was recorded with NotBefore.
+//
+// While tx is open, the later delayed events of the same key wait for it, and those of other keys do not. An error is
+// PostgreSQL's, and means that tx is aborted. It is 40001 (serialization_failure) if the event was moved since the
+// snapshot of tx, under REPEATABLE READ or SERIALIZABLE.
+func (r *Recorder) Cancel(ctx context.Context, tx pgx.Tx, eventID uuid.UUID) (bool, error) {
+	if check.IsNil(tx) {
+		return false, &FieldError{Index: -1, Field: "tx", Err: ErrNilArgument}
+	}
+	return r.store.Cancel(ctx, tx, eventID)
+}
+
+// CancelStatement is [Recorder.Cancel] for transactions that are not pgx's: it returns the statement, and sends
+// nothing. The statement affects one row if it was in time, and none otherwise. Package outboxsql runs it in a
+// [database/sql.Tx].
+func (r *Recorder) CancelStatement(eventID uuid.UUID) (sql string, args []any) {
+	return r.store.CancelStatement(eventID)
+}
+
 // rows encodes events. Its error says which field of which event cannot be stored.
 func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*record.Rows, error) {
 	rows := record.NewRows(r.events.source, len(events), r.cfg.MaxPayload)
@@ -249,6 +272,7 @@ func (e *recording) Topic() string           { return e.own.Topic }
 func (e *recording) AggregateID() string     { return e.def.aggregateID(e.event) }
 func (e *recording) Key() (string, bool)     { return e.def.keyOf(e.event, e.own) }
 func (e *recording) OccurredAt() time.Time   { return e.event.OccurredAt() }
+func (e *recording) NotBefore() time.Time    { return e.own.NotBefore }
 func (e *recording) Encode() ([]byte, error) { return e.def.codec.Encode(e.ctx, e.event) }
 
 func (e *recording) NewID() (uuid.UUID, error) {

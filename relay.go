@@ -254,7 +254,7 @@ type Relay struct {
 // wait until it is there, and delay no others.
 //
 // NewRelay does no I/O, and makes and closes one client to look at the options. A running relay
-// uses up to seven connections of db, and one extra connection that all relays and workers on db
+// uses up to eight connections of db, and one extra connection that all relays and workers on db
 // share. On that connection the leading process hears when others have recorded events, see
 // [Waker]. It also has a lock there, by which others find out that it is gone. Closing db stays
 // with the caller.

@@ -46,6 +46,13 @@ type EventOptions struct {
 	// Headers are extra Kafka headers, under the rules of RecorderConfig.Headers. They replace
 	// headers of the same names that RecorderConfig.Headers returns.
 	Headers map[string]string
+	// NotBefore is when the event is due, by the clock of the database and to the microsecond: no
+	// relay and no worker gets it earlier. The table outbox_delayed keeps it until a leading relay or
+	// worker, or outbox events move, moves it to outbox. Delayed events of a key are moved in the order of
+	// their due times, and then in that in which they were recorded. They have no order with events
+	// of the key without NotBefore. A time that has passed is due at once. [Recorder.Cancel] deletes
+	// the event before. In the years 1 to 9999; zero means no delay.
+	NotBefore time.Time
 }
 
 // With returns an event with options of its own, for [Recorder.Record] and whatever else takes
@@ -59,6 +66,9 @@ func With(event DomainEvent, options EventOptions) DomainEvent {
 	inner, before := unwrap(event)
 	options.ID, options.Topic, options.Key = cmp.Or(options.ID, before.ID), cmp.Or(options.Topic, before.Topic), cmp.Or(options.Key, before.Key)
 	options.Attributes, options.Headers = merged(before.Attributes, options.Attributes), merged(before.Headers, options.Headers)
+	if options.NotBefore.IsZero() {
+		options.NotBefore = before.NotBefore
+	}
 	return &eventWith{inner, options}
 }
 
@@ -398,6 +408,9 @@ func (r *Registry) Topic(eventType string) (string, error) {
 
 func (d *definition) destination() string { return cmp.Or(d.topic, check.TopicOf(d.eventType)) }
 
+// Source returns the CloudEvents source of the events.
+func (r *Registry) Source() string { return r.source }
+
 // Types returns the registered event types, sorted.
 func (r *Registry) Types() []string { return slices.Sorted(maps.Keys(r.byName)) }
 
@@ -411,6 +424,10 @@ type Registration struct {
 	AggregateType string
 	// Topic is where they are sent: see [Registry.Topic].
 	Topic string
+	// OwnKey says that [EventType.Key] sets their partition key, which is their aggregate id otherwise.
+	OwnKey bool
+	// Attributes are the names of their extension attributes: see [EventType.Attribute].
+	Attributes []string
 	// Codec encodes their payloads.
 	Codec Codec
 }
@@ -420,10 +437,14 @@ func (r *Registry) Registrations() []Registration {
 	all := make([]Registration, 0, len(r.byName))
 	for _, eventType := range r.Types() {
 		def := r.byName[eventType]
-		all = append(all, Registration{
+		reg := Registration{
 			EventType: eventType, GoType: def.goType, AggregateType: def.aggregateType,
-			Topic: def.destination(), Codec: def.codec,
-		})
+			Topic: def.destination(), OwnKey: def.key != nil, Codec: def.codec,
+		}
+		for _, a := range def.attributes {
+			reg.Attributes = append(reg.Attributes, a.name)
+		}
+		all = append(all, reg)
 	}
 	return all
 }

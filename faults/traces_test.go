@@ -18,7 +18,9 @@ import (
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/internal/trace"
+	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 var (
@@ -81,9 +83,6 @@ func newTraced(t *testing.T) *suite {
 	return s
 }
 
-// maxPause is the longest pause between two transactions of writeOneKey.
-const maxPause = 600 * time.Millisecond
-
 // writeOneKey records events of one key, one transaction after the other, until stop is called. Stop returns how many.
 // An event has its number, which is its id in outbox, as its version.
 func (s *suite) writeOneKey(t *testing.T, seed uint64) (stop func() int) {
@@ -110,7 +109,7 @@ func (s *suite) writeOneKey(t *testing.T, seed uint64) (stop func() int) {
 			}
 			select {
 			case <-ctx.Done():
-			case <-time.After(time.Duration(rng.Int64N(int64(maxPause)))):
+			case <-time.After(time.Duration(rng.Int64N(int64(600 * time.Millisecond)))):
 			}
 		}
 		done <- nil
@@ -171,10 +170,20 @@ func tracedSteps() []tracedStep {
 		{"stop", func(s *suite, t *testing.T, _ *rand.Rand) { s.stopTraced(t, s.leading(t)) }},
 		{"stop in flight", func(s *suite, t *testing.T, _ *rand.Rand) {
 			w := s.leading(t)
-			way := s.ways[w].toKafka
-			way.Set(proxy.Fault{HoldDown: true})
-			s.sleep(t, maxPause+100*time.Millisecond) // now a batch waits for its answer
-			time.AfterFunc(300*time.Millisecond, func() { way.Set(proxy.Fault{}) })
+			way, sent, goOn := s.ways[w].toKafka, make(chan struct{}, 1), make(chan struct{})
+			way.Set(proxy.Fault{Requests: &proxy.Requests{Cut: func(key int16) bool {
+				if key == kmsg.NewPtrProduceRequest().Key() {
+					wait.Signal(sent)
+					<-goOn
+				}
+				return false
+			}}})
+			select {
+			case <-sent: // now a batch waits for its answer
+			case <-time.After(10 * time.Second):
+				t.Error("the leader sent nothing within 10 s")
+			}
+			time.AfterFunc(300*time.Millisecond, func() { way.Set(proxy.Fault{}); close(goOn) })
 			s.stopTraced(t, w)
 		}},
 		{"apart", func(s *suite, t *testing.T, rng *rand.Rand) { s.apartTraced(t, rng, func(*worker) {}) }},

@@ -44,6 +44,14 @@ func TestSQLContract(t *testing.T) {
 	}
 	psql(plain)
 	psql(everything)
+	psql(sqlBlock(t, "INSERT INTO outbox_delayed"))
+	delayed := func() (n int) {
+		require.NoError(t, db.QueryRow(t.Context(), `SELECT count(*) FROM `+pgx.Identifier{schema, "outbox_delayed"}.Sanitize()).Scan(&n))
+		return n
+	}
+	require.Equal(t, 1, delayed())
+	psql(sqlBlock(t, "outbox_cancel"))
+	require.Zero(t, delayed())
 	require.Eventually(t, func() bool {
 		psql(strings.Replace(notify, "'public'", "'"+schema+"'", 1)) // the first may come before the relay listens
 		var done bool

@@ -1,6 +1,6 @@
 -- +goose Up
 
--- Events, and how far each relay has come with them.
+-- Events, those that are not due yet, and how far each relay has come with them.
 
 -- Only the owner of the schema, and roles that the owner names, may create in it. Another role could create a function
 -- or an operator there that fits the arguments of a statement better than PostgreSQL's own. Every session whose
@@ -142,6 +142,68 @@ COMMENT ON COLUMN outbox.size IS
     'Bytes of payload and headers as they are read, at most 200 MiB; a relay reads as many rows at once as its memory '
     'has room for.';
 
+CREATE TABLE outbox_delayed (
+    id             bigserial    PRIMARY KEY,
+    due_at         timestamptz  NOT NULL,
+    event_id       uuid         NOT NULL,
+    event_type     text         NOT NULL,
+    source         text         NOT NULL,
+    aggregate_type text         NOT NULL,
+    aggregate_id   text         NOT NULL,
+    payload        jsonb,
+    payload_bytes  bytea,
+    content_type   text         NOT NULL,
+    topic          text,
+    partition_key  text,
+    headers        jsonb,
+    occurred_at    timestamptz  NOT NULL,
+    recorded_at    timestamptz  NOT NULL DEFAULT now(),
+    rejected_at     timestamptz,
+    rejection        text,
+    key            text         NOT NULL GENERATED ALWAYS AS (coalesce(partition_key, aggregate_id)) STORED,
+    size           int          NOT NULL GENERATED ALWAYS AS (
+        coalesce(octet_length(payload::text), 0) + coalesce(octet_length(payload_bytes), 0)
+        + coalesce(octet_length(headers::text), 0)) STORED,
+    CONSTRAINT outbox_delayed_lengths CHECK (
+        char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
+        AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
+        AND char_length(partition_key) <= 255),
+    CONSTRAINT outbox_delayed_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
+    CONSTRAINT outbox_delayed_size CHECK (size <= 209715200),
+    CONSTRAINT outbox_delayed_due CHECK (
+        due_at >= '0001-01-01 00:00:00+00'::timestamptz AND due_at < '10000-01-01 00:00:00+00'::timestamptz)
+);
+
+CREATE INDEX outbox_delayed_due_idx ON outbox_delayed (due_at, id) WHERE rejected_at IS NULL;
+-- Finds events of a key that were committed late, after the look at their due time.
+CREATE INDEX outbox_delayed_key_idx ON outbox_delayed (key, due_at, id) WHERE rejected_at IS NULL;
+CREATE INDEX outbox_delayed_rejected_idx ON outbox_delayed (due_at, id) WHERE rejected_at IS NOT NULL;
+CREATE INDEX outbox_delayed_event_id_idx ON outbox_delayed (event_id);
+
+COMMENT ON TABLE outbox_delayed IS
+    'Events that are not to be sent before a time. When an event is due, it is moved to outbox, where it gets its id, '
+    'xid and created_at.';
+COMMENT ON COLUMN outbox_delayed.id IS 'Order of the events of a key that are due at the same time.';
+COMMENT ON COLUMN outbox_delayed.due_at IS
+    'When the event is moved to outbox, by the clock of the database; it may be past.';
+COMMENT ON COLUMN outbox_delayed.event_id IS 'This column and the next ones are those of outbox.';
+COMMENT ON COLUMN outbox_delayed.recorded_at IS 'Start of the transaction that recorded the event.';
+COMMENT ON COLUMN outbox_delayed.rejected_at IS
+    'When outbox rejected the event, a second one of its id for example. It is not tried again until this is NULL.';
+COMMENT ON COLUMN outbox_delayed.rejection IS 'The error with which outbox rejected the event.';
+COMMENT ON COLUMN outbox_delayed.key IS 'The record key. Events of a key are moved in the order of due_at and id.';
+COMMENT ON COLUMN outbox_delayed.size IS 'As in outbox.';
+
+CREATE TABLE outbox_mover (
+    only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row)
+);
+
+INSERT INTO outbox_mover DEFAULT VALUES;
+
+COMMENT ON TABLE outbox_mover IS
+    'One row, which whoever moves delayed events locks: two at a time would change the order of a key.';
+COMMENT ON COLUMN outbox_mover.only_row IS 'There is one row.';
+
 CREATE TABLE outbox_cursor (
     id                bigserial    PRIMARY KEY,
     relay             text         NOT NULL DEFAULT 'default',
@@ -242,7 +304,13 @@ COMMENT ON COLUMN outbox_lease.elsewhere_at IS
     'When Kafka last answered a process that stands by, if it did not answer the holder.';
 
 -- +goose StatementBegin
-SELECT outbox_define(current_schema(), ARRAY[
+SELECT outbox_define(current_schema(), fragments => ARRAY[
+
+-- What outbox_delayed and outbox have in common.
+'columns', $sql$event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
+                     topic, partition_key, headers, occurred_at$sql$
+
+], definitions => ARRAY[
 
 -- Names of the relays and groups of workers that have a cursor. It finds them one by one, because each has a long
 -- history.
@@ -257,6 +325,177 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $b
     )
     SELECT coalesce(array_agg(relay::text ORDER BY relay), '{}') FROM names WHERE relay IS NOT NULL
 $body$
+$function$,
+
+-- Moves up to 1,000 delayed events that are due to outbox, and says what a mover has to know for its next call (internal/mover).
+-- Start and passed restrict the look: start to events that are due at this time or later, and to earlier ones of the
+-- same keys; passed are keys that were blocked in the looks before. Without due events it reads one row, and writes
+-- nothing. The results are:
+--
+--   moved, rejected  how many events were moved, and how many outbox has rejected for what they are
+--   blocked         keys with an event that another transaction has locked, a cancellation for example: neither it nor
+--                   later events of the key were moved; blocked_at is the first due time of these
+--   more            another call would find more
+--   lowest          the look has left no event that is due before this time, except for the keys in passed; NULL:
+--                   another mover is at work
+--   next_in         seconds until the next event is due; NULL: there is none
+--   late            for how many seconds the oldest event has been due that was not moved
+--   took            seconds of the look at what is due, without the move
+--   problem         an error that is not one of the event itself
+--
+-- Events of a key are moved in the order of due_at and id. So an event is moved only if this transaction has locked all
+-- earlier ones of its key, and the look follows the lock of outbox_mover. Lowest is at least 5 s ago, so that events
+-- that are committed a little late, or are due when they are recorded, are not below it.
+$function$
+CREATE FUNCTION @schema@.outbox_move_due(
+    start timestamptz, passed text[],
+    OUT moved int, OUT rejected int, OUT blocked text[], OUT blocked_at timestamptz, OUT more boolean,
+    OUT lowest timestamptz, OUT next_in double precision, OUT late double precision, OUT took double precision,
+    OUT problem text)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '50ms'
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+DECLARE
+    began           constant timestamptz := clock_timestamp();
+    most            constant int := 1000;
+    recent          constant timestamptz := now() - interval '5 s';
+    first           timestamptz;
+    left_at         timestamptz;
+    ids             bigint[];
+    keys            text[];
+    dues            timestamptz[];
+    free            bigint[];
+    problems        int := 0;
+    constraint_name text;
+    one             record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'delayed events are moved under READ COMMITTED only'
+            USING ERRCODE = 'invalid_transaction_state';
+    END IF;
+    moved := 0;
+    rejected := 0;
+    blocked := '{}';
+    more := false;
+    late := 0;
+    start := coalesce(start, '-infinity');
+    SELECT d.due_at INTO first FROM @schema@.outbox_delayed AS d
+     WHERE d.rejected_at IS NULL AND d.due_at >= start ORDER BY d.due_at, d.id LIMIT 1;
+    took := extract(epoch FROM clock_timestamp() - began);
+    IF first IS NULL OR first > now() THEN
+        lowest := recent;
+        next_in := extract(epoch FROM first - clock_timestamp());
+        RETURN;
+    END IF;
+    PERFORM FROM @schema@.outbox_mover FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        INSERT INTO @schema@.outbox_mover DEFAULT VALUES ON CONFLICT (only_row) DO NOTHING; -- a restore may have left it empty
+        late := extract(epoch FROM now() - first);
+        RETURN;
+    END IF;
+    IF current_setting('idle_in_transaction_session_timeout')::interval NOT BETWEEN '1 ms' AND '10 s' THEN
+        PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
+    END IF;
+
+    -- A key with events before start gets these only, and the others with the next call.
+    WITH due AS MATERIALIZED (
+        SELECT d.id, d.key, d.due_at, d.size FROM @schema@.outbox_delayed AS d
+         WHERE d.rejected_at IS NULL AND d.due_at >= start AND d.due_at <= now()
+           AND d.key NOT IN (SELECT unnest(passed))
+         ORDER BY d.due_at, d.id LIMIT most
+    ), early AS MATERIALIZED (
+        SELECT e.* FROM (SELECT DISTINCT d.key FROM due AS d WHERE start > '-infinity') AS k
+         CROSS JOIN LATERAL (
+               SELECT e.id, e.key, e.due_at, e.size FROM @schema@.outbox_delayed AS e
+                WHERE e.rejected_at IS NULL AND e.key = k.key AND e.due_at < start
+                ORDER BY e.key, e.due_at, e.id LIMIT 10) AS e
+    ), chosen AS (
+        SELECT e.* FROM early AS e
+         UNION ALL
+        SELECT d.* FROM due AS d WHERE d.key NOT IN (SELECT e.key FROM early AS e)
+    ), numbered AS (
+        SELECT c.*, row_number() OVER o <= most AND sum(c.size::bigint) OVER o - c.size < 16777216 AS fits
+          FROM chosen AS c
+        WINDOW o AS (ORDER BY c.due_at, c.id)
+    )
+    SELECT array_agg(n.id ORDER BY n.due_at, n.id) FILTER (WHERE n.fits),
+           array_agg(n.key ORDER BY n.due_at, n.id) FILTER (WHERE n.fits),
+           array_agg(n.due_at ORDER BY n.due_at, n.id) FILTER (WHERE n.fits),
+           least(min(n.due_at) FILTER (WHERE NOT n.fits),
+                 (SELECT min(d.due_at) FROM due AS d WHERE d.key IN (SELECT e.key FROM early AS e)),
+                 (SELECT max(d.due_at) FROM due AS d HAVING count(*) >= most))
+      INTO ids, keys, dues, left_at FROM numbered AS n;
+    more := left_at IS NOT NULL;
+    took := extract(epoch FROM clock_timestamp() - began);
+
+    WITH locked AS MATERIALIZED (
+        SELECT d.id FROM @schema@.outbox_delayed AS d WHERE d.id = ANY (ids) FOR UPDATE SKIP LOCKED
+    ), seen AS MATERIALIZED (
+        SELECT w.*, l.id IS NOT NULL AS locked
+          FROM unnest(ids, keys, dues) WITH ORDINALITY AS w (id, key, due_at, n) LEFT JOIN locked AS l ON l.id = w.id
+    ), ends AS MATERIALIZED (
+        SELECT s.key, min(s.n) AS n FROM seen AS s WHERE NOT s.locked GROUP BY s.key
+    )
+    SELECT coalesce(array_agg(s.id ORDER BY s.n) FILTER (WHERE e.n IS NULL OR s.n < e.n), '{}'),
+           coalesce(array_agg(DISTINCT e.key) FILTER (WHERE e.n IS NOT NULL), '{}'),
+           min(s.due_at) FILTER (WHERE s.n >= e.n)
+      INTO free, blocked, blocked_at FROM seen AS s LEFT JOIN ends AS e ON e.key = s.key;
+
+    BEGIN
+        WITH gone AS (
+            DELETE FROM @schema@.outbox_delayed AS d WHERE d.id = ANY (free) RETURNING d.*
+        )
+        INSERT INTO @schema@.outbox (@columns@) SELECT @columns@ FROM gone ORDER BY due_at, id;
+        GET DIAGNOSTICS moved = ROW_COUNT;
+        free := '{}';
+    EXCEPTION WHEN OTHERS THEN
+        NULL; -- one by one
+    END;
+    FOR one IN SELECT w.id, w.key, w.due_at FROM unnest(ids, keys, dues) WITH ORDINALITY AS w (id, key, due_at, n)
+                WHERE w.id = ANY (free) ORDER BY w.n LOOP
+        CONTINUE WHEN one.key = ANY (blocked);
+        BEGIN
+            WITH gone AS (
+                DELETE FROM @schema@.outbox_delayed AS d WHERE d.id = one.id RETURNING d.*
+            )
+            INSERT INTO @schema@.outbox (@columns@) SELECT @columns@ FROM gone;
+            moved := moved + 1;
+        EXCEPTION WHEN OTHERS THEN
+            GET STACKED DIAGNOSTICS constraint_name = CONSTRAINT_NAME;
+            IF (SQLSTATE ~ '^(22|23|54)' OR SQLSTATE IN ('XX000', 'XX001', 'XX002'))
+               AND constraint_name !~ '_pkey$|_before_partitions$' THEN -- these are about the id that it would have got
+                UPDATE @schema@.outbox_delayed AS d
+                   SET rejected_at = now(), rejection = left(SQLSTATE || ': ' || SQLERRM, 1000) WHERE d.id = one.id;
+                rejected := rejected + 1;
+            ELSIF SQLSTATE ~ '^(08|40|53|57|58)' OR problems >= 3 THEN
+                RAISE;
+            ELSE
+                problems := problems + 1;
+                problem := left(SQLSTATE || ': ' || SQLERRM, 1000);
+                blocked := blocked || one.key;
+                blocked_at := least(blocked_at, one.due_at);
+            END IF;
+        END;
+    END LOOP;
+
+    lowest := least(recent, left_at, blocked_at);
+    late := coalesce(extract(epoch FROM now() - least(left_at, blocked_at)), 0);
+    IF NOT more THEN
+        SELECT extract(epoch FROM d.due_at - clock_timestamp()) INTO next_in FROM @schema@.outbox_delayed AS d
+         WHERE d.rejected_at IS NULL AND d.due_at > now() ORDER BY d.due_at, d.id LIMIT 1;
+    END IF;
+END $body$
+$function$,
+
+-- Deletes a delayed event that was not moved yet, in the transaction of the caller. Returns false if it was moved, and
+-- if there has never been one of this id.
+$function$
+CREATE FUNCTION @schema@.outbox_cancel(event_id uuid) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+BEGIN
+    DELETE FROM @schema@.outbox_delayed AS d WHERE d.event_id = $1;
+    RETURN FOUND;
+END $body$
 $function$
 ]);
 -- +goose StatementEnd

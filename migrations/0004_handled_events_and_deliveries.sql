@@ -10,20 +10,23 @@ CREATE TABLE event_handled (
     action         text         NOT NULL,
     handled_at     timestamptz  NOT NULL DEFAULT now(),
     event_source   text,
+    answer         bytea,
     CONSTRAINT event_handled_lengths CHECK (
         char_length(consumer_group) <= 255 AND char_length(aggregate_type) <= 100
-        AND char_length(aggregate_id) <= 255 AND char_length(action) <= 100 AND char_length(event_source) <= 255),
+        AND char_length(aggregate_id) <= 255 AND char_length(action) <= 100 AND char_length(event_source) <= 255
+        AND octet_length(answer) BETWEEN 32 AND 65568),
     CONSTRAINT uk_event_handled UNIQUE (consumer_group, aggregate_type, aggregate_id, action)
 );
 
 COMMENT ON TABLE event_handled IS
     'What a consumer group has handled already, committed together with the effect, so that a repeated event is '
-    'skipped.';
+    'skipped. Also messages that an inbox has handled, which do not come through Kafka.';
 COMMENT ON COLUMN event_handled.id IS 'Order of handling.';
 COMMENT ON COLUMN event_handled.consumer_group IS
-    'The group that has handled it. Groups in one database do not share these rows.';
+    'The group that has handled it. Groups in one database do not share these rows. inbox: and a name: an inbox.';
 COMMENT ON COLUMN event_handled.aggregate_type IS
-    'First part of the idempotency key: the event type, or what the handler chose, for example Order.';
+    'First part of the idempotency key: the event type, or what the handler chose, for example Order. The source of a '
+    'message of an inbox.';
 COMMENT ON COLUMN event_handled.aggregate_id IS
     'Second part: the id of the event, or what the handler chose, for example the order''s id or '
     '{productId}_{eventId}.';
@@ -33,7 +36,10 @@ COMMENT ON COLUMN event_handled.handled_at IS
     'which this one must outlive.';
 COMMENT ON COLUMN event_handled.event_source IS
     'Source of the event: two events with the same id from two sources are two events. The digest of a longer '
-    'source. NULL: a handler chose the key, which stands for events of all sources.';
+    'source. NULL: a handler chose the key, which stands for events of all sources; or it is a message of an inbox.';
+COMMENT ON COLUMN event_handled.answer IS
+    'What an inbox answered to the message: 32 bytes, the SHA-256 digest of the request or zeros, and the answer. NULL '
+    'without both. It has to be the eighth column at most: nine would make each row of an event 8 bytes larger.';
 
 CREATE TABLE consumer_start (
     consumer_group text         NOT NULL,

@@ -37,7 +37,7 @@ COMMENT ON COLUMN outbox_audit.action IS
     'retry, resolve, edit, hold, release or read; pause, resume or rewind of a consumer group; to-kafka, '
     'to-postgres, finish-cut or cancel-cut of groups that are moved; from-debezium, begin-relay or to-debezium of '
     'a relay; replay of events to Kafka; forget of what a group has handled of them, and forget-action of what it '
-    'no longer handles; expire of a partition of outbox_archive.';
+    'no longer handles; cancel of a delayed event; expire of a partition of outbox_archive.';
 COMMENT ON COLUMN outbox_audit.reason IS 'The operator''s note.';
 COMMENT ON COLUMN outbox_audit.relay IS
     'The relay of the event or key, or at which groups are moved; empty for all other actions.';
@@ -48,7 +48,8 @@ COMMENT ON COLUMN outbox_audit.failed_id IS 'outbox_failed.id; NULL if the actio
 COMMENT ON COLUMN outbox_audit.outbox_id IS
     'outbox.id of the event; NULL if the action was about a key or a consumer group.';
 COMMENT ON COLUMN outbox_audit.event_id IS 'As in outbox; NULL likewise.';
-COMMENT ON COLUMN outbox_audit.payload IS 'The payload before an edit; NULL for all other actions.';
+COMMENT ON COLUMN outbox_audit.payload IS
+    'The payload before an edit, or of a cancelled event; NULL for all other actions.';
 COMMENT ON COLUMN outbox_audit.payload_bytes IS 'The same, for payloads that are not JSON.';
 COMMENT ON COLUMN outbox_audit.consumer_group IS
     'The consumer group of the delivery, or that was paused, resumed, rewound or moved, or for which alone events '
@@ -585,6 +586,31 @@ BEGIN
     )
     SELECT count(*) INTO done FROM audited;
     PERFORM @schema@.outbox_promote_deliveries(ids);
+    RETURN done;
+END $body$
+$function$,
+
+-- Deletes delayed events of these ids that were not moved to outbox yet. The audit keeps their payloads. Returns how
+-- many it deleted.
+$function$
+CREATE FUNCTION @schema@.outbox_cancel_delayed(event_ids uuid[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH gone AS (
+        DELETE FROM @schema@.outbox_delayed AS d WHERE d.event_id = ANY (event_ids) RETURNING d.*
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, event_id, payload, payload_bytes)
+        SELECT $2, 'cancel', $3, '',
+               coalesce(g.topic, nullif(split_part(g.event_type, '.', 2), '') || '-events', '') || '/' || g.key,
+               g.event_id, g.payload, g.payload_bytes
+          FROM gone AS g ORDER BY g.id
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
     RETURN done;
 END $body$
 $function$,

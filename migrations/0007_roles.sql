@@ -207,7 +207,7 @@ DO $$
 DECLARE
     granted record;
 BEGIN
-    PERFORM @schema@.outbox_revoke_grants('consumer_group_role');
+    PERFORM @schema@.outbox_revoke_grants('consumer_group_role'), @schema@.outbox_revoke_grants('outbox_mover');
     FOR granted IN
         SELECT a.grantee, CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS role
           FROM pg_class AS c, aclexplode(c.relacl) AS a
@@ -220,7 +220,7 @@ BEGIN
         EXECUTE format('GRANT EXECUTE ON FUNCTION %1$I.outbox_lock_keys, %1$I.outbox_lock_keys_shared, %1$I.outbox_blocked, '
                        '%1$I.outbox_promote, %1$I.outbox_finish_deliveries, %1$I.outbox_remove_handled, '
                        '%1$I.outbox_remove_deliveries, %1$I.outbox_remove_cursors, %1$I.outbox_remove_member, '
-                       '%1$I.outbox_remove_topics, %1$I.outbox_remove_gaps TO %2$s', @schema_name@, granted.role);
+                       '%1$I.outbox_remove_topics, %1$I.outbox_remove_gaps, %1$I.outbox_move_due, %1$I.outbox_cancel TO %2$s', @schema_name@, granted.role);
     END LOOP;
 END $$
 $block$,
@@ -245,7 +245,7 @@ BEGIN
       LEFT JOIN pg_proc AS p ON d.refclassid = 'pg_proc'::regclass AND p.oid = d.refobjid
       LEFT JOIN pg_operator AS o ON d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
      WHERE c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = @schema_name@)
-       AND c.relname IN ('outbox', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed',
+       AND c.relname IN ('outbox', 'outbox_delayed', 'outbox_mover', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed',
                          'event_handled', 'consumer_start', 'consumer_handler', 'consumer_gap', 'consumer_pause',
                          'event_subscription', 'event_member', 'event_success', 'event_delivery',
                          'outbox_audit', 'consumer_group_role')

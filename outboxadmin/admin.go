@@ -105,7 +105,7 @@ type Role int
 const (
 	None     Role = iota // nothing
 	Reader               // look at everything, as [Config.Mask] leaves it
-	Operator             // retry, resolve and edit events, hold and release keys, pause and resume consumer groups
+	Operator             // retry, resolve and edit events, cancel delayed ones, hold and release keys, pause and resume consumer groups
 )
 
 // String returns none, reader or operator.
@@ -127,6 +127,7 @@ type admin struct {
 	inspect    *outboxops.Inspector
 	consumers  *outboxops.Consumers
 	deliveries *outboxops.Deliveries
+	delayed    *outboxops.Delayed
 	groups     tables.GroupReader
 	kafka      *kafkaReader
 	samples    samples
@@ -166,10 +167,12 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	errs = append(errs, err)
 	deliveries, err := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{Schema: cfg.Schema})
 	errs = append(errs, err)
+	delayed, err := outboxops.NewDelayed(db, outboxops.DelayedConfig{Schema: cfg.Schema})
+	errs = append(errs, err)
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outboxadmin: config: %w", err)
 	}
-	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, deliveries: deliveries,
+	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, deliveries: deliveries, delayed: delayed,
 		groups: tables.NewGroupReader(db, cfg.Schema), kafka: newKafkaReader(consumers, cfg.Kafka),
 		slots: newSlots(cfg.MaxConns), logins: newLogins(cfg.Logger), origin: origin, mux: http.NewServeMux(), pages: parsePages()}
 	for _, rt := range routes {

@@ -83,7 +83,7 @@ func headersShown(all map[string]string) headerList {
 
 var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released", "read": "read",
 	"pause": "paused", "resume": "resumed", "rewind": "rewound", "to-kafka": "moved to Kafka", "to-postgres": "moved to PostgreSQL", "finish-cut": "finished the move of", "cancel-cut": "cancelled the move of",
-	"replay": "sent again events of", "forget": "removed notes of", "forget-action": "ended an action of", "expire": "dropped",
+	"replay": "sent again events of", "forget": "removed notes of", "forget-action": "ended an action of", "cancel": "cancelled a delayed event of", "expire": "dropped",
 	"from-debezium": "moved from Debezium to", "begin-relay": "began", "to-debezium": "moved to Debezium from"}
 
 // stat is a number on the overview.
@@ -106,7 +106,7 @@ func kindLink(c outboxops.FailureCount) string {
 func parsePages() map[string]*template.Template {
 	layout := template.Must(template.New("layout.html").Funcs(pageFuncs).ParseFS(pageFiles, "pages/layout.html", "pages/parts.html"))
 	pages := map[string]*template.Template{}
-	for _, name := range []string{"overview", "failed", "failed_one", "failed_gone", "consumers", "bulk", "events", "event_one", "audit", "problem"} {
+	for _, name := range []string{"overview", "failed", "failed_one", "failed_gone", "consumers", "bulk", "events", "event_one", "delayed", "audit", "problem"} {
 		pages[name] = template.Must(template.Must(layout.Clone()).ParseFS(pageFiles, "pages/"+name+".html"))
 	}
 	return pages

@@ -70,6 +70,8 @@ var routes = []route{
 	get("/consumers", nil, (*admin).consumersPage),
 	get("/events", with(searchNames, "before", "limit"), (*admin).eventList),
 	get("/events/{id}", nil, (*admin).eventOne),
+	get("/delayed", delayedNames, (*admin).delayedList),
+	submit("/delayed/cancel", []string{"event_id", "reason"}, (*admin).delayedCancel),
 	get("/audit", auditNames, (*admin).auditList),
 	free("/assets/{name}", nil, (*admin).asset),
 

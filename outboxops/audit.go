@@ -50,6 +50,7 @@ type AuditEntry struct {
 	//   - on a relay: from-debezium, begin-relay or to-debezium
 	//   - replay for events that were sent to Kafka again, forget for removed notes of a group, and forget-action
 	//     for an action that a group no longer has
+	//   - cancel for a delayed event that was deleted before it was due
 	//   - expire for a dropped partition of an archive
 	Action string
 	// Relay, Topic and Key are where the event belongs; of a delivery without Relay. Of a
@@ -68,7 +69,7 @@ type AuditEntry struct {
 	// EventID is the CloudEvents id.
 	EventID string
 	// Payload is that from before an edit, nil for all else, and in the audit of all
-	// failures.
+	// failures. The payload of a cancelled event is in outbox_audit alone.
 	Payload []byte
 	// PayloadErr says why Payload could not be read; nil if it could. It is
 	// [ErrUnreadable].

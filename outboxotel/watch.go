@@ -49,11 +49,12 @@ func (t *Telemetry) WatchDatabase(db *pgxpool.Pool, schema string) error {
 	}
 	inspector, err1 := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: schema})
 	deliveries, err2 := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{Schema: schema})
-	if err := errors.Join(err1, err2); err != nil {
+	delayed, err3 := outboxops.NewDelayed(db, outboxops.DelayedConfig{Schema: schema})
+	if err := errors.Join(err1, err2, err3); err != nil {
 		return fmt.Errorf("outboxotel: WatchDatabase: %w", err)
 	}
 	t.database = true
-	relays := &relaysWatch{Telemetry: t, inspector: inspector, seen: newSeen[staleOwner](), outages: newSeen[outageKind]()}
+	relays := &relaysWatch{Telemetry: t, inspector: inspector, delayed: delayed, seen: newSeen[staleOwner](), outages: newSeen[outageKind]()}
 	t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), relays.look)
 	workers := &workersWatch{Telemetry: t, deliveries: deliveries, seen: newSeen[deliveryKind](), waited: newSeen[waitingKind](),
 		said: newMembersSaid(tables.NewGroupReader(db, schema))}
@@ -220,10 +221,11 @@ func ageOf(at time.Time) float64 {
 	return max(0, time.Since(at).Seconds())
 }
 
-// relaysWatch reads the state of relays, and what waits for too long.
+// relaysWatch reads the state of relays, what waits for too long, and what is not due yet.
 type relaysWatch struct {
 	*Telemetry
 	inspector *outboxops.Inspector
+	delayed   *outboxops.Delayed
 	seen      *short.Labels[staleOwner]
 	outages   *short.Labels[outageKind]
 }
@@ -255,7 +257,8 @@ type staleEvents struct {
 func (w *relaysWatch) look(ctx context.Context) (observation, error) {
 	relays, err1 := w.inspector.Relays(ctx)
 	counts, err2 := w.inspector.Stale(ctx, w.cfg.StaleAfter)
-	if err := errors.Join(err1, err2); err != nil {
+	delayed, err3 := w.delayed.Status(ctx)
+	if err := errors.Join(err1, err2, err3); err != nil {
 		return nil, err
 	}
 	for _, r := range relays {
@@ -286,6 +289,9 @@ func (w *relaysWatch) look(ctx context.Context) (observation, error) {
 	return func(o metric.Observer) {
 		w.observeRelays(o, relays)
 		w.observeOutages(o, outages.since)
+		o.ObserveInt64(w.instruments.delayed, int64(delayed.Waiting), w.set(statusKey.String("waiting")))
+		o.ObserveInt64(w.instruments.delayed, int64(delayed.Rejected), w.set(statusKey.String("rejected")))
+		o.ObserveFloat64(w.delayedLag, delayed.Late.Seconds(), w.set())
 		for k, s := range stale {
 			of := w.set(k.attribute())
 			o.ObserveInt64(w.stale, s.events, of)

@@ -2,9 +2,11 @@
 // GORM, ent, Bun, sqlx or sqlc: with pgx/stdlib, or with lib/pq. It links nothing that the root does not.
 //
 //   - [Record] stores events in a transaction, as [outbox.Recorder.Record] does in one of pgx.
+//   - [Cancel] deletes a delayed event, as [outbox.Recorder.Cancel] does.
 //   - [InTx] begins a transaction, commits it, and wakes the relay.
 //   - [Handle] and [HandleBatch] make handlers that write through a [sql.Tx]. It runs inside the very transaction
 //     that holds the row of event_handled, so what such a handler does is done once, too.
+//   - [Once] handles what does not come through Kafka and may come more than once, as [outbox.Inbox] does.
 //   - [Within] gives code that takes a [sql.Tx] one inside a transaction of pgx.
 //
 // The values of a service are kept where they are:
@@ -32,6 +34,8 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/google/uuid"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -42,6 +46,7 @@ import (
 // each statement for itself, is none.
 type Tx interface {
 	ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
+	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
 	Commit() error
 	Rollback() error
 }
@@ -81,6 +86,30 @@ func Record(ctx context.Context, tx Tx, rec *outbox.Recorder, events ...outbox.D
 		return fmt.Errorf("outbox: record %d events: %w", len(events), err)
 	}
 	return nil
+}
+
+// Cancel deletes a delayed event in tx, and reports whether it was in time, as [outbox.Recorder.Cancel] does. An error
+// is the driver's, and means that tx is aborted, or has ended.
+func Cancel(ctx context.Context, tx Tx, rec *outbox.Recorder, eventID uuid.UUID) (bool, error) {
+	if embedded, found := sqltx.Find(tx); found {
+		tx = embedded
+	}
+	if check.IsNil(tx) {
+		return false, nilArgument("tx")
+	}
+	if rec == nil {
+		return false, nilArgument("recorder")
+	}
+	query, args := rec.CancelStatement(eventID)
+	result, err := tx.ExecContext(ctx, query, args...)
+	if isUndefined(err) {
+		err = fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+	}
+	if err != nil {
+		return false, fmt.Errorf("outbox: cancel event %s: %w", eventID, err)
+	}
+	n, err := result.RowsAffected()
+	return n > 0, err
 }
 
 // InTx runs f in a transaction of db, commits it, and wakes. If f returns an error, panics or ends

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/jackc/pgx/v5/stdlib"
@@ -37,6 +38,28 @@ func TestRecord(t *testing.T) {
 	require.Len(t, s.recorded(t), 3)
 }
 
+func TestCancel(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	id := uuid.New()
+	tx := s.begin(t)
+	require.NoError(t, outboxsql.Record(background, tx, s.rec, outbox.With(placed{"1"}, outbox.EventOptions{ID: id, NotBefore: noon}), placed{"2"}))
+	for _, want := range []bool{true, false} {
+		cancelled, err := outboxsql.Cancel(background, bunLike{Tx: tx}, s.rec, id)
+		require.NoError(t, err)
+		require.Equal(t, want, cancelled)
+	}
+	require.NoError(t, tx.Commit())
+	require.Equal(t, []string{"2"}, s.recorded(t))
+	require.Empty(t, s.column(t, `SELECT aggregate_id FROM {s}.outbox_delayed`))
+	_, err := outboxsql.Cancel(background, tx, s.rec, id)
+	require.ErrorIs(t, err, sql.ErrTxDone)
+	_, err = outboxsql.Cancel(background, nil, s.rec, id)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
+	_, err = outboxsql.Cancel(background, tx, nil, id)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
+}
+
 // bunLike is a transaction whose statements are not those that it was given, as those of Bun.
 type bunLike struct{ *sql.Tx }
 
@@ -54,6 +77,9 @@ type (
 
 func (a another) ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error) {
 	return a.tx.ExecContext(ctx, query, args...)
+}
+func (a another) QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error) {
+	return a.tx.QueryContext(ctx, query, args...)
 }
 func (a another) Commit() error   { return a.tx.Commit() }
 func (a another) Rollback() error { return a.tx.Rollback() }
@@ -178,6 +204,10 @@ func (e *pqError) Get(field byte) string {
 type failingTx struct {
 	outboxsql.Tx
 	err error
+}
+
+func (f failingTx) QueryContext(context.Context, string, ...any) (*sql.Rows, error) {
+	return nil, fmt.Errorf("query: %w", f.err)
 }
 
 func (f failingTx) ExecContext(context.Context, string, ...any) (sql.Result, error) {

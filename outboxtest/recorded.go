@@ -38,8 +38,8 @@ type inSchema struct {
 // or by what the codec of the registry makes of them. OccurredAt counts as well, to
 // the microsecond. If it is the zero time in want, it may be any time, and so may each
 // time in the payload that is zero in want, or that omitzero leaves out. Of an event with options of its own,
-// see [outbox.With], they count too: those that want does not have may be anything. What was
-// recorded must be readable again.
+// see [outbox.With], they count too: those that want does not have may be anything. Delayed events count before they
+// are due, too. What was recorded must be readable again.
 func RequireRecorded(ctx context.Context, t T, db DB, events *outbox.Registry, want ...outbox.DomainEvent) {
 	t.Helper()
 	if err := requireRecorded(ctx, newTable(db), events, want); err != nil {
@@ -55,7 +55,7 @@ func RequireNotRecorded[E outbox.DomainEvent](ctx context.Context, t T, db DB, e
 	}
 }
 
-// Recorded returns the events of type E that were recorded, in their order, as the
+// Recorded returns the events of type E that were recorded, in their order, and then the delayed ones, as the
 // codec of the registry decodes them: what does not travel in the payload, such as
 // an unexported field, is missing.
 func Recorded[E outbox.DomainEvent](ctx context.Context, t T, db DB, events *outbox.Registry) []E {
@@ -178,6 +178,7 @@ func (e entry) asksFor(row entry) bool {
 		return true
 	}
 	return (e.options.ID == uuid.UUID{} || e.options.ID == row.options.ID) && is(e.options.Topic, row.options.Topic) && is(e.options.Key, row.options.Key) &&
+		(e.options.NotBefore.IsZero() || e.options.NotBefore.Add(time.Microsecond-1).Truncate(time.Microsecond).Equal(row.options.NotBefore)) &&
 		within(e.options.Attributes, row.options.Attributes) && within(e.options.Headers, row.options.Headers)
 }
 
@@ -235,6 +236,7 @@ func (e entry) with() string {
 	add("key", o.Key, o.Key != "")
 	add("attributes", o.Attributes, len(o.Attributes) > 0)
 	add("headers", o.Headers, len(o.Headers) > 0)
+	add("due at", o.NotBefore.UTC().Format(time.RFC3339Nano), !o.NotBefore.IsZero())
 	if !e.hasOptions || len(parts) == 0 {
 		return ""
 	}

@@ -71,14 +71,20 @@ func completed(sql, schema string) string {
 	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
 }
 
-// sqlRecorded reads the events of some types, or those of all others.
+// sqlRecorded reads the events of some types, or those of all others: first those in outbox, and then delayed ones.
+// recorded_at is the start of the transaction, which says whose a delayed event is.
 const sqlRecorded = `
 SELECT event_type, content_type, payload::text, payload_bytes, occurred_at,
-       event_id::text, coalesce(topic, ''), coalesce(partition_key, ''), aggregate_id, coalesce(headers, '{}')::text
-  FROM {schema}.outbox
- WHERE (NOT $1::bool OR xid = pg_current_xact_id_if_assigned())
-   AND (event_type = ANY($2::text[])) = $3::bool
- ORDER BY id LIMIT $4::bigint`
+       event_id::text, coalesce(topic, ''), coalesce(partition_key, ''), aggregate_id, coalesce(headers, '{}')::text, due_at
+  FROM (SELECT id, NULL::timestamptz AS due_at, event_type, content_type, payload, payload_bytes, occurred_at,
+               event_id, topic, partition_key, aggregate_id, headers
+          FROM {schema}.outbox WHERE NOT $1::bool OR xid = pg_current_xact_id_if_assigned()
+         UNION ALL
+        SELECT id, due_at, event_type, content_type, payload, payload_bytes, occurred_at,
+               event_id, topic, partition_key, aggregate_id, headers
+          FROM {schema}.outbox_delayed WHERE NOT $1::bool OR recorded_at = now()) AS e
+ WHERE (event_type = ANY($2::text[])) = $3::bool
+ ORDER BY due_at IS NOT NULL, id LIMIT $4::bigint`
 
 // read returns the events of these types, in the order in which they were recorded.
 func (tab table) read(ctx context.Context, types map[string]*outbox.Registration) ([]entry, error) {
@@ -103,12 +109,16 @@ func (tab table) collect(ctx context.Context, types map[string]*outbox.Registrat
 	var e entry
 	var text *string
 	var id, topic, key, aggregateID, headers string
-	_, err = pgx.ForEachRow(rows, []any{&e.eventType, &e.contentType, &text, &e.payload, &e.at, &id, &topic, &key, &aggregateID, &headers}, func() (err error) {
+	var due *time.Time
+	_, err = pgx.ForEachRow(rows, []any{&e.eventType, &e.contentType, &text, &e.payload, &e.at, &id, &topic, &key, &aggregateID, &headers, &due}, func() (err error) {
 		if text != nil {
 			e.payload = []byte(*text)
 		}
 		e.registered = types[e.eventType]
 		e.options, err = optionsOf(id, topic, key, headers)
+		if due != nil {
+			e.options.NotBefore = *due
+		}
 		entries = append(entries, e.withDefaults(aggregateID))
 		return err
 	})
@@ -192,7 +202,7 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 		entries[i] = entry{
 			eventType: reg.EventType, contentType: reg.Codec.ContentType, payload: bytes.Clone(payload),
 			at: event.OccurredAt().Truncate(time.Microsecond), registered: reg, options: options,
-			hasOptions: options.ID != uuid.UUID{} || options.Topic != "" || options.Key != "" || len(options.Attributes) > 0 || len(options.Headers) > 0,
+			hasOptions: options.ID != uuid.UUID{} || !options.NotBefore.IsZero() || options.Topic != "" || options.Key != "" || len(options.Attributes) > 0 || len(options.Headers) > 0,
 		}
 	}
 	return entries, tab.throughJSONB(ctx, entries)

@@ -40,13 +40,14 @@ type command struct {
 // commands returns all of them in the order of the help.
 func commands() []command {
 	return []command{
-		relayCommand, statusCommand, doctorCommand, tailCommand, eventsCommand, eventsShowCommand, topicsCommand,
+		relayCommand, statusCommand, doctorCommand, tailCommand, eventsCommand, eventsShowCommand, delayedCommand, cancelCommand, moveCommand, topicsCommand,
 		failuresListCommand, failuresShowCommand, failuresCountCommand, failuresRetryCommand, failuresResolveCommand,
 		failuresEditCommand, failuresHoldCommand, failuresReleaseCommand,
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand, cutFromDebeziumCommand, cutToDebeziumCommand,
 		dlqListCommand, dlqReplayCommand,
 		verifyCommand, replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand,
+		contractExportCommand, contractCheckCommand, contractDiffCommand,
 		auditCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, completionCommand(), versionCommand,
 	}

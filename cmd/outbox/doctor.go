@@ -25,8 +25,8 @@ kafka.
 
 Privileges are those of the connected role unless another is named:
 --as relay=shop_relay,writer=shop. The parts are relay, writer, consumer,
-worker, reader and operator, as in docs/roles.md. Of a role that is named it
-also looks for rights that its parts do not need.`,
+worker, inbox, reader and operator, as in docs/roles.md. Of a role that is named
+it also looks for rights that its parts do not need.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		d := &doctor{}

@@ -58,7 +58,7 @@ func onFunctions(partitioned bool, signatures ...string) (all []need) {
 	return all
 }
 
-var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
+var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_delayed", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
 	onTable("consumer_handler", "SELECT"), onTable("consumer_gap", "SELECT"),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"), onTable("event_member", "SELECT"),
@@ -77,8 +77,8 @@ const (
 
 // noteNeeds are the privileges for notes of handled events, and to remove what is handled.
 var noteNeeds = slices.Concat(onTable("event_handled", "SELECT"),
-	[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source"}},
-		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
+	[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source", "answer"}},
+		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at", "answer"}}}, onSequences("event_handled_id_seq"),
 	onFunctions(false, removeHandled, removeDeliveries),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"))
 
@@ -100,13 +100,21 @@ var leaseNeeds = append(onTable("outbox_lease", "SELECT", "INSERT"),
 	need{privilege: "UPDATE", table: "outbox_lease", columns: []string{"holder", "epoch", "expires_at", "lasts", "locked_epoch", "exclusive_at",
 		"state", "state_at", "kafka_at", "elsewhere_at"}})
 
+// recordedColumns are the columns of an event that its writer sets.
+var recordedColumns = []string{"event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic",
+	"partition_key", "headers", "occurred_at"}
+
+// moveDue is the function of movers.
+const moveDue = "outbox_move_due(timestamptz, text[])"
+
 // partNeeds has the rights that docs/roles.md grants, except USAGE of the schema.
 var partNeeds = map[string][]need{
-	"writer": append(onSequences("outbox_id_seq"), need{privilege: "INSERT", table: "outbox", columns: []string{"event_id", "event_type", "source",
-		"aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at"}}),
+	"writer": slices.Concat(onSequences("outbox_id_seq", "outbox_delayed_id_seq"), []need{
+		{privilege: "INSERT", table: "outbox", columns: recordedColumns},
+		{privilege: "INSERT", table: "outbox_delayed", columns: append(slices.Clone(recordedColumns), "due_at")}}, onFunctions(false, "outbox_cancel(uuid)")),
 	"relay": slices.Concat(onTable("outbox", "SELECT", "DELETE"), []need{{privilege: "UPDATE", table: "outbox", columns: []string{"xid"}},
-		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT"),
-		leaseNeeds, onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
+		{privilege: "SELECT", sequence: "outbox_id_seq"}, {privilege: "SELECT", table: "outbox_delayed", columns: []string{"id", "due_at", "rejected_at"}}},
+		onTable("outbox_cursor", "SELECT", "INSERT"), onFunctions(false, moveDue), leaseNeeds, onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
 		onTable("outbox_audit", "SELECT", "DELETE"), []need{{privilege: "INSERT", table: "outbox_audit", columns: []string{"operator", "action", "reason",
 			"relay", "parking_key", "failed_id", "outbox_id", "event_id"}}},
 		onTable("event_handled", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"),
@@ -142,14 +150,17 @@ var partNeeds = map[string][]need{
 			{privilege: "SELECT", sequence: "outbox_id_seq"}, {privilege: "SELECT", table: "outbox_failed", columns: []string{"relay", "outbox_id"}}},
 		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT"), leaseNeeds,
 		onSequences("event_delivery_id_seq", "outbox_cursor_id_seq"),
-		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[], bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])", removeCursors)),
+		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[], bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])", removeCursors, moveDue)),
+	"inbox": append(slices.Concat(onTable("event_handled", "SELECT"), onTable("consumer_group_role", "SELECT"), onSequences("event_handled_id_seq")),
+		need{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "answer"}},
+		need{privilege: "UPDATE", table: "event_handled", columns: []string{"answer"}}),
 	"reader": readerNeeds,
 	"operator": slices.Concat(readerNeeds, onFunctions(false, "outbox_retry_failed(bigint[], text, text)", "outbox_resolve_failed(bigint[], text, text)",
 		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",
 		"outbox_pause_consumer(text, text, text, text)", "outbox_resume_consumer(text, text, text, text)",
 		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)",
 		"outbox_forget_action(text, text, text, text)",
-		"outbox_audit_replay(text, text, text, text)", "outbox_forget_handled(text, text[], text[], text[], text[], text, text)",
+		"outbox_audit_replay(text, text, text, text)", "outbox_cancel_delayed(uuid[], text, text)", "outbox_forget_handled(text, text[], text[], text[], text[], text, text)",
 		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
 		"outbox_hold_deliveries(bigint[], text, text)", "outbox_release_deliveries(bigint[], text, text)",
 		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text[], text, text)",

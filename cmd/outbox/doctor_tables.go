@@ -19,7 +19,7 @@ var tableChecks = []check{
 	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequences},
 	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
 	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
-	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.reader",
+	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.inbox", "privileges.reader",
 		"privileges.operator", "privileges.excess", "privileges.groups"}, (*doctor).privileges},
 	{"privileges.partitions", []string{"privileges.partitions"}, (*doctor).partitionGrants},
 	{"relay", []string{"relay.none", "relay.leader", "relay.outage", "relay.unknown", "relay.ended", "relay.backlog", "delivery.stale", "delivery.outage", "delivery.member", "delivery.members",

@@ -323,7 +323,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		_, err := tx.Exec(background, "SET LOCAL search_path = "+schema)
 		require.NoError(t, err)
 		for _, block := range regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllSubmatch(doc, -1) {
-			sql := regexp.MustCompile(`\boutbox_(writer|relay|consumer|worker|reader|operator)\b`).ReplaceAllString(string(block[1]), "outbox_${1}"+suffix)
+			sql := regexp.MustCompile(`\boutbox_(writer|relay|consumer|worker|inbox|reader|operator)\b`).ReplaceAllString(string(block[1]), "outbox_${1}"+suffix)
 			for _, statement := range strings.Split(strings.ReplaceAll(sql, "SCHEMA public", "SCHEMA "+schema), ";") {
 				if statement = strings.TrimSpace(statement); strings.HasPrefix(statement, "GRANT") || strings.HasPrefix(statement, "INSERT") {
 					grants = append(grants, statement)
@@ -335,7 +335,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		}
 		return nil
 	}))
-	parts := []string{"writer", "relay", "consumer", "worker", "reader", "operator"}
+	parts := []string{"writer", "relay", "consumer", "worker", "inbox", "reader", "operator"}
 	var as []string
 	for _, p := range parts {
 		as = append(as, p+"=outbox_"+p+suffix)
@@ -358,7 +358,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	}
 	revoke := func(grant string) string {
 		if strings.HasPrefix(grant, "INSERT") {
-			return fmt.Sprintf("DELETE FROM consumer_group_role WHERE role = '%s'", regexp.MustCompile(`outbox_(relay|consumer|worker)_\w+`).FindString(grant))
+			return fmt.Sprintf("DELETE FROM consumer_group_role WHERE role = '%s'", regexp.MustCompile(`outbox_(relay|consumer|worker|inbox)_\w+`).FindString(grant))
 		}
 		return strings.Replace(strings.Replace(grant, "GRANT", "REVOKE", 1), " TO ", " FROM ", 1)
 	}
@@ -399,7 +399,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		{"GRANT CREATE ON SCHEMA " + schema + " TO PUBLIC", "privileges.schema", "everybody may create in schema"},
 		{"GRANT CREATE ON SCHEMA " + schema + " TO outbox_writer", "privileges.schema", "may create in schema"},
 	} {
-		run(regexp.MustCompile(`\b(outbox_(?:writer|relay|consumer|worker|reader|operator))\b`).ReplaceAllString(test.grant, "${1}"+suffix))
+		run(regexp.MustCompile(`\b(outbox_(?:writer|relay|consumer|worker|inbox|reader|operator))\b`).ReplaceAllString(test.grant, "${1}"+suffix))
 		all := find()
 		require.Len(t, all, 1, "%s: %v", test.grant, all)
 		require.Equal(t, test.id, all[0].ID)

@@ -306,7 +306,7 @@ SELECT pg_catalog.pg_has_role(r.oid, c.relowner, 'USAGE') OR r.rolbypassrls OR N
 // groupsOf checks that a consumer may write only for its groups, and a relay for all groups, because its
 // retention removes old rows.
 func (d *doctor) groupsOf(ctx context.Context, p part) error {
-	if p.name != "consumer" && p.name != "worker" && p.name != "relay" {
+	if !slices.Contains([]string{"consumer", "worker", "inbox", "relay"}, p.name) {
 		return nil
 	}
 	var unlimited, allData, some, all bool
@@ -318,7 +318,10 @@ func (d *doctor) groupsOf(ctx context.Context, p part) error {
 	if err != nil || unlimited {
 		return err
 	}
-	role := quoteText(p.role)
+	role, group := quoteText(p.role), "the name of its group"
+	if p.name == "inbox" {
+		group = "inbox: and the name of the inbox"
+	}
 	switch {
 	case p.name == "relay" && !allData && !all:
 		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may not work for all consumer groups", p.role),
@@ -331,7 +334,7 @@ func (d *doctor) groupsOf(ctx context.Context, p part) error {
 	case p.name != "relay" && !some:
 		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may write for no consumer group", p.role),
 			"It cannot note what it has handled: statements are refused.",
-			fmt.Sprintf("INSERT INTO %s.consumer_group_role (consumer_group, role) VALUES ('the name of its group', %s)", schema, role))
+			fmt.Sprintf("INSERT INTO %s.consumer_group_role (consumer_group, role) VALUES (%s, %s)", schema, quoteText(group), role))
 	case p.name != "relay" && all:
 		d.add("privileges.groups", severityWarning, fmt.Sprintf("role %s may write for all consumer groups", p.role),
 			"It can take back what other groups have handled, have them skip events, and end their deliveries.",

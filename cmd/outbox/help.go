@@ -13,8 +13,7 @@ const intro = `outbox looks after a transactional outbox: PostgreSQL, relays, Ka
 `
 
 const outro = `
-outbox help COMMAND says more, outbox help flags the flags that all take.
-It exits with 0: done, 1: error, 2: wrong usage, 3: problems found.
+outbox help COMMAND says more; outbox help flags: flags for all, exit codes.
 `
 
 // help writes the help of a command, of a group of them, or the list of all.
@@ -62,6 +61,7 @@ func overview() string {
 var foldedGroups = map[string]string{
 	"archive":  "events kept after retention",
 	"consumer": "consumer groups",
+	"contract": "what events look like",
 	"cut":      "move groups",
 	"dlq":      "dead letters of topics",
 	"events":   "recorded events",

@@ -53,6 +53,7 @@ var onceOnEach = map[string]string{
 	"cut from-debezium": "--relay r --publication p --slot s", "cut to-debezium": "--relay r --publication p --slot s",
 	"dlq list": "t", "dlq replay": "t", "replay": "--since 2020-01-02",
 	"archive status": "", "archive create": "", "archive expire": "--yes --reason why", "audit": "",
+	"contract export": "none Events", "contract check": "none.json none Events", "contract diff": "none.json none.json",
 	"migrate up": "", "migrate status": "", "migrate print": "", "completion": "bash", "version": "",
 }
 

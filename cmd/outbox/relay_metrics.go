@@ -55,6 +55,7 @@ type relayMetrics struct {
 	lastLook                      time.Time
 	seen                          *short.Labels[labels] // had stale events lately, so 0 is reported
 	relays                        []outbox.RelayStatus
+	delayed                       outboxops.DelayedStatus
 	stale, staleAge               map[labels]float64
 	outages                       *short.Labels[labels] // that series name
 	outageAge                     map[labels]float64
@@ -62,7 +63,7 @@ type relayMetrics struct {
 }
 
 // lookAtRelays reads the state of relays from the database.
-type lookAtRelays func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error)
+type lookAtRelays func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, outboxops.DelayedStatus, error)
 
 // The interval and the timeout of reads from the database.
 const (
@@ -104,11 +105,16 @@ func (m *relayMetrics) watch(relay *outbox.Relay, db *pgxpool.Pool, cfg outbox.R
 	if err != nil {
 		return err
 	}
+	delayed, err := outboxops.NewDelayed(db, outboxops.DelayedConfig{Schema: cfg.Schema})
+	if err != nil {
+		return err
+	}
 	m.health = relay.Health
-	m.look = func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error) {
+	m.look = func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, outboxops.DelayedStatus, error) {
 		relays, err1 := inspector.Relays(ctx)
 		stale, err2 := inspector.Stale(ctx, cmp.Or(cfg.Alerts.StaleAfter, defaultMaxAge))
-		return relays, stale, errors.Join(err1, err2)
+		waiting, err3 := delayed.Status(ctx)
+		return relays, stale, waiting, errors.Join(err1, err2, err3)
 	}
 	return nil
 }
@@ -208,13 +214,13 @@ func (m *relayMetrics) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (m *relayMetrics) refresh(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookPatience)
 	defer cancel()
-	relays, counts, err := m.look(ctx)
+	relays, counts, delayed, err := m.look(ctx)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.lookErr = err; err != nil {
 		return
 	}
-	m.relays = relays
+	m.relays, m.delayed = relays, delayed
 	m.ageOutages(relays)
 	for _, r := range relays {
 		m.seen.Use(labelsOf(relayLabel, r.Name))
@@ -294,6 +300,10 @@ func (m *relayMetrics) writeLook(x *exposition) {
 	x.values("outbox_relay_keys", typeGauge, "Keys whose events wait, counted up to 10,000.", keys)
 	x.values("outbox_stale", typeGauge, "Events that have waited for longer than they should, wherever they wait; each kind counted up to 10,000.", m.stale)
 	x.values("outbox_stale_age_seconds", typeGauge, "How long ago the oldest of them was recorded; 0 without one.", m.staleAge)
+	x.values("outbox_delayed", typeGauge, "Events in outbox_delayed, by whether outbox has rejected them; each counted up to 10,000.", map[labels]float64{
+		labelsOf(statusLabel, "waiting"): float64(m.delayed.Waiting), labelsOf(statusLabel, "rejected"): float64(m.delayed.Rejected)})
+	x.values("outbox_delayed_lag_seconds", typeGauge, "For how long the oldest of them has been due that was not moved to outbox; 0 without one.",
+		map[labels]float64{labelsOf(): m.delayed.Late.Seconds()})
 }
 
 func oneIf(yes bool) float64 {

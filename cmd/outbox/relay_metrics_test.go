@@ -27,6 +27,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // The text follows the format: escapes, cumulative buckets, one type for a name.
@@ -120,7 +121,9 @@ func TestRelayMetricsOfTheLeader(t *testing.T) {
 				{What: "Kafka", Class: "unreachable", Since: time.Now().Add(-90 * time.Second)},
 				{What: "PostgreSQL, for retries,", Class: "locked", Since: time.Now().Add(-time.Second)}}}},
 		}
-		m.look = func(context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error) { return relays, nil, nil }
+		m.look = func(context.Context) ([]outbox.RelayStatus, []outbox.EventCount, outboxops.DelayedStatus, error) {
+			return relays, nil, outboxops.DelayedStatus{}, nil
+		}
 		scrape := func(name string) (series []string) {
 			m.refresh(t.Context())
 			var x exposition

@@ -22,7 +22,7 @@ const (
 	poolCloses  = 400 * time.Millisecond // for connections that are not silent
 )
 
-// relayConns is the least size of the pool: a relay uses seven, and the metrics and the page a few.
+// relayConns is the least size of the pool: a relay uses eight, and the metrics and the page a few.
 const relayConns = 12
 
 // run runs the process. It starts and continues during an outage of PostgreSQL or Kafka.

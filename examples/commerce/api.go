@@ -6,12 +6,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"slices"
 	"strconv"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/outboxgo/outbox"
 )
 
 // api is what customers and the payment provider call. What they send is input of strangers.
@@ -56,11 +58,13 @@ type problem struct {
 func statusOf(err error) int {
 	var pg *pgconn.PgError
 	switch {
-	case errors.Is(err, errMalformed):
+	case errors.Is(err, errMalformed), errors.As(err, new(*outbox.FieldError)): // an Idempotency-Key that is too long, for example
 		return http.StatusBadRequest
+	case errors.Is(err, outbox.ErrOtherRequest):
+		return http.StatusUnprocessableEntity
 	case errors.Is(err, errNotFound), errors.As(err, &pg) && pg.Code == "23503": // a product that is not there
 		return http.StatusNotFound
-	case errors.Is(err, errConflict):
+	case errors.Is(err, errConflict), errors.Is(err, outbox.ErrInProgress):
 		return http.StatusConflict
 	default:
 		return http.StatusInternalServerError
@@ -87,9 +91,17 @@ const (
 	maxQuantity = 1000
 )
 
+// placeOrder places an order. A client that sends the request again, because it has got no answer for example, sends
+// the same Idempotency-Key, and gets the answer to the first request. Clients choose the keys, so those of two users
+// have nothing to do with one another. (A shop takes the user from what has authenticated the request, and not from
+// its body.)
 func (s *service) placeOrder(r *http.Request) (any, error) {
+	body, err := readBody(r)
+	if err != nil {
+		return nil, err
+	}
 	var asked orderRequest
-	if err := read(r, &asked); err != nil {
+	if err := decode(body, &asked); err != nil {
 		return nil, err
 	}
 	o := Order{UserID: asked.UserID}
@@ -105,10 +117,16 @@ func (s *service) placeOrder(r *http.Request) (any, error) {
 	if len(o.Items) == 0 || len(o.Items) > maxItems || len(unique) < len(o.Items) {
 		return nil, fmt.Errorf("%w: an order has 1 to %d items, each of another product", errMalformed, maxItems)
 	}
-	if err := s.shop.place(r.Context(), &o); err != nil {
-		return nil, err
+	keys := r.Header["Idempotency-Key"]
+	if len(keys) == 0 {
+		return s.shop.place(r.Context(), &o)
 	}
-	return orderAnswer{o.ID, o.Total()}, nil
+	return s.shop.placeOnce(r.Context(), outbox.InboxMessage{
+		Source:  fmt.Sprintf("user %d", asked.UserID),
+		ID:      keys[0],
+		Action:  "ORDER_PLACED",
+		Request: body,
+	}, &o)
 }
 
 func (s *service) payOrder(r *http.Request) (any, error)     { return withID(r, s.shop.pay) }
@@ -196,7 +214,23 @@ func parseID(text string) (int64, error) {
 const maxBody = 64 << 10
 
 func read(r *http.Request, into any) error {
-	if err := json.NewDecoder(http.MaxBytesReader(nil, r.Body, maxBody)).Decode(into); err != nil {
+	body, err := readBody(r)
+	if err != nil {
+		return err
+	}
+	return decode(body, into)
+}
+
+func readBody(r *http.Request) ([]byte, error) {
+	body, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxBody))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errMalformed, err)
+	}
+	return body, nil
+}
+
+func decode(body []byte, into any) error {
+	if err := json.Unmarshal(body, into); err != nil {
 		return fmt.Errorf("%w: %w", errMalformed, err)
 	}
 	return nil

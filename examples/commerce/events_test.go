@@ -57,6 +57,6 @@ func (a *app) record(t *testing.T, events ...outbox.DomainEvent) {
 	t.Helper()
 	rec, err := outbox.NewRecorder(a.events, outbox.RecorderConfig{Schema: a.id})
 	require.NoError(t, err)
-	s := &shop{rec, func(ctx context.Context, f func(pgx.Tx) error) error { return pgx.BeginFunc(ctx, a.db, f) }}
+	s := &shop{rec: rec, inTx: func(ctx context.Context, f func(pgx.Tx) error) error { return pgx.BeginFunc(ctx, a.db, f) }}
 	require.NoError(t, s.commit(t.Context(), func(pgx.Tx) ([]outbox.DomainEvent, error) { return events, nil }))
 }

@@ -42,7 +42,11 @@ func newService(ctx context.Context, a *app, cfg config) (s *service, err error)
 	if err != nil {
 		return nil, err
 	}
-	s.shop = &shop{rec, s.relays[0].Waker().InTx}
+	inbox, err := outbox.NewInbox(a.id, "shop")
+	if err != nil {
+		return nil, err
+	}
+	s.shop = &shop{rec, inbox, s.relays[0].Waker().InTx}
 	if s.groups, err = a.groups(s.tel.Consumer); err != nil {
 		return nil, err
 	}

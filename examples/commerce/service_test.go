@@ -1,7 +1,9 @@
 package main
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
@@ -10,9 +12,11 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"github.com/stretchr/testify/require"
@@ -196,4 +200,78 @@ func TestMetricsOfTheDashboard(t *testing.T) {
 		})
 		return len(missing) == 0
 	}, testenv.Patience, 50*time.Millisecond)
+}
+
+// Requests with one Idempotency-Key place one order, however many come at the same time, and all get the same answer.
+func TestIdempotencyKey(t *testing.T) {
+	t.Parallel()
+	r := startService(t)
+	post := func(key string, order orderRequest) (status int, answer string) {
+		body, err := json.Marshal(order)
+		require.NoError(t, err)
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, r.street.shop+"/orders", bytes.NewReader(body))
+		require.NoError(t, err)
+		request.Header.Set("Idempotency-Key", key)
+		response, err := r.client.Do(request)
+		require.NoError(t, err)
+		defer response.Body.Close()
+		text, err := io.ReadAll(response.Body)
+		require.NoError(t, err)
+		return response.StatusCode, string(text)
+	}
+	order := orderRequest{UserID: 7, Items: []orderItem{{ProductID: 1, Quantity: 2}}}
+	const clicks = 12
+	answers := make(chan string, clicks)
+	var all sync.WaitGroup
+	for range clicks {
+		all.Go(func() {
+			status, answer := post("a", order)
+			answers <- fmt.Sprint(status, " ", answer)
+		})
+	}
+	all.Wait()
+	first := <-answers
+	require.Regexp(t, `^201 \{"orderId":\d+,"totalAmount":1500\}\s$`, first)
+	for range clicks - 1 {
+		require.Equal(t, first, <-answers)
+	}
+	count := func(sql string) (n int) {
+		require.NoError(t, r.db.QueryRow(t.Context(), sql).Scan(&n))
+		return n
+	}
+	require.Equal(t, []int{1, 2}, []int{count(`SELECT count(*) FROM orders`), count(`SELECT count(*) FROM outbox`)})
+
+	more := order
+	more.Items = []orderItem{{ProductID: 1, Quantity: 3}}
+	status, _ := post("a", more)
+	require.Equal(t, http.StatusUnprocessableEntity, status, "the same key for another order")
+	status, another := post("b", order)
+	require.Equal(t, http.StatusCreated, status)
+	require.NotContains(t, first, another)
+	theirs := order
+	theirs.UserID = 8
+	status, another = post("a", theirs)
+	require.Equal(t, http.StatusCreated, status)
+	require.NotContains(t, first, another)
+	unknown := order
+	unknown.Items = []orderItem{{ProductID: 99, Quantity: 1}}
+	for range 2 {
+		status, _ = post("c", unknown)
+		require.Equal(t, http.StatusNotFound, status)
+	}
+	status, _ = post("c", order)
+	require.Equal(t, http.StatusCreated, status, "what has failed is not kept")
+	for _, key := range []string{"", strings.Repeat("k", 256), "\xff"} {
+		status, _ = post(key, order)
+		require.Equal(t, http.StatusBadRequest, status, "%q", key)
+	}
+	require.Equal(t, 4, count(`SELECT count(*) FROM orders`))
+
+	tx, err := r.db.Begin(t.Context())
+	require.NoError(t, err)
+	defer tx.Rollback(context.Background()) //nolint:errcheck // nothing is to be kept
+	_, err = r.service.shop.inbox.Once(t.Context(), tx, outbox.InboxMessage{Source: "user 7", ID: "d", Action: "ORDER_PLACED"}, func() ([]byte, error) { return nil, nil })
+	require.NoError(t, err)
+	status, _ = post("d", order)
+	require.Equal(t, http.StatusConflict, status, "the first request takes too long")
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 
@@ -42,8 +43,9 @@ var (
 
 // shop sells. It is safe for concurrent use.
 type shop struct {
-	rec  *outbox.Recorder
-	inTx func(ctx context.Context, f func(pgx.Tx) error) error // commits, and wakes the relay
+	rec   *outbox.Recorder
+	inbox *outbox.Inbox
+	inTx  func(ctx context.Context, f func(pgx.Tx) error) error // commits, and wakes the relay
 }
 
 // commit runs f in a transaction and records the events that it returns: either all
@@ -66,30 +68,56 @@ WITH placed AS (INSERT INTO orders (user_id) VALUES ($1) RETURNING id),
 SELECT id FROM placed`
 )
 
-// place gives an order its prices and its id.
-func (s *shop) place(ctx context.Context, o *Order) error {
-	at := now()
-	return s.commit(ctx, func(tx pgx.Tx) ([]outbox.DomainEvent, error) {
-		var products, quantities, prices []int64
-		for _, item := range o.Items {
-			products, quantities = append(products, item.ProductID), append(quantities, item.Quantity)
-		}
-		list := map[int64]int64{}
-		rows, _ := tx.Query(ctx, sqlPrices, products) // ForEachRow returns its error
-		var id, price int64
-		if _, err := pgx.ForEachRow(rows, []any{&id, &price}, func() error { list[id] = price; return nil }); err != nil {
-			return nil, err
-		}
-		for i, item := range o.Items {
-			price, sells := list[item.ProductID]
-			if !sells {
-				return nil, fmt.Errorf("product %d: %w", item.ProductID, errNotFound)
-			}
-			o.Items[i].Price, prices = price, append(prices, price)
-		}
-		err := tx.QueryRow(ctx, sqlOrder, o.UserID, products, quantities, prices).Scan(&o.ID)
-		return o.Place(at), err
+// place places an order, and returns the answer to the request.
+func (s *shop) place(ctx context.Context, o *Order) (answer json.RawMessage, err error) {
+	err = s.inTx(ctx, func(tx pgx.Tx) (err error) {
+		answer, err = s.placeIn(ctx, tx, o)
+		return err
 	})
+	return answer, err
+}
+
+// placeOnce is place for a request that clients may send again, also at the same time: the order is placed once, and
+// all get the same answer.
+func (s *shop) placeOnce(ctx context.Context, request outbox.InboxMessage, o *Order) (answer json.RawMessage, err error) {
+	err = s.inTx(ctx, func(tx pgx.Tx) error {
+		// A repeat waits for the first request no longer than this; then it gets a 409.
+		if _, err := tx.Exec(ctx, `SET LOCAL lock_timeout = '2s'`); err != nil {
+			return err
+		}
+		answer, err = s.inbox.Once(ctx, tx, request, func() ([]byte, error) { return s.placeIn(ctx, tx, o) })
+		return err
+	})
+	return answer, err
+}
+
+// placeIn gives an order its prices and its id, and records what has happened.
+func (s *shop) placeIn(ctx context.Context, tx pgx.Tx, o *Order) (answer []byte, err error) {
+	at := now()
+	var products, quantities, prices []int64
+	for _, item := range o.Items {
+		products, quantities = append(products, item.ProductID), append(quantities, item.Quantity)
+	}
+	list := map[int64]int64{}
+	rows, _ := tx.Query(ctx, sqlPrices, products) // ForEachRow returns its error
+	var id, price int64
+	if _, err := pgx.ForEachRow(rows, []any{&id, &price}, func() error { list[id] = price; return nil }); err != nil {
+		return nil, err
+	}
+	for i, item := range o.Items {
+		price, sells := list[item.ProductID]
+		if !sells {
+			return nil, fmt.Errorf("product %d: %w", item.ProductID, errNotFound)
+		}
+		o.Items[i].Price, prices = price, append(prices, price)
+	}
+	if err := tx.QueryRow(ctx, sqlOrder, o.UserID, products, quantities, prices).Scan(&o.ID); err != nil {
+		return nil, err
+	}
+	if err := s.rec.Record(ctx, tx, o.Place(at)...); err != nil {
+		return nil, err
+	}
+	return json.Marshal(orderAnswer{o.ID, o.Total()})
 }
 
 const (

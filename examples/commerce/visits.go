@@ -107,8 +107,8 @@ func (s *street) visit(ctx context.Context) error {
 			return fmt.Errorf("like: %w", err)
 		}
 	}
-	var placed orderAnswer
-	if err := s.call(ctx, http.MethodPost, "/orders", trace, order, &placed); err != nil {
+	placed, err := s.order(ctx, trace, order)
+	if err != nil {
 		return fmt.Errorf("place order: %w", err)
 	}
 	s.note(func() { s.ordered = append(s.ordered, placed.OrderID) })
@@ -127,6 +127,18 @@ func (s *street) visit(ctx context.Context) error {
 	return nil
 }
 
+// order places an order. One of four customers clicks again, and orders no more by that.
+func (s *street) order(ctx context.Context, trace string, order orderRequest) (placed orderAnswer, err error) {
+	if err = s.callWithKey(ctx, trace, http.MethodPost, "/orders", trace, order, &placed); err != nil || rand.IntN(4) > 0 {
+		return placed, err
+	}
+	var again orderAnswer
+	if err = s.callWithKey(ctx, trace, http.MethodPost, "/orders", trace, order, &again); err == nil && again != placed {
+		err = fmt.Errorf("the order was placed as %v, and again as %v", placed, again)
+	}
+	return placed, err
+}
+
 // draw invents an order of one to three products.
 func draw(user int64) orderRequest {
 	o := orderRequest{UserID: user}
@@ -139,6 +151,11 @@ func draw(user int64) orderRequest {
 
 // call sends a request and reads the answer, which has the trace id of the request.
 func (s *street) call(ctx context.Context, method, path, trace string, body, answer any) error {
+	return s.callWithKey(ctx, "", method, path, trace, body, answer)
+}
+
+// callWithKey is call with an Idempotency-Key, or without one if it is empty.
+func (s *street) callWithKey(ctx context.Context, key, method, path, trace string, body, answer any) error {
 	var encoded bytes.Buffer
 	if body != nil {
 		if err := json.NewEncoder(&encoded).Encode(body); err != nil {
@@ -150,6 +167,9 @@ func (s *street) call(ctx context.Context, method, path, trace string, body, ans
 		return err
 	}
 	r.Header.Set(outboxhttp.TraceHeader, trace)
+	if key != "" {
+		r.Header.Set("Idempotency-Key", key)
+	}
 	response, err := s.client.Do(r)
 	if err != nil {
 		return fmt.Errorf("%w: %w", errClosed, err)

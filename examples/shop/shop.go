@@ -34,6 +34,8 @@ func (e OrderCanceled) OccurredAt() time.Time { return e.At }
 func (e OrderPlaced) order() string   { return e.ID }
 func (e OrderCanceled) order() string { return e.ID }
 
+//go:generate outbox contract export --out contract.json . Events
+
 // Events says how the events travel.
 func Events() (*outbox.Registry, error) {
 	return outbox.NewRegistry("shop",

@@ -11,6 +11,7 @@
 //   - [Processor.ProcessBatch] runs the tasks of several events in one transaction, [Processor.ProcessOne] runs one
 //     task.
 //   - [Notes] is the table event_handled. It notes each task in the transaction of its handler, and finds repeats.
+//   - [Inbox] is the same table for messages that do not come through Kafka.
 //   - [Attempts] tries one task and decides about its outcome: done, tried again, or dead. [RetryPolicy] and
 //     [ActionBreakers] are part of that.
 //   - [Activity] knows which handler is running, on which connection. It cuts off a handler that ignores its context.

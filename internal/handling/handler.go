@@ -114,14 +114,15 @@ func batchContext(ctx context.Context, arrivals []Arrival) context.Context {
 	return ctx
 }
 
-const maxAction = 100 // characters
+// MaxAction is the largest number of characters in the name of an action.
+const MaxAction = 100
 
 // validate returns why a handler cannot be used, or nil.
 func (h *Handler) validate() error {
 	bad := func(field string, err error) error {
 		return &envelope.FieldError{EventType: h.GoType.String(), Index: -1, Field: field, Err: err}
 	}
-	switch err := check.Text(h.Action, maxAction); {
+	switch err := check.Text(h.Action, MaxAction); {
 	case err != nil:
 		return bad("action", err)
 	case h.One == nil && h.Many == nil:

@@ -91,7 +91,7 @@ func TestQuietLeaderRunsNoMoreStatements(t *testing.T) {
 	began := time.Now()
 	time.Sleep(2 * lease / 3)
 	renewals := int(time.Since(began)/(lease/3)) + 1
-	known := []string{"WITH ids AS MATERIALIZED", "WITH RECURSIVE names AS", "WITH page AS MATERIALIZED", "set_config("} // polls, rounds of retries, settings
+	known := []string{"WITH ids AS MATERIALIZED", "WITH RECURSIVE names AS", "WITH page AS MATERIALIZED", "set_config(", "outbox_move_due("} // polls, rounds of retries, settings, looks at delayed events
 	for part, l := range pools {
 		leases, members := 0, 0
 		for text, n := range l.since() {

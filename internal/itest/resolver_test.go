@@ -104,7 +104,8 @@ func TestTopicOverride(t *testing.T) {
 func TestRegistrations(t *testing.T) {
 	t.Parallel()
 	events, err := outbox.NewRegistry("commerce-api",
-		outbox.Event("loopers.product.viewed.v1", "Product", productViewed.AggregateID).Topic("product-view-events"),
+		outbox.Event("loopers.product.viewed.v1", "Product", productViewed.AggregateID).Topic("product-view-events").
+			Key(productViewed.AggregateID).Attribute("market", productViewed.AggregateID),
 		outbox.Event("loopers.order.created.v1", "Order", orderCreated.AggregateID).Codec(outbox.Codec{
 			ContentType: "application/x-order",
 			Encode:      func(context.Context, any) ([]byte, error) { return []byte("order"), nil },
@@ -124,8 +125,9 @@ func TestRegistrations(t *testing.T) {
 	}
 	require.Equal(t, []outbox.Registration{
 		{EventType: "loopers.order.created.v1", GoType: reflect.TypeFor[orderCreated](), AggregateType: "Order", Topic: "order-events"},
-		{EventType: "loopers.product.viewed.v1", GoType: reflect.TypeFor[productViewed](), AggregateType: "Product", Topic: "product-view-events"},
+		{EventType: "loopers.product.viewed.v1", GoType: reflect.TypeFor[productViewed](), AggregateType: "Product", Topic: "product-view-events", OwnKey: true, Attributes: []string{"market"}},
 	}, all)
+	require.Equal(t, "commerce-api", events.Source())
 }
 
 var goodDefinitions = []struct {

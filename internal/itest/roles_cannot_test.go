@@ -238,6 +238,12 @@ var escalations = map[string][]string{
 		`SELECT {s}.outbox_finish_cut('r', true, 'kim', 'why')`,
 		`LOCK TABLE {s}.event_subscription IN SHARE MODE`,
 	},
+	"inbox": {
+		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
+		`UPDATE {s}.event_handled SET handled_at = now()`,
+		`SELECT {s}.outbox_remove_handled('{"(0,1)"}', 'infinity')`,
+		`LOCK TABLE {s}.event_handled IN SHARE MODE`,
+	},
 	"consumer": {
 		`UPDATE {s}.event_delivery SET payload = '{}'`,
 		`UPDATE {s}.event_delivery SET event_id = gen_random_uuid()`,
@@ -330,6 +336,9 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 	if slices.Contains(r.parts, "worker") {
 		r.giveGroup(t, "worker", "mine")
 	}
+	if slices.Contains(r.parts, "inbox") {
+		r.giveGroup(t, "inbox", "mine")
+	}
 	h.seedGroups(t)
 	var owner string
 	require.NoError(t, h.db.QueryRow(background, `SELECT current_user`).Scan(&owner))
@@ -395,7 +404,7 @@ func (h *relayFixture) seedGroups(t *testing.T) {
 // same about rows of the role's own group succeed.
 var hiddenRows = map[string][]string{
 	"consumer": {
-		`UPDATE {s}.event_handled SET handled_at = '-infinity' WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.event_handled SET handled_at = '-infinity', answer = 'forged' WHERE consumer_group = 'theirs'`,
 		`SELECT FROM generate_series(1, {s}.outbox_remove_handled(ARRAY(SELECT ctid FROM {s}.event_handled WHERE consumer_group = 'theirs'), 'infinity'))`,
 		`UPDATE {s}.event_delivery SET payload_bytes = NULL, record = NULL, position = 7, dead_letter = NULL WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,
@@ -594,14 +603,16 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_requeue_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_resolve_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_hold_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_release_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`,
-				`SELECT {s}.outbox_audit_replay('t', 'g', 'kim', 'why')`, `SELECT {s}.outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', 'kim', 'why')`},
+				`SELECT {s}.outbox_audit_replay('t', 'g', 'kim', 'why')`, `SELECT {s}.outbox_cancel_delayed(ARRAY[gen_random_uuid()], 'kim', 'why')`, `SELECT {s}.outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', 'kim', 'why')`},
 			"consumer": {`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('product-statistics', 't', 'i', 'a')`,
 				`SELECT {s}.outbox_remove_gaps('product-statistics', '{t}', ARRAY[gen_random_uuid()], '{0}', '{a}', '{e}', '{1}')`,
 				`SELECT {s}.outbox_remove_topics('product-statistics', '{t}', ARRAY[gen_random_uuid()])`},
 			"worker": {`SELECT {s}.outbox_lock_keys('product-statistics', '{1,2}')`, `SELECT {s}.outbox_promote('product-statistics', '{1,2}')`,
 				`SELECT {s}.outbox_finish_deliveries('product-statistics', 'w', '{}', '{}', '{}')`,
 				`SELECT {s}.outbox_remove_handled('{"(0,1)"}', now())`, `SELECT {s}.outbox_remove_deliveries('{"(0,1)"}', now())`,
-				`SELECT {s}.outbox_remove_cursors('{"(0,1)"}')`, `SELECT {s}.outbox_remove_member('product-statistics', NULL)`},
+				`SELECT {s}.outbox_remove_cursors('{"(0,1)"}')`, `SELECT {s}.outbox_remove_member('product-statistics', NULL)`,
+				`SELECT {s}.outbox_move_due(NULL, '{}')`},
+			"writer": {`SELECT {s}.outbox_cancel(gen_random_uuid())`},
 		} {
 			db := r.as(t, role)
 			for _, call := range calls { // with a temporary table of every name, found first

@@ -63,6 +63,8 @@ func TestRightsByDefault(t *testing.T) {
 		`SELECT {s}.outbox_remove_member('any', 'm')`,
 		`SELECT {s}.outbox_remove_topics('any', '{}', '{}')`,
 		`SELECT {s}.outbox_remove_gaps('any', '{}', '{}', '{}', '{}', '{}', '{}')`,
+		`SELECT {s}.outbox_move_due(NULL, '{}')`,
+		`SELECT {s}.outbox_cancel(gen_random_uuid())`,
 	} {
 		_, err := user.Exec(background, f.sql(sql))
 		require.NoError(t, err, sql)
@@ -137,6 +139,7 @@ func TestOperatorsFunctions(t *testing.T) {
 		`SELECT {s}.outbox_rewind_consumer('g', '{t}', NULL, NULL, NULL, 'kim', NULL)`: "22023",
 		`SELECT {s}.outbox_forget_action('g', 'a', 'kim', '')`:                         "22023",
 		`SELECT {s}.outbox_audit_replay('t', '', 'kim', '')`:                           "22023",
+		`SELECT {s}.outbox_cancel_delayed('{}', 'kim', '')`:                            "22023",
 		`SELECT {s}.outbox_forget_handled('g', '{}', '{}', '{}', '{}', '', 'why')`:     "22023",
 		`SELECT {s}.outbox_forget_handled('', '{}', '{}', '{}', '{}', 'kim', 'why')`:   "22023",
 	} {

@@ -58,7 +58,7 @@ func grantRoles(t *testing.T, h *relayFixture, sql string) *roles {
 	r := &roles{relayFixture: h, suffix: fmt.Sprintf("_%.8s", uuid.NewString())}
 	sql = "SET LOCAL search_path = " + pgx.Identifier{h.schema}.Sanitize() + ";" + strings.ReplaceAll(sql, "SCHEMA public", "SCHEMA "+pgx.Identifier{h.schema}.Sanitize())
 	var names []string
-	sql = regexp.MustCompile(`\boutbox_(writer|relay|consumer|worker|reader|operator)\b`).ReplaceAllStringFunc(sql, func(name string) string {
+	sql = regexp.MustCompile(`\boutbox_(writer|relay|consumer|worker|inbox|reader|operator)\b`).ReplaceAllStringFunc(sql, func(name string) string {
 		return name + r.suffix
 	})
 	for _, created := range regexp.MustCompile(`CREATE ROLE (\w+);`).FindAllStringSubmatch(sql, -1) {
@@ -224,6 +224,19 @@ func testRoles(t *testing.T, r *roles, reader *oracle.Reader, left int) {
 		events = append(events, more...)
 	}
 	require.NoError(t, pgx.BeginFunc(background, writer, func(tx pgx.Tx) error { return h.record(background, tx, poison("bad", 1)) }))
+	delayed := numbered("key-delayed", 1, 2)
+	require.NoError(t, pgx.BeginFunc(background, writer, func(tx pgx.Tx) error {
+		for i, e := range delayed {
+			options := outbox.EventOptions{ID: uuid.MustParse(e.ID), NotBefore: time.Now().Add(time.Duration(i) * time.Hour)}
+			if err := h.rec.Record(background, tx, outbox.With(e, options)); err != nil {
+				return err
+			}
+		}
+		was, err := h.rec.Cancel(background, tx, uuid.New())
+		require.False(t, was)
+		return err
+	}))
+	events = append(events, delayed[0])
 
 	cfg := quick
 	cfg.Schema, cfg.Retry.MaxRetries, cfg.Logger = h.schema, 1, slog.New(slog.DiscardHandler)
@@ -250,6 +263,20 @@ func testRoles(t *testing.T, r *roles, reader *oracle.Reader, left int) {
 	require.NoError(t, err)
 	_, err = inspector.Events(background, outboxops.EventFilter{}, outboxops.EventPage{})
 	require.NoError(t, err)
+
+	own, err := outboxops.NewDelayed(r.as(t, "relay"), outboxops.DelayedConfig{Schema: h.schema})
+	require.NoError(t, err)
+	status, err := own.Status(background)
+	require.NoError(t, err)
+	require.Equal(t, outboxops.DelayedStatus{Waiting: 1}, status)
+	waiting, err := outboxops.NewDelayed(r.as(t, "operator"), outboxops.DelayedConfig{Schema: h.schema})
+	require.NoError(t, err)
+	list, err := waiting.List(background, outboxops.DelayedPage{})
+	require.NoError(t, err)
+	require.Len(t, list, 1)
+	cancelled, err := waiting.Cancel(background, []uuid.UUID{uuid.MustParse(list[0].EventID)}, kim)
+	require.NoError(t, err)
+	require.Equal(t, 1, cancelled)
 
 	operator, err := outboxops.NewFailures(r.as(t, "operator"), outboxops.FailuresConfig{Schema: h.schema})
 	require.NoError(t, err)

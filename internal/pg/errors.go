@@ -32,11 +32,11 @@ func IsUndefinedCode(code string) bool {
 // IsUndefinedTable reports whether PostgreSQL did not find a table or its schema.
 func IsUndefinedTable(err error) bool { return hasCode(err, undefinedTable, invalidSchemaName) }
 
+// LockNotAvailable is the SQLSTATE of a lock that PostgreSQL did not get in time.
+const LockNotAvailable = "55P03"
+
 // IsLocked reports whether PostgreSQL did not get a lock in time.
-func IsLocked(err error) bool {
-	const lockNotAvailable = "55P03"
-	return hasCode(err, lockNotAvailable)
-}
+func IsLocked(err error) bool { return hasCode(err, LockNotAvailable) }
 
 // IsUnreadable reports whether PostgreSQL could not print a row, which is the same however
 // often it is asked: the text is longer than 1 GB, the data are damaged, or a value has no

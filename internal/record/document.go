@@ -17,7 +17,7 @@ import (
 // copies of it; a single event of the largest payload always fits.
 const maxDocument = 256 << 20
 
-// document returns all rows as a JSON array of objects, whose members are rowColumns.
+// document returns all rows as a JSON array of objects, whose members are rowColumns, and due_at of a delayed one.
 func (r *Rows) document() (string, error) {
 	b := append(make([]byte, 0, min(r.documentSize(), maxDocument)), '[')
 	for i := range r.Len() {
@@ -50,6 +50,9 @@ func (r *Rows) appendObject(b []byte, i int) []byte {
 		}
 		b = append(append(append(b, separator, '"'), rowColumns[k]...), '"', ':')
 		b = appendValue(b, value)
+	}
+	if r.dueAt[i].Valid {
+		b = appendValue(append(b, `,"due_at":`...), r.dueAt[i].Time)
 	}
 	return append(b, '}')
 }

@@ -31,6 +31,8 @@ type Rows struct {
 	partitionKey  []pgtype.Text
 	headers       []pgtype.Text
 	occurredAt    []time.Time
+	dueAt         []pgtype.Timestamptz
+	delayed       int // how many have a due time
 }
 
 // NewRows returns rows with room for n events of a source. A payload may have maxPayload bytes.
@@ -49,6 +51,7 @@ func NewRows(source string, n, maxPayload int) *Rows {
 		partitionKey:  make([]pgtype.Text, 0, n),
 		headers:       make([]pgtype.Text, 0, n),
 		occurredAt:    make([]time.Time, 0, n),
+		dueAt:         make([]pgtype.Timestamptz, 0, n),
 	}
 }
 
@@ -69,6 +72,8 @@ type Event interface {
 	// Key is the partition key. If has is false, the key is the aggregate id.
 	Key() (key string, has bool)
 	OccurredAt() time.Time
+	// NotBefore is the time at which the event is due. It is zero for an event without delay.
+	NotBefore() time.Time
 	Encode() ([]byte, error)
 	NewID() (uuid.UUID, error)
 }
@@ -101,6 +106,10 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	if err := check.Time(occurredAt); err != nil {
 		return &envelope.FieldError{Field: "occurred_at", Err: err}
 	}
+	dueAt, err := dueTime(e.NotBefore())
+	if err != nil {
+		return &envelope.FieldError{Field: "not_before", Err: err}
+	}
 	payload, err := r.encode(t, e)
 	if err != nil {
 		return &envelope.FieldError{Field: "payload", Err: err}
@@ -124,7 +133,21 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	r.partitionKey = append(r.partitionKey, partitionKey)
 	r.headers = append(r.headers, pgtype.Text{String: string(headers), Valid: headers != nil})
 	r.occurredAt = append(r.occurredAt, occurredAt)
+	r.dueAt = append(r.dueAt, dueAt)
+	if dueAt.Valid {
+		r.delayed++
+	}
 	return nil
+}
+
+// dueTime returns a due time for its column, or NULL for zero. The column has microseconds, and the event is not to be
+// early.
+func dueTime(t time.Time) (pgtype.Timestamptz, error) {
+	if t.IsZero() {
+		return pgtype.Timestamptz{}, nil
+	}
+	t = t.Add(time.Microsecond - 1).Truncate(time.Microsecond)
+	return pgtype.Timestamptz{Time: t, Valid: true}, check.Time(t)
 }
 
 // encode returns the payload of an event, checked for its column.
@@ -152,6 +175,9 @@ func (r *Rows) args() []any {
 		r.contentType, r.topic, r.partitionKey, r.headers, r.occurredAt,
 	}
 }
+
+// delayedArgs returns the arguments of sqlInsertDelayed.
+func (r *Rows) delayedArgs() []any { return append(r.args(), r.dueAt) }
 
 // row returns an event in the order of rowColumns. Its error is always nil, but [pgx.CopyFromSlice]
 // requires this signature.

@@ -8,6 +8,7 @@ import (
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/exactly"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/mover"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/retention"
@@ -129,10 +130,17 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
 	probe := func(ctx context.Context) { r.probe(ctx, shared, probeNow, (*retrier).RunProbes) }
 	suspects := func(ctx context.Context) { r.probe(ctx, shared, suspectsNow, (*retrier).RunSuspects) }
-	err := session.Run(ctx, retry, probe, suspects, cleaner.Run, r.monitor.Run)
+	err := session.Run(ctx, retry, probe, suspects, cleaner.Run, r.monitor.Run, func(ctx context.Context) { r.moveDelayed(ctx, leads) })
 	producer.Close()
 	NewRetrier(shared).Finish()
 	return err
+}
+
+// moveDelayed moves delayed events that are due.
+func (r *Relay) moveDelayed(ctx context.Context, leads lease.Leadership) {
+	mover.New(mover.Config{
+		DB: r.leases.DB, Schema: r.rules.Schema, Poll: r.rules.PollInterval, Timeout: leads.StatementTimeout, Moved: r.hub.Wake, Log: r.log,
+	}).Run(ctx, leads.Held)
 }
 
 // newExactly makes what sends exactly once.

@@ -38,8 +38,8 @@ const (
 	// inNames looks at whole names: act, refused. As a part of a longer name such a
 	// word can be right.
 	inNames
-	// inFuncs looks at whole names of functions and methods: once. A field of the type
-	// sync.Once may be called so.
+	// inFuncs looks at whole names of functions and methods that are not exported: once. A
+	// field of the type sync.Once may be called so, and so may Inbox.Once.
 	inFuncs
 	// inTypes looks at whole names of types: Move. A function that moves something may
 	// be called so.
@@ -255,7 +255,7 @@ func (r wordRule) find(id declaration, path string) string {
 		candidates = wordsOf(id.Name)
 		applies = !id.isFunc || !strings.HasPrefix(id.Name, "Test")
 	case inFuncs:
-		applies = id.isFunc
+		applies = id.isFunc && !ast.IsExported(id.Name)
 	case inTypes:
 		applies = id.isType
 	case inTableTypes:

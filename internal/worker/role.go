@@ -7,23 +7,37 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/mover"
 	"github.com/outboxgo/outbox/internal/retention"
 )
 
 // outageCleaning is the name of an outage in the log: the lease of the group cannot be taken.
 const outageCleaning = "the lease for retention"
 
-// newRole returns the role of the process that holds the lease of the group: it removes rows, and sends
-// alerts. The end of cut aborts a batch of the cleaner.
+// newRole returns the role of the process that holds the lease of the group: it removes rows, moves delayed
+// events, and sends alerts. The end of cut aborts a batch of the cleaner and a look of the mover.
 func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
 	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
 	store.Callback, store.Most = w.archive.Call, check.MaxEventBytes
 	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
+	work := func(ctx context.Context, leads lease.Leadership) {
+		others := leads.NewGroup()
+		others.Go(func() { w.moveDelayed(ctx, leads) })
+		cleaner.run(ctx, leads)
+		others.Wait()
+	}
 	return &lease.Role{
-		Lease: group, Name: outageCleaning, Cut: cut, Work: cleaner.run, Alert: w.alert,
+		Lease: group, Name: outageCleaning, Cut: cut, Work: work, Alert: w.alert,
 		StopTimeout: w.processor.Rules.StopTimeout, Log: w.processor.Log,
 		Report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
 	}
+}
+
+// moveDelayed moves delayed events that are due until ctx is cancelled or the lease is lost.
+func (w *Worker) moveDelayed(ctx context.Context, leads lease.Leadership) {
+	mover.New(mover.Config{
+		DB: w.db, Schema: w.processor.Rules.Schema, Poll: w.cfg.PollInterval, Timeout: leads.StatementTimeout, Moved: w.hub.Wake, Log: w.processor.Log,
+	}).Run(ctx, leads.Held)
 }
 
 // groupCleaner removes rows by the rules of retention. If the schema has a relay, it removes none: the

@@ -9,6 +9,7 @@ import (
 
 	"entgo.io/ent/dialect"
 	entsql "entgo.io/ent/dialect/sql"
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/jackc/pgx/v5/stdlib"
@@ -56,23 +57,25 @@ var errUndo = errors.New("undo")
 func TestRecordedByEachLibrary(t *testing.T) {
 	t.Parallel()
 	pool, schema, events, rec := newCups(t)
-	db := stdlib.OpenDBFromPool(pool)
-	pq, err := sql.Open("postgres", shoptest.ForPQ(t, pool.Config().ConnString()))
-	require.NoError(t, err)
-	direct := stdlib.OpenDBFromPool(testenv.PoolIn(t, pgx.QueryExecModeCacheStatement)) // which PrepareStmt needs
-	t.Cleanup(func() { require.NoError(t, errors.Join(pq.Close(), db.Close(), direct.Close())) })
+	db, libraries := allLibraries(t, pool)
 	committed := cupSold{Cup: "committed", At: time.Now().Truncate(time.Microsecond)}
 	require.NoError(t, inTx(t.Context(), db, func(tx *sql.Tx) error { return outboxsql.Record(t.Context(), tx, rec, committed) }))
-	for name, library := range map[string]lookable{
-		"stdlib": ofSQL(db), "lib/pq": ofSQL(pq), "GORM": ofGORM(t, db, false), "GORM that prepares": ofGORM(t, direct, true), "driver of ent": ofEnt(db), "Bun": ofBun(db),
-		"sqlx": ofSQLX(db, "pgx"), "sqlx on lib/pq": ofSQLX(pq, "postgres"),
-	} {
+	for name, library := range libraries {
 		t.Run(name, func(t *testing.T) {
 			sold := cupSold{Cup: "a", Note: `? $1 :cup {"b": "\\"}`, At: committed.At}
 			require.ErrorIs(t, library.inTx(t.Context(), func(tx outboxsql.Tx, look outboxtest.SQLDB) error {
 				require.NoError(t, outboxsql.Record(t.Context(), tx, rec, sold))
 				here := outboxtest.InSchema(outboxtest.SQL(look), schema)
 				outboxtest.RequireRecorded(t.Context(), t, here, events, sold)
+				id := uuid.New()
+				later := outbox.With(cupSold{Cup: "later", At: committed.At}, outbox.EventOptions{ID: id, NotBefore: committed.At.Add(time.Hour)})
+				require.NoError(t, outboxsql.Record(t.Context(), tx, rec, later))
+				outboxtest.RequireRecorded(t.Context(), t, here, events, later)
+				for _, want := range []bool{true, false} {
+					cancelled, err := outboxsql.Cancel(t.Context(), tx, rec, id)
+					require.NoError(t, err)
+					require.Equal(t, want, cancelled)
+				}
 				found := outboxtest.Recorded[cupSold](t.Context(), t, here, events)
 				require.Len(t, found, 1, "what others have recorded is not there")
 				require.Equal(t, sold.Note, found[0].Note)
@@ -104,6 +107,20 @@ func TestDrainWorkerByPQ(t *testing.T) {
 	}))
 	outboxtest.DrainWorker(t.Context(), t, outboxtest.InSchema(outboxtest.SQL(pq), schema), worker)
 	require.Equal(t, 2, handled)
+}
+
+// allLibraries returns all libraries over a pool, and the database of those that use it.
+func allLibraries(t *testing.T, pool *pgxpool.Pool) (*sql.DB, map[string]lookable) {
+	t.Helper()
+	db := stdlib.OpenDBFromPool(pool)
+	pq, err := sql.Open("postgres", shoptest.ForPQ(t, pool.Config().ConnString()))
+	require.NoError(t, err)
+	direct := stdlib.OpenDBFromPool(testenv.PoolIn(t, pgx.QueryExecModeCacheStatement)) // which PrepareStmt needs
+	t.Cleanup(func() { require.NoError(t, errors.Join(pq.Close(), db.Close(), direct.Close())) })
+	return db, map[string]lookable{
+		"stdlib": ofSQL(db), "lib/pq": ofSQL(pq), "GORM": ofGORM(t, db, false), "GORM that prepares": ofGORM(t, direct, true), "driver of ent": ofEnt(db), "Bun": ofBun(db),
+		"sqlx": ofSQLX(db, "pgx"), "sqlx on lib/pq": ofSQLX(pq, "postgres"),
+	}
 }
 
 // lookable is a library, as far as a test needs it.

@@ -1,0 +1,160 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/outboxgo/outbox/internal/contract"
+)
+
+var contractExportCommand = command{
+	name:     "contract export",
+	synopsis: "PACKAGE NAME [UPCASTERS…]", min: 2, max: maxWords,
+	summary: "write the contract of a registry, an AsyncAPI document",
+	about: `
+NAME is a registry in a package of Go, such as ./events Registry, or a function
+without arguments that returns one. UPCASTERS are variables with what is in
+HandlerConfig.Upcasters; with them, a new version of an event is compatible.
+
+A small program, built with the package and run by go run, writes the contract:
+topics, keys, headers, and JSON Schemas of the Go types. The package may be a
+program, and the names unexported. The module needs outboxcontract once:
+
+  go get ` + contractPackage + `
+
+Commit the contract. outboxcontract.Check compares it in a test.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		out := fs.String("out", "", "`FILE` to write; else standard output")
+		return func(ctx context.Context, e *env) error { return contractExport(ctx, e, *out) }
+	},
+}
+
+var contractCheckCommand = command{
+	name:     "contract check",
+	synopsis: "FILE PACKAGE NAME [UPCASTERS…]", min: 3, max: maxWords,
+	summary: "compare a file with the contract of a registry, in CI",
+	about: `
+Exports the contract as outbox contract export does, and compares it with FILE.
+If they differ, it says who breaks, as outbox contract diff does, and ends with
+3, also if the changes are compatible: then write FILE again.`,
+	endless: true,
+	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return contractCheck },
+}
+
+var contractDiffCommand = command{
+	name:     "contract diff",
+	synopsis: "OLD NEW", min: 2, max: 2,
+	summary: "say who breaks by the changes from one contract to another",
+	about: `
+OLD and NEW are files of outbox contract export; - is standard input. A change
+breaks readers if consumers that were built with OLD cannot use events of NEW.
+It breaks writers if consumers that are built with NEW cannot use events of OLD:
+those that are recorded, and those of services that have not been updated.
+
+The last line says what schema registries call it: FULL compatibility, BACKWARD
+(readers break), FORWARD (writers break) or NONE. It ends with 3 if a change is
+breaking.
+
+  git show origin/main:contract.json | outbox contract diff - contract.json`,
+	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return contractDiff },
+}
+
+func contractExport(ctx context.Context, e *env, out string) error {
+	text, err := goExport(ctx, e, e.args[0], e.args[1:])
+	if err != nil {
+		return err
+	}
+	if out != "" {
+		return os.WriteFile(out, text, 0o644) //nolint:gosec // it is committed
+	}
+	_, err = e.stdout.Write(text)
+	return err
+}
+
+func contractCheck(ctx context.Context, e *env) error {
+	file := e.args[0]
+	again := "outbox contract export --out " + strings.Join(e.args, " ") + " writes it"
+	was, err := os.ReadFile(file)
+	if err != nil {
+		return fmt.Errorf("%w: %s", err, again)
+	}
+	is, err := goExport(ctx, e, e.args[1], e.args[2:])
+	if err != nil {
+		return err
+	}
+	changes, err := contractChanges(was, is)
+	if err != nil {
+		return fmt.Errorf("%s: %w", file, err)
+	}
+	same := bytes.Equal(was, is)
+	if err := e.showChanges(changes, map[string]any{"stale": !same}); err != nil || same {
+		return err
+	}
+	if !e.json {
+		e.say(visible(file) + " is not the contract of the registry. If that is meant: " + visible(again) + ".")
+	}
+	return errProblems
+}
+
+func contractDiff(_ context.Context, e *env) error {
+	var texts [2][]byte
+	for i, name := range e.args {
+		var err error
+		if name == "-" {
+			texts[i], err = io.ReadAll(e.stdin)
+		} else {
+			texts[i], err = os.ReadFile(name)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	changes, err := contractChanges(texts[0], texts[1])
+	if err != nil {
+		return err
+	}
+	if err := e.showChanges(changes, map[string]any{}); err != nil {
+		return err
+	}
+	if contract.Compatibility(changes) != "FULL" {
+		return errProblems
+	}
+	return nil
+}
+
+func contractChanges(was, is []byte) ([]contract.Change, error) {
+	before, err := contract.Read(was)
+	if err != nil {
+		return nil, fmt.Errorf("the old contract: %w", err)
+	}
+	after, err := contract.Read(is)
+	if err != nil {
+		return nil, fmt.Errorf("the new contract: %w", err)
+	}
+	return contract.Diff(before, after), nil
+}
+
+// showChanges shows the changes of a contract. With --json, they are a part of doc.
+func (e *env) showChanges(changes []contract.Change, doc map[string]any) error {
+	breaking := 0
+	for _, c := range changes {
+		if len(c.Breaks) > 0 {
+			breaking++
+		}
+	}
+	if e.json {
+		doc["compatibility"], doc["breaking"], doc["changes"] = contract.Compatibility(changes), breaking, changes
+		return e.writeJSON(doc)
+	}
+	for _, c := range changes {
+		e.say(visible(c.String()))
+	}
+	e.printf("%s, %d breaking; compatibility: %s\n", plural(int64(len(changes)), "change", "changes"), breaking, contract.Compatibility(changes))
+	return nil
+}

@@ -1,0 +1,212 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/outboxgo/outbox/internal/mover"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+var delayedCommand = command{
+	name:    "events delayed",
+	summary: "events that are not due yet, the next ones first",
+	about: `
+Shows what was recorded with a due time (EventOptions.NotBefore) and was not
+moved to outbox yet. A relay or a worker that leads moves it when it is due, and
+so does outbox events move. --rejected shows what outbox did not take, and why.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var l delayedList
+		fs.BoolVar(&l.page.Rejected, "rejected", false, "what outbox has rejected")
+		fs.IntVar(&l.page.Limit, "limit", 100, "`NUMBER` of events at most, up to 1000 (100)")
+		return l.run
+	},
+}
+
+type delayedList struct{ page outboxops.DelayedPage }
+
+// delayedJSON is a delayed event in the output.
+type delayedJSON struct {
+	EventID       string     `json:"event_id"`
+	Type          string     `json:"type"`
+	Source        string     `json:"source"`
+	AggregateType string     `json:"aggregate_type"`
+	AggregateID   string     `json:"aggregate_id"`
+	Topic         string     `json:"topic"`
+	Key           string     `json:"key"`
+	Size          int        `json:"size"`
+	DueAt         time.Time  `json:"due_at"`
+	OccurredAt    time.Time  `json:"occurred_at"`
+	RecordedAt    time.Time  `json:"recorded_at"`
+	RejectedAt    *time.Time `json:"rejected_at,omitempty"`
+	Rejection     string     `json:"rejection,omitempty"`
+}
+
+func delayedOf(d outboxops.DelayedEvent) delayedJSON {
+	out := delayedJSON{d.EventID, d.Type, d.Source, d.AggregateType, d.AggregateID, d.Topic, d.Key, d.Size,
+		d.DueAt.UTC(), d.OccurredAt.UTC(), d.RecordedAt.UTC(), nil, d.Rejection}
+	if !d.RejectedAt.IsZero() {
+		at := d.RejectedAt.UTC()
+		out.RejectedAt = &at
+	}
+	return out
+}
+
+func (l *delayedList) run(ctx context.Context, e *env) error {
+	if l.page.Limit < 1 || l.page.Limit > 1000 {
+		return usagef("--limit is 1 to 1000")
+	}
+	delayed, err := e.delayed(ctx)
+	if err != nil {
+		return err
+	}
+	status, err := delayed.Status(ctx)
+	if err != nil {
+		return err
+	}
+	events, err := delayed.List(ctx, l.page)
+	if err != nil {
+		return err
+	}
+	if e.json {
+		out := make([]delayedJSON, 0, len(events))
+		for _, d := range events {
+			out = append(out, delayedOf(d))
+		}
+		return e.writeJSON(map[string]any{"waiting": status.Waiting, "rejected": status.Rejected, "late_seconds": status.Late.Seconds(), "events": out})
+	}
+	l.show(e, status, events)
+	return nil
+}
+
+func (l *delayedList) show(e *env, status outboxops.DelayedStatus, events []outboxops.DelayedEvent) {
+	t := table{head: []string{"DUE", "EVENT", "AGGREGATE"}, flex: []int{2}}
+	if l.page.Rejected {
+		t.head[2] = "ERROR"
+	}
+	for _, d := range events {
+		about := d.AggregateType + "/" + d.AggregateID
+		if l.page.Rejected {
+			about = d.Rejection
+		}
+		t.add(clock(d.DueAt), d.EventID, about)
+	}
+	if len(events) > 0 {
+		e.writeTable(t)
+	}
+	text := pluralUpTo(int64(status.Waiting), "event waits", "events wait")
+	if status.Late > 0 {
+		text += fmt.Sprintf(", the oldest has been due for %v", status.Late.Round(time.Millisecond))
+	}
+	if status.Rejected > 0 {
+		text += fmt.Sprintf(", %s: --rejected", pluralUpTo(int64(status.Rejected), "is rejected", "are rejected"))
+	}
+	e.printf("%s.\n", text)
+}
+
+func (e *env) delayed(ctx context.Context) (*outboxops.Delayed, error) {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return outboxops.NewDelayed(db, outboxops.DelayedConfig{Schema: e.schema})
+}
+
+var cancelCommand = command{
+	name: "events cancel", synopsis: "EVENT-ID…", min: 1, max: maxIDs,
+	summary: "delete events that are not due yet",
+	about: `
+They are never sent. What was moved to outbox meanwhile is not deleted, and not
+counted. outbox_audit keeps the payloads.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var why auditFlags
+		why.define(fs)
+		return func(ctx context.Context, e *env) error { return cancelDelayed(ctx, e, why) }
+	},
+}
+
+func cancelDelayed(ctx context.Context, e *env, why auditFlags) error {
+	var ids []uuid.UUID
+	for _, arg := range e.args {
+		id, err := uuid.Parse(arg)
+		if err != nil {
+			return usagef("%q is no id of an event: outbox events delayed shows them", arg)
+		}
+		ids = append(ids, id)
+	}
+	info, err := why.info(e)
+	if err != nil {
+		return err
+	}
+	delayed, err := e.delayed(ctx)
+	if err != nil {
+		return err
+	}
+	n, err := delayed.Cancel(ctx, ids, info)
+	if err != nil {
+		return err
+	}
+	if e.json {
+		return e.writeJSON(map[string]int{"cancelled": n})
+	}
+	e.printf("Cancelled %s of %d.\n", plural(int64(n), "event", "events"), len(ids))
+	return nil
+}
+
+var moveCommand = command{
+	name:    "events move",
+	summary: "move events that are due to outbox, where Debezium sends them",
+	about: `
+Moves delayed events (EventOptions.NotBefore) until it is interrupted. Relays
+and workers do that themselves: it is for databases that have neither. Several
+may run. --once moves what is due now.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		once := fs.Bool("once", false, "only what is due now")
+		return func(ctx context.Context, e *env) error { return move(ctx, e, *once) }
+	},
+}
+
+// moveTimeout bounds a statement that moves events.
+const moveTimeout = 30 * time.Second
+
+func move(ctx context.Context, e *env, once bool) error {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return err
+	}
+	if err := pg.CheckSessions(ctx, db); err != nil {
+		return err
+	}
+	m := mover.New(mover.Config{
+		DB: db, Schema: e.schemaName(), Poll: mover.MaxPoll, Timeout: moveTimeout, Moved: func() {}, Log: slog.New(slog.NewTextHandler(masked{e}, nil)),
+	})
+	if !once {
+		m.Run(ctx, context.WithoutCancel(ctx))
+		return nil
+	}
+	moved, blocked := 0, 0
+	for ctx.Err() == nil {
+		r, err := m.Round(ctx, context.WithoutCancel(ctx))
+		if moved += r.Moved; err != nil {
+			return err
+		}
+		if blocked = r.Blocked; r.Next > 0 {
+			break
+		}
+	}
+	if e.json {
+		return e.writeJSON(map[string]int{"moved": moved, "blocked_keys": blocked})
+	}
+	e.printf("Moved %s.\n", plural(int64(moved), "event", "events"))
+	if blocked > 0 {
+		e.printf("Transactions have locked events of %s, which wait.\n", plural(int64(blocked), "key", "keys"))
+	}
+	return nil
+}

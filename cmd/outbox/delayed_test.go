@@ -1,0 +1,61 @@
+package main
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+const sqlDelay = `
+INSERT INTO {s}.outbox_delayed (due_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+SELECT now() + make_interval(secs => $2), gen_random_uuid(), 'test.thing.happened.v1', 'test', 'Thing', $1, '1', 'application/json', now()`
+
+// Delayed events are shown, cancelled and moved.
+func TestDelayedCommands(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	require.Contains(t, d.ok(t, "events", "delayed"), "0 events wait.")
+	d.exec(t, sqlDelay, "due", -60.0)
+	d.exec(t, sqlDelay, "later", 3600.0)
+	d.exec(t, sqlDelay, "never", 7200.0)
+	out := d.ok(t, "events", "delayed")
+	require.Contains(t, out, "Thing/later")
+	require.Contains(t, out, "3 events wait, the oldest has been due for 1m0")
+	requireNarrow(t, out)
+	var list struct {
+		Waiting, Rejected int
+		Late              float64 `json:"late_seconds"`
+		Events            []delayedJSON
+	}
+	d.json(t, &list, exitOK, "events", "delayed", "--limit", "3")
+	require.Equal(t, 3, list.Waiting)
+	require.Equal(t, "thing-events", list.Events[2].Topic)
+	id := list.Events[2].EventID
+	require.Contains(t, d.ok(t, "events", "cancel", id, "--reason", "no longer needed"), "Cancelled 1 event of 1.")
+	require.Contains(t, d.ok(t, "events", "cancel", id, "--reason", "no longer needed"), "Cancelled 0 events of 1.")
+	require.Contains(t, d.ok(t, "audit"), "cancel")
+	require.Equal(t, exitUsage, d.call(t, "events", "cancel", id).code, "no reason")
+	require.Equal(t, exitUsage, d.call(t, "events", "cancel", "7", "--reason", "why").code)
+	require.Equal(t, exitUsage, d.call(t, "events", "delayed", "--limit", "0").code)
+
+	require.Contains(t, d.ok(t, "events", "move", "--once"), "Moved 1 event.")
+	require.Contains(t, d.ok(t, "events", "list"), "Thing/due")
+	require.Contains(t, d.ok(t, "events", "move", "--once"), "Moved 0 events.")
+	d.exec(t, `UPDATE {s}.outbox_delayed SET rejected_at = now(), rejection = '23505: taken'`)
+	require.Contains(t, d.ok(t, "events", "delayed"), "0 events wait, 1 is rejected: --rejected.")
+	require.Contains(t, d.ok(t, "events", "delayed", "--rejected"), "23505: taken")
+
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan int)
+	var output, errs testenv.Buffer
+	go func() { ended <- d.start(ctx, &output, &errs, "events", "move") }()
+	d.exec(t, sqlDelay, "soon", 0.5)
+	require.Eventually(t, func() bool { return strings.Contains(d.ok(t, "events", "list"), "Thing/soon") }, testenv.Patience, 50*time.Millisecond)
+	stop()
+	require.Equal(t, exitOK, <-ended, errs.String())
+}

@@ -1,0 +1,14 @@
+package main
+
+import (
+	"testing"
+
+	"github.com/outboxgo/outbox/examples/internal/contracttest"
+)
+
+// The contract allows what is recorded.
+func TestContract(t *testing.T) {
+	t.Parallel()
+	events, err := registry("ledger", "one")
+	contracttest.Require(t, events, err)
+}
