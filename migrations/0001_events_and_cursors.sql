@@ -186,7 +186,18 @@ COMMENT ON TABLE outbox_delayed IS
 COMMENT ON COLUMN outbox_delayed.id IS 'Order of the events of a key that are due at the same time.';
 COMMENT ON COLUMN outbox_delayed.due_at IS
     'When the event is moved to outbox, by the clock of the database; it may be past.';
-COMMENT ON COLUMN outbox_delayed.event_id IS 'This column and the next ones are those of outbox.';
+COMMENT ON COLUMN outbox_delayed.event_id IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.event_type IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.source IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.aggregate_type IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.aggregate_id IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.payload IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.payload_bytes IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.content_type IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.topic IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.partition_key IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.headers IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.occurred_at IS 'As in outbox.';
 COMMENT ON COLUMN outbox_delayed.recorded_at IS 'Start of the transaction that recorded the event.';
 COMMENT ON COLUMN outbox_delayed.rejected_at IS
     'When outbox rejected the event, a second one of its id for example. It is not tried again until this is NULL.';

@@ -16,6 +16,7 @@ import (
 // Their order is that of the findings.
 var numbered = []struct{ table, behind string }{
 	{"outbox", "New events would get the ids of events that were sent, so a relay that begins to lead stops."},
+	{"outbox_delayed", "Delayed events cannot be recorded until the ids that are taken have passed, and come before earlier ones that are due at the same time."},
 	{"outbox_cursor", "The newest row is the position of a relay or a group: a new position would be older than the last one, and events are sent again and again."},
 	{"outbox_failed", "An event that Kafka does not take cannot be stored, and its relay stands still."},
 	{"outbox_audit", "The actions of operators fail, because they cannot be noted."},

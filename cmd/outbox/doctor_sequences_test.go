@@ -21,6 +21,7 @@ func TestDoctorOnSequences(t *testing.T) {
 	d.record(t, "a")
 	d.fail(t, outbox.StatusResolved, "b")
 	d.deliver(t, "k", "PENDING")
+	d.exec(t, sqlDelay, "later", 3600.0)
 	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT 'default', 0, '1:1:', 0, system_identifier, 1 FROM pg_control_system()`)
 	d.exec(t, `INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key) VALUES ('kim', 'read', 'x', '', '')`)

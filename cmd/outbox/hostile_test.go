@@ -44,7 +44,8 @@ END $do$`
 
 // onceOnEach are arguments for each command. The Kafka topics do not exist.
 var onceOnEach = map[string]string{
-	"relay": "--listen 127.0.0.1:0", "status": "", "doctor": "", "tail": "", "events list": "--type test.thing.happened.v1", "events show": "1", "verify": "", "topics": "",
+	"relay": "--listen 127.0.0.1:0", "status": "", "doctor": "", "tail": "", "events list": "--type test.thing.happened.v1", "events show": "1", "events delayed": "",
+	"events cancel": "00000000-0000-4000-8000-000000000000 --reason test", "events move": "--once", "verify": "", "topics": "",
 	"failures list": "", "failures show": "event-1", "failures count": "", "failures retry": "--all --yes --reason test",
 	"failures resolve": "event-1 --reason test", "failures edit": "event-1 --reason test --payload -", "failures hold": "event-2 --reason test",
 	"failures release": "event-2 --reason test", "consumers": "", "consumer pause": "--group g --topic t --reason test",
