@@ -610,8 +610,9 @@ func TestNotesOfEventsStaySmall(t *testing.T) {
 		sizes[table] = size
 	}
 	t.Log(sizes)
-	require.Equal(t, sizes["before"], sizes["event_handled"])
-	require.Greater(t, sizes["nine"], sizes["event_handled"], "a ninth column would cost")
+	few := float64(sizes["before"]) / 50 // PostgreSQL may add several pages to a table at once
+	require.InDelta(t, sizes["before"], sizes["event_handled"], few)
+	require.Greater(t, float64(sizes["nine"]), float64(sizes["event_handled"])+few, "a ninth column would cost")
 }
 
 // Retention removes notes of messages after HandledFor; then a message is handled again.
