@@ -404,7 +404,7 @@ func (h *relayFixture) seedGroups(t *testing.T) {
 // same about rows of the role's own group succeed.
 var hiddenRows = map[string][]string{
 	"consumer": {
-		`UPDATE {s}.event_handled SET handled_at = '-infinity', answer = 'forged' WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.event_handled SET handled_at = '-infinity', answer = decode(repeat('f0', 40), 'hex') WHERE consumer_group = 'theirs'`,
 		`SELECT FROM generate_series(1, {s}.outbox_remove_handled(ARRAY(SELECT ctid FROM {s}.event_handled WHERE consumer_group = 'theirs'), 'infinity'))`,
 		`UPDATE {s}.event_delivery SET payload_bytes = NULL, record = NULL, position = 7, dead_letter = NULL WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,
