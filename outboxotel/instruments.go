@@ -54,7 +54,7 @@ type instruments struct {
 	stale                                 metric.Int64ObservableGauge
 	staleAge                              metric.Float64ObservableGauge
 	delayed                               metric.Int64ObservableGauge
-	delayedLag                            metric.Float64ObservableGauge
+	delayedAge                            metric.Float64ObservableGauge
 
 	owed, atWork, givenUp, backlog metric.Int64ObservableGauge
 	owedAge, backlogAge            metric.Float64ObservableGauge
@@ -129,7 +129,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.stale = m.gauge("outbox.stale", "{event}", "Events that have waited for longer than they should, wherever they wait; each kind counted up to 10,000.")
 	i.staleAge = m.seconds("outbox.stale.age", "How long ago the oldest of them was recorded; 0 without one.")
 	i.delayed = m.gauge("outbox.delayed", "{event}", "Events in outbox_delayed, by whether outbox has rejected them; each counted up to 10,000.")
-	i.delayedLag = m.seconds("outbox.delayed.lag", "For how long the oldest of them has been due that was not moved to outbox; 0 without one.")
+	i.delayedAge = m.seconds("outbox.delayed.age", "For how long the oldest of them has been due that was not moved to outbox; 0 without one.")
 	i.owed = m.gauge("outbox.worker.pending", "{event}", "Deliveries that are due or wait, each status counted up to 10,000.")
 	i.atWork = m.gauge("outbox.worker.processing", "{event}", "Deliveries that workers have, counted up to 100,000.")
 	i.givenUp = m.gauge("outbox.worker.dead", "{event}", "Deliveries that were given up and nobody has resolved, counted up to 10,000.")
@@ -161,7 +161,7 @@ func (i *instruments) makeConventional(meter metric.Meter) error {
 // observables are the instruments that the callback observes.
 func (i *instruments) observables() []metric.Observable {
 	return []metric.Observable{i.leader, i.breaker, i.state, i.outageAge, i.members, i.groupBreakers, i.pending, i.led, i.transaction, i.stored, i.keys, i.lag, i.isUp, i.age, i.stale, i.staleAge,
-		i.delayed, i.delayedLag, i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge, i.waiting, i.waitingAge, i.consumerOutcomes.breaker, i.workerOutcomes.breaker}
+		i.delayed, i.delayedAge, i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge, i.waiting, i.waitingAge, i.consumerOutcomes.breaker, i.workerOutcomes.breaker}
 }
 
 // operation returns the attributes of an operation with Kafka, for conventional metrics and spans.

@@ -161,11 +161,11 @@ func TestPending(t *testing.T) {
 	eventually(t, func() bool { return s.collect(t).value("outbox.relay.led") == 1 }, "nobody leads")
 	stop()
 	m := s.collect(t)
-	require.Zero(t, m.value("outbox.delayed")+m.value("outbox.delayed.lag"))
+	require.Zero(t, m.value("outbox.delayed")+m.value("outbox.delayed.age"))
 	s.commit(t.Context(), t, outbox.With(orders("late")[0], outbox.EventOptions{NotBefore: time.Now().Add(-time.Hour)}))
 	m = s.collect(t)
 	require.Equal(t, 1.0, m.value("outbox.delayed", "outbox.status", "waiting"))
-	require.Greater(t, m.value("outbox.delayed.lag"), time.Minute.Seconds())
+	require.Greater(t, m.value("outbox.delayed.age"), time.Minute.Seconds())
 	s.exec(t, `DELETE FROM {schema}.outbox_delayed`)
 	require.Zero(t, m.value("outbox.relay.led"))
 	require.Zero(t, m.value("outbox.relay.pending.age"))
@@ -213,7 +213,7 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 44)
+	require.Len(t, documented, 46)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))

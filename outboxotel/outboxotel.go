@@ -74,7 +74,7 @@
 //	outbox.stale.age                     how long ago the oldest of them was recorded
 //	outbox.delayed                       events in outbox_delayed, by outbox.status: waiting until they are due,
 //	                                     or rejected by the table outbox; each up to 10,000
-//	outbox.delayed.lag                   for how long the oldest of them has been due that was not moved to
+//	outbox.delayed.age                   for how long the oldest of them has been due that was not moved to
 //	                                     outbox; more than some seconds means that nothing moves them
 //	outbox.outage.age                    how long an outage has lasted that a leader or a member of a group has
 //	                                     reported, by relay or consumer group, outbox.outage (what does not

@@ -291,7 +291,7 @@ func (w *relaysWatch) look(ctx context.Context) (observation, error) {
 		w.observeOutages(o, outages.since)
 		o.ObserveInt64(w.instruments.delayed, int64(delayed.Waiting), w.set(statusKey.String("waiting")))
 		o.ObserveInt64(w.instruments.delayed, int64(delayed.Rejected), w.set(statusKey.String("rejected")))
-		o.ObserveFloat64(w.delayedLag, delayed.Late.Seconds(), w.set())
+		o.ObserveFloat64(w.delayedAge, delayed.Late.Seconds(), w.set())
 		for k, s := range stale {
 			of := w.set(k.attribute())
 			o.ObserveInt64(w.stale, s.events, of)

@@ -302,7 +302,7 @@ func (m *relayMetrics) writeLook(x *exposition) {
 	x.values("outbox_stale_age_seconds", typeGauge, "How long ago the oldest of them was recorded; 0 without one.", m.staleAge)
 	x.values("outbox_delayed", typeGauge, "Events in outbox_delayed, by whether outbox has rejected them; each counted up to 10,000.", map[labels]float64{
 		labelsOf(statusLabel, "waiting"): float64(m.delayed.Waiting), labelsOf(statusLabel, "rejected"): float64(m.delayed.Rejected)})
-	x.values("outbox_delayed_lag_seconds", typeGauge, "For how long the oldest of them has been due that was not moved to outbox; 0 without one.",
+	x.values("outbox_delayed_age_seconds", typeGauge, "For how long the oldest of them has been due that was not moved to outbox; 0 without one.",
 		map[labels]float64{labelsOf(): m.delayed.Late.Seconds()})
 }
 

@@ -62,7 +62,7 @@ func TestRelayProcess(t *testing.T) {
 		`outbox_stale{outbox_relay_name="default"} 0`,
 		`outbox_watch_up{outbox_watched="relays"} 1`,
 		`outbox_delayed{outbox_status="waiting"} 0`,
-		`outbox_delayed_lag_seconds 0`,
+		`outbox_delayed_age_seconds 0`,
 	} {
 		require.EventuallyWithT(t, func(c *assert.CollectT) { // the first look may be from before the events were sent
 			status, metrics := get(t, address, "/metrics", nil)
