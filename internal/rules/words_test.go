@@ -38,8 +38,8 @@ const (
 	// inNames looks at whole names: act, refused. As a part of a longer name such a
 	// word can be right.
 	inNames
-	// inFuncs looks at whole names of functions and methods that are not exported: once. A
-	// field of the type sync.Once may be called so, and so may Inbox.Once.
+	// inFuncs looks at whole names of functions and methods: once. A field of the type
+	// sync.Once may be called so, and so may the Once of an inbox: see inboxOnce.
 	inFuncs
 	// inTypes looks at whole names of types: Move. A function that moves something may
 	// be called so.
@@ -255,7 +255,7 @@ func (r wordRule) find(id declaration, path string) string {
 		candidates = wordsOf(id.Name)
 		applies = !id.isFunc || !strings.HasPrefix(id.Name, "Test")
 	case inFuncs:
-		applies = id.isFunc && !ast.IsExported(id.Name)
+		applies = id.isFunc && !inboxOnce(id, path)
 	case inTypes:
 		applies = id.isType
 	case inTableTypes:
@@ -270,6 +270,11 @@ func (r wordRule) find(id declaration, path string) string {
 		}
 	}
 	return ""
+}
+
+// inboxOnce reports whether an identifier is Inbox.Once, or the same for database/sql.
+func inboxOnce(id declaration, path string) bool {
+	return id.Name == "Once" && slices.Contains([]string{"inbox.go", "outboxsql/inbox.go"}, path)
 }
 
 // fieldTerms are terms of Kafka's with parts that are not to stand alone.
