@@ -21,10 +21,10 @@ func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut contex
 	store.Callback, store.Most = w.archive.Call, check.MaxEventBytes
 	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
 	work := func(ctx context.Context, leads lease.Leadership) {
-		others := leads.NewGroup()
-		others.Go(func() { w.moveDelayed(ctx, leads) })
-		cleaner.run(ctx, leads)
-		others.Wait()
+		parts := leads.NewGroup()
+		parts.Go(func() { w.moveDelayed(ctx, leads) })
+		parts.Go(func() { cleaner.run(ctx, leads) })
+		parts.Wait()
 	}
 	return &lease.Role{
 		Lease: group, Name: outageCleaning, Cut: cut, Work: work, Alert: w.alert,
