@@ -52,7 +52,7 @@ type written struct {
 // named is a schema that another one uses, and the name by which it does.
 type named struct{ name, schema string }
 
-// named returns references with all that they use, in an order in which each comes after those that it uses.
+// flatten returns references with all that they use, in an order in which each comes after those that it uses.
 func flatten(references []Reference) (all []named) {
 	for _, r := range references {
 		all = append(append(all, flatten(r.References)...), named{r.Name, r.Schema})

@@ -247,13 +247,14 @@ func (r *Registry) decode(ctx context.Context, kind sr.SchemaType, data []byte, 
 	if err != nil {
 		return err
 	}
+	key := readerKey{id: id, goType: f.goType}
 	var index []int
 	if kind == sr.TypeProtobuf {
 		if index, payload, err = header.DecodeIndex(payload, maxIndex); err != nil {
 			return fmt.Errorf("index of the message: %w", err)
 		}
+		key.index = fmt.Sprint(index)
 	}
-	key := readerKey{id, fmt.Sprint(index), f.goType}
 	read, cached := r.readers.Load(key)
 	if !cached {
 		if read, err = r.newReader(ctx, f, key, index); err != nil {
