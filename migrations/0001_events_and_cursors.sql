@@ -158,8 +158,8 @@ CREATE TABLE outbox_delayed (
     headers        jsonb,
     occurred_at    timestamptz  NOT NULL,
     recorded_at    timestamptz  NOT NULL DEFAULT now(),
-    rejected_at     timestamptz,
-    rejection        text,
+    rejected_at    timestamptz,
+    rejection      text,
     key            text         NOT NULL GENERATED ALWAYS AS (coalesce(partition_key, aggregate_id)) STORED,
     size           int          NOT NULL GENERATED ALWAYS AS (
         coalesce(octet_length(payload::text), 0) + coalesce(octet_length(payload_bytes), 0)
@@ -343,16 +343,16 @@ $function$,
 -- same keys; passed are keys that were blocked in the looks before. Without due events it reads one row, and writes
 -- nothing. The results are:
 --
---   moved, rejected  how many events were moved, and how many outbox has rejected for what they are
---   blocked         keys with an event that another transaction has locked, a cancellation for example: neither it nor
---                   later events of the key were moved; blocked_at is the first due time of these
---   more            another call would find more
---   lowest          the look has left no event that is due before this time, except for the keys in passed; NULL:
---                   another mover is at work
---   next_in         seconds until the next event is due; NULL: there is none
---   late            for how many seconds the oldest event has been due that was not moved
---   took            seconds of the look at what is due, without the move
---   problem         an error that is not one of the event itself
+--   moved, rejected   how many events were moved, and how many outbox has rejected for what they are
+--   blocked           keys with an event that another transaction has locked, a cancellation for example: neither it nor
+--                     later events of the key were moved; blocked_at is the first due time of these
+--   more              another call would find more
+--   lowest            the look has left no event that is due before this time, except for the keys in passed; NULL:
+--                     another mover is at work
+--   next_in           seconds until the next event is due; NULL: there is none
+--   late              for how many seconds the oldest event has been due that was not moved
+--   took              seconds of the look at what is due, without the move
+--   problem           an error that is not one of the event itself
 --
 -- Events of a key are moved in the order of due_at and id. So an event is moved only if this transaction has locked all
 -- earlier ones of its key, and the look follows the lock of outbox_mover. Lowest is at least 5 s ago, so that events

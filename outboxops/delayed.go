@@ -66,7 +66,7 @@ func (d *Delayed) Status(ctx context.Context) (s DelayedStatus, err error) {
 	if err != nil {
 		return DelayedStatus{}, fmt.Errorf("outbox: count delayed events: %w", orNotMigrated(err))
 	}
-	s.Late = time.Duration(late * float64(time.Second))
+	s.Late = pg.Seconds(late)
 	return s, nil
 }
 

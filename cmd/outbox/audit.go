@@ -43,11 +43,12 @@ type auditList struct {
 
 func (a *auditList) run(ctx context.Context, e *env) error {
 	ids, err := e.ids()
+	if err == nil {
+		err = checkLimit(a.limit)
+	}
 	switch {
 	case err != nil:
 		return err
-	case a.limit < 1 || a.limit > 1000:
-		return usagef("--limit is 1 to 1000")
 	case a.before < 0:
 		return usagef("--before %d: must not be negative", a.before)
 	}

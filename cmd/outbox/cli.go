@@ -68,6 +68,14 @@ func usagef(format string, args ...any) error {
 	return &usageError{text: fmt.Sprintf(format, args...)}
 }
 
+// checkLimit checks the --limit of a list that is read at once.
+func checkLimit(n int) error {
+	if n < 1 || n > 1000 {
+		return usagef("--limit is 1 to 1000")
+	}
+	return nil
+}
+
 // run runs a command line and returns the exit code. A command whose output cannot be written has failed.
 func run(ctx context.Context, args []string, e *env) int {
 	writes, stop := context.WithCancel(ctx)

@@ -49,18 +49,15 @@ type delayedJSON struct {
 }
 
 func delayedOf(d outboxops.DelayedEvent) delayedJSON {
-	out := delayedJSON{d.EventID, d.Type, d.Source, d.AggregateType, d.AggregateID, d.Topic, d.Key, d.Size,
-		d.DueAt.UTC(), d.OccurredAt.UTC(), d.RecordedAt.UTC(), nil, d.Rejection}
-	if !d.RejectedAt.IsZero() {
-		at := d.RejectedAt.UTC()
-		out.RejectedAt = &at
+	return delayedJSON{
+		EventID: d.EventID, Type: d.Type, Source: d.Source, AggregateType: d.AggregateType, AggregateID: d.AggregateID, Topic: d.Topic, Key: d.Key, Size: d.Size,
+		DueAt: d.DueAt.UTC(), OccurredAt: d.OccurredAt.UTC(), RecordedAt: d.RecordedAt.UTC(), RejectedAt: optional(d.RejectedAt), Rejection: d.Rejection,
 	}
-	return out
 }
 
 func (l *delayedList) run(ctx context.Context, e *env) error {
-	if l.page.Limit < 1 || l.page.Limit > 1000 {
-		return usagef("--limit is 1 to 1000")
+	if err := checkLimit(l.page.Limit); err != nil {
+		return err
 	}
 	delayed, err := e.delayed(ctx)
 	if err != nil {

@@ -94,8 +94,8 @@ func (l *failureList) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
-	if l.limit < 1 || l.limit > 1000 {
-		return usagef("--limit is 1 to 1000")
+	if err := checkLimit(l.limit); err != nil {
+		return err
 	}
 	failures, err := e.failures(ctx)
 	if err != nil {

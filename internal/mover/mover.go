@@ -103,7 +103,6 @@ type Result struct {
 	Busy            bool          // another mover is at work
 
 	looking time.Duration // the time of the looks at what is due
-	more    bool
 }
 
 // errProblem wraps an error that outbox_move_due has met while it moved a single event.
@@ -155,7 +154,7 @@ func (m *Mover) Round(ctx, held context.Context) (r Result, err error) {
 // add adds a look to the result of its round, and logs what outbox has rejected.
 func (r *Result) add(l *look) {
 	r.Moved, r.Rejected, r.Blocked = r.Moved+l.moved, r.Rejected+l.rejected, r.Blocked+len(l.blocked)
-	r.looking, r.more = r.looking+l.took, l.more
+	r.looking += l.took
 	r.Late = max(r.Late, l.late)
 }
 
@@ -166,7 +165,7 @@ func (m *Mover) plan(r *Result, last look) {
 	}
 	r.Next = m.cfg.Poll
 	if last.next.Valid {
-		r.Next = min(r.Next, seconds(last.next.Float64))
+		r.Next = min(r.Next, pg.Seconds(last.next.Float64))
 	}
 	if r.Blocked == 0 {
 		m.blocked = 0
@@ -175,7 +174,7 @@ func (m *Mover) plan(r *Result, last look) {
 		m.blocked++
 	}
 	r.Next = max(r.Next, time.Millisecond, pauseLook*r.looking)
-	if r.more && r.Moved > 0 {
+	if last.more && r.Moved > 0 {
 		r.Next = 0
 	}
 }
@@ -208,7 +207,7 @@ func (m *Mover) look(ctx context.Context, start time.Time, passed []string) (l l
 			func() error { return nil })
 		return err
 	}, m.sql, pg.OrNull(start), passed)
-	l.late, l.took = seconds(late), seconds(took)
+	l.late, l.took = pg.Seconds(late), pg.Seconds(took)
 	return l, err
 }
 
@@ -219,5 +218,3 @@ func earlier(a, b pgtype.Timestamptz) pgtype.Timestamptz {
 	}
 	return a
 }
-
-func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }

@@ -93,5 +93,8 @@ func Collect[T any](ctx context.Context, db BatchSender, read pgx.RowToFunc[T], 
 	return all, err
 }
 
+// Seconds returns seconds of PostgreSQL, which counts them in double precision.
+func Seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
 // OrNull returns an argument that is NULL for a zero time.
 func OrNull(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }

@@ -120,17 +120,19 @@ var rowColumns = []string{
 	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at",
 }
 
+// columns is rowColumns in SQL.
+const columns = `event_id, event_type, source, aggregate_type, aggregate_id,
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at`
+
 // sqlInsertOne stores one event. Most transactions record only one event.
 const sqlInsertOne = `
-INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
+INSERT INTO {schema}.outbox (` + columns + `)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)`
 
 // sqlInsert stores any number of events. unnest keeps the order of its arrays, and the
 // sequence is called row by row, so ids are in the order of the events.
 const sqlInsert = `
-INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
+INSERT INTO {schema}.outbox (` + columns + `)
 SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
        e.payload::jsonb, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at
   FROM unnest($2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bytea[],
@@ -143,8 +145,7 @@ SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
 // a JSON null would become NULL otherwise. json_to_recordset keeps the order of the document, as unnest
 // does.
 const sqlInsertDocument = `
-INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
+INSERT INTO {schema}.outbox (` + columns + `)
 SELECT e.event_id, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
        e.payload::jsonb, decode(e.payload_bytes, 'base64'), e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at
   FROM json_to_recordset($1::text::json)
@@ -176,15 +177,11 @@ WITH e AS MATERIALIZED (
 
 // intoBoth ends these statements.
 const intoBoth = `, delayed AS (
-    INSERT INTO {schema}.outbox_delayed (event_id, event_type, source, aggregate_type, aggregate_id,
-           payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, due_at)
-    SELECT event_id, event_type, source, aggregate_type, aggregate_id,
-           payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, due_at FROM e WHERE due_at IS NOT NULL
+    INSERT INTO {schema}.outbox_delayed (` + columns + `, due_at)
+    SELECT ` + columns + `, due_at FROM e WHERE due_at IS NOT NULL
 )
-INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
-SELECT event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at FROM e WHERE due_at IS NULL`
+INSERT INTO {schema}.outbox (` + columns + `)
+SELECT ` + columns + ` FROM e WHERE due_at IS NULL`
 
 // sqlCancel returns a row if the event was cancelled, because not every driver has a way to read a result here.
 const sqlCancel = `SELECT FROM {schema}.outbox_cancel($1::text::uuid) AS c (cancelled) WHERE c.cancelled`
