@@ -187,8 +187,7 @@ func (c *tries) to(address string) kgo.Opt {
 }
 
 // TraceBatchStart implements pgx.BatchTracer.
-func (c *tries) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
-	c.n.Add(1)
+func (*tries) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
 	return ctx
 }
 
@@ -196,13 +195,23 @@ func (c *tries) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBat
 func (*tries) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
 
 // TraceBatchEnd implements pgx.BatchTracer.
-func (*tries) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+func (c *tries) TraceBatchEnd(_ context.Context, _ *pgx.Conn, d pgx.TraceBatchEndData) {
+	c.failed(d.Err)
+}
 
 // TraceQueryStart implements pgx.QueryTracer.
-func (c *tries) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
-	c.n.Add(1)
+func (*tries) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
 	return ctx
 }
 
 // TraceQueryEnd implements pgx.QueryTracer.
-func (c *tries) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+func (c *tries) TraceQueryEnd(_ context.Context, _ *pgx.Conn, d pgx.TraceQueryEndData) {
+	c.failed(d.Err)
+}
+
+// failed counts a statement that has failed: those of parts that have no outage go on at their own intervals.
+func (c *tries) failed(err error) {
+	if err != nil {
+		c.n.Add(1)
+	}
+}

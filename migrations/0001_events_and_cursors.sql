@@ -205,15 +205,11 @@ COMMENT ON COLUMN outbox_delayed.rejection IS 'The error with which outbox rejec
 COMMENT ON COLUMN outbox_delayed.key IS 'The record key. Events of a key are moved in the order of due_at and id.';
 COMMENT ON COLUMN outbox_delayed.size IS 'As in outbox.';
 
-CREATE TABLE outbox_mover (
-    only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row)
-);
-
-INSERT INTO outbox_mover DEFAULT VALUES;
+-- A lock that only the owner can take, unlike an advisory one.
+CREATE TABLE outbox_mover ();
 
 COMMENT ON TABLE outbox_mover IS
-    'One row, which whoever moves delayed events locks: two at a time would change the order of a key.';
-COMMENT ON COLUMN outbox_mover.only_row IS 'There is one row.';
+    'Has no rows. Whoever moves delayed events locks it: two at a time would change the order of a key.';
 
 CREATE TABLE outbox_cursor (
     id                bigserial    PRIMARY KEY,
@@ -397,12 +393,12 @@ BEGIN
         next_in := extract(epoch FROM first - clock_timestamp());
         RETURN;
     END IF;
-    PERFORM FROM @schema@.outbox_mover FOR UPDATE SKIP LOCKED;
-    IF NOT FOUND THEN
-        INSERT INTO @schema@.outbox_mover DEFAULT VALUES ON CONFLICT (only_row) DO NOTHING; -- a restore may have left it empty
+    BEGIN
+        LOCK TABLE @schema@.outbox_mover IN SHARE UPDATE EXCLUSIVE MODE NOWAIT;
+    EXCEPTION WHEN lock_not_available THEN
         late := extract(epoch FROM now() - first);
         RETURN;
-    END IF;
+    END;
     IF current_setting('idle_in_transaction_session_timeout')::interval NOT BETWEEN '1 ms' AND '10 s' THEN
         PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
     END IF;

@@ -164,7 +164,9 @@ func TestDelayedEventsArrive(t *testing.T) {
 	hold, err := h.db.Begin(background) // nothing is moved before all are recorded
 	require.NoError(t, err)
 	defer hold.Rollback(background)
-	require.NoError(t, hold.QueryRow(background, pg.InSchema(`SELECT now() + interval '0.5 s' FROM {schema}.outbox_mover FOR UPDATE`, h.schema)).Scan(&due))
+	_, err = hold.Exec(background, pg.InSchema(`LOCK TABLE {schema}.outbox_mover IN SHARE UPDATE EXCLUSIVE MODE`, h.schema))
+	require.NoError(t, err)
+	require.NoError(t, hold.QueryRow(background, `SELECT now() + interval '0.5 s'`).Scan(&due))
 	events := numbered("a", 1, 120)
 	times := map[string]time.Time{}
 	for n := range events { // the last one is due first, and due times come twice

@@ -92,7 +92,7 @@ func TestNoTakeover(t *testing.T) {
 				require.Equal(t, "gone", h.relayStatus(t, "default").Holder)
 			}
 			stop()
-			require.Zero(t, listener(t, h.db, h.schema, relayLock))
+			require.Eventually(t, func() bool { return listener(t, h.db, h.schema, relayLock) == 0 }, testenv.Patience, time.Millisecond)
 		})
 	}
 }

@@ -44,6 +44,8 @@ type Config struct {
 	Timeout time.Duration
 	Moved   func() // called after events were moved, to wake who sends them
 	Log     *slog.Logger
+	// Outage lasts longer than a mover: an outage that costs a process its lease ends under the next one.
+	Outage *outage.Log
 }
 
 const (
@@ -63,9 +65,8 @@ const (
 
 // Mover moves events that are due. It belongs to one goroutine.
 type Mover struct {
-	cfg    Config
-	sql    string
-	outage *outage.Log
+	cfg Config
+	sql string
 
 	quick    time.Duration
 	floor    time.Time // no event is due below it, except for those that were committed late
@@ -73,10 +74,13 @@ type Mover struct {
 	blocked  int       // rounds in a row with blocked keys
 }
 
+// NewOutage returns the log of outages of movers.
+func NewOutage(log *slog.Logger) *outage.Log { return outage.NewLog(log, "the move of delayed events") }
+
 // New returns a mover. It does no I/O.
 func New(cfg Config) *Mover {
 	cfg.Poll = min(cfg.Poll, MaxPoll)
-	return &Mover{cfg: cfg, sql: pg.InSchema(sqlMoveDue, cfg.Schema), outage: outage.NewLog(cfg.Log, "the move of delayed events"), quick: quickLook}
+	return &Mover{cfg: cfg, sql: pg.InSchema(sqlMoveDue, cfg.Schema), quick: quickLook}
 }
 
 // Run moves events until ctx is cancelled. Outages are logged, and retried. A look that has begun is finished, unless
@@ -87,8 +91,8 @@ func (m *Mover) Run(ctx, held context.Context) {
 		if held.Err() != nil {
 			return
 		}
-		if m.outage.Report(err); err != nil {
-			r.Next = m.outage.Backoff()
+		if m.cfg.Outage.Report(err); err != nil {
+			r.Next = m.cfg.Outage.Backoff()
 		}
 		wait.Await(ctx, held, nil, r.Next)
 	}

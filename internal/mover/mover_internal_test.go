@@ -298,21 +298,18 @@ func withoutTimes(r Result) Result {
 	return r
 }
 
-// While another mover is at work, a round does nothing. The row that movers lock may be missing.
+// While another mover is at work, a round does nothing.
 func TestOneMoverAtATime(t *testing.T) {
 	t.Parallel()
 	s := newTables(t)
 	s.delay(t, 1, "a", -10, 1)
 	tx := s.begin(t)
-	_, err := tx.Exec(background, s.sql(`SELECT FROM {schema}.outbox_mover FOR UPDATE`))
+	_, err := tx.Exec(background, s.sql(`LOCK TABLE {schema}.outbox_mover IN SHARE UPDATE EXCLUSIVE MODE`))
 	require.NoError(t, err)
 	r := s.round(t)
 	require.True(t, r.Busy)
 	require.Zero(t, r.Moved)
 	require.Greater(t, r.Late, 8*time.Second)
-	_, err = tx.Exec(background, s.sql(`DELETE FROM {schema}.outbox_mover`))
-	require.NoError(t, err)
 	require.NoError(t, tx.Commit(background))
-	require.True(t, s.round(t).Busy)
 	require.Equal(t, 1, s.round(t).Moved)
 }

@@ -126,7 +126,7 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	defer r.cursors.Probes.Join()()
 	cleaner := retention.NewCleaner(leads, retention.CleanerConfig{
 		Name: r.rules.Name, Rules: r.rules.Retention, Poll: r.rules.PollInterval, Removed: r.hooks.RowsRemoved,
-	}, r.retention, session.Backlog.Load, r.log)
+	}, r.retention, session.Backlog.Load, r.log, r.cleanerOutages)
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
 	probe := func(ctx context.Context) { r.probe(ctx, shared, probeNow, (*retrier).RunProbes) }
 	suspects := func(ctx context.Context) { r.probe(ctx, shared, suspectsNow, (*retrier).RunSuspects) }
@@ -139,7 +139,8 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 // moveDelayed moves delayed events that are due.
 func (r *Relay) moveDelayed(ctx context.Context, leads lease.Leadership) {
 	mover.New(mover.Config{
-		DB: r.leases.DB, Schema: r.rules.Schema, Poll: r.rules.PollInterval, Timeout: leads.StatementTimeout, Moved: r.hub.Wake, Log: r.log,
+		DB: r.leases.DB, Schema: r.rules.Schema, Poll: r.rules.PollInterval, Timeout: leads.StatementTimeout, Moved: r.hub.Wake,
+		Log: r.log, Outage: r.moverOutage,
 	}).Run(ctx, leads.Held)
 }
 
@@ -156,7 +157,7 @@ func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
 	parts.Lease.AwaitExclusive(ctx)
 	producer := r.newProducer(parts.Leadership, r.breaker, parts.Unanswered)
 	defer producer.Close()
-	parts.Deliverer = r.newDeliverer(producer, parts, outage.NewLog(r.log, "Kafka, for retries,"), func() {}, nil, nil)
+	parts.Deliverer = r.newDeliverer(producer, parts, r.retryKafkaOutage, func() {}, nil, nil)
 	NewRetrier(parts).Run(ctx)
 }
 

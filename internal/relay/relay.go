@@ -17,6 +17,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/mover"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pgsession"
 	"github.com/outboxgo/outbox/internal/retention"
@@ -64,11 +65,14 @@ type Relay struct {
 	contact       *kafka.Contact
 
 	// An outage may last longer than a lease, so these logs are the relay's and not the session's.
-	postgresOutage *outage.Log
-	kafkaOutage    *outage.Log  // of the session, and of contact
-	retryOutage    *outage.Log  // only the retrier
-	topicOutages   *outage.Logs // topics and partitions
-	lockOutage     *outage.Log  // only the goroutine that takes the lock of the lease: standBy, then the upkeep
+	postgresOutage   *outage.Log
+	kafkaOutage      *outage.Log // of the session, and of contact
+	retryOutage      *outage.Log // only the retrier, of PostgreSQL
+	retryKafkaOutage *outage.Log // only the retrier
+	cleanerOutages   *outage.Logs
+	moverOutage      *outage.Log
+	topicOutages     *outage.Logs // topics and partitions
+	lockOutage       *outage.Log  // only the goroutine that takes the lock of the lease: standBy, then the upkeep
 
 	// Each holds at most one wake request.
 	wake     chan struct{} // for the session: this process has recorded events
@@ -127,11 +131,14 @@ func New(c Config) *Relay {
 		hub:           c.Hub,
 		log:           log,
 
-		postgresOutage: outage.NewLog(log, "PostgreSQL"),
-		kafkaOutage:    outage.NewLog(log, whatKafka),
-		retryOutage:    outage.NewLog(log, "PostgreSQL, for retries,"),
-		topicOutages:   outage.NewLogs(log),
-		lockOutage:     outage.NewLog(log, "the lock of the lease, without which a standby waits until the lease expires,"),
+		postgresOutage:   outage.NewLog(log, "PostgreSQL"),
+		kafkaOutage:      outage.NewLog(log, whatKafka),
+		retryOutage:      outage.NewLog(log, "PostgreSQL, for retries,"),
+		retryKafkaOutage: outage.NewLog(log, "Kafka, for retries,"),
+		topicOutages:     outage.NewLogs(log),
+		cleanerOutages:   outage.NewLogs(log),
+		moverOutage:      mover.NewOutage(log),
+		lockOutage:       outage.NewLog(log, "the lock of the lease, without which a standby waits until the lease expires,"),
 
 		wake:     make(chan struct{}, 1),
 		heard:    make(chan struct{}, 1),

@@ -71,9 +71,10 @@ type laggingRelay struct {
 // errStopping ends a batch that is not finished in time.
 var errStopping = errors.New("retention is told to stop")
 
-// NewCleaner returns a cleaner. It does no I/O.
-func NewCleaner(leads lease.Leadership, cfg CleanerConfig, store *Store, hasBacklog func() bool, log *slog.Logger) *Cleaner {
-	return &Cleaner{Leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
+// NewCleaner returns a cleaner. It does no I/O. The outages last longer than a cleaner: one that costs a process its
+// lease ends under the next one.
+func NewCleaner(leads lease.Leadership, cfg CleanerConfig, store *Store, hasBacklog func() bool, log *slog.Logger, outages *outage.Logs) *Cleaner {
+	return &Cleaner{Leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outages}
 }
 
 // cursorsAgain is how many runs there are between two scans of all of outbox_cursor.

@@ -332,7 +332,7 @@ func TestCleanerGivesWay(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
 		cfg := retention.CleanerConfig{Rules: keep, Poll: time.Second}
-		c := retention.NewCleaner(lease.Leadership{Held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
+		c := retention.NewCleaner(lease.Leadership{Held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler), nil)
 		start := time.Now()
 		require.True(t, c.Pause(ctx, time.Second))
 		require.Equal(t, 4*time.Second, time.Since(start))

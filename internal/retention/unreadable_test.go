@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
@@ -26,7 +27,7 @@ func (d *fixture) cleanerOf(t *testing.T, rules retention.Rules, log *slog.Logge
 // cleanerOn is cleanerOf with a store.
 func (d *fixture) cleanerOn(r *retention.Store, l *retention.Proof, log *slog.Logger) *retention.Cleaner {
 	cfg := retention.CleanerConfig{Name: l.Relay, Rules: r.Cfg, Poll: time.Second}
-	c := retention.NewCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
+	c := retention.NewCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log, outage.NewLogs(log))
 	c.Published = retention.Scan{Batch: c.RemovePublished, Pause: func(time.Duration) bool { return true }}
 	return c
 }

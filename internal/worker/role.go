@@ -8,6 +8,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/mover"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/retention"
 )
 
@@ -19,24 +20,27 @@ const outageCleaning = "the lease for retention"
 func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut context.Context) *lease.Role {
 	store := retention.NewStore(w.db, w.processor.Rules.Schema, w.cfg.Retention)
 	store.Callback, store.Most = w.archive.Call, check.MaxEventBytes
-	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: w.processor.Log}
+	log := w.processor.Log
+	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: log, outages: outage.NewLogs(log)}
+	moves := mover.NewOutage(log)
 	work := func(ctx context.Context, leads lease.Leadership) {
 		parts := leads.NewGroup()
-		parts.Go(func() { w.moveDelayed(ctx, leads) })
+		parts.Go(func() { w.moveDelayed(ctx, leads, moves) })
 		parts.Go(func() { cleaner.run(ctx, leads) })
 		parts.Wait()
 	}
 	return &lease.Role{
 		Lease: group, Name: outageCleaning, Cut: cut, Work: work, Alert: w.alert,
-		StopTimeout: w.processor.Rules.StopTimeout, Log: w.processor.Log,
+		StopTimeout: w.processor.Rules.StopTimeout, Log: log,
 		Report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
 	}
 }
 
 // moveDelayed moves delayed events that are due until ctx is cancelled or the lease is lost.
-func (w *Worker) moveDelayed(ctx context.Context, leads lease.Leadership) {
+func (w *Worker) moveDelayed(ctx context.Context, leads lease.Leadership, moves *outage.Log) {
 	mover.New(mover.Config{
-		DB: w.db, Schema: w.processor.Rules.Schema, Poll: w.cfg.PollInterval, Timeout: leads.StatementTimeout, Moved: w.hub.Wake, Log: w.processor.Log,
+		DB: w.db, Schema: w.processor.Rules.Schema, Poll: w.cfg.PollInterval, Timeout: leads.StatementTimeout, Moved: w.hub.Wake,
+		Log: w.processor.Log, Outage: moves,
 	}).Run(ctx, leads.Held)
 }
 
@@ -48,6 +52,7 @@ type groupCleaner struct {
 	cfg     *Rules
 	backlog func() bool // reports whether more events wait than the lanes can take
 	log     *slog.Logger
+	outages *outage.Logs
 }
 
 // run cleans until ctx is cancelled or the lease is lost.
@@ -58,5 +63,5 @@ func (g *groupCleaner) run(ctx context.Context, leads lease.Leadership) {
 			has, err := g.store.HasRelay(ctx)
 			return !has, err
 		},
-	}, g.store, g.backlog, g.log).Run(ctx)
+	}, g.store, g.backlog, g.log, g.outages).Run(ctx)
 }
