@@ -205,11 +205,12 @@ COMMENT ON COLUMN outbox_delayed.rejection IS 'The error with which outbox rejec
 COMMENT ON COLUMN outbox_delayed.key IS 'The record key. Events of a key are moved in the order of due_at and id.';
 COMMENT ON COLUMN outbox_delayed.size IS 'As in outbox.';
 
--- A lock that only the owner can take, unlike an advisory one.
-CREATE TABLE outbox_mover ();
+-- Its lock is one that only the owner can take, unlike an advisory one.
+CREATE TABLE outbox_mover (unused boolean);
 
 COMMENT ON TABLE outbox_mover IS
     'Has no rows. Whoever moves delayed events locks it: two at a time would change the order of a key.';
+COMMENT ON COLUMN outbox_mover.unused IS 'Never written.';
 
 CREATE TABLE outbox_cursor (
     id                bigserial    PRIMARY KEY,
