@@ -40,7 +40,7 @@ var (
 	ofKafka     = regexp.MustCompile(`^(Kafka|fetching|committing offsets.*|topic .*|dead-letter topic .*|partition .*)$`)
 	ofTopic     = regexp.MustCompile(`^topic .*-rights$`)
 	ofPartition = regexp.MustCompile(`^(partition .*-parts.*|topic .*-parts)$`)
-	ofPostgres  = regexp.MustCompile(`^(PostgreSQL.*|the lease for .*|.* deliveries|getting a lock .*|looking for sessions .*|reading what is paused|retention.*|a session with PostgreSQL.*|saving positions|finding where reading begins|renewing the row of this process)$`)
+	ofPostgres  = regexp.MustCompile(`^(PostgreSQL.*|the lease for .*|the lock of the lease.*|the move of delayed events|.* deliveries|getting a lock .*|looking for sessions .*|reading what is paused|retention.*|a session with PostgreSQL.*|saving positions|finding where reading begins|renewing the row of this process)$`)
 )
 
 // ofRelays returns the effect on the leader, and the one on standbys, which see it later or sooner.

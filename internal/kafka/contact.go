@@ -16,19 +16,22 @@ import (
 )
 
 // Contact knows whether Kafka answers this process. It asks all brokers when it begins to run, then until the first
-// answer, and after that if this process has had no other answer for contactInterval. It is safe for concurrent use.
+// answer, and after that if this process has had no other answer for contactInterval, or when it is told to. It is safe
+// for concurrent use.
 type Contact struct {
 	opts     []kgo.Opt
 	produces bool                                               // asks for a producer id, which producing needs
 	report   func(began time.Time, err error, attrs ...any)     // of each question
 	ask      func(context.Context, *kgo.Client, bool) error     // replaced by tests
 	connect  func(opts []kgo.Opt) (client *kgo.Client, _ error) // replaced by tests
+	askNow   chan struct{}                                      // holds at most one wake request
 
 	mu       sync.Mutex
 	answered time.Time // when Kafka answered last
 	known    bool      // Kafka has answered since Run began
 	rejected error     // with which Kafka has answered that it does not serve this client; nil after any other answer
 	sending  time.Time // when a send failed last, and none has had an answer since
+	again    bool      // AskAgain was called, and Kafka has not answered since
 }
 
 const (
@@ -43,7 +46,7 @@ const (
 // NewContact returns a contact that asks with a client of its own, made from opts. It reports each question: the time
 // at which it began, its error, and attributes for the log.
 func NewContact(opts []kgo.Opt, produces bool, report func(began time.Time, err error, attrs ...any)) *Contact {
-	return &Contact{opts: opts, produces: produces, report: report, ask: askContact, connect: NewClient}
+	return &Contact{opts: opts, produces: produces, report: report, ask: askContact, connect: NewClient, askNow: make(chan struct{}, 1)}
 }
 
 // Run asks until ctx ends. It may run once at a time.
@@ -58,7 +61,7 @@ func (c *Contact) Run(ctx context.Context) {
 	seeds, _ := client.OptValue(kgo.SeedBrokers).([]string)
 	for pause := time.Second; ctx.Err() == nil; {
 		if left := c.untilDue(); left > 0 {
-			wait.Sleep(ctx, left)
+			wait.Await(ctx, ctx, c.askNow, left)
 			continue
 		}
 		began := time.Now()
@@ -70,7 +73,7 @@ func (c *Contact) Run(ctx context.Context) {
 		if err == nil {
 			client.ForceMetadataRefresh() // so that it knows brokers beside the seeds
 			pause = time.Second
-			wait.Sleep(ctx, max(c.untilDue(), mostContactWait))
+			wait.Await(ctx, ctx, c.askNow, max(c.untilDue(), mostContactWait))
 			continue
 		}
 		wait.Sleep(ctx, pause)
@@ -88,7 +91,7 @@ func (c *Contact) begin() {
 func (c *Contact) untilDue() time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.known || c.rejected != nil || !c.sending.IsZero() {
+	if !c.known || c.again || c.rejected != nil || !c.sending.IsZero() {
 		return 0
 	}
 	return contactInterval - time.Since(c.answered)
@@ -100,7 +103,7 @@ func (c *Contact) tried(began time.Time, err error, seeds []string) {
 	late := err != nil && c.answered.After(began)
 	sends := time.Since(c.sending) < sendsWait
 	if err == nil {
-		c.answered, c.known, c.rejected = time.Now(), true, nil
+		c.answered, c.known, c.rejected, c.again = time.Now(), true, nil, false
 	} else if IsRefused(err) && !late {
 		c.rejected = err
 	}
@@ -119,7 +122,7 @@ func (c *Contact) Heard(err error) {
 		c.sending = time.Now()
 		return
 	}
-	c.answered, c.known, c.rejected, c.sending = time.Now(), true, nil, time.Time{}
+	c.answered, c.known, c.rejected, c.sending, c.again = time.Now(), true, nil, time.Time{}, false
 }
 
 // StopSending is called when this process sends no more, or when a send has failed for its partitions alone: from now
@@ -128,6 +131,14 @@ func (c *Contact) StopSending() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.sending = time.Time{}
+}
+
+// AskAgain makes Run ask at once, unless something else has an answer before.
+func (c *Contact) AskAgain() {
+	c.mu.Lock()
+	c.again = true
+	c.mu.Unlock()
+	wait.Signal(c.askNow)
 }
 
 // Answered reports whether Kafka has answered since Run began.

@@ -47,7 +47,7 @@ func (q *questions) after(d time.Duration, answer error) (asked []int, reports [
 }
 
 // A contact asks at once, then after 1, 2, 4, 5, 5 … s until the first answer, and then each 10 s, unless something
-// else has had an answer. An outage that sends have begun is ended by a send.
+// else has had an answer, or it is told to ask. An outage that sends have begun is ended by a send.
 func TestContactAsks(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -78,6 +78,9 @@ func TestContactAsks(t *testing.T) {
 			require.Empty(t, asked, "sends have answers")
 			c.Heard(nil)
 		}
+		c.AskAgain()
+		asked, _ = q.after(5*time.Second, nil)
+		require.Len(t, asked, 1)
 		c.Heard(errors.New("a send has failed"))
 		asked, reports = q.after(11*time.Second, nil)
 		require.LessOrEqual(t, len(asked), 3)

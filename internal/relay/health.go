@@ -40,6 +40,7 @@ type healthState struct {
 	running    bool
 	err        error // with which the last Run has returned
 	leading    bool
+	changed    time.Time           // when leading did
 	progress   time.Time           // a loop of Run began its next round
 	answered   bool                // PostgreSQL has answered since Run began
 	elsewhere  time.Time           // Kafka has answered another process, as PostgreSQL says
@@ -93,7 +94,7 @@ func (s *healthState) runEnded(err error) {
 
 func (s *healthState) setLeading(leading bool) {
 	s.update(func(now time.Time) {
-		s.leading, s.leaseSeen, s.leaseUntil, s.moved, s.stale, s.answered = leading, now, now, now, nil, true
+		s.leading, s.changed, s.leaseSeen, s.leaseUntil, s.moved, s.stale, s.answered = leading, now, now, now, now, nil, true
 		s.ended, s.waiting = "", false
 	})
 }
@@ -162,6 +163,8 @@ func (s *healthState) reportReady(h *Health, notReady func(text string, args ...
 		notReady("Kafka does not answer this process, and has answered another one %v ago", since(s.elsewhere))
 	case outOfReach == nil && !s.contact.Answered():
 		h.Reasons = append(h.Reasons, "Kafka has not answered yet")
+	case outOfReach == nil && s.leading && s.contact.LastAnswer().Before(s.changed): // what a standby heard may be old
+		h.Reasons = append(h.Reasons, "Kafka has not answered since this process leads")
 	}
 }
 

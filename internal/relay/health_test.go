@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/kafka"
 
 	"github.com/stretchr/testify/require"
 )
@@ -32,6 +33,26 @@ func TestHealthOfAHangingRun(t *testing.T) {
 		time.Sleep(s.hangsAfter() + time.Second)
 		require.False(t, r.Health().Live || r.Health().Ready)
 		require.Contains(t, r.Health().Reasons, "Run has not gone on for 1m47s")
+	})
+}
+
+// What a standby has heard of Kafka does not make the leader that it becomes one that works.
+func TestHealthOfANewLeader(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		rules := rulesWith(5000)
+		s := newHealthState(rules, breaker.New(rules.Breaker, func(breaker.State, breaker.State, float64) {}))
+		s.contact = kafka.NewContact(nil, true, func(time.Time, error, ...any) {})
+		s.runBegan()
+		s.contact.Heard(nil)
+		s.sawLease(time.Minute, "")
+		require.Empty(t, s.report().Reasons)
+		time.Sleep(time.Second)
+		s.setLeading(true)
+		require.Equal(t, []string{"Kafka has not answered since this process leads"}, s.report().Reasons)
+		require.True(t, s.report().Ready)
+		s.contact.Heard(nil)
+		require.True(t, s.report().Works)
 	})
 }
 

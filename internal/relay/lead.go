@@ -87,7 +87,9 @@ func (r *Relay) giveUpHanging(leads lease.Leadership) {
 
 func (r *Relay) notifyLeading(leading bool) {
 	r.health.setLeading(leading)
-	if !leading {
+	if leading {
+		r.contact.AskAgain()
+	} else {
 		r.contact.StopSending()
 	}
 	if r.hooks.Leading != nil {
