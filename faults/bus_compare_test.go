@@ -116,6 +116,7 @@ func (b *bus) compare(t *testing.T, v *busResult) {
 	v.Disorder = b.count(t, sqlDisorder)
 	v.WrongDeliveries = b.count(t, sqlWrongDeliveries, busGroups)
 	v.WrongDead = b.count(t, sqlWrongDead, busAttempts)
+	v.Delayed = delayedOf(b.ctx, t, b.db)
 	if v.Err() != nil {
 		b.show(t, `status <> 'DONE' AND NOT coalesce((payload->>'poison')::bool, false)`)
 	}

@@ -196,8 +196,14 @@ func (s *busShop) change(ctx context.Context, tx pgx.Tx, rng *rand.Rand, number 
 	if number%2 == 1 {
 		event = itemReturned(e)
 	}
+	events := []outbox.DomainEvent{event}
 	if rng.IntN(20) == 0 {
-		return s.rec.Record(ctx, tx, itemLooked(e), event)
+		events = []outbox.DomainEvent{itemLooked(e), event}
 	}
-	return s.rec.Record(ctx, tx, event)
+	if number%8 < 2 { // of both types
+		for i, e := range events {
+			events[i] = delay(e)
+		}
+	}
+	return s.rec.Record(ctx, tx, events...)
 }

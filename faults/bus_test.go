@@ -78,6 +78,8 @@ type busResult struct {
 	Headless        int `json:"headless"`         // keys whose deliveries all waited
 	LateStops       int `json:"late_stops"`       // workers whose Run did not return within StopTimeout
 
+	Delayed delayedResult `json:"delayed"`
+
 	// LongestGap is the longest time without an effect of a group that had something to do and a worker
 	// which ran, and LongestDue the longest time that a delivery was due.
 	LongestGap int64 `json:"longest_gap_ms"`
@@ -89,7 +91,7 @@ func (v busResult) String() string { return lineOf(v) }
 
 // Err says what is wrong, or returns nil.
 func (v busResult) Err() error {
-	if v.WrongCounts+v.WrongNotes+v.WrongDeliveries+v.WrongDead+v.Unseen+v.Disorder+v.Stuck+v.Headless+v.LateStops > 0 {
+	if v.WrongCounts+v.WrongNotes+v.WrongDeliveries+v.WrongDead+v.Unseen+v.Disorder+v.Stuck+v.Headless+v.LateStops+v.Delayed.wrong() > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
@@ -102,8 +104,8 @@ func (v busResult) missing() error {
 			return fmt.Errorf("faults: %q did not happen: %s", m.kind, v)
 		}
 	}
-	if min(v.Poisons, v.SelfKills, v.Retried, v.Deliveries) == 0 {
-		return fmt.Errorf("faults: no event has ended its process, or nothing was tried again: %s", v)
+	if min(v.Poisons, v.SelfKills, v.Retried, v.Deliveries, v.Delayed.Events) == 0 {
+		return fmt.Errorf("faults: no event has ended its process, or nothing was tried again, or delayed: %s", v)
 	}
 	return nil
 }

@@ -80,12 +80,14 @@ func (s *suite) requirePromises(t *testing.T, all []disturbance) {
 	v.Seconds, v.Kills, v.KafkaKills, v.CutWrites = time.Since(start).Seconds(), s.kills, s.kafkaKills, s.cutWrites.Load()
 	s.compare(t, &v)
 	s.steady.compareHistory(t, s, &v)
+	v.Delayed = delayedOf(s.ctx, t, s.db)
 	t.Logf("%s", v)
 	require.NoError(t, v.Err())
 	if len(s.steady.beside) > 0 {
 		require.NoError(t, v.Healthy.Err())
 	}
 	require.GreaterOrEqual(t, v.Kills, int(*faultMinutes*50/15), "relays killed")
+	require.NotZero(t, v.Delayed.Events)
 	s.requireEpochsInOrder(t)
 	s.requireOneLeader(t)
 }
@@ -104,8 +106,9 @@ type result struct {
 	// LongestGap is the longest time without a first arrival while writers wrote
 	// and servers and network were whole, counted from when they became so. Relays
 	// may have been killed or frozen meanwhile.
-	LongestGap int64 `json:"longest_gap_ms"`
-	CutWrites  int64 `json:"cut_writes"` // statements at which the way to PostgreSQL was cut
+	LongestGap int64         `json:"longest_gap_ms"`
+	CutWrites  int64         `json:"cut_writes"` // statements at which the way to PostgreSQL was cut
+	Delayed    delayedResult `json:"delayed"`
 	// Healthy has the events for partitions that always accept everything, of the relay with default options.
 	Healthy healthyResult `json:"healthy"`
 }
@@ -124,7 +127,7 @@ func lineOf(result any) string {
 
 // Err says what is wrong, or returns nil. To send twice is allowed, unless relays send exactly once.
 func (v result) Err() error {
-	if v.Lost+v.Phantom+v.Inversions > 0 || *faultExactly && v.Duplicates > 0 {
+	if v.Lost+v.Phantom+v.Inversions+v.Delayed.wrong() > 0 || *faultExactly && v.Duplicates > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
@@ -257,6 +260,9 @@ func (s *suite) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) e
 		all[i] = e
 		if oracle.GoesToFleeting(e) {
 			all[i] = fleetingEvent{e}
+		}
+		if !s.traced && isDelayed(e) {
+			all[i] = delay(all[i])
 		}
 	}
 	if *faultExactly && len(events) > 0 {
