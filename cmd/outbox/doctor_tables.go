@@ -19,6 +19,7 @@ var tableChecks = []check{
 	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequences},
 	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
 	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
+	{"tables.published", []string{"tables.published"}, (*doctor).published},
 	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.inbox", "privileges.reader",
 		"privileges.operator", "privileges.excess", "privileges.groups"}, (*doctor).privileges},
 	{"privileges.partitions", []string{"privileges.partitions"}, (*doctor).partitionGrants},
@@ -253,6 +254,21 @@ func (d *doctor) partitions(ctx context.Context) error {
 	var partitions, perTransaction, transactions int
 	err := d.e.db.QueryRow(ctx, sqlLocks, d.e.schemaName()).Scan(&partitions, &perTransaction, &transactions)
 	d.findings = append(d.findings, partitionFindings(partitions, perTransaction, transactions)...)
+	return err
+}
+
+const sqlPublished = `
+SELECT coalesce(array_agg(pubname::text ORDER BY pubname), '{}') FROM pg_publication_tables WHERE schemaname = $1 AND tablename = 'outbox_delayed'`
+
+// published checks that no publication has delayed events: their place is in that of outbox, once they are due.
+func (d *doctor) published(ctx context.Context) error {
+	var publications []string
+	err := d.e.db.QueryRow(ctx, sqlPublished, d.e.schemaName()).Scan(&publications)
+	if len(publications) > 0 {
+		d.add("tables.published", severityWarning, "delayed events are published by "+strings.Join(publications, ", "),
+			"Subscribers and connectors without a list of tables read outbox_delayed: events before they are due, and again when they are.",
+			"List the tables in the publication, without outbox_delayed, instead of FOR ALL TABLES or FOR TABLES IN SCHEMA.")
+	}
 	return err
 }
 

@@ -110,6 +110,7 @@ var faults = []struct {
 	{"policy dropped", `DROP POLICY event_handled_write ON {s}.event_handled`, "tables.policy", severityError, "event_handled_write of event_handled is missing"},
 	{"policy added", `CREATE POLICY mine ON {s}.consumer_start USING (true)`, "tables.policy", severityWarning, "policy mine of consumer_start is not of outbox"},
 	{"row security off", `ALTER TABLE {s}.consumer_start DISABLE ROW LEVEL SECURITY`, "tables.security", severityError, "consumer_start has no row level security"},
+	{"delayed events published", `CREATE PUBLICATION {s} FOR TABLE {s}.outbox, {s}.outbox_delayed`, "tables.published", severityWarning, "delayed events are published by"},
 	{"autovacuum off", `ALTER TABLE {s}.outbox SET (autovacuum_enabled = off)`, "tables.autovacuum", severityWarning, "autovacuum is off for outbox"},
 	{"sequence cached", `ALTER SEQUENCE {s}.outbox_id_seq CACHE 20`, "sequence.cache", severityError, "CACHE 20"},
 	{"sequence behind", `SELECT setval('{s}.outbox_id_seq', max(id), false) FROM {s}.outbox`, "sequence.behind", severityError, "behind id"},
