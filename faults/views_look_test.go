@@ -444,7 +444,7 @@ var (
 	htmlNotice = regexp.MustCompile(`(?s)<li class="notice[^"]*">(.*?)</li>`)
 	// pageOutage is what a notice of the page says of an outage: "Relay default: Kafka has not answered since 12:03:04
 	// UTC (no answer: …)".
-	pageOutage = regexp.MustCompile(`\b(default|` + viewsReaders + `|` + viewsWorkers + `)\b.*?\b(PostgreSQL[^:]*?|Kafka|fetching|committing [^:]*?|(?:dead-letter )?topic \S+|partition \S+|renewing deliveries|renewing the row of this process) has (?:been failing|not answered)[^(]*\(([a-z_ ]+)`)
+	pageOutage = regexp.MustCompile(`\b(default|` + viewsReaders + `|` + viewsWorkers + `)\b.*?\b(PostgreSQL[^:]*?|Kafka|fetching|committing [^:]*?|(?:dead-letter )?topic \S+|partition \S+|the move of delayed events|renewing deliveries|renewing the row of this process) has (?:been failing|not answered)[^(]*\(([a-z_ ]+)`)
 )
 
 // lookAtPage reads the overview.

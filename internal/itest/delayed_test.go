@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -235,5 +236,47 @@ func TestWorkerGetsDelayed(t *testing.T) {
 		case <-time.After(testenv.Patience):
 			require.Fail(t, "no event")
 		}
+	}
+}
+
+// A process that should move delayed events and cannot does not work, and says why.
+func TestHealthWithoutMoves(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	relay := h.relay(t, quick)
+	testenv.Run(t, relay.Run)
+	w := newWorkerFixture(t)
+	worker, _ := w.start(outbox.WorkerConfig{}, w.effects("ACCOUNT_STEPPED", nil))
+	for _, of := range []struct {
+		schema  string
+		outages func() (works bool, outages []outbox.Outage, reasons []string)
+	}{
+		{h.schema, func() (bool, []outbox.Outage, []string) {
+			s := relay.Health()
+			return s.Works, s.Outages, s.Reasons
+		}},
+		{w.schema, func() (bool, []outbox.Outage, []string) {
+			s := worker.Health()
+			return s.Works, s.Outages, s.Reasons
+		}},
+	} {
+		requireWorks := func(want bool, name string) {
+			require.Eventually(t, func() bool {
+				works, outages, reasons := of.outages()
+				if want {
+					return works
+				}
+				return !works && len(outages) == 1 && outages[0].What == "the move of delayed events" && strings.Contains(strings.Join(reasons, "; "), name)
+			}, testenv.Patience, 10*time.Millisecond)
+		}
+		rename := func(from, to string) {
+			_, err := h.db.Exec(background, pg.InSchema(`ALTER FUNCTION {schema}.`+from+` RENAME TO `+to, of.schema))
+			require.NoError(t, err)
+		}
+		requireWorks(true, "")
+		rename("outbox_move_due", "gone")
+		requireWorks(false, "outbox_move_due")
+		rename("gone", "outbox_move_due")
+		requireWorks(true, "")
 	}
 }

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -34,6 +35,7 @@ type healthState struct {
 	breaker *breaker.Breaker
 	outages []*outage.Log
 	topics  *outage.Logs   // of topics and partitions; nil for none
+	moves   *outage.Log    // of delayed events, which the leader moves; nil for none
 	contact *kafka.Contact // nil in tests: Kafka has answered
 
 	mu         sync.Mutex
@@ -209,7 +211,11 @@ func (s *healthState) reportWork(h *Health, reason func(text string, args ...any
 
 // reportOutages adds the outages. Those of topics are none of this process.
 func (s *healthState) reportOutages(h *Health) {
-	for _, log := range s.outages {
+	logs := s.outages
+	if s.leading && s.moves != nil {
+		logs = append(slices.Clip(logs), s.moves)
+	}
+	for _, log := range logs {
 		if o := log.Current(); o != nil {
 			named := outage.Named{Name: log.What(), Failure: *o}
 			h.Outages = append(h.Outages, named.Outage(classOf(named)))

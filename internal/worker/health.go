@@ -58,7 +58,13 @@ func (w *Worker) ownHealth() Health {
 		notWorks("it stops")
 	default:
 		h.Ready, h.Works, h.Answered = r != nil, true, r != nil
-		for _, o := range w.outages.Current() {
+		current := w.outages.Current()
+		if moves := w.moves.Load(); moves != nil {
+			if failure := moves.Current(); failure != nil {
+				current = append(current, outage.Named{Name: moves.What(), Failure: *failure})
+			}
+		}
+		for _, o := range current {
 			if !o.Last.Before(since) {
 				h.Outages = append(h.Outages, o.Outage(pg.ClassOf(o.Err)))
 				notWorks("%s has been failing for %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)

@@ -36,8 +36,11 @@ func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut contex
 	}
 }
 
-// moveDelayed moves delayed events that are due until ctx is cancelled or the lease is lost.
+// moveDelayed moves delayed events that are due until ctx is cancelled or the lease is lost. Meanwhile the health of the
+// worker has their outage.
 func (w *Worker) moveDelayed(ctx context.Context, leads lease.Leadership, moves *outage.Log) {
+	w.moves.Store(moves)
+	defer w.moves.Store(nil)
 	mover.New(mover.Config{
 		DB: w.db, Schema: w.processor.Rules.Schema, Poll: w.cfg.PollInterval, Timeout: leads.StatementTimeout, Moved: w.hub.Wake,
 		Log: w.processor.Log, Outage: moves,

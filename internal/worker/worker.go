@@ -73,8 +73,9 @@ type Worker struct {
 	pauses    *pauses.Set
 	operators *pauses.Store
 	outages   *outage.Logs
-	wake      chan struct{} // signalled when this process has recorded events
-	heard     chan struct{} // signalled when another process has recorded events
+	moves     atomic.Pointer[outage.Log] // nil while this process does not move delayed events
+	wake      chan struct{}              // signalled when this process has recorded events
+	heard     chan struct{}              // signalled when another process has recorded events
 	hub       *wakeup.Hub
 	archive   *contain.Callback     // calls the archive of retention
 	alert     func(context.Context) // sends alerts until its context ends
