@@ -197,7 +197,7 @@ func documents(t *testing.T) []string {
 	t.Helper()
 	docs, err := filepath.Glob("docs/*.md")
 	require.NoError(t, err)
-	return append([]string{"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"}, docs...)
+	return append([]string{"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "internal/doc/requirements.md"}, docs...)
 }
 
 // repository returns the files with an ending, of all modules.

@@ -19,12 +19,12 @@ var requirementNumbers = []struct {
 	last    int
 }{{"A", 75}, {"B", 34}, {"C", 38}, {"D", 34}, {"E", 38}, {"T", 30}, {"X", 36}, {"F", 6}}
 
-// docs/requirements.md has one line for each number, in order. What is done names the tests that show it, what is not
-// says why, and all tests that it names exist.
+// internal/doc/requirements.md has one line for each number, in order. A line that is done names the tests that show
+// it, any other line says why, and all tests that it names exist.
 func TestRequirements(t *testing.T) {
 	t.Parallel()
 	tests := testNames(t)
-	text := read(t, "docs/requirements.md")
+	text := read(t, "internal/doc/requirements.md")
 	var numbers, want []string
 	for _, line := range regexp.MustCompile(`(?m)^\| ([A-Z]\d+) \|(.*)\|$`).FindAllStringSubmatch(text, -1) {
 		number, cells := line[1], strings.Split(line[2], " |")
