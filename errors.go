@@ -18,7 +18,8 @@ import (
 // Reasons why [NewRegistry] and the methods of [Recorder] reject an event.
 // They are wrapped in a [*FieldError], which names the event and the field.
 var (
-	// ErrUnregistered means that the registry does not have the Go type of an event.
+	// ErrUnregistered means that the registry does not have the Go type of an event, or has no
+	// [AllowRaw] for a [RawEvent].
 	ErrUnregistered = check.ErrUnregistered
 	// ErrMalformed means that a name does not have the form it must have, such as
 	// {company}.{domain}.{action}.v{n} for an event type.

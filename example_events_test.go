@@ -132,6 +132,34 @@ func ExampleWith() {
 	//   tenant acme
 }
 
+// A gateway records events whose types are not Go types, such as those of a webhook.
+func ExampleAllowRaw() {
+	events, err := outbox.NewRegistry("gateway", outbox.AllowRaw())
+	if err != nil {
+		panic(err)
+	}
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	if err != nil {
+		panic(err)
+	}
+	hook := outbox.RawEvent{
+		EventType: "stripe.invoice.paid.v1", AggregateType: "Invoice", AggregateID: "in_1",
+		Payload: []byte(`{"amount": 450}`), ContentType: "application/json", Time: may,
+	}
+	r, err := rec.KafkaRecord(context.Background(), hook) // Record takes it, too
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println(r.Topic, string(r.Key), string(r.Value))
+
+	hook.Payload = []byte(`{"amount": `)
+	_, err = rec.KafkaRecord(context.Background(), hook)
+	fmt.Println(err)
+	// Output:
+	// invoice-events in_1 {"amount": 450}
+	// outbox: stripe.invoice.paid.v1: payload is JSON that PostgreSQL refuses: not JSON at all
+}
+
 // A codec encodes the payloads of an event type. A content type other than
 // application/json is stored and sent byte for byte.
 func ExampleEventType_Codec() {

@@ -231,7 +231,7 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*record.Rows
 	one := recording{ctx: ctx, recorder: r}
 	for i, e := range events {
 		e, own := unwrap(e)
-		def, e, err := r.events.lookup(e)
+		def, e, err := r.events.lookup(e, own)
 		if err != nil {
 			return nil, atIndex(i, "", err)
 		}

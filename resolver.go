@@ -114,15 +114,15 @@ func merged(first, second map[string]string) map[string]string {
 	return all
 }
 
-// Definition is an argument of [NewRegistry]: the result of [Event] or of [ResolveTopics].
+// Definition is an argument of [NewRegistry]: the result of [Event], [ResolveTopics] or [AllowRaw].
 type Definition interface {
 	define() *definition
 }
 
 // ResolveTopics is an argument of [NewRegistry] that replaces the convention by which event
 // types without an [EventType.Topic] get one: resolve is called for each of them when the
-// registry is made. Such types may have any form. Where resolve returns no topic, the
-// convention holds.
+// registry is made, and for a [RawEvent] of another type when it is recorded. Such types may
+// have any form. Where resolve returns no topic, the convention holds.
 //
 // Events are stored with the topic that was resolved, so relays and workers of any process know it.
 func ResolveTopics(resolve func(eventType string) (topic string, err error)) Definition {
@@ -234,6 +234,7 @@ type Registry struct {
 	byGoType map[reflect.Type]*definition
 	byName   map[string]*definition
 	resolve  topicResolver // nil = the convention
+	allowRaw bool
 }
 
 // NewRegistry returns the registry of the service source, which becomes the
@@ -251,12 +252,13 @@ func NewRegistry(source string, events ...Definition) (*Registry, error) {
 		bad = append(bad, &FieldError{Index: -1, Field: "source", Err: err})
 	}
 	for i, e := range events {
-		if err := r.setResolver(i, e); err != nil {
+		if err := r.setRule(i, e); err != nil {
 			bad = append(bad, err)
 		}
 	}
 	for i, e := range events {
-		if _, is := e.(topicResolver); is {
+		switch e.(type) {
+		case topicResolver, rawAllowed:
 			continue
 		}
 		if err := r.add(i, e); err != nil {
@@ -285,8 +287,11 @@ func checkSource(source string) error {
 	return nil
 }
 
-// setResolver notes a definition that is a [ResolveTopics].
-func (r *Registry) setResolver(i int, e Definition) error {
+// setRule notes a definition that is a [ResolveTopics] or an [AllowRaw].
+func (r *Registry) setRule(i int, e Definition) error {
+	if _, is := e.(rawAllowed); is {
+		r.allowRaw = true
+	}
 	resolve, is := e.(topicResolver)
 	switch {
 	case !is:
@@ -316,6 +321,9 @@ func (r *Registry) add(i int, e Definition) error {
 			return reject(name, "topic", fmt.Errorf("cannot be resolved: %w", err))
 		}
 		def.topic = topic
+	}
+	if def.goType == reflect.TypeFor[RawEvent]() {
+		return reject(name, "event", fmt.Errorf("of Go type %s %w: AllowRaw takes such events, of all types", def.goType, ErrMalformed))
 	}
 	if err := def.check(); err != nil {
 		return reject(name, err.Field, err.Err)
@@ -449,9 +457,9 @@ func (r *Registry) Registrations() []Registration {
 	return all
 }
 
-// lookup returns the definition of an event, and the event itself as a value, also if e
+// lookup returns the definition of an event with its own options, and the event itself as a value, also if e
 // is a pointer to it.
-func (r *Registry) lookup(e DomainEvent) (*definition, DomainEvent, error) {
+func (r *Registry) lookup(e DomainEvent, own *EventOptions) (*definition, DomainEvent, error) {
 	if check.IsNil(e) {
 		return nil, nil, &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrNilArgument}
 	}
@@ -462,11 +470,15 @@ func (r *Registry) lookup(e DomainEvent) (*definition, DomainEvent, error) {
 		}
 		e = value
 	}
-	def := r.byGoType[reflect.TypeOf(e)]
-	if def == nil {
+	if def := r.byGoType[reflect.TypeOf(e)]; def != nil {
+		return def, e, nil
+	}
+	raw, is := e.(RawEvent)
+	if !is {
 		return nil, nil, unregistered(e)
 	}
-	return def, e, nil
+	def, err := r.rawDefinition(&raw, own)
+	return def, e, err
 }
 
 func unregistered(e DomainEvent) error {

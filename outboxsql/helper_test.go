@@ -49,7 +49,7 @@ func newShop(t testing.TB) *shop {
 
 func registry(t testing.TB) *outbox.Registry {
 	t.Helper()
-	events, err := outbox.NewRegistry("shop", outbox.Event("acme.order.placed.v1", "Order", placed.order).Topic("orders"))
+	events, err := outbox.NewRegistry("shop", outbox.Event("acme.order.placed.v1", "Order", placed.order).Topic("orders"), outbox.AllowRaw())
 	require.NoError(t, err)
 	return events
 }

@@ -38,6 +38,17 @@ func TestRecord(t *testing.T) {
 	require.Len(t, s.recorded(t), 3)
 }
 
+func TestRecordRaw(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	tx := s.begin(t)
+	e := outbox.RawEvent{EventType: "stripe.invoice.paid.v1", AggregateType: "Invoice", AggregateID: "in_1", Payload: []byte{255}, ContentType: "a/b", Time: noon}
+	require.NoError(t, outboxsql.Record(background, tx, s.rec, placed{"1"}, e))
+	require.NoError(t, tx.Commit())
+	require.Equal(t, []string{"1", "in_1"}, s.recorded(t))
+	require.Equal(t, []string{`\xff`}, s.column(t, `SELECT payload_bytes::text FROM {s}.outbox WHERE payload IS NULL`))
+}
+
 func TestCancel(t *testing.T) {
 	t.Parallel()
 	s := newShop(t)

@@ -94,6 +94,7 @@ func schemaFixtureIn(t testing.TB, db *pgxpool.Pool, schema string) *schemaFixtu
 		outbox.Event("acme.order.placed.v1", "Order", orderPlaced.order),
 		outbox.Event("acme.product.liked.v1", "Product", productLiked.product),
 		outbox.Event("acme.parcel.sent.v1", "Parcel", parcelSent.parcel).Codec(salted),
+		outbox.AllowRaw(),
 	)
 	return h
 }

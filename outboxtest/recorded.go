@@ -39,7 +39,8 @@ type inSchema struct {
 // the microsecond. If it is the zero time in want, it may be any time, and so may each
 // time in the payload that is zero in want, or that omitzero leaves out. Of an event with options of its own,
 // see [outbox.With], they count too: those that want does not have may be anything. Delayed events count before they
-// are due, too. What was recorded must be readable again.
+// are due, too. What was recorded must be readable again. Of an
+// [outbox.RawEvent] its type, content type, payload and time count; Recorded and RequireNotRecorded do not take it.
 func RequireRecorded(ctx context.Context, t T, db DB, events *outbox.Registry, want ...outbox.DomainEvent) {
 	t.Helper()
 	if err := requireRecorded(ctx, newTable(db), events, want); err != nil {
@@ -200,8 +201,14 @@ func (e entry) equals(ctx context.Context, row entry) bool {
 	return werr == nil && gerr == nil && (reflect.DeepEqual(want, got) || anyTime && equalButZeroTimes(want, got))
 }
 
+// isRaw reports whether an event is of a type that was asked for by a raw event.
+func (e entry) isRaw() bool { return e.registered.GoType == nil }
+
 // decode returns the event, of its registered Go type.
 func (e entry) decode(ctx context.Context) (any, error) {
+	if e.isRaw() {
+		return outbox.RawEvent{Payload: e.payload}, nil
+	}
 	codec := e.registered.Codec
 	if e.contentType != codec.ContentType {
 		return nil, fmt.Errorf("%s was recorded as %s, and the registry's codec is for %s", e.eventType, e.contentType, codec.ContentType)
@@ -247,7 +254,7 @@ func (e entry) text(ctx context.Context) string {
 	if e.contentType == jsonType {
 		return string(e.payload)
 	}
-	if e.registered != nil {
+	if e.registered != nil && !e.isRaw() {
 		if event, err := e.decode(ctx); err == nil {
 			return fmt.Sprintf("%+v", event)
 		}

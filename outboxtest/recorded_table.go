@@ -164,6 +164,31 @@ func (tab table) readType(ctx context.Context, events *outbox.Registry, goType r
 	return tab.read(ctx, map[string]*outbox.Registration{reg.EventType: reg})
 }
 
+// registrationOf finds the type of a wanted event in the registry. That of a raw event is made from its record.
+func registrationOf(
+	ctx context.Context, events *outbox.Registry, event outbox.DomainEvent, options outbox.EventOptions, v reflect.Value,
+) (*outbox.Registration, error) {
+	raw, is := v.Interface().(outbox.RawEvent)
+	if !is {
+		return registered(events, v.Type())
+	}
+	if raw.Time.IsZero() { // any time
+		raw.Time = time.Unix(0, 0)
+	}
+	record, err := newRecord(ctx, events, outbox.With(raw, options))
+	if err != nil {
+		return nil, fmt.Errorf("wanted event of type %s: %w", raw.EventType, err)
+	}
+	reg := outbox.Registration{EventType: raw.EventType, Topic: record.Topic} // without a Go type
+	for _, h := range record.Headers {
+		if h.Key == "content-type" {
+			reg.Codec.ContentType = string(h.Value)
+		}
+	}
+	reg.Codec.Encode = func(context.Context, any) ([]byte, error) { return raw.Payload, nil }
+	return &reg, nil
+}
+
 // registered finds a type in the registry.
 func registered(events *outbox.Registry, goType reflect.Type) (*outbox.Registration, error) {
 	for _, reg := range events.Registrations() {
@@ -191,7 +216,7 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 		if !v.IsValid() {
 			return nil, fmt.Errorf("wanted event %d %w", i, outbox.ErrNilArgument)
 		}
-		reg, err := registered(events, v.Type())
+		reg, err := registrationOf(ctx, events, event, options, v)
 		if err != nil {
 			return nil, err
 		}

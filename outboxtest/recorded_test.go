@@ -47,7 +47,18 @@ var recordedTests = []struct {
 	{"a due time", events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)}), productLiked{"2", noon}},
 		events{productLiked{"2", noon}, outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)})}},
 	{"the key that an event has anyway", events{orderPlaced{ID: "1", At: noon}}, events{outbox.With(orderPlaced{ID: "1", At: noon}, outbox.EventOptions{Key: "1"})}},
+	{"raw events, JSON and bytes", events{hook(`{"b":1,"a":2}`, ""), hook("x", "text/plain"), hook("y", "text/plain")},
+		events{hook("y", "text/plain"), hook(`{"a":2,"b":1}`, "application/json")}},
+	{"a raw event at any time, with options", events{outbox.With(hook("x", "text/plain"), elsewhere)},
+		events{outbox.With(outbox.RawEvent{EventType: hookType, AggregateType: "Invoice", AggregateID: "1", Payload: []byte("x"), ContentType: "text/plain"}, elsewhere)}},
 	{"another encoding of the same", events{parcelSent{"1", noon}, parcelSent{"2", noon}}, events{parcelSent{"2", noon}, parcelSent{"1", noon}}},
+}
+
+const hookType = "stripe.invoice.paid.v1"
+
+// hook returns a raw event.
+func hook(payload, contentType string) outbox.RawEvent {
+	return outbox.RawEvent{EventType: hookType, AggregateType: "Invoice", AggregateID: "1", Payload: []byte(payload), ContentType: contentType, Time: noon}
 }
 
 // step and left are parts of a payload with a time.
@@ -111,6 +122,9 @@ var notRecordedTests = []struct {
 	{"other bytes", events{parcelSent{"1", noon}}, events{parcelSent{"2", noon}}, []string{
 		"acme.parcel.sent.v1 at 2026-02-03T12:00:00Z: {Number:2 at:", "these were:", "{Number:1 at:"}},
 	{"bytes of another type", events{parcelSent{"1", noon}}, events{productLiked{"2", noon}}, []string{"37 bytes of application/x-parcel: "}},
+	{"other bytes of a raw event", events{hook("x", "text/plain")}, events{hook("y", "text/plain")}, []string{
+		"stripe.invoice.paid.v1 at 2026-02-03T12:00:00Z: ", "these were:"}},
+	{"a raw event that is refused", nil, events{hook("{", "")}, []string{"wanted event of type stripe.invoice.paid.v1: ", "payload"}},
 	{"an unregistered event", nil, events{strayEvent{}}, []string{"outboxtest_test.strayEvent is not registered"}},
 	{"a nil event", nil, events{productLiked{"1", noon}, nil}, []string{"wanted event 1 must not be nil"}},
 	{"a nil pointer", nil, events{(*orderPlaced)(nil)}, []string{"wanted event 0 must not be nil"}},

@@ -171,14 +171,20 @@ func eventType(info *types.Info, e ast.Expr) *types.Named {
 		return eventType(info, call.Args[0])
 	}
 	named := namedType(info.TypeOf(e))
-	if named == nil || types.IsInterface(named) || named.TypeArgs().Len() > 0 {
+	if named == nil || types.IsInterface(named) || named.TypeArgs().Len() > 0 || isRaw(named) {
 		return nil
 	}
 	return named
 }
 
-// isEvent reports whether a type has the method of outbox.DomainEvent.
+// isRaw reports whether a type is outbox.RawEvent, which is not registered.
+func isRaw(t *types.Named) bool { return nameOf(t.Obj()) == outboxPath+".RawEvent" }
+
+// isEvent reports whether a type has the method of outbox.DomainEvent, and is to be registered.
 func isEvent(t *types.Named) bool {
+	if isRaw(t) {
+		return false
+	}
 	method, _, _ := types.LookupFieldOrMethod(t, true, t.Obj().Pkg(), "OccurredAt")
 	return isFunc(method)
 }

@@ -39,5 +39,5 @@ func run(ctx context.Context, tx pgx.Tx, rec *outbox.Recorder) error {
 	if err := lone.Ship(ctx, tx, rec, "1"); err != nil { // no package registers near lone
 		return err
 	}
-	return rec.Record(ctx, tx, Liked{}, Viewed{}) // want `Viewed is not registered`
+	return rec.Record(ctx, tx, Liked{}, outbox.RawEvent{}, Viewed{}) // want `Viewed is not registered`
 }
