@@ -61,7 +61,34 @@ COMMENT ON COLUMN outbox_audit.handler IS 'event_delivery.action; NULL for all o
 
 -- Rows are locked in the order of their ids, as relays and workers lock them.
 -- +goose StatementBegin
-SELECT outbox_define(current_schema(), ARRAY[
+SELECT outbox_define(current_schema(), fragments => ARRAY[
+
+-- Reads the payload $2 of an edit into json or bytes, and the size of what the row gets into octets and printed. kept are
+-- the headers that the row has; those that cannot be printed, with which no event could be read, become NULL.
+'edited', $sql$
+    IF as_json THEN
+        json := convert_from($2, 'UTF8')::jsonb;
+        octets := octet_length(json::text);
+    ELSE
+        bytes := $2;
+        octets := octet_length(bytes);
+    END IF;
+    IF octets IS NULL OR octets > most THEN
+        RAISE EXCEPTION 'the payload has to be there, and to have at most % bytes', most
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    BEGIN
+        printed := coalesce(octet_length(kept::text), 0);
+    EXCEPTION WHEN program_limit_exceeded OR data_exception OR internal_error THEN
+        printed := NULL;
+    END;
+    IF printed IS NULL OR printed > most THEN
+        kept := NULL;
+        printed := 0;
+    END IF;
+$sql$
+
+], definitions => ARRAY[
 
 -- Refuses an action without an operator who can be read or a reason: both have a letter or a digit, and the operator no
 -- characters that print nothing, as tabs, line breaks or zero-width spaces. The classes do not depend on the collation
@@ -195,6 +222,7 @@ CREATE FUNCTION @schema@.outbox_edit_failed(failed_id bigint, payload bytea, ope
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     most    constant int := 104857600; -- bytes of a payload, or of headers, in any configuration
+    as_json boolean;
     old     @schema@.outbox_failed;
     json    jsonb;
     bytes   bytea;
@@ -208,32 +236,12 @@ BEGIN
         RETURN false;
     END IF;
     PERFORM @schema@.outbox_check_relay(old.relay);
-    IF old.content_type = 'application/json' THEN
-        json := convert_from($2, 'UTF8')::jsonb;
-        octets := octet_length(json::text);
-    ELSE
-        bytes := $2;
-        octets := octet_length(bytes);
-    END IF;
-    IF octets IS NULL OR octets > most THEN
-        RAISE EXCEPTION 'the payload has to be there, and to have at most % bytes', most
-            USING ERRCODE = 'invalid_parameter_value';
-    END IF;
-
+    as_json := old.content_type = 'application/json';
     kept := old.headers;
     IF kept IS NULL AND old.error_class = 'unreadable_row' THEN
         SELECT o.headers INTO kept FROM @schema@.outbox AS o WHERE o.id = old.outbox_id AND o.event_id = old.event_id;
     END IF;
-    BEGIN
-        printed := coalesce(octet_length(kept::text), 0);
-    EXCEPTION WHEN program_limit_exceeded OR data_exception OR internal_error THEN
-        printed := NULL;
-    END;
-    IF printed IS NULL OR printed > most THEN
-        kept := NULL;
-        printed := 0;
-    END IF;
-
+    @edited@
     UPDATE @schema@.outbox_failed AS f
        SET payload = json, payload_bytes = bytes, headers = kept, size = octets + printed,
            status = 'parked', retry_count = 0, held = false, next_retry_at = now(),
@@ -465,6 +473,55 @@ BEGIN
         WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
     PERFORM @schema@.outbox_promote_deliveries(ids);
     RETURN done;
+END $body$
+$function$,
+
+-- Gives a DEAD row another payload of the same content type, and all its attempts again. Only this row has it: outbox,
+-- the record in Kafka and the rows of other groups and actions stay. The value of a record is bytes, whatever its content
+-- type. Returns false if the row is not DEAD, or is resolved.
+$function$
+CREATE FUNCTION @schema@.outbox_edit_delivery(delivery_id bigint, payload bytea, operator text, reason text)
+RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    most    constant int := 104857600; -- as in outbox_edit_failed
+    as_json boolean;
+    old     @schema@.event_delivery;
+    parts   jsonb; -- of the record
+    json    jsonb;
+    bytes   bytea;
+    kept    jsonb;
+    printed int;
+    octets  int;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ARRAY[$1]);
+    SELECT d.* INTO old FROM @schema@.event_delivery AS d
+     WHERE d.id = $1 AND d.status = 'DEAD' AND d.resolved_at IS NULL FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    IF old.dead_letter IS NOT NULL THEN
+        RAISE EXCEPTION 'only the dead letter % has the value of the record', old.dead_letter
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    parts := convert_from(old.record, 'UTF8')::jsonb;
+    IF parts ? 'missing' THEN
+        RAISE EXCEPTION 'parts of the record were too long to be read, and the row does not have them'
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    as_json := old.record IS NULL AND old.content_type = 'application/json';
+    kept := old.headers;
+    @edited@
+    UPDATE @schema@.event_delivery AS d
+       SET payload = json, payload_bytes = bytes, headers = kept, size = octets + printed + coalesce(octet_length(old.record), 0),
+           record = CASE WHEN parts ? 'no_value' THEN convert_to((parts - 'no_value')::text, 'UTF8') ELSE old.record END
+     WHERE d.id = $1;
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id,
+        outbox_id, event_id, payload, payload_bytes)
+    VALUES ($3, 'edit', $4, '', old.stream || '/' || coalesce(old.partition_key, old.aggregate_id), old.consumer_group,
+        old.action, old.id, CASE WHEN old.record IS NULL THEN old.position END, old.event_id, old.payload, old.payload_bytes);
+    PERFORM @schema@.outbox_requeue_deliveries(ARRAY[$1], $3, $4);
+    RETURN true;
 END $body$
 $function$,
 

@@ -105,7 +105,7 @@ type Role int
 const (
 	None     Role = iota // nothing
 	Reader               // look at everything, as [Config.Mask] leaves it
-	Operator             // retry, resolve and edit events, cancel delayed ones, hold and release keys, pause and resume consumer groups
+	Operator             // retry, resolve and edit failures, cancel delayed events, hold and release keys, pause and resume consumer groups
 )
 
 // String returns none, reader or operator.

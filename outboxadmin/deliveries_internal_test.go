@@ -89,7 +89,8 @@ func TestActsOnDeliveries(t *testing.T) {
 	for _, words := range []string{"Given up", "10 of 10", "COUNT_SALES", "context deadline exceeded", "Mina Park", "Resolve without handling", "Hold the key", "req-5"} {
 		require.Contains(t, page, words)
 	}
-	require.NotContains(t, page, "Edit the payload")
+	require.Contains(t, page, "Edit the payload")
+	require.NotContains(t, h.get("/failed/delivery-8"), "Edit the payload", "a worker may take it")
 	require.Contains(t, h.get("/failed/delivery-9"), "With a worker now")
 	require.Contains(t, h.get("/failed/delivery-10"), "Nothing: it is handled.")
 	require.Contains(t, h.get("/failed/delivery-8"), "Waits for a worker")
@@ -112,9 +113,7 @@ func TestActsOnDeliveries(t *testing.T) {
 	require.Contains(t, h.get("/api/failed/delivery-2"), `"resolved_by":"o.operator","resolution":"because"`)
 	perform(2, "retry")
 	require.Equal(t, "PENDING 0", status(2), "a resolution can be taken back")
-	w := h.post("/failed/delivery-3/edit", "reason", "because", "payload", "{}")
-	require.Equal(t, http.StatusConflict, w.Code)
-	require.Contains(t, w.Body.String(), "only the payload of a dead event of a relay can be changed")
+	require.Equal(t, http.StatusConflict, h.post("/failed/delivery-2/edit", "reason", "because", "payload", "{}").Code, "it is not dead any more")
 	require.Equal(t, http.StatusConflict, h.post("/failed/delivery-9/resolve", "reason", "because").Code, "a worker has it")
 	require.Regexp(t, `href="failed/delivery-1">delivery-1</a> of group stats`, h.get("/audit"))
 
@@ -123,6 +122,24 @@ func TestActsOnDeliveries(t *testing.T) {
 	answer := h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"group": "stats", "status": "dead"}, "reason": "sold out"})
 	require.NoError(t, json.Unmarshal(answer.Body.Bytes(), &result))
 	require.Equal(t, apiBulkResult{4, false, []apiTopic{{"order-events", 4}}, []apiHandler{{"stats", "COUNT_SALES", 2}, {"stats", "RESERVE", 2}}}, result)
+}
+
+// The payload of a dead delivery is edited on the page and by the API, for its group and action. The history has the
+// payload from before.
+func TestEditDelivery(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, nil)
+	require.Contains(t, h.get("/failed/delivery-1"), "all others handle the event as it was recorded")
+	require.Equal(t, 422, h.post("/failed/delivery-1/edit", "reason", "because", "payload", `{"half":`).Code)
+	w := h.post("/failed/delivery-1/edit", "reason", "because", "payload", `{"edited": true}`)
+	require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
+	require.Equal(t, "../delivery-1?done=edit_group", w.Header().Get("Location"))
+	require.Equal(t, http.StatusNoContent, h.call("/api/failed/delivery-2/edit", map[string]any{"reason": "x", "payload": map[string]any{"edited": true}}).Code)
+	require.Equal(t, 2, query1[int](h, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'PENDING' AND payload = '{"edited": true}'`))
+	page := h.get("/failed/delivery-1?done=edit_group")
+	for _, words := range []string{"The payload is changed for this group and action", "The payload from before", "retried", "edited"} {
+		require.Contains(t, page, words)
+	}
 }
 
 // After a retry, the page of a failure shows its outcome, even if its row is gone.

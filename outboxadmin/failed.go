@@ -407,6 +407,7 @@ var doneTexts = map[string]string{
 	"edit":        "The payload is changed, and the relay sends it at its next look.",
 	"hold":        "The key is held: nothing more of it is sent until it is released.",
 	"release":     "The key is released and goes on.",
+	"edit_group":  "The payload is changed for this group and action, and a process of the group handles it again. This page shows what becomes of it.",
 	"requeue":     "A worker of the group handles it again, with all its attempts. This page shows what becomes of it.",
 	"hold_group":  "The key is held: the group handles nothing more of it with this action until it is released.",
 	"retry_all":   "%s tried again: a relay sends events at its next look, and workers of the group handle deliveries.",
@@ -415,7 +416,7 @@ var doneTexts = map[string]string{
 
 // doneOf returns the key of [doneTexts] for an action on a failure of a kind.
 func doneOf(kind outboxops.Kind, action string) string {
-	if of, ok := map[string]string{"retry": "requeue", "hold": "hold_group"}[action]; ok && kind == outboxops.KindDelivery {
+	if of, ok := map[string]string{"retry": "requeue", "hold": "hold_group", "edit": "edit_group"}[action]; ok && kind == outboxops.KindDelivery {
 		return of
 	}
 	return action

@@ -83,13 +83,16 @@ func (p payload) Text() string {
 	return hex.Dump(p.Data)
 }
 
-// Original is the text that an operator edits. It is empty if the payload is masked or could not be read.
+// Original is the text that an operator edits. It is empty if the payload is masked or could not be read, and for the
+// value of a record that is bytes although it should be JSON.
 func (p payload) Original() string {
-	if p.Masked || p.Err != "" {
+	switch {
+	case p.Masked || p.Err != "":
 		return ""
-	}
-	if p.Kind() == "binary" || !p.IsJSON() {
+	case !p.IsJSON():
 		return hex.EncodeToString(p.Data)
+	case p.Kind() == "binary":
+		return ""
 	}
 	return p.Text()
 }

@@ -6,7 +6,10 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/jsonb"
 	"github.com/outboxgo/outbox/internal/pg"
 )
@@ -18,6 +21,7 @@ const (
 	actionHold    = "hold"
 	actionRelease = "release"
 	actionRead    = "read"
+	actionEdit    = "edit"
 )
 
 // Retry makes a failure be tried again. The relay of an event sends it at its next poll, whatever its
@@ -109,17 +113,28 @@ func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) erro
 	return fmt.Errorf("outbox: %s failure %v: %w: %s", action, id, ErrStatus, state)
 }
 
-const sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
-
-// Edit gives a dead event another payload, of the same content type, and retries the event. The event keeps
-// its id and all other attributes, except headers that PostgreSQL cannot print. The old payload stays in
-// outbox_audit. It also stays in outbox until retention removes it.
+// Edit gives a dead failure another payload, of the same content type, and retries it. The failure keeps its id and all
+// other attributes, except headers that PostgreSQL cannot print. The old payload stays in outbox_audit.
 //
-// The error may be [ErrNotFound]. It is [ErrStatus] for an event that is not dead, or of a relay that has ended by a
-// cut, and for a delivery. It is
-// a [*outbox.FieldError] for JSON that PostgreSQL rejects, and for a payload that exceeds
-// FailuresConfig.MaxPayload as PostgreSQL would print it.
+// Edit of a delivery is for one group and one action: others get the event as it was recorded, also if they are dead.
+// Neither outbox nor Kafka has the new payload. A delivery that Kafka has brought gets another value of its record. It
+// has to be of the same event if the value names it, as in the structured mode of CloudEvents. If the payload of a
+// delivery is in its dead letter only, it cannot be edited here.
+//
+// The error may be [ErrNotFound]. It is [ErrStatus] for a failure that is not dead, for an event of a relay that has
+// ended by a cut, and for a delivery of which the row does not have the whole record. It is a [*outbox.FieldError] for
+// JSON that PostgreSQL rejects, for a value of another event, and for a payload that exceeds FailuresConfig.MaxPayload
+// as PostgreSQL would print it.
 func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why AuditInfo) error {
+	return f.edit(ctx, id, payload, why, false)
+}
+
+// CheckEdit is a dry run of [Failures.Edit]: it does the same in a transaction, and rolls that back.
+func (f *Failures) CheckEdit(ctx context.Context, id FailureID, payload []byte, why AuditInfo) error {
+	return f.edit(ctx, id, payload, why, true)
+}
+
+func (f *Failures) edit(ctx context.Context, id FailureID, payload []byte, why AuditInfo, dryRun bool) error {
 	if err := why.check(); err != nil {
 		return err
 	}
@@ -127,41 +142,82 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 	if err != nil {
 		return err
 	}
-	if id.Kind != KindEvent {
-		return fmt.Errorf("outbox: edit failure %v: %w: only the payload of a dead event of a relay can be changed", id, ErrStatus)
-	}
-	if err := f.checkPayload(row.ContentType, payload); err != nil {
+	if err := f.checkPayload(row, payload); err != nil {
 		return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload", Err: err}
+	}
+	if err := f.checkEvent(ctx, row, payload); err != nil {
+		return err
 	}
 	if payload == nil {
 		payload = []byte{} // empty is not NULL
 	}
-	var done bool
-	if err := pg.QueryRow(ctx, f.db, f.sqlEdit, id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil {
+	done, err := f.runEdit(ctx, dryRun, f.stores[id.Kind].statement(actionEdit), id.Number, payload, why.Operator, why.Reason)
+	if err != nil {
 		return fmt.Errorf("outbox: edit failure %v: %w", id, orNotMigrated(statusError(err)))
 	}
 	if !done {
-		return f.whyNot(ctx, "edit", id)
+		return f.whyNot(ctx, actionEdit, id)
 	}
 	return nil
 }
 
-// jsonContentType is the content type whose payloads are stored as jsonb.
+// runEdit runs the statement of an edit, and reports whether it has changed the row. In a dry run it is rolled back.
+func (f *Failures) runEdit(ctx context.Context, dryRun bool, sql string, args ...any) (done bool, err error) {
+	tx, err := f.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = tx.Rollback(ctx) }()
+	if err := tx.QueryRow(ctx, sql, args...).Scan(&done); err != nil || dryRun {
+		return done, err
+	}
+	return done, tx.Commit(ctx)
+}
+
+// jsonContentType is the content type whose payloads are stored as jsonb, except for values of records.
 const jsonContentType = "application/json"
 
-// checkPayload checks a payload that an operator wrote.
-func (f *Failures) checkPayload(contentType string, payload []byte) (err error) {
+// checkPayload checks a payload that an operator wrote for a failure.
+func (f *Failures) checkPayload(row Failure, payload []byte) (err error) {
 	size := len(payload)
-	if contentType == jsonContentType {
+	if row.ContentType == jsonContentType {
 		if !json.Valid(payload) {
 			return fmt.Errorf("%w: it is no JSON", outbox.ErrJSON)
 		}
-		if size, err = jsonb.Check(payload); err != nil {
-			return err
+		if row.Kafka == nil {
+			if size, err = jsonb.Check(payload); err != nil {
+				return err
+			}
 		}
 	}
 	if size > f.maxPayload {
 		return fmt.Errorf("%w: %d bytes as PostgreSQL prints it, at most %d", outbox.ErrTooLarge, size, f.maxPayload)
+	}
+	return nil
+}
+
+// checkEvent refuses the value of a record if it makes the record one of another event. The group would have that event
+// as handled, and the one of the record not.
+func (f *Failures) checkEvent(ctx context.Context, row Failure, value []byte) error {
+	if row.Kafka == nil {
+		return nil
+	}
+	whole, err := f.Get(ctx, row.ID)
+	if err != nil {
+		return err
+	}
+	headers := func(yield func(string, []byte) bool) {
+		for name, text := range whole.Headers {
+			if !yield(name, []byte(text)) {
+				return
+			}
+		}
+	}
+	was, wasErr := envelope.DecodeRecord(whole.Payload, headers)
+	is, isErr := envelope.DecodeRecord(value, headers)
+	if wasErr == nil && isErr == nil && (is.ID != was.ID || is.Source != was.Source || is.Type != was.Type) {
+		return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload",
+			Err: fmt.Errorf("%w: it is the event %.100q of %.100q, want %.100q of %.100q and the same type", outbox.ErrMalformed, is.ID, is.Source, was.ID, was.Source)}
 	}
 	return nil
 }

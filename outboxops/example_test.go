@@ -77,6 +77,24 @@ func ExampleFailures_Resolve() {
 	}
 }
 
+// Edit gives a dead delivery another payload. Its group and action handle it; all others get the event as it was
+// recorded. CheckEdit makes the same checks, and changes nothing.
+func ExampleFailures_Edit() {
+	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	id := outboxops.FailureID{Kind: outboxops.KindDelivery, Number: 17}
+	payload := []byte(`{"order": 4711, "currency": "EUR"}`)
+	why := outboxops.AuditInfo{Operator: "kim", Reason: "the currency was missing, ticket 4711"}
+	if err := failures.CheckEdit(ctx, id, payload, why); err != nil {
+		log.Fatal(err)
+	}
+	if err := failures.Edit(ctx, id, payload, why); err != nil {
+		log.Fatal(err)
+	}
+}
+
 // Retry the deliveries that died while the exchange was unavailable.
 func ExampleFailures_RetryAll_deliveries() {
 	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})

@@ -19,6 +19,7 @@ const (
 	sqlResolveDeliveries = `SELECT {schema}.outbox_resolve_deliveries($1, $2, $3)`
 	sqlHoldDeliveries    = `SELECT {schema}.outbox_hold_deliveries($1, $2, $3)`
 	sqlReleaseDeliveries = `SELECT {schema}.outbox_release_deliveries($1, $2, $3)`
+	sqlEditDelivery      = `SELECT {schema}.outbox_edit_delivery($1, $2, $3, $4)`
 	sqlReadDelivery      = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read_delivery(d.id, $2, $3)) FROM pg_catalog.unnest($1::bigint[]) AS d (id)`
 )
 
@@ -36,7 +37,7 @@ func newDeliveryStore(db *pgxpool.Pool, schema string, most int) deliveryStore {
 	return deliveryStore{
 		db: db, reader: tables.NewDeliveryReader(db, schema), rows: newReader(db, schema, "event_delivery", most), sqlGet: in(sqlDeliveryGet),
 		actions: map[string]string{actionRetry: in(sqlRequeueDeliveries), actionResolve: in(sqlResolveDeliveries), actionHold: in(sqlHoldDeliveries),
-			actionRelease: in(sqlReleaseDeliveries), actionRead: in(sqlReadDelivery)},
+			actionRelease: in(sqlReleaseDeliveries), actionRead: in(sqlReadDelivery), actionEdit: in(sqlEditDelivery)},
 	}
 }
 

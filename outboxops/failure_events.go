@@ -22,6 +22,7 @@ const (
 SELECT count(*) FILTER (WHERE {schema}.outbox_hold_key(f.relay, f.parking_key, $2, $3)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
 	sqlRelease = `
 SELECT count(*) FILTER (WHERE {schema}.outbox_release_key(f.relay, f.parking_key, $2, $3)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
+	sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
 	sqlRead = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read(f.id, $2, $3)) FROM pg_catalog.unnest($1::bigint[]) AS f (id)`
 )
 
@@ -40,7 +41,7 @@ func newEventStore(db *pgxpool.Pool, schema string, most int) eventStore {
 	return eventStore{
 		db: db, counter: tables.NewFailureCounter(db, schema), rows: newReader(db, schema, "outbox_failed", most),
 		sqlList: in(sqlFailureList), sqlGet: in(sqlFailureGet), sqlIDs: in(sqlFailureIDs),
-		actions: map[string]string{actionRetry: in(sqlRetry), actionResolve: in(sqlResolve), actionHold: in(sqlHold), actionRelease: in(sqlRelease), actionRead: in(sqlRead)},
+		actions: map[string]string{actionRetry: in(sqlRetry), actionResolve: in(sqlResolve), actionHold: in(sqlHold), actionRelease: in(sqlRelease), actionRead: in(sqlRead), actionEdit: in(sqlEdit)},
 	}
 }
 

@@ -26,8 +26,8 @@ type Failures struct {
 	stores map[Kind]failureStore
 	audits auditReader
 
-	maxPayload                 int
-	sqlEdit, sqlReadOfRecorded string
+	maxPayload        int
+	sqlReadOfRecorded string
 }
 
 // failureStore has the failures of a kind.
@@ -42,7 +42,8 @@ type failureStore interface {
 	// pick returns failures above an id that an action is possible with, the oldest first.
 	pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) ([]picked, error)
 	// statement does an action: it takes numbers, operator and reason, and returns the number of changed
-	// rows. It is empty if the kind does not have the action.
+	// rows. That of an edit takes a number, the payload, operator and reason, and returns whether it has
+	// changed the row.
 	statement(action string) string
 }
 
@@ -84,7 +85,7 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 	return &Failures{
 		db: db, stores: map[Kind]failureStore{KindEvent: newEventStore(db, cfg.Schema, cfg.MaxRead), KindDelivery: newDeliveryStore(db, cfg.Schema, cfg.MaxRead)},
 		audits: newAuditReader(db, cfg.Schema, cfg.MaxRead), maxPayload: cfg.MaxPayload,
-		sqlEdit: pg.InSchema(sqlEdit, cfg.Schema), sqlReadOfRecorded: pg.InSchema(sqlReadOfRecorded, cfg.Schema),
+		sqlReadOfRecorded: pg.InSchema(sqlReadOfRecorded, cfg.Schema),
 	}, nil
 }
 

@@ -161,7 +161,7 @@ var partNeeds = map[string][]need{
 		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)",
 		"outbox_forget_action(text, text, text, text)",
 		"outbox_audit_replay(text, text, text, text)", "outbox_cancel_delayed(uuid[], text, text)", "outbox_forget_handled(text, text[], text[], text[], text[], text, text)",
-		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
+		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_edit_delivery(bigint, bytea, text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
 		"outbox_hold_deliveries(bigint[], text, text)", "outbox_release_deliveries(bigint[], text, text)",
 		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text[], text, text)",
 		"outbox_finish_cut(text, boolean, text, text)", "outbox_cancel_cut(text, text, text)", "outbox_cut_from_debezium(text, text, text, text)",

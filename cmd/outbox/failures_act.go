@@ -281,20 +281,23 @@ func byCount(counts map[string]int) []string {
 
 var failuresEditCommand = command{
 	name: "failures edit", synopsis: "ID", min: 1, max: 1,
-	summary: "give a dead event another payload and send it",
+	summary: "give what is dead another payload, and retry it",
 	about: `
-The payload is of the same content type; the old one stays in outbox_audit. Only
-events that a relay could not send can be edited.`,
+The payload is of the same content type; the old one stays in outbox_audit. An
+event is sent with it. A delivery is handled with it by its group and action
+alone: all others get the event as it was recorded. --dry-run makes all checks,
+shows the payloads before and after, and changes nothing.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var why auditFlags
 		why.define(fs)
 		file := fs.String("payload", "", "`FILE` the new payload; - is the standard input")
 		limit := fs.Int("max-payload", 0, "`BYTES` at most, as recorders have it (983040)")
-		return func(ctx context.Context, e *env) error { return failuresEdit(ctx, e, why, *file, *limit) }
+		dryRun := fs.Bool("dry-run", false, "only check, and show both payloads")
+		return func(ctx context.Context, e *env) error { return failuresEdit(ctx, e, why, *file, *limit, *dryRun) }
 	},
 }
 
-func failuresEdit(ctx context.Context, e *env, why auditFlags, file string, limit int) error {
+func failuresEdit(ctx context.Context, e *env, why auditFlags, file string, limit int, dryRun bool) error {
 	ids, err := e.ids()
 	if err != nil {
 		return err
@@ -311,13 +314,46 @@ func failuresEdit(ctx context.Context, e *env, why auditFlags, file string, limi
 	if err != nil {
 		return err
 	}
+	if dryRun {
+		return failuresEditDryRun(ctx, e, failures, ids[0], payload, info)
+	}
 	if err := failures.Edit(ctx, ids[0], payload, info); err != nil {
 		return err
 	}
 	if e.json {
 		return e.writeJSON(map[string]any{"action": "edit", "failures": 1, "dry_run": false})
 	}
-	e.printf("edited, and will be sent: %s\n", plural(int64(len(payload)), "byte", "bytes"))
+	e.printf("edited, and will be %s: %s\n", map[outboxops.Kind]string{outboxops.KindEvent: "sent", outboxops.KindDelivery: "handled"}[ids[0].Kind],
+		plural(int64(len(payload)), "byte", "bytes"))
+	return nil
+}
+
+// failuresEditDryRun shows the payloads before and after an edit that would be possible.
+func failuresEditDryRun(ctx context.Context, e *env, failures *outboxops.Failures, id outboxops.FailureID, payload []byte, why outboxops.AuditInfo) error {
+	before, err := failures.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	if err := failures.CheckEdit(ctx, id, payload, why); err != nil {
+		return err
+	}
+	return e.showEdit(before.ContentType, before.Payload, before.PayloadErr, payload, map[string]any{"action": "edit", "failures": 1, "dry_run": true})
+}
+
+// showEdit shows the payloads before and after an edit, or adds them to its JSON document.
+func (e *env) showEdit(contentType string, before []byte, reason error, after []byte, doc map[string]any) error {
+	if e.json {
+		for name, payload := range map[string][]byte{"before": before, "after": after} {
+			asJSON, bytes := body(payload)
+			doc[name] = map[string]any{"payload": asJSON, "payload_base64": bytes}
+		}
+		return e.writeJSON(doc)
+	}
+	e.printf("before:\n")
+	e.writePayload(contentType, before, reason)
+	e.printf("after:\n")
+	e.writePayload(contentType, after, nil)
+	e.printf("would edit: %s instead of %s\n", plural(int64(len(after)), "byte", "bytes"), count(len(before)))
 	return nil
 }
 

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
@@ -90,6 +92,36 @@ func TestFailuresOfDeliveries(t *testing.T) {
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "retry failure "+ids[3]+": not possible in this status: it is parked")
 	require.Equal(t, "retried 1 failure\n", a.out)
+}
+
+// An edit of a delivery is shown before it is done, and its payload is JSON of its content type.
+func TestFailuresEditDelivery(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	id := "delivery-" + d.deliver(t, "k", "DEAD")[0]
+	payload := filepath.Join(t.TempDir(), "payload")
+	require.NoError(t, os.WriteFile(payload, []byte(`{"n":2}`), 0o600))
+	edit := []string{"failures", "edit", id, "--payload", payload, "--reason", "it was one too few"}
+	text := d.ok(t, append(edit, "--dry-run")...)
+	require.Equal(t, "before:\n{\n  \"n\": 1\n}\n\nafter:\n{\n  \"n\": 2\n}\n\nwould edit: 7 bytes instead of 8\n", text)
+	type shown struct {
+		Payload map[string]int
+		Base64  []byte `json:"payload_base64"`
+	}
+	var doc struct {
+		Action        string
+		Failures      int
+		DryRun        bool `json:"dry_run"`
+		Before, After shown
+	}
+	d.json(t, &doc, exitOK, append(edit, "--dry-run")...)
+	require.Equal(t, []any{true, 1, 2}, []any{doc.DryRun, doc.Before.Payload["n"], doc.After.Payload["n"]})
+	require.Regexp(t, `(?m)^status +dead$`, d.ok(t, "failures", "show", id))
+	require.Equal(t, "edited, and will be handled: 7 bytes\n", d.ok(t, edit...))
+	text = d.ok(t, "failures", "show", id)
+	require.Contains(t, text, `"n": 2`)
+	require.Regexp(t, `(?s)retry by .*: it was one too few\n.* edit by .*: it was one too few\n`, text)
+	require.Contains(t, d.call(t, append(edit, "--dry-run")...).err, "not possible in this status")
 }
 
 // Operators list, hold, release, retry and resolve both kinds in the same way, and the audit shows the

@@ -27,32 +27,35 @@ UPDATE {schema}.event_delivery AS d SET next_retry_at = clock_timestamp() + $2::
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
                           WHERE r.consumer_group = $1::text AND r.dead_letter_owed AND r.stream = ANY ($3::text[]) AND r.resolved_at IS NULL AND r.next_retry_at <= clock_timestamp()
                           ORDER BY r.consumer_group, r.next_retry_at LIMIT 1 FOR UPDATE SKIP LOCKED))
-RETURNING ` + columns + `, false, ` + payload + `, ` + headers + `, ` + record
+RETURNING ` + columns + `, false, ` + payload + `, ` + headers + `, ` + record + `, d.next_retry_at`
 
-// sqlDeadLetterTried notes that a dead letter was sent, or when it is sent again.
+// sqlDeadLetterTried notes that a dead letter was sent, or when it is sent again. A row that was requeued since it was
+// taken, and is DEAD once more, has another dead letter: of another payload, if it was edited.
 const sqlDeadLetterTried = `
 UPDATE {schema}.event_delivery AS d SET dead_letter_owed = NOT $3::bool, next_retry_at = clock_timestamp() + $4::interval
- WHERE d.id = $1 AND d.consumer_group = $2::text AND d.dead_letter_owed`
+ WHERE d.id = $1 AND d.consumer_group = $2::text AND d.dead_letter_owed AND d.next_retry_at = $5::timestamptz`
 
-// takeDeadLetter returns the next delivery of streams whose dead letter this process has to send. There is at most one.
-func (s *Store) takeDeadLetter(ctx context.Context, streams []string) (taken []Delivery, err error) {
+// takeDeadLetter returns the next delivery of streams whose dead letter this process has to send, and until when. There
+// is at most one.
+func (s *Store) takeDeadLetter(ctx context.Context, streams []string) (taken []Delivery, until time.Time, err error) {
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlTakeDeadLetter, s.group, deadLetterLease, streams).Query(func(rows pgx.Rows) (err error) {
-			taken, err = readRows(rows)
+			taken, err = readRows(rows, &until)
 			return err
 		})
 	})
 	if err != nil {
-		return nil, fmt.Errorf("look for dead letters to send: %w", err)
+		return nil, until, fmt.Errorf("look for dead letters to send: %w", err)
 	}
-	return taken, nil
+	return taken, until, nil
 }
 
-// deadLetterTried notes whether the dead letter of a delivery was sent. See [Failure] for its place.
-func (s *Store) deadLetterTried(ctx context.Context, d *Delivery, sent bool, place string) error {
+// deadLetterTried notes whether the dead letter of a delivery was sent that was taken until then. See [Failure] for its
+// place.
+func (s *Store) deadLetterTried(ctx context.Context, d *Delivery, until time.Time, sent bool, place string) error {
 	return s.transact(ctx, func(b *pgx.Batch) {
-		s.queueStrip(b, d, place)
-		b.Queue(s.sqlDeadLetterTried, d.ID, s.group, sent, deadLetterWait)
+		s.queueStrip(b, d, place, until)
+		b.Queue(s.sqlDeadLetterTried, d.ID, s.group, sent, deadLetterWait, until)
 	})
 }
 
@@ -87,7 +90,7 @@ func (r *Run) sendOwedDeadLetter(ctx context.Context, streams map[string]time.Ti
 			open = append(open, stream)
 		}
 	}
-	taken, err := r.Store.takeDeadLetter(ctx, open)
+	taken, until, err := r.Store.takeDeadLetter(ctx, open)
 	if err != nil || len(taken) == 0 {
 		return "", false, err
 	}
@@ -98,5 +101,5 @@ func (r *Run) sendOwedDeadLetter(ctx context.Context, streams map[string]time.Ti
 		r.log.Info("outbox: the dead letter of an event is sent that was dead in a worker", "id", d.EventID, "type", d.Type,
 			"action", d.Action, "delivery", d.ID, "dead_letter_topic", topic)
 	}
-	return d.Stream, sent, r.Store.deadLetterTried(ctx, d, sent, r.parts.Rules.stripped(d.LastCode, place))
+	return d.Stream, sent, r.Store.deadLetterTried(ctx, d, until, sent, r.parts.Rules.stripped(d.LastCode, place))
 }

@@ -118,17 +118,17 @@ const (
 	record  = `d.record`
 )
 
-// readRows reads all rows of a query for columnsWithin.
-func readRows(rows pgx.Rows) ([]Delivery, error) {
+// readRows reads all rows of a query for columnsWithin, and further columns of the last one.
+func readRows(rows pgx.Rows, further ...any) ([]Delivery, error) {
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Delivery, err error) {
 		var key pgtype.Int8
 		var bare pgtype.Bool
 		var partition pgtype.Int4
 		var failing, witness *time.Duration
-		err = row.Scan(&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
+		err = row.Scan(append([]any{&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
 			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID,
 			&d.ContentType, &d.PartitionKey, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt}, &d.Size,
-			&partition, &d.LastCode, &d.LastMessage, &failing, &witness, &d.ValueIn, &bare, &d.Payload, &d.Headers, &d.Record)
+			&partition, &d.LastCode, &d.LastMessage, &failing, &witness, &d.ValueIn, &bare, &d.Payload, &d.Headers, &d.Record}, further...)...)
 		d.Key, d.Bare = Key{key.Int64, key.Valid}, bare.Bool
 		d.FromKafka, d.Partition = partition.Valid, partition.Int32
 		if failing != nil {

@@ -193,7 +193,7 @@ RETURNING d.id`
 func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
-		s.queueStrip(b, &f.Of, f.DeadLetter)
+		s.queueStrip(b, &f.Of, f.DeadLetter, time.Time{})
 		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted, f.Last, f.Postponed, f.DeadLetterOwed).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0

@@ -72,7 +72,7 @@ func TestOwedDeadLettersOfStreams(t *testing.T) {
 	}
 	s := NewStore(db, schema, "g", "w", time.Minute).ForRecords()
 	take := func(streams ...string) (got []string) {
-		taken, err := s.takeDeadLetter(t.Context(), streams)
+		taken, _, err := s.takeDeadLetter(t.Context(), streams)
 		require.NoError(t, err)
 		for _, d := range taken {
 			got = append(got, d.Stream)
@@ -83,6 +83,39 @@ func TestOwedDeadLettersOfStreams(t *testing.T) {
 	require.Equal(t, []string{"up"}, take("up"))
 	require.Equal(t, []string{"down"}, take("up", "down"))
 	require.Empty(t, take("up", "down"), "they are with this process")
+}
+
+// A row that was requeued, with another payload perhaps, and is DEAD once more keeps its value, and its dead letter is
+// still owed, when a process has sent the dead letter of the first death.
+func TestOwedDeadLetterOfAnEarlierDeath(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	var id int64
+	require.NoError(t, db.QueryRow(t.Context(), pg.InSchema(`
+		INSERT INTO {schema}.event_delivery (position, attempt_count, max_attempts, next_retry_at, created_at, updated_at, processed_at, occurred_at, recorded_at, event_id, status,
+		       dead_letter_owed, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload_bytes, size, record_partition, record_digest, record)
+		VALUES (1, 3, 3, now() - interval '1 hour', now(), now(), now(), now(), now(), gen_random_uuid(), 'DEAD',
+		       true, 'g', 'a', 'up', 't', '/s', 't', 'k', 'application/json', 'old', 100000, 0, 'x', '{}') RETURNING id`, schema)).Scan(&id))
+	s := NewStore(db, schema, "g", "w", time.Minute).ForRecords()
+	for _, again := range []bool{true, false} {
+		taken, until, err := s.takeDeadLetter(t.Context(), []string{"up"})
+		require.NoError(t, err)
+		require.Len(t, taken, 1)
+		if again {
+			_, err := db.Exec(t.Context(), pg.InSchema(`UPDATE {schema}.event_delivery SET payload_bytes = 'new', next_retry_at = now() - interval '1 min'`, schema))
+			require.NoError(t, err)
+		}
+		require.NoError(t, s.deadLetterTried(t.Context(), &taken[0], until, true, "up.dlq-0-7"))
+		var payload, place string
+		var owed bool
+		require.NoError(t, db.QueryRow(t.Context(), pg.InSchema(`
+			SELECT convert_from(payload_bytes, 'UTF8'), coalesce(dead_letter, ''), dead_letter_owed FROM {schema}.event_delivery WHERE id = $1`, schema), id).Scan(&payload, &place, &owed))
+		if again {
+			require.Equal(t, []any{"new", "", true}, []any{payload, place, owed})
+		} else {
+			require.Equal(t, []any{"", "up.dlq-0-7", false}, []any{payload, place, owed})
+		}
+	}
 }
 
 // What a group has to handle is counted at the same cost while an old transaction keeps the index entries of all

@@ -3,6 +3,7 @@ package delivery
 import (
 	"encoding/json"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -15,10 +16,10 @@ import (
 // maxKept bounds the value and the record, in bytes, that a DEAD row keeps beside its dead letter. See Delivery.Size.
 const maxKept = 64 << 10
 
-// sqlStrip replaces the record of a row that becomes DEAD, or whose dead letter was owed.
+// sqlStrip replaces the record of a row that becomes DEAD, or whose dead letter was owed and taken until $6.
 const sqlStrip = `
 UPDATE {schema}.event_delivery AS d SET payload_bytes = '', record = $4::bytea, size = octet_length($4::bytea), dead_letter = $5::text
- WHERE d.id = $1 AND d.consumer_group = $2::text AND coalesce(d.locked_by, '') = $3::text AND (d.status = 'PROCESSING' OR d.dead_letter_owed)`
+ WHERE d.id = $1 AND d.consumer_group = $2::text AND coalesce(d.locked_by, '') = $3::text AND (d.status = 'PROCESSING' OR d.dead_letter_owed AND d.next_retry_at = $6::timestamptz)`
 
 // stripped returns the place of a dead letter, or "" if its row keeps the value: the dead letter is incomplete, or
 // RetryDeadAfter retries the row.
@@ -30,10 +31,10 @@ func (r *Rules) stripped(code, place string) string {
 }
 
 // queueStrip strips the row of a delivery if it is large and its dead letter has a place. It comes before the statement
-// that ends the claim of the row.
-func (s *Store) queueStrip(b *pgx.Batch, d *Delivery, place string) {
+// that ends the claim of the row. until is for a dead letter that was owed.
+func (s *Store) queueStrip(b *pgx.Batch, d *Delivery, place string, until time.Time) {
 	if place != "" && d.ValueIn == "" && d.Size > maxKept {
-		b.Queue(s.sqlStrip, d.ID, s.group, d.Holder, strippedRecord(d), place)
+		b.Queue(s.sqlStrip, d.ID, s.group, d.Holder, strippedRecord(d), place, until)
 	}
 }
 

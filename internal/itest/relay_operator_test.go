@@ -138,7 +138,7 @@ func TestOperatorsAreNotLeftOpen(t *testing.T) {
 	functions := []string{
 		`outbox_retry_failed('{1}', 'kim', 'why')`, `outbox_resolve_failed('{1}', 'kim', 'why')`, `outbox_edit_failed(1, '{}', 'kim', 'why')`,
 		`outbox_hold_key('default', 'a/b', 'kim', 'why')`, `outbox_release_key('default', 'a/b', 'kim', 'why')`,
-		`outbox_requeue_deliveries('{1}', 'kim', 'why')`, `outbox_resolve_deliveries('{1}', 'kim', 'why')`,
+		`outbox_requeue_deliveries('{1}', 'kim', 'why')`, `outbox_edit_delivery(1, '{}', 'kim', 'why')`, `outbox_resolve_deliveries('{1}', 'kim', 'why')`,
 		`outbox_hold_deliveries('{1}', 'kim', 'why')`, `outbox_release_deliveries('{1}', 'kim', 'why')`,
 		`outbox_pause_consumer('g', 't', 'kim', 'why')`, `outbox_resume_consumer('g', 't', 'kim', 'why')`,
 		`outbox_rewind_consumer('g', '{}', '{}', '{}', '{}', 'kim', 'why')`,

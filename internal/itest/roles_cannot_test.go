@@ -234,6 +234,7 @@ var escalations = map[string][]string{
 		`INSERT INTO {s}.outbox ({columns}) VALUES ({values})`,
 		`INSERT INTO {s}.consumer_group_role (consumer_group, role) VALUES ('*', session_user)`,
 		`SELECT {s}.outbox_requeue_deliveries('{1}', 'kim', 'why')`,
+		`SELECT {s}.outbox_edit_delivery(1, '{}', 'kim', 'why')`,
 		`SELECT {s}.outbox_cut_to_kafka('{mine}', 'r', 'kim', 'why')`,
 		`SELECT {s}.outbox_finish_cut('r', true, 'kim', 'why')`,
 		`LOCK TABLE {s}.event_subscription IN SHARE MODE`,
@@ -250,6 +251,7 @@ var escalations = map[string][]string{
 		`UPDATE {s}.event_delivery SET consumer_group = 'theirs'`,
 		`UPDATE {s}.event_delivery SET resolved_at = now(), resolved_by = 'kim', note = 'x'`,
 		`SELECT {s}.outbox_requeue_deliveries('{1}', 'kim', 'why')`,
+		`SELECT {s}.outbox_edit_delivery(1, '{}', 'kim', 'why')`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'i', 'a')
 			ON CONFLICT (consumer_group, aggregate_type, aggregate_id, action) DO UPDATE SET handled_at = '-infinity'`,
@@ -600,6 +602,7 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_release_key('r', 'k', 'kim', 'why')`, `SELECT {s}.outbox_pause_consumer('g', 't', 'kim', 'why')`,
 				`SELECT {s}.outbox_resume_consumer('g', 't', 'kim', 'why')`, `SELECT {s}.outbox_audit_read(1, 'kim', 'why')`,
 				`SELECT {s}.outbox_audit_read_recorded(1, 'kim', 'why')`, `SELECT {s}.outbox_audit_read_delivery(1, 'kim', 'why')`,
+				`SELECT {s}.outbox_edit_delivery(1, '{}', 'kim', 'why')`,
 				`SELECT {s}.outbox_requeue_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_resolve_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_hold_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_release_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`,

@@ -90,7 +90,7 @@ func TestOperatorsBehind(t *testing.T) {
 	_, err := f.db.Exec(background, f.sql(insertEvents), 3)
 	require.NoError(t, err)
 	f.exec(t, insertFailures)
-	f.exec(t, `DROP FUNCTION {s}.outbox_retry_failed, {s}.outbox_resolve_failed, {s}.outbox_edit_failed, {s}.outbox_hold_key, {s}.outbox_release_key,
+	f.exec(t, `DROP FUNCTION {s}.outbox_retry_failed, {s}.outbox_resolve_failed, {s}.outbox_edit_failed, {s}.outbox_edit_delivery, {s}.outbox_hold_key, {s}.outbox_release_key,
 		{s}.outbox_pause_consumer, {s}.outbox_resume_consumer; ALTER TABLE {s}.outbox_audit DROP COLUMN handler`)
 	failures, err := outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema})
 	require.NoError(t, err)
