@@ -61,7 +61,8 @@ type StartReport struct {
 var (
 	// ErrGroupBegun means that a group is not new, so it cannot begin with an archive.
 	ErrGroupBegun = errors.New("the group has begun already")
-	// ErrIncomplete means that events may be missing. Ids of transactions that were rolled back look the same.
+	// ErrIncomplete means that events may be missing. Ids of transactions that are open or were rolled back look the
+	// same.
 	ErrIncomplete = errors.New("events may be missing")
 )
 
@@ -162,8 +163,8 @@ const (
 	uniqueViolation = "23505"
 )
 
-// sqlStartState reads the state of a group that is starting: how far it is, the highest id in front of the cut, how many
-// deliveries are open, up to $2, and whether its handlers are known.
+// sqlStartState reads the state of a group that is starting: how far it is, the highest id in front of the cut, how
+// many deliveries are open, up to $2, and whether its handlers are known.
 const sqlStartState = `
 SELECT coalesce(s.state = 'starting', false), coalesce(s.started, 0),
        coalesce((SELECT c.highest_id FROM {schema}.outbox_cursor AS c WHERE c.relay = '` + tables.WorkerPrefix + `' || $1::text ORDER BY c.id DESC LIMIT 1), 0),
@@ -171,7 +172,7 @@ SELECT coalesce(s.state = 'starting', false), coalesce(s.started, 0),
                                WHERE d.consumer_group = $1::text AND d.status IN ('PENDING', 'PARKED') AND d.resolved_at IS NULL LIMIT $2::bigint) AS waiting),
        coalesce(s.routes <> '{}', false)
        OR EXISTS (SELECT FROM {schema}.consumer_start AS c WHERE c.consumer_group = $1::text AND c.starting)
-          AND EXISTS (SELECT FROM {schema}.event_member AS m WHERE m.consumer_group = $1::text AND ` + tables.LiveMember + ` AND m.routes <> '{}')
+          AND EXISTS (SELECT FROM {schema}.event_member AS m WHERE m.consumer_group = $1::text AND ` + tables.LiveMember + ` AND pg_catalog.cardinality(m.routes) > 0)
   FROM (SELECT) AS one LEFT JOIN {schema}.event_subscription AS s ON s.consumer_group = $1::text`
 
 type startState struct {
