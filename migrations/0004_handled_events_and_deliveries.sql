@@ -58,6 +58,7 @@ CREATE TABLE consumer_start (
     unclean_ends   int          NOT NULL DEFAULT 0,
     suspect_offset bigint,
     suspect_ends   int          NOT NULL DEFAULT 0,
+    starting       boolean      NOT NULL DEFAULT false,
     CONSTRAINT consumer_start_lengths CHECK (char_length(consumer_group) <= 255 AND char_length(topic) <= 249),
     CONSTRAINT consumer_start_pkey PRIMARY KEY (consumer_group, topic, topic_id, partition),
     CONSTRAINT consumer_start_partition CHECK (partition >= -1 AND (partition = -1) = (start_offset IS NULL))
@@ -92,6 +93,8 @@ COMMENT ON COLUMN consumer_start.unclean_ends IS
 COMMENT ON COLUMN consumer_start.suspect_offset IS 'Offset of the record that is handled alone, or was last.';
 COMMENT ON COLUMN consumer_start.suspect_ends IS
     'How often processes have ended at suspect_offset. After three, that record is not decoded and gets a dead letter.';
+COMMENT ON COLUMN consumer_start.starting IS
+    'The group gets the events of an archive first: no member begins to read the topic. In the row with partition -1.';
 
 CREATE TABLE consumer_handler (
     consumer_group text         NOT NULL,
@@ -174,10 +177,12 @@ CREATE TABLE event_subscription (
     routes         jsonb        NOT NULL DEFAULT '{}',
     routes_version bigint       NOT NULL DEFAULT 0,
     unordered      boolean      NOT NULL DEFAULT false,
+    started        bigint,
     CONSTRAINT event_subscription_lengths CHECK (char_length(consumer_group) <= 255 AND char_length(relay) <= 100),
     CONSTRAINT event_subscription_pkey PRIMARY KEY (consumer_group),
-    CONSTRAINT event_subscription_state CHECK (state IN ('active', 'leaving', 'left', 'returning')),
-    CONSTRAINT event_subscription_relay CHECK ((state = 'active') = (relay IS NULL))
+    CONSTRAINT event_subscription_state CHECK (state IN ('active', 'leaving', 'left', 'returning', 'starting')),
+    CONSTRAINT event_subscription_relay CHECK ((state IN ('active', 'starting')) = (relay IS NULL)),
+    CONSTRAINT event_subscription_started CHECK ((state = 'starting') = (started IS NOT NULL))
 );
 
 COMMENT ON TABLE event_subscription IS
@@ -186,7 +191,8 @@ COMMENT ON COLUMN event_subscription.consumer_group IS 'As in event_handled.';
 COMMENT ON COLUMN event_subscription.created_at IS 'When the first worker of the group ran.';
 COMMENT ON COLUMN event_subscription.state IS
     'active: its workers get every event; leaving: those before the cutover; left: none, it reads from Kafka; '
-    'returning: those behind its cursor, once it has read the rest from Kafka.';
+    'returning: those behind its cursor, once it has read the rest from Kafka; starting: those behind its cursor, once '
+    'it has deliveries of all events in front of it, of the archive too.';
 COMMENT ON COLUMN event_subscription.relay IS
     'The relay that sends the events of the group to Kafka; NULL if the group is active. While the group is '
     'leaving, the position of the relay is the cutover.';
@@ -198,6 +204,8 @@ COMMENT ON COLUMN event_subscription.routes_version IS 'Digest of the handlers i
 COMMENT ON COLUMN event_subscription.unordered IS
     'Its workers handle the events of a key in any order, as the last one says that has confirmed its handlers. Such a '
     'group is not moved to Kafka or back, because consumers keep the order.';
+COMMENT ON COLUMN event_subscription.started IS
+    'outbox.id up to which a group that is starting has deliveries; NULL in all other states.';
 
 CREATE TABLE event_member (
     consumer_group text         NOT NULL,

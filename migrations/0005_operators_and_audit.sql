@@ -37,7 +37,7 @@ COMMENT ON COLUMN outbox_audit.action IS
     'retry, resolve, edit, hold, release or read; pause, resume or rewind of a consumer group; to-kafka, '
     'to-postgres, finish-cut or cancel-cut of groups that are moved; from-debezium, begin-relay or to-debezium of '
     'a relay; replay of events to Kafka; forget of what a group has handled of them, and forget-action of what it '
-    'no longer handles; cancel of a delayed event; expire of a partition of outbox_archive.';
+    'no longer handles; cancel of a delayed event; expire of a partition of outbox_archive; start-group of a new group.';
 COMMENT ON COLUMN outbox_audit.reason IS 'The operator''s note.';
 COMMENT ON COLUMN outbox_audit.relay IS
     'The relay of the event or key, or at which groups are moved; empty for all other actions.';

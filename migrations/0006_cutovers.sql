@@ -9,7 +9,24 @@
 SELECT outbox_define(current_schema(), fragments => ARRAY[
 
 -- What the comment of a publication begins with that cuts may change. The library looks for it, too.
-'mark', $sql$'outbox: its cuts add and drop the table'$sql$
+'mark', $sql$'outbox: its cuts add and drop the table'$sql$,
+
+-- The deliveries of outbox_start_events. n is the place of the event. Keys are those of internal/delivery.KeyOf.
+'planned', $sql$
+        SELECT e.*, r.action, r.stream, CASE WHEN NOT no_order THEN ('x' || encode(substr(sha256(
+                   convert_to($1, 'UTF8') || '\x00'::bytea || convert_to(r.action, 'UTF8') || '\x00'::bytea
+                   || convert_to(r.stream, 'UTF8') || '\x00'::bytea || convert_to(coalesce(nullif(e.key, ''), e.aggregate_id), 'UTF8')
+               ), 1, 8), 'hex'))::bit(64)::bigint END AS order_key
+          FROM unnest($4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17) WITH ORDINALITY
+               AS e (id, event_id, type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic,
+                     key, headers, occurred_at, recorded_at, n)
+          JOIN (SELECT split_part(route, E'\n', 1) AS type, split_part(route, E'\n', 2) AS stream,
+                       split_part(route, E'\n', 3) AS action FROM unnest(routes) AS route) AS r
+            ON r.type = e.type AND r.stream = e.topic
+         WHERE NOT EXISTS (SELECT FROM @schema@.outbox AS o
+             WHERE o.id = e.id AND o.event_id = e.event_id AND NOT pg_visible_in_snapshot(o.xid, cut))
+$sql$,
+'deliveries', $sql$quote_ident(@schema_name@) || '.event_delivery'$sql$
 
 ], definitions => ARRAY[
 
@@ -202,6 +219,143 @@ BEGIN
         ON CONFLICT (consumer_group) DO UPDATE SET state = 'returning', relay = $2, changed_at = now();
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
     SELECT DISTINCT $4, 'to-postgres', $5, $2, '', g FROM unnest($1) AS g;
+END $body$
+$function$,
+
+-- Begins a new group with the events of an archive. The cutover is this moment: the events before it come from the
+-- archive and from outbox, by outbox_start_events, and the others from outbox, or from Kafka for a group of consumers.
+-- Such a group has topics, with the offset of each partition that the caller has read before. What the archive gets
+-- meanwhile is in front of the cutover, because the position of the group keeps all other rows in outbox. Until
+-- outbox_finish_start workers of the group take nothing from outbox, and members read nothing from Kafka.
+$function$
+CREATE FUNCTION @schema@.outbox_start_group(
+    consumer_group text, topics text[], topic_ids uuid[], partitions int[], offsets bigint[], operator text, reason text)
+RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    cut pg_snapshot;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason),
+            @schema@.outbox_lock_groups(ARRAY[$1], ' '); -- no relay has this name
+    IF EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.consumer_group = $1)
+       OR EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = 'worker:' || $1)
+       OR EXISTS (SELECT FROM @schema@.consumer_start AS c WHERE c.consumer_group = $1)
+       OR EXISTS (SELECT FROM @schema@.event_handled AS h WHERE h.consumer_group = $1) THEN
+        RAISE EXCEPTION 'group % has begun already', $1 USING ERRCODE = 'object_in_use';
+    END IF;
+    cut := pg_current_snapshot();
+    INSERT INTO @schema@.event_subscription (consumer_group, state, started) VALUES ($1, 'starting', 0);
+    INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+    SELECT 'worker:' || $1, 0, cut, coalesce((SELECT last_value FROM @schema@.outbox_id_seq WHERE is_called), 0),
+        s.system_identifier, 1 + (random() * 4e18)::bigint
+      FROM pg_control_system() AS s;
+    INSERT INTO @schema@.consumer_start (consumer_group, topic, topic_id, partition, starting)
+    SELECT DISTINCT $1, t.topic, t.id, -1, true FROM unnest($2, $3) AS t (topic, id);
+    INSERT INTO @schema@.consumer_start (consumer_group, topic, topic_id, partition, start_offset)
+    SELECT $1, t.topic, t.id, t.number, t.at FROM unnest($2, $3, $4, $5) AS t (topic, id, number, at);
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+        VALUES ($6, 'start-group', $7, '', '', $1);
+END $body$
+$function$,
+
+-- Makes the deliveries of events for a group that is starting: of those up to through, behind the ones up to behind,
+-- in the order of their ids. It leaves out events behind the cutover, and those for which the group has no handler. The
+-- handlers are those of its workers, or of its running consumers, which are noted.
+$function$
+CREATE FUNCTION @schema@.outbox_start_events(
+    consumer_group text, behind bigint, through bigint, ids bigint[], event_ids uuid[], types text[], sources text[],
+    aggregate_types text[], aggregate_ids text[], payloads text[], payloads_bytes bytea[], content_types text[],
+    topics text[], keys text[], headers text[], occurred timestamptz[], recorded timestamptz[])
+RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+DECLARE
+    cut      pg_snapshot;
+    routes   text[];
+    no_order boolean;
+    kafka    constant boolean := EXISTS (SELECT FROM @schema@.consumer_start AS c WHERE c.consumer_group = $1 AND c.starting);
+    wrong    text;
+    made     bigint;
+BEGIN
+    UPDATE @schema@.event_subscription AS s SET started = $3
+     WHERE s.consumer_group = $1 AND s.state = 'starting' AND s.started = $2 AND $3 > $2
+ RETURNING ARRAY(SELECT jsonb_object_keys(s.routes)), s.unordered INTO routes, no_order;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'group % is not starting, or another process has gone on with it', $1
+            USING ERRCODE = 'object_in_use';
+    END IF;
+    IF kafka THEN
+        UPDATE @schema@.event_subscription AS s
+           SET routes = s.routes || coalesce((SELECT jsonb_object_agg(r, 0) FROM @schema@.event_member AS m, unnest(m.routes) AS r
+                WHERE m.consumer_group = $1 AND m.renewed_at > clock_timestamp() - 3::float8 * m.renewed_every), '{}')
+         WHERE s.consumer_group = $1
+     RETURNING ARRAY(SELECT jsonb_object_keys(s.routes)) INTO routes;
+        SELECT split_part(r, E'\n', 2) INTO wrong FROM unnest(routes) AS r
+         WHERE NOT EXISTS (SELECT FROM @schema@.consumer_start AS c
+             WHERE c.consumer_group = $1 AND c.starting AND c.topic = split_part(r, E'\n', 2)) ORDER BY 1 LIMIT 1;
+        IF FOUND THEN
+            RAISE EXCEPTION 'group % has handlers for topic %, which was not named when it was started', $1, wrong
+                USING ERRCODE = 'object_not_in_prerequisite_state';
+        END IF;
+    END IF;
+    IF cardinality(routes) = 0 THEN
+        RAISE EXCEPTION 'no process of group % runs, so its handlers are not known', $1
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    SELECT c.snapshot INTO cut FROM @schema@.outbox_cursor AS c WHERE c.relay = 'worker:' || $1 ORDER BY c.id DESC LIMIT 1;
+    IF cut IS NULL THEN
+        RAISE EXCEPTION 'group % has lost its position', $1 USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    PERFORM @schema@.outbox_lock_keys($1, ARRAY(SELECT p.order_key FROM (@planned@) AS p));
+    IF EXISTS (SELECT FROM @schema@.event_delivery AS d WHERE d.id > (SELECT coalesce(
+        pg_sequence_last_value(pg_get_serial_sequence(@deliveries@, 'id')::regclass), 0))) THEN
+        RAISE EXCEPTION 'the sequence of event_delivery.id is behind ids that are in use: outbox doctor says how to set it'
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    WITH planned AS MATERIALIZED (@planned@
+    ), free AS MATERIALIZED (
+        SELECT k.order_key, k.first FROM (SELECT p.order_key, min(p.n) AS first FROM planned AS p GROUP BY p.order_key) AS k
+         WHERE k.order_key IS NOT NULL
+           AND NOT EXISTS (SELECT FROM @schema@.event_delivery AS d
+               WHERE d.order_key >= k.order_key AND d.order_key <= k.order_key AND d.consumer_group = $1
+                 AND (d.status IN ('PENDING', 'PROCESSING') OR d.held))
+           AND NOT EXISTS (SELECT FROM @schema@.event_delivery AS d
+               WHERE d.order_key >= k.order_key AND d.order_key <= k.order_key AND d.consumer_group = $1
+                 AND d.status = 'PARKED')
+    )
+    INSERT INTO @schema@.event_delivery (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
+        next_retry_at, created_at, updated_at, event_id, event_type, source, aggregate_type, aggregate_id, payload,
+        payload_bytes, content_type, partition_key, headers, size, occurred_at, recorded_at)
+    SELECT $1, p.action, p.stream, p.id, p.order_key,
+        CASE WHEN p.order_key IS NULL OR (p.order_key, p.n) IN (SELECT f.order_key, f.first FROM free AS f)
+             THEN 'PENDING' ELSE 'PARKED' END,
+        0, 4, t.at, t.at, t.at, p.event_id, p.type, p.source, p.aggregate_type, p.aggregate_id, p.payload::jsonb,
+        p.payload_bytes, p.content_type, nullif(p.key, ''), p.headers::jsonb,
+        octet_length(coalesce(p.payload, '')) + octet_length(coalesce(p.payload_bytes, '')) + octet_length(coalesce(p.headers, '')),
+        p.occurred_at, p.recorded_at
+      FROM planned AS p CROSS JOIN (SELECT clock_timestamp() AS at) AS t
+     ORDER BY p.n, p.action, p.stream;
+    GET DIAGNOSTICS made = ROW_COUNT;
+    RETURN made;
+END $body$
+$function$,
+
+-- Lets a group that is starting go on by itself, once it has deliveries of all events in front of the cutover: its
+-- workers from outbox, its consumers from Kafka.
+$function$
+CREATE FUNCTION @schema@.outbox_finish_start(consumer_group text, through bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    UPDATE @schema@.event_subscription AS s SET state = 'active', started = NULL, changed_at = now()
+     WHERE s.consumer_group = $1 AND s.state = 'starting' AND s.started = $2;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'group % is not starting, or another process has gone on with it', $1
+            USING ERRCODE = 'object_in_use';
+    END IF;
+    UPDATE @schema@.consumer_start AS c SET starting = false WHERE c.consumer_group = $1 AND c.starting;
+    IF FOUND THEN
+        DELETE FROM @schema@.event_subscription AS s WHERE s.consumer_group = $1;
+        DELETE FROM @schema@.outbox_cursor AS c WHERE c.relay = 'worker:' || $1;
+    END IF;
 END $body$
 $function$,
 

@@ -84,7 +84,8 @@ func headersShown(all map[string]string) headerList {
 var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released", "read": "read",
 	"pause": "paused", "resume": "resumed", "rewind": "rewound", "to-kafka": "moved to Kafka", "to-postgres": "moved to PostgreSQL", "finish-cut": "finished the move of", "cancel-cut": "cancelled the move of",
 	"replay": "sent again events of", "forget": "removed notes of", "forget-action": "ended an action of", "cancel": "cancelled a delayed event of", "expire": "dropped",
-	"from-debezium": "moved from Debezium to", "begin-relay": "began", "to-debezium": "moved to Debezium from"}
+	"from-debezium": "moved from Debezium to", "begin-relay": "began", "to-debezium": "moved to Debezium from",
+	"start-group": "began with the archive"}
 
 // stat is a number on the overview.
 type stat struct {

@@ -25,7 +25,7 @@ type Table struct {
 	db  *pgxpool.Pool
 	cfg TableConfig
 
-	sqlPrepare, sqlInsert, sqlPartitions string
+	sqlPrepare, sqlInsert, sqlPartitions, sqlRange string
 	reader                               rowReader
 }
 
@@ -70,7 +70,7 @@ func NewTable(db *pgxpool.Pool, cfg TableConfig) (*Table, error) {
 	}
 	in := func(sql string) string { return inSchema(sql, cfg.Schema) }
 	both := in(sqlArchivedRows) + ` UNION ALL ` + pg.InSchema(sqlRecordedRows, cfg.OutboxSchema)
-	return &Table{db: db, cfg: cfg, sqlPrepare: in(sqlPrepare), sqlInsert: in(sqlInsert), sqlPartitions: in(sqlPartitions),
+	return &Table{db: db, cfg: cfg, sqlPrepare: in(sqlPrepare), sqlInsert: in(sqlInsert), sqlPartitions: in(sqlPartitions), sqlRange: in(sqlRange),
 		reader: newRowReader(db, both)}, nil
 }
 
@@ -120,6 +120,20 @@ func (t *Table) Archive(ctx context.Context, tx pgx.Tx, rows []outbox.ArchivedEv
 		return fmt.Errorf("outbox: insert into outbox_archive, rows %d to %d of outbox: %w", rows[0].OutboxID, rows[len(rows)-1].OutboxID, orNoTable(err))
 	}
 	return nil
+}
+
+// sqlRange reads the ids at both ends of the archive.
+const sqlRange = `
+SELECT coalesce((SELECT a.id FROM {schema}.outbox_archive AS a ORDER BY a.id LIMIT 1), 0),
+       coalesce((SELECT a.id FROM {schema}.outbox_archive AS a ORDER BY a.id DESC LIMIT 1), 0)`
+
+// Range returns the lowest and the highest id in outbox that events of the archive have, or zeros. Events that are
+// still in outbox do not count.
+func (t *Table) Range(ctx context.Context) (first, last int64, err error) {
+	if err := pg.QueryRow(ctx, t.db, t.sqlRange).Scan(&first, &last); err != nil {
+		return 0, 0, fmt.Errorf("outbox: range of the archive: %w", orNoTable(err))
+	}
+	return first, last, nil
 }
 
 // monthsOf returns the months in which rows were recorded, each once.

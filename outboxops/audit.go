@@ -47,6 +47,7 @@ type AuditEntry struct {
 	//   - on failures: retry, resolve, edit, hold or release, and read for a payload that was shown
 	//   - on a consumer group: pause, resume or rewind
 	//   - on groups that move: to-kafka, to-postgres, finish-cut or cancel-cut
+	//   - start-group for a new group that began with an archive
 	//   - on a relay: from-debezium, begin-relay or to-debezium
 	//   - replay for events that were sent to Kafka again, forget for removed notes of a group, and forget-action
 	//     for an action that a group no longer has

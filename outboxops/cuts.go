@@ -72,6 +72,9 @@ const (
 	// SubscriptionReturning groups get the events in front of the cut from Kafka; their workers
 	// wait.
 	SubscriptionReturning SubscriptionState = "returning"
+	// SubscriptionStarting groups get the events of an archive first (outboxreplay.StartGroup); their workers
+	// and consumers wait.
+	SubscriptionStarting SubscriptionState = "starting"
 )
 
 // Subscription is a consumer group for which a worker has run, or that was moved to workers.

@@ -1,6 +1,7 @@
 package outboxreplay_test
 
 import (
+	"os"
 	"testing"
 
 	"go.uber.org/goleak"
@@ -9,4 +10,10 @@ import (
 )
 
 // TestMain fails if a goroutine is left when all tests have ended.
-func TestMain(m *testing.M) { goleak.VerifyTestMain(testenv.Main(m)) }
+func TestMain(m *testing.M) {
+	if os.Getenv(childVar) != "" {
+		startUntilKilled()
+		return
+	}
+	goleak.VerifyTestMain(testenv.Main(m))
+}

@@ -18,7 +18,7 @@ Shows the newest entries of outbox_audit, or those of one failure: event-17 or
 delivery-17. OPERATOR is the name that was given, LOGIN the role of PostgreSQL.
 Actions: retry, edit, resolve, hold, release, read; pause, resume, rewind,
 forget, forget-action, replay; to-kafka, to-postgres, finish-cut, cancel-cut,
-from-debezium, begin-relay, to-debezium; cancel; expire.`,
+from-debezium, begin-relay, to-debezium; start-group; cancel; expire.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a auditList
 		fs.StringVar(&a.operator, "operator", "", "`NAME` who did it")

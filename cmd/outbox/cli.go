@@ -46,7 +46,7 @@ func commands() []command {
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand, cutFromDebeziumCommand, cutToDebeziumCommand,
 		dlqListCommand, dlqReplayCommand,
-		verifyCommand, replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand,
+		verifyCommand, replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand, groupStartCommand,
 		contractExportCommand, contractCheckCommand, contractDiffCommand,
 		auditCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, completionCommand(), versionCommand,

@@ -194,6 +194,8 @@ func showWorkers(e *env, groups []outboxops.DeliveryGroup) {
 	space := "\n"
 	for _, g := range groups {
 		switch {
+		case g.State == outboxops.SubscriptionStarting:
+			e.printf("%sgroup %s: starting since %s, with the events of the archive\n", space, visible(g.Group), clock(g.ChangedAt))
 		case g.State != outboxops.SubscriptionActive:
 			e.printf("%sgroup %s: %s since %s, with relay %s\n", space, visible(g.Group), visible(string(g.State)), clock(g.ChangedAt), visible(g.Relay))
 		case g.Pending > 0:

@@ -12,8 +12,7 @@ const intro = `outbox looks after a transactional outbox: PostgreSQL, relays, Ka
 
 `
 
-const outro = `
-outbox help COMMAND says more; outbox help flags: flags for all, exit codes.
+const outro = `outbox help COMMAND says more; outbox help flags: flags for all, exit codes.
 `
 
 // help writes the help of a command, of a group of them, or the list of all.
@@ -66,6 +65,7 @@ var foldedGroups = map[string]string{
 	"dlq":      "dead letters of topics",
 	"events":   "recorded events",
 	"failures": "what fails",
+	"group":    "new groups",
 	"migrate":  "create the tables or bring them up to date",
 }
 

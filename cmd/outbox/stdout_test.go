@@ -74,6 +74,7 @@ func TestFullDevice(t *testing.T) {
 		{"archive create", "", ""},
 		{"archive status", "", ""},
 		{"archive expire", "", ""},
+		{"group start", "new --from archive --incomplete", ""},
 		{"contract export", "--help", "a run needs the go command"},
 		{"contract check", "--help", "a run needs the go command"},
 		{"contract diff", contractFixture + " " + contractFixture, ""},

@@ -2,6 +2,7 @@ package starts
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -21,6 +22,10 @@ type start struct {
 	first int64 // the first offset that Kafka still has; None if it has not said it
 }
 
+// errStarting means that the group gets the events of an archive first (outboxreplay.StartGroup). It is checked after
+// the topics are listed: a start that comes later finds them, and fails.
+var errStarting = errors.New("the group gets the events of an archive first")
+
 // listTimeout bounds the wait for a broker that leads some of the partitions.
 const listTimeout = 5 * time.Second
 
@@ -38,6 +43,11 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	if m.cfg.Store != nil {
 		if topics, lacking, err = m.learn(ctx, found); err != nil {
 			return nil, err
+		}
+	}
+	for name := range topics {
+		if topics[name].starting {
+			return nil, errStarting
 		}
 	}
 	decided := map[kafka.Partition]start{}

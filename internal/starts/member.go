@@ -152,17 +152,29 @@ func (m *Member) StartOffsets(ctx context.Context, committed map[string]map[int3
 	case <-m.prepared:
 	case <-ctx.Done():
 	}
-	for ctx.Err() == nil {
+	for said := false; ctx.Err() == nil; {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, tryTimeout)
 		offsets, err := m.begin(try, committed)
 		cancel()
+		if errors.Is(err, errStarting) {
+			if !said {
+				m.cfg.Log.Info("outbox: the group gets the events of an archive first, reading begins after that")
+			}
+			said = true
+			_ = m.report(ctx, began, nil)
+			wait.Sleep(ctx, startingInterval)
+			continue
+		}
 		if m.report(ctx, began, err) == nil {
 			return offsets, nil
 		}
 	}
 	return nil, context.Cause(ctx)
 }
+
+// startingInterval is how often a member looks whether its group has the events of an archive.
+const startingInterval = time.Second
 
 // report reports the result of a try, and waits a little after a failure.
 func (m *Member) report(ctx context.Context, began time.Time, err error) error {

@@ -41,7 +41,9 @@ type topic struct {
 	// ids under its name: then it did not exist when the group first looked for it, or
 	// it was deleted and created again.
 	listed, before bool
-	partitions     map[int32]partition
+	// starting is set while the group gets the events of an archive first.
+	starting   bool
+	partitions map[int32]partition
 }
 
 // partition is the stored state of a partition.
@@ -72,7 +74,7 @@ func (s *Store) Check(ctx context.Context) error {
 
 // sqlRead reads the rows of topics, of all their ids.
 const sqlRead = `
-SELECT topic, topic_id, partition, coalesce(start_offset, -1), coalesce(position, -1)
+SELECT topic, topic_id, partition, coalesce(start_offset, -1), coalesce(position, -1), starting
   FROM {schema}.consumer_start
  WHERE consumer_group = $1 AND topic = ANY ($2::text[])`
 
@@ -89,13 +91,15 @@ func (s *Store) topics(ctx context.Context, ids map[string]kafka.TopicID) (map[s
 		return nil, fmt.Errorf("read where reading begins: %w", err)
 	}
 	var (
-		name string
-		id   [16]byte
-		n    int32
-		p    partition
+		name     string
+		id       [16]byte
+		n        int32
+		p        partition
+		starting bool
 	)
-	_, err = pgx.ForEachRow(rows, []any{&name, &id, &n, &p.start, &p.position}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&name, &id, &n, &p.start, &p.position, &starting}, func() error {
 		t := topics[name]
+		t.starting = t.starting || starting
 		switch {
 		case id != ids[name]:
 			t.before = true

@@ -1,0 +1,112 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+
+	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxreplay"
+)
+
+var groupStartCommand = command{
+	name: "group start", synopsis: "NAME", min: 1, max: 1,
+	summary: "begin a new group with the events of an archive",
+	about: `
+The group gets what was recorded before this moment from outbox_archive and
+outbox, then what comes after: with --topic from Kafka, without from its
+workers. It must be new: start its processes after this command, which waits
+for them. It only looks unless --yes is given, with --reason. Interrupted or
+killed, the same command goes on. docs/archive.md says more.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		g := groupStart{flags: fs}
+		fs.StringVar(&g.from, "from", "", "`archive` where it begins; required")
+		fs.StringVar(&g.topics, "topic", "", "`LIST` all topics that it reads in Kafka; none: workers")
+		fs.StringVar(&g.archive, "archive", "", "`NAME` schema of outbox_archive (that of --schema)")
+		fs.BoolVar(&g.incomplete, "incomplete", false, "although events may be missing")
+		fs.BoolVar(&g.yes, "yes", false, "do it; without it this only looks")
+		g.why.define(fs)
+		return g.run
+	},
+}
+
+type groupStart struct {
+	flags                 *flag.FlagSet // as they were given
+	from, topics, archive string
+	incomplete, yes       bool
+	why                   auditFlags
+}
+
+func (g *groupStart) run(ctx context.Context, e *env) error {
+	if g.from != "archive" {
+		return usagef("--from archive is missing")
+	}
+	cfg := outboxreplay.StartConfig{Group: e.args[0], Topics: list(g.topics), Incomplete: g.incomplete, DryRun: !g.yes, Schema: e.schema}
+	var err error
+	if g.yes {
+		if cfg.Audit, err = g.why.info(e); err != nil {
+			return err
+		}
+	}
+	archive := archiveFlags{archive: g.archive}
+	if cfg.Archive, err = archive.table(ctx, e); err != nil {
+		return err
+	}
+	ctx, watchdog := e.watchdog(ctx)
+	defer watchdog.stop()
+	said := ""
+	p := e.progress("up to outbox id", 0)
+	cfg.Progress = func(r outboxreplay.StartReport) {
+		watchdog.reset()
+		if r.Waiting != "" && r.Waiting != said {
+			p.end()
+			e.say("waiting: " + r.Waiting)
+		}
+		said = r.Waiting
+		p.total = int(r.Last)
+		p.show(int(r.Through))
+	}
+	var report outboxreplay.StartReport
+	if len(cfg.Topics) > 0 {
+		opts, kerr := e.kafkaOpts()
+		if kerr != nil {
+			return kerr
+		}
+		report, err = outboxreplay.StartGroup(ctx, e.db, opts, cfg)
+	} else {
+		report, err = outboxreplay.StartGroup(ctx, e.db, nil, cfg)
+	}
+	p.end()
+	switch {
+	case errors.Is(err, outboxreplay.ErrIncomplete):
+		return fmt.Errorf("%w; --incomplete begins all the same", err)
+	case errors.Is(err, outboxarchive.ErrNoTable):
+		return fmt.Errorf("%w: outbox archive create makes it, and RetentionConfig.Archive fills it", err)
+	case err != nil && report.Last > 0:
+		e.toGoOn(e.commandLine("group start "+word(cfg.Group), g.flags, nil))
+	}
+	if err != nil {
+		return withCause(ctx, err)
+	}
+	return g.show(e, report)
+}
+
+func (g *groupStart) show(e *env, r outboxreplay.StartReport) error {
+	if e.json {
+		return e.writeJSON(map[string]any{"group": e.args[0], "dry_run": !g.yes, "starting": r.Last > 0 && !g.yes, "through": r.Through, "last": r.Last,
+			"deliveries": r.Deliveries, "first": r.First, "archived": r.Archived, "kept": r.Kept})
+	}
+	name := visible(e.args[0])
+	switch {
+	case g.yes:
+		e.printf("Group %s has all events before the cut, up to outbox id %s, and goes on by itself: %s deliveries made.\n", name, count(r.Last), count(r.Deliveries))
+	case r.Last > 0:
+		e.printf("Group %s is starting: it has the events up to outbox id %s of %s; --yes goes on.\n", name, count(r.Through), count(r.Last))
+	default:
+		e.printf("Group %s is new. The first event has outbox id %s; the archive ends with %s, outbox begins with %s (0: none). Nothing is changed yet; --yes does it.\n",
+			name, count(r.First), count(r.Archived), count(r.Kept))
+	}
+	return nil
+}

@@ -1,0 +1,157 @@
+package outboxreplay_test
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxreplay"
+)
+
+// start starts a group of the fixture's schema within a time.
+func (f *startFixture) start(within time.Duration, group string, change func(*outboxreplay.StartConfig)) (outboxreplay.StartReport, error) {
+	cfg := outboxreplay.StartConfig{Group: group, Archive: f.table, Schema: f.schema, Audit: audit}
+	if change != nil {
+		change(&cfg)
+	}
+	ctx, cancel := context.WithTimeout(background, within)
+	defer cancel()
+	return outboxreplay.StartGroup(ctx, f.db, testenv.KafkaOpts(f.brokers), cfg)
+}
+
+// A group that has begun is not new, and is left as it is.
+func TestStartGroupThatHasBegun(t *testing.T) {
+	t.Parallel()
+	f := newStartFixture(t, 10)
+	for _, kafka := range []bool{false, true} {
+		group := map[bool]string{false: "workers", true: "consumers"}[kafka] + f.topic
+		stop := f.group(t, group, kafka)
+		table := map[bool]string{false: "event_subscription", true: "consumer_start"}[kafka]
+		require.Eventually(t, func() bool { return f.count(t, table+" WHERE consumer_group = '"+group+"'") > 0 }, testenv.Patience, 10*time.Millisecond)
+		stop()
+		_, err := f.start(testenv.Patience, group, nil)
+		require.ErrorIs(t, err, outboxreplay.ErrGroupBegun)
+	}
+	f.exec(t, `INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('noted', 't', 'i', 'a')`)
+	_, err := f.start(testenv.Patience, "noted", nil)
+	require.ErrorIs(t, err, outboxreplay.ErrGroupBegun)
+	require.Zero(t, f.count(t, "outbox_audit"))
+}
+
+// A start is refused if events may be missing, and if there is no archive. A dry run changes nothing.
+func TestStartGroupWithoutAllEvents(t *testing.T) {
+	t.Parallel()
+	f := newStartFixture(t, 10)
+	dry := func(c *outboxreplay.StartConfig) { c.DryRun = true }
+	report, err := f.start(testenv.Patience, "new", dry)
+	require.NoError(t, err)
+	require.Equal(t, outboxreplay.StartReport{First: 1, Archived: 10}, report)
+	f.record(t, numbered(1)...)
+	_, err = f.start(testenv.Patience, "new", dry)
+	require.NoError(t, err)
+	f.exec(t, `DELETE FROM {schema}.outbox_archive WHERE id > 8`)
+	_, err = f.start(testenv.Patience, "new", dry)
+	require.ErrorIs(t, err, outboxreplay.ErrIncomplete)
+	require.ErrorContains(t, err, "the archive ends with outbox id 8, and outbox begins with 11")
+	f.exec(t, `DELETE FROM {schema}.outbox_archive WHERE id = 1`)
+	_, err = f.start(testenv.Patience, "new", nil)
+	require.ErrorContains(t, err, "the first one has outbox id 2, not 1")
+	_, err = f.start(testenv.Patience, "new", func(c *outboxreplay.StartConfig) { c.DryRun, c.Incomplete = true, true })
+	require.NoError(t, err)
+	require.Zero(t, f.count(t, "event_subscription"))
+	f.exec(t, `DROP TABLE {schema}.outbox_archive`)
+	_, err = f.start(testenv.Patience, "new", nil)
+	require.ErrorIs(t, err, outboxarchive.ErrNoTable)
+}
+
+// The topics of all handlers have to be named, because the others would be read from another place.
+func TestStartGroupWithoutATopic(t *testing.T) {
+	t.Parallel()
+	f := newStartFixture(t, 10)
+	testenv.CreateTopic(t, f.brokers, "other-"+f.topic, 1)
+	topics := func(c *outboxreplay.StartConfig) { c.Topics = []string{"other-" + f.topic} }
+	_, err := f.start(time.Second, "new", topics)
+	require.ErrorIs(t, err, context.DeadlineExceeded, "it waits for a process of the group")
+	f.group(t, "new", true)
+	_, err = f.start(testenv.Patience, "new", topics)
+	require.ErrorContains(t, err, "group new has handlers for topic "+f.topic+", which was not named when it was started")
+	require.Zero(t, f.count(t, "event_delivery"))
+}
+
+// What was committed after the cut does not come from the archive, however low its id is. What is in it, and was
+// committed before, does not come from Kafka or outbox. Failed events are tried again, and later ones of their key wait.
+func TestStartGroupAtACut(t *testing.T) {
+	t.Parallel()
+	for _, kafka := range []bool{false, true} {
+		t.Run(map[bool]string{false: "workers", true: "consumers"}[kafka], func(t *testing.T) {
+			t.Parallel()
+			testStartAtACut(t, kafka)
+		})
+	}
+}
+
+func testStartAtACut(t *testing.T, kafka bool) {
+	f := newStartFixture(t, 10)
+	slow, err := f.db.Begin(background)
+	require.NoError(t, err)
+	defer slow.Rollback(background)
+	require.NoError(t, f.rec.Record(background, slow, sale{Product: "slow", Number: 1}))
+	f.record(t, sale{Product: "p0", Number: 11})
+	topics := func(c *outboxreplay.StartConfig) {
+		c.Incomplete = true // the slow transaction has the id behind the archive
+		if kafka {
+			c.Topics = []string{f.topic}
+		}
+	}
+	_, err = f.start(time.Second, "new", topics)
+	require.ErrorIs(t, err, context.DeadlineExceeded, "it waits for a process of the group")
+	require.NoError(t, slow.Commit(background))
+	f.record(t, sale{Product: "p0", Number: 12}, sale{Product: "slow", Number: 2})
+	f.relay(t, outbox.Binary, nil)
+
+	var handled testenv.Kept[sale]
+	failed := false
+	handler := outbox.Handle("COUNT", func(_ context.Context, _ pgx.Tx, e sale, m outbox.Metadata) error {
+		if e.Product == "p0" && e.Number == 3 && !failed {
+			failed = true
+			return context.DeadlineExceeded
+		}
+		handled.Add(e)
+		return nil
+	})
+	cfg := outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler), Retry: outbox.RetryPolicy{RetryWait: 100 * time.Millisecond}, MaxPoll: 1}
+	run := runnerOf(t, f.db, f, kafka, cfg, handler)
+	testenv.Run(t, run)
+	report, err := f.start(testenv.Patience, "new", topics)
+	require.NoError(t, err)
+	require.EqualValues(t, 11, report.Deliveries, "not that of the slow transaction")
+	require.Eventually(t, func() bool { return len(handled.All()) >= 14 }, testenv.Patience, 10*time.Millisecond)
+	next := map[string]int{}
+	for _, e := range handled.All() {
+		next[e.Product]++
+		require.Equal(t, next[e.Product], e.Number, "%v", handled.All())
+	}
+	require.Equal(t, map[string]int{"p0": 12, "slow": 2}, next)
+	require.Equal(t, 1, f.count(t, "outbox_audit WHERE action = 'start-group' AND consumer_group = 'new'"))
+}
+
+// runnerOf returns the Run of a worker or a consumer of the group "new".
+func runnerOf(t *testing.T, db *pgxpool.Pool, f *startFixture, kafka bool, cfg outbox.HandlerConfig, h outbox.Handler) func(context.Context) error {
+	t.Helper()
+	if kafka {
+		c, err := outbox.NewConsumer(db, testenv.KafkaOpts(f.brokers), f.events, "new", outbox.ConsumerConfig{HandlerConfig: cfg}, h)
+		require.NoError(t, err)
+		return c.Run
+	}
+	w, err := outbox.NewWorker(db, f.events, "new", outbox.WorkerConfig{HandlerConfig: cfg}, h)
+	require.NoError(t, err)
+	return w.Run
+}
