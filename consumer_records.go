@@ -61,6 +61,10 @@ type Metadata struct {
 	// failed, and is handled again in parts, has used up none.
 	Attempt int
 
+	// Expired is set for ConsumerHooks.Repeated if no handler got the event because it had
+	// expired, see EventOptions.Expires. The time is the extension expirytime.
+	Expired bool
+
 	origin *envelope.Origin // set for the handlers of a consumer or a worker
 }
 
@@ -110,7 +114,7 @@ type KafkaMetadata struct {
 func metadataOf(r *envelope.Received) Metadata {
 	return Metadata{
 		ID: r.ID, Source: r.Source, Type: r.Type, Subject: r.Subject, Time: r.Time, ContentType: r.ContentType,
-		Extensions: r.Extensions, Headers: r.Headers, Kafka: (*KafkaMetadata)(r.Kafka), Attempt: r.Attempt, origin: r.Origin,
+		Extensions: r.Extensions, Headers: r.Headers, Kafka: (*KafkaMetadata)(r.Kafka), Attempt: r.Attempt, Expired: r.Expired, origin: r.Origin,
 	}
 }
 

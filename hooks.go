@@ -53,6 +53,8 @@ type SentBatch struct {
 	// Events is how many events Kafka has accepted. Failed is how many events Kafka rejected, or did not accept because
 	// it was unavailable. Waiting is how many events were not sent, because an earlier event of their key waits.
 	Events, Failed, Waiting int
+	// Expired is how many events were not sent because they had expired, see EventOptions.Expires.
+	Expired int
 	// Retried is set if the events come from outbox_failed.
 	Retried bool
 	// Began is when the sending began.
@@ -141,7 +143,8 @@ type ConsumerHooks struct {
 	// Handled is called for an action that is done and committed. Took is the time of the handler and its middleware;
 	// for an event of a batch, its share of that time.
 	Handled func(m Metadata, action string, took time.Duration)
-	// Repeated is called for an action that was done before, or whose event is parked or dead already.
+	// Repeated is called for an action that was done before, or whose event is parked or dead already, or has expired:
+	// see Metadata.Expired.
 	Repeated func(m Metadata, action string)
 	// Conflicted is called for an attempt that PostgreSQL has rolled back for a deadlock or a serialization failure.
 	// The attempt is repeated and does not count.
@@ -204,7 +207,7 @@ func (h RelayHooks) engine() relay.Hooks {
 	e := relay.Hooks{Leading: h.Leading, Rejected: failedHook(h.Rejected), Dead: failedHook(h.Dead), RowsRemoved: removedHook(h.RowsRemoved)}
 	if hook := h.Sent; hook != nil {
 		e.Sent = func(b relay.SentBatch) {
-			hook(SentBatch{Events: b.Events, Failed: b.Failed, Waiting: b.Waiting, Retried: b.Retried, Began: b.Began, Took: b.Took, outcomes: b})
+			hook(SentBatch{Events: b.Events, Failed: b.Failed, Waiting: b.Waiting, Expired: b.Expired, Retried: b.Retried, Began: b.Began, Took: b.Took, outcomes: b})
 		}
 	}
 	if hook := h.Breaker; hook != nil {

@@ -273,6 +273,7 @@ func (e *recording) AggregateID() string     { return e.def.aggregateID(e.event)
 func (e *recording) Key() (string, bool)     { return e.def.keyOf(e.event, e.own) }
 func (e *recording) OccurredAt() time.Time   { return e.event.OccurredAt() }
 func (e *recording) NotBefore() time.Time    { return e.own.NotBefore }
+func (e *recording) Expires() time.Time      { return e.own.Expires }
 func (e *recording) Encode() ([]byte, error) { return e.def.codec.Encode(e.ctx, e.event) }
 
 func (e *recording) NewID() (uuid.UUID, error) {

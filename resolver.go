@@ -53,6 +53,11 @@ type EventOptions struct {
 	// of the key without NotBefore. A time that has passed is due at once. [Recorder.Cancel] deletes
 	// the event before. In the years 1 to 9999; zero means no delay.
 	NotBefore time.Time
+	// Expires is when the event becomes worthless, by the clock of the database and to the microsecond:
+	// from then on no relay sends it and no handler gets it. It holds up nothing, and is counted as
+	// expired. An event that is dead does not expire, nor does one that a handler of [HandleNoTx] has
+	// begun to handle. Later than NotBefore, in the years 1 to 9999; zero means never.
+	Expires time.Time
 }
 
 // With returns an event with options of its own, for [Recorder.Record] and whatever else takes
@@ -68,6 +73,9 @@ func With(event DomainEvent, options EventOptions) DomainEvent {
 	options.Attributes, options.Headers = merged(before.Attributes, options.Attributes), merged(before.Headers, options.Headers)
 	if options.NotBefore.IsZero() {
 		options.NotBefore = before.NotBefore
+	}
+	if options.Expires.IsZero() {
+		options.Expires = before.Expires
 	}
 	return &eventWith{inner, options}
 }

@@ -97,12 +97,15 @@ CREATE TABLE outbox (
     size           int          NOT NULL GENERATED ALWAYS AS (
         coalesce(octet_length(payload::text), 0) + coalesce(octet_length(payload_bytes), 0)
         + coalesce(octet_length(headers::text), 0)) STORED,
+    expires_at     timestamptz,
     CONSTRAINT outbox_lengths CHECK (
         char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
         AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
         AND char_length(partition_key) <= 255),
     CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
-    CONSTRAINT outbox_size CHECK (size <= 209715200)
+    CONSTRAINT outbox_size CHECK (size <= 209715200),
+    CONSTRAINT outbox_expires CHECK (
+        expires_at >= '0001-01-01 00:00:00+00'::timestamptz AND expires_at < '10000-01-01 00:00:00+00'::timestamptz)
 );
 
 -- A row that is copied with its xid, by COPY or by logical replication, would be skipped or sent again and again: a
@@ -141,6 +144,9 @@ COMMENT ON COLUMN outbox.xid IS
 COMMENT ON COLUMN outbox.size IS
     'Bytes of payload and headers as they are read, at most 200 MiB; a relay reads as many rows at once as its memory '
     'has room for.';
+COMMENT ON COLUMN outbox.expires_at IS
+    'From then on, by the clock of the database, the event is neither sent nor handled. CloudEvents expirytime; NULL '
+    'means never.';
 
 CREATE TABLE outbox_delayed (
     id             bigserial    PRIMARY KEY,
@@ -164,6 +170,7 @@ CREATE TABLE outbox_delayed (
     size           int          NOT NULL GENERATED ALWAYS AS (
         coalesce(octet_length(payload::text), 0) + coalesce(octet_length(payload_bytes), 0)
         + coalesce(octet_length(headers::text), 0)) STORED,
+    expires_at     timestamptz,
     CONSTRAINT outbox_delayed_lengths CHECK (
         char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
         AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
@@ -171,7 +178,9 @@ CREATE TABLE outbox_delayed (
     CONSTRAINT outbox_delayed_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
     CONSTRAINT outbox_delayed_size CHECK (size <= 209715200),
     CONSTRAINT outbox_delayed_due CHECK (
-        due_at >= '0001-01-01 00:00:00+00'::timestamptz AND due_at < '10000-01-01 00:00:00+00'::timestamptz)
+        due_at >= '0001-01-01 00:00:00+00'::timestamptz AND due_at < '10000-01-01 00:00:00+00'::timestamptz),
+    CONSTRAINT outbox_delayed_expires CHECK (
+        expires_at > due_at AND expires_at < '10000-01-01 00:00:00+00'::timestamptz)
 );
 
 CREATE INDEX outbox_delayed_due_idx ON outbox_delayed (due_at, id) WHERE rejected_at IS NULL;
@@ -204,6 +213,7 @@ COMMENT ON COLUMN outbox_delayed.rejected_at IS
 COMMENT ON COLUMN outbox_delayed.rejection IS 'The error with which outbox rejected the event.';
 COMMENT ON COLUMN outbox_delayed.key IS 'The record key. Events of a key are moved in the order of due_at and id.';
 COMMENT ON COLUMN outbox_delayed.size IS 'As in outbox.';
+COMMENT ON COLUMN outbox_delayed.expires_at IS 'As in outbox; later than due_at.';
 
 -- Its lock is one that only the owner can take, unlike an advisory one.
 CREATE TABLE outbox_mover (unused boolean);
@@ -316,7 +326,7 @@ SELECT outbox_define(current_schema(), fragments => ARRAY[
 
 -- What outbox_delayed and outbox have in common.
 'columns', $sql$event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
-                     topic, partition_key, headers, occurred_at$sql$
+                     topic, partition_key, headers, occurred_at, expires_at$sql$
 
 ], definitions => ARRAY[
 

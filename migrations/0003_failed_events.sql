@@ -36,6 +36,7 @@ CREATE TABLE outbox_failed (
     sent_offset    bigint,
     sent_at        timestamptz,
     batch          bigint       DEFAULT nullif(current_setting('outbox.batch', true), '')::bigint,
+    expires_at     timestamptz,
     CONSTRAINT outbox_failed_lengths CHECK (
         char_length(relay) <= 100 AND char_length(event_type) <= 100 AND char_length(source) <= 100
         AND char_length(aggregate_type) <= 100 AND char_length(aggregate_id) <= 255
@@ -102,12 +103,12 @@ COMMENT ON COLUMN outbox_failed.failed_at IS 'First failure.';
 COMMENT ON COLUMN outbox_failed.next_retry_at IS 'Not sent again before this time; of a dead event, when it died.';
 COMMENT ON COLUMN outbox_failed.status IS
     'waiting: for infrastructure, uncounted; failed: refused, tried again; parked: behind another event of its '
-    'key; dead: not tried again until an operator acts; resolved: closed by an operator, or sent and kept.';
+    'key; dead: not tried again until an operator acts; resolved: closed by an operator, expired, or sent and kept.';
 COMMENT ON COLUMN outbox_failed.held IS
     'Its key waits for an operator: no event of the key is sent, and later ones are parked here.';
 COMMENT ON COLUMN outbox_failed.resolved_at IS 'When it was resolved.';
 COMMENT ON COLUMN outbox_failed.resolved_by IS 'The operator who resolved it.';
-COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; sent, if the relay keeps events that it has sent.';
+COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; expired; or sent, if the relay keeps events that it has sent.';
 COMMENT ON COLUMN outbox_failed.size IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.place IS
     'What it waits for: a topic, or a partition as topic/number. Empty: nothing in particular.';
@@ -117,6 +118,7 @@ COMMENT ON COLUMN outbox_failed.sent_partition IS
     'Partition to which a retry has sent it; NULL if none has. Rows stay then only if the relay keeps them.';
 COMMENT ON COLUMN outbox_failed.sent_offset IS 'Its offset there; NULL if Kafka has not told it.';
 COMMENT ON COLUMN outbox_failed.sent_at IS 'Time of its record.';
+COMMENT ON COLUMN outbox_failed.expires_at IS 'As in outbox. A dead event does not expire.';
 
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), ARRAY[

@@ -149,5 +149,5 @@ func eventOf(r eventRow) apiEvent {
 }
 
 func sentOf(s outboxops.EventSent) apiSent {
-	return apiSent{s.Relay, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat}
+	return apiSent{s.Relay, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat, s.Expired}
 }

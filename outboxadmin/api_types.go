@@ -349,6 +349,7 @@ type apiSent struct {
 	At        time.Time `json:"at"`
 	Retried   bool      `json:"retried"`
 	Repeat    bool      `json:"repeat"`
+	Expired   bool      `json:"expired"`
 }
 
 type apiReason struct {

@@ -15,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 const (
@@ -25,7 +26,7 @@ const (
 
 // rowColumns are the columns of an event, in outbox and in outbox_archive.
 const rowColumns = `id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
-           headers, occurred_at, created_at, size`
+           occurred_at, created_at, size`
 
 // rowFilter chooses rows behind the event ($1, $2). Its casts are for pools that send arguments by their Go
 // types.
@@ -41,11 +42,11 @@ const rowFilter = `
 
 const (
 	sqlArchivedRows = `(
-    SELECT ` + rowColumns + `, sent FROM {schema}.outbox_archive` + rowFilter + `)`
+    SELECT ` + rowColumns + `, headers, sent FROM {schema}.outbox_archive` + rowFilter + `)`
 
 	// sqlRecordedRows has no event_id in its order, because id is the key.
 	sqlRecordedRows = `(
-    SELECT ` + rowColumns + `, NULL::jsonb AS sent FROM {schema}.outbox` + rowFilter + `)`
+    SELECT ` + rowColumns + `, ` + tables.Headers + ` AS headers, NULL::jsonb AS sent FROM {schema}.outbox AS o` + rowFilter + `)`
 )
 
 // The statements of a page. Each reads one snapshot, so it finds an event that is moved to the archive
@@ -90,7 +91,8 @@ type rowReader struct {
 }
 
 func newRowReader(db *pgxpool.Pool, rows string) rowReader {
-	return rowReader{db, fmt.Sprintf(readPage, rows), fmt.Sprintf(readNext, strings.ReplaceAll(rows, rowColumns, "id, event_id"))}
+	places := strings.NewReplacer(rowColumns, "id, event_id", tables.Headers, "NULL::jsonb")
+	return rowReader{db, fmt.Sprintf(readPage, rows), fmt.Sprintf(readNext, places.Replace(rows))}
 }
 
 // Recorded returns the events that are in outbox, sent or not, in a schema; empty means public.

@@ -8,11 +8,12 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// EventSent is one record of an event that a relay has sent.
+// EventSent is one record of an event that a relay has sent, or says that the event had expired.
 type EventSent struct {
 	// Relay is the relay that has sent it.
 	Relay string
@@ -26,6 +27,8 @@ type EventSent struct {
 	At time.Time
 	// Retried is set if the relay had failed to send it before, Repeat if the relay had sent it before.
 	Retried, Repeat bool
+	// Expired is set if the relay has not sent it, because it had expired. At is when; there is no record.
+	Expired bool
 }
 
 // EventFailure is the failure of a recorded event: the part of a [Failure] that [RecordedEvent] shows.
@@ -61,12 +64,12 @@ func (i *Inspector) withHistory(ctx context.Context, e RecordedEvent, retried []
 		return e, err
 	}
 	for _, p := range places[e.OutboxID] {
-		e.Sent = append(e.Sent, EventSent{Relay: p.Relay, Topic: p.Topic, Partition: p.Partition, Offset: p.Offset, At: p.At})
+		e.Sent = append(e.Sent, EventSent{Relay: p.Relay, Topic: p.Topic, Partition: p.Partition, Offset: p.Offset, At: p.At, Expired: p.Expired})
 	}
 	e.Sent = append(e.Sent, retried...)
 	slices.SortStableFunc(e.Sent, func(a, b EventSent) int { return cmp.Compare(a.Relay, b.Relay) })
 	for n := 1; n < len(e.Sent); n++ {
-		e.Sent[n].Repeat = e.Sent[n].Relay == e.Sent[n-1].Relay
+		e.Sent[n].Repeat = e.Sent[n].Relay == e.Sent[n-1].Relay && !e.Sent[n].Expired && !e.Sent[n-1].Expired
 	}
 	failed := []int64{}
 	for _, f := range e.Failures {
@@ -79,9 +82,12 @@ func (i *Inspector) withHistory(ctx context.Context, e RecordedEvent, retried []
 	return e, err
 }
 
-// sent returns the records from retries, which go to the topic of the event.
+// sent returns the records from retries, which go to the topic of the event, and the retries at which it had expired.
 func (r *eventRelays) sent(topic string) (all []EventSent) {
 	for _, f := range r.failures {
+		if f.Status == outbox.StatusResolved && f.ResolvedBy == "" && f.Resolution == "expired" {
+			all = append(all, EventSent{Relay: f.Relay, Offset: -1, At: f.ResolvedAt, Retried: true, Expired: true})
+		}
 		if f.SentAt.IsZero() {
 			continue
 		}

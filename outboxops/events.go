@@ -32,6 +32,8 @@ type RecordedEvent struct {
 	// OccurredAt is the event's own time, CreatedAt the start of the transaction that
 	// recorded it.
 	OccurredAt, CreatedAt time.Time
+	// ExpiresAt is when the event expires, see outbox.EventOptions.Expires; zero if never.
+	ExpiresAt time.Time
 	// Size is the length of payload and headers in bytes, as stated by the program that recorded
 	// the event. Programs that do not know it leave it at 65,536.
 	Size int
@@ -49,7 +51,7 @@ type RecordedEvent struct {
 	// Failures are its rows of outbox_failed, sorted by relay; nil in [Inspector.Tail]. If a relay has
 	// attempted the event and has no row here, it has sent the event.
 	Failures []EventFailure
-	// Sent is where relays have sent it, sorted by relay, the first time first; nil in lists and in
+	// Sent is where relays have sent it, and which of them have not because it had expired, sorted by relay, the first time first; nil in lists and in
 	// [Inspector.Tail]. A relay that has attempted it and is neither here nor in Failures has sent it at a retry, and
 	// has not kept the row (RelayConfig.KeepSent).
 	Sent []EventSent
@@ -95,7 +97,7 @@ type EventPage struct {
 
 // recordedColumns are the columns of a list of events, in the order of scanRecorded.
 const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_type, aggregate_id, topic, partition_key, content_type,
-       occurred_at, created_at, size`
+       occurred_at, created_at, expires_at, size`
 
 // relayColumns have the relays that have attempted an event, by the condition of retention, and the relays
 // that have failed. They are in the order of eventRelays.
@@ -220,7 +222,7 @@ func scanRecorded(row pgx.Row, more ...any) (RecordedEvent, error) {
 	var r RecordedEvent
 	var topic, key pgtype.Text
 	err := row.Scan(append([]any{&r.OutboxID, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &topic, &key,
-		&r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.CreatedAt}, &r.Size}, more...)...)
+		&r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.CreatedAt}, pg.Time{At: &r.ExpiresAt}, &r.Size}, more...)...)
 	r.Topic, r.Key = destinationOf(r.Type, topic), key.String
 	if !key.Valid {
 		r.Key = r.AggregateID

@@ -74,7 +74,11 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 		}
 	}
 	hooks.Repeated = func(m outbox.Metadata, action string) {
-		h.count(m.Topic(), m.Type, action, "repeated")
+		result := "repeated"
+		if m.Expired {
+			result = "expired"
+		}
+		h.count(m.Topic(), m.Type, action, result)
 		if theirRepeated != nil {
 			theirRepeated(m, action)
 		}

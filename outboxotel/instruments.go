@@ -37,9 +37,9 @@ var (
 )
 
 type instruments struct {
-	recorded, sent, rejected, dead, removed metric.Int64Counter
-	sendTook, latency                       metric.Float64Histogram
-	batchSize                               metric.Int64Histogram
+	recorded, sent, rejected, dead, expired, removed metric.Int64Counter
+	sendTook, latency                                metric.Float64Histogram
+	batchSize                                        metric.Int64Histogram
 
 	consumed, lost, removedByWorkers metric.Int64Counter
 	handlerTook                      metric.Float64Histogram
@@ -108,6 +108,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.recorded = m.counter("outbox.recorder.events", "{event}", "Events that were given to a recorder.")
 	i.rejected = m.counter("outbox.relay.rejected", "{event}", "Events that Kafka rejected and that are tried again.")
 	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka rejected until their retries were used up.")
+	i.expired = m.counter("outbox.relay.expired", "{event}", "Events that were not sent because they had expired.")
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
 	i.consumerOutcomes, i.workerOutcomes = m.outcomes("consumer"), m.outcomes("worker")
 	i.removedByWorkers = m.counter("outbox.worker.removed", "{row}", "Rows that retention removed.")

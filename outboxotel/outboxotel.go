@@ -23,6 +23,7 @@
 //	                                     answer
 //	outbox.relay.rejected                counter of rejections, including those of retries
 //	outbox.relay.dead                    counter of events that became dead
+//	outbox.relay.expired                 counter of events that were not sent because they had expired
 //	outbox.relay.leader                  1 if this process leads
 //	outbox.relay.removed                 counter of rows that retention removed, by table
 //	messaging.client.consumed.messages   counter of events that were passed to handlers, with every try

@@ -124,6 +124,9 @@ func (r *relay) sentBatch(b outbox.SentBatch) {
 		r.batchSize.Record(ctx, int64(tried), about)
 		r.sendTook.Record(ctx, b.Took.Seconds(), about)
 	}
+	if b.Expired > 0 {
+		r.expired.Add(ctx, int64(b.Expired), about)
+	}
 	r.accepted(ctx, b, end)
 	for e, class := range b.NotTaken() {
 		r.sent.Add(ctx, 1, r.about(topicKey{e.Topic(), class, b.Retried}).count...)

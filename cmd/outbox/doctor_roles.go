@@ -102,7 +102,7 @@ var leaseNeeds = append(onTable("outbox_lease", "SELECT", "INSERT"),
 
 // recordedColumns are the columns of an event that its writer sets.
 var recordedColumns = []string{"event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic",
-	"partition_key", "headers", "occurred_at"}
+	"partition_key", "headers", "occurred_at", "expires_at"}
 
 // moveDue is the function of movers.
 const moveDue = "outbox_move_due(timestamptz, text[])"

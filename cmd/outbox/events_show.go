@@ -114,6 +114,9 @@ func historyAt(event outboxops.RecordedEvent, relay string, exactly bool) (texts
 		if s.Offset < 0 {
 			text = fmt.Sprintf("sent to %s, partition %d, at %s", s.Topic, s.Partition, clock(s.At))
 		}
+		if s.Expired {
+			text = "not sent, because it had expired, at " + clock(s.At)
+		}
 		if s.Retried {
 			text += ", at a retry"
 		}
@@ -135,6 +138,8 @@ func historyAt(event outboxops.RecordedEvent, relay string, exactly bool) (texts
 	case len(texts) > 0:
 	case slices.Contains(event.PendingFor, relay):
 		texts = append(texts, "not attempted yet")
+	case exactly && !event.ExpiresAt.IsZero():
+		texts = append(texts, "sent, or expired before: a relay that sends exactly once does not keep that")
 	case exactly:
 		texts = append(texts, "sent, and where is not known: a relay that sends exactly once does not keep that")
 	default:
@@ -161,6 +166,7 @@ type eventSentJSON struct {
 	At        time.Time `json:"at"`
 	Retried   bool      `json:"retried"`
 	Repeat    bool      `json:"repeat"`
+	Expired   bool      `json:"expired"`
 }
 
 type eventFailsJSON struct {
@@ -178,7 +184,7 @@ func eventHistoryOf(event outboxops.RecordedEvent) eventHistoryJSON {
 		Sent: []eventSentJSON{}, Failures: []eventFailsJSON{}, Audit: []auditJSON{},
 	}
 	for _, s := range event.Sent {
-		h.Sent = append(h.Sent, eventSentJSON{s.Relay, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat})
+		h.Sent = append(h.Sent, eventSentJSON{s.Relay, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat, s.Expired})
 	}
 	for _, f := range event.Failures {
 		h.Failures = append(h.Failures, eventFailsJSON{f.ID.String(), f.Relay, f.Status, optional(f.ResolvedAt), f.ResolvedBy, f.Resolution})

@@ -76,6 +76,7 @@ type recordedJSON struct {
 	Key           string            `json:"key"`
 	OccurredAt    time.Time         `json:"occurred_at"`
 	CreatedAt     time.Time         `json:"created_at"`
+	ExpiresAt     *time.Time        `json:"expires_at,omitempty"`
 	Size          int               `json:"size"`
 	ContentType   string            `json:"content_type"`
 	Payload       json.RawMessage   `json:"payload,omitempty"`
@@ -87,7 +88,7 @@ type recordedJSON struct {
 func recordedOf(event outboxops.RecordedEvent) recordedJSON {
 	line := recordedJSON{OutboxID: event.OutboxID, EventID: event.EventID, Type: event.Type, Source: event.Source,
 		AggregateType: event.AggregateType, AggregateID: event.AggregateID, Topic: event.Topic, Key: event.Key,
-		OccurredAt: event.OccurredAt.UTC(), CreatedAt: event.CreatedAt.UTC(), Size: event.Size, ContentType: event.ContentType, Headers: event.Headers}
+		OccurredAt: event.OccurredAt.UTC(), CreatedAt: event.CreatedAt.UTC(), ExpiresAt: optional(event.ExpiresAt), Size: event.Size, ContentType: event.ContentType, Headers: event.Headers}
 	line.Payload, line.PayloadBase64 = body(event.Payload)
 	line.PayloadError = errText(event.PayloadErr)
 	return line

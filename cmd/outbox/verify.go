@@ -144,6 +144,7 @@ func (v *verification) show(e *env, r verify.Report) error {
 	}{
 		{r.NotSent["pending"], "events that the relay has not come to"},
 		{r.NotSent["waiting"] + r.NotSent["failed"] + r.NotSent["parked"], "events in outbox_failed that are tried again, or behind one that is"},
+		{r.NotSent["expired"], "events without a record that have expired"},
 		{r.NotSent["dead"], "events in outbox_failed that are dead"},
 		{r.NotSent["resolved"], "events that an operator has resolved without a record"},
 		{r.Expired, "events without a record, of a time of which Kafka may have removed records"},

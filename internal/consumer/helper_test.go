@@ -136,6 +136,8 @@ func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
 func (tx *playedTx) ChangedSettings() bool { return tx.changed }
 func (tx *playedTx) Own() pgx.Tx           { return nil }
 
+func (s *partitionFixture) Now(context.Context) (time.Time, error) { return time.Now(), nil }
+
 func (s *partitionFixture) Ping(context.Context) error {
 	if strings.HasPrefix(s.transactions, "o") {
 		return errPlayed

@@ -56,11 +56,11 @@ WITH newest AS MATERIALIZED (
 ), failed AS (
     INSERT INTO {schema}.outbox_failed
            (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes,
-            content_type, topic, partition_key, headers, occurred_at, created_at, size, status, held, error_class, last_error, next_retry_at, place)
+            content_type, topic, partition_key, headers, occurred_at, created_at, size, status, held, error_class, last_error, next_retry_at, place, expires_at)
     SELECT $1::text, o.id, f.key, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id,
            CASE WHEN f.readable THEN o.payload END, CASE WHEN f.readable THEN o.payload_bytes END,
            o.content_type, o.topic, o.partition_key, CASE WHEN f.readable THEN o.headers END, o.occurred_at, o.created_at,
-           CASE WHEN f.readable THEN o.size ELSE 0 END, f.status, f.held, f.class, f.error, now() + f.wait, f.place
+           CASE WHEN f.readable THEN o.size ELSE 0 END, f.status, f.held, f.class, f.error, now() + f.wait, f.place, o.expires_at
       FROM newest, lease, unnest($15::bigint[], $16::text[], $17::text[], $18::text[], $19::text[], $20::interval[], $21::bool[], $22::bool[],
                                    $23::text[]) AS f (id, key, status, class, error, wait, readable, held, place)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
@@ -256,7 +256,7 @@ func (f *Failed) keysPage(statement lease.StatementContext, after failedKey, lim
 // sqlFailedFreed finds keys of rows that operators have resolved within the last $2, through this package or in SQL.
 const sqlFailedFreed = `
 SELECT DISTINCT parking_key FROM {schema}.outbox_failed
- WHERE relay = $1::text AND status = 'resolved' AND (resolution IS DISTINCT FROM 'sent' OR resolved_by IS NOT NULL)
+ WHERE relay = $1::text AND status = 'resolved' AND (coalesce(resolution, '') NOT IN ('sent', 'expired') OR resolved_by IS NOT NULL)
    AND (resolved_at > now() - $2::interval OR resolved_at IS NULL) AND parking_key > $3
  ORDER BY parking_key LIMIT $4`
 

@@ -207,7 +207,7 @@ SELECT r.n, e.id, ` + envelopeColumns + `
  CROSS JOIN LATERAL (
        SELECT outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
               CASE WHEN $2::bool THEN payload END AS payload, CASE WHEN $2 THEN payload_bytes END AS payload_bytes,
-              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at
+              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at, expires_at
          FROM {schema}.outbox_failed
         WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e`
 
@@ -252,7 +252,7 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 type RetryResult struct {
 	Event  *FailedRow
 	Row    int64  // outbox_failed.id
-	Status string // StatusResolved: it was sent
+	Status string // StatusResolved: it was sent, or has expired
 	Class  string
 	Err    error
 	Place  string        // the topic or partition that it waits for, if its status is StatusWaiting
@@ -262,6 +262,7 @@ type RetryResult struct {
 	Partition int32 // to which it was sent, with its offset there and the time of its record
 	Offset    int64
 	SentAt    time.Time
+	Expired   bool // the event was not sent
 }
 
 // sqlFailedSave saves the results of retries. It returns the keys that have lost their head, because
@@ -270,6 +271,7 @@ type RetryResult struct {
 // an empty one, it would read the whole table for a join. A row that an operator has
 // resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked. It looks for
 // the rows that a key still has from its end, because beside an old snapshot the index still has those that were sent.
+// Without a time at which it was sent, a resolved event has expired. Its row stays, because Kafka does not have it.
 const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
@@ -282,17 +284,17 @@ WITH lease AS MATERIALIZED (
      WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool AND id IN (SELECT id FROM free)))
+     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool AND sent_at IS NOT NULL AND id IN (SELECT id FROM free)))
  RETURNING f.id, f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
            last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
-           resolution = CASE v.status WHEN 'resolved' THEN 'sent' END,
+           resolution = CASE v.status WHEN 'resolved' THEN CASE WHEN v.sent_at IS NULL THEN 'expired' ELSE 'sent' END END,
            sent_partition = v.sent_partition, sent_offset = v.sent_offset, sent_at = v.sent_at
       FROM v
-     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool) AND id IN (SELECT id FROM free)))
+     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool OR sent_at IS NULL) AND id IN (SELECT id FROM free)))
  RETURNING f.id, f.parking_key, f.status, f.held
 ), saved AS (
     SELECT id FROM gone UNION ALL SELECT id FROM kept
@@ -334,7 +336,7 @@ func (f *Failed) saveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, 
 	partitions, offsets, sentAt := make([]*int32, n), make([]*int64, n), make([]*time.Time, n)
 	for i := range results {
 		v := &results[i]
-		if v.Status == statusResolved {
+		if v.Status == statusResolved && !v.Expired {
 			partitions[i], sentAt[i] = &v.Partition, &v.SentAt
 			if v.Offset >= 0 {
 				offsets[i] = &v.Offset

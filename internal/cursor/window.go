@@ -190,7 +190,7 @@ SELECT rest.first, ` + eventColumns + `, e.size
         CROSS JOIN LATERAL (SELECT id, event_id, event_type, source, aggregate_type, aggregate_id,
                                    CASE WHEN size <= $8::int THEN payload END AS payload,
                                    CASE WHEN size <= $8::int THEN payload_bytes END AS payload_bytes, content_type, topic, partition_key,
-                                   CASE WHEN size <= $8::int THEN headers END AS headers, occurred_at, created_at, size
+                                   CASE WHEN size <= $8::int THEN headers END AS headers, occurred_at, created_at, expires_at, size
                               FROM {schema}.outbox
                              WHERE id BETWEEN r.first AND least(r.last, rest.first - 1) ORDER BY id OFFSET 0) AS o) AS e ON true`
 
@@ -238,7 +238,8 @@ func SortByID(events []envelope.Event) { slices.SortFunc(events, byID) }
 // sqlFetchBare reads an event without its payload, and without its headers unless $6.
 const sqlFetchBare = `
 SELECT e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
-       NULL::text, NULL::bytea, e.content_type, e.topic, e.partition_key, CASE WHEN $6::bool THEN e.headers::text END, e.occurred_at, e.created_at
+       NULL::text, NULL::bytea, e.content_type, e.topic, e.partition_key, CASE WHEN $6::bool THEN e.headers::text END, e.occurred_at, e.created_at,
+       e.expires_at, CASE WHEN e.expires_at IS NOT NULL THEN clock_timestamp() END
   FROM {schema}.outbox AS e
  WHERE e.id = $5 AND EXISTS (` + sqlProof + `)`
 
@@ -277,11 +278,12 @@ func Ranges(ids []int64) (first, last []int64) {
 const (
 	eventColumns    = `e.id, ` + envelopeColumns
 	envelopeColumns = `e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
-       e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at, e.created_at`
+       e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at, e.created_at,
+       e.expires_at, CASE WHEN e.expires_at IS NOT NULL THEN clock_timestamp() END`
 )
 
 // sizeColumn is the place of outbox.size behind eventColumns, where a statement reads it.
-const sizeColumn = 14
+const sizeColumn = 16
 
 // readEvents reads all rows and appends their events to events. The columns in front of those of the event are scanned
 // into head, from the first row only. A row without an event has only these columns. With an error it returns the
@@ -351,10 +353,23 @@ func (r *eventReader) event(raw [][]byte) (e envelope.Event, err error) {
 		return e, err
 	}
 	e.OccurredAt = r.time(at)
-	if e.CreatedAt, err = r.timestamptz(13, raw[13]); err == nil && len(raw) > sizeColumn {
+	if e.CreatedAt, err = r.timestamptz(13, raw[13]); err == nil && raw[14] != nil {
+		e.Expiry, err = r.expiry(raw)
+	}
+	if err == nil && len(raw) > sizeColumn {
 		e.Size, err = scan[int](r, sizeColumn, raw[sizeColumn])
 	}
 	return e, err
+}
+
+// expiry reads when an event expires, and the clock of the database behind it.
+func (r *eventReader) expiry(raw [][]byte) (*envelope.Expiry, error) {
+	at, err := r.timestamptz(14, raw[14])
+	if err != nil {
+		return nil, err
+	}
+	now, err := r.timestamptz(15, raw[15])
+	return envelope.NewExpiry(at, now), err
 }
 
 // keep copies b out of the buffer of the connection. NULL stays nil.

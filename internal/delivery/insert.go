@@ -5,6 +5,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // New is a row to be inserted.
@@ -54,7 +56,7 @@ WITH ` + behind + `, keys AS MATERIALIZED (
            CASE n.status WHEN 'PROCESSING' THEN t.at + $3::interval END, t.at, t.at, CASE n.status WHEN 'DEAD' THEN t.at END,
            CASE n.status WHEN 'DEAD' THEN 'unknown_type' END, CASE n.status WHEN 'DEAD' THEN 'no handler of the group takes events of type ' || o.event_type::text END,
            o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes, o.content_type, o.partition_key,
-           o.headers, o.size, o.occurred_at, o.created_at
+           ` + tables.Headers + `, o.size, o.occurred_at, o.created_at
       FROM (SELECT p.*, CASE WHEN EXISTS (SELECT FROM behind) THEN '` + rejectedStatus + `' WHEN p.planned <> 'DEAD' AND p.key IN (SELECT key FROM busy) THEN 'PARKED' ELSE p.planned END AS status
               FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::int[]) AS p (id, action, stream, key, planned, most) OFFSET 0) AS n
      CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t

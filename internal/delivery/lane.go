@@ -359,7 +359,7 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 	left := len(it.Tasks)
 	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
-		t.FirstFailed, t.WitnessAfter = it.FirstFailed, it.WitnessAfter
+		t.FirstFailed, t.WitnessAfter, t.Begun = it.FirstFailed, it.WitnessAfter, it.Suspect
 		l.attempts.Processor = l.plain
 		if left--; left == 0 && t.Kind != handling.NoTx {
 			l.attempts.Processor, inTx = l.finishing, true

@@ -29,9 +29,11 @@ type Received struct {
 	ContentType               string
 	Extensions                map[string]string // the attributes of CloudEvents that have no field here
 	Headers                   map[string][]string
-	Kafka                     *Place // of the record that brought the event; nil where no record did
-	Attempt                   int    // of this action on this event, from 1
-	ByPosition                bool   // see [Message]
+	Kafka                     *Place    // of the record that brought the event; nil where no record did
+	Attempt                   int       // of this action on this event, from 1
+	ByPosition                bool      // see [Message]
+	Expires                   time.Time // zero: never
+	Expired                   bool      // that is why no handler got it
 	Origin                    *Origin
 }
 
@@ -103,6 +105,9 @@ func HeaderOf(headers map[string][]string, name string) string {
 func (r *Received) Describe(m *Message) {
 	r.ID, r.Source, r.Type, r.Subject = m.ID, m.Source, m.Type, m.Subject
 	r.Time, r.ContentType, r.Extensions, r.ByPosition = m.Time, m.ContentType, m.Extensions, m.ByPosition
+	if at := m.Extensions[eventheader.ExpiryTime]; at != "" {
+		r.Expires, _ = time.Parse(time.RFC3339, strings.ToUpper(at)) // zero for what another producer means by it
+	}
 }
 
 // SetExtension sets an extension attribute. An empty value removes it. The map itself may belong to the decoder, so

@@ -34,8 +34,24 @@ type Event struct {
 	Headers       []byte    // JSON object of strings, or nil
 	OccurredAt    []byte    // RFC 3339, see appendTime; nil: it cannot be written so
 	CreatedAt     time.Time // start of its transaction; only for hooks
+	Expiry        *Expiry   // nil: the event does not expire
 	Size          int       // bytes of payload and headers, as PostgreSQL prints them; 0: not asked for
 	Unreadable    error     // why the row is not read; then payload and headers are missing
+}
+
+// Expiry is when an event becomes worthless.
+type Expiry struct {
+	At    time.Time // by the clock of the database
+	until time.Time // the same by the monotonic clock of this process; zero if it is not known
+}
+
+// NewExpiry returns the expiry of an event that was just read, when the clock of the database showed now. From then on
+// the monotonic clock counts, so the time of this host does not matter.
+func NewExpiry(at, now time.Time) *Expiry { return &Expiry{at, time.Now().Add(at.Sub(now))} }
+
+// HasExpired reports whether the event has expired, as far as that is known.
+func (e *Event) HasExpired() bool {
+	return e.Expiry != nil && !e.Expiry.until.IsZero() && time.Until(e.Expiry.until) <= 0
 }
 
 // UnreadableError is the error of an event whose row PostgreSQL cannot print.
@@ -115,6 +131,12 @@ func (e *Event) Record(form RecordForm, add func(name string, value []byte)) ([]
 	own, err := e.OwnHeaders()
 	if err != nil {
 		return nil, err
+	}
+	if e.Expiry != nil {
+		if own == nil {
+			own = map[string]string{}
+		}
+		own[eventheader.Stored(eventheader.ExpiryTime)] = string(AppendTime(nil, e.Expiry.At))
 	}
 	if form.InJSON {
 		add("content-type", structuredType)

@@ -21,6 +21,7 @@ const (
 	TraceParent = "traceparent"
 	TraceID     = "traceid"
 	DataSchema  = "dataschema"
+	ExpiryTime  = "expirytime"
 	Prefix      = "ce_"
 )
 
@@ -49,7 +50,7 @@ func Check(name, value string) error {
 func CheckStored(name string) error {
 	attribute, is := strings.CutPrefix(name, Prefix)
 	switch {
-	case is && (attribute == TraceID || attribute == DataSchema):
+	case is && (attribute == TraceID || attribute == DataSchema || attribute == ExpiryTime):
 		return nil
 	case is:
 		if err := CheckAttribute(attribute); err != nil {
@@ -74,7 +75,7 @@ func reservedError(name string) error {
 // reserved are the attributes that CloudEvents defines, or that events have anyway, and what sets them.
 var reserved = map[string]string{
 	"specversion": "CloudEvents", "id": "EventOptions.ID or RecorderConfig.NewID", "source": "NewRegistry", "type": "Event", "subject": "the id of the aggregate",
-	"time": "OccurredAt", "datacontenttype": "EventType.Codec", DataSchema: "Codec.DataSchema", "data": "EventType.Codec",
+	"time": "OccurredAt", "datacontenttype": "EventType.Codec", DataSchema: "Codec.DataSchema", ExpiryTime: "EventOptions.Expires", "data": "EventType.Codec",
 	"aggregatetype": "Event", Correlation: "WithCorrelationID", TraceParent: "WithTraceParent", TraceID: "WithTraceID",
 }
 

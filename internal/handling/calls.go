@@ -36,6 +36,7 @@ type handlerCalls struct {
 
 	tx      Tx
 	fresh   map[NoteKey]bool
+	clock   clock         // of the database, when the transaction began
 	spent   time.Duration // taken by handlers
 	results []TaskResult  // of the tasks that were reached, in their order
 	pending []pendingCall
@@ -74,11 +75,15 @@ func (c *handlerCalls) run(ctx context.Context) error {
 			break
 		}
 		fresh := c.fresh[c.keys[i]]
-		c.results = append(c.results, TaskResult{Task: t, Repeat: !fresh})
-		if !fresh {
+		expired := fresh && c.clock.isPast(t.Meta.Expires)
+		c.results = append(c.results, TaskResult{Task: t, Repeat: !fresh || expired, expired: expired})
+		if !fresh || expired && t.Key != nil { // without a note, a later event with the key is handled
 			continue
 		}
 		delete(c.fresh, c.keys[i]) // the next task with this key is a repeat
+		if expired {
+			continue
+		}
 		if t.Kind == InBatch {
 			c.postpone(i)
 			continue

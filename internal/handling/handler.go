@@ -64,6 +64,7 @@ type Task struct {
 	// WitnessAfter is the time of the last failure that counts. Zero means FirstFailed. The next failure counts only if
 	// another event of the action succeeds in between.
 	WitnessAfter time.Time
+	Begun        bool         // an attempt may have begun that has not ended, in a process that is gone
 	conflicts    int          // repeated conflicts, over all attempts in this process; see [Attempts.Try]
 	late         *latePayload // nil if the event is decoded
 }
@@ -71,9 +72,10 @@ type Task struct {
 // TaskResult is a task that has succeeded.
 type TaskResult struct {
 	Task
-	Repeat bool          // the action was done before, so no handler was called
-	called bool          // the handler was called and has succeeded
-	took   time.Duration // time of the handler
+	Repeat  bool          // no handler was called, because the action was done before or the event had expired
+	expired bool          // the event had expired
+	called  bool          // the handler was called and has succeeded
+	took    time.Duration // time of the handler
 }
 
 // eventContext carries the correlation id, the trace id and the traceparent of an event. It needs one allocation, where

@@ -242,6 +242,9 @@ func (f *fixture) InTx(_ context.Context, _ *Activity, keys []NoteKey, _ bool, _
 	return err
 }
 
+// Now implements [Transactor].
+func (f *fixture) Now(context.Context) (time.Time, error) { return time.Now(), nil }
+
 // Ping implements [Transactor].
 func (f *fixture) Ping(context.Context) error {
 	if strings.HasPrefix(f.postgres, "o") {

@@ -237,6 +237,12 @@ func (s *Notes) Check(ctx context.Context) error {
 	return err
 }
 
+// Now implements [Transactor].
+func (s *Notes) Now(ctx context.Context) (now time.Time, err error) {
+	err = s.db.QueryRow(ctx, sqlClock).Scan(&now)
+	return now, err
+}
+
 // Ping implements [Transactor].
 func (s *Notes) Ping(ctx context.Context) error { return s.db.Ping(ctx) }
 

@@ -60,6 +60,8 @@ type Transactor interface {
 	InTx(ctx context.Context, work *Activity, keys []NoteKey, shared bool, queue func(*pgx.Batch), f TxFunc) error
 	// Ping returns why PostgreSQL cannot be reached, or nil.
 	Ping(ctx context.Context) error
+	// Now returns the time of PostgreSQL.
+	Now(ctx context.Context) (time.Time, error)
 }
 
 // ProcessBatch runs tasks of several events in one transaction. If a handler fails, the transaction is rolled back, and
@@ -84,7 +86,7 @@ func (p *Processor) ProcessBatch(
 	return tasks[len(c.results)].Meta.Origin, repeats, nil
 }
 
-// Repeats are tasks that were done before. No handler was called for them, so they say nothing about an action.
+// Repeats are tasks that were done before, or whose events had expired. No handler was called for them, so they say nothing about an action.
 type Repeats []Task
 
 // Has reports whether a task is among them.
@@ -93,7 +95,7 @@ func (r Repeats) Has(t *Task) bool {
 }
 
 // ProcessOne runs one task, in a transaction of its own if its handler has one. It reports whether the task was done
-// before, so that no handler was called.
+// before, or its event had expired, so that no handler was called.
 func (p *Processor) ProcessOne(ctx context.Context, t Task) (repeat bool, err error) {
 	if t.Kind != NoTx {
 		c, err := p.transact(ctx, []Task{t}, func(time.Duration) bool { return false })
@@ -102,6 +104,12 @@ func (p *Processor) ProcessOne(ctx context.Context, t Task) (repeat bool, err er
 		}
 		p.Notify(ctx, c.results)
 		return c.results[0].Repeat, nil
+	}
+	if expired, err := p.hasExpired(ctx, &t); expired || err != nil {
+		if expired {
+			p.Notify(ctx, []TaskResult{{Task: t, Repeat: true, expired: true}})
+		}
+		return expired, err
 	}
 	var took time.Duration
 	err = contain.Do(func() (err error) {
@@ -144,6 +152,7 @@ func (p *Processor) transact(
 			if p.Queue != nil {
 				p.Queue(b, tasks)
 			}
+			c.clock.queue(b, tasks)
 		}
 		return p.Store.InTx(ctx, p.work, c.keys, severalCalls(tasks), queue, func(tx Tx, fresh map[NoteKey]bool) error {
 			c.tx, c.fresh = tx, fresh
@@ -163,6 +172,42 @@ func (p *Processor) transact(
 		p.runSeparately(handlersOf(tasks)...)
 	}
 	return c, err
+}
+
+// hasExpired reports whether the event of a task without a transaction has expired. What an earlier attempt has begun
+// outside of PostgreSQL, its handler finishes. Without PostgreSQL the clock of this host counts.
+func (p *Processor) hasExpired(ctx context.Context, t *Task) (bool, error) {
+	if t.Meta.Expires.IsZero() || t.Begun || t.Meta.Attempt > 1 || !t.FirstFailed.IsZero() {
+		return false, nil
+	}
+	now := time.Now()
+	if p.Store != nil {
+		var err error
+		if now, err = p.Store.Now(ctx); err != nil {
+			return false, &NoteError{fmt.Errorf("read the time of PostgreSQL: %w", err)}
+		}
+	}
+	return !now.Before(t.Meta.Expires), nil
+}
+
+// clock is the time of PostgreSQL. The zero value is not known, and nothing is past then.
+type clock struct{ now, read time.Time }
+
+const sqlClock = `SELECT clock_timestamp()`
+
+// queue adds a statement that reads the clock to a batch, if an event of the tasks may expire.
+func (c *clock) queue(b *pgx.Batch, tasks []Task) {
+	if slices.ContainsFunc(tasks, func(t Task) bool { return !t.Meta.Expires.IsZero() }) {
+		b.Queue(sqlClock).QueryRow(func(row pgx.Row) error {
+			c.read = time.Now()
+			return row.Scan(&c.now)
+		})
+	}
+}
+
+// isPast reports whether a time is past; zero never is.
+func (c *clock) isPast(at time.Time) bool {
+	return !at.IsZero() && !c.now.IsZero() && !c.now.Add(time.Since(c.read)).Before(at)
 }
 
 // own calls Begin or Complete of a [Processor], with a bound for their statements.
@@ -351,8 +396,12 @@ func (p *Processor) Notify(ctx context.Context, results []TaskResult) {
 func (p *Processor) notifyOne(ctx context.Context, r TaskResult) {
 	switch {
 	case r.Repeat:
+		what := "outbox: event handled already"
+		if r.Meta.Expired = r.expired; r.expired {
+			what = "outbox: event has expired and is not handled"
+		}
 		if p.Log.Enabled(ctx, slog.LevelDebug) {
-			p.Log.DebugContext(EventContext(ctx, &r.Meta), "outbox: event handled already",
+			p.Log.DebugContext(EventContext(ctx, &r.Meta), what,
 				EventAttrs(&r.Meta, "action", r.Action)...)
 		}
 		if p.Rules.Hooks.Repeated != nil {

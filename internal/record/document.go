@@ -70,6 +70,10 @@ func appendValue(b []byte, value any) []byte {
 		return append(append(append(b, '"'), uuid.UUID(v.Bytes).String()...), '"')
 	case time.Time:
 		return append(envelope.AppendTime(append(b, '"'), v), '"')
+	case pgtype.Timestamptz:
+		if v.Valid {
+			return append(envelope.AppendTime(append(b, '"'), v.Time), '"')
+		}
 	case int32:
 		return strconv.AppendInt(b, int64(v), 10)
 	case []byte:

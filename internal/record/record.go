@@ -117,28 +117,28 @@ func (s *Store) CancelStatement(id uuid.UUID) (sql string, args []any) {
 // rowColumns are the columns of outbox that a recorder fills. The other columns have defaults.
 var rowColumns = []string{
 	"event_id", "event_type", "source", "aggregate_type", "aggregate_id",
-	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at",
+	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at", "expires_at",
 }
 
 // columns is rowColumns in SQL.
 const columns = `event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at`
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, expires_at`
 
 // sqlInsertOne stores one event. Most transactions record only one event.
 const sqlInsertOne = `
 INSERT INTO {schema}.outbox (` + columns + `)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)`
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)`
 
 // sqlInsert stores any number of events. unnest keeps the order of its arrays, and the
 // sequence is called row by row, so ids are in the order of the events.
 const sqlInsert = `
 INSERT INTO {schema}.outbox (` + columns + `)
 SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
-       e.payload::jsonb, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at
+       e.payload::jsonb, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at, e.expires_at
   FROM unnest($2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bytea[],
-              $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[])
+              $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[], $13::timestamptz[])
        AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
-             content_type, topic, partition_key, headers, occurred_at)`
+             content_type, topic, partition_key, headers, occurred_at, expires_at)`
 
 // sqlInsertDocument stores the events of a JSON document. Its argument is a text, which every driver can
 // send in every mode. Arrays would need the encoding of pgx. JSON values are texts in the document, because
@@ -147,21 +147,21 @@ SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
 const sqlInsertDocument = `
 INSERT INTO {schema}.outbox (` + columns + `)
 SELECT e.event_id, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
-       e.payload::jsonb, decode(e.payload_bytes, 'base64'), e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at
+       e.payload::jsonb, decode(e.payload_bytes, 'base64'), e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at, e.expires_at
   FROM json_to_recordset($1::text::json)
        AS e (event_id uuid, event_type text, source text, aggregate_type text, aggregate_id text, payload text, payload_bytes text,
-             content_type text, topic text, partition_key text, headers text, occurred_at timestamptz)`
+             content_type text, topic text, partition_key text, headers text, occurred_at timestamptz, expires_at timestamptz)`
 
 // sqlInsertDelayed is sqlInsert for calls in which some events have a due time. Both tables keep the order of the
 // events. They draw their ids from two sequences.
 const sqlInsertDelayed = `
 WITH e AS MATERIALIZED (
     SELECT e.event_id, e.event_type, $1::text AS source, e.aggregate_type, e.aggregate_id,
-           e.payload::jsonb AS payload, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb AS headers, e.occurred_at, e.due_at
+           e.payload::jsonb AS payload, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb AS headers, e.occurred_at, e.expires_at, e.due_at
       FROM unnest($2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bytea[],
-                  $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[], $13::timestamptz[])
+                  $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[], $13::timestamptz[], $14::timestamptz[])
            AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
-                 content_type, topic, partition_key, headers, occurred_at, due_at)
+                 content_type, topic, partition_key, headers, occurred_at, expires_at, due_at)
 )` + intoBoth
 
 // sqlInsertDelayedDocument is the same for sqlInsertDocument.
@@ -169,10 +169,10 @@ const sqlInsertDelayedDocument = `
 WITH e AS MATERIALIZED (
     SELECT e.event_id, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
            e.payload::jsonb AS payload, decode(e.payload_bytes, 'base64') AS payload_bytes, e.content_type, e.topic, e.partition_key,
-           e.headers::jsonb AS headers, e.occurred_at, e.due_at
+           e.headers::jsonb AS headers, e.occurred_at, e.expires_at, e.due_at
       FROM json_to_recordset($1::text::json)
            AS e (event_id uuid, event_type text, source text, aggregate_type text, aggregate_id text, payload text, payload_bytes text,
-                 content_type text, topic text, partition_key text, headers text, occurred_at timestamptz, due_at timestamptz)
+                 content_type text, topic text, partition_key text, headers text, occurred_at timestamptz, expires_at timestamptz, due_at timestamptz)
 )` + intoBoth
 
 // intoBoth ends these statements.

@@ -31,6 +31,7 @@ type Rows struct {
 	partitionKey  []pgtype.Text
 	headers       []pgtype.Text
 	occurredAt    []time.Time
+	expiresAt     []pgtype.Timestamptz
 	dueAt         []pgtype.Timestamptz
 	delayed       int // how many have a due time
 }
@@ -51,6 +52,7 @@ func NewRows(source string, n, maxPayload int) *Rows {
 		partitionKey:  make([]pgtype.Text, 0, n),
 		headers:       make([]pgtype.Text, 0, n),
 		occurredAt:    make([]time.Time, 0, n),
+		expiresAt:     make([]pgtype.Timestamptz, 0, n),
 		dueAt:         make([]pgtype.Timestamptz, 0, n),
 	}
 }
@@ -74,6 +76,8 @@ type Event interface {
 	OccurredAt() time.Time
 	// NotBefore is the time at which the event is due. It is zero for an event without delay.
 	NotBefore() time.Time
+	// Expires is the time from which on the event is worth nothing. It is zero for an event that does not expire.
+	Expires() time.Time
 	Encode() ([]byte, error)
 	NewID() (uuid.UUID, error)
 }
@@ -110,6 +114,10 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	if err != nil {
 		return &envelope.FieldError{Field: "not_before", Err: err}
 	}
+	expiresAt, err := expiryTime(e.Expires(), dueAt)
+	if err != nil {
+		return &envelope.FieldError{Field: "expires", Err: err}
+	}
 	payload, err := r.encode(t, e)
 	if err != nil {
 		return &envelope.FieldError{Field: "payload", Err: err}
@@ -133,6 +141,7 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	r.partitionKey = append(r.partitionKey, partitionKey)
 	r.headers = append(r.headers, pgtype.Text{String: string(headers), Valid: headers != nil})
 	r.occurredAt = append(r.occurredAt, occurredAt)
+	r.expiresAt = append(r.expiresAt, expiresAt)
 	r.dueAt = append(r.dueAt, dueAt)
 	if dueAt.Valid {
 		r.delayed++
@@ -148,6 +157,19 @@ func dueTime(t time.Time) (pgtype.Timestamptz, error) {
 	}
 	t = t.Add(time.Microsecond - 1).Truncate(time.Microsecond)
 	return pgtype.Timestamptz{Time: t, Valid: true}, check.Time(t)
+}
+
+// expiryTime returns the time at which an event expires for its column, or NULL for zero. The event is not to be late.
+func expiryTime(t time.Time, dueAt pgtype.Timestamptz) (pgtype.Timestamptz, error) {
+	if t.IsZero() {
+		return pgtype.Timestamptz{}, nil
+	}
+	t = t.Truncate(time.Microsecond)
+	err := check.Time(t)
+	if err == nil && dueAt.Valid && !t.After(dueAt.Time) {
+		err = fmt.Errorf("%w: not after NotBefore, so that it would never be sent", check.ErrTime)
+	}
+	return pgtype.Timestamptz{Time: t, Valid: true}, err
 }
 
 // encode returns the payload of an event, checked for its column.
@@ -172,7 +194,7 @@ func (r *Rows) encode(t Type, e Event) (payload []byte, err error) {
 func (r *Rows) args() []any {
 	return []any{
 		r.source, r.eventID, r.eventType, r.aggregateType, r.aggregateID, r.payload, r.payloadBytes,
-		r.contentType, r.topic, r.partitionKey, r.headers, r.occurredAt,
+		r.contentType, r.topic, r.partitionKey, r.headers, r.occurredAt, r.expiresAt,
 	}
 }
 
@@ -185,6 +207,7 @@ func (r *Rows) row(i int) ([]any, error) {
 	return []any{
 		r.eventID[i], r.eventType[i], r.source, r.aggregateType[i], r.aggregateID[i],
 		jsonText(r.payload[i]), r.payloadBytes[i], r.contentType[i], r.topic[i], r.partitionKey[i], jsonText(r.headers[i]), r.occurredAt[i],
+		r.expiresAt[i],
 	}, nil
 }
 
@@ -213,6 +236,9 @@ func (r *Rows) Envelope(i int) *envelope.Event {
 		PartitionKey:  textBytes(r.partitionKey[i]),
 		Headers:       textBytes(r.headers[i]),
 		OccurredAt:    envelope.AppendTime(nil, r.occurredAt[i]),
+	}
+	if at := r.expiresAt[i]; at.Valid {
+		e.Expiry = &envelope.Expiry{At: at.Time}
 	}
 	if e.IsJSON {
 		e.Payload = textBytes(r.payload[i])

@@ -286,7 +286,7 @@ type Outcome struct {
 	Kind  OutcomeKind
 	Class string // of the error, as in outbox_failed.error_class
 	Err   error
-	Sent  SentTo // of a sent event
+	Sent  SentTo // of a sent event; of one that had expired, only the time
 	place string // outbox_failed.place: the topic or partition that an unavailable event waits for, or to which a probe was sent
 }
 
@@ -310,6 +310,7 @@ const (
 	OutcomeUnavailable                    // Kafka, the topic or the partition was unavailable
 	OutcomeBlocked                        // not sent: an earlier event of the key did not get through
 	OutcomeParked                         // not sent: the key is parked, and the parking has counted the event
+	OutcomeExpired                        // not sent: the event had expired
 )
 
 // invalidEvent is the error class of rows from which no record can be made.

@@ -70,6 +70,7 @@ func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Se
 
 // Deliver sends a batch and returns the outcome of each event:
 //
+//   - An event that has expired is not sent, whatever its key waits for.
 //   - An event of a parked key, or behind an event that failed, is not sent.
 //   - While Kafka as a whole is unavailable, Deliver sends the failed events again, after a backoff.
 //   - While Kafka works, a failure is that of a topic or partition, and its event is unavailable. Once another
@@ -79,6 +80,9 @@ func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Se
 func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
 	d := p.begin(stop, held, batch, true)
 	for i := range batch {
+		if d.skipExpired(i) {
+			continue
+		}
 		if parked.busy.Load() && !d.PassFailedKeys && parked.MustWait(d.key(i)) {
 			d.outcomes[i].Kind = OutcomeParked
 		} else {
@@ -177,7 +181,7 @@ func (d *delivery) parkOvertaken() {
 	for len(d.pending) > 0 && d.pending[0] < last {
 		i := d.pending[0]
 		d.pending = d.pending[1:]
-		if !d.skipBlocked(i) {
+		if !d.skipExpired(i) && !d.skipBlocked(i) {
 			d.outcomes[i] = Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errStopping), Err: errStopping}
 			d.block(i)
 		}

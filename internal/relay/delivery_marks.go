@@ -94,10 +94,26 @@ func (d *delivery) block(i int) {
 	d.blocked[d.key(i)] = true
 }
 
-// skip gives an event that is not to be sent its outcome, and reports whether it has: its key is blocked, it was sent
-// and is not answered yet, or its topic or partition is bad or does not answer.
+// skip gives an event that is not to be sent its outcome, and reports whether it has: it has expired, its key is
+// blocked, it was sent and is not answered yet, or its topic or partition is bad or does not answer.
 func (d *delivery) skip(i int) bool {
-	return d.skipBlocked(i) || d.skipUnanswered(i) || d.avoiding && d.skipBad(i) || d.skipSilent(i)
+	return d.skipExpired(i) || d.skipBlocked(i) || d.skipUnanswered(i) || d.avoiding && d.skipBad(i) || d.skipSilent(i)
+}
+
+// skipExpired skips an event that has expired. One that was sent and is not answered yet waits for its answer, because
+// later events of its key must not overtake it.
+func (d *delivery) skipExpired(i int) bool {
+	e := &d.batch[i]
+	if !e.HasExpired() {
+		return false
+	}
+	if d.Unanswered != nil {
+		if _, is := d.Unanswered.find(e); is {
+			return false
+		}
+	}
+	d.outcomes[i] = Outcome{Kind: OutcomeExpired, Sent: SentTo{Time: time.Now()}}
+	return true
 }
 
 func (d *delivery) skipBlocked(i int) bool {
@@ -186,11 +202,8 @@ func (d *delivery) hear(err error) {
 	}
 }
 
-// notifySent passes the events with an outcome to the hook, if there are any.
+// notifySent passes the events with an outcome to the hook, if there are any, and logs those that had expired.
 func (d *delivery) notifySent() {
-	if d.OnSent == nil {
-		return
-	}
 	b := SentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
 	for i, o := range d.outcomes {
 		switch o.Kind {
@@ -203,11 +216,16 @@ func (d *delivery) notifySent() {
 			b.NotTaken = append(b.NotTaken, notTaken{d.sentEvent(i), o.Class})
 		case OutcomeBlocked, OutcomeParked:
 			b.Waiting++
+		case OutcomeExpired:
+			b.Expired++
 		case OutcomePending:
 		}
 	}
 	b.Events, b.Failed = len(b.Sent), len(b.NotTaken)
-	if b.Events+b.Failed+b.Waiting > 0 {
+	if b.Expired > 0 {
+		d.Log.Info("outbox: events have expired and are not sent", "events", b.Expired, "retried", b.Retried)
+	}
+	if d.OnSent != nil && b.Events+b.Failed+b.Waiting+b.Expired > 0 {
 		d.OnSent(b)
 	}
 }

@@ -165,7 +165,7 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 		} else if d.outcomes[i] = (Outcome{}); r.sent != nil && r.sent(i) {
 			d.outcomes[i].Kind = OutcomeBlocked
 			d.block(i)
-		} else if !x.skip(d, i, r.parked) {
+		} else if !d.skipExpired(i) && !x.skip(d, i, r.parked) {
 			t.which = append(t.which, i)
 		}
 	}
@@ -251,7 +251,7 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	if r.parked != nil {
 		last = d.batch[t.n-1].ID
 	}
-	x.recorded = r.parked == nil || len(t.which) == t.n
+	x.recorded = r.parked == nil || len(t.which)+expiredIn(d.outcomes[:t.n]) == t.n
 	if x.recorded {
 		own, err := x.sender.CursorRecord(x.record(last, r.again(t.which)))
 		if err != nil {
@@ -266,6 +266,15 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	copy(t.records, records) // with their partitions
 	copy(t.errs, errs)
 	return x.classify(ctx, d, t, errs)
+}
+
+func expiredIn(outcomes []Outcome) (n int) {
+	for _, o := range outcomes {
+		if o.Kind == OutcomeExpired {
+			n++
+		}
+	}
+	return n
 }
 
 // classify gives the events that were sent their outcome, or aborts their transaction.

@@ -32,6 +32,7 @@ func failedEvent(e *envelope.Event, class string, err error, retries int) tables
 // SentBatch has the outcomes of events that were sent together.
 type SentBatch struct {
 	Events, Failed, Waiting int // accepted by Kafka; not accepted; not sent because an earlier event of the key waits
+	Expired                 int // not sent because it had expired
 	Retried                 bool
 	Began                   time.Time
 	Took                    time.Duration

@@ -399,11 +399,11 @@ func (r *retrier) rejectUnreadable(e *cursor.FailedRow) error {
 	return nil
 }
 
-// sentKeys returns the keys of which every event was sent, each once.
+// sentKeys returns the keys of which every event was sent or has expired, each once.
 func sentKeys(events []cursor.FailedRow, outcomes []Outcome) (keys []string) {
 	skip := map[string]bool{}
 	for i, o := range outcomes {
-		if o.Kind != OutcomeSent {
+		if o.Kind != OutcomeSent && o.Kind != OutcomeExpired {
 			skip[events[i].Key] = true
 		}
 	}
@@ -422,6 +422,8 @@ func (r *retrier) resultOf(e *cursor.FailedRow, o Outcome) (result cursor.RetryR
 	case OutcomeSent:
 		result.Status, result.Err = statusResolved, nil
 		result.Partition, result.Offset, result.SentAt = o.Sent.Partition.Number, o.Sent.Offset, o.Sent.Time
+	case OutcomeExpired:
+		result.Status, result.Expired = statusResolved, true
 	case OutcomeRejected:
 		result.Status, result.Count, result.Wait = statusFailed, 1, r.Rules.WaitBefore(e.Retries+2)
 		if e.Retries+1 >= r.Rules.MaxRetries {

@@ -50,11 +50,11 @@ func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
 	return err
 }
 
-// placesOf returns where the events of a batch are.
+// placesOf returns where the events of a batch are, and which had expired.
 func placesOf(batch []envelope.Event, outcomes []Outcome) tables.SentRow {
 	var e tables.SentEncoder
 	for i := range batch {
-		s := tables.Sent{OutboxID: batch[i].ID}
+		s := tables.Sent{OutboxID: batch[i].ID, Expired: outcomes[i].Kind == OutcomeExpired}
 		if o := &outcomes[i]; o.Kind == OutcomeSent {
 			s.Topic, s.Partition, s.Offset = o.Sent.Partition.Topic, o.Sent.Partition.Number, o.Sent.Offset
 		}
@@ -72,7 +72,7 @@ func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided 
 		switch o.Kind {
 		case OutcomePending:
 			return i, failures
-		case OutcomeSent:
+		case OutcomeSent, OutcomeExpired:
 			continue
 		case OutcomeRejected:
 			status, wait = statusFailed, s.Rules.WaitBefore(1)

@@ -34,6 +34,8 @@ func (d *delivery) outcomeWords() []string {
 			words[i] = "unavailable"
 		case OutcomeBlocked, OutcomeParked:
 			words[i] = "blocked"
+		case OutcomeExpired:
+			words[i] = "expired"
 		}
 		if errors.Is(o.Err, errUnanswered) {
 			words[i] = "unanswered"

@@ -104,11 +104,11 @@ const sqlCleanPublished = publishedRows + belowCeiling + publishedAmong + delete
 const sqlCleanArchived = sqlCleanPublished + archivedColumns
 
 // archivedColumns returns the rows as well, in the order of ids.
-const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.aggregate_type, g.aggregate_id,
-       coalesce(g.payload_bytes, pg_catalog.convert_to(g.payload::text, 'UTF8')), g.content_type, g.payload IS NOT NULL, coalesce(g.topic, ''), coalesce(g.partition_key, ''),
-       pg_catalog.convert_to(g.headers::text, 'UTF8'), g.occurred_at, g.created_at
-  FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
- ORDER BY g.id`
+const archivedColumns = `, o.id, o.event_id::text, o.event_type, o.source, o.aggregate_type, o.aggregate_id,
+       coalesce(o.payload_bytes, pg_catalog.convert_to(o.payload::text, 'UTF8')), o.content_type, o.payload IS NOT NULL, coalesce(o.topic, ''), coalesce(o.partition_key, ''),
+       pg_catalog.convert_to((` + tables.Headers + `)::text, 'UTF8'), o.occurred_at, o.created_at
+  FROM (VALUES (1)) AS head LEFT JOIN gone AS o ON true
+ ORDER BY o.id`
 
 // MaxArchiveBytes bounds the events that an Archive gets at once; one event may be larger, up to Store.Most.
 const MaxArchiveBytes = 16 << 20

@@ -13,9 +13,10 @@ import (
 // Sent is what became of an event that a relay has attempted.
 type Sent struct {
 	OutboxID  int64
-	Topic     string // "": it was not sent, and went into outbox_failed
+	Topic     string // "": it was not sent, and went into outbox_failed unless it had expired
 	Partition int32
 	Offset    int64 // -1: Kafka has not told it
+	Expired   bool  // it was not sent
 }
 
 // SentRow is what a row of outbox_cursor says of the events between the row before it and itself. The columns
@@ -28,12 +29,13 @@ type SentRow struct {
 // The column sent has, as varints unless it says otherwise:
 //
 //   - the version, 1
-//   - the time of the first record, in milliseconds since 1970
+//   - the time of the first record, or of the first event that had expired, in milliseconds since 1970
 //   - the number of topics, and for each its length and its name as bytes
 //   - the number of partitions, and for each the index of its topic, its number and the offset of its first record
 //   - for each event, in the order of ids, 4 times the number of its partition, from 1 on, or 0 if it was not sent.
 //     1 is added if ids are left out in front of it; then their number follows. 2 is added if its offset does not
-//     follow that of the event before it in its partition; then the difference follows.
+//     follow that of the event before it in its partition; then the difference follows. Without a partition, 2 means
+//     that the event had expired.
 //
 // So most events take one byte.
 const sentVersion = 1
@@ -42,6 +44,8 @@ const (
 	sentGap  = 1 // ids are left out
 	sentJump = 2 // offsets are left out
 	sentFlag = 4 // the number of the partition times this
+
+	sentExpired = sentJump // of an event without a partition
 )
 
 // SentEncoder makes a [SentRow]. The zero value is ready. It belongs to one goroutine.
@@ -55,7 +59,7 @@ type SentEncoder struct {
 	partitions map[sentPartition]*sentAt
 	parts      []byte
 	events     []byte
-	sent       bool
+	is         bool // an event was sent or has expired
 }
 
 type sentPartition struct {
@@ -76,10 +80,12 @@ func (e *SentEncoder) Add(s Sent, at time.Time) {
 	}
 	var token uint64
 	var jump int64
-	if s.Topic != "" {
-		if !e.sent {
-			e.sent, e.at = true, at.UnixMilli()
-		}
+	if !e.is && (s.Topic != "" || s.Expired) {
+		e.is, e.at = true, at.UnixMilli()
+	}
+	if s.Expired {
+		token = sentExpired
+	} else if s.Topic != "" {
 		p := e.partition(s)
 		if token, jump = p.slot*sentFlag, s.Offset-p.next; jump != 0 {
 			token |= sentJump
@@ -132,9 +138,9 @@ func (e *SentEncoder) topic(name string) uint64 {
 	return topic
 }
 
-// Row returns the row. It has no bytes if no event was sent.
+// Row returns the row. It has no bytes if no event was sent or has expired.
 func (e *SentEncoder) Row() SentRow {
-	if !e.sent {
+	if !e.is {
 		return SentRow{}
 	}
 	b := binary.AppendUvarint(nil, sentVersion)
@@ -182,9 +188,11 @@ func (r SentRow) Events() (all []Sent, at time.Time, err error) {
 		}
 		s := Sent{OutboxID: last, Offset: -1}
 		switch slot := token / sentFlag; {
+		case slot == 0:
+			s.Expired = token&sentExpired != 0
 		case slot > uint64(len(partitions)):
 			return nil, at, ErrSent
-		case slot > 0:
+		default:
 			p := &partitions[slot-1]
 			if token&sentJump != 0 {
 				p.Offset += d.varint()
@@ -249,13 +257,14 @@ const SQLSent = `
 SELECT relay::text, epoch, id, sent_from, sent_to, sent FROM {schema}.outbox_cursor
  WHERE sent_from <= $2::bigint AND sent_to >= $1::bigint AND octet_length(sent) <= $3::int`
 
-// SentPlace is one record of an event. An archive keeps it as JSON.
+// SentPlace is one record of an event, or says that the event had expired. An archive keeps it as JSON.
 type SentPlace struct {
 	Relay     string    `json:"relay"`
 	Topic     string    `json:"topic"`
 	Partition int32     `json:"partition"`
 	Offset    int64     `json:"offset"`
 	At        time.Time `json:"at"`
+	Expired   bool      `json:"expired,omitempty"`
 }
 
 // ReadSent reads what SQLSent returns, and returns the places of some events by their ids, the first one first.
@@ -271,8 +280,8 @@ func ReadSent(rows pgx.Rows, wanted func(outboxID int64) bool) (map[int64][]Sent
 	_, err := pgx.ForEachRow(rows, []any{&relay, &epoch, &id, &row.From, &row.To, &row.Bytes}, func() error {
 		events, at, err := row.Events()
 		for _, s := range events {
-			if s.Topic != "" && wanted(s.OutboxID) {
-				all = append(all, found{epoch, id, s.OutboxID, SentPlace{relay, s.Topic, s.Partition, s.Offset, at.UTC()}})
+			if (s.Topic != "" || s.Expired) && wanted(s.OutboxID) {
+				all = append(all, found{epoch, id, s.OutboxID, SentPlace{relay, s.Topic, s.Partition, s.Offset, at.UTC(), s.Expired}})
 			}
 		}
 		return err

@@ -75,7 +75,7 @@ func TestSentIsSmall(t *testing.T) {
 
 // Bytes that were not written by us are an error, and take no more memory than they have.
 func FuzzSent(f *testing.F) {
-	row := encodeSent(time.UnixMilli(1_800_000_000_123), []Sent{{1, "a", 0, 7}, {2, "", 0, -1}, {9, "b", 3, -1}, {10, "a", 0, 9}})
+	row := encodeSent(time.UnixMilli(1_800_000_000_123), []Sent{{1, "a", 0, 7, false}, {2, "", 0, -1, false}, {9, "b", 3, -1, false}, {10, "a", 0, 9, false}})
 	f.Add(row.From, row.To, row.Bytes)
 	f.Add(int64(1), int64(1), []byte{1, 0, 255, 255, 255, 255, 15})
 	f.Fuzz(func(t *testing.T, from, to int64, b []byte) {

@@ -56,6 +56,7 @@ type state byte
 const (
 	stateSent    state = iota // in Kafka
 	statePending              // the relay has not come to it
+	stateExpired              // it may have expired before the relay came to it
 	stateWaiting              // the following ones are those of outbox_failed
 	stateFailed
 	stateParked
@@ -64,7 +65,7 @@ const (
 	states
 )
 
-var stateNames = [states]string{"sent", "pending", "waiting", "failed", "parked", "dead", "resolved"}
+var stateNames = [states]string{"sent", "pending", "expired", "waiting", "failed", "parked", "dead", "resolved"}
 
 // sign maps int64 to uint64 in the same order.
 const sign = 1 << 63

@@ -26,7 +26,7 @@ SELECT c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed
 
 // sqlFailed reads the events that the relay did not send at the first attempt.
 const sqlFailed = `
-SELECT id, event_id, status, parking_key FROM {schema}.outbox_failed WHERE id > $1 AND relay = $2::text ORDER BY id LIMIT $3`
+SELECT id, event_id, CASE WHEN resolution = 'expired' AND resolved_by IS NULL THEN 'expired' ELSE status END, parking_key FROM {schema}.outbox_failed WHERE id > $1 AND relay = $2::text ORDER BY id LIMIT $3`
 
 // sqlActions reads what operators have done to failed events. Rows of outbox_failed are removed when their events are
 // sent, or when they were resolved long ago.
@@ -41,9 +41,9 @@ const highestArchived = `SELECT id FROM {schema}.outbox_archive ORDER BY id DESC
 
 const eventColumns = `event_id, created_at, coalesce(topic, pg_catalog.split_part(event_type, '.', 2) || '-events'), coalesce(partition_key, aggregate_id), source`
 
-// sqlEvents reads rows of outbox in the order of ids, and whether the relay has attempted them.
+// sqlEvents reads rows of outbox in the order of ids, whether the relay has attempted them, and whether they have expired.
 const sqlEvents = `
-SELECT o.id, ` + eventColumns + `, ` + tables.Attempted + `
+SELECT o.id, ` + eventColumns + `, ` + tables.Attempted + `, coalesce(o.expires_at <= now(), false)
   FROM (SELECT $1::pg_snapshot AS snapshot, $2::pg_snapshot AS window_snapshot, $3::bigint AS last_processed_id) AS s
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id > $4 AND id < $5 ORDER BY id LIMIT $6) AS o
  ORDER BY o.id`
@@ -51,7 +51,7 @@ SELECT o.id, ` + eventColumns + `, ` + tables.Attempted + `
 // archivedEvents reads rows of the archive. Retention has removed them from outbox, so the relay has attempted them.
 // Two events may have the same id there.
 const archivedEvents = `
-SELECT id, ` + eventColumns + `, true
+SELECT id, ` + eventColumns + `, true, coalesce(headers ->> 'ce_expirytime' COLLATE "C" <= to_json(now() AT TIME ZONE 'UTC') #>> '{}', false)
   FROM {schema}.outbox_archive
  WHERE id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid) AND id < $3
    AND created_at >= $4::timestamptz AND created_at < $5::timestamptz
@@ -263,10 +263,10 @@ func (r *rows) page(found pgx.Rows, after int64) (n int, last int64, id uuid.UUI
 	defer found.Close()
 	last = after
 	var at time.Time
-	var attempted bool
+	var attempted, expired bool
 	for found.Next() {
 		n++
-		if err := found.Scan(&last, (*[16]byte)(&id), pg.Time{At: &at}, nil, nil, nil, &attempted); err != nil {
+		if err := found.Scan(&last, (*[16]byte)(&id), pg.Time{At: &at}, nil, nil, nil, &attempted, &expired); err != nil {
 			return n, last, id, err
 		}
 		if at.Before(r.cfg.Since) || !r.cfg.Until.IsZero() && !at.Before(r.cfg.Until) {
@@ -278,8 +278,11 @@ func (r *rows) page(found pgx.Rows, after int64) (n int, last int64, id uuid.UUI
 			return n, last, id, err
 		}
 		s := sighting{event: eventID(id), side: sideEvent, topic: topic, position: last, key: hashKey(raw[4]), at: at.UnixMicro()}
-		if !attempted {
+		switch {
+		case !attempted:
 			s.state = statePending
+		case expired:
+			s.state = stateExpired
 		}
 		if _, err := r.sources.number(raw[5]); err != nil {
 			return n, last, id, err

@@ -100,7 +100,7 @@ type Report struct {
 	PhantomsSince     time.Time // phantoms are judged if all times of the record are not before this one
 	Found             map[Kind]int64
 	Findings          []Finding        // the first ones of each kind
-	NotSent           map[string]int64 // events that need not be in Kafka, by state: pending, or the status of outbox_failed
+	NotSent           map[string]int64 // events that need not be in Kafka, by state: pending, expired, or the status of outbox_failed
 	Expired           int64            // events that are not in Kafka, which may have removed their records
 	Older             int64            // events of records whose rows retention may have removed, or that are outside of the range
 	Released          int64            // inversions of keys with events that were dead, or on which operators acted

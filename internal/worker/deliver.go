@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -12,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // Deliver makes an attempt of an action on an event of the table outbox, within tx. It reports whether the
@@ -50,8 +52,8 @@ func (w *Worker) Deliver(
 const sqlDeliverRecorded = `
 SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, aggregate_id,
        coalesce(pg_catalog.convert_to(payload::text, 'UTF8'), payload_bytes),
-       content_type, coalesce(partition_key, ''), pg_catalog.convert_to(headers::text, 'UTF8'), occurred_at, created_at
-  FROM {schema}.outbox WHERE id = $1`
+       content_type, coalesce(partition_key, ''), pg_catalog.convert_to((` + tables.Headers + `)::text, 'UTF8'), occurred_at, created_at
+  FROM {schema}.outbox AS o WHERE id = $1`
 
 // readRecorded leaves the settings of the transaction as they are.
 func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d delivery.Delivery, err error) {
@@ -73,6 +75,12 @@ func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d deliv
 type storeWithin struct {
 	*handling.Notes
 	tx pgx.Tx
+}
+
+// Now implements [handling.Transactor].
+func (s *storeWithin) Now(ctx context.Context) (now time.Time, err error) {
+	err = s.tx.QueryRow(ctx, `SELECT clock_timestamp()`).Scan(&now)
+	return now, err
 }
 
 // InTx implements [handling.Transactor], with a savepoint.
