@@ -86,8 +86,8 @@ func TestStartGroupWithoutATopic(t *testing.T) {
 	require.Zero(t, f.count(t, "event_delivery"))
 }
 
-// What was committed after the cut does not come from the archive, however low its id is. What was committed before does
-// not come from Kafka or outbox. Failed events are tried again, and later ones of their key wait.
+// What was committed after the cut does not come from the archive, however low its id is. What was committed before
+// does not come from Kafka or outbox. Failed events are tried again, and later ones of their key wait.
 func TestStartGroupAtACut(t *testing.T) {
 	t.Parallel()
 	for _, kafka := range []bool{false, true} {
