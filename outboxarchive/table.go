@@ -26,7 +26,7 @@ type Table struct {
 	cfg TableConfig
 
 	sqlPrepare, sqlInsert, sqlPartitions, sqlRange string
-	reader                               rowReader
+	reader                                         rowReader
 }
 
 // TableConfig tunes a [Table]. The zero value is ready for production.

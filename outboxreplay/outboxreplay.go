@@ -7,6 +7,8 @@
 // A record that is sent again is a repeat. A consumer group that has a note of its event in event_handled
 // skips the record. A group without a note handles it: the group is new, or the note is older than
 // RetentionConfig.HandledFor. While a relay runs, its records come between the repeated ones.
+//
+// [StartGroup] has a new group of workers or consumers begin with the events of an archive. It sends nothing to Kafka.
 package outboxreplay
 
 import (

@@ -51,7 +51,7 @@ type StartReport struct {
 	Through, Last int64
 	// Deliveries is the number of deliveries that this call has made: one for each event and action.
 	Deliveries int64
-	// Waiting says what the call waits for. It is empty while the call works.
+	// Waiting says what an operator has to start. It is empty while the group has a process.
 	Waiting string
 	// First and Kept are the lowest ids in the archive and outbox together, and in outbox alone. Archived is the
 	// highest id in the archive. All are 0 if there is no such event.
@@ -246,7 +246,7 @@ func (s *groupStart) awaitRoom(ctx context.Context) error {
 		case !state.handlers:
 			s.show("no process of the group runs")
 		case state.open >= mostOpen:
-			s.show("the group handles what it has")
+			s.show("")
 		default:
 			return nil
 		}

@@ -78,16 +78,16 @@ func TestStartGroupWithoutATopic(t *testing.T) {
 	f := newStartFixture(t, 10)
 	testenv.CreateTopic(t, f.brokers, "other-"+f.topic, 1)
 	topics := func(c *outboxreplay.StartConfig) { c.Topics = []string{"other-" + f.topic} }
-	_, err := f.start(time.Second, "new", topics)
+	_, err := f.start(time.Second, "new-"+f.topic, topics)
 	require.ErrorIs(t, err, context.DeadlineExceeded, "it waits for a process of the group")
-	f.group(t, "new", true)
-	_, err = f.start(testenv.Patience, "new", topics)
-	require.ErrorContains(t, err, "group new has handlers for topic "+f.topic+", which was not named when it was started")
+	f.group(t, "new-"+f.topic, true)
+	_, err = f.start(testenv.Patience, "new-"+f.topic, topics)
+	require.ErrorContains(t, err, "group new-"+f.topic+" has handlers for topic "+f.topic+", which was not named when it was started")
 	require.Zero(t, f.count(t, "event_delivery"))
 }
 
-// What was committed after the cut does not come from the archive, however low its id is. What is in it, and was
-// committed before, does not come from Kafka or outbox. Failed events are tried again, and later ones of their key wait.
+// What was committed after the cut does not come from the archive, however low its id is. What was committed before
+// does not come from Kafka or outbox. Failed events are tried again, and later ones of their key wait.
 func TestStartGroupAtACut(t *testing.T) {
 	t.Parallel()
 	for _, kafka := range []bool{false, true} {
@@ -111,7 +111,7 @@ func testStartAtACut(t *testing.T, kafka bool) {
 			c.Topics = []string{f.topic}
 		}
 	}
-	_, err = f.start(time.Second, "new", topics)
+	_, err = f.start(time.Second, "new-"+f.topic, topics)
 	require.ErrorIs(t, err, context.DeadlineExceeded, "it waits for a process of the group")
 	require.NoError(t, slow.Commit(background))
 	f.record(t, sale{Product: "p0", Number: 12}, sale{Product: "slow", Number: 2})
@@ -130,7 +130,7 @@ func testStartAtACut(t *testing.T, kafka bool) {
 	cfg := outbox.HandlerConfig{Schema: f.schema, Logger: slog.New(slog.DiscardHandler), Retry: outbox.RetryPolicy{RetryWait: 100 * time.Millisecond}, MaxPoll: 1}
 	run := runnerOf(t, f.db, f, kafka, cfg, handler)
 	testenv.Run(t, run)
-	report, err := f.start(testenv.Patience, "new", topics)
+	report, err := f.start(testenv.Patience, "new-"+f.topic, topics)
 	require.NoError(t, err)
 	require.EqualValues(t, 11, report.Deliveries, "not that of the slow transaction")
 	require.Eventually(t, func() bool { return len(handled.All()) >= 14 }, testenv.Patience, 10*time.Millisecond)
@@ -140,18 +140,18 @@ func testStartAtACut(t *testing.T, kafka bool) {
 		require.Equal(t, next[e.Product], e.Number, "%v", handled.All())
 	}
 	require.Equal(t, map[string]int{"p0": 12, "slow": 2}, next)
-	require.Equal(t, 1, f.count(t, "outbox_audit WHERE action = 'start-group' AND consumer_group = 'new'"))
+	require.Equal(t, 1, f.count(t, "outbox_audit WHERE action = 'start-group' AND consumer_group = 'new-"+f.topic+"'"))
 }
 
-// runnerOf returns the Run of a worker or a consumer of the group "new".
+// runnerOf returns the Run of a worker or a consumer of the group.
 func runnerOf(t *testing.T, db *pgxpool.Pool, f *startFixture, kafka bool, cfg outbox.HandlerConfig, h outbox.Handler) func(context.Context) error {
 	t.Helper()
 	if kafka {
-		c, err := outbox.NewConsumer(db, testenv.KafkaOpts(f.brokers), f.events, "new", outbox.ConsumerConfig{HandlerConfig: cfg}, h)
+		c, err := outbox.NewConsumer(db, testenv.KafkaOpts(f.brokers), f.events, "new-"+f.topic, outbox.ConsumerConfig{HandlerConfig: cfg}, h)
 		require.NoError(t, err)
 		return c.Run
 	}
-	w, err := outbox.NewWorker(db, f.events, "new", outbox.WorkerConfig{HandlerConfig: cfg}, h)
+	w, err := outbox.NewWorker(db, f.events, "new-"+f.topic, outbox.WorkerConfig{HandlerConfig: cfg}, h)
 	require.NoError(t, err)
 	return w.Run
 }

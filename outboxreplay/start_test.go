@@ -190,7 +190,7 @@ func (f *startFixture) started(t testing.TB, group string) (through int64) {
 	return through
 }
 
-// isHandled reports whether the group has handled the last sale of each product.
+// missing returns how many sales the group has not handled yet.
 func (f *startFixture) missing(t testing.TB) (n int) {
 	t.Helper()
 	products := make([]string, f.products)

@@ -62,7 +62,7 @@ func (g *groupStart) run(ctx context.Context, e *env) error {
 		watchdog.reset()
 		if r.Waiting != "" && r.Waiting != said {
 			p.end()
-			e.say("waiting: " + r.Waiting)
+			fmt.Fprintf(e.stderr, "waiting: %s\n", r.Waiting)
 		}
 		said = r.Waiting
 		p.total = int(r.Last)

@@ -51,7 +51,7 @@ var onceOnEach = map[string]string{
 	"failures release": "event-2 --reason test", "consumers": "", "consumer pause": "--group g --topic t --reason test",
 	"consumer resume": "--group g --topic t --reason test", "consumer rewind": "--group g --to 2020-01-02",
 	"group start": "new --from archive --incomplete",
-	"cut status": "", "cut to-kafka": "--group g --relay r", "cut to-postgres": "--group g --relay r", "cut finish": "--relay r --no-wait --reason test", "cut cancel": "--relay r --reason test",
+	"cut status":  "", "cut to-kafka": "--group g --relay r", "cut to-postgres": "--group g --relay r", "cut finish": "--relay r --no-wait --reason test", "cut cancel": "--relay r --reason test",
 	"cut from-debezium": "--relay r --publication p --slot s", "cut to-debezium": "--relay r --publication p --slot s",
 	"dlq list": "t", "dlq replay": "t", "replay": "--since 2020-01-02",
 	"archive status": "", "archive create": "", "archive expire": "--yes --reason why", "audit": "",
