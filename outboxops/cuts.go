@@ -24,7 +24,8 @@ import (
 // To Kafka: start the consumers of the groups, and call ToKafka with a new relay. The relay may be started
 // before or after the call: it stands by. The workers go on until they have handled the events in front of
 // the cut. Await waits for that, and Finish lets the relay begin. Then stop the workers. Await does not
-// wait for dead deliveries: if they are requeued, only workers handle them.
+// wait for dead deliveries: if they are requeued afterwards, workers or consumers handle them, and the later
+// events of their keys wait.
 //
 // To PostgreSQL: stop the relay, and call ToPostgres. Then start the workers of the groups: they wait,
 // while the consumers go on until they have handled the records of the relay. Await waits for that, and
