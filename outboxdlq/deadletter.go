@@ -41,8 +41,8 @@ type DeadLetter struct {
 	// ReplayOf is set if that record was sent back from a dead-letter topic. It is the first position of
 	// the event, as topic-partition-offset.
 	ReplayOf string
-	// EditedFrom is set if an operator has written the value, see [Edit]. It is the place of the dead letter with the value
-	// from before, as topic-partition-offset.
+	// EditedFrom is set if an operator has written the value, see [Edit]. It is the place of the dead letter with
+	// the value from before, as topic-partition-offset.
 	EditedFrom string
 	// Group and Action are the consumer group and the action that failed. Action is empty if the record did
 	// not reach a handler.

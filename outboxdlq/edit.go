@@ -22,22 +22,22 @@ import (
 )
 
 // Edit sends a dead letter back with another value. It first writes a copy of the dead letter with that value to the
-// dead-letter topic, which says in [outbox.DeadLetterEditedFrom] where it comes from, because consumers handle only what is
-// there. The dead letter itself stays. Then it sends the copy back as [Replay] does, for the group and the action that
-// failed. So clients that may write to the topic, but not to its dead-letter topic, cannot edit events.
+// dead-letter topic, which says in [outbox.DeadLetterEditedFrom] where it comes from, because consumers handle only
+// what is there. The dead letter itself stays. Then it sends the copy back as [Replay] does, for the group and the
+// action that failed. So clients that may write to the topic, but not to its dead-letter topic, cannot edit events.
 //
-// Edit returns both dead letters, before with the value that it had, also if only the original record has that. A dry
-// run makes all checks and sends nothing. Of cfg, From, Choose and Progress are ignored. With DB, outbox_audit gets the
-// edit, with the value from before, and the replay.
+// Edit returns both dead letters, before with the value that it had, also if only the original record has that. A
+// dry run makes all checks and sends nothing. Of cfg, From, Choose and Progress are ignored. With DB, outbox_audit
+// gets the edit, with the value from before, and the replay.
 //
-// A group with a database has a row of event_delivery for the event, and outboxops.Failures.Edit edits that. If DB has
-// such a row with a value, the error is [outboxops.ErrStatus]. Use Edit for a group without a database, and for a large
-// value that only the dead letter has. If the tables of the group are elsewhere, its row is requeued with the new value.
-// Members of a release without Edit would requeue it with the old one.
+// A group with a database has a row of event_delivery for the event, and outboxops.Failures.Edit edits that. If DB
+// has such a row with a value, the error is [outboxops.ErrStatus]. Use Edit for a group without a database, and for
+// a large value that only the dead letter has. If the tables of the group are elsewhere, its row is requeued with
+// the new value. Members of a release without Edit would requeue it with the old one.
 //
-// The error is [outboxops.ErrNotFound] if there is no record at this offset, and a [*outbox.FieldError] if it is no dead
-// letter, or if the value is not JSON but should be, or is that of another event. Others are those of Replay. If the copy
-// was written and not sent back, a Replay of it does that.
+// The error is [outboxops.ErrNotFound] if there is no record at this offset, and a [*outbox.FieldError] if it is no
+// dead letter, or if the value is not JSON but should be, or is that of another event. Others are those of Replay.
+// If the copy was written and not sent back, a Replay of it does that.
 func Edit(ctx context.Context, opts []kgo.Opt, cfg ReplayConfig, partition int32, offset int64, value []byte) (before, after DeadLetter, err error) {
 	r, err := newRun(opts, cfg)
 	if err != nil {
@@ -75,7 +75,8 @@ func (r *run) find(ctx context.Context, partition int32, offset int64) (DeadLett
 	return DeadLetter{}, outboxops.ErrNotFound
 }
 
-// edit writes the copy of a dead letter with another value, and sends it back. It completes the value of the dead letter.
+// edit writes the copy of a dead letter with another value, and sends it back. It completes the value of the dead
+// letter.
 func (r *run) edit(ctx context.Context, d *DeadLetter, value []byte) (after DeadLetter, err error) {
 	complete, err := r.recordOf(ctx, *d)
 	if err != nil {
