@@ -235,6 +235,9 @@ const (
 	// DeadLetterDigest comes with each of them: the SHA-256 of the original's key, value and
 	// headers, by which a replay recognizes it.
 	DeadLetterDigest = deadletter.OriginalDigest
+	// DeadLetterEditedFrom is there if an operator has written the value. It names the dead letter that has the value
+	// from before, as topic-partition-offset.
+	DeadLetterEditedFrom = deadletter.EditedFrom
 )
 
 // The headers of a record that was sent back from a dead-letter topic: only this group handles it,

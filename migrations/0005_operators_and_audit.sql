@@ -501,7 +501,7 @@ BEGIN
         RETURN false;
     END IF;
     IF old.dead_letter IS NOT NULL THEN
-        RAISE EXCEPTION 'only the dead letter % has the value of the record', old.dead_letter
+        RAISE EXCEPTION 'only the dead letter % has the value of the record: outbox dlq edit edits that', old.dead_letter
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     parts := convert_from(old.record, 'UTF8')::jsonb;
@@ -697,6 +697,19 @@ BEGIN
         @schema@.outbox_check_names(coalesce(nullif($2, ''), 'all'), ARRAY[nullif($1, '')]);
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
     VALUES ($3, 'replay', $4, '', coalesce($1, '') || '/', nullif($2, ''));
+END $body$
+$function$,
+
+-- Records that an operator edits a dead letter of a topic for a consumer group: value is that from before.
+$function$
+CREATE FUNCTION @schema@.outbox_audit_edit(
+    topic text, key text, consumer_group text, handler text, value bytea, operator text, reason text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_check_names($3, ARRAY[$1]);
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler,
+        payload_bytes)
+    VALUES ($6, 'edit', $7, '', $1 || '/' || $2, $3, $4, $5);
 END $body$
 $function$,
 

@@ -37,13 +37,18 @@ func (r *run) audit(ctx context.Context, resends []resend) error {
 		}
 		a := r.cfg.Audit
 		_, err := pg.Exec(ctx, r.cfg.DB, pg.InSchema(sqlAuditReplay, r.cfg.Schema), to.topic, to.group, a.Operator, a.Reason+" (dead letters of "+r.cfg.Topic+")")
-		if pg.IsUndefined(err) {
-			err = fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
-		}
 		if err != nil {
-			return fmt.Errorf("add row to outbox_audit: %w", err)
+			return fmt.Errorf("add row to outbox_audit: %w", notMigrated(err))
 		}
 		r.audited[to] = true
 	}
 	return nil
+}
+
+// notMigrated adds to an error of PostgreSQL that the tables are missing, or belong to another release.
+func notMigrated(err error) error {
+	if pg.IsUndefined(err) {
+		return fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+	}
+	return err
 }

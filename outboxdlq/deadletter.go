@@ -41,6 +41,9 @@ type DeadLetter struct {
 	// ReplayOf is set if that record was sent back from a dead-letter topic. It is the first position of
 	// the event, as topic-partition-offset.
 	ReplayOf string
+	// EditedFrom is set if an operator has written the value, see [Edit]. It is the place of the dead letter with
+	// the value from before, as topic-partition-offset.
+	EditedFrom string
 	// Group and Action are the consumer group and the action that failed. Action is empty if the record did
 	// not reach a handler.
 	Group, Action string
@@ -78,6 +81,7 @@ func Decode(r *kgo.Record) (DeadLetter, error) {
 		OriginalOffset:    h.number(outbox.DeadLetterOriginalOffset, 63),
 		OriginalTimestamp: h.time(outbox.DeadLetterOriginalTimestamp),
 		ReplayOf:          h.values[outbox.ReplayOf],
+		EditedFrom:        h.values[outbox.DeadLetterEditedFrom],
 		Group:             h.values[outbox.DeadLetterGroup],
 		Action:            h.values[outbox.DeadLetterAction],
 		Error:             h.values[outbox.DeadLetterError],

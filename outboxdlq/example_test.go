@@ -2,6 +2,7 @@ package outboxdlq_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxdlq"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 var (
@@ -42,6 +44,19 @@ func ExampleReplay() {
 	log.Printf("%+v", report)
 }
 
+// Edit sends a dead letter back with another value. Look at a dry run first.
+func ExampleEdit() {
+	before, after, err := outboxdlq.Edit(context.Background(), kafka, outboxdlq.ReplayConfig{Topic: dlq, DryRun: true}, 0, 1200, []byte(`{"amount": 2}`))
+	if errors.Is(err, outboxops.ErrNotFound) {
+		log.Println("Kafka does not keep it any more")
+		return
+	}
+	if err != nil {
+		log.Fatal(err)
+	}
+	log.Printf("%s instead of %s", after.Record.Value, before.Record.Value)
+}
+
 // Decode reads the headers of a dead letter.
 func ExampleDecode() {
 	d, err := outboxdlq.Decode(&kgo.Record{Topic: "order-events.dlq", Value: []byte(`{}`), Headers: []kgo.RecordHeader{
@@ -69,4 +84,5 @@ func TestExamples(t *testing.T) {
 	testenv.CreateTopic(t, testenv.Brokers(t), dlq, 1)
 	ExampleRead()
 	ExampleReplay()
+	ExampleEdit()
 }

@@ -118,8 +118,8 @@ func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) erro
 //
 // Edit of a delivery is for one group and one action: others get the event as it was recorded, also if they are dead.
 // Neither outbox nor Kafka has the new payload. A delivery that Kafka has brought gets another value of its record. It
-// has to be of the same event if the value names it, as in the structured mode of CloudEvents. If the payload of a
-// delivery is in its dead letter only, it cannot be edited here.
+// has to be of the same event if the value names it, as in the structured mode of CloudEvents. If only the dead letter
+// of a delivery has its payload, outboxdlq.Edit edits that.
 //
 // The error may be [ErrNotFound]. It is [ErrStatus] for a failure that is not dead, for an event of a relay that has
 // ended by a cut, and for a delivery of which the row does not have the whole record. It is a [*outbox.FieldError] for
@@ -213,11 +213,8 @@ func (f *Failures) checkEvent(ctx context.Context, row Failure, value []byte) er
 			}
 		}
 	}
-	was, wasErr := envelope.DecodeRecord(whole.Payload, headers)
-	is, isErr := envelope.DecodeRecord(value, headers)
-	if wasErr == nil && isErr == nil && (is.ID != was.ID || is.Source != was.Source || is.Type != was.Type) {
-		return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload",
-			Err: fmt.Errorf("%w: it is the event %.100q of %.100q, want %.100q of %.100q and the same type", outbox.ErrMalformed, is.ID, is.Source, was.ID, was.Source)}
+	if err := envelope.SameEvent(whole.Payload, value, headers); err != nil {
+		return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload", Err: err}
 	}
 	return nil
 }

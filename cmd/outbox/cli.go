@@ -45,7 +45,7 @@ func commands() []command {
 		failuresEditCommand, failuresHoldCommand, failuresReleaseCommand,
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand, cutFromDebeziumCommand, cutToDebeziumCommand,
-		dlqListCommand, dlqReplayCommand,
+		dlqListCommand, dlqReplayCommand, dlqEditCommand,
 		verifyCommand, replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand, groupStartCommand,
 		contractExportCommand, contractCheckCommand, contractDiffCommand,
 		auditCommand,

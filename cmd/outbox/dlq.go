@@ -114,6 +114,7 @@ type deadLetterJSON struct {
 	Attempts          int             `json:"attempts"`
 	FailedAt          *time.Time      `json:"failed_at"`
 	ReplayOf          string          `json:"replay_of,omitempty"`
+	EditedFrom        string          `json:"edited_from,omitempty"`
 	ValueOmitted      int             `json:"value_omitted,omitempty"`
 	KeyOmitted        int             `json:"key_omitted,omitempty"`
 	HeadersOmitted    int             `json:"headers_omitted,omitempty"`
@@ -125,7 +126,7 @@ type deadLetterJSON struct {
 func toDeadLetterJSON(d outboxdlq.DeadLetter, err error, values bool) deadLetterJSON {
 	l := deadLetterJSON{Partition: d.Record.Partition, Offset: d.Record.Offset, Key: string(d.Record.Key), OriginalTopic: d.OriginalTopic,
 		OriginalPartition: d.OriginalPartition, OriginalOffset: d.OriginalOffset, Group: d.Group, Action: d.Action, Class: d.Class,
-		Error: short.Text(d.Error, maxText), Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf,
+		Error: short.Text(d.Error, maxText), Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf, EditedFrom: d.EditedFrom,
 		ValueOmitted: d.ValueOmitted, KeyOmitted: d.KeyOmitted, HeadersOmitted: d.HeadersOmitted}
 	if err != nil {
 		l.Unreadable = err.Error()
@@ -324,6 +325,79 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 	}
 	e.printf("\n")
 	e.showTimes(r.filter.times)
+	return nil
+}
+
+var dlqEditCommand = command{
+	name: "dlq edit", synopsis: "TOPIC PARTITION:OFFSET", min: 2, max: 2,
+	summary: "give a dead letter another value and send it back",
+	about: `
+For a group without a database, and for a value that only the dead letter has:
+else outbox failures edit is for its delivery. A copy with the value goes to the
+dead-letter topic, and back to the group and the action that failed. The dead
+letter stays, so leave it out of later replays. Without --yes all checks are
+made, and both values are shown. outbox_audit gets the value from before.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var d dlqEdit
+		fs.StringVar(&d.file, "payload", "", "`FILE` the new value; - is the standard input")
+		fs.StringVar(&d.to, "to", "", "`TOPIC,…` it may go back to ({topic} of {topic}.dlq)")
+		fs.BoolVar(&d.yes, "yes", false, "do it; without it the values are only shown")
+		d.why.define(fs)
+		return d.run
+	},
+}
+
+type dlqEdit struct {
+	file, to string
+	yes      bool
+	why      auditFlags
+}
+
+func (d *dlqEdit) run(ctx context.Context, e *env) (err error) {
+	var at offsets
+	if err := at.Set(e.args[1]); err != nil || len(at) != 1 || strings.Contains(e.args[1], ",") {
+		return usagef("%q is no place of a dead letter: want PARTITION:OFFSET, 0:1200 for example", e.args[1])
+	}
+	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], DryRun: !d.yes, Schema: e.schema}
+	if d.to != "" {
+		cfg.To = strings.Split(d.to, ",")
+	}
+	if cfg.Audit, err = d.why.info(e); err != nil {
+		return err
+	}
+	value, err := readPayload(e, d.file)
+	if err != nil {
+		return err
+	}
+	kafka, err := e.kafkaOpts()
+	if err != nil {
+		return err
+	}
+	if cfg.DB, err = e.connect(ctx); err != nil {
+		return err
+	}
+	for partition, offset := range at {
+		before, after, err := outboxdlq.Edit(ctx, kafka, cfg, partition, offset, value)
+		if err != nil {
+			return err
+		}
+		return d.show(e, before, after)
+	}
+	return nil
+}
+
+// show prints the values of a dry run, or the place of the copy.
+func (d *dlqEdit) show(e *env, before, after outboxdlq.DeadLetter) error {
+	doc := map[string]any{"action": "edit", "dry_run": !d.yes, "topic": after.OriginalTopic, "group": after.Group}
+	if !d.yes {
+		return e.showEdit("bytes", before.Record.Value, nil, after.Record.Value, doc)
+	}
+	if e.json {
+		doc["partition"], doc["offset"] = after.Record.Partition, after.Record.Offset
+		return e.writeJSON(doc)
+	}
+	e.printf("edited as %s, partition %d, offset %d, and sent to %s for group %s\n", after.Record.Topic, after.Record.Partition, after.Record.Offset,
+		visible(after.OriginalTopic), visible(after.Group))
 	return nil
 }
 

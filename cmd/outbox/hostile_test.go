@@ -53,7 +53,7 @@ var onceOnEach = map[string]string{
 	"group start": "new --from archive --incomplete",
 	"cut status":  "", "cut to-kafka": "--group g --relay r", "cut to-postgres": "--group g --relay r", "cut finish": "--relay r --no-wait --reason test", "cut cancel": "--relay r --reason test",
 	"cut from-debezium": "--relay r --publication p --slot s", "cut to-debezium": "--relay r --publication p --slot s",
-	"dlq list": "t", "dlq replay": "t", "replay": "--since 2020-01-02",
+	"dlq list": "t", "dlq replay": "t", "dlq edit": "t 0:0 --reason test --payload -", "replay": "--since 2020-01-02",
 	"archive status": "", "archive create": "", "archive expire": "--yes --reason why", "audit": "",
 	"contract export": "none Events", "contract check": "none.json none Events", "contract diff": "none.json none.json",
 	"migrate up": "", "migrate status": "", "migrate print": "", "completion": "bash", "version": "",

@@ -70,6 +70,7 @@ func TestFullDevice(t *testing.T) {
 		{"cut to-debezium", "--help", "a move needs a replication slot"},
 		{"dlq list", d.topic + ".dlq", ""},
 		{"dlq replay", d.topic + ".dlq", ""},
+		{"dlq edit", "--help", "an edit needs a dead letter"},
 		{"replay", "", ""},
 		{"archive create", "", ""},
 		{"archive status", "", ""},

@@ -63,10 +63,11 @@ func (w *partitionWorker) admit(items []recordItem) {
 				w.outages.Report(outageName, began, nil)
 			}
 			for i, answer := range answers {
-				if answer == nil {
+				if answer.Err == nil {
 					of[i].record, of[i].replay = claims[i], replayOf(claims[i])
+					of[i].replay.edited = answer.Edited
 				} else {
-					w.logNoReplay(claims[i], answer)
+					w.logNoReplay(claims[i], answer.Err)
 				}
 			}
 			return
@@ -87,7 +88,7 @@ func (w *partitionWorker) logNoReplay(r *kgo.Record, err error) {
 }
 
 // checkReplays implements partitionGroup.
-func (m *membership) checkReplays(ctx context.Context, records []*kgo.Record) ([]error, error) {
+func (m *membership) checkReplays(ctx context.Context, records []*kgo.Record) ([]deadletter.Answer, error) {
 	topic := records[0].Topic
 	return m.replays.Check(ctx, records, m.cfg.DeadLetterTopic(topic), deadletter.Topic(topic))
 }

@@ -27,7 +27,10 @@ func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
 }
 
 // replay is the group and the action that a record was replayed for. Both are "" for any other record.
-type replay struct{ group, action string }
+type replay struct {
+	group, action string
+	edited        bool // an operator has edited the dead letter
+}
 
 // reader decodes records and finds their handlers. All workers of a consumer share it.
 type reader struct {

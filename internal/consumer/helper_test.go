@@ -161,7 +161,7 @@ func (s *partitionFixture) passGaps(context.Context, []starts.Gap, int64) error 
 }
 func (s *partitionFixture) topicID(string) kafka.TopicID { return kafka.TopicID{} }
 
-func (s *partitionFixture) checkReplays(_ context.Context, records []*kgo.Record) ([]error, error) {
+func (s *partitionFixture) checkReplays(_ context.Context, records []*kgo.Record) ([]deadletter.Answer, error) {
 	answers := make([]error, len(records))
 	for i := range answers {
 		if s.forged {

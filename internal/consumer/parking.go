@@ -245,7 +245,7 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 		subjects := append(w.parking.subjectsOf(it.Tasks), unread, byPlace)
 		replay := w.owed(it, noTask(it))
 		if err := w.write(func(ctx context.Context) error {
-			again, err := w.parking.store.Requeue(ctx, subjects, &replay)
+			again, err := w.parking.store.Requeue(ctx, subjects, &replay, it.replay.edited)
 			for _, n := range again {
 				w.parking.noteBlockedKey()
 				w.parking.dueAt(time.Now())

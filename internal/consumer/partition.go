@@ -9,6 +9,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -93,7 +94,7 @@ type partitionGroup interface {
 	passGaps(ctx context.Context, gaps []starts.Gap, until int64) error
 	// checkReplays returns an answer for each record: nil if it was replayed from a dead-letter topic,
 	// and [deadletter.ErrNoReplay] if its headers are forged. The error is Kafka's.
-	checkReplays(context.Context, []*kgo.Record) ([]error, error)
+	checkReplays(context.Context, []*kgo.Record) ([]deadletter.Answer, error)
 	// produce sends a dead letter and waits until Kafka has acknowledged it.
 	produce(context.Context, *kgo.Record) error
 }

@@ -45,6 +45,7 @@ const (
 	ValueOmitted      = Prefix + "value_omitted"
 	KeyOmitted        = Prefix + "key_omitted"
 	HeadersOmitted    = Prefix + "headers_omitted"
+	EditedFrom        = Prefix + "edited_from"
 )
 
 // Topic returns the name of the topic for the dead letters of another.

@@ -43,6 +43,7 @@ type place struct {
 // remembered is what [Replays] remembers of a dead letter. It has the same size for all of them.
 type remembered struct {
 	exists   bool
+	edited   bool              // an operator has written its value
 	about    [sha256.Size]byte // see aboutOf
 	original string            // the digest of the original, "" for a dead letter of which sizeOnly is known
 	sizeOnly string            // the size of the omitted value, of an earlier release that wrote no digest
@@ -69,17 +70,17 @@ const askTimeout = 5 * time.Second
 // Check returns an answer for each record of a topic: nil if it is a copy of a dead letter in one of the dead-letter
 // topics, for the group and action that its headers name, or else [ErrNoReplay]. The error is that of an outage: then
 // the caller asks again. What was read before the outage is remembered.
-func (p *Replays) Check(ctx context.Context, records []*kgo.Record, topics ...string) (answers []error, err error) {
-	answers = make([]error, len(records))
+func (p *Replays) Check(ctx context.Context, records []*kgo.Record, topics ...string) (answers []Answer, err error) {
+	answers = make([]Answer, len(records))
 	var asked []claim
 	for i, r := range records {
 		headers := lastOwn(r)
 		at, offset, err := parseOrigin(headers[ReplayFrom])
 		switch {
 		case err != nil:
-			answers[i] = fmt.Errorf("%w: header %s %w", ErrNoReplay, ReplayFrom, err)
+			answers[i].Err = fmt.Errorf("%w: header %s %w", ErrNoReplay, ReplayFrom, err)
 		case !slices.Contains(topics, at.Topic):
-			answers[i] = fmt.Errorf("%w: %s is not the dead-letter topic of %s", ErrNoReplay, short.Text(at.Topic, 300), r.Topic)
+			answers[i].Err = fmt.Errorf("%w: %s is not the dead-letter topic of %s", ErrNoReplay, short.Text(at.Topic, 300), r.Topic)
 		default:
 			asked = append(asked, claim{index: i, place: place{Partition: at, offset: offset}, headers: headers})
 		}
@@ -96,9 +97,16 @@ func (p *Replays) Check(ctx context.Context, records []*kgo.Record, topics ...st
 		if err == nil && !isCopy(records[c.index], c.headers, dead) {
 			err = fmt.Errorf("%w: %s is another record, or there is none", ErrNoReplay, c.headers[ReplayFrom])
 		}
-		answers[c.index] = err
+		answers[c.index] = Answer{Err: err, Edited: dead.edited}
 	}
 	return answers, nil
+}
+
+// Answer says whether a record is a copy of a dead letter.
+type Answer struct {
+	Err error
+	// Edited is set if an operator has edited the dead letter. Then its value is another one than that of the original.
+	Edited bool
 }
 
 // claim is the claim of a record that it is a copy of a dead letter.
@@ -187,7 +195,7 @@ func orNoReplay(err error) error {
 func rememberedOf(dead *kgo.Record) remembered {
 	headers := lastOwn(dead)
 	origin := headers[OriginalTopic] + "-" + headers[OriginalPartition] + "-" + headers[OriginalOffset]
-	l := remembered{exists: true, about: aboutOf(headers[OriginalTopic], headers[Group], headers[Action], cmp.Or(headers[ReplayOf], origin))}
+	l := remembered{exists: true, edited: headers[EditedFrom] != "", about: aboutOf(headers[OriginalTopic], headers[Group], headers[Action], cmp.Or(headers[ReplayOf], origin))}
 	switch digest, size := headers[OriginalDigest], headers[ValueOmitted]; {
 	case digest != "":
 		l.original = fmt.Sprintf("%.*s", 2*sha256.Size, digest)

@@ -24,17 +24,17 @@ const requeued = `
 
 // sqlReplayed requeues the DEAD rows of events. Rows that an operator has resolved stay as they are. A stripped row
 // gets the record of the replay, also if an operator has retried the row before. A process that has claimed it loses
-// it.
+// it. So does any row if the dead letter was edited, $8.
 const sqlReplayed = `
 UPDATE {schema}.event_delivery AS d SET ` + requeued + `, locked_by = NULL, locked_until = NULL,
-       payload_bytes = CASE WHEN d.dead_letter IS NULL THEN d.payload_bytes ELSE $4::bytea END,
-       record = CASE WHEN d.dead_letter IS NULL THEN d.record ELSE $5::bytea END,
-       size = CASE WHEN d.dead_letter IS NULL THEN d.size ELSE octet_length($4::bytea) + octet_length($5::bytea) END,
-       record_partition = CASE WHEN d.dead_letter IS NULL THEN d.record_partition ELSE $6::int END,
-       position = CASE WHEN d.dead_letter IS NULL THEN d.position ELSE $7::bigint END, dead_letter = NULL
+       payload_bytes = CASE WHEN d.dead_letter IS NULL AND NOT $8::bool THEN d.payload_bytes ELSE $4::bytea END,
+       record = CASE WHEN d.dead_letter IS NULL AND NOT $8::bool THEN d.record ELSE $5::bytea END,
+       size = CASE WHEN d.dead_letter IS NULL AND NOT $8::bool THEN d.size ELSE octet_length($4::bytea) + octet_length($5::bytea) END,
+       record_partition = CASE WHEN d.dead_letter IS NULL AND NOT $8::bool THEN d.record_partition ELSE $6::int END,
+       position = CASE WHEN d.dead_letter IS NULL AND NOT $8::bool THEN d.position ELSE $7::bigint END, dead_letter = NULL
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM unnest($2::text[], $3::bytea[]) AS n (action, digest)
                            JOIN {schema}.event_delivery AS r ON r.consumer_group = $1::text AND r.action = n.action AND r.record_digest = n.digest AND r.status <> 'DONE'
-                          WHERE (r.status = 'DEAD' OR r.dead_letter IS NOT NULL) AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE OF r))
+                          WHERE (r.status = 'DEAD' OR r.dead_letter IS NOT NULL OR $8) AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE OF r))
 RETURNING d.action, d.record_digest`
 
 // sqlYieldHead parks PENDING rows whose keys have an earlier parked row, which can be promoted then. A row
@@ -63,13 +63,13 @@ func (s *Store) queueReorder(b *pgx.Batch, keys []pgtype.Int8) {
 
 // Requeue requeues the events among subjects whose rows are DEAD, because their dead letters were sent back
 // to their topic. It returns their indexes. Rows that an operator has resolved stay as they are. Replay is the record
-// that was sent back, for rows without a value.
-func (s *Store) Requeue(ctx context.Context, subjects []Subject, replay *Received) (indexes []int, err error) {
+// that was sent back, for rows without a value, or for all rows if an operator has edited its dead letter.
+func (s *Store) Requeue(ctx context.Context, subjects []Subject, replay *Received, edited bool) (indexes []int, err error) {
 	actions, keys, digests := columnsOf(subjects)
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(pg.Durable)
 		b.Queue(s.sqlLock, s.group, locksOf(subjects))
-		b.Queue(s.sqlReplayed, s.group, actions, digests, orEmpty(replay.Payload), replay.Record, replay.Partition, replay.Offset).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlReplayed, s.group, actions, digests, orEmpty(replay.Payload), replay.Record, replay.Partition, replay.Offset, edited).Query(func(rows pgx.Rows) error {
 			var action string
 			var digest []byte
 			_, err := pgx.ForEachRow(rows, []any{&action, &digest}, func() error {

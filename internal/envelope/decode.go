@@ -54,6 +54,17 @@ func DecodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, er
 	return NewMessage(attributes, value)
 }
 
+// SameEvent returns an error if another value makes a record one of another event. It returns nil if one of the values
+// cannot be decoded.
+func SameEvent(was, is []byte, headers iter.Seq2[string, []byte]) error {
+	old, oldErr := DecodeRecord(was, headers)
+	now, nowErr := DecodeRecord(is, headers)
+	if oldErr != nil || nowErr != nil || now.ID == old.ID && now.Source == old.Source && now.Type == old.Type {
+		return nil
+	}
+	return fmt.Errorf("%w: it is the event %.100q of %.100q, want %.100q of %.100q and the same type", check.ErrMalformed, now.ID, now.Source, old.ID, old.Source)
+}
+
 // Unreadable returns an error about a field of a received record.
 func Unreadable(eventType, field string, err error) error {
 	return &FieldError{EventType: eventType, Index: -1, Field: field, Err: err}

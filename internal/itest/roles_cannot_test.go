@@ -602,7 +602,7 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_release_key('r', 'k', 'kim', 'why')`, `SELECT {s}.outbox_pause_consumer('g', 't', 'kim', 'why')`,
 				`SELECT {s}.outbox_resume_consumer('g', 't', 'kim', 'why')`, `SELECT {s}.outbox_audit_read(1, 'kim', 'why')`,
 				`SELECT {s}.outbox_audit_read_recorded(1, 'kim', 'why')`, `SELECT {s}.outbox_audit_read_delivery(1, 'kim', 'why')`,
-				`SELECT {s}.outbox_edit_delivery(1, '{}', 'kim', 'why')`,
+				`SELECT {s}.outbox_edit_delivery(1, '{}', 'kim', 'why')`, `SELECT {s}.outbox_audit_edit('t', 'k', 'g', 'a', 'x', 'kim', 'why')`,
 				`SELECT {s}.outbox_requeue_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_resolve_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_hold_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_release_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`,
