@@ -46,6 +46,8 @@ var recordedTests = []struct {
 		events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Attributes: map[string]string{"market": "seoul"}})}},
 	{"a due time", events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)}), productLiked{"2", noon}},
 		events{productLiked{"2", noon}, outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)})}},
+	{"a time at which it expires", events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Expires: noon.Add(time.Hour)}), productLiked{"1", noon}},
+		events{productLiked{"1", noon}, outbox.With(productLiked{"1", noon}, outbox.EventOptions{Expires: noon.Add(time.Hour)})}},
 	{"the key that an event has anyway", events{orderPlaced{ID: "1", At: noon}}, events{outbox.With(orderPlaced{ID: "1", At: noon}, outbox.EventOptions{Key: "1"})}},
 	{"another encoding of the same", events{parcelSent{"1", noon}, parcelSent{"2", noon}}, events{parcelSent{"2", noon}, parcelSent{"1", noon}}},
 }

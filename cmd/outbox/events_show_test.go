@@ -51,7 +51,7 @@ func TestEventsShow(t *testing.T) {
 
 	var shown eventHistoryJSON
 	d.json(t, &shown, exitOK, "events", "show", "1")
-	require.Equal(t, []eventSentJSON{{"default", "thing-events", 3, 7, at, false, false}, {"default", "thing-events", 3, 9, at, false, true}}, shown.Sent)
+	require.Equal(t, []eventSentJSON{{"default", "thing-events", 3, 7, at, false, false, false}, {"default", "thing-events", 3, 9, at, false, true, false}}, shown.Sent)
 	require.Equal(t, []string{"default"}, shown.AttemptedBy)
 	d.json(t, &shown, exitOK, "events", "show", shown.EventID)
 	require.EqualValues(t, 1, shown.OutboxID)
