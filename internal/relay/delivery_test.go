@@ -211,7 +211,7 @@ func (s *fakeSender) deliverLater(t *testing.T, batch string) string {
 func TestDeliverSkipsExpired(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := newFakeSender(t, "abc:---down c:+ a:x")
+		s := newFakeSender(t, "abc:---down c:+ a:x a:x")
 		batch := envelopesOf("abc")
 		batch[0].Expiry = envelope.NewExpiry(time.Now(), time.Now().Add(-time.Millisecond))
 		batch[1].Expiry = envelope.NewExpiry(time.Now().Add(-24*time.Hour), time.Now().Add(-24*time.Hour-time.Millisecond)) // by another clock
