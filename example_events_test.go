@@ -132,6 +132,29 @@ func ExampleWith() {
 	//   tenant acme
 }
 
+// An event that is worth nothing after a time is neither sent nor handled from then on. Its record says when.
+func ExampleEventOptions_expires() {
+	events, err := outbox.NewRegistry("shop", outbox.Event("acme.order.paid.v1", "Order", OrderPaid.OrderOf))
+	if err != nil {
+		panic(err)
+	}
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	if err != nil {
+		panic(err)
+	}
+	paid := OrderPaid{OrderID: "O-1", ProductID: "P-7", Quantity: 2, At: may}
+	r, err := rec.KafkaRecord(context.Background(), outbox.With(paid, outbox.EventOptions{Expires: may.Add(30 * time.Second)}))
+	if err != nil {
+		panic(err)
+	}
+	m, err := outbox.DecodeCloudEvent(r)
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println(m.Time.Format(time.RFC3339), "until", m.Extensions["expirytime"])
+	// Output: 2026-05-01T09:00:00Z until 2026-05-01T09:00:30Z
+}
+
 // A gateway records events whose types are not Go types, such as those of a webhook.
 func ExampleAllowRaw() {
 	events, err := outbox.NewRegistry("gateway", outbox.AllowRaw())

@@ -95,7 +95,7 @@ func (w *Worker) Actions(eventType string) (actions []string) { return w.engine.
 // Deliver makes an attempt of an action on the event with this id in outbox, within tx: it is for
 // tests, and sees what tx has recorded and not committed. Handlers with a transaction get a part
 // of tx, which is rolled back if they fail. Nothing is written to event_delivery. Repeated is
-// reported if the action was done before. The error is that of the handler, of its codec, or
+// reported if the action was done before, or the event had expired. The error is that of the handler, of its codec, or
 // PostgreSQL's.
 //
 // The module outboxtest makes plays of it, with retries.

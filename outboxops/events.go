@@ -51,9 +51,9 @@ type RecordedEvent struct {
 	// Failures are its rows of outbox_failed, sorted by relay; nil in [Inspector.Tail]. If a relay has
 	// attempted the event and has no row here, it has sent the event.
 	Failures []EventFailure
-	// Sent is where relays have sent it, and which of them have not because it had expired, sorted by relay, the first time first; nil in lists and in
-	// [Inspector.Tail]. A relay that has attempted it and is neither here nor in Failures has sent it at a retry, and
-	// has not kept the row (RelayConfig.KeepSent).
+	// Sent is where relays have sent it, and which of them have not because it had expired, sorted by relay, the
+	// first time first; nil in lists and in [Inspector.Tail]. A relay that has attempted it and is neither here nor
+	// in Failures has sent it at a retry, and has not kept the row (RelayConfig.KeepSent).
 	Sent []EventSent
 	// Audit is what operators did to it, the last first: what concerns Failures, and replays of its topic since it was
 	// recorded, whether it was among the events or not. It is nil in lists and in [Inspector.Tail].

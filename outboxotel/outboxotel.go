@@ -30,7 +30,7 @@
 //	messaging.process.duration           histogram of calls of a handler
 //	outbox.consumer.processed            counter of events and actions with a final result, by
 //	                                     outbox.result: handled, repeated (a repeat was skipped), unknown
-//	                                     (skipped), dead_lettered
+//	                                     (skipped), dead_lettered, expired (no handler got it)
 //	outbox.consumer.failed               counter of failed tries that count against the limit
 //	outbox.consumer.conflicts            counter of tries that PostgreSQL rolled back and that are repeated
 //	                                     without being counted
@@ -38,7 +38,7 @@
 //	                                     a handler was called for it
 //	outbox.worker.processed              counter of events and actions, by outbox.result: done, repeated (a
 //	                                     repeat was skipped), unknown (skipped), retried (a try failed,
-//	                                     another one follows), dead
+//	                                     another one follows), dead, expired (no handler got it)
 //	outbox.worker.failed                 counter of failed tries that count against the limit
 //	outbox.worker.conflicts              counter of tries that PostgreSQL rolled back and that are repeated
 //	                                     without being counted

@@ -17,7 +17,7 @@ type Outcome string
 const (
 	// Done means that the handler has done its work.
 	Done Outcome = "done"
-	// Repeated means that the action was done before, so that the handler was not called.
+	// Repeated means that the handler was not called: the action was done before, or the event had expired.
 	Repeated Outcome = "repeated"
 	// Retried means that the handler has failed, and is called again after a wait.
 	Retried Outcome = "retried"

@@ -180,6 +180,7 @@ func (e entry) asksFor(row entry) bool {
 	}
 	return (e.options.ID == uuid.UUID{} || e.options.ID == row.options.ID) && is(e.options.Topic, row.options.Topic) && is(e.options.Key, row.options.Key) &&
 		(e.options.NotBefore.IsZero() || e.options.NotBefore.Add(time.Microsecond-1).Truncate(time.Microsecond).Equal(row.options.NotBefore)) &&
+		(e.options.Expires.IsZero() || e.options.Expires.Truncate(time.Microsecond).Equal(row.options.Expires)) &&
 		within(e.options.Attributes, row.options.Attributes) && within(e.options.Headers, row.options.Headers)
 }
 
@@ -244,6 +245,7 @@ func (e entry) with() string {
 	add("attributes", o.Attributes, len(o.Attributes) > 0)
 	add("headers", o.Headers, len(o.Headers) > 0)
 	add("due at", o.NotBefore.UTC().Format(time.RFC3339Nano), !o.NotBefore.IsZero())
+	add("expires at", o.Expires.UTC().Format(time.RFC3339Nano), !o.Expires.IsZero())
 	if !e.hasOptions || len(parts) == 0 {
 		return ""
 	}

@@ -75,12 +75,12 @@ func completed(sql, schema string) string {
 // recorded_at is the start of the transaction, which says whose a delayed event is.
 const sqlRecorded = `
 SELECT event_type, content_type, payload::text, payload_bytes, occurred_at,
-       event_id::text, coalesce(topic, ''), coalesce(partition_key, ''), aggregate_id, coalesce(headers, '{}')::text, due_at
-  FROM (SELECT id, NULL::timestamptz AS due_at, event_type, content_type, payload, payload_bytes, occurred_at,
+       event_id::text, coalesce(topic, ''), coalesce(partition_key, ''), aggregate_id, coalesce(headers, '{}')::text, due_at, expires_at
+  FROM (SELECT id, NULL::timestamptz AS due_at, expires_at, event_type, content_type, payload, payload_bytes, occurred_at,
                event_id, topic, partition_key, aggregate_id, headers
           FROM {schema}.outbox WHERE NOT $1::bool OR xid = pg_current_xact_id_if_assigned()
          UNION ALL
-        SELECT id, due_at, event_type, content_type, payload, payload_bytes, occurred_at,
+        SELECT id, due_at, expires_at, event_type, content_type, payload, payload_bytes, occurred_at,
                event_id, topic, partition_key, aggregate_id, headers
           FROM {schema}.outbox_delayed WHERE NOT $1::bool OR recorded_at = now()) AS e
  WHERE (event_type = ANY($2::text[])) = $3::bool
@@ -109,8 +109,8 @@ func (tab table) collect(ctx context.Context, types map[string]*outbox.Registrat
 	var e entry
 	var text *string
 	var id, topic, key, aggregateID, headers string
-	var due *time.Time
-	_, err = pgx.ForEachRow(rows, []any{&e.eventType, &e.contentType, &text, &e.payload, &e.at, &id, &topic, &key, &aggregateID, &headers, &due}, func() (err error) {
+	var due, expires *time.Time
+	_, err = pgx.ForEachRow(rows, []any{&e.eventType, &e.contentType, &text, &e.payload, &e.at, &id, &topic, &key, &aggregateID, &headers, &due, &expires}, func() (err error) {
 		if text != nil {
 			e.payload = []byte(*text)
 		}
@@ -118,6 +118,9 @@ func (tab table) collect(ctx context.Context, types map[string]*outbox.Registrat
 		e.options, err = optionsOf(id, topic, key, headers)
 		if due != nil {
 			e.options.NotBefore = *due
+		}
+		if expires != nil {
+			e.options.Expires = *expires
 		}
 		entries = append(entries, e.withDefaults(aggregateID))
 		return err
@@ -227,7 +230,7 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 		entries[i] = entry{
 			eventType: reg.EventType, contentType: reg.Codec.ContentType, payload: bytes.Clone(payload),
 			at: event.OccurredAt().Truncate(time.Microsecond), registered: reg, options: options,
-			hasOptions: options.ID != uuid.UUID{} || !options.NotBefore.IsZero() || options.Topic != "" || options.Key != "" || len(options.Attributes) > 0 || len(options.Headers) > 0,
+			hasOptions: options.ID != uuid.UUID{} || !options.NotBefore.IsZero() || !options.Expires.IsZero() || options.Topic != "" || options.Key != "" || len(options.Attributes) > 0 || len(options.Headers) > 0,
 		}
 	}
 	return entries, tab.throughJSONB(ctx, entries)

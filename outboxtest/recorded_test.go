@@ -46,6 +46,8 @@ var recordedTests = []struct {
 		events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Attributes: map[string]string{"market": "seoul"}})}},
 	{"a due time", events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)}), productLiked{"2", noon}},
 		events{productLiked{"2", noon}, outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)})}},
+	{"a time at which it expires", events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Expires: noon.Add(time.Hour)}), productLiked{"1", noon}},
+		events{productLiked{"1", noon}, outbox.With(productLiked{"1", noon}, outbox.EventOptions{Expires: noon.Add(time.Hour)})}},
 	{"the key that an event has anyway", events{orderPlaced{ID: "1", At: noon}}, events{outbox.With(orderPlaced{ID: "1", At: noon}, outbox.EventOptions{Key: "1"})}},
 	{"raw events, JSON and bytes", events{hook(`{"b":1,"a":2}`, ""), hook("x", "text/plain"), hook("y", "text/plain")},
 		events{hook("y", "text/plain"), hook(`{"a":2,"b":1}`, "application/json")}},

@@ -50,6 +50,7 @@ type relayMetrics struct {
 	topics                        *short.Topics // that series name; of others there is one series
 	types                         short.Types
 	sent, rejected, dead, removed counters
+	expired                       counters
 	latency, batchSize, sendTook  map[labels]*histogram
 	send                          [2]labels // of batches, by whether they are retries
 	lastLook                      time.Time
@@ -73,7 +74,7 @@ const (
 
 func newRelayMetrics(relay string) *relayMetrics {
 	m := &relayMetrics{
-		relay: cmp.Or(relay, "default"), sent: counters{}, rejected: counters{}, dead: counters{}, removed: counters{},
+		relay: cmp.Or(relay, "default"), sent: counters{}, rejected: counters{}, dead: counters{}, removed: counters{}, expired: counters{},
 		latency: map[labels]*histogram{}, batchSize: map[labels]*histogram{}, sendTook: map[labels]*histogram{},
 		seen: short.NewLabels(maxOwners, func(labels) {}), outages: short.NewLabels(maxOwners, func(labels) {}),
 	}
@@ -156,6 +157,9 @@ func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 	if tried := b.Events + b.Failed; tried > 0 {
 		series(m.batchSize, about, batchBounds).observe(float64(tried))
 		series(m.sendTook, about, durationBounds).observe(b.Took.Seconds())
+	}
+	if b.Expired > 0 {
+		m.expired[labelsOf(relayLabel, m.relay)] += float64(b.Expired)
 	}
 	end := b.Began.Add(b.Took)
 	var topic, name string
@@ -253,6 +257,7 @@ func (m *relayMetrics) write(x *exposition, health outbox.RelayHealth) {
 	x.histograms("outbox_relay_batch_size", "Events that were sent together.", m.batchSize)
 	x.values("outbox_relay_rejected_total", typeCounter, "Events that Kafka rejected and that are tried again.", m.rejected)
 	x.values("outbox_relay_dead_total", typeCounter, "Events that Kafka rejected until their retries were used up.", m.dead)
+	x.values("outbox_relay_expired_total", typeCounter, "Events that were not sent because they had expired.", m.expired)
 	x.values("outbox_relay_removed_total", typeCounter, "Rows that retention removed.", m.removed)
 	m.writeHealth(x, health)
 	m.writeLook(x)

@@ -51,7 +51,7 @@ func newFixture(t *testing.T, choose func(identifier string) simulator.Behaviour
 // decide has a bot decide something, and returns the command that it recorded, as it arrives.
 func (f *fixture) decide(t *testing.T) *kgo.Record {
 	t.Helper()
-	b := bot{f.db, f.bus}
+	b := bot{f.db, f.bus, time.Minute}
 	signal := Signal{ID: 1, Scope: Scope{"ann", "grid", "KRW-BTC"}, Side: "BUY", Quantity: 2}
 	require.NoError(t, b.decide(t.Context(), signal, uuid.New()))
 	return outboxtest.NewRecord(t.Context(), t, f.events, recorded[CreateOrderAttempt](t, f)[0])

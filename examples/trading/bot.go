@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -38,8 +39,9 @@ CREATE TABLE order_attempt (
 // bot turns signals into orders. It knows no exchange: what it decides is committed, and that
 // includes the command to the executor.
 type bot struct {
-	db  *pgxpool.Pool
-	bus EventBus
+	db    *pgxpool.Pool
+	bus   EventBus
+	worth time.Duration // how long a signal is worth an order
 }
 
 const (
@@ -48,7 +50,8 @@ const (
 )
 
 // decide commits a signal, the intent that follows from it, and the command to place it: all
-// of that or nothing. Whatever follows from it carries the same correlation id.
+// of that or nothing. A command that no executor has begun in time, because the kill switch was on
+// for example, has expired and is never placed. Whatever follows from it carries the same correlation id.
 func (b bot) decide(ctx context.Context, s Signal, id uuid.UUID) error {
 	ctx = outbox.WithCorrelationID(ctx, id.String())
 	intent := OrderIntent{ID: id, SignalID: s.ID, Scope: s.Scope, Side: s.Side, Quantity: s.Quantity}
@@ -59,6 +62,7 @@ func (b bot) decide(ctx context.Context, s Signal, id uuid.UUID) error {
 		if _, err := tx.Exec(ctx, sqlIntent, intent.ID, s.ID, s.OwnerID); err != nil {
 			return err
 		}
-		return b.bus.Record(ctx, tx, CreateOrderAttempt{intent, now()})
+		command := CreateOrderAttempt{intent, now()}
+		return b.bus.Record(ctx, tx, outbox.With(command, outbox.EventOptions{Expires: command.At.Add(b.worth)}))
 	})
 }

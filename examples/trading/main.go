@@ -41,7 +41,7 @@ type config struct {
 	show.Services
 	orders, rate, backtests, kills, processes int
 	seed                                      uint64
-	backtest, lease, patience                 time.Duration
+	backtest, lease, patience, worth          time.Duration
 	verbose                                   bool
 	schema, exchange                          string // of a process of workers
 }
@@ -90,6 +90,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.DurationVar(&cfg.backtest, "backtest", 5*time.Second, "how long one of them takes")
 	flags.IntVar(&cfg.processes, "processes", 2, "processes with the four groups of workers")
 	flags.IntVar(&cfg.kills, "kills", 2, "how often one of them is killed")
+	flags.DurationVar(&cfg.worth, "worth", 4*time.Second, "how long a signal is worth an order; after that its command expires")
 	flags.DurationVar(&cfg.lease, "lease", 2*time.Second, "after which the events of a killed process are taken over")
 	flags.Uint64Var(&cfg.seed, "seed", 0, "repeats what the bots decide and what the exchange does with it; 0 is by chance")
 	flags.DurationVar(&cfg.patience, "patience", 20*time.Second, "how long to wait for the workers while nothing happens")
@@ -106,8 +107,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 
 func (c *config) check() error {
 	switch {
-	case c.orders < 1 || c.rate < 1 || c.processes < 1 || c.backtest <= 0 || c.lease <= 0 || c.patience <= 0:
-		return errors.New("-orders, -rate, -processes, -backtest, -lease and -patience start above 0")
+	case c.orders < 1 || c.rate < 1 || c.processes < 1 || c.backtest <= 0 || c.lease <= 0 || c.patience <= 0 || c.worth <= 0:
+		return errors.New("-orders, -rate, -processes, -backtest, -lease, -worth and -patience start above 0")
 	case c.backtests < 0 || c.kills < 0:
 		return errors.New("-backtests and -kills start at 0")
 	case (c.schema == "") != (c.exchange == ""):

@@ -20,7 +20,7 @@ func TestMain(m *testing.M) { program.Main(m, main) }
 // Processes are killed in the middle, and all equations hold. The seed is in the log.
 func TestTrading(t *testing.T) {
 	// Not parallel: processes are to be killed while they are busy.
-	p := program.Start(t, []string{"-orders=300", "-rate=60", "-kills=4", "-backtests=4", "-backtest=4s", "-lease=1s", "-patience=60s", fmt.Sprintf("-seed=%d", *seed)})
+	p := program.Start(t, []string{"-orders=300", "-rate=60", "-kills=4", "-backtests=4", "-backtest=4s", "-lease=1s", "-patience=60s", "-worth=1m", fmt.Sprintf("-seed=%d", *seed)})
 	require.Zero(t, p.Wait(t))
 	out := p.Stdout.String()
 	require.Contains(t, out, "4 processes killed")

@@ -23,6 +23,7 @@ type report struct {
 // tables is what PostgreSQL says.
 type tables struct {
 	Signals, Intents, Concluded                                 int
+	Expired                                                     int // intents whose commands were dropped
 	Attempts, Acked, Rejected, NotPlaced, Throttled             int
 	Matched                                                     int // orders at the exchange that are ACKED under their identifier
 	Overtook                                                    int // orders that were taken before an earlier one of their strategy in the market
@@ -46,6 +47,7 @@ WITH taken AS (
 SELECT (SELECT count(*) FROM signal) AS signals,
        (SELECT count(*) FROM order_intent) AS intents,
        (SELECT count(DISTINCT order_intent_id) FROM order_attempt WHERE state IN ('ACKED', 'REJECTED', 'NOT_PLACED')) AS concluded,
+       (SELECT count(*) FROM order_intent AS i WHERE ` + hasExpired + `) AS expired,
        a.*,
        (SELECT count(*) FROM taken WHERE state = 'ACKED') AS matched,
        (SELECT count(*) FROM sequence WHERE place < earlier) AS overtook,
@@ -111,7 +113,7 @@ func (s *scene) report(ctx context.Context) (*report, error) {
 func (r *report) equations() show.Equations {
 	all := show.Equations{
 		show.Equal("intents", r.Intents, "signals", r.Signals),
-		show.Equal("intents with an outcome", r.Concluded, "intents", r.Intents),
+		show.Equal("intents with an outcome, and expired ones", r.Concluded+r.Expired, "intents", r.Intents),
 		show.Equal("orders at the exchange", r.orders, "attempts ACKED", r.Acked),
 		show.Equal("of them under the same identifier", r.Matched, "attempts ACKED", r.Acked),
 		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled, "attempts", r.Attempts),
@@ -147,7 +149,7 @@ Bots, an exchange that fails, and four groups of workers on PostgreSQL alone
 func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "\n  attempts: %d ACKED, %d REJECTED, %d THROTTLED and made again, %d NOT_PLACED\n", r.Acked, r.Rejected, r.Throttled, r.NotPlaced)
 	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
-	fmt.Fprintf(out, "  %d commands waited while the kill switch was on\n\n", r.waiting)
+	fmt.Fprintf(out, "  %d commands waited while the kill switch was on; %d have expired and were not sent to the exchange\n\n", r.waiting, r.Expired)
 	r.equations().Print(out)
 	for _, d := range r.unexpected {
 		fmt.Fprintf(out, "\n  delivery %d of %s, about %s (%s), is DEAD after %d attempts: %s: %s\n", d.ID, d.Group, d.About, d.State, d.Attempts, d.Code, d.Message)

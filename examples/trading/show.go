@@ -42,7 +42,7 @@ func scope(n int) Scope {
 
 // trade has each strategy decide something now and then, in an order of its own.
 func (s *scene) trade(ctx context.Context) error {
-	b := bot{s.app.db, s.app.bus}
+	b := bot{s.app.db, s.app.bus, s.cfg.worth}
 	g, ctx := errgroup.WithContext(ctx)
 	for n := range strategies {
 		g.Go(func() error {
@@ -134,13 +134,18 @@ func (s *scene) awaitOrders(ctx context.Context, n int) (bool, error) {
 	})
 }
 
+// hasExpired is the condition that the command of intent i was dropped: it is done, and there is no attempt.
+const hasExpired = `(NOT EXISTS (SELECT FROM order_attempt WHERE order_intent_id = i.id)
+               AND EXISTS (SELECT FROM event_delivery WHERE consumer_group = '` + orderExecutor + `' AND aggregate_id = i.id::text AND status = 'DONE'))`
+
 // sqlProgress counts what is done and what is not.
 const sqlProgress = `
 SELECT (SELECT count(*) FROM order_attempt WHERE state NOT IN ('PREPARED', 'SENT', 'UNKNOWN'))
      + (SELECT count(*) FROM notification_log)
      + (SELECT count(*) FROM backtest WHERE result IS NOT NULL) AS done,
        (SELECT count(*) FROM order_intent AS i WHERE NOT EXISTS (
-            SELECT FROM order_attempt WHERE order_intent_id = i.id AND state IN ('ACKED', 'REJECTED', 'NOT_PLACED')))
+            SELECT FROM order_attempt WHERE order_intent_id = i.id AND state IN ('ACKED', 'REJECTED', 'NOT_PLACED'))
+          AND NOT ` + hasExpired + `)
      + (SELECT count(*) FROM order_attempt WHERE state = 'ACKED') - (SELECT count(*) FROM notification_log)
      + (SELECT count(*) FROM backtest WHERE result IS NULL)
      + (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open`

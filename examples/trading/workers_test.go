@@ -2,10 +2,12 @@ package main
 
 import (
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/outboxgo/outbox/examples/trading/simulator"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
@@ -37,6 +39,33 @@ func TestWorkers(t *testing.T) {
 		return len(events) == 1
 	}, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, "ACKED", f.states(t))
+}
+
+// A command that waits behind the kill switch until its signal is worth nothing is not sent to the exchange when the
+// switch is turned back. One that is still worth something is.
+func TestWorthlessCommandsAreNotSent(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, onFirst(simulator.Accept))
+	workers, err := f.workers()
+	require.NoError(t, err)
+	require.NoError(t, workers[0].Pause(tradeCommand))
+	testenv.Run(t, workers[0].Run)
+	decide := func(signal int64, worth time.Duration) (intent uuid.UUID) {
+		intent = uuid.New()
+		b := bot{f.db, f.bus, worth}
+		require.NoError(t, b.decide(t.Context(), Signal{ID: signal, Scope: anIntent.Scope, Side: "BUY", Quantity: 2}, intent))
+		return intent
+	}
+	decide(1, 50*time.Millisecond)
+	worth := decide(2, time.Minute)
+	time.Sleep(100 * time.Millisecond)
+	require.NoError(t, workers[0].Resume(tradeCommand))
+	require.Eventually(t, func() bool { return f.states(t) == "ACKED" }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(f.print(t), "1 have expired and were not sent to the exchange") }, testenv.Patience, 50*time.Millisecond)
+	require.Len(t, f.outside.Orders(), 1)
+	var intent uuid.UUID
+	require.NoError(t, f.db.QueryRow(t.Context(), `SELECT order_intent_id FROM order_attempt`).Scan(&intent))
+	require.Equal(t, worth, intent)
 }
 
 // An exchange that has an order and does not answer questions for longer than commandRetries last makes no command

@@ -162,10 +162,10 @@ func (s *partitionFixture) passGaps(context.Context, []starts.Gap, int64) error 
 func (s *partitionFixture) topicID(string) kafka.TopicID { return kafka.TopicID{} }
 
 func (s *partitionFixture) checkReplays(_ context.Context, records []*kgo.Record) ([]deadletter.Answer, error) {
-	answers := make([]error, len(records))
+	answers := make([]deadletter.Answer, len(records))
 	for i := range answers {
 		if s.forged {
-			answers[i] = deadletter.ErrNoReplay
+			answers[i].Err = deadletter.ErrNoReplay
 		}
 	}
 	return answers, nil

@@ -86,7 +86,8 @@ func (p *Processor) ProcessBatch(
 	return tasks[len(c.results)].Meta.Origin, repeats, nil
 }
 
-// Repeats are tasks that were done before, or whose events had expired. No handler was called for them, so they say nothing about an action.
+// Repeats are tasks that were done before, or whose events had expired. No handler was called for them, so they say
+// nothing about an action.
 type Repeats []Task
 
 // Has reports whether a task is among them.

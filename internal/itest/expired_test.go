@@ -510,10 +510,10 @@ func TestExpiryOfOtherWriters(t *testing.T) {
 		VALUES (gen_random_uuid(), $1, 'shop', 'Product', 'nonsense', '{"product":"nonsense","amount":1}', 'application/json', $2, now(), '{"ce_expirytime": "soon"}')`, saleType, s.topic)
 	testenv.Run(t, s.relay(t, quick).Run)
 	require.Len(t, s.records(t, 4), 4)
-	for _, refused := range []string{"infinity", "-infinity", "0001-01-01 00:00:00 BC", "10000-01-01 00:00:00"} {
+	for _, wrong := range []string{"infinity", "-infinity", "0001-01-01 00:00:00 BC", "10000-01-01 00:00:00"} {
 		_, err := s.db.Exec(background, s.sql(`INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, expires_at)
-			VALUES (gen_random_uuid(), 'a.b.c', 's', 'a', 'k', '{}', 'application/json', now(), $1::text::timestamptz)`), refused)
-		require.ErrorContains(t, err, "outbox_expires", refused)
+			VALUES (gen_random_uuid(), 'a.b.c', 's', 'a', 'k', '{}', 'application/json', now(), $1::text::timestamptz)`), wrong)
+		require.ErrorContains(t, err, "outbox_expires", wrong)
 	}
 	want := map[string]int{"later": 1, "header": 1, "nonsense": 1}
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}, outbox.Handle("COUNTED", s.count)).Run)

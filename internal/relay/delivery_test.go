@@ -206,6 +206,38 @@ func (s *fakeSender) deliverLater(t *testing.T, batch string) string {
 	return s.deliver(t, batch)
 }
 
+// An event may expire while Kafka is away, and need not wait for it then. One behind it is sent, also if an event of
+// its key has failed. One without an answer waits for the answer.
+func TestDeliverSkipsExpired(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, "abc:---down c:+ a:x a:x")
+		batch := envelopesOf("abc")
+		batch[0].Expiry = envelope.NewExpiry(time.Now(), time.Now().Add(-time.Millisecond))
+		batch[1].Expiry = envelope.NewExpiry(time.Now().Add(-24*time.Hour), time.Now().Add(-24*time.Hour-time.Millisecond)) // by another clock
+		d := s.deliverer(nil)
+		outcomes, err := d.Deliver(t.Context(), t.Context(), batch, NewParking(false))
+		require.NoError(t, err)
+		require.Equal(t, []OutcomeKind{OutcomeExpired, OutcomeExpired, OutcomeSent}, kindsOf(outcomes))
+		batch = envelopesOf("aA")
+		batch[1].Expiry = envelope.NewExpiry(time.Now(), time.Now())
+		outcomes, err = d.Deliver(t.Context(), t.Context(), batch, NewParking(false))
+		require.NoError(t, err)
+		require.Equal(t, []OutcomeKind{OutcomeRejected, OutcomeExpired}, kindsOf(outcomes))
+		// All of a batch: nothing is sent, and an outage does not matter.
+		outcomes, err = d.Deliver(t.Context(), t.Context(), batch[1:], NewParking(false))
+		require.NoError(t, err)
+		require.Equal(t, []OutcomeKind{OutcomeExpired}, kindsOf(outcomes))
+	})
+}
+
+func kindsOf(outcomes []Outcome) (kinds []OutcomeKind) {
+	for _, o := range outcomes {
+		kinds = append(kinds, o.Kind)
+	}
+	return kinds
+}
+
 // As long as nothing is probed there are no suspects, also not those that another process has left.
 func TestNoSuspectsWithoutProbes(t *testing.T) {
 	t.Parallel()

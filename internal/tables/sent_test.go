@@ -45,6 +45,8 @@ func TestSentRoundTrip(t *testing.T) {
 					s.Offset = -1
 				}
 				next[of]++
+			} else if rng.IntN(2) == 0 {
+				sent, s.Expired = true, true
 			}
 			events = append(events, s)
 		}

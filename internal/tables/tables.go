@@ -108,7 +108,7 @@ const Attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
 // Headers is the expression of the headers of a row o of outbox as they are copied to other tables: with the attribute
 // expirytime of an event that expires. Other writers may store headers that are no object.
 const Headers = `CASE WHEN o.expires_at IS NULL OR jsonb_typeof(o.headers) <> 'object' THEN o.headers
-            ELSE coalesce(o.headers, '{}') || jsonb_build_object('ce_expirytime', (to_jsonb(o.expires_at AT TIME ZONE 'UTC') #>> '{}') || 'Z') END`
+            ELSE coalesce(o.headers, '{}'::jsonb) || pg_catalog.jsonb_build_object('ce_expirytime', (pg_catalog.to_jsonb(o.expires_at AT TIME ZONE 'UTC') #>> '{}') || 'Z') END`
 
 // ParkingKey identifies the events that must stay in order: those of one topic and record
 // key. The name of a topic has no slash.

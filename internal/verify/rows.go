@@ -41,7 +41,8 @@ const highestArchived = `SELECT id FROM {schema}.outbox_archive ORDER BY id DESC
 
 const eventColumns = `event_id, created_at, coalesce(topic, pg_catalog.split_part(event_type, '.', 2) || '-events'), coalesce(partition_key, aggregate_id), source`
 
-// sqlEvents reads rows of outbox in the order of ids, whether the relay has attempted them, and whether they have expired.
+// sqlEvents reads rows of outbox in the order of ids, whether the relay has attempted them, and whether they have
+// expired.
 const sqlEvents = `
 SELECT o.id, ` + eventColumns + `, ` + tables.Attempted + `, coalesce(o.expires_at <= now(), false)
   FROM (SELECT $1::pg_snapshot AS snapshot, $2::pg_snapshot AS window_snapshot, $3::bigint AS last_processed_id) AS s
@@ -51,7 +52,7 @@ SELECT o.id, ` + eventColumns + `, ` + tables.Attempted + `, coalesce(o.expires_
 // archivedEvents reads rows of the archive. Retention has removed them from outbox, so the relay has attempted them.
 // Two events may have the same id there.
 const archivedEvents = `
-SELECT id, ` + eventColumns + `, true, coalesce(headers ->> 'ce_expirytime' COLLATE "C" <= to_json(now() AT TIME ZONE 'UTC') #>> '{}', false)
+SELECT id, ` + eventColumns + `, true, coalesce(headers ->> 'ce_expirytime' COLLATE "C" <= pg_catalog.to_json(now() AT TIME ZONE 'UTC') #>> '{}', false)
   FROM {schema}.outbox_archive
  WHERE id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid) AND id < $3
    AND created_at >= $4::timestamptz AND created_at < $5::timestamptz
