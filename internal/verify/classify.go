@@ -114,7 +114,7 @@ func (j *eventPass) end() error {
 func (j *eventPass) missing() {
 	topic := j.topics[j.row.topic]
 	switch {
-	case j.row.state == statePending, j.row.state == stateExpired && j.failed == stateSent:
+	case j.row.state != stateSent && (j.row.state != stateExpired || j.failed == stateSent):
 		j.report.NotSent[stateNames[j.row.state]]++
 	case j.failed != stateSent:
 		j.report.NotSent[stateNames[j.failed]]++
