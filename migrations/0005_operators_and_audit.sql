@@ -142,7 +142,7 @@ BEGIN
     WITH chosen AS MATERIALIZED (
         SELECT f.id FROM @schema@.outbox_failed AS f
          WHERE f.id = ANY (ids) AND (f.status IN ('waiting', 'failed') AND NOT f.held OR f.status = 'dead')
-           AND num_nonnulls(f.payload, f.payload_bytes) > 0
+           AND (num_nonnulls(f.payload, f.payload_bytes) > 0 OR f.error_class IS DISTINCT FROM 'unreadable_row')
          ORDER BY f.id FOR UPDATE
     ), changed AS (
         UPDATE @schema@.outbox_failed AS f
@@ -208,6 +208,9 @@ BEGIN
         RETURN false;
     END IF;
     PERFORM @schema@.outbox_check_relay(old.relay);
+    IF old.content_type = '' THEN
+        RAISE EXCEPTION 'the event is a tombstone, which has no payload' USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
     IF old.content_type = 'application/json' THEN
         json := convert_from($2, 'UTF8')::jsonb;
         octets := octet_length(json::text);
