@@ -57,6 +57,11 @@ type Metadata struct {
 	// Kafka says which record brought the event. It is nil where no record did.
 	Kafka *KafkaMetadata
 
+	// Tombstone is set for an event without a payload, whose record has a null value and no content type:
+	// see EventOptions.Tombstone. No codec and no upcaster is called, and the handler gets a zero event.
+	// Subject is the id of the aggregate that is gone. [OncePer] takes no notice of such an event.
+	Tombstone bool
+
 	// Attempt counts the tries of this action on this event, from 1. A batch that
 	// failed, and is handled again in parts, has used up none.
 	Attempt int
@@ -114,7 +119,8 @@ type KafkaMetadata struct {
 func metadataOf(r *envelope.Received) Metadata {
 	return Metadata{
 		ID: r.ID, Source: r.Source, Type: r.Type, Subject: r.Subject, Time: r.Time, ContentType: r.ContentType,
-		Extensions: r.Extensions, Headers: r.Headers, Kafka: (*KafkaMetadata)(r.Kafka), Attempt: r.Attempt, Expired: r.Expired, origin: r.Origin,
+		Extensions: r.Extensions, Headers: r.Headers, Kafka: (*KafkaMetadata)(r.Kafka), Attempt: r.Attempt, Expired: r.Expired,
+		Tombstone: r.Tombstone, origin: r.Origin,
 	}
 }
 

@@ -155,6 +155,26 @@ func ExampleEventOptions_expires() {
 	// Output: 2026-05-01T09:00:00Z until 2026-05-01T09:00:30Z
 }
 
+// A tombstone has a compacted topic forget the earlier events of its key.
+func ExampleEventOptions_tombstone() {
+	events, err := outbox.NewRegistry("shop", outbox.Event("acme.order.paid.v1", "Order", OrderPaid.OrderOf))
+	if err != nil {
+		panic(err)
+	}
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	if err != nil {
+		panic(err)
+	}
+	paid := OrderPaid{OrderID: "O-1", At: may}
+	event := outbox.With(paid, outbox.EventOptions{Tombstone: true})
+	r, err := rec.KafkaRecord(context.Background(), event) // Record takes it, too
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println(r.Topic, string(r.Key), r.Value == nil)
+	// Output: order-events O-1 true
+}
+
 // A gateway records events whose types are not Go types, such as those of a webhook.
 func ExampleAllowRaw() {
 	events, err := outbox.NewRegistry("gateway", outbox.AllowRaw())

@@ -26,7 +26,7 @@ import (
 // The key is an aggregate type of at most 100 characters and an id of at most 255. Every event with the
 // same key is a repeat, and is skipped. Two handlers with the same action and key are repeats of one
 // another, also for different event types. Without OncePer, or with a nil key, the action is done once
-// for each event.
+// for each event, as it always is for a tombstone, which has no payload to take a key from.
 //
 // E is the event type of h. [NewConsumer] and [NewWorker] reject another type, and a handler of
 // [HandleNoTx], because no row of event_handled records its effect.

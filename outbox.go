@@ -237,11 +237,14 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*record.Rows
 		}
 		carried.Headers, carried.Attributes = r.cfg.Headers(ctx, e), def.attributesOf(e)
 		carried.OwnHeaders, carried.OwnAttributes = own.Headers, own.Attributes
-		if carried.DataSchema = ""; def.codec.DataSchema != nil {
+		t := record.Type{Name: def.eventType, AggregateType: def.aggregateType, Topic: def.topic}
+		if !own.Tombstone {
+			t.ContentType = def.codec.ContentType
+		}
+		if carried.DataSchema = ""; def.codec.DataSchema != nil && !own.Tombstone {
 			carried.DataSchema = def.codec.DataSchema(ctx)
 		}
 		one.event, one.def, one.own = e, def, own
-		t := record.Type{Name: def.eventType, AggregateType: def.aggregateType, ContentType: def.codec.ContentType, Topic: def.topic}
 		if rejected := rows.Add(t, &carried, &one); rejected != nil {
 			return nil, atIndex(i, def.eventType, (*FieldError)(rejected))
 		}

@@ -69,6 +69,9 @@ func (r *Registry) rawDefinition(e *RawEvent, own *EventOptions) (*definition, e
 		aggregateID: func(DomainEvent) string { return e.AggregateID }, topic: own.Topic,
 	}
 	contentType := e.ContentType
+	if own.Tombstone && len(e.Payload) > 0 {
+		return reject("payload", fmt.Errorf("%w: a tombstone has none", ErrMalformed))
+	}
 	if known := r.byName[e.EventType]; known != nil {
 		def.topic, def.aggregateType = known.topic, cmp.Or(e.AggregateType, known.aggregateType)
 		contentType = cmp.Or(contentType, known.codec.ContentType)

@@ -58,6 +58,10 @@ type EventOptions struct {
 	// expired. An event that is dead does not expire, nor does one that a handler of [HandleNoTx] has
 	// begun to handle. Later than NotBefore, in the years 1 to 9999; zero means never.
 	Expires time.Time
+	// Tombstone records the event without a payload: the value of its record is null in every mode, and the attributes
+	// are headers. A compacted topic then forgets the earlier events of its key, and later the tombstone itself. The
+	// codec is not called. Handlers get the event with [Metadata].Tombstone.
+	Tombstone bool
 }
 
 // With returns an event with options of its own, for [Recorder.Record] and whatever else takes
@@ -70,6 +74,7 @@ type EventOptions struct {
 func With(event DomainEvent, options EventOptions) DomainEvent {
 	inner, before := unwrap(event)
 	options.ID, options.Topic, options.Key = cmp.Or(options.ID, before.ID), cmp.Or(options.Topic, before.Topic), cmp.Or(options.Key, before.Key)
+	options.Tombstone = options.Tombstone || before.Tombstone
 	options.Attributes, options.Headers = merged(before.Attributes, options.Attributes), merged(before.Headers, options.Headers)
 	if options.NotBefore.IsZero() {
 		options.NotBefore = before.NotBefore

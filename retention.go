@@ -68,9 +68,9 @@ type ArchivedEvent struct {
 	OutboxID int64
 	// EventID, Type, Source, AggregateType and AggregateID are the event's.
 	EventID, Type, Source, AggregateType, AggregateID string
-	// Payload is in the encoding that ContentType names.
+	// Payload is in the encoding that ContentType names. It is nil for a tombstone.
 	Payload []byte
-	// ContentType is the media type of Payload.
+	// ContentType is the media type of Payload. It is empty for a tombstone.
 	ContentType string
 	// JSON is set if Payload is from the column payload, as jsonb prints it, and not from
 	// payload_bytes.

@@ -102,7 +102,7 @@ CREATE TABLE outbox (
         char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
         AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
         AND char_length(partition_key) <= 255),
-    CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
+    CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = CASE content_type WHEN '' THEN 0 ELSE 1 END),
     CONSTRAINT outbox_size CHECK (size <= 209715200),
     CONSTRAINT outbox_expires CHECK (
         expires_at >= '0001-01-01 00:00:00+00'::timestamptz AND expires_at < '10000-01-01 00:00:00+00'::timestamptz)
@@ -129,9 +129,11 @@ COMMENT ON COLUMN outbox.source IS 'CloudEvents source: the name of the recordin
 COMMENT ON COLUMN outbox.aggregate_type IS 'Type of the aggregate, for example Order.';
 COMMENT ON COLUMN outbox.aggregate_id IS
     'Id of the aggregate. CloudEvents subject, and the partition key unless partition_key is set.';
-COMMENT ON COLUMN outbox.payload IS 'The event as JSON. Exactly one of payload and payload_bytes is set.';
+COMMENT ON COLUMN outbox.payload IS
+    'The event as JSON. Exactly one of payload and payload_bytes is set, and none of a tombstone.';
 COMMENT ON COLUMN outbox.payload_bytes IS 'The event byte for byte, in the encoding that content_type names.';
-COMMENT ON COLUMN outbox.content_type IS 'Media type of the payload.';
+COMMENT ON COLUMN outbox.content_type IS
+    'Media type of the payload; empty for a tombstone, whose record has a null value.';
 COMMENT ON COLUMN outbox.topic IS 'Kafka topic; NULL means second segment of event_type + "-events".';
 COMMENT ON COLUMN outbox.partition_key IS 'Kafka record key; NULL means aggregate_id.';
 COMMENT ON COLUMN outbox.headers IS
@@ -175,7 +177,8 @@ CREATE TABLE outbox_delayed (
         char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
         AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
         AND char_length(partition_key) <= 255),
-    CONSTRAINT outbox_delayed_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
+    CONSTRAINT outbox_delayed_one_payload CHECK (
+        num_nonnulls(payload, payload_bytes) = CASE content_type WHEN '' THEN 0 ELSE 1 END),
     CONSTRAINT outbox_delayed_size CHECK (size <= 209715200),
     CONSTRAINT outbox_delayed_due CHECK (
         due_at >= '0001-01-01 00:00:00+00'::timestamptz AND due_at < '10000-01-01 00:00:00+00'::timestamptz),

@@ -169,7 +169,7 @@ BEGIN
     WITH chosen AS MATERIALIZED (
         SELECT f.id FROM @schema@.outbox_failed AS f
          WHERE f.id = ANY (ids) AND (f.status IN ('waiting', 'failed') AND NOT f.held OR f.status = 'dead')
-           AND num_nonnulls(f.payload, f.payload_bytes) > 0
+           AND (num_nonnulls(f.payload, f.payload_bytes) > 0 OR f.error_class IS DISTINCT FROM 'unreadable_row')
          ORDER BY f.id FOR UPDATE
     ), changed AS (
         UPDATE @schema@.outbox_failed AS f
@@ -236,6 +236,9 @@ BEGIN
         RETURN false;
     END IF;
     PERFORM @schema@.outbox_check_relay(old.relay);
+    IF old.content_type = '' THEN
+        RAISE EXCEPTION 'the event is a tombstone, which has no payload' USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
     as_json := old.content_type = 'application/json';
     kept := old.headers;
     IF kept IS NULL AND old.error_class = 'unreadable_row' THEN
@@ -508,6 +511,9 @@ BEGIN
     IF parts ? 'missing' THEN
         RAISE EXCEPTION 'parts of the record were too long to be read, and the row does not have them'
             USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    IF old.record IS NULL AND old.content_type = '' THEN
+        RAISE EXCEPTION 'the event is a tombstone, which has no payload' USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     as_json := old.record IS NULL AND old.content_type = 'application/json';
     kept := old.headers;

@@ -70,7 +70,7 @@ func appendEvent(b []byte, e *outbox.ArchivedEvent) ([]byte, error) {
 	if headers != nil && !fitsLine(headers) {
 		l.HeadersBase64, headers = headers, nil
 	}
-	if !e.JSON || !fitsLine(payload) {
+	if e.ContentType != "" && (!e.JSON || !fitsLine(payload)) {
 		l.PayloadBase64, payload = notNil(payload), nil
 	}
 	encoded, err := json.Marshal(l)
@@ -103,13 +103,21 @@ func fitsLine(text []byte) bool {
 	return len(text) < mayBeDeep || json.Valid(slices.Concat([]byte{'['}, text, []byte{']'}))
 }
 
+// hasPayload reports whether exactly one member has the payload, or none that of a tombstone.
+func (l *line) hasPayload() bool {
+	if l.ContentType == "" {
+		return l.Payload == nil && l.PayloadBase64 == nil
+	}
+	return (l.Payload == nil) != (l.PayloadBase64 == nil)
+}
+
 // parseEvent reads the line of an event.
 func parseEvent(text []byte) (e outbox.ArchivedEvent, err error) {
 	var l line
 	if err := json.Unmarshal(text, &l); err != nil {
 		return e, err
 	}
-	if l.EventID == "" || l.Type == "" || l.CreatedAt.IsZero() || (l.Payload == nil) == (l.PayloadBase64 == nil) {
+	if l.EventID == "" || l.Type == "" || l.CreatedAt.IsZero() || !l.hasPayload() {
 		return e, errors.New("it is no event: event_id, event_type, created_at, or either payload or payload_base64 is missing")
 	}
 	e = outbox.ArchivedEvent{OutboxID: l.ID, EventID: l.EventID, Type: l.Type, Source: l.Source, AggregateType: l.AggregateType, AggregateID: l.AggregateID,

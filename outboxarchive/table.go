@@ -167,9 +167,12 @@ func columnsOf(rows []outbox.ArchivedEvent) []any {
 		ids, sizes = append(ids, r.OutboxID), append(sizes, int64(len(r.Payload)+len(r.Headers)))
 		eventIDs, types, sources = append(eventIDs, r.EventID), append(types, r.Type), append(sources, r.Source)
 		aggTypes, aggIDs = append(aggTypes, r.AggregateType), append(aggIDs, r.AggregateID)
-		if r.JSON {
+		switch {
+		case r.ContentType == "": // a tombstone
+			payloads, payloadBytes = append(payloads, pgtype.Text{}), append(payloadBytes, nil)
+		case r.JSON:
 			payloads, payloadBytes = append(payloads, text(r.Payload, true)), append(payloadBytes, nil)
-		} else {
+		default:
 			payloads, payloadBytes = append(payloads, pgtype.Text{}), append(payloadBytes, notNil(r.Payload))
 		}
 		contentTypes, topics, keys = append(contentTypes, r.ContentType), append(topics, r.Topic), append(keys, r.PartitionKey)

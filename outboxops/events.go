@@ -351,7 +351,7 @@ SELECT e.id, e.size, pg_current_snapshot()::text
 
 // sqlTailRead reads events in the order of their ids; $2 is the most bytes of a payload.
 const sqlTailRead = `
-SELECT ` + recordedColumns + `, CASE WHEN octet_length(p.bytes) <= $2 THEN p.bytes END, octet_length(p.bytes), pg_catalog.convert_to(o.headers::text, 'UTF8')
+SELECT ` + recordedColumns + `, CASE WHEN octet_length(p.bytes) <= $2 THEN p.bytes END, coalesce(octet_length(p.bytes), 0), pg_catalog.convert_to(o.headers::text, 'UTF8')
   FROM pg_catalog.unnest($1::bigint[]) AS r (id)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.id AND r.id ORDER BY id OFFSET 0) AS o
  CROSS JOIN LATERAL (SELECT coalesce(o.payload_bytes, pg_catalog.convert_to(o.payload::text, 'UTF8')) AS bytes OFFSET 0) AS p`

@@ -104,7 +104,7 @@ func (s eventStore) stored() reader { return s.rows }
 
 const sqlFailureIDs = `
 SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.FailureWhere + `
-   AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND pg_catalog.num_nonnulls(payload, payload_bytes) > 0
+   AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND (pg_catalog.num_nonnulls(payload, payload_bytes) > 0 OR error_class IS DISTINCT FROM 'unreadable_row')
        AND NOT (relay = ANY (ARRAY(
            SELECT l.name FROM {schema}.outbox_lease AS l WHERE l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity'
               AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS c WHERE c.relay = l.name)))))

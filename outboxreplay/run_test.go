@@ -77,7 +77,8 @@ func (f *replayFixture) record(t testing.TB, sales ...sale) {
 	ctx := outbox.WithTraceParent(outbox.WithCorrelationID(background, "corr é"), "00-"+strings.Repeat("a", 32)+"-"+strings.Repeat("b", 16)+"-01")
 	require.NoError(t, pgx.BeginFunc(ctx, f.db, func(tx pgx.Tx) error {
 		for _, s := range sales {
-			if err := f.rec.Record(ctx, tx, s); err != nil {
+			event := outbox.With(s, outbox.EventOptions{Tombstone: s.Number == 3})
+			if err := f.rec.Record(ctx, tx, event); err != nil {
 				return err
 			}
 		}

@@ -41,6 +41,7 @@ type inSchema struct {
 // see [outbox.With], they count too: those that want does not have may be anything. Delayed events count before they
 // are due, too. What was recorded must be readable again. Of an
 // [outbox.RawEvent] its type, content type, payload and time count; Recorded and RequireNotRecorded do not take it.
+// A tombstone has no payload: its type and time count, and its options.
 func RequireRecorded(ctx context.Context, t T, db DB, events *outbox.Registry, want ...outbox.DomainEvent) {
 	t.Helper()
 	if err := requireRecorded(ctx, newTable(db), events, want); err != nil {
@@ -210,6 +211,9 @@ func (e entry) decode(ctx context.Context) (any, error) {
 	if e.isRaw() {
 		return outbox.RawEvent{Payload: e.payload}, nil
 	}
+	if e.contentType == "" { // a tombstone
+		return reflect.Zero(e.registered.GoType).Interface(), nil
+	}
 	codec := e.registered.Codec
 	if e.contentType != codec.ContentType {
 		return nil, fmt.Errorf("%s was recorded as %s, and the registry's codec is for %s", e.eventType, e.contentType, codec.ContentType)
@@ -253,8 +257,11 @@ func (e entry) with() string {
 }
 
 func (e entry) text(ctx context.Context) string {
-	if e.contentType == jsonType {
+	switch e.contentType {
+	case jsonType:
 		return string(e.payload)
+	case "":
+		return "a tombstone"
 	}
 	if e.registered != nil && !e.isRaw() {
 		if event, err := e.decode(ctx); err == nil {

@@ -223,12 +223,16 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 		if err != nil {
 			return nil, err
 		}
-		payload, err := reg.Codec.Encode(ctx, v.Interface())
-		if err != nil {
-			return nil, fmt.Errorf("encode wanted event %d, %s: %w", i, reg.EventType, err)
+		var payload []byte
+		var contentType string
+		if !options.Tombstone {
+			contentType = reg.Codec.ContentType
+			if payload, err = reg.Codec.Encode(ctx, v.Interface()); err != nil {
+				return nil, fmt.Errorf("encode wanted event %d, %s: %w", i, reg.EventType, err)
+			}
 		}
 		entries[i] = entry{
-			eventType: reg.EventType, contentType: reg.Codec.ContentType, payload: bytes.Clone(payload),
+			eventType: reg.EventType, contentType: contentType, payload: bytes.Clone(payload),
 			at: event.OccurredAt().Truncate(time.Microsecond), registered: reg, options: options,
 			hasOptions: options.ID != uuid.UUID{} || !options.NotBefore.IsZero() || !options.Expires.IsZero() || options.Topic != "" || options.Key != "" || len(options.Attributes) > 0 || len(options.Headers) > 0,
 		}

@@ -53,6 +53,8 @@ var recordedTests = []struct {
 		events{hook("y", "text/plain"), hook(`{"a":2,"b":1}`, "application/json")}},
 	{"a raw event at any time, with options", events{outbox.With(hook("x", "text/plain"), elsewhere)},
 		events{outbox.With(outbox.RawEvent{EventType: hookType, AggregateType: "Invoice", AggregateID: "1", Payload: []byte("x"), ContentType: "text/plain"}, elsewhere)}},
+	{"a tombstone among others", events{productLiked{"1", noon}, outbox.With(productLiked{"2", noon}, tombstone), outbox.With(hook("", ""), tombstone)},
+		events{outbox.With(productLiked{"2", noon}, tombstone), outbox.With(hook("", ""), tombstone)}},
 	{"another encoding of the same", events{parcelSent{"1", noon}, parcelSent{"2", noon}}, events{parcelSent{"2", noon}, parcelSent{"1", noon}}},
 }
 
@@ -62,6 +64,8 @@ const hookType = "stripe.invoice.paid.v1"
 func hook(payload, contentType string) outbox.RawEvent {
 	return outbox.RawEvent{EventType: hookType, AggregateType: "Invoice", AggregateID: "1", Payload: []byte(payload), ContentType: contentType, Time: noon}
 }
+
+var tombstone = outbox.EventOptions{Tombstone: true}
 
 // step and left are parts of a payload with a time.
 type (
@@ -127,6 +131,8 @@ var notRecordedTests = []struct {
 	{"other bytes of a raw event", events{hook("x", "text/plain")}, events{hook("y", "text/plain")}, []string{
 		"stripe.invoice.paid.v1 at 2026-02-03T12:00:00Z: ", "these were:"}},
 	{"a raw event that is refused", nil, events{hook("{", "")}, []string{"wanted event of type stripe.invoice.paid.v1: ", "payload"}},
+	{"no tombstone", events{productLiked{"1", noon}}, events{outbox.With(productLiked{"1", noon}, tombstone)}, []string{
+		"acme.product.liked.v1 at 2026-02-03T12:00:00Z: a tombstone", "these were:"}},
 	{"an unregistered event", nil, events{strayEvent{}}, []string{"outboxtest_test.strayEvent is not registered"}},
 	{"a nil event", nil, events{productLiked{"1", noon}, nil}, []string{"wanted event 1 must not be nil"}},
 	{"a nil pointer", nil, events{(*orderPlaced)(nil)}, []string{"wanted event 0 must not be nil"}},

@@ -220,7 +220,8 @@ func (a *admin) describeSettings(ctx context.Context, found map[string]descripti
 	if len(found) == 0 {
 		return nil
 	}
-	request := kafka.SettingsRequest(slices.Collect(maps.Keys(found)), cleanupSetting, retentionSetting, minInSyncSetting, maxMessageSetting)
+	request := kafka.SettingsRequest(slices.Collect(maps.Keys(found)), cleanupSetting, retentionSetting, deleteRetentionSetting,
+		minInSyncSetting, maxMessageSetting)
 	response, err := request.RequestWith(ctx, a.client)
 	if err != nil {
 		return fmt.Errorf("describe configurations of topics: %w", err)

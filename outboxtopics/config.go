@@ -36,8 +36,16 @@ type Config struct {
 	// than 3, or the cluster's default if ReplicationFactor is negative.
 	MinInSyncReplicas int
 
-	// Retention is how long a topic keeps its records, at least 1 ms. Zero means 7
-	// days.
+	// Compacted reports whether a topic is compacted (cleanup.policy=compact): Kafka keeps the last record
+	// of each key, and removes older ones, whatever their age. Dead-letter topics never are. Nil means none.
+	Compacted func(topic string) bool
+	// DeleteRetention is how long a compacted topic keeps a tombstone after it was compacted
+	// (delete.retention.ms), at least 1 ms. A consumer that reads the topic from its beginning in this time
+	// sees the tombstone. Zero means 24 h.
+	DeleteRetention time.Duration
+
+	// Retention is how long a topic keeps its records, at least 1 ms. A compacted topic has none. Zero
+	// means 7 days.
 	Retention time.Duration
 	// MaxMessageBytes is the largest batch of records that a topic takes, after
 	// compression. Zero means the cluster's default, usually 1,048,588, which suits
@@ -69,6 +77,7 @@ const (
 	maxPartitions              = 10_000 // that Kafka creates in one request
 	defaultReplicationFactor   = 3
 	defaultRetention           = 7 * 24 * time.Hour
+	defaultDeleteRetention     = 24 * time.Hour
 	defaultDeadLetterRetention = 30 * 24 * time.Hour
 	// headerRoom is for the headers of a dead letter: their names, 2,000 bytes of the
 	// error, and the names of group, action and topic of up to 2 KiB.
@@ -84,6 +93,7 @@ func (c Config) withDefaults() Config {
 		c.MinInSyncReplicas = cmp.Or(c.MinInSyncReplicas, max(1, min(2, c.ReplicationFactor-1)))
 	}
 	c.Retention = cmp.Or(c.Retention, defaultRetention)
+	c.DeleteRetention = cmp.Or(c.DeleteRetention, defaultDeleteRetention)
 	c.DeadLetterPartitions = cmp.Or(c.DeadLetterPartitions, 1)
 	c.DeadLetterRetention = cmp.Or(c.DeadLetterRetention, defaultDeadLetterRetention)
 	if c.DeadLetterTopic == nil {
@@ -107,6 +117,7 @@ func (c Config) validate(given Config) error {
 		check.NotNegative("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes),
 		check.NotAbove("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes, math.MaxInt32),
 		checkRetention("Retention", c.Retention),
+		checkRetention("DeleteRetention", c.DeleteRetention),
 		checkRetention("DeadLetterRetention", c.DeadLetterRetention),
 	}
 	for _, topic := range c.Topics {

@@ -50,6 +50,17 @@ func ExampleRun() {
 	}
 }
 
+// A topic whose consumers need the last event of each key is compacted.
+func ExampleConfig_compacted() {
+	cfg := outboxtopics.Config{Compacted: func(topic string) bool { return topic == "profile-events" }}
+	cfg.ReplicationFactor = -1 // the cluster's default
+	states, err := outboxtopics.Ensure(context.Background(), kafka, events, cfg)
+	if err != nil {
+		log.Fatal(err)
+	}
+	log.Println(states)
+}
+
 // In a deployment step: create what is missing, and log what differs.
 func ExampleEnsure() {
 	ctx := context.Background()
@@ -92,6 +103,7 @@ func TestExamples(t *testing.T) {
 	events, err = outbox.NewRegistry("warehouse", outbox.Event("acme."+domain+".sent.v1", "Shipment", ShipmentSent.shipment))
 	require.NoError(t, err)
 	ExampleEnsure()
+	ExampleConfig_compacted()
 	ExampleDescribe()
 	infos, err := outboxtopics.Describe(t.Context(), kafka, domain+"-events")
 	require.NoError(t, err)

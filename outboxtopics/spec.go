@@ -32,19 +32,34 @@ type setting struct {
 
 // Kafka's names of the settings.
 const (
-	cleanupSetting    = "cleanup.policy"
-	retentionSetting  = "retention.ms"
-	minInSyncSetting  = "min.insync.replicas"
-	maxMessageSetting = "max.message.bytes"
+	cleanupSetting         = "cleanup.policy"
+	retentionSetting       = "retention.ms"
+	deleteRetentionSetting = "delete.retention.ms"
+	minInSyncSetting       = "min.insync.replicas"
+	maxMessageSetting      = "max.message.bytes"
 )
 
+func millis(name string, d time.Duration) setting {
+	return setting{name: name, value: strconv.FormatInt(d.Milliseconds(), 10)}
+}
+
+// deleted returns the settings of a topic that is not compacted. If the cluster compacts by default, only the last
+// event of a key would remain.
+func deleted(retention time.Duration) []setting {
+	return []setting{{name: cleanupSetting, value: "delete"}, millis(retentionSetting, retention)}
+}
+
+// kept returns the settings that say how long a topic of events keeps its records.
+func (c Config) kept(topic string) []setting {
+	if c.Compacted == nil || !c.Compacted(topic) {
+		return deleted(c.Retention)
+	}
+	return []setting{{name: cleanupSetting, value: "compact"}, millis(deleteRetentionSetting, c.DeleteRetention)}
+}
+
 // baseSpec returns what topics of events and of dead letters have in common.
-func (c Config) baseSpec(topic string, partitions int, retention time.Duration) spec {
-	s := spec{topic: topic, partitions: partitions, replicas: max(c.ReplicationFactor, clusterDefault), settings: []setting{
-		// If the cluster compacts by default, only the last event of a key would remain.
-		{name: cleanupSetting, value: "delete"},
-		{name: retentionSetting, value: strconv.FormatInt(retention.Milliseconds(), 10)},
-	}}
+func (c Config) baseSpec(topic string, partitions int, kept []setting) spec {
+	s := spec{topic: topic, partitions: partitions, replicas: max(c.ReplicationFactor, clusterDefault), settings: kept}
 	if c.MinInSyncReplicas > 0 {
 		s.settings = append(s.settings, setting{name: minInSyncSetting, value: strconv.Itoa(c.MinInSyncReplicas)})
 	}
@@ -62,7 +77,7 @@ func (c Config) eventTopics(topics []string) ([]spec, error) {
 			field := "PartitionsFor " + topic
 			errs = append(errs, check.NotNegative(field, partitions), check.NotAbove(field, partitions, maxPartitions))
 		}
-		s := c.baseSpec(topic, partitions, c.Retention)
+		s := c.baseSpec(topic, partitions, c.kept(topic))
 		if c.MaxMessageBytes > 0 {
 			s.settings = append(s.settings, setting{name: maxMessageSetting, value: strconv.Itoa(c.MaxMessageBytes)})
 		}
@@ -105,7 +120,7 @@ func (c Config) deadLetterSpec(name string, topics []string, found map[string]de
 			limit = max(limit, d.maxMessageBytes()+headerRoom)
 		}
 	}
-	s := c.baseSpec(name, c.DeadLetterPartitions, c.DeadLetterRetention)
+	s := c.baseSpec(name, c.DeadLetterPartitions, deleted(c.DeadLetterRetention))
 	s.settings = append(s.settings, setting{
 		name: maxMessageSetting, value: strconv.Itoa(min(limit, math.MaxInt32)), atLeast: true,
 	})

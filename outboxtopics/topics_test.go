@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -169,6 +170,116 @@ func TestEnsureTopicsAsConfigured(t *testing.T) {
 	requireTopic(t, brokers, shared, actualTopic{4, 1, map[string]string{
 		"cleanup.policy": "delete", "retention.ms": "7200000", "min.insync.replicas": "1", "max.message.bytes": "5016384",
 	}})
+}
+
+// A compacted topic really compacts: of each key the last value stays, and of a tombstone's key none.
+func TestCompactedTopic(t *testing.T) {
+	t.Parallel()
+	testenv.Long(t)
+	brokers := testenv.RealBrokers(t)
+	events, topics := newRegistry(t, 2)
+	kafka := testenv.KafkaOpts(brokers)
+	cfg := outboxtopics.Config{
+		Partitions: 1, ReplicationFactor: 1, DeleteRetention: time.Minute,
+		Compacted: func(topic string) bool { return topic == topics[0] },
+	}
+	for _, created := range []bool{true, false} {
+		states, err := outboxtopics.Ensure(background, kafka, events, cfg)
+		require.NoError(t, err)
+		for _, s := range states {
+			require.Equal(t, created, s.Created)
+			require.Empty(t, s.Differences)
+		}
+	}
+	compacted := map[string]string{"cleanup.policy": "compact", "delete.retention.ms": "60000", "min.insync.replicas": "1"}
+	requireTopic(t, brokers, topics[0], actualTopic{1, 1, compacted})
+	requireTopic(t, brokers, topics[1], actualTopic{1, 1, map[string]string{"cleanup.policy": "delete", "retention.ms": "604800000", "min.insync.replicas": "1"}})
+	requireTopic(t, brokers, topics[0]+".dlq", actualTopic{1, 1, map[string]string{
+		"cleanup.policy": "delete", "retention.ms": "2592000000", "min.insync.replicas": "1", "max.message.bytes": "1064972",
+	}})
+	cfg.Compacted, cfg.DeleteRetention = func(string) bool { return true }, time.Hour
+	states, err := outboxtopics.Ensure(background, kafka, events, cfg)
+	require.NoError(t, err)
+	require.Equal(t, []outboxtopics.Difference{{Setting: "delete.retention.ms", Want: "3600000", Have: "60000"}}, states[0].Differences)
+	require.Equal(t, []outboxtopics.Difference{
+		{Setting: "cleanup.policy", Want: "compact", Have: "delete"}, {Setting: "delete.retention.ms", Want: "3600000", Have: "86400000"},
+	}, states[2].Differences)
+	cfg.DeleteRetention = -1
+	_, err = outboxtopics.Ensure(background, kafka, events, cfg)
+	require.ErrorContains(t, err, "field DeleteRetention is -1ns: at least 1ms")
+
+	client, err := kgo.NewClient(append(kafka, kgo.RecordPartitioner(kgo.ManualPartitioner()))...)
+	require.NoError(t, err)
+	defer client.Close()
+	compactEarly(t, client, topics[0])
+	send := func(key, value string) {
+		r := &kgo.Record{Topic: topics[0], Key: []byte(key), Value: []byte(value)}
+		if value == "" {
+			r.Value = nil
+		}
+		require.NoError(t, client.ProduceSync(background, r).FirstErr())
+	}
+	for _, value := range []string{"1", "2", "3"} {
+		send("kept", value)
+		send("gone", value)
+	}
+	send("gone", "")
+	require.Eventually(t, func() bool {
+		send("filler", "x") // begins a new segment: the newest one is not compacted
+		values := map[string][]string{}
+		for _, r := range readTopic(t, brokers, topics[0]) {
+			values[string(r.Key)] = append(values[string(r.Key)], string(r.Value))
+		}
+		return slices.Equal(values["kept"], []string{"3"}) && (len(values["gone"]) == 0 || slices.Equal(values["gone"], []string{""}))
+	}, 2*testenv.Patience, 500*time.Millisecond)
+}
+
+// compactEarly has Kafka compact a topic as soon as it looks at it.
+func compactEarly(t *testing.T, client *kgo.Client, topic string) {
+	t.Helper()
+	request := kmsg.NewPtrIncrementalAlterConfigsRequest()
+	resource := kmsg.NewIncrementalAlterConfigsRequestResource()
+	resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, topic
+	for name, value := range map[string]string{"segment.ms": "100", "min.cleanable.dirty.ratio": "0.001", "max.compaction.lag.ms": "100"} {
+		config := kmsg.NewIncrementalAlterConfigsRequestResourceConfig()
+		config.Name, config.Value = name, &value
+		resource.Configs = append(resource.Configs, config)
+	}
+	request.Resources = append(request.Resources, resource)
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Resources[0].ErrorCode))
+}
+
+// readTopic returns the records of the only partition of a topic, up to its present end.
+func readTopic(t *testing.T, brokers []string, topic string) (records []*kgo.Record) {
+	t.Helper()
+	client, err := kgo.NewClient(append(testenv.KafkaOpts(brokers), kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{topic: {0: kgo.NewOffset().AtStart()}}))...)
+	require.NoError(t, err)
+	defer client.Close()
+	list := kmsg.NewPtrListOffsetsRequest()
+	list.ReplicaID = -1
+	of := kmsg.NewListOffsetsRequestTopic()
+	of.Topic = topic
+	end := kmsg.NewListOffsetsRequestTopicPartition()
+	end.Timestamp = -1 // the end
+	of.Partitions = append(of.Partitions, end)
+	list.Topics = append(list.Topics, of)
+	var last int64
+	for _, shard := range client.RequestSharded(background, list) {
+		require.NoError(t, shard.Err)
+		for _, found := range shard.Resp.(*kmsg.ListOffsetsResponse).Topics {
+			last = found.Partitions[0].Offset - 1
+		}
+	}
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
+	defer cancel()
+	for len(records) == 0 || records[len(records)-1].Offset < last {
+		fetches := client.PollFetches(ctx)
+		require.NoError(t, fetches.Err())
+		records = append(records, fetches.Records()...)
+	}
+	return records
 }
 
 // Replication may be left to the defaults of the cluster, and is then no difference.

@@ -207,7 +207,8 @@ func topicFindings(t outboxtopics.Info) (all []finding) {
 	}
 	if strings.Contains(t.Settings["cleanup.policy"], "compact") {
 		add("compacted", severityWarning, "cleanup.policy is "+t.Settings["cleanup.policy"],
-			"Kafka deletes all but the last event of each key, whether it was read or not.", "Set cleanup.policy to delete, unless consumers need only the last event.")
+			"Kafka deletes all but the last event of each key, whether it was read or not. An event that is retried after a later one of its key was sent is the last one: Kafka then keeps the older value, and forgets the newer one. That happens with PassFailedKeys, and to dead events without HoldDead.",
+			"Set cleanup.policy to delete, unless consumers need only the last event. Then set RelayConfig.HoldDead (outbox relay --hold-dead), and not PassFailedKeys.")
 	}
 	return all
 }

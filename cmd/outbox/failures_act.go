@@ -59,7 +59,7 @@ func isRetryable(f outboxops.Failure) bool {
 	if f.ID.Kind == outboxops.KindDelivery {
 		return f.Status == outbox.StatusDead || f.Status == outbox.StatusResolved
 	}
-	return f.Payload != nil && (f.Status == outbox.StatusDead || !f.Held && (f.Status == outbox.StatusWaiting || f.Status == outbox.StatusFailed))
+	return (f.Payload != nil || f.ContentType == "") && (f.Status == outbox.StatusDead || !f.Held && (f.Status == outbox.StatusWaiting || f.Status == outbox.StatusFailed))
 }
 
 var failuresResolveCommand = command{

@@ -127,7 +127,7 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 	if to.group != "" && to.group != r.processor.Rules.Group {
 		return it
 	}
-	m, err := r.decodeRecord(record)
+	m, err := r.decodeRecord(record, &it.Meta)
 	switch {
 	case err != nil:
 		it.Class, it.Err = handling.ClassUndecodable, err
@@ -140,8 +140,9 @@ func (r *reader) read(ctx context.Context, record *kgo.Record, to replay, from *
 	return it
 }
 
-// decodeRecord decodes a record. One of which something is missing cannot be decoded.
-func (r *reader) decodeRecord(record *kgo.Record) (m *envelope.Message, err error) {
+// decodeRecord decodes a record, and says in the metadata whether it is a tombstone. A record of which something is
+// missing cannot be decoded.
+func (r *reader) decodeRecord(record *kgo.Record, about *envelope.Received) (m *envelope.Message, err error) {
 	if missing := omissionOf(record); missing != nil {
 		return nil, missing
 	}
@@ -149,6 +150,7 @@ func (r *reader) decodeRecord(record *kgo.Record) (m *envelope.Message, err erro
 		m, err = r.decode(record)
 		return err
 	})
+	about.Tombstone = record.Value == nil && m.IsTombstone()
 	return m, err
 }
 

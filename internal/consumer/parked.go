@@ -145,7 +145,7 @@ func (c *Consumer) readDelivery(d *delivery.Delivery, about *envelope.Received) 
 	if action == "" {
 		action = replayOf(r).action
 	}
-	m, err = c.reader.decodeRecord(r)
+	m, err = c.reader.decodeRecord(r, about)
 	return m, action, err
 }
 

@@ -408,7 +408,7 @@ SELECT due.id
 
 const deadOfClass = ` FROM {schema}.outbox_failed
                       WHERE relay = $1::text AND error_class >= policy.class AND error_class <= policy.class
-                        AND status = 'dead' AND pg_catalog.num_nonnulls(payload, payload_bytes) > 0
+                        AND status = 'dead' AND (pg_catalog.num_nonnulls(payload, payload_bytes) > 0 OR error_class IS DISTINCT FROM 'unreadable_row')
                       ORDER BY error_class, next_retry_at`
 
 const sqlFailedRetryDead = `

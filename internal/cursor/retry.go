@@ -235,7 +235,7 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 			if e.Event, err = r.event(raw[1:]); err != nil {
 				return err
 			}
-			if payload && e.Payload == nil {
+			if payload && e.Payload == nil && !e.IsTombstone() {
 				return ErrNoPayload
 			}
 			events = append(events, e)

@@ -208,6 +208,7 @@ func ReadOutboxEvent(d *Delivery, about *envelope.Received) (*envelope.Message, 
 	if err != nil {
 		return nil, err
 	}
+	about.Tombstone = value == nil
 	all := func(yield func(string, []byte) bool) {
 		for _, h := range headers {
 			if !yield(h.name, h.value) {

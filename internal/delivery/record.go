@@ -77,5 +77,6 @@ func readRecord(d *Delivery, about *envelope.Received) (m *envelope.Message, act
 		value = nil
 	}
 	m, err = envelope.DecodeRecord(value, r.headers())
+	about.Tombstone = r.NoValue && m.IsTombstone()
 	return m, action, err
 }

@@ -21,6 +21,10 @@ type Message struct {
 	Data                 []byte
 }
 
+// IsTombstone reports whether a message whose record has a null value is a tombstone: it has no content type. With one,
+// its payload is missing, as Debezium's router leaves out payloads that are in another column. A nil message is none.
+func (m *Message) IsTombstone() bool { return m != nil && m.Data == nil && m.ContentType == "" }
+
 // Received is an event as it arrived at its handlers, but for its payload. The package outbox makes a Metadata
 // of it where it calls a function of the host.
 type Received struct {
@@ -31,6 +35,7 @@ type Received struct {
 	Headers                   map[string][]string
 	Kafka                     *Place    // of the record that brought the event; nil where no record did
 	Attempt                   int       // of this action on this event, from 1
+	Tombstone                 bool      // its record has a null value
 	ByPosition                bool      // see [Message]
 	Expires                   time.Time // zero: never
 	Expired                   bool      // that is why no handler got it

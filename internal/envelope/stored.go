@@ -27,8 +27,8 @@ type Event struct {
 	AggregateType []byte
 	AggregateID   []byte
 	Payload       []byte
-	IsJSON        bool // payload comes from the jsonb column
-	ContentType   []byte
+	IsJSON        bool      // payload comes from the jsonb column
+	ContentType   []byte    // empty for a tombstone, which has no payload
 	Topic         []byte    // nil: derived from eventType
 	PartitionKey  []byte    // nil: aggregateID
 	Headers       []byte    // JSON object of strings, or nil
@@ -83,6 +83,9 @@ func (e *TooLargeError) Error() string {
 	return fmt.Sprintf("row %d of outbox, event %s: %d bytes as printed, at most %d are sent", e.ID, e.EventID, e.Size, e.Most)
 }
 
+// IsTombstone reports whether the record of the event has a null value.
+func (e *Event) IsTombstone() bool { return len(e.ContentType) == 0 && e.Payload == nil }
+
 // Destination returns the topic. A row that was not written by a Recorder may have a type from which no topic can be
 // derived.
 func (e *Event) Destination() (string, error) {
@@ -120,7 +123,8 @@ type RecordForm struct {
 }
 
 // Record returns the value of the event's Kafka record and passes its headers to add,
-// in the form of the CloudEvents 1.0 Kafka protocol binding.
+// in the form of the CloudEvents 1.0 Kafka protocol binding. The value of a tombstone is nil, and the attributes are
+// headers in every form; that of any other event is not nil.
 func (e *Event) Record(form RecordForm, add func(name string, value []byte)) ([]byte, error) {
 	if e.Unreadable != nil {
 		return nil, e.Unreadable
@@ -138,7 +142,8 @@ func (e *Event) Record(form RecordForm, add func(name string, value []byte)) ([]
 		}
 		own[eventheader.Stored(eventheader.ExpiryTime)] = string(AppendTime(nil, e.Expiry.At))
 	}
-	if form.InJSON {
+	tombstone := e.IsTombstone()
+	if form.InJSON && !tombstone {
 		add("content-type", structuredType)
 		addOwn(own, false, add)
 		form.Further.Add(own, e.EventID, add)
@@ -151,9 +156,14 @@ func (e *Event) Record(form RecordForm, add func(name string, value []byte)) ([]
 	add("ce_subject", e.AggregateID)
 	add("ce_time", e.OccurredAt)
 	add("ce_aggregatetype", e.AggregateType)
-	add("content-type", e.ContentType)
+	if !tombstone {
+		add("content-type", e.ContentType)
+	}
 	addOwn(own, true, add)
 	form.Further.Add(own, e.EventID, add)
+	if e.Payload == nil && !tombstone {
+		return []byte{}, nil
+	}
 	return e.Payload, nil
 }
 

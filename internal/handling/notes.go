@@ -390,7 +390,7 @@ func IdentityOf(m *envelope.Received) handled.Identity {
 func KeyOf(t *Task) (NoteKey, error) {
 	e := IdentityOf(&t.Meta)
 	k := NoteKey{AggregateType: e.Type, AggregateID: e.ID, Action: t.Action, Source: e.Source}
-	if t.Key != nil {
+	if t.Key != nil && !t.Meta.Tombstone {
 		k.Source = ""
 		k.AggregateType, k.AggregateID = t.Key(t.Event, &t.Meta)
 	}

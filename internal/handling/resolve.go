@@ -133,22 +133,30 @@ func UnknownAction(eventType, field, action string) error {
 }
 
 // tasks decodes the payload, upcasts it to every version that has handlers, and returns a task for each handler, or for
-// those of an action. If the codec says that something is away, the attempts on the tasks decode the payload again.
+// those of an action. A tombstone is a zero event of each version. If the codec says that something is away, the
+// attempts on the tasks decode the payload again.
 func (p *Processor) tasks(
 	ctx context.Context, route *Route, m *envelope.Message, meta *envelope.Received, action string,
 ) ([]Task, error) {
-	event, err := p.decodePayload(EventContext(ctx, meta), &route.Kind, m)
+	var event any
+	var err error
+	if !meta.Tombstone {
+		event, err = p.decodePayload(EventContext(ctx, meta), &route.Kind, m)
+	}
 	if err != nil && !IsUnavailable(err) {
 		return nil, err
 	}
 	var tasks []Task
 	for i, v := range route.versions {
-		if err == nil && v.up != nil {
+		if err == nil && v.up != nil && !meta.Tombstone {
 			event = v.up(event)
 		}
 		for _, h := range v.handlers {
 			if action != "" && action != h.Action {
 				continue
+			}
+			if meta.Tombstone {
+				event = reflect.Zero(h.GoType).Interface()
 			}
 			t := Task{Handler: h, Arrival: Arrival{event, *meta}}
 			if err != nil {

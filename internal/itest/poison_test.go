@@ -81,7 +81,7 @@ var rowPoison = []struct{ name, column, sql, want string }{
 	{"a deep payload", "payload", `(repeat('[', 3000) || repeat(']', 3000))::jsonb`, "dead letter: undecodable"},
 	{"a payload that cannot be printed", "payload", "'" + testenv.Unprintable + "'", "refused: 54000"},
 	{"a number that Go cannot hold", "payload", `'{"product": "{id}", "amount": 1e400}'`, "dead letter: undecodable"},
-	{"a content type of nothing", "content_type", `''`, "handled"},
+	{"a content type of nothing", "content_type", `''`, "refused: 23514"},
 	{"a content type that is none", "content_type", `'no type at all'`, "dead letter: undecodable"},
 	{"a content type of an event", "content_type", `'application/cloudevents+json'`, "dead: invalid_event"},
 	{"the end of time", "occurred_at", `'infinity'`, "dead: invalid_event"},

@@ -62,8 +62,9 @@ func (r *Rows) Len() int { return len(r.eventID) }
 
 // Type has the properties that all events of a type share.
 type Type struct {
-	Name, AggregateType, ContentType string
-	Topic                            string // empty: derived from Name
+	Name, AggregateType string
+	ContentType         string // empty: the event is a tombstone, and not encoded
+	Topic               string // empty: derived from Name
 }
 
 // Event is an event of the host. The methods call functions of the host, each at most once.
@@ -126,9 +127,12 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	if err != nil {
 		return &envelope.FieldError{Field: "event_id", Err: err}
 	}
-	if t.ContentType == JSONType {
+	switch t.ContentType {
+	case "":
+		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, nil)
+	case JSONType:
 		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{String: string(payload), Valid: true}), append(r.payloadBytes, nil)
-	} else { // a copy, because the codec may reuse its buffer; an empty one is not NULL
+	default: // a copy, because the codec may reuse its buffer; an empty one is not NULL
 		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, append([]byte{}, payload...))
 	}
 	topic := cmp.Or(own, t.Topic)
@@ -174,6 +178,9 @@ func expiryTime(t time.Time, dueAt pgtype.Timestamptz) (pgtype.Timestamptz, erro
 
 // encode returns the payload of an event, checked for its column.
 func (r *Rows) encode(t Type, e Event) (payload []byte, err error) {
+	if t.ContentType == "" {
+		return nil, nil
+	}
 	payload, err = e.Encode()
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrEncode, err)
