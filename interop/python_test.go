@@ -108,7 +108,7 @@ func TestHeaderNamesStay(t *testing.T) {
 		outbox.DeadLetterGroup: "dlq_group", outbox.DeadLetterAction: "dlq_action", outbox.DeadLetterError: "dlq_error",
 		outbox.DeadLetterClass: "dlq_error_class", outbox.DeadLetterAttempts: "dlq_attempts", outbox.DeadLetterFailedAt: "dlq_failed_at",
 		outbox.DeadLetterValueOmitted: "dlq_value_omitted", outbox.DeadLetterKeyOmitted: "dlq_key_omitted",
-		outbox.DeadLetterHeadersOmitted: "dlq_headers_omitted", outbox.DeadLetterDigest: "dlq_digest",
+		outbox.DeadLetterHeadersOmitted: "dlq_headers_omitted", outbox.DeadLetterDigest: "dlq_digest", outbox.DeadLetterEditedFrom: "dlq_edited_from",
 		outbox.ReplayGroup: "replay_group", outbox.ReplayAction: "replay_action", outbox.ReplayOf: "replay_of", outbox.ReplayFrom: "replay_from",
 	} {
 		require.Equal(t, want, have)

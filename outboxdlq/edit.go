@@ -161,11 +161,11 @@ func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
 const sqlRowOf = `
 SELECT id FROM {schema}.event_delivery
  WHERE consumer_group = $1 AND action IN ($2, '') AND stream = $3 AND status IN ('PENDING', 'PARKED', 'DEAD') AND resolved_at IS NULL
-   AND dead_letter IS NULL AND stream || '-' || record_partition || '-' || position = ANY ($4::text[])
+   AND dead_letter IS NULL AND pg_catalog.concat_ws('-', stream, record_partition, position) = ANY ($4::text[])
  UNION ALL
 SELECT id FROM {schema}.event_delivery
  WHERE consumer_group = $1 AND action IN ($2, '') AND stream = $3 AND status = 'PROCESSING'
-   AND stream || '-' || record_partition || '-' || position = ANY ($4)
+   AND pg_catalog.concat_ws('-', stream, record_partition, position) = ANY ($4)
  LIMIT 1`
 
 // checkRow refuses a dead letter whose group has a row with the value, because the group would take that.

@@ -258,7 +258,7 @@ func (d *doctor) partitions(ctx context.Context) error {
 }
 
 const sqlPublished = `
-SELECT coalesce(array_agg(pubname::text ORDER BY pubname), '{}') FROM pg_publication_tables WHERE schemaname = $1 AND tablename = 'outbox_delayed'`
+SELECT coalesce(pg_catalog.array_agg(pubname::text ORDER BY pubname), '{}') FROM pg_publication_tables WHERE schemaname = $1 AND tablename = 'outbox_delayed'`
 
 // published checks that no publication has delayed events: their place is in that of outbox, once they are due.
 func (d *doctor) published(ctx context.Context) error {

@@ -36,7 +36,7 @@ func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut contex
 	}
 }
 
-// moveDelayed moves delayed events that are due until ctx is cancelled or the lease is lost. Meanwhile, health has moves.
+// moveDelayed moves delayed events that are due until ctx is cancelled or the lease is lost. Health reads moves.
 func (w *Worker) moveDelayed(ctx context.Context, leads lease.Leadership, moves *outage.Log) {
 	w.moves.Store(moves)
 	defer w.moves.Store(nil)
