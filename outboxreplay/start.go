@@ -281,7 +281,7 @@ func columnsOfEvents(events []outbox.ArchivedEvent) []any {
 		binary := e.Payload
 		if e.JSON {
 			binary = nil
-		} else if binary == nil {
+		} else if binary == nil && e.ContentType != "" {
 			binary = []byte{}
 		}
 		payloads, payloadBytes = append(payloads, text(e.Payload, e.JSON)), append(payloadBytes, binary)
