@@ -102,7 +102,7 @@ CREATE TABLE outbox (
         char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
         AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
         AND char_length(partition_key) <= 255),
-    CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = CASE content_type WHEN '' THEN 0 ELSE 1 END),
+    CONSTRAINT outbox_one_payload CHECK (num_nonnulls(payload, payload_bytes) = (content_type <> '')::int),
     CONSTRAINT outbox_size CHECK (size <= 209715200),
     CONSTRAINT outbox_expires CHECK (
         expires_at >= '0001-01-01 00:00:00+00'::timestamptz AND expires_at < '10000-01-01 00:00:00+00'::timestamptz)
@@ -177,8 +177,7 @@ CREATE TABLE outbox_delayed (
         char_length(event_type) <= 100 AND char_length(source) <= 100 AND char_length(aggregate_type) <= 100
         AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
         AND char_length(partition_key) <= 255),
-    CONSTRAINT outbox_delayed_one_payload CHECK (
-        num_nonnulls(payload, payload_bytes) = CASE content_type WHEN '' THEN 0 ELSE 1 END),
+    CONSTRAINT outbox_delayed_one_payload CHECK (num_nonnulls(payload, payload_bytes) = (content_type <> '')::int),
     CONSTRAINT outbox_delayed_size CHECK (size <= 209715200),
     CONSTRAINT outbox_delayed_due CHECK (
         due_at >= '0001-01-01 00:00:00+00'::timestamptz AND due_at < '10000-01-01 00:00:00+00'::timestamptz),

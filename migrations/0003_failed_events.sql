@@ -44,7 +44,7 @@ CREATE TABLE outbox_failed (
         AND char_length(error_class) <= 40 AND char_length(resolved_by) <= 100 AND char_length(place) <= 260),
     CONSTRAINT outbox_failed_status CHECK (status IN ('waiting', 'failed', 'parked', 'dead', 'resolved')),
     CONSTRAINT outbox_failed_one_payload CHECK (
-        num_nonnulls(payload, payload_bytes) = CASE content_type WHEN '' THEN 0 ELSE 1 END
+        num_nonnulls(payload, payload_bytes) = (content_type <> '')::int
         OR num_nonnulls(payload, payload_bytes) = 0 AND coalesce(error_class, '') = 'unreadable_row'),
     CONSTRAINT uk_outbox_failed UNIQUE (relay, outbox_id, event_id)
 );

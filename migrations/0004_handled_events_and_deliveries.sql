@@ -324,7 +324,7 @@ CREATE TABLE event_delivery (
         (status = 'PROCESSING') = (locked_by IS NOT NULL) AND (locked_by IS NULL) = (locked_until IS NULL)),
     CONSTRAINT event_delivery_held CHECK (NOT (held OR dead_letter_owed) OR status = 'DEAD'),
     CONSTRAINT event_delivery_one_payload CHECK (
-        num_nonnulls(payload, payload_bytes) = CASE WHEN content_type = '' AND record IS NULL THEN 0 ELSE 1 END),
+        num_nonnulls(payload, payload_bytes) = (content_type <> '' OR record IS NOT NULL)::int),
     CONSTRAINT event_delivery_record CHECK (
         num_nulls(record_partition, record_digest, record) IN (0, 3) AND (record IS NOT NULL OR record_id IS NULL))
 );

@@ -58,7 +58,7 @@ CREATE TABLE {schema}.outbox_archive (
         AND char_length(aggregate_id) <= 255 AND char_length(content_type) <= 100 AND char_length(topic) <= 249
         AND char_length(partition_key) <= 255),
     CONSTRAINT outbox_archive_pkey PRIMARY KEY (id, event_id, created_at),
-    CONSTRAINT outbox_archive_one_payload CHECK (num_nonnulls(payload, payload_bytes) = CASE content_type WHEN '' THEN 0 ELSE 1 END)
+    CONSTRAINT outbox_archive_one_payload CHECK (num_nonnulls(payload, payload_bytes) = (content_type <> '')::int)
 ) PARTITION BY RANGE (created_at);
 
 CREATE INDEX outbox_archive_aggregate_idx ON {schema}.outbox_archive (aggregate_type, aggregate_id, id);

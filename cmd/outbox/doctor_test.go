@@ -183,6 +183,7 @@ func TestExpectedTables(t *testing.T) {
 	require.NoError(t, err)
 	var lines []string
 	for _, thing := range have {
+		require.NotContains(t, thing.definition, "\n", "a line of the file is a thing")
 		lines = append(lines, strings.Join([]string{thing.kind, thing.table, thing.name, thing.definition}, "\t")+"\n")
 	}
 	slices.Sort(lines)
