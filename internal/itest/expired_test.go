@@ -413,7 +413,7 @@ func TestHandlersSkipExpired(t *testing.T) {
 func TestExpiredBetweenAttempts(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
-	expires := time.Now().Add(700 * time.Millisecond)
+	expires := time.Now().Add(3 * time.Second) // the first attempt begins before
 	var inTx, without, once atomic.Int64
 	wait := func(n *atomic.Int64) error {
 		if n.Add(1) == 1 {

@@ -67,7 +67,8 @@ func TestRoutesSurviveAFailover(t *testing.T) {
 	f.start(cfg, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
 	routes(2)
 	stop()
-	f.start(cfg, f.effects("COUNTED", nil)) // it knows the new handler before it takes events
+	f.start(cfg, f.effects("COUNTED", nil))
+	f.eventually(`SELECT count(*) FROM {schema}.event_member`, 2) // it knows the new handler before it takes events
 	f.commit(step{"a", 1})
 	f.await(2)
 
