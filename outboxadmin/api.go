@@ -246,8 +246,15 @@ func (a *admin) apiEvent(r *request) (answer, error) {
 	}
 	row := a.eventRowOf(e)
 	return okJSON(apiEventWhole{apiEvent: eventOf(row), Headers: row.Headers, Sent: each(row.Sent, sentOf),
-		History:    each(row.Audit, func(entry outboxops.AuditEntry) apiAudit { return a.auditOf(entry, e.Type, e.ContentType) }),
 		apiPayload: a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr).api()})
+}
+
+func (a *admin) apiTimeline(r *request) (answer, error) {
+	t, err := a.timeline(r)
+	if err != nil {
+		return answer{}, err
+	}
+	return okJSON(apiTimeline{t.OutboxID, t.EventID, t.InOutbox, each(t.Entries, timelineEntryOf), each(t.Searched, same), each(t.NotSearched, same)})
 }
 
 func (a *admin) apiAudit(r *request) (answer, error) {

@@ -149,5 +149,9 @@ func eventOf(r eventRow) apiEvent {
 }
 
 func sentOf(s outboxops.EventSent) apiSent {
-	return apiSent{s.Relay, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat, s.Expired}
+	return apiSent{s.Relay, s.Batch, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat, s.Expired}
+}
+
+func timelineEntryOf(e outboxops.TimelineEntry) apiTimelineEntry {
+	return apiTimelineEntry{orNull(e.At), e.What, e.Err, e.Table, e.Failure.String()}
 }

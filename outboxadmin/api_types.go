@@ -338,11 +338,28 @@ type apiEventWhole struct {
 	apiPayload
 	Headers map[string]string `json:"headers"`
 	Sent    []apiSent         `json:"sent"`
-	History []apiAudit        `json:"history"`
+}
+
+type apiTimeline struct {
+	OutboxID    int64              `json:"outbox_id"`
+	EventID     string             `json:"event_id"`
+	InOutbox    bool               `json:"in_outbox"`
+	Entries     []apiTimelineEntry `json:"entries"`
+	Searched    []string           `json:"searched"`
+	NotSearched []string           `json:"not_searched"`
+}
+
+type apiTimelineEntry struct {
+	At        *time.Time `json:"at"`
+	What      string     `json:"what"`
+	Error     string     `json:"error"`
+	Table     string     `json:"table"`
+	FailureID string     `json:"failure_id"`
 }
 
 type apiSent struct {
 	Relay     string    `json:"relay"`
+	Batch     int64     `json:"batch"`
 	Topic     string    `json:"topic"`
 	Partition int32     `json:"partition"`
 	Offset    int64     `json:"offset"`

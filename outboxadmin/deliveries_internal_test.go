@@ -308,3 +308,48 @@ func TestPoisonedDeliveries(t *testing.T) {
 	require.Contains(t, h.get("/failed?kind=delivery"), "7 failures")
 	require.Contains(t, h.get("/failed?group=stats&status=dead"), "4 failures", "those of others are as they were; nothing hides itself")
 }
+
+// The page of an event has its timeline, with links to its failures and with masked errors. It is there for an event
+// that is delayed or removed, too. The API has the same.
+func TestTimelinePage(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, func(c *Config) {
+		c.Mask = func(text Text) []byte {
+			if text.Kind == TextError {
+				return []byte("masked " + text.EventType)
+			}
+			return text.Value
+		}
+	})
+	id := query1[string](h, `SELECT event_id::text FROM {s}.outbox_failed WHERE outbox_id = 4099003`)
+	page := h.get("/events/4099003")
+	for _, words := range []string{"Payload", "Timeline", "recorded it, or moved it to outbox if it was delayed", `<a href="./../failed/event-1">event-1</a>`, "has it dead after", "masked loopers.order.packed.v1"} {
+		require.Contains(t, page, words)
+	}
+	h.exec(`DELETE FROM {s}.outbox WHERE id = 4099003`)
+	for _, path := range []string{"/events/4099003", "/events/" + id} {
+		page = h.get(path)
+		for _, words := range []string{"Not in outbox", id, "Searched: outbox, outbox_delayed,", "has it dead after", "masked loopers.order.packed.v1"} {
+			require.Contains(t, page, words)
+		}
+		require.NotContains(t, page, "Envelope")
+		var got apiTimeline
+		require.NoError(t, json.Unmarshal([]byte(h.get("/api"+path+"/timeline")), &got))
+		require.Equal(t, []any{int64(4099003), id, false, []string{}}, []any{got.OutboxID, got.EventID, got.InOutbox, got.NotSearched})
+		require.NotEmpty(t, got.Entries)
+		for _, e := range got.Entries {
+			if e.Error != "" {
+				require.Equal(t, "masked loopers.order.packed.v1", e.Error)
+			}
+		}
+	}
+	delivered := query1[string](h, `SELECT event_id::text FROM {s}.event_delivery WHERE id = 1`)
+	require.Contains(t, h.get("/events/"+delivered), "group stats, action COUNT_SALES: dead after 10 attempts")
+	h.exec(`INSERT INTO {s}.outbox_delayed (due_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+		VALUES (now() + interval '1 h', '00000000-0000-4000-8000-000000000001', 'acme.order.due.v1', 'shop', 'Order', 'O-1', '1', 'application/json', now())`)
+	require.Contains(t, h.get("/delayed"), `events/00000000-0000-4000-8000-000000000001"`)
+	require.Contains(t, h.get("/events/00000000-0000-4000-8000-000000000001"), "due, and not moved to outbox yet")
+	for _, path := range []string{"/events/what", "/events/1", "/api/events/what/timeline", "/api/events/1/timeline", "/events/00000000-0000-4000-8000-000000000002"} {
+		require.Equal(t, http.StatusNotFound, h.send("reader", http.MethodGet, path, "", "").Code, path)
+	}
+}

@@ -3,6 +3,7 @@ package outboxadmin
 import (
 	"cmp"
 	"context"
+	"errors"
 	"html/template"
 	"math"
 	"net/http"
@@ -11,6 +12,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -139,23 +141,39 @@ func withRemoved(rows []eventRow, failed []outboxops.Failure, from, before int64
 	return rows
 }
 
-// eventPage is the page of one recorded event.
+// eventPage is the page of one event.
 type eventPage struct {
-	Row     eventRow
-	Payload payload
+	Timeline outboxops.Timeline
+	Row      eventRow // if it is in outbox, as is Payload
+	Payload  payload
 }
 
 func (a *admin) eventOne(r *request) (answer, error) {
-	id, err := pathID(r)
+	t, err := a.timeline(r)
 	if err != nil {
 		return answer{}, err
 	}
-	e, err := a.recordedWhole(r, id)
-	if err != nil {
-		return answer{}, err
+	page, title := eventPage{Timeline: t}, "Event"
+	if t.InOutbox {
+		e, err := a.recordedWhole(r, t.OutboxID)
+		if err != nil {
+			return answer{}, err
+		}
+		page.Row, page.Payload, title = a.eventRowOf(e), a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr), e.Type
 	}
-	page := eventPage{a.eventRowOf(e), a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr)}
-	return a.page(r.Request, http.StatusOK, "event_one", e.Type, page), nil
+	return a.page(r.Request, http.StatusOK, "event_one", title, page), nil
+}
+
+// timeline returns the timeline of an event, with its errors masked.
+func (a *admin) timeline(r *request) (outboxops.Timeline, error) {
+	t, err := a.inspect.Timeline(r.Context(), r.PathValue("id"))
+	if errors.Is(err, outbox.ErrMalformed) {
+		return t, errNowhere
+	}
+	for n := range t.Entries {
+		t.Entries[n].Err = a.masked(TextError, t.Type, "", t.Entries[n].Err)
+	}
+	return t, err
 }
 
 // recordedWhole audits the read of a recorded event, and then returns the event with its payload.

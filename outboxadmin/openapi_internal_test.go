@@ -210,7 +210,7 @@ func TestOpenAPIHasTheTypes(t *testing.T) {
 		"PartitionList": apiPartitionList{}, "Partition": apiPartition{},
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
 		"AuditList": apiAuditList{}, "Audit": apiAudit{}, "Payload": apiPayload{}, "EventList": apiEventList{}, "Event": apiEvent{}, "State": apiState{},
-		"EventWhole": apiEventWhole{}, "Sent": apiSent{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "Topic": apiTopic{}, "Handler": apiHandler{},
+		"EventWhole": apiEventWhole{}, "Timeline": apiTimeline{}, "TimelineEntry": apiTimelineEntry{}, "Sent": apiSent{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "Topic": apiTopic{}, "Handler": apiHandler{},
 		"Overview": apiOverview{}, "Notice": apiNotice{}, "Unresolved": apiUnresolved{}, "Stale": apiStale{},
 		"DeliveryCount": apiDeliveryCount{}, "DeadLetters": apiDeadLetters{}, "Workers": apiWorkers{}, "Process": apiProcess{}, "Member": apiMember{}, "Waiting": apiWaiting{},
 		"GroupList": apiGroupList{}, "Group": apiGroup{}, "GroupTopic": apiGroupTopic{}, "Pause": apiPauseInfo{}, "PauseRequest": apiPauseRequest{},

@@ -97,5 +97,6 @@ var routes = []route{
 	post("/api/consumers/resume", apiPause("resume")),
 	get("/api/events", with(searchNames, "before", "limit"), (*admin).apiEvents),
 	get("/api/events/{id}", nil, (*admin).apiEvent),
+	get("/api/events/{id}/timeline", nil, (*admin).apiTimeline),
 	get("/api/audit", auditNames, (*admin).apiAudit),
 }

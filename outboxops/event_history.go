@@ -6,8 +6,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -17,6 +15,8 @@ import (
 type EventSent struct {
 	// Relay is the relay that has sent it.
 	Relay string
+	// Batch is the row of outbox_cursor that says so, which is one for each batch; zero if it was sent at a retry.
+	Batch int64
 	// Topic and Partition are where its record is.
 	Topic string
 	// Partition is described at Topic.
@@ -47,39 +47,25 @@ type EventFailure struct {
 	Resolution string
 }
 
-// sqlEventAudit reads what operators did to the failures $1 of an event, and replays of its topic $2 since $3.
-const sqlEventAudit = sqlAuditColumns + `
- WHERE failed_id = ANY ($1::bigint[])
-    OR action = 'replay' AND created_at >= $3::timestamptz AND pg_catalog.split_part(parking_key, '/', 1) IN ('', $2::text)
- ORDER BY id DESC LIMIT 1000`
-
-// withHistory adds where an event was sent, and what operators did to it. Retried are its records from retries.
-func (i *Inspector) withHistory(ctx context.Context, e RecordedEvent, retried []EventSent) (RecordedEvent, error) {
-	rows, err := i.db.Query(ctx, i.sql.sent, pg.PlanEachTime, e.OutboxID, e.OutboxID, tables.MostSentBytes)
+// sentPlaces returns where an event was sent, by relay. Retried are its records from retries.
+func (i *Inspector) sentPlaces(ctx context.Context, outboxID int64, retried []EventSent) (all []EventSent, err error) {
+	rows, err := i.db.Query(ctx, i.sql.sent, pg.PlanEachTime, outboxID, outboxID, tables.MostSentBytes)
 	if err != nil {
-		return e, err
+		return nil, err
 	}
-	places, err := tables.ReadSent(rows, func(id int64) bool { return id == e.OutboxID })
+	places, err := tables.ReadSent(rows, func(id int64) bool { return id == outboxID })
 	if err != nil {
-		return e, err
+		return nil, err
 	}
-	for _, p := range places[e.OutboxID] {
-		e.Sent = append(e.Sent, EventSent{Relay: p.Relay, Topic: p.Topic, Partition: p.Partition, Offset: p.Offset, At: p.At, Expired: p.Expired})
+	for _, p := range places[outboxID] {
+		all = append(all, EventSent{Relay: p.Relay, Batch: p.Batch, Topic: p.Topic, Partition: p.Partition, Offset: p.Offset, At: p.At, Expired: p.Expired})
 	}
-	e.Sent = append(e.Sent, retried...)
-	slices.SortStableFunc(e.Sent, func(a, b EventSent) int { return cmp.Compare(a.Relay, b.Relay) })
-	for n := 1; n < len(e.Sent); n++ {
-		e.Sent[n].Repeat = e.Sent[n].Relay == e.Sent[n-1].Relay && !e.Sent[n].Expired && !e.Sent[n-1].Expired
+	all = append(all, retried...)
+	slices.SortStableFunc(all, func(a, b EventSent) int { return cmp.Compare(a.Relay, b.Relay) })
+	for n := 1; n < len(all); n++ {
+		all[n].Repeat = all[n].Relay == all[n-1].Relay && !all[n].Expired && !all[n-1].Expired
 	}
-	failed := []int64{}
-	for _, f := range e.Failures {
-		failed = append(failed, f.ID.Number)
-	}
-	rows, err = i.db.Query(ctx, i.sql.audit, pg.PlanEachTime, failed, e.Topic, e.CreatedAt)
-	if err == nil {
-		e.Audit, err = pgx.CollectRows(rows, scanAudit)
-	}
-	return e, err
+	return all, nil
 }
 
 // sent returns the records from retries, which go to the topic of the event, and the retries at which it had expired.

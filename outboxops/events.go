@@ -55,9 +55,6 @@ type RecordedEvent struct {
 	// first time first; nil in lists and in [Inspector.Tail]. A relay that has attempted it and is neither here nor
 	// in Failures has sent it at a retry, and has not kept the row (RelayConfig.KeepSent).
 	Sent []EventSent
-	// Audit is what operators did to it, the last first: what concerns Failures, and replays of its topic since it was
-	// recorded, whether it was among the events or not. It is nil in lists and in [Inspector.Tail].
-	Audit []AuditEntry
 }
 
 // EventFilter picks recorded events. Empty fields pick all.
@@ -156,13 +153,9 @@ SELECT ` + recordedColumns + `, ` + relayColumns + `
 // Event returns a recorded event with its payload. It returns [ErrNotFound] if there
 // is none: retention may have removed it.
 func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, error) {
-	var relays eventRelays
-	e, err := scanRecorded(pg.QueryRow(ctx, i.db, i.sql.event, outboxID), relays.columns()...)
+	e, err := i.bare(ctx, outboxID)
 	if err == nil {
 		e, err = i.whole(ctx, e)
-	}
-	if err == nil {
-		e, err = i.withHistory(ctx, relays.addTo(e), relays.sent(e.Topic))
 	}
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
@@ -171,6 +164,17 @@ func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, e
 		return RecordedEvent{}, fmt.Errorf("outbox: inspect event %d: %w", outboxID, orNotMigrated(err))
 	}
 	return e, nil
+}
+
+// bare returns an event without payload and headers, or [pgx.ErrNoRows].
+func (i *Inspector) bare(ctx context.Context, outboxID int64) (RecordedEvent, error) {
+	var relays eventRelays
+	e, err := scanRecorded(pg.QueryRow(ctx, i.db, i.sql.event, outboxID), relays.columns()...)
+	if err == nil {
+		e = relays.addTo(e)
+		e.Sent, err = i.sentPlaces(ctx, outboxID, relays.sent(e.Topic))
+	}
+	return e, err
 }
 
 // whole adds payload and headers to an event.

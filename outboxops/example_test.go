@@ -155,6 +155,23 @@ func ExampleInspector_Relays() {
 	}
 }
 
+// Timeline tells what became of an event, by its outbox.id or its event id.
+func ExampleInspector_Timeline() {
+	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	timeline, err := inspector.Timeline(ctx, "0193a0f2-1c5e-7b7a-8a55-0d6c3a0e5b11")
+	if errors.Is(err, outboxops.ErrNotFound) {
+		fmt.Println("no table knows it")
+	} else if err != nil {
+		log.Fatal(err)
+	}
+	for _, e := range timeline.Entries {
+		fmt.Println(e.At, e.What, e.Err, e.Table, e.Failure)
+	}
+}
+
 // Tail yields events as they are committed, until ctx ends.
 func ExampleInspector_Tail() {
 	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{})
@@ -194,6 +211,7 @@ func TestExamples(t *testing.T) {
 	ExampleFailures_Unresolved()
 	ExampleDeliveries_Count()
 	ExampleInspector_Relays()
+	ExampleInspector_Timeline()
 
 	stopped, stop := context.WithCancel(t.Context())
 	stop() // those that run until they are stopped return at once

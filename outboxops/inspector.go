@@ -25,13 +25,16 @@ type Inspector struct {
 	sql      inspectorSQL
 	recorded reader // of outbox
 	types    tables.TypeCounter
+
+	searchFor time.Duration
 }
 
 // inspectorSQL are the statements of [Inspector], in their schema.
 type inspectorSQL struct {
 	relays, progress, transactions, topics, partitions string
 	events, event, tail, tailRead, tailBare            string
-	sent, audit                                        string
+	sent                                               string
+	timeline                                           timelineSQL
 }
 
 // InspectorConfig names the schema of the tables, and limits payloads. It may be zero.
@@ -50,11 +53,11 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Inspector{db: db, schema: cfg.Schema, recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), types: tables.NewTypeCounter(db, cfg.Schema), sql: inspectorSQL{
+	return &Inspector{db: db, schema: cfg.Schema, recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), types: tables.NewTypeCounter(db, cfg.Schema), searchFor: searchFor, sql: inspectorSQL{
 		relays: in(tables.SQLRelays), progress: in(sqlProgress), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
 		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail), tailRead: in(sqlTailRead), tailBare: in(sqlTailBare),
-		sent: in(tables.SQLSent), audit: in(sqlEventAudit),
+		sent: in(tables.SQLSent), timeline: newTimelineSQL(cfg.Schema),
 	}}, nil
 }
 

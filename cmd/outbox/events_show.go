@@ -1,14 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"flag"
-	"fmt"
-	"slices"
 	"strconv"
+	"strings"
 	"time"
-
-	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxops"
@@ -16,12 +15,12 @@ import (
 
 var eventsShowCommand = command{
 	name: "events show", synopsis: "ID", min: 1, max: 1,
-	summary: "where and when relays sent an event, or why not",
+	summary: "what became of an event: its timeline",
 	about: `
-Shows a recorded event: the topic, partition and offset of each record that
-relays sent of it, which of them are repeats, whether it waits or has failed,
-and who resolved it unsent. ID is its outbox.id or its UUID; by UUID the table
-is read from its newest event on. --payload shows payload and headers too.`,
+Shows what the tables know of an event, in the order of time: when it was
+recorded, whether it is delayed, where relays sent it, what each group did, and
+what operators did. ID is its outbox.id or its UUID; by UUID the table is read
+from its newest event on. --payload shows payload and headers too.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		payload := fs.Bool("payload", false, "payload and headers too")
 		return func(ctx context.Context, e *env) error { return eventsShow(ctx, e, *payload) }
@@ -33,35 +32,29 @@ func eventsShow(ctx context.Context, e *env, payload bool) error {
 	if err != nil {
 		return err
 	}
-	id, err := strconv.ParseInt(e.args[0], 10, 64)
+	t, err := inspector.Timeline(ctx, e.args[0])
+	if errors.Is(err, outbox.ErrMalformed) {
+		return usagef("%q is neither an outbox.id nor a UUID", e.args[0])
+	}
 	if err != nil {
-		if id, err = outboxIDOf(ctx, inspector, e.args[0]); err != nil {
+		return err
+	}
+	var event *outboxops.RecordedEvent
+	if t.InOutbox {
+		found, err := inspector.Event(ctx, t.OutboxID)
+		if err != nil {
 			return err
 		}
-	}
-	event, err := inspector.Event(ctx, id)
-	if err != nil {
-		return err
-	}
-	if !payload {
-		event.Payload, event.PayloadErr, event.Headers = nil, nil, nil
+		if !payload {
+			found.Payload, found.PayloadErr, found.Headers = nil, nil, nil
+		}
+		event = &found
 	}
 	if e.json {
-		return e.writeJSON(eventHistoryOf(event))
+		return e.writeJSON(eventHistoryOf(t, event))
 	}
-	exactly, err := exactlyRelays(ctx, e)
-	if err != nil {
-		return err
-	}
-	e.writeFields(append([][2]string{
-		{"outbox id", strconv.FormatInt(event.OutboxID, 10)}, {"event id", event.EventID}, {"type", event.Type},
-		{"aggregate", event.AggregateType + "/" + event.AggregateID}, {"topic", event.Topic}, {"key", event.Key},
-		{"recorded", clock(event.CreatedAt)},
-	}, historyOf(event, exactly)...))
-	for _, a := range event.Audit {
-		e.printf("%s  %s by %s: %s\n", clock(a.At), a.Action, who(a), visible(a.Reason))
-	}
-	if payload {
+	showTimeline(e, t, event)
+	if payload && event != nil {
 		e.writeHeaders(event.Headers)
 		e.printf("\n")
 		e.writePayload(event.ContentType, event.Payload, event.PayloadErr)
@@ -69,97 +62,67 @@ func eventsShow(ctx context.Context, e *env, payload bool) error {
 	return nil
 }
 
-// outboxIDOf returns the id in outbox of the event with a UUID.
-func outboxIDOf(ctx context.Context, inspector *outboxops.Inspector, eventID string) (int64, error) {
-	if _, err := uuid.Parse(eventID); err != nil {
-		return 0, usagef("%q is neither an outbox.id nor a UUID", eventID)
+// showTimeline shows an event, which is nil if it is not in outbox.
+func showTimeline(e *env, t outboxops.Timeline, event *outboxops.RecordedEvent) {
+	outboxID := "-"
+	if t.OutboxID != 0 {
+		outboxID = strconv.FormatInt(t.OutboxID, 10)
 	}
-	events, err := inspector.Events(ctx, outboxops.EventFilter{EventID: eventID}, outboxops.EventPage{Limit: 1})
-	if err != nil {
-		return 0, err
+	e.writeFields([][2]string{{"outbox id", outboxID}, {"event id", cmp.Or(t.EventID, "-")}})
+	if event != nil {
+		e.writeFields([][2]string{
+			{"type", event.Type}, {"aggregate", event.AggregateType + "/" + event.AggregateID}, {"topic", event.Topic}, {"key", event.Key},
+		})
 	}
-	if len(events) == 0 {
-		return 0, fmt.Errorf("outbox: event %s: %w", eventID, outboxops.ErrNotFound)
+	for _, entry := range t.Entries {
+		at := "time not kept      "
+		if !entry.At.IsZero() {
+			at = clock(entry.At)
+		}
+		e.printf("%s  %s%s\n", at, visible(withError(entry)), e.paint(dim, " ["+cmp.Or(entry.Failure.String(), entry.Table)+"]"))
 	}
-	return events[0].OutboxID, nil
+	if event == nil {
+		e.printf("It is not in outbox. Searched: %s.\n", strings.Join(t.Searched, ", "))
+	}
+	if len(t.NotSearched) > 0 {
+		e.printf("Not searched to the end, because it takes too long: %s.\n", strings.Join(t.NotSearched, ", "))
+	}
 }
 
-// historyOf says what each relay has done with an event. Exactly are the relays that send exactly once.
-func historyOf(event outboxops.RecordedEvent, exactly []outbox.RelayStatus) (fields [][2]string) {
-	relays := slices.Concat(event.AttemptedBy, event.PendingFor)
-	for _, s := range event.Sent {
-		relays = append(relays, s.Relay)
+// withError says what happened, and the error.
+func withError(entry outboxops.TimelineEntry) string {
+	if entry.Err == "" {
+		return entry.What
 	}
-	slices.Sort(relays)
-	for _, relay := range slices.Compact(relays) {
-		name := "relay"
-		for _, text := range historyAt(event, relay, slices.ContainsFunc(exactly, func(r outbox.RelayStatus) bool { return r.Name == relay })) {
-			fields = append(fields, [2]string{name, relay + ": " + text})
-			name = ""
-		}
-	}
-	if len(fields) == 0 {
-		fields = [][2]string{{"relay", "none has run"}}
-	}
-	return fields
+	return entry.What + ": " + entry.Err
 }
 
-// historyAt says what a relay, which may send exactly once, has done with an event.
-func historyAt(event outboxops.RecordedEvent, relay string, exactly bool) (texts []string) {
-	for _, s := range event.Sent {
-		if s.Relay != relay {
-			continue
-		}
-		text := fmt.Sprintf("sent to %s, partition %d, offset %d, at %s", s.Topic, s.Partition, s.Offset, clock(s.At))
-		if s.Offset < 0 {
-			text = fmt.Sprintf("sent to %s, partition %d, at %s", s.Topic, s.Partition, clock(s.At))
-		}
-		if s.Expired {
-			text = "not sent, because it had expired, at " + clock(s.At)
-		}
-		if s.Retried {
-			text += ", at a retry"
-		}
-		if s.Repeat {
-			text += ", a repeat"
-		}
-		texts = append(texts, text)
-	}
-	for _, f := range event.Failures {
-		switch {
-		case f.Relay != relay || len(texts) > 0 && f.Status == outbox.StatusResolved && f.ResolvedBy == "":
-		case f.Status == outbox.StatusResolved && f.ResolvedBy != "":
-			texts = append(texts, fmt.Sprintf("not sent, %s resolved by %s at %s: %s", f.ID, f.ResolvedBy, clock(f.ResolvedAt), f.Resolution))
-		default:
-			texts = append(texts, fmt.Sprintf("%s, see %s", f.Status, f.ID))
-		}
-	}
-	switch {
-	case len(texts) > 0:
-	case slices.Contains(event.PendingFor, relay):
-		texts = append(texts, "not attempted yet")
-	case exactly && !event.ExpiresAt.IsZero():
-		texts = append(texts, "sent, or expired before: a relay that sends exactly once does not keep that")
-	case exactly:
-		texts = append(texts, "sent, and where is not known: a relay that sends exactly once does not keep that")
-	default:
-		texts = append(texts, "sent, and where is not known: at a retry (KeepSent keeps that), in the mode exactly once, or before its cursor was removed")
-	}
-	return texts
-}
-
-// eventHistoryJSON is an event with its history in the output.
+// eventHistoryJSON is an event with its timeline in the output. If it is not in outbox, there are only its ids and the
+// timeline.
 type eventHistoryJSON struct {
-	recordedJSON
-	AttemptedBy []string         `json:"attempted_by"`
-	PendingFor  []string         `json:"pending_for"`
-	Sent        []eventSentJSON  `json:"sent"`
-	Failures    []eventFailsJSON `json:"failures"`
-	Audit       []auditJSON      `json:"audit"`
+	*recordedJSON
+	OutboxID    int64              `json:"outbox_id"`
+	EventID     string             `json:"event_id"`
+	InOutbox    bool               `json:"in_outbox"`
+	AttemptedBy []string           `json:"attempted_by"`
+	PendingFor  []string           `json:"pending_for"`
+	Sent        []eventSentJSON    `json:"sent"`
+	Timeline    []timelineItemJSON `json:"timeline"`
+	Searched    []string           `json:"searched"`
+	NotSearched []string           `json:"not_searched"`
+}
+
+type timelineItemJSON struct {
+	At        *time.Time `json:"at"`
+	What      string     `json:"what"`
+	Error     string     `json:"error,omitempty"`
+	Table     string     `json:"table"`
+	FailureID string     `json:"failure_id,omitempty"`
 }
 
 type eventSentJSON struct {
 	Relay     string    `json:"relay"`
+	Batch     int64     `json:"batch"`
 	Topic     string    `json:"topic"`
 	Partition int32     `json:"partition"`
 	Offset    int64     `json:"offset"`
@@ -169,28 +132,19 @@ type eventSentJSON struct {
 	Expired   bool      `json:"expired"`
 }
 
-type eventFailsJSON struct {
-	ID         string     `json:"id"`
-	Relay      string     `json:"relay"`
-	Status     string     `json:"status"`
-	ResolvedAt *time.Time `json:"resolved_at,omitempty"`
-	ResolvedBy string     `json:"resolved_by,omitempty"`
-	Resolution string     `json:"resolution,omitempty"`
-}
-
-func eventHistoryOf(event outboxops.RecordedEvent) eventHistoryJSON {
-	h := eventHistoryJSON{
-		recordedJSON: recordedOf(event), AttemptedBy: append([]string{}, event.AttemptedBy...), PendingFor: append([]string{}, event.PendingFor...),
-		Sent: []eventSentJSON{}, Failures: []eventFailsJSON{}, Audit: []auditJSON{},
+func eventHistoryOf(t outboxops.Timeline, event *outboxops.RecordedEvent) eventHistoryJSON {
+	h := eventHistoryJSON{OutboxID: t.OutboxID, EventID: t.EventID, InOutbox: t.InOutbox, AttemptedBy: []string{}, PendingFor: []string{}, Sent: []eventSentJSON{},
+		Timeline: []timelineItemJSON{}, Searched: append([]string{}, t.Searched...), NotSearched: append([]string{}, t.NotSearched...)}
+	for _, entry := range t.Entries {
+		h.Timeline = append(h.Timeline, timelineItemJSON{optional(entry.At), entry.What, entry.Err, entry.Table, entry.Failure.String()})
 	}
+	if event == nil {
+		return h
+	}
+	recorded := recordedOf(*event)
+	h.recordedJSON, h.AttemptedBy, h.PendingFor = &recorded, append(h.AttemptedBy, event.AttemptedBy...), append(h.PendingFor, event.PendingFor...)
 	for _, s := range event.Sent {
-		h.Sent = append(h.Sent, eventSentJSON{s.Relay, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat, s.Expired})
-	}
-	for _, f := range event.Failures {
-		h.Failures = append(h.Failures, eventFailsJSON{f.ID.String(), f.Relay, f.Status, optional(f.ResolvedAt), f.ResolvedBy, f.Resolution})
-	}
-	for _, a := range event.Audit {
-		h.Audit = append(h.Audit, auditOf(a))
+		h.Sent = append(h.Sent, eventSentJSON{s.Relay, s.Batch, s.Topic, s.Partition, s.Offset, s.At.UTC(), s.Retried, s.Repeat, s.Expired})
 	}
 	return h
 }

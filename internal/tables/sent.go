@@ -265,6 +265,7 @@ type SentPlace struct {
 	Offset    int64     `json:"offset"`
 	At        time.Time `json:"at"`
 	Expired   bool      `json:"expired,omitempty"`
+	Batch     int64     `json:"-"` // outbox_cursor.id
 }
 
 // ReadSent reads what SQLSent returns, and returns the places of some events by their ids, the first one first.
@@ -281,7 +282,7 @@ func ReadSent(rows pgx.Rows, wanted func(outboxID int64) bool) (map[int64][]Sent
 		events, at, err := row.Events()
 		for _, s := range events {
 			if (s.Topic != "" || s.Expired) && wanted(s.OutboxID) {
-				all = append(all, found{epoch, id, s.OutboxID, SentPlace{relay, s.Topic, s.Partition, s.Offset, at.UTC(), s.Expired}})
+				all = append(all, found{epoch, id, s.OutboxID, SentPlace{relay, s.Topic, s.Partition, s.Offset, at.UTC(), s.Expired, id}})
 			}
 		}
 		return err
