@@ -181,8 +181,9 @@ func move(ctx context.Context, e *env, once bool) error {
 	if err := pg.CheckSessions(ctx, db); err != nil {
 		return err
 	}
+	log := slog.New(slog.NewTextHandler(masked{e}, nil))
 	m := mover.New(mover.Config{
-		DB: db, Schema: e.schemaName(), Poll: mover.MaxPoll, Timeout: moveTimeout, Moved: func() {}, Log: slog.New(slog.NewTextHandler(masked{e}, nil)),
+		DB: db, Schema: e.schemaName(), Poll: mover.MaxPoll, Timeout: moveTimeout, Moved: func() {}, Log: log, Outage: mover.NewOutage(log),
 	})
 	if !once {
 		m.Run(ctx, context.WithoutCancel(ctx))
