@@ -218,7 +218,7 @@ COMMENT ON COLUMN outbox_delayed.size IS 'As in outbox.';
 COMMENT ON COLUMN outbox_delayed.expires_at IS 'As in outbox; later than due_at.';
 
 -- Its lock is one that only the owner can take, unlike an advisory one.
-CREATE TABLE outbox_mover (unused boolean);
+CREATE TABLE outbox_mover (unused boolean NOT NULL);
 
 COMMENT ON TABLE outbox_mover IS
     'Has no rows. Whoever moves delayed events locks it: two at a time would change the order of a key.';

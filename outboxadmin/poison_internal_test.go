@@ -39,7 +39,8 @@ var poisons = []poison{
 	{"numbers", "payload", `'{"n": 1e300, "z": -0.0, "i": 123456789012345678901234567890}'`},
 	{"bytes that are no text", "payload_bytes", `'\xff00fe'`},
 	{"JSON that is none", "payload_bytes", `'\x7b22'`},
-	{"no text at all", "event_type, aggregate_type, aggregate_id, topic, partition_key, content_type, source", "'', '', '', '', '', '', ''"},
+	{"no text but a content type", "event_type, aggregate_type, aggregate_id, topic, partition_key, source", "'', '', '', '', '', ''"},
+	{"no text at all", "event_type, aggregate_type, aggregate_id, topic, partition_key, content_type, source, payload", "'', '', '', '', '', '', '', NULL"},
 }
 
 const hostileColumns = `left(@text, 100), left(@text, 100), left(@text, 100), left(@text, 255), left(@text, 249), left(@text, 255), left(@text, 100),

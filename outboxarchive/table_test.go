@@ -459,7 +459,7 @@ func TestUnreadableEvent(t *testing.T) {
 	f.exec(t, `CREATE FUNCTION {schema}.print(id bigint, payload jsonb) RETURNS jsonb LANGUAGE plpgsql STABLE COST 100000 AS $$ BEGIN
 		RETURN CASE id WHEN 7 THEN to_jsonb(1 / (id - 7)) ELSE payload END; END $$`) // PostgreSQL calls expensive functions last
 	f.exec(t, `CREATE VIEW {schema}.outbox AS SELECT id, event_id, event_type, source, aggregate_type, aggregate_id, {schema}.print(id, payload) AS payload,
-		payload_bytes, content_type, topic, partition_key, headers, occurred_at, created_at, size FROM {schema}.stored`)
+		payload_bytes, content_type, topic, partition_key, headers, occurred_at, created_at, size, expires_at FROM {schema}.stored`)
 	n := 0
 	for e, err := range table.Events(background, outboxarchive.Filter{}) {
 		n++
