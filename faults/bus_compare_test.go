@@ -11,7 +11,7 @@ import (
 func TestBusResult(t *testing.T) {
 	t.Parallel()
 	right := func() busResult {
-		v := busResult{Mishaps: map[string]int{}, Poisons: 1, SelfKills: 1, Retried: 1, Deliveries: 1}
+		v := busResult{Mishaps: map[string]int{}, Poisons: 1, SelfKills: 1, Retried: 1, Deliveries: 1, Delayed: delayedResult{Events: 1}}
 		for _, m := range mishapKinds() {
 			v.Mishaps[m.kind] = 1
 		}
@@ -28,6 +28,7 @@ func TestBusResult(t *testing.T) {
 		func(v *busResult) *int { return &v.Poisons },
 		func(v *busResult) *int { return &v.SelfKills },
 		func(v *busResult) *int { return &v.Retried },
+		func(v *busResult) *int { return &v.Delayed.Events },
 		func(v *busResult) *int { return &v.Deliveries },
 	} {
 		v := right()
