@@ -479,7 +479,7 @@ func TestResolveDelivery(t *testing.T) {
 	require.ErrorContains(t, f.Resolve(background, delivery(ids[1]), kim), "it is done")
 	require.ErrorContains(t, f.Retry(background, delivery(ids[0]), kim), "it is waiting, and with a worker")
 	require.ErrorIs(t, f.Retry(background, delivery(1<<60), kim), outboxops.ErrNotFound)
-	require.ErrorIs(t, f.Edit(background, delivery(ids[2]), []byte(`{}`), kim), outboxops.ErrStatus)
+	require.ErrorIs(t, f.Edit(background, delivery(ids[0]), []byte(`{}`), kim), outboxops.ErrStatus)
 	require.NoError(t, f.Resolve(background, delivery(ids[2]), kim))
 	require.ErrorContains(t, f.Resolve(background, delivery(ids[2]), kim), "it is resolved")
 

@@ -257,13 +257,34 @@ func (d *doctor) partitions(ctx context.Context) error {
 	return err
 }
 
-const sqlPublished = `
-SELECT coalesce(pg_catalog.array_agg(pubname::text ORDER BY pubname), '{}') FROM pg_publication_tables WHERE schemaname = $1 AND tablename = 'outbox_delayed'`
+// The publications with outbox_delayed. The view pg_publication_tables fails while another table is dropped. Since
+// version 15 a publication can have a schema.
+const (
+	sqlPublished = `
+SELECT p.pubname::text FROM pg_publication AS p
+ WHERE p.puballtables OR EXISTS (SELECT FROM pg_publication_rel AS r WHERE r.prpubid = p.oid
+           AND r.prrelid = to_regclass(pg_catalog.format('%I.outbox_delayed', $1::text)))`
+	sqlPublishedSchemas = `
+ UNION
+SELECT p.pubname::text FROM pg_publication AS p JOIN pg_publication_namespace AS s ON s.pnpubid = p.oid
+ WHERE s.pnnspid = (SELECT oid FROM pg_namespace WHERE nspname = $1::text)`
+)
 
 // published checks that no publication has delayed events: their place is in that of outbox, once they are due.
 func (d *doctor) published(ctx context.Context) error {
-	var publications []string
-	err := d.e.db.QueryRow(ctx, sqlPublished, d.e.schemaName()).Scan(&publications)
+	var schemas bool
+	if err := d.e.db.QueryRow(ctx, `SELECT to_regclass('pg_catalog.pg_publication_namespace') IS NOT NULL`).Scan(&schemas); err != nil {
+		return err
+	}
+	sql := sqlPublished
+	if schemas {
+		sql += sqlPublishedSchemas
+	}
+	rows, err := d.e.db.Query(ctx, sql+` ORDER BY 1`, d.e.schemaName())
+	if err != nil {
+		return err
+	}
+	publications, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	if len(publications) > 0 {
 		d.add("tables.published", severityWarning, "delayed events are published by "+strings.Join(publications, ", "),
 			"Subscribers and connectors without a list of tables read outbox_delayed: events before they are due, and again when they are.",
