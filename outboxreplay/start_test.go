@@ -9,7 +9,9 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -71,6 +73,7 @@ type startFixture struct {
 	*replayFixture
 	table    *outboxarchive.Table
 	products int
+	mu       sync.Mutex
 	numbers  []int // of the last sale of each product
 	wrong    testenv.Kept[string]
 }
@@ -114,11 +117,13 @@ func (f *startFixture) write(t testing.TB, rng *rand.Rand, rate int) (stop func(
 		defer every.Stop()
 		for ctx.Err() == nil {
 			sales := make([]sale, inTx)
+			f.mu.Lock()
 			for i := range sales {
 				p := rng.IntN(f.products)
 				f.numbers[p]++
 				sales[i] = sale{Product: fmt.Sprintf("p%d", p), Number: f.numbers[p]}
 			}
+			f.mu.Unlock()
 			f.record(t, sales...)
 			select {
 			case <-every.C:
@@ -197,9 +202,12 @@ func (f *startFixture) missing(t testing.TB) (n int) {
 	for i := range products {
 		products[i] = fmt.Sprintf("p%d", i)
 	}
+	f.mu.Lock()
+	numbers := slices.Clone(f.numbers)
+	f.mu.Unlock()
 	require.NoError(t, f.db.QueryRow(background, pg.InSchema(`
 SELECT coalesce(sum(n.number - l.number), 0) FROM unnest($1::text[], $2::int[]) AS n (product, number) JOIN {schema}.last_sale AS l USING (product)`, f.schema),
-		products, f.numbers).Scan(&n))
+		products, numbers).Scan(&n))
 	return n
 }
 
