@@ -263,7 +263,7 @@ const (
 	sqlPublished = `
 SELECT p.pubname::text FROM pg_publication AS p
  WHERE p.puballtables OR EXISTS (SELECT FROM pg_publication_rel AS r WHERE r.prpubid = p.oid
-           AND r.prrelid = to_regclass(pg_catalog.format('%I.outbox_delayed', $1::text)))`
+           AND r.prrelid = to_regclass(pg_catalog.format('%I.outbox_delayed', $1::text))::oid)`
 	sqlPublishedSchemas = `
  UNION
 SELECT p.pubname::text FROM pg_publication AS p JOIN pg_publication_namespace AS s ON s.pnpubid = p.oid

@@ -314,7 +314,7 @@ func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Co
 		case OutcomeSent:
 			require.NotZero(c.t, c.events[row.event].accepted, "it was not sent")
 			c.remove(row.event)
-		case OutcomeUnavailable, OutcomePending, OutcomeBlocked, OutcomeParked:
+		case OutcomeUnavailable, OutcomePending, OutcomeBlocked, OutcomeParked, OutcomeExpired:
 		}
 	}
 	return sentKeys(events, outcomes), true
