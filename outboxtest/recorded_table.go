@@ -168,9 +168,7 @@ func (tab table) readType(ctx context.Context, events *outbox.Registry, goType r
 }
 
 // registrationOf finds the type of a wanted event in the registry. That of a raw event is made from its record.
-func registrationOf(
-	ctx context.Context, events *outbox.Registry, event outbox.DomainEvent, options outbox.EventOptions, v reflect.Value,
-) (*outbox.Registration, error) {
+func registrationOf(ctx context.Context, events *outbox.Registry, options outbox.EventOptions, v reflect.Value) (*outbox.Registration, error) {
 	raw, is := v.Interface().(outbox.RawEvent)
 	if !is {
 		return registered(events, v.Type())
@@ -219,7 +217,7 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 		if !v.IsValid() {
 			return nil, fmt.Errorf("wanted event %d %w", i, outbox.ErrNilArgument)
 		}
-		reg, err := registrationOf(ctx, events, event, options, v)
+		reg, err := registrationOf(ctx, events, options, v)
 		if err != nil {
 			return nil, err
 		}
