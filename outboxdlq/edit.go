@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"iter"
 	"slices"
 	"strings"
 
@@ -16,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
@@ -131,12 +131,12 @@ func editedOf(d DeadLetter, complete *kgo.Record, value []byte) *kgo.Record {
 // checkValue checks the value that an operator wrote for a record.
 func checkValue(r *kgo.Record, value []byte) error {
 	contentType := ""
-	for name, text := range headersOf(r) {
+	for name, text := range kafka.Headers(r) {
 		if strings.EqualFold(name, "content-type") {
 			contentType = string(text)
 		}
 	}
-	err := envelope.SameEvent(r.Value, value, headersOf(r))
+	err := envelope.SameEvent(r.Value, value, kafka.Headers(r))
 	if envelope.IsJSONType(contentType) && !json.Valid(value) {
 		err = fmt.Errorf("%w: it is no JSON", outbox.ErrJSON)
 	}
@@ -144,16 +144,6 @@ func checkValue(r *kgo.Record, value []byte) error {
 		return &outbox.FieldError{Index: -1, Field: "value", Err: err}
 	}
 	return nil
-}
-
-func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
-	return func(yield func(string, []byte) bool) {
-		for _, h := range r.Headers {
-			if !yield(h.Key, h.Value) {
-				return
-			}
-		}
-	}
 }
 
 // sqlRowOf finds the row of a group and an action for the record at one of the places $4 that has its value. A row

@@ -2,6 +2,7 @@ package outboxops
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -168,12 +169,9 @@ func (t *timeline) notes(ctx context.Context) error {
 		var h FailureHandler
 		var at time.Time
 		_, err := pgx.ForEachRow(rows, []any{&h.Group, &h.Action, pg.Time{At: &at}}, func() error {
-			for _, done := range t.handled {
-				if done == h {
-					return nil
-				}
+			if !slices.Contains(t.handled, h) {
+				t.add("event_handled", at, FailureID{}, "", "group %s, action %s: handled it", h.Group, h.Action)
 			}
-			t.add("event_handled", at, FailureID{}, "", "group %s, action %s: handled it", h.Group, h.Action)
 			return nil
 		})
 		return err

@@ -60,7 +60,7 @@ const sqlWorkersBusy = `
 SELECT DISTINCT consumer_group, stream, action FROM {schema}.event_delivery WHERE status = 'PROCESSING' AND locked_until > clock_timestamp()`
 
 func workersAt(ctx context.Context, db *pgxpool.Pool, schema string) (at workers, err error) {
-	if err := pg.QueryRow(ctx, db, `SELECT clock_timestamp()`).Scan(&at.now); err != nil {
+	if err := pg.QueryRow(ctx, db, pg.SQLNow).Scan(&at.now); err != nil {
 		return at, err
 	}
 	at.busy, at.paused = map[handlerOf]bool{}, map[handlerOf]bool{}

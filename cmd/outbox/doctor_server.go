@@ -164,7 +164,7 @@ func (d *doctor) clock(ctx context.Context) error {
 	var theirs time.Time
 	before := d.e.now()
 	asked := time.Now() // not e's, which a test may have set
-	if err := pg.QueryRow(ctx, d.e.db, `SELECT clock_timestamp()`).Scan(&theirs); err != nil {
+	if err := pg.QueryRow(ctx, d.e.db, pg.SQLNow).Scan(&theirs); err != nil {
 		return err
 	}
 	took := time.Since(asked)

@@ -198,7 +198,7 @@ func look(ctx context.Context, e *env, l limits) (s snapshot, err error) {
 	if err != nil {
 		return s, err
 	}
-	if err := pg.QueryRow(ctx, e.db, `SELECT clock_timestamp()`).Scan(&s.now); err != nil {
+	if err := pg.QueryRow(ctx, e.db, pg.SQLNow).Scan(&s.now); err != nil {
 		return s, err
 	}
 	if s.relays, err = inspector.Relays(ctx); err != nil {

@@ -6,6 +6,8 @@ import (
 	"flag"
 	"fmt"
 
+	"github.com/twmb/franz-go/pkg/kgo"
+
 	"github.com/outboxgo/outbox/outboxarchive"
 	"github.com/outboxgo/outbox/outboxreplay"
 )
@@ -54,6 +56,12 @@ func (g *groupStart) run(ctx context.Context, e *env) error {
 	if cfg.Archive, err = archive.table(ctx, e); err != nil {
 		return err
 	}
+	var opts []kgo.Opt
+	if len(cfg.Topics) > 0 {
+		if opts, err = e.kafkaOpts(); err != nil {
+			return err
+		}
+	}
 	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()
 	said := ""
@@ -68,16 +76,7 @@ func (g *groupStart) run(ctx context.Context, e *env) error {
 		p.total = int(r.Last)
 		p.show(int(r.Through))
 	}
-	var report outboxreplay.StartReport
-	if len(cfg.Topics) > 0 {
-		opts, kerr := e.kafkaOpts()
-		if kerr != nil {
-			return kerr
-		}
-		report, err = outboxreplay.StartGroup(ctx, e.db, opts, cfg)
-	} else {
-		report, err = outboxreplay.StartGroup(ctx, e.db, nil, cfg)
-	}
+	report, err := outboxreplay.StartGroup(ctx, e.db, opts, cfg)
 	p.end()
 	switch {
 	case errors.Is(err, outboxreplay.ErrIncomplete):

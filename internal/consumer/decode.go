@@ -15,17 +15,6 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
-// headersOf yields the names and values of a record's headers.
-func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
-	return func(yield func(string, []byte) bool) {
-		for _, h := range r.Headers {
-			if !yield(h.Key, h.Value) {
-				return
-			}
-		}
-	}
-}
-
 // replay is the group and the action that a record was replayed for. Both are "" for any other record.
 type replay struct {
 	group, action string
@@ -115,7 +104,7 @@ func originOf(r *kgo.Record, topicID kafka.TopicID) envelope.Origin {
 
 // newRecordItem returns the item of a record that was not decoded. It has no tasks.
 func newRecordItem(r *kgo.Record, to replay, from *envelope.Origin) recordItem {
-	return recordItem{record: r, replay: to, Item: handling.Item{Meta: envelope.Received{Headers: envelope.PlainHeaders(headersOf(r)), Kafka: &from.Record, Attempt: 1, Origin: from}}}
+	return recordItem{record: r, replay: to, Item: handling.Item{Meta: envelope.Received{Headers: envelope.PlainHeaders(kafka.Headers(r)), Kafka: &from.Record, Attempt: 1, Origin: from}}}
 }
 
 // read decodes a record and finds its handlers: all, or for a replay only those it is for.

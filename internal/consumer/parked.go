@@ -137,7 +137,7 @@ func (c *Consumer) readDelivery(d *delivery.Delivery, about *envelope.Received) 
 	if err != nil {
 		return nil, "", err
 	}
-	about.Headers = envelope.PlainHeaders(headersOf(r))
+	about.Headers = envelope.PlainHeaders(kafka.Headers(r))
 	id, stream := about.Origin.DeliveryID, about.Origin.Stream
 	*about.Origin = originOf(r, topicID)
 	about.Origin.DeliveryID, about.Origin.Stream = id, stream

@@ -92,7 +92,7 @@ type partitionGroup interface {
 	suspect(ctx context.Context, at kafka.Partition, offset int64, stopped bool) (ends int, err error)
 	// passGaps notes that the gaps of a partition are read up to From of each. They are read to their end at until.
 	passGaps(ctx context.Context, gaps []starts.Gap, until int64) error
-	// checkReplays returns an answer for each record: nil if it was replayed from a dead-letter topic,
+	// checkReplays returns an answer for each record: without an error if it was replayed from a dead-letter topic,
 	// and [deadletter.ErrNoReplay] if its headers are forged. The error is Kafka's.
 	checkReplays(context.Context, []*kgo.Record) ([]deadletter.Answer, error)
 	// produce sends a dead letter and waits until Kafka has acknowledged it.

@@ -18,12 +18,13 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/jsonb"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // DecodeCloudEvent reads a record in either mode of the CloudEvents Kafka protocol binding.
 func DecodeCloudEvent(r *kgo.Record) (*envelope.Message, error) {
-	return envelope.DecodeRecord(r.Value, headersOf(r))
+	return envelope.DecodeRecord(r.Value, kafka.Headers(r))
 }
 
 // PlainRecords reads records that are no CloudEvents. The package outbox documents the fields.

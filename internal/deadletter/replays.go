@@ -67,9 +67,9 @@ var ErrNoReplay = errors.New("not a copy of a dead letter")
 // of another.
 const askTimeout = 5 * time.Second
 
-// Check returns an answer for each record of a topic: nil if it is a copy of a dead letter in one of the dead-letter
-// topics, for the group and action that its headers name, or else [ErrNoReplay]. The error is that of an outage: then
-// the caller asks again. What was read before the outage is remembered.
+// Check returns an answer for each record of a topic: without an error if it is a copy of a dead letter in one of the
+// dead-letter topics, for the group and action that its headers name, or else [ErrNoReplay]. The error is that of an
+// outage: then the caller asks again. What was read before the outage is remembered.
 func (p *Replays) Check(ctx context.Context, records []*kgo.Record, topics ...string) (answers []Answer, err error) {
 	answers = make([]Answer, len(records))
 	var asked []claim

@@ -80,8 +80,6 @@ type claimScan struct {
 	suspects bool
 }
 
-const sqlNow = `SELECT clock_timestamp()`
-
 // sqlRemaining reads for each pair the due time of the first row of its types that the claim has left. The next scan
 // begins there. Such rows are beyond the limit of the claim, or locked by a transaction that may roll back.
 var sqlRemaining = `
@@ -113,7 +111,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int,
 	}
 	claim := func(ctx context.Context, budget int64) error {
 		return transact(ctx, func(b *pgx.Batch) {
-			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
+			b.Queue(pg.SQLNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
 			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, types, yielded).Query(func(rows pgx.Rows) (err error) {
 				claimed, err = readRows(rows)
 				return err

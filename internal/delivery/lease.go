@@ -8,6 +8,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // sqlOwn reads the rows that this process has claimed, in any of its claims.
@@ -221,7 +223,7 @@ func (s *Store) TakeOver(ctx context.Context, limit int, hold bool) (expired []E
 	var ahead bool
 	began, since := time.Now(), s.expiring.start(struct{}{})
 	first.Queue(settings)
-	first.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
+	first.Queue(pg.SQLNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
 	first.Queue(s.sqlExpired, s.group, since, s.lease/2).QueryRow(func(row pgx.Row) error { return row.Scan(&stale, &ahead) })
 	if err := tx.SendBatch(ctx, &first).Close(); err != nil {
 		return nil, fmt.Errorf("look for expired leases of deliveries: %w", err)

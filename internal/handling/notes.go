@@ -239,7 +239,7 @@ func (s *Notes) Check(ctx context.Context) error {
 
 // Now implements [Transactor].
 func (s *Notes) Now(ctx context.Context) (now time.Time, err error) {
-	err = s.db.QueryRow(ctx, sqlClock).Scan(&now)
+	err = pg.QueryRow(ctx, s.db, pg.SQLNow).Scan(&now)
 	return now, err
 }
 

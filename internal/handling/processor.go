@@ -194,12 +194,10 @@ func (p *Processor) hasExpired(ctx context.Context, t *Task) (bool, error) {
 // clock is the time of PostgreSQL. The zero value is not known, and nothing is past then.
 type clock struct{ now, read time.Time }
 
-const sqlClock = `SELECT clock_timestamp()`
-
 // queue adds a statement that reads the clock to a batch, if an event of the tasks may expire.
 func (c *clock) queue(b *pgx.Batch, tasks []Task) {
 	if slices.ContainsFunc(tasks, func(t Task) bool { return !t.Meta.Expires.IsZero() }) {
-		b.Queue(sqlClock).QueryRow(func(row pgx.Row) error {
+		b.Queue(pg.SQLNow).QueryRow(func(row pgx.Row) error {
 			c.read = time.Now()
 			return row.Scan(&c.now)
 		})

@@ -34,14 +34,9 @@ func (c *counter) delayedIDs(t testing.TB) []string {
 	return ids
 }
 
-// Events that are not due yet are stored by the statement of the call, in one round trip and in the order of the call.
-func TestRecordDelayed(t *testing.T) {
-	t.Parallel()
-	c := newCounter(t, parcels(t))
-	counts := &statements{}
-	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer, cfg.MaxConns = counts, 1 })
-	due := time.Date(2100, 2, 3, 4, 5, 6, 1_500, time.UTC)
-	add := map[string]func(tx pgx.Tx, events []outbox.DomainEvent) error{
+// waysToRecord are the methods of a recorder that store events in a transaction, by name.
+func (c *counter) waysToRecord() map[string]func(tx pgx.Tx, events []outbox.DomainEvent) error {
+	return map[string]func(tx pgx.Tx, events []outbox.DomainEvent) error{
 		"Record": func(tx pgx.Tx, events []outbox.DomainEvent) error { return c.rec.Record(background, tx, events...) },
 		"Queue": func(tx pgx.Tx, events []outbox.DomainEvent) error {
 			var batch pgx.Batch
@@ -55,7 +50,16 @@ func TestRecordDelayed(t *testing.T) {
 			return err
 		},
 	}
-	for name, add := range add {
+}
+
+// Events that are not due yet are stored by the statement of the call, in one round trip and in the order of the call.
+func TestRecordDelayed(t *testing.T) {
+	t.Parallel()
+	c := newCounter(t, parcels(t))
+	counts := &statements{}
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer, cfg.MaxConns = counts, 1 })
+	due := time.Date(2100, 2, 3, 4, 5, 6, 1_500, time.UTC)
+	for name, add := range c.waysToRecord() {
 		for _, n := range []int{1, 7, 600} {
 			t.Run(fmt.Sprint(name, " ", n), func(t *testing.T) {
 				var events []outbox.DomainEvent

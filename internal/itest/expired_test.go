@@ -44,17 +44,7 @@ func TestRecordExpires(t *testing.T) {
 	c := newCounter(t, parcels(t))
 	expires := time.Date(2100, 2, 3, 4, 5, 6, 1_999, time.UTC)
 	due := expires.Add(-time.Hour)
-	add := map[string]func(tx pgx.Tx, events []outbox.DomainEvent) error{
-		"Record": func(tx pgx.Tx, events []outbox.DomainEvent) error { return c.rec.Record(background, tx, events...) },
-		"Statement": func(tx pgx.Tx, events []outbox.DomainEvent) error {
-			sql, args, err := c.rec.Statement(background, events...)
-			if err == nil {
-				_, err = tx.Exec(background, sql, args...)
-			}
-			return err
-		},
-	}
-	for name, add := range add {
+	for name, add := range c.waysToRecord() {
 		for _, n := range []int{1, 7, 600} {
 			for _, notBefore := range []time.Time{{}, due} {
 				var events []outbox.DomainEvent

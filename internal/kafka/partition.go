@@ -2,6 +2,7 @@ package kafka
 
 import (
 	"fmt"
+	"iter"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -17,6 +18,17 @@ const Unassigned = -1
 
 // PartitionOf returns the partition of a record.
 func PartitionOf(r *kgo.Record) Partition { return Partition{r.Topic, r.Partition} }
+
+// Headers yields the names and values of a record's headers.
+func Headers(r *kgo.Record) iter.Seq2[string, []byte] {
+	return func(yield func(string, []byte) bool) {
+		for _, h := range r.Headers {
+			if !yield(h.Key, h.Value) {
+				return
+			}
+		}
+	}
+}
 
 // WholeTopic returns the topic of p.
 func (p Partition) WholeTopic() Partition { return Partition{p.Topic, Unassigned} }

@@ -57,6 +57,9 @@ func QueryWith(ctx context.Context, db BatchSender, settings string, values []an
 	return send(ctx, db, false, &batch)
 }
 
+// SQLNow reads the clock of the database.
+const SQLNow = `SELECT clock_timestamp()`
+
 // QueryRow is the method of a pool, under READ COMMITTED.
 func QueryRow(ctx context.Context, db BatchSender, sql string, args ...any) pgx.Row {
 	return queriedRow{ctx, db, sql, args}

@@ -107,17 +107,9 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 		}
 		partitionKey = pgtype.Text{String: key, Valid: true}
 	}
-	occurredAt := e.OccurredAt()
-	if err := check.Time(occurredAt); err != nil {
-		return &envelope.FieldError{Field: "occurred_at", Err: err}
-	}
-	dueAt, err := dueTime(e.NotBefore())
-	if err != nil {
-		return &envelope.FieldError{Field: "not_before", Err: err}
-	}
-	expiresAt, err := expiryTime(e.Expires(), dueAt)
-	if err != nil {
-		return &envelope.FieldError{Field: "expires", Err: err}
+	at, rejected := timesOf(e)
+	if rejected != nil {
+		return rejected
 	}
 	payload, err := r.encode(t, e)
 	if err != nil {
@@ -144,36 +136,45 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	r.topic = append(r.topic, pgtype.Text{String: topic, Valid: topic != ""})
 	r.partitionKey = append(r.partitionKey, partitionKey)
 	r.headers = append(r.headers, pgtype.Text{String: string(headers), Valid: headers != nil})
-	r.occurredAt = append(r.occurredAt, occurredAt)
-	r.expiresAt = append(r.expiresAt, expiresAt)
-	r.dueAt = append(r.dueAt, dueAt)
-	if dueAt.Valid {
+	r.occurredAt = append(r.occurredAt, at.occurred)
+	r.expiresAt = append(r.expiresAt, at.expires)
+	r.dueAt = append(r.dueAt, at.due)
+	if at.due.Valid {
 		r.delayed++
 	}
 	return nil
 }
 
-// dueTime returns a due time for its column, or NULL for zero. The column has microseconds, and the event is not to be
-// early.
-func dueTime(t time.Time) (pgtype.Timestamptz, error) {
-	if t.IsZero() {
-		return pgtype.Timestamptz{}, nil
-	}
-	t = t.Add(time.Microsecond - 1).Truncate(time.Microsecond)
-	return pgtype.Timestamptz{Time: t, Valid: true}, check.Time(t)
+// times are those of an event, for their columns. Due and expires are NULL if they are zero.
+type times struct {
+	occurred     time.Time
+	due, expires pgtype.Timestamptz
 }
 
-// expiryTime returns the time at which an event expires for its column, or NULL for zero. The event is not to be late.
-func expiryTime(t time.Time, dueAt pgtype.Timestamptz) (pgtype.Timestamptz, error) {
-	if t.IsZero() {
-		return pgtype.Timestamptz{}, nil
+// timesOf returns the times of an event, or which of them cannot be stored. The columns have microseconds: an event is
+// not early, and does not expire late.
+func timesOf(e Event) (t times, rejected *envelope.FieldError) {
+	t.occurred = e.OccurredAt()
+	if err := check.Time(t.occurred); err != nil {
+		return t, &envelope.FieldError{Field: "occurred_at", Err: err}
 	}
-	t = t.Truncate(time.Microsecond)
-	err := check.Time(t)
-	if err == nil && dueAt.Valid && !t.After(dueAt.Time) {
-		err = fmt.Errorf("%w: not after NotBefore, so that it would never be sent", check.ErrTime)
+	if at := e.NotBefore(); !at.IsZero() {
+		t.due = pgtype.Timestamptz{Time: at.Add(time.Microsecond - 1).Truncate(time.Microsecond), Valid: true}
+		if err := check.Time(t.due.Time); err != nil {
+			return t, &envelope.FieldError{Field: "not_before", Err: err}
+		}
 	}
-	return pgtype.Timestamptz{Time: t, Valid: true}, err
+	if at := e.Expires(); !at.IsZero() {
+		t.expires = pgtype.Timestamptz{Time: at.Truncate(time.Microsecond), Valid: true}
+		err := check.Time(t.expires.Time)
+		if err == nil && t.due.Valid && !t.expires.Time.After(t.due.Time) {
+			err = fmt.Errorf("%w: not after NotBefore, so that it would never be sent", check.ErrTime)
+		}
+		if err != nil {
+			return t, &envelope.FieldError{Field: "expires", Err: err}
+		}
+	}
+	return t, nil
 }
 
 // encode returns the payload of an event, checked for its column.

@@ -204,7 +204,14 @@ func (d *delivery) hear(err error) {
 
 // notifySent passes the events with an outcome to the hook, if there are any, and logs those that had expired.
 func (d *delivery) notifySent() {
-	b := SentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
+	expired := expiredIn(d.outcomes)
+	if expired > 0 {
+		d.Log.Info("outbox: events have expired and are not sent", "events", expired, "retried", !d.patient)
+	}
+	if d.OnSent == nil {
+		return
+	}
+	b := SentBatch{Expired: expired, Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
 	for i, o := range d.outcomes {
 		switch o.Kind {
 		case OutcomeSent:
@@ -216,18 +223,22 @@ func (d *delivery) notifySent() {
 			b.NotTaken = append(b.NotTaken, notTaken{d.sentEvent(i), o.Class})
 		case OutcomeBlocked, OutcomeParked:
 			b.Waiting++
-		case OutcomeExpired:
-			b.Expired++
-		case OutcomePending:
+		case OutcomeExpired, OutcomePending:
 		}
 	}
 	b.Events, b.Failed = len(b.Sent), len(b.NotTaken)
-	if b.Expired > 0 {
-		d.Log.Info("outbox: events have expired and are not sent", "events", b.Expired, "retried", b.Retried)
-	}
-	if d.OnSent != nil && b.Events+b.Failed+b.Waiting+b.Expired > 0 {
+	if b.Events+b.Failed+b.Waiting+b.Expired > 0 {
 		d.OnSent(b)
 	}
+}
+
+func expiredIn(outcomes []Outcome) (n int) {
+	for i := range outcomes {
+		if outcomes[i].Kind == OutcomeExpired {
+			n++
+		}
+	}
+	return n
 }
 
 func (d *delivery) sentEvent(i int) sentEvent {

@@ -268,15 +268,6 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	return x.classify(ctx, d, t, errs)
 }
 
-func expiredIn(outcomes []Outcome) (n int) {
-	for _, o := range outcomes {
-		if o.Kind == OutcomeExpired {
-			n++
-		}
-	}
-	return n
-}
-
 // classify gives the events that were sent their outcome, or aborts their transaction.
 func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs []error) (result tried, err error) {
 	for k, err := range errs {

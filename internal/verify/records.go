@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"iter"
 	"strconv"
 	"strings"
 	"time"
@@ -170,7 +169,7 @@ func (r *records) note(record *kgo.Record, topic uint32) error {
 		}
 	}
 	if id == nil && strings.HasPrefix(string(media), "application/cloudevents") {
-		if m, err := envelope.DecodeRecord(record.Value, headersOf(record)); err == nil {
+		if m, err := envelope.DecodeRecord(record.Value, kafka.Headers(record)); err == nil {
 			id, source, at = []byte(m.ID), []byte(m.Source), envelope.AppendTime(nil, m.Time)
 		}
 	}
@@ -184,16 +183,6 @@ func (r *records) note(record *kgo.Record, topic uint32) error {
 		at: min(record.Timestamp.UnixMicro(), timeOf(event, at))}
 	it := s.item()
 	return r.events.add(&it)
-}
-
-func headersOf(record *kgo.Record) iter.Seq2[string, []byte] {
-	return func(yield func(string, []byte) bool) {
-		for _, h := range record.Headers {
-			if !yield(h.Key, h.Value) {
-				return
-			}
-		}
-	}
 }
 
 // timeOf returns the time in a UUIDv7, which is about that of recording, or else the time that the event names.

@@ -79,7 +79,7 @@ type storeWithin struct {
 
 // Now implements [handling.Transactor].
 func (s *storeWithin) Now(ctx context.Context) (now time.Time, err error) {
-	err = s.tx.QueryRow(ctx, `SELECT clock_timestamp()`).Scan(&now)
+	err = s.tx.QueryRow(ctx, pg.SQLNow).Scan(&now)
 	return now, err
 }
 
