@@ -188,10 +188,11 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 // PlainRecords{Type: …, Connect: true}. With type:envelope:eventType, set TypeMember to eventType
 // and DataMember to payload.
 //
-// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, except
-// for the headers in the column headers. These are a JSON object in the header outbox-headers, from
-// which DecodeDebezium takes correlationid, traceparent and all other extension attributes. So an
-// event has the same id, source and extensions, whether Debezium or a relay has sent it.
+// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, with two
+// exceptions. The headers in the column headers are a JSON object in the header outbox-headers, from
+// which DecodeDebezium takes correlationid, traceparent and all other extension attributes. An event
+// that does not expire has the header ce_expirytime without a value. So an event has the same id,
+// source and extensions, whether Debezium or a relay has sent it.
 func DecodeDebezium(r *kgo.Record) (*Message, error) {
 	m, err := consumer.DecodeDebezium(r)
 	return (*Message)(m), public(err)

@@ -225,7 +225,8 @@ func sendsWhatRelaySends(d *debezium) {
 	ctx := outbox.WithTraceParent(outbox.WithCorrelationID(context.Background(), awkward), trace)
 	total := json.RawMessage(`[12345678901234567890, -1.50, "é 주문 😀 \u0001"]`)
 	require.NoError(t, pgx.BeginFunc(ctx, d.db, func(tx pgx.Tx) error {
-		return rec.Record(ctx, tx, orderPaid{"o-1", total}, orderPaid{awkward, total})
+		expires := outbox.EventOptions{Expires: time.Date(2126, 2, 3, 4, 5, 6, 120_000_000, time.UTC)}
+		return rec.Record(ctx, tx, orderPaid{"o-1", total}, outbox.With(orderPaid{awkward, total}, expires))
 	}))
 	require.NoError(t, pgx.BeginFunc(ctx, d.db, func(tx pgx.Tx) error { return rec.Record(context.Background(), tx, orderPaid{"plain", total}) }))
 	_, err = d.db.Exec(ctx, `DELETE FROM "Shop".outbox WHERE aggregate_id = 'plain'`)
@@ -249,6 +250,7 @@ func sendsWhatRelaySends(d *debezium) {
 	require.Equal(t, byDebezium[:2], both[3:])
 	require.Equal(t, awkward, both[4].Extensions["correlationid"])
 	require.Equal(t, trace, both[4].Extensions["traceparent"])
+	require.Equal(t, "2126-02-03T04:05:06.12Z", both[4].Extensions["expirytime"])
 }
 
 // decodeAll returns the first n events of a topic.

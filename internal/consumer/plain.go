@@ -51,7 +51,8 @@ func DecodeDebezium(r *kgo.Record) (*envelope.Message, error) {
 // storedHeaders is the header that holds the column headers of outbox.
 const storedHeaders = "outbox-headers"
 
-// withStoredHeaders returns a record with the headers of the column headers, in the form a relay sends.
+// withStoredHeaders returns a record with the headers of the column headers and the time of expiry, in the form a relay
+// sends.
 func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool { return strings.EqualFold(h.Key, storedHeaders) })
 	if at < 0 {
@@ -59,6 +60,7 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	}
 	all := *r
 	all.Headers = slices.Delete(slices.Clone(r.Headers), at, at+1)
+	withExpiry(&all)
 	e := envelope.Event{Headers: r.Headers[at].Value}
 	if len(e.Headers) == 0 { // NULL
 		return &all, nil
@@ -76,6 +78,22 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 		all.Headers = append(all.Headers, kgo.RecordHeader{Key: key, Value: []byte(own[name])})
 	}
 	return &all, nil
+}
+
+// withExpiry writes the time of expiry as a relay does. Debezium sends all digits of it, and a header without a value for
+// an event that does not expire.
+func withExpiry(r *kgo.Record) {
+	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool {
+		return strings.EqualFold(h.Key, eventheader.Prefix+eventheader.ExpiryTime)
+	})
+	if at < 0 {
+		return
+	}
+	if len(r.Headers[at].Value) == 0 {
+		r.Headers = slices.Delete(r.Headers, at, at+1)
+	} else if expires, err := time.Parse(time.RFC3339, string(r.Headers[at].Value)); err == nil {
+		r.Headers[at].Value = envelope.AppendTime(nil, expires)
+	}
 }
 
 // Decode reads a record. Its error is a [*FieldError].

@@ -3,6 +3,7 @@
 What to do comes as JSON from standard input. The orders that were read are printed as JSON, a line for each.
 """
 import base64
+import faulthandler
 import json
 import sys
 
@@ -14,6 +15,7 @@ from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, Proto
 from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory, timestamp_pb2  # noqa: F401
 
+faulthandler.dump_traceback_later(240, exit=True)  # this client has been seen to hang for ever
 task = json.load(sys.stdin)
 registry = SchemaRegistryClient({"url": task["registry"]})
 pool = descriptor_pool.Default()
@@ -31,7 +33,7 @@ writers = {
     "json": lambda: JSONSerializer(task["json"], registry),
 }
 for kind, topic in task["read"].items():
-    consumer = confluent_kafka.Consumer({"bootstrap.servers": task["brokers"], "group.id": "python"})
+    consumer = confluent_kafka.Consumer({"bootstrap.servers": task["brokers"], "group.id": "python", "enable.auto.commit": False})
     consumer.assign([confluent_kafka.TopicPartition(topic, 0, 0)])
     record = consumer.poll(60)
     assert record is not None and record.error() is None, record and record.error()
