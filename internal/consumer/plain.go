@@ -80,8 +80,8 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	return &all, nil
 }
 
-// withExpiry writes the time of expiry as a relay does. Debezium sends all digits of it, and a header without a value for
-// an event that does not expire.
+// withExpiry writes the time of expiry as a relay does. Debezium sends all digits of it. If an event does not expire,
+// Debezium sends the header without a value.
 func withExpiry(r *kgo.Record) {
 	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool {
 		return strings.EqualFold(h.Key, eventheader.Prefix+eventheader.ExpiryTime)
