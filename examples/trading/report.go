@@ -28,7 +28,9 @@ type tables struct {
 	Matched                                                     int // orders at the exchange that are ACKED under their identifier
 	Overtook                                                    int // orders that were taken before an earlier one of their strategy in the market
 	Dead, Open                                                  int // deliveries; dead ones of other groups than notification
-	Accepted                                                    int // events
+	Accepted, Overdue                                           int // events
+	InTime                                                      int // attempts whose event OrderOverdue was cancelled
+	Delayed                                                     int // events that wait until they are due
 	Logged, CutOff                                              int // notifications, and those without pushed_at that have not arrived
 	Backtests, BacktestsDone, BacktestEvents, BacktestsRestarts int
 }
@@ -54,6 +56,8 @@ SELECT (SELECT count(*) FROM signal) AS signals,
        (SELECT count(*) FROM event_delivery WHERE status = 'DEAD' AND consumer_group <> $3) AS dead,
        (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open,
        (SELECT count(*) FROM outbox WHERE event_type = 'OrderAccepted.v1') AS accepted,
+       (SELECT count(*) FROM outbox WHERE event_type = 'OrderOverdue.v1') AS overdue,
+       (SELECT count(*) FROM outbox_delayed) AS delayed,
        n.*,
        b.*,
        (SELECT count(*) FROM outbox WHERE event_type = 'BacktestCompleted.v1') AS backtest_events
@@ -61,7 +65,8 @@ SELECT (SELECT count(*) FROM signal) AS signals,
                count(*) FILTER (WHERE state = 'ACKED') AS acked,
                count(*) FILTER (WHERE state = 'REJECTED') AS rejected,
                count(*) FILTER (WHERE state = 'NOT_PLACED') AS not_placed,
-               count(*) FILTER (WHERE state = 'THROTTLED') AS throttled
+               count(*) FILTER (WHERE state = 'THROTTLED') AS throttled,
+               count(*) FILTER (WHERE answered_in_time) AS in_time
           FROM order_attempt) AS a,
        (SELECT count(*) AS logged,
                count(*) FILTER (WHERE pushed_at IS NULL AND event_id <> ALL($2::uuid[])) AS cut_off
@@ -123,7 +128,9 @@ func (r *report) equations() show.Equations {
 		show.Equal("dead commands", r.Dead, "attempts REJECTED", r.Rejected),
 		show.None("open deliveries", r.Open),
 		show.Equal("events OrderAccepted", r.Accepted, "attempts ACKED", r.Acked),
-		show.Equal("notifications logged", r.Logged, "events OrderAccepted", r.Accepted),
+		show.Equal("answers in time, and events OrderOverdue", r.InTime+r.Overdue, "attempts", r.Attempts),
+		show.None("events that are still delayed", r.Delayed),
+		show.Equal("notifications logged", r.Logged, "events OrderAccepted, OrderOverdue", r.Accepted+r.Overdue),
 		show.Equal("pushes, and those cut off", r.pushed+r.CutOff, "notifications logged", r.Logged),
 		show.None("pushes twice", r.repeats),
 		show.Equal("backtests done", r.BacktestsDone, "backtests", r.Backtests),
@@ -148,6 +155,7 @@ Bots, an exchange that fails, and four groups of workers on PostgreSQL alone
 
 func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "\n  attempts: %d ACKED, %d REJECTED, %d THROTTLED and made again, %d NOT_PLACED\n", r.Acked, r.Rejected, r.Throttled, r.NotPlaced)
+	fmt.Fprintf(out, "  %d attempts had an answer within %v; the owners of %d others were told that the exchange is late\n", r.InTime, orderOverdue, r.Overdue)
 	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
 	fmt.Fprintf(out, "  %d commands waited while the kill switch was on; %d have expired and were not sent to the exchange\n\n", r.waiting, r.Expired)
 	r.equations().Print(out)

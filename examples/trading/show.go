@@ -146,7 +146,8 @@ SELECT (SELECT count(*) FROM order_attempt WHERE state NOT IN ('PREPARED', 'SENT
        (SELECT count(*) FROM order_intent AS i WHERE NOT EXISTS (
             SELECT FROM order_attempt WHERE order_intent_id = i.id AND state IN ('ACKED', 'REJECTED', 'NOT_PLACED'))
           AND NOT ` + hasExpired + `)
-     + (SELECT count(*) FROM order_attempt WHERE state = 'ACKED') - (SELECT count(*) FROM notification_log)
+     + (SELECT count(*) FROM outbox WHERE event_type IN ('OrderAccepted.v1', 'OrderOverdue.v1')) - (SELECT count(*) FROM notification_log)
+     + (SELECT count(*) FROM outbox_delayed)
      + (SELECT count(*) FROM backtest WHERE result IS NULL)
      + (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open`
 
