@@ -18,6 +18,7 @@ type report struct {
 	waiting         int // commands that waited then
 	kills           int
 	unexpected      []deadCommand
+	finished        bool
 }
 
 // tables is what PostgreSQL says.
@@ -98,7 +99,7 @@ SELECT d.id, d.consumer_group AS "group", d.aggregate_id AS about, coalesce(a.st
 
 // report is made when nothing is under way any more.
 func (s *scene) report(ctx context.Context) (*report, error) {
-	r := &report{whileStopped: s.whileStopped, waiting: s.waiting, kills: s.kills}
+	r := &report{finished: s.finished, whileStopped: s.whileStopped, waiting: s.waiting, kills: s.kills}
 	orders := s.outside.Orders()
 	events, repeats := s.outside.Pushed()
 	_, r.again = s.outside.Asked()
@@ -118,23 +119,23 @@ func (s *scene) report(ctx context.Context) (*report, error) {
 func (r *report) equations() show.Equations {
 	all := show.Equations{
 		show.Equal("intents", r.Intents, "signals", r.Signals),
-		show.Equal("intents with an outcome, and expired ones", r.Concluded+r.Expired, "intents", r.Intents),
-		show.Equal("orders at the exchange", r.orders, "attempts ACKED", r.Acked),
-		show.Equal("of them under the same identifier", r.Matched, "attempts ACKED", r.Acked),
-		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled, "attempts", r.Attempts),
+		show.Equal("intents with an outcome, and expired ones", r.Concluded+r.Expired, "intents", r.Intents).AtEnd(),
+		show.Equal("orders at the exchange", r.orders, "attempts ACKED", r.Acked).AtEnd(),
+		show.Equal("of them under the same identifier", r.Matched, "attempts ACKED", r.Acked).AtEnd(),
+		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled, "attempts", r.Attempts).AtEnd(),
 		show.None("identifiers ordered twice", r.again),
 		show.None("orders that overtook another", r.Overtook),
 		show.None("orders while the kill switch was on", r.whileStopped),
-		show.Equal("dead commands", r.Dead, "attempts REJECTED", r.Rejected),
-		show.None("open deliveries", r.Open),
+		show.Equal("dead commands", r.Dead, "attempts REJECTED", r.Rejected).AtEnd(),
+		show.None("open deliveries", r.Open).AtEnd(),
 		show.Equal("events OrderAccepted", r.Accepted, "attempts ACKED", r.Acked),
-		show.Equal("answers in time, and events OrderOverdue", r.InTime+r.Overdue, "attempts", r.Attempts),
-		show.None("events that are still delayed", r.Delayed),
-		show.Equal("notifications logged", r.Logged, "events OrderAccepted, OrderOverdue", r.Accepted+r.Overdue),
-		show.Equal("pushes, and those cut off", r.pushed+r.CutOff, "notifications logged", r.Logged),
+		show.Equal("answers in time, and events OrderOverdue", r.InTime+r.Overdue, "attempts", r.Attempts).AtEnd(),
+		show.None("events that are still delayed", r.Delayed).AtEnd(),
+		show.Equal("notifications logged", r.Logged, "events OrderAccepted, OrderOverdue", r.Accepted+r.Overdue).AtEnd(),
+		show.Equal("pushes, and those cut off", r.pushed+r.CutOff, "notifications logged", r.Logged).AtEnd(),
 		show.None("pushes twice", r.repeats),
-		show.Equal("backtests done", r.BacktestsDone, "backtests", r.Backtests),
-		show.Equal("events BacktestCompleted", r.BacktestEvents, "backtests", r.Backtests),
+		show.Equal("backtests done", r.BacktestsDone, "backtests", r.Backtests).AtEnd(),
+		show.Equal("events BacktestCompleted", r.BacktestEvents, "backtests", r.Backtests).AtEnd(),
 	}
 	if r.kills == 0 {
 		all = append(all, show.Equal("backtests begun again", r.BacktestsRestarts, "none, as nothing was killed", 0))
@@ -158,9 +159,9 @@ func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "  %d attempts had an answer within %v; the owners of %d others were told that the exchange is late\n", r.InTime, orderOverdue, r.Overdue)
 	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
 	fmt.Fprintf(out, "  %d commands waited while the kill switch was on; %d have expired and were not sent to the exchange\n\n", r.waiting, r.Expired)
-	r.equations().Print(out)
+	err := r.equations().Conclude(out, r.finished, "Every order is at the exchange once or not at all, and PostgreSQL knows which.")
 	for _, d := range r.unexpected {
 		fmt.Fprintf(out, "\n  delivery %d of %s, about %s (%s), is DEAD after %d attempts: %s: %s\n", d.ID, d.Group, d.About, d.State, d.Attempts, d.Code, d.Message)
 	}
-	return show.Conclude(out, r.equations().Right(), "Every order is at the exchange once or not at all, and PostgreSQL knows which.")
+	return err
 }

@@ -21,9 +21,10 @@ type scene struct {
 	outside *simulator.Simulator
 	others  show.Processes
 
-	kills        int // how many processes were killed
-	whileStopped int // orders that the exchange was asked for while the kill switch was on
-	waiting      int // commands that waited then
+	kills        int  // how many processes were killed
+	whileStopped int  // orders that the exchange was asked for while the kill switch was on
+	waiting      int  // commands that waited then
+	finished     bool // all that was decided was done before the processes were stopped
 }
 
 const (
