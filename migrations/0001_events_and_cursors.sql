@@ -247,7 +247,7 @@ CREATE TABLE outbox_cursor (
 
 CREATE INDEX outbox_cursor_relay_idx ON outbox_cursor (relay, id);
 CREATE INDEX idx_outbox_cursor_created_at ON outbox_cursor (created_at DESC);
--- Finds where an event was sent. It costs a move nothing; see docs/operations.md for what a look-up costs.
+-- Finds where an event was sent. It costs a move nothing; see docs/watch.md for what a look-up costs.
 CREATE INDEX outbox_cursor_sent_idx ON outbox_cursor USING brin (sent_from, sent_to);
 
 COMMENT ON TABLE outbox_cursor IS
