@@ -188,7 +188,7 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 // PlainRecords{Type: …, Connect: true}. With type:envelope:eventType, set TypeMember to eventType
 // and DataMember to payload.
 //
-// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, with two
+// With the connector of docs/move.md the records are CloudEvents as a relay sends them, with two
 // exceptions. The headers in the column headers are a JSON object in the header outbox-headers, from
 // which DecodeDebezium takes correlationid, traceparent and all other extension attributes. An event
 // that does not expire has the header ce_expirytime without a value. So an event has the same id,

@@ -49,7 +49,7 @@ const (
 	topicTried = 1500 * time.Millisecond
 	// outageTried is the longest pause between two tries of PostgreSQL (wait.MaxBackoff).
 	outageTried = 5 * time.Second
-	// takenOver is how long a relay whose process was killed has no leader (docs/operations.md, "within PollInterval
+	// takenOver is how long a relay whose process was killed has no leader (docs/deploy.md, "within PollInterval
 	// and a second").
 	takenOver = viewsPoll + time.Second
 	// actionOpens and actionCloses: the breaker of an action opens after ten failures of different events
@@ -58,16 +58,16 @@ const (
 	actionCloses = time.Second + viewsTrickle
 	// rejoined is how long a consumer that the group has expelled waits for partitions: kgo.SessionTimeout.
 	rejoined = viewsSession
-	// newsWritten is when a process has written down a change of its state (docs/operations.md, "within a second").
+	// newsWritten is when a process has written down a change of its state (docs/watch.md, "within a second").
 	newsWritten = time.Second
-	// memberRenewed is how often the consumer renews its row in event_member (docs/operations.md), so that it tries
+	// memberRenewed is how often the consumer renews its row in event_member (docs/watch.md), so that it tries
 	// PostgreSQL although there are no events.
 	memberRenewed = 10 * time.Second
 	// consumerTrusted and workerTrusted are how long a row of event_member counts after it was written: three
-	// intervals, of 10 s for a consumer and of a third of Lease for a worker (docs/operations.md).
+	// intervals, of 10 s for a consumer and of a third of Lease for a worker (docs/watch.md).
 	consumerTrusted = 30 * time.Second
 	workerTrusted   = viewsLease
-	// metricsRead is how old a value of /metrics from the database may be (docs/operations.md).
+	// metricsRead is how old a value of /metrics from the database may be (docs/deploy.md).
 	metricsRead = 5 * time.Second
 	// Time limits of statements that PostgreSQL does not answer: those of a relay have its Lease, in the worker
 	// that of delivery.DispatchTimeout is the longest, and in the consumer HandlerTimeout.

@@ -88,7 +88,7 @@ func (m *changeover) pass(n int) {
 	require.Eventually(m, func() bool { return count() >= before+n }, testenv.Patience, 20*time.Millisecond)
 }
 
-// movesBothWays moves a system in use from Debezium to a relay and back, twice, by the steps of docs/migrate.md. In
+// movesBothWays moves a system in use from Debezium to a relay and back, twice, by the steps of docs/move.md. In
 // Kafka nothing is lost, repeated or out of the order of its key, and so it is in the handlers.
 func movesBothWays(d *debezium) {
 	m := newChangeover(d)

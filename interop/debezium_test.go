@@ -98,10 +98,10 @@ func newDebezium(t *testing.T, brokers []string, postgres string, connect *conne
 	return d
 }
 
-// connectorSettings returns those of docs/migrate.md.
+// connectorSettings returns those of docs/move.md.
 func connectorSettings(t *testing.T) (settings map[string]string) {
 	t.Helper()
-	doc, err := os.ReadFile("../docs/migrate.md")
+	doc, err := os.ReadFile("../docs/move.md")
 	require.NoError(t, err)
 	_, rest, found := strings.Cut(string(doc), "```json\n")
 	require.True(t, found)
@@ -296,5 +296,5 @@ func expandsPayloads(d *debezium) {
 		var status struct{ Tasks []connectorState }
 		d.call(http.MethodGet, "/status", nil, &status)
 		return len(status.Tasks) == 1 && status.Tasks[0].State == "FAILED"
-	}, testenv.Patience, 50*time.Millisecond, "the timestamp works; say so in docs/migrate.md")
+	}, testenv.Patience, 50*time.Millisecond, "the timestamp works; say so in docs/move.md")
 }

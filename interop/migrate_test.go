@@ -29,7 +29,7 @@ const eventType = "test.oracle.happened.v1"
 // oldOutbox is what a system has before it moves here: tables, a statement that records, and a relay that reads and
 // marks.
 type oldOutbox struct {
-	name   string // of the statements in docs/migrate.md
+	name   string // of the statements in docs/move.md
 	ddl    string
 	insert func(ctx context.Context, tx pgx.Tx, topic string, e oracle.Event, value []byte) error
 	read   string // id, key, value of what is next
@@ -73,7 +73,7 @@ var oldOutboxes = []oldOutbox{{
 	inverts: true,
 }}
 
-// A system in use moves here by the statements of docs/migrate.md, with a relay of its own before and ours behind the
+// A system in use moves here by the statements of docs/move.md, with a relay of its own before and ours behind the
 // cut. Then its services change to a Recorder one by one. Nothing is lost, repeated or out of the order of its key.
 func TestMigrate(t *testing.T) {
 	t.Parallel()
@@ -124,10 +124,10 @@ func (m *migration) exec(sql string) {
 	require.NoError(m, err)
 }
 
-// statement returns one of docs/migrate.md.
+// statement returns one of docs/move.md.
 func (m *migration) statement(what string) string {
 	m.Helper()
-	doc, err := os.ReadFile("../docs/migrate.md")
+	doc, err := os.ReadFile("../docs/move.md")
 	require.NoError(m, err)
 	_, rest, found := strings.Cut(string(doc), "```sql\n-- "+m.name+": "+what+"\n")
 	require.True(m, found, what)

@@ -139,7 +139,7 @@ type admin struct {
 // It does no I/O. The caller closes db; the privileges of an operator are sufficient for it. Requests that
 // change something are refused if the browser says that they come from another site. An action on many
 // events takes a second for each 5,000 events, and the server's WriteTimeout must leave time for it:
-// docs/operations.md has timeouts for a server.
+// the second example has timeouts for a server.
 func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	var errs []error
 	if cfg.Authorize == nil {

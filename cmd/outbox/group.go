@@ -20,7 +20,7 @@ The group gets what was recorded before this moment from outbox_archive and
 outbox, and later events from Kafka (--topic) or from its workers. It must be
 new: start its processes after this command, which waits for them. Without --yes
 and --reason nothing is changed. If it was interrupted or killed, run it again.
-docs/archive.md says more.`,
+docs/replay.md says more.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		g := groupStart{flags: fs}

@@ -25,8 +25,8 @@ import (
 	"github.com/outboxgo/outbox/migrations"
 )
 
-// A role can do nothing but what the tables in docs/roles.md say, also if it has CREATE on the database. The flag
-// -update writes the tables anew.
+// A role can do nothing but what the tables in internal/doc/roles.md say, also if it has CREATE on the database. The
+// flag -update writes the tables anew.
 func TestRolesCannot(t *testing.T) {
 	inEachPlace(t, 0, func(t *testing.T, h *relayFixture) {
 		r := newRoles(t, h)
@@ -165,12 +165,12 @@ func (r *roles) functionsDoc(t *testing.T, logins map[string]*pgxpool.Pool) stri
 	return doc.String()
 }
 
-var updateRoles = flag.Bool("update", false, "write the tables of docs/roles.md anew")
+var updateRoles = flag.Bool("update", false, "write the tables of internal/doc/roles.md anew")
 
-// requireRolesDoc compares a part of docs/roles.md between two comments, or writes it.
+// requireRolesDoc compares a part of internal/doc/roles.md between two comments, or writes it.
 func requireRolesDoc(t *testing.T, part, want string) {
 	t.Helper()
-	const file = "../../docs/roles.md"
+	const file = "../doc/roles.md"
 	doc, err := os.ReadFile(file)
 	require.NoError(t, err)
 	begin, end := "<!-- "+part+" -->\n", "<!-- /"+part+" -->"
@@ -182,7 +182,7 @@ func requireRolesDoc(t *testing.T, part, want string) {
 		require.NoError(t, os.WriteFile(file, []byte(before+begin+want+end+after), 0o600))
 		return
 	}
-	require.Equal(t, got, want, "go test -run TestRolesCannot -update writes docs/roles.md")
+	require.Equal(t, got, want, "go test -run TestRolesCannot -update writes internal/doc/roles.md")
 }
 
 // escalations are statements that roles may try outside their tables. {s} is the schema, {text} its
