@@ -66,7 +66,7 @@ func TestTransactionsTable(t *testing.T) {
 // The README can be read in five minutes.
 func TestReadmeIsShort(t *testing.T) {
 	t.Parallel()
-	require.LessOrEqual(t, len(strings.Fields(read(t, "README.md"))), 900)
+	require.LessOrEqual(t, len(strings.Fields(read(t, "README.md"))), 700)
 	require.LessOrEqual(t, strings.Count(read(t, "ARCHITECTURE.md"), "\n"), 200)
 }
 
