@@ -93,6 +93,24 @@ func TestDocLinks(t *testing.T) {
 	}
 }
 
+// The navigation of the site has each page of docs/ once.
+func TestSiteNavigation(t *testing.T) {
+	t.Parallel()
+	navigation := regexp.MustCompile(`(?s)\nnav = \[\n(.*?)\n\]\n`).FindStringSubmatch(read(t, "tools/site/zensical.toml"))
+	require.NotNil(t, navigation)
+	var named, there []string
+	for _, page := range regexp.MustCompile(`"([\w/-]+\.md)"`).FindAllStringSubmatch(navigation[1], -1) {
+		named = append(named, page[1])
+	}
+	require.NoError(t, filepath.WalkDir("docs", func(path string, _ fs.DirEntry, err error) error {
+		if strings.HasSuffix(path, ".md") {
+			there = append(there, strings.TrimPrefix(filepath.ToSlash(path), "docs/"))
+		}
+		return err
+	}))
+	require.ElementsMatch(t, append(there, "index.md"), named, "index.md is README.md")
+}
+
 // anchors returns what links to the headings of a document end with.
 func anchors(doc string) (all []string) {
 	for _, heading := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(doc, -1) {
