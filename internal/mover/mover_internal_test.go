@@ -353,6 +353,19 @@ func withoutTimes(r Result) Result {
 	return r
 }
 
+// A role or a database may get another level of isolation while a mover runs. Then one round fails.
+func TestRoundUnderAnotherLevel(t *testing.T) {
+	t.Parallel()
+	s := newTables(t)
+	s.delay(t, 3, "a", -10, 1)
+	m := s.newMover(testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable" }))
+	_, err := m.Round(background, background)
+	require.ErrorContains(t, err, "READ COMMITTED")
+	r, err := m.Round(background, background)
+	require.NoError(t, err)
+	require.Equal(t, 3, r.Moved)
+}
+
 // While another mover is at work, a round does nothing.
 func TestOneMoverAtATime(t *testing.T) {
 	t.Parallel()
