@@ -198,6 +198,11 @@ tidy: MOD := -mod=mod # the tool itself may miss something that tidy adds
 release-check: bin/release ## Check that RELEASE can be tagged: get, build and use it from empty modules, through a proxy made of files
 	@bin/release check $(RELEASE)
 
+# The module is not in the workspace: Helm's dependencies must not decide about versions of ours.
+.PHONY: deploy-check
+deploy-check: ## Check the Helm chart, the manifests and docker-compose.yml (ARGS=-update writes deploy/kubernetes.yaml)
+	@cd tools/deploy && GOWORK=off go test -count=1 . $(ARGS)
+
 .PHONY: fmt
 fmt: ## Format the code
 	@gofmt -w $$(git ls-files '*.go')

@@ -111,25 +111,23 @@ func alertOf(a watch.Alert) Alert {
 // AlertConfig says when alerts are sent, and to whom. The zero value is ready for
 // production: it logs them.
 type AlertConfig struct {
-	// Alerter gets the alerts. Nil means a [LogAlerter] on the logger. It then leaves out dead events and
-	// deliveries, because the process in which one dies logs that itself, and so do a relay its breaker and a
-	// consumer lost records.
+	// Alerter gets the alerts. The default leaves out what the process logs anyway: dead events and deliveries, a
+	// relay's breaker, and a consumer's lost records. Nil means a [LogAlerter] on the logger.
 	Alerter Alerter
-	// Interval is the time between two checks. A relay also checks when an event dies
-	// and when its breaker changes. Zero means 1 min.
+	// Interval is the time between two checks. A relay also checks when an event dies and when its breaker changes.
+	// Zero means 1 min.
 	Interval time.Duration
-	// ReportInterval is the time between two reports of unresolved events and deliveries; [Forever]
-	// means none. Zero means 10 min.
+	// ReportInterval is the time between two reports of unresolved events and deliveries; [Forever] means none. Zero
+	// means 10 min.
 	ReportInterval time.Duration
-	// DeadThreshold is how many unresolved dead events and deliveries of the database are an
-	// alert of their own. At most [MaxCounted]. Zero means 10.
+	// DeadThreshold is how many unresolved dead events and deliveries in the database cause an alert, at most
+	// [MaxCounted]. Zero means 10.
 	DeadThreshold int
-	// StaleAfter is how long events may wait, from when they were recorded until they are
-	// published or handled. When StalePending of a relay or a consumer group have waited for
-	// longer there is an alert, and the relay is not ready. Zero means 5 min.
+	// StaleAfter is how long events may wait from their recording until they are published or handled. If StalePending
+	// events of a relay or a consumer group have waited for longer, there is an alert, and the relay does not work.
+	// Zero means 5 min.
 	StaleAfter time.Duration
-	// StalePending is how many events must have waited for longer than StaleAfter for this
-	// alert. Zero means 100.
+	// StalePending is how many events must have waited for longer than StaleAfter. Zero means 100.
 	StalePending int
 }
 

@@ -11,20 +11,17 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for a while
-// when Kafka fails. An event that Kafka rejects is no failure, because Kafka answered.
-// The zero value is ready for production.
+// BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for a while when Kafka fails. An event
+// that Kafka rejects is no failure, because Kafka answered. The zero value is ready for production.
 type BreakerConfig struct {
-	// Window is how many of the last outcomes count, at most 10,000. The breaker can open once half of them are known.
+	// Window is how many of the last outcomes count, at most 10,000. The breaker can open when half of them are known.
 	// Zero means 10.
 	Window int
-	// FailureRate is the share of failures that opens the breaker, above 0 and at
-	// most 1. Zero means 0.5.
+	// FailureRate is the share of failures that opens the breaker, above 0 and at most 1. Zero means 0.5.
 	FailureRate float64
-	// OpenFor is how long an open breaker lets nothing through at most; then it is half-open. That of a relay asks
-	// Kafka every second, and is half-open once Kafka has said twice that it works. A half-open breaker lets three
-	// calls through, or Window if that is less. When all of them succeed it closes, when one fails it opens again. Zero
-	// means 30 s.
+	// OpenFor is the longest time that an open breaker sends nothing; then it is half-open. It is half-open earlier if
+	// Kafka, which the relay asks every second, has answered twice that it works. A half-open breaker lets three calls
+	// through, or Window if that is less. It closes if all succeed, and opens again if one fails. Zero means 30 s.
 	OpenFor time.Duration
 }
 

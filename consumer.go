@@ -233,32 +233,27 @@ type ConsumerConfig struct {
 	// HandlerConfig has what a [Worker] has, too. The other fields concern Kafka.
 	HandlerConfig
 
-	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all partitions, in bytes. Batches
-	// count with their decompressed size.
+	// MaxQueueBytes bounds the memory of records that wait or are handled, over all partitions, in bytes. Batches
+	// count with their decompressed size. At least 1 MiB. Above half of it, only partitions below their share of the
+	// other half are fetched. Above all of it, only partitions that have nothing: each gets 64 KiB, or the size of the
+	// largest batch if that is more. So slow partitions do not block others.
 	//
-	// Above half of MaxQueueBytes, only partitions below their share of the other half are fetched. At MaxQueueBytes,
-	// only partitions that have nothing are fetched, so that partitions whose handlers wait do not hold them up. Such a
-	// partition gets 64 KiB, or as much as the largest batch of records if that is more.
-	//
-	// So there are at most MaxQueueBytes, this amount for each partition, and what fetches bring. Fetches bring twice
-	// FetchMaxBytes of each broker, and decompressed 64 MiB and a batch, see [NewConsumer]. Zero means 67,108,864
-	// (64 MiB).
+	// Fetched records that are not yet queued come in addition: twice FetchMaxBytes of each broker, and decompressed
+	// 64 MiB and a batch, see [NewConsumer]. Zero means 67,108,864 (64 MiB).
 	MaxQueueBytes int
 
-	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give up a
-	// partition. It is longer than the session timeout, see [NewConsumer]. Zero means 5 min.
+	// MaxPollInterval bounds a transaction, and how long Kafka waits for a member that must give up a partition. It is
+	// longer than the session timeout, see [NewConsumer]. Zero means 5 min.
 	MaxPollInterval time.Duration
 
-	// DeadLetterTopic returns the topic for the dead letters of another topic. The consumer must not read the topic
-	// that it returns. It is called for each topic when the consumer is made. Nil means {topic}.dlq.
-	//
-	// The topic must exist, see the package outboxtopics. While the topic accepts nothing, dead events wait, and with
-	// them the later events of their keys. Without a database their partition waits.
+	// DeadLetterTopic returns the dead-letter topic of a topic. It is called once for each topic, by NewConsumer. The
+	// consumer must not read the topic itself. The topic must exist, see the package outboxtopics. While it accepts
+	// nothing, dead events and the later events of their keys wait; without a database their partition waits. Nil
+	// means {topic}.dlq.
 	DeadLetterTopic func(topic string) string
 
-	// Decode reads records. It returns a nil message without an error to skip a record, for example because of its
-	// source. [PlainRecords], [DecodeDebezium] and [DecodeByTopic] read records of other producers. Nil means
-	// [DecodeCloudEvent].
+	// Decode reads records. A nil message without an error skips the record. [PlainRecords], [DecodeDebezium] and
+	// [DecodeByTopic] read records of other producers. Nil means [DecodeCloudEvent].
 	Decode func(*kgo.Record) (*Message, error)
 }
 

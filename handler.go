@@ -25,111 +25,90 @@ type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// From is where a new group begins in each topic that it reads for the first time. FromStart is the oldest event
-	// of the topic, or for a worker the oldest event in outbox. FromEnd is the first event after the first start of the
-	// group. A consumer reads a partition or a topic that is added later from its beginning.
+	// From is where a new group begins in each topic that it reads for the first time: with FromStart at the oldest
+	// event of the topic, or for a worker the oldest in outbox; with FromEnd at the first event after the first start
+	// of the group. A consumer reads partitions and topics that are added later from their beginning.
 	//
 	// A consumer without a database requires From. It applies From to every partition in which Kafka has no offset of
-	// the group. This includes partitions that are added later, and offsets that have expired. The log says what
-	// FromEnd then skips. Zero means FromEnd.
+	// the group, also after offsets have expired; the log says what FromEnd then skips. Zero means FromEnd.
 	From Start
 
 	// MaxPoll is the most events that one transaction handles, at most 10,000. A consumer takes them from one
-	// partition. A transaction has fewer where handlers are slow, so that it takes about a second. Zero means 100.
+	// partition. If handlers are slow, a transaction has fewer, so that it takes about a second. Zero means 100.
 	MaxPoll int
 
-	// Concurrency is how many handlers run at the same time. For a worker, it bounds handlers with a transaction and
-	// handlers without one separately, and is at most 1,000. For a consumer, it bounds all partitions together.
-	//
-	// Handlers with a transaction use at most three quarters of the connections of a pool, all workers and consumers on
-	// the pool together. The rest is for what handlers do with the pool outside their transactions. Zero means 4 for a
-	// worker and no bound besides the pool for a consumer.
+	// Concurrency is how many handlers run at the same time: for a worker with a transaction, and as many without one,
+	// at most 1,000; for a consumer over all partitions together. All workers and consumers of a pool together use at
+	// most three quarters of its connections for handlers with a transaction. The rest is for what handlers do with
+	// the pool themselves. Zero means 4 for a worker and no bound besides the pool for a consumer.
 	Concurrency int
 
-	// Retry says how an action that failed on an event is retried. Meanwhile the later events of the same topic and key
-	// wait for this action, and everything else goes on. A [Consumer] without a database cannot park the event, so its
-	// partition waits; see also [RetryInPlace].
+	// Retry says how an action that failed on an event is retried. Meanwhile the later events of the same topic and
+	// key wait for this action, and all other events continue. After the last retry the event is DEAD in
+	// event_delivery, and a consumer sends a dead letter. [WithRetry] sets another policy for one handler. A
+	// [Consumer] without a database cannot park the event: its partition waits, as with [RetryInPlace].
 	//
-	// After the last retry the event is DEAD in event_delivery, where operators see it, and a consumer sends a dead
-	// letter.
-	//
-	// A deadlock or a serialization failure in PostgreSQL is repeated with short pauses, and counts after ten times. An
-	// outage of PostgreSQL is waited out and does not count: there is no connection, or event_handled cannot be
-	// written.
-	//
-	// In an outage of something else that a handler needs, no event is DEAD either. The breaker of an action opens in a
-	// process after ten different events in a row have failed, for at least a second and without a success, or a
-	// hundred at once. Errors of [Permanent] and [RetryAfter] do not count. While the breaker is open, the events of
-	// the action wait, and use up no attempts. After RetryWait the action is tried on ten events, by at most a quarter
-	// of the handlers that run at the same time. One success closes the breaker. If all fail, it is open for twice as
-	// long, up to MaxRetryWait and at most 30 s, and then twice as many are tried, up to 160. A failed trial uses up no
-	// attempt, unless its handler does not return. The other actions of a consumer wait behind such events for at most
-	// 5 s. Then the events become rows of event_delivery, and the other actions go on. MaxOutage of [RetryPolicy] is
-	// for outages in which no breaker opens. A consumer without a database has no breakers.
-	//
-	// [WithRetry] sets another policy for one handler. Zero means MaxRetries 3, RetryWait 1 s, MaxRetryWait
-	// 60 s and MaxOutage 24 h.
+	// An outage of PostgreSQL uses up no attempt. An outage of another service that handlers need uses up one attempt
+	// of an event at most, for up to MaxOutage. docs/retries.md has the rules for deadlocks, outages and breakers.
+	// Zero means MaxRetries 3, RetryWait 1 s, MaxRetryWait 60 s and MaxOutage 24 h.
 	Retry RetryPolicy
 
-	// HoldDead keeps the later events of a key waiting behind a DEAD event. They wait until an operator has resolved
-	// the dead event, or it was handled after all. Without HoldDead they go on. HoldDead needs a database.
+	// HoldDead keeps the later events of a key behind a DEAD event until an operator has resolved it, or it was
+	// handled after all. It needs a database. False means that they continue.
 	HoldDead bool
 
 	// RetryDeadAfter retries DEAD deliveries without an operator. Its keys are error classes, as in
 	// event_delivery.last_error_code: timeout for example. After this delay, dead deliveries whose last error is of
-	// the class have all their attempts again. Deliveries that an operator has resolved stay resolved. RetryDeadAfter
-	// needs a database. Nil means that operators decide.
+	// the class have all their attempts again, unless an operator has resolved them. It needs a database. Nil means
+	// that operators decide.
 	RetryDeadAfter map[string]time.Duration
 
-	// HandlerTimeout is how long a handler may run before its context ends. An error that the handler returns then
-	// counts as any other. A handler of [HandleBatch] has this time for all of its events, and a codec for one event.
-	// For a consumer, it is at most half of MaxPollInterval. A worker has no such bound, because it renews the leases
-	// of its events while the handler runs. Zero means 150 s (half of MaxPollInterval, where that is set).
+	// HandlerTimeout is how long a handler may run before its context ends. An error that it then returns counts as
+	// any other. A handler of [HandleBatch] has this time for all of its events, a codec for one event. For a
+	// consumer, it is at most half of MaxPollInterval. A worker has no bound, because it renews its leases. Zero means
+	// 150 s (half of MaxPollInterval, if that is set).
 	HandlerTimeout time.Duration
 
-	// SlowHandler is how long a handler may run before a WARN names the handler and its event. Another WARN follows
-	// each time that the handler has run for twice as long. SlowHandler also holds for hooks, RetriesFor, decoders,
-	// codecs, upcasters and keys of [OncePer], and for the wait until a transaction begins. Zero means 30 s.
+	// SlowHandler is how long a handler may run before a WARN names it and its event. Another WARN follows each time
+	// that it has run for twice as long. SlowHandler also holds for hooks, RetriesFor, decoders, codecs, upcasters,
+	// keys of [OncePer], and the wait until a transaction begins. Zero means 30 s.
 	SlowHandler time.Duration
 
 	// StopTimeout is how long Run of a [Consumer] or [Worker] may outlive its context. Handlers have three fifths of
-	// StopTimeout to finish their current events. Zero means 5 s.
+	// it to finish their current events. Zero means 5 s.
 	StopTimeout time.Duration
 
-	// Topics are read in addition to the topics of the event types that have handlers. They are for events that were
-	// recorded with a topic of their own, see [With], and for events of other producers. Handlers get the events of
-	// their types from these topics, too. Nil means none.
+	// Topics are read in addition to the topics of the event types that have handlers: for events that were recorded
+	// with another topic ([With]), and for events of other producers. Nil means none.
 	Topics []string
 
 	// Unknown says what happens to event types without a handler. Zero means [SkipUnknown].
 	Unknown UnknownTypes
 
-	// Codecs decode payloads whose content type is not the one that their event type was registered with. JSON needs no
-	// codec here.
+	// Codecs decode payloads whose content type is not the one that their event type was registered with. JSON needs
+	// no codec here.
 	Codecs []Codec
 
 	// Upcasters turn events of older versions into the newer versions that handlers take.
 	Upcasters []Upcaster
 
-	// Middleware runs around each call of a handler, the first outermost. Without middleware, a call costs nothing
-	// more.
+	// Middleware runs around each call of a handler, the first outermost.
 	Middleware []Middleware
 
-	// Alerts says when an alert is sent that deliveries are dead or wait for too long, and to whom. A consumer also
-	// alerts to records that Kafka has removed unread. Alerts need a database.
+	// Alerts says which alerts about dead and stale deliveries are sent, and to whom. A consumer also alerts to
+	// records that Kafka has removed unread. Alerts need a database. The zero value logs them.
 	//
-	// One process sends these alerts. Where a relay leads, it is the process of the relay. Else it is a process of
-	// the first group by name that runs workers, and without workers a member of the first group of consumers. The
-	// process alerts to all groups, and to relays that no process leads. When it is gone, another process of the
-	// group takes over within twice the Lease of a worker, or the session timeout of a consumer. The zero value logs
-	// alerts.
+	// One process of the database sends the alerts about all groups, and about relays without a leader: the leader of
+	// a relay; if no relay leads, a process of the first group of workers by name; without workers, a member of the
+	// first group of consumers. If it ends, another process of the group takes over within twice the Lease of a
+	// worker, or the session timeout of a consumer.
 	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated, failed or dead.
 	Hooks ConsumerHooks
 
-	// Logger receives what changes. WARN is for outages that begin or end, retries and dead letters. INFO is for what
-	// the process waits for before it handles anything, and DEBUG for the rest. Nil means slog.Default().
+	// Logger receives WARN when an outage begins or ends, for retries and for dead letters, INFO for what the process
+	// waits for before it handles anything, and DEBUG for the rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -376,29 +355,27 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 	return &builtHandler{h}
 }
 
-// RetryPolicy says how an action that failed on an event is retried. In [WithRetry] and [WorkerConfig].Streams, a field
-// that is zero has its value from [HandlerConfig].Retry.
+// RetryPolicy says how an action that failed on an event is retried. In [WithRetry] and [WorkerConfig].Streams, a
+// zero field has its value from [HandlerConfig].Retry.
 type RetryPolicy struct {
-	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero
-	// means 3.
+	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero means 3.
 	MaxRetries int
 	// RetriesFor returns how often an action is retried for an error, in place of MaxRetries. The partition waits
-	// until RetriesFor returns. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy
-	// that sets MaxRetries does not use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
+	// until it returns. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy that sets
+	// MaxRetries does not use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
 	RetriesFor func(error) int `json:"-"`
-	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait. A random
-	// part of up to a fifth is added to each wait, or left out. [RetryAfter] sets another wait. Zero means 1 s.
+	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait, and each
+	// is up to a fifth longer or shorter at random. [RetryAfter] sets another wait. Zero means 1 s.
 	RetryWait time.Duration
 	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
-	// MaxOutage is how long failures may be those of an outage, counted from the first failure of an event. Until
-	// then, each failure after the first one counts only if another event of the action has succeeded since the last
-	// one that counts, in any process of the group. So an outage uses up one attempt at most. An event whose failure
-	// does not count is tried again after waits that double, up to MaxRetryWait and at most 30 s, or as [RetryAfter]
-	// says; the last attempt is tried again after the longer of both waits. Failed trials of a breaker, and errors of
-	// [Unavailable], do not count either.
+	// MaxOutage is how long after the first failure of an event an outage may excuse its failures: each failure after
+	// the first one then counts only if another event of the action has succeeded since the last one that counts, in
+	// any process of the group. An event whose failure does not count is retried after waits that double, up to
+	// MaxRetryWait and at most 30 s, or as [RetryAfter] says; the last attempt after the longer of both waits. Failed
+	// trials of a breaker and errors of [Unavailable] do not count either.
 	//
-	// The rule does not hold for [Permanent] errors, calls that do not return, where no retry is permitted, and for a
+	// The rule does not hold for [Permanent] errors, calls that do not return, events without a permitted retry, and a
 	// consumer without a database. A relay has no such rule. Negative means that each failure counts. Zero means 24 h.
 	MaxOutage time.Duration
 }

@@ -24,51 +24,41 @@ import (
 
 // MigrateConfig tunes [Migrate].
 type MigrateConfig struct {
-	// Schema is where the tables are. It is created if it is missing. Empty means
-	// public.
+	// Schema is where the tables are. It is created if it is missing. Empty means public.
 	Schema string
-	// PartitionRows makes outbox a partitioned table, whose partitions are ranges of
-	// this many ids, at most a billion. Retention then drops a whole partition when
-	// all its events are published and old. The relay creates partitions in advance:
-	// one should hold more events than are recorded in RetentionConfig.Interval. An
-	// existing plain table becomes the first partition, with ten times as many ids as
-	// the others; no row is rewritten, and writers wait no longer than 50 ms at a
-	// time. A table that is partitioned already is not changed. Zero means a plain
-	// table.
+	// PartitionRows makes outbox a partitioned table, whose partitions are ranges of this many ids, at most a billion.
+	// Retention then drops a whole partition when all its events are published and old. The relay creates partitions
+	// in advance, when retention runs: one should hold more events than are recorded between two runs. An existing
+	// plain table becomes the first partition, with ten times as many ids; no row is rewritten, and writers wait at
+	// most 50 ms at a time. A partitioned table is not changed. Zero means a plain table.
 	PartitionRows int64
-	// Publication is the name of a publication for Debezium, or another reader of PostgreSQL's
-	// logical replication, that sends the events in place of a relay: lower-case letters, digits
-	// and underscores, as Debezium wants it. The publication is made with outbox in it, unless a
-	// relay sends the events already. It publishes rows that are inserted and nothing else, and is
-	// not changed again: outboxops.Cuts moves between Debezium and a relay. From then on a trigger
-	// sets topic and partition_key of each row, whichever client inserts it. A row from whose type
-	// no topic can be derived is refused, as is a topic whose name Kafka does not allow. A table
-	// that is published cannot be partitioned any more: set PartitionRows before. The role needs
-	// CREATE on the database. The moves change only publications that have been named here: their
-	// comment begins with "outbox: its cuts", which Migrate adds as the owner of the publication.
-	// Empty means none, and no trigger; an existing publication stays.
+	// Publication is the name of a publication for Debezium, or another reader of logical replication, that sends the
+	// events in place of a relay: lower-case letters, digits and underscores. Migrate makes it, for inserted rows
+	// only, with outbox in it unless a relay sends the events already. It is not changed again by Migrate:
+	// outboxops.Cuts moves between Debezium and a relay, and changes only publications that were named here. For this
+	// Migrate, as the owner, begins the publication's comment with "outbox: its cuts".
+	//
+	// A trigger sets topic and partition_key of each row that any client inserts. A row without a valid topic is
+	// refused. A published table cannot be partitioned any more: set PartitionRows before. The role needs CREATE on
+	// the database. Empty means none, and no trigger; an existing publication stays.
 	Publication string
-	// AggregateIndex adds an index on the type and id of the aggregate, by which the events of one
-	// are found: see outboxops.Inspector. It is built without blocking writers, in every partition,
-	// and again if a process has ended while it built it. Migrate waits for the transactions that
-	// were open when it began. Recording costs 67 more bytes for each event, and about a quarter
-	// more time for many events in one transaction. Without it an index that is there stays. It
-	// needs two connections of the pool. False means that none is added.
+	// AggregateIndex adds an index on type and id of the aggregate, for outboxops.Inspector. It is built in every
+	// partition without blocking writers, and again if a process ended while it built it. Migrate waits for the
+	// transactions that were open when it began, and needs two connections of the pool. Recording costs 67 more bytes
+	// for each event, and about a quarter more time for many events in one transaction. False means that none is
+	// added; an existing index stays.
 	AggregateIndex bool
-	// UniqueEventIDs adds a unique index on the id of events, in the same way. Recording costs 31
-	// more bytes for each event, and less than a tenth more time. Recording an event with the id of
-	// an event in outbox then fails with [ErrDuplicateEvent]. IDs of events that retention has
-	// removed may be used again. An outbox with partitions cannot have it, because a unique index
-	// would have to contain the partition key: then Migrate returns [ErrPartitioned]. False means
-	// that none is added.
+	// UniqueEventIDs adds a unique index on the id of events, in the same way. Recording costs 31 more bytes for each
+	// event, and less than a tenth more time. Recording an event with the id of an event in outbox then fails with
+	// [ErrDuplicateEvent]. Ids of events that retention has removed may be used again. A partitioned outbox cannot
+	// have it: Migrate returns [ErrPartitioned]. False means that none is added.
 	UniqueEventIDs bool
-	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and
-	// tries again, and so how long a writer waits behind it at most; each partition of outbox adds
-	// some 2 ms. An autovacuum of the table is only cancelled if this is longer than PostgreSQL's
-	// deadlock_timeout. Zero means 100 ms.
+	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and tries again. A writer
+	// waits behind it for as long at most, and some 2 ms for each partition of outbox. An autovacuum of the table is
+	// only cancelled if LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means 100 ms.
 	LockTimeout time.Duration
-	// Logger receives WARN when a migration does not get a lock, with the session that has it, and
-	// when the migration got it. Nil means slog.Default().
+	// Logger receives WARN when a migration does not get a lock, with the session that has it, and when it got it. Nil
+	// means slog.Default().
 	Logger *slog.Logger
 }
 

@@ -27,72 +27,64 @@ type RelayConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// Name of the relay, at most 100 characters. It does not begin with worker: or consumer:. Each name has a cursor
-	// of its own and publishes every event; of the processes that run the same name one relays and the others stand
-	// by. Empty means default.
+	// Name is the name of the relay, at most 100 characters, not beginning with worker: or consumer:. Each name has
+	// its own cursor and publishes every event. Of the processes that run a name, one relays and the others stand by.
+	// Empty means default.
 	Name string
 
-	// Mode is how events travel as CloudEvents. Zero means [Binary].
+	// Mode is the CloudEvents mode of the records. Zero means [Binary].
 	Mode Mode
-	// IDHeader is the name of an extra header of each record, with the event's id: event-id for
-	// example, for consumers that read it there. CloudEvents has it as ce_id in any case. An event
-	// that has a header of this name keeps it. Empty means none.
+	// IDHeader is the name of an extra header with the event's id, for consumers that do not read ce_id: event-id for
+	// example. An event that already has a header of this name keeps it. Empty means none.
 	IDHeader string
-	// TraceHeader is the name of an extra header of the records whose events have a trace id, see
-	// [WithTraceID]: x-trace-id for example. An event that has a header of this name keeps it.
-	// Empty means none.
+	// TraceHeader is the name of an extra header with the event's trace id, if it has one ([WithTraceID]): x-trace-id
+	// for example. An event that already has a header of this name keeps it. Empty means none.
 	TraceHeader string
 
-	// ExactlyOnce is the name of a topic for cursors, in which the relay keeps its position: each batch is then a
-	// Kafka transaction with the events and their position, so readers of committed records see each event once.
-	// The relay creates the topic if it may. It needs Kafka 4.0 with transaction.version 2. A partition without a
-	// leader stops it. docs/exactly-once.md says what readers must set, what it costs, and how to turn it on and off.
-	// Empty means at least once.
+	// ExactlyOnce is the name of a topic for cursors. Each batch is then a Kafka transaction with the events and the
+	// relay's position, so readers of committed records see each event once. The relay creates the topic if it may. It
+	// needs Kafka 4.0 with transaction.version 2, and stops while a partition has no leader. Read docs/exactly-once.md
+	// before you use it. Empty means at least once.
 	ExactlyOnce string
 
-	// BatchSize is the most events that are sent before the cursor moves, at most
-	// 10,000. After a crash up to this many are sent again. A batch is smaller if there
-	// are fewer events to send, or if fewer events make 16 MiB. Zero means 5,000.
+	// BatchSize is the most events that are sent before the cursor moves, at most 10,000. After a crash up to this
+	// many are sent again. A batch also ends at 16 MiB. Zero means 5,000.
 	BatchSize int
 
-	// PollInterval is how long an idle relay waits before it looks for events,
-	// and a standby before it looks at the lease. Zero means 500 ms.
+	// PollInterval is how long an idle relay waits before it polls for events, and a standby before it checks the
+	// lease. Zero means 500 ms.
 	PollInterval time.Duration
 
-	// DeliveryTimeout is when a record without an answer from Kafka counts as
-	// failed; it is sent again and may then arrive twice. One send takes at most one and a half
-	// DeliveryTimeout, which is about how long [Relay.Run] outlives its context. At least 1 s. Zero
-	// means 10 s.
+	// DeliveryTimeout is how long a record waits for Kafka's answer before it counts as failed. It is sent again and
+	// may then arrive twice. A send takes at most one and a half DeliveryTimeout, which is also about how long
+	// [Relay.Run] may outlive its context. At least 1 s. Zero means 10 s.
 	DeliveryTimeout time.Duration
-	// Lease is how long a relay whose host has vanished keeps its standby waiting, and one behind a pooler that
-	// shares connections, whatever ended it. Where only the process has died, PostgreSQL notices, and a standby takes
-	// over within PollInterval and a second. The lease is renewed at a third of this. It is longer than one and a
-	// half DeliveryTimeout. Zero means 30 s.
+	// Lease is how long a standby waits before it takes over from a host that is unreachable, or from any relay behind
+	// a pooler that shares connections. If only the process has died, PostgreSQL notices, and a standby takes over
+	// within PollInterval and a second. The lease is renewed after each third of Lease. It must be longer than one and
+	// a half DeliveryTimeout. Zero means 30 s.
 	Lease time.Duration
 
-	// RetryInterval is how long a relay waits before it looks for failed events that are due. It looks at once when
-	// the breaker closes. Topics and partitions that accept nothing are tried as often, and every 1.5 s in the first
-	// ten minutes. Zero means 5 s.
+	// RetryInterval is how often a relay polls for failed events that are due, in addition to when the breaker closes.
+	// Topics and partitions that accept nothing are probed as often, and every 1.5 s in the first ten minutes. Zero
+	// means 5 s.
 	RetryInterval time.Duration
-	// Retry says how an event that Kafka rejected is tried again; after the last retry the event is dead. An outage, a
-	// missing topic or a lapsed credential uses up no retry. Each wait is shorter by up to a fifth, so that events do
-	// not come back at the same moment, and ends when the relay polls for due events, see RetryInterval. Negative
-	// values, a RetriesFor and a MaxOutage are errors. Zero means MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
+	// Retry says how an event that Kafka rejected is retried. After the last retry the event is dead. An outage, a
+	// missing topic or an expired credential uses up no retry. Each wait is shortened by up to a fifth at random, and
+	// ends when the relay polls for due events. Negative values, RetriesFor and MaxOutage are errors. Zero means
+	// MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
 	Retry RetryPolicy
-	// PassFailedKeys sends the later events of a key although an earlier one has failed, which is
-	// retried as before. The order of such a key is lost. Without PassFailedKeys the later events
-	// wait behind the failed one.
+	// PassFailedKeys sends the later events of a key although an earlier one has failed: the order of the key is lost.
+	// False means that they wait behind the failed event.
 	PassFailedKeys bool
-	// HoldDead keeps the later events of a dead event's key until an operator decides.
-	// Without it they are sent.
+	// HoldDead keeps the later events of a dead event's key until an operator decides. False means that they are sent.
 	HoldDead bool
-	// RetryDeadAfter lets dead events be retried without an operator. Its keys are error
-	// classes, message_too_large for example. This long after the death of an event
-	// whose last error was of the class, the event has all its retries again. Nil means
-	// that operators decide.
+	// RetryDeadAfter retries dead events without an operator. Its keys are error classes, such as message_too_large.
+	// This long after its death, an event whose last error is of the class has all its retries again. Nil means that
+	// operators decide.
 	RetryDeadAfter map[string]time.Duration
-	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after
-	// the events were sent. Without it the rows are removed.
+	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after the events were sent. False means
+	// that the rows are removed.
 	KeepSent bool
 
 	// Breaker stops the sending for a while when Kafka fails.
@@ -101,18 +93,17 @@ type RelayConfig struct {
 	// Retention says how long rows stay in the tables.
 	Retention RetentionConfig
 
-	// Alerts says when an alert about this relay is sent, and to whom. The process that leads sends
-	// them. The leader of the first relay by name that has one also alerts to relays of the schema
-	// without a leader, to consumer groups, and to failures in the whole database. The package
-	// outboxops has a Monitor for processes without a relay.
+	// Alerts says which alerts about this relay are sent, and to whom. The process that leads sends them. The leader
+	// of the first relay by name that has one also sends those about relays of the schema without a leader, about
+	// consumer groups, and about failures in the whole database. outboxops.Monitor is for processes without a relay.
 	Alerts AlertConfig
 
 	// Hooks are called when something happens.
 	Hooks RelayHooks
 
-	// Logger receives changes: ERROR for an event that is dead and for a breaker that opens, WARN
-	// for an outage that begins or ends, INFO for what the relay waits for before it works, the
-	// lease of another process for example, and DEBUG for the rest. Nil means slog.Default().
+	// Logger receives ERROR for a dead event or an open breaker, WARN when an outage begins or ends, INFO for what the
+	// relay waits for before it works, such as another process's lease, and DEBUG for the rest. Nil means
+	// slog.Default().
 	Logger *slog.Logger
 }
 

@@ -17,48 +17,40 @@ import (
 // Forever as a duration of [RetentionConfig] keeps the rows.
 const Forever time.Duration = math.MaxInt64
 
-// RetentionConfig says how long rows are kept, and how they are removed. The relay
-// that holds the lease removes them, or a worker where no relay has a position, a batch at a
-// time, each by an index and in a transaction of its own. It does so every 10 minutes, or as often as a tenth of
-// the shortest duration if that is less, and pauses between batches; while the relay has a backlog to send, no batch
-// begins. A duration of [Forever] keeps rows; negative ones are errors.
+// RetentionConfig says how long rows are kept. The relay that holds the lease removes them, or a worker if no
+// relay has a position. It works in small batches with pauses, every 10 minutes, or as often as a tenth of the
+// shortest duration if that is less. It begins no batch while the relay has a backlog. [Forever] keeps rows;
+// negative durations are errors.
 type RetentionConfig struct {
-	// PublishedFor is how long rows stay in outbox, counted from the start of the transaction that recorded them.
-	// However old, a row is removed only when every relay that has a cursor in the schema has published it, and the
-	// workers of every group have taken it. So a relay or a group that no longer runs keeps all rows; the log names
-	// it. A row that cannot be removed when its time comes may stay a day longer than it must. Rows of a partition
-	// are removed when all of them may be (MigrateConfig.PartitionRows). Zero means 7 days.
+	// PublishedFor is how long rows stay in outbox after the start of the transaction that recorded them. A row stays
+	// longer until every relay that has a cursor in the schema has published it and the workers of every group have
+	// taken it. So a relay or a group that no longer runs keeps all rows; the log names it. A row that had to stay
+	// longer may be removed a day late. A partition (MigrateConfig.PartitionRows) is dropped when all its rows may be
+	// removed. Zero means 7 days.
 	PublishedFor time.Duration
-	// CursorsFor is how long the history in outbox_cursor goes back; from an hour on
-	// it has a row for each minute. The newest row of each relay stays, and so does a row that says
-	// where events of outbox are. Zero means 7 days.
+	// CursorsFor is how far the history in outbox_cursor goes back. After an hour it has one row per minute. The
+	// newest row of each relay stays, and so do rows that say where events of outbox are. Zero means 7 days.
 	CursorsFor time.Duration
-	// ResolvedFor is how long resolved rows stay in outbox_failed. For a row that was
-	// resolved without a time it counts from when the relay first sees the row. Zero
-	// means 30 days.
+	// ResolvedFor is how long resolved rows stay in outbox_failed. A row that was resolved without a time counts from
+	// when the relay first sees it. Zero means 30 days.
 	ResolvedFor time.Duration
-	// HandledFor is how long rows stay in event_handled. A record that is read again
-	// later is handled again, so HandledFor must not be shorter than the longest
-	// retention of a topic that is consumed. This includes dead-letter topics, which
-	// commonly keep 30 days. Zero means 31 days.
+	// HandledFor is how long rows stay in event_handled. A record that is read again later is handled again:
+	// HandledFor must not be shorter than the longest retention of a consumed topic, including dead-letter topics,
+	// which commonly keep 30 days. Zero means 31 days.
 	HandledFor time.Duration
-	// AuditedFor is how long rows stay in outbox_audit, which says what operators did.
-	// Zero means 365 days.
+	// AuditedFor is how long rows stay in outbox_audit, the actions of operators. Zero means 365 days.
 	AuditedFor time.Duration
-	// DeliveredFor is how long rows stay in event_delivery that were handled, or
-	// that an operator has resolved. Zero means 7 days.
+	// DeliveredFor is how long handled and resolved rows stay in event_delivery. Zero means 7 days.
 	DeliveredFor time.Duration
 
-	// Archive gets rows of outbox before they are removed, at most 1,000 of them, in
-	// the transaction that removes them. What it writes with tx commits together with
-	// the removal, or not at all. If it writes elsewhere, it may get the same rows again,
-	// because the commit may fail. After an error the rows stay, and come again in the
-	// next run; a panic is an error, which is logged with its stack. The rows of a
-	// partition come before the partition is dropped, in transactions of their own, and
-	// again after a restart. ctx ends after RelayConfig.Lease, and a second after the relay
-	// is told to stop. Half a second later the transaction is rolled back and its
-	// connection closed; until Archive returns it is not called again. Nil archives
-	// nothing.
+	// Archive gets rows of outbox, at most 1,000, in the transaction that removes them. What it writes with tx commits
+	// together with the removal. If it writes elsewhere, it may get the same rows again, because the commit may fail.
+	// After an error or a panic, which is logged, the rows stay until the next run. Rows of a partition come before
+	// the partition is dropped, in transactions of their own, and again after a restart.
+	//
+	// ctx ends after RelayConfig.Lease, or a second after the relay is told to stop. Half a second later the
+	// transaction is rolled back and its connection closed. Archive is not called again until it has returned. Nil
+	// archives nothing.
 	Archive func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error
 }
 

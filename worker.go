@@ -172,28 +172,27 @@ func (w *Worker) Resume(topics ...string) error { return w.engine.Resume(topics)
 
 // WorkerConfig tunes a [Worker]. The zero value is ready for production.
 type WorkerConfig struct {
-	// HandlerConfig has what a [Consumer] has, too. The other fields concern PostgreSQL. If a process ends while it
-	// handles an event, the event is tried alone afterwards. An attempt that is made alone counts when it begins.
+	// HandlerConfig has what a [Consumer] has, too. The other fields concern PostgreSQL.
 	HandlerConfig
 
-	// Unordered handles the events of a key concurrently, in any order. Without it, each action handles the events of a
-	// topic and record key one after the other. An event that waits for a retry then holds up the later ones.
+	// Unordered handles the events of a key concurrently, in any order. False means that each action handles the
+	// events of a topic and key one after the other, and an event that waits for a retry blocks the later ones.
 	Unordered bool
 
 	// PollInterval is how long it takes until a worker sees an event that no [Waker] has announced. Zero means 1 s.
 	PollInterval time.Duration
 
-	// Lease is how long an event stays with a worker that does not renew its lease, because the process is gone. Then
-	// another worker takes over the event. A worker renews its leases after each third of Lease. At least 1 s. Zero
-	// means 30 s.
+	// Lease is how long an event stays with a process that does not renew its lease, because it ended. Then another
+	// process takes over the event and handles it alone: such an attempt counts when it begins. Leases are renewed
+	// after each third of Lease. At least 1 s. Zero means 30 s.
 	Lease time.Duration
 
-	// Streams says how the events of a topic are retried, where that differs from Retry. [WithRetry] precedes
-	// Streams. A policy of Streams that sets MaxRetries does not use the RetriesFor of Retry.
+	// Streams says how the events of a topic are retried, if not as Retry says. [WithRetry] precedes Streams. A policy
+	// of Streams that sets MaxRetries does not use the RetriesFor of Retry.
 	Streams map[string]RetryPolicy
 
-	// Retention says how long rows are kept. One process of each group removes them. Rows that a relay or another group
-	// still has to get stay in any case.
+	// Retention says how long rows are kept. One process of each group removes them. Rows that a relay or another
+	// group still needs stay in any case.
 	Retention RetentionConfig
 }
 

@@ -353,8 +353,8 @@ $function$,
 -- nothing. The results are:
 --
 --   moved, rejected   how many events were moved, and how many outbox has rejected for what they are
---   blocked           keys with an event that another transaction has locked, a cancellation for example: neither it nor
---                     later events of the key were moved; blocked_at is the first due time of these
+--   blocked           keys with an event that another transaction has locked, a cancellation for example, or that has a
+--                     problem: neither it nor later events of the key were moved; blocked_at is the first due time of these
 --   more              another call would find more
 --   lowest            the look has left no event that is due before this time, except for the keys in passed; NULL:
 --                     another mover is at work
@@ -384,7 +384,7 @@ DECLARE
     keys            text[];
     dues            timestamptz[];
     free            bigint[];
-    problems        int := 0;
+    until           timestamptz;
     constraint_name text;
     one             record;
 BEGIN
@@ -470,9 +470,16 @@ BEGIN
     EXCEPTION WHEN OTHERS THEN
         NULL; -- one by one
     END;
+    PERFORM set_config('lock_timeout', '1ms', true); -- the first try has waited
+    until := clock_timestamp() + interval '1 s';
     FOR one IN SELECT w.id, w.key, w.due_at FROM unnest(ids, keys, dues) WITH ORDINALITY AS w (id, key, due_at, n)
                 WHERE w.id = ANY (free) ORDER BY w.n LOOP
         CONTINUE WHEN one.key = ANY (blocked);
+        IF clock_timestamp() > until THEN
+            more := true;
+            left_at := least(left_at, one.due_at);
+            EXIT;
+        END IF;
         BEGIN
             WITH gone AS (
                 DELETE FROM @schema@.outbox_delayed AS d WHERE d.id = one.id RETURNING d.*
@@ -486,11 +493,12 @@ BEGIN
                 UPDATE @schema@.outbox_delayed AS d
                    SET rejected_at = now(), rejection = left(SQLSTATE || ': ' || SQLERRM, 1000) WHERE d.id = one.id;
                 rejected := rejected + 1;
-            ELSIF SQLSTATE ~ '^(08|40|53|57|58)' OR problems >= 3 THEN
+            ELSIF SQLSTATE ~ '^(08|40|53|57|58)' THEN
                 RAISE;
             ELSE
-                problems := problems + 1;
-                problem := left(SQLSTATE || ': ' || SQLERRM, 1000);
+                IF SQLSTATE <> '55P03' THEN
+                    problem := left(SQLSTATE || ': ' || SQLERRM, 1000);
+                END IF;
                 blocked := blocked || one.key;
                 blocked_at := least(blocked_at, one.due_at);
             END IF;

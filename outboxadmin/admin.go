@@ -28,62 +28,56 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Config says who has access, and what the page shows. Authorize is required.
+// Config says who has access, and what the page shows.
 type Config struct {
-	// Authorize returns the user who sends a request, and the role of that user. It is called for each
-	// request, before anything else. An error, or [None], is answered with 401. The error is not shown, but
-	// logged at WARN with the address and the name of basic authentication, once a minute and address. Required.
+	// Authorize returns the user of a request and the role of that user. It is called before anything else. An error,
+	// or [None], is answered with 401. The error is not shown, but logged at WARN with the address and the name of
+	// basic authentication, once a minute and address. Required.
 	Authorize func(*http.Request) (Access, error)
-	// Challenge is the header WWW-Authenticate of such an answer. For example, `Basic realm="outbox"` makes
-	// a browser ask for a password. Empty means no header.
+	// Challenge is the header WWW-Authenticate of such an answer: `Basic realm="outbox"` makes a browser ask for a
+	// password. Empty means no header.
 	Challenge string
 
-	// Schema of the tables. Empty means public.
+	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// MaxPayload bounds an edited payload in bytes. Use the same value as RecorderConfig.MaxPayload. For a
-	// payload above it and above 1 MiB, only the length is shown. At most 104,857,600 (100 MiB). Zero means
-	// 983,040 (960 KiB).
+	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the same value as
+	// RecorderConfig.MaxPayload. Of a payload above it and above 1 MiB, only the length is shown. Zero means 983,040
+	// (960 KiB).
 	MaxPayload int
-	// Mask returns the version of a text that the page and the API show. It is called for texts of other
-	// origin: payloads, headers, keys, errors and statements, as [Text] says. If it changes a payload, an
-	// operator who edits the event does not see the old payload. If it changes a key, no link leads to the
-	// other events of the key. Filters work on stored values: a user who knows a key finds its events.
-	// Types, sources, topics, the names of aggregates and headers, and texts of operators are not masked.
-	// Nil shows all.
+	// Mask returns what the page and the API show of a payload, header, key, error or statement: see [Text]. Types,
+	// sources, topics, the names of aggregates and headers, and texts of operators are not masked. If it changes a
+	// payload, an operator who edits the event does not see the old one. If it changes a key, no link leads to the
+	// other events of the key. Filters work on stored values: a user who knows a key finds its events. Nil shows all.
 	Mask func(Text) []byte
-	// AuditReads writes into outbox_audit who reads the payload of which event, on its page or by the API,
-	// before the payload is shown. If writing fails, nothing is shown. Retention removes these entries like
-	// those of actions, see RetentionConfig.AuditedFor. False means that only actions are audited.
+	// AuditReads writes into outbox_audit who reads the payload of which event, before the payload is shown. If
+	// writing fails, nothing is shown. RetentionConfig.AuditedFor removes these entries, too. False means that only
+	// actions are audited.
 	AuditReads bool
-	// TrustedOrigins may send requests that change something, besides the origin under which
-	// browsers see this page: scheme, host and port, https://ops.example for example. A proxy that
-	// gives requests another Host makes it necessary for browsers that do not send Sec-Fetch-Site.
-	// A trusted site acts in the name of the user who is signed in here. Nil means none.
+	// TrustedOrigins are other origins (https://ops.example) that may send requests that change something. Browsers
+	// that do not send Sec-Fetch-Site need it behind a proxy that changes Host. A trusted site acts in the name of the
+	// user who is signed in here. Nil means none.
 	TrustedOrigins []string
-	// MaxConns bounds the connections of the pool that the page uses at a time. If it is two or more, one
-	// connection is reserved for actions. A request is answered with 503 and Retry-After in two cases: it
-	// has waited for a connection for 5 s, or 32 views or 16 actions are before it. Zero means a quarter of
-	// the pool's MaxConns, but 1 to 4.
+	// MaxConns is how many connections of the pool the page uses at a time. If it is two or more, one is reserved for
+	// actions. A request is answered with 503 and Retry-After if it has waited for a connection for 5 s, or if 32
+	// views or 16 actions wait before it. Zero means a quarter of the pool's MaxConns, but 1 to 4.
 	MaxConns int
-	// QueryTimeout bounds each request's use of the database, and each part of an action on many events.
-	// PostgreSQL cancels statements that take longer. Zero means 15 s.
+	// QueryTimeout bounds each request's use of the database, and each part of an action on many events. PostgreSQL
+	// cancels longer statements. Zero means 15 s.
 	QueryTimeout time.Duration
-	// Health returns [outbox.Relay.Health] of each relay of this process. It shows what the row of the
-	// leader does not say yet, and what a standby says, which has no row. It is called for each view of the
-	// overview. Nil means that only rows are shown.
+	// Health returns [outbox.Relay.Health] of each relay of this process, for each view of the overview. It has what
+	// the leader's row does not say yet, and standbys, which have no row. Nil means that only rows are shown.
 	Health func() []outbox.RelayHealth
-	// Consumers returns [outbox.Consumer.Health] of each consumer of this process. It shows consumers
-	// without a database, which have no rows, and what rows do not say yet. It is called for each view of
-	// the overview and of consumers. Nil means that only rows are shown.
+	// Consumers returns [outbox.Consumer.Health] of each consumer of this process, for each view. It has consumers
+	// without a database, which have no rows. Nil means that only rows are shown.
 	Consumers func() []outbox.ConsumerHealth
-	// Workers returns the health of the workers of this process, [outbox.Worker.Health] of each. It
-	// is called for each view that shows it. Nil means that only rows are shown.
+	// Workers returns [outbox.Worker.Health] of each worker of this process, for each view. Nil means that only rows
+	// are shown.
 	Workers func() []outbox.WorkerHealth
-	// Kafka has the brokers and credentials of a consumer, to read the lag of consumer groups. Kafka is
-	// asked at most every 10 s, and only while a page is viewed. Nil means that the lag is not known.
+	// Kafka has brokers and credentials, to read the lag of consumer groups, at most every 10 s and only while a page
+	// is viewed. Nil means that the lag is not known.
 	Kafka []kgo.Opt
-	// StaleAfter is how long an event may wait before the page calls it a problem, like
-	// AlertConfig.StaleAfter. Zero means 5 min, as outbox status has it.
+	// StaleAfter is how long an event may wait before the page calls it a problem. Zero means 5 min, as outbox status
+	// has it.
 	StaleAfter time.Duration
 	// Logger gets errors. Nil means slog.Default().
 	Logger *slog.Logger

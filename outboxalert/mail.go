@@ -24,8 +24,7 @@ import (
 
 // MailConfig says how [Mail] sends mails.
 type MailConfig struct {
-	// Server is the host and port of the mail server, for example mail.example.com:587.
-	// Required.
+	// Server is host and port of the mail server: mail.example.com:587. Required.
 	Server string
 	// From is the address of the sender. Required.
 	From string
@@ -33,12 +32,12 @@ type MailConfig struct {
 	To []string
 	// Username and Password log in to the server. Empty means without.
 	Username, Password string
-	// ImplicitTLS begins a connection with TLS, as is usual at port 465. Without it the server has to
-	// offer STARTTLS, unless it is this machine itself.
+	// ImplicitTLS begins a connection with TLS, as is usual at port 465. False means that the server must offer
+	// STARTTLS, unless it is this machine.
 	ImplicitTLS bool
-	// TLS has the roots of an authority of your own, for example. Nil means the system's roots.
+	// TLS has, for example, the roots of your own authority. Nil means the system's roots.
 	TLS *tls.Config
-	// Timeout bounds a mail. An alert has 10 s in any case. Zero means 10 s.
+	// Timeout bounds a mail; an alert has 10 s in any case. Zero means 10 s.
 	Timeout time.Duration
 }
 

@@ -15,14 +15,12 @@ import (
 
 // PagerDutyConfig tunes [PagerDuty]. The zero value is ready for production.
 type PagerDutyConfig struct {
-	// URL takes the events. For accounts of the European region it is
-	// https://events.eu.pagerduty.com/v2/enqueue. Empty means
+	// URL takes the events; in the European region https://events.eu.pagerduty.com/v2/enqueue. Empty means
 	// https://events.pagerduty.com/v2/enqueue.
 	URL string
-	// Page is the address of the operators' page, a link in each incident. Empty means none.
+	// Page is the address of the operators' page, for a link in each incident. Empty means none.
 	Page string
-	// Client sends the requests, each of which may take 10 s, like any alert. Nil means
-	// http.DefaultClient.
+	// Client sends the requests, each of which may take 10 s. Nil means http.DefaultClient.
 	Client *http.Client
 }
 

@@ -28,32 +28,30 @@ type ReplayConfig struct {
 	// Topic is the dead-letter topic. Required.
 	Topic string
 
-	// To has the topics that dead letters may go back to. Dead letters are sent with your rights, but
-	// clients that may write to the dead-letter topic can set any original topic in them. Nil means only
-	// the topic whose dead-letter topic is named Topic, by the rule {topic}.dlq.
+	// To has the topics that dead letters may go back to. Danger: Replay sends with your rights, and any client that
+	// may write to the dead-letter topic can name any original topic. Nil means only the topic whose dead-letter topic
+	// is named Topic, by the rule {topic}.dlq.
 	To []string
 
-	// From has the offset to begin with, by partition. Partitions without an entry are read from their
-	// first offset.
+	// From has the first offset to read, by partition. Partitions without an entry are read from their first offset.
 	From map[int32]int64
 
 	// Choose reports whether to send a dead letter. Nil means all.
 	Choose func(DeadLetter) bool
 
-	// DryRun reports the records that would be sent. It sends nothing.
+	// DryRun reports the records that would be sent, and sends nothing.
 	DryRun bool
 
-	// DB has the tables of outbox. Before the first dead letter of a topic and a group is sent, Replay writes a row
-	// into outbox_audit. Nil writes none.
+	// DB has the tables of outbox. Before the first dead letter of a topic and a group, Replay writes a row into
+	// outbox_audit. Nil writes none.
 	DB *pgxpool.Pool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 	// Audit says who sends the dead letters, and why. Without DB, and in a dry run, none is needed. Required.
 	Audit outboxops.AuditInfo
 
-	// Progress is called after each chosen dead letter was sent, or with the error if it was not. It is
-	// also called for each record that is no dead letter, with the values that [Read] returns for it. All
-	// calls come from one goroutine. Nil is not called.
+	// Progress is called from one goroutine: after each chosen dead letter, with the error if it was not sent; and for
+	// each record that is no dead letter, with the values that [Read] returns for it. Nil is not called.
 	Progress func(d DeadLetter, err error)
 }
 

@@ -20,11 +20,10 @@ const TraceHeader = "X-Trace-Id"
 
 // TraceConfig tunes [Trace]. The zero value is ready for production.
 type TraceConfig struct {
-	// Header names the header of request and response. Empty means X-Trace-Id.
+	// Header is the header of request and response. Empty means X-Trace-Id.
 	Header string
-	// NewID returns an id for a request without a valid one. It is not checked: events
-	// accept at most 255 characters, none of them a control character. Nil means
-	// [NewTraceID].
+	// NewID returns an id for a request without a valid one. It is not checked: events accept at most 255 characters,
+	// none of them a control character. Nil means [NewTraceID].
 	NewID func() string
 }
 

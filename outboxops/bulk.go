@@ -16,16 +16,15 @@ import (
 type BulkConfig struct {
 	// DryRun counts and changes nothing.
 	DryRun bool
-	// Rate is the largest number of failures that are changed in a second. Zero means 1,000.
+	// Rate is how many failures are changed in a second, at most. Zero means 1,000.
 	Rate int
-	// Progress is called after each part with the number of failures that are done. Nil is not called.
+	// Progress is called after each part, with the number of failures that are done. Nil is not called.
 	Progress func(done int)
-	// Topics, unless it is nil, gets the number of failures by topic, counted when they are picked. For an
-	// event it is the topic of its record, for a delivery the topic that it comes from. The topic is "" if
-	// the event's type has no topic.
+	// Topics, unless it is nil, gets the number of failures by topic, counted when they are picked: the topic of an
+	// event's record, or the topic from which a delivery comes. It is "" if the event's type has no topic.
 	Topics map[string]int
-	// Handlers, unless it is nil, gets the number of deliveries by consumer group and action, counted when they
-	// are picked. Look at it in a dry run: a filter without a group picks the deliveries of all groups.
+	// Handlers, unless it is nil, gets the number of deliveries by consumer group and action, counted when they are
+	// picked. Look at it in a dry run: a filter without a group picks the deliveries of all groups.
 	Handlers map[FailureHandler]int
 }
 

@@ -26,7 +26,7 @@ type Consumers struct {
 
 // ConsumersConfig names the schema of the tables. It may be zero.
 type ConsumersConfig struct {
-	// Schema of the tables. Empty means public.
+	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 }
 

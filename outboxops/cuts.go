@@ -44,7 +44,7 @@ type Cuts struct {
 
 // CutsConfig names the schema of the tables. It may be zero.
 type CutsConfig struct {
-	// Schema of the tables. Empty means public.
+	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 }
 

@@ -24,7 +24,7 @@ type Delayed struct {
 
 // DelayedConfig names the schema of the tables. It may be zero.
 type DelayedConfig struct {
-	// Schema of the tables. Empty means public.
+	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 }
 

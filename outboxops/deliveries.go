@@ -42,9 +42,9 @@ type Deliveries struct {
 	sqlGroups, sqlCursors string
 }
 
-// DeliveriesConfig names the schema of the deliveries. It may be zero.
+// DeliveriesConfig names the schema of the tables. It may be zero.
 type DeliveriesConfig struct {
-	// Schema of the tables. Empty means public.
+	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 }
 

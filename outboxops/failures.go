@@ -56,13 +56,13 @@ type picked struct {
 
 // FailuresConfig names the schema of the failures, and limits payloads. It may be zero.
 type FailuresConfig struct {
-	// Schema of the tables. Empty means public.
+	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// MaxPayload bounds an edited payload in bytes. Use the same value as RecorderConfig.MaxPayload. At
-	// most 104,857,600 (100 MiB). Zero means 983,040 (960 KiB).
+	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the same value as
+	// RecorderConfig.MaxPayload. Zero means 983,040 (960 KiB).
 	MaxPayload int
-	// MaxRead bounds, in bytes, each read of a payload, of headers, and of all payloads from before edits
-	// together. A payload beyond it is [ErrUnreadable]. Zero means 104,857,600 (100 MiB).
+	// MaxRead bounds, in bytes, each read of a payload, of headers, and of all payloads from before edits together. A
+	// larger payload is [ErrUnreadable]. Zero means 104,857,600 (100 MiB).
 	MaxRead int
 }
 

@@ -39,7 +39,7 @@ type inspectorSQL struct {
 
 // InspectorConfig names the schema of the tables, and limits payloads. It may be zero.
 type InspectorConfig struct {
-	// Schema of the tables. Empty means public.
+	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 	// MaxRead bounds, in bytes, each read of a payload and of headers. A larger payload is [ErrUnreadable].
 	// Zero means 104,857,600 (100 MiB).

@@ -22,10 +22,9 @@ import (
 type MonitorConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Alerts has the thresholds and the receivers of alerts.
+	// Alerts has thresholds and receivers of alerts.
 	Alerts outbox.AlertConfig
-	// Logger receives failures of the monitor itself, and the alerts unless there is an
-	// Alerter. Nil means slog.Default().
+	// Logger receives failures of the monitor itself, and the alerts if there is no Alerter. Nil means slog.Default().
 	Logger *slog.Logger
 }
 

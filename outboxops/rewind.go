@@ -23,34 +23,31 @@ import (
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
-// RewindConfig is the target of [Rewind]. Group is required, and so is either Time or Offset.
+// RewindConfig is the target of [Rewind]. Group is required, and either Time or Offset.
 type RewindConfig struct {
 	// Group is the consumer group. Required.
 	Group string
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Topics are the topics in which the group is rewound. Empty means all topics in which it has committed
-	// offsets. With Offset, one topic must be named.
+	// Topics are the topics in which the group is rewound. With Offset, name one topic. Empty means all topics in
+	// which it has committed offsets.
 	Topics []string
 
-	// Time makes the group read the records again whose timestamps are at this time or later. A group that
-	// lagged has handled older records since Time. So if consumer_start has a position that was saved
-	// before Time and not since, as after a restore, the group begins there at the latest. Zero means that
-	// Offset is used.
+	// Time makes the group read again the records whose timestamps are at this time or later. If the group lagged, it
+	// handled older records after Time. So the group begins no later than the last position in consumer_start that was
+	// saved before Time, if none was saved since, as after a restore. Zero means that Offset is used.
 	Time time.Time
-	// Offset has the group read the records from this offset on again, in each partition
-	// of the topic. Nil means that Time says it.
+	// Offset makes the group read the records from this offset on again, in each partition of the topic. Nil means
+	// that Time is used.
 	Offset *int64
 
-	// Decode reads records, to find the notes about their events. Nil means
-	// [outbox.DecodeCloudEvent].
+	// Decode reads records, to find the rows of event_handled for their events. Nil means [outbox.DecodeCloudEvent].
 	Decode func(*kgo.Record) (*outbox.Message, error)
-	// DryRun reports the changes that Rewind would make, and changes nothing.
+	// DryRun reports the changes, and makes none.
 	DryRun bool
 	// Audit is the operator and the reason. A dry run needs none, nor does a nil db. Required.
 	Audit AuditInfo
-	// Progress is called when some records have been counted, with their number so far.
-	// Nil is not called.
+	// Progress is called when some records have been counted, with their number so far. Nil is not called.
 	Progress func(records int)
 }
 

@@ -65,7 +65,13 @@ func (t *Telemetry) Consumer(group string, cfg outbox.ConsumerConfig) outbox.Con
 // added returns cfg with the hooks and the middleware.
 func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 	cfg.Middleware = slices.Concat([]outbox.Middleware{h.handle}, cfg.Middleware) // theirs is within the span
-	hooks := &cfg.Hooks
+	h.addOutcomes(&cfg.Hooks)
+	h.addFailures(&cfg.Hooks)
+	return cfg
+}
+
+// addOutcomes counts how events end, and calls the hooks of the host.
+func (h *handlers) addOutcomes(hooks *outbox.ConsumerHooks) {
 	theirHandled, theirRepeated, theirUnknown, theirDead := hooks.Handled, hooks.Repeated, hooks.Unknown, hooks.DeadLettered
 	hooks.Handled = func(m outbox.Metadata, action string, took time.Duration) {
 		h.count(m.Topic(), m.Type, action, h.handled)
@@ -83,6 +89,28 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 			theirRepeated(m, action)
 		}
 	}
+	hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
+		known := m.Type
+		if action == "" { // the event was not decoded or has no handler: its type can be any text
+			known = ""
+		}
+		h.count(m.Topic(), known, action, h.givenUp)
+		if theirDead != nil {
+			theirDead(m, action, topic, err)
+		}
+	}
+	hooks.Unknown = func(m outbox.Metadata) {
+		if h.skips {
+			h.count(m.Topic(), "", "", "unknown")
+		}
+		if theirUnknown != nil {
+			theirUnknown(m)
+		}
+	}
+}
+
+// addFailures counts failed attempts and conflicts, notes the states of breakers, and calls the hooks of the host.
+func (h *handlers) addFailures(hooks *outbox.ConsumerHooks) {
 	theirConflicted, theirFailed := hooks.Conflicted, hooks.Failed
 	hooks.Conflicted = func(m outbox.Metadata, action string, err error) {
 		h.conflicts.Add(context.Background(), 1, h.failureOf(m, action, err))
@@ -106,25 +134,6 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 			theirBreaker(action, from, to)
 		}
 	}
-	hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
-		known := m.Type
-		if action == "" { // the event was not decoded or has no handler: its type can be any text
-			known = ""
-		}
-		h.count(m.Topic(), known, action, h.givenUp)
-		if theirDead != nil {
-			theirDead(m, action, topic, err)
-		}
-	}
-	hooks.Unknown = func(m outbox.Metadata) {
-		if h.skips {
-			h.count(m.Topic(), "", "", "unknown")
-		}
-		if theirUnknown != nil {
-			theirUnknown(m)
-		}
-	}
-	return cfg
 }
 
 // breakerOf returns the state of the breaker of an action. Those that are asked for are reported.

@@ -26,43 +26,38 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Config chooses the events that [Run] sends, and their destination. Source is required. Audit is required
-// unless DryRun is set.
+// Config chooses the events that [Run] sends, and their destination. Audit is required unless DryRun is set.
 type Config struct {
-	// Source has the events. Use outboxarchive.Recorded for events in outbox, an *outboxarchive.Table for
-	// events in outbox and in the archive, or the files of an archive. Required.
+	// Source has the events: outboxarchive.Recorded those in outbox, an *outboxarchive.Table those in outbox and in
+	// the archive, or the files of an archive. Required.
 	Source outboxarchive.Source
-	// Filter chooses events of the source. To continue a run that was stopped, set its After. Empty means
-	// all.
+	// Filter chooses events of the source. To continue a stopped run, set its After. Empty means all.
 	Filter outboxarchive.Filter
 
 	// To is the topic to which all records are sent. Empty means their own topics.
 	To string
-	// Group is the only consumer group that handles the records. Before each record, Run writes a dead
-	// letter of class "replay" to the dead-letter topic, because consumers believe only dead letters. So
-	// the client needs the right to write there. Empty means all groups.
+	// Group is the only consumer group that handles the records. Before each record, Run writes a dead letter of class
+	// "replay" to the dead-letter topic, because consumers believe only dead letters: the client needs the right to
+	// write there. Empty means all groups.
 	Group string
-	// Again makes the group handle events that it has handled before. Run removes the group's notes of the
-	// events from event_handled before it sends them. Again needs Group. False means that such events are
-	// repeats.
+	// Again makes Group handle events again: Run removes the group's rows of event_handled for the events before it
+	// sends them. It needs Group. False means that the group skips events that it has handled.
 	Again bool
 	// Mode is the mode of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
-	// IDHeader and TraceHeader are the same fields as in RelayConfig: names of extra headers with the
-	// event's id and its trace id, for consumers that read them there. Empty means none.
+	// IDHeader and TraceHeader are the same fields as in RelayConfig. Empty means none.
 	IDHeader, TraceHeader string
 
-	// Rate is the largest number of events in a second. After a pause, Run does not send faster to catch
-	// up. Negative means no limit. Zero means 1,000.
+	// Rate is how many events are sent in a second, at most. After a pause, Run does not send faster to catch up.
+	// Negative means no limit. Zero means 1,000.
 	Rate int
 	// HandledFor is RetentionConfig.HandledFor of the consumers, for [Report.Older]. Zero means 31 days.
 	HandledFor time.Duration
-	// SkipUnreadable makes Run continue if an event cannot be read, or no record can be made from it. Run
-	// reports such events in Report.Failed. A dry run always continues. False means that such an event ends
-	// the run.
+	// SkipUnreadable makes Run continue if an event cannot be read, or no record can be made from it, and report it in
+	// Report.Failed. A dry run always continues. False means that such an event ends the run.
 	SkipUnreadable bool
 
-	// DryRun counts the events that would be sent. It sends nothing and changes nothing.
+	// DryRun counts the events that would be sent. It sends and changes nothing.
 	DryRun bool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string

@@ -23,19 +23,19 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// StartConfig says which group [StartGroup] starts. Group, Archive and Audit are required.
+// StartConfig says which group [StartGroup] starts.
 type StartConfig struct {
-	// Group is the name of the new group. No worker or consumer of it may have run. Required.
+	// Group is the new group. No worker or consumer of it may have run. Required.
 	Group string
-	// Topics are the topics that consumers of the group read in Kafka: all of their handlers. Nil means a group
-	// of workers.
+	// Topics are the topics that consumers of the group read in Kafka: those of all handlers. Nil means a group of
+	// workers.
 	Topics []string
 	// Archive has the events that retention has removed from outbox, in the same database. Required.
 	Archive *outboxarchive.Table
-	// Incomplete starts the group although the first events, or events between the archive and outbox, may be
-	// missing. False means [ErrIncomplete] then.
+	// Incomplete starts the group although the first events, or events between the archive and outbox, may be missing.
+	// False means [ErrIncomplete] then.
 	Incomplete bool
-	// DryRun only looks: it changes nothing, and needs no Audit.
+	// DryRun changes nothing, and needs no Audit.
 	DryRun bool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string

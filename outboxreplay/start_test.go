@@ -23,6 +23,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/outboxarchive"
 	"github.com/outboxgo/outbox/outboxreplay"
 )
@@ -108,14 +109,13 @@ func (f *startFixture) exec(t testing.TB, sql string, args ...any) {
 	require.NoError(t, err)
 }
 
-// write records sales of random products until stop is called.
+// write records sales of random products until stop is called. If it falls behind the rate, it catches up.
 func (f *startFixture) write(t testing.TB, rng *rand.Rand, rate int) (stop func()) {
 	t.Helper()
 	return testenv.Run(t, func(ctx context.Context) error {
 		const inTx = 10
-		every := time.NewTicker(time.Second * inTx / time.Duration(rate))
-		defer every.Stop()
-		for ctx.Err() == nil {
+		began := time.Now()
+		for txs := time.Duration(1); ctx.Err() == nil; txs++ {
 			sales := make([]sale, inTx)
 			f.mu.Lock()
 			for i := range sales {
@@ -125,10 +125,7 @@ func (f *startFixture) write(t testing.TB, rng *rand.Rand, rate int) (stop func(
 			}
 			f.mu.Unlock()
 			f.record(t, sales...)
-			select {
-			case <-every.C:
-			case <-ctx.Done():
-			}
+			wait.Sleep(ctx, time.Until(began.Add(txs*inTx*time.Second/time.Duration(rate))))
 		}
 		return nil
 	})
@@ -236,6 +233,7 @@ func testStartGroup(t *testing.T, kafka bool) {
 		Logger: slog.New(slog.DiscardHandler), Retention: f.quick()})
 	require.NoError(t, err)
 	testenv.Run(t, r.Run)
+	writing := time.Now()
 	stopWriter := f.write(t, rng, *startRate)
 	f.await(t, "an event is archived", func() bool { return f.count(t, "outbox_archive") > *startEvents })
 
@@ -255,14 +253,15 @@ func testStartGroup(t *testing.T, kafka bool) {
 	require.NoError(t, child.Wait())
 	filled := time.Since(began)
 	stopWriter()
+	written := time.Since(writing)
 	f.await(t, "all is handled", func() bool { return f.missing(t) == 0 })
 	require.Empty(t, f.wrong.All())
 	recorded := -*startEvents
 	for _, n := range f.numbers {
 		recorded += n
 	}
-	t.Logf("seed %d: %s, %d archived and %d recorded events handled once and in order, %d kills, started in %v, %.0f events/s",
-		seed, t.Name(), *startEvents, recorded, kills, filled.Round(time.Millisecond), float64(*startEvents)/filled.Seconds())
+	t.Logf("seed %d: %s, %d archived and %d recorded events (%.0f/s) handled once and in order, %d kills, started in %v, %.0f events/s",
+		seed, t.Name(), *startEvents, recorded, float64(recorded)/written.Seconds(), kills, filled.Round(time.Millisecond), float64(*startEvents)/filled.Seconds())
 	_, err = startOf(f.db, f.schema, group, topic, f.brokers[0], nil)
 	require.ErrorIs(t, err, outboxreplay.ErrGroupBegun)
 }

@@ -15,45 +15,39 @@ import (
 // Config says how [Run] and [Ensure] create topics. The zero value is for a cluster of three
 // brokers or more, of which one may fail.
 type Config struct {
-	// Topics are names in addition to the topics of the types: those that [outbox.With] gives to
-	// single events. Nil means none.
+	// Topics are names in addition to the topics of the types: those that [outbox.With] gives to single events. Nil
+	// means none.
 	Topics []string
-	// Partitions is how many a topic of events gets. Kafka can add partitions later,
-	// and never remove any. Adding them moves keys to other partitions: until
-	// consumers have read what was there before, they may get a key's later events
-	// first. Zero means 3.
+	// Partitions is how many a topic of events gets. Kafka can add partitions later, and never remove any. Danger:
+	// adding moves keys to other partitions, and until consumers have read what was there before, they may get a key's
+	// later events first. Zero means 3.
 	Partitions int
-	// PartitionsFor replaces Partitions for a topic where it is not zero. Nil means
-	// Partitions for all.
+	// PartitionsFor replaces Partitions for a topic, unless it returns zero. Nil means Partitions for all.
 	PartitionsFor func(topic string) int
 
-	// ReplicationFactor is how many brokers have a copy of each partition, those of
-	// dead-letter topics too. Negative means the cluster's default, which Kafka 2.4 or
-	// newer applies. Zero means 3.
+	// ReplicationFactor is how many brokers have a copy of each partition, also of dead-letter topics. Negative means
+	// the cluster's default, which needs Kafka 2.4. Zero means 3.
 	ReplicationFactor int
-	// MinInSyncReplicas is how many of them must have a record before it counts as
-	// sent, at most ReplicationFactor. Zero means 2, or 1 if ReplicationFactor is less
-	// than 3, or the cluster's default if ReplicationFactor is negative.
+	// MinInSyncReplicas is how many replicas must have a record before it counts as sent, at most ReplicationFactor.
+	// Zero means 2, or 1 if ReplicationFactor is less than 3, or the cluster's default if ReplicationFactor is
+	// negative.
 	MinInSyncReplicas int
 
-	// Compacted reports whether a topic is compacted (cleanup.policy=compact): Kafka keeps the last record
-	// of each key, and removes older ones, whatever their age. Dead-letter topics never are. Nil means none.
+	// Compacted reports whether a topic is compacted (cleanup.policy=compact): Kafka keeps the last record of each
+	// key, and removes older ones of any age. Dead-letter topics never are. Nil means none.
 	Compacted func(topic string) bool
-	// DeleteRetention is how long a compacted topic keeps a tombstone after it was compacted
-	// (delete.retention.ms), at least 1 ms. A consumer that reads the topic from its beginning in this time
-	// sees the tombstone. Zero means 24 h.
+	// DeleteRetention is how long a compacted topic keeps a tombstone after it was compacted (delete.retention.ms), at
+	// least 1 ms. A consumer that reads the topic from its beginning must do so in this time to see the tombstone.
+	// Zero means 24 h.
 	DeleteRetention time.Duration
 
-	// Retention is how long a topic keeps its records, at least 1 ms. A compacted topic has none. Zero
-	// means 7 days.
+	// Retention is how long a topic keeps its records, at least 1 ms. A compacted topic has none. Zero means 7 days.
 	Retention time.Duration
-	// MaxMessageBytes is the largest batch of records that a topic takes, after
-	// compression. Zero means the cluster's default, usually 1,048,588, which suits
-	// RecorderConfig.MaxPayload at its default.
+	// MaxMessageBytes is the largest batch of records that a topic takes, after compression. Zero means the cluster's
+	// default, usually 1,048,588, which suits RecorderConfig.MaxPayload at its default.
 	MaxMessageBytes int
 
-	// DeadLetterTopic returns the topic for the dead letters of a topic, like that of
-	// [outbox.ConsumerConfig]. Nil means {topic}.dlq.
+	// DeadLetterTopic returns the dead-letter topic of a topic, as in [outbox.ConsumerConfig]. Nil means {topic}.dlq.
 	DeadLetterTopic func(topic string) string
 	// DeadLetterPartitions is how many a dead-letter topic gets. Zero means 1.
 	DeadLetterPartitions int

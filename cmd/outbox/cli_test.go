@@ -1,6 +1,7 @@
 package main
 
 import (
+	"flag"
 	"os"
 	"runtime/debug"
 	"strings"
@@ -55,20 +56,55 @@ func TestCommandsAreConsistent(t *testing.T) {
 	}
 }
 
-// docs/cli.md is the help.
+// docs/cli.md is the help. A flag that an earlier command has with the same description is only named.
 func TestDocs(t *testing.T) {
 	t.Parallel()
+	described := map[string]string{} // where, by name and description
 	var b strings.Builder
-	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command; a test keeps this file so.\n\n")
+	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command.\n\n")
 	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\nUntil there is a release, [install it from a checkout](../README.md#until-there-is-a-release).\n\n```text\n" + overview() + "```\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
+	b.WriteString("\nCommands that change something also take these, named \"actions\" below:\n\n```text\n")
+	actions := newFlagSet()
+	(&auditFlags{}).define(actions)
+	writeFlags(&b, actions)
+	b.WriteString("```\n")
+	actions.VisitAll(func(f *flag.Flag) { described[f.Name+f.Usage] = "actions" })
 	for _, c := range commands() {
-		b.WriteString("\n## outbox " + c.name + "\n\n" + strings.ToUpper(c.summary[:1]) + c.summary[1:] + ".\n\n```text\n" + c.help() + "```\n")
+		b.WriteString("\n## outbox " + c.name + "\n\n" + strings.ToUpper(c.summary[:1]) + c.summary[1:] + ".\n\n```text\n" + shortHelp(c, described) + "```\n")
 		if c.name == doctorCommand.name {
 			b.WriteString("\nThe ids of all findings; `doctor.` begins those of checks that could not be made:\n\n```text\n" +
 				strings.Join(wrap(strings.Join(findingIDs(), " "), usualWidth), "\n") + "\n```\n")
 		}
 	}
 	requireFile(t, "../../docs/cli.md", b.String())
+}
+
+// shortHelp returns the help of a command with the names alone of flags that were described before.
+func shortHelp(c command, described map[string]string) string {
+	all, own := newFlagSet(), newFlagSet()
+	c.prepare(all)
+	var places []string
+	names := map[string][]string{} // by place
+	all.VisitAll(func(f *flag.Flag) {
+		place := described[f.Name+f.Usage]
+		if place == "" {
+			described[f.Name+f.Usage] = "outbox " + c.name
+			own.Var(f.Value, f.Name, f.Usage)
+			return
+		}
+		if names[place] == nil {
+			places = append(places, place)
+		}
+		names[place] = append(names[place], "--"+f.Name)
+	})
+	text := c.helpWith(own)
+	for i, place := range places {
+		if i == 0 {
+			text += "\n"
+		}
+		text += strings.Join(wrap("as in "+place+": "+strings.Join(names[place], " "), usualWidth), "\n") + "\n"
+	}
+	return text
 }
 
 // requireFile compares a file, or writes it under -update.

@@ -104,6 +104,11 @@ func groupHelp(words []string) (string, bool) {
 func (c command) help() string {
 	fs := newFlagSet()
 	c.prepare(fs)
+	return c.helpWith(fs)
+}
+
+// helpWith returns the help with these flags.
+func (c command) helpWith(fs *flag.FlagSet) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s\n\n", strings.TrimSpace(strings.Join([]string{"usage: outbox", c.name, "[flags]", c.synopsis}, " ")))
 	if c.about != "" {

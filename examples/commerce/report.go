@@ -23,6 +23,8 @@ type report struct {
 	work
 	kills int
 
+	finished bool // all was read before the service was stopped
+
 	begun, cutOff         int // visits
 	views, ordered, bills int // what was answered: views, orders, and orders that were paid
 }
@@ -70,7 +72,7 @@ SELECT (SELECT count(*) FROM orders WHERE id = ANY ($1)) AS orders,
 )
 
 func (s *scene) report(ctx context.Context) (*report, error) {
-	r := &report{}
+	r := &report{finished: s.finished}
 	s.note(func() {
 		r.work = work{maps.Clone(s.done), maps.Clone(s.repeated), s.deadLetters, slices.Clone(s.delays), s.calm}
 		r.kills = s.kills
@@ -107,13 +109,18 @@ func (r *report) equations() show.Equations {
 		}
 	}
 	return show.Equations{
-		show.Equal("products that are counted rightly", rightProducts, "products", len(r.products)),
+		counted(rightProducts, len(r.products)),
 		show.Equal("answered orders that are committed", r.Orders, "answered orders", r.ordered),
 		show.Equal("answered payments that are committed", r.Paid, "answered payments", r.bills),
 		show.None("answered views that are not committed", max(0, r.views-r.Viewed)),
 		show.Equal("events with the trace id of a visit", r.Traced, "events of visits", r.Events-r.Others),
 		show.None("dead letters", r.deadLetters),
 	}
+}
+
+// counted is the equation of so many products of which some are counted rightly.
+func counted(right, products int) show.Equation {
+	return show.Equal("products that are counted rightly", right, "products", products).AtEnd()
 }
 
 // right reports whether all adds up. A run without visitors shows nothing.
@@ -141,8 +148,10 @@ func (r *report) print(out io.Writer) error {
 	}
 	r.printDelays(out)
 	fmt.Fprintln(out)
-	r.equations().Print(out)
-	return show.Conclude(out, r.right(), "Everything is counted once, and the pages of what is sold out are gone.")
+	if r.Traced == 0 {
+		return show.Nothing(out)
+	}
+	return r.equations().Conclude(out, r.finished, "Everything is counted once, and the pages of what is sold out are gone.")
 }
 
 func (r *report) printProducts(out io.Writer) {
@@ -150,7 +159,10 @@ func (r *report) printProducts(out io.Writer) {
 	fmt.Fprintln(t, "\nproduct\tliked\tcounted\tsold\tcounted\tviewed\tcounted\tpage\t")
 	for _, p := range r.products {
 		page := map[bool]string{true: "cached", false: "deleted"}[p.cached]
-		wrong := map[bool]string{false: "  wrong"}[p.right()]
+		wrong := ""
+		if !p.right() {
+			wrong = "  " + counted(0, 1).Verdict(r.finished)
+		}
 		fmt.Fprintf(t, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", p.ID, p.Liked, p.Likes, p.Sold, p.Sales, p.Viewed, p.Views, page, wrong)
 	}
 	_ = t.Flush() // who closed the pipe is still told by the exit code

@@ -25,6 +25,8 @@ type scene struct {
 	opened  chan struct{} // gets one whenever a service is open
 	tally
 	kills int
+
+	finished bool // all was read before the service was stopped
 }
 
 // tally is what the processes of the service say that they have done.
@@ -224,7 +226,7 @@ func (s *scene) awaitCounted(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if open == 0 {
+		if s.finished = open == 0; s.finished {
 			if r, err := s.report(ctx); err != nil || r.right() {
 				return err
 			}

@@ -130,7 +130,22 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	if err != nil {
 		return nil, err
 	}
+	return (&demo{db, kafka, events, reader, relay, shop, page}).run(ctx, cfg, out)
+}
 
+// demo is what one run of the program uses.
+type demo struct {
+	db     *pgxpool.Pool
+	kafka  *cable
+	events *outbox.Registry
+	reader *reader
+	relay  *outbox.Relay
+	shop   *shop
+	page   string // address of the operators' page
+}
+
+// run sells, compares what has arrived, and then shows failures.
+func (d *demo) run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	// Ctrl-C closes the shop and nothing else: what was sold is delivered and compared. A relay
 	// that fails ends everything.
 	life, fail := context.WithCancelCause(context.WithoutCancel(ctx))
@@ -140,33 +155,33 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	defer closeShop()
 
 	stopRelay := background(life, fail, func(ctx context.Context) error {
-		if err := reader.stand(ctx, out); err != nil {
+		if err := d.reader.stand(ctx, out); err != nil {
 			return err
 		}
-		return relay.Run(ctx)
+		return d.relay.Run(ctx)
 	})
 	defer stopRelay()
 	stopReading := background(life, fail, func(ctx context.Context) error {
-		reader.read(ctx, out)
+		d.reader.read(ctx, out)
 		return nil
 	})
 	defer stopReading()
 
-	if err := shop.sell(selling, cfg, out); err != nil {
+	if err := d.shop.sell(selling, cfg, out); err != nil {
 		return nil, err
 	}
-	if err := reader.awaitStands(ctx, life, cfg.patience); err != nil {
+	if err := d.reader.awaitStands(ctx, life, cfg.patience); err != nil {
 		return nil, err
 	}
-	if err := await(life, cfg.patience, shop, reader); err != nil {
+	if err := await(life, cfg.patience, d.shop, d.reader); err != nil {
 		return nil, err
 	}
 	stopRelay() // from here on nothing is sent, so the ends of the topics stay where they are
-	if err := reader.finish(life, cfg.patience); err != nil {
+	if err := d.reader.finish(life, cfg.patience); err != nil {
 		return nil, err
 	}
 	stopReading()
-	s, err := sumUp(life, shop, reader)
+	s, err := sumUp(life, d.shop, d.reader)
 	if err != nil {
 		return nil, err
 	}
@@ -174,13 +189,13 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	if ctx.Err() != nil || cfg.calm && !cfg.keep {
 		return s, nil
 	}
-	show, err := newFailureShow(db, cfg.Brokers, kafka, events, shop, reader, out)
+	show, err := newFailureShow(d.db, cfg.Brokers, d.kafka, d.events, d.shop, d.reader, out)
 	if err != nil {
 		return nil, err
 	}
 	defer background(life, fail, show.relay.Run)()
 	defer background(life, fail, show.worker.Run)()
-	return s, finish(ctx, life, cfg, show, page)
+	return s, finish(ctx, life, cfg, show, d.page)
 }
 
 // finish shows what goes wrong, and keeps the page open if that is wanted. Ctrl-C ends it.

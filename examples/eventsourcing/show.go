@@ -22,6 +22,7 @@ type scene struct {
 	cfg       config
 	processes []*show.Process
 	tally
+	finished bool // all events were projected before the processes were stopped
 }
 
 // tally is what was seen of the processes, and done to the read model.
@@ -119,7 +120,7 @@ func (s *scene) killProcesses(ctx context.Context) error {
 			return err
 		}
 		show.Pause(ctx, s.cfg.duration/time.Duration(s.cfg.kills+2))
-		if err := s.awaitProjected(ctx, projected); err != nil || ctx.Err() != nil {
+		if _, err := s.awaitProjected(ctx, projected); err != nil || ctx.Err() != nil {
 			return err
 		}
 		slot := n % len(s.processes)
@@ -153,7 +154,7 @@ const (
 // damage spoils some orders of the read model, as a bug would, and repairs each.
 func (s *scene) damage(ctx context.Context) error {
 	show.Pause(ctx, s.cfg.duration/2)
-	if err := s.awaitProjected(ctx, 0); err != nil || ctx.Err() != nil {
+	if _, err := s.awaitProjected(ctx, 0); err != nil || ctx.Err() != nil {
 		return err
 	}
 	ctx = context.WithoutCancel(ctx)
@@ -186,19 +187,19 @@ func (s *scene) projected(ctx context.Context) (n int, err error) {
 }
 
 // awaitProjected waits until more than n events are projected, or until none was for as long as
-// patience lasts, or until ctx ends.
-func (s *scene) awaitProjected(ctx context.Context, n int) error {
+// patience lasts, or until ctx ends. It reports whether they are projected.
+func (s *scene) awaitProjected(ctx context.Context, n int) (bool, error) {
 	last, progress := -1, time.Now()
 	for time.Since(progress) < s.cfg.patience && show.Pause(ctx, 50*time.Millisecond) {
 		now, err := s.projected(ctx)
 		if err != nil || now > n {
-			return err
+			return err == nil, err
 		}
 		if now > last {
 			last, progress = now, time.Now()
 		}
 	}
-	return nil
+	return false, nil
 }
 
 // awaitAll waits until the last customer has left and all events are projected. The report
@@ -215,5 +216,7 @@ func (s *scene) awaitAll(ctx context.Context) error {
 	if err := s.db.QueryRow(ctx, `SELECT count(*) FROM order_events`).Scan(&events); err != nil {
 		return fmt.Errorf("count events: %w", err)
 	}
-	return s.awaitProjected(ctx, events-1)
+	var err error
+	s.finished, err = s.awaitProjected(ctx, events-1)
+	return err
 }

@@ -71,7 +71,7 @@ func connect(ctx context.Context) (*pgxpool.Pool, error) {
 	if err != nil {
 		return nil, err
 	}
-	cfg.MaxConns = 20 // the relay uses up to 7, the consumer 1 for each partition, requests the rest
+	cfg.MaxConns = 30 // the relay uses up to 8, the consumer of 3 partitions up to 13, requests the rest
 	return pgxpool.NewWithConfig(ctx, cfg)
 }
 

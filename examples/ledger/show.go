@@ -19,6 +19,8 @@ type performance struct {
 	cfg    config
 	others show.Processes
 	closed bool // early, by Ctrl-C
+
+	finished bool // all had arrived before the processes were stopped
 }
 
 // run sets everything up, lets the processes work, and compares.
@@ -71,7 +73,8 @@ func (p *performance) perform(ctx context.Context) (*report, error) {
 		return nil, err
 	}
 	ctx = context.WithoutCancel(ctx)
-	if _, err := show.Await(ctx, p.cfg.patience, p.arrived(ctx)); err != nil { // the report says what is missing
+	p.finished, err = show.Await(ctx, p.cfg.patience, p.arrived(ctx))
+	if err != nil {
 		return nil, err
 	}
 	if err := p.others.Stop(); err != nil {

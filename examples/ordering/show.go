@@ -21,6 +21,8 @@ type performance struct {
 	mails  *mailProvider
 	others show.Processes
 	closed bool // early, by Ctrl-C
+
+	finished bool // all had arrived before the processes were stopped
 }
 
 // run sets everything up, lets the processes work, and compares.
@@ -104,7 +106,8 @@ func (p *performance) perform(ctx context.Context) (*report, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, err := show.Await(ctx, p.cfg.patience, arrived); err != nil { // the report says what is missing
+	p.finished, err = show.Await(ctx, p.cfg.patience, arrived)
+	if err != nil {
 		return nil, err
 	}
 	if err := p.others.Stop(); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The functions between here and the helpers are those of docs/guide.md, letter by
+// The functions between here and the helpers are those of docs/testing.md, letter by
 // letter.
 
 var noon = time.Date(2026, 2, 3, 12, 0, 0, 0, time.UTC)

@@ -105,7 +105,8 @@ func (a *app) run(ctx context.Context, cfg config, outside *simulator.Simulator)
 		return nil, err
 	}
 	ctx = context.WithoutCancel(ctx)
-	if _, err := s.awaitAll(ctx); err != nil { // the report says what is not done
+	var err error
+	if s.finished, err = s.awaitAll(ctx); err != nil {
 		return nil, err
 	}
 	if err := s.others.Stop(); err != nil {

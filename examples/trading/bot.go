@@ -32,6 +32,7 @@ CREATE TABLE order_attempt (
     valid_until       timestamptz,
     exchange_order_id text,
     reason            text,
+    answered_in_time  boolean     NOT NULL DEFAULT false, -- before the event OrderOverdue was due
     updated_at        timestamptz NOT NULL DEFAULT now(),
     UNIQUE (order_intent_id, attempt_no)
 )`

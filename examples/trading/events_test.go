@@ -19,6 +19,7 @@ func TestHowEventsTravel(t *testing.T) {
 	}{
 		{CreateOrderAttempt{anIntent, now()}, "everbit.trade.command", "grid/KRW-BTC"},
 		{accepted, "everbit.trade.event", "ann"},
+		{overdue, "everbit.trade.event", "ann"},
 		{RunBacktest{BacktestID: anIntent.ID, happened: now()}, "everbit.backtest.command", anIntent.ID.String()},
 		{BacktestCompleted{BacktestID: anIntent.ID, happened: now()}, "everbit.backtest.event", anIntent.ID.String()},
 		{KillSwitchChanged{happened: now()}, "everbit.system.event", "kill-switch"},

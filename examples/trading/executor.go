@@ -28,6 +28,7 @@ func (x executor) handlers() []outbox.Handler {
 
 const (
 	orderValid    = 1500 * time.Millisecond // for which the exchange may take an order; a signal that is older is worth nothing
+	orderOverdue  = time.Second             // after which the owner is told that the exchange has not answered
 	reconcileWait = 200 * time.Millisecond  // between two questions for an order
 	noteTimeout   = 5 * time.Second         // for writing down an answer
 
@@ -106,15 +107,24 @@ func (x executor) prepare(ctx context.Context, i OrderIntent) (Attempt, error) {
 // sqlSend lets one of those through that have prepared the same attempt.
 const sqlSend = `UPDATE order_attempt SET state = $3, valid_until = $4, updated_at = now() WHERE identifier = $1 AND state = ANY($2)`
 
-// place orders. Once SENT is committed, this attempt is never sent again.
+// place orders. Once SENT is committed, this attempt is never sent again. The event OrderOverdue is committed with it:
+// unless the outcome is known by then, it comes, whatever happens to this process.
 func (x executor) place(ctx context.Context, i OrderIntent, a Attempt) error {
-	a.ValidUntil = time.Now().Add(orderValid)
-	sent, err := x.db.Exec(ctx, sqlSend, a.Identifier, before[Sent], Sent, a.ValidUntil)
+	at := now()
+	a.ValidUntil = at.At.Add(orderValid)
+	err := pgx.BeginFunc(ctx, x.db, func(tx pgx.Tx) error {
+		sent, err := tx.Exec(ctx, sqlSend, a.Identifier, before[Sent], Sent, a.ValidUntil)
+		if err != nil {
+			return err
+		}
+		if sent.RowsAffected() == 0 {
+			return unknown(fmt.Errorf("another process is sending %s", a.Identifier))
+		}
+		overdue := OrderOverdue{i, a.Identifier, happened{at.At.Add(orderOverdue)}}
+		return x.bus.Record(ctx, tx, outbox.With(overdue, outbox.EventOptions{ID: a.overdueID(), NotBefore: overdue.At}))
+	})
 	if err != nil {
 		return err
-	}
-	if sent.RowsAffected() == 0 {
-		return unknown(fmt.Errorf("another process is sending %s", a.Identifier))
 	}
 	return x.conclude(ctx, i, a, x.exchange.place(ctx, i, a))
 }
@@ -124,10 +134,14 @@ func (x executor) reconcile(ctx context.Context, i OrderIntent, a Attempt) error
 	return x.conclude(ctx, i, a, a.Trust(x.exchange.find(ctx, a), time.Now()))
 }
 
-// sqlConclude changes nothing if another process has learned more.
-const sqlConclude = `
+const (
+	// sqlConclude changes nothing if another process has learned more.
+	sqlConclude = `
 UPDATE order_attempt SET state = $3, exchange_order_id = nullif($4, ''), reason = nullif($5, ''), updated_at = now()
  WHERE identifier = $1 AND state = ANY($2)`
+
+	sqlInTime = `UPDATE order_attempt SET answered_in_time = true WHERE identifier = $1`
+)
 
 // conclude writes down what is known of an attempt, and records what follows from it in the
 // same transaction. Its error says when and whether the command is to come again.
@@ -138,8 +152,18 @@ func (x executor) conclude(ctx context.Context, i OrderIntent, a Attempt, got An
 	defer cancel()
 	err := pgx.BeginFunc(ctx, x.db, func(tx pgx.Tx) error {
 		changed, err := tx.Exec(ctx, sqlConclude, a.Identifier, before[got.State], got.State, got.OrderID, got.Reason)
-		if err != nil || changed.RowsAffected() == 0 || got.State != Acked {
+		if err != nil || changed.RowsAffected() == 0 || got.State == Unknown {
 			return err
+		}
+		if inTime, err := x.bus.Cancel(ctx, tx, a.overdueID()); err != nil {
+			return err
+		} else if inTime {
+			if _, err := tx.Exec(ctx, sqlInTime, a.Identifier); err != nil {
+				return err
+			}
+		}
+		if got.State != Acked {
+			return nil
 		}
 		return x.bus.Record(ctx, tx, OrderAccepted{i, a.Identifier, got.OrderID, now()})
 	})

@@ -69,6 +69,11 @@ func TestExecutor(t *testing.T) {
 			require.Len(t, recorded[OrderAccepted](t, f), tt.orders)
 			_, again := f.outside.Asked()
 			require.Zero(t, again, "ordered twice")
+			var overdue, inTime int // nothing moves delayed events here, so each answer is in time
+			require.NoError(t, f.db.QueryRow(t.Context(), `
+SELECT (SELECT count(*) FROM outbox_delayed), (SELECT count(*) FROM order_attempt WHERE answered_in_time)`).Scan(&overdue, &inTime))
+			require.Zero(t, overdue)
+			require.Equal(t, len(strings.Fields(tt.last)), inTime)
 		})
 	}
 }
@@ -151,12 +156,17 @@ func TestAnswerAfterReconciliation(t *testing.T) {
 	}
 }
 
-// failingBus is an event bus that can record nothing.
-type failingBus struct{}
+// failingBus is an event bus that cannot record the event OrderAccepted.
+type failingBus struct{ EventBus }
 
-func (failingBus) Record(context.Context, pgx.Tx, ...outbox.DomainEvent) error { return errBus }
+func (b failingBus) Record(ctx context.Context, tx pgx.Tx, events ...outbox.DomainEvent) error {
+	if _, is := events[0].(OrderAccepted); is {
+		return errBus
+	}
+	return b.EventBus.Record(ctx, tx, events...)
+}
 
-var errBus = errors.New("nothing can be recorded")
+var errBus = errors.New("an event cannot be recorded")
 
 // An answer that cannot be written down leaves an order that may be at the exchange. However often the command was
 // tried before, it is not DEAD, and the exchange is asked.
@@ -164,7 +174,7 @@ func TestAnswerThatCannotBeWrittenDown(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, onFirst(simulator.Accept))
 	command := f.decide(t)
-	x := executor{f.db, failingBus{}, exchange{f.exchange, newHTTP(exchangeTimeout)}, f.wake}
+	x := executor{f.db, failingBus{f.bus}, exchange{f.exchange, newHTTP(exchangeTimeout)}, f.wake}
 	err := x.createOrderAttempt(t.Context(), recorded[CreateOrderAttempt](t, f)[0], outbox.Metadata{})
 	require.ErrorIs(t, err, errBus)
 	require.Equal(t, math.MaxInt, retries(err))

@@ -11,13 +11,17 @@ import (
 
 var accepted = OrderAccepted{OrderIntent: anIntent, Identifier: anIntent.ID.String() + "-1", OrderID: "order-1", happened: now()}
 
+var overdue = OrderOverdue{OrderIntent: anIntent, Identifier: anIntent.ID.String() + "-1", happened: now()}
+
 func TestOwnerIsNotifiedOnce(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, nil)
-	require.NoError(t, outboxtest.DeliverTwice(t.Context(), t, f.groups[notifications], f.events, accepted))
-	events, again := f.outside.Pushed()
-	require.Len(t, events, 1)
-	require.Zero(t, again)
+	for i, e := range []outbox.DomainEvent{accepted, overdue} {
+		require.NoError(t, outboxtest.DeliverTwice(t.Context(), t, f.groups[notifications], f.events, e))
+		events, again := f.outside.Pushed()
+		require.Len(t, events, i+1)
+		require.Zero(t, again)
+	}
 	f.requirePushed(t, true)
 }
 
@@ -36,6 +40,6 @@ func TestPushThatFails(t *testing.T) {
 func (f *fixture) requirePushed(t *testing.T, want bool) {
 	t.Helper()
 	var got bool
-	require.NoError(t, f.db.QueryRow(t.Context(), `SELECT pushed_at IS NOT NULL FROM notification_log`).Scan(&got))
+	require.NoError(t, f.db.QueryRow(t.Context(), `SELECT bool_and(pushed_at IS NOT NULL) FROM notification_log`).Scan(&got))
 	require.Equal(t, want, got)
 }

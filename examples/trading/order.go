@@ -16,6 +16,8 @@ import (
 type EventBus interface {
 	// Record makes events part of a transaction: they happen if it commits.
 	Record(ctx context.Context, tx pgx.Tx, events ...outbox.DomainEvent) error
+	// Cancel takes back a delayed event, and reports whether it was in time.
+	Cancel(ctx context.Context, tx pgx.Tx, eventID uuid.UUID) (bool, error)
 }
 
 var _ EventBus = (*outbox.Recorder)(nil)
@@ -78,6 +80,11 @@ type Attempt struct {
 	State      State
 	ValidUntil time.Time // the exchange takes it before that or never; no matter until it is sent
 	Reason     string    // why it is not ACKED
+}
+
+// overdueID is the id of the event OrderOverdue of an attempt.
+func (a Attempt) overdueID() uuid.UUID {
+	return uuid.NewSHA1(uuid.NameSpaceURL, []byte("overdue/"+a.Identifier))
 }
 
 // Next returns the attempt that is to be made for an intent after its last one, which is zero

@@ -18,6 +18,7 @@ type report struct {
 	waiting         int // commands that waited then
 	kills           int
 	unexpected      []deadCommand
+	finished        bool
 }
 
 // tables is what PostgreSQL says.
@@ -28,7 +29,9 @@ type tables struct {
 	Matched                                                     int // orders at the exchange that are ACKED under their identifier
 	Overtook                                                    int // orders that were taken before an earlier one of their strategy in the market
 	Dead, Open                                                  int // deliveries; dead ones of other groups than notification
-	Accepted                                                    int // events
+	Accepted, Overdue                                           int // events
+	InTime                                                      int // attempts whose event OrderOverdue was cancelled
+	Delayed                                                     int // events that wait until they are due
 	Logged, CutOff                                              int // notifications, and those without pushed_at that have not arrived
 	Backtests, BacktestsDone, BacktestEvents, BacktestsRestarts int
 }
@@ -54,6 +57,8 @@ SELECT (SELECT count(*) FROM signal) AS signals,
        (SELECT count(*) FROM event_delivery WHERE status = 'DEAD' AND consumer_group <> $3) AS dead,
        (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open,
        (SELECT count(*) FROM outbox WHERE event_type = 'OrderAccepted.v1') AS accepted,
+       (SELECT count(*) FROM outbox WHERE event_type = 'OrderOverdue.v1') AS overdue,
+       (SELECT count(*) FROM outbox_delayed) AS delayed,
        n.*,
        b.*,
        (SELECT count(*) FROM outbox WHERE event_type = 'BacktestCompleted.v1') AS backtest_events
@@ -61,7 +66,8 @@ SELECT (SELECT count(*) FROM signal) AS signals,
                count(*) FILTER (WHERE state = 'ACKED') AS acked,
                count(*) FILTER (WHERE state = 'REJECTED') AS rejected,
                count(*) FILTER (WHERE state = 'NOT_PLACED') AS not_placed,
-               count(*) FILTER (WHERE state = 'THROTTLED') AS throttled
+               count(*) FILTER (WHERE state = 'THROTTLED') AS throttled,
+               count(*) FILTER (WHERE answered_in_time) AS in_time
           FROM order_attempt) AS a,
        (SELECT count(*) AS logged,
                count(*) FILTER (WHERE pushed_at IS NULL AND event_id <> ALL($2::uuid[])) AS cut_off
@@ -93,7 +99,7 @@ SELECT d.id, d.consumer_group AS "group", d.aggregate_id AS about, coalesce(a.st
 
 // report is made when nothing is under way any more.
 func (s *scene) report(ctx context.Context) (*report, error) {
-	r := &report{whileStopped: s.whileStopped, waiting: s.waiting, kills: s.kills}
+	r := &report{finished: s.finished, whileStopped: s.whileStopped, waiting: s.waiting, kills: s.kills}
 	orders := s.outside.Orders()
 	events, repeats := s.outside.Pushed()
 	_, r.again = s.outside.Asked()
@@ -113,21 +119,23 @@ func (s *scene) report(ctx context.Context) (*report, error) {
 func (r *report) equations() show.Equations {
 	all := show.Equations{
 		show.Equal("intents", r.Intents, "signals", r.Signals),
-		show.Equal("intents with an outcome, and expired ones", r.Concluded+r.Expired, "intents", r.Intents),
-		show.Equal("orders at the exchange", r.orders, "attempts ACKED", r.Acked),
-		show.Equal("of them under the same identifier", r.Matched, "attempts ACKED", r.Acked),
-		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled, "attempts", r.Attempts),
+		show.Equal("intents with an outcome, and expired ones", r.Concluded+r.Expired, "intents", r.Intents).AtEnd(),
+		show.Equal("orders at the exchange", r.orders, "attempts ACKED", r.Acked).AtEnd(),
+		show.Equal("of them under the same identifier", r.Matched, "attempts ACKED", r.Acked).AtEnd(),
+		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled, "attempts", r.Attempts).AtEnd(),
 		show.None("identifiers ordered twice", r.again),
 		show.None("orders that overtook another", r.Overtook),
 		show.None("orders while the kill switch was on", r.whileStopped),
-		show.Equal("dead commands", r.Dead, "attempts REJECTED", r.Rejected),
-		show.None("open deliveries", r.Open),
+		show.Equal("dead commands", r.Dead, "attempts REJECTED", r.Rejected).AtEnd(),
+		show.None("open deliveries", r.Open).AtEnd(),
 		show.Equal("events OrderAccepted", r.Accepted, "attempts ACKED", r.Acked),
-		show.Equal("notifications logged", r.Logged, "events OrderAccepted", r.Accepted),
-		show.Equal("pushes, and those cut off", r.pushed+r.CutOff, "notifications logged", r.Logged),
+		show.Equal("answers in time, and events OrderOverdue", r.InTime+r.Overdue, "attempts", r.Attempts).AtEnd(),
+		show.None("events that are still delayed", r.Delayed).AtEnd(),
+		show.Equal("notifications logged", r.Logged, "events OrderAccepted, OrderOverdue", r.Accepted+r.Overdue).AtEnd(),
+		show.Equal("pushes, and those cut off", r.pushed+r.CutOff, "notifications logged", r.Logged).AtEnd(),
 		show.None("pushes twice", r.repeats),
-		show.Equal("backtests done", r.BacktestsDone, "backtests", r.Backtests),
-		show.Equal("events BacktestCompleted", r.BacktestEvents, "backtests", r.Backtests),
+		show.Equal("backtests done", r.BacktestsDone, "backtests", r.Backtests).AtEnd(),
+		show.Equal("events BacktestCompleted", r.BacktestEvents, "backtests", r.Backtests).AtEnd(),
 	}
 	if r.kills == 0 {
 		all = append(all, show.Equal("backtests begun again", r.BacktestsRestarts, "none, as nothing was killed", 0))
@@ -148,11 +156,12 @@ Bots, an exchange that fails, and four groups of workers on PostgreSQL alone
 
 func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "\n  attempts: %d ACKED, %d REJECTED, %d THROTTLED and made again, %d NOT_PLACED\n", r.Acked, r.Rejected, r.Throttled, r.NotPlaced)
+	fmt.Fprintf(out, "  %d attempts had an answer within %v; the owners of %d others were told that the exchange is late\n", r.InTime, orderOverdue, r.Overdue)
 	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
 	fmt.Fprintf(out, "  %d commands waited while the kill switch was on; %d have expired and were not sent to the exchange\n\n", r.waiting, r.Expired)
-	r.equations().Print(out)
+	err := r.equations().Conclude(out, r.finished, "Every order is at the exchange once or not at all, and PostgreSQL knows which.")
 	for _, d := range r.unexpected {
 		fmt.Fprintf(out, "\n  delivery %d of %s, about %s (%s), is DEAD after %d attempts: %s: %s\n", d.ID, d.Group, d.About, d.State, d.Attempts, d.Code, d.Message)
 	}
-	return show.Conclude(out, r.equations().Right(), "Every order is at the exchange once or not at all, and PostgreSQL knows which.")
+	return err
 }

@@ -21,9 +21,10 @@ type scene struct {
 	outside *simulator.Simulator
 	others  show.Processes
 
-	kills        int // how many processes were killed
-	whileStopped int // orders that the exchange was asked for while the kill switch was on
-	waiting      int // commands that waited then
+	kills        int  // how many processes were killed
+	whileStopped int  // orders that the exchange was asked for while the kill switch was on
+	waiting      int  // commands that waited then
+	finished     bool // all that was decided was done before the processes were stopped
 }
 
 const (
@@ -146,7 +147,8 @@ SELECT (SELECT count(*) FROM order_attempt WHERE state NOT IN ('PREPARED', 'SENT
        (SELECT count(*) FROM order_intent AS i WHERE NOT EXISTS (
             SELECT FROM order_attempt WHERE order_intent_id = i.id AND state IN ('ACKED', 'REJECTED', 'NOT_PLACED'))
           AND NOT ` + hasExpired + `)
-     + (SELECT count(*) FROM order_attempt WHERE state = 'ACKED') - (SELECT count(*) FROM notification_log)
+     + (SELECT count(*) FROM outbox WHERE event_type IN ('OrderAccepted.v1', 'OrderOverdue.v1')) - (SELECT count(*) FROM notification_log)
+     + (SELECT count(*) FROM outbox_delayed)
      + (SELECT count(*) FROM backtest WHERE result IS NULL)
      + (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open`
 

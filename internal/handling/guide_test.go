@@ -31,10 +31,10 @@ type failure struct {
 	failing time.Duration
 }
 
-// The table of docs/guide.md is right about what becomes of an event, by what its handler returns.
+// The table of docs/retries.md is right about what becomes of an event, by what its handler returns.
 func TestTableOfTheGuide(t *testing.T) {
 	t.Parallel()
-	guide, err := os.ReadFile("../../docs/guide.md")
+	guide, err := os.ReadFile("../../docs/retries.md")
 	require.NoError(t, err)
 	_, section, _ := strings.Cut(string(guide), "\n## What a handler returns\n")
 	section, _, _ = strings.Cut(section, "\n## ")

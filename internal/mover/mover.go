@@ -7,8 +7,9 @@
 //
 // A round of a mover has one or more looks, each of which moves up to 1,000 events in a transaction:
 //
-//   - An event that another transaction has locked, a cancellation for example, blocks its key. The next looks of the
-//     round pass the key, so other keys are not delayed, however many events of the key are due.
+//   - An event that another transaction has locked, a cancellation for example, blocks its key, and so does one that
+//     outbox does not take for a reason that may pass. The next looks of the round pass the key, so other keys are not
+//     delayed, however many events of the key are due.
 //   - While an old snapshot is open, index entries of moved events stay, and a look from the beginning of the index
 //     becomes slow. Then most looks begin at a floor: a time below which the last look has left nothing. A full look
 //     follows when 20 times the duration of the last one has passed. It finds events that are due below the floor and
@@ -91,7 +92,7 @@ func (m *Mover) Run(ctx, held context.Context) {
 		if held.Err() != nil {
 			return
 		}
-		if m.cfg.Outage.Report(err); err != nil {
+		if m.cfg.Outage.Report(err); err != nil && !errors.Is(err, errProblem) {
 			r.Next = m.cfg.Outage.Backoff()
 		}
 		wait.Await(ctx, held, nil, r.Next)
@@ -109,7 +110,8 @@ type Result struct {
 	looking time.Duration // the time of the looks at what is due
 }
 
-// errProblem wraps an error that outbox_move_due has met while it moved a single event.
+// errProblem wraps an error that outbox_move_due has met while it moved a single event. Other keys are moved all the
+// same, so the next round is not put off.
 var errProblem = errors.New("events cannot be moved")
 
 // Round moves all events that are due and not blocked, for at most about a second. It begins no look once ctx is
@@ -126,6 +128,7 @@ func (m *Mover) Round(ctx, held context.Context) (r Result, err error) {
 	}
 	var passed []string
 	var blockedAt pgtype.Timestamptz // the first event of the keys in passed
+	var problem error
 	for {
 		l, err := m.look(held, start, passed)
 		if err != nil {
@@ -145,12 +148,12 @@ func (m *Mover) Round(ctx, held context.Context) (r Result, err error) {
 		blockedAt = earlier(blockedAt, l.blockedAt)
 		start, m.floor = l.lowest.Time, earlier(blockedAt, l.lowest).Time
 		passed = append(passed, l.blocked...)
-		if l.problem.Valid && l.moved+l.rejected == 0 {
-			return r, fmt.Errorf("%w: %s", errProblem, l.problem.String)
+		if l.problem.Valid {
+			problem = fmt.Errorf("%w: %s", errProblem, l.problem.String)
 		}
 		if !l.more || ctx.Err() != nil || time.Since(began) > longRound || l.moved+l.rejected+len(l.blocked) == 0 {
 			m.plan(&r, l)
-			return r, nil
+			return r, problem
 		}
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"math"
 	"testing"
 	"time"
 
@@ -290,6 +291,60 @@ func TestRejected(t *testing.T) {
 	_, err = s.mover.Round(background, background)
 	require.ErrorIs(t, err, errProblem)
 	s.exec(t, `SELECT setval(pg_get_serial_sequence('{schema}.outbox', 'id'), 100)`)
+	require.Equal(t, 1, s.round(t).Moved)
+}
+
+// Events that outbox does not take now, of more keys than one, delay none of other keys: neither those that a trigger
+// refuses, which is an outage, nor those whose ids other transactions record at the same time.
+func TestProblemsOfManyKeys(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Schema(t)
+	migrate(t, db, schema)
+	s := tablesIn(db, schema)
+	s.exec(t, `CREATE UNIQUE INDEX outbox_event_id_key ON {schema}.outbox (event_id)`)
+	s.exec(t, `CREATE FUNCTION {schema}.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.aggregate_id LIKE 'refused%' THEN RAISE EXCEPTION 'refused'; END IF; RETURN NEW; END $$`)
+	s.exec(t, `CREATE TRIGGER refuse BEFORE INSERT ON {schema}.outbox FOR EACH ROW EXECUTE FUNCTION {schema}.refuse()`)
+	for n := range 10 {
+		open, refused := fmt.Sprint("open ", n), fmt.Sprint("refused ", n)
+		s.delay(t, 2, open, -20, 1)
+		tx := s.begin(t)
+		_, err := tx.Exec(background, s.sql(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+			SELECT event_id, event_type, source, aggregate_type, aggregate_id, '"open"', content_type, occurred_at FROM {schema}.outbox_delayed WHERE payload = to_jsonb($1::text)`), open+" 1")
+		require.NoError(t, err)
+		s.delay(t, 2, fmt.Sprint("good ", n), -10, 1)
+		r := s.round(t)
+		require.Equal(t, []int{2, n + 1}, []int{r.Moved, r.Blocked}, "beside %d", n)
+		s.delay(t, 2, refused, -20, 1)
+		s.mover.nextFull = time.Time{}
+		r, err = s.mover.Round(background, background)
+		require.ErrorIs(t, err, errProblem)
+		require.ErrorContains(t, err, "P0001: refused")
+		require.LessOrEqual(t, r.Next, time.Second)
+		s.exec(t, `DELETE FROM {schema}.outbox_delayed WHERE aggregate_id = $1`, refused)
+	}
+	for n := range 10 {
+		s.delay(t, 2, fmt.Sprint("refused ", n), -20, 1)
+	}
+	s.delay(t, 2, "good at last", -10, 1)
+	s.mover.nextFull = time.Time{}
+	r, err := s.mover.Round(background, background)
+	require.ErrorIs(t, err, errProblem)
+	require.Equal(t, []int{2, 20}, []int{r.Moved, r.Blocked})
+}
+
+// What is due in the year 9999 costs no more polls than what is due tomorrow, and what has been due since the year 1 is
+// late.
+func TestDueAtLimits(t *testing.T) {
+	t.Parallel()
+	s := newTables(t)
+	s.delay(t, 1, "last", 0, 0)
+	s.exec(t, `UPDATE {schema}.outbox_delayed SET due_at = '9999-12-31'`)
+	require.Equal(t, Result{Next: time.Second}, withoutTimes(s.round(t)))
+	s.delay(t, 1, "first", 0, 0)
+	s.exec(t, `UPDATE {schema}.outbox_delayed SET due_at = '0001-01-01T00:00:00Z' WHERE aggregate_id = 'first'`)
+	tx := s.cancel(t, "first 1")
+	require.Equal(t, time.Duration(math.MaxInt64), s.round(t).Late)
+	require.NoError(t, tx.Rollback(background))
 	require.Equal(t, 1, s.round(t).Moved)
 }
 

@@ -5,6 +5,7 @@ package pg
 import (
 	"context"
 	"fmt"
+	"math"
 	"strings"
 	"time"
 
@@ -96,8 +97,14 @@ func Collect[T any](ctx context.Context, db BatchSender, read pgx.RowToFunc[T], 
 	return all, err
 }
 
-// Seconds returns seconds of PostgreSQL, which counts them in double precision.
-func Seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+// Seconds returns seconds of PostgreSQL, which counts them in double precision. Its times may be further apart than
+// a duration can say: then it is the longest one.
+func Seconds(s float64) time.Duration {
+	if most := time.Duration(math.MaxInt64); math.Abs(s) >= most.Seconds() {
+		return time.Duration(math.Copysign(1, s)) * most
+	}
+	return time.Duration(s * float64(time.Second))
+}
 
 // OrNull returns an argument that is NULL for a zero time.
 func OrNull(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }

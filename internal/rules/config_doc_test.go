@@ -19,9 +19,11 @@ var update = flag.Bool("update", false, "write docs/configuration.md")
 
 const configurationIntro = `# Configuration
 
-Every field of every configuration, from the comments in the source; a test keeps this page so. All zero values are ready for production,
-unless a field is required. Durations are Go's ` + "`time.Duration`" + `. A constructor refuses a negative value unless its field says otherwise, and
-its error names every bad field.
+Every field of every configuration, from the comments in the source. All zero values are ready for production, unless a field is required. Without another
+default, a slice, map or function is empty, and a bool is false. Durations are Go's ` + "`time.Duration`" + `. A constructor refuses a negative value unless its field says otherwise,
+and its error names every bad field.
+
+Many configurations have ` + "`Schema`" + `, the schema of the tables of outbox; default: public. It is not repeated below.
 `
 
 // configurations come first in docs/configuration.md, in the order an event lives; the
@@ -70,27 +72,42 @@ func place(s configdoc.Struct) int {
 
 func writeConfig(t *testing.T, b *strings.Builder, dir string, s configdoc.Struct) {
 	t.Helper()
-	fmt.Fprintf(b, "\n## %s.%s\n\n%s\n\n| field | type | default | meaning |\n|---|---|---|---|\n", cmp.Or(dir, "outbox"), s.Name, s.Text)
-	for _, f := range s.Fields {
-		if f.Default == "" {
-			f.Default = defaultOf(f)
+	fields := slices.DeleteFunc(s.Fields, func(f configdoc.Field) bool {
+		return f.Text == "Schema holds the tables of outbox." && f.Default == "public"
+	})
+	if len(fields) == 0 {
+		return // the introduction has it
+	}
+	fmt.Fprintf(b, "\n## %s.%s\n\n%s\n\n", cmp.Or(dir, "outbox"), s.Name, strings.ReplaceAll(s.Text, " The zero value is ready for production.", ""))
+	for _, f := range fields {
+		known := impliedDefault(f)
+		require.True(t, known || f.Default != "", "the comment of %s.%s does not end with the default", s.Name, f.Name)
+		fmt.Fprintf(b, "- **%s** `%s`. %s", f.Name, f.Type, withoutName(f))
+		switch {
+		case f.Default == "required":
+			b.WriteString(" Required.")
+		case f.Default != "" && f.Default != "none":
+			fmt.Fprintf(b, " Default: %s.", f.Default)
 		}
-		require.NotEmpty(t, f.Default, "the comment of %s.%s does not end with the default", s.Name, f.Name)
-		fmt.Fprintf(b, "| `%s` | `%s` | %s | %s |\n", f.Name, f.Type, cell(f.Default), cell(f.Text))
+		b.WriteString("\n")
 	}
 }
 
-// defaultOf is the default of a field whose comment need not say it.
-func defaultOf(f configdoc.Field) string {
-	switch {
-	case strings.HasSuffix(f.Type, "Config"):
-		return "see there"
-	case strings.HasSuffix(f.Type, "Hooks"), strings.HasPrefix(f.Type, "[]"), strings.HasPrefix(f.Type, "map["):
-		return "none"
-	case f.Type == "bool":
-		return "false"
+// withoutName returns the comment of a field as a sentence of a list whose entries begin with the name of the field.
+func withoutName(f configdoc.Field) string {
+	text, found := strings.CutPrefix(f.Text, f.Name+" ")
+	if !found {
+		return f.Text
 	}
-	return ""
+	if strings.HasPrefix(text, "are ") {
+		return f.Text
+	}
+	text = strings.TrimPrefix(text, "is ")
+	return strings.ToUpper(text[:1]) + text[1:]
 }
 
-func cell(text string) string { return strings.ReplaceAll(text, "|", `\|`) }
+// impliedDefault reports whether the comment of a field need not say its default.
+func impliedDefault(f configdoc.Field) bool {
+	return f.Type == "bool" || strings.HasSuffix(f.Type, "Config") || strings.HasSuffix(f.Type, "Hooks") ||
+		strings.HasPrefix(f.Type, "[]") || strings.HasPrefix(f.Type, "map[")
+}

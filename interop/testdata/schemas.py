@@ -15,9 +15,9 @@ from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, Proto
 from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory, timestamp_pb2  # noqa: F401
 
-faulthandler.dump_traceback_later(240, exit=True)  # this client has been seen to hang for ever
+faulthandler.dump_traceback_later(240, exit=True)  # says where this program hangs
 task = json.load(sys.stdin)
-registry = SchemaRegistryClient({"url": task["registry"]})
+registry = SchemaRegistryClient({"url": task["registry"], "timeout": 30})  # the default is to wait for ever
 pool = descriptor_pool.Default()
 pool.AddSerializedFile(base64.b64decode(task["file"]))
 message = message_factory.GetMessageClass(pool.FindMessageTypeByName(task["message"]))

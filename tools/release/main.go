@@ -44,11 +44,11 @@ var programs embed.FS
 
 // unpublished lists the folders of the modules that no module outside requires. Every other module
 // has a program.
-var unpublished = []string{"bench", "bench/peers", "examples", "examples/nats", "examples/transactions", "faults", "interop", "outboxadmin/browser", "tools", "tools/lint", "tools/vuln"}
+var unpublished = []string{"bench", "bench/peers", "examples", "examples/nats", "examples/transactions", "faults", "interop", "outboxadmin/browser", "tools", "tools/deploy", "tools/lint", "tools/vuln"}
 
-// outsideWorkspace lists the modules that go.work leaves out: the linter's
-// dependencies must not decide about versions of ours.
-var outsideWorkspace = []string{"tools/lint", "tools/vuln"}
+// outsideWorkspace lists the modules that go.work leaves out: the dependencies of Helm and
+// of the linter must not decide about versions of ours.
+var outsideWorkspace = []string{"tools/deploy", "tools/lint", "tools/vuln"}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

@@ -16,12 +16,15 @@ import (
 // The codes that the examples exit with.
 const (
 	ExitRight = iota // all adds up, or a signal ended the program
-	ExitWrong        // it does not, or the run failed
+	ExitWrong        // it does not, or the run failed or did not finish
 	ExitUsage        // wrong usage
 )
 
-// ErrWrong says that the numbers of a run do not add up. Its report, which is printed, says which.
-var ErrWrong = errors.New("the numbers do not add up")
+// The report of a run, which is printed, says which numbers these errors are about.
+var (
+	ErrWrong      = errors.New("the numbers do not add up")
+	ErrUnfinished = errors.New("the run ended before all was done")
+)
 
 // Program does what the arguments of a program say.
 type Program func(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error
@@ -41,7 +44,7 @@ func code(ctx context.Context, name string, err error) int {
 	switch {
 	case err == nil || errors.Is(err, flag.ErrHelp):
 		return ExitRight
-	case errors.Is(err, ErrWrong):
+	case errors.Is(err, ErrWrong), errors.Is(err, ErrUnfinished):
 		return ExitWrong
 	case ctx.Err() != nil && errors.Is(err, context.Canceled):
 		fmt.Fprintf(os.Stderr, "%s: ended by a signal: %v\n", name, err)

@@ -2,9 +2,11 @@ package show
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -14,13 +16,41 @@ type Equation struct {
 	Got  int
 	As   string
 	Want int
+
+	atEnd bool
 }
 
+// AtEnd returns an equation that need not hold before all is done.
+func (e Equation) AtEnd() Equation {
+	e.atEnd = true
+	return e
+}
+
+// Verdict is empty if the equation holds, and says otherwise what that means: a run that has not finished can say
+// only of some numbers that they are wrong.
+func (e Equation) Verdict(finished bool) string {
+	switch {
+	case e.Got == e.Want:
+		return ""
+	case e.atEnd && !finished:
+		return Unfinished
+	}
+	return Wrong
+}
+
+// What a line of a report says that does not hold.
+const (
+	Wrong      = "wrong"
+	Unfinished = "not finished yet"
+)
+
 // Equal is an equation: so many of what, and so many of as.
-func Equal(what string, got int, as string, want int) Equation { return Equation{what, got, as, want} }
+func Equal(what string, got int, as string, want int) Equation {
+	return Equation{What: what, Got: got, As: as, Want: want}
+}
 
 // None is an equation of what must not be.
-func None(what string, got int) Equation { return Equation{what, got, "none", 0} }
+func None(what string, got int) Equation { return Equation{What: what, Got: got, As: "none"} }
 
 // Equations are the lines of a report.
 type Equations []Equation
@@ -30,22 +60,34 @@ func (all Equations) Right() bool {
 	return !slices.ContainsFunc(all, func(e Equation) bool { return e.Got != e.Want })
 }
 
-// Print prints them, and says which are wrong.
-func (all Equations) Print(out io.Writer) {
+// Conclude prints them, and what the run has shown if all of them hold. Otherwise the error is [ErrWrong], or
+// [ErrUnfinished] if the run ended too early to say whether a number is wrong.
+func (all Equations) Conclude(out io.Writer, finished bool, shown string) error {
+	var err error
 	for _, e := range all {
-		wrong := map[bool]string{false: "  wrong"}[e.Got == e.Want]
-		fmt.Fprintf(out, "  %6d  %-44s = %6d  %s%s\n", e.Got, e.What, e.Want, e.As, wrong)
+		verdict := e.Verdict(finished)
+		switch {
+		case verdict == Wrong:
+			err = ErrWrong
+		case verdict == Unfinished && err == nil:
+			err = ErrUnfinished
+		}
+		fmt.Fprintf(out, "  %6d  %-44s = %6d  %s\n", e.Got, e.What, e.Want, strings.TrimRight(e.As+"  "+verdict, " "))
 	}
-}
-
-// Conclude prints what a run has shown if all of its report is right. The error is [ErrWrong] if it is not.
-func Conclude(out io.Writer, right bool, shown string) error {
-	if !right {
-		fmt.Fprintln(out, "\nThe numbers do not add up.")
-		return ErrWrong
+	switch {
+	case errors.Is(err, ErrWrong):
+		shown = "The numbers do not add up."
+	case err != nil:
+		shown = "The run ended before all was done: nothing had changed for a while. A longer -patience waits longer."
 	}
 	fmt.Fprintln(out, "\n"+shown)
-	return nil
+	return err
+}
+
+// Nothing prints that a run was too short to show anything. It returns [ErrWrong].
+func Nothing(out io.Writer) error {
+	fmt.Fprintln(out, "  Nothing happened, so the run shows nothing.")
+	return ErrWrong
 }
 
 // Await looks until all is complete, and reports whether it is. It ends early with ctx, and when nothing has changed
