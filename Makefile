@@ -203,6 +203,14 @@ release-check: bin/release ## Check that RELEASE can be tagged: get, build and u
 deploy-check: ## Check the Helm chart, the manifests and docker-compose.yml (ARGS=-update writes deploy/kubernetes.yaml)
 	@cd tools/deploy && GOWORK=off go test -count=1 . $(ARGS)
 
+.PHONY: site
+site: needs-site ## Build the site of the documents into bin/site/site; a link that leads nowhere fails
+	@python3 tools/site/site.py build bin/site
+
+.PHONY: site-serve
+site-serve: needs-site ## Show the site at http://localhost:8000 until Ctrl-C (start it again after a change)
+	@python3 tools/site/site.py serve bin/site
+
 .PHONY: fmt
 fmt: ## Format the code
 	@gofmt -w $$(git ls-files '*.go')

@@ -37,8 +37,8 @@ var archiveStatusCommand = command{
 	name:    "archive status",
 	summary: "partitions of outbox_archive, and which have expired",
 	about: `
-Lists the months, their sizes, how many events PostgreSQL estimates in each,
-and whether all of them are older than --months.`,
+Lists the months with their sizes, the number of events as PostgreSQL estimates
+it, and whether all events are older than --months.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a archiveFlags
 		a.define(fs)
@@ -62,8 +62,8 @@ var archiveCreateCommand = command{
 	name:    "archive create",
 	summary: "make outbox_archive, and partitions in advance",
 	about: `
-Call it as the owner of the tables. It may be called again: it makes what is
-missing, up to three months ahead. docs/archive.md has what to grant to relays.`,
+Run it as the owner of the tables, as often as you like: it adds what is
+missing, up to three months ahead. docs/archive.md says what to grant to relays.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a archiveFlags
 		a.define(fs)
@@ -90,8 +90,8 @@ var archiveExpireCommand = command{
 	name:    "archive expire",
 	summary: "drop the months of outbox_archive that have expired",
 	about: `
-Drops partitions in which all events are older than --months, as the owner of
-the tables. It only lists them unless --yes is given, with --reason. Nothing
+Run it as the owner of the tables. It drops partitions whose events are all
+older than --months, and only lists them without --yes and --reason. Nothing
 else drops them: relays cannot remove what they have archived.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var x archiveExpire

@@ -15,9 +15,9 @@ var auditCommand = command{
 	summary: "what operators did, to what, and why",
 	about: `
 Shows the newest entries of outbox_audit, or those of one failure: event-17 or
-delivery-17. OPERATOR is the name that was given, LOGIN the role of PostgreSQL.
-Actions: retry, edit, resolve, hold, release, read; pause, resume, rewind,
-forget, forget-action, replay; to-kafka, to-postgres, finish-cut, cancel-cut,
+delivery-17. OPERATOR is the given name, LOGIN the role of PostgreSQL. Actions:
+retry, edit, resolve, hold, release, read; pause, resume, rewind, forget,
+forget-action, replay; to-kafka, to-postgres, finish-cut, cancel-cut,
 from-debezium, begin-relay, to-debezium; start-group; cancel; expire.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a auditList
@@ -28,7 +28,7 @@ from-debezium, begin-relay, to-debezium; start-group; cancel; expire.`,
 		fs.Var(&a.until, "until", "`TIME` before: 1h (ago), 2006-01-02")
 		fs.BoolVar(&a.reads, "reads", false, "also who read a payload")
 		fs.IntVar(&a.limit, "limit", 50, "`NUMBER` entries at most, up to 1000 (50)")
-		fs.Int64Var(&a.before, "before", 0, "`NUMBER` of the last entry known: what is older")
+		fs.Int64Var(&a.before, "before", 0, "`NUMBER` only older entries than this one")
 		return a.run
 	},
 }

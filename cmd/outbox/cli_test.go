@@ -98,6 +98,9 @@ func shortHelp(c command, described map[string]string) string {
 		names[place] = append(names[place], "--"+f.Name)
 	})
 	text := c.helpWith(own)
+	if c.synopsis == "" {
+		_, text, _ = strings.Cut(text, "\n\n") // the heading says as much
+	}
 	for i, place := range places {
 		if i == 0 {
 			text += "\n"

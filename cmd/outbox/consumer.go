@@ -32,12 +32,13 @@ func (r *rewindTarget) Set(text string) error {
 
 var consumerRewindCommand = command{
 	name:    "consumer rewind",
-	summary: "have a consumer group read records again",
+	summary: "make a consumer group read records again",
 	about: `
-For after a restore or a failover of PostgreSQL that lost effects of handlers
-whose offsets Kafka has. Stop the group first. What event_handled notes as done
-is not repeated; the rest is, which is counted by reading the records once. The
-group only goes back. Nothing happens unless --yes is given, with --reason.`,
+Use it after a restore or a failover of PostgreSQL that lost effects of handlers
+although Kafka has their offsets. Stop the group first. Events that are in
+event_handled are skipped; the others are handled again, and are counted by
+reading the records once. A group is never moved forward. Without --yes and
+--reason nothing is changed.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r consumerRewind

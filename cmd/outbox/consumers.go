@@ -17,15 +17,13 @@ var consumersCommand = command{
 	name:    "consumers",
 	summary: "consumer groups: lag, pauses, workers, what is owed to handlers",
 	about: `
-Shows the groups that have begun to read, from the tables: by topic the number
-of partitions, how many records are still to be read (LAG, if --kafka says
-where), when a member saved a position last, what Kafka had removed unread, and
-who has paused it. Then what is owed to handlers: the rows of event_delivery
-that are not done, up to 10,000 of a kind, since when (OLDEST), and when the
-first of them was or is due, or is taken from its worker (DUE). Then groups of
-workers whose events have no rows yet, because workers make no more than they
-have room for, and the dead-letter topics of the topics with what Kafka still
-has of them. Groups that run without a database are not among them.`,
+Shows, from the tables, the groups that have begun to read: for each topic the
+partitions, the records still to read (LAG, with --kafka), when a member last
+saved a position, records that Kafka removed unread, and pauses. Then open rows
+of event_delivery, up to 10,000 of a kind, with the age of the oldest (OLDEST)
+and when the first is due or its lease ends (DUE). Then events for which workers
+have not made rows yet, because they have no room, and dead-letter topics with
+what Kafka still has. Groups without a database are not shown.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		group := fs.String("group", "", "`NAME` only this consumer group")
 		return func(ctx context.Context, e *env) error { return consumers(ctx, e, *group) }

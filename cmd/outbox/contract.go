@@ -40,9 +40,9 @@ var contractCheckCommand = command{
 	synopsis: "FILE PACKAGE NAME [UPCASTERS…]", min: 3, max: maxWords,
 	summary: "compare a file with the contract of a registry, in CI",
 	about: `
-Exports the contract as outbox contract export does, and compares it with FILE.
-If they differ, it says who breaks, as outbox contract diff does, and ends with
-3, also if the changes are compatible: then write FILE again.`,
+Exports the contract and compares it with FILE. If they differ, it says who
+breaks, as outbox contract diff does, and exits with 3, also for compatible
+changes: then write FILE again.`,
 	endless: true,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return contractCheck },
 }
@@ -53,12 +53,12 @@ var contractDiffCommand = command{
 	summary: "say who breaks by the changes from one contract to another",
 	about: `
 OLD and NEW are files of outbox contract export; - is standard input. A change
-breaks readers if consumers that were built with OLD cannot use events of NEW.
-It breaks writers if consumers that are built with NEW cannot use events of OLD:
-those that are recorded, and those of services that have not been updated.
+breaks readers if consumers built with OLD cannot use events of NEW. It breaks
+writers if consumers built with NEW cannot use events of OLD: events that are
+already recorded, and those of services that have not been updated.
 
-The last line says what schema registries call it: FULL compatibility, BACKWARD
-(readers break), FORWARD (writers break) or NONE. It ends with 3 if a change is
+The last line uses the words of schema registries: FULL, BACKWARD (readers
+break), FORWARD (writers break) or NONE. It exits with 3 if a change is
 breaking.
 
   git show origin/main:contract.json | outbox contract diff - contract.json`,

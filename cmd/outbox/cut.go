@@ -16,22 +16,22 @@ var cutStatusCommand = command{
 	name:    "cut status",
 	summary: "which groups get events from workers, which from Kafka",
 	about: `
-active groups get all events from their workers; leaving ones those in front of
-the cut; those that have left, none: they read from Kafka. Returning ones still
-read what is there. OPEN deliveries are neither done nor dead. CONSUMER says
-whether consumers have begun to read each topic of the group's handlers.`,
+STATE of a group: active groups get all events from workers; leaving groups get
+the events before the cut from workers; groups that have left read from Kafka;
+returning groups still read what is in Kafka. OPEN deliveries are neither done
+nor dead. CONSUMER says whether consumers have begun to read each topic.`,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return cutStatus },
 }
 
 var cutToKafkaCommand = command{
 	name:    "cut to-kafka",
-	summary: "have groups get their events from Kafka, without a gap",
+	summary: "move groups from workers to Kafka, without a gap",
 	about: `
-Workers handle what was committed before this moment, and a new relay sends what
-comes after; it waits until the workers are done. Start the consumers of the
-groups before. Nothing happens unless --yes is given, with --reason. Then it
-waits for the workers and finishes; outbox cut finish goes on with a wait that
-was interrupted, and outbox cut cancel takes the cut back.`,
+Start the consumers of the groups first. Workers handle what was committed
+before the cut. After the workers are done, a new relay sends what was committed
+later. Without --yes and --reason nothing is changed. The command waits for the
+workers and finishes the cut. If it is interrupted, outbox cut finish continues,
+and outbox cut cancel undoes the cut.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		c := &cutMove{action: "to-kafka", plan: planToKafka}
@@ -41,15 +41,14 @@ was interrupted, and outbox cut cancel takes the cut back.`,
 
 var cutToPostgresCommand = command{
 	name:    "cut to-postgres",
-	summary: "have groups get their events from workers again",
+	summary: "move groups from Kafka back to workers",
 	about: `
-Consumers handle what the relay has sent, and workers what it has not; they wait
-until the consumers are done. The relay ends. Stop it before, so that nothing is
-on its way, and start the workers after. Nothing happens unless --yes is given,
-with --reason. Then it waits for the consumers and finishes; outbox cut finish
-goes on with a wait that was interrupted, outbox cut cancel takes the cut back.
-Other groups of this database that read in Kafka get nothing more when the last
-relay ends: --leave-behind has to name them.`,
+Stop the relay first, so that nothing is in flight, and start the workers
+afterwards. Consumers handle what the relay has sent, then workers the rest. The
+relay ends. Without --yes and --reason nothing is changed. The command waits for
+the consumers and finishes the cut. If it is interrupted, outbox cut finish
+continues, and outbox cut cancel undoes the cut. When the last relay ends, other
+groups of this database on Kafka get nothing more: name them in --leave-behind.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		c := &cutMove{action: toPostgres, plan: planToPostgres}
@@ -60,16 +59,16 @@ relay ends: --leave-behind has to name them.`,
 
 var cutFinishCommand = command{
 	name:    "cut finish",
-	summary: "wait for what is in front of a cut, and finish it",
+	summary: "wait until a cut is ready, and finish it",
 	about: `
-What is behind the cut begins. With --early it begins although deliveries are
+The other side of the cut begins. With --early it begins although deliveries are
 open or records unread: then events of a key may be handled out of order.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var f cutFinish
 		fs.StringVar(&f.relay, "relay", "", "`NAME` of the cut; required")
 		fs.BoolVar(&f.noWait, "no-wait", false, "fail if it is not ready")
-		fs.BoolVar(&f.early, "early", false, "do not look whether it is ready")
+		fs.BoolVar(&f.early, "early", false, "do not check whether it is ready")
 		f.why.define(fs)
 		return f.run
 	},
@@ -77,10 +76,10 @@ open or records unread: then events of a key may be handled out of order.`,
 
 var cutCancelCommand = command{
 	name:    "cut cancel",
-	summary: "take a cut back that is not finished",
+	summary: "undo a cut that is not finished",
 	about: `
 The groups get their events from where they got them before; none is lost. The
-relay of a cut to Kafka goes on to wait until it is named by another one.`,
+relay of a cut to Kafka waits until another cut names it.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var why auditFlags
 		relay := fs.String("relay", "", "`NAME` of the cut; required")
@@ -183,7 +182,7 @@ const toPostgres = "to-postgres"
 
 func (c *cutMove) prepare(fs *flag.FlagSet) func(context.Context, *env) error {
 	fs.StringVar(&c.groups, "group", "", "`LIST` consumer groups; required")
-	fs.StringVar(&c.relay, "relay", "", "`NAME` that sends what is behind the cut, or did; required")
+	fs.StringVar(&c.relay, "relay", "", "`NAME` of the relay that sends after the cut, or did; required")
 	fs.BoolVar(&c.yes, "yes", false, "do it; without it this only shows what would happen")
 	fs.BoolVar(&c.noWait, "no-wait", false, "do not wait and finish: outbox cut finish does it")
 	c.why.define(fs)

@@ -10,31 +10,31 @@ import (
 
 var cutFromDebeziumCommand = command{
 	name:    "cut from-debezium",
-	summary: "have a relay send the events that Debezium sends",
+	summary: "move from Debezium to a relay",
 	about: `
-Debezium sends what is recorded before this moment, and a new relay what comes
-after. It waits until no transaction that has recorded an event is open, and
-holds up others for 100 ms at a time at most. Then it says when the connector
-has confirmed everything: stop it then, and the relay begins. If it was
-interrupted, the same command with --resume goes on to wait. Nothing happens
-unless --yes is given, with --reason.`,
+Debezium sends what was recorded before the cut, and a new relay what is
+recorded later. The command waits until no transaction that has recorded an
+event is open; it blocks other writers for at most 100 ms at a time. Then it
+says when the connector has confirmed everything: stop the connector then, and
+the relay begins. If it is interrupted, run it again with --resume. Without
+--yes and --reason nothing is changed.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		c := &cutDebezium{action: "from-debezium"}
-		fs.BoolVar(&c.resume, "resume", false, "the cut is made: go on to wait")
+		fs.BoolVar(&c.resume, "resume", false, "continue to wait for a cut that was made")
 		return c.prepare(fs)
 	},
 }
 
 var cutToDebeziumCommand = command{
 	name:    "cut to-debezium",
-	summary: "have Debezium send the events that a relay sends",
+	summary: "move from a relay to Debezium",
 	about: `
-The relay sends what is recorded before this moment, and Debezium what comes
-after. Start the connector before. It waits until no transaction that has
-recorded an event is open and the relay has sent everything, and holds up
-others for 400 ms at a time at most. The relay ends. Nothing happens unless
---yes is given, with --reason.`,
+Start the connector first. The relay sends what was recorded before the cut, and
+Debezium what is recorded later. The command waits until no transaction that has
+recorded an event is open and the relay has sent everything; it blocks other
+writers for at most 400 ms at a time. Then the relay ends. Without --yes and
+--reason nothing is changed.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return (&cutDebezium{action: "to-debezium"}).prepare(fs)

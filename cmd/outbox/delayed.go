@@ -18,12 +18,13 @@ var delayedCommand = command{
 	name:    "events delayed",
 	summary: "events that are not due yet, the next ones first",
 	about: `
-Shows what was recorded with a due time (EventOptions.NotBefore) and was not
-moved to outbox yet. A relay or a worker that leads moves it when it is due, and
-so does outbox events move. --rejected shows what outbox did not take, and why.`,
+Shows events that wait in outbox_delayed for their due time
+(EventOptions.NotBefore). A relay or a worker that leads moves due events to
+outbox, and so does outbox events move. --rejected shows those that could not be
+moved, with the error.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l delayedList
-		fs.BoolVar(&l.page.Rejected, "rejected", false, "what outbox has rejected")
+		fs.BoolVar(&l.page.Rejected, "rejected", false, "only rejected events")
 		fs.IntVar(&l.page.Limit, "limit", 100, "`NUMBER` of events at most, up to 1000 (100)")
 		return l.run
 	},
@@ -119,8 +120,8 @@ var cancelCommand = command{
 	name: "events cancel", synopsis: "EVENT-ID…", min: 1, max: maxIDs,
 	summary: "delete events that are not due yet",
 	about: `
-They are never sent. What was moved to outbox meanwhile is not deleted, and not
-counted. outbox_audit keeps the payloads.`,
+They are never sent. An event that was moved to outbox meanwhile is not deleted,
+and not counted. outbox_audit keeps the payloads.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var why auditFlags
 		why.define(fs)
@@ -160,9 +161,9 @@ var moveCommand = command{
 	name:    "events move",
 	summary: "move events that are due to outbox, where Debezium sends them",
 	about: `
-Moves delayed events (EventOptions.NotBefore) until it is interrupted. Relays
-and workers do that themselves: it is for databases that have neither. Several
-may run. --once moves what is due now.`,
+For databases without relays and workers, which move delayed events
+(EventOptions.NotBefore) themselves. It runs until it is interrupted. Several
+processes may run it.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		once := fs.Bool("once", false, "only what is due now")

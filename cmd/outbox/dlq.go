@@ -81,8 +81,8 @@ var dlqListCommand = command{
 	name: "dlq list", synopsis: "TOPIC", min: 1, max: 1,
 	summary: "dead letters in Kafka: what consumers could not handle",
 	about: `
-Reads a dead-letter topic, order-events.dlq for example, to its end. It belongs
-to no group and commits nothing.`,
+Reads a dead-letter topic, such as order-events.dlq, to its end. It belongs to
+no group and commits nothing.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l dlqList
@@ -206,11 +206,10 @@ var dlqReplayCommand = command{
 	name: "dlq replay", synopsis: "TOPIC", min: 1, max: 1,
 	summary: "send dead letters back to the group that failed",
 	about: `
-Only the group and the action that failed handle what is sent back, and they
-skip what they have handled meanwhile. Nothing is sent unless --yes is given,
-with --reason, which goes into outbox_audit of the database.
-A dead letter that says it is one of another topic is not sent: whoever may
-write to the dead-letter topic could choose it. --to names the topics.`,
+Only the group and the action that failed handle the records. They skip events
+that they have handled meanwhile. Without --yes and --reason nothing is sent. A
+dead letter of another topic is not sent unless --to names the topic, because
+any client that may write to the dead-letter topic can name any topic in it.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r dlqReplay
@@ -332,11 +331,11 @@ var dlqEditCommand = command{
 	name: "dlq edit", synopsis: "TOPIC PARTITION:OFFSET", min: 2, max: 2,
 	summary: "give a dead letter another value and send it back",
 	about: `
-For a group without a database, and for a value that only the dead letter has:
-else outbox failures edit is for its delivery. A copy with the value goes to the
-dead-letter topic, and back to the group and the action that failed. The dead
-letter stays, so leave it out of later replays. Without --yes all checks are
-made, and both values are shown. outbox_audit gets the value from before.`,
+Use it for a group without a database, or for a value that only the dead letter
+has; otherwise use outbox failures edit. It writes a copy with the new value to
+the dead-letter topic, and sends it back to the group and action that failed.
+The old dead letter stays: leave it out of later replays. Without --yes it makes
+all checks and shows both values. outbox_audit gets the old value.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var d dlqEdit
 		fs.StringVar(&d.file, "payload", "", "`FILE` the new value; - is the standard input")

@@ -15,18 +15,17 @@ var doctorCommand = command{
 	name:    "doctor",
 	summary: "what is wrong here, and what to do about it",
 	about: `
-Looks at the tables, privileges, settings, transactions, relays, failed events
-and deliveries, and at Kafka and its topics with --kafka or $KAFKA_BROKERS. It
-changes nothing. Each finding is an error, a warning or a note and has an id; it
-exits with 3 if there are errors or warnings. --only and --skip take ids, or
-what ids begin with: server.slot, or database, server, clock, migrations,
-tables, sequence, privileges, relay, failed, delivery, transaction, events,
-kafka.
+Checks tables, privileges, settings, transactions, relays, failed events and
+deliveries, and with --kafka or $KAFKA_BROKERS Kafka and its topics. It changes
+nothing. Each finding is an error, a warning or a note, and has an id. It exits
+with 3 if there are errors or warnings. --only and --skip take ids or beginnings
+of ids: server.slot, or database, server, clock, migrations, tables, sequence,
+privileges, relay, failed, delivery, transaction, events, kafka.
 
-Privileges are those of the connected role unless another is named:
---as relay=shop_relay,writer=shop. The parts are relay, writer, consumer,
-worker, inbox, reader and operator, as in docs/roles.md. Of a role that is named
-it also looks for rights that its parts do not need.`,
+Privileges are those of the connected role, unless another role is named: --as
+relay=shop_relay,writer=shop. Parts are relay, writer, consumer, worker, inbox,
+reader and operator, as in docs/roles.md. A named role is also checked for
+rights that its parts do not need.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		d := &doctor{}

@@ -17,10 +17,9 @@ var eventsShowCommand = command{
 	name: "events show", synopsis: "ID", min: 1, max: 1,
 	summary: "what became of an event: its timeline",
 	about: `
-Shows what the tables know of an event, in the order of time: when it was
-recorded, whether it is delayed, where relays sent it, what each group did, and
-what operators did. ID is its outbox.id or its UUID; by UUID the table is read
-from its newest event on. --payload shows payload and headers too.`,
+Shows, in the order of time, when the event was recorded, whether it is delayed,
+where relays sent it, what each group did, and what operators did. ID is its
+outbox.id or its UUID; by UUID the table is read from its newest event on.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		payload := fs.Bool("payload", false, "payload and headers too")
 		return func(ctx context.Context, e *env) error { return eventsShow(ctx, e, *payload) }

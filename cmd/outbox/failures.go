@@ -19,13 +19,13 @@ var failuresListCommand = command{
 	name:    "failures list",
 	summary: "what did not reach Kafka or a handler, and why",
 	about: `
-Lists failed events of relays and deliveries to handlers, the newest first: what
-is not resolved. Of deliveries that is what is dead or has failed before.`,
+Lists unresolved failures, the newest first: events that a relay could not send,
+and deliveries to handlers that are dead or have failed before.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l failureList
 		l.pick.define(fs)
 		fs.IntVar(&l.limit, "limit", 50, "`NUMBER` failures at most, up to 1000 (50)")
-		fs.Var(&l.after, "after", "`ID,…` what follows, as the last list said")
+		fs.Var(&l.after, "after", "`ID,…` next page, as the last list said")
 		return l.run
 	},
 }
@@ -44,10 +44,10 @@ func (f *failureFlags) define(fs *flag.FlagSet) {
 	fs.StringVar(&f.eventType, "type", "", "`TYPE` of the event, shop.order.created.v1")
 	fs.StringVar(&f.topic, "topic", "", "`NAME` topic of the event in Kafka")
 	fs.StringVar(&f.key, "key", "", "`KEY` of the record")
-	fs.Var(&f.of, "aggregate", "`TYPE[/ID]` what it happened to, Order/42")
+	fs.Var(&f.of, "aggregate", "`TYPE[/ID]` of the aggregate, Order/42")
 	fs.StringVar(&f.event, "event", "", "`UUID` id of one event")
 	fs.StringVar(&f.class, "class", "", "`NAME` kind of the last error, message_too_large")
-	fs.StringVar(&f.relay, "relay", "", "`NAME` whose events")
+	fs.StringVar(&f.relay, "relay", "", "`NAME` relay of the events")
 	fs.StringVar(&f.group, "group", "", "`NAME` consumer group whose deliveries")
 	fs.StringVar(&f.action, "action", "", "`NAME` handler of the deliveries")
 	fs.Var(&f.since, "since", "`TIME` failed first at or after: 2h (ago), 2006-01-02")
@@ -239,11 +239,11 @@ func owner(relay, group, action string) string {
 
 var failuresCountCommand = command{
 	name:    "failures count",
-	summary: "how many there are, by kind, status, type and class",
+	summary: "count failures by kind, status, type and class",
 	about: `
-Counts what outbox failures list lists. Unresolved are events that are not
-resolved, and dead deliveries: what the report of alerts has. Counting stops
-at 10,000 that are alike; a + says so.`,
+Counts what outbox failures list lists. Unresolved means events that are not
+resolved, and dead deliveries, as in the report of alerts. Counting stops at
+10,000 of a kind, shown with a +.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var pick failureFlags
 		pick.define(fs)
@@ -313,10 +313,10 @@ func countMore(n int, more bool) string {
 
 var failuresShowCommand = command{
 	name: "failures show", synopsis: "ID", min: 1, max: 1,
-	summary: "one of them: error, payload, headers, what was done",
+	summary: "show a failure: error, payload, headers, actions",
 	about: `
 Shows the failure with the payload of its event, which may be personal data:
---no-payload leaves it out. It also shows deliveries that are done. An ID is
+--no-payload leaves it out. It also shows deliveries that are done. ID is
 event-17 or delivery-17.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		bare := fs.Bool("no-payload", false, "without payload and headers")

@@ -44,10 +44,10 @@ const maxIDs = 1000
 
 var failuresRetryCommand = command{
 	name: "failures retry", synopsis: "[ID…]", max: maxIDs,
-	summary: "try them again: some, or all that flags pick",
+	summary: "retry failures: those named, or all that flags pick",
 	about: `
-What is dead has all its tries again, before what waits of its key. Flags that
-pick, or --all, only count without --yes. --status resolved undoes a resolve.`,
+Dead failures have all attempts again, before what waits behind them. With flags
+or --all, it only counts without --yes. --status resolved undoes resolve.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareChange(fs, change{action: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll, isPossible: isRetryable})
@@ -64,10 +64,10 @@ func isRetryable(f outboxops.Failure) bool {
 
 var failuresResolveCommand = command{
 	name: "failures resolve", synopsis: "[ID…]", max: maxIDs,
-	summary: "close them without sending or handling, with a note",
+	summary: "close failures without sending or handling, with a note",
 	about: `
-What waits behind them goes on. With flags that pick, or --all, it only counts,
-unless --yes is given.`,
+What waits behind them continues. With flags that pick, or --all, it only counts
+without --yes.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareChange(fs, change{action: "resolve", past: "resolved", one: (*outboxops.Failures).Resolve, all: (*outboxops.Failures).ResolveAll, isPossible: isResolvable})
@@ -99,7 +99,7 @@ func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error
 	c.pick.define(fs)
 	c.why.define(fs)
 	fs.BoolVar(&c.any, "all", false, "all unresolved failures, if no other flag picks")
-	fs.BoolVar(&c.yes, "yes", false, "do it; without, what flags pick is only counted")
+	fs.BoolVar(&c.yes, "yes", false, "do it; without it what flags pick is only counted")
 	fs.BoolVar(&c.dryRun, "dry-run", false, "only count, with IDs too")
 	fs.IntVar(&c.rate, "rate", 0, "`NUMBER` failures in a second at most (1000)")
 	return c.run
@@ -281,12 +281,12 @@ func byCount(counts map[string]int) []string {
 
 var failuresEditCommand = command{
 	name: "failures edit", synopsis: "ID", min: 1, max: 1,
-	summary: "give what is dead another payload, and retry it",
+	summary: "give a dead failure another payload, and retry it",
 	about: `
-The payload is of the same content type; the old one stays in outbox_audit. An
+The new payload has the same content type; the old one stays in outbox_audit. An
 event is sent with it. A delivery is handled with it by its group and action
-alone: all others get the event as it was recorded. --dry-run makes all checks,
-shows the payloads before and after, and changes nothing.`,
+only: all others get the event as it was recorded. --dry-run makes all checks,
+shows both payloads, and changes nothing.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var why auditFlags
 		why.define(fs)
@@ -374,11 +374,11 @@ func readPayload(e *env, file string) (payload []byte, err error) {
 
 var failuresHoldCommand = command{
 	name: "failures hold", synopsis: "ID", min: 1, max: 1,
-	summary: "stop the key of a failure",
+	summary: "block the key of a failure",
 	about: `
-Nothing more of its key is sent, or handled by this group and action, until it
-is released, or until all failures of the key are resolved or have got through.
-Of deliveries, only a dead one can hold its key.`,
+No more events of its key are sent, or handled by this group and action, until
+the key is released, or until all its failures are resolved, sent or handled.
+Only a dead delivery can hold its key.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareKey(fs, "hold", (*outboxops.Failures).Hold)
 	},
@@ -386,9 +386,9 @@ Of deliveries, only a dead one can hold its key.`,
 
 var failuresReleaseCommand = command{
 	name: "failures release", synopsis: "ID", min: 1, max: 1,
-	summary: "let a key that is held go on",
+	summary: "release a key that is held",
 	about: `
-What is dead stays dead: use outbox failures retry for it.`,
+A dead failure stays dead: use outbox failures retry for it.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareKey(fs, "release", (*outboxops.Failures).Release)
 	},

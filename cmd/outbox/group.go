@@ -17,10 +17,10 @@ var groupStartCommand = command{
 	summary: "begin a new group with the events of an archive",
 	about: `
 The group gets what was recorded before this moment from outbox_archive and
-outbox, then what comes after: with --topic from Kafka, without from its
-workers. It must be new: start its processes after this command, which waits
-for them. It only looks unless --yes is given, with --reason. Interrupted or
-killed, the same command goes on. docs/replay.md says more.`,
+outbox, and later events from Kafka (--topic) or from its workers. It must be
+new: start its processes after this command, which waits for them. Without --yes
+and --reason nothing is changed. If it was interrupted or killed, run it again.
+docs/replay.md says more.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		g := groupStart{flags: fs}

@@ -18,12 +18,12 @@ var migrateUpCommand = command{
 	name:    "migrate up",
 	summary: "create the tables or bring them up to date",
 	about: `
-Applies what is pending, each file in a transaction. It may run at every
-deployment, in many places at once, and while services record: a file that does
-not get its locks within 100 ms lets go and is tried again until it does, and
-stderr says who has them. The role needs CREATE on the schema, or on the
-database if there is no such schema. It is what outbox.Migrate does. --timeout
-is for connecting only.`,
+Applies pending migrations, each file in a transaction, as outbox.Migrate does.
+It may run at every deployment, in many places at once, and while services
+record. A file that does not get its locks within 100 ms releases them and is
+tried again; stderr says which session has them. The role needs CREATE on the
+schema, or on the database if there is no such schema. --timeout is for
+connecting only.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var cfg outbox.MigrateConfig
@@ -87,7 +87,7 @@ var migrateStatusCommand = command{
 	summary: "which migrations are applied, and which pending",
 	about: `
 Changes nothing. It does not know which migrations goose, tern or another tool
-has applied: outbox doctor looks at the tables themselves.`,
+has applied: outbox doctor checks the tables themselves.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		check := fs.Bool("check", false, "exit with 3 if any is pending or unknown to this release")
 		return func(ctx context.Context, e *env) error { return migrateStatus(ctx, e, *check) }
@@ -136,9 +136,9 @@ var migratePrintCommand = command{
 	name:    "migrate print",
 	summary: "the statements, for another tool or to read",
 	about: `
-Writes all migrations as SQL and needs no database. What is applied by hand is
-not noted in outbox_migration: do not mix it with migrate up. With --schema it
-begins with statements that make the schema and choose it.`,
+Writes all migrations as SQL and needs no database. Migrations that are applied
+by hand are not in outbox_migration: do not mix this with migrate up. With
+--schema it begins with statements that make the schema and select it.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		from := fs.Int("from", 1, "`VERSION` to begin with (1)")
 		return func(_ context.Context, e *env) error { return migratePrint(e, *from) }

@@ -16,8 +16,8 @@ var replayCommand = command{
 	name:    "replay",
 	summary: "send recorded events to Kafka again, from outbox or an archive",
 	about: `
-It only counts, unless --yes is given. Groups skip what they noted for 31 days.
-New events come between. Each 5 s, and at its end, it writes how to go on.`,
+It only counts without --yes. Groups skip events that they have handled, for 31
+days. New events come between. Every 5 s it writes the command that continues.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		r := replay{flags: fs}
@@ -51,10 +51,10 @@ func (r *replay) define(fs *flag.FlagSet) {
 	fs.StringVar(&r.key, "key", "", "`KEY` only events with this record key")
 	fs.Var(&r.of, "aggregate", "`TYPE/ID` only events of this aggregate, or of this TYPE")
 	fs.StringVar(&r.ids, "id", "", "`ID,…` only events with these ids")
-	fs.Int64Var(&r.after, "after", 0, "`NUMBER` only behind this outbox id: to go on")
+	fs.Int64Var(&r.after, "after", 0, "`NUMBER` only after this outbox id: to continue")
 	fs.StringVar(&r.to, "to", "", "`TOPIC` send all to this one (their own)")
 	fs.StringVar(&r.group, "group", "", "`NAME` only for this consumer group")
-	fs.BoolVar(&r.again, "again", false, "have the --group forget what it noted of them")
+	fs.BoolVar(&r.again, "again", false, "make --group handle them again")
 	fs.BoolVar(&r.structured, "structured", false, "as a relay in Structured mode sends them")
 	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` IDHeader and TraceHeader of the relay")
 	fs.IntVar(&r.rate, "rate", 0, "`NUMBER` events in a second at most (1000); -1: no limit")

@@ -16,19 +16,19 @@ var statusCommand = command{
 	name:    "status",
 	summary: "who leads, what is pending, what failed, what groups have to do",
 	about: `
-Shows for each relay who leads and for how long its lease is valid, how many
-committed events are pending, how many have failed by status, and what it sent
-in the last minute. Then for each consumer group how many processes run, and
-what it has to handle: events without a row yet (PENDING), deliveries, and
-offsets that an action has missed. STATE is what processes have said: works, an
-outage (unreachable, read_only), a breaker, or unknown: not renewed. Then what
-is wrong: outages (an error if the process does not work, else a warning),
-transactions, what waits for longer than --max-age, what handlers gave up.`,
+Shows for each relay who leads and until when, how many committed events are
+pending and how many have failed, and what it sent in the last minute. For each
+consumer group: processes, events without a row yet (PENDING), deliveries, and
+offsets that an action has missed. STATE is what processes have reported: works,
+an outage (unreachable, read_only), a breaker, or unknown if the report is old.
+Then problems: outages (an error if the process does not work, else a warning),
+open transactions, events that wait for longer than --max-age, and dead
+deliveries.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		s := statusFlags{limits: limits{defaultMaxAge, defaultOpenFor}}
 		fs.BoolVar(&s.watch, "watch", false, "go on until Ctrl-C")
-		fs.DurationVar(&s.every, "every", 2*time.Second, "`TIME` between two looks of --watch (2s)")
+		fs.DurationVar(&s.every, "every", 2*time.Second, "`TIME` between two updates of --watch (2s)")
 		fs.BoolVar(&s.check, "check", false, "exit with 3 if something is wrong")
 		s.limits.define(fs)
 		return s.run

@@ -21,8 +21,8 @@ var topicsCommand = command{
 	name: "topics", synopsis: "[TOPIC…]", max: 100,
 	summary: "topics of the events: missing, different, --create",
 	about: `
-Compares topics and the {topic}.dlq of each with the flags, and prints the
-differences: the topics named, or else those of the newest 100,000 recorded
+Compares topics and their {topic}.dlq with the flags, and prints the
+differences. Without TOPIC it takes the topics of the newest 100,000 recorded
 events and of failed events. It creates missing topics only with --create, and
 never changes existing ones.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {

@@ -161,7 +161,7 @@ func (r *report) printProducts(out io.Writer) {
 		page := map[bool]string{true: "cached", false: "deleted"}[p.cached]
 		wrong := ""
 		if !p.right() {
-			wrong = "  " + counted(0, 1).Verdict(r.finished)
+			wrong = "  " + counted(0, 1).Problem(r.finished)
 		}
 		fmt.Fprintf(t, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", p.ID, p.Liked, p.Likes, p.Sold, p.Sales, p.Viewed, p.Views, page, wrong)
 	}

@@ -30,8 +30,8 @@ type OrderAccepted struct {
 	happened
 }
 
-// OrderOverdue says that the outcome of an attempt has not been known for a while. It is recorded with the attempt, as an
-// event that is due later, and cancelled with the outcome.
+// OrderOverdue says that the outcome of an attempt has not been known for a while. It is recorded with the attempt,
+// as an event that is due later, and cancelled with the outcome.
 type OrderOverdue struct {
 	OrderIntent
 	Identifier string `json:"identifier"`

@@ -122,8 +122,8 @@ func TestLeaderLosesItsLock(t *testing.T) {
 }
 
 // Until the lease of the process would have expired that led before, nothing that it may still send is decided about:
-// what failed is not tried again, and events wait behind one that an operator has resolved. See also
-// TestSessionGivesUpNothingBeforeLeaseIsExclusive.
+// what failed is not tried again, and events wait behind one that an operator has resolved, and behind one that has
+// expired. See also TestSessionGivesUpNothingBeforeLeaseIsExclusive, TestNothingExpiresBeforeLeaseIsExclusive.
 func TestNothingIsGivenUpBeforeLeaseIsExclusive(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -138,6 +138,9 @@ func TestNothingIsGivenUpBeforeLeaseIsExclusive(t *testing.T) {
 	require.Len(t, rows, 1)
 	require.NoError(t, h.failures(t).Resolve(background, rows[0].ID, outboxops.AuditInfo{Operator: "kim", Reason: "not needed"}))
 	h.commit(t, failed[2], resolved[1])
+	expired := numbered("expired", 1, 2)
+	h.commitAll(t, expiring(time.Now(), expired[0])...)
+	h.commit(t, expired[1])
 	h.commit(t, other...)
 	h.gone(t, 12*time.Second)
 	var expires time.Time
@@ -153,7 +156,7 @@ func TestNothingIsGivenUpBeforeLeaseIsExclusive(t *testing.T) {
 		return h.countWhere(t, `SELECT count(*) FROM {s}.outbox_failed WHERE status = 'parked' AND aggregate_id = 'resolved'`) == 1
 	},
 		testenv.Patience, time.Millisecond)
-	for _, e := range []oracle.Event{failed[0], resolved[1]} {
+	for _, e := range []oracle.Event{failed[0], resolved[1], expired[1]} {
 		requireArrival(t, reader, e)
 		require.True(t, isOver(), "the process that led before may still send")
 	}

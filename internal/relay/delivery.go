@@ -57,6 +57,7 @@ type DeliveryParts struct {
 	Heard          func(error)       // is told what is reported to KafkaOutage; may be nil
 	Local          func()            // called after a send without an answer, if Kafka has not failed; may be nil
 	PassFailedKeys bool              // RelayConfig.PassFailedKeys
+	Exclusive      func() bool       // reports whether no process can send any more that led before; nil means yes
 	OnSend         func()            // called before each send
 	OnSent         func(b SentBatch) // called after each delivery; may be nil
 	OnRecovered    func()            // called when a bad partition has accepted an event
@@ -70,7 +71,8 @@ func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Se
 
 // Deliver sends a batch and returns the outcome of each event:
 //
-//   - An event that has expired is not sent, whatever its key waits for.
+//   - An event that has expired is not sent, whatever its key waits for. As long as the process that led before may
+//     still send it, it waits like one of a bad partition.
 //   - An event of a parked key, or behind an event that failed, is not sent.
 //   - While Kafka as a whole is unavailable, Deliver sends the failed events again, after a backoff.
 //   - While Kafka works, a failure is that of a topic or partition, and its event is unavailable. Once another
@@ -80,7 +82,7 @@ func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Se
 func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
 	d := p.begin(stop, held, batch, true)
 	for i := range batch {
-		if d.skipExpired(i) {
+		if d.exclusive() && d.skipExpired(i) {
 			continue
 		}
 		if parked.busy.Load() && !d.PassFailedKeys && parked.MustWait(d.key(i)) {

@@ -101,7 +101,7 @@ func (d *delivery) skip(i int) bool {
 }
 
 // skipExpired skips an event that has expired. One that was sent and is not answered yet waits for its answer, because
-// later events of its key must not overtake it.
+// later events of its key must not overtake it. So does one that the process which led before may still send.
 func (d *delivery) skipExpired(i int) bool {
 	e := &d.batch[i]
 	if !e.HasExpired() {
@@ -112,9 +112,18 @@ func (d *delivery) skipExpired(i int) bool {
 			return false
 		}
 	}
+	if !d.exclusive() {
+		d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errMaySend), Err: errMaySend})
+		return true
+	}
 	d.outcomes[i] = Outcome{Kind: OutcomeExpired, Sent: SentTo{Time: time.Now()}}
 	return true
 }
+
+// errMaySend is the error of an event that has expired before the lease is exclusive.
+var errMaySend = errors.New("has expired, and the process that led before may still send it")
+
+func (d *delivery) exclusive() bool { return d.Exclusive == nil || d.Exclusive() }
 
 func (d *delivery) skipBlocked(i int) bool {
 	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {

@@ -231,6 +231,27 @@ func TestDeliverSkipsExpired(t *testing.T) {
 	})
 }
 
+// As long as the process that led before may still send an event, it does not expire: a later event of its key would be
+// in front of it in Kafka. Neither is sent, and events of other keys are.
+func TestNothingExpiresBeforeLeaseIsExclusive(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, "b:+ Ab:++")
+		exclusive := time.Now().Add(time.Second)
+		d := s.deliverer(nil)
+		d.Parts.Exclusive = func() bool { return !time.Now().Before(exclusive) }
+		for _, want := range [][]OutcomeKind{{OutcomeUnavailable, OutcomeBlocked, OutcomeSent}, {OutcomeExpired, OutcomeSent, OutcomeSent}} {
+			batch := envelopesOf("aAb")
+			batch[0].Expiry = envelope.NewExpiry(time.Now(), time.Now())
+			outcomes, err := d.Deliver(t.Context(), t.Context(), batch, NewParking(false))
+			require.NoError(t, err)
+			require.Equal(t, want, kindsOf(outcomes))
+			time.Sleep(time.Second)
+		}
+		require.Empty(t, s.play)
+	})
+}
+
 func kindsOf(outcomes []Outcome) (kinds []OutcomeKind) {
 	for _, o := range outcomes {
 		kinds = append(kinds, o.Kind)

@@ -77,6 +77,7 @@ func NewExactly(p ExactlyParts) *Exactly {
 	x := &Exactly{ExactlyParts: p, most: p.Rules.BatchSize}
 	x.producer = NewProducer(p.Producer, p.Leadership, nil)
 	p.Delivery.Sender = x.producer
+	p.Delivery.Exclusive = nil // Kafka has ended the transactions of the process that led before
 	x.deliverer = &Deliverer{p.Delivery}
 	return x
 }

@@ -187,6 +187,6 @@ func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker, unanswer
 func (r *Relay) newDeliverer(to Sender, shared RetrierParts, kafkaOutage *outage.Log, onSend func(), heard func(error), local func()) *Deliverer {
 	return &Deliverer{DeliveryParts{
 		Sender: to, Breaker: r.breaker, Bad: shared.Bad, Unanswered: shared.Unanswered, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.rules.PassFailedKeys,
-		OnSend: onSend, Heard: heard, Local: local, OnSent: r.hooks.Sent, OnRecovered: func() { wait.Signal(r.retryNow) },
+		Exclusive: shared.Lease.Exclusive, OnSend: onSend, Heard: heard, Local: local, OnSent: r.hooks.Sent, OnRecovered: func() { wait.Signal(r.retryNow) },
 	}}
 }

@@ -66,7 +66,7 @@ func TestTransactionsTable(t *testing.T) {
 // The README can be read in five minutes.
 func TestReadmeIsShort(t *testing.T) {
 	t.Parallel()
-	require.LessOrEqual(t, len(strings.Fields(read(t, "README.md"))), 900)
+	require.LessOrEqual(t, len(strings.Fields(read(t, "README.md"))), 700)
 	require.LessOrEqual(t, strings.Count(read(t, "ARCHITECTURE.md"), "\n"), 200)
 }
 
@@ -91,6 +91,24 @@ func TestDocLinks(t *testing.T) {
 			}
 		}
 	}
+}
+
+// The navigation of the site has each page of docs/ once.
+func TestSiteNavigation(t *testing.T) {
+	t.Parallel()
+	navigation := regexp.MustCompile(`(?s)\nnav = \[\n(.*?)\n\]\n`).FindStringSubmatch(read(t, "tools/site/zensical.toml"))
+	require.NotNil(t, navigation)
+	var named, there []string
+	for _, page := range regexp.MustCompile(`"([\w/-]+\.md)"`).FindAllStringSubmatch(navigation[1], -1) {
+		named = append(named, page[1])
+	}
+	require.NoError(t, filepath.WalkDir("docs", func(path string, _ fs.DirEntry, err error) error {
+		if strings.HasSuffix(path, ".md") {
+			there = append(there, strings.TrimPrefix(filepath.ToSlash(path), "docs/"))
+		}
+		return err
+	}))
+	require.ElementsMatch(t, append(there, "index.md"), named, "index.md is README.md")
 }
 
 // anchors returns what links to the headings of a document end with.
@@ -195,9 +213,11 @@ func TestQuotedLogLines(t *testing.T) {
 // documents are those for users and for those who change outbox.
 func documents(t *testing.T) []string {
 	t.Helper()
-	docs, err := filepath.Glob("docs/*.md")
+	users, err := filepath.Glob("docs/*.md")
 	require.NoError(t, err)
-	return append([]string{"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "internal/doc/requirements.md"}, docs...)
+	developers, err := filepath.Glob("internal/doc/*.md")
+	require.NoError(t, err)
+	return slices.Concat([]string{"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"}, developers, users)
 }
 
 // repository returns the files with an ending, of all modules.

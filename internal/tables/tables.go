@@ -106,9 +106,9 @@ const Attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
        OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
 // Headers is the expression of the headers of a row o of outbox as they are copied to other tables: with the attribute
-// expirytime of an event that expires. Other writers may store headers that are no object.
-const Headers = `CASE WHEN o.expires_at IS NULL OR jsonb_typeof(o.headers) <> 'object' THEN o.headers
-            ELSE coalesce(o.headers, '{}'::jsonb) || pg_catalog.jsonb_build_object('ce_expirytime', (pg_catalog.to_jsonb(o.expires_at AT TIME ZONE 'UTC') #>> '{}') || 'Z') END`
+// expirytime of an event that expires. Other writers may store headers that are no object, and a JSON null for none.
+const Headers = `CASE WHEN o.expires_at IS NULL OR jsonb_typeof(o.headers) NOT IN ('object', 'null') THEN o.headers
+            ELSE coalesce(nullif(o.headers, 'null'::jsonb), '{}'::jsonb) || pg_catalog.jsonb_build_object('ce_expirytime', (pg_catalog.to_jsonb(o.expires_at AT TIME ZONE 'UTC') #>> '{}') || 'Z') END`
 
 // ParkingKey identifies the events that must stay in order: those of one topic and record
 // key. The name of a topic has no slash.

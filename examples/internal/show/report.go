@@ -26,9 +26,9 @@ func (e Equation) AtEnd() Equation {
 	return e
 }
 
-// Verdict is empty if the equation holds, and says otherwise what that means: a run that has not finished can say
+// Problem is empty if the equation holds, and says otherwise what that means: a run that has not finished can say
 // only of some numbers that they are wrong.
-func (e Equation) Verdict(finished bool) string {
+func (e Equation) Problem(finished bool) string {
 	switch {
 	case e.Got == e.Want:
 		return ""
@@ -65,14 +65,14 @@ func (all Equations) Right() bool {
 func (all Equations) Conclude(out io.Writer, finished bool, shown string) error {
 	var err error
 	for _, e := range all {
-		verdict := e.Verdict(finished)
+		problem := e.Problem(finished)
 		switch {
-		case verdict == Wrong:
+		case problem == Wrong:
 			err = ErrWrong
-		case verdict == Unfinished && err == nil:
+		case problem == Unfinished && err == nil:
 			err = ErrUnfinished
 		}
-		fmt.Fprintf(out, "  %6d  %-44s = %6d  %s\n", e.Got, e.What, e.Want, strings.TrimRight(e.As+"  "+verdict, " "))
+		fmt.Fprintf(out, "  %6d  %-44s = %6d  %s\n", e.Got, e.What, e.Want, strings.TrimRight(e.As+"  "+problem, " "))
 	}
 	switch {
 	case errors.Is(err, ErrWrong):
