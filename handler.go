@@ -25,9 +25,9 @@ type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// From is where a new group begins in each topic that it reads for the first time: with FromStart at the oldest
-	// event of the topic, or for a worker the oldest in outbox; with FromEnd at the first event after the first start
-	// of the group. A consumer reads partitions and topics that are added later from their beginning.
+	// From is where a new group begins in a topic that it reads for the first time: FromStart at the oldest event of
+	// the topic, or for a worker the oldest in outbox; FromEnd at the first event after the first start of the group.
+	// A consumer reads partitions and topics that are added later from their beginning.
 	//
 	// A consumer without a database requires From. It applies From to every partition in which Kafka has no offset of
 	// the group, also after offsets have expired; the log says what FromEnd then skips. Zero means FromEnd.
@@ -38,9 +38,9 @@ type HandlerConfig struct {
 	MaxPoll int
 
 	// Concurrency is how many handlers run at the same time: for a worker with a transaction, and as many without one,
-	// at most 1,000; for a consumer over all partitions together. All workers and consumers of a pool together use at
-	// most three quarters of its connections for handlers with a transaction. The rest is for what handlers do with
-	// the pool themselves. Zero means 4 for a worker and no bound besides the pool for a consumer.
+	// at most 1,000; for a consumer over all partitions. Handlers with a transaction use at most three quarters of the
+	// connections of a pool, all workers and consumers together. The rest is for what handlers do with the pool
+	// themselves. Zero means 4 for a worker and no bound besides the pool for a consumer.
 	Concurrency int
 
 	// Retry says how an action that failed on an event is retried. Meanwhile the later events of the same topic and
@@ -58,20 +58,20 @@ type HandlerConfig struct {
 	HoldDead bool
 
 	// RetryDeadAfter retries DEAD deliveries without an operator. Its keys are error classes, as in
-	// event_delivery.last_error_code: timeout for example. After this delay, dead deliveries whose last error is of
-	// the class have all their attempts again, unless an operator has resolved them. It needs a database. Nil means
-	// that operators decide.
+	// event_delivery.last_error_code, such as timeout. After this delay, dead deliveries whose last error is of the
+	// class have all attempts again, unless an operator has resolved them. It needs a database. Nil means that
+	// operators decide.
 	RetryDeadAfter map[string]time.Duration
 
 	// HandlerTimeout is how long a handler may run before its context ends. An error that it then returns counts as
-	// any other. A handler of [HandleBatch] has this time for all of its events, a codec for one event. For a
-	// consumer, it is at most half of MaxPollInterval. A worker has no bound, because it renews its leases. Zero means
-	// 150 s (half of MaxPollInterval, if that is set).
+	// any other. A handler of [HandleBatch] has this time for all of its events. For a consumer, it is at most half of
+	// MaxPollInterval; a worker has no bound, because it renews its leases. It holds for a codec, too. Zero means 150
+	// s (half of MaxPollInterval, if that is set).
 	HandlerTimeout time.Duration
 
 	// SlowHandler is how long a handler may run before a WARN names it and its event. Another WARN follows each time
-	// that it has run for twice as long. SlowHandler also holds for hooks, RetriesFor, decoders, codecs, upcasters,
-	// keys of [OncePer], and the wait until a transaction begins. Zero means 30 s.
+	// that it has run for twice as long. It also holds for hooks, RetriesFor, decoders, codecs, upcasters, keys of
+	// [OncePer], and the wait until a transaction begins. Zero means 30 s.
 	SlowHandler time.Duration
 
 	// StopTimeout is how long Run of a [Consumer] or [Worker] may outlive its context. Handlers have three fifths of
@@ -85,7 +85,7 @@ type HandlerConfig struct {
 	// Unknown says what happens to event types without a handler. Zero means [SkipUnknown].
 	Unknown UnknownTypes
 
-	// Codecs decode payloads whose content type is not the one that their event type was registered with. JSON needs
+	// Codecs decode payloads of other content types than the one that the event type was registered with. JSON needs
 	// no codec here.
 	Codecs []Codec
 
@@ -98,17 +98,17 @@ type HandlerConfig struct {
 	// Alerts says which alerts about dead and stale deliveries are sent, and to whom. A consumer also alerts to
 	// records that Kafka has removed unread. Alerts need a database. The zero value logs them.
 	//
-	// One process of the database sends the alerts about all groups, and about relays without a leader: the leader of
-	// a relay; if no relay leads, a process of the first group of workers by name; without workers, a member of the
-	// first group of consumers. If it ends, another process of the group takes over within twice the Lease of a
-	// worker, or the session timeout of a consumer.
+	// One process sends the alerts about all groups, and about relays without a leader: the leader of a relay; if no
+	// relay leads, a process of the first group of workers by name; without workers, a member of the first group of
+	// consumers. If it ends, another process of the group takes over within twice the Lease of a worker, or the
+	// session timeout of a consumer.
 	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated, failed or dead.
 	Hooks ConsumerHooks
 
 	// Logger receives WARN when an outage begins or ends, for retries and for dead letters, INFO for what the process
-	// waits for before it handles anything, and DEBUG for the rest. Nil means slog.Default().
+	// waits for before it works, and DEBUG for the rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 

@@ -27,10 +27,10 @@ type MigrateConfig struct {
 	// Schema is where the tables are. It is created if it is missing. Empty means public.
 	Schema string
 	// PartitionRows makes outbox a partitioned table, whose partitions are ranges of this many ids, at most a billion.
-	// Retention then drops a whole partition when all its events are published and old. The relay creates partitions
-	// in advance, when retention runs: one should hold more events than are recorded between two runs. An existing
-	// plain table becomes the first partition, with ten times as many ids; no row is rewritten, and writers wait at
-	// most 50 ms at a time. A partitioned table is not changed. Zero means a plain table.
+	// Retention drops a whole partition when all its events are published and old. A partition must hold more events
+	// than are recorded between two runs of retention, which makes partitions in advance. An existing plain table
+	// becomes the first partition, with ten times as many ids; no row is rewritten, and writers wait at most 50 ms at
+	// a time. A partitioned table is not changed. Zero means a plain table.
 	PartitionRows int64
 	// Publication is the name of a publication for Debezium, or another reader of logical replication, that sends the
 	// events in place of a relay: lower-case letters, digits and underscores. Migrate makes it, for inserted rows
@@ -45,13 +45,12 @@ type MigrateConfig struct {
 	// AggregateIndex adds an index on type and id of the aggregate, for outboxops.Inspector. It is built in every
 	// partition without blocking writers, and again if a process ended while it built it. Migrate waits for the
 	// transactions that were open when it began, and needs two connections of the pool. Recording costs 67 more bytes
-	// for each event, and about a quarter more time for many events in one transaction. False means that none is
-	// added; an existing index stays.
+	// for each event, and about a quarter more time for many events in one transaction. False keeps an existing index.
 	AggregateIndex bool
 	// UniqueEventIDs adds a unique index on the id of events, in the same way. Recording costs 31 more bytes for each
 	// event, and less than a tenth more time. Recording an event with the id of an event in outbox then fails with
-	// [ErrDuplicateEvent]. Ids of events that retention has removed may be used again. A partitioned outbox cannot
-	// have it: Migrate returns [ErrPartitioned]. False means that none is added.
+	// [ErrDuplicateEvent]. Ids of removed events may be used again. A partitioned outbox cannot have it: Migrate
+	// returns [ErrPartitioned]. False means that none is added.
 	UniqueEventIDs bool
 	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and tries again. A writer
 	// waits behind it for as long at most, and some 2 ms for each partition of outbox. An autovacuum of the table is

@@ -34,11 +34,11 @@ type RelayConfig struct {
 
 	// Mode is the CloudEvents mode of the records. Zero means [Binary].
 	Mode Mode
-	// IDHeader is the name of an extra header with the event's id, for consumers that do not read ce_id: event-id for
-	// example. An event that already has a header of this name keeps it. Empty means none.
+	// IDHeader is the name of an extra header with the event's id, such as event-id, for consumers that do not read
+	// ce_id. A header that the event already has stays. Empty means none.
 	IDHeader string
-	// TraceHeader is the name of an extra header with the event's trace id, if it has one ([WithTraceID]): x-trace-id
-	// for example. An event that already has a header of this name keeps it. Empty means none.
+	// TraceHeader is the name of an extra header with the event's trace id ([WithTraceID]), such as x-trace-id. A
+	// header that the event already has stays. Empty means none.
 	TraceHeader string
 
 	// ExactlyOnce is the name of a topic for cursors. Each batch is then a Kafka transaction with the events and the
@@ -56,23 +56,22 @@ type RelayConfig struct {
 	PollInterval time.Duration
 
 	// DeliveryTimeout is how long a record waits for Kafka's answer before it counts as failed. It is sent again and
-	// may then arrive twice. A send takes at most one and a half DeliveryTimeout, which is also about how long
-	// [Relay.Run] may outlive its context. At least 1 s. Zero means 10 s.
+	// may then arrive twice. A send takes at most one and a half DeliveryTimeout; [Relay.Run] may outlive its context
+	// by about as much. At least 1 s. Zero means 10 s.
 	DeliveryTimeout time.Duration
-	// Lease is how long a standby waits before it takes over from a host that is unreachable, or from any relay behind
-	// a pooler that shares connections. If only the process has died, PostgreSQL notices, and a standby takes over
-	// within PollInterval and a second. The lease is renewed after each third of Lease. It must be longer than one and
-	// a half DeliveryTimeout. Zero means 30 s.
+	// Lease is how long a standby waits before it takes over from an unreachable host, or from any relay behind a
+	// pooler that shares connections. If only the process has died, a standby takes over within PollInterval and a
+	// second. The lease is renewed after each third of Lease, which must be longer than one and a half
+	// DeliveryTimeout. Zero means 30 s.
 	Lease time.Duration
 
-	// RetryInterval is how often a relay polls for failed events that are due, in addition to when the breaker closes.
-	// Topics and partitions that accept nothing are probed as often, and every 1.5 s in the first ten minutes. Zero
-	// means 5 s.
+	// RetryInterval is how often a relay polls for failed events that are due. Topics and partitions that accept
+	// nothing are probed as often, and every 1.5 s in the first ten minutes. Zero means 5 s.
 	RetryInterval time.Duration
-	// Retry says how an event that Kafka rejected is retried. After the last retry the event is dead. An outage, a
-	// missing topic or an expired credential uses up no retry. Each wait is shortened by up to a fifth at random, and
-	// ends when the relay polls for due events. Negative values, RetriesFor and MaxOutage are errors. Zero means
-	// MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
+	// Retry says how an event that Kafka rejected is retried; after the last retry it is dead. An outage, a missing
+	// topic or an expired credential uses up no retry. Each wait is shortened by up to a fifth at random, and ends
+	// when the relay polls for due events. Negative values, RetriesFor and MaxOutage are errors. Zero means MaxRetries
+	// 10, RetryWait 1 s and MaxRetryWait 300 s.
 	Retry RetryPolicy
 	// PassFailedKeys sends the later events of a key although an earlier one has failed: the order of the key is lost.
 	// False means that they wait behind the failed event.
@@ -80,11 +79,10 @@ type RelayConfig struct {
 	// HoldDead keeps the later events of a dead event's key until an operator decides. False means that they are sent.
 	HoldDead bool
 	// RetryDeadAfter retries dead events without an operator. Its keys are error classes, such as message_too_large.
-	// This long after its death, an event whose last error is of the class has all its retries again. Nil means that
-	// operators decide.
+	// After this delay, dead events whose last error is of the class have all retries again. Nil means that operators
+	// decide.
 	RetryDeadAfter map[string]time.Duration
-	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after the events were sent. False means
-	// that the rows are removed.
+	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after the events were sent.
 	KeepSent bool
 
 	// Breaker stops the sending for a while when Kafka fails.
@@ -93,17 +91,16 @@ type RelayConfig struct {
 	// Retention says how long rows stay in the tables.
 	Retention RetentionConfig
 
-	// Alerts says which alerts about this relay are sent, and to whom. The process that leads sends them. The leader
-	// of the first relay by name that has one also sends those about relays of the schema without a leader, about
-	// consumer groups, and about failures in the whole database. outboxops.Monitor is for processes without a relay.
+	// Alerts says which alerts are sent, and to whom. The process that leads sends those about its relay. The leader
+	// of the first relay by name that has one also sends those about relays without a leader, about consumer groups,
+	// and about failures in the whole database. outboxops.Monitor is for processes without a relay.
 	Alerts AlertConfig
 
 	// Hooks are called when something happens.
 	Hooks RelayHooks
 
 	// Logger receives ERROR for a dead event or an open breaker, WARN when an outage begins or ends, INFO for what the
-	// relay waits for before it works, such as another process's lease, and DEBUG for the rest. Nil means
-	// slog.Default().
+	// relay waits for before it works, and DEBUG for the rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 

@@ -23,18 +23,17 @@ const Forever time.Duration = math.MaxInt64
 // negative durations are errors.
 type RetentionConfig struct {
 	// PublishedFor is how long rows stay in outbox after the start of the transaction that recorded them. A row stays
-	// longer until every relay that has a cursor in the schema has published it and the workers of every group have
-	// taken it. So a relay or a group that no longer runs keeps all rows; the log names it. A row that had to stay
-	// longer may be removed a day late. A partition (MigrateConfig.PartitionRows) is dropped when all its rows may be
-	// removed. Zero means 7 days.
+	// longer until every relay with a cursor has published it and the workers of every group have taken it: a relay or
+	// a group that no longer runs keeps all rows, and the log names it. A row that had to stay may be removed a day
+	// late. A partition (MigrateConfig.PartitionRows) is dropped when all its rows may be removed. Zero means 7 days.
 	PublishedFor time.Duration
-	// CursorsFor is how far the history in outbox_cursor goes back. After an hour it has one row per minute. The
-	// newest row of each relay stays, and so do rows that say where events of outbox are. Zero means 7 days.
+	// CursorsFor is how far the history in outbox_cursor goes back, after an hour with one row per minute. The newest
+	// row of each relay stays, and so do rows that say where events of outbox are. Zero means 7 days.
 	CursorsFor time.Duration
 	// ResolvedFor is how long resolved rows stay in outbox_failed. A row that was resolved without a time counts from
 	// when the relay first sees it. Zero means 30 days.
 	ResolvedFor time.Duration
-	// HandledFor is how long rows stay in event_handled. A record that is read again later is handled again:
+	// HandledFor is how long rows stay in event_handled. Danger: a record that is read again later is handled again.
 	// HandledFor must not be shorter than the longest retention of a consumed topic, including dead-letter topics,
 	// which commonly keep 30 days. Zero means 31 days.
 	HandledFor time.Duration
@@ -45,8 +44,8 @@ type RetentionConfig struct {
 
 	// Archive gets rows of outbox, at most 1,000, in the transaction that removes them. What it writes with tx commits
 	// together with the removal. If it writes elsewhere, it may get the same rows again, because the commit may fail.
-	// After an error or a panic, which is logged, the rows stay until the next run. Rows of a partition come before
-	// the partition is dropped, in transactions of their own, and again after a restart.
+	// After an error or a panic, the rows stay until the next run. Rows of a partition come before the partition is
+	// dropped, in transactions of their own, and again after a restart.
 	//
 	// ctx ends after RelayConfig.Lease, or a second after the relay is told to stop. Half a second later the
 	// transaction is rolled back and its connection closed. Archive is not called again until it has returned. Nil

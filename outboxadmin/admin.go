@@ -30,9 +30,9 @@ import (
 
 // Config says who has access, and what the page shows.
 type Config struct {
-	// Authorize returns the user of a request and the role of that user. It is called before anything else. An error,
-	// or [None], is answered with 401. The error is not shown, but logged at WARN with the address and the name of
-	// basic authentication, once a minute and address. Required.
+	// Authorize returns the user of a request and the user's role. It is called before anything else. An error, or
+	// [None], is answered with 401. The error is logged at WARN with the address and the name of basic authentication,
+	// once a minute and address. Required.
 	Authorize func(*http.Request) (Access, error)
 	// Challenge is the header WWW-Authenticate of such an answer: `Basic realm="outbox"` makes a browser ask for a
 	// password. Empty means no header.
@@ -45,13 +45,12 @@ type Config struct {
 	// (960 KiB).
 	MaxPayload int
 	// Mask returns what the page and the API show of a payload, header, key, error or statement: see [Text]. Types,
-	// sources, topics, the names of aggregates and headers, and texts of operators are not masked. If it changes a
-	// payload, an operator who edits the event does not see the old one. If it changes a key, no link leads to the
-	// other events of the key. Filters work on stored values: a user who knows a key finds its events. Nil shows all.
+	// sources, topics, names of aggregates and headers, and texts of operators are not masked. An operator who edits
+	// an event does not see a masked payload. A masked key has no link to its other events. Filters work on stored
+	// values: a user who knows a key finds its events. Nil shows all.
 	Mask func(Text) []byte
 	// AuditReads writes into outbox_audit who reads the payload of which event, before the payload is shown. If
-	// writing fails, nothing is shown. RetentionConfig.AuditedFor removes these entries, too. False means that only
-	// actions are audited.
+	// writing fails, nothing is shown. False means that only actions are audited.
 	AuditReads bool
 	// TrustedOrigins are other origins (https://ops.example) that may send requests that change something. Browsers
 	// that do not send Sec-Fetch-Site need it behind a proxy that changes Host. A trusted site acts in the name of the
@@ -64,11 +63,11 @@ type Config struct {
 	// QueryTimeout bounds each request's use of the database, and each part of an action on many events. PostgreSQL
 	// cancels longer statements. Zero means 15 s.
 	QueryTimeout time.Duration
-	// Health returns [outbox.Relay.Health] of each relay of this process, for each view of the overview. It has what
-	// the leader's row does not say yet, and standbys, which have no row. Nil means that only rows are shown.
+	// Health returns [outbox.Relay.Health] of each relay of this process, for each view: standbys have no row. Nil
+	// means that only rows are shown.
 	Health func() []outbox.RelayHealth
-	// Consumers returns [outbox.Consumer.Health] of each consumer of this process, for each view. It has consumers
-	// without a database, which have no rows. Nil means that only rows are shown.
+	// Consumers returns [outbox.Consumer.Health] of each consumer of this process, for each view: consumers without a
+	// database have no rows. Nil means that only rows are shown.
 	Consumers func() []outbox.ConsumerHealth
 	// Workers returns [outbox.Worker.Health] of each worker of this process, for each view. Nil means that only rows
 	// are shown.

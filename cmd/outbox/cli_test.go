@@ -62,13 +62,13 @@ func TestDocs(t *testing.T) {
 	described := map[string]string{} // where, by name and description
 	var b strings.Builder
 	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command.\n\n")
-	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\nUntil there is a release, [install it from a checkout](../README.md#until-there-is-a-release).\n\n```text\n" + overview() + "```\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
-	b.WriteString("\nCommands that change something also take these, named \"actions\" below:\n\n```text\n")
+	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\nUntil there is a release, [install it from a checkout](../README.md#until-there-is-a-release).\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
+	b.WriteString("\nCommands that operators act with also take these:\n\n```text\n")
 	actions := newFlagSet()
 	(&auditFlags{}).define(actions)
 	writeFlags(&b, actions)
 	b.WriteString("```\n")
-	actions.VisitAll(func(f *flag.Flag) { described[f.Name+f.Usage] = "actions" })
+	actions.VisitAll(func(f *flag.Flag) { described[f.Name+f.Usage] = "also" })
 	for _, c := range commands() {
 		b.WriteString("\n## outbox " + c.name + "\n\n" + strings.ToUpper(c.summary[:1]) + c.summary[1:] + ".\n\n```text\n" + shortHelp(c, described) + "```\n")
 		if c.name == doctorCommand.name {
@@ -101,11 +101,15 @@ func shortHelp(c command, described map[string]string) string {
 	if c.synopsis == "" {
 		_, text, _ = strings.Cut(text, "\n\n") // the heading says as much
 	}
-	for i, place := range places {
+	for i, flags := range places {
+		place := flags
 		if i == 0 {
 			text += "\n"
 		}
-		text += strings.Join(wrap("as in "+place+": "+strings.Join(names[place], " "), usualWidth), "\n") + "\n"
+		if place != "also" {
+			place = "as in " + place + ":"
+		}
+		text += strings.Join(wrap(place+" "+strings.Join(names[flags], " "), usualWidth), "\n") + "\n"
 	}
 	return text
 }
