@@ -23,7 +23,7 @@ type config struct {
 	version          string // that is about to be tagged
 	archives         string // folder for the archives; empty: none
 	targets          []string
-	programs         fs.FS  // a folder for each published module
+	programs         fs.FS // a folder for each published module
 	unpublished      []string
 	outsideWorkspace []string
 	out              io.Writer
