@@ -186,6 +186,33 @@ func TestDocTargets(t *testing.T) {
 	require.Greater(t, made, 60)
 }
 
+// Workflows run targets of the Makefile and tools that are there, and test the versions that the Makefile names.
+func TestWorkflows(t *testing.T) {
+	t.Parallel()
+	workflows, err := filepath.Glob(".github/workflows/*.yml")
+	require.NoError(t, err)
+	makefile, runs := read(t, "Makefile"), 0
+	for _, path := range workflows {
+		for _, run := range regexp.MustCompile(`run: (?:make ([a-z-]+)|.*?((?:tools/|\.ci/)[\w./]+))`).FindAllStringSubmatch(read(t, path), -1) {
+			runs++
+			if run[1] != "" {
+				require.Contains(t, makefile, "\n"+run[1]+":", "%s: make %s", path, run[1])
+			} else {
+				require.FileExists(t, run[2], path)
+			}
+		}
+	}
+	require.Greater(t, runs, 5)
+	versions := func(name string) []string {
+		return strings.Fields(regexp.MustCompile(`(?m)^` + name + ` +\?= (.*)$`).FindStringSubmatch(makefile)[1])
+	}
+	lists := regexp.MustCompile(`version: \[(.*)\]`).FindAllStringSubmatch(read(t, ".github/workflows/versions.yml"), -1)
+	require.Len(t, lists, 2)
+	for i, name := range []string{"VERSIONS", "KAFKAS"} {
+		require.Equal(t, versions(name), strings.Split(strings.ReplaceAll(lists[i][1], `"`, ""), ", "), name)
+	}
+}
+
 // isThere reports whether a document may name a file so.
 func isThere(file string) bool {
 	return slices.ContainsFunc([]string{".", "migrations", "examples/guide"}, func(dir string) bool {
