@@ -20,16 +20,24 @@ var requirementNumbers = []struct {
 	last    int
 }{{"A", 75}, {"B", 34}, {"C", 38}, {"D", 34}, {"E", 38}, {"T", 30}, {"X", 36}, {"F", 6}}
 
-// internal/doc/requirements.md has one line for each number, in order. A line that is done names the tests that show
-// it, any other line says why, and all tests that it names exist.
+// internal/doc/requirements.md has each number, in order: one line, or lines with parts from 1 on where different
+// tests show what it asks for. A line that is done names the tests that show it, any other line says why, and all
+// tests that it names exist.
 func TestRequirements(t *testing.T) {
 	t.Parallel()
 	tests := testNames(t)
 	text := read(t, "internal/doc/requirements.md")
 	var numbers, want []string
-	for _, line := range regexp.MustCompile(`(?m)^\| ([A-Z]\d+) \|(.*)\|$`).FindAllStringSubmatch(text, -1) {
-		number, cells := line[1], strings.Split(line[2], " |")
-		numbers = append(numbers, number)
+	parts := map[string]int{}
+	for _, line := range regexp.MustCompile(`(?m)^\| ([A-Z]\d+)(\.\d+)? \|(.*)\|$`).FindAllStringSubmatch(text, -1) {
+		number, cells := line[1]+line[2], strings.Split(line[3], " |")
+		if line[2] != "" {
+			parts[line[1]]++
+			require.Equal(t, fmt.Sprintf("%s.%d", line[1], parts[line[1]]), number)
+		}
+		if parts[line[1]] <= 1 {
+			numbers = append(numbers, line[1])
+		}
 		if !assertCells(t, number, cells) {
 			continue
 		}
@@ -54,6 +62,9 @@ func TestRequirements(t *testing.T) {
 		}
 	}
 	require.Equal(t, want, numbers)
+	for number, n := range parts {
+		require.Greater(t, n, 1, "%s has one part", number)
+	}
 	require.NotRegexp(t, "`[\\w./-]+\\.(go|sql)`", text, "files move, and nobody looks here then")
 }
 
