@@ -71,26 +71,46 @@ func (r *retrier) probe(ctx context.Context, names []string) error {
 	if len(names) == 0 {
 		return nil
 	}
-	var sent []string
+	recovered := false
 	defer func() {
 		for _, name := range names {
 			r.Bad.Release(name)
 		}
-		if len(sent) > 0 || len(r.Unanswered.Accepted()) > 0 { // an answer that came meanwhile was left to the next round
+		if recovered || len(r.Unanswered.Accepted()) > 0 { // an answer that came meanwhile was left to the next round
 			r.Deliverer.Parts.OnRecovered()
 		}
 	}()
+	until := time.Now().Add(oftenInterval) // other partitions wait meanwhile
+	for left := names; len(left) > 0 && ctx.Err() == nil && time.Now().Before(until); {
+		sent, expired, err := r.probeOnce(ctx, left)
+		if recovered = recovered || len(sent) > 0; errors.Is(err, errNotPermitted) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		left = expired
+	}
+	return nil
+}
+
+// probeOnce tries one event of each bad partition, and returns the keys of those that were sent or have expired, and the
+// partitions of the latter: nothing is known of them.
+func (r *retrier) probeOnce(ctx context.Context, names []string) (sent, expired []string, err error) {
 	send := r.sendBy(r.Deliverer.probe)
 	waiting, events, err := r.choose(names)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
 	defer r.Probed.end(events)
 	r.ForgetEmpty(names, waiting)
-	if sent, err = r.retry(ctx, events, send); errors.Is(err, errNotPermitted) {
-		return nil
+	sent, err = r.retry(ctx, events, send)
+	for i := range events {
+		if e := &events[i]; e.HasExpired() && slices.Contains(sent, e.Key) {
+			expired = append(expired, e.Place)
+		}
 	}
-	return err
+	return sent, expired, err
 }
 
 // choose returns one waiting event for each bad partition, and those of them that are to be probed now. No head of

@@ -52,6 +52,20 @@ func TestSuspectsWaitForNoProbe(t *testing.T) {
 	probes.Wait()
 }
 
+// An event that has expired tells nothing about its partition. The next one is tried at once, and not with the next probe:
+// what is behind many of them would wait for as many probes after the partition has recovered.
+func TestProbePassesExpired(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 50, 50)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'waiting', place = 'b-events/' || outbox_id % 2, expires_at = CASE WHEN outbox_id < 49 THEN now() END`)
+	r, to, _ := newAnsweredFixture(t, d)
+	r.Bad.Load([]cursor.BadPartition{{Name: "b-events/0", Err: errDown}, {Name: "b-events/1", Err: errDown}})
+	require.NoError(t, r.probe(t.Context(), []string{"b-events/0", "b-events/1"}))
+	slices.Sort(to.sent)
+	require.Equal(t, []int64{49, 50}, to.sent)
+}
+
 // oneBadKafka is a [Sender] that accepts everything but for one event, whose partition accepts nothing.
 type oneBadKafka struct {
 	*acceptingKafka
