@@ -146,16 +146,37 @@ func (p *pendingCall) add(i int, t Task, mixed bool) {
 // flush makes the first n pending calls.
 func (c *handlerCalls) flush(ctx context.Context, n int) error {
 	for _, pending := range c.pending[:n] {
-		arrivals := make([]Arrival, len(pending.tasks))
-		for n, i := range pending.tasks {
+		tasks := slices.DeleteFunc(pending.tasks, c.dropExpired)
+		if len(tasks) == 0 {
+			continue
+		}
+		arrivals := make([]Arrival, len(tasks))
+		for n, i := range tasks {
 			arrivals[n] = c.tasks[i].Arrival
 		}
-		if err := c.call(ctx, pending.tasks, arrivals); err != nil {
+		if err := c.call(ctx, tasks, arrivals); err != nil {
 			return err
 		}
 	}
 	c.pending = c.pending[n:]
 	return nil
+}
+
+// dropExpired drops a task whose event has expired while its call was pending, and reports whether it has. A note of
+// OncePer is taken back, so a task of which a later one is taken for a repeat is done nevertheless.
+func (c *handlerCalls) dropExpired(i int) bool {
+	t := &c.tasks[i]
+	if !c.clock.isPast(t.Meta.Expires) {
+		return false
+	}
+	if t.Key != nil {
+		if slices.Contains(c.keys[i+1:len(c.results)], c.keys[i]) {
+			return false
+		}
+		c.fresh[c.keys[i]] = true
+	}
+	c.results[i].Repeat, c.results[i].expired = true, true
+	return true
 }
 
 // call calls the handler of some tasks, which are given by their index, with their events.
