@@ -178,8 +178,9 @@ services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep Pos
 	@$(SERVICES) up $(USE) $(ARGS)
 
 .PHONY: lint
-lint: bin/golangci-lint ## Check form and style, with vet
+lint: bin/golangci-lint ## Check form and style, with vet, and the workflows
 	@for m in $(MODULES); do echo "== $$m"; (cd $$m && $(CURDIR)/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
+	@echo "== .github/workflows" && GOWORK=off go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.12 -shellcheck= -pyflakes=
 
 .PHONY: vulncheck
 vulncheck: bin/govulncheck bin/vulncheck ## Look for known vulnerabilities in what is called; says so where their database cannot be reached
@@ -195,13 +196,29 @@ tidy: bin/release ## Tidy all modules and the workspace; they require each other
 tidy: MOD := -mod=mod # the tool itself may miss something that tidy adds
 
 .PHONY: release-check
-release-check: bin/release ## Check that RELEASE can be tagged: get, build and use it from empty modules, through a proxy made of files
-	@bin/release check $(RELEASE)
+release-check: bin/release ## Check that RELEASE can be tagged: get, build and use it from empty modules; archives, chart and site get into bin/dist
+	@rm -rf bin/dist && mkdir -p bin/dist
+	@$(MAKE) --no-print-directory deploy-check ARGS=-out=$(CURDIR)/bin/dist
+	@$(MAKE) --no-print-directory site ARGS=
+	@tar -czf bin/dist/outbox_$(RELEASE)_site.tar.gz -C bin/site/site .
+	@bin/release check -archives bin/dist $(RELEASE)
+
+.PHONY: release
+release: release-check ## Make the tags of RELEASE at this commit, one for each public module; git push publishes them
+	@bin/release tag $(RELEASE)
 
 # The module is not in the workspace: Helm's dependencies must not decide about versions of ours.
 .PHONY: deploy-check
 deploy-check: ## Check the Helm chart, the manifests and docker-compose.yml (ARGS=-update writes deploy/kubernetes.yaml)
 	@cd tools/deploy && GOWORK=off go test -count=1 . $(ARGS)
+
+.PHONY: site
+site: needs-site ## Build the site of the documents into bin/site/site; a link that leads nowhere fails
+	@python3 tools/site/site.py build bin/site
+
+.PHONY: site-serve
+site-serve: needs-site ## Show the site at http://localhost:8000 until Ctrl-C (start it again after a change)
+	@python3 tools/site/site.py serve bin/site
 
 .PHONY: fmt
 fmt: ## Format the code

@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// relayMemory is the memory limit of the relay in deploy/ and docs/deploy.md, and relayHeap the GOMEMLIMIT beside it.
+// relayMemory is the memory limit of the relay in deploy/, and relayHeap the GOMEMLIMIT beside it.
 const (
 	relayMemory = 256 << 20
 	relayHeap   = "GOMEMLIMIT=230MiB"

@@ -1,9 +1,11 @@
 package faults
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 )
 
@@ -11,7 +13,7 @@ import (
 func TestBusResult(t *testing.T) {
 	t.Parallel()
 	right := func() busResult {
-		v := busResult{Mishaps: map[string]int{}, Poisons: 1, SelfKills: 1, Retried: 1, Deliveries: 1, Delayed: delayedResult{Events: 1}}
+		v := busResult{Mishaps: map[string]int{}, Poisons: 1, SelfKills: 1, Retried: 1, Deliveries: 1, Delayed: delayedResult{Events: 1}, Expired: expiredResult{InTime: 1, Expired: 1}}
 		for _, m := range mishapKinds() {
 			v.Mishaps[m.kind] = 1
 		}
@@ -29,6 +31,8 @@ func TestBusResult(t *testing.T) {
 		func(v *busResult) *int { return &v.SelfKills },
 		func(v *busResult) *int { return &v.Retried },
 		func(v *busResult) *int { return &v.Delayed.Events },
+		func(v *busResult) *int { return &v.Expired.InTime },
+		func(v *busResult) *int { return &v.Expired.Expired },
 		func(v *busResult) *int { return &v.Deliveries },
 	} {
 		v := right()
@@ -45,6 +49,9 @@ func TestBusResult(t *testing.T) {
 		func(v *busResult) *int { return &v.Stuck },
 		func(v *busResult) *int { return &v.Headless },
 		func(v *busResult) *int { return &v.LateStops },
+		func(v *busResult) *int { return &v.Expired.Early },
+		func(v *busResult) *int { return &v.Expired.Late },
+		func(v *busResult) *int { return &v.Expired.Unaccounted },
 	} {
 		v := right()
 		*count(&v) = 1
@@ -52,8 +59,70 @@ func TestBusResult(t *testing.T) {
 	}
 }
 
+// sqlDropped makes a table of what no handler need have done, because the event had expired: a delivery that is DONE
+// since then, and without an effect.
+const sqlDropped = `
+CREATE TABLE dropped AS
+SELECT d.consumer_group, d.action, e.item, e.version, e.quantity
+  FROM (SELECT event_id, expires_at, (payload->>'item')::int AS item, (payload->>'version')::bigint AS version, (payload->>'quantity')::int AS quantity
+          FROM outbox WHERE expires_at IS NOT NULL) AS e
+  JOIN event_delivery AS d USING (event_id)
+ WHERE d.status = 'DONE' AND d.processed_at >= e.expires_at
+   AND NOT EXISTS (SELECT FROM effect AS f WHERE (f.consumer_group, f.action, f.item, f.version) = (d.consumer_group, d.action, e.item, e.version))
+   AND NOT EXISTS (SELECT FROM seen AS s WHERE (s.consumer_group, s.action, s.item, s.version) = (d.consumer_group, d.action, e.item, e.version));
+CREATE UNIQUE INDEX ON dropped (consumer_group, action, item, version)`
+
+// sqlSoon reads the deliveries of events that expire soon: before $1. What a handler without a transaction may have begun
+// in an earlier attempt, or in a process that is gone, it finishes.
+const sqlSoon = `
+SELECT d.id, d.status = 'DONE' AS done, o.expires_at, coalesce(f.began, s.began) AS began, p.item IS NOT NULL AS dropped,
+       coalesce(s.attempt > 1 OR s.attempt = 1 AND d.last_error_code = 'stale', false) AS resumed
+  FROM outbox AS o JOIN event_delivery AS d USING (event_id)
+  CROSS JOIN LATERAL (SELECT (o.payload->>'item')::int AS item, (o.payload->>'version')::bigint AS version) AS e
+  LEFT JOIN effect AS f ON (f.consumer_group, f.action, f.item, f.version) = (d.consumer_group, d.action, e.item, e.version)
+  LEFT JOIN seen AS s ON (s.consumer_group, s.action, s.item, s.version) = (d.consumer_group, d.action, e.item, e.version)
+  LEFT JOIN dropped AS p ON (p.consumer_group, p.action, p.item, p.version) = (d.consumer_group, d.action, e.item, e.version)
+ WHERE o.expires_at < $1`
+
+// soonDelivery is a delivery of an event that expires soon.
+type soonDelivery struct {
+	ID      int64
+	Done    bool
+	Expires time.Time
+	Began   *time.Time // when its handler began to do what was committed
+	Dropped bool
+	Resumed bool
+}
+
+// compareExpiring sets the counts of these deliveries.
+func (b *bus) compareExpiring(t *testing.T, v *expiredResult) {
+	t.Helper()
+	rows, err := b.db.Query(b.ctx, sqlSoon, b.start.Add(farExpiry))
+	require.NoError(t, err)
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[soonDelivery])
+	require.NoError(t, err)
+	v.Events = len(all)
+	for _, d := range all {
+		switch {
+		case !d.Done:
+			v.Unaccounted++
+		case d.Dropped:
+			v.Expired++
+		case d.Began == nil:
+			v.Early++
+		case d.Resumed && d.Began.After(d.Expires):
+			v.Resumed++
+		case v.isLate(b.crew, d.Expires, *d.Began):
+			v.Late++
+			b.show(t, fmt.Sprint(`id = `, d.ID))
+		default:
+			v.InTime++
+		}
+	}
+}
+
 // owed is what the handlers of each group must have done: everything that is committed, but for
-// the poison of the group that it ends.
+// the poison of the group that it ends, and without what is dropped.
 const owed = `
 WITH owed AS (
     SELECT g.consumer_group, i.item, v.version, CASE i.item % 2 WHEN 0 THEN 'SALE_' ELSE 'RETURN_' END AS kind,
@@ -64,21 +133,26 @@ WITH owed AS (
 
 const (
 	sqlWrongEffects = owed + `
-SELECT count(*) FROM (SELECT consumer_group, kind || 'COUNTED' AS action, item, version FROM owed WHERE NOT fatal) AS o
+SELECT count(*) FROM (SELECT consumer_group, kind || 'COUNTED' AS action, item, version FROM owed WHERE NOT fatal
+                        EXCEPT SELECT consumer_group, action, item, version FROM dropped) AS o
   FULL JOIN (SELECT consumer_group, action, item, version, count(*) AS n FROM effect GROUP BY 1, 2, 3, 4) AS e USING (consumer_group, action, item, version)
  WHERE e.n IS DISTINCT FROM 1 OR o IS NULL`
 	sqlWrongShelves = `
 SELECT count(*) FROM (SELECT g AS consumer_group, item % $2 AS shelf, sum(version) AS changes FROM item, unnest($1::text[]) AS g GROUP BY 1, 2) AS o
   LEFT JOIN (SELECT item % $2 AS shelf, count(*) AS n FROM poison GROUP BY 1) AS p ON p.shelf = o.shelf AND o.consumer_group = '` + busFailing + `'
+  LEFT JOIN (SELECT consumer_group, item % $2 AS shelf, count(*) AS n FROM dropped WHERE action LIKE '%COUNTED' GROUP BY 1, 2) AS d
+    ON d.shelf = o.shelf AND d.consumer_group = o.consumer_group
   FULL JOIN shelf AS s ON s.consumer_group = o.consumer_group AND s.shelf = o.shelf
- WHERE o.changes - coalesce(p.n, 0) IS DISTINCT FROM s.changes`
+ WHERE o.changes - coalesce(p.n, 0) - coalesce(d.n, 0) IS DISTINCT FROM coalesce(s.changes, 0)`
 	// Quantities of poison are nowhere: its shelves are left out.
 	sqlWrongQuantities = `
 SELECT count(*) FROM (SELECT g AS consumer_group, item % $2 AS shelf, sum(quantity) AS quantity FROM item, unnest($1::text[]) AS g GROUP BY 1, 2) AS o
   LEFT JOIN shelf AS s ON s.consumer_group = o.consumer_group AND s.shelf = o.shelf
- WHERE o.quantity IS DISTINCT FROM s.quantity AND (o.consumer_group <> '` + busFailing + `' OR o.shelf NOT IN (SELECT item % $2 FROM poison))`
+  LEFT JOIN (SELECT consumer_group, item % $2 AS shelf, sum(quantity) AS quantity FROM dropped WHERE action LIKE '%COUNTED' GROUP BY 1, 2) AS d
+    ON d.shelf = o.shelf AND d.consumer_group = o.consumer_group
+ WHERE o.quantity - coalesce(d.quantity, 0) IS DISTINCT FROM coalesce(s.quantity, 0) AND (o.consumer_group <> '` + busFailing + `' OR o.shelf NOT IN (SELECT item % $2 FROM poison))`
 	sqlUnseen = owed + `
-SELECT count(*) FROM (SELECT consumer_group, kind || 'SEEN' AS action, item, version FROM owed) AS o
+SELECT count(*) FROM (SELECT consumer_group, kind || 'SEEN' AS action, item, version FROM owed EXCEPT SELECT consumer_group, action, item, version FROM dropped) AS o
   FULL JOIN seen AS s USING (consumer_group, action, item, version) WHERE o IS NULL OR s.calls IS NULL`
 	sqlDisorder = `
 SELECT (SELECT count(*) FROM (SELECT version < max(version) OVER (PARTITION BY consumer_group, action, item ORDER BY id) AS late FROM effect) AS e WHERE late)
@@ -110,6 +184,9 @@ func (b *bus) compare(t *testing.T, v *busResult) {
 	v.Retried = b.count(t, `SELECT count(*) FROM event_delivery WHERE attempt_count > 1`)
 	v.RepeatsSeen = b.count(t, `SELECT sum(calls - 1)::bigint FROM seen`)
 
+	_, err := b.db.Exec(b.ctx, sqlDropped)
+	require.NoError(t, err)
+	b.compareExpiring(t, &v.Expired)
 	v.WrongCounts = b.count(t, sqlWrongEffects, busGroups) + b.count(t, sqlWrongShelves, busGroups, shelves) + b.count(t, sqlWrongQuantities, busGroups, shelves)
 	notes := b.count(t, `SELECT count(*) FROM event_handled WHERE action LIKE '%COUNTED'`) - (v.Events*len(busGroups) - v.Poisons)
 	v.WrongNotes = max(notes, -notes)

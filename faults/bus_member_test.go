@@ -48,11 +48,12 @@ func (s *busSpec) run(ctx context.Context, db *pgxpool.Pool) error {
 	h := busHandlers{busSpec: *s, db: db}
 	worker, err := outbox.NewWorker(db, events, s.Group, s.config(),
 		outbox.Handle("SALE_COUNTED", func(ctx context.Context, tx pgx.Tx, e itemSold, m outbox.Metadata) error {
-			return h.count(ctx, tx, "SALE_COUNTED", item(e), m)
+			return h.count(ctx, tx, "SALE_COUNTED", item(e), m, time.Now())
 		}),
 		outbox.HandleBatch("RETURN_COUNTED", func(ctx context.Context, tx pgx.Tx, events []outbox.Received[itemReturned]) error {
+			began := time.Now()
 			for _, e := range events {
-				if err := h.count(ctx, tx, "RETURN_COUNTED", item(e.Event), e.Metadata); err != nil {
+				if err := h.count(ctx, tx, "RETURN_COUNTED", item(e.Event), e.Metadata, began); err != nil {
 					return err
 				}
 			}
@@ -93,12 +94,12 @@ type busHandlers struct {
 // The effects are not idempotent: what is handled twice is there twice. Shelves have items
 // of many keys, so that transactions get into deadlocks.
 const sqlCountItem = `
-WITH effect AS (INSERT INTO effect (consumer_group, action, item, version) VALUES ($1, $2, $3, $4))
+WITH effect AS (INSERT INTO effect (consumer_group, action, item, version, began, expires) VALUES ($1, $2, $3, $4, $7, $8))
 INSERT INTO shelf AS s (consumer_group, shelf, changes, quantity) VALUES ($1, $5, 1, $6)
     ON CONFLICT (consumer_group, shelf) DO UPDATE SET changes = s.changes + 1, quantity = s.quantity + excluded.quantity`
 
-// count is a handler with a transaction.
-func (h busHandlers) count(ctx context.Context, tx pgx.Tx, action string, e item, m outbox.Metadata) error {
+// count is a handler with a transaction, which began to work at a time.
+func (h busHandlers) count(ctx context.Context, tx pgx.Tx, action string, e item, m outbox.Metadata, began time.Time) error {
 	if e.Poison && h.sign(signPoisoned+h.Group) {
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL) // it cannot fail
 		select {}
@@ -106,16 +107,17 @@ func (h busHandlers) count(ctx context.Context, tx pgx.Tx, action string, e item
 	if err := e.take(ctx); err != nil {
 		return err
 	}
-	_, err := tx.Exec(ctx, sqlCountItem, h.Group, action, e.Item, e.Version, e.Item%shelves, e.Quantity)
+	_, err := tx.Exec(ctx, sqlCountItem, h.Group, action, e.Item, e.Version, e.Item%shelves, e.Quantity, began, expiryOf(m))
 	return errors.Join(err, h.fail(e, m))
 }
 
 const sqlSeeItem = `
-INSERT INTO seen AS s (consumer_group, action, item, version, calls) VALUES ($1, $2, $3, $4, 1)
+INSERT INTO seen AS s (consumer_group, action, item, version, calls, began, expires, attempt) VALUES ($1, $2, $3, $4, 1, $5, $6, $7)
     ON CONFLICT (consumer_group, action, item, version) DO UPDATE SET calls = s.calls + 1`
 
 // see is a handler without a transaction.
 func (h busHandlers) see(ctx context.Context, action string, e item, m outbox.Metadata) error {
+	began := time.Now()
 	if err := e.take(ctx); err != nil {
 		return err
 	}
@@ -124,8 +126,16 @@ func (h busHandlers) see(ctx context.Context, action string, e item, m outbox.Me
 	}
 	var b pgx.Batch
 	b.Queue(`SELECT set_config('synchronous_commit', 'on', true)`) // effects that a crash removes would not be written again
-	b.Queue(sqlSeeItem, h.Group, action, e.Item, e.Version)
+	b.Queue(sqlSeeItem, h.Group, action, e.Item, e.Version, began, expiryOf(m), m.Attempt)
 	return h.db.SendBatch(ctx, &b).Close()
+}
+
+// expiryOf returns when an event expires, or nil.
+func expiryOf(m outbox.Metadata) *string {
+	if at, expires := m.Extensions["expirytime"]; expires {
+		return &at
+	}
+	return nil
 }
 
 // take takes as long as the event says.

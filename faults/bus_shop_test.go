@@ -69,8 +69,10 @@ CREATE TABLE item (item int PRIMARY KEY, version bigint NOT NULL DEFAULT 0, quan
 INSERT INTO item SELECT generate_series(0, 299);
 CREATE TABLE poison (item int NOT NULL, version bigint NOT NULL, PRIMARY KEY (item, version));
 CREATE TABLE shelf (consumer_group text, shelf int, changes bigint NOT NULL, quantity bigint NOT NULL, PRIMARY KEY (consumer_group, shelf)) WITH (fillfactor = 50);
-CREATE TABLE effect (id bigserial PRIMARY KEY, consumer_group text NOT NULL, action text NOT NULL, item int NOT NULL, version bigint NOT NULL);
+CREATE TABLE effect (id bigserial PRIMARY KEY, consumer_group text NOT NULL, action text NOT NULL, item int NOT NULL, version bigint NOT NULL,
+       began timestamptz NOT NULL, expires timestamptz);
 CREATE TABLE seen (id bigserial NOT NULL, consumer_group text, action text, item int, version bigint, calls int NOT NULL,
+       began timestamptz NOT NULL, expires timestamptz, attempt int NOT NULL,
        PRIMARY KEY (consumer_group, action, item, version))`
 
 func newBusShop(ctx context.Context, db *pgxpool.Pool, seed uint64) (*busShop, error) {
@@ -200,9 +202,16 @@ func (s *busShop) change(ctx context.Context, tx pgx.Tx, rng *rand.Rand, number 
 	if rng.IntN(20) == 0 {
 		events = []outbox.DomainEvent{itemLooked(e), event}
 	}
-	if number%8 < 2 { // of both types
-		for i, e := range events {
-			events[i] = delay(e)
+	from, delayed := time.Now(), number%8 < 2 // of both types
+	if delayed {
+		from = dueTime()
+	}
+	for i := range events {
+		if delayed {
+			events[i] = delay(events[i], from)
+		}
+		if !e.Poison { // which must become dead
+			events[i] = expire(events[i], fmt.Sprint(e.Item, "/", e.Version), from)
 		}
 	}
 	return s.rec.Record(ctx, tx, events...)

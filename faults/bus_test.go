@@ -79,6 +79,7 @@ type busResult struct {
 	LateStops       int `json:"late_stops"`       // workers whose Run did not return within StopTimeout
 
 	Delayed delayedResult `json:"delayed"`
+	Expired expiredResult `json:"expired"` // deliveries of events that expire soon
 
 	// LongestGap is the longest time without an effect of a group that had something to do and a worker
 	// which ran, and LongestDue the longest time that a delivery was due.
@@ -91,7 +92,7 @@ func (v busResult) String() string { return lineOf(v) }
 
 // Err says what is wrong, or returns nil.
 func (v busResult) Err() error {
-	if v.WrongCounts+v.WrongNotes+v.WrongDeliveries+v.WrongDead+v.Unseen+v.Disorder+v.Stuck+v.Headless+v.LateStops+v.Delayed.wrong() > 0 {
+	if v.WrongCounts+v.WrongNotes+v.WrongDeliveries+v.WrongDead+v.Unseen+v.Disorder+v.Stuck+v.Headless+v.LateStops+v.Delayed.wrong()+v.Expired.wrong() > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
@@ -104,8 +105,8 @@ func (v busResult) missing() error {
 			return fmt.Errorf("faults: %q did not happen: %s", m.kind, v)
 		}
 	}
-	if min(v.Poisons, v.SelfKills, v.Retried, v.Deliveries, v.Delayed.Events) == 0 {
-		return fmt.Errorf("faults: no event has ended its process, or nothing was tried again, or delayed: %s", v)
+	if min(v.Poisons, v.SelfKills, v.Retried, v.Deliveries, v.Delayed.Events, v.Expired.InTime, v.Expired.Expired) == 0 {
+		return fmt.Errorf("faults: no event has ended its process, or nothing was tried again, was delayed or expired: %s", v)
 	}
 	return nil
 }
@@ -265,6 +266,9 @@ func (b *bus) awaitRecorded(t *testing.T, recorded <-chan error) {
 	require.NoError(t, err)
 }
 
+// sqlCounted counts the deliveries that have been counted, and those that will not be, because the event has expired or ends its process.
+const sqlCounted = `SELECT count(*) FROM event_delivery WHERE action LIKE '%COUNTED' AND status IN ('DONE', 'DEAD')`
+
 // awaitHandled waits until everything is handled.
 func (b *bus) awaitHandled(t *testing.T) {
 	t.Helper()
@@ -272,7 +276,7 @@ func (b *bus) awaitHandled(t *testing.T) {
 	// It may be much: as long as something is done it goes on.
 	for last, lastAt := -1, time.Now(); ; {
 		all := b.events(t) * len(busGroups)
-		done := b.count(t, `SELECT sum(changes)::bigint + (SELECT count(*) FROM poison) FROM shelf`)
+		done := b.count(t, sqlCounted)
 		open := b.count(t, `SELECT count(*) FROM event_delivery WHERE status IN ('PENDING', 'PARKED', 'PROCESSING')`)
 		if done >= all && open == 0 {
 			t.Logf("%5.1f s: all %d handled after %v", time.Since(b.start).Seconds(), all, time.Since(began).Round(time.Millisecond))

@@ -46,8 +46,8 @@ SELECT (SELECT array_agg(id) FROM event_delivery
                 GROUP BY order_key HAVING bool_and(status = 'PARKED')) AS k),
        (SELECT coalesce(extract(epoch FROM clock_timestamp() - min(next_retry_at)), 0)::float8 FROM event_delivery
          WHERE consumer_group = $1 AND status = 'PENDING'),
-       (SELECT coalesce(sum(changes), 0)::bigint FROM shelf WHERE consumer_group = $1),
-       (SELECT sum(version)::bigint FROM item) - (SELECT count(*) FROM poison)`
+       (` + sqlCounted + ` AND consumer_group = $1),
+       (SELECT sum(version)::bigint FROM item)`
 
 // look looks after the groups a few times a second: it replaces workers that an event has ended, and
 // notes what is stuck.
@@ -108,7 +108,7 @@ func (b *bus) lookAt(t *testing.T, group string, g *groupWatch) {
 // isAttended reports whether a group has a worker that runs.
 func (b *bus) isAttended(group string) bool {
 	for _, w := range b.of(group) {
-		if !w.frozen && !w.isOver() {
+		if w.frozen == nil && !w.isOver() {
 			return true
 		}
 	}

@@ -53,6 +53,7 @@ type crew struct {
 	workers        []*worker       // that run, the frozen too
 	log            *tail           // what they say
 	started, kills int
+	froze          []*span // when processes were frozen
 }
 
 func newCrew(t *testing.T) *crew {
@@ -79,8 +80,9 @@ type worker struct {
 	asked  atomic.Bool   // it was told to end, or killed
 	done   chan struct{} // closed when it has ended
 	err    error         // written before
-	frozen bool
-	mortal bool // it may end itself with SIGKILL
+	crew   *crew
+	frozen *span // in which it is now; nil for none
+	mortal bool  // it may end itself with SIGKILL
 }
 
 // launch starts a process that TestMain makes what variable says.
@@ -95,7 +97,7 @@ func (c *crew) launch(t *testing.T, variable string, spec any) *worker {
 	stdin, err := cmd.StdinPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())
-	w := &worker{cmd: cmd, stdin: stdin, done: make(chan struct{})}
+	w := &worker{cmd: cmd, stdin: stdin, done: make(chan struct{}), crew: c}
 	go func() {
 		w.err = cmd.Wait()
 		close(w.done)
@@ -160,6 +162,7 @@ func (w *worker) kill() {
 	w.asked.Store(true)
 	_ = w.cmd.Process.Kill() // it may have ended
 	<-w.done
+	w.isThawed()
 }
 
 // ask tells a process to end.
@@ -186,15 +189,25 @@ func (w *worker) stop(t *testing.T) {
 
 func (w *worker) freeze(t *testing.T) {
 	t.Helper()
+	if w.frozen != nil {
+		return
+	}
+	w.frozen = &span{from: time.Now(), what: "frozen"}
+	w.crew.froze = append(w.crew.froze, w.frozen)
 	require.NoError(t, w.cmd.Process.Signal(syscall.SIGSTOP))
-	w.frozen = true
 }
 
 func (w *worker) thaw(t *testing.T) {
 	t.Helper()
-	if w.frozen {
+	if w.frozen != nil {
 		require.NoError(t, w.cmd.Process.Signal(syscall.SIGCONT))
-		w.frozen = false
+		w.isThawed()
+	}
+}
+
+func (w *worker) isThawed() {
+	if w.frozen != nil {
+		w.frozen.to, w.frozen = time.Now(), nil
 	}
 }
 

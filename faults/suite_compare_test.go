@@ -69,6 +69,7 @@ func (s *suite) compare(t *testing.T, v *result) {
 	committed, err := oracle.Committed(s.ctx, s.db, "public")
 	require.NoError(t, err)
 	s.awaitArrivals(t, committed)
+	s.awaitExpiring(t)
 	for _, w := range s.workers {
 		w.stop(t)
 	}
@@ -92,7 +93,8 @@ func (s *suite) compare(t *testing.T, v *result) {
 			ordered[i].Key = e.ID // alone in its order
 		}
 	}
-	expected := s.expected(committed, failed)
+	expired := s.compareExpiring(t, &v.Expired, s.late(t, arrived, &v.Expired))
+	expected := s.expected(committed, failed, expired)
 	var o, strict oracle.Result
 	o.Compare(expected, ordered)
 	strict.Compare(expected, arrived)
@@ -101,13 +103,16 @@ func (s *suite) compare(t *testing.T, v *result) {
 		s.describeRepeats(t, arrived)
 	}
 	v.Events, v.Lost, v.Phantom, v.Duplicates, v.Inversions = len(committed), o.Lost, o.Phantom, o.Duplicates, o.Inversions
-	s.classify(t, committed, ordered, failed, *v)
+	s.classify(t, committed, ordered, failed, expired, *v)
 }
 
 // classify writes the history and requires that outbox verify finds in it what the oracle has found.
-func (s *suite) classify(t *testing.T, committed map[string]struct{}, ordered []oracle.Event, failed []failedEvent, v result) {
+func (s *suite) classify(t *testing.T, committed map[string]struct{}, ordered []oracle.Event, failed []failedEvent, expired map[string]bool, v result) {
 	t.Helper()
 	states := map[string]string{}
+	for id := range expired {
+		states[id] = "expired"
+	}
 	for _, f := range failed {
 		if f.Status != "resolved" {
 			states[f.ID] = f.Status
@@ -168,9 +173,13 @@ func (s *suite) requireOneLeader(t *testing.T) {
 func (s *suite) awaitArrivals(t *testing.T, committed map[string]struct{}) {
 	t.Helper()
 	missing, progress := len(committed)+1, time.Now()
+	soon := map[string]bool{} // awaitExpiring is for these
+	for _, e := range s.expiring(t) {
+		soon[e.ID] = true
+	}
 	for missing > 0 && time.Since(progress) < testenv.Patience {
 		failed := s.failed(t)
-		now := s.topics.Missing(s.expected(committed, failed)) + countByStatus(failed)["waiting"]
+		now := s.topics.Missing(s.expected(committed, failed, soon)) + countByStatus(failed)["waiting"]
 		if now < missing {
 			missing, progress = now, time.Now()
 		}
@@ -178,9 +187,14 @@ func (s *suite) awaitArrivals(t *testing.T, committed map[string]struct{}) {
 	}
 }
 
-// expected returns what has committed and must arrive.
-func (s *suite) expected(committed map[string]struct{}, failed []failedEvent) map[string]struct{} {
+// expected returns what has committed and must arrive: not what Kafka refuses, nor what need not, unless it has.
+func (s *suite) expected(committed map[string]struct{}, failed []failedEvent, needNot map[string]bool) map[string]struct{} {
 	expected := maps.Clone(committed)
+	for id := range needNot {
+		if !s.topics.Has(id) {
+			delete(expected, id)
+		}
+	}
 	for _, f := range failed {
 		if f.Status != "resolved" && !s.topics.Has(f.ID) {
 			delete(expected, f.ID)

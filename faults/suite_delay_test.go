@@ -22,10 +22,12 @@ func isDelayed(e oracle.Event) bool {
 	return hash.Sum32()%64/8 == 0    // of both topics
 }
 
-// delay makes an event one that is due after as much as delayStep. Whoever records it has locked its key, so that the
-// due times of a key are in the order of its versions, and so its events have to arrive in that order.
-func delay(e outbox.DomainEvent) outbox.DomainEvent {
-	due := time.Now().Truncate(delayStep).Add(delayStep)
+// dueTime returns when events are due that are recorded now: after as much as delayStep. Whoever records them has locked
+// their key, so that the due times of a key are in the order of its versions, and so its events have to arrive in that order.
+func dueTime() time.Time { return time.Now().Truncate(delayStep).Add(delayStep) }
+
+// delay makes an event one that is due at a time.
+func delay(e outbox.DomainEvent, due time.Time) outbox.DomainEvent {
 	return outbox.With(e, outbox.EventOptions{NotBefore: due, Headers: map[string]string{dueHeader: due.UTC().Format(time.RFC3339Nano)}})
 }
 

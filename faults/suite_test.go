@@ -88,6 +88,7 @@ func (s *suite) requirePromises(t *testing.T, all []disturbance) {
 	}
 	require.GreaterOrEqual(t, v.Kills, int(*faultMinutes*50/15), "relays killed")
 	require.NotZero(t, v.Delayed.Events)
+	require.NotZero(t, min(v.Expired.InTime, v.Expired.Expired), "events that are delivered in time, and such that expire")
 	s.requireEpochsInOrder(t)
 	s.requireOneLeader(t)
 }
@@ -109,6 +110,7 @@ type result struct {
 	LongestGap int64         `json:"longest_gap_ms"`
 	CutWrites  int64         `json:"cut_writes"` // statements at which the way to PostgreSQL was cut
 	Delayed    delayedResult `json:"delayed"`
+	Expired    expiredResult `json:"expired"` // those that expire soon
 	// Healthy has the events for partitions that always accept everything, of the relay with default options.
 	Healthy healthyResult `json:"healthy"`
 }
@@ -127,7 +129,7 @@ func lineOf(result any) string {
 
 // Err says what is wrong, or returns nil. To send twice is allowed, unless relays send exactly once.
 func (v result) Err() error {
-	if v.Lost+v.Phantom+v.Inversions+v.Delayed.wrong() > 0 || *faultExactly && v.Duplicates > 0 {
+	if v.Lost+v.Phantom+v.Inversions+v.Delayed.wrong()+v.Expired.wrong() > 0 || *faultExactly && v.Duplicates > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
@@ -261,9 +263,15 @@ func (s *suite) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) e
 		if oracle.GoesToFleeting(e) {
 			all[i] = fleetingEvent{e}
 		}
-		if !s.traced && isDelayed(e) {
-			all[i] = delay(all[i])
+		if s.traced {
+			continue
 		}
+		from := time.Now()
+		if isDelayed(e) {
+			from = dueTime()
+			all[i] = delay(all[i], from)
+		}
+		all[i] = expire(all[i], e.ID, from)
 	}
 	if *faultExactly && len(events) > 0 {
 		if err := commitAsync(ctx, tx, events[0]); err != nil {

@@ -111,7 +111,7 @@ type ReplayFailure struct {
 	Partition int32
 	// Offset is the offset in that partition.
 	Offset int64
-	// Err is a [*outbox.FieldError] if the record is no dead letter. Otherwise it is [ErrOtherTopic],
+	// Err is a [*outbox.FieldError] if the record is no dead letter. Otherwise it is [ErrOtherTopic], [ErrCompacted],
 	// [ErrOriginalGone], or the error of Kafka or of the client. A record that Kafka did not acknowledge
 	// may have arrived.
 	Err error
@@ -142,7 +142,7 @@ const deliveryTimeout = 30 * time.Second
 //
 //   - records that Kafka rejects
 //   - records that are no dead letters
-//   - dead letters of another topic ([ErrOtherTopic])
+//   - dead letters of another topic ([ErrOtherTopic]), or of a compacted one ([ErrCompacted])
 //   - dead letters with omitted parts whose original record is gone ([ErrOriginalGone])
 //
 // Any other failure, or the end of ctx, ends the run with an error when the outcome of all records in
@@ -173,6 +173,7 @@ type run struct {
 	report            ReplayReport
 	groups            map[addressee]bool // groups to which records were sent, and whether they exist
 	audited           map[addressee]bool
+	compacted         map[string]bool // topics, as far as Kafka was asked
 }
 
 // addressee is a group for which dead letters of a topic are sent back.
@@ -200,7 +201,7 @@ func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	return &run{
 		cfg: cfg, client: client, single: single,
 		reader: kafka.NewReader(client), originals: kafka.NewReader(client),
-		groups: map[addressee]bool{}, audited: map[addressee]bool{},
+		groups: map[addressee]bool{}, audited: map[addressee]bool{}, compacted: map[string]bool{},
 	}, nil
 }
 
@@ -282,7 +283,7 @@ func (r *run) lookForGroup(ctx context.Context, to addressee) {
 // isRejected reports whether the error concerns only this record, so that other records can be sent.
 func isRejected(err error) bool {
 	var notDeadLetter *outbox.FieldError
-	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.Is(err, ErrOtherTopic) || errors.As(err, &notDeadLetter)
+	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.Is(err, ErrOtherTopic) || errors.Is(err, ErrCompacted) || errors.As(err, &notDeadLetter)
 }
 
 // choose returns the chosen records, and the records that are no dead letters. Its error ends the run
@@ -312,6 +313,9 @@ func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	if !slices.Contains(r.cfg.To, d.OriginalTopic) {
 		return nil, fmt.Errorf("%w: %s", ErrOtherTopic, d.OriginalTopic)
 	}
+	if r.isCompacted(ctx, d.OriginalTopic) {
+		return nil, fmt.Errorf("%w: %s", ErrCompacted, d.OriginalTopic)
+	}
 	record := &kgo.Record{Topic: d.OriginalTopic, Key: d.Record.Key, Value: d.Record.Value}
 	headers := d.Record.Headers
 	if d.ValueOmitted > 0 || d.KeyOmitted > 0 || d.HeadersOmitted > 0 {
@@ -331,6 +335,16 @@ func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	}
 	record.Headers = replayHeaders(d, headers)
 	return record, nil
+}
+
+// isCompacted asks Kafka once whether a topic is compacted. If it does not answer, the topic counts as another one.
+func (r *run) isCompacted(ctx context.Context, topic string) bool {
+	is, known := r.compacted[topic]
+	if !known {
+		is = len(kafka.Compacted(ctx, r.client, topic)) > 0
+		r.compacted[topic] = is
+	}
+	return is
 }
 
 // replayHeaders returns the headers of the original, and the headers that name the group and the action.

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -148,6 +149,21 @@ func TestReplayToOtherTopic(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, report.Sent, "on request")
 	require.Len(t, other.records(t, other.topic), 1)
+}
+
+// In a compacted topic Kafka would keep a dead letter that was sent back to one group as the last record of its key.
+func TestReplayToCompactedTopic(t *testing.T) {
+	t.Parallel()
+	f, compacted := newFixture(t, 1), "compacted-"+uuid.NewString()
+	testenv.CreateTopic(t, testenv.RealBrokers(t), compacted, 1, "cleanup.policy", "compact,delete")
+	f.produce(t, f.deadLetter("a", "v1"), f.deadLetter("b", "v2", outbox.DeadLetterOriginalTopic, compacted), f.deadLetter("c", "v3"))
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, To: []string{f.topic, compacted}})
+	require.NoError(t, err)
+	require.Equal(t, 2, report.Sent)
+	require.Len(t, report.Failed, 1)
+	require.ErrorIs(t, report.Failed[0].Err, outboxdlq.ErrCompacted)
+	require.ErrorContains(t, report.Failed[0].Err, compacted)
+	require.Empty(t, f.records(t, compacted))
 }
 
 // Records that the topic rejects are reported. Other records of the same request are sent.

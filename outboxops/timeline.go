@@ -66,6 +66,7 @@ type timeline struct {
 	failures []int64       // of outbox_failed
 	handled  []FailureHandler
 	delivery []int64
+	expires  time.Time // of the event; zero if it does not expire, or that is not known
 }
 
 func (t *timeline) add(table string, at time.Time, id FailureID, reason string, format string, args ...any) {
@@ -158,7 +159,7 @@ func (t *timeline) recorded(ctx context.Context) error {
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil
 	}
-	t.InOutbox, t.EventID, t.Type = true, t.event.EventID, t.event.Type
+	t.InOutbox, t.EventID, t.Type, t.expires = true, t.event.EventID, t.event.Type, t.event.ExpiresAt
 	t.add("outbox", t.event.CreatedAt, FailureID{}, "", "transaction %s recorded it, or moved it to outbox if it was delayed", xid)
 	return err
 }

@@ -2,6 +2,7 @@ package outboxops
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"time"
 
@@ -39,7 +40,7 @@ func (t *timeline) failed(ctx context.Context) error {
 		_, err := pgx.ForEachRow(rows, []any{&r.id, &t.Type, &r.relay, &r.status, &r.retries, &r.class, &r.message, pg.Time{At: &r.failed}, pg.Time{At: &r.next},
 			&r.by, &r.resolution, pg.Time{At: &r.resolved}, &r.topic, &r.partition, &r.offset, pg.Time{At: &r.sent}}, func() error {
 			add := func(at time.Time, reason, format string, args ...any) {
-				t.add("outbox_failed", at, FailureID{KindEvent, r.id}, reason, "relay "+r.relay+" "+format, args...)
+				t.add("outbox_failed", at, FailureID{KindEvent, r.id}, reason, "relay %s %s", r.relay, fmt.Sprintf(format, args...))
 			}
 			t.failures = append(t.failures, r.id)
 			add(r.failed, "", "could not send it, or put it behind an earlier event of its key")
@@ -76,7 +77,7 @@ func because(class string) string {
 const sqlTimelineDeliveries = `
 SELECT id, event_type, consumer_group, action, status, attempt_count, max_attempts, coalesce(last_error_code, ''), coalesce(last_error_message, ''),
        created_at, failed_at, last_attempt_at, updated_at, processed_at, coalesce(resolved_by, ''), coalesce(note, ''), resolved_at,
-       stream, record_partition, position, dead_letter_owed, coalesce(dead_letter, '')
+       stream, record_partition, position, dead_letter_owed, coalesce(dead_letter, ''), coalesce(headers->>'ce_expirytime', '')
   FROM {schema}.event_delivery
  WHERE event_id = $2::uuid OR $2::uuid IS NULL AND position = $1::bigint AND record_partition IS NULL
  ORDER BY id LIMIT 1000`
@@ -89,6 +90,7 @@ type timelineDelivery struct {
 	created, failed, attempted, changed, processed, resolved                    time.Time
 	partition                                                                   *int32
 	owed                                                                        bool
+	expires                                                                     string
 }
 
 // deliveries adds what workers do with it, and what consumers could not handle.
@@ -98,7 +100,10 @@ func (t *timeline) deliveries(ctx context.Context) error {
 		var d timelineDelivery
 		_, err := pgx.ForEachRow(rows, []any{&d.id, &t.Type, &d.group, &d.action, &d.status, &d.attempts, &d.most, &d.class, &d.message,
 			pg.Time{At: &d.created}, pg.Time{At: &d.failed}, pg.Time{At: &d.attempted}, pg.Time{At: &d.changed}, pg.Time{At: &d.processed},
-			&d.resolvedBy, &d.note, pg.Time{At: &d.resolved}, &d.stream, &d.partition, &d.position, &d.owed, &d.deadLetter}, func() error {
+			&d.resolvedBy, &d.note, pg.Time{At: &d.resolved}, &d.stream, &d.partition, &d.position, &d.owed, &d.deadLetter, &d.expires}, func() error {
+			if at, err := time.Parse(time.RFC3339, d.expires); err == nil {
+				t.expires = at
+			}
 			t.addDelivery(d)
 			return nil
 		})
@@ -108,7 +113,7 @@ func (t *timeline) deliveries(ctx context.Context) error {
 
 func (t *timeline) addDelivery(d timelineDelivery) {
 	add := func(at time.Time, reason, format string, args ...any) {
-		t.add("event_delivery", at, FailureID{KindDelivery, d.id}, reason, "group "+d.group+", action "+d.action+": "+format, args...)
+		t.add("event_delivery", at, FailureID{KindDelivery, d.id}, reason, "group %s, action %s: %s", d.group, d.action, fmt.Sprintf(format, args...))
 	}
 	t.delivery = append(t.delivery, d.id)
 	if d.partition == nil {
@@ -122,7 +127,7 @@ func (t *timeline) addDelivery(d timelineDelivery) {
 	switch d.status {
 	case DeliveryDone:
 		t.handled = append(t.handled, FailureHandler{d.group, d.action})
-		add(d.processed, "", "handled it at attempt %d", d.attempts)
+		add(d.processed, "", "handled it at attempt %d%s", d.attempts, t.orDropped(d.processed))
 	case DeliveryDead:
 		deadLetter := ""
 		if d.owed {
@@ -142,6 +147,14 @@ func (t *timeline) addDelivery(d timelineDelivery) {
 	if !d.resolved.IsZero() {
 		add(d.resolved, "", "%s resolved it: %s", d.resolvedBy, d.note)
 	}
+}
+
+// orDropped says that a group may have dropped the event at a time, because no table keeps whether it did.
+func (t *timeline) orDropped(at time.Time) string {
+	if t.expires.IsZero() || at.Before(t.expires) {
+		return ""
+	}
+	return ", or dropped it because it had expired"
 }
 
 // sqlTimelineHandled reads the notes of an event. It finds the beginnings of the keys one by one, because each group
@@ -170,7 +183,7 @@ func (t *timeline) notes(ctx context.Context) error {
 		var at time.Time
 		_, err := pgx.ForEachRow(rows, []any{&h.Group, &h.Action, pg.Time{At: &at}}, func() error {
 			if !slices.Contains(t.handled, h) {
-				t.add("event_handled", at, FailureID{}, "", "group %s, action %s: handled it", h.Group, h.Action)
+				t.add("event_handled", at, FailureID{}, "", "group %s, action %s: handled it%s", h.Group, h.Action, t.orDropped(at))
 			}
 			return nil
 		})

@@ -171,3 +171,40 @@ func TestTimelineOfFailed(t *testing.T) {
 		}
 	}
 }
+
+// What a group has done with an event since it expired may be that it dropped it. Names with percent signs are shown as
+// they are.
+func TestTimelineOfExpired(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	i := f.inspector(t)
+	require.NoError(t, pgx.BeginFunc(background, f.db, func(tx pgx.Tx) error {
+		return f.rec.Record(background, tx, outbox.With(numbered("a", 1, 1)[0], outbox.EventOptions{Expires: time.Now().Add(time.Hour)}))
+	}))
+	f.exec(t, `INSERT INTO {schema}.event_delivery (position, attempt_count, max_attempts, next_retry_at, created_at, updated_at, processed_at, occurred_at, recorded_at,
+			event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, headers, payload)
+		SELECT id, 1, 10, now(), created_at, now(), expires_at - interval '60 min' + n * interval '40 min', occurred_at, created_at, event_id, 'DONE', '100%d', '%s%!' || n, 'things', event_type, source,
+			aggregate_type, aggregate_id, content_type, ('{"ce_expirytime": "' || to_char(expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') || '"}')::jsonb, payload
+		  FROM {schema}.outbox, generate_series(1, 2) AS n`)
+	f.exec(t, `INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source, handled_at)
+		SELECT '%v', event_type, event_id::text, 'A' || n, source, expires_at - interval '60 min' + n * interval '45 min' FROM {schema}.outbox, generate_series(1, 2) AS n`)
+	f.exec(t, `INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
+			occurred_at, created_at, failed_at, status, error_class)
+		SELECT '5%d', id, 'thing-events/2', event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
+			occurred_at, created_at, created_at + interval '3 h', 'parked', NULL FROM {schema}.outbox`)
+	want := []string{
+		"event_delivery: group 100%d, action %s%!1: has it from outbox delivery-1",
+		"event_delivery: group 100%d, action %s%!2: has it from outbox delivery-2",
+		"event_delivery: group 100%d, action %s%!1: handled it at attempt 1 delivery-1",
+		"event_handled: group %v, action A1: handled it",
+		"event_delivery: group 100%d, action %s%!2: handled it at attempt 1, or dropped it because it had expired delivery-2",
+		"event_handled: group %v, action A2: handled it, or dropped it because it had expired",
+		"outbox_failed: relay 5%d could not send it, or put it behind an earlier event of its key event-1",
+		"outbox_failed: relay 5%d has it parked behind an earlier event of its key event-1",
+	}
+	lines, whole := timelineOf(t, i, "1")
+	require.Equal(t, want, lines[1:])
+	f.exec(t, `DELETE FROM {schema}.outbox`)
+	lines, _ = timelineOf(t, i, whole.EventID)
+	require.Equal(t, want, lines, "the deliveries say when it expires")
+}

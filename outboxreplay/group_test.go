@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -105,6 +106,26 @@ func TestOneGroup(t *testing.T) {
 	require.Equal(t, 2, f.count(t, `outbox_audit WHERE action = 'replay' AND consumer_group = 'a-`+f.topic+`'`))
 	require.Equal(t, 1, f.count(t, `outbox_audit WHERE action = 'forget' AND consumer_group = 'a-`+f.topic+`' AND reason = 'the view was lost (outbox ids 1 to 10)'`))
 	requireDeadLetters(t, f, 2*n)
+}
+
+// In a compacted topic a record for one group would be the last one of its key for all. Nothing is sent, written or
+// forgotten. Records for all groups are sent.
+func TestOneGroupInCompactedTopic(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	compacted := "compacted-" + uuid.NewString()
+	testenv.CreateTopic(t, f.brokers, compacted, 1, "cleanup.policy", "compact")
+	f.record(t, numbered(3)...)
+	cfg := outboxreplay.Config{Source: f.recorded(t), To: compacted, Group: "a", Again: true}
+	report, err := f.run(t, cfg)
+	require.ErrorIs(t, err, outboxreplay.ErrCompacted)
+	require.ErrorContains(t, err, compacted)
+	require.Zero(t, report.Sent)
+	require.Zero(t, f.count(t, "outbox_audit"))
+	cfg.Group, cfg.Again = "", false
+	report, err = f.run(t, cfg)
+	require.NoError(t, err)
+	require.Equal(t, 3, report.Sent)
 }
 
 // requireDeadLetters requires that the dead letters of runs are readable and cannot be sent back.

@@ -44,7 +44,7 @@ func Run(ctx context.Context, db *pgxpool.Pool, opts []kgo.Opt, cfg Config) (Rep
 	if err := errors.Join(cfg.validate(db), kafka.CheckProducerOpts(opts)); err != nil {
 		return Report{}, fmt.Errorf("outbox: replay config: %w", err)
 	}
-	r := &run{cfg: cfg, db: db, report: Report{Next: cfg.Filter.After}, began: time.Now()}
+	r := &run{cfg: cfg, db: db, topics: map[string]bool{}, report: Report{Next: cfg.Filter.After}, began: time.Now()}
 	if !cfg.DryRun {
 		sender, err := newSender(opts)
 		if err != nil {
@@ -73,6 +73,7 @@ type run struct {
 	began   time.Time
 	due     time.Time // when the rate allows the next chunk
 	audited bool
+	topics  map[string]bool // that records for one group may go to
 	chunk   []resend
 	bytes   int // size of the chunk
 }
@@ -174,6 +175,9 @@ func (r *run) await(ctx context.Context, events int) error {
 // send sends a chunk and waits for every outcome. It waits even if ctx ends, because Kafka may have records
 // that it has not acknowledged.
 func (r *run) send(ctx context.Context, chunk []resend) error {
+	if err := r.checkTopics(ctx, chunk); err != nil {
+		return err
+	}
 	if err := r.audit(ctx); err != nil {
 		return err
 	}
@@ -192,6 +196,23 @@ func (r *run) send(ctx context.Context, chunk []resend) error {
 		}
 	}
 	r.produce(ctx, chunk, func(s *resend) **kgo.Record { return &s.record })
+	return nil
+}
+
+// ErrCompacted means that [Run] does not send events to a single group, because their topic is compacted. Kafka would keep
+// such a record as the last one of its key, and forget the one that is for all groups. Choose another topic as Config.To.
+var ErrCompacted = errors.New("in a compacted topic a record for one group would replace the last one of its key for every group")
+
+// checkTopics returns ErrCompacted for a topic of the chunk. It asks Kafka once about each.
+func (r *run) checkTopics(ctx context.Context, chunk []resend) error {
+	for _, s := range chunk {
+		if topic := s.record.Topic; r.cfg.Group != "" && !r.topics[topic] {
+			if len(kafka.Compacted(ctx, r.sender.client, topic)) > 0 {
+				return fmt.Errorf("%w: %s", ErrCompacted, topic)
+			}
+			r.topics[topic] = true
+		}
+	}
 	return nil
 }
 

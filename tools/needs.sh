@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that this machine has the programs that a command of this project needs.
 #
-#   tools/needs.sh demo|kafka|short|test|test-all|test-versions|test-pgbouncer|faults|bench-peers|screenshots|spec|spec-traces|ci
+#   tools/needs.sh demo|kafka|short|test|test-all|test-versions|test-pgbouncer|faults|bench-peers|screenshots|site|spec|spec-traces|ci
 #
 # The table below is the only list of them. The check takes less than a second
 # and needs nothing but bash, because it runs before Go compiles or downloads
@@ -28,7 +28,7 @@ promtool      metrics  prometheus            /usr/bin/promtool         prometheu
 redis-server  cache    redis-server          redis                     redis           to cache pages in an example
 psycopg       python   python3-psycopg       python3-psycopg3          -               of Python (pip install psycopg), to record events from there
 confluent     python   python3-confluent-kafka python3-confluent-kafka -               of Python (pip install confluent-kafka), to read records from there
-pip           pip      python3-pip           python3-pip           python          to download the checker of the models, and Java 21 and a client for the schema registry
+pip           pip      python3-pip           python3-pip           python          to download the checker of the models, the generator of the site, and Java 21 and a client for the schema registry
 chromium      browser  chromium              chromium                  google-chrome   to test the operators' page
 TABLE
 }
@@ -44,6 +44,7 @@ groups() {
     test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
+    site) echo base pip ;;
     spec) echo kafka pip ;;
     spec-traces) echo base git kafka pip ;;
     test) echo base git kafka dump bouncer metrics cache ;;

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -175,6 +176,24 @@ func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[st
 		}
 	}
 	return limits, nil
+}
+
+// Compacted returns those of the topics of which Kafka keeps only the last record of each key, as far as the client may
+// know.
+func Compacted(ctx context.Context, client *kgo.Client, topics ...string) (compacted []string) {
+	ctx, cancel := context.WithTimeout(ctx, limitsTimeout)
+	defer cancel()
+	const setting = "cleanup.policy"
+	response, err := SettingsRequest(topics, setting).RequestWith(ctx, client)
+	if err != nil {
+		return nil
+	}
+	for _, resource := range response.Resources {
+		if strings.Contains(SettingsOf(resource)[setting], "compact") {
+			compacted = append(compacted, resource.ResourceName)
+		}
+	}
+	return compacted
 }
 
 // SettingsRequest returns the request for settings of topics.

@@ -47,11 +47,13 @@ func Follow(brokers []string, topic string, decode func(*kgo.Record) (Event, err
 	return r, nil
 }
 
-// Place is where a record is.
+// Place is where a record is, and its times.
 type Place struct {
 	Topic     string
 	Partition int32
 	Offset    int64
+	Sent      time.Time // when the producer was given the record
+	Expires   time.Time // of its event; zero: never
 }
 
 // Close ends the reading. Without Kafka that takes seconds. What has arrived stays.
@@ -95,8 +97,18 @@ func (r *Reader) take(record *kgo.Record) {
 	if err != nil && r.err == nil {
 		r.err = fmt.Errorf("oracle: record %s/%d/%d: %w", record.Topic, record.Partition, record.Offset, err)
 	}
-	r.arrived, r.places = append(r.arrived, e), append(r.places, Place{record.Topic, record.Partition, record.Offset})
+	r.arrived, r.places = append(r.arrived, e), append(r.places, placeOf(record))
 	r.seen[e.ID] = struct{}{}
+}
+
+func placeOf(r *kgo.Record) Place {
+	p := Place{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Sent: r.Timestamp}
+	for _, h := range r.Headers {
+		if h.Key == "ce_expirytime" {
+			p.Expires, _ = time.Parse(time.RFC3339, string(h.Value))
+		}
+	}
+	return p
 }
 
 // Arrived returns what has arrived so far, repeats included, and the first

@@ -56,8 +56,8 @@ func send(ctx context.Context, db BatchSender, rare bool, statements *pgx.Batch)
 	}
 	statements.QueuedQueries = append(first, statements.QueuedQueries...)
 	err := db.SendBatch(ctx, statements).Close()
-	const serializationFailure = "40001"
-	if hasCode(err, serializationFailure) {
+	const serializationFailure, invalidState = "40001", "25000" // functions of outbox raise the second one under another level
+	if hasCode(err, serializationFailure, invalidState) {
 		makeStrict(db)
 	}
 	return err

@@ -93,6 +93,24 @@ func TestDocLinks(t *testing.T) {
 	}
 }
 
+// The navigation of the site has each page of docs/ once.
+func TestSiteNavigation(t *testing.T) {
+	t.Parallel()
+	navigation := regexp.MustCompile(`(?s)\nnav = \[\n(.*?)\n\]\n`).FindStringSubmatch(read(t, "tools/site/zensical.toml"))
+	require.NotNil(t, navigation)
+	var named, there []string
+	for _, page := range regexp.MustCompile(`"([\w/-]+\.md)"`).FindAllStringSubmatch(navigation[1], -1) {
+		named = append(named, page[1])
+	}
+	require.NoError(t, filepath.WalkDir("docs", func(path string, _ fs.DirEntry, err error) error {
+		if strings.HasSuffix(path, ".md") {
+			there = append(there, strings.TrimPrefix(filepath.ToSlash(path), "docs/"))
+		}
+		return err
+	}))
+	require.ElementsMatch(t, append(there, "index.md"), named, "index.md is README.md")
+}
+
 // anchors returns what links to the headings of a document end with.
 func anchors(doc string) (all []string) {
 	for _, heading := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(doc, -1) {
@@ -168,6 +186,33 @@ func TestDocTargets(t *testing.T) {
 	require.Greater(t, made, 60)
 }
 
+// Workflows run targets of the Makefile and tools that are there, and test the versions that the Makefile names.
+func TestWorkflows(t *testing.T) {
+	t.Parallel()
+	workflows, err := filepath.Glob(".github/workflows/*.yml")
+	require.NoError(t, err)
+	makefile, runs := read(t, "Makefile"), 0
+	for _, path := range workflows {
+		for _, run := range regexp.MustCompile(`run: (?:make ([a-z-]+)|.*?((?:tools/|\.ci/)[\w./]+))`).FindAllStringSubmatch(read(t, path), -1) {
+			runs++
+			if run[1] != "" {
+				require.Contains(t, makefile, "\n"+run[1]+":", "%s: make %s", path, run[1])
+			} else {
+				require.FileExists(t, run[2], path)
+			}
+		}
+	}
+	require.Greater(t, runs, 5)
+	versions := func(name string) []string {
+		return strings.Fields(regexp.MustCompile(`(?m)^` + name + ` +\?= (.*)$`).FindStringSubmatch(makefile)[1])
+	}
+	lists := regexp.MustCompile(`version: \[(.*)\]`).FindAllStringSubmatch(read(t, ".github/workflows/versions.yml"), -1)
+	require.Len(t, lists, 2)
+	for i, name := range []string{"VERSIONS", "KAFKAS"} {
+		require.Equal(t, versions(name), strings.Split(strings.ReplaceAll(lists[i][1], `"`, ""), ", "), name)
+	}
+}
+
 // isThere reports whether a document may name a file so.
 func isThere(file string) bool {
 	return slices.ContainsFunc([]string{".", "migrations", "examples/guide"}, func(dir string) bool {
@@ -195,9 +240,11 @@ func TestQuotedLogLines(t *testing.T) {
 // documents are those for users and for those who change outbox.
 func documents(t *testing.T) []string {
 	t.Helper()
-	docs, err := filepath.Glob("docs/*.md")
+	users, err := filepath.Glob("docs/*.md")
 	require.NoError(t, err)
-	return append([]string{"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "internal/doc/requirements.md"}, docs...)
+	developers, err := filepath.Glob("internal/doc/*.md")
+	require.NoError(t, err)
+	return slices.Concat([]string{"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"}, developers, users)
 }
 
 // repository returns the files with an ending, of all modules.

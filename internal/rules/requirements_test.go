@@ -6,6 +6,7 @@ import (
 	"go/token"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -19,16 +20,24 @@ var requirementNumbers = []struct {
 	last    int
 }{{"A", 75}, {"B", 34}, {"C", 38}, {"D", 34}, {"E", 38}, {"T", 30}, {"X", 36}, {"F", 6}}
 
-// internal/doc/requirements.md has one line for each number, in order. A line that is done names the tests that show
-// it, any other line says why, and all tests that it names exist.
+// internal/doc/requirements.md has each number, in order: one line, or lines with parts from 1 on where different
+// tests show what it asks for. A line that is done names the tests that show it, any other line says why, and all
+// tests that it names exist.
 func TestRequirements(t *testing.T) {
 	t.Parallel()
 	tests := testNames(t)
 	text := read(t, "internal/doc/requirements.md")
 	var numbers, want []string
-	for _, line := range regexp.MustCompile(`(?m)^\| ([A-Z]\d+) \|(.*)\|$`).FindAllStringSubmatch(text, -1) {
-		number, cells := line[1], strings.Split(line[2], " |")
-		numbers = append(numbers, number)
+	parts := map[string]int{}
+	for _, line := range regexp.MustCompile(`(?m)^\| ([A-Z]\d+)(\.\d+)? \|(.*)\|$`).FindAllStringSubmatch(text, -1) {
+		number, cells := line[1]+line[2], strings.Split(line[3], " |")
+		if line[2] != "" {
+			parts[line[1]]++
+			require.Equal(t, fmt.Sprintf("%s.%d", line[1], parts[line[1]]), number)
+		}
+		if parts[line[1]] <= 1 {
+			numbers = append(numbers, line[1])
+		}
 		if !assertCells(t, number, cells) {
 			continue
 		}
@@ -45,11 +54,7 @@ func TestRequirements(t *testing.T) {
 		default:
 			t.Errorf("%s is %q: want done, differs, partial or missing", number, state)
 		}
-		for _, name := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(shown, -1) {
-			if test, sub, _ := strings.Cut(name[1], "/"); !tests[test] || sub != "" && !tests[test+"/"+sub] {
-				t.Errorf("%s: there is no test %s", number, name[1])
-			}
-		}
+		tests.assertNamed(t, number, shown)
 	}
 	for _, c := range requirementNumbers {
 		for n := range c.last {
@@ -57,6 +62,9 @@ func TestRequirements(t *testing.T) {
 		}
 	}
 	require.Equal(t, want, numbers)
+	for number, n := range parts {
+		require.Greater(t, n, 1, "%s has one part", number)
+	}
 	require.NotRegexp(t, "`[\\w./-]+\\.(go|sql)`", text, "files move, and nobody looks here then")
 }
 
@@ -68,7 +76,7 @@ func TestNamedTestsExist(t *testing.T) {
 	for _, path := range repository(t, ".md") {
 		for _, name := range regexp.MustCompile("`(Test[A-Z]\\w*)").FindAllStringSubmatch(read(t, path), -1) {
 			named++
-			if !tests[name[1]] {
+			if tests[name[1]] == nil {
 				t.Errorf("%s names %s, which does not exist", path, name[1])
 			}
 		}
@@ -76,10 +84,64 @@ func TestNamedTestsExist(t *testing.T) {
 	require.Greater(t, named, 500)
 }
 
-// The models and properties that docs/correctness.md names exist, and so do its commands.
-func TestCorrectnessNamesWhatExists(t *testing.T) {
+// Each promise of docs/guarantees.md links to the chapter of the same name in internal/doc/guarantees-tests.md, and
+// names tests of that chapter. A row there is one situation, and names the tests that show it. All of them exist.
+func TestGuarantees(t *testing.T) {
 	t.Parallel()
-	text, makefile := read(t, "docs/correctness.md"), read(t, "Makefile")
+	const page = "internal/doc/guarantees-tests.md"
+	tests := testNames(t)
+	var promised, shown []string
+	rows := map[string]string{} // of each chapter
+	situations := map[string]bool{}
+	for _, c := range chapters(read(t, page)) {
+		shown = append(shown, c.heading)
+		for _, row := range regexp.MustCompile(`(?m)^\| (.+)$`).FindAllStringSubmatch(c.text, -1)[1:] {
+			cells := strings.Split(strings.TrimSuffix(row[1], " |"), " | ")
+			if len(cells) != 2 {
+				t.Errorf("%s: want a situation and its tests: %s", page, row[0])
+				continue
+			}
+			if situations[cells[0]] && !strings.HasPrefix(cells[0], "the same") {
+				t.Errorf("%s: there are two rows of: %s", page, cells[0])
+			}
+			situations[cells[0]] = true
+			require.Regexp(t, "^`[^`]+`( of [\\w./-]+)?(, `[^`]+`( of [\\w./-]+)?)*$", cells[1], "%s: nothing but tests", cells[0])
+			tests.assertNamed(t, cells[0], cells[1])
+			rows[c.heading] += cells[1]
+		}
+	}
+	require.Greater(t, len(situations), 400)
+	for _, c := range chapters(read(t, "docs/guarantees.md")) {
+		_, proof, ok := strings.Cut(c.text, "**Proof.**")
+		if !ok {
+			continue
+		}
+		promised = append(promised, c.heading)
+		require.Contains(t, proof, "(../"+page+"#"+anchors("## " + c.heading)[0]+")")
+		named := regexp.MustCompile("`Test\\w+`").FindAllString(proof, -1)
+		require.NotEmpty(t, named, c.heading)
+		for _, name := range named {
+			require.Contains(t, rows[c.heading], name, "%s: no row of %s has it", c.heading, page)
+		}
+	}
+	require.Equal(t, promised, shown)
+}
+
+// chapter is a part of a document below a heading of the second level.
+type chapter struct{ heading, text string }
+
+func chapters(doc string) (all []chapter) {
+	for _, text := range strings.Split("\n"+doc, "\n## ")[1:] {
+		heading, text, _ := strings.Cut(text, "\n")
+		all = append(all, chapter{heading, text})
+	}
+	return all
+}
+
+// The models and properties that docs/guarantees.md names exist, and so do its commands.
+func TestGuaranteesNameModels(t *testing.T) {
+	t.Parallel()
+	text, makefile := read(t, "docs/guarantees.md"), read(t, "Makefile")
 	models := regexp.MustCompile("((?:`[A-Z]\\w+`(?:, )?)+)(?: under fairness)?: ([A-Z]\\w+(?:, [A-Z]\\w+)*)").FindAllStringSubmatch(text, -1)
 	require.Greater(t, len(models), 8)
 	for _, line := range models {
@@ -109,11 +171,36 @@ func assertCells(t *testing.T, number string, cells []string) bool {
 	return true
 }
 
-// testNames returns the tests, examples and fuzz tests of all modules. A subtest counts by a text in the file of
-// its test: what t.Run gets, or a table that it takes its names from.
-func testNames(t *testing.T) map[string]bool {
+// testFolders has the names of tests, examples, fuzz tests and benchmarks, with the folders of the packages that have
+// one of the name.
+type testFolders map[string][]string
+
+// assertNamed checks that the tests in a cell exist. A name that several packages have is followed by the folder:
+// `TestReplay` of outboxdlq.
+func (tests testFolders) assertNamed(t *testing.T, row, cell string) {
 	t.Helper()
-	names := map[string]bool{}
+	for _, m := range regexp.MustCompile("`([^`]+)`(?: of ([\\w./-]+))?").FindAllStringSubmatch(cell, -1) {
+		name, folder := m[1], m[2]
+		test, _, _ := strings.Cut(name, "/")
+		switch {
+		case len(tests[name]) == 0, folder != "" && !slices.Contains(tests[name], folder):
+			t.Errorf("%s: there is no test %s", row, m[0])
+		case folder == "" && len(tests[test]) > 1:
+			t.Errorf("%s: name one of the folders that have a %s: %s", row, name, tests[test])
+		}
+	}
+}
+
+// testNames returns the tests of all modules. A subtest counts by a text in the file of
+// its test: what t.Run gets, or a table that it takes its names from.
+func testNames(t *testing.T) testFolders {
+	t.Helper()
+	names := testFolders{}
+	add := func(name, path string) {
+		if dir := filepath.Dir(path); !slices.Contains(names[name], dir) {
+			names[name] = append(names[name], dir)
+		}
+	}
 	for _, path := range repository(t, "_test.go") {
 		file, err := parseFile(token.NewFileSet(), path)
 		require.NoError(t, err)
@@ -121,7 +208,7 @@ func testNames(t *testing.T) map[string]bool {
 		ast.Inspect(file, func(n ast.Node) bool {
 			switch n := n.(type) {
 			case *ast.FuncDecl:
-				if n.Recv == nil && regexp.MustCompile(`^(Test|Example|Fuzz)`).MatchString(n.Name.Name) {
+				if n.Recv == nil && regexp.MustCompile(`^(Test|Example|Fuzz|Benchmark)`).MatchString(n.Name.Name) {
 					tests = append(tests, n.Name.Name)
 				}
 			case *ast.BasicLit:
@@ -132,9 +219,9 @@ func testNames(t *testing.T) map[string]bool {
 			return true
 		})
 		for _, test := range tests {
-			names[test] = true
+			add(test, path)
 			for _, text := range texts {
-				names[test+"/"+text] = true
+				add(test+"/"+text, path)
 			}
 		}
 	}

@@ -2,7 +2,8 @@
 // one that is published can be got, built and used from an empty module, at the
 // version that is about to be tagged, before there is a tag.
 //
-//	release check [-dir folder] version
+//	release check [-dir folder] [-archives folder] version
+//	release tag [-dir folder] version
 //	release tidy [-dir folder] version
 //
 // "release -h" says the rest.
@@ -26,9 +27,13 @@ const usage = `Checks that the modules of a repository can be released.
 
 Usage:
 
-	release check [-dir folder] version
+	release check [-dir folder] [-archives folder] version
 	        pack the published modules as the version, into a module proxy made of
-	        files; get, build and run a program against each from an empty module
+	        files; get, build and run a program against each from an empty module;
+	        tag a copy, and compare what the tags give; write archives of the
+	        commands for each system, and the root file system of the image
+	release tag [-dir folder] version
+	        make the tags of the version, one for each published module
 	release tidy [-dir folder] version
 	        let all modules require each other at the version, and tidy them
 
@@ -50,6 +55,9 @@ var unpublished = []string{"bench", "bench/peers", "examples", "examples/nats", 
 // of the linter must not decide about versions of ours.
 var outsideWorkspace = []string{"tools/deploy", "tools/lint", "tools/vuln"}
 
+// targets are the systems that get the commands of the root module as programs.
+var targets = []string{"linux/amd64", "linux/arm64", "darwin/amd64", "darwin/arm64", "windows/amd64"}
+
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stdout)
@@ -63,11 +71,11 @@ func main() {
 // run is main with an error.
 func run(ctx context.Context, args []string, out io.Writer) error {
 	if len(args) == 0 {
-		return errors.New(`want check or tidy; "release -h" says more`)
+		return errors.New(`want check, tag or tidy; "release -h" says more`)
 	}
 	flags := flag.NewFlagSet("release", flag.ContinueOnError)
 	flags.SetOutput(io.Discard) // main prints the error
-	dir := flags.String("dir", ".", "")
+	dir, archives := flags.String("dir", ".", ""), flags.String("archives", "", "")
 	err := flags.Parse(args[1:])
 	if errors.Is(err, flag.ErrHelp) || args[0] == "-h" || args[0] == "help" {
 		fmt.Fprint(out, usage)
@@ -79,17 +87,19 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	if flags.NArg() != 1 {
 		return fmt.Errorf("want one version, such as v0.1.0: %q", flags.Args())
 	}
-	r, err := open(*dir, flags.Arg(0), out)
+	r, err := open(*dir, *archives, flags.Arg(0), out)
 	if err != nil {
 		return err
 	}
 	switch args[0] {
 	case "check":
 		return r.check(ctx)
+	case "tag":
+		return r.tag(ctx)
 	case "tidy":
 		return r.tidy(ctx)
 	}
-	return fmt.Errorf("unknown command %q: want check or tidy", args[0])
+	return fmt.Errorf("unknown command %q: want check, tag or tidy", args[0])
 }
 
 // check runs all checks, those that take no time first.
@@ -116,13 +126,13 @@ func (r *release) check(ctx context.Context) error {
 
 // open reads the modules under dir. The programs and lists are those of this
 // repository; tests replace them.
-func open(dir, version string, out io.Writer) (*release, error) {
+func open(dir, archives, version string, out io.Writer) (*release, error) {
 	mine, err := fs.Sub(programs, "testdata/programs")
 	if err != nil {
 		return nil, err
 	}
 	return newRelease(config{
-		dir: dir, version: version, programs: mine, out: out,
+		dir: dir, archives: archives, targets: targets, version: version, programs: mine, out: out,
 		unpublished: unpublished, outsideWorkspace: outsideWorkspace,
 	})
 }

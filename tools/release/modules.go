@@ -17,11 +17,13 @@ import (
 	"golang.org/x/mod/semver"
 )
 
-// config says what to check. All fields are required.
+// config says what to check. All fields but archives are required.
 type config struct {
 	dir              string // of the repository
 	version          string // that is about to be tagged
-	programs         fs.FS  // a folder for each published module
+	archives         string // folder for the archives; empty: none
+	targets          []string
+	programs         fs.FS // a folder for each published module
 	unpublished      []string
 	outsideWorkspace []string
 	out              io.Writer

@@ -41,7 +41,10 @@ func (r *release) tryAll(ctx context.Context, temp string) error {
 		r.printf("%s@%s can be got: packages built: %d, commands installed: %d, its program passes (%.0f s)\n",
 			m.path, r.version, len(packages), len(commands), time.Since(start).Seconds())
 	}
-	return nil
+	if err := r.tryTags(ctx, temp, proxy); err != nil || r.archives == "" {
+		return err
+	}
+	return r.writeArchives(ctx, tool, temp)
 }
 
 // outsideTool returns a go command that sees nothing of this repository but the proxy. It has a
