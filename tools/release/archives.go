@@ -27,8 +27,8 @@ const certificates = "/etc/ssl/certs/ca-certificates.crt"
 // archiveFile is a file of an archive, with its name there.
 type archiveFile struct{ name, disk string }
 
-// writeArchives builds the commands of the root module for all targets, from the proxy as users do, and writes an archive
-// for each, the root file system of the image, and the sums of all.
+// writeArchives builds the commands of the root module for all targets, from the proxy as users do, and writes an
+// archive for each, the root file system of the image, and the sums of all.
 func (r *release) writeArchives(ctx context.Context, tool goTool, temp string) error {
 	if err := os.MkdirAll(r.archives, 0o755); err != nil {
 		return err
@@ -50,7 +50,8 @@ func (r *release) writeArchives(ctx context.Context, tool goTool, temp string) e
 func (r *release) writeArchive(ctx context.Context, tool goTool, temp, target, command string) error {
 	system, processor, _ := strings.Cut(target, "/")
 	gopath, name := filepath.Join(temp, "gopath", system+"_"+processor), path.Base(command)
-	// The go command installs programs for other systems only without GOBIN, in a folder below bin that is named after them.
+	// The go command installs programs for other systems only without GOBIN, in a folder below bin that is named
+	// after them.
 	tool.env = append(slices.Clone(tool.env), "GOBIN=", "GOPATH="+gopath, "GOOS="+system, "GOARCH="+processor, "CGO_ENABLED=0")
 	if _, err := tool.run(ctx, temp, "install", "-ldflags=-s", command+"@"+r.version); err != nil {
 		return err

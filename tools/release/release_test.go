@@ -118,7 +118,8 @@ func TestArchives(t *testing.T) {
 	require.Regexp(t, `^-rwxr-xr-x .* house\n-rw-r--r-- .* etc/ssl/certs/ca-certificates.crt\n$`, string(out))
 }
 
-// Each published module gets a tag, which begins with its folder; tags are made only of a commit of a version with a date.
+// Each published module gets a tag, which begins with its folder. Tags are made only of a commit, and of a version
+// that has a date.
 func TestTag(t *testing.T) {
 	cfg := newRepository(t, nil)
 	git := func(args ...string) string {
