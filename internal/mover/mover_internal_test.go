@@ -240,6 +240,28 @@ func TestFloor(t *testing.T) {
 	require.Equal(t, numbered("b", 1, 2), s.moved(t)[len(moved):])
 }
 
+// A full look may take longer than it is given, over the index entries that an old snapshot keeps. The next looks begin
+// at the floor, so what has become due since is moved all the same.
+func TestFullLookTakesTooLong(t *testing.T) {
+	t.Parallel()
+	s := newTables(t)
+	s.delay(t, 1, "a", -20, 0)
+	require.Equal(t, 1, s.round(t).Moved)
+	for range 3 {
+		s.mover.nextFull, s.mover.cfg.Timeout = time.Time{}, 20*time.Millisecond
+		old := s.begin(t)
+		_, err := old.Exec(background, s.sql(`LOCK TABLE {schema}.outbox_delayed`))
+		require.NoError(t, err)
+		_, err = s.mover.Round(background, background)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.NoError(t, old.Rollback(background))
+		require.Greater(t, time.Until(s.mover.nextFull), 100*time.Millisecond)
+		s.mover.nextFull, s.mover.cfg.Timeout = s.mover.nextFull.Add(time.Hour), testenv.Patience
+		s.delay(t, 2, "a", -1, 0)
+		require.Equal(t, 2, s.anyRound(t).Moved)
+	}
+}
+
 // The floor stays below events of blocked keys.
 func TestFloorOfBlockedKey(t *testing.T) {
 	t.Parallel()
