@@ -133,7 +133,7 @@ func (m *Mover) Round(ctx, held context.Context) (r Result, err error) {
 		looked := time.Now()
 		l, err := m.look(held, start, passed)
 		if err != nil {
-			if start.IsZero() { // it may have taken too long; what is due since the floor does not wait for the next one
+			if start.IsZero() { // what has become due since the floor does not wait for the next one
 				m.nextFull = time.Now().Add(pauseFull * time.Since(looked))
 			}
 			return r, err
