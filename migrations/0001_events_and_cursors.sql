@@ -354,7 +354,8 @@ $function$,
 --
 --   moved, rejected   how many events were moved, and how many outbox has rejected for what they are
 --   blocked           keys with an event that another transaction has locked, a cancellation for example, or that has a
---                     problem: neither it nor later events of the key were moved; blocked_at is the first due time of these
+--                     problem: neither it nor later events of the key were moved; blocked_at is the first due time of
+--                     these
 --   more              another call would find more
 --   lowest            the look has left no event that is due before this time, except for the keys in passed; NULL:
 --                     another mover is at work

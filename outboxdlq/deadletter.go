@@ -24,8 +24,8 @@ import (
 // original record, which has them, is no longer at its offset.
 var ErrOriginalGone = errors.New("the original record is gone")
 
-// ErrCompacted means that [Replay] does not send a dead letter, because its original topic is compacted. The record that
-// is sent back is for one group. Kafka would keep it as the last one of its key, and forget the one that is for all.
+// ErrCompacted means that [Replay] does not send a dead letter, because its original topic is compacted. The record
+// that is sent back is for one group. Kafka would keep it as the last one of its key, and forget the one for all.
 var ErrCompacted = errors.New("the dead letter is one of a compacted topic, where it would replace the last record of its key for every group")
 
 // ErrOtherTopic means that [Replay] does not send a dead letter, because its original topic is not in

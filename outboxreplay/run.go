@@ -199,8 +199,9 @@ func (r *run) send(ctx context.Context, chunk []resend) error {
 	return nil
 }
 
-// ErrCompacted means that [Run] does not send events to a single group, because their topic is compacted. Kafka would keep
-// such a record as the last one of its key, and forget the one that is for all groups. Choose another topic as Config.To.
+// ErrCompacted means that [Run] does not send events to a single group, because their topic is compacted. Kafka
+// would keep such a record as the last one of its key, and forget the one for all groups. Choose another topic as
+// Config.To.
 var ErrCompacted = errors.New("in a compacted topic a record for one group would replace the last one of its key for every group")
 
 // checkTopics returns ErrCompacted for a topic of the chunk. It asks Kafka once about each.

@@ -130,8 +130,12 @@ func (m *Mover) Round(ctx, held context.Context) (r Result, err error) {
 	var blockedAt pgtype.Timestamptz // the first event of the keys in passed
 	var problem error
 	for {
+		looked := time.Now()
 		l, err := m.look(held, start, passed)
 		if err != nil {
+			if start.IsZero() { // what has become due since the floor does not wait for the next one
+				m.nextFull = time.Now().Add(pauseFull * time.Since(looked))
+			}
 			return r, err
 		}
 		r.add(&l)

@@ -240,6 +240,28 @@ func TestFloor(t *testing.T) {
 	require.Equal(t, numbered("b", 1, 2), s.moved(t)[len(moved):])
 }
 
+// A full look may take longer than it is given, over the index entries that an old snapshot keeps. The next looks begin
+// at the floor, so what has become due since is moved all the same.
+func TestFullLookTakesTooLong(t *testing.T) {
+	t.Parallel()
+	s := newTables(t)
+	s.delay(t, 1, "a", -20, 0)
+	require.Equal(t, 1, s.round(t).Moved)
+	for range 3 {
+		s.mover.nextFull, s.mover.cfg.Timeout = time.Time{}, 20*time.Millisecond
+		old := s.begin(t)
+		_, err := old.Exec(background, s.sql(`LOCK TABLE {schema}.outbox_delayed`))
+		require.NoError(t, err)
+		_, err = s.mover.Round(background, background)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.NoError(t, old.Rollback(background))
+		require.Greater(t, time.Until(s.mover.nextFull), 100*time.Millisecond)
+		s.mover.nextFull, s.mover.cfg.Timeout = s.mover.nextFull.Add(time.Hour), testenv.Patience
+		s.delay(t, 2, "a", -1, 0)
+		require.Equal(t, 2, s.anyRound(t).Moved)
+	}
+}
+
 // The floor stays below events of blocked keys.
 func TestFloorOfBlockedKey(t *testing.T) {
 	t.Parallel()
@@ -295,17 +317,17 @@ func TestRejected(t *testing.T) {
 }
 
 // Events that outbox does not take now, of more keys than one, delay none of other keys: neither those that a trigger
-// refuses, which is an outage, nor those whose ids other transactions record at the same time.
+// rejects, which is an outage, nor those whose ids other transactions record at the same time.
 func TestProblemsOfManyKeys(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)
 	migrate(t, db, schema)
 	s := tablesIn(db, schema)
 	s.exec(t, `CREATE UNIQUE INDEX outbox_event_id_key ON {schema}.outbox (event_id)`)
-	s.exec(t, `CREATE FUNCTION {schema}.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.aggregate_id LIKE 'rejected%' THEN RAISE EXCEPTION 'refused'; END IF; RETURN NEW; END $$`)
-	s.exec(t, `CREATE TRIGGER refuse BEFORE INSERT ON {schema}.outbox FOR EACH ROW EXECUTE FUNCTION {schema}.refuse()`)
+	s.exec(t, `CREATE FUNCTION {schema}.rejects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.aggregate_id LIKE 'trigger%' THEN RAISE EXCEPTION 'no'; END IF; RETURN NEW; END $$`)
+	s.exec(t, `CREATE TRIGGER rejects BEFORE INSERT ON {schema}.outbox FOR EACH ROW EXECUTE FUNCTION {schema}.rejects()`)
 	for n := range 10 {
-		open, rejected := fmt.Sprint("open ", n), fmt.Sprint("rejected ", n)
+		open, ofTrigger := fmt.Sprint("open ", n), fmt.Sprint("trigger ", n)
 		s.delay(t, 2, open, -20, 1)
 		tx := s.begin(t)
 		_, err := tx.Exec(background, s.sql(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
@@ -314,16 +336,16 @@ func TestProblemsOfManyKeys(t *testing.T) {
 		s.delay(t, 2, fmt.Sprint("good ", n), -10, 1)
 		r := s.round(t)
 		require.Equal(t, []int{2, n + 1}, []int{r.Moved, r.Blocked}, "beside %d", n)
-		s.delay(t, 2, rejected, -20, 1)
+		s.delay(t, 2, ofTrigger, -20, 1)
 		s.mover.nextFull = time.Time{}
 		r, err = s.mover.Round(background, background)
 		require.ErrorIs(t, err, errProblem)
-		require.ErrorContains(t, err, "P0001: refused")
+		require.ErrorContains(t, err, "P0001: no")
 		require.LessOrEqual(t, r.Next, time.Second)
-		s.exec(t, `DELETE FROM {schema}.outbox_delayed WHERE aggregate_id = $1`, rejected)
+		s.exec(t, `DELETE FROM {schema}.outbox_delayed WHERE aggregate_id = $1`, ofTrigger)
 	}
 	for n := range 10 {
-		s.delay(t, 2, fmt.Sprint("rejected ", n), -20, 1)
+		s.delay(t, 2, fmt.Sprint("trigger ", n), -20, 1)
 	}
 	s.delay(t, 2, "good at last", -10, 1)
 	s.mover.nextFull = time.Time{}
@@ -358,7 +380,9 @@ func TestRoundUnderAnotherLevel(t *testing.T) {
 	t.Parallel()
 	s := newTables(t)
 	s.delay(t, 3, "a", -10, 1)
-	m := s.newMover(testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable" }))
+	m := s.newMover(testenv.Pool(t, func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
+	}))
 	_, err := m.Round(background, background)
 	require.ErrorContains(t, err, "READ COMMITTED")
 	r, err := m.Round(background, background)

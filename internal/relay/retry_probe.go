@@ -94,7 +94,7 @@ func (r *retrier) probe(ctx context.Context, names []string) error {
 	return nil
 }
 
-// probeOnce tries one event of each bad partition, and returns the keys of those that were sent or have expired, and the
+// probeOnce tries one event of each bad partition. It returns the keys of those that were sent or have expired, and the
 // partitions of the latter: nothing is known of them.
 func (r *retrier) probeOnce(ctx context.Context, names []string) (sent, expired []string, err error) {
 	send := r.sendBy(r.Deliverer.probe)

@@ -52,8 +52,8 @@ func TestSuspectsWaitForNoProbe(t *testing.T) {
 	probes.Wait()
 }
 
-// An event that has expired tells nothing about its partition. The next one is tried at once, and not with the next probe:
-// what is behind many of them would wait for as many probes after the partition has recovered.
+// An event that has expired tells nothing about its partition. The next one is tried at once, and not with the next
+// probe: what is behind many of them would wait for as many probes after the partition has recovered.
 func TestProbePassesExpired(t *testing.T) {
 	t.Parallel()
 	d := testenv.NewTables(t)
