@@ -53,7 +53,7 @@ type crew struct {
 	workers        []*worker       // that run, the frozen too
 	log            *tail           // what they say
 	started, kills int
-	froze          []*span // when processes were frozen
+	slow           []*span // when a process was frozen, or answers were under way for long
 }
 
 func newCrew(t *testing.T) *crew {
@@ -193,7 +193,7 @@ func (w *worker) freeze(t *testing.T) {
 		return
 	}
 	w.frozen = &span{from: time.Now(), what: "frozen"}
-	w.crew.froze = append(w.crew.froze, w.frozen)
+	w.crew.slow = append(w.crew.slow, w.frozen)
 	require.NoError(t, w.cmd.Process.Signal(syscall.SIGSTOP))
 }
 

@@ -56,11 +56,11 @@ func (v expiredResult) wrong() int { return v.Early + v.Late + v.Unaccounted }
 // expiryGrace is how long it may take from a look at the clock to what is then done: the machine may be busy.
 const expiryGrace = time.Second
 
-// isLate reports whether an event was sent or handled too late, and notes the worst. A process that was frozen when its event expired may
-// have looked at the clock before.
+// isLate reports whether an event was sent or handled too late, and notes the worst. A process that was frozen when an event expired, or got
+// a late answer then, has looked at the clock before.
 func (v *expiredResult) isLate(c *crew, expires, began time.Time) bool {
 	late := began.Sub(expires)
-	if late <= 0 || slices.ContainsFunc(c.froze, func(f *span) bool { return f.overlaps(expires, began) }) {
+	if late <= 0 || slices.ContainsFunc(c.slow, func(f *span) bool { return f.overlaps(expires, began) }) {
 		return false
 	}
 	v.Worst = max(v.Worst, late.Milliseconds())

@@ -24,6 +24,8 @@ type disturbance struct {
 	// outage says that a server or the network is not whole meanwhile. Half the
 	// time the leader is then killed in the middle of it.
 	outage bool
+	// slowAnswers says that PostgreSQL's answers are under way for long, and with them what relays know of its clock.
+	slowAnswers bool
 	// others says that another relay takes over meanwhile, and that events flow again
 	// before it is over. It is also so if the one that it is about is killed.
 	others bool
@@ -154,7 +156,7 @@ func processes() []disturbance {
 func network(server string, way func(*suite) *proxy.Proxy) []disturbance {
 	fails := func(what, kind string, longest time.Duration, fault func(step) proxy.Fault) disturbance {
 		return disturbance{
-			what: what + server, kind: kind, times: 1, min: time.Second, max: longest, outage: true,
+			what: what + server, kind: kind, times: 1, min: time.Second, max: longest, outage: true, slowAnswers: server == "PostgreSQL",
 			begin: func(s *suite, _ *testing.T, p step) { way(s).Set(fault(p)) },
 			end: func(s *suite, _ *testing.T, p step) {
 				if p.reset {

@@ -26,6 +26,10 @@ func (s *suite) run(t *testing.T, p step) {
 	if p.outage {
 		s.watch.pause()
 	}
+	began := &span{from: time.Now(), what: p.what}
+	if p.slowAnswers {
+		s.slow = append(s.slow, began)
+	}
 	p.begin(s, t, p)
 	s.sleep(t, p.lasts/2)
 	others := p.others
@@ -41,6 +45,7 @@ func (s *suite) run(t *testing.T, p step) {
 	if p.end != nil {
 		p.end(s, t, p)
 	}
+	began.to = time.Now()
 	if p.outage {
 		s.watch.resume()
 	}
