@@ -38,7 +38,7 @@ func expire(e outbox.DomainEvent, name string, from time.Time) outbox.DomainEven
 	return outbox.With(e, outbox.EventOptions{Expires: expires})
 }
 
-// expiredResult is what became of events, or of their deliveries, that expire soon: each is delivered in time or expired.
+// expiredResult is what became of events, or of their deliveries, that expire soon.
 type expiredResult struct {
 	Events      int   `json:"events"`
 	InTime      int   `json:"in_time"`
@@ -57,8 +57,8 @@ func (v expiredResult) wrong() int { return v.Early + v.Late + v.Unaccounted }
 // expiryGrace is how long it may take from a look at the clock to what is then done: the machine may be busy.
 const expiryGrace = time.Second
 
-// isLate reports whether an event was sent or handled too late, and notes the worst. A process that was frozen when an event expired, or got
-// a late answer then, has looked at the clock before.
+// isLate reports whether an event was sent or handled too late, and notes the worst. A process that was frozen when an
+// event expired, or got a late answer then, has looked at the clock before.
 func (v *expiredResult) isLate(c *crew, expires, began time.Time) bool {
 	late := began.Sub(expires)
 	if late <= 0 || slices.ContainsFunc(c.slow, func(f *span) bool { return f.overlaps(expires, began) }) {
@@ -180,7 +180,8 @@ func (s *suite) late(t *testing.T, arrived []oracle.Event, v *expiredResult) map
 	return late
 }
 
-// releaseExpired takes events out of the order of their keys that arrived behind a later one, sent when they had expired.
+// releaseExpired takes events out of the order of their keys that arrived behind a later one, which was sent when they
+// had expired.
 // Of two leaders that send the same batch, because one was taken for gone, one has sent such an event in time, and the
 // other one has skipped it. Consumers drop it.
 func (s *suite) releaseExpired(arrived []oracle.Event, v *expiredResult) {
