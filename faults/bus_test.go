@@ -266,7 +266,8 @@ func (b *bus) awaitRecorded(t *testing.T, recorded <-chan error) {
 	require.NoError(t, err)
 }
 
-// sqlCounted counts the deliveries that have been counted, and those that will not be, because the event has expired or ends its process.
+// sqlCounted counts the deliveries that have been counted, and those that will not be: the event has expired, or ends
+// its process.
 const sqlCounted = `SELECT count(*) FROM event_delivery WHERE action LIKE '%COUNTED' AND status IN ('DONE', 'DEAD')`
 
 // awaitHandled waits until everything is handled.

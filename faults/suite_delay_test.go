@@ -22,8 +22,9 @@ func isDelayed(e oracle.Event) bool {
 	return hash.Sum32()%64/8 == 0    // of both topics
 }
 
-// dueTime returns when events are due that are recorded now: after as much as delayStep. Whoever records them has locked
-// their key, so that the due times of a key are in the order of its versions, and so its events have to arrive in that order.
+// dueTime returns when events are due that are recorded now: after as much as delayStep. Whoever records them has
+// locked their key, so the due times of a key are in the order of its versions, and its events have to arrive in that
+// order.
 func dueTime() time.Time { return time.Now().Truncate(delayStep).Add(delayStep) }
 
 // delay makes an event one that is due at a time.

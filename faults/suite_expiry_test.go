@@ -38,7 +38,7 @@ func expire(e outbox.DomainEvent, name string, from time.Time) outbox.DomainEven
 	return outbox.With(e, outbox.EventOptions{Expires: expires})
 }
 
-// expiredResult is what became of events, or of their deliveries, that expire soon: each is delivered in time or expired.
+// expiredResult is what became of events, or of their deliveries, that expire soon.
 type expiredResult struct {
 	Events      int   `json:"events"`
 	InTime      int   `json:"in_time"`
@@ -56,8 +56,8 @@ func (v expiredResult) wrong() int { return v.Early + v.Late + v.Unaccounted }
 // expiryGrace is how long it may take from a look at the clock to what is then done: the machine may be busy.
 const expiryGrace = time.Second
 
-// isLate reports whether an event was sent or handled too late, and notes the worst. A process that was frozen when an event expired, or got
-// a late answer then, has looked at the clock before.
+// isLate reports whether an event was sent or handled too late, and notes the worst. A process that was frozen when an
+// event expired, or got a late answer then, has looked at the clock before.
 func (v *expiredResult) isLate(c *crew, expires, began time.Time) bool {
 	late := began.Sub(expires)
 	if late <= 0 || slices.ContainsFunc(c.slow, func(f *span) bool { return f.overlaps(expires, began) }) {
