@@ -72,9 +72,9 @@ SELECT d.consumer_group, d.action, e.item, e.version, e.quantity
    AND NOT EXISTS (SELECT FROM seen AS s WHERE (s.consumer_group, s.action, s.item, s.version) = (d.consumer_group, d.action, e.item, e.version));
 CREATE UNIQUE INDEX ON dropped (consumer_group, action, item, version)`
 
-// sqlSoon reads the deliveries of events that expire soon: before $1. What a handler without a transaction may have
+// sqlExpiringDeliveries reads the deliveries of events that expire soon: before $1. What a handler without a transaction may have
 // begun in an earlier attempt, or in a process that is gone, it finishes.
-const sqlSoon = `
+const sqlExpiringDeliveries = `
 SELECT d.id, d.status = 'DONE' AS done, o.expires_at, coalesce(f.began, s.began) AS began, p.item IS NOT NULL AS dropped,
        coalesce(s.attempt > 1 OR s.attempt = 1 AND d.last_error_code = 'stale', false) AS resumed
   FROM outbox AS o JOIN event_delivery AS d USING (event_id)
@@ -84,8 +84,8 @@ SELECT d.id, d.status = 'DONE' AS done, o.expires_at, coalesce(f.began, s.began)
   LEFT JOIN dropped AS p ON (p.consumer_group, p.action, p.item, p.version) = (d.consumer_group, d.action, e.item, e.version)
  WHERE o.expires_at < $1`
 
-// soonDelivery is a delivery of an event that expires soon.
-type soonDelivery struct {
+// expiringDelivery is a delivery of an event that expires soon.
+type expiringDelivery struct {
 	ID      int64
 	Done    bool
 	Expires time.Time
@@ -97,9 +97,9 @@ type soonDelivery struct {
 // compareExpiring sets the counts of these deliveries.
 func (b *bus) compareExpiring(t *testing.T, v *expiredResult) {
 	t.Helper()
-	rows, err := b.db.Query(b.ctx, sqlSoon, b.start.Add(farExpiry))
+	rows, err := b.db.Query(b.ctx, sqlExpiringDeliveries, b.start.Add(farExpiry))
 	require.NoError(t, err)
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[soonDelivery])
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[expiringDelivery])
 	require.NoError(t, err)
 	v.Events = len(all)
 	for _, d := range all {

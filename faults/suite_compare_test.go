@@ -173,13 +173,13 @@ func (s *suite) requireOneLeader(t *testing.T) {
 func (s *suite) awaitArrivals(t *testing.T, committed map[string]struct{}) {
 	t.Helper()
 	missing, progress := len(committed)+1, time.Now()
-	soon := map[string]bool{} // awaitExpiring is for these
+	expiring := map[string]bool{} // awaitExpiring is for these
 	for _, e := range s.expiring(t) {
-		soon[e.ID] = true
+		expiring[e.ID] = true
 	}
 	for missing > 0 && time.Since(progress) < testenv.Patience {
 		failed := s.failed(t)
-		now := s.topics.Missing(s.expected(committed, failed, soon)) + countByStatus(failed)["waiting"]
+		now := s.topics.Missing(s.expected(committed, failed, expiring)) + countByStatus(failed)["waiting"]
 		if now < missing {
 			missing, progress = now, time.Now()
 		}

@@ -68,8 +68,8 @@ func (f *callsFixture) run(t *testing.T) *handlerCalls {
 	return c
 }
 
-// An event of a handler of batches may expire while other handlers run in front of its call. Its note of OncePer is left
-// to later events, unless one of them was taken for a repeat.
+// An event of a handler of batches may expire while other handlers run in front of its call. Its note of OncePer is
+// left to later events, unless one of them was taken for a repeat.
 func TestExpiredInFrontOfACall(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
