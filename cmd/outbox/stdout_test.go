@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -24,6 +25,14 @@ func TestFullDevice(t *testing.T) {
 	end()
 	stop := d.consumer(t)
 	d.record(t, "a")
+	sent, err := d.rec.KafkaRecord(background, happened{Key: "sent", At: time.Now()})
+	require.NoError(t, err)
+	sent.Topic = d.topic
+	client, err := kgo.NewClient(testenv.KafkaOpts(d.brokers)...)
+	require.NoError(t, err)
+	defer client.Close()
+	require.NoError(t, client.ProduceSync(background, sent).FirstErr())
+	d.effects(t, "sent") // so there is an offset to commit
 	stop()
 	var rewind answer
 	assert.Eventually(t, func() bool {
