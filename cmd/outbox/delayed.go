@@ -184,7 +184,7 @@ func move(ctx context.Context, e *env, once bool) error {
 	}
 	log := slog.New(slog.NewTextHandler(masked{e}, nil))
 	m := mover.New(mover.Config{
-		DB: db, Schema: e.schemaName(), Poll: mover.MaxPoll, Timeout: moveTimeout, Moved: func() {}, Log: log, Outage: mover.NewOutage(log),
+		DB: db, Schema: e.schemaName(), Poll: mover.MaxPoll, Timeout: moveTimeout, Moved: func() {}, Log: log, Outages: mover.NewOutages(log),
 	})
 	if !once {
 		m.Run(ctx, context.WithoutCancel(ctx))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"testing"
 	"time"
@@ -283,4 +284,24 @@ func TestHealthWithoutMoves(t *testing.T) {
 		rename("gone", "outbox_move_due")
 		requireWorks(true, "")
 	}
+}
+
+// A process that cannot move the delayed events of one key works: those of other keys are moved.
+func TestHealthBesideAKeyThatCannotBeMoved(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	h.exec(t, `CREATE FUNCTION {s}.rejects() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.aggregate_id = 'bad' THEN RAISE EXCEPTION 'no'; END IF; RETURN NEW; END $$`)
+	h.exec(t, `CREATE TRIGGER rejects BEFORE INSERT ON {s}.outbox FOR EACH ROW EXECUTE FUNCTION {s}.rejects()`)
+	var log testenv.Buffer
+	cfg := quick
+	cfg.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	relay := h.relay(t, cfg)
+	testenv.Run(t, relay.Run)
+	soon := outbox.EventOptions{NotBefore: time.Now().Add(time.Second)}
+	h.commitAll(t, outbox.With(oracle.Event{ID: uuid.NewString(), Key: "bad", Version: 1}, soon), outbox.With(oracle.Event{ID: uuid.NewString(), Key: "good", Version: 1}, soon))
+	require.Eventually(t, func() bool {
+		return h.countWhere(t, `SELECT count(*) FROM {s}.outbox WHERE aggregate_id = 'good'`) == 1 && relay.Health().Works &&
+			strings.Contains(log.String(), "the move of delayed events of some keys fails")
+	}, testenv.Patience, 10*time.Millisecond)
+	require.NotContains(t, log.String(), "the move of delayed events fails")
 }

@@ -62,7 +62,7 @@ func TestHistory(t *testing.T) {
 	var work, moving sync.WaitGroup
 	for n := range historyMovers {
 		moving.Go(func() {
-			m := New(Config{DB: movers, Schema: h.schema, Poll: 20 * time.Millisecond, Timeout: testenv.Patience, Moved: func() {}, Log: slog.New(slog.DiscardHandler), Outage: NewOutage(slog.New(slog.DiscardHandler))})
+			m := New(Config{DB: movers, Schema: h.schema, Poll: 20 * time.Millisecond, Timeout: testenv.Patience, Moved: func() {}, Log: slog.New(slog.DiscardHandler), Outages: NewOutages(slog.New(slog.DiscardHandler))})
 			if n%2 == 0 {
 				m.quick = 0 // so most of its looks begin at the floor
 			}

@@ -45,8 +45,14 @@ type Config struct {
 	Timeout time.Duration
 	Moved   func() // called after events were moved, to wake who sends them
 	Log     *slog.Logger
-	// Outage lasts longer than a mover: an outage that costs a process its lease ends under the next one.
-	Outage *outage.Log
+	Outages Outages
+}
+
+// Outages are what is logged of failures. They last longer than a mover: an outage that costs a process its lease ends
+// under the next one.
+type Outages struct {
+	Move *outage.Log // nothing can be moved
+	Keys *outage.Log // the events of some keys cannot be moved, and others are
 }
 
 const (
@@ -75,8 +81,22 @@ type Mover struct {
 	blocked  int       // rounds in a row with blocked keys
 }
 
-// NewOutage returns the log of outages of movers.
-func NewOutage(log *slog.Logger) *outage.Log { return outage.NewLog(log, "the move of delayed events") }
+// NewOutages returns the outages of the movers of a process.
+func NewOutages(log *slog.Logger) Outages {
+	return Outages{Move: outage.NewLog(log, "the move of delayed events"), Keys: outage.NewLog(log, "the move of delayed events of some keys")}
+}
+
+// report takes the error of a round. If nothing could be moved, nothing is known of single keys.
+func (o Outages) report(err error) {
+	if errors.Is(err, errProblem) {
+		o.Move.Report(nil)
+		o.Keys.Report(err)
+		return
+	}
+	if o.Move.Report(err); err == nil {
+		o.Keys.Report(nil)
+	}
+}
 
 // New returns a mover. It does no I/O.
 func New(cfg Config) *Mover {
@@ -92,8 +112,8 @@ func (m *Mover) Run(ctx, held context.Context) {
 		if held.Err() != nil {
 			return
 		}
-		if m.cfg.Outage.Report(err); err != nil && !errors.Is(err, errProblem) {
-			r.Next = m.cfg.Outage.Backoff()
+		if m.cfg.Outages.report(err); err != nil && !errors.Is(err, errProblem) {
+			r.Next = m.cfg.Outages.Move.Backoff()
 		}
 		wait.Await(ctx, held, nil, r.Next)
 	}

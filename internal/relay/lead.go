@@ -142,7 +142,7 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 func (r *Relay) moveDelayed(ctx context.Context, leads lease.Leadership) {
 	mover.New(mover.Config{
 		DB: r.leases.DB, Schema: r.rules.Schema, Poll: r.rules.PollInterval, Timeout: leads.StatementTimeout, Moved: r.hub.Wake,
-		Log: r.log, Outage: r.moverOutage,
+		Log: r.log, Outages: r.moverOutages,
 	}).Run(ctx, leads.Held)
 }
 

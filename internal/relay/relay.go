@@ -70,7 +70,7 @@ type Relay struct {
 	retryOutage      *outage.Log // only the retrier, of PostgreSQL
 	retryKafkaOutage *outage.Log // only the retrier
 	cleanerOutages   *outage.Logs
-	moverOutage      *outage.Log
+	moverOutages     mover.Outages
 	topicOutages     *outage.Logs // topics and partitions
 	lockOutage       *outage.Log  // only the goroutine that takes the lock of the lease: standBy, then the upkeep
 
@@ -137,7 +137,7 @@ func New(c Config) *Relay {
 		retryKafkaOutage: outage.NewLog(log, "Kafka, for retries,"),
 		topicOutages:     outage.NewLogs(log),
 		cleanerOutages:   outage.NewLogs(log),
-		moverOutage:      mover.NewOutage(log),
+		moverOutages:     mover.NewOutages(log),
 		lockOutage:       outage.NewLog(log, "the lock of the lease, without which a standby waits until the lease expires,"),
 
 		wake:     make(chan struct{}, 1),
@@ -159,7 +159,7 @@ func New(c Config) *Relay {
 	r.breaker = breaker.New(rules.Breaker, r.breakerChanged)
 	r.contact = kafka.NewContact(c.Kafka, true, func(_ time.Time, err error, attrs ...any) { r.kafkaOutage.Report(err, attrs...) })
 	r.health = newHealthState(rules, r.breaker, r.postgresOutage, r.kafkaOutage)
-	r.health.contact, r.health.topics, r.health.moves = r.contact, r.topicOutages, r.moverOutage
+	r.health.contact, r.health.topics, r.health.moves = r.contact, r.topicOutages, r.moverOutages.Move
 	alerts := c.Alerts
 	alerts.Relay, alerts.StaleEvents = rules.Name, r.health.setStale
 	alerts.BreakerClosed = func() bool { return r.breaker.State() == breaker.Closed }

@@ -22,7 +22,7 @@ func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut contex
 	store.Callback, store.Most = w.archive.Call, check.MaxEventBytes
 	log := w.processor.Log
 	cleaner := &groupCleaner{name: group.Name(), store: store, cfg: w.cfg, backlog: backlog, log: log, outages: outage.NewLogs(log)}
-	moves := mover.NewOutage(log)
+	moves := mover.NewOutages(log)
 	work := func(ctx context.Context, leads lease.Leadership) {
 		parts := leads.NewGroup()
 		parts.Go(func() { w.moveDelayed(ctx, leads, moves) })
@@ -37,12 +37,12 @@ func newRole(w *Worker, group *lease.GroupLease, backlog func() bool, cut contex
 }
 
 // moveDelayed moves delayed events that are due until ctx is cancelled or the lease is lost. Health reads moves.
-func (w *Worker) moveDelayed(ctx context.Context, leads lease.Leadership, moves *outage.Log) {
-	w.moves.Store(moves)
+func (w *Worker) moveDelayed(ctx context.Context, leads lease.Leadership, moves mover.Outages) {
+	w.moves.Store(moves.Move)
 	defer w.moves.Store(nil)
 	mover.New(mover.Config{
 		DB: w.db, Schema: w.processor.Rules.Schema, Poll: w.cfg.PollInterval, Timeout: leads.StatementTimeout, Moved: w.hub.Wake,
-		Log: w.processor.Log, Outage: moves,
+		Log: w.processor.Log, Outages: moves,
 	}).Run(ctx, leads.Held)
 }
 
