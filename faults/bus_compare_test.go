@@ -72,8 +72,8 @@ SELECT d.consumer_group, d.action, e.item, e.version, e.quantity
    AND NOT EXISTS (SELECT FROM seen AS s WHERE (s.consumer_group, s.action, s.item, s.version) = (d.consumer_group, d.action, e.item, e.version));
 CREATE UNIQUE INDEX ON dropped (consumer_group, action, item, version)`
 
-// sqlExpiringDeliveries reads the deliveries of events that expire soon: before $1. What a handler without a transaction may have
-// begun in an earlier attempt, or in a process that is gone, it finishes.
+// sqlExpiringDeliveries reads the deliveries of events that expire soon: before $1. What a handler without a
+// transaction may have begun in an earlier attempt, or in a process that is gone, it finishes.
 const sqlExpiringDeliveries = `
 SELECT d.id, d.status = 'DONE' AS done, o.expires_at, coalesce(f.began, s.began) AS began, p.item IS NOT NULL AS dropped,
        coalesce(s.attempt > 1 OR s.attempt = 1 AND d.last_error_code = 'stale', false) AS resumed

@@ -297,8 +297,8 @@ func TestHealthBesideAKeyThatCannotBeMoved(t *testing.T) {
 	cfg.Logger = slog.New(slog.NewTextHandler(&log, nil))
 	relay := h.relay(t, cfg)
 	testenv.Run(t, relay.Run)
-	soon := outbox.EventOptions{NotBefore: time.Now().Add(time.Second)}
-	h.commitAll(t, outbox.With(oracle.Event{ID: uuid.NewString(), Key: "bad", Version: 1}, soon), outbox.With(oracle.Event{ID: uuid.NewString(), Key: "good", Version: 1}, soon))
+	inASecond := outbox.EventOptions{NotBefore: time.Now().Add(time.Second)}
+	h.commitAll(t, outbox.With(oracle.Event{ID: uuid.NewString(), Key: "bad", Version: 1}, inASecond), outbox.With(oracle.Event{ID: uuid.NewString(), Key: "good", Version: 1}, inASecond))
 	require.Eventually(t, func() bool {
 		return h.countWhere(t, `SELECT count(*) FROM {s}.outbox WHERE aggregate_id = 'good'`) == 1 && relay.Health().Works &&
 			strings.Contains(log.String(), "the move of delayed events of some keys fails")
