@@ -114,8 +114,7 @@ func (f *startFixture) write(t testing.TB, rng *rand.Rand, rate int) (stop func(
 	t.Helper()
 	return testenv.Run(t, func(ctx context.Context) error {
 		const inTx = 10
-		began := time.Now()
-		for txs := time.Duration(1); ctx.Err() == nil; txs++ {
+		for next := time.Now(); ctx.Err() == nil; {
 			sales := make([]sale, inTx)
 			f.mu.Lock()
 			for i := range sales {
@@ -125,7 +124,8 @@ func (f *startFixture) write(t testing.TB, rng *rand.Rand, rate int) (stop func(
 			}
 			f.mu.Unlock()
 			f.record(t, sales...)
-			wait.Sleep(ctx, time.Until(began.Add(txs*inTx*time.Second/time.Duration(rate))))
+			next = next.Add(inTx * time.Second / time.Duration(rate))
+			wait.Sleep(ctx, time.Until(next))
 		}
 		return nil
 	})

@@ -147,6 +147,11 @@ func TestCrashRepeats(t *testing.T) {
 	s.await("paid")
 	die()
 	require.Error(t, <-dead)
+	require.Eventually(t, func() bool { // PostgreSQL has given up its statement, too
+		waiting := 0
+		err := s.db.QueryRow(s.ctx, `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'`).Scan(&waiting)
+		return err == nil && waiting == 0
+	}, testenv.Patience, 10*time.Millisecond)
 	require.NoError(t, locked.Rollback(s.ctx))
 
 	s.poll(s.relay())
