@@ -35,7 +35,7 @@ func TestDeadCommandsArePrinted(t *testing.T) {
 // print returns what the report prints.
 func (f *fixture) print(t *testing.T) string {
 	t.Helper()
-	s := &scene{app: f.app, outside: f.outside}
+	s := &scene{app: f.app, outside: f.outside, finished: true}
 	r, err := s.report(t.Context())
 	require.NoError(t, err)
 	var out strings.Builder
