@@ -124,8 +124,8 @@ type AlertConfig struct {
 	// [MaxCounted]. Zero means 10.
 	DeadThreshold int
 	// StaleAfter is how long events may wait from their recording until they are published or handled. If StalePending
-	// events of a relay or a consumer group have waited for longer, there is an alert, and the relay does not work.
-	// Zero means 5 min.
+	// events of a relay or a consumer group have waited for longer, there is an alert. [Relay.Health] of the process
+	// that leads the relay then says that it does not work. Zero means 5 min.
 	StaleAfter time.Duration
 	// StalePending is how many events must have waited for longer than StaleAfter. Zero means 100.
 	StalePending int

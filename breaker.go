@@ -19,9 +19,10 @@ type BreakerConfig struct {
 	Window int
 	// FailureRate is the share of failures that opens the breaker, above 0 and at most 1. Zero means 0.5.
 	FailureRate float64
-	// OpenFor is the longest time that an open breaker sends nothing; then it is half-open. It is half-open earlier if
-	// Kafka, which the relay asks every second, has answered twice that it works. A half-open breaker lets three calls
-	// through, or Window if that is less. It closes if all succeed, and opens again if one fails. Zero means 30 s.
+	// OpenFor is the longest time that an open breaker sends nothing; then it is half-open. Meanwhile the relay probes
+	// Kafka every second. Two successful probes in a row make the breaker half-open earlier. A half-open breaker lets
+	// three calls through, or Window if that is less. It closes if all succeed, and opens again if one fails. Zero
+	// means 30 s.
 	OpenFor time.Duration
 }
 

@@ -230,16 +230,19 @@ func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().Kind != han
 
 // ConsumerConfig tunes a [Consumer]. The zero value is ready for production.
 type ConsumerConfig struct {
-	// HandlerConfig has what a [Worker] has, too. The other fields concern Kafka.
+	// HandlerConfig has the settings that consumers and workers share. The other fields concern Kafka.
 	HandlerConfig
 
-	// MaxQueueBytes bounds the memory of records that wait or are handled, over all partitions, in bytes. Batches
-	// count with their decompressed size. At least 1 MiB. Above half of it, only partitions below their share of the
-	// other half are fetched. Above all of it, only partitions that have nothing: each gets 64 KiB, or the size of the
-	// largest batch if that is more. So slow partitions do not block others.
+	// MaxQueueBytes bounds the memory of records that wait or are handled, over all partitions, in bytes. Batches count
+	// with their decompressed size. At least 1 MiB.
 	//
-	// Fetched records that are not yet queued come in addition: twice FetchMaxBytes of each broker, and decompressed
-	// 64 MiB and a batch, see [NewConsumer]. Zero means 67,108,864 (64 MiB).
+	// So that slow partitions do not block others, each partition has an equal share of half of the limit. Above half
+	// of the limit, only partitions with less than their share in memory are fetched. Above the limit, only partitions
+	// with nothing in memory are fetched. A fetch asks for at most the share of a partition, but for 64 KiB or the size
+	// of the largest batch so far if that is more.
+	//
+	// Fetched records that are not yet queued come in addition: twice FetchMaxBytes of each broker, and decompressed 64
+	// MiB and a batch, see [NewConsumer]. Zero means 67,108,864 (64 MiB).
 	MaxQueueBytes int
 
 	// MaxPollInterval bounds a transaction, and how long Kafka waits for a member that must give up a partition. It is

@@ -25,9 +25,10 @@ type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// From is where a new group begins in a topic that it reads for the first time: FromStart at the oldest event of
-	// the topic, or for a worker the oldest in outbox; FromEnd at the first event after the first start of the group.
-	// A consumer reads partitions and topics that are added later from their beginning.
+	// From is where a group begins in a topic that it reads for the first time. FromStart is the oldest event of the
+	// topic, or for a worker the oldest in outbox. FromEnd is the end of the topic at that time, or for a worker the
+	// first event after the first start of the group. A consumer reads topics that are created later, and partitions
+	// that are added later, from their beginning.
 	//
 	// A consumer without a database requires From. It applies From to every partition in which Kafka has no offset of
 	// the group, also after offsets have expired; the log says what FromEnd then skips. Zero means FromEnd.
@@ -37,10 +38,13 @@ type HandlerConfig struct {
 	// partition. If handlers are slow, a transaction has fewer, so that it takes about a second. Zero means 100.
 	MaxPoll int
 
-	// Concurrency is how many handlers run at the same time: for a worker with a transaction, and as many without one,
-	// at most 1,000; for a consumer over all partitions. Handlers with a transaction use at most three quarters of the
-	// connections of a pool, all workers and consumers together. The rest is for what handlers do with the pool
-	// themselves. Zero means 4 for a worker and no bound besides the pool for a consumer.
+	// Concurrency is how many handlers run at the same time. A worker runs this many with a transaction, and as many
+	// again without one. A consumer counts the handlers of all its partitions. For a worker, Concurrency is at most
+	// 1,000.
+	//
+	// Handlers with a transaction use at most three quarters of the connections of a pool, all workers and consumers
+	// together. The rest is for what handlers do with the pool themselves. Zero means 4 for a worker and no bound
+	// besides the pool for a consumer.
 	Concurrency int
 
 	// Retry says how an action that failed on an event is retried. Meanwhile the later events of the same topic and
@@ -63,10 +67,10 @@ type HandlerConfig struct {
 	// operators decide.
 	RetryDeadAfter map[string]time.Duration
 
-	// HandlerTimeout is how long a handler may run before its context ends. An error that it then returns counts as
-	// any other. A handler of [HandleBatch] has this time for all of its events. For a consumer, it is at most half of
-	// MaxPollInterval; a worker has no bound, because it renews its leases. It holds for a codec, too. Zero means 150
-	// s (half of MaxPollInterval, if that is set).
+	// HandlerTimeout is how long a handler may run before its context ends. An error that it then returns counts as any
+	// other. A handler of [HandleBatch] has this time for all of its events. HandlerTimeout also bounds the context of
+	// a codec. For a consumer, it is at most half of MaxPollInterval; a worker has no bound, because it renews its
+	// leases. Zero means 150 s (half of MaxPollInterval, if that is set).
 	HandlerTimeout time.Duration
 
 	// SlowHandler is how long a handler may run before a WARN names it and its event. Another WARN follows each time
@@ -95,13 +99,13 @@ type HandlerConfig struct {
 	// Middleware runs around each call of a handler, the first outermost.
 	Middleware []Middleware
 
-	// Alerts says which alerts about dead and stale deliveries are sent, and to whom. A consumer also alerts to
-	// records that Kafka has removed unread. Alerts need a database. The zero value logs them.
+	// Alerts says which alerts about dead and stale deliveries are sent, and to whom. A consumer also alerts to records
+	// that Kafka has removed unread. Alerts need a database. The zero value logs them.
 	//
-	// One process sends the alerts about all groups, and about relays without a leader: the leader of a relay; if no
-	// relay leads, a process of the first group of workers by name; without workers, a member of the first group of
-	// consumers. If it ends, another process of the group takes over within twice the Lease of a worker, or the
-	// session timeout of a consumer.
+	// One process sends the alerts about all groups, and about relays without a leader. While any relay has a leader, a
+	// leader sends them: see RelayConfig.Alerts. Otherwise a process of the first group of workers by name sends them.
+	// If no workers run, a member of the first group of consumers by name sends them. If this process ends, another
+	// process of the group takes over within twice the Lease of a worker, or the session timeout of a consumer.
 	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated, failed or dead.
@@ -360,23 +364,28 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 type RetryPolicy struct {
 	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero means 3.
 	MaxRetries int
-	// RetriesFor returns how often an action is retried for an error, in place of MaxRetries. The partition waits
-	// until it returns. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy that sets
-	// MaxRetries does not use the RetriesFor of the configuration. Nil means MaxRetries for all errors.
+	// RetriesFor returns how often an action is retried for an error, in place of MaxRetries. It must return soon: the
+	// partition waits for it. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy of
+	// [WithRetry] that sets MaxRetries, and not RetriesFor, does not use RetriesFor of HandlerConfig.Retry. Nil means
+	// MaxRetries for all errors.
 	RetriesFor func(error) int `json:"-"`
 	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait, and each
 	// is up to a fifth longer or shorter at random. [RetryAfter] sets another wait. Zero means 1 s.
 	RetryWait time.Duration
 	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
-	// MaxOutage is how long after the first failure of an event an outage may excuse its failures: each failure after
-	// the first one then counts only if another event of the action has succeeded since the last one that counts, in
-	// any process of the group. An event whose failure does not count is retried after waits that double, up to
-	// MaxRetryWait and at most 30 s, or as [RetryAfter] says; the last attempt after the longer of both waits. Failed
-	// trials of a breaker and errors of [Unavailable] do not count either.
+	// MaxOutage is how long an outage of what handlers need can keep an event from using up attempts, from the first
+	// failure of the event on. docs/retries.md has the rules.
 	//
-	// The rule does not hold for [Permanent] errors, calls that do not return, events without a permitted retry, and a
-	// consumer without a database. A relay has no such rule. Negative means that each failure counts. Zero means 24 h.
+	// The first failure counts as an attempt. Until MaxOutage has passed, a later failure counts only if another event
+	// of the action has succeeded since the last failure that counted, in any process of the group. This rule does not
+	// apply to [Permanent] errors, calls that do not return, events without a permitted retry, and a consumer without a
+	// database. Before MaxOutage has passed, failed trials of a breaker and errors of [Unavailable] do not count
+	// either.
+	//
+	// After a failure that does not count, the event is retried after waits that double, up to MaxRetryWait and at most
+	// 30 s, or as [RetryAfter] says. The last attempt comes after the longer of both waits. A relay has no MaxOutage.
+	// Negative means that each failure counts. Zero means 24 h.
 	MaxOutage time.Duration
 }
 

@@ -33,28 +33,33 @@ type MigrateConfig struct {
 	// a time. A partitioned table is not changed. Zero means a plain table.
 	PartitionRows int64
 	// Publication is the name of a publication for Debezium, or another reader of logical replication, that sends the
-	// events in place of a relay: lower-case letters, digits and underscores. Migrate makes it, for inserted rows
-	// only, with outbox in it unless a relay sends the events already. It is not changed again by Migrate:
-	// outboxops.Cuts moves between Debezium and a relay, and changes only publications that were named here. For this
-	// Migrate, as the owner, begins the publication's comment with "outbox: its cuts".
+	// events in place of a relay: lower-case letters, digits and underscores. Migrate creates the publication for
+	// inserted rows only. It adds outbox to the new publication, unless a relay sends the events already. Migrate does
+	// not change the tables of an existing publication, and returns an error if it has other options.
 	//
-	// A trigger sets topic and partition_key of each row that any client inserts. A row without a valid topic is
-	// refused. A published table cannot be partitioned any more: set PartitionRows before. The role needs CREATE on
-	// the database. Empty means none, and no trigger; an existing publication stays.
+	// A trigger sets topic and partition_key of rows that any client inserts without them. It refuses a row without a
+	// valid topic. A published table cannot be partitioned any more: set PartitionRows before, or in the same call. The
+	// role needs CREATE on the database.
+	//
+	// outboxops.Cuts moves between Debezium and a relay: it adds outbox to the publication, or removes it. It changes
+	// only publications whose comment begins with "outbox: its cuts". Migrate writes such a comment; only the owner of
+	// the publication may do that. Empty means none, and no trigger; an existing publication stays.
 	Publication string
 	// AggregateIndex adds an index on type and id of the aggregate, for outboxops.Inspector. It is built in every
 	// partition without blocking writers, and again if a process ended while it built it. Migrate waits for the
 	// transactions that were open when it began, and needs two connections of the pool. Recording costs 67 more bytes
 	// for each event, and about a quarter more time for many events in one transaction. False keeps an existing index.
 	AggregateIndex bool
-	// UniqueEventIDs adds a unique index on the id of events, in the same way. Recording costs 31 more bytes for each
-	// event, and less than a tenth more time. Recording an event with the id of an event in outbox then fails with
-	// [ErrDuplicateEvent]. Ids of removed events may be used again. A partitioned outbox cannot have it: Migrate
-	// returns [ErrPartitioned]. False means that none is added.
+	// UniqueEventIDs adds a unique index on the id of events. It is built like the index of AggregateIndex: without
+	// blocking writers, and with two connections of the pool. Recording costs 31 more bytes for each event, and less
+	// than a tenth more time. Recording an event with the id of an event in outbox then fails with [ErrDuplicateEvent].
+	// Ids of removed events may be used again. A partitioned outbox cannot have it: Migrate returns [ErrPartitioned].
+	// False means that none is added.
 	UniqueEventIDs bool
-	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and tries again. A writer
-	// waits behind it for as long at most, and some 2 ms for each partition of outbox. An autovacuum of the table is
-	// only cancelled if LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means 100 ms.
+	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and tries again. Writers
+	// wait behind the migration for at most LockTimeout, and about 2 ms more for each partition of outbox. An
+	// autovacuum of the table is only cancelled if LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means
+	// 100 ms.
 	LockTimeout time.Duration
 	// Logger receives WARN when a migration does not get a lock, with the session that has it, and when it got it. Nil
 	// means slog.Default().

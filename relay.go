@@ -42,9 +42,9 @@ type RelayConfig struct {
 	TraceHeader string
 
 	// ExactlyOnce is the name of a topic for cursors. Each batch is then a Kafka transaction with the events and the
-	// relay's position, so readers of committed records see each event once. The relay creates the topic if it may. It
-	// needs Kafka 4.0 with transaction.version 2, and stops while a partition has no leader. Read docs/exactly-once.md
-	// before you use it. Empty means at least once.
+	// relay's position, so readers of committed records see each event once. The relay creates the topic if it may.
+	// This mode needs Kafka 4.0 with transaction.version 2. While a partition that it has to send to has no leader, the
+	// relay sends nothing. Read docs/exactly-once.md before you use it. Empty means at least once.
 	ExactlyOnce string
 
 	// BatchSize is the most events that are sent before the cursor moves, at most 10,000. After a crash up to this
@@ -91,9 +91,9 @@ type RelayConfig struct {
 	// Retention says how long rows stay in the tables.
 	Retention RetentionConfig
 
-	// Alerts says which alerts are sent, and to whom. The process that leads sends those about its relay. The leader
-	// of the first relay by name that has one also sends those about relays without a leader, about consumer groups,
-	// and about failures in the whole database. outboxops.Monitor is for processes without a relay.
+	// Alerts says which alerts are sent, and to whom. The process that leads sends the alerts about its relay. Of the
+	// relays with a leader, the first one by name also sends the alerts about relays without a leader, about consumer
+	// groups, and about failures in the whole database. outboxops.Monitor is for processes without a relay.
 	Alerts AlertConfig
 
 	// Hooks are called when something happens.

@@ -17,21 +17,22 @@ import (
 // Forever as a duration of [RetentionConfig] keeps the rows.
 const Forever time.Duration = math.MaxInt64
 
-// RetentionConfig says how long rows are kept. The relay that holds the lease removes them, or a worker if no
-// relay has a position. It works in small batches with pauses, every 10 minutes, or as often as a tenth of the
-// shortest duration if that is less. It begins no batch while the relay has a backlog. [Forever] keeps rows;
-// negative durations are errors.
+// RetentionConfig says how long rows are kept. The relay that holds the lease removes them, or a worker if no relay has
+// a position. It does so every 10 minutes, or after each tenth of the shortest duration if that is less. It works in
+// small batches with pauses, and begins no batch while the relay has a backlog. [Forever] keeps rows; negative
+// durations are errors.
 type RetentionConfig struct {
 	// PublishedFor is how long rows stay in outbox after the start of the transaction that recorded them. A row stays
 	// longer until every relay with a cursor has published it and the workers of every group have taken it: a relay or
 	// a group that no longer runs keeps all rows, and the log names it. A row that had to stay may be removed a day
 	// late. A partition (MigrateConfig.PartitionRows) is dropped when all its rows may be removed. Zero means 7 days.
 	PublishedFor time.Duration
-	// CursorsFor is how far the history in outbox_cursor goes back, after an hour with one row per minute. The newest
-	// row of each relay stays, and so do rows that say where events of outbox are. Zero means 7 days.
+	// CursorsFor is how long earlier positions stay in outbox_cursor. After an hour, one row for each relay and minute
+	// stays. The newest row of each relay always stays. A row that says to which offsets events were sent stays as long
+	// as one of these events is in outbox. Zero means 7 days.
 	CursorsFor time.Duration
-	// ResolvedFor is how long resolved rows stay in outbox_failed. A row that was resolved without a time counts from
-	// when the relay first sees it. Zero means 30 days.
+	// ResolvedFor is how long resolved rows stay in outbox_failed. If resolved_at of a resolved row is NULL, the time
+	// counts from when retention first sees the row. Zero means 30 days.
 	ResolvedFor time.Duration
 	// HandledFor is how long rows stay in event_handled. Danger: a record that is read again later is handled again.
 	// HandledFor must not be shorter than the longest retention of a consumed topic, including dead-letter topics,
@@ -44,8 +45,10 @@ type RetentionConfig struct {
 
 	// Archive gets rows of outbox, at most 1,000, in the transaction that removes them. What it writes with tx commits
 	// together with the removal. If it writes elsewhere, it may get the same rows again, because the commit may fail.
-	// After an error or a panic, the rows stay until the next run. Rows of a partition come before the partition is
-	// dropped, in transactions of their own, and again after a restart.
+	// After an error or a panic, the rows stay until the next run.
+	//
+	// Dropped partitions are an exception: before a partition is dropped, Archive gets its rows in separate
+	// transactions. After a restart, Archive may get them again.
 	//
 	// ctx ends after RelayConfig.Lease, or a second after the relay is told to stop. Half a second later the
 	// transaction is rolled back and its connection closed. Archive is not called again until it has returned. Nil

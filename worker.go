@@ -172,7 +172,7 @@ func (w *Worker) Resume(topics ...string) error { return w.engine.Resume(topics)
 
 // WorkerConfig tunes a [Worker]. The zero value is ready for production.
 type WorkerConfig struct {
-	// HandlerConfig has what a [Consumer] has, too. The other fields concern PostgreSQL.
+	// HandlerConfig has the settings that consumers and workers share. The other fields concern PostgreSQL.
 	HandlerConfig
 
 	// Unordered handles the events of a key concurrently, in any order. False means that each action handles the
@@ -183,8 +183,8 @@ type WorkerConfig struct {
 	PollInterval time.Duration
 
 	// Lease is how long an event stays with a process that does not renew its lease, because it ended. Then another
-	// process takes over the event and handles it alone: such an attempt counts when it begins. Leases are renewed
-	// after each third of Lease. At least 1 s. Zero means 30 s.
+	// process takes over the event and handles it alone. That attempt counts even if the second process ends, too.
+	// Leases are renewed after each third of Lease. At least 1 s. Zero means 30 s.
 	Lease time.Duration
 
 	// Streams says how the events of a topic are retried, if not as Retry says. [WithRetry] precedes Streams. A policy

@@ -34,7 +34,7 @@ type Config struct {
 	// [None], is answered with 401. The error is logged at WARN with the address and the name of basic authentication,
 	// once a minute and address. Required.
 	Authorize func(*http.Request) (Access, error)
-	// Challenge is the header WWW-Authenticate of such an answer: `Basic realm="outbox"` makes a browser ask for a
+	// Challenge is the header WWW-Authenticate of an answer with 401: `Basic realm="outbox"` makes a browser ask for a
 	// password. Empty means no header.
 	Challenge string
 
@@ -45,9 +45,9 @@ type Config struct {
 	// (960 KiB).
 	MaxPayload int
 	// Mask returns what the page and the API show of a payload, header, key, error or statement: see [Text]. Types,
-	// sources, topics, names of aggregates and headers, and texts of operators are not masked. An operator who edits
-	// an event does not see a masked payload. A masked key has no link to its other events. Filters work on stored
-	// values: a user who knows a key finds its events. Nil shows all.
+	// sources, topics, names of aggregates and headers, and the names and reasons that operators give are not masked.
+	// An operator who edits an event does not see a masked payload. A masked key has no link to its other events.
+	// Filters work on stored values: a user who knows a key finds its events. Nil shows all.
 	Mask func(Text) []byte
 	// AuditReads writes into outbox_audit who reads the payload of which event, before the payload is shown. If
 	// writing fails, nothing is shown. False means that only actions are audited.
@@ -75,8 +75,7 @@ type Config struct {
 	// Kafka has brokers and credentials, to read the lag of consumer groups, at most every 10 s and only while a page
 	// is viewed. Nil means that the lag is not known.
 	Kafka []kgo.Opt
-	// StaleAfter is how long an event may wait before the page calls it a problem. Zero means 5 min, as outbox status
-	// has it.
+	// StaleAfter is how long an event may wait before the page calls it a problem. Zero means 5 min.
 	StaleAfter time.Duration
 	// Logger gets errors. Nil means slog.Default().
 	Logger *slog.Logger

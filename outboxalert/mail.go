@@ -30,7 +30,7 @@ type MailConfig struct {
 	From string
 	// To are the addresses of the receivers. Required.
 	To []string
-	// Username and Password log in to the server. Empty means without.
+	// The login to the server uses Username and Password. Empty means no login.
 	Username, Password string
 	// ImplicitTLS begins a connection with TLS, as is usual at port 465. False means that the server must offer
 	// STARTTLS, unless it is this machine.

@@ -23,7 +23,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// ReplayConfig tunes [Replay]. All fields but Topic, and Audit with DB, may be zero.
+// ReplayConfig tunes [Replay]. Topic is required, To if Topic is not named by the rule {topic}.dlq, and Audit if DB is
+// set and DryRun is not.
 type ReplayConfig struct {
 	// Topic is the dead-letter topic. Required.
 	Topic string
@@ -47,7 +48,8 @@ type ReplayConfig struct {
 	DB *pgxpool.Pool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Audit says who sends the dead letters, and why. Without DB, and in a dry run, none is needed. Required.
+	// Audit says who sends the dead letters, and why. It is required if DB is set, unless DryRun is set. Zero means
+	// none.
 	Audit outboxops.AuditInfo
 
 	// Progress is called from one goroutine: after each chosen dead letter, with the error if it was not sent; and for

@@ -20,11 +20,12 @@ type BulkConfig struct {
 	Rate int
 	// Progress is called after each part, with the number of failures that are done. Nil is not called.
 	Progress func(done int)
-	// Topics, unless it is nil, gets the number of failures by topic, counted when they are picked: the topic of an
-	// event's record, or the topic from which a delivery comes. It is "" if the event's type has no topic.
+	// Topics receives the number of failures by topic, unless it is nil. They are counted when they are picked. The
+	// topic is that of an event's record, or the one from which a delivery comes. The topic is "" if the event's type
+	// has none.
 	Topics map[string]int
-	// Handlers, unless it is nil, gets the number of deliveries by consumer group and action, counted when they are
-	// picked. Look at it in a dry run: a filter without a group picks the deliveries of all groups.
+	// Handlers receives the number of deliveries by consumer group and action, unless it is nil. They are counted when
+	// they are picked. Look at it in a dry run: a filter without a group picks the deliveries of all groups.
 	Handlers map[FailureHandler]int
 }
 

@@ -23,7 +23,8 @@ import (
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
-// RewindConfig is the target of [Rewind]. Group is required, and either Time or Offset.
+// RewindConfig is the target of [Rewind]. Group is required, either Time or Offset, and Audit unless DryRun is set or
+// db is nil.
 type RewindConfig struct {
 	// Group is the consumer group. Required.
 	Group string
@@ -33,9 +34,9 @@ type RewindConfig struct {
 	// which it has committed offsets.
 	Topics []string
 
-	// Time makes the group read again the records whose timestamps are at this time or later. If the group lagged, it
-	// handled older records after Time. So the group begins no later than the last position in consumer_start that was
-	// saved before Time, if none was saved since, as after a restore. Zero means that Offset is used.
+	// Time makes the group read again the records whose timestamps are at this time or later. A group that lagged also
+	// handled older records after Time. So if the last position in consumer_start was saved before Time, as after a
+	// restore, the group begins there or earlier. Zero means that Offset is used.
 	Time time.Time
 	// Offset makes the group read the records from this offset on again, in each partition of the topic. Nil means
 	// that Time is used.
@@ -45,7 +46,7 @@ type RewindConfig struct {
 	Decode func(*kgo.Record) (*outbox.Message, error)
 	// DryRun reports the changes, and makes none.
 	DryRun bool
-	// Audit is the operator and the reason. A dry run needs none, nor does a nil db. Required.
+	// Audit is the operator and the reason. It is required unless DryRun is set or db is nil. Zero means none.
 	Audit AuditInfo
 	// Progress is called when some records have been counted, with their number so far. Nil is not called.
 	Progress func(records int)

@@ -36,16 +36,16 @@ type Config struct {
 
 	// To is the topic to which all records are sent. Empty means their own topics.
 	To string
-	// Group is the only consumer group that handles the records. Before each record, Run writes a dead letter of class
-	// "replay" to the dead-letter topic, because consumers believe only dead letters: the client needs the right to
-	// write there. Empty means all groups.
+	// Group is the only consumer group that handles the records. Consumers accept a record for one group only if there
+	// is a dead letter of the record for this group. So before each record, Run writes a dead letter of class "replay"
+	// to the dead-letter topic: the client needs the right to write there. Empty means all groups.
 	Group string
 	// Again makes Group handle events again: Run removes the group's rows of event_handled for the events before it
 	// sends them. It needs Group. False means that the group skips events that it has handled.
 	Again bool
 	// Mode is the mode of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
-	// IDHeader and TraceHeader are the same fields as in RelayConfig. Empty means none.
+	// Set IDHeader and TraceHeader as in RelayConfig. Empty means none.
 	IDHeader, TraceHeader string
 
 	// Rate is how many events are sent in a second, at most. After a pause, Run does not send faster to catch up.
@@ -61,7 +61,7 @@ type Config struct {
 	DryRun bool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Audit says who sends the events again, and why. A dry run needs none. Required.
+	// Audit says who sends the events again, and why. It is required unless DryRun is set. Zero means none.
 	Audit outboxops.AuditInfo
 	// Progress is called after some events were sent, or counted. Nil is not called.
 	Progress func(Report)

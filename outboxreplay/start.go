@@ -39,7 +39,7 @@ type StartConfig struct {
 	DryRun bool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Audit says who starts the group, and why. Required.
+	// Audit says who starts the group, and why. It is required unless DryRun is set. Zero means none.
 	Audit outboxops.AuditInfo
 	// Progress is called about once a second. Nil is not called.
 	Progress func(StartReport)

@@ -18,9 +18,9 @@ type Config struct {
 	// Topics are names in addition to the topics of the types: those that [outbox.With] gives to single events. Nil
 	// means none.
 	Topics []string
-	// Partitions is how many a topic of events gets. Kafka can add partitions later, and never remove any. Danger:
-	// adding moves keys to other partitions, and until consumers have read what was there before, they may get a key's
-	// later events first. Zero means 3.
+	// Partitions is how many partitions a topic of events gets. Kafka can add partitions later, and never remove any.
+	// Danger: adding moves keys to other partitions, and until consumers have read what was there before, they may get
+	// a key's later events first. Zero means 3.
 	Partitions int
 	// PartitionsFor replaces Partitions for a topic, unless it returns zero. Nil means Partitions for all.
 	PartitionsFor func(topic string) int
@@ -49,7 +49,7 @@ type Config struct {
 
 	// DeadLetterTopic returns the dead-letter topic of a topic, as in [outbox.ConsumerConfig]. Nil means {topic}.dlq.
 	DeadLetterTopic func(topic string) string
-	// DeadLetterPartitions is how many a dead-letter topic gets. Zero means 1.
+	// DeadLetterPartitions is how many partitions a dead-letter topic gets. Zero means 1.
 	DeadLetterPartitions int
 	// DeadLetterRetention is how long dead letters are kept, at least 1 ms. Zero
 	// means 30 days.
@@ -62,7 +62,7 @@ type Config struct {
 	// DryRun lets Kafka check what would be created, and creates nothing.
 	DryRun bool
 
-	// Logger is where [Run] logs. Nil means slog.Default().
+	// Logger receives what [Run] logs. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
