@@ -129,7 +129,7 @@ func lineOf(result any) string {
 
 // Err says what is wrong, or returns nil. To send twice is allowed, unless relays send exactly once.
 func (v result) Err() error {
-	if v.Lost+v.Phantom+v.Inversions+v.Delayed.wrong()+v.Expired.wrong() > 0 || *faultExactly && v.Duplicates > 0 {
+	if v.Lost+v.Phantom+v.Inversions+v.Delayed.wrong()+v.Expired.wrong() > 0 || *faultExactly && v.Duplicates+v.Expired.Behind > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
