@@ -94,7 +94,7 @@ type busHandlers struct {
 // The effects are not idempotent: what is handled twice is there twice. Shelves have items
 // of many keys, so that transactions get into deadlocks.
 const sqlCountItem = `
-WITH effect AS (INSERT INTO effect (consumer_group, action, item, version, began, expires) VALUES ($1, $2, $3, $4, $7, $8))
+WITH effect AS (INSERT INTO effect (consumer_group, action, item, version, began) VALUES ($1, $2, $3, $4, $7))
 INSERT INTO shelf AS s (consumer_group, shelf, changes, quantity) VALUES ($1, $5, 1, $6)
     ON CONFLICT (consumer_group, shelf) DO UPDATE SET changes = s.changes + 1, quantity = s.quantity + excluded.quantity`
 
@@ -107,12 +107,12 @@ func (h busHandlers) count(ctx context.Context, tx pgx.Tx, action string, e item
 	if err := e.take(ctx); err != nil {
 		return err
 	}
-	_, err := tx.Exec(ctx, sqlCountItem, h.Group, action, e.Item, e.Version, e.Item%shelves, e.Quantity, began, expiryOf(m))
+	_, err := tx.Exec(ctx, sqlCountItem, h.Group, action, e.Item, e.Version, e.Item%shelves, e.Quantity, began)
 	return errors.Join(err, h.fail(e, m))
 }
 
 const sqlSeeItem = `
-INSERT INTO seen AS s (consumer_group, action, item, version, calls, began, expires, attempt) VALUES ($1, $2, $3, $4, 1, $5, $6, $7)
+INSERT INTO seen AS s (consumer_group, action, item, version, calls, began, attempt) VALUES ($1, $2, $3, $4, 1, $5, $6)
     ON CONFLICT (consumer_group, action, item, version) DO UPDATE SET calls = s.calls + 1`
 
 // see is a handler without a transaction.
@@ -126,16 +126,8 @@ func (h busHandlers) see(ctx context.Context, action string, e item, m outbox.Me
 	}
 	var b pgx.Batch
 	b.Queue(`SELECT set_config('synchronous_commit', 'on', true)`) // effects that a crash removes would not be written again
-	b.Queue(sqlSeeItem, h.Group, action, e.Item, e.Version, began, expiryOf(m), m.Attempt)
+	b.Queue(sqlSeeItem, h.Group, action, e.Item, e.Version, began, m.Attempt)
 	return h.db.SendBatch(ctx, &b).Close()
-}
-
-// expiryOf returns when an event expires, or nil.
-func expiryOf(m outbox.Metadata) *string {
-	if at, expires := m.Extensions["expirytime"]; expires {
-		return &at
-	}
-	return nil
 }
 
 // take takes as long as the event says.

@@ -70,9 +70,9 @@ INSERT INTO item SELECT generate_series(0, 299);
 CREATE TABLE poison (item int NOT NULL, version bigint NOT NULL, PRIMARY KEY (item, version));
 CREATE TABLE shelf (consumer_group text, shelf int, changes bigint NOT NULL, quantity bigint NOT NULL, PRIMARY KEY (consumer_group, shelf)) WITH (fillfactor = 50);
 CREATE TABLE effect (id bigserial PRIMARY KEY, consumer_group text NOT NULL, action text NOT NULL, item int NOT NULL, version bigint NOT NULL,
-       began timestamptz NOT NULL, expires timestamptz);
+       began timestamptz NOT NULL);
 CREATE TABLE seen (id bigserial NOT NULL, consumer_group text, action text, item int, version bigint, calls int NOT NULL,
-       began timestamptz NOT NULL, expires timestamptz, attempt int NOT NULL,
+       began timestamptz NOT NULL, attempt int NOT NULL,
        PRIMARY KEY (consumer_group, action, item, version))`
 
 func newBusShop(ctx context.Context, db *pgxpool.Pool, seed uint64) (*busShop, error) {

@@ -181,9 +181,8 @@ func (s *suite) late(t *testing.T, arrived []oracle.Event, v *expiredResult) map
 }
 
 // releaseExpired takes events out of the order of their keys that arrived behind a later one, which was sent when they
-// had expired.
-// Of two leaders that send the same batch, because one was taken for gone, one has sent such an event in time, and the
-// other one has skipped it. Consumers drop it.
+// had expired. Of two leaders that send the same batch, because one was taken for gone, one has sent such an event in
+// time, and the other one has skipped it. Consumers drop it.
 func (s *suite) releaseExpired(arrived []oracle.Event, v *expiredResult) {
 	type newest struct {
 		version int64

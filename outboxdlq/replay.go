@@ -343,7 +343,7 @@ func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 func (r *run) isCompacted(ctx context.Context, topic string) bool {
 	is, known := r.compacted[topic]
 	if !known {
-		is = len(kafka.Compacted(ctx, r.client, topic)) > 0
+		is = kafka.IsCompacted(ctx, r.client, topic)
 		r.compacted[topic] = is
 	}
 	return is

@@ -208,7 +208,7 @@ var ErrCompacted = errors.New("in a compacted topic a record for one group would
 func (r *run) checkTopics(ctx context.Context, chunk []resend) error {
 	for _, s := range chunk {
 		if topic := s.record.Topic; r.cfg.Group != "" && !r.topics[topic] {
-			if len(kafka.Compacted(ctx, r.sender.client, topic)) > 0 {
+			if kafka.IsCompacted(ctx, r.sender.client, topic) {
 				return fmt.Errorf("%w: %s", ErrCompacted, topic)
 			}
 			r.topics[topic] = true

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -205,8 +204,8 @@ func topicFindings(t outboxtopics.Info) (all []finding) {
 			fmt.Sprintf("Recorder takes payloads of up to %s bytes by default. Kafka rejects an event that is larger than the limit of its topic, after compression, and it becomes dead.", count(983_040)),
 			"Raise max.message.bytes of the topic to 1048588, or lower RecorderConfig.MaxPayload.")
 	}
-	if strings.Contains(t.Settings["cleanup.policy"], "compact") {
-		add("compacted", severityWarning, "cleanup.policy is "+t.Settings["cleanup.policy"],
+	if kafka.Compacts(t.Settings) {
+		add("compacted", severityWarning, "cleanup.policy is "+t.Settings[kafka.CleanupPolicy],
 			"Kafka deletes all but the last event of each key, whether it was read or not. An event that is retried after a later one of its key was sent is the last one: Kafka then keeps the older value, and forgets the newer one. That happens with PassFailedKeys, and to dead events without HoldDead.",
 			"Set cleanup.policy to delete, unless consumers need only the last event. Then set RelayConfig.HoldDead (outbox relay --hold-dead), and not PassFailedKeys.")
 	}

@@ -109,18 +109,13 @@ func (r *report) equations() show.Equations {
 		}
 	}
 	return show.Equations{
-		counted(rightProducts, len(r.products)),
+		show.Equal("products that are counted rightly", rightProducts, "products", len(r.products)).AtEnd(),
 		show.Equal("answered orders that are committed", r.Orders, "answered orders", r.ordered),
 		show.Equal("answered payments that are committed", r.Paid, "answered payments", r.bills),
 		show.None("answered views that are not committed", max(0, r.views-r.Viewed)),
 		show.Equal("events with the trace id of a visit", r.Traced, "events of visits", r.Events-r.Others),
 		show.None("dead letters", r.deadLetters),
 	}
-}
-
-// counted is the equation of so many products of which some are counted rightly.
-func counted(right, products int) show.Equation {
-	return show.Equal("products that are counted rightly", right, "products", products).AtEnd()
 }
 
 // right reports whether all adds up. A run without visitors shows nothing.
@@ -161,7 +156,7 @@ func (r *report) printProducts(out io.Writer) {
 		page := map[bool]string{true: "cached", false: "deleted"}[p.cached]
 		wrong := ""
 		if !p.right() {
-			wrong = "  " + counted(0, 1).Problem(r.finished)
+			wrong = "  " + map[bool]string{true: show.Wrong, false: show.Unfinished}[r.finished]
 		}
 		fmt.Fprintf(t, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", p.ID, p.Liked, p.Likes, p.Sold, p.Sales, p.Viewed, p.Views, page, wrong)
 	}

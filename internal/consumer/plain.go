@@ -54,7 +54,7 @@ const storedHeaders = "outbox-headers"
 // withStoredHeaders returns a record with the headers of the column headers and the time of expiry, in the form a relay
 // sends.
 func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
-	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool { return strings.EqualFold(h.Key, storedHeaders) })
+	at := headerIndex(r, storedHeaders)
 	if at < 0 {
 		return r, nil
 	}
@@ -83,9 +83,7 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 // withExpiry writes the time of expiry as a relay does. Debezium sends all digits of it. If an event does not expire,
 // Debezium sends the header without a value.
 func withExpiry(r *kgo.Record) {
-	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool {
-		return strings.EqualFold(h.Key, eventheader.Prefix+eventheader.ExpiryTime)
-	})
+	at := headerIndex(r, eventheader.Prefix+eventheader.ExpiryTime)
 	if at < 0 {
 		return
 	}
@@ -94,6 +92,11 @@ func withExpiry(r *kgo.Record) {
 	} else if expires, err := time.Parse(time.RFC3339, string(r.Headers[at].Value)); err == nil {
 		r.Headers[at].Value = envelope.AppendTime(nil, expires)
 	}
+}
+
+// headerIndex returns the index of the first header with a name in any case, or -1.
+func headerIndex(r *kgo.Record, name string) int {
+	return slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool { return strings.EqualFold(h.Key, name) })
 }
 
 // Decode reads a record. Its error is a [*FieldError].

@@ -93,13 +93,12 @@ func CheckTopic(ctx context.Context, client *kgo.Client, topic string) error {
 // checkPolicy checks that Kafka keeps the newest record for ever. A client without the right to read settings cannot
 // check that.
 func checkPolicy(ctx context.Context, client *kgo.Client, topic string) error {
-	const setting = "cleanup.policy"
-	answer, err := kafka.SettingsRequest([]string{topic}, setting).RequestWith(ctx, client)
+	answer, err := kafka.SettingsRequest([]string{topic}, kafka.CleanupPolicy).RequestWith(ctx, client)
 	if err != nil {
 		return fmt.Errorf("read the settings of the cursor topic: %w", err)
 	}
 	for _, r := range answer.Resources {
-		if policy, known := kafka.SettingsOf(r)[setting]; known && policy != "compact" {
+		if policy, known := kafka.SettingsOf(r)[kafka.CleanupPolicy]; known && policy != "compact" {
 			return fmt.Errorf("%w: cleanup.policy of %s is %s, and must be compact: with another policy Kafka removes the newest record after a time",
 				ErrTopic, topic, policy)
 		}

@@ -178,22 +178,20 @@ func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[st
 	return limits, nil
 }
 
-// Compacted returns those of the topics of which Kafka keeps only the last record of each key, as far as the client may
-// know.
-func Compacted(ctx context.Context, client *kgo.Client, topics ...string) (compacted []string) {
+// IsCompacted reports whether a topic is compacted, as far as the client may know.
+func IsCompacted(ctx context.Context, client *kgo.Client, topic string) bool {
 	ctx, cancel := context.WithTimeout(ctx, limitsTimeout)
 	defer cancel()
-	const setting = "cleanup.policy"
-	response, err := SettingsRequest(topics, setting).RequestWith(ctx, client)
-	if err != nil {
-		return nil
-	}
-	for _, resource := range response.Resources {
-		if strings.Contains(SettingsOf(resource)[setting], "compact") {
-			compacted = append(compacted, resource.ResourceName)
-		}
-	}
-	return compacted
+	response, err := SettingsRequest([]string{topic}, CleanupPolicy).RequestWith(ctx, client)
+	return err == nil && len(response.Resources) == 1 && Compacts(SettingsOf(response.Resources[0]))
+}
+
+// CleanupPolicy is the setting of a topic that says which records Kafka removes.
+const CleanupPolicy = "cleanup.policy"
+
+// Compacts reports whether a topic with these settings keeps only the last record of each key.
+func Compacts(settings map[string]string) bool {
+	return strings.Contains(settings[CleanupPolicy], "compact")
 }
 
 // SettingsRequest returns the request for settings of topics.

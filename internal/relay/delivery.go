@@ -82,7 +82,7 @@ func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Se
 func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
 	d := p.begin(stop, held, batch, true)
 	for i := range batch {
-		if d.exclusive() && d.skipExpired(i) {
+		if batch[i].HasExpired() && d.exclusive() && d.skipExpired(i) { // few have, so the lease is asked last
 			continue
 		}
 		if parked.busy.Load() && !d.PassFailedKeys && parked.MustWait(d.key(i)) {

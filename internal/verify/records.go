@@ -220,14 +220,14 @@ func (t topicSettings) emptyFrom(now time.Time) int64 {
 // askSettings asks for the settings of topics. Those that Kafka does not tell have the zero value.
 func askSettings(ctx context.Context, client *kgo.Client, topics []string) (map[string]topicSettings, error) {
 	all := map[string]topicSettings{}
-	request := kafka.SettingsRequest(topics, "cleanup.policy", "retention.ms", "retention.bytes", "min.compaction.lag.ms")
+	request := kafka.SettingsRequest(topics, kafka.CleanupPolicy, "retention.ms", "retention.bytes", "min.compaction.lag.ms")
 	response, err := request.RequestWith(ctx, client)
 	if err != nil {
 		return nil, fmt.Errorf("ask Kafka for settings of topics: %w", err)
 	}
 	for _, resource := range response.Resources {
 		values := kafka.SettingsOf(resource)
-		t := topicSettings{compacts: strings.Contains(values["cleanup.policy"], "compact"),
+		t := topicSettings{compacts: kafka.Compacts(values),
 			compactsBehind: millis(values["min.compaction.lag.ms"])}
 		if values["retention.bytes"] == "-1" {
 			t.retains = millis(values["retention.ms"])
