@@ -95,7 +95,7 @@ func (s *suite) compare(t *testing.T, v *result) {
 	}
 	expired := s.compareExpiring(t, &v.Expired, s.late(t, arrived, &v.Expired))
 	expected := s.expected(committed, failed, expired)
-	s.releaseExpired(ordered, &v.Expired)
+	s.releaseExpired(t, ordered, &v.Expired)
 	var o, strict oracle.Result
 	o.Compare(expected, ordered)
 	strict.Compare(expected, arrived)

@@ -53,6 +53,7 @@ type Place struct {
 	Partition int32
 	Offset    int64
 	Sent      time.Time // when the producer was given the record
+	Producer  int64     // the id that Kafka gave to the client that sent it
 	Expires   time.Time // of its event; zero: never
 }
 
@@ -102,7 +103,7 @@ func (r *Reader) take(record *kgo.Record) {
 }
 
 func placeOf(r *kgo.Record) Place {
-	p := Place{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Sent: r.Timestamp}
+	p := Place{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Sent: r.Timestamp, Producer: r.ProducerID}
 	for _, h := range r.Headers {
 		if h.Key == "ce_expirytime" {
 			p.Expires, _ = time.Parse(time.RFC3339, string(h.Value))
