@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -129,7 +130,17 @@ func (s *failing) round(ctx context.Context, w failingWay, fails bool) (u used, 
 		return u, err
 	}
 	running, stop := runAside(ctx, run)
+	profile := ""
+	if s.cfg.profile != "" {
+		profile = filepath.Join(s.cfg.profile, fmt.Sprintf("%s-%d-%t", strings.ReplaceAll(w.name, "/", "-"), s.groups, fails))
+	}
+	watch, err := startMeter(profile)
+	if err != nil {
+		return u, err
+	}
 	u, err = m.measure(running, seconds(s.cfg.failingSeconds))
+	_, stopped := watch.stop(u.Events)
+	err = errors.Join(err, stopped)
 	if err := errors.Join(err, stop()); err != nil {
 		return u, err
 	}

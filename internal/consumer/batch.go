@@ -40,14 +40,15 @@ func (w *partitionWorker) handleBatch(items []recordItem) (handled int) {
 		return 0
 	}
 	began := time.Now()
-	n, committed, failed := w.tryBatch(batch)
+	n, failed := w.tryBatch(batch)
 	// Park all blocked tasks before anything else: their keys may become free at any moment, and later events
 	// of these keys would then be handled first.
-	if w.parkBlocked(batch) != nil {
+	w.noteShare(batch)
+	if w.awaitDrained(batch) != nil || w.parkBlocked(batch) != nil {
 		return 0
 	}
 	for i := range items[:n] {
-		if err := w.finishRecord(&items[i], items[i+1:], committed, failed); err != nil {
+		if err := w.finishRecord(&items[i], items[i+1:], failed); err != nil {
 			return 0
 		}
 		w.advance(items[i].record)
@@ -144,26 +145,27 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []enve
 
 // tryBatch runs those tasks of items that need a transaction, all in one.
 //
-// If the transaction commits, it returns true and the number of items whose tasks are in it. The
+// If the transaction commits, it marks their tasks as done, and returns the number of items that it has
+// reached. It leaves out tasks that have failed without using it, and later ones of their keys. The
 // transaction ends early, with fewer items, when the worker is stopped, when the topic is paused,
 // after TransactionTime, and after half of MaxPollInterval.
 //
-// If a handler fails, tryBatch tries the items before its event again, without that event. If the
-// first item fails, it returns false: each task of the n items needs a transaction of its own. The
-// error is that of the failed task, if it is known which task has failed.
-func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, failed *handling.TaskError) {
+// If another handler fails, tryBatch tries the items before its event again, without that event. If the
+// first item fails, each task of the n items needs a transaction of its own. The errors are those of
+// failed tasks, as far as it is known which tasks have failed.
+func (w *partitionWorker) tryBatch(items []recordItem) (n int, failed []*handling.TaskError) {
 	const conflictsOfBatch = 3 // then items are handled one by one: small transactions conflict less
 	for conflicts := 0; ; {
 		tasks := tasksInTx(items)
 		switch {
 		case len(tasks) == 0: // no statement ran, so no outage of PostgreSQL has ended
-			return len(items), true, nil
+			return len(items), nil
 		case !w.processor.Sharing(tasks), !w.mayCall(true):
-			return len(items), false, nil
+			return len(items), nil
 		}
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		next, repeats, err := w.processor.ProcessBatch(ctx, tasks, func(spent time.Duration) bool {
+		done, err := w.processor.ProcessBatch(ctx, tasks, func(spent time.Duration) bool {
 			return w.stopping.Err() != nil || w.isTopicPaused() || spent >= handling.TransactionTime || time.Since(began) > w.cfg.MaxPollInterval/2
 		})
 		late := handling.IsLate(ctx, err)
@@ -172,13 +174,14 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)
-			if n = itemsBefore(items, next); n < len(items) {
+			if n = itemsBefore(items, done.Next); n < len(items) {
 				w.resizeBatch(n, len(items), time.Since(began))
 			}
 			for i := range items[:n] {
-				w.noteCommitted(&items[i], repeats, began)
+				w.noteCommitted(&items[i], done, began)
+				items[i].noteDone(done.Left)
 			}
-			return n, true, nil
+			return n, done.Left.Errors()
 		case w.held.Err() != nil, w.noteBlocked(items, err):
 		case handling.IsConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
@@ -186,17 +189,17 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 		case w.processor.IsOutage(w.held, err, handling.InTx, late):
 			w.awaitPostgres(began, err)
 			if pg.IsWaitInVain(err) { // for one of them: the others need not wait for it
-				return len(items), false, nil
+				return len(items), nil
 			}
 		default:
-			n, failed = handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
-			for _, t := range failed.Succeeded() {
+			n, one := handling.ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return itemsBefore(items, o) })
+			for _, t := range one.Succeeded() {
 				w.noteSucceeded(&items[itemsBefore(items, t.Meta.Origin)], t, began)
 			}
 			w.log.Debug("outbox: a transaction of records has failed, and those in front of the failed one are handled again", "partition", w.partition.Name(), "records", len(items),
 				"in_front", n, "error", err)
 			if n == 0 {
-				return 1, false, failed
+				return 1, []*handling.TaskError{one}
 			}
 			items = items[:n]
 		}

@@ -145,9 +145,9 @@ func (w *partitionWorker) releaseTrials() (released int) {
 
 // noteCommitted notes for their breakers that the shared transaction of an item's tasks, which began at a
 // time, is committed. Repeats do not count.
-func (w *partitionWorker) noteCommitted(it *recordItem, repeats handling.Repeats, began time.Time) {
+func (w *partitionWorker) noteCommitted(it *recordItem, done handling.Batch, began time.Time) {
 	for _, t := range it.Tasks {
-		if t.Kind != handling.NoTx && !it.isBlocked(t) && !repeats.Has(&t) && !slices.Contains(it.noted, t.Handler) {
+		if t.Kind != handling.NoTx && !it.isBlocked(t) && !done.Repeats.Has(&t) && done.Left.Of(&t) == nil && !slices.Contains(it.noted, t.Handler) {
 			w.breakers.Succeeded(t.Action, w.trialOf(t.Action), began)
 		}
 	}

@@ -36,12 +36,30 @@ type recordItem struct {
 	blocked map[*handling.Handler]bool // handlers that are not called here; true once their task is parked
 	whole   bool                       // the marked tasks are parked behind a row without an action, see blockAll
 	noted   []*handling.Handler        // whose breakers know that they have succeeded
+	done    bool                       // the tasks with a transaction are committed
 }
 
-// isBlocked reports whether a task is marked: it is parked, or to be parked.
+// isBlocked reports whether a task is not to be called any more: it is parked or to be parked, or it is done.
 func (it *recordItem) isBlocked(t handling.Task) bool {
 	_, blocked := it.blocked[t.Handler]
-	return blocked
+	return blocked || it.done && t.Kind != handling.NoTx
+}
+
+// noteDone marks the tasks with a transaction that are committed: all but those that it has left out. Of these, those
+// whose keys were blocked when it began are to be parked.
+func (it *recordItem) noteDone(left handling.Left) {
+	if it.done = !left.HasEvent(it.Meta.Origin); it.done {
+		return
+	}
+	for _, t := range it.Tasks {
+		switch out := left.Of(&t); {
+		case t.Kind == handling.NoTx || it.isBlocked(t):
+		case out == nil:
+			it.noteParked(t)
+		case out.AtBegin:
+			it.block(t)
+		}
+	}
 }
 
 // block marks a task that is to be parked.

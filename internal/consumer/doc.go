@@ -41,9 +41,9 @@
 // A failed event becomes a row of event_delivery, and later events of its key are parked behind it.
 // Any member may claim the row. A worker checks at the end of each transaction that no key of it is
 // blocked, so that no event overtakes a parked one, not even one that another member has parked. It takes a
-// shared lock of the key for that, which excludes a member that parks. While a blocked key was found
-// lately, and for handlers without a transaction always, it also checks before it calls the handlers.
-// Handlers without a transaction have only that check.
+// shared lock of the key for that, which excludes a member that parks. It also checks when the transaction
+// begins, which leaves out events of blocked keys; and before that, while most events are blocked, and for handlers
+// without a transaction. These have only that check.
 //
 // While the events of an action fail one after the other, its breaker is open: no more events are parked, and the
 // partition waits. Where it has another action, events are parked untried after passAfter, so that the other one goes

@@ -18,6 +18,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -52,6 +53,8 @@ type partitionFixture struct {
 	sends        string            // + goes well, l is too large, u finds the topic unavailable
 
 	sets    bool                      // the handler changes settings
+	db      *pgxpool.Pool             // what is queued runs there; nil: it does not
+	unused  bool                      // handlers do not use their transactions
 	noted   map[handling.NoteKey]bool // committed
 	current []string                  // calls of handlers in the transaction
 	log     []string
@@ -74,7 +77,12 @@ func next(play *string) byte {
 
 var errPlayed = errors.New("played")
 
-func (s *partitionFixture) InTx(_ context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, _ func(*pgx.Batch), f func(handling.Tx, map[handling.NoteKey]bool) error) error {
+func (s *partitionFixture) InTx(ctx context.Context, _ *handling.Activity, keys []handling.NoteKey, _ bool, queue func(*pgx.Batch), f func(handling.Tx, map[handling.NoteKey]bool) error) error {
+	if s.db != nil {
+		var b pgx.Batch
+		queue(&b)
+		require.NoError(s.t, s.db.SendBatch(ctx, &b).Close())
+	}
 	sign := next(&s.transactions)
 	switch sign {
 	case 'o':
@@ -134,6 +142,7 @@ func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
 }
 
 func (tx *playedTx) ChangedSettings() bool { return tx.changed }
+func (tx *playedTx) Used() bool            { return !tx.fixture.unused }
 func (tx *playedTx) Own() pgx.Tx           { return nil }
 
 func (s *partitionFixture) Now(context.Context) (time.Time, error) { return time.Now(), nil }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -25,9 +24,9 @@ import (
 // it, for this action only. All other events are handled, and offsets are committed.
 //
 // Before an event is handled, its key must not be blocked by a parked event. Workers check this when its
-// transaction begins, and at its end, which also sees keys that were blocked meanwhile. For a minute after
-// a blocked key was found they check before the transaction, too, so that none begins in vain. Package
-// internal/delivery says why both checks are needed.
+// transaction begins, which leaves out the events of blocked keys; and at its end, which also sees keys that were blocked
+// meanwhile. Package internal/delivery says why both checks are needed. While most events are of blocked keys, workers
+// check before the transaction, too, so that none begins in vain.
 //
 // A record that no handler gets has one row for all actions, whose key is that of no action. Under HoldDead, all tasks
 // of the later records of its key are parked with that key, see blockAll.
@@ -37,18 +36,7 @@ type consumerParking struct {
 	session  delivery.SessionSettings
 	group    string
 	dueAt    func(time.Time)
-	seen     atomic.Int64 // when a blocked key was found last, in Unix nanoseconds; 0 for never
 }
-
-// recheckFor is how long keys are checked before handlers are called, after a blocked key was found.
-const recheckFor = time.Minute
-
-func (p *consumerParking) mustRecheck() bool {
-	seen := p.seen.Load()
-	return seen != 0 && time.Since(time.Unix(0, seen)) < recheckFor
-}
-
-func (p *consumerParking) noteBlockedKey() { p.seen.Store(time.Now().UnixNano()) }
 
 // subjectOf returns the subject of a task, by which event_delivery identifies it.
 func (p *consumerParking) subjectOf(t handling.Task) delivery.Subject {
@@ -92,21 +80,19 @@ func isBlocked(err error) bool {
 // mayPark reports whether a failed task is parked. Otherwise it is tried again in place.
 func (w *partitionWorker) mayPark(t handling.Task) bool { return w.parking != nil && !t.InPlace }
 
-// findBlocked marks the tasks of items whose keys are blocked. It checks tasks without a
-// transaction, which have no check at their end; and all tasks if a blocked key was found within
-// recheckFor. The only error is ErrStopped.
+// findBlocked marks the tasks of items whose keys are blocked. It checks tasks without a transaction, which have no check
+// at their end; and all tasks if most were blocked before. The only error is ErrStopped.
 func (w *partitionWorker) findBlocked(items []recordItem) error {
 	if w.parking == nil {
 		return nil
 	}
-	recheck := w.parking.mustRecheck()
 	w.lookedAt = time.Now()
 	var tasks []handling.Task
 	var of []*recordItem
 	var subjects []delivery.Subject // of tasks, and behind them those of wholeOf
 	for i := range items {
 		for _, t := range items[i].Tasks {
-			if (recheck || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
+			if (w.mostBlock || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
 				tasks, of, subjects = append(tasks, t), append(of, &items[i]), append(subjects, w.parking.subjectOf(t))
 			}
 		}
@@ -119,24 +105,33 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 			of, subjects = append(of, it), append(subjects, whole)
 		}
 	}
-	found := false
-	err := w.write(func(ctx context.Context) error {
-		blocked, err := w.parking.store.Blocked(ctx, subjects)
-		for _, n := range blocked {
-			if n < len(tasks) {
-				of[n].block(tasks[n])
-			} else {
-				of[n].blockAll()
-			}
-			w.parking.noteBlockedKey()
-			found = true
-		}
+	var blocked []int
+	err := w.write(func(ctx context.Context) (err error) {
+		blocked, err = w.parking.store.Blocked(ctx, subjects)
 		return err
 	})
-	if err == nil && found && !recheck { // tasks with a transaction may have the same key
+	for _, n := range blocked {
+		if n < len(tasks) {
+			of[n].block(tasks[n])
+		} else {
+			of[n].blockAll()
+		}
+	}
+	if err == nil && len(blocked) > 0 && !w.mostBlock { // tasks with a transaction may have the same key
+		w.mostBlock = true
 		return w.findBlocked(items)
 	}
+	w.noteShare(items)
 	return err
+}
+
+// noteShare notes whether most of the tasks of items are blocked.
+func (w *partitionWorker) noteShare(items []recordItem) {
+	blocked, all := 0, 0
+	for i := range items {
+		blocked, all = blocked+len(items[i].blocked), all+len(items[i].Tasks)
+	}
+	w.mostBlock = blocked > all/2
 }
 
 // lookAgainAfter is how long findBlocked serves for calls without a transaction.
@@ -164,10 +159,16 @@ func (w *partitionWorker) queueBlocked(b *pgx.Batch, tasks []handling.Task) {
 	w.parking.store.QueueBlocked(b, w.asked.subjects, &w.blockedAtBegin)
 }
 
-// checkInTx returns a [*blockedError] if keys of tasks were blocked when their transaction began. Otherwise their
-// handlers see whatever was done before.
-func (w *partitionWorker) checkInTx(context.Context, handling.Tx, []handling.Task) error {
-	return w.blockedAmong(w.asked, w.blockedAtBegin)
+// checkInTx returns the tasks whose keys were blocked when their transaction began. The handlers of the others see
+// whatever was done before. For a task alone, and for keys that are blocked for all actions, it returns a
+// [*blockedError].
+func (w *partitionWorker) checkInTx(_ context.Context, _ handling.Tx, tasks []handling.Task) (blocked []int, err error) {
+	err = w.blockedAmong(w.asked, w.blockedAtBegin)
+	found, _ := errors.AsType[*blockedError](err)
+	if found == nil || len(tasks) == 1 || len(found.whole) > 0 {
+		return nil, err
+	}
+	return slices.Sorted(slices.Values(w.blockedAtBegin)), nil
 }
 
 // recheckInTx checks at the end of a transaction whether keys of its tasks are blocked. From then on
@@ -175,7 +176,7 @@ func (w *partitionWorker) checkInTx(context.Context, handling.Tx, []handling.Tas
 func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
 	tasks := make([]handling.Task, 0, len(results))
 	for _, r := range results {
-		if !r.Repeat {
+		if !r.Repeat && !r.Left {
 			tasks = append(tasks, r.Task)
 		}
 	}
@@ -219,7 +220,6 @@ func (w *partitionWorker) blockedAmong(asked askedKeys, blocked []int) error {
 	if len(blocked) == 0 {
 		return nil
 	}
-	w.parking.noteBlockedKey()
 	found := &blockedError{}
 	for _, n := range blocked {
 		if n < len(asked.tasks) {
@@ -247,7 +247,6 @@ func (w *partitionWorker) requeueReplays(items []recordItem) error {
 		if err := w.write(func(ctx context.Context) error {
 			again, err := w.parking.store.Requeue(ctx, subjects, &replay, it.replay.edited)
 			for _, n := range again {
-				w.parking.noteBlockedKey()
 				w.parking.dueAt(time.Now())
 				if n < len(it.Tasks) {
 					it.noteParked(it.Tasks[n])
@@ -272,6 +271,7 @@ func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
 	if !is {
 		return false
 	}
+	w.mostBlock = true // at least in this batch
 	for _, t := range found.tasks {
 		items[itemsBefore(items, t.Meta.Origin)].block(t)
 	}
@@ -330,7 +330,6 @@ func (w *partitionWorker) park(rows ...delivery.Received) (parked []delivery.Par
 	if err != nil {
 		return nil, err
 	}
-	w.parking.noteBlockedKey()
 	for i, p := range parked {
 		if p.Status == "" {
 			w.logNotParked(&rows[i], p)

@@ -39,7 +39,8 @@ func TestKeyIsFreeBeforeItsEventIsParked(t *testing.T) {
 	}))
 	w := s.worker
 	w.parking = &consumerParking{store: store, group: "g", dueAt: func(time.Time) {}}
-	w.batch = 3
+	w.processor.Queue, w.processor.Begin, s.db = w.queueBlocked, w.checkInTx, db
+	w.batch, w.mostBlock = 3, true
 	s.handlers["fails"] = "-"
 	records := s.arrive("blocks", "works", "fails", "blocked", "behind")
 	for _, n := range []int{0, 3, 4} {

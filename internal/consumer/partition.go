@@ -46,6 +46,7 @@ type partitionWorker struct {
 	lookedAt       time.Time // when findBlocked or lookAgain has asked last; only run
 	asked          askedKeys // when the transaction under way began; only run
 	blockedAtBegin []int     // those of its subjects that were blocked then; only run
+	mostBlock      bool      // most of the tasks of the last batch were blocked; only run
 
 	drainAfter time.Time                 // before, the partition does not wait for parked events of a key; only run
 	drainSince atomic.Pointer[time.Time] // since when it waits for them, nil if it does not
@@ -121,6 +122,7 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 	w.processor = r.processor.ForOne(&w.activity)
 	if w.parking != nil {
 		w.processor.Queue, w.processor.Begin, w.processor.Complete = w.queueBlocked, w.checkInTx, w.recheckInTx
+		w.processor.PassFailed = true
 		w.breakers = w.parking.breakers
 		w.actions = r.processor.Routes.ActionsOf(partition.Topic)
 	}

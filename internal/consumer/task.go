@@ -11,11 +11,10 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// finishRecord completes a record after tryBatch. If the batch is committed, it runs only the tasks
-// without a transaction. Otherwise it runs all tasks, one by one; failed is the error of a task in
-// the batch and counts as that task's first attempt. behind are the later records of the batch. The
-// only error is ErrStopped.
-func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, committed bool, failed *handling.TaskError) error {
+// finishRecord completes a record after tryBatch: it runs the tasks that are not done, one by one. failed are errors of
+// tasks in the batch; each counts as its task's first attempt. behind are the later records of the batch. The only error
+// is ErrStopped.
+func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, failed []*handling.TaskError) error {
 	if it.Class != "" && !w.awaitResume() {
 		return handling.ErrStopped
 	}
@@ -33,10 +32,10 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, comm
 		return w.giveUp(it, handling.Task{}, handling.Outcome{Result: handling.Dead, Action: it.replay.action, Class: it.Class, Err: it.Err})
 	}
 	for t := range it.InOrder() {
-		if it.isBlocked(t) || committed && t.Kind != handling.NoTx {
+		if it.isBlocked(t) {
 			continue
 		}
-		parked, err := w.runTask(it, t, failed.Of(t))
+		parked, err := w.runTask(it, t, handling.ErrorOf(t, failed))
 		if err != nil {
 			return err
 		}

@@ -94,6 +94,7 @@ type laneItem struct {
 	Delivery
 	read  bool // decoded
 	big   bool // not read, because the large events of other lanes leave no room
+	works bool // another event of its action had succeeded when its transaction began, see [handling.Task]
 	noted bool // its success in a shared transaction has reached its breaker
 	begun bool // its outcome was looked for, or its transaction has committed
 	ended bool // finished, failed or released
@@ -108,7 +109,7 @@ func newLane(parts laneParts, tx bool) *lane {
 		most: parts.cfg.MaxPoll,
 	}
 	l.finishing = parts.processor.ForOne(&l.activity)
-	l.finishing.Complete = l.complete
+	l.finishing.Complete, l.finishing.PassFailed = l.complete, true
 	if l.session.isolation != readCommitted {
 		l.finishing.Begin = l.lockRows
 	}
@@ -173,9 +174,9 @@ func (l *lane) handle(batch []Delivery) (n int) {
 
 func (l *lane) mayContinue() bool { return l.stopping.Err() == nil && l.ctx.Err() == nil }
 
-// handleBatch runs the tasks of items in one transaction. If the transaction fails, handleBatch repeats the
-// items before the failed item. If the first item has failed, it repeats only this item. It returns the
-// number of items that need no more work here.
+// handleBatch runs the tasks of items in one transaction, which leaves out items that fail without using it. If the
+// transaction fails, handleBatch repeats the items before the failed item. If the first item has failed, it repeats only
+// this item. It returns the number of items that need no more work here.
 func (l *lane) handleBatch(items []laneItem) int {
 	const conflictsOfBatch = 3 // then single transactions, which block each other less
 	if n := slices.IndexFunc(items, l.mustRunAlone); n == 0 {
@@ -183,6 +184,13 @@ func (l *lane) handleBatch(items []laneItem) int {
 		return 1
 	} else if n > 0 {
 		items = items[:n]
+	}
+	for i := range items {
+		it := &items[i]
+		it.works = l.breakers.Works(&handling.Task{Handler: it.Tasks[0].Handler, FirstFailed: it.FirstFailed, WitnessAfter: it.WitnessAfter})
+		for n := range it.Tasks {
+			it.Tasks[n].Works = it.works
+		}
 	}
 	for conflicts := 0; ; {
 		tasks, streams := tasksAndStreams(items)
@@ -194,7 +202,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			return len(items)
 		}
 		began := time.Now()
-		next, repeats, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
+		done, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
 			return !l.mayContinue() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
 		l.transactionEnded(err)
@@ -202,7 +210,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		switch {
 		case err == nil:
 			l.postgresAnswered(began)
-			return l.markDone(items, next, repeats, began)
+			return l.markDone(items, done, began)
 		case l.ctx.Err() != nil:
 			return len(items)
 		case errors.Is(err, ErrLost):
@@ -220,7 +228,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 				return len(items)
 			}
 			if _, later := handling.WaitOf(err); later {
-				l.handleEach(items, handling.PostponedError(err))
+				l.handleEach(items, []*handling.TaskError{handling.PostponedError(err)})
 				return len(items)
 			}
 		default:
@@ -229,7 +237,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			l.log.Debug("outbox: a transaction of deliveries has failed, those before the failed one are handled again",
 				"deliveries", len(items), "in_front", n, "error", err)
 			if n == 0 {
-				l.handleEach(items[:1], failed)
+				l.handleEach(items[:1], []*handling.TaskError{failed})
 				return 1
 			}
 			items = items[:n]
@@ -295,22 +303,28 @@ func (l *lane) noteFailedBatch(items []laneItem, failed *handling.TaskError, beg
 	}
 }
 
-// markDone notes that the items before next have finished in a transaction that began at a time, and returns
-// their number. It adapts the number of deliveries in a transaction to the number that handlers finish in
-// TransactionTime.
-func (l *lane) markDone(items []laneItem, next *envelope.Origin, repeats handling.Repeats, began time.Time) int {
+// markDone notes that items have finished in a transaction that began at a time. It handles those that the transaction
+// has left out, one by one, and returns the number of items that it has reached. It adapts the number of deliveries in a
+// transaction to the number that handlers finish in TransactionTime.
+func (l *lane) markDone(items []laneItem, done handling.Batch, began time.Time) int {
 	n, took := len(items), time.Since(began)
-	if next != nil {
-		n = indexOf(items, next)
+	if done.Next != nil {
+		n = indexOf(items, done.Next)
 	}
 	for i := range items[:n] {
-		if it := &items[i]; !slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return repeats.Has(&t) }) {
+		it := &items[i]
+		if it.begun = true; done.Left.HasEvent(it.Meta.Origin) {
+			continue
+		}
+		if !slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return done.Repeats.Has(&t) }) {
 			l.noteSucceeded(it, began)
 		}
-		items[i].begun = true
-		l.remove(&items[i])
+		l.remove(it)
 	}
 	l.promoteFollowers()
+	if len(done.Left) > 0 {
+		l.handleLeft(items[:n], done.Left)
+	}
 	switch {
 	case n < len(items):
 		l.most = n
@@ -320,9 +334,24 @@ func (l *lane) markDone(items []laneItem, next *envelope.Origin, repeats handlin
 	return n
 }
 
-// handleEach handles items one by one. One of them may have failed in a shared transaction, which counts as
-// its attempt.
-func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
+// handleLeft handles the items that a transaction has left out: those that have failed, whose errors count, and those
+// behind them in their keys that are not parked then.
+func (l *lane) handleLeft(items []laneItem, left handling.Left) {
+	errs := left.Errors()
+	for _, failed := range errs {
+		if it := &items[indexOf(items, failed.Event())]; !it.ended && l.mayContinue() && !l.mustWait(it) {
+			l.handleOne(it, errs)
+		}
+	}
+	for i := range items {
+		if left.HasEvent(items[i].Meta.Origin) {
+			l.handleEach(items[i:i+1], nil)
+		}
+	}
+}
+
+// handleEach handles items one by one. Some may have failed in a shared transaction, which counts as their attempt.
+func (l *lane) handleEach(items []laneItem, failed []*handling.TaskError) {
 	for i := range items {
 		if !l.mayContinue() || i > 0 && l.isOver() {
 			return
@@ -340,7 +369,7 @@ func (l *lane) handleEach(items []laneItem, failed *handling.TaskError) {
 }
 
 // handleOne runs the tasks of an item until all are done or one has failed.
-func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
+func (l *lane) handleOne(it *laneItem, before []*handling.TaskError) {
 	it.begun = true
 	if it.big {
 		known := handling.Outcome{Class: it.LastCode, Err: &earlierError{it.LastCode, it.LastMessage}} // it stays so
@@ -359,13 +388,13 @@ func (l *lane) handleOne(it *laneItem, before *handling.TaskError) {
 	left := len(it.Tasks)
 	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
-		t.FirstFailed, t.WitnessAfter, t.Begun = it.FirstFailed, it.WitnessAfter, it.Suspect
+		t.FirstFailed, t.WitnessAfter, t.Begun, t.Works = it.FirstFailed, it.WitnessAfter, it.Suspect, it.works
 		l.attempts.Processor = l.plain
 		if left--; left == 0 && t.Kind != handling.NoTx {
 			l.attempts.Processor, inTx = l.finishing, true
 			l.flush() // the handled deliveries before it in its key have to finish first
 		}
-		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.Of(it.Stream)), before.Of(t))
+		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.Of(it.Stream)), handling.ErrorOf(t, before))
 		before = nil
 		if o.Result != handling.Done {
 			l.recordOutcome(it, t, o)

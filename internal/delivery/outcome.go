@@ -31,16 +31,16 @@ func (l *lane) remove(it *laneItem) {
 
 // lockRows locks the rows of tasks before their handlers run. It is for isolation levels above READ
 // COMMITTED, under which a transaction could not finish a row that was renewed meanwhile.
-func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) error {
+func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) (leaves []int, err error) {
 	ids := map[int64]bool{}
 	for _, t := range tasks {
 		ids[t.Meta.Origin.DeliveryID] = true
 	}
 	if err := l.store.LockIn(ctx, tx.Own(), l.deliveriesWith(ids)); err != nil {
-		return err
+		return nil, err
 	}
 	l.claimed.setLocked(l.ctx, true)
-	return nil
+	return nil, nil
 }
 
 // transactionEnded is called after a transaction for which lockRows may have locked rows. After a rollback
@@ -67,7 +67,14 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 	for _, r := range results { // an event that is upcast may have several tasks
 		ids[r.Meta.Origin.DeliveryID] = true
 	}
-	l.finished, l.promoted = l.deliveriesWith(ids), 0
+	for _, r := range results {
+		if r.Left {
+			delete(ids, r.Meta.Origin.DeliveryID)
+		}
+	}
+	if l.finished, l.promoted = l.deliveriesWith(ids), 0; len(l.finished) == 0 {
+		return nil
+	}
 	promoted, err := l.store.FinishIn(ctx, tx.Own(), l.finished, l.session.Restoration(tx, len(results)))
 	l.promoted = promoted
 	return AsUnfinished(tx, err)

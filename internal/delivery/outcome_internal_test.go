@@ -18,6 +18,7 @@ type usedTx struct{ changed bool }
 
 func (usedTx) Call(string, func(pgx.Tx) error) error { return nil }
 func (x usedTx) ChangedSettings() bool               { return x.changed }
+func (x usedTx) Used() bool                          { return true }
 func (usedTx) Own() pgx.Tx                           { return nil }
 
 // The end of a transaction that its handlers have prevented is a failure of the handlers, and counts as an attempt. A

@@ -99,6 +99,7 @@ type Tx struct {
 	name    string // of the last one
 	within  bool   // the transaction belongs to the caller
 	called  bool   // a function was called
+	used    bool   // the function has used the transaction
 	locked  bool   // a function may have taken an advisory lock for the session
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
@@ -156,7 +157,7 @@ func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 // returns the error of the function, or what the function has done to the transaction: that
 // error has the name of the function.
 func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
-	t.name, t.ended, t.foreign, t.savepoints, t.called = name, false, false, nil, true
+	t.name, t.ended, t.foreign, t.savepoints, t.called, t.used = name, false, false, nil, true, false
 	err := f(&hostTx{part{t.tx, t}})
 	conn := t.tx.Conn().PgConn()
 	switch {
@@ -198,6 +199,10 @@ func (t *Tx) Own() pgx.Tx { return t.tx }
 // ChangedSettings reports whether a statement of a function may have changed settings, which
 // stay changed until the end of the transaction.
 func (t *Tx) ChangedSettings() bool { return t.changed }
+
+// Used reports whether the last function has used the transaction. If it has not, there is nothing to undo when it has
+// failed.
+func (t *Tx) Used() bool { return t.used }
 
 // Commit commits. Its error wraps [ErrEnded] or [ErrSettings] if that is why it fails.
 func (t *Tx) Commit(ctx context.Context) error {
@@ -264,6 +269,7 @@ type part struct {
 // be one, the transaction is rolled back now: pgx sends nothing more in it.
 func (p *part) look(ctx context.Context, sqls ...string) {
 	t := p.owner
+	t.used = true
 	for _, sql := range sqls {
 		t.look(sql)
 	}
@@ -317,6 +323,7 @@ func (t *Tx) lookForSavepoints(statements [][]string) (found bool) {
 
 // Begin implements [pgx.Tx]: it sets a savepoint.
 func (p *part) Begin(ctx context.Context) (pgx.Tx, error) {
+	p.owner.used = true
 	savepoint, err := p.Tx.Begin(ctx)
 	if err != nil {
 		return nil, err
@@ -366,4 +373,16 @@ func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 func (p *part) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, rows pgx.CopyFromSource) (int64, error) {
 	p.look(ctx)
 	return p.Tx.CopyFrom(ctx, table, columns, rows)
+}
+
+// Conn implements [pgx.Tx]. What the function does with the connection is not seen.
+func (p *part) Conn() *pgx.Conn {
+	p.owner.used = true
+	return p.Tx.Conn()
+}
+
+// LargeObjects implements [pgx.Tx].
+func (p *part) LargeObjects() pgx.LargeObjects {
+	p.owner.used = true
+	return p.Tx.LargeObjects()
 }

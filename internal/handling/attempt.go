@@ -91,7 +91,7 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 	if a.mustTryAlone(t, policy, before) {
 		before = nil
 	}
-	works := a.works(t, policy)
+	works := t.Works || a.works(t, policy)
 	for {
 		err, late, repeat, tried := before, false, false, before == nil
 		if tried && !a.Scheduler.Enter(t) {
@@ -209,6 +209,12 @@ func (t *Task) NoteFailure(o Outcome) {
 	}
 }
 
+// Works reports whether this process knows that another event of the action has succeeded after [Task.witnessAfter].
+func (a *ActionBreakers) Works(t *Task) bool {
+	after := t.witnessAfter()
+	return !after.IsZero() && a.SucceededSince(t.Action, after)
+}
+
 // witnessAfter returns the time after which another event of the action must succeed, or zero if the task has not
 // failed yet.
 func (t *Task) witnessAfter() time.Time {
@@ -221,7 +227,7 @@ func (t *Task) witnessAfter() time.Time {
 // mustTryAlone reports whether an error of a shared transaction is no failure of a task: the task has failed before,
 // and it is not known whether another event of the action had succeeded when that transaction began.
 func (a *Attempts) mustTryAlone(t *Task, policy RetryPolicy, before error) bool {
-	return before != nil && a.Witness != nil && !t.FirstFailed.IsZero() && policy.waitsInOutage(t.FirstFailed) &&
+	return before != nil && !t.Works && a.Witness != nil && !t.FirstFailed.IsZero() && policy.waitsInOutage(t.FirstFailed) &&
 		!IsPermanent(before) && !IsUnavailable(before) && !isPostponed(before)
 }
 

@@ -177,9 +177,9 @@ func TestRepeatIsNoSuccess(t *testing.T) {
 		time.Sleep(time.Second)
 		require.Equal(t, Done, f.attempts.Try(task, RetryPolicy{}, nil).Result)
 		require.False(t, f.attempts.Breakers.SucceededSince("ACTED", first))
-		_, repeats, err := f.processor.ProcessBatch(t.Context(), []Task{*task}, func(time.Duration) bool { return false })
+		done, err := f.processor.ProcessBatch(t.Context(), []Task{*task}, func(time.Duration) bool { return false })
 		require.NoError(t, err)
-		require.True(t, repeats.Has(task))
+		require.True(t, done.Repeats.Has(task))
 		other := &f.arrive("b")[0].Tasks[0]
 		require.Equal(t, Done, f.attempts.Try(other, RetryPolicy{}, nil).Result)
 		require.True(t, f.attempts.Breakers.SucceededSince("ACTED", first))

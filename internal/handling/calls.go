@@ -1,6 +1,7 @@
 package handling
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -12,12 +13,15 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Tx is a transaction in which handlers are called: a [guardtx.Tx], or a fake.
 type Tx interface {
 	// Call calls the handler of an action, and checks what it has done to the transaction.
 	Call(action string, f func(pgx.Tx) error) error
+	// Used reports whether the last handler has used the transaction.
+	Used() bool
 	// ChangedSettings reports whether a handler has changed settings of the transaction.
 	ChangedSettings() bool
 	// Own returns the transaction for statements of this package and of its callers.
@@ -39,6 +43,10 @@ type handlerCalls struct {
 	clock   clock         // of the database, when the transaction began
 	spent   time.Duration // taken by handlers
 	results []TaskResult  // of the tasks that were reached, in their order
+	passes  bool          // go on behind a task that has failed
+	done    int           // tasks whose handlers have succeeded
+	leaves  []int         // tasks that the transaction leaves out from the beginning, in order
+	left    Left          // all that it leaves out
 	pending []pendingCall
 	mixed   bool // the tasks are for events of several types
 
@@ -71,8 +79,12 @@ func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t Task) bool { return t.Meta.Type != c.tasks[0].Meta.Type })
 	c.results = make([]TaskResult, 0, len(c.tasks))
 	for i, t := range c.tasks {
-		if i > 0 && t.Meta.Origin != c.tasks[i-1].Meta.Origin && c.enough(c.spent) {
+		if i > 0 && t.Meta.Origin != c.tasks[i-1].Meta.Origin && (c.failsOften() || c.enough(c.spent)) {
 			break
+		}
+		if begun := len(c.leaves) > 0 && c.leaves[0] == i; begun || c.isBehind(&t) {
+			c.leaveOut(i, LeftTask{task: t, AtBegin: begun})
+			continue
 		}
 		fresh := c.fresh[c.keys[i]]
 		expired := fresh && c.clock.isPast(t.Meta.Expires)
@@ -194,16 +206,114 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 		took, err = c.callOne(batchContext(ctx, arrivals), first.Handler, tx, arrivals)
 		return err
 	})
-	if err != nil {
+	c.spent += took
+	switch {
+	case err != nil && len(tasks) == 1 && c.mayPass(tasks[0], err):
+		c.fresh[c.keys[tasks[0]]] = true // it is not done
+		c.leaveOut(tasks[0], LeftTask{task: *first, Err: &TaskError{task: *first, events: 1, Certain: true, Err: err}})
+		c.current = nil
+		return nil
+	case err != nil:
 		return err
 	}
-	c.current, c.others, c.spent = nil, c.others || len(tasks) > 1, c.spent+took
+	c.current, c.others, c.done = nil, c.others || len(tasks) > 1, c.done+len(tasks)
 	for _, i := range tasks {
 		c.results[i].called, c.results[i].took = true, took/time.Duration(len(tasks))
 	}
 	if c.tx.ChangedSettings() && len(c.tasks) > 1 {
 		c.changed = true
 		c.runSeparately(first.Handler)
+	}
+	return nil
+}
+
+// mayPass reports whether the transaction can go on behind a task that has failed: its handler has not used the
+// transaction, so there is nothing to undo, and no other event can have caused the error by what it has done there. No
+// later task must have been taken for a repeat of it.
+func (c *handlerCalls) mayPass(i int, err error) bool {
+	timedOut, _ := errors.AsType[*timeoutError](err)
+	return c.passes && !c.tasks[i].InPlace && !c.tx.Used() && timedOut == nil && pg.Code(err) == "" && !pg.IsOutage(err) &&
+		!errors.Is(err, guardtx.ErrEnded) && !slices.Contains(c.keys[i+1:len(c.results)], c.keys[i])
+}
+
+// isBehind reports whether a task waits for one that has failed: an earlier one of the action and key.
+func (c *handlerCalls) isBehind(t *Task) bool {
+	if len(c.left) == 0 || len(t.Meta.Origin.Key) == 0 {
+		return false
+	}
+	return slices.ContainsFunc(c.left, func(l LeftTask) bool {
+		return l.task.Action == t.Action && bytes.Equal(l.task.Meta.Origin.Key, t.Meta.Origin.Key)
+	})
+}
+
+// leaveOut leaves a task out of the transaction, whose handler was not called or has failed.
+func (c *handlerCalls) leaveOut(i int, t LeftTask) {
+	if i == len(c.results) {
+		c.results = append(c.results, TaskResult{Task: t.task})
+	}
+	if t.AtBegin {
+		c.leaves = c.leaves[1:]
+	}
+	c.results[i].Left = true
+	c.left = append(c.left, t)
+}
+
+// failsOften reports whether so many tasks have failed, of which it is not known that their actions work, that the others
+// are better tried later.
+func (c *handlerCalls) failsOften() bool {
+	const some, share = 3, 20
+	failed := 0
+	for _, l := range c.left {
+		if l.Err != nil && !l.task.Works {
+			failed++
+		}
+	}
+	return failed > some+c.done/share
+}
+
+// Left are tasks that a transaction has left out.
+type Left []LeftTask
+
+// LeftTask is a task that a transaction has left out: from its beginning, with the error of its handler, or because it
+// waits for an earlier one of its key.
+type LeftTask struct {
+	task    Task
+	AtBegin bool
+	Err     *TaskError
+}
+
+// Of returns the entry of a task, or nil.
+func (l Left) Of(t *Task) *LeftTask {
+	for i := range l {
+		if l[i].task.Handler == t.Handler && l[i].task.Meta.Origin == t.Meta.Origin {
+			return &l[i]
+		}
+	}
+	return nil
+}
+
+// HasEvent reports whether a task of an event is among them.
+func (l Left) HasEvent(o *envelope.Origin) bool {
+	return slices.ContainsFunc(l, func(one LeftTask) bool { return one.task.Meta.Origin == o })
+}
+
+// Errors returns the errors of the tasks that have failed.
+func (l Left) Errors() (errs []*TaskError) {
+	for _, one := range l {
+		if one.Err != nil {
+			errs = append(errs, one.Err)
+		}
+	}
+	return errs
+}
+
+// ErrorOf returns the error of a task among those of a batch, if it is certain that the task has failed. Otherwise it
+// returns nil.
+func ErrorOf(t Task, failed []*TaskError) error {
+	for _, one := range failed {
+		if err := one.Of(t); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -222,6 +332,9 @@ func (e *TaskError) Error() string { return e.Err.Error() }
 
 // Unwrap returns the error of the handler.
 func (e *TaskError) Unwrap() error { return e.Err }
+
+// Event returns the origin of the task's event.
+func (e *TaskError) Event() *envelope.Origin { return e.task.Meta.Origin }
 
 // Of returns the error if it is certain that t has failed with it. Otherwise it returns nil.
 func (e *TaskError) Of(t Task) error {

@@ -64,14 +64,17 @@ type Task struct {
 	// WitnessAfter is the time of the last failure that counts. Zero means FirstFailed. The next failure counts only if
 	// another event of the action succeeds in between.
 	WitnessAfter time.Time
-	Begun        bool         // an attempt may have begun that has not ended, in a process that is gone
-	conflicts    int          // repeated conflicts, over all attempts in this process; see [Attempts.Try]
-	late         *latePayload // nil if the event is decoded
+	// Works is set if another event of the action had succeeded since, before this attempt began.
+	Works     bool
+	Begun     bool         // an attempt may have begun that has not ended, in a process that is gone
+	conflicts int          // repeated conflicts, over all attempts in this process; see [Attempts.Try]
+	late      *latePayload // nil if the event is decoded
 }
 
-// TaskResult is a task that has succeeded.
+// TaskResult is a task that a transaction has reached.
 type TaskResult struct {
 	Task
+	Left    bool          // left out of the transaction: its handler has failed, or an earlier event of its key has
 	Repeat  bool          // no handler was called, because the action was done before or the event had expired
 	expired bool          // the event had expired
 	called  bool          // the handler was called and has succeeded

@@ -49,6 +49,7 @@ type fixture struct {
 	asked     []time.Duration // for a success in other processes
 
 	sets    bool             // the handler that is called changes settings
+	unused  bool             // handlers do not use their transactions
 	noted   map[NoteKey]bool // committed
 	current []string         // calls of handlers in the transaction under way
 	log     []string
@@ -267,6 +268,7 @@ func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
 }
 
 func (tx *playedTx) ChangedSettings() bool { return tx.changed }
+func (tx *playedTx) Used() bool            { return !tx.fixture.unused }
 func (tx *playedTx) Own() pgx.Tx           { return nil }
 
 // playedScheduler is the scheduler of a fixture's attempts.

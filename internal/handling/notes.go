@@ -195,13 +195,15 @@ func readKeys(rows pgx.Rows, n int) (map[NoteKey]bool, error) {
 	return found, err
 }
 
-// sqlUnmark deletes notes in the transaction that has made them.
+// sqlUnmark deletes notes in the transaction that has made them. It looks for them one by one: they are few, and
+// PostgreSQL may know no statistics of the table that would say so.
 const sqlUnmark = `
 SELECT {schema}.outbox_remove_handled(ARRAY(
        SELECT h.ctid
          FROM ` + keyColumns + ` AS k (t, i, a, s)
-         JOIN {schema}.event_handled AS h
-           ON h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
+        CROSS JOIN LATERAL (
+              SELECT ctid, event_source FROM {schema}.event_handled
+               WHERE consumer_group = $1 AND aggregate_type = k.t AND aggregate_id = k.i AND action = k.a OFFSET 0) AS h
         WHERE coalesce(h.event_source, '') = k.s), 'infinity')`
 
 // unmarkAll deletes the notes of keys that were not handled.

@@ -36,8 +36,11 @@ type Processor struct {
 	Complete func(ctx context.Context, tx Tx, results []TaskResult) error
 	// Queue, if it is not nil, queues statements that run when the transaction of tasks begins.
 	Queue func(b *pgx.Batch, tasks []Task)
-	// Begin, if it is not nil, is called in the transaction of tasks, before their handlers.
-	Begin func(ctx context.Context, tx Tx, tasks []Task) error
+	// PassFailed has [Processor.ProcessBatch] go on behind a task that has failed, where nothing has to be undone.
+	PassFailed bool
+	// Begin, if it is not nil, is called in the transaction of tasks, before their handlers. It returns the indexes of
+	// tasks that the transaction leaves out.
+	Begin func(ctx context.Context, tx Tx, tasks []Task) (leaves []int, err error)
 }
 
 // ForOne returns a processor for another goroutine, which notes its calls in work.
@@ -64,26 +67,35 @@ type Transactor interface {
 	Now(ctx context.Context) (time.Time, error)
 }
 
-// ProcessBatch runs tasks of several events in one transaction. If a handler fails, the transaction is rolled back, and
-// the error is a [*TaskError]. The transaction commits early if enough returns true between two events. Then
-// ProcessBatch returns the first event that is not done, otherwise nil. It also returns the tasks that were repeats.
-func (p *Processor) ProcessBatch(
-	ctx context.Context, tasks []Task, enough func(spent time.Duration) bool,
-) (next *envelope.Origin, repeats Repeats, err error) {
+// Batch is what has become of tasks that ran in one transaction, which is committed.
+type Batch struct {
+	Next    *envelope.Origin // the first event that was not reached; nil if all were
+	Repeats Repeats
+	Left    Left
+}
+
+// ProcessBatch runs tasks of several events in one transaction, which commits early if enough returns true between two
+// events. If a handler fails, the transaction leaves out its task and later ones of its key (see [Processor.PassFailed]),
+// or it is rolled back, and the error is a [*TaskError].
+func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (done Batch, err error) {
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
-		return nil, nil, c.attribute(err)
+		return Batch{}, c.attribute(err)
+	}
+	done.Left = c.left
+	if len(c.results) < len(tasks) {
+		done.Next = tasks[len(c.results)].Meta.Origin
+	}
+	if len(c.left) > 0 {
+		c.results = slices.DeleteFunc(c.results, func(r TaskResult) bool { return r.Left })
 	}
 	p.Notify(ctx, c.results)
 	for _, r := range c.results {
 		if r.Repeat {
-			repeats = append(repeats, r.Task)
+			done.Repeats = append(done.Repeats, r.Task)
 		}
 	}
-	if len(c.results) == len(tasks) {
-		return nil, repeats, nil
-	}
-	return tasks[len(c.results)].Meta.Origin, repeats, nil
+	return done, nil
 }
 
 // Repeats are tasks that were done before, or whose events had expired. No handler was called for them, so they say
@@ -136,7 +148,7 @@ func (p *Processor) transact(
 	ctx context.Context, tasks []Task, enough func(spent time.Duration) bool,
 ) (*handlerCalls, error) {
 	c := &handlerCalls{
-		tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough,
+		tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough, passes: p.PassFailed && len(tasks) > 1,
 		callOne: p.callHandler, runSeparately: p.runSeparately,
 	}
 	err := contain.Do(func() error {
@@ -158,22 +170,34 @@ func (p *Processor) transact(
 		return p.Store.InTx(ctx, p.work, c.keys, severalCalls(tasks), queue, func(tx Tx, fresh map[NoteKey]bool) error {
 			c.tx, c.fresh = tx, fresh
 			if p.Begin != nil {
-				if err := own(ctx, func(ctx context.Context) error { return p.Begin(ctx, tx, tasks) }); err != nil {
+				if err := own(ctx, func(ctx context.Context) (err error) { c.leaves, err = p.Begin(ctx, tx, tasks); return err }); err != nil {
 					return err
 				}
 			}
-			if err := c.run(ctx); err != nil || p.Complete == nil {
+			if err := c.run(ctx); err != nil {
 				return err
+			}
+			if len(c.left) == len(c.results) {
+				return errNothingDone
+			}
+			if p.Complete == nil {
+				return nil
 			}
 			return own(ctx, func(ctx context.Context) error { return p.Complete(ctx, tx, c.results) })
 		})
 	})
+	if errors.Is(err, errNothingDone) {
+		return c, nil
+	}
 	ours, _ := errors.AsType[*completeError](err)
 	if err = c.name(err); ours == nil && errors.Is(err, guardtx.ErrSettings) {
 		p.runSeparately(handlersOf(tasks)...)
 	}
 	return c, err
 }
+
+// errNothingDone rolls back a transaction that has left out all its tasks.
+var errNothingDone = errors.New("no task was done")
 
 // hasExpired reports whether the event of a task without a transaction has expired. What an earlier attempt has begun
 // outside of PostgreSQL, its handler finishes. Without PostgreSQL the clock of this host counts.

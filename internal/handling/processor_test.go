@@ -43,13 +43,13 @@ func TestProcessBatchOrder(t *testing.T) {
 		actionOf("H", call("h")), actionOf("I", call("i")), once)
 	items := f.arrive("x", "y")
 	all := func(time.Duration) bool { return false }
-	next, _, err := f.processor.ProcessBatch(t.Context(), inTx(items), all)
+	done, err := f.processor.ProcessBatch(t.Context(), inTx(items), all)
 	require.NoError(t, err)
-	require.Nil(t, next)
+	require.Nil(t, done.Next)
 	require.Equal(t, []string{"hx ix ox hy iy b2x b2y: committed"}, f.log)
-	next, _, err = f.processor.ProcessBatch(t.Context(), inTx(items), all)
+	done, err = f.processor.ProcessBatch(t.Context(), inTx(items), all)
 	require.NoError(t, err)
-	require.Nil(t, next)
+	require.Nil(t, done.Next)
 	require.Equal(t, ": committed", f.log[1], "all are repeats")
 }
 
@@ -82,9 +82,9 @@ func TestProcessorWithoutKafka(t *testing.T) {
 		require.ErrorContains(t, it.Err, `action "C" is not registered`)
 	}
 	one := 0
-	next, _, err := p.ProcessBatch(t.Context(), tasks, func(time.Duration) bool { one++; return true })
+	done, err := p.ProcessBatch(t.Context(), tasks, func(time.Duration) bool { one++; return true })
 	require.NoError(t, err)
-	require.Same(t, tasks[1].Meta.Origin, next)
+	require.Same(t, tasks[1].Meta.Origin, done.Next)
 	require.Equal(t, 1, one)
 	require.Equal(t, []string{"delivery 0 of plays", "delivery 0 of plays", "delivery 1 of plays", "delivery 1 of plays", "delivery 0 of plays", "delivery 0 of plays"}, places)
 }
@@ -105,7 +105,7 @@ func TestProcessorCompletes(t *testing.T) {
 	items := f.arrive("a", "b")
 	all := func(time.Duration) bool { return false }
 	for _, failure = range []error{errPlayed, guardtx.ErrSettings} {
-		_, _, err := p.ProcessBatch(t.Context(), inTx(items), all)
+		_, err := p.ProcessBatch(t.Context(), inTx(items), all)
 		for _, err := range []error{err, attemptOf(p)(t.Context(), items[0].Tasks[0]), &ConnectionError{err}} {
 			require.ErrorIs(t, err, failure)
 			var failed *TaskError
@@ -119,7 +119,7 @@ func TestProcessorCompletes(t *testing.T) {
 
 	f.log, failure = nil, nil
 	require.NoError(t, attemptOf(p)(t.Context(), items[0].Tasks[0]))
-	_, _, err := p.ProcessBatch(t.Context(), inTx(items), all)
+	_, err := p.ProcessBatch(t.Context(), inTx(items), all)
 	require.NoError(t, err)
 	require.Equal(t, []string{"a1 done a false: committed", "b1 done a true done b false: committed"}, f.log)
 	require.Equal(t, 2, handled)
@@ -300,7 +300,7 @@ func TestPermanentConflict(t *testing.T) {
 	}
 	require.Equal(t, map[string]int{"a": 1}, calls)
 	items := f.arrive("b", "c")
-	_, _, err := f.processor.ProcessBatch(t.Context(), inTx(items), func(time.Duration) bool { return false })
+	_, err := f.processor.ProcessBatch(t.Context(), inTx(items), func(time.Duration) bool { return false })
 	require.False(t, IsConflict(err), "the transaction of several is not repeated")
 	require.Equal(t, map[string]int{"a": 1, "b": 1}, calls)
 	failed, _ := errors.AsType[*TaskError](err)
@@ -325,4 +325,110 @@ func attemptOf(p *Processor) func(context.Context, Task) error {
 		_, err := p.ProcessOne(ctx, t)
 		return err
 	}
+}
+
+// A transaction goes on behind an event whose handler has failed without using it. It leaves out that event, and later
+// ones of its key and action. It ends if many fail, and is rolled back if all do.
+func TestPassFailed(t *testing.T) {
+	t.Parallel()
+	never := func(time.Duration) bool { return false }
+	newOne := func(fails ...string) *fixture {
+		f := newFixture(t, Rules{})
+		f.processor.PassFailed, f.unused = true, true
+		for _, name := range fails {
+			f.handlers[name] = "-"
+		}
+		return f
+	}
+	names := func(l Left) (names []string) {
+		for _, one := range l {
+			names = append(names, fmt.Sprint(one.task.Event.(played).Name, one.Err != nil))
+		}
+		return names
+	}
+
+	f := newOne("b")
+	items := f.arrive("a", "b", "c", "d", "e")
+	items[2].Meta.Origin.Key = []byte("b")
+	items[3].Meta.Origin.Key, items[4].Meta.Origin.Key = nil, nil // without order
+	tasks := inTx(items)
+	done, err := f.processor.ProcessBatch(t.Context(), tasks, never)
+	require.NoError(t, err)
+	require.Equal(t, []string{"a1 b1 d1 e1: committed"}, f.log)
+	require.Equal(t, []string{"btrue", "cfalse"}, names(done.Left))
+	require.ErrorIs(t, ErrorOf(tasks[1], done.Left.Errors()), errPlayed)
+	require.NoError(t, ErrorOf(tasks[0], done.Left.Errors()))
+	require.Len(t, f.noted, 3)
+	require.Nil(t, done.Next)
+	for _, task := range tasks[1:3] { // they are no repeats
+		_, err := f.processor.ProcessOne(t.Context(), task)
+		require.NoError(t, err)
+	}
+	require.Equal(t, []string{"b1: committed", "c1: committed"}, f.log[1:])
+
+	f = newOne("b")
+	f.unused = false
+	_, err = f.processor.ProcessBatch(t.Context(), inTx(f.arrive("a", "b", "c")), never)
+	require.ErrorIs(t, err, errPlayed, "what it has done must be undone")
+	require.Equal(t, []string{"a1 b1: rolled back"}, f.log)
+
+	for _, sign := range []string{"h", "4", "f"} {
+		f = newOne()
+		f.handlers["b"] = sign
+		_, err = f.processor.ProcessBatch(t.Context(), inTx(f.arrive("a", "b", "c")), never)
+		require.Error(t, err, sign)
+		require.Equal(t, []string{"a1 b1: rolled back"}, f.log, sign)
+	}
+
+	f = newOne("a", "b", "c", "d", "e")
+	done, err = f.processor.ProcessBatch(t.Context(), inTx(f.arrive("a", "b", "c", "d", "e")), never)
+	require.NoError(t, err)
+	require.Equal(t, []string{"a1 b1 c1 d1: rolled back"}, f.log)
+	require.Len(t, done.Left.Errors(), 4)
+	require.EqualValues(t, 4, done.Next.Record.Offset)
+	require.Empty(t, f.noted)
+
+	f = newOne("a", "b", "c", "d", "e")
+	tasks = inTx(f.arrive("a", "b", "c", "d", "e"))
+	for i := range tasks {
+		tasks[i].Works = true
+	}
+	done, err = f.processor.ProcessBatch(t.Context(), tasks, never)
+	require.NoError(t, err)
+	require.Equal(t, []string{"a1 b1 c1 d1 e1: rolled back"}, f.log, "their action works")
+	require.Nil(t, done.Next)
+
+	f = newOne("b")
+	_, err = f.processor.ProcessBatch(t.Context(), inTx(f.arrive("b")), never)
+	require.ErrorIs(t, err, errPlayed)
+	require.Equal(t, []string{"b1: rolled back"}, f.log)
+	tasks = inTx(f.arrive("b", "c"))
+	tasks[0].InPlace = true
+	f.handlers["b"] = "-"
+	_, err = f.processor.ProcessBatch(t.Context(), tasks, never)
+	require.ErrorIs(t, err, errPlayed, "its partition waits for it")
+}
+
+// A later event that was taken for a repeat of one that fails would get lost.
+func TestPassFailedBehindRepeat(t *testing.T) {
+	t.Parallel()
+	fails := true
+	h := batchOf("B", func(context.Context, []Arrival) error {
+		if fails {
+			return errPlayed
+		}
+		return nil
+	})
+	h.Key, h.KeyType = func(any, *envelope.Received) (string, string) { return "Play", "all" }, h.GoType
+	f := newFixture(t, Rules{}, h)
+	f.processor.PassFailed, f.unused = true, true
+	tasks := inTx(f.arrive("a", "b"))
+	never := func(time.Duration) bool { return false }
+	_, err := f.processor.ProcessBatch(t.Context(), tasks, never)
+	require.ErrorIs(t, err, errPlayed)
+	require.Empty(t, f.noted)
+	fails = false
+	done, err := f.processor.ProcessBatch(t.Context(), tasks, never)
+	require.NoError(t, err)
+	require.Len(t, done.Repeats, 1)
 }

@@ -76,7 +76,7 @@ func TestCodecIsUnavailableInABatch(t *testing.T) {
 	f.processor.Routes.ByName[playedType].Kind.Codec = codecOf(&decoded, nil, Unavailable(errPlayed), nil, errors.New("not an event"))
 	items := f.arrive("a", "b", "c")
 	all := func(time.Duration) bool { return false }
-	_, _, err := f.processor.ProcessBatch(t.Context(), inTx(items), all)
+	_, err := f.processor.ProcessBatch(t.Context(), inTx(items), all)
 	n, failed := ItemsToRepeat(err, len(items), func(o *envelope.Origin) int { return int(o.Record.Offset) })
 	require.Equal(t, 1, n)
 	task := &items[1].Tasks[0]
