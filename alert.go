@@ -108,26 +108,23 @@ func alertOf(a watch.Alert) Alert {
 	return alert
 }
 
-// AlertConfig says when alerts are sent, and to whom. The zero value is ready for
-// production: it logs them.
+// AlertConfig says when alerts are sent, and to whom. The zero value logs them.
 type AlertConfig struct {
-	// Alerter gets the alerts. The default leaves out what the process logs anyway: dead events and deliveries, a
-	// relay's breaker, and a consumer's lost records. Nil means a [LogAlerter] on the logger.
+	// Alerter gets the alerts. Nil means a [LogAlerter], without what the process logs anyway.
 	Alerter Alerter
-	// Interval is the time between two checks. A relay also checks when an event dies and when its breaker changes.
-	// Zero means 1 min.
+	// Interval is the time between two checks. Zero means 1 min.
 	Interval time.Duration
 	// ReportInterval is the time between two reports of unresolved events and deliveries; [Forever] means none. Zero
 	// means 10 min.
 	ReportInterval time.Duration
-	// DeadThreshold is how many unresolved dead events and deliveries in the database cause an alert, at most
-	// [MaxCounted]. Zero means 10.
+	// DeadThreshold is how many unresolved dead events and deliveries cause an alert, at most [MaxCounted]. Zero means
+	// 10.
 	DeadThreshold int
-	// StaleAfter is how long events may wait from their recording until they are published or handled. If StalePending
-	// events of a relay or a consumer group have waited for longer, there is an alert. [Relay.Health] of the process
-	// that leads the relay then says that it does not work. Zero means 5 min.
+	// StaleAfter is how long events may wait until they are published or handled. If StalePending events of a relay or
+	// a group wait longer, there is an alert, and the leader's [Relay.Health] says that it does not work. Zero means 5
+	// min.
 	StaleAfter time.Duration
-	// StalePending is how many events must have waited for longer than StaleAfter. Zero means 100.
+	// StalePending is how many events must have waited for StaleAfter. Zero means 100.
 	StalePending int
 }
 

@@ -11,18 +11,16 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for a while when Kafka fails. An event
-// that Kafka rejects is no failure, because Kafka answered. The zero value is ready for production.
+// BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for a while when Kafka fails. A rejected
+// event is no failure. The zero value is ready for production.
 type BreakerConfig struct {
-	// Window is how many of the last outcomes count, at most 10,000. The breaker can open when half of them are known.
+	// Window is how many of the last outcomes count, at most 10,000. The breaker opens only if half of them are known.
 	// Zero means 10.
 	Window int
 	// FailureRate is the share of failures that opens the breaker, above 0 and at most 1. Zero means 0.5.
 	FailureRate float64
-	// OpenFor is the longest time that an open breaker sends nothing; then it is half-open. Meanwhile the relay probes
-	// Kafka every second. Two successful probes in a row make the breaker half-open earlier. A half-open breaker lets
-	// three calls through, or Window if that is less. It closes if all succeed, and opens again if one fails. Zero
-	// means 30 s.
+	// OpenFor is the longest time that an open breaker sends nothing. Two successful probes in a row end it earlier.
+	// Then the breaker tries three calls (or Window, if less), and closes if all succeed. Zero means 30 s.
 	OpenFor time.Duration
 }
 

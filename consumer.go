@@ -230,32 +230,24 @@ func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().Kind != han
 
 // ConsumerConfig tunes a [Consumer]. The zero value is ready for production.
 type ConsumerConfig struct {
-	// HandlerConfig has the settings that consumers and workers share. The other fields concern Kafka.
+	// HandlerConfig has the settings that consumers and workers share.
 	HandlerConfig
 
-	// MaxQueueBytes bounds the memory of records that wait or are handled, over all partitions, in bytes. Batches count
-	// with their decompressed size. At least 1 MiB.
-	//
-	// So that slow partitions do not block others, each partition has an equal share of half of the limit. Above half
-	// of the limit, only partitions with less than their share in memory are fetched. Above the limit, only partitions
-	// with nothing in memory are fetched. A fetch asks for at most the share of a partition, but for 64 KiB or the size
-	// of the largest batch so far if that is more.
-	//
-	// Fetched records that are not yet queued come in addition: twice FetchMaxBytes of each broker, and decompressed 64
-	// MiB and a batch, see [NewConsumer]. Zero means 67,108,864 (64 MiB).
+	// MaxQueueBytes bounds the records that wait or are handled, over all partitions, in bytes after decompression; at
+	// least 1 MiB. Fetched records that are not yet queued come in addition, see [NewConsumer]. Zero means 67,108,864
+	// (64 MiB).
 	MaxQueueBytes int
 
-	// MaxPollInterval bounds a transaction, and how long Kafka waits for a member that must give up a partition. It is
-	// longer than the session timeout, see [NewConsumer]. Zero means 5 min.
+	// MaxPollInterval bounds a transaction, and how long Kafka waits for a member that must give up a partition. It
+	// must exceed the session timeout (30 s). Zero means 5 min.
 	MaxPollInterval time.Duration
 
-	// DeadLetterTopic returns the dead-letter topic of a topic. It is called once for each topic, by NewConsumer. The
-	// consumer must not read the topic itself. The topic must exist, see the package outboxtopics. While it accepts
-	// nothing, dead events and the later events of their keys wait; without a database their partition waits. Nil
-	// means {topic}.dlq.
+	// DeadLetterTopic returns the dead-letter topic of a topic. It must exist, see the package outboxtopics, and the
+	// consumer must not read it. While it accepts nothing, dead events and the later events of their keys wait; without
+	// a database their partition waits. Nil means {topic}.dlq.
 	DeadLetterTopic func(topic string) string
 
-	// Decode reads records. A nil message without an error skips the record. [PlainRecords], [DecodeDebezium] and
+	// Decode reads records; a nil message without an error skips the record. [PlainRecords], [DecodeDebezium] and
 	// [DecodeByTopic] read records of other producers. Nil means [DecodeCloudEvent].
 	Decode func(*kgo.Record) (*Message, error)
 }

@@ -19,100 +19,78 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// HandlerConfig has the settings that a [Consumer] and a [Worker] share. [ConsumerConfig] adds what concerns Kafka, and
-// [WorkerConfig] what concerns PostgreSQL.
+// HandlerConfig has the settings that a [Consumer] and a [Worker] share.
 type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
 	// From is where a group begins in a topic that it reads for the first time. FromStart is the oldest event of the
-	// topic, or for a worker the oldest in outbox. FromEnd is the end of the topic at that time, or for a worker the
-	// first event after the first start of the group. A consumer reads topics that are created later, and partitions
-	// that are added later, from their beginning.
-	//
-	// A consumer without a database requires From. It applies From to every partition in which Kafka has no offset of
-	// the group, also after offsets have expired; the log says what FromEnd then skips. Zero means FromEnd.
+	// topic, or for a worker of outbox. FromEnd is the end of the topic, or for a worker the first start of the group.
+	// A consumer reads topics and partitions that are created later from their beginning. Danger: a consumer without a
+	// database requires From, and applies it to every partition without an offset of the group, also after offsets have
+	// expired; FromEnd then skips records. Zero means FromEnd.
 	From Start
 
-	// MaxPoll is the most events that one transaction handles, at most 10,000. A consumer takes them from one
-	// partition. If handlers are slow, a transaction has fewer, so that it takes about a second. Zero means 100.
+	// MaxPoll is the most events that one transaction handles, at most 10,000; for a consumer, of one partition. Slow
+	// handlers get fewer, so that a transaction takes about a second. Zero means 100.
 	MaxPoll int
 
-	// Concurrency is how many handlers run at the same time. A worker runs this many with a transaction, and as many
-	// again without one. A consumer counts the handlers of all its partitions. For a worker, Concurrency is at most
-	// 1,000.
-	//
-	// Handlers with a transaction use at most three quarters of the connections of a pool, all workers and consumers
-	// together. The rest is for what handlers do with the pool themselves. Zero means 4 for a worker and no bound
-	// besides the pool for a consumer.
+	// Concurrency is how many handlers run at the same time. A worker (at most 1,000) runs as many again without a
+	// transaction. Handlers with a transaction use at most three quarters of a pool, all workers and consumers
+	// together. Zero means 4 for a worker and no bound besides the pool for a consumer.
 	Concurrency int
 
-	// Retry says how an action that failed on an event is retried. Meanwhile the later events of the same topic and
-	// key wait for this action, and all other events continue. After the last retry the event is DEAD in
-	// event_delivery, and a consumer sends a dead letter. [WithRetry] sets another policy for one handler. A
-	// [Consumer] without a database cannot park the event: its partition waits, as with [RetryInPlace].
-	//
-	// An outage of PostgreSQL uses up no attempt. An outage of another service that handlers need uses up one attempt
-	// of an event at most, for up to MaxOutage. docs/retries.md has the rules for deadlocks, outages and breakers.
-	// Zero means MaxRetries 3, RetryWait 1 s, MaxRetryWait 60 s and MaxOutage 24 h.
+	// Retry says how an action that failed on an event is retried. Later events of the topic and key wait for it. After
+	// the last retry the event is DEAD in event_delivery, and a consumer sends a dead letter. Without a database, a
+	// consumer blocks the partition instead. [WithRetry] sets the policy of one handler. docs/retries.md says which
+	// outages use up no attempt. Zero means MaxRetries 3, RetryWait 1 s, MaxRetryWait 60 s and MaxOutage 24 h.
 	Retry RetryPolicy
 
-	// HoldDead keeps the later events of a key behind a DEAD event until an operator has resolved it, or it was
-	// handled after all. It needs a database. False means that they continue.
+	// HoldDead keeps the later events of a key behind a DEAD event until it is resolved or handled. It needs a
+	// database. False means that they continue.
 	HoldDead bool
 
-	// RetryDeadAfter retries DEAD deliveries without an operator. Its keys are error classes, as in
-	// event_delivery.last_error_code, such as timeout. After this delay, dead deliveries whose last error is of the
-	// class have all attempts again, unless an operator has resolved them. It needs a database. Nil means that
-	// operators decide.
+	// RetryDeadAfter gives DEAD deliveries all attempts again after this delay. Its keys are values of
+	// event_delivery.last_error_code, such as timeout. It needs a database. Nil means that operators decide.
 	RetryDeadAfter map[string]time.Duration
 
-	// HandlerTimeout is how long a handler may run before its context ends. An error that it then returns counts as any
-	// other. A handler of [HandleBatch] has this time for all of its events. HandlerTimeout also bounds the context of
-	// a codec. For a consumer, it is at most half of MaxPollInterval; a worker has no bound, because it renews its
-	// leases. Zero means 150 s (half of MaxPollInterval, if that is set).
+	// HandlerTimeout is how long a handler (of [HandleBatch]: with all of its events) or a codec may run before its
+	// context ends. An error that it then returns counts. A consumer allows at most half of MaxPollInterval. Zero means
+	// 150 s (half of MaxPollInterval, if that is set).
 	HandlerTimeout time.Duration
 
-	// SlowHandler is how long a handler may run before a WARN names it and its event. Another WARN follows each time
-	// that it has run for twice as long. It also holds for hooks, RetriesFor, decoders, codecs, upcasters, keys of
-	// [OncePer], and the wait until a transaction begins. Zero means 30 s.
+	// SlowHandler is how long a handler, another of your functions, or the wait for a transaction may take before a
+	// WARN names it. Zero means 30 s.
 	SlowHandler time.Duration
 
-	// StopTimeout is how long Run of a [Consumer] or [Worker] may outlive its context. Handlers have three fifths of
-	// it to finish their current events. Zero means 5 s.
+	// StopTimeout is how long Run may outlive its context. Handlers have three fifths of it to finish. Zero means 5 s.
 	StopTimeout time.Duration
 
-	// Topics are read in addition to the topics of the event types that have handlers: for events that were recorded
-	// with another topic ([With]), and for events of other producers. Nil means none.
+	// Topics are read in addition to those of the event types with handlers: for events with another topic ([With]), or
+	// of other producers. Nil means none.
 	Topics []string
 
-	// Unknown says what happens to event types without a handler. Zero means [SkipUnknown].
+	// Unknown says what happens to event types without a handler: [SkipUnknown] or [DeadLetterUnknown]. Zero means
+	// [SkipUnknown].
 	Unknown UnknownTypes
 
-	// Codecs decode payloads of other content types than the one that the event type was registered with. JSON needs
-	// no codec here.
+	// Codecs decode payloads of other content types than the registered one.
 	Codecs []Codec
 
-	// Upcasters turn events of older versions into the newer versions that handlers take.
+	// Upcasters turn events of older versions into those that handlers take.
 	Upcasters []Upcaster
 
 	// Middleware runs around each call of a handler, the first outermost.
 	Middleware []Middleware
 
-	// Alerts says which alerts about dead and stale deliveries are sent, and to whom. A consumer also alerts to records
-	// that Kafka has removed unread. Alerts need a database. The zero value logs them.
-	//
-	// One process sends the alerts about all groups, and about relays without a leader. While any relay has a leader, a
-	// leader sends them: see RelayConfig.Alerts. Otherwise a process of the first group of workers by name sends them.
-	// If no workers run, a member of the first group of consumers by name sends them. If this process ends, another
-	// process of the group takes over within twice the Lease of a worker, or the session timeout of a consumer.
+	// Alerts says which alerts are sent, and to whom: about dead and stale deliveries, and records that Kafka has
+	// removed unread. It needs a database. docs/watch.md says by which process. The zero value logs them.
 	Alerts AlertConfig
 
 	// Hooks are called when events are handled, repeated, failed or dead.
 	Hooks ConsumerHooks
 
-	// Logger receives WARN when an outage begins or ends, for retries and for dead letters, INFO for what the process
-	// waits for before it works, and DEBUG for the rest. Nil means slog.Default().
+	// Logger receives WARN for outages, retries and dead letters. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -364,28 +342,18 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 type RetryPolicy struct {
 	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero means 3.
 	MaxRetries int
-	// RetriesFor returns how often an action is retried for an error, in place of MaxRetries. It must return soon: the
-	// partition waits for it. If it panics or ends its goroutine, the log says so, and MaxRetries counts. A policy of
-	// [WithRetry] that sets MaxRetries, and not RetriesFor, does not use RetriesFor of HandlerConfig.Retry. Nil means
-	// MaxRetries for all errors.
+	// RetriesFor replaces MaxRetries for an error. It must return soon; if it panics, MaxRetries counts. A policy of
+	// [WithRetry] or Streams that sets MaxRetries and not RetriesFor does not use that of HandlerConfig.Retry. Nil
+	// means MaxRetries for all errors.
 	RetriesFor func(error) int `json:"-"`
-	// RetryWait is the wait before the first retry. Each further wait is twice as long, up to MaxRetryWait, and each
-	// is up to a fifth longer or shorter at random. [RetryAfter] sets another wait. Zero means 1 s.
+	// RetryWait is the wait before the first retry. Further waits double, up to MaxRetryWait, and vary by a fifth at
+	// random. [RetryAfter] sets another wait. Zero means 1 s.
 	RetryWait time.Duration
 	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
-	// MaxOutage is how long an outage of what handlers need can keep an event from using up attempts, from the first
-	// failure of the event on. docs/retries.md has the rules.
-	//
-	// The first failure counts as an attempt. Until MaxOutage has passed, a later failure counts only if another event
-	// of the action has succeeded since the last failure that counted, in any process of the group. This rule does not
-	// apply to [Permanent] errors, calls that do not return, events without a permitted retry, and a consumer without a
-	// database. Before MaxOutage has passed, failed trials of a breaker and errors of [Unavailable] do not count
-	// either.
-	//
-	// After a failure that does not count, the event is retried after waits that double, up to MaxRetryWait and at most
-	// 30 s, or as [RetryAfter] says. The last attempt comes after the longer of both waits. A relay has no MaxOutage.
-	// Negative means that each failure counts. Zero means 24 h.
+	// MaxOutage is how long an outage of a service that handlers need may keep an event's failures from counting as
+	// attempts, from its first failure on. docs/retries.md says which failures do not count. Negative means that each
+	// failure counts. Zero means 24 h.
 	MaxOutage time.Duration
 }
 

@@ -26,40 +26,30 @@ import (
 type MigrateConfig struct {
 	// Schema is where the tables are. It is created if it is missing. Empty means public.
 	Schema string
-	// PartitionRows makes outbox a partitioned table, whose partitions are ranges of this many ids, at most a billion.
-	// Retention drops a whole partition when all its events are published and old. A partition must hold more events
-	// than are recorded between two runs of retention, which makes partitions in advance. An existing plain table
-	// becomes the first partition, with ten times as many ids; no row is rewritten, and writers wait at most 50 ms at
-	// a time. A partitioned table is not changed. Zero means a plain table.
+	// PartitionRows makes outbox a partitioned table with this many ids in a partition, at most a billion. Retention
+	// then drops partitions; each must hold more events than are recorded between two of its runs. A plain table
+	// becomes the first partition, with ten times as many ids; writers wait at most 50 ms at a time. A partitioned
+	// table is not changed. Zero means a plain table.
 	PartitionRows int64
-	// Publication is the name of a publication for Debezium, or another reader of logical replication, that sends the
-	// events in place of a relay: lower-case letters, digits and underscores. Migrate creates the publication for
-	// inserted rows only. It adds outbox to the new publication, unless a relay sends the events already. Migrate does
-	// not change the tables of an existing publication, and returns an error if it has other options.
-	//
-	// A trigger sets topic and partition_key of rows that any client inserts without them. It refuses a row without a
-	// valid topic. A published table cannot be partitioned any more: set PartitionRows before, or in the same call. The
-	// role needs CREATE on the database.
-	//
-	// outboxops.Cuts moves between Debezium and a relay: it adds outbox to the publication, or removes it. It changes
-	// only publications whose comment begins with "outbox: its cuts". Migrate writes such a comment; only the owner of
-	// the publication may do that. Empty means none, and no trigger; an existing publication stays.
+	// Publication is the name of a publication for Debezium, or another reader of logical replication, in place of a
+	// relay: lower-case letters, digits and underscores. Migrate creates it for inserts into outbox. If a relay sends
+	// the events already, outboxops.Cuts adds the table to it. An existing publication is not changed. For Cuts it
+	// needs the comment "outbox: its cuts", which only its owner can set. A trigger sets topic and partition_key of
+	// rows without them, and refuses a row without a valid topic. A published table cannot be partitioned: set
+	// PartitionRows before, or in the same call. The role needs CREATE on the database. Empty means none.
 	Publication string
-	// AggregateIndex adds an index on type and id of the aggregate, for outboxops.Inspector. It is built in every
-	// partition without blocking writers, and again if a process ended while it built it. Migrate waits for the
-	// transactions that were open when it began, and needs two connections of the pool. Recording costs 67 more bytes
-	// for each event, and about a quarter more time for many events in one transaction. False keeps an existing index.
+	// AggregateIndex adds an index on type and id of the aggregate, for outboxops.Inspector, without blocking writers.
+	// Migrate waits for the transactions that were open when it began, and needs two connections. Recording costs 67
+	// more bytes for each event, and about a quarter more time for many events in one transaction. False keeps an
+	// existing index.
 	AggregateIndex bool
-	// UniqueEventIDs adds a unique index on the id of events. It is built like the index of AggregateIndex: without
-	// blocking writers, and with two connections of the pool. Recording costs 31 more bytes for each event, and less
-	// than a tenth more time. Recording an event with the id of an event in outbox then fails with [ErrDuplicateEvent].
-	// Ids of removed events may be used again. A partitioned outbox cannot have it: Migrate returns [ErrPartitioned].
-	// False means that none is added.
+	// UniqueEventIDs adds a unique index on event ids, in the way of AggregateIndex. Recording an id that outbox has
+	// then fails with [ErrDuplicateEvent]; ids of removed events may be used again. Recording costs 31 more bytes for
+	// each event, and less than a tenth more time. A partitioned outbox cannot have it ([ErrPartitioned]).
 	UniqueEventIDs bool
 	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and tries again. Writers
-	// wait behind the migration for at most LockTimeout, and about 2 ms more for each partition of outbox. An
-	// autovacuum of the table is only cancelled if LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means
-	// 100 ms.
+	// wait behind it for as long, and about 2 ms more for each partition of outbox. An autovacuum is only cancelled if
+	// LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means 100 ms.
 	LockTimeout time.Duration
 	// Logger receives WARN when a migration does not get a lock, with the session that has it, and when it got it. Nil
 	// means slog.Default().

@@ -50,21 +50,19 @@ type RecorderConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// NewID generates the ids of events, which must be unique. Nil means UUIDv7, which sorts about by time.
+	// NewID generates the ids of events, which must be unique. Nil means UUIDv7.
 	NewID func() (uuid.UUID, error)
 
-	// MaxPayload is the largest encoded payload, in bytes. The size of a JSON payload is that of the text which
-	// PostgreSQL's jsonb prints: there 1e3 is 1000. At most 104,857,600 (100 MiB, the limit of a request to Kafka).
-	// Zero means 983,040 (960 KiB), which with its headers is below Kafka's default limit of a record.
+	// MaxPayload is the largest encoded payload, in bytes, at most 104,857,600 (100 MiB). JSON counts as PostgreSQL's
+	// jsonb prints it. Zero means 983,040 (960 KiB), which fits Kafka's default limit of a record.
 	MaxPayload int
 
-	// TraceParent reads the W3C traceparent of the caller's span from the context. Nil means the one of
-	// [WithTraceParent].
+	// TraceParent reads the W3C traceparent of the caller's span. Nil means the one of [WithTraceParent].
 	TraceParent func(ctx context.Context) string
 
-	// Headers returns extra Kafka headers for an event. All headers and extension attributes of an event together have
-	// at most 8 KiB as JSON. Reserved names are content-type, correlationid, traceparent, those of a replay such as
-	// replay_group, and names that begin with ce_ or dlq_. Nil means none.
+	// Headers returns extra Kafka headers for an event. With its extension attributes they have at most 8 KiB as JSON.
+	// Reserved are content-type, correlationid, traceparent, names of a replay such as replay_group, and names that
+	// begin with ce_ or dlq_. Nil means none.
 	Headers func(ctx context.Context, event DomainEvent) map[string]string
 
 	// Hooks are called when events are recorded.

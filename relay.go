@@ -27,62 +27,55 @@ type RelayConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// Name is the name of the relay, at most 100 characters, not beginning with worker: or consumer:. Each name has
-	// its own cursor and publishes every event. Of the processes that run a name, one relays and the others stand by.
-	// Empty means default.
+	// Name is the name of the relay, at most 100 characters, not beginning with worker: or consumer:. Each name has its
+	// own cursor and publishes every event. Empty means default.
 	Name string
 
-	// Mode is the CloudEvents mode of the records. Zero means [Binary].
+	// Mode is the CloudEvents mode of the records: [Binary] or [Structured]. Zero means [Binary].
 	Mode Mode
-	// IDHeader is the name of an extra header with the event's id, such as event-id, for consumers that do not read
-	// ce_id. A header that the event already has stays. Empty means none.
+	// IDHeader is the name of an extra header with the event's id, such as event-id. Empty means none.
 	IDHeader string
-	// TraceHeader is the name of an extra header with the event's trace id ([WithTraceID]), such as x-trace-id. A
-	// header that the event already has stays. Empty means none.
+	// TraceHeader is the name of an extra header with the event's trace id ([WithTraceID]), such as x-trace-id. Empty
+	// means none.
 	TraceHeader string
 
-	// ExactlyOnce is the name of a topic for cursors. Each batch is then a Kafka transaction with the events and the
-	// relay's position, so readers of committed records see each event once. The relay creates the topic if it may.
-	// This mode needs Kafka 4.0 with transaction.version 2. While a partition that it has to send to has no leader, the
-	// relay sends nothing. Read docs/exactly-once.md before you use it. Empty means at least once.
+	// ExactlyOnce is the name of a cursor topic. Each batch is then a Kafka transaction: readers of committed records
+	// see each event once. It needs Kafka 4.0 with transaction.version 2. Read docs/exactly-once.md first. Empty means
+	// at least once.
 	ExactlyOnce string
 
-	// BatchSize is the most events that are sent before the cursor moves, at most 10,000. After a crash up to this
-	// many are sent again. A batch also ends at 16 MiB. Zero means 5,000.
+	// BatchSize is the most events that are sent before the cursor moves, at most 10,000. A batch also ends at 16 MiB.
+	// After a crash up to this many are sent again. Zero means 5,000.
 	BatchSize int
 
-	// PollInterval is how long an idle relay waits before it polls for events, and a standby before it checks the
-	// lease. Zero means 500 ms.
+	// PollInterval is the time between two polls: of an idle relay for events, of a standby for the lease. Zero means
+	// 500 ms.
 	PollInterval time.Duration
 
-	// DeliveryTimeout is how long a record waits for Kafka's answer before it counts as failed. It is sent again and
-	// may then arrive twice. A send takes at most one and a half DeliveryTimeout; [Relay.Run] may outlive its context
-	// by about as much. At least 1 s. Zero means 10 s.
+	// DeliveryTimeout is how long a record waits for Kafka's answer, at least 1 s. Then it is sent again, and may
+	// arrive twice. [Relay.Run] may outlive its context by about one and a half DeliveryTimeout. Zero means 10 s.
 	DeliveryTimeout time.Duration
 	// Lease is how long a standby waits before it takes over from an unreachable host, or from any relay behind a
-	// pooler that shares connections. If only the process has died, a standby takes over within PollInterval and a
-	// second. The lease is renewed after each third of Lease, which must be longer than one and a half
-	// DeliveryTimeout. Zero means 30 s.
+	// pooler that shares connections. It must be longer than one and a half DeliveryTimeout. From a dead process, a
+	// standby takes over within PollInterval and a second. Zero means 30 s.
 	Lease time.Duration
 
-	// RetryInterval is how often a relay polls for failed events that are due. Topics and partitions that accept
-	// nothing are probed as often, and every 1.5 s in the first ten minutes. Zero means 5 s.
+	// RetryInterval is how often a relay polls for failed events that are due, and probes topics and partitions that
+	// accept nothing. Zero means 5 s.
 	RetryInterval time.Duration
-	// Retry says how an event that Kafka rejected is retried; after the last retry it is dead. An outage, a missing
-	// topic or an expired credential uses up no retry. Each wait is shortened by up to a fifth at random, and ends
-	// when the relay polls for due events. Negative values, RetriesFor and MaxOutage are errors. Zero means MaxRetries
-	// 10, RetryWait 1 s and MaxRetryWait 300 s.
+	// Retry says how an event that Kafka rejected is retried; then it is dead. Outages, missing topics and expired
+	// credentials use up no retry. Negative values, RetriesFor and MaxOutage are errors. Zero means MaxRetries 10,
+	// RetryWait 1 s and MaxRetryWait 300 s.
 	Retry RetryPolicy
-	// PassFailedKeys sends the later events of a key although an earlier one has failed: the order of the key is lost.
-	// False means that they wait behind the failed event.
+	// PassFailedKeys sends the later events of a key although an earlier one has failed. Danger: the order of the key
+	// is lost.
 	PassFailedKeys bool
 	// HoldDead keeps the later events of a dead event's key until an operator decides. False means that they are sent.
 	HoldDead bool
-	// RetryDeadAfter retries dead events without an operator. Its keys are error classes, such as message_too_large.
-	// After this delay, dead events whose last error is of the class have all retries again. Nil means that operators
-	// decide.
+	// RetryDeadAfter gives dead events all retries again after this delay. Its keys are classes of the last error, such
+	// as message_too_large. Nil means that operators decide.
 	RetryDeadAfter map[string]time.Duration
-	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after the events were sent.
+	// KeepSent keeps the rows of outbox_failed, as resolved, after their events were sent.
 	KeepSent bool
 
 	// Breaker stops the sending for a while when Kafka fails.
@@ -91,16 +84,13 @@ type RelayConfig struct {
 	// Retention says how long rows stay in the tables.
 	Retention RetentionConfig
 
-	// Alerts says which alerts are sent, and to whom. The process that leads sends the alerts about its relay. Of the
-	// relays with a leader, the first one by name also sends the alerts about relays without a leader, about consumer
-	// groups, and about failures in the whole database. outboxops.Monitor is for processes without a relay.
+	// Alerts says which alerts are sent, and to whom. docs/watch.md says by which process.
 	Alerts AlertConfig
 
 	// Hooks are called when something happens.
 	Hooks RelayHooks
 
-	// Logger receives ERROR for a dead event or an open breaker, WARN when an outage begins or ends, INFO for what the
-	// relay waits for before it works, and DEBUG for the rest. Nil means slog.Default().
+	// Logger receives ERROR for dead events and open breakers, and WARN for outages. Nil means slog.Default().
 	Logger *slog.Logger
 }
 

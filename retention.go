@@ -17,42 +17,32 @@ import (
 // Forever as a duration of [RetentionConfig] keeps the rows.
 const Forever time.Duration = math.MaxInt64
 
-// RetentionConfig says how long rows are kept. The relay that holds the lease removes them, or a worker if no relay has
-// a position. It does so every 10 minutes, or after each tenth of the shortest duration if that is less. It works in
-// small batches with pauses, and begins no batch while the relay has a backlog. [Forever] keeps rows; negative
-// durations are errors.
+// RetentionConfig says how long rows are kept. The leading relay, or a worker if no relay has a position, removes them:
+// every 10 minutes, or each tenth of the shortest duration if that is less, but not during a backlog. [Forever] keeps
+// rows.
 type RetentionConfig struct {
-	// PublishedFor is how long rows stay in outbox after the start of the transaction that recorded them. A row stays
-	// longer until every relay with a cursor has published it and the workers of every group have taken it: a relay or
-	// a group that no longer runs keeps all rows, and the log names it. A row that had to stay may be removed a day
-	// late. A partition (MigrateConfig.PartitionRows) is dropped when all its rows may be removed. Zero means 7 days.
+	// PublishedFor is how long rows stay in outbox after their transaction began. Rows that a relay with a cursor has
+	// not published, or the workers of a group have not taken, stay longer. Danger: a relay or a group that no longer
+	// runs keeps all rows; the log names it. Zero means 7 days.
 	PublishedFor time.Duration
-	// CursorsFor is how long earlier positions stay in outbox_cursor. After an hour, one row for each relay and minute
-	// stays. The newest row of each relay always stays. A row that says to which offsets events were sent stays as long
-	// as one of these events is in outbox. Zero means 7 days.
+	// CursorsFor is how long earlier positions stay in outbox_cursor, after an hour one for each relay and minute. Zero
+	// means 7 days.
 	CursorsFor time.Duration
-	// ResolvedFor is how long resolved rows stay in outbox_failed. If resolved_at of a resolved row is NULL, the time
-	// counts from when retention first sees the row. Zero means 30 days.
+	// ResolvedFor is how long resolved rows stay in outbox_failed. Zero means 30 days.
 	ResolvedFor time.Duration
 	// HandledFor is how long rows stay in event_handled. Danger: a record that is read again later is handled again.
-	// HandledFor must not be shorter than the longest retention of a consumed topic, including dead-letter topics,
-	// which commonly keep 30 days. Zero means 31 days.
+	// HandledFor must not be shorter than the retention of any consumed topic or dead-letter topic (commonly 30 days).
+	// Zero means 31 days.
 	HandledFor time.Duration
-	// AuditedFor is how long rows stay in outbox_audit, the actions of operators. Zero means 365 days.
+	// AuditedFor is how long actions of operators stay in outbox_audit. Zero means 365 days.
 	AuditedFor time.Duration
 	// DeliveredFor is how long handled and resolved rows stay in event_delivery. Zero means 7 days.
 	DeliveredFor time.Duration
 
-	// Archive gets rows of outbox, at most 1,000, in the transaction that removes them. What it writes with tx commits
-	// together with the removal. If it writes elsewhere, it may get the same rows again, because the commit may fail.
-	// After an error or a panic, the rows stay until the next run.
-	//
-	// Dropped partitions are an exception: before a partition is dropped, Archive gets its rows in separate
-	// transactions. After a restart, Archive may get them again.
-	//
-	// ctx ends after RelayConfig.Lease, or a second after the relay is told to stop. Half a second later the
-	// transaction is rolled back and its connection closed. Archive is not called again until it has returned. Nil
-	// archives nothing.
+	// Archive gets at most 1,000 rows of outbox in the transaction that removes them. What it writes with tx commits
+	// with the removal. If it writes elsewhere, it may get the same rows again. After an error or a panic, the rows
+	// stay until the next run. Rows of a partition come in separate transactions before it is dropped, and perhaps
+	// again. Its ctx ends after RelayConfig.Lease, or a second after the relay is told to stop. Nil archives nothing.
 	Archive func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error
 }
 

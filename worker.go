@@ -172,27 +172,25 @@ func (w *Worker) Resume(topics ...string) error { return w.engine.Resume(topics)
 
 // WorkerConfig tunes a [Worker]. The zero value is ready for production.
 type WorkerConfig struct {
-	// HandlerConfig has the settings that consumers and workers share. The other fields concern PostgreSQL.
+	// HandlerConfig has the settings that consumers and workers share.
 	HandlerConfig
 
-	// Unordered handles the events of a key concurrently, in any order. False means that each action handles the
-	// events of a topic and key one after the other, and an event that waits for a retry blocks the later ones.
+	// Unordered handles the events of a key concurrently, in any order. False means that each action handles the events
+	// of a topic and key in order.
 	Unordered bool
 
-	// PollInterval is how long it takes until a worker sees an event that no [Waker] has announced. Zero means 1 s.
+	// PollInterval is the time between two polls for events that no [Waker] has announced. Zero means 1 s.
 	PollInterval time.Duration
 
-	// Lease is how long an event stays with a process that does not renew its lease, because it ended. Then another
-	// process takes over the event and handles it alone. That attempt counts even if the second process ends, too.
-	// Leases are renewed after each third of Lease. At least 1 s. Zero means 30 s.
+	// Lease is how long an event stays with a process that has died, at least 1 s. Then another process handles it
+	// alone. Zero means 30 s.
 	Lease time.Duration
 
-	// Streams says how the events of a topic are retried, if not as Retry says. [WithRetry] precedes Streams. A policy
-	// of Streams that sets MaxRetries does not use the RetriesFor of Retry.
+	// Streams has retry policies by topic, in place of Retry. [WithRetry] precedes them.
 	Streams map[string]RetryPolicy
 
-	// Retention says how long rows are kept. One process of each group removes them. Rows that a relay or another
-	// group still needs stay in any case.
+	// Retention says how long rows are kept, unless a relay or another group needs them. One process of each group
+	// removes them.
 	Retention RetentionConfig
 }
 

@@ -30,50 +30,42 @@ import (
 
 // Config says who has access, and what the page shows.
 type Config struct {
-	// Authorize returns the user of a request and the user's role. It is called before anything else. An error, or
-	// [None], is answered with 401. The error is logged at WARN with the address and the name of basic authentication,
-	// once a minute and address. Required.
+	// Authorize returns the user of a request and the user's role, before anything else. An error, which is logged at
+	// WARN, or [None] is answered with 401. Required.
 	Authorize func(*http.Request) (Access, error)
-	// Challenge is the header WWW-Authenticate of an answer with 401: `Basic realm="outbox"` makes a browser ask for a
-	// password. Empty means no header.
+	// Challenge is the header WWW-Authenticate of an answer with 401, such as `Basic realm="outbox"`. Empty means none.
 	Challenge string
 
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the same value as
-	// RecorderConfig.MaxPayload. Of a payload above it and above 1 MiB, only the length is shown. Zero means 983,040
-	// (960 KiB).
+	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the value of
+	// RecorderConfig. Zero means 983,040 (960 KiB).
 	MaxPayload int
-	// Mask returns what the page and the API show of a payload, header, key, error or statement: see [Text]. Types,
-	// sources, topics, names of aggregates and headers, and the names and reasons that operators give are not masked.
-	// An operator who edits an event does not see a masked payload. A masked key has no link to its other events.
-	// Filters work on stored values: a user who knows a key finds its events. Nil shows all.
+	// Mask returns what is shown of a payload, header, key, error or statement: see [Text]. Types, sources, topics,
+	// names and reasons are not masked. A user who knows a key can filter by it. Nil shows all.
 	Mask func(Text) []byte
-	// AuditReads writes into outbox_audit who reads the payload of which event, before the payload is shown. If
-	// writing fails, nothing is shown. False means that only actions are audited.
+	// AuditReads writes into outbox_audit who reads the payload of which event. If that fails, the payload is not
+	// shown.
 	AuditReads bool
-	// TrustedOrigins are other origins (https://ops.example) that may send requests that change something. Browsers
-	// that do not send Sec-Fetch-Site need it behind a proxy that changes Host. A trusted site acts in the name of the
-	// user who is signed in here. Nil means none.
+	// TrustedOrigins are other origins (https://ops.example) that may send requests that change something, for browsers
+	// without Sec-Fetch-Site behind a proxy that changes Host. Danger: a trusted site acts in the name of its signed-in
+	// visitor. Nil means none.
 	TrustedOrigins []string
-	// MaxConns is how many connections of the pool the page uses at a time. If it is two or more, one is reserved for
-	// actions. A request is answered with 503 and Retry-After if it has waited for a connection for 5 s, or if 32
-	// views or 16 actions wait before it. Zero means a quarter of the pool's MaxConns, but 1 to 4.
+	// MaxConns is how many connections of the pool the page uses at a time; of two or more, one is reserved for
+	// actions. A request that waits for 5 s, or behind 32 views or 16 actions, is answered with 503. Zero means a
+	// quarter of the pool's MaxConns, but 1 to 4.
 	MaxConns int
-	// QueryTimeout bounds each request's use of the database, and each part of an action on many events. PostgreSQL
-	// cancels longer statements. Zero means 15 s.
+	// QueryTimeout bounds each request's use of the database, and each part of a long action. Zero means 15 s.
 	QueryTimeout time.Duration
-	// Health returns [outbox.Relay.Health] of each relay of this process, for each view: standbys have no row. Nil
-	// means that only rows are shown.
+	// Health returns [outbox.Relay.Health] of each relay of this process, to show standbys, too. Nil means none.
 	Health func() []outbox.RelayHealth
-	// Consumers returns [outbox.Consumer.Health] of each consumer of this process, for each view: consumers without a
-	// database have no rows. Nil means that only rows are shown.
+	// Consumers returns [outbox.Consumer.Health] of each consumer of this process, to show those without a database,
+	// too. Nil means none.
 	Consumers func() []outbox.ConsumerHealth
-	// Workers returns [outbox.Worker.Health] of each worker of this process, for each view. Nil means that only rows
-	// are shown.
+	// Workers returns [outbox.Worker.Health] of each worker of this process. Nil means none.
 	Workers func() []outbox.WorkerHealth
-	// Kafka has brokers and credentials, to read the lag of consumer groups, at most every 10 s and only while a page
-	// is viewed. Nil means that the lag is not known.
+	// Kafka has brokers and credentials, to read the lag of consumer groups, at most every 10 s. Nil means that the lag
+	// is not known.
 	Kafka []kgo.Opt
 	// StaleAfter is how long an event may wait before the page calls it a problem. Zero means 5 min.
 	StaleAfter time.Duration

@@ -30,10 +30,12 @@ type MailConfig struct {
 	From string
 	// To are the addresses of the receivers. Required.
 	To []string
-	// The login to the server uses Username and Password. Empty means no login.
-	Username, Password string
-	// ImplicitTLS begins a connection with TLS, as is usual at port 465. False means that the server must offer
-	// STARTTLS, unless it is this machine.
+	// Username is for the login to the server. Empty means none.
+	Username string
+	// Password is for the login to the server. Empty means none.
+	Password string
+	// ImplicitTLS begins a connection with TLS, as is usual at port 465. False means STARTTLS, which the server must
+	// offer unless it is this machine.
 	ImplicitTLS bool
 	// TLS has, for example, the roots of your own authority. Nil means the system's roots.
 	TLS *tls.Config

@@ -40,8 +40,7 @@ type Files struct {
 
 // FilesConfig tunes [Files]. The zero value is ready for production.
 type FilesConfig struct {
-	// MaxBytes bounds the lines of a file, in bytes before compression. A single event may be larger. A file has the
-	// events of one call of Archive, 1,000 at most. Zero means 64 MiB.
+	// MaxBytes bounds a file, in bytes before compression; a single event may be larger. Zero means 64 MiB.
 	MaxBytes int
 }
 

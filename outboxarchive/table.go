@@ -33,11 +33,9 @@ type Table struct {
 type TableConfig struct {
 	// Schema is the schema of outbox_archive. Empty means public.
 	Schema string
-	// OutboxSchema is the schema of outbox, whose rows [Table.Events] returns too, and of outbox_audit, where
-	// [Table.Expire] adds rows. Empty means public.
+	// OutboxSchema is the schema of outbox and outbox_audit. Empty means public.
 	OutboxSchema string
-	// KeepMonths is the age, in months, at which [Table.Expire] drops events. Negative keeps all. Zero means 60, which
-	// is five years.
+	// KeepMonths is the age, in months, at which [Table.Expire] drops events. Negative keeps all. Zero means 60.
 	KeepMonths int
 }
 

@@ -23,18 +23,17 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// ReplayConfig tunes [Replay]. Topic is required, To if Topic is not named by the rule {topic}.dlq, and Audit if DB is
-// set and DryRun is not.
+// ReplayConfig tunes [Replay].
 type ReplayConfig struct {
 	// Topic is the dead-letter topic. Required.
 	Topic string
 
-	// To has the topics that dead letters may go back to. Danger: Replay sends with your rights, and any client that
-	// may write to the dead-letter topic can name any original topic. Nil means only the topic whose dead-letter topic
-	// is named Topic, by the rule {topic}.dlq.
+	// To has the topics that dead letters may go back to. It is required if Topic is not named {topic}.dlq. Danger:
+	// Replay sends with your rights, and any client that may write to the dead-letter topic can name any original
+	// topic. Nil means only {topic} of {topic}.dlq.
 	To []string
 
-	// From has the first offset to read, by partition. Partitions without an entry are read from their first offset.
+	// From has the first offset to read, by partition. Other partitions are read from their first offset.
 	From map[int32]int64
 
 	// Choose reports whether to send a dead letter. Nil means all.
@@ -43,17 +42,15 @@ type ReplayConfig struct {
 	// DryRun reports the records that would be sent, and sends nothing.
 	DryRun bool
 
-	// DB has the tables of outbox. Before the first dead letter of a topic and a group, Replay writes a row into
-	// outbox_audit. Nil writes none.
+	// DB has outbox_audit: Replay adds a row for each topic and group. Nil means none.
 	DB *pgxpool.Pool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Audit says who sends the dead letters, and why. It is required if DB is set, unless DryRun is set. Zero means
-	// none.
+	// Audit is the operator and the reason. It is required if DB is set and DryRun is not. Zero means none.
 	Audit outboxops.AuditInfo
 
-	// Progress is called from one goroutine: after each chosen dead letter, with the error if it was not sent; and for
-	// each record that is no dead letter, with the values that [Read] returns for it. Nil is not called.
+	// Progress is called after each chosen dead letter, with the error if it was not sent; and for each other record,
+	// with what [Read] returns. Nil means none.
 	Progress func(d DeadLetter, err error)
 }
 

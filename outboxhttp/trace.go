@@ -22,8 +22,8 @@ const TraceHeader = "X-Trace-Id"
 type TraceConfig struct {
 	// Header is the header of request and response. Empty means X-Trace-Id.
 	Header string
-	// NewID returns an id for a request without a valid one. It is not checked: events accept at most 255 characters,
-	// none of them a control character. Nil means [NewTraceID].
+	// NewID returns an id for a request without a valid one: at most 255 characters, no control characters. Nil means
+	// [NewTraceID].
 	NewID func() string
 }
 

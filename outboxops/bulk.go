@@ -12,20 +12,18 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// BulkConfig tunes [Failures.RetryAll] and [Failures.ResolveAll]. It may be zero.
+// BulkConfig tunes [Failures.RetryAll] and [Failures.ResolveAll].
 type BulkConfig struct {
 	// DryRun counts and changes nothing.
 	DryRun bool
 	// Rate is how many failures are changed in a second, at most. Zero means 1,000.
 	Rate int
-	// Progress is called after each part, with the number of failures that are done. Nil is not called.
+	// Progress is called after each part, with the number of failures that are done. Nil means none.
 	Progress func(done int)
-	// Topics receives the number of failures by topic, unless it is nil. They are counted when they are picked. The
-	// topic is that of an event's record, or the one from which a delivery comes. The topic is "" if the event's type
-	// has none.
+	// Topics receives the number of picked failures by topic. Nil means none.
 	Topics map[string]int
-	// Handlers receives the number of deliveries by consumer group and action, unless it is nil. They are counted when
-	// they are picked. Look at it in a dry run: a filter without a group picks the deliveries of all groups.
+	// Handlers receives the number of picked deliveries by group and action. Look at it in a dry run: a filter without
+	// a group picks the deliveries of all groups. Nil means none.
 	Handlers map[FailureHandler]int
 }
 

@@ -54,15 +54,15 @@ type picked struct {
 	handler FailureHandler // the zero value for an event
 }
 
-// FailuresConfig names the schema of the failures, and limits payloads. It may be zero.
+// FailuresConfig names the schema of the failures, and limits payloads.
 type FailuresConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the same value as
-	// RecorderConfig.MaxPayload. Zero means 983,040 (960 KiB).
+	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the value of
+	// RecorderConfig. Zero means 983,040 (960 KiB).
 	MaxPayload int
-	// MaxRead bounds, in bytes, each read of a payload, of headers, and of all payloads from before edits together. A
-	// larger payload is [ErrUnreadable]. Zero means 104,857,600 (100 MiB).
+	// MaxRead bounds, in bytes, each read of a payload, of headers, and of all payloads before edits together. A larger
+	// one is [ErrUnreadable]. Zero means 104,857,600 (100 MiB).
 	MaxRead int
 }
 

@@ -37,7 +37,7 @@ type inspectorSQL struct {
 	timeline                                           timelineSQL
 }
 
-// InspectorConfig names the schema of the tables, and limits payloads. It may be zero.
+// InspectorConfig names the schema of the tables, and limits payloads.
 type InspectorConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string

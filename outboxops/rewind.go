@@ -23,32 +23,30 @@ import (
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
-// RewindConfig is the target of [Rewind]. Group is required, either Time or Offset, and Audit unless DryRun is set or
-// db is nil.
+// RewindConfig is the target of [Rewind]: either Time or Offset.
 type RewindConfig struct {
 	// Group is the consumer group. Required.
 	Group string
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Topics are the topics in which the group is rewound. With Offset, name one topic. Empty means all topics in
-	// which it has committed offsets.
+	// Topics are the topics in which the group is rewound; with Offset, exactly one. Empty means all topics in which it
+	// has committed offsets.
 	Topics []string
 
-	// Time makes the group read again the records whose timestamps are at this time or later. A group that lagged also
-	// handled older records after Time. So if the last position in consumer_start was saved before Time, as after a
-	// restore, the group begins there or earlier. Zero means that Offset is used.
+	// Time makes the group read again the records with this timestamp or a later one. If the last position in
+	// consumer_start was saved before Time, as after a restore, the group begins there or earlier. Zero means that
+	// Offset is used.
 	Time time.Time
-	// Offset makes the group read the records from this offset on again, in each partition of the topic. Nil means
-	// that Time is used.
+	// Offset is the first record to read again, in each partition of the topic. Nil means that Time is used.
 	Offset *int64
 
-	// Decode reads records, to find the rows of event_handled for their events. Nil means [outbox.DecodeCloudEvent].
+	// Decode reads records, to find their rows of event_handled. Nil means [outbox.DecodeCloudEvent].
 	Decode func(*kgo.Record) (*outbox.Message, error)
 	// DryRun reports the changes, and makes none.
 	DryRun bool
 	// Audit is the operator and the reason. It is required unless DryRun is set or db is nil. Zero means none.
 	Audit AuditInfo
-	// Progress is called when some records have been counted, with their number so far. Nil is not called.
+	// Progress is called with the number of records that have been counted. Nil means none.
 	Progress func(records int)
 }
 

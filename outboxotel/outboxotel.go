@@ -144,25 +144,23 @@ import (
 type Config struct {
 	// MeterProvider provides the instruments. Nil means OpenTelemetry's global one.
 	MeterProvider metric.MeterProvider
-	// TracerProvider provides the spans. That of the package trace/noop turns traces off without cost. Nil means
-	// OpenTelemetry's global one.
+	// TracerProvider provides the spans. That of the package trace/noop turns traces off. Nil means OpenTelemetry's
+	// global one.
 	TracerProvider trace.TracerProvider
 
-	// Attributes are added to every measurement and span, for example to distinguish two schemas of a process, each
-	// with a Telemetry of its own.
+	// Attributes are added to every measurement and span, for example to distinguish schemas.
 	Attributes []attribute.KeyValue
 
 	// Interval is the shortest time between two queries of the database and of Kafka. Zero means 15 s.
 	Interval time.Duration
-	// Timeout bounds these queries, and so the time that they add to a collection. Zero means 3 s.
+	// Timeout bounds these queries. Zero means 3 s.
 	Timeout time.Duration
 
 	// StaleAfter is how long an event may wait before outbox.stale counts it. Zero means 5 min.
 	StaleAfter time.Duration
 
-	// ErrorType returns the kind of an error for error.type, from a small set. If it panics, that is _OTHER. Nil
-	// means: the result of the error's method ErrorType() string; postgres_ and the SQLSTATE; invalid_event, panic,
-	// timeout, canceled; or _OTHER.
+	// ErrorType returns the kind of an error for error.type, from a small set. Nil means: the result of the error's
+	// method ErrorType() string; postgres_ and the SQLSTATE; invalid_event, panic, timeout, canceled; or _OTHER.
 	ErrorType func(error) string
 }
 

@@ -26,44 +26,42 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// Config chooses the events that [Run] sends, and their destination. Audit is required unless DryRun is set.
+// Config chooses the events that [Run] sends, and their destination.
 type Config struct {
-	// Source has the events: outboxarchive.Recorded those in outbox, an *outboxarchive.Table those in outbox and in
-	// the archive, or the files of an archive. Required.
+	// Source has the events: outboxarchive.Recorded those in outbox, an *outboxarchive.Table also those in the archive,
+	// or the files of an archive. Required.
 	Source outboxarchive.Source
 	// Filter chooses events of the source. To continue a stopped run, set its After. Empty means all.
 	Filter outboxarchive.Filter
 
 	// To is the topic to which all records are sent. Empty means their own topics.
 	To string
-	// Group is the only consumer group that handles the records. Consumers accept a record for one group only if there
-	// is a dead letter of the record for this group. So before each record, Run writes a dead letter of class "replay"
-	// to the dead-letter topic: the client needs the right to write there. Empty means all groups.
+	// Group is the only consumer group that handles the records. As a proof, Run writes a dead letter of class "replay"
+	// to the dead-letter topic before each record, and needs the right to do so. Empty means all groups.
 	Group string
-	// Again makes Group handle events again: Run removes the group's rows of event_handled for the events before it
-	// sends them. It needs Group. False means that the group skips events that it has handled.
+	// Again makes Group handle events again: Run first removes their rows of event_handled. It needs Group. Danger:
+	// effects happen twice.
 	Again bool
 	// Mode is the mode of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
 	// Set IDHeader and TraceHeader as in RelayConfig. Empty means none.
 	IDHeader, TraceHeader string
 
-	// Rate is how many events are sent in a second, at most. After a pause, Run does not send faster to catch up.
-	// Negative means no limit. Zero means 1,000.
+	// Rate is how many events are sent in a second, at most. Negative means no limit. Zero means 1,000.
 	Rate int
 	// HandledFor is RetentionConfig.HandledFor of the consumers, for [Report.Older]. Zero means 31 days.
 	HandledFor time.Duration
-	// SkipUnreadable makes Run continue if an event cannot be read, or no record can be made from it, and report it in
-	// Report.Failed. A dry run always continues. False means that such an event ends the run.
+	// SkipUnreadable reports events that cannot be read or sent as a record in Report.Failed, and continues. False
+	// means that such an event ends the run, unless it is a dry run.
 	SkipUnreadable bool
 
-	// DryRun counts the events that would be sent. It sends and changes nothing.
+	// DryRun counts the events that would be sent, and changes nothing.
 	DryRun bool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Audit says who sends the events again, and why. It is required unless DryRun is set. Zero means none.
+	// Audit is the operator and the reason. It is required unless DryRun is set. Zero means none.
 	Audit outboxops.AuditInfo
-	// Progress is called after some events were sent, or counted. Nil is not called.
+	// Progress is called after some events were sent, or counted. Nil means none.
 	Progress func(Report)
 }
 

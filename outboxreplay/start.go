@@ -27,21 +27,20 @@ import (
 type StartConfig struct {
 	// Group is the new group. No worker or consumer of it may have run. Required.
 	Group string
-	// Topics are the topics that consumers of the group read in Kafka: those of all handlers. Nil means a group of
-	// workers.
+	// Topics are all topics that consumers of the group read in Kafka. Nil means a group of workers.
 	Topics []string
 	// Archive has the events that retention has removed from outbox, in the same database. Required.
 	Archive *outboxarchive.Table
-	// Incomplete starts the group although the first events, or events between the archive and outbox, may be missing.
+	// Incomplete starts the group although the first events, or those between the archive and outbox, may be missing.
 	// False means [ErrIncomplete] then.
 	Incomplete bool
 	// DryRun changes nothing, and needs no Audit.
 	DryRun bool
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// Audit says who starts the group, and why. It is required unless DryRun is set. Zero means none.
+	// Audit is the operator and the reason. It is required unless DryRun is set. Zero means none.
 	Audit outboxops.AuditInfo
-	// Progress is called about once a second. Nil is not called.
+	// Progress is called about once a second. Nil means none.
 	Progress func(StartReport)
 }
 

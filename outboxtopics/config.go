@@ -15,36 +15,32 @@ import (
 // Config says how [Run] and [Ensure] create topics. The zero value is for a cluster of three
 // brokers or more, of which one may fail.
 type Config struct {
-	// Topics are names in addition to the topics of the types: those that [outbox.With] gives to single events. Nil
-	// means none.
+	// Topics are names in addition to the topics of the types: those of [outbox.With]. Nil means none.
 	Topics []string
-	// Partitions is how many partitions a topic of events gets. Kafka can add partitions later, and never remove any.
-	// Danger: adding moves keys to other partitions, and until consumers have read what was there before, they may get
-	// a key's later events first. Zero means 3.
+	// Partitions is how many partitions a topic of events gets. Danger: to add partitions later moves keys, and until
+	// consumers have read the older records, they may get a key's later events first. Zero means 3.
 	Partitions int
 	// PartitionsFor replaces Partitions for a topic, unless it returns zero. Nil means Partitions for all.
 	PartitionsFor func(topic string) int
 
 	// ReplicationFactor is how many brokers have a copy of each partition, also of dead-letter topics. Negative means
-	// the cluster's default, which needs Kafka 2.4. Zero means 3.
+	// the cluster's default. Zero means 3.
 	ReplicationFactor int
 	// MinInSyncReplicas is how many replicas must have a record before it counts as sent, at most ReplicationFactor.
-	// Zero means 2, or 1 if ReplicationFactor is less than 3, or the cluster's default if ReplicationFactor is
-	// negative.
+	// Zero means 2, or 1 if ReplicationFactor is less than 3, or the cluster's default if it is negative.
 	MinInSyncReplicas int
 
-	// Compacted reports whether a topic is compacted (cleanup.policy=compact): Kafka keeps the last record of each
-	// key, and removes older ones of any age. Dead-letter topics never are. Nil means none.
+	// Compacted reports whether a topic is compacted (cleanup.policy=compact): Kafka then removes all records of a key
+	// but the last. Nil means none.
 	Compacted func(topic string) bool
-	// DeleteRetention is how long a compacted topic keeps a tombstone after it was compacted (delete.retention.ms), at
-	// least 1 ms. A consumer that reads the topic from its beginning must do so in this time to see the tombstone.
-	// Zero means 24 h.
+	// DeleteRetention is how long a compacted topic keeps a tombstone (delete.retention.ms), at least 1 ms. A consumer
+	// must read the topic from its beginning in this time to see it. Zero means 24 h.
 	DeleteRetention time.Duration
 
 	// Retention is how long a topic keeps its records, at least 1 ms. A compacted topic has none. Zero means 7 days.
 	Retention time.Duration
-	// MaxMessageBytes is the largest batch of records that a topic takes, after compression. Zero means the cluster's
-	// default, usually 1,048,588, which suits RecorderConfig.MaxPayload at its default.
+	// MaxMessageBytes is the largest batch of records that a topic takes, in bytes after compression. Zero means the
+	// cluster's default, usually 1,048,588, which suits RecorderConfig.MaxPayload at its default.
 	MaxMessageBytes int
 
 	// DeadLetterTopic returns the dead-letter topic of a topic, as in [outbox.ConsumerConfig]. Nil means {topic}.dlq.
@@ -54,9 +50,8 @@ type Config struct {
 	// DeadLetterRetention is how long dead letters are kept, at least 1 ms. Zero
 	// means 30 days.
 	DeadLetterRetention time.Duration
-	// DeadLetterMaxMessageBytes is MaxMessageBytes of the dead-letter topics. Zero
-	// means 16 KiB more than the topic of the events takes, for the headers of dead
-	// letters.
+	// DeadLetterMaxMessageBytes is MaxMessageBytes of the dead-letter topics. Zero means 16 KiB more than the topic of
+	// the events takes.
 	DeadLetterMaxMessageBytes int
 
 	// DryRun lets Kafka check what would be created, and creates nothing.

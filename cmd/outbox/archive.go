@@ -18,7 +18,7 @@ type archiveFlags struct {
 
 func (a *archiveFlags) define(fs *flag.FlagSet) {
 	fs.StringVar(&a.archive, "archive", "", "`NAME` schema of outbox_archive (that of --schema)")
-	fs.IntVar(&a.months, "months", 0, "`NUMBER` of months that events are kept (60); -1: all")
+	fs.IntVar(&a.months, "months", 0, "`NUMBER` of months to keep (60); -1: all")
 }
 
 func (a *archiveFlags) table(ctx context.Context, e *env) (*outboxarchive.Table, error) {
@@ -35,10 +35,10 @@ func (a *archiveFlags) table(ctx context.Context, e *env) (*outboxarchive.Table,
 
 var archiveStatusCommand = command{
 	name:    "archive status",
-	summary: "partitions of outbox_archive, and which have expired",
+	summary: "the months of outbox_archive, and which have expired",
 	about: `
-Lists the months with their sizes, the number of events as PostgreSQL estimates
-it, and whether all events are older than --months.`,
+Lists partitions with sizes and estimated numbers of events. All events of an
+expired one are older than --months.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a archiveFlags
 		a.define(fs)
@@ -60,10 +60,10 @@ func (a *archiveFlags) status(ctx context.Context, e *env) error {
 
 var archiveCreateCommand = command{
 	name:    "archive create",
-	summary: "make outbox_archive, and partitions in advance",
+	summary: "create outbox_archive, and partitions in advance",
 	about: `
-Run it as the owner of the tables, as often as you like: it adds what is
-missing, up to three months ahead. docs/archive.md says what to grant to relays.`,
+Run it as the owner of the tables. It creates what is missing, up to three
+months ahead. docs/archive.md says what to grant.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a archiveFlags
 		a.define(fs)
@@ -91,12 +91,11 @@ var archiveExpireCommand = command{
 	summary: "drop the months of outbox_archive that have expired",
 	about: `
 Run it as the owner of the tables. It drops partitions whose events are all
-older than --months, and only lists them without --yes and --reason. Nothing
-else drops them: relays cannot remove what they have archived.`,
+older than --months.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var x archiveExpire
 		x.define(fs)
-		fs.BoolVar(&x.yes, "yes", false, "drop them; without it they are only listed")
+		fs.BoolVar(&x.yes, "yes", false, yesUsage)
 		x.why.define(fs)
 		return x.run
 	},

@@ -14,21 +14,21 @@ var auditCommand = command{
 	name: "audit", synopsis: "[ID]", max: 1,
 	summary: "what operators did, to what, and why",
 	about: `
-Shows the newest entries of outbox_audit, or those of one failure: event-17 or
-delivery-17. OPERATOR is the given name, LOGIN the role of PostgreSQL. Actions:
-retry, edit, resolve, hold, release, read; pause, resume, rewind, forget,
-forget-action, replay; to-kafka, to-postgres, finish-cut, cancel-cut,
-from-debezium, begin-relay, to-debezium; start-group; cancel; expire.`,
+Shows the newest entries of outbox_audit, or those of one failure (event-17).
+OPERATOR is the given name, LOGIN the PostgreSQL role. Actions: retry, edit,
+resolve, hold, release, read; pause, resume, rewind, forget, forget-action,
+replay; to-kafka, to-postgres, finish-cut, cancel-cut, from-debezium,
+begin-relay, to-debezium; start-group; cancel; expire.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a auditList
 		fs.StringVar(&a.operator, "operator", "", "`NAME` who did it")
-		fs.StringVar(&a.action, "action", "", "`NAME` what was done: one of the actions above")
-		fs.StringVar(&a.group, "group", "", "`NAME` consumer group to which it was done")
+		fs.StringVar(&a.action, "action", "", "`NAME` an action of those above")
+		fs.StringVar(&a.group, "group", "", "`NAME` consumer group")
 		fs.Var(&a.since, "since", "`TIME` at or after: 2h (ago), 2006-01-02")
-		fs.Var(&a.until, "until", "`TIME` before: 1h (ago), 2006-01-02")
-		fs.BoolVar(&a.reads, "reads", false, "also who read a payload")
-		fs.IntVar(&a.limit, "limit", 50, "`NUMBER` entries at most, up to 1000 (50)")
-		fs.Int64Var(&a.before, "before", 0, "`NUMBER` only older entries than this one")
+		fs.Var(&a.until, "until", "`TIME` before")
+		fs.BoolVar(&a.reads, "reads", false, "also reads of payloads")
+		fs.IntVar(&a.limit, "limit", 50, "`NUMBER` of entries, up to 1000 (50)")
+		fs.Int64Var(&a.before, "before", 0, "`NUMBER` only entries before this one")
 		return a.run
 	},
 }

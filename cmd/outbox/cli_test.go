@@ -63,16 +63,17 @@ func TestDocs(t *testing.T) {
 	var b strings.Builder
 	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command.\n\n")
 	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\nUntil there is a release, [install it from a checkout](../README.md#until-there-is-a-release).\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
-	b.WriteString("\nCommands that operators act with also take these:\n\n```text\n")
+	b.WriteString("\nFlags that commands name behind \"also\":\n\n```text\n")
 	actions := newFlagSet()
 	(&auditFlags{}).define(actions)
+	actions.Bool("yes", false, yesUsage)
 	writeFlags(&b, actions)
 	b.WriteString("```\n")
 	actions.VisitAll(func(f *flag.Flag) { described[f.Name+f.Usage] = "also" })
 	for _, c := range commands() {
 		b.WriteString("\n## outbox " + c.name + "\n\n" + strings.ToUpper(c.summary[:1]) + c.summary[1:] + ".\n\n```text\n" + shortHelp(c, described) + "```\n")
 		if c.name == doctorCommand.name {
-			b.WriteString("\nThe ids of all findings; `doctor.` begins those of checks that could not be made:\n\n```text\n" +
+			b.WriteString("\nAll ids; `doctor.` begins those of checks that could not be made:\n\n```text\n" +
 				strings.Join(wrap(strings.Join(findingIDs(), " "), usualWidth), "\n") + "\n```\n")
 		}
 	}
@@ -88,7 +89,7 @@ func shortHelp(c command, described map[string]string) string {
 	all.VisitAll(func(f *flag.Flag) {
 		place := described[f.Name+f.Usage]
 		if place == "" {
-			described[f.Name+f.Usage] = "outbox " + c.name
+			described[f.Name+f.Usage] = c.name
 			own.Var(f.Value, f.Name, f.Usage)
 			return
 		}
@@ -97,9 +98,9 @@ func shortHelp(c command, described map[string]string) string {
 		}
 		names[place] = append(names[place], "--"+f.Name)
 	})
-	text := c.helpWith(own)
-	if c.synopsis == "" {
-		_, text, _ = strings.Cut(text, "\n\n") // the heading says as much
+	_, text, _ := strings.Cut(c.helpWith(own), "\n\n") // the heading says as much as the usage
+	if c.synopsis != "" {
+		text = "arguments: " + c.synopsis + "\n\n" + text
 	}
 	for i, flags := range places {
 		place := flags
@@ -107,7 +108,7 @@ func shortHelp(c command, described map[string]string) string {
 			text += "\n"
 		}
 		if place != "also" {
-			place = "as in " + place + ":"
+			place = "see " + place + ":"
 		}
 		text += strings.Join(wrap(place+" "+strings.Join(names[flags], " "), usualWidth), "\n") + "\n"
 	}

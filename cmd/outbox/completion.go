@@ -12,10 +12,9 @@ import (
 func completionCommand() command {
 	return command{
 		name: "completion", synopsis: "SHELL", min: 1, max: maxWords,
-		summary: "print what completes command lines in bash, zsh or fish",
+		summary: "complete command lines in bash, zsh or fish",
 		about: `
-Prints a script for a shell, which asks outbox what may stand where the cursor
-is. To have it in every shell, add a line:
+Prints a script. For every shell, add a line:
 
   ~/.bashrc                   source <(outbox completion bash)
   ~/.zshrc, behind compinit   source <(outbox completion zsh)

@@ -34,18 +34,17 @@ var consumerRewindCommand = command{
 	name:    "consumer rewind",
 	summary: "make a consumer group read records again",
 	about: `
-Use it after a restore or a failover of PostgreSQL that lost effects of handlers
-although Kafka has their offsets. Stop the group first. Events that are in
-event_handled are skipped; the others are handled again, and are counted by
-reading the records once. A group is never moved forward. Without --yes and
---reason nothing is changed.`,
+Use it after a restore of PostgreSQL that lost what handlers wrote. Stop the
+group first. Handlers skip events that are in event_handled, and handle the
+others again; those without a transaction get all. It counts both, and never
+moves a group forward.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r consumerRewind
 		fs.StringVar(&r.group, "group", "", "`NAME` consumer group; required")
-		fs.Var(&r.to, "to", "`TIME` required: 2h (ago), 2006-01-02; an offset, with one --topic")
+		fs.Var(&r.to, "to", "`TIME` 2h (ago), 2006-01-02, or an offset of one topic; required")
 		fs.StringVar(&r.topics, "topic", "", "`LIST` only in these topics")
-		fs.BoolVar(&r.yes, "yes", false, "do it; without it the records are only counted")
+		fs.BoolVar(&r.yes, "yes", false, yesUsage)
 		r.why.define(fs)
 		return r.run
 	},

@@ -9,11 +9,11 @@ import (
 
 var consumerPauseCommand = command{
 	name:    "consumer pause",
-	summary: "make a consumer group handle nothing for a while",
+	summary: "pause the handlers of a consumer group, or of one topic",
 	about: `
-Members of the group check for pauses every two seconds and at each start.
-Handlers finish their current events, and partitions stay assigned. The pause
-lasts until outbox consumer resume. Kafka still removes old records meanwhile.`,
+Its processes finish their current events, and after two seconds begin no
+others. Restarts do not end the pause. Danger: Kafka removes old records
+meanwhile.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return preparePause(fs, "pause", (*outboxops.Consumers).Pause)
 	},
@@ -23,8 +23,8 @@ var consumerResumeCommand = command{
 	name:    "consumer resume",
 	summary: "end a pause of a consumer group",
 	about: `
-With --topic it ends the pause of this topic only. Without it, it ends the pause
-of the whole group; topics that were paused by themselves stay paused.`,
+Without --topic it ends the pause of the whole group: topics that were paused
+with --topic stay paused.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return preparePause(fs, "resume", (*outboxops.Consumers).Resume)
 	},

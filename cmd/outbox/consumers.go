@@ -15,15 +15,13 @@ import (
 
 var consumersCommand = command{
 	name:    "consumers",
-	summary: "consumer groups: lag, pauses, workers, what is owed to handlers",
+	summary: "consumer groups: lag, pauses, processes, deliveries",
 	about: `
-Shows, from the tables, the groups that have begun to read: for each topic the
-partitions, the records still to read (LAG, with --kafka), when a member last
-saved a position, records that Kafka removed unread, and pauses. Then open rows
-of event_delivery, up to 10,000 of a kind, with the age of the oldest (OLDEST)
-and when the first is due or its lease ends (DUE). Then events for which workers
-have not made rows yet, because they have no room, and dead-letter topics with
-what Kafka still has. Groups without a database are not shown.`,
+Shows for each topic of a group: partitions, records to read (LAG, with
+--kafka), age of the last saved position (SAVED), records that Kafka removed
+unread (LOST), and pauses. Then processes, deliveries that are not done, events
+for which workers have no deliveries yet, and dead-letter topics (with --kafka).
+Groups without a database are not shown.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		group := fs.String("group", "", "`NAME` only this consumer group")
 		return func(ctx context.Context, e *env) error { return consumers(ctx, e, *group) }

@@ -17,20 +17,18 @@ var contractExportCommand = command{
 	synopsis: "PACKAGE NAME [UPCASTERS…]", min: 2, max: maxWords,
 	summary: "write the contract of a registry, an AsyncAPI document",
 	about: `
-NAME is a registry in a package of Go, such as ./events Registry, or a function
-without arguments that returns one. UPCASTERS are variables with what is in
-HandlerConfig.Upcasters; with them, a new version of an event is compatible.
-
-A small program, built with the package and run by go run, writes the contract:
-topics, keys, headers, and JSON Schemas of the Go types. The package may be a
-program, and the names unexported. The module needs outboxcontract once:
+The contract has topics, keys, headers, and JSON Schemas of Go types. NAME is a
+registry in PACKAGE, such as ./events Registry, or a function without arguments
+that returns one. UPCASTERS are variables of HandlerConfig.Upcasters: with them,
+new versions of events are compatible. It runs a small program with go run,
+which needs once:
 
   go get ` + contractPackage + `
 
-Commit the contract. outboxcontract.Check compares it in a test.`,
+Commit the contract, and check it in CI.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		out := fs.String("out", "", "`FILE` to write; else standard output")
+		out := fs.String("out", "", "`FILE` to write (standard output)")
 		return func(ctx context.Context, e *env) error { return contractExport(ctx, e, *out) }
 	},
 }
@@ -40,9 +38,8 @@ var contractCheckCommand = command{
 	synopsis: "FILE PACKAGE NAME [UPCASTERS…]", min: 3, max: maxWords,
 	summary: "compare a file with the contract of a registry, in CI",
 	about: `
-Exports the contract and compares it with FILE. If they differ, it says who
-breaks, as outbox contract diff does, and exits with 3, also for compatible
-changes: then write FILE again.`,
+Shows what outbox contract diff shows, and exits with 3 after any change, also a
+compatible one: then export FILE again.`,
 	endless: true,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return contractCheck },
 }
@@ -52,14 +49,11 @@ var contractDiffCommand = command{
 	synopsis: "OLD NEW", min: 2, max: 2,
 	summary: "say who breaks by the changes from one contract to another",
 	about: `
-OLD and NEW are files of outbox contract export; - is standard input. A change
-breaks readers if consumers built with OLD cannot use events of NEW. It breaks
-writers if consumers built with NEW cannot use events of OLD: events that are
-already recorded, and those of services that have not been updated.
-
-The last line uses the words of schema registries: FULL, BACKWARD (readers
-break), FORWARD (writers break) or NONE. It exits with 3 if a change is
-breaking.
+Compares files of outbox contract export; - is standard input. Readers break if
+consumers built with OLD cannot use events of NEW; writers, if consumers built
+with NEW cannot use events of OLD, recorded already or by older services. The
+last line is FULL (neither), BACKWARD (readers break), FORWARD (writers break)
+or NONE. It exits with 3 if anything breaks.
 
   git show origin/main:contract.json | outbox contract diff - contract.json`,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return contractDiff },

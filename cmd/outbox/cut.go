@@ -16,22 +16,22 @@ var cutStatusCommand = command{
 	name:    "cut status",
 	summary: "which groups get events from workers, which from Kafka",
 	about: `
-STATE of a group: active groups get all events from workers; leaving groups get
-the events before the cut from workers; groups that have left read from Kafka;
-returning groups still read what is in Kafka. OPEN deliveries are neither done
-nor dead. CONSUMER says whether consumers have begun to read each topic.`,
+STATE: active (workers handle all events), leaving (workers handle those before
+a cut to Kafka), left (consumers handle all later ones), returning (consumers
+handle those before a cut to workers), starting (outbox group start). OPEN
+deliveries are neither done nor dead. CONSUMER says whether consumers have
+stored where they begin.`,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return cutStatus },
 }
 
 var cutToKafkaCommand = command{
 	name:    "cut to-kafka",
-	summary: "move groups from workers to Kafka, without a gap",
+	summary: "move groups from workers to Kafka",
 	about: `
-Start the consumers of the groups first. Workers handle what was committed
-before the cut. After the workers are done, a new relay sends what was committed
-later. Without --yes and --reason nothing is changed. The command waits for the
-workers and finishes the cut. If it is interrupted, outbox cut finish continues,
-and outbox cut cancel undoes the cut.`,
+Makes a cut: workers handle the events before it, consumers later ones, which
+the new relay sends. Start the consumers first. The command waits for the
+workers and finishes the cut. After an interruption, outbox cut finish
+continues, and outbox cut cancel undoes the cut. docs/move.md has the steps.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		c := &cutMove{action: "to-kafka", plan: planToKafka}
@@ -43,16 +43,15 @@ var cutToPostgresCommand = command{
 	name:    "cut to-postgres",
 	summary: "move groups from Kafka back to workers",
 	about: `
-Stop the relay first, so that nothing is in flight, and start the workers
-afterwards. Consumers handle what the relay has sent, then workers the rest. The
-relay ends. Without --yes and --reason nothing is changed. The command waits for
-the consumers and finishes the cut. If it is interrupted, outbox cut finish
-continues, and outbox cut cancel undoes the cut. When the last relay ends, other
-groups of this database on Kafka get nothing more: name them in --leave-behind.`,
+Makes a cut: consumers handle the events that the relay has sent, workers later
+ones. Stop the relay first, so that nothing is in flight, and start the workers
+after the cut. The command waits for the consumers and finishes the cut, and the
+relay ends. If it was the last relay, other groups on Kafka get no more events:
+name them in --leave-behind.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		c := &cutMove{action: toPostgres, plan: planToPostgres}
-		fs.StringVar(&c.behind, "leave-behind", "", "`LIST` other groups on Kafka, which get nothing more")
+		fs.StringVar(&c.behind, "leave-behind", "", "`LIST` groups that get no more events")
 		return c.prepare(fs)
 	},
 }
@@ -61,14 +60,15 @@ var cutFinishCommand = command{
 	name:    "cut finish",
 	summary: "wait until a cut is ready, and finish it",
 	about: `
-The other side of the cut begins. With --early it begins although deliveries are
-open or records unread: then events of a key may be handled out of order.`,
+For outbox cut to-kafka and to-postgres: waits until the side before the cut is
+done; then the other side begins. Danger: --early does not wait, so events of a
+key may be handled out of order.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var f cutFinish
-		fs.StringVar(&f.relay, "relay", "", "`NAME` of the cut; required")
-		fs.BoolVar(&f.noWait, "no-wait", false, "fail if it is not ready")
-		fs.BoolVar(&f.early, "early", false, "do not check whether it is ready")
+		fs.StringVar(&f.relay, "relay", "", "`NAME` of the relay; required")
+		fs.BoolVar(&f.noWait, "no-wait", false, "fail if not ready")
+		fs.BoolVar(&f.early, "early", false, "do not wait")
 		f.why.define(fs)
 		return f.run
 	},
@@ -78,11 +78,11 @@ var cutCancelCommand = command{
 	name:    "cut cancel",
 	summary: "undo a cut that is not finished",
 	about: `
-The groups get their events from where they got them before; none is lost. The
-relay of a cut to Kafka waits until another cut names it.`,
+The groups continue as before the cut; no event is lost. After a cut to Kafka,
+the relay stands by until another cut names it.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var why auditFlags
-		relay := fs.String("relay", "", "`NAME` of the cut; required")
+		relay := fs.String("relay", "", "`NAME` of the relay; required")
 		why.define(fs)
 		return func(ctx context.Context, e *env) error {
 			if *relay == "" {
@@ -182,9 +182,9 @@ const toPostgres = "to-postgres"
 
 func (c *cutMove) prepare(fs *flag.FlagSet) func(context.Context, *env) error {
 	fs.StringVar(&c.groups, "group", "", "`LIST` consumer groups; required")
-	fs.StringVar(&c.relay, "relay", "", "`NAME` of the relay that sends after the cut, or did; required")
-	fs.BoolVar(&c.yes, "yes", false, "do it; without it this only shows what would happen")
-	fs.BoolVar(&c.noWait, "no-wait", false, "do not wait and finish: outbox cut finish does it")
+	fs.StringVar(&c.relay, "relay", "", "`NAME` of the relay; required")
+	fs.BoolVar(&c.yes, "yes", false, yesUsage)
+	fs.BoolVar(&c.noWait, "no-wait", false, "only make the cut: outbox cut finish continues")
 	c.why.define(fs)
 	return c.run
 }

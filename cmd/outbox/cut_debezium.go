@@ -12,16 +12,14 @@ var cutFromDebeziumCommand = command{
 	name:    "cut from-debezium",
 	summary: "move from Debezium to a relay",
 	about: `
-Debezium sends what was recorded before the cut, and a new relay what is
-recorded later. The command waits until no transaction that has recorded an
-event is open; it blocks other writers for at most 100 ms at a time. Then it
-says when the connector has confirmed everything: stop the connector then, and
-the relay begins. If it is interrupted, run it again with --resume. Without
---yes and --reason nothing is changed.`,
+Makes a cut: Debezium sends the events before it, a new relay later ones. The
+command waits for open transactions that have recorded events. Stop the
+connector when the command says so; then the relay can begin. The cut cannot be
+cancelled; docs/move.md has the steps.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		c := &cutDebezium{action: "from-debezium"}
-		fs.BoolVar(&c.resume, "resume", false, "continue to wait for a cut that was made")
+		fs.BoolVar(&c.resume, "resume", false, "continue after an interruption")
 		return c.prepare(fs)
 	},
 }
@@ -30,11 +28,9 @@ var cutToDebeziumCommand = command{
 	name:    "cut to-debezium",
 	summary: "move from a relay to Debezium",
 	about: `
-Start the connector first. The relay sends what was recorded before the cut, and
-Debezium what is recorded later. The command waits until no transaction that has
-recorded an event is open and the relay has sent everything; it blocks other
-writers for at most 400 ms at a time. Then the relay ends. Without --yes and
---reason nothing is changed.`,
+Makes a cut: the relay sends the events before it, Debezium later ones. Start
+the connector first. The command waits for the relay, and for open transactions
+that have recorded events. Then the relay ends.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return (&cutDebezium{action: "to-debezium"}).prepare(fs)
@@ -53,7 +49,7 @@ func (c *cutDebezium) prepare(fs *flag.FlagSet) func(context.Context, *env) erro
 	fs.StringVar(&c.cut.Relay, "relay", "", "`NAME` of the relay; required")
 	fs.StringVar(&c.cut.Publication, "publication", "", "`NAME` of the publication; required")
 	fs.StringVar(&c.cut.Slot, "slot", "", "`NAME` of the connector's slot; required")
-	fs.BoolVar(&c.yes, "yes", false, "do it; without it this only shows what would happen")
+	fs.BoolVar(&c.yes, "yes", false, yesUsage)
 	c.why.define(fs)
 	return c.run
 }

@@ -18,14 +18,13 @@ var delayedCommand = command{
 	name:    "events delayed",
 	summary: "events that are not due yet, the next ones first",
 	about: `
-Shows events that wait in outbox_delayed for their due time
-(EventOptions.NotBefore). A relay or a worker that leads moves due events to
-outbox, and so does outbox events move. --rejected shows those that could not be
-moved, with the error.`,
+Shows events that wait in outbox_delayed until they are due
+(EventOptions.NotBefore). Then a leading relay or worker, or outbox events move,
+moves them to outbox.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l delayedList
-		fs.BoolVar(&l.page.Rejected, "rejected", false, "only rejected events")
-		fs.IntVar(&l.page.Limit, "limit", 100, "`NUMBER` of events at most, up to 1000 (100)")
+		fs.BoolVar(&l.page.Rejected, "rejected", false, "only those that outbox refused, with errors")
+		fs.IntVar(&l.page.Limit, "limit", 100, "`NUMBER` of events, up to 1000 (100)")
 		return l.run
 	},
 }
@@ -120,8 +119,8 @@ var cancelCommand = command{
 	name: "events cancel", synopsis: "EVENT-ID…", min: 1, max: maxIDs,
 	summary: "delete events that are not due yet",
 	about: `
-They are never sent. An event that was moved to outbox meanwhile is not deleted,
-and not counted. outbox_audit keeps the payloads.`,
+They are never sent. Events that are in outbox already are neither deleted nor
+counted. outbox_audit keeps the payloads.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var why auditFlags
 		why.define(fs)
@@ -159,11 +158,10 @@ func cancelDelayed(ctx context.Context, e *env, why auditFlags) error {
 
 var moveCommand = command{
 	name:    "events move",
-	summary: "move events that are due to outbox, where Debezium sends them",
+	summary: "move due events to outbox, where neither relay nor worker runs",
 	about: `
-For databases without relays and workers, which move delayed events
-(EventOptions.NotBefore) themselves. It runs until it is interrupted. Several
-processes may run it.`,
+Moves events from outbox_delayed to outbox when they are due, until it is
+interrupted.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		once := fs.Bool("once", false, "only what is due now")

@@ -27,13 +27,13 @@ type deadLetterFlags struct {
 }
 
 func (f *deadLetterFlags) define(fs *flag.FlagSet) {
-	fs.StringVar(&f.topic, "topic", "", "`NAME` topic that they come from and go back to")
+	fs.StringVar(&f.topic, "topic", "", "`NAME` original topic")
 	fs.StringVar(&f.group, "group", "", "`NAME` consumer group that failed")
 	fs.StringVar(&f.action, "action", "", "`NAME` action that failed")
-	fs.StringVar(&f.class, "class", "", "`NAME` kind of error")
+	fs.StringVar(&f.class, "class", "", "`NAME` class of the error")
 	fs.StringVar(&f.key, "key", "", "`KEY` of the record")
 	fs.Var(&f.since, "since", "`TIME` failed at or after: 2h (ago), 2006-01-02")
-	fs.Var(&f.until, "until", "`TIME` failed before: 1h (ago), 2006-01-02")
+	fs.Var(&f.until, "until", "`TIME` failed before")
 	fs.Var(&f.from, "from", "`PARTITION:OFFSET,…` where to begin")
 }
 
@@ -81,14 +81,13 @@ var dlqListCommand = command{
 	name: "dlq list", synopsis: "TOPIC", min: 1, max: 1,
 	summary: "dead letters in Kafka: what consumers could not handle",
 	about: `
-Reads a dead-letter topic, such as order-events.dlq, to its end. It belongs to
-no group and commits nothing.`,
+Reads a dead-letter topic to its end. It joins no group and commits nothing.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l dlqList
 		l.filter.define(fs)
-		fs.IntVar(&l.limit, "limit", 100, "`NUMBER` dead letters at most (100)")
-		fs.BoolVar(&l.values, "values", false, "with their values, in --json")
+		fs.IntVar(&l.limit, "limit", 100, "`NUMBER` of dead letters (100)")
+		fs.BoolVar(&l.values, "values", false, "with values, in --json")
 		return l.run
 	},
 }
@@ -206,16 +205,15 @@ var dlqReplayCommand = command{
 	name: "dlq replay", synopsis: "TOPIC", min: 1, max: 1,
 	summary: "send dead letters back to the group that failed",
 	about: `
-Only the group and the action that failed handle the records. They skip events
-that they have handled meanwhile. Without --yes and --reason nothing is sent. A
-dead letter of another topic is not sent unless --to names the topic, because
-any client that may write to the dead-letter topic can name any topic in it.`,
+Only the group and action that failed handle them, unless they have done so
+meanwhile. Danger: any client that may write to the dead-letter topic can name
+any topic in it. Only topics in --to get records.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r dlqReplay
 		r.filter.define(fs)
-		fs.StringVar(&r.to, "to", "", "`TOPIC,…` they may go back to ({topic} of {topic}.dlq)")
-		fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
+		fs.StringVar(&r.to, "to", "", "`TOPIC,…` allowed topics ({topic} of {topic}.dlq)")
+		fs.BoolVar(&r.yes, "yes", false, yesUsage)
 		r.why.define(fs)
 		return r.run
 	},
@@ -331,16 +329,15 @@ var dlqEditCommand = command{
 	name: "dlq edit", synopsis: "TOPIC PARTITION:OFFSET", min: 2, max: 2,
 	summary: "give a dead letter another value and send it back",
 	about: `
-Use it for a group without a database, or for a value that only the dead letter
-has; otherwise use outbox failures edit. It writes a copy with the new value to
-the dead-letter topic, and sends it back to the group and action that failed.
-The old dead letter stays: leave it out of later replays. Without --yes it makes
-all checks and shows both values. outbox_audit gets the old value.`,
+Writes a copy with the new value to the dead-letter topic, and sends it to the
+group and action that failed. Use it for groups without a database and values
+that only the dead letter has; otherwise outbox failures edit. The old dead
+letter stays: leave it out of later replays. outbox_audit keeps the old value.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var d dlqEdit
-		fs.StringVar(&d.file, "payload", "", "`FILE` the new value; - is the standard input")
-		fs.StringVar(&d.to, "to", "", "`TOPIC,…` it may go back to ({topic} of {topic}.dlq)")
-		fs.BoolVar(&d.yes, "yes", false, "do it; without it the values are only shown")
+		fs.StringVar(&d.file, "payload", "", "`FILE` new payload; - is standard input")
+		fs.StringVar(&d.to, "to", "", "`TOPIC,…` allowed topics ({topic} of {topic}.dlq)")
+		fs.BoolVar(&d.yes, "yes", false, yesUsage)
 		d.why.define(fs)
 		return d.run
 	},

@@ -13,26 +13,24 @@ import (
 
 var doctorCommand = command{
 	name:    "doctor",
-	summary: "what is wrong here, and what to do about it",
+	summary: "check the installation: what is wrong, and what to do",
 	about: `
 Checks tables, privileges, settings, transactions, relays, failed events and
-deliveries, and with --kafka or $KAFKA_BROKERS Kafka and its topics. It changes
-nothing. Each finding is an error, a warning or a note, and has an id. It exits
-with 3 if there are errors or warnings. --only and --skip take ids or beginnings
-of ids: server.slot, or database, server, clock, migrations, tables, sequence,
-privileges, relay, failed, delivery, transaction, events, kafka.
+deliveries; with --kafka also Kafka and its topics. It changes nothing, and
+exits with 3 after an error or a warning. --only and --skip take ids of
+findings, or their beginnings, such as server.slot or kafka.
 
-Privileges are those of the connected role, unless another role is named: --as
-relay=shop_relay,writer=shop. Parts are relay, writer, consumer, worker, inbox,
-reader and operator, as in docs/roles.md. A named role is also checked for
-rights that its parts do not need.`,
+--as names the parts whose privileges it checks, of the connected role or
+another one: --as relay=shop_relay,writer. Parts (docs/roles.md) are relay,
+writer, consumer, worker, inbox, reader and operator. It also reports rights
+that a named role does not need.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		d := &doctor{}
 		d.limits.define(fs)
-		fs.StringVar(&d.as, "as", "relay,writer", "`PART[=ROLE],…` whose privileges to look at (relay,writer)")
-		fs.StringVar(&d.only, "only", "", "`ID,…` look for these findings only")
-		fs.StringVar(&d.skip, "skip", "", "`ID,…` look for all but these findings")
+		fs.StringVar(&d.as, "as", "relay,writer", "`PART[=ROLE],…` whose privileges (relay,writer)")
+		fs.StringVar(&d.only, "only", "", "`ID,…` only these findings")
+		fs.StringVar(&d.skip, "skip", "", "`ID,…` all but these findings")
 		return d.run
 	},
 }

@@ -13,17 +13,16 @@ var eventsCommand = command{
 	summary: "recorded events, the newest first",
 	about: `
 Shows events in outbox, sent or not, and which relays have not attempted them
-yet. Retention removes events later. --aggregate uses an index if outbox migrate
-up --aggregate-index has made it; otherwise the table is read from its newest
-event on.`,
+yet. --aggregate is slow without the index of outbox migrate up
+--aggregate-index.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l eventList
 		fs.Var(&l.of, "aggregate", "`TYPE[/ID]` of the aggregate, Order/42")
 		fs.StringVar(&l.filter.Type, "type", "", "`TYPE` of the event, shop.order.created.v1")
 		fs.StringVar(&l.filter.EventID, "id", "", "`UUID` of the event")
 		fs.Int64Var(&l.page.Before, "before", 0, "`OUTBOX-ID` only older events")
-		fs.IntVar(&l.page.Limit, "limit", 0, "`NUMBER` of events at most; 0 means 100")
-		fs.BoolVar(&l.payload, "payload", false, "payloads too")
+		fs.IntVar(&l.page.Limit, "limit", 0, "`NUMBER` of events (100)")
+		fs.BoolVar(&l.payload, "payload", false, "with payloads")
 		return l.run
 	},
 }

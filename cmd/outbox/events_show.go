@@ -15,13 +15,12 @@ import (
 
 var eventsShowCommand = command{
 	name: "events show", synopsis: "ID", min: 1, max: 1,
-	summary: "what became of an event: its timeline",
+	summary: "the history of an event",
 	about: `
-Shows, in the order of time, when the event was recorded, whether it is delayed,
-where relays sent it, what each group did, and what operators did. ID is its
-outbox.id or its UUID; by UUID the table is read from its newest event on.`,
+Shows when it was recorded, where relays sent it, and what groups and operators
+did. ID is its outbox.id, or its UUID, which is slower.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		payload := fs.Bool("payload", false, "payload and headers too")
+		payload := fs.Bool("payload", false, "with payload and headers")
 		return func(ctx context.Context, e *env) error { return eventsShow(ctx, e, *payload) }
 	},
 }

@@ -17,15 +17,16 @@ import (
 
 var failuresListCommand = command{
 	name:    "failures list",
-	summary: "what did not reach Kafka or a handler, and why",
+	summary: "events and deliveries that have failed, and why",
 	about: `
 Lists unresolved failures, the newest first: events that a relay could not send,
-and deliveries to handlers that are dead or have failed before.`,
+and deliveries that a handler could not handle. docs/repair.md explains
+statuses.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l failureList
 		l.pick.define(fs)
-		fs.IntVar(&l.limit, "limit", 50, "`NUMBER` failures at most, up to 1000 (50)")
-		fs.Var(&l.after, "after", "`ID,…` next page, as the last list said")
+		fs.IntVar(&l.limit, "limit", 50, "`NUMBER` of failures, up to 1000 (50)")
+		fs.Var(&l.after, "after", "`ID,…` where the last list ended")
 		return l.run
 	},
 }
@@ -42,16 +43,16 @@ func (f *failureFlags) define(fs *flag.FlagSet) {
 	fs.StringVar(&f.kind, "kind", "", "`NAME` event (of a relay) or delivery (to a handler)")
 	fs.StringVar(&f.status, "status", "", "`LIST` waiting,failed,parked,dead,resolved,done")
 	fs.StringVar(&f.eventType, "type", "", "`TYPE` of the event, shop.order.created.v1")
-	fs.StringVar(&f.topic, "topic", "", "`NAME` topic of the event in Kafka")
+	fs.StringVar(&f.topic, "topic", "", "`NAME` topic of the event")
 	fs.StringVar(&f.key, "key", "", "`KEY` of the record")
 	fs.Var(&f.of, "aggregate", "`TYPE[/ID]` of the aggregate, Order/42")
-	fs.StringVar(&f.event, "event", "", "`UUID` id of one event")
-	fs.StringVar(&f.class, "class", "", "`NAME` kind of the last error, message_too_large")
+	fs.StringVar(&f.event, "event", "", "`UUID` of the event")
+	fs.StringVar(&f.class, "class", "", "`NAME` class of the error, message_too_large")
 	fs.StringVar(&f.relay, "relay", "", "`NAME` relay of the events")
-	fs.StringVar(&f.group, "group", "", "`NAME` consumer group whose deliveries")
-	fs.StringVar(&f.action, "action", "", "`NAME` handler of the deliveries")
+	fs.StringVar(&f.group, "group", "", "`NAME` consumer group of the deliveries")
+	fs.StringVar(&f.action, "action", "", "`NAME` action of the deliveries")
 	fs.Var(&f.since, "since", "`TIME` failed first at or after: 2h (ago), 2006-01-02")
-	fs.Var(&f.until, "until", "`TIME` failed first before: 1h (ago), 2006-01-02")
+	fs.Var(&f.until, "until", "`TIME` failed first before")
 }
 
 var (
@@ -241,9 +242,9 @@ var failuresCountCommand = command{
 	name:    "failures count",
 	summary: "count failures by kind, status, type and class",
 	about: `
-Counts what outbox failures list lists. Unresolved means events that are not
-resolved, and dead deliveries, as in the report of alerts. Counting stops at
-10,000 of a kind, shown with a +.`,
+Counts what outbox failures list lists, up to 10,000 of a kind (then with a +).
+The last line counts as unresolved: events that are not resolved, and dead
+deliveries.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var pick failureFlags
 		pick.define(fs)
@@ -315,11 +316,10 @@ var failuresShowCommand = command{
 	name: "failures show", synopsis: "ID", min: 1, max: 1,
 	summary: "show a failure: error, payload, headers, actions",
 	about: `
-Shows the failure with the payload of its event, which may be personal data:
---no-payload leaves it out. It also shows deliveries that are done. ID is
-event-17 or delivery-17.`,
+ID is event-17 or delivery-17. The payload may be personal data: --no-payload
+leaves it out.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		bare := fs.Bool("no-payload", false, "without payload and headers")
+		bare := fs.Bool("no-payload", false, "no payload, no headers")
 		return func(ctx context.Context, e *env) error { return failuresShow(ctx, e, *bare) }
 	},
 }

@@ -21,9 +21,12 @@ import (
 type auditFlags struct{ operator, reason string }
 
 func (a *auditFlags) define(fs *flag.FlagSet) {
-	fs.StringVar(&a.reason, "reason", "", "`TEXT` why; required, and kept in outbox_audit")
-	fs.StringVar(&a.operator, "operator", "", "`NAME` who does it; else the user of the system")
+	fs.StringVar(&a.reason, "reason", "", "`TEXT` why, for outbox_audit; required to change anything")
+	fs.StringVar(&a.operator, "operator", "", "`NAME` who does it (the user of the system)")
 }
+
+// yesUsage describes --yes of commands that change nothing without it.
+const yesUsage = "do it; else only show what would be done"
 
 func (a *auditFlags) info(e *env) (outboxops.AuditInfo, error) {
 	if !rules.IsReadable(a.reason) {
@@ -46,8 +49,8 @@ var failuresRetryCommand = command{
 	name: "failures retry", synopsis: "[ID…]", max: maxIDs,
 	summary: "retry failures: those named, or all that flags pick",
 	about: `
-Dead failures have all attempts again, before what waits behind them. With flags
-or --all, it only counts without --yes. --status resolved undoes resolve.`,
+They are sent or handled again, before later events of their keys. Dead failures
+have all attempts again. --status resolved undoes outbox failures resolve.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareChange(fs, change{action: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll, isPossible: isRetryable})
@@ -64,10 +67,9 @@ func isRetryable(f outboxops.Failure) bool {
 
 var failuresResolveCommand = command{
 	name: "failures resolve", synopsis: "[ID…]", max: maxIDs,
-	summary: "close failures without sending or handling, with a note",
+	summary: "close failures: those named, or all that flags pick",
 	about: `
-What waits behind them continues. With flags that pick, or --all, it only counts
-without --yes.`,
+They are not sent or handled. Later events of their keys continue.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareChange(fs, change{action: "resolve", past: "resolved", one: (*outboxops.Failures).Resolve, all: (*outboxops.Failures).ResolveAll, isPossible: isResolvable})
@@ -98,10 +100,10 @@ type change struct {
 func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error {
 	c.pick.define(fs)
 	c.why.define(fs)
-	fs.BoolVar(&c.any, "all", false, "all unresolved failures, if no other flag picks")
-	fs.BoolVar(&c.yes, "yes", false, "do it; without it what flags pick is only counted")
-	fs.BoolVar(&c.dryRun, "dry-run", false, "only count, with IDs too")
-	fs.IntVar(&c.rate, "rate", 0, "`NUMBER` failures in a second at most (1000)")
+	fs.BoolVar(&c.any, "all", false, "all unresolved failures")
+	fs.BoolVar(&c.yes, "yes", false, "do it; else only count what flags or --all pick")
+	fs.BoolVar(&c.dryRun, "dry-run", false, "only count, also with IDs")
+	fs.IntVar(&c.rate, "rate", 0, "`NUMBER` of failures a second (1000)")
 	return c.run
 }
 
@@ -283,16 +285,14 @@ var failuresEditCommand = command{
 	name: "failures edit", synopsis: "ID", min: 1, max: 1,
 	summary: "give a dead failure another payload, and retry it",
 	about: `
-The new payload has the same content type; the old one stays in outbox_audit. An
-event is sent with it. A delivery is handled with it by its group and action
-only: all others get the event as it was recorded. --dry-run makes all checks,
-shows both payloads, and changes nothing.`,
+A relay sends the event with the new payload. Of a delivery, only its group and
+action get it. The content type stays. outbox_audit keeps the old payload.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var why auditFlags
 		why.define(fs)
-		file := fs.String("payload", "", "`FILE` the new payload; - is the standard input")
-		limit := fs.Int("max-payload", 0, "`BYTES` at most, as recorders have it (983040)")
-		dryRun := fs.Bool("dry-run", false, "only check, and show both payloads")
+		file := fs.String("payload", "", "`FILE` new payload; - is standard input")
+		limit := fs.Int("max-payload", 0, "`BYTES` MaxPayload of the recorders (983040)")
+		dryRun := fs.Bool("dry-run", false, "check, show both payloads, change nothing")
 		return func(ctx context.Context, e *env) error { return failuresEdit(ctx, e, why, *file, *limit, *dryRun) }
 	},
 }
@@ -376,9 +376,9 @@ var failuresHoldCommand = command{
 	name: "failures hold", synopsis: "ID", min: 1, max: 1,
 	summary: "block the key of a failure",
 	about: `
-No more events of its key are sent, or handled by this group and action, until
-the key is released, or until all its failures are resolved, sent or handled.
-Only a dead delivery can hold its key.`,
+Later events of the key are not sent, or not handled by this group and action,
+until the key is released, or all its failures are resolved, sent or handled. Of
+deliveries, only a dead one can hold its key.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareKey(fs, "hold", (*outboxops.Failures).Hold)
 	},
@@ -386,9 +386,9 @@ Only a dead delivery can hold its key.`,
 
 var failuresReleaseCommand = command{
 	name: "failures release", synopsis: "ID", min: 1, max: 1,
-	summary: "release a key that is held",
+	summary: "unblock the key of a failure",
 	about: `
-A dead failure stays dead: use outbox failures retry for it.`,
+Later events of the key continue. A dead failure stays dead.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareKey(fs, "release", (*outboxops.Failures).Release)
 	},

@@ -16,19 +16,18 @@ var groupStartCommand = command{
 	name: "group start", synopsis: "NAME", min: 1, max: 1,
 	summary: "begin a new group with the events of an archive",
 	about: `
-The group gets what was recorded before this moment from outbox_archive and
-outbox, and later events from Kafka (--topic) or from its workers. It must be
-new: start its processes after this command, which waits for them. Without --yes
-and --reason nothing is changed. If it was interrupted or killed, run it again.
-docs/replay.md says more.`,
+The group handles all events in outbox_archive and outbox, then later ones from
+Kafka (--topic) or as workers. Start its processes after this command, which
+waits for them. Groups that have begun, and incomplete archives, are refused.
+After an interruption, run it again.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		g := groupStart{flags: fs}
 		fs.StringVar(&g.from, "from", "", "`archive` where it begins; required")
-		fs.StringVar(&g.topics, "topic", "", "`LIST` all topics that it reads in Kafka; none: workers")
+		fs.StringVar(&g.topics, "topic", "", "`LIST` all topics of its consumers; none: workers")
 		fs.StringVar(&g.archive, "archive", "", "`NAME` schema of outbox_archive (that of --schema)")
-		fs.BoolVar(&g.incomplete, "incomplete", false, "although events may be missing")
-		fs.BoolVar(&g.yes, "yes", false, "do it; without it this only looks")
+		fs.BoolVar(&g.incomplete, "incomplete", false, "begin although events may be missing")
+		fs.BoolVar(&g.yes, "yes", false, yesUsage)
 		g.why.define(fs)
 		return g.run
 	},

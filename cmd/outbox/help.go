@@ -127,8 +127,8 @@ func flagsHelp() string {
 	b.WriteString(`
 Mechanisms: plain, scram-sha-256, scram-sha-512, oauthbearer, aws-msk-iam (with
 $AWS_ACCESS_KEY_ID, $AWS_SECRET_ACCESS_KEY, $AWS_SESSION_TOKEN, $AWS_REGION).
-Passwords come from the environment or a file: $PGPASSWORD, $PGPASSFILE, that in
-the URL, $KAFKA_PASSWORD. None is ever shown.
+Passwords: $PGPASSWORD, $PGPASSFILE or in the URL; $KAFKA_PASSWORD. None is
+shown.
 
 Exit codes: 0 done; 1 error; 2 wrong usage; 3 problems found (doctor, --check).
 `)

@@ -18,18 +18,16 @@ var migrateUpCommand = command{
 	name:    "migrate up",
 	summary: "create the tables or bring them up to date",
 	about: `
-Applies pending migrations, each file in a transaction, as outbox.Migrate does.
-It may run at every deployment, in many places at once, and while services
-record. A file that does not get its locks within 100 ms releases them and is
-tried again; stderr says which session has them. The role needs CREATE on the
-schema, or on the database if there is no such schema. --timeout is for
-connecting only.`,
+Applies pending migrations, each in a transaction. It may run at every
+deployment, in many places at once, and while services record. A migration that
+does not get its locks within 100 ms tries again. The role needs CREATE on the
+schema, or on the database to create it. --timeout is for connecting only.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var cfg outbox.MigrateConfig
-		fs.Int64Var(&cfg.PartitionRows, "partition-rows", 0, "`NUMBER` of ids in a partition of outbox; 0 leaves it as it is")
-		fs.BoolVar(&cfg.AggregateIndex, "aggregate-index", false, "index aggregates, for outbox events list")
-		fs.StringVar(&cfg.Publication, "publication", "", "`NAME` of a publication for Debezium; completes rows")
+		fs.Int64Var(&cfg.PartitionRows, "partition-rows", 0, "`NUMBER` of ids in a partition (0: as it is)")
+		fs.BoolVar(&cfg.AggregateIndex, "aggregate-index", false, "index for outbox events list --aggregate")
+		fs.StringVar(&cfg.Publication, "publication", "", "`NAME` of a publication for Debezium")
 		fs.BoolVar(&cfg.UniqueEventIDs, "unique-event-ids", false, "refuse an event whose id is in outbox")
 		return func(ctx context.Context, e *env) error { return migrateUp(ctx, e, cfg) }
 	},
@@ -86,10 +84,10 @@ var migrateStatusCommand = command{
 	name:    "migrate status",
 	summary: "which migrations are applied, and which pending",
 	about: `
-Changes nothing. It does not know which migrations goose, tern or another tool
-has applied: outbox doctor checks the tables themselves.`,
+It does not know what another tool has applied: outbox doctor checks the tables
+themselves.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		check := fs.Bool("check", false, "exit with 3 if any is pending or unknown to this release")
+		check := fs.Bool("check", false, "exit with 3 if one is pending or unknown")
 		return func(ctx context.Context, e *env) error { return migrateStatus(ctx, e, *check) }
 	},
 }
@@ -136,9 +134,9 @@ var migratePrintCommand = command{
 	name:    "migrate print",
 	summary: "the statements, for another tool or to read",
 	about: `
-Writes all migrations as SQL and needs no database. Migrations that are applied
-by hand are not in outbox_migration: do not mix this with migrate up. With
---schema it begins with statements that make the schema and select it.`,
+Writes all migrations as SQL, without a database. With --schema it first creates
+and selects the schema. Do not mix this with outbox migrate up, which does not
+know what was applied by hand.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		from := fs.Int("from", 1, "`VERSION` to begin with (1)")
 		return func(_ context.Context, e *env) error { return migratePrint(e, *from) }

@@ -17,10 +17,10 @@ var relayCommand = command{
 	name:    "relay",
 	summary: "relay events to Kafka, until SIGTERM",
 	about: `
-A relay as a process of its own. Run several: one relays, the others stand by.
-Each flag below can be a variable: --max-retries is $OUTBOX_MAX_RETRIES. Alerts
-are logged, and sent to Slack ($OUTBOX_SLACK_URL) and PagerDuty
-($OUTBOX_PAGERDUTY_KEY). It stops within 5 s; a second signal ends it at once.`,
+Run several: one leads, the others stand by. Each flag can be a variable:
+--max-retries is $OUTBOX_MAX_RETRIES. Alerts are logged, and sent to Slack
+($OUTBOX_SLACK_URL) and PagerDuty ($OUTBOX_PAGERDUTY_KEY). It stops within 5 s;
+a second signal ends it at once.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		r := &relayProcess{}
@@ -73,23 +73,23 @@ const (
 )
 
 func (r *relayProcess) define(fs *flag.FlagSet) {
-	fs.StringVar(&r.relay, "relay", "", "`NAME` of the relay (default); each name publishes every event")
-	fs.IntVar(&r.batch, "batch", 0, "`N` most events before the cursor moves (5000)")
-	fs.DurationVar(&r.poll, "poll", 0, "`TIME` between two polls of an idle relay (500ms)")
-	fs.DurationVar(&r.lease, "lease", 0, "`TIME` before a lost host is replaced (30s; from 3s)")
-	fs.IntVar(&r.maxRetries, "max-retries", 0, "`N` retries of an event before it is dead (10)")
-	fs.BoolVar(&r.holdDead, "hold-dead", false, "dead events hold their keys until an operator decides")
-	fs.BoolVar(&r.structured, "structured", false, "CloudEvents in structured mode, not binary")
-	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` names of extra headers for event and trace id")
-	fs.StringVar(&r.exactly, "exactly-once", "", "`TOPIC` for cursors: send each event exactly once")
-	fs.StringVar(&r.end, "end-mode", "", "`LIST` kafka,postgres: end exactly-once there, and exit")
-	fs.Var(&r.published, "published-for", "`TIME` that published rows of outbox are kept (7d)")
-	fs.Var(&r.handled, "handled-for", "`TIME` that rows of event_handled are kept (31d)")
-	fs.DurationVar(&r.stale, "stale-after", 0, "`TIME` before waiting events cause an alert (5m)")
+	fs.StringVar(&r.relay, "relay", "", "`NAME` of the relay (default); each sends every event")
+	fs.IntVar(&r.batch, "batch", 0, "`N` events in a batch (5000)")
+	fs.DurationVar(&r.poll, "poll", 0, "`TIME` between polls of an idle relay (500ms)")
+	fs.DurationVar(&r.lease, "lease", 0, "`TIME` until a standby replaces a lost host (30s; from 3s)")
+	fs.IntVar(&r.maxRetries, "max-retries", 0, "`N` retries before an event is dead (10)")
+	fs.BoolVar(&r.holdDead, "hold-dead", false, "dead events block their keys until an operator acts")
+	fs.BoolVar(&r.structured, "structured", false, "structured CloudEvents, not binary")
+	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` extra headers for event id and trace id")
+	fs.StringVar(&r.exactly, "exactly-once", "", "`TOPIC` cursor topic: send each event exactly once")
+	fs.StringVar(&r.end, "end-mode", "", "`LIST` kafka,postgres has the position: end --exactly-once")
+	fs.Var(&r.published, "published-for", "`TIME` to keep published rows of outbox (7d)")
+	fs.Var(&r.handled, "handled-for", "`TIME` to keep rows of event_handled (31d)")
+	fs.DurationVar(&r.stale, "stale-after", 0, "`TIME` that events may wait before an alert (5m)")
 	fs.StringVar(&r.listen, "listen", defaultListen, "`HOST:PORT` of /livez, /readyz, /metrics ("+defaultListen+"), or "+listenOff)
-	fs.StringVar(&r.page, "page", "", "`FILE` users of the operators' page, at /outbox/; else none")
-	fs.StringVar(&r.log, "log", logText, "`LIST` text,json of the log on stderr (text); --json means json")
-	fs.TextVar(&r.level, "log-level", slog.LevelInfo, "`LEVEL` debug, info, warn or error (info)")
+	fs.StringVar(&r.page, "page", "", "`FILE` lines ROLE NAME PASSWORD: operators' page /outbox/")
+	fs.StringVar(&r.log, "log", logText, "`LIST` text,json log on stderr (text); --json: json")
+	fs.TextVar(&r.level, "log-level", slog.LevelInfo, "`LEVEL` debug, info, warn, error (info)")
 }
 
 // fromVariables sets flags that were not given from variables, and returns the variables.

@@ -16,8 +16,8 @@ var replayCommand = command{
 	name:    "replay",
 	summary: "send recorded events to Kafka again, from outbox or an archive",
 	about: `
-It only counts without --yes. Groups skip events that they have handled, for 31
-days. New events come between. Every 5 s it writes the command that continues.`,
+Groups skip events that they handled in the last 31 days. Danger: old events
+follow newer ones of their keys. Every 5 s it writes the command that continues.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		r := replay{flags: fs}
@@ -43,23 +43,23 @@ type replay struct {
 }
 
 func (r *replay) define(fs *flag.FlagSet) {
-	fs.StringVar(&r.archive, "archive", "", "`NAME` schema of outbox_archive: also what is there")
-	fs.StringVar(&r.files, "files", "", "`FOLDER` only what is in files of an archive")
+	fs.StringVar(&r.archive, "archive", "", "`NAME` schema of outbox_archive, to include it")
+	fs.StringVar(&r.files, "files", "", "`FOLDER` archive of files, in place of outbox")
 	fs.Var(&r.since, "since", "`TIME` recorded at or after: 2h (ago), 2006-01-02")
-	fs.Var(&r.until, "until", "`TIME` recorded before: 1h (ago), 2006-01-02")
-	fs.StringVar(&r.types, "type", "", "`TYPE,…` only events of these types")
-	fs.StringVar(&r.key, "key", "", "`KEY` only events with this record key")
-	fs.Var(&r.of, "aggregate", "`TYPE/ID` only events of this aggregate, or of this TYPE")
-	fs.StringVar(&r.ids, "id", "", "`ID,…` only events with these ids")
-	fs.Int64Var(&r.after, "after", 0, "`NUMBER` only after this outbox id: to continue")
-	fs.StringVar(&r.to, "to", "", "`TOPIC` send all to this one (their own)")
-	fs.StringVar(&r.group, "group", "", "`NAME` only for this consumer group")
-	fs.BoolVar(&r.again, "again", false, "make --group handle them again")
-	fs.BoolVar(&r.structured, "structured", false, "as a relay in Structured mode sends them")
-	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` IDHeader and TraceHeader of the relay")
-	fs.IntVar(&r.rate, "rate", 0, "`NUMBER` events in a second at most (1000); -1: no limit")
-	fs.BoolVar(&r.skips, "skip-unreadable", false, "leave out what cannot be read")
-	fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
+	fs.Var(&r.until, "until", "`TIME` recorded before")
+	fs.StringVar(&r.types, "type", "", "`TYPE,…` only these types")
+	fs.StringVar(&r.key, "key", "", "`KEY` of the record")
+	fs.Var(&r.of, "aggregate", "`TYPE[/ID]` of the aggregate, Order/42")
+	fs.StringVar(&r.ids, "id", "", "`ID,…` only these events")
+	fs.Int64Var(&r.after, "after", 0, "`NUMBER` only after this outbox id")
+	fs.StringVar(&r.to, "to", "", "`TOPIC` for all events (their own)")
+	fs.StringVar(&r.group, "group", "", "`NAME` only this consumer group handles them")
+	fs.BoolVar(&r.again, "again", false, "--group handles all again: effects happen twice")
+	fs.BoolVar(&r.structured, "structured", false, "structured CloudEvents, not binary")
+	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` extra headers for event id and trace id")
+	fs.IntVar(&r.rate, "rate", 0, "`NUMBER` of events a second (1000); -1: no limit")
+	fs.BoolVar(&r.skips, "skip-unreadable", false, "leave out unreadable events")
+	fs.BoolVar(&r.yes, "yes", false, yesUsage)
 	r.why.define(fs)
 }
 

@@ -14,30 +14,27 @@ import (
 
 var statusCommand = command{
 	name:    "status",
-	summary: "who leads, what is pending, what failed, what groups have to do",
+	summary: "state of relays and consumer groups, and problems",
 	about: `
-Shows for each relay who leads and until when, how many committed events are
-pending and how many have failed, and what it sent in the last minute. For each
-consumer group: processes, events without a row yet (PENDING), deliveries, and
-offsets that an action has missed. STATE is what processes have reported: works,
-an outage (unreachable, read_only), a breaker, or unknown if the report is old.
-Then problems: outages (an error if the process does not work, else a warning),
-open transactions, events that wait for longer than --max-age, and dead
-deliveries.`,
+Shows relays (leader, lease, state, events pending, failed and sent in the last
+minute), groups (processes, state, deliveries), open transactions and problems.
+STATE is works, an outage, a breaker, or unknown (not reported lately). PENDING
+events of a group have no delivery yet; MISSED ones were read by processes
+without the action.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		s := statusFlags{limits: limits{defaultMaxAge, defaultOpenFor}}
-		fs.BoolVar(&s.watch, "watch", false, "go on until Ctrl-C")
-		fs.DurationVar(&s.every, "every", 2*time.Second, "`TIME` between two updates of --watch (2s)")
-		fs.BoolVar(&s.check, "check", false, "exit with 3 if something is wrong")
+		fs.BoolVar(&s.watch, "watch", false, "repeat until Ctrl-C")
+		fs.DurationVar(&s.every, "every", 2*time.Second, "`TIME` between updates of --watch (2s)")
+		fs.BoolVar(&s.check, "check", false, "exit with 3 for a problem")
 		s.limits.define(fs)
 		return s.run
 	},
 }
 
 func (l *limits) define(fs *flag.FlagSet) {
-	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` report events that wait for longer (5m)")
-	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` report transactions open for longer (1m)")
+	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` that events may wait (5m)")
+	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` that transactions may be open (1m)")
 }
 
 type statusFlags struct {

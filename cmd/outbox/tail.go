@@ -11,19 +11,19 @@ import (
 
 var tailCommand = command{
 	name:    "tail",
-	summary: "events as they are recorded, until Ctrl-C",
+	summary: "show events as they are recorded, until Ctrl-C",
 	about: `
-Shows events once their transactions commit, sent or not. It moves no cursor and
-disturbs no relay. With --json each event is a line, with payload and headers.`,
+Shows events once their transactions commit, sent or not. With --json each event
+is a line, with payload and headers.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var t tailFlags
 		fs.StringVar(&t.filter.Type, "type", "", "`TYPE` of the event, shop.order.created.v1")
 		fs.Var(&t.of, "aggregate", "`TYPE[/ID]` of the aggregate, Order/42")
-		fs.StringVar(&t.topic, "topic", "", "`NAME` topic that it goes to")
+		fs.StringVar(&t.topic, "topic", "", "`NAME` topic of the event")
 		fs.StringVar(&t.key, "key", "", "`KEY` of the record")
-		fs.BoolVar(&t.payload, "payload", false, "payloads too")
-		fs.IntVar(&t.limit, "limit", 0, "`NUMBER` stop after so many events")
+		fs.BoolVar(&t.payload, "payload", false, "with payloads")
+		fs.IntVar(&t.limit, "limit", 0, "`NUMBER` of events, then stop")
 		return t.run
 	},
 }

@@ -19,21 +19,20 @@ import (
 
 var topicsCommand = command{
 	name: "topics", synopsis: "[TOPIC…]", max: 100,
-	summary: "topics of the events: missing, different, --create",
+	summary: "compare topics in Kafka with the flags, create missing ones",
 	about: `
-Compares topics and their {topic}.dlq with the flags, and prints the
-differences. Without TOPIC it takes the topics of the newest 100,000 recorded
-events and of failed events. It creates missing topics only with --create, and
-never changes existing ones.`,
+Prints how topics and their {topic}.dlq differ from the flags. Without TOPIC it
+takes the topics of the newest 100,000 recorded events and of failed events. It
+never changes existing topics.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		t := topicsFlags{retention: span(7 * 24 * time.Hour)}
 		fs.BoolVar(&t.create, "create", false, "create what is missing")
 		fs.BoolVar(&t.check, "check", false, "exit with 3 if one is missing or different")
-		fs.IntVar(&t.partitions, "partitions", 3, "`NUMBER` of each topic (3; of dead letters always 1)")
-		fs.IntVar(&t.replicas, "replication", 0, "`NUMBER` of replicas (the cluster's default)")
-		fs.IntVar(&t.minInSync, "min-insync", 0, "`NUMBER` replicas that must have a record (cluster)")
-		fs.Var(&t.retention, "retention", "`TIME` records are kept, 12h (7d; dead letters 30d)")
-		fs.IntVar(&t.maxBytes, "max-message-bytes", 0, "`BYTES` the largest batch (the cluster's)")
+		fs.IntVar(&t.partitions, "partitions", 3, "`NUMBER` per topic (3; dead letters: 1)")
+		fs.IntVar(&t.replicas, "replication", 0, "`NUMBER` of replicas (the cluster's)")
+		fs.IntVar(&t.minInSync, "min-insync", 0, "`NUMBER` of in-sync replicas (the cluster's)")
+		fs.Var(&t.retention, "retention", "`TIME` to keep records, 12h (7d; dead letters 30d)")
+		fs.IntVar(&t.maxBytes, "max-message-bytes", 0, "`BYTES` largest batch (the cluster's)")
 		return t.run
 	},
 }

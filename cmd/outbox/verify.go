@@ -13,22 +13,22 @@ var verifyCommand = command{
 	name:    "verify",
 	summary: "compare PostgreSQL with Kafka: lost, phantom, inverted, repeated",
 	about: `
-Exits with 3 if it finds something. It reads all recorded events, or those of a
-range, and their topics, and changes nothing. Relays and writers may run. Events
-in outbox_failed are not lost. It sorts on disk, in $TMPDIR: 150 bytes for each
-event, at times 300. --history judges a file of JSON lines instead.`,
+Finds events without a record (lost), and records without an event (phantom),
+out of order (inverted) or repeated: docs/watch.md. It exits with 3 if it finds
+any. Relays and writers may run. It needs up to 300 bytes for each event in
+$TMPDIR.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		v := verification{flags: fs}
-		fs.StringVar(&v.cfg.Relay, "relay", "default", "`NAME` that sends the events (default)")
-		fs.StringVar(&v.cfg.Archive, "archive", "", "`NAME` schema of outbox_archive: also what is there")
+		fs.StringVar(&v.cfg.Relay, "relay", "default", "`NAME` of the relay (default)")
+		fs.StringVar(&v.cfg.Archive, "archive", "", "`NAME` schema of outbox_archive, to include it")
 		fs.Var(&v.since, "since", "`TIME` recorded at or after: 2h (ago), 2006-01-02")
-		fs.Var(&v.until, "until", "`TIME` recorded before: 1h (ago), 2006-01-02")
+		fs.Var(&v.until, "until", "`TIME` recorded before")
 		fs.Int64Var(&v.cfg.After, "after", 0, "`NUMBER` only after this outbox id")
 		fs.Int64Var(&v.cfg.Before, "before", 0, "`NUMBER` only before this outbox id")
-		fs.IntVar(&v.cfg.Findings, "limit", 20, "`NUMBER` of each kind to show at most (20)")
-		fs.BoolVar(&v.repeats, "allow-repeats", false, "repeated records alone exit with 0")
-		fs.StringVar(&v.history, "history", "", "`FILE` judge this file; reads no database and no Kafka")
+		fs.IntVar(&v.cfg.Findings, "limit", 20, "`NUMBER` to show of each kind (20)")
+		fs.BoolVar(&v.repeats, "allow-repeats", false, "repeated records are no finding")
+		fs.StringVar(&v.history, "history", "", "`FILE` of JSON lines to check instead")
 		return v.run
 	},
 }

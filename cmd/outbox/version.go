@@ -10,7 +10,7 @@ import (
 
 var versionCommand = command{
 	name:    "version",
-	summary: "which outbox this is",
+	summary: "print the version",
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return version },
 }
 
