@@ -195,13 +195,19 @@ func (d *document) walTable() string {
 	return table(rows)
 }
 
-// targets lists what was aimed at, and whether it was met.
+// targets lists the targets that were not met.
 func (d *document) targets() string {
-	rows := [][]string{{"", "against", "ratio", "target", "met"}}
+	rows, all := [][]string{{"", "against", "ratio", "target"}}, 0
 	for _, r := range d.Results {
-		if r.Met != nil {
-			rows = append(rows, []string{r.Scenario, r.Against, fmt.Sprintf("%.2f", r.Ratio), r.Target, map[bool]string{true: "yes", false: "**no**"}[*r.Met]})
+		if r.Met == nil {
+			continue
+		}
+		if all++; !*r.Met {
+			rows = append(rows, []string{r.Scenario, r.Against, fmt.Sprintf("%.2f", r.Ratio), r.Target})
 		}
 	}
-	return table(rows)
+	if len(rows) == 1 {
+		return fmt.Sprintf("All %d ratios are on the better side of their targets.\n", all)
+	}
+	return fmt.Sprintf("%d of %d ratios miss their targets:\n\n%s", len(rows)-1, all, table(rows))
 }

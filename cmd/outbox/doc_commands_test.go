@@ -37,7 +37,7 @@ func TestDocCommands(t *testing.T) {
 	for _, path := range filesOf(t, ".md") {
 		all = append(all, commandsOfDocument(path, readFile(t, path))...)
 	}
-	require.Greater(t, len(all), 150)
+	require.Greater(t, len(all), 180)
 	for _, c := range all {
 		if err := c.check(); err != "" {
 			t.Errorf("%s: outbox %s: %s", c.where, strings.Join(c.words, " "), err)
