@@ -179,9 +179,9 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, failed []*handlin
 			}
 			for i := range items[:n] {
 				w.noteCommitted(&items[i], done, began)
-				items[i].noteDone(done.Left)
+				items[i].noteDone(done.Excluded)
 			}
-			return n, done.Left.Errors()
+			return n, done.Excluded.Errors()
 		case w.held.Err() != nil, w.noteBlocked(items, err):
 		case handling.IsConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++

@@ -147,7 +147,7 @@ func (w *partitionWorker) releaseTrials() (released int) {
 // time, is committed. Repeats do not count.
 func (w *partitionWorker) noteCommitted(it *recordItem, done handling.Batch, began time.Time) {
 	for _, t := range it.Tasks {
-		if t.Kind != handling.NoTx && !it.isBlocked(t) && !done.Repeats.Has(&t) && done.Left.Of(&t) == nil && !slices.Contains(it.noted, t.Handler) {
+		if t.Kind != handling.NoTx && !it.isBlocked(t) && !done.Repeats.Has(&t) && done.Excluded.Of(&t) == nil && !slices.Contains(it.noted, t.Handler) {
 			w.breakers.Succeeded(t.Action, w.trialOf(t.Action), began)
 		}
 	}

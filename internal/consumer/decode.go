@@ -47,12 +47,12 @@ func (it *recordItem) isBlocked(t handling.Task) bool {
 
 // noteDone marks the tasks with a transaction that are committed: all but those that it has left out. Of these, those
 // whose keys were blocked when it began are to be parked.
-func (it *recordItem) noteDone(left handling.Left) {
-	if it.done = !left.HasEvent(it.Meta.Origin); it.done {
+func (it *recordItem) noteDone(excluded handling.Excluded) {
+	if it.done = !excluded.HasEvent(it.Meta.Origin); it.done {
 		return
 	}
 	for _, t := range it.Tasks {
-		switch out := left.Of(&t); {
+		switch out := excluded.Of(&t); {
 		case t.Kind == handling.NoTx || it.isBlocked(t):
 		case out == nil:
 			it.noteParked(t)

@@ -23,10 +23,10 @@ import (
 // event: the event becomes a row of event_delivery. Later events of the same key are parked behind
 // it, for this action only. All other events are handled, and offsets are committed.
 //
-// Before an event is handled, its key must not be blocked by a parked event. Workers check this when its
-// transaction begins, which leaves out the events of blocked keys; and at its end, which also sees keys that were blocked
-// meanwhile. Package internal/delivery says why both checks are needed. While most events are of blocked keys, workers
-// check before the transaction, too, so that none begins in vain.
+// Before an event is handled, its key must not be blocked by a parked event. Workers check this when its transaction
+// begins, which leaves out the events of blocked keys; and at its end, which also sees keys that were blocked
+// meanwhile. Package internal/delivery says why both checks are needed. While most events are of blocked keys,
+// workers check before the transaction, too, so that none begins in vain.
 //
 // A record that no handler gets has one row for all actions, whose key is that of no action. Under HoldDead, all tasks
 // of the later records of its key are parked with that key, see blockAll.
@@ -80,8 +80,8 @@ func isBlocked(err error) bool {
 // mayPark reports whether a failed task is parked. Otherwise it is tried again in place.
 func (w *partitionWorker) mayPark(t handling.Task) bool { return w.parking != nil && !t.InPlace }
 
-// findBlocked marks the tasks of items whose keys are blocked. It checks tasks without a transaction, which have no check
-// at their end; and all tasks if most were blocked before. The only error is ErrStopped.
+// findBlocked marks the tasks of items whose keys are blocked. It checks tasks without a transaction, which have no
+// check at their end; and all tasks if most were blocked before. The only error is ErrStopped.
 func (w *partitionWorker) findBlocked(items []recordItem) error {
 	if w.parking == nil {
 		return nil
@@ -176,7 +176,7 @@ func (w *partitionWorker) checkInTx(_ context.Context, _ handling.Tx, tasks []ha
 func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
 	tasks := make([]handling.Task, 0, len(results))
 	for _, r := range results {
-		if !r.Repeat && !r.Left {
+		if !r.Repeat && !r.Excluded {
 			tasks = append(tasks, r.Task)
 		}
 	}

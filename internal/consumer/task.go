@@ -11,9 +11,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// finishRecord completes a record after tryBatch: it runs the tasks that are not done, one by one. failed are errors of
-// tasks in the batch; each counts as its task's first attempt. behind are the later records of the batch. The only error
-// is ErrStopped.
+// finishRecord completes a record after tryBatch: it runs the tasks that are not done, one by one. failed are errors
+// of tasks in the batch; each counts as its task's first attempt. behind are the later records of the batch. The only
+// error is ErrStopped.
 func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, failed []*handling.TaskError) error {
 	if it.Class != "" && !w.awaitResume() {
 		return handling.ErrStopped

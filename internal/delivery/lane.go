@@ -175,8 +175,8 @@ func (l *lane) handle(batch []Delivery) (n int) {
 func (l *lane) mayContinue() bool { return l.stopping.Err() == nil && l.ctx.Err() == nil }
 
 // handleBatch runs the tasks of items in one transaction, which leaves out items that fail without using it. If the
-// transaction fails, handleBatch repeats the items before the failed item. If the first item has failed, it repeats only
-// this item. It returns the number of items that need no more work here.
+// transaction fails, handleBatch repeats the items before the failed item. If the first item has failed, it repeats
+// only this item. It returns the number of items that need no more work here.
 func (l *lane) handleBatch(items []laneItem) int {
 	const conflictsOfBatch = 3 // then single transactions, which block each other less
 	if n := slices.IndexFunc(items, l.mustRunAlone); n == 0 {
@@ -303,9 +303,9 @@ func (l *lane) noteFailedBatch(items []laneItem, failed *handling.TaskError, beg
 	}
 }
 
-// markDone notes that items have finished in a transaction that began at a time. It handles those that the transaction
-// has left out, one by one, and returns the number of items that it has reached. It adapts the number of deliveries in a
-// transaction to the number that handlers finish in TransactionTime.
+// markDone notes that items have finished in a transaction that began at a time. It handles those that the
+// transaction has left out, one by one, and returns the number of items that it has reached. It adapts the number of
+// deliveries in a transaction to the number that handlers finish in TransactionTime.
 func (l *lane) markDone(items []laneItem, done handling.Batch, began time.Time) int {
 	n, took := len(items), time.Since(began)
 	if done.Next != nil {
@@ -313,7 +313,7 @@ func (l *lane) markDone(items []laneItem, done handling.Batch, began time.Time) 
 	}
 	for i := range items[:n] {
 		it := &items[i]
-		if it.begun = true; done.Left.HasEvent(it.Meta.Origin) {
+		if it.begun = true; done.Excluded.HasEvent(it.Meta.Origin) {
 			continue
 		}
 		if !slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return done.Repeats.Has(&t) }) {
@@ -322,8 +322,8 @@ func (l *lane) markDone(items []laneItem, done handling.Batch, began time.Time) 
 		l.remove(it)
 	}
 	l.promoteFollowers()
-	if len(done.Left) > 0 {
-		l.handleLeft(items[:n], done.Left)
+	if len(done.Excluded) > 0 {
+		l.handleExcluded(items[:n], done.Excluded)
 	}
 	switch {
 	case n < len(items):
@@ -334,17 +334,17 @@ func (l *lane) markDone(items []laneItem, done handling.Batch, began time.Time) 
 	return n
 }
 
-// handleLeft handles the items that a transaction has left out: those that have failed, whose errors count, and those
-// behind them in their keys that are not parked then.
-func (l *lane) handleLeft(items []laneItem, left handling.Left) {
-	errs := left.Errors()
+// handleExcluded handles the items that a transaction has left out: those that have failed, whose errors count, and
+// those behind them in their keys that are not parked then.
+func (l *lane) handleExcluded(items []laneItem, excluded handling.Excluded) {
+	errs := excluded.Errors()
 	for _, failed := range errs {
 		if it := &items[indexOf(items, failed.Event())]; !it.ended && l.mayContinue() && !l.mustWait(it) {
 			l.handleOne(it, errs)
 		}
 	}
 	for i := range items {
-		if left.HasEvent(items[i].Meta.Origin) {
+		if excluded.HasEvent(items[i].Meta.Origin) {
 			l.handleEach(items[i:i+1], nil)
 		}
 	}

@@ -31,7 +31,7 @@ func (l *lane) remove(it *laneItem) {
 
 // lockRows locks the rows of tasks before their handlers run. It is for isolation levels above READ
 // COMMITTED, under which a transaction could not finish a row that was renewed meanwhile.
-func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) (leaves []int, err error) {
+func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Task) (excluded []int, err error) {
 	ids := map[int64]bool{}
 	for _, t := range tasks {
 		ids[t.Meta.Origin.DeliveryID] = true
@@ -68,7 +68,7 @@ func (l *lane) complete(ctx context.Context, tx handling.Tx, results []handling.
 		ids[r.Meta.Origin.DeliveryID] = true
 	}
 	for _, r := range results {
-		if r.Left {
+		if r.Excluded {
 			delete(ids, r.Meta.Origin.DeliveryID)
 		}
 	}

@@ -38,17 +38,17 @@ type handlerCalls struct {
 	callOne       func(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error)
 	runSeparately func(...*Handler) // called for a handler that changes settings
 
-	tx      Tx
-	fresh   map[NoteKey]bool
-	clock   clock         // of the database, when the transaction began
-	spent   time.Duration // taken by handlers
-	results []TaskResult  // of the tasks that were reached, in their order
-	passes  bool          // go on behind a task that has failed
-	done    int           // tasks whose handlers have succeeded
-	leaves  []int         // tasks that the transaction leaves out from the beginning, in order
-	left    Left          // all that it leaves out
-	pending []pendingCall
-	mixed   bool // the tasks are for events of several types
+	tx        Tx
+	fresh     map[NoteKey]bool
+	clock     clock         // of the database, when the transaction began
+	spent     time.Duration // taken by handlers
+	results   []TaskResult  // of the tasks that were reached, in their order
+	passes    bool          // go on behind a task that has failed
+	done      int           // tasks whose handlers have succeeded
+	excluding []int         // tasks that the transaction leaves out from the beginning, in order
+	excluded  Excluded      // all that it leaves out
+	pending   []pendingCall
+	mixed     bool // the tasks are for events of several types
 
 	event   *envelope.Origin // event of the first call
 	others  bool             // a call was for another event, too
@@ -82,8 +82,8 @@ func (c *handlerCalls) run(ctx context.Context) error {
 		if i > 0 && t.Meta.Origin != c.tasks[i-1].Meta.Origin && (c.failsOften() || c.enough(c.spent)) {
 			break
 		}
-		if begun := len(c.leaves) > 0 && c.leaves[0] == i; begun || c.isBehind(&t) {
-			c.leaveOut(i, LeftTask{task: t, AtBegin: begun})
+		if begun := len(c.excluding) > 0 && c.excluding[0] == i; begun || c.isBehind(&t) {
+			c.exclude(i, ExcludedTask{task: t, AtBegin: begun})
 			continue
 		}
 		fresh := c.fresh[c.keys[i]]
@@ -210,7 +210,7 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 	switch {
 	case err != nil && len(tasks) == 1 && c.mayPass(tasks[0], err):
 		c.fresh[c.keys[tasks[0]]] = true // it is not done
-		c.leaveOut(tasks[0], LeftTask{task: *first, Err: &TaskError{task: *first, events: 1, Certain: true, Err: err}})
+		c.exclude(tasks[0], ExcludedTask{task: *first, Err: &TaskError{task: *first, events: 1, Certain: true, Err: err}})
 		c.current = nil
 		return nil
 	case err != nil:
@@ -238,32 +238,32 @@ func (c *handlerCalls) mayPass(i int, err error) bool {
 
 // isBehind reports whether a task waits for one that has failed: an earlier one of the action and key.
 func (c *handlerCalls) isBehind(t *Task) bool {
-	if len(c.left) == 0 || len(t.Meta.Origin.Key) == 0 {
+	if len(c.excluded) == 0 || len(t.Meta.Origin.Key) == 0 {
 		return false
 	}
-	return slices.ContainsFunc(c.left, func(l LeftTask) bool {
+	return slices.ContainsFunc(c.excluded, func(l ExcludedTask) bool {
 		return l.task.Action == t.Action && bytes.Equal(l.task.Meta.Origin.Key, t.Meta.Origin.Key)
 	})
 }
 
-// leaveOut leaves a task out of the transaction, whose handler was not called or has failed.
-func (c *handlerCalls) leaveOut(i int, t LeftTask) {
+// exclude leaves a task out of the transaction, whose handler was not called or has failed.
+func (c *handlerCalls) exclude(i int, t ExcludedTask) {
 	if i == len(c.results) {
 		c.results = append(c.results, TaskResult{Task: t.task})
 	}
 	if t.AtBegin {
-		c.leaves = c.leaves[1:]
+		c.excluding = c.excluding[1:]
 	}
-	c.results[i].Left = true
-	c.left = append(c.left, t)
+	c.results[i].Excluded = true
+	c.excluded = append(c.excluded, t)
 }
 
-// failsOften reports whether so many tasks have failed, of which it is not known that their actions work, that the others
-// are better tried later.
+// failsOften reports whether so many tasks have failed, of which it is not known that their actions work, that the
+// others are better tried later.
 func (c *handlerCalls) failsOften() bool {
 	const some, share = 3, 20
 	failed := 0
-	for _, l := range c.left {
+	for _, l := range c.excluded {
 		if l.Err != nil && !l.task.Works {
 			failed++
 		}
@@ -271,19 +271,19 @@ func (c *handlerCalls) failsOften() bool {
 	return failed > some+c.done/share
 }
 
-// Left are tasks that a transaction has left out.
-type Left []LeftTask
+// Excluded are tasks that a transaction has left out.
+type Excluded []ExcludedTask
 
-// LeftTask is a task that a transaction has left out: from its beginning, with the error of its handler, or because it
-// waits for an earlier one of its key.
-type LeftTask struct {
+// ExcludedTask is a task that a transaction has left out: from its beginning, with the error of its handler, or
+// because it waits for an earlier one of its key.
+type ExcludedTask struct {
 	task    Task
 	AtBegin bool
 	Err     *TaskError
 }
 
 // Of returns the entry of a task, or nil.
-func (l Left) Of(t *Task) *LeftTask {
+func (l Excluded) Of(t *Task) *ExcludedTask {
 	for i := range l {
 		if l[i].task.Handler == t.Handler && l[i].task.Meta.Origin == t.Meta.Origin {
 			return &l[i]
@@ -293,12 +293,12 @@ func (l Left) Of(t *Task) *LeftTask {
 }
 
 // HasEvent reports whether a task of an event is among them.
-func (l Left) HasEvent(o *envelope.Origin) bool {
-	return slices.ContainsFunc(l, func(one LeftTask) bool { return one.task.Meta.Origin == o })
+func (l Excluded) HasEvent(o *envelope.Origin) bool {
+	return slices.ContainsFunc(l, func(one ExcludedTask) bool { return one.task.Meta.Origin == o })
 }
 
 // Errors returns the errors of the tasks that have failed.
-func (l Left) Errors() (errs []*TaskError) {
+func (l Excluded) Errors() (errs []*TaskError) {
 	for _, one := range l {
 		if one.Err != nil {
 			errs = append(errs, one.Err)

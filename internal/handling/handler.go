@@ -74,11 +74,11 @@ type Task struct {
 // TaskResult is a task that a transaction has reached.
 type TaskResult struct {
 	Task
-	Left    bool          // left out of the transaction: its handler has failed, or an earlier event of its key has
-	Repeat  bool          // no handler was called, because the action was done before or the event had expired
-	expired bool          // the event had expired
-	called  bool          // the handler was called and has succeeded
-	took    time.Duration // time of the handler
+	Excluded bool          // left out of the transaction: its handler has failed, or an earlier event of its key has
+	Repeat   bool          // no handler was called, because the action was done before or the event had expired
+	expired  bool          // the event had expired
+	called   bool          // the handler was called and has succeeded
+	took     time.Duration // time of the handler
 }
 
 // eventContext carries the correlation id, the trace id and the traceparent of an event. It needs one allocation, where

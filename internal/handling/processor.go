@@ -40,7 +40,7 @@ type Processor struct {
 	PassFailed bool
 	// Begin, if it is not nil, is called in the transaction of tasks, before their handlers. It returns the indexes of
 	// tasks that the transaction leaves out.
-	Begin func(ctx context.Context, tx Tx, tasks []Task) (leaves []int, err error)
+	Begin func(ctx context.Context, tx Tx, tasks []Task) (excluded []int, err error)
 }
 
 // ForOne returns a processor for another goroutine, which notes its calls in work.
@@ -69,25 +69,25 @@ type Transactor interface {
 
 // Batch is what has become of tasks that ran in one transaction, which is committed.
 type Batch struct {
-	Next    *envelope.Origin // the first event that was not reached; nil if all were
-	Repeats Repeats
-	Left    Left
+	Next     *envelope.Origin // the first event that was not reached; nil if all were
+	Repeats  Repeats
+	Excluded Excluded
 }
 
-// ProcessBatch runs tasks of several events in one transaction, which commits early if enough returns true between two
-// events. If a handler fails, the transaction leaves out its task and later ones of its key (see [Processor.PassFailed]),
-// or it is rolled back, and the error is a [*TaskError].
+// ProcessBatch runs tasks of several events in one transaction, which commits early if enough returns true between
+// two events. If a handler fails, the transaction leaves out its task and later ones of its key (see
+// [Processor.PassFailed]), or it is rolled back, and the error is a [*TaskError].
 func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (done Batch, err error) {
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
 		return Batch{}, c.attribute(err)
 	}
-	done.Left = c.left
+	done.Excluded = c.excluded
 	if len(c.results) < len(tasks) {
 		done.Next = tasks[len(c.results)].Meta.Origin
 	}
-	if len(c.left) > 0 {
-		c.results = slices.DeleteFunc(c.results, func(r TaskResult) bool { return r.Left })
+	if len(c.excluded) > 0 {
+		c.results = slices.DeleteFunc(c.results, func(r TaskResult) bool { return r.Excluded })
 	}
 	p.Notify(ctx, c.results)
 	for _, r := range c.results {
@@ -170,14 +170,14 @@ func (p *Processor) transact(
 		return p.Store.InTx(ctx, p.work, c.keys, severalCalls(tasks), queue, func(tx Tx, fresh map[NoteKey]bool) error {
 			c.tx, c.fresh = tx, fresh
 			if p.Begin != nil {
-				if err := own(ctx, func(ctx context.Context) (err error) { c.leaves, err = p.Begin(ctx, tx, tasks); return err }); err != nil {
+				if err := own(ctx, func(ctx context.Context) (err error) { c.excluding, err = p.Begin(ctx, tx, tasks); return err }); err != nil {
 					return err
 				}
 			}
 			if err := c.run(ctx); err != nil {
 				return err
 			}
-			if len(c.left) == len(c.results) {
+			if len(c.excluded) == len(c.results) {
 				return errNothingDone
 			}
 			if p.Complete == nil {

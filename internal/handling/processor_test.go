@@ -340,7 +340,7 @@ func TestPassFailed(t *testing.T) {
 		}
 		return f
 	}
-	names := func(l Left) (names []string) {
+	names := func(l Excluded) (names []string) {
 		for _, one := range l {
 			names = append(names, fmt.Sprint(one.task.Event.(played).Name, one.Err != nil))
 		}
@@ -355,9 +355,9 @@ func TestPassFailed(t *testing.T) {
 	done, err := f.processor.ProcessBatch(t.Context(), tasks, never)
 	require.NoError(t, err)
 	require.Equal(t, []string{"a1 b1 d1 e1: committed"}, f.log)
-	require.Equal(t, []string{"btrue", "cfalse"}, names(done.Left))
-	require.ErrorIs(t, ErrorOf(tasks[1], done.Left.Errors()), errPlayed)
-	require.NoError(t, ErrorOf(tasks[0], done.Left.Errors()))
+	require.Equal(t, []string{"btrue", "cfalse"}, names(done.Excluded))
+	require.ErrorIs(t, ErrorOf(tasks[1], done.Excluded.Errors()), errPlayed)
+	require.NoError(t, ErrorOf(tasks[0], done.Excluded.Errors()))
 	require.Len(t, f.noted, 3)
 	require.Nil(t, done.Next)
 	for _, task := range tasks[1:3] { // they are no repeats
@@ -384,7 +384,7 @@ func TestPassFailed(t *testing.T) {
 	done, err = f.processor.ProcessBatch(t.Context(), inTx(f.arrive("a", "b", "c", "d", "e")), never)
 	require.NoError(t, err)
 	require.Equal(t, []string{"a1 b1 c1 d1: rolled back"}, f.log)
-	require.Len(t, done.Left.Errors(), 4)
+	require.Len(t, done.Excluded.Errors(), 4)
 	require.EqualValues(t, 4, done.Next.Record.Offset)
 	require.Empty(t, f.noted)
 
