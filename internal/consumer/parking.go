@@ -174,17 +174,17 @@ func (w *partitionWorker) checkInTx(_ context.Context, _ handling.Tx, tasks []ha
 // recheckInTx checks at the end of a transaction whether keys of its tasks are blocked. From then on
 // until the transaction ends, no other transaction can block these keys.
 func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
-	tasks := make([]handling.Task, 0, len(results))
-	for _, r := range results {
-		if !r.Repeat && !r.Excluded {
-			tasks = append(tasks, r.Task)
-		}
-	}
-	if len(tasks) == 0 {
-		return nil
-	}
 	asked := w.asked
-	if len(tasks) != len(asked.tasks) { // some are repeats, or are left for another transaction
+	if called := func(r handling.TaskResult) bool { return !r.Repeat && !r.Excluded }; count(results, called) < len(asked.tasks) {
+		var tasks []handling.Task
+		for _, r := range results {
+			if called(r) {
+				tasks = append(tasks, *r.Task)
+			}
+		}
+		if len(tasks) == 0 {
+			return nil
+		}
 		asked = w.ask(tasks)
 	}
 	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), asked.subjects, w.parking.session.Restoration(tx, len(results)))
@@ -192,6 +192,15 @@ func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, resul
 		return delivery.AsUnfinished(tx, err)
 	}
 	return w.blockedAmong(asked, blocked)
+}
+
+func count(results []handling.TaskResult, which func(handling.TaskResult) bool) (n int) {
+	for _, r := range results {
+		if which(r) {
+			n++
+		}
+	}
+	return n
 }
 
 // askedKeys are tasks, with their subjects. Behind those are the subjects of wholeOf, each with the first task of its
@@ -310,7 +319,7 @@ func (w *partitionWorker) parkBlocked(items []recordItem) error {
 	parked, err := w.park(rows...)
 	for i, p := range parked {
 		if p.Status == "" {
-			w.processor.Notify(w.held, []handling.TaskResult{{Task: tasks[i], Repeat: true}})
+			w.processor.Notify(w.held, []handling.TaskResult{{Task: &tasks[i], Repeat: true}})
 		}
 	}
 	return err

@@ -78,11 +78,12 @@ func severalCalls(tasks []Task) bool {
 func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t Task) bool { return t.Meta.Type != c.tasks[0].Meta.Type })
 	c.results = make([]TaskResult, 0, len(c.tasks))
-	for i, t := range c.tasks {
+	for i := range c.tasks {
+		t := &c.tasks[i]
 		if i > 0 && t.Meta.Origin != c.tasks[i-1].Meta.Origin && (c.failsOften() || c.enough(c.spent)) {
 			break
 		}
-		if begun := len(c.excluding) > 0 && c.excluding[0] == i; begun || c.isBehind(&t) {
+		if begun := len(c.excluding) > 0 && c.excluding[0] == i; begun || c.isBehind(t) {
 			c.exclude(i, ExcludedTask{task: t, AtBegin: begun})
 			continue
 		}
@@ -113,7 +114,7 @@ func (c *handlerCalls) run(ctx context.Context) error {
 
 // conflicts returns how many pending calls must be made before the handler of a task is called: up to the last call
 // with an event of the same key and of another type. If all events have one type, the order of calls does not matter.
-func (c *handlerCalls) conflicts(t Task) int {
+func (c *handlerCalls) conflicts(t *Task) int {
 	if !c.mixed || len(t.Meta.Origin.Key) == 0 {
 		return 0
 	}
@@ -129,7 +130,7 @@ func (c *handlerCalls) conflicts(t Task) int {
 // postpone adds a task to the last pending call of its handler. If another call must be made between the two, it adds a
 // new pending call.
 func (c *handlerCalls) postpone(i int) {
-	t, n := c.tasks[i], len(c.pending)-1
+	t, n := &c.tasks[i], len(c.pending)-1
 	for n >= 0 && c.tasks[c.pending[n].tasks[0]].Handler != t.Handler {
 		n--
 	}
@@ -140,7 +141,7 @@ func (c *handlerCalls) postpone(i int) {
 	c.pending[n].add(i, t, c.mixed)
 }
 
-func (p *pendingCall) add(i int, t Task, mixed bool) {
+func (p *pendingCall) add(i int, t *Task, mixed bool) {
 	p.tasks = append(p.tasks, i)
 	if !mixed {
 		return
@@ -210,7 +211,7 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 	switch {
 	case err != nil && len(tasks) == 1 && c.mayPass(tasks[0], err):
 		c.fresh[c.keys[tasks[0]]] = true // it is not done
-		c.exclude(tasks[0], ExcludedTask{task: *first, Err: &TaskError{task: *first, events: 1, Certain: true, Err: err}})
+		c.exclude(tasks[0], ExcludedTask{task: first, Err: &TaskError{task: *first, events: 1, Certain: true, Err: err}})
 		c.current = nil
 		return nil
 	case err != nil:
@@ -277,7 +278,7 @@ type Excluded []ExcludedTask
 // ExcludedTask is a task that a transaction has left out: from its beginning, with the error of its handler, or
 // because it waits for an earlier one of its key.
 type ExcludedTask struct {
-	task    Task
+	task    *Task
 	AtBegin bool
 	Err     *TaskError
 }
@@ -385,7 +386,7 @@ func (c *handlerCalls) attribute(err error) error {
 	}
 	for _, r := range c.results {
 		if r.called {
-			failed.succeeded = append(failed.succeeded, r.Task)
+			failed.succeeded = append(failed.succeeded, *r.Task)
 		}
 	}
 	return failed

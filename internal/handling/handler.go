@@ -73,7 +73,7 @@ type Task struct {
 
 // TaskResult is a task that a transaction has reached.
 type TaskResult struct {
-	Task
+	*Task
 	Excluded bool          // left out of the transaction: its handler has failed, or an earlier event of its key has
 	Repeat   bool          // no handler was called, because the action was done before or the event had expired
 	expired  bool          // the event had expired

@@ -92,7 +92,7 @@ func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(
 	p.Notify(ctx, c.results)
 	for _, r := range c.results {
 		if r.Repeat {
-			done.Repeats = append(done.Repeats, r.Task)
+			done.Repeats = append(done.Repeats, *r.Task)
 		}
 	}
 	return done, nil
@@ -120,7 +120,7 @@ func (p *Processor) ProcessOne(ctx context.Context, t Task) (repeat bool, err er
 	}
 	if expired, err := p.hasExpired(ctx, &t); expired || err != nil {
 		if expired {
-			p.Notify(ctx, []TaskResult{{Task: t, Repeat: true, expired: true}})
+			p.Notify(ctx, []TaskResult{{Task: &t, Repeat: true, expired: true}})
 		}
 		return expired, err
 	}
@@ -134,7 +134,7 @@ func (p *Processor) ProcessOne(ctx context.Context, t Task) (repeat bool, err er
 	})
 	switch {
 	case err == nil:
-		p.Notify(ctx, []TaskResult{{Task: t, took: took}})
+		p.Notify(ctx, []TaskResult{{Task: &t, took: took}})
 	case errors.Is(err, contain.ErrGoexit):
 		return false, endedGoroutine(t, err)
 	}
