@@ -19,10 +19,10 @@ import (
 
 // Waker tells the relays and workers of a schema that a transaction has committed events, so that they look now and
 // not at their next poll. Those in this process learn it at once. The one that leads, of each relay name and each
-// group of workers, is notified by PostgreSQL if it is in another process: at most four times a second, after the
-// commit and on a connection of its own, because a notification in a business transaction would have it wait for all
-// others. Between notifications who leads looks every millisecond or two. A wake-up that is lost costs no event: it
-// is found at the next poll.
+// group of workers, is notified by PostgreSQL if it is in another process: after the commit and on a connection of
+// its own, because a notification in a business transaction would have it wait for all others. While a process has
+// more than 400 wake-ups a second, it notifies four times a second, and who leads looks every millisecond or two in
+// between. A wake-up that is lost costs no event: it is found at the next poll.
 //
 // A process that runs a relay or a worker takes the waker of that, see [Relay.Waker] and [Worker.Waker]. One that only
 // records makes its own with [NewWaker], and runs it. All methods are safe for concurrent use.

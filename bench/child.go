@@ -41,6 +41,7 @@ type job struct {
 	Group, EventType string
 	MaxPoll          int
 	InBatch          bool
+	NoTx             bool // the handler does nothing
 
 	// Of workers and of River alone.
 	After    time.Duration // when measuring begins, after the first call of a handler
@@ -63,6 +64,7 @@ var works = map[string]func(context.Context, job) (used, error){
 	"river":    workRiver,
 	"workers":  workBus,
 	"tenants":  relayTenants,
+	"idle":     idleService,
 }
 
 // childMain does the job on its standard input and writes what it cost to its standard output.

@@ -16,7 +16,9 @@ import (
 
 const (
 	shelfPartitions = 3
+	manyPartitions  = 100
 	oneByOneShare   = 10 // of the events; a transaction for each takes its time
+	readShare       = 10 // times as many events, for a handler that does nothing
 )
 
 // shelf is a topic full of events, for consumers to count by their keys.
@@ -28,11 +30,11 @@ type shelf struct {
 
 // newShelf fills a topic with the records that a relay would make of n events.
 func (b *bench) newShelf(ctx context.Context, n int) (*shelf, error) {
-	return b.newShelfOf(ctx, fmt.Sprintf("shelf%d", n), n, orders.New)
+	return b.newShelfOf(ctx, fmt.Sprintf("shelf%d", n), n, shelfPartitions, orders.New)
 }
 
-func (b *bench) newShelfOf(ctx context.Context, name string, n int, event func(n int) orders.Placed) (*shelf, error) {
-	topic, err := b.NewTopic(ctx, name, shelfPartitions)
+func (b *bench) newShelfOf(ctx context.Context, name string, n, partitions int, event func(n int) orders.Placed) (*shelf, error) {
+	topic, err := b.NewTopic(ctx, name, partitions)
 	if err != nil {
 		return nil, err
 	}
@@ -83,13 +85,18 @@ func (b *bench) consumer(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	wide, err := b.newShelfOf(ctx, "wide", readShare*b.cfg.handled, manyPartitions, orders.New)
+	if err != nil {
+		return err
+	}
 	all := []counting{
 		{"consumer/one-by-one", few, job{MaxPoll: 1}},
 		{"consumer/together", many, job{}},
 		{"consumer/batch", many, job{InBatch: true}},
 		{"consumer/batch-1000", many, job{InBatch: true, MaxPoll: 1000}},
+		{"consumer/100-partitions", wide, job{NoTx: true}},
 	}
-	if _, err := b.count(ctx, schema, 0, all[len(all)-1]); err != nil { // for warming up
+	if _, err := b.count(ctx, schema, 0, all[len(all)-2]); err != nil { // for warming up
 		return err
 	}
 	runs := map[string][]used{}
@@ -114,9 +121,12 @@ func (b *bench) reportConsumer(all []counting, runs map[string][]used) {
 	b.report.Add(report.Measured(base, "events/s", each(runs[base], used.rate)))
 	for _, c := range all[1:] {
 		r := report.Compared(c.name, "events/s", each(runs[c.name], used.rate), base, each(runs[base], used.rate))
-		if c.job.InBatch {
+		switch {
+		case c.job.NoTx:
+			b.report.Add(r.ValueAtLeast(80_000), report.Measured(c.name+"-heap", "MiB", each(runs[c.name], used.peak)).ValueAtMost(256))
+		case c.job.InBatch:
 			b.report.Add(r.ValueAtLeast(20_000))
-		} else {
+		default:
 			b.report.Add(r.RatioAtLeast(5))
 		}
 	}
@@ -154,6 +164,9 @@ func (b *bench) count(ctx context.Context, schema string, round int, c counting)
 	}()
 	if err := spawn(ctx, b.connect(j), b.stderr, &u, nil); err != nil {
 		return u, fmt.Errorf("%s: %w", c.name, err)
+	}
+	if j.NoTx { // nothing is counted
+		return u, nil
 	}
 	if err := b.checkCounts(ctx, j, c.shelf); err != nil {
 		return u, fmt.Errorf("%s: %w", c.name, err)

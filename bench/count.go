@@ -75,6 +75,9 @@ UPDATE {schema}.counts AS c
 // counter is the handler that counts: each event, or those that arrived together.
 func (j job) counter() outbox.Handler {
 	one, many := services.InSchema(sqlCount, j.Schema), services.InSchema(sqlCountMany, j.Schema)
+	if j.NoTx {
+		return outbox.HandleNoTx("COUNTED", func(context.Context, orders.Placed, outbox.Metadata) error { return nil })
+	}
 	if j.InBatch {
 		return outbox.HandleBatch("COUNTED", func(ctx context.Context, tx pgx.Tx, events []outbox.Received[orders.Placed]) error {
 			keys := make([]string, len(events))

@@ -77,7 +77,7 @@ func (b *bench) newFailing(ctx context.Context) (s *failing, err error) {
 	if s.schema, err = b.NewSchema(ctx, "failing"); err != nil {
 		return nil, err
 	}
-	if s.shelf, err = b.newShelfOf(ctx, "failing", n, failingEvent); err != nil {
+	if s.shelf, err = b.newShelfOf(ctx, "failing", n, shelfPartitions, failingEvent); err != nil {
 		return nil, err
 	}
 	k := smallEvents

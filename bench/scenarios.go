@@ -40,6 +40,7 @@ func init() {
 		{"large", "large events, against the bare loop: bytes per second, the first arrival, memory, temporary files", true, (*bench).large},
 		{"places", "moves of the cursor that say where events are, against moves that do not: time, WAL, and what a drain would take without", true, (*bench).places},
 		{"poll", "a poll that finds nothing, over published rows and over none", true, (*bench).poll},
+		{"idle", "processes of a service without events: processors and transactions", true, (*bench).idle},
 		{"retention", "from commit to arrival while old rows are removed, against while they stay", true, (*bench).retention},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},
 		{"record-sql", "Record in a transaction of database/sql, with pgx/stdlib and with lib/pq, against one of pgx", false, (*bench).recordSQL},

@@ -14,15 +14,15 @@ import (
 
 // Ear hears the notifications of a channel.
 type Ear struct {
-	session *Session
-	channel string
-	heard   chan<- struct{}
+	session     *Session
+	channel     string
+	heard, wake chan<- struct{}
 }
 
 // Listen has heard signalled after each notification on a channel, and whenever some may have been missed, until
-// the ear is closed.
-func (s *Session) Listen(channel string, heard chan<- struct{}) *Ear {
-	e := &Ear{s, channel, heard}
+// the ear is closed. After a notification that was sent as complete it signals wake instead.
+func (s *Session) Listen(channel string, heard, wake chan<- struct{}) *Ear {
+	e := &Ear{s, channel, heard, wake}
 	s.changeEars(func() { s.ears[e] = true })
 	return e
 }
@@ -71,7 +71,7 @@ func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[stri
 		}
 		listening[channel] = listened{locked, time.Now()}
 		if !listens || locked {
-			s.hear(channel) // notifications from before
+			s.hear(channel, false) // notifications from before
 		}
 	}
 	for channel, l := range listening {
@@ -162,11 +162,15 @@ func (s *Session) ListenedElsewhere(ctx context.Context, channels []string) (els
 }
 
 // hear signals those who listen to a channel.
-func (s *Session) hear(channel string) {
+func (s *Session) hear(channel string, complete bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for e := range s.ears {
-		if e.channel == channel {
+		switch {
+		case e.channel != channel:
+		case complete:
+			wait.Signal(e.wake)
+		default:
 			wait.Signal(e.heard)
 		}
 	}

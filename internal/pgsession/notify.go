@@ -18,15 +18,22 @@ const sqlCarefully = `SELECT set_config('lock_timeout', '100ms', true), set_conf
 // commits of all who notify fail.
 const sqlNotify = `SELECT pg_notify(c, $2::text) FROM pg_catalog.unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01::float8`
 
+// completeMark ends the payload of a notification that [Session.Notify] has sent as complete.
+const completeMark = "+"
+
 // Notify notifies the listeners of channels, except those of this session, in a transaction of its own on a connection
 // of the pool and in one round trip. It is not for a business transaction, whose commit would have to queue for a lock
-// of the whole server.
-func (s *Session) Notify(ctx context.Context, channels ...string) error {
+// of the whole server. Complete says that there is a notification for each wake-up, so listeners need not look for more.
+func (s *Session) Notify(ctx context.Context, complete bool, channels ...string) error {
 	db := s.db()
 	if db == nil {
 		return nil
 	}
-	_, err := notify(ctx, db, s.id, channels...)
+	payload := s.id
+	if complete {
+		payload += completeMark
+	}
+	_, err := notify(ctx, db, payload, channels...)
 	return err
 }
 

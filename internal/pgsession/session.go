@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"time"
 
@@ -176,8 +177,8 @@ func (s *Session) serve(ctx context.Context, conn *pgx.Conn) error {
 		stop()
 		switch {
 		case err == nil:
-			if n.Payload != s.id { // the users of this session know of its own
-				s.hear(n.Channel)
+			if from, complete := strings.CutSuffix(n.Payload, completeMark); from != s.id { // the users of this session know of its own
+				s.hear(n.Channel, complete)
 			}
 			continue
 		case ctx.Err() != nil:

@@ -88,30 +88,36 @@ func TestListen(t *testing.T) {
 	t.Parallel()
 	p, other := newProcess(t, nil), newProcess(t, nil)
 	mine, foreign := "mine "+uuid.NewString(), "foreign "+uuid.NewString()
-	signals := make(chan struct{}, 1)
-	ear := p.Listen(mine, signals) // before it is connected
+	signals, wakes := make(chan struct{}, 1), make(chan struct{}, 1)
+	ear := p.Listen(mine, signals, wakes) // before it is connected
 	p.use(t, quiet)
 	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond, "something may have come before")
 	for range 3 {
-		require.NoError(t, other.Notify(background, foreign))
+		require.NoError(t, other.Notify(background, false, foreign))
 		require.Never(t, heard(signals), 50*time.Millisecond, time.Millisecond)
-		require.NoError(t, other.Notify(background, mine))
+		require.NoError(t, other.Notify(background, false, mine))
 		require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond)
 	}
 	terminate(t, other.db, p.name)
 	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond, "something may have come meanwhile")
-	require.NoError(t, other.Notify(background, mine))
+	require.NoError(t, other.Notify(background, false, mine))
 	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond)
 
-	require.NoError(t, p.Notify(background, mine))
-	require.Never(t, heard(signals), 50*time.Millisecond, time.Millisecond, "it was sent through the same session")
+	require.NoError(t, other.Notify(background, true, mine))
+	require.Eventually(t, heard(wakes), testenv.Patience, time.Millisecond, "it is complete")
+	require.False(t, heard(signals)())
+
+	for _, complete := range []bool{false, true} {
+		require.NoError(t, p.Notify(background, complete, mine))
+		require.Never(t, func() bool { return heard(signals)() || heard(wakes)() }, 50*time.Millisecond, time.Millisecond, "it was sent through the same session")
+	}
 
 	ear.Close()
 	late := make(chan struct{}, 1)
-	defer p.Listen(foreign, late).Close()
+	defer p.Listen(foreign, late, nil).Close()
 	require.Eventually(t, heard(late), testenv.Patience, time.Millisecond)
-	require.NoError(t, other.Notify(background, mine))
-	require.NoError(t, other.Notify(background, foreign))
+	require.NoError(t, other.Notify(background, false, mine))
+	require.NoError(t, other.Notify(background, false, foreign))
 	require.Eventually(t, heard(late), testenv.Patience, time.Millisecond)
 	require.False(t, heard(signals)())
 }
@@ -131,11 +137,11 @@ func TestListenedElsewhere(t *testing.T) {
 		return strings.Join(found, " ")
 	}
 	signals := make(chan struct{}, 1)
-	defer p.Listen(both, signals).Close()
-	defer p.Listen(alone, signals).Close()
+	defer p.Listen(both, signals, nil).Close()
+	defer p.Listen(alone, signals, nil).Close()
 	p.use(t, quiet)
 	require.Eventually(t, func() bool { return elsewhere() == "" }, testenv.Patience, time.Millisecond)
-	ear := other.Listen(both, signals)
+	ear := other.Listen(both, signals, nil)
 	other.use(t, quiet)
 	require.Eventually(t, func() bool { return elsewhere() == both }, testenv.Patience, time.Millisecond)
 	ear.Close()
@@ -160,10 +166,10 @@ func TestListenBesideHolderOfTheLock(t *testing.T) {
 	p.await(t, pgsession.Works)
 	relay := p.lock(t, newSchema(t))
 	require.NotNil(t, relay)
-	defer p.Listen(channel, signals).Close()
+	defer p.Listen(channel, signals, nil).Close()
 	require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond, "it listens")
 	for range 3 {
-		require.NoError(t, other.Notify(background, channel))
+		require.NoError(t, other.Notify(background, false, channel))
 		require.Eventually(t, heard(signals), testenv.Patience, time.Millisecond)
 	}
 	held := fmt.Sprintf("pid %d of role ", holder.Conn().PgConn().PID())

@@ -43,3 +43,39 @@ func serve(t *testing.T, h *Hub) {
 	cancel()
 	h.Serve(ctx, slog.New(slog.DiscardHandler))
 }
+
+// Few wake-ups are notified each; of many, those behind the first ones only once in an interval.
+func TestCompleteNotifications(t *testing.T) {
+	t.Parallel()
+	s := &sender{more: make(chan struct{}, 1), wanted: map[string]bool{}, sent: map[string]time.Time{}}
+	now := time.Now()
+	wake := func() (sent, complete bool, pause time.Duration) {
+		s.want("c")
+		channels, complete, pause := s.take(now)
+		return len(channels) == 1, complete, pause
+	}
+	for range 10 * completeMost { // 333 in a second
+		sent, complete, _ := wake()
+		require.True(t, sent && complete)
+		now = now.Add(3 * time.Millisecond)
+	}
+	now = now.Add(Interval)
+	var completely, once int
+	for range 1000 { // in a second
+		sent, complete, pause := wake()
+		switch {
+		case sent && complete:
+			completely++
+		case sent:
+			once++
+		default:
+			require.LessOrEqual(t, pause, Interval)
+		}
+		now = now.Add(time.Millisecond)
+	}
+	require.Equal(t, completeMost, completely)
+	require.InDelta(t, 4, once, 1)
+	now = now.Add(2 * Interval)
+	sent, complete, _ := wake()
+	require.True(t, sent && complete, "there are few again")
+}

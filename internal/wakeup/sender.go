@@ -15,12 +15,16 @@ import (
 )
 
 // Interval is how long a process waits after a notification before it sends another one on the same
-// channel. A process that receives one polls often for longer than that, see [PollSchedule].
+// channel, while it has more wake-ups than each is notified. A process that receives one polls often for longer than
+// that, see [PollSchedule].
 const Interval = 250 * time.Millisecond
 
 const (
-	// batchWait is how long notifications of other channels wait after one, to be sent together.
-	batchWait = 2 * time.Millisecond
+	// completeMost is up to how many wake-ups of a process in [Interval] are notified each. Their notifications cost less
+	// than looking often does.
+	completeMost = 100
+	// batchWait is how long notifications wait after one, to be sent together.
+	batchWait = time.Millisecond
 	// farewellTimeout is how long a notification may take that is still wanted at the end.
 	farewellTimeout = time.Second
 )
@@ -35,7 +39,10 @@ type sender struct {
 
 	mu     sync.Mutex
 	wanted map[string]bool      // channels
-	sent   map[string]time.Time // when, by channel, within the last Interval
+	sent   map[string]time.Time // when incomplete ones were, by channel, within the last Interval
+	since  time.Time            // the beginning of the Interval in which these are counted:
+	wakes  int                  // that have been asked for
+	rest   int                  // notifications that may still be complete
 	asked  map[string]bool      // channels to notify if other processes listen to them
 	others map[string]others    // what is known of these, by channel
 }
@@ -53,6 +60,7 @@ func (s *sender) want(channel string) {
 	s.mu.Lock()
 	known := s.wanted[channel]
 	s.wanted[channel] = true
+	s.wakes++
 	s.mu.Unlock()
 	if !known {
 		wait.Signal(s.more)
@@ -71,10 +79,10 @@ func (s *sender) run(ctx context.Context, log *slog.Logger) {
 	}
 	for ctx.Err() == nil {
 		next := s.look(ctx)
-		channels, pause := s.take(time.Now())
+		channels, complete, pause := s.take(time.Now())
 		if len(channels) > 0 {
 			pause = batchWait
-			if !s.notify(ctx, channels) {
+			if !s.notify(ctx, complete, channels) {
 				s.putBack(channels)
 				pause = max(Interval, s.failing.Backoff())
 			}
@@ -85,10 +93,18 @@ func (s *sender) run(ctx context.Context, log *slog.Logger) {
 	}
 }
 
-// take returns the channels that are due, or how long it takes until one is; 0 if there is none.
-func (s *sender) take(now time.Time) (channels []string, pause time.Duration) {
+// take returns the channels that are due and whether their notifications are complete, or how long it takes until a
+// channel is due; 0 if there is none.
+func (s *sender) take(now time.Time) (channels []string, complete bool, pause time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if now.Sub(s.since) >= Interval {
+		few := s.wakes <= completeMost || now.Sub(s.since) >= 2*Interval
+		if s.since, s.wakes, s.rest = now, 0, 0; few {
+			s.rest = completeMost
+		}
+	}
+	complete = len(s.wanted) <= s.rest
 	for channel, at := range s.sent {
 		if now.Sub(at) >= Interval {
 			delete(s.sent, channel)
@@ -104,9 +120,14 @@ func (s *sender) take(now time.Time) (channels []string, pause time.Duration) {
 		}
 		channels = append(channels, channel)
 		delete(s.wanted, channel)
-		s.sent[channel] = now
+		if !complete {
+			s.sent[channel] = now
+		}
 	}
-	return channels, pause
+	if complete {
+		s.rest -= len(channels)
+	}
+	return channels, complete, pause
 }
 
 // await waits until something may be due. A pause of 0 has no end.
@@ -125,12 +146,12 @@ func (s *sender) await(ctx context.Context, pause time.Duration) {
 }
 
 // notify reports whether the notifications were sent.
-func (s *sender) notify(ctx context.Context, channels []string) bool {
+func (s *sender) notify(ctx context.Context, complete bool, channels []string) bool {
 	db := s.db()
 	if db == nil {
 		return true
 	}
-	err := pgsession.Of(db).Notify(ctx, channels...)
+	err := pgsession.Of(db).Notify(ctx, complete, channels...)
 	if err == nil || ctx.Err() == nil {
 		s.failing.Report(err)
 	}
@@ -159,7 +180,7 @@ func (s *sender) farewell(channel string, log *slog.Logger) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), farewellTimeout)
 	defer cancel()
-	if err := pgsession.Of(db).Notify(ctx, channel); err != nil {
+	if err := pgsession.Of(db).Notify(ctx, false, channel); err != nil {
 		log.Warn("outbox: last wake-up of other processes was not sent, they find the events at their next poll", "error", err)
 	}
 }
