@@ -69,6 +69,14 @@ func (a *acks) handedOver(n int) {
 	a.done()
 }
 
+// reject gives a record an error that the client does not get.
+func (a *acks) reject(i int, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.errs[i] = err
+	a.open--
+}
+
 // promise takes the outcome of one record. It contains its own panics: in a goroutine of the client they would end
 // the process, and the lease would have to expire.
 func (a *acks) promise(r *kgo.Record, err error) {
@@ -356,6 +364,7 @@ func isAnswer(err error) bool {
 // of one whose topic Kafka was asked about.
 func concernKafka(errs []error) bool {
 	return slices.ContainsFunc(errs, func(err error) bool {
-		return !foundByUs(err) && !errors.Is(err, errBlocked) && !errors.Is(err, errSendAlone) && !errors.Is(err, errStopping) && !errors.Is(err, errByClient)
+		return !foundByUs(err) && !errors.Is(err, errBlocked) && !errors.Is(err, errSendAlone) && !errors.Is(err, errStopping) && !errors.Is(err, errExpired) &&
+			!errors.Is(err, errByClient)
 	})
 }

@@ -24,9 +24,10 @@ type Sender interface {
 	// produce sends the events of batch whose indexes are in which. It takes events from
 	// the start of which: fewer than all if not all may go together or if stop ends
 	// meanwhile, none if the breaker permits no call. An event that it took and did not
-	// send because stop has ended has errStopping. When produce returns, no record is on
-	// its way any more. An error ends the delivery: the lease is lost, the time to stop is
-	// over, or no client can be made.
+	// send has errStopping if stop has ended, and errExpired if it has expired meanwhile;
+	// then it takes no event behind it. When produce returns, no record is on its way any
+	// more. An error ends the delivery: the lease is lost, the time to stop is over, or no
+	// client can be made.
 	produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error)
 	// prepare asks Kafka about topics, so that partition knows them.
 	prepare(ctx context.Context, topics []string)
@@ -317,7 +318,7 @@ func (d *delivery) sendBatch() error {
 			d.markSent(i, &sent.records[n])
 		case errors.Is(err, errBlocked):
 			d.outcomes[i].Kind = OutcomeBlocked
-		case errors.Is(err, errStopping):
+		case errors.Is(err, errStopping), errors.Is(err, errExpired):
 			again = append(again, i)
 		case foundByUs(err): // whatever else was sent
 			d.markRejected(i, class, err)
@@ -399,6 +400,9 @@ func (d *delivery) sendEach() error {
 		err, r := sent.errs[0], &sent.records[0]
 		if errors.Is(err, errStopping) {
 			return nil
+		}
+		if errors.Is(err, errExpired) {
+			continue
 		}
 		d.pending = d.pending[1:]
 		switch class := RejectionClass(err); {

@@ -74,6 +74,7 @@ const (
 	triedSent     tried = iota // it is open
 	triedRefused               // Kafka has refused a record, and it is aborted
 	triedBadTopic              // a topic accepts nothing: its events are unavailable, and it is aborted
+	triedTooLate               // an event has expired before it was sent, and it is aborted
 )
 
 // some sends the first events of a delivery in a transaction, which stays open, and returns how many have an
@@ -92,7 +93,7 @@ func (x *Exactly) some(d *delivery, r request) (n int, err error) {
 		switch {
 		case err != nil:
 			return 0, err
-		case result == triedBadTopic:
+		case result == triedBadTopic, result == triedTooLate:
 		case result == triedSent:
 			*r.most = min(2**r.most, x.Rules.BatchSize)
 			return t.n, nil
@@ -247,6 +248,9 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	if x.open, err = x.sender.Begin(ctx); err != nil {
 		return 0, x.doubt(x.outage(err))
 	}
+	if slices.ContainsFunc(t.which, func(i int) bool { return d.batch[i].HasExpired() }) {
+		return triedTooLate, x.abort(ctx)
+	}
 	last, records := x.pos.Last, t.records
 	if r.parked != nil {
 		last = d.batch[t.n-1].ID
@@ -284,17 +288,22 @@ func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs [
 	}
 	d.reportAnswers(errs)
 	if result != triedSent {
-		if err := x.open.Abort(ctx); err != nil {
-			return 0, x.doubt(x.outage(err))
-		}
-		x.open = nil
-		return result, nil
+		return result, x.abort(ctx)
 	}
 	for k, i := range t.which {
 		d.markSent(i, &t.records[k])
 	}
 	d.reportPartitions()
 	return triedSent, nil
+}
+
+// abort ends the open transaction without its events. After an error it is not ready.
+func (x *Exactly) abort(ctx context.Context) error {
+	if err := x.open.Abort(ctx); err != nil {
+		return x.doubt(x.outage(err))
+	}
+	x.open = nil
+	return nil
 }
 
 // Commit passes the first events of a batch, whose outcomes Deliver has returned and whose failures have rows. It

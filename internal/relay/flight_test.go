@@ -111,6 +111,30 @@ func TestSilentPartitionIsDetached(t *testing.T) {
 	require.Equal(t, []error{nil}, sent.errs)
 }
 
+// An event that expires while its send is prepared is not sent.
+func TestExpiresBeforeItIsSent(t *testing.T) {
+	t.Parallel()
+	s := newSilentKafka(t)
+	close(s.release)
+	s.cluster.ControlKey(int16(kmsg.Metadata), func(kmsg.Request) (kmsg.Response, error, bool) {
+		s.cluster.KeepControl()
+		for !s.events[0].HasExpired() {
+			time.Sleep(time.Millisecond)
+		}
+		return nil, nil, false
+	})
+	s.events[0].Expiry = envelope.NewExpiry(time.Now().Add(200*time.Millisecond), time.Now())
+	sent, err := s.produce(s.held, s.held, s.events, []int{0, 2})
+	require.NoError(t, err)
+	require.Len(t, sent.errs, 1)
+	require.ErrorIs(t, sent.errs[0], errExpired)
+	require.False(t, concernKafka(sent.errs))
+	sent, err = s.produce(s.held, s.held, s.events, []int{2})
+	require.NoError(t, err)
+	require.Equal(t, []error{nil}, sent.errs)
+	require.Zero(t, sent.records[0].Offset, "it is the first one of its partition")
+}
+
 // A new client that has written its records waits for their partition no longer than one that has sent before. It is
 // tried three times, because a machine that is busy may be slow for once.
 func TestNewClientDetachesSilentPartition(t *testing.T) {

@@ -237,7 +237,7 @@ func (p *Producer) launch(stop, held context.Context, f *flight, batch []envelop
 	bounded, endBounded := context.WithTimeout(held, p.cfg.SendTimeout)
 	f.client, f.inFlight, f.bounded, f.began = p.client, p.inFlight, bounded, time.Now()
 	f.end = func() { f.stop(); endBounded() }
-	n := p.handOver(stop, held, f.grace, f.acks)
+	n := p.handOver(stop, held, f.grace, f.acks, func(n int) bool { return batch[which[n]].HasExpired() })
 	f.handedOver(n)
 	if trace.On { // before any of them leaves
 		f.step.End("ids", idsOf(n, func(i int) *envelope.Event { return &batch[which[i]] }))
@@ -282,13 +282,18 @@ func (p *Producer) explain(ctx context.Context, acks *acks) bool {
 	return fails == nil
 }
 
-// handOver passes records without an error to the client, and returns their number.
-func (p *Producer) handOver(stop, held, grace context.Context, acks *acks) (n int) {
+// handOver passes records without an error to the client, up to the first whose event has expired while the send was
+// prepared. It returns the number of records that have an error or an outcome to come.
+func (p *Producer) handOver(stop, held, grace context.Context, acks *acks, expired func(n int) bool) (n int) {
 	promise := acks.promise
 	for ; n < len(acks.records) && acks.permit.Holds() && stop.Err() == nil && p.lease.Sure(); n++ {
 		r := &acks.records[n]
 		if acks.errs[n] != nil {
 			continue
+		}
+		if expired(n) {
+			acks.reject(n, errExpired)
+			return n + 1
 		}
 		// The client checks this context before it writes a batch. The other context ends requests
 		// in flight, too.
@@ -347,6 +352,8 @@ var (
 	// errSendAlone is the error of an event that was not sent because it must not share
 	// a batch with other events.
 	errSendAlone = errors.New("has to be sent alone")
+	// errExpired is the error of an event that was not sent because it has expired in the meantime.
+	errExpired = errors.New("has expired")
 	// errStopping is the error of an event that was not sent because the relay stops.
 	errStopping = errors.New("the relay was stopped before it was sent")
 )
