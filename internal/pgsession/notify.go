@@ -10,13 +10,12 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// sqlCarefully keeps a notification from waiting: all commits that notify queue behind one lock, which another
-// application's may have while it waits for its standby.
-const sqlCarefully = `SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)`
-
-// sqlNotify sends nothing while notifications pile up that a listener does not read: a full queue would make the
-// commits of all who notify fail.
-const sqlNotify = `SELECT pg_notify(c, $2::text) FROM pg_catalog.unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01::float8`
+// sqlNotify does not wait at its commit: all commits that notify queue behind one lock, which another application's may
+// have while it waits for its standby. It sends nothing while notifications pile up that a listener does not read: a
+// full queue would make the commits of all who notify fail.
+const sqlNotify = `
+SELECT pg_notify(c, $2::text), set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)
+  FROM pg_catalog.unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01::float8`
 
 // completeMark ends the payload of a notification that [Session.Notify] has sent as complete.
 const completeMark = "+"
@@ -42,7 +41,6 @@ func notify(ctx context.Context, db pg.BatchSender, payload string, channels ...
 	ctx, cancel := context.WithTimeout(ctx, statementTimeout)
 	defer cancel()
 	var b pgx.Batch
-	b.Queue(sqlCarefully)
 	b.Queue(sqlNotify, channels, payload).Exec(func(tag pgconn.CommandTag) error {
 		sent = tag.RowsAffected() > 0
 		return nil
