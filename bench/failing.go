@@ -49,9 +49,10 @@ type failing struct {
 	groups int    // that have handled them
 }
 
-// failingWay is one way to have events handled.
+// failingWay is one way to have events handled. Handlers fail before or after their statement.
 type failingWay struct {
-	name string
+	name  string
+	after bool
 	run  func(db *pgxpool.Pool, group string, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error)
 }
 
@@ -62,7 +63,10 @@ func (b *bench) failing(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, w := range []failingWay{{"failing/consumer", s.consumer}, {"failing/worker", s.worker}} {
+	for _, w := range []failingWay{
+		{"failing/consumer", false, s.consumer}, {"failing/consumer-after", true, s.consumer},
+		{"failing/worker", false, s.worker}, {"failing/worker-after", true, s.worker},
+	} {
 		if err := s.compare(ctx, w); err != nil {
 			return fmt.Errorf("%s: %w", w.name, err)
 		}
@@ -125,7 +129,7 @@ func (s *failing) round(ctx context.Context, w failingWay, fails bool) (u used, 
 	run, err := w.run(db, group, outbox.HandlerConfig{
 		Schema: s.schema, Retry: outbox.RetryPolicy{MaxRetries: failingRetries}, Logger: slog.New(slog.DiscardHandler),
 		Hooks: outbox.ConsumerHooks{Handled: m.handled},
-	}, s.handler(m, fails))
+	}, s.handler(m, fails, w.after))
 	if err != nil {
 		return u, err
 	}
@@ -179,14 +183,18 @@ func (s *failing) forget(ctx context.Context, group string) error {
 }
 
 // handler counts an event by its key, or fails as those with such a key do.
-func (s *failing) handler(m *othersMeter, fails bool) outbox.Handler {
+func (s *failing) handler(m *othersMeter, fails, after bool) outbox.Handler {
 	count := services.InSchema(sqlCount, s.schema)
 	return outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e orders.Placed, _ outbox.Metadata) error {
 		m.called()
-		if fails && mayFail(e.Order) {
+		fails := fails && mayFail(e.Order)
+		if fails && !after {
 			return errFailing
 		}
 		_, err := tx.Exec(ctx, count, e.Order)
+		if fails && err == nil {
+			err = errFailing
+		}
 		return err
 	})
 }

@@ -18,7 +18,7 @@ func TestFailingTurns(t *testing.T) {
 	f, err := (&bench{Services: s, cfg: cfg, stderr: os.Stderr}).newFailing(ctx)
 	require.NoError(t, err)
 	require.Equal(t, 990, f.others)
-	for _, w := range []failingWay{{"consumer", f.consumer}, {"worker", f.worker}} {
+	for _, w := range []failingWay{{"consumer", true, f.consumer}, {"worker", false, f.worker}} {
 		f.cfg.failingSeconds = 60 // is not needed
 		u, err := f.round(ctx, w, false)
 		require.NoError(t, err)

@@ -48,7 +48,8 @@ func (it *recordItem) isBlocked(t handling.Task) bool {
 // noteDone marks the tasks with a transaction that are committed: all but those that it has left out. Of these, those
 // whose keys were blocked when it began are to be parked.
 func (it *recordItem) noteDone(excluded handling.Excluded) {
-	if it.done = !excluded.HasEvent(it.Meta.Origin); it.done {
+	if len(it.blocked) == 0 && !excluded.HasEvent(it.Meta.Origin) {
+		it.done = true
 		return
 	}
 	for _, t := range it.Tasks {

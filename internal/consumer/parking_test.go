@@ -56,3 +56,18 @@ func TestKeyIsFreeBeforeItsEventIsParked(t *testing.T) {
 	require.NoError(t, db.QueryRow(ctx, pg.InSchema(`SELECT string_agg(record_offset || ' ' || status, ', ' ORDER BY id) FROM (SELECT id, position AS record_offset, status FROM {schema}.event_delivery) AS d`, schema)).Scan(&rows))
 	require.Equal(t, "0 DONE, 3 PENDING, 4 PARKED", rows)
 }
+
+// A commit marks only what was in it: a task that was blocked then is still to be called when its key is free again.
+func TestCommitMarksWhatWasInIt(t *testing.T) {
+	t.Parallel()
+	s := newPartitionFixture(t, Rules{})
+	records := s.arrive("blocked")
+	from := originOf(records[0], [16]byte{})
+	it := s.worker.reader.read(t.Context(), records[0], replay{}, &from)
+	it.block(it.Tasks[0])
+	it.noteDone(nil)
+	delete(it.blocked, it.Tasks[0].Handler)
+	require.False(t, it.isBlocked(it.Tasks[0]))
+	it.noteDone(nil)
+	require.True(t, it.isBlocked(it.Tasks[0]))
+}

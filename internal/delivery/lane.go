@@ -205,7 +205,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		done, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
 			return !l.mayContinue() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
-		l.transactionEnded(err)
+		l.transactionEnded(err == nil && !done.RolledBack)
 		l.held.Release()
 		switch {
 		case err == nil:
@@ -344,7 +344,7 @@ func (l *lane) handleExcluded(items []laneItem, excluded handling.Excluded) {
 		}
 	}
 	for i := range items {
-		if excluded.HasEvent(items[i].Meta.Origin) {
+		if excluded.HasEvent(items[i].Meta.Origin) && !l.isOver() {
 			l.handleEach(items[i:i+1], nil)
 		}
 	}
@@ -459,7 +459,7 @@ func (l laneScheduler) Enter(t *handling.Task) bool {
 }
 
 func (l laneScheduler) Exit(t *handling.Task, began time.Time, err error) {
-	l.transactionEnded(err)
+	l.transactionEnded(err == nil)
 	l.held.Release()
 	if err == nil && t.Kind != handling.NoTx {
 		l.postgresAnswered(began)

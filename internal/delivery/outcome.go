@@ -45,12 +45,12 @@ func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Ta
 
 // transactionEnded is called after a transaction for which lockRows may have locked rows. After a rollback
 // it renews their leases, because they could not be renewed while they were locked.
-func (l *lane) transactionEnded(err error) {
+func (l *lane) transactionEnded(committed bool) {
 	if l.finishing.Begin == nil {
 		return
 	}
 	l.claimed.setLocked(l.ctx, false)
-	if err == nil || !l.mayContinue() {
+	if committed || !l.mayContinue() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(l.ctx, WriteTimeout)

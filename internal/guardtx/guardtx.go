@@ -20,6 +20,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -56,6 +57,10 @@ SELECT pg_catalog.current_setting('outbox: a handler must not commit the transac
 	sqlUnlock  = `
 SELECT pg_catalog.pg_advisory_unlock_all()`
 	sqlCommit = `COMMIT`
+
+	sqlSavepoint = `SAVEPOINT outbox_part`
+	sqlRelease   = `RELEASE SAVEPOINT outbox_part; `
+	sqlUndo      = `ROLLBACK TO SAVEPOINT outbox_part`
 )
 
 // The settings that are compared before the commit of a transaction that several functions
@@ -100,6 +105,7 @@ type Tx struct {
 	within  bool   // the transaction belongs to the caller
 	called  bool   // a function was called
 	used    bool   // the function has used the transaction
+	part    bool   // there is a savepoint of ours
 	locked  bool   // a function may have taken an advisory lock for the session
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
@@ -158,7 +164,9 @@ func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 // error has the name of the function.
 func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
 	t.name, t.ended, t.foreign, t.savepoints, t.called, t.used = name, false, false, nil, true, false
-	err := f(&hostTx{part{t.tx, t}})
+	over := new(atomic.Bool)
+	err := f(&hostTx{part{t.tx, t, over}})
+	over.Store(true)
 	conn := t.tx.Conn().PgConn()
 	switch {
 	case t.foreign:
@@ -203,6 +211,28 @@ func (t *Tx) ChangedSettings() bool { return t.changed }
 // Used reports whether the last function has used the transaction. If it has not, there is nothing to undo when it has
 // failed.
 func (t *Tx) Used() bool { return t.used }
+
+// Savepoint begins a part of the transaction that [Tx.UndoPart] can undo. It ends the part before.
+func (t *Tx) Savepoint(ctx context.Context) error {
+	sql := sqlSavepoint
+	if t.part {
+		sql = sqlRelease + sqlSavepoint
+	}
+	_, err := t.tx.Exec(ctx, sql, pgx.QueryExecModeSimpleProtocol)
+	t.part = t.part || err == nil
+	return err
+}
+
+// UndoPart undoes what was done since the last [Tx.Savepoint], settings too. It returns false if that is not possible:
+// the connection is lost or in use, the transaction has ended, or a function has used it in a way that is an error.
+func (t *Tx) UndoPart(ctx context.Context) bool {
+	conn := t.tx.Conn().PgConn()
+	if !t.part || t.changed || t.foreign || t.ended || conn.IsClosed() || conn.IsBusy() || t.idle() {
+		return false
+	}
+	_, err := t.tx.Exec(ctx, sqlUndo, pgx.QueryExecModeSimpleProtocol)
+	return err == nil
+}
 
 // Commit commits. Its error wraps [ErrEnded] or [ErrSettings] if that is why it fails.
 func (t *Tx) Commit(ctx context.Context) error {
@@ -262,6 +292,7 @@ func (h *hostTx) Rollback(context.Context) error {
 type part struct {
 	pgx.Tx
 	owner *Tx
+	over  *atomic.Bool // the function has returned: a goroutine that it has left behind must not write for another one
 }
 
 // look examines the statements before they are sent. Behind the end of the transaction a statement
@@ -323,34 +354,49 @@ func (t *Tx) lookForSavepoints(statements [][]string) (found bool) {
 
 // Begin implements [pgx.Tx]: it sets a savepoint.
 func (p *part) Begin(ctx context.Context) (pgx.Tx, error) {
+	if p.over.Load() {
+		return nil, pgx.ErrTxClosed
+	}
 	p.owner.used = true
 	savepoint, err := p.Tx.Begin(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return &part{savepoint, p.owner}, nil
+	return &part{savepoint, p.owner, p.over}, nil
 }
 
 // Exec implements [pgx.Tx].
 func (p *part) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	if p.over.Load() {
+		return pgconn.CommandTag{}, pgx.ErrTxClosed
+	}
 	p.look(ctx, sql)
 	return p.Tx.Exec(ctx, sql, args...)
 }
 
 // Query implements [pgx.Tx].
 func (p *part) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if p.over.Load() {
+		return closed{}, pgx.ErrTxClosed
+	}
 	p.look(ctx, sql)
 	return p.Tx.Query(ctx, sql, args...)
 }
 
 // QueryRow implements [pgx.Tx].
 func (p *part) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	if p.over.Load() {
+		return closed{}
+	}
 	p.look(ctx, sql)
 	return p.Tx.QueryRow(ctx, sql, args...)
 }
 
 // Prepare implements [pgx.Tx].
 func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.StatementDescription, error) {
+	if p.over.Load() {
+		return nil, pgx.ErrTxClosed
+	}
 	p.look(ctx, sql)
 	statement, err := p.Tx.Prepare(ctx, name, sql)
 	if err == nil && !p.owner.changed {
@@ -361,6 +407,9 @@ func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.Statement
 
 // SendBatch implements [pgx.Tx].
 func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+	if p.over.Load() {
+		return closedBatch{}
+	}
 	sqls := make([]string, len(b.QueuedQueries))
 	for i, q := range b.QueuedQueries {
 		sqls[i] = q.SQL
@@ -371,6 +420,9 @@ func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 
 // CopyFrom implements [pgx.Tx].
 func (p *part) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, rows pgx.CopyFromSource) (int64, error) {
+	if p.over.Load() {
+		return 0, pgx.ErrTxClosed
+	}
 	p.look(ctx)
 	return p.Tx.CopyFrom(ctx, table, columns, rows)
 }

@@ -48,6 +48,13 @@ func (f *callsFixture) add(eventType, key string, handlers ...*Handler) {
 
 func (f *callsFixture) run(t *testing.T) *handlerCalls {
 	t.Helper()
+	c := f.newCalls()
+	require.NoError(t, c.run(t.Context()))
+	require.Len(t, c.results, len(f.tasks))
+	return c
+}
+
+func (f *callsFixture) newCalls() *handlerCalls {
 	c := &handlerCalls{
 		clock: clock{now: time.Now(), read: time.Now()},
 		tasks: f.tasks, keys: make([]NoteKey, len(f.tasks)), fresh: map[NoteKey]bool{}, tx: &playedTx{fixture: &fixture{}},
@@ -63,9 +70,41 @@ func (f *callsFixture) run(t *testing.T) *handlerCalls {
 		}
 		c.fresh[c.keys[i]] = true
 	}
-	require.NoError(t, c.run(t.Context()))
-	require.Len(t, c.results, len(f.tasks))
 	return c
+}
+
+// A later task of the action and key of a failed one was called, or will be: the transaction must not go on. A call of
+// batches comes late.
+func TestFailedBatchInFrontOfItsKey(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []HandlerKind{InTx, InBatch} {
+		f := &callsFixture{}
+		first := f.handler("P", InBatch)
+		first.Many = func(context.Context, pgx.Tx, []Arrival) error { return errPlayed }
+		f.add("x", "k", first)
+		f.add("y", "k", f.handler("P", kind))
+		c := f.newCalls()
+		c.passes, c.tx = true, &playedTx{fixture: &fixture{unused: true}}
+		require.ErrorIs(t, c.run(t.Context()), errPlayed)
+		require.Empty(t, f.calls)
+	}
+}
+
+// An event may have two tasks of an action, for two versions of its type. The second one is a repeat of the first, so it
+// is not called if that fails.
+func TestFailedTaskOfTwoVersions(t *testing.T) {
+	t.Parallel()
+	f := &callsFixture{noteOf: []string{"same", "same", "other"}}
+	first := f.handler("P", InTx)
+	first.One = func(context.Context, pgx.Tx, *Arrival) error { return errPlayed }
+	f.add("x", "", first, f.handler("P", InTx))
+	f.add("x", "", f.handler("P", InTx))
+	c := f.newCalls()
+	c.passes, c.tx = true, &playedTx{fixture: &fixture{unused: true}}
+	require.NoError(t, c.run(t.Context()))
+	require.Equal(t, [][]int{{2}}, f.calls)
+	require.Len(t, c.excluded, 2)
+	require.True(t, c.fresh[NoteKey{Action: "same"}])
 }
 
 // An event of a handler of batches may expire while other handlers run in front of its call. Its note of OncePer is

@@ -232,6 +232,8 @@ func (f *fixture) InTx(_ context.Context, _ *Activity, keys []NoteKey, _ bool, _
 	}()
 	err := do(&playedTx{fixture: f}, fresh)
 	switch {
+	case err != nil && sign == 'c':
+		err = &ConnectionError{err}
 	case err != nil:
 	case sign == 'd':
 		err = fmt.Errorf("commit: %w", &pgconn.PgError{Code: "40P01"})
@@ -269,7 +271,17 @@ func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
 
 func (tx *playedTx) ChangedSettings() bool { return tx.changed }
 func (tx *playedTx) Used() bool            { return !tx.fixture.unused }
-func (tx *playedTx) Own() pgx.Tx           { return nil }
+
+func (tx *playedTx) Savepoint(context.Context) error {
+	tx.fixture.current = append(tx.fixture.current, "[")
+	return nil
+}
+
+func (tx *playedTx) UndoPart(context.Context) bool {
+	tx.fixture.current = append(tx.fixture.current, "]")
+	return !tx.changed
+}
+func (tx *playedTx) Own() pgx.Tx { return nil }
 
 // playedScheduler is the scheduler of a fixture's attempts.
 type playedScheduler struct {

@@ -432,3 +432,64 @@ func TestPassFailedBehindRepeat(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, done.Repeats, 1)
 }
+
+// Where handlers have failed lately that have used their transaction, a transaction has parts: only the part of a failed
+// task is undone, and what is in front of it there is repeated. The task is tried alone then.
+func TestTransactionInParts(t *testing.T) {
+	t.Parallel()
+	never := func(time.Duration) bool { return false }
+	f := newFixture(t, Rules{})
+	p := f.processor
+	p.PassFailed, p.parted = true, 1
+	f.handlers["c"], f.handlers["m"] = "--", "-"
+	tasks := inTx(f.arrive("a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n"))
+	tasks[3].Meta.Origin.Key = []byte("c")
+	done, err := p.ProcessBatch(t.Context(), tasks, never)
+	require.NoError(t, err)
+	require.Equal(t, []string{"[ a1 b1 c1 ] [ a1 b1 e1 f1 g1 h1 i1 j1 k1 l1 [ m1 ] [ n1: committed"}, f.log)
+	require.Len(t, f.noted, 11)
+	require.Len(t, done.Excluded, 3)
+	for _, one := range done.Excluded.Errors() {
+		require.ErrorIs(t, one, errPlayed)
+		require.NoError(t, one.Of(one.task), "another event may have caused it")
+	}
+	require.Equal(t, partedFor, p.parted)
+	for range partedFor {
+		_, err = p.ProcessBatch(t.Context(), inTx(f.arrive("x", "y")), never)
+		require.NoError(t, err)
+	}
+	require.Zero(t, p.parted)
+
+	f.log, f.handlers["q"] = nil, "-4"
+	tasks = inTx(f.arrive("o", "q", "r"))
+	_, err = p.ProcessBatch(t.Context(), tasks, never)
+	require.ErrorIs(t, err, errPlayed)
+	_, err = p.ProcessBatch(t.Context(), tasks, never)
+	require.True(t, IsConflict(err), "PostgreSQL has rolled back the whole transaction")
+	require.Equal(t, []string{"o1 q1: rolled back", "[ o1 q1: rolled back"}, f.log)
+}
+
+// A transaction in which nothing was done says nothing about PostgreSQL if its connection was lost.
+func TestNothingDoneInOutage(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, Rules{})
+	f.processor.PassFailed, f.unused, f.postgres = true, true, "co"
+	f.handlers["a"], f.handlers["b"] = "-", "-"
+	_, err := f.processor.ProcessBatch(t.Context(), inTx(f.arrive("a", "b")), func(time.Duration) bool { return false })
+	require.Error(t, err)
+	require.True(t, f.processor.IsOutage(t.Context(), err, InTx, false))
+}
+
+// Failures that take long end the transaction: it must not hold its locks for the sum of them.
+func TestSlowFailuresDoNotAddUp(t *testing.T) {
+	t.Parallel()
+	var f *fixture
+	call := func(ctx context.Context, e played, m *envelope.Received) error { return f.handle(ctx, e, m) }
+	f = newFixture(t, Rules{}, actionOf("H", call), actionOf("I", call))
+	f.processor.PassFailed, f.unused = true, true
+	f.handlers["a"] = "--"
+	items := f.arrive("a", "b")
+	_, err := f.processor.ProcessBatch(t.Context(), inTx(items), func(time.Duration) bool { return true })
+	require.ErrorIs(t, err, errPlayed)
+	require.Equal(t, []string{"a1: rolled back"}, f.log)
+}

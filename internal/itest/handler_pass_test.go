@@ -1,6 +1,7 @@
 package itest
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
@@ -29,7 +31,8 @@ func (c *calls) add(event string) (n int) {
 }
 
 // Events fail whose handler has not used its transaction. Others that share it are committed, and handled only once;
-// later events of a failed one's key wait for it. Nothing is handled or noted for an event that has failed.
+// later events of a failed one's key wait for it. Nothing is handled or noted for an event that has failed. The same holds
+// for handlers that fail after their statement, but that others may be handled again.
 func TestFailuresBesideOthers(t *testing.T) {
 	t.Parallel()
 	const keys, of = 40, 10
@@ -64,34 +67,43 @@ func TestFailuresBesideOthers(t *testing.T) {
 			testenv.Run(t, c.Run)
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			seed := rand.Uint64()
-			t.Logf("seed %d", seed)
-			random := rand.New(rand.NewPCG(seed, 0))
-			fails := map[string]int{} // how often
-			var steps []step
-			for n := 1; n <= of; n++ {
-				for k := range keys {
-					s := step{fmt.Sprint("k", k), n}
-					if steps = append(steps, s); random.IntN(12) == 0 {
-						fails[fmt.Sprint(s)] = 1 + random.IntN(3)
+		for _, after := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, after), func(t *testing.T) {
+				t.Parallel()
+				seed := rand.Uint64()
+				t.Logf("seed %d", seed)
+				random := rand.New(rand.NewPCG(seed, 0))
+				fails := map[string]int{} // how often
+				var steps []step
+				for n := 1; n <= of; n++ {
+					for k := range keys {
+						s := step{fmt.Sprint("k", k), n}
+						if steps = append(steps, s); random.IntN(12) == 0 {
+							fails[fmt.Sprint(s)] = 1 + random.IntN(3)
+						}
 					}
 				}
-			}
-			f, called := newWorkerFixture(t), &calls{of: map[string]int{}}
-			start(t, f, steps, f.effects("DONE", func(s step, _ outbox.Metadata) error {
-				if called.add(fmt.Sprint(s)) <= fails[fmt.Sprint(s)] {
-					return errTest
+				f, called := newWorkerFixture(t), &calls{of: map[string]int{}}
+				start(t, f, steps, outbox.Handle("DONE", func(ctx context.Context, tx pgx.Tx, s step, _ outbox.Metadata) error {
+					fail := called.add(fmt.Sprint(s)) <= fails[fmt.Sprint(s)]
+					if fail && !after {
+						return errTest
+					}
+					_, err := tx.Exec(ctx, f.sql(`INSERT INTO {schema}.effect (action, account, n) VALUES ('DONE', $1, $2)`), s.Account, s.N)
+					if fail && err == nil {
+						err = errTest
+					}
+					return err
+				}))
+				f.await(len(steps))
+				f.requireOrder()
+				require.Equal(t, len(steps), f.count(`SELECT count(*) FROM {schema}.event_handled`))
+				for _, s := range steps {
+					if !after {
+						require.Equal(t, 1+fails[fmt.Sprint(s)], called.of[fmt.Sprint(s)], s)
+					}
 				}
-				return nil
-			}))
-			f.await(len(steps))
-			f.requireOrder()
-			require.Equal(t, len(steps), f.count(`SELECT count(*) FROM {schema}.event_handled`))
-			for _, s := range steps {
-				require.Equal(t, 1+fails[fmt.Sprint(s)], called.of[fmt.Sprint(s)], s)
-			}
-		})
+			})
+		}
 	}
 }
