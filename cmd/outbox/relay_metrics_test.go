@@ -209,7 +209,7 @@ var relayMetric = regexp.MustCompile(`outbox_relay_[a-z_]+\{|outbox_stale[a-z_]*
 // relayPanels returns the queries of the panels about relays.
 func relayPanels(t *testing.T) map[string]string {
 	t.Helper()
-	text, err := os.ReadFile("../../examples/observability/dashboard.json")
+	text, err := os.ReadFile("../../deploy/outbox-monitoring/files/dashboard.json")
 	require.NoError(t, err)
 	var dashboard struct {
 		Panels []struct {
@@ -239,7 +239,7 @@ type scraper struct {
 func startPrometheus(t *testing.T, program, target string) *scraper {
 	t.Helper()
 	dir := t.TempDir()
-	rules, err := filepath.Abs("../../examples/observability/alerts.yml")
+	rules, err := filepath.Abs("../../deploy/outbox-monitoring/files/alerts.yml")
 	require.NoError(t, err)
 	config := fmt.Sprintf("global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [%q]\n"+
 		"scrape_configs: [{job_name: relay, static_configs: [{targets: [%q]}]}]\n", rules, target)

@@ -21,6 +21,12 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
+// What users install.
+const (
+	dashboardFile = "../../deploy/outbox-monitoring/files/dashboard.json"
+	alertRules    = "../../deploy/outbox-monitoring/files/alerts.yml"
+)
+
 // need skips under -short, and fails where a program is missing.
 func need(t *testing.T, program string) string {
 	t.Helper()
@@ -37,11 +43,11 @@ func TestAlerts(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
 	promtool := need(t, "promtool")
-	for _, args := range [][]string{{"check", "config", "prometheus.yml"}, {"check", "rules", "alerts.yml"}, {"test", "rules", "alerts_test.yml"}} {
+	for _, args := range [][]string{{"check", "config", "prometheus.yml"}, {"check", "rules", alertRules}, {"test", "rules", "alerts_test.yml"}} {
 		out, err := exec.CommandContext(t.Context(), promtool, args...).CombinedOutput()
 		require.NoError(t, err, "promtool %s:\n%s", strings.Join(args, " "), out)
 	}
-	rules, err := os.ReadFile("alerts.yml")
+	rules, err := os.ReadFile(alertRules)
 	require.NoError(t, err)
 	tests, err := os.ReadFile("alerts_test.yml")
 	require.NoError(t, err)
@@ -66,7 +72,7 @@ func startPrometheus(t *testing.T, target string) *server {
 	t.Helper()
 	program := need(t, "prometheus")
 	dir := t.TempDir()
-	rules, err := filepath.Abs("alerts.yml")
+	rules, err := filepath.Abs(alertRules)
 	require.NoError(t, err)
 	config := fmt.Sprintf("global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [%q]\n"+
 		"scrape_configs: [{job_name: orders, static_configs: [{targets: [%q]}]}]\n", rules, target)
@@ -186,7 +192,7 @@ func TestPrometheus(t *testing.T) {
 // variables replaced as Grafana would.
 func dashboardQueries(t *testing.T) map[string]string {
 	t.Helper()
-	text, err := os.ReadFile("dashboard.json")
+	text, err := os.ReadFile(dashboardFile)
 	require.NoError(t, err)
 	var dashboard struct {
 		Panels []struct {
