@@ -156,7 +156,7 @@ func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 	}
 	if tried := b.Events + b.Failed; tried > 0 {
 		series(m.batchSize, about, batchBounds).observe(float64(tried))
-		series(m.sendTook, about, durationBounds).observe(b.Took.Seconds())
+		series(m.sendTook, about.with("messaging_operation_type", "send").with(errorLabel, sendFailure(b)), durationBounds).observe(b.Took.Seconds())
 	}
 	if b.Expired > 0 {
 		m.expired[labelsOf(relayLabel, m.relay)] += float64(b.Expired)
@@ -184,6 +184,16 @@ func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 	for e, class := range b.NotTaken() {
 		m.sent[about.with(topicLabel, m.topics.Name(e.Topic(), false)).with(errorLabel, class)]++
 	}
+}
+
+// sendFailure returns the class of the first error of a batch of which Kafka has accepted nothing.
+func sendFailure(b outbox.SentBatch) string {
+	if b.Events == 0 {
+		for _, class := range b.NotTaken() {
+			return class
+		}
+	}
+	return ""
 }
 
 func series(of map[labels]*histogram, l labels, bounds []float64) *histogram {
