@@ -84,7 +84,8 @@ func startPrometheus(t *testing.T, target string) *server {
 	address := free.Addr().String()
 	require.NoError(t, free.Close())
 	p := &server{t: t, url: "http://" + address}
-	cmd := exec.Command(program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
+	cmd := exec.Command(program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address,
+		"--enable-feature=exemplar-storage")
 	cmd.Stdout, cmd.Stderr = &p.log, &p.log
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
@@ -129,6 +130,24 @@ func (p *server) query(expr string) (samples []sample) {
 	return data.Result
 }
 
+// exemplars returns the trace ids of the exemplars of an expression.
+func (p *server) exemplars(expr string) (traces []string) {
+	var data []struct {
+		Exemplars []struct {
+			Labels struct {
+				TraceID string `json:"trace_id"`
+			}
+		}
+	}
+	p.get(fmt.Sprintf("/api/v1/query_exemplars?start=%d&end=%d&query=%s", time.Now().Add(-time.Hour).Unix(), time.Now().Add(time.Hour).Unix(), url.QueryEscape(expr)), &data)
+	for _, series := range data {
+		for _, e := range series.Exemplars {
+			traces = append(traces, e.Labels.TraceID)
+		}
+	}
+	return traces
+}
+
 // value returns the only sample of an expression, or -1 if there is none.
 func (p *server) value(expr string) float64 {
 	samples := p.query(expr)
@@ -163,6 +182,18 @@ func TestPrometheus(t *testing.T) {
 	median := p.value(`histogram_quantile(0.5, sum by (le) (outbox_relay_publish_latency_seconds_bucket{outbox_relay_name="default"}))`)
 	require.Greater(t, median, 0.0)
 	require.Less(t, median, testenv.Patience.Seconds())
+
+	require.NoError(t, r.tel.tracers.ForceFlush(t.Context()))
+	traces := map[string]bool{}
+	for _, span := range r.spans.GetSpans() {
+		traces[span.SpanContext.TraceID().String()] = true
+	}
+	for _, name := range []string{"outbox_relay_publish_latency_seconds", "outbox_relay_batch_size", "messaging_client_operation_duration_seconds", "messaging_process_duration_seconds"} {
+		p.eventually(func() bool { return len(p.exemplars(name+"_bucket")) > 0 }, "no exemplar of %s", name)
+		for _, trace := range p.exemplars(name + "_bucket") {
+			require.True(t, traces[trace], "%s leads to no span", name)
+		}
+	}
 
 	for title, expr := range dashboardQueries(t) {
 		p.eventually(func() bool {
