@@ -135,10 +135,10 @@
 //
 //   - The span of a Record has the type create for several events too, because they have one creation context. Its name
 //     is record, without a destination: events of one Record may have several topics.
-//   - server.address, messaging.client.id and messaging.kafka.cluster.id are missing, and messaging.destination.partition.id
-//     on metrics. [Config].Attributes can add the first three.
-//   - The names outbox.*, and cloudevents.event_type and db.collection.name on metrics, are additions. messaging.system of
-//     a worker is postgresql, which the conventions do not list.
+//   - server.address, messaging.client.id and messaging.kafka.cluster.id are missing, and on metrics
+//     messaging.destination.partition.id. [Config].Attributes can add the first three.
+//   - The names outbox.*, and cloudevents.event_type and db.collection.name on metrics, are additions.
+//     messaging.system of a worker is postgresql, which the conventions do not list.
 package outboxotel
 
 import (
