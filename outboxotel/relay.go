@@ -246,21 +246,22 @@ func (s *spans) add(ctx context.Context, e outbox.SentEvent, errorType string) c
 	return parent
 }
 
-// finish makes the spans, and returns the context of the first one, or ctx if there is none. The recorder's span is
-// the one that created the messages, so the conventions demand a client span for the send, and a link.
+// finish makes the spans, and returns a context in the first one, if there is one. The recorder's span is the one that
+// created the messages, so the conventions demand a client span for the send, and a link.
 func (s *spans) finish(ctx context.Context) context.Context {
+	var first trace.SpanContext
 	for i, send := range s.order {
-		within, span := s.tracer.Start(send.parent, send.name(), trace.WithSpanKind(trace.SpanKindClient), trace.WithTimestamp(s.began),
+		_, span := s.tracer.Start(send.parent, send.name(), trace.WithSpanKind(trace.SpanKindClient), trace.WithTimestamp(s.began),
 			trace.WithLinks(trace.LinkFromContext(send.parent)), trace.WithAttributes(s.attributes(s.about(send)...)...))
 		if send.errorType != "" {
 			span.SetStatus(codes.Error, send.errorType)
 		}
 		span.End(trace.WithTimestamp(s.end))
 		if i == 0 {
-			ctx = within
+			first = span.SpanContext()
 		}
 	}
-	return ctx
+	return trace.ContextWithSpanContext(ctx, first)
 }
 
 func (s *sendSpan) name() string {
