@@ -171,6 +171,15 @@ func TestSpanOfRejectedSend(t *testing.T) {
 	require.Equal(t, 1.0, s.collect(t).value("messaging.client.operation.duration", "error.type", "message_too_large"))
 }
 
+// The span of a tombstone says so.
+func TestSpanOfTombstone(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, sdk.AlwaysSample())
+	s.commit(t.Context(), t, outbox.With(orders("1")[0], outbox.EventOptions{Tombstone: true}))
+	s.relay(t, outbox.RelayConfig{})
+	require.Equal(t, "true", attributesOf(s.one(t, "send "+s.orders))["messaging.kafka.message.tombstone"])
+}
+
 // A consumer that runs within a span links to that. Records of other producers have keys that are null or no text, and
 // tombstones.
 func TestSpanOfForeignRecord(t *testing.T) {
