@@ -209,7 +209,7 @@ release: release-check ## Make the tags of RELEASE at this commit, one for each 
 
 # The module is not in the workspace: Helm's dependencies must not decide about versions of ours.
 .PHONY: deploy-check
-deploy-check: ## Check the Helm chart, the manifests and docker-compose.yml (ARGS=-update writes deploy/kubernetes.yaml)
+deploy-check: ## Check the Helm charts, the manifests and docker-compose.yml (ARGS=-update writes deploy/kubernetes.yaml)
 	@cd tools/deploy && GOWORK=off go test -count=1 . $(ARGS)
 
 .PHONY: site

@@ -123,6 +123,9 @@ func (s SentEvent) Key() string { return string(s.e.Key()) }
 // Size returns the length of the payload, in bytes.
 func (s SentEvent) Size() int { return len(s.e.Payload) }
 
+// Tombstone reports whether the value of the record is null, see [EventOptions].
+func (s SentEvent) Tombstone() bool { return s.e.IsTombstone() }
+
 // RecordedAt returns when the transaction that recorded the event began.
 func (s SentEvent) RecordedAt() time.Time { return s.e.CreatedAt }
 

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sync/atomic"
 	"time"
+	"unicode/utf8"
 
 	"github.com/outboxgo/outbox"
 	"go.opentelemetry.io/otel/attribute"
@@ -74,7 +75,7 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 func (h *handlers) addOutcomes(hooks *outbox.ConsumerHooks) {
 	theirHandled, theirRepeated, theirUnknown, theirDead := hooks.Handled, hooks.Repeated, hooks.Unknown, hooks.DeadLettered
 	hooks.Handled = func(m outbox.Metadata, action string, took time.Duration) {
-		h.count(m.Topic(), m.Type, action, h.handled)
+		h.count(context.Background(), m.Topic(), m.Type, action, h.handled)
 		if theirHandled != nil {
 			theirHandled(m, action, took)
 		}
@@ -84,7 +85,7 @@ func (h *handlers) addOutcomes(hooks *outbox.ConsumerHooks) {
 		if m.Expired {
 			result = "expired"
 		}
-		h.count(m.Topic(), m.Type, action, result)
+		h.count(context.Background(), m.Topic(), m.Type, action, result)
 		if theirRepeated != nil {
 			theirRepeated(m, action)
 		}
@@ -94,14 +95,14 @@ func (h *handlers) addOutcomes(hooks *outbox.ConsumerHooks) {
 		if action == "" { // the event was not decoded or has no handler: its type can be any text
 			known = ""
 		}
-		h.count(m.Topic(), known, action, h.givenUp)
+		h.count(h.within(m), m.Topic(), known, action, h.givenUp)
 		if theirDead != nil {
 			theirDead(m, action, topic, err)
 		}
 	}
 	hooks.Unknown = func(m outbox.Metadata) {
 		if h.skips {
-			h.count(m.Topic(), "", "", "unknown")
+			h.count(context.Background(), m.Topic(), "", "", "unknown")
 		}
 		if theirUnknown != nil {
 			theirUnknown(m)
@@ -113,15 +114,16 @@ func (h *handlers) addOutcomes(hooks *outbox.ConsumerHooks) {
 func (h *handlers) addFailures(hooks *outbox.ConsumerHooks) {
 	theirConflicted, theirFailed := hooks.Conflicted, hooks.Failed
 	hooks.Conflicted = func(m outbox.Metadata, action string, err error) {
-		h.conflicts.Add(context.Background(), 1, h.failureOf(m, action, err))
+		h.conflicts.Add(h.within(m), 1, h.failureOf(m, action, err))
 		if theirConflicted != nil {
 			theirConflicted(m, action, err)
 		}
 	}
 	hooks.Failed = func(m outbox.Metadata, action string, err error, retry bool) {
-		h.failed.Add(context.Background(), 1, h.failureOf(m, action, err))
+		ctx := h.within(m)
+		h.failed.Add(ctx, 1, h.failureOf(m, action, err))
 		if retry && h.retried != "" {
-			h.count(m.Topic(), m.Type, action, h.retried)
+			h.count(ctx, m.Topic(), m.Type, action, h.retried)
 		}
 		if theirFailed != nil {
 			theirFailed(m, action, err, retry)
@@ -148,10 +150,18 @@ func (h *handlers) failureOf(m outbox.Metadata, action string, err error) metric
 		actionKey.String(action), semconv.ErrorTypeKey.String(h.cfg.ErrorType(err)))
 }
 
+// within returns a context in the trace in which an event was recorded, for exemplars of what is rare.
+func (h *handlers) within(m outbox.Metadata) context.Context {
+	if !h.traced {
+		return context.Background()
+	}
+	return within(context.Background(), m.Extensions[traceParentExtension])
+}
+
 // count counts an event and action with a result.
-func (h *handlers) count(topic, eventType, action, result string) {
+func (h *handlers) count(ctx context.Context, topic, eventType, action, result string) {
 	topic, eventType = h.names.of(topic, eventType, true)
-	h.processed.Add(context.Background(), 1, h.counts.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
+	h.processed.Add(ctx, 1, h.counts.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
 		return h.set(append(h.about(topic, eventType, action), resultKey.String(result))...)
 	}))
 }
@@ -208,46 +218,71 @@ func (h *handlers) handler(m outbox.Metadata, action string, err error) metric.M
 
 const traceParentExtension = traceParentHeader // the extension of CloudEvents
 
-// process starts the span of a call of a handler. For one event it is a child of the span
-// under which the event was recorded. For several events it starts a new trace with links
-// to their spans.
+// process starts the span of a call of a handler, with links to the spans under which the events were recorded. For one
+// event it is also a child of that span, and has a link to a span that ctx has.
 func (h *handlers) process(ctx context.Context, call outbox.HandlerCall) (context.Context, trace.Span) {
 	if !h.traced {
 		return ctx, noop.Span{}
 	}
 	first := call.Events[0].Metadata
-	attrs := append(h.operation(), semconv.MessagingOperationTypeProcess)
+	attrs := append(make([]attribute.KeyValue, 0, 16), h.operation()...)
+	attrs = append(attrs, semconv.MessagingOperationTypeProcess)
 	attrs = append(attrs, h.about(first.Topic(), first.Type, call.Action)...)
-	record := first.Kafka
-	if record != nil {
-		attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(record.Partition)))
+	if first.Kafka != nil {
+		attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(first.Kafka.Partition)))
 	}
-	opts := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindConsumer)}
+	var links []trace.Link
 	if len(call.Events) == 1 {
+		outside := trace.SpanContextFromContext(ctx)
 		ctx = within(ctx, first.Extensions[traceParentExtension])
-		attrs = append(attrs, semconv.MessagingMessageID(first.ID))
-		if record != nil {
-			attrs = append(attrs, semconv.MessagingKafkaOffset(int(record.Offset)), semconv.MessagingKafkaMessageKey(string(record.Key)))
+		attrs = appendMessage(attrs, first)
+		if created := trace.SpanContextFromContext(ctx); !created.Equal(outside) {
+			links = append(links, trace.Link{SpanContext: created})
+			if outside.IsValid() {
+				links = append(links, trace.Link{SpanContext: outside})
+			}
 		}
 	} else {
 		attrs = append(attrs, semconv.MessagingBatchMessageCount(len(call.Events)))
-		opts = append(opts, trace.WithLinks(linksTo(call.Events)...))
+		links = linksTo(call.Events)
 	}
-	opts = append(opts, trace.WithAttributes(h.attributes(attrs...)...))
-	return h.tracer.Start(ctx, processOperation+" "+first.Topic(), opts...)
+	return h.tracer.Start(ctx, processOperation+" "+first.Topic(), trace.WithSpanKind(trace.SpanKindConsumer),
+		trace.WithLinks(links...), trace.WithAttributes(h.attributes(attrs...)...))
 }
 
-// linksTo returns a link to each span under which some of the events were recorded.
+// appendMessage appends the attributes of one event.
+func appendMessage(attrs []attribute.KeyValue, m outbox.Metadata) []attribute.KeyValue {
+	attrs = append(attrs, semconv.MessagingMessageID(m.ID))
+	record := m.Kafka
+	if record == nil {
+		return attrs
+	}
+	attrs = append(attrs, semconv.MessagingKafkaOffset(int(record.Offset)))
+	if record.Key != nil && utf8.Valid(record.Key) { // a key without a form as text is left out
+		attrs = append(attrs, semconv.MessagingKafkaMessageKey(string(record.Key)))
+	}
+	if m.Tombstone {
+		attrs = append(attrs, semconv.MessagingKafkaMessageTombstone(true))
+	}
+	return attrs
+}
+
+// linksTo returns a link to each span under which some of the events were recorded. The link of a single event has the
+// attributes of the event.
 func linksTo(events []outbox.Received[outbox.DomainEvent]) (links []trace.Link) {
-	seen := map[string]bool{}
+	at := map[string]int{} // in links, or -1
 	for _, e := range events {
 		traceParent := e.Metadata.Extensions[traceParentExtension]
-		if seen[traceParent] {
+		if i, ok := at[traceParent]; ok {
+			if i >= 0 {
+				links[i].Attributes = nil
+			}
 			continue
 		}
-		seen[traceParent] = true
+		at[traceParent] = -1
 		if of := spanContext(traceParent); of.IsValid() {
-			links = append(links, trace.Link{SpanContext: of})
+			at[traceParent] = len(links)
+			links = append(links, trace.Link{SpanContext: of, Attributes: appendMessage(nil, e.Metadata)})
 		}
 	}
 	return links

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/sdk/metric"
+	"go.opentelemetry.io/otel/sdk/metric/exemplar"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 	"go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
@@ -72,8 +73,9 @@ func newScene(t testing.TB, sampler trace.Sampler) *scene {
 	s.tracers = trace.NewTracerProvider(trace.WithSyncer(s.spans), trace.WithSampler(sampler))
 	var err error
 	s.tel, err = outboxotel.New(outboxotel.Config{
-		MeterProvider: metric.NewMeterProvider(metric.WithReader(s.reader)), TracerProvider: s.tracers,
-		Interval: time.Nanosecond, StaleAfter: time.Second, Attributes: []attribute.KeyValue{attribute.String("test", "yes")},
+		MeterProvider:  metric.NewMeterProvider(metric.WithReader(s.reader), metric.WithExemplarFilter(exemplar.TraceBasedFilter)),
+		TracerProvider: s.tracers,
+		Interval:       time.Nanosecond, StaleAfter: time.Second, Attributes: []attribute.KeyValue{attribute.String("test", "yes")},
 	})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.tel.Close()) })

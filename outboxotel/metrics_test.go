@@ -124,7 +124,7 @@ func TestMetrics(t *testing.T) {
 
 // unboundedAttributes returns the attributes of metrics that are not in the closed list.
 func unboundedAttributes(m metrics) (unknown []string) {
-	known := regexp.MustCompile(`^(test|messaging\.(system|operation\.name|destination\.name|destination\.partition\.id|consumer\.group\.name)|` +
+	known := regexp.MustCompile(`^(test|messaging\.(system|operation\.(name|type)|destination\.name|destination\.partition\.id|consumer\.group\.name)|` +
 		`error\.type|cloudevents\.event_type|db\.collection\.name|outbox\.(relay\.name|retry|state|status|action|result|watched|outage))$`)
 	for name, one := range m {
 		for _, attr := range regexp.MustCompile(`{Key:(\S+) `).FindAllStringSubmatch(fmt.Sprintf("%+v", one.Data), -1) {

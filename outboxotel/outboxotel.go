@@ -17,7 +17,8 @@
 //	outbox.recorder.events               counter of events that were passed to Record, by error.type
 //	messaging.client.sent.messages       counter of events that Kafka accepted; with error.type: did not
 //	                                     accept
-//	messaging.client.operation.duration  histogram of sends of a batch
+//	messaging.client.operation.duration  histogram of sends of a batch; with error.type: Kafka accepted none
+//	                                     of the events
 //	outbox.relay.batch.size              histogram of events per batch
 //	outbox.relay.publish.latency         histogram from the start of the recording transaction to Kafka's
 //	                                     answer
@@ -112,15 +113,32 @@
 // postgresql. A worker takes events from the backlog only as fast as its handlers are, so the backlog
 // grows where they fall behind, and pending where they fail or are paused.
 //
+// Histograms, and counters of failures, are recorded in the context of a span. So they have exemplars of sampled traces
+// with the SDK's default filter, trace_based. A batch has the exemplar of its first send span.
+//
 // # Traces
 //
 // Each Record has a span, whose context is sent with the events as traceparent. A send
 // has a child span for the events of one Record and topic in a batch, made after the
-// send, and only if the parent is sampled. A call of a handler for one event is a child
-// span too. A call for several events links to the spans of all, at most 128 by default
-// of the SDK. Events that a handler records continue the trace of the handler's span.
+// send, and only if the parent is sampled. Events that Kafka does not accept have a span
+// with error.type for each send. A call of a handler for one event is a child span too.
+// A call for several events starts a trace. Spans of sends and handlers also link to the
+// spans of Records, at most 128 by default of the SDK. Events that a handler records
+// continue the trace of the handler's span.
 //
 // The tracestate of a vendor is not sent: outbox stores the traceparent only.
+//
+// # Semantic conventions
+//
+// Names, kinds, links and attributes of spans, and the metrics that begin with messaging, follow the conventions for
+// messaging and Kafka of version 1.44.0. Differences:
+//
+//   - The span of a Record has the type create for several events too, because they have one creation context. Its name
+//     is record, without a destination: events of one Record may have several topics.
+//   - server.address, messaging.client.id and messaging.kafka.cluster.id are missing, and on metrics
+//     messaging.destination.partition.id. [Config].Attributes can add the first three.
+//   - The names outbox.*, and cloudevents.event_type and db.collection.name on metrics, are additions.
+//     messaging.system of a worker is postgresql, which the conventions do not list.
 package outboxotel
 
 import (

@@ -8,6 +8,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/codes"
 	"go.opentelemetry.io/otel/metric"
 	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
 	"go.opentelemetry.io/otel/trace"
@@ -25,7 +26,14 @@ type relay struct {
 	state *relayState
 
 	options cache[topicKey, topicOptions]
+	sends   cache[sendKey, metric.MeasurementOption]
 	batches [2]metric.MeasurementOption // by whether they are retries
+}
+
+// sendKey identifies the series of the durations of sends.
+type sendKey struct {
+	errorType string
+	retried   bool
 }
 
 // topicOptions are the attributes of sent events. The latency is measured for each event,
@@ -115,28 +123,43 @@ func (t *Telemetry) countRemoved(counter metric.Int64Counter, by attribute.KeyVa
 // sentBatch measures a batch and makes the spans of its events.
 func (r *relay) sentBatch(b outbox.SentBatch) {
 	ctx := context.Background()
-	end := b.Began.Add(b.Took)
+	spans := &spans{relay: r, began: b.Began, end: b.Began.Add(b.Took), retried: b.Retried}
+	r.accepted(ctx, b, spans)
+	failure := ""
+	for e, class := range b.NotTaken() {
+		if b.Events == 0 && failure == "" {
+			failure = class
+		}
+		r.sent.Add(spans.add(ctx, e, class), 1, r.about(topicKey{e.Topic(), class, b.Retried}).count...)
+	}
+	traced := spans.finish(ctx)
 	about := r.batches[0]
 	if b.Retried {
 		about = r.batches[1]
 	}
 	if tried := b.Events + b.Failed; tried > 0 {
-		r.batchSize.Record(ctx, int64(tried), about)
-		r.sendTook.Record(ctx, b.Took.Seconds(), about)
+		r.batchSize.Record(traced, int64(tried), about)
+		r.sendTook.Record(traced, b.Took.Seconds(), r.send(sendKey{failure, b.Retried}))
 	}
 	if b.Expired > 0 {
 		r.expired.Add(ctx, int64(b.Expired), about)
 	}
-	r.accepted(ctx, b, end)
-	for e, class := range b.NotTaken() {
-		r.sent.Add(ctx, 1, r.about(topicKey{e.Topic(), class, b.Retried}).count...)
-	}
+}
+
+// send returns the attributes of the duration of a send. A send has failed if Kafka accepted none of its events.
+func (r *relay) send(key sendKey) metric.MeasurementOption {
+	return r.sends.get(key, func() metric.MeasurementOption {
+		attrs := append(operation(sendOperation), semconv.MessagingOperationTypeSend, r.name, retryKey.Bool(key.retried))
+		if key.errorType != "" {
+			attrs = append(attrs, semconv.ErrorTypeKey.String(key.errorType))
+		}
+		return r.set(attrs...)
+	})
 }
 
 // accepted measures and traces the events that Kafka has accepted. Consecutive events of
 // one topic are counted in one call, because a batch has thousands.
-func (r *relay) accepted(ctx context.Context, b outbox.SentBatch, end time.Time) {
-	spans := spans{relay: r, began: b.Began, end: end, retried: b.Retried}
+func (r *relay) accepted(ctx context.Context, b outbox.SentBatch, spans *spans) {
 	key, n := topicKey{retried: b.Retried}, int64(0)
 	var about topicOptions
 	for e := range b.All() {
@@ -148,16 +171,11 @@ func (r *relay) accepted(ctx context.Context, b outbox.SentBatch, end time.Time)
 			about = r.about(key)
 		}
 		n++
-		of := ctx
-		if r.traced {
-			of = spans.add(ctx, e)
-		}
-		r.latency.Record(of, max(0, end.Sub(e.RecordedAt()).Seconds()), about.latency...)
+		r.latency.Record(spans.add(ctx, e, ""), max(0, spans.end.Sub(e.RecordedAt()).Seconds()), about.latency...)
 	}
 	if n > 0 {
 		r.sent.Add(ctx, n, about.count...)
 	}
-	spans.finish()
 }
 
 // about returns the attributes of sent events, or of those that were not taken for an error.
@@ -179,7 +197,7 @@ func (r *relay) about(key topicKey) topicOptions {
 	})
 }
 
-// spans are the spans of a batch: one for the events of one Record and topic.
+// spans are the spans of a batch: one for the events of one Record and topic, and for each class of error.
 type spans struct {
 	*relay
 	began, end time.Time
@@ -188,25 +206,31 @@ type spans struct {
 	order      []*sendSpan
 }
 
-type spanKey struct{ traceParent, topic string }
+type spanKey struct{ traceParent, topic, errorType string }
 
 // sendSpan is a span that will be made.
 type sendSpan struct {
+	spanKey
 	parent context.Context
-	topic  string
 	first  outbox.SentEvent
 	n      int
+	spread bool // its events are in several partitions
 }
 
-// add counts an event for its span and returns a context in its trace.
-func (s *spans) add(ctx context.Context, e outbox.SentEvent) context.Context {
+// add counts an event for its span and returns a context in its trace. The error type is that of an event that Kafka
+// has not accepted.
+func (s *spans) add(ctx context.Context, e outbox.SentEvent, errorType string) context.Context {
+	if !s.traced {
+		return ctx
+	}
 	traceParent := e.TraceParent()
 	if !isSampled(traceParent) {
 		return ctx
 	}
-	key := spanKey{traceParent, e.Topic()}
+	key := spanKey{traceParent, e.Topic(), errorType}
 	if span := s.open[key]; span != nil {
 		span.n++
+		span.spread = span.spread || e.Partition() != span.first.Partition()
 		return span.parent
 	}
 	parent := within(ctx, traceParent)
@@ -216,26 +240,59 @@ func (s *spans) add(ctx context.Context, e outbox.SentEvent) context.Context {
 	if s.open == nil {
 		s.open = map[spanKey]*sendSpan{}
 	}
-	span := &sendSpan{parent: parent, topic: key.topic, first: e, n: 1}
+	span := &sendSpan{spanKey: key, parent: parent, first: e, n: 1}
 	s.open[key] = span
 	s.order = append(s.order, span)
 	return parent
 }
 
-// finish makes the spans. The recorder's span is the one that created the messages, so
-// the conventions demand a client span for the send.
-func (s *spans) finish() {
-	for _, send := range s.order {
-		attrs := append(operation(sendOperation), semconv.MessagingOperationTypeSend,
-			semconv.MessagingDestinationName(send.topic), s.name, retryKey.Bool(s.retried))
-		if send.n > 1 {
-			attrs = append(attrs, semconv.MessagingBatchMessageCount(send.n))
-		} else {
-			attrs = append(attrs, semconv.MessagingMessageID(send.first.ID()), semconv.MessagingKafkaMessageKey(send.first.Key()),
-				semconv.MessagingMessageBodySize(send.first.Size()))
+// finish makes the spans, and returns a context in the first one, if there is one. The recorder's span is the one that
+// created the messages, so the conventions demand a client span for the send, and a link.
+func (s *spans) finish(ctx context.Context) context.Context {
+	var first trace.SpanContext
+	for i, send := range s.order {
+		_, span := s.tracer.Start(send.parent, send.name(), trace.WithSpanKind(trace.SpanKindClient), trace.WithTimestamp(s.began),
+			trace.WithLinks(trace.LinkFromContext(send.parent)), trace.WithAttributes(s.attributes(s.about(send)...)...))
+		if send.errorType != "" {
+			span.SetStatus(codes.Error, send.errorType)
 		}
-		_, span := s.tracer.Start(send.parent, sendOperation+" "+send.topic, trace.WithSpanKind(trace.SpanKindClient),
-			trace.WithTimestamp(s.began), trace.WithAttributes(s.attributes(attrs...)...))
 		span.End(trace.WithTimestamp(s.end))
+		if i == 0 {
+			first = span.SpanContext()
+		}
 	}
+	return trace.ContextWithSpanContext(ctx, first)
+}
+
+func (s *sendSpan) name() string {
+	if s.topic == "" {
+		return sendOperation
+	}
+	return sendOperation + " " + s.topic
+}
+
+// about returns the attributes of a span.
+func (s *spans) about(send *sendSpan) []attribute.KeyValue {
+	attrs := append(make([]attribute.KeyValue, 0, 16), operation(sendOperation)...)
+	attrs = append(attrs, semconv.MessagingOperationTypeSend, s.name, retryKey.Bool(s.retried))
+	if send.topic != "" {
+		attrs = append(attrs, semconv.MessagingDestinationName(send.topic))
+	}
+	e, accepted := send.first, send.errorType == ""
+	if !accepted {
+		attrs = append(attrs, semconv.ErrorTypeKey.String(send.errorType))
+	} else if !send.spread {
+		attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(e.Partition())))
+	}
+	if send.n > 1 {
+		return append(attrs, semconv.MessagingBatchMessageCount(send.n))
+	}
+	attrs = append(attrs, semconv.MessagingMessageID(e.ID()), semconv.MessagingKafkaMessageKey(e.Key()), semconv.MessagingMessageBodySize(e.Size()))
+	if accepted && e.Offset() >= 0 {
+		attrs = append(attrs, semconv.MessagingKafkaOffset(int(e.Offset())))
+	}
+	if e.Tombstone() {
+		attrs = append(attrs, semconv.MessagingKafkaMessageTombstone(true))
+	}
+	return attrs
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxotel"
 	"github.com/stretchr/testify/require"
+	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/codes"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
@@ -64,8 +65,13 @@ func TestOneTrace(t *testing.T) {
 	delete(attrs, "messaging.message.body.size")
 	require.Equal(t, map[string]string{
 		"test": "yes", "messaging.system": "kafka", "messaging.operation.name": "send", "messaging.operation.type": "send",
-		"messaging.destination.name": s.orders, "messaging.kafka.message.key": "1", "outbox.relay.name": "default", "outbox.retry": "false",
+		"messaging.destination.name": s.orders, "messaging.destination.partition.id": "0", "messaging.kafka.message.key": "1", "messaging.kafka.offset": "0",
+		"outbox.relay.name": "default", "outbox.retry": "false",
 	}, attrs)
+	for _, span := range []tracetest.SpanStub{sent, processed} {
+		require.Len(t, span.Links, 1, span.Name)
+		require.Equal(t, records[0].SpanContext.SpanID(), span.Links[0].SpanContext.SpanID(), span.Name)
+	}
 	attrs = attributesOf(processed)
 	delete(attrs, "messaging.message.id")
 	require.Equal(t, map[string]string{
@@ -94,6 +100,8 @@ func TestTraceOfBatch(t *testing.T) {
 	records, sends := s.named("record"), s.named("send "+s.orders)
 	require.Equal(t, "2", attributesOf(records[0])["messaging.batch.message_count"])
 	require.Equal(t, "2", attributesOf(sends[0])["messaging.batch.message_count"])
+	require.Empty(t, attributesOf(sends[0])["messaging.message.id"])
+	require.Equal(t, "0", attributesOf(sends[0])["messaging.destination.partition.id"])
 	require.Empty(t, attributesOf(sends[1])["messaging.batch.message_count"])
 	requireChild(t, sends[0], records[0])
 	requireChild(t, sends[1], records[1])
@@ -103,6 +111,10 @@ func TestTraceOfBatch(t *testing.T) {
 	for i, link := range linked.Links {
 		require.Equal(t, records[i].SpanContext.SpanID(), link.SpanContext.SpanID())
 	}
+	require.Empty(t, linked.Links[0].Attributes, "it is that of two events")
+	of := attribute.NewSet(linked.Links[1].Attributes...)
+	message, _ := of.Value("messaging.message.id")
+	require.Equal(t, attributesOf(sends[1])["messaging.message.id"], message.AsString())
 }
 
 // A service that does not sample makes no spans, and its traceparent says so.
@@ -141,6 +153,58 @@ func TestFailedSpans(t *testing.T) {
 	failed := s.one(t, "process "+s.orders)
 	require.Equal(t, codes.Error, failed.Status.Code)
 	require.Equal(t, "panic", attributesOf(failed)["error.type"])
+}
+
+// The send of an event that Kafka rejects has a span with the class of the error, in the trace of its Record.
+func TestSpanOfRejectedSend(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, sdk.AlwaysSample())
+	s.commit(t.Context(), t, tooLarge("1"))
+	s.relay(t, outbox.RelayConfig{RetryInterval: time.Hour})
+	sent := s.one(t, "send "+s.orders)
+	requireChild(t, sent, s.one(t, "record"))
+	require.Equal(t, codes.Error, sent.Status.Code)
+	attrs := attributesOf(sent)
+	require.Equal(t, "message_too_large", attrs["error.type"])
+	require.NotContains(t, attrs, "messaging.kafka.offset")
+	require.NotContains(t, attrs, "messaging.destination.partition.id")
+	require.Equal(t, 1.0, s.collect(t).value("messaging.client.operation.duration", "error.type", "message_too_large"))
+}
+
+// The span of a tombstone says so.
+func TestSpanOfTombstone(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, sdk.AlwaysSample())
+	s.commit(t.Context(), t, outbox.With(orders("1")[0], outbox.EventOptions{Tombstone: true}))
+	s.relay(t, outbox.RelayConfig{})
+	require.Equal(t, "true", attributesOf(s.one(t, "send "+s.orders))["messaging.kafka.message.tombstone"])
+}
+
+// A consumer that runs within a span links to that. Records of other producers have keys that are null or no text, and
+// tombstones.
+func TestSpanOfForeignRecord(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, sdk.AlwaysSample())
+	ctx, outside := s.tracers.Tracer("test").Start(t.Context(), "outside")
+	cfg := s.tel.Consumer("g", outbox.ConsumerConfig{})
+	for i, key := range [][]byte{nil, {0xff}, []byte("k")} {
+		call := outbox.HandlerCall{Action: "A", Events: []outbox.Received[outbox.DomainEvent]{{Metadata: outbox.Metadata{
+			ID: "1", Tombstone: i == 2, Kafka: &outbox.KafkaMetadata{Topic: "t", Key: key}, Extensions: map[string]string{"traceparent": elsewhere}}}}}
+		require.NoError(t, cfg.Middleware[0](ctx, call, func(context.Context) error { return nil }))
+		span := s.named("process t")[i]
+		require.Equal(t, "b7ad6b7169203331", span.Parent.SpanID().String())
+		require.Len(t, span.Links, 2)
+		require.Equal(t, "b7ad6b7169203331", span.Links[0].SpanContext.SpanID().String())
+		require.Equal(t, outside.SpanContext().SpanID(), span.Links[1].SpanContext.SpanID())
+		attrs := attributesOf(span)
+		if i < 2 {
+			require.NotContains(t, attrs, "messaging.kafka.message.key")
+			require.NotContains(t, attrs, "messaging.kafka.message.tombstone")
+		} else {
+			require.Equal(t, "k", attrs["messaging.kafka.message.key"])
+			require.Equal(t, "true", attrs["messaging.kafka.message.tombstone"])
+		}
+	}
 }
 
 const elsewhere = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

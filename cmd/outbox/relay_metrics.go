@@ -146,7 +146,7 @@ func (m *relayMetrics) countFailed(counter counters, e outbox.FailedEvent) {
 }
 
 // countBatch counts runs of events of the same topic with one access to the maps, because a batch has
-// thousands of events.
+// thousands of events. The first event of each run gives the exemplar: it is often the oldest one.
 func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -154,15 +154,11 @@ func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 	if b.Retried {
 		about = m.send[1]
 	}
-	if tried := b.Events + b.Failed; tried > 0 {
-		series(m.batchSize, about, batchBounds).observe(float64(tried))
-		series(m.sendTook, about, durationBounds).observe(b.Took.Seconds())
-	}
 	if b.Expired > 0 {
 		m.expired[labelsOf(relayLabel, m.relay)] += float64(b.Expired)
 	}
 	end := b.Began.Add(b.Took)
-	var topic, name string
+	var topic, name, first string // first is the traceparent of the first event
 	var latency *histogram
 	n := 0
 	count := func() {
@@ -177,13 +173,34 @@ func (m *relayMetrics) countBatch(b outbox.SentBatch) {
 			name = m.topics.Name(topic, true)
 			latency = series(m.latency, labelsOf(relayLabel, m.relay, topicLabel, name), latencyBounds)
 		}
-		n++
-		latency.observe(max(0, end.Sub(e.RecordedAt()).Seconds()))
+		took := max(0, end.Sub(e.RecordedAt()).Seconds())
+		if n++; n > 1 {
+			latency.observe(took)
+			continue
+		}
+		traceParent := e.TraceParent()
+		latency.observeIn(took, traceParent, end)
+		first = cmp.Or(first, traceParent)
 	}
 	count()
+	if tried := b.Events + b.Failed; tried > 0 {
+		series(m.batchSize, about, batchBounds).observeIn(float64(tried), first, end)
+		took := about.with("messaging_operation_type", "send").with(errorLabel, sendFailure(b))
+		series(m.sendTook, took, durationBounds).observeIn(b.Took.Seconds(), first, end)
+	}
 	for e, class := range b.NotTaken() {
 		m.sent[about.with(topicLabel, m.topics.Name(e.Topic(), false)).with(errorLabel, class)]++
 	}
+}
+
+// sendFailure returns the class of the first error of a batch of which Kafka has accepted nothing.
+func sendFailure(b outbox.SentBatch) string {
+	if b.Events == 0 {
+		for _, class := range b.NotTaken() {
+			return class
+		}
+	}
+	return ""
 }
 
 func series(of map[labels]*histogram, l labels, bounds []float64) *histogram {
@@ -207,9 +224,9 @@ func (m *relayMetrics) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if due {
 		m.refresh(r.Context())
 	}
-	var x exposition
+	x := exposition{open: strings.Contains(r.Header.Get("Accept"), openMetrics)}
 	m.write(&x, health)
-	w.Header().Set("Content-Type", textFormat)
+	w.Header().Set("Content-Type", x.end())
 	w.Header().Set("Cache-Control", "no-store")
 	_, _ = w.Write(x.Bytes()) // the client has gone
 }

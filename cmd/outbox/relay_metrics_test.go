@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -58,6 +59,37 @@ h_seconds_count{a="b"} 3
 `, x.String())
 	require.Equal(t, "+Inf", number(math.Inf(1)))
 	promtool(t, x.String())
+	require.Equal(t, textFormat, x.end())
+}
+
+// OpenMetrics has the exemplars of sampled traces. Texts that are no traceparent are not written.
+func TestOpenMetrics(t *testing.T) {
+	t.Parallel()
+	h, at := newHistogram([]float64{0.5, 1}), time.UnixMilli(1764400000125)
+	const trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+	for v, traceParent := range map[float64]string{0.25: "00-" + trace + "-" + span + "-01", 0.75: "00-" + trace + "-" + span + "-00", 2: "00-\"} 1\n" + trace + "-01"} {
+		h.observeIn(v, traceParent, at)
+	}
+	text, open := exposition{}, exposition{open: true}
+	for _, x := range []*exposition{&text, &open} {
+		x.values("c_total", typeCounter, "What.", counters{"": 2})
+		x.histograms("h_seconds", "How long.", map[labels]*histogram{"": h})
+	}
+	require.Equal(t, openFormat, open.end())
+	require.Equal(t, `# HELP c What.
+# TYPE c counter
+c_total 2
+# HELP h_seconds How long.
+# TYPE h_seconds histogram
+h_seconds_bucket{le="0.5"} 1 # {trace_id="0af7651916cd43dd8448eb211c80319c",span_id="b7ad6b7169203331"} 0.25 1764400000.125
+h_seconds_bucket{le="1"} 2
+h_seconds_bucket{le="+Inf"} 3
+h_seconds_sum 3
+h_seconds_count 3
+# EOF
+`, open.String())
+	require.NotContains(t, text.String(), "trace_id")
+	require.Contains(t, text.String(), "# TYPE c_total counter")
 }
 
 // Rows that retention removes are counted by table.
@@ -161,8 +193,12 @@ func TestRelayMetricsInPrometheus(t *testing.T) {
 	p := d.startRelay(t, "OUTBOX_MAX_RETRIES=1")
 	s := startPrometheus(t, prometheus, p.address())
 	d.recordLarge(t, "large", 10_000)
+	const trace = "0af7651916cd43dd8448eb211c80319c"
+	ctx := outbox.WithTraceParent(background, "00-"+trace+"-b7ad6b7169203331-01")
 	for n := range 5 {
-		d.record(t, fmt.Sprint(n))
+		require.NoError(t, pgx.BeginFunc(ctx, d.db, func(tx pgx.Tx) error {
+			return d.rec.Record(ctx, tx, happened{Key: fmt.Sprint(n), At: time.Now()})
+		}))
 	}
 	s.eventually(func() bool { return s.value(`outbox_relay_dead_total`) == 1 }, "no dead event")
 	s.eventually(func() bool {
@@ -173,6 +209,9 @@ func TestRelayMetricsInPrometheus(t *testing.T) {
 	require.Less(t, median, testenv.Patience.Seconds())
 	_, metrics := get(t, p.address(), "/metrics", nil)
 	promtool(t, metrics)
+	for _, name := range []string{"outbox_relay_publish_latency_seconds", "outbox_relay_batch_size", "messaging_client_operation_duration_seconds"} {
+		s.eventually(func() bool { return slices.Contains(s.exemplars(name+"_bucket"), trace) }, "no exemplar of %s", name)
+	}
 
 	shown := 0
 	for title, expr := range relayPanels(t) {
@@ -209,7 +248,7 @@ var relayMetric = regexp.MustCompile(`outbox_relay_[a-z_]+\{|outbox_stale[a-z_]*
 // relayPanels returns the queries of the panels about relays.
 func relayPanels(t *testing.T) map[string]string {
 	t.Helper()
-	text, err := os.ReadFile("../../examples/observability/dashboard.json")
+	text, err := os.ReadFile("../../deploy/outbox-monitoring/files/dashboard.json")
 	require.NoError(t, err)
 	var dashboard struct {
 		Panels []struct {
@@ -239,7 +278,7 @@ type scraper struct {
 func startPrometheus(t *testing.T, program, target string) *scraper {
 	t.Helper()
 	dir := t.TempDir()
-	rules, err := filepath.Abs("../../examples/observability/alerts.yml")
+	rules, err := filepath.Abs("../../deploy/outbox-monitoring/files/alerts.yml")
 	require.NoError(t, err)
 	config := fmt.Sprintf("global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [%q]\n"+
 		"scrape_configs: [{job_name: relay, static_configs: [{targets: [%q]}]}]\n", rules, target)
@@ -249,7 +288,8 @@ func startPrometheus(t *testing.T, program, target string) *scraper {
 	require.NoError(t, err)
 	address := free.Addr().String()
 	require.NoError(t, free.Close())
-	cmd := exec.Command(program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
+	cmd := exec.Command(program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address,
+		"--enable-feature=exemplar-storage")
 	var log bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &log, &log
 	require.NoError(t, cmd.Start())
@@ -271,20 +311,41 @@ type sampled struct {
 
 // query returns the samples of an expression; none while Prometheus is not there yet.
 func (s *scraper) query(expr string) []sampled {
-	response, err := http.Get(s.url + "/api/v1/query?query=" + url.QueryEscape(expr))
+	var data struct{ Result []sampled }
+	s.get("/api/v1/query?query="+url.QueryEscape(expr), &data)
+	return data.Result
+}
+
+// exemplars returns the trace ids of the exemplars of an expression.
+func (s *scraper) exemplars(expr string) (traces []string) {
+	var data []struct {
+		Exemplars []struct{ Labels map[string]string }
+	}
+	s.get(fmt.Sprintf("/api/v1/query_exemplars?start=%d&end=%d&query=%s", time.Now().Add(-time.Hour).Unix(), time.Now().Add(time.Hour).Unix(), url.QueryEscape(expr)), &data)
+	for _, series := range data {
+		for _, e := range series.Exemplars {
+			traces = append(traces, e.Labels["trace_id"])
+		}
+	}
+	return traces
+}
+
+// get reads an answer, which is empty while Prometheus is not there yet.
+func (s *scraper) get(path string, data any) {
+	response, err := http.Get(s.url + path)
 	if err != nil {
-		return nil
+		return
 	}
 	defer response.Body.Close()
 	var answer struct {
 		Status, Error string
-		Data          struct{ Result []sampled }
+		Data          json.RawMessage
 	}
 	if json.NewDecoder(response.Body).Decode(&answer) != nil {
-		return nil
+		return
 	}
-	require.Equal(s.t, "success", answer.Status, "%s: %s", expr, answer.Error)
-	return answer.Data.Result
+	require.Equal(s.t, "success", answer.Status, "%s: %s", path, answer.Error)
+	require.NoError(s.t, json.Unmarshal(answer.Data, data))
 }
 
 // value returns the only sample of an expression, or -1 if there is none.

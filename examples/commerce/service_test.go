@@ -180,13 +180,13 @@ var metricName = regexp.MustCompile(`\b(outbox|messaging)_[a-z_]+\b`)
 // nothingFailed are the metrics that are there once something has failed, waits, or was removed.
 var nothingFailed = []string{"outbox_outage", "outbox_outage_age_seconds", "outbox_group_breakers", "outbox_group_waiting", "outbox_group_waiting_age_seconds", "outbox_consumer_failed_total", "outbox_relay_dead_total", "outbox_relay_rejected_total", "outbox_relay_removed_total"}
 
-// The dashboard of examples/observability shows this service, too: it has all metrics for which
+// The dashboard shows this service, too: it has all metrics for which
 // that asks, but for those of workers, which it does not run, and of what did not fail.
 func TestMetricsOfTheDashboard(t *testing.T) {
 	t.Parallel()
 	r := startService(t)
 	require.NoError(t, r.visit(t.Context()))
-	dashboard, err := os.ReadFile("../observability/dashboard.json")
+	dashboard, err := os.ReadFile("../../deploy/outbox-monitoring/files/dashboard.json")
 	require.NoError(t, err)
 	asked := metricName.FindAllString(string(dashboard), -1)
 	require.Contains(t, asked, "outbox_consumer_lag")

@@ -15,8 +15,8 @@ import (
 	"go.opentelemetry.io/otel/trace/noop"
 )
 
-// telemetry has the metrics of the service, as the dashboard and the alerts of
-// examples/observability ask for them. That example has traces as well.
+// telemetry has the metrics of the service, as the dashboard and the alerts
+// ask for them. The example observability has traces as well.
 type telemetry struct {
 	*outboxotel.Telemetry
 	meters  *metric.MeterProvider

@@ -2,8 +2,8 @@
 // from an HTTP request through outbox and Kafka to the consumer of its event.
 //
 // To copy from it, read telemetry.go (the providers of metrics and traces) and
-// service.go (how recorder, relay, consumer and HTTP handlers get them); dashboard.json
-// and alerts.yml are for Grafana and Prometheus.
+// service.go (how recorder, relay, consumer and HTTP handlers get them). The dashboard
+// and the alerts are in deploy/outbox-monitoring.
 package main
 
 import (

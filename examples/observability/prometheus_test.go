@@ -21,6 +21,12 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
+// What users install.
+const (
+	dashboardFile = "../../deploy/outbox-monitoring/files/dashboard.json"
+	alertRules    = "../../deploy/outbox-monitoring/files/alerts.yml"
+)
+
 // need skips under -short, and fails where a program is missing.
 func need(t *testing.T, program string) string {
 	t.Helper()
@@ -37,11 +43,11 @@ func TestAlerts(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
 	promtool := need(t, "promtool")
-	for _, args := range [][]string{{"check", "config", "prometheus.yml"}, {"check", "rules", "alerts.yml"}, {"test", "rules", "alerts_test.yml"}} {
+	for _, args := range [][]string{{"check", "config", "prometheus.yml"}, {"check", "rules", alertRules}, {"test", "rules", "alerts_test.yml"}} {
 		out, err := exec.CommandContext(t.Context(), promtool, args...).CombinedOutput()
 		require.NoError(t, err, "promtool %s:\n%s", strings.Join(args, " "), out)
 	}
-	rules, err := os.ReadFile("alerts.yml")
+	rules, err := os.ReadFile(alertRules)
 	require.NoError(t, err)
 	tests, err := os.ReadFile("alerts_test.yml")
 	require.NoError(t, err)
@@ -66,7 +72,7 @@ func startPrometheus(t *testing.T, target string) *server {
 	t.Helper()
 	program := need(t, "prometheus")
 	dir := t.TempDir()
-	rules, err := filepath.Abs("alerts.yml")
+	rules, err := filepath.Abs(alertRules)
 	require.NoError(t, err)
 	config := fmt.Sprintf("global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [%q]\n"+
 		"scrape_configs: [{job_name: orders, static_configs: [{targets: [%q]}]}]\n", rules, target)
@@ -78,7 +84,8 @@ func startPrometheus(t *testing.T, target string) *server {
 	address := free.Addr().String()
 	require.NoError(t, free.Close())
 	p := &server{t: t, url: "http://" + address}
-	cmd := exec.Command(program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
+	cmd := exec.Command(program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address,
+		"--enable-feature=exemplar-storage")
 	cmd.Stdout, cmd.Stderr = &p.log, &p.log
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
@@ -123,6 +130,24 @@ func (p *server) query(expr string) (samples []sample) {
 	return data.Result
 }
 
+// exemplars returns the trace ids of the exemplars of an expression.
+func (p *server) exemplars(expr string) (traces []string) {
+	var data []struct {
+		Exemplars []struct {
+			Labels struct {
+				TraceID string `json:"trace_id"`
+			}
+		}
+	}
+	p.get(fmt.Sprintf("/api/v1/query_exemplars?start=%d&end=%d&query=%s", time.Now().Add(-time.Hour).Unix(), time.Now().Add(time.Hour).Unix(), url.QueryEscape(expr)), &data)
+	for _, series := range data {
+		for _, e := range series.Exemplars {
+			traces = append(traces, e.Labels.TraceID)
+		}
+	}
+	return traces
+}
+
 // value returns the only sample of an expression, or -1 if there is none.
 func (p *server) value(expr string) float64 {
 	samples := p.query(expr)
@@ -158,6 +183,18 @@ func TestPrometheus(t *testing.T) {
 	require.Greater(t, median, 0.0)
 	require.Less(t, median, testenv.Patience.Seconds())
 
+	require.NoError(t, r.tel.tracers.ForceFlush(t.Context()))
+	traces := map[string]bool{}
+	for _, span := range r.spans.GetSpans() {
+		traces[span.SpanContext.TraceID().String()] = true
+	}
+	for _, name := range []string{"outbox_relay_publish_latency_seconds", "outbox_relay_batch_size", "messaging_client_operation_duration_seconds", "messaging_process_duration_seconds"} {
+		p.eventually(func() bool { return len(p.exemplars(name+"_bucket")) > 0 }, "no exemplar of %s", name)
+		for _, trace := range p.exemplars(name + "_bucket") {
+			require.True(t, traces[trace], "%s leads to no span", name)
+		}
+	}
+
 	for title, expr := range dashboardQueries(t) {
 		p.eventually(func() bool {
 			// Counters of what happened once were not there before, so they have no rate,
@@ -186,7 +223,7 @@ func TestPrometheus(t *testing.T) {
 // variables replaced as Grafana would.
 func dashboardQueries(t *testing.T) map[string]string {
 	t.Helper()
-	text, err := os.ReadFile("dashboard.json")
+	text, err := os.ReadFile(dashboardFile)
 	require.NoError(t, err)
 	var dashboard struct {
 		Panels []struct {

@@ -267,7 +267,7 @@ func TestDashboardAsksForWhatIsThere(t *testing.T) {
 		}
 	}
 	asked := map[string]bool{}
-	for _, file := range []string{"dashboard.json", "alerts.yml"} {
+	for _, file := range []string{dashboardFile, alertRules} {
 		text, err := os.ReadFile(file)
 		require.NoError(t, err)
 		for _, name := range ours.FindAllString(string(text), -1) {

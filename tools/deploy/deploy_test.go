@@ -1,4 +1,4 @@
-// Package deploy tests the files with which users run outbox: the Helm chart and the manifests in deploy/, and
+// Package deploy tests the files with which users run outbox: the Helm charts and the manifests in deploy/, and
 // the docker-compose.yml of the quickstart. It is a module of its own because Helm needs many modules.
 package deploy
 
@@ -35,12 +35,13 @@ import (
 
 var (
 	update = flag.Bool("update", false, "write deploy/kubernetes.yaml")
-	out    = flag.String("out", "", "folder for the package of the chart; empty: a temporary one")
+	out    = flag.String("out", "", "folder for the packages of the charts; empty: a temporary one")
 )
 
 const (
-	chartDir  = "../../deploy/outbox-relay"
-	manifests = "../../deploy/kubernetes.yaml"
+	chartDir      = "../../deploy/outbox-relay"
+	monitoringDir = "../../deploy/outbox-monitoring"
+	manifests     = "../../deploy/kubernetes.yaml"
 )
 
 // chartTests are values of users. Each part of the templates is rendered by one of them.
@@ -65,24 +66,30 @@ var chartTests = []struct {
 func TestChart(t *testing.T) {
 	for _, test := range chartTests {
 		t.Run(test.name, func(t *testing.T) {
-			for _, message := range lint.RunAll(chartDir, test.values, "shop").Messages {
-				if message.Severity > support.InfoSev {
-					t.Error(message)
-				}
-			}
-			var kinds []string
-			for _, object := range decode(t, render(t, test.values)) {
-				kinds = append(kinds, object.GetObjectKind().GroupVersionKind().Kind)
-			}
-			require.Equal(t, test.kinds, strings.Join(kinds, " "))
+			requireKinds(t, chartDir, test.values, test.kinds)
 		})
 	}
+}
+
+// requireKinds requires a chart to pass Helm's lint and to render objects of these kinds.
+func requireKinds(t *testing.T, dir string, values map[string]any, want string) {
+	t.Helper()
+	for _, message := range lint.RunAll(dir, values, "shop").Messages {
+		if message.Severity > support.InfoSev {
+			t.Error(message)
+		}
+	}
+	var kinds []string
+	for _, object := range decode(t, render(t, dir, values)) {
+		kinds = append(kinds, object.GetObjectKind().GroupVersionKind().Kind)
+	}
+	require.Equal(t, want, strings.Join(kinds, " "))
 }
 
 // Values with other names or types are refused.
 func TestChartRefuses(t *testing.T) {
 	for _, values := range []map[string]any{{"replica": 3}, {"replicas": "two"}, {"secret": ""}, {"memory": "256"}, {"image": map[string]any{"name": "x"}}} {
-		_, err := rendered(values)
+		_, err := rendered(chartDir, values)
 		require.ErrorContains(t, err, "values don't meet the specifications of the schema", "%v", values)
 	}
 }
@@ -90,7 +97,7 @@ func TestChartRefuses(t *testing.T) {
 // deploy/kubernetes.yaml is what the chart renders without values.
 func TestManifests(t *testing.T) {
 	text := "# What the Helm chart beside this file renders (make deploy-check ARGS=-update writes it).\n" +
-		"# docs/kubernetes.md says which Secrets it needs.\n" + render(t, nil)
+		"# docs/kubernetes.md says which Secrets it needs.\n" + render(t, chartDir, nil)
 	if *update {
 		require.NoError(t, os.WriteFile(manifests, []byte(text), 0o644))
 	}
@@ -148,19 +155,22 @@ func TestManifestsFitTheCommand(t *testing.T) {
 // isFlag reports whether a word is of "--log json".
 func isFlag(word string) bool { return word == "--log" || word == "json" }
 
-// The chart can be packaged, under the version that is released next.
+// The charts can be packaged, under the version that is released next.
 func TestPackage(t *testing.T) {
-	chart, err := loader.LoadDir(chartDir)
-	require.NoError(t, err)
 	version := submatch(t, read(t, "../../Makefile"), `(?m)^RELEASE := (v\S+)$`)
-	require.Equal(t, version, chart.Metadata.AppVersion)
-	require.Equal(t, version, "v"+chart.Metadata.Version)
-	name, err := chartutil.Save(chart, cmp.Or(*out, t.TempDir()))
-	require.NoError(t, err)
-	packaged, err := loader.LoadFile(name)
-	require.NoError(t, err)
-	require.Len(t, packaged.Templates, len(chart.Templates))
-	t.Log("packaged ", filepath.Base(name))
+	for _, dir := range []string{chartDir, monitoringDir} {
+		chart, err := loader.LoadDir(dir)
+		require.NoError(t, err)
+		require.Equal(t, version, chart.Metadata.AppVersion)
+		require.Equal(t, version, "v"+chart.Metadata.Version)
+		name, err := chartutil.Save(chart, cmp.Or(*out, t.TempDir()))
+		require.NoError(t, err)
+		packaged, err := loader.LoadFile(name)
+		require.NoError(t, err)
+		require.Len(t, packaged.Templates, len(chart.Templates))
+		require.Len(t, packaged.Files, len(chart.Files))
+		t.Log("packaged ", filepath.Base(name))
+	}
 }
 
 // The quickstart's docker-compose.yml follows the specification, with the images that the tests use.
@@ -175,16 +185,16 @@ func TestCompose(t *testing.T) {
 		project.Services["kafka"].Image)
 }
 
-func render(t *testing.T, values map[string]any) string {
+func render(t *testing.T, dir string, values map[string]any) string {
 	t.Helper()
-	text, err := rendered(values)
+	text, err := rendered(dir, values)
 	require.NoError(t, err)
 	return text
 }
 
 // rendered returns what Helm would apply, in the order of the names of the templates.
-func rendered(values map[string]any) (string, error) {
-	chart, err := loader.LoadDir(chartDir)
+func rendered(dir string, values map[string]any) (string, error) {
+	chart, err := loader.LoadDir(dir)
 	if err != nil {
 		return "", err
 	}

@@ -1,9 +1,11 @@
-"""Builds the site of the documents: site.py build|serve FOLDER
+"""Builds the site of the documents: site.py build|serve FOLDER, or site.py versions FOLDER ARCHIVE…
 
-The folder gets docs/, which the generator reads, site/, which it writes, and the Python packages of requirements.txt.
+The folder of build and serve gets docs/, which the generator reads, site/, which it writes, and the Python packages of
+requirements.txt. That of versions gets the sites of all releases, from their archives outbox_VERSION_site.tar.gz.
 """
 
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -16,6 +18,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CONFIG = tomllib.loads((HERE / "zensical.toml").read_text())["project"]
 SOURCE = CONFIG["repo_url"] + "/blob/main/"
+BADGES = re.compile(r"^(\[!\[.*\n)+\n", re.MULTILINE)
+ARCHIVE = re.compile(r"_(v(\d+)\.(\d+)\.(\d+)(-[^_]+)?)_site\.tar\.gz$")
 LINK = re.compile(r"(\]\()([^)\s#]*)((?:#[^)\s]*)?\))")
 
 
@@ -40,11 +44,14 @@ def pages():
 
 
 def stage(folder):
-    """Copies the documents. Links that leave docs/ lead to the repository, and README.md becomes the first page."""
+    """Copies the documents. Links that leave docs/ lead to the repository, and README.md becomes the first page.
+
+    Its badges, which are images of other servers, are left out.
+    """
     docs = folder / "docs"
     shutil.rmtree(docs, ignore_errors=True)
     shutil.copytree(ROOT / "docs", docs)
-    shutil.copy(ROOT / "README.md", docs / "index.md")
+    (docs / "index.md").write_text(BADGES.sub("", (ROOT / "README.md").read_text()))
     for page in docs.rglob("*.md"):
         at = ROOT if page == docs / "index.md" else ROOT / "docs" / page.relative_to(docs).parent
 
@@ -81,8 +88,35 @@ def llms(folder):
     (folder / "site" / "llms.txt").write_text("\n".join(lines))
 
 
+def versions(folder, archives):
+    """Unpacks the sites of releases: each as its version, and the last one that is no pre-release as latest/, too.
+
+    versions.json fills the version selector, and the first page leads to latest/.
+    """
+    found = {}
+    for archive in archives:
+        match = ARCHIVE.search(archive)
+        if not match:
+            return f"{archive} is not the archive of a site"
+        found[match[1]] = (not match[5], *map(int, match.group(2, 3, 4)), match[5] or ""), archive
+    latest = max(found, key=lambda version: found[version][0])
+    shutil.rmtree(folder, ignore_errors=True)
+    for version, (_, archive) in found.items():
+        for name in [version, "latest"] if version == latest else [version]:
+            (folder / name).mkdir(parents=True)
+            subprocess.run(["tar", "-xzf", archive, "-C", str(folder / name)], check=True)
+    for name in ["llms.txt", "404.html"]:
+        shutil.copy(folder / "latest" / name, folder)
+    (folder / "index.html").write_text('<!doctype html><meta http-equiv="refresh" content="0; url=latest/"><a href="latest/">outbox</a>\n')
+    newest = sorted(found, key=lambda version: found[version][0][1:4], reverse=True)
+    entries = [{"version": v, "title": v, "aliases": ["latest"] if v == latest else []} for v in newest]
+    (folder / "versions.json").write_text(json.dumps(entries, indent=1) + "\n")
+
+
 def main():
     command, folder = sys.argv[1], pathlib.Path(sys.argv[2]).resolve()
+    if command == "versions":
+        return versions(folder, sys.argv[3:])
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = packages(folder)
     stage(folder)
