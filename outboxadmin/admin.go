@@ -114,12 +114,14 @@ type admin struct {
 	delayed    *outboxops.Delayed
 	groups     tables.GroupReader
 	kafka      *kafkaReader
-	samples    samples
-	slots      *slots
-	logins     *logins
-	origin     *http.CrossOriginProtection
-	mux        *http.ServeMux
-	pages      map[string]*template.Template
+	samples    samples // of relays
+	// groupSamples are those of consumer groups.
+	groupSamples samples
+	slots        *slots
+	logins       *logins
+	origin       *http.CrossOriginProtection
+	mux          *http.ServeMux
+	pages        map[string]*template.Template
 }
 
 // New returns a handler of all pages, of the API and of their assets. Mount it with a slash at the end:

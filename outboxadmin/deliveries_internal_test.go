@@ -273,7 +273,7 @@ func TestProcesses(t *testing.T) {
 	page := h.get("/consumers")
 	require.Contains(t, page, "orders/1 waits at offset 7")
 	require.Contains(t, page, "3 partitions")
-	require.Contains(t, page, "Lag is not known: the page has no address of Kafka.")
+	require.Contains(t, page, "Lag is unknown: this page has no address of Kafka.")
 	require.Contains(t, h.get("/api/consumers"), `"processes":[{"group":"mail","kind":"consumer","live":true,"works":false,"reasons":["orders/1 waits at offset 7"]},`)
 	calm := newAdminFixture(t, func(c *Config) { c.Health = nil })
 	for _, table := range []string{"outbox_failed", "outbox"} {

@@ -412,6 +412,8 @@ var doneTexts = map[string]string{
 	"hold_group":  "The key is held: the group handles nothing more of it with this action until it is released.",
 	"retry_all":   "%s tried again: a relay sends events at its next look, and workers of the group handle deliveries.",
 	"resolve_all": "%s resolved. What waited behind goes on.",
+	"pause":       "The pause is stored. Processes of the group read it every few seconds.",
+	"resume":      "The pause has ended. Processes of the group read that every few seconds.",
 }
 
 // doneOf returns the key of [doneTexts] for an action on a failure of a kind.
