@@ -196,7 +196,7 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 		if body.Filter == nil {
 			return answer{}, wrong("filter", "is missing; {} picks all that is not resolved")
 		}
-		if err := checkValues(url.Values(body.Filter), filterNames); err != nil {
+		if err := checkValues(url.Values(body.Filter), route{names: filterNames}); err != nil {
 			return answer{}, err
 		}
 		q := query{values: url.Values(body.Filter)}

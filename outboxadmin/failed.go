@@ -23,6 +23,7 @@ type failedList struct {
 	Filter   outboxops.FailureFilter
 	Picks    []pick
 	Query    template.URL // the filter as parameters
+	Values   url.Values   // the same, for fields of a form
 	Filtered bool         // anything is picked
 	Wide     bool         // one of the less usual fields is picked
 	Rows     []failedRow
@@ -52,7 +53,7 @@ func (a *admin) failedList(r *request) (answer, error) {
 		return answer{}, err
 	}
 	values := failedValues(filter)
-	page := failedList{Filter: filter, Query: encode(values), Rows: each(rows, a.failedRowOf), Later: len(after) > 0, Done: done, Filtered: len(values) > 0,
+	page := failedList{Filter: filter, Query: encode(values), Values: failedValues(filter), Rows: each(rows, a.failedRowOf), Later: len(after) > 0, Done: done, Filtered: len(values) > 0,
 		Counted: !slices.Contains(filter.Statuses, outboxops.StatusDone)}
 	for name := range values {
 		page.Wide = page.Wide || slices.Contains([]string{"key", "aggregate_type", "event_id", "outbox_id", "since", "until"}, name)
@@ -412,6 +413,7 @@ var doneTexts = map[string]string{
 	"hold_group":  "The key is held: the group handles nothing more of it with this action until it is released.",
 	"retry_all":   "%s tried again: a relay sends events at its next look, and workers of the group handle deliveries.",
 	"resolve_all": "%s resolved. What waited behind goes on.",
+	"edit_all":    "%s changed, and will be sent or handled again.",
 	"pause":       "The pause is stored. Processes of the group read it every few seconds.",
 	"resume":      "The pause has ended. Processes of the group read that every few seconds.",
 }
@@ -428,7 +430,7 @@ func doneOf(kind outboxops.Kind, action string) string {
 func (q *query) doneText(name, number string) string {
 	text, n := doneTexts[q.text(name)], q.number(number)
 	switch q.values.Get(name) {
-	case "retry_all", "resolve_all":
+	case "retry_all", "resolve_all", "edit_all":
 		return fmt.Sprintf(text, plural(n, "failure is", "failures are"))
 	}
 	return text

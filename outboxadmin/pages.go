@@ -49,7 +49,7 @@ func (f frame) Ago(t time.Time) string { return relative(f.Now, t) }
 var pageFuncs = template.FuncMap{
 	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural, "upTo": upTo, "pluralUpTo": pluralUpTo,
 	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
-	"kind": kindLink, "stat": statOf, "groupStat": groupStat, "pauseLink": pauseLink, "groupPauseLink": groupPauseLink, "past": func(action string) string { return pastActions[action] },
+	"kind": kindLink, "stat": statOf, "groupStat": groupStat, "selectedQuery": func(v url.Values) template.URL { return encode(v) }, "pauseLink": pauseLink, "groupPauseLink": groupPauseLink, "past": func(action string) string { return pastActions[action] },
 	"iso":     func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
 	"int":     func(n int64) int { return int(n) },
 	"bound":   boundText,
@@ -107,7 +107,7 @@ func kindLink(c outboxops.FailureCount) string {
 func parsePages() map[string]*template.Template {
 	layout := template.Must(template.New("layout.html").Funcs(pageFuncs).ParseFS(pageFiles, "pages/layout.html", "pages/parts.html"))
 	pages := map[string]*template.Template{}
-	for _, name := range []string{"overview", "failed", "failed_one", "failed_gone", "consumers", "pause", "bulk", "events", "event_one", "delayed", "audit", "problem"} {
+	for _, name := range []string{"overview", "failed", "failed_one", "failed_gone", "consumers", "pause", "bulk", "selected", "events", "event_one", "delayed", "audit", "problem"} {
 		pages[name] = template.Must(template.Must(layout.Clone()).ParseFS(pageFiles, "pages/"+name+".html"))
 	}
 	return pages

@@ -13,6 +13,7 @@ type route struct {
 	names        []string // of parameters, or of the fields of a form
 	body         form
 	payload      bool // the body may hold one
+	selects      bool // the parameter [selectedName] may be repeated
 	serve        func(*admin, *request) (answer, error)
 }
 
@@ -57,6 +58,12 @@ func withPayload(rt route) route {
 	return rt
 }
 
+// selecting has a route take several failures.
+func selecting(rt route) route {
+	rt.selects = true
+	return rt
+}
+
 // routes are all existing routes. Other requests are answered with "nothing is here".
 var routes = []route{
 	get("/{$}", []string{"span"}, (*admin).overview),
@@ -67,6 +74,8 @@ var routes = []route{
 	submit("/failed/retry", with(filterNames, "reason"), bulkAct("retry")),
 	review("/failed/resolve", filterNames, bulkReview("resolve")),
 	submit("/failed/resolve", with(filterNames, "reason"), bulkAct("resolve")),
+	selecting(review("/failed/selected/{action}", selectedNames, (*admin).selectedReview)),
+	selecting(withPayload(submit("/failed/selected/{action}", with(selectedNames, "reason", "change", "step"), (*admin).selectedAct))),
 	get("/consumers", []string{"span", "done"}, (*admin).consumersPage),
 	review("/consumers/{action}", pauseNames, (*admin).pauseReview),
 	submit("/consumers/{action}", with(pauseNames, "reason"), (*admin).pauseAct),

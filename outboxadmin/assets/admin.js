@@ -9,6 +9,30 @@
   if (region && button) live(region, button);
   age();
   setInterval(age, 1000);
+  document.querySelectorAll("[data-pick]").forEach(pick);
+  addEventListener("pageshow", () => document.querySelectorAll("[data-pick]").forEach(picked));
+
+  // A form in which rows are selected: a box for all rows, and the number of those that are selected.
+  function pick(form) {
+    form.querySelector("[data-pick-all]").hidden = false;
+    form.addEventListener("change", (event) => {
+      if (event.target.closest("[data-pick-all]")) {
+        form.querySelectorAll("tbody input").forEach((box) => { box.checked = event.target.checked; });
+      }
+      picked(form);
+    });
+    picked(form);
+  }
+
+  function picked(form) {
+    const boxes = [...form.querySelectorAll("tbody input")];
+    const n = boxes.filter((box) => box.checked).length;
+    form.querySelector("[data-picked]").textContent = n ? n + (n > 1 ? " rows" : " row") + " selected" : "Select rows to act on them";
+    form.querySelectorAll(".selection button").forEach((button) => { button.disabled = n === 0; });
+    const all = form.querySelector("[data-pick-all] input");
+    all.checked = n > 0 && n === boxes.length;
+    all.indeterminate = n > 0 && n < boxes.length;
+  }
 
   // How old what is shown is, also where it is not refreshed any more.
   function age() {
@@ -55,7 +79,10 @@
           const fresh = page.querySelector("[data-live]");
           if (fresh && on && !busy()) {
             const open = [...region.querySelectorAll("details[id][open]")].map((d) => d.id);
+            const checked = [...region.querySelectorAll("[data-pick] tbody :checked")].map((box) => box.value);
             region.replaceChildren(...fresh.childNodes);
+            region.querySelectorAll("[data-pick] tbody input").forEach((box) => { box.checked = checked.includes(box.value); });
+            region.querySelectorAll("[data-pick]").forEach(pick);
             region.querySelectorAll("details[id]").forEach((d) => { if (open.includes(d.id)) d.open = true; });
           }
           const shown = page.querySelector(".foot time");
