@@ -38,6 +38,12 @@ type Config struct {
 
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
+	// Name tells the pages of several schemas or databases apart: it is in the header and in the titles. Empty means
+	// none.
+	Name string
+	// Names are the names of all such pages. The header links to them: the page of a name is served at ../NAME/, as
+	// seen from this page. Nil means none.
+	Names []string
 	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the value of
 	// RecorderConfig. Zero means 983,040 (960 KiB).
 	MaxPayload int

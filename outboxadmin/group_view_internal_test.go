@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A group of workers has the plots of a relay, from the moves of its position. The backlog adds up events without a row and
-// rows that wait.
+// A group of workers has the plots of a relay, from the moves of its position. The backlog adds up events without a
+// row and rows that wait.
 func TestPlotsOfGroups(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)

@@ -24,8 +24,10 @@ var assetFiles embed.FS
 // frame is the common part of all pages.
 type frame struct {
 	Title  string
-	Base   string // leads from here to the first page
-	Here   string // the path
+	Name   string   // of the page among several
+	Names  []string // of all of them
+	Base   string   // leads from here to the first page
+	Here   string   // the path
 	Now    time.Time
 	Access Access
 	Body   any
@@ -39,6 +41,9 @@ type part struct {
 	frame
 	Part any
 }
+
+// Beside leads to the first page of another name.
+func (f frame) Beside(name string) string { return f.Base + "../" + url.PathEscape(name) + "/" }
 
 // With passes part of a page to a template of its own.
 func (f frame) With(p any) part { return part{f, p} }
@@ -115,7 +120,7 @@ func parsePages() map[string]*template.Template {
 
 // page is an answer in HTML.
 func (a *admin) page(r *http.Request, status int, page, title string, body any) answer {
-	f := frame{Title: title, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: time.Now(), Access: accessOf(r), Body: body}
+	f := frame{Title: title, Name: a.cfg.Name, Names: a.cfg.Names, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: time.Now(), Access: accessOf(r), Body: body}
 	var b bytes.Buffer
 	if err := a.pages[page].Execute(&b, f); err != nil {
 		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: page "+page, "error", err)

@@ -10,8 +10,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// An edit of many failures is a JSON merge patch (RFC 7396): each member replaces the member of the payload with its name,
-// null removes it, and objects are merged.
+// An edit of many failures is a JSON merge patch (RFC 7396): each member replaces the member of the payload with
+// its name, null removes it, and objects are merged.
 
 // checkChange refuses a text that is no merge patch, or changes nothing.
 func checkChange(text string) *problem {
@@ -88,7 +88,8 @@ func encodeJSON(v any) ([]byte, error) {
 	return []byte(strings.TrimSuffix(b.String(), "\n")), err
 }
 
-// tryEdits shows what a change does to each selected failure, and whether PostgreSQL and the rules of events accept it.
+// tryEdits shows what a change does to each selected failure, and whether PostgreSQL and the rules of events accept
+// it.
 func (a *admin) tryEdits(r *request, s selection, page selectedPage) (answer, error) {
 	page.Tried = true
 	for _, id := range s.ids {

@@ -82,7 +82,8 @@ func presentPause(groups []outboxops.ConsumerGroup, topic string) *outboxops.Con
 	return nil
 }
 
-// pauseAct pauses or resumes a group. If that is refused, it shows the page again, with the reason that the user wrote.
+// pauseAct pauses or resumes a group. If that is refused, it shows the page again, with the reason that the user
+// wrote.
 func (a *admin) pauseAct(r *request) (answer, error) {
 	q := &r.query
 	page := pausePage{Action: r.PathValue("action"), Group: q.text("group"), Topic: q.text("topic"), Reason: q.text("reason")}

@@ -7,8 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// An operator pauses and resumes a group, or one of its topics, on the page, with a reason that the audit has. A reader sees
-// the pause and no form.
+// An operator pauses and resumes a group, or one of its topics, on the page, with a reason that the audit has. A
+// reader sees the pause and no form.
 func TestPauseOnThePage(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)

@@ -12,8 +12,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// maxSelected bounds the failures of one selection, because each is changed by a statement of its own. A filter has no
-// such bound.
+// maxSelected bounds the failures of one selection, because each is changed by a statement of its own. A filter has
+// no such bound.
 const maxSelected = 100
 
 // selectedName is the parameter with the id of a selected failure. It is repeated.
@@ -144,8 +144,8 @@ func notPossible(f outboxops.Failure, action string) string {
 	return ""
 }
 
-// selectedAct acts on each selected failure, or tries an edit. If some actions are refused, it shows those failures with
-// the reasons.
+// selectedAct acts on each selected failure, or tries an edit. If some actions are refused, it shows those failures
+// with the reasons.
 func (a *admin) selectedAct(r *request) (answer, error) {
 	s, err := r.selection()
 	if err != nil {

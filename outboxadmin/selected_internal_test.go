@@ -75,7 +75,8 @@ func TestSelectionIsChecked(t *testing.T) {
 	require.Equal(t, http.StatusBadRequest, h.send("operator", http.MethodGet, "/failed?status=dead&status=failed", "", "").Code, "elsewhere nothing is repeated")
 }
 
-// One change is made to many payloads, after a dry run that shows each payload with the change and audits that it is read.
+// One change is made to many payloads, after a dry run that shows each payload with the change and audits that it
+// is read.
 func TestEditSelected(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, func(c *Config) { c.AuditReads = true })

@@ -64,6 +64,11 @@ func (r *relayProcess) serve(ctx context.Context, handler http.Handler, log *slo
 	if listener == nil {
 		return &httpServer{}, err
 	}
+	return startServer(listener, handler, log), nil
+}
+
+// startServer serves at a listener until the server is stopped.
+func startServer(listener net.Listener, handler http.Handler, log *slog.Logger) *httpServer {
 	s := &httpServer{listener: listener, ended: make(chan struct{}), Server: &http.Server{
 		Handler: handler, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 30 * time.Second, WriteTimeout: 5 * time.Minute, IdleTimeout: 2 * time.Minute,
 		MaxHeaderBytes: 64 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
@@ -71,10 +76,10 @@ func (r *relayProcess) serve(ctx context.Context, handler http.Handler, log *slo
 	go func() {
 		defer close(s.ended)
 		if err := s.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
-			log.Error("outbox: probes and metrics are not served any more", "error", err)
+			log.Error("outbox: HTTP is not served any more", "error", err)
 		}
 	}()
-	return s, nil
+	return s
 }
 
 // address is where it listens.

@@ -35,6 +35,10 @@ var views = []view{
 	{"delivery-dead", "failed/delivery-1", false},
 	{"delivery-busy", "failed/delivery-9", false},
 	{"consumers", "consumers", false},
+	{"pause", "consumers/pause?group=mail&topic=order-events", false},
+	{"bulk-selected", "failed/selected/retry?status=dead&id=event-1&id=event-2&id=delivery-1", false},
+	{"bulk-edit", "failed/selected/edit?id=event-1&id=delivery-1", false},
+	{"delayed", "delayed", false},
 	{"bulk-retry", "failed/retry?status=dead", false},
 	{"bulk-resolve", "failed/resolve?class=message_too_large", false},
 	{"events", "events", false},
@@ -75,6 +79,7 @@ func TestScreenshots(t *testing.T) {
 	require.NoError(t, os.MkdirAll(*screenshots, 0o750))
 	h := newAdminFixture(t, operator)
 	require.NoError(t, seed.Deliver(t.Context(), h.db, h.schema))
+	require.NoError(t, seed.Work(t.Context(), h.db, h.schema))
 	tx, err := h.db.Begin(t.Context()) // is open for more than 10 s when the pictures are taken
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
@@ -113,7 +118,7 @@ func warmUp(t *testing.T, h *adminFixture) {
 		if n > 0 {
 			time.Sleep(2100 * time.Millisecond)
 		}
-		response, err := http.Get(h.url)
+		response, err := http.Get(h.url) // samples groups, too
 		require.NoError(t, err)
 		require.NoError(t, response.Body.Close())
 	}

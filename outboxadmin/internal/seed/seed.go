@@ -37,8 +37,8 @@ func Deliver(ctx context.Context, db *pgxpool.Pool, schema string) error {
 	return nil
 }
 
-// Work gives the groups of [Deliver] processes that run: stats has workers, whose position moved for a quarter of an hour, and mail
-// has a consumer.
+// Work gives the groups of [Deliver] processes that run: stats has workers, whose position moved for a quarter of
+// an hour, and mail has a consumer.
 func Work(ctx context.Context, db *pgxpool.Pool, schema string) error {
 	if _, err := db.Exec(ctx, strings.ReplaceAll(worked, "{s}", pgx.Identifier{schema}.Sanitize()), pgx.QueryExecModeSimpleProtocol); err != nil {
 		return fmt.Errorf("work in %s: %w", schema, err)
