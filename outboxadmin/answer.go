@@ -106,9 +106,9 @@ func shown(err error) (*problem, bool) {
 		return &problem{http.StatusUnprocessableEntity, "Something is missing, malformed or too long", trimmed(err) + "."}, true
 	case errors.Is(err, context.DeadlineExceeded):
 		return &problem{http.StatusGatewayTimeout, "That took too long",
-			"The database had no answer in time. Ask for less: a shorter time, or an event id. An action may have been done: look at the audit before you repeat it."}, true
+			"The database had no answer in time. Ask for less: a shorter time, or an event id. An action may have been done: check the audit before you repeat it."}, true
 	}
-	return &problem{http.StatusServiceUnavailable, "The database did not answer as it should",
+	return &problem{http.StatusServiceUnavailable, "The database did not answer",
 		"The log of the service says why. Try again in a moment; events are not affected by this page."}, false
 }
 

@@ -138,7 +138,7 @@ func TestVeryManyGroupRows(t *testing.T) {
 	require.Contains(t, body, `"reason":"why"`)
 	page := h.get("/")
 	require.Contains(t, page, "Consumer group many: topic-9999 paused by kim")
-	require.Contains(t, page, "There are more than are looked at")
+	require.Contains(t, page, "There are more groups or partitions than this page reads")
 }
 
 func left(s string, n int) string { return s[:min(n, len(s))] }

@@ -41,7 +41,7 @@ func TestSelectedFailures(t *testing.T) {
 	code, location, body := h.submit("/failed/selected/retry", form)
 	require.Equal(t, http.StatusSeeOther, code, body)
 	require.Equal(t, "../../failed?done=retry_all&n=3&status=dead", location)
-	require.Contains(t, h.get("/failed?done=retry_all&n=3&status=dead"), "3 failures are tried again")
+	require.Contains(t, h.get("/failed?done=retry_all&n=3&status=dead"), "3 failures are retried")
 	require.Equal(t, 3, query1[int](h, `SELECT count(*)::int FROM {s}.outbox_audit WHERE operator = 'o.operator' AND action = 'retry' AND reason = 'the schema is fixed'`))
 	require.Equal(t, 2, query1[int](h, `SELECT count(*)::int FROM {s}.event_delivery WHERE id IN (1, 2) AND status = 'PENDING' AND attempt_count = 0`))
 

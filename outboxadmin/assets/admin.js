@@ -12,9 +12,16 @@
   document.querySelectorAll("[data-pick]").forEach(pick);
   addEventListener("pageshow", () => document.querySelectorAll("[data-pick]").forEach(picked));
 
-  // A form in which rows are selected: a box for all rows, and the number of those that are selected.
+  // A form in which rows are selected: one by one, a range with the shift key, or all rows of the page.
   function pick(form) {
     form.querySelector("[data-pick-all]").hidden = false;
+    let last = null;
+    form.addEventListener("click", (event) => {
+      const boxes = [...form.querySelectorAll("tbody input")];
+      const [from, to] = [boxes.indexOf(last), boxes.indexOf(event.target)].sort((a, b) => a - b);
+      if (event.shiftKey && from >= 0) boxes.slice(from, to + 1).forEach((box) => { box.checked = event.target.checked; });
+      if (boxes.includes(event.target)) last = event.target;
+    });
     form.addEventListener("change", (event) => {
       if (event.target.closest("[data-pick-all]")) {
         form.querySelectorAll("tbody input").forEach((box) => { box.checked = event.target.checked; });
