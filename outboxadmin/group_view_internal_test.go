@@ -25,6 +25,8 @@ func TestPlotsOfGroups(t *testing.T) {
 	}
 	require.NotContains(t, page, `aria-label="Picked up: nothing known in this time"`)
 	require.Contains(t, page, `<span>Lag</span>`, "of group mail, which reads from Kafka")
+	require.Regexp(t, `"events":[1-9]\d*,"latency_ms":[1-9]`, h.get("/api/consumers/stats/progress"))
+	require.Regexp(t, `"failed":3,"lag":null`, h.get("/api/consumers/stats/backlog"))
 	samples := handler.(*admin).groupSamples.since("stats", noon)
 	require.NotEmpty(t, samples)
 	require.EqualValues(t, 3, samples[0].failed, "one failed and two wait")

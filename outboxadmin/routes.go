@@ -104,6 +104,8 @@ var routes = []route{
 	post("/api/failed/retry", apiBulk("retry")),
 	post("/api/failed/resolve", apiBulk("resolve")),
 	get("/api/consumers", nil, (*admin).apiConsumers),
+	get("/api/consumers/{group}/progress", []string{"span"}, (*admin).apiGroupProgress),
+	free("/api/consumers/{group}/backlog", []string{"span"}, (*admin).apiGroupBacklog),
 	post("/api/consumers/pause", apiPause("pause")),
 	post("/api/consumers/resume", apiPause("resume")),
 	get("/api/events", with(searchNames, "before", "limit"), (*admin).apiEvents),

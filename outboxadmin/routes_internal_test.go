@@ -30,7 +30,7 @@ func TestConfig(t *testing.T) {
 // exist.
 func everything(t *testing.T) []route {
 	t.Helper()
-	fill := strings.NewReplacer("{$}", "", "consumers/{action}", "consumers/pause", "events/{id}", "events/1", "{id}", "event-1", "{action}", "retry", "{relay}", "default")
+	fill := strings.NewReplacer("{$}", "", "consumers/{action}", "consumers/pause", "events/{id}", "events/1", "{id}", "event-1", "{action}", "retry", "{relay}", "default", "{group}", "stats")
 	var all []route
 	for _, rt := range routes {
 		rt.path = fill.Replace(rt.path)
