@@ -133,6 +133,32 @@ type failedPage struct {
 	Action  string // which one
 	Reason  string // as the user wrote it
 	Edit    string // as the user wrote it
+	List    string // the filter of the list from which the user came, as parameters; or empty
+}
+
+// listName is the parameter with the filter of the list to go back to.
+const listName = "list"
+
+// list reads the filter of the list to go back to. Another text than a filter is no error, and leads to the whole list.
+func (q *query) list() string {
+	values, err := url.ParseQuery(q.text(listName))
+	if err != nil || checkValues(values, route{names: filterNames}) != nil {
+		return ""
+	}
+	of := query{values: values}
+	filter := of.failedFilter()
+	if of.done() != nil {
+		return ""
+	}
+	return failedValues(filter).Encode()
+}
+
+// BackTo is the link to the list of a failure.
+func (p failedPage) BackTo() template.URL {
+	if p.List == "" {
+		return "failed"
+	}
+	return template.URL("failed?" + p.List)
 }
 
 func (a *admin) failedOne(r *request) (answer, error) {
@@ -141,7 +167,7 @@ func (a *admin) failedOne(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	return a.showFailed(r, http.StatusOK, failedPage{Done: done})
+	return a.showFailed(r, http.StatusOK, failedPage{Done: done, List: q.list()})
 }
 
 // showFailed completes a page of the failure in the path, and writes it.
@@ -239,13 +265,17 @@ func (a *admin) failedAct(r *request) (answer, error) {
 	reason, payload := r.query.text("reason"), r.query.text("payload")
 	err = do(r.Context(), a.failed, row, payload, auditInfo(r, reason))
 	if err == nil {
-		return redirectTo("../" + id.String() + "?done=" + doneOf(id.Kind, action)), nil
+		back := url.Values{"done": {doneOf(id.Kind, action)}}
+		if list := r.query.list(); list != "" {
+			back.Set(listName, list)
+		}
+		return redirectTo("../" + id.String() + "?" + back.Encode()), nil
 	}
 	p, ours := shown(err)
 	if !ours {
 		return answer{}, err
 	}
-	return a.showFailed(r, p.status, failedPage{Wrong: p.text, Action: action, Reason: reason, Edit: payload})
+	return a.showFailed(r, p.status, failedPage{Wrong: p.text, Action: action, Reason: reason, Edit: payload, List: r.query.list()})
 }
 
 // auditInfo names who sends a request. A reason of nothing but spaces is none.

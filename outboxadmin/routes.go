@@ -68,8 +68,8 @@ func selecting(rt route) route {
 var routes = []route{
 	get("/{$}", []string{"span"}, (*admin).overview),
 	get("/failed", with(filterNames, "after", "limit", "done", "n"), (*admin).failedList),
-	get("/failed/{id}", []string{"done", "n"}, (*admin).failedOne),
-	withPayload(submit("/failed/{id}/{action}", []string{"reason", "payload"}, (*admin).failedAct)),
+	get("/failed/{id}", []string{"done", "n", listName}, (*admin).failedOne),
+	withPayload(submit("/failed/{id}/{action}", []string{"reason", "payload", listName}, (*admin).failedAct)),
 	review("/failed/retry", filterNames, bulkReview("retry")),
 	submit("/failed/retry", with(filterNames, "reason"), bulkAct("retry")),
 	review("/failed/resolve", filterNames, bulkReview("resolve")),

@@ -56,6 +56,11 @@
     // In the next task, or the form would not be sent at all.
     setTimeout(() => event.target.querySelectorAll("button").forEach((b) => { b.disabled = true; }));
   });
+  // Empty fields of a filter stay out of the address.
+  document.addEventListener("formdata", (event) => {
+    if (event.target.method !== "get") return;
+    [...event.formData].forEach(([name, value]) => { if (value === "") event.formData.delete(name); });
+  });
   // Back from another page, a form can be sent again.
   addEventListener("pageshow", () => document.querySelectorAll("form[method=post] button").forEach((b) => { b.disabled = false; }));
 

@@ -266,3 +266,15 @@ func TestSelectRows(t *testing.T) {
 	require.Contains(t, js[string](t, tab, `location.search`), "kind=event")
 	require.Equal(t, "false", query[string](t, h, `SELECT payload->>'gift' FROM {s}.outbox_failed WHERE id = 1`))
 }
+
+// The address has the fields that were filled in, and no empty ones.
+func TestShortAddress(t *testing.T) {
+	h := newAdminFixture(t, operator)
+	tab := h.open(t, "failed")
+	pick(t, tab, "status", "dead")
+	press(t, tab, "Filter")
+	require.Equal(t, "?status=dead", js[string](t, tab, `location.search`))
+	press(t, tab, "loopers.order.packed.v1")
+	press(t, tab, "Failures")
+	require.Equal(t, "?status=dead", js[string](t, tab, `location.search`), "the way back keeps the filter")
+}
