@@ -74,7 +74,7 @@ func TestRefusedActs(t *testing.T) {
 		{"no form", "/failed/event-1/resolve", nil, 422, "Reason is empty", ""},
 		{"not JSON", "/failed/event-1/edit", []string{"reason", "see OPS-1", "payload", `{"half":`}, 422, "payload", "see OPS-1"},
 		{"resolved", "/failed/event-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
-		{"gone", "/failed/event-99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
+		{"gone", "/failed/event-99999/retry", []string{"reason", "again"}, 404, "It is not here", ""},
 		{"no such action", "/failed/event-1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no kind", "/failed/1/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no id", "/failed/one/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},

@@ -94,8 +94,8 @@ func shown(err error) (*problem, bool) {
 	case errors.As(err, &p):
 		return p, true
 	case errors.Is(err, outboxops.ErrNotFound):
-		return &problem{http.StatusNotFound, "It is not here any more",
-			"A failed event leaves this list once it is sent, or some time after it was resolved; a recorded one when retention removes it."}, true
+		return &problem{http.StatusNotFound, "It is not here",
+			"There is no such failure or event now. A failed event leaves the list once it is sent, or some time after it was resolved. Retention removes recorded events."}, true
 	case errors.Is(err, outboxops.ErrStatus):
 		return &problem{http.StatusConflict, "Not possible any more", trimmed(err) + "."}, true
 	case errors.As(err, &field):

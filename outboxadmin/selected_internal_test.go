@@ -32,7 +32,7 @@ func TestSelectedFailures(t *testing.T) {
 
 	page := h.get("/failed/selected/retry?status=dead&id=event-1&id=event-2&id=delivery-1&id=delivery-9&id=event-99999&id=event-1")
 	for _, words := range []string{"Retry 5 selected failures?", "This is a dry run", "2 failures of 5 can be retried", "It is parked behind another event of its key", "A worker has it now.",
-		"A failed event leaves this list once it is sent", "Retry 2 failures", `href="../../failed?status=dead"`} {
+		"There is no such failure or event now", "Retry 2 failures", `href="../../failed?status=dead"`} {
 		require.Contains(t, strings.ReplaceAll(page, "./../../", "../../"), words)
 	}
 	require.Equal(t, "dead and held", h.status(seed.Dead), "a dry run changes nothing")
