@@ -92,11 +92,17 @@ func encodeJSON(v any) ([]byte, error) {
 // it.
 func (a *admin) tryEdits(r *request, s selection, page selectedPage) (answer, error) {
 	page.Tried = true
+	left := max(maxShown, a.cfg.MaxPayload)
 	for _, id := range s.ids {
 		row, err := a.tryEdit(r, id, page.Change)
 		r.work.pause()
 		if err != nil {
 			return answer{}, err
+		}
+		if row.Payload = nil; row.After != nil { // the page holds payloads up to a limit
+			if left -= len(row.After.Data); left < 0 {
+				row.After.Data, row.After.Err = nil, "The payloads before it are too large to show this one too."
+			}
 		}
 		page.Rows = append(page.Rows, row)
 	}

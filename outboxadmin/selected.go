@@ -96,6 +96,7 @@ func (a *admin) showSelected(r *request, status int, s selection, page selectedP
 			if err != nil {
 				return answer{}, err
 			}
+			row.Payload = nil
 			page.Rows = append(page.Rows, row)
 		}
 	}
@@ -171,7 +172,7 @@ func (a *admin) selectedAct(r *request) (answer, error) {
 			if rerr != nil {
 				return answer{}, rerr
 			}
-			row.Why = p.text
+			row.Why, row.Payload = p.text, nil
 			page.Rows = append(page.Rows, row)
 			continue
 		}

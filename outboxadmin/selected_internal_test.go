@@ -110,6 +110,19 @@ func TestEditSelected(t *testing.T) {
 	require.Contains(t, body, "Its payload has this already.")
 }
 
+// A page holds the payloads with a change up to a limit. It says of which it does not show them.
+func TestEditSelectedIsBounded(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, nil)
+	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".event_delivery SET payload = jsonb_build_object('filler', repeat('x', 400000)) WHERE id <= 4`)
+	require.NoError(t, err)
+	code, _, body := h.submit("/failed/selected/edit", url.Values{"id": {"delivery-1", "delivery-2", "delivery-3", "delivery-4"}, "change": {`{"gift": true}`}, "step": {"try"}})
+	require.Equal(t, http.StatusOK, code)
+	require.Less(t, len(body), 1<<20)
+	require.Equal(t, 2, strings.Count(body, "too large to show this one too"))
+	require.Contains(t, body, "Save and retry 4 failures")
+}
+
 // A mask also hides payloads with a change.
 func TestEditSelectedIsMasked(t *testing.T) {
 	t.Parallel()

@@ -26,6 +26,9 @@ import (
 // pagePath is where the operators' page is.
 const pagePath = "/outbox"
 
+// challenge has a browser ask for a name and a password.
+const challenge = `Basic realm="outbox"`
+
 // handler returns the HTTP handler of the process.
 func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, kafka []kgo.Opt, metrics *relayMetrics, log *slog.Logger) (http.Handler, error) {
 	mux := http.NewServeMux()
@@ -41,7 +44,7 @@ func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, ka
 		return nil, fmt.Errorf("%s: %w", r.called("page"), err)
 	}
 	page, err := outboxadmin.New(db, outboxadmin.Config{
-		Authorize: users.authorize, Challenge: `Basic realm="outbox"`, Schema: e.schema, AuditReads: true,
+		Authorize: users.authorize, Challenge: challenge, Schema: e.schema, AuditReads: true,
 		Health: func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} }, Kafka: kafka, StaleAfter: r.stale, Logger: log,
 	})
 	if err != nil {

@@ -157,7 +157,7 @@ func (s *pageServer) handler(targets []pageTarget, pools map[string]*pgxpool.Poo
 	}
 	for _, t := range targets {
 		page, err := outboxadmin.New(pools[t.url], outboxadmin.Config{
-			Authorize: userFile(s.users).authorize, Challenge: `Basic realm="outbox"`, Schema: t.schema, AuditReads: true, Name: t.name, Names: names,
+			Authorize: userFile(s.users).authorize, Challenge: challenge, Schema: t.schema, AuditReads: true, Name: t.name, Names: names,
 			MaxConns: pageConns, Kafka: kafka, StaleAfter: s.stale, Logger: log,
 		})
 		if err != nil {
@@ -170,7 +170,14 @@ func (s *pageServer) handler(targets []pageTarget, pools map[string]*pgxpool.Poo
 		mux.Handle(path+"/", http.StripPrefix(path, page))
 	}
 	if len(names) > 0 {
-		mux.Handle("GET "+pagePath+"/{$}", http.RedirectHandler(names[0]+"/", http.StatusSeeOther))
+		mux.HandleFunc("GET "+pagePath+"/{$}", func(w http.ResponseWriter, r *http.Request) {
+			if access, err := userFile(s.users).authorize(r); err != nil || access.Role == outboxadmin.None {
+				w.Header().Set("WWW-Authenticate", challenge)
+				http.Error(w, "Sign in first.", http.StatusUnauthorized)
+				return
+			}
+			http.Redirect(w, r, names[0]+"/", http.StatusSeeOther)
+		})
 	}
 	return mux, nil
 }

@@ -59,8 +59,10 @@ func TestServe(t *testing.T) {
 	status, body = ask("/outbox/")
 	require.Equal(t, http.StatusOK, status, "it leads to the first page")
 	require.Contains(t, body, "of-the-shop")
-	status, _ = get(t, address, "/outbox/bank/", nil)
-	require.Equal(t, http.StatusUnauthorized, status)
+	for _, path := range []string{"/outbox/bank/", "/outbox/"} {
+		status, _ = get(t, address, path, nil)
+		require.Equal(t, http.StatusUnauthorized, status, path)
+	}
 	status, _ = get(t, address, "/livez", nil)
 	require.Equal(t, http.StatusOK, status)
 	require.NotContains(t, p.log.String(), "hidden-password")
