@@ -23,7 +23,7 @@ func (h *adminFixture) lastAudit() (a audited) {
 var actTests = []struct {
 	action, more, status, text string
 }{
-	{"retry", "", "parked", "The relay sends it at its next look."},
+	{"retry", "", "parked", "The relay sends it at its next poll."},
 	{"resolve", "", "resolved", "It is resolved."},
 	{"edit", `{"gift": false}`, "parked", "The payload is changed"},
 	{"release", "", "dead", "The key is released"},
@@ -74,7 +74,7 @@ func TestRefusedActs(t *testing.T) {
 		{"no form", "/failed/event-1/resolve", nil, 422, "Reason is empty", ""},
 		{"not JSON", "/failed/event-1/edit", []string{"reason", "see OPS-1", "payload", `{"half":`}, 422, "payload", "see OPS-1"},
 		{"resolved", "/failed/event-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
-		{"gone", "/failed/event-99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
+		{"gone", "/failed/event-99999/retry", []string{"reason", "again"}, 404, "It is not here", ""},
 		{"no such action", "/failed/event-1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no kind", "/failed/1/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no id", "/failed/one/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
@@ -124,7 +124,7 @@ func TestBulk(t *testing.T) {
 	w := h.post("/failed/retry", form...)
 	require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
 	require.Equal(t, "../failed?done=retry_all&n=13&status=dead&type=loopers.order.created.v1", w.Header().Get("Location"))
-	require.Contains(t, h.get("/failed?done=retry_all&n=13&status=dead"), "13 failures are tried again")
+	require.Contains(t, h.get("/failed?done=retry_all&n=13&status=dead"), "13 failures are retried")
 	require.Equal(t, audited{"o.operator", "retry", "the limit was raised"}, h.lastAudit())
 
 	w = h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"status": "parked"}, "dry_run": true})

@@ -38,6 +38,12 @@ type Config struct {
 
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
+	// Name tells the pages of several schemas or databases apart: it is in the header and in the titles. Empty means
+	// none.
+	Name string
+	// Names are the names of all such pages. The header links to them: the page of a name is served at ../NAME/, as
+	// seen from this page. Nil means none.
+	Names []string
 	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the value of
 	// RecorderConfig. Zero means 983,040 (960 KiB).
 	MaxPayload int
@@ -114,12 +120,14 @@ type admin struct {
 	delayed    *outboxops.Delayed
 	groups     tables.GroupReader
 	kafka      *kafkaReader
-	samples    samples
-	slots      *slots
-	logins     *logins
-	origin     *http.CrossOriginProtection
-	mux        *http.ServeMux
-	pages      map[string]*template.Template
+	samples    samples // of relays
+	// groupSamples are those of consumer groups.
+	groupSamples samples
+	slots        *slots
+	logins       *logins
+	origin       *http.CrossOriginProtection
+	mux          *http.ServeMux
+	pages        map[string]*template.Template
 }
 
 // New returns a handler of all pages, of the API and of their assets. Mount it with a slash at the end:

@@ -94,8 +94,8 @@ func shown(err error) (*problem, bool) {
 	case errors.As(err, &p):
 		return p, true
 	case errors.Is(err, outboxops.ErrNotFound):
-		return &problem{http.StatusNotFound, "It is not here any more",
-			"A failed event leaves this list once it is sent, or some time after it was resolved; a recorded one when retention removes it."}, true
+		return &problem{http.StatusNotFound, "It is not here",
+			"There is no such failure or event now. A failed event leaves the list once it is sent, or some time after it was resolved. Retention removes recorded events."}, true
 	case errors.Is(err, outboxops.ErrStatus):
 		return &problem{http.StatusConflict, "Not possible any more", trimmed(err) + "."}, true
 	case errors.As(err, &field):
@@ -106,9 +106,9 @@ func shown(err error) (*problem, bool) {
 		return &problem{http.StatusUnprocessableEntity, "Something is missing, malformed or too long", trimmed(err) + "."}, true
 	case errors.Is(err, context.DeadlineExceeded):
 		return &problem{http.StatusGatewayTimeout, "That took too long",
-			"The database had no answer in time. Ask for less: a shorter time, or an event id. An action may have been done: look at the audit before you repeat it."}, true
+			"The database had no answer in time. Ask for less: a shorter time, or an event id. An action may have been done: check the audit before you repeat it."}, true
 	}
-	return &problem{http.StatusServiceUnavailable, "The database did not answer as it should",
+	return &problem{http.StatusServiceUnavailable, "The database did not answer",
 		"The log of the service says why. Try again in a moment; events are not affected by this page."}, false
 }
 

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -31,12 +32,21 @@ func (a *admin) apiRelays(r *request) (answer, error) {
 }
 
 func (a *admin) apiProgress(r *request) (answer, error) {
+	return a.progress(r, r.PathValue("relay"))
+}
+
+func (a *admin) apiGroupProgress(r *request) (answer, error) {
+	return a.progress(r, tables.WorkerPrefix+r.PathValue("group"))
+}
+
+// progress returns the moves of a position, of a relay or of a group of workers.
+func (a *admin) progress(r *request, name string) (answer, error) {
 	q := &r.query
 	s := q.span()
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	progress, err := a.inspect.Progress(r.Context(), r.PathValue("relay"), time.Now().Add(-s.length), s.step)
+	progress, err := a.inspect.Progress(r.Context(), name, time.Now().Add(-s.length), s.step)
 	if err != nil {
 		return answer{}, err
 	}
@@ -51,6 +61,16 @@ func (a *admin) apiBacklog(r *request) (answer, error) {
 	}
 	kept := a.samples.since(r.PathValue("relay"), time.Now().Add(-s.length))
 	return okJSON(apiSampleList{Samples: each(kept, func(s sample) apiSample { return apiSample{s.at.UTC(), s.pending, s.failed} })})
+}
+
+func (a *admin) apiGroupBacklog(r *request) (answer, error) {
+	q := &r.query
+	s := q.span()
+	if err := q.done(); err != nil {
+		return answer{}, err
+	}
+	kept := a.groupSamples.since(r.PathValue("group"), time.Now().Add(-s.length))
+	return okJSON(apiGroupSampleList{Samples: each(kept, func(s sample) apiGroupSample { return apiGroupSample{s.at.UTC(), s.pending, s.failed, s.lag} })})
 }
 
 func (a *admin) apiTransactions(r *request) (answer, error) {
@@ -196,7 +216,7 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 		if body.Filter == nil {
 			return answer{}, wrong("filter", "is missing; {} picks all that is not resolved")
 		}
-		if err := checkValues(url.Values(body.Filter), filterNames); err != nil {
+		if err := checkValues(url.Values(body.Filter), route{names: filterNames}); err != nil {
 			return answer{}, err
 		}
 		q := query{values: url.Values(body.Filter)}

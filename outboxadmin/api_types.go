@@ -69,6 +69,17 @@ type apiSample struct {
 	Failed  int64     `json:"failed"`
 }
 
+type apiGroupSampleList struct {
+	Samples []apiGroupSample `json:"samples"`
+}
+
+type apiGroupSample struct {
+	At      time.Time `json:"at"`
+	Pending int64     `json:"pending"`
+	Failed  int64     `json:"failed"`
+	Lag     *int64    `json:"lag"`
+}
+
 type apiTransactionList struct {
 	Transactions []apiTransaction `json:"transactions"`
 }

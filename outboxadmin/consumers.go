@@ -38,9 +38,10 @@ func (a *admin) groupsView(ctx context.Context, withKafka bool) (v groupsView, e
 	if v.membersView, err = a.membersView(ctx); err != nil {
 		return v, err
 	}
-	if withKafka {
+	if v.kafka = a.kafka.last(); withKafka {
 		v.kafka = a.kafka.look(ctx, v.groups)
 	}
+	a.sampleGroups(time.Now(), v)
 	return v, nil
 }
 
@@ -197,9 +198,13 @@ type consumersPage struct {
 	More        bool // not all groups were read
 	Deliveries  []outboxops.DeliveryCount
 	OtherCounts int
-	Workers     []outboxops.DeliveryGroup
 	Kafka       kafkaView
-	States      []groupState
+	Cards       []groupView
+	States      []groupState // those without a card
+	OtherStates int
+	Spans       []span
+	Span        string
+	Done        string // the action that was done before
 	Members     []memberRow
 	Processes   []processRow
 }
@@ -214,6 +219,7 @@ type processRow struct {
 
 func (a *admin) consumersPage(r *request) (answer, error) {
 	q := &r.query
+	s, done := q.span(), q.doneText("done", "")
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
@@ -221,8 +227,13 @@ func (a *admin) consumersPage(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	page := consumersPage{Rows: groupRows(v.groups), More: v.more, Deliveries: v.deliveries, Workers: v.workers, Kafka: v.kafka, Processes: a.processes()}
-	page.States, _ = first(v.all(), maxGroupRows)
+	page := consumersPage{Rows: groupRows(v.groups), More: v.more, Deliveries: v.deliveries, Kafka: v.kafka, Processes: a.processes(), Spans: spans, Span: s.Name, Done: done}
+	all := v.all()
+	cards := all[:min(len(all), maxGroupCards)]
+	if page.Cards, err = a.groupViews(r.Context(), cards, v, time.Now(), s); err != nil {
+		return answer{}, err
+	}
+	page.States, page.OtherStates = first(all[len(cards):], maxGroupRows)
 	page.Members, _ = first(memberRows(v.Members), maxGroupRows)
 	slices.SortStableFunc(page.Rows, func(x, y groupRow) int { return cmp.Compare(isPaused(y), isPaused(x)) })
 	page.OtherRows = max(0, len(page.Rows)-maxGroupRows)
@@ -233,7 +244,6 @@ func (a *admin) consumersPage(r *request) (answer, error) {
 	slices.SortStableFunc(page.Deliveries, func(x, y outboxops.DeliveryCount) int { return cmp.Compare(isDead(y), isDead(x)) })
 	page.OtherCounts = max(0, len(page.Deliveries)-maxGroupRows)
 	page.Deliveries = page.Deliveries[:len(page.Deliveries)-page.OtherCounts]
-	page.Workers = page.Workers[:min(len(page.Workers), maxGroupRows)]
 	return a.page(r.Request, http.StatusOK, "consumers", "Consumers", page), nil
 }
 
@@ -302,8 +312,7 @@ func apiPause(action string) func(*admin, *request) (answer, error) {
 		if err := r.decode(&body); err != nil {
 			return answer{}, err
 		}
-		do := map[string]func(context.Context, string, string, outboxops.AuditInfo) error{"pause": a.consumers.Pause, "resume": a.consumers.Resume}[action]
-		return done, do(r.Context(), string(body.Group), string(body.Topic), auditInfo(r, string(body.Reason)))
+		return done, a.changePause(action)(r.Context(), string(body.Group), string(body.Topic), auditInfo(r, string(body.Reason)))
 	}
 }
 

@@ -32,7 +32,7 @@ func TestFailuresOfBothKinds(t *testing.T) {
 	const unresolved = 104 + seed.DeadInAll + 1
 	for query, want := range map[string]string{
 		"": fmt.Sprintf("%d failures", unresolved), "kind=event": "104 failures", "kind=delivery": "7 failures", "group=stats&status=dead": "6 failures",
-		"action=RESERVE": "2 failures", "class=timeout": "5 failures", "kind=delivery&status=waiting": "2 failures", "kind=delivery&status=done": "What is done is not counted.",
+		"action=RESERVE": "2 failures", "class=timeout": "5 failures", "kind=delivery&status=waiting": "2 failures", "kind=delivery&status=done": "Done deliveries are not counted.",
 		"key=ord-20501": "1 failure<", "relay=default": "104 failures", "group=nobody": "0 failures",
 	} {
 		require.Contains(t, h.get("/failed?"+query), want, query)
@@ -86,7 +86,7 @@ func TestActsOnDeliveries(t *testing.T) {
 		return query1[string](h, `SELECT concat_ws(' ', status, CASE WHEN held THEN 'held' END, attempt_count, CASE WHEN resolved_at IS NOT NULL THEN 'resolved' END) FROM {s}.event_delivery WHERE id = $1`, id)
 	}
 	page := h.get("/failed/delivery-1")
-	for _, words := range []string{"Given up", "10 of 10", "COUNT_SALES", "context deadline exceeded", "Mina Park", "Resolve without handling", "Hold the key", "req-5"} {
+	for _, words := range []string{"Dead: no attempts left", "10 of 10", "COUNT_SALES", "context deadline exceeded", "Mina Park", "Resolve without handling", "Hold the key", "req-5"} {
 		require.Contains(t, page, words)
 	}
 	require.Contains(t, page, "Edit the payload")
@@ -137,7 +137,7 @@ func TestEditDelivery(t *testing.T) {
 	require.Equal(t, http.StatusNoContent, h.call("/api/failed/delivery-2/edit", map[string]any{"reason": "x", "payload": map[string]any{"edited": true}}).Code)
 	require.Equal(t, 2, query1[int](h, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'PENDING' AND payload = '{"edited": true}'`))
 	page := h.get("/failed/delivery-1?done=edit_group")
-	for _, words := range []string{"The payload is changed for this group and action", "The payload from before", "retried", "edited"} {
+	for _, words := range []string{"The payload is changed for this group and action", "The old payload", "retried", "edited"} {
 		require.Contains(t, page, words)
 	}
 }
@@ -153,7 +153,7 @@ func TestWhatBecameOfAFailure(t *testing.T) {
 	require.Equal(t, http.StatusSeeOther, h.post("/failed/event-1/retry", "reason", "the courier answers").Code)
 	exec(`DELETE FROM {s}.outbox_failed WHERE id = 1`) // as the relay does once Kafka has it
 	page := h.get("/failed/event-1?done=retry")
-	for _, words := range []string{"What became of event-1", "Relay default has sent it: it is in Kafka.", "the courier answers", `href="../events/4099003"`, "The relay sends it at its next look"} {
+	for _, words := range []string{"What became of event-1", "Relay default has sent it: it is in Kafka.", "the courier answers", `href="../events/4099003"`, "The relay sends it at its next poll"} {
 		require.Contains(t, strings.ReplaceAll(page, "./../", "../"), words)
 	}
 	require.Contains(t, h.get("/audit?failure=event-1"), "the courier answers")
@@ -273,7 +273,7 @@ func TestProcesses(t *testing.T) {
 	page := h.get("/consumers")
 	require.Contains(t, page, "orders/1 waits at offset 7")
 	require.Contains(t, page, "3 partitions")
-	require.Contains(t, page, "Lag is not known: the page has no address of Kafka.")
+	require.Contains(t, page, "Lag is unknown: this page has no address of Kafka.")
 	require.Contains(t, h.get("/api/consumers"), `"processes":[{"group":"mail","kind":"consumer","live":true,"works":false,"reasons":["orders/1 waits at offset 7"]},`)
 	calm := newAdminFixture(t, func(c *Config) { c.Health = nil })
 	for _, table := range []string{"outbox_failed", "outbox"} {

@@ -23,6 +23,7 @@ type failedList struct {
 	Filter   outboxops.FailureFilter
 	Picks    []pick
 	Query    template.URL // the filter as parameters
+	Values   url.Values   // the same, for fields of a form
 	Filtered bool         // anything is picked
 	Wide     bool         // one of the less usual fields is picked
 	Rows     []failedRow
@@ -52,7 +53,7 @@ func (a *admin) failedList(r *request) (answer, error) {
 		return answer{}, err
 	}
 	values := failedValues(filter)
-	page := failedList{Filter: filter, Query: encode(values), Rows: each(rows, a.failedRowOf), Later: len(after) > 0, Done: done, Filtered: len(values) > 0,
+	page := failedList{Filter: filter, Query: encode(values), Values: failedValues(filter), Rows: each(rows, a.failedRowOf), Later: len(after) > 0, Done: done, Filtered: len(values) > 0,
 		Counted: !slices.Contains(filter.Statuses, outboxops.StatusDone)}
 	for name := range values {
 		page.Wide = page.Wide || slices.Contains([]string{"key", "aggregate_type", "event_id", "outbox_id", "since", "until"}, name)
@@ -132,6 +133,32 @@ type failedPage struct {
 	Action  string // which one
 	Reason  string // as the user wrote it
 	Edit    string // as the user wrote it
+	List    string // the filter of the list from which the user came, as parameters; or empty
+}
+
+// listName is the parameter with the filter of the list to go back to.
+const listName = "list"
+
+// list reads the filter of the list to go back to. Another text than a filter is no error, and leads to the whole list.
+func (q *query) list() string {
+	values, err := url.ParseQuery(q.text(listName))
+	if err != nil || checkValues(values, route{names: filterNames}) != nil {
+		return ""
+	}
+	of := query{values: values}
+	filter := of.failedFilter()
+	if of.done() != nil {
+		return ""
+	}
+	return failedValues(filter).Encode()
+}
+
+// BackTo is the link to the list of a failure.
+func (p failedPage) BackTo() template.URL {
+	if p.List == "" {
+		return "failed"
+	}
+	return template.URL("failed?" + p.List)
 }
 
 func (a *admin) failedOne(r *request) (answer, error) {
@@ -140,7 +167,7 @@ func (a *admin) failedOne(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	return a.showFailed(r, http.StatusOK, failedPage{Done: done})
+	return a.showFailed(r, http.StatusOK, failedPage{Done: done, List: q.list()})
 }
 
 // showFailed completes a page of the failure in the path, and writes it.
@@ -238,13 +265,17 @@ func (a *admin) failedAct(r *request) (answer, error) {
 	reason, payload := r.query.text("reason"), r.query.text("payload")
 	err = do(r.Context(), a.failed, row, payload, auditInfo(r, reason))
 	if err == nil {
-		return redirectTo("../" + id.String() + "?done=" + doneOf(id.Kind, action)), nil
+		back := url.Values{"done": {doneOf(id.Kind, action)}}
+		if list := r.query.list(); list != "" {
+			back.Set(listName, list)
+		}
+		return redirectTo("../" + id.String() + "?" + back.Encode()), nil
 	}
 	p, ours := shown(err)
 	if !ours {
 		return answer{}, err
 	}
-	return a.showFailed(r, p.status, failedPage{Wrong: p.text, Action: action, Reason: reason, Edit: payload})
+	return a.showFailed(r, p.status, failedPage{Wrong: p.text, Action: action, Reason: reason, Edit: payload, List: r.query.list()})
 }
 
 // auditInfo names who sends a request. A reason of nothing but spaces is none.
@@ -402,16 +433,19 @@ func bulkAct(action string) func(*admin, *request) (answer, error) {
 
 // doneTexts describe the action that was done, after a redirect.
 var doneTexts = map[string]string{
-	"retry":       "The relay sends it at its next look. It leaves this list once Kafka has it.",
-	"resolve":     "It is resolved. What waited behind it goes on.",
-	"edit":        "The payload is changed, and the relay sends it at its next look.",
-	"hold":        "The key is held: nothing more of it is sent until it is released.",
-	"release":     "The key is released and goes on.",
-	"edit_group":  "The payload is changed for this group and action, and a process of the group handles it again. This page shows what becomes of it.",
-	"requeue":     "A worker of the group handles it again, with all its attempts. This page shows what becomes of it.",
-	"hold_group":  "The key is held: the group handles nothing more of it with this action until it is released.",
-	"retry_all":   "%s tried again: a relay sends events at its next look, and workers of the group handle deliveries.",
-	"resolve_all": "%s resolved. What waited behind goes on.",
+	"retry":       "The relay sends it at its next poll. It leaves this list once Kafka has it.",
+	"resolve":     "It is resolved. The events behind it continue.",
+	"edit":        "The payload is changed, and the relay sends it at its next poll.",
+	"hold":        "The key is held: none of its events is sent until it is released.",
+	"release":     "The key is released. Its events continue.",
+	"edit_group":  "The payload is changed for this group and action, and a process of the group handles it again. This page shows the outcome.",
+	"requeue":     "A worker of the group handles it again, with all its attempts. This page shows the outcome.",
+	"hold_group":  "The key is held: the group handles none of its events with this action until it is released.",
+	"retry_all":   "%s retried: relays send events at their next poll, and workers handle deliveries.",
+	"resolve_all": "%s resolved. The events behind them continue.",
+	"edit_all":    "%s changed, and will be sent or handled again.",
+	"pause":       "The pause is stored. Processes of the group read it every few seconds.",
+	"resume":      "The pause has ended. Processes of the group read that every few seconds.",
 }
 
 // doneOf returns the key of [doneTexts] for an action on a failure of a kind.
@@ -426,7 +460,7 @@ func doneOf(kind outboxops.Kind, action string) string {
 func (q *query) doneText(name, number string) string {
 	text, n := doneTexts[q.text(name)], q.number(number)
 	switch q.values.Get(name) {
-	case "retry_all", "resolve_all":
+	case "retry_all", "resolve_all", "edit_all":
 		return fmt.Sprintf(text, plural(n, "failure is", "failures are"))
 	}
 	return text

@@ -93,7 +93,7 @@ func requireReadQuery(t *testing.T, raw string, q *query) {
 		require.Equal(t, id, again)
 	}
 	again := query{values: failedValues(failed)} // as a link to the next page has them
-	require.NoError(t, checkValues(again.values, filterNames))
+	require.NoError(t, checkValues(again.values, route{names: filterNames}))
 	same := again.failedFilter()
 	require.NoError(t, again.done())
 	require.True(t, failed.Since.Equal(same.Since) && failed.Until.Equal(same.Until))

@@ -125,7 +125,7 @@ func (a *admin) handler(rt route) http.Handler {
 func (a *admin) serve(rt route, w http.ResponseWriter, r *http.Request) (answer, error) {
 	if access := accessOf(r); access.Role < rt.role {
 		return answer{}, &problem{http.StatusForbidden, "Only for operators",
-			"You are signed in as a " + access.Role.String() + ", who may look at everything. To act on events takes the role of an operator."}
+			"You are signed in as a " + access.Role.String() + ", who may see everything. To act on events takes the role of an operator."}
 	}
 	req, err := read(rt, w, r, a.cfg.MaxPayload)
 	if err != nil || rt.asks == nothing {

@@ -59,9 +59,9 @@ func read(rt route, w http.ResponseWriter, r *http.Request, maxPayload int) (*re
 	}
 	req := &request{Request: r, query: query{values: values}}
 	if rt.body == noBody {
-		return req, checkValues(values, rt.names)
+		return req, checkValues(values, rt)
 	}
-	if err := checkValues(values, nil); err != nil {
+	if err := checkValues(values, route{}); err != nil {
 		return nil, err
 	}
 	if req.body, err = readBody(rt, w, r, maxPayload); err != nil {
@@ -71,7 +71,7 @@ func read(rt route, w http.ResponseWriter, r *http.Request, maxPayload int) (*re
 		if req.query.values, err = url.ParseQuery(string(req.body)); err != nil {
 			return nil, wrong("form", err.Error())
 		}
-		return req, checkValues(req.query.values, rt.names)
+		return req, checkValues(req.query.values, rt)
 	}
 	return req, nil
 }
@@ -112,16 +112,16 @@ func isText(s string) bool { return utf8.ValidString(s) && strings.IndexByte(s, 
 
 // checkValues refuses parameters that are unknown, not text, or repeated: a mistyped filter must not pick
 // everything.
-func checkValues(values url.Values, known []string) error {
+func checkValues(values url.Values, rt route) error {
 	for name, all := range values {
 		switch {
 		case !isText(name):
 			return wrong("name of a parameter", notText)
-		case !slices.Contains(known, name):
+		case !slices.Contains(rt.names, name):
 			return wrong(fmt.Sprintf("%.100q", name), "is not a parameter of this")
-		case len(all) > 1:
+		case len(all) > 1 && !(rt.selects && name == selectedName):
 			return wrong(name, "is given more than once")
-		case !isText(all[0]):
+		case slices.ContainsFunc(all, func(text string) bool { return !isText(text) }):
 			return wrong(name, notText)
 		}
 	}

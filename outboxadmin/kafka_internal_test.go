@@ -149,5 +149,5 @@ func TestPageOnAnswerInPart(t *testing.T) {
 	require.Contains(t, list.LagError, "topic secrets: TOPIC_AUTHORIZATION_FAILED")
 	page := h.get("/consumers")
 	require.Contains(t, page, "Lag as Kafka said <time")
-	require.Contains(t, page, "Not known of all: outbox: lag of consumer group stats")
+	require.Contains(t, page, "Unknown for some groups: outbox: lag of consumer group stats")
 }

@@ -101,7 +101,7 @@ func (s *situation) dead() (all []notice) {
 		}
 	}
 	for _, g := range sumByGroup(s.counts, outbox.StatusDead) {
-		all = append(all, notice{levelBad, fmt.Sprintf("Consumer group %s: %s, given up by its handlers%s.", g.group, g.text("delivery is dead", "deliveries are dead"),
+		all = append(all, notice{levelBad, fmt.Sprintf("Consumer group %s: %s, no attempts left%s.", g.group, g.text("delivery is dead", "deliveries are dead"),
 			s.groups.kinds(g.group, outbox.StatusDead)),
 			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusDead}}), "Show"})
 	}
@@ -230,7 +230,7 @@ func (s *situation) paused() (all []notice) {
 func (s *situation) retried() (all []notice) {
 	for _, r := range s.relays {
 		if n := min(r.Failed+r.Waiting, outbox.MaxCounted); n > 0 {
-			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s.", r.Name, pluralUpTo(n, "event is tried again by itself", "events are tried again by themselves")),
+			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s.", r.Name, pluralUpTo(n, "event will be retried", "events will be retried")),
 				failedLink(outboxops.FailureFilter{Kind: outboxops.KindEvent, Relay: r.Name, Statuses: []string{outbox.StatusFailed, outbox.StatusWaiting}}), "Show"})
 		} else if r.Parked > 0 && r.Dead == 0 && r.HeldKeys == 0 {
 			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s behind others of their keys.", r.Name, pluralUpTo(r.Parked, "event waits", "events wait")),
@@ -238,7 +238,7 @@ func (s *situation) retried() (all []notice) {
 		}
 	}
 	for _, g := range sumByGroup(s.counts, outbox.StatusFailed) {
-		all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s%s.", g.group, g.text("delivery is tried again by itself", "deliveries are tried again by themselves"),
+		all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s%s.", g.group, g.text("delivery will be retried", "deliveries will be retried"),
 			s.groups.kinds(g.group, outbox.StatusFailed)),
 			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusFailed}}), "Show"})
 	}

@@ -206,7 +206,7 @@ func TestOpenAPIHasTheTypes(t *testing.T) {
 	file := readOpenAPI(t)
 	types := map[string]any{
 		"Error": apiError{}, "RelayList": apiRelayList{}, "Relay": apiRelay{}, "RelayState": outage.RelayForm{}, "Outage": outage.Form{}, "Breaker": outage.BreakerForm{}, "Health": apiHealth{}, "ProgressList": apiProgressList{}, "Progress": apiProgress{},
-		"SampleList": apiSampleList{}, "Sample": apiSample{}, "TransactionList": apiTransactionList{}, "Transaction": apiTransaction{},
+		"SampleList": apiSampleList{}, "Sample": apiSample{}, "GroupSampleList": apiGroupSampleList{}, "GroupSample": apiGroupSample{}, "TransactionList": apiTransactionList{}, "Transaction": apiTransaction{},
 		"PartitionList": apiPartitionList{}, "Partition": apiPartition{},
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
 		"AuditList": apiAuditList{}, "Audit": apiAudit{}, "Payload": apiPayload{}, "EventList": apiEventList{}, "Event": apiEvent{}, "State": apiState{},
@@ -285,7 +285,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 		if !ok {
 			continue
 		}
-		at := "/api" + strings.NewReplacer("/events/{id}", "/events/4099001", "{id}", fmt.Sprintf("event-%d", seed.Dead), "{relay}", "default").Replace(path)
+		at := "/api" + strings.NewReplacer("/events/{id}", "/events/4099001", "{id}", fmt.Sprintf("event-%d", seed.Dead), "{relay}", "default", "{group}", "stats").Replace(path)
 		ask := func(query string) {
 			w := h.send("reader", http.MethodGet, at+query, "", "")
 			require.Equal(t, http.StatusOK, w.Code, "%s%s: %s", at, query, w.Body)

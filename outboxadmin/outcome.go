@@ -3,6 +3,7 @@ package outboxadmin
 import (
 	"cmp"
 	"fmt"
+	"html/template"
 	"net/http"
 	"slices"
 
@@ -12,7 +13,8 @@ import (
 // gonePage shows the outcome of a failure whose row no longer exists.
 type gonePage struct {
 	ID      outboxops.FailureID
-	Done    string // the action that was done before
+	BackTo  template.URL // the list from which the user came
+	Done    string       // the action that was done before
 	Outcome string
 	Events  []eventRow // of its event, as far as they are recorded here
 	History []outboxops.AuditEntry
@@ -28,7 +30,7 @@ func (a *admin) showGone(r *request, id outboxops.FailureID, done string, missin
 	if len(history) == 0 {
 		return answer{}, missing
 	}
-	page := gonePage{ID: id, Done: done, History: history}
+	page := gonePage{ID: id, Done: done, History: history, BackTo: failedPage{List: r.query.list()}.BackTo()}
 	if event := history[0].EventID; event != "" {
 		if page.Events, _, err = a.events(r.Context(), outboxops.EventFilter{EventID: event}, 0, 10); err != nil {
 			return answer{}, err

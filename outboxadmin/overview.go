@@ -177,7 +177,6 @@ func (a *admin) situation(ctx context.Context, now time.Time) (s *situation, err
 	if s.groups, err = a.groupsView(ctx, false); err != nil {
 		return s, err
 	}
-	s.groups.kafka = a.kafka.last()
 	if s.open, err = a.inspect.Transactions(ctx, openFor); err != nil {
 		return s, err
 	}
@@ -192,7 +191,7 @@ const unknown = "What leaders and members say of themselves is as old as their r
 func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus, error) {
 	relays, err := a.inspect.Relays(ctx)
 	if err == nil {
-		a.samples.add(now, relays)
+		a.samples.addRelays(now, relays)
 	}
 	return relays, err
 }
@@ -213,25 +212,11 @@ func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health
 	if err != nil {
 		return relayView{}, err
 	}
-	var rate, latency, backlog []point
-	for _, p := range progress {
-		rate = append(rate, point{p.At, float64(p.Events) / s.step.Seconds()})
-		if p.Latency > 0 {
-			latency = append(latency, point{p.At, float64(p.Latency.Microseconds()) / 1000})
-		}
-	}
+	var backlog []point
 	for _, waited := range a.samples.since(status.Name, now.Add(-s.length)) {
 		backlog = append(backlog, point{waited.at, float64(waited.pending + waited.failed)})
 	}
-	scale := func(gap time.Duration, least float64, format func(float64) string) scale {
-		return scale{from: now.Add(-s.length), to: now, gap: gap, least: least, format: format}
-	}
-	plots := []plot{
-		newPlot("Throughput", rate, scale(s.step+s.step/2, 1, rateText)).aged(now, rate, s.step),
-		newPlot("Latency", latency, scale(3*s.step, 10, millisText)).aged(now, latency, s.step),
-		newPlot("Backlog", backlog, scale(sampleBreath, 10, countText)).aged(now, backlog, 0),
-	}
-	plots[2].From += ", known while a page is open"
+	plots := append(progressPlots("Throughput", "Latency", progress, now, s), sampledPlot("Backlog", backlog, now, s))
 	return relayView{RelayStatus: status, State: relayStateOf(status, now), Health: health, Plots: plots}, nil
 }
 

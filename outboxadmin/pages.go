@@ -24,8 +24,10 @@ var assetFiles embed.FS
 // frame is the common part of all pages.
 type frame struct {
 	Title  string
-	Base   string // leads from here to the first page
-	Here   string // the path
+	Name   string   // of the page among several
+	Names  []string // of all of them
+	Base   string   // leads from here to the first page
+	Here   string   // the path
 	Now    time.Time
 	Access Access
 	Body   any
@@ -40,6 +42,9 @@ type part struct {
 	Part any
 }
 
+// Beside leads to the first page of another name.
+func (f frame) Beside(name string) string { return f.Base + "../" + url.PathEscape(name) + "/" }
+
 // With passes part of a page to a template of its own.
 func (f frame) With(p any) part { return part{f, p} }
 
@@ -49,7 +54,7 @@ func (f frame) Ago(t time.Time) string { return relative(f.Now, t) }
 var pageFuncs = template.FuncMap{
 	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural, "upTo": upTo, "pluralUpTo": pluralUpTo,
 	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
-	"kind": kindLink, "stat": statOf, "past": func(action string) string { return pastActions[action] },
+	"kind": kindLink, "stat": statOf, "groupStat": groupStat, "listText": func(q template.URL) string { return string(q) }, "selectedQuery": func(v url.Values) template.URL { return encode(v) }, "pauseLink": pauseLink, "groupPauseLink": groupPauseLink, "past": func(action string) string { return pastActions[action] },
 	"iso":     func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
 	"int":     func(n int64) int { return int(n) },
 	"bound":   boundText,
@@ -107,7 +112,7 @@ func kindLink(c outboxops.FailureCount) string {
 func parsePages() map[string]*template.Template {
 	layout := template.Must(template.New("layout.html").Funcs(pageFuncs).ParseFS(pageFiles, "pages/layout.html", "pages/parts.html"))
 	pages := map[string]*template.Template{}
-	for _, name := range []string{"overview", "failed", "failed_one", "failed_gone", "consumers", "bulk", "events", "event_one", "delayed", "audit", "problem"} {
+	for _, name := range []string{"overview", "failed", "failed_one", "failed_gone", "consumers", "pause", "bulk", "selected", "events", "event_one", "delayed", "audit", "problem"} {
 		pages[name] = template.Must(template.Must(layout.Clone()).ParseFS(pageFiles, "pages/"+name+".html"))
 	}
 	return pages
@@ -115,7 +120,7 @@ func parsePages() map[string]*template.Template {
 
 // page is an answer in HTML.
 func (a *admin) page(r *http.Request, status int, page, title string, body any) answer {
-	f := frame{Title: title, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: time.Now(), Access: accessOf(r), Body: body}
+	f := frame{Title: title, Name: a.cfg.Name, Names: a.cfg.Names, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: time.Now(), Access: accessOf(r), Body: body}
 	var b bytes.Buffer
 	if err := a.pages[page].Execute(&b, f); err != nil {
 		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: page "+page, "error", err)

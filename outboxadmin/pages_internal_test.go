@@ -137,7 +137,7 @@ var noticeTests = []struct {
 		s.relays[0].Pending, s.relays[0].Oldest = 1, now.Add(-4*time.Minute)
 	}, nil},
 	{"dead and tried again", func(s *situation, _ time.Time) { s.relays[0].Dead, s.relays[0].Failed, s.relays[0].Waiting = 1, 1, 2 },
-		[]string{"Relay default: 1 event is dead, refused by Kafka too often.", "Relay default: 3 events are tried again by themselves."}},
+		[]string{"Relay default: 1 event is dead, refused by Kafka too often.", "Relay default: 3 events will be retried."}},
 	{"parked alone", func(s *situation, _ time.Time) { s.relays[0].Parked = 2 }, []string{"Relay default: 2 events wait behind others of their keys."}},
 	{"held keys", func(s *situation, _ time.Time) {
 		s.relays[0].HeldKeys = 1
@@ -153,7 +153,7 @@ var noticeTests = []struct {
 	{"deliveries", func(s *situation, _ time.Time) {
 		s.counts = []outboxops.FailureCount{{Kind: outboxops.KindDelivery, Group: "stats", Status: outbox.StatusDead, Type: "a", Events: 2}, {Kind: outboxops.KindDelivery, Group: "mail", Status: outbox.StatusFailed, Events: 1},
 			{Kind: outboxops.KindDelivery, Group: "stats", Status: outbox.StatusDead, Type: "b", Events: outbox.MaxCounted, More: true}, {Kind: outboxops.KindEvent, Status: outbox.StatusDead, Events: 9}}
-	}, []string{"Consumer group stats: 10,002+ deliveries are dead, given up by its handlers.", "Consumer group mail: 1 delivery is tried again by itself."}},
+	}, []string{"Consumer group stats: 10,002+ deliveries are dead, no attempts left.", "Consumer group mail: 1 delivery will be retried."}},
 	{"what waits for too long, wherever it waits", func(s *situation, now time.Time) {
 		s.stale = []outbox.EventCount{{Relay: "default", Status: "parked", Events: 199, Oldest: now.Add(-11 * time.Minute)}, {Relay: "default", Status: "waiting", Events: 1, Oldest: now.Add(-12 * time.Minute)},
 			{Group: "stats", Status: "pending", Events: 1, Oldest: now.Add(-3 * time.Hour)}}

@@ -58,12 +58,12 @@ func TestSamples(t *testing.T) {
 	t.Parallel()
 	var s samples
 	at := func(d time.Duration, pending int64) {
-		s.add(noon.Add(d), []outbox.RelayStatus{{Name: "default", Pending: pending, Waiting: 1, Failed: 2, Parked: 3, Dead: 100}})
+		s.addRelays(noon.Add(d), []outbox.RelayStatus{{Name: "default", Pending: pending, Waiting: 1, Failed: 2, Parked: 3, Dead: 100}})
 	}
 	at(0, 1)
 	at(time.Second, 2)
 	at(3*time.Second, 3)
-	require.Equal(t, []sample{{noon, 1, 6}, {noon.Add(3 * time.Second), 3, 6}}, s.since("default", noon))
+	require.Equal(t, []sample{{noon, 1, 6, nil}, {noon.Add(3 * time.Second), 3, 6, nil}}, s.since("default", noon))
 	require.Len(t, s.since("default", noon.Add(time.Second)), 1)
 	require.Empty(t, s.since("other", noon))
 	for i := range 2 * maxSamples {
@@ -75,7 +75,7 @@ func TestSamples(t *testing.T) {
 	at(48*time.Hour, 7)
 	require.Len(t, s.since("default", noon), 1, "what is old goes")
 	for i := range 2 * maxSampled {
-		s.add(noon, []outbox.RelayStatus{{Name: strings.Repeat("x", i+1)}})
+		s.addRelays(noon, []outbox.RelayStatus{{Name: strings.Repeat("x", i+1)}})
 	}
-	require.Len(t, s.relay, maxSampled)
+	require.Len(t, s.of, maxSampled)
 }

@@ -13,6 +13,7 @@ type route struct {
 	names        []string // of parameters, or of the fields of a form
 	body         form
 	payload      bool // the body may hold one
+	selects      bool // the parameter [selectedName] may be repeated
 	serve        func(*admin, *request) (answer, error)
 }
 
@@ -57,17 +58,27 @@ func withPayload(rt route) route {
 	return rt
 }
 
+// selecting has a route take several failures.
+func selecting(rt route) route {
+	rt.selects = true
+	return rt
+}
+
 // routes are all existing routes. Other requests are answered with "nothing is here".
 var routes = []route{
 	get("/{$}", []string{"span"}, (*admin).overview),
 	get("/failed", with(filterNames, "after", "limit", "done", "n"), (*admin).failedList),
-	get("/failed/{id}", []string{"done", "n"}, (*admin).failedOne),
-	withPayload(submit("/failed/{id}/{action}", []string{"reason", "payload"}, (*admin).failedAct)),
+	get("/failed/{id}", []string{"done", "n", listName}, (*admin).failedOne),
+	withPayload(submit("/failed/{id}/{action}", []string{"reason", "payload", listName}, (*admin).failedAct)),
 	review("/failed/retry", filterNames, bulkReview("retry")),
 	submit("/failed/retry", with(filterNames, "reason"), bulkAct("retry")),
 	review("/failed/resolve", filterNames, bulkReview("resolve")),
 	submit("/failed/resolve", with(filterNames, "reason"), bulkAct("resolve")),
-	get("/consumers", nil, (*admin).consumersPage),
+	selecting(review("/failed/selected/{action}", selectedNames, (*admin).selectedReview)),
+	selecting(withPayload(submit("/failed/selected/{action}", with(selectedNames, "reason", "change", "step"), (*admin).selectedAct))),
+	get("/consumers", []string{"span", "done"}, (*admin).consumersPage),
+	review("/consumers/{action}", pauseNames, (*admin).pauseReview),
+	submit("/consumers/{action}", with(pauseNames, "reason"), (*admin).pauseAct),
 	get("/events", with(searchNames, "before", "limit"), (*admin).eventList),
 	get("/events/{id}", nil, (*admin).eventOne),
 	get("/delayed", delayedNames, (*admin).delayedList),
@@ -93,6 +104,8 @@ var routes = []route{
 	post("/api/failed/retry", apiBulk("retry")),
 	post("/api/failed/resolve", apiBulk("resolve")),
 	get("/api/consumers", nil, (*admin).apiConsumers),
+	get("/api/consumers/{group}/progress", []string{"span"}, (*admin).apiGroupProgress),
+	free("/api/consumers/{group}/backlog", []string{"span"}, (*admin).apiGroupBacklog),
 	post("/api/consumers/pause", apiPause("pause")),
 	post("/api/consumers/resume", apiPause("resume")),
 	get("/api/events", with(searchNames, "before", "limit"), (*admin).apiEvents),

@@ -30,7 +30,7 @@ func TestConfig(t *testing.T) {
 // exist.
 func everything(t *testing.T) []route {
 	t.Helper()
-	fill := strings.NewReplacer("{$}", "", "events/{id}", "events/1", "{id}", "event-1", "{action}", "retry", "{relay}", "default")
+	fill := strings.NewReplacer("{$}", "", "consumers/{action}", "consumers/pause", "events/{id}", "events/1", "{id}", "event-1", "{action}", "retry", "{relay}", "default", "{group}", "stats")
 	var all []route
 	for _, rt := range routes {
 		rt.path = fill.Replace(rt.path)
@@ -90,7 +90,7 @@ func TestEveryRouteIsGuarded(t *testing.T) {
 	}
 	h.t = t
 	require.Equal(t, before, h.fingerprint(), "nothing was done")
-	require.Equal(t, 15, acting)
+	require.Equal(t, 19, acting)
 	require.Contains(t, h.log.String(), "the session has ended")
 	require.Equal(t, http.StatusSeeOther, h.send("operator", http.MethodPost, "/failed/event-1/retry", "application/x-www-form-urlencoded", "reason=because",
 		"Sec-Fetch-Site", "same-origin", "Origin", "http://ops.example").Code, "what was refused above is possible")

@@ -1,6 +1,7 @@
 package outboxadmin
 
 import (
+	"iter"
 	"slices"
 	"sync"
 	"time"
@@ -11,35 +12,47 @@ import (
 // sample is the number of waiting events at a moment.
 type sample struct {
 	at      time.Time
-	pending int64 // not yet tried
-	failed  int64 // in outbox_failed, and not dead
+	pending int64  // not yet tried
+	failed  int64  // in outbox_failed or event_delivery, and not dead
+	lag     *int64 // of a group in Kafka; nil if it is not known
 }
 
 const (
 	keepSamples  = 24 * time.Hour
-	maxSamples   = 4000            // of a relay: a sample each 5 s for 5 hours and more
+	maxSamples   = 4000            // of a name: a sample each 5 s for 5 hours and more
 	sampleSpace  = 2 * time.Second // several views at the same time add only one sample
-	maxSampled   = 100             // relays
+	maxSampled   = 100             // names
 	sampleBreath = time.Minute     // in a longer gap no page was viewed
 )
 
 // samples are kept while a page is open, because no table has the number of pending events of some minutes
 // ago. It is safe for concurrent use.
 type samples struct {
-	mu    sync.Mutex
-	relay map[string][]sample
+	mu sync.Mutex
+	of map[string][]sample // by name of a relay or a consumer group
 }
 
-// add adds the state of relays.
-func (s *samples) add(now time.Time, relays []outbox.RelayStatus) {
+// addRelays adds the state of relays.
+func (s *samples) addRelays(now time.Time, relays []outbox.RelayStatus) {
+	s.add(now, func(yield func(string, sample) bool) {
+		for _, r := range relays {
+			if !yield(r.Name, sample{pending: r.Pending, failed: r.Waiting + r.Failed + r.Parked}) {
+				return
+			}
+		}
+	})
+}
+
+// add adds samples by name. It sets their time.
+func (s *samples) add(now time.Time, all iter.Seq2[string, sample]) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.relay == nil {
-		s.relay = map[string][]sample{}
+	if s.of == nil {
+		s.of = map[string][]sample{}
 	}
-	for _, r := range relays {
-		kept, known := s.relay[r.Name]
-		if !known && len(s.relay) >= maxSampled {
+	for name, one := range all {
+		kept, known := s.of[name]
+		if !known && len(s.of) >= maxSampled {
 			continue
 		}
 		if n := len(kept); n > 0 && now.Sub(kept[n-1].at) < sampleSpace {
@@ -49,15 +62,16 @@ func (s *samples) add(now time.Time, relays []outbox.RelayStatus) {
 		for first < len(kept) && now.Sub(kept[first].at) > keepSamples {
 			first++
 		}
-		s.relay[r.Name] = append(slices.Delete(kept, 0, first), sample{now, r.Pending, r.Waiting + r.Failed + r.Parked})
+		one.at = now
+		s.of[name] = append(slices.Delete(kept, 0, first), one)
 	}
 }
 
-// since returns the samples of a relay, oldest first.
-func (s *samples) since(relay string, since time.Time) []sample {
+// since returns the samples of a name, oldest first.
+func (s *samples) since(name string, since time.Time) []sample {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	kept := s.relay[relay]
+	kept := s.of[name]
 	first, _ := slices.BinarySearchFunc(kept, since, func(s sample, t time.Time) int { return s.at.Compare(t) })
 	return slices.Clone(kept[first:])
 }

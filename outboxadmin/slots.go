@@ -28,7 +28,7 @@ const (
 )
 
 var errBusy = &problem{http.StatusServiceUnavailable, "Too much is asked at once",
-	"This page asks the database a few things at a time, so that the service beside it is not slowed down. Try again in a moment."}
+	"This page uses few connections, so that the service is not slowed down. Try again in a moment."}
 
 // slots limit requests and connections. The capacity of each channel is the limit.
 type slots struct {

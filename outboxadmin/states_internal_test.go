@@ -104,7 +104,7 @@ func TestGroupsFromRows(t *testing.T) {
 		SELECT 'mail', 'host/' || n, false, now() - interval '3 s', '10 s', '{}' FROM generate_series(10, 29) AS n`)
 	require.Empty(t, h.notices())
 	page := h.get("/consumers")
-	require.Contains(t, page, "None of the groups below has saved a position in a topic of Kafka. Workers read from PostgreSQL.")
+	require.Contains(t, page, `aria-label="Consumer group mail"`)
 	require.NotContains(t, page, "No group has begun")
 	require.NotContains(t, page, "In this process")
 	require.Regexp(t, regexp.MustCompile(`>mail</span></th><td data-label="State"><span class="pair">\s*<span class="badge is-sent">works</span>`), h.get("/"))

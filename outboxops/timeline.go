@@ -261,12 +261,12 @@ func (t *timeline) withoutPlace(ctx context.Context) error {
 			}
 		}
 		exactly := slices.ContainsFunc(relays, func(r outbox.RelayStatus) bool { return r.Name == name && r.CursorTopic != "" })
-		what := "relay %s sent it, and where is not known: at a retry (KeepSent keeps that), in the mode exactly once, or before its cursor was removed"
+		what := "relay %s sent it, partition and offset unknown: a retry without KeepSent, the mode exactly once, or its rows of outbox_cursor are removed"
 		switch {
 		case exactly && !t.event.ExpiresAt.IsZero():
 			what = "relay %s sent it, or it expired before: a relay that sends exactly once does not keep that"
 		case exactly:
-			what = "relay %s sent it, and where is not known: a relay that sends exactly once does not keep that"
+			what = "relay %s sent it, partition and offset unknown: a relay that sends exactly once does not store them"
 		}
 		t.add("outbox_cursor", time.Time{}, FailureID{}, "", what, name)
 	}

@@ -40,7 +40,7 @@ type command struct {
 // commands returns all of them in the order of the help.
 func commands() []command {
 	return []command{
-		relayCommand, statusCommand, doctorCommand, tailCommand, eventsCommand, eventsShowCommand, delayedCommand, cancelCommand, moveCommand, topicsCommand,
+		relayCommand, serveCommand, statusCommand, doctorCommand, tailCommand, eventsCommand, eventsShowCommand, delayedCommand, cancelCommand, moveCommand, topicsCommand,
 		failuresListCommand, failuresShowCommand, failuresCountCommand, failuresRetryCommand, failuresResolveCommand,
 		failuresEditCommand, failuresHoldCommand, failuresReleaseCommand,
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
@@ -164,7 +164,7 @@ func dispatch(ctx context.Context, args []string, e *env) error {
 	if err == nil {
 		err = c.checkArgs(e.args)
 	}
-	if err == nil && c.name != relayCommand.name { // which names all variables
+	if err == nil && c.name != relayCommand.name { // relay names all variables
 		e.warnOfSchema()
 	}
 	if err == nil {

@@ -43,10 +43,10 @@ func TestEventsShow(t *testing.T) {
 	unsent := show("2")
 	require.Contains(t, unsent, "relay default does not send it: ann resolved it: no longer wanted [event-1]")
 	require.Contains(t, unsent, "resolve by ann")
-	require.Contains(t, show("3"), "time not kept relay default sent it, and where is not known: at a retry")
+	require.Contains(t, show("3"), "time not kept relay default sent it, partition and offset unknown: a retry")
 	require.Contains(t, show("4"), "time not kept relay default has not attempted it yet [outbox_cursor]")
 	d.sendExactly(t, "cursors", 7)
-	require.Contains(t, show("3"), "relay default sent it, and where is not known: a relay that sends exactly once does not keep that")
+	require.Contains(t, show("3"), "relay default sent it, partition and offset unknown: a relay that sends exactly once does not store them")
 	require.Equal(t, sent, show("1"))
 
 	shown := eventHistoryJSON{recordedJSON: &recordedJSON{}}

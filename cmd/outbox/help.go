@@ -9,7 +9,6 @@ import (
 )
 
 const intro = `outbox looks after a transactional outbox: PostgreSQL, relays, Kafka.
-
 `
 
 const outro = `outbox help COMMAND says more; outbox help flags: flags for all, exit codes.

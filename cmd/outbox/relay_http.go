@@ -26,6 +26,9 @@ import (
 // pagePath is where the operators' page is.
 const pagePath = "/outbox"
 
+// challenge has a browser ask for a name and a password.
+const challenge = `Basic realm="outbox"`
+
 // handler returns the HTTP handler of the process.
 func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, kafka []kgo.Opt, metrics *relayMetrics, log *slog.Logger) (http.Handler, error) {
 	mux := http.NewServeMux()
@@ -41,7 +44,7 @@ func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, ka
 		return nil, fmt.Errorf("%s: %w", r.called("page"), err)
 	}
 	page, err := outboxadmin.New(db, outboxadmin.Config{
-		Authorize: users.authorize, Challenge: `Basic realm="outbox"`, Schema: e.schema, AuditReads: true,
+		Authorize: users.authorize, Challenge: challenge, Schema: e.schema, AuditReads: true,
 		Health: func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} }, Kafka: kafka, StaleAfter: r.stale, Logger: log,
 	})
 	if err != nil {
@@ -64,6 +67,11 @@ func (r *relayProcess) serve(ctx context.Context, handler http.Handler, log *slo
 	if listener == nil {
 		return &httpServer{}, err
 	}
+	return startServer(listener, handler, log), nil
+}
+
+// startServer serves at a listener until the server is stopped.
+func startServer(listener net.Listener, handler http.Handler, log *slog.Logger) *httpServer {
 	s := &httpServer{listener: listener, ended: make(chan struct{}), Server: &http.Server{
 		Handler: handler, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 30 * time.Second, WriteTimeout: 5 * time.Minute, IdleTimeout: 2 * time.Minute,
 		MaxHeaderBytes: 64 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
@@ -71,10 +79,10 @@ func (r *relayProcess) serve(ctx context.Context, handler http.Handler, log *slo
 	go func() {
 		defer close(s.ended)
 		if err := s.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
-			log.Error("outbox: probes and metrics are not served any more", "error", err)
+			log.Error("outbox: HTTP is not served any more", "error", err)
 		}
 	}()
-	return s, nil
+	return s
 }
 
 // address is where it listens.

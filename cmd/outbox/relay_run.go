@@ -134,9 +134,12 @@ func (e *env) relayPool(ctx context.Context) (*pgxpool.Pool, error) {
 }
 
 // logger returns the logger of the process, which masks passwords.
-func (r *relayProcess) logger(e *env) *slog.Logger {
-	options := &slog.HandlerOptions{Level: r.level}
-	if r.log == logJSON {
+func (r *relayProcess) logger(e *env) *slog.Logger { return newLogger(e, r.log, r.level) }
+
+// newLogger returns a logger that masks passwords.
+func newLogger(e *env, format string, level slog.Level) *slog.Logger {
+	options := &slog.HandlerOptions{Level: level}
+	if format == logJSON {
 		return slog.New(slog.NewJSONHandler(masked{e}, options))
 	}
 	return slog.New(slog.NewTextHandler(masked{e}, options))

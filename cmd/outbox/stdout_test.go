@@ -98,7 +98,7 @@ func TestFullDevice(t *testing.T) {
 		{"cut cancel", "--relay r" + why, ""},
 		{"cut finish", "--relay r" + why, ""},
 	}
-	tried := map[string]bool{relayCommand.name: true}
+	tried := map[string]bool{relayCommand.name: true, serveCommand.name: true}
 	for _, c := range calls {
 		tried[c.name] = true
 		if strings.HasPrefix(c.name, "cut c") || strings.HasPrefix(c.name, "cut fin") {

@@ -166,14 +166,14 @@ func (a *agreement) onPage() numbers {
 		find(card, "pending of "+relay, `Pending (\d+) `)
 		if relay == "main" {
 			for _, status := range []string{"Waiting", "Failed", "Parked", "Dead"} {
-				find(card, strings.ToLower(status)+" of main", status+` (\d+) (?:Waiting|Failed|Parked|Dead|for|refused|given|\d+ keys)`)
+				find(card, strings.ToLower(status)+" of main", status+` (\d+) (?:Waiting|Failed|Parked|Dead|for|refused|no|\d+ keys)`)
 			}
 			find(card, "keys of main", `(\d+) keys? waits?, 0 held`)
 		}
 	}
 	for _, group := range []string{"mails", "sales", "stats"} {
 		find(overview, "stale of "+group, `Consumer group `+a.group(group)+`: (\d+) events have waited for longer than 1 s`)
-		find(overview, "retried by "+group, `Consumer group `+a.group(group)+`: (\d+) deliver(?:y is|ies are) tried again by`)
+		find(overview, "retried by "+group, `Consumer group `+a.group(group)+`: (\d+) deliver(?:y|ies) will be retried`)
 		state := `(?:reads 1 topic|workers) (?:works|breaker open)`
 		find(overview, "dead of "+group, a.group(group)+` `+state+` (\d+) \d+ `)
 		find(overview, "owed to "+group, a.group(group)+` `+state+` \d+ (\d+) `)

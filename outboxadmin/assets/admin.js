@@ -9,6 +9,37 @@
   if (region && button) live(region, button);
   age();
   setInterval(age, 1000);
+  document.querySelectorAll("[data-pick]").forEach(pick);
+  addEventListener("pageshow", () => document.querySelectorAll("[data-pick]").forEach(picked));
+
+  // A form in which rows are selected: one by one, a range with the shift key, or all rows of the page.
+  function pick(form) {
+    form.querySelector("[data-pick-all]").hidden = false;
+    let last = null;
+    form.addEventListener("click", (event) => {
+      const boxes = [...form.querySelectorAll("tbody input")];
+      const [from, to] = [boxes.indexOf(last), boxes.indexOf(event.target)].sort((a, b) => a - b);
+      if (event.shiftKey && from >= 0) boxes.slice(from, to + 1).forEach((box) => { box.checked = event.target.checked; });
+      if (boxes.includes(event.target)) last = event.target;
+    });
+    form.addEventListener("change", (event) => {
+      if (event.target.closest("[data-pick-all]")) {
+        form.querySelectorAll("tbody input").forEach((box) => { box.checked = event.target.checked; });
+      }
+      picked(form);
+    });
+    picked(form);
+  }
+
+  function picked(form) {
+    const boxes = [...form.querySelectorAll("tbody input")];
+    const n = boxes.filter((box) => box.checked).length;
+    form.querySelector("[data-picked]").textContent = n ? n + (n > 1 ? " rows" : " row") + " selected" : "Select rows to act on them";
+    form.querySelectorAll(".selection button").forEach((button) => { button.disabled = n === 0; });
+    const all = form.querySelector("[data-pick-all] input");
+    all.checked = n > 0 && n === boxes.length;
+    all.indeterminate = n > 0 && n < boxes.length;
+  }
 
   // How old what is shown is, also where it is not refreshed any more.
   function age() {
@@ -24,6 +55,11 @@
     if (event.target.method !== "post") return;
     // In the next task, or the form would not be sent at all.
     setTimeout(() => event.target.querySelectorAll("button").forEach((b) => { b.disabled = true; }));
+  });
+  // Empty fields of a filter stay out of the address.
+  document.addEventListener("formdata", (event) => {
+    if (event.target.method !== "get") return;
+    [...event.formData].forEach(([name, value]) => { if (value === "") event.formData.delete(name); });
   });
   // Back from another page, a form can be sent again.
   addEventListener("pageshow", () => document.querySelectorAll("form[method=post] button").forEach((b) => { b.disabled = false; }));
@@ -55,7 +91,10 @@
           const fresh = page.querySelector("[data-live]");
           if (fresh && on && !busy()) {
             const open = [...region.querySelectorAll("details[id][open]")].map((d) => d.id);
+            const checked = [...region.querySelectorAll("[data-pick] tbody :checked")].map((box) => box.value);
             region.replaceChildren(...fresh.childNodes);
+            region.querySelectorAll("[data-pick] tbody input").forEach((box) => { box.checked = checked.includes(box.value); });
+            region.querySelectorAll("[data-pick]").forEach(pick);
             region.querySelectorAll("details[id]").forEach((d) => { if (open.includes(d.id)) d.open = true; });
           }
           const shown = page.querySelector(".foot time");

@@ -114,7 +114,7 @@ func (h *adminFixture) retryTimeouts(t *testing.T, tab context.Context) {
 	require.Equal(t, seed.DeadInAll, query[int](t, h, `SELECT count(*) FROM {s}.event_delivery WHERE status = 'DEAD'`))
 	fill(t, tab, "Reason", "the database answers again")
 	press(t, tab, fmt.Sprintf("Retry %d failures", seed.DeadTimeouts))
-	require.Contains(t, text(t, tab, "[role=status]"), fmt.Sprintf("%d failures are tried again", seed.DeadTimeouts))
+	require.Contains(t, text(t, tab, "[role=status]"), fmt.Sprintf("%d failures are retried", seed.DeadTimeouts))
 	require.Zero(t, rows(t, tab))
 
 	query[int](t, h, `WITH handled AS (UPDATE {s}.event_delivery SET status = 'DONE', attempt_count = 1, processed_at = now(), updated_at = now() WHERE id = 1 RETURNING id)

@@ -49,6 +49,7 @@ const unlabelled = `[...document.querySelectorAll("input:not([type=hidden]), sel
 func TestLooks(t *testing.T) {
 	h := newAdminFixture(t, operator)
 	require.NoError(t, seed.Deliver(t.Context(), h.db, h.schema))
+	require.NoError(t, seed.Work(t.Context(), h.db, h.schema))
 	for _, l := range looks {
 		t.Run(l.name, func(t *testing.T) {
 			for _, v := range views {

@@ -35,6 +35,10 @@ var views = []view{
 	{"delivery-dead", "failed/delivery-1", false},
 	{"delivery-busy", "failed/delivery-9", false},
 	{"consumers", "consumers", false},
+	{"pause", "consumers/pause?group=mail&topic=order-events", false},
+	{"bulk-selected", "failed/selected/retry?status=dead&id=event-1&id=event-2&id=delivery-1", false},
+	{"bulk-edit", "failed/selected/edit?id=event-1&id=delivery-1", false},
+	{"delayed", "delayed", false},
 	{"bulk-retry", "failed/retry?status=dead", false},
 	{"bulk-resolve", "failed/resolve?class=message_too_large", false},
 	{"events", "events", false},
@@ -56,6 +60,19 @@ var looks = []struct {
 	{"phone-dark", "dark", 390, 844, 2},
 }
 
+// pictures are those of the documents, in docs/images.
+var pictures = []struct {
+	name, path, scheme string
+	width, height      int64
+	click              string // what to do before
+}{
+	{"overview", "", "light", 1280, 1060, ""},
+	{"failures", "failed?status=dead", "light", 1280, 900, `document.querySelectorAll("tbody input").forEach((box, n) => { if (n > 0 && n < 4) box.click() })`},
+	{"consumers", "consumers", "dark", 1280, 900, ""},
+	{"phone", "consumers", "light", 390, 844, ""},
+	{"phone-failures", "failed?status=dead", "dark", 390, 844, `document.querySelectorAll("tbody input")[1].click(); scrollTo(0, 500)`},
+}
+
 // look makes a tab have a width and a colour scheme.
 func look(t *testing.T, tab context.Context, scheme string, width, height int64, scale float64) {
 	t.Helper()
@@ -75,21 +92,27 @@ func TestScreenshots(t *testing.T) {
 	require.NoError(t, os.MkdirAll(*screenshots, 0o750))
 	h := newAdminFixture(t, operator)
 	require.NoError(t, seed.Deliver(t.Context(), h.db, h.schema))
+	require.NoError(t, seed.Work(t.Context(), h.db, h.schema))
 	tx, err := h.db.Begin(t.Context()) // is open for more than 10 s when the pictures are taken
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	_, err = tx.Exec(t.Context(), `LOCK TABLE `+pgx.Identifier{h.schema, "outbox"}.Sanitize()+` IN ROW EXCLUSIVE MODE`)
 	require.NoError(t, err)
 	warmUp(t, h)
-	t.Run("README", func(t *testing.T) {
-		h.prepare(t, views[0])
-		tab := newTab(t)
-		look(t, tab, "light", 1280, 1060, 0.75)
-		do(t, tab, chromedp.Navigate(h.url), chromedp.WaitReady(chromedp.CSS("#main")))
-		picture, err := chromedp.Run(tab, chromedp.CaptureScreenshot())
-		require.NoError(t, err)
-		require.NoError(t, os.WriteFile(filepath.Join(*screenshots, "README.png"), picture, 0o600))
-	})
+	for _, p := range pictures {
+		t.Run("docs-"+p.name, func(t *testing.T) {
+			h.prepare(t, views[0])
+			tab := newTab(t)
+			look(t, tab, p.scheme, p.width, p.height, 0.75)
+			do(t, tab, chromedp.Navigate(h.url+p.path), chromedp.WaitReady(chromedp.CSS("#main")))
+			if p.click != "" {
+				do(t, tab, chromedp.Evaluate[chromedp.Void](p.click))
+			}
+			picture, err := chromedp.Run(tab, chromedp.CaptureScreenshot())
+			require.NoError(t, err)
+			require.NoError(t, os.WriteFile(filepath.Join(*screenshots, "docs-"+p.name+".png"), picture, 0o600))
+		})
+	}
 	for _, l := range looks {
 		for _, v := range views {
 			t.Run(v.name+"-"+l.name, func(t *testing.T) {
@@ -113,7 +136,7 @@ func warmUp(t *testing.T, h *adminFixture) {
 		if n > 0 {
 			time.Sleep(2100 * time.Millisecond)
 		}
-		response, err := http.Get(h.url)
+		response, err := http.Get(h.url) // samples groups, too
 		require.NoError(t, err)
 		require.NoError(t, response.Body.Close())
 	}

@@ -37,6 +37,24 @@ func Deliver(ctx context.Context, db *pgxpool.Pool, schema string) error {
 	return nil
 }
 
+// Work gives the groups of [Deliver] processes that run: stats has workers, whose position moved for a quarter of
+// an hour, and mail has a consumer.
+func Work(ctx context.Context, db *pgxpool.Pool, schema string) error {
+	if _, err := db.Exec(ctx, strings.ReplaceAll(worked, "{s}", pgx.Identifier{schema}.Sanitize()), pgx.QueryExecModeSimpleProtocol); err != nil {
+		return fmt.Errorf("work in %s: %w", schema, err)
+	}
+	return nil
+}
+
+const worked = `
+INSERT INTO {s}.event_subscription (consumer_group, created_at) VALUES ('stats', now() - interval '30 days');
+INSERT INTO {s}.event_member (consumer_group, member, from_kafka, started_at, renewed_at, renewed_every, routes)
+SELECT g, h, g = 'mail', now() - interval '2 days', now() - interval '3 s', '1 hour', ARRAY[E'loopers.order.created.v1\norder-events\n' || CASE g WHEN 'mail' THEN 'SEND' ELSE 'COUNT_SALES' END]
+  FROM (VALUES ('stats', 'shop-6d9f7c5b84-xk2lp/1/51c0aa'), ('stats', 'shop-6d9f7c5b84-9vw4t/1/77d2f0'), ('mail', 'mail-7f5d9b4c66-q8r2m/1/0b91e4')) AS m (g, h);
+INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch, created_at)
+SELECT 'worker:stats', last_processed_id, snapshot, highest_id, 1, 1, created_at + interval '40 ms' * (1 + id % 5)
+  FROM {s}.outbox_cursor WHERE relay = 'default' ORDER BY id`
+
 const delivered = `
 INSERT INTO {s}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, last_attempt_at, locked_until, locked_by, created_at, updated_at, processed_at,
        occurred_at, recorded_at, event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id,

@@ -1,0 +1,169 @@
+package outboxadmin
+
+import (
+	"fmt"
+	"net/http"
+	"net/url"
+	"strings"
+	"testing"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
+	"github.com/outboxgo/outbox/outboxops"
+	"github.com/stretchr/testify/require"
+)
+
+// submit sends a form whose fields may be repeated.
+func (h *adminFixture) submit(path string, form url.Values) (code int, location, body string) {
+	h.t.Helper()
+	w := h.send("operator", http.MethodPost, path, formType, form.Encode())
+	return w.Code, w.Header().Get("Location"), w.Body.String()
+}
+
+// Selected failures of both kinds are retried or resolved together, after a page that says for which of them this is
+// possible. The way back keeps the filter.
+func TestSelectedFailures(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, nil)
+	list := h.get("/failed?status=dead")
+	require.Contains(t, list, `<input type="checkbox" name="id" value="event-1"`)
+	require.Contains(t, list, `<input type="hidden" name="status" value="dead">`)
+	require.NotContains(t, h.send("reader", http.MethodGet, "/failed?status=dead", "", "").Body.String(), "checkbox")
+
+	page := h.get("/failed/selected/retry?status=dead&id=event-1&id=event-2&id=delivery-1&id=delivery-9&id=event-99999&id=event-1")
+	for _, words := range []string{"Retry 5 selected failures?", "This is a dry run", "2 failures of 5 can be retried", "It is parked behind another event of its key", "A worker has it now.",
+		"There is no such failure or event now", "Retry 2 failures", `href="../../failed?status=dead"`} {
+		require.Contains(t, strings.ReplaceAll(page, "./../../", "../../"), words)
+	}
+	require.Equal(t, "dead and held", h.status(seed.Dead), "a dry run changes nothing")
+
+	form := url.Values{"status": {"dead"}, "reason": {"the schema is fixed"}, "id": {"event-1", "delivery-1", "delivery-2"}}
+	code, location, body := h.submit("/failed/selected/retry", form)
+	require.Equal(t, http.StatusSeeOther, code, body)
+	require.Equal(t, "../../failed?done=retry_all&n=3&status=dead", location)
+	require.Contains(t, h.get("/failed?done=retry_all&n=3&status=dead"), "3 failures are retried")
+	require.Equal(t, 3, query1[int](h, `SELECT count(*)::int FROM {s}.outbox_audit WHERE operator = 'o.operator' AND action = 'retry' AND reason = 'the schema is fixed'`))
+	require.Equal(t, 2, query1[int](h, `SELECT count(*)::int FROM {s}.event_delivery WHERE id IN (1, 2) AND status = 'PENDING' AND attempt_count = 0`))
+
+	form["id"] = []string{"delivery-3", "delivery-9", "event-99999"}
+	code, _, body = h.submit("/failed/selected/resolve", form)
+	require.Equal(t, http.StatusConflict, code)
+	require.Contains(t, body, "1 failure is resolved. The other ones are below, with the reason.")
+	require.Contains(t, body, "with a worker")
+	require.NotContains(t, body, `value="delivery-3"`, "it is done")
+	form["reason"] = []string{" "}
+	form["id"] = []string{"delivery-4"}
+	code, _, body = h.submit("/failed/selected/resolve", form)
+	require.Equal(t, http.StatusConflict, code)
+	require.Contains(t, body, "Reason is empty")
+}
+
+// A selection is refused if it is empty, too large, or of no failures.
+func TestSelectionIsChecked(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, nil)
+	many := strings.Builder{}
+	for n := range maxSelected + 1 {
+		fmt.Fprintf(&many, "&id=event-%d", n+1)
+	}
+	for query, text := range map[string]string{"": "no failure is selected", "id=": "not an id", "id=17": "not an id", many.String()[1:]: "more than 100", "id=event-1&status=dead&status=dead": "more than once", "id=%00": "no text"} {
+		w := h.send("operator", http.MethodGet, "/failed/selected/retry?"+query, "", "")
+		require.Equal(t, http.StatusBadRequest, w.Code, query)
+		require.Contains(t, w.Body.String(), text)
+	}
+	require.Equal(t, http.StatusNotFound, h.send("operator", http.MethodGet, "/failed/selected/hold?id=event-1", "", "").Code)
+	require.Equal(t, http.StatusBadRequest, h.send("operator", http.MethodGet, "/failed?status=dead&status=failed", "", "").Code, "elsewhere nothing is repeated")
+}
+
+// One change is made to many payloads, after a dry run that shows each payload with the change and audits that it
+// is read.
+func TestEditSelected(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, func(c *Config) { c.AuditReads = true })
+	form := url.Values{"id": {"event-1", "delivery-1", "delivery-2", "delivery-8"}, "change": {`{"customer": {"name": null, "vip": true}, "orderId": 20000000000000001}`}, "step": {"try"}}
+	require.Contains(t, h.get("/failed/selected/edit?id=event-1"), "Dry run")
+	code, _, body := h.submit("/failed/selected/edit", form)
+	require.Equal(t, http.StatusOK, code, body)
+	for _, words := range []string{"This was a dry run", "3 failures of 4 can be edited", "only a dead one is edited", "20000000000000001", "&#34;vip&#34;: true", "Save and retry 3 failures", " readonly"} {
+		require.Contains(t, body, words)
+	}
+	require.NotContains(t, body, "Mina Park", "the member is removed")
+	require.Equal(t, 3, query1[int](h, `SELECT count(*)::int FROM {s}.outbox_audit WHERE operator = 'o.operator' AND action = 'read'`))
+	require.Zero(t, query1[int](h, `SELECT count(*)::int FROM {s}.outbox_audit WHERE operator = 'o.operator' AND action = 'edit'`))
+
+	form.Set("step", "save")
+	form.Set("reason", "names go, see OPS-7")
+	form["id"] = form["id"][:3]
+	code, location, body := h.submit("/failed/selected/edit", form)
+	require.Equal(t, http.StatusSeeOther, code, body)
+	require.Equal(t, "../../failed?done=edit_all&n=3", location)
+	require.Contains(t, h.get("/failed?done=edit_all&n=3"), "3 failures are changed")
+	require.Equal(t, 3, query1[int](h, `SELECT count(*)::int FROM {s}.outbox_audit WHERE action = 'edit' AND reason = 'names go, see OPS-7'`))
+	require.Equal(t, 2, query1[int](h, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'PENDING' AND payload->'customer' = '{"vip": true}' AND payload->>'orderId' = '20000000000000001'`))
+
+	for _, change := range []string{"", "[1]", "{}", "null", `{"a": 1`, `{"a": 1} {}`} {
+		code, _, body = h.submit("/failed/selected/edit", url.Values{"id": {"delivery-3"}, "change": {change}, "step": {"save"}, "reason": {"x"}})
+		require.Equal(t, http.StatusUnprocessableEntity, code, change)
+		require.Contains(t, body, "null removes a member")
+	}
+	_, _, body = h.submit("/failed/selected/edit", url.Values{"id": {"delivery-3"}, "change": {`{"orderId": 20503}`}, "step": {"try"}})
+	require.Contains(t, body, "Its payload has this already.")
+}
+
+// A page holds the payloads with a change up to a limit. It says of which it does not show them.
+func TestEditSelectedIsBounded(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, nil)
+	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".event_delivery SET payload = jsonb_build_object('filler', repeat('x', 400000)) WHERE id <= 4`)
+	require.NoError(t, err)
+	code, _, body := h.submit("/failed/selected/edit", url.Values{"id": {"delivery-1", "delivery-2", "delivery-3", "delivery-4"}, "change": {`{"gift": true}`}, "step": {"try"}})
+	require.Equal(t, http.StatusOK, code)
+	require.Less(t, len(body), 1<<20)
+	require.Equal(t, 2, strings.Count(body, "too large to show this one too"))
+	require.Contains(t, body, "Save and retry 4 failures")
+}
+
+// A mask also hides payloads with a change.
+func TestEditSelectedIsMasked(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, func(c *Config) {
+		c.Mask = func(text Text) []byte {
+			if text.Kind == TextPayload {
+				return []byte(`"hidden"`)
+			}
+			return text.Value
+		}
+	})
+	_, _, body := h.submit("/failed/selected/edit", url.Values{"id": {"delivery-1"}, "change": {`{"gift": true}`}, "step": {"try"}})
+	require.Contains(t, body, "hidden")
+	require.Contains(t, body, ", masked")
+	require.NotContains(t, body, "Mina Park")
+}
+
+// What the page says of an action is what the library does.
+func TestNotPossible(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, nil)
+	ids := []outboxops.FailureID{}
+	for n := range 10 {
+		ids = append(ids, outboxops.FailureID{Kind: outboxops.KindEvent, Number: int64(n + 1)}, outboxops.FailureID{Kind: outboxops.KindDelivery, Number: int64(n + 1)})
+	}
+	ops, err := outboxops.NewFailures(h.db, outboxops.FailuresConfig{Schema: h.schema})
+	require.NoError(t, err)
+	seen := map[string]bool{}
+	for _, action := range []string{"edit", "retry", "resolve"} {
+		for _, id := range ids {
+			f, err := ops.Get(t.Context(), id)
+			require.NoError(t, err)
+			payload := `{"n": 1}`
+			if action == "edit" { // only a dry run, so the rest still has something to do
+				err = ops.CheckEdit(t.Context(), id, []byte(payload), outboxops.AuditInfo{Operator: "o", Reason: "r"})
+			} else {
+				err = actions[action](t.Context(), ops, f, payload, outboxops.AuditInfo{Operator: "o", Reason: "r"})
+			}
+			require.Equal(t, notPossible(f, action) == "", err == nil, "%s %v, %s: %v", action, id, f.Status, err)
+			seen[action+" "+f.Status+fmt.Sprint(err == nil)] = true
+		}
+	}
+	require.True(t, seen["retry "+outbox.StatusDead+"true"] && seen["retry "+outbox.StatusParked+"false"] && seen["resolve "+outbox.StatusResolved+"false"], seen)
+}
