@@ -53,7 +53,7 @@ type failing struct {
 type failingWay struct {
 	name  string
 	after bool
-	run  func(db *pgxpool.Pool, group string, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error)
+	run   func(db *pgxpool.Pool, group string, cfg outbox.HandlerConfig, h outbox.Handler) (func(context.Context) error, error)
 }
 
 // failing compares what is handled of events that do not fail while others do with what is handled of them

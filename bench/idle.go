@@ -20,7 +20,7 @@ import (
 )
 
 const (
-	idleSettles  = 10 * time.Second // until leaders are chosen, and what was prepared is prepared
+	idleBegins   = 10 * time.Second // until leaders are chosen, and what was prepared is prepared
 	idleMeasured = 20 * time.Second
 )
 
@@ -63,7 +63,7 @@ func idleService(ctx context.Context, j job) (u used, err error) {
 		case <-running.Done():
 		}
 	}
-	wait(idleSettles)
+	wait(idleBegins)
 	before := processors.Read()
 	wait(idleMeasured)
 	u = used{CPU: processors.Read().Since(before).Process, Elapsed: idleMeasured}
@@ -113,7 +113,7 @@ func (b *bench) idleProcesses(ctx context.Context, n int, j job) error {
 	const edge = idleMeasured / 4
 	var transactions [2]int64
 	var machine [2]processors.Time
-	for i, wait := range []time.Duration{idleSettles + edge, idleMeasured - 2*edge} {
+	for i, wait := range []time.Duration{idleBegins + edge, idleMeasured - 2*edge} {
 		select {
 		case <-time.After(wait):
 		case <-running.Done():

@@ -449,7 +449,8 @@ func TestSavepointsOfOthers(t *testing.T) {
 	}
 }
 
-// Of a transaction in parts only the last part is undone. What a function has changed besides rows is not undone unseen.
+// Of a transaction in parts only the last part is undone. What a function has changed besides rows is not undone
+// unseen.
 func TestParts(t *testing.T) {
 	t.Parallel()
 	for _, mode := range modes {

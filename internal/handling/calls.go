@@ -146,8 +146,8 @@ func (c *handlerCalls) conflicts(t *Task) int {
 	return 0
 }
 
-// postpone adds a task to the last pending call of its handler. If another call must be made between the two, it adds a
-// new pending call.
+// postpone adds a task to the last pending call of its handler. If another call must be made between the two, it
+// adds a new pending call.
 func (c *handlerCalls) postpone(i int) {
 	t, n := &c.tasks[i], len(c.pending)-1
 	for n >= 0 && c.tasks[c.pending[n].tasks[0]].Handler != t.Handler {
@@ -248,9 +248,9 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 }
 
 // mayPass reports whether the transaction can go on behind a task that has failed: its handler has not used the
-// transaction, so there is nothing to undo, and no other event can have caused the error by what it has done there. No
-// later task must have been taken for a repeat of it, or wait for it and be called all the same: a call of a handler of
-// batches comes late.
+// transaction, so there is nothing to undo, and no other event can have caused the error by what it has done there.
+// No later task must have been taken for a repeat of it, or wait for it and be called all the same: a call of a
+// handler of batches comes late.
 func (c *handlerCalls) mayPass(ctx context.Context, i int, err error) bool {
 	for n := i + 1; n < len(c.results); n++ {
 		if c.keys[n] == c.keys[i] || !c.results[n].Excluded && waitsFor(&c.tasks[n], &c.tasks[i]) {
@@ -276,8 +276,8 @@ func (c *handlerCalls) fail(i int, err error, certain bool) *TaskError {
 	return c.failed[i]
 }
 
-// callsInPart is the most calls of a part of a transaction. A part costs a round trip; a failure in it repeats the calls
-// before.
+// callsInPart is the most calls of a part of a transaction. A part costs a round trip; a failure in it repeats the
+// calls before.
 const callsInPart = 10
 
 // callsPart is the state in which a part of a transaction has begun.
@@ -309,8 +309,8 @@ func (c *handlerCalls) beginPart(ctx context.Context, i int) error {
 	return nil
 }
 
-// undoPart undoes the part in which a task has failed whose handler has used the transaction. The tasks of the part in
-// front of it are repeated. It is not certain that its own event has caused the error.
+// undoPart undoes the part in which a task has failed whose handler has used the transaction. The tasks of the part
+// in front of it are repeated. It is not certain that its own event has caused the error.
 func (c *handlerCalls) undoPart(ctx context.Context, i int, err error) bool {
 	if !c.inParts || !c.isPassable(ctx, i, err) {
 		return false
@@ -337,8 +337,8 @@ func (c *handlerCalls) isBehind(t *Task) bool {
 	return slices.ContainsFunc(c.excluded, func(one ExcludedTask) bool { return waitsFor(t, one.task) })
 }
 
-// waitsFor reports whether a task waits for an earlier one that has failed: of the same action, and of the same event or
-// key.
+// waitsFor reports whether a task waits for an earlier one that has failed: of the same action, and of the same
+// event or key.
 func waitsFor(t, earlier *Task) bool {
 	of, before := t.Meta.Origin, earlier.Meta.Origin
 	return t.Action == earlier.Action && (of == before || len(of.Key) > 0 && bytes.Equal(of.Key, before.Key))
@@ -442,8 +442,8 @@ func (e *TaskError) Of(t Task) error {
 	return e.Err
 }
 
-// Succeeded returns the tasks whose handlers have succeeded before in the same transaction. It is rolled back, so they
-// are tried again.
+// Succeeded returns the tasks whose handlers have succeeded before in the same transaction. It is rolled back, so
+// they are tried again.
 func (e *TaskError) Succeeded() []Task {
 	if e == nil {
 		return nil

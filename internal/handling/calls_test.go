@@ -73,8 +73,8 @@ func (f *callsFixture) newCalls() *handlerCalls {
 	return c
 }
 
-// A later task of the action and key of a failed one was called, or will be: the transaction must not go on. A call of
-// batches comes late.
+// A later task of the action and key of a failed one was called, or will be: the transaction must not go on. A call
+// of batches comes late.
 func TestFailedBatchInFrontOfItsKey(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []HandlerKind{InTx, InBatch} {
@@ -90,8 +90,8 @@ func TestFailedBatchInFrontOfItsKey(t *testing.T) {
 	}
 }
 
-// An event may have two tasks of an action, for two versions of its type. The second one is a repeat of the first, so it
-// is not called if that fails.
+// An event may have two tasks of an action, for two versions of its type. The second one is a repeat of the first,
+// so it is not called if that fails.
 func TestFailedTaskOfTwoVersions(t *testing.T) {
 	t.Parallel()
 	f := &callsFixture{noteOf: []string{"same", "same", "other"}}

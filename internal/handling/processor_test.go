@@ -327,8 +327,8 @@ func attemptOf(p *Processor) func(context.Context, Task) error {
 	}
 }
 
-// A transaction goes on behind an event whose handler has failed without using it. It leaves out that event, and later
-// ones of its key and action. It ends if many fail, and is rolled back if all do.
+// A transaction goes on behind an event whose handler has failed without using it. It leaves out that event, and
+// later ones of its key and action. It ends if many fail, and is rolled back if all do.
 func TestPassFailed(t *testing.T) {
 	t.Parallel()
 	never := func(time.Duration) bool { return false }
@@ -433,8 +433,8 @@ func TestPassFailedBehindRepeat(t *testing.T) {
 	require.Len(t, done.Repeats, 1)
 }
 
-// Where handlers have failed lately that have used their transaction, a transaction has parts: only the part of a failed
-// task is undone, and what is in front of it there is repeated. The task is tried alone then.
+// Where handlers have failed lately that have used their transaction, a transaction has parts: only the part of a
+// failed task is undone, and what is in front of it there is repeated. The task is tried alone then.
 func TestTransactionInParts(t *testing.T) {
 	t.Parallel()
 	never := func(time.Duration) bool { return false }

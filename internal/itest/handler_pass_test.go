@@ -30,16 +30,17 @@ func (c *calls) add(event string) (n int) {
 	return c.of[event]
 }
 
-// Events fail whose handler has not used its transaction. Others that share it are committed, and handled only once;
-// later events of a failed one's key wait for it. Nothing is handled or noted for an event that has failed. The same holds
-// for handlers that fail after their statement, but that others may be handled again.
+// Events fail whose handler has not used its transaction. Others that share it are committed, and handled only
+// once; later events of a failed one's key wait for it. Nothing is handled or noted for an event that has failed.
+// The same holds for handlers that fail after their statement, but that others may be handled again.
 func TestFailuresBesideOthers(t *testing.T) {
 	t.Parallel()
 	const keys, of = 40, 10
 	cfg := func(f *workerFixture) outbox.HandlerConfig {
 		return outbox.HandlerConfig{
 			Schema: f.schema, From: outbox.FromStart, Logger: slog.New(slog.DiscardHandler),
-			// Longer than it takes to get to all events: a key that becomes free beside a transaction has that repeated.
+			// Longer than it takes to get to all events: a key that becomes free beside a transaction has that
+			// repeated.
 			Retry: outbox.RetryPolicy{RetryWait: 500 * time.Millisecond, MaxRetryWait: 500 * time.Millisecond},
 		}
 	}

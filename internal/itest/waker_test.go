@@ -150,8 +150,8 @@ func TestLeaderWakesOtherProcesses(t *testing.T) {
 	}
 }
 
-// A process with many wake-ups notifies others of some at once, and then at most once in 250 ms, of the last commit too;
-// and not at all if all that it runs leads.
+// A process with many wake-ups notifies others of some at once, and then at most once in 250 ms, of the last commit
+// too; and not at all if all that it runs leads.
 func TestNotificationsAreFew(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)

@@ -2,16 +2,17 @@
 // of PostgreSQL.
 //
 // A wake-up signals the relays and workers of this process. If not all of them lead, or if other processes listen
-// too, a notification goes to other processes: after the commit, on a connection of the pool, together with those of
-// the pool's other schemas, and none while PostgreSQL's queue of notifications fills up. While this process has few
-// wake-ups, see [completeMost], each is notified. Otherwise a notification asks listeners to look often, and is sent once
-// in [Interval].
-// Inside a business transaction a notification would make the commit wait for a lock of the whole server. The process
-// that leads listens on the session of package pgsession. All listeners of a schema share an advisory lock. So a
-// process finds out whether it is the only one, at most once a second and only after a wake-up.
+// too, a notification goes to other processes: after the commit, on a connection of the pool, together with those
+// of the pool's other schemas, and none while PostgreSQL's queue of notifications fills up. While this process has
+// few wake-ups, see [completeMost], each is notified. Otherwise a notification asks listeners to look often, and is
+// sent once in [Interval]. Inside a business transaction a notification would make the commit wait for a lock of
+// the whole server. The process that leads listens on the session of package pgsession. All listeners of a schema
+// share an advisory lock. So a process finds out whether it is the only one, at most once a second and only after a
+// wake-up.
 //
-// A [PollSchedule] polls every 2 ms for 350 ms after such a notification. A relay probes every millisecond instead, and polls when the probe finds something. All relays of a pool
-// that probe at the same time share one statement, see [Probes].
+// A [PollSchedule] polls every 2 ms for 350 ms after such a notification. A relay probes every millisecond instead,
+// and polls when the probe finds something. All relays of a pool that probe at the same time share one statement,
+// see [Probes].
 //
 // A wake-up that is lost costs no event: the next poll finds it.
 package wakeup
@@ -113,7 +114,8 @@ type Member struct {
 	stop func()         // the use of the session
 }
 
-// Join has wake signalled by [Hub.Wake], and heard by notifications while the member leads, until the member is closed.
+// Join has wake signalled by [Hub.Wake], and heard by notifications while the member leads, until the member is
+// closed.
 func (h *Hub) Join(wake, heard chan<- struct{}, log *slog.Logger) *Member {
 	m := &Member{hub: h, wake: wake, heard: heard, log: log}
 	h.mu.Lock()

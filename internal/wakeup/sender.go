@@ -20,8 +20,8 @@ import (
 const Interval = 250 * time.Millisecond
 
 const (
-	// completeMost is up to how many wake-ups of a process in [Interval] are notified each. Their notifications cost less
-	// than looking often does.
+	// completeMost is up to how many wake-ups of a process in [Interval] are notified each. Their notifications
+	// cost less than looking often does.
 	completeMost = 100
 	// batchWait is how long notifications wait after one, to be sent together.
 	batchWait = time.Millisecond

@@ -16,8 +16,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// Many schemas on a pool with many wake-ups are notified by a few statements: each of them once completely, then at most
-// once in an interval, and all that was wanted at last.
+// Many schemas on a pool with many wake-ups are notified by a few statements: each of them once completely, then at
+// most once in an interval, and all that was wanted at last.
 func TestNotificationsAreSentTogether(t *testing.T) {
 	t.Parallel()
 	const schemas = 100
