@@ -119,7 +119,7 @@ func checkValues(values url.Values, rt route) error {
 			return wrong("name of a parameter", notText)
 		case !slices.Contains(rt.names, name):
 			return wrong(fmt.Sprintf("%.100q", name), "is not a parameter of this")
-		case len(all) > 1 && !(rt.selects && name == selectedName):
+		case len(all) > 1 && (!rt.selects || name != selectedName):
 			return wrong(name, "is given more than once")
 		case slices.ContainsFunc(all, func(text string) bool { return !isText(text) }):
 			return wrong(name, notText)

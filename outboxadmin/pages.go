@@ -54,7 +54,7 @@ func (f frame) Ago(t time.Time) string { return relative(f.Now, t) }
 var pageFuncs = template.FuncMap{
 	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural, "upTo": upTo, "pluralUpTo": pluralUpTo,
 	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
-	"kind": kindLink, "stat": statOf, "groupStat": groupStat, "listText": func(q template.URL) string { return string(q) }, "selectedQuery": func(v url.Values) template.URL { return encode(v) }, "pauseLink": pauseLink, "groupPauseLink": groupPauseLink, "past": func(action string) string { return pastActions[action] },
+	"kind": kindLink, "stat": statOf, "groupStat": groupStat, "listText": func(q template.URL) string { return string(q) }, "selectedQuery": encode, "pauseLink": pauseLink, "groupPauseLink": groupPauseLink, "past": func(action string) string { return pastActions[action] },
 	"iso":     func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
 	"int":     func(n int64) int { return int(n) },
 	"bound":   boundText,
