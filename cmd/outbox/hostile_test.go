@@ -44,7 +44,7 @@ END $do$`
 
 // onceOnEach are arguments for each command. The Kafka topics do not exist.
 var onceOnEach = map[string]string{
-	"relay": "--listen 127.0.0.1:0", "status": "", "doctor": "", "tail": "", "events list": "--type test.thing.happened.v1", "events show": "1", "events delayed": "",
+	"relay": "--listen 127.0.0.1:0", "serve": "--listen 127.0.0.1:0 --page {users}", "status": "", "doctor": "", "tail": "", "events list": "--type test.thing.happened.v1", "events show": "1", "events delayed": "",
 	"events cancel": "00000000-0000-4000-8000-000000000000 --reason test", "events move": "--once", "verify": "", "topics": "",
 	"failures list": "", "failures show": "event-1", "failures count": "", "failures retry": "--all --yes --reason test",
 	"failures resolve": "event-1 --reason test", "failures edit": "event-1 --reason test --payload -", "failures hold": "event-2 --reason test",
@@ -86,13 +86,14 @@ func TestOwnerInAHostileDatabase(t *testing.T) {
 	d.vars["DATABASE_URL"] = u.String()
 	d.vars["KAFKA_BROKERS"] = strings.Join(d.brokers, ",")
 	d.stdin = `{"key": 2}`
+	users := writeFile(t, "operator kim a-secret-that-is-long")
 
 	for _, c := range commands() {
 		args, has := onceOnEach[c.name]
 		require.True(t, has, "no arguments for %s", c.name)
-		call := append(strings.Fields(c.name), strings.Fields(args)...)
+		call := append(strings.Fields(c.name), strings.Fields(strings.ReplaceAll(args, "{users}", users))...)
 		within := 30 * time.Second
-		if c.name == "relay" || c.name == "tail" {
+		if c.name == "relay" || c.name == "serve" || c.name == "tail" {
 			within = 3 * time.Second
 		}
 		ctx, cancel := context.WithTimeout(background, within)

@@ -319,7 +319,7 @@ func (c *handlerCalls) undoPart(ctx context.Context, i int, err error) bool {
 	if own(ctx, func(ctx context.Context) error { undone = c.tx.UndoPart(ctx); return nil }) != nil || !undone {
 		return false
 	}
-	c.fail(i, err, false)
+	_ = c.fail(i, err, false)
 	p := &c.part
 	for n := p.results; n < len(c.results); n++ {
 		if r := &c.results[n]; (!r.Repeat || r.expired) && !r.Excluded {
