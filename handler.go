@@ -273,9 +273,9 @@ func changed(h Handler, change func(*handling.Handler)) Handler {
 // is an error of f. It must not CLOSE ALL, because a cursor of the consumer guards tx.
 //
 // The events that arrive together share a transaction, until handlers have taken a second in
-// it: then what is done is committed. If one of them fails, it is
-// rolled back, and the events in front of that one get another: f may run more often than its attempts, and
-// effects outside of tx belong into [HandleNoTx]. An error is tried again as
+// it: then what is done is committed. If f fails before it has used tx, the others go on. If it fails later, the
+// transaction is rolled back, and the events in front get another one: f may run more often than its attempts, and
+// effects outside of tx belong into [HandleNoTx]. Tx cannot be used when f has returned. An error is tried again as
 // [HandlerConfig] says; [Permanent] marks one that no retry would change.
 //
 // What f sets with SET LOCAL or set_config is not seen by handlers of other events: if it does that in a shared

@@ -205,7 +205,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		done, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
 			return !l.mayContinue() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
-		l.transactionEnded(err == nil && !done.RolledBack)
+		l.transactionEnded(err == nil && !done.RolledBack && done.Next == nil && len(done.Excluded) == 0)
 		l.held.Release()
 		switch {
 		case err == nil:

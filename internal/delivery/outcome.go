@@ -43,20 +43,20 @@ func (l *lane) lockRows(ctx context.Context, tx handling.Tx, tasks []handling.Ta
 	return nil, nil
 }
 
-// transactionEnded is called after a transaction for which lockRows may have locked rows. After a rollback
-// it renews their leases, because they could not be renewed while they were locked.
-func (l *lane) transactionEnded(committed bool) {
+// transactionEnded is called after a transaction for which lockRows may have locked rows. Unless all of them have ended
+// in it, it renews their leases, because they could not be renewed while they were locked.
+func (l *lane) transactionEnded(all bool) {
 	if l.finishing.Begin == nil {
 		return
 	}
 	l.claimed.setLocked(l.ctx, false)
-	if committed || !l.mayContinue() {
+	if all || !l.mayContinue() {
 		return
 	}
 	ctx, cancel := context.WithTimeout(l.ctx, WriteTimeout)
 	defer cancel()
 	if _, err := l.store.Renew(ctx, l.claimed.withContext(l.ctx)); err != nil {
-		l.log.Warn("outbox: deliveries could not be renewed after their transaction was rolled back, "+
+		l.log.Warn("outbox: deliveries could not be renewed after a transaction that has not ended them, "+
 			"other processes may handle them", "error", err)
 	}
 }

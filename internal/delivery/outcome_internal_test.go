@@ -1,7 +1,6 @@
 package delivery
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"testing"
@@ -20,8 +19,6 @@ type usedTx struct{ changed bool }
 func (usedTx) Call(string, func(pgx.Tx) error) error { return nil }
 func (x usedTx) ChangedSettings() bool               { return x.changed }
 func (x usedTx) Used() bool                          { return true }
-func (x usedTx) Savepoint(context.Context) error     { return nil }
-func (x usedTx) UndoPart(context.Context) bool       { return false }
 func (usedTx) Own() pgx.Tx                           { return nil }
 
 // The end of a transaction that its handlers have prevented is a failure of the handlers, and counts as an attempt. A

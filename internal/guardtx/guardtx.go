@@ -57,10 +57,6 @@ SELECT pg_catalog.current_setting('outbox: a handler must not commit the transac
 	sqlUnlock  = `
 SELECT pg_catalog.pg_advisory_unlock_all()`
 	sqlCommit = `COMMIT`
-
-	sqlSavepoint = `SAVEPOINT outbox_part`
-	sqlRelease   = `RELEASE SAVEPOINT outbox_part; `
-	sqlUndo      = `ROLLBACK TO SAVEPOINT outbox_part`
 )
 
 // The settings that are compared before the commit of a transaction that several functions
@@ -105,7 +101,6 @@ type Tx struct {
 	within  bool   // the transaction belongs to the caller
 	called  bool   // a function was called
 	used    bool   // the function has used the transaction
-	part    bool   // there is a savepoint of ours
 	locked  bool   // a function may have taken an advisory lock for the session
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
@@ -212,28 +207,6 @@ func (t *Tx) ChangedSettings() bool { return t.changed }
 // failed.
 func (t *Tx) Used() bool { return t.used }
 
-// Savepoint begins a part of the transaction that [Tx.UndoPart] can undo. It ends the part before.
-func (t *Tx) Savepoint(ctx context.Context) error {
-	sql := sqlSavepoint
-	if t.part {
-		sql = sqlRelease + sqlSavepoint
-	}
-	_, err := t.tx.Exec(ctx, sql, pgx.QueryExecModeSimpleProtocol)
-	t.part = t.part || err == nil
-	return err
-}
-
-// UndoPart undoes what was done since the last [Tx.Savepoint], settings too. It returns false if that is not possible:
-// the connection is lost or in use, the transaction has ended, or a function has used it in a way that is an error.
-func (t *Tx) UndoPart(ctx context.Context) bool {
-	conn := t.tx.Conn().PgConn()
-	if !t.part || t.changed || t.foreign || t.ended || conn.IsClosed() || conn.IsBusy() || t.idle() {
-		return false
-	}
-	_, err := t.tx.Exec(ctx, sqlUndo, pgx.QueryExecModeSimpleProtocol)
-	return err == nil
-}
-
 // Commit commits. Its error wraps [ErrEnded] or [ErrSettings] if that is why it fails.
 func (t *Tx) Commit(ctx context.Context) error {
 	err := t.tx.Commit(ctx)
@@ -278,12 +251,18 @@ type hostTx struct{ part }
 
 // Commit implements [pgx.Tx].
 func (h *hostTx) Commit(context.Context) error {
+	if h.over.Load() {
+		return pgx.ErrTxClosed
+	}
 	h.owner.ended = true
 	return ErrEnded
 }
 
 // Rollback implements [pgx.Tx].
 func (h *hostTx) Rollback(context.Context) error {
+	if h.over.Load() {
+		return pgx.ErrTxClosed
+	}
 	h.owner.ended = true
 	return ErrEnded
 }
@@ -350,6 +329,23 @@ func (t *Tx) lookForSavepoints(statements [][]string) (found bool) {
 		}
 	}
 	return found
+}
+
+// Commit implements [pgx.Tx]: it releases a savepoint.
+func (p *part) Commit(ctx context.Context) error {
+	if p.over.Load() {
+		return pgx.ErrTxClosed
+	}
+	return p.Tx.Commit(ctx)
+}
+
+// Rollback implements [pgx.Tx]: it goes back to a savepoint, which is gone when the function has returned. Otherwise it
+// would undo what later functions have done.
+func (p *part) Rollback(ctx context.Context) error {
+	if p.over.Load() {
+		return pgx.ErrTxClosed
+	}
+	return p.Tx.Rollback(ctx)
 }
 
 // Begin implements [pgx.Tx]: it sets a savepoint.
@@ -429,12 +425,16 @@ func (p *part) CopyFrom(ctx context.Context, table pgx.Identifier, columns []str
 
 // Conn implements [pgx.Tx]. What the function does with the connection is not seen.
 func (p *part) Conn() *pgx.Conn {
-	p.owner.used = true
+	if !p.over.Load() {
+		p.owner.used = true
+	}
 	return p.Tx.Conn()
 }
 
 // LargeObjects implements [pgx.Tx].
 func (p *part) LargeObjects() pgx.LargeObjects {
-	p.owner.used = true
+	if !p.over.Load() {
+		p.owner.used = true
+	}
 	return p.Tx.LargeObjects()
 }

@@ -449,43 +449,6 @@ func TestSavepointsOfOthers(t *testing.T) {
 	}
 }
 
-// Of a transaction in parts only the last part is undone. What a function has changed besides rows is not undone
-// unseen.
-func TestParts(t *testing.T) {
-	t.Parallel()
-	for _, mode := range modes {
-		g := newGuardFixture(t, mode)
-		tx := g.begin(t, true)
-		require.NoError(t, tx.Savepoint(t.Context()))
-		require.NoError(t, tx.Call("FIRST", g.effect(t.Context())))
-		require.NoError(t, tx.Savepoint(t.Context()))
-		require.NoError(t, tx.Call("SECOND", g.effect(t.Context())))
-		require.Error(t, tx.Call("THIRD", g.effect(t.Context(), "SELECT 1/0")))
-		require.True(t, tx.Used())
-		require.True(t, tx.UndoPart(t.Context()))
-		require.NoError(t, tx.Call("SECOND", g.effect(t.Context())))
-		require.True(t, tx.UndoPart(t.Context()))
-		require.NoError(t, tx.Savepoint(t.Context()))
-		require.NoError(t, tx.Call("FOURTH", func(pgx.Tx) error { return nil }))
-		require.False(t, tx.Used())
-		require.NoError(t, tx.Commit(t.Context()))
-		g.requireRows(t, 1, 1)
-
-		for name, f := range map[string]func(pgx.Tx) error{
-			"ends":     g.effect(t.Context(), "COMMIT"),
-			"sets":     g.effect(t.Context(), "SET LOCAL work_mem = '1MB'", "SELECT 1/0"),
-			"releases": g.effect(t.Context(), "RELEASE SAVEPOINT outbox_part"),
-		} {
-			tx := g.begin(t, true)
-			require.NoError(t, tx.Savepoint(t.Context()))
-			require.Error(t, tx.Call("BAD", f), name)
-			require.False(t, tx.UndoPart(t.Context()), name)
-			tx.Rollback(t.Context())
-		}
-		g.requireRows(t, 1, 1)
-	}
-}
-
 // What a function leaves behind, a goroutine for example, cannot use the transaction when the function has returned.
 func TestTransactionAfterItsFunction(t *testing.T) {
 	t.Parallel()
@@ -516,6 +479,15 @@ func TestTransactionAfterItsFunction(t *testing.T) {
 		_, err = host.Begin(ctx)
 		require.ErrorIs(t, err, pgx.ErrTxClosed)
 	}
+	require.NoError(t, tx.Call("NEXT", func(own pgx.Tx) error {
+		for _, host := range []pgx.Tx{nested, left} { // a late deferred call
+			require.ErrorIs(t, host.Rollback(ctx), pgx.ErrTxClosed)
+			require.ErrorIs(t, host.Commit(ctx), pgx.ErrTxClosed)
+		}
+		_, err := own.Exec(ctx, insert)
+		return err
+	}))
+	require.ErrorIs(t, nested.Rollback(ctx), pgx.ErrTxClosed)
 	require.NoError(t, tx.Commit(ctx))
-	g.requireRows(t, 1, 0)
+	g.requireRows(t, 1, 1)
 }

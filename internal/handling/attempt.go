@@ -91,6 +91,9 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 	if a.mustTryAlone(t, policy, before) {
 		before = nil
 	}
+	if shared, _ := errors.AsType[*sharedError](before); shared != nil {
+		before = shared.error
+	}
 	works := t.Works || a.works(t, policy)
 	for {
 		err, late, repeat, tried := before, false, false, before == nil
@@ -225,8 +228,13 @@ func (t *Task) witnessAfter() time.Time {
 }
 
 // mustTryAlone reports whether an error of a shared transaction is no failure of a task: the task has failed before,
-// and it is not known whether another event of the action had succeeded when that transaction began.
+// and it is not known whether another event of the action had succeeded when that transaction began. Or the failure may
+// be the last one, and the handler may have missed what was not committed yet.
 func (a *Attempts) mustTryAlone(t *Task, policy RetryPolicy, before error) bool {
+	if shared, _ := errors.AsType[*sharedError](before); shared != nil &&
+		(IsPermanent(before) || policy.RetriesFor != nil || t.Meta.Attempt > policy.MaxRetries) {
+		return true
+	}
 	return before != nil && !t.Works && a.Witness != nil && !t.FirstFailed.IsZero() && policy.waitsInOutage(t.FirstFailed) &&
 		!IsPermanent(before) && !IsUnavailable(before) && !isPostponed(before)
 }

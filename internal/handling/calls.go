@@ -22,10 +22,6 @@ type Tx interface {
 	Call(action string, f func(pgx.Tx) error) error
 	// Used reports whether the last handler has used the transaction.
 	Used() bool
-	// Savepoint begins a part of the transaction, and ends the part before.
-	Savepoint(ctx context.Context) error
-	// UndoPart undoes the part, or returns false if that is not possible.
-	UndoPart(ctx context.Context) bool
 	// ChangedSettings reports whether a handler has changed settings of the transaction.
 	ChangedSettings() bool
 	// Own returns the transaction for statements of this package and of its callers.
@@ -48,14 +44,10 @@ type handlerCalls struct {
 	spent      time.Duration // taken by handlers
 	results    []TaskResult  // of the tasks that were reached, in their order
 	passes     bool          // go on behind a task that has failed
-	inParts    bool          // undo a part of the transaction for that, if its handler has used it
-	part       callsPart     // under way
-	undone     bool          // a part was undone
 	rolledBack bool          // the transaction has excluded all tasks
-	failed     map[int]*TaskError
-	done       int      // tasks whose handlers have succeeded
-	excluding  []int    // tasks that the transaction leaves out from the beginning, in order
-	excluded   Excluded // all that it leaves out
+	done       int           // tasks whose handlers have succeeded
+	excluding  []int         // tasks that the transaction leaves out from the beginning, in order
+	excluded   Excluded      // all that it leaves out
 	pending    []pendingCall
 	mixed      bool // the tasks are for events of several types
 
@@ -87,17 +79,13 @@ func severalCalls(tasks []Task) bool {
 func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t Task) bool { return t.Meta.Type != c.tasks[0].Meta.Type })
 	c.results = make([]TaskResult, 0, len(c.tasks))
-	for i := 0; i < len(c.tasks); i++ {
+	for i := range c.tasks {
 		t := &c.tasks[i]
 		if i > 0 && t.Meta.Origin != c.tasks[i-1].Meta.Origin && (c.failsOften() || c.enough(c.spent)) {
 			break
 		}
 		if begun := len(c.excluding) > 0 && c.excluding[0] == i; begun || c.isBehind(t) {
 			c.exclude(i, ExcludedTask{task: t, AtBegin: begun})
-			continue
-		}
-		if err := c.failed[i]; err != nil {
-			c.exclude(i, ExcludedTask{task: t, Err: err})
 			continue
 		}
 		fresh := c.fresh[c.keys[i]]
@@ -117,15 +105,9 @@ func (c *handlerCalls) run(ctx context.Context) error {
 		if err := c.flush(ctx, c.conflicts(t)); err != nil {
 			return err
 		}
-		if err := c.beginPart(ctx, i); err != nil {
-			return err
-		}
 		c.one.task[0], c.one.arrival[0] = i, t.Arrival
 		if err := c.call(ctx, c.one.task[:], c.one.arrival[:]); err != nil {
-			if !c.undoPart(ctx, i, err) {
-				return err
-			}
-			i = c.part.first - 1
+			return err
 		}
 	}
 	return c.flush(ctx, len(c.pending))
@@ -230,7 +212,7 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 	switch {
 	case err != nil && len(tasks) == 1 && c.mayPass(ctx, tasks[0], err):
 		c.fresh[c.keys[tasks[0]]] = true // it is not done
-		c.exclude(tasks[0], ExcludedTask{task: first, Err: c.fail(tasks[0], err, true)})
+		c.exclude(tasks[0], ExcludedTask{task: first, Err: &TaskError{task: *first, events: 1, Certain: true, Err: err, shared: c.others}})
 		c.current = nil
 		return nil
 	case err != nil:
@@ -266,70 +248,6 @@ func (c *handlerCalls) isPassable(ctx context.Context, i int, err error) bool {
 	timedOut, _ := errors.AsType[*timeoutError](err)
 	return c.passes && ctx.Err() == nil && !c.enough(c.spent) && !c.tasks[i].InPlace && timedOut == nil && !pg.IsTransient(err) && !pg.IsOutage(err) && !pg.IsWaitInVain(err) &&
 		!errors.Is(err, guardtx.ErrEnded) && !errors.Is(err, guardtx.ErrSettings)
-}
-
-func (c *handlerCalls) fail(i int, err error, certain bool) *TaskError {
-	if c.failed == nil {
-		c.failed = map[int]*TaskError{}
-	}
-	c.failed[i] = &TaskError{task: c.tasks[i], events: 1, Certain: certain, Err: err}
-	return c.failed[i]
-}
-
-// callsInPart is the most calls of a part of a transaction. A part costs a round trip; a failure in it repeats the
-// calls before.
-const callsInPart = 10
-
-// callsPart is the state in which a part of a transaction has begun.
-type callsPart struct {
-	first, calls    int // its first task; calls so far, 0 if no part has begun
-	results, done   int
-	excluding       []int
-	excluded        int
-	event           *envelope.Origin
-	others, changed bool
-}
-
-// beginPart begins a part in front of the call of a task, if the one before has enough calls.
-func (c *handlerCalls) beginPart(ctx context.Context, i int) error {
-	if !c.inParts {
-		return nil
-	}
-	if c.part.calls > 0 && c.part.calls < callsInPart {
-		c.part.calls++
-		return nil
-	}
-	if err := own(ctx, c.tx.Savepoint); err != nil {
-		return err
-	}
-	c.part = callsPart{
-		first: i, calls: 1, results: len(c.results) - 1, done: c.done, excluding: c.excluding, excluded: len(c.excluded),
-		event: c.event, others: c.others, changed: c.changed,
-	}
-	return nil
-}
-
-// undoPart undoes the part in which a task has failed whose handler has used the transaction. The tasks of the part
-// in front of it are repeated. It is not certain that its own event has caused the error.
-func (c *handlerCalls) undoPart(ctx context.Context, i int, err error) bool {
-	if !c.inParts || !c.isPassable(ctx, i, err) {
-		return false
-	}
-	undone := false
-	if own(ctx, func(ctx context.Context) error { undone = c.tx.UndoPart(ctx); return nil }) != nil || !undone {
-		return false
-	}
-	_ = c.fail(i, err, false)
-	p := &c.part
-	for n := p.results; n < len(c.results); n++ {
-		if r := &c.results[n]; (!r.Repeat || r.expired) && !r.Excluded {
-			c.fresh[c.keys[n]] = true
-		}
-	}
-	c.results, c.excluded, c.excluding = c.results[:p.results], c.excluded[:p.excluded], p.excluding
-	c.done, c.event, c.others, c.changed, c.current, c.undone = p.done, p.event, p.others, p.changed, nil, true
-	p.calls = callsInPart // the next call begins a new one
-	return true
 }
 
 // isBehind reports whether a task waits for one that is excluded.
@@ -421,7 +339,8 @@ type TaskError struct {
 	task      Task   // the first of the call
 	events    int    // number of events of the call
 	succeeded []Task // whose handlers had been called before
-	Certain   bool   // no other event than the task's can have caused the error
+	Certain   bool   // no other event than the task's can have caused the error by what it has done
+	shared    bool   // other events have been handled before, and what they have done was not committed
 	Err       error
 }
 
@@ -439,8 +358,17 @@ func (e *TaskError) Of(t Task) error {
 	if e == nil || !e.Certain || e.task.Handler != t.Handler || e.task.Meta.Origin != t.Meta.Origin {
 		return nil
 	}
+	if e.shared {
+		return &sharedError{e.Err}
+	}
 	return e.Err
 }
+
+// sharedError is the certain error of a task behind tasks of other events. What these had written was not committed, so
+// the handler may have looked for it in vain.
+type sharedError struct{ error }
+
+func (e *sharedError) Unwrap() error { return e.error }
 
 // Succeeded returns the tasks whose handlers have succeeded before in the same transaction. It is rolled back, so
 // they are tried again.

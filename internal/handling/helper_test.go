@@ -271,17 +271,7 @@ func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
 
 func (tx *playedTx) ChangedSettings() bool { return tx.changed }
 func (tx *playedTx) Used() bool            { return !tx.fixture.unused }
-
-func (tx *playedTx) Savepoint(context.Context) error {
-	tx.fixture.current = append(tx.fixture.current, "[")
-	return nil
-}
-
-func (tx *playedTx) UndoPart(context.Context) bool {
-	tx.fixture.current = append(tx.fixture.current, "]")
-	return !tx.changed
-}
-func (tx *playedTx) Own() pgx.Tx { return nil }
+func (tx *playedTx) Own() pgx.Tx           { return nil }
 
 // playedScheduler is the scheduler of a fixture's attempts.
 type playedScheduler struct {

@@ -36,10 +36,8 @@ type Processor struct {
 	Complete func(ctx context.Context, tx Tx, results []TaskResult) error
 	// Queue, if it is not nil, queues statements that run when the transaction of tasks begins.
 	Queue func(b *pgx.Batch, tasks []Task)
-	// PassFailed has [Processor.ProcessBatch] go on behind a task that has failed, where nothing has to be undone, or
-	// where handlers have failed lately, so that the transaction has parts.
+	// PassFailed has [Processor.ProcessBatch] go on behind a task that has failed, where nothing has to be undone.
 	PassFailed bool
-	parted     int // transactions that still have parts
 	// Begin, if it is not nil, is called in the transaction of tasks, before their handlers. It returns the indexes of
 	// tasks that the transaction leaves out.
 	Begin func(ctx context.Context, tx Tx, tasks []Task) (excluded []int, err error)
@@ -83,10 +81,6 @@ type Batch struct {
 // [Processor.PassFailed]), or it is rolled back, and the error is a [*TaskError].
 func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(spent time.Duration) bool) (done Batch, err error) {
 	c, err := p.transact(ctx, tasks, enough)
-	p.parted--
-	if c.undone || err != nil && len(c.current) > 0 {
-		p.parted = partedFor
-	}
 	if err != nil {
 		return Batch{}, c.attribute(err)
 	}
@@ -105,9 +99,6 @@ func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(
 	}
 	return done, nil
 }
-
-// partedFor is how many transactions have parts after a handler has failed that has used its transaction.
-const partedFor = 20
 
 // Repeats are tasks that were done before, or whose events had expired. No handler was called for them, so they say
 // nothing about an action.
@@ -160,7 +151,6 @@ func (p *Processor) transact(
 ) (*handlerCalls, error) {
 	c := &handlerCalls{
 		tasks: tasks, keys: make([]NoteKey, len(tasks)), enough: enough, passes: p.PassFailed && len(tasks) > 1,
-		inParts: p.PassFailed && p.parted > 0 && len(tasks) > 1 && !slices.ContainsFunc(tasks, func(t Task) bool { return t.Kind == InBatch }),
 		callOne: p.callHandler, runSeparately: p.runSeparately,
 	}
 	err := contain.Do(func() error {

@@ -433,42 +433,6 @@ func TestPassFailedBehindRepeat(t *testing.T) {
 	require.Len(t, done.Repeats, 1)
 }
 
-// Where handlers have failed lately that have used their transaction, a transaction has parts: only the part of a
-// failed task is undone, and what is in front of it there is repeated. The task is tried alone then.
-func TestTransactionInParts(t *testing.T) {
-	t.Parallel()
-	never := func(time.Duration) bool { return false }
-	f := newFixture(t, Rules{})
-	p := f.processor
-	p.PassFailed, p.parted = true, 1
-	f.handlers["c"], f.handlers["m"] = "--", "-"
-	tasks := inTx(f.arrive("a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n"))
-	tasks[3].Meta.Origin.Key = []byte("c")
-	done, err := p.ProcessBatch(t.Context(), tasks, never)
-	require.NoError(t, err)
-	require.Equal(t, []string{"[ a1 b1 c1 ] [ a1 b1 e1 f1 g1 h1 i1 j1 k1 l1 [ m1 ] [ n1: committed"}, f.log)
-	require.Len(t, f.noted, 11)
-	require.Len(t, done.Excluded, 3)
-	for _, one := range done.Excluded.Errors() {
-		require.ErrorIs(t, one, errPlayed)
-		require.NoError(t, one.Of(one.task), "another event may have caused it")
-	}
-	require.Equal(t, partedFor, p.parted)
-	for range partedFor {
-		_, err = p.ProcessBatch(t.Context(), inTx(f.arrive("x", "y")), never)
-		require.NoError(t, err)
-	}
-	require.Zero(t, p.parted)
-
-	f.log, f.handlers["q"] = nil, "-4"
-	tasks = inTx(f.arrive("o", "q", "r"))
-	_, err = p.ProcessBatch(t.Context(), tasks, never)
-	require.ErrorIs(t, err, errPlayed)
-	_, err = p.ProcessBatch(t.Context(), tasks, never)
-	require.True(t, IsConflict(err), "PostgreSQL has rolled back the whole transaction")
-	require.Equal(t, []string{"o1 q1: rolled back", "[ o1 q1: rolled back"}, f.log)
-}
-
 // A transaction in which nothing was done says nothing about PostgreSQL if its connection was lost.
 func TestNothingDoneInOutage(t *testing.T) {
 	t.Parallel()
@@ -492,4 +456,30 @@ func TestSlowFailuresDoNotAddUp(t *testing.T) {
 	_, err := f.processor.ProcessBatch(t.Context(), inTx(items), func(time.Duration) bool { return true })
 	require.ErrorIs(t, err, errPlayed)
 	require.Equal(t, []string{"a1: rolled back"}, f.log)
+}
+
+// An event that fails behind others of its transaction may have missed what they had not committed yet. So it is tried
+// alone before it is dead.
+func TestFailedBesideOthersIsTriedAlone(t *testing.T) {
+	t.Parallel()
+	never := func(time.Duration) bool { return false }
+	for sign, want := range map[string]Result{"-": Again, "p": Done} {
+		f := newFixture(t, Rules{})
+		f.processor.PassFailed, f.unused = true, true
+		f.handlers["b"] = sign
+		tasks := inTx(f.arrive("a", "b"))
+		done, err := f.processor.ProcessBatch(t.Context(), tasks, never)
+		require.NoError(t, err)
+		o := f.attempts.Try(&tasks[1], f.processor.Rules.Retry, ErrorOf(tasks[1], done.Excluded.Errors()))
+		require.Equal(t, want, o.Result, sign)
+		if want == Again {
+			require.Equal(t, errPlayed, o.Err, "as the handler has returned it")
+			require.Len(t, f.log, 1, "it is not called again")
+			tasks[1].Meta.Attempt, f.handlers["b"] = 4, "-"
+			done, err = f.processor.ProcessBatch(t.Context(), append(inTx(f.arrive("c")), tasks[1]), never)
+			require.NoError(t, err)
+			o = f.attempts.Try(&tasks[1], f.processor.Rules.Retry, ErrorOf(tasks[1], done.Excluded.Errors()))
+			require.Equal(t, Done, o.Result, "the last attempt")
+		}
+	}
 }

@@ -85,8 +85,10 @@ func TestStopEndsNoOutage(t *testing.T) {
 				stop()
 				log := s.logs[part].String()
 				require.NotContains(t, log, "works again", part)
-				for _, line := range regexp.MustCompile(`msg="outbox: ([^"]*) fails, trying`).FindAllStringSubmatch(log, -1) {
-					require.Equal(t, 1, s.says(part, line[1]+" fails"), "%s: %s", part, log)
+				said := map[string]bool{} // what handles parked events has outages of its own
+				for _, line := range regexp.MustCompile(`msg="outbox: ([^"]* fails), trying[^"]*"(?: relay=\S+| group=\S+)?( of="[^"]*")?`).FindAllStringSubmatch(log, -1) {
+					require.False(t, said[line[1]+line[2]], "%s: %s", part, log)
+					said[line[1]+line[2]] = true
 				}
 			}
 		})

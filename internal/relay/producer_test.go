@@ -14,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -41,7 +42,8 @@ func TestPromisePanics(t *testing.T) {
 			f := newFlight(ctx, ctx)
 			defer func() { f.end() }()
 			f.acks = newAcks(crashing, produced(topic, records), make([]error, records))
-			_, err := p.send(ctx, ctx, f, nil, nil)
+			which := make([]int, records)
+			_, err := p.send(ctx, ctx, f, make([]envelope.Event, 1), which)
 			require.NoError(t, err)
 		}()
 		require.Less(t, time.Since(start), 30*time.Second, "it waits for no outcome")
