@@ -420,7 +420,10 @@ func TestLatency(t *testing.T) {
 		return err
 	}))
 	s.relay(t, outbox.RelayConfig{})
-	eventually(t, func() bool { return s.collect(t).value("outbox.relay.publish.latency") == 1 }, "not sent")
+	eventually(t, func() bool {
+		m := s.collect(t)
+		return m.value("outbox.relay.publish.latency") == 1 && m.value("messaging.client.operation.duration") > 0
+	}, "not sent")
 	elapsed := time.Since(began).Seconds()
 	m := s.collect(t)
 	latency := m["outbox.relay.publish.latency"].Data.(metricdata.Histogram[float64]).DataPoints[0].Sum
