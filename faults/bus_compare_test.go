@@ -195,6 +195,9 @@ func (b *bus) compare(t *testing.T, v *busResult) {
 	v.WrongDeliveries = b.count(t, sqlWrongDeliveries, busGroups)
 	v.WrongDead = b.count(t, sqlWrongDead, busAttempts)
 	v.Delayed = delayedOf(b.ctx, t, b.db)
+	if v.Disorder > 0 {
+		b.showDisorder(t)
+	}
 	if v.Err() != nil {
 		b.show(t, `status <> 'DONE' AND NOT coalesce((payload->>'poison')::bool, false)`)
 	}
@@ -212,4 +215,24 @@ func (b *bus) show(t *testing.T, which string) {
 		t.Log(row)
 	}
 	require.NoError(t, rows.Err())
+}
+
+// sqlDisordered are the effects and first sights out of order.
+const sqlDisordered = `
+SELECT 'effect ' || concat_ws(' ', consumer_group, action, 'item', item, 'version', version, 'behind', highest)
+  FROM (SELECT *, max(version) OVER (PARTITION BY consumer_group, action, item ORDER BY id) AS highest FROM effect) AS e WHERE version < highest
+ UNION ALL
+SELECT 'sight ' || concat_ws(' ', consumer_group, action, 'item', item, 'version', version, 'behind', highest, 'calls', calls)
+  FROM (SELECT *, max(version) OVER (PARTITION BY consumer_group, action, item ORDER BY id) AS highest FROM seen) AS s WHERE version < highest`
+
+// showDisorder logs what is out of order, with the deliveries of its key.
+func (b *bus) showDisorder(t *testing.T) {
+	t.Helper()
+	rows, err := b.db.Query(b.ctx, sqlDisordered)
+	require.NoError(t, err)
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	for _, line := range lines {
+		t.Log("out of order: " + line)
+	}
 }

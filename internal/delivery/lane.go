@@ -38,6 +38,7 @@ type lane struct {
 	// The batch under way:
 	began    time.Time
 	items    []laneItem
+	waiting  map[Key]bool    // keys of items that wait, see mustWait
 	ctx      context.Context // ends when the batch must not go on
 	trial    *handling.Trial // in which the batch is tried, or nil
 	progress progress        // of a lane without a transaction
@@ -270,10 +271,14 @@ func (l *lane) mustRunAlone(it laneItem) bool {
 }
 
 // mustWait reports whether an item is released untried: its stream is paused, or the breaker of its action
-// is not closed and the item has no trial.
+// is not closed and the item has no trial. Later items of its key wait, too, also if that ends meanwhile.
 func (l *lane) mustWait(it *laneItem) bool {
-	return l.pauses.IsPaused(it.Stream) ||
+	waits := it.Key.Ordered && l.waiting[it.Key] || l.pauses.IsPaused(it.Stream) ||
 		!it.hasNoAttemptLeft() && !l.breakers.IsClosed(it.Action) && !l.trial.Permits(it.Action)
+	if waits && it.Key.Ordered {
+		l.waiting[it.Key] = true
+	}
+	return waits
 }
 
 // trialOf returns the trial in which an action is tried, or nil.
