@@ -129,7 +129,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.Float64Var(&cfg.failingSeconds, "failing-seconds", 20, "seconds that a turn of the failing scenario takes at most")
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
 	flags.StringVar(&cfg.gate, "gate", "", "fail if ratios exceed the bounds in this `file` in two measurements")
-	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of drains and consumers into this `folder`")
+	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of drains, consumers and failing handlers into this `folder`")
 	if err := command.ParseFlags(flags, args, stdout, help); err != nil {
 		return cfg, err
 	}

@@ -133,22 +133,30 @@ func (s *failing) round(ctx context.Context, w failingWay, fails bool) (u used, 
 	if err != nil {
 		return u, err
 	}
-	running, stop := runAside(ctx, run)
-	profile := ""
+	profiled := func() error { return nil }
 	if s.cfg.profile != "" {
-		profile = filepath.Join(s.cfg.profile, fmt.Sprintf("%s-%d-%t", strings.ReplaceAll(w.name, "/", "-"), s.groups, fails))
+		if profiled, err = startProfile(filepath.Join(s.cfg.profile, fmt.Sprintf("%s-%d-%t", strings.ReplaceAll(w.name, "/", "-"), s.groups, fails))); err != nil {
+			return u, err
+		}
 	}
-	watch, err := startMeter(profile)
-	if err != nil {
-		return u, err
-	}
+	running, stop := runAside(ctx, run)
 	u, err = m.measure(running, seconds(s.cfg.failingSeconds))
-	_, stopped := watch.stop(u.Events)
-	err = errors.Join(err, stopped)
-	if err := errors.Join(err, stop()); err != nil {
+	if err := errors.Join(err, stop(), profiled()); err != nil {
 		return u, err
 	}
 	return u, s.checkTurn(ctx, m)
+}
+
+// startProfile starts to write profiles of this process, until the returned function is called.
+func startProfile(path string) (stop func() error, err error) {
+	m, err := startMeter(path)
+	if err != nil {
+		return nil, err
+	}
+	return func() error {
+		_, err := m.stop(0)
+		return err
+	}, nil
 }
 
 // sqlFailingCounts are the counters of the keys whose events may fail.

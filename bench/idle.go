@@ -82,11 +82,8 @@ func (b *bench) idle(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	topic, err := b.NewTopic(ctx, "idle", b.cfg.partitions)
+	topic, err := b.newConsumedTopic(ctx, "idle", b.cfg.partitions)
 	if err != nil {
-		return err
-	}
-	if _, err := b.NewTopic(ctx, topic+".dlq", 1); err != nil { // a consumer looks for it
 		return err
 	}
 	for _, n := range []int{1, 10} {

@@ -46,7 +46,7 @@ func patched(f outboxops.Failure, change string) ([]byte, error) {
 	}
 	before, err := decodeJSON(f.Payload)
 	if err != nil {
-		return nil, &problem{http.StatusConflict, "That payload is no JSON", "Its payload is no JSON: edit it alone."}
+		return nil, &problem{http.StatusConflict, "That payload is no JSON", notJSON}
 	}
 	same, err := encodeJSON(before)
 	if err != nil {

@@ -42,7 +42,13 @@ func pausePath(present *outboxops.ConsumerPause, group, topic string) string {
 
 // changePause returns the function that runs an action on the pauses of a group.
 func (a *admin) changePause(action string) func(context.Context, string, string, outboxops.AuditInfo) error {
-	return map[string]func(context.Context, string, string, outboxops.AuditInfo) error{"pause": a.consumers.Pause, "resume": a.consumers.Resume}[action]
+	switch action {
+	case "pause":
+		return a.consumers.Pause
+	case "resume":
+		return a.consumers.Resume
+	}
+	return nil
 }
 
 // pauseReview shows what a pause, or its end, does.

@@ -140,10 +140,13 @@ func notPossible(f outboxops.Failure, action string) string {
 	case action == "edit" && f.Status != outbox.StatusDead:
 		return "It is " + f.Status + ": only a dead one is edited."
 	case action == "edit" && f.ContentType != jsonType:
-		return "Its payload is no JSON: edit it alone."
+		return notJSON
 	}
 	return ""
 }
+
+// notJSON says why a merge patch cannot change a payload.
+const notJSON = "Its payload is no JSON: edit it alone."
 
 // selectedAct acts on each selected failure, or tries an edit. If some actions are refused, it shows those failures
 // with the reasons.

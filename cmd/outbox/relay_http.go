@@ -120,30 +120,43 @@ type pageUser struct {
 
 // read returns the users.
 func (f userFile) read() (users []pageUser, err error) {
-	file, err := os.Open(string(f))
+	err = eachLine(string(f), func(line string) error {
+		user, err := readUser(strings.Fields(line))
+		if err == nil {
+			users = append(users, user)
+		}
+		return err
+	})
 	if err != nil {
 		return nil, fmt.Errorf("users: %w", err)
-	}
-	defer file.Close()
-	lines := bufio.NewScanner(file)
-	for n := 1; lines.Scan(); n++ {
-		words := strings.Fields(lines.Text())
-		if len(words) == 0 || strings.HasPrefix(words[0], "#") {
-			continue
-		}
-		user, err := readUser(words)
-		if err != nil {
-			return nil, fmt.Errorf("users: %s: line %d: %w", f, n, err)
-		}
-		users = append(users, user)
-	}
-	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("users: %s: %w", f, err)
 	}
 	if len(users) == 0 {
 		return nil, fmt.Errorf("users: %s: no user is in it", f)
 	}
 	return users, nil
+}
+
+// eachLine calls read with the lines of a file, but for those that are blank or begin with #. An error names its line.
+func eachLine(path string, read func(line string) error) error {
+	file, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	lines := bufio.NewScanner(file)
+	for n := 1; lines.Scan(); n++ {
+		line := strings.TrimSpace(lines.Text())
+		if line == "" || strings.HasPrefix(line, "#") {
+			continue
+		}
+		if err := read(line); err != nil {
+			return fmt.Errorf("%s: line %d: %w", path, n, err)
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
 }
 
 // readUser reads the words of a line. Errors do not show them.

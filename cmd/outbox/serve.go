@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"flag"
@@ -9,7 +8,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -187,28 +185,16 @@ var targetName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,62}$`)
 
 // readTargets returns the pages of a file. Errors do not show its words, because a URL has a password.
 func readTargets(path string) (targets []pageTarget, err error) {
-	file, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer file.Close()
-	lines := bufio.NewScanner(file)
-	for n := 1; lines.Scan(); n++ {
-		line := strings.TrimSpace(lines.Text())
-		if line == "" || strings.HasPrefix(line, "#") {
-			continue
-		}
+	err = eachLine(path, func(line string) error {
 		target, err := readTarget(line)
 		if err == nil && slices.ContainsFunc(targets, func(t pageTarget) bool { return t.name == target.name }) {
 			err = errors.New("an earlier line has the name")
 		}
-		if err != nil {
-			return nil, fmt.Errorf("%s: line %d: %w", path, n, err)
-		}
 		targets = append(targets, target)
-	}
-	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
+		return err
+	})
+	if err != nil {
+		return nil, err
 	}
 	if len(targets) == 0 {
 		return nil, fmt.Errorf("%s: it has no line NAME SCHEMA [URL]", path)

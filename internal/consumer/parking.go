@@ -175,10 +175,11 @@ func (w *partitionWorker) checkInTx(_ context.Context, _ handling.Tx, tasks []ha
 // until the transaction ends, no other transaction can block these keys.
 func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, results []handling.TaskResult) error {
 	asked := w.asked
-	if called := func(r handling.TaskResult) bool { return !r.Repeat && !r.Excluded }; count(results, called) < len(asked.tasks) {
+	notCalled := func(r handling.TaskResult) bool { return r.Repeat || r.Excluded }
+	if len(results) < len(asked.tasks) || slices.ContainsFunc(results, notCalled) {
 		var tasks []handling.Task
 		for _, r := range results {
-			if called(r) {
+			if !notCalled(r) {
 				tasks = append(tasks, *r.Task)
 			}
 		}
@@ -192,15 +193,6 @@ func (w *partitionWorker) recheckInTx(ctx context.Context, tx handling.Tx, resul
 		return delivery.AsUnfinished(tx, err)
 	}
 	return w.blockedAmong(asked, blocked)
-}
-
-func count(results []handling.TaskResult, which func(handling.TaskResult) bool) (n int) {
-	for _, r := range results {
-		if which(r) {
-			n++
-		}
-	}
-	return n
 }
 
 // askedKeys are tasks, with their subjects. Behind those are the subjects of wholeOf, each with the first task of its

@@ -95,7 +95,6 @@ type laneItem struct {
 	Delivery
 	read  bool // decoded
 	big   bool // not read, because the large events of other lanes leave no room
-	works bool // another event of its action had succeeded when its transaction began, see [handling.Task]
 	noted bool // its success in a shared transaction has reached its breaker
 	begun bool // its outcome was looked for, or its transaction has committed
 	ended bool // finished, failed or released
@@ -103,6 +102,15 @@ type laneItem struct {
 
 // hasNoAttemptLeft reports whether the delivery was claimed only to send its dead letter.
 func (it *laneItem) hasNoAttemptLeft() bool { return it.FromKafka && it.Attempt > it.MaxAttempts }
+
+// noteWorks notes in the tasks whether their action works, before the transaction in which they are tried begins.
+func (it *laneItem) noteWorks(breakers *handling.ActionBreakers) {
+	for n := range it.Tasks {
+		t := it.Tasks[n]
+		t.FirstFailed, t.WitnessAfter = it.FirstFailed, it.WitnessAfter
+		it.Tasks[n].Works = breakers.Works(&t)
+	}
+}
 
 func newLane(parts laneParts, tx bool) *lane {
 	l := &lane{
@@ -186,15 +194,8 @@ func (l *lane) handleBatch(items []laneItem) int {
 	} else if n > 0 {
 		items = items[:n]
 	}
-	for i := range items {
-		it := &items[i]
-		it.works = l.breakers.Works(&handling.Task{Handler: it.Tasks[0].Handler, FirstFailed: it.FirstFailed, WitnessAfter: it.WitnessAfter})
-		for n := range it.Tasks {
-			it.Tasks[n].Works = it.works
-		}
-	}
 	for conflicts := 0; ; {
-		tasks, streams := tasksAndStreams(items)
+		tasks, streams := l.tasksAndStreams(items)
 		if !l.finishing.Sharing(tasks) {
 			l.handleEach(items, nil)
 			return len(items)
@@ -206,7 +207,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		done, err := l.finishing.ProcessBatch(l.ctx, tasks, func(spent time.Duration) bool {
 			return !l.mayContinue() || spent >= handling.TransactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
-		l.transactionEnded(err == nil && !done.RolledBack && done.Next == nil && len(done.Excluded) == 0)
+		l.transactionEnded(err == nil && done.Next == nil && len(done.Excluded) == 0)
 		l.held.Release()
 		switch {
 		case err == nil:
@@ -246,9 +247,10 @@ func (l *lane) handleBatch(items []laneItem) int {
 	}
 }
 
-// tasksAndStreams returns the tasks of items with a transaction, and their streams.
-func tasksAndStreams(items []laneItem) (tasks []handling.Task, streams []string) {
+// tasksAndStreams returns the tasks of items for a transaction that begins now, and their streams.
+func (l *lane) tasksAndStreams(items []laneItem) (tasks []handling.Task, streams []string) {
 	for i := range items {
+		items[i].noteWorks(l.breakers)
 		tasks = items[i].AppendInTx(tasks)
 		if !slices.Contains(streams, items[i].Stream) {
 			streams = append(streams, items[i].Stream)
@@ -348,11 +350,7 @@ func (l *lane) handleExcluded(items []laneItem, excluded handling.Excluded) {
 			l.handleOne(it, errs)
 		}
 	}
-	for i := range items {
-		if excluded.HasEvent(items[i].Meta.Origin) && !l.isOver() {
-			l.handleEach(items[i:i+1], nil)
-		}
-	}
+	l.handleEach(items, nil) // the others have ended
 }
 
 // handleEach handles items one by one. Some may have failed in a shared transaction, which counts as their attempt.
@@ -393,7 +391,7 @@ func (l *lane) handleOne(it *laneItem, before []*handling.TaskError) {
 	left := len(it.Tasks)
 	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
-		t.FirstFailed, t.WitnessAfter, t.Begun, t.Works = it.FirstFailed, it.WitnessAfter, it.Suspect, it.works
+		t.FirstFailed, t.WitnessAfter, t.Begun = it.FirstFailed, it.WitnessAfter, it.Suspect
 		l.attempts.Processor = l.plain
 		if left--; left == 0 && t.Kind != handling.NoTx {
 			l.attempts.Processor, inTx = l.finishing, true

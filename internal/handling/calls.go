@@ -38,18 +38,17 @@ type handlerCalls struct {
 	callOne       func(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (took time.Duration, err error)
 	runSeparately func(...*Handler) // called for a handler that changes settings
 
-	tx         Tx
-	fresh      map[NoteKey]bool
-	clock      clock         // of the database, when the transaction began
-	spent      time.Duration // taken by handlers
-	results    []TaskResult  // of the tasks that were reached, in their order
-	passes     bool          // go on behind a task that has failed
-	rolledBack bool          // the transaction has excluded all tasks
-	done       int           // tasks whose handlers have succeeded
-	excluding  []int         // tasks that the transaction leaves out from the beginning, in order
-	excluded   Excluded      // all that it leaves out
-	pending    []pendingCall
-	mixed      bool // the tasks are for events of several types
+	tx        Tx
+	fresh     map[NoteKey]bool
+	clock     clock         // of the database, when the transaction began
+	spent     time.Duration // taken by handlers
+	results   []TaskResult  // of the tasks that were reached, in their order
+	passes    bool          // go on behind a task that has failed
+	done      int           // tasks whose handlers have succeeded
+	excluding []int         // tasks that the transaction leaves out from the beginning, in order
+	excluded  Excluded      // all that it leaves out
+	pending   []pendingCall
+	mixed     bool // the tasks are for events of several types
 
 	event   *envelope.Origin // event of the first call
 	others  bool             // a call was for another event, too
@@ -229,24 +228,19 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []Arrival
 	return nil
 }
 
-// mayPass reports whether the transaction can go on behind a task that has failed: its handler has not used the
-// transaction, so there is nothing to undo, and no other event can have caused the error by what it has done there.
-// No later task must have been taken for a repeat of it, or wait for it and be called all the same: a call of a
-// handler of batches comes late.
+// mayPass reports whether the transaction can go on behind a task that has failed, and has time for that: its
+// handler has not used the transaction, so there is nothing to undo, and no other event can have caused the error
+// by what it has done there. No later task must have been taken for a repeat of it, or wait for it and be called
+// all the same: a call of a handler of batches comes late.
 func (c *handlerCalls) mayPass(ctx context.Context, i int, err error) bool {
 	for n := i + 1; n < len(c.results); n++ {
 		if c.keys[n] == c.keys[i] || !c.results[n].Excluded && waitsFor(&c.tasks[n], &c.tasks[i]) {
 			return false
 		}
 	}
-	return c.isPassable(ctx, i, err) && !c.tx.Used() && pg.Code(err) == ""
-}
-
-// isPassable reports whether the transaction has time for other tasks, and they need not wait for a task that has
-// failed.
-func (c *handlerCalls) isPassable(ctx context.Context, i int, err error) bool {
 	timedOut, _ := errors.AsType[*timeoutError](err)
-	return c.passes && ctx.Err() == nil && !c.enough(c.spent) && !c.tasks[i].InPlace && timedOut == nil && !pg.IsTransient(err) && !pg.IsOutage(err) && !pg.IsWaitInVain(err) &&
+	hasTime := ctx.Err() == nil && timedOut == nil && !c.enough(c.spent)
+	return c.passes && !c.tasks[i].InPlace && !c.tx.Used() && hasTime && !pg.IsOwn(err) && !pg.IsWaitInVain(err) &&
 		!errors.Is(err, guardtx.ErrEnded) && !errors.Is(err, guardtx.ErrSettings)
 }
 
@@ -364,8 +358,8 @@ func (e *TaskError) Of(t Task) error {
 	return e.Err
 }
 
-// sharedError is the certain error of a task behind tasks of other events. What these had written was not committed, so
-// the handler may have looked for it in vain.
+// sharedError is the certain error of a task behind tasks of other events. What these had written was not
+// committed, so the handler may have looked for it in vain.
 type sharedError struct{ error }
 
 func (e *sharedError) Unwrap() error { return e.error }

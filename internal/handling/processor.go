@@ -70,10 +70,9 @@ type Transactor interface {
 // Batch is what has become of tasks that ran in one transaction, which is committed, or rolled back if it has excluded
 // all tasks.
 type Batch struct {
-	RolledBack bool
-	Next       *envelope.Origin // the first event that was not reached; nil if all were
-	Repeats    Repeats
-	Excluded   Excluded
+	Next     *envelope.Origin // the first event that was not reached; nil if all were
+	Repeats  Repeats
+	Excluded Excluded
 }
 
 // ProcessBatch runs tasks of several events in one transaction, which commits early if enough returns true between
@@ -84,7 +83,7 @@ func (p *Processor) ProcessBatch(ctx context.Context, tasks []Task, enough func(
 	if err != nil {
 		return Batch{}, c.attribute(err)
 	}
-	done.Excluded, done.RolledBack = c.excluded, c.rolledBack
+	done.Excluded = c.excluded
 	if len(c.results) < len(tasks) {
 		done.Next = tasks[len(c.results)].Meta.Origin
 	}
@@ -189,7 +188,6 @@ func (p *Processor) transact(
 		})
 	})
 	if lost, _ := errors.AsType[*ConnectionError](err); lost == nil && errors.Is(err, errNothingDone) {
-		c.rolledBack = true
 		return c, nil
 	}
 	ours, _ := errors.AsType[*completeError](err)

@@ -114,8 +114,7 @@ type Member struct {
 	stop func()         // the use of the session
 }
 
-// Join has wake signalled by [Hub.Wake], and heard by notifications while the member leads, until the member is
-// closed.
+// Join has wake signalled by [Hub.Wake], and heard by notifications while the member leads, until the member is closed.
 func (h *Hub) Join(wake, heard chan<- struct{}, log *slog.Logger) *Member {
 	m := &Member{hub: h, wake: wake, heard: heard, log: log}
 	h.mu.Lock()
