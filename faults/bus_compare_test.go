@@ -2,6 +2,7 @@ package faults
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -155,11 +156,20 @@ SELECT count(*) FROM (SELECT g AS consumer_group, item % $2 AS shelf, sum(quanti
 SELECT count(*) FROM (SELECT consumer_group, kind || 'SEEN' AS action, item, version FROM owed EXCEPT SELECT consumer_group, action, item, version FROM dropped) AS o
   FULL JOIN seen AS s USING (consumer_group, action, item, version) WHERE o IS NULL OR s.calls IS NULL`
 	sqlDisorder = `
-SELECT 'effect ' || concat_ws(' ', consumer_group, action, 'item', item, 'version', version, 'behind', highest)
+SELECT consumer_group, action, item, version, highest
   FROM (SELECT *, max(version) OVER (PARTITION BY consumer_group, action, item ORDER BY id) AS highest FROM effect) AS e WHERE version < highest
  UNION ALL
-SELECT 'sight ' || concat_ws(' ', consumer_group, action, 'item', item, 'version', version, 'behind', highest, 'calls', calls)
+SELECT consumer_group, action, item, version, highest
   FROM (SELECT *, max(version) OVER (PARTITION BY consumer_group, action, item ORDER BY id) AS highest FROM seen) AS s WHERE version < highest`
+	// sqlVersions reads what is known of two versions of an item for an action.
+	sqlVersions = `
+SELECT concat_ws(E'\n    ', 'version ' || version,
+       'expires ' || (SELECT expires_at FROM outbox WHERE outbox.event_id = d.event_id),
+       'delivery ' || (to_jsonb(d) - '{payload,payload_bytes,headers,aggregate_id,aggregate_type,source}'::text[])::text,
+       'seen ' || (SELECT to_json(s) FROM seen AS s WHERE (s.consumer_group, s.action, s.item, s.version) = ($1, $2, $3, v.version))::text,
+       'effect ' || (SELECT to_json(e) FROM effect AS e WHERE (e.consumer_group, e.action, e.item, e.version) = ($1, $2, $3, v.version))::text)
+  FROM unnest($4::bigint[]) AS v (version)
+  LEFT JOIN event_delivery AS d ON d.consumer_group = $1 AND d.action = $2 AND (d.payload->>'item')::int = $3 AND (d.payload->>'version')::bigint = v.version`
 	// Each event has a delivery for each of its handlers, which is DONE, or DEAD for the poison.
 	sqlWrongDeliveries = owed + `, found AS (
     SELECT consumer_group, action, (payload->>'item')::int AS item, (payload->>'version')::bigint AS version, count(*) AS n, min(status) AS status
@@ -217,15 +227,25 @@ func (b *bus) show(t *testing.T, which string) {
 	require.NoError(t, rows.Err())
 }
 
-// disorder counts and logs the effects and first sights that are out of order.
+// outOfOrder is a version of an item whose effect or first sight is behind that of a later one.
+type outOfOrder struct {
+	Group, Action          string
+	Item, Version, Highest int64
+}
+
+// disorder counts the effects and first sights that are out of order, and logs what is known of them.
 func (b *bus) disorder(t *testing.T) int {
 	t.Helper()
 	rows, err := b.db.Query(b.ctx, sqlDisorder)
 	require.NoError(t, err)
-	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[outOfOrder])
 	require.NoError(t, err)
-	for _, line := range lines {
-		t.Log("out of order: " + line)
+	for _, o := range all {
+		rows, err := b.db.Query(b.ctx, sqlVersions, o.Group, o.Action, o.Item, []int64{o.Version, o.Highest})
+		require.NoError(t, err)
+		known, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		t.Logf("out of order: %s %s item %d version %d behind %d:\n    %s", o.Group, o.Action, o.Item, o.Version, o.Highest, strings.Join(known, "\n    "))
 	}
-	return len(lines)
+	return len(all)
 }

@@ -86,7 +86,7 @@ func TestStatus(t *testing.T) {
 	require.Contains(t, d.ok(t, "status"), "No relay has run here yet.")
 	stop := d.relay(t)
 	d.record(t, "a", "b")
-	require.Eventually(t, func() bool { return d.pending(t) == 0 }, testenv.Patience, 10*time.Millisecond)
+	d.requireSent(t)
 	var doc statusJSON
 	d.json(t, &doc, exitOK, "status", "--check", "--open-for", "1h")
 	require.Len(t, doc.Relays, 1)

@@ -75,7 +75,7 @@ func TestConsumersLag(t *testing.T) {
 	d := newShop(t).withKafka(t)
 	d.record(t, "a", "b", "c")
 	stop := d.relay(t)
-	require.Eventually(t, func() bool { return d.pending(t) == 0 }, testenv.Patience, 10*time.Millisecond)
+	d.requireSent(t)
 	stop()
 	d.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset)
 		VALUES ('stats', $1, '00000000-0000-0000-0000-000000000001', 0, 0), ('stats', 'nowhere', '00000000-0000-0000-0000-000000000002', 0, 0)`, d.topic)

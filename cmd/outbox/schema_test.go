@@ -31,7 +31,7 @@ func TestSchemaWithQuotes(t *testing.T) {
 	d.migrate(t)
 	d.relay(t)
 	d.record(t, "a")
-	require.Eventually(t, func() bool { return d.pending(t) == 0 }, testenv.Patience, 10*time.Millisecond)
+	d.requireSent(t)
 	_, err := db.Exec(background, `INSERT INTO `+pgx.Identifier{schema, "outbox_failed"}.Sanitize()+` (outbox_id, parking_key, event_id, event_type, source,
 		aggregate_type, aggregate_id, payload, content_type, topic, occurred_at, created_at, status)
 		VALUES (1000, $1::text || '/k', gen_random_uuid(), 'test.thing.happened.v1', 'test', 'Thing', 'k', '{}', 'application/json', $1, now(), now(), $2)`,
