@@ -39,6 +39,7 @@ type lane struct {
 	began    time.Time
 	items    []laneItem
 	waiting  map[Key]bool    // keys of items that wait, see mustWait
+	dropped  map[Key]bool    // keys of items that have ended without a call, and have not finished; without a transaction
 	ctx      context.Context // ends when the batch must not go on
 	trial    *handling.Trial // in which the batch is tried, or nil
 	progress progress        // of a lane without a transaction
@@ -388,6 +389,9 @@ func (l *lane) handleOne(it *laneItem, before []*handling.TaskError) {
 	if l.postponeBehind(it) {
 		return
 	}
+	if l.dropped[it.Key] { // who takes both over may handle the dropped one, so it must not come behind this one
+		l.flush()
+	}
 	left := len(it.Tasks)
 	inTx := false // the last task finishes the delivery in its transaction
 	for t := range it.InOrder() {
@@ -402,6 +406,9 @@ func (l *lane) handleOne(it *laneItem, before []*handling.TaskError) {
 		if o.Result != handling.Done {
 			l.recordOutcome(it, t, o)
 			return
+		}
+		if o.Repeat && it.Key.Ordered && !inTx {
+			l.dropped[it.Key] = true
 		}
 	}
 	if inTx {

@@ -293,6 +293,7 @@ func (l *lane) flush() {
 	l.progress.writing.Lock()
 	defer l.progress.writing.Unlock()
 	handled := l.progress.takeHandled()
+	clear(l.dropped)
 	if len(handled) == 0 {
 		return
 	}

@@ -16,7 +16,7 @@ import (
 // begin makes the items of a batch.
 func (l *lane) begin(batch []Delivery) {
 	origins := make([]envelope.Origin, len(batch))
-	l.items, l.waiting = make([]laneItem, len(batch)), map[Key]bool{}
+	l.items, l.waiting, l.dropped = make([]laneItem, len(batch)), map[Key]bool{}, map[Key]bool{}
 	l.progress.start(batch)
 	for i, d := range batch {
 		l.items[i].Delivery = d

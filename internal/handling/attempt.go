@@ -73,6 +73,8 @@ type Outcome struct {
 	// Uncounted is set for Again if the attempt does not count, because its cause may be an outage. Kept is set as well
 	// if the reason is that no other event of the action has succeeded.
 	Uncounted, Kept bool
+	// Repeat is set for Done if no handler was called, because the task was done before or its event has expired.
+	Repeat bool
 }
 
 // Message returns the error as it is stored, and why the attempt does not count.
@@ -110,7 +112,7 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 			if !repeat {
 				a.Breakers.Succeeded(t.Action, a.Scheduler.Trial(t.Action), began)
 			}
-			return Outcome{Result: Done, Action: t.Action, Attempt: t.Meta.Attempt}
+			return Outcome{Result: Done, Action: t.Action, Attempt: t.Meta.Attempt, Repeat: repeat}
 		case held.Err() != nil:
 			return Outcome{Result: Stopped}
 		case a.Scheduler.Interrupts(err):
@@ -141,6 +143,7 @@ func (a *Attempts) call(t *Task, began time.Time) (repeat, late bool, err error)
 	}
 	defer cancel()
 	repeat, err = a.Processor.ProcessOne(ctx, *t)
+	t.Begun = t.Begun || !repeat && !isOwn(err)
 	a.Scheduler.Exit(t, began, err)
 	return repeat, IsLate(ctx, err), err
 }

@@ -136,6 +136,23 @@ func TestAttemptsEnd(t *testing.T) {
 	})
 }
 
+// A handler without a transaction that has begun before the expiry of its event is called again after it, also where
+// its attempt does not count.
+func TestAttemptsBegunBeforeTheExpiry(t *testing.T) {
+	t.Parallel()
+	for play, want := range map[string][]string{"4+": {"a1", "a1"}, "-+": {"a1", "a2"}} {
+		synctest.Test(t, func(t *testing.T) {
+			var f *fixture
+			f = newFixture(t, Rules{}, noTxOf("ACTED", func(ctx context.Context, e played, m *envelope.Received) error { return f.handle(ctx, e, m) }))
+			f.handlers["a"] = play
+			task := &f.arrive("a")[0].Tasks[0]
+			task.Meta.Expires = time.Now().Add(time.Millisecond)
+			f.play(task)
+			require.Equal(t, want, f.current)
+		})
+	}
+}
+
 // The first attempt that was made with other tasks counts, and is not repeated. A later one is made alone.
 func TestAttemptsBefore(t *testing.T) {
 	t.Parallel()

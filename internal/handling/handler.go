@@ -66,7 +66,7 @@ type Task struct {
 	WitnessAfter time.Time
 	// Works is set if another event of the action had succeeded since, before this attempt began.
 	Works     bool
-	Begun     bool         // an attempt may have begun that has not ended, in a process that is gone
+	Begun     bool         // an attempt may have begun: in this process, or in one that is gone
 	conflicts int          // repeated conflicts, over all attempts in this process; see [Attempts.Try]
 	late      *latePayload // nil if the event is decoded
 }

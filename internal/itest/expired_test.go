@@ -431,6 +431,34 @@ func TestExpiredBetweenAttempts(t *testing.T) {
 	require.Equal(t, []int64{1, 2, 1}, []int64{inTx.Load(), without.Load(), once.Load()})
 }
 
+// An event that a worker has dropped as expired is noted as done before a later event of its key is handled outside of
+// PostgreSQL. Otherwise the process that takes both over would handle the expired one, which may have begun, behind it.
+func TestExpiredIsNotedBeforeTheNextOne(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	var mu sync.Mutex
+	var open []string
+	handler := outbox.HandleNoTx("NOTX", func(_ context.Context, e sale, _ outbox.Metadata) error {
+		mu.Lock()
+		defer mu.Unlock()
+		open = append(open, fmt.Sprint(e.Amount, s.texts(t, `SELECT (payload->>'amount')::text FROM {s}.event_delivery WHERE status <> 'DONE' ORDER BY id`)))
+		return nil
+	})
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
+	worker, err := outbox.NewWorker(s.db, s.events, "w", cfg, handler)
+	require.NoError(t, err)
+	expired := outbox.EventOptions{Expires: time.Now().Add(-time.Second)}
+	s.commitAll(t, outbox.With(sale{Product: "p", Amount: 1}, expired), outbox.With(sale{Product: "p", Amount: 2}, expired), sale{Product: "p", Amount: 3},
+		outbox.With(sale{Product: "p", Amount: 4}, expired), sale{Product: "p", Amount: 5})
+	testenv.Run(t, worker.Run)
+	require.Eventually(t, func() bool {
+		return len(s.texts(t, `SELECT status FROM {s}.event_delivery WHERE status = 'DONE'`)) == 5
+	}, testenv.Patience, 5*time.Millisecond)
+	mu.Lock()
+	defer mu.Unlock()
+	require.Equal(t, []string{"3 [3 4 5]", "5 [5]"}, open)
+}
+
 // Only the clock of the database counts. Here it is an hour ahead of that of this host, or behind: a function stands in
 // front of the one of PostgreSQL.
 func TestExpiryByTheClockOfTheDatabase(t *testing.T) {
