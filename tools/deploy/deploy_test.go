@@ -60,7 +60,11 @@ var chartTests = []struct {
 		"podLabels": map[string]any{"team": "shop"}, "podAnnotations": map[string]any{},
 		"nodeSelector": map[string]any{"pool": "small"}, "tolerations": []any{map[string]any{"key": "pool", "operator": "Exists"}},
 	}, "PodDisruptionBudget Job Deployment"},
+	{"operators", operators, "PodDisruptionBudget Job Service Deployment Deployment"},
 }
+
+// operators are values with a process for the operators' page.
+var operators = map[string]any{"files": "outbox-files", "operators": map[string]any{"secret": "outbox-operators", "databases": true}}
 
 // The chart passes Helm's lint without a warning, and what it renders has only fields that Kubernetes knows.
 func TestChart(t *testing.T) {
@@ -150,6 +154,40 @@ func TestManifestsFitTheCommand(t *testing.T) {
 	}
 	require.Equal(t, submatch(t, read(t, "../../cmd/outbox/relay.go"), `defaultListen = ":(\d+)"`), fmt.Sprint(c.Ports[0].ContainerPort))
 	require.Greater(t, *relay.Spec.Template.Spec.TerminationGracePeriodSeconds, int64(5), "docs: it stops within 5 s")
+}
+
+// The process for the operators' page gets no traffic or budget of the relay, and its command exists.
+func TestOperatorsFitTheCommand(t *testing.T) {
+	deployments := map[string]*appsv1.Deployment{}
+	var service *corev1.Service
+	for _, object := range decode(t, render(t, chartDir, operators)) {
+		switch o := object.(type) {
+		case *appsv1.Deployment:
+			deployments[o.Name] = o
+		case *corev1.Service:
+			service = o
+		}
+	}
+	relay, serve := deployments["outbox-relay"], deployments["outbox-relay-operators"]
+	require.Equal(t, service.Spec.Selector, serve.Spec.Selector.MatchLabels)
+	require.Subset(t, serve.Spec.Template.Labels, serve.Spec.Selector.MatchLabels)
+	require.NotSubset(t, serve.Spec.Template.Labels, relay.Spec.Selector.MatchLabels)
+	require.NotSubset(t, relay.Spec.Template.Labels, serve.Spec.Selector.MatchLabels)
+	require.NotEqual(t, relay.Spec.Template.Spec.Containers[0].EnvFrom, serve.Spec.Template.Spec.Containers[0].EnvFrom)
+
+	c := serve.Spec.Template.Spec.Containers[0]
+	source := read(t, "../../cmd/outbox/serve.go")
+	require.Contains(t, source, fmt.Sprintf(`name:    %q`, c.Args[0]))
+	for _, arg := range c.Args[1:] {
+		name, _, _ := strings.Cut(strings.TrimPrefix(arg, "--"), "=")
+		require.Contains(t, source, fmt.Sprintf("%q", name), "a flag")
+	}
+	for _, probe := range []*corev1.Probe{c.LivenessProbe, c.ReadinessProbe} {
+		require.Contains(t, source, `"GET `+probe.HTTPGet.Path+`"`)
+		require.Equal(t, c.Ports[0].Name, probe.HTTPGet.Port.String())
+	}
+	require.Equal(t, c.Ports[0].Name, service.Spec.Ports[0].TargetPort.String())
+	require.Equal(t, fmt.Sprintf("--listen=:%d", c.Ports[0].ContainerPort), c.Args[1])
 }
 
 // isFlag reports whether a word is of "--log json".

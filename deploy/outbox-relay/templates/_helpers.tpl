@@ -3,6 +3,11 @@ app.kubernetes.io/name: outbox-relay
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- define "outbox.operators" -}}
+app.kubernetes.io/name: outbox-operators
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
 {{- define "outbox.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
