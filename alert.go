@@ -110,7 +110,7 @@ func alertOf(a watch.Alert) Alert {
 
 // AlertConfig says when alerts are sent, and to whom. The zero value logs them.
 type AlertConfig struct {
-	// Alerter gets the alerts. Nil means a [LogAlerter], without what the process logs anyway.
+	// Alerter gets the alerts. Nil means a [LogAlerter], except for alerts that the process logs anyway.
 	Alerter Alerter
 	// Interval is the time between two checks. Zero means 1 min.
 	Interval time.Duration
@@ -120,11 +120,10 @@ type AlertConfig struct {
 	// DeadThreshold is how many unresolved dead events and deliveries cause an alert, at most [MaxCounted]. Zero means
 	// 10.
 	DeadThreshold int
-	// StaleAfter is how long events may wait until they are published or handled. If StalePending events of a relay or
-	// a group wait longer, there is an alert, and the leader's [Relay.Health] says that it does not work. Zero means 5
-	// min.
+	// StaleAfter is the age at which a waiting event is stale. If StalePending events of a relay or a group are stale,
+	// there is an alert, and the leader's [Relay.Health] says that it does not work. Zero means 5 min.
 	StaleAfter time.Duration
-	// StalePending is how many events must have waited for StaleAfter. Zero means 100.
+	// StalePending is how many stale events cause an alert. Zero means 100.
 	StalePending int
 }
 

@@ -14,13 +14,13 @@ import (
 // BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for a while when Kafka fails. A rejected
 // event is no failure. The zero value is ready for production.
 type BreakerConfig struct {
-	// Window is how many of the last outcomes count, at most 10,000. The breaker opens only if half of them are known.
-	// Zero means 10.
+	// Window is how many of the last sends count, at most 10,000. The breaker does not open before half of the window
+	// is filled. Zero means 10.
 	Window int
 	// FailureRate is the share of failures that opens the breaker, above 0 and at most 1. Zero means 0.5.
 	FailureRate float64
 	// OpenFor is the longest time that an open breaker sends nothing. Two successful probes in a row end it earlier.
-	// Then the breaker tries three calls (or Window, if less), and closes if all succeed. Zero means 30 s.
+	// Then the breaker allows three trial sends (or Window, if less), and closes if all succeed. Zero means 30 s.
 	OpenFor time.Duration
 }
 

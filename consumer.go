@@ -234,12 +234,12 @@ type ConsumerConfig struct {
 	HandlerConfig
 
 	// MaxQueueBytes bounds the records that wait or are handled, over all partitions, in bytes after decompression; at
-	// least 1 MiB. Fetched records that are not yet queued come in addition, see [NewConsumer]. Zero means 67,108,864
+	// least 1 MiB. Fetched records that are not queued yet are not included, see [NewConsumer]. Zero means 67,108,864
 	// (64 MiB).
 	MaxQueueBytes int
 
-	// MaxPollInterval bounds a transaction, and how long Kafka waits for a member that must give up a partition. It
-	// must exceed the session timeout (30 s). Zero means 5 min.
+	// MaxPollInterval is the longest duration of a transaction. Kafka waits as long for a member to give up a
+	// partition. It must exceed the session timeout (30 s). Zero means 5 min.
 	MaxPollInterval time.Duration
 
 	// DeadLetterTopic returns the dead-letter topic of a topic. It must exist, see the package outboxtopics, and the

@@ -24,20 +24,20 @@ type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// From is where a group begins in a topic that it reads for the first time. FromStart is the oldest event of the
-	// topic, or for a worker of outbox. FromEnd is the end of the topic, or for a worker the first start of the group.
-	// A consumer reads topics and partitions that are created later from their beginning. Danger: a consumer without a
-	// database requires From, and applies it to every partition without an offset of the group, also after offsets have
+	// From is where a group begins in a topic that it reads for the first time. FromStart is the oldest record of the
+	// topic (worker: the oldest row of outbox). FromEnd is the end of the topic (worker: the first start of the group).
+	// A consumer reads topics and partitions that are created later from their beginning. A consumer without a database
+	// requires From. Danger: it applies From to every partition without an offset of the group, also after offsets have
 	// expired; FromEnd then skips records. Zero means FromEnd.
 	From Start
 
-	// MaxPoll is the most events that one transaction handles, at most 10,000; for a consumer, of one partition. Slow
-	// handlers get fewer, so that a transaction takes about a second. Zero means 100.
+	// MaxPoll is the most events that one transaction handles, at most 10,000; for a consumer, of one partition. If
+	// handlers are slow, a transaction gets fewer, so that it takes about a second. Zero means 100.
 	MaxPoll int
 
-	// Concurrency is how many handlers run at the same time. A worker (at most 1,000) runs as many again without a
-	// transaction. Handlers with a transaction use at most three quarters of a pool, all workers and consumers
-	// together. Zero means 4 for a worker and no bound besides the pool for a consumer.
+	// Concurrency is how many handlers run at the same time. A worker (at most 1,000) counts handlers with and without
+	// a transaction separately. Handlers with a transaction, of all workers and consumers together, use at most three
+	// quarters of a pool. Zero means 4 for a worker and no bound besides the pool for a consumer.
 	Concurrency int
 
 	// Retry says how an action that failed on an event is retried. Later events of the topic and key wait for it. After
@@ -50,17 +50,17 @@ type HandlerConfig struct {
 	// database. False means that they continue.
 	HoldDead bool
 
-	// RetryDeadAfter gives DEAD deliveries all attempts again after this delay. Its keys are values of
-	// event_delivery.last_error_code, such as timeout. It needs a database. Nil means that operators decide.
+	// RetryDeadAfter maps classes of the last error (event_delivery.last_error_code), such as timeout, to delays. After
+	// the delay, a DEAD delivery has all attempts again. It needs a database. Nil means that operators decide.
 	RetryDeadAfter map[string]time.Duration
 
 	// HandlerTimeout is how long a handler (of [HandleBatch]: with all of its events) or a codec may run before its
-	// context ends. An error that it then returns counts. A consumer allows at most half of MaxPollInterval. Zero means
-	// 150 s (half of MaxPollInterval, if that is set).
+	// context ends. If it then returns an error, the attempt has failed. A consumer allows at most half of
+	// MaxPollInterval. Zero means 150 s (half of MaxPollInterval, if that is set).
 	HandlerTimeout time.Duration
 
-	// SlowHandler is how long a handler, another of your functions, or the wait for a transaction may take before a
-	// WARN names it. Zero means 30 s.
+	// SlowHandler is how long a handler, hook, codec or other callback, or the wait for a transaction, may take before
+	// a WARN names it. Zero means 30 s.
 	SlowHandler time.Duration
 
 	// StopTimeout is how long Run may outlive its context. Handlers have three fifths of it to finish. Zero means 5 s.
@@ -288,7 +288,7 @@ func changed(h Handler, change func(*handling.Handler)) Handler {
 // client_encoding, search_path and role stay. Use RuntimeParams or ALTER ROLE for other settings.
 //
 // ctx carries the event's correlation id, trace id and traceparent, so that events recorded
-// in f continue all of them. It ends when the handling takes longer than MaxPollInterval.
+// in f continue all of them. It ends after HandlerTimeout of [HandlerConfig].
 //
 // The action names what is done, at most 100 characters, for example
 // SALES_COUNT_INCREASED. It is part of what marks a repeat: do not rename it.
@@ -342,18 +342,18 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 type RetryPolicy struct {
 	// MaxRetries is how often an action is retried after its first attempt. Negative means never. Zero means 3.
 	MaxRetries int
-	// RetriesFor replaces MaxRetries for an error. It must return soon; if it panics, MaxRetries counts. A policy of
-	// [WithRetry] or Streams that sets MaxRetries and not RetriesFor does not use that of HandlerConfig.Retry. Nil
-	// means MaxRetries for all errors.
+	// RetriesFor replaces MaxRetries for an error. It must return quickly; if it panics, MaxRetries counts. A policy of
+	// [WithRetry] or Streams with MaxRetries but without RetriesFor ignores HandlerConfig.Retry.RetriesFor. Nil means
+	// MaxRetries for all errors.
 	RetriesFor func(error) int `json:"-"`
 	// RetryWait is the wait before the first retry. Further waits double, up to MaxRetryWait, and vary by a fifth at
 	// random. [RetryAfter] sets another wait. Zero means 1 s.
 	RetryWait time.Duration
 	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
 	MaxRetryWait time.Duration
-	// MaxOutage is how long an outage of a service that handlers need may keep an event's failures from counting as
-	// attempts, from its first failure on. docs/retries.md says which failures do not count. Negative means that each
-	// failure counts. Zero means 24 h.
+	// MaxOutage is how long after an event's first failure its failures use up no attempt while a service that handlers
+	// need has an outage. docs/retries.md says which failures do not count. Negative means that each failure counts.
+	// Zero means 24 h.
 	MaxOutage time.Duration
 }
 

@@ -42,9 +42,9 @@ func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateT
 // CleanHandled removes old rows of event_handled and event_delivery from a schema, in batches, and returns how many
 // it removed. Empty means the schema public. A row of event_handled is old after keep.HandledFor, and a row of
 // event_delivery keep.DeliveredFor after it was done; zero means their defaults, and the other fields of keep are
-// not used. Where a relay runs on the schema, the relay does this. Services that only consume call it at intervals,
-// from any number of processes. The error names every bad argument, or is PostgreSQL's; some rows may have been
-// removed before it.
+// not used. A relay or a worker of the schema does this itself. Where neither of them runs, call CleanHandled at
+// intervals, from any number of processes. The error names every bad argument, or is PostgreSQL's; some rows may have
+// been removed before it.
 func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, keep RetentionConfig) (int64, error) {
 	schema = cmp.Or(schema, pg.DefaultSchema)
 	keep = keep.withDefaults()

@@ -58,7 +58,8 @@ type InboxMessage struct {
 
 // Once calls f in tx unless the message was handled before, and returns what f has answered, now or the first time.
 // The note that the message is handled, the answer and what f does in tx commit together. So f takes effect once per
-// message for as long as the note is kept, HandledFor of [RetentionConfig]; see [CleanHandled] where no relay runs.
+// message for as long as the note is kept, HandledFor of [RetentionConfig]; see [CleanHandled] where neither a relay
+// nor a worker runs.
 //
 // A call waits while another transaction handles the same message. If that one commits, the call returns its answer;
 // if it rolls back, the call runs f. The lock_timeout of tx bounds the wait: then the error is [ErrInProgress]. At

@@ -27,29 +27,28 @@ type MigrateConfig struct {
 	// Schema is where the tables are. It is created if it is missing. Empty means public.
 	Schema string
 	// PartitionRows makes outbox a partitioned table with this many ids in a partition, at most a billion. Retention
-	// then drops partitions; each must hold more events than are recorded between two of its runs. A plain table
-	// becomes the first partition, with ten times as many ids; writers wait at most 50 ms at a time. A partitioned
-	// table is not changed. Zero means a plain table.
+	// then drops partitions; each must hold more events than are recorded between two of its runs (10 minutes). A plain
+	// table becomes the first partition, and at least ten times PartitionRows more ids fit into it; writers wait at
+	// most 50 ms at a time. A partitioned table is not changed. Zero means a plain table.
 	PartitionRows int64
 	// Publication is the name of a publication for Debezium, or another reader of logical replication, in place of a
-	// relay: lower-case letters, digits and underscores. Migrate creates it for inserts into outbox. If a relay sends
-	// the events already, outboxops.Cuts adds the table to it. An existing publication is not changed. For Cuts it
-	// needs the comment "outbox: its cuts", which only its owner can set. A trigger sets topic and partition_key of
-	// rows without them, and refuses a row without a valid topic. A published table cannot be partitioned: set
-	// PartitionRows before, or in the same call. The role needs CREATE on the database. Empty means none.
+	// relay: lower-case letters, digits and underscores. Migrate creates it for inserts into outbox, and a trigger that
+	// sets topic and partition_key of rows without them, and rejects rows without a valid topic. A published table
+	// cannot be partitioned: set PartitionRows before, or in the same call. The role needs CREATE on the database.
+	// docs/move.md has the steps. Empty means none.
 	Publication string
 	// AggregateIndex adds an index on type and id of the aggregate, for outboxops.Inspector, without blocking writers.
 	// Migrate waits for the transactions that were open when it began, and needs two connections. Recording costs 67
 	// more bytes for each event, and about a quarter more time for many events in one transaction. False keeps an
 	// existing index.
 	AggregateIndex bool
-	// UniqueEventIDs adds a unique index on event ids, in the way of AggregateIndex. Recording an id that outbox has
-	// then fails with [ErrDuplicateEvent]; ids of removed events may be used again. Recording costs 31 more bytes for
-	// each event, and less than a tenth more time. A partitioned outbox cannot have it ([ErrPartitioned]).
+	// UniqueEventIDs adds a unique index on event ids, built like that of AggregateIndex. Recording an id that outbox
+	// has then fails with [ErrDuplicateEvent]; ids of removed events may be used again. Recording costs 31 more bytes
+	// for each event, and less than a tenth more time. A partitioned outbox cannot have it ([ErrPartitioned]).
 	UniqueEventIDs bool
 	// LockTimeout is how long a migration waits for the lock of a table before it rolls back and tries again. Writers
-	// wait behind it for as long, and about 2 ms more for each partition of outbox. An autovacuum is only cancelled if
-	// LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means 100 ms.
+	// wait behind it for as long, and about 2 ms more for each partition of outbox. A migration cancels a running
+	// autovacuum only if LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means 100 ms.
 	LockTimeout time.Duration
 	// Logger receives WARN when a migration does not get a lock, with the session that has it, and when it got it. Nil
 	// means slog.Default().

@@ -53,16 +53,16 @@ type RecorderConfig struct {
 	// NewID generates the ids of events, which must be unique. Nil means UUIDv7.
 	NewID func() (uuid.UUID, error)
 
-	// MaxPayload is the largest encoded payload, in bytes, at most 104,857,600 (100 MiB). JSON counts as PostgreSQL's
-	// jsonb prints it. Zero means 983,040 (960 KiB), which fits Kafka's default limit of a record.
+	// MaxPayload is the largest encoded payload, in bytes, at most 104,857,600 (100 MiB). JSON is measured as
+	// PostgreSQL's jsonb prints it. Zero means 983,040 (960 KiB), which fits Kafka's default limit of a record.
 	MaxPayload int
 
 	// TraceParent reads the W3C traceparent of the caller's span. Nil means the one of [WithTraceParent].
 	TraceParent func(ctx context.Context) string
 
-	// Headers returns extra Kafka headers for an event. With its extension attributes they have at most 8 KiB as JSON.
-	// Reserved are content-type, correlationid, traceparent, names of a replay such as replay_group, and names that
-	// begin with ce_ or dlq_. Nil means none.
+	// Headers returns extra Kafka headers for an event. Together with its extension attributes, they have at most 8 KiB
+	// as JSON. Reserved are content-type, correlationid, traceparent, replay_of, replay_group, replay_action,
+	// replay_from, and names that begin with ce_ or dlq_. Nil means none.
 	Headers func(ctx context.Context, event DomainEvent) map[string]string
 
 	// Hooks are called when events are recorded.

@@ -44,8 +44,8 @@ type RelayConfig struct {
 	// at least once.
 	ExactlyOnce string
 
-	// BatchSize is the most events that are sent before the cursor moves, at most 10,000. A batch also ends at 16 MiB.
-	// After a crash up to this many are sent again. Zero means 5,000.
+	// BatchSize is the most events in a batch, at most 10,000. A batch also ends at 16 MiB. The relay stores its
+	// position after each batch: after a crash it sends up to one batch again. Zero means 5,000.
 	BatchSize int
 
 	// PollInterval is the time between two polls: of an idle relay for events, of a standby for the lease. Zero means
@@ -72,8 +72,8 @@ type RelayConfig struct {
 	PassFailedKeys bool
 	// HoldDead keeps the later events of a dead event's key until an operator decides. False means that they are sent.
 	HoldDead bool
-	// RetryDeadAfter gives dead events all retries again after this delay. Its keys are classes of the last error, such
-	// as message_too_large. Nil means that operators decide.
+	// RetryDeadAfter maps classes of the last error, such as message_too_large, to delays. After the delay, a dead
+	// event has all retries again. Nil means that operators decide.
 	RetryDeadAfter map[string]time.Duration
 	// KeepSent keeps the rows of outbox_failed, as resolved, after their events were sent.
 	KeepSent bool

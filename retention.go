@@ -17,16 +17,16 @@ import (
 // Forever as a duration of [RetentionConfig] keeps the rows.
 const Forever time.Duration = math.MaxInt64
 
-// RetentionConfig says how long rows are kept. The leading relay, or a worker if no relay has a position, removes them:
-// every 10 minutes, or each tenth of the shortest duration if that is less, but not during a backlog. [Forever] keeps
-// rows.
+// RetentionConfig says how long rows are kept. The leading relay, or a worker if no relay has a position, removes them
+// every 10 minutes, or more often if the shortest duration is below 100 minutes: every tenth of it. Removal pauses
+// during a backlog. [Forever] keeps rows.
 type RetentionConfig struct {
 	// PublishedFor is how long rows stay in outbox after their transaction began. Rows that a relay with a cursor has
 	// not published, or the workers of a group have not taken, stay longer. Danger: a relay or a group that no longer
 	// runs keeps all rows; the log names it. Zero means 7 days.
 	PublishedFor time.Duration
-	// CursorsFor is how long earlier positions stay in outbox_cursor, after an hour one for each relay and minute. Zero
-	// means 7 days.
+	// CursorsFor is how long old positions stay in outbox_cursor. Of those older than an hour, one per relay and minute
+	// stays. Zero means 7 days.
 	CursorsFor time.Duration
 	// ResolvedFor is how long resolved rows stay in outbox_failed. Zero means 30 days.
 	ResolvedFor time.Duration
@@ -41,8 +41,9 @@ type RetentionConfig struct {
 
 	// Archive gets at most 1,000 rows of outbox in the transaction that removes them. What it writes with tx commits
 	// with the removal. If it writes elsewhere, it may get the same rows again. After an error or a panic, the rows
-	// stay until the next run. Rows of a partition come in separate transactions before it is dropped, and perhaps
-	// again. Its ctx ends after RelayConfig.Lease, or a second after the relay is told to stop. Nil archives nothing.
+	// stay until the next run. If outbox is partitioned, Archive gets the rows of a partition in several transactions
+	// before the partition is dropped, and may get them again. Its ctx ends after RelayConfig.Lease, or a second after
+	// the relay is told to stop. Nil archives nothing.
 	Archive func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error
 }
 

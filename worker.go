@@ -182,15 +182,15 @@ type WorkerConfig struct {
 	// PollInterval is the time between two polls for events that no [Waker] has announced. Zero means 1 s.
 	PollInterval time.Duration
 
-	// Lease is how long an event stays with a process that has died, at least 1 s. Then another process handles it
-	// alone. Zero means 30 s.
+	// Lease is how long after a crash another process waits before it takes the events of the crashed process, at least
+	// 1 s. It handles each of them alone. Zero means 30 s.
 	Lease time.Duration
 
-	// Streams has retry policies by topic, in place of Retry. [WithRetry] precedes them.
+	// Streams has retry policies by topic, which replace Retry. [WithRetry] precedes both.
 	Streams map[string]RetryPolicy
 
-	// Retention says how long rows are kept, unless a relay or another group needs them. One process of each group
-	// removes them.
+	// Retention says how long rows are kept, if the schema has no relay. Rows that another group needs stay longer. One
+	// process of each group removes rows.
 	Retention RetentionConfig
 }
 

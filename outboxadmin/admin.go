@@ -41,25 +41,26 @@ type Config struct {
 	// Name tells the pages of several schemas or databases apart: it is in the header and in the titles. Empty means
 	// none.
 	Name string
-	// Names are the names of all such pages. The header links to them: the page of a name is served at ../NAME/, as
-	// seen from this page. Nil means none.
+	// Names lists the pages that the header links to. The page of a name is served at ../NAME/, relative to this page.
+	// Nil means none.
 	Names []string
 	// MaxPayload is the largest edited payload, in bytes, at most 104,857,600 (100 MiB). Use the value of
 	// RecorderConfig. Zero means 983,040 (960 KiB).
 	MaxPayload int
 	// Mask returns what is shown of a payload, header, key, error or statement: see [Text]. Types, sources, topics,
-	// names and reasons are not masked. A user who knows a key can filter by it. Nil shows all.
+	// names and reasons are not masked. Filters are not masked either: a user who knows a key can find its events. Nil
+	// shows all.
 	Mask func(Text) []byte
 	// AuditReads writes into outbox_audit who reads the payload of which event. If that fails, the payload is not
 	// shown.
 	AuditReads bool
-	// TrustedOrigins are other origins (https://ops.example) that may send requests that change something, for browsers
-	// without Sec-Fetch-Site behind a proxy that changes Host. Danger: a trusted site acts in the name of its signed-in
-	// visitor. Nil means none.
+	// TrustedOrigins are other origins (https://ops.example) that may send requests that change something. They are
+	// needed only behind a proxy that changes Host, for browsers that do not send Sec-Fetch-Site. Danger: a trusted
+	// site acts in the name of its signed-in visitor. Nil means none.
 	TrustedOrigins []string
 	// MaxConns is how many connections of the pool the page uses at a time; of two or more, one is reserved for
-	// actions. A request that waits for 5 s, or behind 32 views or 16 actions, is answered with 503. Zero means a
-	// quarter of the pool's MaxConns, but 1 to 4.
+	// actions. A request gets 503 after a wait of 5 s, or at once if 32 views or 16 actions are in progress. Zero means
+	// a quarter of the pool's MaxConns, at least 1 and at most 4.
 	MaxConns int
 	// QueryTimeout bounds each request's use of the database, and each part of a long action. Zero means 15 s.
 	QueryTimeout time.Duration

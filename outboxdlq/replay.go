@@ -49,8 +49,8 @@ type ReplayConfig struct {
 	// Audit is the operator and the reason. It is required if DB is set and DryRun is not. Zero means none.
 	Audit outboxops.AuditInfo
 
-	// Progress is called after each chosen dead letter, with the error if it was not sent; and for each other record,
-	// with what [Read] returns. Nil means none.
+	// Progress is called after each chosen dead letter, with the error if it was not sent, and for each record that is
+	// not a dead letter, with the error of [Read]. Nil means none.
 	Progress func(d DeadLetter, err error)
 }
 

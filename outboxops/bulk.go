@@ -22,8 +22,8 @@ type BulkConfig struct {
 	Progress func(done int)
 	// Topics receives the number of picked failures by topic. Nil means none.
 	Topics map[string]int
-	// Handlers receives the number of picked deliveries by group and action. Look at it in a dry run: a filter without
-	// a group picks the deliveries of all groups. Nil means none.
+	// Handlers receives the number of picked deliveries by group and action. Check it in a dry run: a filter without a
+	// group picks the deliveries of all groups. Nil means none.
 	Handlers map[FailureHandler]int
 }
 

@@ -21,11 +21,11 @@ import (
 // on the other side. The events behind the cut begin when all events before it are handled. Cuts is safe
 // for concurrent use.
 //
-// To Kafka: start the consumers of the groups, and call ToKafka with a new relay. The relay may be started
-// before or after the call: it stands by. The workers go on until they have handled the events in front of
-// the cut. Await waits for that, and Finish lets the relay begin. Then stop the workers. Await does not
-// wait for dead deliveries: if they are requeued afterwards, workers or consumers handle them, and the later
-// events of their keys wait.
+// To Kafka: start the consumers of the groups, and call ToKafka with a new relay. Then start the relay: it
+// stands by. A new relay that starts before the call sends all events from the first, and ToKafka returns
+// [ErrCutRefused]. The workers go on until they have handled the events in front of the cut. Await waits for
+// that, and Finish lets the relay begin. Then stop the workers. Await does not wait for dead deliveries: if
+// they are requeued afterwards, workers or consumers handle them, and the later events of their keys wait.
 //
 // To PostgreSQL: stop the relay, and call ToPostgres. Then start the workers of the groups: they wait,
 // while the consumers go on until they have handled the records of the relay. Await waits for that, and

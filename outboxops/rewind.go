@@ -33,9 +33,9 @@ type RewindConfig struct {
 	// has committed offsets.
 	Topics []string
 
-	// Time makes the group read again the records with this timestamp or a later one. If the last position in
-	// consumer_start was saved before Time, as after a restore, the group begins there or earlier. Zero means that
-	// Offset is used.
+	// Time makes the group read again the records with this timestamp or a later one. After a restore, the last
+	// position in consumer_start can be older than Time: then the group begins at that position or earlier. Zero means
+	// that Offset is used.
 	Time time.Time
 	// Offset is the first record to read again, in each partition of the topic. Nil means that Time is used.
 	Offset *int64

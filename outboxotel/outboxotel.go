@@ -177,8 +177,9 @@ type Config struct {
 	// StaleAfter is how long an event may wait before outbox.stale counts it. Zero means 5 min.
 	StaleAfter time.Duration
 
-	// ErrorType returns the kind of an error for error.type, from a small set. Nil means: the result of the error's
-	// method ErrorType() string; postgres_ and the SQLSTATE; invalid_event, panic, timeout, canceled; or _OTHER.
+	// ErrorType returns the kind of an error for error.type, from a small set. Nil means the first that applies of: the
+	// result of the error's method ErrorType() string; panic; invalid_event; postgres_ and the SQLSTATE; timeout;
+	// canceled; _OTHER.
 	ErrorType func(error) string
 }
 

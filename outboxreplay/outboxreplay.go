@@ -36,8 +36,9 @@ type Config struct {
 
 	// To is the topic to which all records are sent. Empty means their own topics.
 	To string
-	// Group is the only consumer group that handles the records. As a proof, Run writes a dead letter of class "replay"
-	// to the dead-letter topic before each record, and needs the right to do so. Empty means all groups.
+	// Group is the only consumer group that handles the records. Before each record, Run writes a dead letter of class
+	// "replay", by which consumers recognize the replay as genuine. It needs WRITE on the dead-letter topic. Empty
+	// means all groups.
 	Group string
 	// Again makes Group handle events again: Run first removes their rows of event_handled. It needs Group. Danger:
 	// effects happen twice.
@@ -51,8 +52,8 @@ type Config struct {
 	Rate int
 	// HandledFor is RetentionConfig.HandledFor of the consumers, for [Report.Older]. Zero means 31 days.
 	HandledFor time.Duration
-	// SkipUnreadable reports events that cannot be read or sent as a record in Report.Failed, and continues. False
-	// means that such an event ends the run, unless it is a dry run.
+	// SkipUnreadable continues after an event that cannot be read or sent as a record, and lists it in [Report].Failed.
+	// False means that such an event ends the run, unless it is a dry run.
 	SkipUnreadable bool
 
 	// DryRun counts the events that would be sent, and changes nothing.

@@ -67,9 +67,10 @@ var (
 
 // StartGroup has a new group get the events of an archive, then those that come after. The cut is the moment of the
 // first call. StartGroup makes rows of event_delivery for the events before the cut, in the order of their keys, as
-// fast as the processes of the group handle them. The processes may start before or after the first call has made the
-// cut, but not before the call: then the group is not new. After the last event StartGroup lets the group go on
-// by itself, and returns: its workers take the later events from outbox, and its consumers read them in Kafka.
+// fast as the processes of the group handle them. Start the processes while the call waits for them: see Waiting of
+// [StartReport]. If a process starts before the cut, the group is not new, and the call returns [ErrGroupBegun]. After
+// the last event StartGroup lets the group go on by itself, and returns: its workers take the later events from
+// outbox, and its consumers read them in Kafka.
 // Handlers with a transaction handle each event once, whatever happens meanwhile.
 //
 // StartGroup may end early because of an error or the end of ctx. Another call continues, with the same Group and

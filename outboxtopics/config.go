@@ -17,8 +17,9 @@ import (
 type Config struct {
 	// Topics are names in addition to the topics of the types: those of [outbox.With]. Nil means none.
 	Topics []string
-	// Partitions is how many partitions a topic of events gets. Danger: to add partitions later moves keys, and until
-	// consumers have read the older records, they may get a key's later events first. Zero means 3.
+	// Partitions is how many partitions a topic of events gets. Danger: adding partitions later moves keys to other
+	// partitions. Consumers that have not read the older records may then get later events of a key first. Zero means
+	// 3.
 	Partitions int
 	// PartitionsFor replaces Partitions for a topic, unless it returns zero. Nil means Partitions for all.
 	PartitionsFor func(topic string) int

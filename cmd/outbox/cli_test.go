@@ -63,7 +63,7 @@ func TestDocs(t *testing.T) {
 	var b strings.Builder
 	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command.\n\n")
 	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\nUntil there is a release, [install it from a checkout](../README.md#until-there-is-a-release).\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
-	b.WriteString("\nFlags that commands name behind \"also\":\n\n```text\n")
+	b.WriteString("\nFlags that commands name behind \"also\"; \"see X:\" names flags that X describes:\n\n```text\n")
 	actions := newFlagSet()
 	(&auditFlags{}).define(actions)
 	actions.Bool("yes", false, yesUsage)
@@ -73,7 +73,7 @@ func TestDocs(t *testing.T) {
 	for _, c := range commands() {
 		b.WriteString("\n## outbox " + c.name + "\n\n" + strings.ToUpper(c.summary[:1]) + c.summary[1:] + ".\n\n```text\n" + shortHelp(c, described) + "```\n")
 		if c.name == doctorCommand.name {
-			b.WriteString("\nAll ids; `doctor.` begins those of checks that could not be made:\n\n```text\n" +
+			b.WriteString("\nAll ids. The prefix `doctor.` marks checks that could not run:\n\n```text\n" +
 				strings.Join(wrap(strings.Join(findingIDs(), " "), usualWidth), "\n") + "\n```\n")
 		}
 	}

@@ -47,13 +47,13 @@ compatible one: then export FILE again.`,
 var contractDiffCommand = command{
 	name:     "contract diff",
 	synopsis: "OLD NEW", min: 2, max: 2,
-	summary: "say who breaks by the changes from one contract to another",
+	summary: "show which readers and writers a change of the contract breaks",
 	about: `
 Compares files of outbox contract export; - is standard input. Readers break if
-consumers built with OLD cannot use events of NEW; writers, if consumers built
-with NEW cannot use events of OLD, recorded already or by older services. The
-last line is FULL (neither), BACKWARD (readers break), FORWARD (writers break)
-or NONE. It exits with 3 if anything breaks.
+consumers built with OLD cannot use events of NEW. Writers break if consumers
+built with NEW cannot use events of OLD: recorded already, or of services that
+are not updated yet. The last line is FULL (neither), BACKWARD (readers break),
+FORWARD (writers break) or NONE. It exits with 3 if anything breaks.
 
   git show origin/main:contract.json | outbox contract diff - contract.json`,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return contractDiff },

@@ -16,10 +16,15 @@ var cutStatusCommand = command{
 	name:    "cut status",
 	summary: "which groups get events from workers, which from Kafka",
 	about: `
-STATE: active (workers handle all events), leaving (workers handle those before
-a cut to Kafka), left (consumers handle all later ones), returning (consumers
-handle those before a cut to workers), starting (outbox group start). OPEN
-deliveries are neither done nor dead. CONSUMER says whether consumers have
+STATE is one of:
+
+  active     workers handle all events
+  leaving    workers handle the events before a cut to Kafka
+  left       consumers handle all events after the cut
+  returning  consumers handle the events before a cut to workers
+  starting   the group gets the events of an archive: outbox group start
+
+OPEN deliveries are neither done nor dead. CONSUMER says whether consumers have
 stored where they begin.`,
 	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return cutStatus },
 }
@@ -29,9 +34,11 @@ var cutToKafkaCommand = command{
 	summary: "move groups from workers to Kafka",
 	about: `
 Makes a cut: workers handle the events before it, consumers later ones, which
-the new relay sends. Start the consumers first. The command waits for the
-workers and finishes the cut. After an interruption, outbox cut finish
-continues, and outbox cut cancel undoes the cut. docs/move.md has the steps.`,
+the new relay sends. The command waits for the workers and finishes the cut.
+Start the consumers before the command, and the relay while it waits. Danger: a
+new relay that starts before the cut sends all events, and the cut is rejected.
+After an interruption, outbox cut finish continues, and outbox cut cancel undoes
+the cut. docs/move.md has the steps.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		c := &cutMove{action: "to-kafka", plan: planToKafka}

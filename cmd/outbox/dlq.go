@@ -332,7 +332,8 @@ var dlqEditCommand = command{
 Writes a copy with the new value to the dead-letter topic, and sends it to the
 group and action that failed. Use it for groups without a database and values
 that only the dead letter has; otherwise outbox failures edit. The old dead
-letter stays: leave it out of later replays. outbox_audit keeps the old value.`,
+letter stays in the topic: exclude it from later replays, for example by --from.
+outbox_audit keeps the old value.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var d dlqEdit
 		fs.StringVar(&d.file, "payload", "", "`FILE` new payload; - is standard input")

@@ -28,7 +28,7 @@ that a named role does not need.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		d := &doctor{}
 		d.limits.define(fs)
-		fs.StringVar(&d.as, "as", "relay,writer", "`PART[=ROLE],…` whose privileges (relay,writer)")
+		fs.StringVar(&d.as, "as", "relay,writer", "`PART[=ROLE],…` parts whose privileges it checks (relay,writer)")
 		fs.StringVar(&d.only, "only", "", "`ID,…` only these findings")
 		fs.StringVar(&d.skip, "skip", "", "`ID,…` all but these findings")
 		return d.run

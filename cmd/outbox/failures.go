@@ -26,7 +26,7 @@ statuses.`,
 		var l failureList
 		l.pick.define(fs)
 		fs.IntVar(&l.limit, "limit", 50, "`NUMBER` of failures, up to 1000 (50)")
-		fs.Var(&l.after, "after", "`ID,…` where the last list ended")
+		fs.Var(&l.after, "after", "`ID,…` continue a list: the value printed at its end")
 		return l.run
 	},
 }
@@ -243,8 +243,8 @@ var failuresCountCommand = command{
 	summary: "count failures by kind, status, type and class",
 	about: `
 Counts what outbox failures list lists, up to 10,000 of a kind (then with a +).
-The last line counts as unresolved: events that are not resolved, and dead
-deliveries.`,
+The last line also counts the unresolved failures: events that are not resolved,
+and dead deliveries.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var pick failureFlags
 		pick.define(fs)

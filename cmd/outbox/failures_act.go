@@ -22,7 +22,7 @@ type auditFlags struct{ operator, reason string }
 
 func (a *auditFlags) define(fs *flag.FlagSet) {
 	fs.StringVar(&a.reason, "reason", "", "`TEXT` why, for outbox_audit; required to change anything")
-	fs.StringVar(&a.operator, "operator", "", "`NAME` who does it (the user of the system)")
+	fs.StringVar(&a.operator, "operator", "", "`NAME` your name, for outbox_audit (your login name)")
 }
 
 // yesUsage describes --yes of commands that change nothing without it.
@@ -377,8 +377,8 @@ var failuresHoldCommand = command{
 	summary: "block the key of a failure",
 	about: `
 Later events of the key are not sent, or not handled by this group and action,
-until the key is released, or all its failures are resolved, sent or handled. Of
-deliveries, only a dead one can hold its key.`,
+until the key is released, or all its failures are resolved, sent or handled. A
+delivery can hold its key only if it is dead.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareKey(fs, "hold", (*outboxops.Failures).Hold)
 	},

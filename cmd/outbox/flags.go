@@ -38,9 +38,9 @@ func (g *globals) define(fs *flag.FlagSet) {
 	fs.StringVar(&g.kafkaUser, "kafka-user", g.kafkaUser, "`NAME` SASL user; else $KAFKA_USER; with $KAFKA_PASSWORD")
 	fs.StringVar(&g.kafkaMechanism, "kafka-mechanism", g.kafkaMechanism, "`NAME` SASL mechanism; else $KAFKA_MECHANISM, scram-sha-256")
 	fs.StringVar(&g.kafkaToken, "kafka-token", g.kafkaToken, "`FILE` token for oauthbearer; else $KAFKA_TOKEN")
-	fs.BoolVar(&g.json, "json", g.json, "JSON: one document (tail, --watch: lines)")
+	fs.BoolVar(&g.json, "json", g.json, "one JSON document; with tail and --watch, one per line")
 	fs.BoolVar(&g.noColor, "no-color", g.noColor, "no colors; else $NO_COLOR")
-	fs.DurationVar(&g.timeout, "timeout", g.timeout, "`TIME` limit of a command, or of a long step (30s); 0: none")
+	fs.DurationVar(&g.timeout, "timeout", g.timeout, "`TIME` limit; in long commands, of each step (30s); 0: none")
 }
 
 func newFlagSet() *flag.FlagSet {

@@ -17,9 +17,10 @@ var groupStartCommand = command{
 	summary: "begin a new group with the events of an archive",
 	about: `
 The group handles all events in outbox_archive and outbox, then later ones from
-Kafka (--topic) or as workers. Start its processes after this command, which
-waits for them. Groups that have begun, and incomplete archives, are refused.
-After an interruption, run it again.`,
+Kafka (--topic) or as workers. Start its processes while the command waits for
+them, not before: it rejects a group that has begun. Without --incomplete, it
+also rejects an archive that may lack events. After an interruption, run it
+again.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		g := groupStart{flags: fs}

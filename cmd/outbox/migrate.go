@@ -21,11 +21,11 @@ var migrateUpCommand = command{
 Applies pending migrations, each in a transaction. It may run at every
 deployment, in many places at once, and while services record. A migration that
 does not get its locks within 100 ms tries again. The role needs CREATE on the
-schema, or on the database to create it. --timeout is for connecting only.`,
+schema, or on the database to create it. --timeout limits only connecting.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var cfg outbox.MigrateConfig
-		fs.Int64Var(&cfg.PartitionRows, "partition-rows", 0, "`NUMBER` of ids in a partition (0: as it is)")
+		fs.Int64Var(&cfg.PartitionRows, "partition-rows", 0, "`NUMBER` ids per partition of outbox (0: no change)")
 		fs.BoolVar(&cfg.AggregateIndex, "aggregate-index", false, "index for outbox events list --aggregate")
 		fs.StringVar(&cfg.Publication, "publication", "", "`NAME` of a publication for Debezium")
 		fs.BoolVar(&cfg.UniqueEventIDs, "unique-event-ids", false, "refuse an event whose id is in outbox")

@@ -24,16 +24,16 @@ var serveCommand = command{
 	summary: "serve the operators' page, of several databases too",
 	about: `
 Serves the page of --schema at /outbox/, or with --databases a page for each
-line of FILE at /outbox/NAME/. Without a URL, a line is about --database. It
-runs until SIGTERM, relays nothing, and needs the role outbox_operator. Lag is
-shown if --kafka is given. /livez says that the process runs.`,
+line of FILE at /outbox/NAME/. A line without URL uses --database. It runs until
+SIGTERM, relays nothing, and needs the role outbox_operator. Lag is shown if
+--kafka is given. /livez answers 200 while the process runs.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		s := &pageServer{}
 		fs.StringVar(&s.users, "page", "", "`FILE` lines ROLE NAME PASSWORD: operators' page /outbox/")
 		fs.StringVar(&s.databases, "databases", "", "`FILE` lines NAME SCHEMA [URL]: a page each")
 		fs.StringVar(&s.listen, "listen", defaultPageListen, "`HOST:PORT` of the pages ("+defaultPageListen+")")
-		fs.DurationVar(&s.stale, "stale-after", 0, "`TIME` that events may wait before a page says so (5m)")
+		fs.DurationVar(&s.stale, "stale-after", 0, "`TIME` age at which a page reports waiting events (5m)")
 		return s.run
 	},
 }

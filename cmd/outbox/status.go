@@ -19,8 +19,8 @@ var statusCommand = command{
 Shows relays (leader, lease, state, events pending, failed and sent in the last
 minute), groups (processes, state, deliveries), open transactions and problems.
 STATE is works, an outage, a breaker, or unknown (not reported lately). PENDING
-events of a group have no delivery yet; MISSED ones were read by processes
-without the action.`,
+counts events without a delivery yet. MISSED counts events that an action lacks,
+because processes of the group without this action have read them.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		s := statusFlags{limits: limits{defaultMaxAge, defaultOpenFor}}
@@ -33,8 +33,8 @@ without the action.`,
 }
 
 func (l *limits) define(fs *flag.FlagSet) {
-	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` that events may wait (5m)")
-	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` that transactions may be open (1m)")
+	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` events that wait longer are a problem (5m)")
+	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` transactions open for longer are a problem (1m)")
 }
 
 type statusFlags struct {

@@ -20,7 +20,7 @@ $TMPDIR.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		v := verification{flags: fs}
-		fs.StringVar(&v.cfg.Relay, "relay", "default", "`NAME` of the relay (default)")
+		fs.StringVar(&v.cfg.Relay, "relay", "default", "`NAME` of the relay (default: default)")
 		fs.StringVar(&v.cfg.Archive, "archive", "", "`NAME` schema of outbox_archive, to include it")
 		fs.Var(&v.since, "since", "`TIME` recorded at or after: 2h (ago), 2006-01-02")
 		fs.Var(&v.until, "until", "`TIME` recorded before")
@@ -28,7 +28,7 @@ $TMPDIR.`,
 		fs.Int64Var(&v.cfg.Before, "before", 0, "`NUMBER` only before this outbox id")
 		fs.IntVar(&v.cfg.Findings, "limit", 20, "`NUMBER` to show of each kind (20)")
 		fs.BoolVar(&v.repeats, "allow-repeats", false, "repeated records are no finding")
-		fs.StringVar(&v.history, "history", "", "`FILE` of JSON lines to check instead")
+		fs.StringVar(&v.history, "history", "", "`FILE` recorded history (JSON lines) to check instead")
 		return v.run
 	},
 }
