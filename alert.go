@@ -40,7 +40,7 @@ const (
 	// the classes of errors. It is over when the breaker is known to be closed.
 	AlertBreaker AlertKind = "breaker_open"
 	// AlertLost means that Kafka had removed records of a topic before a consumer group
-	// read them, because of the topic's retention.
+	// read them, because of the topic's retention, or has lost records with a broker.
 	AlertLost AlertKind = "lost_records"
 	// AlertReport comes every AlertConfig.ReportInterval with the unresolved events and deliveries
 	// of the whole database, if there are any.

@@ -260,7 +260,7 @@ func TestLostRecordsAreAlertedTo(t *testing.T) {
 	box := &mailbox{}
 	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: time.Minute}).Run)
 	a := box.await(t, outbox.AlertLost, false)
-	require.Equal(t, "consumer group stats: Kafka has removed 85 records of orders before the group read them", a.String())
+	require.Equal(t, "consumer group stats: Kafka has removed or lost 85 records of orders, which the group may lack", a.String())
 	require.Equal(t, "lost_records", box.received(outbox.AlertLost))
 }
 

@@ -112,7 +112,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
 	i.consumerOutcomes, i.workerOutcomes = m.outcomes("consumer"), m.outcomes("worker")
 	i.removedByWorkers = m.counter("outbox.worker.removed", "{row}", "Rows that retention removed.")
-	i.lost = m.counter("outbox.consumer.lost", "{message}", "Records that Kafka had removed before the group read them.")
+	i.lost = m.counter("outbox.consumer.lost", "{message}", "Records that Kafka had removed before the group read them, or has lost.")
 	i.leader = m.gauge("outbox.relay.leader", "{relay}", "1 where this process leads.")
 	i.state = m.gauge("outbox.relay.state", "{state}", "1 for what the leader says of itself: works, not_working, or unknown.")
 	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state of the leader's breaker, or for unknown.")

@@ -48,7 +48,7 @@
 //	outbox.worker.removed                counter of rows that retention removed where no relay does, by
 //	                                     table
 //	outbox.consumer.lost                 counter of records that Kafka had removed before the group read
-//	                                     them
+//	                                     them, or has lost
 //
 // From Kafka, by WatchConsumers:
 //

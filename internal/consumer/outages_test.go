@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/starts"
 )
 
 // A forged claim may name no dead letter, so that Kafka is not asked. It ends no outage that another partition sees.
@@ -48,6 +49,23 @@ func TestLateDeadLetterEndsNoLaterOutage(t *testing.T) {
 	_, _, err = c.sendDeadLetter(t.Context(), &delivery.Delivery{Ref: delivery.Ref{ID: 2}, Action: "ACTED", Record: d.Record}, handling.Outcome{Result: handling.Dead, Err: errors.New("bad")})
 	require.ErrorIs(t, err, errNoMember)
 	require.True(t, c.outages.Failing())
+}
+
+// Records that Kafka has lost with a broker count as lost, as those that it has removed.
+func TestLostWithABroker(t *testing.T) {
+	t.Parallel()
+	type loss struct {
+		at      kafka.Partition
+		records int64
+	}
+	var lost []loss
+	m := &membership{starts: starts.NewMember(starts.Config{Log: slog.New(slog.DiscardHandler), Lost: func(at kafka.Partition, records int64) { lost = append(lost, loss{at, records}) }})}
+	at := kafka.Partition{Topic: "sales", Number: 3}
+	for _, resetTo := range []int64{90, 100} { // where the logs differ, and unknown
+		err := fmt.Errorf("fetch: %w", &kgo.ErrDataLoss{Topic: at.Topic, Partition: at.Number, ConsumedTo: 100, ResetTo: resetTo})
+		m.fetchFailed(t.Context(), time.Now(), at, err)
+	}
+	require.Equal(t, []loss{{at, 10}, {at, 1}}, lost)
 }
 
 // Records and an assignment are answers of Kafka: they end an outage of Kafka at once.

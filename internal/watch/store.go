@@ -35,7 +35,7 @@ type Store interface {
 	Lost(ctx context.Context, since time.Time) ([]LostRecords, error)
 }
 
-// LostRecords are records of a topic that Kafka had removed before a group read them: how
+// LostRecords are records of a topic that Kafka had removed before a group read them, or has lost: how
 // many so far, and when the group last found some.
 type LostRecords struct {
 	Group, Topic string

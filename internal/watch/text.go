@@ -40,7 +40,7 @@ func (a Alert) String() string {
 	case NoLeader:
 		return fmt.Sprintf("%sno process runs it, %d events wait", a.subject(), a.Status.Pending)
 	case Lost:
-		return fmt.Sprintf("%sKafka has removed %s of %s before the group read them", a.subject(), counted(int(a.Lost), "record"), name(a.Topic))
+		return fmt.Sprintf("%sKafka has removed or lost %s of %s, which the group may lack", a.subject(), counted(int(a.Lost), "record"), name(a.Topic))
 	case Breaker:
 		return a.subject() + breakerText(a.Status.Said)
 	case Report:
