@@ -59,7 +59,7 @@ type ConsumerTopic struct {
 	// SavedAt is when a member saved a position in it last, which members do once a
 	// minute while they have something to save; zero if none has.
 	SavedAt time.Time
-	// Lost is the number of records that Kafka had removed before the group could read them, or has lost, see Hooks.Lost.
+	// Lost is the number of records that Kafka had removed before the group could read them, or has lost with a broker.
 	Lost int64
 	// Pause is the pause of this topic alone; nil if there is none.
 	Pause *ConsumerPause
