@@ -88,7 +88,8 @@ func (f *failureShow) health(ctx context.Context) error {
 	const sqlPosition = `SELECT EXISTS (SELECT FROM outbox_cursor WHERE relay = 'worker:' || $1)` // a new group begins here
 	err := until(ctx, "the relay and the worker to be ready", func() (ready bool, err error) {
 		err = f.db.QueryRow(ctx, sqlPosition, mailGroup).Scan(&ready)
-		return ready && f.relay.Health().Leading && f.worker.Health().Works, err
+		relay := f.relay.Health()
+		return ready && relay.Leading && relay.Works && f.worker.Health().Works, err
 	})
 	f.out.row("health", "%s", healthOf(f.relay))
 	return err
