@@ -168,7 +168,7 @@ type ConsumerHooks struct {
 	// Lost is called when Kafka removed records of a partition after the group's committed offset, because of the
 	// topic's retention. Records is the number of offsets that are gone, which is not below the number of records.
 	// Events that were handled, but whose offset was not committed, are among them. It is also called when Kafka has
-	// lost records with a broker: then records counts those that the member had read, and Kafka may have lost more.
+	// lost records with a broker: then records is 1, because it is not known how many they are.
 	Lost func(topic string, partition int32, records int64)
 	// RowsRemoved is called after each run of retention of a worker that removed rows. Consumers remove none. A worker
 	// that stops waits a quarter of a second for it.

@@ -3,10 +3,10 @@ package outboxadmin
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"net/http"
 	"strings"
 
+	"github.com/outboxgo/outbox/internal/jsonb"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -22,17 +22,15 @@ func checkChange(text string) *problem {
 	return nil
 }
 
-// decodeJSON decodes one value, with numbers as they are written.
+// decodeJSON decodes a value that jsonb can hold, with numbers as they are written. Others would not come out as they
+// are: encoding/json replaces half characters.
 func decodeJSON(data []byte) (v any, err error) {
-	d := json.NewDecoder(bytes.NewReader(data))
-	d.UseNumber()
-	if err := d.Decode(&v); err != nil {
+	if _, err := jsonb.Check(data); err != nil {
 		return nil, err
 	}
-	if d.More() {
-		return nil, errors.New("more follows the value")
-	}
-	return v, nil
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.UseNumber()
+	return v, d.Decode(&v)
 }
 
 // patched returns the payload of a failure with a change.
@@ -46,7 +44,7 @@ func patched(f outboxops.Failure, change string) ([]byte, error) {
 	}
 	before, err := decodeJSON(f.Payload)
 	if err != nil {
-		return nil, &problem{http.StatusConflict, "That payload is no JSON", notJSON}
+		return nil, &problem{http.StatusConflict, "That payload cannot be merged with a change", notJSON}
 	}
 	same, err := encodeJSON(before)
 	if err != nil {

@@ -146,7 +146,7 @@ func notPossible(f outboxops.Failure, action string) string {
 }
 
 // notJSON says why a merge patch cannot change a payload.
-const notJSON = "Its payload is no JSON: edit it alone."
+const notJSON = "Its payload is no JSON that jsonb can hold: edit it alone."
 
 // selectedAct acts on each selected failure, or tries an edit. If some actions are refused, it shows those failures
 // with the reasons.

@@ -167,3 +167,22 @@ func TestNotPossible(t *testing.T) {
 	}
 	require.True(t, seen["retry "+outbox.StatusDead+"true"] && seen["retry "+outbox.StatusParked+"false"] && seen["resolve "+outbox.StatusResolved+"false"], seen)
 }
+
+// A change is one JSON object that comes out as it was written, and so must be the payload: encoding/json would replace
+// half of a character, also in members that the change does not name.
+func TestChangesKeepWhatTheyDoNotName(t *testing.T) {
+	t.Parallel()
+	for _, change := range []string{``, `{}`, `[1]`, `"x"`, `{"a":1}}`, `{"a":1}]`, `{"a":1} {"b":2}`, `{"a":"\ud83d"}`, `{"a":"\u0000"}`} {
+		require.NotNil(t, checkChange(change), change)
+	}
+	require.Nil(t, checkChange(` {"a":{"b":null}, "c":1e300} `))
+	f := outboxops.Failure{Payload: []byte(`{"x":"\ud83d\ude00","n":12345678901234567890.10,"a":1}`)}
+	after, err := patched(f, `{"a":2}`)
+	require.NoError(t, err)
+	require.Equal(t, `{"a":2,"n":12345678901234567890.10,"x":"😀"}`, string(after))
+	for _, payload := range []string{`{"x":"\ud83d","a":1}`, `{"x":"\u0000","a":1}`, `{"a":1}}`, `no`} {
+		f.Payload = []byte(payload)
+		_, err = patched(f, `{"a":2}`)
+		require.Error(t, err, payload)
+	}
+}

@@ -273,11 +273,15 @@ func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
 		return false
 	}
 	w.mostBlock = true // at least in this batch
+	for _, t := range found.whole {
+		items[itemsBefore(items, t.Meta.Origin)].blockAll()
+	}
 	for _, t := range found.tasks {
 		items[itemsBefore(items, t.Meta.Origin)].block(t)
 	}
-	for _, t := range found.whole {
-		items[itemsBefore(items, t.Meta.Origin)].blockAll()
+	for _, t := range slices.Concat(found.tasks, found.whole) {
+		at := itemsBefore(items, t.Meta.Origin)
+		w.blockBehind(&items[at], t, items[at+1:]) // the transaction may not have reached them
 	}
 	return true
 }

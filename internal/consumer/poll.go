@@ -86,7 +86,7 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	switch {
 	case ctx.Err() != nil, errors.Is(err, context.Canceled): // the end of a stream ends a poll
 	case errors.As(err, &loss):
-		m.starts.Truncated(at, loss.ResetTo, max(1, loss.ConsumedTo-loss.ResetTo), err)
+		m.starts.Truncated(at, err)
 	case isRebalance(err): // Kafka answers, so this is no outage
 		m.log.Info("outbox: the group has gone on without this member, which joins it again", "error", err)
 	case errors.Is(err, kafka.ErrFetchFull):

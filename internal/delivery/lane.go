@@ -321,9 +321,10 @@ func (l *lane) markDone(items []laneItem, done handling.Batch, began time.Time) 
 	}
 	for i := range items[:n] {
 		it := &items[i]
-		if it.begun = true; done.Excluded.HasEvent(it.Meta.Origin) {
+		if done.Excluded.HasEvent(it.Meta.Origin) {
 			continue
 		}
+		it.begun = true
 		if !slices.ContainsFunc(it.Tasks, func(t handling.Task) bool { return done.Repeats.Has(&t) }) {
 			l.noteSucceeded(it, began)
 		}
@@ -402,7 +403,6 @@ func (l *lane) handleOne(it *laneItem, before []*handling.TaskError) {
 			l.flush() // the handled deliveries before it in its key have to finish first
 		}
 		o := l.attempts.Try(&t, t.Retry.Over(l.cfg.Of(it.Stream)), handling.ErrorOf(t, before))
-		before = nil
 		if o.Result != handling.Done {
 			l.recordOutcome(it, t, o)
 			return
@@ -469,7 +469,9 @@ func (l laneScheduler) Enter(t *handling.Task) bool {
 }
 
 func (l laneScheduler) Exit(t *handling.Task, began time.Time, err error) {
-	l.transactionEnded(err == nil)
+	if t.Kind != handling.NoTx {
+		l.transactionEnded(err == nil && l.attempts.Processor == l.finishing)
+	}
 	l.held.Release()
 	if err == nil && t.Kind != handling.NoTx {
 		l.postgresAnswered(began)

@@ -156,7 +156,11 @@ func (l *lane) recordOutcome(it *laneItem, t handling.Task, o handling.Outcome) 
 		l.lose(it.Ref)
 	case handling.Postponed:
 		l.postpone(it, t, o)
-	case handling.Done, handling.Stopped: // nothing to write: the rest of the batch is released after a stop
+	case handling.Stopped: // the rest of the batch is released after a stop
+		if !it.Suspect && mustBeFinished(it, t) {
+			_, _ = l.writeFailure(it, Failure{Of: it.Delivery, MaxAttempts: it.MaxAttempts, Code: codeStale, Message: "its process has stopped before it was done", Uncounted: true, Postponed: true})
+		}
+	case handling.Done: // nothing to write
 	case handling.Again:
 		l.retry(it, t, o)
 	case handling.Dead:
@@ -164,10 +168,19 @@ func (l *lane) recordOutcome(it *laneItem, t handling.Task, o handling.Outcome) 
 	}
 }
 
+// mustBeFinished reports whether a handler without a transaction has begun with an event that may expire, and its row
+// does not say so otherwise. The next process handles it after its expiry, too, as a row that was taken over.
+func mustBeFinished(it *laneItem, t handling.Task) bool {
+	return t.Begun && t.Kind == handling.NoTx && !t.Meta.Expires.IsZero() && it.FirstFailed.IsZero()
+}
+
 // postpone has a delivery retried after an outage of PostgreSQL. The attempt does not count.
 func (l *lane) postpone(it *laneItem, t handling.Task, o handling.Outcome) {
 	f := l.failureOf(it, o)
 	f.Uncounted, f.Postponed, f.Wait = true, true, o.Wait
+	if mustBeFinished(it, t) {
+		f.Code = codeStale
+	}
 	if _, err := l.writeFailure(it, f); err != nil { // lost: the process that has it now decides
 		return
 	}

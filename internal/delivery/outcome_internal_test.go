@@ -1,16 +1,21 @@
 package delivery
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // usedTx is a transaction whose handlers may have changed settings.
@@ -57,4 +62,52 @@ func TestComesAgain(t *testing.T) {
 		y.comesAgain(d(id+10, "COUNTED"))
 	}
 	require.LessOrEqual(t, len(y.again), maxYielded)
+}
+
+// A stop may come while a process cannot find out whether another one has a handler for the type of a delivery. The
+// delivery is released then: it is not dead.
+func TestUnknownInAStopIsReleased(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	ended, end := context.WithCancel(t.Context())
+	end()
+	log := slog.New(slog.DiscardHandler)
+	rules := &Rules{Lease: time.Minute}
+	l := &lane{laneParts: laneParts{cfg: rules, store: NewStore(db, schema, "g", "w", time.Minute), outages: outage.NewLogs(log), stopping: ended, cut: ended, log: log}, ctx: ended}
+	_, err := db.Exec(t.Context(), pg.InSchema(`ALTER TABLE {schema}.event_member RENAME TO elsewhere`, schema))
+	require.NoError(t, err)
+	it := &laneItem{Delivery: Delivery{FromKafka: true, MaxAttempts: 1, Attempt: 1}}
+	require.True(t, l.yield(it, handling.Outcome{Result: handling.Dead, Class: handling.ClassUnknownType, Err: errors.New("no handler")}))
+	require.False(t, it.ended)
+}
+
+// A row with several tasks is locked by the transaction of the first one, under a strict isolation level, and is not
+// renewed meanwhile. So it is renewed before the next task: its handler may have no transaction.
+func TestRenewedBetweenTasks(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	exec := func(sql string) {
+		_, err := db.Exec(t.Context(), pg.InSchema(sql, schema))
+		require.NoError(t, err)
+	}
+	store := NewStore(db, schema, "g", "w", time.Minute)
+	exec(`INSERT INTO {schema}.event_delivery (consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until, event_id, event_type, source, aggregate_type, aggregate_id, content_type, size, occurred_at, recorded_at, created_at, updated_at, payload)
+		VALUES ('g', 'a', 's', 1, 'PROCESSING', 1, 5, now(), 'w/1', now() - interval '1 s', gen_random_uuid(), 't.t.t.v1', 'shop', 'T', '1', 'application/json', 2, now(), now(), now(), now(), '{}')`)
+	own, err := store.Own(t.Context())
+	require.NoError(t, err)
+	require.Len(t, own, 1)
+	live := t.Context()
+	l := &lane{laneParts: laneParts{cfg: &Rules{Lease: time.Minute}, store: store, claimed: newClaimedSet(), stopping: live, cut: live, outages: outage.NewLogs(slog.New(slog.DiscardHandler)), log: slog.New(slog.DiscardHandler)}}
+	l.ctx = l.claimed.add(live, own, time.Now(), nil)
+	l.finishing = &handling.Processor{Begin: l.lockRows}
+	l.plain = &handling.Processor{Begin: l.lockRows}
+	l.attempts = &handling.Attempts{Processor: l.plain}
+	isOver := func() (over bool) {
+		require.NoError(t, db.QueryRow(t.Context(), pg.InSchema(`SELECT locked_until < clock_timestamp() FROM {schema}.event_delivery`, schema)).Scan(&over))
+		return over
+	}
+	laneScheduler{l}.Exit(&handling.Task{Handler: &handling.Handler{Kind: handling.NoTx}}, time.Now(), nil)
+	require.True(t, isOver(), "it was not locked")
+	laneScheduler{l}.Exit(&handling.Task{Handler: &handling.Handler{Kind: handling.InTx}}, time.Now(), nil)
+	require.False(t, isOver())
 }

@@ -81,7 +81,11 @@ func (y *yielded) add(id int64) bool {
 //   - A delivery without an action waits as long as a live process has a handler for its type.
 //   - A delivery from Kafka that a worker cannot decode waits for a consumer, which may have another decoder.
 func (l *lane) yield(it *laneItem, o handling.Outcome) bool {
-	if !l.isForOthers(it, o) {
+	forOthers, err := l.isForOthers(it, o)
+	if err != nil { // in a stop, the delivery is released
+		return true
+	}
+	if !forOthers {
 		return false
 	}
 	f := l.failureOf(it, o)
@@ -159,26 +163,27 @@ func (l *lane) holdBack(it *laneItem, o handling.Outcome, wait time.Duration) {
 	}
 }
 
-func (l *lane) isForOthers(it *laneItem, o handling.Outcome) bool {
+// isForOthers reports whether another process may handle a delivery that this one does not know. It fails only in a
+// stop.
+func (l *lane) isForOthers(it *laneItem, o handling.Outcome) (forOthers bool, err error) {
 	if it.ValueIn != "" {
-		return false
+		return false, nil
 	}
 	if it.FromKafka && l.deadLetter == nil && o.Class == handling.ClassUndecodable {
-		return !it.hasNoAttemptLeft()
+		return !it.hasNoAttemptLeft(), nil
 	}
 	unknownType := o.Class == handling.ClassUnknownType
 	if it.Action != "" {
-		return !it.hasNoAttemptLeft() && (unknownType || o.Class == handling.ClassUnknownAction)
+		return !it.hasNoAttemptLeft() && (unknownType || o.Class == handling.ClassUnknownAction), nil
 	}
 	if !unknownType {
-		return false
+		return false, nil
 	}
-	handled := false
-	_ = l.write(func(ctx context.Context) (err error) { // in a stop, the delivery is released
-		handled, err = l.store.handledElsewhere(ctx, it.Meta.Type, it.Stream)
+	err = l.write(func(ctx context.Context) (err error) {
+		forOthers, err = l.store.handledElsewhere(ctx, it.Meta.Type, it.Stream)
 		return err
 	})
-	return handled
+	return forOthers, err
 }
 
 // knowsTypeNow reports whether a delivery without an attempt left, which was dead because no handler had its type, has

@@ -41,6 +41,7 @@ var (
 	errOpen    = errors.New("has left rows or batch results open: it must close them before it returns")
 	errForeign = errors.New("has released, or gone back to, a savepoint that it has not set: with it goes the work of other handlers in the transaction")
 	errLost    = errors.New("has returned nil although its connection was lost")
+	errLeft    = errors.New("has left a goroutine behind that asks for the connection of the transaction")
 )
 
 // PostgreSQL has no setting that keeps a session from committing its transaction. But the query of
@@ -96,15 +97,14 @@ func QueueEnd(b *pgx.Batch, session *pg.Session) {
 // Tx is a transaction of ours. One goroutine uses it.
 type Tx struct {
 	tx      pgx.Tx
-	shared  bool   // several functions are called in it
-	name    string // of the last one
-	within  bool   // the transaction belongs to the caller
-	called  bool   // a function was called
-	used    bool   // the function has used the transaction
-	locked  bool   // a function may have taken an advisory lock for the session
-	ended   bool   // the function has called Commit or Rollback
-	changed bool   // a function has changed settings
-	foreign bool   // the function has used a savepoint of another one
+	shared  bool                 // several functions are called in it
+	within  bool                 // the transaction belongs to the caller
+	last    *call                // the last of its calls; nil before the first
+	left    atomic.Pointer[call] // a call whose function has asked for the connection after its return
+	locked  bool                 // a function may have taken an advisory lock for the session
+	ended   bool                 // the function has called Commit or Rollback
+	changed bool                 // a function has changed settings
+	foreign bool                 // the function has used a savepoint of another one
 
 	clean    [4]string // statements that were looked at lately, and change none
 	oldest   int       // of them
@@ -158,15 +158,14 @@ func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 // returns the error of the function, or what the function has done to the transaction: that
 // error has the name of the function.
 func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
-	t.name, t.ended, t.foreign, t.savepoints, t.called, t.used = name, false, false, nil, true, false
-	over := new(atomic.Bool)
-	err := f(&hostTx{part{t.tx, t, over}})
-	over.Store(true)
+	t.ended, t.foreign, t.savepoints, t.last = false, false, nil, &call{name: name}
+	err := f(&hostTx{part{t.tx, t, t.last}})
+	t.last.over.Store(true)
 	conn := t.tx.Conn().PgConn()
 	switch {
 	case t.foreign:
 		return errors.Join(t.blame(errForeign), err)
-	case t.ended || t.idle():
+	case t.ended || t.last.ended.Load() || t.idle():
 		return t.endedError(err)
 	case err != nil:
 		return err
@@ -186,14 +185,14 @@ func (t *Tx) idle() bool {
 	return !conn.IsClosed() && !conn.IsBusy() && conn.TxStatus() == 'I'
 }
 
-func (t *Tx) blame(err error) error { return fmt.Errorf("handler %s %w", t.name, err) }
+func (t *Tx) blame(err error) error { return fmt.Errorf("handler %s %w", t.last.name, err) }
 
 // endedError returns [ErrEnded] with the error that goes with it, if there is one.
 func (t *Tx) endedError(err error) error {
 	if err == nil || errors.Is(err, ErrEnded) {
-		return fmt.Errorf("handler %s: %w", t.name, ErrEnded)
+		return fmt.Errorf("handler %s: %w", t.last.name, ErrEnded)
 	}
-	return fmt.Errorf("handler %s: %w: %w", t.name, ErrEnded, err)
+	return fmt.Errorf("handler %s: %w: %w", t.last.name, ErrEnded, err)
 }
 
 // Own returns the transaction for statements of ours.
@@ -205,10 +204,14 @@ func (t *Tx) ChangedSettings() bool { return t.changed }
 
 // Used reports whether the last function has used the transaction. If it has not, there is nothing to undo when it has
 // failed.
-func (t *Tx) Used() bool { return t.used }
+func (t *Tx) Used() bool { return t.last != nil && t.last.used.Load() }
 
 // Commit commits. Its error wraps [ErrEnded] or [ErrSettings] if that is why it fails.
 func (t *Tx) Commit(ctx context.Context) error {
+	if c := t.left.Load(); c != nil {
+		t.Rollback(ctx)
+		return fmt.Errorf("handler %s %w", c.name, errLeft)
+	}
 	err := t.tx.Commit(ctx)
 	if err != nil || t.locked {
 		t.clear(ctx)
@@ -238,7 +241,7 @@ func (t *Tx) Rollback(ctx context.Context) {
 // have set behind an end of it by a way that is not seen.
 func (t *Tx) clear(ctx context.Context) {
 	session := pg.KnownSession(t.tx.Conn())
-	if t.called && t.idle() && session != nil {
+	if t.last != nil && t.idle() && session != nil {
 		_, err := t.tx.Conn().PgConn().Exec(ctx, sqlUnlock+session.Restore()).ReadAll()
 		if err != nil { // it may have settings of a function
 			_ = t.tx.Conn().Close(ctx)
@@ -251,19 +254,19 @@ type hostTx struct{ part }
 
 // Commit implements [pgx.Tx].
 func (h *hostTx) Commit(context.Context) error {
-	if h.over.Load() {
+	if !h.call.use() {
 		return pgx.ErrTxClosed
 	}
-	h.owner.ended = true
+	h.call.ended.Store(true)
 	return ErrEnded
 }
 
 // Rollback implements [pgx.Tx].
 func (h *hostTx) Rollback(context.Context) error {
-	if h.over.Load() {
+	if !h.call.use() {
 		return pgx.ErrTxClosed
 	}
-	h.owner.ended = true
+	h.call.ended.Store(true)
 	return ErrEnded
 }
 
@@ -271,7 +274,22 @@ func (h *hostTx) Rollback(context.Context) error {
 type part struct {
 	pgx.Tx
 	owner *Tx
-	over  *atomic.Bool // the function has returned: a goroutine that it has left behind must not write for another one
+	call  *call
+}
+
+// call is a call of a function. A goroutine that the function has left behind must not write for another one. So use
+// notes the use before it looks whether the function has returned, and Used looks for it after that: one of the two
+// sees the other.
+type call struct {
+	name       string
+	used, over atomic.Bool
+	ended      atomic.Bool // the function has called Commit or Rollback
+}
+
+// use notes that the function uses the transaction. It returns false if the function has returned.
+func (c *call) use() bool {
+	c.used.Store(true)
+	return !c.over.Load()
 }
 
 // look examines the statements before they are sent. Behind the end of the transaction a statement
@@ -279,14 +297,13 @@ type part struct {
 // be one, the transaction is rolled back now: pgx sends nothing more in it.
 func (p *part) look(ctx context.Context, sqls ...string) {
 	t := p.owner
-	t.used = true
 	for _, sql := range sqls {
 		t.look(sql)
 	}
 	if t.within {
 		return
 	}
-	if t.ended = t.ended || t.idle(); t.ended || t.foreign {
+	if t.ended = t.ended || p.call.ended.Load() || t.idle(); t.ended || t.foreign {
 		t.Rollback(ctx)
 	}
 }
@@ -333,7 +350,7 @@ func (t *Tx) lookForSavepoints(statements [][]string) (found bool) {
 
 // Commit implements [pgx.Tx]: it releases a savepoint.
 func (p *part) Commit(ctx context.Context) error {
-	if p.over.Load() {
+	if !p.call.use() {
 		return pgx.ErrTxClosed
 	}
 	return p.Tx.Commit(ctx)
@@ -342,7 +359,7 @@ func (p *part) Commit(ctx context.Context) error {
 // Rollback implements [pgx.Tx]: it goes back to a savepoint, which is gone when the function has returned. Otherwise it
 // would undo what later functions have done.
 func (p *part) Rollback(ctx context.Context) error {
-	if p.over.Load() {
+	if !p.call.use() {
 		return pgx.ErrTxClosed
 	}
 	return p.Tx.Rollback(ctx)
@@ -350,20 +367,19 @@ func (p *part) Rollback(ctx context.Context) error {
 
 // Begin implements [pgx.Tx]: it sets a savepoint.
 func (p *part) Begin(ctx context.Context) (pgx.Tx, error) {
-	if p.over.Load() {
+	if !p.call.use() {
 		return nil, pgx.ErrTxClosed
 	}
-	p.owner.used = true
 	savepoint, err := p.Tx.Begin(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return &part{savepoint, p.owner, p.over}, nil
+	return &part{savepoint, p.owner, p.call}, nil
 }
 
 // Exec implements [pgx.Tx].
 func (p *part) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	if p.over.Load() {
+	if !p.call.use() {
 		return pgconn.CommandTag{}, pgx.ErrTxClosed
 	}
 	p.look(ctx, sql)
@@ -372,7 +388,7 @@ func (p *part) Exec(ctx context.Context, sql string, args ...any) (pgconn.Comman
 
 // Query implements [pgx.Tx].
 func (p *part) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	if p.over.Load() {
+	if !p.call.use() {
 		return closed{}, pgx.ErrTxClosed
 	}
 	p.look(ctx, sql)
@@ -381,7 +397,7 @@ func (p *part) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, er
 
 // QueryRow implements [pgx.Tx].
 func (p *part) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	if p.over.Load() {
+	if !p.call.use() {
 		return closed{}
 	}
 	p.look(ctx, sql)
@@ -390,7 +406,7 @@ func (p *part) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 
 // Prepare implements [pgx.Tx].
 func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.StatementDescription, error) {
-	if p.over.Load() {
+	if !p.call.use() {
 		return nil, pgx.ErrTxClosed
 	}
 	p.look(ctx, sql)
@@ -403,7 +419,7 @@ func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.Statement
 
 // SendBatch implements [pgx.Tx].
 func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
-	if p.over.Load() {
+	if !p.call.use() {
 		return closedBatch{}
 	}
 	sqls := make([]string, len(b.QueuedQueries))
@@ -416,7 +432,7 @@ func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
 
 // CopyFrom implements [pgx.Tx].
 func (p *part) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, rows pgx.CopyFromSource) (int64, error) {
-	if p.over.Load() {
+	if !p.call.use() {
 		return 0, pgx.ErrTxClosed
 	}
 	p.look(ctx)
@@ -425,16 +441,16 @@ func (p *part) CopyFrom(ctx context.Context, table pgx.Identifier, columns []str
 
 // Conn implements [pgx.Tx]. What the function does with the connection is not seen.
 func (p *part) Conn() *pgx.Conn {
-	if !p.over.Load() {
-		p.owner.used = true
+	if !p.call.use() {
+		p.owner.left.Store(p.call)
 	}
 	return p.Tx.Conn()
 }
 
 // LargeObjects implements [pgx.Tx].
 func (p *part) LargeObjects() pgx.LargeObjects {
-	if !p.over.Load() {
-		p.owner.used = true
+	if !p.call.use() {
+		p.owner.left.Store(p.call)
 	}
 	return p.Tx.LargeObjects()
 }

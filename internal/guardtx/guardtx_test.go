@@ -491,3 +491,56 @@ func TestTransactionAfterItsFunction(t *testing.T) {
 	require.NoError(t, tx.Commit(ctx))
 	g.requireRows(t, 1, 1)
 }
+
+// A goroutine that a function has left behind gets the connection of the transaction, because it does not look for nil.
+// What it does then is not committed.
+func TestConnectionAfterItsFunction(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeCacheStatement)
+	ctx := t.Context()
+	for _, ask := range []func(pgx.Tx) error{
+		func(tx pgx.Tx) error {
+			_, err := tx.Conn().Exec(ctx, `INSERT INTO `+g.schema+`.effects VALUES (1)`)
+			return err
+		},
+		func(tx pgx.Tx) error {
+			objects := tx.LargeObjects()
+			_, err := objects.Create(ctx, 0)
+			return err
+		},
+	} {
+		tx := g.begin(t, true)
+		var left pgx.Tx
+		failed := errors.New("failed")
+		require.ErrorIs(t, tx.Call("LEAVES", func(tx pgx.Tx) error { left = tx; return failed }), failed)
+		require.False(t, tx.Used())
+		require.NoError(t, ask(left))
+		require.NoError(t, tx.Call("NEXT", func(own pgx.Tx) error {
+			_, err := own.Exec(ctx, `INSERT INTO `+g.schema+`.effects VALUES (2)`)
+			return err
+		}))
+		require.ErrorContains(t, tx.Commit(ctx), "handler LEAVES has left a goroutine behind")
+		g.requireRows(t, 0, 0)
+	}
+}
+
+// A goroutine that a function has left behind has used the transaction, or it cannot use it any more.
+func TestUseWhileTheFunctionReturns(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeCacheStatement)
+	ctx := t.Context()
+	for range 50 {
+		tx := g.begin(t, true)
+		result := make(chan error, 1)
+		err := tx.Call("LEAVES", func(tx pgx.Tx) error {
+			go func() { result <- tx.Commit(ctx) }()
+			return nil
+		})
+		used := tx.Used()
+		require.True(t, err == nil || used)
+		if err := <-result; !used {
+			require.ErrorIs(t, err, pgx.ErrTxClosed)
+		}
+		tx.Rollback(ctx)
+	}
+}

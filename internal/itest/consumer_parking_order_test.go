@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -115,6 +116,35 @@ func TestRequeuedWhileALaterEventIsHandled(t *testing.T) {
 			require.EqualValues(t, 2, calls.Load(), "the first call was in vain")
 		})
 	}
+}
+
+// The transaction in which the handler runs takes so long that it ends before it has reached a third event of the key,
+// which another one would handle before the second is parked.
+func TestRequeuedWhileALaterEventTakesLong(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	var repaired atomic.Bool
+	began, release, calls := s.holdSecond(t, func() error {
+		if repaired.Load() {
+			return nil
+		}
+		return outbox.Permanent(errPlay)
+	})
+	s.send(t, s.sale("k", 1))
+	s.awaitStatuses(t, "COUNTED", "DEAD 1")
+	s.send(t, s.sale("k", 2), s.sale("other", 1), s.sale("k", 3), s.sale("other", 2))
+	<-began
+	held := time.Now()
+	repaired.Store(true)
+	retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
+	require.NoError(t, err)
+	require.Equal(t, 1, retried)
+	s.awaitStatuses(t, "COUNTED", "DONE 1")
+	time.Sleep(time.Until(held.Add(handling.TransactionTime)))
+	close(release)
+	s.awaitJournal(t, "COUNTED", "k", 3)
+	s.awaitJournal(t, "COUNTED", "other", 2)
+	require.EqualValues(t, 2, calls.Load(), "the first call was in vain")
 }
 
 // The first event of a key is in another partition, as after a change of their number. It fails, is parked and done

@@ -431,6 +431,45 @@ func TestExpiredBetweenAttempts(t *testing.T) {
 	require.Equal(t, []int64{1, 2, 1}, []int64{inTx.Load(), without.Load(), once.Load()})
 }
 
+// A handler without a transaction has begun, and its worker stops. The next worker calls it, although the event has
+// expired meanwhile, as it would if the first one had been killed.
+func TestExpiredBehindAStop(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	expires := time.Now().Add(2 * time.Second)
+	began := make(chan struct{})
+	var calls, other atomic.Int64
+	handler := outbox.HandleNoTx("NOTX", func(ctx context.Context, e sale, _ outbox.Metadata) error {
+		if e.Amount == 2 {
+			other.Add(1)
+			return nil
+		}
+		if calls.Add(1) > 1 {
+			return nil
+		}
+		close(began)
+		<-ctx.Done()
+		return context.Cause(ctx)
+	})
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.schema, From: outbox.FromStart, StopTimeout: 500 * time.Millisecond}, PollInterval: 20 * time.Millisecond}
+	newWorker := func() *outbox.Worker {
+		worker, err := outbox.NewWorker(s.db, s.events, "w", cfg, handler)
+		require.NoError(t, err)
+		return worker
+	}
+	s.commitAll(t, outbox.With(sale{Product: "p", Amount: 1}, outbox.EventOptions{Expires: expires}), outbox.With(sale{Product: "p", Amount: 2}, outbox.EventOptions{Expires: expires}))
+	stop := testenv.Run(t, newWorker().Run)
+	<-began
+	stop()
+	require.Equal(t, []string{"NOTX 0 stale", "NOTX 0 -"}, s.texts(t, `SELECT concat_ws(' ', action, attempt_count, coalesce(last_error_code, '-')) FROM {s}.event_delivery WHERE status IN ('PENDING', 'PARKED') ORDER BY id`))
+	time.Sleep(time.Until(expires))
+	testenv.Run(t, newWorker().Run)
+	require.Eventually(t, func() bool {
+		return len(s.texts(t, `SELECT status FROM {s}.event_delivery WHERE status = 'DONE'`)) == 2
+	}, testenv.Patience, 5*time.Millisecond)
+	require.Equal(t, []int64{2, 0}, []int64{calls.Load(), other.Load()}, "the second event was never begun")
+}
+
 // An event that a worker has dropped as expired is noted as done before a later event of its key is handled outside of
 // PostgreSQL. Otherwise the process that takes both over would handle the expired one, which may have begun, behind it.
 func TestExpiredIsNotedBeforeTheNextOne(t *testing.T) {

@@ -37,12 +37,12 @@ func (m *Member) Passed(at kafka.Partition, from, records int64) {
 	m.note(at, position{offset: None, lost: records})
 }
 
-// Truncated notes records that Kafka has lost after a client had read them, with others that it does not know: a broker
-// without them leads the partition.
-func (m *Member) Truncated(at kafka.Partition, from, records int64, err error) {
-	m.cfg.Log.Warn("outbox: Kafka has lost records of a partition", "partition", at.Name(), "from", from, "records", records, "error", err)
-	m.cfg.Lost(at, records)
-	m.note(at, position{offset: None, lost: records})
+// Truncated notes that Kafka has lost records: a broker without them leads the partition. How many is not known, so it
+// counts one.
+func (m *Member) Truncated(at kafka.Partition, err error) {
+	m.cfg.Log.Warn("outbox: Kafka has lost records of a partition, it is not known how many", "partition", at.Name(), "error", err)
+	m.cfg.Lost(at, 1)
+	m.note(at, position{offset: None, lost: 1})
 }
 
 // Works notes that a partition is fetched.
