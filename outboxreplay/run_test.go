@@ -377,7 +377,7 @@ func TestUnreadable(t *testing.T) {
 	f.records(t, f.topic, 4)
 }
 
-// twins is a source with two events of each outbox id. It returns err, if that is set, in place of the event number bad.
+// twins is a source with two events of each outbox id. If err is set, it is in place of the event number bad.
 type twins struct {
 	outboxarchive.Source
 	bad int64
