@@ -115,7 +115,28 @@ func (a *admin) selectedRow(ctx context.Context, id outboxops.FailureID, action 
 	if p, ours := shown(err); err != nil && ours {
 		return selectedRow{failedRow: failedRow{Failure: outboxops.Failure{ID: id}}, Why: p.text}, nil
 	}
-	return selectedRow{failedRow: a.failedRowOf(f), Why: notPossible(f, action)}, err
+	row := selectedRow{failedRow: a.failedRowOf(f), Why: notPossible(f, action)}
+	if err == nil && row.Why == "" {
+		row.Why, err = a.neverSent(ctx, f, action)
+	}
+	return row, err
+}
+
+// neverSent returns why no relay would send an event after a retry or an edit, which its row does not say. It picks the
+// event as a retry of many does.
+func (a *admin) neverSent(ctx context.Context, f outboxops.Failure, action string) (why string, err error) {
+	if f.ID.Kind != outboxops.KindEvent || action == "resolve" || action == "edit" && f.PayloadErr != nil {
+		return "", nil
+	}
+	only := outboxops.FailureFilter{Kind: f.ID.Kind, Relay: f.Relay, OutboxID: f.OutboxID, EventID: f.EventID}
+	n, err := a.failed.RetryAll(ctx, only, outboxops.BulkConfig{DryRun: true}, outboxops.AuditInfo{Operator: "none", Reason: "dry run"})
+	switch {
+	case n > 0 || err != nil:
+		return "", err
+	case f.PayloadErr != nil:
+		return "It has no payload that can be read, or its relay has ended by a cut.", nil
+	}
+	return "Its relay has ended by a cut, or it has changed just now.", nil
 }
 
 // notPossible returns why an action on a failure will be refused, as far as its row says so. It follows the rules of

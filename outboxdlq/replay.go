@@ -238,12 +238,16 @@ type resend struct {
 
 // replay sends back the chosen records of a batch, and reports them. Its error ends the run.
 func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
-	resends, stop := r.choose(ctx, records)
+	resends, read, stop := r.choose(ctx, records)
 	if !r.cfg.DryRun {
 		if err := r.audit(ctx, resends); err != nil {
-			return err
+			return err // the report has none of the batch, because none of it is sent
 		}
 		r.send(ctx, resends)
+	}
+	for _, record := range records[:read] {
+		r.report.Read++
+		r.report.Next[record.Partition] = record.Offset + 1
 	}
 	for _, s := range resends {
 		if s.err == nil {
@@ -285,9 +289,9 @@ func isRejected(err error) bool {
 	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.Is(err, ErrOtherTopic) || errors.Is(err, ErrCompacted) || errors.As(err, &notDeadLetter)
 }
 
-// choose returns the chosen records, and the records that are no dead letters. Its error ends the run
-// before the record that it names.
-func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []resend, stop error) {
+// choose returns the chosen records, and the records that are no dead letters, of the first read records. Its error
+// ends the run before the record that it names.
+func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []resend, read int, stop error) {
 	for _, record := range records {
 		var s resend
 		s.DeadLetter, s.err = Decode(record)
@@ -296,15 +300,14 @@ func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []rese
 			s.record, s.err = r.recordOf(ctx, s.DeadLetter)
 		}
 		if s.err != nil && !isRejected(s.err) {
-			return resends, fmt.Errorf("original of %v at offset %d: %w", kafka.PartitionOf(record), record.Offset, s.err)
+			return resends, read, fmt.Errorf("original of %v at offset %d: %w", kafka.PartitionOf(record), record.Offset, s.err)
 		}
 		if chosen {
 			resends = append(resends, s)
 		}
-		r.report.Read++
-		r.report.Next[record.Partition] = record.Offset + 1
+		read++
 	}
-	return resends, nil
+	return resends, read, nil
 }
 
 // recordOf returns the record that is sent back for a dead letter.

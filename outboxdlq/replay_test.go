@@ -8,13 +8,16 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxdlq"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // A record that is sent back is the original with headers that name its group and action.
@@ -239,6 +242,52 @@ func TestReplayGoesOn(t *testing.T) {
 	none, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, From: map[int32]int64{0: 1_000_000, 1: 201}})
 	require.NoError(t, err)
 	require.Equal(t, outboxdlq.ReplayReport{Next: map[int32]int64{0: 200, 1: 201}}, none)
+}
+
+// A run that outbox_audit stops names the first dead letter that it did not send, also if the row of an earlier group
+// was written.
+func TestReplayWithoutAudit(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	closed, err := pgxpool.NewWithConfig(background, db.Config())
+	require.NoError(t, err)
+	closed.Close()
+	audit := outboxops.AuditInfo{Operator: "kim", Reason: "mended"}
+	for name, tt := range map[string]struct {
+		before string // makes the audit of the second group fail
+		db     *pgxpool.Pool
+	}{
+		"no connection":         {"", closed},
+		"the second is refused": {`ALTER TABLE {schema}.outbox_audit ADD CONSTRAINT only_one CHECK (consumer_group <> 'bills') NOT VALID`, db},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, 1)
+			f.produce(t, f.deadLetter("a", "v1"), f.deadLetter("b", "v2", outbox.DeadLetterGroup, "bills"))
+			if tt.before != "" {
+				_, err := db.Exec(background, pg.InSchema(tt.before, schema))
+				require.NoError(t, err)
+			}
+			cfg := outboxdlq.ReplayConfig{Topic: f.dlq, DB: tt.db, Schema: schema, Audit: audit}
+			report, err := outboxdlq.Replay(background, f.kafka, cfg)
+			require.ErrorContains(t, err, "outbox_audit")
+			require.Equal(t, outboxdlq.ReplayReport{Next: map[int32]int64{0: 0}}, report)
+			for d, err := range outboxdlq.Read(background, f.kafka, f.dlq, nil) {
+				require.NoError(t, err)
+				require.True(t, report.Left(d))
+			}
+			require.Empty(t, f.records(t, f.topic))
+
+			if tt.before != "" {
+				_, err = db.Exec(background, pg.InSchema(`ALTER TABLE {schema}.outbox_audit DROP CONSTRAINT only_one`, schema))
+				require.NoError(t, err)
+			}
+			cfg.DB, cfg.From, cfg.Choose = db, report.Next, report.Left
+			report, err = outboxdlq.Replay(background, f.kafka, cfg)
+			require.NoError(t, err)
+			require.Equal(t, 2, report.Sent)
+			require.Equal(t, []string{"a", "b"}, keys(t, f.kafka, f.topic, nil))
+		})
+	}
 }
 
 func TestReplayConfig(t *testing.T) {

@@ -75,7 +75,9 @@ type run struct {
 	audited bool
 	topics  map[string]bool // that records for one group may go to
 	chunk   []resend
-	bytes   int // size of the chunk
+	bytes   int   // size of the chunk
+	last    int64 // outbox id of the last event from the source
+	end     int64 // outbox id of the first event that is not sent, which Next stays below; 0 while there is none
 }
 
 // resend is an event and its record.
@@ -93,12 +95,14 @@ func (r *run) all(ctx context.Context) error {
 	}
 	for e, err := range r.cfg.Source.Events(ctx, r.cfg.Filter) {
 		full := len(r.chunk) >= most || r.bytes >= chunkBytes
-		if full && r.chunk[len(r.chunk)-1].event.OutboxID != e.OutboxID { // Next cannot split an id
+		if err == nil && full && r.chunk[len(r.chunk)-1].event.OutboxID != e.OutboxID { // Next cannot split an id
 			if err := r.flush(ctx); err != nil {
 				return err
 			}
 		}
+		r.last = cmp.Or(e.OutboxID, r.last) // an event without one is at the last id or behind it
 		if err := r.add(e, err); err != nil {
+			r.end = r.last
 			return errors.Join(r.flush(ctx), err)
 		}
 	}
@@ -249,11 +253,15 @@ func (r *run) note(chunk []resend) error {
 			r.report.fail(&s.event, s.err)
 		}
 		if stop == nil && s.err != nil {
+			r.end = s.event.OutboxID
 			stop = fmt.Errorf("event %s, outbox id %d, to topic %s: %w", s.event.EventID, s.event.OutboxID, s.record.Topic, s.err)
 		}
 		if stop == nil {
 			r.report.Next = s.event.OutboxID
 		}
+	}
+	if r.end > 0 {
+		r.report.Next = min(r.report.Next, r.end-1)
 	}
 	return stop
 }

@@ -188,16 +188,21 @@ func move(ctx context.Context, e *env, once bool) error {
 		m.Run(ctx, context.WithoutCancel(ctx))
 		return nil
 	}
-	moved, blocked := 0, 0
-	for ctx.Err() == nil {
+	moved, blocked, all := 0, 0, false
+	for !all && ctx.Err() == nil {
 		r, err := m.Round(ctx, context.WithoutCancel(ctx))
 		if moved += r.Moved; err != nil {
 			return err
 		}
-		if blocked = r.Blocked; r.Next > 0 {
-			break
-		}
+		blocked, all = r.Blocked, r.Next > 0
 	}
+	if err := reportMoved(e, moved, blocked); err != nil || all {
+		return err
+	}
+	return context.Cause(ctx)
+}
+
+func reportMoved(e *env, moved, blocked int) error {
 	if e.json {
 		return e.writeJSON(map[string]int{"moved": moved, "blocked_keys": blocked})
 	}

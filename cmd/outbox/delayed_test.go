@@ -59,3 +59,31 @@ func TestDelayedCommands(t *testing.T) {
 	stop()
 	require.Equal(t, exitOK, <-ended, errs.String())
 }
+
+// A move of what is due that is interrupted says so, because events may be left.
+func TestMoveOnceIsInterrupted(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	const due = 10_000 // more than one look takes
+	d.exec(t, strings.Replace(sqlDelay, "$1", "n::text", 1)+` FROM generate_series(1, $1::int) AS n`, due, -60.0)
+	d.exec(t, `CREATE FUNCTION {s}.is_slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(0.5); RETURN NULL; END $$`)
+	d.exec(t, `CREATE TRIGGER is_slow BEFORE INSERT ON {s}.outbox FOR EACH STATEMENT EXECUTE FUNCTION {s}.is_slow()`)
+
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan int)
+	var output, errs testenv.Buffer
+	go func() { ended <- d.start(ctx, &output, &errs, "events", "move", "--once") }()
+	require.Eventually(t, func() bool {
+		var sleeps bool
+		require.NoError(t, d.db.QueryRow(background, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND query LIKE '%' || $1 || '%')`, d.schema).Scan(&sleeps))
+		return sleeps
+	}, testenv.Patience, 10*time.Millisecond)
+	stop()
+	require.Equal(t, exitError, <-ended, output.String())
+	require.Regexp(t, `^Moved [\d,]+ events\.\n$`, output.String())
+	require.Contains(t, errs.String(), "interrupted")
+	require.Contains(t, d.ok(t, "events", "delayed"), ",000 events wait, the oldest")
+	d.exec(t, `DROP TRIGGER is_slow ON {s}.outbox`)
+	d.ok(t, "events", "move", "--once")
+	require.Contains(t, d.ok(t, "events", "delayed"), "0 events wait.")
+}

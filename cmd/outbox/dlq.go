@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
 	"maps"
@@ -255,24 +256,37 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 	cfg.Choose = func(d outboxdlq.DeadLetter) bool { watchdog.reset(); return chosen(d) }
 	cfg.Progress = r.counter()
 	report, err := outboxdlq.Replay(ctx, kafka, cfg)
-	if r.yes && err == nil {
-		p, done, counter := e.progress("sent", report.Sent), 0, r.counter()
+	counted := err == nil
+	if r.yes && counted {
+		p, sent, counter := e.progress("sent", report.Sent), 0, r.counter()
 		cfg.DryRun, cfg.Progress = false, func(d outboxdlq.DeadLetter, err error) {
 			watchdog.reset()
-			counter(d, err)
-			done++
-			p.show(done)
+			if counter(d, err); err == nil {
+				sent++
+				p.show(sent)
+			}
 		}
 		report, err = outboxdlq.Replay(ctx, kafka, cfg)
 		p.end()
 	}
-	if err != nil && report.Read == 0 { // there is nothing to report but the error
+	// A run that has not begun has nothing to report but its error, whatever its dry run has counted.
+	if err != nil && (report.Read == 0 || r.yes && !counted) {
 		return withCause(ctx, err)
 	}
+	goBack(report, err)
 	if serr := r.show(e, report); err == nil {
 		return serr
 	}
 	return withCause(ctx, err)
+}
+
+// goBack has another run begin with the first record that was not sent because of the error that has ended a run.
+func goBack(report outboxdlq.ReplayReport, err error) {
+	for _, f := range report.Failed {
+		if errors.Is(err, f.Err) {
+			report.Next[f.Partition] = min(report.Next[f.Partition], f.Offset)
+		}
+	}
 }
 
 // counter begins to count to which topics dead letters go back.

@@ -57,12 +57,9 @@ have all attempts again. --status resolved undoes outbox failures resolve.`,
 	},
 }
 
-// isRetryable reports whether a failure can be retried.
+// isRetryable reports whether a delivery can be retried.
 func isRetryable(f outboxops.Failure) bool {
-	if f.ID.Kind == outboxops.KindDelivery {
-		return f.Status == outbox.StatusDead || f.Status == outbox.StatusResolved
-	}
-	return (f.Payload != nil || f.ContentType == "") && (f.Status == outbox.StatusDead || !f.Held && (f.Status == outbox.StatusWaiting || f.Status == outbox.StatusFailed))
+	return f.Status == outbox.StatusDead || f.Status == outbox.StatusResolved
 }
 
 var failuresResolveCommand = command{
@@ -76,7 +73,7 @@ They are not sent or handled. Later events of their keys continue.`,
 	},
 }
 
-// isResolvable reports whether a failure can be resolved.
+// isResolvable reports whether a delivery can be resolved.
 func isResolvable(f outboxops.Failure) bool {
 	return f.Status != outbox.StatusResolved && f.Status != outboxops.StatusDone && f.LockedBy == ""
 }
@@ -86,7 +83,7 @@ type change struct {
 	action, past string
 	one          func(*outboxops.Failures, context.Context, outboxops.FailureID, outboxops.AuditInfo) error
 	all          func(*outboxops.Failures, context.Context, outboxops.FailureFilter, outboxops.BulkConfig, outboxops.AuditInfo) (int, error)
-	isPossible   func(outboxops.Failure) bool
+	isPossible   func(outboxops.Failure) bool // of a delivery
 
 	pick             failureFlags
 	times            times
@@ -130,7 +127,7 @@ func (c *change) run(ctx context.Context, e *env) error {
 	case len(ids) == 0:
 		return c.runAll(ctx, e, failures, filter, why)
 	case c.dryRun:
-		return c.countThese(ctx, e, failures, ids)
+		return c.countThese(ctx, e, failures, ids, why)
 	}
 	return c.runThese(ctx, e, failures, ids, why)
 }
@@ -159,24 +156,36 @@ func (c *change) check(e *env) (outboxops.FailureFilter, error) {
 }
 
 // countThese counts the given failures that can be changed.
-func (c *change) countThese(ctx context.Context, e *env, failures *outboxops.Failures, ids failureIDs) error {
+func (c *change) countThese(ctx context.Context, e *env, failures *outboxops.Failures, ids failureIDs, why outboxops.AuditInfo) error {
 	n := 0
 	for _, id := range ids {
 		step, cancel := e.step(ctx)
-		f, err := failures.Get(step, id)
+		one, err := c.countThis(step, failures, id, why)
 		cancel()
 		if err != nil {
 			return err
 		}
-		if c.isPossible(f) {
-			n++
-			c.topics[f.Topic]++
-			if f.ID.Kind == outboxops.KindDelivery {
-				c.handlers[outboxops.FailureHandler{Group: f.Group, Action: f.Action}]++
-			}
-		}
+		n += one
 	}
 	return c.report(e, n, true)
+}
+
+// countThis counts a failure if it can be changed. The row of an event does not say so: its relay may have ended by a
+// cut. So the event is picked as by flags.
+func (c *change) countThis(ctx context.Context, failures *outboxops.Failures, id outboxops.FailureID, why outboxops.AuditInfo) (int, error) {
+	f, err := failures.Get(ctx, id)
+	switch {
+	case err != nil:
+		return 0, err
+	case id.Kind == outboxops.KindEvent:
+		only := outboxops.FailureFilter{Kind: id.Kind, Relay: f.Relay, OutboxID: f.OutboxID, EventID: f.EventID}
+		return c.all(failures, ctx, only, outboxops.BulkConfig{DryRun: true, Topics: c.topics}, why)
+	case !c.isPossible(f):
+		return 0, nil
+	}
+	c.topics[f.Topic]++
+	c.handlers[outboxops.FailureHandler{Group: f.Group, Action: f.Action}]++
+	return 1, nil
 }
 
 // runThese changes failures one by one.

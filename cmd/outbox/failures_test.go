@@ -94,6 +94,51 @@ func TestFailuresOfDeliveries(t *testing.T) {
 	require.Equal(t, "retried 1 failure\n", a.out)
 }
 
+// A dry run counts a named failure only if the same call without --dry-run does not refuse it.
+func TestDryRunCountsWhatIsNotRefused(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	d.exec(t, `INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at) VALUES ('gone', 'outbox cut', 1, 'infinity')`)
+	unreadable := `error_class = 'unreadable_row', payload = NULL`
+	for _, tt := range []struct {
+		name, status, set string // set changes columns of outbox_failed
+		can               map[string]bool
+	}{
+		{"dead", "dead", "", map[string]bool{"retry": true, "resolve": true}},
+		{"waiting", "waiting", "", map[string]bool{"retry": true, "resolve": true}},
+		{"parked", "parked", "", map[string]bool{"resolve": true}},
+		{"resolved", "resolved", "", nil},
+		{"failed and held", "failed", "held = true", map[string]bool{"resolve": true}},
+		{"dead and held", "dead", "held = true", map[string]bool{"retry": true, "resolve": true}},
+		{"without a payload", "dead", unreadable, map[string]bool{"resolve": true}},
+		{"an unreadable tombstone", "dead", unreadable + `, content_type = ''`, map[string]bool{"resolve": true}},
+		{"with a payload that a relay could not read", "dead", `error_class = 'unreadable_row'`, map[string]bool{"retry": true, "resolve": true}},
+		{"of a relay that has ended by a cut", "dead", `relay = 'gone'`, map[string]bool{"resolve": true}},
+	} {
+		d.fail(t, tt.status, tt.name)
+		if tt.set != "" {
+			d.exec(t, `UPDATE {s}.outbox_failed SET `+tt.set+` WHERE aggregate_id = $1`, tt.name)
+		}
+		id := d.firstFailed(t, tt.name)
+		for _, action := range []string{"retry", "resolve"} {
+			var dry bulkDoc
+			d.json(t, &dry, exitOK, "failures", action, id, "--dry-run")
+			require.Equal(t, tt.can[action], dry.Failures == 1, "%s of an event that is %s", action, tt.name)
+			require.Len(t, dry.Topics, dry.Failures)
+			a := d.call(t, "failures", action, id, "--reason", "x")
+			require.Equal(t, tt.can[action], a.code == exitOK, "%s of an event that is %s: %s", action, tt.name, a.err)
+		}
+	}
+	for i, id := range d.deliver(t, "k", "DONE", "DEAD", "PENDING", "PARKED", "PROCESSING") {
+		for _, action := range []string{"resolve", "retry"} { // resolve first, as both make another status
+			var dry bulkDoc
+			d.json(t, &dry, exitOK, "failures", action, "delivery-"+id, "--dry-run")
+			a := d.call(t, "failures", action, "delivery-"+id, "--reason", "x")
+			require.Equal(t, a.code == exitOK, dry.Failures == 1, "%s of delivery %d: %s", action, i, a.err)
+		}
+	}
+}
+
 // An edit of a delivery is shown before it is done, and its payload is JSON of its content type.
 func TestFailuresEditDelivery(t *testing.T) {
 	t.Parallel()

@@ -247,6 +247,8 @@ func (r *replay) warn(e *env, report outboxreplay.Report) {
 		e.say(fmt.Sprintf("%s of those that were counted are gone: retention has removed them meanwhile. With --archive they are found, if they are archived.", count(gone)))
 	}
 	switch {
+	case report.Sent == 0 && report.Forgotten > 0:
+		e.say(fmt.Sprintf("%s notes of group %s are removed, and none of their events is sent. The group handles these events if they come again.", count(report.Forgotten), visible(r.group)))
 	case report.Sent == 0:
 	case r.again:
 		e.say(fmt.Sprintf("Group %s handles them again: %s notes removed.", visible(r.group), count(report.Forgotten)))

@@ -8,6 +8,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -157,4 +160,20 @@ func TestArchiveExpireIsAudited(t *testing.T) {
 		require.Equal(t, []string{"expire", "kim", "five years are over", d.schema + "." + name, "", ""}, []string{a.Action, a.Operator, a.Reason, a.Key, a.Topic, a.Relay})
 	}
 	require.Regexp(t, `expire +partition .*\.outbox_archive_2001_02 +kim`, d.ok(t, "audit", "--schema", d.schema))
+}
+
+// A replay with --again has removed the notes of the group before Kafka rejects the events, and says so.
+func TestReplayAgainIsStopped(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newShop(t)
+	cluster := d.withFakeKafka(t, kfake.SeedTopics(1, d.topic, outbox.DeadLetterTopic(d.topic)))
+	d.record(t, "a", "b")
+	d.exec(t, `INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source)
+		SELECT 'stats', event_type, event_id::text, 'COUNTED', source FROM {s}.outbox`)
+	cluster.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: d.topic, Err: kerr.TopicAuthorizationFailed, Count: -1})
+	a := d.call(t, "replay", "--group", "stats", "--again", "--since", "1h", "--yes", "--reason", "x")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.out, "sent 0, not 1 (to go on: ")
+	require.Contains(t, strings.Join(strings.Fields(a.out), " "), "2 notes of group stats are removed, and none of their events is sent")
 }
