@@ -63,8 +63,8 @@ COMMENT ON COLUMN outbox_audit.handler IS 'event_delivery.action; NULL for all o
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), fragments => ARRAY[
 
--- Keeps cuts away until the end of the transaction. outbox_check_relay, which a later statement calls, sees those before,
--- and a later cut sees what the transaction has parked. Cuts lock the same: see outbox_lock_groups.
+-- Keeps cuts away until the end of the transaction, by the lock of outbox_lock_groups. A later statement sees the cuts
+-- before, and a later cut sees what the transaction has parked.
 'no_cut', $sql$
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'failed events are retried under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';

@@ -360,13 +360,12 @@ func (s *groupStart) ends(ctx context.Context, opts []kgo.Opt) (map[string]kafka
 const sqlGroupBegun = `
 SELECT EXISTS (SELECT FROM {schema}.event_subscription WHERE consumer_group = $1::text)
     OR EXISTS (SELECT FROM {schema}.consumer_start WHERE consumer_group = $1::text)
-    OR EXISTS (SELECT FROM {schema}.event_handled WHERE consumer_group = $1::text),
-       coalesce((SELECT o.id FROM {schema}.outbox AS o ORDER BY o.id LIMIT 1), 0)`
+    OR EXISTS (SELECT FROM {schema}.event_handled WHERE consumer_group = $1::text)`
 
 // checkNew reports whether the group is new and the archive complete.
 func (s *groupStart) checkNew(ctx context.Context, opts []kgo.Opt) error {
 	var begun bool
-	if err := pg.QueryRow(ctx, s.db, s.in(sqlGroupBegun), s.cfg.Group).Scan(&begun, &s.report.Kept); err != nil {
+	if err := pg.QueryRow(ctx, s.db, s.in(sqlGroupBegun), s.cfg.Group).Scan(&begun); err != nil {
 		return err
 	}
 	if begun {
@@ -377,6 +376,29 @@ func (s *groupStart) checkNew(ctx context.Context, opts []kgo.Opt) error {
 			return err
 		}
 	}
+	return s.checkComplete(ctx)
+}
+
+// sqlDrawnIDs reads up to which id the ids of outbox are drawn. A role without a right to the sequence knows it from the
+// positions: retention removes no event behind them.
+const sqlDrawnIDs = tables.NewestCursors + `
+SELECT greatest(0, (SELECT max(highest_id) FROM positions),
+                CASE WHEN pg_catalog.has_sequence_privilege(s.id, 'SELECT, USAGE') THEN pg_catalog.pg_sequence_last_value(s.id) END)
+  FROM (SELECT pg_catalog.pg_get_serial_sequence({outbox}, 'id')::regclass AS id) AS s`
+
+// sqlFirstKept reads the lowest id in outbox, or 0.
+const sqlFirstKept = `SELECT coalesce((SELECT o.id FROM {schema}.outbox AS o ORDER BY o.id LIMIT 1), 0)`
+
+// checkComplete reports whether the archive has all events that outbox has not. It reads the archive last, because
+// retention moves events there meanwhile.
+func (s *groupStart) checkComplete(ctx context.Context) error {
+	var drawn int64
+	if err := pg.QueryRow(ctx, s.db, s.in(sqlDrawnIDs)).Scan(&drawn); err != nil {
+		return err
+	}
+	if err := pg.QueryRow(ctx, s.db, s.in(sqlFirstKept)).Scan(&s.report.Kept); err != nil {
+		return err
+	}
 	first, last, err := s.cfg.Archive.Range(ctx)
 	if err != nil {
 		return err
@@ -386,11 +408,13 @@ func (s *groupStart) checkNew(ctx context.Context, opts []kgo.Opt) error {
 		s.report.First = s.report.Kept
 	}
 	switch {
-	case s.cfg.Incomplete || s.report.First == 0:
+	case s.cfg.Incomplete:
 	case s.report.First > 1:
 		return fmt.Errorf("%w: the first one has outbox id %d, not 1", ErrIncomplete, s.report.First)
-	case last > 0 && s.report.Kept > last+1:
+	case s.report.Kept > last+1 && last > 0:
 		return fmt.Errorf("%w: the archive ends with outbox id %d, and outbox begins with %d", ErrIncomplete, last, s.report.Kept)
+	case s.report.Kept == 0 && drawn > last:
+		return fmt.Errorf("%w: the archive ends with outbox id %d, outbox is empty, and ids up to %d are drawn", ErrIncomplete, last, drawn)
 	}
 	return nil
 }

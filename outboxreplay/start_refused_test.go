@@ -3,9 +3,11 @@ package outboxreplay_test
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
@@ -54,6 +56,14 @@ func TestStartGroupWithoutAllEvents(t *testing.T) {
 	report, err := f.start(testenv.Patience, "new", dry)
 	require.NoError(t, err)
 	require.Equal(t, outboxreplay.StartReport{First: 1, Archived: 10}, report)
+	f.exec(t, `CREATE TABLE {schema}.kept AS SELECT * FROM {schema}.outbox_archive; DELETE FROM {schema}.outbox_archive WHERE id > 7`)
+	_, err = f.start(testenv.Patience, "new", dry)
+	require.ErrorIs(t, err, outboxreplay.ErrIncomplete)
+	require.ErrorContains(t, err, "the archive ends with outbox id 7, outbox is empty, and ids up to 10 are drawn")
+	f.exec(t, `DELETE FROM {schema}.outbox_archive`)
+	_, err = f.start(testenv.Patience, "new", dry)
+	require.ErrorContains(t, err, "the archive ends with outbox id 0, outbox is empty, and ids up to 10 are drawn")
+	f.exec(t, `INSERT INTO {schema}.outbox_archive SELECT * FROM {schema}.kept`)
 	f.record(t, numbered(1)...)
 	_, err = f.start(testenv.Patience, "new", dry)
 	require.NoError(t, err)
@@ -70,6 +80,29 @@ func TestStartGroupWithoutAllEvents(t *testing.T) {
 	f.exec(t, `DROP TABLE {schema}.outbox_archive`)
 	_, err = f.start(testenv.Patience, "new", nil)
 	require.ErrorIs(t, err, outboxarchive.ErrNoTable)
+}
+
+// A role that may not read the sequence of ids knows from the positions of relays which ids are drawn.
+func TestStartGroupWithoutASequence(t *testing.T) {
+	testenv.Direct(t)
+	t.Parallel()
+	f := newStartFixture(t, 10)
+	role := "starter_" + strings.ReplaceAll(uuid.NewString(), "-", "")
+	f.exec(t, `CREATE ROLE `+role)
+	t.Cleanup(func() { f.exec(t, `DROP OWNED BY `+role+`; DROP ROLE `+role) })
+	f.exec(t, `GRANT USAGE ON SCHEMA {schema} TO `+role+`; GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO `+role)
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.Database = f.db.Config().ConnConfig.Database
+		cfg.ConnConfig.RuntimeParams["role"] = role
+	})
+	dry := func(c *outboxreplay.StartConfig) { c.DryRun = true }
+	start := func() error {
+		_, err := startOf(db, f.schema, "new", "", f.brokers[0], dry)
+		return err
+	}
+	require.NoError(t, start())
+	f.exec(t, `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('r', 9, '1:1:', 12, 1, 1), ('s', 9, '1:1:', 11, 1, 1)`)
+	require.ErrorContains(t, start(), "the archive ends with outbox id 10, outbox is empty, and ids up to 12 are drawn")
 }
 
 // The topics of all handlers have to be named, because the others would be read from another place.
