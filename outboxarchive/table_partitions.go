@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -129,21 +130,20 @@ func (t *Table) drop(ctx context.Context, old Partition, why outboxops.AuditInfo
 	})
 }
 
-// sqlStarting reads a group that has still to get events up to the id $1. The lock of the archive precedes it, and
+// sqlStarting reads a group that has still to get events of a partition. The lock of the archive precedes it, and
 // StartGroup of outboxreplay reads the archive again after it has begun a group. So no group begins unseen.
 const sqlStarting = `
-SELECT s.consumer_group, s.started FROM {schema}.event_subscription AS s
- WHERE s.state = 'starting' AND s.started < $1 ORDER BY s.consumer_group LIMIT 1`
+SELECT s.consumer_group, s.started, p.last
+  FROM (SELECT max(id) AS last FROM {table}) AS p, {schema}.event_subscription AS s
+ WHERE s.state = 'starting' AND s.started < p.last ORDER BY s.consumer_group LIMIT 1`
 
 // dropIn drops a partition, which is locked, unless a group that is starting has still to get its events.
 func (t *Table) dropIn(ctx context.Context, tx pgx.Tx, p Partition, why outboxops.AuditInfo) error {
 	name := pgx.Identifier{p.Schema, p.Name}.Sanitize()
-	var last, started int64
-	if err := tx.QueryRow(ctx, "SELECT coalesce(max(id), 0) FROM "+name).Scan(&last); err != nil {
-		return err
-	}
 	var group string
-	switch err := tx.QueryRow(ctx, pg.InSchema(sqlStarting, t.cfg.OutboxSchema), last).Scan(&group, &started); {
+	var started, last int64
+	err := tx.QueryRow(ctx, strings.ReplaceAll(pg.InSchema(sqlStarting, t.cfg.OutboxSchema), "{table}", name)).Scan(&group, &started, &last)
+	switch {
 	case err == nil:
 		return fmt.Errorf("%w: group %s is starting, and has got its events up to outbox id %d of %d", outboxops.ErrStatus, group, started, last)
 	case !errors.Is(err, pgx.ErrNoRows):
@@ -152,7 +152,7 @@ func (t *Table) dropIn(ctx context.Context, tx pgx.Tx, p Partition, why outboxop
 	if _, err := tx.Exec(ctx, pg.InSchema(sqlAuditExpire, t.cfg.OutboxSchema), why.Operator, why.Reason, p.Schema+"."+p.Name); err != nil {
 		return orNotMigrated(err)
 	}
-	_, err := tx.Exec(ctx, "DROP TABLE "+name)
+	_, err = tx.Exec(ctx, "DROP TABLE "+name)
 	return err
 }
 

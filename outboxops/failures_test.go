@@ -170,9 +170,9 @@ func TestRetryBesideACut(t *testing.T) {
 	}
 }
 
-// beside runs a statement in a transaction, calls act, which waits for it by another statement, and commits. It returns
-// the error of act.
-func (f *cutFixture) beside(sql, waiting string, act func() error) error {
+// beside runs a statement in a transaction, calls action, which waits for it by another statement, and commits. It
+// returns the error of action.
+func (f *cutFixture) beside(sql, waiting string, action func() error) error {
 	f.t.Helper()
 	tx, err := f.db.Begin(background)
 	require.NoError(f.t, err)
@@ -180,7 +180,7 @@ func (f *cutFixture) beside(sql, waiting string, act func() error) error {
 	_, err = tx.Exec(background, pg.InSchema(sql, f.schema))
 	require.NoError(f.t, err)
 	done := make(chan error, 1)
-	go func() { done <- act() }()
+	go func() { done <- action() }()
 	require.Eventually(f.t, func() bool {
 		waits := f.text(`SELECT count(*)::text FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%' || $1 || '%' AND query LIKE '%' || $2 || '%'`, f.schema, waiting)
 		return waits != "0" || len(done) > 0

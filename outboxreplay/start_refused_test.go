@@ -83,8 +83,8 @@ func TestStartGroupWithoutAllEvents(t *testing.T) {
 	require.ErrorIs(t, err, outboxarchive.ErrNoTable)
 }
 
-// months moves the first three archived events of a fixture of ten to a month, and the next three to the month behind it:
-// both have expired.
+// months moves the first three of ten archived events to a month, and the next three to the month behind it. Both have
+// expired.
 func (f *startFixture) months(t testing.TB) {
 	t.Helper()
 	f.exec(t, `SELECT {schema}.outbox_archive_prepare(ARRAY['2011-01-02', '2011-02-02']::timestamptz[])`)
