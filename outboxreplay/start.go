@@ -384,8 +384,8 @@ func (s *groupStart) checkNew(ctx context.Context, opts []kgo.Opt) error {
 	return s.checkComplete(ctx)
 }
 
-// sqlDrawnIDs reads the last id that outbox has drawn. A role without a right to the sequence reads it in the positions:
-// retention removes no event behind them.
+// sqlDrawnIDs reads the last id that outbox has drawn. A role without a right to the sequence reads it in the
+// positions: retention removes no event behind them.
 const sqlDrawnIDs = tables.NewestCursors + `
 SELECT greatest(0, (SELECT max(highest_id) FROM positions),
                 CASE WHEN pg_catalog.has_sequence_privilege(s.id, 'SELECT, USAGE') THEN pg_catalog.pg_sequence_last_value(s.id) END)
