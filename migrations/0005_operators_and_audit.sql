@@ -63,6 +63,15 @@ COMMENT ON COLUMN outbox_audit.handler IS 'event_delivery.action; NULL for all o
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), fragments => ARRAY[
 
+-- Keeps cuts away until the end of the transaction, by the lock of outbox_lock_groups. A later statement sees the cuts
+-- before, and a later cut sees what the transaction has parked.
+'no_cut', $sql$
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'failed events are retried under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';
+    END IF;
+    PERFORM pg_advisory_xact_lock_shared(hashtextextended('outbox.rebase.' || @schema_name@, 0));
+$sql$,
+
 -- Reads the payload $2 of an edit into json or bytes, and the size of what the row gets into octets and printed. kept are
 -- the headers that the row has; those that cannot be printed, with which no event could be read, become NULL.
 'edited', $sql$
@@ -164,6 +173,7 @@ DECLARE
     done bigint;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
+    @no_cut@
     PERFORM @schema@.outbox_check_relay(f.relay)
        FROM (SELECT DISTINCT f.relay FROM @schema@.outbox_failed AS f WHERE f.id = ANY (ids) AND f.status <> 'resolved') AS f;
     WITH chosen AS MATERIALIZED (
@@ -231,6 +241,7 @@ DECLARE
     octets  int;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason);
+    @no_cut@
     SELECT f.* INTO old FROM @schema@.outbox_failed AS f WHERE f.id = $1 AND f.status = 'dead' FOR UPDATE;
     IF NOT FOUND THEN
         RETURN false;

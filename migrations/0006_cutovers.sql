@@ -151,8 +151,9 @@ END $body$
 $function$,
 
 -- Replaces a relay: the groups get from Kafka what the relay has sent, and their workers take the rest, after
--- outbox_finish_cut. The relay may have no event left to send again. Other groups that have begun to read in Kafka get
--- nothing any more unless another relay sends too, so each of them must be in leave_behind.
+-- outbox_finish_cut. The relay may have no event left to send again. Other groups that have begun to read in Kafka, or
+-- will once they have the events of an archive, get nothing any more unless another relay sends too, so each of them
+-- must be in leave_behind.
 $function$
 CREATE FUNCTION @schema@.outbox_cut_to_postgres(
     groups text[], relay text, leave_behind text[], operator text, reason text) RETURNS void
@@ -175,7 +176,7 @@ BEGIN
     END IF;
     SELECT c.consumer_group INTO wrong FROM @schema@.consumer_start AS c
      WHERE c.consumer_group <> ALL ($1) AND c.consumer_group <> ALL (coalesce($3, '{}'))
-       AND NOT EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.consumer_group = c.consumer_group)
+       AND NOT EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.consumer_group = c.consumer_group AND s.state <> 'starting')
        AND NOT EXISTS (SELECT FROM @schema@.outbox_lease AS l WHERE l.name <> $2 AND NOT starts_with(l.name, 'worker:')
            AND NOT starts_with(l.name, 'consumer:') AND l.holder NOT IN ('outbox cut', 'outbox debezium')
            AND l.expires_at > clock_timestamp()

@@ -23,9 +23,13 @@ const maxBackMonths = 120
 const (
 	sqlLockEnsure = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.archive.' || $1, 0::bigint))`
 
-	// sqlArchiveOwner reports whether the table exists, and whether another role owns it.
+	// sqlArchiveOwner reports whether the schema, the table and its function exist, and whether another role owns the
+	// table.
 	sqlArchiveOwner = `
-SELECT n.oid IS NOT NULL, c.oid IS NOT NULL, coalesce(NOT pg_has_role(c.relowner, 'USAGE'), false), coalesce(pg_get_userbyid(c.relowner), '')
+SELECT n.oid IS NOT NULL, c.oid IS NOT NULL,
+       EXISTS (SELECT FROM pg_proc AS p WHERE p.pronamespace = n.oid AND p.proname = 'outbox_archive_prepare'
+                  AND pg_catalog.oidvectortypes(p.proargtypes) = 'timestamp with time zone[]'),
+       coalesce(NOT pg_has_role(c.relowner, 'USAGE'), false), coalesce(pg_get_userbyid(c.relowner), '')
   FROM (VALUES (1)) AS one
   LEFT JOIN pg_namespace AS n ON n.nspname = $1
   LEFT JOIN pg_class AS c ON c.relnamespace = n.oid AND c.relname = 'outbox_archive'`
@@ -118,19 +122,21 @@ END $body$;
 
 COMMENT ON FUNCTION {schema}.outbox_archive_prepare(timestamptz[]) IS 'Makes the partitions of outbox_archive for the months of some times, and returns how many were missing.'`
 
-	// revokeDefaults revokes the rights that ALTER DEFAULT PRIVILEGES has given on the new table and
-	// function.
-	revokeDefaults = `
+	// revokeTable and revokePrepare revoke the rights that ALTER DEFAULT PRIVILEGES has given on the new table, and
+	// those on the new function, which PUBLIC has too.
+	revokeTable   = revoke + `'TABLE ' || c.oid::regclass AS what, c.relacl AS acl, c.relowner AS owner FROM pg_class AS c WHERE c.oid = {archive}::regclass` + revokeEnd
+	revokePrepare = revoke + `'FUNCTION ' || p.oid::regprocedure AS what, coalesce(p.proacl, acldefault('f', p.proowner)) AS acl, p.proowner AS owner FROM pg_proc AS p
+                 WHERE p.oid = {prepare}::regprocedure` + revokeEnd
+
+	revoke = `
 DO $$
 DECLARE
     granted record;
 BEGIN
     FOR granted IN
         SELECT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee, g.what
-          FROM (SELECT 'TABLE ' || c.oid::regclass AS what, c.relacl AS acl, c.relowner AS owner FROM pg_class AS c WHERE c.oid = {archive}::regclass
-                 UNION ALL
-                SELECT 'FUNCTION ' || p.oid::regprocedure, coalesce(p.proacl, acldefault('f', p.proowner)), p.proowner FROM pg_proc AS p
-                 WHERE p.oid = {prepare}::regprocedure) AS g,
+          FROM (SELECT `
+	revokeEnd = `) AS g,
                aclexplode(g.acl) AS a
          WHERE a.grantee <> g.owner
     LOOP
@@ -161,15 +167,15 @@ func (t *Table) ensure(ctx context.Context, tx pgx.Tx) error {
 	if _, err := tx.Exec(ctx, sqlLockEnsure, t.cfg.Schema); err != nil {
 		return err
 	}
-	var hasSchema, hasTable, strange bool
+	var hasSchema, hasTable, hasPrepare, strange bool
 	var owner string
-	if err := tx.QueryRow(ctx, sqlArchiveOwner, t.cfg.Schema).Scan(&hasSchema, &hasTable, &strange, &owner); err != nil {
+	if err := tx.QueryRow(ctx, sqlArchiveOwner, t.cfg.Schema).Scan(&hasSchema, &hasTable, &hasPrepare, &strange, &owner); err != nil {
 		return err
 	}
 	if strange {
 		return fmt.Errorf("%w: table outbox_archive of role %s", outbox.ErrForeignObjects, owner)
 	}
-	if err := t.create(ctx, tx, hasSchema, hasTable); err != nil {
+	if err := t.create(ctx, tx, hasSchema, hasTable, hasPrepare); err != nil {
 		return err
 	}
 	months, err := t.usualMonths(ctx, tx)
@@ -182,7 +188,7 @@ func (t *Table) ensure(ctx context.Context, tx pgx.Tx) error {
 
 // create makes the schema and the table if they are missing. It always replaces the function by the
 // function of this release.
-func (t *Table) create(ctx context.Context, tx pgx.Tx, hasSchema, hasTable bool) error {
+func (t *Table) create(ctx context.Context, tx pgx.Tx, hasSchema, hasTable, hasPrepare bool) error {
 	var statements []string
 	if !hasSchema {
 		statements = append(statements, createSchema)
@@ -192,7 +198,10 @@ func (t *Table) create(ctx context.Context, tx pgx.Tx, hasSchema, hasTable bool)
 	}
 	statements = append(statements, createPrepare)
 	if !hasTable {
-		statements = append(statements, revokeDefaults)
+		statements = append(statements, revokeTable)
+	}
+	if !hasTable || !hasPrepare {
+		statements = append(statements, revokePrepare)
 	}
 	for _, sql := range statements {
 		if _, err := tx.Exec(ctx, inSchema(sql, t.cfg.Schema)); err != nil {

@@ -2,7 +2,9 @@ package outboxarchive
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -83,7 +85,9 @@ INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key)
 // adds a row to outbox_audit of TableConfig.OutboxSchema. Retention does not call Expire: a relay has no
 // right to remove archived events. Call it as the owner of the table and of outbox_audit, once a day or a
 // month, or use outbox archive expire. If the error says that a lock is not available, another session
-// reads the archive: call Expire again.
+// reads the archive: call Expire again. It is [outboxops.ErrStatus] while a group in
+// TableConfig.OutboxSchema that is starting, see outboxreplay.StartGroup, has still to get events of the
+// partition.
 func (t *Table) Expire(ctx context.Context, why outboxops.AuditInfo) (dropped []Partition, err error) {
 	if err := check.Audit("", why.Operator, why.Reason, maxReason); err != nil {
 		return nil, fmt.Errorf("outbox: expire partitions of outbox_archive: %w", err)
@@ -119,16 +123,43 @@ func (t *Table) drop(ctx context.Context, old Partition, why outboxops.AuditInfo
 		}
 		for _, p := range partitions {
 			if p.Schema == old.Schema && p.Name == old.Name && p.Expired {
-				_, err := tx.Exec(ctx, pg.InSchema(sqlAuditExpire, t.cfg.OutboxSchema), why.Operator, why.Reason, p.Schema+"."+p.Name)
-				if pg.IsUndefined(err) {
-					err = fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
-				}
-				if err == nil {
-					_, err = tx.Exec(ctx, "DROP TABLE "+pgx.Identifier{p.Schema, p.Name}.Sanitize())
-				}
-				return err
+				return t.dropIn(ctx, tx, p, why)
 			}
 		}
 		return nil
 	})
+}
+
+// sqlStarting reads a group that has still to get events of a partition. The lock of the archive precedes it, and
+// StartGroup of outboxreplay reads the archive again after it has begun a group. So no group begins unseen.
+const sqlStarting = `
+SELECT s.consumer_group, s.started, p.last
+  FROM (SELECT max(id) AS last FROM {table}) AS p, {schema}.event_subscription AS s
+ WHERE s.state = 'starting' AND s.started < p.last ORDER BY s.consumer_group LIMIT 1`
+
+// dropIn drops a partition, which is locked, unless a group that is starting has still to get its events.
+func (t *Table) dropIn(ctx context.Context, tx pgx.Tx, p Partition, why outboxops.AuditInfo) error {
+	name := pgx.Identifier{p.Schema, p.Name}.Sanitize()
+	var group string
+	var started, last int64
+	err := tx.QueryRow(ctx, strings.ReplaceAll(pg.InSchema(sqlStarting, t.cfg.OutboxSchema), "{table}", name)).Scan(&group, &started, &last)
+	switch {
+	case err == nil:
+		return fmt.Errorf("%w: group %s is starting, and has got its events up to outbox id %d of %d", outboxops.ErrStatus, group, started, last)
+	case !errors.Is(err, pgx.ErrNoRows):
+		return orNotMigrated(err)
+	}
+	if _, err := tx.Exec(ctx, pg.InSchema(sqlAuditExpire, t.cfg.OutboxSchema), why.Operator, why.Reason, p.Schema+"."+p.Name); err != nil {
+		return orNotMigrated(err)
+	}
+	_, err = tx.Exec(ctx, "DROP TABLE "+name)
+	return err
+}
+
+// orNotMigrated adds [outbox.ErrNotMigrated] to errors that mean a missing table of outbox.
+func orNotMigrated(err error) error {
+	if pg.IsUndefined(err) {
+		return fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+	}
+	return err
 }

@@ -272,6 +272,37 @@ func TestTableRights(t *testing.T) {
 	}
 }
 
+// Where only the function is missing, Ensure makes it again without rights for others, and leaves those on the table.
+// Where the function is there, its rights stay.
+func TestTableRightsOfAFunctionAnew(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.table(t)
+	role := "archiver_" + strings.ReplaceAll(uuid.NewString(), "-", "")
+	f.exec(t, `CREATE ROLE `+role)
+	t.Cleanup(func() { f.exec(t, `DROP OWNED BY `+role+`; DROP ROLE `+role) })
+	f.exec(t, `GRANT USAGE ON SCHEMA {schema} TO `+role+`; GRANT INSERT ON {schema}.outbox_archive TO `+role)
+	prepare := func() error {
+		return pgx.BeginFunc(background, f.db, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(background, `SET LOCAL ROLE `+role); err != nil {
+				return err
+			}
+			_, err := tx.Exec(background, f.sql(`SELECT {schema}.outbox_archive_prepare('{2011-01-01}')`))
+			return err
+		})
+	}
+	require.ErrorContains(t, prepare(), "permission denied")
+	f.exec(t, `DROP FUNCTION {schema}.outbox_archive_prepare(timestamptz[])`)
+	f.table(t)
+	require.ErrorContains(t, prepare(), "permission denied")
+	var may bool
+	require.NoError(t, f.db.QueryRow(background, f.sql(`SELECT has_table_privilege($1, '{schema}.outbox_archive', 'INSERT')`), role).Scan(&may))
+	require.True(t, may)
+	f.exec(t, `GRANT EXECUTE ON FUNCTION {schema}.outbox_archive_prepare(timestamptz[]) TO `+role)
+	f.table(t)
+	require.NoError(t, prepare())
+}
+
 // Expire drops a partition when all its events are old enough, but not while a session reads it.
 func TestTableExpire(t *testing.T) {
 	t.Parallel()

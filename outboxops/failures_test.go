@@ -2,6 +2,7 @@ package outboxops_test
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -130,6 +132,61 @@ func TestRetryOfAnEndedRelay(t *testing.T) {
 	require.NoError(t, c.cuts.Cancel(ctx, "r", why))
 	require.NoError(t, f.Retry(ctx, id, kim), "the relay goes on")
 	require.NoError(t, f.Resolve(ctx, id, kim))
+}
+
+// A retry or an edit beside a cut waits for it, or the cut for them. So none parks an event at a relay that has ended.
+func TestRetryBesideACut(t *testing.T) {
+	t.Parallel()
+	c := newCutFixture(t)
+	f, err := outboxops.NewFailures(c.db, outboxops.FailuresConfig{Schema: c.schema})
+	require.NoError(t, err)
+	ctx := t.Context()
+	require.NoError(t, c.cuts.ToKafka(ctx, both, "r", why))
+	c.depart(both...)
+	require.NoError(t, c.cuts.Finish(ctx, nil, "r", why))
+	c.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
+			created_at, retry_count, last_error, error_class, status)
+		VALUES ('r', nextval('{schema}.outbox_id_seq'), 'k', gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', '1', 'application/json', 'orders', now(), now(), 1, 'e', 'c', 'dead')`)
+	all, err := f.List(ctx, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{})
+	require.NoError(t, err)
+	id := all[0].ID
+	status := func() string { return c.text(`SELECT status FROM {schema}.outbox_failed`) }
+	actions := map[string]func() error{"retry": func() error { return f.Retry(ctx, id, kim) }, "edit": func() error { return f.Edit(ctx, id, []byte(`2`), kim) }}
+
+	for name, action := range actions {
+		err := c.beside(`SELECT {schema}.outbox_cut_to_postgres('{a,b}', 'r', NULL, 'kim', 'x')`, "outbox_"+name+"_failed", action)
+		require.ErrorIs(t, err, outboxops.ErrStatus, name)
+		require.ErrorContains(t, err, "relay r has ended by a cut and sends nothing")
+		require.Equal(t, outbox.StatusDead, status(), name)
+		require.NoError(t, c.cuts.Cancel(ctx, "r", why))
+	}
+	for _, sql := range []string{`SELECT {schema}.outbox_retry_failed('{%d}', 'kim', 'x')`, `SELECT {schema}.outbox_edit_failed(%d, '2', 'kim', 'x')`} {
+		sql = fmt.Sprintf(sql, id.Number)
+		err := c.beside(sql, "outbox_cut_to_postgres", func() error { return c.cuts.ToPostgres(ctx, both, "r", nil, why) })
+		c.rejects(err, "relay r has events in outbox_failed that it still has to send")
+		c.do(`UPDATE {schema}.outbox_failed SET status = 'dead'`)
+		_, err = c.db.Exec(ctx, pg.InSchema(`BEGIN ISOLATION LEVEL REPEATABLE READ; `+sql+`; COMMIT`, c.schema))
+		require.ErrorContains(t, err, "READ COMMITTED", "it would not see the cut for which it has waited")
+	}
+}
+
+// beside runs a statement in a transaction, calls action, which waits for it by another statement, and commits. It
+// returns the error of action.
+func (f *cutFixture) beside(sql, waiting string, action func() error) error {
+	f.t.Helper()
+	tx, err := f.db.Begin(background)
+	require.NoError(f.t, err)
+	defer func() { _ = tx.Rollback(background) }()
+	_, err = tx.Exec(background, pg.InSchema(sql, f.schema))
+	require.NoError(f.t, err)
+	done := make(chan error, 1)
+	go func() { done <- action() }()
+	require.Eventually(f.t, func() bool {
+		waits := f.text(`SELECT count(*)::text FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%' || $1 || '%' AND query LIKE '%' || $2 || '%'`, f.schema, waiting)
+		return waits != "0" || len(done) > 0
+	}, testenv.Patience, 10*time.Millisecond)
+	require.NoError(f.t, tx.Commit(background))
+	return <-done
 }
 
 // A dead event that is retried comes before the waiting later events of its key.

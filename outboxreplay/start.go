@@ -73,8 +73,8 @@ var (
 // outbox, and its consumers read them in Kafka.
 // Handlers with a transaction handle each event once, whatever happens meanwhile.
 //
-// StartGroup may end early because of an error or the end of ctx. Another call continues, with the same Group and
-// Archive. Two calls at the same time do no harm.
+// StartGroup may end early because of an error or the end of ctx. Another call continues, with the same Group, Archive
+// and Incomplete. Two calls at the same time do no harm.
 //
 // A group of consumers gets the events of this database from the archive, but not what other services have sent to
 // its topics before the cut. StartGroup makes a Kafka client from opts and closes it, if there are Topics.
@@ -134,6 +134,11 @@ func (s *groupStart) run(ctx context.Context, opts []kgo.Opt) error {
 			return err
 		}
 		if state, err = s.look(ctx); err != nil {
+			return err
+		}
+	}
+	if state.starting && state.through == 0 && !s.cfg.DryRun {
+		if err := s.checkBeginning(ctx, state.last); err != nil {
 			return err
 		}
 	}
@@ -360,13 +365,12 @@ func (s *groupStart) ends(ctx context.Context, opts []kgo.Opt) (map[string]kafka
 const sqlGroupBegun = `
 SELECT EXISTS (SELECT FROM {schema}.event_subscription WHERE consumer_group = $1::text)
     OR EXISTS (SELECT FROM {schema}.consumer_start WHERE consumer_group = $1::text)
-    OR EXISTS (SELECT FROM {schema}.event_handled WHERE consumer_group = $1::text),
-       coalesce((SELECT o.id FROM {schema}.outbox AS o ORDER BY o.id LIMIT 1), 0)`
+    OR EXISTS (SELECT FROM {schema}.event_handled WHERE consumer_group = $1::text)`
 
 // checkNew reports whether the group is new and the archive complete.
 func (s *groupStart) checkNew(ctx context.Context, opts []kgo.Opt) error {
 	var begun bool
-	if err := pg.QueryRow(ctx, s.db, s.in(sqlGroupBegun), s.cfg.Group).Scan(&begun, &s.report.Kept); err != nil {
+	if err := pg.QueryRow(ctx, s.db, s.in(sqlGroupBegun), s.cfg.Group).Scan(&begun); err != nil {
 		return err
 	}
 	if begun {
@@ -377,20 +381,75 @@ func (s *groupStart) checkNew(ctx context.Context, opts []kgo.Opt) error {
 			return err
 		}
 	}
-	first, last, err := s.cfg.Archive.Range(ctx)
-	if err != nil {
+	return s.checkComplete(ctx)
+}
+
+// sqlDrawnIDs reads the last id that outbox has drawn. A role without a right to the sequence reads it in the
+// positions: retention removes no event behind them.
+const sqlDrawnIDs = tables.NewestCursors + `
+SELECT greatest(0, (SELECT max(highest_id) FROM positions),
+                CASE WHEN pg_catalog.has_sequence_privilege(s.id, 'SELECT, USAGE') THEN pg_catalog.pg_sequence_last_value(s.id) END)
+  FROM (SELECT pg_catalog.pg_get_serial_sequence({outbox}, 'id')::regclass AS id) AS s`
+
+// sqlFirstKept reads the lowest id in outbox, or 0.
+const sqlFirstKept = `SELECT coalesce((SELECT o.id FROM {schema}.outbox AS o ORDER BY o.id LIMIT 1), 0)`
+
+// checkComplete reports whether the archive has all events that outbox has not.
+func (s *groupStart) checkComplete(ctx context.Context) error {
+	var drawn int64
+	if err := pg.QueryRow(ctx, s.db, s.in(sqlDrawnIDs)).Scan(&drawn); err != nil {
 		return err
 	}
-	s.report.First, s.report.Archived = first, last
-	if s.report.Kept > 0 && (first == 0 || s.report.Kept < first) {
-		s.report.First = s.report.Kept
+	if err := s.readRange(ctx); err != nil {
+		return err
 	}
+	last, kept := s.report.Archived, s.report.Kept
 	switch {
-	case s.cfg.Incomplete || s.report.First == 0:
+	case s.cfg.Incomplete:
 	case s.report.First > 1:
-		return fmt.Errorf("%w: the first one has outbox id %d, not 1", ErrIncomplete, s.report.First)
-	case last > 0 && s.report.Kept > last+1:
-		return fmt.Errorf("%w: the archive ends with outbox id %d, and outbox begins with %d", ErrIncomplete, last, s.report.Kept)
+		return s.startsLate()
+	case kept > last+1 && last > 0:
+		return fmt.Errorf("%w: the archive ends with outbox id %d, and outbox begins with %d", ErrIncomplete, last, kept)
+	case kept == 0 && drawn > last:
+		return fmt.Errorf("%w: the archive ends with outbox id %d, outbox is empty, and ids up to %d are drawn", ErrIncomplete, last, drawn)
+	}
+	return nil
+}
+
+// checkBeginning reports whether the first events are still there, before the group gets any. Between checkComplete and
+// the cut they may have expired; from the cut on, outboxarchive.Table.Expire keeps them. The other checks of
+// checkComplete cannot be repeated: events have gone to the archive since, and ids that were rolled back are between.
+func (s *groupStart) checkBeginning(ctx context.Context, cut int64) error {
+	if s.cfg.Incomplete || cut == 0 {
+		return nil
+	}
+	if err := s.readRange(ctx); err != nil {
+		return err
+	}
+	switch s.report.First {
+	case 0:
+		return fmt.Errorf("%w: there are none up to the cut, outbox id %d", ErrIncomplete, cut)
+	case 1:
+		return nil
+	}
+	return s.startsLate()
+}
+
+func (s *groupStart) startsLate() error {
+	return fmt.Errorf("%w: the first one has outbox id %d, not 1", ErrIncomplete, s.report.First)
+}
+
+// readRange reads where the archive and outbox begin and end. It reads the archive last, because retention moves events
+// there meanwhile.
+func (s *groupStart) readRange(ctx context.Context) (err error) {
+	if err := pg.QueryRow(ctx, s.db, s.in(sqlFirstKept)).Scan(&s.report.Kept); err != nil {
+		return err
+	}
+	if s.report.First, s.report.Archived, err = s.cfg.Archive.Range(ctx); err != nil {
+		return err
+	}
+	if s.report.Kept > 0 && (s.report.First == 0 || s.report.Kept < s.report.First) {
+		s.report.First = s.report.Kept
 	}
 	return nil
 }

@@ -3,9 +3,11 @@ package outboxreplay_test
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
@@ -13,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxreplay"
 )
 
@@ -54,6 +57,14 @@ func TestStartGroupWithoutAllEvents(t *testing.T) {
 	report, err := f.start(testenv.Patience, "new", dry)
 	require.NoError(t, err)
 	require.Equal(t, outboxreplay.StartReport{First: 1, Archived: 10}, report)
+	f.exec(t, `CREATE TABLE {schema}.kept AS SELECT * FROM {schema}.outbox_archive; DELETE FROM {schema}.outbox_archive WHERE id > 7`)
+	_, err = f.start(testenv.Patience, "new", dry)
+	require.ErrorIs(t, err, outboxreplay.ErrIncomplete)
+	require.ErrorContains(t, err, "the archive ends with outbox id 7, outbox is empty, and ids up to 10 are drawn")
+	f.exec(t, `DELETE FROM {schema}.outbox_archive`)
+	_, err = f.start(testenv.Patience, "new", dry)
+	require.ErrorContains(t, err, "the archive ends with outbox id 0, outbox is empty, and ids up to 10 are drawn")
+	f.exec(t, `INSERT INTO {schema}.outbox_archive SELECT * FROM {schema}.kept`)
 	f.record(t, numbered(1)...)
 	_, err = f.start(testenv.Patience, "new", dry)
 	require.NoError(t, err)
@@ -70,6 +81,96 @@ func TestStartGroupWithoutAllEvents(t *testing.T) {
 	f.exec(t, `DROP TABLE {schema}.outbox_archive`)
 	_, err = f.start(testenv.Patience, "new", nil)
 	require.ErrorIs(t, err, outboxarchive.ErrNoTable)
+}
+
+// months moves the first three of ten archived events to a month, and the next three to the month behind it. Both have
+// expired.
+func (f *startFixture) months(t testing.TB) {
+	t.Helper()
+	f.exec(t, `SELECT {schema}.outbox_archive_prepare(ARRAY['2011-01-02', '2011-02-02']::timestamptz[])`)
+	f.exec(t, `UPDATE {schema}.outbox_archive SET created_at = CASE WHEN id <= 3 THEN '2011-01-02'::timestamptz ELSE '2011-02-02' END WHERE id <= 6`)
+}
+
+// A month that a group has still to get does not expire, and one that it has got does.
+func TestStartGroupKeepsMonths(t *testing.T) {
+	t.Parallel()
+	f := newStartFixture(t, 10)
+	f.months(t)
+	_, err := f.start(time.Second, "new", nil)
+	require.ErrorIs(t, err, context.DeadlineExceeded, "it waits for a process of the group")
+	dropped, err := f.table.Expire(background, audit)
+	require.ErrorIs(t, err, outboxops.ErrStatus)
+	require.ErrorContains(t, err, "group new is starting, and has got its events up to outbox id 0 of 3")
+	require.Empty(t, dropped)
+	f.exec(t, `UPDATE {schema}.event_subscription SET started = 3`)
+	dropped, err = f.table.Expire(background, audit)
+	require.ErrorContains(t, err, "group new is starting, and has got its events up to outbox id 3 of 6")
+	require.Len(t, dropped, 1)
+	require.Equal(t, 7, f.count(t, "outbox_archive"))
+	f.exec(t, `SELECT {schema}.outbox_finish_start('new', 3)`)
+	dropped, err = f.table.Expire(background, audit)
+	require.NoError(t, err)
+	require.Len(t, dropped, 1)
+}
+
+// A month that expires between the look at the archive and the cut is missed at the beginning.
+func TestStartGroupWhileAMonthExpires(t *testing.T) {
+	t.Parallel()
+	f := newStartFixture(t, 10)
+	f.months(t)
+	cut, err := f.db.Begin(background)
+	require.NoError(t, err)
+	defer func() { _ = cut.Rollback(background) }()
+	_, err = cut.Exec(background, `SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0))`, f.schema)
+	require.NoError(t, err)
+	done := make(chan error, 1)
+	go func() {
+		_, err := f.start(testenv.Patience, "new", nil)
+		done <- err
+	}()
+	require.Eventually(t, func() bool {
+		var waits bool
+		err := f.db.QueryRow(background, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%' || $1 || '%outbox_start_group%')`, f.schema).Scan(&waits)
+		require.NoError(t, err)
+		return waits
+	}, testenv.Patience, 10*time.Millisecond)
+	dropped, err := f.table.Expire(background, audit)
+	require.NoError(t, err)
+	require.Len(t, dropped, 2)
+	require.NoError(t, cut.Rollback(background))
+	err = <-done
+	require.ErrorIs(t, err, outboxreplay.ErrIncomplete)
+	require.ErrorContains(t, err, "the first one has outbox id 7, not 1")
+	_, err = f.start(testenv.Patience, "new", nil)
+	require.ErrorIs(t, err, outboxreplay.ErrIncomplete, "nor does another call go on")
+	_, err = f.start(time.Second, "new", func(c *outboxreplay.StartConfig) { c.Incomplete = true })
+	require.ErrorIs(t, err, context.DeadlineExceeded, "it waits for a process of the group")
+	f.exec(t, `TRUNCATE {schema}.outbox_archive`)
+	_, err = f.start(testenv.Patience, "new", nil)
+	require.ErrorContains(t, err, "there are none up to the cut, outbox id 10")
+}
+
+// A role that may not read the sequence of ids knows from the positions of relays which ids are drawn.
+func TestStartGroupWithoutASequence(t *testing.T) {
+	testenv.Direct(t)
+	t.Parallel()
+	f := newStartFixture(t, 10)
+	role := "starter_" + strings.ReplaceAll(uuid.NewString(), "-", "")
+	f.exec(t, `CREATE ROLE `+role)
+	t.Cleanup(func() { f.exec(t, `DROP OWNED BY `+role+`; DROP ROLE `+role) })
+	f.exec(t, `GRANT USAGE ON SCHEMA {schema} TO `+role+`; GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO `+role)
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.Database = f.db.Config().ConnConfig.Database
+		cfg.ConnConfig.RuntimeParams["role"] = role
+	})
+	dry := func(c *outboxreplay.StartConfig) { c.DryRun = true }
+	start := func() error {
+		_, err := startOf(db, f.schema, "new", "", f.brokers[0], dry)
+		return err
+	}
+	require.NoError(t, start())
+	f.exec(t, `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('r', 9, '1:1:', 12, 1, 1), ('s', 9, '1:1:', 11, 1, 1)`)
+	require.ErrorContains(t, start(), "the archive ends with outbox id 10, outbox is empty, and ids up to 12 are drawn")
 }
 
 // The topics of all handlers have to be named, because the others would be read from another place.

@@ -168,7 +168,8 @@ func planToPostgres(s cutState) cutPlan {
 		p.notReady("group %s gets its events from relay %s, too, and would get none any more", name, s.relay)
 	}
 	for _, name := range s.consumers {
-		if _, known := s.groups[name]; known || slices.Contains(s.names, name) {
+		g, known := s.groups[name]
+		if known && g.State != outboxops.SubscriptionStarting || slices.Contains(s.names, name) {
 			continue
 		}
 		switch another := s.anotherRelay(); {

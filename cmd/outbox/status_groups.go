@@ -123,8 +123,9 @@ func (s groupsState) leftBehind(schema string) (all []finding) {
 		all = append(all, finding{"relay.ended", severityWarning,
 			fmt.Sprintf("group %s reads from Kafka, where no relay sends: relay %s has ended by a cut", g.Group, g.Relay),
 			"It gets none of the events that are recorded.",
-			fmt.Sprintf("Start workers of the group, which begin as From says, or a relay. If the group is given up, delete its rows: DELETE FROM %s.consumer_start WHERE consumer_group = %s",
-				pgx.Identifier{schema}.Sanitize(), quoteText(g.Group))})
+			fmt.Sprintf("Start workers of the group, which begin as From says, or a relay. If the group is given up, delete its rows: DELETE FROM %[1]s.consumer_start WHERE consumer_group = %[2]s; "+
+				"DELETE FROM %[1]s.event_subscription WHERE consumer_group = %[2]s; DELETE FROM %[1]s.outbox_cursor WHERE relay = %[3]s",
+				pgx.Identifier{schema}.Sanitize(), quoteText(g.Group), quoteText(tables.WorkerPrefix+g.Group))})
 	}
 	return all
 }

@@ -194,7 +194,7 @@ SELECT DISTINCT c.consumer_group, l.name FROM {schema}.consumer_start AS c CROSS
  WHERE l.holder = 'outbox cut' AND l.expires_at = 'infinity'
    AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS o JOIN {schema}.outbox_lease AS h ON h.name = o.relay
                     WHERE NOT starts_with(o.relay::text, 'worker:') AND h.holder NOT IN ('outbox cut', 'outbox debezium'))
-   AND NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.consumer_group = c.consumer_group)
+   AND NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.consumer_group = c.consumer_group AND s.state <> 'starting')
    AND ($1::text = '' OR c.consumer_group = $1)
  ORDER BY c.consumer_group, l.name LIMIT $2`
 
