@@ -167,6 +167,20 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	require.Len(t, events, 1)
 	require.Nil(t, events[0].Payload)
 	require.Equal(t, "key-3", string(events[0].AggregateID))
+
+	// A tombstone never has a payload, and one that could not be read has lost its headers.
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, content_type = '' WHERE id = $1`, found[3].Row)
+	events, err = failed.ReadRows(ctx, found[3:4], true)
+	require.NoError(t, err)
+	require.Len(t, events, 1)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET error_class = 'unreadable_row' WHERE id = $1`, found[3].Row)
+	events, err = failed.ReadRows(ctx, found[3:4], true)
+	require.ErrorIs(t, err, cursor.ErrNoPayload)
+	require.Empty(t, events)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET headers = '{"a": "b"}' WHERE id = $1`, found[3].Row) // it took too long once
+	events, err = failed.ReadRows(ctx, found[3:4], true)
+	require.NoError(t, err)
+	require.Len(t, events, 1)
 }
 
 // Very many parked keys are read in pages, however the rows of a key lie on them, and are

@@ -200,18 +200,19 @@ func Fitting(events []FailedRow) int {
 }
 
 // sqlFailedRead reads the events of rows in the order of $1, payload and headers only if $2
-// is set.
+// is set. The second column says that the event could not be read, so it was not copied as a whole.
 const sqlFailedRead = `
-SELECT r.n, e.id, ` + envelopeColumns + `
+SELECT r.n, e.unreadable, e.id, ` + envelopeColumns + `
   FROM pg_catalog.unnest($1::bigint[]) WITH ORDINALITY AS r (id, n)
  CROSS JOIN LATERAL (
        SELECT outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
               CASE WHEN $2::bool THEN payload END AS payload, CASE WHEN $2 THEN payload_bytes END AS payload_bytes,
-              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at, expires_at
+              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at, expires_at,
+              error_class IS NOT DISTINCT FROM '` + UnreadableRow + `' AND pg_catalog.num_nonnulls(payload, payload_bytes, headers) = 0 AS unreadable
          FROM {schema}.outbox_failed
         WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e`
 
-// ErrNoPayload means that an operator retries the row of an unreadable event as it is.
+// ErrNoPayload means that the row of an unreadable event is retried as it is.
 var ErrNoPayload = errors.New("the row has neither payload nor payload_bytes")
 
 // ReadRows reads the envelopes of events that were found, in their order, and payload and
@@ -225,17 +226,20 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var r eventReader
 		for rows.Next() {
-			r.describe(rows, 1)
+			r.describe(rows, 2)
 			raw := rows.RawValues()
 			var n int
-			if err := scanValue(r.types, rows.FieldDescriptions()[0], raw[0], &n); err != nil {
-				return err
+			var bare bool
+			for i, into := range []any{&n, &bare} {
+				if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], into); err != nil {
+					return err
+				}
 			}
 			e := found[n-1]
-			if e.Event, err = r.event(raw[1:]); err != nil {
+			if e.Event, err = r.event(raw[2:]); err != nil {
 				return err
 			}
-			if payload && e.Payload == nil && !e.IsTombstone() {
+			if payload && (bare || e.Payload == nil && !e.IsTombstone()) {
 				return ErrNoPayload
 			}
 			events = append(events, e)

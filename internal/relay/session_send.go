@@ -69,6 +69,9 @@ func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided 
 	for i, o := range outcomes {
 		e := &batch[i]
 		status, wait := statusParked, time.Duration(0)
+		if _, damaged := errors.AsType[*envelope.UnreadableError](e.Unreadable); damaged { // whatever it waits for, it cannot be copied
+			o.Class, o.Err = cursor.UnreadableRow, e.Unreadable
+		}
 		switch o.Kind {
 		case OutcomePending:
 			return i, failures
