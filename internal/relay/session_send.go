@@ -17,7 +17,7 @@ import (
 // a window is left to the statement that opens the next window. If ctx or the lease ends first, the next holder
 // sends the rest.
 func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
-	s.Window.prefetch(s.pos, s.WithStatementTimeout, s.group.Go)
+	s.Window.prefetch(s.pos, s.statement, s.group.Go)
 	if s.Exactly != nil {
 		return s.sendExactly(ctx, batch)
 	}
@@ -114,6 +114,7 @@ func (s *Session) notifyRejected(failures []cursor.Failure) {
 			s.Log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
 		}
 		if hook != nil {
+			s.Health.Progressed()
 			hook(failedEvent(e, f.Class, f.Err, 0))
 		}
 	}
