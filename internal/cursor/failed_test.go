@@ -252,8 +252,8 @@ func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	d.InsertParked(t, 3, 3)
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
 	results := []cursor.RetryResult{
-		{Row: 1, Status: statusFailed, Count: 1, Class: "c", Err: check.ErrEmpty},
-		{Row: 2, Status: statusDead, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Event: new(cursor.FailedRow), Row: 1, Status: statusFailed, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Event: new(cursor.FailedRow), Row: 2, Status: statusDead, Count: 1, Class: "c", Err: check.ErrEmpty},
 		{Row: 3, Status: statusResolved},
 	}
 	for _, keep := range []bool{true, false} {

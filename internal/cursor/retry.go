@@ -260,10 +260,12 @@ type RetryResult struct {
 	Class  string
 	Err    error
 	Place  string        // the topic or partition that it waits for, if its status is StatusWaiting
-	Count  int           // 1 if the retry counts
+	Count  int           // 1 if the retry counts, behind Event.Retries
 	Wait   time.Duration // until the next one
 
-	Partition int32 // to which it was sent, with its offset there and the time of its record
+	// The partition to which it was sent, with its offset there and the time of its record. Below 0, the partition is
+	// not known, and the row is removed like one that is not kept.
+	Partition int32
 	Offset    int64
 	SentAt    time.Time
 	Expired   bool // the event was not sent
@@ -276,6 +278,7 @@ type RetryResult struct {
 // resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked. It looks for
 // the rows that a key still has from its end, because beside an old snapshot the index still has those that were sent.
 // Without a time at which it was sent, a resolved event has expired. Its row stays, because Kafka does not have it.
+// A count includes the retries before, so a retry counts once although a save of unknown outcome is repeated.
 const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
@@ -288,17 +291,18 @@ WITH lease AS MATERIALIZED (
      WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool AND sent_at IS NOT NULL AND id IN (SELECT id FROM free)))
+     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND (NOT $11::bool OR sent_partition IS NULL) AND sent_at IS NOT NULL AND id IN (SELECT id FROM free)))
  RETURNING f.id, f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
-       SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
+       SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool,
+           retry_count = greatest(f.retry_count, least(f.retry_count + 1, v.count)), next_retry_at = now() + v.wait,
            last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
            resolution = CASE v.status WHEN 'resolved' THEN CASE WHEN v.sent_at IS NULL THEN 'expired' ELSE 'sent' END END,
            sent_partition = v.sent_partition, sent_offset = v.sent_offset, sent_at = v.sent_at
       FROM v
-     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool OR sent_at IS NULL) AND id IN (SELECT id FROM free)))
+     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool AND sent_partition IS NOT NULL OR sent_at IS NULL) AND id IN (SELECT id FROM free)))
  RETURNING f.id, f.parking_key, f.status, f.held
 ), saved AS (
     SELECT id FROM gone UNION ALL SELECT id FROM kept
@@ -341,12 +345,18 @@ func (f *Failed) saveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, 
 	for i := range results {
 		v := &results[i]
 		if v.Status == statusResolved && !v.Expired {
-			partitions[i], sentAt[i] = &v.Partition, &v.SentAt
+			sentAt[i] = &v.SentAt
+			if v.Partition >= 0 {
+				partitions[i] = &v.Partition
+			}
 			if v.Offset >= 0 {
 				offsets[i] = &v.Offset
 			}
 		}
-		rows[i], statuses[i], counts[i], waits[i], places[i] = v.Row, v.Status, v.Count, v.Wait, v.Place
+		rows[i], statuses[i], waits[i], places[i] = v.Row, v.Status, v.Wait, v.Place
+		if v.Count > 0 {
+			counts[i] = v.Event.Retries + v.Count
+		}
 		classes[i], errs[i] = causeOf(v.Class, v.Err)
 	}
 	var proven int
