@@ -167,8 +167,8 @@ func (r *BadPartitions) All() (all []badPartition) {
 	return all
 }
 
-// Outages returns those of the reported outages that are of bad partitions and topics. The log remembers others: of what
-// nothing waits for any more, and of what was bad while this process led before.
+// Outages returns those of the reported outages that are of bad partitions and topics. The log remembers others: those
+// of partitions for which nothing waits any more, and those of an earlier lease.
 func (r *BadPartitions) Outages() []outage.Named {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -241,8 +241,8 @@ func (c *Cleaner) keepUnprintable(after, end int64) bool {
 	return true
 }
 
-// findUnprintable returns the last row in front of the first of a batch that PostgreSQL cannot print, and why it cannot.
-// If it takes too long to print several rows, it prints fewer at once: only a row that takes too long alone is to blame.
+// findUnprintable returns the last row in front of the first of a batch that PostgreSQL cannot print, and why it
+// cannot. If several rows take too long, it prints fewer at once: only a row that takes too long alone is to blame.
 func (c *Cleaner) findUnprintable(after, end int64) (last int64, cause error) {
 	left := c.store.Cfg.BatchSize
 	for limit := left; left > 0 && c.Held.Err() == nil; limit = min(limit, left) {
