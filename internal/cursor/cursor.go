@@ -118,7 +118,7 @@ type Store struct {
 	sequence string // of ids
 
 	SQLLoad, SQLSeed, SQLOpen, SQLMove, SQLMoveFailed, SQLPage, SQLFetch, SQLFetchBare string
-	SQLSequence, sqlCursorSequence, SQLRebase, SQLRebaseProof, sqlCount                string
+	SQLSequence, sqlCursorSequence, SQLRebase, SQLRebaseProof, sqlCount, sqlReadStored string
 	sqlMode, sqlAgree, sqlContinue                                                     string
 
 	exactly *exactly // nil unless the mode is on
@@ -151,6 +151,7 @@ func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 		SQLRebase:         pg.InSchema(sqlRebase, schema),
 		SQLRebaseProof:    pg.InSchema(SQLRebaseProof, schema),
 		sqlCount:          pg.InSchema(sqlCount, schema),
+		sqlReadStored:     pg.InSchema(sqlReadStored, schema),
 		sqlMode:           pg.InSchema(sqlMode, schema),
 		sqlAgree:          pg.InSchema(sqlAgree, schema),
 		sqlContinue:       pg.InSchema(sqlContinue, schema),
@@ -433,8 +434,14 @@ func sentArgs(r tables.SentRow) []any {
 
 // Move records that the events of the open window up to p.Last have been attempted, where they are, and which failed,
 // in one statement. It returns the id of the new row, or ErrStale if the cursor has changed or the lease is lost.
+// Failures whose rows PostgreSQL cannot copy get the class [UnreadableRow]: an event that is too large was not read
+// before.
 func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures []Failure) (int64, error) {
-	return c.moveIn(ctx, c.db, l, p, failures)
+	id, err := c.moveIn(ctx, c.db, l, p, failures)
+	if pg.IsUnreadable(err) && c.markDamaged(ctx, failures) {
+		return c.moveIn(ctx, c.db, l, p, failures)
+	}
+	return id, err
 }
 
 func (c *Store) moveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, p Position, failures []Failure) (int64, error) {

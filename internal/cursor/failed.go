@@ -103,6 +103,39 @@ func causeOf(class string, err error) (errorClass, lastError *string) {
 	return &class, &text
 }
 
+// sqlReadStored reads the payloads and headers of rows as a whole, without printing them.
+const sqlReadStored = `
+SELECT pg_catalog.count(pg_catalog.jsonb_typeof(o.payload)), pg_catalog.count(pg_catalog.sha256(o.payload_bytes)),
+       pg_catalog.count(pg_catalog.jsonb_typeof(o.headers))
+  FROM pg_catalog.unnest($1::bigint[]) AS f (id)
+ CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o`
+
+// markDamaged finds the failures whose rows PostgreSQL cannot read, and makes them such that nothing of them is copied.
+// It reports whether there are any.
+func (c *Store) markDamaged(ctx context.Context, failures []Failure) (found bool) {
+	var ids []int64
+	for _, f := range failures {
+		if f.Class != UnreadableRow {
+			ids = append(ids, f.Event.ID)
+		}
+	}
+	err := c.query(ctx, func(rows pgx.Rows) error {
+		rows.Close()
+		return rows.Err()
+	}, c.sqlReadStored, ids)
+	switch {
+	case !pg.IsUnreadable(err):
+		return false
+	case len(failures) > 1:
+		half := len(failures) / 2
+		first, second := c.markDamaged(ctx, failures[:half]), c.markDamaged(ctx, failures[half:])
+		return first || second
+	}
+	f := &failures[0]
+	f.Class, f.Err = UnreadableRow, fmt.Errorf("row %d of outbox cannot be copied: %w", f.Event.ID, err)
+	return true
+}
+
 // Failed reads and changes the rows of one relay in outbox_failed.
 type Failed struct {
 	db    *pgxpool.Pool

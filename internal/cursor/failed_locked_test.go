@@ -108,7 +108,7 @@ func TestResultsOfLockedRowsAreLeft(t *testing.T) {
 			d.InsertParked(t, 8, 4)
 			results := []cursor.RetryResult{
 				{Row: 1, Status: statusResolved}, {Row: 2, Status: statusResolved},
-				{Row: 3, Status: statusFailed, Count: 1}, {Row: 4, Status: statusFailed, Count: 1},
+				{Event: new(cursor.FailedRow), Row: 3, Status: statusFailed, Count: 1}, {Event: new(cursor.FailedRow), Row: 4, Status: statusFailed, Count: 1},
 			}
 			rollback := d.lock(t, `id IN (2, 4, 5)`) // 5 is behind 1
 			save := func(results ...cursor.RetryResult) cursor.Saved {

@@ -134,6 +134,49 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	require.Equal(t, []string{"1 failed f 12 f f", "2 dead t 0 t t"}, got)
 }
 
+// Events that are too large are not read, so a damaged one is found only when it is copied. The cursor passes it.
+func TestMovePastDamagedRows(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 5)
+	l, err := d.leases.Acquire(ctx)
+	require.NoError(t, err)
+	p, err := d.cursors.Load(ctx, l)
+	require.NoError(t, err)
+	p, _, _, err = d.cursors.Open(ctx, l, p, 100)
+	require.NoError(t, err)
+	random := `(SELECT string_agg(gen_random_uuid()::text, '') FROM generate_series(1, 300) AS n WHERE n <> -o.id)`
+	d.Update(t, `UPDATE {schema}.outbox AS o SET payload = NULL, payload_bytes = convert_to(`+random+`, 'UTF8') WHERE id = 2`)
+	d.Update(t, `UPDATE {schema}.outbox AS o SET headers = jsonb_build_object('h', `+random+`) WHERE id = 4`)
+	require.NoError(t, pgx.BeginFunc(ctx, d.DB, func(tx pgx.Tx) error {
+		testenv.Damage(t, tx, d.Schema, "outbox")
+		return nil
+	}))
+	var failures []cursor.Failure
+	for id := range int64(5) {
+		e := &envelope.Event{ID: id + 1}
+		failures = append(failures, cursor.Failure{Event: e, Key: "b-events/k", Status: statusFailed, Class: "message_too_large", Err: check.ErrEmpty})
+	}
+	p.Last, p.Highest = 5, 5
+	_, err = d.cursors.Move(ctx, l, p, failures)
+	require.NoError(t, err)
+	require.Equal(t, []int64{1, 2, 3, 4, 5}, idsOf(t, d, `true`))
+	require.Equal(t, []int64{2, 4}, idsOf(t, d, `error_class = 'unreadable_row' AND num_nonnulls(payload, payload_bytes, headers) = 0`))
+	require.Equal(t, []int64{1, 3, 5}, idsOf(t, d, `error_class = 'message_too_large' AND payload IS NOT NULL`))
+	require.Equal(t, cursor.UnreadableRow, failures[1].Class)
+	require.ErrorContains(t, failures[1].Err, "row 2 of outbox")
+}
+
+// idsOf returns the ids in outbox of some rows of outbox_failed.
+func idsOf(t *testing.T, d *fixture, where string) []int64 {
+	t.Helper()
+	rows, err := d.DB.Query(context.Background(), pg.InSchema(`SELECT outbox_id FROM {schema}.outbox_failed WHERE `+where+` ORDER BY 1`, d.Schema))
+	require.NoError(t, err)
+	ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	require.NoError(t, err)
+	return ids
+}
+
 // What is read to be retried is bounded in bytes.
 func TestRetriesAreReadInParts(t *testing.T) {
 	t.Parallel()
@@ -167,6 +210,20 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	require.Len(t, events, 1)
 	require.Nil(t, events[0].Payload)
 	require.Equal(t, "key-3", string(events[0].AggregateID))
+
+	// A tombstone never has a payload, and one that could not be read has lost its headers.
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, content_type = '' WHERE id = $1`, found[3].Row)
+	events, err = failed.ReadRows(ctx, found[3:4], true)
+	require.NoError(t, err)
+	require.Len(t, events, 1)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET error_class = 'unreadable_row' WHERE id = $1`, found[3].Row)
+	events, err = failed.ReadRows(ctx, found[3:4], true)
+	require.ErrorIs(t, err, cursor.ErrNoPayload)
+	require.Empty(t, events)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET headers = '{"a": "b"}' WHERE id = $1`, found[3].Row) // it took too long once
+	events, err = failed.ReadRows(ctx, found[3:4], true)
+	require.NoError(t, err)
+	require.Len(t, events, 1)
 }
 
 // Very many parked keys are read in pages, however the rows of a key lie on them, and are
@@ -238,8 +295,8 @@ func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	d.InsertParked(t, 3, 3)
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
 	results := []cursor.RetryResult{
-		{Row: 1, Status: statusFailed, Count: 1, Class: "c", Err: check.ErrEmpty},
-		{Row: 2, Status: statusDead, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Event: new(cursor.FailedRow), Row: 1, Status: statusFailed, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Event: new(cursor.FailedRow), Row: 2, Status: statusDead, Count: 1, Class: "c", Err: check.ErrEmpty},
 		{Row: 3, Status: statusResolved},
 	}
 	for _, keep := range []bool{true, false} {

@@ -200,18 +200,19 @@ func Fitting(events []FailedRow) int {
 }
 
 // sqlFailedRead reads the events of rows in the order of $1, payload and headers only if $2
-// is set.
+// is set. The second column says that the event could not be read, so it was not copied as a whole.
 const sqlFailedRead = `
-SELECT r.n, e.id, ` + envelopeColumns + `
+SELECT r.n, e.unreadable, e.id, ` + envelopeColumns + `
   FROM pg_catalog.unnest($1::bigint[]) WITH ORDINALITY AS r (id, n)
  CROSS JOIN LATERAL (
        SELECT outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
               CASE WHEN $2::bool THEN payload END AS payload, CASE WHEN $2 THEN payload_bytes END AS payload_bytes,
-              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at, expires_at
+              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at, expires_at,
+              error_class IS NOT DISTINCT FROM '` + UnreadableRow + `' AND pg_catalog.num_nonnulls(payload, payload_bytes, headers) = 0 AS unreadable
          FROM {schema}.outbox_failed
         WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e`
 
-// ErrNoPayload means that an operator retries the row of an unreadable event as it is.
+// ErrNoPayload means that the row of an unreadable event is retried as it is.
 var ErrNoPayload = errors.New("the row has neither payload nor payload_bytes")
 
 // ReadRows reads the envelopes of events that were found, in their order, and payload and
@@ -225,17 +226,20 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var r eventReader
 		for rows.Next() {
-			r.describe(rows, 1)
+			r.describe(rows, 2)
 			raw := rows.RawValues()
 			var n int
-			if err := scanValue(r.types, rows.FieldDescriptions()[0], raw[0], &n); err != nil {
-				return err
+			var bare bool
+			for i, into := range []any{&n, &bare} {
+				if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], into); err != nil {
+					return err
+				}
 			}
 			e := found[n-1]
-			if e.Event, err = r.event(raw[1:]); err != nil {
+			if e.Event, err = r.event(raw[2:]); err != nil {
 				return err
 			}
-			if payload && e.Payload == nil && !e.IsTombstone() {
+			if payload && (bare || e.Payload == nil && !e.IsTombstone()) {
 				return ErrNoPayload
 			}
 			events = append(events, e)
@@ -256,10 +260,12 @@ type RetryResult struct {
 	Class  string
 	Err    error
 	Place  string        // the topic or partition that it waits for, if its status is StatusWaiting
-	Count  int           // 1 if the retry counts
+	Count  int           // 1 if the retry counts, behind Event.Retries
 	Wait   time.Duration // until the next one
 
-	Partition int32 // to which it was sent, with its offset there and the time of its record
+	// The partition to which it was sent, with its offset there and the time of its record. Below 0, the partition is
+	// not known, and the row is removed like one that is not kept.
+	Partition int32
 	Offset    int64
 	SentAt    time.Time
 	Expired   bool // the event was not sent
@@ -272,6 +278,7 @@ type RetryResult struct {
 // resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked. It looks for
 // the rows that a key still has from its end, because beside an old snapshot the index still has those that were sent.
 // Without a time at which it was sent, a resolved event has expired. Its row stays, because Kafka does not have it.
+// A count includes the retries before, so a retry counts once although a save of unknown outcome is repeated.
 const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
@@ -284,17 +291,18 @@ WITH lease AS MATERIALIZED (
      WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool AND sent_at IS NOT NULL AND id IN (SELECT id FROM free)))
+     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND (NOT $11::bool OR sent_partition IS NULL) AND sent_at IS NOT NULL AND id IN (SELECT id FROM free)))
  RETURNING f.id, f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
-       SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
+       SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool,
+           retry_count = greatest(f.retry_count, least(f.retry_count + 1, v.count)), next_retry_at = now() + v.wait,
            last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
            resolution = CASE v.status WHEN 'resolved' THEN CASE WHEN v.sent_at IS NULL THEN 'expired' ELSE 'sent' END END,
            sent_partition = v.sent_partition, sent_offset = v.sent_offset, sent_at = v.sent_at
       FROM v
-     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool OR sent_at IS NULL) AND id IN (SELECT id FROM free)))
+     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool AND sent_partition IS NOT NULL OR sent_at IS NULL) AND id IN (SELECT id FROM free)))
  RETURNING f.id, f.parking_key, f.status, f.held
 ), saved AS (
     SELECT id FROM gone UNION ALL SELECT id FROM kept
@@ -337,12 +345,18 @@ func (f *Failed) saveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, 
 	for i := range results {
 		v := &results[i]
 		if v.Status == statusResolved && !v.Expired {
-			partitions[i], sentAt[i] = &v.Partition, &v.SentAt
+			sentAt[i] = &v.SentAt
+			if v.Partition >= 0 {
+				partitions[i] = &v.Partition
+			}
 			if v.Offset >= 0 {
 				offsets[i] = &v.Offset
 			}
 		}
-		rows[i], statuses[i], counts[i], waits[i], places[i] = v.Row, v.Status, v.Count, v.Wait, v.Place
+		rows[i], statuses[i], waits[i], places[i] = v.Row, v.Status, v.Wait, v.Place
+		if v.Count > 0 {
+			counts[i] = v.Event.Retries + v.Count
+		}
 		classes[i], errs[i] = causeOf(v.Class, v.Err)
 	}
 	var proven int

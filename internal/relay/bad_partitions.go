@@ -167,6 +167,17 @@ func (r *BadPartitions) All() (all []badPartition) {
 	return all
 }
 
+// Outages returns those of the reported outages that are of bad partitions and topics. The log remembers others: those
+// of partitions for which nothing waits any more, and those of an earlier lease.
+func (r *BadPartitions) Outages() []outage.Named {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.DeleteFunc(r.log.Current(), func(o outage.Named) bool {
+		_, name, _ := strings.Cut(o.Name, " ") // see [kafka.Partition.String]
+		return r.bad[name] == nil
+	})
+}
+
 // Names returns the names of the suspects, or of the other bad partitions and topics.
 func (r *BadPartitions) Names(suspects bool) (names []string) {
 	for _, b := range r.All() {

@@ -389,6 +389,7 @@ func (d *delivery) sendEach() error {
 			d.pending = d.pending[1:]
 			continue
 		}
+		d.OnSend() // a batch may need thousands of sends
 		sent, err := d.produce(d.pending[:1])
 		if err != nil {
 			return err

@@ -12,6 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/exactly"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -241,7 +242,8 @@ func (x *Exactly) Ready() {
 	x.ready = true
 }
 
-// keepLocked leaves the rows that Load could not remove to a retrier, which does not send their events again.
+// keepLocked leaves the rows that Load could not remove to a retrier, which does not send their events again. Nothing
+// says where these were sent.
 func (x *Exactly) keepLocked(parked *Parking) {
 	x.mu.Lock()
 	locked := x.locked
@@ -249,7 +251,7 @@ func (x *Exactly) keepLocked(parked *Parking) {
 	parked.mu.Lock()
 	defer parked.mu.Unlock()
 	for i := range locked {
-		parked.keep(cursor.RetryResult{Event: &locked[i], Row: locked[i].Row, Status: statusResolved})
+		parked.keep(cursor.RetryResult{Event: &locked[i], Row: locked[i].Row, Status: statusResolved, Partition: kafka.Unassigned, SentAt: time.Now()})
 	}
 }
 

@@ -34,7 +34,6 @@ type healthState struct {
 	rules   Rules
 	breaker *breaker.Breaker
 	outages []*outage.Log
-	topics  *outage.Logs   // of topics and partitions; nil for none
 	moves   *outage.Log    // of delayed events, which the leader moves; nil for none
 	contact *kafka.Contact // nil in tests: Kafka has answered
 
@@ -42,6 +41,7 @@ type healthState struct {
 	running    bool
 	err        error // with which the last Run has returned
 	leading    bool
+	bad        *BadPartitions      // since this process leads; nil for none
 	changed    time.Time           // when leading did
 	progress   time.Time           // a loop of Run began its next round
 	answered   bool                // PostgreSQL has answered since Run began
@@ -99,6 +99,13 @@ func (s *healthState) setLeading(leading bool) {
 		s.leading, s.changed, s.leaseSeen, s.leaseUntil, s.moved, s.stale, s.answered = leading, now, now, now, now, nil, true
 		s.ended, s.waiting = "", false
 	})
+}
+
+// setBad records the registry of the partitions and topics that are bad while this process leads.
+func (s *healthState) setBad(bad *BadPartitions) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.bad = bad
 }
 
 // setStale records the events that have waited too long. It does not count as progress of Run.
@@ -222,8 +229,8 @@ func (s *healthState) reportOutages(h *Health) {
 			h.Reasons = append(h.Reasons, fmt.Sprintf("%s has been failing for %v: %v", log.What(), since(o.Since), o.Err))
 		}
 	}
-	if s.leading && s.topics != nil {
-		h.Outages = append(h.Outages, outage.OutagesOf(s.topics.Current(), func(o outage.Named) string { return kafka.ClassOf(o.Err) })...)
+	if s.leading && s.bad != nil {
+		h.Outages = append(h.Outages, outage.OutagesOf(s.bad.Outages(), func(o outage.Named) string { return kafka.ClassOf(o.Err) })...)
 	}
 }
 

@@ -1,12 +1,15 @@
 package relay
 
 import (
+	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
 
 	"github.com/stretchr/testify/require"
 )
@@ -77,4 +80,40 @@ func TestHealthInTheHookOfTheBreaker(t *testing.T) {
 		require.Equal(t, breaker.HalfOpen, s.report().Breaker)
 		require.Equal(t, []breaker.State{breaker.Open, breaker.HalfOpen}, seen)
 	})
+}
+
+// The health names no topic for which nothing waits any more, nor one that has failed only while this process led
+// before.
+func TestHealthForgetsTopics(t *testing.T) {
+	t.Parallel()
+	rules := rulesWith(5000)
+	s := newHealthState(rules, breaker.New(rules.Breaker, func(breaker.State, breaker.State, float64) {}))
+	topics := outage.NewLogs(slog.New(slog.DiscardHandler))
+	lead := func() *BadPartitions {
+		bad := NewBadPartitions(topics)
+		s.setBad(bad)
+		s.setLeading(true)
+		return bad
+	}
+	named := func() (names []string) {
+		for _, o := range s.report().Outages {
+			names = append(names, o.What)
+		}
+		return names
+	}
+	s.runBegan()
+	bad := lead()
+	gone, failing := kafka.Partition{Topic: "gone", Number: kafka.Unassigned}, kafka.Partition{Topic: "orders", Number: 3}
+	bad.Fail(gone, time.Now(), "missing", errDown)
+	bad.Fail(failing, time.Now(), "no_leader", errDown)
+	require.ElementsMatch(t, []string{"partition orders/3", "topic gone"}, named())
+	bad.Forget(gone.Name())
+	require.Equal(t, []string{"partition orders/3"}, named())
+
+	s.setLeading(false)
+	require.Empty(t, named())
+	bad = lead()
+	require.Empty(t, named(), "another process may have sent its events")
+	bad.Load([]cursor.BadPartition{{Name: failing.Name(), Class: "no_leader", Err: errDown}})
+	require.Equal(t, []string{"partition orders/3"}, named(), "events still wait for it")
 }

@@ -101,6 +101,7 @@ func (r *Relay) notifyLeading(leading bool) {
 // returns, no record is on its way any more.
 func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 	parked, bad := NewParking(r.rules.PassFailedKeys), NewBadPartitions(r.topicOutages)
+	r.health.setBad(bad)
 	unanswered := NewUnanswered(bad, func() { wait.Signal(r.retryNow) })
 	probeNow, suspectsNow := make(chan struct{}, 1), make(chan struct{}, 1)
 	shared := RetrierParts{

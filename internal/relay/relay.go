@@ -159,7 +159,7 @@ func New(c Config) *Relay {
 	r.breaker = breaker.New(rules.Breaker, r.breakerChanged)
 	r.contact = kafka.NewContact(c.Kafka, true, func(_ time.Time, err error, attrs ...any) { r.kafkaOutage.Report(err, attrs...) })
 	r.health = newHealthState(rules, r.breaker, r.postgresOutage, r.kafkaOutage)
-	r.health.contact, r.health.topics, r.health.moves = r.contact, r.topicOutages, r.moverOutages.Move
+	r.health.contact, r.health.moves = r.contact, r.moverOutages.Move
 	alerts := c.Alerts
 	alerts.Relay, alerts.StaleEvents = rules.Name, r.health.setStale
 	alerts.BreakerClosed = func() bool { return r.breaker.State() == breaker.Closed }

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"strings"
 	"testing"
@@ -156,4 +157,46 @@ func TestResultOfLockedRowIsGivenUp(t *testing.T) {
 	r.Finish()
 	require.Equal(t, []int64{1}, d2.IDs(t, "outbox_failed"))
 	require.NotContains(t, quiet.String(), "will be sent again")
+}
+
+// Nothing knows where an event was sent whose row was locked when a relay that sends exactly once has started. Its row
+// is removed like one that was not locked, also where the rows of sent events are kept.
+func TestLockedRowOfASentEventGoes(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 2, 2)
+	r := newLockedFixture(t, d, new(testenv.Buffer))
+	r.Rules.KeepSent = true
+	x := &Exactly{locked: []cursor.FailedRow{{Row: 1, Key: "b-events/key-1"}}}
+	x.keepLocked(r.Parked)
+	require.NoError(t, r.saveUnsaved())
+	require.Equal(t, []int64{2}, d.IDs(t, "outbox_failed"))
+	require.Empty(t, r.Parked.Unsaved())
+
+	require.NoError(t, r.Save([]cursor.RetryResult{sentRow(2, "b-events/key-0")}))
+	require.Equal(t, 1, d.Count(t, `outbox_failed WHERE status = 'resolved'`), "it is kept, because its place is known")
+}
+
+// A save whose outcome is unknown is repeated. It may have been done, and a retry counts once.
+func TestRetryCountsOnce(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 1, 1)
+	r := newLockedFixture(t, d, new(testenv.Buffer))
+	count := func(retries int) {
+		t.Helper()
+		require.Equal(t, 1, d.Count(t, fmt.Sprintf("outbox_failed WHERE retry_count = %d", retries)))
+	}
+	for retries := range 2 {
+		event := cursor.FailedRow{Event: envelope.Event{ID: 1}, Row: 1, Key: "b-events/key-0", Retries: retries}
+		result, _ := r.resultOf(&event, Outcome{Kind: OutcomeRejected, Class: invalidEvent, Err: errMaySend})
+		require.NoError(t, r.Save([]cursor.RetryResult{result}))
+		require.NoError(t, r.Save([]cursor.RetryResult{result}))
+		count(retries + 1)
+	}
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET retry_count = 0`) // an operator has given it all its attempts again
+	event := cursor.FailedRow{Event: envelope.Event{ID: 1}, Row: 1, Key: "b-events/key-0", Retries: 2}
+	result, _ := r.resultOf(&event, Outcome{Kind: OutcomeRejected, Class: invalidEvent, Err: errMaySend})
+	require.NoError(t, r.Save([]cursor.RetryResult{result}))
+	count(1)
 }

@@ -168,34 +168,41 @@ func (s *Session) Load() (err error) {
 	if err != nil {
 		return err
 	}
-	return s.try(func(ctx context.Context) error {
+	err = s.try(func(context.Context) error {
 		s.Parked.reset()
 		if s.Exactly != nil {
 			s.Exactly.keepLocked(s.Parked)
 		}
-		err := s.Parked.Recount(s.parkedKeys())
-		if err != nil {
-			return err
-		}
-		bad, err := s.Failed.BadPartitions(ctx)
-		if err != nil {
-			return err
-		}
-		s.Bad.Load(bad)
-		return nil
+		return s.Parked.Recount(s.parkedKeys())
 	})
+	if err != nil {
+		return err
+	}
+	return s.try(func(ctx context.Context) error { // with a time of its own: to read very many keys may take longer
+		bad, err := s.Failed.BadPartitions(ctx)
+		if err == nil {
+			s.Bad.Load(bad)
+		}
+		return err
+	})
+}
+
+// statement is WithStatementTimeout for one of several statements. That the one before has ended is progress.
+func (s *Session) statement() (context.Context, context.CancelFunc) {
+	s.Health.Progressed()
+	return s.WithStatementTimeout()
 }
 
 // parkedKeys returns a function that returns pages of the keys that have to wait. While the lease
 // is not exclusive, these include keys that an operator has freed: the process that led before may
 // still be sending the resolved events.
 func (s *Session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
-	page := s.Failed.Keys(s.WithStatementTimeout, nil)
+	page := s.Failed.Keys(s.statement, nil)
 	if s.Lease.Exclusive() {
 		return page
 	}
 	const longest = time.Hour // that another process can have had an event in flight, whatever its lease was
-	freed := s.Failed.Freed(s.WithStatementTimeout, max(longest, 2*s.Rules.Lease))
+	freed := s.Failed.Freed(s.statement, max(longest, 2*s.Rules.Lease))
 	return func(after string) ([]cursor.KeyRows, error) {
 		keys, err := page(after)
 		if err == nil && len(keys) == 0 {
@@ -374,7 +381,7 @@ func (s *Session) take() (batch []envelope.Event, err error) {
 		return batch, nil
 	}
 	err = s.try(func(context.Context) (err error) {
-		batch, err = s.Window.Take(s.pos, s.WithStatementTimeout)
+		batch, err = s.Window.Take(s.pos, s.statement)
 		return err
 	})
 	return batch, err

@@ -17,7 +17,7 @@ import (
 // a window is left to the statement that opens the next window. If ctx or the lease ends first, the next holder
 // sends the rest.
 func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
-	s.Window.prefetch(s.pos, s.WithStatementTimeout, s.group.Go)
+	s.Window.prefetch(s.pos, s.statement, s.group.Go)
 	if s.Exactly != nil {
 		return s.sendExactly(ctx, batch)
 	}
@@ -69,6 +69,9 @@ func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided 
 	for i, o := range outcomes {
 		e := &batch[i]
 		status, wait := statusParked, time.Duration(0)
+		if _, damaged := errors.AsType[*envelope.UnreadableError](e.Unreadable); damaged { // whatever it waits for, it cannot be copied
+			o.Class, o.Err = cursor.UnreadableRow, e.Unreadable
+		}
 		switch o.Kind {
 		case OutcomePending:
 			return i, failures
@@ -111,6 +114,7 @@ func (s *Session) notifyRejected(failures []cursor.Failure) {
 			s.Log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
 		}
 		if hook != nil {
+			s.Health.Progressed()
 			hook(failedEvent(e, f.Class, f.Err, 0))
 		}
 	}

@@ -625,6 +625,24 @@ func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 	require.Equal(t, statusFailed, statusOf())
 }
 
+// Whatever an event waits for, nothing of it is copied that PostgreSQL may be unable to read. A damaged row behind a
+// parked key would otherwise fail every move of the cursor.
+func TestUnreadableEventIsParkedWithoutContent(t *testing.T) {
+	t.Parallel()
+	f := newFakeStore(t, 0, nil)
+	s := f.session(context.Background(), rulesWith(5000))
+	damaged, large := &envelope.UnreadableError{ID: 1, Err: errDown}, &envelope.TooLargeError{ID: 1}
+	for kind, want := range map[OutcomeKind]string{OutcomeParked: statusParked, OutcomeBlocked: statusParked, OutcomeUnavailable: statusWaiting, OutcomeRejected: statusDead} {
+		_, failures := s.Failures([]envelope.Event{{Unreadable: damaged}}, []Outcome{{Kind: kind, Class: "outage", Err: errMaySend, place: "orders/1"}})
+		require.Len(t, failures, 1)
+		require.Equal(t, cursor.UnreadableRow, failures[0].Class, kind)
+		require.Equal(t, damaged, failures[0].Err, kind)
+		require.Equal(t, []string{want, "orders/1"}, []string{failures[0].Status, failures[0].Place}, kind)
+	}
+	_, failures := s.Failures([]envelope.Event{{Unreadable: large}}, []Outcome{{Kind: OutcomeParked}})
+	require.Empty(t, failures[0].Class, "it can be copied")
+}
+
 func ids(events []envelope.Event) (ids []int64) {
 	for _, e := range events {
 		ids = append(ids, e.ID)

@@ -195,7 +195,9 @@ func Fetch(statement lease.StatementContext, store windowStore, p cursor.Positio
 		limits.tooLong++
 	}
 	if !several && (pg.IsUnreadable(got.Err) || limits.tooLong >= maxTooLong) {
-		got = fetchUnreadable(statement, store, p, ids[0], got.Err)
+		if got = fetchUnreadable(statement, store, p, ids[0], got.Err); got.Err == nil {
+			limits.tooLong = 0 // of the next event
+		}
 	}
 	if got.Err != nil {
 		got.Events, got.Through = nil, 0

@@ -55,3 +55,33 @@ func TestFetchesGrowAgain(t *testing.T) {
 	require.Equal(t, 1000, store.fetches[len(store.fetches)-1])
 	require.Equal(t, 1000, w.Limits.Events.Most, "never above the configuration")
 }
+
+// lateStore ends no fetch in time. It reads an event without its payload at once.
+type lateStore struct{ windowStore }
+
+func (s *lateStore) Fetch(context.Context, cursor.Position, []int64) ([]envelope.Event, int64, error) {
+	return nil, 0, context.DeadlineExceeded
+}
+
+func (s *lateStore) FetchBare(_ context.Context, _ cursor.Position, id int64, _ bool) (envelope.Event, error) {
+	return envelope.Event{ID: id}, nil
+}
+
+// Each event may take too long as often as the one before: an unreadable event makes the next one die no sooner.
+func TestEachEventMayTakeTooLong(t *testing.T) {
+	t.Parallel()
+	w := NewWindowReader(new(lateStore), 1)
+	w.IDs.Add(1)
+	w.IDs.Add(2)
+	statement := func() (context.Context, context.CancelFunc) { return t.Context(), func() {} }
+	for range 2 {
+		for range maxTooLong - 1 {
+			_, err := w.Take(cursor.Position{}, statement)
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+		}
+		events, err := w.Take(cursor.Position{}, statement)
+		require.NoError(t, err)
+		require.Len(t, events, 1)
+		require.Error(t, events[0].Unreadable)
+	}
+}

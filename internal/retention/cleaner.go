@@ -27,6 +27,7 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -225,13 +226,11 @@ func (c *Cleaner) reportHuge() {
 // keepUnprintable finds the first row of a batch that PostgreSQL cannot print and excludes it from the archive. It
 // returns false if there is none, or if it cannot find out.
 func (c *Cleaner) keepUnprintable(after, end int64) bool {
-	ctx, cancel := c.WithStatementTimeout()
-	last, cause := c.store.lastPrintable(ctx, after, end)
-	cancel()
+	last, cause := c.findUnprintable(after, end)
 	if !cannotPrint(cause) || c.Held.Err() != nil {
 		return false
 	}
-	ctx, cancel = c.WithStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	id, err := c.store.keepNext(ctx, last, end)
 	if err != nil {
@@ -240,6 +239,28 @@ func (c *Cleaner) keepUnprintable(after, end int64) bool {
 	c.log.Error("outbox: an event cannot be archived, because PostgreSQL cannot print it, so its row of outbox stays; "+
 		"it is tried again when another process leads", "id", id, "error", cause)
 	return true
+}
+
+// findUnprintable returns the last row in front of the first of a batch that PostgreSQL cannot print, and why it
+// cannot. If several rows take too long, it prints fewer at once: only a row that takes too long alone is to blame.
+func (c *Cleaner) findUnprintable(after, end int64) (last int64, cause error) {
+	left := c.store.Cfg.BatchSize
+	for limit := left; left > 0 && c.Held.Err() == nil; limit = min(limit, left) {
+		ctx, cancel := c.WithStatementTimeout()
+		next, n, err := c.store.lastPrintable(ctx, after, end, limit)
+		cancel()
+		after, left = next, left-n
+		switch {
+		case err == nil && n < limit: // there are no others
+			return after, nil
+		case err == nil:
+		case limit == 1 || pg.IsUnreadable(err) || !cannotPrint(err):
+			return after, err
+		default:
+			limit /= 2
+		}
+	}
+	return after, nil
 }
 
 // bounded returns remove as a batch of a [Scan], which ends after the timeout of a statement. Cancelling the context

@@ -216,15 +216,15 @@ SELECT o.id
 
 const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) AND size <= $4::int ORDER BY id LIMIT 1`
 
-// lastPrintable returns the last row of a batch in front of the first that cannot be
+// lastPrintable returns the last of at most limit rows in front of the first that cannot be printed, how many could be
 // printed, and why that one cannot; nil if all can.
-func (r *Store) lastPrintable(ctx context.Context, after, end int64) (last int64, err error) {
+func (r *Store) lastPrintable(ctx context.Context, after, end int64, limit int) (last int64, n int, err error) {
 	last = after
 	err = pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { return nil })
+		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { n++; return nil })
 		return err
-	}, r.sqlPrint, after, end, r.unreadable, r.Cfg.BatchSize, r.Most)
-	return last, err
+	}, r.sqlPrint, after, end, r.unreadable, limit, r.Most)
+	return last, n, err
 }
 
 // keepNext keeps the first row above an id from the next batches.

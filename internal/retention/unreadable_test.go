@@ -9,6 +9,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
@@ -111,6 +112,37 @@ func TestUnreadableRowStopsNoArchive(t *testing.T) {
 	require.Equal(t, []int64{3}, d.IDs(t, "outbox"))
 	require.Contains(t, log.String(), "cannot be archived")
 	require.Contains(t, log.String(), "id=3")
+}
+
+// That PostgreSQL does not answer in time which event of a batch it cannot print says nothing about the first one.
+func TestSlowCheckKeepsNoEvent(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	d.Insert(t, 5)
+	d.send(t, "default")
+	d.age(t, "outbox", "created_at", "8 days")
+	const timeout = 2 * time.Second
+	ended := make(chan error, 1)
+	log := new(testenv.Buffer)
+	c := d.cleanerOf(t, archiving(keep.BatchSize, func(context.Context, pgx.Tx, []retention.Row) error {
+		go func() {
+			ended <- pgx.BeginFunc(ctx, d.DB, func(tx pgx.Tx) error {
+				_, err := tx.Exec(ctx, pg.InSchema(`LOCK TABLE {schema}.outbox`, d.Schema))
+				time.Sleep(timeout * 3 / 2)
+				return err
+			})
+		}()
+		require.Eventually(t, func() bool { // the lock is the next in the queue
+			return d.Count(t, `outbox_lease WHERE EXISTS (SELECT FROM pg_locks WHERE NOT granted AND relation = '"`+d.Schema+`".outbox'::regclass)`) > 0
+		}, testenv.Patience, time.Millisecond)
+		return context.DeadlineExceeded
+	}), slog.New(slog.NewTextHandler(log, nil)))
+	c.StatementTimeout = timeout
+	_, err := c.CleanOutbox(ctx)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.NoError(t, <-ended)
+	require.NotContains(t, log.String(), "cannot be archived")
+	require.Equal(t, []int64{1, 2, 3, 4, 5}, d.IDs(t, "outbox"))
 }
 
 // An event that is larger than what an archive gets at once is not read. It stays, which the log says once, and the

@@ -130,6 +130,29 @@ func AllowUnprintable(t testing.TB, db *pgxpool.Pool, schema string) {
 	require.NoError(t, err)
 }
 
+// Damage empties the TOAST table of a table. PostgreSQL can then neither read nor copy the rows that have a value
+// there: a chunk is missing. A DELETE would not do, because deleted chunks are still read.
+func Damage(t testing.TB, tx pgx.Tx, schema, table string) {
+	t.Helper()
+	ctx := context.Background()
+	var id uint32
+	var name string
+	require.NoError(t, tx.QueryRow(ctx, `SELECT reltoastrelid, reltoastrelid::regclass::text FROM pg_class WHERE oid = $1::text::regclass`,
+		pgx.Identifier{schema, table}.Sanitize()).Scan(&id, &name))
+	var there bool
+	require.NoError(t, tx.QueryRow(ctx, `SELECT EXISTS (SELECT FROM `+name+`)`).Scan(&there))
+	require.True(t, there, "the table has no value there")
+	for _, sql := range []string{
+		`SET LOCAL allow_system_table_mods = on`,
+		fmt.Sprintf(`UPDATE pg_class SET relkind = 'r' WHERE oid = %d`, id), // no TOAST table may be truncated
+		`TRUNCATE ` + name,
+		fmt.Sprintf(`UPDATE pg_class SET relkind = 't' WHERE oid = %d`, id),
+	} {
+		_, err := tx.Exec(ctx, sql)
+		require.NoError(t, err, sql)
+	}
+}
+
 // OtherDatabase returns a pool on another database of the same cluster. The database is dropped when the
 // test ends.
 func OtherDatabase(t testing.TB) *pgxpool.Pool {
