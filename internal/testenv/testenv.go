@@ -130,6 +130,27 @@ func AllowUnprintable(t testing.TB, db *pgxpool.Pool, schema string) {
 	require.NoError(t, err)
 }
 
+// Damage removes the values that the rows of a table have outside of the table. PostgreSQL cannot read such a row any
+// more, as after a loss of pages: the error is XX001. Values above 8 KB are outside, unless they are compressed well.
+func Damage(t testing.TB, db *pgxpool.Pool, schema, table string) {
+	t.Helper()
+	ctx := context.Background()
+	require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+		const sqlToast = `SELECT reltoastrelid::regclass::text FROM pg_catalog.pg_class WHERE oid = $1::text::regclass`
+		var toast string
+		if err := tx.QueryRow(ctx, sqlToast, pgx.Identifier{schema, table}.Sanitize()).Scan(&toast); err != nil {
+			return err
+		}
+		for _, sql := range []string{`SET LOCAL allow_system_table_mods = on`, `UPDATE pg_catalog.pg_class SET relkind = 'r' WHERE oid = '` + toast + `'::regclass`,
+			`TRUNCATE ` + toast, `UPDATE pg_catalog.pg_class SET relkind = 't' WHERE oid = '` + toast + `'::regclass`} {
+			if _, err := tx.Exec(ctx, sql); err != nil {
+				return fmt.Errorf("%s: %w", sql, err)
+			}
+		}
+		return nil
+	}))
+}
+
 // OtherDatabase returns a pool on another database of the same cluster. The database is dropped when the
 // test ends.
 func OtherDatabase(t testing.TB) *pgxpool.Pool {
