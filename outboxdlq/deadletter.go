@@ -20,7 +20,6 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
-	"github.com/outboxgo/outbox/internal/handling"
 )
 
 // ErrOriginalGone means that [Replay] cannot send a dead letter without a value, a key or all headers: the
@@ -116,11 +115,14 @@ func Decode(r *kgo.Record) (DeadLetter, error) {
 		return DeadLetter{Record: r}, h.err
 	}
 	d.unread = h.values[deadletter.Unread]
-	if d.unread == "" && d.Class == handling.ClassUndecodable && isEmpty(r) && d.ValueOmitted == 0 && d.KeyOmitted == 0 && d.HeadersOmitted == 0 {
+	if d.unread == "" && d.Class == classUndecodable && isEmpty(r) && d.ValueOmitted == 0 && d.KeyOmitted == 0 && d.HeadersOmitted == 0 {
 		d.unread = cmp.Or(d.Error, d.Class) // earlier releases wrote no header
 	}
 	return d, nil
 }
+
+// classUndecodable is the class of a record that no handler got, because it could not be decoded.
+const classUndecodable = "undecodable"
 
 // isEmpty reports whether a dead letter has no key, no value and no header of its original.
 func isEmpty(r *kgo.Record) bool {

@@ -131,8 +131,8 @@ func TestReplayOfOmittedValue(t *testing.T) {
 		outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
 }
 
-// A dead letter of a record of which nothing was read is not sent back: it would be an empty record, for every reader of
-// the topic. Those of releases before the header dlq_unread have nothing at all.
+// A dead letter of a record of which nothing was read is not sent back: it would be an empty record, for every reader
+// of the topic. Those of releases before the header dlq_unread have nothing at all.
 func TestReplayOfUnread(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, 1)

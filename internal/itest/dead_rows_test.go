@@ -93,8 +93,8 @@ func (s *parkingFixture) stripped(t testing.TB, action string) (n int) {
 	return n
 }
 
-// A parked event whose row PostgreSQL cannot read is dead, with a dead letter that says so, and the next event of its key
-// is handled.
+// A parked event whose row PostgreSQL cannot read is dead, with a dead letter that says so, and the next event of its
+// key is handled.
 func TestDamagedRowIsDead(t *testing.T) {
 	t.Parallel()
 	s := newParkingFixture(t, 1)
