@@ -7,8 +7,10 @@
 package outboxdlq
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -21,8 +23,18 @@ import (
 )
 
 // ErrOriginalGone means that [Replay] cannot send a dead letter without a value, a key or all headers: the
-// original record, which has them, is no longer at its offset.
+// original record, which has them, is no longer at its offset, or could not be recognized there, because nothing of it
+// was read.
 var ErrOriginalGone = errors.New("the original record is gone")
+
+// unreadError is the [ErrOriginalGone] of a dead letter with nothing of its original, and says why.
+type unreadError string
+
+func (e unreadError) Error() string {
+	return "the dead letter has nothing of the original record: " + string(e)
+}
+
+func (unreadError) Is(target error) bool { return target == ErrOriginalGone }
 
 // ErrCompacted means that [Replay] does not send a dead letter, because its original topic is compacted. The record
 // that is sent back is for one group. Kafka would keep it as the last one of its key, and forget the one for all.
@@ -67,6 +79,7 @@ type DeadLetter struct {
 	Record *kgo.Record
 
 	digest string // of the original record, if parts of it are omitted
+	unread string // why nothing of it is here, "" if something is
 }
 
 // Decode reads a record of a dead-letter topic. The original topic, partition and offset and the group are
@@ -101,7 +114,19 @@ func Decode(r *kgo.Record) (DeadLetter, error) {
 	if h.err != nil {
 		return DeadLetter{Record: r}, h.err
 	}
+	d.unread = h.values[deadletter.Unread]
+	if d.unread == "" && d.Class == classUndecodable && isEmpty(r) && d.ValueOmitted == 0 && d.KeyOmitted == 0 && d.HeadersOmitted == 0 {
+		d.unread = cmp.Or(d.Error, d.Class) // earlier releases wrote no header
+	}
 	return d, nil
+}
+
+// classUndecodable is the class of a record that no handler got, because it could not be decoded.
+const classUndecodable = "undecodable"
+
+// isEmpty reports whether a dead letter has no key, no value and no header of its original.
+func isEmpty(r *kgo.Record) bool {
+	return len(r.Key) == 0 && len(r.Value) == 0 && !slices.ContainsFunc(r.Headers, func(h kgo.RecordHeader) bool { return !deadletter.IsOwn(h.Key) })
 }
 
 // headers are the headers of a dead letter, and the error of the first bad header.

@@ -142,7 +142,7 @@ const deliveryTimeout = 30 * time.Second
 //   - records that Kafka rejects
 //   - records that are no dead letters
 //   - dead letters of another topic ([ErrOtherTopic]), or of a compacted one ([ErrCompacted])
-//   - dead letters with omitted parts whose original record is gone ([ErrOriginalGone])
+//   - dead letters with omitted parts whose original record is gone, or of which nothing was read ([ErrOriginalGone])
 //
 // Any other failure, or the end of ctx, ends the run with an error when the outcome of all records in
 // flight is known. The report is valid with an error too, and [ReplayReport.Left] chooses the rest for
@@ -317,6 +317,9 @@ func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	}
 	if r.isCompacted(ctx, d.OriginalTopic) {
 		return nil, fmt.Errorf("%w: %s", ErrCompacted, d.OriginalTopic)
+	}
+	if d.unread != "" {
+		return nil, unreadError(d.unread)
 	}
 	record := &kgo.Record{Topic: d.OriginalTopic, Key: d.Record.Key, Value: d.Record.Value}
 	headers := d.Record.Headers

@@ -134,6 +134,38 @@ func TestReplayOfOmittedValue(t *testing.T) {
 		outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
 }
 
+// A dead letter of a record of which nothing was read is not sent back: it would be an empty record, for every reader
+// of the topic. Those of releases before the header dlq_unread have nothing at all.
+func TestReplayOfUnread(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, 1)
+	unread := func(headers ...string) *kgo.Record {
+		r := f.deadLetter("", "", append(headers, outbox.DeadLetterClass, "undecodable", outbox.DeadLetterOriginalOffset, "0")...)
+		r.Key, r.Value = nil, nil
+		r.Headers = slices.DeleteFunc(r.Headers, func(h kgo.RecordHeader) bool { return h.Key == "ce_id" })
+		return r
+	}
+	withKey := unread("dlq_unread", "PostgreSQL cannot read it")
+	withKey.Key = []byte("k")
+	f.produce(t, &kgo.Record{Topic: f.topic, Key: []byte("k"), Value: []byte("original"), Timestamp: failedAt})
+	f.produce(t, unread("dlq_unread", "it takes too much memory"), withKey, unread(), f.deadLetter("a", "v"))
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq})
+	require.NoError(t, err)
+	require.Equal(t, 1, report.Sent)
+	require.Len(t, report.Failed, 3)
+	for i, failed := range report.Failed {
+		require.Equal(t, int64(i), failed.Offset)
+		require.ErrorIs(t, failed.Err, outboxdlq.ErrOriginalGone)
+		require.ErrorContains(t, failed.Err, "nothing of the original record")
+	}
+	require.ErrorContains(t, report.Failed[0].Err, "it takes too much memory")
+	sent := f.records(t, f.topic)
+	require.Len(t, sent, 2)
+	require.Equal(t, []string{"original", "v"}, []string{string(sent[0].Value), string(sent[1].Value)})
+	_, _, err = outboxdlq.Edit(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq}, 0, 0, []byte("{}"))
+	require.ErrorIs(t, err, outboxdlq.ErrOriginalGone)
+}
+
 // A client that may write to a dead-letter topic must not choose the target of a replay, because a replay
 // has the rights of the operator.
 func TestReplayToOtherTopic(t *testing.T) {

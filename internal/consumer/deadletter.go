@@ -219,7 +219,7 @@ func (d deadLetters) record(r *kgo.Record, o handling.Outcome, form deadLetterFo
 			dead.Headers = append(dead.Headers, h)
 		}
 	}
-	if missing.Digest == "" && form > completeForm {
+	if missing.Digest == "" && missing.Cause == "" && form > completeForm {
 		missing.Digest = deadletter.Digest(r)
 	}
 	dead.Headers = append(append(dead.Headers, own...), missing.headers()...)
@@ -228,18 +228,22 @@ func (d deadLetters) record(r *kgo.Record, o handling.Outcome, form deadLetterFo
 
 // headers returns the headers that describe the original and the error.
 func (d deadLetters) headers(r *kgo.Record, o handling.Outcome) []kgo.RecordHeader {
-	return []kgo.RecordHeader{
+	headers := []kgo.RecordHeader{
 		header(deadletter.OriginalTopic, r.Topic),
 		header(deadletter.OriginalPartition, strconv.Itoa(int(r.Partition))),
 		header(deadletter.OriginalOffset, strconv.FormatInt(r.Offset, 10)),
-		header(deadletter.OriginalTimestamp, r.Timestamp.UTC().Format(timestampForm)),
+	}
+	if !r.Timestamp.IsZero() { // else it was not read
+		headers = append(headers, header(deadletter.OriginalTimestamp, r.Timestamp.UTC().Format(timestampForm)))
+	}
+	return append(headers,
 		header(deadletter.Group, d.cfg.Group),
 		header(deadletter.Action, o.Action),
 		header(deadletter.Error, short.Text(o.Err.Error(), maxErrorText)),
 		header(deadletter.ErrorClass, o.Class),
 		header(deadletter.Attempts, strconv.Itoa(o.Attempt)),
 		header(deadletter.FailedAt, time.Now().UTC().Format(timestampForm)),
-	}
+	)
 }
 
 const (

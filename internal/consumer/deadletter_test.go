@@ -13,6 +13,22 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
+// The dead letter of a record of which nothing was read says so, in each form, and has no digest of what is not there.
+func TestDeadLetterOfUnreadRecord(t *testing.T) {
+	t.Parallel()
+	r := &kgo.Record{Topic: "play-events", Timestamp: time.UnixMilli(1)}
+	(&omission{Cause: "too far"}).attach(r)
+	sender := deadLetters{cfg: &Rules{DeadLetterTopic: func(string) string { return "dlq" }, Rules: &handling.Rules{}}}
+	for form := completeForm; form <= shortForm; form++ {
+		sent := map[string]string{}
+		for _, h := range sender.record(r, handling.Outcome{Err: errPlayed}, form).Headers {
+			sent[h.Key] = string(h.Value)
+		}
+		require.Equal(t, "too far", sent[deadletter.Unread])
+		require.NotContains(t, sent, deadletter.OriginalDigest)
+	}
+}
+
 // No record is too large for its dead-letter topic, whatever of it is large: what Kafka
 // refuses is sent without value, and then without what else is large. A partition used to
 // wait for ever for a dead letter with a large key.

@@ -153,11 +153,12 @@ func (m *membership) commitAll(ctx context.Context) error {
 	return m.commit(ctx, m.all())
 }
 
-// uncommitted returns the offsets of workers that are to be committed, by topic and by worker.
-func uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*partitionWorker]kgo.EpochOffset) {
+// uncommitted returns the offsets of workers that are to be committed, by topic and by worker. Those of topics that are
+// gone wait until their topics are there again.
+func (m *membership) uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*partitionWorker]kgo.EpochOffset) {
 	offsets, covered = map[string]map[int32]kgo.EpochOffset{}, map[*partitionWorker]kgo.EpochOffset{}
 	for _, w := range workers {
-		if next, ok := w.uncommitted(); ok {
+		if next, ok := w.uncommitted(); ok && m.starts.MayCommit(w.partition.Topic) {
 			put(offsets, w.partition.Topic, w.partition.Number, next)
 			covered[w] = next
 		}
@@ -167,7 +168,7 @@ func uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.E
 
 // commit commits the offsets of workers. The caller holds committing.
 func (m *membership) commit(ctx context.Context, workers []*partitionWorker) error {
-	offsets, covered := uncommitted(workers)
+	offsets, covered := m.uncommitted(workers)
 	if len(offsets) == 0 {
 		return nil
 	}

@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -49,6 +50,41 @@ func TestLateDeadLetterEndsNoLaterOutage(t *testing.T) {
 	_, _, err = c.sendDeadLetter(t.Context(), &delivery.Delivery{Ref: delivery.Ref{ID: 2}, Action: "ACTED", Record: d.Record}, handling.Outcome{Result: handling.Dead, Err: errors.New("bad")})
 	require.ErrorIs(t, err, errNoMember)
 	require.True(t, c.outages.Failing())
+}
+
+// The dead letter of a row whose record cannot be read has what the columns say, and names nothing as read.
+func TestDeadLetterOfAnUnreadableRow(t *testing.T) {
+	t.Parallel()
+	c := &Consumer{
+		Rules:   &Rules{DeadLetterTopic: func(string) string { return "dlq" }, Rules: &handling.Rules{Group: "g"}},
+		outages: outage.NewLogs(slog.New(slog.DiscardHandler)),
+	}
+	dead := handling.Outcome{Result: handling.Dead, Class: handling.ClassUndecodable, Err: errors.New("missing chunk")}
+	for name, d := range map[string]delivery.Delivery{
+		"damaged":   {Bare: true},
+		"malformed": {Payload: []byte("{}"), Record: []byte("{")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d.FromKafka, d.Stream, d.Partition, d.Position, d.PartitionKey = true, "sales", 3, 17, "k"
+			_, _, err := c.sendDeadLetter(t.Context(), &d, dead)
+			require.ErrorIs(t, err, errNoMember)
+
+			var sent *kgo.Record
+			sender := deadLetters{c.Rules, func(_ context.Context, r *kgo.Record) error { sent = r; return nil }}
+			place, err := sender.send(t.Context(), deadRecordOf(&d), dead)
+			require.NoError(t, err)
+			require.Empty(t, place)
+			require.Equal(t, []string{"dlq", "k", ""}, []string{sent.Topic, string(sent.Key), string(sent.Value)})
+			got := map[string]string{}
+			for _, h := range sent.Headers {
+				got[h.Key] = string(h.Value)
+			}
+			require.Equal(t, []string{"sales", "3", "17"}, []string{got[deadletter.OriginalTopic], got[deadletter.OriginalPartition], got[deadletter.OriginalOffset]})
+			require.Contains(t, got[deadletter.Unread], "event_delivery")
+			require.NotContains(t, got, deadletter.OriginalTimestamp)
+			require.NotContains(t, got, deadletter.OriginalDigest)
+		})
+	}
 }
 
 // Records that Kafka has lost with a broker count as lost, as those that it has removed.

@@ -93,10 +93,7 @@ func (c *Consumer) startParked(ctx context.Context, failed func()) (p *consumerP
 
 // sendDeadLetter sends the dead letter of a parked event. It implements DeadLetter of [delivery.Parts].
 func (c *Consumer) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o handling.Outcome) (topic, place string, err error) {
-	r, _, err := recordOfDelivery(d)
-	if err != nil {
-		return "", "", err
-	}
+	r := deadRecordOf(d)
 	if d.Action == "" { // whatever action has failed: a replay is for all that the record is for
 		o.Action = replayOf(r).action
 	}
@@ -114,6 +111,22 @@ func (c *Consumer) sendDeadLetter(ctx context.Context, d *delivery.Delivery, o h
 		c.outages.Report(outageDeadLetters+topic, began, err)
 	}
 	return topic, place, err
+}
+
+// deadRecordOf returns the record of a parked event that is dead. If the row has no readable record, its columns name
+// the place and the key, and nothing else is known.
+func deadRecordOf(d *delivery.Delivery) *kgo.Record {
+	missing := &omission{Cause: fmt.Sprintf("PostgreSQL cannot read the row %d of event_delivery", d.ID)}
+	if !d.Bare {
+		r, _, err := recordOfDelivery(d)
+		if err == nil {
+			return r
+		}
+		missing.Cause = err.Error()
+	}
+	r := &kgo.Record{Topic: d.Stream, Partition: d.Partition, Offset: d.Position, Key: []byte(d.PartitionKey)}
+	missing.attach(r)
+	return r
 }
 
 var errNoMember = errors.New("this process is no member of the group at the moment")

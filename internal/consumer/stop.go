@@ -144,7 +144,7 @@ func (m *membership) lockCommits(ctx context.Context) bool {
 
 // commitDirectly commits the offsets of workers by a request that the client does not hold back.
 func (m *membership) commitDirectly(ctx context.Context, workers []*partitionWorker) error {
-	offsets, covered := uncommitted(workers)
+	offsets, covered := m.uncommitted(workers)
 	if len(offsets) == 0 {
 		return nil
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/short"
 )
 
 // omission says what of a record was too long to be read. It is in the record's Context, and in event_delivery.record.
@@ -72,6 +73,9 @@ func (o *omission) headers() (headers []kgo.RecordHeader) {
 	}
 	if o.Digest != "" {
 		headers = append(headers, header(deadletter.OriginalDigest, o.Digest))
+	}
+	if o.Cause != "" {
+		headers = append(headers, header(deadletter.Unread, short.Text(o.Cause, maxErrorText)))
 	}
 	return headers
 }

@@ -46,6 +46,7 @@ const (
 	KeyOmitted        = Prefix + "key_omitted"
 	HeadersOmitted    = Prefix + "headers_omitted"
 	EditedFrom        = Prefix + "edited_from"
+	Unread            = Prefix + "unread" // why nothing of the original could be read
 )
 
 // Topic returns the name of the topic for the dead letters of another.

@@ -158,10 +158,10 @@ const claimTimeout = 15 * time.Second
 
 const sqlReadPayload = `
 SELECT ` + payload + `, ` + headers + `, ` + record + ` FROM {schema}.event_delivery AS d
- WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
+ WHERE d.id = $1 AND d.consumer_group = $2::text AND coalesce(d.locked_by, '') = $3::text`
 
-// readPayload reads payload, headers and record of a bare row. It returns [ErrLost] if another process has
-// the row. [MayBeUnreadable] tells whether PostgreSQL cannot print the row.
+// readPayload reads payload, headers and record of a bare row, which has no holder if its dead letter is owed. It
+// returns [ErrLost] if another process has the row. [MayBeUnreadable] tells whether PostgreSQL cannot print the row.
 func (s *Store) readPayload(ctx context.Context, d *Delivery) error {
 	err := pg.QueryRow(ctx, s.db, s.sqlReadPayload, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
 	switch {

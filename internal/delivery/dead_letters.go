@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -9,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -18,16 +20,20 @@ import (
 // deadLetterLease is how long a dead letter is not sent by another process. Sending may need three tries of 10 s.
 const deadLetterLease = time.Minute
 
+// readOwedTimeout bounds each of readPayloadTries, which are a part of deadLetterLease.
+const readOwedTimeout = 10 * time.Second
+
 // deadLettersPoll is how often a consumer looks for owed dead letters.
 const deadLettersPoll = 5 * time.Second
 
-// sqlTakeDeadLetter takes the row of one of the streams $3 whose dead letter is owed for the longest time.
+// sqlTakeDeadLetter takes the row of one of the streams $3 whose dead letter is owed for the longest time. It reads no
+// record: one that PostgreSQL cannot read would keep the row the first one for ever.
 const sqlTakeDeadLetter = `
 UPDATE {schema}.event_delivery AS d SET next_retry_at = clock_timestamp() + $2::interval
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
                           WHERE r.consumer_group = $1::text AND r.dead_letter_owed AND r.stream = ANY ($3::text[]) AND r.resolved_at IS NULL AND r.next_retry_at <= clock_timestamp()
                           ORDER BY r.consumer_group, r.next_retry_at LIMIT 1 FOR UPDATE SKIP LOCKED))
-RETURNING ` + columns + `, false, ` + payload + `, ` + headers + `, ` + record + `, d.next_retry_at`
+RETURNING ` + columns + `, true, NULL::bytea, NULL::bytea, NULL::bytea, d.next_retry_at`
 
 // sqlDeadLetterTried notes that a dead letter was sent, or when it is sent again. A row that was requeued since it was
 // taken, and is DEAD once more, has another dead letter: of another payload, if it was edited.
@@ -44,10 +50,32 @@ func (s *Store) takeDeadLetter(ctx context.Context, streams []string) (taken []D
 			return err
 		})
 	})
+	if err == nil && len(taken) > 0 {
+		err = s.readOwed(ctx, &taken[0])
+	}
+	if errors.Is(err, ErrLost) { // it was requeued
+		return nil, until, nil
+	}
 	if err != nil {
 		return nil, until, fmt.Errorf("look for dead letters to send: %w", err)
 	}
 	return taken, until, nil
+}
+
+// readOwed reads the record of a row whose dead letter is owed. The row stays bare if PostgreSQL cannot read it: its
+// dead letter says so, and those behind it do not wait.
+func (s *Store) readOwed(ctx context.Context, d *Delivery) error {
+	for try := 1; ; try++ {
+		bounded, cancel := context.WithTimeout(ctx, readOwedTimeout)
+		err := s.readPayload(bounded, d)
+		cancel()
+		switch {
+		case err == nil || ctx.Err() != nil || !MayBeUnreadable(err):
+			return err
+		case pg.IsUnreadable(err) || try == readPayloadTries:
+			return nil
+		}
+	}
 }
 
 // deadLetterTried notes whether the dead letter of a delivery was sent that was taken until then. See [Failure] for its

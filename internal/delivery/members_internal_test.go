@@ -85,6 +85,36 @@ func TestOwedDeadLettersOfStreams(t *testing.T) {
 	require.Empty(t, take("up", "down"), "they are with this process")
 }
 
+// An owed dead letter of a row that PostgreSQL cannot read is taken without the value, and holds up no other.
+func TestOwedDeadLetterOfADamagedRow(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	for n := range 2 {
+		_, err := db.Exec(t.Context(), pg.InSchema(`
+			INSERT INTO {schema}.event_delivery (position, attempt_count, max_attempts, next_retry_at, created_at, updated_at, processed_at, occurred_at, recorded_at, event_id, status,
+			       dead_letter_owed, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload_bytes, size, record_partition, record_digest, record)
+			SELECT $1::int, 3, 3, now() - interval '1 hour' + $1::int * interval '1 min', now(), now(), now(), now(), now(), gen_random_uuid(), 'DEAD',
+			       true, 'g', 'a', 'up', 't', '/s', 't', 'k', 'application/json', string_agg(sha256(i::text::bytea), ''::bytea), 32000, 0, sha256($1::int::text::bytea), '{}'
+			  FROM generate_series(1, 1000) AS i`, schema), n)
+		require.NoError(t, err)
+		if n == 0 {
+			testenv.Damage(t, db, schema, "event_delivery")
+		}
+	}
+	s := NewStore(db, schema, "g", "w", time.Minute).ForRecords()
+	for n, bare := range []bool{true, false} {
+		taken, until, err := s.takeDeadLetter(t.Context(), []string{"up"})
+		require.NoError(t, err)
+		require.Len(t, taken, 1)
+		d := taken[0]
+		require.Equal(t, []any{int64(n), bare, bare}, []any{d.Position, d.Bare, len(d.Payload) == 0})
+		require.NoError(t, s.deadLetterTried(t.Context(), &d, until, true, ""))
+	}
+	taken, _, err := s.takeDeadLetter(t.Context(), []string{"up"})
+	require.NoError(t, err)
+	require.Empty(t, taken)
+}
+
 // A row that was requeued, with another payload perhaps, and is DEAD once more keeps its value, and its dead letter is
 // still owed, when a process has sent the dead letter of the first death.
 func TestOwedDeadLetterOfAnEarlierDeath(t *testing.T) {

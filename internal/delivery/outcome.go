@@ -256,8 +256,11 @@ const deadLetterWait = 10 * time.Second
 // before, its handler has not failed again.
 func (l *lane) awaitDeadLetter(it *laneItem, f Failure, err error) {
 	f.Dead, f.Held, f.Wait, f.Last, f.Postponed = false, false, deadLetterWait, !f.Uncounted, f.Uncounted
-	if later, ok := handling.WaitOf(err); ok {
+	if later, ok := handling.WaitOf(err); ok { // Kafka has not taken it, which is reported as an outage
 		f.Wait = later
+	} else {
+		l.log.Warn("outbox: the dead letter of an event cannot be made, it is tried again",
+			handling.EventAttrs(&it.Meta, "action", it.Action, "delivery", it.ID, "error", err)...)
 	}
 	if _, err := l.writeFailure(it, f); err == nil {
 		l.retryAt(time.Now().Add(f.Wait))

@@ -16,6 +16,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
+	"github.com/twmb/franz-go/pkg/kversion"
 
 	"github.com/outboxgo/outbox"
 	kafkaclient "github.com/outboxgo/outbox/internal/kafka"
@@ -197,6 +198,49 @@ func testTopicCreatedAgain(t *testing.T, opts []kgo.Opt) {
 	ids := s.put(t, 0, 5)
 	s.run(t, outbox.ConsumerConfig{}, opts...)
 	s.requireSeen(t, ids...)
+}
+
+// A member that handles what it has fetched of a topic, and has seen that the topic is gone, commits nothing to the one
+// that replaces it, also if the broker knows topics by name. Without a database the next member would begin there.
+func TestNoOffsetOfReplacedTopic(t *testing.T) {
+	testenv.Long(t)
+	t.Parallel()
+	for name, opts := range groupProtocols {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newStartFixture(t, 1)
+			s.put(t, 0, 300)
+			versions := kversion.Stable()
+			versions.SetMaxKeyVersion(kmsg.OffsetCommit.Int16(), 9)
+			opts := append([]kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MaxVersions(versions)}, opts...)
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Logger: slog.New(slog.NewTextHandler(s.log, nil))}}
+			seen := func() int {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				return len(s.seen)
+			}
+			var fast atomic.Bool
+			c, err := outbox.NewConsumer(nil, opts, s.events, s.group, cfg, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error {
+				if !fast.Load() {
+					time.Sleep(20 * time.Millisecond)
+				}
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				s.seen[m.ID]++
+				return nil
+			}))
+			require.NoError(t, err)
+			testenv.Run(t, c.Run)
+			require.Eventually(t, func() bool { return seen() >= 100 }, testenv.Patience, time.Millisecond)
+			s.deleteTopic(t)
+			s.requireLogged(t, "fails, trying until it works") // Kafka has refused a commit
+			testenv.CreateTopic(t, s.brokers, s.topic, 1)
+			ids := s.put(t, 0, 1000)
+			s.requireLogged(t, "a new client")
+			fast.Store(true)
+			s.requireSeen(t, ids...)
+		})
+	}
 }
 
 // A topic that does not exist when its group first runs is read from its beginning.

@@ -3,6 +3,7 @@ package itest
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -90,6 +91,41 @@ func (s *parkingFixture) stripped(t testing.TB, action string) (n int) {
 	require.NoError(t, s.db.QueryRow(background, s.sql(`SELECT count(*)::int FROM {s}.event_delivery
 		WHERE action = $1 AND status = 'DEAD' AND dead_letter IS NOT NULL AND octet_length(payload_bytes) = 0`), action).Scan(&n))
 	return n
+}
+
+// A parked event whose row PostgreSQL cannot read is dead, with a dead letter that says so, and the next event of its
+// key is handled.
+func TestDamagedRowIsDead(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	random := make([]byte, 20_000)
+	_, _ = rand.NewChaCha8([32]byte{}).Read(random)
+	var fixed atomic.Bool
+	testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), s.handler("Handle", "COUNTED", func(context.Context, pgx.Tx, sale, outbox.Metadata) error {
+		if fixed.Load() {
+			return nil
+		}
+		return outbox.RetryAfter(errPlay, time.Hour)
+	})).Run)
+	for n := range 2 {
+		r := s.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"product":"k","amount":%d,"note":"%x"}`, n+1, random))
+		r.Key = []byte("k")
+		s.send(t, r)
+		s.awaitStatuses(t, "COUNTED", []string{"PENDING 1", "PARKED 1 PENDING 1"}[n])
+		if n == 0 {
+			testenv.Damage(t, s.db, s.schema, "event_delivery")
+		}
+	}
+	fixed.Store(true)
+	s.exec(t, `UPDATE {s}.event_delivery SET next_retry_at = now() WHERE status = 'PENDING'`)
+	s.awaitStatuses(t, "COUNTED", "DEAD 1 DONE 1")
+	require.Equal(t, []int{2}, s.journal(t, "COUNTED", "k"))
+	dead := s.deadLetters(t, 1)[0]
+	require.Equal(t, []string{"k", ""}, []string{string(dead.Key), string(dead.Value)})
+	headers := deadLetterHeaders(dead)
+	require.Equal(t, []string{"0", "undecodable", "COUNTED"}, []string{headers[outbox.DeadLetterOriginalOffset], headers[outbox.DeadLetterClass], headers[outbox.DeadLetterAction]})
+	require.Contains(t, headers[outbox.DeadLetterError], "XX001")
+	require.Contains(t, headers["dlq_unread"], "event_delivery")
 }
 
 // Under HoldDead, later events of a key wait behind a dead event without its value, also after a retry in vain, until

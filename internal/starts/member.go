@@ -78,6 +78,7 @@ type Member struct {
 	stalls    map[kafka.Partition]int  // how often brokers did not know the topic of a partition
 	missing   map[string]time.Time     // when something was refused because of a topic, last
 	omitted   map[string]bool          // topics that did not exist when reading began
+	replaced  map[string]bool          // topics that were deleted and created again
 	positions map[kafka.Partition]position
 }
 
@@ -85,7 +86,7 @@ type Member struct {
 func NewMember(cfg Config) *Member {
 	m := &Member{
 		cfg: cfg, id: uuid.New(), prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
-		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{}, positions: map[kafka.Partition]position{},
+		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{}, replaced: map[string]bool{}, positions: map[kafka.Partition]position{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
 	return m
@@ -255,6 +256,7 @@ func (m *Member) describe(ctx context.Context, names []string) (map[string]topic
 		case !seen:
 			m.ids[*t.Topic] = info.id
 		case before != info.id:
+			m.replaced[*t.Topic] = true
 			m.endOutdated("topic was deleted and created again, a new client reads it from its beginning", *t.Topic)
 			return nil, fmt.Errorf("topic %s: %w", *t.Topic, errCreatedAgain)
 		}

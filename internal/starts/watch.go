@@ -99,6 +99,15 @@ func (m *Member) isThere(topic string, began time.Time) bool {
 	return true
 }
 
+// MayCommit reports whether offsets of a topic may be committed. They must not while the topic is missing, or after it
+// was replaced: brokers before Kafka 4.1 know it by its name, and would take the offsets for those of the new topic.
+func (m *Member) MayCommit(topic string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	_, missing := m.missing[topic]
+	return !missing && !m.replaced[topic]
+}
+
 // SawTopics reports whether this client has seen any of its topics.
 func (m *Member) SawTopics() bool {
 	m.mu.Lock()
@@ -120,6 +129,7 @@ func (m *Member) Stall(at kafka.Partition) {
 	m.cfg.Pause(at)
 	m.mu.Lock()
 	m.stalls[at]++
+	m.missing[at.Topic] = time.Now()
 	m.mu.Unlock()
 	wait.Signal(m.stalled)
 }

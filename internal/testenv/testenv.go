@@ -130,27 +130,39 @@ func AllowUnprintable(t testing.TB, db *pgxpool.Pool, schema string) {
 	require.NoError(t, err)
 }
 
-// Damage empties the TOAST table of a table. PostgreSQL can then neither read nor copy the rows that have a value
-// there: a chunk is missing. A DELETE would not do, because deleted chunks are still read.
-func Damage(t testing.TB, tx pgx.Tx, schema, table string) {
+// Damage removes the values that the rows of a table have outside of the table, in its TOAST table. PostgreSQL can then
+// neither read nor copy such a row, as after a loss of pages: the error is XX001. A DELETE would not do, because deleted
+// chunks are still read. Values above 8 KB are outside, unless they are compressed well.
+func Damage(t testing.TB, db interface {
+	Begin(ctx context.Context) (pgx.Tx, error)
+}, schema, table string,
+) {
 	t.Helper()
 	ctx := context.Background()
-	var id uint32
-	var name string
-	require.NoError(t, tx.QueryRow(ctx, `SELECT reltoastrelid, reltoastrelid::regclass::text FROM pg_class WHERE oid = $1::text::regclass`,
-		pgx.Identifier{schema, table}.Sanitize()).Scan(&id, &name))
-	var there bool
-	require.NoError(t, tx.QueryRow(ctx, `SELECT EXISTS (SELECT FROM `+name+`)`).Scan(&there))
-	require.True(t, there, "the table has no value there")
-	for _, sql := range []string{
-		`SET LOCAL allow_system_table_mods = on`,
-		fmt.Sprintf(`UPDATE pg_class SET relkind = 'r' WHERE oid = %d`, id), // no TOAST table may be truncated
-		`TRUNCATE ` + name,
-		fmt.Sprintf(`UPDATE pg_class SET relkind = 't' WHERE oid = %d`, id),
-	} {
-		_, err := tx.Exec(ctx, sql)
-		require.NoError(t, err, sql)
-	}
+	require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+		var id uint32
+		var name string
+		err := tx.QueryRow(ctx, `SELECT reltoastrelid, reltoastrelid::regclass::text FROM pg_class WHERE oid = $1::text::regclass`,
+			pgx.Identifier{schema, table}.Sanitize()).Scan(&id, &name)
+		if err != nil {
+			return err
+		}
+		var there bool
+		if err := tx.QueryRow(ctx, `SELECT EXISTS (SELECT FROM `+name+`)`).Scan(&there); err != nil || !there {
+			return errors.Join(err, errors.New("the table has no value there"))
+		}
+		for _, sql := range []string{
+			`SET LOCAL allow_system_table_mods = on`,
+			fmt.Sprintf(`UPDATE pg_class SET relkind = 'r' WHERE oid = %d`, id), // no TOAST table may be truncated
+			`TRUNCATE ` + name,
+			fmt.Sprintf(`UPDATE pg_class SET relkind = 't' WHERE oid = %d`, id),
+		} {
+			if _, err := tx.Exec(ctx, sql); err != nil {
+				return fmt.Errorf("%s: %w", sql, err)
+			}
+		}
+		return nil
+	}))
 }
 
 // OtherDatabase returns a pool on another database of the same cluster. The database is dropped when the
