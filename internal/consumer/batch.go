@@ -48,6 +48,7 @@ func (w *partitionWorker) handleBatch(items []recordItem) (handled int) {
 		return 0
 	}
 	for i := range items[:n] {
+		w.rest = items[i:n]
 		if err := w.finishRecord(&items[i], items[i+1:], failed); err != nil {
 			return 0
 		}

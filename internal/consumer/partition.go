@@ -43,10 +43,11 @@ type partitionWorker struct {
 	missed    *missedEvents      // gap, while its records are being handled; only run
 	ending    *endingError       // why the record being handled is not decoded, or nil; only run
 
-	lookedAt       time.Time // when findBlocked or lookAgain has asked last; only run
-	asked          askedKeys // when the transaction under way began; only run
-	blockedAtBegin []int     // those of its subjects that were blocked then; only run
-	mostBlock      bool      // most of the tasks of the last batch were blocked; only run
+	rest           []recordItem // the record being finished and those behind it in its batch; only run
+	lookedAt       time.Time    // when look has asked last; only run
+	asked          askedKeys    // when the transaction under way began; only run
+	blockedAtBegin []int        // those of its subjects that were blocked then; only run
+	mostBlock      bool         // most of the tasks of the last batch were blocked; only run
 
 	drainAfter time.Time                 // before, the partition does not wait for parked events of a key; only run
 	drainSince atomic.Pointer[time.Time] // since when it waits for them, nil if it does not
