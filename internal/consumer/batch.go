@@ -102,6 +102,9 @@ func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
 		}
 		return items
 	}
+	if !w.takeTurn() { // admit may have waited
+		return nil
+	}
 	for next := 0; next < len(records); {
 		if next = w.readFrom(next, items, origins); w.stopping.Err() != nil {
 			return nil

@@ -119,10 +119,10 @@ func (w partitionScheduler) Enter(t *handling.Task) error {
 			w.slots.Release()
 			return err
 		}
-		if !w.isTopicPaused() {
+		if !w.isTopicPaused() && w.hasTurn() {
 			return nil
 		}
-		w.slots.Release() // paused while PostgreSQL did not answer
+		w.slots.Release() // PostgreSQL did not answer for a while
 	}
 	return handling.ErrStopped
 }
@@ -146,7 +146,10 @@ func (w partitionScheduler) AwaitPostgres(began time.Time, err error) (putBack b
 }
 
 // pause waits for d. It returns early when the worker is stopped.
-func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
+func (w *partitionWorker) pause(d time.Duration) {
+	w.giveTurn()
+	wait.Sleep(w.stopping, d)
+}
 
 // awaitPostgres reports an outage of PostgreSQL and waits before the next try: for the backoff of the
 // outage, or for the time that the handler's error asks for, if that is longer. Neither a wait for a lock in vain nor a
