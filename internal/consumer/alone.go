@@ -9,13 +9,14 @@ import (
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
-// turn is what a worker needs while it handles a suspect: the place in limits.alone, and the note in PostgreSQL that the
-// record is handled alone. The worker takes both before it decodes the record and before each call of a handler. While
-// it waits for anything else it gives them back: the record has not ended the process so far, and another partition may
-// have its turn. So no wait of a partition, as for the end of an outage or of a pause, keeps the others from theirs.
+// alonePlace is what a worker needs while it handles a suspect: the place in limits.alone, and the note in PostgreSQL
+// that the record is handled alone. The worker takes both before it decodes the record and before each call of a
+// handler. While it waits for anything else it gives them back: the record has not ended the process so far, and another
+// partition may take the place. So no wait of a partition, as for the end of an outage or of a pause, keeps the others
+// waiting.
 //
 // The place is taken before the slots of a call. Who has slots never waits for the place.
-type turn struct {
+type alonePlace struct {
 	// Only run uses these.
 	active bool  // a suspect is being handled
 	offset int64 // of it
@@ -29,38 +30,38 @@ type turn struct {
 
 // beginAlone begins to handle a record alone. It returns false if the worker is stopped.
 func (w *partitionWorker) beginAlone(offset int64) bool {
-	w.turn.active, w.turn.offset, w.turn.noted = true, offset, false
-	return w.awaitResume() && w.takeTurn()
+	w.place.active, w.place.offset, w.place.noted = true, offset, false
+	return w.awaitResume() && w.takePlace()
 }
 
 // endAlone gives the place back when a record is handled. Its note goes with that of the next one.
 func (w *partitionWorker) endAlone() {
-	w.turn.active = false
-	w.turn.release(w.limits.alone)
+	w.place.active = false
+	w.place.release(w.limits.alone)
 }
 
-// takeTurn waits until the worker may decode a record or call a handler: at once, unless the record is a suspect. It
+// takePlace waits until the worker may decode a record or call a handler: at once, unless the record is a suspect. It
 // returns false if the worker is stopped.
-func (w *partitionWorker) takeTurn() bool {
-	for failed := false; w.turn.active && w.stopping.Err() == nil; failed = true {
-		if !w.turn.take(w.stopping, w.limits.alone) {
+func (w *partitionWorker) takePlace() bool {
+	for failed := false; w.place.active && w.stopping.Err() == nil; failed = true {
+		if !w.place.take(w.stopping, w.limits.alone) {
 			return false
 		}
-		if w.turn.noted {
+		if w.place.noted {
 			break
 		}
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, delivery.WriteTimeout)
-		ends, err := w.group.suspect(ctx, w.partition, w.turn.offset, false)
+		ends, err := w.group.suspect(ctx, w.partition, w.place.offset, false)
 		cancel()
 		if err == nil {
-			w.turn.noted, w.turn.ends = true, ends
+			w.place.noted, w.place.ends = true, ends
 			if failed {
 				w.reportPostgresWorks(began)
 			}
 			break
 		}
-		w.turn.release(w.limits.alone)
+		w.place.release(w.limits.alone)
 		if w.held.Err() == nil {
 			w.awaitPostgres(began, err)
 		}
@@ -68,32 +69,32 @@ func (w *partitionWorker) takeTurn() bool {
 	return w.stopping.Err() == nil
 }
 
-// hasTurn reports whether the worker still has what takeTurn has taken: a wait may have given it back since.
-func (w *partitionWorker) hasTurn() bool { return !w.turn.active || w.turn.isHeld() }
+// hasPlace reports whether the worker still has what takePlace has taken: a wait may have given it back since.
+func (w *partitionWorker) hasPlace() bool { return !w.place.active || w.place.isHeld() }
 
-// giveTurn takes the note back that a record is handled alone, and gives the place to another worker. If PostgreSQL
-// does not answer, the note stays, and takeTurn makes no other one.
-func (w *partitionWorker) giveTurn() {
-	if !w.turn.active || !w.turn.isHeld() {
+// givePlace takes the note back that a record is handled alone, and gives the place to another worker. If PostgreSQL
+// does not answer, the note stays, and takePlace makes no other one.
+func (w *partitionWorker) givePlace() {
+	if !w.place.active || !w.place.isHeld() {
 		return
 	}
 	w.forgetSuspect()
-	w.turn.release(w.limits.alone)
+	w.place.release(w.limits.alone)
 }
 
 // forgetSuspect takes the note back that a record is handled alone: it may not be done, but it has not ended this
 // process.
 func (w *partitionWorker) forgetSuspect() {
-	if !w.turn.noted {
+	if !w.place.noted {
 		return
 	}
 	ctx, cancel := context.WithTimeout(w.held, delivery.WriteTimeout)
 	defer cancel()
-	if _, err := w.group.suspect(ctx, w.partition, w.turn.offset, true); err != nil {
-		w.log.Debug("outbox: it is not noted that a record has not ended this process", "partition", w.partition.Name(), "offset", w.turn.offset, "error", err)
+	if _, err := w.group.suspect(ctx, w.partition, w.place.offset, true); err != nil {
+		w.log.Debug("outbox: it is not noted that a record has not ended this process", "partition", w.partition.Name(), "offset", w.place.offset, "error", err)
 		return
 	}
-	w.turn.noted = false
+	w.place.noted = false
 }
 
 // endSuspects notes that no record is handled alone any more.
@@ -105,48 +106,48 @@ func (w *partitionWorker) endSuspects() bool {
 }
 
 // take takes the place, unless it is taken already. It returns false if ctx ends first.
-func (t *turn) take(ctx context.Context, place chan struct{}) bool {
-	if t.isHeld() {
+func (p *alonePlace) take(ctx context.Context, alone chan struct{}) bool {
+	if p.isHeld() {
 		return true
 	}
-	t.waits(time.Now())
-	defer t.waits(time.Time{})
+	p.waits(time.Now())
+	defer p.waits(time.Time{})
 	select {
-	case place <- struct{}{}:
+	case alone <- struct{}{}:
 	case <-ctx.Done():
 		return false
 	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.held = true
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.held = true
 	return true
 }
 
 // release gives the place back, unless it was given back already. Any goroutine may call it.
-func (t *turn) release(place chan struct{}) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.held {
-		t.held = false
-		<-place
+func (p *alonePlace) release(alone chan struct{}) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.held {
+		p.held = false
+		<-alone
 	}
 }
 
-func (t *turn) isHeld() bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.held
+func (p *alonePlace) isHeld() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.held
 }
 
-func (t *turn) waits(since time.Time) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.since = since
+func (p *alonePlace) waits(since time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.since = since
 }
 
 // waiting returns since when the worker waits for the place; zero if it does not.
-func (t *turn) waiting() time.Time {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.since
+func (p *alonePlace) waiting() time.Time {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.since
 }

@@ -102,7 +102,7 @@ func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
 		}
 		return items
 	}
-	if !w.takeTurn() { // admit may have waited
+	if !w.takePlace() { // admit may have waited
 		return nil
 	}
 	for next := 0; next < len(records); {

@@ -42,7 +42,7 @@ type partitionWorker struct {
 	slots     handling.HeldSlots // of the call under way
 	missed    *missedEvents      // gap, while its records are being handled; only run
 	ending    *endingError       // why the record being handled is not decoded, or nil; only run
-	turn      turn               // of the suspect being handled
+	place     alonePlace         // of the suspect being handled
 
 	rest           []recordItem // the record being finished and those behind it in its batch; only run
 	lookedAt       time.Time    // when look has asked last; only run
@@ -108,7 +108,7 @@ type limits struct {
 	slots   handling.CallSlots
 	pauses  *pauses.Set      // topics that are paused
 	parking *consumerParking // nil without PostgreSQL
-	alone   chan struct{}    // has the place of the record that is handled alone, see turn
+	alone   chan struct{}    // has the place of the record that is handled alone, see alonePlace
 }
 
 func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *Rules, limits limits, outages *outage.Logs) *partitionWorker {

@@ -83,8 +83,8 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 	}
 }
 
-// parkBehind parks a task whose key is blocked, which err says, unless lookAgain has. Later tasks of the key are parked too, except for
-// handlers with RetryInPlace: their tasks are checked one by one. The only error is ErrStopped.
+// parkBehind parks a task whose key is blocked, which err says, unless lookAgain has. Later tasks of the key are parked
+// too, except for handlers with RetryInPlace: their tasks are checked one by one. The only error is ErrStopped.
 func (w *partitionWorker) parkBehind(it *recordItem, t handling.Task, err error) (parked bool, _ error) {
 	if !it.isBlocked(t) {
 		it.block(t)
@@ -119,7 +119,7 @@ func (w partitionScheduler) Enter(t *handling.Task) error {
 			w.slots.Release()
 			return err
 		}
-		if !w.isTopicPaused() && w.hasTurn() {
+		if !w.isTopicPaused() && w.hasPlace() {
 			return nil
 		}
 		w.slots.Release() // PostgreSQL did not answer for a while
@@ -147,7 +147,7 @@ func (w partitionScheduler) AwaitPostgres(began time.Time, err error) (putBack b
 
 // pause waits for d. It returns early when the worker is stopped.
 func (w *partitionWorker) pause(d time.Duration) {
-	w.giveTurn()
+	w.givePlace()
 	wait.Sleep(w.stopping, d)
 }
 

@@ -15,8 +15,9 @@ import (
 // After an unclean end, the worker waits for the commit of its first batch before it takes the next one. So if the next
 // process ends at the same offset, a record of the first batch may have ended it. After [starts.MostUncleanEnds] of
 // them, the records of that batch are suspects. The worker notes the offset of each in PostgreSQL, and handles it
-// alone: one at a time in all partitions of the process, so that none is suspected for another, see turn. A record that
-// was noted that often, and at which processes have ended, is not decoded. It gets a dead letter as one that cannot be decoded.
+// alone: one at a time in all partitions of the process, so that none is suspected for another, see alonePlace. A
+// record that was noted that often, and at which processes have ended, is not decoded. It gets a dead letter as one
+// that cannot be decoded.
 type uncleanEnds struct {
 	ends     int // 0 once the first batch is committed
 	suspects int // records that are still to be handled alone
@@ -64,7 +65,7 @@ func (w *partitionWorker) handleAlone(r *kgo.Record) bool {
 		w.forgetSuspect()
 		return false
 	}
-	if ends := w.turn.ends; ends >= starts.MostUncleanEnds {
+	if ends := w.place.ends; ends >= starts.MostUncleanEnds {
 		w.ending = &endingError{ends}
 		w.log.Warn("outbox: processes have ended each time a record was handled alone, it is not decoded and gets a dead letter",
 			"partition", w.partition.Name(), "offset", r.Offset, "ends", ends)
