@@ -11,9 +11,9 @@ import (
 
 // alonePlace is what a worker needs while it handles a suspect: the place in limits.alone, and the note in PostgreSQL
 // that the record is handled alone. The worker takes both before it decodes the record and before each call of a
-// handler. While it waits for anything else it gives them back: the record has not ended the process so far, and another
-// partition may take the place. So no wait of a partition, as for the end of an outage or of a pause, keeps the others
-// waiting.
+// handler. While it waits for anything else it gives them back: the record has not ended the process so far, and
+// another partition may take the place. So no wait of a partition, as for the end of an outage or of a pause, keeps the
+// others waiting.
 //
 // The place is taken before the slots of a call. Who has slots never waits for the place.
 type alonePlace struct {
