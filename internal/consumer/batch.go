@@ -48,6 +48,7 @@ func (w *partitionWorker) handleBatch(items []recordItem) (handled int) {
 		return 0
 	}
 	for i := range items[:n] {
+		w.rest = items[i:n]
 		if err := w.finishRecord(&items[i], items[i+1:], failed); err != nil {
 			return 0
 		}
@@ -100,6 +101,9 @@ func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
 			items[i].Class, items[i].Err = handling.ClassUndecodable, w.ending
 		}
 		return items
+	}
+	if !w.takePlace() { // admit may have waited
+		return nil
 	}
 	for next := 0; next < len(records); {
 		if next = w.readFrom(next, items, origins); w.stopping.Err() != nil {

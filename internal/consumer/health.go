@@ -174,6 +174,10 @@ func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)
 	if since := w.streamWaiting(); !since.IsZero() && time.Since(since) > w.cfg.SlowHandler {
 		notReady("%s has waited for %v to read a large batch: one of another partition is being read", w.partition.Name(), time.Since(since).Round(time.Second))
 	}
+	if since := w.place.waiting(); !since.IsZero() && time.Since(since) > w.cfg.SlowHandler {
+		notReady("%s has waited for %v to handle a record alone, which may have ended processes: one of another partition is being handled alone",
+			w.partition.Name(), time.Since(since).Round(time.Second))
+	}
 	if !w.hasBegun() {
 		notReady("it is not known yet where to begin in %s", w.partition.Name())
 	}

@@ -86,19 +86,30 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 	if w.parking == nil {
 		return nil
 	}
+	found, err := w.look(items, w.mostBlock)
+	if err == nil && found && !w.mostBlock { // tasks with a transaction may have the same key
+		_, err = w.look(items, true)
+	}
+	w.noteShare(items)
+	return err
+}
+
+// look asks for the tasks of items without a transaction, or for all, whether their keys are blocked, and marks those.
+// It reports whether there are any. The only error is ErrStopped.
+func (w *partitionWorker) look(items []recordItem, all bool) (found bool, err error) {
 	w.lookedAt = time.Now()
 	var tasks []handling.Task
 	var of []*recordItem
 	var subjects []delivery.Subject // of tasks, and behind them those of wholeOf
 	for i := range items {
 		for _, t := range items[i].Tasks {
-			if (w.mostBlock || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
+			if (all || t.Kind == handling.NoTx) && !items[i].isBlocked(t) {
 				tasks, of, subjects = append(tasks, t), append(of, &items[i]), append(subjects, w.parking.subjectOf(t))
 			}
 		}
 	}
 	if len(tasks) == 0 {
-		return nil
+		return false, nil
 	}
 	for _, it := range slices.Compact(slices.Clone(of)) {
 		if whole, ok := w.wholeOf(&it.Meta); ok {
@@ -106,7 +117,7 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 		}
 	}
 	var blocked []int
-	err := w.write(func(ctx context.Context) (err error) {
+	err = w.write(func(ctx context.Context) (err error) {
 		blocked, err = w.parking.store.Blocked(ctx, subjects)
 		return err
 	})
@@ -117,12 +128,7 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 			of[n].blockAll()
 		}
 	}
-	if err == nil && len(blocked) > 0 && !w.mostBlock { // tasks with a transaction may have the same key
-		w.mostBlock = true
-		return w.findBlocked(items)
-	}
-	w.noteShare(items)
-	return err
+	return len(blocked) > 0, err
 }
 
 // noteShare notes whether most of the tasks of items are blocked.
@@ -134,23 +140,30 @@ func (w *partitionWorker) noteShare(items []recordItem) {
 	w.mostBlock = blocked > all/2
 }
 
-// lookAgainAfter is how long findBlocked serves for calls without a transaction.
+// lookAgainAfter is how long a look serves for calls without a transaction.
 const lookAgainAfter = 100 * time.Millisecond
 
-// lookAgain returns a [*blockedError] as blocked if the key of a task without a transaction is blocked. It asks if
-// lookAgainAfter has passed since the last look. The other error is ErrStopped.
-func (w *partitionWorker) lookAgain(t handling.Task) (blocked, err error) {
-	if w.parking == nil || time.Since(w.lookedAt) < lookAgainAfter {
-		return nil, nil
+// lookAgain returns a [*blockedError] if the key of a task without a transaction is blocked. It asks if lookAgainAfter
+// has passed since the last look: for all that the batch still has, because this look serves for these tasks, too. It
+// parks those that are blocked. The other error is ErrStopped.
+func (w *partitionWorker) lookAgain(t *handling.Task) error {
+	if w.parking == nil || t.Kind != handling.NoTx || time.Since(w.lookedAt) < lookAgainAfter {
+		return nil
 	}
-	w.lookedAt = time.Now()
-	asked := w.ask([]handling.Task{t})
-	err = w.write(func(ctx context.Context) error {
-		found, err := w.parking.store.Blocked(ctx, asked.subjects)
-		blocked = w.blockedAmong(asked, found)
+	found, err := w.look(w.rest, false)
+	if err != nil || !found {
 		return err
-	})
-	return blocked, err
+	}
+	if _, err := w.look(w.rest, true); err != nil { // as findBlocked does
+		return err
+	}
+	if err := w.parkBlocked(w.rest); err != nil {
+		return err
+	}
+	if w.rest[0].isBlocked(*t) {
+		return &blockedError{}
+	}
+	return nil
 }
 
 // queueBlocked asks, when the transaction of tasks begins, whether their keys are blocked.

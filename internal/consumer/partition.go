@@ -42,11 +42,13 @@ type partitionWorker struct {
 	slots     handling.HeldSlots // of the call under way
 	missed    *missedEvents      // gap, while its records are being handled; only run
 	ending    *endingError       // why the record being handled is not decoded, or nil; only run
+	place     alonePlace         // of the suspect being handled
 
-	lookedAt       time.Time // when findBlocked or lookAgain has asked last; only run
-	asked          askedKeys // when the transaction under way began; only run
-	blockedAtBegin []int     // those of its subjects that were blocked then; only run
-	mostBlock      bool      // most of the tasks of the last batch were blocked; only run
+	rest           []recordItem // the record being finished and those behind it in its batch; only run
+	lookedAt       time.Time    // when look has asked last; only run
+	asked          askedKeys    // when the transaction under way began; only run
+	blockedAtBegin []int        // those of its subjects that were blocked then; only run
+	mostBlock      bool         // most of the tasks of the last batch were blocked; only run
 
 	drainAfter time.Time                 // before, the partition does not wait for parked events of a key; only run
 	drainSince atomic.Pointer[time.Time] // since when it waits for them, nil if it does not
@@ -106,7 +108,7 @@ type limits struct {
 	slots   handling.CallSlots
 	pauses  *pauses.Set      // topics that are paused
 	parking *consumerParking // nil without PostgreSQL
-	alone   chan struct{}    // has the place of the record that is handled alone, see uncleanEnds
+	alone   chan struct{}    // has the place of the record that is handled alone, see alonePlace
 }
 
 func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *Rules, limits limits, outages *outage.Logs) *partitionWorker {

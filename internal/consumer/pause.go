@@ -43,17 +43,20 @@ func (w *partitionWorker) isTopicPaused() bool { return w.limits.pauses.IsPaused
 
 // awaitResume waits while the topic is paused. It returns false if the worker is stopped.
 func (w *partitionWorker) awaitResume() bool {
+	if w.isTopicPaused() {
+		w.givePlace()
+	}
 	return w.limits.pauses.AwaitResume(w.stopping, w.partition.Topic) && w.stopping.Err() == nil
 }
 
-// mayCall waits until the topic is not paused and the worker has the slots for a call. It returns
+// mayCall waits until the topic is not paused and the worker has its place and the slots for a call. It returns
 // false if the worker is stopped first. A worker whose topic is paused holds no slot.
 func (w *partitionWorker) mayCall(tx bool) bool {
-	for w.awaitResume() && w.slots.Take(w.stopping, w.limits.slots, tx) {
+	for w.awaitResume() && w.takePlace() && w.slots.Take(w.stopping, w.limits.slots, tx) {
 		if !w.isTopicPaused() {
 			return true
 		}
-		w.slots.Release() // paused while it waited for the slot
+		w.slots.Release() // paused while it waited for its place or the slot
 	}
 	return false
 }

@@ -84,6 +84,7 @@ func (w *partitionWorker) cutOff() {
 	}
 	w.activity.CutOff()
 	w.slots.Release()
+	w.place.release(w.limits.alone)
 	w.releaseTrials()
 	w.end()
 	call, ok := w.activity.Current()

@@ -39,8 +39,8 @@ func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, fail
 		if err != nil {
 			return err
 		}
+		it.noteParked(t) // or it is done
 		if parked {
-			it.noteParked(t)
 			w.blockBehind(it, t, behind)
 		}
 	}
@@ -58,14 +58,6 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 			}
 			it.block(t)
 			return true, w.parkBlocked([]recordItem{*it})
-		}
-		if failed == nil && t.Kind == handling.NoTx {
-			switch blocked, err := w.lookAgain(t); {
-			case err != nil:
-				return false, err
-			case blocked != nil:
-				return w.parkBehind(it, t, blocked)
-			}
 		}
 		o := w.attempts.Try(&t, policy, failed)
 		failed = nil
@@ -91,10 +83,12 @@ func (w *partitionWorker) runTask(it *recordItem, t handling.Task, failed error)
 	}
 }
 
-// parkBehind parks a task whose key is blocked, which err says. Later tasks of the key are parked too, except for
-// handlers with RetryInPlace: their tasks are checked one by one. The only error is ErrStopped.
+// parkBehind parks a task whose key is blocked, which err says, unless lookAgain has. Later tasks of the key are parked
+// too, except for handlers with RetryInPlace: their tasks are checked one by one. The only error is ErrStopped.
 func (w *partitionWorker) parkBehind(it *recordItem, t handling.Task, err error) (parked bool, _ error) {
-	it.block(t)
+	if !it.isBlocked(t) {
+		it.block(t)
+	}
 	if found, is := errors.AsType[*blockedError](err); is && len(found.whole) > 0 {
 		it.blockAll()
 	}
@@ -118,8 +112,19 @@ type partitionScheduler struct{ *partitionWorker }
 
 func (w partitionScheduler) Held() context.Context { return w.held }
 
-func (w partitionScheduler) Enter(t *handling.Task) bool {
-	return w.stopping.Err() == nil && w.mayCall(t.Kind != handling.NoTx)
+// Enter looks whether the key of a task is blocked when nothing else keeps the call waiting.
+func (w partitionScheduler) Enter(t *handling.Task) error {
+	for w.stopping.Err() == nil && w.mayCall(t.Kind != handling.NoTx) {
+		if err := w.lookAgain(t); err != nil {
+			w.slots.Release()
+			return err
+		}
+		if !w.isTopicPaused() && w.hasPlace() {
+			return nil
+		}
+		w.slots.Release() // PostgreSQL did not answer for a while
+	}
+	return handling.ErrStopped
 }
 
 func (w partitionScheduler) Exit(t *handling.Task, began time.Time, err error) {
@@ -141,7 +146,10 @@ func (w partitionScheduler) AwaitPostgres(began time.Time, err error) (putBack b
 }
 
 // pause waits for d. It returns early when the worker is stopped.
-func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
+func (w *partitionWorker) pause(d time.Duration) {
+	w.givePlace()
+	wait.Sleep(w.stopping, d)
+}
 
 // awaitPostgres reports an outage of PostgreSQL and waits before the next try: for the backoff of the
 // outage, or for the time that the handler's error asks for, if that is longer. Neither a wait for a lock in vain nor a

@@ -1,13 +1,11 @@
 package consumer
 
 import (
-	"context"
 	"fmt"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
-	"github.com/outboxgo/outbox/internal/delivery"
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
@@ -17,8 +15,9 @@ import (
 // After an unclean end, the worker waits for the commit of its first batch before it takes the next one. So if the next
 // process ends at the same offset, a record of the first batch may have ended it. After [starts.MostUncleanEnds] of
 // them, the records of that batch are suspects. The worker notes the offset of each in PostgreSQL, and handles it
-// alone: one at a time in all partitions of the process, so that none is suspected for another. A record that was noted
-// that often, and at which processes have ended, is not decoded. It gets a dead letter as one that cannot be decoded.
+// alone: one at a time in all partitions of the process, so that none is suspected for another, see alonePlace. A
+// record that was noted that often, and at which processes have ended, is not decoded. It gets a dead letter as one
+// that cannot be decoded.
 type uncleanEnds struct {
 	ends     int // 0 once the first batch is committed
 	suspects int // records that are still to be handled alone
@@ -61,45 +60,27 @@ func (w *partitionWorker) handleSuspects(records []*kgo.Record) (others []*kgo.R
 // the worker is stopped.
 func (w *partitionWorker) handleAlone(r *kgo.Record) bool {
 	w.awaitCommit()
-	select {
-	case w.limits.alone <- struct{}{}:
-		defer func() { <-w.limits.alone }()
-	case <-w.stopping.Done():
+	defer w.endAlone()
+	if !w.beginAlone(r.Offset) {
+		w.forgetSuspect()
 		return false
 	}
-	ends := 0
-	if w.write(func(ctx context.Context) (err error) {
-		ends, err = w.group.suspect(ctx, w.partition, r.Offset, false)
-		return err
-	}) != nil {
-		return false
-	}
-	if ends >= starts.MostUncleanEnds {
+	if ends := w.place.ends; ends >= starts.MostUncleanEnds {
 		w.ending = &endingError{ends}
 		w.log.Warn("outbox: processes have ended each time a record was handled alone, it is not decoded and gets a dead letter",
 			"partition", w.partition.Name(), "offset", r.Offset, "ends", ends)
 	}
 	w.handle(w.handleMissed([]*kgo.Record{r}))
 	w.ending = nil
-	if w.stopping.Err() != nil { // it may not be done, but it has not ended this process
-		ctx, cancel := context.WithTimeout(w.held, delivery.WriteTimeout)
-		defer cancel()
-		if _, err := w.group.suspect(ctx, w.partition, r.Offset, true); err != nil {
-			w.log.Debug("outbox: it is not noted that a record has not ended this process", "partition", w.partition.Name(), "offset", r.Offset, "error", err)
-		}
+	if w.stopping.Err() != nil {
+		w.forgetSuspect()
 		return false
 	}
 	w.mu.Lock()
 	w.unclean.suspects, w.unclean.noted = w.unclean.suspects-1, true
 	last := w.unclean.suspects == 0
 	w.mu.Unlock()
-	if !last {
-		return true
-	}
-	return w.write(func(ctx context.Context) error {
-		_, err := w.group.suspect(ctx, w.partition, starts.None, false)
-		return err
-	}) == nil
+	return !last || w.endSuspects()
 }
 
 // endingError is the error of a record at which processes have ended.

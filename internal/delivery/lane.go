@@ -464,8 +464,11 @@ type laneScheduler struct{ *lane }
 
 func (l laneScheduler) Held() context.Context { return l.ctx }
 
-func (l laneScheduler) Enter(t *handling.Task) bool {
-	return l.mayContinue() && l.held.Take(l.stopping, l.slots, t.Kind != handling.NoTx)
+func (l laneScheduler) Enter(t *handling.Task) error {
+	if !l.mayContinue() || !l.held.Take(l.stopping, l.slots, t.Kind != handling.NoTx) {
+		return handling.ErrStopped
+	}
+	return nil
 }
 
 func (l laneScheduler) Exit(t *handling.Task, began time.Time, err error) {

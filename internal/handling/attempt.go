@@ -27,8 +27,9 @@ type Attempts struct {
 type Scheduler interface {
 	// Held returns a context that ends when this process may no longer handle the events.
 	Held() context.Context
-	// Enter waits until a handler may be called. It returns false if the work ends first.
-	Enter(t *Task) bool
+	// Enter waits until a handler may be called. It returns ErrStopped if the work ends first, or an error that
+	// interrupts.
+	Enter(t *Task) error
 	// Exit is called after each call that Enter has permitted.
 	Exit(t *Task, began time.Time, err error)
 	// Trial returns the trial in which an action is tried, or nil. The scheduler releases it.
@@ -99,8 +100,10 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 	works := t.Works || a.works(t, policy)
 	for {
 		err, late, repeat, tried := before, false, false, before == nil
-		if tried && !a.Scheduler.Enter(t) {
-			return Outcome{Result: Stopped}
+		if tried {
+			if err := a.Scheduler.Enter(t); err != nil {
+				return a.notEntered(t, err)
+			}
 		}
 		began := time.Now()
 		if tried {
@@ -132,6 +135,14 @@ func (a *Attempts) Try(t *Task, policy RetryPolicy, before error) Outcome {
 			return a.failed(t, policy, err, works)
 		}
 	}
+}
+
+// notEntered returns the outcome of a task whose handler may not be called.
+func (a *Attempts) notEntered(t *Task, err error) Outcome {
+	if a.Scheduler.Interrupts(err) {
+		return Outcome{Result: Interrupted, Action: t.Action, Err: err}
+	}
+	return Outcome{Result: Stopped}
 }
 
 // call calls the handler of a task once, unless the task was done before. It reports whether the call has used up its

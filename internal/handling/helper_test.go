@@ -289,12 +289,12 @@ type playedScheduler struct {
 
 func (s *playedScheduler) Held() context.Context { return s.held }
 
-func (s *playedScheduler) Enter(*Task) bool {
+func (s *playedScheduler) Enter(*Task) error {
 	if s.ends {
-		return false
+		return ErrStopped
 	}
 	s.inside++
-	return true
+	return nil
 }
 
 func (s *playedScheduler) Exit(*Task, time.Time, error) { s.inside-- }

@@ -3,21 +3,26 @@ package itest
 import (
 	"context"
 	"slices"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// endUncleanly has PostgreSQL say that processes have ended at an offset of partition 0, the last one now.
-func (s *parkingFixture) endUncleanly(t testing.TB, offset int64) {
+// endUncleanly has PostgreSQL say that processes have ended at an offset of all partitions, the last one now.
+func (s *consumerFixture) endUncleanly(t testing.TB, offset int64) {
 	t.Helper()
-	s.exec(t, `UPDATE {s}.consumer_start SET assigned_to = gen_random_uuid(), read_from = $1, unclean_ends = 2 WHERE partition = 0`, offset)
+	_, err := s.db.Exec(background, s.sql(`UPDATE {s}.consumer_start SET assigned_to = gen_random_uuid(), read_from = $1, unclean_ends = 2 WHERE partition >= 0`), offset)
+	require.NoError(t, err)
 }
 
 // Records at whose offset processes have ended are handled one by one, as others are. What fails is parked.
@@ -142,4 +147,114 @@ func TestRebalanceIsCleanEnd(t *testing.T) {
 		stop()
 		await("1 0")
 	}
+}
+
+// in returns a record for a partition.
+func in(partition int32, r *kgo.Record) *kgo.Record {
+	r.Partition = partition
+	return r
+}
+
+// A suspect that is tried again and again keeps those of other partitions waiting for one attempt only. Its attempts
+// are no ends.
+func TestSuspectThatFailsKeepsNoOthersWaiting(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 2)
+	var failures atomic.Int32
+	run := func() (stop func()) {
+		return testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), outbox.RetryInPlace(s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+			if e.Product == "away" && e.Amount > 1 {
+				failures.Add(1)
+				return outbox.Unavailable(errPlay)
+			}
+			return nil
+		}))).Run)
+	}
+	stop := run()
+	s.send(t, s.sale("away", 1), in(1, s.sale("k", 1)))
+	s.awaitOffset(t, 0, 1)
+	s.awaitOffset(t, 1, 1)
+	stop()
+	s.endUncleanly(t, 1)
+	stop = run()
+	s.send(t, s.sale("away", 2))
+	require.Eventually(t, func() bool { return failures.Load() > 0 }, testenv.Patience, time.Millisecond)
+	s.send(t, in(1, s.sale("k", 2)), in(1, s.sale("k", 3)))
+	s.awaitJournal(t, "COUNTED", "k", 3)
+	before := failures.Load()
+	require.Eventually(t, func() bool { return failures.Load() > before+2 }, testenv.Patience, time.Millisecond)
+	stop()
+	require.Equal(t, "1 -1", s.text(t, `SELECT concat_ws(' ', suspect_offset, suspect_ends) FROM {s}.consumer_start WHERE partition = 0`), "none has ended there")
+}
+
+// The pause of a topic while its suspects are handled pauses no other topic.
+func TestPausedSuspectsKeepNoOthersWaiting(t *testing.T) {
+	t.Parallel()
+	s := newPauseFixture(t)
+	var c *outbox.Consumer
+	var suspects atomic.Bool
+	paused := make(chan error, 10)
+	before := func() {
+		if suspects.Load() {
+			paused <- c.Pause(s.topic)
+		}
+	}
+	c = s.member(t, before)
+	stop := testenv.Run(t, c.Run)
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
+	s.refund(t, 1)
+	s.requireArrived(t, map[string]int{"sales/0": 1, "refunds/0": 1})
+	stop()
+	s.endUncleanly(t, 1)
+	suspects.Store(true)
+	c = s.member(t, before)
+	testenv.Run(t, c.Run)
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale), s.saleRecord(uuid.NewString(), oneSale))
+	require.NoError(t, <-paused)
+	time.Sleep(200 * time.Millisecond) // the second one waits for the end of the pause
+	s.refund(t, 2)
+	s.requireArrived(t, map[string]int{"sales/0": 2, "refunds/0": 3})
+	require.NoError(t, c.Resume(s.topic))
+	s.requireArrived(t, map[string]int{"sales/0": 3, "refunds/0": 3})
+}
+
+// Health says that a partition waits until a suspect of another one is handled.
+func TestHealthOfWaitingSuspect(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 2)
+	cfg := s.config(t)
+	cfg.SlowHandler = 100 * time.Millisecond
+	began, release := make(chan struct{}), make(chan struct{})
+	end := sync.OnceFunc(func() { close(release) })
+	member := func() *outbox.Consumer {
+		return s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+			if sold(e) == "slow 2" {
+				close(began)
+				<-release
+			}
+			return nil
+		}))
+	}
+	stop := testenv.Run(t, member().Run)
+	s.send(t, s.sale("slow", 1), in(1, s.sale("k", 1)))
+	s.awaitOffset(t, 0, 1)
+	s.awaitOffset(t, 1, 1)
+	stop()
+	s.endUncleanly(t, 1)
+	c := member()
+	testenv.Run(t, c.Run)
+	t.Cleanup(end)
+	s.send(t, s.sale("slow", 2))
+	<-began
+	s.send(t, in(1, s.sale("k", 2)))
+	says := func() bool {
+		return slices.ContainsFunc(c.Health().Reasons, func(reason string) bool {
+			return strings.Contains(reason, s.topic+"/1 has waited for") && strings.Contains(reason, "alone")
+		})
+	}
+	require.Eventually(t, says, testenv.Patience, 10*time.Millisecond, "%v", c.Health)
+	require.Equal(t, []int{1}, s.journal(t, "COUNTED", "k"))
+	end()
+	s.awaitJournal(t, "COUNTED", "k", 2)
+	require.False(t, says())
 }

@@ -211,3 +211,108 @@ func TestNoTxWaitsForRetriedEvent(t *testing.T) {
 	s.awaitJournal(t, "COUNTED", "k", 2)
 	require.False(t, overlapped.Load(), "the second event was handled while the first one was retried")
 }
+
+// A look asks for all events that the batch still has: also for one that comes before the next look.
+func TestNoTxWaitsBehindOneLook(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	var repaired, retrying, overlapped atomic.Bool
+	busy, release := make(chan struct{}), make(chan struct{})
+	h := s.handler("HandleNoTx", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+		switch sold(e) {
+		case "d 1":
+			if !repaired.Load() {
+				return outbox.Permanent(errPlay)
+			}
+			retrying.Store(true)
+			defer retrying.Store(false)
+			<-release
+		case "b 1":
+			close(busy)
+			for !retrying.Load() {
+				time.Sleep(10 * time.Millisecond)
+			}
+			time.Sleep(150 * time.Millisecond) // longer than a look serves
+		case "c 1":
+			time.Sleep(50 * time.Millisecond) // less
+		case "d 2":
+			overlapped.Store(retrying.Load())
+		}
+		return nil
+	})
+	testenv.Run(t, s.groupConsumer(t, s.group, s.config(t), h, s.handler("Handle", "SEEN", nil)).Run)
+	s.send(t, s.sale("d", 1))
+	s.awaitStatuses(t, "COUNTED", "DEAD 1")
+	s.send(t, s.sale("a", 1), s.sale("b", 1), s.sale("c", 1), s.sale("d", 2), s.sale("e", 1))
+	<-busy
+	repaired.Store(true)
+	retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
+	require.NoError(t, err)
+	require.Equal(t, 1, retried)
+	s.awaitJournal(t, "COUNTED", "e", 1)
+	close(release)
+	s.awaitJournal(t, "COUNTED", "d", 2)
+	require.False(t, overlapped.Load(), "the second event was handled while the first one was retried")
+	for _, product := range []string{"a", "b", "c", "d", "e"} {
+		s.awaitJournal(t, "COUNTED", product, len(s.journal(t, "SEEN", product)))
+	}
+}
+
+// A look does not serve for a call that waits for the end of a pause.
+func TestNoTxLooksBehindPause(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	var c *outbox.Consumer
+	paused := make(chan error, 1)
+	h := s.handler("HandleNoTx", "COUNTED", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+		switch sold(e) {
+		case "k 1":
+			return outbox.Permanent(errPlay)
+		case "other 1":
+			paused <- c.Pause()
+		}
+		return nil
+	})
+	c = s.groupConsumer(t, s.group, s.config(t), h)
+	testenv.Run(t, c.Run)
+	s.send(t, s.sale("k", 1))
+	s.awaitStatuses(t, "COUNTED", "DEAD 1")
+	s.send(t, s.sale("other", 1), s.sale("k", 2))
+	require.NoError(t, <-paused)
+	s.awaitJournal(t, "COUNTED", "other", 1)
+	s.exec(t, `UPDATE {s}.event_delivery SET status = 'PROCESSING', locked_by = 'another/1', locked_until = now() + interval '1 hour'`)
+	time.Sleep(150 * time.Millisecond) // longer than a look serves
+	require.NoError(t, c.Resume())
+	s.awaitStatuses(t, "COUNTED", "PARKED 1 PROCESSING 1")
+	require.Empty(t, s.journal(t, "COUNTED", "k"))
+}
+
+// An event has two handlers without a transaction. The first one is done, and then an earlier event of the key blocks
+// all of them. The first one is not called again.
+func TestNoTxIsDoneBeforeWholeKeyIsBlocked(t *testing.T) {
+	t.Parallel()
+	s := newParkingFixture(t, 1)
+	cfg := s.config(t)
+	cfg.HoldDead = true
+	block := func() {
+		s.exec(t, `UPDATE {s}.event_delivery SET status = 'PROCESSING', locked_by = 'another/1', locked_until = now() + interval '1 hour' WHERE action = ''`)
+	}
+	first := s.handler("HandleNoTx", "FIRST", func(_ context.Context, _ pgx.Tx, e sale, _ outbox.Metadata) error {
+		if sold(e) == "k 2" {
+			block()
+			time.Sleep(150 * time.Millisecond) // longer than a look serves
+		}
+		return nil
+	})
+	stop := testenv.Run(t, s.groupConsumer(t, s.group, cfg, first, s.handler("HandleNoTx", "SECOND", nil)).Run)
+	unreadable := s.sale("k", 1)
+	unreadable.Value = []byte("{")
+	s.send(t, unreadable)
+	s.awaitStatuses(t, "", "DEAD 1")
+	s.exec(t, `UPDATE {s}.event_delivery SET status = 'DONE', held = false WHERE action = ''`)
+	s.send(t, s.sale("k", 2))
+	s.awaitOffset(t, 0, 2)
+	stop()
+	require.Equal(t, "SECOND PARKED", s.text(t, `SELECT string_agg(action || ' ' || status, ', ') FROM {s}.event_delivery WHERE action <> ''`))
+	require.Equal(t, []int{2}, s.journal(t, "FIRST", "k"))
+}

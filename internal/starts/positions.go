@@ -93,13 +93,14 @@ func (m *Member) save(ctx context.Context) error {
 	return err
 }
 
-// putBack notes a position again that could not be saved, unless there is a newer one.
+// putBack notes a position again that could not be saved. A newer one counts instead, and what was lost adds up.
 func (m *Member) putBack(at kafka.Partition, p position) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if newer, ok := m.positions[at]; ok && newer.offset != None {
+	newer, ok := m.positions[at]
+	if ok && newer.offset != None {
 		p.offset = newer.offset
-		p.lost += newer.lost
 	}
+	p.lost += newer.lost
 	m.positions[at] = p
 }

@@ -39,3 +39,28 @@ func TestSavingIsTriedAgain(t *testing.T) {
 	require.Eventually(t, says("saving positions works again"), testenv.Patience, time.Millisecond)
 	require.Less(t, time.Since(works), interval/2)
 }
+
+// What is found lost while a save fails is added to what could not be saved, in either order.
+func TestPositionIsPutBack(t *testing.T) {
+	t.Parallel()
+	at := kafka.Partition{Topic: "sales", Number: 0}
+	for name, tt := range map[string]struct{ newer, unsaved, want position }{
+		"lost meanwhile":              {position{None, 7}, position{4, 0}, position{4, 7}},
+		"lost before and meanwhile":   {position{None, 7}, position{4, 2}, position{4, 9}},
+		"committed meanwhile":         {position{5, 0}, position{None, 7}, position{5, 7}},
+		"both meanwhile":              {position{5, 1}, position{4, 7}, position{5, 8}},
+		"lost twice, and no position": {position{None, 1}, position{None, 7}, position{None, 8}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			m := NewMember(Config{})
+			m.note(at, tt.newer)
+			m.putBack(at, tt.unsaved)
+			require.Equal(t, tt.want, m.positions[at])
+		})
+	}
+	m := NewMember(Config{})
+	m.putBack(at, position{4, 0})
+	m.note(at, position{None, 7})
+	require.Equal(t, position{4, 7}, m.positions[at], "lost afterwards")
+}
