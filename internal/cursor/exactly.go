@@ -298,7 +298,7 @@ func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
 }
 
 // EndUnread is End where the topic is lost: at the position that Kafka had confirmed as far as PostgreSQL knows.
-// What was sent since then is sent again.
+// What was sent since then is sent again. That position may be one in another cluster: the next leader rebases it.
 func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	k, err := c.known(ctx, InKafka{})
 	if err != nil {
@@ -306,5 +306,8 @@ func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	}
 	c.exactly = nil
 	_, err = c.continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
+	if errors.Is(err, ErrOtherCluster) { // the row is written
+		return nil
+	}
 	return err
 }

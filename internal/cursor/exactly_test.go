@@ -239,3 +239,23 @@ func TestRowsAreDurable(t *testing.T) {
 	require.NoError(t, d.DB.QueryRow(ctx, pg.InSchema(`SELECT durable FROM {schema}.outbox_cursor ORDER BY id DESC LIMIT 1`, d.Schema), pgx.QueryExecModeExec).Scan(&durable))
 	require.Equal(t, "on", durable)
 }
+
+// The mode ends in a database that was restored into another cluster. The next leader moves the cursor there.
+func TestEndUnreadElsewhere(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	_, p, _ := d.beginExactly(t)
+	l := d.takeOver(t)
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = 1`)
+	require.NoError(t, d.cursors.EndUnread(ctx, l))
+	plain := cursor.NewStore(d.DB, d.Schema, "default")
+	_, err := plain.Load(ctx, l)
+	require.ErrorIs(t, err, cursor.ErrOtherCluster)
+	unsent, err := plain.Rebase(ctx, l)
+	require.NoError(t, err)
+	require.Equal(t, int64(3), unsent)
+	got, err := plain.Load(ctx, l)
+	require.NoError(t, err)
+	require.Greater(t, got.CursorID, p.CursorID)
+	require.Empty(t, got.Topic)
+}
