@@ -121,6 +121,14 @@ func TestExactlyOnceRestarts(t *testing.T) {
 	t.Parallel()
 	f := newExactlyFixture(t)
 	reader := f.follow(t)
+	confirmed := func() (is bool) {
+		t.Helper()
+		err := f.db.QueryRow(background, f.sql(`SELECT confirmed IS NULL AND batch > 0 FROM {s}.outbox_cursor ORDER BY id DESC LIMIT 1`)).Scan(&is)
+		return err == nil && is
+	}
+	stop := testenv.Run(t, f.relay(t, f.cfg).Run)
+	require.Eventually(t, confirmed, testenv.Patience, 5*time.Millisecond, "of its first record, without an event")
+	stop()
 	var all []oracle.Event
 	for i := range 5 {
 		stop := testenv.Run(t, f.relay(t, f.cfg).Run)
@@ -130,10 +138,7 @@ func TestExactlyOnceRestarts(t *testing.T) {
 		requireArrival(t, reader, all...)
 		require.Eventually(t, func() bool { return f.relayStatus(t, "default").Pending == 0 }, testenv.Patience, 5*time.Millisecond)
 		stop()
-		var confirmed bool
-		sql := strings.ReplaceAll(`SELECT confirmed IS NULL AND batch > 0 FROM {schema}.outbox_cursor ORDER BY id DESC LIMIT 1`, "{schema}", `"`+f.schema+`"`)
-		require.NoError(t, f.db.QueryRow(background, sql).Scan(&confirmed))
-		require.True(t, confirmed)
+		require.True(t, confirmed())
 	}
 	f.requireOnce(t, reader, all)
 }

@@ -40,6 +40,7 @@ type Exactly struct {
 	token     string          // of that row
 	number    int64           // of the newest record
 	behind    bool            // the newest row passes events that no record passes yet
+	begun     bool            // Kafka has the first record since the mode was turned on, and the newest row does not say so
 	confirmed cursor.Confirmed
 	flights   []exactFlight      // transactions that are not confirmed
 	again     []int64            // Record.Again of the next record
@@ -230,6 +231,7 @@ func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, er
 			return p, errDoubt(err)
 		}
 	}
+	x.begun = now.Begins
 	return p, nil
 }
 
@@ -330,7 +332,7 @@ func (x *Exactly) AwaitConfirmed(ctx context.Context) (bool, error) {
 	if err := x.reap(); err != nil {
 		return false, x.doubt(x.outage(err))
 	}
-	return x.confirmed.Row == x.pos.CursorID, nil
+	return !x.begun && x.confirmed.Row == x.pos.CursorID, nil
 }
 
 // write calls f, which may write a row, with what the row says of confirmations. It returns the position with the row
@@ -355,7 +357,7 @@ func (x *Exactly) write(p cursor.Position, parks bool, f func(p cursor.Position)
 		return next, err
 	}
 	if next.CursorID != x.pos.CursorID {
-		x.token, x.behind = x.Cursors.Token(), x.behind || parks
+		x.token, x.behind, x.begun = x.Cursors.Token(), x.behind || parks, false
 		if confirmed {
 			x.confirmed.Row = next.CursorID
 		}
