@@ -139,6 +139,22 @@ func TestFirstRecordWithoutItsRow(t *testing.T) {
 	require.ErrorContains(t, err, "lacks row")
 }
 
+// A dump was taken while the first transactions since the mode was turned on were in flight, and is restored into
+// another cluster: what Kafka has since then is not known there.
+func TestRestoredAmongFirstTransactions(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	_, _, r := d.beginExactly(t)
+	l := d.takeOver(t)
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = 1`)
+	_, err := d.cursors.Continue(ctx, l, r)
+	require.ErrorIs(t, err, cursor.ErrOtherCluster)
+	_, err = d.cursors.Rebase(ctx, l)
+	require.NoError(t, err)
+	_, err = d.cursors.Continue(ctx, l, r)
+	require.ErrorIs(t, err, cursor.ErrDisagree)
+}
+
 // What PostgreSQL and Kafka say does not fit together: the relay does not go on.
 func TestDisagreement(t *testing.T) {
 	t.Parallel()

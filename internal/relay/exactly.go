@@ -40,7 +40,7 @@ type Exactly struct {
 	token     string          // of that row
 	number    int64           // of the newest record
 	behind    bool            // the newest row passes events that no record passes yet
-	begun     bool            // Kafka has the first record since the mode was turned on, and the newest row does not say so
+	begun     bool            // Kafka has the first record of the mode, and the newest row does not say so
 	confirmed cursor.Confirmed
 	flights   []exactFlight      // transactions that are not confirmed
 	again     []int64            // Record.Again of the next record
