@@ -198,7 +198,7 @@ func TestExactlyOnceStoppedLeader(t *testing.T) {
 }
 
 // A copy of a database goes on where the original was stopped. While the original works, or if it has sent more since
-// the copy was made, a copy sends nothing, and does not disturb it.
+// the copy was made, a copy sends nothing, and does not disturb it. Without the mode the copy goes on.
 func TestExactlyOnceRestoredElsewhere(t *testing.T) {
 	testenv.Long(t)
 	t.Parallel()
@@ -233,6 +233,10 @@ func TestExactlyOnceRestoredElsewhere(t *testing.T) {
 		from.requireArrival(t, from.commit(t, "on", 50))
 		from.requireOnce(t)
 		require.Empty(t, log.String(), "the copy has disturbed the original")
+
+		require.NoError(t, relay.EndExactlyOnce(t.Context(), false))
+		to.relay(t, slog.DiscardHandler)
+		to.requireArrival(t, to.commit(t, "on", 50))
 	})
 }
 

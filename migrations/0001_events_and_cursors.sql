@@ -281,7 +281,8 @@ COMMENT ON COLUMN outbox_cursor.cursor_topic IS
 COMMENT ON COLUMN outbox_cursor.token IS
     'Exactly once: random. Records in the topic name id and token, because a failover may give an id out again.';
 COMMENT ON COLUMN outbox_cursor.batch IS
-    'Exactly once: the newest transaction that Kafka had confirmed. NULL: none since the relay began to use the topic.';
+    'Exactly once: the newest transaction that Kafka had confirmed. NULL: none since the mode was turned on. -n: '
+    'none, and the newest record in the topic was that of transaction n then.';
 COMMENT ON COLUMN outbox_cursor.confirmed IS
     'Exactly once: id of the newest row up to whose position Kafka had confirmed everything. NULL: of this row.';
 

@@ -38,7 +38,9 @@ type exactly struct {
 
 // Confirmed is what Kafka has confirmed.
 type Confirmed struct {
-	Batch int64 // number of the newest transaction; 0: none since the relay began to use the topic
+	// Batch is the number of the newest transaction. If it is 0 or less, there was none since the mode was turned on, and
+	// the newest record in the topic had the number -Batch then.
+	Batch int64
 	Row   int64 // the newest row up to whose position everything is confirmed; 0: the row that is written
 }
 
@@ -124,9 +126,10 @@ type InKafka struct {
 }
 
 // sqlAgree reads the newest row of a relay, the row that it names as confirmed, and whether a row with an id and a
-// token is there. A row from another cluster has another meaning.
+// token is there. A row from another cluster has another meaning. A number below 0 is that of a record which was in the
+// topic before the mode was turned on: the row that this record names may still be there.
 const sqlAgree = `
-SELECT n.id, coalesce(n.cursor_topic, '') <> '', coalesce(n.batch, 0), coalesce(n.confirmed, n.id), r.id, coalesce(r.system_identifier = n.system_identifier, false)
+SELECT n.id, coalesce(n.cursor_topic, '') <> '', greatest(n.batch, 0), greatest(-n.batch, 0), coalesce(n.confirmed, n.id), r.id, coalesce(r.system_identifier = n.system_identifier, false)
   FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS n
   LEFT JOIN LATERAL (SELECT id, system_identifier FROM {schema}.outbox_cursor WHERE relay = $1::text AND id = $2 AND token = $3::text) AS r ON true`
 
@@ -134,14 +137,15 @@ SELECT n.id, coalesce(n.cursor_topic, '') <> '', coalesce(n.batch, 0), coalesce(
 type knownRow struct {
 	newest      int64 // row
 	on          bool  // its position is in the topic
-	batch       int64 // that Kafka had confirmed
+	batch       int64 // that Kafka had confirmed; 0: none since the mode was turned on
+	before      int64 // number of the newest record then
 	confirmed   int64 // row
 	named       pgtype.Int8
 	sameCluster bool // of the named row and the newest one
 }
 
 func (c *Store) known(ctx context.Context, r InKafka) (k knownRow, err error) {
-	err = pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, r.Row, r.Token).Scan(&k.newest, &k.on, &k.batch, &k.confirmed, &k.named, &k.sameCluster)
+	err = pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, r.Row, r.Token).Scan(&k.newest, &k.on, &k.batch, &k.before, &k.confirmed, &k.named, &k.sameCluster)
 	if err != nil {
 		return k, fmt.Errorf("load cursor: %w", err)
 	}
@@ -165,8 +169,8 @@ func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
 	a.newest = k.newest
 	const end = "; what was sent since then is not known here. See the page about exactly once for what to do"
 	switch named := k.named.Valid && k.sameCluster; {
-	case !k.on || k.batch == 0 && !named:
-		a.from, a.begins = a.newest, true // there was never a record in this time
+	case !k.on || k.batch == 0 && r.Number <= k.before:
+		a.from, a.begins = a.newest, true // there was never a record since the mode was turned on
 	case r.Number < k.batch:
 		return a, fmt.Errorf("%w: the newest record in %s is that of transaction %d, and Kafka had confirmed transaction %d: the topic was deleted, created again or truncated%s",
 			ErrDisagree, c.exactly.topic, r.Number, k.batch, end)
@@ -175,7 +179,7 @@ func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
 	case r.Number == k.batch:
 		a.from = k.confirmed
 	case k.named.Valid:
-		return a, fmt.Errorf("%w: the database was restored from another cluster, which has sent transaction %d, and only %d is known here%s", ErrDisagree, r.Number, k.batch, end)
+		return a, fmt.Errorf("%w: the database was restored from another cluster, which has sent transaction %d, and only %d is known here%s", ErrDisagree, r.Number, max(k.batch, k.before), end)
 	default:
 		return a, fmt.Errorf("%w: PostgreSQL lacks row %d of outbox_cursor, which the newest record in %s names: a failover or a restore has lost commits%s",
 			ErrDisagree, r.Row, c.exactly.topic, end)
@@ -242,7 +246,7 @@ func (c *Store) Continue(ctx context.Context, l *lease.Lease, r InKafka) (Contin
 	}
 	now := Confirmed{Batch: r.Number}
 	if a.begins {
-		now.Batch = 0
+		now.Batch = -r.Number
 	}
 	c.Confirm(now, r.Number+1)
 	return c.continueFrom(ctx, l, r, a)
@@ -298,7 +302,7 @@ func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
 }
 
 // EndUnread is End where the topic is lost: at the position that Kafka had confirmed as far as PostgreSQL knows.
-// What was sent since then is sent again.
+// What was sent since then is sent again. That position may be one in another cluster: the next leader rebases it.
 func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	k, err := c.known(ctx, InKafka{})
 	if err != nil {
@@ -306,5 +310,8 @@ func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	}
 	c.exactly = nil
 	_, err = c.continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
+	if errors.Is(err, ErrOtherCluster) { // the row is written
+		return nil
+	}
 	return err
 }

@@ -85,6 +85,76 @@ func TestBeginAgain(t *testing.T) {
 	}
 }
 
+// The mode was ended, and is on again with the same topic: its newest record is one of before, also if the row that it
+// names is still there. Retention may have removed the rows in between.
+func TestBeginAfterAnEnd(t *testing.T) {
+	t.Parallel()
+	for name, thin := range map[string]string{
+		"all rows are there": `SELECT`, "only the newest row and that of the record": `DELETE FROM {schema}.outbox_cursor WHERE cursor_topic IS NULL`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			d, ctx := newFixture(t), context.Background()
+			l, p, r := d.beginExactly(t)
+			p.Last = r.Last
+			require.NoError(t, d.cursors.End(ctx, l, p))
+			plain := cursor.NewStore(d.DB, d.Schema, "default")
+			p, err := plain.Load(ctx, l)
+			require.NoError(t, err)
+			p.Last += 2
+			_, err = plain.Move(ctx, l, p, nil)
+			require.NoError(t, err)
+			var row int64
+			for range 3 { // Kafka confirms no record
+				begun, err := d.cursors.HasBegun(ctx)
+				require.NoError(t, err)
+				require.False(t, begun)
+				var got cursor.Position
+				var begins bool
+				_, got, begins, err = d.next(t, r)
+				require.NoError(t, err)
+				require.True(t, begins)
+				require.Equal(t, [3]any{p.Base, p.Window, p.Last}, [3]any{got.Base, got.Window, got.Last})
+				row = got.CursorID
+				d.Exec(t, thin)
+			}
+			r = cursor.InKafka{Number: r.Number + 1, Row: row, Token: d.cursors.Token(), Last: p.Last}
+			_, got, begins, err := d.next(t, r) // the first record, whose confirmation was lost
+			require.NoError(t, err)
+			require.False(t, begins)
+			require.Equal(t, p.Last, got.Last)
+		})
+	}
+}
+
+// A failover has lost the row of the first record since the mode was turned on, and an earlier try to begin is there.
+func TestFirstRecordWithoutItsRow(t *testing.T) {
+	t.Parallel()
+	d := newFixture(t)
+	_, p, begins, err := d.next(t, cursor.InKafka{Number: 41, Row: 1, Token: "of another time"})
+	require.NoError(t, err)
+	require.True(t, begins)
+	_, _, _, err = d.next(t, cursor.InKafka{Number: 42, Row: p.CursorID + 1, Token: "lost"})
+	require.ErrorIs(t, err, cursor.ErrDisagree)
+	require.ErrorContains(t, err, "lacks row")
+}
+
+// A dump was taken while the first transactions since the mode was turned on were in flight, and is restored into
+// another cluster: what Kafka has since then is not known there.
+func TestRestoredAmongFirstTransactions(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	_, _, r := d.beginExactly(t)
+	l := d.takeOver(t)
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = 1`)
+	_, err := d.cursors.Continue(ctx, l, r)
+	require.ErrorIs(t, err, cursor.ErrOtherCluster)
+	_, err = d.cursors.Rebase(ctx, l)
+	require.NoError(t, err)
+	_, err = d.cursors.Continue(ctx, l, r)
+	require.ErrorIs(t, err, cursor.ErrDisagree)
+}
+
 // What PostgreSQL and Kafka say does not fit together: the relay does not go on.
 func TestDisagreement(t *testing.T) {
 	t.Parallel()
@@ -238,4 +308,24 @@ func TestRowsAreDurable(t *testing.T) {
 	var durable string
 	require.NoError(t, d.DB.QueryRow(ctx, pg.InSchema(`SELECT durable FROM {schema}.outbox_cursor ORDER BY id DESC LIMIT 1`, d.Schema), pgx.QueryExecModeExec).Scan(&durable))
 	require.Equal(t, "on", durable)
+}
+
+// The mode ends in a database that was restored into another cluster. The next leader moves the cursor there.
+func TestEndUnreadElsewhere(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	_, p, _ := d.beginExactly(t)
+	l := d.takeOver(t)
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = 1`)
+	require.NoError(t, d.cursors.EndUnread(ctx, l))
+	plain := cursor.NewStore(d.DB, d.Schema, "default")
+	_, err := plain.Load(ctx, l)
+	require.ErrorIs(t, err, cursor.ErrOtherCluster)
+	unsent, err := plain.Rebase(ctx, l)
+	require.NoError(t, err)
+	require.Equal(t, int64(3), unsent)
+	got, err := plain.Load(ctx, l)
+	require.NoError(t, err)
+	require.Greater(t, got.CursorID, p.CursorID)
+	require.Empty(t, got.Topic)
 }

@@ -186,11 +186,48 @@ func TestReadToTheEnd(t *testing.T) {
 	require.Equal(t, Record{Number: 1, Row: 1, Token: "t"}, newest)
 
 	hides := f.send(t, o, 8)
-	_, _, err := NewSender(f.cfg).startOnce(f.ctx(t))
+	ctx, cancel := context.WithTimeout(f.ctx(t), 3*time.Second) // less than a transaction may last
+	defer cancel()
+	_, _, err := NewSender(f.cfg).startOnce(ctx)
 	require.ErrorIs(t, err, ErrOpen)
 	require.NoError(t, hides.Abort(f.ctx(t)))
 	_, newest = f.start(t)
 	require.Equal(t, int64(1), newest.Number)
+}
+
+// Another relay has a transaction open in the topic at any time. A start waits for the end of those that it has found.
+func TestReadBesideABusyRelay(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	s, _ := f.start(t)
+	require.NoError(t, f.send(t, s, 1).Commit(f.ctx(t)).Wait(f.ctx(t)))
+	other := *f
+	other.cfg.Key, other.cfg.ID = "other", f.cfg.ID+"-other"
+	o, _ := other.start(t)
+	open := f.send(t, o, 7)
+	type result struct {
+		newest Record
+		err    error
+	}
+	started := make(chan result, 1)
+	f.going.Go(func() {
+		newest, _, err := NewSender(f.cfg).startOnce(f.ctx(t))
+		started <- result{newest, err}
+	})
+	for n := int64(8); ; n++ {
+		time.Sleep(200 * time.Millisecond)
+		next := open.Commit(f.ctx(t))
+		open = f.send(t, o, n) // before the commit is confirmed
+		require.NoError(t, next.Wait(f.ctx(t)))
+		select {
+		case r := <-started:
+			require.NoError(t, r.err)
+			require.Equal(t, int64(1), r.newest.Number)
+			require.NoError(t, open.Abort(f.ctx(t)))
+			return
+		default:
+		}
+	}
 }
 
 // startOnce is Start for a sender that is used for nothing else.

@@ -21,8 +21,8 @@ var (
 	ErrTopic = errors.New("the cursor topic is not usable")
 	// ErrVersion means that the brokers lack what the mode needs.
 	ErrVersion = errors.New("the brokers do not have transaction.version 2")
-	// ErrOpen means that a transaction of another producer is open in the cursor topic.
-	ErrOpen = errors.New("a transaction of another producer is open in the cursor topic, and hides what is behind it")
+	// ErrOpen means that a transaction of another producer has stayed open in the cursor topic.
+	ErrOpen = errors.New("a transaction of another producer stays open in the cursor topic, and hides what is behind it")
 )
 
 // CheckVersion returns [ErrVersion] unless the cluster has transaction.version 2. Before, a request that is late can
@@ -139,13 +139,9 @@ func (s *Sender) read(ctx context.Context) (newest Record, found bool, err error
 	reader := kafka.NewReader(s.clients[0])
 	for look := int64(firstLook); ; look *= 10 {
 		from := max(0, ends[at]-look)
-		spans, err := reader.Spans(ctx, s.cfg.Topic, map[int32]int64{0: from})
+		span, err := s.awaitSpan(ctx, reader, from, ends[at])
 		if err != nil {
-			return Record{}, false, fmt.Errorf("read the cursor topic: %w", err)
-		}
-		span := spans[0]
-		if span.End < ends[at] {
-			return Record{}, false, fmt.Errorf("%w: %s, from offset %d", ErrOpen, s.cfg.Topic, span.End)
+			return Record{}, false, err
 		}
 		first := span.Next
 		for span.Next < span.End {
@@ -165,6 +161,29 @@ func (s *Sender) read(ctx context.Context) (newest Record, found bool, err error
 		}
 		if found || first > from || from == 0 {
 			return newest, found, nil
+		}
+	}
+}
+
+const openPoll = 50 * time.Millisecond
+
+// awaitSpan returns the span from an offset on, once the transactions below end have ended. Those that other relays
+// have begun since then are behind it, and are not waited for.
+func (s *Sender) awaitSpan(ctx context.Context, reader *kafka.Reader, from, end int64) (kafka.Span, error) {
+	var open error
+	for {
+		spans, err := reader.Spans(ctx, s.cfg.Topic, map[int32]int64{0: from})
+		switch {
+		case err != nil && open != nil && ctx.Err() != nil:
+			return kafka.Span{}, open
+		case err != nil:
+			return kafka.Span{}, fmt.Errorf("read the cursor topic: %w", err)
+		case spans[0].End >= end:
+			return spans[0], nil
+		}
+		open = fmt.Errorf("%w: %s, from offset %d", ErrOpen, s.cfg.Topic, spans[0].End)
+		if wait.Sleep(ctx, openPoll); ctx.Err() != nil {
+			return kafka.Span{}, open
 		}
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -121,6 +122,14 @@ func TestExactlyOnceRestarts(t *testing.T) {
 	t.Parallel()
 	f := newExactlyFixture(t)
 	reader := f.follow(t)
+	confirmed := func() (is bool) {
+		t.Helper()
+		err := f.db.QueryRow(background, f.sql(`SELECT confirmed IS NULL AND batch > 0 FROM {s}.outbox_cursor ORDER BY id DESC LIMIT 1`)).Scan(&is)
+		return err == nil && is
+	}
+	stop := testenv.Run(t, f.relay(t, f.cfg).Run)
+	require.Eventually(t, confirmed, testenv.Patience, 5*time.Millisecond, "of its first record, without an event")
+	stop()
 	var all []oracle.Event
 	for i := range 5 {
 		stop := testenv.Run(t, f.relay(t, f.cfg).Run)
@@ -130,10 +139,7 @@ func TestExactlyOnceRestarts(t *testing.T) {
 		requireArrival(t, reader, all...)
 		require.Eventually(t, func() bool { return f.relayStatus(t, "default").Pending == 0 }, testenv.Patience, 5*time.Millisecond)
 		stop()
-		var confirmed bool
-		sql := strings.ReplaceAll(`SELECT confirmed IS NULL AND batch > 0 FROM {schema}.outbox_cursor ORDER BY id DESC LIMIT 1`, "{schema}", `"`+f.schema+`"`)
-		require.NoError(t, f.db.QueryRow(background, sql).Scan(&confirmed))
-		require.True(t, confirmed)
+		require.True(t, confirmed())
 	}
 	f.requireOnce(t, reader, all)
 }
@@ -389,4 +395,75 @@ func TestExactlyOnceEventForCursorTopic(t *testing.T) {
 	var says string
 	require.NoError(t, f.db.QueryRow(background, f.sql(`SELECT last_error FROM {s}.outbox_failed`)).Scan(&says))
 	require.Contains(t, says, "is the cursor topic of the relay")
+}
+
+// Kafka accepts no records, while it answers each start: that is one outage of Kafka, until a record is accepted, and
+// none of PostgreSQL.
+func TestExactlyOnceWithoutLeader(t *testing.T) {
+	t.Parallel()
+	for name, first := range map[string]bool{"while a window is open": false, "when the mode is turned on": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newRelayFixture(t)
+			cluster, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, h.topic))
+			require.NoError(t, err)
+			t.Cleanup(cluster.Close)
+			h.brokers = cluster.ListenAddrs()
+			leaderless, starts := new(atomic.Bool), new(atomic.Int64)
+			withoutLeader(cluster, leaderless, starts)
+			log, cfg := &testenv.Buffer{}, quick
+			t.Cleanup(func() { t.Logf("the relay: %s", log) })
+			cfg.ExactlyOnce, cfg.BatchSize, cfg.DeliveryTimeout = "cursor", 2, time.Second
+			cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+			relay := h.relay(t, cfg)
+			leaderless.Store(first)
+			testenv.Run(t, relay.Run)
+			sent := func() bool { return h.relayStatus(t, "default").Pending == 0 }
+			if !first {
+				require.Eventually(t, func() bool { return h.relayStatus(t, "default").Transaction > 0 }, testenv.Patience, 5*time.Millisecond)
+			}
+			leaderless.Store(true)
+			before := starts.Load()
+			h.commit(t, numbered("key", 1, 10)...)
+			require.Eventually(t, func() bool { return starts.Load() >= before+7 }, testenv.Patience, 5*time.Millisecond)
+			require.NotContains(t, log.String(), "works again")
+			require.NotContains(t, log.String(), "PostgreSQL")
+			leaderless.Store(false)
+			require.Eventually(t, sent, testenv.Patience, 5*time.Millisecond)
+			require.Equal(t, 1, strings.Count(log.String(), "Kafka fails"))
+			require.Equal(t, 1, strings.Count(log.String(), "Kafka works again"))
+			require.Empty(t, relay.Health().Outages)
+		})
+	}
+}
+
+// withoutLeader lets a cluster accept no records while leaderless is set, and counts the starts of relays.
+func withoutLeader(cluster *kfake.Cluster, leaderless *atomic.Bool, starts *atomic.Int64) {
+	cluster.ControlKey(int16(kmsg.Produce), func(r kmsg.Request) (kmsg.Response, error, bool) {
+		cluster.KeepControl()
+		return notLeader(r.(*kmsg.ProduceRequest)), nil, leaderless.Load()
+	})
+	cluster.ControlKey(int16(kmsg.InitProducerID), func(r kmsg.Request) (kmsg.Response, error, bool) {
+		cluster.KeepControl()
+		if id := r.(*kmsg.InitProducerIDRequest).TransactionalID; id != nil && strings.HasSuffix(*id, ".1") {
+			starts.Add(1)
+		}
+		return nil, nil, false
+	})
+}
+
+// notLeader is the answer of a broker that leads no partition.
+func notLeader(r *kmsg.ProduceRequest) *kmsg.ProduceResponse {
+	answer := r.ResponseKind().(*kmsg.ProduceResponse)
+	for _, asked := range r.Topics {
+		topic := kmsg.NewProduceResponseTopic()
+		topic.Topic, topic.TopicID = asked.Topic, asked.TopicID
+		for _, p := range asked.Partitions {
+			partition := kmsg.NewProduceResponseTopicPartition()
+			partition.Partition, partition.ErrorCode = p.Partition, kerr.NotLeaderForPartition.Code
+			topic.Partitions = append(topic.Partitions, partition)
+		}
+		answer.Topics = append(answer.Topics, topic)
+	}
+	return answer
 }

@@ -41,6 +41,7 @@ type Exactly struct {
 	token     string          // of that row
 	number    int64           // of the newest record
 	behind    bool            // the newest row passes events that no record passes yet
+	begun     bool            // Kafka has the first record of the mode, and the newest row does not say so
 	confirmed cursor.Confirmed
 	flights   []exactFlight      // transactions that are not confirmed
 	again     []int64            // Record.Again of the next record
@@ -50,6 +51,7 @@ type Exactly struct {
 	recorded bool                 // and its cursor record
 	most     int                  // events of the next transaction of the session
 	held     bool                 // by the session, from Deliver to Commit; only its goroutine
+	unsent   bool                 // the newest outage of Kafka is one of records that were not accepted
 }
 
 // ExactlyParts is what Exactly is made from.
@@ -83,8 +85,10 @@ func NewExactly(p ExactlyParts) *Exactly {
 	return x
 }
 
-// errDoubt is an ErrStale: the session starts again.
-func errDoubt(err error) error { return fmt.Errorf("%w: %w", cursor.ErrStale, err) }
+// errDoubt is an ErrStale: the session starts again. It says nothing about PostgreSQL.
+func errDoubt(err error) error { return fmt.Errorf("%w: %w: %w", cursor.ErrStale, errTransaction, err) }
+
+var errTransaction = errors.New("the outcome of a transaction is not known")
 
 // doubt makes it unready. The caller holds mu.
 func (x *Exactly) doubt(err error) error {
@@ -168,9 +172,8 @@ func (x *Exactly) Start(stop context.Context, begun func() (bool, error), identi
 		if has && errors.Is(err, exactly.ErrNoTopic) {
 			return fmt.Errorf("%w: %w; it is not created again, because nothing would know what was sent. See the page about exactly once for what to do", cursor.ErrDisagree, err)
 		}
-		x.KafkaOutage.Report(err)
-		if x.Delivery.Heard != nil {
-			x.Delivery.Heard(err)
+		if err != nil || !x.unsent || x.KafkaOutage.Current() == nil { // a start is no proof that records are accepted
+			x.hear(err)
 		}
 		if err == nil {
 			return nil
@@ -231,6 +234,7 @@ func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, er
 			return p, errDoubt(err)
 		}
 	}
+	x.begun = now.Begins
 	return p, nil
 }
 
@@ -258,15 +262,17 @@ func (x *Exactly) keepLocked(parked *Parking) {
 // begin sends the first record after the mode was turned on. Until Kafka has confirmed it, the row counts; from
 // then on the topic does.
 func (x *Exactly) begin(ctx context.Context) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, x.Rules.SendTimeout)
+	defer cancel()
 	if x.open, err = x.sender.Begin(ctx); err != nil {
-		return err
+		return x.outage(err)
 	}
 	if err := x.sendRecord(ctx); err != nil {
-		return err
+		return x.sendOutage(err)
 	}
 	commit := x.endOpen(nil)
 	if err := commit.Wait(ctx); err != nil {
-		return err
+		return x.outage(err)
 	}
 	return x.reap()
 }
@@ -287,6 +293,10 @@ func (x *Exactly) sendRecord(ctx context.Context) error {
 		err = errs[0]
 	}
 	x.recorded = err == nil
+	if x.recorded && x.unsent {
+		x.unsent = false
+		x.hear(nil)
+	}
 	return err
 }
 
@@ -332,7 +342,7 @@ func (x *Exactly) AwaitConfirmed(ctx context.Context) (bool, error) {
 	if err := x.reap(); err != nil {
 		return false, x.doubt(x.outage(err))
 	}
-	return x.confirmed.Row == x.pos.CursorID, nil
+	return !x.begun && x.confirmed.Row == x.pos.CursorID, nil
 }
 
 // write calls f, which may write a row, with what the row says of confirmations. It returns the position with the row
@@ -357,7 +367,7 @@ func (x *Exactly) write(p cursor.Position, parks bool, f func(p cursor.Position)
 		return next, err
 	}
 	if next.CursorID != x.pos.CursorID {
-		x.token, x.behind = x.Cursors.Token(), x.behind || parks
+		x.token, x.behind, x.begun = x.Cursors.Token(), x.behind || parks, false
 		if confirmed {
 			x.confirmed.Row = next.CursorID
 		}
@@ -382,11 +392,24 @@ func (x *Exactly) outage(err error) error {
 		x.Log.Warn("outbox: Kafka has ended a transaction, starting again unless the lease is lost: another process has initialized the transactional ids, or the transaction took too long, or the ids were not used for days", "error", err)
 		return err
 	}
+	x.hear(err)
+	return err
+}
+
+// sendOutage is outage after records were not accepted: only records that are accepted end it.
+func (x *Exactly) sendOutage(err error) error {
+	err = x.outage(err)
+	x.unsent = x.KafkaOutage.Current() != nil
+	return err
+}
+
+// hear takes a result of Kafka.
+func (x *Exactly) hear(err error) {
+	x.unsent = x.unsent && x.KafkaOutage.Current() != nil
 	x.KafkaOutage.Report(err)
 	if x.Delivery.Heard != nil {
 		x.Delivery.Heard(err)
 	}
-	return err
 }
 
 // exactlyCursors are the cursors of a session that sends exactly once.

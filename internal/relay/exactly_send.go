@@ -265,7 +265,7 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	}
 	errs, err := x.open.Send(ctx, records)
 	if err != nil {
-		return 0, x.doubt(x.outage(err))
+		return 0, x.doubt(x.sendOutage(err))
 	}
 	copy(t.records, records) // with their partitions
 	copy(t.errs, errs)
@@ -283,7 +283,7 @@ func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs [
 		case RejectionClass(err) != "" && (!ours || result != triedSent):
 			result = max(result, triedRefused)
 		default:
-			return 0, x.doubt(x.outage(err))
+			return 0, x.doubt(x.sendOutage(err))
 		}
 	}
 	d.reportAnswers(errs)
@@ -316,7 +316,7 @@ func (x *Exactly) Commit(batch []envelope.Event, outcomes []Outcome) error {
 		ctx, cancel := context.WithTimeout(x.Held, x.Rules.SendTimeout)
 		defer cancel()
 		if err := x.sendRecord(ctx); err != nil {
-			return x.doubt(x.outage(err))
+			return x.doubt(x.sendOutage(err))
 		}
 	}
 	d := x.deliverer.begin(x.Held, x.Held, batch, true)

@@ -130,7 +130,9 @@ func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 			return err
 		}
 		s.Window.forget()
-		s.awaitFresh(ctx)
+		if !errors.Is(err, errTransaction) {
+			s.awaitFresh(ctx)
+		}
 		// Loading proves nothing, and another process may have moved the cursor: on a
 		// machine that was suspended, the clock has not seen the lease expire.
 		err = s.try(func(ctx context.Context) error { return s.Leases.Renew(ctx, s.Lease) })
@@ -400,6 +402,8 @@ func (s *Session) try(f func(context.Context) error) error {
 			return context.Cause(s.Held)
 		case pg.IsUndefined(err):
 			return pg.NotMigrated(s.Rules.Schema, err)
+		case errors.Is(err, errTransaction): // PostgreSQL may not have been asked
+			return err
 		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost), errors.Is(err, cursor.ErrMode),
 			errors.Is(err, cursor.ErrDisagree), errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, cursor.ErrSequenceBehind):
 			if s.stale <= maxStale {

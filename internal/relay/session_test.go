@@ -156,6 +156,29 @@ func TestSession(t *testing.T) {
 	}
 }
 
+// Transactions of a relay that sends exactly once fail again and again, while a window is open. PostgreSQL works, and
+// the log does not say otherwise.
+func TestSessionWhoseTransactionsFail(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFakeStore(t, 5, nil)
+		f.pos.Window, f.plays = seeing(5), slices.Repeat([]string{"..doubt"}, 10)
+		require.NoError(t, f.run())
+		require.Equal(t, strings.Repeat("12 ", 10)+"12 34 5", strings.Join(f.sent, " "))
+		require.Empty(t, f.log.String())
+	})
+}
+
+// A transaction that fails says nothing about PostgreSQL: an outage does not end by it.
+func TestTransactionThatFailsEndsNoOutage(t *testing.T) {
+	t.Parallel()
+	f := newFakeStore(t, 5, nil)
+	s := f.session(context.Background(), rulesWith(2))
+	s.Outage.Report(errDown)
+	require.ErrorIs(t, s.try(func(context.Context) error { return errDoubt(errDown) }), cursor.ErrStale)
+	require.NotNil(t, s.Outage.Current())
+}
+
 // What the parking holds are the rows of outbox_failed, and the events on their way there.
 func TestSessionParks(t *testing.T) {
 	t.Parallel()
@@ -553,6 +576,10 @@ func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *Par
 	play, stopped := strings.CutSuffix(play, "stop")
 	if stopped {
 		f.stop()
+	}
+	play, doubtful := strings.CutSuffix(play, "doubt")
+	if doubtful {
+		err = errDoubt(errDown)
 	}
 	play, lost := strings.CutSuffix(play, "lost")
 	if lost {

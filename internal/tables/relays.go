@@ -102,7 +102,7 @@ SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' 
        CASE WHEN isfinite(l.expires_at) THEN l.expires_at END, c.created_at, p.events, p.more,
        (SELECT created_at FROM {schema}.outbox WHERE id = p.first),
        CASE WHEN ` + leaseHolds + ` THEN l.state END, l.state_at, l.kafka_at, clock_timestamp(),
-       coalesce(c.newest_topic, ''), coalesce(c.newest_batch, 0)`
+       coalesce(c.newest_topic, ''), greatest(c.newest_batch, 0)`
 
 // leaseHolds is the condition that a process holds the lease l, and has said something of itself since it took it.
 const leaseHolds = `l.expires_at > clock_timestamp() AND l.holder NOT IN ('outbox cut', 'outbox debezium')
