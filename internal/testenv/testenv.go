@@ -131,9 +131,9 @@ func AllowUnprintable(t testing.TB, db *pgxpool.Pool, schema string) {
 	require.NoError(t, err)
 }
 
-// Damage removes the values that the rows of a table have outside of the table, in its TOAST table. PostgreSQL can then
-// neither read nor copy such a row, as after a loss of pages: the error is XX001. A DELETE would not do, because deleted
-// chunks are still read. Values above 8 KB are outside, unless they are compressed well.
+// Damage removes the values that the rows of a table have in its TOAST table. PostgreSQL can then neither read nor copy
+// such a row, as after a loss of pages: the error is XX001. A DELETE would not do, because deleted chunks are still
+// read. Values above 8 KB are there, unless they are compressed well.
 func Damage(t testing.TB, db interface {
 	Begin(ctx context.Context) (pgx.Tx, error)
 }, schema, table string,
