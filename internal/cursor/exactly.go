@@ -38,8 +38,8 @@ type exactly struct {
 
 // Confirmed is what Kafka has confirmed.
 type Confirmed struct {
-	// Batch is the number of the newest transaction. If it is 0 or less, there was none since the mode was turned on, and
-	// the newest record in the topic had the number -Batch then.
+	// Batch is the number of the newest transaction. If it is 0 or less, there was none since the mode was turned on,
+	// and the newest record in the topic had the number -Batch then.
 	Batch int64
 	Row   int64 // the newest row up to whose position everything is confirmed; 0: the row that is written
 }
