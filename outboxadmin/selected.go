@@ -125,7 +125,8 @@ func (a *admin) selectedRow(ctx context.Context, id outboxops.FailureID, action 
 // neverSent returns why no relay would send an event after a retry or an edit, which its row does not say. It picks the
 // event as a retry of many does.
 func (a *admin) neverSent(ctx context.Context, f outboxops.Failure, action string) (why string, err error) {
-	if f.ID.Kind != outboxops.KindEvent || action == "resolve" || action == "edit" && f.PayloadErr != nil {
+	unreadable := f.PayloadErr != nil
+	if f.ID.Kind != outboxops.KindEvent || action == "resolve" || action == "edit" && unreadable {
 		return "", nil
 	}
 	only := outboxops.FailureFilter{Kind: f.ID.Kind, Relay: f.Relay, OutboxID: f.OutboxID, EventID: f.EventID}
@@ -133,7 +134,7 @@ func (a *admin) neverSent(ctx context.Context, f outboxops.Failure, action strin
 	switch {
 	case n > 0 || err != nil:
 		return "", err
-	case f.PayloadErr != nil:
+	case unreadable:
 		return "It has no payload that can be read, or its relay has ended by a cut.", nil
 	}
 	return "Its relay has ended by a cut, or it has changed just now.", nil

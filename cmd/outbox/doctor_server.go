@@ -143,18 +143,28 @@ SELECT slot_name, active, coalesce(wal_status, ''),
 		if err := rows.Scan(&name, &active, &status, &held); err != nil {
 			return err
 		}
-		if held <= limit && status != "lost" {
-			continue
+		if held > limit || status == "lost" {
+			d.findings = append(d.findings, slotFinding(name, active, status == "lost", held))
 		}
-		reads := "nothing reads it"
-		if active {
-			reads = "it is read, too slowly"
-		}
-		d.add("server.slot", severityWarning, fmt.Sprintf("replication slot %s holds %s MiB of WAL, and %s", name, count(held>>20), reads),
-			"The server keeps that WAL until it is read. When the disk is full it stops, and nothing can be recorded.",
-			fmt.Sprintf("Start its reader (outbox needs no slot), bound it by max_slot_wal_keep_size, or: SELECT pg_drop_replication_slot('%s');", name))
 	}
 	return rows.Err()
+}
+
+// slotFinding is about a slot that holds too much WAL, or has lost the WAL that its reader needs.
+func slotFinding(name string, active, lost bool, held int64) finding {
+	drop := fmt.Sprintf("SELECT pg_drop_replication_slot('%s');", name)
+	if lost {
+		return finding{"server.slot", severityWarning, fmt.Sprintf("replication slot %s has lost WAL that it kept for its reader", name),
+			"Its reader cannot go on: max_slot_wal_keep_size has ended the slot. It lacks what was written since it stopped.",
+			"Make the slot again, and have its reader begin with a new snapshot (outbox needs no slot). Or: " + drop}
+	}
+	reads := "nothing reads it"
+	if active {
+		reads = "it is read, too slowly"
+	}
+	return finding{"server.slot", severityWarning, fmt.Sprintf("replication slot %s holds %s MiB of WAL, and %s", name, count(held>>20), reads),
+		"The server keeps that WAL until it is read. When the disk is full it stops, and nothing can be recorded.",
+		"Start its reader (outbox needs no slot), bound it by max_slot_wal_keep_size, or: " + drop}
 }
 
 // clockLimit is the largest accepted difference between the clocks of this machine and of the database.

@@ -670,3 +670,14 @@ func TestDoctorOnKafka(t *testing.T) {
 	require.Equal(t, "kafka.topic.leader", all[0].ID)
 	require.Equal(t, "kafka.topic.in_sync", all[1].ID)
 }
+
+// A slot that has lost its WAL holds none, and threatens no disk.
+func TestDoctorOnLostSlot(t *testing.T) {
+	t.Parallel()
+	for _, active := range []bool{true, false} {
+		f := slotFinding("x", active, true, 0)
+		require.Equal(t, "replication slot x has lost WAL that it kept for its reader", f.What)
+		require.NotContains(t, f.Means+f.Do, "disk")
+	}
+	require.Contains(t, slotFinding("x", false, false, 2<<30).What, "holds 2,048 MiB of WAL, and nothing reads it")
+}

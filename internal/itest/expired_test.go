@@ -388,13 +388,13 @@ func TestHandlersSkipExpired(t *testing.T) {
 		outbox.With(sale{Product: "live"}, outbox.EventOptions{Expires: time.Now().Add(time.Hour)}), sale{Product: "p"})
 	testenv.Run(t, worker.Run)
 	require.Eventually(t, handled(6), testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool {
+		return len(s.texts(t, `SELECT status FROM {s}.event_delivery WHERE status = 'DONE'`)) == 9
+	}, testenv.Patience, 5*time.Millisecond)
 	mu.Lock()
 	require.NotContains(t, fmt.Sprint(got), "gone")
 	require.Equal(t, map[string]int{"TX true": 1, "BATCH true": 1, "NOTX true": 1}, skipped)
 	mu.Unlock()
-	require.Eventually(t, func() bool {
-		return len(s.texts(t, `SELECT status FROM {s}.event_delivery WHERE status = 'DONE'`)) == 9
-	}, testenv.Patience, 5*time.Millisecond)
 	require.Len(t, s.texts(t, `SELECT action FROM {s}.event_handled WHERE consumer_group = 'w'`), 6)
 }
 
