@@ -125,8 +125,7 @@ func (a *admin) selectedRow(ctx context.Context, id outboxops.FailureID, action 
 // neverSent returns why no relay would send an event after a retry or an edit, which its row does not say. It picks the
 // event as a retry of many does.
 func (a *admin) neverSent(ctx context.Context, f outboxops.Failure, action string) (why string, err error) {
-	unreadable := f.PayloadErr != nil
-	if f.ID.Kind != outboxops.KindEvent || action == "resolve" || action == "edit" && unreadable {
+	if f.ID.Kind != outboxops.KindEvent || action == "resolve" || action == "edit" && isUnreadable(f) {
 		return "", nil
 	}
 	only := outboxops.FailureFilter{Kind: f.ID.Kind, Relay: f.Relay, OutboxID: f.OutboxID, EventID: f.EventID}
@@ -134,11 +133,14 @@ func (a *admin) neverSent(ctx context.Context, f outboxops.Failure, action strin
 	switch {
 	case n > 0 || err != nil:
 		return "", err
-	case unreadable:
+	case isUnreadable(f):
 		return "It has no payload that can be read, or its relay has ended by a cut.", nil
 	}
 	return "Its relay has ended by a cut, or it has changed just now.", nil
 }
+
+// isUnreadable reports whether the payload of a failure could not be read, which is shown in its place.
+func isUnreadable(f outboxops.Failure) bool { return f.PayloadErr != nil }
 
 // notPossible returns why an action on a failure will be refused, as far as its row says so. It follows the rules of
 // [outboxops.Failures].
