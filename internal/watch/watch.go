@@ -55,7 +55,7 @@ type Config struct {
 
 	// Relay is the name of the relay that leads in this process, and Group the consumer group whose
 	// lease this process has. A relay alerts to its own events. One process alerts to conditions of
-	// the whole database: that of the first relay that has a leader. Without a relay it is the
+	// the whole database: that of the first relay that a process leads. Without a relay it is the
 	// process of the first group of workers, and without workers that of the first group of
 	// consumers. A watch with neither name alerts to everything.
 	Relay, Group string
@@ -186,14 +186,18 @@ func (w *Watch) isOwn(r tables.Relay) bool {
 	return w.cfg.Relay == r.Name || w.cfg.Relay == "" && w.cfg.Group == ""
 }
 
+// first returns the first name whose lease a process has. A cutover that has the lease of a relay alerts to nothing.
+func first(all []tables.Relay) (name string) {
+	for _, r := range all {
+		if _, ended := tables.HandedOver(r.Holder); r.Holder != "" && !ended {
+			return r.Name
+		}
+	}
+	return ""
+}
+
 // isFirst reports whether the watch alerts to what concerns the whole database.
 func (w *Watch) isFirst(l state) bool {
-	first := func(all []tables.Relay) (name string) {
-		if i := slices.IndexFunc(all, func(r tables.Relay) bool { return r.Holder != "" }); i >= 0 {
-			return all[i].Name
-		}
-		return ""
-	}
 	relay, workers := first(l.Relays), first(l.Workers)
 	switch {
 	case w.cfg.Relay != "":

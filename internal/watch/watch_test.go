@@ -354,6 +354,35 @@ func TestWhoWatches(t *testing.T) {
 	}
 }
 
+// A cutover that has the lease of a relay alerts to nothing, so it keeps no process from that.
+func TestCutRelayWatchesNothing(t *testing.T) {
+	t.Parallel()
+	for _, holder := range []string{"outbox cut", "outbox debezium"} {
+		for _, test := range []struct {
+			relay, group, living, want string
+		}{
+			{"", "stats", "", "many_dead, b no_leader"},
+			{"", "consumer:stats", "", ""},
+			{"", "stats", "b", ""},
+			{"b", "", "b", "many_dead"},
+		} {
+			f := newFixtureOf(watch.Settings{DeadThreshold: 1}, test.relay, test.group)
+			f.store.at = tables.Positions{
+				Relays:    []tables.Relay{{Name: "a", Holder: holder, MovedAt: time.Now()}, {Name: "b", MovedAt: time.Now()}},
+				Workers:   []tables.Relay{{Name: "stats", Holder: "x"}},
+				Consumers: []tables.Relay{{Name: "stats", Holder: "x"}},
+			}
+			if test.living != "" {
+				f.store.at.Relays[1].Holder = "there"
+			}
+			f.store.dead = []tables.EventCount{{Group: "stats", Events: 1}}
+			first := f.check(t)
+			second := f.check(t)
+			require.Equal(t, test.want, strings.Trim(first+", "+second, ", "), "%s %+v", holder, test)
+		}
+	}
+}
+
 // Who begins to watch what concerns all begins anew: one interval back.
 func TestFirstChanges(t *testing.T) {
 	t.Parallel()
