@@ -58,6 +58,9 @@ func (a Alert) overText() string {
 	case Stale:
 		return "events no longer wait too long"
 	case NoLeader:
+		if _, ended := tables.HandedOver(a.Status.Holder); ended {
+			return "it has ended by a cut"
+		}
 		return name(a.Status.Holder) + " leads"
 	case Breaker:
 		return "the circuit breaker is closed"

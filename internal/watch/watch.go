@@ -86,7 +86,7 @@ type Watch struct {
 
 	active   conditions // of Relay, or of all relays
 	deaths   *deaths    // of Relay, or of all relays
-	common   *common    // nil while another process has this
+	common   *common    // nil while another process has this, but until [Watch.handOver] has delivered all
 	reportAt time.Time
 }
 
@@ -125,6 +125,7 @@ func (w *Watch) Interval() time.Duration { return w.cfg.Interval }
 type state struct {
 	tables.Positions
 
+	first bool             // this process alerts to what concerns the whole database
 	now   time.Time        // of the database
 	died  []tables.Failure // read before all counts, so that these have them
 	stale []tables.EventCount
@@ -144,8 +145,11 @@ func (w *Watch) Check(ctx context.Context) error {
 			w.checkRelay(ctx, l, r)
 		}
 	}
-	if w.common != nil {
+	switch {
+	case l.first:
 		err = w.checkCommon(ctx, l)
+	case w.common != nil:
+		w.handOver(ctx, l)
 	}
 	if err == nil {
 		w.reportDeadEvents(ctx, l)
@@ -167,13 +171,10 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	if l.Positions, err = w.store.Positions(ctx); err != nil {
 		return l, err
 	}
-	switch isFirst := w.isFirst(l); {
-	case !isFirst:
-		w.common = nil
-	case w.common == nil:
+	if l.first = w.isFirst(l); l.first && w.common == nil {
 		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
 	}
-	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: w.common != nil}
+	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: l.first}
 	if of.Deliveries {
 		of.Groups = l.Workers
 	}
@@ -292,6 +293,18 @@ func (w *Watch) checkLeader(ctx context.Context, r tables.Relay) {
 	w.common.leaderless[r.Name] = leaderless
 }
 
+// handOver forgets what concerns the whole database, which another process alerts to from now on. That may be the new
+// leader of a relay that had none. Nobody else knows that an alert has said so, so its end is delivered first.
+func (w *Watch) handOver(ctx context.Context, l state) {
+	for _, r := range l.Relays {
+		a := Alert{Kind: NoLeader, Relay: r.Name, Status: r}
+		if r.Holder != "" && !w.update(ctx, w.common.active, false, 0, a) {
+			return // again at the next check
+		}
+	}
+	w.common = nil
+}
+
 // checkGroups alerts to what consumer groups have not handled for too long. A group whose alert
 // has begun is checked although none of its events waits any more.
 func (w *Watch) checkGroups(ctx context.Context, l state) {
@@ -314,20 +327,22 @@ func (w *Watch) checkGroups(ctx context.Context, l state) {
 }
 
 // update alerts when a condition begins to hold, when it becomes worse, and when it
-// ends.
-func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) {
+// ends. It reports whether there is nothing left to deliver.
+func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) bool {
 	before, wasActive := active[keyOf(a)]
 	if holds == wasActive && (!holds || level <= before) {
-		return
+		return true
 	}
 	a.Over = !holds
 	switch delivered := w.deliver(ctx, a); {
 	case !delivered:
+		return false
 	case holds:
 		active[keyOf(a)] = level
 	default:
 		delete(active, keyOf(a))
 	}
+	return true
 }
 
 // deliver reports whether an alert was delivered.

@@ -310,6 +310,39 @@ func TestLeader(t *testing.T) {
 	require.Empty(t, f.check(t), "it never ran")
 }
 
+// A relay that gets a leader takes the common alerts from the process that said that it has none. That process says that
+// it has one before it falls silent, as often as it takes to be heard.
+func TestLeaderTakesAlertsOver(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct{ relay, group string }{{"", "stats"}, {"", "consumer:mails"}, {"b", ""}} {
+		f := newFixtureOf(watch.Settings{DeadThreshold: 1}, test.relay, test.group)
+		f.store.at.Relays = []tables.Relay{{Name: "a", MovedAt: time.Now()}, {Name: "b", MovedAt: time.Now()}, {Name: "c", MovedAt: time.Now()}}
+		if test.relay != "" {
+			f.store.at.Relays[1].Holder = "here"
+		}
+		groups := []tables.Relay{{Name: strings.TrimPrefix(test.group, "consumer:"), Holder: "here"}}
+		if f.store.at.Workers = groups; strings.HasPrefix(test.group, "consumer:") {
+			f.store.at.Workers, f.store.at.Consumers = nil, groups
+		}
+		require.Empty(t, f.check(t))
+		require.Contains(t, f.check(t), "a no_leader", "%+v", test)
+		f.store.dead = []tables.EventCount{{Group: "stats", Events: 1}}
+		f.store.at.Relays[0].Holder = "there"
+		f.fail = errors.New("no mail today")
+		require.Empty(t, f.check(t))
+		f.fail = nil
+		require.Equal(t, "a no_leader!", f.check(t), "%+v", test)
+		require.Equal(t, "relay a: there leads", f.alerts[0].String())
+		require.Empty(t, f.check(t))
+		f.store.at.Relays[0].Holder = ""
+		require.Equal(t, "many_dead", f.check(t), "it is the first again")
+		require.Contains(t, f.check(t), "a no_leader")
+		f.store.at.Relays[0].Holder = "outbox cut"
+		require.Equal(t, "a no_leader!", f.check(t), "it stays the first")
+		require.Equal(t, "relay a: it has ended by a cut", f.alerts[0].String())
+	}
+}
+
 // Each relay watches its own events. What concerns all is for the first relay that has a leader,
 // without any for the first group of workers, then for the first of consumers, and for a monitor in any case.
 func TestWhoWatches(t *testing.T) {
