@@ -61,7 +61,7 @@ type Alert struct {
 	Over bool
 	// At is when the check found it.
 	At time.Time
-	// Status is the state of Relay.
+	// Status is the state of Relay. It is zero if the relay is removed.
 	Status RelayStatus
 	// Died is how many events or deliveries have died, and Dead the first of them, at most 20. Of
 	// [AlertDead] and [AlertDeadDeliveries] only.

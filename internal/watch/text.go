@@ -51,6 +51,10 @@ func (a Alert) String() string {
 }
 
 func (a Alert) overText() string {
+	isRemoved := a.Relay != "" && a.Status.Name == "" && a.Status.Holder == ""
+	if isRemoved && (a.Kind == NoLeader || a.Kind == Breaker) {
+		return "it is removed"
+	}
 	switch a.Kind {
 	case ManyDead:
 		n, _ := Sum(a.Counts)

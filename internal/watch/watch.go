@@ -11,8 +11,10 @@
 package watch
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
+	"maps"
 	"slices"
 	"time"
 
@@ -131,6 +133,11 @@ type state struct {
 	stale []tables.EventCount
 }
 
+// has reports whether there is a relay of that name.
+func (l state) has(relay string) bool {
+	return slices.ContainsFunc(l.Relays, func(r tables.Relay) bool { return r.Name == relay })
+}
+
 // Check reads the state of relays and groups once, and alerts to changes. Its error is
 // PostgreSQL's.
 func (w *Watch) Check(ctx context.Context) error {
@@ -145,6 +152,7 @@ func (w *Watch) Check(ctx context.Context) error {
 			w.checkRelay(ctx, l, r)
 		}
 	}
+	w.endRemoved(ctx, l, w.active)
 	switch {
 	case l.first:
 		err = w.checkCommon(ctx, l)
@@ -266,6 +274,8 @@ func (w *Watch) checkCommon(ctx context.Context, l state) error {
 			w.checkLeader(ctx, r)
 		}
 	}
+	w.endRemoved(ctx, l, w.common.active)
+	maps.DeleteFunc(w.common.leaderless, func(relay string, _ bool) bool { return !l.has(relay) })
 	w.checkGroups(ctx, l)
 	w.common.deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
 	died, err := w.store.DiedDeliveries(ctx, w.common.deaths.since, w.common.deaths.known(), maxDeadRead)
@@ -302,7 +312,20 @@ func (w *Watch) handOver(ctx context.Context, l state) {
 			return // again at the next check
 		}
 	}
-	w.common = nil
+	if w.endRemoved(ctx, l, w.common.active) {
+		w.common = nil
+	}
+}
+
+// endRemoved ends what has begun of relays that are removed. It reports whether there is nothing left to deliver.
+func (w *Watch) endRemoved(ctx context.Context, l state, active conditions) (done bool) {
+	done = true
+	for _, k := range slices.SortedFunc(maps.Keys(active), func(a, b key) int { return cmp.Or(cmp.Compare(a.relay, b.relay), cmp.Compare(a.kind, b.kind)) }) {
+		if k.relay != "" && !l.has(k.relay) {
+			done = w.update(ctx, active, false, 0, Alert{Kind: k.kind, Relay: k.relay}) && done
+		}
+	}
+	return done
 }
 
 // checkGroups alerts to what consumer groups have not handled for too long. A group whose alert

@@ -245,7 +245,7 @@ func TestBreakerText(t *testing.T) {
 			Outages: []outage.Outage{{What: "PostgreSQL, for retries,", Class: "locked", Since: at}, topic("x\ny"), topic("z"), topic("more")}}))
 	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", alert(outage.State{}), "the row is older than the breaker")
 	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", watch.Alert{Kind: watch.Breaker, Relay: "a"}.String())
-	require.Equal(t, "relay a: the circuit breaker is closed", watch.Alert{Kind: watch.Breaker, Relay: "a", Over: true}.String())
+	require.Equal(t, "relay a: the circuit breaker is closed", watch.Alert{Kind: watch.Breaker, Relay: "a", Over: true, Status: tables.Relay{Name: "a"}}.String())
 }
 
 // What waits for too long makes the relay unready, whether the alert is delivered or not.
@@ -308,6 +308,38 @@ func TestLeader(t *testing.T) {
 	relay.Holder, relay.MovedAt = "", time.Time{}
 	require.Empty(t, f.check(t))
 	require.Empty(t, f.check(t), "it never ran")
+}
+
+// All alerts about a relay are over when it is removed, also if it is removed while another process takes over. One
+// of that name begins anew.
+func TestRelayIsRemoved(t *testing.T) {
+	t.Parallel()
+	f := newFixture(watch.Settings{StalePending: 1, ReportInterval: math.MaxInt64}, "")
+	relays := []tables.Relay{{Name: "default", MovedAt: time.Now(), Said: &tables.Said{State: outage.State{Breakers: []outage.Breaker{{State: "open"}}}}}}
+	stale := []tables.EventCount{{Relay: "default", Events: 1, Oldest: time.Now().Add(-time.Hour)}}
+	f.store.at.Relays, f.store.stale = relays, stale
+	require.Equal(t, "default stale_events, default breaker_open", f.check(t))
+	require.Equal(t, "default no_leader", f.check(t))
+	f.store.at.Relays, f.store.stale = nil, nil
+	f.fail = errors.New("no mail today")
+	require.Empty(t, f.check(t))
+	f.fail = nil
+	require.Equal(t, "default breaker_open!, default stale_events!, default no_leader!", f.check(t))
+	require.Equal(t, "relay default: it is removed", f.alerts[0].String())
+	require.Equal(t, "relay default: events no longer wait too long", f.alerts[1].String())
+	require.Equal(t, "relay default: it is removed", f.alerts[2].String())
+	require.Empty(t, f.check(t))
+	f.store.at.Relays, f.store.stale = relays, stale
+	require.Equal(t, "default stale_events, default breaker_open", f.check(t))
+	require.Equal(t, "default no_leader", f.check(t), "not at the first check")
+
+	g := newFixtureOf(watch.Settings{}, "", "stats")
+	g.store.at = tables.Positions{Relays: []tables.Relay{{Name: "default", MovedAt: time.Now()}}, Workers: []tables.Relay{{Name: "stats", Holder: "here"}}}
+	require.Empty(t, g.check(t))
+	require.Equal(t, "default no_leader", g.check(t))
+	g.store.at.Relays = []tables.Relay{{Name: "another", Holder: "there"}}
+	require.Equal(t, "default no_leader!", g.check(t))
+	require.Empty(t, g.check(t))
 }
 
 // A relay that gets a leader takes the common alerts from the process that said that it has none. That process says that
