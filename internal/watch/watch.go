@@ -75,6 +75,9 @@ type Config struct {
 	// Deliver passes an alert on. An alert that it returns an error for, panics at, or
 	// does not return from in time, comes again at the next check.
 	Deliver func(context.Context, Alert) error
+	// Resolve passes on the end of an alert that was not delivered here, but that another process may have delivered.
+	// Nil means that nobody wants to know that.
+	Resolve func(context.Context, Alert) error
 	// Logger gets alerts that were not delivered.
 	Logger *slog.Logger
 }
@@ -86,9 +89,11 @@ type Watch struct {
 	store   Store
 	alerter *contain.Callback
 
-	active   conditions // of Relay, or of all relays
-	deaths   *deaths    // of Relay, or of all relays
-	common   *common    // nil while another process has this, but until [Watch.handOver] has delivered all
+	active   conditions   // of Relay, or of all relays
+	settled  map[key]bool // no process has an open alert of these
+	resolves int          // how many ends of what others may have begun this check may still pass on
+	deaths   *deaths      // of Relay, or of all relays
+	common   *common      // nil while another process has this, but until [Watch.handOver] has delivered all
 	reportAt time.Time
 }
 
@@ -110,13 +115,14 @@ func keyOf(a Alert) key { return key{a.Kind, a.Relay, a.Group, a.Topic} }
 const (
 	deliverTimeout = 10 * time.Second // of one alert; an Alerter that ignores it is abandoned
 	checkTimeout   = 30 * time.Second // of all statements of a check
+	maxResolves    = 20               // in a check, which is to have time for what holds
 )
 
 // New returns a watch that has delivered nothing. It does no I/O.
 func New(store Store, cfg Config) *Watch {
 	return &Watch{
 		cfg: cfg, store: store, alerter: contain.NewCallback("Alerter", cfg.Logger, contain.Limits{Grace: contain.HookLimits.Grace}),
-		active: conditions{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
+		active: conditions{}, settled: map[key]bool{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
 	}
 }
 
@@ -143,6 +149,7 @@ func (l state) has(relay string) bool {
 func (w *Watch) Check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
+	w.resolves = maxResolves
 	l, err := w.read(ctx)
 	if err != nil {
 		return err
@@ -181,6 +188,7 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	}
 	if l.first = w.isFirst(l); l.first && w.common == nil {
 		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
+		clear(w.settled)
 	}
 	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: l.first}
 	if of.Deliveries {
@@ -221,6 +229,9 @@ func (w *Watch) isFirst(l state) bool {
 
 // checkRelay alerts to late events of a relay, and to a breaker that is not closed.
 func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
+	if w.cfg.Relay != "" && r.Holder != "" {
+		w.update(ctx, w.active, false, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r}) // another process may have said so
+	}
 	counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Relay == r.Name })
 	if w.cfg.StaleEvents != nil && r.Name == w.cfg.Relay {
 		if !holds {
@@ -234,12 +245,25 @@ func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 	}
 }
 
-// breakerOf reports whether the breaker of a relay is open or half-open. That is unknown while no leader says so. It is
-// also unknown while the breaker of a leader is closed only because the leader has not reached Kafka yet.
+// breakerOf reports whether the breaker of a relay is open or half-open. The one of this process closes when Kafka
+// answers. If it was never open, its relay may just not have found out yet, so that it is closed must be known.
 func (w *Watch) breakerOf(r tables.Relay) (open, known bool) {
-	if w.cfg.BreakerClosed != nil {
-		return !w.cfg.BreakerClosed(), true
+	if w.cfg.BreakerClosed == nil {
+		return saidBreaker(r)
 	}
+	if !w.cfg.BreakerClosed() {
+		return true, true
+	}
+	if _, began := w.active[key{kind: Breaker, relay: r.Name}]; began {
+		return false, true
+	}
+	open, known = saidBreaker(r)
+	return false, known && !open
+}
+
+// saidBreaker reports whether a leader says that its breaker is open or half-open. That is unknown while no leader says
+// so. It is also unknown while the breaker is closed only because the leader has not reached Kafka yet.
+func saidBreaker(r tables.Relay) (open, known bool) {
 	if r.Said == nil {
 		return false, false
 	}
@@ -299,7 +323,9 @@ func (w *Watch) checkCommon(ctx context.Context, l state) error {
 // moment to take over.
 func (w *Watch) checkLeader(ctx context.Context, r tables.Relay) {
 	leaderless := r.Holder == "" && !r.MovedAt.IsZero()
-	w.update(ctx, w.common.active, leaderless && w.common.leaderless[r.Name], 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r})
+	if again := w.common.leaderless[r.Name]; again || !leaderless {
+		w.update(ctx, w.common.active, leaderless, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r})
+	}
 	w.common.leaderless[r.Name] = leaderless
 }
 
@@ -329,9 +355,12 @@ func (w *Watch) endRemoved(ctx context.Context, l state, active conditions) (don
 }
 
 // checkGroups alerts to what consumer groups have not handled for too long. A group whose alert
-// has begun is checked although none of its events waits any more.
+// has begun, here or elsewhere, is checked although none of its events waits any more.
 func (w *Watch) checkGroups(ctx context.Context, l state) {
 	var groups []string
+	for _, g := range slices.Concat(l.Workers, l.Consumers) {
+		groups = append(groups, g.Name)
+	}
 	for _, c := range l.stale {
 		groups = append(groups, c.Group)
 	}
@@ -352,30 +381,56 @@ func (w *Watch) checkGroups(ctx context.Context, l state) {
 // update alerts when a condition begins to hold, when it becomes worse, and when it
 // ends. It reports whether there is nothing left to deliver.
 func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) bool {
-	before, wasActive := active[keyOf(a)]
-	if holds == wasActive && (!holds || level <= before) {
+	k := keyOf(a)
+	before, wasActive := active[k]
+	a.Over = !holds
+	switch {
+	case !holds && !wasActive:
+		return w.resolve(ctx, a)
+	case holds && wasActive && level <= before:
 		return true
 	}
-	a.Over = !holds
+	delete(w.settled, k) // also if this is not delivered: one of several receivers may have got it
 	switch delivered := w.deliver(ctx, a); {
 	case !delivered:
 		return false
 	case holds:
-		active[keyOf(a)] = level
+		active[k] = level
 	default:
-		delete(active, keyOf(a))
+		delete(active, k)
+		w.settled[k] = true
 	}
 	return true
 }
 
+// resolve passes on, once in a term, that what another process may have begun does not hold: one that led before, or
+// the first one before. It reports whether there is nothing left to pass on.
+func (w *Watch) resolve(ctx context.Context, a Alert) bool {
+	k := keyOf(a)
+	if w.cfg.Resolve == nil || w.settled[k] {
+		return true
+	}
+	if w.resolves == 0 {
+		return false
+	}
+	if w.resolves--; !w.pass(ctx, a, w.cfg.Resolve) {
+		w.resolves = 0
+		return false
+	}
+	w.settled[k] = true
+	return true
+}
+
 // deliver reports whether an alert was delivered.
-func (w *Watch) deliver(ctx context.Context, a Alert) bool {
+func (w *Watch) deliver(ctx context.Context, a Alert) bool { return w.pass(ctx, a, w.cfg.Deliver) }
+
+func (w *Watch) pass(ctx context.Context, a Alert, to func(context.Context, Alert) error) bool {
 	a.At = time.Now()
 	ctx, cancel := context.WithTimeout(ctx, deliverTimeout)
 	defer cancel()
-	err := w.alerter.Call(ctx, func() error { return w.cfg.Deliver(ctx, a) })
+	err := w.alerter.Call(ctx, func() error { return to(ctx, a) })
 	if err != nil {
-		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "relay", a.Relay, "group", a.Group, "error", err)
+		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "over", a.Over, "relay", a.Relay, "group", a.Group, "error", err)
 	}
 	return err == nil
 }

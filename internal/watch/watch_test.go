@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -97,8 +98,10 @@ type watchFixture struct {
 	store         fakeStore
 	breakerClosed bool
 	alerts        []watch.Alert
-	unready       int   // how much is stale, as the relay was told
-	fail          error // what Deliver returns
+	cfg           watch.Config
+	ends          []string // of what another process may have begun
+	unready       int      // how much is stale, as the relay was told
+	fail          error    // what Deliver returns
 	panics        bool
 }
 
@@ -115,8 +118,28 @@ func newFixtureOf(settings watch.Settings, relay, group string) *watchFixture {
 		cfg.BreakerClosed = func() bool { return f.breakerClosed }
 		cfg.StaleEvents = func(counts []tables.EventCount) { f.unready = len(counts) }
 	}
-	f.Watch = watch.New(&f.store, cfg)
+	f.cfg, f.Watch = cfg, watch.New(&f.store, cfg)
 	return f
+}
+
+// resolving lets the Alerter of a new fixture get the ends of what another process may have begun.
+func (f *watchFixture) resolving() *watchFixture {
+	f.cfg.Resolve = func(_ context.Context, a watch.Alert) error {
+		if f.fail == nil {
+			f.ends = append(f.ends, strings.TrimSpace(a.Relay+a.Group+" "+a.Kind)+map[bool]string{true: "!"}[a.Over])
+		}
+		return f.fail
+	}
+	f.Watch = watch.New(&f.store, f.cfg)
+	return f
+}
+
+// resolved runs one check that delivers nothing else, and returns those ends.
+func (f *watchFixture) resolved(t *testing.T) string {
+	t.Helper()
+	f.ends = nil
+	require.Empty(t, f.check(t))
+	return strings.Join(f.ends, ", ")
 }
 
 func (f *watchFixture) deliver(_ context.Context, a watch.Alert) error {
@@ -373,6 +396,86 @@ func TestLeaderTakesAlertsOver(t *testing.T) {
 		require.Equal(t, "a no_leader!", f.check(t), "it stays the first")
 		require.Equal(t, "relay a: it has ended by a cut", f.alerts[0].String())
 	}
+}
+
+// A new leader does not know what the old one has begun, so it ends all that does not hold, once, for an Alerter that
+// wants that.
+func TestNewLeaderEndsWhatTheOldOneBegan(t *testing.T) {
+	t.Parallel()
+	settings := watch.Settings{StalePending: 1, DeadThreshold: 1, ReportInterval: math.MaxInt64}
+	a := newFixture(settings, "default")
+	a.breakerClosed = false
+	a.store.stale = []tables.EventCount{{Relay: "default", Events: 1, Oldest: time.Now().Add(-time.Hour)}}
+	a.store.dead = []tables.EventCount{{Relay: "default", Events: 1}}
+	require.Equal(t, "default stale_events, default breaker_open, many_dead", a.check(t))
+
+	b := newFixture(settings, "default").resolving()
+	b.store = a.store
+	b.store.at.Relays = append(b.store.at.Relays, tables.Relay{Name: "other", MovedAt: time.Now()})
+	b.store.at.Workers = []tables.Relay{{Name: "stats", Holder: "there"}}
+	b.store.stale, b.store.dead = nil, nil
+	b.fail = errors.New("no incidents today")
+	require.Empty(t, b.resolved(t))
+	b.fail = nil
+	b.store.at.Relays[1].Holder = "there"
+	require.Equal(t, "default no_leader!, default stale_events!, other no_leader!, stats stale_events!, many_dead!", b.resolved(t), "it has not reached Kafka")
+	b.store.at.Relays[0].Said = &tables.Said{KafkaAt: time.Now()}
+	require.Equal(t, "default breaker_open!", b.resolved(t))
+	require.Empty(t, b.resolved(t))
+
+	b.fail, b.breakerClosed = errors.New("one of two alerters fails"), false
+	require.Empty(t, b.resolved(t))
+	b.fail, b.breakerClosed = nil, true
+	require.Equal(t, "default breaker_open!", b.resolved(t), "what may have begun")
+	b.breakerClosed = false
+	require.Equal(t, "default breaker_open", b.check(t))
+	b.breakerClosed = true
+	require.Equal(t, "default breaker_open!", b.check(t))
+	require.Empty(t, b.resolved(t))
+}
+
+// No relay is known to have a leader at the first check without one.
+func TestEndsOnlyWhatIsKnown(t *testing.T) {
+	t.Parallel()
+	f := newFixtureOf(watch.Settings{StalePending: 1}, "", "stats").resolving()
+	f.store.at = tables.Positions{Relays: []tables.Relay{{Name: "default", MovedAt: time.Now()}}, Workers: []tables.Relay{{Name: "stats", Holder: "here"}}}
+	f.store.stale = []tables.EventCount{{Group: "stats", Events: 1, Oldest: time.Now().Add(-time.Hour)}}
+	require.Equal(t, "stats stale_events", f.check(t))
+	require.Equal(t, []string{"many_dead!"}, f.ends)
+	require.Equal(t, "default no_leader", f.check(t))
+	require.Len(t, f.ends, 1)
+}
+
+// However many groups there are, a check has time for what holds: their ends come at later checks.
+func TestManyEnds(t *testing.T) {
+	t.Parallel()
+	f := newFixture(watch.Settings{DeadThreshold: 1}, "default").resolving()
+	for i := range 50 {
+		f.store.at.Workers = append(f.store.at.Workers, tables.Relay{Name: strconv.Itoa(i), Holder: "there"})
+	}
+	f.store.dead = []tables.EventCount{{Relay: "default", Events: 1}}
+	require.Equal(t, "many_dead", f.check(t))
+	require.Len(t, f.ends, 20)
+	for range 3 {
+		require.Empty(t, f.check(t))
+	}
+	require.Len(t, f.ends, 52)
+}
+
+// Each term of a leader is a new one: another process may have led in between.
+func TestEndsOfEachTerm(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64}, "default").resolving()
+		m := watch.NewMonitor(&f.store, f.cfg, slog.New(slog.DiscardHandler), nil)
+		for range 2 {
+			f.ends = nil
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+			m.Run(ctx)
+			cancel()
+			require.Equal(t, []string{"default no_leader!", "default stale_events!", "many_dead!"}, f.ends)
+		}
+	})
 }
 
 // Each relay watches its own events. What concerns all is for the first relay that has a leader,
