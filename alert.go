@@ -18,7 +18,7 @@ import (
 //
 // A process does not know which alerts another one has begun that led before. An Alerter that also has a method
 // Resolve, with the same parameters and result, gets once in each term what does not hold, with Over set, whether it
-// has begun or not. PagerDuty resolves incidents by that; nobody else needs to hear it.
+// has begun or not. PagerDuty resolves incidents by that; the others do not hear of it.
 type Alerter interface {
 	Alert(ctx context.Context, a Alert) error
 }

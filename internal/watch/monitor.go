@@ -26,7 +26,7 @@ func NewMonitor(store Store, cfg Config, log *slog.Logger, checkNow <-chan struc
 // PostgreSQL fails, it backs off, also from a failure under an earlier lease. Under a new lease it ends anew what
 // another process may have begun in between.
 func (m *Monitor) Run(ctx context.Context) {
-	clear(m.watch.settled)
+	clear(m.watch.closed)
 	for {
 		pause := m.watch.Interval()
 		if m.outage.Current() != nil {

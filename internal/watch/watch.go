@@ -76,7 +76,7 @@ type Config struct {
 	// does not return from in time, comes again at the next check.
 	Deliver func(context.Context, Alert) error
 	// Resolve passes on the end of an alert that was not delivered here, but that another process may have delivered.
-	// Nil means that nobody wants to know that.
+	// Nil means that no Alerter wants to know that.
 	Resolve func(context.Context, Alert) error
 	// Logger gets alerts that were not delivered.
 	Logger *slog.Logger
@@ -90,7 +90,7 @@ type Watch struct {
 	alerter *contain.Callback
 
 	active   conditions   // of Relay, or of all relays
-	settled  map[key]bool // no process has an open alert of these
+	closed  map[key]bool // no process has an open alert of these
 	resolves int          // how many ends of what others may have begun this check may still pass on
 	deaths   *deaths      // of Relay, or of all relays
 	common   *common      // nil while another process has this, but until [Watch.handOver] has delivered all
@@ -122,7 +122,7 @@ const (
 func New(store Store, cfg Config) *Watch {
 	return &Watch{
 		cfg: cfg, store: store, alerter: contain.NewCallback("Alerter", cfg.Logger, contain.Limits{Grace: contain.HookLimits.Grace}),
-		active: conditions{}, settled: map[key]bool{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
+		active: conditions{}, closed: map[key]bool{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
 	}
 }
 
@@ -188,7 +188,7 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	}
 	if l.first = w.isFirst(l); l.first && w.common == nil {
 		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
-		clear(w.settled)
+		clear(w.closed)
 	}
 	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: l.first}
 	if of.Deliveries {
@@ -330,7 +330,7 @@ func (w *Watch) checkLeader(ctx context.Context, r tables.Relay) {
 }
 
 // handOver forgets what concerns the whole database, which another process alerts to from now on. That may be the new
-// leader of a relay that had none. Nobody else knows that an alert has said so, so its end is delivered first.
+// leader of a relay that had none. No other process knows that an alert has said so, so its end is delivered first.
 func (w *Watch) handOver(ctx context.Context, l state) {
 	for _, r := range l.Relays {
 		a := Alert{Kind: NoLeader, Relay: r.Name, Status: r}
@@ -390,7 +390,7 @@ func (w *Watch) update(ctx context.Context, active conditions, holds bool, level
 	case holds && wasActive && level <= before:
 		return true
 	}
-	delete(w.settled, k) // also if this is not delivered: one of several receivers may have got it
+	delete(w.closed, k) // also if this is not delivered: one of several receivers may have got it
 	switch delivered := w.deliver(ctx, a); {
 	case !delivered:
 		return false
@@ -398,7 +398,7 @@ func (w *Watch) update(ctx context.Context, active conditions, holds bool, level
 		active[k] = level
 	default:
 		delete(active, k)
-		w.settled[k] = true
+		w.closed[k] = true
 	}
 	return true
 }
@@ -407,7 +407,7 @@ func (w *Watch) update(ctx context.Context, active conditions, holds bool, level
 // the first one before. It reports whether there is nothing left to pass on.
 func (w *Watch) resolve(ctx context.Context, a Alert) bool {
 	k := keyOf(a)
-	if w.cfg.Resolve == nil || w.settled[k] {
+	if w.cfg.Resolve == nil || w.closed[k] {
 		return true
 	}
 	if w.resolves == 0 {
@@ -417,7 +417,7 @@ func (w *Watch) resolve(ctx context.Context, a Alert) bool {
 		w.resolves = 0
 		return false
 	}
-	w.settled[k] = true
+	w.closed[k] = true
 	return true
 }
 

@@ -365,8 +365,8 @@ func TestRelayIsRemoved(t *testing.T) {
 	require.Empty(t, g.check(t))
 }
 
-// A relay that gets a leader takes the common alerts from the process that said that it has none. That process says that
-// it has one before it falls silent, as often as it takes to be heard.
+// A relay that gets a leader takes the common alerts from the process that said that it has none. That process says
+// that it has one before it falls silent, as often as it takes to be heard.
 func TestLeaderTakesAlertsOver(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ relay, group string }{{"", "stats"}, {"", "consumer:mails"}, {"b", ""}} {
