@@ -90,7 +90,7 @@ type Watch struct {
 	alerter *contain.Callback
 
 	active   conditions   // of Relay, or of all relays
-	closed  map[key]bool // no process has an open alert of these
+	closed   map[key]bool // no process has an open alert of these
 	resolves int          // how many ends of what others may have begun this check may still pass on
 	deaths   *deaths      // of Relay, or of all relays
 	common   *common      // nil while another process has this, but until [Watch.handOver] has delivered all
