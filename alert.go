@@ -15,8 +15,17 @@ import (
 // Alerter passes alerts on to operators. There are [LogAlerter] and, in the package
 // outboxalert, those for Slack, PagerDuty and mail. After an error, which is logged, the alert
 // comes again at the next check.
+//
+// A process does not know which alerts another one has begun that led before. An Alerter that also has a method
+// Resolve, with the same parameters and result, gets once in each term what does not hold, with Over set, whether it
+// has begun or not. PagerDuty resolves incidents by that; the others do not hear of it.
 type Alerter interface {
 	Alert(ctx context.Context, a Alert) error
+}
+
+// resolver is an [Alerter] that gets ends of what other processes may have begun.
+type resolver interface {
+	Resolve(ctx context.Context, a Alert) error
 }
 
 // AlertKind is what an alert is about.
@@ -61,7 +70,7 @@ type Alert struct {
 	Over bool
 	// At is when the check found it.
 	At time.Time
-	// Status is the state of Relay.
+	// Status is the state of Relay. It is zero if the relay is removed.
 	Status RelayStatus
 	// Died is how many events or deliveries have died, and Dead the first of them, at most 20. Of
 	// [AlertDead] and [AlertDeadDeliveries] only.
@@ -135,9 +144,13 @@ func (c AlertConfig) settings() watch.Settings {
 
 // rules returns the configuration as the engine takes it.
 func (c AlertConfig) rules(log *slog.Logger) watch.Config {
-	return watch.Config{Settings: c.settings().WithDefaults(), Logger: log, Deliver: func(ctx context.Context, a watch.Alert) error {
+	rules := watch.Config{Settings: c.settings().WithDefaults(), Logger: log, Deliver: func(ctx context.Context, a watch.Alert) error {
 		return c.Alerter.Alert(ctx, alertOf(a))
 	}}
+	if to, ok := c.Alerter.(resolver); ok {
+		rules.Resolve = func(ctx context.Context, a watch.Alert) error { return to.Resolve(ctx, alertOf(a)) }
+	}
+	return rules
 }
 
 // groupMonitor returns what alerts in the process that has the lease of a group.

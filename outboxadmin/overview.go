@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -87,6 +88,17 @@ type relayView struct {
 	State  relayState
 	Health *outbox.RelayHealth
 	Plots  []plot
+}
+
+// EndedTo is to what a cutover has handed over the events of the relay. It is empty if none has.
+func (v relayView) EndedTo() string {
+	to, _ := tables.HandedOver(v.Holder)
+	return to
+}
+
+// HasEnded reports whether a cutover has ended one of the relays.
+func (o overview) HasEnded() bool {
+	return slices.ContainsFunc(o.Relays, func(v relayView) bool { return ended(v.RelayStatus) })
 }
 
 // maxKinds bounds the kinds of failures that are shown, because events can have any types. The first kinds

@@ -87,6 +87,23 @@ func TestOverview(t *testing.T) {
 	require.Equal(t, http.StatusBadRequest, h.send("reader", http.MethodGet, "/?span=2h", "", "").Code)
 }
 
+// A relay that a cutover has ended has no leader, and the page does not say that it has one.
+func TestOverviewAfterACut(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, nil)
+	for holder, to := range map[string]string{"outbox cut": "workers", "outbox debezium": "Debezium"} {
+		_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_lease SET holder = $1, expires_at = 'infinity' WHERE name IN ('default', 'analytics')`, holder)
+		require.NoError(t, err)
+		page := h.get("/")
+		require.NotContains(t, page, ">leading<")
+		require.NotContains(t, page, ">no leader<")
+		require.NotContains(t, page, holder)
+		require.Equal(t, 2, strings.Count(page, ">ended by a cut<"))
+		require.NotContains(t, page, ">unknown<")
+		require.Contains(t, page, "none, its events go to "+to)
+	}
+}
+
 // The page and the API name the cursor topic of a relay that sends exactly once, and the newest confirmed transaction.
 func TestExactlyOnce(t *testing.T) {
 	t.Parallel()

@@ -25,6 +25,19 @@ func (o only) Alert(ctx context.Context, a outbox.Alert) error {
 	return o.to.Alert(ctx, a)
 }
 
+// Resolve passes on an end of what another process may have begun, see [outbox.Alerter].
+func (o only) Resolve(ctx context.Context, a outbox.Alert) error {
+	if to, ok := o.to.(resolver); ok && slices.Contains(o.kinds, a.Kind) {
+		return to.Resolve(ctx, a)
+	}
+	return nil
+}
+
+// resolver is an alerter that gets ends of what other processes may have begun.
+type resolver interface {
+	Resolve(ctx context.Context, a outbox.Alert) error
+}
+
 // All passes each alert on to several alerters at the same time, so that one that is slow keeps none of the others
 // waiting. While one fails the alert comes again; those that have it already do not get it
 // twice, unless there is more in it.
@@ -77,6 +90,22 @@ func (all *all) Alert(ctx context.Context, a outbox.Alert) error {
 	}
 	all.missed[name] = missed{a, got}
 	return err
+}
+
+// Resolve passes on an end of what another process may have begun, see [outbox.Alerter]. While one alerter fails, it
+// comes again for all.
+func (all *all) Resolve(ctx context.Context, a outbox.Alert) error {
+	all.mu.Lock()
+	defer all.mu.Unlock()
+	errs := make([]error, len(all.to))
+	var calls sync.WaitGroup
+	for i, to := range all.to {
+		if to, ok := to.(resolver); ok {
+			calls.Go(func() { errs[i] = to.Resolve(ctx, a) })
+		}
+	}
+	calls.Wait()
+	return errors.Join(errs...)
 }
 
 // isSame reports whether an alert of the same name says what another one said.

@@ -119,6 +119,10 @@ func (p *pagerDuty) Alert(ctx context.Context, a outbox.Alert) error {
 	return p.post(ctx, event)
 }
 
+// Resolve resolves the incident of an alert that another process may have sent, see [outbox.Alerter]. Without one,
+// PagerDuty does nothing.
+func (p *pagerDuty) Resolve(ctx context.Context, a outbox.Alert) error { return p.Alert(ctx, a) }
+
 // dedupKey names the incident of an alert.
 func (p *pagerDuty) dedupKey(a outbox.Alert) string {
 	key := p.source + "/" + string(a.Kind) + "/" + a.Relay + "/" + a.Group + "/" + a.Topic

@@ -1,6 +1,7 @@
 package outboxalert_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
@@ -113,6 +114,35 @@ func TestPagerDuty(t *testing.T) {
 	stale.Over = true
 	require.NoError(t, alerter.Alert(t.Context(), stale))
 	require.Len(t, p.open, 2)
+}
+
+// What a process has begun that led before is resolved, also behind other alerters, which do not hear of it.
+func TestPagerDutyResolvesWhatOthersBegan(t *testing.T) {
+	t.Parallel()
+	p, before := newPagerDuty(t)
+	open := outbox.Alert{Kind: outbox.AlertBreaker, Relay: "default", At: time.Now()}
+	stale := outbox.Alert{Kind: outbox.AlertStale, Relay: "default", At: time.Now()}
+	for _, a := range []outbox.Alert{open, stale} {
+		require.NoError(t, before.Alert(t.Context(), a))
+	}
+	silent := &box{}
+	after, ok := outboxalert.All(silent, outboxalert.Only(silent, outbox.AlertBreaker), outboxalert.Only(before, outbox.AlertBreaker)).(interface {
+		Resolve(ctx context.Context, a outbox.Alert) error
+	})
+	require.True(t, ok)
+	open.Over, stale.Over = true, true
+	p.answer = http.StatusTooManyRequests
+	require.Error(t, after.Resolve(t.Context(), open))
+	p.answer = 0
+	for _, a := range []outbox.Alert{open, stale, {Kind: outbox.AlertReport, Over: true}} {
+		require.NoError(t, after.Resolve(t.Context(), a))
+	}
+	require.Empty(t, silent.alerts)
+	require.Len(t, p.open, 1, "that of a kind that is left out")
+	require.NoError(t, before.(interface {
+		Resolve(ctx context.Context, a outbox.Alert) error
+	}).Resolve(t.Context(), stale))
+	require.Empty(t, p.open)
 }
 
 // What is too long for PagerDuty is cut.

@@ -51,11 +51,17 @@ func NewMonitor(db *pgxpool.Pool, cfg MonitorConfig) (*Monitor, error) {
 	if alerter == nil {
 		alerter = outbox.LogAlerter{Logger: cfg.Logger}
 	}
-	return &Monitor{log: cfg.Logger, watch: watch.New(watch.NewStore(db, cfg.Schema), watch.Config{
+	rules := watch.Config{
 		Settings: settings,
 		Deliver:  func(ctx context.Context, a watch.Alert) error { return alerter.Alert(ctx, alertOf(a)) },
 		Logger:   cfg.Logger,
-	})}, nil
+	}
+	if to, ok := alerter.(interface {
+		Resolve(ctx context.Context, a outbox.Alert) error
+	}); ok {
+		rules.Resolve = func(ctx context.Context, a watch.Alert) error { return to.Resolve(ctx, alertOf(a)) }
+	}
+	return &Monitor{log: cfg.Logger, watch: watch.New(watch.NewStore(db, cfg.Schema), rules)}, nil
 }
 
 func settingsOf(c outbox.AlertConfig) watch.Settings {

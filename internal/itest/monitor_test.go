@@ -191,6 +191,38 @@ func TestRelayWithoutLeader(t *testing.T) {
 	require.Empty(t, led["b"].received(outbox.AlertNoLeader))
 }
 
+// incidents is an alerter that also gets the ends of what other processes may have begun.
+type incidents struct{ alerts, ends mailbox }
+
+func (i *incidents) Alert(ctx context.Context, a outbox.Alert) error   { return i.alerts.Alert(ctx, a) }
+func (i *incidents) Resolve(ctx context.Context, a outbox.Alert) error { return i.ends.Alert(ctx, a) }
+
+// A new leader, and a new monitor, end once what others may have begun and what does not hold.
+func TestNewLeaderEndsOldAlerts(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	leader, watcher := &incidents{}, &incidents{}
+	cfg := quick
+	cfg.Alerts = outbox.AlertConfig{Alerter: leader, Interval: 5 * time.Millisecond}
+	testenv.Run(t, h.relay(t, cfg).Run)
+	monitor, err := outboxops.NewMonitor(h.db, outboxops.MonitorConfig{Schema: h.schema, Alerts: outbox.AlertConfig{Alerter: watcher, Interval: 5 * time.Millisecond}})
+	require.NoError(t, err)
+	testenv.Run(t, monitor.Run)
+	kinds := []outbox.AlertKind{outbox.AlertBreaker, outbox.AlertManyDead, outbox.AlertNoLeader, outbox.AlertStale}
+	for _, box := range []*incidents{leader, watcher} {
+		for _, kind := range kinds {
+			box.ends.await(t, kind, true)
+		}
+	}
+	time.Sleep(50 * time.Millisecond) // ten checks
+	for _, box := range []*incidents{leader, watcher} {
+		for _, kind := range kinds {
+			require.Equal(t, string(kind)+"!", box.ends.received(kind))
+			require.Empty(t, box.alerts.received(kind))
+		}
+	}
+}
+
 // unreachableRelay returns a relay whose broker does not exist.
 func (h *relayFixture) unreachableRelay(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
 	t.Helper()

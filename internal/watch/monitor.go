@@ -23,8 +23,10 @@ func NewMonitor(store Store, cfg Config, log *slog.Logger, checkNow <-chan struc
 }
 
 // Run checks until ctx is cancelled. It only reads, so it may go on for a moment after the lease is lost. While
-// PostgreSQL fails, it backs off, also from a failure under an earlier lease.
+// PostgreSQL fails, it backs off, also from a failure under an earlier lease. Under a new lease it ends anew what
+// another process may have begun in between.
 func (m *Monitor) Run(ctx context.Context) {
+	clear(m.watch.closed)
 	for {
 		pause := m.watch.Interval()
 		if m.outage.Current() != nil {

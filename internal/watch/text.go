@@ -51,6 +51,10 @@ func (a Alert) String() string {
 }
 
 func (a Alert) overText() string {
+	isRemoved := a.Relay != "" && a.Status.Name == "" && a.Status.Holder == ""
+	if isRemoved && (a.Kind == NoLeader || a.Kind == Breaker) {
+		return "it is removed"
+	}
 	switch a.Kind {
 	case ManyDead:
 		n, _ := Sum(a.Counts)
@@ -58,6 +62,9 @@ func (a Alert) overText() string {
 	case Stale:
 		return "events no longer wait too long"
 	case NoLeader:
+		if _, ended := tables.HandedOver(a.Status.Holder); ended {
+			return "it has ended by a cut"
+		}
 		return name(a.Status.Holder) + " leads"
 	case Breaker:
 		return "the circuit breaker is closed"

@@ -11,8 +11,10 @@
 package watch
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
+	"maps"
 	"slices"
 	"time"
 
@@ -55,7 +57,7 @@ type Config struct {
 
 	// Relay is the name of the relay that leads in this process, and Group the consumer group whose
 	// lease this process has. A relay alerts to its own events. One process alerts to conditions of
-	// the whole database: that of the first relay that has a leader. Without a relay it is the
+	// the whole database: that of the first relay that a process leads. Without a relay it is the
 	// process of the first group of workers, and without workers that of the first group of
 	// consumers. A watch with neither name alerts to everything.
 	Relay, Group string
@@ -73,6 +75,9 @@ type Config struct {
 	// Deliver passes an alert on. An alert that it returns an error for, panics at, or
 	// does not return from in time, comes again at the next check.
 	Deliver func(context.Context, Alert) error
+	// Resolve passes on the end of an alert that was not delivered here, but that another process may have delivered.
+	// Nil means that no Alerter wants to know that.
+	Resolve func(context.Context, Alert) error
 	// Logger gets alerts that were not delivered.
 	Logger *slog.Logger
 }
@@ -84,9 +89,11 @@ type Watch struct {
 	store   Store
 	alerter *contain.Callback
 
-	active   conditions // of Relay, or of all relays
-	deaths   *deaths    // of Relay, or of all relays
-	common   *common    // nil while another process has this
+	active   conditions   // of Relay, or of all relays
+	closed   map[key]bool // no process has an open alert of these
+	resolves int          // how many ends of what others may have begun this check may still pass on
+	deaths   *deaths      // of Relay, or of all relays
+	common   *common      // nil while another process has this, but until [Watch.handOver] has delivered all
 	reportAt time.Time
 }
 
@@ -108,13 +115,14 @@ func keyOf(a Alert) key { return key{a.Kind, a.Relay, a.Group, a.Topic} }
 const (
 	deliverTimeout = 10 * time.Second // of one alert; an Alerter that ignores it is abandoned
 	checkTimeout   = 30 * time.Second // of all statements of a check
+	maxResolves    = 20               // in a check, which is to have time for what holds
 )
 
 // New returns a watch that has delivered nothing. It does no I/O.
 func New(store Store, cfg Config) *Watch {
 	return &Watch{
 		cfg: cfg, store: store, alerter: contain.NewCallback("Alerter", cfg.Logger, contain.Limits{Grace: contain.HookLimits.Grace}),
-		active: conditions{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
+		active: conditions{}, closed: map[key]bool{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
 	}
 }
 
@@ -125,9 +133,15 @@ func (w *Watch) Interval() time.Duration { return w.cfg.Interval }
 type state struct {
 	tables.Positions
 
+	first bool             // this process alerts to what concerns the whole database
 	now   time.Time        // of the database
 	died  []tables.Failure // read before all counts, so that these have them
 	stale []tables.EventCount
+}
+
+// has reports whether there is a relay of that name.
+func (l state) has(relay string) bool {
+	return slices.ContainsFunc(l.Relays, func(r tables.Relay) bool { return r.Name == relay })
 }
 
 // Check reads the state of relays and groups once, and alerts to changes. Its error is
@@ -135,6 +149,7 @@ type state struct {
 func (w *Watch) Check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
+	w.resolves = maxResolves
 	l, err := w.read(ctx)
 	if err != nil {
 		return err
@@ -144,8 +159,12 @@ func (w *Watch) Check(ctx context.Context) error {
 			w.checkRelay(ctx, l, r)
 		}
 	}
-	if w.common != nil {
+	w.endRemoved(ctx, l, w.active)
+	switch {
+	case l.first:
 		err = w.checkCommon(ctx, l)
+	case w.common != nil:
+		w.handOver(ctx, l)
 	}
 	if err == nil {
 		w.reportDeadEvents(ctx, l)
@@ -167,13 +186,11 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	if l.Positions, err = w.store.Positions(ctx); err != nil {
 		return l, err
 	}
-	switch isFirst := w.isFirst(l); {
-	case !isFirst:
-		w.common = nil
-	case w.common == nil:
+	if l.first = w.isFirst(l); l.first && w.common == nil {
 		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
+		clear(w.closed)
 	}
-	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: w.common != nil}
+	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: l.first}
 	if of.Deliveries {
 		of.Groups = l.Workers
 	}
@@ -186,14 +203,18 @@ func (w *Watch) isOwn(r tables.Relay) bool {
 	return w.cfg.Relay == r.Name || w.cfg.Relay == "" && w.cfg.Group == ""
 }
 
+// first returns the first name whose lease a process has. A cutover that has the lease of a relay alerts to nothing.
+func first(all []tables.Relay) (name string) {
+	for _, r := range all {
+		if _, ended := tables.HandedOver(r.Holder); r.Holder != "" && !ended {
+			return r.Name
+		}
+	}
+	return ""
+}
+
 // isFirst reports whether the watch alerts to what concerns the whole database.
 func (w *Watch) isFirst(l state) bool {
-	first := func(all []tables.Relay) (name string) {
-		if i := slices.IndexFunc(all, func(r tables.Relay) bool { return r.Holder != "" }); i >= 0 {
-			return all[i].Name
-		}
-		return ""
-	}
 	relay, workers := first(l.Relays), first(l.Workers)
 	switch {
 	case w.cfg.Relay != "":
@@ -208,6 +229,9 @@ func (w *Watch) isFirst(l state) bool {
 
 // checkRelay alerts to late events of a relay, and to a breaker that is not closed.
 func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
+	if w.cfg.Relay != "" && r.Holder != "" {
+		w.update(ctx, w.active, false, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r}) // another process may have said so
+	}
 	counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Relay == r.Name })
 	if w.cfg.StaleEvents != nil && r.Name == w.cfg.Relay {
 		if !holds {
@@ -221,12 +245,25 @@ func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 	}
 }
 
-// breakerOf reports whether the breaker of a relay is open or half-open. That is unknown while no leader says so. It is
-// also unknown while the breaker of a leader is closed only because the leader has not reached Kafka yet.
+// breakerOf reports whether the breaker of a relay is open or half-open. The one of this process closes when Kafka
+// answers. If it was never open, its relay may just not have found out yet, so that it is closed must be known.
 func (w *Watch) breakerOf(r tables.Relay) (open, known bool) {
-	if w.cfg.BreakerClosed != nil {
-		return !w.cfg.BreakerClosed(), true
+	if w.cfg.BreakerClosed == nil {
+		return saidBreaker(r)
 	}
+	if !w.cfg.BreakerClosed() {
+		return true, true
+	}
+	if _, began := w.active[key{kind: Breaker, relay: r.Name}]; began {
+		return false, true
+	}
+	open, known = saidBreaker(r)
+	return false, known && !open
+}
+
+// saidBreaker reports whether a leader says that its breaker is open or half-open. That is unknown while no leader says
+// so. It is also unknown while the breaker is closed only because the leader has not reached Kafka yet.
+func saidBreaker(r tables.Relay) (open, known bool) {
 	if r.Said == nil {
 		return false, false
 	}
@@ -261,6 +298,8 @@ func (w *Watch) checkCommon(ctx context.Context, l state) error {
 			w.checkLeader(ctx, r)
 		}
 	}
+	w.endRemoved(ctx, l, w.common.active)
+	maps.DeleteFunc(w.common.leaderless, func(relay string, _ bool) bool { return !l.has(relay) })
 	w.checkGroups(ctx, l)
 	w.common.deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
 	died, err := w.store.DiedDeliveries(ctx, w.common.deaths.since, w.common.deaths.known(), maxDeadRead)
@@ -284,14 +323,44 @@ func (w *Watch) checkCommon(ctx context.Context, l state) error {
 // moment to take over.
 func (w *Watch) checkLeader(ctx context.Context, r tables.Relay) {
 	leaderless := r.Holder == "" && !r.MovedAt.IsZero()
-	w.update(ctx, w.common.active, leaderless && w.common.leaderless[r.Name], 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r})
+	if again := w.common.leaderless[r.Name]; again || !leaderless {
+		w.update(ctx, w.common.active, leaderless, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r})
+	}
 	w.common.leaderless[r.Name] = leaderless
 }
 
+// handOver forgets what concerns the whole database, which another process alerts to from now on. That may be the new
+// leader of a relay that had none. No other process knows that an alert has said so, so its end is delivered first.
+func (w *Watch) handOver(ctx context.Context, l state) {
+	for _, r := range l.Relays {
+		a := Alert{Kind: NoLeader, Relay: r.Name, Status: r}
+		if r.Holder != "" && !w.update(ctx, w.common.active, false, 0, a) {
+			return // again at the next check
+		}
+	}
+	if w.endRemoved(ctx, l, w.common.active) {
+		w.common = nil
+	}
+}
+
+// endRemoved ends what has begun of relays that are removed. It reports whether there is nothing left to deliver.
+func (w *Watch) endRemoved(ctx context.Context, l state, active conditions) (done bool) {
+	done = true
+	for _, k := range slices.SortedFunc(maps.Keys(active), func(a, b key) int { return cmp.Or(cmp.Compare(a.relay, b.relay), cmp.Compare(a.kind, b.kind)) }) {
+		if k.relay != "" && !l.has(k.relay) {
+			done = w.update(ctx, active, false, 0, Alert{Kind: k.kind, Relay: k.relay}) && done
+		}
+	}
+	return done
+}
+
 // checkGroups alerts to what consumer groups have not handled for too long. A group whose alert
-// has begun is checked although none of its events waits any more.
+// has begun, here or elsewhere, is checked although none of its events waits any more.
 func (w *Watch) checkGroups(ctx context.Context, l state) {
 	var groups []string
+	for _, g := range slices.Concat(l.Workers, l.Consumers) {
+		groups = append(groups, g.Name)
+	}
 	for _, c := range l.stale {
 		groups = append(groups, c.Group)
 	}
@@ -310,30 +379,58 @@ func (w *Watch) checkGroups(ctx context.Context, l state) {
 }
 
 // update alerts when a condition begins to hold, when it becomes worse, and when it
-// ends.
-func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) {
-	before, wasActive := active[keyOf(a)]
-	if holds == wasActive && (!holds || level <= before) {
-		return
-	}
+// ends. It reports whether there is nothing left to deliver.
+func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) bool {
+	k := keyOf(a)
+	before, wasActive := active[k]
 	a.Over = !holds
+	switch {
+	case !holds && !wasActive:
+		return w.resolve(ctx, a)
+	case holds && wasActive && level <= before:
+		return true
+	}
+	delete(w.closed, k) // also if this is not delivered: one of several receivers may have got it
 	switch delivered := w.deliver(ctx, a); {
 	case !delivered:
+		return false
 	case holds:
-		active[keyOf(a)] = level
+		active[k] = level
 	default:
-		delete(active, keyOf(a))
+		delete(active, k)
+		w.closed[k] = true
 	}
+	return true
+}
+
+// resolve passes on, once in a term, that what another process may have begun does not hold: one that led before, or
+// the first one before. It reports whether there is nothing left to pass on.
+func (w *Watch) resolve(ctx context.Context, a Alert) bool {
+	k := keyOf(a)
+	if w.cfg.Resolve == nil || w.closed[k] {
+		return true
+	}
+	if w.resolves == 0 {
+		return false
+	}
+	if w.resolves--; !w.pass(ctx, a, w.cfg.Resolve) {
+		w.resolves = 0
+		return false
+	}
+	w.closed[k] = true
+	return true
 }
 
 // deliver reports whether an alert was delivered.
-func (w *Watch) deliver(ctx context.Context, a Alert) bool {
+func (w *Watch) deliver(ctx context.Context, a Alert) bool { return w.pass(ctx, a, w.cfg.Deliver) }
+
+func (w *Watch) pass(ctx context.Context, a Alert, to func(context.Context, Alert) error) bool {
 	a.At = time.Now()
 	ctx, cancel := context.WithTimeout(ctx, deliverTimeout)
 	defer cancel()
-	err := w.alerter.Call(ctx, func() error { return w.cfg.Deliver(ctx, a) })
+	err := w.alerter.Call(ctx, func() error { return to(ctx, a) })
 	if err != nil {
-		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "relay", a.Relay, "group", a.Group, "error", err)
+		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "over", a.Over, "relay", a.Relay, "group", a.Group, "error", err)
 	}
 	return err == nil
 }

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -97,8 +98,10 @@ type watchFixture struct {
 	store         fakeStore
 	breakerClosed bool
 	alerts        []watch.Alert
-	unready       int   // how much is stale, as the relay was told
-	fail          error // what Deliver returns
+	cfg           watch.Config
+	ends          []string // of what another process may have begun
+	unready       int      // how much is stale, as the relay was told
+	fail          error    // what Deliver returns
 	panics        bool
 }
 
@@ -115,8 +118,28 @@ func newFixtureOf(settings watch.Settings, relay, group string) *watchFixture {
 		cfg.BreakerClosed = func() bool { return f.breakerClosed }
 		cfg.StaleEvents = func(counts []tables.EventCount) { f.unready = len(counts) }
 	}
-	f.Watch = watch.New(&f.store, cfg)
+	f.cfg, f.Watch = cfg, watch.New(&f.store, cfg)
 	return f
+}
+
+// resolving lets the Alerter of a new fixture get the ends of what another process may have begun.
+func (f *watchFixture) resolving() *watchFixture {
+	f.cfg.Resolve = func(_ context.Context, a watch.Alert) error {
+		if f.fail == nil {
+			f.ends = append(f.ends, strings.TrimSpace(a.Relay+a.Group+" "+a.Kind)+map[bool]string{true: "!"}[a.Over])
+		}
+		return f.fail
+	}
+	f.Watch = watch.New(&f.store, f.cfg)
+	return f
+}
+
+// resolved runs one check that delivers nothing else, and returns those ends.
+func (f *watchFixture) resolved(t *testing.T) string {
+	t.Helper()
+	f.ends = nil
+	require.Empty(t, f.check(t))
+	return strings.Join(f.ends, ", ")
 }
 
 func (f *watchFixture) deliver(_ context.Context, a watch.Alert) error {
@@ -245,7 +268,7 @@ func TestBreakerText(t *testing.T) {
 			Outages: []outage.Outage{{What: "PostgreSQL, for retries,", Class: "locked", Since: at}, topic("x\ny"), topic("z"), topic("more")}}))
 	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", alert(outage.State{}), "the row is older than the breaker")
 	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", watch.Alert{Kind: watch.Breaker, Relay: "a"}.String())
-	require.Equal(t, "relay a: the circuit breaker is closed", watch.Alert{Kind: watch.Breaker, Relay: "a", Over: true}.String())
+	require.Equal(t, "relay a: the circuit breaker is closed", watch.Alert{Kind: watch.Breaker, Relay: "a", Over: true, Status: tables.Relay{Name: "a"}}.String())
 }
 
 // What waits for too long makes the relay unready, whether the alert is delivered or not.
@@ -310,6 +333,151 @@ func TestLeader(t *testing.T) {
 	require.Empty(t, f.check(t), "it never ran")
 }
 
+// All alerts about a relay are over when it is removed, also if it is removed while another process takes over. One
+// of that name begins anew.
+func TestRelayIsRemoved(t *testing.T) {
+	t.Parallel()
+	f := newFixture(watch.Settings{StalePending: 1, ReportInterval: math.MaxInt64}, "")
+	relays := []tables.Relay{{Name: "default", MovedAt: time.Now(), Said: &tables.Said{State: outage.State{Breakers: []outage.Breaker{{State: "open"}}}}}}
+	stale := []tables.EventCount{{Relay: "default", Events: 1, Oldest: time.Now().Add(-time.Hour)}}
+	f.store.at.Relays, f.store.stale = relays, stale
+	require.Equal(t, "default stale_events, default breaker_open", f.check(t))
+	require.Equal(t, "default no_leader", f.check(t))
+	f.store.at.Relays, f.store.stale = nil, nil
+	f.fail = errors.New("no mail today")
+	require.Empty(t, f.check(t))
+	f.fail = nil
+	require.Equal(t, "default breaker_open!, default stale_events!, default no_leader!", f.check(t))
+	require.Equal(t, "relay default: it is removed", f.alerts[0].String())
+	require.Equal(t, "relay default: events no longer wait too long", f.alerts[1].String())
+	require.Equal(t, "relay default: it is removed", f.alerts[2].String())
+	require.Empty(t, f.check(t))
+	f.store.at.Relays, f.store.stale = relays, stale
+	require.Equal(t, "default stale_events, default breaker_open", f.check(t))
+	require.Equal(t, "default no_leader", f.check(t), "not at the first check")
+
+	g := newFixtureOf(watch.Settings{}, "", "stats")
+	g.store.at = tables.Positions{Relays: []tables.Relay{{Name: "default", MovedAt: time.Now()}}, Workers: []tables.Relay{{Name: "stats", Holder: "here"}}}
+	require.Empty(t, g.check(t))
+	require.Equal(t, "default no_leader", g.check(t))
+	g.store.at.Relays = []tables.Relay{{Name: "another", Holder: "there"}}
+	require.Equal(t, "default no_leader!", g.check(t))
+	require.Empty(t, g.check(t))
+}
+
+// A relay that gets a leader takes the common alerts from the process that said that it has none. That process says
+// that it has one before it falls silent, as often as it takes to be heard.
+func TestLeaderTakesAlertsOver(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct{ relay, group string }{{"", "stats"}, {"", "consumer:mails"}, {"b", ""}} {
+		f := newFixtureOf(watch.Settings{DeadThreshold: 1}, test.relay, test.group)
+		f.store.at.Relays = []tables.Relay{{Name: "a", MovedAt: time.Now()}, {Name: "b", MovedAt: time.Now()}, {Name: "c", MovedAt: time.Now()}}
+		if test.relay != "" {
+			f.store.at.Relays[1].Holder = "here"
+		}
+		groups := []tables.Relay{{Name: strings.TrimPrefix(test.group, "consumer:"), Holder: "here"}}
+		if f.store.at.Workers = groups; strings.HasPrefix(test.group, "consumer:") {
+			f.store.at.Workers, f.store.at.Consumers = nil, groups
+		}
+		require.Empty(t, f.check(t))
+		require.Contains(t, f.check(t), "a no_leader", "%+v", test)
+		f.store.dead = []tables.EventCount{{Group: "stats", Events: 1}}
+		f.store.at.Relays[0].Holder = "there"
+		f.fail = errors.New("no mail today")
+		require.Empty(t, f.check(t))
+		f.fail = nil
+		require.Equal(t, "a no_leader!", f.check(t), "%+v", test)
+		require.Equal(t, "relay a: there leads", f.alerts[0].String())
+		require.Empty(t, f.check(t))
+		f.store.at.Relays[0].Holder = ""
+		require.Equal(t, "many_dead", f.check(t), "it is the first again")
+		require.Contains(t, f.check(t), "a no_leader")
+		f.store.at.Relays[0].Holder = "outbox cut"
+		require.Equal(t, "a no_leader!", f.check(t), "it stays the first")
+		require.Equal(t, "relay a: it has ended by a cut", f.alerts[0].String())
+	}
+}
+
+// A new leader does not know what the old one has begun, so it ends all that does not hold, once, for an Alerter that
+// wants that.
+func TestNewLeaderEndsWhatTheOldOneBegan(t *testing.T) {
+	t.Parallel()
+	settings := watch.Settings{StalePending: 1, DeadThreshold: 1, ReportInterval: math.MaxInt64}
+	a := newFixture(settings, "default")
+	a.breakerClosed = false
+	a.store.stale = []tables.EventCount{{Relay: "default", Events: 1, Oldest: time.Now().Add(-time.Hour)}}
+	a.store.dead = []tables.EventCount{{Relay: "default", Events: 1}}
+	require.Equal(t, "default stale_events, default breaker_open, many_dead", a.check(t))
+
+	b := newFixture(settings, "default").resolving()
+	b.store = a.store
+	b.store.at.Relays = append(b.store.at.Relays, tables.Relay{Name: "other", MovedAt: time.Now()})
+	b.store.at.Workers = []tables.Relay{{Name: "stats", Holder: "there"}}
+	b.store.stale, b.store.dead = nil, nil
+	b.fail = errors.New("no incidents today")
+	require.Empty(t, b.resolved(t))
+	b.fail = nil
+	b.store.at.Relays[1].Holder = "there"
+	require.Equal(t, "default no_leader!, default stale_events!, other no_leader!, stats stale_events!, many_dead!", b.resolved(t), "it has not reached Kafka")
+	b.store.at.Relays[0].Said = &tables.Said{KafkaAt: time.Now()}
+	require.Equal(t, "default breaker_open!", b.resolved(t))
+	require.Empty(t, b.resolved(t))
+
+	b.fail, b.breakerClosed = errors.New("one of two alerters fails"), false
+	require.Empty(t, b.resolved(t))
+	b.fail, b.breakerClosed = nil, true
+	require.Equal(t, "default breaker_open!", b.resolved(t), "what may have begun")
+	b.breakerClosed = false
+	require.Equal(t, "default breaker_open", b.check(t))
+	b.breakerClosed = true
+	require.Equal(t, "default breaker_open!", b.check(t))
+	require.Empty(t, b.resolved(t))
+}
+
+// No relay is known to have a leader at the first check without one.
+func TestEndsOnlyWhatIsKnown(t *testing.T) {
+	t.Parallel()
+	f := newFixtureOf(watch.Settings{StalePending: 1}, "", "stats").resolving()
+	f.store.at = tables.Positions{Relays: []tables.Relay{{Name: "default", MovedAt: time.Now()}}, Workers: []tables.Relay{{Name: "stats", Holder: "here"}}}
+	f.store.stale = []tables.EventCount{{Group: "stats", Events: 1, Oldest: time.Now().Add(-time.Hour)}}
+	require.Equal(t, "stats stale_events", f.check(t))
+	require.Equal(t, []string{"many_dead!"}, f.ends)
+	require.Equal(t, "default no_leader", f.check(t))
+	require.Len(t, f.ends, 1)
+}
+
+// However many groups there are, a check has time for what holds: their ends come at later checks.
+func TestManyEnds(t *testing.T) {
+	t.Parallel()
+	f := newFixture(watch.Settings{DeadThreshold: 1}, "default").resolving()
+	for i := range 50 {
+		f.store.at.Workers = append(f.store.at.Workers, tables.Relay{Name: strconv.Itoa(i), Holder: "there"})
+	}
+	f.store.dead = []tables.EventCount{{Relay: "default", Events: 1}}
+	require.Equal(t, "many_dead", f.check(t))
+	require.Len(t, f.ends, 20)
+	for range 3 {
+		require.Empty(t, f.check(t))
+	}
+	require.Len(t, f.ends, 52)
+}
+
+// Each term of a leader is a new one: another process may have led in between.
+func TestEndsOfEachTerm(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64}, "default").resolving()
+		m := watch.NewMonitor(&f.store, f.cfg, slog.New(slog.DiscardHandler), nil)
+		for range 2 {
+			f.ends = nil
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+			m.Run(ctx)
+			cancel()
+			require.Equal(t, []string{"default no_leader!", "default stale_events!", "many_dead!"}, f.ends)
+		}
+	})
+}
+
 // Each relay watches its own events. What concerns all is for the first relay that has a leader,
 // without any for the first group of workers, then for the first of consumers, and for a monitor in any case.
 func TestWhoWatches(t *testing.T) {
@@ -351,6 +519,35 @@ func TestWhoWatches(t *testing.T) {
 		first := f.check(t)
 		second := f.check(t)
 		require.Equal(t, test.want, strings.Trim(first+", "+second, ", "), "%+v", test)
+	}
+}
+
+// A cutover that has the lease of a relay alerts to nothing, so it keeps no process from that.
+func TestCutRelayWatchesNothing(t *testing.T) {
+	t.Parallel()
+	for _, holder := range []string{"outbox cut", "outbox debezium"} {
+		for _, test := range []struct {
+			relay, group, living, want string
+		}{
+			{"", "stats", "", "many_dead, b no_leader"},
+			{"", "consumer:stats", "", ""},
+			{"", "stats", "b", ""},
+			{"b", "", "b", "many_dead"},
+		} {
+			f := newFixtureOf(watch.Settings{DeadThreshold: 1}, test.relay, test.group)
+			f.store.at = tables.Positions{
+				Relays:    []tables.Relay{{Name: "a", Holder: holder, MovedAt: time.Now()}, {Name: "b", MovedAt: time.Now()}},
+				Workers:   []tables.Relay{{Name: "stats", Holder: "x"}},
+				Consumers: []tables.Relay{{Name: "stats", Holder: "x"}},
+			}
+			if test.living != "" {
+				f.store.at.Relays[1].Holder = "there"
+			}
+			f.store.dead = []tables.EventCount{{Group: "stats", Events: 1}}
+			first := f.check(t)
+			second := f.check(t)
+			require.Equal(t, test.want, strings.Trim(first+", "+second, ", "), "%s %+v", holder, test)
+		}
 	}
 }
 
