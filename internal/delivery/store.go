@@ -32,6 +32,8 @@ type Store struct {
 	lease   time.Duration
 	records bool // it is the store of a consumer, see ForRecords
 
+	claimedUnseen atomic.Bool // a claim whose answer was lost may have claimed rows, see Dispatcher.releaseUnknown
+
 	floors   floors
 	yielded  yielded
 	due      scanBounds[claimScan]
