@@ -16,8 +16,10 @@ type scanBounds[K comparable] struct {
 	share int           // full scans take one part in share of the time
 	rare  time.Duration // the longest time between full scans, however long they take
 
-	mu     sync.Mutex
-	bounds map[K]scanBound
+	mu      sync.Mutex
+	bounds  map[K]scanBound
+	latest  time.Time // the clock of the server in the last scan
+	setBack bool      // it was set back, see wasSetBack
 }
 
 // scanBound is where the next scan begins.
@@ -44,6 +46,7 @@ func (b *scanBounds[K]) start(k K) (since time.Time) {
 func (b *scanBounds[K]) scanned(k K, since, until, now time.Time, took time.Duration) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.setBack, b.latest = b.setBack || now.Before(b.latest), now
 	if now.Before(since) {
 		delete(b.bounds, k)
 		return
@@ -59,4 +62,14 @@ func (b *scanBounds[K]) scanned(k K, since, until, now time.Time, took time.Dura
 		bound.since = until.Add(-lateness)
 	}
 	b.bounds[k] = bound
+}
+
+// wasSetBack reports whether the clock of the server was set back since the last call, as scans have seen it that do not
+// overlap.
+func (b *scanBounds[K]) wasSetBack() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	was := b.setBack
+	b.setBack = false
+	return was
 }

@@ -94,7 +94,7 @@ SELECT (SELECT min(first.next_retry_at) FROM pg_catalog.unnest(` + typesOf + `) 
 
 // Claim claims at most limit due rows, and at most follow parked rows behind each. With suspects it claims
 // only rows that were taken over, without the rows behind them. Rows beyond the budget of bytes come bare,
-// as from Queue.
+// as from Queue. Afterwards claimedUnseen says whether there may be other rows that it has claimed.
 func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int, suspects bool, budget int64) (claimed []Delivery, err error) {
 	actions, streams, types := columnsOfClaimable(pairs)
 	since := column(pairs, func(c *Claimable) time.Time { return s.due.start(claimScan{c.Pair, suspects}) })
@@ -126,6 +126,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int,
 	err = claim(half, budget)
 	cancel()
 	if MayBeUnreadable(err) && ctx.Err() == nil {
+		s.claimedUnseen.Store(true) // PostgreSQL may have committed that claim, and its rows are not due for this one
 		err = claim(ctx, 0)
 	}
 	if err != nil {

@@ -297,6 +297,9 @@ func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (ro
 	defer cancel()
 	began := time.Now()
 	got, err := d.store.Claim(ctx, c.pairs, c.limit, c.follow, c.suspects, c.budget)
+	if d.store.claimedUnseen.Swap(false) {
+		d.signalUnknown()
+	}
 	if err != nil {
 		return 0, err
 	}

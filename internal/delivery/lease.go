@@ -191,6 +191,32 @@ SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
                   WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND ` + lockedAhead + `
                   ORDER BY d.consumer_group, d.locked_until LIMIT 1), false)`
 
+// sqlDueAgain has rows that were given back before the clock of the database was set back wait no longer than they had
+// to: whatever makes a row PENDING writes both times at once.
+const sqlDueAgain = `
+UPDATE {schema}.event_delivery AS d
+   SET next_retry_at = clock_timestamp() + greatest(d.next_retry_at - d.updated_at, '0'), updated_at = clock_timestamp()
+ WHERE d.id = ANY (ARRAY(SELECT p.id FROM {schema}.event_delivery AS p
+                          WHERE p.id = ANY (ARRAY(SELECT d.id FROM {schema}.event_delivery AS d
+                                                   WHERE d.consumer_group = $1::text AND d.status = 'PENDING' AND d.next_retry_at > (SELECT clock_timestamp()) AND d.updated_at > clock_timestamp()
+                                                   ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, ` + suspect + `, d.next_retry_at, d.id LIMIT $2))
+                            AND p.status = 'PENDING' AND p.updated_at > clock_timestamp() FOR UPDATE SKIP LOCKED))`
+
+// dueAgain gives at most limit rows the time back that they would wait because the clock of the database was set back.
+// It returns their number. It reads what the group has PENDING, so it is for the time after that.
+func (s *Store) dueAgain(ctx context.Context, limit int) (rows int64, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlDueAgain, s.group, limit).Exec(func(tag pgconn.CommandTag) error {
+			rows = tag.RowsAffected()
+			return nil
+		})
+	})
+	if err != nil {
+		return 0, fmt.Errorf("look for deliveries from before the clock was set back: %w", err)
+	}
+	return rows, nil
+}
+
 const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.aggregate_type, d.aggregate_id, d.action, d.stream, d.attempt_count,
        d.position, d.record_partition, coalesce(d.partition_key, d.aggregate_id)`
 

@@ -104,7 +104,7 @@ func (c *Rules) awaitRetry(ctx context.Context, outages *outage.Logs, what strin
 // may have restarted it.
 func (k *leaseKeeper) takeOverLoop(ctx context.Context) {
 	k.repairedUpTo = math.MinInt64
-	round := takeOverRound{confirmed: time.Now()}
+	round := takeOverRound{confirmed: time.Now(), clockChecks: 1}
 	for ; ctx.Err() == nil; round.n++ {
 		k.tryTakeOver(ctx, &round)
 		pause := k.cfg.Lease / 3
@@ -144,10 +144,12 @@ type takeOverRound struct {
 	answers   answering
 	announced bool      // the deliveries of other processes are logged
 	confirmed time.Time // the last success of confirm
+
+	clockChecks int // how often deliveries are to be looked for that wait because the clock was set back
 }
 
-// takeOverOnce takes over, repairs heads, retries dead deliveries, saves successes and confirms, each when its time has
-// come.
+// takeOverOnce takes over, repairs heads, retries dead deliveries, saves successes, confirms and looks for what waits
+// because the clock was set back, each when its time has come.
 func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) (err error) {
 	began := time.Now()
 	if !round.announced {
@@ -176,7 +178,32 @@ func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) (e
 			round.confirmed = began
 		}
 	}
+	if k.store.expiring.wasSetBack() {
+		round.clockChecks = 2 // a transaction may end behind the first one
+	}
+	if err == nil && round.clockChecks > 0 {
+		if err = k.dueAgain(ctx); err == nil {
+			round.clockChecks--
+		}
+	}
 	return err
+}
+
+// dueAgain has deliveries wait no longer than they had to before the clock of the database was set back.
+func (k *leaseKeeper) dueAgain(ctx context.Context) error {
+	for {
+		rows, err := k.store.dueAgain(ctx, takeOverBatch)
+		if err != nil {
+			return err
+		}
+		if rows > 0 {
+			k.log.Warn("outbox: the clock of PostgreSQL was set back; deliveries wait no longer for that", "deliveries", rows)
+			k.dispatcher.SignalHeads()
+		}
+		if rows < takeOverBatch {
+			return nil
+		}
+	}
 }
 
 // announceOthers logs once how many deliveries other processes have claimed. This process may be the

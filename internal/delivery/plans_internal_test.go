@@ -109,6 +109,7 @@ var statements = []struct {
 	{"promote", "text, bigint[], bigint[]", sqlPromote, `'g', '{7}', '{1}'`, `'g', '{7,8,1000001}', '{1,1,NULL}'`, 60},
 	{"expire", "text, bigint, interval, bool, timestamptz", sqlTakeOver, `'g', 10, '0', false, '2000-01-01'`, `'g', 10, '0', false, '2000-01-01'`, 900},
 	{"stale", "text, timestamptz, interval", sqlExpired, `'g', '2000-01-01', '1 min'`, `'g', '2000-01-01', '1 min'`, 60},
+	{"due again", "text, bigint", sqlDueAgain, `'g', 500`, `'g', 500`, 900},
 	{"owed", "text, text[], bigint[], bytea[], timestamptz", sqlBlocked, `'g', '{}', '{}', '{}', NULL`, `'g', '{a,a,a}', '{7,1000001,NULL}', '{a,b,c}', NULL`, 70}, // two looks of four indexes
 	{"followers", "text, bigint, bigint", sqlFollowers, `'g', 7, 1000`, `'g', 7, 1000`, 900},
 	{"park", "text, text[], text[], bigint[], bytea[], int[], bigint[], uuid[], text[], text[], text[], text[], text[], text[], bytea[], bytea[], timestamptz[], timestamptz[], int[], " +

@@ -32,6 +32,8 @@ type Store struct {
 	lease   time.Duration
 	records bool // it is the store of a consumer, see ForRecords
 
+	claimedUnseen atomic.Bool // a claim whose answer was lost may have claimed rows, see Dispatcher.releaseUnknown
+
 	floors   floors
 	yielded  yielded
 	due      scanBounds[claimScan]
@@ -42,7 +44,7 @@ type Store struct {
 	sqlPark, sqlBlockedFromNow, sqlBlocked, sqlFollowers, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead, sqlStrip string
 	sqlPassIDs, sqlCheck, sqlCheckRecords, sqlSaveSuccesses, sqlWitness, sqlWaitsFor                                      string
 	sqlRenewMember, sqlRemoveMember, sqlHandledElsewhere, sqlUnhandled, sqlForgetMembers                                  string
-	sqlTakeDeadLetter, sqlDeadLetterTried                                                                                 string
+	sqlTakeDeadLetter, sqlDeadLetterTried, sqlDueAgain                                                                    string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
@@ -66,7 +68,7 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		sqlUnhandled: in(tables.SQLUnhandled), sqlForgetMembers: in(sqlForgetMembers),
 		sqlPassIDs: in(sqlPassIDs), sqlCheck: in(sqlCheck), sqlCheckRecords: in(sqlCheckRecords),
 		sqlSaveSuccesses: in(sqlSaveSuccesses), sqlWitness: in(sqlWitness), sqlWaitsFor: in(sqlWaitsFor),
-		sqlTakeDeadLetter: in(sqlTakeDeadLetter), sqlDeadLetterTried: in(sqlDeadLetterTried), sqlStrip: in(sqlStrip),
+		sqlTakeDeadLetter: in(sqlTakeDeadLetter), sqlDeadLetterTried: in(sqlDeadLetterTried), sqlDueAgain: in(sqlDueAgain), sqlStrip: in(sqlStrip),
 	}
 }
 

@@ -2,6 +2,7 @@ package itest
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"strings"
 	"sync/atomic"
@@ -20,6 +21,7 @@ import (
 type deadConn struct {
 	net.Conn
 	statement string
+	arrives   bool // it dies only behind the statement, which is executed
 	armed     *atomic.Bool
 	dead      atomic.Bool
 	silence   net.Conn
@@ -30,7 +32,7 @@ func (c *deadConn) Write(p []byte) (int, error) {
 	if strings.Contains(string(p), c.statement) && c.armed.Swap(false) {
 		c.dead.Store(true)
 	}
-	if c.dead.Load() {
+	if c.dead.Load() && !c.arrives {
 		return len(p), nil
 	}
 	return c.Conn.Write(p)
@@ -51,6 +53,20 @@ func (c *deadConn) SetDeadline(t time.Time) error {
 	return c.Conn.SetDeadline(t)
 }
 
+// deadPool returns a pool whose connections are like conn, which has no connection.
+func deadPool(t *testing.T, conn *deadConn) *pgxpool.Pool {
+	return testenv.Pool(t, func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+			dialed, err := new(net.Dialer).DialContext(ctx, network, address)
+			if err != nil {
+				return nil, err
+			}
+			silence, _ := net.Pipe()
+			return &deadConn{Conn: dialed, statement: conn.statement, arrives: conn.arrives, armed: conn.armed, silence: silence}, nil
+		}
+	})
+}
+
 // A worker whose connection dies in silence in its transaction waits for PostgreSQL no longer than its statements may
 // take, and for a COMMIT no longer than ten calls. The event is handled once, whether the transaction was committed or
 // not.
@@ -67,16 +83,7 @@ func TestConnectionDiesInATransaction(t *testing.T) {
 				require.NoError(t, f.db.QueryRow(t.Context(), f.sql(`SELECT event_id::text FROM {schema}.outbox ORDER BY id LIMIT 1`)).Scan(&statement))
 				armed.Store(true)
 			}
-			db := testenv.Pool(t, func(cfg *pgxpool.Config) {
-				cfg.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
-					conn, err := new(net.Dialer).DialContext(ctx, network, address)
-					if err != nil {
-						return nil, err
-					}
-					silence, _ := net.Pipe()
-					return &deadConn{Conn: conn, statement: statement, armed: armed, silence: silence}, nil
-				}
-			})
+			db := deadPool(t, &deadConn{statement: statement, armed: armed})
 			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, HandlerTimeout: 2 * time.Second}, PollInterval: 50 * time.Millisecond}
 			testenv.Run(t, f.worker(db, "bank", cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 				if s.N == 2 && name == "commit" && !died.Swap(true) {
@@ -89,4 +96,27 @@ func TestConnectionDiesInATransaction(t *testing.T) {
 			require.False(t, armed.Load())
 		})
 	}
+}
+
+// The answer to a claim is lost in silence, and the claim is tried again on another connection, without payloads. What
+// the first try has claimed is released and handled long before its lease ends, and no attempt counts for it.
+func TestAnswerToAClaimIsLost(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	f, log, armed := newWorkerFixture(t), new(workerLog), new(atomic.Bool)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Logger: log.logger()}, Lease: time.Hour}
+	const rows = 5
+	for n := range rows {
+		f.commit(step{fmt.Sprint("account ", n), 1})
+	}
+	f.insertDue(cfg, rows)
+	armed.Store(true)
+	db := deadPool(t, &deadConn{statement: "\nbank.account.stepped.v1", arrives: true, armed: armed}) // the types of a claim
+	testenv.Run(t, f.worker(db, "bank", cfg, f.effects("COUNTED", nil)).Run)
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PROCESSING'`, rows)
+	require.False(t, armed.Load())
+	require.Eventually(t, func() bool {
+		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND attempt_count = 1`) == rows
+	}, 40*time.Second, 50*time.Millisecond)
+	require.Zero(t, log.count("has expired"), log.String())
 }

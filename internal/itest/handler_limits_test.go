@@ -301,7 +301,8 @@ func TestHolderOfLockIsNamed(t *testing.T) {
 }
 
 // The clock of the database is set back by an hour after PostgreSQL has started. What a worker had that is gone is
-// taken over, whether it was claimed before or after that.
+// taken over, whether it was claimed before or after that. What was due before is handled at once, and what had to wait
+// waits no longer than it had to, whether its worker starts then or runs on.
 func TestWorkerClockSetBack(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // search_path
@@ -314,15 +315,32 @@ func TestWorkerClockSetBack(t *testing.T) {
 	}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["search_path"] = clock + `, pg_catalog` })
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, Lease: 2 * time.Second, PollInterval: 50 * time.Millisecond}
-	f.commit(step{"before", 1}, step{"after", 1})
+	f.commit(step{"before", 1}, step{"after", 1}, step{"due", 1}, step{"waits", 1})
 	stop := testenv.Run(t, f.worker(db, "bank", cfg, f.effects("COUNTED", func(step, outbox.Metadata) error { return errTest })).Run)
-	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE attempt_count > 0`, 2)
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE attempt_count > 0`, 4)
 	stop()
 	f.exec(`UPDATE {schema}.event_delivery SET status = 'PROCESSING', locked_by = 'gone/1', updated_at = clock_timestamp(),
-		locked_until = clock_timestamp() + interval '2 s' - CASE aggregate_id WHEN 'before' THEN interval '0' ELSE interval '1 hour' END`)
+		locked_until = clock_timestamp() + interval '2 s' - CASE aggregate_id WHEN 'before' THEN interval '0' ELSE interval '1 hour' END
+		WHERE aggregate_id IN ('before', 'after')`)
+	f.exec(`UPDATE {schema}.event_delivery SET updated_at = clock_timestamp(),
+		next_retry_at = clock_timestamp() + CASE aggregate_id WHEN 'due' THEN interval '0' ELSE interval '30 min' END WHERE aggregate_id IN ('due', 'waits')`)
 	testenv.Run(t, f.worker(db, "bank", cfg, f.effects("COUNTED", nil)).Run)
 	require.Eventually(t, func() bool {
 		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE locked_by = 'gone/1'`) == 0
+	}, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool {
+		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE aggregate_id = 'due' AND status = 'DONE'`) == 1
+	}, 20*time.Second, 10*time.Millisecond)
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE aggregate_id = 'waits' AND status = 'PENDING'
+		AND next_retry_at BETWEEN clock_timestamp() - interval '31 min' AND clock_timestamp() - interval '29 min'`, 1)
+
+	// It is set back by another hour.
+	for _, name := range []string{"clock_timestamp", "now"} {
+		f.exec(`CREATE OR REPLACE FUNCTION ` + clock + `.` + name + `() RETURNS timestamptz LANGUAGE sql AS $$ SELECT pg_catalog.` + name + `() - interval '2 hours' $$`)
+	}
+	f.exec(`UPDATE {schema}.event_delivery SET updated_at = clock_timestamp() - interval '1 hour', next_retry_at = clock_timestamp() - interval '1 hour' WHERE aggregate_id = 'waits'`)
+	require.Eventually(t, func() bool {
+		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE aggregate_id = 'waits' AND status = 'DONE'`) == 1
 	}, 20*time.Second, 10*time.Millisecond)
 }
 

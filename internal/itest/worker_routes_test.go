@@ -95,13 +95,42 @@ func TestRoutesSurviveAFailover(t *testing.T) {
 	f.requireOrder()
 }
 
+// PostgreSQL was away for more than an hour, so no worker could confirm its handlers. The first ones that confirm theirs
+// afterwards do not take the others for gone. What was confirmed long before the outage still ages.
+func TestRoutesOutliveAnOutage(t *testing.T) {
+	t.Parallel()
+	f, log := newWorkerFixture(t), new(workerLog)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Logger: log.logger()}, PollInterval: 20 * time.Millisecond}
+	stored := func(action string) {
+		t.Helper()
+		f.eventually(fmt.Sprintf(`SELECT count(*) FROM {schema}.event_subscription, jsonb_each(routes) AS r
+			WHERE r.key LIKE '%%%s' AND r.value::bigint > extract(epoch FROM now() - interval '1 min')`, action), 1)
+	}
+	_, hold := f.start(cfg, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
+	stored("SUMMED")
+	hold() // it is there again some seconds after the others
+	f.exec(`UPDATE {schema}.event_subscription SET routes = (SELECT jsonb_object_agg(key, value::bigint - 61 * 60) FROM jsonb_each(routes))
+		|| jsonb_build_object('bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'OLD', extract(epoch FROM now() - interval '122 min')::bigint)`)
+	f.start(cfg, f.effects("COUNTED", nil))
+	stored("COUNTED")
+	f.start(cfg, f.effects("COUNTED", nil), f.effects("TRACED", nil))
+	stored("TRACED")
+	f.commit(step{"a", 1})
+	f.await(2)
+	require.Equal(t, 1, log.count("has had this handler for an hour"), log.String())
+	require.Equal(t, 1, log.count("action=OLD"), log.String())
+	f.start(cfg, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
+	f.await(3)
+}
+
 // A handler that no worker has had for an hour is forgotten, and the log says which one.
 func TestForgottenRouteIsLogged(t *testing.T) {
 	t.Parallel()
 	f, log := newWorkerFixture(t), new(workerLog)
 	f.exec(`INSERT INTO {schema}.event_subscription (consumer_group, routes) VALUES ('bank', jsonb_build_object(
 		'bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'GONE', extract(epoch FROM now() - interval '61 min')::bigint,
-		'bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'STAYS', extract(epoch FROM now() - interval '59 min')::bigint))`)
+		'bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'STAYS', extract(epoch FROM now() - interval '59 min')::bigint,
+		'bank.account.stepped.v1' || chr(10) || 'account-events' || chr(10) || 'RECENT', extract(epoch FROM now() - interval '11 min')::bigint))`)
 	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Logger: log.logger()}}, f.effects("COUNTED", nil))
 	f.eventually(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes) AS k WHERE k LIKE '%STAYS' OR k LIKE '%COUNTED'`, 2)
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes) AS k WHERE k LIKE '%GONE'`))

@@ -21,10 +21,12 @@ import (
 // old processes insert deliveries too, although they do not know its new handlers. So each worker stores
 // the routes of its handlers in event_subscription, and every worker inserts deliveries for all stored
 // routes. A delivery without a handler in one process waits for a process that has it. A group keeps a route that no
-// worker confirms for [tables.RouteLife].
+// worker confirms for [tables.RouteLife], while any of its workers can confirm its own.
 
 // sqlSubscribe adds the routes $2 of a worker to the routes of its group, and the routes $4 of other workers that this
 // worker knows: the database may have lost them in a failover. It removes routes that no worker has confirmed for $3.
+// If no worker at all has confirmed its routes for a third of $3, as while PostgreSQL was away, that time does not
+// count: it adds it to the times of all routes, because those of live workers may be confirmed only after this one.
 // The version of the routes is a digest of them, so the same version never stands for other routes. $5 says that
 // workers keep no order. The statement returns the routes as they are then, and those that it has removed.
 const sqlSubscribe = `
@@ -39,9 +41,12 @@ WITH before AS MATERIALIZED (
        SET unordered = excluded.unordered, (routes, routes_version) = (
            SELECT m.routes, ` + digestOf + `m.routes` + endDigest + `
              FROM (SELECT pg_catalog.jsonb_object_agg(r.key, r.at) AS routes
-                     FROM (SELECT e.key, max(e.value::text::numeric) AS at
-                             FROM (SELECT key, value FROM jsonb_each(s.routes) UNION ALL SELECT key, value FROM jsonb_each($4::text::jsonb)
-                                    UNION ALL SELECT key, value FROM jsonb_each(excluded.routes)) AS e GROUP BY e.key) AS r
+                     FROM (SELECT e.key, max(e.at) AS at
+                             FROM (SELECT k.key, k.at + CASE WHEN k.away > extract(epoch FROM $3::interval) / 3::numeric THEN k.away ELSE 0 END AS at
+                                     FROM (SELECT key, value::text::numeric AS at,
+                                                  extract(epoch FROM now())::bigint - max(value::text::numeric) OVER () AS away
+                                             FROM (SELECT key, value FROM jsonb_each(s.routes) UNION ALL SELECT key, value FROM jsonb_each($4::text::jsonb)) AS b) AS k
+                                    UNION ALL SELECT key, value::text::numeric FROM jsonb_each(excluded.routes)) AS e GROUP BY e.key) AS r
                     WHERE r.at > extract(epoch FROM now() - $3::interval)) AS m)
  RETURNING s.routes, s.routes_version
 )
