@@ -15,9 +15,9 @@ import (
 
 // sqlClaim claims due rows of the pairs of action $4 and stream $5 whose types are among $11, see
 // [Claimable.types]. Behind each row that was never tried, it also claims the parked rows of its key, up to the
-// first row that was tried or has another type. It scans each type of each pair separately, so that the rows of one
-// do not hide the rows of another, and no rows of other types are read: they may be many. It claims none of the rows
-// $12, which this process has yielded.
+// first row that was tried, has another type or is locked: it waits for no other session, which would keep all pairs
+// waiting. It scans each type of each pair separately, so that the rows of one do not hide the rows of another, and no
+// rows of other types are read: they may be many. It claims none of the rows $12, which this process has yielded.
 var sqlClaim = `
 WITH due AS MATERIALIZED (
     SELECT p.id, p.order_key, p.attempt_count, p.failed_at, w.types FROM unnest($4::text[], $5::text[], $9::timestamptz[], $11::text[]) AS w (action, stream, since, types)
@@ -32,10 +32,14 @@ WITH due AS MATERIALIZED (
     SELECT b.id FROM due AS w
      CROSS JOIN LATERAL (
            SELECT f.id, bool_and(f.untried) OVER (ORDER BY f.id) AS untried
-             FROM (SELECT d.id, d.attempt_count = 0 AND NOT ` + suspect + ` AND ` + typeOf + ` = ANY (` + typesOf + `) AS untried FROM {schema}.event_delivery AS d
-                    WHERE ` + ofKeyFrom("w.order_key", "w.id + 1") + ` AND d.status = 'PARKED' AND d.consumer_group = $1::text
-                      AND w.attempt_count = 0 AND w.failed_at IS NULL
-                    ORDER BY d.order_key, d.id LIMIT $7 FOR UPDATE) AS f) AS b
+             FROM (SELECT n.id, coalesce(l.untried, false) AS untried
+                     FROM (SELECT d.id FROM {schema}.event_delivery AS d
+                            WHERE ` + ofKeyFrom("w.order_key", "w.id + 1") + ` AND d.status = 'PARKED' AND d.consumer_group = $1::text
+                              AND w.attempt_count = 0 AND w.failed_at IS NULL
+                            ORDER BY d.order_key, d.id LIMIT $7) AS n
+                     LEFT JOIN LATERAL (
+                          SELECT d.attempt_count = 0 AND NOT ` + suspect + ` AND ` + typeOf + ` = ANY (` + typesOf + `) AS untried FROM {schema}.event_delivery AS d
+                           WHERE d.id = n.id AND d.status = 'PARKED' FOR UPDATE SKIP LOCKED) AS l ON true) AS f) AS b
      WHERE b.untried
 ), claimed AS (
     UPDATE {schema}.event_delivery AS d

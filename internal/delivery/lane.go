@@ -27,6 +27,7 @@ type lane struct {
 	queue     batchQueue
 	ended     chan struct{}
 	activity  handling.Activity   // what run does at the moment; the processor notes it
+	reading   handling.Activity   // the payload that is read at the moment; it has no limit of a call
 	held      handling.HeldSlots  // of the call under way
 	slow      handling.SlowCalls  // only watchLoop
 	finishing *handling.Processor // finishes deliveries in the transaction of their handlers

@@ -214,21 +214,24 @@ func (k *LaneKind) enqueue(batch []Delivery) {
 	k.mu.Unlock()
 }
 
-// takeFromSlow marks lanes whose call takes longer than slowBatch as slow, and returns their
-// waiting deliveries, so that other lanes or processes handle them. A slow lane gets no batch until
-// its call has returned. If the call takes longer than spareAfter, a spare lane replaces it, and takeFromSlow returns
-// true.
+// takeFromSlow marks lanes whose call, or whose read of a payload, takes longer than slowBatch as slow, and returns
+// their waiting deliveries, so that other lanes or processes handle them. A slow lane gets no batch until its call has
+// returned. If the call takes longer than spareAfter, a spare lane replaces it, and takeFromSlow returns true.
 func (k *LaneKind) takeFromSlow() (waiting []Delivery, replaced bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, l := range k.lanes {
-		call, ok := l.activity.Current()
+		call, calls := l.activity.Current()
+		ok := calls
+		if !calls {
+			call, ok = l.reading.Current()
+		}
 		running := time.Since(call.Began)
 		replace := ok && k.spareAfter > 0 && running >= k.spareAfter
 		if !ok || running < slowBatch && !replace {
 			continue
 		}
-		if !k.slow[l] {
+		if calls && !k.slow[l] {
 			k.notePace(call.Action, running/time.Duration(max(call.Events, 1)))
 		}
 		k.slow[l] = true

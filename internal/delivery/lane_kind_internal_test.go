@@ -87,3 +87,20 @@ func TestBatchesGrowAlthoughNoneIsFull(t *testing.T) {
 	note(0, 0)
 	require.Equal(t, before, k.perDelivery, "nothing was handled")
 }
+
+// What waits in a lane that reads a large payload goes to other lanes, as behind a slow call. The pace of its action
+// does not change.
+func TestSlowReadGivesBackWhatWaits(t *testing.T) {
+	t.Parallel()
+	k, l := newIdleLane([]Claimable{{Pair: Pair{"A", "s"}}}, true)
+	k.spareAfter = time.Nanosecond
+	k.enqueue([]Delivery{{Ref: Ref{ID: 1}, Action: "A"}})
+	waiting, _ := k.takeFromSlow()
+	require.Empty(t, waiting)
+	l.reading.Begin(handling.Call{Context: context.Background(), Action: "A", Events: 1})
+	time.Sleep(time.Millisecond)
+	waiting, replaced := k.takeFromSlow()
+	require.Len(t, waiting, 1)
+	require.True(t, replaced)
+	require.Zero(t, k.pace["A"])
+}

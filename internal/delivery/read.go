@@ -98,26 +98,43 @@ func (l *lane) releaseLarge() {
 // isTooLarge reports whether the event of a delivery is not read at all.
 func (d *Delivery) isTooLarge() bool { return !d.FromKafka && d.Size > check.MaxEventBytes }
 
-// read decodes the event of an item. Decoders are the host's code, so they may panic or end their goroutine.
+// read reads and decodes the event of an item.
 func (l *lane) read(it *laneItem) {
+	it.read = true
+	err := l.readMissing(it)
+	if err == nil && (!it.hasNoAttemptLeft() || it.mayDecodeAgain()) {
+		err = l.decode(it)
+	}
+	switch {
+	case errors.Is(err, ErrLost):
+		l.lose(it.Ref)
+	case err != nil && l.mayContinue():
+		it.Class, it.Err = handling.ClassUndecodable, err
+	}
+}
+
+// readMissing reads the payload of an item that was claimed without it. That may take long, and is no call of the host:
+// the time of a codec begins after it, and none is taken for one that hangs.
+func (l *lane) readMissing(it *laneItem) error {
+	if it.ValueIn != "" {
+		return strippedError(it.ValueIn)
+	}
+	if !it.Bare {
+		return nil
+	}
+	l.reading.Begin(handling.Call{Context: l.ctx, Action: it.Action, Events: 1})
+	defer l.reading.End()
+	return l.readPayload(&it.Delivery)
+}
+
+// decode decodes the event of an item. Decoders are the host's code, so they may panic or end their goroutine.
+func (l *lane) decode(it *laneItem) error {
 	ctx, cancel := context.WithTimeout(l.ctx, l.cfg.HandlerTimeout)
 	defer cancel()
 	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID,
 		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: handling.PlaceOf(it.Meta.Origin)})
 	defer l.activity.End()
-	it.read = true
-	err := contain.Do(func() error {
-		if it.ValueIn != "" {
-			return strippedError(it.ValueIn)
-		}
-		if it.Bare {
-			if err := l.readPayload(&it.Delivery); err != nil {
-				return err
-			}
-		}
-		if it.hasNoAttemptLeft() && !it.mayDecodeAgain() {
-			return nil
-		}
+	return contain.Do(func() error {
 		m, action, err := l.readEvent(&it.Delivery, &it.Meta)
 		if err != nil || m == nil {
 			return err
@@ -131,12 +148,6 @@ func (l *lane) read(it *laneItem) {
 		l.finishing.Resolve(ctx, &it.Item, m, action)
 		return nil
 	})
-	switch {
-	case errors.Is(err, ErrLost):
-		l.lose(it.Ref)
-	case err != nil && l.mayContinue():
-		it.Class, it.Err = handling.ClassUndecodable, err
-	}
 }
 
 // mayDecodeAgain reports whether the event of a delivery without an attempt left was decoded in its last attempt.
