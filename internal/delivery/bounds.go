@@ -64,8 +64,8 @@ func (b *scanBounds[K]) scanned(k K, since, until, now time.Time, took time.Dura
 	b.bounds[k] = bound
 }
 
-// wasSetBack reports whether the clock of the server was set back since the last call, as scans have seen it that do not
-// overlap.
+// wasSetBack reports whether the clock of the server was set back since the last call, as scans have seen it that do
+// not overlap.
 func (b *scanBounds[K]) wasSetBack() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()

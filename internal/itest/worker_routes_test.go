@@ -95,8 +95,8 @@ func TestRoutesSurviveAFailover(t *testing.T) {
 	f.requireOrder()
 }
 
-// PostgreSQL was away for more than an hour, so no worker could confirm its handlers. The first ones that confirm theirs
-// afterwards do not take the others for gone. What was confirmed long before the outage still ages.
+// PostgreSQL was away for more than an hour, so no worker could confirm its handlers. The first ones that confirm
+// theirs afterwards do not take the others for gone. What was confirmed long before the outage still ages.
 func TestRoutesOutliveAnOutage(t *testing.T) {
 	t.Parallel()
 	f, log := newWorkerFixture(t), new(workerLog)

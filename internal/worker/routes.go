@@ -42,9 +42,9 @@ WITH before AS MATERIALIZED (
            SELECT m.routes, ` + digestOf + `m.routes` + endDigest + `
              FROM (SELECT pg_catalog.jsonb_object_agg(r.key, r.at) AS routes
                      FROM (SELECT e.key, max(e.at) AS at
-                             FROM (SELECT k.key, k.at + CASE WHEN k.away > extract(epoch FROM $3::interval) / 3::numeric THEN k.away ELSE 0 END AS at
+                             FROM (SELECT k.key, k.at + CASE WHEN k.away > extract(epoch FROM $3::interval) / 3::numeric THEN k.away ELSE 0::numeric END AS at
                                      FROM (SELECT key, value::text::numeric AS at,
-                                                  extract(epoch FROM now())::bigint - max(value::text::numeric) OVER () AS away
+                                                  extract(epoch FROM now())::bigint::numeric - max(value::text::numeric) OVER () AS away
                                              FROM (SELECT key, value FROM jsonb_each(s.routes) UNION ALL SELECT key, value FROM jsonb_each($4::text::jsonb)) AS b) AS k
                                     UNION ALL SELECT key, value::text::numeric FROM jsonb_each(excluded.routes)) AS e GROUP BY e.key) AS r
                     WHERE r.at > extract(epoch FROM now() - $3::interval)) AS m)
