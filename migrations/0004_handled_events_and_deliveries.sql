@@ -464,8 +464,8 @@ $sql$,
 
 -- Makes the first row of each of order_keys PENDING if all open rows of the key are PARKED. floors has an id for each
 -- key: no row of the key is open below it, except for rows that were put back. skipped says whether a row is open below
--- the ids. Keys are compared as ranges: with "=" the primary key, of which every entry would be read, would look as
--- good as the index of keys while the table is empty.
+-- the ids. Unless promotes is true, it only says that. Keys are compared as ranges: with "=" the primary key, of which
+-- every entry would be read, would look as good as the index of keys while the table is empty.
 'promote', $sql$
     WITH looked AS MATERIALIZED (
         SELECT head.id AS head, back.status AS back, least(waiting.id, back.id) AS next,
@@ -493,7 +493,7 @@ $sql$,
         UPDATE @schema@.event_delivery AS d
            SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
          WHERE d.status = 'PARKED'
-           AND d.id = ANY (ARRAY(SELECT next FROM looked WHERE head IS NULL AND coalesce(back, 'PARKED') = 'PARKED'))
+           AND d.id = ANY (ARRAY(SELECT next FROM looked WHERE promotes AND head IS NULL AND coalesce(back, 'PARKED') = 'PARKED'))
      RETURNING 1
     )
     SELECT (SELECT count(*) FROM promoted), coalesce((SELECT bool_or(before) FROM looked), false) INTO done, skipped;
@@ -588,9 +588,10 @@ RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
 DECLARE
-    ids     constant bigint[] := NULL;
-    done    bigint;
-    skipped boolean;
+    ids      constant bigint[] := NULL;
+    promotes constant boolean := true;
+    done     bigint;
+    skipped  boolean;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RETURN -1;
@@ -615,9 +616,10 @@ CREATE FUNCTION @schema@.outbox_finish_deliveries(
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
 DECLARE
-    lock    bigint;
-    done    bigint;
-    skipped boolean;
+    promotes constant boolean := current_setting('transaction_isolation') = 'read committed';
+    lock     bigint;
+    done     bigint;
+    skipped  boolean;
 BEGIN
     -- Only rows that are PROCESSING are with a worker.
     UPDATE @schema@.event_delivery AS d
@@ -631,18 +633,18 @@ BEGIN
     END IF;
     IF cardinality(array_remove($4, NULL)) = 0 THEN
         RETURN 0;
-    ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
-        RETURN -1;
     END IF;
-    FOR lock IN @locks@ LOOP
-        PERFORM pg_advisory_xact_lock_shared(lock);
-    END LOOP;
+    IF promotes THEN
+        FOR lock IN @locks@ LOOP
+            PERFORM pg_advisory_xact_lock_shared(lock);
+        END LOOP;
+    END IF;
     @promote@
     IF skipped THEN
         RAISE EXCEPTION 'a delivery before these is open'
               USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    RETURN done;
+    RETURN CASE WHEN promotes THEN done ELSE -1 END;
 END $body$
 $function$
 ]);

@@ -75,11 +75,13 @@ func TestEndIsForgotten(t *testing.T) {
 
 			_, err = a.Finish(ctx, run[1:])
 			require.ErrorIs(t, err, delivery.ErrLost)
-			tx, err := f.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
-			require.NoError(t, err)
-			_, err = a.FinishIn(ctx, tx, run[1:2])
-			require.ErrorIs(t, err, delivery.ErrLost)
-			require.NoError(t, tx.Rollback(ctx))
+			for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+				tx, err := f.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: level})
+				require.NoError(t, err)
+				_, err = a.FinishIn(ctx, tx, run[1:2])
+				require.NoError(t, tx.Rollback(ctx))
+				require.ErrorIs(t, err, delivery.ErrLost, level)
+			}
 			require.Equal(t, before, f.rows())
 
 			require.NoError(t, a.Release(ctx, run))
