@@ -102,7 +102,6 @@ type Tx struct {
 	last    *call                // the last of its calls; nil before the first
 	left    atomic.Pointer[call] // a call whose function has asked for the connection after its return
 	locked  bool                 // a function may have taken an advisory lock for the session
-	ended   bool                 // the function has called Commit or Rollback
 	changed bool                 // a function has changed settings
 	foreign bool                 // the function has used a savepoint of another one
 
@@ -158,14 +157,14 @@ func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 // returns the error of the function, or what the function has done to the transaction: that
 // error has the name of the function.
 func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
-	t.ended, t.foreign, t.savepoints, t.last = false, false, nil, &call{name: name}
+	t.foreign, t.savepoints, t.last = false, nil, &call{name: name}
 	err := f(&hostTx{part{t.tx, t, t.last}})
 	t.last.over.Store(true)
 	conn := t.tx.Conn().PgConn()
 	switch {
 	case t.foreign:
 		return errors.Join(t.blame(errForeign), err)
-	case t.ended || t.last.ended.Load() || t.idle():
+	case t.last.ended.Load() || t.idle():
 		return t.endedError(err)
 	case err != nil:
 		return err
@@ -185,14 +184,22 @@ func (t *Tx) idle() bool {
 	return !conn.IsClosed() && !conn.IsBusy() && conn.TxStatus() == 'I'
 }
 
-func (t *Tx) blame(err error) error { return fmt.Errorf("handler %s %w", t.last.name, err) }
+func (t *Tx) blame(err error) error { return fmt.Errorf("handler %s %w", t.name(), err) }
+
+// name returns the name of the last function, or "" if none was called.
+func (t *Tx) name() string {
+	if t.last == nil {
+		return ""
+	}
+	return t.last.name
+}
 
 // endedError returns [ErrEnded] with the error that goes with it, if there is one.
 func (t *Tx) endedError(err error) error {
 	if err == nil || errors.Is(err, ErrEnded) {
-		return fmt.Errorf("handler %s: %w", t.last.name, ErrEnded)
+		return fmt.Errorf("handler %s: %w", t.name(), ErrEnded)
 	}
-	return fmt.Errorf("handler %s: %w: %w", t.last.name, ErrEnded, err)
+	return fmt.Errorf("handler %s: %w: %w", t.name(), ErrEnded, err)
 }
 
 // Own returns the transaction for statements of ours.
@@ -283,7 +290,7 @@ type part struct {
 type call struct {
 	name       string
 	used, over atomic.Bool
-	ended      atomic.Bool // the function has called Commit or Rollback
+	ended      atomic.Bool // the function has called Commit or Rollback, or has ended the transaction by a statement
 }
 
 // use notes that the function uses the transaction. It returns false if the function has returned.
@@ -303,7 +310,10 @@ func (p *part) look(ctx context.Context, sqls ...string) {
 	if t.within {
 		return
 	}
-	if t.ended = t.ended || p.call.ended.Load() || t.idle(); t.ended || t.foreign {
+	if t.idle() {
+		p.call.ended.Store(true)
+	}
+	if p.call.ended.Load() || t.foreign {
 		t.Rollback(ctx)
 	}
 }
@@ -318,9 +328,9 @@ func (t *Tx) look(sql string) {
 	t.locked = t.locked || strings.Contains(strings.ToLower(sql), "advisory_lock") || isName(sql)
 	statements := beginnings(sql)
 	if endsTransaction(statements) {
-		t.ended = true
+		t.last.ended.Store(true)
 	}
-	if t.lookForSavepoints(statements) || t.changed || t.ended {
+	if t.lookForSavepoints(statements) || t.changed || t.last.ended.Load() {
 		return
 	}
 	if t.changed = changesSettings(sql); !t.changed {

@@ -544,3 +544,15 @@ func TestUseWhileTheFunctionReturns(t *testing.T) {
 		tx.Rollback(ctx)
 	}
 }
+
+// If no function was called, the guard of the transaction may be gone all the same, for example behind a pooler. That is
+// an error.
+func TestGuardIsGoneWithoutACall(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeCacheStatement)
+	tx := g.begin(t, true)
+	_, err := tx.Own().Exec(t.Context(), `CLOSE outbox_guard`)
+	require.NoError(t, err)
+	require.ErrorIs(t, tx.Commit(t.Context()), guardtx.ErrEnded)
+	g.requireRows(t, 0, 0)
+}
