@@ -31,7 +31,7 @@ func TestDeadPartitionHoldsUpNothingElse(t *testing.T) {
 		if h.kafka.CurrentNode() != 1 || !dead.Load() {
 			return nil, nil, false
 		}
-		return notLeader(request.(*kmsg.ProduceRequest)), nil, true
+		return testenv.NotLeader(request.(*kmsg.ProduceRequest)), nil, true
 	})
 	h.run(t)
 	for version := range int64(6) {
@@ -144,22 +144,6 @@ func (h *twoPartitions) withoutLeader(t *testing.T) *kmsg.MetadataResponse {
 		if p := &response.Topics[0].Partitions[i]; p.Partition == 1 {
 			p.Leader, p.ErrorCode = -1, kerr.LeaderNotAvailable.Code
 		}
-	}
-	return response
-}
-
-// notLeader answers a produce request as a broker that no longer leads.
-func notLeader(request *kmsg.ProduceRequest) kmsg.Response {
-	response := request.ResponseKind().(*kmsg.ProduceResponse)
-	for _, t := range request.Topics {
-		topic := kmsg.NewProduceResponseTopic()
-		topic.Topic, topic.TopicID = t.Topic, t.TopicID
-		for _, p := range t.Partitions {
-			partition := kmsg.NewProduceResponseTopicPartition()
-			partition.Partition, partition.ErrorCode = p.Partition, kerr.NotLeaderForPartition.Code
-			topic.Partitions = append(topic.Partitions, partition)
-		}
-		response.Topics = append(response.Topics, topic)
 	}
 	return response
 }

@@ -100,23 +100,29 @@ func TestRetryDeadEvent(t *testing.T) {
 	require.ErrorIs(t, err, outboxops.ErrNotFound)
 }
 
+// deadEvents moves both groups to relay r, which has n dead events of a key. It returns the first one.
+func (f *cutFixture) deadEvents(n int) (*outboxops.Failures, outboxops.FailureID) {
+	f.t.Helper()
+	ctx := f.t.Context()
+	failures, err := outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema})
+	require.NoError(f.t, err)
+	require.NoError(f.t, f.cuts.ToKafka(ctx, both, "r", why))
+	f.depart(both...)
+	require.NoError(f.t, f.cuts.Finish(ctx, nil, "r", why))
+	f.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
+			created_at, retry_count, last_error, error_class, status)
+		SELECT 'r', nextval('{schema}.outbox_id_seq'), 'k', gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', '1', 'application/json', 'orders', now(), now(), 1, 'e', 'c', 'dead' FROM generate_series(1, $1::int)`, n)
+	all, err := failures.List(ctx, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{})
+	require.NoError(f.t, err)
+	return failures, all[0].ID
+}
+
 // A dead event of a relay that a cut has ended is not retried, because no process would send it.
 func TestRetryOfAnEndedRelay(t *testing.T) {
 	t.Parallel()
-	c := newCutFixture(t)
-	f, err := outboxops.NewFailures(c.db, outboxops.FailuresConfig{Schema: c.schema})
-	require.NoError(t, err)
-	ctx := t.Context()
-	require.NoError(t, c.cuts.ToKafka(ctx, both, "r", why))
-	c.depart(both...)
-	require.NoError(t, c.cuts.Finish(ctx, nil, "r", why))
-	c.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
-			created_at, retry_count, last_error, error_class, status)
-		SELECT 'r', nextval('{schema}.outbox_id_seq'), 'k', gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', '1', 'application/json', 'orders', now(), now(), 1, 'e', 'c', 'dead' FROM generate_series(1, 3)`)
+	c, ctx := newCutFixture(t), t.Context()
+	f, id := c.deadEvents(3)
 	require.NoError(t, c.cuts.ToPostgres(ctx, both, "r", nil, why))
-	all, err := f.List(ctx, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{})
-	require.NoError(t, err)
-	id := all[0].ID
 	ended := func(err error) {
 		t.Helper()
 		require.ErrorIs(t, err, outboxops.ErrStatus)
@@ -137,19 +143,8 @@ func TestRetryOfAnEndedRelay(t *testing.T) {
 // A retry or an edit beside a cut waits for it, or the cut for them. So none parks an event at a relay that has ended.
 func TestRetryBesideACut(t *testing.T) {
 	t.Parallel()
-	c := newCutFixture(t)
-	f, err := outboxops.NewFailures(c.db, outboxops.FailuresConfig{Schema: c.schema})
-	require.NoError(t, err)
-	ctx := t.Context()
-	require.NoError(t, c.cuts.ToKafka(ctx, both, "r", why))
-	c.depart(both...)
-	require.NoError(t, c.cuts.Finish(ctx, nil, "r", why))
-	c.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
-			created_at, retry_count, last_error, error_class, status)
-		VALUES ('r', nextval('{schema}.outbox_id_seq'), 'k', gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', '1', 'application/json', 'orders', now(), now(), 1, 'e', 'c', 'dead')`)
-	all, err := f.List(ctx, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{})
-	require.NoError(t, err)
-	id := all[0].ID
+	c, ctx := newCutFixture(t), t.Context()
+	f, id := c.deadEvents(1)
 	status := func() string { return c.text(`SELECT status FROM {schema}.outbox_failed`) }
 	actions := map[string]func() error{"retry": func() error { return f.Retry(ctx, id, kim) }, "edit": func() error { return f.Edit(ctx, id, []byte(`2`), kim) }}
 

@@ -3,6 +3,7 @@ package consumer
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/delivery"
@@ -23,9 +24,9 @@ type alonePlace struct {
 	noted  bool  // in PostgreSQL
 	ends   int   // how often processes have ended at it, when it was noted first here
 
-	mu    sync.Mutex
-	held  bool
-	since time.Time // since when the worker waits for the place; zero if it does not
+	mu   sync.Mutex
+	held bool
+	wait waitingSince // for the place
 }
 
 // beginAlone begins to handle a record alone. It returns false if the worker is stopped.
@@ -110,8 +111,7 @@ func (p *alonePlace) take(ctx context.Context, alone chan struct{}) bool {
 	if p.isHeld() {
 		return true
 	}
-	p.waits(time.Now())
-	defer p.waits(time.Time{})
+	defer p.wait.begin()()
 	select {
 	case alone <- struct{}{}:
 	case <-ctx.Done():
@@ -139,15 +139,20 @@ func (p *alonePlace) isHeld() bool {
 	return p.held
 }
 
-func (p *alonePlace) waits(since time.Time) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.since = since
+// waitingSince says since when a worker waits for something. The zero value is ready, and safe for concurrent use.
+type waitingSince struct{ since atomic.Pointer[time.Time] }
+
+// begin begins a wait, and returns what ends it.
+func (w *waitingSince) begin() (end func()) {
+	now := time.Now()
+	w.since.Store(&now)
+	return func() { w.since.Store(nil) }
 }
 
-// waiting returns since when the worker waits for the place; zero if it does not.
-func (p *alonePlace) waiting() time.Time {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.since
+// lasts returns how long the worker has been waiting; 0 if it does not wait.
+func (w *waitingSince) lasts() time.Duration {
+	if since := w.since.Load(); since != nil {
+		return time.Since(*since)
+	}
+	return 0
 }

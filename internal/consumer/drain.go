@@ -42,8 +42,7 @@ func (w *partitionWorker) awaitDrained(items []recordItem) error {
 		return err
 	}
 	began := time.Now()
-	w.drainSince.Store(&began)
-	defer w.drainSince.Store(nil)
+	defer w.drainWait.begin()()
 	attrs := []any{"topic", w.partition.Topic, "partition", w.partition.Number, "action", action}
 	w.log.Info("outbox: a partition waits while the parked events of a key are handled, which are many", attrs...)
 	drained, err := w.drain(key)

@@ -133,8 +133,8 @@ func (c *Consumer) answersElsewhere(outOfReach *outage.Failure) bool {
 func (c *Consumer) reportWork(h *Health, m *membership, notWorks func(text string, args ...any)) {
 	for _, w := range m.all() {
 		h.Live = w.reportHealth(notWorks) && h.Live
-		if since := w.drainSince.Load(); since != nil {
-			h.Reasons = append(h.Reasons, fmt.Sprintf("%v has waited for %v for the parked events of a key, which are many", w.partition, time.Since(*since).Round(time.Second)))
+		if waited := w.drainWait.lasts(); waited > 0 {
+			h.Reasons = append(h.Reasons, fmt.Sprintf("%v has waited for %v for the parked events of a key, which are many", w.partition, waited.Round(time.Second)))
 		}
 	}
 	if before, now, growing := m.lag.Growing(); growing {
@@ -171,12 +171,12 @@ func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)
 	if b := w.blockedBy(); b != nil {
 		notReady("%s waits at offset %d: %v", w.partition.Name(), b.offset, b)
 	}
-	if since := w.streamWaiting(); !since.IsZero() && time.Since(since) > w.cfg.SlowHandler {
-		notReady("%s has waited for %v to read a large batch: one of another partition is being read", w.partition.Name(), time.Since(since).Round(time.Second))
+	if waited := w.streamWait.lasts(); waited > w.cfg.SlowHandler {
+		notReady("%s has waited for %v to read a large batch: one of another partition is being read", w.partition.Name(), waited.Round(time.Second))
 	}
-	if since := w.place.waiting(); !since.IsZero() && time.Since(since) > w.cfg.SlowHandler {
+	if waited := w.place.wait.lasts(); waited > w.cfg.SlowHandler {
 		notReady("%s has waited for %v to handle a record alone, which may have ended processes: one of another partition is being handled alone",
-			w.partition.Name(), time.Since(since).Round(time.Second))
+			w.partition.Name(), waited.Round(time.Second))
 	}
 	if !w.hasBegun() {
 		notReady("it is not known yet where to begin in %s", w.partition.Name())

@@ -86,17 +86,23 @@ func (w *partitionWorker) findBlocked(items []recordItem) error {
 	if w.parking == nil {
 		return nil
 	}
-	found, err := w.look(items, w.mostBlock)
-	if err == nil && found && !w.mostBlock { // tasks with a transaction may have the same key
-		_, err = w.look(items, true)
-	}
+	_, err := w.look(items, w.mostBlock)
 	w.noteShare(items)
 	return err
 }
 
 // look asks for the tasks of items without a transaction, or for all, whether their keys are blocked, and marks those.
-// It reports whether there are any. The only error is ErrStopped.
+// If it finds any, it marks those of all tasks. It reports whether there are any. The only error is ErrStopped.
 func (w *partitionWorker) look(items []recordItem, all bool) (found bool, err error) {
+	found, err = w.markBlocked(items, all)
+	if err == nil && found && !all { // tasks with a transaction may have the same key
+		_, err = w.markBlocked(items, true)
+	}
+	return found, err
+}
+
+// markBlocked is look without the second step.
+func (w *partitionWorker) markBlocked(items []recordItem, all bool) (found bool, err error) {
 	w.lookedAt = time.Now()
 	var tasks []handling.Task
 	var of []*recordItem
@@ -152,9 +158,6 @@ func (w *partitionWorker) lookAgain(t *handling.Task) error {
 	}
 	found, err := w.look(w.rest, false)
 	if err != nil || !found {
-		return err
-	}
-	if _, err := w.look(w.rest, true); err != nil { // as findBlocked does
 		return err
 	}
 	if err := w.parkBlocked(w.rest); err != nil {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -50,8 +49,9 @@ type partitionWorker struct {
 	blockedAtBegin []int        // those of its subjects that were blocked then; only run
 	mostBlock      bool         // most of the tasks of the last batch were blocked; only run
 
-	drainAfter time.Time                 // before, the partition does not wait for parked events of a key; only run
-	drainSince atomic.Pointer[time.Time] // since when it waits for them, nil if it does not
+	drainAfter time.Time    // before, the partition does not wait for parked events of a key; only run
+	drainWait  waitingSince // for parked events of a key
+	streamWait waitingSince // for the slot of streams
 
 	stopping context.Context // cancelled by finish and by abandon
 	finish   context.CancelFunc
@@ -62,21 +62,20 @@ type partitionWorker struct {
 	ended    chan struct{} // closed when run has returned, or when cutOff stops waiting for run
 	end      func()        // closes ended
 
-	mu         sync.Mutex // guards the fields below: run takes records, the poll loop adds them and commits
-	queue      []*kgo.Record
-	bytes      int               // of the queued records and of those being handled
-	closed     bool              // add drops records
-	trials     []*handling.Trial // the trials that this worker holds
-	paused     bool              // the client does not fetch the partition
-	streamed   bool              // a stream fetches the partition, and not the client
-	streamWait time.Time         // since when the stream waits for the others; zero if it does not
-	blocked    *unreadableError  // the batch that cannot be read; nil for none
-	unclean    uncleanEnds
-	gap        *missedEvents   // nil for none; set by begin, its fields are only for run
-	read       int64           // the offset after the last fetched record
-	next       kgo.EpochOffset // the offset after the last handled record
-	advanced   bool            // next is not committed
-	saved      int64           // the offset that Kafka has of the group; starts.None until reading begins
+	mu       sync.Mutex // guards the fields below: run takes records, the poll loop adds them and commits
+	queue    []*kgo.Record
+	bytes    int               // of the queued records and of those being handled
+	closed   bool              // add drops records
+	trials   []*handling.Trial // the trials that this worker holds
+	paused   bool              // the client does not fetch the partition
+	streamed bool              // a stream fetches the partition, and not the client
+	blocked  *unreadableError  // the batch that cannot be read; nil for none
+	unclean  uncleanEnds
+	gap      *missedEvents   // nil for none; set by begin, its fields are only for run
+	read     int64           // the offset after the last fetched record
+	next     kgo.EpochOffset // the offset after the last handled record
+	advanced bool            // next is not committed
+	saved    int64           // the offset that Kafka has of the group; starts.None until reading begins
 }
 
 // partitionGroup is the part of a [membership] that a partitionWorker uses. Tests have a fake.

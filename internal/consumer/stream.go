@@ -77,8 +77,7 @@ func (s *streams) takeEnded() []streamEnd {
 func (s *streams) take(ctx context.Context, w *partitionWorker) bool {
 	s.waiting.Add(1)
 	defer s.waiting.Add(-1)
-	w.awaitsStream(time.Now())
-	defer w.awaitsStream(time.Time{})
+	defer w.streamWait.begin()()
 	select {
 	case s.slot <- struct{}{}:
 		return true
@@ -422,20 +421,6 @@ func (w *partitionWorker) endStream() {
 	if !w.closed && !w.paused {
 		w.group.resumeFetching(w.partition)
 	}
-}
-
-// awaitsStream notes since when the worker waits for the slot of streams; zero if it does not.
-func (w *partitionWorker) awaitsStream(since time.Time) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.streamWait = since
-}
-
-// streamWaiting returns since when the worker waits for the slot of streams; zero if it does not.
-func (w *partitionWorker) streamWaiting() time.Time {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.streamWait
 }
 
 // nextRead returns the offset after the last record that was read.

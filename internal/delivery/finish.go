@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -69,7 +68,7 @@ func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, rows []Delivery) error {
 	session := pg.KnownSession(tx.Conn())
 	locked := int64(0)
 	session.QueueWaits(&b)
-	b.Queue(s.sqlLockRows, idsOf(rows), s.group, holderOf(rows)).Exec(func(tag pgconn.CommandTag) error { locked = tag.RowsAffected(); return nil })
+	b.Queue(s.sqlLockRows, idsOf(rows), s.group, holderOf(rows)).Exec(affected(&locked))
 	session.QueueUnbound(&b)
 	end := s.waits.Begin()
 	switch err := end(tx.SendBatch(ctx, &b).Close()); {

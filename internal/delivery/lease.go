@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -166,10 +165,7 @@ UPDATE {schema}.event_delivery AS d SET last_attempt_at = greatest(clock_timesta
 func (s *Store) Begin(ctx context.Context, rows []Delivery) error {
 	found := int64(0)
 	err := s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlBegin, idsOf(rows), holderOf(rows), s.group).Exec(func(tag pgconn.CommandTag) error {
-			found = tag.RowsAffected()
-			return nil
-		})
+		b.Queue(s.sqlBegin, idsOf(rows), holderOf(rows), s.group).Exec(affected(&found))
 	})
 	switch {
 	case err != nil:
@@ -206,10 +202,7 @@ UPDATE {schema}.event_delivery AS d
 // It returns their number. It reads what the group has PENDING, so it is for the time after that.
 func (s *Store) dueAgain(ctx context.Context, limit int) (rows int64, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlDueAgain, s.group, limit).Exec(func(tag pgconn.CommandTag) error {
-			rows = tag.RowsAffected()
-			return nil
-		})
+		b.Queue(s.sqlDueAgain, s.group, limit).Exec(affected(&rows))
 	})
 	if err != nil {
 		return 0, fmt.Errorf("look for deliveries from before the clock was set back: %w", err)

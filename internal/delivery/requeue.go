@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -123,7 +122,7 @@ func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (
 	if err == nil && len(ids) > 0 {
 		err = s.transact(ctx, func(b *pgx.Batch) {
 			b.Queue(s.sqlLock, s.group, keys)
-			b.Queue(s.sqlRetryDead, s.group, ids).Exec(func(tag pgconn.CommandTag) error { retried = tag.RowsAffected(); return nil })
+			b.Queue(s.sqlRetryDead, s.group, ids).Exec(affected(&retried))
 			s.queueReorder(b, keys)
 		})
 	}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -154,4 +155,12 @@ func transactOn(ctx context.Context, db pg.BatchSender, queue func(*pgx.Batch)) 
 	queue(&b)
 	b.Queue("COMMIT")
 	return db.SendBatch(ctx, &b).Close()
+}
+
+// affected returns the callback of a statement in a batch that notes how many rows it has affected.
+func affected(rows *int64) func(pgconn.CommandTag) error {
+	return func(tag pgconn.CommandTag) error {
+		*rows = tag.RowsAffected()
+		return nil
+	}
 }

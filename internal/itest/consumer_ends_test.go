@@ -95,9 +95,7 @@ func TestRecordAtWhichProcessesEnded(t *testing.T) {
 	s.awaitStatuses(t, "", "DEAD 1")
 	s.deadLetters(t, 1)
 	require.Contains(t, s.text(t, `SELECT last_error_message FROM {s}.event_delivery`), "3 processes have ended")
-	retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
-	require.NoError(t, err)
-	require.Equal(t, 1, retried)
+	s.retryDead(t, 1)
 	for _, action := range []string{"COUNTED", "SEEN"} {
 		journal(action, 1, 3, 2)
 	}

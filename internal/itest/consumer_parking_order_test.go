@@ -54,9 +54,7 @@ func TestHandlersOfAKeyDoNotOverlap(t *testing.T) {
 			s.awaitOffset(t, 0, 1)
 			stop()
 			repaired.Store(true)
-			retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
-			require.NoError(t, err)
-			require.Equal(t, 1, retried)
+			s.retryDead(t, 1)
 			run() // which has seen no key that was blocked
 			<-began
 			s.send(t, s.sale("k", 2), s.sale("other", 1))
@@ -107,9 +105,7 @@ func TestRequeuedWhileALaterEventIsHandled(t *testing.T) {
 			s.send(t, s.sale("k", 2))
 			<-began
 			repaired.Store(true)
-			retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
-			require.NoError(t, err)
-			require.Equal(t, 1, retried)
+			s.retryDead(t, 1)
 			s.awaitStatuses(t, "COUNTED", "DONE 1")
 			close(release)
 			s.awaitJournal(t, "COUNTED", "k", 2)
@@ -136,9 +132,7 @@ func TestRequeuedWhileALaterEventTakesLong(t *testing.T) {
 	<-began
 	held := time.Now()
 	repaired.Store(true)
-	retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
-	require.NoError(t, err)
-	require.Equal(t, 1, retried)
+	s.retryDead(t, 1)
 	s.awaitStatuses(t, "COUNTED", "DONE 1")
 	time.Sleep(time.Until(held.Add(handling.TransactionTime)))
 	close(release)
@@ -203,9 +197,7 @@ func TestNoTxWaitsForRetriedEvent(t *testing.T) {
 	s.send(t, s.sale("other", 1), s.sale("k", 2), s.sale("another", 1))
 	<-busy
 	repaired.Store(true)
-	retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
-	require.NoError(t, err)
-	require.Equal(t, 1, retried)
+	s.retryDead(t, 1)
 	s.awaitJournal(t, "COUNTED", "another", 1)
 	close(release)
 	s.awaitJournal(t, "COUNTED", "k", 2)
@@ -246,9 +238,7 @@ func TestNoTxWaitsBehindOneLook(t *testing.T) {
 	s.send(t, s.sale("a", 1), s.sale("b", 1), s.sale("c", 1), s.sale("d", 2), s.sale("e", 1))
 	<-busy
 	repaired.Store(true)
-	retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
-	require.NoError(t, err)
-	require.Equal(t, 1, retried)
+	s.retryDead(t, 1)
 	s.awaitJournal(t, "COUNTED", "e", 1)
 	close(release)
 	s.awaitJournal(t, "COUNTED", "d", 2)

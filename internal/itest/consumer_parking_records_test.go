@@ -74,20 +74,14 @@ func TestUnreadableRecordIsParked(t *testing.T) {
 			s.awaitOffset(t, 0, 3)
 			s.awaitStatuses(t, "", "DEAD 2")
 
-			retry := func() {
-				f := s.failures(t)
-				n, err := f.RetryAll(background, s.dead(), bulk, operator)
-				require.NoError(t, err)
-				require.Equal(t, 2, n)
-			}
-			retry() // too early
+			s.retryDead(t, 2) // too early
 			for _, r := range s.deadLetters(t, 4)[2:] {
 				h := deadLetterHeaders(r)
 				require.Equal(t, []string{"0", "", class}, []string{h["dlq_attempts"], h["dlq_action"], h["dlq_error_class"]})
 			}
 			s.awaitStatuses(t, "", "DEAD 2")
 			fixed.Store(true)
-			retry()
+			s.retryDead(t, 2)
 			s.awaitStatuses(t, "", "DONE 2")
 			s.awaitJournal(t, "COUNTED", "bad", 2)
 			s.awaitJournal(t, "SEEN", "bad", 2)

@@ -528,3 +528,11 @@ func (s *parkingFixture) dead() outboxops.FailureFilter {
 }
 
 var bulk = outboxops.BulkConfig{}
+
+// retryDead has an operator retry all dead deliveries of the group, of which there are n.
+func (s *parkingFixture) retryDead(t *testing.T, n int) {
+	t.Helper()
+	retried, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
+	require.NoError(t, err)
+	require.Equal(t, n, retried)
+}

@@ -56,9 +56,7 @@ func TestDeadRowsAreBounded(t *testing.T) {
 	require.NoError(t, err)
 	require.ErrorIs(t, one.PayloadErr, outboxops.ErrUnreadable)
 	require.ErrorContains(t, one.PayloadErr, "only the dead letter "+s.topic+".dlq-0-99 has it")
-	retried, err := f.RetryAll(background, s.dead(), bulk, operator)
-	require.NoError(t, err)
-	require.Equal(t, n, retried)
+	s.retryDead(t, n)
 	s.awaitStatuses(t, "", fmt.Sprint("DEAD ", n))
 	require.Equal(t, n, s.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE last_error_message LIKE '%outbox dlq replay%'`))
 	s.deadLetters(t, n) // no others
@@ -207,9 +205,7 @@ func TestStrippedRowOfAction(t *testing.T) {
 	require.Equal(t, 1, s.stripped(t, "COUNTED"))
 	require.Zero(t, s.stripped(t, ""))
 	fixed.Store(true)
-	n, err := s.failures(t).RetryAll(background, s.dead(), bulk, operator)
-	require.NoError(t, err)
-	require.Equal(t, 3, n)
+	s.retryDead(t, 3)
 	s.awaitJournal(t, "COUNTED", "small", 1)
 	require.Eventually(t, func() bool {
 		return s.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE action = 'COUNTED' AND status = 'DEAD' AND last_error_message LIKE '%outbox dlq replay%'`) == 1

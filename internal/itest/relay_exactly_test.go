@@ -441,7 +441,7 @@ func TestExactlyOnceWithoutLeader(t *testing.T) {
 func withoutLeader(cluster *kfake.Cluster, leaderless *atomic.Bool, starts *atomic.Int64) {
 	cluster.ControlKey(int16(kmsg.Produce), func(r kmsg.Request) (kmsg.Response, error, bool) {
 		cluster.KeepControl()
-		return notLeader(r.(*kmsg.ProduceRequest)), nil, leaderless.Load()
+		return testenv.NotLeader(r.(*kmsg.ProduceRequest)), nil, leaderless.Load()
 	})
 	cluster.ControlKey(int16(kmsg.InitProducerID), func(r kmsg.Request) (kmsg.Response, error, bool) {
 		cluster.KeepControl()
@@ -450,20 +450,4 @@ func withoutLeader(cluster *kfake.Cluster, leaderless *atomic.Bool, starts *atom
 		}
 		return nil, nil, false
 	})
-}
-
-// notLeader is the answer of a broker that leads no partition.
-func notLeader(r *kmsg.ProduceRequest) *kmsg.ProduceResponse {
-	answer := r.ResponseKind().(*kmsg.ProduceResponse)
-	for _, asked := range r.Topics {
-		topic := kmsg.NewProduceResponseTopic()
-		topic.Topic, topic.TopicID = asked.Topic, asked.TopicID
-		for _, p := range asked.Partitions {
-			partition := kmsg.NewProduceResponseTopicPartition()
-			partition.Partition, partition.ErrorCode = p.Partition, kerr.NotLeaderForPartition.Code
-			topic.Partitions = append(topic.Partitions, partition)
-		}
-		answer.Topics = append(answer.Topics, topic)
-	}
-	return answer
 }
