@@ -545,8 +545,8 @@ func TestUseWhileTheFunctionReturns(t *testing.T) {
 	}
 }
 
-// If no function was called, the guard of the transaction may be gone all the same, for example behind a pooler. That is
-// an error.
+// If no function was called, the guard of the transaction may be gone all the same, for example behind a pooler. Then
+// the commit fails.
 func TestGuardIsGoneWithoutACall(t *testing.T) {
 	t.Parallel()
 	g := newGuardFixture(t, pgx.QueryExecModeCacheStatement)
