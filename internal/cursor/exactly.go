@@ -199,10 +199,10 @@ func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
 	return a, nil
 }
 
-// checkOwner returns ErrDisagree if the newest record is one that this relay must not replace. That of another database,
-// which has the same name in another cluster, has the same key: a relay goes on only from a record of a cluster that its
-// rows come from, and begins only beside one of its own. And a relay that seems to begin has lost its rows of the mode
-// if the record names a row that is newer than all here: the end of the mode writes a row behind it.
+// checkOwner returns ErrDisagree if the newest record is one that this relay must not replace. That of another
+// database, which has the same name in another cluster, has the same key: a relay goes on only from a record of a
+// cluster that its rows come from, and begins only beside one of its own. And a relay that seems to begin has lost its
+// rows of the mode if the record names a row that is newer than all here: the end of the mode writes a row behind it.
 func (c *Store) checkOwner(k knownRow, r InKafka, begins bool) error {
 	switch {
 	case r.System != 0 && (!k.fromThere || begins && r.System != k.system):

@@ -226,7 +226,7 @@ func TestExactlyOnceBesideAnotherCluster(t *testing.T) {
 	defer client.Close()
 	var database string
 	require.NoError(t, f.db.QueryRow(background, `SELECT current_database()`).Scan(&database))
-	refused := func() { // beside a record of the other relay
+	mustNot := func() { // beside a record of the other relay
 		t.Helper()
 		record := kgo.KeyStringRecord(database+"."+f.schema+".default", `{"number": 3, "system": 1, "row": 1, "token": "theirs", "last": 1}`)
 		record.Topic = f.cfg.ExactlyOnce
@@ -236,13 +236,13 @@ func TestExactlyOnceBesideAnotherCluster(t *testing.T) {
 		require.ErrorContains(t, err, "written from cluster 1")
 	}
 	reader := f.follow(t)
-	refused()
+	mustNot()
 	f.cfg.ExactlyOnce += "-2"
 	events := numbered("key", 1, 10)
 	f.runUntil(t, f.cfg, reader, events...)
 	f.runUntil(t, f.cfg, reader)
 	f.requireOnce(t, reader, events)
-	refused()
+	mustNot()
 }
 
 // Before Kafka has answered a new relay for the first time, retention keeps what it has to send, also if another relay
