@@ -101,8 +101,8 @@ var (
 	// outbox_cursor says, and RelayConfig.ExactlyOnce is empty or names another topic.
 	ErrOtherMode = cursor.ErrMode
 	// ErrCursorTopic is returned by [Relay.Run] if the topic in RelayConfig.ExactlyOnce and PostgreSQL
-	// do not belong together: the topic was deleted, or a failover or a restore has lost commits. The
-	// error says which; docs/exactly-once.md says what to do.
+	// do not belong together: the topic was deleted, a failover or a restore has lost commits, or a relay of the
+	// same names in another cluster uses it. The error says which; docs/exactly-once.md says what to do.
 	ErrCursorTopic = cursor.ErrDisagree
 )
 

@@ -128,8 +128,7 @@ func (a *admin) neverSent(ctx context.Context, f outboxops.Failure, action strin
 	if f.ID.Kind != outboxops.KindEvent || action == "resolve" || action == "edit" && isUnreadable(f) {
 		return "", nil
 	}
-	only := outboxops.FailureFilter{Kind: f.ID.Kind, Relay: f.Relay, OutboxID: f.OutboxID, EventID: f.EventID}
-	n, err := a.failed.RetryAll(ctx, only, outboxops.BulkConfig{DryRun: true}, outboxops.AuditInfo{Operator: "none", Reason: "dry run"})
+	n, err := a.failed.RetryAll(ctx, f.Filter(), outboxops.BulkConfig{DryRun: true}, outboxops.AuditInfo{Operator: "none", Reason: "dry run"})
 	switch {
 	case n > 0 || err != nil:
 		return "", err

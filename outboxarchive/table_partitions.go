@@ -101,11 +101,37 @@ func (t *Table) Expire(ctx context.Context, why outboxops.AuditInfo) (dropped []
 			continue
 		}
 		if err := t.drop(ctx, p, why); err != nil {
-			return dropped, fmt.Errorf("outbox: drop partition %s of outbox_archive: %w", p.Name, err)
+			return dropped, notDropped(p, err)
 		}
 		dropped = append(dropped, p)
 	}
 	return dropped, nil
+}
+
+// Expiring returns the partitions that [Table.Expire] would drop now, and its error if a group that is starting keeps
+// others. It changes nothing.
+func (t *Table) Expiring(ctx context.Context) (partitions []Partition, err error) {
+	err = pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		all, err := t.partitionsIn(ctx, tx)
+		if err != nil {
+			return fmt.Errorf("outbox: partitions of outbox_archive: %w", orNoTable(err))
+		}
+		for _, p := range all {
+			if !p.Expired {
+				continue
+			}
+			if err := t.mayDrop(ctx, tx, p); err != nil {
+				return notDropped(p, err)
+			}
+			partitions = append(partitions, p)
+		}
+		return nil
+	})
+	return partitions, err
+}
+
+func notDropped(p Partition, err error) error {
+	return fmt.Errorf("outbox: drop partition %s of outbox_archive: %w", p.Name, err)
 }
 
 // drop drops a partition if it is still attached and all its events are old.
@@ -137,22 +163,33 @@ SELECT s.consumer_group, s.started, p.last
   FROM (SELECT max(id) AS last FROM {table}) AS p, {schema}.event_subscription AS s
  WHERE s.state = 'starting' AND s.started < p.last ORDER BY s.consumer_group LIMIT 1`
 
-// dropIn drops a partition, which is locked, unless a group that is starting has still to get its events.
-func (t *Table) dropIn(ctx context.Context, tx pgx.Tx, p Partition, why outboxops.AuditInfo) error {
-	name := pgx.Identifier{p.Schema, p.Name}.Sanitize()
+// mayDrop returns an error if a group that is starting has still to get events of a partition.
+func (t *Table) mayDrop(ctx context.Context, tx pgx.Tx, p Partition) error {
 	var group string
 	var started, last int64
-	err := tx.QueryRow(ctx, strings.ReplaceAll(pg.InSchema(sqlStarting, t.cfg.OutboxSchema), "{table}", name)).Scan(&group, &started, &last)
+	sql := strings.ReplaceAll(pg.InSchema(sqlStarting, t.cfg.OutboxSchema), "{table}", p.table())
+	err := tx.QueryRow(ctx, sql).Scan(&group, &started, &last)
 	switch {
 	case err == nil:
 		return fmt.Errorf("%w: group %s is starting, and has got its events up to outbox id %d of %d", outboxops.ErrStatus, group, started, last)
 	case !errors.Is(err, pgx.ErrNoRows):
 		return orNotMigrated(err)
 	}
+	return nil
+}
+
+// table returns the quoted name of the partition's table.
+func (p Partition) table() string { return pgx.Identifier{p.Schema, p.Name}.Sanitize() }
+
+// dropIn drops a partition, which is locked, unless a group that is starting has still to get its events.
+func (t *Table) dropIn(ctx context.Context, tx pgx.Tx, p Partition, why outboxops.AuditInfo) error {
+	if err := t.mayDrop(ctx, tx, p); err != nil {
+		return err
+	}
 	if _, err := tx.Exec(ctx, pg.InSchema(sqlAuditExpire, t.cfg.OutboxSchema), why.Operator, why.Reason, p.Schema+"."+p.Name); err != nil {
 		return orNotMigrated(err)
 	}
-	_, err = tx.Exec(ctx, "DROP TABLE "+name)
+	_, err := tx.Exec(ctx, "DROP TABLE "+p.table())
 	return err
 }
 

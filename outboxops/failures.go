@@ -187,6 +187,17 @@ type FailureFilter struct {
 	Since, Until time.Time
 }
 
+// Filter returns the filter that picks an event that is not resolved, as a change of many does. As a dry run, such a
+// change says whether a relay would send the event, which its row does not. For a delivery, the filter picks those of
+// its event to its handler.
+func (f Failure) Filter() FailureFilter {
+	filter := FailureFilter{Kind: f.ID.Kind, Relay: f.Relay, Group: f.Group, Action: f.Action, EventID: f.EventID}
+	if filter.Kind == KindEvent {
+		filter.OutboxID = f.OutboxID
+	}
+	return filter
+}
+
 var (
 	// unresolved are the statuses of failures that are tried again or need a decision.
 	unresolved = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead}

@@ -123,13 +123,7 @@ func (x *archiveExpire) run(ctx context.Context, e *env) error {
 	if x.yes {
 		expired, err = table.Expire(ctx, why)
 	} else {
-		var all []outboxarchive.Partition
-		all, err = table.Partitions(ctx)
-		for _, p := range all {
-			if p.Expired {
-				expired = append(expired, p)
-			}
-		}
+		expired, err = table.Expiring(ctx)
 	}
 	if err != nil && len(expired) == 0 {
 		return err

@@ -178,8 +178,7 @@ func (c *change) countThis(ctx context.Context, failures *outboxops.Failures, id
 	case err != nil:
 		return 0, err
 	case id.Kind == outboxops.KindEvent:
-		only := outboxops.FailureFilter{Kind: id.Kind, Relay: f.Relay, OutboxID: f.OutboxID, EventID: f.EventID}
-		return c.all(failures, ctx, only, outboxops.BulkConfig{DryRun: true, Topics: c.topics}, why)
+		return c.all(failures, ctx, f.Filter(), outboxops.BulkConfig{DryRun: true, Topics: c.topics}, why)
 	case !c.isPossible(f):
 		return 0, nil
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"regexp"
 	"strings"
 	"testing"
@@ -160,6 +161,35 @@ func TestArchiveExpireIsAudited(t *testing.T) {
 		require.Equal(t, []string{"expire", "kim", "five years are over", d.schema + "." + name, "", ""}, []string{a.Action, a.Operator, a.Reason, a.Key, a.Topic, a.Relay})
 	}
 	require.Regexp(t, `expire +partition .*\.outbox_archive_2001_02 +kim`, d.ok(t, "audit", "--schema", d.schema))
+}
+
+// Without --yes the command lists what it would drop, and says why it keeps more: as with --yes.
+func TestArchiveExpireKeepsForGroup(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	d.ok(t, "archive", "create", "--schema", d.schema)
+	d.exec(t, `SELECT {s}.outbox_archive_prepare(ARRAY['2001-01-03', '2001-02-03', '2001-03-03']::timestamptz[])`)
+	d.exec(t, `INSERT INTO {s}.outbox_archive (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, size)
+		SELECT n, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', at, at, 2
+		  FROM (VALUES (1, timestamptz '2001-01-03'), (2, '2001-02-03'), (3, '2001-03-03')) AS e (n, at)`)
+	d.exec(t, `INSERT INTO {s}.event_subscription (consumer_group, state, started) VALUES ('mail', 'starting', 1)`)
+	var names [2][]string
+	for i, args := range [][]string{{}, {"--yes", "--reason", "five years are over"}} {
+		a := d.call(t, append([]string{"archive", "expire", "--schema", d.schema, "--json"}, args...)...)
+		require.Equal(t, exitError, a.code, "%q: %s", args, a.out)
+		require.Contains(t, a.err, "outbox_archive_2001_02")
+		require.Contains(t, a.err, "group mail is starting, and has got its events up to outbox id 1 of 2")
+		var out struct{ Partitions []partitionJSON }
+		require.NoError(t, json.Unmarshal([]byte(a.out), &out), a.out)
+		for _, p := range out.Partitions {
+			names[i] = append(names[i], p.Name)
+		}
+	}
+	require.Equal(t, []string{"outbox_archive_2001_01"}, names[1])
+	require.Equal(t, names[1], names[0])
+	a := d.call(t, "archive", "expire", "--schema", d.schema)
+	require.NotContains(t, a.out, "2001", "what is kept is not listed")
+	require.Contains(t, a.err, "group mail is starting")
 }
 
 // A replay with --again has removed the notes of the group before Kafka rejects the events, and says so.

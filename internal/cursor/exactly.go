@@ -119,33 +119,40 @@ func (c *Store) HasBegun(ctx context.Context) (bool, error) {
 // InKafka is the newest record of a relay.
 type InKafka struct {
 	Number int64 // 0: there is none
+	System int64 // cluster whose relay wrote it; 0: it does not say so
 	Row    int64
 	Token  string
 	Last   int64
 	Again  []int64
 }
 
-// sqlAgree reads the newest row of a relay, the row that it names as confirmed, and whether a row with an id and a
-// token is there. A row from another cluster has another meaning. A number below 0 is that of a record which was in the
-// topic before the mode was turned on: the row that this record names may still be there.
+// sqlAgree reads the newest row of a relay, the row that it names as confirmed, whether a row with an id and a
+// token is there, and whether any row is from a cluster. A row from another cluster has another meaning. A number below
+// 0 is that of a record which was in the topic before the mode was turned on: the row that this record names may still
+// be there.
 const sqlAgree = `
-SELECT n.id, coalesce(n.cursor_topic, '') <> '', greatest(n.batch, 0), greatest(-n.batch, 0), coalesce(n.confirmed, n.id), r.id, coalesce(r.system_identifier = n.system_identifier, false)
+SELECT n.id, n.system_identifier, coalesce(n.cursor_topic, '') <> '', greatest(n.batch, 0), greatest(-n.batch, 0), coalesce(n.confirmed, n.id), r.id,
+       coalesce(r.system_identifier = n.system_identifier, false),
+       EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text AND system_identifier = $4)
   FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS n
   LEFT JOIN LATERAL (SELECT id, system_identifier FROM {schema}.outbox_cursor WHERE relay = $1::text AND id = $2 AND token = $3::text) AS r ON true`
 
 // knownRow is what sqlAgree reads.
 type knownRow struct {
 	newest      int64 // row
+	system      int64 // its cluster
 	on          bool  // its position is in the topic
 	batch       int64 // that Kafka had confirmed; 0: none since the mode was turned on
 	before      int64 // number of the newest record then
 	confirmed   int64 // row
 	named       pgtype.Int8
 	sameCluster bool // of the named row and the newest one
+	fromThere   bool // a row is from the cluster of the record
 }
 
 func (c *Store) known(ctx context.Context, r InKafka) (k knownRow, err error) {
-	err = pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, r.Row, r.Token).Scan(&k.newest, &k.on, &k.batch, &k.before, &k.confirmed, &k.named, &k.sameCluster)
+	err = pg.QueryRow(ctx, c.db, c.sqlAgree, c.Relay, r.Row, r.Token, r.System).
+		Scan(&k.newest, &k.system, &k.on, &k.batch, &k.before, &k.confirmed, &k.named, &k.sameCluster, &k.fromThere)
 	if err != nil {
 		return k, fmt.Errorf("load cursor: %w", err)
 	}
@@ -160,6 +167,8 @@ type agreement struct {
 	begins bool
 }
 
+const unknownSince = "; what was sent since then is not known here. See the page about exactly once for what to do"
+
 // agree finds the row from which a relay continues.
 func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
 	k, err := c.known(ctx, r)
@@ -167,24 +176,47 @@ func (c *Store) agree(ctx context.Context, r InKafka) (a agreement, err error) {
 		return a, err
 	}
 	a.newest = k.newest
-	const end = "; what was sent since then is not known here. See the page about exactly once for what to do"
+	a.begins = !k.on || k.batch == 0 && r.Number <= k.before // there was never a record since the mode was turned on
+	if err := c.checkOwner(k, r, a.begins); err != nil {
+		return a, err
+	}
 	switch named := k.named.Valid && k.sameCluster; {
-	case !k.on || k.batch == 0 && r.Number <= k.before:
-		a.from, a.begins = a.newest, true // there was never a record since the mode was turned on
+	case a.begins:
+		a.from = a.newest
 	case r.Number < k.batch:
 		return a, fmt.Errorf("%w: the newest record in %s is that of transaction %d, and Kafka had confirmed transaction %d: the topic was deleted, created again or truncated%s",
-			ErrDisagree, c.exactly.topic, r.Number, k.batch, end)
+			ErrDisagree, c.exactly.topic, r.Number, k.batch, unknownSince)
 	case named:
 		a.from, a.last = r.Row, pgtype.Int8{Int64: r.Last, Valid: true}
 	case r.Number == k.batch:
 		a.from = k.confirmed
 	case k.named.Valid:
-		return a, fmt.Errorf("%w: the database was restored from another cluster, which has sent transaction %d, and only %d is known here%s", ErrDisagree, r.Number, max(k.batch, k.before), end)
+		return a, fmt.Errorf("%w: the database was restored from another cluster, which has sent transaction %d, and only %d is known here%s",
+			ErrDisagree, r.Number, max(k.batch, k.before), unknownSince)
 	default:
-		return a, fmt.Errorf("%w: PostgreSQL lacks row %d of outbox_cursor, which the newest record in %s names: a failover or a restore has lost commits%s",
-			ErrDisagree, r.Row, c.exactly.topic, end)
+		return a, c.lacksRow(r)
 	}
 	return a, nil
+}
+
+// checkOwner returns ErrDisagree if the newest record is one that this relay must not replace. That of another
+// database, which has the same name in another cluster, has the same key: a relay goes on only from a record of a
+// cluster that its rows come from, and begins only beside one of its own. And a relay that seems to begin has lost its
+// rows of the mode if the record names a row that is newer than all here: the end of the mode writes a row behind it.
+func (c *Store) checkOwner(k knownRow, r InKafka, begins bool) error {
+	switch {
+	case r.System != 0 && (!k.fromThere || begins && r.System != k.system):
+		return fmt.Errorf("%w: the newest record of this relay in %s was written from cluster %d, and this database is in cluster %d: give each a cursor topic of its own",
+			ErrDisagree, c.exactly.topic, r.System, k.system)
+	case !k.on && r.Row > k.newest:
+		return c.lacksRow(r)
+	}
+	return nil
+}
+
+func (c *Store) lacksRow(r InKafka) error {
+	return fmt.Errorf("%w: PostgreSQL lacks row %d of outbox_cursor, which the newest record in %s names: a failover or a restore has lost commits%s",
+		ErrDisagree, r.Row, c.exactly.topic, unknownSince)
 }
 
 // sqlContinue writes the row from which a relay continues. It removes the rows of outbox_failed of transactions

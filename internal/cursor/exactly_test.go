@@ -85,6 +85,49 @@ func TestBeginAgain(t *testing.T) {
 	}
 }
 
+// Two databases of one name in different clusters share a key in the topic. A relay neither begins nor goes on beside
+// records of another cluster, whatever their number is, but for those of the cluster that its rows come from.
+func TestRecordOfAnotherCluster(t *testing.T) {
+	t.Parallel()
+	d := newFixture(t)
+	const other = 1
+	_, _, _, err := d.next(t, cursor.InKafka{Number: 41, Row: 1, Token: "of another cluster", Last: 7, System: other})
+	require.ErrorIs(t, err, cursor.ErrDisagree)
+	require.ErrorContains(t, err, "cluster 1")
+
+	d.Exec(t, `DELETE FROM {schema}.outbox_lease`)
+	_, _, r := d.beginExactly(t)
+	_, _, _, err = d.next(t, r) // writes that transaction 2 is confirmed
+	require.NoError(t, err)
+	for number := range int64(3) {
+		_, _, _, err = d.next(t, cursor.InKafka{Number: r.Number - 1 + number, Row: r.Row, Token: "of another cluster", System: other})
+		require.ErrorIs(t, err, cursor.ErrDisagree)
+		require.ErrorContains(t, err, "cluster 1")
+	}
+	d.Exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = $1 WHERE id = $2`, other, r.Row)
+	r.System = other
+	_, _, _, err = d.next(t, r)
+	require.NoError(t, err, "the row that the record names was restored from there")
+}
+
+// A failover has lost all rows since the mode was turned on, and Kafka has the records.
+func TestAllRowsOfTheModeAreLost(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	l, err := d.leases.Acquire(ctx)
+	require.NoError(t, err)
+	_, err = d.cursors.Load(ctx, l)
+	require.NoError(t, err)
+	d.Exec(t, `DELETE FROM {schema}.outbox_lease`)
+	_, _, r := d.beginExactly(t)
+	d.Exec(t, `DELETE FROM {schema}.outbox_cursor WHERE cursor_topic IS NOT NULL`)
+	require.Equal(t, 1, d.Count(t, "outbox_cursor"))
+	_, _, _, err = d.next(t, r)
+	require.ErrorIs(t, err, cursor.ErrDisagree)
+	require.ErrorContains(t, err, "lacks row")
+	require.Equal(t, 1, d.Count(t, "outbox_cursor"))
+}
+
 // The mode was ended, and is on again with the same topic: its newest record is one of before, also if the row that it
 // names is still there. Retention may have removed the rows in between.
 func TestBeginAfterAnEnd(t *testing.T) {

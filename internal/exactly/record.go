@@ -23,6 +23,9 @@ import (
 type Record struct {
 	// Number of the transaction; each has a higher one than those before.
 	Number int64 `json:"number"`
+	// System is the identifier of the PostgreSQL cluster whose relay wrote the record. Databases of one name in two
+	// clusters have the same key. It is 0 in records of releases that do not write it.
+	System int64 `json:"system,omitempty"`
 	// Row and Token name a row of outbox_cursor, whose window the relay has opened. Ids alone do not: after a
 	// failover to a server that lagged, they are given out again.
 	Row   int64  `json:"row"`

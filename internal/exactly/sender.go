@@ -21,6 +21,8 @@ type Config struct {
 	Key   string    // of the cursor records
 	ID    string    // both transactional ids begin with it
 	Go    func(func())
+
+	System int64 // Record.System
 }
 
 // IDs returns the two transactional ids.
@@ -31,6 +33,7 @@ func (c Config) IDs() [2]string { return [2]string{c.ID + ".1", c.ID + ".2"} }
 func (c Config) For(systemID int64, database, schema, relay string) Config {
 	c.Key = database + "." + schema + "." + relay
 	c.ID = fmt.Sprintf("outbox.%d.%s", systemID, c.Key)
+	c.System = systemID
 	return c
 }
 
@@ -169,6 +172,7 @@ func (t *Transaction) Send(ctx context.Context, records []kgo.Record) ([]error, 
 
 // CursorRecord returns the cursor record to send.
 func (s *Sender) CursorRecord(r Record) (kgo.Record, error) {
+	r.System = s.cfg.System
 	value, err := json.Marshal(r)
 	return kgo.Record{Topic: s.cfg.Topic, Partition: 0, Key: []byte(s.cfg.Key), Value: value}, err
 }

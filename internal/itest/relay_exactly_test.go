@@ -216,6 +216,35 @@ func TestExactlyOnceWithoutItsTopic(t *testing.T) {
 	require.Len(t, arrived, 200, "everything had been confirmed before")
 }
 
+// A relay does not replace the position of a relay of the same names in another cluster.
+func TestExactlyOnceBesideAnotherCluster(t *testing.T) {
+	t.Parallel()
+	f := newExactlyFixture(t)
+	testenv.CreateTopic(t, f.brokers, f.cfg.ExactlyOnce, 1, "cleanup.policy", "compact")
+	client, err := kgo.NewClient(testenv.KafkaOpts(f.brokers)...)
+	require.NoError(t, err)
+	defer client.Close()
+	var database string
+	require.NoError(t, f.db.QueryRow(background, `SELECT current_database()`).Scan(&database))
+	mustNot := func() { // beside a record of the other relay
+		t.Helper()
+		record := kgo.KeyStringRecord(database+"."+f.schema+".default", `{"number": 3, "system": 1, "row": 1, "token": "theirs", "last": 1}`)
+		record.Topic = f.cfg.ExactlyOnce
+		require.NoError(t, client.ProduceSync(background, record).FirstErr())
+		err := f.relay(t, f.cfg).Run(background)
+		require.ErrorIs(t, err, outbox.ErrCursorTopic)
+		require.ErrorContains(t, err, "written from cluster 1")
+	}
+	reader := f.follow(t)
+	mustNot()
+	f.cfg.ExactlyOnce += "-2"
+	events := numbered("key", 1, 10)
+	f.runUntil(t, f.cfg, reader, events...)
+	f.runUntil(t, f.cfg, reader)
+	f.requireOnce(t, reader, events)
+	mustNot()
+}
+
 // Before Kafka has answered a new relay for the first time, retention keeps what it has to send, also if another relay
 // has sent it.
 func TestExactlyOnceKeepsEventsFromItsStart(t *testing.T) {

@@ -36,6 +36,7 @@ type Exactly struct {
 	ended  bool           // the session has ended, and starts it no more
 	starts int            // since Kafka has confirmed a transaction
 	newest cursor.InKafka // as Start has read it, until load
+	moved  bool           // it was written from another cluster, from which the database was restored
 
 	pos       cursor.Position // of the newest row, but Last is that of the newest record
 	token     string          // of that row
@@ -200,7 +201,8 @@ func (x *Exactly) tryStart(cfg exactly.Config, create bool) error {
 	if err != nil {
 		return err
 	}
-	x.newest = cursor.InKafka{Number: r.Number, Row: r.Row, Token: r.Token, Last: r.Last, Again: r.Again}
+	x.newest = cursor.InKafka{Number: r.Number, System: r.System, Row: r.Row, Token: r.Token, Last: r.Last, Again: r.Again}
+	x.moved = r.System != 0 && r.System != cfg.System
 	x.producer.use(x.sender.Client())
 	return nil
 }
@@ -229,7 +231,7 @@ func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, er
 		x.again = append(x.again, row.Row)
 	}
 	x.confirmed = cursor.Confirmed{Batch: x.number, Row: p.CursorID}
-	if now.Begins {
+	if now.Begins || x.moved {
 		if err := x.begin(ctx); err != nil {
 			return p, errDoubt(err)
 		}
@@ -259,8 +261,9 @@ func (x *Exactly) keepLocked(parked *Parking) {
 	}
 }
 
-// begin sends the first record after the mode was turned on. Until Kafka has confirmed it, the row counts; from
-// then on the topic does.
+// begin sends the first record after the mode was turned on, or in another cluster: retention removes the rows that say
+// from which one the database was restored. Until Kafka has confirmed the first one, the row counts; from then on the
+// topic does.
 func (x *Exactly) begin(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, x.Rules.SendTimeout)
 	defer cancel()

@@ -27,7 +27,6 @@ import (
 	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -202,65 +201,12 @@ func (c *Cleaner) RemovePublished(_ context.Context, after int64) (Step, error) 
 	return s, err
 }
 
-// removeBatch calls remove for rows of outbox above an id. If PostgreSQL cannot print a row for the archive, that row
-// stays, and remove is called again for the others.
-func (c *Cleaner) removeBatch(after, end int64, remove func(context.Context) (Step, error)) (s Step, err error) {
-	for {
-		ctx, cancel := c.WithStatementTimeout()
-		s, err = remove(ctx)
-		cancel()
-		if c.cfg.Rules.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
-			return s, err
-		}
-	}
-}
-
 // reportHuge logs how many events that were found in a run are too large for the archive.
 func (c *Cleaner) reportHuge() {
 	if c.huge.n > 0 {
 		c.log.Warn("outbox: events are too large for the archive, so their rows of outbox stay until you remove them",
 			"count", c.huge.n, "first_id", c.huge.first, "at_most", c.store.Most)
 	}
-}
-
-// keepUnprintable finds the first row of a batch that PostgreSQL cannot print and excludes it from the archive. It
-// returns false if there is none, or if it cannot find out.
-func (c *Cleaner) keepUnprintable(after, end int64) bool {
-	last, cause := c.findUnprintable(after, end)
-	if !cannotPrint(cause) || c.Held.Err() != nil {
-		return false
-	}
-	ctx, cancel := c.WithStatementTimeout()
-	defer cancel()
-	id, err := c.store.keepNext(ctx, last, end)
-	if err != nil {
-		return false
-	}
-	c.log.Error("outbox: an event cannot be archived, because PostgreSQL cannot print it, so its row of outbox stays; "+
-		"it is tried again when another process leads", "id", id, "error", cause)
-	return true
-}
-
-// findUnprintable returns the last row in front of the first of a batch that PostgreSQL cannot print, and why it
-// cannot. If several rows take too long, it prints fewer at once: only a row that takes too long alone is to blame.
-func (c *Cleaner) findUnprintable(after, end int64) (last int64, cause error) {
-	left := c.store.Cfg.BatchSize
-	for limit := left; left > 0 && c.Held.Err() == nil; limit = min(limit, left) {
-		ctx, cancel := c.WithStatementTimeout()
-		next, n, err := c.store.lastPrintable(ctx, after, end, limit)
-		cancel()
-		after, left = next, left-n
-		switch {
-		case err == nil && n < limit: // there are no others
-			return after, nil
-		case err == nil:
-		case limit == 1 || pg.IsUnreadable(err) || !cannotPrint(err):
-			return after, err
-		default:
-			limit /= 2
-		}
-	}
-	return after, nil
 }
 
 // bounded returns remove as a batch of a [Scan], which ends after the timeout of a statement. Cancelling the context

@@ -147,11 +147,12 @@ func (c *Cleaner) reviewed(p idRange) (bool, error) {
 }
 
 func (c *Cleaner) reviewBatch() (ok bool, err error) {
-	_, err = c.removeBatch(c.review.after, c.review.End, func(ctx context.Context) (Step, error) {
+	s, err := c.removeBatch(c.review.after, c.review.End, func(ctx context.Context) (_ Step, err error) {
+		before := c.review.Rows
 		ok, err = c.store.ReviewBatch(ctx, c.proof(), c.review)
-		return Step{}, err
+		return Step{Removed: c.review.Rows - before}, err
 	})
-	return ok, err
+	return ok || s.More, err
 }
 
 // drop removes the partition that was reviewed, or only its rows unless table is set; or

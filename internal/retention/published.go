@@ -125,13 +125,13 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 	if r.Cfg.Archive != nil {
 		sql = archived
 	}
-	limit, bytes, most := r.Cfg.BatchSize, int64(math.MaxInt64), math.MaxInt32
+	bytes, most := int64(math.MaxInt64), math.MaxInt32
 	if r.Cfg.Archive != nil {
 		bytes, most = MaxArchiveBytes, r.Most
 	}
 	remove := func(db beginner) (s Step, err error) {
 		err = r.transact(ctx, db, l, func(tx pgx.Tx) (int64, error) {
-			rows, err := tx.Query(ctx, sql, after, limit, r.Cfg.PublishedFor, end, r.unreadable, bytes, most)
+			rows, err := tx.Query(ctx, sql, after, r.batch, r.Cfg.PublishedFor, end, r.unreadable, bytes, most)
 			if err != nil {
 				return 0, err
 			}
@@ -139,7 +139,7 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 			var huge pgtype.Int8
 			var n int64
 			var events []Row
-			s, events, err = r.readStep(rows, &lagging, &n, &huge)
+			s, events, err = r.readStep(rows, r.batch, &lagging, &n, &huge)
 			s.Lagging, s.huge = lagging.String, hugeRows{n, huge.Int64}
 			if err != nil || len(events) == 0 {
 				return s.Removed, err
@@ -216,29 +216,32 @@ SELECT o.id
 
 const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) AND size <= $4::int ORDER BY id LIMIT 1`
 
-// lastPrintable returns the last of at most limit rows in front of the first that cannot be printed, how many could be
-// printed, and why that one cannot; nil if all can.
-func (r *Store) lastPrintable(ctx context.Context, after, end int64, limit int) (last int64, n int, err error) {
+// lastPrintable returns the last row of a batch in front of the first that cannot be printed, and why that one cannot;
+// nil if all can. A lock, which is no reason to blame a row, is ErrBusy.
+func (r *Store) lastPrintable(ctx context.Context, after, end int64) (last int64, err error) {
 	last = after
-	err = pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { n++; return nil })
-		return err
-	}, r.sqlPrint, after, end, r.unreadable, limit, r.Most)
-	return last, n, err
+	err = r.transact(ctx, r.DB, nil, func(tx pgx.Tx) (int64, error) {
+		rows, err := tx.Query(ctx, r.sqlPrint, after, end, r.unreadable, r.batch, r.Most)
+		if err == nil {
+			_, err = pgx.ForEachRow(rows, []any{&last}, func() error { return nil })
+		}
+		return 0, err
+	})
+	return last, err
+}
+
+// rowAfter returns the first row above an id, but for some rows and larger ones.
+func (r *Store) rowAfter(ctx context.Context, after, end int64, but []int64, most int) (id int64, err error) {
+	err = r.DB.QueryRow(ctx, r.sqlNextRow, after, end, but, most).Scan(&id)
+	return id, err
 }
 
 // keepNext keeps the first row above an id from the next batches.
 func (r *Store) keepNext(ctx context.Context, after, end int64) (id int64, err error) {
-	if err := r.DB.QueryRow(ctx, r.sqlNextRow, after, end, r.unreadable, r.Most).Scan(&id); err != nil {
-		return 0, err
+	if id, err = r.rowAfter(ctx, after, end, r.unreadable, r.Most); err == nil {
+		r.unreadable = append(r.unreadable, id)
 	}
-	r.unreadable = append(r.unreadable, id)
-	return id, nil
-}
-
-// cannotPrint reports whether PostgreSQL could not print rows, or not in time.
-func cannotPrint(err error) bool {
-	return pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
+	return id, err
 }
 
 // removeSeparately calls remove through callback. An archive that does not return keeps its
@@ -267,9 +270,9 @@ func (r *Store) removeSeparately(ctx context.Context, remove func(db beginner) (
 	return s, err
 }
 
-// readStep reads the result of a batch, and the rows that it removed, if the statement
+// readStep reads the result of a batch of at most limit rows, and the rows that it removed, if the statement
 // returns them. extra are the columns in front of the count of removed rows.
-func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err error) {
+func (r *Store) readStep(rows pgx.Rows, limit int, extra ...any) (s Step, events []Row, err error) {
 	defer rows.Close()
 	var youngs int64
 	var last, young pgtype.Int8
@@ -296,7 +299,7 @@ func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err
 		}
 	}
 	s.Last, s.Young = last.Int64, young.Int64
-	s.full = s.scanned == int64(r.Cfg.BatchSize) || archive && s.scanned > 0 // maxArchiveBytes may have ended it
+	s.full = s.scanned == int64(limit) || archive && s.scanned > 0 // maxArchiveBytes may have ended it
 	s.More = s.full && youngs < s.scanned
 	return s, events, rows.Err()
 }

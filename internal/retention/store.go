@@ -54,6 +54,9 @@ type Store struct {
 	// runs it here.
 	Callback func(ctx context.Context, transaction func() error) error
 
+	// batch is how many rows of outbox the next batch reads: fewer than Rules.BatchSize after one that took too long.
+	batch int
+
 	// unreadable are rows that cannot be archived, and stay until the process ends. Never nil,
 	// which would be NULL.
 	unreadable []int64
@@ -69,7 +72,7 @@ type Store struct {
 func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 	cfg.BatchSize = cmp.Or(cfg.BatchSize, defaultBatchSize)
 	return &Store{
-		DB: db, Cfg: cfg, Most: MaxArchiveBytes, unreadable: []int64{}, hugeIn: map[string]int64{},
+		DB: db, Cfg: cfg, Most: MaxArchiveBytes, batch: cfg.BatchSize, unreadable: []int64{}, hugeIn: map[string]int64{},
 		SQLPublished: pg.InSchema(sqlCleanPublished, schema),
 		SQLArchived:  pg.InSchema(sqlCleanArchived, schema),
 		SQLCursors:   pg.InSchema(sqlCleanCursors, schema),
@@ -142,7 +145,7 @@ func (r *Store) removeOld(ctx context.Context, l *Proof, table, sql string, afte
 	err = r.transact(ctx, r.DB, l, func(tx pgx.Tx) (int64, error) {
 		rows, err := tx.Query(ctx, sql, args...)
 		if err == nil {
-			s, _, err = r.readStep(rows)
+			s, _, err = r.readStep(rows, r.Cfg.BatchSize)
 		}
 		return s.Removed, err
 	})

@@ -124,7 +124,7 @@ func TestSlowCheckKeepsNoEvent(t *testing.T) {
 	const timeout = 2 * time.Second
 	ended := make(chan error, 1)
 	log := new(testenv.Buffer)
-	c := d.cleanerOf(t, archiving(keep.BatchSize, func(context.Context, pgx.Tx, []retention.Row) error {
+	c := d.cleanerOf(t, archiving(1, func(context.Context, pgx.Tx, []retention.Row) error {
 		go func() {
 			ended <- pgx.BeginFunc(ctx, d.DB, func(tx pgx.Tx) error {
 				_, err := tx.Exec(ctx, pg.InSchema(`LOCK TABLE {schema}.outbox`, d.Schema))
