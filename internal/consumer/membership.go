@@ -83,6 +83,7 @@ func join(host, opts []kgo.Opt, cfg *Rules, r *reader, store *starts.Store, limi
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
+		kgo.OnOffsetsFetched(m.starts.OffsetsFetched),
 		kgo.AdjustFetchOffsetsFn(m.starts.StartOffsets),
 	))
 	if err != nil {

@@ -24,7 +24,7 @@ type rejectedTopics map[string]error
 func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[int32]kgo.EpochOffset) (rejected rejectedTopics, err error) {
 	ctx, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
-	ctx = kgo.PreCommitFnContext(ctx, m.checkMember)
+	ctx = kgo.PreCommitFnContext(ctx, m.beforeCommit)
 	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
 		if err = cerr; err == nil { // else the response may be nil
 			rejected, err = commitResult(request, response)
@@ -79,6 +79,16 @@ func isGone(err error) bool {
 }
 
 var errExpelled = errors.New("the group has expelled this member")
+
+// beforeCommit checks a commit, and names the topics of its offsets. The client has put in the ids of the topics that
+// it has read.
+func (m *membership) beforeCommit(commit *kmsg.OffsetCommitRequest) error {
+	if err := m.checkMember(commit); err != nil {
+		return err
+	}
+	m.starts.NameTopics(commit)
+	return nil
+}
 
 // checkMember refuses a commit under another member id than that of the assignment. Kafka has then
 // expelled this member, and the client has joined again under a new id. Other members may have

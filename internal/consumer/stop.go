@@ -155,13 +155,13 @@ func (m *membership) commitDirectly(ctx context.Context, workers []*partitionWor
 	request.InstanceID = m.instanceID()
 	for w, next := range covered {
 		p := kmsg.NewOffsetCommitRequestTopicPartition()
-		p.Partition, p.Offset, p.LeaderEpoch, p.Metadata = w.partition.Number, next.Offset, next.Epoch, &request.MemberID
+		p.Partition, p.Offset, p.LeaderEpoch = w.partition.Number, next.Offset, next.Epoch
 		t := kmsg.NewOffsetCommitRequestTopic()
 		t.Topic, t.TopicID = w.partition.Topic, m.starts.TopicID(w.partition.Topic)
 		t.Partitions = append(t.Partitions, p)
 		request.Topics = append(request.Topics, t)
 	}
-	if err := m.checkMember(request); err != nil {
+	if err := m.beforeCommit(request); err != nil {
 		return err
 	}
 	began := time.Now()

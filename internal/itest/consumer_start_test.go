@@ -52,14 +52,25 @@ func (s *startFixture) run(t testing.TB, cfg outbox.ConsumerConfig, opts ...kgo.
 	t.Helper()
 	cfg.Schema, cfg.Logger = s.schema, slog.New(slog.NewTextHandler(s.log, nil))
 	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, s.group, cfg, outbox.HandleNoTx("SEEN",
-		func(_ context.Context, _ sale, m outbox.Metadata) error {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			s.seen[m.ID]++
-			return nil
-		}))
+		func(_ context.Context, _ sale, m outbox.Metadata) error { return s.see(m) }))
 	require.NoError(t, err)
 	return testenv.Run(t, c.Run)
+}
+
+// runPlain is run without a database.
+func (s *startFixture) runPlain(t testing.TB, cfg outbox.ConsumerConfig, handle func(context.Context, sale, outbox.Metadata) error, opts ...kgo.Opt) (stop func()) {
+	t.Helper()
+	cfg.Logger = slog.New(slog.NewTextHandler(s.log, nil))
+	c, err := outbox.NewConsumer(nil, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, s.group, cfg, outbox.HandleNoTx("SEEN", handle))
+	require.NoError(t, err)
+	return testenv.Run(t, c.Run)
+}
+
+func (s *startFixture) see(m outbox.Metadata) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.seen[m.ID]++
+	return nil
 }
 
 // put sends n sales to a partition and returns their ids.
@@ -212,25 +223,20 @@ func TestNoOffsetOfReplacedTopic(t *testing.T) {
 			s.put(t, 0, 300)
 			versions := kversion.Stable()
 			versions.SetMaxKeyVersion(kmsg.OffsetCommit.Int16(), 9)
-			opts := append([]kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MaxVersions(versions)}, opts...)
-			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Logger: slog.New(slog.NewTextHandler(s.log, nil))}}
+			opts := append([]kgo.Opt{kgo.MaxVersions(versions)}, opts...)
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
 			seen := func() int {
 				s.mu.Lock()
 				defer s.mu.Unlock()
 				return len(s.seen)
 			}
 			var fast atomic.Bool
-			c, err := outbox.NewConsumer(nil, opts, s.events, s.group, cfg, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error {
+			s.runPlain(t, cfg, func(_ context.Context, _ sale, m outbox.Metadata) error {
 				if !fast.Load() {
 					time.Sleep(20 * time.Millisecond)
 				}
-				s.mu.Lock()
-				defer s.mu.Unlock()
-				s.seen[m.ID]++
-				return nil
-			}))
-			require.NoError(t, err)
-			testenv.Run(t, c.Run)
+				return s.see(m)
+			}, opts...)
 			require.Eventually(t, func() bool { return seen() >= 100 }, testenv.Patience, time.Millisecond)
 			s.deleteTopic(t)
 			s.requireLogged(t, "fails, trying until it works") // Kafka has refused a commit
@@ -241,6 +247,105 @@ func TestNoOffsetOfReplacedTopic(t *testing.T) {
 			s.requireSeen(t, ids...)
 		})
 	}
+}
+
+// A member that has not seen yet that its topic was replaced commits an offset of the old topic to the new one, if the
+// broker knows topics by name. Without a database the next member would begin there.
+func TestLateOffsetOfReplacedTopic(t *testing.T) {
+	testenv.Long(t)
+	t.Parallel()
+	for name, opts := range groupProtocols {
+		t.Run(name, func(t *testing.T) { t.Parallel(); testLateOffsetOfReplacedTopic(t, opts) })
+	}
+}
+
+func testLateOffsetOfReplacedTopic(t *testing.T, opts []kgo.Opt) {
+	s := newStartFixture(t, 1)
+	s.put(t, 0, 4000) // more than the queue takes: a client that fetches nothing learns late what became of its topic
+	versions := kversion.Stable()
+	versions.SetMaxKeyVersion(kmsg.OffsetCommit.Int16(), 9)
+	cfg := outbox.ConsumerConfig{MaxQueueBytes: 1 << 20, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
+	gates := map[int]chan struct{}{100: make(chan struct{}), 200: make(chan struct{})}
+	calls := 0
+	s.runPlain(t, cfg, func(_ context.Context, _ sale, m outbox.Metadata) error {
+		if calls++; gates[calls] != nil {
+			<-gates[calls]
+		}
+		return s.see(m)
+	}, append([]kgo.Opt{kgo.MaxVersions(versions)}, opts...)...)
+	committed := func() int64 { return s.committed(t, s.group, 0) }
+	require.Eventually(t, func() bool { return committed() == 99 }, testenv.Patience, 10*time.Millisecond)
+	s.deleteTopic(t)
+	require.Eventually(t, func() bool { return committed() <= 0 }, testenv.Patience, 10*time.Millisecond, "Kafka removes the offsets of the old topic")
+	testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	close(gates[100])
+	require.Eventually(t, func() bool { return committed() > 0 || strings.Contains(s.log.String(), "a new client") }, testenv.Patience, 10*time.Millisecond)
+	ids := s.put(t, 0, 1000)
+	close(gates[200])
+	s.requireSeen(t, ids...)
+}
+
+// An offset counts only for the topic for which it was committed. One that names no topic of this cluster counts as it
+// is: an earlier release or a tool has committed it, or it was copied from another cluster.
+func TestOffsetNamesItsTopic(t *testing.T) {
+	t.Parallel()
+	for name, tt := range map[string]struct {
+		metadata func(before string) string // of the offset, from that of an offset of the deleted topic
+		database bool
+		skipped  int
+	}{
+		"deleted topic":                  {metadata: func(before string) string { return before }},
+		"deleted topic, with a database": {metadata: func(before string) string { return before }, database: true},
+		"no topic":                       {metadata: func(string) string { return "" }, skipped: 3},
+		"earlier release":                {metadata: func(string) string { return "kgo-" + uuid.NewString() }, skipped: 3},
+		"other cluster":                  {metadata: func(before string) string { return before + "x" }, skipped: 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newStartFixture(t, 1)
+			s.put(t, 0, 1)
+			see := func(_ context.Context, _ sale, m outbox.Metadata) error { return s.see(m) }
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromEnd}} // the group is not new
+			stop := s.runPlain(t, cfg, see)
+			require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 1 }, testenv.Patience, 10*time.Millisecond)
+			stop()
+			before := s.committedMetadata(t)
+			s.deleteTopic(t)
+			testenv.CreateTopic(t, s.brokers, s.topic, 1)
+			ids := s.put(t, 0, 5)
+			s.commitWith(t, 3, tt.metadata(before))
+			run := func() (stop func()) {
+				if tt.database {
+					return s.run(t, cfg)
+				}
+				return s.runPlain(t, cfg, see)
+			}
+			stop = run()
+			s.requireSeen(t, ids[tt.skipped:]...)
+			stop()
+			more := s.put(t, 0, 1)
+			run()
+			s.requireSeen(t, more...)
+			for i, id := range append(ids, more...) {
+				require.Equal(t, i >= tt.skipped, s.seen[id] == 1, "event %d was seen %d times", i, s.seen[id])
+			}
+		})
+	}
+}
+
+// committedMetadata returns what the group has committed with its offset of partition 0.
+func (s *startFixture) committedMetadata(t testing.TB) string {
+	t.Helper()
+	request := kmsg.NewPtrOffsetFetchRequest()
+	request.Group = s.group
+	request.Topics = []kmsg.OffsetFetchRequestTopic{{Topic: s.topic, Partitions: []int32{0}}}
+	old, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.MaxVersions(kversion.V2_8_0()))
+	require.NoError(t, err)
+	defer old.Close()
+	response, err := request.RequestWith(background, old)
+	require.NoError(t, err)
+	require.NotNil(t, response.Topics[0].Partitions[0].Metadata)
+	return *response.Topics[0].Partitions[0].Metadata
 }
 
 // A topic that does not exist when its group first runs is read from its beginning.
@@ -450,9 +555,21 @@ func TestTopicGoneForAWhile(t *testing.T) {
 }
 
 // commitFor commits an offset of partition 0 for the group, as an earlier release did.
-func (s *startFixture) commitFor(t testing.TB, offset int64) {
+func (s *startFixture) commitFor(t testing.TB, offset int64) { t.Helper(); s.commitWith(t, offset, "") }
+
+// commitWith commits an offset of partition 0 for the group, with metadata.
+func (s *startFixture) commitWith(t testing.TB, offset int64, metadata string) {
 	t.Helper()
-	require.NoError(t, kafkaclient.CommitGroupOffsets(background, s.admin, s.group, map[kafkaclient.Partition]int64{{Topic: s.topic, Number: 0}: offset}))
+	ids, err := kafkaclient.TopicIDs(background, s.admin, map[kafkaclient.Partition]int64{{Topic: s.topic}: offset})
+	require.NoError(t, err)
+	p := kmsg.NewOffsetCommitRequestTopicPartition()
+	p.Offset, p.Metadata = offset, &metadata
+	request := kmsg.NewPtrOffsetCommitRequest()
+	request.Group = s.group
+	request.Topics = []kmsg.OffsetCommitRequestTopic{{Topic: s.topic, TopicID: ids[s.topic], Partitions: []kmsg.OffsetCommitRequestTopicPartition{p}}}
+	response, err := request.RequestWith(background, s.admin)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
 }
 
 // A group that has offsets, and of which nothing is written yet, is not new: it goes on
@@ -483,6 +600,30 @@ func TestLateCommitForTopicCreatedAgain(t *testing.T) {
 	s.commitFor(t, 4)
 	s.run(t, outbox.ConsumerConfig{})
 	s.requireSeen(t, ids...)
+}
+
+// Nor does such an offset count once the group has begun with the new topic.
+func TestLateCommitBehindSavedPosition(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	run := func(committed int64) {
+		stop := s.run(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}})
+		defer stop()
+		require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == committed }, testenv.Patience, 10*time.Millisecond)
+	}
+	s.put(t, 0, 1)
+	run(1)
+	before := s.committedMetadata(t)
+	s.deleteTopic(t)
+	testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	ids := s.put(t, 0, 5)
+	run(5)
+	ids = append(ids, s.put(t, 0, 5)...)
+	s.commitWith(t, 8, before)
+	run(10)
+	for _, id := range ids {
+		require.Equal(t, 1, s.seen[id])
+	}
 }
 
 // A member that does not get at PostgreSQL when the group begins reads nothing, because it
@@ -525,11 +666,7 @@ func TestFromEndWithoutDatabase(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 1)
 	s.put(t, 0, 7)
-	c, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, s.group, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(s.log, nil)), From: outbox.FromEnd},
-	}, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return nil }))
-	require.NoError(t, err)
-	testenv.Run(t, c.Run)
+	s.runPlain(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromEnd}}, func(context.Context, sale, outbox.Metadata) error { return nil })
 	s.requireLogged(t, "reading begins at their ends")
 	s.requireLogged(t, "partitions=1 records=7")
 }

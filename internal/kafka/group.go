@@ -45,19 +45,33 @@ func CheckGroupIsEmpty(ctx context.Context, client *kgo.Client, group string) er
 
 // AllGroupOffsets asks Kafka for all committed offsets of a group.
 func AllGroupOffsets(ctx context.Context, client *kgo.Client, group string) (map[Partition]int64, error) {
-	return fetchGroupOffsets(ctx, client, group, nil)
+	found, err := fetchGroupOffsets(ctx, client, group, nil)
+	if err != nil {
+		return nil, err
+	}
+	offsets := make(map[Partition]int64, len(found))
+	for at, offset := range found {
+		offsets[at] = offset.At
+	}
+	return offsets, nil
+}
+
+// GroupOffset is a committed offset of a group.
+type GroupOffset struct {
+	At       int64
+	Metadata string // of the member that has committed it
 }
 
 // GroupOffsets asks Kafka for the committed offsets of a group in some partitions, by
 // topic. A partition without one is not in the result.
-func GroupOffsets(ctx context.Context, client *kgo.Client, group string, wanted map[string][]int32) (map[Partition]int64, error) {
+func GroupOffsets(ctx context.Context, client *kgo.Client, group string, wanted map[string][]int32) (map[Partition]GroupOffset, error) {
 	if len(wanted) == 0 { // which Kafka would understand as all
 		return nil, nil
 	}
 	return fetchGroupOffsets(ctx, client, group, wanted)
 }
 
-func fetchGroupOffsets(ctx context.Context, client *kgo.Client, group string, wanted map[string][]int32) (map[Partition]int64, error) {
+func fetchGroupOffsets(ctx context.Context, client *kgo.Client, group string, wanted map[string][]int32) (map[Partition]GroupOffset, error) {
 	request := kmsg.NewPtrOffsetFetchRequest()
 	one := kmsg.NewOffsetFetchRequestGroup()
 	request.Group, one.Group = group, group
@@ -70,33 +84,38 @@ func fetchGroupOffsets(ctx context.Context, client *kgo.Client, group string, wa
 	if err != nil {
 		return nil, fmt.Errorf("fetch offsets: %w", err)
 	}
-	found, err := groupOffsets(response)
+	found, err := OffsetsIn(response)
 	if err != nil && !errors.Is(err, kerr.GroupIDNotFound) {
 		return nil, fmt.Errorf("fetch offsets: %w", err)
 	}
 	return found, nil
 }
 
-func groupOffsets(response *kmsg.OffsetFetchResponse) (map[Partition]int64, error) {
-	found := map[Partition]int64{}
+// OffsetsIn returns the committed offsets in an answer, with the errors of the other partitions.
+func OffsetsIn(response *kmsg.OffsetFetchResponse) (map[Partition]GroupOffset, error) {
+	found := map[Partition]GroupOffset{}
 	errs := []error{kerr.ErrorForCode(response.ErrorCode)}
-	add := func(topic string, number int32, offset int64, code int16) {
+	add := func(topic string, number int32, offset int64, metadata *string, code int16) {
 		if err := kerr.ErrorForCode(code); err != nil {
 			errs = append(errs, fmt.Errorf("%v: %w", Partition{topic, number}, err))
 		} else if offset >= 0 {
-			found[Partition{topic, number}] = offset
+			committed := GroupOffset{At: offset}
+			if metadata != nil {
+				committed.Metadata = *metadata
+			}
+			found[Partition{topic, number}] = committed
 		}
 	}
 	for _, t := range response.Topics { // of brokers before Kafka 3.0
 		for _, p := range t.Partitions {
-			add(t.Topic, p.Partition, p.Offset, p.ErrorCode)
+			add(t.Topic, p.Partition, p.Offset, p.Metadata, p.ErrorCode)
 		}
 	}
 	for _, g := range response.Groups {
 		errs = append(errs, kerr.ErrorForCode(g.ErrorCode))
 		for _, t := range g.Topics {
 			for _, p := range t.Partitions {
-				add(t.Topic, p.Partition, p.Offset, p.ErrorCode)
+				add(t.Topic, p.Partition, p.Offset, p.Metadata, p.ErrorCode)
 			}
 		}
 	}

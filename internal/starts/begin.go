@@ -50,13 +50,7 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 			return nil, errStarting
 		}
 	}
-	decided := map[kafka.Partition]start{}
-	for name, numbers := range committed {
-		for number, offset := range numbers {
-			at := kafka.Partition{Topic: name, Number: number}
-			decided[at] = m.decide(at, topics[name], offset.EpochOffset().Offset)
-		}
-	}
+	decided := m.decideAll(committed, found, topics)
 	if err := m.resolve(ctx, decided); err != nil {
 		return nil, err
 	}
@@ -118,13 +112,31 @@ func (m *Member) omitMissing(committed map[string]map[int32]kgo.Offset, found ma
 	return there
 }
 
+// decideAll returns where reading begins in partitions with these committed offsets.
+func (m *Member) decideAll(committed map[string]map[int32]kgo.Offset, found map[string]topicInfo, topics map[string]topic) map[kafka.Partition]start {
+	decided := map[kafka.Partition]start{}
+	for name, numbers := range committed {
+		for number, offset := range numbers {
+			at, fromStart := kafka.Partition{Topic: name, Number: number}, m.cfg.FromStart
+			from := offset.EpochOffset().Offset
+			if m.isOfDeleted(m.fetchedOffset(at).Metadata, found[name].id) {
+				m.cfg.Log.Warn("outbox: the committed offset is that of a topic that was deleted and created again, it does not count",
+					"partition", at.Name(), "offset", from)
+				from, fromStart = None, true // the group is older than the topic
+			}
+			decided[at] = m.decide(at, topics[name], from, fromStart)
+		}
+	}
+	return decided
+}
+
 // decide returns where reading begins in a partition. committed is negative if Kafka has no offset.
-func (m *Member) decide(at kafka.Partition, t topic, committed int64) start {
+func (m *Member) decide(at kafka.Partition, t topic, committed int64, fromStart bool) start {
 	p, listed := t.partitions[at.Number]
 	switch {
 	case m.cfg.Store == nil && committed >= 0:
 		return start{at: committed, known: true}
-	case m.cfg.Store == nil && m.cfg.FromStart:
+	case m.cfg.Store == nil && fromStart:
 		return start{at: kafka.FirstOffset}
 	case m.cfg.Store == nil:
 		return start{at: kafka.EndOffset}

@@ -198,10 +198,11 @@ func (m *Member) register(ctx context.Context, found map[string]topicInfo, topic
 			wanted[name] = numbers
 		}
 	}
-	committed, err := kafka.GroupOffsets(ctx, m.client, m.cfg.Group, wanted)
+	offsetsInKafka, err := kafka.GroupOffsets(ctx, m.client, m.cfg.Group, wanted)
 	if err != nil {
 		return err
 	}
+	committed := m.counting(offsetsInKafka, found)
 	offsets := map[string]map[int32]int64{}
 	for name, numbers := range wanted {
 		offsets[name] = map[int32]int64{}

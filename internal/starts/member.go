@@ -74,11 +74,13 @@ type Member struct {
 	end      context.CancelFunc // ends outdated
 
 	mu        sync.Mutex
-	ids       map[string]kafka.TopicID // of topics, as this client saw them first
-	stalls    map[kafka.Partition]int  // how often brokers did not know the topic of a partition
-	missing   map[string]time.Time     // when something was refused because of a topic, last
-	omitted   map[string]bool          // topics that did not exist when reading began
-	replaced  map[string]bool          // topics that were deleted and created again
+	cluster   string                                // Kafka's id of the cluster
+	fetched   map[kafka.Partition]kafka.GroupOffset // the answer that the client has got last
+	ids       map[string]kafka.TopicID              // of topics, as this client saw them first
+	stalls    map[kafka.Partition]int               // how often brokers did not know the topic of a partition
+	missing   map[string]time.Time                  // when something was refused because of a topic, last
+	omitted   map[string]bool                       // topics that did not exist when reading began
+	replaced  map[string]bool                       // topics that were deleted and created again
 	positions map[kafka.Partition]position
 }
 
@@ -237,6 +239,9 @@ func (m *Member) describe(ctx context.Context, names []string) (map[string]topic
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if response.ClusterID != nil {
+		m.cluster = *response.ClusterID
+	}
 	found := map[string]topicInfo{}
 	for _, t := range response.Topics {
 		err := kerr.ErrorForCode(t.ErrorCode)
@@ -309,9 +314,9 @@ func (m *Member) list(ctx context.Context, found map[string]topicInfo, written m
 	if err := m.logSkipped(ctx, wanted, begins); err != nil {
 		return err
 	}
-	topics := map[string]topic{}
+	topics, counts := map[string]topic{}, m.counting(committed, found)
 	for name, t := range found {
-		topics[name] = newTopic(name, t, begins, committed)
+		topics[name] = newTopic(name, t, begins, counts)
 		m.logListed(name, len(t.partitions), written[name].before)
 	}
 	return m.cfg.Store.list(ctx, topics)
@@ -345,7 +350,7 @@ func (m *Member) logSkipped(ctx context.Context, wanted, begins map[kafka.Partit
 // hasOffset reports whether the group has a committed offset in a topic. Then it is not
 // new, although nothing is written about it, and its other partitions are read from their
 // beginning.
-func hasOffset(committed map[kafka.Partition]int64, topic string) bool {
+func hasOffset(committed map[kafka.Partition]kafka.GroupOffset, topic string) bool {
 	for p := range committed {
 		if p.Topic == topic {
 			return true
