@@ -37,6 +37,7 @@ type Store struct {
 
 	floors   floors
 	yielded  yielded
+	renewals renewals
 	due      scanBounds[claimScan]
 	expiring scanBounds[struct{}]
 
