@@ -169,8 +169,8 @@ func TestFailureWithoutPayload(t *testing.T) {
 	require.NoError(t, f.Resolve(background, other, kim))
 }
 
-// A payload of which PostgreSQL has lost pages can be replaced, and the event of one be cancelled. The audit says that it
-// does not have the payload from before.
+// A payload of which PostgreSQL has lost pages can be replaced. The audit says that it does not have the payload from
+// before.
 func TestEditOfADamagedRow(t *testing.T) {
 	t.Parallel()
 	for name, kind := range map[string]struct{ table, column, value string }{

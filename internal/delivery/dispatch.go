@@ -195,8 +195,8 @@ func (d *Dispatcher) releaseUnknown(ctx context.Context) (released int, err erro
 
 var errStillLocked = errors.New("another session has locked deliveries that this process has claimed")
 
-// isLocked reports whether releaseUnknown has failed for a lock of another session. That is no reason not to claim other
-// rows, so it tries again in a later poll.
+// isLocked reports whether releaseUnknown has failed for a lock of another session. That is no reason not to claim
+// other rows, so it tries again in a later poll.
 func (d *Dispatcher) isLocked(err error) bool {
 	if !errors.Is(err, errStillLocked) && !pg.IsWaitInVain(err) {
 		return false

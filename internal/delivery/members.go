@@ -93,8 +93,8 @@ const sqlRemoveMember = `SELECT {schema}.outbox_remove_member($1::text, $2::text
 // sqlForgetMembers removes the rows of processes that have ended without removing them.
 const sqlForgetMembers = `SELECT {schema}.outbox_remove_member($1::text, NULL)`
 
-// sqlHandledElsewhere asks whether another live process has a handler for an event type of a stream. A process whose row
-// is old counts, too, unless it has had time to renew the row: $4 says for how long.
+// sqlHandledElsewhere asks whether another live process has a handler for an event type of a stream. A process whose
+// row is old counts, too, unless it has had time to renew the row: $4 says for how long.
 const sqlHandledElsewhere = `
 SELECT EXISTS (SELECT FROM {schema}.event_member AS m
                 CROSS JOIN LATERAL pg_catalog.unnest(m.routes) AS r (route)
