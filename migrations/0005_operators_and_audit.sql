@@ -49,7 +49,7 @@ COMMENT ON COLUMN outbox_audit.outbox_id IS
     'outbox.id of the event; NULL if the action was about a key or a consumer group.';
 COMMENT ON COLUMN outbox_audit.event_id IS 'As in outbox; NULL likewise.';
 COMMENT ON COLUMN outbox_audit.payload IS
-    'The payload before an edit, or of a cancelled event; NULL for all other actions.';
+    'The payload before an edit, or of a cancelled event; NULL for all other actions, and if it could not be read.';
 COMMENT ON COLUMN outbox_audit.payload_bytes IS 'The same, for payloads that are not JSON.';
 COMMENT ON COLUMN outbox_audit.consumer_group IS
     'The consumer group of the delivery, or that was paused, resumed, rewound or moved, or for which alone events '
@@ -73,8 +73,14 @@ SELECT outbox_define(current_schema(), fragments => ARRAY[
 $sql$,
 
 -- Reads the payload $2 of an edit into json or bytes, and the size of what the row gets into octets and printed. kept are
--- the headers that the row has; those that cannot be printed, with which no event could be read, become NULL.
+-- the headers that the row has; those that cannot be printed, with which no event could be read, become NULL. So does the
+-- payload of old if it cannot be copied into the audit.
 'edited', $sql$
+    unread := @schema@.outbox_unread(old.payload, old.payload_bytes);
+    IF unread <> '' THEN
+        old.payload := NULL;
+        old.payload_bytes := NULL;
+    END IF;
     IF as_json THEN
         json := convert_from($2, 'UTF8')::jsonb;
         octets := octet_length(json::text);
@@ -129,6 +135,19 @@ BEGIN
     IF current_setting('idle_in_transaction_session_timeout')::interval NOT BETWEEN '1 ms' AND '10 s' THEN
         PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
     END IF;
+END $body$
+$function$,
+
+-- Returns what a reason in the audit says of a payload that PostgreSQL can neither read nor copy, as after a loss of pages,
+-- and nothing for any other one. All of the payload is read, and none of it printed.
+$function$
+CREATE FUNCTION @schema@.outbox_unread(payload jsonb, payload_bytes bytea) RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM jsonb_typeof($1), sha256($2);
+    RETURN '';
+EXCEPTION WHEN internal_error THEN -- and all others of its class, as data_corrupted
+    RETURN format(' (the payload from before cannot be read: %s %s)', SQLSTATE, SQLERRM);
 END $body$
 $function$,
 
@@ -237,6 +256,7 @@ DECLARE
     json    jsonb;
     bytes   bytea;
     kept    jsonb;
+    unread  text;
     printed int;
     octets  int;
 BEGIN
@@ -263,7 +283,7 @@ BEGIN
      WHERE f.id = $1;
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id,
         payload, payload_bytes)
-    VALUES ($3, 'edit', $4, old.relay, old.parking_key, old.id, old.outbox_id, old.event_id, old.payload,
+    VALUES ($3, 'edit', $4 || unread, old.relay, old.parking_key, old.id, old.outbox_id, old.event_id, old.payload,
         old.payload_bytes);
     RETURN true;
 END $body$
@@ -505,6 +525,7 @@ DECLARE
     json    jsonb;
     bytes   bytea;
     kept    jsonb;
+    unread  text;
     printed int;
     octets  int;
 BEGIN
@@ -518,9 +539,11 @@ BEGIN
         RAISE EXCEPTION 'only the dead letter % has the value of the record: outbox dlq edit edits that', old.dead_letter
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    parts := convert_from(old.record, 'UTF8')::jsonb;
-    IF parts ? 'missing' THEN
-        RAISE EXCEPTION 'parts of the record were too long to be read, and the row does not have them'
+    IF @schema@.outbox_unread(NULL, old.record) = '' THEN
+        parts := convert_from(old.record, 'UTF8')::jsonb;
+    END IF;
+    IF parts ? 'missing' OR parts IS NULL AND old.record IS NOT NULL THEN
+        RAISE EXCEPTION 'the row does not have the whole record: parts were too long to be read, or are damaged'
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     IF old.record IS NULL AND old.content_type = '' THEN
@@ -535,7 +558,7 @@ BEGIN
      WHERE d.id = $1;
     INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id,
         outbox_id, event_id, payload, payload_bytes)
-    VALUES ($3, 'edit', $4, '', old.stream || '/' || coalesce(old.partition_key, old.aggregate_id), old.consumer_group,
+    VALUES ($3, 'edit', $4 || unread, '', old.stream || '/' || coalesce(old.partition_key, old.aggregate_id), old.consumer_group,
         old.action, old.id, CASE WHEN old.record IS NULL THEN old.position END, old.event_id, old.payload, old.payload_bytes);
     PERFORM @schema@.outbox_requeue_deliveries(ARRAY[$1], $3, $4);
     RETURN true;
@@ -678,10 +701,10 @@ BEGIN
         DELETE FROM @schema@.outbox_delayed AS d WHERE d.event_id = ANY (event_ids) RETURNING d.*
     ), audited AS (
         INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, event_id, payload, payload_bytes)
-        SELECT $2, 'cancel', $3, '',
+        SELECT $2, 'cancel', $3 || unread, '',
                coalesce(g.topic, nullif(split_part(g.event_type, '.', 2), '') || '-events', '') || '/' || g.key,
-               g.event_id, g.payload, g.payload_bytes
-          FROM gone AS g ORDER BY g.id
+               g.event_id, CASE unread WHEN '' THEN g.payload END, CASE unread WHEN '' THEN g.payload_bytes END
+          FROM gone AS g CROSS JOIN LATERAL @schema@.outbox_unread(g.payload, g.payload_bytes) AS unread ORDER BY g.id
      RETURNING 1
     )
     SELECT count(*) INTO done FROM audited;

@@ -142,7 +142,8 @@ const deliveryTimeout = 30 * time.Second
 //   - records that Kafka rejects
 //   - records that are no dead letters
 //   - dead letters of another topic ([ErrOtherTopic]), or of a compacted one ([ErrCompacted])
-//   - dead letters with omitted parts whose original record is gone, or of which nothing was read ([ErrOriginalGone])
+//   - dead letters with omitted parts whose original record is gone, or of which nothing was read ([ErrOriginalGone]),
+//     or whose original record is in a batch that the client does not decompress
 //
 // Any other failure, or the end of ctx, ends the run with an error when the outcome of all records in
 // flight is known. The report is valid with an error too, and [ReplayReport.Left] chooses the rest for
@@ -286,7 +287,8 @@ func (r *run) lookForGroup(ctx context.Context, to addressee) {
 // isRejected reports whether the error concerns only this record, so that other records can be sent.
 func isRejected(err error) bool {
 	var notDeadLetter *outbox.FieldError
-	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.Is(err, ErrOtherTopic) || errors.Is(err, ErrCompacted) || errors.As(err, &notDeadLetter)
+	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.Is(err, ErrOtherTopic) || errors.Is(err, ErrCompacted) ||
+		errors.Is(err, kafka.ErrBatch) || errors.As(err, &notDeadLetter)
 }
 
 // choose returns the chosen records, and the records that are no dead letters, of the first read records. Its error
@@ -388,10 +390,12 @@ func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 		return nil, ErrOriginalGone
 	}
 	records, err := r.originals.Read(ctx, &spans[at])
-	if errors.Is(err, kerr.OffsetOutOfRange) { // deleted since spans asked for the offsets
+	switch {
+	case errors.Is(err, kerr.OffsetOutOfRange): // deleted since spans asked for the offsets
 		return nil, ErrOriginalGone
-	}
-	if err != nil {
+	case errors.Is(err, kafka.ErrBatch):
+		return nil, fmt.Errorf("the original record cannot be read: %w", err)
+	case err != nil:
 		return nil, err
 	}
 	if len(records) == 0 || !isOriginal(records[0], d) {

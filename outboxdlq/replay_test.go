@@ -134,6 +134,29 @@ func TestReplayOfOmittedValue(t *testing.T) {
 		outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
 }
 
+// The original of a dead letter may be in a batch that no client decompresses. It is reported, and the others are sent.
+func TestReplayOfABomb(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, 1)
+	testenv.CreateTopic(t, testenv.Brokers(t), f.topic+"-bombs", 1)
+	client, err := kgo.NewClient(append(f.kafka, kgo.ProducerBatchCompression(kgo.ZstdCompression()), kgo.ProducerBatchMaxBytes(90<<20))...)
+	require.NoError(t, err)
+	defer client.Close()
+	require.NoError(t, client.ProduceSync(background, &kgo.Record{Topic: f.topic + "-bombs", Key: []byte("b"), Value: make([]byte, 80<<20), Timestamp: failedAt}).FirstErr())
+	bomb := f.deadLetter("b", "", outbox.DeadLetterValueOmitted, strconv.Itoa(80<<20), outbox.DeadLetterOriginalTopic, f.topic+"-bombs", outbox.DeadLetterOriginalOffset, "0")
+	f.produce(t, f.deadLetter("a", "v"), bomb, f.deadLetter("c", "v"))
+	for _, dryRun := range []bool{true, false} {
+		report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, To: []string{f.topic, f.topic + "-bombs"}, DryRun: dryRun})
+		require.NoError(t, err)
+		require.Equal(t, []any{3, 2, map[int32]int64{0: 3}}, []any{report.Read, report.Sent, report.Next})
+		require.Len(t, report.Failed, 1)
+		require.Equal(t, int64(1), report.Failed[0].Offset)
+		require.ErrorIs(t, report.Failed[0].Err, kgo.ErrMaxDecompress)
+		require.ErrorContains(t, report.Failed[0].Err, "the original record cannot be read: ")
+	}
+	require.Len(t, f.records(t, f.topic), 2)
+}
+
 // A dead letter of a record of which nothing was read is not sent back: it would be an empty record, for every reader
 // of the topic. Those of releases before the header dlq_unread have nothing at all.
 func TestReplayOfUnread(t *testing.T) {

@@ -114,7 +114,8 @@ func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) erro
 }
 
 // Edit gives a dead failure another payload, of the same content type, and retries it. The failure keeps its id and all
-// other attributes, except headers that PostgreSQL cannot print. The old payload stays in outbox_audit.
+// other attributes, except headers that PostgreSQL cannot print. The old payload stays in outbox_audit, unless
+// PostgreSQL cannot read it: then the reason there says so.
 //
 // Edit of a delivery is for one group and one action: others get the event as it was recorded, also if they are dead.
 // Neither outbox nor Kafka has the new payload. A delivery that Kafka has brought gets another value of its record. It

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
@@ -166,4 +167,90 @@ func TestFailureWithoutPayload(t *testing.T) {
 	require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT size FROM {schema}.outbox_failed WHERE id = $1`), id.Number).Scan(&size))
 	require.Equal(t, len(`{"a": 1}`)+len(`{"n": 1, "tenant": "a"}`), size)
 	require.NoError(t, f.Resolve(background, other, kim))
+}
+
+// A payload of which PostgreSQL has lost pages can be replaced. The audit says that it does not have the payload from
+// before.
+func TestEditOfADamagedRow(t *testing.T) {
+	t.Parallel()
+	for name, kind := range map[string]struct{ table, column, value string }{
+		"event":                {"outbox_failed", "payload", "to_jsonb($1::text)"},
+		"headers of event":     {"outbox_failed", "headers", "jsonb_build_object('a', $1::text)"},
+		"delivery":             {"event_delivery", "payload", "to_jsonb($1::text)"},
+		"headers of delivery":  {"event_delivery", "headers", "jsonb_build_object('a', $1::text)"},
+		"delivery of a record": {"event_delivery", "payload = NULL, record = '{}', record_partition = 0, record_digest = 'x', payload_bytes", "$1::text::bytea"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			h := newFixture(t)
+			f := h.operator(t)
+			var id outboxops.FailureID
+			if kind.table == "outbox_failed" {
+				id = h.insertDead(t, `{}`, "message_too_large")
+			} else {
+				id = delivery(h.deliver(t, "k", "D")[0])
+			}
+			h.exec(t, `UPDATE {schema}.`+kind.table+` SET `+kind.column+` = `+kind.value, random(20_000))
+			testenv.Damage(t, h.db, h.schema, kind.table)
+			if strings.Contains(kind.column, "payload") {
+				row, err := f.Get(background, id)
+				require.NoError(t, err)
+				require.ErrorIs(t, row.PayloadErr, outboxops.ErrUnreadable)
+			}
+			require.NoError(t, f.CheckEdit(background, id, []byte(`{"n": 2}`), kim))
+			require.NoError(t, f.Edit(background, id, []byte(`{"n": 2}`), kim))
+			row, err := f.Get(background, id)
+			require.NoError(t, err)
+			require.Equal(t, `{"n": 2}`, string(row.Payload))
+			entries, err := f.Audit(background, id, outboxops.AuditPage{})
+			require.NoError(t, err)
+			edit := entries[len(entries)-1]
+			require.Equal(t, []any{"edit", kim.Operator}, []any{edit.Action, edit.Operator})
+			if strings.Contains(kind.column, "payload") {
+				require.Nil(t, edit.Payload)
+				require.NoError(t, edit.PayloadErr)
+				require.Contains(t, edit.Reason, kim.Reason+" (the payload from before cannot be read: XX001 ")
+			} else {
+				require.Equal(t, kim.Reason, edit.Reason)
+			}
+		})
+	}
+}
+
+// A delivery whose record is damaged beside its value cannot be edited, and the error says so.
+func TestEditOfADamagedRecord(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	id := h.deliver(t, "k", "D")[0]
+	h.asRecord(t, id, "{}", map[string]string{"a": random(20_000)}, "")
+	testenv.Damage(t, h.db, h.schema, "event_delivery")
+	err := h.operator(t).Edit(background, delivery(id), []byte(`{}`), kim)
+	require.ErrorIs(t, err, outboxops.ErrStatus)
+	require.ErrorContains(t, err, "the row does not have the whole record")
+}
+
+// A delayed event of which PostgreSQL has lost pages is cancelled, together with others.
+func TestCancelOfADamagedRow(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	delayed, err := outboxops.NewDelayed(h.db, outboxops.DelayedConfig{Schema: h.schema})
+	require.NoError(t, err)
+	var ids []uuid.UUID
+	for n := range 2 {
+		ids = append(ids, uuid.New())
+		h.exec(t, `INSERT INTO {schema}.outbox_delayed (due_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+			VALUES (now() + interval '1 hour', $1, 'acme.order.due.v1', 'shop', 'Order', 'k', to_jsonb($2::text), 'application/json', now())`, ids[n], random(20_000))
+		if n == 0 {
+			testenv.Damage(t, h.db, h.schema, "outbox_delayed")
+		}
+	}
+	n, err := delayed.Cancel(background, ids, kim)
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
+	entries, err := h.operator(t).Audit(background, outboxops.FailureID{}, outboxops.AuditPage{})
+	require.NoError(t, err)
+	require.Len(t, entries, 2)
+	require.Equal(t, kim.Reason, entries[0].Reason)
+	require.Contains(t, entries[1].Reason, kim.Reason+" (the payload from before cannot be read: XX001 ")
+	require.Equal(t, 1, h.count(t, "outbox_audit WHERE payload IS NOT NULL"))
 }

@@ -50,6 +50,7 @@ type Dispatcher struct {
 	nextDue      time.Time     // when a row will be due; zero if none is known
 	suspects     bool          // rows may have been taken over, and are claimed alone
 	checkUnknown bool          // rows may be claimed by this process without its knowledge
+	unknownAt    time.Time     // when these are looked for, because of a lock
 	lastFull     time.Time     // the last poll that looked for everything
 	changed      chan struct{} // signalled when await has to return
 }
@@ -171,7 +172,7 @@ const notReleased = "outbox: deliveries could not be released, other processes g
 // releaseUnknown releases rows that this process has claimed without knowing it. Either the answer to a
 // claim was lost, or a crash of PostgreSQL has forgotten that the rows were released or finished. Otherwise
 // the rows would wait until their leases expire, and each expiry would count as an attempt. It returns the number of
-// released rows.
+// released rows. The error is errStillLocked, or a [*pg.LockError], if another session has locked some of them.
 func (d *Dispatcher) releaseUnknown(ctx context.Context) (released int, err error) {
 	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
@@ -183,24 +184,45 @@ func (d *Dispatcher) releaseUnknown(ctx context.Context) (released int, err erro
 	if len(unknownClaims) == 0 {
 		return 0, nil
 	}
-	if err := d.store.Release(ctx, unknownClaims); err != nil {
-		return 0, err
+	if released, err = d.store.releaseFree(ctx, unknownClaims); released > 0 {
+		d.SignalHeads()
 	}
-	d.SignalHeads()
-	return len(unknownClaims), nil
+	if err == nil && released < len(unknownClaims) { // or other processes have them meanwhile
+		err = errStillLocked
+	}
+	return released, err
+}
+
+var errStillLocked = errors.New("another session has locked deliveries that this process has claimed")
+
+// isLocked reports whether releaseUnknown has failed for a lock of another session. That is no reason not to claim
+// other rows, so it tries again in a later poll.
+func (d *Dispatcher) isLocked(err error) bool {
+	if !errors.Is(err, errStillLocked) && !pg.IsWaitInVain(err) {
+		return false
+	}
+	d.log.Debug("outbox: deliveries that this process has claimed without knowing it cannot be released yet", "error", err)
+	at := time.Now().Add(d.cfg.Lease / retryShare)
+	d.mu.Lock()
+	d.checkUnknown, d.unknownAt = true, at
+	d.mu.Unlock()
+	d.RetryAt(at)
+	return true
 }
 
 // releaseLast is releaseUnknown at the end of a stop. PostgreSQL may still commit a claim whose answer was lost, so
 // after an error it tries again for StopGrace, until it finds such a claim.
 func (d *Dispatcher) releaseLast(ctx context.Context) {
-	doubtful := d.nextTasks().unknown
+	d.mu.Lock()
+	doubtful := d.checkUnknown
+	d.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, 2*d.cfg.StopGrace())
 	defer cancel()
 	const pause = 50 * time.Millisecond
 	began := time.Now()
 	for {
 		released, err := d.releaseUnknown(ctx)
-		if released > 0 || err == nil && !doubtful || time.Since(began) > d.cfg.StopGrace() || ctx.Err() != nil {
+		if err == nil && (released > 0 || !doubtful) || time.Since(began) > d.cfg.StopGrace() || ctx.Err() != nil {
 			if err != nil {
 				d.log.Warn("outbox: it is not known whether deliveries are still claimed by this process; "+
 					"other processes get them when their leases expire", "error", err)
@@ -220,14 +242,14 @@ func (d *Dispatcher) nextTasks() pollTasks {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	now := time.Now()
-	tasks := pollTasks{d.due, d.suspects, d.checkUnknown}
+	tasks := pollTasks{d.due, d.suspects, d.checkUnknown && !now.Before(d.unknownAt)}
 	if now.Sub(d.lastFull) >= d.cfg.PollInterval {
 		tasks.due, tasks.suspects, d.lastFull = true, true, now
 	}
 	if !d.nextDue.IsZero() && !now.Before(d.nextDue) {
 		tasks.due, d.nextDue = true, time.Time{}
 	}
-	d.due, d.suspects, d.checkUnknown = false, false, false
+	d.due, d.suspects, d.checkUnknown = false, false, d.checkUnknown && !tasks.unknown
 	return tasks
 }
 
@@ -236,7 +258,7 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 	tasks := d.nextTasks()
 	d.answered, d.inserted = false, false
 	if tasks.unknown {
-		if _, err := d.releaseUnknown(ctx); err != nil {
+		if _, err := d.releaseUnknown(ctx); err != nil && !d.isLocked(err) {
 			return false, err
 		}
 	}

@@ -12,6 +12,8 @@ import (
 
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // A dispatcher whose lanes are all busy sends nothing to PostgreSQL, so it does not learn whether
@@ -28,6 +30,50 @@ func TestBusyDispatcherEndsNoOutage(t *testing.T) {
 	defer cancel()
 	require.NoError(t, d.run(ctx))
 	require.True(t, d.outages.Failing())
+}
+
+// A lock that another session holds on a row, which this process has claimed without knowing it, keeps the process
+// neither from other such rows nor from claiming. The locked row is released when the lock is gone.
+func TestLockedUnknownClaimStopsNoClaims(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	_, err := db.Exec(t.Context(), pg.InSchema(`
+		INSERT INTO {schema}.event_delivery (consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until, order_key, event_id, event_type, source, aggregate_type, aggregate_id, content_type, size, occurred_at, recorded_at, created_at, updated_at, payload)
+		SELECT 'g', 'a', 's', n, 'PROCESSING', 1, 5, now(), 'w/7', now() + interval '1 h', 1000 + n, gen_random_uuid(), 't.t.t.v1', 'shop', 'T', n::text, 'application/json', 2, now(), now(), now(), now(), '{}'
+		  FROM generate_series(1, 3) AS n`, schema))
+	require.NoError(t, err)
+	tx, err := db.Begin(t.Context())
+	require.NoError(t, err)
+	defer tx.Rollback(t.Context())
+	_, err = tx.Exec(t.Context(), pg.InSchema(`SELECT FROM {schema}.event_delivery WHERE position = 2 FOR UPDATE`, schema))
+	require.NoError(t, err)
+
+	taken, log := 0, slog.New(slog.DiscardHandler)
+	d := &Dispatcher{
+		cfg: &Rules{Rules: &handling.Rules{StopTimeout: 5 * time.Second}, PollInterval: time.Second, Lease: 600 * time.Millisecond}, outages: outage.NewLogs(log), log: log,
+		store: NewStore(db, schema, "g", "w", time.Minute), Claimed: newClaimedSet(), changed: make(chan struct{}, 1),
+		TakeNew: func(context.Context) (more, answered bool, err error) { taken++; return false, true, nil },
+	}
+	poll := func(want string) {
+		t.Helper()
+		began := time.Now()
+		_, err := d.poll(t.Context())
+		require.NoError(t, err)
+		require.Less(t, time.Since(began), 2*time.Second, "it waited for the lock")
+		var states string
+		require.NoError(t, db.QueryRow(t.Context(), pg.InSchema(`SELECT string_agg(status, ' ' ORDER BY position) FROM {schema}.event_delivery`, schema)).Scan(&states))
+		require.Equal(t, want, states)
+	}
+	d.signalUnknown()
+	poll("PENDING PROCESSING PENDING")
+	require.Equal(t, 1, taken)
+	poll("PENDING PROCESSING PENDING")
+	require.NoError(t, tx.Rollback(t.Context()))
+	poll("PENDING PROCESSING PENDING") // its time has not come
+	require.False(t, d.nextDue.IsZero())
+	time.Sleep(time.Until(d.nextDue))
+	poll("PENDING PENDING PENDING")
+	require.Equal(t, 4, taken)
 }
 
 // The wait doubles up to the longest wait of the worker or of the stream, with a random fifth more or less.

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -215,25 +216,46 @@ func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted 
 	return promoted, nil
 }
 
-// sqlRelease releases rows that were not tried. It subtracts the attempt that their claim has counted.
-const sqlRelease = `
+// sqlRelease releases rows that were not tried. It subtracts the attempt that their claim has counted. sqlReleaseFree
+// leaves out rows that another session has locked.
+const (
+	release = `
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $4::bool AND d.order_key IS NOT NULL THEN 'PARKED' ELSE 'PENDING' END, locked_by = NULL, locked_until = NULL,
-       attempt_count = d.attempt_count - 1, next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
+       attempt_count = d.attempt_count - 1, next_retry_at = clock_timestamp(), updated_at = clock_timestamp()`
+	sqlRelease = release + `
  WHERE d.id = ANY ($1) AND d.locked_by = $2::text AND d.consumer_group = $3::text`
+	sqlReleaseFree = release + `
+ WHERE d.locked_by = $2::text AND d.consumer_group = $3::text
+   AND d.id = ANY (ARRAY(SELECT f.id FROM {schema}.event_delivery AS f WHERE f.id = ANY ($1) ORDER BY f.id FOR UPDATE SKIP LOCKED))`
+)
 
 // Release releases rows that were not tried: they can be claimed at once, and no attempt counts. They are
 // parked, and the first row of each key is promoted. Release does not change rows of other processes.
 func (s *Store) Release(ctx context.Context, rows []Delivery) error {
+	_, err := s.releaseBy(ctx, s.sqlRelease, rows)
+	return err
+}
+
+// releaseFree is Release of the rows that no other session has locked. It returns the number of released rows.
+func (s *Store) releaseFree(ctx context.Context, rows []Delivery) (released int, err error) {
+	return s.releaseBy(ctx, s.sqlReleaseFree, rows)
+}
+
+// releaseBy releases rows by a statement.
+func (s *Store) releaseBy(ctx context.Context, sql string, rows []Delivery) (released int, err error) {
 	keys, floors := digests(rows)
-	err := s.transactAsync(ctx, func(b *pgx.Batch) {
+	err = s.transactAsync(ctx, func(b *pgx.Batch) {
 		for holder, ids := range byHolder(refsOf(rows)) {
-			b.Queue(s.sqlRelease, ids, holder, s.group, true)
+			b.Queue(sql, ids, holder, s.group, true).Exec(func(tag pgconn.CommandTag) error {
+				released += int(tag.RowsAffected())
+				return nil
+			})
 		}
 		b.Queue(s.sqlPromoteBehind, s.group, keys, floors, idsOf(rows))
 	})
 	if err != nil {
-		return fmt.Errorf("release deliveries: %w", err)
+		return 0, fmt.Errorf("release deliveries: %w", err)
 	}
-	return nil
+	return released, nil
 }

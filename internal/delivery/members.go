@@ -93,11 +93,12 @@ const sqlRemoveMember = `SELECT {schema}.outbox_remove_member($1::text, $2::text
 // sqlForgetMembers removes the rows of processes that have ended without removing them.
 const sqlForgetMembers = `SELECT {schema}.outbox_remove_member($1::text, NULL)`
 
-// sqlHandledElsewhere asks whether another live process has a handler for an event type of a stream.
+// sqlHandledElsewhere asks whether another live process has a handler for an event type of a stream. A process whose
+// row is old counts, too, unless it has had time to renew the row: $4 says for how long.
 const sqlHandledElsewhere = `
 SELECT EXISTS (SELECT FROM {schema}.event_member AS m
                 CROSS JOIN LATERAL pg_catalog.unnest(m.routes) AS r (route)
-                WHERE m.consumer_group = $1::text AND m.member <> $2::text AND ` + tables.LiveMember + `
+                WHERE m.consumer_group = $1::text AND m.member <> $2::text AND (` + tables.LiveMember + ` OR $4::interval < 3::float8 * m.renewed_every)
                   AND pg_catalog.starts_with(r.route, $3::text))`
 
 // routesOf returns the handlers of pairs.
@@ -129,6 +130,7 @@ func (s *Store) renewMember(ctx context.Context, routes []string, every time.Dur
 		ago := time.Since(says.Kafka)
 		sinceKafka = &ago
 	}
+	began := time.Now()
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlRenewMember, s.group, s.process, s.records, every, routes, says.Works, reasons, string(skipped), state.JSON(), sinceKafka).Query(func(rows pgx.Rows) error {
 			var handlers []string
@@ -145,6 +147,7 @@ func (s *Store) renewMember(ctx context.Context, routes []string, every time.Dur
 			return err
 		})
 	})
+	s.renewals.note(err, began, every)
 	if err != nil {
 		return nil, kafka, fmt.Errorf("renew the row of this process in event_member: %w", err)
 	}
@@ -156,18 +159,55 @@ func (s *Store) removeMember(ctx context.Context) error {
 	return s.transactAsync(ctx, func(b *pgx.Batch) { b.Queue(s.sqlRemoveMember, s.group, s.process) })
 }
 
-// handledElsewhere reports whether another live process of the group has a handler for an event type of a stream.
+// renewals records since when this process has renewed its row without an outage of PostgreSQL. Meanwhile, the other
+// processes can renew theirs. The zero value is ready, and safe for concurrent use.
+type renewals struct {
+	mu          sync.Mutex
+	since, last time.Time // of a try that has succeeded; zero behind an error
+	longest     time.Duration
+}
+
+// note records the result of a try that began at a time. There is one in each interval.
+func (r *renewals) note(err error, began time.Time, every time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.longest = 2 * every // between two of them; an outage that no try has met is shorter
+	switch now := time.Now(); {
+	case err != nil:
+		r.since, r.last = time.Time{}, time.Time{}
+	case r.last.IsZero() || began.Sub(r.last) > r.longest:
+		r.since, r.last = now, now
+	default:
+		r.last = now
+	}
+}
+
+// unbroken returns for how long there was no outage.
+func (r *renewals) unbroken() time.Duration {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.last.IsZero() || time.Since(r.last) > r.longest {
+		return 0
+	}
+	return time.Since(r.since)
+}
+
+// handledElsewhere reports whether another live process of the group has a handler for an event type of a stream. After
+// an outage of PostgreSQL, a process may have to wait for takeOverTimeout before it renews its row.
 func (s *Store) handledElsewhere(ctx context.Context, eventType, stream string) (handled bool, err error) {
-	err = pg.QueryRow(ctx, s.db, s.sqlHandledElsewhere, s.group, s.process, tables.Route(eventType, stream, "")).Scan(&handled)
+	others := s.renewals.unbroken() - takeOverTimeout
+	err = pg.QueryRow(ctx, s.db, s.sqlHandledElsewhere, s.group, s.process, tables.Route(eventType, stream, ""), others).Scan(&handled)
 	return handled, err
 }
 
 // unhandled returns kinds of PENDING deliveries that no live process of the group handles. It removes the rows of
-// processes that have been gone for a day.
+// processes that have been gone for a day, unless PostgreSQL may have been away as long.
 func (s *Store) unhandled(ctx context.Context) (kinds []tables.Unhandled, err error) {
 	const most = 100
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlForgetMembers, s.group)
+		if s.renewals.unbroken() > s.lease+takeOverTimeout {
+			b.Queue(s.sqlForgetMembers, s.group)
+		}
 		b.Queue(s.sqlUnhandled, s.group, most).Query(func(rows pgx.Rows) (err error) {
 			kinds, err = pgx.CollectRows(rows, pgx.RowToStructByPos[tables.Unhandled])
 			return err

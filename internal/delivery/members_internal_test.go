@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"context"
 	"testing"
 	"time"
 
@@ -56,6 +57,69 @@ func TestMemberRowInAllModes(t *testing.T) {
 			}
 		})
 	}
+}
+
+// After an outage of PostgreSQL no process has renewed its row for long, and the first one does not take the others for
+// gone: they have handlers until this process has renewed its own row for as long as they may need.
+func TestHandledElsewhereAfterAnOutage(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	s, other := NewStore(db, schema, "g", "w", time.Minute), NewStore(db, schema, "g", "v", time.Minute)
+	renew := func(s *Store) {
+		_, _, err := s.renewMember(t.Context(), []string{tables.Route("t", "s", "a")}, 20*time.Second, Report{})
+		require.NoError(t, err)
+	}
+	handled := func() bool {
+		elsewhere, err := s.handledElsewhere(t.Context(), "t", "s")
+		require.NoError(t, err)
+		return elsewhere
+	}
+	steady := func(since, last time.Duration) {
+		s.renewals.since, s.renewals.last = time.Now().Add(-since), time.Now().Add(-last)
+	}
+	require.False(t, handled())
+	renew(other)
+	require.True(t, handled())
+	_, err := db.Exec(t.Context(), pg.InSchema(`UPDATE {schema}.event_member SET renewed_at = now() - interval '1 hour'`, schema))
+	require.NoError(t, err)
+	require.True(t, handled(), "this process has not renewed its row")
+	renew(s)
+	require.True(t, handled(), "it has, for the first time")
+	steady(85*time.Second, 10*time.Second)
+	require.True(t, handled(), "the other one may still wait for a dead connection")
+	steady(2*time.Minute, 10*time.Second)
+	require.False(t, handled())
+	steady(2*time.Minute, 41*time.Second)
+	require.True(t, handled(), "the outage may have begun since")
+	renew(s)
+	require.True(t, handled(), "the outage is over")
+	steady(2*time.Minute, 10*time.Second)
+	renew(s)
+	require.False(t, handled())
+	ended, end := context.WithCancel(t.Context())
+	end()
+	_, _, err = s.renewMember(ended, nil, 20*time.Second, Report{})
+	require.Error(t, err)
+	renew(s)
+	require.True(t, handled(), "there was an error")
+
+	_, err = db.Exec(t.Context(), pg.InSchema(`UPDATE {schema}.event_member SET renewed_at = now() - interval '25 hours' WHERE member = 'v'`, schema))
+	require.NoError(t, err)
+	forget := func() {
+		_, err := s.unhandled(t.Context())
+		require.NoError(t, err)
+	}
+	forget()
+	require.True(t, handled(), "an outage of a day")
+	steady(2*time.Minute, 10*time.Second)
+	forget()
+	renew(s)
+	steady(0, 0)
+	require.False(t, handled(), "its row is removed")
+	renew(other)
+	require.True(t, handled())
+	require.NoError(t, other.removeMember(t.Context()))
+	require.False(t, handled(), "it has ended")
 }
 
 // A process takes owed dead letters of its own streams, and none of those that wait.

@@ -105,6 +105,7 @@ var statements = []struct {
 	{"finish", "text, text, bigint[], bigint[], bigint[]", sqlFinish, `'g', 'w', '{}', '{}', '{}'`, `'g', 'w', {claimed}, {keys}, {floors}`, 600},
 	{"renew", "bigint[], text, interval, text", sqlRenew, `'{}', 'w', '1 min', 'g'`, `{claimed}, 'w', '1 min', 'g'`, 600},
 	{"return", "bigint[], text, text, bool", sqlRelease, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
+	{"return free", "bigint[], text, text, bool", sqlReleaseFree, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
 	{"fail", "bigint, text, text, text, interval, bool, bool, text, int, bool, bool, bool, bool", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false, false, false`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false, false, false`, 60},
 	{"promote", "text, bigint[], bigint[]", sqlPromote, `'g', '{7}', '{1}'`, `'g', '{7,8,1000001}', '{1,1,NULL}'`, 60},
 	{"expire", "text, bigint, interval, bool, timestamptz", sqlTakeOver, `'g', 10, '0', false, '2000-01-01'`, `'g', 10, '0', false, '2000-01-01'`, 900},

@@ -37,6 +37,7 @@ type Store struct {
 
 	floors   floors
 	yielded  yielded
+	renewals renewals
 	due      scanBounds[claimScan]
 	expiring scanBounds[struct{}]
 
@@ -45,7 +46,7 @@ type Store struct {
 	sqlPark, sqlBlockedFromNow, sqlBlocked, sqlFollowers, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead, sqlStrip string
 	sqlPassIDs, sqlCheck, sqlCheckRecords, sqlSaveSuccesses, sqlWitness, sqlWaitsFor                                      string
 	sqlRenewMember, sqlRemoveMember, sqlHandledElsewhere, sqlUnhandled, sqlForgetMembers                                  string
-	sqlTakeDeadLetter, sqlDeadLetterTried, sqlDueAgain                                                                    string
+	sqlTakeDeadLetter, sqlDeadLetterTried, sqlDueAgain, sqlReleaseFree                                                    string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
@@ -61,7 +62,7 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlRemaining: in(sqlRemaining), sqlReadPayload: in(sqlReadPayload),
 		sqlOwn: in(sqlOwn), sqlOthers: in(sqlOthers), sqlBegin: in(sqlBegin), sqlRenew: in(sqlRenew), sqlExpired: in(sqlExpired),
 		sqlTakeOver: in(sqlTakeOver), sqlFinish: in(sqlFinish), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows),
-		sqlFail: in(sqlFail), sqlRelease: in(sqlRelease), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless),
+		sqlFail: in(sqlFail), sqlRelease: in(sqlRelease), sqlReleaseFree: in(sqlReleaseFree), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless),
 		sqlPromoteBehind: in(sqlPromoteBehind), sqlPark: in(sqlPark), sqlBlockedFromNow: in(sqlBlockedFromNow),
 		sqlBlocked: in(sqlBlocked), sqlFollowers: in(sqlFollowers), sqlReplayed: in(sqlReplayed), sqlYieldHead: in(sqlYieldHead),
 		sqlRetryable: in(sqlRetryable), sqlRetryDead: in(sqlRetryDead),

@@ -78,7 +78,8 @@ func (y *yielded) add(id int64) bool {
 //   - A delivery with an action was decoded by the process that made it, as a type for which this process has a
 //     handler. A decoder of another release has returned another type here. The delivery waits for a process that
 //     decodes it as before.
-//   - A delivery without an action waits as long as a live process has a handler for its type.
+//   - A delivery without an action waits as long as a live process has a handler for its type, or may have one that it
+//     could not confirm in an outage.
 //   - A delivery from Kafka that a worker cannot decode waits for a consumer, which may have another decoder.
 func (l *lane) yield(it *laneItem, o handling.Outcome) bool {
 	forOthers, err := l.isForOthers(it, o)

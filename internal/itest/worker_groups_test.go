@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -299,5 +300,25 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 			require.True(t, w.Health().Works, w.Health().Reasons)
 			require.Zero(t, log.count("outbox: PostgreSQL fails"), log.String())
 		})
+	}
+}
+
+// A worker whose group gets no events from outbox says why: it was moved to Kafka, comes back, or is starting.
+func TestHealthSaysWhyAGroupGetsNoEvents(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	w, _ := f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", nil))
+	f.commit(step{"a", 1})
+	f.await(1)
+	for _, is := range []struct{ set, reason string }{
+		{"state = 'left', relay = 'relay'", "the group was moved to Kafka: only what was open is handled"},
+		{"state = 'returning', relay = 'relay'", "the group comes back from Kafka: new events wait until its consumers have handled what Kafka has for them"},
+		{"state = 'starting', relay = NULL, started = 7", "the group is starting: new events wait until outbox group start has ended, which makes the earlier deliveries"},
+		{"state = 'active', relay = NULL, started = NULL", ""},
+	} {
+		f.exec(`UPDATE {schema}.event_subscription SET ` + is.set)
+		require.Eventually(t, func() bool { return strings.Join(w.Health().Reasons, "; ") == is.reason }, testenv.Patience/4, 10*time.Millisecond,
+			"%s: %v", is.set, w.Health().Reasons)
+		require.True(t, w.Health().Works)
 	}
 }

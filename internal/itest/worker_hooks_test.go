@@ -233,6 +233,28 @@ func TestWorkerRequeueOfUnknownType(t *testing.T) {
 		"Failed TOLD 2 no luck, retry true", "Handled TOLD 3 true")
 }
 
+// A requeued delivery without an action does not die for its type right after an outage of PostgreSQL, when the process
+// with the handler has not renewed its row for long.
+func TestUnknownTypeOutlivesAnOutage(t *testing.T) {
+	t.Parallel()
+	f := newClosingFixture(t)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Unknown: outbox.DeadLetterUnknown}, PollInterval: 50 * time.Millisecond}
+	f.start(cfg, f.effects("COUNTED", nil))
+	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return f.rec.Record(t.Context(), tx, accountClosed{"a"}) }))
+	const is = `SELECT count(*) FROM {schema}.event_delivery WHERE action = '' AND status = `
+	f.eventually(is+`'DEAD'`, 1)
+	f.exec(`INSERT INTO {schema}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes, works)
+		VALUES ('bank', 'other', false, now() - interval '1 hour', '10 s', ARRAY['bank.account.closed.v1' || chr(10) || 'account-events' || chr(10) || 'CLOSED'], true)`)
+	ops, err := outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema})
+	require.NoError(t, err)
+	id := outboxops.FailureID{Kind: outboxops.KindDelivery, Number: int64(f.count(`SELECT id FROM {schema}.event_delivery`))}
+	require.NoError(t, ops.Retry(t.Context(), id, operator))
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE last_attempt_at > created_at OR status = 'DEAD'`, 1)
+	f.eventually(is+`'PENDING'`, 1)
+	f.start(cfg, f.effects("COUNTED", nil), outbox.HandleNoTx("CLOSED", func(context.Context, accountClosed, outbox.Metadata) error { return nil }))
+	f.eventually(is+`'DONE'`, 1)
+}
+
 // The log line of an event that dies because the group has no handler for its type names the event.
 func TestDeadUnknownIsNamed(t *testing.T) {
 	t.Parallel()

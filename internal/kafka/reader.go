@@ -48,6 +48,9 @@ const (
 
 var errNothingFetched = errors.New("the broker has nothing there")
 
+// ErrBatch is the error of a batch that Kafka has sent and that cannot be decoded, or is too large when decompressed.
+var ErrBatch = errors.New("the batch cannot be decoded")
+
 // CheckOffsets rejects offsets and partitions that cannot exist.
 func CheckOffsets(from map[int32]int64) error {
 	for number, offset := range from {
@@ -156,7 +159,11 @@ func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Rec
 	fetched, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
 		Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.Topic, Partition: p.Number,
 	}, answer, DecompressorOf(r.client), nil)
-	return fetched.Records, next, fetched.Err
+	err = fetched.Err
+	if err != nil && answer.ErrorCode == 0 {
+		err = fmt.Errorf("%w: %w", ErrBatch, err)
+	}
+	return fetched.Records, next, err
 }
 
 // Raw returns what the leader of a partition answers to a fetch of committed records from an offset on, of the topic

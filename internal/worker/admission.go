@@ -22,7 +22,7 @@ import (
 )
 
 // admission decides what a round of fan-out does: how many events it reads, which deliveries they need, and
-// which of these this worker claims at once. It belongs to the goroutine of the dispatcher, but for moved
+// which of these this worker claims at once. It belongs to the goroutine of the dispatcher, but for noEvents
 // and backlog.
 type admission struct {
 	cfg        *Rules
@@ -34,18 +34,18 @@ type admission struct {
 	lease      *lease.GroupLease
 	hooks      *contain.Callback // calls hooks for events that reach no lane
 
-	backlog   atomic.Bool // the last round left events behind; any goroutine may read it
-	moved     atomic.Bool // the group gets its events from Kafka; any goroutine may read it
+	backlog   atomic.Bool                   // the last round left events behind; any goroutine may read it
+	noEvents  atomic.Pointer[noEventsError] // why the group gets no events from outbox, or nil; any goroutine may read it
 	round     roundPlan
-	recheckAt time.Time // when a group that was moved to Kafka is checked again
+	recheckAt time.Time // when a group without events from outbox is checked again
 	starting  bool      // the group may have no position yet
 }
 
 // hasBacklog reports whether the last round left events behind.
 func (a *admission) hasBacklog() bool { return a.backlog.Load() }
 
-// isMoved reports whether the group gets its events from Kafka.
-func (a *admission) isMoved() bool { return a.moved.Load() }
+// getsNoEvents reports whether the group gets no events from outbox.
+func (a *admission) getsNoEvents() bool { return a.noEvents.Load() != nil }
 
 // roundPlan is the plan of the round of fan-out under way.
 type roundPlan struct {
@@ -58,7 +58,7 @@ type roundPlan struct {
 // takeNew runs one round of fan-out if a lane has room. It reports whether more events wait, and whether
 // PostgreSQL has answered. The dispatcher calls it.
 func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error) {
-	if a.isMoved() && time.Now().Before(a.recheckAt) {
+	if a.getsNoEvents() && time.Now().Before(a.recheckAt) {
 		return false, false, nil
 	}
 	a.round = roundPlan{left: map[*delivery.LaneKind]int{}, status: map[delivery.Key]delivery.Status{}}
@@ -70,9 +70,9 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 	if a.dispatcher.Full = limit == 0; a.dispatcher.Full {
 		return false, false, nil
 	}
-	if a.starting || a.isMoved() {
+	if a.starting || a.getsNoEvents() {
 		if err := a.begin(ctx); err != nil {
-			return false, false, a.ifNotMoved(err)
+			return false, false, a.noteNoEvents(err)
 		}
 	}
 	began := time.Now()
@@ -93,7 +93,7 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 		a.starting = true
 		return true, false, nil
 	}
-	return more, err == nil, a.ifNotMoved(err)
+	return more, err == nil, a.noteNoEvents(err)
 }
 
 // deal passes new deliveries to the lanes of their kind.
@@ -128,7 +128,7 @@ func (a *admission) begin(ctx context.Context) error {
 		return err
 	}
 	a.starting = false
-	a.moved.Store(false)
+	a.noEvents.Store(nil)
 	return nil
 }
 
@@ -156,14 +156,15 @@ func (a *admission) rebase(ctx context.Context) error {
 	return err
 }
 
-// ifNotMoved returns err, or nil if err says that the group gets its events from Kafka. Then the group is
+// noteNoEvents returns err, or nil if err says that the group gets no events from outbox. Then the group is
 // checked again after PollInterval.
-func (a *admission) ifNotMoved(err error) error {
-	if !errors.Is(err, errMoved) {
+func (a *admission) noteNoEvents(err error) error {
+	none, is := errors.AsType[*noEventsError](err)
+	if !is {
 		return err
 	}
 	a.recheckAt = time.Now().Add(a.cfg.PollInterval)
-	a.moved.Store(true)
+	a.noEvents.Store(none)
 	return nil
 }
 

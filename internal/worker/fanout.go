@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
-	"errors"
 	"log/slog"
 	"math/rand/v2"
 	"time"
@@ -133,14 +132,14 @@ SELECT $1::text, 0, CASE WHEN $2::bool THEN '1:1:' ELSE pg_current_snapshot() EN
 
 // begin makes sure that the group has a position. A new group starts behind the events that exist, or with
 // fromStart at the first event. A group whose position was lost starts at the first event too: no event may
-// be skipped, and repeats are found in event_handled. The error is errMoved if the group gets its events
-// from Kafka. Its routes are stored all the same, because the first worker that takes events once the group is
+// be skipped, and repeats are found in event_handled. The error is a noEventsError if the group gets none
+// from outbox. Its routes are stored all the same, because the first worker that takes events once the group is
 // back owes them to the handlers of all workers.
 func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 	const often = 30 * time.Second
+	var state pgtype.Text
 	moved := false
 	err := f.transact(ctx, func(conn *pgx.Conn) error {
-		var state pgtype.Text
 		if err := conn.QueryRow(ctx, f.sqlSubscription, f.group).Scan(&state); err != nil {
 			return err
 		}
@@ -159,7 +158,7 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 		return nil
 	})
 	if err == nil && moved {
-		return errMoved
+		return &noEventsError{state.String}
 	}
 	return err
 }
@@ -169,13 +168,32 @@ func (f *fanOut) confirm(ctx context.Context) error { return f.subscribe(ctx, f.
 
 func newEpoch() int64 { return rand.Int64N(1<<62) + 1 }
 
-// errMoved is the error of a group that gets its events from Kafka.
-var errMoved = errors.New("consumer group gets its events from Kafka")
+// noEventsError is the error of a group that gets no events from outbox. It has the state in event_subscription, or
+// nothing if there is no row.
+type noEventsError struct{ state string }
 
-// States in event_subscription of a group that gets events here.
+func (e *noEventsError) Error() string {
+	return "consumer group gets no events from outbox, its state is " + e.state
+}
+
+// reason returns what Health says.
+func (e *noEventsError) reason() string {
+	switch e.state {
+	case stateStarting:
+		return "the group is starting: new events wait until outbox group start has ended, which makes the earlier deliveries"
+	case stateReturning:
+		return "the group comes back from Kafka: new events wait until its consumers have handled what Kafka has for them"
+	}
+	return "the group was moved to Kafka: only what was open is handled"
+}
+
+// States in event_subscription. A group gets events here in the first two.
 const (
-	stateActive  = "active"
-	stateLeaving = "leaving" // gets the events up to its cutover; the later ones come from Kafka
+	stateActive    = "active"
+	stateLeaving   = "leaving" // gets the events up to its cutover; the later ones come from Kafka
+	stateLeft      = "left"
+	stateReturning = "returning"
+	stateStarting  = "starting"
 )
 
 func getsEvents(state string) bool { return state == stateActive || state == stateLeaving }

@@ -78,8 +78,8 @@ func (w *Worker) ownHealth() Health {
 		for _, l := range r.engine.Lanes {
 			h.Live = l.ReportHealth(notWorks) && h.Live
 		}
-		if r.admission.isMoved() {
-			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
+		if none := r.admission.noEvents.Load(); none != nil {
+			h.Reasons = append(h.Reasons, none.reason())
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(w.pauses, "worker")...), w.breakers.Reasons()...)
 		h.Reasons = append(h.Reasons, w.notes.ReportWaits(w.delivery.SlowHandler, notWorks)...)

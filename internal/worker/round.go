@@ -170,7 +170,7 @@ func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed claimedFunc) (e
 			switch {
 			case err != nil:
 			case !getsEvents(state.String):
-				err = errMoved
+				err = &noEventsError{state.String}
 			case !newest.Valid:
 				err = cursor.ErrStale
 			}
@@ -212,7 +212,7 @@ UPDATE {schema}.event_subscription AS s SET state = 'left', changed_at = now()
 	sqlForget = `SELECT {schema}.outbox_remove_cursors(ARRAY(SELECT ctid FROM {schema}.outbox_cursor WHERE relay = $1::text))`
 )
 
-// leaveGroup ends the subscription of a group that has reached its cutover, and returns errMoved then.
+// leaveGroup ends the subscription of a group that has reached its cutover, and returns a noEventsError then.
 func (f *fanOut) leaveGroup(ctx context.Context) error {
 	left := false
 	err := f.transact(ctx, func(conn *pgx.Conn) error {
@@ -224,7 +224,7 @@ func (f *fanOut) leaveGroup(ctx context.Context) error {
 		return err
 	})
 	if err == nil && left {
-		return errMoved
+		return &noEventsError{stateLeft}
 	}
 	return err
 }

@@ -47,7 +47,7 @@ func newRun(w *Worker) *run {
 // backlog counts the events of the group that have no delivery yet.
 func (r *run) backlog(ctx context.Context) (counts []tables.EventCount, reasons []string, err error) {
 	const most = 1000
-	if r.admission.isMoved() {
+	if r.admission.getsNoEvents() {
 		return nil, nil, nil
 	}
 	w := r.worker
