@@ -65,8 +65,11 @@ type EventCount struct {
 	Status string
 	// Type is the CloudEvents type, and Class the class of the last error; empty without one.
 	Type, Class string
-	// Events is how many there are, of each kind counted up to [MaxCounted].
+	// Events is how many there are. Rows of a kind are read up to [MaxCounted]. If that was reached, More is set: there
+	// may be more than Events, which is less than MaxCounted if the rows have several types or statuses.
 	Events int
+	// More is described at Events.
+	More bool
 	// Oldest is when the first of them failed. For deliveries it is when the first row was made.
 	// For events that wait for too long it is when the first was recorded. For missed events it is since when they are.
 	Oldest time.Time

@@ -83,9 +83,11 @@ func (f DeliveryFilter) rows() (tables.DeliveryFilter, error) {
 type DeliveryCount struct {
 	// Group, Stream, Action and Status are shared by the counted deliveries.
 	Group, Stream, Action, Status string
-	// Deliveries is the number of deliveries. [outbox.MaxCounted] means that many or more. Deliveries that
-	// are with workers are counted up to 100,000.
+	// Deliveries is the number of deliveries, up to [outbox.MaxCounted]. Deliveries that are with workers, of all
+	// groups, are read up to 100,000. If More is set, there may be more.
 	Deliveries int
+	// More is described at Deliveries.
+	More bool
 	// Held is the number of them that hold their keys.
 	Held int
 	// Oldest is the time at which the oldest of them was made.
@@ -188,7 +190,7 @@ func (d *Deliveries) Waiting(ctx context.Context, group string) ([]outbox.EventC
 	}
 	for _, g := range workers {
 		if g.Pending > 0 && g.State != SubscriptionLeft && (group == "" || g.Group == group) {
-			all = append(all, outbox.EventCount{Group: g.Group, Status: tables.StatusPending, Events: int(g.Pending), Oldest: g.Oldest})
+			all = append(all, outbox.EventCount{Group: g.Group, Status: tables.StatusPending, Events: int(g.Pending), More: g.PendingMore, Oldest: g.Oldest})
 		}
 	}
 	return all, nil
