@@ -88,7 +88,7 @@ type DeliveryCount struct {
 	Deliveries int
 	// More is described at Deliveries.
 	More bool
-	// Held is the number of them that hold their keys.
+	// Held is the number of the counted ones that hold their keys. Only dead deliveries do.
 	Held int
 	// Oldest is the time at which the oldest of them was made.
 	Oldest time.Time

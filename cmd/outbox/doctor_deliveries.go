@@ -112,12 +112,13 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 // deadFindings reports the dead deliveries of each group, and the keys that they hold.
 func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 	const named = 5
-	dead, held, of := map[string]int{}, map[string]int{}, map[string][]string{}
+	dead, held, of := map[string]tally{}, map[string]tally{}, map[string][]string{}
 	for _, c := range counts {
 		if c.Status == outboxops.DeliveryDead {
-			dead[c.Group] += c.Deliveries
-			held[c.Group] += c.Held
-			of[c.Group] = append(of[c.Group], fmt.Sprintf("%s of action %s, topic %s", countUpTo(c.Deliveries), cmp.Or(c.Action, "(none)"), c.Stream))
+			n := tally{c.Deliveries, c.More}
+			dead[c.Group] = dead[c.Group].plus(n)
+			held[c.Group] = held[c.Group].plus(heldOf(c))
+			of[c.Group] = append(of[c.Group], fmt.Sprintf("%s of action %s, topic %s", n, cmp.Or(c.Action, "(none)"), c.Stream))
 		}
 	}
 	for _, group := range slices.Sorted(maps.Keys(dead)) {
@@ -125,13 +126,13 @@ func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 		if more := len(kinds) - named; more > 0 {
 			kinds = append(kinds[:named:named], plural(int64(more), "more kind", "more kinds"))
 		}
-		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead: %s", group, deliveriesAre(dead[group]), strings.Join(kinds, "; ")),
+		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead: %s", group, dead[group].of("delivery is", "deliveries are"), strings.Join(kinds, "; ")),
 			"Their attempts are used up, or their errors are permanent: no handler gets them unless they are requeued.",
 			fmt.Sprintf("outbox failures list --kind delivery --group %[1]s --status dead shows why. Mend the cause, then outbox failures retry --group %[1]s, or outbox failures resolve --group %[1]s.", word(group))})
 	}
 	for _, group := range slices.Sorted(maps.Keys(held)) {
-		if held[group] > 0 {
-			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keys(int64(held[group]))),
+		if held[group].n > 0 {
+			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keysAre(held[group])),
 				"All later deliveries of these keys wait for an operator.",
 				fmt.Sprintf("outbox failures list --kind delivery --group %s --status dead shows them; outbox failures retry, resolve or release lets their keys go on.", word(group))})
 		}
@@ -163,11 +164,9 @@ const (
 	lateDo    = "outbox consumers shows whether it shrinks. Raise HandlerConfig.Concurrency, run more workers, or make the handler quicker."
 )
 
-func deliveriesAre(n int) string { return pluralUpTo(int64(n), "delivery is", "deliveries are") }
-
 // overdue returns a possible reason why deliveries have not been taken long after they were due.
 func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
-	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, countUpTo(c.Deliveries), c.Stream,
+	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, tally{c.Deliveries, c.More}, c.Stream,
 		cmp.Or(c.Action, "(none)"), age(c.Due, at.now))
 	switch {
 	case at.busy[h]:
