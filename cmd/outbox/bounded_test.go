@@ -70,3 +70,26 @@ func TestNumberOfParkedKeysHasAPlus(t *testing.T) {
 	one := []outbox.EventCount{{Status: outbox.StatusParked, Events: 1, Oldest: time.Now()}}
 	require.Contains(t, staleText(one, time.Now(), limits{maxAge: time.Minute}), "1 event has waited for longer than 1m00s")
 }
+
+// The doctor reads up to 1,000 keys whose deliveries are all parked, and reports them by group.
+func TestNumberOfHeadlessKeysHasAPlus(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	d.exec(t, `
+		INSERT INTO {s}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at,
+		       occurred_at, recorded_at, event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload)
+		SELECT n, n, 0, 10, now(), now(), now(), now(), now(), gen_random_uuid(), 'PARKED', CASE WHEN n <= 400 THEN 'mails' ELSE 'stats' END, 'A', 'orders',
+		       'e', 's', 'a', 'k', 'application/json', '{}'
+		  FROM generate_series(1, 1001) AS n`)
+	keys := func() (said []string) {
+		for _, f := range d.findings(t, "--only", "delivery") {
+			if f.ID == "delivery.headless" {
+				said = append(said, f.What)
+			}
+		}
+		return said
+	}
+	require.Equal(t, []string{"group mails: all deliveries of 400+ keys are parked", "group stats: all deliveries of 600+ keys are parked"}, keys())
+	d.exec(t, `DELETE FROM {s}.event_delivery WHERE position > 999`)
+	require.Equal(t, []string{"group mails: all deliveries of 400 keys are parked", "group stats: all deliveries of 599 keys are parked"}, keys())
+}

@@ -203,7 +203,8 @@ func word(text string) string {
 	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
 }
 
-// sqlHeadless reads up to $1 keys with parked rows. A key is a step in the index, however many rows it has.
+// sqlHeadless looks at up to $1 keys with parked rows, and reads up to $2 of them. A key is a step in the index, however
+// many rows it has.
 const sqlHeadless = `
 WITH RECURSIVE waiting AS (
    (SELECT order_key, consumer_group, 1 AS n FROM {schema}.event_delivery AS d
@@ -214,25 +215,26 @@ WITH RECURSIVE waiting AS (
                           WHERE d.order_key > waiting.order_key AND d.status = 'PARKED' ORDER BY d.order_key, d.id LIMIT 1) AS next
      WHERE waiting.n < $1
 )
-SELECT consumer_group, order_key FROM waiting
+SELECT consumer_group, order_key, (SELECT count(*) FROM waiting) >= $1 FROM waiting
  WHERE (SELECT d.id FROM {schema}.event_delivery AS d
          WHERE d.order_key = waiting.order_key AND (d.status IN ('PENDING', 'PROCESSING') OR d.held) AND d.consumer_group = waiting.consumer_group
          ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL
- ORDER BY consumer_group, order_key LIMIT 1000`
+ ORDER BY consumer_group, order_key LIMIT $2`
 
 const (
 	headsLooked = 100_000
+	headsRead   = 1_000
 	headsPause  = time.Second // a handler's transaction of another isolation level is followed by another one
 )
 
 // headless looks for keys whose deliveries are all parked, so that no delivery can start the next one.
 func (d *doctor) headless(ctx context.Context) error {
-	first, err := headlessKeys(ctx, d.e)
+	first, moreBefore, err := headlessKeys(ctx, d.e)
 	if err != nil || len(first) == 0 {
 		return err
 	}
 	wait.Sleep(ctx, headsPause)
-	second, err := headlessKeys(ctx, d.e)
+	second, more, err := headlessKeys(ctx, d.e)
 	if err != nil {
 		return err
 	}
@@ -242,7 +244,7 @@ func (d *doctor) headless(ctx context.Context) error {
 			continue
 		}
 		const named = 100 // in the statement
-		d.add("delivery.headless", severityError, fmt.Sprintf("group %s: all deliveries of %s are parked", group, plural(int64(len(still)), "key", "keys")),
+		d.add("delivery.headless", severityError, fmt.Sprintf("group %s: all deliveries of %s are parked", group, tally{len(still), more || moreBefore}.of("key", "keys")),
 			"Somebody else than outbox has changed or removed the delivery that they waited for. Workers of the group look for such keys now and then.",
 			fmt.Sprintf("If no worker runs, start one. At once: SELECT %s.outbox_promote(%s, '{%s}')", pgx.Identifier{d.e.schemaName()}.Sanitize(), quoteText(group),
 				strings.Join(still[:min(len(still), named)], ",")))
@@ -250,17 +252,18 @@ func (d *doctor) headless(ctx context.Context) error {
 	return nil
 }
 
-// headlessKeys returns the digests of keys whose deliveries are all parked, by group.
-func headlessKeys(ctx context.Context, e *env) (map[string][]string, error) {
-	found := map[string][]string{}
-	err := pg.Query(ctx, e.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+// headlessKeys returns the digests of keys whose deliveries are all parked, by group, and whether there may be more.
+func headlessKeys(ctx context.Context, e *env) (found map[string][]string, more bool, err error) {
+	found = map[string][]string{}
+	n := 0
+	err = pg.Query(ctx, e.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		var group string
 		var key int64
-		_, err := pgx.ForEachRow(rows, []any{&group, &key}, func() error {
-			found[group] = append(found[group], fmt.Sprint(key))
+		_, err := pgx.ForEachRow(rows, []any{&group, &key, &more}, func() error {
+			n, found[group] = n+1, append(found[group], fmt.Sprint(key))
 			return nil
 		})
 		return err
-	}, pg.InSchema(sqlHeadless, e.schemaName()), headsLooked)
-	return found, err
+	}, pg.InSchema(sqlHeadless, e.schemaName()), headsLooked, headsRead)
+	return found, more || n == headsRead, err
 }
