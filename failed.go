@@ -66,7 +66,8 @@ type EventCount struct {
 	// Type is the CloudEvents type, and Class the class of the last error; empty without one.
 	Type, Class string
 	// Events is how many there are. Rows of a kind are read up to a limit, [MaxCounted] if nothing else is said. If a
-	// read has met it, More is set: there may be more. Events is less than the limit if the rows differ in type or status.
+	// read has met it, More is set: there may be more. Events is less than the limit if the rows differ in type or
+	// status.
 	Events int
 	// More is described at Events.
 	More bool

@@ -165,7 +165,8 @@ func (d *Deliveries) Groups(ctx context.Context) ([]DeliveryGroup, error) {
 // waits:
 //
 //   - pending: committed events that no worker has looked at, up to 100,000; without an action and a topic
-//   - waiting, failed, parked and dead: deliveries, of which up to [outbox.MaxCounted] of each action, topic and status are read
+//   - waiting, failed, parked and dead: deliveries, of which up to [outbox.MaxCounted] of each action, topic and status
+//     are read
 //   - missed: offsets that an action lacks, because members of the group without it have read them, up to the position
 //     that the group has saved last
 //

@@ -203,8 +203,8 @@ func word(text string) string {
 	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
 }
 
-// sqlHeadless looks at up to $1 keys with parked rows, and reads up to $2 of them. A key is a step in the index, however
-// many rows it has.
+// sqlHeadless looks at up to $1 keys with parked rows, and reads up to $2 of them. A key is a step in the index,
+// however many rows it has.
 const sqlHeadless = `
 WITH RECURSIVE waiting AS (
    (SELECT order_key, consumer_group, 1 AS n FROM {schema}.event_delivery AS d

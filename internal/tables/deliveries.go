@@ -173,8 +173,8 @@ SELECT counted.* FROM (
  WHERE deliveries > 0 ORDER BY consumer_group, stream, action, status`
 
 // SQLDeliveryFailures counts up to $14 deliveries of each kind, of each group up to $14 that are resolved, and up to
-// $15 that are with a worker, by group, action, status, type and last error. A read of one topic that has met its limit leaves out
-// deliveries of any type and error.
+// $15 that are with a worker, by group, action, status, type and last error. A read of one topic that has met its limit
+// leaves out deliveries of any type and error.
 const SQLDeliveryFailures = DeliveryKinds + `, ` + deadGroups + `
 SELECT consumer_group, action, status, event_type, code, sum(deliveries)::bigint,
        bool_or(bool_or(more)) OVER (PARTITION BY consumer_group, action, status), min(oldest) FROM (

@@ -55,7 +55,7 @@ const waitingColumns = `d.consumer_group, d.action, d.stream, d.status, d.last_e
 // $2 rows.
 const SQLMissed = `
 SELECT g.consumer_group, g.action, g.topic, 'missed', least(sum(greatest(s.position - g.from_offset, 0)), 1000000000)::bigint,
-       sum(greatest(s.position - g.from_offset, 0)) > 1000000000 OR sum(sum(g.gaps)) OVER ()::bigint >= $2, min(g.opened_at)
+       sum(greatest(s.position - g.from_offset, 0)) > 1000000000::numeric OR sum(sum(g.gaps)) OVER ()::bigint >= $2, min(g.opened_at)
   FROM (SELECT consumer_group, topic, topic_id, partition, action, min(from_offset) AS from_offset, min(opened_at) AS opened_at, count(*) AS gaps
           FROM (SELECT * FROM {schema}.consumer_gap WHERE $1::text = '' OR consumer_group = $1 ORDER BY consumer_group LIMIT $2) AS l
          GROUP BY consumer_group, topic, topic_id, partition, action) AS g
