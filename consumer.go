@@ -177,8 +177,8 @@ type ConsumerHealth struct {
 	// group that has more members than partitions holds none, and is ready.
 	Partitions int
 	// Waiting counts what the group still has to handle of the events that its members have read, in all its processes,
-	// as this process has last seen it: by action, topic and status. Each count ends at 1,000. [Consumer.Lag] has what
-	// the members have not read.
+	// as this process has last seen it: by action, topic and status. Of each kind 1,000 rows are read. [Consumer.Lag]
+	// has what the members have not read.
 	Waiting []EventCount
 	// Outages are those that have not ended.
 	Outages []Outage

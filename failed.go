@@ -65,8 +65,12 @@ type EventCount struct {
 	Status string
 	// Type is the CloudEvents type, and Class the class of the last error; empty without one.
 	Type, Class string
-	// Events is how many there are, of each kind counted up to [MaxCounted].
+	// Events is how many there are. Rows of a kind are read up to a limit, [MaxCounted] if nothing else is said. If a
+	// read has met it, More is set: there may be more. Events is less than the limit if the rows differ in type or
+	// status.
 	Events int
+	// More is described at Events.
+	More bool
 	// Oldest is when the first of them failed. For deliveries it is when the first row was made.
 	// For events that wait for too long it is when the first was recorded. For missed events it is since when they are.
 	Oldest time.Time

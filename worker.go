@@ -127,7 +127,7 @@ type WorkerHealth struct {
 	// Deliveries is how many deliveries this worker has.
 	Deliveries int
 	// Waiting counts what the group still has to handle, in all its processes, as this process has last seen it: by
-	// action, topic and status. Pending are the events without a delivery. Each count ends at 1,000.
+	// action, topic and status. Pending are the events without a delivery. Of each kind 1,000 rows are read.
 	Waiting []EventCount
 	// Outages are those that have not ended.
 	Outages []Outage

@@ -119,7 +119,7 @@ func groupOf(g outboxops.ConsumerGroup, lag kafkaView) apiGroup {
 }
 
 func deliveryCountOf(c outboxops.DeliveryCount) apiDeliveryCount {
-	return apiDeliveryCount{c.Group, c.Stream, c.Action, c.Status, c.Deliveries, c.Held, c.Oldest.UTC(), orNull(c.Due)}
+	return apiDeliveryCount{c.Group, c.Stream, c.Action, c.Status, c.Deliveries, c.More, c.Held, c.Oldest.UTC(), orNull(c.Due)}
 }
 
 func workersOf(g outboxops.DeliveryGroup) apiWorkers {
@@ -131,7 +131,7 @@ func processOf(p processRow) apiProcess {
 }
 
 func staleOf(c outbox.EventCount) apiStale {
-	return apiStale{c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()}
+	return apiStale{c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.More, c.Oldest.UTC()}
 }
 
 func pauseOf(p *outboxops.ConsumerPause) *apiPauseInfo {

@@ -236,6 +236,7 @@ type apiStale struct {
 	Type   string    `json:"type"`
 	Class  string    `json:"class"`
 	Events int       `json:"events"`
+	More   bool      `json:"more"`
 	Oldest time.Time `json:"oldest"`
 }
 
@@ -264,6 +265,7 @@ type apiDeliveryCount struct {
 	Action     string     `json:"action"`
 	Status     string     `json:"status"`
 	Deliveries int        `json:"deliveries"`
+	More       bool       `json:"more"`
 	Held       int        `json:"held"`
 	Oldest     time.Time  `json:"oldest"`
 	Due        *time.Time `json:"due"`

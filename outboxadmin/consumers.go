@@ -83,29 +83,28 @@ type groupState struct {
 	AllPaused  bool // the whole group
 	Lost       int64
 	Lag        *int64 // nil if not known
-	Dead, Held int    // deliveries
-	Owed       int    // deliveries that wait or are with workers
-	OwedMore   bool
+	Dead, Held tally  // deliveries
+	Owed       tally  // deliveries that wait or are with workers
 	OldestOwed time.Time
 	Workers    *outboxops.DeliveryGroup // nil for a group that has none
-	By         map[string]int           // events that are not handled, by status
+	By         map[string]tally         // events that are not handled, by status
 	Oldest     time.Time                // when the first of them was recorded that is not dead
 	Processes  int                      // that run
 	Word       string                   // what they say of themselves; empty if there are none
 }
 
 // Waiting returns how many events wait that are not dead, by what the tables say.
-func (g groupState) Waiting() int {
-	return g.By[statePending] + g.By[outbox.StatusWaiting] + g.By[outbox.StatusFailed] + g.By[outbox.StatusParked]
+func (g groupState) Waiting() tally {
+	return g.By[statePending].plus(g.By[outbox.StatusWaiting]).plus(g.By[outbox.StatusFailed]).plus(g.By[outbox.StatusParked])
 }
 
 // Missed returns how many offsets actions have missed.
-func (g groupState) Missed() int { return g.By[tables.StatusMissed] }
+func (g groupState) Missed() tally { return g.By[tables.StatusMissed] }
 
 // needs is how urgently a group needs an operator, from 0 on.
 func (g groupState) needs() int {
 	switch {
-	case g.Dead > 0:
+	case g.Dead.N > 0:
 		return 3
 	case g.AllPaused || g.Paused > 0:
 		return 2
@@ -135,9 +134,9 @@ func (v groupsView) all() []groupState {
 	for _, c := range v.Counts {
 		s := of(c.Group)
 		if s.By == nil {
-			s.By = map[string]int{}
+			s.By = map[string]tally{}
 		}
-		s.By[c.Status] += c.Events
+		s.By[c.Status] = s.By[c.Status].plus(tallyOf(c.Events, c.More))
 		if c.Status != outbox.StatusDead && (s.Oldest.IsZero() || c.Oldest.Before(s.Oldest)) {
 			s.Oldest = c.Oldest
 		}
@@ -180,15 +179,20 @@ func (g *groupState) addTopics(of outboxops.ConsumerGroup, kafka kafkaView) {
 }
 
 func (g *groupState) addDeliveries(c outboxops.DeliveryCount) {
-	g.Held += c.Held
+	n := tallyOf(c.Deliveries, c.More)
 	if c.Status == outboxops.DeliveryDead {
-		g.Dead += c.Deliveries
+		g.Dead, g.Held = g.Dead.plus(n), g.Held.plus(heldOf(c))
 		return
 	}
-	g.Owed, g.OwedMore = g.Owed+c.Deliveries, g.OwedMore || c.Deliveries >= outbox.MaxCounted
+	g.Owed = g.Owed.plus(n)
 	if g.OldestOwed.IsZero() || c.Oldest.Before(g.OldestOwed) {
 		g.OldestOwed = c.Oldest
 	}
+}
+
+// heldOf returns how many of the deliveries hold their keys, which only dead ones do.
+func heldOf(c outboxops.DeliveryCount) tally {
+	return tallyOf(c.Held, c.More && c.Status == outboxops.DeliveryDead)
 }
 
 // consumersPage is the page of consumer groups and their workers.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"time"
 
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -21,7 +20,7 @@ type groupView struct {
 }
 
 // Count returns the number of events with a status.
-func (g groupState) Count(status string) int64 { return int64(g.By[status]) }
+func (g groupState) Count(status string) tally { return g.By[status] }
 
 // groupStat is a number on the card of a group, which leads to its deliveries.
 func groupStat(name string, g groupView, status, note string) stat {
@@ -94,7 +93,7 @@ func sampledPlot(name string, points []point, now time.Time, s span) plot {
 func (a *admin) sampleGroups(now time.Time, v groupsView) {
 	a.groupSamples.add(now, func(yield func(string, sample) bool) {
 		for _, g := range v.all() {
-			one := sample{pending: g.Count(statePending), failed: g.Count(outbox.StatusWaiting) + g.Count(outbox.StatusFailed) + g.Count(outbox.StatusParked)}
+			one := sample{pending: g.Count(statePending).N, failed: g.Waiting().N - g.Count(statePending).N}
 			if now.Sub(v.kafka.At) <= kafkaFresh {
 				one.lag = g.Lag
 			}

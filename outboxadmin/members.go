@@ -31,7 +31,7 @@ func (v membersView) kinds(group, status string) string {
 	var kinds []string
 	for _, c := range v.Counts {
 		if c.Group == group && c.Status == status {
-			kinds = append(kinds, fmt.Sprintf("%s of action %s, topic %s", thousands(int64(c.Events)), orNone(c.Action), c.Topic))
+			kinds = append(kinds, fmt.Sprintf("%s of action %s, topic %s", tallyOf(c.Events, c.More), orNone(c.Action), c.Topic))
 		}
 	}
 	if more := len(kinds) - named; more > 0 {
@@ -84,12 +84,12 @@ func (s *situation) members() (all []notice) {
 func (s *situation) withoutMembers() (all []notice) {
 	v := s.groups.membersView
 	for _, g := range s.groups.all() {
-		if n := g.Waiting(); n > 0 && !v.hasLive(g.Group) {
+		if n := g.Waiting(); n.N > 0 && !v.hasLive(g.Group) {
 			level := levelBad
 			if s.now.Sub(g.Oldest) <= s.staleAfter { // a deployment may be under way
 				level = levelWarn
 			}
-			all = append(all, notice{level, fmt.Sprintf("Consumer group %s: no process runs, and %s.", g.Group, plural(int64(n), "event waits", "events wait")), "consumers", "Show"})
+			all = append(all, notice{level, fmt.Sprintf("Consumer group %s: no process runs, and %s.", g.Group, n.Of("event waits", "events wait")), "consumers", "Show"})
 		}
 	}
 	return all
@@ -160,9 +160,10 @@ type apiWaiting struct {
 	Topic  string    `json:"topic"`
 	Status string    `json:"status"`
 	Events int       `json:"events"`
+	More   bool      `json:"more"`
 	Oldest time.Time `json:"oldest"`
 }
 
 func waitingOf(c tables.EventCount) apiWaiting {
-	return apiWaiting{c.Group, c.Action, c.Topic, c.Status, c.Events, c.Oldest.UTC()}
+	return apiWaiting{c.Group, c.Action, c.Topic, c.Status, c.Events, c.More, c.Oldest.UTC()}
 }

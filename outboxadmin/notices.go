@@ -96,12 +96,12 @@ func (s *situation) ownReasons(reasons []string, waiting []outbox.EventCount) []
 func (s *situation) dead() (all []notice) {
 	for _, r := range s.relays {
 		if r.Dead > 0 {
-			all = append(all, notice{levelBad, fmt.Sprintf("Relay %s: %s, refused by Kafka too often.", r.Name, pluralUpTo(r.Dead, "event is dead", "events are dead")),
+			all = append(all, notice{levelBad, fmt.Sprintf("Relay %s: %s, refused by Kafka too often.", r.Name, upTo(r.Dead).Of("event is dead", "events are dead")),
 				failedLink(outboxops.FailureFilter{Kind: outboxops.KindEvent, Relay: r.Name, Statuses: []string{outbox.StatusDead}}), "Show"})
 		}
 	}
 	for _, g := range sumByGroup(s.counts, outbox.StatusDead) {
-		all = append(all, notice{levelBad, fmt.Sprintf("Consumer group %s: %s, no attempts left%s.", g.group, g.text("delivery is dead", "deliveries are dead"),
+		all = append(all, notice{levelBad, fmt.Sprintf("Consumer group %s: %s, no attempts left%s.", g.group, g.Of("delivery is dead", "deliveries are dead"),
 			s.groups.kinds(g.group, outbox.StatusDead)),
 			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusDead}}), "Show"})
 	}
@@ -110,16 +110,9 @@ func (s *situation) dead() (all []notice) {
 
 // groupSum is the number of deliveries of a group.
 type groupSum struct {
-	group string
-	n     int64
-	more  bool
-}
+	tally
 
-func (g groupSum) text(one, many string) string {
-	if g.more {
-		return thousands(g.n) + "+ " + many
-	}
-	return plural(g.n, one, many)
+	group string
 }
 
 // sumByGroup adds up the deliveries with a status, by group.
@@ -132,7 +125,7 @@ func sumByGroup(counts []outboxops.FailureCount, status string) (sums []groupSum
 		if i < 0 {
 			i, sums = len(sums), append(sums, groupSum{group: c.Group})
 		}
-		sums[i].n, sums[i].more = sums[i].n+int64(c.Events), sums[i].more || c.More
+		sums[i].tally = sums[i].plus(tallyOf(c.Events, c.More))
 	}
 	slices.SortFunc(sums, func(a, b groupSum) int { return strings.Compare(a.group, b.group) })
 	return sums
@@ -157,10 +150,9 @@ func (s *situation) waiting() (all []notice) {
 // staleSum counts the events of a relay or a consumer group that wait for too long.
 type staleSum struct {
 	relay, group string
-	events       int
-	more         bool
+	events       tally
 	oldest       time.Time
-	statuses     map[string]int
+	statuses     map[string]tally
 }
 
 // staleSums adds up the events that wait for too long, by relay and group.
@@ -168,11 +160,10 @@ func staleSums(counts []outbox.EventCount) (sums []staleSum) {
 	for _, c := range counts {
 		i := slices.IndexFunc(sums, func(s staleSum) bool { return s.relay == c.Relay && s.group == c.Group })
 		if i < 0 {
-			i, sums = len(sums), append(sums, staleSum{relay: c.Relay, group: c.Group, oldest: c.Oldest, statuses: map[string]int{}})
+			i, sums = len(sums), append(sums, staleSum{relay: c.Relay, group: c.Group, oldest: c.Oldest, statuses: map[string]tally{}})
 		}
-		s := &sums[i]
-		s.events, s.more = s.events+c.Events, s.more || c.Events >= outbox.MaxCounted
-		s.statuses[c.Status] += c.Events
+		s, n := &sums[i], tallyOf(c.Events, c.More)
+		s.events, s.statuses[c.Status] = s.events.plus(n), s.statuses[c.Status].plus(n)
 		if c.Oldest.Before(s.oldest) {
 			s.oldest = c.Oldest
 		}
@@ -181,7 +172,7 @@ func staleSums(counts []outbox.EventCount) (sums []staleSum) {
 	return sums
 }
 
-func (w staleSum) onlyPending() bool { return w.statuses[statePending] == w.events }
+func (w staleSum) onlyPending() bool { return w.statuses[statePending].N == w.events.N }
 
 // text is a sentence.
 func (w staleSum) text(now time.Time, after time.Duration) string {
@@ -191,25 +182,24 @@ func (w staleSum) text(now time.Time, after time.Duration) string {
 	}
 	var parts []string
 	for _, status := range []string{statePending, outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked} {
-		if n := w.statuses[status]; n > 0 {
-			parts = append(parts, thousands(int64(n))+" "+status)
+		if n := w.statuses[status]; n.N > 0 {
+			parts = append(parts, n.String()+" "+status)
 		}
 	}
-	of := groupSum{n: int64(w.events), more: w.more}
-	return fmt.Sprintf("%s: %s for longer than %s, the oldest for %s: %s.", whose, of.text("event has waited", "events have waited"), short(after),
+	return fmt.Sprintf("%s: %s for longer than %s, the oldest for %s: %s.", whose, w.events.Of("event has waited", "events have waited"), short(after),
 		short(now.Sub(w.oldest)), strings.Join(parts, ", "))
 }
 
 func (s *situation) held() (all []notice) {
 	for _, r := range s.relays {
 		if r.HeldKeys > 0 {
-			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s for an operator.", r.Name, pluralUpTo(r.HeldKeys, "key waits", "keys wait")),
+			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s for an operator.", r.Name, upTo(r.HeldKeys).Of("key waits", "keys wait")),
 				"failed?" + url.Values{"relay": {r.Name}, "status": {statusAny}}.Encode(), "Show"})
 		}
 	}
 	for _, g := range s.groups.all() {
-		if g.Held > 0 {
-			all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s for an operator.", g.Group, plural(int64(g.Held), "key waits", "keys wait")),
+		if g.Held.N > 0 {
+			all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s for an operator.", g.Group, g.Held.Of("key waits", "keys wait")),
 				failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.Group, Statuses: []string{outbox.StatusDead}}), "Show"})
 		}
 	}
@@ -230,15 +220,15 @@ func (s *situation) paused() (all []notice) {
 func (s *situation) retried() (all []notice) {
 	for _, r := range s.relays {
 		if n := min(r.Failed+r.Waiting, outbox.MaxCounted); n > 0 {
-			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s.", r.Name, pluralUpTo(n, "event will be retried", "events will be retried")),
+			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s.", r.Name, upTo(n).Of("event will be retried", "events will be retried")),
 				failedLink(outboxops.FailureFilter{Kind: outboxops.KindEvent, Relay: r.Name, Statuses: []string{outbox.StatusFailed, outbox.StatusWaiting}}), "Show"})
 		} else if r.Parked > 0 && r.Dead == 0 && r.HeldKeys == 0 {
-			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s behind others of their keys.", r.Name, pluralUpTo(r.Parked, "event waits", "events wait")),
+			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s behind others of their keys.", r.Name, upTo(r.Parked).Of("event waits", "events wait")),
 				failedLink(outboxops.FailureFilter{Kind: outboxops.KindEvent, Relay: r.Name, Statuses: []string{outbox.StatusParked}}), "Show"})
 		}
 	}
 	for _, g := range sumByGroup(s.counts, outbox.StatusFailed) {
-		all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s%s.", g.group, g.text("delivery will be retried", "deliveries will be retried"),
+		all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s%s.", g.group, g.Of("delivery will be retried", "deliveries will be retried"),
 			s.groups.kinds(g.group, outbox.StatusFailed)),
 			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusFailed}}), "Show"})
 	}

@@ -52,7 +52,7 @@ func (f frame) With(p any) part { return part{f, p} }
 func (f frame) Ago(t time.Time) string { return relative(f.Now, t) }
 
 var pageFuncs = template.FuncMap{
-	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural, "upTo": upTo, "pluralUpTo": pluralUpTo,
+	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural, "upTo": upTo, "tally": tallyOf, "heldOf": heldOf,
 	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
 	"kind": kindLink, "stat": statOf, "groupStat": groupStat, "listText": func(q template.URL) string { return string(q) }, "selectedQuery": encode, "pauseLink": pauseLink, "groupPauseLink": groupPauseLink, "past": func(action string) string { return pastActions[action] },
 	"iso":     func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
@@ -95,11 +95,11 @@ var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "
 // stat is a number on the overview.
 type stat struct {
 	Name, Status, Link, Note string
-	Count                    int64
+	Count                    tally
 }
 
 func statOf(name string, count int64, relay, status, note string) stat {
-	return stat{name, status, "failed?" + url.Values{"relay": {relay}, "status": {status}}.Encode(), note, count}
+	return stat{name, status, "failed?" + url.Values{"relay": {relay}, "status": {status}}.Encode(), note, upTo(count)}
 }
 
 // kindLink leads to the failures of the same kind.

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
 	"github.com/outboxgo/outbox/outboxops"
@@ -176,6 +177,17 @@ var noticeTests = []struct {
 			{Group: "stats", Status: "pending", Events: 1, Oldest: now.Add(-3 * time.Hour)}}
 	}, []string{"Consumer group stats: 1 event has waited for longer than 5 min, the oldest for 3 h: 1 pending.",
 		"Relay default: 200 events have waited for longer than 5 min, the oldest for 12 min: 1 waiting, 199 parked."}},
+	{"parts of a bounded read, which are no exact numbers", func(s *situation, now time.Time) {
+		s.stale = []outbox.EventCount{{Group: "stats", Status: "waiting", Type: "a", Events: 5000, More: true, Oldest: now.Add(-time.Hour)}, {Group: "stats", Status: "failed", Type: "b", Events: 3, Oldest: now.Add(-time.Hour)}}
+		s.groups.deliveries = []outboxops.DeliveryCount{{Group: "stats", Status: outboxops.DeliveryDead, Deliveries: outbox.MaxCounted, More: true, Held: 2},
+			{Group: "mail", Status: outboxops.DeliveryPending, Deliveries: outbox.MaxCounted, More: true}, {Group: "mail", Status: outboxops.DeliveryDead, Deliveries: 3, Held: 2}}
+		s.groups.Counts = []tables.EventCount{{Group: "stats", Action: "COUNT", Topic: "orders", Status: "waiting", Events: 4000, More: true, Oldest: now.Add(-time.Hour)},
+			{Group: "stats", Action: "COUNT", Topic: "orders", Status: outbox.StatusFailed, Events: 6000, More: true, Oldest: now.Add(-time.Hour)}}
+		s.counts = []outboxops.FailureCount{{Kind: outboxops.KindDelivery, Group: "stats", Status: outbox.StatusFailed, Events: 6000, More: true}}
+	}, []string{"Consumer group stats: no process runs, and 10,000+ events wait.",
+		"Consumer group stats: 5,003+ events have waited for longer than 5 min, the oldest for 60 min: 5,000+ waiting, 3 failed.",
+		"Consumer group mail: 2 keys wait for an operator.", "Consumer group stats: 2+ keys wait for an operator.",
+		"Consumer group stats: 6,000+ deliveries will be retried: 6,000+ of action COUNT, topic orders."}},
 	{"pauses", func(s *situation, now time.Time) {
 		pause := &outboxops.ConsumerPause{Operator: "kim", Reason: "stock", At: now.Add(-time.Hour)}
 		s.groups.groups = []outboxops.ConsumerGroup{{Group: "stats", Topics: []outboxops.ConsumerTopic{{Topic: "orders", Pause: pause}, {Topic: "likes"}}}, {Group: "mail", Pause: pause}}

@@ -61,20 +61,33 @@ func plural(n int64, one, many string) string {
 	return thousands(n) + " " + many
 }
 
-// upTo is thousands for failed events and keys, which are counted up to a limit.
-func upTo(n int64) string {
-	if n == outbox.MaxCounted {
-		return thousands(n) + "+"
-	}
-	return thousands(n)
+// tally is how many there are. With More set, there may be more.
+type tally struct {
+	N    int64
+	More bool
 }
 
-// pluralUpTo is plural for the same.
-func pluralUpTo(n int64, one, many string) string {
-	if n == 1 {
-		return "1 " + one
+// tallyOf is the tally of a count.
+func tallyOf(n int, more bool) tally { return tally{int64(n), more} }
+
+// upTo is the tally of failed events and keys of a relay, which are counted up to a limit.
+func upTo(n int64) tally { return tally{n, n == outbox.MaxCounted} }
+
+func (a tally) plus(b tally) tally { return tally{a.N + b.N, a.More || b.More} }
+
+func (a tally) String() string {
+	if a.More {
+		return thousands(a.N) + "+"
 	}
-	return upTo(n) + " " + many
+	return thousands(a.N)
+}
+
+// Of writes the tally with what it counts.
+func (a tally) Of(one, many string) string {
+	if a.More {
+		return a.String() + " " + many
+	}
+	return plural(a.N, one, many)
 }
 
 // bytesText is a size.

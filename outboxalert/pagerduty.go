@@ -93,6 +93,7 @@ type pagerDutyCounts struct {
 	Type   string    `json:"type"`
 	Class  string    `json:"class,omitempty"`
 	Events int       `json:"events"`
+	More   bool      `json:"more,omitempty"`
 	Oldest time.Time `json:"oldest"`
 }
 
@@ -148,7 +149,7 @@ func (p *pagerDuty) payload(a outbox.Alert) *pagerDutyPayload {
 	}
 	for _, c := range a.Counts[:min(len(a.Counts), maxDetails)] {
 		payload.Details.Counts = append(payload.Details.Counts, pagerDutyCounts{field(c.Relay), field(c.Group), field(c.Action),
-			field(c.Status), field(c.Type), field(c.Class), c.Events, c.Oldest})
+			field(c.Status), field(c.Type), field(c.Class), c.Events, c.More, c.Oldest})
 	}
 	return payload
 }

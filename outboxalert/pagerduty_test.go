@@ -87,16 +87,19 @@ func TestPagerDuty(t *testing.T) {
 	t.Parallel()
 	p, alerter := newPagerDuty(t)
 	stale := outbox.Alert{Kind: outbox.AlertStale, Group: "stats", At: time.Now(), Counts: []outbox.EventCount{
-		{Group: "stats", Action: "COUNTED", Status: "parked", Type: "shop.order.created.v1", Events: 120, Oldest: time.Now().Add(-10 * time.Minute)},
+		{Group: "stats", Action: "COUNTED", Status: "parked", Type: "shop.order.created.v1", Events: 120, More: true, Oldest: time.Now().Add(-10 * time.Minute)},
 	}}
 	died := outbox.Alert{Kind: outbox.AlertDead, Relay: "default", Status: outbox.RelayStatus{Dead: 1}, Died: 1, Dead: []outbox.DeadEvent{
 		{ID: 7, FailedEvent: outbox.FailedEvent{EventID: "e-1", Type: "shop.order.created.v1", AggregateType: "Order", AggregateID: "42", Class: "message_too_large", Err: errors.New("too large")}},
 	}}
-	for _, a := range []outbox.Alert{stale, stale, died, {Kind: outbox.AlertNoLeader, Relay: "default"}, {Kind: outbox.AlertReport}} {
+	require.NoError(t, alerter.Alert(t.Context(), stale))
+	counts := p.last["payload"].(map[string]any)["custom_details"].(map[string]any)["counts"]
+	require.Equal(t, true, counts.([]any)[0].(map[string]any)["more"])
+	for _, a := range []outbox.Alert{stale, died, {Kind: outbox.AlertNoLeader, Relay: "default"}, {Kind: outbox.AlertReport}} {
 		require.NoError(t, alerter.Alert(t.Context(), a))
 	}
 	require.Equal(t, map[string]string{
-		"orders/stale_events//stats/":  "critical: orders: consumer group stats: 120 events are not handled, the oldest for 10m0s: 120 parked shop.order.created.v1 for stats COUNTED",
+		"orders/stale_events//stats/":  "critical: orders: consumer group stats: 120 or more events are not handled, the oldest for 10m0s: 120 or more parked shop.order.created.v1 for stats COUNTED",
 		"orders/dead_events/default//": "error: orders: relay default: 1 event died; 1 are dead",
 		"orders/no_leader/default//":   "critical: orders: relay default: no process runs it, 0 events wait",
 	}, p.open)

@@ -83,10 +83,12 @@ func (f DeliveryFilter) rows() (tables.DeliveryFilter, error) {
 type DeliveryCount struct {
 	// Group, Stream, Action and Status are shared by the counted deliveries.
 	Group, Stream, Action, Status string
-	// Deliveries is the number of deliveries. [outbox.MaxCounted] means that many or more. Deliveries that
-	// are with workers are counted up to 100,000.
+	// Deliveries is the number of deliveries, up to [outbox.MaxCounted]. Deliveries that are with workers, of all
+	// groups, are read up to 100,000. If More is set, there may be more.
 	Deliveries int
-	// Held is the number of them that hold their keys.
+	// More is described at Deliveries.
+	More bool
+	// Held is the number of the counted ones that hold their keys. Only dead deliveries do.
 	Held int
 	// Oldest is the time at which the oldest of them was made.
 	Oldest time.Time
@@ -163,7 +165,8 @@ func (d *Deliveries) Groups(ctx context.Context) ([]DeliveryGroup, error) {
 // waits:
 //
 //   - pending: committed events that no worker has looked at, up to 100,000; without an action and a topic
-//   - waiting, failed, parked and dead: deliveries, each counted up to [outbox.MaxCounted]
+//   - waiting, failed, parked and dead: deliveries, of which up to [outbox.MaxCounted] of each action, topic and status
+//     are read
 //   - missed: offsets that an action lacks, because members of the group without it have read them, up to the position
 //     that the group has saved last
 //
@@ -188,7 +191,7 @@ func (d *Deliveries) Waiting(ctx context.Context, group string) ([]outbox.EventC
 	}
 	for _, g := range workers {
 		if g.Pending > 0 && g.State != SubscriptionLeft && (group == "" || g.Group == group) {
-			all = append(all, outbox.EventCount{Group: g.Group, Status: tables.StatusPending, Events: int(g.Pending), Oldest: g.Oldest})
+			all = append(all, outbox.EventCount{Group: g.Group, Status: tables.StatusPending, Events: int(g.Pending), More: g.PendingMore, Oldest: g.Oldest})
 		}
 	}
 	return all, nil

@@ -114,6 +114,7 @@ func (s deliveryStore) list(ctx context.Context, f FailureFilter, before int64, 
 // count adds up deliveries that are due and deliveries that are with a worker.
 func (s deliveryStore) count(ctx context.Context, f FailureFilter) (counts []FailureCount, err error) {
 	rows, err := s.reader.FailureCounts(ctx, s.filter(f))
+	more := slices.ContainsFunc(rows, func(r tables.DeliveryFailureCount) bool { return r.Status == DeliveryProcessing && r.More })
 	for _, r := range rows {
 		c := FailureCount{Kind: KindDelivery, Group: r.Group, Action: r.Action, Status: deliveryStatus(r.Status, r.ErrorCode), Type: r.Type, Class: r.ErrorCode}
 		i := slices.IndexFunc(counts, func(o FailureCount) bool {
@@ -123,7 +124,7 @@ func (s deliveryStore) count(ctx context.Context, f FailureFilter) (counts []Fai
 			c.Oldest = r.Oldest
 			i, counts = len(counts), append(counts, c)
 		}
-		counts[i].Events, counts[i].More = counts[i].Events+r.Deliveries, counts[i].More || r.Capped
+		counts[i].Events, counts[i].More = counts[i].Events+r.Deliveries, counts[i].More || r.More || more && r.Status == DeliveryPending
 		if r.Oldest.Before(counts[i].Oldest) {
 			counts[i].Oldest = r.Oldest
 		}

@@ -86,7 +86,7 @@ func (s eventStore) count(ctx context.Context, f FailureFilter) ([]FailureCount,
 	rows, err := s.counter.Count(ctx, s.filter(f))
 	counts := make([]FailureCount, len(rows))
 	for i, r := range rows {
-		counts[i] = FailureCount{Kind: KindEvent, Relay: r.Relay, Status: r.Status, Type: r.Type, Class: r.Class, Events: r.Events, More: r.Events == outbox.MaxCounted, Oldest: r.Oldest}
+		counts[i] = FailureCount{Kind: KindEvent, Relay: r.Relay, Status: r.Status, Type: r.Type, Class: r.Class, Events: r.Events, More: r.More, Oldest: r.Oldest}
 	}
 	return counts, err
 }

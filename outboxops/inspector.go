@@ -93,8 +93,7 @@ func relayStatusOf(r tables.Relay) outbox.RelayStatus {
 
 // Stale counts events that were recorded longer than after ago and are not finished, by relay or consumer
 // group, status and type. They may be in outbox, in outbox_failed, or deliveries that are not done. Dead
-// events are not counted. Each count ends at [outbox.MaxCounted]. Oldest is the time at which the oldest
-// event was recorded.
+// events are not counted. Oldest is the time at which the oldest event was recorded.
 func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.EventCount, error) {
 	var now time.Time
 	var positions tables.Positions

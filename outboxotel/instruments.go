@@ -127,7 +127,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
 	i.isUp = m.gauge("outbox.watch.up", "{query}", "1 if the last query of the database or Kafka worked, 0 if not.")
 	i.age = m.seconds("outbox.relay.pending.age", "How long ago the oldest pending event was recorded; 0 without one.")
-	i.stale = m.gauge("outbox.stale", "{event}", "Events that have waited for longer than they should, wherever they wait; each kind counted up to 10,000.")
+	i.stale = m.gauge("outbox.stale", "{event}", "Events that have waited for longer than they should, wherever they wait; of each kind up to 10,000 rows are read.")
 	i.staleAge = m.seconds("outbox.stale.age", "How long ago the oldest of them was recorded; 0 without one.")
 	i.delayed = m.gauge("outbox.delayed", "{event}", "Events in outbox_delayed, by whether outbox has rejected them; each counted up to 10,000.")
 	i.delayedAge = m.seconds("outbox.delayed.age", "For how long the oldest of them has been due that was not moved to outbox; 0 without one.")
@@ -137,7 +137,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.backlog = m.gauge("outbox.worker.backlog", "{event}", "Committed events of all streams that no worker has looked at, counted up to 100,000.")
 	i.owedAge = m.seconds("outbox.worker.pending.age", "How long ago the oldest pending delivery was made; 0 without one.")
 	i.backlogAge = m.seconds("outbox.worker.backlog.age", "How long ago the oldest event of the backlog was recorded; 0 without one.")
-	i.waiting = m.gauge("outbox.group.waiting", "{event}", "Events that consumer groups still have to handle, by where they wait, counted up to 10,000 of a kind.")
+	i.waiting = m.gauge("outbox.group.waiting", "{event}", "Events that consumer groups still have to handle, by where they wait; of each kind up to 10,000 rows are read.")
 	i.waitingAge = m.seconds("outbox.group.waiting.age", "How long ago the oldest of them was recorded, or for how long an action has missed events; 0 without one.")
 	var err error
 	i.latency, err = m.Float64Histogram("outbox.relay.publish.latency", metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(latencyBounds...),

@@ -72,7 +72,7 @@
 //	                                     10,000
 //	outbox.stale                         events that have waited for longer than Config.StaleAfter, wherever
 //	                                     they wait, by relay or consumer group: in outbox, in outbox_failed,
-//	                                     as deliveries; of each kind up to 10,000
+//	                                     as deliveries; of each kind up to 10,000 are read
 //	outbox.stale.age                     how long ago the oldest of them was recorded
 //	outbox.delayed                       events in outbox_delayed, by outbox.status: waiting until they are due,
 //	                                     or rejected by the table outbox; each up to 10,000

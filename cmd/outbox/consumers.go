@@ -8,7 +8,6 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -169,10 +168,15 @@ func showDeliveries(e *env, counts []outboxops.DeliveryCount) {
 	}
 	t := table{head: []string{"OWED", "STATUS", "HELD", "OLDEST", "DUE", "GROUP", "ACTION", "TOPIC"}, flex: []int{5, 6, 7}}
 	for _, c := range counts {
-		t.add(countUpTo(c.Deliveries), c.Status, count(c.Held), age(c.Oldest, e.now()), due(c.Due, e.now()), c.Group, c.Action, c.Stream)
+		t.add(tally{c.Deliveries, c.More}.String(), c.Status, heldOf(c).String(), age(c.Oldest, e.now()), due(c.Due, e.now()), c.Group, c.Action, c.Stream)
 	}
 	e.printf("\n")
 	e.writeTable(t)
+}
+
+// heldOf returns how many of the deliveries hold their keys, which only dead ones do.
+func heldOf(c outboxops.DeliveryCount) tally {
+	return tally{c.Held, c.More && c.Status == outboxops.DeliveryDead}
 }
 
 // due writes when something is due, or for how long it has been.
@@ -294,7 +298,7 @@ type deliveriesJSON struct {
 func deliveriesOf(counts []outboxops.DeliveryCount) []deliveriesJSON {
 	all := make([]deliveriesJSON, 0, len(counts))
 	for _, c := range counts {
-		all = append(all, deliveriesJSON{c.Group, c.Stream, c.Action, c.Status, c.Deliveries, c.Deliveries == outbox.MaxCounted, c.Held, c.Oldest.UTC(), optional(c.Due)})
+		all = append(all, deliveriesJSON{c.Group, c.Stream, c.Action, c.Status, c.Deliveries, c.More, c.Held, c.Oldest.UTC(), optional(c.Due)})
 	}
 	return all
 }

@@ -169,7 +169,7 @@ func (e *env) writeSubscriptions(all []outboxops.Subscription) {
 		if s.HasConsumer {
 			consumer = "yes"
 		}
-		t.add(s.Group, string(s.State), age(s.ChangedAt, e.now()), countUpTo(s.Open), countUpTo(s.Dead), consumer, s.Relay)
+		t.add(s.Group, string(s.State), age(s.ChangedAt, e.now()), upTo(s.Open).String(), upTo(s.Dead).String(), consumer, s.Relay)
 	}
 	e.writeTable(t)
 }
@@ -415,7 +415,7 @@ func waitingFor(now outboxops.CutProgress) string {
 		case g.State == outboxops.SubscriptionLeaving:
 			parts = append(parts, name+": its workers have not taken all events")
 		case g.State == outboxops.SubscriptionLeft && g.Open > 0:
-			parts = append(parts, fmt.Sprintf("%s: %s", name, pluralUpTo(g.Open, "open delivery", "open deliveries")))
+			parts = append(parts, fmt.Sprintf("%s: %s", name, upTo(g.Open).of("open delivery", "open deliveries")))
 		case g.State == outboxops.SubscriptionLeft && !g.HasConsumer:
 			parts = append(parts, name+": consumers have not begun with each topic")
 		case g.Unread > 0:

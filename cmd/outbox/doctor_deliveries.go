@@ -112,12 +112,13 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 // deadFindings reports the dead deliveries of each group, and the keys that they hold.
 func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 	const named = 5
-	dead, held, of := map[string]int{}, map[string]int{}, map[string][]string{}
+	dead, held, of := map[string]tally{}, map[string]tally{}, map[string][]string{}
 	for _, c := range counts {
 		if c.Status == outboxops.DeliveryDead {
-			dead[c.Group] += c.Deliveries
-			held[c.Group] += c.Held
-			of[c.Group] = append(of[c.Group], fmt.Sprintf("%s of action %s, topic %s", countUpTo(c.Deliveries), cmp.Or(c.Action, "(none)"), c.Stream))
+			n := tally{c.Deliveries, c.More}
+			dead[c.Group] = dead[c.Group].plus(n)
+			held[c.Group] = held[c.Group].plus(heldOf(c))
+			of[c.Group] = append(of[c.Group], fmt.Sprintf("%s of action %s, topic %s", n, cmp.Or(c.Action, "(none)"), c.Stream))
 		}
 	}
 	for _, group := range slices.Sorted(maps.Keys(dead)) {
@@ -125,13 +126,13 @@ func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 		if more := len(kinds) - named; more > 0 {
 			kinds = append(kinds[:named:named], plural(int64(more), "more kind", "more kinds"))
 		}
-		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead: %s", group, deliveriesAre(dead[group]), strings.Join(kinds, "; ")),
+		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead: %s", group, dead[group].of("delivery is", "deliveries are"), strings.Join(kinds, "; ")),
 			"Their attempts are used up, or their errors are permanent: no handler gets them unless they are requeued.",
 			fmt.Sprintf("outbox failures list --kind delivery --group %[1]s --status dead shows why. Mend the cause, then outbox failures retry --group %[1]s, or outbox failures resolve --group %[1]s.", word(group))})
 	}
 	for _, group := range slices.Sorted(maps.Keys(held)) {
-		if held[group] > 0 {
-			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keys(int64(held[group]))),
+		if held[group].n > 0 {
+			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keysAre(held[group])),
 				"All later deliveries of these keys wait for an operator.",
 				fmt.Sprintf("outbox failures list --kind delivery --group %s --status dead shows them; outbox failures retry, resolve or release lets their keys go on.", word(group))})
 		}
@@ -163,11 +164,9 @@ const (
 	lateDo    = "outbox consumers shows whether it shrinks. Raise HandlerConfig.Concurrency, run more workers, or make the handler quicker."
 )
 
-func deliveriesAre(n int) string { return pluralUpTo(int64(n), "delivery is", "deliveries are") }
-
 // overdue returns a possible reason why deliveries have not been taken long after they were due.
 func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
-	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, countUpTo(c.Deliveries), c.Stream,
+	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, tally{c.Deliveries, c.More}, c.Stream,
 		cmp.Or(c.Action, "(none)"), age(c.Due, at.now))
 	switch {
 	case at.busy[h]:
@@ -204,7 +203,8 @@ func word(text string) string {
 	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
 }
 
-// sqlHeadless reads up to $1 keys with parked rows. A key is a step in the index, however many rows it has.
+// sqlHeadless looks at up to $1 keys with parked rows, and reads up to $2 of them. A key is a step in the index,
+// however many rows it has.
 const sqlHeadless = `
 WITH RECURSIVE waiting AS (
    (SELECT order_key, consumer_group, 1 AS n FROM {schema}.event_delivery AS d
@@ -215,25 +215,26 @@ WITH RECURSIVE waiting AS (
                           WHERE d.order_key > waiting.order_key AND d.status = 'PARKED' ORDER BY d.order_key, d.id LIMIT 1) AS next
      WHERE waiting.n < $1
 )
-SELECT consumer_group, order_key FROM waiting
+SELECT consumer_group, order_key, (SELECT count(*) FROM waiting) >= $1 FROM waiting
  WHERE (SELECT d.id FROM {schema}.event_delivery AS d
          WHERE d.order_key = waiting.order_key AND (d.status IN ('PENDING', 'PROCESSING') OR d.held) AND d.consumer_group = waiting.consumer_group
          ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL
- ORDER BY consumer_group, order_key LIMIT 1000`
+ ORDER BY consumer_group, order_key LIMIT $2`
 
 const (
 	headsLooked = 100_000
+	headsRead   = 1_000
 	headsPause  = time.Second // a handler's transaction of another isolation level is followed by another one
 )
 
 // headless looks for keys whose deliveries are all parked, so that no delivery can start the next one.
 func (d *doctor) headless(ctx context.Context) error {
-	first, err := headlessKeys(ctx, d.e)
+	first, moreBefore, err := headlessKeys(ctx, d.e)
 	if err != nil || len(first) == 0 {
 		return err
 	}
 	wait.Sleep(ctx, headsPause)
-	second, err := headlessKeys(ctx, d.e)
+	second, more, err := headlessKeys(ctx, d.e)
 	if err != nil {
 		return err
 	}
@@ -243,7 +244,7 @@ func (d *doctor) headless(ctx context.Context) error {
 			continue
 		}
 		const named = 100 // in the statement
-		d.add("delivery.headless", severityError, fmt.Sprintf("group %s: all deliveries of %s are parked", group, plural(int64(len(still)), "key", "keys")),
+		d.add("delivery.headless", severityError, fmt.Sprintf("group %s: all deliveries of %s are parked", group, tally{len(still), more || moreBefore}.of("key", "keys")),
 			"Somebody else than outbox has changed or removed the delivery that they waited for. Workers of the group look for such keys now and then.",
 			fmt.Sprintf("If no worker runs, start one. At once: SELECT %s.outbox_promote(%s, '{%s}')", pgx.Identifier{d.e.schemaName()}.Sanitize(), quoteText(group),
 				strings.Join(still[:min(len(still), named)], ",")))
@@ -251,17 +252,18 @@ func (d *doctor) headless(ctx context.Context) error {
 	return nil
 }
 
-// headlessKeys returns the digests of keys whose deliveries are all parked, by group.
-func headlessKeys(ctx context.Context, e *env) (map[string][]string, error) {
-	found := map[string][]string{}
-	err := pg.Query(ctx, e.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+// headlessKeys returns the digests of keys whose deliveries are all parked, by group, and whether there may be more.
+func headlessKeys(ctx context.Context, e *env) (found map[string][]string, more bool, err error) {
+	found = map[string][]string{}
+	n := 0
+	err = pg.Query(ctx, e.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		var group string
 		var key int64
-		_, err := pgx.ForEachRow(rows, []any{&group, &key}, func() error {
-			found[group] = append(found[group], fmt.Sprint(key))
+		_, err := pgx.ForEachRow(rows, []any{&group, &key, &more}, func() error {
+			n, found[group] = n+1, append(found[group], fmt.Sprint(key))
 			return nil
 		})
 		return err
-	}, pg.InSchema(sqlHeadless, e.schemaName()), headsLooked)
-	return found, err
+	}, pg.InSchema(sqlHeadless, e.schemaName()), headsLooked, headsRead)
+	return found, more || n == headsRead, err
 }

@@ -117,7 +117,7 @@ func (l *failureList) run(ctx context.Context, e *env) error {
 // showNone says why nothing is listed. Resolved failures are only listed on request, so
 // it counts them.
 func (l *failureList) showNone(ctx context.Context, e *env, failures *outboxops.Failures, filter outboxops.FailureFilter, picks bool) error {
-	resolved, more := 0, false
+	resolved := tally{}
 	if len(filter.Statuses) == 0 {
 		filter.Statuses = []string{outbox.StatusResolved}
 		counts, err := failures.Count(ctx, filter)
@@ -125,7 +125,7 @@ func (l *failureList) showNone(ctx context.Context, e *env, failures *outboxops.
 			return err
 		}
 		for _, c := range counts {
-			resolved, more = resolved+c.Events, more || c.More
+			resolved = resolved.plus(tally{c.Events, c.More})
 		}
 	}
 	text := "Nothing has failed."
@@ -133,10 +133,10 @@ func (l *failureList) showNone(ctx context.Context, e *env, failures *outboxops.
 		text = "No failure matches these flags."
 	}
 	switch {
-	case more:
-		text = fmt.Sprintf("Nothing is unresolved. Not shown: at least %s resolved failures (--status resolved).", count(resolved))
-	case resolved > 0:
-		text = fmt.Sprintf("Nothing is unresolved. Not shown: %s (--status resolved).", plural(int64(resolved), "resolved failure", "resolved failures"))
+	case resolved.more:
+		text = fmt.Sprintf("Nothing is unresolved. Not shown: at least %s resolved failures (--status resolved).", count(resolved.n))
+	case resolved.n > 0:
+		text = fmt.Sprintf("Nothing is unresolved. Not shown: %s (--status resolved).", resolved.of("resolved failure", "resolved failures"))
 	}
 	e.printf("%s\n", text)
 	return nil
@@ -284,32 +284,25 @@ func showFailureCounts(e *env, counts []outboxops.FailureCount) error {
 		More     bool      `json:"more"`
 		Oldest   time.Time `json:"oldest"`
 	}
-	rows, total, unresolved, more := make([]row, 0, len(counts)), 0, 0, false
+	rows, total, unresolved := make([]row, 0, len(counts)), tally{}, tally{}
 	t := table{head: []string{"FAILURES", "KIND", "STATUS", "CLASS", "OLDEST", "OWNER", "TYPE"}, flex: []int{3, 5, 6}}
 	for _, c := range counts {
 		rows = append(rows, row{string(c.Kind), c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.More, c.Oldest.UTC()})
-		t.add(countMore(c.Events, c.More), string(c.Kind), c.Status, c.Class, age(c.Oldest, e.now()), owner(c.Relay, c.Group, c.Action), c.Type)
-		total, more = total+c.Events, more || c.More
+		n := tally{c.Events, c.More}
+		t.add(n.String(), string(c.Kind), c.Status, c.Class, age(c.Oldest, e.now()), owner(c.Relay, c.Group, c.Action), c.Type)
+		total = total.plus(n)
 		if c.IsUnresolved() {
-			unresolved += c.Events
+			unresolved = unresolved.plus(n)
 		}
 	}
 	if e.json {
-		return e.writeJSON(map[string]any{"total": total, "unresolved": unresolved, "more": more, "counts": rows})
+		return e.writeJSON(map[string]any{"total": total.n, "unresolved": unresolved.n, "more": total.more, "counts": rows})
 	}
-	if total > 0 {
+	if total.n > 0 {
 		e.writeTable(t)
 	}
-	e.printf("%s in all, %s unresolved\n", countMore(total, more), count(unresolved))
+	e.printf("%s in all, %s unresolved\n", total, unresolved)
 	return nil
-}
-
-// countMore writes a number, and whether there are more.
-func countMore(n int, more bool) string {
-	if more {
-		return count(n) + "+"
-	}
-	return count(n)
 }
 
 var failuresShowCommand = command{

@@ -94,60 +94,44 @@ func staleFindings(counts []outbox.EventCount, now time.Time, l limits) (all []f
 
 // staleText says how much waits for too long, and in which status.
 func staleText(counts []outbox.EventCount, now time.Time, l limits) string {
-	n, more, oldest, by := 0, "", now, map[string]int{}
+	all, oldest, by := tally{}, now, map[string]tally{}
 	for _, c := range counts {
-		n, by[c.Status] = n+c.Events, by[c.Status]+c.Events
-		if c.Events >= outbox.MaxCounted {
-			more = "+"
-		}
+		n := tally{c.Events, c.More}
+		all, by[c.Status] = all.plus(n), by[c.Status].plus(n)
 		if c.Oldest.Before(oldest) {
 			oldest = c.Oldest
 		}
 	}
 	var parts []string
 	for _, status := range []string{"pending", outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked} {
-		if by[status] > 0 {
-			parts = append(parts, count(by[status])+" "+status)
+		if by[status].n > 0 {
+			parts = append(parts, by[status].String()+" "+status)
 		}
 	}
-	have := " events have"
-	if n == 1 {
-		have = " event has"
-	}
-	return fmt.Sprintf("%s waited for longer than %s, the oldest for %s: %s", count(n)+more+have, length(l.maxAge), age(oldest, now), strings.Join(parts, ", "))
+	return fmt.Sprintf("%s waited for longer than %s, the oldest for %s: %s", all.of("event has", "events have"), length(l.maxAge), age(oldest, now), strings.Join(parts, ", "))
 }
 
 // failedFindings returns findings about events that did not reach Kafka.
 func failedFindings(r outbox.RelayStatus) (all []finding) {
 	if r.Dead > 0 {
-		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, events(r.Dead)),
+		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, upTo(r.Dead).of("event is", "events are")),
 			"Kafka refused them until their retries were used up. Consumers will not see them unless they are retried.",
 			"outbox failures list --kind event --status dead shows why. Mend the cause, then outbox failures retry, or outbox failures resolve."})
 	}
 	if r.HeldKeys > 0 {
-		all = append(all, finding{"failed.held", severityWarning, fmt.Sprintf("relay %s: %s held", r.Name, keys(r.HeldKeys)),
+		all = append(all, finding{"failed.held", severityWarning, fmt.Sprintf("relay %s: %s held", r.Name, keysAre(upTo(r.HeldKeys))),
 			"They wait for an operator, and so do all later events of these keys.",
 			"outbox failures list --kind event shows them; outbox failures retry, resolve or release lets them go on."})
 	}
-	if waiting := r.ParkedKeys - r.HeldKeys; waiting > 0 {
-		all = append(all, finding{"failed.parked", severityWarning, fmt.Sprintf("relay %s: %s parked", r.Name, keys(waiting)),
+	if waiting := (tally{int(r.ParkedKeys - r.HeldKeys), upTo(r.ParkedKeys).more}); waiting.n > 0 {
+		all = append(all, finding{"failed.parked", severityWarning, fmt.Sprintf("relay %s: %s parked", r.Name, keysAre(waiting)),
 			"An event of each was refused or cannot be sent now, and the later ones of its key wait behind it. The relay retries by itself.",
 			"outbox failures list --kind event --status failed,waiting shows why."})
 	}
 	return all
 }
 
-func events(n int64) string { return pluralUpTo(n, "event is", "events are") }
-
-func keys(n int64) string { return pluralUpTo(n, "key is", "keys are") }
-
-// pluralUpTo is plural for a number that is counted up to a limit.
-func pluralUpTo(n int64, one, more string) string {
-	if n == outbox.MaxCounted {
-		return countUpTo(n) + " " + more
-	}
-	return plural(n, one, more)
-}
+func keysAre(n tally) string { return n.of("key is", "keys are") }
 
 func plural(n int64, one, more string) string {
 	if n == 1 {

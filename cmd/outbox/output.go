@@ -233,12 +233,30 @@ func count[N int | int32 | int64](n N) string {
 	return text
 }
 
-// countUpTo writes a number of failed events or keys, which are counted up to a limit.
-func countUpTo[N int | int64](n N) string {
-	if n == outbox.MaxCounted {
-		return count(n) + "+"
+// tally is how many there are. With more set, there may be more.
+type tally struct {
+	n    int
+	more bool
+}
+
+// upTo returns a number that was counted up to [outbox.MaxCounted].
+func upTo[N int | int64](n N) tally { return tally{int(n), n == outbox.MaxCounted} }
+
+func (a tally) plus(b tally) tally { return tally{a.n + b.n, a.more || b.more} }
+
+func (a tally) String() string {
+	if a.more {
+		return count(a.n) + "+"
 	}
-	return count(n)
+	return count(a.n)
+}
+
+// of writes the number with what it counts.
+func (a tally) of(one, many string) string {
+	if a.more {
+		return a.String() + " " + many
+	}
+	return plural(int64(a.n), one, many)
 }
 
 // age returns roughly the age of a time; "-" for never.

@@ -320,7 +320,7 @@ func (m *relayMetrics) writeLook(x *exposition) {
 	m.writeSaid(x)
 	x.values("outbox_relay_stored", typeGauge, "Failed events, and those behind them, in outbox_failed, each status counted up to 10,000.", stored)
 	x.values("outbox_relay_keys", typeGauge, "Keys whose events wait, counted up to 10,000.", keys)
-	x.values("outbox_stale", typeGauge, "Events that have waited for longer than they should, wherever they wait; each kind counted up to 10,000.", m.stale)
+	x.values("outbox_stale", typeGauge, "Events that have waited for longer than they should, wherever they wait; of each kind up to 10,000 rows are read.", m.stale)
 	x.values("outbox_stale_age_seconds", typeGauge, "How long ago the oldest of them was recorded; 0 without one.", m.staleAge)
 	x.values("outbox_delayed", typeGauge, "Events in outbox_delayed, by whether outbox has rejected them; each counted up to 10,000.", map[labels]float64{
 		labelsOf(statusLabel, "waiting"): float64(m.delayed.Waiting), labelsOf(statusLabel, "rejected"): float64(m.delayed.Rejected)})

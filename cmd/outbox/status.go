@@ -193,15 +193,13 @@ func exactlyLine(r outbox.RelayStatus) string {
 func relayTable(now snapshot) table {
 	t := table{head: []string{"RELAY", "LEADER", "LEASE", "STATE", "SINCE", "PENDING", "OLDEST", "WAIT", "FAIL", "PARK", "DEAD"}, flex: []int{0, 1}}
 	for _, r := range now.relays {
-		leader, lease, more := "none", "-", ""
+		leader, lease := "none", "-"
 		if r.Holder != "" {
 			leader, lease = r.Holder, length(r.LeaseUntil.Sub(now.now))
 		}
-		if r.PendingMore {
-			more = "+"
-		}
 		word, since := relayWord(r)
-		t.add(r.Name, leader, lease, word, age(since, now.now), count(r.Pending)+more, age(r.Oldest, now.now), countUpTo(r.Waiting), countUpTo(r.Failed), countUpTo(r.Parked), countUpTo(r.Dead))
+		t.add(r.Name, leader, lease, word, age(since, now.now), tally{int(r.Pending), r.PendingMore}.String(), age(r.Oldest, now.now),
+			upTo(r.Waiting).String(), upTo(r.Failed).String(), upTo(r.Parked).String(), upTo(r.Dead).String())
 	}
 	return t
 }
@@ -242,6 +240,7 @@ type staleJSON struct {
 	Type   string    `json:"type"`
 	Class  string    `json:"class"`
 	Events int       `json:"events"`
+	More   bool      `json:"more"`
 	Oldest time.Time `json:"oldest"`
 }
 
@@ -293,7 +292,7 @@ func statusOf(s snapshot, minutes map[string]minute, database, schema string) st
 		})
 	}
 	for _, c := range s.stale {
-		out.Stale = append(out.Stale, staleJSON{c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()})
+		out.Stale = append(out.Stale, staleJSON{c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.More, c.Oldest.UTC()})
 	}
 	for _, o := range s.open {
 		out.Transactions = append(out.Transactions, transactionJSON{o.PID, o.Prepared, o.Database, o.User, o.Application, o.Client,

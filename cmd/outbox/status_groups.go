@@ -46,13 +46,13 @@ type groupSum struct {
 	group  string
 	live   int // processes
 	known  int // processes that have a row
-	by     map[string]int
+	by     map[string]tally
 	oldest time.Time // of what is not dead
 }
 
 // open returns how many events are not handled and not dead.
-func (g groupSum) open() int {
-	return g.by[tables.StatusPending] + g.by[outbox.StatusWaiting] + g.by[outbox.StatusFailed] + g.by[outbox.StatusParked]
+func (g groupSum) open() tally {
+	return g.by[tables.StatusPending].plus(g.by[outbox.StatusWaiting]).plus(g.by[outbox.StatusFailed]).plus(g.by[outbox.StatusParked])
 }
 
 // sums adds up by group, sorted by name.
@@ -60,7 +60,7 @@ func (s groupsState) sums() []groupSum {
 	of := map[string]*groupSum{}
 	get := func(group string) *groupSum {
 		if of[group] == nil {
-			of[group] = &groupSum{group: group, by: map[string]int{}}
+			of[group] = &groupSum{group: group, by: map[string]tally{}}
 		}
 		return of[group]
 	}
@@ -73,7 +73,7 @@ func (s groupsState) sums() []groupSum {
 	}
 	for _, c := range s.Counts {
 		g := get(c.Group)
-		g.by[c.Status] += c.Events
+		g.by[c.Status] = g.by[c.Status].plus(tally{c.Events, c.More})
 		if c.Status != outbox.StatusDead && (g.oldest.IsZero() || c.Oldest.Before(g.oldest)) {
 			g.oldest = c.Oldest
 		}
@@ -93,13 +93,13 @@ func (s groupsState) findings(now time.Time, l limits, schema string) (all []fin
 		all = append(all, s.memberFindings(m, l)...)
 	}
 	for _, g := range s.sums() {
-		if n := g.open(); g.live == 0 && n > 0 {
+		if open := g.open(); g.live == 0 && open.n > 0 {
 			severity := severityError
 			if now.Sub(g.oldest) <= l.maxAge { // a deployment may be under way
 				severity = severityNote
 			}
 			all = append(all, finding{"delivery.members", severity,
-				fmt.Sprintf("group %s: no process runs, and %s, the oldest for %s", g.group, plural(int64(n), "event waits", "events wait"), age(g.oldest, now)),
+				fmt.Sprintf("group %s: no process runs, and %s, the oldest for %s", g.group, open.of("event waits", "events wait"), age(g.oldest, now)),
 				"No process has renewed its row in event_member: none runs, or all are frozen or cut off from PostgreSQL. The events are not handled meanwhile.",
 				"Start a process that calls Run of a consumer or worker with this group, or read its log."})
 		}
@@ -216,8 +216,8 @@ func groupTable(s groupsState, now time.Time) table {
 		if of, ok := said[g.group]; ok {
 			word, since = groupWord(of), age(of.Since, now)
 		}
-		t.add(g.group, count(g.live), word, since, count(g.by[tables.StatusPending]), countUpTo(g.by[outbox.StatusWaiting]), countUpTo(g.by[outbox.StatusFailed]),
-			countUpTo(g.by[outbox.StatusParked]), count(g.by[tables.StatusMissed]), countUpTo(g.by[outbox.StatusDead]), age(g.oldest, now))
+		t.add(g.group, count(g.live), word, since, g.by[tables.StatusPending].String(), g.by[outbox.StatusWaiting].String(), g.by[outbox.StatusFailed].String(),
+			g.by[outbox.StatusParked].String(), g.by[tables.StatusMissed].String(), g.by[outbox.StatusDead].String(), age(g.oldest, now))
 	}
 	return t
 }
@@ -257,6 +257,7 @@ type waitingJSON struct {
 	Topic  string    `json:"topic"`
 	Status string    `json:"status"`
 	Events int       `json:"events"`
+	More   bool      `json:"more"`
 	Oldest time.Time `json:"oldest"`
 }
 
@@ -278,7 +279,7 @@ func groupStatesOf(s groupsState) []groupStateJSON {
 		}
 		for _, c := range s.Counts {
 			if c.Group == g.group {
-				one.Waiting = append(one.Waiting, waitingJSON{c.Action, c.Topic, c.Status, c.Events, c.Oldest.UTC()})
+				one.Waiting = append(one.Waiting, waitingJSON{c.Action, c.Topic, c.Status, c.Events, c.More, c.Oldest.UTC()})
 			}
 		}
 		all = append(all, one)

@@ -43,22 +43,21 @@ const maxCounted = 10_000
 // sqlOthers counts rows that other processes have claimed, also with leases that have expired within the
 // last lease. Older entries of the index may be many that PostgreSQL has not removed yet.
 const sqlOthers = `
-SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
-  FROM (SELECT d.locked_until, d.locked_by FROM {schema}.event_delivery AS d
+SELECT count(*) FILTER (WHERE o.others)::int, count(*) >= $4, coalesce(max(o.locked_until) FILTER (WHERE o.others) - clock_timestamp(), '0')
+  FROM (SELECT d.locked_until, NOT pg_catalog.starts_with(d.locked_by, $2::text || '/') AS others FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until > now() - $3::interval
-         ORDER BY d.consumer_group, d.locked_until LIMIT $4) AS o
- WHERE NOT pg_catalog.starts_with(o.locked_by, $2::text || '/')`
+         ORDER BY d.consumer_group, d.locked_until LIMIT $4) AS o`
 
-// countOthers returns the number of rows that other processes have claimed, at most 10,000, and the longest
-// remaining lease.
-func (s *Store) countOthers(ctx context.Context) (rows int, longest time.Duration, err error) {
+// countOthers returns the number of rows that other processes have claimed, and their longest remaining lease. It reads
+// 10,000 rows, those first whose leases end first. More is set if there may be more.
+func (s *Store) countOthers(ctx context.Context) (rows int, more bool, longest time.Duration, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlOthers, s.group, s.process, s.lease, maxCounted).QueryRow(func(row pgx.Row) error { return row.Scan(&rows, &longest) })
+		b.Queue(s.sqlOthers, s.group, s.process, s.lease, maxCounted).QueryRow(func(row pgx.Row) error { return row.Scan(&rows, &more, &longest) })
 	})
 	if err != nil {
-		return 0, 0, fmt.Errorf("count deliveries of other processes: %w", err)
+		return 0, false, 0, fmt.Errorf("count deliveries of other processes: %w", err)
 	}
-	return rows, longest, nil
+	return rows, more, longest, nil
 }
 
 // sqlRenew skips locked rows. A transaction is about to finish them, or is taking them over.

@@ -209,11 +209,14 @@ func (k *leaseKeeper) dueAgain(ctx context.Context) error {
 // announceOthers logs once how many deliveries other processes have claimed. This process may be the
 // restart of a killed process. Then later deliveries of their keys wait until the leases have expired.
 func (k *leaseKeeper) announceOthers(ctx context.Context) error {
-	rows, longest, err := k.store.countOthers(ctx)
+	rows, more, longest, err := k.store.countOthers(ctx)
+	if more {
+		longest = max(longest, k.cfg.Lease) // the leases that were not read end later
+	}
 	if rows > 0 {
 		k.log.Info("outbox: other processes have deliveries, and later ones of the same keys wait for them; "+
 			"the deliveries of a process that is gone are taken over within at_most",
-			"deliveries", rows, "at_most", (max(longest, k.cfg.Lease/2) + k.cfg.Lease/3).Round(time.Millisecond))
+			"deliveries", rows, "more", more, "at_most", (max(longest, k.cfg.Lease/2) + k.cfg.Lease/3).Round(time.Millisecond))
 	}
 	return err
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
@@ -160,4 +161,28 @@ func TestMemberNoticesOutages(t *testing.T) {
 	k.tryTakeOver(t.Context(), &takeOverRound{announced: true})
 	require.Empty(t, k.outages.Current())
 	require.Equal(t, 1, strings.Count(log.String(), "works again"))
+}
+
+// Very many deliveries of other processes are counted up to a limit. The log does not show that as an exact number, nor
+// the last lease of those that were read as the last of all.
+func TestManyDeliveriesOfOthersAreNoExactNumber(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Migrated(t)
+	_, err := db.Exec(t.Context(), pg.InSchema(`
+		INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at, occurred_at, recorded_at, locked_by, locked_until,
+		       event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload)
+		SELECT n, n, 0, 3, now(), now(), now(), now(), now(), CASE WHEN n <= 5 THEN 'me/1' ELSE 'other/1' END, now() + CASE WHEN n <= $1::int THEN '1 s' ELSE '20 s' END::interval,
+		       gen_random_uuid(), 'PROCESSING', 'g', 'a', 's', 't', '/s', 't', 'k', 'application/json', '{}'
+		  FROM generate_series(1, $1 + 10) AS n`, schema), maxCounted)
+	require.NoError(t, err)
+	said := func() string {
+		var text strings.Builder
+		k := &leaseKeeper{cfg: &Rules{Lease: 30 * time.Second}, store: NewStore(db, schema, "g", "me", 30*time.Second), log: slog.New(slog.NewTextHandler(&text, nil))}
+		require.NoError(t, k.announceOthers(t.Context()))
+		return text.String()
+	}
+	require.Contains(t, said(), "deliveries=9995 more=true at_most=40s")
+	_, err = db.Exec(t.Context(), pg.InSchema(`DELETE FROM {schema}.event_delivery WHERE position > 8`, schema))
+	require.NoError(t, err)
+	require.Contains(t, said(), "deliveries=3 more=false at_most=25s")
 }

@@ -126,7 +126,9 @@ const (
 // outboxops.DeliveryCount, which describes them.
 type DeliveryCount struct {
 	Group, Stream, Action, Status string
-	Deliveries, Held              int
+	Deliveries                    int
+	More                          bool
+	Held                          int
 	Oldest, Due                   time.Time
 }
 
@@ -142,7 +144,7 @@ const (
 // with a worker. The first of a kind by id is the oldest one.
 const SQLDeliveryCount = DeliveryKinds + `
 SELECT counted.* FROM (
-       SELECT k.consumer_group, k.stream, k.action, k.status, c.deliveries, c.held, c.oldest, due.next_retry_at AS due
+       SELECT k.consumer_group, k.stream, k.action, k.status, c.deliveries, c.deliveries >= $14, c.held, c.oldest, due.next_retry_at AS due
          FROM chosen AS k
         CROSS JOIN LATERAL (
               SELECT count(*) AS deliveries, count(*) FILTER (WHERE held) AS held, min(created_at) AS oldest FROM (
@@ -163,7 +165,7 @@ SELECT counted.* FROM (
                         AND (coalesce(d.last_error_code, '') = 'stale') = s.stale` + DeliveryWhere + `
                       ORDER BY d.consumer_group, d.action, d.stream, ` + dueType + `, (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
         UNION ALL
-       SELECT consumer_group, stream, action, 'PROCESSING', count(*), 0, min(created_at), min(locked_until)
+       SELECT consumer_group, stream, action, 'PROCESSING', count(*), sum(count(*)) OVER ()::bigint >= $15, 0, min(created_at), min(locked_until)
          FROM (SELECT d.* FROM {schema}.event_delivery AS d
                 WHERE d.status = 'PROCESSING' AND 'PROCESSING' = ANY ($1)` + DeliveryWhere + `
                 ORDER BY d.consumer_group, d.locked_until LIMIT $15) AS d
@@ -171,11 +173,13 @@ SELECT counted.* FROM (
  WHERE deliveries > 0 ORDER BY consumer_group, stream, action, status`
 
 // SQLDeliveryFailures counts up to $14 deliveries of each kind, of each group up to $14 that are resolved, and up to
-// $15 that are with a worker, by group, action, status, type and last error. Capped says that there are more.
+// $15 that are with a worker, by group, action, status, type and last error. A read of one topic that has met its limit
+// leaves out deliveries of any type and error.
 const SQLDeliveryFailures = DeliveryKinds + `, ` + deadGroups + `
-SELECT consumer_group, action, status, event_type, code, sum(deliveries)::bigint, min(oldest), bool_or(capped) FROM (
+SELECT consumer_group, action, status, event_type, code, sum(deliveries)::bigint,
+       bool_or(bool_or(more)) OVER (PARTITION BY consumer_group, action, status), min(oldest) FROM (
        SELECT k.consumer_group, k.action, k.status, r.event_type, r.code, count(*) AS deliveries, min(r.created_at) AS oldest,
-              sum(count(*)) OVER (PARTITION BY k.consumer_group, k.action, k.stream, k.status)::bigint >= $14 AS capped
+              sum(count(*)) OVER (PARTITION BY k.consumer_group, k.action, k.stream, k.status)::bigint >= $14 AS more
          FROM chosen AS k
         CROSS JOIN LATERAL (SELECT d.event_type, coalesce(d.last_error_code, '') AS code, d.created_at
                               FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $14) AS r
@@ -268,7 +272,7 @@ func NewDeliveryReader(db *pgxpool.Pool, schema string) DeliveryReader {
 func (r DeliveryReader) Count(ctx context.Context, filter DeliveryFilter) (counts []DeliveryCount, err error) {
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		counts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c DeliveryCount, err error) {
-			return c, row.Scan(&c.Group, &c.Stream, &c.Action, &c.Status, &c.Deliveries, &c.Held, pg.Time{At: &c.Oldest}, pg.Time{At: &c.Due})
+			return c, row.Scan(&c.Group, &c.Stream, &c.Action, &c.Status, &c.Deliveries, &c.More, &c.Held, pg.Time{At: &c.Oldest}, pg.Time{At: &c.Due})
 		})
 		return err
 	}, r.count, append(filter.Args(), MaxCounted, MaxProcessing)...)
@@ -279,8 +283,8 @@ func (r DeliveryReader) Count(ctx context.Context, filter DeliveryFilter) (count
 type DeliveryFailureCount struct {
 	Group, Action, Status, Type, ErrorCode string
 	Deliveries                             int
+	More                                   bool
 	Oldest                                 time.Time // when the first of their rows was made
-	Capped                                 bool      // there are more
 }
 
 // FailureCounts returns how many deliveries there are by group, action, status, type and last
@@ -289,7 +293,7 @@ type DeliveryFailureCount struct {
 func (r DeliveryReader) FailureCounts(ctx context.Context, filter DeliveryFilter) (counts []DeliveryFailureCount, err error) {
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		counts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c DeliveryFailureCount, err error) {
-			return c, row.Scan(&c.Group, &c.Action, &c.Status, &c.Type, &c.ErrorCode, &c.Deliveries, pg.Time{At: &c.Oldest}, &c.Capped)
+			return c, row.Scan(&c.Group, &c.Action, &c.Status, &c.Type, &c.ErrorCode, &c.Deliveries, &c.More, pg.Time{At: &c.Oldest})
 		})
 		return err
 	}, r.failures, append(filter.Args(), MaxCounted, MaxProcessing)...)

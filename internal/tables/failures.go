@@ -116,6 +116,7 @@ const FailureWhere = `
 type FailureCount struct {
 	Relay, Status, Type, Class string
 	Events                     int
+	More                       bool
 	Oldest                     time.Time
 }
 
@@ -130,13 +131,13 @@ const SQLFailureCount = failureTypes + `, chosen AS MATERIALIZED (
     SELECT t.relay, t.status, t.event_type, t.error_class, c.*
       FROM classes AS t
      CROSS JOIN LATERAL (
-           SELECT count(*) AS events, min(failed_at) AS oldest FROM (
+           SELECT count(*) AS events, count(*) >= $5 AS more, min(failed_at) AS oldest FROM (
                   SELECT failed_at FROM {schema}.outbox_failed` + ofType + ` AND error_class = t.error_class` + oldestOfType + ` LIMIT $5) AS f) AS c
      UNION ALL
     SELECT t.relay, t.status, t.event_type, '', c.*
       FROM chosen AS t
      CROSS JOIN LATERAL (
-           SELECT count(*) AS events, min(failed_at) AS oldest FROM (
+           SELECT count(*) AS events, count(*) >= $5 AS more, min(failed_at) AS oldest FROM (
                   SELECT failed_at FROM {schema}.outbox_failed` + ofType + ` AND error_class IS NULL` + oldestOfType + ` LIMIT $5) AS f) AS c
 )
 SELECT * FROM counted WHERE events > 0 AND ($4::text = '' OR error_class = $4)
@@ -171,7 +172,7 @@ const (
 
 // SQLFailureSearch counts all failed events of a [FailureFilter], whose parameters it has.
 const SQLFailureSearch = `
-SELECT relay, status, event_type, coalesce(error_class, ''), count(*), min(failed_at)
+SELECT relay, status, event_type, coalesce(error_class, ''), count(*), false, min(failed_at)
   FROM {schema}.outbox_failed` + FailureWhere + `
  GROUP BY 1, 2, 3, 4
  ORDER BY 5 DESC, 1, 2, 3, 4`
@@ -193,7 +194,7 @@ func NewFailureCounter(db *pgxpool.Pool, schema string) FailureCounter {
 func (c FailureCounter) Count(ctx context.Context, filter FailureFilter) (counts []FailureCount, err error) {
 	collect := func(rows pgx.Rows) (err error) {
 		counts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c FailureCount, err error) {
-			return c, row.Scan(&c.Relay, &c.Status, &c.Type, &c.Class, &c.Events, pg.Time{At: &c.Oldest})
+			return c, row.Scan(&c.Relay, &c.Status, &c.Type, &c.Class, &c.Events, &c.More, pg.Time{At: &c.Oldest})
 		})
 		return err
 	}

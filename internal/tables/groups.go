@@ -31,7 +31,11 @@ const SQLWaiting = waitingIn + DeliveryWhere + waitingBy
 const SQLWaitingOfGroup = waitingIn + ` AND d.consumer_group = $2::text AND d.locked_until > now() - interval '10 minutes'` + DeliveryWhere + waitingBy
 
 const waitingIn = DeliveryKinds + `
-SELECT r.consumer_group, r.action, r.stream, s.status, count(*), min(r.recorded_at)
+SELECT r.consumer_group, r.action, r.stream, s.status, count(*),
+       sum(count(*) FILTER (WHERE r.status <> 'PROCESSING'))
+           OVER (PARTITION BY r.consumer_group, r.action, r.stream, CASE s.status WHEN 'failed' THEN 'waiting' ELSE s.status END)::bigint >= $14
+       OR s.status IN ('waiting', 'failed') AND sum(count(*) FILTER (WHERE r.status = 'PROCESSING')) OVER ()::bigint >= $15,
+       min(r.recorded_at)
   FROM (SELECT d.* FROM chosen AS k
          CROSS JOIN LATERAL (SELECT ` + waitingColumns + ` FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $14) AS d
          UNION ALL
@@ -50,8 +54,9 @@ const waitingColumns = `d.consumer_group, d.action, d.stream, d.status, d.last_e
 // the offsets from the first one that an action lacks to the position that the group has saved last. It looks at up to
 // $2 rows.
 const SQLMissed = `
-SELECT g.consumer_group, g.action, g.topic, 'missed', least(sum(greatest(s.position - g.from_offset, 0)), 1000000000)::bigint, min(g.opened_at)
-  FROM (SELECT consumer_group, topic, topic_id, partition, action, min(from_offset) AS from_offset, min(opened_at) AS opened_at
+SELECT g.consumer_group, g.action, g.topic, 'missed', least(sum(greatest(s.position - g.from_offset, 0)), 1000000000)::bigint,
+       sum(greatest(s.position - g.from_offset, 0)) > 1000000000::numeric OR sum(sum(g.gaps)) OVER ()::bigint >= $2, min(g.opened_at)
+  FROM (SELECT consumer_group, topic, topic_id, partition, action, min(from_offset) AS from_offset, min(opened_at) AS opened_at, count(*) AS gaps
           FROM (SELECT * FROM {schema}.consumer_gap WHERE $1::text = '' OR consumer_group = $1 ORDER BY consumer_group LIMIT $2) AS l
          GROUP BY consumer_group, topic, topic_id, partition, action) AS g
   LEFT JOIN {schema}.consumer_start AS s
@@ -178,7 +183,10 @@ func (c EventCount) about() string {
 }
 
 func (c EventCount) eventsAre() string {
-	if c.Events == 1 {
+	switch {
+	case c.More:
+		return fmt.Sprintf("%d or more events are", c.Events)
+	case c.Events == 1:
 		return "1 event is"
 	}
 	return fmt.Sprintf("%d events are", c.Events)
@@ -241,7 +249,7 @@ func (r GroupReader) Missed(ctx context.Context, group string) ([]EventCount, er
 }
 
 func scanWaiting(row pgx.CollectableRow) (c EventCount, err error) {
-	return c, row.Scan(&c.Group, &c.Action, &c.Topic, &c.Status, &c.Events, pg.Time{At: &c.Oldest})
+	return c, row.Scan(&c.Group, &c.Action, &c.Topic, &c.Status, &c.Events, &c.More, pg.Time{At: &c.Oldest})
 }
 
 // Members returns the processes of a group, or of all groups for "", sorted by group.

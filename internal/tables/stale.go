@@ -14,9 +14,13 @@ import (
 
 // EventCount counts events or deliveries that are alike. Its fields are those of
 // outbox.EventCount, which describes them.
+//
+// Statements that count read rows up to a limit, and several counts come from the rows of one read. So a statement says
+// whether a read has met its limit, for all counts that the rows behind the limit may belong to.
 type EventCount struct {
 	Relay, Group, Action, Topic, Status, Type, Class string
 	Events                                           int
+	More                                             bool
 	Oldest                                           time.Time
 }
 
@@ -28,7 +32,7 @@ const StatusPending = "pending"
 // [SQLRelays] does and for its reasons: what is found in both orders counts once. It is to be run
 // under pg.PlannerSettings. A group that has left for Kafka is owed nothing from outbox.
 const SQLStalePending = NewestCursors + `
-SELECT c.relay, p.event_type, count(*), min(p.created_at)
+SELECT c.relay, p.event_type, count(*), bool_or(bool_or(p.more)) OVER (PARTITION BY c.relay), min(p.created_at)
   FROM positions AS c
  CROSS JOIN LATERAL (
        WITH by_xid AS MATERIALIZED (
@@ -38,7 +42,7 @@ SELECT c.relay, p.event_type, count(*), min(p.created_at)
                CROSS JOIN LATERAL (SELECT id, xid, event_type, created_at FROM {schema}.outbox
                                     WHERE ` + InGap + ` ORDER BY xid, id LIMIT $3) AS o
                LIMIT $3)
-       SELECT o.id, o.event_type, o.created_at
+       SELECT o.id, o.event_type, o.created_at, (SELECT count(*) FROM by_xid) >= $3 OR count(*) OVER (PARTITION BY x) >= $3 AS more
          FROM pg_snapshot_xip(c.snapshot) AS x
         CROSS JOIN LATERAL (SELECT id, event_type, created_at FROM {schema}.outbox
                              WHERE (xid, id) > (x, CASE WHEN pg_visible_in_snapshot(x, c.window_snapshot) THEN c.last_processed_id
@@ -46,10 +50,10 @@ SELECT c.relay, p.event_type, count(*), min(p.created_at)
                              ORDER BY xid, id LIMIT $3) AS o
         WHERE ` + Ended + `
         UNION
-       SELECT by_xid.id, by_xid.event_type, by_xid.created_at FROM by_xid
+       SELECT by_xid.id, by_xid.event_type, by_xid.created_at, (SELECT count(*) FROM by_xid) >= $3 FROM by_xid
         WHERE NOT coalesce(by_xid.id <= c.last_processed_id AND pg_visible_in_snapshot(by_xid.xid, c.window_snapshot), false)
         UNION
-       SELECT by_id.id, by_id.event_type, by_id.created_at
+       SELECT by_id.id, by_id.event_type, by_id.created_at, true
          FROM (SELECT id, xid, event_type, created_at FROM {schema}.outbox
                 WHERE id > c.last_processed_id AND c.window_snapshot IS NOT NULL AND (SELECT count(*) FROM by_xid) >= $3
                 ORDER BY id LIMIT $3) AS by_id
@@ -69,16 +73,14 @@ SELECT counted.* FROM (
        SELECT t.relay, t.status, t.event_type, t.error_class, c.*
          FROM classes AS t
         CROSS JOIN LATERAL (
-              SELECT count(*) AS events, min(created_at) AS oldest FROM (
-                     SELECT created_at FROM {schema}.outbox_failed` + ofType + ` AND error_class = t.error_class` + oldestOfType + ` LIMIT $3) AS f
-               WHERE created_at < $2) AS c
+              SELECT count(*) FILTER (WHERE created_at < $2) AS events, count(*) >= $3 AS more, min(created_at) FILTER (WHERE created_at < $2) AS oldest
+                FROM (SELECT created_at FROM {schema}.outbox_failed` + ofType + ` AND error_class = t.error_class` + oldestOfType + ` LIMIT $3) AS f) AS c
         UNION ALL
        SELECT t.relay, t.status, t.event_type, '', c.*
          FROM chosen AS t
         CROSS JOIN LATERAL (
-              SELECT count(*) AS events, min(created_at) AS oldest FROM (
-                     SELECT created_at FROM {schema}.outbox_failed` + ofType + ` AND error_class IS NULL` + oldestOfType + ` LIMIT $3) AS f
-               WHERE created_at < $2) AS c) AS counted
+              SELECT count(*) FILTER (WHERE created_at < $2) AS events, count(*) >= $3 AS more, min(created_at) FILTER (WHERE created_at < $2) AS oldest
+                FROM (SELECT created_at FROM {schema}.outbox_failed` + ofType + ` AND error_class IS NULL` + oldestOfType + ` LIMIT $3) AS f) AS c) AS counted
  WHERE events > 0`
 
 // SQLStaleDeliveries counts deliveries of events that were recorded before $5, by group, action,
@@ -86,14 +88,22 @@ SELECT counted.* FROM (
 // at up to $7 that are with a worker. The status is that of a failure: failed once an attempt has
 // failed, waiting until then, and parked behind another one.
 const SQLStaleDeliveries = DeliveryKinds + `
-SELECT r.consumer_group, r.action, r.event_type, coalesce(r.last_error_code, ''), s.status, count(*), min(r.recorded_at)
-  FROM (SELECT d.* FROM chosen AS k
-         CROSS JOIN LATERAL (SELECT ` + staleColumns + ` FROM {schema}.event_delivery AS d` + OfDeliveryKind + ByDeliveryKind + ` LIMIT $6) AS d
-         UNION ALL
-       (SELECT ` + staleColumns + ` FROM {schema}.event_delivery AS d WHERE d.status = 'PROCESSING' ORDER BY d.consumer_group, d.locked_until LIMIT $7)) AS r
- CROSS JOIN LATERAL (SELECT CASE WHEN r.status = 'PARKED' THEN 'parked' WHEN r.last_error_code IS NULL THEN 'waiting' ELSE 'failed' END) AS s (status)
- WHERE r.recorded_at < $5
- GROUP BY r.consumer_group, r.action, r.event_type, coalesce(r.last_error_code, ''), s.status`
+SELECT counted.* FROM (
+       SELECT r.consumer_group, r.action, r.event_type, coalesce(r.last_error_code, ''), s.status, count(*) FILTER (WHERE r.recorded_at < $5) AS events,
+              bool_or(bool_or(r.more AND r.status <> 'PROCESSING')) OVER (PARTITION BY r.consumer_group, r.action, s.status = 'parked')
+              OR s.status <> 'parked' AND bool_or(bool_or(r.more AND r.status = 'PROCESSING')) OVER () AS more,
+              min(r.recorded_at) FILTER (WHERE r.recorded_at < $5)
+         FROM (SELECT d.* FROM chosen AS k
+                CROSS JOIN LATERAL (
+                      SELECT d.*, count(*) OVER () >= $6 AS more
+                        FROM (SELECT ` + staleColumns + ` FROM {schema}.event_delivery AS d` + OfDeliveryKind + ByDeliveryKind + ` LIMIT $6) AS d) AS d
+                UNION ALL
+               SELECT d.*, count(*) OVER () >= $7
+                 FROM (SELECT ` + staleColumns + ` FROM {schema}.event_delivery AS d
+                        WHERE d.status = 'PROCESSING' ORDER BY d.consumer_group, d.locked_until LIMIT $7) AS d) AS r
+        CROSS JOIN LATERAL (SELECT CASE WHEN r.status = 'PARKED' THEN 'parked' WHEN r.last_error_code IS NULL THEN 'waiting' ELSE 'failed' END) AS s (status)
+        GROUP BY r.consumer_group, r.action, r.event_type, coalesce(r.last_error_code, ''), s.status) AS counted
+ WHERE events > 0`
 
 const staleColumns = `d.consumer_group, d.action, d.status, d.event_type, d.last_error_code, d.recorded_at`
 
@@ -120,7 +130,7 @@ func (c TypeCounter) FailedEvents(ctx context.Context, statuses ...string) ([]Ev
 	failed, err := c.failures.Count(ctx, FailureFilter{Statuses: statuses})
 	counts := make([]EventCount, len(failed))
 	for i, f := range failed {
-		counts[i] = EventCount{Relay: f.Relay, Status: f.Status, Type: f.Type, Class: f.Class, Events: f.Events, Oldest: f.Oldest}
+		counts[i] = EventCount{Relay: f.Relay, Status: f.Status, Type: f.Type, Class: f.Class, Events: f.Events, More: f.More, Oldest: f.Oldest}
 	}
 	return counts, err
 }
@@ -131,7 +141,7 @@ func (c TypeCounter) DeadDeliveries(ctx context.Context) ([]EventCount, error) {
 	dead, err := c.owed.FailureCounts(ctx, DeliveryFilter{Statuses: []string{"DEAD"}})
 	counts := make([]EventCount, len(dead))
 	for i, d := range dead {
-		counts[i] = EventCount{Group: d.Group, Action: d.Action, Status: "dead", Type: d.Type, Class: d.ErrorCode, Events: d.Deliveries, Oldest: d.Oldest}
+		counts[i] = EventCount{Group: d.Group, Action: d.Action, Status: "dead", Type: d.Type, Class: d.ErrorCode, Events: d.Deliveries, More: d.More, Oldest: d.Oldest}
 	}
 	return counts, err
 }
@@ -184,7 +194,7 @@ func (c TypeCounter) count(ctx context.Context, counts *[]EventCount, scan pgx.R
 
 func scanPending(row pgx.CollectableRow) (EventCount, error) {
 	c := EventCount{Status: StatusPending}
-	err := row.Scan(&c.Relay, &c.Type, &c.Events, pg.Time{At: &c.Oldest})
+	err := row.Scan(&c.Relay, &c.Type, &c.Events, &c.More, pg.Time{At: &c.Oldest})
 	if group, ok := strings.CutPrefix(c.Relay, WorkerPrefix); ok {
 		c.Relay, c.Group = "", group
 	}
@@ -192,9 +202,9 @@ func scanPending(row pgx.CollectableRow) (EventCount, error) {
 }
 
 func scanFailed(row pgx.CollectableRow) (c EventCount, err error) {
-	return c, row.Scan(&c.Relay, &c.Status, &c.Type, &c.Class, &c.Events, pg.Time{At: &c.Oldest})
+	return c, row.Scan(&c.Relay, &c.Status, &c.Type, &c.Class, &c.Events, &c.More, pg.Time{At: &c.Oldest})
 }
 
 func scanDelivered(row pgx.CollectableRow) (c EventCount, err error) {
-	return c, row.Scan(&c.Group, &c.Action, &c.Type, &c.Class, &c.Status, &c.Events, pg.Time{At: &c.Oldest})
+	return c, row.Scan(&c.Group, &c.Action, &c.Type, &c.Class, &c.Status, &c.Events, &c.More, pg.Time{At: &c.Oldest})
 }

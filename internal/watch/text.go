@@ -27,7 +27,7 @@ func (a Alert) String() string {
 	}
 	switch a.Kind {
 	case Dead:
-		return fmt.Sprintf("%s%s died; %s are dead", a.subject(), counted(a.Died, "event"), upTo(a.Status.Dead))
+		return fmt.Sprintf("%s%s died; %s are dead", a.subject(), counted(a.Died, "event"), orMore(a.Status.Dead, a.Status.Dead == tables.MaxCounted))
 	case DeadDeliveries:
 		n, _ := Sum(a.Counts)
 		return fmt.Sprintf("%s%s given up; %s are dead", a.subject(), counted(a.Died, "delivery"), n)
@@ -38,7 +38,7 @@ func (a Alert) String() string {
 		n, oldest := Sum(a.Counts)
 		return fmt.Sprintf("%s%s events are not %s, the oldest for %s: %s", a.subject(), n, a.goal(), a.At.Sub(oldest).Round(time.Second), listed(a.Counts))
 	case NoLeader:
-		return fmt.Sprintf("%sno process runs it, %d events wait", a.subject(), a.Status.Pending)
+		return fmt.Sprintf("%sno process runs it, %s events wait", a.subject(), orMore(a.Status.Pending, a.Status.PendingMore))
 	case Lost:
 		return fmt.Sprintf("%sKafka has removed or lost %s of %s, which the group may lack", a.subject(), counted(int(a.Lost), "record"), name(a.Topic))
 	case Breaker:
@@ -120,17 +120,14 @@ func (a Alert) goal() string {
 
 // Sum adds up counts, as a text, and returns the time of the oldest.
 func Sum(counts []tables.EventCount) (n string, oldest time.Time) {
-	events, more := 0, ""
+	events, more := 0, false
 	for _, c := range counts {
-		events += c.Events
-		if c.Events == tables.MaxCounted {
-			more = " or more"
-		}
+		events, more = events+c.Events, more || c.More
 		if oldest.IsZero() || c.Oldest.Before(oldest) {
 			oldest = c.Oldest
 		}
 	}
-	return strconv.Itoa(events) + more, oldest
+	return orMore(int64(events), more), oldest
 }
 
 // maxListed is how many kinds of events a sentence names.
@@ -140,7 +137,7 @@ const maxListed = 20
 func listed(counts []tables.EventCount) string {
 	var parts []string
 	for _, c := range counts[:min(len(counts), maxListed)] {
-		parts = append(parts, upTo(int64(c.Events))+" "+kind(c))
+		parts = append(parts, orMore(int64(c.Events), c.More)+" "+kind(c))
 	}
 	if more := len(counts) - maxListed; more > 0 {
 		parts = append(parts, counted(more, "more kind"))
@@ -157,12 +154,13 @@ func kind(c tables.EventCount) string {
 	return strings.Join(slices.DeleteFunc(parts, func(part string) bool { return part == "" }), " ")
 }
 
-// upTo writes a number that is counted up to [tables.MaxCounted].
-func upTo(n int64) string {
-	if n == tables.MaxCounted {
-		return strconv.Itoa(tables.MaxCounted) + " or more"
+// orMore writes a number, and whether there may be more.
+func orMore(n int64, more bool) string {
+	text := strconv.FormatInt(n, 10)
+	if more {
+		text += " or more"
 	}
-	return strconv.FormatInt(n, 10)
+	return text
 }
 
 func counted(n int, what string) string {

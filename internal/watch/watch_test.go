@@ -751,3 +751,26 @@ func TestAlerterHangs(t *testing.T) {
 		close(release)
 	})
 }
+
+// Counts of a read that has met its limit are no exact numbers, also where they are less than the limit.
+func TestSentencesSayThatThereIsMore(t *testing.T) {
+	t.Parallel()
+	at := time.Now()
+	counts := []tables.EventCount{
+		{Group: "stats", Action: "COUNT", Status: "waiting", Type: "a", Events: 5000, More: true, Oldest: at.Add(-time.Hour)},
+		{Group: "stats", Action: "COUNT", Status: "waiting", Type: "b", Events: 3, Oldest: at.Add(-time.Minute)},
+	}
+	for want, a := range map[string]watch.Alert{
+		"consumer group stats: 5003 or more events are not handled, the oldest for 1h0m0s: 5000 or more waiting a for stats COUNT, 3 waiting b for stats COUNT": {
+			Kind: watch.Stale, Group: "stats", At: at, Counts: counts},
+		"5003 or more dead events and deliveries wait for a decision: 5000 or more waiting a for stats COUNT, 3 waiting b for stats COUNT": {Kind: watch.ManyDead, Counts: counts},
+		"5003 or more dead events and deliveries are left":                   {Kind: watch.ManyDead, Counts: counts, Over: true},
+		"3 dead events and deliveries are left":                              {Kind: watch.ManyDead, Counts: counts[1:], Over: true},
+		"consumer group stats: 2 deliveries given up; 5003 or more are dead": {Kind: watch.DeadDeliveries, Group: "stats", Died: 2, Counts: counts},
+		"relay default: 1 event died; 10000 or more are dead":                {Kind: watch.Dead, Relay: "default", Died: 1, Status: tables.Relay{Dead: tables.MaxCounted}},
+		"relay default: no process runs it, 100000 or more events wait":      {Kind: watch.NoLeader, Relay: "default", Status: tables.Relay{Pending: 100_000, PendingMore: true}},
+		"relay default: no process runs it, 7 events wait":                   {Kind: watch.NoLeader, Relay: "default", Status: tables.Relay{Pending: 7}},
+	} {
+		require.Equal(t, want, a.String())
+	}
+}

@@ -55,7 +55,7 @@ func (r *run) backlog(ctx context.Context) (counts []tables.EventCount, reasons 
 	if err != nil || g.Pending == 0 {
 		return nil, nil, err
 	}
-	return []tables.EventCount{{Group: w.Group(), Status: tables.StatusPending, Events: int(g.Pending), Oldest: g.Oldest}}, nil, nil
+	return []tables.EventCount{{Group: w.Group(), Status: tables.StatusPending, Events: int(g.Pending), More: g.PendingMore, Oldest: g.Oldest}}, nil, nil
 }
 
 // prepare waits for PostgreSQL, checks that the tables belong to this release, and reads the pauses of
