@@ -169,7 +169,7 @@ func (e *env) writeSubscriptions(all []outboxops.Subscription) {
 		if s.HasConsumer {
 			consumer = "yes"
 		}
-		t.add(s.Group, string(s.State), age(s.ChangedAt, e.now()), countUpTo(s.Open), countUpTo(s.Dead), consumer, s.Relay)
+		t.add(s.Group, string(s.State), age(s.ChangedAt, e.dbNow()), countUpTo(s.Open), countUpTo(s.Dead), consumer, s.Relay)
 	}
 	e.writeTable(t)
 }
