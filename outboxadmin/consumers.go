@@ -41,7 +41,8 @@ func (a *admin) groupsView(ctx context.Context, withKafka bool) (v groupsView, e
 	if v.kafka = a.kafka.last(); withKafka {
 		v.kafka = a.kafka.look(ctx, v.groups)
 	}
-	a.sampleGroups(time.Now(), v)
+	v.kafka.At = a.at(v.kafka.At)
+	a.sampleGroups(a.now(), v)
 	return v, nil
 }
 
@@ -230,7 +231,7 @@ func (a *admin) consumersPage(r *request) (answer, error) {
 	page := consumersPage{Rows: groupRows(v.groups), More: v.more, Deliveries: v.deliveries, Kafka: v.kafka, Processes: a.processes(), Spans: spans, Span: s.Name, Done: done}
 	all := v.all()
 	cards := all[:min(len(all), maxGroupCards)]
-	if page.Cards, err = a.groupViews(r.Context(), cards, v, time.Now(), s); err != nil {
+	if page.Cards, err = a.groupViews(r.Context(), cards, v, a.now(), s); err != nil {
 		return answer{}, err
 	}
 	page.States, page.OtherStates = first(all[len(cards):], maxGroupRows)

@@ -127,7 +127,7 @@ func (a *admin) overview(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	ctx, now := r.Context(), time.Now()
+	ctx, now := r.Context(), a.now()
 	state, err := a.situation(ctx, now)
 	if err != nil {
 		return answer{}, err
@@ -237,7 +237,7 @@ func (a *admin) apiOverview(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	now := time.Now()
+	now := a.now()
 	s, err := a.situation(r.Context(), now)
 	if err != nil {
 		return answer{}, err

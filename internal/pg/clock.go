@@ -24,12 +24,14 @@ func ReadClock(ctx context.Context, db BatchSender) (Clock, error) {
 func (c Clock) IsRead() bool { return !c.read.IsZero() }
 
 // Now returns the time of the database.
-func (c Clock) Now() time.Time {
-	now := time.Now()
-	if !c.IsRead() {
-		return now
+func (c Clock) Now() time.Time { return c.At(time.Now()) }
+
+// At returns the time of the database at a time of this process, or zero for the zero time.
+func (c Clock) At(own time.Time) time.Time {
+	if !c.IsRead() || own.IsZero() {
+		return own
 	}
-	return c.now.Add(now.Sub(c.read))
+	return c.now.Add(own.Sub(c.read))
 }
 
 // Since returns how long ago something was, by the clock of the database: never less than 0, and 0 for the zero time.
