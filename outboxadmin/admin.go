@@ -17,6 +17,7 @@ import (
 	"html/template"
 	"log/slog"
 	"net/http"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -197,6 +198,15 @@ func (a *admin) at(own time.Time) time.Time {
 		return clock.At(own)
 	}
 	return own
+}
+
+// outagesAt returns outages that this process has reported, with times of the database.
+func (a *admin) outagesAt(own []outbox.Outage) []outbox.Outage {
+	all := slices.Clone(own)
+	for i := range all {
+		all[i].Since = a.at(all[i].Since)
+	}
+	return all
 }
 
 const (

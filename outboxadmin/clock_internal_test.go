@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -46,4 +47,22 @@ func TestPagesByAnotherClock(t *testing.T) {
 		}
 		require.Empty(t, wrong, ahead)
 	}
+}
+
+// Outages that this process reports have the times of the database, as those have that others report.
+func TestOwnOutagesByAnotherClock(t *testing.T) {
+	t.Parallel()
+	began := time.Now()
+	all := []outbox.Outage{{What: "Kafka", Class: "unreachable", Since: began}}
+	a := &admin{cfg: Config{
+		Health:    func() []outbox.RelayHealth { return []outbox.RelayHealth{{Relay: "default", Outages: all}} },
+		Consumers: func() []outbox.ConsumerHealth { return []outbox.ConsumerHealth{{Outages: all}} },
+		Workers:   func() []outbox.WorkerHealth { return []outbox.WorkerHealth{{Outages: all}} },
+	}}
+	clock := pg.ClockAt(began.Add(-time.Hour))
+	a.clock.Store(&clock)
+	for _, got := range [][]outbox.Outage{a.health()["default"].Outages, a.consumerHealth()[0].Outages, a.workerHealth()[0].Outages} {
+		require.WithinDuration(t, began.Add(-time.Hour), got[0].Since, time.Minute)
+	}
+	require.Equal(t, began, all[0].Since)
 }

@@ -278,14 +278,22 @@ func (a *admin) consumerHealth() []outbox.ConsumerHealth {
 	if a.cfg.Consumers == nil {
 		return nil
 	}
-	return a.cfg.Consumers()
+	all := slices.Clone(a.cfg.Consumers())
+	for i := range all {
+		all[i].Outages = a.outagesAt(all[i].Outages)
+	}
+	return all
 }
 
 func (a *admin) workerHealth() []outbox.WorkerHealth {
 	if a.cfg.Workers == nil {
 		return nil
 	}
-	return a.cfg.Workers()
+	all := slices.Clone(a.cfg.Workers())
+	for i := range all {
+		all[i].Outages = a.outagesAt(all[i].Outages)
+	}
+	return all
 }
 
 func (a *admin) apiConsumers(r *request) (answer, error) {

@@ -213,6 +213,7 @@ func (a *admin) health() map[string]*outbox.RelayHealth {
 	reported := map[string]*outbox.RelayHealth{}
 	if a.cfg.Health != nil {
 		for _, h := range a.cfg.Health() {
+			h.Outages = a.outagesAt(h.Outages)
 			reported[h.Relay] = &h
 		}
 	}
