@@ -68,7 +68,7 @@ type Alert struct {
 	Group string
 	// Over is set when what an earlier alert was about is over.
 	Over bool
-	// At is when the check found it.
+	// At is when the check found it, by the clock of the database.
 	At time.Time
 	// Status is the state of Relay. It is zero if the relay is removed.
 	Status RelayStatus

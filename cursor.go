@@ -61,9 +61,9 @@ type RelayState struct {
 	Reasons []string
 	// Breaker is that of its [RelayHealth].
 	Breaker BreakerState
-	// BreakerSince is since when the breaker is not closed, by the clock of the leader.
+	// BreakerSince is since when the breaker is not closed, by the clock of the database.
 	BreakerSince time.Time
-	// Outages are those of its [RelayHealth], at most 20.
+	// Outages are those of its [RelayHealth], at most 20, by the clock of the database.
 	Outages []Outage
 }
 

@@ -11,11 +11,14 @@ package outboxadmin
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"html/template"
 	"log/slog"
 	"net/http"
+	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -114,6 +117,8 @@ func (r Role) String() string {
 // admin is the handler.
 type admin struct {
 	cfg        Config
+	db         *pgxpool.Pool
+	clock      atomic.Pointer[pg.Clock] // of db, as the last request has read it; nil before
 	failed     *outboxops.Failures
 	inspect    *outboxops.Inspector
 	consumers  *outboxops.Consumers
@@ -165,7 +170,7 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outboxadmin: config: %w", err)
 	}
-	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, deliveries: deliveries, delayed: delayed,
+	a := &admin{cfg: cfg, db: db, failed: failed, inspect: inspect, consumers: consumers, deliveries: deliveries, delayed: delayed,
 		groups: tables.NewGroupReader(db, cfg.Schema), kafka: newKafkaReader(consumers, cfg.Kafka),
 		slots: newSlots(cfg.MaxConns), logins: newLogins(cfg.Logger), origin: origin, mux: http.NewServeMux(), pages: parsePages()}
 	for _, rt := range routes {
@@ -173,6 +178,35 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	}
 	a.mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { send(w, r, a.failure(r, errNowhere)) })
 	return a, nil
+}
+
+// readClock reads the clock of the database, by which pages tell ages.
+func (a *admin) readClock(ctx context.Context) error {
+	clock, err := pg.ReadClock(ctx, a.db)
+	if err == nil {
+		a.clock.Store(&clock)
+	}
+	return err
+}
+
+// now returns the time of the database. It does no I/O.
+func (a *admin) now() time.Time { return a.at(time.Now()) }
+
+// at returns the time of the database at a time of this process.
+func (a *admin) at(own time.Time) time.Time {
+	if clock := a.clock.Load(); clock != nil {
+		return clock.At(own)
+	}
+	return own
+}
+
+// outagesAt returns outages that this process has reported, with times of the database.
+func (a *admin) outagesAt(own []outbox.Outage) []outbox.Outage {
+	all := slices.Clone(own)
+	for i := range all {
+		all[i].Since = a.at(all[i].Since)
+	}
+	return all
 }
 
 const (

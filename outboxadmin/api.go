@@ -23,7 +23,7 @@ func (a *admin) apiRelays(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	relays, err := a.relays(r.Context(), time.Now())
+	relays, err := a.relays(r.Context(), a.now())
 	if err != nil {
 		return answer{}, err
 	}
@@ -46,7 +46,7 @@ func (a *admin) progress(r *request, name string) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	progress, err := a.inspect.Progress(r.Context(), name, time.Now().Add(-s.length), s.step)
+	progress, err := a.inspect.Progress(r.Context(), name, a.now().Add(-s.length), s.step)
 	if err != nil {
 		return answer{}, err
 	}
@@ -59,7 +59,7 @@ func (a *admin) apiBacklog(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	kept := a.samples.since(r.PathValue("relay"), time.Now().Add(-s.length))
+	kept := a.samples.since(r.PathValue("relay"), a.now().Add(-s.length))
 	return okJSON(apiSampleList{Samples: each(kept, func(s sample) apiSample { return apiSample{s.at.UTC(), s.pending, s.failed} })})
 }
 
@@ -69,7 +69,7 @@ func (a *admin) apiGroupBacklog(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	kept := a.groupSamples.since(r.PathValue("group"), time.Now().Add(-s.length))
+	kept := a.groupSamples.since(r.PathValue("group"), a.now().Add(-s.length))
 	return okJSON(apiGroupSampleList{Samples: each(kept, func(s sample) apiGroupSample { return apiGroupSample{s.at.UTC(), s.pending, s.failed, s.lag} })})
 }
 

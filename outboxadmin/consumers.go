@@ -41,7 +41,8 @@ func (a *admin) groupsView(ctx context.Context, withKafka bool) (v groupsView, e
 	if v.kafka = a.kafka.last(); withKafka {
 		v.kafka = a.kafka.look(ctx, v.groups)
 	}
-	a.sampleGroups(time.Now(), v)
+	v.kafka.At = a.at(v.kafka.At)
+	a.sampleGroups(a.now(), v)
 	return v, nil
 }
 
@@ -234,7 +235,7 @@ func (a *admin) consumersPage(r *request) (answer, error) {
 	page := consumersPage{Rows: groupRows(v.groups), More: v.more, Deliveries: v.deliveries, Kafka: v.kafka, Processes: a.processes(), Spans: spans, Span: s.Name, Done: done}
 	all := v.all()
 	cards := all[:min(len(all), maxGroupCards)]
-	if page.Cards, err = a.groupViews(r.Context(), cards, v, time.Now(), s); err != nil {
+	if page.Cards, err = a.groupViews(r.Context(), cards, v, a.now(), s); err != nil {
 		return answer{}, err
 	}
 	page.States, page.OtherStates = first(all[len(cards):], maxGroupRows)
@@ -281,14 +282,22 @@ func (a *admin) consumerHealth() []outbox.ConsumerHealth {
 	if a.cfg.Consumers == nil {
 		return nil
 	}
-	return a.cfg.Consumers()
+	all := slices.Clone(a.cfg.Consumers())
+	for i := range all {
+		all[i].Outages = a.outagesAt(all[i].Outages)
+	}
+	return all
 }
 
 func (a *admin) workerHealth() []outbox.WorkerHealth {
 	if a.cfg.Workers == nil {
 		return nil
 	}
-	return a.cfg.Workers()
+	all := slices.Clone(a.cfg.Workers())
+	for i := range all {
+		all[i].Outages = a.outagesAt(all[i].Outages)
+	}
+	return all
 }
 
 func (a *admin) apiConsumers(r *request) (answer, error) {

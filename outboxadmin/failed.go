@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -387,7 +386,7 @@ func bulkReview(action string) func(*admin, *request) (answer, error) {
 
 func (a *admin) showBulk(r *request, status int, action string, filter outboxops.FailureFilter, wrong string) (answer, error) {
 	page := bulkPage{Action: action, Query: encode(failedValues(filter)), Wrong: wrong}
-	if now := time.Now(); filter.Until.IsZero() || filter.Until.After(now) {
+	if now := a.now(); filter.Until.IsZero() || filter.Until.After(now) {
 		filter.Until = now
 	}
 	page.Filter, page.Values = filter, failedValues(filter)

@@ -142,6 +142,9 @@ func (a *admin) serve(rt route, w http.ResponseWriter, r *http.Request) (answer,
 	work := newWork(r.Context(), a.cfg.QueryTimeout, free)
 	defer work.end()
 	req.Request, req.work = r.WithContext(work.ctx), work
+	if err := a.readClock(work.ctx); err != nil {
+		return answer{}, work.explain(err)
+	}
 	out, err := rt.serve(a, req)
 	return out, work.explain(err)
 }

@@ -127,7 +127,7 @@ func (a *admin) overview(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	ctx, now := r.Context(), time.Now()
+	ctx, now := r.Context(), a.now()
 	state, err := a.situation(ctx, now)
 	if err != nil {
 		return answer{}, err
@@ -213,6 +213,7 @@ func (a *admin) health() map[string]*outbox.RelayHealth {
 	reported := map[string]*outbox.RelayHealth{}
 	if a.cfg.Health != nil {
 		for _, h := range a.cfg.Health() {
+			h.Outages = a.outagesAt(h.Outages)
 			reported[h.Relay] = &h
 		}
 	}
@@ -237,7 +238,7 @@ func (a *admin) apiOverview(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	now := time.Now()
+	now := a.now()
 	s, err := a.situation(r.Context(), now)
 	if err != nil {
 		return answer{}, err

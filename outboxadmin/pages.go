@@ -120,7 +120,7 @@ func parsePages() map[string]*template.Template {
 
 // page is an answer in HTML.
 func (a *admin) page(r *http.Request, status int, page, title string, body any) answer {
-	f := frame{Title: title, Name: a.cfg.Name, Names: a.cfg.Names, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: time.Now(), Access: accessOf(r), Body: body}
+	f := frame{Title: title, Name: a.cfg.Name, Names: a.cfg.Names, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: a.now(), Access: accessOf(r), Body: body}
 	var b bytes.Buffer
 	if err := a.pages[page].Execute(&b, f); err != nil {
 		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: page "+page, "error", err)

@@ -95,16 +95,15 @@ func relayStatusOf(r tables.Relay) outbox.RelayStatus {
 // group, status and type. They may be in outbox, in outbox_failed, or deliveries that are not done. Dead
 // events are not counted. Oldest is the time at which the oldest event was recorded.
 func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.EventCount, error) {
-	var now time.Time
 	var positions tables.Positions
 	var counts []tables.EventCount
-	err := pg.QueryRow(ctx, i.db, `SELECT now()`).Scan(&now)
+	clock, err := pg.ReadClock(ctx, i.db)
 	if err == nil {
 		positions, err = tables.ReadPositions(ctx, i.db, i.sql.relays)
 	}
 	if err == nil {
 		of := tables.Owners{Relays: positions.Relays, Groups: positions.Workers, Deliveries: true}
-		counts, err = i.types.Stale(ctx, now.Add(-after), of, tables.MaxCounted)
+		counts, err = i.types.Stale(ctx, clock.Now().Add(-after), of, tables.MaxCounted)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspect what waits for too long: %w", orNotMigrated(err))
@@ -153,19 +152,23 @@ const (
 	day         = 24 * time.Hour
 )
 
-// Progress returns the work of a relay in each step of time up to now, oldest first. It reads the history
-// of the relay's cursor. The history becomes coarse after an hour, and is removed as
+// Progress returns the work of a relay in each step of time up to now, by the clock of the database, oldest first. It
+// reads the history of the relay's cursor. The history becomes coarse after an hour, and is removed as
 // [outbox.RetentionConfig] says. Step is at least 1 s, and there are at most 10,000 steps.
 func (i *Inspector) Progress(ctx context.Context, relay string, since time.Time, step time.Duration) ([]RelayProgress, error) {
-	now := time.Now()
-	switch {
-	case step < time.Second:
+	if step < time.Second {
 		return nil, fmt.Errorf("outbox: inspect progress: step is %v: at least 1 s", step)
-	case now.Sub(since)/step > maxProgress:
+	}
+	clock, err := pg.ReadClock(ctx, i.db)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: inspect progress: %w", err)
+	}
+	now := clock.Now()
+	if now.Sub(since)/step > maxProgress {
 		return nil, fmt.Errorf("outbox: inspect progress: %d steps of %v: at most %d", now.Sub(since)/step, step, maxProgress)
 	}
 	var all []RelayProgress
-	err := pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+	err = pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		var at time.Time
 		var reached, began, highest int64
 		var latency pgtype.Interval

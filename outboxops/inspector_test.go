@@ -15,6 +15,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -149,6 +150,32 @@ func TestInspectProgress(t *testing.T) {
 	require.ErrorContains(t, err, "step")
 	_, err = i.Progress(background, "default", time.Now().Add(-30*24*time.Hour), time.Second)
 	require.ErrorContains(t, err, "steps")
+}
+
+// Progress ends now by the clock of the database, although that of this host is behind or ahead.
+func TestInspectProgressByAnotherClock(t *testing.T) {
+	t.Parallel()
+	for _, ahead := range []time.Duration{6 * time.Minute, -6 * time.Minute} {
+		_, schema := testenv.Migrated(t)
+		db := testenv.OtherClock(t, ahead)
+		_, err := db.Exec(background, pg.InSchema(`
+			INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch, created_at)
+			SELECT 'default', n, pg_current_snapshot(), pg_current_snapshot(), n, (SELECT system_identifier FROM pg_control_system()), 7, now() - (2 - n) * interval '30 s'
+			  FROM generate_series(0, 1) AS n`, schema))
+		require.NoError(t, err)
+		i, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: schema})
+		require.NoError(t, err)
+		now := time.Now().Add(ahead)
+		progress, err := i.Progress(background, "default", now.Add(-50*time.Second), 10*time.Second)
+		require.NoError(t, err)
+		require.Len(t, progress, 5)
+		require.WithinDuration(t, now, progress[4].At, testenv.Patience)
+		var events int64
+		for _, p := range progress {
+			events += p.Events
+		}
+		require.EqualValues(t, 1, events)
+	}
 }
 
 // The oldest transaction is shown with its statement, and whether events wait in it. This also holds for a

@@ -7,6 +7,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/tables"
 	"go.opentelemetry.io/otel/attribute"
@@ -71,9 +72,9 @@ func (a outagesOf) add(owner staleOwner, outages []outbox.Outage) {
 	}
 }
 
-func (t *Telemetry) observeOutages(o metric.Observer, since map[outageKind]time.Time) {
+func (t *Telemetry) observeOutages(o metric.Observer, since map[outageKind]time.Time, clock pg.Clock) {
 	for k, at := range since {
-		o.ObserveFloat64(t.outageAge, ageOf(at), t.set(k.owner.attribute(), outageKey.String(k.what), semconv.ErrorTypeKey.String(k.class)))
+		o.ObserveFloat64(t.outageAge, clock.Since(at).Seconds(), t.set(k.owner.attribute(), outageKey.String(k.what), semconv.ErrorTypeKey.String(k.class)))
 	}
 }
 
@@ -156,7 +157,7 @@ func outagesOfMember(all []outage.Outage) []outbox.Outage {
 	return outages
 }
 
-func (t *Telemetry) observeMembers(o metric.Observer, said saidOfGroups) {
+func (t *Telemetry) observeMembers(o metric.Observer, said saidOfGroups, clock pg.Clock) {
 	for group, counts := range said.members {
 		for _, state := range []string{stateWorks, stateNotWorking, stateUnknown} {
 			o.ObserveInt64(t.members, counts[state], t.set(semconv.MessagingConsumerGroupName(group), stateKey.String(state)))
@@ -167,5 +168,5 @@ func (t *Telemetry) observeMembers(o metric.Observer, said saidOfGroups) {
 			o.ObserveInt64(t.groupBreakers, counts[state], t.set(semconv.MessagingConsumerGroupName(of.group), actionKey.String(of.action), stateKey.String(state)))
 		}
 	}
-	t.observeOutages(o, said.outages.since)
+	t.observeOutages(o, said.outages.since, clock)
 }

@@ -54,9 +54,9 @@ func (t *Telemetry) WatchDatabase(db *pgxpool.Pool, schema string) error {
 		return fmt.Errorf("outboxotel: WatchDatabase: %w", err)
 	}
 	t.database = true
-	relays := &relaysWatch{Telemetry: t, inspector: inspector, delayed: delayed, seen: newSeen[staleOwner](), outages: newSeen[outageKind]()}
+	relays := &relaysWatch{Telemetry: t, db: db, inspector: inspector, delayed: delayed, seen: newSeen[staleOwner](), outages: newSeen[outageKind]()}
 	t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), relays.look)
-	workers := &workersWatch{Telemetry: t, deliveries: deliveries, seen: newSeen[deliveryKind](), waited: newSeen[waitingKind](),
+	workers := &workersWatch{Telemetry: t, db: db, deliveries: deliveries, seen: newSeen[deliveryKind](), waited: newSeen[waitingKind](),
 		said: newMembersSaid(tables.NewGroupReader(db, schema))}
 	t.watch(attribute.NewSet(t.attributes(watchedKey.String("workers"))...), workers.look)
 	return nil
@@ -213,17 +213,10 @@ func (t *Telemetry) observeActions(o metric.Observer) {
 	}
 }
 
-// ageOf returns how many seconds ago something was, 0 for the zero time.
-func ageOf(at time.Time) float64 {
-	if at.IsZero() {
-		return 0
-	}
-	return max(0, time.Since(at).Seconds())
-}
-
 // relaysWatch reads the state of relays, what waits for too long, and what is not due yet.
 type relaysWatch struct {
 	*Telemetry
+	db        *pgxpool.Pool
 	inspector *outboxops.Inspector
 	delayed   *outboxops.Delayed
 	seen      *short.Labels[staleOwner]
@@ -255,10 +248,11 @@ type staleEvents struct {
 }
 
 func (w *relaysWatch) look(ctx context.Context) (observation, error) {
+	clock, err0 := pg.ReadClock(ctx, w.db)
 	relays, err1 := w.inspector.Relays(ctx)
 	counts, err2 := w.inspector.Stale(ctx, w.cfg.StaleAfter)
 	delayed, err3 := w.delayed.Status(ctx)
-	if err := errors.Join(err1, err2, err3); err != nil {
+	if err := errors.Join(err0, err1, err2, err3); err != nil {
 		return nil, err
 	}
 	for _, r := range relays {
@@ -287,24 +281,24 @@ func (w *relaysWatch) look(ctx context.Context) (observation, error) {
 		stale[k] = s
 	}
 	return func(o metric.Observer) {
-		w.observeRelays(o, relays)
-		w.observeOutages(o, outages.since)
+		w.observeRelays(o, relays, clock)
+		w.observeOutages(o, outages.since, clock)
 		o.ObserveInt64(w.instruments.delayed, int64(delayed.Waiting), w.set(statusKey.String("waiting")))
 		o.ObserveInt64(w.instruments.delayed, int64(delayed.Rejected), w.set(statusKey.String("rejected")))
 		o.ObserveFloat64(w.delayedAge, delayed.Late.Seconds(), w.set())
 		for k, s := range stale {
 			of := w.set(k.attribute())
 			o.ObserveInt64(w.stale, s.events, of)
-			o.ObserveFloat64(w.staleAge, ageOf(s.oldest), of)
+			o.ObserveFloat64(w.staleAge, clock.Since(s.oldest).Seconds(), of)
 		}
 	}, nil
 }
 
-func (t *Telemetry) observeRelays(o metric.Observer, relays []outbox.RelayStatus) {
+func (t *Telemetry) observeRelays(o metric.Observer, relays []outbox.RelayStatus, clock pg.Clock) {
 	for _, r := range relays {
 		name := relayKey.String(r.Name)
 		o.ObserveInt64(t.pending, r.Pending, t.set(name))
-		o.ObserveFloat64(t.age, ageOf(r.Oldest), t.set(name))
+		o.ObserveFloat64(t.age, clock.Since(r.Oldest).Seconds(), t.set(name))
 		o.ObserveInt64(t.led, oneIf(r.Holder != ""), t.set(name))
 		if r.CursorTopic != "" {
 			o.ObserveInt64(t.transaction, r.Transaction, t.set(name))

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 	"go.opentelemetry.io/otel/attribute"
@@ -28,6 +30,7 @@ func (h *handlers) rowsRemoved(c outbox.RetentionResult) {
 // workersWatch reads what is owed to handlers.
 type workersWatch struct {
 	*Telemetry
+	db         *pgxpool.Pool
 	deliveries *outboxops.Deliveries
 	seen       *short.Labels[deliveryKind]
 	waited     *short.Labels[waitingKind]
@@ -46,18 +49,19 @@ type deliveryState struct {
 }
 
 func (w *workersWatch) look(ctx context.Context) (observation, error) {
+	clock, err0 := pg.ReadClock(ctx, w.db)
 	counts, err1 := w.deliveries.Count(ctx, outboxops.DeliveryFilter{})
 	groups, err2 := w.deliveries.Groups(ctx)
 	waiting, err3 := w.deliveries.Waiting(ctx, "")
 	said, err4 := w.said.look(ctx)
-	if err := errors.Join(err1, err2, err3, err4); err != nil {
+	if err := errors.Join(err0, err1, err2, err3, err4); err != nil {
 		return nil, err
 	}
 	waits, states := w.waits(waiting), w.states(counts)
 	return func(o metric.Observer) {
-		w.observe(o, states, groups)
-		w.observeWaiting(o, waits)
-		w.observeMembers(o, said)
+		w.observe(o, states, groups, clock)
+		w.observeWaiting(o, waits, clock)
+		w.observeMembers(o, said, clock)
 	}, nil
 }
 
@@ -98,7 +102,7 @@ func (w *workersWatch) states(counts []outboxops.DeliveryCount) map[deliveryKind
 	return states
 }
 
-func (w *workersWatch) observeWaiting(o metric.Observer, waits map[waitingKind]outbox.EventCount) {
+func (w *workersWatch) observeWaiting(o metric.Observer, waits map[waitingKind]outbox.EventCount, clock pg.Clock) {
 	for k, c := range waits {
 		about := []attribute.KeyValue{semconv.MessagingConsumerGroupName(k.group), statusKey.String(k.status)}
 		if k.stream != "" {
@@ -109,7 +113,7 @@ func (w *workersWatch) observeWaiting(o metric.Observer, waits map[waitingKind]o
 		}
 		of := w.set(about...)
 		o.ObserveInt64(w.waiting, int64(c.Events), of)
-		o.ObserveFloat64(w.waitingAge, ageOf(c.Oldest), of)
+		o.ObserveFloat64(w.waitingAge, clock.Since(c.Oldest).Seconds(), of)
 	}
 }
 
@@ -129,7 +133,7 @@ func (s deliveryState) with(c outboxops.DeliveryCount) deliveryState {
 	return s
 }
 
-func (w *workersWatch) observe(o metric.Observer, states map[deliveryKind]deliveryState, groups []outboxops.DeliveryGroup) {
+func (w *workersWatch) observe(o metric.Observer, states map[deliveryKind]deliveryState, groups []outboxops.DeliveryGroup, clock pg.Clock) {
 	for k, s := range states {
 		about := []attribute.KeyValue{semconv.MessagingConsumerGroupName(k.group), semconv.MessagingDestinationName(k.stream)}
 		if k.action != "" {
@@ -139,7 +143,7 @@ func (w *workersWatch) observe(o metric.Observer, states map[deliveryKind]delive
 		o.ObserveInt64(w.owed, s.pending, of)
 		o.ObserveInt64(w.atWork, s.processing, of)
 		o.ObserveInt64(w.givenUp, s.dead, of)
-		o.ObserveFloat64(w.owedAge, ageOf(s.oldest), of)
+		o.ObserveFloat64(w.owedAge, clock.Since(s.oldest).Seconds(), of)
 	}
 	for _, g := range groups {
 		if g.State == outboxops.SubscriptionLeft { // the rest is in Kafka
@@ -147,6 +151,6 @@ func (w *workersWatch) observe(o metric.Observer, states map[deliveryKind]delive
 		}
 		of := w.set(semconv.MessagingConsumerGroupName(g.Group))
 		o.ObserveInt64(w.backlog, g.Pending, of)
-		o.ObserveFloat64(w.backlogAge, ageOf(g.Oldest), of)
+		o.ObserveFloat64(w.backlogAge, clock.Since(g.Oldest).Seconds(), of)
 	}
 }

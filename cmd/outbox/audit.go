@@ -61,7 +61,7 @@ func (a *auditList) run(ctx context.Context, e *env) error {
 		id = ids[0]
 	}
 	entries, err := failures.Audit(ctx, id, outboxops.AuditPage{Before: a.before, Limit: min(a.limit+1, 1000), WithoutReads: !a.reads && a.action != "read",
-		Operator: a.operator, Action: a.action, Group: a.group, Since: a.since.time(e.now()), Until: a.until.time(e.now())})
+		Operator: a.operator, Action: a.action, Group: a.group, Since: a.since.time(e.dbNow()), Until: a.until.time(e.dbNow())})
 	if err != nil {
 		return err
 	}

@@ -127,7 +127,7 @@ func showGroups(e *env, v groupsView) {
 			if n := v.lagOf(g.Group, topic.Topic); n != nil {
 				lag = count(*n)
 			}
-			t.add(append([]string{g.Group, topic.Topic, strconv.Itoa(topic.Partitions), lag, age(topic.SavedAt, e.now()), count(topic.Lost)}, pauseCells(e, topic.Pause)...)...)
+			t.add(append([]string{g.Group, topic.Topic, strconv.Itoa(topic.Partitions), lag, age(topic.SavedAt, e.dbNow()), count(topic.Lost)}, pauseCells(e, topic.Pause)...)...)
 		}
 	}
 	e.writeTable(t)
@@ -149,12 +149,12 @@ func pauseCells(e *env, p *outboxops.ConsumerPause) []string {
 	if p == nil {
 		return []string{"", "", ""}
 	}
-	return []string{age(p.At, e.now()), p.Operator, p.Reason}
+	return []string{age(p.At, e.dbNow()), p.Operator, p.Reason}
 }
 
 // showStates shows what groups have to handle, and their processes.
 func showStates(e *env, s groupsState) {
-	for _, t := range []table{groupTable(s, e.now()), memberTable(s)} {
+	for _, t := range []table{groupTable(s, e.dbNow()), memberTable(s)} {
 		if len(t.rows) > 0 {
 			e.printf("\n")
 			e.writeTable(t)
@@ -168,7 +168,7 @@ func showDeliveries(e *env, counts []outboxops.DeliveryCount) {
 	}
 	t := table{head: []string{"OWED", "STATUS", "HELD", "OLDEST", "DUE", "GROUP", "ACTION", "TOPIC"}, flex: []int{5, 6, 7}}
 	for _, c := range counts {
-		t.add(tally{c.Deliveries, c.More}.String(), c.Status, heldOf(c).String(), age(c.Oldest, e.now()), due(c.Due, e.now()), c.Group, c.Action, c.Stream)
+		t.add(tally{c.Deliveries, c.More}.String(), c.Status, heldOf(c).String(), age(c.Oldest, e.dbNow()), due(c.Due, e.dbNow()), c.Group, c.Action, c.Stream)
 	}
 	e.printf("\n")
 	e.writeTable(t)
@@ -199,7 +199,7 @@ func showWorkers(e *env, groups []outboxops.DeliveryGroup) {
 		case g.State != outboxops.SubscriptionActive:
 			e.printf("%sgroup %s: %s since %s, with relay %s\n", space, visible(g.Group), visible(string(g.State)), clock(g.ChangedAt), visible(g.Relay))
 		case g.Pending > 0:
-			e.printf("%sgroup %s: %s no deliveries yet, the oldest is %s old\n", space, visible(g.Group), eventsHave(g), age(g.Oldest, e.now()))
+			e.printf("%sgroup %s: %s no deliveries yet, the oldest is %s old\n", space, visible(g.Group), eventsHave(g), age(g.Oldest, e.dbNow()))
 		default:
 			continue
 		}

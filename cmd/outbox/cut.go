@@ -169,7 +169,7 @@ func (e *env) writeSubscriptions(all []outboxops.Subscription) {
 		if s.HasConsumer {
 			consumer = "yes"
 		}
-		t.add(s.Group, string(s.State), age(s.ChangedAt, e.now()), upTo(s.Open).String(), upTo(s.Dead).String(), consumer, s.Relay)
+		t.add(s.Group, string(s.State), age(s.ChangedAt, e.dbNow()), upTo(s.Open).String(), upTo(s.Dead).String(), consumer, s.Relay)
 	}
 	e.writeTable(t)
 }

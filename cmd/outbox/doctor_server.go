@@ -187,7 +187,7 @@ func (d *doctor) clock(ctx context.Context) error {
 		direction = "ahead of"
 	}
 	d.add("clock", severityWarning, fmt.Sprintf("the clock of this machine is %s %s that of the database", length(ahead.Abs()), direction),
-		"Leases go by the database's clock and stay right. The times of events and of records in Kafka go by that of your services: if it is wrong there too, ages and retention are off, and Kafka may refuse records.",
+		"Leases and ages go by the database's clock and stay right. The times of events and of records in Kafka go by that of your services: if it is wrong there too, Kafka's retention is off, and Kafka may refuse records.",
 		"Run NTP or chrony on both machines.")
 	return nil
 }

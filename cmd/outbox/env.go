@@ -36,7 +36,8 @@ type env struct {
 	globals
 	args   []string // without flags
 	db     *pgxpool.Pool
-	warned bool // of a login in clear text
+	theirs pg.Clock // of db
+	warned bool     // of a login in clear text
 
 	mu      sync.Mutex // the Kafka client reads tokens while other goroutines write errors
 	secrets []string   // under mu
@@ -193,12 +194,30 @@ func (e *env) connect(ctx context.Context) (*pgxpool.Pool, error) {
 	if err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", e.databaseName(), err)
 	}
-	if err := db.Ping(ctx); err != nil {
+	if e.theirs, err = pg.ReadClock(ctx, db); err != nil {
 		db.Close()
 		return nil, fmt.Errorf("connect to %s: %w", e.databaseName(), err)
 	}
 	e.db = db
 	return db, nil
+}
+
+// dbNow returns the time of the database, by which ages of rows are told. Before connect it is that of this host.
+func (e *env) dbNow() time.Time {
+	if e.theirs.IsRead() {
+		return e.theirs.Now()
+	}
+	return e.now()
+}
+
+// nowFor returns the time from which flags that choose rows count back. It connects if one of them does.
+func (e *env) nowFor(ctx context.Context, flags ...when) (time.Time, error) {
+	if slices.ContainsFunc(flags, func(w when) bool { return w.ago > 0 }) {
+		if _, err := e.connect(ctx); err != nil {
+			return time.Time{}, err
+		}
+	}
+	return e.dbNow(), nil
 }
 
 // step bounds one part of a command that may take longer as a whole.

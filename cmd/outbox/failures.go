@@ -91,7 +91,11 @@ type failureList struct {
 }
 
 func (l *failureList) run(ctx context.Context, e *env) error {
-	filter, picks, err := l.pick.filter(e.now())
+	now, err := e.nowFor(ctx, l.pick.since, l.pick.until)
+	if err != nil {
+		return err
+	}
+	filter, picks, err := l.pick.filter(now)
 	if err != nil {
 		return err
 	}
@@ -210,7 +214,7 @@ func showFailures(e *env, rows []outboxops.Failure, more bool, next failureIDs) 
 	}
 	t := table{head: []string{"ID", "STATUS", "AGE", "TRIES", "CLASS", "OWNER", "TOPIC", "KEY", "TYPE"}, flex: []int{4, 5, 6, 7, 8}}
 	for _, r := range rows {
-		t.add(r.ID.String(), heldStatus(r), age(r.FailedAt, e.now()), tries(r), r.Class, owner(r.Relay, r.Group, r.Action), r.Topic, r.Key, r.Type)
+		t.add(r.ID.String(), heldStatus(r), age(r.FailedAt, e.dbNow()), tries(r), r.Class, owner(r.Relay, r.Group, r.Action), r.Topic, r.Key, r.Type)
 	}
 	e.writeTable(t)
 	if more {
@@ -253,7 +257,11 @@ and dead deliveries.`,
 }
 
 func failuresCount(ctx context.Context, e *env, pick *failureFlags) error {
-	filter, _, err := pick.filter(e.now())
+	now, err := e.nowFor(ctx, pick.since, pick.until)
+	if err != nil {
+		return err
+	}
+	filter, _, err := pick.filter(now)
 	if err != nil {
 		return err
 	}
@@ -289,7 +297,7 @@ func showFailureCounts(e *env, counts []outboxops.FailureCount) error {
 	for _, c := range counts {
 		rows = append(rows, row{string(c.Kind), c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.More, c.Oldest.UTC()})
 		n := tally{c.Events, c.More}
-		t.add(n.String(), string(c.Kind), c.Status, c.Class, age(c.Oldest, e.now()), owner(c.Relay, c.Group, c.Action), c.Type)
+		t.add(n.String(), string(c.Kind), c.Status, c.Class, age(c.Oldest, e.dbNow()), owner(c.Relay, c.Group, c.Action), c.Type)
 		total = total.plus(n)
 		if c.IsUnresolved() {
 			unresolved = unresolved.plus(n)

@@ -11,6 +11,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/outboxgo/outbox"
 	rules "github.com/outboxgo/outbox/internal/check"
@@ -105,7 +106,11 @@ func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error
 }
 
 func (c *change) run(ctx context.Context, e *env) error {
-	filter, err := c.check(e)
+	now, err := e.nowFor(ctx, c.pick.since, c.pick.until)
+	if err != nil {
+		return err
+	}
+	filter, err := c.check(e, now)
 	if err != nil {
 		return err
 	}
@@ -133,8 +138,7 @@ func (c *change) run(ctx context.Context, e *env) error {
 }
 
 // check refuses flags that do not go together.
-func (c *change) check(e *env) (outboxops.FailureFilter, error) {
-	now := e.now()
+func (c *change) check(e *env, now time.Time) (outboxops.FailureFilter, error) {
 	c.times = timesOf(c.pick.since, c.pick.until, now)
 	filter, picks, err := c.pick.filter(now)
 	if err != nil {

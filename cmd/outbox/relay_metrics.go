@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -55,16 +56,23 @@ type relayMetrics struct {
 	send                          [2]labels // of batches, by whether they are retries
 	lastLook                      time.Time
 	seen                          *short.Labels[labels] // had stale events lately, so 0 is reported
-	relays                        []outbox.RelayStatus
-	delayed                       outboxops.DelayedStatus
-	stale, staleAge               map[labels]float64
-	outages                       *short.Labels[labels] // that series name
-	outageAge                     map[labels]float64
-	lookErr                       error
+	seenRelays
+	stale, staleAge map[labels]float64
+	outages         *short.Labels[labels] // that series name
+	outageAge       map[labels]float64
+	lookErr         error
 }
 
-// lookAtRelays reads the state of relays from the database.
-type lookAtRelays func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, outboxops.DelayedStatus, error)
+// seenRelays is the state of relays in the database.
+type seenRelays struct {
+	clock   pg.Clock
+	relays  []outbox.RelayStatus
+	waiting []outbox.EventCount // for too long
+	delayed outboxops.DelayedStatus
+}
+
+// lookAtRelays reads the state of relays.
+type lookAtRelays func(ctx context.Context) (seenRelays, error)
 
 // The interval and the timeout of reads from the database.
 const (
@@ -111,11 +119,13 @@ func (m *relayMetrics) watch(relay *outbox.Relay, db *pgxpool.Pool, cfg outbox.R
 		return err
 	}
 	m.health = relay.Health
-	m.look = func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, outboxops.DelayedStatus, error) {
-		relays, err1 := inspector.Relays(ctx)
-		stale, err2 := inspector.Stale(ctx, cmp.Or(cfg.Alerts.StaleAfter, defaultMaxAge))
-		waiting, err3 := delayed.Status(ctx)
-		return relays, stale, waiting, errors.Join(err1, err2, err3)
+	m.look = func(ctx context.Context) (s seenRelays, err error) {
+		var errs [4]error
+		s.clock, errs[0] = pg.ReadClock(ctx, db)
+		s.relays, errs[1] = inspector.Relays(ctx)
+		s.waiting, errs[2] = inspector.Stale(ctx, cmp.Or(cfg.Alerts.StaleAfter, defaultMaxAge))
+		s.delayed, errs[3] = delayed.Status(ctx)
+		return s, errors.Join(errs[:]...)
 	}
 	return nil
 }
@@ -235,22 +245,22 @@ func (m *relayMetrics) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (m *relayMetrics) refresh(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookPatience)
 	defer cancel()
-	relays, counts, delayed, err := m.look(ctx)
+	seen, err := m.look(ctx)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.lookErr = err; err != nil {
 		return
 	}
-	m.relays, m.delayed = relays, delayed
-	m.ageOutages(relays)
-	for _, r := range relays {
+	m.seenRelays = seen
+	m.ageOutages()
+	for _, r := range m.relays {
 		m.seen.Use(labelsOf(relayLabel, r.Name))
 	}
 	m.stale, m.staleAge = map[labels]float64{}, map[labels]float64{}
 	for _, l := range m.seen.Lately() {
 		m.stale[l], m.staleAge[l] = 0, 0
 	}
-	for _, c := range counts {
+	for _, c := range m.waiting {
 		l := labelsOf(relayLabel, c.Relay, groupLabel, c.Group)
 		switch {
 		case m.seen.Use(l):
@@ -260,7 +270,7 @@ func (m *relayMetrics) refresh(ctx context.Context) {
 			l = labelsOf(relayLabel, short.Other)
 		}
 		m.stale[l] += float64(c.Events)
-		m.staleAge[l] = max(m.staleAge[l], secondsSince(c.Oldest))
+		m.staleAge[l] = max(m.staleAge[l], m.clock.Since(c.Oldest).Seconds())
 	}
 }
 
@@ -304,7 +314,7 @@ func (m *relayMetrics) writeLook(x *exposition) {
 	transaction := map[labels]float64{}
 	for _, r := range m.relays {
 		l := labelsOf(relayLabel, r.Name)
-		pending[l], age[l], led[l] = float64(r.Pending), secondsSince(r.Oldest), oneIf(r.Holder != "")
+		pending[l], age[l], led[l] = float64(r.Pending), m.clock.Since(r.Oldest).Seconds(), oneIf(r.Holder != "")
 		if r.CursorTopic != "" {
 			transaction[l] = float64(r.Transaction)
 		}
@@ -333,11 +343,4 @@ func oneIf(yes bool) float64 {
 		return 1
 	}
 	return 0
-}
-
-func secondsSince(at time.Time) float64 {
-	if at.IsZero() {
-		return 0
-	}
-	return max(0, time.Since(at).Seconds())
 }

@@ -28,7 +28,6 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/outboxgo/outbox/outboxops"
 )
 
 // The text follows the format: escapes, cumulative buckets, one type for a name.
@@ -153,9 +152,7 @@ func TestRelayMetricsOfTheLeader(t *testing.T) {
 				{What: "Kafka", Class: "unreachable", Since: time.Now().Add(-90 * time.Second)},
 				{What: "PostgreSQL, for retries,", Class: "locked", Since: time.Now().Add(-time.Second)}}}},
 		}
-		m.look = func(context.Context) ([]outbox.RelayStatus, []outbox.EventCount, outboxops.DelayedStatus, error) {
-			return relays, nil, outboxops.DelayedStatus{}, nil
-		}
+		m.look = func(context.Context) (seenRelays, error) { return seenRelays{relays: relays}, nil }
 		scrape := func(name string) (series []string) {
 			m.refresh(t.Context())
 			var x exposition

@@ -19,9 +19,9 @@ const maxSaid = 300
 
 // ageOutages notes how long outages that leaders report have lasted. Of very many, some are one other. The caller holds
 // mu.
-func (m *relayMetrics) ageOutages(relays []outbox.RelayStatus) {
+func (m *relayMetrics) ageOutages() {
 	m.outageAge = map[labels]float64{}
-	for _, r := range relays {
+	for _, r := range m.relays {
 		if r.Said == nil {
 			continue
 		}
@@ -31,7 +31,7 @@ func (m *relayMetrics) ageOutages(relays []outbox.RelayStatus) {
 			if !m.outages.Use(l) {
 				l = labelsOf(relayLabel, short.Other, outageLabel, short.Other, errorLabel, short.Other)
 			}
-			m.outageAge[l] = max(m.outageAge[l], secondsSince(o.Since))
+			m.outageAge[l] = max(m.outageAge[l], m.clock.Since(o.Since).Seconds())
 		}
 	}
 }

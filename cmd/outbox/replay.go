@@ -116,11 +116,11 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 	if r.structured {
 		cfg.Mode = outbox.Structured
 	}
-	now := e.now()
-	r.times = timesOf(r.since, r.until, now)
-	if r.times.until.IsZero() { // the relay sends events that are recorded from now on
-		r.times.until = now
+	now, err := e.nowFor(ctx, r.since, r.until)
+	if err != nil {
+		return cfg, err
 	}
+	r.times = timesOf(r.since, r.until, now)
 	cfg.Filter = outboxarchive.Filter{After: r.after, Since: r.times.since, Until: r.times.until, Types: list(r.types),
 		EventIDs: list(r.ids), AggregateType: r.of.kind, AggregateID: r.of.id}
 	if r.key != "" {
@@ -140,7 +140,10 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 			return cfg, err
 		}
 	}
-	cfg.Source, err = r.source(ctx, e)
+	if cfg.Source, err = r.source(ctx, e); r.times.until.IsZero() { // the relay sends events that are recorded from now on
+		r.times.until = e.dbNow()
+		cfg.Filter.Until = r.times.until
+	}
 	return cfg, err
 }
 

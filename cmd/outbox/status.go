@@ -126,7 +126,7 @@ func lastMinute(ctx context.Context, e *env, relays []outbox.RelayStatus) (map[s
 	}
 	all := map[string]minute{}
 	for _, r := range relays {
-		progress, err := inspector.Progress(ctx, r.Name, time.Now().Add(-time.Minute), 10*time.Second)
+		progress, err := inspector.Progress(ctx, r.Name, e.dbNow().Add(-time.Minute), 10*time.Second)
 		if err != nil {
 			return nil, err
 		}

@@ -56,7 +56,11 @@ func (v *verification) run(ctx context.Context, e *env) error {
 	if v.history != "" && len(ignored) > 0 {
 		return usagef("--history and --%s: only one of them", ignored[0])
 	}
-	v.times = timesOf(v.since, v.until, e.now())
+	now, err := e.nowFor(ctx, v.since, v.until)
+	if err != nil {
+		return err
+	}
+	v.times = timesOf(v.since, v.until, now)
 	v.cfg.Schema, v.cfg.Since, v.cfg.Until = e.schema, v.times.since, v.times.until
 	ctx, watchdog := e.watchdog(ctx)
 	defer watchdog.stop()

@@ -65,6 +65,7 @@ const (
 // seenWaiting is what the group had to handle at a time.
 type seenWaiting struct {
 	at      time.Time
+	clock   pg.Clock // of the database
 	counts  []tables.EventCount
 	reasons []string
 }
@@ -261,7 +262,9 @@ func (m *members) look(ctx context.Context, log *slog.Logger) {
 	defer cancel()
 	now := &seenWaiting{at: time.Now()}
 	var err error
-	now.counts, err = m.groups.Waiting(ctx, m.store.group, mostWaiting)
+	if now.clock, err = pg.ReadClock(ctx, m.store.db); err == nil {
+		now.counts, err = m.groups.Waiting(ctx, m.store.group, mostWaiting)
+	}
 	if err == nil && m.others != nil {
 		var more []tables.EventCount
 		more, now.reasons, err = m.others(ctx)
@@ -282,7 +285,7 @@ func (m *members) waiting() (counts []tables.EventCount, reasons []string) {
 	if seen == nil || time.Since(seen.at) > intervals*m.every {
 		return nil, nil
 	}
-	return seen.counts, append(tables.WaitReasons(seen.counts, time.Now()), seen.reasons...)
+	return seen.counts, append(tables.WaitReasons(seen.counts, seen.clock.Now()), seen.reasons...)
 }
 
 // lacks reports whether a sorted list lacks an element of another one.

@@ -2,13 +2,16 @@ package delivery
 
 import (
 	"context"
+	"log/slog"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -120,6 +123,32 @@ func TestHandledElsewhereAfterAnOutage(t *testing.T) {
 	require.True(t, handled())
 	require.NoError(t, other.removeMember(t.Context()))
 	require.False(t, handled(), "it has ended")
+}
+
+// What Health says of the group's events and pauses is as old as the database says, although the clock of this host is
+// ahead.
+func TestHealthReasonsByAnotherClock(t *testing.T) {
+	t.Parallel()
+	_, schema := testenv.Migrated(t)
+	db := testenv.OtherClock(t, -6*time.Minute)
+	_, err := db.Exec(t.Context(), pg.InSchema(`
+		INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at, occurred_at, recorded_at,
+		       event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload)
+		VALUES (1, 1, 0, 3, now(), now(), now(), now(), now(), gen_random_uuid(), 'PENDING', 'g', 'a', 's', 't', '/s', 't', 'k', 'application/json', '{}')`, schema))
+	require.NoError(t, err)
+	_, err = db.Exec(t.Context(), pg.InSchema(`INSERT INTO {schema}.consumer_pause (consumer_group, topic, operator, reason, paused_at)
+		VALUES ('g', 's', 'kim', 'stock', now() - interval '2 hours')`, schema))
+	require.NoError(t, err)
+	m := &members{store: NewStore(db, schema, "g", "w", time.Minute), every: time.Minute, groups: tables.NewGroupReader(db, schema)}
+	m.look(t.Context(), slog.New(slog.DiscardHandler))
+	counts, reasons := m.waiting()
+	require.Len(t, counts, 1)
+	require.Empty(t, reasons, "the event was recorded a moment ago")
+	stored, err := pauses.NewStore(db, schema, "g").Read(t.Context())
+	require.NoError(t, err)
+	set := pauses.NewSet()
+	set.SetStored(stored)
+	require.Contains(t, handling.PauseReasons(set, "worker")[0], "topic s is paused by kim since 2h0m")
 }
 
 // A process takes owed dead letters of its own streams, and none of those that wait.

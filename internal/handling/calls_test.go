@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // callsFixture notes which handlers get which events, in handlerCalls of its own.
@@ -56,7 +57,7 @@ func (f *callsFixture) run(t *testing.T) *handlerCalls {
 
 func (f *callsFixture) newCalls() *handlerCalls {
 	c := &handlerCalls{
-		clock: clock{now: time.Now(), read: time.Now()},
+		clock: clock{pg.ClockAt(time.Now())},
 		tasks: f.tasks, keys: make([]NoteKey, len(f.tasks)), fresh: map[NoteKey]bool{}, tx: &playedTx{fixture: &fixture{}},
 		enough: func(time.Duration) bool { return false }, runSeparately: func(...*Handler) {},
 		callOne: func(ctx context.Context, h *Handler, tx pgx.Tx, arrivals []Arrival) (time.Duration, error) {

@@ -217,21 +217,23 @@ func (p *Processor) hasExpired(ctx context.Context, t *Task) (bool, error) {
 }
 
 // clock is the time of PostgreSQL. The zero value is not known, and nothing is past then.
-type clock struct{ now, read time.Time }
+type clock struct{ pg.Clock }
 
 // queue adds a statement that reads the clock to a batch, if an event of the tasks may expire.
 func (c *clock) queue(b *pgx.Batch, tasks []Task) {
 	if slices.ContainsFunc(tasks, func(t Task) bool { return !t.Meta.Expires.IsZero() }) {
 		b.Queue(pg.SQLNow).QueryRow(func(row pgx.Row) error {
-			c.read = time.Now()
-			return row.Scan(&c.now)
+			var now time.Time
+			err := row.Scan(&now)
+			c.Clock = pg.ClockAt(now)
+			return err
 		})
 	}
 }
 
 // isPast reports whether a time is past; zero never is.
 func (c *clock) isPast(at time.Time) bool {
-	return !at.IsZero() && !c.now.IsZero() && !c.now.Add(time.Since(c.read)).Before(at)
+	return !at.IsZero() && c.IsRead() && !c.Now().Before(at)
 }
 
 // own calls Begin or Complete of a [Processor], with a bound for their statements.

@@ -238,7 +238,7 @@ func PauseReasons(paused *pauses.Set, what string) (reasons []string) {
 	}
 	for _, p := range paused.Stored() {
 		reasons = append(reasons, fmt.Sprintf("%s is paused by %s since %v: %s",
-			of(p.Topic), p.Operator, time.Since(p.At).Round(time.Second), p.Reason))
+			of(p.Topic), p.Operator, p.Lasts().Round(time.Second), p.Reason))
 	}
 	for _, topic := range paused.Own() {
 		reasons = append(reasons, of(topic)+" is paused by this process")

@@ -10,8 +10,10 @@ import (
 )
 
 // State is what a process says of its work: in outbox_lease.state if it leads a relay, and in event_member.state if it
-// is a member of a group. Its times are those of the clock of the process.
+// is a member of a group. Its times are those of the clock of the process, until [State.ByClock].
 type State struct {
+	// At is when the process said so. It is zero in a row of an earlier release.
+	At time.Time `json:"at,omitzero"`
 	// Epoch is that of the lease under which a relay wrote the state. A state of another epoch is of an earlier leader.
 	Epoch int64 `json:"epoch,omitempty"`
 	// Works is false if the process does not do its part. Reasons say why, and name what else is worth knowing.
@@ -87,7 +89,7 @@ func (s State) JSON() string {
 	for i := range s.Breakers {
 		s.Breakers[i].Since = s.Breakers[i].Since.UTC()
 	}
-	s.Reasons = StorableReasons(s.Reasons)
+	s.At, s.Reasons = time.Now().UTC(), StorableReasons(s.Reasons)
 	text, err := json.Marshal(s)
 	if err != nil {
 		return "{}" // a year after 9999: what is stored says nothing then

@@ -29,6 +29,30 @@ func (s State) sane() State {
 	return s
 }
 
+// ByClock returns a state with the times of the clock that showed now when the process said so, the clock of the
+// database. Clocks that differ by less than a second are taken for one: the statement that stores a state takes time.
+func (s State) ByClock(now time.Time) State {
+	ahead := s.At.Sub(now)
+	if s.At.IsZero() || now.IsZero() || ahead.Abs() < time.Second {
+		s.At = time.Time{}
+		return s
+	}
+	s.At, s.Outages, s.Breakers = time.Time{}, slices.Clone(s.Outages), slices.Clone(s.Breakers)
+	shift := func(t time.Time) time.Time {
+		if t.IsZero() {
+			return t
+		}
+		return t.Add(-ahead)
+	}
+	for i := range s.Outages {
+		s.Outages[i].Since = shift(s.Outages[i].Since)
+	}
+	for i := range s.Breakers {
+		s.Breakers[i].Since = shift(s.Breakers[i].Since)
+	}
+	return s.sane()
+}
+
 // writable returns a time in UTC, or zero if RFC 3339 cannot write it.
 func writable(t time.Time) time.Time {
 	if t = t.UTC(); t.Year() < 1 || t.Year() > 9999 {

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // All is the topic of a pause of everything that a group reads.
@@ -18,8 +20,12 @@ const All = ""
 type Pause struct {
 	Topic            string // or All
 	Operator, Reason string
-	At               time.Time
+	At               time.Time // by Clock
+	Clock            pg.Clock  // of the database
 }
+
+// Lasts returns for how long it has been paused.
+func (p Pause) Lasts() time.Duration { return p.Clock.Since(p.At) }
 
 // Set is the set of paused topics at the moment. It is safe for concurrent use.
 type Set struct {

@@ -55,6 +55,7 @@ type healthState struct {
 	longTask   string              // a task without a time limit; "" for none
 	leaseGone  bool                // the lease was released, because nothing has progressed
 	stale      []tables.EventCount // events that have waited too long, by the last check of alerts
+	clock      pg.Clock            // of the database, by the same check
 }
 
 func newHealthState(rules Rules, b *breaker.Breaker, outages ...*outage.Log) *healthState {
@@ -109,11 +110,11 @@ func (s *healthState) setBad(bad *BadPartitions) {
 }
 
 // setStale records the events that have waited too long. It does not count as progress of Run.
-func (s *healthState) setStale(counts []tables.EventCount) {
+func (s *healthState) setStale(counts []tables.EventCount, clock pg.Clock) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.leading {
-		s.stale = counts
+		s.stale, s.clock = counts, clock
 	}
 }
 
@@ -212,7 +213,7 @@ func (s *healthState) reportWork(h *Health, reason func(text string, args ...any
 	}
 	if len(s.stale) > 0 {
 		n, oldest := watch.Sum(s.stale)
-		reason("%s events are not published, the oldest for %v", n, since(oldest))
+		reason("%s events are not published, the oldest for %v", n, s.clock.Since(oldest).Round(time.Second))
 	}
 }
 

@@ -10,6 +10,8 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 
 	"github.com/stretchr/testify/require"
 )
@@ -36,6 +38,21 @@ func TestHealthOfAHangingRun(t *testing.T) {
 		time.Sleep(s.hangsAfter() + time.Second)
 		require.False(t, r.Health().Live || r.Health().Ready)
 		require.Contains(t, r.Health().Reasons, "Run has not gone on for 1m47s")
+	})
+}
+
+// Health says how old events are by the clock of the database, although that of this host is ahead.
+func TestHealthAgesEventsByTheDatabase(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		rules := rulesWith(5000)
+		s := newHealthState(rules, breaker.New(rules.Breaker, func(breaker.State, breaker.State, float64) {}))
+		s.runBegan()
+		s.setLeading(true)
+		database := time.Now().Add(-6 * time.Minute)
+		s.setStale([]tables.EventCount{{Events: 100, Oldest: database.Add(-10 * time.Minute)}}, pg.ClockAt(database))
+		time.Sleep(time.Second)
+		require.Equal(t, []string{"100 events are not published, the oldest for 10m1s"}, s.report().Reasons)
 	})
 }
 

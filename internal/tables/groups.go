@@ -103,7 +103,7 @@ type Member struct {
 	Reasons     []string
 	Routes      []string
 	Skipped     Skipped
-	State       outage.State // breakers and outages, as it said then
+	State       outage.State // breakers and outages, as it said then, with times of the database
 	KafkaAt     time.Time    // when Kafka last answered it, by the clock of the database; zero if it did not
 	Now         time.Time    // the time of the database
 }
@@ -255,8 +255,10 @@ func scanWaiting(row pgx.CollectableRow) (c EventCount, err error) {
 // Members returns the processes of a group, or of all groups for "", sorted by group.
 func (r GroupReader) Members(ctx context.Context, group string) ([]Member, error) {
 	members, err := pg.Collect(ctx, r.db, func(row pgx.CollectableRow) (m Member, err error) {
-		return m, row.Scan(&m.Group, &m.Name, &m.FromKafka, pg.Time{At: &m.StartedAt}, pg.Time{At: &m.RenewedAt}, &m.Live, &m.Works, &m.Reasons, &m.Routes,
+		err = row.Scan(&m.Group, &m.Name, &m.FromKafka, pg.Time{At: &m.StartedAt}, pg.Time{At: &m.RenewedAt}, &m.Live, &m.Works, &m.Reasons, &m.Routes,
 			&m.Skipped, &m.State, pg.Time{At: &m.KafkaAt}, pg.Time{At: &m.Now})
+		m.State = m.State.ByClock(m.RenewedAt)
+		return m, err
 	}, r.members, group, MaxMembers)
 	if err != nil {
 		return nil, fmt.Errorf("read the processes of groups: %w", err)

@@ -250,7 +250,7 @@ func scanRelay(row pgx.CollectableRow) (r Relay, err error) {
 		&r.Waiting, &r.Failed, &r.Parked, &r.Dead, &r.ParkedKeys, &r.HeldKeys)
 	r.LeaseUntil, r.MovedAt, r.Oldest = until.Time, moved.Time, oldest.Time
 	if state != nil && state.Epoch == r.Epoch { // else it cannot be read
-		said.State, r.Said = *state, &said
+		said.State, r.Said = state.ByClock(said.At), &said
 	}
 	r.Pending, r.ParkedKeys = min(r.Pending, MaxPending), min(r.ParkedKeys, MaxCounted)
 	return r, err

@@ -2,6 +2,7 @@ package tables_test
 
 import (
 	"context"
+	"encoding/json"
 	"testing"
 	"time"
 
@@ -50,5 +51,38 @@ func TestSaidByTheLeader(t *testing.T) {
 		require.Nil(t, said(), unknown)
 		d.Exec(t, `UPDATE {schema}.outbox_lease SET holder = 'host/1/a', epoch = 7, expires_at = now() + interval '1 minute', state = '`+state.JSON()+`'`)
 		require.NotNil(t, said())
+	}
+}
+
+// Times that a process has said by its own clock are read by that of the database, from which ages are told. A row of
+// an earlier release does not say what its clock showed.
+func TestSaidByAnotherClock(t *testing.T) {
+	t.Parallel()
+	d, ctx := testenv.NewTables(t), context.Background()
+	since := time.Now().Add(-time.Minute).UTC()
+	state := outage.State{Epoch: 7, Breakers: []outage.Breaker{{State: "open", Since: since}}, Outages: []outage.Outage{{What: "Kafka", Class: "unreachable", Since: since}}}
+	read := func(state string) (all []outage.State) {
+		d.Exec(t, `DELETE FROM {schema}.outbox_lease`)
+		d.Exec(t, `DELETE FROM {schema}.event_member`)
+		d.Exec(t, `INSERT INTO {schema}.outbox_lease (name, holder, epoch, expires_at, state, state_at)
+			VALUES ('default', 'host/1/a', 7, now() + interval '1 minute', $1::text::jsonb, now() - interval '1 hour')`, state)
+		d.Exec(t, `INSERT INTO {schema}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes, works, reasons, skipped, state)
+			VALUES ('g', 'a', true, now() - interval '1 hour', '1 day', '{}', false, '{}', '{}', $1::text::jsonb)`, state)
+		relays, err := tables.Relays(ctx, d.DB, pg.InSchema(tables.SQLRelays, d.Schema))
+		require.NoError(t, err)
+		members, err := tables.NewGroupReader(d.DB, d.Schema).Members(ctx, "g")
+		require.NoError(t, err)
+		return []outage.State{relays[0].Said.State, members[0].State}
+	}
+	for _, said := range read(state.JSON()) {
+		require.WithinDuration(t, since.Add(-time.Hour), said.Breakers[0].Since, testenv.Patience)
+		require.WithinDuration(t, since.Add(-time.Hour), said.Outages[0].Since, testenv.Patience)
+	}
+	state.At = time.Time{}
+	earlier, err := json.Marshal(state)
+	require.NoError(t, err)
+	for _, said := range read(string(earlier)) {
+		require.Equal(t, since, said.Breakers[0].Since)
+		require.Equal(t, since, said.Outages[0].Since)
 	}
 }

@@ -60,7 +60,7 @@ func NewStore(db *pgxpool.Pool, schema string) Store {
 }
 
 func (s *store) Now(ctx context.Context) (now time.Time, err error) {
-	if err := pg.QueryRow(ctx, s.db, `SELECT now()`).Scan(&now); err != nil {
+	if err := pg.QueryRow(ctx, s.db, pg.SQLNow).Scan(&now); err != nil {
 		return now, fmt.Errorf("ask the time: %w", err)
 	}
 	return now, nil

@@ -21,6 +21,7 @@ import (
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -70,8 +71,8 @@ type Config struct {
 	// as for all other relays.
 	BreakerClosed func() bool
 	// StaleEvents gets after each check which events of Relay wait for too long; none unless
-	// they are StalePending. It may be nil.
-	StaleEvents func([]tables.EventCount)
+	// they are StalePending, and the clock of the database. It may be nil.
+	StaleEvents func([]tables.EventCount, pg.Clock)
 	// Deliver passes an alert on. An alert that it returns an error for, panics at, or
 	// does not return from in time, comes again at the next check.
 	Deliver func(context.Context, Alert) error
@@ -89,6 +90,7 @@ type Watch struct {
 	store   Store
 	alerter *contain.Callback
 
+	clock    pg.Clock     // of the database, as the last check has read it
 	active   conditions   // of Relay, or of all relays
 	closed   map[key]bool // no process has an open alert of these
 	resolves int          // how many ends of what others may have begun this check may still pass on
@@ -177,6 +179,7 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	if l.now, err = w.store.Now(ctx); err != nil {
 		return l, err
 	}
+	w.clock = pg.ClockAt(l.now)
 	if w.cfg.Group == "" {
 		w.deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
 		if l.died, err = w.store.Died(ctx, w.deaths.since, w.cfg.Relay, w.deaths.known(), maxDeadRead); err != nil {
@@ -237,7 +240,7 @@ func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 		if !holds {
 			counts = nil
 		}
-		w.cfg.StaleEvents(counts)
+		w.cfg.StaleEvents(counts, w.clock)
 	}
 	w.update(ctx, w.active, holds, 0, Alert{Kind: Stale, Relay: r.Name, Status: r, Counts: counts})
 	if open, known := w.breakerOf(r); known {
@@ -425,7 +428,7 @@ func (w *Watch) resolve(ctx context.Context, a Alert) bool {
 func (w *Watch) deliver(ctx context.Context, a Alert) bool { return w.pass(ctx, a, w.cfg.Deliver) }
 
 func (w *Watch) pass(ctx context.Context, a Alert, to func(context.Context, Alert) error) bool {
-	a.At = time.Now()
+	a.At = w.clock.Now()
 	ctx, cancel := context.WithTimeout(ctx, deliverTimeout)
 	defer cancel()
 	err := w.alerter.Call(ctx, func() error { return to(ctx, a) })

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/watch"
 )
@@ -31,6 +32,7 @@ type fakeStore struct {
 	stale      []tables.EventCount // Oldest says whether they are
 	lost       []watch.LostRecords
 	err        error
+	behind     time.Duration // the clock of this host
 }
 
 func (s *fakeStore) Lost(_ context.Context, since time.Time) (lost []watch.LostRecords, err error) {
@@ -42,7 +44,7 @@ func (s *fakeStore) Lost(_ context.Context, since time.Time) (lost []watch.LostR
 	return lost, s.err
 }
 
-func (s *fakeStore) Now(context.Context) (time.Time, error) { return time.Now(), s.err }
+func (s *fakeStore) Now(context.Context) (time.Time, error) { return time.Now().Add(-s.behind), s.err }
 
 func (s *fakeStore) Positions(context.Context) (tables.Positions, error) { return s.at, s.err }
 
@@ -116,7 +118,7 @@ func newFixtureOf(settings watch.Settings, relay, group string) *watchFixture {
 	cfg := watch.Config{Settings: settings.WithDefaults(), Relay: relay, Group: group, Consumes: consumes, Deliver: f.deliver, Logger: slog.New(slog.DiscardHandler)}
 	if relay != "" {
 		cfg.BreakerClosed = func() bool { return f.breakerClosed }
-		cfg.StaleEvents = func(counts []tables.EventCount) { f.unready = len(counts) }
+		cfg.StaleEvents = func(counts []tables.EventCount, _ pg.Clock) { f.unready = len(counts) }
 	}
 	f.cfg, f.Watch = cfg, watch.New(&f.store, cfg)
 	return f
@@ -269,6 +271,24 @@ func TestBreakerText(t *testing.T) {
 	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", alert(outage.State{}), "the row is older than the breaker")
 	require.Equal(t, "relay a: the circuit breaker is open, Kafka fails", watch.Alert{Kind: watch.Breaker, Relay: "a"}.String())
 	require.Equal(t, "relay a: the circuit breaker is closed", watch.Alert{Kind: watch.Breaker, Relay: "a", Over: true, Status: tables.Relay{Name: "a"}}.String())
+}
+
+// An alert says how old events are by the clock of the database, although that of this host is ahead.
+func TestAgeInAlertByAnotherClock(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{StalePending: 1}, "default")
+		f.store.behind = 6 * time.Minute
+		began := time.Now()
+		f.store.stale = []tables.EventCount{{Relay: "default", Status: "pending", Type: "a", Events: 1, Oldest: began.Add(-16 * time.Minute)}}
+		f.fail = errors.New("no mail today")
+		require.Empty(t, f.check(t))
+		time.Sleep(time.Minute)
+		f.fail = nil
+		require.Equal(t, "default stale_events", f.check(t))
+		require.Equal(t, "relay default: 1 events are not published, the oldest for 11m0s: 1 pending a", f.alerts[0].String())
+		require.Equal(t, began.Add(-5*time.Minute).UTC(), f.alerts[0].At.UTC())
+	})
 }
 
 // What waits for too long makes the relay unready, whether the alert is delivered or not.
