@@ -227,7 +227,7 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 		if body.DryRun && body.Reason == "" {
 			body.Reason = "dry run"
 		}
-		n, err := a.bulk(r, action, filter, bool(body.DryRun), string(body.Reason))
+		n, err := a.bulk(r, action, filter, bool(body.DryRun), nil, string(body.Reason))
 		if err != nil {
 			return answer{}, err
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -155,6 +156,18 @@ func (q *query) bulkFilter() outboxops.FailureFilter {
 		q.fail("status", "what is done is neither retried nor resolved")
 	}
 	return f
+}
+
+// seenName is the parameter with what a dry run has seen.
+const seenName = "seen"
+
+// seen reads what a dry run has seen. Without it, an action would change failures that were not shown.
+func (q *query) seen() string {
+	text := q.text(seenName)
+	if !tables.IsSnapshot(text) {
+		q.fail(seenName, "is not what a dry run has seen: look at the failures first")
+	}
+	return text
 }
 
 // auditNames are the parameters of auditFilter and of its pages.
