@@ -407,7 +407,7 @@ var bulkTitles = map[string]string{"retry": "Retry many failures", "resolve": "R
 func bulkAct(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
-		filter, seen, reason := q.bulkFilter(), q.seen(), q.text("reason")
+		filter, seen, reason := q.actFilter(), q.seen(), q.text("reason")
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}

@@ -91,6 +91,15 @@ func TestHostileRequests(t *testing.T) {
 		for _, seen := range []string{"", "&seen=", "&seen=1", "&seen=2:1:", "&seen=1:1:1", "&seen=now", "&seen=1:1:&seen=1:1:"} {
 			form(bulk, "reason=x"+seen)
 		}
+		for _, name := range filterNames { // a variable that is not set must not pick everything
+			form(bulk, "seen=1:1:&reason=x&"+name+"=")
+			requests = append(requests, sent{"POST", "/api/failed/" + action, jsonType, `{"reason": "x", "filter": {"` + name + `": ""}}`},
+				sent{"POST", "/api/failed/" + action, jsonType, `{"dry_run": true, "filter": {"` + name + `": ""}}`})
+		}
+		for name, zero := range map[string]string{"outbox_id": "0", "until": "0001-01-01"} {
+			form(bulk, "seen=1:1:&reason=x&"+name+"="+zero)
+			requests = append(requests, sent{"POST", "/api/failed/" + action, jsonType, `{"reason": "x", "filter": {"` + name + `": "` + zero + `"}}`})
+		}
 		form("/failed/event-1/"+action, "reason=x%00")
 		form("/failed/event-1/"+action, "reason=x%ff")
 		form("/failed/event-1/"+action, "reason=x&dry_run=true")

@@ -142,6 +142,9 @@ func (q *query) failedFilter() outboxops.FailureFilter {
 	if f.Kind != "" && !slices.Contains(kinds, string(f.Kind)) {
 		q.fail("kind", fmt.Sprintf("%.100q is neither event nor delivery", string(f.Kind)))
 	}
+	if f.OutboxID == 0 && q.text("outbox_id") != "" {
+		q.fail("outbox_id", "no event has 0")
+	}
 	ofEvents, ofDeliveries := f.Relay != "" || f.OutboxID != 0 || f.Kind == outboxops.KindEvent, f.Group != "" || f.Action != "" || f.Kind == outboxops.KindDelivery
 	if ofEvents && ofDeliveries {
 		q.fail("filter", "a relay and a place in outbox are those of events, a group and an action those of deliveries: nothing has both")
@@ -156,6 +159,17 @@ func (q *query) bulkFilter() outboxops.FailureFilter {
 		q.fail("status", "what is done is neither retried nor resolved")
 	}
 	return f
+}
+
+// actFilter reads the filter of an action, in which each value that is given has to pick something: an empty one, such as
+// a variable that is not set, would pick everything.
+func (q *query) actFilter() outboxops.FailureFilter {
+	for _, name := range filterNames {
+		if q.values.Has(name) && q.text(name) == "" {
+			q.fail(name, "is empty: leave it out")
+		}
+	}
+	return q.bulkFilter()
 }
 
 // seenName is the parameter with what a dry run has seen.
