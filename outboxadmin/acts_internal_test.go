@@ -2,11 +2,16 @@ package outboxadmin
 
 import (
 	"encoding/json"
+	"fmt"
+	"log/slog"
 	"net/http"
+	"net/url"
 	"regexp"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
 	"github.com/stretchr/testify/require"
 )
@@ -197,6 +202,47 @@ func TestBulkChangesAllThatWasShown(t *testing.T) {
 	require.NoError(t, err)
 	w := h.post("/failed/resolve", confirmed(h.get("/failed/resolve?key=one"), "test data")...)
 	require.Equal(t, "../failed?done=resolve_all&key=one&n=250", w.Header().Get("Location"), w.Body)
+}
+
+// An action that ends in the middle says how many failures it has changed, and that the audit has the rest. An action on
+// one failure, whose end is not known, does not say that nothing was done.
+func TestActsThatEndInTheMiddle(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // a session with a setting
+	h := newAdminFixture(t, nil)
+	handler, err := New(testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["lock_timeout"] = "200ms" }),
+		Config{Authorize: authorize, Schema: h.schema, Logger: slog.New(slog.NewTextHandler(&h.log, nil))})
+	require.NoError(t, err)
+	h.handler = http.StripPrefix(prefix, handler)
+	h.exec(`INSERT INTO {s}.outbox_failed (relay, payload, content_type, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, occurred_at, created_at, status, error_class)
+		SELECT 'default', '{}', 'application/json', 9000000 + i, 'many/' || i, gen_random_uuid(), 'loopers.many.created.v1', 's', 'Many', i::text, now(), now(), 'failed', 'timeout'
+		  FROM generate_series(1, 500) AS i`)
+	tx, err := h.db.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { require.NoError(t, tx.Rollback(background)) }()
+	var locked int64
+	require.NoError(t, tx.QueryRow(t.Context(), `SELECT id FROM "`+h.schema+`".outbox_failed WHERE outbox_id = 9000240 FOR UPDATE`).Scan(&locked))
+
+	w := h.post("/failed/resolve", confirmed(h.get("/failed/resolve?aggregate_type=Many"), "test data")...)
+	require.Equal(t, http.StatusServiceUnavailable, w.Code)
+	require.Contains(t, w.Body.String(), "200 failures are resolved")
+	require.Contains(t, w.Body.String(), "check the audit")
+	require.NotContains(t, w.Body.String(), "not affected")
+	require.Contains(t, h.log.String(), "lock timeout", "the log has the reason")
+
+	w = h.call("/api/failed/retry", map[string]any{"filter": map[string]any{"aggregate_type": "Many"}, "reason": "x"})
+	require.Equal(t, http.StatusServiceUnavailable, w.Code)
+	require.Contains(t, w.Body.String(), `"events":0`)
+
+	ids := []string{fmt.Sprintf("event-%d", locked+1), fmt.Sprintf("event-%d", locked), fmt.Sprintf("event-%d", locked+2)}
+	code, _, body := h.submit("/failed/selected/resolve", url.Values{"id": ids, "reason": {"x"}})
+	require.Equal(t, http.StatusServiceUnavailable, code)
+	require.Contains(t, body, "1 failure is resolved")
+	require.Contains(t, body, "check the audit")
+
+	w = h.post("/failed/"+ids[1]+"/resolve", "reason", "x")
+	require.Equal(t, http.StatusServiceUnavailable, w.Code)
+	require.Contains(t, w.Body.String(), "may have been done: check the audit")
 }
 
 // Payloads that are not JSON are shown as text or hex, and edited in hex.

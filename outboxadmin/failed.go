@@ -368,7 +368,10 @@ func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, 
 	} else {
 		n.all, err = a.failed.ResolveAll(r.Context(), filter, cfg, auditInfo(r, reason))
 	}
-	return n, err
+	if dryRun {
+		return n, err
+	}
+	return n, inTheMiddle(err, action, n.all)
 }
 
 // bulkReview is the dry run. The form has what it has seen, so the confirmed action changes the failures that were
@@ -418,8 +421,9 @@ func bulkAct(action string) func(*admin, *request) (answer, error) {
 			back.Set("n", strconv.Itoa(n.all))
 			return redirectTo("../failed?" + back.Encode()), nil
 		}
+		var some *partly
 		p, ours := shown(err)
-		if !ours {
+		if !ours || errors.As(err, &some) {
 			return answer{}, err
 		}
 		return a.showBulk(r, p.status, action, filter, p.text)

@@ -197,14 +197,14 @@ func (a *admin) selectedAct(r *request) (answer, error) {
 		if p, ours := shown(err); err != nil && ours {
 			row, rerr := a.selectedRow(r.Context(), id, s.action)
 			if rerr != nil {
-				return answer{}, rerr
+				return answer{}, &partly{rerr, s.action, done}
 			}
 			row.Why, row.Payload = p.text, nil
 			page.Rows = append(page.Rows, row)
 			continue
 		}
 		if err != nil {
-			return answer{}, err
+			return answer{}, &partly{err, s.action, done}
 		}
 		done++
 	}
