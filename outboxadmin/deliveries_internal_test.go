@@ -156,6 +156,12 @@ func TestWhatBecameOfAFailure(t *testing.T) {
 	for _, words := range []string{"What became of event-1", "Relay default has sent it: it is in Kafka.", "the courier answers", `href="../events/4099003"`, "The relay sends it at its next poll"} {
 		require.Contains(t, strings.ReplaceAll(page, "./../", "../"), words)
 	}
+	exec(`ALTER TABLE {s}.outbox_4000000_5000000 DROP CONSTRAINT outbox_xid_is_of_this_transaction`)
+	exec(`UPDATE {s}.outbox SET expires_at = now() - interval '1 minute' WHERE id = 4099003`) // then retention may have removed a row that had expired
+	require.Contains(t, h.get("/failed/event-1"), "Relay default has sent it, or it had expired before.")
+	require.NotContains(t, h.get("/failed/event-1"), "it is in Kafka")
+	exec(`DELETE FROM {s}.outbox WHERE id = 4099003`)
+	require.Contains(t, h.get("/failed/event-1"), "Relay default has sent it, or it had expired before. The event itself is not recorded here any more")
 	require.Contains(t, h.get("/audit?failure=event-1"), "the courier answers")
 	require.NotContains(t, h.get("/audit?failure=event-1"), "policy, see OPS-1184")
 	require.Contains(t, h.get("/api/audit?failure=event-1&operator=o.operator"), `"failure_id":"event-1"`)
@@ -166,7 +172,7 @@ func TestWhatBecameOfAFailure(t *testing.T) {
 	exec(`UPDATE {s}.event_delivery SET status = 'DONE', attempt_count = 1, processed_at = now(), order_key = order_key WHERE id = 1`)
 	require.Contains(t, h.get("/failed/delivery-1"), `badge is-done`)
 	exec(`DELETE FROM {s}.event_delivery WHERE id IN (1, 2, 3)`) // as retention does
-	require.Contains(t, h.get("/failed/delivery-1"), "Group stats has handled it")
+	require.Contains(t, h.get("/failed/delivery-1"), "Group stats has handled it, or it had expired before. Retention has removed the row.", "whether the event expires is not recorded here")
 	require.Contains(t, h.get("/failed/delivery-2"), "It was resolved by o.operator, and retention has removed the row.")
 	require.Equal(t, http.StatusNotFound, h.send("reader", http.MethodGet, "/failed/delivery-3", "", "").Code, "nobody did anything about it")
 }
