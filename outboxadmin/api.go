@@ -220,7 +220,7 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 			return answer{}, err
 		}
 		q := query{values: url.Values(body.Filter)}
-		filter := q.actFilter()
+		filter := q.actFilter(action)
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}

@@ -124,6 +124,23 @@ func TestActsOnDeliveries(t *testing.T) {
 	require.Equal(t, apiBulkResult{4, false, []apiTopic{{"order-events", 4}}, []apiHandler{{"stats", "COUNT_SALES", 2}, {"stats", "RESERVE", 2}}}, result)
 }
 
+// A retry of failures with any status leaves resolutions as they are. One that names the status reverts them.
+func TestRetryAnyKeepsResolutions(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, nil)
+	h.exec(`UPDATE {s}.event_delivery SET resolved_by = 'kim', resolved_at = now(), note = 'sold out' WHERE id <= 2`)
+	page := h.get("/failed/retry?kind=delivery&status=any")
+	require.Contains(t, page, "Retry 4 failures?")
+	require.Contains(t, h.post("/failed/retry", confirmed(page, "again")...).Header().Get("Location"), "&n=4&")
+	require.Contains(t, h.call("/api/failed/retry", map[string]any{"filter": map[string]any{"kind": "delivery", "status": "any"}, "dry_run": true}).Body.String(), `"events":0`)
+	require.Equal(t, 2, query1[int](h, `SELECT count(*)::int FROM {s}.event_delivery WHERE resolved_by = 'kim'`))
+	for _, named := range []string{"resolved", "resolved,dead,failed,parked,waiting"} {
+		page = h.get("/failed/retry?kind=delivery&status=" + named)
+		require.Contains(t, page, "Retry 2 failures?")
+	}
+	require.Contains(t, h.post("/failed/retry", confirmed(page, "again")...).Header().Get("Location"), "&n=2&")
+}
+
 // The payload of a dead delivery is edited on the page and by the API, for its group and action. The history has the
 // payload from before.
 func TestEditDelivery(t *testing.T) {

@@ -379,7 +379,7 @@ func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, 
 func bulkReview(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
-		filter := q.bulkFilter()
+		filter := q.bulkFilter(action)
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
@@ -390,6 +390,9 @@ func bulkReview(action string) func(*admin, *request) (answer, error) {
 func (a *admin) showBulk(r *request, status int, action string, filter outboxops.FailureFilter, wrong string) (answer, error) {
 	values := failedValues(filter)
 	page := bulkPage{Action: action, Query: encode(values), Values: values, Wrong: wrong}
+	if len(filter.Statuses) > 0 {
+		values.Set("status", strings.Join(filter.Statuses, ",")) // not any, which is other statuses here
+	}
 	n, err := a.bulk(r, action, filter, true, &page.Seen, "dry run")
 	if err != nil {
 		return answer{}, err
@@ -410,7 +413,7 @@ var bulkTitles = map[string]string{"retry": "Retry many failures", "resolve": "R
 func bulkAct(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
-		filter, seen, reason := q.actFilter(), q.seen(), q.text("reason")
+		filter, seen, reason := q.actFilter(action), q.seen(), q.text("reason")
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}

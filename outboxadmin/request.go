@@ -152,9 +152,13 @@ func (q *query) failedFilter() outboxops.FailureFilter {
 	return f
 }
 
-// bulkFilter reads the filter for an action on many failures.
-func (q *query) bulkFilter() outboxops.FailureFilter {
+// bulkFilter reads the filter for an action on many failures. A retry with any status leaves resolutions as they are:
+// to revert them, it has to name their status.
+func (q *query) bulkFilter(action string) outboxops.FailureFilter {
 	f := q.failedFilter()
+	if action == "retry" && !slices.Contains(strings.Split(q.text("status"), ","), outbox.StatusResolved) {
+		f.Statuses = slices.DeleteFunc(f.Statuses, func(s string) bool { return s == outbox.StatusResolved })
+	}
 	if slices.Contains(f.Statuses, outboxops.StatusDone) {
 		q.fail("status", "what is done is neither retried nor resolved")
 	}
@@ -163,13 +167,13 @@ func (q *query) bulkFilter() outboxops.FailureFilter {
 
 // actFilter reads the filter of an action, in which each value that is given has to pick something: an empty one, such as
 // a variable that is not set, would pick everything.
-func (q *query) actFilter() outboxops.FailureFilter {
+func (q *query) actFilter(action string) outboxops.FailureFilter {
 	for _, name := range filterNames {
 		if q.values.Has(name) && q.text(name) == "" {
 			q.fail(name, "is empty: leave it out")
 		}
 	}
-	return q.bulkFilter()
+	return q.bulkFilter(action)
 }
 
 // seenName is the parameter with what a dry run has seen.
