@@ -190,8 +190,8 @@ func TestBulkLeavesWhatWasNotShown(t *testing.T) {
 	}
 }
 
-// A confirmed action changes all that was shown, also rows of later parts that it has changed itself before: those that
-// were parked behind an event of the first part.
+// A confirmed action changes all that was shown, also a row of a later part that it has changed itself before: an
+// event that was parked behind those of the first part.
 func TestBulkChangesAllThatWasShown(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)

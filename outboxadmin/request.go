@@ -165,8 +165,8 @@ func (q *query) bulkFilter(action string) outboxops.FailureFilter {
 	return f
 }
 
-// actFilter reads the filter of an action, in which each value that is given has to pick something: an empty one, such as
-// a variable that is not set, would pick everything.
+// actFilter reads the filter of an action. A value that is given has to pick something: an empty one, such as a
+// variable that is not set, would pick everything.
 func (q *query) actFilter(action string) outboxops.FailureFilter {
 	for _, name := range filterNames {
 		if q.values.Has(name) && q.text(name) == "" {

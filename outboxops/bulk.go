@@ -18,17 +18,16 @@ import (
 type BulkConfig struct {
 	// DryRun counts and changes nothing.
 	DryRun bool
-	// Rate is how many failures are changed in a second, at most. Zero means 1,000.
+	// Rate bounds the failures changed in a second. Zero means 1,000.
 	Rate int
-	// Progress is called after each part, with the number of failures that are done. Nil means none.
+	// Progress is called after each part, with the number done. Nil means none.
 	Progress func(done int)
 	// Topics receives the number of picked failures by topic. Nil means none.
 	Topics map[string]int
-	// Handlers receives the number of picked deliveries by group and action. Check it in a dry run: a filter without a
-	// group picks the deliveries of all groups. Nil means none.
+	// Handlers receives the number of picked deliveries by group and action. Without a group, a filter picks all.
+	// Nil means none.
 	Handlers map[FailureHandler]int
-	// Seen is what a dry run has seen: a snapshot of PostgreSQL. A dry run writes it if it is empty. Given to the call
-	// that follows, no failure is changed that has come, or has changed, since. Nil means that such failures are changed.
+	// Seen is a dry run's snapshot, written if empty. Actions leave out failures changed since. Nil means none.
 	Seen *string
 }
 
@@ -110,8 +109,8 @@ func (f *Failures) see(ctx context.Context, snapshot *string) error {
 	return nil
 }
 
-// eachPart calls do with the failures of a kind that a filter picks, in parts, the oldest first. It leaves out those that
-// have changed since a snapshot, unless that is empty.
+// eachPart calls do with the failures of a kind that a filter picks, in parts, the oldest first. It leaves out those
+// that have changed since a snapshot, unless that is empty.
 func (f *Failures) eachPart(ctx context.Context, kind Kind, action string, filter FailureFilter, snapshot string, size int, do func([]picked) error) error {
 	for last := int64(0); ; {
 		part, err := f.stores[kind].pick(ctx, action, filter, snapshot, last, size)
@@ -135,8 +134,8 @@ func (f *Failures) countKind(ctx context.Context, kind Kind, action string, filt
 	return done, err
 }
 
-// changeKind changes all failures of a kind that a filter picks, in parts. It adds their number to done. Those that have
-// not changed since a dry run are read before the first change, which may also write the row behind it in its key.
+// changeKind changes all failures of a kind that a filter picks, in parts. It adds their number to done. Those that
+// have not changed since a dry run are read before the first change, which may write the row behind it, too.
 func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, filter FailureFilter, cfg BulkConfig, why AuditInfo, done int) (int, error) {
 	seen, snapshot := map[int64]bool{}, cfg.snapshot()
 	if snapshot != "" {

@@ -173,8 +173,8 @@ func (s *pageServer) handler(targets []pageTarget, pools map[string]*pgxpool.Poo
 		}
 	}
 	if len(names) > 0 {
-		// The first page answers, as if it were asked for without the slash behind its name: it redirects to itself whom
-		// it knows, and logs others.
+		// The first page answers, as if it were asked for without the slash behind its name: it redirects users that it
+		// knows to itself, and logs others.
 		mux.HandleFunc("GET "+pagePath+"/{$}", func(w http.ResponseWriter, r *http.Request) {
 			r = r.Clone(r.Context())
 			r.URL.Path = pagePath + "/" + names[0]
