@@ -204,8 +204,8 @@ func TestBulkChangesAllThatWasShown(t *testing.T) {
 	require.Equal(t, "../failed?done=resolve_all&key=one&n=250", w.Header().Get("Location"), w.Body)
 }
 
-// An action that ends in the middle says how many failures it has changed, and that the audit has the rest. An action on
-// one failure, whose end is not known, does not say that nothing was done.
+// An action that ends in the middle says how many failures it has changed, and that the audit has the rest. An action
+// on one failure, whose end is not known, does not say that nothing was done.
 func TestActsThatEndInTheMiddle(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a session with a setting
