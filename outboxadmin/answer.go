@@ -112,6 +112,39 @@ func shown(err error) (*problem, bool) {
 		"The log of the service says why. Try again in a moment; events are not affected by this page."}, false
 }
 
+// partly is an error in the middle of an action on many failures.
+type partly struct {
+	error
+
+	action string
+	done   int // failures that are changed. The answer to the last commit may be lost.
+}
+
+func (p *partly) Unwrap() error { return p.error }
+
+// inTheMiddle returns an error of an action on many failures as [partly], unless it was refused before the first one.
+func inTheMiddle(err error, action string, done int) error {
+	if _, ours := shown(err); err == nil || ours && done == 0 && !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return &partly{err, action, done}
+}
+
+// maybeDone is the end of what is said of an action whose end is not known.
+const maybeDone = "may have been done: check the audit before you repeat it."
+
+// explained is the text of a problem, with what the request may have changed, and how many failures it surely has.
+func explained(r *http.Request, err error, p *problem, ours bool) (text string, changed *int) {
+	text = p.text
+	if !ours && r.Method == http.MethodPost {
+		text = "The log of the service says why. The action " + maybeDone
+	}
+	if some := (*partly)(nil); errors.As(err, &some) {
+		return fmt.Sprintf("%s %s before this error. %s", plural(int64(some.done), "failure is", "failures are"), pastActions[some.action], text), &some.done
+	}
+	return text, nil
+}
+
 // trimmed is an error of outbox without the name of its package.
 func trimmed(err error) string { return strings.TrimPrefix(err.Error(), "outbox: ") }
 
@@ -121,11 +154,12 @@ func (a *admin) failure(r *http.Request, err error) answer {
 	if !ours && r.Context().Err() == nil {
 		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: request failed", slog.String("path", r.URL.Path), slog.Any("error", err))
 	}
+	text, changed := explained(r, err, p, ours)
 	var out answer
 	if isAPI(r) {
-		out, _ = jsonAnswer(p.status, apiError{Error: p.text}) // a string is no error
+		out, _ = jsonAnswer(p.status, apiError{Error: text, Events: changed}) // neither is an error
 	} else {
-		out = a.page(r, p.status, "problem", p.title, struct{ Title, Text string }{p.title, p.text})
+		out = a.page(r, p.status, "problem", p.title, struct{ Title, Text string }{p.title, text})
 	}
 	out.wait = errors.Is(err, errBusy)
 	return out

@@ -220,14 +220,14 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 			return answer{}, err
 		}
 		q := query{values: url.Values(body.Filter)}
-		filter := q.bulkFilter()
+		filter := q.actFilter(action)
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
 		if body.DryRun && body.Reason == "" {
 			body.Reason = "dry run"
 		}
-		n, err := a.bulk(r, action, filter, bool(body.DryRun), string(body.Reason))
+		n, err := a.bulk(r, action, filter, bool(body.DryRun), nil, string(body.Reason))
 		if err != nil {
 			return answer{}, err
 		}

@@ -11,7 +11,8 @@ import (
 // is null.
 
 type apiError struct {
-	Error string `json:"error"`
+	Error  string `json:"error"`
+	Events *int   `json:"events,omitempty"`
 }
 
 type apiRelayList struct {

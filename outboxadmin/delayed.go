@@ -1,6 +1,7 @@
 package outboxadmin
 
 import (
+	"fmt"
 	"html/template"
 	"net/http"
 	"net/url"
@@ -23,6 +24,17 @@ type delayedPage struct {
 	Reason   string
 	Done     string // what was done before
 	Wrong    string // why it was not
+}
+
+// late reports delayed events that are overdue for too long, and those that outbox has rejected.
+func (s *situation) late() (all []notice) {
+	if s.delayed.Late > s.staleAfter {
+		all = append(all, notice{levelBad, fmt.Sprintf("Delayed events: the oldest has been due for %s, and was not moved to outbox.", short(s.delayed.Late)), "delayed", "Show"})
+	}
+	if n := int64(s.delayed.Rejected); n > 0 {
+		all = append(all, notice{levelBad, fmt.Sprintf("Delayed events: outbox has rejected %s, which will not be sent.", upTo(n).Of("event", "events")), "delayed?rejected=1", "Show"})
+	}
+	return all
 }
 
 // delayedNames are the parameters of the list.

@@ -5,8 +5,32 @@ import (
 	"net/url"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 )
+
+// Rejected and overdue delayed events are problems on the overview.
+func TestDelayedNotices(t *testing.T) {
+	t.Parallel()
+	h := calmFixture(t)
+	insert := func(due, rejected string) {
+		h.exec(`INSERT INTO {s}.outbox_delayed (due_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, rejected_at, rejection)
+			SELECT now() + $1::interval, gen_random_uuid(), 'acme.order.due.v1', 'shop', 'Order', '1', '1', 'application/json', now(), now() + $2::interval, '23505: taken' || $2`, due, pgtype.Text{String: rejected, Valid: rejected != ""})
+	}
+	insert("1 hour", "")
+	insert("-1 minute", "")
+	require.Empty(t, h.notices(), "one is not due yet, and one is late, but not for too long")
+	insert("-3 hours", "")
+	insert("-2 hours", "-1 hour")
+	require.Equal(t, []string{
+		"bad Delayed events: the oldest has been due for 3 h, and was not moved to outbox.",
+		"bad Delayed events: outbox has rejected 1 event, which will not be sent.",
+	}, h.notices())
+	page := h.get("/")
+	require.NotContains(t, page, "All is well")
+	require.Contains(t, page, `href="./delayed?rejected=1"`)
+	require.Contains(t, page, `href="./delayed"`)
+}
 
 // Delayed events are listed page by page, and an operator cancels one with a reason.
 func TestDelayedPage(t *testing.T) {

@@ -124,6 +124,23 @@ func TestActsOnDeliveries(t *testing.T) {
 	require.Equal(t, apiBulkResult{4, false, []apiTopic{{"order-events", 4}}, []apiHandler{{"stats", "COUNT_SALES", 2}, {"stats", "RESERVE", 2}}}, result)
 }
 
+// A retry of failures with any status leaves resolutions as they are. One that names the status reverts them.
+func TestRetryAnyKeepsResolutions(t *testing.T) {
+	t.Parallel()
+	h := newBusyFixture(t, nil)
+	h.exec(`UPDATE {s}.event_delivery SET resolved_by = 'kim', resolved_at = now(), note = 'sold out' WHERE id <= 2`)
+	page := h.get("/failed/retry?kind=delivery&status=any")
+	require.Contains(t, page, "Retry 4 failures?")
+	require.Contains(t, h.post("/failed/retry", confirmed(page, "again")...).Header().Get("Location"), "&n=4&")
+	require.Contains(t, h.call("/api/failed/retry", map[string]any{"filter": map[string]any{"kind": "delivery", "status": "any"}, "dry_run": true}).Body.String(), `"events":0`)
+	require.Equal(t, 2, query1[int](h, `SELECT count(*)::int FROM {s}.event_delivery WHERE resolved_by = 'kim'`))
+	for _, named := range []string{"resolved", "resolved,dead,failed,parked,waiting"} {
+		page = h.get("/failed/retry?kind=delivery&status=" + named)
+		require.Contains(t, page, "Retry 2 failures?")
+	}
+	require.Contains(t, h.post("/failed/retry", confirmed(page, "again")...).Header().Get("Location"), "&n=2&")
+}
+
 // The payload of a dead delivery is edited on the page and by the API, for its group and action. The history has the
 // payload from before.
 func TestEditDelivery(t *testing.T) {
@@ -156,6 +173,12 @@ func TestWhatBecameOfAFailure(t *testing.T) {
 	for _, words := range []string{"What became of event-1", "Relay default has sent it: it is in Kafka.", "the courier answers", `href="../events/4099003"`, "The relay sends it at its next poll"} {
 		require.Contains(t, strings.ReplaceAll(page, "./../", "../"), words)
 	}
+	exec(`ALTER TABLE {s}.outbox_4000000_5000000 DROP CONSTRAINT outbox_xid_is_of_this_transaction`)
+	exec(`UPDATE {s}.outbox SET expires_at = now() - interval '1 minute' WHERE id = 4099003`) // then retention may have removed a row that had expired
+	require.Contains(t, h.get("/failed/event-1"), "Relay default has sent it, or it had expired before.")
+	require.NotContains(t, h.get("/failed/event-1"), "it is in Kafka")
+	exec(`DELETE FROM {s}.outbox WHERE id = 4099003`)
+	require.Contains(t, h.get("/failed/event-1"), "Relay default has sent it, or it had expired before. The event itself is not recorded here any more")
 	require.Contains(t, h.get("/audit?failure=event-1"), "the courier answers")
 	require.NotContains(t, h.get("/audit?failure=event-1"), "policy, see OPS-1184")
 	require.Contains(t, h.get("/api/audit?failure=event-1&operator=o.operator"), `"failure_id":"event-1"`)
@@ -166,7 +189,7 @@ func TestWhatBecameOfAFailure(t *testing.T) {
 	exec(`UPDATE {s}.event_delivery SET status = 'DONE', attempt_count = 1, processed_at = now(), order_key = order_key WHERE id = 1`)
 	require.Contains(t, h.get("/failed/delivery-1"), `badge is-done`)
 	exec(`DELETE FROM {s}.event_delivery WHERE id IN (1, 2, 3)`) // as retention does
-	require.Contains(t, h.get("/failed/delivery-1"), "Group stats has handled it")
+	require.Contains(t, h.get("/failed/delivery-1"), "Group stats has handled it, or it had expired before. Retention has removed the row.", "whether the event expires is not recorded here")
 	require.Contains(t, h.get("/failed/delivery-2"), "It was resolved by o.operator, and retention has removed the row.")
 	require.Equal(t, http.StatusNotFound, h.send("reader", http.MethodGet, "/failed/delivery-3", "", "").Code, "nobody did anything about it")
 }

@@ -285,9 +285,9 @@ func auditInfo(r *request, reason string) outboxops.AuditInfo {
 // bulkPage shows the effect of an action on many events.
 type bulkPage struct {
 	Action string
-	Filter outboxops.FailureFilter
 	Values url.Values   // the filter, to be sent again
 	Query  template.URL // to go back
+	Seen   string       // what the dry run has seen, to be sent again
 	Count  int
 	Topics []topicCount // where they go
 	Others int          // topics that are not among them
@@ -357,9 +357,9 @@ type bulkCounts struct {
 
 // bulk runs retry or resolve for all that a filter picks, and counts them.
 // Between its parts, other requests have their connection.
-func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, dryRun bool, reason string) (n bulkCounts, err error) {
+func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, dryRun bool, seen *string, reason string) (n bulkCounts, err error) {
 	n.topics, n.handlers = map[string]int{}, map[outboxops.FailureHandler]int{}
-	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate, Topics: n.topics, Handlers: n.handlers}
+	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate, Topics: n.topics, Handlers: n.handlers, Seen: seen}
 	if r.Method == http.MethodPost {
 		cfg.Progress = func(int) { r.work.pause() }
 	}
@@ -368,15 +368,18 @@ func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, 
 	} else {
 		n.all, err = a.failed.ResolveAll(r.Context(), filter, cfg, auditInfo(r, reason))
 	}
-	return n, err
+	if dryRun {
+		return n, err
+	}
+	return n, inTheMiddle(err, action, n.all)
 }
 
-// bulkReview is the dry run. It excludes failures that come after it, so the confirmed action changes the
-// failures that were shown, or fewer.
+// bulkReview is the dry run. The form has what it has seen, so the confirmed action changes the failures that were
+// shown, or fewer: it leaves out those that come, or change, after it.
 func bulkReview(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
-		filter := q.bulkFilter()
+		filter := q.bulkFilter(action)
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
@@ -385,12 +388,12 @@ func bulkReview(action string) func(*admin, *request) (answer, error) {
 }
 
 func (a *admin) showBulk(r *request, status int, action string, filter outboxops.FailureFilter, wrong string) (answer, error) {
-	page := bulkPage{Action: action, Query: encode(failedValues(filter)), Wrong: wrong}
-	if now := a.now(); filter.Until.IsZero() || filter.Until.After(now) {
-		filter.Until = now
+	values := failedValues(filter)
+	page := bulkPage{Action: action, Query: encode(values), Values: values, Wrong: wrong}
+	if len(filter.Statuses) > 0 {
+		values.Set("status", strings.Join(filter.Statuses, ",")) // not any, which is other statuses here
 	}
-	page.Filter, page.Values = filter, failedValues(filter)
-	n, err := a.bulk(r, action, filter, true, "dry run")
+	n, err := a.bulk(r, action, filter, true, &page.Seen, "dry run")
 	if err != nil {
 		return answer{}, err
 	}
@@ -410,20 +413,20 @@ var bulkTitles = map[string]string{"retry": "Retry many failures", "resolve": "R
 func bulkAct(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
-		filter, reason := q.bulkFilter(), q.text("reason")
+		filter, seen, reason := q.actFilter(action), q.seen(), q.text("reason")
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
-		n, err := a.bulk(r, action, filter, false, reason)
+		n, err := a.bulk(r, action, filter, false, &seen, reason)
 		if err == nil {
 			back := failedValues(filter)
-			back.Del("until")
 			back.Set("done", action+"_all")
 			back.Set("n", strconv.Itoa(n.all))
 			return redirectTo("../failed?" + back.Encode()), nil
 		}
+		var some *partly
 		p, ours := shown(err)
-		if !ours {
+		if !ours || errors.As(err, &some) {
 			return answer{}, err
 		}
 		return a.showBulk(r, p.status, action, filter, p.text)

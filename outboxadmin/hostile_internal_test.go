@@ -77,17 +77,29 @@ func TestHostileRequests(t *testing.T) {
 	form := func(target, body string) { requests = append(requests, sent{"POST", target, formType, body}) }
 	for _, action := range []string{"retry", "resolve"} {
 		bulk := "/failed/" + action
-		form(bulk, "reason=x&type=%zz")
-		form(bulk, "reason=x;type=a")
-		form(bulk, "reason=x&type=%00")
-		form(bulk, "reason=x&type=%ff")
-		form(bulk, "reason=x&typ=a")
-		form(bulk, "reason=x&type=a&type=b")
-		form(bulk, "reason=%00&status=dead")
-		form(bulk, "reason=x%ff&status=dead")
-		form(bulk, "reason=x&reason=y&status=dead")
-		form(bulk, "reason=x&until=9999-12-31T23:59:59-23:59")
-		form(bulk+"?status=resolved", "reason=x")
+		form(bulk, "seen=1:1:&reason=x&type=%zz")
+		form(bulk, "seen=1:1:&reason=x;type=a")
+		form(bulk, "seen=1:1:&reason=x&type=%00")
+		form(bulk, "seen=1:1:&reason=x&type=%ff")
+		form(bulk, "seen=1:1:&reason=x&typ=a")
+		form(bulk, "seen=1:1:&reason=x&type=a&type=b")
+		form(bulk, "seen=1:1:&reason=%00&status=dead")
+		form(bulk, "seen=1:1:&reason=x%ff&status=dead")
+		form(bulk, "seen=1:1:&reason=x&reason=y&status=dead")
+		form(bulk, "seen=1:1:&reason=x&until=9999-12-31T23:59:59-23:59")
+		form(bulk+"?status=resolved", "seen=1:1:&reason=x")
+		for _, seen := range []string{"", "&seen=", "&seen=1", "&seen=2:1:", "&seen=1:1:1", "&seen=now", "&seen=1:1:&seen=1:1:"} {
+			form(bulk, "reason=x"+seen)
+		}
+		for _, name := range filterNames { // a variable that is not set must not pick everything
+			form(bulk, "seen=1:1:&reason=x&"+name+"=")
+			requests = append(requests, sent{"POST", "/api/failed/" + action, jsonType, `{"reason": "x", "filter": {"` + name + `": ""}}`},
+				sent{"POST", "/api/failed/" + action, jsonType, `{"dry_run": true, "filter": {"` + name + `": ""}}`})
+		}
+		for name, zero := range map[string]string{"outbox_id": "0", "until": "0001-01-01"} {
+			form(bulk, "seen=1:1:&reason=x&"+name+"="+zero)
+			requests = append(requests, sent{"POST", "/api/failed/" + action, jsonType, `{"reason": "x", "filter": {"` + name + `": "` + zero + `"}}`})
+		}
 		form("/failed/event-1/"+action, "reason=x%00")
 		form("/failed/event-1/"+action, "reason=x%ff")
 		form("/failed/event-1/"+action, "reason=x&dry_run=true")

@@ -38,6 +38,7 @@ type situation struct {
 	workers   []outbox.WorkerHealth          // of this process
 	counts    []outboxops.FailureCount
 	stale     []outbox.EventCount
+	delayed   outboxops.DelayedStatus
 	groups    groupsView
 	open      []outboxops.OpenTransaction
 }
@@ -45,7 +46,7 @@ type situation struct {
 // notices returns the problems; those that need an operator come first.
 func (s *situation) notices() []notice {
 	var all []notice
-	for _, part := range []func() []notice{s.leaders, s.processes, s.groupsSay, s.members, s.missed, s.dead, s.waiting, s.held, s.paused, s.retried, s.transactions} {
+	for _, part := range []func() []notice{s.leaders, s.processes, s.groupsSay, s.members, s.missed, s.dead, s.waiting, s.late, s.held, s.paused, s.retried, s.transactions} {
 		all = append(all, part()...)
 	}
 	slices.SortStableFunc(all, func(a, b notice) int { return strings.Compare(a.Level, b.Level) })

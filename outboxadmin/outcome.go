@@ -41,18 +41,28 @@ func (a *admin) showGone(r *request, id outboxops.FailureID, done string, missin
 }
 
 // outcomeOf returns how a failure ended. A failed event leaves its table once it is sent. A delivery leaves
-// it some time after it was handled. Both leave it some time after they were resolved.
+// it some time after it was handled. Both leave it some time after they were resolved, or had expired.
 func outcomeOf(kind outboxops.Kind, history []outboxops.AuditEntry, events []eventRow) string {
 	last := slices.IndexFunc(history, func(e outboxops.AuditEntry) bool {
 		return slices.Contains([]string{"retry", "edit", "resolve"}, e.Action)
 	})
+	recorded := func(is func(eventRow) bool) bool {
+		return slices.ContainsFunc(events, func(e eventRow) bool { return !e.Removed && is(e) })
+	}
+	orExpired := ", or it had expired before"
+	if recorded(func(e eventRow) bool { return e.ExpiresAt.IsZero() }) {
+		orExpired = ""
+	}
+	relay := cmp.Or(history[0].Relay, "default")
 	switch {
 	case last >= 0 && history[last].Action == "resolve":
 		return fmt.Sprintf("It was resolved by %s, and retention has removed the row.", history[last].Operator)
 	case kind == outboxops.KindDelivery:
-		return fmt.Sprintf("Group %s has handled it, and retention has removed the row.", history[0].Group)
-	case slices.ContainsFunc(events, func(e eventRow) bool { return slices.Contains(e.AttemptedBy, history[0].Relay) }):
-		return fmt.Sprintf("Relay %s has sent it: it is in Kafka.", history[0].Relay)
+		return fmt.Sprintf("Group %s has handled it%s. Retention has removed the row.", history[0].Group, orExpired)
+	case recorded(func(e eventRow) bool { return slices.Contains(e.AttemptedBy, history[0].Relay) }) && orExpired == "":
+		return fmt.Sprintf("Relay %s has sent it: it is in Kafka.", relay)
+	case recorded(func(eventRow) bool { return true }):
+		return fmt.Sprintf("Relay %s has sent it%s.", relay, orExpired)
 	}
-	return fmt.Sprintf("Relay %s has sent it. The event itself is not recorded here any more: retention has removed it.", cmp.Or(history[0].Relay, "default"))
+	return fmt.Sprintf("Relay %s has sent it%s. The event itself is not recorded here any more: retention has removed it.", relay, orExpired)
 }

@@ -189,6 +189,9 @@ func (a *admin) situation(ctx context.Context, now time.Time) (s *situation, err
 	if s.groups, err = a.groupsView(ctx, false); err != nil {
 		return s, err
 	}
+	if s.delayed, err = a.delayed.Status(ctx); err != nil {
+		return s, err
+	}
 	if s.open, err = a.inspect.Transactions(ctx, openFor); err != nil {
 		return s, err
 	}

@@ -3,6 +3,7 @@ package outboxadmin
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"strings"
 
@@ -33,7 +34,20 @@ func decodeJSON(data []byte) (v any, err error) {
 	return v, d.Decode(&v)
 }
 
-// patched returns the payload of a failure with a change.
+// errSame is the error of a change that a payload has already.
+var errSame = &problem{http.StatusConflict, "Nothing changes", "Its payload has this already."}
+
+// patched is [patched], but for a masked payload that has a change already: to say so would let a user guess what the
+// mask hides.
+func (a *admin) patched(f outboxops.Failure, change string) ([]byte, error) {
+	after, err := patched(f, change)
+	if errors.Is(err, errSame) && a.payloadOf(f.Type, f.ContentType, f.Payload, nil).Masked {
+		err = nil
+	}
+	return after, err
+}
+
+// patched returns the payload of a failure with a change, also beside [errSame].
 func patched(f outboxops.Failure, change string) ([]byte, error) {
 	if f.PayloadErr != nil {
 		return nil, &problem{http.StatusConflict, "That payload cannot be read", errorText(f.PayloadErr) + "."}
@@ -52,7 +66,7 @@ func patched(f outboxops.Failure, change string) ([]byte, error) {
 	}
 	after, err := encodeJSON(merged(before, patch))
 	if err == nil && bytes.Equal(same, after) {
-		return nil, &problem{http.StatusConflict, "Nothing changes", "Its payload has this already."}
+		return after, errSame
 	}
 	return after, err
 }
@@ -118,7 +132,7 @@ func (a *admin) tryEdit(r *request, id outboxops.FailureID, change string) (sele
 			return row, err
 		}
 	}
-	after, err := patched(row.Failure, change)
+	after, err := a.patched(row.Failure, change)
 	if err == nil {
 		err = a.failed.CheckEdit(r.Context(), id, after, auditInfo(r, "dry run"))
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -141,6 +142,9 @@ func (q *query) failedFilter() outboxops.FailureFilter {
 	if f.Kind != "" && !slices.Contains(kinds, string(f.Kind)) {
 		q.fail("kind", fmt.Sprintf("%.100q is neither event nor delivery", string(f.Kind)))
 	}
+	if f.OutboxID == 0 && q.text("outbox_id") != "" {
+		q.fail("outbox_id", "no event has 0")
+	}
 	ofEvents, ofDeliveries := f.Relay != "" || f.OutboxID != 0 || f.Kind == outboxops.KindEvent, f.Group != "" || f.Action != "" || f.Kind == outboxops.KindDelivery
 	if ofEvents && ofDeliveries {
 		q.fail("filter", "a relay and a place in outbox are those of events, a group and an action those of deliveries: nothing has both")
@@ -148,13 +152,40 @@ func (q *query) failedFilter() outboxops.FailureFilter {
 	return f
 }
 
-// bulkFilter reads the filter for an action on many failures.
-func (q *query) bulkFilter() outboxops.FailureFilter {
+// bulkFilter reads the filter for an action on many failures. A retry with any status leaves resolutions as they are:
+// to revert them, it has to name their status.
+func (q *query) bulkFilter(action string) outboxops.FailureFilter {
 	f := q.failedFilter()
+	if action == "retry" && !slices.Contains(strings.Split(q.text("status"), ","), outbox.StatusResolved) {
+		f.Statuses = slices.DeleteFunc(f.Statuses, func(s string) bool { return s == outbox.StatusResolved })
+	}
 	if slices.Contains(f.Statuses, outboxops.StatusDone) {
 		q.fail("status", "what is done is neither retried nor resolved")
 	}
 	return f
+}
+
+// actFilter reads the filter of an action. A value that is given has to pick something: an empty one, such as a
+// variable that is not set, would pick everything.
+func (q *query) actFilter(action string) outboxops.FailureFilter {
+	for _, name := range filterNames {
+		if q.values.Has(name) && q.text(name) == "" {
+			q.fail(name, "is empty: leave it out")
+		}
+	}
+	return q.bulkFilter(action)
+}
+
+// seenName is the parameter with what a dry run has seen.
+const seenName = "seen"
+
+// seen reads what a dry run has seen. Without it, an action would change failures that were not shown.
+func (q *query) seen() string {
+	text := q.text(seenName)
+	if !tables.IsSnapshot(text) {
+		q.fail(seenName, "is not what a dry run has seen: look at the failures first")
+	}
+	return text
 }
 
 // auditNames are the parameters of auditFilter and of its pages.

@@ -67,7 +67,7 @@ func TestPrivilegesOfOperator(t *testing.T) {
 	for _, action := range []string{"release", "hold", "edit", "resolve"} {
 		require.Equal(t, http.StatusSeeOther, h.post("/failed/event-1/"+action, "reason", "because", "payload", "{}").Code, action)
 	}
-	require.Equal(t, http.StatusSeeOther, h.post("/failed/retry", "reason", "because", "status", "dead").Code)
+	require.Equal(t, http.StatusSeeOther, h.post("/failed/retry", confirmed(h.get("/failed/retry?status=dead"), "because")...).Code)
 	for path, body := range map[string]map[string]any{
 		"/api/consumers/pause": {"group": "stats", "reason": "x"}, "/api/failed/event-1/hold": {"reason": "x"},
 		"/api/failed/retry": {"filter": map[string]any{"status": "dead"}, "reason": "x"},

@@ -9,6 +9,7 @@ import (
 	"strconv"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -189,6 +190,11 @@ func (a *admin) selectedAct(r *request) (answer, error) {
 			return a.tryEdits(r, s, page)
 		}
 	}
+	// Before a payload is read: what an edit is refused for says something of it.
+	if err := checkReason(auditInfo(r, page.Reason)); err != nil {
+		page.Wrong = trimmed(err) + "."
+		return a.showSelected(r, http.StatusUnprocessableEntity, s, page)
+	}
 	done := 0
 	for _, id := range s.ids {
 		err := a.actOnSelected(r, s.action, id, page)
@@ -196,14 +202,14 @@ func (a *admin) selectedAct(r *request) (answer, error) {
 		if p, ours := shown(err); err != nil && ours {
 			row, rerr := a.selectedRow(r.Context(), id, s.action)
 			if rerr != nil {
-				return answer{}, rerr
+				return answer{}, &partly{rerr, s.action, done}
 			}
 			row.Why, row.Payload = p.text, nil
 			page.Rows = append(page.Rows, row)
 			continue
 		}
 		if err != nil {
-			return answer{}, err
+			return answer{}, &partly{err, s.action, done}
 		}
 		done++
 	}
@@ -217,8 +223,21 @@ func (a *admin) selectedAct(r *request) (answer, error) {
 	return redirectTo("../../failed?" + back.Encode()), nil
 }
 
-// actOnSelected runs an action on one of the selected failures.
+// maxReason is how many characters a reason may have.
+const maxReason = 10_000
+
+// checkReason does the check of [outboxops.Failures] in advance.
+func checkReason(why outboxops.AuditInfo) error {
+	return check.Audit("", why.Operator, why.Reason, maxReason)
+}
+
+// actOnSelected runs an action on one of the selected failures. An edit reads the payload, which is audited first.
 func (a *admin) actOnSelected(r *request, action string, id outboxops.FailureID, page selectedPage) error {
+	if action == "edit" && a.cfg.AuditReads {
+		if err := a.failed.AuditRead(r.Context(), id, auditInfo(r, readReason(r))); err != nil {
+			return err
+		}
+	}
 	row, err := a.failed.Get(r.Context(), id)
 	if err != nil {
 		return err
@@ -228,7 +247,7 @@ func (a *admin) actOnSelected(r *request, action string, id outboxops.FailureID,
 		if why := notPossible(row, action); why != "" {
 			return &problem{http.StatusConflict, "Not possible any more", why}
 		}
-		data, err := patched(row, page.Change)
+		data, err := a.patched(row, page.Change)
 		if err != nil {
 			return err
 		}

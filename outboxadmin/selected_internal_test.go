@@ -54,8 +54,9 @@ func TestSelectedFailures(t *testing.T) {
 	form["reason"] = []string{" "}
 	form["id"] = []string{"delivery-4"}
 	code, _, body = h.submit("/failed/selected/resolve", form)
-	require.Equal(t, http.StatusConflict, code)
+	require.Equal(t, http.StatusUnprocessableEntity, code)
 	require.Contains(t, body, "Reason is empty")
+	require.Contains(t, body, `value="delivery-4"`, "it can be sent again")
 }
 
 // A selection is refused if it is empty, too large, or of no failures.
@@ -138,6 +139,42 @@ func TestEditSelectedIsMasked(t *testing.T) {
 	require.Contains(t, body, "hidden")
 	require.Contains(t, body, ", masked")
 	require.NotContains(t, body, "Mina Park")
+}
+
+// An edit says nothing of a payload before its reason is checked and the read is audited. It does not say of a masked
+// payload that it has a change already: a user could guess what the mask hides.
+func TestEditSelectedTellsNoPayload(t *testing.T) {
+	t.Parallel()
+	reads := func(h *adminFixture) int {
+		return query1[int](h, `SELECT count(*)::int FROM {s}.outbox_audit WHERE operator = 'o.operator' AND action = 'read'`)
+	}
+	h := newBusyFixture(t, func(c *Config) { c.AuditReads = true })
+	const has, hasNot = `{"orderId": 20501}`, `{"orderId": 20599}`
+	for _, reason := range []string{"", " ", strings.Repeat("x", 10_001)} {
+		for _, change := range []string{has, hasNot} {
+			code, _, body := h.submit("/failed/selected/edit", url.Values{"id": {"delivery-1"}, "change": {change}, "step": {"save"}, "reason": {reason}})
+			require.Equal(t, http.StatusUnprocessableEntity, code)
+			require.Contains(t, body, "Reason ")
+			require.NotContains(t, body, "has this already")
+		}
+	}
+	require.Zero(t, reads(h), "nothing was read")
+	code, _, body := h.submit("/failed/selected/edit", url.Values{"id": {"delivery-1"}, "change": {has}, "step": {"save"}, "reason": {"x"}})
+	require.Equal(t, http.StatusConflict, code)
+	require.Contains(t, body, "has this already")
+	require.Equal(t, 1, reads(h))
+
+	h = newBusyFixture(t, func(c *Config) {
+		c.Mask = func(text Text) []byte { return []byte(`"hidden"`) }
+	})
+	for _, change := range []string{has, hasNot} {
+		_, _, body := h.submit("/failed/selected/edit", url.Values{"id": {"delivery-1"}, "change": {change}, "step": {"try"}})
+		require.NotContains(t, body, "has this already")
+		code, location, body := h.submit("/failed/selected/edit", url.Values{"id": {"delivery-1"}, "change": {change}, "step": {"save"}, "reason": {"x"}})
+		require.Equal(t, http.StatusSeeOther, code, body)
+		require.Equal(t, "../../failed?done=edit_all&n=1", location)
+		h.exec(`UPDATE {s}.event_delivery SET status = 'DEAD', attempt_count = 10 WHERE id = 1`)
+	}
 }
 
 // What the page says of an action is what the library does.

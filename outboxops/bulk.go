@@ -8,7 +8,9 @@ import (
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -16,15 +18,17 @@ import (
 type BulkConfig struct {
 	// DryRun counts and changes nothing.
 	DryRun bool
-	// Rate is how many failures are changed in a second, at most. Zero means 1,000.
+	// Rate bounds the failures changed in a second. Zero means 1,000.
 	Rate int
-	// Progress is called after each part, with the number of failures that are done. Nil means none.
+	// Progress is called after each part, with the number done. Nil means none.
 	Progress func(done int)
 	// Topics receives the number of picked failures by topic. Nil means none.
 	Topics map[string]int
-	// Handlers receives the number of picked deliveries by group and action. Check it in a dry run: a filter without a
-	// group picks the deliveries of all groups. Nil means none.
+	// Handlers receives the number of picked deliveries by group and action. Without a group, a filter picks all.
+	// Nil means none.
 	Handlers map[FailureHandler]int
+	// Seen is a dry run's snapshot, written if empty. Actions leave out failures changed since. Nil means none.
+	Seen *string
 }
 
 // FailureHandler is the handler that a delivery is for.
@@ -74,8 +78,15 @@ func (f *Failures) changeAll(ctx context.Context, action string, filter FailureF
 	cfg.Rate = cmp.Or(cfg.Rate, defaultBulkRate)
 	chosen, err := filter.kinds()
 	err = errors.Join(err, check.NotNegative("Rate", cfg.Rate), why.check())
+	if cfg.Seen != nil && err == nil {
+		err = f.see(ctx, cfg.Seen)
+	}
 	for _, k := range chosen {
-		if err == nil {
+		switch {
+		case err != nil:
+		case cfg.DryRun:
+			done, err = f.countKind(ctx, k, action, filter, cfg, done)
+		default:
 			done, err = f.changeKind(ctx, k, action, filter, cfg, why, done)
 		}
 	}
@@ -85,40 +96,94 @@ func (f *Failures) changeAll(ctx context.Context, action string, filter FailureF
 	return done, nil
 }
 
-// changeKind changes all failures of a kind that a filter picks, in parts. It adds their number to done.
-func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, filter FailureFilter, cfg BulkConfig, why AuditInfo, done int) (int, error) {
-	part := min(cfg.Rate, bulkPart)
-	pause := time.Duration(part) * time.Second / time.Duration(cfg.Rate)
-	if cfg.DryRun {
-		part = dryRunPart
+const sqlSnapshot = `SELECT pg_catalog.pg_current_snapshot()::text`
+
+// see checks a snapshot, or takes one.
+func (f *Failures) see(ctx context.Context, snapshot *string) error {
+	if *snapshot == "" {
+		return f.db.QueryRow(ctx, sqlSnapshot).Scan(snapshot)
 	}
-	store := f.stores[kind]
+	if !tables.IsSnapshot(*snapshot) {
+		return fmt.Errorf("field Seen %w: %.40q is no snapshot", outbox.ErrMalformed, *snapshot)
+	}
+	return nil
+}
+
+// eachPart calls do with the failures of a kind that a filter picks, in parts, the oldest first. It leaves out those
+// that have changed since a snapshot, unless that is empty.
+func (f *Failures) eachPart(ctx context.Context, kind Kind, action string, filter FailureFilter, snapshot string, size int, do func([]picked) error) error {
 	for last := int64(0); ; {
-		chosen, err := store.pick(ctx, action, filter, last, part)
-		if err != nil || len(chosen) == 0 {
+		part, err := f.stores[kind].pick(ctx, action, filter, snapshot, last, size)
+		if err != nil || len(part) == 0 {
+			return err
+		}
+		last = part[len(part)-1].number
+		if err := cmp.Or(do(part), ctx.Err()); err != nil || len(part) < size {
+			return err
+		}
+	}
+}
+
+// countKind counts all failures of a kind that a filter picks. It adds their number to done.
+func (f *Failures) countKind(ctx context.Context, kind Kind, action string, filter FailureFilter, cfg BulkConfig, done int) (int, error) {
+	err := f.eachPart(ctx, kind, action, filter, cfg.snapshot(), dryRunPart, func(part []picked) error {
+		done += len(part)
+		cfg.report(done, kind, part)
+		return nil
+	})
+	return done, err
+}
+
+// changeKind changes all failures of a kind that a filter picks, in parts. It adds their number to done. Those that
+// have not changed since a dry run are read before the first change, which may write the row behind it, too.
+func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, filter FailureFilter, cfg BulkConfig, why AuditInfo, done int) (int, error) {
+	seen, snapshot := map[int64]bool{}, cfg.snapshot()
+	if snapshot != "" {
+		if err := f.eachPart(ctx, kind, action, filter, snapshot, dryRunPart, func(part []picked) error {
+			for _, p := range part {
+				seen[p.number] = true
+			}
+			return nil
+		}); err != nil {
 			return done, err
 		}
-		n, numbers := len(chosen), make([]int64, len(chosen))
-		for i, p := range chosen {
-			numbers[i] = p.number
+	}
+	size := min(cfg.Rate, bulkPart)
+	pause := time.Duration(size) * time.Second / time.Duration(cfg.Rate)
+	err := f.eachPart(ctx, kind, action, filter, "", size, func(part []picked) error {
+		full := len(part) == size
+		part = slices.DeleteFunc(part, func(p picked) bool { return snapshot != "" && !seen[p.number] })
+		if len(part) == 0 {
+			return nil
 		}
-		if !cfg.DryRun {
-			if n, err = f.change(ctx, store.statement(action), numbers, why); err != nil {
-				return done, err
-			}
+		n, err := f.change(ctx, f.stores[kind].statement(action), numbersOf(part), why)
+		if err != nil {
+			return err
 		}
-		last, done = numbers[len(numbers)-1], done+n
-		cfg.report(done, kind, chosen)
-		if len(numbers) < part {
-			return done, nil
-		}
-		if !cfg.DryRun {
+		done += n
+		cfg.report(done, kind, part)
+		if full {
 			wait.Sleep(ctx, pause)
 		}
-		if err := ctx.Err(); err != nil {
-			return done, err
-		}
+		return nil
+	})
+	return done, err
+}
+
+func numbersOf(part []picked) []int64 {
+	numbers := make([]int64, len(part))
+	for i, p := range part {
+		numbers[i] = p.number
 	}
+	return numbers
+}
+
+// snapshot is empty without Seen.
+func (c BulkConfig) snapshot() string {
+	if c.Seen == nil {
+		return ""
+	}
+	return *c.Seen
 }
 
 // report reports the number of failures that are done, and what the last part is for.

@@ -75,8 +75,8 @@ var looksAtDeliveries = []struct {
 	{"list_dead", listParameters, tables.SQLDeliveryList, "'{DEAD}', 'stats', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 50000, 100", 100},
 	{"list_done", listParameters, tables.SQLDeliveryList, "'{DONE}', '', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 200000, 100", 150},
 	{"list_resolved", listParameters, tables.SQLDeliveryList, "'{RESOLVED}', 'mails', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 200000, 100", 2000},
-	{"ids", "bigint, bigint", tables.SQLDeliveryIDs, "'{DEAD}', '', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 0, 100", 100},
-	{"ids_resolved", "bigint, bigint", tables.SQLDeliveryIDs, "'{RESOLVED}', 'mails', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 0, 100", 2000},
+	{"ids", "bigint, bigint", tables.SQLDeliveryIDs, "'{DEAD}', '', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 0, 100, ''", 100},
+	{"ids_resolved", "bigint, bigint", tables.SQLDeliveryIDs, "'{RESOLVED}', 'mails', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 0, 100, ''", 2000},
 }
 
 const listParameters = "bigint, bigint"

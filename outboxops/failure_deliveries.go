@@ -148,14 +148,14 @@ func (s deliveryStore) get(ctx context.Context, number int64) (Failure, error) {
 func (s deliveryStore) stored() reader { return s.rows }
 
 // pick omits deliveries that are with a worker.
-func (s deliveryStore) pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (all []picked, err error) {
+func (s deliveryStore) pick(ctx context.Context, action string, f FailureFilter, snapshot string, above int64, limit int) (all []picked, err error) {
 	filter := s.filter(f)
 	possible := []string{DeliveryPending, DeliveryParked, DeliveryDead}
 	if action == actionRetry {
 		possible = []string{DeliveryDead, tables.Resolved}
 	}
 	filter.Statuses = onlyPossible(filter.Statuses, possible)
-	ids, err := s.reader.IDs(ctx, filter, above, limit)
+	ids, err := s.reader.IDs(ctx, filter, snapshot, above, limit)
 	for _, d := range ids {
 		all = append(all, picked{d.ID, d.Stream, FailureHandler{d.Group, d.Action}})
 	}

@@ -108,18 +108,19 @@ SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.Fai
        AND NOT (relay = ANY (ARRAY(
            SELECT l.name FROM {schema}.outbox_lease AS l WHERE l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity'
               AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS c WHERE c.relay = l.name)))))
+   AND ` + tables.Unchanged + `
  ORDER BY id LIMIT $15`
 
 // pick omits events that are held, have no payload, or belong to a relay that has ended by a cut, unless they are to be
 // resolved.
-func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (all []picked, err error) {
+func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, snapshot string, above int64, limit int) (all []picked, err error) {
 	possible := unresolved
 	if action == actionRetry {
 		possible = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusDead}
 	}
 	filter := s.filter(f)
 	filter.Statuses = onlyPossible(filter.Statuses, possible)
-	rows, err := s.db.Query(ctx, s.sqlIDs, slices.Concat([]any{pg.PlanEachTime}, filter.Args(), []any{above, action == actionResolve, limit})...)
+	rows, err := s.db.Query(ctx, s.sqlIDs, slices.Concat([]any{pg.PlanEachTime}, filter.Args(), []any{above, action == actionResolve, limit, snapshot})...)
 	if err != nil {
 		return nil, err
 	}

@@ -39,8 +39,9 @@ type failureStore interface {
 	get(ctx context.Context, number int64) (Failure, error)
 	// stored reads payloads and headers.
 	stored() reader
-	// pick returns failures above an id that an action is possible with, the oldest first.
-	pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) ([]picked, error)
+	// pick returns failures above an id that an action is possible with, the oldest first. It leaves out those that
+	// have changed since a snapshot, unless that is empty.
+	pick(ctx context.Context, action string, f FailureFilter, snapshot string, above int64, limit int) ([]picked, error)
 	// statement does an action: it takes numbers, operator and reason, and returns the number of changed
 	// rows. That of an edit takes a number, the payload, operator and reason, and returns whether it has
 	// changed the row.

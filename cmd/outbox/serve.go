@@ -148,6 +148,7 @@ func (s *pageServer) handler(targets []pageTarget, pools map[string]*pgxpool.Poo
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /livez", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	var names []string
+	var first http.Handler
 	for _, t := range targets {
 		if t.name != "" {
 			names = append(names, t.name)
@@ -165,16 +166,20 @@ func (s *pageServer) handler(targets []pageTarget, pools map[string]*pgxpool.Poo
 		if t.name != "" {
 			path += "/" + t.name
 		}
-		mux.Handle(path+"/", http.StripPrefix(path, page))
+		handler := http.StripPrefix(path, page)
+		mux.Handle(path+"/", handler)
+		if first == nil {
+			first = handler
+		}
 	}
 	if len(names) > 0 {
+		// The first page answers, as if it were asked for without the slash behind its name: it redirects users that it
+		// knows to itself, and logs others.
 		mux.HandleFunc("GET "+pagePath+"/{$}", func(w http.ResponseWriter, r *http.Request) {
-			if access, err := userFile(s.users).authorize(r); err != nil || access.Role == outboxadmin.None {
-				w.Header().Set("WWW-Authenticate", challenge)
-				http.Error(w, "Sign in first.", http.StatusUnauthorized)
-				return
-			}
-			http.Redirect(w, r, names[0]+"/", http.StatusSeeOther)
+			r = r.Clone(r.Context())
+			r.URL.Path = pagePath + "/" + names[0]
+			r.RequestURI = r.URL.Path
+			first.ServeHTTP(w, r)
 		})
 	}
 	return mux, nil

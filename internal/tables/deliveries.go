@@ -233,15 +233,16 @@ const SQLDeliveryList = DeliveryKinds + `, ` + deadGroups + `, found AS (
 SELECT ` + DeliveryColumns + `
   FROM {schema}.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT id FROM found ORDER BY id DESC LIMIT $15)) ORDER BY d.id DESC`
 
-// SQLDeliveryIDs reads up to $15 deliveries that wait or are DEAD, with an id above $14, the oldest first.
+// SQLDeliveryIDs reads up to $15 deliveries that wait or are DEAD, with an id above $14, the oldest first, and of these
+// the [Unchanged] ones.
 const SQLDeliveryIDs = DeliveryKinds + `, ` + deadGroups + `
 SELECT r.id, k.stream, k.consumer_group, k.action FROM chosen AS k
  CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + `
-                        AND d.id > $14` + ByDeliveryKind + ` LIMIT $15) AS r
+                        AND d.id > $14 AND ` + Unchanged + ByDeliveryKind + ` LIMIT $15) AS r
  UNION ALL
 SELECT r.id, r.stream, g.consumer_group, r.action FROM groups AS g
  CROSS JOIN LATERAL (SELECT d.id, d.stream, d.action FROM {schema}.event_delivery AS d` + resolvedOfGroup + DeliveryWhere + `
-                        AND d.id > $14 AND 'RESOLVED' = ANY ($1) ORDER BY d.consumer_group, d.id LIMIT $15) AS r
+                        AND d.id > $14 AND 'RESOLVED' = ANY ($1) AND ` + Unchanged + ` ORDER BY d.consumer_group, d.id LIMIT $15) AS r
  ORDER BY 1 LIMIT $15`
 
 // SQLDeliveryDeaths reads up to $3 deliveries that have become DEAD since $1, are not resolved and not
@@ -319,10 +320,10 @@ type DeliveryID struct {
 }
 
 // IDs returns deliveries that wait, or that are DEAD, with an id above after, the oldest first.
-func (r DeliveryReader) IDs(ctx context.Context, filter DeliveryFilter, after int64, limit int) (ids []DeliveryID, err error) {
+func (r DeliveryReader) IDs(ctx context.Context, filter DeliveryFilter, snapshot string, after int64, limit int) (ids []DeliveryID, err error) {
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		ids, err = pgx.CollectRows(rows, pgx.RowToStructByPos[DeliveryID])
 		return err
-	}, r.ids, append(filter.Args(), after, limit)...)
+	}, r.ids, append(filter.Args(), after, limit, snapshot)...)
 	return ids, err
 }

@@ -30,6 +30,29 @@ func SnapshotInProgress(snapshot string) []string {
 	return strings.Split(list, ",")
 }
 
+// IsSnapshot reports whether PostgreSQL reads a text as a snapshot: its transactions are in their order.
+func IsSnapshot(text string) bool {
+	parts := strings.Split(text, ":")
+	if len(parts) != 3 {
+		return false
+	}
+	running, last := SnapshotInProgress(text), uint64(1)
+	for i, id := range slices.Concat(parts[:1], running, parts[1:2]) {
+		n, err := strconv.ParseUint(id, 10, 63)
+		if err != nil || n < last || n == last && i > len(running) && i > 1 {
+			return false
+		}
+		last = n
+	}
+	return true
+}
+
+// Unchanged selects rows that the snapshot $16 shows as they are, or all rows if it is empty. A row has the lower half
+// of the id of the transaction that has written it. The other half is that of the statement's own snapshot, or one
+// less. It is for tables that are written without savepoints, because a snapshot does not have the ids of these.
+const Unchanged = `coalesce(pg_catalog.pg_visible_in_snapshot(
+           ((SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint) - (((SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint) - xmin::text::bigint) & 4294967295))::text::xid8, (SELECT nullif($16::text, '')::pg_snapshot)), true)`
+
 // maxAdded is how many transactions [SnapshotAdds] looks at.
 const maxAdded = 100
 

@@ -45,6 +45,18 @@ func TestSnapshotAdds(t *testing.T) {
 	}
 }
 
+// A text is taken for a snapshot where PostgreSQL takes it for one.
+func TestIsSnapshot(t *testing.T) {
+	t.Parallel()
+	for text, is := range map[string]bool{
+		"1:1:": true, "5:10:5,7,9": true, "5:10:7": true, "5:5:": true, "10:30:10,12,12": true,
+		"": false, "1": false, "1:1": false, "1:1:1": false, "0:1:": false, "2:1:": false, "5:10:4": false, "5:10:10": false, "5:10:7,6": false, "5:10:7,": false,
+		"5:10:7:8": false, "a:b:": false, "+5:10:": false, "5:10:,": false, "5:99999999999999999999:": false,
+	} {
+		require.Equal(t, is, tables.IsSnapshot(text), text)
+	}
+}
+
 func TestSnapshotMax(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, "1", tables.SnapshotMax("1:1:"))
