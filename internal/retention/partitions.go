@@ -164,8 +164,8 @@ func (r *Store) MakePartitions(ctx context.Context) (n int, err error) {
 }
 
 // deletePart is deletePublished for a range of ids that lies in one partition: the
-// range lets PostgreSQL leave out the others, whose rows are in the same places.
-const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM scanned) AND tableoid = ANY (ARRAY(SELECT part FROM published)) RETURNING *`
+// range lets PostgreSQL leave out the others.
+const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM scanned) RETURNING *`
 
 const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart + countRemoved
 
