@@ -91,8 +91,8 @@ func (c MigrateConfig) validate() error {
 // error names it. Writers, relays and consumers may be at work: a file that does not get its locks
 // within LockTimeout releases them, and is tried again until ctx ends, with waits that grow to 5 s.
 // So a transaction that stays open delays only Migrate. The steps that partition a table follow in
-// transactions of their own, and are tried again alike. If Migrate is stopped between them, call it again, since until then
-// the table rejects ids that are far ahead.
+// transactions of their own, and are tried again alike. If Migrate is stopped between them, call it
+// again, since until then the table rejects ids that are far ahead.
 //
 // It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated the database.
 // It revokes CREATE on the schema from PUBLIC where the role may do that, and logs it as WARN. It

@@ -36,7 +36,7 @@ func TestPartitionsWouldLoseATrigger(t *testing.T) {
 	require.Contains(t, failed.Message, "triggers")
 }
 
-// The three steps by hand refuse a table with a unique index, which would stay on its first partition.
+// The three steps by hand reject a table with a unique index, which would stay on its first partition.
 func TestPartitionsWouldLoseUniqueness(t *testing.T) {
 	t.Parallel()
 	d := testenv.NewTables(t)
@@ -44,7 +44,7 @@ func TestPartitionsWouldLoseUniqueness(t *testing.T) {
 		_, err := d.DB.Exec(background, pg.InSchema(sql, d.Schema))
 		return err
 	}
-	refused := func(sql string) {
+	rejected := func(sql string) {
 		t.Helper()
 		err := call(sql)
 		require.Equal(t, "0A000", pg.Code(err), "%v", err)
@@ -52,13 +52,13 @@ func TestPartitionsWouldLoseUniqueness(t *testing.T) {
 	}
 	unique := outbox.MigrateConfig{Schema: d.Schema, UniqueEventIDs: true}
 	require.NoError(t, outbox.Migrate(background, d.DB, unique))
-	refused(`SELECT {schema}.outbox_prepare_partitions(10)`)
+	rejected(`SELECT {schema}.outbox_prepare_partitions(10)`)
 
 	require.NoError(t, call(`DROP INDEX {schema}.outbox_event_id_key`))
 	require.NoError(t, call(`SELECT {schema}.outbox_prepare_partitions(10)`))
 	require.NoError(t, outbox.Migrate(background, d.DB, unique))
 	require.NoError(t, call(`ALTER TABLE {schema}.outbox VALIDATE CONSTRAINT outbox_before_partitions`))
-	refused(`SELECT {schema}.outbox_partition()`)
+	rejected(`SELECT {schema}.outbox_partition()`)
 
 	require.NoError(t, call(`DROP INDEX {schema}.outbox_event_id_key`))
 	require.NoError(t, call(`SELECT {schema}.outbox_partition()`))

@@ -7,9 +7,9 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// How much jsonb can hold. While PostgreSQL reads an array or an object, it doubles a list of at most 1 GB (MaxAllocSize),
-// whose entries have 32 bytes for an element, and 72 for a member, repeated keys included. What it stores has at most 256
-// MiB (JENTRY_OFFLENMASK).
+// How much jsonb can hold. While PostgreSQL reads an array or an object, it doubles a list of at most 1 GB
+// (MaxAllocSize), whose entries have 32 bytes for an element, and 72 for a member, repeated keys included. What it
+// stores has at most 256 MiB (JENTRY_OFFLENMASK).
 const (
 	maxElements = 1 << 24
 	maxMembers  = 1 << 23
@@ -32,8 +32,8 @@ func checkStored(b []byte) error {
 	return err
 }
 
-// storedSize returns how many bytes jsonb takes for an array or an object at most: each number and each string counts as
-// if it were padded to four bytes, and repeated keys count. It fails for one with too many values.
+// storedSize returns how many bytes jsonb takes for an array or an object at most: each number and each string counts
+// as if it were padded to four bytes, and repeated keys count. It fails for one with too many values.
 func storedSize(b []byte) (int, error) {
 	const entry, header = 4, 4 // bytes for each value and each key, and for an array or an object
 	within := make([]container, 1, maxDepth+1)

@@ -59,7 +59,7 @@ func storedIn(t *testing.T, pg *pgxpool.Pool, text string) (n int) {
 	return n
 }
 
-func TestStoredSize(t *testing.T) {
+func TestStoredJSONB(t *testing.T) {
 	t.Parallel()
 	pg := testenv.Pool(t, nil)
 	for _, text := range []string{

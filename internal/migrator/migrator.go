@@ -285,8 +285,8 @@ func (m *Migrator) ensureTable(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// protect revokes CREATE on the schema from PUBLIC, before a file is applied. Of processes that migrate, one does so at a
-// time. PostgreSQL fails if another session has changed the rights to the schema meanwhile: then it looks again.
+// protect revokes CREATE on the schema from PUBLIC, before a file is applied. Of processes that migrate, one does so at
+// a time. PostgreSQL fails if another session has changed the rights to the schema meanwhile: then it looks again.
 func (m *Migrator) protect(ctx context.Context) (err error) {
 	const concurrentlyUpdated, tries = "XX000", 10
 	for range tries {

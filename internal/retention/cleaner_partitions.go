@@ -95,8 +95,8 @@ func (c *Cleaner) removeFrom(p idRange, after int64) (Step, error) {
 }
 
 // dropOld drops partitions in the order of ids, up to the first whose rows are young, or are not sent. Others that must
-// stay delay none. The rows of one with a row that must be kept, or is younger than later partitions, are removed one by
-// one. One that another transaction has locked waits, with its review, for the next run; the error is ErrBusy then.
+// stay delay none. The rows of one with a row that must be kept, or is younger than later partitions, are removed one
+// by one. One that another transaction has locked waits, with its review, for the next run; the error is ErrBusy then.
 // If the lock on outbox is not available, the other partitions are emptied only, and the next run drops them.
 func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (removed int64, err error) {
 	c.forgetPartitions(partitions)

@@ -86,8 +86,8 @@ func locked(t *testing.T) (d *fixture, prepared string) {
 	return d, prepared
 }
 
-// A partition that another transaction has locked delays no other one. Its rows are archived once, and the log says after
-// some runs who has locked it.
+// A partition that another transaction has locked delays no other one. Its rows are archived once, and the log says
+// after some runs who has locked it.
 func TestLockedPartitionDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	d, prepared := locked(t)
