@@ -12,7 +12,6 @@ import (
 	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -27,8 +26,8 @@ type MigrateConfig struct {
 	// Schema is where the tables are. It is created if it is missing. Empty means public.
 	Schema string
 	// PartitionRows makes outbox a partitioned table with this many ids in a partition, at most a billion. Retention
-	// then drops partitions; each must hold more events than are recorded between two of its runs (10 minutes). A plain
-	// table becomes the first partition, and at least ten times PartitionRows more ids fit into it; writers wait at
+	// then drops partitions; each must hold more events than are recorded between two of its runs (10 minutes). A table
+	// with events becomes the first partition, at least ten times PartitionRows more ids fit into it; writers wait at
 	// most 50 ms at a time. A partitioned table is not changed. Zero means a plain table.
 	PartitionRows int64
 	// Publication is the name of a publication for Debezium, or another reader of logical replication, in place of a
@@ -92,8 +91,8 @@ func (c MigrateConfig) validate() error {
 // error names it. Writers, relays and consumers may be at work: a file that does not get its locks
 // within LockTimeout releases them, and is tried again until ctx ends, with waits that grow to 5 s.
 // So a transaction that stays open delays only Migrate. The steps that partition a table follow in
-// transactions of their own. If Migrate is stopped between them, call it again, since until then
-// the table rejects ids that are far ahead.
+// transactions of their own, and are tried again alike. If Migrate is stopped between them, call it
+// again, since until then the table rejects ids that are far ahead.
 //
 // It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated the database.
 // It revokes CREATE on the schema from PUBLIC where the role may do that, and logs it as WARN. It
@@ -146,26 +145,31 @@ func makeIndexes(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error
 	return err
 }
 
-// Each try to partition the table waits 50 ms at most for a lock.
-const (
-	lockTries = 300
-	lockPause = 200 * time.Millisecond
-)
+// lockTimeout is how long each try to partition or to publish the table waits for a lock.
+const lockTimeout = 50 * time.Millisecond
+
+// insist calls try until it gets its locks, or ctx ends.
+func insist(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig, what string, try func() error) error {
+	m := &migrator.Migrator{DB: db, Schema: cfg.Schema, LockTimeout: lockTimeout, Logger: cfg.Logger}
+	return m.Insist(ctx, what, func(pause time.Duration) error {
+		if wait.Sleep(ctx, pause); ctx.Err() != nil {
+			return ctx.Err()
+		}
+		return try()
+	})
+}
 
 // makePartitioned makes outbox a partitioned table. It tries again if it does not get a
 // lock, or if another process is doing the same.
 func makePartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
+	const others, pause = 300, 200 * time.Millisecond // how often to look whether another process is done
 	for try := 1; ; try++ {
-		err := tryPartitioned(ctx, db, cfg)
-		var pg *pgconn.PgError
-		retry := errors.As(err, &pg) && (pg.Code == "55P03" || pg.Code == "55000" || pg.Code == "42704") // locked, not ready, constraint gone
-		if !retry || try == lockTries {
+		err := insist(ctx, db, cfg, "partitioning of outbox", func() error { return tryPartitioned(ctx, db, cfg) })
+		const notReady, constraintGone = "55000", "42704"
+		if code := pg.Code(err); code != notReady && code != constraintGone || try == others || ctx.Err() != nil {
 			return err
 		}
-		wait.Sleep(ctx, lockPause)
-		if ctx.Err() != nil {
-			return errors.Join(ctx.Err(), err)
-		}
+		wait.Sleep(ctx, pause)
 	}
 }
 
@@ -218,16 +222,10 @@ const sqlPublish = `SELECT {schema}.outbox_publish($1)`
 func publish(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	var is bool
 	err := db.QueryRow(ctx, pg.InSchema(sqlIsPublished, cfg.Schema), cfg.Publication).Scan(&is)
-	for try := 1; err == nil && !is; try++ {
-		err = retention.AtOnce(ctx, db, func(row pgx.Row) error { return row.Scan(nil) }, pg.InSchema(sqlPublish, cfg.Schema), cfg.Publication)
-		if !pg.IsLocked(err) || try == lockTries {
-			break
-		}
-		if wait.Sleep(ctx, lockPause); ctx.Err() != nil {
-			err = errors.Join(ctx.Err(), err)
-			break
-		}
-		err = nil
+	if err == nil && !is {
+		err = insist(ctx, db, cfg, "publication of outbox", func() error {
+			return retention.AtOnce(ctx, db, func(row pgx.Row) error { return row.Scan(nil) }, pg.InSchema(sqlPublish, cfg.Schema), cfg.Publication)
+		})
 	}
 	if err != nil {
 		return fmt.Errorf("publish outbox: %w", err)

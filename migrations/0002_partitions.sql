@@ -54,10 +54,14 @@ BEGIN
         END IF;
         LOCK TABLE @schema@.outbox IN ACCESS EXCLUSIVE MODE;
     END LOOP;
+    IF EXISTS (SELECT FROM pg_index WHERE indrelid = @outbox@::regclass AND indisunique AND NOT indisprimary) THEN
+        RAISE EXCEPTION 'outbox has a unique index, which would not go with its name, drop it first'
+            USING ERRCODE = 'feature_not_supported';
+    END IF;
     SELECT greatest(s.last_value, coalesce((SELECT max(id) FROM @schema@.outbox), 0)) INTO highest
         FROM @schema@.outbox_id_seq AS s;
     -- Until outbox_partition() is called, ids from cut on are refused. So cut is far ahead.
-    cut := CASE WHEN highest <= 1 THEN rows ELSE (highest / rows + 11) * rows END;
+    cut := (highest / rows + 11) * rows;
     EXECUTE format('ALTER TABLE %I.outbox ADD CONSTRAINT outbox_before_partitions CHECK (id < %s) NOT VALID',
         @schema_name@, cut);
     INSERT INTO @schema@.outbox_partitioning AS p (rows, cut) VALUES ($1, cut)
@@ -128,10 +132,15 @@ BEGIN
     END LOOP;
     IF (SELECT relrowsecurity FROM pg_class WHERE oid = @outbox@::regclass)
        OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = @outbox@::regclass)
+       OR EXISTS (SELECT FROM pg_index WHERE indrelid = @outbox@::regclass AND indisunique AND NOT indisprimary)
        OR EXISTS (SELECT FROM pg_publication_rel WHERE prrelid = @outbox@::regclass) THEN
-        RAISE EXCEPTION 'outbox has triggers, row level security or a publication of its own, '
+        RAISE EXCEPTION 'outbox has triggers, row level security, a unique index or a publication of its own, '
             'which would not go with its name' USING ERRCODE = 'feature_not_supported';
     END IF;
+    -- Without rows, and under the lock, the first partition needs no room.
+    UPDATE @schema@.outbox_partitioning
+       SET cut = ((SELECT last_value FROM @schema@.outbox_id_seq) / rows + 1) * rows
+     WHERE NOT EXISTS (SELECT FROM @schema@.outbox);
     SELECT * INTO STRICT plan FROM @schema@.outbox_partitioning;
     SELECT pg_get_userbyid(relowner) INTO owner FROM pg_class WHERE oid = @outbox@::regclass;
     old := format('outbox_min_%s', plan.cut);

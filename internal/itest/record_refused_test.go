@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 var errGenerator = errors.New("out of numbers")
@@ -214,4 +215,13 @@ func TestRecordAcceptsEvent(t *testing.T) {
 			require.Len(t, c.ids(t), i+1)
 		})
 	}
+}
+
+// PostgreSQL can print the array, but not hold it while it reads it.
+func TestRecordRefusesLongArray(t *testing.T) {
+	testenv.Long(t)
+	t.Parallel()
+	c := newCounter(t, parcels(t))
+	long := content(text("[" + strings.Repeat("0,", 1<<24) + "0]"))
+	c.requireRefused(t, background, c.recorder(t, outbox.RecorderConfig{MaxPayload: 64 << 20}), outbox.ErrJSON, refusal{parcelSent, 0, "payload"}, long)
 }

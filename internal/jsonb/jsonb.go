@@ -64,6 +64,9 @@ func Check(b []byte) (int, error) {
 		size++
 		i++
 	}
+	if len(b) > neverTooLarge {
+		return size, checkStored(b)
+	}
 	return size, nil
 }
 

@@ -206,3 +206,22 @@ func TestMigrationsByHandLetGo(t *testing.T) {
 	}
 	f.script(t, file(t, names(t)[last]))
 }
+
+// Another session that changes the rights to the schema at the same time does not make Run fail.
+func TestMigrateBesideAChangeOfRights(t *testing.T) {
+	t.Parallel()
+	db, schema := testenv.Schema(t)
+	f := &fixture{db: db, schema: schema}
+	f.exec(t, `GRANT CREATE ON SCHEMA {s} TO PUBLIC`)
+	for _, sql := range []string{`REVOKE CREATE ON SCHEMA {s} FROM PUBLIC`, `GRANT USAGE ON SCHEMA {s} TO PUBLIC`} {
+		open := f.open(t, f.db, sql)
+		done := make(chan error, 1)
+		go func() { done <- f.migrator(nil).Run(t.Context()) }()
+		require.Never(t, func() bool { return len(done) > 0 }, time.Second, 10*time.Millisecond, "it waits")
+		require.NoError(t, open.Commit(t.Context()))
+		require.NoError(t, <-done)
+		f.exec(t, `DROP SCHEMA {s} CASCADE`)
+		f.exec(t, `CREATE SCHEMA {s}`)
+		f.exec(t, `GRANT CREATE ON SCHEMA {s} TO PUBLIC`)
+	}
+}

@@ -121,11 +121,17 @@ func (m *Migrator) nothingToDo(ctx context.Context, version int) error {
 
 // apply applies a file, and tries again for as long as it does not get its locks.
 func (m *Migrator) apply(ctx context.Context, step Step) error {
-	log := outage.NewLog(m.Logger, "migration "+step.Name)
+	return m.Insist(ctx, "migration "+step.Name, func(pause time.Duration) error { return m.try(ctx, step, pause) })
+}
+
+// Insist calls try until it gets its locks, or ctx ends. The log and the error then say who has them. Try pauses before
+// it begins.
+func (m *Migrator) Insist(ctx context.Context, what string, try func(pause time.Duration) error) error {
+	log := outage.NewLog(m.Logger, what)
 	var blocked error
 	for pause := time.Duration(0); ; pause = log.Backoff() {
-		err := m.try(ctx, step, pause)
-		if ctx.Err() != nil && blocked != nil {
+		err := try(pause)
+		if err != nil && ctx.Err() != nil && blocked != nil {
 			return fmt.Errorf("%w; until then: %w", err, blocked)
 		}
 		if !pg.IsLocked(err) && !pg.IsTransient(err) { // a deadlock is transient
@@ -279,11 +285,28 @@ func (m *Migrator) ensureTable(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// protect revokes CREATE on the schema from PUBLIC, before a file is applied.
-func (m *Migrator) protect(ctx context.Context) error {
-	return pgx.BeginFunc(ctx, m.DB, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, privileges.SafePath); err != nil {
+// protect revokes CREATE on the schema from PUBLIC, before a file is applied. Of processes that migrate, one does so at
+// a time. PostgreSQL fails if another session has changed the rights to the schema meanwhile: then it looks again.
+func (m *Migrator) protect(ctx context.Context) (err error) {
+	const concurrentlyUpdated, tries = "XX000", 10
+	for range tries {
+		if err = m.tryProtect(ctx); pg.Code(err) != concurrentlyUpdated {
 			return err
+		}
+	}
+	return err
+}
+
+func (m *Migrator) tryProtect(ctx context.Context) error {
+	// Each statement must see what the process that had the lock before has committed.
+	return pgx.BeginTxFunc(ctx, m.DB, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		for _, sql := range []string{privileges.SafePath, pg.Unbounded} {
+			if _, err := tx.Exec(ctx, sql); err != nil {
+				return err
+			}
+		}
+		if _, err := tx.Exec(ctx, sqlMigrateLock, m.Schema); err != nil {
+			return fmt.Errorf("lock: %w", err)
 		}
 		may, revocable, err := privileges.PublicMayCreate(ctx, tx, m.Schema)
 		switch {

@@ -41,9 +41,11 @@ type Cleaner struct {
 	log        *slog.Logger
 	outages    *outage.Logs
 
-	Published, cursors, handled, audited, delivered Scan             // each continues where its last run ended
-	partitions                                      map[string]*Scan // the same by partition, where rows are removed one by one
-	review                                          *Review          // of the next partition to drop; nil: not begun
+	Published, cursors, handled, audited, delivered Scan               // each continues where its last run ended
+	partitions                                      map[string]*Scan   // the same by partition, where rows are removed one by one
+	reviews                                         map[string]*Review // of partitions to drop, as far as they have come
+	review                                          *Review            // that of the partition that is at hand
+	young                                           map[string]bool    // partitions with a young row that have been reported
 	lagging                                         laggingRelay
 	huge                                            hugeRows // that this run has found
 }

@@ -1,6 +1,7 @@
 package retention
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"time"
@@ -93,11 +94,14 @@ func (c *Cleaner) removeFrom(p idRange, after int64) (Step, error) {
 	return s, err
 }
 
-// dropOld drops partitions in the order of ids, up to the first that must stay because it is young.
-// A partition with a row that must be kept stays, and delays no others; its rows are removed one by one.
+// dropOld drops partitions in the order of ids, up to the first whose rows are young, or are not sent. Others that must
+// stay delay none. The rows of one with a row that must be kept, or is younger than later partitions, are removed one
+// by one. One that another transaction has locked waits, with its review, for the next run; the error is ErrBusy then.
 // If the lock on outbox is not available, the other partitions are emptied only, and the next run drops them.
-func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
-	removed, table := int64(0), true
+func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (removed int64, err error) {
+	c.forgetPartitions(partitions)
+	table := true
+	var busy error
 	for i, p := range partitions {
 		if stopped := ctx.Err() != nil || c.Held.Err() != nil; stopped || !p.Closed {
 			break
@@ -105,45 +109,85 @@ func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, err
 		if p.kept {
 			continue
 		}
-		reviewed, err := c.reviewed(p)
-		if _, huge := c.store.hugeIn[p.name]; huge && err == nil {
-			c.review, partitions[i].kept = nil, true
+		reviewed, kept, err := c.reviewed(partitions[i:])
+		if kept && err == nil {
+			delete(c.reviews, p.name)
+			partitions[i].kept = true
 			continue
 		}
 		if err != nil || !reviewed {
+			return removed, cmp.Or(err, busy)
+		}
+		start := time.Now()
+		dropped, err := c.drop(table)
+		if errors.Is(err, ErrBusy) { // who reads outbox has waited behind our try to lock it
+			busy = err
+			c.Published.Pause(time.Since(start))
+			continue
+		}
+		if err != nil {
 			return removed, err
 		}
-		if table, err = c.drop(table); err != nil {
-			return removed, err
-		}
-		removed, c.review = removed+c.review.Rows, nil
+		table, removed = dropped, removed+c.review.Rows
+		delete(c.reviews, p.name)
 	}
-	return removed, nil
+	return removed, busy
 }
 
-// reviewed reports whether all rows of the partition have been reviewed and may be
-// removed. A review that has to stop continues in the next run.
-func (c *Cleaner) reviewed(p idRange) (bool, error) {
-	if c.review == nil || c.review.name != p.name {
+// forgetPartitions forgets what is known of partitions that are not there any more.
+func (c *Cleaner) forgetPartitions(partitions []idRange) {
+	reviews, young := map[string]*Review{}, map[string]bool{}
+	for _, p := range partitions {
+		if v := c.reviews[p.name]; v != nil {
+			reviews[p.name] = v
+		}
+		if c.young[p.name] {
+			young[p.name] = true
+		}
+	}
+	c.reviews, c.young = reviews, young
+}
+
+// reviewed reports whether all rows of the first of these partitions have been reviewed and may be removed, or whether
+// the partition is kept for a row that stays. A review that has to stop continues in the next run.
+func (c *Cleaner) reviewed(partitions []idRange) (done, kept bool, err error) {
+	done, young, err := c.finishReview(partitions[0])
+	if _, huge := c.store.hugeIn[partitions[0].name]; huge || err != nil || !young {
+		return done, huge, err
+	}
+	ctx, cancel := c.WithStatementTimeout()
+	defer cancel()
+	if kept, err = c.store.haveOld(ctx, partitions[1:]); kept && !c.young[partitions[0].name] {
+		c.young[partitions[0].name] = true
+		c.log.Warn("outbox: an event in a partition of outbox is younger than later events, as if a clock had been set; "+
+			"it stays until it is old, and the rows of its partition are removed one by one", "partition", partitions[0].name)
+	}
+	return false, kept, err
+}
+
+// finishReview reviews the rows of a partition that have not been reviewed. It reports whether all of them may be
+// removed, and if not, whether that is for a young one.
+func (c *Cleaner) finishReview(p idRange) (done, young bool, err error) {
+	if c.review = c.reviews[p.name]; c.review == nil {
 		ctx, cancel := c.WithStatementTimeout()
 		defer cancel()
 		v, err := c.store.BeginReview(ctx, p)
 		if err != nil || v == nil {
-			return false, err
+			return false, v == nil, err
 		}
-		c.review = v
+		c.review, c.reviews[p.name] = v, v
 	}
 	for !c.review.Done {
 		start := time.Now()
 		ok, err := c.reviewBatch()
 		if err != nil || !ok {
-			return false, err
+			return false, c.review.young, err
 		}
 		if !c.review.Done && !c.Published.Pause(time.Since(start)) {
-			return false, nil
+			return false, false, nil
 		}
 	}
-	return true, nil
+	return true, false, nil
 }
 
 func (c *Cleaner) reviewBatch() (ok bool, err error) {
@@ -164,9 +208,31 @@ func (c *Cleaner) drop(table bool) (dropped bool, err error) {
 	switch {
 	case errors.Is(err, ErrReview): // the next run reviews it again
 		c.log.Debug("outbox: partition stays", "partition", c.review.name, "why", err)
-		c.review, err = nil, ErrBusy
+		delete(c.reviews, c.review.name)
+		err = ErrBusy
+	case errors.Is(err, ErrBusy):
+		if c.review.busy++; c.review.busy == busyRuns {
+			c.reportLocked(ctx)
+		}
 	case err == nil && (dropped || c.review.Rows > 0):
 		c.log.Debug("outbox: partition removed", "partition", c.review.name, "rows", c.review.Rows, "dropped", dropped)
 	}
 	return dropped, err
+}
+
+// busyRuns is after how many runs in which a partition was locked the log says so.
+const busyRuns = 3
+
+// reportLocked logs that the partition that was reviewed is locked, and by which transaction, if that is known.
+func (c *Cleaner) reportLocked(ctx context.Context) {
+	attrs := []any{"partition", c.review.name, "runs", busyRuns}
+	holder, prepared, err := c.store.holderOf(ctx, c.review.name)
+	switch {
+	case err != nil:
+	case prepared != "":
+		attrs = append(attrs, "prepared_transaction", prepared)
+	default:
+		attrs = append(attrs, holder.Attrs()...)
+	}
+	c.log.Warn("outbox: a transaction has locked a partition of outbox whose events are old enough to go, so it stays", attrs...)
 }

@@ -46,7 +46,7 @@ type idRange struct {
 
 // partitions holds the statements for a partitioned table.
 type partitions struct {
-	sqlPartitioned, sqlPartitions, sqlKeptPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed string
+	sqlPartitioned, sqlPartitions, sqlKeptPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed, sqlHaveOld, sqlHolderOf string
 
 	SQLPart, SQLPartArchived, SQLReview, SQLReviewArchived string
 }
@@ -59,6 +59,8 @@ func newPartitions(schema string) partitions {
 		sqlMakePartitions: pg.InSchema(SQLMakePartitions, schema),
 		sqlDropPartition:  pg.InSchema(sqlDropPartition, schema),
 		sqlReviewed:       pg.InSchema(sqlReviewed, schema),
+		sqlHaveOld:        pg.InSchema(sqlHaveOld, schema),
+		sqlHolderOf:       pg.InSchema(sqlHolderOf, schema),
 		SQLPart:           pg.InSchema(sqlCleanPart, schema),
 		SQLPartArchived:   pg.InSchema(sqlCleanPartArchived, schema),
 		SQLReview:         pg.InSchema(sqlReview, schema),
@@ -164,8 +166,8 @@ func (r *Store) MakePartitions(ctx context.Context) (n int, err error) {
 }
 
 // deletePart is deletePublished for a range of ids that lies in one partition: the
-// range lets PostgreSQL leave out the others, whose rows are in the same places.
-const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM scanned) AND tableoid = ANY (ARRAY(SELECT part FROM published)) RETURNING *`
+// range lets PostgreSQL leave out the others.
+const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM scanned) RETURNING *`
 
 const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart + countRemoved
 
@@ -194,6 +196,8 @@ type Review struct {
 	after int64 // reviewed up to here
 	Rows  int64
 	Done  bool
+	young bool // a row of the last batch is young
+	busy  int  // how often the partition was locked when it was to go
 }
 
 // sqlReviewed returns what a review starts with, and whether the last row of the
@@ -221,6 +225,29 @@ func (r *Store) BeginReview(ctx context.Context, p idRange) (*Review, error) {
 	return v, nil
 }
 
+// sqlHaveOld reports whether the last row of one of the partitions is old.
+const sqlHaveOld = `
+SELECT EXISTS (
+    SELECT FROM unnest($1::bigint[], $2::bigint[]) AS p (first, behind)
+     CROSS JOIN LATERAL (SELECT created_at FROM {schema}.outbox WHERE id >= p.first AND id < p.behind ORDER BY id DESC LIMIT 1) AS o
+     WHERE o.created_at < now() - $3::interval)`
+
+// haveOld reports whether the last row of one of the partitions that are closed is old. Then a young row in front of
+// them does not mean that the rows behind it are young.
+func (r *Store) haveOld(ctx context.Context, partitions []idRange) (old bool, err error) {
+	first, end := []int64{}, []int64{}
+	for _, p := range partitions {
+		if p.Closed {
+			first, end = append(first, p.First), append(end, p.End)
+		}
+	}
+	err = pg.Query(ctx, r.DB, SQLCleanSettings, func(rows pgx.Rows) (err error) {
+		old, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+		return err
+	}, r.sqlHaveOld, first, end, r.Cfg.PublishedFor)
+	return old, wrapClean("outbox", err)
+}
+
 // ReviewBatch reviews a batch of rows. It reports whether all of them may be removed; if
 // not, the next batch begins with the same row. A partition with a row that is too large for the archive is kept from
 // now on.
@@ -229,6 +256,7 @@ func (r *Store) ReviewBatch(ctx context.Context, l *Proof, v *Review) (ok bool, 
 	if err == nil && s.huge.n > 0 {
 		r.hugeIn[v.name] = s.huge.first
 	}
+	v.young = err == nil && s.Young > 0
 	if err != nil || s.Removed < s.scanned {
 		return false, err
 	}
@@ -261,4 +289,24 @@ func (r *Store) Drop(ctx context.Context, l *Proof, v *Review, table bool) (drop
 		return false, lease.ErrLeaseLost
 	}
 	return false, fmt.Errorf("%w: %s", ErrReview, why)
+}
+
+// sqlHolderOf finds the oldest transaction that has a lock on a partition. One that is prepared has no process.
+const sqlHolderOf = `
+SELECT coalesce(l.pid, 0), coalesce(a.usename::text, ''), coalesce(a.application_name, ''), coalesce(a.state, ''), a.xact_start, coalesce(x.gid, '')
+  FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+  JOIN pg_locks AS l ON l.relation = c.oid AND l.locktype = 'relation' AND l.granted
+   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+  LEFT JOIN pg_locks AS own ON l.pid IS NULL AND own.pid IS NULL AND own.locktype = 'transactionid' AND own.virtualtransaction = l.virtualtransaction
+  LEFT JOIN pg_prepared_xacts AS x ON x.transaction = own.transactionid
+ WHERE i.inhparent = {outbox}::regclass::oid AND c.relname = $1::text::name
+ ORDER BY coalesce(a.xact_start, x.prepared) LIMIT 1`
+
+// holderOf returns who has a lock on a partition: a session, or the name of a prepared transaction.
+func (r *Store) holderOf(ctx context.Context, partition string) (h pg.Holder, prepared string, err error) {
+	var since pgtype.Timestamptz
+	err = r.DB.QueryRow(ctx, r.sqlHolderOf, partition).Scan(&h.PID, &h.User, &h.Application, &h.State, &since, &prepared)
+	h.Since = since.Time
+	return h, prepared, err
 }

@@ -66,8 +66,12 @@ const publishedAmong = ` ORDER BY id LIMIT $2) AS o
     SELECT part, place, id FROM ripe WHERE NOT huge
 ), gone AS (`
 
+// deletePublished finds rows by place. Each partition has the same places, and a table may become partitioned, or a
+// partition be divided, while a run is under way: so a row must also be that of the table and of the id. IS TRUE makes
+// PostgreSQL look that up in a hash table: no index of an empty table and no join may look better than the places.
 const deletePublished = `
-    DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published))`
+    DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published))
+       AND ((tableoid, id) IN (SELECT part, id FROM published)) IS TRUE`
 
 // countRemoved also names a relay that keeps back rows that are old enough: the next event of the relay is old. Above
 // the ceiling there may be very many uncommitted rows. So the next event is first looked for among the next ids, and
