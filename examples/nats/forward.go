@@ -24,8 +24,8 @@ func Connect(url string) (*nats.Conn, error) {
 	return nats.Connect(url, nats.MaxReconnects(-1), nats.ReconnectWait(100*time.Millisecond), nats.ReconnectBufSize(-1), nats.RetryOnFailedConnect(true))
 }
 
-// Payload is an event whose payload stays as it was recorded, with members that the forwarder does not know. The registry
-// of a forwarder has a type for each event type, which embeds it:
+// Payload is an event whose payload stays as it was recorded, with members that the forwarder does not know. The
+// registry of a forwarder has a type for each event type, which embeds it:
 //
 //	type paid struct{ nats.Payload }
 //
