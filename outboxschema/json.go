@@ -5,7 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"reflect"
+	"slices"
+	"strings"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
 	"github.com/twmb/franz-go/pkg/sr"
@@ -59,24 +62,78 @@ func matchJSON(schema *jsonschema.Schema, data []byte) error {
 	return schema.Validate(value)
 }
 
+// ownSchema is the URL of a schema. No reference has its name.
+var ownSchema = &url.URL{Scheme: "file", Path: "/.schema"}
+
 func compileJSON(w written) (*jsonschema.Schema, error) {
-	const location = "schema.json"
-	compiler := jsonschema.NewCompiler()
-	compiler.UseLoader(noLoader{})
-	for _, r := range append(w.references, named{location, w.schema}) {
-		document, err := jsonschema.UnmarshalJSON(bytes.NewReader([]byte(r.schema)))
-		if err == nil {
-			err = compiler.AddResource(r.name, document)
-		}
-		if err != nil {
+	own, err := jsonschema.UnmarshalJSON(strings.NewReader(w.schema))
+	if err != nil {
+		return nil, err
+	}
+	loader := referenceLoader{references: w.references, documents: map[string]any{}}
+	for i, r := range w.references {
+		if loader.documents[r.name], err = jsonschema.UnmarshalJSON(strings.NewReader(r.schema)); err != nil {
 			return nil, fmt.Errorf("%s: %w", r.name, err)
 		}
+		if slices.ContainsFunc(w.references[:i], func(o named) bool { return o.name == r.name && o.schema != r.schema }) {
+			return nil, fmt.Errorf("two schemas have the name %s", r.name)
+		}
 	}
-	return compiler.Compile(location)
+	loader.loaded(ownSchema, own)
+	compiler := jsonschema.NewCompiler()
+	compiler.UseLoader(&loader)
+	if err := compiler.AddResource(ownSchema.String(), own); err != nil {
+		return nil, err
+	}
+	return compiler.Compile(ownSchema.String())
 }
 
-// noLoader refuses schemas that are no references: nothing is read from files or the network.
-type noLoader struct{}
+// referenceLoader loads the schemas that are references, and nothing from files or the network. The compiler takes what
+// a $ref says as relative to the URL of the schema around it, or to its $id. So the name of a reference, which is what
+// a $ref says, is relative to any of those that were loaded.
+type referenceLoader struct {
+	references []named
+	documents  map[string]any // by name
+	bases      []*url.URL
+}
 
 // Load implements [jsonschema.URLLoader].
-func (noLoader) Load(string) (any, error) { return nil, errors.New("not among the references") }
+func (l *referenceLoader) Load(location string) (any, error) {
+	for _, r := range l.references {
+		for _, base := range l.bases {
+			if at, err := base.Parse(r.name); err == nil && at.String() == location {
+				l.loaded(at, l.documents[r.name])
+				return l.documents[r.name], nil
+			}
+		}
+	}
+	return nil, errors.New("not among the references")
+}
+
+// loaded adds the URLs that names may be relative to in a schema at base: also those of its parts. Draft 4 has id
+// instead of $id.
+func (l *referenceLoader) loaded(base *url.URL, schema any) {
+	l.bases = append(l.bases, base)
+	l.addIDs(base, schema)
+}
+
+func (l *referenceLoader) addIDs(base *url.URL, part any) {
+	switch part := part.(type) {
+	case []any:
+		for _, value := range part {
+			l.addIDs(base, value)
+		}
+	case map[string]any:
+		id, is := part["$id"].(string)
+		if !is {
+			id, is = part["id"].(string)
+		}
+		if at, err := base.Parse(id); is && err == nil {
+			base = at
+			l.bases = append(l.bases, base)
+		}
+		for _, value := range part {
+			l.addIDs(base, value)
+		}
+	}
+}

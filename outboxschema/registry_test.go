@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -77,6 +78,63 @@ func TestRoundTrip(t *testing.T) {
 		roundTrip(t, "avro", f, order.AggregateID, orderOf(7), "")
 	})
 	t.Run("json", func(t *testing.T) { roundTrip(t, "json", jsonFormat(), order.AggregateID, orderOf(7), "") })
+	t.Run("json with an id", func(t *testing.T) {
+		f := outboxschema.JSON[order](strings.Replace(orderSchema, "{", `{"$id": "https://acme.com/order.json", `, 1),
+			outboxschema.Reference{Name: "line.json", Subject: "line-" + uuid.NewString(), Schema: lineSchema})
+		roundTrip(t, "json", f, order.AggregateID, orderOf(7), "")
+	})
+}
+
+// The id of a schema is what names of references are relative to, in every draft, in references of references, and
+// where a part of a schema has an id. Without one they are relative to each other.
+func TestJSONReferences(t *testing.T) {
+	t.Parallel()
+	const (
+		draft4 = `"$schema": "http://json-schema.org/draft-04/schema#", `
+		lines  = `"properties": {"lines": {"items": `
+		id     = `"$id": "https://acme.com/v1/order.json", `
+	)
+	line := func(name string) outboxschema.Reference {
+		return outboxschema.Reference{Name: name, Schema: lineSchema}
+	}
+	list := func(name, schema string, of ...outboxschema.Reference) outboxschema.Reference {
+		return outboxschema.Reference{Name: name, Schema: schema, References: of}
+	}
+	toLine := `{"type": "array", "items": {"$ref": "line.json"}}`
+	for name, tt := range map[string]struct {
+		schema     string
+		references []outboxschema.Reference
+	}{
+		"no id":                      {`{` + lines + `{"$ref": "line.json"}}}}`, []outboxschema.Reference{line("line.json")}},
+		"id":                         {`{` + id + lines + `{"$ref": "line.json"}}}}`, []outboxschema.Reference{line("line.json")}},
+		"id of draft 4":              {`{` + draft4 + strings.Replace(id, "$id", "id", 1) + lines + `{"$ref": "line.json"}}}}`, []outboxschema.Reference{line("line.json")}},
+		"whole URL":                  {`{` + id + lines + `{"$ref": "https://acme.com/v2/line.json"}}}}`, []outboxschema.Reference{line("https://acme.com/v2/line.json")}},
+		"whole URL, relative name":   {`{` + id + lines + `{"$ref": "https://acme.com/v1/line.json"}}}}`, []outboxschema.Reference{line("line.json")}},
+		"id of a part":               {`{` + lines + `{"$id": "https://acme.com/part.json", "$ref": "line.json"}}}}`, []outboxschema.Reference{line("line.json")}},
+		"reference of a reference":   {`{` + id + `"properties": {"lines": {"$ref": "list.json"}}}`, []outboxschema.Reference{list("list.json", toLine, line("line.json"))}},
+		"in a folder":                {`{` + id + `"properties": {"lines": {"$ref": "a/list.json"}}}`, []outboxschema.Reference{list("a/list.json", toLine, line("line.json"))}},
+		"in a folder, without an id": {`{"properties": {"lines": {"$ref": "a/list.json"}}}`, []outboxschema.Reference{list("a/list.json", toLine, line("line.json"))}},
+		"id of a reference": {`{` + id + `"properties": {"lines": {"$ref": "list.json"}}}`,
+			[]outboxschema.Reference{list("list.json", `{"$id": "https://acme.org/list", "type": "array", "items": {"$ref": "line.json"}}`, line("line.json"))}},
+		"one used twice": {`{` + id + `"properties": {"lines": {"allOf": [{"$ref": "list.json"}, {"items": {"$ref": "line.json"}}]}}}`,
+			[]outboxschema.Reference{list("list.json", toLine, line("line.json")), line("line.json")}},
+		"a name of ours": {`{` + lines + `{"$ref": "schema.json"}}}}`, []outboxschema.Reference{line("schema.json")}},
+	} {
+		require.NotPanics(t, func() {
+			codec := outboxschema.JSON[order](tt.schema, tt.references...).Codec()
+			var e order
+			require.NoError(t, codec.Decode(t.Context(), []byte(`{"order_id": 1, "lines": [{"product_id": 2}]}`), &e), name)
+			require.ErrorContains(t, codec.Decode(t.Context(), []byte(`{"order_id": 1, "lines": [{}]}`), &e), "product_id", name)
+		}, name)
+	}
+	for name, references := range map[string][]outboxschema.Reference{
+		"of another name":      {line("other.json")},
+		"of another folder":    {line("a/line.json")},
+		"two of the same name": {line("line.json"), list("line.json", `{"type": "string"}`)},
+		"no JSON":              {line("line.json"), list("unused.json", `{`)},
+	} {
+		require.Panics(t, func() { outboxschema.JSON[order](`{`+id+lines+`{"$ref": "line.json"}}}}`, references...) }, name)
+	}
 }
 
 // roundTrip expects index between the id of the schema and the payload.

@@ -16,8 +16,9 @@ import (
 )
 
 // Drain runs a relay until all that was committed before the call has been sent,
-// and stops it. It decides by the tables, so another relay of the same name may do
-// the work: one that runs in the program under test.
+// with the delayed events that were due then, and stops it. It decides by the tables,
+// so another relay of the same name may do the work: one that runs in the program
+// under test.
 //
 // The test fails if that takes longer than the deadline of ctx, or 30 s if it has
 // none, and at once if an event is dead; the failure names what is still pending
@@ -90,12 +91,16 @@ type backlog struct {
 	db     *pgxpool.Pool
 	schema string
 	relay  string
-	until  string // the snapshot of that moment
+	until  string   // the snapshot of that moment
+	due    []string // ids of the delayed events that were due
 }
+
+const sqlBacklog = `
+SELECT pg_current_snapshot()::text, ARRAY(SELECT event_id::text FROM {schema}.outbox_delayed WHERE due_at <= now())`
 
 func newBacklog(ctx context.Context, db *pgxpool.Pool, cfg outbox.RelayConfig) (backlog, error) {
 	b := backlog{db: db, schema: cmp.Or(cfg.Schema, "public"), relay: cmp.Or(cfg.Name, "default")}
-	if err := db.QueryRow(ctx, "SELECT pg_current_snapshot()::text").Scan(&b.until); err != nil {
+	if err := db.QueryRow(ctx, completed(sqlBacklog, b.schema)).Scan(&b.until, &b.due); err != nil {
 		return b, fmt.Errorf("look at what is committed: %w", err)
 	}
 	return b, nil
@@ -122,9 +127,9 @@ func await(ctx context.Context, rest remaining) ([]pending, error) {
 
 // pending is an event that was committed and not sent.
 type pending struct {
-	id                     int64 // outbox.id
+	id                     int64 // outbox.id, or that in outbox_delayed
 	eventType, aggregateID string
-	status                 string // in outbox_failed, or "" before the first attempt
+	status                 string // in outbox_failed, due in outbox_delayed, or "" before the first attempt
 	retries                int
 	problem                string
 }
@@ -145,10 +150,16 @@ func (p pending) String() string {
 	return line
 }
 
+// sqlDue reads delayed events as pending ones.
+const sqlDue = `    SELECT d.id, d.event_type, d.aggregate_id, CASE WHEN d.rejected_at IS NULL THEN 'due' ELSE 'dead' END, 0,
+           coalesce('rejected by outbox: ' || d.rejection, '')
+      FROM {schema}.outbox_delayed AS d`
+
 // sqlPending reads what was visible in a snapshot and has not been sent: not
 // attempted, as the newest row of outbox_cursor that is confirmed has it, or in outbox_failed. A row
 // of another cluster says nothing until the relay has rebased it. What failed
-// and is no longer in outbox has been there before.
+// and is no longer in outbox has been there before. Of delayed events the ids
+// are given, because they enter outbox later; one that outbox has rejected is dead.
 const sqlPending = `
 WITH at AS MATERIALIZED (
     SELECT c.* FROM pg_control_system() AS s,
@@ -158,7 +169,7 @@ WITH at AS MATERIALIZED (
 ), pending AS (
     SELECT o.id, o.event_type, o.aggregate_id, '' AS status, 0 AS retries, '' AS problem
       FROM {schema}.outbox AS o
-     WHERE pg_visible_in_snapshot(o.xid, $2::pg_snapshot)
+     WHERE (pg_visible_in_snapshot(o.xid, $2::pg_snapshot) OR o.event_id = ANY ($4::text[]::uuid[]))
        AND NOT EXISTS (SELECT FROM at
                         WHERE pg_visible_in_snapshot(o.xid, at.snapshot)
                            OR pg_visible_in_snapshot(o.xid, at.window_snapshot) AND o.id <= at.last_processed_id)
@@ -167,13 +178,18 @@ WITH at AS MATERIALIZED (
       FROM {schema}.outbox_failed AS f
      WHERE f.relay = $1::text AND f.status <> 'resolved'
        AND NOT EXISTS (SELECT FROM {schema}.outbox AS o
-                        WHERE o.id = f.outbox_id AND o.event_id = f.event_id AND NOT pg_visible_in_snapshot(o.xid, $2::pg_snapshot))
+                        WHERE o.id = f.outbox_id AND o.event_id = f.event_id
+                          AND NOT pg_visible_in_snapshot(o.xid, $2::pg_snapshot)
+                          AND o.event_id <> ALL ($4::text[]::uuid[]))
+     UNION ALL
+` + sqlDue + `
+     WHERE d.event_id = ANY ($4::text[]::uuid[])
 )
 SELECT * FROM pending ORDER BY status = 'dead' DESC, id LIMIT $3::bigint`
 
 // left returns what is pending, dead events first; a nil limit is none.
 func (b backlog) left(ctx context.Context, limit *int) (left []pending, err error) {
-	return readPending(ctx, b.db, completed(sqlPending, b.schema), b.relay, b.until, limit)
+	return readPending(ctx, b.db, completed(sqlPending, b.schema), b.relay, b.until, limit, b.due)
 }
 
 func readPending(ctx context.Context, db DB, sql string, args ...any) (left []pending, err error) {

@@ -52,6 +52,40 @@ func TestDrain(t *testing.T) {
 	outboxtest.Records(background, t, kafka, "order-events", 6)
 }
 
+// delay records an event for a moment from now in a transaction of its own, and waits for that moment.
+func (h *schemaFixture) delay(t testing.TB, event outbox.DomainEvent) {
+	t.Helper()
+	h.commit(t, outbox.With(event, outbox.EventOptions{NotBefore: time.Now().Add(50 * time.Millisecond)}))
+	require.Eventually(t, func() (due bool) {
+		require.NoError(t, h.db.QueryRow(background, "SELECT count(*) = 1 FROM "+h.table("outbox_delayed")+" WHERE due_at < now()").Scan(&due))
+		return due
+	}, testenv.Patience, 10*time.Millisecond)
+}
+
+// A delayed event that is due is sent too, and one that outbox refuses is not passed over.
+func TestDrainSendsDelayedEvents(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	kafka := outboxtest.Kafka(t, "order-events")
+	h.commit(t, outbox.With(orderPlaced{ID: "later", At: noon}, outbox.EventOptions{NotBefore: time.Now().Add(time.Hour)}))
+	h.drain(t, kafka, outbox.RelayConfig{})
+	outboxtest.Records(background, t, kafka, "order-events", 0)
+	h.exec(t, "DELETE FROM {s}.outbox_delayed")
+
+	h.delay(t, orderPlaced{ID: "due", At: noon})
+	h.drain(t, kafka, outbox.RelayConfig{})
+	require.Equal(t, "due", string(outboxtest.Records(background, t, kafka, "order-events", 1)[0].Key))
+
+	h.delay(t, orderPlaced{ID: "refused", At: noon})
+	h.exec(t, "ALTER TABLE {s}.outbox ADD CONSTRAINT refused CHECK (aggregate_id <> 'refused')")
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
+	defer cancel()
+	for range 2 { // when it is refused, and later
+		says := failure(t, func(f *fakeT) { outboxtest.Drain(ctx, f, h.db, kafka, outbox.RelayConfig{Schema: h.schema}) })
+		require.Regexp(t, `not sent:\n  \d+ acme.order.placed.v1 of refused: dead, rejected by outbox: 23514: `, says)
+	}
+}
+
 // Another relay holds the lease and does the work.
 func TestDrainBesideAnotherRelay(t *testing.T) {
 	t.Parallel()

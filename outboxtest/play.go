@@ -1,6 +1,7 @@
 package outboxtest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,13 +29,14 @@ const (
 
 // Attempt is an attempt of a handler on an event.
 type Attempt struct {
-	// Action is that of the handler.
+	// Action is that of the handler. It is empty for an event of a type without a handler, see
+	// [outbox.DeadLetterUnknown].
 	Action string
 	// Type, EventID and AggregateID are those of the event.
 	Type, EventID, AggregateID string
 	// Number counts the attempts of the action on the event, from 1.
 	Number int
-	// At is when the attempt would have been made, counted from the first one.
+	// At is when the attempt would have been made, counted from the start of the play.
 	At time.Duration
 	// Outcome is what it has led to.
 	Outcome Outcome
@@ -52,7 +54,8 @@ const maxAttempts = 1000
 // Play passes the events that tx has recorded, and not committed, to the handlers of a worker, and
 // those that the handlers record in turn, until none is left. It returns all attempts in the order in
 // which they were made. Nothing is waited for: a play of retries that would take an hour takes
-// milliseconds. So a test of handlers needs no more than a transaction that it rolls back:
+// milliseconds. A delayed event enters outbox, in tx, when it would be due. So a test of handlers needs
+// no more than a transaction that it rolls back:
 //
 //	require.NoError(t, Place(ctx, tx, rec, order))
 //	attempts := outboxtest.Play(ctx, t, tx, worker)
@@ -88,6 +91,11 @@ func play(ctx context.Context, tab table, worker *outbox.Worker) ([]Attempt, err
 		if err := p.addRecorded(ctx); err != nil {
 			return p.attempts, err
 		}
+		if moved, err := p.moveDelayed(ctx); err != nil {
+			return p.attempts, err
+		} else if moved {
+			continue
+		}
 		if len(p.queue) == 0 {
 			return p.attempts, nil
 		}
@@ -108,6 +116,8 @@ type player struct {
 	last     int64 // outbox.id of the last event that was added
 	now      time.Duration
 	queue    []delivery // in the order of ids
+	waits    []delayed  // in the order in which they are due
+	lastWait int64      // outbox_delayed.id of the last one that was added
 	attempts []Attempt
 }
 
@@ -147,6 +157,59 @@ func (p *player) addRecorded(ctx context.Context) error {
 		return fmt.Errorf("read outbox: %w", err)
 	}
 	return nil
+}
+
+// delayed is an event in outbox_delayed.
+type delayed struct {
+	id  int64
+	due time.Duration
+}
+
+// sqlDelayed reads what this transaction has recorded for later behind $1, for some topics, and in how many
+// microseconds it is due; 290 years are the most that a [time.Duration] holds. recorded_at is the start of the
+// transaction, which says whose a delayed event is.
+const sqlDelayed = `
+SELECT id, (least(greatest(extract(epoch FROM due_at - clock_timestamp()), 0), 9e9) * 1e6)::bigint
+  FROM {schema}.outbox_delayed
+ WHERE recorded_at = now() AND id > $1
+   AND coalesce(topic, split_part(event_type, '.', 2) || '-events') = ANY ($2::text[])
+ ORDER BY id`
+
+// sqlMoveDelayed moves an event to outbox, unless it was cancelled. It gets a new id there.
+const sqlMoveDelayed = `
+WITH gone AS (DELETE FROM {schema}.outbox_delayed WHERE id = $1 RETURNING *)
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes,
+                             content_type, topic, partition_key, headers, occurred_at, expires_at)
+SELECT event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
+       topic, partition_key, headers, occurred_at, expires_at FROM gone`
+
+// moveDelayed moves the delayed event that is due first to outbox, if no attempt is due before, and reports whether it
+// did. The clock of the play is ahead of the real one, by which handlers delay events.
+func (p *player) moveDelayed(ctx context.Context) (moved bool, err error) {
+	rows, err := p.tab.query(ctx, sqlDelayed, p.lastWait, p.worker.Topics())
+	if err != nil {
+		return false, fmt.Errorf("read outbox_delayed: %w", err)
+	}
+	var d delayed
+	var micros int64
+	_, err = pgx.ForEachRow(rows, []any{&d.id, &micros}, func() error {
+		p.lastWait, d.due = d.id, p.now+time.Duration(micros)*time.Microsecond
+		p.waits = append(p.waits, d)
+		return nil
+	})
+	if err != nil {
+		return false, fmt.Errorf("read outbox_delayed: %w", err)
+	}
+	slices.SortStableFunc(p.waits, func(a, b delayed) int { return cmp.Compare(a.due, b.due) })
+	if len(p.waits) == 0 || len(p.queue) > 0 && max(p.now, p.queue[p.next()].due) < p.waits[0].due {
+		return false, nil
+	}
+	d, p.waits = p.waits[0], p.waits[1:]
+	p.now = max(p.now, d.due)
+	if _, err := p.tx.Exec(ctx, completed(sqlMoveDelayed, p.tab.schema), d.id); err != nil {
+		return false, fmt.Errorf("move a delayed event to outbox: %w", err)
+	}
+	return true, nil
 }
 
 // next returns the index of the delivery that is due first, of those that are the first of their

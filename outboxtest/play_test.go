@@ -174,3 +174,108 @@ func TestDrainWorker(t *testing.T) {
 	h.commit(t, orderPlaced{ID: "bad", At: noon})
 	require.Regexp(t, `not handled:\n  \d+ \S+ of bad: dead, NOTIFY: permanent: busy`, failure(t, func(ft *fakeT) { outboxtest.DrainWorker(background, ft, tables, w) }))
 }
+
+// A delayed event that is due is handled too.
+func TestDrainWorkerHandlesDelayedEvents(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	handled := make(chan string, 10)
+	w := h.worker(t, outbox.WorkerConfig{}, outbox.HandleNoTx("PACK", func(_ context.Context, e orderPlaced, _ outbox.Metadata) error {
+		handled <- e.ID
+		return nil
+	}))
+	h.commit(t, outbox.With(productLiked{"of another worker", noon}, outbox.EventOptions{NotBefore: time.Now().Add(time.Hour)}))
+	outboxtest.DrainWorker(background, t, h.in(h.db), w)
+	h.exec(t, "DELETE FROM {s}.outbox_delayed")
+
+	h.delay(t, orderPlaced{ID: "due", At: noon})
+	outboxtest.DrainWorker(background, t, h.in(h.db), w)
+	require.Len(t, handled, 1)
+
+	h.delay(t, orderPlaced{ID: "refused", At: noon})
+	h.exec(t, "ALTER TABLE {s}.outbox ADD CONSTRAINT refused CHECK (aggregate_id <> 'refused')")
+	says := failure(t, func(ft *fakeT) { outboxtest.DrainWorker(background, ft, h.in(h.db), w) })
+	require.Regexp(t, `not handled:\n  \d+ acme.order.placed.v1 of refused: dead, rejected by outbox: 23514: `, says)
+}
+
+// A new group that begins behind the events handles none of them, which is no success. What it has no handler for does
+// not count.
+func TestDrainWorkerOfNewGroup(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	worker := func(group string, from outbox.Start) *outbox.Worker {
+		cfg := outbox.WorkerConfig{PollInterval: 20 * time.Millisecond}
+		cfg.Schema, cfg.From, cfg.Topics = h.schema, from, []string{"product-events"}
+		w, err := outbox.NewWorker(h.db, h.events, group, cfg, outbox.HandleNoTx("PACK", func(context.Context, orderPlaced, outbox.Metadata) error { return nil }))
+		require.NoError(t, err)
+		return w
+	}
+	h.commit(t, productLiked{"without a handler", noon})
+	outboxtest.DrainWorker(background, t, h.in(h.db), worker("likes", outbox.FromEnd))
+	outboxtest.DrainWorker(background, t, h.in(h.db), worker("late", outbox.FromEnd))
+	h.commit(t, orderPlaced{ID: "a", At: noon}, orderPlaced{ID: "b", At: noon})
+	outboxtest.DrainWorker(background, t, h.in(h.db), worker("late", outbox.FromEnd)) // it is not new
+	outboxtest.DrainWorker(background, t, h.in(h.db), worker("early", outbox.FromStart))
+	says := failure(t, func(ft *fakeT) {
+		outboxtest.DrainWorker(background, ft, h.in(h.db), worker("new", outbox.StartDefault))
+	})
+	require.Regexp(t, `group new .* without From: outbox.FromStart .*:\n  \d+ acme.order.placed.v1 of a: skipped\n  \d+ acme.order.placed.v1 of b: skipped`, says)
+}
+
+// Delayed events of the transaction are handled when they are due, in virtual time, and behind earlier ones of their
+// key that are tried again.
+func TestPlayDelayedEvents(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	in := func(e orderPlaced, d time.Duration) outbox.DomainEvent {
+		return outbox.With(e, outbox.EventOptions{NotBefore: time.Now().Add(d)})
+	}
+	h.commit(t, in(orderPlaced{ID: "of another transaction", At: noon}, time.Hour))
+	cfg := outbox.WorkerConfig{}
+	cfg.Retry.MaxRetries, cfg.Retry.RetryWait = 1, 3*time.Hour
+	w := h.worker(t, cfg,
+		outbox.Handle("PACK", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
+			switch {
+			case e.ID == "first" && m.Attempt == 1:
+				return errBusy
+			case e.ID == "remind":
+				return h.rec.Record(ctx, tx, outbox.With(productLiked{e.ID, noon}, outbox.EventOptions{NotBefore: time.Now().Add(time.Hour)}))
+			}
+			return nil
+		}),
+		outbox.HandleNoTx("NOTIFY", func(context.Context, productLiked, outbox.Metadata) error { return nil }))
+	tx := h.begin(t)
+	h.record(t, tx, in(orderPlaced{ID: "late", At: noon}, 2*time.Hour), in(orderPlaced{ID: "soon", At: noon}, time.Hour),
+		orderPlaced{ID: "first", At: noon}, in(orderPlaced{ID: "first", At: noon}, time.Hour), in(orderPlaced{ID: "remind", At: noon}, 4*time.Hour))
+	attempts := shortened(outboxtest.Play(background, t, h.in(tx), w))
+	for i := range attempts {
+		attempts[i].At = attempts[i].At.Round(time.Minute)
+	}
+	const hour = time.Hour
+	require.Equal(t, []short{
+		{"PACK", "first", 1, 0, 3 * hour, outboxtest.Retried},
+		{"PACK", "soon", 1, hour, 0, outboxtest.Done},
+		{"PACK", "late", 1, 2 * hour, 0, outboxtest.Done},
+		{"PACK", "first", 2, 3 * hour, 0, outboxtest.Done},
+		{"PACK", "first", 1, 3 * hour, 3 * hour, outboxtest.Retried},
+		{"PACK", "remind", 1, 4 * hour, 0, outboxtest.Done},
+		{"NOTIFY", "remind", 1, 5 * hour, 0, outboxtest.Done},
+		{"PACK", "first", 2, 6 * hour, 0, outboxtest.Done},
+	}, attempts)
+}
+
+// Where a type without a handler is a dead letter, it is in a play.
+func TestPlayUnknownType(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	pack := outbox.HandleNoTx("PACK", func(context.Context, orderPlaced, outbox.Metadata) error { return nil })
+	cfg := outbox.WorkerConfig{}
+	cfg.Topics = []string{"product-events"}
+	tx := h.begin(t)
+	h.record(t, tx, orderPlaced{ID: "a", At: noon}, productLiked{"b", noon}, parcelSent{"of no topic of the worker", noon})
+	require.Equal(t, []short{{"PACK", "a", 1, 0, 0, outboxtest.Done}}, shortened(outboxtest.Play(background, t, h.in(tx), h.worker(t, cfg, pack))))
+	cfg.Unknown = outbox.DeadLetterUnknown
+	attempts := outboxtest.Play(background, t, h.in(tx), h.worker(t, cfg, pack))
+	require.Equal(t, []short{{"PACK", "a", 1, 0, 0, outboxtest.Done}, {"", "b", 1, 0, 0, outboxtest.Dead}}, shortened(attempts))
+	require.ErrorContains(t, attempts[1].Err, "acme.product.liked.v1")
+}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	natsgo "github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/stretchr/testify/require"
 
@@ -31,6 +32,9 @@ type paid struct {
 
 func (e paid) OccurredAt() time.Time { return e.At }
 func (e paid) account() string       { return e.Account }
+
+// forwarded is a paid of which the forwarder knows the type alone.
+type forwarded struct{ nats.Payload }
 
 const topic = "account-events"
 
@@ -69,21 +73,29 @@ func (b *broker) kill() {
 	_ = b.process.Wait()
 }
 
-func newRecorder(t *testing.T, db *pgxpool.Pool, schema string) (*outbox.Registry, *outbox.Recorder) {
+func newRecorder(t *testing.T, db *pgxpool.Pool, schema string) *outbox.Recorder {
 	t.Helper()
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
-	events, err := outbox.NewRegistry("bank", outbox.Event("bank.account.paid.v1", "Account", paid.account))
+	events, err := outbox.NewRegistry("bank", outbox.Event("bank.account.paid.v1", "Account", paid.account), outbox.AllowRaw())
 	require.NoError(t, err)
 	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
 	require.NoError(t, err)
-	return events, rec
+	return rec
+}
+
+// forwardedEvents returns the registry of the forwarder.
+func forwardedEvents(t *testing.T) *outbox.Registry {
+	t.Helper()
+	events, err := outbox.NewRegistry("bank", outbox.Event("bank.account.paid.v1", "Account", forwarded.AggregateID))
+	require.NoError(t, err)
+	return events
 }
 
 // Every event is in the stream once, and those of an account in their order, although the server is killed
 // again and again.
 func TestForward(t *testing.T) {
 	db, schema := testenv.Schema(t)
-	events, rec := newRecorder(t, db, schema)
+	rec := newRecorder(t, db, schema)
 	b := newBroker(t)
 	conn, err := nats.Connect(b.url())
 	require.NoError(t, err)
@@ -101,7 +113,7 @@ func TestForward(t *testing.T) {
 	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Retry: outbox.RetryPolicy{MaxRetryWait: time.Second}, From: outbox.FromStart}, PollInterval: 20 * time.Millisecond}
 	cfg.Schema, cfg.Retry.RetryWait, cfg.Logger = schema, 50*time.Millisecond, slog.New(slog.DiscardHandler)
 	cfg.Retry.RetriesFor = func(error) int { return 10_000 } // an outage of NATS may last
-	w, err := outbox.NewWorker(db, events, "nats", cfg, nats.Forward[paid]("FORWARDED", js))
+	w, err := outbox.NewWorker(db, forwardedEvents(t), "nats", cfg, nats.Forward[forwarded]("FORWARDED", js))
 	require.NoError(t, err)
 	testenv.Run(t, w.Run)
 
@@ -148,4 +160,47 @@ func TestForward(t *testing.T) {
 		})
 	}
 	require.Len(t, found, accounts*each)
+}
+
+// stream keeps what is published.
+type stream struct {
+	jetstream.Publisher
+	messages chan *natsgo.Msg
+}
+
+// PublishMsg implements [jetstream.Publisher].
+func (s stream) PublishMsg(_ context.Context, msg *natsgo.Msg, _ ...jetstream.PublishOpt) (*jetstream.PubAck, error) {
+	s.messages <- msg
+	return &jetstream.PubAck{}, nil
+}
+
+// An event is forwarded as it was recorded, whatever the forwarder knows of its type, with its headers; and a tombstone
+// without data.
+func TestForwardAsRecorded(t *testing.T) {
+	db, schema := testenv.Schema(t)
+	rec := newRecorder(t, db, schema)
+	require.NoError(t, pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
+		return rec.Record(t.Context(), tx,
+			outbox.With(outbox.RawEvent{EventType: "bank.account.paid.v1", AggregateID: "a1", Time: time.Now(), Payload: []byte(`{"account": "<a1>", "new": 12345678901234567890}`)},
+				outbox.EventOptions{Headers: map[string]string{"tenant": "t1"}}),
+			outbox.With(paid{Account: "a2", At: time.Now()}, outbox.EventOptions{Tombstone: true}))
+	}))
+	s := stream{messages: make(chan *natsgo.Msg, 2)}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema, From: outbox.FromStart, Logger: slog.New(slog.DiscardHandler)}, PollInterval: 20 * time.Millisecond}
+	w, err := outbox.NewWorker(db, forwardedEvents(t), "nats", cfg, nats.Forward[forwarded]("FORWARDED", s))
+	require.NoError(t, err)
+	testenv.Run(t, w.Run)
+	got := map[string]*natsgo.Msg{}
+	for range 2 {
+		select {
+		case msg := <-s.messages:
+			got[msg.Header.Get("ce-subject")] = msg
+		case <-time.After(testenv.Patience):
+			require.Fail(t, "not forwarded", "%v", got)
+		}
+	}
+	require.Equal(t, `{"new": 12345678901234567890, "account": "<a1>"}`, string(got["a1"].Data))
+	require.Equal(t, []string{"t1", "application/json", ""}, []string{got["a1"].Header.Get("tenant"), got["a1"].Header.Get("Content-Type"), got["a1"].Header.Get("ce-tombstone")})
+	require.Empty(t, got["a2"].Data)
+	require.Equal(t, []string{"", "true"}, []string{got["a2"].Header.Get("Content-Type"), got["a2"].Header.Get("ce-tombstone")})
 }

@@ -213,7 +213,7 @@ func TestPrometheus(t *testing.T) {
 		}
 	}
 	require.True(t, p.get("/api/v1/rules", &rules))
-	require.Len(t, rules.Groups[0].Rules, 15)
+	require.Len(t, rules.Groups[0].Rules, 17)
 	for _, rule := range rules.Groups[0].Rules {
 		require.Equal(t, "ok", rule.Health, "%s: %s", rule.Name, rule.LastError)
 	}

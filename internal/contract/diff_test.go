@@ -89,10 +89,24 @@ var schemaTests = []struct{ was, is, want string }{
 	{`{"properties": {"x": {"type": "string"}}}`, `{"properties": {"z": {"type": "integer"}}}`, " a.x: removed, was optional\n a.z: added, optional"},
 	{`{"$ref": "#/components/schemas/tree"}`, `{"$ref": "#/components/schemas/tree"}`, "readers+writers a.children[].name: type was string, is integer"},
 	{`{"$ref": "#/components/schemas/circle"}`, `{"$ref": "#/components/schemas/circle"}`, ""},
+	{two(one, one), two(one, oneOrNull), "readers a.y: type was string, is null or string"},
+	{two(one, oneOrNull), two(one, one), "writers a.y: type was null or string, is string"},
+	{two(oneOrNull, one), two(one, oneOrNull), "writers a.x: type was null or string, is string\nreaders a.y: type was string, is null or string"},
+	{two(one, `{"items": `+one+`}`), two(one, `{"items": `+oneOrNull+`}`), "readers a.y[]: type was string, is null or string"},
+	{two(one, `{"additionalProperties": `+one+`}`), two(one, `{"additionalProperties": `+oneOrNull+`}`), "readers a.y{}: type was string, is null or string"},
+	{two(kind, kind), two(kind, kindOrNull), `readers a.y: value was "k", is "k", null`},
 }
 
+// two returns the schema of an object with two members.
+func two(x, y string) string { return `{"properties": {"x": ` + x + `, "y": ` + y + `}}` }
+
 const (
-	schemasBefore = `"s": {"type": "string"}, "circle": {"$ref": "#/components/schemas/circle"}, "tree": {"properties": {"children": {"items": {"$ref": "#/components/schemas/node"}}}},
+	one        = `{"$ref": "#/components/schemas/s"}`
+	oneOrNull  = `{"anyOf": [{"$ref": "#/components/schemas/s"}, {"type": "null"}]}`
+	kind       = `{"$ref": "#/components/schemas/kind"}`
+	kindOrNull = `{"anyOf": [{"$ref": "#/components/schemas/kind"}, {"type": "null"}]}`
+
+	schemasBefore = `"s": {"type": "string"}, "kind": {"enum": ["k"]}, "circle": {"$ref": "#/components/schemas/circle"}, "tree": {"properties": {"children": {"items": {"$ref": "#/components/schemas/node"}}}},
 		"node": {"properties": {"name": {"type": "string"}, "children": {"items": {"$ref": "#/components/schemas/node"}}}}`
 )
 

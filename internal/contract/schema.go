@@ -67,15 +67,22 @@ func fits(types, in []string) bool {
 	return true
 }
 
+// references are the named schemas of a place, before and after, and whether null is allowed there besides.
+type references struct {
+	was, is         string
+	wasNull, isNull bool
+}
+
 // schema compares the schemas of a place in the payload. Old readers take a member that must be there for granted, and
 // ignore members that they do not know.
 func (d *differ) schema(path string, was, is any) {
 	a, b := d.before.look(was), d.after.look(is)
 	if a.ref != "" && b.ref != "" {
-		if d.compared[[2]string{a.ref, b.ref}] {
+		pair := references{a.ref, b.ref, a.null, b.null}
+		if d.compared[pair] {
 			return
 		}
-		d.compared[[2]string{a.ref, b.ref}] = true
+		d.compared[pair] = true
 	}
 	forward, backward := fits(b.types(), a.types()), fits(a.types(), b.types())
 	d.narrows(path, "type", shown(a.types()), shown(b.types()), forward, backward)

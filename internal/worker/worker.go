@@ -156,6 +156,8 @@ func (w *Worker) Actions(eventType string) (actions []string) {
 		for h := range route.Handlers() {
 			actions = append(actions, h.Action)
 		}
+	} else if w.delivery.DeadLetterUnknown {
+		return []string{""}
 	}
 	slices.Sort(actions)
 	return slices.Compact(actions)

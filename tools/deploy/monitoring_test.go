@@ -76,7 +76,7 @@ func TestMonitoringInstallsTheFiles(t *testing.T) {
 
 	var want monitoringv1.PrometheusRuleSpec
 	require.NoError(t, yaml.UnmarshalStrict([]byte(read(t, monitoringDir+"/files/alerts.yml")), &want))
-	require.Len(t, want.Groups[0].Rules, 15)
+	require.Len(t, want.Groups[0].Rules, 17)
 	require.Equal(t, want, find[*monitoringv1.PrometheusRule](t, objects).Spec)
 }
 
