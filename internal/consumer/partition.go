@@ -158,6 +158,16 @@ func (w *partitionWorker) run() {
 	}
 }
 
+// hasDied reports whether run has ended although the worker was not stopped: something has ended its goroutine.
+func (w *partitionWorker) hasDied() bool {
+	select {
+	case <-w.ended:
+		return w.stopping.Err() == nil
+	default:
+		return false
+	}
+}
+
 // advance notes that all records up to last are handled, and requests a commit.
 func (w *partitionWorker) advance(last *kgo.Record) {
 	if w.missed != nil {
