@@ -73,6 +73,7 @@ type partitionWorker struct {
 	unclean  uncleanEnds
 	gap      *missedEvents   // nil for none; set by begin, its fields are only for run
 	read     int64           // the offset after the last fetched record
+	epoch    int32           // of the leader that had that record; -1 if it is not known
 	next     kgo.EpochOffset // the offset after the last handled record
 	advanced bool            // next is not committed
 	saved    int64           // the offset that Kafka has of the group; starts.None until reading begins

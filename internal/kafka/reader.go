@@ -183,7 +183,7 @@ func isLasting(err error) bool {
 // behind the records that it has read, which include aborted ones.
 func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Record, int64, error) {
 	leader := r.leaders[p]
-	answer, err := r.ask(ctx, p, leader, from)
+	answer, err := r.ask(ctx, p, leader, kgo.EpochOffset{Epoch: -1, Offset: from})
 	if answer == nil || err != nil {
 		return nil, from, err
 	}
@@ -198,8 +198,9 @@ func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Rec
 }
 
 // Raw returns what the leader of a partition answers to a fetch of committed records from an offset on, of the topic
-// with an id. Batches are compressed in it.
-func (r *Reader) Raw(ctx context.Context, p Partition, id TopicID, from int64) (*kmsg.FetchResponseTopicPartition, error) {
+// with an id. Batches are compressed in it. The epoch is that of the record before, or -1. If the leader has another
+// record there, the answer has a DivergingEpoch, from Kafka 2.7 on.
+func (r *Reader) Raw(ctx context.Context, p Partition, id TopicID, from kgo.EpochOffset) (*kmsg.FetchResponseTopicPartition, error) {
 	if err := r.askLeaders(ctx, p.Topic); err != nil {
 		return nil, err
 	}
@@ -221,9 +222,9 @@ func (r *Reader) Raw(ctx context.Context, p Partition, id TopicID, from int64) (
 }
 
 // ask sends a fetch request. It returns nil if the answer has nothing about the partition.
-func (r *Reader) ask(ctx context.Context, p Partition, leader leader, from int64) (*kmsg.FetchResponseTopicPartition, error) {
+func (r *Reader) ask(ctx context.Context, p Partition, leader leader, from kgo.EpochOffset) (*kmsg.FetchResponseTopicPartition, error) {
 	one := kmsg.NewFetchRequestTopicPartition()
-	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.Number, from, fetchBytes
+	one.Partition, one.FetchOffset, one.LastFetchedEpoch, one.PartitionMaxBytes = p.Number, from.Offset, from.Epoch, fetchBytes
 	topic := kmsg.NewFetchRequestTopic()
 	topic.Topic, topic.TopicID = p.Topic, leader.topic // by its name, or by its id since Kafka 3.1
 	topic.Partitions = append(topic.Partitions, one)
