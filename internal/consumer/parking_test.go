@@ -73,7 +73,8 @@ func TestCommitMarksWhatWasInIt(t *testing.T) {
 	require.True(t, it.isBlocked(it.Tasks[0]))
 }
 
-// A key of OncePer that ends its goroutine fails its event alone: the worker parks it, and handles the records behind it.
+// A key of OncePer that ends its goroutine fails its event alone: the worker parks it, and handles the records behind
+// it.
 func TestWorkerOutlivesGoexitOfKey(t *testing.T) {
 	t.Parallel()
 	for name, blocked := range map[string]bool{"a task that has failed": false, "a task that is blocked": true} {

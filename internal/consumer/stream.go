@@ -189,8 +189,8 @@ func (s *batchReader) read(ctx context.Context) (more bool, err error) {
 		s.next.Offset = answer.LogStartOffset
 		return false, nil
 	case s.next.Epoch >= 0 && (errors.Is(err, kerr.OffsetOutOfRange) || err == nil && answer.DivergingEpoch.EndOffset >= 0):
-		// Kafka has lost records that were read. The client asks with the epoch where they end, and reports it. If Kafka does
-		// not know that either, a stream must not ask again with this epoch.
+		// Kafka has lost records that were read. The client asks with the epoch where they end, and reports
+		// it. If Kafka does not know that either, a stream must not ask again with this epoch.
 		s.w.forgetEpoch()
 		return false, nil
 	case err != nil:

@@ -161,8 +161,8 @@ func TestStreamEndsAtTheClientsOwn(t *testing.T) {
 	require.False(t, more)
 }
 
-// truncatedFixture is a stream of a worker that has read up to offset 100 of epoch 4, from a broker that has lost records
-// before that offset. An answer changes what the broker says of the partition.
+// truncatedFixture is a stream of a worker that has read up to offset 100 of epoch 4, from a broker that has lost
+// records before that offset. An answer changes what the broker says of the partition.
 func truncatedFixture(t *testing.T, answer func(*kmsg.FetchResponseTopicPartition)) (m *membership, w *partitionWorker, asked *atomic.Pointer[kmsg.FetchRequestTopicPartition]) {
 	t.Helper()
 	s := newPartitionFixture(t, Rules{})
