@@ -56,15 +56,12 @@ func Edit(ctx context.Context, opts []kgo.Opt, cfg ReplayConfig, partition int32
 
 // find returns a dead letter.
 func (r *run) find(ctx context.Context, partition int32, offset int64) (DeadLetter, error) {
-	spans, err := r.reader.Spans(ctx, r.cfg.Topic, map[int32]int64{partition: offset})
+	span, err := r.reader.Span(ctx, kafka.Partition{Topic: r.cfg.Topic, Number: partition}, offset)
 	if err != nil {
 		return DeadLetter{}, err
 	}
-	for _, s := range spans {
-		if s.Number != partition || s.Next != offset || s.Next >= s.End {
-			continue
-		}
-		records, err := r.reader.Read(ctx, &s)
+	if span.Next == offset && span.Next < span.End {
+		records, err := r.reader.Read(ctx, &span)
 		if err != nil {
 			return DeadLetter{}, err
 		}

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
@@ -53,6 +54,25 @@ func TestEdit(t *testing.T) {
 	answers, err := replays.Check(background, sent, f.dlq)
 	require.NoError(t, err)
 	require.Equal(t, []deadletter.Answer{{Edited: true}}, answers)
+}
+
+// A dead letter is edited while other partitions of its topic, and of that of its original, have no leader.
+func TestEditBesidePartitionWithoutLeader(t *testing.T) {
+	t.Parallel()
+	f := &fixture{topic: "sales", dlq: "sales.dlq"}
+	cluster, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(2, f.topic, f.dlq))
+	require.NoError(t, err)
+	t.Cleanup(cluster.Close)
+	f.kafka = []kgo.Opt{kgo.SeedBrokers(cluster.ListenAddrs()...)}
+	f.client, err = kgo.NewClient(append(f.kafka, kgo.RecordPartitioner(kgo.ManualPartitioner()))...)
+	require.NoError(t, err)
+	t.Cleanup(f.client.Close)
+	f.produce(t, &kgo.Record{Topic: f.topic, Key: []byte("a"), Value: []byte(`{"n": 1}`), Timestamp: failedAt})
+	f.produce(t, f.deadLetter("a", "", outbox.DeadLetterValueOmitted, "8", outbox.DeadLetterOriginalOffset, "0"))
+	testenv.WithoutLeader(t, cluster, 1)
+	before, after, err := outboxdlq.Edit(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, DryRun: true}, 0, 0, []byte(`{"n": 2}`))
+	require.NoError(t, err)
+	require.Equal(t, []string{`{"n": 1}`, `{"n": 2}`}, []string{string(before.Record.Value), string(after.Record.Value)})
 }
 
 // A group takes the new value, and only the action that failed does: also if its row, in tables that Edit is not given,

@@ -378,20 +378,19 @@ func header(name, value string) kgo.RecordHeader {
 // original reads the original record of a dead letter with omitted parts. In a topic that was deleted and
 // created again, another record may be at its offset.
 func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
-	spans, err := r.originals.Spans(ctx, d.OriginalTopic, map[int32]int64{d.OriginalPartition: d.OriginalOffset})
+	span, err := r.originals.Span(ctx, kafka.Partition{Topic: d.OriginalTopic, Number: d.OriginalPartition}, d.OriginalOffset)
 	if errors.Is(err, kerr.UnknownTopicOrPartition) {
 		return nil, ErrOriginalGone
 	}
 	if err != nil {
 		return nil, err
 	}
-	at := slices.IndexFunc(spans, func(s kafka.Span) bool { return s.Number == d.OriginalPartition })
-	if spans[at].Next >= spans[at].End {
+	if span.Next >= span.End {
 		return nil, ErrOriginalGone
 	}
-	records, err := r.originals.Read(ctx, &spans[at])
+	records, err := r.originals.Read(ctx, &span)
 	switch {
-	case errors.Is(err, kerr.OffsetOutOfRange): // deleted since spans asked for the offsets
+	case errors.Is(err, kerr.OffsetOutOfRange): // deleted since Span asked for the offsets
 		return nil, ErrOriginalGone
 	case errors.Is(err, kafka.ErrBatch):
 		return nil, fmt.Errorf("the original record cannot be read: %w", err)

@@ -111,14 +111,21 @@ func put[V any](m map[string]map[int32]V, topic string, number int32, v V) {
 	m[topic][number] = v
 }
 
-func (m *membership) lags(ctx context.Context) ([]partitionLag, error) {
+// ends returns the committed offsets and the ends of the assigned partitions. It returns those ends that it gets with
+// the errors of the others.
+func (m *membership) ends(ctx context.Context) (committed, ends map[kafka.Partition]int64, err error) {
 	committed, wanted := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
 	for _, w := range m.all() {
 		if at := w.committedOffset(); at != starts.None {
 			committed[w.partition], wanted[w.partition] = at, kafka.EndOffset
 		}
 	}
-	ends, err := kafka.ListOffsets(ctx, m.client, kafka.Uncommitted, wanted)
+	ends, err = kafka.ListOffsets(ctx, m.client, kafka.Uncommitted, wanted)
+	return committed, ends, err
+}
+
+func (m *membership) lags(ctx context.Context) ([]partitionLag, error) {
+	committed, ends, err := m.ends(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"runtime"
 	"testing"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -50,6 +52,26 @@ func TestPartitionWorkerOutlivesGoexit(t *testing.T) {
 			require.Contains(t, log.String(), "Hooks."+hook)
 		}
 	})
+}
+
+// A worker that has ended although its partition is assigned is reported: only a restart of the process helps.
+func TestHealthReportsEndedWorker(t *testing.T) {
+	t.Parallel()
+	s := newPartitionFixture(t, Rules{DeadLetterTopic: func(string) string { runtime.Goexit(); return "" }})
+	s.worker.begin(starts.Beginning{})
+	s.handlers["a"] = "p"
+	var reasons []string
+	health := func() bool {
+		return s.worker.reportHealth(func(reason string, args ...any) { reasons = append(reasons, fmt.Sprintf(reason, args...)) })
+	}
+	require.True(t, health())
+	go s.worker.run()
+	s.worker.add(s.arrive("a"))
+	<-s.worker.ended
+	require.False(t, health())
+	require.Equal(t, []string{"the goroutine of " + s.worker.partition.Name() + " has ended, although the partition is assigned"}, reasons)
+	s.worker.finish()
+	require.True(t, health(), "it was to end")
 }
 
 // Records that need no transaction say nothing about PostgreSQL: an outage that others have

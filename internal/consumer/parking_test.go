@@ -3,6 +3,7 @@ package consumer
 import (
 	"context"
 	"log/slog"
+	"runtime"
 	"testing"
 	"time"
 
@@ -70,4 +71,52 @@ func TestCommitMarksWhatWasInIt(t *testing.T) {
 	require.False(t, it.isBlocked(it.Tasks[0]))
 	it.noteDone(nil)
 	require.True(t, it.isBlocked(it.Tasks[0]))
+}
+
+// A key of OncePer that ends its goroutine fails its event alone: the worker parks it, and handles the records behind
+// it.
+func TestWorkerOutlivesGoexitOfKey(t *testing.T) {
+	t.Parallel()
+	for name, blocked := range map[string]bool{"a task that has failed": false, "a task that is blocked": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db, schema := testenv.Schema(t)
+			ctx := t.Context()
+			require.NoError(t, (&migrator.Migrator{DB: db, Schema: schema, LockTimeout: time.Minute, Logger: slog.New(slog.DiscardHandler)}).Run(ctx))
+			handled := make(chan string, 10)
+			s := newPartitionFixture(t, Rules{}, oncePer(handle("ACTED", func(_ context.Context, _ pgx.Tx, e played, _ envelope.Received) error {
+				handled <- e.Name
+				return nil
+			}), func(e played, _ envelope.Received) (string, string) {
+				if e.Name == "exits" {
+					runtime.Goexit()
+				}
+				return "Play", e.Name
+			}))
+			w := s.worker
+			w.parking = &consumerParking{store: delivery.NewStore(db, schema, "g", "w", time.Minute).ForRecords(), group: "g", dueAt: func(time.Time) {}}
+			w.processor.Queue, w.processor.Begin, s.db = w.queueBlocked, w.checkInTx, db
+			w.mostBlock = blocked // so that it looks before it tries
+			records := s.arrive("first", "exits", "behind")
+			for _, r := range records[:2] {
+				r.Topic, r.Key = "play-events", []byte("k")
+			}
+			if blocked {
+				from := originOf(records[0], [16]byte{})
+				first := w.reader.read(ctx, records[0], replay{}, &from)
+				require.NoError(t, w.parkFailed(&first, first.Tasks[0], handling.Outcome{Attempt: 1, Retries: 3, Err: errPlayed}))
+			}
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				w.handle(records[1:])
+			}()
+			<-ended
+			require.Len(t, handled, 1)
+			require.Equal(t, "behind", <-handled)
+			var rows int
+			require.NoError(t, db.QueryRow(ctx, pg.InSchema(`SELECT count(*) FROM {schema}.event_delivery WHERE position = 1`, schema)).Scan(&rows))
+			require.Equal(t, 1, rows)
+		})
+	}
 }

@@ -73,6 +73,7 @@ type partitionWorker struct {
 	unclean  uncleanEnds
 	gap      *missedEvents   // nil for none; set by begin, its fields are only for run
 	read     int64           // the offset after the last fetched record
+	epoch    int32           // of the leader that had that record; -1 if it is not known
 	next     kgo.EpochOffset // the offset after the last handled record
 	advanced bool            // next is not committed
 	saved    int64           // the offset that Kafka has of the group; starts.None until reading begins
@@ -155,6 +156,16 @@ func (w *partitionWorker) run() {
 		}
 		w.commitFirst()
 		w.drop(size)
+	}
+}
+
+// hasDied reports whether run has ended although the worker was not stopped: something has ended its goroutine.
+func (w *partitionWorker) hasDied() bool {
+	select {
+	case <-w.ended:
+		return w.stopping.Err() == nil
+	default:
+		return false
 	}
 }
 

@@ -87,6 +87,9 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	case ctx.Err() != nil, errors.Is(err, context.Canceled): // the end of a stream ends a poll
 	case errors.As(err, &loss):
 		m.starts.Truncated(at, err)
+		if w := m.workerOf(at); w != nil {
+			w.truncated(loss)
+		}
 	case isRebalance(err): // Kafka answers, so this is no outage
 		m.log.Info("outbox: the group has gone on without this member, which joins it again", "error", err)
 	case errors.Is(err, kafka.ErrFetchFull):

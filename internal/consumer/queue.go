@@ -23,7 +23,7 @@ func (w *partitionWorker) begin(b starts.Beginning) {
 	w.beginUnclean(b.Assignment)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.read, w.saved = at, at
+	w.read, w.epoch, w.saved = at, -1, at
 	if len(gaps) == 0 {
 		return
 	}
@@ -48,11 +48,21 @@ func (w *partitionWorker) fetched(p kgo.FetchPartition) (from, lost int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	from = w.read
-	w.read = p.Records[len(p.Records)-1].Offset + 1
+	last := p.Records[len(p.Records)-1]
+	w.read, w.epoch = last.Offset+1, last.LeaderEpoch
 	if from == starts.None {
 		return from, 0
 	}
 	return from, max(0, p.LogStartOffset-from)
+}
+
+// truncated notes that Kafka has lost records, and where the client goes on.
+func (w *partitionWorker) truncated(loss *kgo.ErrDataLoss) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.read != starts.None {
+		w.read, w.epoch = loss.ResetTo, loss.ResetToEpoch
+	}
 }
 
 // block notes a batch that cannot be read. Fetching of the partition has ended.

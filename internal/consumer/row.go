@@ -38,24 +38,22 @@ func (w *partitionWorker) owed(it *recordItem, t handling.Task) delivery.Receive
 		row.EventID, row.RecordID = row.Digest, short.Storable(id, short.MaxText)
 	}
 	if t.Kind != handling.NoTx {
-		row.Note = noteOf(t)
+		row.Note = w.noteOf(t)
 	}
 	return row
 }
 
 // noteOf returns the row that event_handled has once a task is done. It is empty if the host's key
 // function fails.
-func noteOf(t handling.Task) (note delivery.Note) {
-	_ = handling.Guard(func() error { // the error was reported when the task was tried
-		k, err := handling.KeyOf(&t)
-		if err == nil {
-			note = delivery.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
-			if k.Source != "" {
-				note.WithSource = k.WithSource().AggregateID
-			}
-		}
-		return err
-	})
+func (w *partitionWorker) noteOf(t handling.Task) (note delivery.Note) {
+	k, err := w.processor.KeyOf(w.held, &t)
+	if err != nil {
+		return note // the error is that of an attempt: it was reported when the task was tried, or is when it is claimed
+	}
+	note = delivery.Note{AggregateType: k.AggregateType, AggregateID: k.AggregateID, Source: k.Source}
+	if k.Source != "" {
+		note.WithSource = k.WithSource().AggregateID
+	}
 	return note
 }
 

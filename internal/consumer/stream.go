@@ -118,11 +118,13 @@ func (m *membership) stream(ctx context.Context, w *partitionWorker) {
 	defer context.AfterFunc(w.stopping, cancel)()
 	at := w.partition
 	most, _ := m.client.OptValue(kgo.MaxDecompressBatchBytes).(int)
-	s := &batchReader{m: m, w: w, most: most, next: kgo.EpochOffset{Epoch: -1, Offset: w.nextRead()}}
+	s := &batchReader{m: m, w: w, most: most, next: w.nextRead()}
 	m.log.Info("outbox: a batch is larger than this consumer decompresses at once, and is read as a stream", "partition", at.Name(), "from", s.next.Offset)
 	for m.streams.take(ctx, w) {
 		began := time.Now()
-		s.next.Offset = max(s.next.Offset, w.nextRead())
+		if read := w.nextRead(); read.Offset > s.next.Offset {
+			s.next = read
+		}
 		more, err := s.read(ctx)
 		<-m.streams.slot
 		var unreadable *unreadableError
@@ -181,12 +183,17 @@ func (s *batchReader) read(ctx context.Context) (more bool, err error) {
 	at := s.w.partition
 	fetching, cancel := context.WithTimeout(ctx, streamFetchTimeout)
 	defer cancel()
-	answer, err := kafka.NewReader(client).Raw(fetching, at, s.m.starts.TopicID(at.Topic), s.next.Offset)
-	if errors.Is(err, kerr.OffsetOutOfRange) && answer.LogStartOffset > s.next.Offset { // Kafka has removed the batch
+	answer, err := kafka.NewReader(client).Raw(fetching, at, s.m.starts.TopicID(at.Topic), s.next)
+	switch {
+	case errors.Is(err, kerr.OffsetOutOfRange) && answer.LogStartOffset > s.next.Offset: // Kafka has removed the batch
 		s.next.Offset = answer.LogStartOffset
 		return false, nil
-	}
-	if err != nil {
+	case s.next.Epoch >= 0 && (errors.Is(err, kerr.OffsetOutOfRange) || err == nil && answer.DivergingEpoch.EndOffset >= 0):
+		// Kafka has lost records that were read. The client asks with the epoch where they end, and reports
+		// it. If Kafka does not know that either, a stream must not ask again with this epoch.
+		s.w.forgetEpoch()
+		return false, nil
+	case err != nil:
 		return false, err
 	}
 	return s.readAll(ctx, answer)
@@ -423,9 +430,16 @@ func (w *partitionWorker) endStream() {
 	}
 }
 
-// nextRead returns the offset after the last record that was read.
-func (w *partitionWorker) nextRead() int64 {
+// nextRead returns the offset after the last record that was read, and the epoch of that record.
+func (w *partitionWorker) nextRead() kgo.EpochOffset {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.read
+	return kgo.EpochOffset{Epoch: w.epoch, Offset: w.read}
+}
+
+// forgetEpoch forgets the epoch of the last record that was read.
+func (w *partitionWorker) forgetEpoch() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.epoch = -1
 }

@@ -2,19 +2,26 @@ package consumer
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/starts"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // appendRecord appends a record as a batch has it.
@@ -152,6 +159,70 @@ func TestStreamEndsAtTheClientsOwn(t *testing.T) {
 	more, err := s.readAll(t.Context(), &kmsg.FetchResponseTopicPartition{HighWatermark: 9, LastStableOffset: 8})
 	require.NoError(t, err)
 	require.False(t, more)
+}
+
+// truncatedFixture is a stream of a worker that has read up to offset 100 of epoch 4, from a broker that has lost
+// records before that offset. An answer changes what the broker says of the partition.
+func truncatedFixture(t *testing.T, answer func(*kmsg.FetchResponseTopicPartition)) (m *membership, w *partitionWorker, asked *atomic.Pointer[kmsg.FetchRequestTopicPartition]) {
+	t.Helper()
+	s := newPartitionFixture(t, Rules{})
+	cluster, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(s.worker.partition.Number+1, s.worker.partition.Topic))
+	require.NoError(t, err)
+	t.Cleanup(cluster.Close)
+	asked = new(atomic.Pointer[kmsg.FetchRequestTopicPartition])
+	cluster.ControlKey(int16(kmsg.Fetch), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		cluster.KeepControl()
+		fetch := request.(*kmsg.FetchRequest)
+		about := fetch.Topics[0].Partitions[0]
+		asked.Store(&about)
+		response := fetch.ResponseKind().(*kmsg.FetchResponse)
+		one := kmsg.NewFetchResponseTopicPartition()
+		one.Partition, one.HighWatermark, one.LastStableOffset, one.LogStartOffset = about.Partition, 90, 90, 0
+		answer(&one)
+		topic := kmsg.NewFetchResponseTopic()
+		topic.Topic, topic.TopicID, topic.Partitions = fetch.Topics[0].Topic, fetch.Topics[0].TopicID, append(topic.Partitions, one)
+		response.Topics = append(response.Topics, topic)
+		return response, nil, true
+	})
+	m = &membership{
+		starts: starts.NewMember(starts.Config{Log: s.worker.log, Lost: func(kafka.Partition, int64) {}}), outages: outage.NewLogs(s.worker.log), log: s.worker.log,
+		contact: kafka.NewContact(nil, false, func(time.Time, error, ...any) {}), workers: map[kafka.Partition]*partitionWorker{s.worker.partition: s.worker},
+	}
+	m.second.opts, m.streams.slot = []kgo.Opt{kgo.SeedBrokers(cluster.ListenAddrs()...)}, make(chan struct{}, 1)
+	t.Cleanup(m.second.close)
+	m.client, err = m.second.get()
+	require.NoError(t, err)
+	s.worker.begin(starts.Beginning{Offset: 99})
+	m.distribute(kgo.FetchPartition{Records: []*kgo.Record{{Offset: 99, LeaderEpoch: 4}}}, s.worker)
+	return m, s.worker, asked
+}
+
+// A stream behind the end of a log, or behind where the log was written anew, ends: the client finds out where the log
+// has ended, with the epoch of what was read, and reports the loss. The next stream begins where the client does.
+func TestStreamOfTruncatedLog(t *testing.T) {
+	t.Parallel()
+	for name, answer := range map[string]func(*kmsg.FetchResponseTopicPartition){
+		"the end is before":     func(p *kmsg.FetchResponseTopicPartition) { p.ErrorCode = kerr.OffsetOutOfRange.Code },
+		"other records precede": func(p *kmsg.FetchResponseTopicPartition) { p.DivergingEpoch.Epoch, p.DivergingEpoch.EndOffset = 4, 80 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			m, w, asked := truncatedFixture(t, answer)
+			require.True(t, w.beginStream())
+			ctx, cancel := context.WithTimeout(t.Context(), testenv.Patience)
+			defer cancel()
+			m.stream(ctx, w)
+			ended := m.streams.takeEnded()
+			require.Len(t, ended, 1)
+			require.Equal(t, kgo.EpochOffset{Epoch: 4, Offset: 100}, ended[0].next)
+			require.EqualValues(t, 100, asked.Load().FetchOffset)
+			require.EqualValues(t, 4, asked.Load().LastFetchedEpoch)
+			w.endStream()
+			loss := &kgo.ErrDataLoss{Topic: w.partition.Topic, Partition: w.partition.Number, ConsumedTo: 100, ConsumedToEpoch: 4, ResetTo: 80, ResetToEpoch: 4}
+			m.fetchFailed(ctx, time.Now(), w.partition, loss)
+			require.Equal(t, kgo.EpochOffset{Epoch: 4, Offset: 80}, w.nextRead())
+		})
+	}
 }
 
 // Records that are cut off, or changed, are an error or other records, and need no memory that they only claim.

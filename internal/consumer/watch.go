@@ -2,9 +2,11 @@ package consumer
 
 import (
 	"context"
+	"maps"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -58,16 +60,27 @@ func (m *membership) waitsFor() (what string, atMost time.Duration) {
 
 // watchLag records the lag for Health at intervals, until ctx is cancelled.
 func (m *membership) watchLag(ctx context.Context) {
+	known := map[kafka.Partition]int64{}
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, handling.SampleInterval)
-		lags, err := m.lags(ctx)
-		if err != nil {
-			continue // the outage is reported by fetching
+		if total, ok := m.totalLag(ctx, known); ok {
+			m.lag.Add(total)
 		}
-		total := int64(0)
-		for _, l := range lags {
-			total += l.records()
-		}
-		m.lag.Add(total)
 	}
+}
+
+// totalLag returns the lag of all partitions, in records. It notes the ends of partitions in known. A partition whose
+// leader does not answer still has the end that is known. It returns false if Kafka does not answer at all: fetching
+// reports the outage.
+func (m *membership) totalLag(ctx context.Context, known map[kafka.Partition]int64) (total int64, ok bool) {
+	committed, ends, err := m.ends(ctx)
+	if err != nil && len(ends) == 0 {
+		return 0, false
+	}
+	maps.Copy(known, ends)
+	maps.DeleteFunc(known, func(at kafka.Partition, _ int64) bool { _, assigned := committed[at]; return !assigned })
+	for at, end := range known {
+		total += partitionLag{Next: committed[at], End: end}.records()
+	}
+	return total, true
 }

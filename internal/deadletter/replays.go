@@ -23,8 +23,8 @@ import (
 // dead-letter topic. So the headers count only if the dead-letter topic has the dead letter that
 // they name. It is safe for concurrent use.
 //
-// Forged headers must cost little. What was read of a dead letter is remembered, and Kafka is asked for the ends of
-// a topic once for all records of a [Replays.Check].
+// Forged headers must cost little. What was read of a dead letter is remembered, and Kafka is asked for the end of
+// a partition once for all records of a [Replays.Check].
 type Replays struct {
 	client func() (*kgo.Client, error)
 	busy   chan struct{} // holds one while a goroutine asks Kafka or uses known
@@ -88,9 +88,9 @@ func (p *Replays) Check(ctx context.Context, records []*kgo.Record, topics ...st
 	slices.SortFunc(asked, func(a, b claim) int { // a read brings some dead letters behind the one that it is for
 		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Number, b.Number), cmp.Compare(a.offset, b.offset))
 	})
-	ends := topicEnds{}
+	var of partitionEnd
 	for _, c := range asked {
-		dead, err := p.find(ctx, c.place, ends)
+		dead, err := p.find(ctx, c.place, &of)
 		if err != nil && !errors.Is(err, ErrNoReplay) {
 			return nil, err
 		}
@@ -116,16 +116,38 @@ type claim struct {
 	headers map[string]string
 }
 
-// topicEnds has the spans of topics, as they were when Kafka was asked, or the answer that a topic cannot be read. It
-// belongs to one [Replays.Check]: a dead letter is older than its copy, so no dead letter is behind these ends.
-type topicEnds map[string]struct {
+// partitionEnd has the span of a partition as it was when Kafka was asked, or the answer that it cannot be read. It
+// belongs to one [Replays.Check]: a dead letter is older than its copy, so no dead letter is behind this end.
+type partitionEnd struct {
+	kafka.Span
 	reader *kafka.Reader
-	spans  []kafka.Span
-	err    error
+	err    error // [ErrNoReplay]
 }
 
-// find returns the dead letter at a place.
-func (p *Replays) find(ctx context.Context, at place, ends topicEnds) (remembered, error) {
+// answers reports whether Kafka need not be asked about a partition. If the topic cannot be read, or does not have the
+// partition, this is true of its partitions with higher numbers, too.
+func (e *partitionEnd) answers(at kafka.Partition) bool {
+	return at == e.Partition || e.err != nil && at.Topic == e.Topic && at.Number > e.Number
+}
+
+// ask asks Kafka about a partition.
+func (p *Replays) ask(ctx context.Context, at kafka.Partition) (partitionEnd, error) {
+	client, err := p.client()
+	if err != nil {
+		return partitionEnd{}, err
+	}
+	end := partitionEnd{reader: kafka.NewReader(client)}
+	if end.Span, err = end.reader.Span(ctx, at, 0); err != nil {
+		end.Partition, end.err = at, orNoReplay(err)
+		if !errors.Is(end.err, ErrNoReplay) {
+			return partitionEnd{}, end.err
+		}
+	}
+	return end, nil
+}
+
+// find returns the dead letter at a place. The partition is that of the last call, or a later one.
+func (p *Replays) find(ctx context.Context, at place, end *partitionEnd) (_ remembered, err error) {
 	select {
 	case p.busy <- struct{}{}:
 		defer func() { <-p.busy }()
@@ -134,30 +156,19 @@ func (p *Replays) find(ctx context.Context, at place, ends topicEnds) (remembere
 	}
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	topic, ok := ends[at.Topic]
-	if !ok {
-		client, err := p.client()
-		if err != nil {
+	if !end.answers(at.Partition) {
+		if *end, err = p.ask(ctx, at.Partition); err != nil {
 			return remembered{}, err
 		}
-		topic.reader = kafka.NewReader(client)
-		if topic.spans, err = topic.reader.Spans(ctx, at.Topic, nil); err != nil {
-			topic.err = orNoReplay(err)
-			if !errors.Is(topic.err, ErrNoReplay) {
-				return remembered{}, topic.err
-			}
-		}
-		ends[at.Topic] = topic
 	}
-	n := slices.IndexFunc(topic.spans, func(s kafka.Span) bool { return s.Partition == at.Partition })
-	if topic.err != nil || n < 0 || at.offset < topic.spans[n].Next || at.offset >= topic.spans[n].End {
-		return remembered{}, topic.err
+	if end.err != nil || at.offset < end.Next || at.offset >= end.End {
+		return remembered{}, end.err
 	}
-	at.topic = topic.reader.TopicID(at.Partition)
+	at.topic = end.reader.TopicID(at.Partition)
 	if dead, ok := p.known[at]; ok {
 		return dead, nil
 	}
-	return p.read(ctx, topic.reader, at, topic.spans[n].End)
+	return p.read(ctx, end.reader, at, end.End)
 }
 
 // read reads some dead letters from a place on, and returns the one there. It remembers all of them.

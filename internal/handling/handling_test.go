@@ -26,15 +26,50 @@ func TestTrend(t *testing.T) {
 		{"growing, then shorter", func(m float64) float64 { return 10_000*m - 1_000*m*m }, false},
 		{"shrinking", func(m float64) float64 { return 100_000 - 1_000*m }, false},
 	} {
-		var trend handling.Trend
-		for i := range 21 {
+		synctest.Test(t, func(t *testing.T) {
+			var trend handling.Trend
+			for i := range 21 {
+				_, _, growing := trend.Growing()
+				require.False(t, growing && i < 11, "%s: too early to say", tt.name)
+				time.Sleep(handling.SampleInterval)
+				trend.Add(int64(tt.at(float64(i) / 2)))
+			}
 			_, _, growing := trend.Growing()
-			require.False(t, growing && i < 11, "%s: too early to say", tt.name)
-			trend.Add(int64(tt.at(float64(i) / 2)))
-		}
-		_, _, growing := trend.Growing()
-		require.Equal(t, tt.grows, growing, tt.name)
+			require.Equal(t, tt.grows, growing, tt.name)
+		})
 	}
+}
+
+// What the lag was says nothing of the present: while Kafka does not answer, no trend is reported, and what was known
+// before is not compared with the first answer after it.
+func TestTrendEndsWithoutAnswers(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var trend handling.Trend
+		lag := int64(0)
+		add := func(times int) {
+			for range times {
+				time.Sleep(handling.SampleInterval + 3*time.Second) // Kafka is slow
+				lag += 1_000
+				trend.Add(lag)
+			}
+		}
+		add(11)
+		before, now, growing := trend.Growing()
+		require.Equal(t, []any{int64(1_000), int64(11_000), true}, []any{before, now, growing})
+		time.Sleep(2 * handling.SampleInterval)
+		_, _, growing = trend.Growing()
+		require.True(t, growing, "one answer is missing")
+		time.Sleep(10 * time.Minute)
+		_, _, growing = trend.Growing()
+		require.False(t, growing)
+		add(2)
+		_, _, growing = trend.Growing()
+		require.False(t, growing)
+		add(10)
+		_, _, growing = trend.Growing()
+		require.True(t, growing)
+	})
 }
 
 // Slots are waited for, and a wait ends with its context.

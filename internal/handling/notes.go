@@ -388,8 +388,8 @@ func IdentityOf(m *envelope.Received) handled.Identity {
 	return handled.Event(m.Type, m.Source, m.ID)
 }
 
-// KeyOf returns the key of a task. A repeat of the task has the same key. The error is permanent.
-func KeyOf(t *Task) (NoteKey, error) {
+// keyOf returns the key of a task. A repeat of the task has the same key. The error is permanent.
+func keyOf(t *Task) (NoteKey, error) {
 	e := IdentityOf(&t.Meta)
 	k := NoteKey{AggregateType: e.Type, AggregateID: e.ID, Action: t.Action, Source: e.Source}
 	if t.Key != nil && !t.Meta.Tombstone {

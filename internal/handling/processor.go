@@ -256,22 +256,40 @@ var ErrUnfinished = errors.New("the handler has left its transaction so that wha
 func (e *completeError) Error() string { return e.err.Error() }
 func (e *completeError) Unwrap() error { return e.err }
 
-// findKeys sets the keys of the tasks. A key may come from a function of the host, see OncePer.
+// findKeys sets the keys of the tasks.
 func (p *Processor) findKeys(ctx context.Context, c *handlerCalls) (err error) {
-	for i, t := range c.tasks {
-		find := func() {
-			err = Guard(func() (err error) { c.keys[i], err = KeyOf(&c.tasks[i]); return err })
-		}
-		if t.Key == nil {
-			find()
-		} else {
-			p.CallHost(ctx, "key of OncePer", t.Action, &t.Meta, find)
-		}
-		if err != nil {
+	for i := range c.tasks {
+		if c.keys[i], err = p.findKey(ctx, &c.tasks[i]); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// findKey returns the key of a task. A key may come from a function of the host, which may end the goroutine: see
+// OncePer.
+func (p *Processor) findKey(ctx context.Context, t *Task) (key NoteKey, err error) {
+	find := func() {
+		err = Guard(func() (err error) { key, err = keyOf(t); return err })
+	}
+	if t.Key == nil {
+		find()
+	} else {
+		p.CallHost(ctx, "key of OncePer", t.Action, &t.Meta, find)
+	}
+	return key, err
+}
+
+// KeyOf returns the key of a task that is not being run. It calls a function of the host in a goroutine of its own.
+func (p *Processor) KeyOf(ctx context.Context, t *Task) (key NoteKey, err error) {
+	if t.Key == nil {
+		return p.findKey(ctx, t)
+	}
+	err = contain.Do(func() (err error) {
+		key, err = p.findKey(ctx, t)
+		return err
+	})
+	return key, err
 }
 
 // handlersOf returns the handlers of tasks.

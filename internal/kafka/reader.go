@@ -67,29 +67,60 @@ func (r *Reader) Spans(ctx context.Context, topic string, from map[int32]int64) 
 	if err := r.askLeaders(ctx, topic); err != nil {
 		return nil, err
 	}
-	firsts, err := r.offsets(ctx, FirstOffset)
-	if err != nil {
-		return nil, err
-	}
-	ends, err := r.offsets(ctx, EndOffset)
-	if err != nil {
-		return nil, err
-	}
 	for number := range from {
-		if _, ok := ends[Partition{topic, number}]; !ok {
-			return nil, fmt.Errorf("%v to begin with: %w", Partition{topic, number}, kerr.UnknownTopicOrPartition)
+		if err := r.checkKnown(Partition{topic, number}); err != nil {
+			return nil, err
 		}
 	}
 	var spans []Span
-	for p, end := range ends {
-		next := max(from[p.Number], firsts[p]) // records before the first offset are deleted
-		spans = append(spans, Span{p, min(next, end), end})
+	for p := range r.leaders {
+		spans = append(spans, Span{Partition: p, Next: from[p.Number]})
 	}
 	slices.SortFunc(spans, func(a, b Span) int { return cmp.Compare(a.Number, b.Number) })
-	return spans, nil
+	return spans, r.bound(ctx, spans)
 }
 
-// TopicID returns the id of the topic of a partition that Spans has returned.
+// Span returns the span of one partition, from an offset to its end now. It does not need the leaders of the others.
+func (r *Reader) Span(ctx context.Context, p Partition, from int64) (Span, error) {
+	if err := r.askLeaders(ctx, p.Topic); err != nil {
+		return Span{}, err
+	}
+	if err := r.checkKnown(p); err != nil {
+		return Span{}, err
+	}
+	one := []Span{{Partition: p, Next: from}}
+	err := r.bound(ctx, one)
+	return one[0], err
+}
+
+// checkKnown returns an error if the topic has no such partition.
+func (r *Reader) checkKnown(p Partition) error {
+	if _, known := r.leaders[p]; !known {
+		return fmt.Errorf("%v to begin with: %w", p, kerr.UnknownTopicOrPartition)
+	}
+	return nil
+}
+
+// bound sets the ends of spans, and moves their beginnings into what Kafka has: records before the first offset are
+// deleted.
+func (r *Reader) bound(ctx context.Context, spans []Span) error {
+	firsts, err := r.offsets(ctx, spans, FirstOffset)
+	if err != nil {
+		return err
+	}
+	ends, err := r.offsets(ctx, spans, EndOffset)
+	if err != nil {
+		return err
+	}
+	for i := range spans {
+		s := &spans[i]
+		s.End = ends[s.Partition]
+		s.Next = min(max(s.Next, firsts[s.Partition]), s.End)
+	}
+	return nil
+}
+
+// TopicID returns the id of the topic of a partition that Spans or Span has returned.
 func (r *Reader) TopicID(p Partition) TopicID { return r.leaders[p].topic }
 
 // askLeaders asks Kafka which brokers lead the partitions of a topic.
@@ -110,11 +141,11 @@ func (r *Reader) askLeaders(ctx context.Context, topic string) error {
 	return nil
 }
 
-// offsets returns the first or the end offset of each partition whose leader is known.
-func (r *Reader) offsets(ctx context.Context, which int64) (map[Partition]int64, error) {
+// offsets returns the first or the end offset of the partitions of spans.
+func (r *Reader) offsets(ctx context.Context, spans []Span, which int64) (map[Partition]int64, error) {
 	wanted := map[Partition]int64{}
-	for p := range r.leaders {
-		wanted[p] = which
+	for _, s := range spans {
+		wanted[s.Partition] = which
 	}
 	return ListOffsets(ctx, r.client, Committed, wanted)
 }
@@ -152,7 +183,7 @@ func isLasting(err error) bool {
 // behind the records that it has read, which include aborted ones.
 func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Record, int64, error) {
 	leader := r.leaders[p]
-	answer, err := r.ask(ctx, p, leader, from)
+	answer, err := r.ask(ctx, p, leader, kgo.EpochOffset{Epoch: -1, Offset: from})
 	if answer == nil || err != nil {
 		return nil, from, err
 	}
@@ -167,8 +198,9 @@ func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Rec
 }
 
 // Raw returns what the leader of a partition answers to a fetch of committed records from an offset on, of the topic
-// with an id. Batches are compressed in it.
-func (r *Reader) Raw(ctx context.Context, p Partition, id TopicID, from int64) (*kmsg.FetchResponseTopicPartition, error) {
+// with an id. Batches are compressed in it. The epoch is that of the record before, or -1. If the leader has another
+// record there, the answer has a DivergingEpoch, from Kafka 2.7 on.
+func (r *Reader) Raw(ctx context.Context, p Partition, id TopicID, from kgo.EpochOffset) (*kmsg.FetchResponseTopicPartition, error) {
 	if err := r.askLeaders(ctx, p.Topic); err != nil {
 		return nil, err
 	}
@@ -190,9 +222,9 @@ func (r *Reader) Raw(ctx context.Context, p Partition, id TopicID, from int64) (
 }
 
 // ask sends a fetch request. It returns nil if the answer has nothing about the partition.
-func (r *Reader) ask(ctx context.Context, p Partition, leader leader, from int64) (*kmsg.FetchResponseTopicPartition, error) {
+func (r *Reader) ask(ctx context.Context, p Partition, leader leader, from kgo.EpochOffset) (*kmsg.FetchResponseTopicPartition, error) {
 	one := kmsg.NewFetchRequestTopicPartition()
-	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.Number, from, fetchBytes
+	one.Partition, one.FetchOffset, one.LastFetchedEpoch, one.PartitionMaxBytes = p.Number, from.Offset, from.Epoch, fetchBytes
 	topic := kmsg.NewFetchRequestTopic()
 	topic.Topic, topic.TopicID = p.Topic, leader.topic // by its name, or by its id since Kafka 3.1
 	topic.Partitions = append(topic.Partitions, one)
