@@ -245,9 +245,9 @@ WITH newest AS MATERIALIZED (
       FROM proof, {schema}.outbox_cursor AS c WHERE c.id = $5
     RETURNING id
 )
-SELECT written.id, coalesce(f.id, 0), coalesce(f.parking_key, '')
+SELECT written.id, coalesce(f.id, 0), coalesce(f.parking_key, ''), coalesce(f.outbox_id, 0), coalesce(f.event_id::text, '')
   FROM written
-  LEFT JOIN LATERAL (SELECT id, parking_key FROM {schema}.outbox_failed
+  LEFT JOIN LATERAL (SELECT id, parking_key, outbox_id, event_id FROM {schema}.outbox_failed
                       WHERE id = ANY ($8::bigint[]) AND relay = $1::text AND status <> 'resolved'
                         AND id NOT IN (SELECT id FROM sent) AND NOT $9::bool) AS f ON true`
 
@@ -257,7 +257,8 @@ type Continued struct {
 	// Begins is set if Kafka has never had a record since the mode was turned on. Then the position of PostgreSQL
 	// counts.
 	Begins bool
-	// Locked are rows of events that were sent, which could not be removed. They have their ids and keys.
+	// Locked are rows of events that were sent, which could not be removed. They have their keys and the ids of their
+	// events.
 	Locked []FailedRow
 }
 
@@ -290,10 +291,11 @@ func (c *Store) continueFrom(ctx context.Context, l *lease.Lease, r InKafka, a a
 		again = []int64{}
 	}
 	var id int64
+	var eventID string
 	var locked FailedRow
 	err = c.write(ctx, c.db, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&id, &locked.Row, &locked.Key}, func() error {
-			if locked.Row != 0 {
+		_, err := pgx.ForEachRow(rows, []any{&id, &locked.Row, &locked.Key, &locked.ID, &eventID}, func() error {
+			if locked.EventID = []byte(eventID); locked.Row != 0 {
 				now.Locked = append(now.Locked, locked)
 			}
 			return nil

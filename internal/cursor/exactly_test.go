@@ -12,6 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // beginExactly returns a relay that has turned the mode on, with a window of three events of which Kafka has confirmed
@@ -288,6 +289,7 @@ func TestContinueSkipsLockedRows(t *testing.T) {
 	require.Len(t, now.Locked, 1)
 	require.Equal(t, ids[0], now.Locked[0].Row)
 	require.Contains(t, now.Locked[0].Key, "b-events/key-")
+	require.Equal(t, [2]any{int64(1), testenv.ParkedID(1)}, [2]any{now.Locked[0].ID, string(now.Locked[0].EventID)})
 	require.Equal(t, ids[:1], d.IDs(t, "outbox_failed"))
 }
 
@@ -298,7 +300,7 @@ func TestSaveExactly(t *testing.T) {
 	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
 	l, p, _ := d.beginExactly(t)
 	d.InsertParked(t, 2, 2)
-	sent := []cursor.RetryResult{{Row: d.IDs(t, "outbox_failed")[0], Status: statusResolved}}
+	sent := []cursor.RetryResult{{Event: parkedRow(1), Row: 1, Status: statusResolved}}
 	stale := p
 	stale.CursorID--
 	_, _, err := d.cursors.SaveExactly(ctx, failed, l, stale, sent, false)
