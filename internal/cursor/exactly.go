@@ -371,10 +371,12 @@ func (c *Store) SaveExactly(ctx context.Context, f *Failed, l *lease.Lease, p Po
 	return saved, id, err
 }
 
+// plain returns a store that writes rows without the mode. The end of the mode may fail and be repeated, so c keeps it.
+func (c *Store) plain() *Store { return NewStore(c.db, c.schema, c.Relay) }
+
 // End turns the mode off at a position that Continue has returned: from now on the newest row is the position.
 func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
-	c.exactly = nil
-	_, err := c.Move(ctx, l, p, nil)
+	_, err := c.plain().Move(ctx, l, p, nil)
 	return err
 }
 
@@ -385,8 +387,7 @@ func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	if err != nil {
 		return err
 	}
-	c.exactly = nil
-	_, err = c.continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
+	_, err = c.plain().continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
 	if errors.Is(err, ErrOtherCluster) { // the row is written
 		return nil
 	}

@@ -413,3 +413,31 @@ func TestEndUnreadElsewhere(t *testing.T) {
 	require.Greater(t, got.CursorID, p.CursorID)
 	require.Empty(t, got.Topic)
 }
+
+// The end of the mode can be repeated: after one that has failed, the store writes rows of the mode as before.
+func TestEndThatFailed(t *testing.T) {
+	t.Parallel()
+	for name, end := range map[string]func(*cursor.Store, *lease.Lease, cursor.Position) error{
+		"end": func(c *cursor.Store, l *lease.Lease, p cursor.Position) error {
+			return c.End(context.Background(), l, p)
+		},
+		"end unread": func(c *cursor.Store, l *lease.Lease, _ cursor.Position) error {
+			return c.EndUnread(context.Background(), l)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			d := newFixture(t)
+			lost, p, r := d.beginExactly(t)
+			l := d.takeOver(t)
+			require.Error(t, end(d.cursors, lost, p))
+			now, err := d.cursors.Continue(context.Background(), l, r)
+			require.NoError(t, err)
+			require.Equal(t, "cursors", now.Position.Topic)
+			require.NoError(t, end(d.cursors, l, now.Position))
+			p, err = cursor.NewStore(d.DB, d.Schema, "default").Load(context.Background(), l)
+			require.NoError(t, err)
+			require.Empty(t, p.Topic)
+		})
+	}
+}
