@@ -213,3 +213,35 @@ func TestUnsavedResultOfAnotherEvent(t *testing.T) {
 	require.Len(t, p.Unsaved(), 1)
 	require.Equal(t, "b-events/key-2", p.Unsaved()[0].Event.Key)
 }
+
+// A transaction of Kafka whose outcome is not known, or a cursor that another process has moved, is no outage of
+// PostgreSQL: the save is repeated once the session has started again.
+func TestSaveInDoubtIsNoOutage(t *testing.T) {
+	t.Parallel()
+	var log testenv.Buffer
+	d := testenv.NewTables(t)
+	d.Exec(t, `SELECT pg_catalog.setval('{schema}.outbox_id_seq', 200)`)
+	d.InsertParked(t, 2, 2)
+	r := newLockedFixture(t, d, &log)
+	cursors := cursor.NewStore(d.DB, d.Schema, "default")
+	cursors.UseTopic("cursors")
+	now, err := cursors.Continue(t.Context(), r.Lease, cursor.InKafka{})
+	require.NoError(t, err)
+	x := NewExactly(ExactlyParts{Leadership: r.Leadership, Rules: r.Rules, Cursors: cursors, Failed: r.Store, Log: r.Log})
+	start := func(p cursor.Position) {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		x.pos, x.ready = p, true
+	}
+	stale := now.Position
+	stale.CursorID--
+	start(stale)
+	r.Exactly = x
+	saved := make(chan error, 1)
+	go func() { saved <- r.Save([]cursor.RetryResult{sentRow(1, "b-events/key-1")}) }()
+	require.Eventually(t, func() bool { return !x.IsReady() }, 10*time.Second, time.Millisecond)
+	start(now.Position)
+	require.NoError(t, <-saved)
+	require.Equal(t, []int64{2}, d.IDs(t, "outbox_failed"))
+	require.Empty(t, log.String())
+}
