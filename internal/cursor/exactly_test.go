@@ -295,8 +295,8 @@ func TestContinueSkipsLockedRows(t *testing.T) {
 	require.Equal(t, ids[:1], d.IDs(t, "outbox_failed"))
 }
 
-// A row of a transaction that was aborted, or of another time of the mode, has to be changed before the relay continues.
-// While another transaction has locked it, Continue returns at once and writes nothing, and the lease can be renewed.
+// A row of an aborted transaction, or of another time of the mode, has to be changed before the relay continues. While
+// another transaction has locked it, Continue returns at once and writes nothing, and the lease can be renewed.
 func TestContinueWaitsForNoLock(t *testing.T) {
 	t.Parallel()
 	for _, begins := range []bool{false, true} {

@@ -280,8 +280,8 @@ type RetryResult struct {
 // an empty one, it would read the whole table for a join. A row that an operator has
 // resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked. It looks for
 // the rows that a key still has from its end, because beside an old snapshot the index still has those that were sent.
-// A result belongs to a row of its event alone: the rows are not flushed at once, so a crash may lose some, and their ids
-// are given out again.
+// A result belongs to a row of its event alone: the rows are not flushed at once, so a crash may lose some, and their
+// ids are given out again.
 // Without a time at which it was sent, a resolved event has expired. Its row stays, because Kafka does not have it.
 // A count includes the retries before, so a retry counts once although a save of unknown outcome is repeated.
 const sqlFailedSave = `

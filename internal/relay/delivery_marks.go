@@ -148,8 +148,8 @@ func (d *delivery) skipUnanswered(i int) bool {
 	return true
 }
 
-// silentPlace returns the place of an event whose partition does not answer: none if that partition is not known, because
-// the rest of the topic may be good.
+// silentPlace returns the place of an event whose partition does not answer: none if that partition is not known,
+// because the rest of the topic may be good.
 func silentPlace(at kafka.Partition) string {
 	if at.Number == kafka.Unassigned {
 		return ""

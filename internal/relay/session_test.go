@@ -169,8 +169,8 @@ func TestSessionWhoseTransactionsFail(t *testing.T) {
 	})
 }
 
-// Another transaction has locked rows that have to be changed before a relay goes on that sends exactly once. That is no
-// outage of PostgreSQL, and the log names the holder once.
+// Another transaction has locked rows that have to be changed before a relay goes on that sends exactly once. That is
+// no outage of PostgreSQL, and the log names the holder once.
 func TestSessionBehindALock(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -103,8 +103,8 @@ SELECT 'default', n, 'b-events/key-' || n % $2::bigint, pg_catalog.lpad(n::text,
        now(), now(), CASE WHEN n <= $2::bigint THEN 'waiting' ELSE 'parked' END
   FROM generate_series(1, $1::bigint) AS n`
 
-// InsertParked adds n events that wait for Kafka, with the ids 1 to n and those of ParkedID. Their keys are b-events/key-0 and so on. The first event
-// of a key is its head; the other events are parked behind it.
+// InsertParked adds n events that wait for Kafka, with the ids 1 to n and those of ParkedID. Their keys are
+// b-events/key-0 and so on. The first event of a key is its head; the other events are parked behind it.
 func (d *Tables) InsertParked(t testing.TB, n, keys int) {
 	t.Helper()
 	d.Exec(t, sqlInsertParked, n, keys)
