@@ -480,7 +480,8 @@ func TestDeliverNotifies(t *testing.T) {
 }
 
 // An event without a key is not answered. Which partition is silent is not known, so no event waits for the whole
-// topic, which may be good: neither that one, nor those of the same batch, nor when the first one is found in a later batch.
+// topic, which may be good: neither that one, nor those of the same batch, nor when the first one is found in a later
+// batch.
 func TestSilentPartitionOfKeylessEvents(t *testing.T) {
 	t.Parallel()
 	for name, play := range map[string]string{"not all goes together": "yz:?", "alone": "yz:aa y:?"} {
