@@ -37,7 +37,7 @@ type RelayHooks struct {
 	// Sent is called after a batch was sent, with the outcomes of its events.
 	Sent func(SentBatch)
 	// Breaker is called after each change of the breaker's state. When a closed breaker opens, failureRate is the share
-	// of failures that was measured, from BreakerConfig.FailureRate to 1. Else it is 0.
+	// of failures that was measured, from BreakerConfig.FailureRate to 1. Else it is 0. The relay does not wait for it.
 	Breaker func(from, to BreakerState, failureRate float64)
 	// Rejected is called for an event that Kafka rejected and that will be retried.
 	Rejected func(FailedEvent)

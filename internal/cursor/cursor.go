@@ -119,7 +119,7 @@ type Store struct {
 
 	SQLLoad, SQLSeed, SQLOpen, SQLMove, SQLMoveFailed, SQLPage, SQLFetch, SQLFetchBare string
 	SQLSequence, sqlCursorSequence, SQLRebase, SQLRebaseProof, sqlCount, sqlReadStored string
-	sqlMode, sqlAgree, sqlContinue                                                     string
+	sqlMode, sqlAgree, sqlContinue, sqlLockedBy                                        string
 
 	exactly *exactly // nil unless the mode is on
 }
@@ -155,6 +155,7 @@ func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
 		sqlMode:           pg.InSchema(sqlMode, schema),
 		sqlAgree:          pg.InSchema(sqlAgree, schema),
 		sqlContinue:       pg.InSchema(sqlContinue, schema),
+		sqlLockedBy:       pg.InSchema(sqlLockedBy, schema),
 	}
 }
 

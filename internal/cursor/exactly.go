@@ -220,36 +220,74 @@ func (c *Store) lacksRow(r InKafka) error {
 }
 
 // sqlContinue writes the row from which a relay continues. It removes the rows of outbox_failed of transactions
-// that were aborted, above $7, and those of events that were sent again, $8, unless another transaction has locked
-// them: it returns these. A relay that begins keeps all: their numbers were those of another time.
+// that were aborted, above $7, and those of events that were sent again, $8. A relay that begins keeps all: their
+// numbers were those of another time, and are removed. It waits for no row that another transaction has locked. It
+// returns those of events that were sent again. The others are in the way, and it changes nothing: the session would
+// park their events once more, in the same rows.
 const sqlContinue = `
 WITH newest AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1
-), proof AS MATERIALIZED (
+), held AS MATERIALIZED (
     SELECT l.epoch FROM newest,
            (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS l
      WHERE newest.id = $4
+), due AS MATERIALIZED (
+    SELECT f.id FROM {schema}.outbox_failed AS f WHERE ` + rowsToChange + ` FOR UPDATE SKIP LOCKED
+), blocks AS MATERIALIZED (
+    SELECT f.id FROM {schema}.outbox_failed AS f WHERE ` + rowsToChange + ` AND f.id NOT IN (SELECT id FROM due)
+), proof AS MATERIALIZED (
+    SELECT epoch FROM held WHERE NOT EXISTS (SELECT FROM blocks)
 ), sent AS MATERIALIZED (
     SELECT f.id FROM {schema}.outbox_failed AS f
      WHERE f.id = ANY ($8::bigint[]) AND f.relay = $1::text AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed
-     WHERE id = ANY (ARRAY(SELECT id FROM {schema}.outbox_failed WHERE relay = $1::text AND batch > $7 AND status <> 'resolved'
-                            UNION ALL SELECT id FROM sent)) AND NOT $9::bool AND EXISTS (SELECT FROM proof)
+     WHERE id = ANY (ARRAY(SELECT id FROM due UNION ALL SELECT id FROM sent)) AND NOT $9::bool AND EXISTS (SELECT FROM proof)
 ), kept AS (
     UPDATE {schema}.outbox_failed SET batch = NULL
-     WHERE relay = $1::text AND batch IS NOT NULL AND $9::bool AND EXISTS (SELECT FROM proof)
+     WHERE id = ANY (ARRAY(SELECT id FROM due)) AND $9::bool AND EXISTS (SELECT FROM proof)
 ), written AS (
     INSERT INTO {schema}.outbox_cursor (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
     SELECT $1::text, c.snapshot, c.window_snapshot, coalesce($6::bigint, c.last_processed_id), greatest(c.highest_id, $6::bigint), c.system_identifier, proof.epoch
       FROM proof, {schema}.outbox_cursor AS c WHERE c.id = $5
     RETURNING id
 )
-SELECT written.id, coalesce(f.id, 0), coalesce(f.parking_key, '')
-  FROM written
-  LEFT JOIN LATERAL (SELECT id, parking_key FROM {schema}.outbox_failed
+SELECT coalesce((SELECT id FROM written), 0), ARRAY(SELECT id FROM blocks),
+       coalesce(f.id, 0), coalesce(f.parking_key, ''), coalesce(f.outbox_id, 0), coalesce(f.event_id::text, '')
+  FROM (SELECT) AS one
+  LEFT JOIN LATERAL (SELECT id, parking_key, outbox_id, event_id FROM {schema}.outbox_failed
                       WHERE id = ANY ($8::bigint[]) AND relay = $1::text AND status <> 'resolved'
                         AND id NOT IN (SELECT id FROM sent) AND NOT $9::bool) AS f ON true`
+
+// rowsToChange are the rows of aborted transactions, or all that have a number if the relay begins.
+const rowsToChange = `f.relay = $1::text AND f.batch > CASE WHEN $9::bool THEN 0 ELSE $7::bigint END AND ($9 OR f.status <> 'resolved')`
+
+// sqlLockedBy finds the sessions that have locked rows.
+const sqlLockedBy = `
+SELECT DISTINCT a.pid, coalesce(a.usename::text, ''), coalesce(a.application_name, ''), coalesce(a.state, ''), a.xact_start
+  FROM {schema}.outbox_failed AS f
+  JOIN pg_locks AS l ON l.locktype = 'transactionid' AND l.granted AND l.transactionid = f.xmax
+  JOIN pg_stat_activity AS a ON a.pid = l.pid
+ WHERE f.id = ANY ($1::bigint[]) LIMIT 10`
+
+// blockedBy returns the error of rows that another transaction has locked.
+func (c *Store) blockedBy(ctx context.Context, rowIDs []int64) error {
+	locked := &pg.LockError{Err: fmt.Errorf("continue: rows %v of outbox_failed have to be changed first", rowIDs)}
+	err := c.query(ctx, func(rows pgx.Rows) error {
+		var h pg.Holder
+		var since pgtype.Timestamptz
+		_, err := pgx.ForEachRow(rows, []any{&h.PID, &h.User, &h.Application, &h.State, &since}, func() error {
+			h.Since = since.Time
+			locked.Holders = append(locked.Holders, h)
+			return nil
+		})
+		return err
+	}, c.sqlLockedBy, rowIDs)
+	if err != nil {
+		return fmt.Errorf("look for the holder of a lock: %w", err)
+	}
+	return locked
+}
 
 // Continued says where a relay continues.
 type Continued struct {
@@ -257,13 +295,15 @@ type Continued struct {
 	// Begins is set if Kafka has never had a record since the mode was turned on. Then the position of PostgreSQL
 	// counts.
 	Begins bool
-	// Locked are rows of events that were sent, which could not be removed. They have their ids and keys.
+	// Locked are rows of events that were sent, which could not be removed. They have their keys and the ids of their
+	// events.
 	Locked []FailedRow
 }
 
 // Continue returns the position from which the relay continues, in a new row: that of the newest record in Kafka,
 // which must have been read after both transactional ids were initialized. Errors that an operator has to end are
-// ErrMode and ErrDisagree. ErrOtherCluster means that the cursors may be rebased.
+// ErrMode and ErrDisagree. ErrOtherCluster means that the cursors may be rebased. A [pg.LockError] names sessions that
+// have locked rows: the caller tries again, and nothing is sent meanwhile.
 func (c *Store) Continue(ctx context.Context, l *lease.Lease, r InKafka) (Continued, error) {
 	_, err := c.Load(ctx, l)
 	if err != nil && !errors.Is(err, ErrOtherCluster) {
@@ -290,10 +330,12 @@ func (c *Store) continueFrom(ctx context.Context, l *lease.Lease, r InKafka, a a
 		again = []int64{}
 	}
 	var id int64
+	var blocks []int64
+	var eventID string
 	var locked FailedRow
 	err = c.write(ctx, c.db, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&id, &locked.Row, &locked.Key}, func() error {
-			if locked.Row != 0 {
+		_, err := pgx.ForEachRow(rows, []any{&id, &blocks, &locked.Row, &locked.Key, &locked.ID, &eventID}, func() error {
+			if locked.EventID = []byte(eventID); locked.Row != 0 {
 				now.Locked = append(now.Locked, locked)
 			}
 			return nil
@@ -302,6 +344,9 @@ func (c *Store) continueFrom(ctx context.Context, l *lease.Lease, r InKafka, a a
 	}, c.sqlContinue, c.Relay, l.Holder, l.Epoch, a.newest, a.from, a.last, r.Number, again, a.begins)
 	if err != nil {
 		return Continued{}, fmt.Errorf("continue: %w", err)
+	}
+	if len(blocks) > 0 {
+		return Continued{}, c.blockedBy(ctx, blocks)
 	}
 	if id == 0 {
 		return Continued{}, lease.ErrLeaseLost
@@ -326,10 +371,12 @@ func (c *Store) SaveExactly(ctx context.Context, f *Failed, l *lease.Lease, p Po
 	return saved, id, err
 }
 
+// plain returns a store that writes rows without the mode. The end of the mode may fail and be repeated, so c keeps it.
+func (c *Store) plain() *Store { return NewStore(c.db, c.schema, c.Relay) }
+
 // End turns the mode off at a position that Continue has returned: from now on the newest row is the position.
 func (c *Store) End(ctx context.Context, l *lease.Lease, p Position) error {
-	c.exactly = nil
-	_, err := c.Move(ctx, l, p, nil)
+	_, err := c.plain().Move(ctx, l, p, nil)
 	return err
 }
 
@@ -340,8 +387,7 @@ func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	if err != nil {
 		return err
 	}
-	c.exactly = nil
-	_, err = c.continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
+	_, err = c.plain().continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
 	if errors.Is(err, ErrOtherCluster) { // the row is written
 		return nil
 	}

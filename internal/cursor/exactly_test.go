@@ -3,7 +3,9 @@ package cursor_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -12,6 +14,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // beginExactly returns a relay that has turned the mode on, with a window of three events of which Kafka has confirmed
@@ -288,7 +291,45 @@ func TestContinueSkipsLockedRows(t *testing.T) {
 	require.Len(t, now.Locked, 1)
 	require.Equal(t, ids[0], now.Locked[0].Row)
 	require.Contains(t, now.Locked[0].Key, "b-events/key-")
+	require.Equal(t, [2]any{int64(1), testenv.ParkedID(1)}, [2]any{now.Locked[0].ID, string(now.Locked[0].EventID)})
 	require.Equal(t, ids[:1], d.IDs(t, "outbox_failed"))
+}
+
+// A row of an aborted transaction, or of another time of the mode, has to be changed before the relay continues. While
+// another transaction has locked it, Continue returns at once and writes nothing, and the lease can be renewed.
+func TestContinueWaitsForNoLock(t *testing.T) {
+	t.Parallel()
+	for _, begins := range []bool{false, true} {
+		t.Run(fmt.Sprint("begins: ", begins), func(t *testing.T) {
+			t.Parallel()
+			d := newFixture(t)
+			r, want := cursor.InKafka{Number: 41}, []string{"1 none", "2 none", "3 none"}
+			if !begins {
+				_, _, r = d.beginExactly(t)
+				want = []string{"3 2"}
+			}
+			d.Exec(t, `SELECT pg_catalog.setval('{schema}.outbox_id_seq', 200)`)
+			l := d.takeOver(t)
+			d.cursors.UseTopic("cursors")
+			d.InsertParked(t, 3, 3)
+			d.Exec(t, `UPDATE {schema}.outbox_failed SET batch = CASE WHEN id = 3 THEN 2 ELSE $1::bigint END`, r.Number+1)
+			before, written := d.rows(t, `f::text`), d.Count(t, "outbox_cursor")
+			rollback := d.lock(t, `id = 2`)
+			ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+			defer cancel()
+			_, err := d.cursors.Continue(ctx, l, r)
+			require.True(t, pg.IsWaitInVain(err), "%v", err)
+			require.ErrorContains(t, err, "rows [2] of outbox_failed")
+			require.ErrorContains(t, err, "session ")
+			require.NoError(t, d.leases.Renew(ctx, l))
+			require.Equal(t, before, d.rows(t, `f::text`))
+			require.LessOrEqual(t, d.Count(t, "outbox_cursor"), max(written, 1), "but for the first row of the relay")
+			rollback()
+			_, err = d.cursors.Continue(ctx, l, r)
+			require.NoError(t, err)
+			require.Equal(t, want, d.rows(t, `format('%s %s', id, coalesce(batch::text, 'none'))`))
+		})
+	}
 }
 
 // The rows of retries go together with a new row of the cursor, or not at all.
@@ -298,7 +339,7 @@ func TestSaveExactly(t *testing.T) {
 	failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
 	l, p, _ := d.beginExactly(t)
 	d.InsertParked(t, 2, 2)
-	sent := []cursor.RetryResult{{Row: d.IDs(t, "outbox_failed")[0], Status: statusResolved}}
+	sent := []cursor.RetryResult{{Event: parkedRow(1), Row: 1, Status: statusResolved}}
 	stale := p
 	stale.CursorID--
 	_, _, err := d.cursors.SaveExactly(ctx, failed, l, stale, sent, false)
@@ -371,4 +412,32 @@ func TestEndUnreadElsewhere(t *testing.T) {
 	require.NoError(t, err)
 	require.Greater(t, got.CursorID, p.CursorID)
 	require.Empty(t, got.Topic)
+}
+
+// The end of the mode can be repeated: after one that has failed, the store writes rows of the mode as before.
+func TestEndThatFailed(t *testing.T) {
+	t.Parallel()
+	for name, end := range map[string]func(*cursor.Store, *lease.Lease, cursor.Position) error{
+		"end": func(c *cursor.Store, l *lease.Lease, p cursor.Position) error {
+			return c.End(context.Background(), l, p)
+		},
+		"end unread": func(c *cursor.Store, l *lease.Lease, _ cursor.Position) error {
+			return c.EndUnread(context.Background(), l)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			d := newFixture(t)
+			lost, p, r := d.beginExactly(t)
+			l := d.takeOver(t)
+			require.Error(t, end(d.cursors, lost, p))
+			now, err := d.cursors.Continue(context.Background(), l, r)
+			require.NoError(t, err)
+			require.Equal(t, "cursors", now.Position.Topic)
+			require.NoError(t, end(d.cursors, l, now.Position))
+			p, err = cursor.NewStore(d.DB, d.Schema, "default").Load(context.Background(), l)
+			require.NoError(t, err)
+			require.Empty(t, p.Topic)
+		})
+	}
 }

@@ -433,9 +433,9 @@ func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementConte
 // locks a row. Asked for "error_class = policy.class", the planner may scan the index that has
 // the dead of all classes in the order of time.
 const sqlFailedDeadDue = `
-SELECT due.id
+SELECT due.id, due.outbox_id, due.event_id::text
   FROM unnest($2::text[], $3::interval[]) AS policy (class, wait)
- CROSS JOIN LATERAL (SELECT id, next_retry_at` + deadOfClass + ` LIMIT 500) AS due
+ CROSS JOIN LATERAL (SELECT id, outbox_id, event_id, next_retry_at` + deadOfClass + ` LIMIT 500) AS due
  WHERE (SELECT next_retry_at` + deadOfClass + ` LIMIT 1) <= now() - policy.wait AND due.next_retry_at <= now() - policy.wait
  LIMIT 500`
 
@@ -444,9 +444,12 @@ const deadOfClass = ` FROM {schema}.outbox_failed
                         AND status = 'dead' AND (pg_catalog.num_nonnulls(payload, payload_bytes) > 0 OR error_class IS DISTINCT FROM 'unreadable_row')
                       ORDER BY error_class, next_retry_at`
 
+// sqlFailedRetryDead parks dead rows that were found. A row is that of its event alone, see sqlFailedSave.
 const sqlFailedRetryDead = `
 WITH chosen AS MATERIALIZED (
-    SELECT id FROM {schema}.outbox_failed WHERE id = ANY ($4::bigint[]) AND status = 'dead' FOR UPDATE SKIP LOCKED
+    SELECT f.id FROM unnest($4::bigint[], $5::bigint[], $6::uuid[]) AS due (id, outbox_id, event_id), {schema}.outbox_failed AS f
+     WHERE f.id = ANY ($4) AND f.id = due.id AND f.relay = $1::text AND f.outbox_id = due.outbox_id AND f.event_id = due.event_id
+       AND f.status = 'dead' FOR UPDATE OF f SKIP LOCKED
 ), changed AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = 'parked', retry_count = 0, held = false, next_retry_at = now()
@@ -468,16 +471,22 @@ func (f *Failed) RetryDead(ctx context.Context, l *lease.Lease, after map[string
 	for class, wait := range after {
 		classes, waits = append(classes, class), append(waits, wait)
 	}
-	var ids []int64
-	err := f.query(ctx, func(rows pgx.Rows) (err error) {
-		ids, err = pgx.CollectRows(rows, pgx.RowTo[int64])
+	var rowIDs, ids []int64
+	var eventIDs []string
+	err := f.query(ctx, func(rows pgx.Rows) error {
+		var row, id int64
+		var eventID string
+		_, err := pgx.ForEachRow(rows, []any{&row, &id, &eventID}, func() error {
+			rowIDs, ids, eventIDs = append(rowIDs, row), append(ids, id), append(eventIDs, eventID)
+			return nil
+		})
 		return err
 	}, f.SQLDeadDue, f.relay, classes, waits)
-	if err == nil && len(ids) > 0 {
+	if err == nil && len(rowIDs) > 0 {
 		err = f.change(ctx, func(rows pgx.Rows) error {
 			rows.Close()
 			return rows.Err()
-		}, f.sqlRetryDead, f.relay, l.Holder, l.Epoch, ids)
+		}, f.sqlRetryDead, f.relay, l.Holder, l.Epoch, rowIDs, ids, eventIDs)
 	}
 	if err != nil {
 		return fmt.Errorf("retry dead events: %w", err)

@@ -12,7 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // lock changes rows of outbox_failed in a transaction that stays open, and returns a function that rolls it back.
@@ -28,10 +30,15 @@ func (d *fixture) lock(t *testing.T, where string) (rollback func()) {
 	return rollback
 }
 
+// parkedRow is a row of InsertParked, as a retrier knows it.
+func parkedRow(n int64) *cursor.FailedRow {
+	return &cursor.FailedRow{Event: envelope.Event{ID: n, EventID: []byte(testenv.ParkedID(n))}, Row: n}
+}
+
 // rows returns the rows of outbox_failed, by what an expression says of each.
 func (d *fixture) rows(t *testing.T, expression string) []string {
 	t.Helper()
-	found, err := d.DB.Query(context.Background(), pg.InSchema(`SELECT `+expression+` FROM {schema}.outbox_failed ORDER BY outbox_id`, d.Schema))
+	found, err := d.DB.Query(context.Background(), pg.InSchema(`SELECT `+expression+` FROM {schema}.outbox_failed AS f ORDER BY outbox_id`, d.Schema))
 	require.NoError(t, err)
 	all, err := pgx.CollectRows(found, pgx.RowTo[string])
 	require.NoError(t, err)
@@ -107,8 +114,8 @@ func TestResultsOfLockedRowsAreLeft(t *testing.T) {
 			failed := cursor.NewFailed(d.DB, d.Schema, "default", false)
 			d.InsertParked(t, 8, 4)
 			results := []cursor.RetryResult{
-				{Row: 1, Status: statusResolved}, {Row: 2, Status: statusResolved},
-				{Event: new(cursor.FailedRow), Row: 3, Status: statusFailed, Count: 1}, {Event: new(cursor.FailedRow), Row: 4, Status: statusFailed, Count: 1},
+				{Event: parkedRow(1), Row: 1, Status: statusResolved}, {Event: parkedRow(2), Row: 2, Status: statusResolved},
+				{Event: parkedRow(3), Row: 3, Status: statusFailed, Count: 1}, {Event: parkedRow(4), Row: 4, Status: statusFailed, Count: 1},
 			}
 			rollback := d.lock(t, `id IN (2, 4, 5)`) // 5 is behind 1
 			save := func(results ...cursor.RetryResult) cursor.Saved {

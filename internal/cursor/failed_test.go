@@ -37,16 +37,18 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	var ids []int
+	var all []string
 	for id := range heads {
-		ids = append(ids, id+1)
+		ids, all = append(ids, id+1), append(all, testenv.ParkedID(int64(id+1)))
 	}
+	eventIDs := strings.Join(all, ",")
 	saved := func(status string) string {
 		return fmt.Sprintf(`('default', '%s', %d, '{%s}', array_fill('%s'::text, '{%[5]d}'), array_fill('x'::text, '{%[5]d}'),
 			array_fill('x'::text, '{%[5]d}'), array_fill(1, '{%[5]d}'), array_fill('1 s'::interval, '{%[5]d}'), false, false, array_fill(''::text, '{%[5]d}'),
-			array_fill(0, '{%[5]d}'), array_fill(0::bigint, '{%[5]d}'), array_fill(now(), '{%[5]d}'))`,
-			l.Holder, l.Epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads)
+			array_fill(0, '{%[5]d}'), array_fill(0::bigint, '{%[5]d}'), array_fill(now(), '{%[5]d}'), '{%[3]s}', '{%[6]s}')`,
+			l.Holder, l.Epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads, eventIDs)
 	}
-	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[], int[], bigint[], timestamptz[]) AS "
+	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[], int[], bigint[], timestamptz[], bigint[], uuid[]) AS "
 	type statement struct {
 		name, sql, args, settings string
 		most                      int // buffers
@@ -63,7 +65,9 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		{"parked_of_many", "(text, text[], int, int) AS " + failed.SQLParked,
 			"('default', '{b-events/key-" + strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",b-events/key-") + "}', 11, 500)",
 			pg.PlannerSettings, 20 * heads},
-		{"read", "(bigint[], bool) AS " + failed.SQLRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
+		{"read", "(bigint[], bool, text, bigint[], uuid[]) AS " + failed.SQLRead,
+			fmt.Sprintf("('{%[1]s}', true, 'default', '{%[1]s}', '{%[2]s}')", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), eventIDs),
+			pg.PlannerSettings, 4 * heads},
 		{"save_sent", saveArgs + failed.SQLSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
 		{"save_rejected", saveArgs + failed.SQLSave, saved("failed"), pg.PlannerSettings, 40 * heads},
 	}
@@ -295,9 +299,9 @@ func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	d.InsertParked(t, 3, 3)
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
 	results := []cursor.RetryResult{
-		{Event: new(cursor.FailedRow), Row: 1, Status: statusFailed, Count: 1, Class: "c", Err: check.ErrEmpty},
-		{Event: new(cursor.FailedRow), Row: 2, Status: statusDead, Count: 1, Class: "c", Err: check.ErrEmpty},
-		{Row: 3, Status: statusResolved},
+		{Event: parkedRow(1), Row: 1, Status: statusFailed, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Event: parkedRow(2), Row: 2, Status: statusDead, Count: 1, Class: "c", Err: check.ErrEmpty},
+		{Event: parkedRow(3), Row: 3, Status: statusResolved},
 	}
 	for _, keep := range []bool{true, false} {
 		_, err := failed.SaveResults(ctx, l, results, keep)

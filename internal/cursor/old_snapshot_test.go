@@ -56,8 +56,9 @@ func TestOldSnapshotDelaysNoRetries(t *testing.T) {
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET parking_key = 'b-events/key-1', status = 'parked', place = ''`)
 	d.Exec(t, `DELETE FROM {schema}.outbox_failed WHERE outbox_id < $1`, parked-10)
 	save := d.Buffers(t, pg.PlannerSettings, testenv.Statement{
-		Name: "save", Types: "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[], int[], bigint[], timestamptz[])", SQL: failed.SQLSave,
-		Args: fmt.Sprintf(`('default', '%s', %d, '{%d}', '{resolved}', '{x}', '{x}', '{1}', '{1 s}', false, false, '{}', '{0}', '{0}', '{now}')`, l.Holder, l.Epoch, parked-10)})
+		Name: "save", Types: "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[], int[], bigint[], timestamptz[], bigint[], uuid[])", SQL: failed.SQLSave,
+		Args: fmt.Sprintf(`('default', '%s', %d, '{%d}', '{resolved}', '{x}', '{x}', '{1}', '{1 s}', false, false, '{}', '{0}', '{0}', '{now}', '{%[3]d}', '{%[4]s}')`,
+			l.Holder, l.Epoch, parked-10, testenv.ParkedID(parked-10))})
 	t.Logf("save: %d buffers", save)
 	require.Less(t, save, 100)
 }

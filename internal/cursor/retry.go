@@ -30,11 +30,12 @@ type FailedRow struct {
 }
 
 // failedHead are the columns by which an event to retry is found, in the order of find.
-const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.next_retry_at, e.held, e.size`
+const failedHead = `e.id, e.outbox_id, e.event_id::text, e.parking_key, e.place, e.retry_count, e.next_retry_at, e.held, e.size`
 
 // failedParked are the same for an event behind heads that were sent. If the session has written another head since,
 // that one is sent when it is due, and holds back the events behind it like an event that an operator holds.
-const failedParked = `e.id, e.parking_key, e.place, e.retry_count, e.next_retry_at, e.held OR e.status = 'failed' OR e.place <> '', e.size`
+const failedParked = `e.id, e.outbox_id, e.event_id::text, e.parking_key, e.place, e.retry_count, e.next_retry_at,
+       e.held OR e.status = 'failed' OR e.place <> '', e.size`
 
 // sqlFailedBadPartitions returns the topics and partitions that heads wait for, and the error of one head of each.
 const sqlFailedBadPartitions = `
@@ -169,11 +170,11 @@ func (f *Failed) RowsOf(ctx context.Context, ids []int64, eventIDs []string) (fo
 	return found, nil
 }
 
-// find returns the events that a statement finds, without their envelopes; see readRows.
+// find returns the events that a statement finds, of their envelopes only the ids; see ReadRows.
 func (f *Failed) find(ctx context.Context, sql string, args ...any) (found []FailedRow, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
 		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e FailedRow, err error) {
-			err = row.Scan(&e.Row, &e.Key, &e.Place, &e.Retries, &e.Due, &e.held, &e.Size)
+			err = row.Scan(&e.Row, &e.ID, &e.EventID, &e.Key, &e.Place, &e.Retries, &e.Due, &e.held, &e.Size)
 			return e, err
 		})
 		return err
@@ -200,17 +201,19 @@ func Fitting(events []FailedRow) int {
 }
 
 // sqlFailedRead reads the events of rows in the order of $1, payload and headers only if $2
-// is set. The second column says that the event could not be read, so it was not copied as a whole.
+// is set. The second column says that the event could not be read, so it was not copied as a whole. A row is that of
+// its event alone, see sqlFailedSave.
 const sqlFailedRead = `
 SELECT r.n, e.unreadable, e.id, ` + envelopeColumns + `
-  FROM pg_catalog.unnest($1::bigint[]) WITH ORDINALITY AS r (id, n)
+  FROM unnest($1::bigint[], $4::bigint[], $5::uuid[]) WITH ORDINALITY AS r (id, outbox_id, event_id, n)
  CROSS JOIN LATERAL (
-       SELECT outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
+       SELECT relay, outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
               CASE WHEN $2::bool THEN payload END AS payload, CASE WHEN $2 THEN payload_bytes END AS payload_bytes,
               content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at, expires_at,
               error_class IS NOT DISTINCT FROM '` + UnreadableRow + `' AND pg_catalog.num_nonnulls(payload, payload_bytes, headers) = 0 AS unreadable
          FROM {schema}.outbox_failed
-        WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e`
+        WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e
+ WHERE e.relay = $3::text AND e.id = r.outbox_id AND e.event_id = r.event_id`
 
 // ErrNoPayload means that the row of an unreadable event is retried as it is.
 var ErrNoPayload = errors.New("the row has neither payload nor payload_bytes")
@@ -219,9 +222,9 @@ var ErrNoPayload = errors.New("the row has neither payload nor payload_bytes")
 // headers only if payload is set. With an error it returns the events in front of it. Events
 // that were resolved meanwhile are left out.
 func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) (events []FailedRow, err error) {
-	rowIDs := make([]int64, len(found))
+	rowIDs, ids, eventIDs := make([]int64, len(found)), make([]int64, len(found)), make([]string, len(found))
 	for i := range found {
-		rowIDs[i] = found[i].Row
+		rowIDs[i], ids[i], eventIDs[i] = found[i].Row, found[i].ID, string(found[i].EventID)
 	}
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var r eventReader
@@ -245,7 +248,7 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 			events = append(events, e)
 		}
 		return rows.Err()
-	}, f.SQLRead, rowIDs, payload)
+	}, f.SQLRead, rowIDs, payload, f.relay, ids, eventIDs)
 	if err != nil {
 		return events, fmt.Errorf("read events to retry: %w", err)
 	}
@@ -254,9 +257,9 @@ func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) 
 
 // RetryResult is the result of a retry, as it is saved.
 type RetryResult struct {
-	Event  *FailedRow
-	Row    int64  // outbox_failed.id
-	Status string // StatusResolved: it was sent, or has expired
+	Event  *FailedRow // with the ids of its event
+	Row    int64      // outbox_failed.id
+	Status string     // StatusResolved: it was sent, or has expired
 	Class  string
 	Err    error
 	Place  string        // the topic or partition that it waits for, if its status is StatusWaiting
@@ -277,6 +280,8 @@ type RetryResult struct {
 // an empty one, it would read the whole table for a join. A row that an operator has
 // resolved meanwhile stays as it is. The statement waits for no row that another transaction has locked. It looks for
 // the rows that a key still has from its end, because beside an old snapshot the index still has those that were sent.
+// A result belongs to a row of its event alone: the rows are not flushed at once, so a crash may lose some, and their
+// ids are given out again.
 // Without a time at which it was sent, a resolved event has expired. Its row stays, because Kafka does not have it.
 // A count includes the retries before, so a retry counts once although a save of unknown outcome is repeated.
 const sqlFailedSave = `
@@ -284,14 +289,14 @@ WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), v AS MATERIALIZED (
     SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[], $12::text[],
-                                       $13::int[], $14::bigint[], $15::timestamptz[])
-                        AS v (id, status, class, error, count, wait, place, sent_partition, sent_offset, sent_at)
+                                       $13::int[], $14::bigint[], $15::timestamptz[], $16::bigint[], $17::uuid[])
+                        AS v (id, status, class, error, count, wait, place, sent_partition, sent_offset, sent_at, outbox_id, event_id)
 ), free AS MATERIALIZED (
-    SELECT f.id FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
+    SELECT v.* FROM v, {schema}.outbox_failed AS f
+     WHERE ` + rowOfResult + ` FOR UPDATE OF f SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND (NOT $11::bool OR sent_partition IS NULL) AND sent_at IS NOT NULL AND id IN (SELECT id FROM free)))
+     WHERE f.id = ANY (ARRAY(SELECT id FROM free WHERE status = 'resolved' AND (NOT $11::bool OR sent_partition IS NULL) AND sent_at IS NOT NULL))
  RETURNING f.id, f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
@@ -301,8 +306,8 @@ WITH lease AS MATERIALIZED (
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
            resolution = CASE v.status WHEN 'resolved' THEN CASE WHEN v.sent_at IS NULL THEN 'expired' ELSE 'sent' END END,
            sent_partition = v.sent_partition, sent_offset = v.sent_offset, sent_at = v.sent_at
-      FROM v
-     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE (status <> 'resolved' OR $11::bool AND sent_partition IS NOT NULL OR sent_at IS NULL) AND id IN (SELECT id FROM free)))
+      FROM free AS v
+     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM free WHERE status <> 'resolved' OR $11::bool AND sent_partition IS NOT NULL OR sent_at IS NULL))
  RETURNING f.id, f.parking_key, f.status, f.held
 ), saved AS (
     SELECT id FROM gone UNION ALL SELECT id FROM kept
@@ -318,12 +323,15 @@ WITH lease AS MATERIALIZED (
             ORDER BY f.relay DESC, f.parking_key DESC, f.outbox_id DESC LIMIT 1) AS next_head
 )
 SELECT count(*), ARRAY(SELECT parking_key FROM headless), ARRAY(SELECT id FROM saved),
-       ARRAY(SELECT f.id FROM {schema}.outbox_failed AS f
-              WHERE f.id = ANY (ARRAY(SELECT id FROM v)) AND f.status <> 'resolved' AND f.id NOT IN (SELECT id FROM saved))
+       ARRAY(SELECT f.id FROM v, {schema}.outbox_failed AS f WHERE ` + rowOfResult + ` AND f.id NOT IN (SELECT id FROM saved))
   FROM lease`
 
-// Saved is what [Failed.SaveResults] has done. Rows that are in neither list were resolved by an operator, or saved by
-// an earlier call whose outcome is unknown.
+// rowOfResult finds the row of the event of a result.
+const rowOfResult = `f.id = ANY (ARRAY(SELECT id FROM v)) AND f.id = v.id
+       AND f.relay = $1::text AND f.outbox_id = v.outbox_id AND f.event_id = v.event_id AND f.status <> 'resolved'`
+
+// Saved is what [Failed.SaveResults] has done. Rows that are in neither list were resolved by an operator, saved by an
+// earlier call whose outcome is unknown, or lost in a crash.
 type Saved struct {
 	Rows     []int64  // whose results are saved
 	Locked   []int64  // whose results are not, because another transaction has locked the row
@@ -342,6 +350,7 @@ func (f *Failed) saveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, 
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
 	partitions, offsets, sentAt := make([]*int32, n), make([]*int64, n), make([]*time.Time, n)
+	ids, eventIDs := make([]int64, n), make([]string, n)
 	for i := range results {
 		v := &results[i]
 		if v.Status == statusResolved && !v.Expired {
@@ -353,7 +362,8 @@ func (f *Failed) saveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, 
 				offsets[i] = &v.Offset
 			}
 		}
-		rows[i], statuses[i], waits[i], places[i] = v.Row, v.Status, v.Wait, v.Place
+		rows[i], ids[i], eventIDs[i] = v.Row, v.Event.ID, string(v.Event.EventID)
+		statuses[i], waits[i], places[i] = v.Status, v.Wait, v.Place
 		if v.Count > 0 {
 			counts[i] = v.Event.Retries + v.Count
 		}
@@ -364,7 +374,7 @@ func (f *Failed) saveIn(ctx context.Context, db pg.BatchSender, l *lease.Lease, 
 		_, err := pgx.ForEachRow(rows, []any{&proven, &saved.Headless, &saved.Rows, &saved.Locked}, func() error { return nil })
 		return err
 	}, f.SQLSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places,
-		partitions, offsets, sentAt)
+		partitions, offsets, sentAt, ids, eventIDs)
 	if err != nil {
 		return Saved{}, fmt.Errorf("save retries: %w", err)
 	}

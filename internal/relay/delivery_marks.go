@@ -53,7 +53,7 @@ func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 		case len(o.place) > maxPlace: // Kafka has no such topic
 			o.place = ""
 		case errors.Is(err, errUnanswered) && !kafka.IsTopicOutage(err) && at.Number == kafka.Unassigned:
-			o.place = "" // it is not known which partition does not answer
+			o.place = "" // see silentPlace
 		default:
 			d.Bad.Fail(at, d.sendBegan, o.Class, err)
 		}
@@ -137,7 +137,7 @@ func (d *delivery) skipBlocked(i int) bool {
 // row by which they would wait.
 func (d *delivery) skipUnanswered(i int) bool {
 	if at, is := d.Unanswered.find(&d.batch[i]); is {
-		d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errUnanswered), Err: errUnanswered, place: at.Name()})
+		d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errUnanswered), Err: errUnanswered, place: silentPlace(at)})
 		return true
 	}
 	if d.PassFailedKeys || !d.Unanswered.busy.Load() || !d.Unanswered.holds(d.key(i)) {
@@ -146,6 +146,15 @@ func (d *delivery) skipUnanswered(i int) bool {
 	d.outcomes[i] = Outcome{Kind: OutcomeBlocked}
 	d.block(i)
 	return true
+}
+
+// silentPlace returns the place of an event whose partition does not answer: none if that partition is not known,
+// because the rest of the topic may be good.
+func silentPlace(at kafka.Partition) string {
+	if at.Number == kafka.Unassigned {
+		return ""
+	}
+	return at.Name()
 }
 
 func (d *delivery) skipBad(i int) bool {
@@ -179,7 +188,7 @@ func (d *delivery) skipSilent(i int) bool {
 	if !d.silent[at] {
 		return false
 	}
-	d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errNotTried), Err: errNotTried, place: at.Name()})
+	d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errNotTried), Err: errNotTried, place: silentPlace(at)})
 	return true
 }
 

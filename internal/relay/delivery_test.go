@@ -479,6 +479,31 @@ func TestDeliverNotifies(t *testing.T) {
 	}
 }
 
+// An event without a key is not answered. Which partition is silent is not known, so no event waits for the whole
+// topic, which may be good: neither that one, nor those of the same batch, nor when the first one is found in a later
+// batch.
+func TestSilentPartitionOfKeylessEvents(t *testing.T) {
+	t.Parallel()
+	for name, play := range map[string]string{"not all goes together": "yz:?", "alone": "yz:aa y:?"} {
+		t.Run(name, func(t *testing.T) {
+			s := newFakeSender(t, play)
+			s.keyless = true
+			batch := envelopesOf("yz")
+			outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), batch, NewParking(false))
+			require.NoError(t, err)
+			require.Equal(t, "uu", outcomeSymbols(outcomes))
+			s.unanswered.add(&batch[0], s.partition(&batch[0]))
+			again, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), batch[:1], NewParking(false))
+			require.NoError(t, err)
+			require.Equal(t, "u", outcomeSymbols(again))
+			for _, o := range append(outcomes, again...) {
+				require.Empty(t, o.place)
+			}
+			require.Empty(t, s.bad.All())
+		})
+	}
+}
+
 func testDelivery(t *testing.T, test deliveryTest, run func(*Deliverer, context.Context, []envelope.Event) ([]Outcome, error)) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, test.play)
@@ -513,6 +538,7 @@ type fakeSender struct {
 	log        bytes.Buffer
 	errs       map[rune]error
 
+	keyless   bool // it is not known to which partitions events go
 	working   atomic.Bool
 	recovered int // places
 	prepared  []string
@@ -568,6 +594,9 @@ func (s *fakeSender) works(context.Context, string) bool { return s.working.Load
 
 func (s *fakeSender) partition(e *envelope.Event) kafka.Partition {
 	topic, _ := s.topic(e)
+	if s.keyless {
+		return kafka.Partition{Topic: topic, Number: kafka.Unassigned}
+	}
 	return kafka.Partition{Topic: topic, Number: int32(min(e.Key()[0], 'y') - 'a')}
 }
 

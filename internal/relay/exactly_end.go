@@ -7,10 +7,12 @@ import (
 
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // EndExactlyOnce turns the mode off. It takes the lease, or returns [lease.ErrHeld], and sends nothing. Reading in
-// Kafka how far the relay has come, it loses and repeats nothing. Otherwise it continues from what PostgreSQL knows
+// Kafka how far the relay has come, it loses and repeats nothing, and ends nothing while another transaction has locked
+// a row of an event that was sent. Otherwise it continues from what PostgreSQL knows
 // to be confirmed, and what was sent since then is sent again.
 func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) (err error) {
 	if !r.running.CompareAndSwap(false, true) {
@@ -43,6 +45,9 @@ func (r *Relay) EndExactlyOnce(ctx context.Context, readKafka bool) (err error) 
 	}
 	if err != nil {
 		return err
+	}
+	if len(x.locked) > 0 { // without the mode, retriers would send these events again
+		return &pg.LockError{Err: fmt.Errorf("the events of the rows %v of outbox_failed were sent, and the rows cannot be removed", x.again)}
 	}
 	return r.cursors.End(ctx, l, p)
 }

@@ -126,7 +126,7 @@ func (s *healthState) BeginLongTask(what string) {
 }
 
 func (s *healthState) report() Health {
-	state := s.breaker.State() // not under mu: State may call Hooks.Breaker, which may ask for the health
+	state := s.breaker.State() // not under mu: State may change the breaker, which records that here
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	h := Health{Live: true, Leading: s.leading, Breaker: state}

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/breaker"
@@ -55,7 +56,7 @@ type notTaken struct {
 }
 
 // guarded returns the hooks as the relay calls them. Each is called through the function that guard returns for its
-// name.
+// name. The relay does not wait for that of the breaker.
 func (h Hooks) guarded(guard func(name string) func(call func())) Hooks {
 	h.Leading = guarded(h.Leading, "Leading", guard)
 	h.Sent = guarded(h.Sent, "Sent", guard)
@@ -63,10 +64,52 @@ func (h Hooks) guarded(guard func(name string) func(call func())) Hooks {
 	h.Dead = guarded(h.Dead, "Dead", guard)
 	h.RowsRemoved = guarded(h.RowsRemoved, "RowsRemoved", guard)
 	if hook := h.Breaker; hook != nil {
-		notify := guard("Breaker")
-		h.Breaker = func(from, to breaker.State, failureRate float64) { notify(func() { hook(from, to, failureRate) }) }
+		notify, queue := guard("Breaker"), &hookQueue{}
+		h.Breaker = func(from, to breaker.State, failureRate float64) {
+			queue.add(func() { notify(func() { hook(from, to, failureRate) }) })
+		}
 	}
 	return h
+}
+
+// hookQueue makes calls one after another, in a goroutine of its own while there are any. The breaker may change in the
+// goroutine that renews the lease, and in that of the Kafka client which reports outcomes: neither may wait for a hook.
+type hookQueue struct {
+	mu    sync.Mutex
+	calls []func()
+	busy  bool // the goroutine runs
+}
+
+// maxQueued bounds the calls that wait. It is reached only by a breaker that changes several times a second beside a
+// hook that takes seconds; then the oldest calls are left out.
+const maxQueued = 100
+
+func (q *hookQueue) add(call func()) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if len(q.calls) == maxQueued {
+		q.calls = q.calls[1:]
+	}
+	q.calls = append(q.calls, call)
+	if !q.busy {
+		q.busy = true
+		go q.run()
+	}
+}
+
+func (q *hookQueue) run() {
+	for {
+		q.mu.Lock()
+		if len(q.calls) == 0 {
+			q.busy = false
+			q.mu.Unlock()
+			return
+		}
+		call := q.calls[0]
+		q.calls = q.calls[1:]
+		q.mu.Unlock()
+		call()
+	}
 }
 
 func guarded[T any](hook func(T), name string, guard func(name string) func(call func())) func(T) {

@@ -165,9 +165,16 @@ func (p *Parking) putHeadless(keys []string) {
 	}
 }
 
+// unsavedOf returns the unsaved result of the row and event of another one. After a crash of PostgreSQL the row may be
+// that of another event.
+func (p *Parking) unsavedOf(other cursor.RetryResult) (unsaved cursor.RetryResult, is bool) {
+	unsaved, is = p.unsaved[other.Row]
+	return unsaved, is && refOf(&unsaved.Event.Event) == refOf(&other.Event.Event)
+}
+
 // overrules reports whether an unsaved result counts more than another one of its row: the event was sent.
 func (p *Parking) overrules(other cursor.RetryResult) bool {
-	unsaved, is := p.unsaved[other.Row]
+	unsaved, is := p.unsavedOf(other)
 	return is && unsaved.Status == statusResolved && other.Status != statusResolved
 }
 
@@ -176,7 +183,7 @@ func (p *Parking) keep(result cursor.RetryResult) bool {
 	if p.overrules(result) {
 		return false
 	}
-	_, known := p.unsaved[result.Row]
+	_, known := p.unsavedOf(result)
 	event := *result.Event
 	event.Payload, event.Headers = nil, nil
 	result.Event = &event

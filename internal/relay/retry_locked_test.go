@@ -41,7 +41,7 @@ func newLockedFixture(t *testing.T, d *testenv.Tables, log *testenv.Buffer) *ret
 
 // sentRow is the result of a retry that Kafka has accepted.
 func sentRow(row int64, key string) cursor.RetryResult {
-	event := envelope.Event{ID: row, EventID: []byte("event"), Payload: []byte("{}")}
+	event := envelope.Event{ID: row, EventID: []byte(testenv.ParkedID(row)), Payload: []byte("{}")}
 	return cursor.RetryResult{Event: &cursor.FailedRow{Event: event, Row: row, Key: key}, Row: row, Status: statusResolved}
 }
 
@@ -145,7 +145,7 @@ func TestResultOfLockedRowIsGivenUp(t *testing.T) {
 	require.NoError(t, r.Save([]cursor.RetryResult{sentRow(1, "b-events/key-1"), sentRow(2, "b-events/key-0")}))
 	requireReturn(t, "Finish", r.Finish)
 	require.Equal(t, 1, strings.Count(log.String(), "will be sent again"))
-	require.Contains(t, log.String(), `row=2 id=2 event_id=event`)
+	require.Contains(t, log.String(), `row=2 id=2 event_id=`+testenv.ParkedID(2))
 
 	d2 := testenv.NewTables(t)
 	d2.InsertParked(t, 2, 2)
@@ -167,7 +167,7 @@ func TestLockedRowOfASentEventGoes(t *testing.T) {
 	d.InsertParked(t, 2, 2)
 	r := newLockedFixture(t, d, new(testenv.Buffer))
 	r.Rules.KeepSent = true
-	x := &Exactly{locked: []cursor.FailedRow{{Row: 1, Key: "b-events/key-1"}}}
+	x := &Exactly{locked: []cursor.FailedRow{*sentRow(1, "b-events/key-1").Event}}
 	x.keepLocked(r.Parked)
 	require.NoError(t, r.saveUnsaved())
 	require.Equal(t, []int64{2}, d.IDs(t, "outbox_failed"))
@@ -188,15 +188,60 @@ func TestRetryCountsOnce(t *testing.T) {
 		require.Equal(t, 1, d.Count(t, fmt.Sprintf("outbox_failed WHERE retry_count = %d", retries)))
 	}
 	for retries := range 2 {
-		event := cursor.FailedRow{Event: envelope.Event{ID: 1}, Row: 1, Key: "b-events/key-0", Retries: retries}
+		event := cursor.FailedRow{Event: envelope.Event{ID: 1, EventID: []byte(testenv.ParkedID(1))}, Row: 1, Key: "b-events/key-0", Retries: retries}
 		result, _ := r.resultOf(&event, Outcome{Kind: OutcomeRejected, Class: invalidEvent, Err: errMaySend})
 		require.NoError(t, r.Save([]cursor.RetryResult{result}))
 		require.NoError(t, r.Save([]cursor.RetryResult{result}))
 		count(retries + 1)
 	}
 	d.Exec(t, `UPDATE {schema}.outbox_failed SET retry_count = 0`) // an operator has given it all its attempts again
-	event := cursor.FailedRow{Event: envelope.Event{ID: 1}, Row: 1, Key: "b-events/key-0", Retries: 2}
+	event := cursor.FailedRow{Event: envelope.Event{ID: 1, EventID: []byte(testenv.ParkedID(1))}, Row: 1, Key: "b-events/key-0", Retries: 2}
 	result, _ := r.resultOf(&event, Outcome{Kind: OutcomeRejected, Class: invalidEvent, Err: errMaySend})
 	require.NoError(t, r.Save([]cursor.RetryResult{result}))
 	count(1)
+}
+
+// An unsaved result of a row overrules no result of another event that has got the id of the row after a crash.
+func TestUnsavedResultOfAnotherEvent(t *testing.T) {
+	t.Parallel()
+	p := NewParking(false)
+	before, now := sentRow(1, "b-events/key-1"), sentRow(1, "b-events/key-2")
+	now.Event.ID, now.Event.EventID, now.Status = 7, []byte(testenv.ParkedID(7)), statusFailed
+	require.True(t, p.keep(before))
+	require.False(t, p.overrules(now))
+	require.True(t, p.keep(now))
+	require.Len(t, p.Unsaved(), 1)
+	require.Equal(t, "b-events/key-2", p.Unsaved()[0].Event.Key)
+}
+
+// A transaction of Kafka whose outcome is not known, or a cursor that another process has moved, is no outage of
+// PostgreSQL: the save is repeated once the session has started again.
+func TestSaveInDoubtIsNoOutage(t *testing.T) {
+	t.Parallel()
+	var log testenv.Buffer
+	d := testenv.NewTables(t)
+	d.Exec(t, `SELECT pg_catalog.setval('{schema}.outbox_id_seq', 200)`)
+	d.InsertParked(t, 2, 2)
+	r := newLockedFixture(t, d, &log)
+	cursors := cursor.NewStore(d.DB, d.Schema, "default")
+	cursors.UseTopic("cursors")
+	now, err := cursors.Continue(t.Context(), r.Lease, cursor.InKafka{})
+	require.NoError(t, err)
+	x := NewExactly(ExactlyParts{Leadership: r.Leadership, Rules: r.Rules, Cursors: cursors, Failed: r.Store, Log: r.Log})
+	start := func(p cursor.Position) {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		x.pos, x.ready = p, true
+	}
+	stale := now.Position
+	stale.CursorID--
+	start(stale)
+	r.Exactly = x
+	saved := make(chan error, 1)
+	go func() { saved <- r.Save([]cursor.RetryResult{sentRow(1, "b-events/key-1")}) }()
+	require.Eventually(t, func() bool { return !x.IsReady() }, 10*time.Second, time.Millisecond)
+	start(now.Position)
+	require.NoError(t, <-saved)
+	require.Equal(t, []int64{2}, d.IDs(t, "outbox_failed"))
+	require.Empty(t, log.String())
 }

@@ -29,6 +29,9 @@ func (r *retrier) Save(results []cursor.RetryResult) error {
 				return err
 			}
 			return r.Save(results[len(results)/2:])
+		case errors.Is(err, cursor.ErrStale): // the session has to start the transactions again; PostgreSQL works
+			wait.Sleep(r.Held, minStartWait)
+			continue
 		}
 		r.Outage.Report(err)
 		wait.Sleep(r.Held, r.Outage.Backoff())
@@ -172,7 +175,7 @@ func (r *retrier) Finish() {
 		wait.Sleep(r.Held, lastTries/10)
 		err = r.saveAnswered()
 	}
-	if err != nil && r.Held.Err() == nil { // otherwise the loss of the lease has ended the statement, or there was none
+	if err != nil && r.Held.Err() == nil && !errors.Is(err, lease.ErrLeaseLost) { // the loss of the lease is no outage
 		r.Outage.Report(err)
 	}
 	for err = nil; len(r.Parked.Unsaved()) > 0 && lasts(); {

@@ -109,7 +109,7 @@ func TestRetriedDeadEventFreesNoKey(t *testing.T) {
 
 			r := NewRetrier(RetrierParts{Leadership: leads, Store: failed, Parked: parked})
 			result := func(row int64, status string) cursor.RetryResult {
-				return cursor.RetryResult{Event: &cursor.FailedRow{Row: row, Key: key}, Row: row, Status: status, Err: errDown}
+				return cursor.RetryResult{Event: sentRow(row, key).Event, Row: row, Status: status, Err: errDown}
 			}
 			if parkedBehind {
 				require.NoError(t, r.Save([]cursor.RetryResult{result(2, statusResolved)}))

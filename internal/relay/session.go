@@ -392,7 +392,7 @@ func (s *Session) take() (batch []envelope.Event, err error) {
 // try repeats f until PostgreSQL answers. It stops when the lease is lost or the time to stop is
 // over. It returns the errors that repeating cannot correct.
 func (s *Session) try(f func(context.Context) error) error {
-	for {
+	for locked := false; ; {
 		s.Health.Progressed()
 		ctx, cancel := s.WithStatementTimeout()
 		err := f(ctx)
@@ -410,6 +410,14 @@ func (s *Session) try(f func(context.Context) error) error {
 				s.Outage.Report(nil)
 			}
 			return err
+		case pg.IsWaitInVain(err): // PostgreSQL has answered
+			s.Outage.Report(nil)
+			if !locked {
+				s.Log.Warn("outbox: another transaction has locked rows that have to be changed first; nothing is sent until it ends", "error", err)
+			}
+			locked = true
+			wait.Sleep(s.Held, lockedInterval)
+			continue
 		}
 		s.Outage.Report(err)
 		wait.Sleep(s.Held, s.Outage.Backoff())

@@ -169,6 +169,19 @@ func TestSessionWhoseTransactionsFail(t *testing.T) {
 	})
 }
 
+// Another transaction has locked rows that have to be changed before a relay goes on that sends exactly once. That is
+// no outage of PostgreSQL, and the log names the holder once.
+func TestSessionBehindALock(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFakeStore(t, 3, slices.Repeat([]string{"load: locked"}, 10))
+		require.NoError(t, f.run())
+		require.Equal(t, "12 3", strings.Join(f.sent, " "))
+		require.NotContains(t, f.log.String(), "PostgreSQL")
+		require.Equal(t, 1, strings.Count(f.log.String(), "session 7"))
+	})
+}
+
 // A transaction that fails says nothing about PostgreSQL: an outage does not end by it.
 func TestTransactionThatFailsEndsNoOutage(t *testing.T) {
 	t.Parallel()
@@ -408,7 +421,7 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 	}
 	err = map[string]error{
 		"stale": cursor.ErrStale, "lost": lease.ErrLeaseLost, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": cursor.ErrOtherCluster,
-		"sequence behind": cursor.ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
+		"locked": &pg.LockError{Holders: []pg.Holder{{PID: 7}}, Err: errDown}, "sequence behind": cursor.ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
 	}[what]
 	require.Error(f.t, err, what)
 	return false, err

@@ -220,7 +220,9 @@ func (l *lateAnswers) take(i int, err error) {
 		return
 	case l.flight.grace.Err() == nil && kafka.IsOutage(err): // otherwise the client was stopped
 		err = timedOut(err, l.within)
-		l.to.bad.Fail(at, l.flight.began, kafka.UnavailableClass(err), err)
+		if silentPlace(at) != "" {
+			l.to.bad.Fail(at, l.flight.began, kafka.UnavailableClass(err), err)
+		}
 	}
 	l.to.forget(e)
 }

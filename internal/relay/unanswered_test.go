@@ -100,3 +100,16 @@ func TestLostLeaseIsNoOutageOfPostgreSQL(t *testing.T) {
 	r.Finish()
 	require.Empty(t, log.String())
 }
+
+// An event without a key fails late, before the client has chosen a partition. The topic is not bad for that.
+func TestLateFailureWithoutAPartition(t *testing.T) {
+	t.Parallel()
+	for _, number := range []int32{kafka.Unassigned, 3} {
+		bad := NewBadPartitions(outage.NewLogs(slog.New(slog.DiscardHandler)))
+		f := &flight{acks: &acks{records: []kgo.Record{{Topic: "orders", Partition: number}}}, grace: context.Background(), began: time.Now()}
+		e := &envelope.Event{ID: 1}
+		l := &lateAnswers{to: NewUnanswered(bad, func() {}), flight: f, events: map[int]*envelope.Event{0: e}}
+		l.take(0, kgo.ErrRecordTimeout)
+		require.Equal(t, number == 3, len(bad.All()) == 1)
+	}
+}

@@ -3,6 +3,7 @@ package testenv
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -98,16 +99,19 @@ const sqlInsertParked = `
 INSERT INTO {schema}.outbox_failed
        (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
         occurred_at, created_at, status)
-SELECT 'default', n, 'b-events/key-' || n % $2::bigint, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'key-' || n % $2::bigint, '{}', 'application/json',
+SELECT 'default', n, 'b-events/key-' || n % $2::bigint, pg_catalog.lpad(n::text, 32, '0')::uuid, 'a.b.c.v1', 's', 'a', 'key-' || n % $2::bigint, '{}', 'application/json',
        now(), now(), CASE WHEN n <= $2::bigint THEN 'waiting' ELSE 'parked' END
   FROM generate_series(1, $1::bigint) AS n`
 
-// InsertParked adds n events that wait for Kafka. Their keys are b-events/key-0 and so on. The first event
-// of a key is its head; the other events are parked behind it.
+// InsertParked adds n events that wait for Kafka, with the ids 1 to n and those of ParkedID. Their keys are
+// b-events/key-0 and so on. The first event of a key is its head; the other events are parked behind it.
 func (d *Tables) InsertParked(t testing.TB, n, keys int) {
 	t.Helper()
 	d.Exec(t, sqlInsertParked, n, keys)
 }
+
+// ParkedID is the event id of the nth event of InsertParked.
+func ParkedID(n int64) string { return fmt.Sprintf("00000000-0000-0000-0000-%012d", n) }
 
 // Unprintable is a JSON text that PostgreSQL stores in a few kilobytes but cannot print: the printed form
 // would exceed a gigabyte.
