@@ -112,13 +112,16 @@ func (a *admission) deal(rows []delivery.Delivery, made time.Time) {
 // begin reads the position of the group. It creates the position of a new group. It rebases a position of
 // another cluster.
 func (a *admission) begin(ctx context.Context) error {
-	if err := a.fanOut.cursors.CheckSequence(ctx); err != nil {
+	bounded, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
+	err := a.fanOut.cursors.CheckSequence(bounded)
+	cancel()
+	if err != nil {
 		return err
 	}
 	if err := a.fanOut.begin(ctx, a.cfg.FromStart); err != nil {
 		return err
 	}
-	err := a.fanOut.load(ctx, a.fanOut.db)
+	err = a.fanOut.load(ctx, a.fanOut.db)
 	if errors.Is(err, cursor.ErrOtherCluster) {
 		if err = a.rebase(ctx); err == nil {
 			err = a.fanOut.load(ctx, a.fanOut.db)
