@@ -54,6 +54,12 @@ func (c *deadConn) SetDeadline(t time.Time) error {
 	return c.Conn.SetDeadline(t)
 }
 
+// Close implements net.Conn.
+func (c *deadConn) Close() error {
+	_ = c.silence.Close()
+	return c.Conn.Close()
+}
+
 // deadPool returns a pool whose connections are like conn, which has no connection.
 func deadPool(t *testing.T, conn *deadConn) *pgxpool.Pool {
 	return testenv.Pool(t, func(cfg *pgxpool.Config) {
@@ -149,6 +155,15 @@ func (s *silencer) die() {
 	}
 }
 
+// end closes all connections, so that the pool does not wait for pings when it is closed.
+func (s *silencer) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, conn := range s.conns {
+		_ = conn.Close()
+	}
+}
+
 // The connections of a pool die in silence while they are idle, and a lane needs one for a delivery that is claimed
 // already. The pool pings the connection, and waited for the answer for a quarter of an hour.
 func TestIdleConnectionsDie(t *testing.T) {
@@ -163,6 +178,7 @@ func TestIdleConnectionsDie(t *testing.T) {
 				cfg.ConnConfig.DialFunc, cfg.MaxConns = cables.dial, conns
 				cfg.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return true } // as after a second without use
 			})
+			t.Cleanup(cables.end)
 			die := sync.OnceFunc(func() {
 				warm(t, db, conns/2)
 				cables.die()
