@@ -44,7 +44,9 @@ UPDATE {schema}.event_delivery AS d SET dead_letter_owed = NOT $3::bool, next_re
 // takeDeadLetter returns the next delivery of streams whose dead letter this process has to send, and until when. There
 // is at most one.
 func (s *Store) takeDeadLetter(ctx context.Context, streams []string) (taken []Delivery, until time.Time, err error) {
-	err = s.transactAsync(ctx, func(b *pgx.Batch) {
+	bounded, cancel := context.WithTimeout(ctx, DispatchTimeout)
+	defer cancel()
+	err = s.transactAsync(bounded, func(b *pgx.Batch) {
 		b.Queue(s.sqlTakeDeadLetter, s.group, deadLetterLease, streams).Query(func(rows pgx.Rows) (err error) {
 			taken, err = readRows(rows, &until)
 			return err
@@ -81,6 +83,8 @@ func (s *Store) readOwed(ctx context.Context, d *Delivery) error {
 // deadLetterTried notes whether the dead letter of a delivery was sent that was taken until then. See [Failure] for its
 // place.
 func (s *Store) deadLetterTried(ctx context.Context, d *Delivery, until time.Time, sent bool, place string) error {
+	ctx, cancel := context.WithTimeout(ctx, WriteTimeout)
+	defer cancel()
 	return s.transact(ctx, func(b *pgx.Batch) {
 		s.queueStrip(b, d, place, until)
 		b.Queue(s.sqlDeadLetterTried, d.ID, s.group, sent, deadLetterWait, until)
@@ -97,8 +101,8 @@ func (r *Run) deadLettersLoop(ctx context.Context) {
 	for ctx.Err() == nil {
 		began := time.Now()
 		stream, sent, err := r.sendOwedDeadLetter(ctx, streams)
-		if err != nil && ctx.Err() == nil {
-			r.parts.Outages.Report(handling.OutagePostgres, began, err)
+		if ctx.Err() == nil {
+			r.reportOwed(began, err)
 		}
 		switch {
 		case stream == "":
@@ -106,6 +110,22 @@ func (r *Run) deadLettersLoop(ctx context.Context) {
 		case !sent:
 			streams[stream] = time.Now().Add(deadLettersPoll)
 		}
+	}
+}
+
+// reportOwed reports the result of a look for owed dead letters that began at a time. It may be all that a process asks
+// of PostgreSQL. Neither a wait for a lock in vain is an outage of PostgreSQL, nor a deadlock.
+func (r *Run) reportOwed(began time.Time, err error) {
+	outages := r.parts.Outages
+	switch {
+	case pg.IsWaitInVain(err):
+		outages.Report(outageLocks, began, err)
+	case pg.IsTransient(err):
+	case err != nil:
+		outages.Report(handling.OutagePostgres, began, err)
+	case outages.Failing():
+		outages.Report(handling.OutagePostgres, began, nil)
+		outages.Report(outageLocks, began, nil)
 	}
 }
 

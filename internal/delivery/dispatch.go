@@ -258,7 +258,8 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 	tasks := d.nextTasks()
 	d.answered, d.inserted = false, false
 	if tasks.unknown {
-		if _, err := d.releaseUnknown(ctx); err != nil && !d.isLocked(err) {
+		_, err := d.releaseUnknown(ctx)
+		if d.answered = err == nil; err != nil && !d.isLocked(err) {
 			return false, err
 		}
 	}

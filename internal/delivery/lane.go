@@ -197,6 +197,9 @@ func (l *lane) handleBatch(items []laneItem) int {
 		items = items[:n]
 	}
 	for conflicts := 0; ; {
+		if !l.mayContinue() { // the waits below end at once then
+			return len(items)
+		}
 		tasks, streams := l.tasksAndStreams(items)
 		if !l.finishing.Sharing(tasks) {
 			l.handleEach(items, nil)

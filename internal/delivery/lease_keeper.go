@@ -2,6 +2,8 @@ package delivery
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"log/slog"
 	"math"
 	"time"
@@ -127,7 +129,9 @@ func (k *leaseKeeper) tryTakeOver(ctx context.Context, round *takeOverRound) {
 	}
 	began = time.Now()
 	err = k.takeOverOnce(try, round)
-	round.answers.note(err, false)
+	if try.Err() != nil || pg.Code(err) == "" || pg.IsOutage(err) { // not if PostgreSQL has answered, with an error
+		round.answers.note(err, false)
+	}
 	if ctx.Err() == nil && (err != nil || !round.failed) {
 		k.outages.Report(outageTakingOver, began, err)
 	}
@@ -148,43 +152,80 @@ type takeOverRound struct {
 	clockChecks int // how often deliveries are to be looked for that wait because the clock was set back
 }
 
-// takeOverOnce takes over, repairs heads, retries dead deliveries, saves successes, confirms and looks for what waits
-// because the clock was set back, each when its time has come.
-func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) (err error) {
+// takeOverOnce confirms, saves successes, takes over, repairs heads, retries dead deliveries, and looks for what waits
+// because the clock was set back, each when its time has come. A step that fails keeps no other one from its work. The
+// first two have little to do, and others suffer for long if they do not.
+func (k *leaseKeeper) takeOverOnce(ctx context.Context, round *takeOverRound) error {
+	var errs []error
+	for _, step := range []func(context.Context, *takeOverRound) error{
+		k.confirmAtTimes, k.saveSuccesses, k.takeOverInTime, k.repairAtTimes, k.retryDead, k.checkClock,
+	} {
+		if err := step(ctx, round); err != nil {
+			errs = append(errs, err)
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// confirmAtTimes confirms once in confirmEvery.
+func (k *leaseKeeper) confirmAtTimes(ctx context.Context, round *takeOverRound) error {
 	began := time.Now()
+	if k.confirm == nil || began.Sub(round.confirmed) <= confirmEvery {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, WriteTimeout)
+	defer cancel()
+	if err := k.confirm(ctx); err != nil {
+		return fmt.Errorf("confirm the handlers of this process: %w", err)
+	}
+	round.confirmed = began
+	return nil
+}
+
+// takeOverInTime takes over if PostgreSQL has answered for long enough.
+func (k *leaseKeeper) takeOverInTime(ctx context.Context, round *takeOverRound) error {
 	if !round.announced {
-		err = k.announceOthers(ctx)
-		round.announced = err == nil
+		if err := k.announceOthers(ctx); err != nil {
+			return err
+		}
+		round.announced = true
 	}
-	if err == nil && round.answers.remaining(k.cfg.Lease/2) <= 0 {
-		err = k.takeOver(ctx)
-		round.failed = err != nil
+	if round.answers.remaining(k.cfg.Lease/2) > 0 {
+		return nil
 	}
+	err := k.takeOver(ctx)
+	round.failed = err != nil
+	return err
+}
+
+// repairAtTimes repairs heads and reports what is unhandled once in repairEvery rounds, and again after a failure.
+func (k *leaseKeeper) repairAtTimes(ctx context.Context, round *takeOverRound) error {
 	round.repairs = round.repairs || round.n%repairEvery == 0
-	if err == nil && round.repairs {
-		if err = k.repairHeads(ctx); err == nil {
-			err = k.reportUnhandled(ctx)
-		}
-		round.repairs = err != nil
+	if !round.repairs {
+		return nil
 	}
-	if err == nil && len(k.cfg.RetryDeadAfter) > 0 {
-		err = k.retryDead(ctx)
-	}
+	err := k.repairHeads(ctx)
 	if err == nil {
-		err = k.saveSuccesses(ctx)
+		err = k.reportUnhandled(ctx)
 	}
-	if err == nil && k.confirm != nil && time.Since(round.confirmed) > confirmEvery {
-		if err = k.confirm(ctx); err == nil {
-			round.confirmed = began
-		}
-	}
+	round.repairs = err != nil
+	return err
+}
+
+// checkClock looks for what waits because the clock was set back, if it was.
+func (k *leaseKeeper) checkClock(ctx context.Context, round *takeOverRound) error {
 	if k.store.expiring.wasSetBack() {
 		round.clockChecks = 2 // a transaction may end behind the first one
 	}
-	if err == nil && round.clockChecks > 0 {
-		if err = k.dueAgain(ctx); err == nil {
-			round.clockChecks--
-		}
+	if round.clockChecks == 0 {
+		return nil
+	}
+	err := k.dueAgain(ctx)
+	if err == nil {
+		round.clockChecks--
 	}
 	return err
 }
@@ -312,7 +353,10 @@ func (k *leaseKeeper) reportUnhandled(ctx context.Context) error {
 }
 
 // retryDead requeues deliveries that have been dead for as long as RetryDeadAfter says.
-func (k *leaseKeeper) retryDead(ctx context.Context) error {
+func (k *leaseKeeper) retryDead(ctx context.Context, _ *takeOverRound) error {
+	if len(k.cfg.RetryDeadAfter) == 0 {
+		return nil
+	}
 	retried, err := k.store.retryDead(ctx, k.cfg.RetryDeadAfter)
 	if retried > 0 {
 		k.log.Info("outbox: dead deliveries are retried, as RetryDeadAfter says", "deliveries", retried)
@@ -322,11 +366,13 @@ func (k *leaseKeeper) retryDead(ctx context.Context) error {
 }
 
 // saveSuccesses tells the other processes when actions have last succeeded here.
-func (k *leaseKeeper) saveSuccesses(ctx context.Context) error {
+func (k *leaseKeeper) saveSuccesses(ctx context.Context, _ *takeOverRound) error {
 	unsaved := k.breakers.Unsaved()
 	if len(unsaved) == 0 {
 		return nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, WriteTimeout)
+	defer cancel()
 	if err := k.store.SaveSuccesses(ctx, unsaved); err != nil {
 		return err
 	}

@@ -186,3 +186,20 @@ func TestManyDeliveriesOfOthersAreNoExactNumber(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, said(), "deliveries=3 more=false at_most=25s")
 }
+
+// A step of the take-over loop that fails each time keeps no other step from its work: without confirm, other processes
+// would take the handlers of this one for gone.
+func TestStepsDoNotDependOnEachOther(t *testing.T) {
+	t.Parallel()
+	k, _ := newOutageKeeper(t)
+	k.cfg.RetryDeadAfter = map[string]time.Duration{"x": time.Hour}
+	k.store.sqlRetryable = `SELECT 1/0 WHERE $1::text <> $2::text[]::text AND $3::interval[] IS NOT NULL AND $4::int > 0`
+	confirmed := 0
+	k.confirm = func(context.Context) error { confirmed++; return nil }
+	round := takeOverRound{clockChecks: 1}
+	for range 2 {
+		require.ErrorContains(t, k.takeOverOnce(t.Context(), &round), "division by zero")
+	}
+	require.Equal(t, 1, confirmed)
+	require.Zero(t, round.clockChecks)
+}

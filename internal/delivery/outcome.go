@@ -136,8 +136,10 @@ func (l *lane) deliveriesWith(ids map[int64]bool) (all []Delivery) {
 func (l *lane) promoteFollowers() {
 	if l.promoted < 0 {
 		began := time.Now()
+		ctx, cancel := context.WithTimeout(l.cut, WriteTimeout)
+		defer cancel()
 		var err error
-		l.promoted, err = l.store.Promote(l.cut, l.finished)
+		l.promoted, err = l.store.Promote(ctx, l.finished)
 		l.outages.Report(outagePromoting, began, err) // if this fails, RepairHeads promotes them later
 	}
 	if l.promoted > 0 {

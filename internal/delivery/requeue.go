@@ -110,15 +110,17 @@ func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (
 	}
 	var ids []int64
 	var keys []pgtype.Int8 // NULL for rows without order
-	rows, err := s.db.Query(ctx, s.sqlRetryable, s.group, codes, waits, retryDeadBatch)
-	if err == nil {
-		var id int64
-		var key pgtype.Int8
-		_, err = pgx.ForEachRow(rows, []any{&id, &key}, func() error {
-			ids, keys = append(ids, id), append(keys, key)
-			return nil
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlRetryable, s.group, codes, waits, retryDeadBatch).Query(func(rows pgx.Rows) error {
+			var id int64
+			var key pgtype.Int8
+			_, err := pgx.ForEachRow(rows, []any{&id, &key}, func() error {
+				ids, keys = append(ids, id), append(keys, key)
+				return nil
+			})
+			return err
 		})
-	}
+	})
 	if err == nil && len(ids) > 0 {
 		err = s.transact(ctx, func(b *pgx.Batch) {
 			b.Queue(s.sqlLock, s.group, keys)

@@ -145,7 +145,12 @@ func (s *Store) transactAsync(ctx context.Context, queue func(*pgx.Batch)) error
 // The error is a [*pg.LockError] if a lock was not free in time.
 func Transact(ctx context.Context, db *pgxpool.Pool, queue func(*pgx.Batch)) error {
 	end := pg.WaitsOf(db).Begin()
-	return end(transactOn(ctx, db, queue))
+	conn, err := pg.Acquire(ctx, db)
+	if err != nil {
+		return end(err)
+	}
+	defer conn.Release()
+	return end(transactOn(ctx, conn, queue))
 }
 
 // transactOn is Transact on a connection or a pool.

@@ -241,6 +241,8 @@ func (s *Notes) Check(ctx context.Context) error {
 
 // Now implements [Transactor].
 func (s *Notes) Now(ctx context.Context) (now time.Time, err error) {
+	ctx, cancel := pg.Bounded(ctx)
+	defer cancel()
 	err = pg.QueryRow(ctx, s.db, pg.SQLNow).Scan(&now)
 	return now, err
 }
@@ -353,6 +355,8 @@ func (s *Notes) skipTaken(ctx context.Context, conn *pgx.Conn) error {
 		return nil
 	}
 	n := int(math.Pow10(int(min(times, 6))))
+	ctx, cancel := pg.Bounded(ctx)
+	defer cancel()
 	_, err := conn.Exec(ctx, sqlSkipTaken, s.schema, n)
 	return err
 }

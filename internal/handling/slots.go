@@ -60,9 +60,12 @@ func forget(key weak.Pointer[pgxpool.Pool]) {
 	delete(pools.slots, key)
 }
 
-// Take waits for a slot. It returns false if ctx ends first. Other users of the pool may hold its connections, so Take
-// also waits until two connections are free, unless no other slot is in use.
+// Take waits for a slot. It returns false if ctx ends first, or has ended. Other users of the pool may hold its
+// connections, so Take also waits until two connections are free, unless no other slot is in use.
 func (s *Slots) Take(ctx context.Context) bool {
+	if ctx.Err() != nil {
+		return false
+	}
 	select {
 	case s.slots <- struct{}{}:
 	default:

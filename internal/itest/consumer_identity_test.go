@@ -212,3 +212,21 @@ func TestPositionsOfTopicCreatedAgain(t *testing.T) {
 		testenv.CreateTopic(t, s.brokers, s.topic, 1)
 	}
 }
+
+// Two events with the same id from two sources arrive in a batch, and the first one fails. Its note is taken back, and
+// that of the second one was not found any more.
+func TestFailedSourceHidesNoOther(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	group, id := "beside-"+uuid.NewString(), uuid.NewString()
+	failing, other := s.saleOf("shop", id), s.saleOf("store", id)
+	failing.Value, failing.Key = []byte(`{"product":"failing","amount":1,"poison":"permanent"}`), []byte("failing")
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
+	for round, records := range [][]*kgo.Record{{failing, other}, {other}} {
+		s.send(t, records...)
+		stop := testenv.Run(t, s.groupConsumer(t, group, cfg, outbox.Handle("COUNTED", s.count)).Run)
+		require.Eventually(t, func() bool { return s.committed(t, group, 0) == int64(2+round) }, testenv.Patience, 10*time.Millisecond)
+		stop()
+	}
+	require.Equal(t, map[string]int{"p": 1}, s.counts(t))
+}

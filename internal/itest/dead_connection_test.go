@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -51,6 +52,12 @@ func (c *deadConn) Read(p []byte) (int, error) {
 func (c *deadConn) SetDeadline(t time.Time) error {
 	_ = c.silence.SetDeadline(t)
 	return c.Conn.SetDeadline(t)
+}
+
+// Close implements net.Conn.
+func (c *deadConn) Close() error {
+	_ = c.silence.Close()
+	return c.Conn.Close()
 }
 
 // deadPool returns a pool whose connections are like conn, which has no connection.
@@ -119,4 +126,95 @@ func TestAnswerToAClaimIsLost(t *testing.T) {
 		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND attempt_count = 1`) == rows
 	}, 40*time.Second, 50*time.Millisecond)
 	require.Zero(t, log.count("has expired"), log.String())
+}
+
+// silencer makes connections that die in silence when die is called. Later ones live.
+type silencer struct {
+	mu    sync.Mutex
+	conns []*deadConn
+}
+
+func (s *silencer) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	dialed, err := new(net.Dialer).DialContext(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	silence, _ := net.Pipe()
+	conn := &deadConn{Conn: dialed, armed: new(atomic.Bool), silence: silence}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conns = append(s.conns, conn)
+	return conn, nil
+}
+
+func (s *silencer) die() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, conn := range s.conns {
+		conn.dead.Store(true)
+	}
+}
+
+// end closes all connections, so that the pool does not wait for pings when it is closed.
+func (s *silencer) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, conn := range s.conns {
+		_ = conn.Close()
+	}
+}
+
+// The connections of a pool die in silence while they are idle, and a lane needs one for a delivery that is claimed
+// already. The pool pings the connection, and waited for the answer for a quarter of an hour.
+func TestIdleConnectionsDie(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	for _, state := range []string{"active", "left"} {
+		t.Run(state, func(t *testing.T) {
+			t.Parallel()
+			const conns = 16
+			f, cables := newWorkerFixture(t), new(silencer)
+			db := testenv.Pool(t, func(cfg *pgxpool.Config) {
+				cfg.ConnConfig.DialFunc, cfg.MaxConns = cables.dial, conns
+				cfg.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return true } // as after a second without use
+			})
+			t.Cleanup(cables.end)
+			die := sync.OnceFunc(func() {
+				warm(t, db, conns/2)
+				cables.die()
+			})
+			cfg := outbox.WorkerConfig{PollInterval: time.Second, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
+			w := f.worker(db, "bank", cfg, outbox.OncePer(f.effects("COUNTED", nil), func(s step, _ outbox.Metadata) (string, string) {
+				die()
+				return "Account", s.Account
+			}))
+			if state == "left" {
+				require.NoError(t, w.Pause())
+			}
+			testenv.Run(t, w.Run)
+			f.commit(step{"a", 1})
+			if state == "left" {
+				f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PENDING'`, 1)
+				f.exec(`UPDATE {schema}.event_subscription SET state = 'left', relay = 'relay'`)
+				require.NoError(t, w.Resume())
+			}
+			require.Eventually(t, func() bool { return f.count(`SELECT count(*) FROM {schema}.effect`) == 1 }, 45*time.Second, 50*time.Millisecond)
+		})
+	}
+}
+
+// warm has a pool open connections.
+func warm(t *testing.T, db *pgxpool.Pool, conns int) {
+	var all []*pgxpool.Conn
+	for range conns {
+		conn, err := db.Acquire(context.Background())
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		all = append(all, conn)
+	}
+	for _, conn := range all {
+		conn.Release()
+	}
 }

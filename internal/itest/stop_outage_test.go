@@ -1,11 +1,15 @@
 package itest
 
 import (
+	"context"
 	"log/slog"
 	"regexp"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -98,4 +102,51 @@ func TestStopEndsNoOutage(t *testing.T) {
 // says returns how many lines of a part begin with a text.
 func (s *cabledService) says(part, text string) int {
 	return len(regexp.MustCompile(`msg="outbox: `+regexp.QuoteMeta(text)).FindAllString(s.logs[part].String(), -1))
+}
+
+// A worker is stopped in an outage of PostgreSQL, in a transaction of several events. Its lane does not try them again
+// until the stop cuts it off, and calls no handler if PostgreSQL comes back.
+func TestStopInAnOutageBeginsNothing(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	for _, comesBack := range []bool{false, true} {
+		t.Run(map[bool]string{false: "away", true: "back"}[comesBack], func(t *testing.T) {
+			t.Parallel()
+			f, cable := newWorkerFixture(t), new(brokenDialer)
+			db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
+			for _, account := range strings.Split("abcdefghijklmnopqrst", "") { // enough for a transaction of several
+				f.commit(step{account, 1})
+			}
+			var calls atomic.Int32
+			called, release := make(chan struct{}), make(chan struct{})
+			const stopTimeout = 20 * time.Second
+			cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1, StopTimeout: stopTimeout}}
+			w := f.worker(db, "bank", cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, _ step, _ outbox.Metadata) error {
+				if calls.Add(1) > 1 {
+					return nil
+				}
+				close(called)
+				<-release
+				_, err := tx.Exec(ctx, "SELECT 1")
+				return err
+			}))
+			ctx, cancel := context.WithCancel(t.Context())
+			ended := make(chan error, 1)
+			go func() { ended <- w.Run(ctx) }()
+			<-called
+			cable.breakAll()
+			cancel()
+			began := time.Now()
+			require.Eventually(t, func() bool { return !w.Health().Works }, testenv.Patience, time.Millisecond)
+			close(release)
+			if comesBack {
+				time.Sleep(time.Second)
+				cable.broken.Store(false)
+			}
+			require.NoError(t, <-ended)
+			require.EqualValues(t, 1, calls.Load())
+			require.Less(t, time.Since(began), stopTimeout/2)
+			require.Less(t, cable.rejected.Load(), int64(150), "a lane tries again and again")
+		})
+	}
 }

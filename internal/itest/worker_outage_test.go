@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -130,4 +131,47 @@ func TestWorkerStopsWhileItCleans(t *testing.T) {
 			require.Equal(t, 2, f.count(`SELECT count(*) FROM {schema}.outbox WHERE aggregate_id <> 'hangs'`))
 		})
 	}
+}
+
+// A worker of a group that has left outbox, with all topics paused, asks PostgreSQL for nothing but the state of its
+// group. It notices by that that an outage has ended.
+func TestOutageOfAPausedGroupEnds(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	f, cable := newWorkerFixture(t), new(brokenDialer)
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
+	const poll = time.Second
+	cfg := outbox.WorkerConfig{PollInterval: poll, Lease: 3 * time.Second, HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}}
+	w := f.worker(db, "bank", cfg, f.effects("COUNTED", nil))
+	require.NoError(t, w.Pause())
+	testenv.Run(t, w.Run)
+	f.eventually(`SELECT count(*) FROM {schema}.event_subscription`, 1)
+	f.exec(`UPDATE {schema}.event_subscription SET state = 'left', relay = 'relay'`)
+	fails := func() bool {
+		return slices.ContainsFunc(w.Health().Outages, func(o outbox.Outage) bool { return o.What == "PostgreSQL" })
+	}
+	require.Eventually(t, func() bool { return strings.Contains(fmt.Sprint(w.Health().Reasons), "was moved to Kafka") }, testenv.Patience, 10*time.Millisecond)
+	cable.breakAll()
+	require.Eventually(t, fails, testenv.Patience, 10*time.Millisecond)
+	cable.broken.Store(false)
+	require.Eventually(t, func() bool { return !fails() }, 15*poll, 10*time.Millisecond)
+}
+
+// Another session locks the table of deliveries. That is no outage of PostgreSQL, and nothing reports one.
+func TestLockOfDeliveriesIsNoOutage(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	log := new(workerLog)
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Logger: log.logger()}}
+	c := s.consumer(t, cfg, outbox.Handle("COUNTED", s.count))
+	testenv.Run(t, c.Run)
+	require.Eventually(t, func() bool { return c.Health().Partitions > 0 }, testenv.Patience, 10*time.Millisecond)
+	lock, err := s.db.Begin(background)
+	require.NoError(t, err)
+	defer lock.Rollback(background)
+	_, err = lock.Exec(background, s.sql(`LOCK TABLE {s}.event_delivery`))
+	require.NoError(t, err)
+	time.Sleep(20 * time.Second) // more than a poll for dead letters, and the longest wait for a lock
+	require.NotContains(t, log.String(), "PostgreSQL fails")
+	require.NoError(t, lock.Rollback(background))
 }

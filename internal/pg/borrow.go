@@ -2,7 +2,9 @@ package pg
 
 import (
 	"context"
+	"fmt"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -17,9 +19,32 @@ type Borrowed struct {
 	pooled *pgxpool.Conn // nil: it was returned or cut
 }
 
-// Borrow takes a connection from a pool.
+// acquireTime bounds a try to get a connection of a pool.
+const acquireTime = 5 * time.Second
+
+// Acquire takes a connection from a pool. A pool pings a connection that was idle, and waits for the answer without a
+// bound, for a quarter of an hour if the connection has died in silence. So each try has one: then the pool drops the
+// connection, and the next try gets another one. All tries together take no longer than [Bounded] says.
+func Acquire(ctx context.Context, db *pgxpool.Pool) (*pgxpool.Conn, error) {
+	ctx, cancel := Bounded(ctx)
+	defer cancel()
+	for {
+		try, cancel := context.WithTimeout(ctx, acquireTime)
+		conn, err := db.Acquire(try)
+		ended := try.Err() != nil
+		cancel()
+		switch {
+		case err == nil:
+			return conn, nil
+		case !ended || ctx.Err() != nil:
+			return nil, fmt.Errorf("get a connection of the pool: %w", err)
+		}
+	}
+}
+
+// Borrow takes a connection from a pool, as [Acquire] does.
 func Borrow(ctx context.Context, db *pgxpool.Pool) (*Borrowed, error) {
-	pooled, err := db.Acquire(ctx)
+	pooled, err := Acquire(ctx, db)
 	if err != nil {
 		return nil, err
 	}

@@ -72,7 +72,8 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 	}
 	if a.starting || a.getsNoEvents() {
 		if err := a.begin(ctx); err != nil {
-			return false, false, a.noteNoEvents(err)
+			answered, err := a.noteNoEvents(err)
+			return false, answered, err
 		}
 	}
 	began := time.Now()
@@ -93,7 +94,8 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 		a.starting = true
 		return true, false, nil
 	}
-	return more, err == nil, a.noteNoEvents(err)
+	answered, err = a.noteNoEvents(err)
+	return more, answered, err
 }
 
 // deal passes new deliveries to the lanes of their kind.
@@ -112,13 +114,16 @@ func (a *admission) deal(rows []delivery.Delivery, made time.Time) {
 // begin reads the position of the group. It creates the position of a new group. It rebases a position of
 // another cluster.
 func (a *admission) begin(ctx context.Context) error {
-	if err := a.fanOut.cursors.CheckSequence(ctx); err != nil {
+	bounded, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
+	err := a.fanOut.cursors.CheckSequence(bounded)
+	cancel()
+	if err != nil {
 		return err
 	}
 	if err := a.fanOut.begin(ctx, a.cfg.FromStart); err != nil {
 		return err
 	}
-	err := a.fanOut.load(ctx, a.fanOut.db)
+	err = a.fanOut.load(ctx, a.fanOut.db)
 	if errors.Is(err, cursor.ErrOtherCluster) {
 		if err = a.rebase(ctx); err == nil {
 			err = a.fanOut.load(ctx, a.fanOut.db)
@@ -156,16 +161,16 @@ func (a *admission) rebase(ctx context.Context) error {
 	return err
 }
 
-// noteNoEvents returns err, or nil if err says that the group gets no events from outbox. Then the group is
-// checked again after PollInterval.
-func (a *admission) noteNoEvents(err error) error {
+// noteNoEvents returns err, or nil if err says that the group gets no events from outbox. Then PostgreSQL has answered,
+// and the group is checked again after PollInterval.
+func (a *admission) noteNoEvents(err error) (answered bool, _ error) {
 	none, is := errors.AsType[*noEventsError](err)
 	if !is {
-		return err
+		return err == nil, err
 	}
 	a.recheckAt = time.Now().Add(a.cfg.PollInterval)
 	a.noEvents.Store(none)
-	return nil
+	return true, nil
 }
 
 // reportUnknown logs events of types without a handler, and calls the hooks Unknown and DeadLettered.

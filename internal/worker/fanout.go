@@ -139,7 +139,7 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 	const often = 30 * time.Second
 	var state pgtype.Text
 	moved := false
-	err := f.transact(ctx, func(conn *pgx.Conn) error {
+	err := f.transact(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		if err := conn.QueryRow(ctx, f.sqlSubscription, f.group).Scan(&state); err != nil {
 			return err
 		}
@@ -199,8 +199,10 @@ const (
 func getsEvents(state string) bool { return state == stateActive || state == stateLeaving }
 
 // transact calls do in a transaction that has the lock of the group, and commits.
-func (f *fanOut) transact(ctx context.Context, do func(*pgx.Conn) error) error {
-	conn, err := f.db.Acquire(ctx)
+func (f *fanOut) transact(ctx context.Context, do func(context.Context, *pgx.Conn) error) error {
+	ctx, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
+	defer cancel()
+	conn, err := pg.Acquire(ctx, f.db)
 	if err != nil {
 		return err
 	}
@@ -211,7 +213,7 @@ func (f *fanOut) transact(ctx context.Context, do func(*pgx.Conn) error) error {
 	if err := end(conn.SendBatch(ctx, &b).Close()); err != nil {
 		return err
 	}
-	if err := do(conn.Conn()); err != nil {
+	if err := do(ctx, conn.Conn()); err != nil {
 		_, _ = conn.Exec(ctx, "ROLLBACK") // without it, Release closes the connection
 		return err
 	}
@@ -229,6 +231,8 @@ func (f *fanOut) queueBegin(b *pgx.Batch) {
 // load reads the position of the group. The error is [cursor.ErrOtherCluster] if it comes from another
 // cluster.
 func (f *fanOut) load(ctx context.Context, db pg.BatchSender) error {
+	ctx, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
+	defer cancel()
 	pos, err := f.cursors.Newest(ctx, db)
 	if err != nil {
 		return err

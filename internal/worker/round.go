@@ -80,6 +80,8 @@ func (tx *fanOutTx) end(ctx context.Context) {
 	if tx.conn == nil {
 		return
 	}
+	ctx, cancel := context.WithTimeout(ctx, delivery.WriteTimeout)
+	defer cancel()
 	_, _ = tx.conn.Exec(ctx, "ROLLBACK") // without it, Release closes the connection
 	tx.release()
 }
@@ -215,7 +217,7 @@ UPDATE {schema}.event_subscription AS s SET state = 'left', changed_at = now()
 // leaveGroup ends the subscription of a group that has reached its cutover, and returns a noEventsError then.
 func (f *fanOut) leaveGroup(ctx context.Context) error {
 	left := false
-	err := f.transact(ctx, func(conn *pgx.Conn) error {
+	err := f.transact(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		tag, err := conn.Exec(ctx, f.sqlLeaveGroup, f.group, f.cursors.Relay)
 		if left = tag.RowsAffected() > 0; !left || err != nil {
 			return err
@@ -330,7 +332,7 @@ func (f *fanOut) inRound(
 	defer cancel()
 	var b pgx.Batch
 	if tx.conn == nil {
-		conn, err := f.db.Acquire(ctx)
+		conn, err := pg.Acquire(ctx, f.db)
 		if err != nil {
 			return err
 		}

@@ -86,12 +86,16 @@ func (r *run) run(ctx context.Context) error {
 // listen listens for notifications while this process has the lock of its group, and then polls often for
 // events. The other processes of the group poll at their interval, and take the events that this process
 // has not taken. Behind a pooler PostgreSQL gives no session to listen in, so every process polls at its
-// interval.
+// interval. The session is examined again later, as a machine that stood still looks like a pooler.
 func (r *run) listen(ctx context.Context, member *wakeup.Member) {
 	log, s := r.worker.processor.Log, pgsession.Of(r.worker.db)
 	defer s.Use(log)()
 	const unavailable, held = 100 * time.Millisecond, time.Second // waits before the next try
-	for ctx.Err() == nil && s.State() != pgsession.Pooled {
+	for ctx.Err() == nil {
+		if s.State() == pgsession.Pooled {
+			wait.Sleep(ctx, held)
+			continue
+		}
 		lock, err := s.TryLock(ctx, r.worker.delivery.Schema, tables.WorkerPrefix+r.worker.Group())
 		switch {
 		case err != nil:
