@@ -45,6 +45,7 @@ func deadDeliveries(rows []tables.Delivery) []DeadEvent {
 type deaths struct {
 	reported map[int64]time.Time // rows, and when they died
 	began    time.Time
+	last     time.Time // of the last check
 	since    time.Time // there may be undelivered deaths from here on
 	pending  int       // alerts of this check that are not delivered
 }
@@ -58,11 +59,22 @@ const (
 )
 
 // begin begins some time before the first check, an interval at least, because the process that led
-// until then may have stopped before its own check.
+// until then may have stopped before its own check. It does so again when the clock was set back: what dies from then on
+// is older than what the last check has read. What died before and is forgotten comes again then.
 func (d *deaths) begin(now time.Time, back time.Duration) {
-	if d.began.IsZero() {
-		d.reported, d.began, d.since = map[int64]time.Time{}, now.Add(-back), now.Add(-back)
+	if first := now.Add(-back); d.reported == nil {
+		d.reported, d.began, d.since = map[int64]time.Time{}, first, first
+	} else if now.Before(d.last) {
+		d.began, d.since = earlier(d.began, first), earlier(d.since, first)
 	}
+	d.last = now
+}
+
+func earlier(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
 }
 
 func (d *deaths) known() []int64 { return slices.AppendSeq([]int64{}, maps.Keys(d.reported)) }

@@ -104,9 +104,9 @@ type Watch struct {
 // common is what a watch remembers about the whole database.
 type common struct {
 	active     conditions
-	deaths     *deaths           // of deliveries
-	leaderless map[string]bool   // relays that had no leader at the last check
-	lost       map[key]time.Time // groups and topics with lost records, and the last loss that was delivered
+	deaths     *deaths             // of deliveries
+	leaderless map[string]bool     // relays that had no leader at the last check
+	lost       map[key]LostRecords // the last loss that was delivered, of each group and topic
 }
 
 // conditions are the alerts that have begun, with how bad it was when they were delivered.
@@ -233,7 +233,7 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 		return l, err
 	}
 	if l.first = w.isFirst(l); l.first && w.common == nil {
-		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
+		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]LostRecords{}}
 		clear(w.closed)
 	}
 	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: l.first}
@@ -518,10 +518,11 @@ func (w *Watch) pass(ctx context.Context, a Alert, to func(context.Context, Aler
 func (w *Watch) lostRecords(l state) (all []func(context.Context)) {
 	for _, lost := range l.lost {
 		a := Alert{Kind: Lost, Group: lost.Group, Topic: lost.Topic, Lost: lost.Records}
-		if lost.At.After(w.common.lost[keyOf(a)]) {
+		// After the clock of the database was set back, only the number says that there are more.
+		if told := w.common.lost[keyOf(a)]; lost.At.After(told.At) || lost.Records > told.Records {
 			all = append(all, func(ctx context.Context) {
 				if w.deliver(ctx, a) {
-					w.common.lost[keyOf(a)] = lost.At
+					w.common.lost[keyOf(a)] = lost
 				}
 			})
 		}

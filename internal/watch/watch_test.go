@@ -825,6 +825,29 @@ func (*failingStore) DiedDeliveries(context.Context, time.Time, []int64, int) ([
 	return nil, errTooSlow
 }
 
+// When the clock of the database is set back, what dies afterwards is alerted to, and so are lost records.
+func TestClockIsSetBack(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64, DeadThreshold: 100}, "default")
+		f.store.at.Relays = append(f.store.at.Relays, tables.Relay{Name: "other", Holder: "there", MovedAt: time.Now()})
+		f.store.lost = []watch.LostRecords{{Group: "stats", Topic: "t", Records: 1, At: time.Now()}}
+		f.store.die(1)
+		require.Equal(t, "stats lost_records, default dead_events", f.check(t))
+		f.store.behind = time.Hour
+		time.Sleep(time.Minute)
+		require.Empty(t, f.check(t), "what is known stays known")
+		time.Sleep(time.Minute)
+		f.store.die(1)
+		f.store.giveUp("stats", 1)
+		at := time.Now().Add(-time.Hour)
+		f.store.rows[1].NextRetryAt, f.store.deliveries[0].ProcessedAt = at, at
+		f.store.lost[0] = watch.LostRecords{Group: "stats", Topic: "t", Records: 3, At: at}
+		require.Equal(t, "stats dead_deliveries, stats lost_records, default dead_events", f.check(t))
+		require.Empty(t, f.check(t))
+	})
+}
+
 // What PostgreSQL refuses ends the check, and changes nothing.
 func TestStoreFails(t *testing.T) {
 	t.Parallel()
