@@ -175,8 +175,8 @@ func TestCutNeedsEachTopicBegun(t *testing.T) {
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 }
 
-// The relay of a cut to PostgreSQL takes no other group before that cut is finished or canceled: both move what the other
-// one needs.
+// The relay of a cut to PostgreSQL takes no other group before that cut is finished or canceled: both move what the
+// other one needs.
 func TestCutToKafkaAtRelayThatEnds(t *testing.T) {
 	t.Parallel()
 	f := newCutFixture(t)

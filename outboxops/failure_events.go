@@ -108,8 +108,8 @@ SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.Fai
        AND (SELECT true FROM {schema}.outbox_cursor AS c WHERE c.relay = outbox_failed.relay LIMIT 1))
  ORDER BY id LIMIT $15`
 
-// pick omits events that are held, have no payload, or belong to a relay without a position, see outbox_check_relay, unless
-// they are to be resolved.
+// pick omits events that are held, have no payload, or belong to a relay without a position, see outbox_check_relay,
+// unless they are to be resolved.
 func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (all []picked, err error) {
 	possible := unresolved
 	if action == actionRetry {

@@ -43,8 +43,8 @@ func CheckGroupIsEmpty(ctx context.Context, client *kgo.Client, group string) er
 	return nil
 }
 
-// AllGroupOffsets asks Kafka for all committed offsets of a group. One that is committed for a topic that was deleted and
-// created again is NoOffset: the group begins as if it had none.
+// AllGroupOffsets asks Kafka for all committed offsets of a group. One that is committed for a topic that was deleted
+// and created again is NoOffset: the group begins as if it had none.
 func AllGroupOffsets(ctx context.Context, client *kgo.Client, group string) (map[Partition]int64, error) {
 	found, err := fetchGroupOffsets(ctx, client, group, nil)
 	if err != nil {

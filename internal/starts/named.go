@@ -9,8 +9,8 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
-// NameTopics writes into a commit for which topics its offsets are, see [kafka.OffsetName]. What Kafka has given no id is
-// not named.
+// NameTopics writes into a commit for which topics its offsets are, see [kafka.OffsetName]. What Kafka has given no id
+// is not named.
 func (m *Member) NameTopics(commit *kmsg.OffsetCommitRequest) {
 	cluster := m.clusterID()
 	for _, t := range commit.Topics {

@@ -59,8 +59,8 @@ const (
 )
 
 // begin begins some time before the first check, an interval at least, because the process that led
-// until then may have stopped before its own check. It does so again when the clock was set back: what dies from then on
-// is older than what the last check has read. What died before and is forgotten comes again then.
+// until then may have stopped before its own check. It does so again when the clock was set back: what dies from then
+// on is older than what the last check has read. What died before and is forgotten comes again then.
 func (d *deaths) begin(now time.Time, back time.Duration) {
 	if first := now.Add(-back); d.reported == nil {
 		d.reported, d.began, d.since = map[int64]time.Time{}, first, first
@@ -79,8 +79,8 @@ func earlier(a, b time.Time) time.Time {
 
 func (d *deaths) known() []int64 { return slices.AppendSeq([]int64{}, maps.Keys(d.reported)) }
 
-// alert returns a function that delivers an alert to deaths, and remembers them. If one is not delivered, all that are not
-// known come again at the next check.
+// alert returns a function that delivers an alert to deaths, and remembers them. If one is not delivered, all that are
+// not known come again at the next check.
 func (d *deaths) alert(deliver func(context.Context) bool, died map[int64]time.Time) func(context.Context) {
 	d.pending++
 	return func(ctx context.Context) {

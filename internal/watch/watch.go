@@ -119,7 +119,7 @@ func keyOf(a Alert) key { return key{a.Kind, a.Relay, a.Group, a.Topic} }
 const (
 	deliverTimeout = 10 * time.Second // of one alert; an Alerter that ignores it is abandoned
 	hurryTimeout   = 2 * time.Second  // of those in the same check behind one that used up its time
-	tellTimeout    = 30 * time.Second // of all alerts of a check
+	sendTimeout    = 30 * time.Second // of all alerts of a check
 	readTimeout    = 30 * time.Second // of the statements of a check, for those about the whole database apart
 	maxResolves    = 20               // in a check, which is to have time for what holds
 )
@@ -168,7 +168,7 @@ func (w *Watch) Check(ctx context.Context) error {
 	if l.first {
 		err = w.readCommon(ctx, &l)
 	}
-	w.tell(ctx, w.alerts(l))
+	w.send(ctx, w.alerts(l))
 	if w.cfg.Group == "" && len(l.died) < maxDeadRead {
 		w.deaths.forget(l.now.Add(-deadOverlap))
 	}
@@ -195,10 +195,10 @@ func (w *Watch) alerts(l state) (all []func(context.Context)) {
 	return append(all, w.deadEvents(l)...)
 }
 
-// tell alerts, for a limited time. A receiver that uses up its time leaves less to each of those behind it, so the next
-// check begins behind its alert, or with the first one for which there was no time.
-func (w *Watch) tell(ctx context.Context, alerts []func(context.Context)) {
-	ctx, cancel := context.WithTimeout(ctx, tellTimeout)
+// send calls functions that alert, for a limited time. A receiver that uses up its time leaves less to each of those
+// behind it, so the next check begins behind its alert, or with the first one for which there was no time.
+func (w *Watch) send(ctx context.Context, alerts []func(context.Context)) {
+	ctx, cancel := context.WithTimeout(ctx, sendTimeout)
 	defer cancel()
 	first := w.next
 	w.resolves, w.slow, w.next = maxResolves, false, 0
@@ -519,7 +519,7 @@ func (w *Watch) lostRecords(l state) (all []func(context.Context)) {
 	for _, lost := range l.lost {
 		a := Alert{Kind: Lost, Group: lost.Group, Topic: lost.Topic, Lost: lost.Records}
 		// After the clock of the database was set back, only the number says that there are more.
-		if told := w.common.lost[keyOf(a)]; lost.At.After(told.At) || lost.Records > told.Records {
+		if before := w.common.lost[keyOf(a)]; lost.At.After(before.At) || lost.Records > before.Records {
 			all = append(all, func(ctx context.Context) {
 				if w.deliver(ctx, a) {
 					w.common.lost[keyOf(a)] = lost

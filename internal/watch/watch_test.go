@@ -723,8 +723,8 @@ func (s strictStore) Dead(ctx context.Context) ([]tables.EventCount, error) {
 	return s.fakeStore.Dead(ctx)
 }
 
-// One receiver that swallows what it gets takes neither the time of statements nor that of other receivers. Which alerts
-// come first changes, so that a receiver that only takes some time gets all of it at some check.
+// One receiver that swallows what it gets takes neither the time of statements nor that of other receivers. Which
+// alerts come first changes, so that a receiver that only takes some time gets all of it at some check.
 func TestSlowReceiver(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
