@@ -169,15 +169,16 @@ BEGIN
 END $body$
 $function$,
 
--- Fails if a relay has ended by a cut: its lease is with the cut, and it has no position. No process sends its events.
+-- Fails if a relay has no position: no process sends its events. It has ended by a cut, or its rows were deleted. A relay
+-- that runs writes its position before its first failed event, also if it sends exactly once.
 $function$
 CREATE FUNCTION @schema@.outbox_check_relay(relay text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
-    IF EXISTS (SELECT FROM @schema@.outbox_lease AS l
-            WHERE l.name = $1 AND l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity')
-        AND NOT EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $1) THEN
-        RAISE EXCEPTION 'relay % has ended by a cut and sends nothing', $1
+    IF NOT EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $1) THEN
+        RAISE EXCEPTION 'relay % has %', $1, CASE WHEN EXISTS (SELECT FROM @schema@.outbox_lease AS l
+                WHERE l.name = $1 AND l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity')
+            THEN 'ended by a cut and sends nothing' ELSE 'no position, it sends nothing' END
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
 END $body$

@@ -138,6 +138,10 @@ BEGIN
         RAISE EXCEPTION 'relay % has begun already: it would send events that the workers handle', $2
             USING ERRCODE = 'object_in_use';
     END IF;
+    -- Nor has a relay that is ending a position.
+    IF EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.relay = $2 AND s.state = 'returning') THEN
+        RAISE EXCEPTION 'a cut at relay % is not finished', $2 USING ERRCODE = 'object_in_use';
+    END IF;
     UPDATE @schema@.event_subscription AS s SET state = 'leaving', relay = $2, changed_at = now()
         WHERE s.consumer_group = ANY ($1);
     INSERT INTO @schema@.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)

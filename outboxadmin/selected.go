@@ -134,9 +134,9 @@ func (a *admin) neverSent(ctx context.Context, f outboxops.Failure, action strin
 	case n > 0 || err != nil:
 		return "", err
 	case isUnreadable(f):
-		return "It has no payload that can be read, or its relay has ended by a cut.", nil
+		return "It has no payload that can be read, or its relay has ended.", nil
 	}
-	return "Its relay has ended by a cut, or it has changed just now.", nil
+	return "Its relay has ended, or it has changed just now.", nil
 }
 
 // isUnreadable reports whether the payload of a failure could not be read, which is shown in its place.

@@ -187,7 +187,8 @@ func TestNotPossible(t *testing.T) {
 	}
 	_, err := h.db.Exec(t.Context(), `INSERT INTO "`+h.schema+`".outbox_lease (name, holder, epoch, expires_at) VALUES ('gone', 'outbox cut', 1, 'infinity')`)
 	require.NoError(t, err)
-	for n, columns := range []string{`'gone', 'e', '1', 'application/json'`, `'r', 'unreadable_row', NULL, 'application/json'`, `'r', 'unreadable_row', NULL, ''`, `'r', 'unreadable_row', '1', 'application/json'`} {
+	for n, columns := range []string{`'gone', 'e', '1', 'application/json'`, `'removed', 'e', '1', 'application/json'`,
+		`'default', 'unreadable_row', NULL, 'application/json'`, `'default', 'unreadable_row', NULL, ''`, `'default', 'unreadable_row', '1', 'application/json'`} {
 		id := query1[int64](h, `INSERT INTO {s}.outbox_failed (relay, error_class, payload, content_type, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, topic,
 				occurred_at, created_at, retry_count, last_error, status)
 			SELECT `+columns+`, $1::bigint, 'orders/' || $1::bigint, gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', 'orders', now(), now(), 1, 'e', 'dead' RETURNING id`, 1000+n)

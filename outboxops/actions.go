@@ -123,9 +123,9 @@ func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) erro
 // of a delivery has its payload, outboxdlq.Edit edits that.
 //
 // The error may be [ErrNotFound]. It is [ErrStatus] for a failure that is not dead, for an event of a relay that has
-// ended by a cut, and for a delivery of which the row does not have the whole record. It is a [*outbox.FieldError] for
-// JSON that PostgreSQL rejects, for a value of another event, and for a payload that exceeds FailuresConfig.MaxPayload
-// as PostgreSQL would print it.
+// ended or was removed, and for a delivery of which the row does not have the whole record. It is a
+// [*outbox.FieldError] for JSON that PostgreSQL rejects, for a value of another event, and for a payload that exceeds
+// FailuresConfig.MaxPayload as PostgreSQL would print it.
 func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why AuditInfo) error {
 	return f.edit(ctx, id, payload, why, false)
 }

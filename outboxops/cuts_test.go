@@ -175,6 +175,22 @@ func TestCutNeedsEachTopicBegun(t *testing.T) {
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 }
 
+// The relay of a cut to PostgreSQL takes no other group before that cut is finished or canceled: both move what the
+// other one needs.
+func TestCutToKafkaAtRelayThatEnds(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	ctx := t.Context()
+	require.NoError(t, f.cuts.ToKafka(ctx, []string{"a"}, "r", why))
+	f.depart("a")
+	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
+	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"a"}, "r", nil, why))
+	f.rejects(f.cuts.ToKafka(ctx, []string{"b"}, "r", why), "a cut at relay r is not finished")
+	require.Equal(t, "a returning r, b active; worker:a, worker:b; r waits", f.state())
+	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
+	require.Equal(t, "a left r, b active; r, worker:b; r may lead", f.state())
+}
+
 // A relay is not ended while other groups that read in Kafka get their events from it, or will once they have those of
 // an archive.
 func TestCutLeavesNoGroupBehind(t *testing.T) {

@@ -105,14 +105,12 @@ func (s eventStore) stored() reader { return s.rows }
 const sqlFailureIDs = `
 SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.FailureWhere + `
    AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND (pg_catalog.num_nonnulls(payload, payload_bytes) > 0 OR error_class IS DISTINCT FROM 'unreadable_row')
-       AND NOT (relay = ANY (ARRAY(
-           SELECT l.name FROM {schema}.outbox_lease AS l WHERE l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity'
-              AND NOT EXISTS (SELECT FROM {schema}.outbox_cursor AS c WHERE c.relay = l.name)))))
+       AND (SELECT true FROM {schema}.outbox_cursor AS c WHERE c.relay = outbox_failed.relay LIMIT 1))
    AND ` + tables.Unchanged + `
  ORDER BY id LIMIT $15`
 
-// pick omits events that are held, have no payload, or belong to a relay that has ended by a cut, unless they are to be
-// resolved.
+// pick omits events that are held, have no payload, or belong to a relay without a position, see outbox_check_relay,
+// unless they are to be resolved.
 func (s eventStore) pick(ctx context.Context, action string, f FailureFilter, snapshot string, above int64, limit int) (all []picked, err error) {
 	possible := unresolved
 	if action == actionRetry {

@@ -140,6 +140,24 @@ func TestRetryOfAnEndedRelay(t *testing.T) {
 	require.NoError(t, f.Resolve(ctx, id, kim))
 }
 
+// Nor is one of a relay that was removed, as the documents say, by deleting its rows.
+func TestRetryOfARemovedRelay(t *testing.T) {
+	t.Parallel()
+	c, ctx := newCutFixture(t), t.Context()
+	f, id := c.deadEvents(3)
+	c.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'r'`)
+	c.do(`DELETE FROM {schema}.outbox_lease WHERE name = 'r'`)
+	for name, err := range map[string]error{"retry": f.Retry(ctx, id, kim), "edit": f.Edit(ctx, id, []byte(`{}`), kim)} {
+		require.ErrorIs(t, err, outboxops.ErrStatus, name)
+		require.ErrorContains(t, err, "relay r has no position, it sends nothing", name)
+	}
+	n, err := f.RetryAll(ctx, outboxops.FailureFilter{}, outboxops.BulkConfig{}, kim)
+	require.NoError(t, err)
+	require.Zero(t, n)
+	require.Equal(t, "dead 3", c.text(`SELECT status || ' ' || count(*) FROM {schema}.outbox_failed GROUP BY status`))
+	require.NoError(t, f.Resolve(ctx, id, kim))
+}
+
 // A retry or an edit beside a cut waits for it, or the cut for them. So none parks an event at a relay that has ended.
 func TestRetryBesideACut(t *testing.T) {
 	t.Parallel()
@@ -371,9 +389,10 @@ func TestRetryDeadAfter(t *testing.T) {
 }
 
 // insertFailed adds rows of every status, of the types a.order.placed.v1 and
-// a.user.joined.v1, without a relay.
+// a.user.joined.v1, of a relay that does not run.
 func (h *opsFixture) insertFailed(t *testing.T, n int) {
 	t.Helper()
+	h.position(t, "default")
 	_, err := h.db.Exec(background, h.sql(`
 INSERT INTO {schema}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
             occurred_at, created_at, status, error_class, last_error, failed_at)

@@ -211,3 +211,10 @@ func (h *opsFixture) setTopic(t *testing.T, setting, value string) {
 	require.NoError(t, err)
 	require.Zero(t, response.Resources[0].ErrorCode)
 }
+
+// position gives a relay a position, as it has before its first failed event.
+func (h *opsFixture) position(t testing.TB, relay string) {
+	t.Helper()
+	h.exec(t, `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT $1, 0, pg_current_snapshot(), 0, system_identifier, 1 FROM pg_control_system()`, relay)
+}

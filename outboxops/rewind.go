@@ -194,6 +194,7 @@ func (r *rewind) committed(ctx context.Context) (map[kafka.Partition]int64, erro
 	if err != nil {
 		return nil, err
 	}
+	maps.DeleteFunc(committed, func(_ kafka.Partition, offset int64) bool { return offset == kafka.NoOffset })
 	has := map[string]bool{}
 	for p := range committed {
 		has[p.Topic] = true

@@ -2,6 +2,7 @@ package outboxops_test
 
 import (
 	"context"
+	"encoding/base64"
 	"fmt"
 	"log/slog"
 	"testing"
@@ -251,6 +252,92 @@ func TestRewindOfLaggingGroup(t *testing.T) {
 	require.Equal(t, []outboxops.RewoundPartition{{Topic: r.topic, From: 13, To: 3}}, report.Partitions)
 	r.run(t)
 	r.requireEffects(t, 13)
+}
+
+// commitOther commits an offset of another topic of this cluster, which had the name before the topic of the fixture.
+func (r *rewindFixture) commitOther(t *testing.T, partition int32, offset int64) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	described, err := kafka.Metadata(background, client, r.topic)
+	require.NoError(t, err)
+	other := uuid.New()
+	metadata := "topic " + base64.RawURLEncoding.EncodeToString(other[:]) + " in cluster " + *described.ClusterID
+	request := kmsg.NewPtrOffsetCommitRequest()
+	topic := kmsg.NewOffsetCommitRequestTopic()
+	one := kmsg.NewOffsetCommitRequestTopicPartition()
+	one.Partition, one.Offset, one.Metadata = partition, offset, &metadata
+	topic.Topic, topic.TopicID, topic.Partitions = r.topic, described.Topics[0].TopicID, []kmsg.OffsetCommitRequestTopicPartition{one}
+	request.Group, request.Topics = r.group, []kmsg.OffsetCommitRequestTopic{topic}
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	require.Zero(t, response.Topics[0].Partitions[0].ErrorCode)
+}
+
+// The offset of a topic that was deleted and created again counts as none: all records of the new topic are unread, and
+// no rewind has the group begin behind some of them.
+func TestOffsetsOfDeletedTopics(t *testing.T) {
+	t.Parallel()
+	r := newRewindFixture(t)
+	r.put(t, 0, 30)
+	time.Sleep(10 * time.Millisecond)
+	middle := time.Now()
+	time.Sleep(10 * time.Millisecond)
+	r.put(t, 0, 20)
+	r.commitOther(t, 0, 50)
+
+	opts := []kgo.Opt{kgo.SeedBrokers(r.brokers...)}
+	t.Run("lag", func(t *testing.T) {
+		consumers, err := outboxops.NewConsumers(r.db, outboxops.ConsumersConfig{Schema: r.schema})
+		require.NoError(t, err)
+		lag, err := consumers.Lag(background, opts, []outboxops.ConsumerGroup{{Group: r.group}})
+		require.NoError(t, err)
+		require.Equal(t, map[string]map[string]int64{r.group: {r.topic: 50}}, lag)
+	})
+	t.Run("cut", func(t *testing.T) {
+		r.exec(t, `INSERT INTO {schema}.event_subscription (consumer_group, state, relay) VALUES ($1, 'returning', 'r')`, r.group)
+		defer r.exec(t, `DELETE FROM {schema}.event_subscription`)
+		cuts, err := outboxops.NewCuts(r.db, outboxops.CutsConfig{Schema: r.schema})
+		require.NoError(t, err)
+		ctx, cancel := context.WithCancel(background)
+		defer cancel()
+		var unread int64
+		_ = cuts.Await(ctx, opts, "r", func(p outboxops.CutProgress) { unread = p.Unread(); cancel() })
+		require.EqualValues(t, 50, unread)
+	})
+	t.Run("rewind", func(t *testing.T) {
+		_, err := r.rewind(outboxops.RewindConfig{Time: middle})
+		if err != nil {
+			require.ErrorIs(t, err, outboxops.ErrNotFound)
+		}
+		r.run(t)
+		r.requireEffects(t, 50)
+	})
+}
+
+// What a rewind commits names its topic, too, so that it does not count for a topic that is created later.
+func TestRewindNamesTheTopic(t *testing.T) {
+	t.Parallel()
+	r := newRewindFixture(t)
+	r.put(t, 0, 3)
+	stop := r.run(t)
+	r.requireEffects(t, 3)
+	stop()
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	committed := func() kafka.GroupOffset {
+		offsets, err := kafka.GroupOffsets(background, client, r.group, map[string][]int32{r.topic: {0}})
+		require.NoError(t, err)
+		return offsets[kafka.Partition{Topic: r.topic}]
+	}
+	before := committed()
+	require.NotEmpty(t, before.Metadata)
+	first := int64(0)
+	_, err = r.rewind(outboxops.RewindConfig{Offset: &first, Topics: []string{r.topic}})
+	require.NoError(t, err)
+	require.Equal(t, kafka.GroupOffset{At: 0, Metadata: before.Metadata}, committed())
 }
 
 // Events older than the oldest note may have been handled, but retention has removed their notes. They are

@@ -21,6 +21,7 @@ var unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
 // insertDead adds a dead event of each payload and error class, NULL for nil.
 func (h *opsFixture) insertDead(t *testing.T, payload, class any) outboxops.FailureID {
 	t.Helper()
+	h.position(t, "default")
 	var id int64
 	require.NoError(t, h.db.QueryRow(background, h.sql(`
 		INSERT INTO {schema}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -31,8 +32,8 @@ type StartConfig struct {
 	Topics []string
 	// Archive has the events that retention has removed from outbox, in the same database. Required.
 	Archive *outboxarchive.Table
-	// Incomplete starts the group although the first events, or those between the archive and outbox, may be missing.
-	// False means [ErrIncomplete] then.
+	// Incomplete starts the group without events that are unreadable, or missing: the first, or between archive and
+	// outbox. False means [ErrIncomplete] then.
 	Incomplete bool
 	// DryRun changes nothing, and needs no Audit.
 	DryRun bool
@@ -55,13 +56,18 @@ type StartReport struct {
 	// First and Kept are the lowest ids in the archive and outbox together, and in outbox alone. Archived is the
 	// highest id in the archive. All are 0 if there is no such event.
 	First, Archived, Kept int64
+	// Failed are events that this call has left out because they cannot be read, at most 1,000. NotRead is the number
+	// of all such events.
+	Failed []Failure
+	// NotRead is described at Failed.
+	NotRead int
 }
 
 var (
 	// ErrGroupBegun means that a group is not new, so it cannot begin with an archive.
 	ErrGroupBegun = errors.New("the group has begun already")
-	// ErrIncomplete means that events may be missing. Ids of transactions that are open or were rolled back look the
-	// same.
+	// ErrIncomplete means that events may be missing, or that one cannot be read. Ids of transactions that are open or
+	// were rolled back look like those that are missing.
 	ErrIncomplete = errors.New("events may be missing")
 )
 
@@ -119,6 +125,8 @@ type groupStart struct {
 	in     func(string) string
 	report StartReport
 	shown  time.Time
+
+	omitted int64 // the last id that was left out
 }
 
 func (s *groupStart) run(ctx context.Context, opts []kgo.Opt) error {
@@ -199,11 +207,19 @@ func (s *groupStart) fill(ctx context.Context) error {
 	var chunk []outbox.ArchivedEvent
 	bytes := 0
 	for e, err := range s.cfg.Archive.Events(ctx, outboxarchive.Filter{After: s.report.Through}) {
-		if err != nil {
+		var unreadable *outboxarchive.ReadError
+		switch {
+		case err != nil && !errors.As(err, &unreadable):
 			return err
-		}
-		if e.OutboxID > s.report.Last {
-			break
+		case e.OutboxID > s.report.Last:
+			return s.add(ctx, chunk)
+		case err != nil && !s.cfg.Incomplete:
+			// A chunk cannot split an id, and another call begins with this one.
+			chunk = slices.DeleteFunc(chunk, func(before outbox.ArchivedEvent) bool { return before.OutboxID >= e.OutboxID })
+			return cmp.Or(s.add(ctx, chunk), fmt.Errorf("%w: %w", ErrIncomplete, err))
+		case err != nil:
+			s.omit(e, err)
+			continue
 		}
 		full := len(chunk) >= chunkEvents || bytes >= chunkBytes
 		if full && chunk[len(chunk)-1].OutboxID != e.OutboxID { // a chunk cannot split an id
@@ -215,6 +231,18 @@ func (s *groupStart) fill(ctx context.Context) error {
 		chunk, bytes = append(chunk, e), bytes+len(e.Payload)
 	}
 	return s.add(ctx, chunk)
+}
+
+// omit reports an event that cannot be read, once: the events behind those that have deliveries are read again after
+// another process has gone on.
+func (s *groupStart) omit(e outbox.ArchivedEvent, err error) {
+	if e.OutboxID <= s.omitted {
+		return
+	}
+	s.omitted = e.OutboxID
+	if s.report.NotRead++; len(s.report.Failed) < maxFailed {
+		s.report.Failed = append(s.report.Failed, Failure{OutboxID: e.OutboxID, EventID: e.EventID, Err: err})
+	}
 }
 
 const sqlStartEvents = `

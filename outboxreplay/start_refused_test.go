@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxarchive"
 	"github.com/outboxgo/outbox/outboxops"
@@ -260,4 +261,42 @@ func runnerOf(t *testing.T, db *pgxpool.Pool, f *startFixture, kafka bool, cfg o
 	w, err := outbox.NewWorker(db, f.events, "new-"+f.topic, outbox.WorkerConfig{HandlerConfig: cfg}, h)
 	require.NoError(t, err)
 	return w.Run
+}
+
+// damage has PostgreSQL lose the payload of an event.
+func (f *startFixture) damage(t *testing.T, table string, id int64) {
+	t.Helper()
+	testenv.UpdateEvents(t, f.db, pg.InSchema(`UPDATE {schema}.`+table+` SET payload = to_jsonb($1::text) WHERE id = $2`, f.schema), random(20_000), id)
+	var name string
+	require.NoError(t, f.db.QueryRow(background, pg.InSchema(`SELECT c.relname FROM {schema}.`+table+` AS o JOIN pg_class AS c ON c.oid = o.tableoid WHERE o.id = $1`, f.schema), id).Scan(&name))
+	testenv.Damage(t, f.db, f.schema, name)
+}
+
+// An archived event that cannot be read ends a start behind the events in front of it. With Incomplete the group gets
+// all others. One that is recorded behind the cut is none of the start's.
+func TestStartGroupWithAnUnreadableEvent(t *testing.T) {
+	t.Parallel()
+	f := newStartFixture(t, 30)
+	f.damage(t, "outbox_archive", 15)
+	_, err := f.start(time.Second, "new", nil)
+	require.ErrorIs(t, err, context.DeadlineExceeded, "it waits for a process of the group")
+	f.record(t, numbered(1)...)
+	f.damage(t, "outbox", 31)
+
+	stop := f.group(t, "new", false)
+	_, err = f.start(testenv.Patience, "new", nil)
+	require.ErrorIs(t, err, outboxreplay.ErrIncomplete)
+	require.ErrorContains(t, err, "event of outbox id 15: ")
+	require.EqualValues(t, 14, f.started(t, "new"))
+	require.Equal(t, 14, f.count(t, "event_delivery"))
+	report, err := f.start(testenv.Patience, "new", func(c *outboxreplay.StartConfig) { c.Incomplete = true })
+	require.NoError(t, err)
+	require.EqualValues(t, 15, report.Deliveries)
+	require.Equal(t, 1, report.NotRead)
+	require.EqualValues(t, 15, report.Failed[0].OutboxID)
+	var unreadable *outboxarchive.ReadError
+	require.ErrorAs(t, report.Failed[0].Err, &unreadable)
+	stop()
+	require.Equal(t, 29, f.count(t, "event_delivery WHERE position <= 30"))
+	require.Equal(t, 1, f.count(t, "event_subscription WHERE state = 'active'"))
 }

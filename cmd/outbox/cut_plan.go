@@ -143,6 +143,11 @@ func planToKafka(s cutState) cutPlan {
 			p.note("relay %s sends all events, too: consumers get each twice, and handle it once", r.Name)
 		}
 	}
+	if len(s.others(func(g outboxops.Subscription) bool {
+		return g.Relay == s.relay && g.State == outboxops.SubscriptionReturning
+	})) > 0 {
+		p.notReady("a cut at relay %s is not finished", s.relay)
+	}
 	for _, name := range s.others(func(g outboxops.Subscription) bool { return g.State == outboxops.SubscriptionActive }) {
 		p.note("group %s goes on to get its events from its workers, and cannot follow alone", name)
 	}

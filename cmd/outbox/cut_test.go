@@ -12,6 +12,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // cutShop has a worker and a consumer of group stats, which only one of them may run.
@@ -193,6 +194,16 @@ func TestCutCommands(t *testing.T) {
 		require.Equal(t, exitUsage, a.code, args)
 		require.Contains(t, a.err, text, args)
 	}
+}
+
+// A dry run says that the relay of a cut to PostgreSQL takes no other group.
+func TestPlanToKafkaAtRelayThatEnds(t *testing.T) {
+	t.Parallel()
+	plan := planToKafka(cutState{names: []string{"b"}, relay: "r", groups: map[string]outboxops.Subscription{
+		"a": {Group: "a", State: outboxops.SubscriptionReturning, Relay: "r"},
+		"b": {Group: "b", State: outboxops.SubscriptionActive, HasConsumer: true},
+	}})
+	require.Equal(t, []string{"a cut at relay r is not finished"}, plan.NotReady)
 }
 
 // Moves from and to Debezium report a missing publication or slot. The module interop tests complete moves,

@@ -114,6 +114,7 @@ func TestDryRunCountsWhatIsNotRefused(t *testing.T) {
 		{"an unreadable tombstone", "dead", unreadable + `, content_type = ''`, map[string]bool{"resolve": true}},
 		{"with a payload that a relay could not read", "dead", `error_class = 'unreadable_row'`, map[string]bool{"retry": true, "resolve": true}},
 		{"of a relay that has ended by a cut", "dead", `relay = 'gone'`, map[string]bool{"resolve": true}},
+		{"of a relay that was removed", "dead", `relay = 'removed'`, map[string]bool{"resolve": true}},
 	} {
 		d.fail(t, tt.status, tt.name)
 		if tt.set != "" {

@@ -19,7 +19,7 @@ var groupStartCommand = command{
 The group handles all events in outbox_archive and outbox, then later ones from
 Kafka (--topic) or as workers. Start its processes while the command waits for
 them, not before: it rejects a group that has begun. Without --incomplete, it
-also rejects an archive that may lack events. After an interruption, run it
+also stops where events are missing or unreadable. After an interruption, run it
 again.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
@@ -94,11 +94,20 @@ func (g *groupStart) run(ctx context.Context, e *env) error {
 
 func (g *groupStart) show(e *env, r outboxreplay.StartReport) error {
 	if e.json {
+		failures := []replayFailureJSON{}
+		for _, f := range r.Failed {
+			failures = append(failures, replayFailureJSON{f.OutboxID, f.EventID, f.Err.Error()})
+		}
 		return e.writeJSON(map[string]any{"group": e.args[0], "dry_run": !g.yes, "starting": r.Last > 0 && !g.yes, "through": r.Through, "last": r.Last,
-			"deliveries": r.Deliveries, "first": r.First, "archived": r.Archived, "kept": r.Kept})
+			"deliveries": r.Deliveries, "first": r.First, "archived": r.Archived, "kept": r.Kept, "not_read": r.NotRead, "failed": failures})
+	}
+	for _, f := range r.Failed {
+		e.say("left out: " + visible(errorText(f.Err)))
 	}
 	name := visible(e.args[0])
 	switch {
+	case g.yes && r.NotRead > 0:
+		e.printf("Group %s has all events before the cut but %s, and goes on by itself: %s deliveries made.\n", name, count(r.NotRead), count(r.Deliveries))
 	case g.yes:
 		e.printf("Group %s has all events before the cut, up to outbox id %s, and goes on by itself: %s deliveries made.\n", name, count(r.Last), count(r.Deliveries))
 	case r.Last > 0:

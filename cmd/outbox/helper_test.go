@@ -134,9 +134,12 @@ func (d *commandFixture) exec(t testing.TB, sql string, args ...any) {
 	require.NoError(t, err)
 }
 
-// fail puts events into outbox_failed, as a relay would.
+// fail puts events into outbox_failed, as a relay with a position would.
 func (d *commandFixture) fail(t testing.TB, status string, keys ...string) {
 	t.Helper()
+	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT 'default', 0, pg_current_snapshot(), 0, system_identifier, 1 FROM pg_control_system()
+		 WHERE NOT EXISTS (SELECT FROM {s}.outbox_cursor WHERE relay = 'default')`)
 	d.exec(t, `INSERT INTO {s}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload,
 		content_type, topic, headers, occurred_at, created_at, retry_count, last_error, error_class, status)
 		SELECT nextval('{s}.outbox_id_seq'), $1::text || '/' || key, gen_random_uuid(), 'test.thing.happened.v1', 'test', 'Thing', key,

@@ -123,6 +123,7 @@ func TestOperatorsFunctions(t *testing.T) {
 	require.NoError(t, err)
 	f.exec(t, insertFailures)
 	f.exec(t, `UPDATE {s}.outbox_failed SET status = 'dead', headers = '{"a": "b"}'`)
+	f.exec(t, `INSERT INTO {s}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES (0, '1:1:', 0, 1, 1)`)
 	f.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT 'g', 't', '00000000-0000-0000-0000-000000000001', n, 0, nullif(10 * n, 20) FROM generate_series(0, 2) AS n`)
 	for sql, code := range map[string]string{

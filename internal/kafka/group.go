@@ -43,15 +43,26 @@ func CheckGroupIsEmpty(ctx context.Context, client *kgo.Client, group string) er
 	return nil
 }
 
-// AllGroupOffsets asks Kafka for all committed offsets of a group.
+// AllGroupOffsets asks Kafka for all committed offsets of a group. One that is committed for a topic that was deleted
+// and created again is NoOffset: the group begins as if it had none.
 func AllGroupOffsets(ctx context.Context, client *kgo.Client, group string) (map[Partition]int64, error) {
 	found, err := fetchGroupOffsets(ctx, client, group, nil)
 	if err != nil {
 		return nil, err
 	}
+	if len(found) == 0 {
+		return nil, nil
+	}
+	ids, cluster, err := describe(ctx, client, found)
+	if ids == nil {
+		return nil, err
+	}
 	offsets := make(map[Partition]int64, len(found))
 	for at, offset := range found {
 		offsets[at] = offset.At
+		if offset.IsOfDeleted(ids[at.Topic], cluster) {
+			offsets[at] = NoOffset
+		}
 	}
 	return offsets, nil
 }
@@ -127,7 +138,7 @@ func OffsetsIn(response *kmsg.OffsetFetchResponse) (map[Partition]GroupOffset, e
 func CommitGroupOffsets(ctx context.Context, client *kgo.Client, group string, offsets map[Partition]int64) error {
 	request := kmsg.NewPtrOffsetCommitRequest()
 	request.Group = group
-	ids, err := TopicIDs(ctx, client, offsets)
+	ids, cluster, err := describe(ctx, client, offsets)
 	if err != nil {
 		return err
 	}
@@ -139,7 +150,7 @@ func CommitGroupOffsets(ctx context.Context, client *kgo.Client, group string, o
 		for p, offset := range offsets {
 			if p.Topic == topic {
 				one := kmsg.NewOffsetCommitRequestTopicPartition()
-				one.Partition, one.Offset = p.Number, offset
+				one.Partition, one.Offset, one.Metadata = p.Number, offset, OffsetName(id, cluster)
 				t.Partitions = append(t.Partitions, one)
 			}
 		}
@@ -162,25 +173,37 @@ func CommitGroupOffsets(ctx context.Context, client *kgo.Client, group string, o
 
 // TopicIDs asks Kafka for the ids of the topics of partitions.
 func TopicIDs[V any](ctx context.Context, client *kgo.Client, of map[Partition]V) (map[string]TopicID, error) {
+	ids, _, err := describe(ctx, client, of)
+	return ids, err
+}
+
+// describe returns the ids of the topics of partitions, and that of the cluster. The error names the topics that Kafka
+// does not describe; the ids of the others are returned with it. They are nil if Kafka does not answer.
+func describe[V any](ctx context.Context, client *kgo.Client, of map[Partition]V) (ids map[string]TopicID, cluster string, err error) {
 	names := map[string]bool{}
 	for p := range of {
 		names[p.Topic] = true
 	}
 	response, err := Metadata(ctx, client, slices.Collect(maps.Keys(names))...)
 	if err != nil {
-		return nil, fmt.Errorf("describe topics: %w", err)
+		return nil, "", fmt.Errorf("describe topics: %w", err)
 	}
-	ids := map[string]TopicID{}
+	if response.ClusterID != nil {
+		cluster = *response.ClusterID
+	}
+	ids = map[string]TopicID{}
+	var errs []error
 	for _, t := range response.Topics {
 		if t.Topic == nil {
 			continue
 		}
 		if err := kerr.ErrorForCode(t.ErrorCode); err != nil {
-			return nil, fmt.Errorf("describe topic %s: %w", *t.Topic, err)
+			errs = append(errs, fmt.Errorf("describe topic %s: %w", *t.Topic, err))
+			continue
 		}
 		ids[*t.Topic] = t.TopicID
 	}
-	return ids, nil
+	return ids, cluster, errors.Join(errs...)
 }
 
 // PartitionsOf asks Kafka for the partitions of topics. A topic that does not exist has none, and neither has a name

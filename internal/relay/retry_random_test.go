@@ -65,6 +65,7 @@ func newOperatedRelay(t *testing.T, seed uint64) *operatedRelay {
 		t: t, d: testenv.NewTables(t), rng: rand.New(rand.NewPCG(seed, 32)), accepted: map[string][]int64{}, resolved: map[int64]bool{},
 	}
 	o.r = newLockedFixture(t, o.d, &o.log)
+	o.d.Exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES (0, '1:1:', 0, 1, 1)`)
 	o.r.Rules = Rules{RetryInterval: 5 * time.Millisecond, MaxRetries: 1 << 30, RetryWait: 1, MaxRetryWait: 1}
 	log := slog.New(slog.DiscardHandler)
 	o.r.Deliverer = &Deliverer{DeliveryParts{

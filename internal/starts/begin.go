@@ -119,7 +119,7 @@ func (m *Member) decideAll(committed map[string]map[int32]kgo.Offset, found map[
 		for number, offset := range numbers {
 			at, fromStart := kafka.Partition{Topic: name, Number: number}, m.cfg.FromStart
 			from := offset.EpochOffset().Offset
-			if m.isOfDeleted(m.fetchedOffset(at).Metadata, found[name].id) {
+			if m.fetchedOffset(at).IsOfDeleted(found[name].id, m.clusterID()) {
 				m.cfg.Log.Warn("outbox: the committed offset is that of a topic that was deleted and created again, it does not count",
 					"partition", at.Name(), "offset", from)
 				from, fromStart = None, true // the group is older than the topic

@@ -45,7 +45,9 @@ func deadDeliveries(rows []tables.Delivery) []DeadEvent {
 type deaths struct {
 	reported map[int64]time.Time // rows, and when they died
 	began    time.Time
+	last     time.Time // of the last check
 	since    time.Time // there may be undelivered deaths from here on
+	pending  int       // alerts of this check that are not delivered
 }
 
 const (
@@ -57,17 +59,43 @@ const (
 )
 
 // begin begins some time before the first check, an interval at least, because the process that led
-// until then may have stopped before its own check.
+// until then may have stopped before its own check. It does so again when the clock was set back: what dies from then
+// on is older than what the last check has read. What died before and is forgotten comes again then.
 func (d *deaths) begin(now time.Time, back time.Duration) {
-	if d.began.IsZero() {
-		d.reported, d.began, d.since = map[int64]time.Time{}, now.Add(-back), now.Add(-back)
+	if first := now.Add(-back); d.reported == nil {
+		d.reported, d.began, d.since = map[int64]time.Time{}, first, first
+	} else if now.Before(d.last) {
+		d.began, d.since = earlier(d.began, first), earlier(d.since, first)
 	}
+	d.last = now
+}
+
+func earlier(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
 }
 
 func (d *deaths) known() []int64 { return slices.AppendSeq([]int64{}, maps.Keys(d.reported)) }
 
-// forget drops the deaths before a time, of which none is undelivered.
+// alert returns a function that delivers an alert to deaths, and remembers them. If one is not delivered, all that are
+// not known come again at the next check.
+func (d *deaths) alert(deliver func(context.Context) bool, died map[int64]time.Time) func(context.Context) {
+	d.pending++
+	return func(ctx context.Context) {
+		if deliver(ctx) {
+			d.pending--
+			maps.Copy(d.reported, died)
+		}
+	}
+}
+
+// forget drops the deaths before a time, unless some of this check are undelivered.
 func (d *deaths) forget(before time.Time) {
+	if d.pending > 0 {
+		return
+	}
 	d.since = before
 	if before.Before(d.began) {
 		d.since = d.began
@@ -75,43 +103,40 @@ func (d *deaths) forget(before time.Time) {
 	maps.DeleteFunc(d.reported, func(_ int64, at time.Time) bool { return at.Before(d.since) })
 }
 
-// reportDeadEvents alerts to events that have died since the last check, with one alert
-// for each relay.
-func (w *Watch) reportDeadEvents(ctx context.Context, l state) {
+// deadEvents alert to events that have died since the last check, with one alert for each relay.
+func (w *Watch) deadEvents(l state) (all []func(context.Context)) {
+	w.deaths.pending = 0
 	for _, r := range l.Relays {
 		dead := slices.DeleteFunc(slices.Clone(l.died), func(f tables.Failure) bool { return f.Relay != r.Name })
 		if len(dead) == 0 {
 			continue
 		}
-		if !w.deliver(ctx, Alert{Kind: Dead, Relay: r.Name, Status: r, Died: len(dead), Dead: deadEvents(dead)}) {
-			return // again at the next check
-		}
+		died := map[int64]time.Time{}
 		for _, f := range dead {
-			w.deaths.reported[f.ID] = f.NextRetryAt
+			died[f.ID] = f.NextRetryAt
 		}
+		a := Alert{Kind: Dead, Relay: r.Name, Status: r, Died: len(dead), Dead: deadEvents(dead)}
+		all = append(all, w.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a) }, died))
 	}
-	if w.cfg.Group == "" && len(l.died) < maxDeadRead {
-		w.deaths.forget(l.now.Add(-deadOverlap))
-	}
+	return all
 }
 
-// reportDeadDeliveries alerts to deliveries that died since the last check, with one alert for each
+// deadDeliveries alert to deliveries that died since the last check, with one alert for each
 // group. Each alert counts all dead deliveries of its group.
-func (w *Watch) reportDeadDeliveries(ctx context.Context, l state, died []tables.Delivery, counts []tables.EventCount) {
+func (w *Watch) deadDeliveries(l state) (all []func(context.Context)) {
+	w.common.deaths.pending = 0
 	byGroup := map[string][]tables.Delivery{}
-	for _, dead := range died {
+	for _, dead := range l.diedDeliveries {
 		byGroup[dead.Group] = append(byGroup[dead.Group], dead)
 	}
 	for _, group := range slices.Sorted(maps.Keys(byGroup)) {
-		all := slices.DeleteFunc(slices.Clone(counts), func(c tables.EventCount) bool { return c.Group != group })
-		if !w.deliver(ctx, Alert{Kind: DeadDeliveries, Group: group, Died: len(byGroup[group]), Dead: deadDeliveries(byGroup[group]), Counts: all}) {
-			return // again at the next check
-		}
+		died := map[int64]time.Time{}
 		for _, dead := range byGroup[group] {
-			w.common.deaths.reported[dead.ID] = dead.ProcessedAt
+			died[dead.ID] = dead.ProcessedAt
 		}
+		counts := slices.DeleteFunc(slices.Clone(l.dead), func(c tables.EventCount) bool { return c.Group != group })
+		a := Alert{Kind: DeadDeliveries, Group: group, Died: len(died), Dead: deadDeliveries(byGroup[group]), Counts: counts}
+		all = append(all, w.common.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a) }, died))
 	}
-	if len(died) < maxDeadRead {
-		w.common.deaths.forget(l.now.Add(-deadOverlap))
-	}
+	return all
 }

@@ -97,14 +97,16 @@ type Watch struct {
 	deaths   *deaths      // of Relay, or of all relays
 	common   *common      // nil while another process has this, but until [Watch.handOver] has delivered all
 	reportAt time.Time
+	slow     bool // a receiver has used up its time in this check
+	next     int  // which alert of the next check comes first
 }
 
 // common is what a watch remembers about the whole database.
 type common struct {
 	active     conditions
-	deaths     *deaths           // of deliveries
-	leaderless map[string]bool   // relays that had no leader at the last check
-	lost       map[key]time.Time // groups and topics with lost records, and the last loss that was delivered
+	deaths     *deaths             // of deliveries
+	leaderless map[string]bool     // relays that had no leader at the last check
+	lost       map[key]LostRecords // the last loss that was delivered, of each group and topic
 }
 
 // conditions are the alerts that have begun, with how bad it was when they were delivered.
@@ -116,7 +118,9 @@ func keyOf(a Alert) key { return key{a.Kind, a.Relay, a.Group, a.Topic} }
 
 const (
 	deliverTimeout = 10 * time.Second // of one alert; an Alerter that ignores it is abandoned
-	checkTimeout   = 30 * time.Second // of all statements of a check
+	hurryTimeout   = 2 * time.Second  // of those in the same check behind one that used up its time
+	sendTimeout    = 30 * time.Second // of all alerts of a check
+	readTimeout    = 30 * time.Second // of the statements of a check, for those about the whole database apart
 	maxResolves    = 20               // in a check, which is to have time for what holds
 )
 
@@ -139,6 +143,14 @@ type state struct {
 	now   time.Time        // of the database
 	died  []tables.Failure // read before all counts, so that these have them
 	stale []tables.EventCount
+
+	// What concerns the whole database, if PostgreSQL has answered.
+	complete       bool
+	diedDeliveries []tables.Delivery
+	dead           []tables.EventCount
+	lost           []LostRecords
+	unresolved     []tables.EventCount
+	reportDue      bool
 }
 
 // has reports whether there is a relay of that name.
@@ -146,36 +158,67 @@ func (l state) has(relay string) bool {
 	return slices.ContainsFunc(l.Relays, func(r tables.Relay) bool { return r.Name == relay })
 }
 
-// Check reads the state of relays and groups once, and alerts to changes. Its error is
-// PostgreSQL's.
+// Check reads the state of relays and groups once, and then alerts to changes, so that no receiver takes the time of
+// PostgreSQL. Its error is PostgreSQL's. If that is about the whole database, what concerns a relay is alerted to.
 func (w *Watch) Check(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
-	defer cancel()
-	w.resolves = maxResolves
 	l, err := w.read(ctx)
 	if err != nil {
 		return err
 	}
-	for _, r := range l.Relays {
-		if w.isOwn(r) {
-			w.checkRelay(ctx, l, r)
-		}
+	if l.first {
+		err = w.readCommon(ctx, &l)
 	}
-	w.endRemoved(ctx, l, w.active)
-	switch {
-	case l.first:
-		err = w.checkCommon(ctx, l)
-	case w.common != nil:
-		w.handOver(ctx, l)
+	w.send(ctx, w.alerts(l))
+	if w.cfg.Group == "" && len(l.died) < maxDeadRead {
+		w.deaths.forget(l.now.Add(-deadOverlap))
 	}
-	if err == nil {
-		w.reportDeadEvents(ctx, l)
+	if l.complete && len(l.diedDeliveries) < maxDeadRead {
+		w.common.deaths.forget(l.now.Add(-deadOverlap))
 	}
 	return err
 }
 
+// alerts returns functions that alert to what a check has found, if it has changed.
+func (w *Watch) alerts(l state) (all []func(context.Context)) {
+	for _, r := range l.Relays {
+		if w.isOwn(r) {
+			all = append(all, w.relayAlerts(l, r)...)
+		}
+	}
+	all = append(all, func(ctx context.Context) { w.endRemoved(ctx, l, w.active) })
+	switch {
+	case l.first:
+		all = append(all, w.commonAlerts(l)...)
+	case w.common != nil:
+		all = append(all, func(ctx context.Context) { w.handOver(ctx, l) })
+	}
+	return append(all, w.deadEvents(l)...)
+}
+
+// send calls functions that alert, for a limited time. A receiver that uses up its time leaves less to each of those
+// behind it, so the next check begins behind its alert, or with the first one for which there was no time.
+func (w *Watch) send(ctx context.Context, alerts []func(context.Context)) {
+	ctx, cancel := context.WithTimeout(ctx, sendTimeout)
+	defer cancel()
+	first := w.next
+	w.resolves, w.slow, w.next = maxResolves, false, 0
+	for i := range alerts {
+		at := (first + i) % len(alerts)
+		if ctx.Err() != nil {
+			w.next = at
+			return
+		}
+		wasSlow := w.slow
+		if alerts[at](ctx); w.slow && !wasSlow {
+			w.next = at + 1
+		}
+	}
+}
+
 // read reads what every check needs, and finds out whether this process alerts to what concerns the whole database.
 func (w *Watch) read(ctx context.Context) (l state, err error) {
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
 	if l.now, err = w.store.Now(ctx); err != nil {
 		return l, err
 	}
@@ -190,7 +233,7 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 		return l, err
 	}
 	if l.first = w.isFirst(l); l.first && w.common == nil {
-		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
+		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]LostRecords{}}
 		clear(w.closed)
 	}
 	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: l.first}
@@ -230,10 +273,40 @@ func (w *Watch) isFirst(l state) bool {
 	return relay == "" && workers == w.cfg.Group
 }
 
-// checkRelay alerts to late events of a relay, and to a breaker that is not closed.
-func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
-	if w.cfg.Relay != "" && r.Holder != "" {
-		w.update(ctx, w.active, false, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r}) // another process may have said so
+// readCommon reads what only concerns the whole database.
+func (w *Watch) readCommon(ctx context.Context, l *state) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	deaths := w.common.deaths
+	deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
+	if l.diedDeliveries, err = w.store.DiedDeliveries(ctx, deaths.since, deaths.known(), maxDeadRead); err != nil {
+		return err
+	}
+	if l.dead, err = w.store.Dead(ctx); err != nil {
+		return err
+	}
+	if l.lost, err = w.store.Lost(ctx, deaths.began); err != nil { // as far back as deaths
+		return err
+	}
+	l.reportDue = w.cfg.ReportInterval != noReports && !time.Now().Before(w.reportAt)
+	if l.reportDue {
+		if l.unresolved, err = w.store.Unresolved(ctx); err != nil {
+			return err
+		}
+	}
+	l.complete = true
+	return nil
+}
+
+// updates returns a function that calls update.
+func (w *Watch) updates(active conditions, holds bool, level int, a Alert) func(context.Context) {
+	return func(ctx context.Context) { w.update(ctx, active, holds, level, a) }
+}
+
+// relayAlerts alert to late events of a relay, and to a breaker that is not closed.
+func (w *Watch) relayAlerts(l state, r tables.Relay) (all []func(context.Context)) {
+	if w.cfg.Relay != "" && r.Holder != "" { // another process may have said that it has no leader
+		all = append(all, w.updates(w.active, false, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r}))
 	}
 	counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Relay == r.Name })
 	if w.cfg.StaleEvents != nil && r.Name == w.cfg.Relay {
@@ -242,10 +315,11 @@ func (w *Watch) checkRelay(ctx context.Context, l state, r tables.Relay) {
 		}
 		w.cfg.StaleEvents(counts, w.clock)
 	}
-	w.update(ctx, w.active, holds, 0, Alert{Kind: Stale, Relay: r.Name, Status: r, Counts: counts})
+	all = append(all, w.updates(w.active, holds, 0, Alert{Kind: Stale, Relay: r.Name, Status: r, Counts: counts}))
 	if open, known := w.breakerOf(r); known {
-		w.update(ctx, w.active, open, 0, Alert{Kind: Breaker, Relay: r.Name, Status: r})
+		all = append(all, w.updates(w.active, open, 0, Alert{Kind: Breaker, Relay: r.Name, Status: r}))
 	}
+	return all
 }
 
 // breakerOf reports whether the breaker of a relay is open or half-open. The one of this process closes when Kafka
@@ -294,42 +368,38 @@ func total(counts []tables.EventCount) (n int) {
 	return n
 }
 
-// checkCommon alerts to what concerns the whole database.
-func (w *Watch) checkCommon(ctx context.Context, l state) error {
+// commonAlerts alert to what concerns the whole database.
+func (w *Watch) commonAlerts(l state) (all []func(context.Context)) {
 	for _, r := range l.Relays {
 		if r.Name != w.cfg.Relay {
-			w.checkLeader(ctx, r)
+			all = append(all, w.leaderAlerts(r)...)
 		}
 	}
-	w.endRemoved(ctx, l, w.common.active)
+	all = append(all, func(ctx context.Context) { w.endRemoved(ctx, l, w.common.active) })
 	maps.DeleteFunc(w.common.leaderless, func(relay string, _ bool) bool { return !l.has(relay) })
-	w.checkGroups(ctx, l)
-	w.common.deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
-	died, err := w.store.DiedDeliveries(ctx, w.common.deaths.since, w.common.deaths.known(), maxDeadRead)
-	if err != nil {
-		return err
+	all = append(all, w.groupAlerts(l)...)
+	if !l.complete {
+		return all
 	}
-	dead, err := w.store.Dead(ctx)
-	if err != nil {
-		return err
+	n := total(l.dead)
+	all = append(all, w.updates(w.common.active, n >= w.cfg.DeadThreshold, n, Alert{Kind: ManyDead, Counts: l.dead}))
+	all = append(all, w.deadDeliveries(l)...)
+	all = append(all, w.lostRecords(l)...)
+	if l.reportDue {
+		all = append(all, func(ctx context.Context) { w.reportUnresolved(ctx, l.unresolved) })
 	}
-	n := total(dead)
-	w.update(ctx, w.common.active, n >= w.cfg.DeadThreshold, n, Alert{Kind: ManyDead, Counts: dead})
-	w.reportDeadDeliveries(ctx, l, died, dead)
-	if err := w.reportLost(ctx); err != nil {
-		return err
-	}
-	return w.reportUnresolved(ctx)
+	return all
 }
 
-// checkLeader alerts at the second check without a leader, because a standby needs a
+// leaderAlerts alert at the second check without a leader, because a standby needs a
 // moment to take over.
-func (w *Watch) checkLeader(ctx context.Context, r tables.Relay) {
+func (w *Watch) leaderAlerts(r tables.Relay) (all []func(context.Context)) {
 	leaderless := r.Holder == "" && !r.MovedAt.IsZero()
 	if again := w.common.leaderless[r.Name]; again || !leaderless {
-		w.update(ctx, w.common.active, leaderless, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r})
+		all = append(all, w.updates(w.common.active, leaderless, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r}))
 	}
 	w.common.leaderless[r.Name] = leaderless
+	return all
 }
 
 // handOver forgets what concerns the whole database, which another process alerts to from now on. That may be the new
@@ -357,9 +427,9 @@ func (w *Watch) endRemoved(ctx context.Context, l state, active conditions) (don
 	return done
 }
 
-// checkGroups alerts to what consumer groups have not handled for too long. A group whose alert
+// groupAlerts alert to what consumer groups have not handled for too long. A group whose alert
 // has begun, here or elsewhere, is checked although none of its events waits any more.
-func (w *Watch) checkGroups(ctx context.Context, l state) {
+func (w *Watch) groupAlerts(l state) (all []func(context.Context)) {
 	var groups []string
 	for _, g := range slices.Concat(l.Workers, l.Consumers) {
 		groups = append(groups, g.Name)
@@ -376,9 +446,10 @@ func (w *Watch) checkGroups(ctx context.Context, l state) {
 	for _, group := range slices.Compact(groups) {
 		if group != "" {
 			counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Group == group })
-			w.update(ctx, w.common.active, holds, 0, Alert{Kind: Stale, Group: group, Counts: counts})
+			all = append(all, w.updates(w.common.active, holds, 0, Alert{Kind: Stale, Group: group, Counts: counts}))
 		}
 	}
+	return all
 }
 
 // update alerts when a condition begins to hold, when it becomes worse, and when it
@@ -429,42 +500,39 @@ func (w *Watch) deliver(ctx context.Context, a Alert) bool { return w.pass(ctx, 
 
 func (w *Watch) pass(ctx context.Context, a Alert, to func(context.Context, Alert) error) bool {
 	a.At = w.clock.Now()
-	ctx, cancel := context.WithTimeout(ctx, deliverTimeout)
+	timeout := deliverTimeout
+	if w.slow {
+		timeout = hurryTimeout
+	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	err := w.alerter.Call(ctx, func() error { return to(ctx, a) })
 	if err != nil {
+		w.slow = w.slow || ctx.Err() != nil
 		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "over", a.Over, "relay", a.Relay, "group", a.Group, "error", err)
 	}
 	return err == nil
 }
 
-// reportLost alerts to records that Kafka had removed before a consumer group read them,
-// as far back as to deaths.
-func (w *Watch) reportLost(ctx context.Context) error {
-	lost, err := w.store.Lost(ctx, w.common.deaths.began)
-	if err != nil {
-		return err
-	}
-	for _, l := range lost {
-		a := Alert{Kind: Lost, Group: l.Group, Topic: l.Topic, Lost: l.Records}
-		if l.At.After(w.common.lost[keyOf(a)]) && w.deliver(ctx, a) {
-			w.common.lost[keyOf(a)] = l.At
+// lostRecords alert to records that Kafka had removed before a consumer group read them.
+func (w *Watch) lostRecords(l state) (all []func(context.Context)) {
+	for _, lost := range l.lost {
+		a := Alert{Kind: Lost, Group: lost.Group, Topic: lost.Topic, Lost: lost.Records}
+		// After the clock of the database was set back, only the number says that there are more.
+		if before := w.common.lost[keyOf(a)]; lost.At.After(before.At) || lost.Records > before.Records {
+			all = append(all, func(ctx context.Context) {
+				if w.deliver(ctx, a) {
+					w.common.lost[keyOf(a)] = lost
+				}
+			})
 		}
 	}
-	return nil
+	return all
 }
 
 // reportUnresolved alerts at intervals to unresolved events and deliveries.
-func (w *Watch) reportUnresolved(ctx context.Context) error {
-	if w.cfg.ReportInterval == noReports || time.Now().Before(w.reportAt) {
-		return nil
-	}
-	counts, err := w.store.Unresolved(ctx)
-	if err != nil {
-		return err
-	}
+func (w *Watch) reportUnresolved(ctx context.Context, counts []tables.EventCount) {
 	if len(counts) == 0 || w.deliver(ctx, Alert{Kind: Report, Counts: counts}) {
 		w.reportAt = time.Now().Add(w.cfg.ReportInterval)
 	}
-	return nil
 }

@@ -706,6 +706,148 @@ func TestReports(t *testing.T) {
 	})
 }
 
+// strictStore is a store whose statements fail when their time is over.
+type strictStore struct{ *fakeStore }
+
+func (s strictStore) DiedDeliveries(ctx context.Context, since time.Time, known []int64, limit int) ([]tables.Delivery, error) {
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
+	return s.fakeStore.DiedDeliveries(ctx, since, known, limit)
+}
+
+func (s strictStore) Dead(ctx context.Context) ([]tables.EventCount, error) {
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
+	return s.fakeStore.Dead(ctx)
+}
+
+// One receiver that swallows what it gets takes neither the time of statements nor that of other receivers. Which
+// alerts come first changes, so that a receiver that only takes some time gets all of it at some check.
+func TestSlowReceiver(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{DeadThreshold: 1, StalePending: 1, ReportInterval: math.MaxInt64}, "default")
+		swallows := func(a watch.Alert) bool { return a.Kind == watch.Stale || a.Kind == watch.Breaker }
+		takes := map[string]time.Duration{watch.ManyDead: 5 * time.Second}
+		f.cfg.Deliver = func(ctx context.Context, a watch.Alert) error {
+			took := time.Hour
+			if !swallows(a) {
+				took = takes[a.Kind]
+			}
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-time.After(took):
+				return f.deliver(ctx, a)
+			}
+		}
+		f.Watch = watch.New(strictStore{&f.store}, f.cfg)
+		f.breakerClosed = false
+		f.store.dead = []tables.EventCount{{Relay: "default", Events: 2}}
+		for _, group := range []string{"", "mails", "stats"} {
+			c := tables.EventCount{Group: group, Events: 5, Oldest: time.Now().Add(-time.Hour)}
+			if group == "" {
+				c.Relay = "default"
+			}
+			f.store.stale = append(f.store.stale, c)
+		}
+		f.store.die(1)
+		f.store.giveUp("stats", 1)
+		delivered := map[string]bool{}
+		for range 6 {
+			start := time.Now()
+			for _, kind := range strings.Split(f.check(t), ", ") {
+				delivered[kind] = true
+			}
+			require.LessOrEqual(t, time.Since(start), 31*time.Second)
+			require.True(t, delivered["default dead_events"] && delivered["stats dead_deliveries"], "%v", delivered)
+		}
+		require.True(t, delivered["many_dead"], "%v", delivered)
+
+		// Then no more is lost than time: what was swallowed comes when the receiver works.
+		swallows = func(watch.Alert) bool { return false }
+		require.Equal(t, 4, len(strings.Split(f.check(t), ", ")))
+		require.Empty(t, f.check(t))
+	})
+}
+
+// However many alerts a receiver swallows, the others are delivered after some checks.
+func TestManySwallowedAlerts(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{DeadThreshold: 1, StalePending: 1, ReportInterval: math.MaxInt64}, "default")
+		f.cfg.Deliver = func(ctx context.Context, a watch.Alert) error {
+			if a.Kind == watch.Stale {
+				<-ctx.Done()
+				return ctx.Err()
+			}
+			return f.deliver(ctx, a)
+		}
+		f.Watch = watch.New(strictStore{&f.store}, f.cfg)
+		for i := range 50 {
+			f.store.stale = append(f.store.stale, tables.EventCount{Group: strconv.Itoa(i), Events: 5, Oldest: time.Now().Add(-time.Hour)})
+		}
+		f.store.die(1)
+		f.store.giveUp("stats", 1)
+		delivered := ""
+		for range 6 {
+			delivered += f.check(t)
+			time.Sleep(30 * time.Second)
+		}
+		require.Contains(t, delivered, "default dead_events")
+		require.Contains(t, delivered, "stats dead_deliveries")
+	})
+}
+
+// What PostgreSQL does not answer about the whole database does not keep a relay from alerts to its own events.
+func TestCommonReadFails(t *testing.T) {
+	t.Parallel()
+	f := newFixture(watch.Settings{DeadThreshold: 1}, "default")
+	f.store.at.Relays = append(f.store.at.Relays, tables.Relay{Name: "gone", MovedAt: time.Now()})
+	failing := &failingStore{&f.store}
+	f.Watch = watch.New(failing, f.cfg)
+	f.store.die(1)
+	require.ErrorIs(t, f.Check(t.Context()), errTooSlow)
+	require.Len(t, f.alerts, 1)
+	require.Equal(t, watch.Dead, f.alerts[0].Kind)
+	require.ErrorIs(t, f.Check(t.Context()), errTooSlow)
+	require.Len(t, f.alerts, 2)
+	require.Equal(t, watch.NoLeader, f.alerts[1].Kind)
+}
+
+var errTooSlow = errors.New("statement timeout")
+
+type failingStore struct{ *fakeStore }
+
+func (*failingStore) DiedDeliveries(context.Context, time.Time, []int64, int) ([]tables.Delivery, error) {
+	return nil, errTooSlow
+}
+
+// When the clock of the database is set back, what dies afterwards is alerted to, and so are lost records.
+func TestClockIsSetBack(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64, DeadThreshold: 100}, "default")
+		f.store.at.Relays = append(f.store.at.Relays, tables.Relay{Name: "other", Holder: "there", MovedAt: time.Now()})
+		f.store.lost = []watch.LostRecords{{Group: "stats", Topic: "t", Records: 1, At: time.Now()}}
+		f.store.die(1)
+		require.Equal(t, "stats lost_records, default dead_events", f.check(t))
+		f.store.behind = time.Hour
+		time.Sleep(time.Minute)
+		require.Empty(t, f.check(t), "what is known stays known")
+		time.Sleep(time.Minute)
+		f.store.die(1)
+		f.store.giveUp("stats", 1)
+		at := time.Now().Add(-time.Hour)
+		f.store.rows[1].NextRetryAt, f.store.deliveries[0].ProcessedAt = at, at
+		f.store.lost[0] = watch.LostRecords{Group: "stats", Topic: "t", Records: 3, At: at}
+		require.Equal(t, "stats dead_deliveries, stats lost_records, default dead_events", f.check(t))
+		require.Empty(t, f.check(t))
+	})
+}
+
 // What PostgreSQL refuses ends the check, and changes nothing.
 func TestStoreFails(t *testing.T) {
 	t.Parallel()
