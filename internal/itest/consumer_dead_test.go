@@ -109,7 +109,9 @@ func testDeadLetterTopicCreatedAgain(t *testing.T, plain bool) {
 	}
 	if !plain {
 		rows := &parkingFixture{consumerFixture: s.consumerFixture}
-		require.Eventually(t, func() bool { return rows.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'DEAD' AND NOT dead_letter_owed`) == 6 },
+		require.Eventually(t, func() bool {
+			return rows.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'DEAD' AND NOT dead_letter_owed`) == 6
+		},
 			testenv.Patience, 10*time.Millisecond)
 	}
 }
