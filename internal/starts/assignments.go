@@ -46,12 +46,12 @@ func (s *Store) assign(ctx context.Context, member string, offsets []Offset) (ma
 		ats[i] = o.At
 	}
 	assignments := map[kafka.Partition]Assignment{}
-	rows, err := s.db.Query(ctx, s.sqlAssign, s.group, member, names, ids, numbers, ats)
-	if err == nil {
+	err := pg.Query(ctx, s.db, pg.Durable, func(rows pgx.Rows) error {
 		var at kafka.Partition
 		var a Assignment
-		_, err = pgx.ForEachRow(rows, []any{&at.Topic, &at.Number, &a.UncleanEnds, &a.Suspected}, func() error { assignments[at] = a; return nil })
-	}
+		_, err := pgx.ForEachRow(rows, []any{&at.Topic, &at.Number, &a.UncleanEnds, &a.Suspected}, func() error { assignments[at] = a; return nil })
+		return err
+	}, s.sqlAssign, s.group, member, names, ids, numbers, ats)
 	if err != nil {
 		return nil, fmt.Errorf("note assigned partitions: %w", err)
 	}
@@ -74,7 +74,7 @@ func (s *Store) suspect(ctx context.Context, at Offset, stopped bool) (ends int,
 		step = -1
 	}
 	offset := pgtype.Int8{Int64: at.At, Valid: at.At != None}
-	err = pg.QueryRow(ctx, s.db, s.sqlSuspect, s.group, at.Partition.Topic, uuidOf(at.Topic), at.Number, offset, step).Scan(&ends)
+	err = pg.ExecRow(ctx, s.db, s.sqlSuspect, s.group, at.Partition.Topic, uuidOf(at.Topic), at.Number, offset, step).Scan(&ends)
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) { // a topic that was deleted has no row
 		return 0, fmt.Errorf("note that a record is handled alone: %w", err)
 	}
