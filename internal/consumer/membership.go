@@ -284,28 +284,22 @@ func (m *membership) revoked(_ context.Context, client *kgo.Client, topics map[s
 	workers := m.remove(topics)
 	m.finish(workers, m.cfg.SessionTimeout, abandonGrace)
 	m.limitFetches(client)
-	defer m.noteEnds(workers)()
+	defer inBackground(func() { m.starts.Ended(topics) })() // the next member may only begin after that
 	if err := m.commit(context.Background(), workers); err != nil {
 		m.log.Debug("outbox: offsets of revoked partitions not committed; their events arrive again", "error", err)
 	}
 }
 
-// noteEnds notes in the background that workers have ended cleanly. wait waits for it: the next member may only begin
-// after that.
-func (m *membership) noteEnds(workers []*partitionWorker) (wait func()) {
-	var ended []kafka.Partition
-	for _, w := range workers {
-		if w.hasBegun() {
-			ended = append(ended, w.partition)
-		}
-	}
-	var noting sync.WaitGroup
-	noting.Go(func() { m.starts.Ended(ended) })
-	return noting.Wait
+// inBackground calls f. wait waits for it.
+func inBackground(f func()) (wait func()) {
+	var running sync.WaitGroup
+	running.Go(f)
+	return running.Wait
 }
 
 // lost ends the workers of lost partitions at once: another member may have the partitions.
 func (m *membership) lost(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
+	m.starts.Expelled(topics)
 	m.abandon(m.remove(topics), abandonGrace)
 }
 

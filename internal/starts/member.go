@@ -82,6 +82,7 @@ type Member struct {
 	missing   map[string]time.Time                  // when something was refused because of a topic, last
 	omitted   map[string]bool                       // topics that did not exist when reading began
 	awaited   map[kafka.Partition]int64             // partitions of which Kafka did not say then where they begin or end
+	held      map[kafka.Partition]kafka.TopicID     // noted as assigned to this member; nil after End
 	replaced  map[string]bool                       // topics that were deleted and created again
 	positions map[kafka.Partition]position
 }
@@ -91,7 +92,7 @@ func NewMember(cfg Config) *Member {
 	m := &Member{
 		cfg: cfg, id: uuid.New(), prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
 		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{},
-		awaited: map[kafka.Partition]int64{}, replaced: map[string]bool{}, positions: map[kafka.Partition]position{},
+		awaited: map[kafka.Partition]int64{}, held: map[kafka.Partition]kafka.TopicID{}, replaced: map[string]bool{}, positions: map[kafka.Partition]position{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
 	return m
@@ -163,7 +164,7 @@ const tryTimeout = 30 * time.Second
 
 // StartOffsets is a function for [kgo.AdjustFetchOffsetsFn], which calls it before
 // partitions are read. It does not return until PostgreSQL and Kafka have answered: a
-// partition that began elsewhere would skip records.
+// partition that began elsewhere would skip records. After End it returns no partitions.
 func (m *Member) StartOffsets(ctx context.Context, committed map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	select {
 	case <-m.prepared:
@@ -174,6 +175,9 @@ func (m *Member) StartOffsets(ctx context.Context, committed map[string]map[int3
 		try, cancel := context.WithTimeout(ctx, tryTimeout)
 		offsets, err := m.begin(try, committed)
 		cancel()
+		if errors.Is(err, errEnded) {
+			return nil, nil
+		}
 		if errors.Is(err, errStarting) {
 			if !said {
 				m.cfg.Log.Info("outbox: the group gets the events of an archive first, reading begins after that")
