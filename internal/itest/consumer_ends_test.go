@@ -259,7 +259,7 @@ func TestHealthOfWaitingSuspect(t *testing.T) {
 	require.False(t, says())
 }
 
-// While a member stops, a rebalance assigns a partition to it, with which it does not begin. It ends cleanly there, too.
+// While a member stops, a rebalance assigns a partition to it, with which it does not begin. That is a clean end, too.
 func TestAssignedDuringStopIsCleanEnd(t *testing.T) {
 	t.Parallel()
 	s := newStartFixture(t, 2)

@@ -88,8 +88,8 @@ func (r queriedRow) Scan(dst ...any) error {
 	return send(r.ctx, r.db, true, &batch)
 }
 
-// Exec is the method of a pool, under READ COMMITTED. It waits for the disk, see [Durable]: mostly, Kafka or an operator
-// is told next that it is done.
+// Exec is the method of a pool, under READ COMMITTED. It waits for the disk, see [Durable]: mostly, Kafka or an
+// operator is told next that it is done.
 func Exec(ctx context.Context, db BatchSender, sql string, args ...any) (tag pgconn.CommandTag, err error) {
 	var batch pgx.Batch
 	batch.Queue(Durable)

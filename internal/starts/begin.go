@@ -80,6 +80,17 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 		return nil, err
 	}
 	m.await(silent)
+	for at, s := range decided {
+		m.cfg.Begun(at, Beginning{Offset: s.at, Gaps: gaps[at], Assignment: assignments[at]})
+		m.reportLost(at, s.at-s.lost, s.lost)
+	}
+	return offsetsFor(committed, decided, froms, silent), nil
+}
+
+// offsetsFor returns committed without silent partitions, and with the offsets from which the others are to be read.
+func offsetsFor(
+	committed map[string]map[int32]kgo.Offset, decided map[kafka.Partition]start, froms map[kafka.Partition]int64, silent silence,
+) map[string]map[int32]kgo.Offset {
 	offsets := map[string]map[int32]kgo.Offset{}
 	for name, numbers := range committed {
 		offsets[name] = maps.Clone(numbers)
@@ -91,10 +102,8 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 		if from := froms[at]; !s.known || from < s.at {
 			offsets[at.Topic][at.Number] = kgo.NewOffset().At(from)
 		}
-		m.cfg.Begun(at, Beginning{Offset: s.at, Gaps: gaps[at], Assignment: assignments[at]})
-		m.reportLost(at, s.at-s.lost, s.lost)
 	}
-	return offsets, nil
+	return offsets
 }
 
 // omitMissing returns committed without topics that do not exist or may not be described, so that the

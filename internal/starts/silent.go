@@ -37,8 +37,8 @@ func (s silence) cause() error {
 // listTimeout bounds the wait for a broker that leads some of the partitions.
 const listTimeout = 5 * time.Second
 
-// ask asks Kafka for the first offsets of partitions, and for the ends where [kafka.EndOffset] is wanted. It returns the
-// first offsets, the wanted offsets, and the partitions of which Kafka does not say the wanted one.
+// ask asks Kafka for the first offsets of partitions, and for the ends where [kafka.EndOffset] is wanted. It returns
+// the first offsets, the wanted offsets, and the partitions of which Kafka does not say the wanted one.
 func (m *Member) ask(ctx context.Context, wanted map[kafka.Partition]int64) (firsts, found map[kafka.Partition]int64, silent silence) {
 	beginnings, ends := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
 	for at := range wanted {
@@ -100,8 +100,8 @@ func (m *Member) awaits(topic string) bool {
 	return false
 }
 
-// keepAsking asks for the offsets of partitions without which reading has begun, until ctx is cancelled. When Kafka says
-// those of one, a new client reads it.
+// keepAsking asks for the offsets of partitions without which reading has begun, until ctx is cancelled. When Kafka
+// says those of one, a new client reads it.
 func (m *Member) keepAsking(ctx context.Context) {
 	for ; ctx.Err() == nil; wait.Sleep(ctx, MissingInterval) {
 		m.mu.Lock()
