@@ -113,6 +113,27 @@ func TestAddedPartitionWithoutLeader(t *testing.T) {
 	s.requireSeen(t, added...)
 }
 
+// The same while a member reads the topic: it goes on with the partitions that it has.
+func TestPartitionWithoutLeaderAddedToMember(t *testing.T) {
+	t.Parallel()
+	for name, opts := range groupProtocols {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newLeaderlessFixture(t)
+			s.startFixture.run(t, outbox.ConsumerConfig{}, append(opts, kgo.MetadataMinAge(50*time.Millisecond))...)
+			require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
+			s.addPartitions(t, 2)
+			added := s.put(t, 1, 3)
+			s.loseLeader(t, kafkaclient.Partition{Topic: s.topic, Number: 1})
+			s.requireLogged(t, "LEADER_NOT_AVAILABLE")
+			s.requireSeen(t, s.put(t, 0, 3)...)
+			require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 3 }, testenv.Patience, 10*time.Millisecond)
+			s.restore()
+			s.requireSeen(t, added...)
+		})
+	}
+}
+
 // The same without a database, where reading begins at the ends of the partitions.
 func TestPartitionWithoutLeaderOrDatabase(t *testing.T) {
 	t.Parallel()
