@@ -79,7 +79,7 @@ func (r *run) forget(ctx context.Context, chunk []resend) error {
 		besides = append(besides, e.Beside())
 	}
 	var forgotten int64
-	err := pg.QueryRow(ctx, r.db, pg.InSchema(sqlForgetHandled, r.cfg.Schema), r.cfg.Group, types, ids, sources, besides,
+	err := pg.ExecRow(ctx, r.db, pg.InSchema(sqlForgetHandled, r.cfg.Schema), r.cfg.Group, types, ids, sources, besides,
 		r.cfg.Audit.Operator, fmt.Sprintf("%s (outbox ids %d to %d)", r.cfg.Audit.Reason, chunk[0].event.OutboxID, chunk[len(chunk)-1].event.OutboxID)).Scan(&forgotten)
 	if err != nil {
 		return fmt.Errorf("forget what group %s has handled: %w", r.cfg.Group, orNotMigrated(err))

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -42,6 +43,9 @@ type membership struct {
 	pieces              handling.Pieces // bytes of one fetch of a partition; written by the client and the poll loop
 	once                sync.Once
 	fetchPartitionBytes int32 // FetchMaxPartitionBytes of the options; set once
+
+	forgetting sync.Mutex
+	forgotten  atomic.Int64 // how often the client has forgotten a dead-letter topic; written under forgetting
 
 	committing sync.Mutex // held during a commit and while partitions are revoked
 	mu         sync.Mutex // guards the fields below
@@ -157,8 +161,27 @@ func (m *membership) passGaps(ctx context.Context, gaps []starts.Gap, until int6
 	return m.starts.PassGaps(ctx, gaps, until)
 }
 
+// produce sends a record and waits for Kafka. Where the client has sent to a topic that was deleted and created again,
+// it forgets the old one, and sends the record once more.
 func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
+	before := m.forgotten.Load()
+	err := m.client.ProduceSync(ctx, record).FirstErr()
+	if !kafka.IsReplaced(err) {
+		return err
+	}
+	m.forgetReplaced(record.Topic, before)
 	return m.client.ProduceSync(ctx, record).FirstErr()
+}
+
+// forgetReplaced has the client forget a topic to which it has sent, unless it has forgotten one since before: the
+// records that others have sent to the new topic meanwhile would fail, although they may arrive.
+func (m *membership) forgetReplaced(topic string, before int64) {
+	m.forgetting.Lock()
+	defer m.forgetting.Unlock()
+	if m.forgotten.Load() == before {
+		m.client.PurgeTopicsFromProducing(topic)
+		m.forgotten.Add(1)
+	}
 }
 
 // The functions below are callbacks of [starts.Member].
@@ -261,28 +284,22 @@ func (m *membership) revoked(_ context.Context, client *kgo.Client, topics map[s
 	workers := m.remove(topics)
 	m.finish(workers, m.cfg.SessionTimeout, abandonGrace)
 	m.limitFetches(client)
-	defer m.noteEnds(workers)()
+	defer inBackground(func() { m.starts.Ended(topics) })() // the next member may only begin after that
 	if err := m.commit(context.Background(), workers); err != nil {
 		m.log.Debug("outbox: offsets of revoked partitions not committed; their events arrive again", "error", err)
 	}
 }
 
-// noteEnds notes in the background that workers have ended cleanly. wait waits for it: the next member may only begin
-// after that.
-func (m *membership) noteEnds(workers []*partitionWorker) (wait func()) {
-	var ended []kafka.Partition
-	for _, w := range workers {
-		if w.hasBegun() {
-			ended = append(ended, w.partition)
-		}
-	}
-	var noting sync.WaitGroup
-	noting.Go(func() { m.starts.Ended(ended) })
-	return noting.Wait
+// inBackground calls f. wait waits for it.
+func inBackground(f func()) (wait func()) {
+	var running sync.WaitGroup
+	running.Go(f)
+	return running.Wait
 }
 
 // lost ends the workers of lost partitions at once: another member may have the partitions.
 func (m *membership) lost(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
+	m.starts.Expelled(topics)
 	m.abandon(m.remove(topics), abandonGrace)
 }
 

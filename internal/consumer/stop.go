@@ -34,7 +34,7 @@ func (m *membership) close(polling <-chan struct{}) {
 	}
 	m.mu.Unlock()
 	m.finish(workers, clock.Part(handling.FinishBy), clock.Part(handling.AbandonBy-handling.FinishBy))
-	noted := m.noteEnds(m.all())
+	noted := inBackground(m.starts.End)
 	m.lastCommit(clock)
 	noted()
 	var saving sync.WaitGroup

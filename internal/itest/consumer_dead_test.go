@@ -73,3 +73,45 @@ func TestDeathIsLoggedOnceAndInFull(t *testing.T) {
 		})
 	}
 }
+
+// A dead-letter topic that is deleted and created again gets the dead letters that come after that, with a database and
+// without one. The client of the consumer keeps to the topic id that it saw first.
+func TestDeadLetterTopicCreatedAgain(t *testing.T) {
+	t.Parallel()
+	for name, plain := range map[string]bool{"with a database": false, "without one": true} {
+		t.Run(name, func(t *testing.T) { t.Parallel(); testDeadLetterTopicCreatedAgain(t, plain) })
+	}
+}
+
+func testDeadLetterTopicCreatedAgain(t *testing.T, plain bool) {
+	s := newStartFixture(t, 1)
+	db, cfg := s.db, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Logger: slog.New(slog.NewTextHandler(s.log, nil))}}
+	if plain {
+		db = nil
+	} else {
+		cfg.Schema = s.schema
+	}
+	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(100 * time.Millisecond)}, s.events, s.group, cfg,
+		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return outbox.Permanent(errPlay) }))
+	require.NoError(t, err)
+	testenv.Run(t, c.Run)
+	for n := range 2 {
+		if n > 0 {
+			s.delete(t, s.topic+".dlq")
+			testenv.CreateTopic(t, s.brokers, s.topic+".dlq", 1)
+		}
+		ids, dead := s.put(t, 0, 3), []string(nil)
+		for _, r := range s.deadLetters(t, 3) {
+			dead = append(dead, deadLetterHeaders(r)["ce_id"])
+		}
+		require.ElementsMatch(t, ids, dead)
+		require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == int64(3*(n+1)) }, testenv.Patience, 10*time.Millisecond)
+	}
+	if !plain {
+		rows := &parkingFixture{consumerFixture: s.consumerFixture}
+		require.Eventually(t, func() bool {
+			return rows.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'DEAD' AND NOT dead_letter_owed`) == 6
+		},
+			testenv.Patience, 10*time.Millisecond)
+	}
+}

@@ -2,6 +2,8 @@ package itest
 
 import (
 	"context"
+	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"sync"
@@ -255,4 +257,43 @@ func TestHealthOfWaitingSuspect(t *testing.T) {
 	end()
 	s.awaitJournal(t, "COUNTED", "k", 2)
 	require.False(t, says())
+}
+
+// While a member stops, a rebalance assigns a partition to it, with which it does not begin. That is a clean end, too.
+func TestAssignedDuringStopIsCleanEnd(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 2)
+	began, finish := make(chan int32, 2), make(chan struct{})
+	run := func(handle func(outbox.Metadata)) (stop func()) {
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{
+			Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil)), StopTimeout: 40 * time.Second, From: outbox.FromStart,
+		}}
+		c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.HeartbeatInterval(100 * time.Millisecond)}, s.events, s.group, cfg,
+			outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { handle(m); return nil }))
+		require.NoError(t, err)
+		return testenv.Run(t, c.Run)
+	}
+	rows := &parkingFixture{consumerFixture: s.consumerFixture}
+	await := func(members, partitions int) {
+		t.Helper()
+		var got string
+		require.Eventually(t, func() bool {
+			got = rows.text(t, `SELECT count(DISTINCT assigned_to) || ' ' || count(assigned_to) FROM {s}.consumer_start WHERE partition >= 0`)
+			return got == fmt.Sprint(members, " ", partitions)
+		}, testenv.Patience, 10*time.Millisecond, &got)
+	}
+	stopOne := run(func(m outbox.Metadata) { began <- m.Kafka.Partition; <-finish })
+	await(1, 2)
+	stopOther := run(func(outbox.Metadata) {})
+	await(2, 2)
+	s.put(t, 0, 1)
+	s.put(t, 1, 1)
+	<-began
+	stopped := make(chan struct{})
+	go func() { defer close(stopped); stopOne() }()
+	stopOther()
+	await(1, 2)
+	close(finish)
+	<-stopped
+	await(0, 0)
 }

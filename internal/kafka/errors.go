@@ -53,7 +53,7 @@ func IsOutage(err error) bool { return err != nil && RejectionClass(err) == "" &
 
 // IsReplaced reports whether the topic that a client has sent to was deleted, and
 // perhaps created again under the same name. The client keeps sending to the deleted
-// one; only a new client sees the new topic.
+// one, until it forgets the topic (kgo.PurgeTopicsFromProducing) or a new client replaces it.
 func IsReplaced(err error) bool { return errors.Is(err, kerr.UnknownTopicID) }
 
 // IsFinal reports whether the client will return this error for ever, so that the next

@@ -63,26 +63,36 @@ const SQLNow = `SELECT clock_timestamp()`
 
 // QueryRow is the method of a pool, under READ COMMITTED.
 func QueryRow(ctx context.Context, db BatchSender, sql string, args ...any) pgx.Row {
-	return queriedRow{ctx, db, sql, args}
+	return queriedRow{ctx: ctx, db: db, sql: sql, args: args}
+}
+
+// ExecRow is [Exec] of a statement that returns a row.
+func ExecRow(ctx context.Context, db BatchSender, sql string, args ...any) pgx.Row {
+	return queriedRow{ctx: ctx, db: db, settings: Durable, sql: sql, args: args}
 }
 
 type queriedRow struct {
-	ctx  context.Context
-	db   BatchSender
-	sql  string
-	args []any
+	ctx           context.Context
+	db            BatchSender
+	settings, sql string
+	args          []any
 }
 
 // Scan implements [pgx.Row].
 func (r queriedRow) Scan(dst ...any) error {
 	var batch pgx.Batch
+	if r.settings != "" {
+		batch.Queue(r.settings)
+	}
 	batch.Queue(r.sql, r.args...).QueryRow(func(row pgx.Row) error { return row.Scan(dst...) })
 	return send(r.ctx, r.db, true, &batch)
 }
 
-// Exec is the method of a pool, under READ COMMITTED.
+// Exec is the method of a pool, under READ COMMITTED. It waits for the disk, see [Durable]: mostly, Kafka or an
+// operator is told next that it is done.
 func Exec(ctx context.Context, db BatchSender, sql string, args ...any) (tag pgconn.CommandTag, err error) {
 	var batch pgx.Batch
+	batch.Queue(Durable)
 	batch.Queue(sql, args...).Exec(func(t pgconn.CommandTag) error { tag = t; return nil })
 	err = send(ctx, db, true, &batch)
 	return tag, err

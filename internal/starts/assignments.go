@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -46,12 +47,12 @@ func (s *Store) assign(ctx context.Context, member string, offsets []Offset) (ma
 		ats[i] = o.At
 	}
 	assignments := map[kafka.Partition]Assignment{}
-	rows, err := s.db.Query(ctx, s.sqlAssign, s.group, member, names, ids, numbers, ats)
-	if err == nil {
+	err := pg.Query(ctx, s.db, pg.Durable, func(rows pgx.Rows) error {
 		var at kafka.Partition
 		var a Assignment
-		_, err = pgx.ForEachRow(rows, []any{&at.Topic, &at.Number, &a.UncleanEnds, &a.Suspected}, func() error { assignments[at] = a; return nil })
-	}
+		_, err := pgx.ForEachRow(rows, []any{&at.Topic, &at.Number, &a.UncleanEnds, &a.Suspected}, func() error { assignments[at] = a; return nil })
+		return err
+	}, s.sqlAssign, s.group, member, names, ids, numbers, ats)
 	if err != nil {
 		return nil, fmt.Errorf("note assigned partitions: %w", err)
 	}
@@ -74,7 +75,7 @@ func (s *Store) suspect(ctx context.Context, at Offset, stopped bool) (ends int,
 		step = -1
 	}
 	offset := pgtype.Int8{Int64: at.At, Valid: at.At != None}
-	err = pg.QueryRow(ctx, s.db, s.sqlSuspect, s.group, at.Partition.Topic, uuidOf(at.Topic), at.Number, offset, step).Scan(&ends)
+	err = pg.ExecRow(ctx, s.db, s.sqlSuspect, s.group, at.Partition.Topic, uuidOf(at.Topic), at.Number, offset, step).Scan(&ends)
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) { // a topic that was deleted has no row
 		return 0, fmt.Errorf("note that a record is handled alone: %w", err)
 	}
@@ -117,7 +118,14 @@ func (m *Member) noteAssigned(ctx context.Context, topics map[string]topic, from
 	for at, offset := range from {
 		offsets = append(offsets, Offset{Partition: at, Topic: topics[at.Topic].id, At: offset})
 	}
+	if !m.hold(offsets) {
+		return nil, errEnded
+	}
 	assignments, err := m.cfg.Store.assign(ctx, m.id.String(), offsets)
+	if !m.hold(nil) {
+		m.endHeld(offsets) // End may have been faster
+		return nil, errEnded
+	}
 	for at, a := range assignments {
 		switch {
 		case a.UncleanEnds >= MostUncleanEnds:
@@ -131,20 +139,63 @@ func (m *Member) noteAssigned(ctx context.Context, topics map[string]topic, from
 	return assignments, err
 }
 
-// Ended notes that this member has ended cleanly in partitions: all that it has begun, it has completed or rolled back.
-func (m *Member) Ended(partitions []kafka.Partition) {
-	if m.cfg.Store == nil || len(partitions) == 0 {
-		return
+// errEnded means that this member begins with no more partitions.
+var errEnded = errors.New("the member has ended")
+
+// hold keeps in mind which partitions are noted as assigned to this member. It returns false after End.
+func (m *Member) hold(offsets []Offset) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.held == nil {
+		return false
 	}
-	ended := make([]Offset, len(partitions))
-	for i, at := range partitions {
-		ended[i] = Offset{Partition: at, Topic: m.TopicID(at.Topic)}
+	for _, o := range offsets {
+		m.held[o.Partition] = o.Topic
+	}
+	return true
+}
+
+// release returns those of some partitions that are noted as assigned to this member, which forgets them.
+func (m *Member) release(partitions map[string][]int32) (held []Offset) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for at, id := range m.held {
+		if slices.Contains(partitions[at.Topic], at.Number) {
+			held = append(held, Offset{Partition: at, Topic: id})
+			delete(m.held, at)
+		}
+	}
+	return held
+}
+
+// Ended notes that this member has ended cleanly in partitions: all that it has begun, it has completed or rolled back.
+func (m *Member) Ended(partitions map[string][]int32) { m.endHeld(m.release(partitions)) }
+
+// Expelled says that the group has taken partitions from this member: it has ended uncleanly there.
+func (m *Member) Expelled(partitions map[string][]int32) { m.release(partitions) }
+
+// End is Ended in all partitions of this member, also in those that were assigned to it while it stopped. It begins
+// with no others.
+func (m *Member) End() {
+	m.mu.Lock()
+	var ended []Offset
+	for at, id := range m.held {
+		ended = append(ended, Offset{Partition: at, Topic: id})
+	}
+	m.held = nil
+	m.mu.Unlock()
+	m.endHeld(ended)
+}
+
+func (m *Member) endHeld(ended []Offset) {
+	if len(ended) == 0 {
+		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), saveTimeout)
 	defer cancel()
 	began := time.Now()
 	if err := m.cfg.Store.end(ctx, m.id.String(), ended); err != nil {
 		m.cfg.Log.Debug("outbox: it is not noted that this member has ended cleanly, so it counts as an unclean end",
-			"partitions", len(partitions), "after", time.Since(began), "error", err)
+			"partitions", len(ended), "after", time.Since(began), "error", err)
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -26,12 +25,10 @@ type start struct {
 // the topics are listed: a start that comes later finds them, and fails.
 var errStarting = errors.New("the group gets the events of an archive first")
 
-// listTimeout bounds the wait for a broker that leads some of the partitions.
-const listTimeout = 5 * time.Second
-
 // begin decides where reading begins in partitions with these committed offsets. A new decision is
 // committed to Kafka first and then stored in PostgreSQL, both before the first record is read. If this
-// member dies in between, the next one decides the same.
+// member dies in between, the next one decides the same. Partitions of which Kafka does not say where they begin are
+// left out, unless there are no others: a later client reads them.
 func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	found, err := m.describe(ctx, slices.Sorted(maps.Keys(committed)))
 	if err != nil {
@@ -40,9 +37,16 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	committed = m.omitMissing(committed, found)
 	topics := map[string]topic{}
 	var lacking []Handler
+	silent := silence{}
 	if m.cfg.Store != nil {
 		if topics, lacking, err = m.learn(ctx, found); err != nil {
 			return nil, err
+		}
+		for name := range topics {
+			if of := topics[name].silent; len(of) > 0 {
+				delete(committed, name)
+				maps.Copy(silent, of)
+			}
 		}
 	}
 	for name := range topics {
@@ -51,8 +55,9 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 		}
 	}
 	decided := m.decideAll(committed, found, topics)
-	if err := m.resolve(ctx, decided); err != nil {
-		return nil, err
+	maps.Copy(silent, m.resolve(ctx, decided))
+	if len(decided) == 0 && len(silent) > 0 {
+		return nil, silent.cause()
 	}
 	if err := m.confirm(ctx, topics, decided); err != nil {
 		return nil, err
@@ -74,18 +79,31 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	if err != nil {
 		return nil, err
 	}
+	m.await(silent)
+	for at, s := range decided {
+		m.cfg.Begun(at, Beginning{Offset: s.at, Gaps: gaps[at], Assignment: assignments[at]})
+		m.reportLost(at, s.at-s.lost, s.lost)
+	}
+	return offsetsFor(committed, decided, froms, silent), nil
+}
+
+// offsetsFor returns committed without silent partitions, and with the offsets from which the others are to be read.
+func offsetsFor(
+	committed map[string]map[int32]kgo.Offset, decided map[kafka.Partition]start, froms map[kafka.Partition]int64, silent silence,
+) map[string]map[int32]kgo.Offset {
 	offsets := map[string]map[int32]kgo.Offset{}
 	for name, numbers := range committed {
 		offsets[name] = maps.Clone(numbers)
+	}
+	for at := range silent {
+		delete(offsets[at.Topic], at.Number)
 	}
 	for at, s := range decided {
 		if from := froms[at]; !s.known || from < s.at {
 			offsets[at.Topic][at.Number] = kgo.NewOffset().At(from)
 		}
-		m.cfg.Begun(at, Beginning{Offset: s.at, Gaps: gaps[at], Assignment: assignments[at]})
-		m.reportLost(at, s.at-s.lost, s.lost)
 	}
-	return offsets, nil
+	return offsets
 }
 
 // omitMissing returns committed without topics that do not exist or may not be described, so that the
@@ -154,25 +172,24 @@ func (m *Member) decide(at kafka.Partition, t topic, committed int64, fromStart 
 }
 
 // resolve asks Kafka where the partitions begin and, if necessary, where they end, and
-// finds out which records Kafka has removed before the group read them.
-func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start) error {
-	wantedFirsts, wantedEnds := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
+// finds out which records Kafka has removed before the group read them. It removes the partitions from decided that
+// cannot be begun without an answer, and returns them.
+func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start) (silent silence) {
+	wanted := map[kafka.Partition]int64{}
 	for at, s := range decided {
-		wantedFirsts[at] = kafka.FirstOffset
+		wanted[at] = kafka.FirstOffset
 		if s.at == kafka.EndOffset {
-			wantedEnds[at] = kafka.EndOffset
+			wanted[at] = kafka.EndOffset
 		}
 	}
-	ctx, cancel := context.WithTimeout(ctx, listTimeout)
-	defer cancel()
-	// A partition whose leader does not answer can be begun with a known offset.
-	firsts, firstsErr := kafka.ListOffsets(ctx, m.client, kafka.Committed, wantedFirsts)
-	ends, err := kafka.ListOffsets(ctx, m.client, kafka.Committed, wantedEnds)
-	if err != nil {
-		return err
-	}
-	skipped := int64(0)
+	firsts, found, silent := m.ask(ctx, wanted)
+	maps.DeleteFunc(silent, func(at kafka.Partition, _ error) bool { return decided[at].at >= 0 }) // known without an answer
+	skipped, ends := int64(0), 0
 	for at, s := range decided {
+		if silent[at] != nil {
+			delete(decided, at)
+			continue
+		}
 		first, ok := firsts[at]
 		s.first = None
 		if ok {
@@ -180,10 +197,9 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 		}
 		switch {
 		case s.at == kafka.EndOffset:
-			s.at = ends[at]
+			s.at = found[at]
 			skipped += s.at - first
-		case s.at == kafka.FirstOffset && !ok:
-			return firstsErr
+			ends++
 		case s.at == kafka.FirstOffset:
 			s.at = first
 		case ok && s.at < first:
@@ -192,9 +208,9 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 		decided[at] = s
 	}
 	if skipped > 0 {
-		m.cfg.Log.Warn("outbox: partitions have no committed offset, reading begins at their ends", "partitions", len(ends), "records", skipped)
+		m.cfg.Log.Warn("outbox: partitions have no committed offset, reading begins at their ends", "partitions", ends, "records", skipped)
 	}
-	return nil
+	return silent
 }
 
 // confirm commits new starts to Kafka, and then stores them in PostgreSQL.

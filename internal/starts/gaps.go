@@ -222,11 +222,9 @@ func (m *Member) register(ctx context.Context, found map[string]topicInfo, topic
 			}
 		}
 	}
-	if firsts, err = kafka.ListOffsets(ctx, m.client, kafka.Committed, firsts); err != nil {
-		return err
-	}
-	for at, first := range firsts {
-		offsets[at.Topic][at.Number] = first
+	answers, _, _ := m.ask(ctx, firsts)
+	for at := range firsts {
+		offsets[at.Topic][at.Number] = answers[at] // 0 if Kafka does not say it: nothing can come before that
 	}
 	for name, handlers := range fresh {
 		if err := m.cfg.Store.register(ctx, name, topics[name].id, handlers, offsets[name]); err != nil {

@@ -6,7 +6,8 @@
 //
 // A listed partition begins at its stored start. Once the group has begun to read it, reading continues at the
 // committed offset, or without one at the position that was saved last. A partition that is not listed is read from
-// its beginning. A decision is committed to Kafka and then noted in PostgreSQL, before anything is read.
+// its beginning. A decision is committed to Kafka and then noted in PostgreSQL, before anything is read. Partitions of
+// which Kafka does not say where they begin, because they have no leader, keep no others from being read.
 //
 // Members of several releases may have different handlers, so handlers are registered in consumer_handler. A
 // member that begins with a partition, and lacks a handler of the group, opens a gap in consumer_gap: the handler
@@ -80,6 +81,8 @@ type Member struct {
 	stalls    map[kafka.Partition]int               // how often brokers did not know the topic of a partition
 	missing   map[string]time.Time                  // when something was refused because of a topic, last
 	omitted   map[string]bool                       // topics that did not exist when reading began
+	awaited   map[kafka.Partition]int64             // partitions of which Kafka did not say then where they begin or end
+	held      map[kafka.Partition]kafka.TopicID     // noted as assigned to this member; nil after End
 	replaced  map[string]bool                       // topics that were deleted and created again
 	positions map[kafka.Partition]position
 }
@@ -88,7 +91,8 @@ type Member struct {
 func NewMember(cfg Config) *Member {
 	m := &Member{
 		cfg: cfg, id: uuid.New(), prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
-		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{}, replaced: map[string]bool{}, positions: map[kafka.Partition]position{},
+		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{},
+		awaited: map[kafka.Partition]int64{}, held: map[kafka.Partition]kafka.TopicID{}, replaced: map[string]bool{}, positions: map[kafka.Partition]position{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
 	return m
@@ -102,9 +106,10 @@ func (m *Member) Outdated() context.Context { return m.outdated }
 func (m *Member) Run(ctx context.Context, client *kgo.Client) {
 	m.client = client
 	m.prepare(ctx)
-	var saving sync.WaitGroup
-	saving.Go(func() { m.keepSaving(ctx, saveInterval) })
-	defer saving.Wait()
+	var loops sync.WaitGroup
+	loops.Go(func() { m.keepSaving(ctx, saveInterval) })
+	loops.Go(func() { m.keepAsking(ctx) })
+	defer loops.Wait()
 	m.watch(ctx)
 	m.end()
 }
@@ -139,8 +144,18 @@ func (m *Member) tryPrepare(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	_, _, err = m.learn(ctx, found)
-	return err
+	topics, _, err := m.learn(ctx, found)
+	if err != nil {
+		return err
+	}
+	silent := silence{}
+	for _, t := range topics {
+		if len(t.silent) == 0 {
+			return nil
+		}
+		maps.Copy(silent, t.silent)
+	}
+	return silent.cause()
 }
 
 // tryTimeout bounds a try to find where reading begins. A dead connection may give no error, and an
@@ -149,7 +164,7 @@ const tryTimeout = 30 * time.Second
 
 // StartOffsets is a function for [kgo.AdjustFetchOffsetsFn], which calls it before
 // partitions are read. It does not return until PostgreSQL and Kafka have answered: a
-// partition that began elsewhere would skip records.
+// partition that began elsewhere would skip records. After End it returns no partitions.
 func (m *Member) StartOffsets(ctx context.Context, committed map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	select {
 	case <-m.prepared:
@@ -160,6 +175,9 @@ func (m *Member) StartOffsets(ctx context.Context, committed map[string]map[int3
 		try, cancel := context.WithTimeout(ctx, tryTimeout)
 		offsets, err := m.begin(try, committed)
 		cancel()
+		if errors.Is(err, errEnded) {
+			return nil, nil
+		}
 		if errors.Is(err, errStarting) {
 			if !said {
 				m.cfg.Log.Info("outbox: the group gets the events of an archive first, reading begins after that")
@@ -192,13 +210,16 @@ func (m *Member) report(ctx context.Context, began time.Time, err error) error {
 }
 
 // learn returns the stored rows of topics, and the handlers of the group that this member lacks. It stores topics that
-// are not listed yet, and handlers of this member that are not registered yet.
+// are not listed yet, and handlers of this member that are not registered yet. A topic stays unlisted while Kafka does
+// not say where all its partitions begin.
 func (m *Member) learn(ctx context.Context, found map[string]topicInfo) (map[string]topic, []Handler, error) {
 	topics, err := m.learnTopics(ctx, maps.Clone(found))
 	if err != nil {
 		return nil, nil, err
 	}
-	lacking, err := m.registerHandlers(ctx, found, topics)
+	listed := maps.Clone(found)
+	maps.DeleteFunc(listed, func(name string, _ topicInfo) bool { return len(topics[name].silent) > 0 })
+	lacking, err := m.registerHandlers(ctx, listed, topics)
 	return topics, lacking, err
 }
 
@@ -215,10 +236,18 @@ func (m *Member) learnTopics(ctx context.Context, found map[string]topicInfo) (m
 	if len(found) == 0 {
 		return written, nil
 	}
-	if err := m.list(ctx, found, written); err != nil {
+	silent, err := m.list(ctx, found, written)
+	if err != nil {
 		return nil, err
 	}
-	return m.cfg.Store.topics(ctx, ids) // another member may have been faster
+	topics, err := m.cfg.Store.topics(ctx, ids) // another member may have been faster
+	for at, cause := range silent {
+		if t := topics[at.Topic]; err == nil && !t.listed {
+			t.silent = t.silent.with(at, cause)
+			topics[at.Topic] = t
+		}
+	}
+	return topics, err
 }
 
 // topicInfo is a topic as Kafka describes it. One that does not exist has no partitions.
@@ -285,8 +314,9 @@ func (m *Member) endOutdated(why, topic string) {
 	m.end()
 }
 
-// list stores where the group begins in topics that are not listed.
-func (m *Member) list(ctx context.Context, found map[string]topicInfo, written map[string]topic) error {
+// list stores where the group begins in topics that are not listed. It leaves out the topics of partitions of which
+// Kafka does not say it, and returns these partitions.
+func (m *Member) list(ctx context.Context, found map[string]topicInfo, written map[string]topic) (silence, error) {
 	maybeOld := map[string][]int32{}
 	for name, t := range found {
 		if !written[name].before && len(t.partitions) > 0 {
@@ -295,7 +325,7 @@ func (m *Member) list(ctx context.Context, found map[string]topicInfo, written m
 	}
 	committed, err := kafka.GroupOffsets(ctx, m.client, m.cfg.Group, maybeOld)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	wanted := map[kafka.Partition]int64{}
 	for name, t := range found {
@@ -307,44 +337,34 @@ func (m *Member) list(ctx context.Context, found map[string]topicInfo, written m
 			wanted[kafka.Partition{Topic: name, Number: n}] = which
 		}
 	}
-	begins, err := kafka.ListOffsets(ctx, m.client, kafka.Committed, wanted)
-	if err != nil {
-		return err
+	firsts, begins, silent := m.ask(ctx, wanted)
+	for at := range silent {
+		delete(found, at.Topic)
 	}
-	if err := m.logSkipped(ctx, wanted, begins); err != nil {
-		return err
+	if len(found) == 0 {
+		return silent, nil
 	}
+	m.logSkipped(found, firsts, begins)
 	topics, counts := map[string]topic{}, m.counting(committed, found)
 	for name, t := range found {
 		topics[name] = newTopic(name, t, begins, counts)
 		m.logListed(name, len(t.partitions), written[name].before)
 	}
-	return m.cfg.Store.list(ctx, topics)
+	return silent, m.cfg.Store.list(ctx, topics)
 }
 
 // logSkipped logs how many records a new group skips, because it begins at the end of topics. It
 // is as new if its name was changed by mistake.
-func (m *Member) logSkipped(ctx context.Context, wanted, begins map[kafka.Partition]int64) error {
-	ends := map[kafka.Partition]int64{}
-	for at, which := range wanted {
-		if which == kafka.EndOffset {
-			ends[at] = kafka.FirstOffset
-		}
-	}
-	firsts, err := kafka.ListOffsets(ctx, m.client, kafka.Committed, ends)
-	if err != nil {
-		return err
-	}
+func (m *Member) logSkipped(topics map[string]topicInfo, firsts, begins map[kafka.Partition]int64) {
 	records := map[string]int64{}
 	for at, first := range firsts {
 		records[at.Topic] += begins[at] - first
 	}
 	for topic, n := range records {
-		if n > 0 {
+		if _, listed := topics[topic]; listed && n > 0 {
 			m.cfg.Log.Warn("outbox: the group is new, what is in a topic is not handled unless FromStart is set", "topic", topic, "records", n)
 		}
 	}
-	return nil
 }
 
 // hasOffset reports whether the group has a committed offset in a topic. Then it is not

@@ -42,7 +42,9 @@ type topic struct {
 	// it was deleted and created again.
 	listed, before bool
 	// starting is set while the group gets the events of an archive first.
-	starting   bool
+	starting bool
+	// silent are the partitions because of which the topic cannot be listed yet, see [Member.ask].
+	silent     silence
 	partitions map[int32]partition
 }
 

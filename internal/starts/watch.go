@@ -68,7 +68,9 @@ func (m *Member) compare(began time.Time, found map[string]topicInfo, partitions
 			continue
 		}
 		if len(t.partitions) > 0 && m.isThere(name, began) {
-			m.cfg.Outages.Report(outageTopic+name, began, nil)
+			if !m.awaits(name) {
+				m.cfg.Outages.Report(outageTopic+name, began, nil)
+			}
 			m.resume(name)
 		}
 	}
