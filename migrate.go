@@ -27,7 +27,7 @@ type MigrateConfig struct {
 	Schema string
 	// PartitionRows makes outbox a partitioned table with this many ids in a partition, at most a billion. Retention
 	// then drops partitions; each must hold more events than are recorded between two of its runs (10 minutes). A table
-	// with events becomes the first partition, at least ten times PartitionRows more ids fit into it; writers wait at
+	// with events becomes the first partition, with room for at least ten times PartitionRows more ids; writers wait at
 	// most 50 ms at a time. A partitioned table is not changed. Zero means a plain table.
 	PartitionRows int64
 	// Publication is the name of a publication for Debezium, or another reader of logical replication, in place of a

@@ -83,13 +83,13 @@ func storedNumber(number []byte) int {
 	inFraction := false
 scan:
 	for i, c := range number {
-		switch {
-		case c == '.':
+		switch c {
+		case '.':
 			inFraction = true
-		case c == 'e' || c == 'E':
+		case 'e', 'E':
 			exponent, _ = strconv.Atoi(string(number[i+1:]))
 			break scan
-		case c == '-':
+		case '-':
 		default:
 			if c != '0' {
 				if last = whole + fraction; first < 0 {
