@@ -110,9 +110,12 @@ func (s *suite) disconnectLeader(t *testing.T, _ step) {
 	require.NoError(t, err)
 }
 
-// leaderLocks are the locks of relays that lead in this database.
+// leaderLocks are the locks of relays that lead in this database. Operators, who have locks too, have the name of this
+// session.
 const leaderLocks = `(
-	SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())) AS held`
+	SELECT l.pid FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)
+	 WHERE l.locktype = 'advisory' AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+	   AND a.application_name <> current_setting('application_name')) AS held`
 
 // freezeUnlocked freezes the leader so that it cannot notice that another one takes over.
 func (s *suite) freezeUnlocked(t *testing.T, p step) {
