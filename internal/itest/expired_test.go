@@ -196,17 +196,22 @@ func TestExpiredInAnOutage(t *testing.T) {
 	began := time.Now()
 	dialer.broken.Store(false)
 	requireArrival(t, reader, live...)
-	require.Eventually(t, func() bool { return expired.Load() == int64(n) }, testenv.Patience, 5*time.Millisecond)
-	t.Logf("%d events have expired, %d have arrived after %v", n, len(live), time.Since(began))
-	arrived, err := reader.Arrived()
-	require.NoError(t, err)
-	require.Len(t, arrived, len(live))
+	var arrived []oracle.Event
+	require.Eventually(t, func() bool {
+		arrived, err = reader.Arrived()
+		return err == nil && int(expired.Load())+len(arrived) == n+len(live)
+	}, testenv.Patience, 5*time.Millisecond)
+	t.Logf("%d events have expired, %d have arrived after %v", expired.Load(), len(arrived), time.Since(began))
+	const tried = 20 // some were given to Kafka's client a moment before they expired, to try whether Kafka works
+	require.LessOrEqual(t, len(arrived), len(live)+tried)
 	last := map[string]int64{}
 	for _, e := range arrived {
 		require.Greater(t, e.Version, last[e.Key])
 		last[e.Key] = e.Version
 	}
-	require.Zero(t, h.count(t, "outbox_failed"))
+	var unresolved int
+	require.NoError(t, h.db.QueryRow(background, pg.InSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status <> 'resolved'`, h.schema)).Scan(&unresolved))
+	require.Zero(t, unresolved)
 }
 
 // An event that expires while it waits for a retry is resolved as expired, and those behind it are sent. One that is
