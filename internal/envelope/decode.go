@@ -68,9 +68,9 @@ func SameEvent(was, is []byte, headers iter.Seq2[string, []byte]) error {
 	return fmt.Errorf("%w: it is the event %.100q of %.100q, want %.100q of %.100q and the same type", check.ErrMalformed, now.ID, now.Source, old.ID, old.Source)
 }
 
-// Unreadable returns an error about a field of a received record.
+// Unreadable returns an error about a field of a received record. An attribute whose name is empty goes by attributes.
 func Unreadable(eventType, field string, err error) error {
-	return &FieldError{EventType: eventType, Index: -1, Field: field, Err: err}
+	return &FieldError{EventType: eventType, Index: -1, Field: cmp.Or(field, "attributes"), Err: err}
 }
 
 // NewMessage checks attributes and makes a message of them. It keeps the map.

@@ -181,6 +181,7 @@ var unreadableTests = []struct {
 	{"another version", `{"specversion": "2.0", "id": "1", "source": "/s", "type": "t"}`, "specversion", check.ErrMalformed},
 	{"a time of no form", `{"specversion": "1.0", "id": "1", "source": "/s", "type": "t", "time": "today"}`, "time", check.ErrTime},
 	{"an object for an attribute", `{"x": {}}`, "x", check.ErrMalformed},
+	{"an object for an attribute without a name", `{"": {}}`, "attributes", check.ErrMalformed},
 	{"half a surrogate pair", `{"id": "\udead"}`, "id", check.ErrJSON},
 	{"a NUL", `{"id": "\u0000"}`, "id", check.ErrNUL},
 	{"data twice", `{"data": 1, "data_base64": "AA=="}`, "data", check.ErrMalformed},
@@ -202,6 +203,8 @@ func TestDecodeUnreadable(t *testing.T) {
 	requireUnreadable(t, err, "specversion", check.ErrEmpty)
 	_, err = DecodeRecord(nil, headersIn(map[string]string{"ce_specversion": "1.0", "ce_id": "\xff", "ce_source": "/s", "ce_type": "t"}))
 	requireUnreadable(t, err, "id", check.ErrUTF8)
+	_, err = DecodeRecord(nil, headersIn(map[string]string{"ce_specversion": "1.0", "ce_id": "1", "ce_source": "/s", "ce_type": "t", "ce_": "\xff"}))
+	requireUnreadable(t, err, "attributes", check.ErrUTF8)
 }
 
 // Errors about megabytes are short, wherever those are in a record.

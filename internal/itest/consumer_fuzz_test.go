@@ -24,6 +24,7 @@ func FuzzDeliver(f *testing.F) {
 	f.Add([]byte(`{"specversion":"1.0","id":"1","source":"s","type":"test.sale.made.v1","data_base64":"e30="}`), "", "application/cloudevents+json", "", "", "", "")
 	f.Add([]byte(`{"amount":"one"}`), saleType, "", "1.0", "\x00", "s", "yesterday")
 	f.Add([]byte{0xff}, saleType, "application/octet-stream", "0.3", "1", "", "")
+	f.Add([]byte(`{"specversion":"1.0","id":"1","source":"s","type":"test.sale.made.v1","":{}}`), "", "application/cloudevents+json", "", "", "", "")
 	f.Fuzz(func(t *testing.T, value []byte, eventType, contentType, version, id, source, at string) {
 		r := &kgo.Record{Topic: "t", Value: value}
 		for _, h := range [][2]string{{"ce_type", eventType}, {"content-type", contentType}, {"ce_specversion", version}, {"ce_id", id}, {"ce_source", source}, {"ce_time", at}} {
