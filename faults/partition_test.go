@@ -59,9 +59,7 @@ func TestPartitionWithoutLeader(t *testing.T) {
 		if !dead.Load() {
 			return nil, nil, false
 		}
-		answer := *leaderless // the last one may still be on its way
-		answer.SetVersion(request.GetVersion())
-		return &answer, nil, true
+		return testenv.AnswerMetadata(request, leaderless), nil, true
 	})
 	h.run(t)
 	for version := range int64(2) {
@@ -140,11 +138,7 @@ func (h *twoPartitions) withoutLeader(t *testing.T) *kmsg.MetadataResponse {
 	request.Topics = append(request.Topics, topic)
 	response, err := request.RequestWith(t.Context(), h.admin(t))
 	require.NoError(t, err)
-	for i := range response.Topics[0].Partitions {
-		if p := &response.Topics[0].Partitions[i]; p.Partition == 1 {
-			p.Leader, p.ErrorCode = -1, kerr.LeaderNotAvailable.Code
-		}
-	}
+	testenv.LoseLeader(&response.Topics[0], 1)
 	return response
 }
 

@@ -96,7 +96,7 @@ type groupState struct {
 
 // Waiting returns how many events wait that are not dead, by what the tables say.
 func (g groupState) Waiting() tally {
-	return g.By[statePending].plus(g.By[outbox.StatusWaiting]).plus(g.By[outbox.StatusFailed]).plus(g.By[outbox.StatusParked])
+	return g.By[statePending].Plus(g.By[outbox.StatusWaiting]).Plus(g.By[outbox.StatusFailed]).Plus(g.By[outbox.StatusParked])
 }
 
 // Missed returns how many offsets actions have missed.
@@ -137,7 +137,7 @@ func (v groupsView) all() []groupState {
 		if s.By == nil {
 			s.By = map[string]tally{}
 		}
-		s.By[c.Status] = s.By[c.Status].plus(tallyOf(c.Events, c.More))
+		s.By[c.Status] = s.By[c.Status].Plus(tallyOf(c.Events, c.More))
 		if c.Status != outbox.StatusDead && (s.Oldest.IsZero() || c.Oldest.Before(s.Oldest)) {
 			s.Oldest = c.Oldest
 		}
@@ -182,10 +182,10 @@ func (g *groupState) addTopics(of outboxops.ConsumerGroup, kafka kafkaView) {
 func (g *groupState) addDeliveries(c outboxops.DeliveryCount) {
 	n := tallyOf(c.Deliveries, c.More)
 	if c.Status == outboxops.DeliveryDead {
-		g.Dead, g.Held = g.Dead.plus(n), g.Held.plus(heldOf(c))
+		g.Dead, g.Held = g.Dead.Plus(n), g.Held.Plus(heldOf(c))
 		return
 	}
-	g.Owed = g.Owed.plus(n)
+	g.Owed = g.Owed.Plus(n)
 	if g.OldestOwed.IsZero() || c.Oldest.Before(g.OldestOwed) {
 		g.OldestOwed = c.Oldest
 	}

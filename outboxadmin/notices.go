@@ -126,7 +126,7 @@ func sumByGroup(counts []outboxops.FailureCount, status string) (sums []groupSum
 		if i < 0 {
 			i, sums = len(sums), append(sums, groupSum{group: c.Group})
 		}
-		sums[i].tally = sums[i].plus(tallyOf(c.Events, c.More))
+		sums[i].tally = sums[i].Plus(tallyOf(c.Events, c.More))
 	}
 	slices.SortFunc(sums, func(a, b groupSum) int { return strings.Compare(a.group, b.group) })
 	return sums
@@ -164,7 +164,7 @@ func staleSums(counts []outbox.EventCount) (sums []staleSum) {
 			i, sums = len(sums), append(sums, staleSum{relay: c.Relay, group: c.Group, oldest: c.Oldest, statuses: map[string]tally{}})
 		}
 		s, n := &sums[i], tallyOf(c.Events, c.More)
-		s.events, s.statuses[c.Status] = s.events.plus(n), s.statuses[c.Status].plus(n)
+		s.events, s.statuses[c.Status] = s.events.Plus(n), s.statuses[c.Status].Plus(n)
 		if c.Oldest.Before(s.oldest) {
 			s.oldest = c.Oldest
 		}

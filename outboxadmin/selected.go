@@ -223,12 +223,9 @@ func (a *admin) selectedAct(r *request) (answer, error) {
 	return redirectTo("../../failed?" + back.Encode()), nil
 }
 
-// maxReason is how many characters a reason may have.
-const maxReason = 10_000
-
 // checkReason does the check of [outboxops.Failures] in advance.
 func checkReason(why outboxops.AuditInfo) error {
-	return check.Audit("", why.Operator, why.Reason, maxReason)
+	return check.Audit("", why.Operator, why.Reason, check.MaxReason)
 }
 
 // actOnSelected runs an action on one of the selected failures. An edit reads the payload, which is audited first.

@@ -2,11 +2,11 @@ package outboxadmin
 
 import (
 	"fmt"
-	"strconv"
 	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox"
+	bounded "github.com/outboxgo/outbox/internal/short"
 )
 
 // A time is shown as an age, and exactly in UTC in its title.
@@ -44,51 +44,19 @@ func relative(now, t time.Time) string {
 	return "now"
 }
 
-// thousands writes n with a comma before each group of three digits.
-func thousands(n int64) string {
-	digits := strconv.FormatInt(n, 10)
-	for i := len(digits) - 3; i > 0 && digits[i-1] != '-'; i -= 3 {
-		digits = digits[:i] + "," + digits[i:]
-	}
-	return digits
-}
+// thousands writes a number with commas.
+func thousands(n int64) string { return bounded.Thousands(n) }
 
-// plural is a number of things.
-func plural(n int64, one, many string) string {
-	if n == 1 {
-		return "1 " + one
-	}
-	return thousands(n) + " " + many
-}
+func plural(n int64, one, many string) string { return bounded.Plural(n, one, many) }
 
-// tally is how many there are. With More set, there may be more.
-type tally struct {
-	N    int64
-	More bool
-}
+// tally is how many there are, and whether there may be more.
+type tally = bounded.Tally
 
 // tallyOf is the tally of a count.
-func tallyOf(n int, more bool) tally { return tally{int64(n), more} }
+func tallyOf(n int, more bool) tally { return bounded.TallyOf(n, more) }
 
 // upTo is the tally of failed events and keys of a relay, which are counted up to a limit.
-func upTo(n int64) tally { return tally{n, n == outbox.MaxCounted} }
-
-func (a tally) plus(b tally) tally { return tally{a.N + b.N, a.More || b.More} }
-
-func (a tally) String() string {
-	if a.More {
-		return thousands(a.N) + "+"
-	}
-	return thousands(a.N)
-}
-
-// Of writes the tally with what it counts.
-func (a tally) Of(one, many string) string {
-	if a.More {
-		return a.String() + " " + many
-	}
-	return plural(a.N, one, many)
-}
+func upTo(n int64) tally { return bounded.TallyOf(n, n == outbox.MaxCounted) }
 
 // bytesText is a size.
 func bytesText(n int) string {

@@ -75,8 +75,6 @@ func (t *Table) partitionsIn(ctx context.Context, tx pgx.Tx) ([]Partition, error
 // dropSettings bound how long readers of the archive wait behind the drop of a partition.
 const dropSettings = `SELECT set_config('lock_timeout', '1s', true), set_config('statement_timeout', '0', true), ` + pg.NoTransactionTimeout
 
-const maxReason = 10_000 // characters that outbox_audit takes
-
 // sqlAuditExpire writes who drops a partition, and why. It runs in the transaction of the drop.
 const sqlAuditExpire = `
 INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key) VALUES ($1, 'expire', $2, '', '/' || $3::text)`
@@ -89,7 +87,7 @@ INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key)
 // TableConfig.OutboxSchema that is starting, see outboxreplay.StartGroup, has still to get events of the
 // partition.
 func (t *Table) Expire(ctx context.Context, why outboxops.AuditInfo) (dropped []Partition, err error) {
-	if err := check.Audit("", why.Operator, why.Reason, maxReason); err != nil {
+	if err := check.Audit("", why.Operator, why.Reason, check.MaxReason); err != nil {
 		return nil, fmt.Errorf("outbox: expire partitions of outbox_archive: %w", err)
 	}
 	all, err := t.Partitions(ctx)

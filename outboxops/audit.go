@@ -23,8 +23,7 @@ type AuditInfo struct {
 }
 
 func (a AuditInfo) check() error {
-	const maxReason = 10_000
-	if err := check.Audit("", a.Operator, a.Reason, maxReason); err != nil {
+	if err := check.Audit("", a.Operator, a.Reason, check.MaxReason); err != nil {
 		return fmt.Errorf("outbox: audit info: %w", err)
 	}
 	return nil

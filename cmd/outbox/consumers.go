@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -168,7 +169,7 @@ func showDeliveries(e *env, counts []outboxops.DeliveryCount) {
 	}
 	t := table{head: []string{"OWED", "STATUS", "HELD", "OLDEST", "DUE", "GROUP", "ACTION", "TOPIC"}, flex: []int{5, 6, 7}}
 	for _, c := range counts {
-		t.add(tally{c.Deliveries, c.More}.String(), c.Status, heldOf(c).String(), age(c.Oldest, e.dbNow()), due(c.Due, e.dbNow()), c.Group, c.Action, c.Stream)
+		t.add(short.TallyOf(c.Deliveries, c.More).String(), c.Status, heldOf(c).String(), age(c.Oldest, e.dbNow()), due(c.Due, e.dbNow()), c.Group, c.Action, c.Stream)
 	}
 	e.printf("\n")
 	e.writeTable(t)
@@ -176,7 +177,7 @@ func showDeliveries(e *env, counts []outboxops.DeliveryCount) {
 
 // heldOf returns how many of the deliveries hold their keys, which only dead ones do.
 func heldOf(c outboxops.DeliveryCount) tally {
-	return tally{c.Held, c.More && c.Status == outboxops.DeliveryDead}
+	return short.TallyOf(c.Held, c.More && c.Status == outboxops.DeliveryDead)
 }
 
 // due writes when something is due, or for how long it has been.

@@ -415,7 +415,7 @@ func waitingFor(now outboxops.CutProgress) string {
 		case g.State == outboxops.SubscriptionLeaving:
 			parts = append(parts, name+": its workers have not taken all events")
 		case g.State == outboxops.SubscriptionLeft && g.Open > 0:
-			parts = append(parts, fmt.Sprintf("%s: %s", name, upTo(g.Open).of("open delivery", "open deliveries")))
+			parts = append(parts, fmt.Sprintf("%s: %s", name, upTo(g.Open).Of("open delivery", "open deliveries")))
 		case g.State == outboxops.SubscriptionLeft && !g.HasConsumer:
 			parts = append(parts, name+": consumers have not begun with each topic")
 		case g.Unread > 0:

@@ -129,7 +129,7 @@ func planToKafka(s cutState) cutPlan {
 		case g.State != outboxops.SubscriptionActive:
 			p.notReady("group %s is %s already, at relay %s", name, g.State, g.Relay)
 		case g.Dead > 0:
-			p.note("group %s has %s: if they are requeued, only workers handle them", name, upTo(g.Dead).of("dead delivery", "dead deliveries"))
+			p.note("group %s has %s: if they are requeued, only workers handle them", name, upTo(g.Dead).Of("dead delivery", "dead deliveries"))
 		}
 		if g := s.groups[name]; g.Group != "" && !g.HasConsumer {
 			p.note("consumers of group %s have not begun to read each of its topics: the cut is not finished before", name)
@@ -196,11 +196,11 @@ func planToPostgres(s cutState) cutPlan {
 	case r.Holder != "":
 		p.note("relay %s runs (%s): what it has in its hands, handlers without a transaction get twice, unless it is stopped before", s.relay, r.Holder)
 	}
-	if n := upTo(r.Waiting).plus(upTo(r.Failed)).plus(upTo(r.Parked)); n.n > 0 {
-		p.notReady("relay %s has %s that it still has to send: outbox failures list --kind event", s.relay, n.of("failed event", "failed events"))
+	if n := upTo(r.Waiting).Plus(upTo(r.Failed)).Plus(upTo(r.Parked)); n.N > 0 {
+		p.notReady("relay %s has %s that it still has to send: outbox failures list --kind event", s.relay, n.Of("failed event", "failed events"))
 	}
 	if r.Dead > 0 {
-		p.note("relay %s has %s: nobody gets them unless they are retried before: outbox failures list --kind event", s.relay, upTo(r.Dead).of("dead event", "dead events"))
+		p.note("relay %s has %s: nobody gets them unless they are retried before: outbox failures list --kind event", s.relay, upTo(r.Dead).Of("dead event", "dead events"))
 	}
 	return p
 }

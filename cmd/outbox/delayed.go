@@ -97,12 +97,12 @@ func (l *delayedList) show(e *env, status outboxops.DelayedStatus, events []outb
 	if len(events) > 0 {
 		e.writeTable(t)
 	}
-	text := upTo(status.Waiting).of("event waits", "events wait")
+	text := upTo(status.Waiting).Of("event waits", "events wait")
 	if status.Late > 0 {
 		text += fmt.Sprintf(", the oldest has been due for %v", status.Late.Round(time.Millisecond))
 	}
 	if status.Rejected > 0 {
-		text += fmt.Sprintf(", %s: --rejected", upTo(status.Rejected).of("is rejected", "are rejected"))
+		text += fmt.Sprintf(", %s: --rejected", upTo(status.Rejected).Of("is rejected", "are rejected"))
 	}
 	e.printf("%s.\n", text)
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/outboxops"
@@ -115,9 +116,9 @@ func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 	dead, held, of := map[string]tally{}, map[string]tally{}, map[string][]string{}
 	for _, c := range counts {
 		if c.Status == outboxops.DeliveryDead {
-			n := tally{c.Deliveries, c.More}
-			dead[c.Group] = dead[c.Group].plus(n)
-			held[c.Group] = held[c.Group].plus(heldOf(c))
+			n := short.TallyOf(c.Deliveries, c.More)
+			dead[c.Group] = dead[c.Group].Plus(n)
+			held[c.Group] = held[c.Group].Plus(heldOf(c))
 			of[c.Group] = append(of[c.Group], fmt.Sprintf("%s of action %s, topic %s", n, cmp.Or(c.Action, "(none)"), c.Stream))
 		}
 	}
@@ -126,12 +127,12 @@ func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
 		if more := len(kinds) - named; more > 0 {
 			kinds = append(kinds[:named:named], plural(int64(more), "more kind", "more kinds"))
 		}
-		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead: %s", group, dead[group].of("delivery is", "deliveries are"), strings.Join(kinds, "; ")),
+		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead: %s", group, dead[group].Of("delivery is", "deliveries are"), strings.Join(kinds, "; ")),
 			"Their attempts are used up, or their errors are permanent: no handler gets them unless they are requeued.",
 			fmt.Sprintf("outbox failures list --kind delivery --group %[1]s --status dead shows why. Mend the cause, then outbox failures retry --group %[1]s, or outbox failures resolve --group %[1]s.", word(group))})
 	}
 	for _, group := range slices.Sorted(maps.Keys(held)) {
-		if held[group].n > 0 {
+		if held[group].N > 0 {
 			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keysAre(held[group])),
 				"All later deliveries of these keys wait for an operator.",
 				fmt.Sprintf("outbox failures list --kind delivery --group %s --status dead shows them; outbox failures retry, resolve or release lets their keys go on.", word(group))})
@@ -166,7 +167,7 @@ const (
 
 // overdue returns a possible reason why deliveries have not been taken long after they were due.
 func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
-	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, tally{c.Deliveries, c.More}, c.Stream,
+	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, short.TallyOf(c.Deliveries, c.More), c.Stream,
 		cmp.Or(c.Action, "(none)"), age(c.Due, at.now))
 	switch {
 	case at.busy[h]:
@@ -244,7 +245,7 @@ func (d *doctor) headless(ctx context.Context) error {
 			continue
 		}
 		const named = 100 // in the statement
-		d.add("delivery.headless", severityError, fmt.Sprintf("group %s: all deliveries of %s are parked", group, tally{len(still), more || moreBefore}.of("key", "keys")),
+		d.add("delivery.headless", severityError, fmt.Sprintf("group %s: all deliveries of %s are parked", group, short.TallyOf(len(still), more || moreBefore).Of("key", "keys")),
 			"Somebody else than outbox has changed or removed the delivery that they waited for. Workers of the group look for such keys now and then.",
 			fmt.Sprintf("If no worker runs, start one. At once: SELECT %s.outbox_promote(%s, '{%s}')", pgx.Identifier{d.e.schemaName()}.Sanitize(), quoteText(group),
 				strings.Join(still[:min(len(still), named)], ",")))

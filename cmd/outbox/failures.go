@@ -129,7 +129,7 @@ func (l *failureList) showNone(ctx context.Context, e *env, failures *outboxops.
 			return err
 		}
 		for _, c := range counts {
-			resolved = resolved.plus(tally{c.Events, c.More})
+			resolved = resolved.Plus(short.TallyOf(c.Events, c.More))
 		}
 	}
 	text := "Nothing has failed."
@@ -137,10 +137,10 @@ func (l *failureList) showNone(ctx context.Context, e *env, failures *outboxops.
 		text = "No failure matches these flags."
 	}
 	switch {
-	case resolved.more:
-		text = fmt.Sprintf("Nothing is unresolved. Not shown: at least %s resolved failures (--status resolved).", count(resolved.n))
-	case resolved.n > 0:
-		text = fmt.Sprintf("Nothing is unresolved. Not shown: %s (--status resolved).", resolved.of("resolved failure", "resolved failures"))
+	case resolved.More:
+		text = fmt.Sprintf("Nothing is unresolved. Not shown: at least %s resolved failures (--status resolved).", count(resolved.N))
+	case resolved.N > 0:
+		text = fmt.Sprintf("Nothing is unresolved. Not shown: %s (--status resolved).", resolved.Of("resolved failure", "resolved failures"))
 	}
 	e.printf("%s\n", text)
 	return nil
@@ -296,17 +296,17 @@ func showFailureCounts(e *env, counts []outboxops.FailureCount) error {
 	t := table{head: []string{"FAILURES", "KIND", "STATUS", "CLASS", "OLDEST", "OWNER", "TYPE"}, flex: []int{3, 5, 6}}
 	for _, c := range counts {
 		rows = append(rows, row{string(c.Kind), c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.More, c.Oldest.UTC()})
-		n := tally{c.Events, c.More}
+		n := short.TallyOf(c.Events, c.More)
 		t.add(n.String(), string(c.Kind), c.Status, c.Class, age(c.Oldest, e.dbNow()), owner(c.Relay, c.Group, c.Action), c.Type)
-		total = total.plus(n)
+		total = total.Plus(n)
 		if c.IsUnresolved() {
-			unresolved = unresolved.plus(n)
+			unresolved = unresolved.Plus(n)
 		}
 	}
 	if e.json {
-		return e.writeJSON(map[string]any{"total": total.n, "unresolved": unresolved.n, "more": total.more, "counts": rows})
+		return e.writeJSON(map[string]any{"total": total.N, "unresolved": unresolved.N, "more": total.More, "counts": rows})
 	}
-	if total.n > 0 {
+	if total.N > 0 {
 		e.writeTable(t)
 	}
 	e.printf("%s in all, %s unresolved\n", total, unresolved)

@@ -11,6 +11,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -96,25 +97,25 @@ func staleFindings(counts []outbox.EventCount, now time.Time, l limits) (all []f
 func staleText(counts []outbox.EventCount, now time.Time, l limits) string {
 	all, oldest, by := tally{}, now, map[string]tally{}
 	for _, c := range counts {
-		n := tally{c.Events, c.More}
-		all, by[c.Status] = all.plus(n), by[c.Status].plus(n)
+		n := short.TallyOf(c.Events, c.More)
+		all, by[c.Status] = all.Plus(n), by[c.Status].Plus(n)
 		if c.Oldest.Before(oldest) {
 			oldest = c.Oldest
 		}
 	}
 	var parts []string
 	for _, status := range []string{"pending", outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked} {
-		if by[status].n > 0 {
+		if by[status].N > 0 {
 			parts = append(parts, by[status].String()+" "+status)
 		}
 	}
-	return fmt.Sprintf("%s waited for longer than %s, the oldest for %s: %s", all.of("event has", "events have"), length(l.maxAge), age(oldest, now), strings.Join(parts, ", "))
+	return fmt.Sprintf("%s waited for longer than %s, the oldest for %s: %s", all.Of("event has", "events have"), length(l.maxAge), age(oldest, now), strings.Join(parts, ", "))
 }
 
 // failedFindings returns findings about events that did not reach Kafka.
 func failedFindings(r outbox.RelayStatus) (all []finding) {
 	if r.Dead > 0 {
-		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, upTo(r.Dead).of("event is", "events are")),
+		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, upTo(r.Dead).Of("event is", "events are")),
 			"Kafka refused them until their retries were used up. Consumers will not see them unless they are retried.",
 			"outbox failures list --kind event --status dead shows why. Mend the cause, then outbox failures retry, or outbox failures resolve."})
 	}
@@ -123,7 +124,7 @@ func failedFindings(r outbox.RelayStatus) (all []finding) {
 			"They wait for an operator, and so do all later events of these keys.",
 			"outbox failures list --kind event shows them; outbox failures retry, resolve or release lets them go on."})
 	}
-	if waiting := (tally{int(r.ParkedKeys - r.HeldKeys), upTo(r.ParkedKeys).more}); waiting.n > 0 {
+	if waiting := short.TallyOf(r.ParkedKeys-r.HeldKeys, upTo(r.ParkedKeys).More); waiting.N > 0 {
 		all = append(all, finding{"failed.parked", severityWarning, fmt.Sprintf("relay %s: %s parked", r.Name, keysAre(waiting)),
 			"An event of each was refused or cannot be sent now, and the later ones of its key wait behind it. The relay retries by itself.",
 			"outbox failures list --kind event --status failed,waiting shows why."})
@@ -131,14 +132,7 @@ func failedFindings(r outbox.RelayStatus) (all []finding) {
 	return all
 }
 
-func keysAre(n tally) string { return n.of("key is", "keys are") }
-
-func plural(n int64, one, more string) string {
-	if n == 1 {
-		return "1 " + one
-	}
-	return count(n) + " " + more
-}
+func keysAre(n tally) string { return n.Of("key is", "keys are") }
 
 // transactionFindings are transactions that have been open for long.
 func transactionFindings(open []outboxops.OpenTransaction, now time.Time) (all []finding) {

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -225,39 +224,15 @@ func wrap(text string, width int) (lines []string) {
 }
 
 // count writes a number with commas.
-func count[N int | int32 | int64](n N) string {
-	text := strconv.FormatInt(int64(n), 10)
-	for i := len(text) - 3; i > 0 && text[i-1] != '-'; i -= 3 {
-		text = text[:i] + "," + text[i:]
-	}
-	return text
-}
+func count[N int | int32 | int64](n N) string { return short.Thousands(n) }
 
-// tally is how many there are. With more set, there may be more.
-type tally struct {
-	n    int
-	more bool
-}
+func plural(n int64, one, many string) string { return short.Plural(n, one, many) }
+
+// tally is how many there are, and whether there may be more.
+type tally = short.Tally
 
 // upTo returns a number that was counted up to [outbox.MaxCounted].
-func upTo[N int | int64](n N) tally { return tally{int(n), n == outbox.MaxCounted} }
-
-func (a tally) plus(b tally) tally { return tally{a.n + b.n, a.more || b.more} }
-
-func (a tally) String() string {
-	if a.more {
-		return count(a.n) + "+"
-	}
-	return count(a.n)
-}
-
-// of writes the number with what it counts.
-func (a tally) of(one, many string) string {
-	if a.more {
-		return a.String() + " " + many
-	}
-	return plural(int64(a.n), one, many)
-}
+func upTo[N int | int64](n N) tally { return short.TallyOf(n, n == outbox.MaxCounted) }
 
 // age returns roughly the age of a time; "-" for never.
 func age(t, now time.Time) string {

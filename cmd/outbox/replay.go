@@ -140,11 +140,14 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 			return cfg, err
 		}
 	}
-	if cfg.Source, err = r.source(ctx, e); r.times.until.IsZero() { // the relay sends events that are recorded from now on
+	if cfg.Source, err = r.source(ctx, e); err != nil {
+		return cfg, err
+	}
+	if r.times.until.IsZero() { // the relay sends events that are recorded from now on
 		r.times.until = e.dbNow()
 		cfg.Filter.Until = r.times.until
 	}
-	return cfg, err
+	return cfg, nil
 }
 
 // goOn returns the command that sends what is behind an outbox id.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -198,7 +199,7 @@ func relayTable(now snapshot) table {
 			leader, lease = r.Holder, length(r.LeaseUntil.Sub(now.now))
 		}
 		word, since := relayWord(r)
-		t.add(r.Name, leader, lease, word, age(since, now.now), tally{int(r.Pending), r.PendingMore}.String(), age(r.Oldest, now.now),
+		t.add(r.Name, leader, lease, word, age(since, now.now), short.TallyOf(r.Pending, r.PendingMore).String(), age(r.Oldest, now.now),
 			upTo(r.Waiting).String(), upTo(r.Failed).String(), upTo(r.Parked).String(), upTo(r.Dead).String())
 	}
 	return t

@@ -13,6 +13,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -52,7 +53,7 @@ type groupSum struct {
 
 // open returns how many events are not handled and not dead.
 func (g groupSum) open() tally {
-	return g.by[tables.StatusPending].plus(g.by[outbox.StatusWaiting]).plus(g.by[outbox.StatusFailed]).plus(g.by[outbox.StatusParked])
+	return g.by[tables.StatusPending].Plus(g.by[outbox.StatusWaiting]).Plus(g.by[outbox.StatusFailed]).Plus(g.by[outbox.StatusParked])
 }
 
 // sums adds up by group, sorted by name.
@@ -73,7 +74,7 @@ func (s groupsState) sums() []groupSum {
 	}
 	for _, c := range s.Counts {
 		g := get(c.Group)
-		g.by[c.Status] = g.by[c.Status].plus(tally{c.Events, c.More})
+		g.by[c.Status] = g.by[c.Status].Plus(short.TallyOf(c.Events, c.More))
 		if c.Status != outbox.StatusDead && (g.oldest.IsZero() || c.Oldest.Before(g.oldest)) {
 			g.oldest = c.Oldest
 		}
@@ -93,13 +94,13 @@ func (s groupsState) findings(now time.Time, l limits, schema string) (all []fin
 		all = append(all, s.memberFindings(m, l)...)
 	}
 	for _, g := range s.sums() {
-		if open := g.open(); g.live == 0 && open.n > 0 {
+		if open := g.open(); g.live == 0 && open.N > 0 {
 			severity := severityError
 			if now.Sub(g.oldest) <= l.maxAge { // a deployment may be under way
 				severity = severityNote
 			}
 			all = append(all, finding{"delivery.members", severity,
-				fmt.Sprintf("group %s: no process runs, and %s, the oldest for %s", g.group, open.of("event waits", "events wait"), age(g.oldest, now)),
+				fmt.Sprintf("group %s: no process runs, and %s, the oldest for %s", g.group, open.Of("event waits", "events wait"), age(g.oldest, now)),
 				"No process has renewed its row in event_member: none runs, or all are frozen or cut off from PostgreSQL. The events are not handled meanwhile.",
 				"Start a process that calls Run of a consumer or worker with this group, or read its log."})
 		}

@@ -49,6 +49,9 @@ func Text(s string, limit int) error {
 	return nil
 }
 
+// MaxReason is how many characters of a reason outbox_audit takes.
+const MaxReason = 10_000
+
 // Audit returns an error that names each field of who acts, and why, that outbox_audit does not take, as
 // outbox_check_audit has it. The names of the fields begin with prefix, and the reason has at most so many characters.
 func Audit(prefix, operator, reason string, most int) error {

@@ -275,9 +275,7 @@ func (c *Store) blockedBy(ctx context.Context, rowIDs []int64) error {
 	locked := &pg.LockError{Err: fmt.Errorf("continue: rows %v of outbox_failed have to be changed first", rowIDs)}
 	err := c.query(ctx, func(rows pgx.Rows) error {
 		var h pg.Holder
-		var since pgtype.Timestamptz
-		_, err := pgx.ForEachRow(rows, []any{&h.PID, &h.User, &h.Application, &h.State, &since}, func() error {
-			h.Since = since.Time
+		_, err := pgx.ForEachRow(rows, h.Fields(), func() error {
 			locked.Holders = append(locked.Holders, h)
 			return nil
 		})

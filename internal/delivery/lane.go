@@ -196,10 +196,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 	} else if n > 0 {
 		items = items[:n]
 	}
-	for conflicts := 0; ; {
-		if !l.mayContinue() { // the waits below end at once then
-			return len(items)
-		}
+	for conflicts := 0; l.mayContinue(); { // otherwise the waits below end at once
 		tasks, streams := l.tasksAndStreams(items)
 		if !l.finishing.Sharing(tasks) {
 			l.handleEach(items, nil)
@@ -250,6 +247,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			items = items[:n]
 		}
 	}
+	return len(items)
 }
 
 // tasksAndStreams returns the tasks of items for a transaction that begins now, and their streams.

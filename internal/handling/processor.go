@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -200,42 +199,6 @@ func (p *Processor) transact(
 // errNothingDone rolls back a transaction that has left out all its tasks.
 var errNothingDone = errors.New("no task was done")
 
-// hasExpired reports whether the event of a task without a transaction has expired. What an earlier attempt has begun
-// outside of PostgreSQL, its handler finishes. Without PostgreSQL the clock of this host counts.
-func (p *Processor) hasExpired(ctx context.Context, t *Task) (bool, error) {
-	if t.Meta.Expires.IsZero() || t.Begun || t.Meta.Attempt > 1 || !t.FirstFailed.IsZero() {
-		return false, nil
-	}
-	now := time.Now()
-	if p.Store != nil {
-		var err error
-		if now, err = p.Store.Now(ctx); err != nil {
-			return false, &NoteError{fmt.Errorf("read the time of PostgreSQL: %w", err)}
-		}
-	}
-	return !now.Before(t.Meta.Expires), nil
-}
-
-// clock is the time of PostgreSQL. The zero value is not known, and nothing is past then.
-type clock struct{ pg.Clock }
-
-// queue adds a statement that reads the clock to a batch, if an event of the tasks may expire.
-func (c *clock) queue(b *pgx.Batch, tasks []Task) {
-	if slices.ContainsFunc(tasks, func(t Task) bool { return !t.Meta.Expires.IsZero() }) {
-		b.Queue(pg.SQLNow).QueryRow(func(row pgx.Row) error {
-			var now time.Time
-			err := row.Scan(&now)
-			c.Clock = pg.ClockAt(now)
-			return err
-		})
-	}
-}
-
-// isPast reports whether a time is past; zero never is.
-func (c *clock) isPast(at time.Time) bool {
-	return !at.IsZero() && c.IsRead() && !c.Now().Before(at)
-}
-
 // own calls Begin or Complete of a [Processor], with a bound for their statements.
 func own(ctx context.Context, f func(context.Context) error) error {
 	ctx, cancel := pg.Bounded(ctx)
@@ -290,60 +253,6 @@ func (p *Processor) KeyOf(ctx context.Context, t *Task) (key NoteKey, err error)
 		return err
 	})
 	return key, err
-}
-
-// handlersOf returns the handlers of tasks.
-func handlersOf(tasks []Task) (handlers []*Handler) {
-	for _, t := range tasks {
-		if !slices.Contains(handlers, t.Handler) {
-			handlers = append(handlers, t.Handler)
-		}
-	}
-	return handlers
-}
-
-// Sharing reports whether there are several tasks and they may run in one transaction: none of their handlers changes
-// settings, and no two of their events need notes of which one is found through the other.
-func (p *Processor) Sharing(tasks []Task) bool {
-	return len(tasks) > 1 && !haveSameID(tasks) && !slices.ContainsFunc(tasks, func(t Task) bool {
-		_, separate := p.separate.Load(t.Handler)
-		return separate
-	})
-}
-
-// haveSameID reports whether events of two sources have the same id and type. The note of the second one is found
-// through that of the first one, which a transaction takes back if the first one is not done.
-func haveSameID(tasks []Task) bool {
-	source := tasks[0].Meta.Source
-	if !slices.ContainsFunc(tasks, func(t Task) bool { return t.Meta.Source != source || t.Meta.ByPosition }) {
-		return false
-	}
-	sources := make(map[[2]string]string, len(tasks))
-	for i := range tasks {
-		e := IdentityOf(&tasks[i].Meta)
-		key := [2]string{e.Type, e.ID}
-		if first, known := sources[key]; known && first != e.Source {
-			return true
-		}
-		sources[key] = e.Source
-	}
-	return false
-}
-
-// runSeparately notes that one of these handlers changes settings of its transaction, which other handlers must not
-// see. From then on, their events and those that arrive with them are handled one by one.
-func (p *Processor) runSeparately(handlers ...*Handler) {
-	var actions []string
-	for _, h := range handlers {
-		if _, known := p.separate.LoadOrStore(h, nil); !known {
-			actions = append(actions, h.Action)
-		}
-	}
-	if len(actions) > 0 {
-		const message = "outbox: a handler changes settings of its transaction; " +
-			"what arrives with its events is handled one by one"
-		p.Log.Warn(message, "action", strings.Join(actions, " or "))
-	}
 }
 
 // callHandler calls a handler with a context that ends after HandlerTimeout, and returns the duration of the call. The

@@ -2,13 +2,11 @@ package itest
 
 import (
 	"context"
-	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
@@ -47,18 +45,11 @@ func newLeaderlessFixture(t *testing.T) *leaderlessFixture {
 // describe is a control of the broker.
 func (s *leaderlessFixture) describe(r kmsg.Request) (kmsg.Response, error, bool) {
 	s.cluster.KeepControl()
-	all, request := s.answer.Load(), r.(*kmsg.MetadataRequest)
+	all := s.answer.Load()
 	if all == nil {
 		return nil, nil, false
 	}
-	answer := *all
-	answer.SetVersion(request.GetVersion())
-	answer.Topics = slices.DeleteFunc(slices.Clone(all.Topics), func(t kmsg.MetadataResponseTopic) bool {
-		return request.Topics != nil && !slices.ContainsFunc(request.Topics, func(asked kmsg.MetadataRequestTopic) bool {
-			return asked.Topic != nil && *asked.Topic == *t.Topic || asked.Topic == nil && asked.TopicID == t.TopicID
-		})
-	})
-	return &answer, nil, true
+	return testenv.AnswerMetadata(r, all), nil, true
 }
 
 // loseLeader takes the leader from a partition until restore.
@@ -68,10 +59,8 @@ func (s *leaderlessFixture) loseLeader(t *testing.T, lost kafkaclient.Partition)
 	all, err := kafkaclient.Metadata(background, s.admin, s.topic, s.other, s.topic+".dlq", s.other+".dlq")
 	require.NoError(t, err)
 	for i := range all.Topics {
-		for n := range all.Topics[i].Partitions {
-			if p := &all.Topics[i].Partitions[n]; *all.Topics[i].Topic == lost.Topic && p.Partition == lost.Number {
-				p.Leader, p.ErrorCode = -1, kerr.LeaderNotAvailable.Code
-			}
+		if topic := &all.Topics[i]; *topic.Topic == lost.Topic {
+			testenv.LoseLeader(topic, lost.Number)
 		}
 	}
 	s.answer.Store(all)

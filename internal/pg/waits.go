@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/perpool"
@@ -75,6 +74,12 @@ type Holder struct {
 	Since             time.Time // when its transaction began; zero if it has none, or this role may not see it
 	Ended             bool      // this process has ended the session
 	seen              time.Time
+}
+
+// Fields returns the places for the columns of a row that describes the session: pid, user, application, state, and the
+// beginning of its transaction.
+func (h *Holder) Fields() []any {
+	return []any{&h.PID, &h.User, &h.Application, &h.State, Time{At: &h.Since}}
 }
 
 // Attrs returns the attributes of the session for a log line.
@@ -224,10 +229,7 @@ func (w *Waits) Look(ctx context.Context, db *pgxpool.Pool, schema string, bound
 	err = Beside(ctx, db, func(conn *pgx.Conn) error {
 		return Query(ctx, conn, sqlOwnRole, func(rows pgx.Rows) (err error) {
 			found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h Holder, err error) {
-				var since pgtype.Timestamptz
-				err = row.Scan(&h.PID, &h.User, &h.Application, &h.State, &since, &h.Ended)
-				h.Since = since.Time
-				return h, err
+				return h, row.Scan(append(h.Fields(), &h.Ended)...)
 			})
 			return err
 		}, sqlHolders, text, bound, schema)

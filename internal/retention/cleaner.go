@@ -44,7 +44,6 @@ type Cleaner struct {
 	Published, cursors, handled, audited, delivered Scan               // each continues where its last run ended
 	partitions                                      map[string]*Scan   // the same by partition, where rows are removed one by one
 	reviews                                         map[string]*Review // of partitions to drop, as far as they have come
-	review                                          *Review            // that of the partition that is at hand
 	young                                           map[string]bool    // partitions with a young row that have been reported
 	lagging                                         laggingRelay
 	huge                                            hugeRows // that this run has found

@@ -119,7 +119,8 @@ func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (removed in
 			return removed, cmp.Or(err, busy)
 		}
 		start := time.Now()
-		dropped, err := c.drop(table)
+		v := c.reviews[p.name]
+		dropped, err := c.drop(v, table)
 		if errors.Is(err, ErrBusy) { // who reads outbox has waited behind our try to lock it
 			busy = err
 			c.Published.Pause(time.Since(start))
@@ -128,7 +129,7 @@ func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (removed in
 		if err != nil {
 			return removed, err
 		}
-		table, removed = dropped, removed+c.review.Rows
+		table, removed = dropped, removed+v.Rows
 		delete(c.reviews, p.name)
 	}
 	return removed, busy
@@ -168,54 +169,54 @@ func (c *Cleaner) reviewed(partitions []idRange) (done, kept bool, err error) {
 // finishReview reviews the rows of a partition that have not been reviewed. It reports whether all of them may be
 // removed, and if not, whether that is for a young one.
 func (c *Cleaner) finishReview(p idRange) (done, young bool, err error) {
-	if c.review = c.reviews[p.name]; c.review == nil {
+	v := c.reviews[p.name]
+	if v == nil {
 		ctx, cancel := c.WithStatementTimeout()
 		defer cancel()
-		v, err := c.store.BeginReview(ctx, p)
-		if err != nil || v == nil {
+		if v, err = c.store.BeginReview(ctx, p); err != nil || v == nil {
 			return false, v == nil, err
 		}
-		c.review, c.reviews[p.name] = v, v
+		c.reviews[p.name] = v
 	}
-	for !c.review.Done {
+	for !v.Done {
 		start := time.Now()
-		ok, err := c.reviewBatch()
+		ok, err := c.reviewBatch(v)
 		if err != nil || !ok {
-			return false, c.review.young, err
+			return false, v.young, err
 		}
-		if !c.review.Done && !c.Published.Pause(time.Since(start)) {
+		if !v.Done && !c.Published.Pause(time.Since(start)) {
 			return false, false, nil
 		}
 	}
 	return true, false, nil
 }
 
-func (c *Cleaner) reviewBatch() (ok bool, err error) {
-	s, err := c.removeBatch(c.review.after, c.review.End, func(ctx context.Context) (_ Step, err error) {
-		before := c.review.Rows
-		ok, err = c.store.ReviewBatch(ctx, c.proof(), c.review)
-		return Step{Removed: c.review.Rows - before}, err
+func (c *Cleaner) reviewBatch(v *Review) (ok bool, err error) {
+	s, err := c.removeBatch(v.after, v.End, func(ctx context.Context) (_ Step, err error) {
+		before := v.Rows
+		ok, err = c.store.ReviewBatch(ctx, c.proof(), v)
+		return Step{Removed: v.Rows - before}, err
 	})
 	return ok || s.More, err
 }
 
-// drop removes the partition that was reviewed, or only its rows unless table is set; or
+// drop removes the partition of a review, or only its rows unless table is set; or
 // it returns ErrBusy.
-func (c *Cleaner) drop(table bool) (dropped bool, err error) {
+func (c *Cleaner) drop(v *Review, table bool) (dropped bool, err error) {
 	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
-	dropped, err = c.store.Drop(ctx, c.proof(), c.review, table)
+	dropped, err = c.store.Drop(ctx, c.proof(), v, table)
 	switch {
 	case errors.Is(err, ErrReview): // the next run reviews it again
-		c.log.Debug("outbox: partition stays", "partition", c.review.name, "why", err)
-		delete(c.reviews, c.review.name)
+		c.log.Debug("outbox: partition stays", "partition", v.name, "why", err)
+		delete(c.reviews, v.name)
 		err = ErrBusy
 	case errors.Is(err, ErrBusy):
-		if c.review.busy++; c.review.busy == busyRuns {
-			c.reportLocked(ctx)
+		if v.busy++; v.busy == busyRuns {
+			c.reportLocked(ctx, v)
 		}
-	case err == nil && (dropped || c.review.Rows > 0):
-		c.log.Debug("outbox: partition removed", "partition", c.review.name, "rows", c.review.Rows, "dropped", dropped)
+	case err == nil && (dropped || v.Rows > 0):
+		c.log.Debug("outbox: partition removed", "partition", v.name, "rows", v.Rows, "dropped", dropped)
 	}
 	return dropped, err
 }
@@ -223,10 +224,10 @@ func (c *Cleaner) drop(table bool) (dropped bool, err error) {
 // busyRuns is after how many runs in which a partition was locked the log says so.
 const busyRuns = 3
 
-// reportLocked logs that the partition that was reviewed is locked, and by which transaction, if that is known.
-func (c *Cleaner) reportLocked(ctx context.Context) {
-	attrs := []any{"partition", c.review.name, "runs", busyRuns}
-	holder, prepared, err := c.store.holderOf(ctx, c.review.name)
+// reportLocked logs that the partition of a review is locked, and by which transaction, if that is known.
+func (c *Cleaner) reportLocked(ctx context.Context, v *Review) {
+	attrs := []any{"partition", v.name, "runs", busyRuns}
+	holder, prepared, err := c.store.holderOf(ctx, v.name)
 	switch {
 	case err != nil:
 	case prepared != "":

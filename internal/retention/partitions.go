@@ -305,8 +305,6 @@ SELECT coalesce(l.pid, 0), coalesce(a.usename::text, ''), coalesce(a.application
 
 // holderOf returns who has a lock on a partition: a session, or the name of a prepared transaction.
 func (r *Store) holderOf(ctx context.Context, partition string) (h pg.Holder, prepared string, err error) {
-	var since pgtype.Timestamptz
-	err = r.DB.QueryRow(ctx, r.sqlHolderOf, partition).Scan(&h.PID, &h.User, &h.Application, &h.State, &since, &prepared)
-	h.Since = since.Time
+	err = r.DB.QueryRow(ctx, r.sqlHolderOf, partition).Scan(append(h.Fields(), &prepared)...)
 	return h, prepared, err
 }

@@ -22,24 +22,35 @@ func WithoutLeader(t testing.TB, cluster *kfake.Cluster, number int32) {
 	request.Topics = nil // all
 	all, err := request.RequestWith(t.Context(), client)
 	require.NoError(t, err)
-	for _, topic := range all.Topics {
-		for i := range topic.Partitions {
-			if p := &topic.Partitions[i]; p.Partition == number {
-				p.Leader, p.ErrorCode = -1, kerr.LeaderNotAvailable.Code
-			}
-		}
+	for i := range all.Topics {
+		LoseLeader(&all.Topics[i], number)
 	}
 	cluster.ControlKey(int16(kmsg.Metadata), func(request kmsg.Request) (kmsg.Response, error, bool) {
 		cluster.KeepControl()
-		answer, asked := *all, request.(*kmsg.MetadataRequest).Topics
-		if asked != nil {
-			answer.Topics = slices.DeleteFunc(slices.Clone(all.Topics), func(has kmsg.MetadataResponseTopic) bool {
-				return !slices.ContainsFunc(asked, func(t kmsg.MetadataRequestTopic) bool {
-					return t.Topic != nil && *t.Topic == *has.Topic || t.Topic == nil && t.TopicID == has.TopicID
-				})
-			})
-		}
-		answer.SetVersion(request.GetVersion())
-		return &answer, nil, true
+		return AnswerMetadata(request, all), nil, true
 	})
+}
+
+// LoseLeader makes a description of a topic say that a partition has no leader.
+func LoseLeader(topic *kmsg.MetadataResponseTopic, number int32) {
+	for i := range topic.Partitions {
+		if p := &topic.Partitions[i]; p.Partition == number {
+			p.Leader, p.ErrorCode = -1, kerr.LeaderNotAvailable.Code
+		}
+	}
+}
+
+// AnswerMetadata returns what a description says of the topics that a request asks for. The answer is a new one: the
+// last one may still be on its way.
+func AnswerMetadata(request kmsg.Request, all *kmsg.MetadataResponse) kmsg.Response {
+	answer, asked := *all, request.(*kmsg.MetadataRequest).Topics
+	if asked != nil {
+		answer.Topics = slices.DeleteFunc(slices.Clone(all.Topics), func(has kmsg.MetadataResponseTopic) bool {
+			return !slices.ContainsFunc(asked, func(t kmsg.MetadataRequestTopic) bool {
+				return t.Topic != nil && *t.Topic == *has.Topic || t.Topic == nil && t.TopicID == has.TopicID
+			})
+		})
+	}
+	answer.SetVersion(request.GetVersion())
+	return &answer
 }

@@ -101,14 +101,6 @@ type Watch struct {
 	next     int  // which alert of the next check comes first
 }
 
-// common is what a watch remembers about the whole database.
-type common struct {
-	active     conditions
-	deaths     *deaths             // of deliveries
-	leaderless map[string]bool     // relays that had no leader at the last check
-	lost       map[key]LostRecords // the last loss that was delivered, of each group and topic
-}
-
 // conditions are the alerts that have begun, with how bad it was when they were delivered.
 type conditions map[key]int
 
@@ -249,55 +241,6 @@ func (w *Watch) isOwn(r tables.Relay) bool {
 	return w.cfg.Relay == r.Name || w.cfg.Relay == "" && w.cfg.Group == ""
 }
 
-// first returns the first name whose lease a process has. A cutover that has the lease of a relay alerts to nothing.
-func first(all []tables.Relay) (name string) {
-	for _, r := range all {
-		if _, ended := tables.HandedOver(r.Holder); r.Holder != "" && !ended {
-			return r.Name
-		}
-	}
-	return ""
-}
-
-// isFirst reports whether the watch alerts to what concerns the whole database.
-func (w *Watch) isFirst(l state) bool {
-	relay, workers := first(l.Relays), first(l.Workers)
-	switch {
-	case w.cfg.Relay != "":
-		return relay == w.cfg.Relay
-	case w.cfg.Group == "":
-		return true
-	case w.cfg.Consumes:
-		return relay == "" && workers == "" && first(l.Consumers) == w.cfg.Group
-	}
-	return relay == "" && workers == w.cfg.Group
-}
-
-// readCommon reads what only concerns the whole database.
-func (w *Watch) readCommon(ctx context.Context, l *state) (err error) {
-	ctx, cancel := context.WithTimeout(ctx, readTimeout)
-	defer cancel()
-	deaths := w.common.deaths
-	deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
-	if l.diedDeliveries, err = w.store.DiedDeliveries(ctx, deaths.since, deaths.known(), maxDeadRead); err != nil {
-		return err
-	}
-	if l.dead, err = w.store.Dead(ctx); err != nil {
-		return err
-	}
-	if l.lost, err = w.store.Lost(ctx, deaths.began); err != nil { // as far back as deaths
-		return err
-	}
-	l.reportDue = w.cfg.ReportInterval != noReports && !time.Now().Before(w.reportAt)
-	if l.reportDue {
-		if l.unresolved, err = w.store.Unresolved(ctx); err != nil {
-			return err
-		}
-	}
-	l.complete = true
-	return nil
-}
-
 // updates returns a function that calls update.
 func (w *Watch) updates(active conditions, holds bool, level int, a Alert) func(context.Context) {
 	return func(ctx context.Context) { w.update(ctx, active, holds, level, a) }
@@ -368,54 +311,6 @@ func total(counts []tables.EventCount) (n int) {
 	return n
 }
 
-// commonAlerts alert to what concerns the whole database.
-func (w *Watch) commonAlerts(l state) (all []func(context.Context)) {
-	for _, r := range l.Relays {
-		if r.Name != w.cfg.Relay {
-			all = append(all, w.leaderAlerts(r)...)
-		}
-	}
-	all = append(all, func(ctx context.Context) { w.endRemoved(ctx, l, w.common.active) })
-	maps.DeleteFunc(w.common.leaderless, func(relay string, _ bool) bool { return !l.has(relay) })
-	all = append(all, w.groupAlerts(l)...)
-	if !l.complete {
-		return all
-	}
-	n := total(l.dead)
-	all = append(all, w.updates(w.common.active, n >= w.cfg.DeadThreshold, n, Alert{Kind: ManyDead, Counts: l.dead}))
-	all = append(all, w.deadDeliveries(l)...)
-	all = append(all, w.lostRecords(l)...)
-	if l.reportDue {
-		all = append(all, func(ctx context.Context) { w.reportUnresolved(ctx, l.unresolved) })
-	}
-	return all
-}
-
-// leaderAlerts alert at the second check without a leader, because a standby needs a
-// moment to take over.
-func (w *Watch) leaderAlerts(r tables.Relay) (all []func(context.Context)) {
-	leaderless := r.Holder == "" && !r.MovedAt.IsZero()
-	if again := w.common.leaderless[r.Name]; again || !leaderless {
-		all = append(all, w.updates(w.common.active, leaderless, 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r}))
-	}
-	w.common.leaderless[r.Name] = leaderless
-	return all
-}
-
-// handOver forgets what concerns the whole database, which another process alerts to from now on. That may be the new
-// leader of a relay that had none. No other process knows that an alert has said so, so its end is delivered first.
-func (w *Watch) handOver(ctx context.Context, l state) {
-	for _, r := range l.Relays {
-		a := Alert{Kind: NoLeader, Relay: r.Name, Status: r}
-		if r.Holder != "" && !w.update(ctx, w.common.active, false, 0, a) {
-			return // again at the next check
-		}
-	}
-	if w.endRemoved(ctx, l, w.common.active) {
-		w.common = nil
-	}
-}
-
 // endRemoved ends what has begun of relays that are removed. It reports whether there is nothing left to deliver.
 func (w *Watch) endRemoved(ctx context.Context, l state, active conditions) (done bool) {
 	done = true
@@ -425,31 +320,6 @@ func (w *Watch) endRemoved(ctx context.Context, l state, active conditions) (don
 		}
 	}
 	return done
-}
-
-// groupAlerts alert to what consumer groups have not handled for too long. A group whose alert
-// has begun, here or elsewhere, is checked although none of its events waits any more.
-func (w *Watch) groupAlerts(l state) (all []func(context.Context)) {
-	var groups []string
-	for _, g := range slices.Concat(l.Workers, l.Consumers) {
-		groups = append(groups, g.Name)
-	}
-	for _, c := range l.stale {
-		groups = append(groups, c.Group)
-	}
-	for k := range w.common.active {
-		if k.kind == Stale {
-			groups = append(groups, k.group)
-		}
-	}
-	slices.Sort(groups)
-	for _, group := range slices.Compact(groups) {
-		if group != "" {
-			counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Group == group })
-			all = append(all, w.updates(w.common.active, holds, 0, Alert{Kind: Stale, Group: group, Counts: counts}))
-		}
-	}
-	return all
 }
 
 // update alerts when a condition begins to hold, when it becomes worse, and when it
@@ -512,27 +382,4 @@ func (w *Watch) pass(ctx context.Context, a Alert, to func(context.Context, Aler
 		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "over", a.Over, "relay", a.Relay, "group", a.Group, "error", err)
 	}
 	return err == nil
-}
-
-// lostRecords alert to records that Kafka had removed before a consumer group read them.
-func (w *Watch) lostRecords(l state) (all []func(context.Context)) {
-	for _, lost := range l.lost {
-		a := Alert{Kind: Lost, Group: lost.Group, Topic: lost.Topic, Lost: lost.Records}
-		// After the clock of the database was set back, only the number says that there are more.
-		if before := w.common.lost[keyOf(a)]; lost.At.After(before.At) || lost.Records > before.Records {
-			all = append(all, func(ctx context.Context) {
-				if w.deliver(ctx, a) {
-					w.common.lost[keyOf(a)] = lost
-				}
-			})
-		}
-	}
-	return all
-}
-
-// reportUnresolved alerts at intervals to unresolved events and deliveries.
-func (w *Watch) reportUnresolved(ctx context.Context, counts []tables.EventCount) {
-	if len(counts) == 0 || w.deliver(ctx, Alert{Kind: Report, Counts: counts}) {
-		w.reportAt = time.Now().Add(w.cfg.ReportInterval)
-	}
 }
