@@ -177,6 +177,10 @@ func TestWhatBecameOfAFailure(t *testing.T) {
 	exec(`UPDATE {s}.outbox SET expires_at = now() - interval '1 minute' WHERE id = 4099003`) // then retention may have removed a row that had expired
 	require.Contains(t, h.get("/failed/event-1"), "Relay default has sent it, or it had expired before.")
 	require.NotContains(t, h.get("/failed/event-1"), "it is in Kafka")
+	for _, path := range []string{"/events/4099003", "/failed/event-1"} {
+		require.Contains(t, h.get(path), "badge is-attempted", path)
+		require.NotContains(t, h.get(path), ">sent<", path)
+	}
 	exec(`DELETE FROM {s}.outbox WHERE id = 4099003`)
 	require.Contains(t, h.get("/failed/event-1"), "Relay default has sent it, or it had expired before. The event itself is not recorded here any more")
 	require.Contains(t, h.get("/audit?failure=event-1"), "the courier answers")

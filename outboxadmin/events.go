@@ -43,8 +43,10 @@ type eventState struct {
 
 // The states of an event besides the statuses of outbox_failed.
 const (
-	stateSent    = "sent"
-	statePending = "pending"
+	stateSent      = "sent"
+	stateExpired   = "expired"
+	stateAttempted = "attempted" // sent, or not sent because it had expired
+	statePending   = "pending"
 )
 
 // statesOf returns the states of an event by relay.
@@ -57,7 +59,7 @@ func statesOf(e outboxops.RecordedEvent) (states []eventState) {
 	}
 	for _, relay := range e.AttemptedBy {
 		if !failed(relay) {
-			states = append(states, eventState{Relay: relay, Status: stateSent})
+			states = append(states, eventState{Relay: relay, Status: attemptedState(e, relay)})
 		}
 	}
 	for _, relay := range e.PendingFor {
@@ -67,6 +69,24 @@ func statesOf(e outboxops.RecordedEvent) (states []eventState) {
 	}
 	slices.SortFunc(states, func(a, b eventState) int { return cmp.Compare(a.Relay, b.Relay) })
 	return states
+}
+
+// attemptedState returns what became of an event that a relay has attempted and that has not failed there. Lists do not
+// read where an event was sent, so for one that may have expired they cannot tell.
+func attemptedState(e outboxops.RecordedEvent, relay string) string {
+	state := stateAttempted
+	for _, s := range e.Sent {
+		switch {
+		case s.Relay == relay && !s.Expired:
+			return stateSent
+		case s.Relay == relay:
+			state = stateExpired
+		}
+	}
+	if e.ExpiresAt.IsZero() {
+		return stateSent
+	}
+	return state
 }
 
 func (a *admin) eventList(r *request) (answer, error) {

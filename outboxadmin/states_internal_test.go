@@ -5,8 +5,11 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // exec runs a statement in the schema {s}.
@@ -22,6 +25,30 @@ func calmFixture(t *testing.T) *adminFixture {
 	h.exec(`DELETE FROM {s}.outbox_failed`)
 	h.exec(`DELETE FROM {s}.outbox WHERE created_at < now() - interval '1 minute'`)
 	return h
+}
+
+// An event that may have expired is not said to be sent, unless its place in Kafka is known.
+func TestStatesOfAnEvent(t *testing.T) {
+	t.Parallel()
+	expires := time.Now()
+	at := func(relay string, expired bool) outboxops.EventSent {
+		return outboxops.EventSent{Relay: relay, Expired: expired}
+	}
+	for name, tt := range map[string]struct {
+		expires time.Time
+		sent    []outboxops.EventSent
+		status  string
+	}{
+		"never expires":           {time.Time{}, nil, "sent"},
+		"may have expired":        {expires, nil, "attempted"},
+		"sent":                    {expires, []outboxops.EventSent{at("b", true), at("a", false)}, "sent"},
+		"expired":                 {expires, []outboxops.EventSent{at("a", true), at("b", false)}, "expired"},
+		"sent, expired at repeat": {expires, []outboxops.EventSent{at("a", true), at("a", false)}, "sent"},
+		"sent by another relay":   {expires, []outboxops.EventSent{at("b", false)}, "attempted"},
+	} {
+		got := statesOf(outboxops.RecordedEvent{ExpiresAt: tt.expires, Sent: tt.sent, AttemptedBy: []string{"a"}, PendingFor: []string{"c"}})
+		require.Equal(t, []eventState{{Relay: "a", Status: tt.status}, {Relay: "c", Status: "pending"}}, got, name)
+	}
 }
 
 // saidAgo is an age that depends on the load.
