@@ -141,7 +141,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.waitingAge = m.seconds("outbox.group.waiting.age", "How long ago the oldest of them was recorded, or for how long an action has missed events; 0 without one.")
 	var err error
 	i.latency, err = m.Float64Histogram("outbox.relay.publish.latency", metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(latencyBounds...),
-		metric.WithDescription("Time from the start of the transaction that recorded an event until Kafka had it."))
+		metric.WithDescription("Time from the start of the transaction that recorded an event, by the clock of PostgreSQL, until Kafka had it, by that of the relay."))
 	m.errs = append(m.errs, err)
 	i.batchSize, err = m.Int64Histogram("outbox.relay.batch.size", metric.WithUnit("{event}"), metric.WithExplicitBucketBoundaries(batchBounds...),
 		metric.WithDescription("Events that were sent together."))

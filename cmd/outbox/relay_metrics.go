@@ -280,7 +280,7 @@ func (m *relayMetrics) write(x *exposition, health outbox.RelayHealth) {
 	defer m.mu.Unlock()
 	x.values("messaging_client_sent_messages_total", typeCounter, "Events that Kafka has accepted or not taken.", m.sent)
 	x.histograms("messaging_client_operation_duration_seconds", "Duration of the send of a batch.", m.sendTook)
-	x.histograms("outbox_relay_publish_latency_seconds", "Time from the start of the transaction that recorded an event until Kafka had it.", m.latency)
+	x.histograms("outbox_relay_publish_latency_seconds", "Time from the start of the transaction that recorded an event, by the clock of PostgreSQL, until Kafka had it, by that of the relay.", m.latency)
 	x.histograms("outbox_relay_batch_size", "Events that were sent together.", m.batchSize)
 	x.values("outbox_relay_rejected_total", typeCounter, "Events that Kafka rejected and that are tried again.", m.rejected)
 	x.values("outbox_relay_dead_total", typeCounter, "Events that Kafka rejected until their retries were used up.", m.dead)
