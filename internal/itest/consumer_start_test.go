@@ -679,7 +679,7 @@ func TestNewGroupSaysWhatItSkips(t *testing.T) {
 	s.put(t, 0, 7)
 	s.put(t, 1, 3)
 	stop := s.run(t, outbox.ConsumerConfig{})
-	const said = "the group is new"
+	const said = "the group reads a topic for the first time"
 	s.requireLogged(t, said)
 	s.requireLogged(t, "records=10")
 	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 7 }, testenv.Patience, 10*time.Millisecond)

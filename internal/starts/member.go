@@ -353,7 +353,7 @@ func (m *Member) list(ctx context.Context, found map[string]topicInfo, written m
 	return silent, m.cfg.Store.list(ctx, topics)
 }
 
-// logSkipped logs how many records a new group skips, because it begins at the end of topics. It
+// logSkipped logs how many records a group skips that is new, or reads a topic for the first time. It begins at the end. It
 // is as new if its name was changed by mistake.
 func (m *Member) logSkipped(topics map[string]topicInfo, firsts, begins map[kafka.Partition]int64) {
 	records := map[string]int64{}
@@ -362,7 +362,7 @@ func (m *Member) logSkipped(topics map[string]topicInfo, firsts, begins map[kafk
 	}
 	for topic, n := range records {
 		if _, listed := topics[topic]; listed && n > 0 {
-			m.cfg.Log.Warn("outbox: the group is new, what is in a topic is not handled unless FromStart is set", "topic", topic, "records", n)
+			m.cfg.Log.Warn("outbox: the group reads a topic for the first time, what is in it is not handled unless FromStart is set", "topic", topic, "records", n)
 		}
 	}
 }
