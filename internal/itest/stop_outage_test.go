@@ -78,6 +78,10 @@ func TestStopEndsNoOutage(t *testing.T) {
 				sales[i] = sale{Product: string(rune('a' + i%20)), Amount: 1}
 			}
 			s.sell(t, sales...)
+			before := map[string]int{} // what a busy machine had made late is no outage of this test
+			for part, log := range s.logs {
+				before[part] = len(log.String())
+			}
 			test.cable(s).breakAll()
 			s.sell(t, sales...)
 			for part, what := range test.fails {
@@ -87,7 +91,7 @@ func TestStopEndsNoOutage(t *testing.T) {
 			require.Eventually(t, func() bool { return test.cable(s).rejected.Load() > tried+2 }, testenv.Patience, time.Millisecond) // a send or a statement is under way
 			for part, stop := range s.stop {
 				stop()
-				log := s.logs[part].String()
+				log := s.logs[part].String()[before[part]:]
 				require.NotContains(t, log, "works again", part)
 				said := map[string]bool{} // what handles parked events has outages of its own
 				for _, line := range regexp.MustCompile(`msg="outbox: ([^"]* fails), trying[^"]*"(?: relay=\S+| group=\S+)?( of="[^"]*")?`).FindAllStringSubmatch(log, -1) {
