@@ -353,8 +353,8 @@ func (m *Member) list(ctx context.Context, found map[string]topicInfo, written m
 	return silent, m.cfg.Store.list(ctx, topics)
 }
 
-// logSkipped logs how many records a group skips that is new, or reads a topic for the first time. It begins at the end. It
-// is as new if its name was changed by mistake.
+// logSkipped logs how many records a group skips that is new, or reads a topic for the first time: it begins at the
+// end. It is as new if its name was changed by mistake.
 func (m *Member) logSkipped(topics map[string]topicInfo, firsts, begins map[kafka.Partition]int64) {
 	records := map[string]int64{}
 	for at, first := range firsts {
