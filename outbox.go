@@ -138,10 +138,14 @@ func (r *Recorder) withHooks(ctx context.Context, events []DomainEvent, record f
 		return record(ctx)
 	}
 	ctx, done := r.cfg.Hooks.Recording(ctx, events)
-	err := record(ctx)
-	done(err)
+	err := errNotReturned
+	defer func() { done(err) }()
+	err = record(ctx)
 	return err
 }
+
+// errNotReturned is what the hook hears of a recording that panics, or ends its goroutine.
+var errNotReturned = errors.New("recording has panicked, or has ended its goroutine")
 
 func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) error {
 	rows, err := r.rows(ctx, events)
