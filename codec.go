@@ -75,6 +75,7 @@ func (c Codec) check() error {
 }
 
 func encodeJSON(_ context.Context, event any) ([]byte, error) {
+	event = addressable(event)
 	b, err := json.Marshal(event)
 	if err != nil {
 		return nil, err
@@ -88,6 +89,18 @@ func encodeJSON(_ context.Context, event any) ([]byte, error) {
 	return b, nil
 }
 
+// addressable returns a pointer to a copy of a value: encoding/json asks the methods of pointers only behind one, and
+// those of *big.Int, for example, are what decodes a big.Int. Nil and pointers are returned as they are.
+func addressable(event any) any {
+	v := reflect.ValueOf(event)
+	if !v.IsValid() || v.Kind() == reflect.Pointer {
+		return event
+	}
+	p := reflect.New(v.Type())
+	p.Elem().Set(v)
+	return p.Interface()
+}
+
 func decodeJSON(_ context.Context, data []byte, event any) error {
 	if err := json.Unmarshal(data, event); err != nil {
 		return err
@@ -98,7 +111,7 @@ func decodeJSON(_ context.Context, data []byte, event any) error {
 	if string(bytes.TrimSpace(data)) == "null" {
 		return errNullEvent
 	}
-	if v := reflect.ValueOf(event).Elem(); v.IsZero() && !hasMemberOf(data, v.Interface()) {
+	if v := reflect.ValueOf(event).Elem(); v.IsZero() && !hasMemberOf(data, event) {
 		return fmt.Errorf("it has no member of %v", v.Type())
 	}
 	return nil
@@ -106,7 +119,7 @@ func decodeJSON(_ context.Context, data []byte, event any) error {
 
 var errNullEvent = errors.New("it is null")
 
-// hasMemberOf reports whether an object has one of the members that a zero event has when it
+// hasMemberOf reports whether an object has one of the members that a zero event, which is a pointer, has when it
 // is encoded. It is true if that is not an object with members.
 func hasMemberOf(data []byte, zero any) bool {
 	var always, given map[string]json.RawMessage

@@ -20,8 +20,9 @@ import (
 // RecorderHooks are called by [Recorder.Record], [Recorder.Queue] and [Recorder.Statement].
 type RecorderHooks struct {
 	// Recording is called before events are encoded. RecorderConfig.TraceParent, Headers and PostgreSQL get the
-	// context that it returns. Done is called at the end. Record passes its error to Done. Queue and Statement call
-	// Done once the events are on the batch or in the statement; they do not know the answer of PostgreSQL.
+	// context that it returns. Done is called at the end, with an error if that is a panic. Record passes its error to
+	// Done. Queue and Statement call Done once the events are on the batch or in the statement; they do not know the
+	// answer of PostgreSQL.
 	Recording func(ctx context.Context, events []DomainEvent) (recording context.Context, done func(error))
 }
 

@@ -115,10 +115,11 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 }
 
 // Record stores events in tx, in their order, with one INSERT and one round
-// trip, or with COPY if there are 500 or more; without events it does nothing. The
-// relay sees the events after tx has committed. If tx rolls back, they do not exist.
+// trip, or with COPY if there are 500 or more, or if they take more than 256 MiB
+// together; without events it does nothing. The relay sees the events after tx has
+// committed. If tx rolls back, they do not exist.
 // Events with EventOptions.NotBefore are stored by the same INSERT, and COPY is not used
-// then. The relay sees them when they are due.
+// then: more than 256 MiB are rejected ([ErrTooLarge]). The relay sees them when they are due.
 //
 // Record rejects an event that cannot be stored before it sends anything to
 // PostgreSQL: the error is a [*FieldError], none of the events is stored, and tx
@@ -138,13 +139,17 @@ func (r *Recorder) withHooks(ctx context.Context, events []DomainEvent, record f
 		return record(ctx)
 	}
 	ctx, done := r.cfg.Hooks.Recording(ctx, events)
-	err := record(ctx)
-	done(err)
+	err := errNotReturned
+	defer func() { done(err) }()
+	err = record(ctx)
 	return err
 }
 
+// errNotReturned is what the hook hears of a recording that panics, or ends its goroutine.
+var errNotReturned = errors.New("recording has panicked, or has ended its goroutine")
+
 func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) error {
-	rows, err := r.rows(ctx, events)
+	rows, err := r.rows(ctx, events, true)
 	if err != nil || len(events) == 0 {
 		return err
 	}
@@ -154,7 +159,8 @@ func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) 
 // Queue is [Recorder.Record] on a batch that the caller sends in a transaction
 // of its own: no round trip is added. A call adds one statement, hence one
 // result to [pgx.BatchResults], however many events it has; a call without
-// events adds none. If it rejects an event, it does not change the batch. If the
+// events adds none. It also rejects events that take more than 256 MiB together
+// ([ErrTooLarge]). If it rejects an event, it does not change the batch. If the
 // tables are not those of this release, the batch fails with PostgreSQL's error about the
 // table or column that is missing: the caller sends it, so nothing adds [ErrNotMigrated], nor
 // [ErrDuplicateEvent] to the error 23505 of the index outbox_event_id_key.
@@ -163,7 +169,7 @@ func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...Domain
 		return &FieldError{Index: -1, Field: "batch", Err: ErrNilArgument}
 	}
 	return r.withHooks(ctx, events, func(ctx context.Context) error {
-		rows, err := r.rows(ctx, events)
+		rows, err := r.rows(ctx, events, false)
 		if err != nil || len(events) == 0 {
 			return err
 		}
@@ -186,7 +192,7 @@ func (r *Recorder) Statement(ctx context.Context, events ...DomainEvent) (sql st
 		return "", nil, &FieldError{Index: -1, Field: "events", Err: ErrEmpty}
 	}
 	err = r.withHooks(ctx, events, func(ctx context.Context) error {
-		rows, err := r.rows(ctx, events)
+		rows, err := r.rows(ctx, events, false)
 		if err != nil {
 			return err
 		}
@@ -220,9 +226,9 @@ func (r *Recorder) CancelStatement(eventID uuid.UUID) (sql string, args []any) {
 	return r.store.CancelStatement(eventID)
 }
 
-// rows encodes events. Its error says which field of which event cannot be stored.
-func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*record.Rows, error) {
-	rows := record.NewRows(r.events.source, len(events), r.cfg.MaxPayload)
+// rows encodes events, for COPY if that is possible. Its error says which field of which event cannot be stored.
+func (r *Recorder) rows(ctx context.Context, events []DomainEvent, canCopy bool) (*record.Rows, error) {
+	rows := record.NewRows(r.events.source, len(events), r.cfg.MaxPayload, canCopy)
 	carried := record.Extras{CorrelationID: CorrelationID(ctx), TraceID: TraceID(ctx), TraceParent: r.cfg.TraceParent(ctx)}
 	one := recording{ctx: ctx, recorder: r}
 	for i, e := range events {
@@ -248,10 +254,10 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*record.Rows
 	return rows, nil
 }
 
-// atIndex adds to an error about one event its index in the call and its type.
+// atIndex adds to an error about one event its index in the call and its type. One about all events has the index -1.
 func atIndex(i int, eventType string, err error) error {
 	var rejected *FieldError
-	if errors.As(err, &rejected) {
+	if errors.As(err, &rejected) && rejected.Index >= 0 {
 		rejected.Index = i
 		rejected.EventType = cmp.Or(rejected.EventType, eventType)
 	}
@@ -291,7 +297,7 @@ func (e *recording) NewID() (uuid.UUID, error) {
 // payload is as the codec wrote it, whereas a relay sends it as jsonb prints it, with
 // other spaces, order of keys and form of numbers.
 func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Record, error) {
-	rows, err := r.rows(ctx, []DomainEvent{event})
+	rows, err := r.rows(ctx, []DomainEvent{event}, false)
 	if err != nil {
 		return nil, atIndex(-1, "", err)
 	}

@@ -86,7 +86,7 @@ func play(ctx context.Context, tab table, worker *outbox.Worker) ([]Attempt, err
 	if !ok {
 		return nil, fmt.Errorf("%s is no transaction of pgx, which handlers get a part of: outboxsql.Within gives code a *sql.Tx in one", tab.kind())
 	}
-	p := &player{tab: tab, tx: tx, worker: worker}
+	p := &player{tab: tab, tx: tx, worker: worker, start: time.Now()}
 	for {
 		if err := p.addRecorded(ctx); err != nil {
 			return p.attempts, err
@@ -113,6 +113,7 @@ type player struct {
 	tab      table
 	tx       pgx.Tx
 	worker   *outbox.Worker
+	start    time.Time
 	last     int64 // outbox.id of the last event that was added
 	now      time.Duration
 	queue    []delivery // in the order of ids
@@ -166,10 +167,10 @@ type delayed struct {
 }
 
 // sqlDelayed reads what this transaction has recorded for later behind $1, for some topics, and in how many
-// microseconds it is due; 290 years are the most that a [time.Duration] holds. recorded_at is the start of the
+// microseconds after $3 it is due; 290 years are the most that a [time.Duration] holds. recorded_at is the start of the
 // transaction, which says whose a delayed event is.
 const sqlDelayed = `
-SELECT id, (least(greatest(extract(epoch FROM due_at - clock_timestamp()), 0), 9e9) * 1e6)::bigint
+SELECT id, (least(greatest(extract(epoch FROM due_at - $3::timestamptz), 0), 9e9) * 1e6)::bigint
   FROM {schema}.outbox_delayed
  WHERE recorded_at = now() AND id > $1
    AND coalesce(topic, split_part(event_type, '.', 2) || '-events') = ANY ($2::text[])
@@ -184,9 +185,11 @@ SELECT event_id, event_type, source, aggregate_type, aggregate_id, payload, payl
        topic, partition_key, headers, occurred_at, expires_at FROM gone`
 
 // moveDelayed moves the delayed event that is due first to outbox, if no attempt is due before, and reports whether it
-// did. The clock of the play is ahead of the real one, by which handlers delay events.
+// did. The clock of the play is ahead of the real one, by which handlers delay events. It is the start of the play that
+// their times are compared with: with the real time, what is due at the same time would be due the earlier the later it
+// is read.
 func (p *player) moveDelayed(ctx context.Context) (moved bool, err error) {
-	rows, err := p.tab.query(ctx, sqlDelayed, p.lastWait, p.worker.Topics())
+	rows, err := p.tab.query(ctx, sqlDelayed, p.lastWait, p.worker.Topics(), p.start)
 	if err != nil {
 		return false, fmt.Errorf("read outbox_delayed: %w", err)
 	}

@@ -264,6 +264,46 @@ func TestPlayDelayedEvents(t *testing.T) {
 	}, attempts)
 }
 
+// Delayed events of a key that are due at the same time are handled in the order in which they were recorded, whether
+// that was at once or by several attempts.
+func TestPlayDelayedTogether(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	then := outbox.EventOptions{NotBefore: time.Now().Add(time.Hour)}
+	var handled []int64
+	recorded := int64(50)
+	w := h.worker(t, outbox.WorkerConfig{},
+		outbox.Handle("REMIND", func(ctx context.Context, tx pgx.Tx, _ productLiked, _ outbox.Metadata) error {
+			time.Sleep(3 * time.Millisecond)
+			recorded++
+			return h.rec.Record(ctx, tx, outbox.With(orderPlaced{ID: "a", Cents: recorded, At: noon}, then))
+		}),
+		outbox.HandleNoTx("COUNT", func(_ context.Context, e orderPlaced, _ outbox.Metadata) error {
+			handled = append(handled, e.Cents)
+			return nil
+		}))
+	var want []int64
+	t.Run("recorded by the test", func(t *testing.T) {
+		tx := h.begin(t)
+		for i := range recorded {
+			h.record(t, tx, outbox.With(orderPlaced{ID: "a", Cents: i + 1, At: noon}, then))
+			want = append(want, i+1)
+		}
+		outboxtest.Play(background, t, h.in(tx), w)
+		require.Equal(t, want, handled)
+	})
+	t.Run("recorded by handlers", func(t *testing.T) {
+		handled, want = nil, nil
+		tx := h.begin(t)
+		for i := range int64(5) {
+			h.record(t, tx, productLiked{"b", noon})
+			want = append(want, recorded+i+1)
+		}
+		outboxtest.Play(background, t, h.in(tx), w)
+		require.Equal(t, want, handled)
+	})
+}
+
 // Where a type without a handler is a dead letter, it is in a play.
 func TestPlayUnknownType(t *testing.T) {
 	t.Parallel()

@@ -119,27 +119,48 @@ func recorded[E outbox.DomainEvent](ctx context.Context, tab table, events *outb
 	return decoded, nil
 }
 
-// match finds a row for each wanted event and returns those without. Events that
-// ask for options or for a time come first: the others take any.
+// match finds a row for each wanted event and returns those without.
 func match(ctx context.Context, wanted, rows []entry) (missing []entry, err error) {
-	rows = slices.Clone(rows)
-	for rank := range ranks {
-		for _, w := range wanted {
-			if w.rank() != rank {
-				continue
-			}
-			i := slices.IndexFunc(rows, func(row entry) bool { return w.equals(ctx, row) })
-			if i < 0 {
-				missing = append(missing, w)
-				continue
-			}
-			if _, err := rows[i].decode(ctx); err != nil {
-				return nil, err
-			}
-			rows = slices.Delete(rows, i, i+1)
+	m := matching{wanted: wanted, rows: rows, taken: make([]int, len(rows))}
+	rejected := make([]bool, len(rows)) // a search that has failed leads nowhere later, either
+	for i, w := range wanted {
+		if seen := slices.Clone(rejected); !m.place(ctx, i, seen) {
+			missing, rejected = append(missing, w), seen
+		}
+	}
+	for row, taken := range m.taken {
+		if taken == 0 {
+			continue
+		}
+		if _, err := rows[row].decode(ctx); err != nil {
+			return nil, err
 		}
 	}
 	return missing, nil
+}
+
+// matching gives rows to wanted events, each to one at most.
+type matching struct {
+	wanted, rows []entry
+	taken        []int // by row: the index of the wanted event that has it, and 1; 0 if it is free
+}
+
+// place gives a row to the wanted event i: a free one, or that of another which then finds another one. No row is
+// tried that was seen.
+func (m *matching) place(ctx context.Context, i int, seen []bool) bool {
+	for _, free := range []bool{true, false} {
+		for row, taken := range m.taken {
+			if seen[row] || (taken == 0) != free || !m.wanted[i].equals(ctx, m.rows[row]) {
+				continue
+			}
+			seen[row] = true
+			if free || m.place(ctx, taken-1, seen) {
+				m.taken[row] = i + 1
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // entry is an event in its encoded form: a row of outbox, or a wanted one.
@@ -154,19 +175,6 @@ type entry struct {
 }
 
 const jsonType = "application/json" // what is stored as jsonb
-
-const ranks = 4
-
-// rank is lower the more a wanted event asks for.
-func (e entry) rank() (rank int) {
-	if !e.hasOptions {
-		rank += 2
-	}
-	if e.at.IsZero() {
-		rank++
-	}
-	return rank
-}
 
 // asksFor reports whether a row has the options that the wanted event e asks for.
 func (e entry) asksFor(row entry) bool {

@@ -44,6 +44,11 @@ var recordedTests = []struct {
 		events{orderPlaced{ID: "1", At: noon}, outbox.With(orderPlaced{ID: "1", At: noon}, elsewhere)}},
 	{"some of the options", events{outbox.With(productLiked{"1", noon}, elsewhere)},
 		events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Attributes: map[string]string{"market": "seoul"}})}},
+	{"options that one of two has, and options that both have",
+		events{outbox.With(productLiked{"1", noon}, seoul(1)), outbox.With(productLiked{"1", noon}, seoul(2))},
+		events{outbox.With(productLiked{"1", noon}, seoul(0)), outbox.With(productLiked{"1", noon}, outbox.EventOptions{ID: uuid.UUID{1}})}},
+	{"a chain of options", events{outbox.With(productLiked{"1", noon}, seoul(1)), outbox.With(productLiked{"1", noon}, seoul(2)), outbox.With(productLiked{"1", noon.Add(1e9)}, seoul(3))},
+		events{outbox.With(productLiked{Product: "1"}, seoul(0)), outbox.With(productLiked{"1", noon}, seoul(0)), outbox.With(productLiked{Product: "1"}, seoul(1))}},
 	{"a due time", events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)}), productLiked{"2", noon}},
 		events{productLiked{"2", noon}, outbox.With(productLiked{"1", noon}, outbox.EventOptions{NotBefore: noon.Add(time.Hour)})}},
 	{"a time at which it expires", events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Expires: noon.Add(time.Hour)}), productLiked{"1", noon}},
@@ -56,6 +61,11 @@ var recordedTests = []struct {
 	{"a tombstone among others", events{productLiked{"1", noon}, outbox.With(productLiked{"2", noon}, tombstone), outbox.With(hook("", ""), tombstone)},
 		events{outbox.With(productLiked{"2", noon}, tombstone), outbox.With(hook("", ""), tombstone)}},
 	{"another encoding of the same", events{parcelSent{"1", noon}, parcelSent{"2", noon}}, events{parcelSent{"2", noon}, parcelSent{"1", noon}}},
+}
+
+// seoul returns options with an id, or without one for 0.
+func seoul(id byte) outbox.EventOptions {
+	return outbox.EventOptions{ID: uuid.UUID{id}, Attributes: map[string]string{"market": "seoul"}}
 }
 
 const hookType = "stripe.invoice.paid.v1"

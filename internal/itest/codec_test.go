@@ -5,8 +5,10 @@ import (
 	"encoding"
 	"encoding/json"
 	"math"
+	"math/big"
 	"os"
 	"os/exec"
+	"reflect"
 	"runtime/debug"
 	"strings"
 	"testing"
@@ -154,6 +156,54 @@ func TestJSONCannotEncode(t *testing.T) {
 		require.Error(t, err, name)
 	}
 }
+
+// priced has a member that only a pointer to it encodes; marked and noted are such values themselves.
+type (
+	priced struct {
+		Amount big.Int
+	}
+	marked struct{ text string }
+	noted  struct{ text string }
+)
+
+func (m *marked) MarshalJSON() ([]byte, error)   { return json.Marshal(m.text) }
+func (m *marked) UnmarshalJSON(b []byte) error   { return json.Unmarshal(b, &m.text) }
+func (n *noted) MarshalText() ([]byte, error)    { return []byte(n.text), nil }
+func (n *noted) UnmarshalText(text []byte) error { n.text = string(text); return nil }
+
+// An event is a value, and what its pointer says of its encoding holds as well.
+func TestJSONAsksPointers(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		event, decoded any
+		want           string
+	}{
+		{priced{*big.NewInt(42)}, new(priced), `{"Amount":42}`},
+		{marked{"a"}, new(marked), `"a"`},
+		{noted{"a"}, new(noted), `"a"`},
+		{[1]marked{{"a"}}, new([1]marked), `["a"]`},
+	} {
+		data, err := outbox.JSON().Encode(t.Context(), tt.event)
+		require.NoError(t, err)
+		require.Equal(t, tt.want, string(data), "%T", tt.event)
+		require.NoError(t, outbox.JSON().Decode(t.Context(), data, tt.decoded))
+		require.Equal(t, tt.event, reflect.ValueOf(tt.decoded).Elem().Interface())
+	}
+	for _, event := range []any{marked{badText}, noted{badText}, struct{ N noted }{noted{badText}}} {
+		_, err := outbox.JSON().Encode(t.Context(), event)
+		require.ErrorIs(t, err, outbox.ErrUTF8, "%T", event)
+	}
+	data, err := outbox.JSON().Encode(t.Context(), nulled{})
+	require.NoError(t, err, "it decides that by itself")
+	require.Equal(t, "null", string(data))
+	_, err = outbox.JSON().Encode(t.Context(), nil)
+	require.ErrorContains(t, err, "null")
+}
+
+// nulled is null.
+type nulled struct{}
+
+func (*nulled) MarshalJSON() ([]byte, error) { return []byte("null"), nil }
 
 // What JSON encodes, it decodes.
 func TestJSONDecode(t *testing.T) {

@@ -3,6 +3,7 @@ package itest
 import (
 	"context"
 	"errors"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -136,6 +137,37 @@ func TestRecordingHook(t *testing.T) {
 	var stored string
 	require.NoError(t, h.db.QueryRow(background, `SELECT headers->>'traceparent' FROM `+pgx.Identifier{h.schema, "outbox"}.Sanitize()).Scan(&stored))
 	require.Equal(t, traceParent, stored)
+}
+
+// The end of Recording is called however the recording ends, and a panic goes on.
+func TestRecordingHookEnds(t *testing.T) {
+	t.Parallel()
+	var ends []error
+	hooks := outbox.RecorderHooks{Recording: func(ctx context.Context, _ []outbox.DomainEvent) (context.Context, func(error)) {
+		return ctx, func(err error) { ends = append(ends, err) }
+	}}
+	for name, end := range map[string]func(){"panic": func() { panic("headers") }, "Goexit": runtime.Goexit} {
+		events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate))
+		require.NoError(t, err)
+		rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Hooks: hooks, Headers: func(context.Context, outbox.DomainEvent) map[string]string {
+			end()
+			return nil
+		}})
+		require.NoError(t, err)
+		ends = nil
+		recovered := make(chan any, 1)
+		go func() {
+			defer func() { recovered <- recover() }()
+			_ = rec.Queue(background, &pgx.Batch{}, numbered("a", 1, 1)[0])
+		}()
+		if got := <-recovered; name == "panic" {
+			require.Equal(t, "headers", got)
+		} else {
+			require.Nil(t, got)
+		}
+		require.Len(t, ends, 1, name)
+		require.Error(t, ends[0], name)
+	}
 }
 
 // Lag counts what is not handled, and knows a partition in which nothing ever was.

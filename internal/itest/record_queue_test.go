@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -61,4 +62,20 @@ func TestQueueBesideCallbacks(t *testing.T) {
 	batch.Queue(c.sql(`SELECT count(*)::int FROM {s}.outbox`)).QueryRow(scan(&after))
 	require.NoError(t, pgx.BeginFunc(background, c.db, func(tx pgx.Tx) error { return tx.SendBatch(background, &batch).Close() }))
 	require.Equal(t, [2]int{0, 2}, [2]int{before, after})
+}
+
+// A statement that PostgreSQL would not take, and that would cost the caller his connection, is refused before.
+func TestQueueTooMuch(t *testing.T) {
+	// Not parallel: it takes memory.
+	rec, err := outbox.NewRecorder(gateway(t), outbox.RecorderConfig{MaxPayload: 1 << 20})
+	require.NoError(t, err)
+	events := make([]outbox.DomainEvent, 300)
+	payload := make([]byte, 1<<20)
+	for i := range events {
+		events[i] = hook(func(e *outbox.RawEvent) { e.ContentType, e.Payload = "application/avro", payload })
+	}
+	var batch pgx.Batch
+	err = rec.Queue(background, &batch, events...)
+	requireRefused(t, err, outbox.ErrTooLarge, refusal{"", -1, "events"})
+	require.Zero(t, batch.Len())
 }

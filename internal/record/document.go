@@ -2,7 +2,6 @@ package record
 
 import (
 	"encoding/base64"
-	"fmt"
 	"strconv"
 	"time"
 
@@ -13,20 +12,20 @@ import (
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
-// maxDocument bounds the document of a statement, in bytes. PostgreSQL takes 1 GiB, but keeps several
-// copies of it; a single event of the largest payload always fits.
-const maxDocument = 256 << 20
+// maxStatement bounds the values of a statement, in bytes. PostgreSQL takes 1 GiB, but keeps several
+// copies of it, and pgx closes the connection above that; a single event of the largest payload always fits.
+const maxStatement = 256 << 20
 
 // document returns all rows as a JSON array of objects, whose members are rowColumns, and due_at of a delayed one.
 func (r *Rows) document() (string, error) {
-	b := append(make([]byte, 0, min(r.documentSize(), maxDocument)), '[')
+	b := append(make([]byte, 0, min(r.documentSize(), maxStatement)), '[')
 	for i := range r.Len() {
 		if i > 0 {
 			b = append(b, ',')
 		}
 		b = r.appendObject(b, i)
-		if len(b) > maxDocument {
-			return "", &envelope.FieldError{Index: -1, Field: "events", Err: fmt.Errorf("%w: more than %d bytes for one statement", ErrTooLarge, maxDocument)}
+		if len(b) > maxStatement {
+			return "", tooLarge()
 		}
 	}
 	return string(append(b, ']')), nil

@@ -53,10 +53,10 @@ func NewStore(schema string) *Store {
 // round trip, which costs more than it saves for fewer events.
 const minCopyRows = 500
 
-// Insert stores rows in tx. It translates errors of PostgreSQL to pg.ErrNotMigrated and
-// [ErrDuplicateEvent].
+// Insert stores rows in tx: by COPY also what is too large for a statement. It translates errors of PostgreSQL to
+// pg.ErrNotMigrated and [ErrDuplicateEvent].
 func (s *Store) Insert(ctx context.Context, tx pgx.Tx, rows *Rows) (err error) {
-	if rows.Len() < minCopyRows || rows.delayed > 0 {
+	if rows.delayed > 0 || rows.Len() < minCopyRows && rows.size <= maxStatement {
 		sql, args := s.Statement(rows)
 		_, err = tx.Exec(ctx, sql, args...)
 	} else {

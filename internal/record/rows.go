@@ -18,7 +18,9 @@ const JSONType = "application/json"
 
 // Rows are the rows of events, column by column, in the order of sqlInsert.
 type Rows struct {
-	maxPayload    int // bytes
+	maxPayload    int  // bytes
+	canCopy       bool // COPY has no bound
+	size          int  // bytes of all values
 	source        string
 	eventID       []pgtype.UUID
 	eventType     []string
@@ -36,10 +38,12 @@ type Rows struct {
 	delayed       int // how many have a due time
 }
 
-// NewRows returns rows with room for n events of a source. A payload may have maxPayload bytes.
-func NewRows(source string, n, maxPayload int) *Rows {
+// NewRows returns rows with room for n events of a source. A payload may have maxPayload bytes. canCopy says that
+// the rows are for [Store.Insert], which has no bound in bytes unless an event is delayed.
+func NewRows(source string, n, maxPayload int, canCopy bool) *Rows {
 	return &Rows{
 		maxPayload:    maxPayload,
+		canCopy:       canCopy,
 		source:        source,
 		eventID:       make([]pgtype.UUID, 0, n),
 		eventType:     make([]string, 0, n),
@@ -83,8 +87,9 @@ type Event interface {
 	NewID() (uuid.UUID, error)
 }
 
-// Add adds one event. Its error names the field that cannot be stored; after an error, the rows must not be
-// used. Add calls Encode once the other fields are valid, and NewID last.
+// Add adds one event. Its error names the field that cannot be stored, or has the index -1 if all events together are
+// too large; after an error, the rows must not be used. Add calls Encode once the other fields are valid, and NewID
+// last.
 func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	headers, rejected := x.encode()
 	if rejected != nil {
@@ -119,6 +124,16 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	if err != nil {
 		return &envelope.FieldError{Field: "event_id", Err: err}
 	}
+	topic := cmp.Or(own, t.Topic)
+	const others = 100 // values of a fixed size, and what pgx sends beside each value
+	r.size += others + len(t.Name) + len(t.AggregateType) + len(aggregateID) + len(payload) + len(t.ContentType) +
+		len(topic) + len(partitionKey.String) + len(headers)
+	if at.due.Valid {
+		r.delayed++
+	}
+	if r.size > maxStatement && r.Len() > 0 && (!r.canCopy || r.delayed > 0) {
+		return tooLarge()
+	}
 	switch t.ContentType {
 	case "":
 		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, nil)
@@ -127,7 +142,6 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	default: // a copy, because the codec may reuse its buffer; an empty one is not NULL
 		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, append([]byte{}, payload...))
 	}
-	topic := cmp.Or(own, t.Topic)
 	r.eventID = append(r.eventID, pgtype.UUID{Bytes: id, Valid: true})
 	r.eventType = append(r.eventType, t.Name)
 	r.aggregateType = append(r.aggregateType, t.AggregateType)
@@ -139,10 +153,12 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	r.occurredAt = append(r.occurredAt, at.occurred)
 	r.expiresAt = append(r.expiresAt, at.expires)
 	r.dueAt = append(r.dueAt, at.due)
-	if at.due.Valid {
-		r.delayed++
-	}
 	return nil
+}
+
+// tooLarge is the error of events that do not fit one statement.
+func tooLarge() *envelope.FieldError {
+	return &envelope.FieldError{Index: -1, Field: "events", Err: fmt.Errorf("%w: more than %d bytes for one statement", ErrTooLarge, maxStatement)}
 }
 
 // times are those of an event, for their columns. Due and expires are NULL if they are zero.
