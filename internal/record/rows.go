@@ -80,16 +80,14 @@ type Event interface {
 	// Expires is the time from which on the event is worth nothing. It is zero for an event that does not expire.
 	Expires() time.Time
 	Encode() ([]byte, error)
+	// DataSchema is the address of the schema of what Encode has returned. It is empty for none, and for a tombstone.
+	DataSchema() string
 	NewID() (uuid.UUID, error)
 }
 
 // Add adds one event. Its error names the field that cannot be stored; after an error, the rows must not be
-// used. Add calls Encode once the other fields are valid, and NewID last.
+// used. Add calls Encode once the other fields except the headers are valid, then DataSchema, and NewID last.
 func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
-	headers, rejected := x.encode()
-	if rejected != nil {
-		return rejected
-	}
 	aggregateID := e.AggregateID()
 	if err := check.Attribute(aggregateID, envelope.MaxAggregateID); err != nil {
 		return &envelope.FieldError{Field: "aggregate_id", Err: err}
@@ -114,6 +112,10 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	payload, err := r.encode(t, e)
 	if err != nil {
 		return &envelope.FieldError{Field: "payload", Err: err}
+	}
+	headers, rejected := x.encode(e.DataSchema())
+	if rejected != nil {
+		return rejected
 	}
 	id, err := e.NewID()
 	if err != nil {
