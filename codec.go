@@ -39,8 +39,8 @@ type Codec struct {
 	// again when they are tried again.
 	Decode func(ctx context.Context, data []byte, event any) error
 	// DataSchema returns the CloudEvents attribute dataschema of what Encode returns: a URI
-	// of its schema, or "" for no attribute. It is called before Encode, with the same
-	// context. Nil means no attribute.
+	// of its schema, or "" for no attribute. It is called after Encode has succeeded, with
+	// the same context. Nil means no attribute.
 	DataSchema func(ctx context.Context) string
 }
 

@@ -243,9 +243,6 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent, canCopy bool)
 		if !own.Tombstone {
 			t.ContentType = def.codec.ContentType
 		}
-		if carried.DataSchema = ""; def.codec.DataSchema != nil && !own.Tombstone {
-			carried.DataSchema = def.codec.DataSchema(ctx)
-		}
 		one.event, one.def, one.own = e, def, own
 		if rejected := rows.Add(t, &carried, &one); rejected != nil {
 			return nil, atIndex(i, def.eventType, (*FieldError)(rejected))
@@ -280,6 +277,13 @@ func (e *recording) OccurredAt() time.Time   { return e.event.OccurredAt() }
 func (e *recording) NotBefore() time.Time    { return e.own.NotBefore }
 func (e *recording) Expires() time.Time      { return e.own.Expires }
 func (e *recording) Encode() ([]byte, error) { return e.def.codec.Encode(e.ctx, e.event) }
+
+func (e *recording) DataSchema() string {
+	if e.def.codec.DataSchema == nil || e.own.Tombstone {
+		return ""
+	}
+	return e.def.codec.DataSchema(e.ctx)
+}
 
 func (e *recording) NewID() (uuid.UUID, error) {
 	if e.own.ID != (uuid.UUID{}) {

@@ -219,6 +219,7 @@ BEGIN
         RAISE EXCEPTION 'there is no relay %', $2 USING ERRCODE = 'undefined_object';
     END IF;
     DELETE FROM @schema@.outbox_cursor AS c WHERE c.relay = $2;
+    -- By its times outbox_cancel_cut knows a row that is inserted here: created_at is changed_at.
     INSERT INTO @schema@.event_subscription (consumer_group, state, relay) SELECT DISTINCT g, 'returning', $2
         FROM unnest($1) AS g
         ON CONFLICT (consumer_group) DO UPDATE SET state = 'returning', relay = $2, changed_at = now();
@@ -468,8 +469,9 @@ END $body$
 $function$,
 
 -- Takes the cutover at a relay back, before anything has begun behind it. Groups that have left get the position of
--- the relay, which is the cutover; a relay gets the position of its returning groups back. Returns how many groups
--- there are.
+-- the relay, which is the cutover; a relay gets the position of its returning groups back. Returning groups that had no
+-- row before the cut get rid of it, unless a worker has begun meanwhile: without the row it would take all events. Returns
+-- how many groups there are.
 $function$
 CREATE FUNCTION @schema@.outbox_cancel_cut(relay text, operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
@@ -492,6 +494,8 @@ BEGIN
               WHERE c.relay = 'worker:' || groups[1] AND l.name = $1 ORDER BY c.id DESC LIMIT 1;
         DELETE FROM @schema@.outbox_cursor AS c
             WHERE c.relay = ANY (ARRAY(SELECT 'worker:' || g FROM unnest(groups) AS g));
+        DELETE FROM @schema@.event_subscription AS s
+            WHERE s.consumer_group = ANY (groups) AND s.created_at = s.changed_at AND s.routes = '{}';
         UPDATE @schema@.event_subscription AS s SET state = 'left', changed_at = now()
             WHERE s.consumer_group = ANY (groups);
         UPDATE @schema@.outbox_lease AS l SET expires_at = '-infinity' WHERE l.name = $1;

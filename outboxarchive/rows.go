@@ -24,14 +24,20 @@ const (
 	pageBytes = 16 << 20
 )
 
-// rowColumns are the columns of an event, in outbox and in outbox_archive.
+// rowColumns are the columns of an event, in outbox and in outbox_archive, as they are stored: PostgreSQL may evaluate an
+// expression for rows that are not in the page, too, and fail at one of them.
 const rowColumns = `id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
-           occurred_at, created_at, size`
+           occurred_at, created_at, size, headers`
 
-// rowFilter chooses rows behind the event ($1, $2). Its casts are for pools that send arguments by their Go
-// types.
+// behindPlace and atPlace choose the rows behind the event ($1, $2), and that event alone.
+const (
+	behindPlace = `id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid)`
+	atPlace     = `id = $1::bigint AND event_id = $2::uuid`
+)
+
+// rowFilter chooses rows. Its casts are for pools that send arguments by their Go types.
 const rowFilter = `
-     WHERE id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid)
+     WHERE ` + behindPlace + `
        AND ($4::timestamptz IS NULL OR created_at >= $4::timestamptz) AND ($5::timestamptz IS NULL OR created_at < $5::timestamptz)
        AND ($6::text[] IS NULL OR event_type = ANY ($6::text[]))
        AND ($7::text[] IS NULL OR coalesce(topic, pg_catalog.split_part(event_type, '.', 2) || '-events') = ANY ($7::text[]))
@@ -42,11 +48,11 @@ const rowFilter = `
 
 const (
 	sqlArchivedRows = `(
-    SELECT ` + rowColumns + `, headers, sent FROM {schema}.outbox_archive` + rowFilter + `)`
+    SELECT ` + rowColumns + `, NULL::timestamptz AS expires_at, sent FROM {schema}.outbox_archive` + rowFilter + `)`
 
 	// sqlRecordedRows has no event_id in its order, because id is the key.
 	sqlRecordedRows = `(
-    SELECT ` + rowColumns + `, ` + tables.Headers + ` AS headers, NULL::jsonb AS sent FROM {schema}.outbox AS o` + rowFilter + `)`
+    SELECT ` + rowColumns + `, expires_at, NULL::jsonb AS sent FROM {schema}.outbox` + rowFilter + `)`
 )
 
 // The statements of a page. Each reads one snapshot, so it finds an event that is moved to the archive
@@ -55,10 +61,10 @@ const (
 	readPage = `
 SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id,
        CASE WHEN size <= $13::bigint THEN coalesce(payload_bytes, pg_catalog.convert_to(payload::text, 'UTF8')) END, content_type,
-       payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), CASE WHEN size <= $13::bigint THEN pg_catalog.convert_to(headers::text, 'UTF8') END,
+       payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), CASE WHEN size <= $13::bigint THEN pg_catalog.convert_to((` + tables.Headers + `)::text, 'UTF8') END,
        occurred_at, created_at, size, pg_catalog.convert_to(sent::text, 'UTF8')
   FROM (SELECT *, (sum(size) OVER (ORDER BY id, event_id ROWS UNBOUNDED PRECEDING))::bigint - size AS bytes
-          FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3::bigint) AS first) AS page
+          FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3::bigint) AS first) AS o
  WHERE bytes < $12::bigint ORDER BY id, event_id`
 
 	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 AND $13::bigint > 0 ORDER BY id, event_id LIMIT $3::bigint`
@@ -86,13 +92,13 @@ func (f Filter) settings() string {
 // rowReader reads the events of one or two tables, page by page. Between pages it holds neither a
 // connection nor a snapshot.
 type rowReader struct {
-	db         *pgxpool.Pool
-	page, next string
+	db              *pgxpool.Pool
+	page, one, next string
 }
 
 func newRowReader(db *pgxpool.Pool, rows string) rowReader {
-	places := strings.NewReplacer(rowColumns, "id, event_id", tables.Headers, "NULL::jsonb")
-	return rowReader{db, fmt.Sprintf(readPage, rows), fmt.Sprintf(readNext, places.Replace(rows))}
+	return rowReader{db, fmt.Sprintf(readPage, rows), fmt.Sprintf(readPage, strings.ReplaceAll(rows, behindPlace, atPlace)),
+		fmt.Sprintf(readNext, strings.ReplaceAll(rows, rowColumns, "id, event_id"))}
 }
 
 // Recorded returns the events that are in outbox, sent or not, in a schema; empty means public.
@@ -136,32 +142,26 @@ func (r rowReader) events(ctx context.Context, f Filter) iter.Seq2[outbox.Archiv
 	return func(yield func(outbox.ArchivedEvent, error) bool) {
 		last, limit := place{f.After, lastUUID}, pageRows
 		for {
-			events, err := r.read(ctx, f, last, limit)
-			switch {
-			case pg.IsUnreadable(err) && limit > 1: // find the event that is unreadable
+			events, err := r.read(ctx, r.page, f, last, limit)
+			if pg.IsUnreadable(err) && limit > 1 { // find the event that is unreadable
 				limit = 1
 				continue
-			case pg.IsUnreadable(err):
-				bad, nerr := r.behind(ctx, f, last)
-				if nerr != nil || bad == last {
-					yield(outbox.ArchivedEvent{}, fmt.Errorf("outbox: read events: %w", orNoTable(cmp.Or(nerr, err))))
-					return
-				}
-				if !yield(outbox.ArchivedEvent{OutboxID: bad.id, EventID: bad.eventID}, &ReadError{OutboxID: bad.id, Err: err}) {
-					return
-				}
-				last, limit = bad, pageRows
-				continue
-			case err != nil:
+			}
+			if pg.IsUnreadable(err) {
+				limit = pageRows
+				events, err = r.first(ctx, f, last, err)
+			}
+			if err != nil {
 				yield(outbox.ArchivedEvent{}, fmt.Errorf("outbox: read events: %w", orNoTable(err)))
 				return
-			case len(events) == 0:
+			}
+			if len(events) == 0 {
 				return
 			}
 			for _, e := range events {
 				if here := (place{e.OutboxID, e.EventID}); here != last { // the same event may be in both tables
 					last = here
-					if !yield(e.ArchivedEvent, e.tooLarge()) {
+					if !yield(e.ArchivedEvent, e.err) {
 						return
 					}
 				}
@@ -170,7 +170,7 @@ func (r rowReader) events(ctx context.Context, f Filter) iter.Seq2[outbox.Archiv
 	}
 }
 
-// args returns the arguments of both statements.
+// args returns the arguments of all statements.
 func (f Filter) args(after place, limit int) []any {
 	orNull := func(list []string) []string {
 		if len(list) == 0 {
@@ -182,33 +182,48 @@ func (f Filter) args(after place, limit int) []any {
 		f.AggregateType, f.AggregateID, orNull(f.EventIDs), int64(pageBytes), int64(check.MaxEventBytes)}
 }
 
-// rowEvent is an event with its size as printed. It has neither payload nor headers if it is too large.
+// rowEvent is an event, or the error of one that is not read. It has neither payload nor headers then.
 type rowEvent struct {
 	outbox.ArchivedEvent
-	size int
+	err error
 }
 
-// tooLarge returns a [*ReadError] if the event is too large, and nil otherwise.
-func (e *rowEvent) tooLarge() error {
-	if e.size <= check.MaxEventBytes {
-		return nil
-	}
-	return &ReadError{OutboxID: e.OutboxID, Err: fmt.Errorf("the event has %d bytes as printed, at most %d are read", e.size, check.MaxEventBytes)}
-}
-
-// read returns a page of events behind a place.
-func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (events []rowEvent, err error) {
+// read returns the events of a page at or behind a place.
+func (r rowReader) read(ctx context.Context, page string, f Filter, at place, limit int) (events []rowEvent, err error) {
 	err = pg.Query(ctx, r.db, f.settings(), func(rows pgx.Rows) (err error) {
 		events, err = pgx.CollectRows(rows, scanEvent)
 		return err
-	}, r.page, f.args(after, limit)...)
+	}, page, f.args(at, limit)...)
 	return events, err
 }
 
 func scanEvent(row pgx.CollectableRow) (e rowEvent, err error) {
+	var size int // as printed
 	err = row.Scan(&e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
-		&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt}, &e.size, &e.Sent)
+		&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt}, &size, &e.Sent)
+	if size > check.MaxEventBytes {
+		e.err = &ReadError{OutboxID: e.OutboxID, Err: fmt.Errorf("the event has %d bytes as printed, at most %d are read", size, check.MaxEventBytes)}
+	}
 	return e, err
+}
+
+// first reads the first event behind a place alone, because why, the error of a page, may be that of another event.
+func (r rowReader) first(ctx context.Context, f Filter, after place, why error) ([]rowEvent, error) {
+	at, err := r.behind(ctx, f, after)
+	if err != nil {
+		return nil, err
+	}
+	if at == after {
+		return nil, why
+	}
+	events, err := r.read(ctx, r.one, f, at, 1)
+	if pg.IsUnreadable(err) {
+		return []rowEvent{{outbox.ArchivedEvent{OutboxID: at.id, EventID: at.eventID}, &ReadError{OutboxID: at.id, Err: err}}}, nil
+	}
+	if err == nil && len(events) == 0 { // it was removed meanwhile
+		return r.first(ctx, f, at, why)
+	}
+	return events, err
 }
 
 // behind returns the place of the first event behind a place. If there is none, it returns the same place.

@@ -480,30 +480,57 @@ func TestBadFilters(t *testing.T) {
 }
 
 // PostgreSQL cannot print an event, here because of a division by zero. The event is reported with its id,
-// and later events follow.
+// and the other events are read. PostgreSQL calls expensive functions last; a cheap one fails in the page of an earlier
+// event of the archive, too.
 func TestUnreadableEvent(t *testing.T) {
+	t.Parallel()
+	for _, cost := range []string{"1", "100000"} {
+		f := newFixture(t)
+		table := f.table(t)
+		f.mixed(t, newRand(t), 20)
+		archive(t, f.db, table, f.recorded(t)[:6]...)
+		f.exec(t, `DELETE FROM {schema}.outbox WHERE id <= 6`)
+		f.exec(t, `ALTER TABLE {schema}.outbox RENAME TO stored`)
+		f.exec(t, `CREATE FUNCTION {schema}.print(id bigint, payload jsonb) RETURNS jsonb LANGUAGE plpgsql STABLE COST `+cost+` AS $$ BEGIN
+			RETURN CASE id WHEN 7 THEN to_jsonb(1 / (id - 7)) ELSE payload END; END; $$`)
+		f.exec(t, `CREATE VIEW {schema}.outbox AS SELECT id, event_id, event_type, source, aggregate_type, aggregate_id, {schema}.print(id, payload) AS payload,
+			payload_bytes, content_type, topic, partition_key, headers, occurred_at, created_at, size, expires_at FROM {schema}.stored`)
+		requireUnreadable(t, table, 7, 20)
+	}
+}
+
+// requireUnreadable requires that a source has the events from 1 to last, of which one is unreadable.
+func requireUnreadable(t *testing.T, source outboxarchive.Source, bad, last int) {
+	t.Helper()
+	n := 0
+	for e, err := range source.Events(background, outboxarchive.Filter{}) {
+		n++
+		require.EqualValues(t, n, e.OutboxID, "%v", err)
+		if n != bad {
+			require.NoError(t, err)
+			continue
+		}
+		var unreadable *outboxarchive.ReadError
+		require.ErrorAs(t, err, &unreadable)
+		require.EqualValues(t, bad, unreadable.OutboxID)
+	}
+	require.Equal(t, last, n)
+}
+
+// The headers of an event that expires are damaged. The readable events before it are read, those in the archive too.
+func TestDamagedHeaders(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
 	table := f.table(t)
-	f.mixed(t, newRand(t), 20)
-	f.exec(t, `ALTER TABLE {schema}.outbox RENAME TO stored`)
-	f.exec(t, `CREATE FUNCTION {schema}.print(id bigint, payload jsonb) RETURNS jsonb LANGUAGE plpgsql STABLE COST 100000 AS $$ BEGIN
-		RETURN CASE id WHEN 7 THEN to_jsonb(1 / (id - 7)) ELSE payload END; END $$`) // PostgreSQL calls expensive functions last
-	f.exec(t, `CREATE VIEW {schema}.outbox AS SELECT id, event_id, event_type, source, aggregate_type, aggregate_id, {schema}.print(id, payload) AS payload,
-		payload_bytes, content_type, topic, partition_key, headers, occurred_at, created_at, size, expires_at FROM {schema}.stored`)
-	n := 0
-	for e, err := range table.Events(background, outboxarchive.Filter{}) {
-		n++
-		require.EqualValues(t, n, e.OutboxID, "%v", err)
-		var unreadable *outboxarchive.ReadError
-		if n == 7 {
-			require.ErrorAs(t, err, &unreadable)
-			require.EqualValues(t, 7, unreadable.OutboxID)
-			continue
-		}
-		require.NoError(t, err)
-	}
-	require.Equal(t, 20, n)
+	f.mixed(t, newRand(t), 5)
+	archive(t, f.db, table, f.recorded(t)...)
+	f.exec(t, `DELETE FROM {schema}.outbox`)
+	f.exec(t, `INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, expires_at, headers)
+		SELECT gen_random_uuid(), 'test.archive.kind0.v1', 's', 't', 'k', '1', 'application/json', now(), now() + interval '1 h',
+		       jsonb_build_object('x', (SELECT string_agg(md5(g::text), '') FROM generate_series(1, 1000) AS g))`)
+	testenv.Damage(t, f.db, f.schema, "outbox")
+	f.mixed(t, newRand(t), 2)
+	requireUnreadable(t, table, 6, 8)
 }
 
 // An event that prints more than any recorder may record is reported with its id and size, and not read.

@@ -249,6 +249,15 @@ func TestCancelCut(t *testing.T) {
 	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
 	require.Equal(t, "7 5:5: 9:9: 8 3", f.text(position, "r"))
 	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
+
+	// c and d were no groups of workers before. A worker of d has begun meanwhile, and would take all events without its row.
+	f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ('c', 'orders', gen_random_uuid(), -1)`)
+	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"a", "b", "c", "d"}, "r", nil, why))
+	f.do(`UPDATE {schema}.event_subscription SET routes = '{"e": 1}' WHERE consumer_group = 'd'`)
+	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
+	require.Equal(t, "a left r, b left r, d left r; r; r may lead", f.state())
+	require.Equal(t, "7 5:5: 9:9: 8 3", f.text(position, "r"))
+	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"a", "b", "d"}, "r", []string{"c"}, why), "c may stay behind, as before")
 }
 
 // A cut is refused while a relay still has failed events to send, because they would be lost.

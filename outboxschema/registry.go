@@ -18,8 +18,10 @@ import (
 )
 
 const (
-	// requestTimeout bounds the requests for one schema.
+	// requestTimeout bounds the requests for one schema, and the wait for those of other callers before.
 	requestTimeout = 10 * time.Second
+	// slow is the time after which a registry counts as away whose request a deadline of the caller has ended.
+	slow = time.Second
 	// pause is how long a registry that is away is not asked again. Meanwhile what needs it fails at once.
 	pause = time.Second
 	// maxIndex bounds the index of a Protobuf message: how deep messages are nested.
@@ -161,13 +163,13 @@ func (w *writer) encode(ctx context.Context, event any) ([]byte, error) {
 	return append(b, payload...), err
 }
 
-// dataSchema returns the address of the schema. Where the id is not known, encode has the error.
-func (w *writer) dataSchema(ctx context.Context) string {
-	id, err := w.schemaID(ctx)
-	if err != nil {
+// dataSchema returns the address of the schema. It does not ask: encode has found the id.
+func (w *writer) dataSchema(context.Context) string {
+	id := w.id.Load()
+	if id == nil {
 		return ""
 	}
-	return w.registry.address + "/schemas/ids/" + strconv.Itoa(id)
+	return w.registry.address + "/schemas/ids/" + strconv.Itoa(*id)
 }
 
 func (w *writer) schemaID(ctx context.Context) (int, error) {
@@ -329,6 +331,8 @@ func (r *Registry) fetchAll(ctx context.Context, references []sr.SchemaReference
 // ask calls f, which asks the registry, unless it was away just now. One call is made at a time: the next one mostly
 // finds what it needs in the cache, or that the registry is away.
 func (r *Registry) ask(ctx context.Context, f func(context.Context) error) error {
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
 	select {
 	case r.asking <- struct{}{}:
 		defer func() { <-r.asking }()
@@ -344,10 +348,10 @@ func (r *Registry) ask(ctx context.Context, f func(context.Context) error) error
 	if outage != nil {
 		return outage
 	}
-	bounded, cancel := context.WithTimeout(ctx, requestTimeout)
-	defer cancel()
-	err := f(bounded)
-	if err != nil && isOutage(err) && ctx.Err() == nil {
+	began := time.Now()
+	err := f(ctx)
+	hangs := errors.Is(ctx.Err(), context.DeadlineExceeded) && time.Since(began) > slow
+	if err != nil && isOutage(err) && (ctx.Err() == nil || hangs) {
 		r.mu.Lock()
 		r.outage, r.pauseUntil = err, time.Now().Add(pause)
 		r.mu.Unlock()

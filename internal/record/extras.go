@@ -27,7 +27,6 @@ var traceParentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}
 // Extras are the headers and extension attributes of an event.
 type Extras struct {
 	CorrelationID, TraceID, TraceParent string            // of the context
-	DataSchema                          string            // of the codec
 	Headers                             map[string]string // of the recorder
 	Attributes                          map[string]string // of the type
 	OwnHeaders, OwnAttributes           map[string]string // of this event; they replace the others
@@ -35,11 +34,11 @@ type Extras struct {
 
 // encode returns the stored form: a JSON object of strings, or nil if there are no values. A malformed
 // traceparent is omitted, as the W3C demands, and so is an attribute without a value.
-func (x *Extras) encode() (encoded []byte, rejected *envelope.FieldError) {
+func (x *Extras) encode(dataSchema string) (encoded []byte, rejected *envelope.FieldError) {
 	reject := func(field string, err error) ([]byte, *envelope.FieldError) {
 		return nil, &envelope.FieldError{Field: field, Err: err}
 	}
-	if x.isEmpty() {
+	if dataSchema == "" && x.isEmpty() {
 		return nil, nil
 	}
 	all := make(map[string]string, len(x.Headers)+len(x.Attributes)+len(x.OwnHeaders)+len(x.OwnAttributes)+3)
@@ -52,7 +51,7 @@ func (x *Extras) encode() (encoded []byte, rejected *envelope.FieldError) {
 	for _, id := range []struct {
 		field, attribute, value string
 		most                    int
-	}{{"correlation_id", eventheader.Correlation, x.CorrelationID, envelope.MaxCorrelationID}, {"trace_id", eventheader.TraceID, x.TraceID, envelope.MaxTraceID}, {"attributes", eventheader.DataSchema, x.DataSchema, math.MaxInt}} {
+	}{{"correlation_id", eventheader.Correlation, x.CorrelationID, envelope.MaxCorrelationID}, {"trace_id", eventheader.TraceID, x.TraceID, envelope.MaxTraceID}, {"attributes", eventheader.DataSchema, dataSchema, math.MaxInt}} {
 		if id.value == "" {
 			continue
 		}
@@ -79,7 +78,7 @@ func (x *Extras) encode() (encoded []byte, rejected *envelope.FieldError) {
 
 // isEmpty reports whether there is nothing to encode. Most events have nothing.
 func (x *Extras) isEmpty() bool {
-	return x.CorrelationID == "" && x.TraceID == "" && x.TraceParent == "" && x.DataSchema == "" &&
+	return x.CorrelationID == "" && x.TraceID == "" && x.TraceParent == "" &&
 		len(x.Headers) == 0 && len(x.Attributes) == 0 && len(x.OwnHeaders) == 0 && len(x.OwnAttributes) == 0
 }
 

@@ -25,7 +25,7 @@ func TestHeadersRoundTrip(t *testing.T) {
 	}
 	attributes := map[string]string{"market": "KRW-BTC", "owner9": "é", "omitted": ""}
 	x := Extras{CorrelationID: "corr", TraceID: "trace", TraceParent: someTrace, Headers: own, Attributes: attributes, OwnAttributes: map[string]string{"market": "KRW-ETH"}}
-	b, rejected := x.encode()
+	b, rejected := x.encode("")
 	require.Nil(t, rejected)
 	_, err := jsonb.Check(b)
 	require.NoError(t, err)
@@ -46,7 +46,7 @@ func TestNoExtras(t *testing.T) {
 	// Not parallel: it counts allocations.
 	var none Extras
 	require.Zero(t, testing.AllocsPerRun(100, func() {
-		b, rejected := none.encode()
+		b, rejected := none.encode("")
 		require.True(t, b == nil && rejected == nil)
 	}))
 }

@@ -84,17 +84,15 @@ type Event interface {
 	// Expires is the time from which on the event is worth nothing. It is zero for an event that does not expire.
 	Expires() time.Time
 	Encode() ([]byte, error)
+	// DataSchema is the address of the schema of what Encode has returned. It is empty for none, and for a tombstone.
+	DataSchema() string
 	NewID() (uuid.UUID, error)
 }
 
 // Add adds one event. Its error names the field that cannot be stored, or has the index -1 if all events together are
-// too large; after an error, the rows must not be used. Add calls Encode once the other fields are valid, and NewID
-// last.
+// too large; after an error, the rows must not be used. Add calls Encode once the other fields except the headers are
+// valid, then DataSchema, and NewID last.
 func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
-	headers, rejected := x.encode()
-	if rejected != nil {
-		return rejected
-	}
 	aggregateID := e.AggregateID()
 	if err := check.Attribute(aggregateID, envelope.MaxAggregateID); err != nil {
 		return &envelope.FieldError{Field: "aggregate_id", Err: err}
@@ -120,6 +118,10 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	if err != nil {
 		return &envelope.FieldError{Field: "payload", Err: err}
 	}
+	headers, rejected := x.encode(e.DataSchema())
+	if rejected != nil {
+		return rejected
+	}
 	id, err := e.NewID()
 	if err != nil {
 		return &envelope.FieldError{Field: "event_id", Err: err}
@@ -134,14 +136,7 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	if r.size > maxStatement && r.Len() > 0 && (!r.canCopy || r.delayed > 0) {
 		return tooLarge()
 	}
-	switch t.ContentType {
-	case "":
-		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, nil)
-	case JSONType:
-		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{String: string(payload), Valid: true}), append(r.payloadBytes, nil)
-	default: // a copy, because the codec may reuse its buffer; an empty one is not NULL
-		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, append([]byte{}, payload...))
-	}
+	r.addPayload(t.ContentType, payload)
 	r.eventID = append(r.eventID, pgtype.UUID{Bytes: id, Valid: true})
 	r.eventType = append(r.eventType, t.Name)
 	r.aggregateType = append(r.aggregateType, t.AggregateType)
@@ -154,6 +149,18 @@ func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
 	r.expiresAt = append(r.expiresAt, at.expires)
 	r.dueAt = append(r.dueAt, at.due)
 	return nil
+}
+
+// addPayload adds an encoded event to the column of its content type.
+func (r *Rows) addPayload(contentType string, payload []byte) {
+	switch contentType {
+	case "":
+		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, nil)
+	case JSONType:
+		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{String: string(payload), Valid: true}), append(r.payloadBytes, nil)
+	default: // a copy, because the codec may reuse its buffer; an empty one is not NULL
+		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, append([]byte{}, payload...))
+	}
 }
 
 // tooLarge is the error of events that do not fit one statement.

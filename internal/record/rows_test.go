@@ -21,6 +21,7 @@ func (given) OccurredAt() time.Time     { return time.Unix(0, 0) }
 func (e given) NotBefore() time.Time    { return e.notBefore }
 func (given) Expires() time.Time        { return time.Time{} }
 func (given) Encode() ([]byte, error)   { return []byte("x"), nil }
+func (given) DataSchema() string        { return "" }
 func (given) NewID() (uuid.UUID, error) { return uuid.New(), nil }
 
 // noted is a transaction that notes how rows are stored.
