@@ -24,8 +24,8 @@ const (
 	pageBytes = 16 << 20
 )
 
-// rowColumns are the columns of an event, in outbox and in outbox_archive, as they are stored: PostgreSQL may evaluate an
-// expression for rows that are not in the page, too, and fail at one of them.
+// rowColumns are the columns of an event, in outbox and in outbox_archive, as they are stored: PostgreSQL may evaluate
+// an expression for rows that are not in the page, too, and fail at one of them.
 const rowColumns = `id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
            occurred_at, created_at, size, headers`
 

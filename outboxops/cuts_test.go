@@ -250,7 +250,7 @@ func TestCancelCut(t *testing.T) {
 	require.Equal(t, "7 5:5: 9:9: 8 3", f.text(position, "r"))
 	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
 
-	// c and d were no groups of workers before. A worker of d has begun meanwhile, and would take all events without its row.
+	// c and d had no row before. A worker of d has begun meanwhile, and would take all events without one.
 	f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ('c', 'orders', gen_random_uuid(), -1)`)
 	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"a", "b", "c", "d"}, "r", nil, why))
 	f.do(`UPDATE {schema}.event_subscription SET routes = '{"e": 1}' WHERE consumer_group = 'd'`)
