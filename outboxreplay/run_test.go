@@ -58,10 +58,17 @@ type replayFixture struct {
 // newFixture returns a fixture whose topic takes batches of up to maxBytes.
 func newFixture(t testing.TB, maxBytes int) *replayFixture {
 	t.Helper()
-	f := &replayFixture{topic: "replay-" + uuid.NewString(), brokers: testenv.RealBrokers(t)}
+	f := fixtureOf(t, "replay-"+uuid.NewString(), testenv.RealBrokers(t))
 	for _, topic := range []string{f.topic, outbox.DeadLetterTopic(f.topic)} {
 		testenv.CreateTopic(t, f.brokers, topic, 2, "max.message.bytes", fmt.Sprint(maxBytes))
 	}
+	return f
+}
+
+// fixtureOf returns a fixture whose events go to a topic.
+func fixtureOf(t testing.TB, topic string, brokers []string) *replayFixture {
+	t.Helper()
+	f := &replayFixture{topic: topic, brokers: brokers}
 	f.db, f.schema = testenv.Migrated(t)
 	var err error
 	f.events, err = outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.product).Topic(f.topic))
@@ -327,13 +334,19 @@ func TestRejected(t *testing.T) {
 	for key, records := range f.records(t, f.topic, 59) {
 		last := 0
 		for _, r := range records {
-			var number int
-			_, err := fmt.Sscanf(string(r.Value[strings.Index(string(r.Value), `"Number": `):]), `"Number": %d`, &number)
-			require.NoError(t, err)
+			number := numberOf(t, r)
 			require.Greater(t, number, last, key)
 			last = number
 		}
 	}
+}
+
+// numberOf returns the number of a sale.
+func numberOf(t testing.TB, r *kgo.Record) (number int) {
+	t.Helper()
+	_, err := fmt.Sscanf(string(r.Value[strings.Index(string(r.Value), `"Number": `):]), `"Number": %d`, &number)
+	require.NoError(t, err)
+	return number
 }
 
 func random(n int) string {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"flag"
 	"fmt"
@@ -164,7 +165,7 @@ Moves events from outbox_delayed to outbox when they are due, until it is
 interrupted.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		once := fs.Bool("once", false, "only what is due now")
+		once := fs.Bool("once", false, "only what is due now; exit with 3 if not all moved")
 		return func(ctx context.Context, e *env) error { return move(ctx, e, *once) }
 	},
 }
@@ -188,27 +189,45 @@ func move(ctx context.Context, e *env, once bool) error {
 		m.Run(ctx, context.WithoutCancel(ctx))
 		return nil
 	}
-	moved, blocked, all := 0, 0, false
-	for !all && ctx.Err() == nil {
-		r, err := m.Round(ctx, context.WithoutCancel(ctx))
-		if moved += r.Moved; err != nil {
-			return err
-		}
-		blocked, all = r.Blocked, r.Next > 0
-	}
-	if err := reportMoved(e, moved, blocked); err != nil || all {
-		return err
-	}
-	return context.Cause(ctx)
+	return moveOnce(ctx, e, m)
 }
 
-func reportMoved(e *env, moved, blocked int) error {
-	if e.json {
-		return e.writeJSON(map[string]int{"moved": moved, "blocked_keys": blocked})
+// moveOnce moves what is due, in rounds that go on as long as they move or reject something.
+func moveOnce(ctx context.Context, e *env, m *mover.Mover) error {
+	var all mover.Result
+	for goesOn := true; goesOn; {
+		r, err := m.Round(ctx, context.WithoutCancel(ctx))
+		goesOn = r.More && r.Moved+r.Rejected > 0 && ctx.Err() == nil
+		r.Moved, r.Rejected = r.Moved+all.Moved, r.Rejected+all.Rejected
+		if all = r; err != nil {
+			return cmp.Or(reportMoved(e, all), err)
+		}
 	}
-	e.printf("Moved %s.\n", plural(int64(moved), "event", "events"))
-	if blocked > 0 {
-		e.printf("Transactions have locked events of %s, which wait.\n", plural(int64(blocked), "key", "keys"))
+	if err := reportMoved(e, all); err != nil {
+		return err
+	}
+	switch {
+	case all.More && ctx.Err() != nil:
+		return context.Cause(ctx)
+	case all.More, all.Blocked > 0, all.Rejected > 0:
+		return errProblems
+	}
+	return nil
+}
+
+func reportMoved(e *env, r mover.Result) error {
+	if e.json {
+		return e.writeJSON(map[string]any{"moved": r.Moved, "rejected": r.Rejected, "blocked_keys": r.Blocked, "busy": r.Busy, "left": r.More || r.Blocked > 0})
+	}
+	e.printf("Moved %s.\n", plural(int64(r.Moved), "event", "events"))
+	if r.Rejected > 0 {
+		e.printf("%s rejected: outbox events delayed --rejected\n", plural(int64(r.Rejected), "event was", "events were"))
+	}
+	if r.Blocked > 0 {
+		e.printf("Transactions have locked events of %s, which wait.\n", plural(int64(r.Blocked), "key", "keys"))
+	}
+	if r.Busy {
+		e.printf("Another session moves events, and some are left.\n")
 	}
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -86,4 +87,64 @@ func TestMoveOnceIsInterrupted(t *testing.T) {
 	d.exec(t, `DROP TRIGGER is_slow ON {s}.outbox`)
 	d.ok(t, "events", "move", "--once")
 	require.Contains(t, d.ok(t, "events", "delayed"), "0 events wait.")
+}
+
+const sqlReject = `
+CREATE FUNCTION {s}.rejects() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.aggregate_id LIKE 'bad%' THEN
+        PERFORM pg_sleep(0.02);
+        RAISE check_violation;
+    END IF;
+    RETURN NEW;
+END $$`
+
+// A move of what is due goes on behind events that outbox rejects, however long that takes. It says how many they are,
+// and does not end as if all were moved.
+func TestMoveOnceIsRejected(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	const bad = 100 // more than a round rejects
+	d.exec(t, strings.Replace(sqlDelay, "$1", "'bad-' || n", 1)+` FROM generate_series(1, $1::int) AS n`, bad, -60.0)
+	d.exec(t, sqlDelay, "good", -30.0)
+	d.exec(t, sqlReject)
+	d.exec(t, `CREATE TRIGGER rejects BEFORE INSERT ON {s}.outbox FOR EACH ROW EXECUTE FUNCTION {s}.rejects()`)
+
+	a := d.call(t, "events", "move", "--once")
+	require.Equal(t, exitProblems, a.code, a.err)
+	require.Equal(t, "Moved 1 event.\n100 events were rejected: outbox events delayed --rejected\n", a.out)
+	require.Contains(t, d.ok(t, "events", "list"), "Thing/good")
+	require.Contains(t, d.ok(t, "events", "delayed"), "0 events wait, 100 are rejected: --rejected.")
+	require.Equal(t, "Moved 0 events.\n", d.ok(t, "events", "move", "--once"), "they are shown, and not tried again")
+}
+
+// A move of what is due does not end as if all were moved while another session keeps it from moving, or has locked
+// an event.
+func TestMoveOnceIsHeldUp(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	d.exec(t, sqlDelay, "due", -60.0)
+	for says, lock := range map[string]string{
+		"Another session moves events, and some are left.":      `LOCK TABLE {s}.outbox_mover IN SHARE UPDATE EXCLUSIVE MODE`,
+		"Transactions have locked events of 1 key, which wait.": `DELETE FROM {s}.outbox_delayed`,
+	} {
+		tx, err := d.db.Begin(background)
+		require.NoError(t, err)
+		defer tx.Rollback(background)
+		_, err = tx.Exec(background, strings.ReplaceAll(lock, "{s}", pgx.Identifier{d.schema}.Sanitize()))
+		require.NoError(t, err)
+		a := d.call(t, "events", "move", "--once")
+		require.Equal(t, exitProblems, a.code, a.out)
+		require.Equal(t, "Moved 0 events.\n"+says+"\n", a.out)
+		var out struct {
+			Moved, Rejected int
+			Blocked         int `json:"blocked_keys"`
+			Busy, Left      bool
+		}
+		d.json(t, &out, exitProblems, "events", "move", "--once")
+		require.True(t, out.Left)
+		require.Equal(t, out.Busy, out.Blocked == 0)
+		require.NoError(t, tx.Rollback(background))
+	}
+	require.Equal(t, "Moved 1 event.\n", d.ok(t, "events", "move", "--once"))
 }

@@ -126,6 +126,7 @@ type Result struct {
 	Late            time.Duration // since when the oldest event is due that was not moved
 	Next            time.Duration // until the next round
 	Busy            bool          // another mover is at work
+	More            bool          // more events are due, besides those of blocked keys
 
 	looking time.Duration // the time of the looks at what is due
 }
@@ -160,7 +161,7 @@ func (m *Mover) Round(ctx, held context.Context) (r Result, err error) {
 		}
 		r.add(&l)
 		if !l.lowest.Valid {
-			r.Busy, r.Next = true, m.cfg.Poll
+			r.Busy, r.More, r.Next = true, true, m.cfg.Poll
 			return r, nil
 		}
 		if start.IsZero() {
@@ -205,7 +206,7 @@ func (m *Mover) plan(r *Result, last look) {
 		m.blocked++
 	}
 	r.Next = max(r.Next, time.Millisecond, pauseLook*r.looking)
-	if last.more && r.Moved > 0 {
+	if r.More = last.more; r.More && r.Moved+r.Rejected > 0 {
 		r.Next = 0
 	}
 }

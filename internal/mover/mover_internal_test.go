@@ -401,6 +401,7 @@ func TestOneMoverAtATime(t *testing.T) {
 	require.NoError(t, err)
 	r := s.round(t)
 	require.True(t, r.Busy)
+	require.True(t, r.More)
 	require.Zero(t, r.Moved)
 	require.Greater(t, r.Late, 8*time.Second)
 	require.NoError(t, tx.Commit(background))
