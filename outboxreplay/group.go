@@ -3,7 +3,6 @@ package outboxreplay
 import (
 	"context"
 	"fmt"
-	"math"
 	"strconv"
 	"time"
 
@@ -23,21 +22,17 @@ import (
 // group, and other groups repeat nothing.
 
 // Class is the class of the dead letters that [Run] writes for records to one group
-// (outboxdlq.DeadLetter.Class). They have no value, so they cannot be sent back again.
-const Class = "replay"
-
-// unknownPartition is the partition of the original in a dead letter of [Run]. No partition of Kafka has
-// this number.
-const unknownPartition = math.MaxInt32
+// (outboxdlq.DeadLetter.Class). They have no value, and outboxdlq does not send them back.
+const Class = deadletter.ClassReplay
 
 const timestampForm = "2006-01-02T15:04:05.000Z07:00"
 
 // deadLetterOf returns the dead letter that names the group of a record.
 func deadLetterOf(r *kgo.Record, outboxID int64, group, reason string) *kgo.Record {
 	now := time.Now().UTC().Format(timestampForm)
-	dead := &kgo.Record{Topic: outbox.DeadLetterTopic(r.Topic), Key: r.Key, Headers: append(append([]kgo.RecordHeader{}, r.Headers...),
+	return &kgo.Record{Topic: outbox.DeadLetterTopic(r.Topic), Key: r.Key, Headers: append(append([]kgo.RecordHeader{}, r.Headers...),
 		header(outbox.DeadLetterOriginalTopic, r.Topic),
-		header(outbox.DeadLetterOriginalPartition, strconv.Itoa(unknownPartition)),
+		header(outbox.DeadLetterOriginalPartition, strconv.Itoa(deadletter.NoPartition)),
 		header(outbox.DeadLetterOriginalOffset, strconv.FormatInt(outboxID, 10)),
 		header(outbox.DeadLetterOriginalTimestamp, now),
 		header(outbox.DeadLetterGroup, group),
@@ -45,11 +40,8 @@ func deadLetterOf(r *kgo.Record, outboxID int64, group, reason string) *kgo.Reco
 		header(outbox.DeadLetterClass, Class),
 		header(outbox.DeadLetterAttempts, "0"),
 		header(outbox.DeadLetterFailedAt, now),
-		header(outbox.DeadLetterDigest, deadletter.Digest(r)))}
-	if len(r.Value) > 0 {
-		dead.Headers = append(dead.Headers, header(outbox.DeadLetterValueOmitted, strconv.Itoa(len(r.Value))))
-	}
-	return dead
+		header(outbox.DeadLetterDigest, deadletter.Digest(r)),
+		header(outbox.DeadLetterValueOmitted, strconv.Itoa(len(r.Value))))}
 }
 
 const maxText = 500
@@ -62,7 +54,7 @@ func header(name, value string) kgo.RecordHeader {
 func addressed(r, dead *kgo.Record, outboxID int64, group string) *kgo.Record {
 	own := *r
 	own.Headers = append(append([]kgo.RecordHeader{}, r.Headers...),
-		header(outbox.ReplayOf, deadletter.Origin(r.Topic, unknownPartition, outboxID)),
+		header(outbox.ReplayOf, deadletter.Origin(r.Topic, deadletter.NoPartition, outboxID)),
 		header(outbox.ReplayFrom, deadletter.Origin(dead.Topic, dead.Partition, dead.Offset)),
 		header(outbox.ReplayGroup, group))
 	return &own

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -108,6 +109,19 @@ func TestOneGroup(t *testing.T) {
 	requireDeadLetters(t, f, 2*n)
 }
 
+// The dead letters of a replay for one group are not sent back, also those of tombstones, and are no failures.
+func TestOneGroupGetsTombstones(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	f.deleted = 2
+	f.record(t, numbered(3)...)
+	report, err := f.run(t, outboxreplay.Config{Source: f.recorded(t), Group: "a-" + f.topic})
+	require.NoError(t, err)
+	require.Equal(t, 3, report.Sent)
+	requireDeadLetters(t, f, 3)
+	f.records(t, f.topic, 3)
+}
+
 // In a compacted topic a record for one group would be the last one of its key for all. Nothing is sent, written or
 // forgotten. Records for all groups are sent.
 func TestOneGroupInCompactedTopic(t *testing.T) {
@@ -138,11 +152,17 @@ func requireDeadLetters(t *testing.T, f *replayFixture, n int) {
 			require.Empty(t, d.Record.Value)
 			return true
 		}})
-	require.ErrorIs(t, err, nil)
+	require.NoError(t, err)
 	require.Equal(t, n, report.Read)
 	require.Zero(t, report.Sent)
-	for _, failure := range report.Failed {
-		require.ErrorIs(t, failure.Err, outboxdlq.ErrOriginalGone)
+	require.Empty(t, report.Failed)
+	for d, err := range outboxdlq.Read(background, testenv.KafkaOpts(f.brokers), f.topic+".dlq", nil) {
+		require.NoError(t, err)
+		omitted := slices.ContainsFunc(d.Record.Headers, func(h kgo.RecordHeader) bool { return h.Key == outbox.DeadLetterValueOmitted })
+		require.True(t, omitted, "a tombstone has the header, too")
+		_, _, err = outboxdlq.Edit(background, testenv.KafkaOpts(f.brokers), outboxdlq.ReplayConfig{Topic: f.topic + ".dlq", DryRun: true},
+			d.Record.Partition, d.Record.Offset, []byte(`{}`))
+		require.ErrorIs(t, err, outboxdlq.ErrOriginalGone)
 	}
 }
 
