@@ -60,7 +60,24 @@ func addressed(r, dead *kgo.Record, outboxID int64, group string) *kgo.Record {
 	return &own
 }
 
-const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, $5, $6, $7)`
+const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, $5, $6, $7, $8)`
+
+// startAgain sets before which time notes are removed. A time ahead of the clock of PostgreSQL would be later than the
+// notes of what this run sends again.
+func (r *run) startAgain(ctx context.Context) error {
+	var now time.Time
+	if err := pg.QueryRow(ctx, r.db, pg.SQLNow).Scan(&now); err != nil {
+		return fmt.Errorf("read the clock of PostgreSQL: %w", err)
+	}
+	if r.cfg.AgainBefore.IsZero() {
+		r.cfg.AgainBefore = now
+	}
+	if r.cfg.AgainBefore.After(now) {
+		return fmt.Errorf("field AgainBefore is %v: by the clock of PostgreSQL that is in the future", r.cfg.AgainBefore)
+	}
+	r.report.AgainBefore = r.cfg.AgainBefore
+	return nil
+}
 
 // forget removes the group's notes of the events of a chunk from event_handled.
 func (r *run) forget(ctx context.Context, chunk []resend) error {
@@ -72,7 +89,7 @@ func (r *run) forget(ctx context.Context, chunk []resend) error {
 	}
 	var forgotten int64
 	err := pg.ExecRow(ctx, r.db, pg.InSchema(sqlForgetHandled, r.cfg.Schema), r.cfg.Group, types, ids, sources, besides,
-		r.cfg.Audit.Operator, fmt.Sprintf("%s (outbox ids %d to %d)", r.cfg.Audit.Reason, chunk[0].event.OutboxID, chunk[len(chunk)-1].event.OutboxID)).Scan(&forgotten)
+		r.cfg.AgainBefore, r.cfg.Audit.Operator, fmt.Sprintf("%s (outbox ids %d to %d)", r.cfg.Audit.Reason, chunk[0].event.OutboxID, chunk[len(chunk)-1].event.OutboxID)).Scan(&forgotten)
 	if err != nil {
 		return fmt.Errorf("forget what group %s has handled: %w", r.cfg.Group, orNotMigrated(err))
 	}

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -120,6 +121,48 @@ func TestOneGroupGetsTombstones(t *testing.T) {
 	require.Equal(t, 3, report.Sent)
 	requireDeadLetters(t, f, 3)
 	f.records(t, f.topic, 3)
+}
+
+// A run that continues another one removes no notes that the group has made since that one began. Notes of that very
+// time stay, and no time may be in the future.
+func TestAgainGoesOn(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	const n = 10
+	f.record(t, numbered(n)...)
+	note := func(handledAt string, args ...any) {
+		_, err := f.db.Exec(background, pg.InSchema(`INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source, handled_at)
+			SELECT 'g', event_type, event_id::text, 'COUNTS', source, `+handledAt+` FROM {schema}.outbox`, f.schema), args...)
+		require.NoError(t, err)
+	}
+	note("now()")
+	cfg := outboxreplay.Config{Source: f.recorded(t), Group: "g", Again: true}
+	report, err := f.run(t, cfg)
+	require.NoError(t, err)
+	require.EqualValues(t, n, report.Forgotten)
+	began := report.AgainBefore
+	require.False(t, began.IsZero())
+
+	for _, handledAt := range []string{"now()", "$1::timestamptz"} {
+		note(handledAt, []any{began}[:strings.Count(handledAt, "$")]...)
+		cfg.AgainBefore = began
+		report, err = f.run(t, cfg)
+		require.NoError(t, err)
+		require.Equal(t, []any{n, int64(0), began}, []any{report.Sent, report.Forgotten, report.AgainBefore}, handledAt)
+		require.Equal(t, n, f.count(t, "event_handled"), handledAt)
+		cfg.AgainBefore = time.Time{}
+		report, err = f.run(t, cfg)
+		require.NoError(t, err)
+		require.EqualValues(t, n, report.Forgotten, "another replay")
+	}
+	require.Equal(t, 5, f.count(t, `outbox_audit WHERE action = 'replay' AND reason LIKE '%again before 2%'`))
+
+	cfg.AgainBefore = time.Now().Add(time.Hour)
+	_, err = f.run(t, cfg)
+	require.ErrorContains(t, err, "AgainBefore")
+	cfg.AgainBefore, cfg.Again = began, false
+	_, err = f.run(t, cfg)
+	require.ErrorContains(t, err, "AgainBefore needs Again")
 }
 
 // In a compacted topic a record for one group would be the last one of its key for all. Nothing is sent, written or
