@@ -754,11 +754,16 @@ BEGIN
 END $body$
 $function$,
 
--- Has a consumer group handle events again: removes its rows of event_handled, under the key of the event or under
--- the key that includes the source. Returns how many rows it removed.
+-- Has a consumer group handle events again: removes its rows of event_handled from before a time, under the key of the
+-- event or under the key that includes the source. Returns how many rows it removed. A replay that goes on passes the
+-- time at which it first began, so that what was handled again since stays noted. handled_at is the beginning of a
+-- transaction, and a record that is sent again begins one only after that time: a row of that very time stays. A
+-- transaction that began before it and commits later has handled an earlier record: its row is not seen, so the record
+-- that is sent again is skipped; or a later call removes it, and the next such record is handled. Neither way handles
+-- it twice again.
 $function$
 CREATE FUNCTION @schema@.outbox_forget_handled(
-    consumer_group text, types text[], ids text[], sources text[], besides text[],
+    consumer_group text, types text[], ids text[], sources text[], besides text[], before timestamptz,
     operator text, reason text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
@@ -776,12 +781,13 @@ BEGIN
                               WHERE n.consumer_group = $1 AND n.aggregate_type = k.type AND n.aggregate_id = k.id) AS h
          WHERE k.source IS NULL OR h.event_source IS NULL OR h.event_source = k.source
     ), gone AS (
-        DELETE FROM @schema@.event_handled AS n WHERE n.id = ANY (ARRAY(SELECT found.id FROM found)) RETURNING 1
+        DELETE FROM @schema@.event_handled AS n
+         WHERE n.id = ANY (ARRAY(SELECT found.id FROM found)) AND n.handled_at < $6 RETURNING 1
     )
     SELECT count(*) INTO done FROM gone;
     IF done > 0 THEN
         INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
-            VALUES ($6, 'forget', $7, '', '/', $1);
+            VALUES ($7, 'forget', $8, '', '/', $1);
     END IF;
     RETURN done;
 END $body$

@@ -121,6 +121,11 @@ func Decode(r *kgo.Record) (DeadLetter, error) {
 	return d, nil
 }
 
+// ofReplay reports whether outboxreplay has written the dead letter.
+func (d DeadLetter) ofReplay() bool {
+	return d.Class == deadletter.ClassReplay && d.OriginalPartition == deadletter.NoPartition
+}
+
 // classUndecodable is the class of a record that no handler got, because it could not be decoded.
 const classUndecodable = "undecodable"
 

@@ -137,7 +137,8 @@ const deliveryTimeout = 30 * time.Second
 // timestamp. They keep their order, except for records that were in flight together with a record that
 // Kafka rejects.
 //
-// A run sends each record at most once. Replay reports these records and continues:
+// Replay leaves out the dead letters of a replay for one group, because no handler has failed. A run sends each record
+// at most once. Replay reports these records and continues:
 //
 //   - records that Kafka rejects
 //   - records that are no dead letters
@@ -297,7 +298,7 @@ func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []rese
 	for _, record := range records {
 		var s resend
 		s.DeadLetter, s.err = Decode(record)
-		chosen := s.err != nil || r.cfg.Choose == nil || r.cfg.Choose(s.DeadLetter)
+		chosen := s.err != nil || (r.cfg.Choose == nil || r.cfg.Choose(s.DeadLetter)) && !s.ofReplay()
 		if chosen && s.err == nil {
 			s.record, s.err = r.recordOf(ctx, s.DeadLetter)
 		}
@@ -314,6 +315,9 @@ func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []rese
 
 // recordOf returns the record that is sent back for a dead letter.
 func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
+	if d.ofReplay() { // only an edit asks
+		return nil, fmt.Errorf("%w: the dead letter names the group of a record that was sent for it alone", ErrOriginalGone)
+	}
 	if !slices.Contains(r.cfg.To, d.OriginalTopic) {
 		return nil, fmt.Errorf("%w: %s", ErrOtherTopic, d.OriginalTopic)
 	}

@@ -3,7 +3,6 @@ package outboxreplay
 import (
 	"context"
 	"fmt"
-	"math"
 	"strconv"
 	"time"
 
@@ -23,21 +22,17 @@ import (
 // group, and other groups repeat nothing.
 
 // Class is the class of the dead letters that [Run] writes for records to one group
-// (outboxdlq.DeadLetter.Class). They have no value, so they cannot be sent back again.
-const Class = "replay"
-
-// unknownPartition is the partition of the original in a dead letter of [Run]. No partition of Kafka has
-// this number.
-const unknownPartition = math.MaxInt32
+// (outboxdlq.DeadLetter.Class). They have no value, and outboxdlq does not send them back.
+const Class = deadletter.ClassReplay
 
 const timestampForm = "2006-01-02T15:04:05.000Z07:00"
 
 // deadLetterOf returns the dead letter that names the group of a record.
 func deadLetterOf(r *kgo.Record, outboxID int64, group, reason string) *kgo.Record {
 	now := time.Now().UTC().Format(timestampForm)
-	dead := &kgo.Record{Topic: outbox.DeadLetterTopic(r.Topic), Key: r.Key, Headers: append(append([]kgo.RecordHeader{}, r.Headers...),
+	return &kgo.Record{Topic: outbox.DeadLetterTopic(r.Topic), Key: r.Key, Headers: append(append([]kgo.RecordHeader{}, r.Headers...),
 		header(outbox.DeadLetterOriginalTopic, r.Topic),
-		header(outbox.DeadLetterOriginalPartition, strconv.Itoa(unknownPartition)),
+		header(outbox.DeadLetterOriginalPartition, strconv.Itoa(deadletter.NoPartition)),
 		header(outbox.DeadLetterOriginalOffset, strconv.FormatInt(outboxID, 10)),
 		header(outbox.DeadLetterOriginalTimestamp, now),
 		header(outbox.DeadLetterGroup, group),
@@ -45,11 +40,8 @@ func deadLetterOf(r *kgo.Record, outboxID int64, group, reason string) *kgo.Reco
 		header(outbox.DeadLetterClass, Class),
 		header(outbox.DeadLetterAttempts, "0"),
 		header(outbox.DeadLetterFailedAt, now),
-		header(outbox.DeadLetterDigest, deadletter.Digest(r)))}
-	if len(r.Value) > 0 {
-		dead.Headers = append(dead.Headers, header(outbox.DeadLetterValueOmitted, strconv.Itoa(len(r.Value))))
-	}
-	return dead
+		header(outbox.DeadLetterDigest, deadletter.Digest(r)),
+		header(outbox.DeadLetterValueOmitted, strconv.Itoa(len(r.Value))))}
 }
 
 const maxText = 500
@@ -62,13 +54,30 @@ func header(name, value string) kgo.RecordHeader {
 func addressed(r, dead *kgo.Record, outboxID int64, group string) *kgo.Record {
 	own := *r
 	own.Headers = append(append([]kgo.RecordHeader{}, r.Headers...),
-		header(outbox.ReplayOf, deadletter.Origin(r.Topic, unknownPartition, outboxID)),
+		header(outbox.ReplayOf, deadletter.Origin(r.Topic, deadletter.NoPartition, outboxID)),
 		header(outbox.ReplayFrom, deadletter.Origin(dead.Topic, dead.Partition, dead.Offset)),
 		header(outbox.ReplayGroup, group))
 	return &own
 }
 
-const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, $5, $6, $7)`
+const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, $5, $6, $7, $8)`
+
+// startAgain sets before which time notes are removed. A time ahead of the clock of PostgreSQL would be later than the
+// notes of what this run sends again.
+func (r *run) startAgain(ctx context.Context) error {
+	var now time.Time
+	if err := pg.QueryRow(ctx, r.db, pg.SQLNow).Scan(&now); err != nil {
+		return fmt.Errorf("read the clock of PostgreSQL: %w", err)
+	}
+	if r.cfg.AgainBefore.IsZero() {
+		r.cfg.AgainBefore = now
+	}
+	if r.cfg.AgainBefore.After(now) {
+		return fmt.Errorf("field AgainBefore is %v: by the clock of PostgreSQL that is in the future", r.cfg.AgainBefore)
+	}
+	r.report.AgainBefore = r.cfg.AgainBefore
+	return nil
+}
 
 // forget removes the group's notes of the events of a chunk from event_handled.
 func (r *run) forget(ctx context.Context, chunk []resend) error {
@@ -80,7 +89,7 @@ func (r *run) forget(ctx context.Context, chunk []resend) error {
 	}
 	var forgotten int64
 	err := pg.ExecRow(ctx, r.db, pg.InSchema(sqlForgetHandled, r.cfg.Schema), r.cfg.Group, types, ids, sources, besides,
-		r.cfg.Audit.Operator, fmt.Sprintf("%s (outbox ids %d to %d)", r.cfg.Audit.Reason, chunk[0].event.OutboxID, chunk[len(chunk)-1].event.OutboxID)).Scan(&forgotten)
+		r.cfg.AgainBefore, r.cfg.Audit.Operator, fmt.Sprintf("%s (outbox ids %d to %d)", r.cfg.Audit.Reason, chunk[0].event.OutboxID, chunk[len(chunk)-1].event.OutboxID)).Scan(&forgotten)
 	if err != nil {
 		return fmt.Errorf("forget what group %s has handled: %w", r.cfg.Group, orNotMigrated(err))
 	}

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -108,6 +110,61 @@ func TestOneGroup(t *testing.T) {
 	requireDeadLetters(t, f, 2*n)
 }
 
+// The dead letters of a replay for one group are not sent back, also those of tombstones, and are no failures.
+func TestOneGroupGetsTombstones(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	f.deleted = 2
+	f.record(t, numbered(3)...)
+	report, err := f.run(t, outboxreplay.Config{Source: f.recorded(t), Group: "a-" + f.topic})
+	require.NoError(t, err)
+	require.Equal(t, 3, report.Sent)
+	requireDeadLetters(t, f, 3)
+	f.records(t, f.topic, 3)
+}
+
+// A run that continues another one removes no notes that the group has made since that one began. Notes of that very
+// time stay, and no time may be in the future.
+func TestAgainGoesOn(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	const n = 10
+	f.record(t, numbered(n)...)
+	note := func(handledAt string, args ...any) {
+		_, err := f.db.Exec(background, pg.InSchema(`INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source, handled_at)
+			SELECT 'g', event_type, event_id::text, 'COUNTS', source, `+handledAt+` FROM {schema}.outbox`, f.schema), args...)
+		require.NoError(t, err)
+	}
+	note("now()")
+	cfg := outboxreplay.Config{Source: f.recorded(t), Group: "g", Again: true}
+	report, err := f.run(t, cfg)
+	require.NoError(t, err)
+	require.EqualValues(t, n, report.Forgotten)
+	began := report.AgainBefore
+	require.False(t, began.IsZero())
+
+	for _, handledAt := range []string{"now()", "$1::timestamptz"} {
+		note(handledAt, []any{began}[:strings.Count(handledAt, "$")]...)
+		cfg.AgainBefore = began
+		report, err = f.run(t, cfg)
+		require.NoError(t, err)
+		require.Equal(t, []any{n, int64(0), began}, []any{report.Sent, report.Forgotten, report.AgainBefore}, handledAt)
+		require.Equal(t, n, f.count(t, "event_handled"), handledAt)
+		cfg.AgainBefore = time.Time{}
+		report, err = f.run(t, cfg)
+		require.NoError(t, err)
+		require.EqualValues(t, n, report.Forgotten, "another replay")
+	}
+	require.Equal(t, 5, f.count(t, `outbox_audit WHERE action = 'replay' AND reason LIKE '%again before 2%'`))
+
+	cfg.AgainBefore = time.Now().Add(time.Hour)
+	_, err = f.run(t, cfg)
+	require.ErrorContains(t, err, "AgainBefore")
+	cfg.AgainBefore, cfg.Again = began, false
+	_, err = f.run(t, cfg)
+	require.ErrorContains(t, err, "AgainBefore needs Again")
+}
+
 // In a compacted topic a record for one group would be the last one of its key for all. Nothing is sent, written or
 // forgotten. Records for all groups are sent.
 func TestOneGroupInCompactedTopic(t *testing.T) {
@@ -138,11 +195,17 @@ func requireDeadLetters(t *testing.T, f *replayFixture, n int) {
 			require.Empty(t, d.Record.Value)
 			return true
 		}})
-	require.ErrorIs(t, err, nil)
+	require.NoError(t, err)
 	require.Equal(t, n, report.Read)
 	require.Zero(t, report.Sent)
-	for _, failure := range report.Failed {
-		require.ErrorIs(t, failure.Err, outboxdlq.ErrOriginalGone)
+	require.Empty(t, report.Failed)
+	for d, err := range outboxdlq.Read(background, testenv.KafkaOpts(f.brokers), f.topic+".dlq", nil) {
+		require.NoError(t, err)
+		omitted := slices.ContainsFunc(d.Record.Headers, func(h kgo.RecordHeader) bool { return h.Key == outbox.DeadLetterValueOmitted })
+		require.True(t, omitted, "a tombstone has the header, too")
+		_, _, err = outboxdlq.Edit(background, testenv.KafkaOpts(f.brokers), outboxdlq.ReplayConfig{Topic: f.topic + ".dlq", DryRun: true},
+			d.Record.Partition, d.Record.Offset, []byte(`{}`))
+		require.ErrorIs(t, err, outboxdlq.ErrOriginalGone)
 	}
 }
 

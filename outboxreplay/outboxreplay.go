@@ -37,12 +37,14 @@ type Config struct {
 	// To is the topic to which all records are sent. Empty means their own topics.
 	To string
 	// Group is the only consumer group that handles the records. Before each record, Run writes a dead letter of class
-	// "replay", by which consumers recognize the replay as genuine. It needs WRITE on the dead-letter topic. Empty
-	// means all groups.
+	// "replay", which proves it to consumers. It needs WRITE on the dead-letter topic. Empty means all groups.
 	Group string
-	// Again makes Group handle events again: Run first removes their rows of event_handled. It needs Group. Danger:
-	// effects happen twice.
+	// Again makes Group handle events again: Run first removes their rows of event_handled. Danger: effects happen
+	// twice.
 	Again bool
+	// AgainBefore keeps rows from then on. To continue a run with Again, set it to the Report's. Zero means the start
+	// of Run.
+	AgainBefore time.Time
 	// Mode is the mode of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
 	// Set IDHeader and TraceHeader as in RelayConfig. Empty means none.
@@ -97,6 +99,9 @@ func (c Config) validate(db *pgxpool.Pool) error {
 	if c.Again && c.Group == "" {
 		errs = append(errs, fmt.Errorf("field Group %w: Again needs it", outbox.ErrEmpty))
 	}
+	if !c.AgainBefore.IsZero() && !c.Again {
+		errs = append(errs, errors.New("field AgainBefore needs Again"))
+	}
 	if c.Mode != outbox.Binary && c.Mode != outbox.Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
 	}
@@ -127,6 +132,9 @@ type Report struct {
 	Older int
 	// Forgotten is the number of notes of the group that were removed (Config.Again).
 	Forgotten int64
+	// AgainBefore is the Config.AgainBefore for another run that continues this one: the time before which the group
+	// has made those notes, by the clock of PostgreSQL.
+	AgainBefore time.Time
 	// Failed are events that could not be read or sent, at most 1,000. NotSent is the number of all such
 	// events.
 	Failed []Failure

@@ -89,6 +89,11 @@ type resend struct {
 }
 
 func (r *run) all(ctx context.Context) error {
+	if r.cfg.Again && !r.cfg.DryRun {
+		if err := r.startAgain(ctx); err != nil {
+			return err
+		}
+	}
 	most := chunkEvents
 	if r.cfg.Rate > 0 {
 		most = min(most, max(1, r.cfg.Rate/chunksPerSecond))
@@ -314,9 +319,7 @@ func (c Config) selection() string {
 	add("keys", strings.Join(f.Keys, ","))
 	add("aggregate", strings.TrimSuffix(f.AggregateType+"/"+f.AggregateID, "/"))
 	add("ids", strings.Join(f.EventIDs, ","))
-	if c.Again {
-		parts = append(parts, "again")
-	}
+	add("again before", at(c.AgainBefore))
 	if len(parts) == 0 {
 		return "all events"
 	}

@@ -10,15 +10,16 @@ import (
 // goes on, or does what a dry run has counted, would otherwise choose other events.
 type times struct {
 	since, until time.Time
-	relative     bool // one of them was given as a length of time before now
+	again        time.Time // before which a group handled what it handles again
+	relative     bool      // one of them was given as a length of time before now
 }
 
 // timesOf resolves the flags --since and --until.
 func timesOf(since, until when, now time.Time) times {
-	return times{since.time(now), until.time(now), since.ago > 0 || until.ago > 0}
+	return times{since: since.time(now), until: until.time(now), relative: since.ago > 0 || until.ago > 0}
 }
 
-// text returns the flags --since and --until with absolute times.
+// text returns the flags with absolute times.
 func (t times) text() string {
 	var flags []string
 	if !t.since.IsZero() {
@@ -27,6 +28,9 @@ func (t times) text() string {
 	if !t.until.IsZero() {
 		flags = append(flags, "--until "+instant(t.until))
 	}
+	if !t.again.IsZero() {
+		flags = append(flags, "--again="+instant(t.again))
+	}
 	return strings.Join(flags, " ")
 }
 
@@ -34,8 +38,8 @@ func (t times) text() string {
 func instant(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
 
 // needAbsolute refuses relative times beside a flag that says where to go on.
-func needAbsolute(flag string, since, until when, now time.Time) error {
-	for name, w := range map[string]when{"--since": since, "--until": until} {
+func needAbsolute(flag string, given map[string]when, now time.Time) error {
+	for name, w := range given {
 		if w.ago > 0 {
 			return usagef("%s %v beside %s: want the absolute time that the first run has printed, such as %s", name, w.ago, flag, instant(w.time(now)))
 		}
@@ -58,6 +62,9 @@ func (t times) addTo(doc map[string]any) {
 	if !t.until.IsZero() {
 		doc["until"] = t.until.UTC()
 	}
+	if !t.again.IsZero() {
+		doc["again_before"] = t.again.UTC()
+	}
 }
 
 // commandLine returns a call of a command as text for a shell: with the flags that were given, or with those of
@@ -77,8 +84,10 @@ func (e *env) commandLine(name string, own *flag.FlagSet, replace map[string]str
 		}
 		switch {
 		case value == usual:
-		case isSwitch(f):
+		case isSwitch(f) && value == "true":
 			words = append(words, "--"+f.Name)
+		case isSwitch(f): // with a value
+			words = append(words, "--"+f.Name+"="+word(value))
 		case f.Name == "database":
 			words = append(words, "--"+f.Name, word(e.mask(value)))
 		default:

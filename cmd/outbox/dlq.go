@@ -234,7 +234,7 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 		return err
 	}
 	if len(r.filter.from) > 0 {
-		if err := needAbsolute("--from", r.filter.since, r.filter.until, e.now()); err != nil {
+		if err := needAbsolute("--from", map[string]when{"--since": r.filter.since, "--until": r.filter.until}, e.now()); err != nil {
 			return err
 		}
 	}

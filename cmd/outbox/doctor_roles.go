@@ -160,7 +160,7 @@ var partNeeds = map[string][]need{
 		"outbox_pause_consumer(text, text, text, text)", "outbox_resume_consumer(text, text, text, text)",
 		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)",
 		"outbox_forget_action(text, text, text, text)",
-		"outbox_audit_replay(text, text, text, text)", "outbox_audit_edit(text, text, text, text, bytea, text, text)", "outbox_cancel_delayed(uuid[], text, text)", "outbox_forget_handled(text, text[], text[], text[], text[], text, text)",
+		"outbox_audit_replay(text, text, text, text)", "outbox_audit_edit(text, text, text, text, bytea, text, text)", "outbox_cancel_delayed(uuid[], text, text)", "outbox_forget_handled(text, text[], text[], text[], text[], timestamptz, text, text)",
 		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_edit_delivery(bigint, bytea, text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
 		"outbox_hold_deliveries(bigint[], text, text)", "outbox_release_deliveries(bigint[], text, text)",
 		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text[], text, text)",

@@ -136,6 +136,26 @@ func (w when) time(now time.Time) time.Time {
 	return w.at
 }
 
+// again is a switch that may have a point in time as its value.
+type again struct {
+	when
+
+	on bool
+}
+
+// IsBoolFlag makes it a switch.
+func (a *again) IsBoolFlag() bool { return true }
+
+// Set implements flag.Value.
+func (a *again) Set(text string) error {
+	*a = again{on: true}
+	if on, err := strconv.ParseBool(text); err == nil {
+		a.on = on
+		return nil
+	}
+	return a.when.Set(text)
+}
+
 // parseDuration also takes days.
 func parseDuration(text string) (time.Duration, error) {
 	if days, ok := strings.CutSuffix(text, "d"); ok {

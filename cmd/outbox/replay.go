@@ -27,19 +27,20 @@ follow newer ones of their keys. Every 5 s it writes the command that continues.
 }
 
 type replay struct {
-	flags                         *flag.FlagSet // as they were given
-	times                         times
-	archive, files                string
-	since, until                  when
-	types, ids, key               string
-	of                            aggregate
-	after                         int64
-	to, group                     string
-	headers                       string
-	counted                       int // number before they were sent
-	rate                          int
-	again, structured, skips, yes bool
-	why                           auditFlags
+	flags                  *flag.FlagSet // as they were given
+	times                  times
+	archive, files         string
+	since, until           when
+	again                  again
+	types, ids, key        string
+	of                     aggregate
+	after                  int64
+	to, group              string
+	headers                string
+	counted                int // number before they were sent
+	rate                   int
+	structured, skips, yes bool
+	why                    auditFlags
 }
 
 func (r *replay) define(fs *flag.FlagSet) {
@@ -54,7 +55,7 @@ func (r *replay) define(fs *flag.FlagSet) {
 	fs.Int64Var(&r.after, "after", 0, "`NUMBER` only after this outbox id")
 	fs.StringVar(&r.to, "to", "", "`TOPIC` for all events (their own)")
 	fs.StringVar(&r.group, "group", "", "`NAME` only this consumer group handles them")
-	fs.BoolVar(&r.again, "again", false, "--group handles all again: effects happen twice")
+	fs.Var(&r.again, "again", "--group handles all again (=TIME: older): effects twice")
 	fs.BoolVar(&r.structured, "structured", false, "structured CloudEvents, not binary")
 	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` extra headers for event id and trace id")
 	fs.IntVar(&r.rate, "rate", 0, "`NUMBER` of events a second (1000); -1: no limit")
@@ -111,7 +112,7 @@ func (r *replay) run(ctx context.Context, e *env) error {
 }
 
 func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, err error) {
-	cfg = outboxreplay.Config{To: r.to, Group: r.group, Again: r.again, Rate: r.rate, SkipUnreadable: r.skips, Schema: e.schema}
+	cfg = outboxreplay.Config{To: r.to, Group: r.group, Again: r.again.on, Rate: r.rate, SkipUnreadable: r.skips, Schema: e.schema}
 	cfg.IDHeader, cfg.TraceHeader, _ = strings.Cut(r.headers, ",")
 	if r.structured {
 		cfg.Mode = outbox.Structured
@@ -129,10 +130,10 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 	switch {
 	case r.archive != "" && r.files != "":
 		return cfg, usagef("--archive and --files: only one of them")
-	case r.again && r.group == "":
+	case r.again.on && r.group == "":
 		return cfg, usagef("--again needs --group")
-	case r.after != 0 && r.times.relative:
-		return cfg, needAbsolute("--after", r.since, r.until, now)
+	case r.after != 0 && (r.times.relative || r.again.ago > 0):
+		return cfg, needAbsolute("--after", map[string]when{"--since": r.since, "--until": r.until, "--again": r.again.when}, now)
 	case r.yes && !r.picks():
 		return cfg, usagef("which events? --since 2006-01-02, or other flags")
 	case r.yes:
@@ -147,7 +148,28 @@ func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, e
 		r.times.until = e.dbNow()
 		cfg.Filter.Until = r.times.until
 	}
-	return cfg, nil
+	if r.again.on {
+		cfg.AgainBefore, err = r.againBefore(ctx, e)
+	}
+	return cfg, err
+}
+
+// againBefore returns the time before which the group has handled what it is to handle again: by default now, so before
+// the first event is sent.
+func (r *replay) againBefore(ctx context.Context, e *env) (time.Time, error) {
+	if _, err := e.connect(ctx); err != nil {
+		return time.Time{}, err
+	}
+	now := e.dbNow()
+	before := now
+	if r.again.when != (when{}) {
+		before = r.again.time(now)
+	}
+	if before.After(now) {
+		return time.Time{}, usagef("--again=%s: by the clock of PostgreSQL that is in the future", instant(before))
+	}
+	r.times.again = before.Truncate(time.Microsecond) // as PostgreSQL has it
+	return r.times.again, nil
 }
 
 // goOn returns the command that sends what is behind an outbox id.
@@ -155,6 +177,9 @@ func (r *replay) goOn(e *env, after int64) string {
 	replace := map[string]string{"until": instant(r.times.until), "after": fmt.Sprint(after)}
 	if !r.times.since.IsZero() {
 		replace["since"] = instant(r.times.since)
+	}
+	if r.again.on {
+		replace["again"] = instant(r.times.again)
 	}
 	return e.commandLine("replay", r.flags, replace)
 }
@@ -242,7 +267,7 @@ func (r *replay) show(e *env, report outboxreplay.Report) error {
 		e.printf("sent %s, not %s (to go on: %s --after %d)\n", count(report.Sent), count(report.NotSent), r.times.text(), report.Next)
 	}
 	if !r.yes {
-		e.showTimes(times{since: r.times.since, until: r.times.until, relative: true})
+		e.showTimes(times{since: r.times.since, until: r.times.until, again: r.times.again, relative: true})
 	}
 	return nil
 }
@@ -256,7 +281,7 @@ func (r *replay) warn(e *env, report outboxreplay.Report) {
 	case report.Sent == 0 && report.Forgotten > 0:
 		e.say(fmt.Sprintf("%s notes of group %s are removed, and none of their events is sent. The group handles these events if they come again.", count(report.Forgotten), visible(r.group)))
 	case report.Sent == 0:
-	case r.again:
+	case r.again.on:
 		e.say(fmt.Sprintf("Group %s handles them again: %s notes removed.", visible(r.group), count(report.Forgotten)))
 	case report.Older > 0:
 		who := "every group handles"

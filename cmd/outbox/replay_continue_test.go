@@ -1,17 +1,24 @@
 package main
 
 import (
+	"context"
 	"fmt"
+	"log/slog"
+	"maps"
 	"os"
 	"os/exec"
 	"regexp"
+	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -26,11 +33,17 @@ func (d *commandFixture) startReplay(t *testing.T, events int, flags ...string) 
 		keys = append(keys, fmt.Sprint("key ", n))
 	}
 	d.record(t, keys...)
+	return d.replayProcess(t, flags...), keys
+}
+
+// replayProcess starts a process that replays what was recorded.
+func (d *commandFixture) replayProcess(t *testing.T, flags ...string) *relayRun {
+	t.Helper()
 	program, err := os.Executable()
 	require.NoError(t, err)
 	cmd := exec.Command(program, append([]string{"replay", "--since", "1h", "--yes", "--reason", "it's late", "--operator", "kim"}, flags...)...)
 	cmd.Env = append(d.variables(), asProgram+"=1", "HOME="+t.TempDir())
-	return startProcess(t, cmd), keys
+	return startProcess(t, cmd)
 }
 
 // goOn runs the command that the output of a replay ends with, in a shell.
@@ -89,6 +102,69 @@ func TestReplayGoesOn(t *testing.T) {
 	}
 }
 
+// A group that runs meanwhile handles each event once more, also if a replay with --again is killed after the group has
+// handled events again, and is continued by the command that it has printed.
+func TestReplayAgainGoesOn(t *testing.T) {
+	t.Parallel()
+	d := newShop(t).withKafka(t)
+	testenv.CreateTopic(t, d.brokers, d.topic, 1)
+	testenv.CreateTopic(t, d.brokers, outbox.DeadLetterTopic(d.topic), 1)
+	want := map[string]int{}
+	for n := range 40 {
+		want[fmt.Sprint("key ", n)] = 1
+	}
+	d.record(t, slices.Collect(maps.Keys(want))...)
+	d.relay(t)
+	group := "stats-" + d.topic
+	handled := d.startGroup(t, group)
+	await := func(what func(map[string]int, int) bool) {
+		t.Helper()
+		require.Eventually(t, func() bool { return what(handled()) }, testenv.Patience, 10*time.Millisecond)
+	}
+	await(func(byKey map[string]int, _ int) bool { return maps.Equal(want, byKey) })
+
+	p := d.replayProcess(t, "--group", group, "--again", "--rate", "10")
+	await(func(_ map[string]int, total int) bool { return total >= len(want)+5 })
+	code, _ := p.stop(syscall.SIGKILL)
+	require.Equal(t, -1, code)
+	command := d.goOn(t, p.log.String())
+
+	d.record(t, "last") // behind all that was sent again
+	await(func(byKey map[string]int, _ int) bool { return byKey["last"] > 0 })
+	for key := range want {
+		want[key] = 2
+	}
+	want["last"] = 1
+	byKey, _ := handled()
+	require.Equal(t, want, byKey)
+	require.Regexp(t, ` --again=2\d\d\d-\S+Z `, command)
+}
+
+// startGroup runs a consumer group. The function returns how many events of each key it has handled, and of all.
+func (d *commandFixture) startGroup(t *testing.T, group string) func() (byKey map[string]int, total int) {
+	t.Helper()
+	events, err := outbox.NewRegistry("test", outbox.Event("test.thing.happened.v1", "Thing", happened.aggregateID).Topic(d.topic))
+	require.NoError(t, err)
+	var mu sync.Mutex
+	handled, all := map[string]int{}, 0
+	c, err := outbox.NewConsumer(d.db, testenv.KafkaOpts(d.brokers), events, group, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Schema: d.schema, Logger: slog.New(slog.DiscardHandler), From: outbox.FromStart},
+	}, outbox.Handle("COUNTED", func(_ context.Context, _ pgx.Tx, e happened, _ outbox.Metadata) error {
+		mu.Lock()
+		defer mu.Unlock()
+		handled[e.Key]++
+		all++
+		return nil
+	}))
+	require.NoError(t, err)
+	testenv.Run(t, c.Run)
+	return func() (map[string]int, int) {
+		mu.Lock()
+		defer mu.Unlock()
+		return maps.Clone(handled), all
+	}
+}
+
 // A relative time is another one when the replay goes on, so --after needs absolute times. In a dead-letter topic
 // --from is what --after is.
 func TestReplayAfterNeedsAbsoluteTimes(t *testing.T) {
@@ -96,10 +172,11 @@ func TestReplayAfterNeedsAbsoluteTimes(t *testing.T) {
 	d := newShop(t)
 	d.vars["KAFKA_BROKERS"] = strings.Join(d.brokers, ",")
 	for _, args := range []string{"replay --since 2h --after 5", "replay --until 2h --after 5 --yes --reason x",
+		"replay --since 2026-01-02 --group g --again=2h --after 5",
 		"dlq replay a.dlq --since 2h --from 0:5", "dlq replay a.dlq --until 2h --from 0:5 --yes --reason x"} {
 		a := d.call(t, strings.Fields(args)...)
 		require.Equal(t, exitUsage, a.code, "%s: %s%s", args, a.out, a.err)
-		require.Regexp(t, `--(since|until) 2h0m0s .*absolute.*2\d\d\d-`, strings.Join(strings.Fields(a.err), " "), args)
+		require.Regexp(t, `--(since|until|again) 2h0m0s .*absolute.*2\d\d\d-`, strings.Join(strings.Fields(a.err), " "), args)
 	}
 	d.ok(t, "replay", "--since", "2026-01-02", "--after", "5")
 }
@@ -113,6 +190,9 @@ func TestDryRunsPrintAbsoluteTimes(t *testing.T) {
 	d.record(t, "a")
 	require.Regexp(t, `--since `+instant+` --until `+instant+`\n`, d.ok(t, "replay", "--since", "2h"))
 	require.Regexp(t, `these times: --until `+instant+`\n`, d.ok(t, "replay"))
+	for _, again := range []string{"--again", "--again=2h", "--again=2026-01-02"} {
+		require.Regexp(t, `these times: --until `+instant+` --again=2\d\d\d-\S+Z\n`, d.ok(t, "replay", "--group", "g", again))
+	}
 	require.Regexp(t, `these times: --since `+instant+`\n`, d.ok(t, "failures", "retry", "--since", "2h"))
 	require.Regexp(t, `these times: --since `+instant+` --until `+instant+`\n`, d.ok(t, "failures", "resolve", "--since", "2h", "--until", "1h"))
 	require.NotContains(t, d.ok(t, "failures", "retry", "--since", "2026-01-02"), "these times")

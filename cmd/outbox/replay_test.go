@@ -68,6 +68,8 @@ func TestReplayCommand(t *testing.T) {
 		"--yes":                         "which events?",
 		"--since 1d --yes":              "--reason",
 		"--again":                       "--again needs --group",
+		"--again=1h":                    "--again needs --group",
+		"--group g --again=2999-01-02":  "in the future",
 		"--files x --archive y":         "only one of them",
 		"--files /no/such/folder":       "no such file",
 		"--archive nowhere":             "outbox_archive is missing",

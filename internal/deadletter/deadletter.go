@@ -8,6 +8,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"hash"
+	"math"
 	"strings"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -47,6 +48,13 @@ const (
 	HeadersOmitted    = Prefix + "headers_omitted"
 	EditedFrom        = Prefix + "edited_from"
 	Unread            = Prefix + "unread" // why nothing of the original could be read
+)
+
+// A dead letter of ClassReplay names the group of a record that outboxreplay sends: no handler has failed. No partition
+// of Kafka has the number NoPartition, so no dead letter of a consumer is taken for one.
+const (
+	ClassReplay = "replay"
+	NoPartition = math.MaxInt32
 )
 
 // Topic returns the name of the topic for the dead letters of another.

@@ -606,7 +606,7 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_requeue_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_resolve_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_hold_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_release_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`,
-				`SELECT {s}.outbox_audit_replay('t', 'g', 'kim', 'why')`, `SELECT {s}.outbox_cancel_delayed(ARRAY[gen_random_uuid()], 'kim', 'why')`, `SELECT {s}.outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', 'kim', 'why')`},
+				`SELECT {s}.outbox_audit_replay('t', 'g', 'kim', 'why')`, `SELECT {s}.outbox_cancel_delayed(ARRAY[gen_random_uuid()], 'kim', 'why')`, `SELECT {s}.outbox_forget_handled('g', '{t}', '{i}', '{o}', '{b}', now(), 'kim', 'why')`},
 			"consumer": {`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('product-statistics', 't', 'i', 'a')`,
 				`SELECT {s}.outbox_remove_gaps('product-statistics', '{t}', ARRAY[gen_random_uuid()], '{0}', '{a}', '{e}', '{1}')`,
 				`SELECT {s}.outbox_remove_topics('product-statistics', '{t}', ARRAY[gen_random_uuid()])`},

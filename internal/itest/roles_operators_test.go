@@ -127,23 +127,23 @@ func TestOperatorsFunctions(t *testing.T) {
 	f.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT 'g', 't', '00000000-0000-0000-0000-000000000001', n, 0, nullif(10 * n, 20) FROM generate_series(0, 2) AS n`)
 	for sql, code := range map[string]string{
-		`SELECT {s}.outbox_retry_failed('{1}', '', 'why')`:                             "22023",
-		`SELECT {s}.outbox_retry_failed('{1}', NULL, 'why')`:                           "22023",
-		`SELECT {s}.outbox_resolve_failed('{1}', 'kim', ' ')`:                          "22023",
-		`SELECT {s}.outbox_hold_key('r', 'k', repeat('x', 101), 'why')`:                "22023",
-		`SELECT {s}.outbox_release_key('r', 'k', 'kim', repeat('x', 10001))`:           "22023",
-		`SELECT {s}.outbox_edit_failed(1, NULL, 'kim', 'why')`:                         "22023",
-		`SELECT {s}.outbox_edit_failed(1, 'no json', 'kim', 'why')`:                    "22P02",
-		`SELECT {s}.outbox_edit_failed(1, '{"a": 1e131000}', 'kim', 'why')`:            "",
-		`SELECT {s}.outbox_pause_consumer('g', 't', 'kim', '')`:                        "22023",
-		`SELECT {s}.outbox_resume_consumer('g', 't', '', 'why')`:                       "22023",
-		`SELECT {s}.outbox_rewind_consumer('g', '{t}', NULL, NULL, NULL, 'kim', NULL)`: "22023",
-		`SELECT {s}.outbox_forget_action('g', 'a', 'kim', '')`:                         "22023",
-		`SELECT {s}.outbox_audit_replay('t', '', 'kim', '')`:                           "22023",
-		`SELECT {s}.outbox_audit_edit('t', 'k', 'g', 'a', 'x', 'kim', '')`:             "22023",
-		`SELECT {s}.outbox_cancel_delayed('{}', 'kim', '')`:                            "22023",
-		`SELECT {s}.outbox_forget_handled('g', '{}', '{}', '{}', '{}', '', 'why')`:     "22023",
-		`SELECT {s}.outbox_forget_handled('', '{}', '{}', '{}', '{}', 'kim', 'why')`:   "22023",
+		`SELECT {s}.outbox_retry_failed('{1}', '', 'why')`:                                  "22023",
+		`SELECT {s}.outbox_retry_failed('{1}', NULL, 'why')`:                                "22023",
+		`SELECT {s}.outbox_resolve_failed('{1}', 'kim', ' ')`:                               "22023",
+		`SELECT {s}.outbox_hold_key('r', 'k', repeat('x', 101), 'why')`:                     "22023",
+		`SELECT {s}.outbox_release_key('r', 'k', 'kim', repeat('x', 10001))`:                "22023",
+		`SELECT {s}.outbox_edit_failed(1, NULL, 'kim', 'why')`:                              "22023",
+		`SELECT {s}.outbox_edit_failed(1, 'no json', 'kim', 'why')`:                         "22P02",
+		`SELECT {s}.outbox_edit_failed(1, '{"a": 1e131000}', 'kim', 'why')`:                 "",
+		`SELECT {s}.outbox_pause_consumer('g', 't', 'kim', '')`:                             "22023",
+		`SELECT {s}.outbox_resume_consumer('g', 't', '', 'why')`:                            "22023",
+		`SELECT {s}.outbox_rewind_consumer('g', '{t}', NULL, NULL, NULL, 'kim', NULL)`:      "22023",
+		`SELECT {s}.outbox_forget_action('g', 'a', 'kim', '')`:                              "22023",
+		`SELECT {s}.outbox_audit_replay('t', '', 'kim', '')`:                                "22023",
+		`SELECT {s}.outbox_audit_edit('t', 'k', 'g', 'a', 'x', 'kim', '')`:                  "22023",
+		`SELECT {s}.outbox_cancel_delayed('{}', 'kim', '')`:                                 "22023",
+		`SELECT {s}.outbox_forget_handled('g', '{}', '{}', '{}', '{}', now(), '', 'why')`:   "22023",
+		`SELECT {s}.outbox_forget_handled('', '{}', '{}', '{}', '{}', now(), 'kim', 'why')`: "22023",
 	} {
 		err := tryScript(f.db, f.sql(sql))
 		require.Equal(t, code, pg.Code(err), "%s: %v", sql, err)
@@ -262,7 +262,7 @@ func TestAuditTakesNoLongNames(t *testing.T) {
 		rewind(`array_agg('t' || n) FROM generate_series(1, 1001) AS n`),
 		`SELECT {s}.outbox_audit_replay(` + long + `, 'g', 'kim', 'why')`, `SELECT {s}.outbox_audit_replay('a/b', 'g', 'kim', 'why')`,
 		`SELECT {s}.outbox_audit_replay('', repeat('x', 256), 'kim', 'why')`, `SELECT {s}.outbox_audit_replay('..', '', 'kim', 'why')`,
-		`SELECT {s}.outbox_forget_handled(` + long + `, '{e}', '{i}', '{o}', '{b}', 'kim', 'why')`,
+		`SELECT {s}.outbox_forget_handled(` + long + `, '{e}', '{i}', '{o}', '{b}', now(), 'kim', 'why')`,
 		`SELECT {s}.outbox_pause_consumer('g', E'\x1b[2J', 'kim', 'why')`, `SELECT {s}.outbox_pause_consumer(` + long + `, '', 'kim', 'why')`,
 		`SELECT {s}.outbox_pause_consumer('', 't', 'kim', 'why')`, `SELECT {s}.outbox_pause_consumer('g', ` + long + `, 'kim', 'why')`,
 	} {
@@ -275,7 +275,7 @@ func TestAuditTakesNoLongNames(t *testing.T) {
 
 	f.exec(t, rewind(`ARRAY['t', 'elsewhere', 'u', 't']`))
 	f.exec(t, `SELECT {s}.outbox_audit_replay('', '', 'kim', 'why'), {s}.outbox_audit_replay('t', 'g', 'kim', 'why'), {s}.outbox_audit_replay(NULL, NULL, 'kim', 'why')`)
-	f.exec(t, `SELECT {s}.outbox_forget_handled('h', '{e}', '{i}', '{o}', '{b}', 'kim', 'why'), {s}.outbox_forget_handled('g', '{e}', '{i}', '{o}', '{b}', 'kim', 'why')`)
+	f.exec(t, `SELECT {s}.outbox_forget_handled('h', '{e}', '{i}', '{o}', '{b}', now(), 'kim', 'why'), {s}.outbox_forget_handled('g', '{e}', '{i}', '{o}', '{b}', now(), 'kim', 'why')`)
 	f.exec(t, `SELECT {s}.outbox_pause_consumer('g', 't', 'kim', 'why'), {s}.outbox_pause_consumer('g', '', 'kim', 'why')`)
 	require.ElementsMatch(t, []string{"rewind g t/", "rewind g u/", "replay  /", "replay g t/", "replay  /", "forget g /", "pause g t/", "pause g /"}, audited())
 }
