@@ -18,7 +18,7 @@ type sender struct {
 	single *kgo.Client // for records that are sent alone, up to the largest request
 	limits kafka.Limits
 	buffer kafka.Buffer
-	topics map[string]bool // whose partitions client knows
+	loaded kafka.Loaded // by client
 }
 
 func newSender(opts []kgo.Opt) (*sender, error) {
@@ -36,7 +36,7 @@ func newSender(opts []kgo.Opt) (*sender, error) {
 		client.Close()
 		return nil, err
 	}
-	s := &sender{client: client, single: single, buffer: kafka.BufferOf(client), topics: map[string]bool{}}
+	s := &sender{client: client, single: single, buffer: kafka.BufferOf(client), loaded: kafka.Loaded{}}
 	s.limits.ReadClient(client)
 	return s, nil
 }
@@ -59,7 +59,7 @@ func (s *sender) send(ctx context.Context, records []kgo.Record) (errs []error) 
 		if n < 0 {
 			n = len(rest)
 		}
-		n = min(n, s.limits.Fitting(rest[:n], errs[from:]), s.buffer.Fitting(rest[:n], errs[from:]), s.known(rest[:n]))
+		n = min(n, s.limits.Fitting(rest[:n], errs[from:]), s.buffer.Fitting(rest[:n], errs[from:]))
 		if n == 0 { // the first record is too large for a batch
 			n = 1
 			errs[from] = produceOne(ctx, s.single, &rest[0])
@@ -77,22 +77,6 @@ func (s *sender) send(ctx context.Context, records []kgo.Record) (errs []error) 
 	return errs
 }
 
-// known returns how many records, from the first on, can be sent together with at most one of each topic that the
-// client does not know. When it learns of a topic, it sends the first of its records while it makes batches of the
-// others. Those that are in no batch when Kafka rejects the first ones would be written before these.
-func (s *sender) known(records []kgo.Record) int {
-	added := map[string]bool{}
-	for i := range records {
-		if topic := records[i].Topic; !s.topics[topic] {
-			if added[topic] {
-				return i
-			}
-			added[topic] = true
-		}
-	}
-	return len(records)
-}
-
 // produce sends records together. If Kafka rejects a batch, it writes none of its records. The client gives the error
 // to all records of the partition that are in batches, also in later ones. Then produce sends them again one by one,
 // up to the first that fails again.
@@ -105,12 +89,12 @@ func (s *sender) produce(ctx context.Context, records []kgo.Record, errs []error
 			waiting.Done()
 		})
 	}
+	fresh := s.loaded.Missing(records, errs)
+	kafka.AwaitLoaded(ctx, s.client, fresh)
+	s.loaded.Note(s.client, fresh)
 	_ = s.client.Flush(ctx) // its only error is the end of the context, which does not end
 	waiting.Wait()
 	for i := range records {
-		if errs[i] == nil {
-			s.topics[records[i].Topic] = true
-		}
 		if kafka.RejectionClass(errs[i]) != "" {
 			errs[i] = produceOne(ctx, s.single, &records[i])
 		}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
@@ -50,10 +49,10 @@ func TestRejectedInManyBatches(t *testing.T) {
 				if requests != tt.request && !has {
 					return nil, nil, false
 				}
-				return rejected(r.(*kmsg.ProduceRequest)), nil, true
+				return testenv.Refused(r.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
 			})
 			run := func(after int64) (outboxreplay.Report, error) {
-				opts := append(testenv.KafkaOpts(f.brokers), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.RecordPartitioner(slowly{kgo.StickyKeyPartitioner(nil)}))
+				opts := append(testenv.KafkaOpts(f.brokers), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.RecordPartitioner(testenv.PausingPartitioner(topic)))
 				return outboxreplay.Run(background, f.db, opts, outboxreplay.Config{Source: f.recorded(t), Rate: 10_000, Schema: f.schema, Audit: audit, Filter: outboxarchive.Filter{After: after}})
 			}
 			report, err := run(0)
@@ -73,40 +72,4 @@ func TestRejectedInManyBatches(t *testing.T) {
 			}
 		})
 	}
-}
-
-// rejected is the answer to a request with a record that Kafka rejects.
-func rejected(r *kmsg.ProduceRequest) kmsg.Response {
-	response := r.ResponseKind().(*kmsg.ProduceResponse)
-	for _, t := range r.Topics {
-		topic := kmsg.NewProduceResponseTopic()
-		topic.Topic, topic.TopicID = t.Topic, t.TopicID
-		for _, p := range t.Partitions {
-			partition := kmsg.NewProduceResponseTopicPartition()
-			partition.Partition, partition.ErrorCode = p.Partition, kerr.InvalidRecord.Code
-			topic.Partitions = append(topic.Partitions, partition)
-		}
-		response.Topics = append(response.Topics, topic)
-	}
-	return response
-}
-
-// slowly partitions records by their keys, and pauses before the tenth of a topic.
-type slowly struct{ kgo.Partitioner }
-
-func (s slowly) ForTopic(topic string) kgo.TopicPartitioner {
-	return &slowlyOfTopic{TopicPartitioner: s.Partitioner.ForTopic(topic), pauses: strings.HasPrefix(topic, "replay-")}
-}
-
-type slowlyOfTopic struct {
-	kgo.TopicPartitioner
-	pauses bool
-	n      int
-}
-
-func (s *slowlyOfTopic) Partition(r *kgo.Record, n int) int {
-	if s.n++; s.pauses && s.n == 10 {
-		time.Sleep(500 * time.Millisecond)
-	}
-	return s.TopicPartitioner.Partition(r, n)
 }

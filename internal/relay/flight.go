@@ -26,6 +26,7 @@ type flight struct {
 	bounded, grace context.Context // the time of the send; the time that a stop leaves
 	stop, end      func()          // end grace; end both
 	detached       bool            // finish ends it, and no longer produce
+	fresh          []string        // topics whose partitions the client may not have
 	flushed        func()          // waits for the flush
 	began          time.Time
 }

@@ -46,6 +46,7 @@ type Producer struct {
 	buffer    kafka.Buffer
 	limits    kafka.Limits
 	topics    *kafka.Topics // as the client has them
+	loaded    kafka.Loaded  // by the client
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
@@ -78,6 +79,7 @@ func (p *Producer) use(client *kgo.Client) {
 	p.limits.ReadClient(client)
 	p.topics = kafka.TopicsOf(client)
 	p.buffer = kafka.BufferOf(client)
+	p.loaded = kafka.Loaded{}
 }
 
 // Close closes the client, and the clients whose answers are waited for elsewhere, after the grace time of a stop. They
@@ -208,6 +210,7 @@ func (p *Producer) send(stop, held context.Context, f *flight, batch []envelope.
 		p.client = nil
 	}
 	f.flushed()
+	p.loaded.Note(f.client, f.fresh)
 	acks.raise()
 	if !known && held.Err() != nil {
 		return sendResult{}, context.Cause(held)
@@ -237,12 +240,13 @@ func (p *Producer) launch(stop, held context.Context, f *flight, batch []envelop
 	bounded, endBounded := context.WithTimeout(held, p.cfg.SendTimeout)
 	f.client, f.inFlight, f.bounded, f.began = p.client, p.inFlight, bounded, time.Now()
 	f.end = func() { f.stop(); endBounded() }
+	f.fresh = p.loaded.Missing(f.records, f.errs)
 	n := p.handOver(stop, held, f.grace, f.acks, func(n int) bool { return batch[which[n]].HasExpired() })
 	f.handedOver(n)
 	if trace.On { // before any of them leaves
 		f.step.End("ids", idsOf(n, func(i int) *envelope.Event { return &batch[which[i]] }))
 	}
-	f.flushed = p.flush()
+	f.flushed = p.flush(f)
 }
 
 // maxDetached is how many clients may wait for partitions that do not answer.
@@ -305,14 +309,16 @@ func (p *Producer) handOver(stop, held, grace context.Context, acks *acks, expir
 
 // flush lets the client send the records that it was given; before, it sends none. Otherwise Kafka
 // could reject a request while the client gets later records: the client then fails all that it has
-// of the partition, and sends the later records, before events of their key that were rejected. The
+// of the partition, and sends the later records, before events of their key that were rejected. For the
+// same reason it waits until the client has the partitions of all topics, see [kafka.Loaded]. The
 // client must not be given more records before await has returned. await returns when the outcome
 // of every record is known, or when the client is closed.
-func (p *Producer) flush() (await func()) {
-	client, ended := p.client, make(chan struct{})
+func (p *Producer) flush(f *flight) (await func()) {
+	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		_ = client.Flush(context.Background()) // its only error is that of the context
+		kafka.AwaitLoaded(f.bounded, f.client, f.fresh)
+		_ = f.client.Flush(context.Background()) // its only error is that of the context
 	}()
 	return func() { <-ended }
 }
