@@ -3,10 +3,12 @@ package relay
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/breaker"
@@ -175,6 +177,8 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 	for k := range t.records {
 		if t.errs[k] == nil && t.records[k].Topic == x.Rules.ExactlyOnce {
 			t.errs[k] = &envelope.FieldError{EventType: string(d.batch[t.which[k]].EventType), Index: -1, Field: "topic", Err: errCursorTopic}
+		} else if t.errs[k] == nil && x.producer.buffer.TooLarge(&t.records[k]) {
+			t.errs[k] = errBuffer
 		}
 	}
 	x.producer.checkTopics(d.held, t.records, t.errs)
@@ -188,6 +192,9 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 
 // errCursorTopic is that of an event that would be lost: Kafka keeps only the newest record of each key.
 var errCursorTopic = errors.New("is the cursor topic of the relay, which is for it alone")
+
+// errBuffer is that of an event which the client would refuse without the room of the cursor record.
+var errBuffer = fmt.Errorf("%w: it has more bytes than the Kafka option MaxBufferedBytes allows", kerr.MessageTooLarge)
 
 // skip blocks an event whose key is blocked. The caller of Deliver holds mu, so no row of the key is removed
 // meanwhile.
