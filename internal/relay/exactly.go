@@ -195,7 +195,7 @@ func (x *Exactly) tryStart(cfg exactly.Config, create bool) error {
 	x.close()
 	cfg.Topic, cfg.Go = x.Rules.ExactlyOnce, x.NewGroup().Go
 	x.sender = exactly.NewSender(cfg)
-	ctx, cancel := context.WithTimeout(x.Held, max(x.Rules.SendTimeout, startTimeout))
+	ctx, cancel := context.WithTimeout(x.Held, x.Rules.startTimeout())
 	defer cancel()
 	r, _, err := x.sender.Start(ctx, create)
 	if err != nil {
@@ -212,9 +212,11 @@ const (
 	maxStartWait = 5 * time.Second
 )
 
-// startTimeout is how long a start may take. A transaction that is prepared ends only when all of its partitions have
-// their markers.
-const startTimeout = 10 * time.Second
+// minStart is how long a start may take at least. A transaction that is prepared ends only when all of its partitions
+// have their markers.
+const minStart = 10 * time.Second
+
+func (r Rules) startTimeout() time.Duration { return max(r.SendTimeout, minStart) }
 
 // Load continues from the newest record. It is the step Renew.
 func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, error) {
