@@ -252,8 +252,8 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	var err error
 	ctx, cancel := context.WithTimeout(d.held, x.Rules.SendTimeout)
 	defer cancel()
-	if x.open, err = x.sender.Begin(ctx); err != nil {
-		return 0, x.doubt(x.outage(err))
+	if x.open, err = x.sender.Begin(ctx); err != nil { // the end of the transaction before has failed
+		return 0, x.doubt(x.outage(err, byCommit))
 	}
 	if slices.ContainsFunc(t.which, func(i int) bool { return d.batch[i].HasExpired() }) {
 		return triedTooLate, x.abort(ctx)
@@ -272,7 +272,7 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	}
 	errs, err := x.open.Send(ctx, records)
 	if err != nil {
-		return 0, x.doubt(x.sendOutage(err))
+		return 0, x.doubt(x.outage(err, byRecord))
 	}
 	copy(t.records, records) // with their partitions
 	copy(t.errs, errs)
@@ -290,10 +290,12 @@ func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs [
 		case RejectionClass(err) != "" && (!ours || result != triedSent):
 			result = max(result, triedRefused)
 		default:
-			return 0, x.doubt(x.sendOutage(err))
+			return 0, x.doubt(x.outage(err, byRecord))
 		}
 	}
-	d.reportAnswers(errs)
+	if x.mayEnd(byRecord) {
+		d.reportAnswers(errs)
+	}
 	if result != triedSent {
 		return result, x.abort(ctx)
 	}
@@ -307,7 +309,7 @@ func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs [
 // abort ends the open transaction without its events. After an error it is not ready.
 func (x *Exactly) abort(ctx context.Context) error {
 	if err := x.open.Abort(ctx); err != nil {
-		return x.doubt(x.outage(err))
+		return x.doubt(x.outage(err, byRecord))
 	}
 	x.open = nil
 	return nil
@@ -323,7 +325,7 @@ func (x *Exactly) Commit(batch []envelope.Event, outcomes []Outcome) error {
 		ctx, cancel := context.WithTimeout(x.Held, x.Rules.SendTimeout)
 		defer cancel()
 		if err := x.sendRecord(ctx); err != nil {
-			return x.doubt(x.sendOutage(err))
+			return x.doubt(x.outage(err, byRecord))
 		}
 	}
 	d := x.deliverer.begin(x.Held, x.Held, batch, true)
