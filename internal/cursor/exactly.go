@@ -220,10 +220,11 @@ func (c *Store) lacksRow(r InKafka) error {
 }
 
 // sqlContinue writes the row from which a relay continues. It removes the rows of outbox_failed of transactions
-// that were aborted, above $7, and those of events that were sent again, $8. A relay that begins keeps all: their
-// numbers were those of another time, and are removed. It waits for no row that another transaction has locked. It
-// returns those of events that were sent again. The others are in the way, and it changes nothing: the session would
-// park their events once more, in the same rows.
+// that were aborted, above $7, and those of events that were sent again, $8. A relay that begins keeps them: their
+// numbers were those of another time, and are removed. But of those above $7 the rows of events go that it reads again:
+// a retrier would send these before the events that precede them. It waits for no row that another transaction has
+// locked. It returns those of events that were sent again. The others are in the way, and it changes nothing: the
+// session would park their events once more, in the same rows.
 const sqlContinue = `
 WITH newest AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1
@@ -232,7 +233,9 @@ WITH newest AS MATERIALIZED (
            (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS l
      WHERE newest.id = $4
 ), due AS MATERIALIZED (
-    SELECT f.id FROM {schema}.outbox_failed AS f WHERE ` + rowsToChange + ` FOR UPDATE SKIP LOCKED
+    SELECT f.id, f.batch > $7 AND f.status <> 'resolved' AND (NOT $9::bool OR EXISTS (
+           SELECT FROM {schema}.outbox AS o, {schema}.outbox_cursor AS s WHERE o.id = f.outbox_id AND s.id = $5 AND NOT ` + tables.Attempted + `)) AS goes
+      FROM {schema}.outbox_failed AS f WHERE ` + rowsToChange + ` FOR UPDATE SKIP LOCKED
 ), blocks AS MATERIALIZED (
     SELECT f.id FROM {schema}.outbox_failed AS f WHERE ` + rowsToChange + ` AND f.id NOT IN (SELECT id FROM due)
 ), proof AS MATERIALIZED (
@@ -242,10 +245,10 @@ WITH newest AS MATERIALIZED (
      WHERE f.id = ANY ($8::bigint[]) AND f.relay = $1::text AND f.status <> 'resolved' FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM {schema}.outbox_failed
-     WHERE id = ANY (ARRAY(SELECT id FROM due UNION ALL SELECT id FROM sent)) AND NOT $9::bool AND EXISTS (SELECT FROM proof)
+     WHERE id = ANY (ARRAY(SELECT id FROM due WHERE goes UNION ALL SELECT id FROM sent WHERE NOT $9::bool)) AND EXISTS (SELECT FROM proof)
 ), kept AS (
     UPDATE {schema}.outbox_failed SET batch = NULL
-     WHERE id = ANY (ARRAY(SELECT id FROM due)) AND $9::bool AND EXISTS (SELECT FROM proof)
+     WHERE id = ANY (ARRAY(SELECT id FROM due WHERE NOT goes)) AND EXISTS (SELECT FROM proof)
 ), written AS (
     INSERT INTO {schema}.outbox_cursor (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
     SELECT $1::text, c.snapshot, c.window_snapshot, coalesce($6::bigint, c.last_processed_id), greatest(c.highest_id, $6::bigint), c.system_identifier, proof.epoch
@@ -385,7 +388,7 @@ func (c *Store) EndUnread(ctx context.Context, l *lease.Lease) error {
 	if err != nil {
 		return err
 	}
-	_, err = c.plain().continueFrom(ctx, l, InKafka{}, agreement{newest: k.newest, from: k.confirmed, begins: true})
+	_, err = c.plain().continueFrom(ctx, l, InKafka{Number: max(k.batch, k.before)}, agreement{newest: k.newest, from: k.confirmed, begins: true})
 	if errors.Is(err, ErrOtherCluster) { // the row is written
 		return nil
 	}

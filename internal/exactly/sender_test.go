@@ -4,7 +4,9 @@ import (
 	"context"
 	"crypto/rand"
 	"fmt"
+	"math"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -364,4 +366,15 @@ func TestMissingRights(t *testing.T) {
 	_, _, err = s.Start(ctx, true)
 	require.ErrorIs(t, err, kerr.TransactionalIDAuthorizationFailed)
 	require.ErrorContains(t, err, "the rights Write and Describe on the transactional ids that begin with outbox.1")
+}
+
+// The client has room for the largest cursor record.
+func TestLargestRecord(t *testing.T) {
+	t.Parallel()
+	r := Record{Number: math.MaxInt64, Row: math.MaxInt64, Token: rand.Text(), Last: math.MaxInt64, Again: slices.Repeat([]int64{math.MaxInt64}, MaxAgain)}
+	name := strings.Repeat("n", 10_000)
+	s := NewSender(Config{Topic: "cursor"}.For(math.MaxInt64, name, name, name))
+	record, err := s.CursorRecord(r)
+	require.NoError(t, err)
+	require.Less(t, len(record.Key)+len(record.Value), kafka.MaxCursorRecord)
 }

@@ -1,6 +1,7 @@
 package kafka
 
 import (
+	"math"
 	"sync/atomic"
 	"time"
 
@@ -9,23 +10,63 @@ import (
 )
 
 // Buffer says how many records and bytes a client may buffer.
-type Buffer struct{ records, bytes int }
+type Buffer struct {
+	records, bytes int
+	largest        int // bytes of the user in a record; 0: any
+}
 
 // maxBuffered is how many bytes a client gets at once, ahead of the answers. It keeps a few
 // requests in flight, and is written quickly when a relay is told to stop.
 const maxBuffered = 4 << 20
 
+// MaxCursorRecord bounds the bytes of the record that goes along with the events of a transaction.
+const MaxCursorRecord = 1 << 18
+
 // BufferOf returns the room of a client: maxBuffered, or less if the client would refuse
-// more.
+// more. A client with transactions has room for a cursor record besides, see [TransactionOpts].
 func BufferOf(client *kgo.Client) Buffer {
-	room := Buffer{records: 10_000, bytes: maxBuffered}
-	if most, _ := client.OptValue(kgo.MaxBufferedRecords).(int64); most > 0 {
-		room.records = int(most)
+	records, bytes := limitsOf(client)
+	if id, _ := client.OptValue(kgo.TransactionalID).(string); id != "" {
+		records, bytes = records-1, bytes-MaxCursorRecord
 	}
-	if most, _ := client.OptValue(kgo.MaxBufferedBytes).(int64); most > 0 {
-		room.bytes = min(room.bytes, int(most))
+	room := Buffer{records: 10_000, bytes: maxBuffered}
+	if records > 0 {
+		room.records = records
+	}
+	if bytes > 0 {
+		room.bytes, room.largest = min(room.bytes, bytes), bytes
 	}
 	return room
+}
+
+// limitsOf returns how many records and bytes a client buffers at most. No bytes means any.
+func limitsOf(client *kgo.Client) (records, bytes int) {
+	r, _ := client.OptValue(kgo.MaxBufferedRecords).(int64)
+	b, _ := client.OptValue(kgo.MaxBufferedBytes).(int64)
+	return int(r), int(b)
+}
+
+// cursorRoom returns options for a client that buffers a cursor record besides what the host lets it buffer. Behind as
+// many events as fit, it would refuse that record each time.
+func cursorRoom(host []kgo.Opt) (opts []kgo.Opt) {
+	_ = CheckOpts(host, func(o HostOpts) { // NewRelay reports the error
+		records, bytes := limitsOf(o.Client)
+		opts = append(opts, kgo.MaxBufferedRecords(min(records, math.MaxInt-1)+1))
+		if bytes > 0 {
+			opts = append(opts, kgo.MaxBufferedBytes(min(bytes, math.MaxInt-MaxCursorRecord)+MaxCursorRecord))
+		}
+	})
+	return opts
+}
+
+// TooLarge reports whether a record is larger than the host lets a client buffer. A client without transactions says so
+// itself.
+func (b Buffer) TooLarge(r *kgo.Record) bool {
+	n := len(r.Key) + len(r.Value)
+	for _, h := range r.Headers {
+		n += len(h.Key) + len(h.Value)
+	}
+	return b.largest > 0 && n > b.largest
 }
 
 // Fitting returns for how many records, from the first on, there is room. There is for a single

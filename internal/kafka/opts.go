@@ -159,8 +159,9 @@ func ProducerOpts(host []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
 }
 
 // TransactionOpts returns the options of the host, and those of a producer whose transactions Kafka ends after a time.
+// It has room for a cursor record besides what the host lets it buffer.
 func TransactionOpts(host []kgo.Opt, timeout time.Duration) []kgo.Opt {
-	return append(sendOpts(host), kgo.TransactionTimeout(timeout))
+	return slices.Concat(sendOpts(host), cursorRoom(host), []kgo.Opt{kgo.TransactionTimeout(timeout)})
 }
 
 func sendOpts(host []kgo.Opt) []kgo.Opt {

@@ -52,7 +52,8 @@ type Exactly struct {
 	recorded bool                 // and its cursor record
 	most     int                  // events of the next transaction of the session
 	held     bool                 // by the session, from Deliver to Commit; only its goroutine
-	unsent   bool                 // the newest outage of Kafka is one of records that were not accepted
+	endings  int                  // transactions that Kafka has ended since it has confirmed one
+	ends     proof                // what ends the newest outage of Kafka
 }
 
 // ExactlyParts is what Exactly is made from.
@@ -73,7 +74,7 @@ type ExactlyParts struct {
 type exactFlight struct {
 	number, row int64
 	commit      *exactly.Commit
-	sent        func() // called once it is confirmed
+	sent        func() // called once it is confirmed; nil unless the session has sent its events
 }
 
 // NewExactly returns an Exactly that has to be started.
@@ -173,12 +174,11 @@ func (x *Exactly) Start(stop context.Context, begun func() (bool, error), identi
 		if has && errors.Is(err, exactly.ErrNoTopic) {
 			return fmt.Errorf("%w: %w; it is not created again, because nothing would know what was sent. See the page about exactly once for what to do", cursor.ErrDisagree, err)
 		}
-		if err != nil || !x.unsent || x.KafkaOutage.Current() == nil { // a start is no proof that records are accepted
-			x.hear(err)
-		}
 		if err == nil {
+			x.proved(byStart)
 			return nil
 		}
+		x.hear(err)
 		wait.Await(stop, x.Held, nil, x.KafkaOutage.Backoff())
 	}
 	return nil
@@ -195,7 +195,7 @@ func (x *Exactly) tryStart(cfg exactly.Config, create bool) error {
 	x.close()
 	cfg.Topic, cfg.Go = x.Rules.ExactlyOnce, x.NewGroup().Go
 	x.sender = exactly.NewSender(cfg)
-	ctx, cancel := context.WithTimeout(x.Held, max(x.Rules.SendTimeout, startTimeout))
+	ctx, cancel := context.WithTimeout(x.Held, x.Rules.startTimeout())
 	defer cancel()
 	r, _, err := x.sender.Start(ctx, create)
 	if err != nil {
@@ -212,9 +212,11 @@ const (
 	maxStartWait = 5 * time.Second
 )
 
-// startTimeout is how long a start may take. A transaction that is prepared ends only when all of its partitions have
-// their markers.
-const startTimeout = 10 * time.Second
+// minStart is how long a start may take at least. A transaction that is prepared ends only when all of its partitions
+// have their markers.
+const minStart = 10 * time.Second
+
+func (r Rules) startTimeout() time.Duration { return max(r.SendTimeout, minStart) }
 
 // Load continues from the newest record. It is the step Renew.
 func (x *Exactly) Load(ctx context.Context, l *lease.Lease) (cursor.Position, error) {
@@ -261,21 +263,21 @@ func (x *Exactly) keepLocked(parked *Parking) {
 	}
 }
 
-// begin sends the first record after the mode was turned on, or in another cluster: retention removes the rows that say
-// from which one the database was restored. Until Kafka has confirmed the first one, the row counts; from then on the
-// topic does.
+// begin sends a record alone: the first one after the mode was turned on; one in another cluster, because retention
+// removes the rows that say from which one the database was restored; or one to find out whether Kafka confirms it.
+// Until Kafka has confirmed the first one, the row counts; from then on the topic does.
 func (x *Exactly) begin(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, x.Rules.SendTimeout)
 	defer cancel()
 	if x.open, err = x.sender.Begin(ctx); err != nil {
-		return x.outage(err)
+		return x.outage(err, byCommit)
 	}
 	if err := x.sendRecord(ctx); err != nil {
-		return x.sendOutage(err)
+		return x.outage(err, byRecord)
 	}
 	commit := x.endOpen(nil)
 	if err := commit.Wait(ctx); err != nil {
-		return x.outage(err)
+		return x.outage(err, byCommit)
 	}
 	return x.reap()
 }
@@ -296,9 +298,8 @@ func (x *Exactly) sendRecord(ctx context.Context) error {
 		err = errs[0]
 	}
 	x.recorded = err == nil
-	if x.recorded && x.unsent {
-		x.unsent = false
-		x.hear(nil)
+	if x.recorded {
+		x.proved(byRecord)
 	}
 	return err
 }
@@ -324,26 +325,34 @@ func (x *Exactly) reap() error {
 		if err := f.commit.Wait(x.Held); err != nil {
 			return err
 		}
-		x.flights, x.starts = x.flights[1:], 0
+		x.flights, x.starts, x.endings = x.flights[1:], 0, 0
 		x.confirmed = cursor.Confirmed{Batch: f.number, Row: max(x.confirmed.Row, f.row)}
+		x.proved(byCommit)
 		if f.sent != nil {
+			x.Health.CursorMoved()
 			f.sent()
 		}
 	}
 	return nil
 }
 
-// AwaitConfirmed waits until Kafka has confirmed everything. It reports whether the newest row says so already.
+// AwaitConfirmed waits until Kafka has confirmed everything. It reports whether the newest row says so already. If only
+// a confirmation ends the outage of Kafka, and nothing is left to confirm, it sends a cursor record alone.
 func (x *Exactly) AwaitConfirmed(ctx context.Context) (bool, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for _, f := range x.flights {
 		if err := f.commit.Wait(ctx); err != nil {
-			return false, x.doubt(x.outage(err))
+			return false, x.doubt(x.outage(err, byCommit))
 		}
 	}
 	if err := x.reap(); err != nil {
-		return false, x.doubt(x.outage(err))
+		return false, x.doubt(x.outage(err, byCommit))
+	}
+	if !x.mayEnd(byRecord) {
+		if err := x.begin(ctx); err != nil {
+			return false, x.doubt(err)
+		}
 	}
 	return !x.begun && x.confirmed.Row == x.pos.CursorID, nil
 }
@@ -355,7 +364,7 @@ func (x *Exactly) write(p cursor.Position, parks bool, f func(p cursor.Position)
 		return p, errDoubt(errUnready)
 	}
 	if err := x.reap(); err != nil {
-		return p, x.doubt(x.outage(err))
+		return p, x.doubt(x.outage(err, byCommit))
 	}
 	p.CursorID, p.Epoch = x.pos.CursorID, x.pos.Epoch // a retrier may have written rows
 	says := x.confirmed
@@ -380,40 +389,6 @@ func (x *Exactly) write(p cursor.Position, parks bool, f func(p cursor.Position)
 }
 
 var errUnready = errors.New("a transaction has failed")
-
-func isDoubt(err error) bool {
-	return errors.Is(err, cursor.ErrStale) || errors.Is(err, lease.ErrLeaseLost)
-}
-
-// outage reports a failure of Kafka. It is none if the lease is lost, or if Kafka has answered that it has ended a
-// transaction: the next start, or the next renewal of the lease, tells more.
-func (x *Exactly) outage(err error) error {
-	if x.Held.Err() != nil || !x.Lease.Held() {
-		return err
-	}
-	if exactly.IsEnded(err) {
-		x.Log.Warn("outbox: Kafka has ended a transaction, starting again unless the lease is lost: another process has initialized the transactional ids, or the transaction took too long, or the ids were not used for days", "error", err)
-		return err
-	}
-	x.hear(err)
-	return err
-}
-
-// sendOutage is outage after records were not accepted: only records that are accepted end it.
-func (x *Exactly) sendOutage(err error) error {
-	err = x.outage(err)
-	x.unsent = x.KafkaOutage.Current() != nil
-	return err
-}
-
-// hear takes a result of Kafka.
-func (x *Exactly) hear(err error) {
-	x.unsent = x.unsent && x.KafkaOutage.Current() != nil
-	x.KafkaOutage.Report(err)
-	if x.Delivery.Heard != nil {
-		x.Delivery.Heard(err)
-	}
-}
 
 // exactlyCursors are the cursors of a session that sends exactly once.
 type exactlyCursors struct {

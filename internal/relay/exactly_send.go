@@ -3,10 +3,12 @@ package relay
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/breaker"
@@ -175,6 +177,8 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 	for k := range t.records {
 		if t.errs[k] == nil && t.records[k].Topic == x.Rules.ExactlyOnce {
 			t.errs[k] = &envelope.FieldError{EventType: string(d.batch[t.which[k]].EventType), Index: -1, Field: "topic", Err: errCursorTopic}
+		} else if t.errs[k] == nil && x.producer.buffer.TooLarge(&t.records[k]) {
+			t.errs[k] = errBuffer
 		}
 	}
 	x.producer.checkTopics(d.held, t.records, t.errs)
@@ -188,6 +192,9 @@ func (x *Exactly) choose(d *delivery, n int, r request) (t attemptOf) {
 
 // errCursorTopic is that of an event that would be lost: Kafka keeps only the newest record of each key.
 var errCursorTopic = errors.New("is the cursor topic of the relay, which is for it alone")
+
+// errBuffer is that of an event which the client would refuse without the room of the cursor record.
+var errBuffer = fmt.Errorf("%w: it has more bytes than the Kafka option MaxBufferedBytes allows", kerr.MessageTooLarge)
 
 // skip blocks an event whose key is blocked. The caller of Deliver holds mu, so no row of the key is removed
 // meanwhile.
@@ -245,8 +252,8 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	var err error
 	ctx, cancel := context.WithTimeout(d.held, x.Rules.SendTimeout)
 	defer cancel()
-	if x.open, err = x.sender.Begin(ctx); err != nil {
-		return 0, x.doubt(x.outage(err))
+	if x.open, err = x.sender.Begin(ctx); err != nil { // the end of the transaction before has failed
+		return 0, x.doubt(x.outage(err, byCommit))
 	}
 	if slices.ContainsFunc(t.which, func(i int) bool { return d.batch[i].HasExpired() }) {
 		return triedTooLate, x.abort(ctx)
@@ -265,7 +272,7 @@ func (x *Exactly) try(d *delivery, t attemptOf, r request) (tried, error) {
 	}
 	errs, err := x.open.Send(ctx, records)
 	if err != nil {
-		return 0, x.doubt(x.sendOutage(err))
+		return 0, x.doubt(x.outage(err, byRecord))
 	}
 	copy(t.records, records) // with their partitions
 	copy(t.errs, errs)
@@ -283,10 +290,12 @@ func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs [
 		case RejectionClass(err) != "" && (!ours || result != triedSent):
 			result = max(result, triedRefused)
 		default:
-			return 0, x.doubt(x.sendOutage(err))
+			return 0, x.doubt(x.outage(err, byRecord))
 		}
 	}
-	d.reportAnswers(errs)
+	if x.mayEnd(byRecord) {
+		d.reportAnswers(errs)
+	}
 	if result != triedSent {
 		return result, x.abort(ctx)
 	}
@@ -300,7 +309,7 @@ func (x *Exactly) classify(ctx context.Context, d *delivery, t attemptOf, errs [
 // abort ends the open transaction without its events. After an error it is not ready.
 func (x *Exactly) abort(ctx context.Context) error {
 	if err := x.open.Abort(ctx); err != nil {
-		return x.doubt(x.outage(err))
+		return x.doubt(x.outage(err, byRecord))
 	}
 	x.open = nil
 	return nil
@@ -316,7 +325,7 @@ func (x *Exactly) Commit(batch []envelope.Event, outcomes []Outcome) error {
 		ctx, cancel := context.WithTimeout(x.Held, x.Rules.SendTimeout)
 		defer cancel()
 		if err := x.sendRecord(ctx); err != nil {
-			return x.doubt(x.sendOutage(err))
+			return x.doubt(x.outage(err, byRecord))
 		}
 	}
 	d := x.deliverer.begin(x.Held, x.Held, batch, true)

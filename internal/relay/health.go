@@ -11,6 +11,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/internal/watch"
 )
 
@@ -279,9 +280,14 @@ func (s *healthState) openedAt() time.Time {
 	return s.opened
 }
 
-// hangsAfter returns how long a round of a loop of Run may take: a send, a statement, and a wait.
+// hangsAfter returns how long a round of a loop of Run may take: a send, a statement, and a wait. With the mode exactly
+// once, a start and the wait after it may take longer than a send.
 func (s *healthState) hangsAfter() time.Duration {
-	return s.rules.SendTimeout + 2*s.rules.Lease + s.rules.PollInterval + s.rules.Breaker.OpenFor
+	send := s.rules.SendTimeout
+	if s.rules.ExactlyOnce != "" {
+		send = s.rules.startTimeout() + max(maxStartWait, wait.MaxBackoff)
+	}
+	return send + 2*s.rules.Lease + s.rules.PollInterval + s.rules.Breaker.OpenFor
 }
 
 // staleAfter returns for how long a healthy leader with events to send may not move its cursor.

@@ -12,6 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/wait"
 
 	"github.com/stretchr/testify/require"
 )
@@ -38,6 +39,23 @@ func TestHealthOfAHangingRun(t *testing.T) {
 		time.Sleep(s.hangsAfter() + time.Second)
 		require.False(t, r.Health().Live || r.Health().Ready)
 		require.Contains(t, r.Health().Reasons, "Run has not gone on for 1m47s")
+	})
+}
+
+// With the mode exactly once, a start of its own length and the wait before the next one are no hang, whatever the
+// timeouts are.
+func TestStartOfExactlyOnceIsNoHang(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		rules := rulesWith(5000)
+		rules.SendTimeout, rules.Lease, rules.PollInterval, rules.Breaker.OpenFor = time.Second, 2*time.Second, 10*time.Millisecond, time.Second
+		for topic, hangs := range map[string]bool{"": true, "cursor": false} {
+			rules.ExactlyOnce = topic
+			s := newHealthState(rules, breaker.New(rules.Breaker, func(breaker.State, breaker.State, float64) {}))
+			s.runBegan()
+			time.Sleep(minStart + wait.MaxBackoff)
+			require.Equal(t, hangs, s.hangs())
+		}
 	})
 }
 

@@ -240,10 +240,10 @@ func (s *Session) follow(ctx context.Context) error {
 		}
 		s.Backlog.Store(!s.Window.drained())
 		if len(batch) == 0 {
-			s.Health.CursorMoved()
 			if err := s.awaitConfirmed(); err != nil {
 				return err
 			}
+			s.Health.CursorMoved()
 			s.await(ctx)
 			continue
 		}
@@ -314,7 +314,9 @@ func (s *Session) Next(ctx context.Context) (batch []envelope.Event, err error) 
 			}
 		case !s.Window.Paged():
 			err = s.try(func(ctx context.Context) error { return s.Window.Page(ctx, s.pos) })
-			s.Health.CursorMoved()
+			if s.Exactly == nil || !s.Exactly.readsAgain() {
+				s.Health.CursorMoved()
+			}
 		default:
 			batch, err = s.take()
 		}

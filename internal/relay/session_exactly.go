@@ -98,7 +98,6 @@ func (s *Session) sendTransaction(ctx context.Context, batch []envelope.Event) (
 	if err := x.Commit(batch[:decided], outcomes[:decided]); err != nil {
 		return 0, err
 	}
-	s.Health.CursorMoved()
 	s.Log.Debug("outbox: transaction sent", "events", decided, "of", len(batch), "failed", len(failures), "last", last, "took", time.Since(start))
 	s.notifyRejected(failures)
 	return decided, nil
