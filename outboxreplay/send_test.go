@@ -49,7 +49,7 @@ func TestRejectedInManyBatches(t *testing.T) {
 				if requests != tt.request && !has {
 					return nil, nil, false
 				}
-				return testenv.Refused(r.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
+				return testenv.Rejected(r.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
 			})
 			run := func(after int64) (outboxreplay.Report, error) {
 				opts := append(testenv.KafkaOpts(f.brokers), kgo.ProducerBatchCompression(kgo.NoCompression()), kgo.RecordPartitioner(testenv.PausingPartitioner(topic)))

@@ -30,7 +30,7 @@ func TestRejectedFirstRequest(t *testing.T) {
 			return nil, nil, false
 		}
 		rejected = true
-		return testenv.Refused(r.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
+		return testenv.Rejected(r.(*kmsg.ProduceRequest), kerr.InvalidRecord), nil, true
 	})
 	committed := numbered("key", 1, 100)
 	h.commit(t, committed...)

@@ -11,11 +11,11 @@ import (
 
 // NotLeader is the answer of a broker that leads no partition.
 func NotLeader(r *kmsg.ProduceRequest) *kmsg.ProduceResponse {
-	return Refused(r, kerr.NotLeaderForPartition)
+	return Rejected(r, kerr.NotLeaderForPartition)
 }
 
-// Refused is the answer to a request of which a broker writes no record.
-func Refused(r *kmsg.ProduceRequest, err *kerr.Error) *kmsg.ProduceResponse {
+// Rejected is the answer to a request of which a broker writes no record.
+func Rejected(r *kmsg.ProduceRequest, err *kerr.Error) *kmsg.ProduceResponse {
 	answer := r.ResponseKind().(*kmsg.ProduceResponse)
 	for _, asked := range r.Topics {
 		topic := kmsg.NewProduceResponseTopic()
