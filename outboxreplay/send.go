@@ -81,6 +81,7 @@ func (s *sender) send(ctx context.Context, records []kgo.Record) (errs []error) 
 // to all records of the partition that are in batches, also in later ones. Then produce sends them again one by one,
 // up to the first that fails again.
 func (s *sender) produce(ctx context.Context, records []kgo.Record, errs []error) {
+	fresh := s.loaded.Missing(records, errs)
 	var waiting sync.WaitGroup
 	waiting.Add(len(records))
 	for i := range records {
@@ -89,8 +90,7 @@ func (s *sender) produce(ctx context.Context, records []kgo.Record, errs []error
 			waiting.Done()
 		})
 	}
-	fresh := s.loaded.Missing(records, errs)
-	kafka.AwaitLoaded(ctx, s.client, fresh)
+	kafka.AwaitLoaded(ctx.Done(), s.client, fresh)
 	s.loaded.Note(s.client, fresh)
 	_ = s.client.Flush(ctx) // its only error is the end of the context, which does not end
 	waiting.Wait()

@@ -1,12 +1,9 @@
 package kafka
 
 import (
-	"context"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
-
-	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // Loaded are the topics whose partitions a client has. While the client loads those of a topic, it makes batches of the
@@ -45,16 +42,16 @@ func (l Loaded) Note(client *kgo.Client, topics []string) {
 // maxLoad bounds the wait for the partitions of a topic: the records of other topics wait, too.
 const maxLoad = time.Second
 
-// AwaitLoaded waits until a client that has records of topics has made batches of them.
-func AwaitLoaded(ctx context.Context, client *kgo.Client, topics []string) {
-	if len(topics) == 0 {
-		return
-	}
-	ctx, cancel := context.WithTimeout(ctx, maxLoad)
-	defer cancel()
+// AwaitLoaded waits until a client that has records of topics has made batches of them, or done is closed.
+func AwaitLoaded(done <-chan struct{}, client *kgo.Client, topics []string) {
+	until := time.Now().Add(maxLoad)
 	for _, topic := range topics {
-		for !hasLoaded(client, topic) && ctx.Err() == nil {
-			wait.Sleep(ctx, time.Millisecond)
+		for !hasLoaded(client, topic) && time.Now().Before(until) {
+			select {
+			case <-done:
+				return
+			case <-time.After(time.Millisecond):
+			}
 		}
 	}
 }

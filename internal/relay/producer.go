@@ -240,8 +240,8 @@ func (p *Producer) launch(stop, held context.Context, f *flight, batch []envelop
 	bounded, endBounded := context.WithTimeout(held, p.cfg.SendTimeout)
 	f.client, f.inFlight, f.bounded, f.began = p.client, p.inFlight, bounded, time.Now()
 	f.end = func() { f.stop(); endBounded() }
-	f.fresh = p.loaded.Missing(f.records, f.errs)
 	n := p.handOver(stop, held, f.grace, f.acks, func(n int) bool { return batch[which[n]].HasExpired() })
+	f.fresh = p.loaded.Missing(f.records[:n], f.errs[:n])
 	f.handedOver(n)
 	if trace.On { // before any of them leaves
 		f.step.End("ids", idsOf(n, func(i int) *envelope.Event { return &batch[which[i]] }))
@@ -317,7 +317,7 @@ func (p *Producer) flush(f *flight) (await func()) {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		kafka.AwaitLoaded(f.bounded, f.client, f.fresh)
+		kafka.AwaitLoaded(f.all, f.client, f.fresh)
 		_ = f.client.Flush(context.Background()) // its only error is that of the context
 	}()
 	return func() { <-ended }
