@@ -226,7 +226,7 @@ func (r *retrier) promote(stop context.Context, keys []string) error {
 	defer r.Probed.mu.Unlock()
 	var free, probed []string
 	for _, key := range keys {
-		if slices.Contains(r.Probed.keys, key) {
+		if r.Probed.keys[key] {
 			probed = append(probed, key)
 		} else {
 			free = append(free, key)

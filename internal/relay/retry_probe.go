@@ -14,16 +14,16 @@ import (
 // ProbedKeys has the keys of events that are being probed. Their heads must not change.
 type ProbedKeys struct {
 	mu   sync.Mutex // held while heads are chosen to be probed, and while heads change
-	keys []string
+	keys map[string]bool
 }
 
 // end is called when events have been probed.
 func (p *ProbedKeys) end(probed []cursor.FailedRow) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.keys = slices.DeleteFunc(p.keys, func(key string) bool {
-		return slices.ContainsFunc(probed, func(e cursor.FailedRow) bool { return e.Key == key })
-	})
+	for i := range probed {
+		delete(p.keys, probed[i].Key)
+	}
 }
 
 // RunProbes probes bad partitions, but for suspects, until ctx is cancelled. A wake request only has it find out anew
@@ -128,8 +128,11 @@ func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, er
 		waiting = append(waiting, first...)
 		return first, err
 	})
+	if r.Probed.keys == nil {
+		r.Probed.keys = map[string]bool{}
+	}
 	for i := range events {
-		r.Probed.keys = append(r.Probed.keys, events[i].Key)
+		r.Probed.keys[events[i].Key] = true
 	}
 	return waiting, events, err
 }
@@ -140,12 +143,15 @@ const EmptyAfter = 5 * time.Second
 
 // ForgetEmpty forgets the bad partitions, of those named, for which no event waits.
 func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
+	empty := make(map[string]bool, len(names))
+	for _, name := range names {
+		empty[name] = true
+	}
+	for i := range events {
+		delete(empty, events[i].Place)
+	}
 	for _, bad := range r.Bad.All() {
-		if !slices.Contains(names, bad.Name) { // not asked for
-			continue
-		}
-		waits := slices.ContainsFunc(events, func(e cursor.FailedRow) bool { return e.Place == bad.Name })
-		if !waits && time.Since(bad.since) > EmptyAfter {
+		if empty[bad.Name] && time.Since(bad.since) > EmptyAfter {
 			r.Bad.Forget(bad.Name)
 		}
 	}

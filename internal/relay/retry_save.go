@@ -142,10 +142,13 @@ func (r *retrier) saveSomeAnswered(refs []eventRef) error {
 	if err != nil {
 		return err
 	}
-	r.Unanswered.Remove(slices.DeleteFunc(recorded, func(ref eventRef) bool { // an operator has resolved these
-		return slices.ContainsFunc(rows, func(row cursor.FailedRow) bool { return refOf(&row.Event) == ref })
-	}))
-	rows = slices.DeleteFunc(rows, func(row cursor.FailedRow) bool { return slices.Contains(r.Probed.keys, row.Key) })
+	found := make(map[eventRef]bool, len(rows))
+	for i := range rows {
+		found[refOf(&rows[i].Event)] = true
+	}
+	// An operator has resolved those without a row.
+	r.Unanswered.Remove(slices.DeleteFunc(recorded, func(ref eventRef) bool { return found[ref] }))
+	rows = slices.DeleteFunc(rows, func(row cursor.FailedRow) bool { return r.Probed.keys[row.Key] })
 	results, removed := make([]cursor.RetryResult, len(rows)), make([]eventRef, len(rows))
 	for i := range rows {
 		removed[i] = refOf(&rows[i].Event)
