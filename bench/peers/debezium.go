@@ -21,11 +21,10 @@ import (
 	"github.com/outboxgo/outbox/tools/connectserver"
 )
 
-const debeziumSettings = "Kafka Connect standalone, heap 1 GB, `PostgresConnector` with pgoutput and the `EventRouter`. Tuned: `poll.interval.ms` 1 instead of 500, " +
-	"because the connector sleeps that long when it finds nothing; `max.batch.size` 8192 and `max.queue.size` 32768, for backlogs; `producer.linger.ms` 0; " +
-	"`producer.enable.idempotence` with 5 requests in flight instead of 1, and `producer.batch.size` 256 KiB; `offset.flush.interval.ms` 5000; strings " +
-	"instead of JSON converters, so that a value is the payload's text; no snapshot; no heartbeats, because the table itself keeps the slot moving; " +
-	"a publication of the outbox table alone. Rows stay in the table, as with the others."
+const debeziumSettings = "Kafka Connect standalone, heap 1 GB, `PostgresConnector` with pgoutput and the `EventRouter`. Tuned: `poll.interval.ms` 1 (default 500), " +
+	"`max.batch.size` 8192, `max.queue.size` 32768, `producer.linger.ms` 0, `producer.enable.idempotence` with 5 requests in flight, " +
+	"`producer.batch.size` 256 KiB, `offset.flush.interval.ms` 5000; strings instead of JSON converters; no snapshot; no heartbeats; " +
+	"a publication of the outbox table alone. Rows stay in the table."
 
 // connectSettings are those of the worker.
 var connectSettings = map[string]string{
