@@ -57,7 +57,7 @@ type pausingTopic struct {
 // Partition implements [kgo.TopicPartitioner].
 func (p *pausingTopic) Partition(r *kgo.Record, n int) int {
 	if p.n++; p.pauses && p.n == 10 {
-		time.Sleep(500 * time.Millisecond)
+		<-time.After(500 * time.Millisecond)
 	}
 	return p.TopicPartitioner.Partition(r, n)
 }
