@@ -50,6 +50,7 @@ func TestJSONBecomesProtobuf(t *testing.T) {
 
 	const writers, events = 4, 150
 	var changes atomic.Int64 // how many writers have changed
+	registered := make(chan struct{})
 	var committed sync.Map
 	var all sync.WaitGroup
 	rec := map[bool]*outbox.Recorder{false: recorderOf(t, s, before), true: recorderOf(t, s, after)}
@@ -59,10 +60,12 @@ func TestJSONBecomesProtobuf(t *testing.T) {
 			for n := range events {
 				if n == events/3 && writer == 0 {
 					assert.NoError(t, schemas.Register(t.Context()))
+					close(registered)
 				}
 				changed := n > events/3+writer*10
 				if n == events/3+writer*10+1 {
 					changes.Add(1)
+					<-registered // a writer whose schema the registry does not know records nothing
 				}
 				e := orderOf(int64(writer*10 + r.IntN(3) + 1))
 				e.Lines[0].ProductID = int64(n)
