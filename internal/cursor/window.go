@@ -357,7 +357,7 @@ func (r *eventReader) event(raw [][]byte) (e envelope.Event, err error) {
 		e.Expiry, err = r.expiry(raw)
 	}
 	if err == nil && len(raw) > sizeColumn {
-		e.Size, err = scan[int](r, sizeColumn, raw[sizeColumn])
+		e.Size, err = r.int4(sizeColumn, raw[sizeColumn])
 	}
 	return e, err
 }
@@ -405,8 +405,15 @@ func (r *eventReader) reserve(n int) (start int) {
 	return len(r.chunk)
 }
 
-// These three types differ between the formats. Pools that are set to the simple protocol
+// These types differ between the formats. Pools that are set to the simple protocol
 // or to QueryExecModeExec return the text format.
+
+func (r *eventReader) int4(column int, b []byte) (int, error) {
+	if r.fields[column].Format == pgx.BinaryFormatCode && len(b) == 4 {
+		return int(int32(binary.BigEndian.Uint32(b))), nil
+	}
+	return scan[int](r, column, b)
+}
 
 func (r *eventReader) int8(column int, b []byte) (int64, error) {
 	if r.fields[column].Format == pgx.BinaryFormatCode && len(b) == 8 {
