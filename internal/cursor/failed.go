@@ -447,11 +447,8 @@ const deadOfClass = ` FROM {schema}.outbox_failed
 // sqlFailedRetryDead parks dead rows that were found. A row is that of its event alone, see sqlFailedSave.
 const sqlFailedRetryDead = `
 WITH chosen AS MATERIALIZED (
-    SELECT due.id FROM unnest($4::bigint[], $5::bigint[], $6::uuid[]) AS due (id, outbox_id, event_id)
-     CROSS JOIN LATERAL (
-           SELECT FROM {schema}.outbox_failed AS f
-            WHERE f.id BETWEEN due.id AND due.id AND f.relay = $1::text AND f.outbox_id = due.outbox_id AND f.event_id = due.event_id
-              AND f.status = 'dead' ORDER BY f.id FOR UPDATE SKIP LOCKED) AS f
+    SELECT v.id FROM unnest($4::bigint[], $5::bigint[], $6::uuid[]) AS v (id, outbox_id, event_id)
+     CROSS JOIN LATERAL (SELECT` + rowOfEvent + ` AND f.status = 'dead' ORDER BY f.id FOR UPDATE SKIP LOCKED) AS f
 ), changed AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = 'parked', retry_count = 0, held = false, next_retry_at = now()

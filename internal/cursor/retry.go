@@ -292,7 +292,7 @@ WITH lease AS MATERIALIZED (
                                        $13::int[], $14::bigint[], $15::timestamptz[], $16::bigint[], $17::uuid[])
                         AS v (id, status, class, error, count, wait, place, sent_partition, sent_offset, sent_at, outbox_id, event_id)
 ), free AS MATERIALIZED (
-    SELECT v.* FROM v CROSS JOIN LATERAL (SELECT` + rowOfResult + ` FOR UPDATE SKIP LOCKED) AS f
+    SELECT v.* FROM v CROSS JOIN LATERAL (SELECT` + rowOfEvent + ` AND f.status <> 'resolved' ORDER BY f.id FOR UPDATE SKIP LOCKED) AS f
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
      WHERE f.id = ANY (ARRAY(SELECT id FROM free WHERE status = 'resolved' AND (NOT $11::bool OR sent_partition IS NULL) AND sent_at IS NOT NULL))
@@ -322,13 +322,13 @@ WITH lease AS MATERIALIZED (
             ORDER BY f.relay DESC, f.parking_key DESC, f.outbox_id DESC LIMIT 1) AS next_head
 )
 SELECT count(*), ARRAY(SELECT parking_key FROM headless), ARRAY(SELECT id FROM saved),
-       ARRAY(SELECT v.id FROM v CROSS JOIN LATERAL (SELECT` + rowOfResult + ` OFFSET 0) AS f WHERE v.id NOT IN (SELECT id FROM saved))
+       ARRAY(SELECT v.id FROM v CROSS JOIN LATERAL (SELECT` + rowOfEvent + ` AND f.status <> 'resolved' ORDER BY f.id OFFSET 0) AS f
+              WHERE v.id NOT IN (SELECT id FROM saved))
   FROM lease`
 
-// rowOfResult finds the row of the event of a result, by its id alone: a join could compare each row with each result.
-const rowOfResult = ` FROM {schema}.outbox_failed AS f
-                       WHERE f.id BETWEEN v.id AND v.id AND f.relay = $1::text AND f.outbox_id = v.outbox_id AND f.event_id = v.event_id
-                         AND f.status <> 'resolved' ORDER BY f.id`
+// rowOfEvent finds the row v of an event by its id alone: a join could compare each row with each v.
+const rowOfEvent = ` FROM {schema}.outbox_failed AS f
+                      WHERE f.id BETWEEN v.id AND v.id AND f.relay = $1::text AND f.outbox_id = v.outbox_id AND f.event_id = v.event_id`
 
 // Saved is what [Failed.SaveResults] has done. Rows that are in neither list were resolved by an operator, saved by an
 // earlier call whose outcome is unknown, or lost in a crash.

@@ -62,11 +62,7 @@ func cursorRoom(host []kgo.Opt) (opts []kgo.Opt) {
 // TooLarge reports whether a record is larger than the host lets a client buffer. A client without transactions says so
 // itself.
 func (b Buffer) TooLarge(r *kgo.Record) bool {
-	n := len(r.Key) + len(r.Value)
-	for _, h := range r.Headers {
-		n += len(h.Key) + len(h.Value)
-	}
-	return b.largest > 0 && n > b.largest
+	return b.largest > 0 && userSize(r) > b.largest
 }
 
 // Fitting returns for how many records, from the first on, there is room. There is for a single

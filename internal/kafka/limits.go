@@ -150,9 +150,14 @@ const batchOverhead = 61
 // recordSize returns the size of a record in a batch, at most, without compression.
 func recordSize(r *kgo.Record) int {
 	const overhead, fieldOverhead = 30, 10
-	n := overhead + len(r.Key) + len(r.Value)
+	return overhead + len(r.Headers)*fieldOverhead + userSize(r)
+}
+
+// userSize returns the bytes of a record that are the user's, as clients count them.
+func userSize(r *kgo.Record) int {
+	n := len(r.Key) + len(r.Value)
 	for _, h := range r.Headers {
-		n += fieldOverhead + len(h.Key) + len(h.Value)
+		n += len(h.Key) + len(h.Value)
 	}
 	return n
 }

@@ -18,13 +18,16 @@ func (l Loaded) Missing(records []kgo.Record, errs []error) (topics []string) {
 	var seen map[string]bool
 	for i := range records {
 		topic := records[i].Topic
-		if topic == last || errs[i] != nil || l[topic] || seen[topic] {
+		if topic == last || errs[i] != nil {
+			continue
+		}
+		if last = topic; l[topic] || seen[topic] {
 			continue
 		}
 		if seen == nil {
 			seen = map[string]bool{}
 		}
-		last, seen[topic] = topic, true
+		seen[topic] = true
 		topics = append(topics, topic)
 	}
 	return topics
