@@ -290,7 +290,9 @@ func (s *Services) LookAround(ctx context.Context, to *report.Report, partitions
 func (s *Services) EventType() string { return "acme.bench-" + s.ID + ".placed.v1" }
 
 // Recorder returns one that records into schema, as JSON.
-func (s *Services) Recorder(schema string) (*outbox.Recorder, error) { return s.RecorderOf(schema, outbox.JSON()) }
+func (s *Services) Recorder(schema string) (*outbox.Recorder, error) {
+	return s.RecorderOf(schema, outbox.JSON())
+}
 
 // RecorderOf returns one that records into schema what a codec makes of events.
 func (s *Services) RecorderOf(schema string, codec outbox.Codec) (*outbox.Recorder, error) {
