@@ -63,7 +63,7 @@ func newWaker(db *pgxpool.Pool, schema string, log *slog.Logger) *Waker {
 // most, and returns nil. While a relay or a worker runs in this process, Run need not be called. A second call at the
 // same time returns [ErrRunning].
 //
-// It uses a connection of db for a moment, at most four times a second.
+// It uses a connection of db for a moment for each notification, at most 400 times a second.
 func (w *Waker) Run(ctx context.Context) error {
 	if !w.running.CompareAndSwap(false, true) {
 		return runError("waker", ErrRunning)

@@ -27,17 +27,9 @@ var formats = []struct {
 	name   string
 	format outboxschema.Format
 }{
-	{"protobuf", outboxschema.ProtobufOf(placedMessage, placedOf)},
+	{"protobuf", orderspb.Format()},
 	{"avro", outboxschema.Avro[orders.Placed]()},
 	{"json-schema", outboxschema.JSON[orders.Placed](placedSchema)},
-}
-
-func placedMessage(e orders.Placed) *orderspb.Placed {
-	return &orderspb.Placed{N: int64(e.N), Order: e.Order, Customer: e.Customer, Total: int64(e.Total), Note: e.Note}
-}
-
-func placedOf(m *orderspb.Placed) (orders.Placed, error) {
-	return orders.Placed{N: int(m.GetN()), Order: m.GetOrder(), Customer: m.GetCustomer(), Total: int(m.GetTotal()), Note: m.GetNote()}, nil
 }
 
 // recordCodecs compares transactions that record events in other formats, without a registry and with one, with those
@@ -81,11 +73,7 @@ func (b *bench) recordWith(ctx context.Context, name string, codec outbox.Codec)
 	if err != nil {
 		return nil, err
 	}
-	types, err := outbox.NewRegistry(orders.Source, outbox.Event(b.EventType(), orders.Aggregate, orders.Placed.Key).Codec(codec))
-	if err != nil {
-		return nil, err
-	}
-	rec, err := outbox.NewRecorder(types, outbox.RecorderConfig{Schema: schema})
+	rec, err := b.RecorderOf(schema, codec)
 	events := orders.NewMany(0, codecEvents)
 	return func(ctx context.Context) error {
 		return pgx.BeginFunc(ctx, b.DB, func(tx pgx.Tx) error { return rec.Record(ctx, tx, events...) })

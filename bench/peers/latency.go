@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/bench/internal/laps"
@@ -136,7 +137,7 @@ func (b *bench) reportLatency(rate int, all []*racer, runs map[string][]*laps.La
 }
 
 // isOurs reports whether a peer is our library, wherever its relay runs.
-func isOurs(name string) bool { return name == ours || name == "outbox-apart" }
+func isOurs(name string) bool { return name == ours || strings.HasPrefix(name, ours+"-") }
 
 // each reads one quantity from all laps.
 func each(all []*laps.Lap, quantity func(*laps.Lap) float64) stats.Series {

@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -22,6 +23,9 @@ const (
 	outboxSettings = "none: `RelayConfig{}`. `Queue` on the transaction's batch, `Wake` after the commit. A pool of 8 connections."
 	apartSettings  = "as outbox; the writers' process runs a `Waker`."
 
+	exactlySettings  = "as outbox; `RelayConfig.ExactlyOnce`."
+	protobufSettings = "as outbox; the type has the codec of `outboxschema.ProtobufOf`, without a schema registry."
+
 	relayConns = 8
 )
 
@@ -31,23 +35,26 @@ type outboxInstance struct {
 	schema string
 	rec    *outbox.Recorder
 	order  string // SQL
-	apart  bool
+	way    outboxWay
 	wake   func() // of the relay or the waker that runs
 }
 
-func openOutbox(ctx context.Context, b *bench) (instance, error) { return newOutbox(ctx, b, false) }
-func openApart(ctx context.Context, b *bench) (instance, error)  { return newOutbox(ctx, b, true) }
+// outboxWay is a way to use our library.
+type outboxWay struct {
+	apart   bool         // the relay has a process of its own
+	exactly bool         // each event is sent exactly once
+	codec   outbox.Codec // of payloads
+}
 
-func newOutbox(ctx context.Context, b *bench, apart bool) (*outboxInstance, error) {
-	schema, err := b.NewSchema(ctx, b.newName("outbox"))
-	if err != nil {
+func (w outboxWay) open(ctx context.Context, b *bench) (instance, error) {
+	o := &outboxInstance{b: b, way: w, wake: func() {}}
+	var err error
+	if o.schema, err = b.NewSchema(ctx, b.newName("outbox")); err != nil {
 		return nil, err
 	}
-	rec, err := b.Recorder(schema)
-	if err != nil {
-		return nil, err
-	}
-	return &outboxInstance{b: b, schema: schema, rec: rec, order: services.InSchema(sqlOrder, schema), apart: apart, wake: func() {}}, nil
+	o.order = services.InSchema(sqlOrder, o.schema)
+	o.rec, err = b.RecorderOf(o.schema, w.codec)
+	return o, err
 }
 
 func (o *outboxInstance) write(ctx context.Context, e orders.Placed, committed func()) error {
@@ -73,14 +80,21 @@ func (o *outboxInstance) fill(ctx context.Context, events []orders.Placed) error
 }
 
 func (o *outboxInstance) relay(ctx context.Context) (stop func() error, err error) {
-	if o.apart {
+	if o.way.apart {
 		return o.relayApart(ctx)
 	}
 	db, err := services.NewPool(ctx, o.b.cfg.Postgres, relayConns)
 	if err != nil {
 		return nil, err
 	}
-	relay, err := newRelay(db, o.b.cfg.Brokers, o.schema)
+	cfg := outbox.RelayConfig{Schema: o.schema}
+	if o.way.exactly {
+		cfg.ExactlyOnce = o.b.TopicName("cursor")
+		if !slices.Contains(o.b.Topics, cfg.ExactlyOnce) {
+			o.b.Topics = append(o.b.Topics, cfg.ExactlyOnce)
+		}
+	}
+	relay, err := newRelay(db, o.b.cfg.Brokers, cfg)
 	if err != nil {
 		db.Close()
 		return nil, err
@@ -93,8 +107,8 @@ func (o *outboxInstance) relay(ctx context.Context) (stop func() error, err erro
 	}, nil
 }
 
-func newRelay(db *pgxpool.Pool, brokers []string, schema string) (*outbox.Relay, error) {
-	return outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(brokers...)}, outbox.RelayConfig{Schema: schema})
+func newRelay(db *pgxpool.Pool, brokers []string, cfg outbox.RelayConfig) (*outbox.Relay, error) {
+	return outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(brokers...)}, cfg)
 }
 
 func (o *outboxInstance) close(ctx context.Context) error { return o.b.DropSchema(ctx, o.schema) }
@@ -123,7 +137,7 @@ func relayUntil(ctx context.Context, j job) error {
 		return err
 	}
 	defer db.Close()
-	relay, err := newRelay(db, j.Brokers, j.Schema)
+	relay, err := newRelay(db, j.Brokers, outbox.RelayConfig{Schema: j.Schema})
 	if err != nil {
 		return err
 	}

@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/bench/internal/laps"
 	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/orders/orderspb"
 	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -28,8 +30,10 @@ type peer struct {
 
 // peers are those that can be measured.
 var peers = []peer{
-	{name: ours, what: "outbox, its relay in the writers' process", settings: outboxSettings, share: 1, open: openOutbox},
-	{name: "outbox-apart", what: "outbox, its relay in a process of its own", settings: apartSettings, share: 1, open: openApart},
+	{name: ours, what: "outbox, its relay in the writers' process", settings: outboxSettings, share: 1, open: outboxWay{codec: outbox.JSON()}.open},
+	{name: "outbox-apart", what: "outbox, its relay in a process of its own", settings: apartSettings, share: 1, open: outboxWay{codec: outbox.JSON(), apart: true}.open},
+	{name: "outbox-exactly", what: "outbox, each event sent exactly once", settings: exactlySettings, share: 1, open: outboxWay{codec: outbox.JSON(), exactly: true}.open},
+	{name: "outbox-protobuf", what: "outbox, events as Protobuf messages", settings: protobufSettings, share: 1, open: outboxWay{codec: orderspb.Format().Codec()}.open},
 	{name: "debezium", what: "Debezium with its outbox event router in Kafka Connect", settings: debeziumSettings, share: 1, drain: 3, open: openDebezium},
 	{name: "river", what: "River, a worker of which produces", settings: riverSettings, share: 2, drain: 1, open: openRiver},
 	{name: "watermill", what: "watermill-sql with Watermill's forwarder", settings: watermillSettings, share: 40, drain: 1, open: openWatermill},

@@ -143,7 +143,7 @@ type Failed struct {
 	hold  bool // dead events hold their keys
 	Most  int  // bytes of an event that is read as a whole; see LargestEvent
 
-	SQLKeys, sqlFreed, SQLPromote, SQLAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLFirst, SQLParked, SQLRead, SQLSave, SQLRowsOf string
+	SQLKeys, sqlFreed, SQLPromote, SQLAnyParked, SQLPromoteAll, SQLDeadDue, sqlRetryDead, SQLBadPartitions, SQLDue, SQLAhead, SQLFirst, SQLParked, SQLRead, SQLSave, SQLRowsOf string
 }
 
 // NewFailed returns the store of the failed events of a relay. It does no I/O.
@@ -159,6 +159,7 @@ func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
 		sqlRetryDead:     pg.InSchema(sqlFailedRetryDead, schema),
 		SQLBadPartitions: pg.InSchema(sqlFailedBadPartitions, schema),
 		SQLDue:           pg.InSchema(sqlFailedDue, schema),
+		SQLAhead:         pg.InSchema(sqlFailedAhead, schema),
 		SQLFirst:         pg.InSchema(sqlFailedFirst, schema),
 		SQLParked:        pg.InSchema(sqlFailedParked, schema),
 		SQLRead:          pg.InSchema(sqlFailedRead, schema),
@@ -429,9 +430,9 @@ func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementConte
 }
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
-// statement of its own because an idle relay must write nothing, and proving the lease
-// locks a row. Asked for "error_class = policy.class", the planner may scan the index that has
-// the dead of all classes in the order of time.
+// statement of its own because an idle relay must write nothing, and proving the lease locks a row. Asked for
+// "error_class = policy.class", the planner may scan the index that has the dead of all classes in the order of
+// time. What an operator holds is left out; if each dead event holds its key, $4, that is not known.
 const sqlFailedDeadDue = `
 SELECT due.id, due.outbox_id, due.event_id::text
   FROM unnest($2::text[], $3::interval[]) AS policy (class, wait)
@@ -441,14 +442,14 @@ SELECT due.id, due.outbox_id, due.event_id::text
 
 const deadOfClass = ` FROM {schema}.outbox_failed
                       WHERE relay = $1::text AND error_class >= policy.class AND error_class <= policy.class
-                        AND status = 'dead' AND (pg_catalog.num_nonnulls(payload, payload_bytes) > 0 OR error_class IS DISTINCT FROM 'unreadable_row')
+                        AND status = 'dead' AND (NOT held OR $4::bool) AND (pg_catalog.num_nonnulls(payload, payload_bytes) > 0 OR error_class IS DISTINCT FROM 'unreadable_row')
                       ORDER BY error_class, next_retry_at`
 
 // sqlFailedRetryDead parks dead rows that were found. A row is that of its event alone, see sqlFailedSave.
 const sqlFailedRetryDead = `
 WITH chosen AS MATERIALIZED (
     SELECT v.id FROM unnest($4::bigint[], $5::bigint[], $6::uuid[]) AS v (id, outbox_id, event_id)
-     CROSS JOIN LATERAL (SELECT` + rowOfEvent + ` AND f.status = 'dead' ORDER BY f.id FOR UPDATE SKIP LOCKED) AS f
+     CROSS JOIN LATERAL (SELECT` + rowOfEvent + ` AND f.status = 'dead' AND (NOT f.held OR $7::bool) ORDER BY f.id FOR UPDATE SKIP LOCKED) AS f
 ), changed AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = 'parked', retry_count = 0, held = false, next_retry_at = now()
@@ -480,12 +481,12 @@ func (f *Failed) RetryDead(ctx context.Context, l *lease.Lease, after map[string
 			return nil
 		})
 		return err
-	}, f.SQLDeadDue, f.relay, classes, waits)
+	}, f.SQLDeadDue, f.relay, classes, waits, f.hold)
 	if err == nil && len(rowIDs) > 0 {
 		err = f.change(ctx, func(rows pgx.Rows) error {
 			rows.Close()
 			return rows.Err()
-		}, f.sqlRetryDead, f.relay, l.Holder, l.Epoch, rowIDs, ids, eventIDs)
+		}, f.sqlRetryDead, f.relay, l.Holder, l.Epoch, rowIDs, ids, eventIDs, f.hold)
 	}
 	if err != nil {
 		return fmt.Errorf("retry dead events: %w", err)

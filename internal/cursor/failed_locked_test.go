@@ -102,6 +102,23 @@ func TestLockedRowsDelayNoOthers(t *testing.T) {
 	require.Equal(t, []string{"1 waiting", "2 waiting", "3 waiting", "4 waiting"}, state())
 }
 
+// A dead event whose key an operator holds is not retried by itself, unless each dead event holds its key.
+func TestHeldDeadEventsStay(t *testing.T) {
+	t.Parallel()
+	d, ctx := newFixture(t), context.Background()
+	l, err := d.leases.Acquire(ctx)
+	require.NoError(t, err)
+	d.InsertParked(t, 2, 2)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', error_class = 'c', next_retry_at = now() - '1 h'::interval`)
+	d.Exec(t, `SELECT {schema}.outbox_hold_key(relay, parking_key, 'kim', 'why') FROM {schema}.outbox_failed WHERE outbox_id = 1`)
+	state := func() []string { return d.rows(t, `format('%s %s', outbox_id, status)`) }
+	after := map[string]time.Duration{"c": time.Minute}
+	require.NoError(t, cursor.NewFailed(d.DB, d.Schema, "default", false).RetryDead(ctx, l, after))
+	require.Equal(t, []string{"1 dead", "2 parked"}, state())
+	require.NoError(t, cursor.NewFailed(d.DB, d.Schema, "default", true).RetryDead(ctx, l, after))
+	require.Equal(t, []string{"1 parked", "2 parked"}, state())
+}
+
 // The results of locked rows are named, and all others are saved, whether rows are removed or kept.
 func TestResultsOfLockedRowsAreLeft(t *testing.T) {
 	t.Parallel()

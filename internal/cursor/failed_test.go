@@ -49,6 +49,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.SQLKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
 		{"places", "(text) AS " + failed.SQLBadPartitions, "('default')", pg.PlannerSettings, 40},
 		{"due", "(text, text, bool, int, text[], timestamptz) AS " + failed.SQLDue, fmt.Sprintf("('default', '', false, %d, '{x}', '-infinity')", heads), pg.PlannerSettings, 2 * heads},
+		{"ahead", "(text, interval, int, text[]) AS " + failed.SQLAhead, fmt.Sprintf("('default', '1 h', %d, '{x}')", heads), pg.PlannerSettings, 40},
 		{"first", "(text, text[], text[]) AS " + failed.SQLFirst, "('default', '{\"\", b-events, b-events/1}', '{x}')", pg.PlannerSettings, 20},
 		{"rows_of", "(text, bigint[], uuid[]) AS " + failed.SQLRowsOf,
 			fmt.Sprintf("('default', '{%s}', array_fill(gen_random_uuid(), '{%d}'))", ids, heads),
@@ -68,7 +69,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		{"promote", "(text, text, bigint, text[], int) AS " + failed.SQLPromote,
 			fmt.Sprintf("('default', '%s', %d, '{b-events/key-7,b-events/key-8}', 500)", l.Holder, l.Epoch), pg.PlannerSettings, 100},
 		{"promote_all", "(text, text, bigint, int) AS " + failed.SQLPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.Holder, l.Epoch), pg.PlannerSettings, 2000},
-		{"dead_due", "(text, text[], interval[]) AS " + failed.SQLDeadDue, "('default', '{a,b}', '{1 h,1 h}')", pg.PlannerSettings, 10},
+		{"dead_due", "(text, text[], interval[], bool) AS " + failed.SQLDeadDue, "('default', '{a,b}', '{1 h,1 h}', false)", pg.PlannerSettings, 10},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
 		tx, err := conn.Begin(ctx)

@@ -66,6 +66,15 @@ SELECT ` + failedHead + `
    AND e.parking_key NOT IN (SELECT pg_catalog.unnest($5::text[]))
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int FOR UPDATE SKIP LOCKED`
 
+// sqlFailedAhead finds heads that wait for nothing and are due later than after the longest wait, $2: the clock of the
+// database was set back since.
+const sqlFailedAhead = `
+SELECT ` + failedHead + `
+  FROM {schema}.outbox_failed AS e
+ WHERE e.relay = $1::text AND e.place = '' AND e.status IN ('waiting', 'failed') AND NOT e.held
+   AND e.next_retry_at > now() + $2::interval AND e.parking_key NOT IN (SELECT pg_catalog.unnest($4::text[]))
+ ORDER BY e.next_retry_at, e.outbox_id LIMIT $3::int FOR UPDATE SKIP LOCKED`
+
 // sqlFailedFirst finds, for each of some topics and partitions, the head that has waited longest. It leaves out the
 // keys $3, and heads that another transaction has locked.
 const sqlFailedFirst = `
@@ -126,6 +135,11 @@ func (f *Failed) Due(ctx context.Context, place string, all bool, from pgtype.Ti
 		from = pgtype.Timestamptz{InfinityModifier: pgtype.NegativeInfinity, Valid: true}
 	}
 	return f.find(ctx, f.SQLDue, f.relay, place, all, maxFound, skip, from)
+}
+
+// Ahead returns heads that wait for nothing in particular, but longer than the longest wait.
+func (f *Failed) Ahead(ctx context.Context, longest time.Duration, skip []string) ([]FailedRow, error) {
+	return f.find(ctx, f.SQLAhead, f.relay, longest, maxFound, skip)
 }
 
 // First returns one head for each topic or partition that a head waits for. It skips the heads of some keys.

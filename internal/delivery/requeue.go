@@ -89,20 +89,21 @@ func (s *Store) Requeue(ctx context.Context, subjects []Subject, replay *Receive
 const retryDeadBatch = 500
 
 // sqlRetryable finds rows that have been DEAD for as long as the code of their error requires, and have their value.
+// What an operator holds is left out; if each DEAD row holds its key, $5, that is not known.
 const sqlRetryable = `
 SELECT d.id, d.order_key FROM {schema}.event_delivery AS d JOIN unnest($2::text[], $3::interval[]) AS c (code, after) ON c.code = d.last_error_code
- WHERE d.consumer_group = $1::text AND d.status = 'DEAD' AND d.resolved_at IS NULL AND d.dead_letter IS NULL AND d.processed_at < clock_timestamp() - c.after
+ WHERE d.consumer_group = $1::text AND d.status = 'DEAD' AND d.resolved_at IS NULL AND d.dead_letter IS NULL AND d.processed_at < clock_timestamp() - c.after AND (NOT d.held OR $5::bool)
  ORDER BY d.id LIMIT $4`
 
 // sqlRetryDead requeues rows that are still DEAD. Their keys are locked since sqlRetryable has found them.
 const sqlRetryDead = `
 UPDATE {schema}.event_delivery AS d SET ` + requeued + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
-                          WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL AND r.dead_letter IS NULL ORDER BY r.id FOR UPDATE))`
+                          WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL AND r.dead_letter IS NULL AND (NOT r.held OR $3::bool) ORDER BY r.id FOR UPDATE))`
 
 // retryDead requeues rows that have been DEAD for as long as after says for the code of their error, at
-// most 500 of them. It returns their number.
-func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (retried int64, err error) {
+// most 500 of them. Hold says that each DEAD row holds its key. It returns their number.
+func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration, hold bool) (retried int64, err error) {
 	var codes []string
 	var waits []time.Duration
 	for code, wait := range after {
@@ -111,7 +112,7 @@ func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (
 	var ids []int64
 	var keys []pgtype.Int8 // NULL for rows without order
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlRetryable, s.group, codes, waits, retryDeadBatch).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlRetryable, s.group, codes, waits, retryDeadBatch, hold).Query(func(rows pgx.Rows) error {
 			var id int64
 			var key pgtype.Int8
 			_, err := pgx.ForEachRow(rows, []any{&id, &key}, func() error {
@@ -124,7 +125,7 @@ func (s *Store) retryDead(ctx context.Context, after map[string]time.Duration) (
 	if err == nil && len(ids) > 0 {
 		err = s.transact(ctx, func(b *pgx.Batch) {
 			b.Queue(s.sqlLock, s.group, keys)
-			b.Queue(s.sqlRetryDead, s.group, ids).Exec(affected(&retried))
+			b.Queue(s.sqlRetryDead, s.group, ids, hold).Exec(affected(&retried))
 			s.queueReorder(b, keys)
 		})
 	}

@@ -273,7 +273,7 @@ func (k *leaseKeeper) retryDead(ctx context.Context, _ *takeOverRound) error {
 	if len(k.cfg.RetryDeadAfter) == 0 {
 		return nil
 	}
-	retried, err := k.store.retryDead(ctx, k.cfg.RetryDeadAfter)
+	retried, err := k.store.retryDead(ctx, k.cfg.RetryDeadAfter, k.cfg.HoldDead)
 	if retried > 0 {
 		k.log.Info("outbox: dead deliveries are retried, as RetryDeadAfter says", "deliveries", retried)
 		k.dispatcher.SignalHeads()

@@ -63,6 +63,16 @@ func (l *Log) Report(err error, attrs ...any) {
 	}
 }
 
+// Abandon ends an outage whose end will not be seen: nothing is tried any more, because of what why says.
+func (l *Log) Abandon(why string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if before := l.current.Swap(nil); before != nil && !l.quiet {
+		l.log.Warn("outbox: "+l.what+" has failed, and is not tried any more: "+why, "since", before.Since, "last", before.Last, "error", before.Err)
+	}
+	l.backoff.Reset()
+}
+
 // Current returns the outage, or nil if the last try succeeded.
 func (l *Log) Current() *Failure { return l.current.Load() }
 

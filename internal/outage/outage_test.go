@@ -141,3 +141,22 @@ func TestThousandsFail(t *testing.T) {
 		require.False(t, logs.Failing(), "the topic was not tried for a day")
 	})
 }
+
+// What is not tried any more says so, and its next outage begins anew.
+func TestAbandon(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var lines strings.Builder
+		log := outage.NewLog(slog.New(slog.NewTextHandler(&lines, nil)), "PostgreSQL")
+		log.Abandon("why")
+		require.Empty(t, lines.String())
+		log.Report(errDown)
+		log.Abandon("this process does not lead")
+		require.Nil(t, log.Current())
+		require.Contains(t, lines.String(), "is not tried any more: this process does not lead")
+		time.Sleep(24 * time.Hour)
+		before := lines.Len()
+		log.Report(nil)
+		require.Equal(t, before, lines.Len())
+	})
+}

@@ -127,6 +127,10 @@ func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
 		Ticks: &r.cursors.Probes.Ticks, EventDied: eventDied, Waits: shared.Waits,
 	})
 	defer r.cursors.Probes.Join()()
+	defer func() {
+		r.retryOutage.Abandon("this process does not lead")
+		r.retryKafkaOutage.Abandon("this process does not lead")
+	}()
 	cleaner := retention.NewCleaner(leads, retention.CleanerConfig{
 		Name: r.rules.Name, Rules: r.rules.Retention, Poll: r.rules.PollInterval, Removed: r.hooks.RowsRemoved,
 	}, r.retention, session.Backlog.Load, r.log, r.cleanerOutages)

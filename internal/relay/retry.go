@@ -76,7 +76,10 @@ func (r *retrier) pause() time.Duration {
 // repeat runs rounds, unless the breaker is open.
 func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, pause func() time.Duration, round func(context.Context) error) {
 	for ctx.Err() == nil && r.Held.Err() == nil {
-		if r.Breaker.State() != breaker.Open { // a round that is skipped says nothing about PostgreSQL
+		after := pause
+		if r.Breaker.State() == breaker.Open { // a round that is skipped says nothing about PostgreSQL
+			after = func() time.Duration { return max(pause(), r.probeEvery()) } // pause may be over
+		} else {
 			err := round(ctx)
 			if r.Held.Err() != nil || errors.Is(err, lease.ErrLeaseLost) {
 				return
@@ -85,7 +88,7 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, pause func() 
 				r.Outage.Report(err)
 			}
 		}
-		wait.Await(ctx, r.Held, now, pause())
+		wait.Await(ctx, r.Held, now, after())
 	}
 }
 
@@ -159,6 +162,9 @@ func (r *retrier) retryQueue(ctx context.Context, place string, reached map[stri
 		found, err := r.Store.Due(ctx, place, place != "", reached[place], skip)
 		if err == nil && len(found) == 0 && reached[place].Valid {
 			found, err = r.Store.Due(ctx, place, place != "", pgtype.Timestamptz{}, skip)
+		}
+		if err == nil && len(found) == 0 && place == "" {
+			found, err = r.Store.Ahead(ctx, max(r.Rules.RetryInterval, r.Rules.MaxRetryWait), skip)
 		}
 		return found, err
 	})
@@ -283,12 +289,15 @@ func (r *retrier) readRows(found []cursor.FailedRow, payload bool) ([]cursor.Fai
 }
 
 // readUnreadable returns the first of some events without payload and headers, unless it can be read now: PostgreSQL
-// may have failed for a moment.
+// may have failed for a moment, or the connection.
 func (r *retrier) readUnreadable(found []cursor.FailedRow, cause error) ([]cursor.FailedRow, error) {
-	if isUnreadable(cause) {
+	for tries := 1; tries < maxTooLong && r.Held.Err() == nil; tries++ {
 		events, err := r.readRows(found[:1], true)
 		if !isUnreadable(err) && !tookTooLong(err) {
 			return events, err
+		}
+		if cause = err; isUnreadable(err) {
+			break
 		}
 	}
 	events, err := r.readRows(found[:1], false)

@@ -82,35 +82,40 @@ func (r *retrier) probe(ctx context.Context, names []string) error {
 	}()
 	until := time.Now().Add(oftenInterval) // other partitions wait meanwhile
 	for left := names; len(left) > 0 && ctx.Err() == nil && time.Now().Before(until); {
-		sent, expired, err := r.probeOnce(ctx, left)
+		sent, unknown, err := r.probeOnce(ctx, left)
 		if recovered = recovered || len(sent) > 0; errors.Is(err, errNotPermitted) {
 			return nil
 		}
 		if err != nil {
 			return err
 		}
-		left = expired
+		left = unknown
 	}
 	return nil
 }
 
 // probeOnce tries one event of each bad partition. It returns the keys of those that were sent or have expired, and the
-// partitions of the latter: nothing is known of them.
-func (r *retrier) probeOnce(ctx context.Context, names []string) (sent, expired []string, err error) {
+// partitions of those that have expired or were rejected: whether they accept others is not known.
+func (r *retrier) probeOnce(ctx context.Context, names []string) (sent, unknown []string, err error) {
+	var outcomes []Outcome
 	send := r.sendBy(r.Deliverer.probe)
+	try := func(stop, held context.Context, events []cursor.FailedRow) ([]Outcome, error) {
+		outcomes, err = send(stop, held, events)
+		return outcomes, err
+	}
 	waiting, events, err := r.choose(names)
 	if err != nil {
 		return nil, nil, err
 	}
 	defer r.Probed.end(events)
 	r.ForgetEmpty(names, waiting)
-	sent, err = r.retry(ctx, events, send)
-	for i := range events {
-		if e := &events[i]; e.HasExpired() && slices.Contains(sent, e.Key) {
-			expired = append(expired, e.Place)
+	sent, err = r.retry(ctx, events, try)
+	for i, o := range outcomes {
+		if o.Kind == OutcomeExpired || o.Kind == OutcomeRejected {
+			unknown = append(unknown, events[i].Place)
 		}
 	}
-	return sent, expired, err
+	return sent, unknown, err
 }
 
 // choose returns one waiting event for each bad partition, and those of them that are to be probed now. No head of

@@ -2,18 +2,23 @@ package relay
 
 import (
 	"context"
+	"log/slog"
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -64,6 +69,66 @@ func TestProbePassesExpired(t *testing.T) {
 	require.NoError(t, r.probe(t.Context(), []string{"b-events/0", "b-events/1"}))
 	slices.Sort(to.sent)
 	require.Equal(t, []int64{49, 50}, to.sent)
+}
+
+// tooLargeKafka is a [Sender] that rejects the events before one.
+type tooLargeKafka struct {
+	*acceptingKafka
+	before int64
+}
+
+func (k tooLargeKafka) produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error) {
+	sent, err := k.acceptingKafka.produce(stop, held, batch, which)
+	for n, i := range which {
+		if batch[i].ID < k.before {
+			sent.errs[n] = kerr.MessageTooLarge
+		}
+	}
+	return sent, err
+}
+
+// Nor does an event that is rejected tell whether its partition accepts others: the next one is tried at once.
+func TestProbePassesRejected(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 10, 10)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'waiting', place = 'b-events/' || outbox_id % 2, next_retry_at = now() + outbox_id * interval '1 s'`)
+	r, to, _ := newAnsweredFixture(t, d)
+	r.Deliverer.Parts.Sender = tooLargeKafka{to, 9}
+	r.Bad.Load([]cursor.BadPartition{{Name: "b-events/0", Err: errDown}, {Name: "b-events/1", Err: errDown}})
+	require.NoError(t, r.probe(t.Context(), []string{"b-events/0", "b-events/1"}))
+	require.Contains(t, to.sent, int64(9))
+	require.Contains(t, to.sent, int64(10))
+}
+
+// While the breaker is open no round runs. The next look is waited for, although the last probe was long ago.
+func TestProbesPauseWhileTheBreakerIsOpen(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		ctx, stop := context.WithTimeout(t.Context(), 20*time.Second)
+		defer stop()
+		b := breaker.New(breaker.Rules{Window: 1, FailureRate: 0.5, OpenFor: time.Hour, Trials: 1}, func(_, _ breaker.State, _ float64) {})
+		failed := b.Allow(1)
+		failed.Report(breaker.Failed)
+		failed.Release()
+		require.Equal(t, breaker.Open, b.State())
+		r := NewRetrier(RetrierParts{
+			Leadership: lease.Leadership{Held: context.WithoutCancel(ctx)}, Rules: Rules{RetryInterval: 5 * time.Second}, Breaker: b,
+			Bad: NewBadPartitions(outage.NewLogs(slog.New(slog.DiscardHandler))),
+		})
+		looks := 0
+		left := func() time.Duration {
+			if looks++; looks > 20 {
+				stop() // otherwise it takes a processor for ever
+			}
+			return -time.Second
+		}
+		r.repeat(ctx, nil, left, func(context.Context) error {
+			t.Error("a round ran")
+			return nil
+		})
+		require.LessOrEqual(t, looks, 20)
+	})
 }
 
 // oneBadKafka is a [Sender] that accepts everything but for one event, whose partition accepts nothing.

@@ -121,3 +121,28 @@ func TestRetriedDeadEventFreesNoKey(t *testing.T) {
 		})
 	}
 }
+
+// The clock of the database is set back: what waits for nothing is due within the longest wait all the same.
+func TestRetryAfterTheClockWasSetBack(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 3, 3)
+	d.Exec(t, `UPDATE {schema}.outbox_failed SET status = 'failed', next_retry_at = now() + CASE outbox_id WHEN 1 THEN '1 min' ELSE '1 h' END::interval`)
+	r, to, _ := newAnsweredFixture(t, d)
+	r.Rules.MaxRetryWait = 5 * time.Minute
+	require.NoError(t, r.retryAll(t.Context()))
+	require.Equal(t, []int64{2, 3}, to.sent)
+}
+
+// A statement that took too long once says nothing about the event: it is read again, and Kafka has rejected nothing.
+func TestTimeoutIsNoRejection(t *testing.T) {
+	t.Parallel()
+	d := testenv.NewTables(t)
+	d.InsertParked(t, 1, 1)
+	r, _, _ := newAnsweredFixture(t, d)
+	events, err := r.readUnreadable([]cursor.FailedRow{*sentRow(1, "b-events/key-0").Event}, context.DeadlineExceeded)
+	require.NoError(t, err)
+	require.Len(t, events, 1)
+	require.NoError(t, events[0].Unreadable)
+	require.NotEmpty(t, events[0].Payload)
+}

@@ -29,6 +29,7 @@ type Unanswered struct {
 	mu     sync.Mutex
 	events map[eventRef]unansweredEvent
 	keys   map[string]int // parking keys of events, and how many each has
+	swept  time.Time      // when events was looked through last
 }
 
 // eventRef identifies an event. After a failover, ids may be given out twice.
@@ -170,9 +171,12 @@ func (u *Unanswered) Remove(removed []eventRef) {
 	for _, ref := range removed {
 		u.remove(ref)
 	}
-	for ref, e := range u.events {
-		if !e.accepted.IsZero() && time.Since(e.accepted) > keepAnswers {
-			u.remove(ref)
+	if now := time.Now(); now.Sub(u.swept) > keepAnswers/60 { // thousands may be removed one by one
+		u.swept = now
+		for ref, e := range u.events {
+			if !e.accepted.IsZero() && now.Sub(e.accepted) > keepAnswers {
+				u.remove(ref)
+			}
 		}
 	}
 	u.busy.Store(len(u.events) > 0)

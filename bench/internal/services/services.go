@@ -289,9 +289,14 @@ func (s *Services) LookAround(ctx context.Context, to *report.Report, partitions
 // EventType goes by convention to the run's topic.
 func (s *Services) EventType() string { return "acme.bench-" + s.ID + ".placed.v1" }
 
-// Recorder returns one that records into schema.
+// Recorder returns one that records into schema, as JSON.
 func (s *Services) Recorder(schema string) (*outbox.Recorder, error) {
-	events, err := outbox.NewRegistry(orders.Source, outbox.Event(s.EventType(), orders.Aggregate, orders.Placed.Key))
+	return s.RecorderOf(schema, outbox.JSON())
+}
+
+// RecorderOf returns one that records into schema what a codec makes of events.
+func (s *Services) RecorderOf(schema string, codec outbox.Codec) (*outbox.Recorder, error) {
+	events, err := outbox.NewRegistry(orders.Source, outbox.Event(s.EventType(), orders.Aggregate, orders.Placed.Key).Codec(codec))
 	if err != nil {
 		return nil, err
 	}
