@@ -142,6 +142,9 @@ type WorkerHealth struct {
 // in these cases, while PostgreSQL is unavailable or leases cannot be renewed, and while a handler runs on
 // after its HandlerTimeout. Once one has run for twice as long, the worker is not live.
 //
+// It is not ready either before the group knows its handlers: until then, other processes of the group make
+// no deliveries for new ones.
+//
 // The package outboxhttp serves this to probes.
 func (w *Worker) Health() WorkerHealth {
 	h := w.engine.Health()

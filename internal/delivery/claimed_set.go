@@ -27,6 +27,8 @@ type claim struct {
 	bytes     int64           // payloads and headers that were read with the claim
 	renewed   time.Time       // when the leases were renewed last
 	suspect   bool            // the delivery may have ended its last process
+	begun     time.Time       // when its row has said that the attempt on the suspect begins, or zero
+	hung      handling.Call   // the call that was given up; without events if none was
 	trial     *handling.Trial // in which the delivery is tried, or nil
 	locked    bool            // a transaction has locked the rows, so no other process can take them over
 }
@@ -100,18 +102,34 @@ func (s *claimedSet) lose(r Ref) {
 	}
 }
 
-// loseAll ends the contexts of the claims of all deliveries with an id. There may be two, because a crash of
-// PostgreSQL can forget a row and assign its id again. It reports whether a context had not ended before.
-func (s *claimedSet) loseAll(id int64) (lost bool) {
+// giveUp ends the contexts of the claims of an abandoned call's delivery. There may be two, because a crash of
+// PostgreSQL can forget a row and assign its id again. It reports whether a context had not ended before, and notes the
+// call in its claim.
+func (s *claimedSet) giveUp(call handling.Call) (lost bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for r, c := range s.rows {
-		if r.ID == id {
-			lost = lost || c.ctx.Err() == nil
-			c.lose()
+		if r.ID != call.Place.DeliveryID {
+			continue
 		}
+		if c.ctx.Err() == nil {
+			c.hung, lost = call, true
+		}
+		c.lose()
 	}
 	return lost
+}
+
+// hungIn reports whether a delivery may have caused the hang of a call that was given up, and returns the action of the
+// call.
+func (s *claimedSet) hungIn(r Ref) (action string, hung bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := s.rows[r]
+	if c == nil || c.hung.Events == 0 {
+		return "", false
+	}
+	return c.hung.Action, c.hung.Events > 1 || c.hung.Place.DeliveryID == r.ID
 }
 
 // begunBy returns the deliveries that may have caused the hang of an abandoned call, by their claims: the delivery of
@@ -211,19 +229,6 @@ func (s *claimedSet) setLocked(ctx context.Context, locked bool) {
 			return
 		}
 	}
-}
-
-// hasSuspect reports whether a delivery is claimed that may end the process. Lost claims do not count,
-// because their handlers may hang for ever.
-func (s *claimedSet) hasSuspect() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, c := range s.rows {
-		if c.suspect && c.ctx.Err() == nil {
-			return true
-		}
-	}
-	return false
 }
 
 // Len returns the number of claimed deliveries.

@@ -302,9 +302,9 @@ func (d *Dispatcher) poll(ctx context.Context) (more bool, err error) {
 // claimRequest describes the rows to claim.
 type claimRequest struct {
 	pairs    []Claimable
-	limit    int  // rows
-	follow   int  // parked rows behind each of them, at most
-	suspects bool // rows that may have ended their last process
+	limit    int         // rows
+	follow   int         // parked rows behind each of them, at most
+	suspects suspectRoom // which suspects, if no other rows
 	budget   int64
 	trial    *handling.Trial // in which the row is tried, or nil
 }
@@ -319,7 +319,12 @@ func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (ro
 	ctx, cancel := context.WithTimeout(ctx, DispatchTimeout)
 	defer cancel()
 	began := time.Now()
-	got, err := d.store.Claim(ctx, c.pairs, c.limit, c.follow, c.suspects, c.budget)
+	var got []Delivery
+	if c.suspects == freshSuspects {
+		got, err = d.store.claimFresh(ctx, c.pairs)
+	} else {
+		got, err = d.store.Claim(ctx, c.pairs, c.limit, c.follow, c.suspects == anySuspects, c.budget)
+	}
 	if d.store.claimedUnseen.Swap(false) {
 		d.signalUnknown()
 	}
@@ -329,16 +334,6 @@ func (d *Dispatcher) claim(ctx context.Context, k *LaneKind, c claimRequest) (ro
 	d.answered = true
 	d.deal(k, got, began, c.trial)
 	return len(got), nil
-}
-
-// claimSuspect claims a single row that may have ended its last process, unless this process has such a row
-// already. It reports whether there may be more rows, which wait until this row is handled.
-func (d *Dispatcher) claimSuspect(ctx context.Context, k *LaneKind) (more bool, err error) {
-	if d.Claimed.hasSuspect() {
-		return true, nil
-	}
-	rows, err := d.claim(ctx, k, claimRequest{pairs: d.claimablePairs(k), limit: 1, suspects: true})
-	return rows > 0, err
 }
 
 // claimTrials claims rows of actions whose breakers are not closed, as many as they permit trials.
@@ -375,8 +370,8 @@ func (d *Dispatcher) claimTrial(ctx context.Context, k *LaneKind, p Claimable) (
 		}
 	}()
 	rows, err = d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, budget: d.Claimed.Budget(), trial: trial})
-	if err == nil && rows == 0 && !d.Claimed.hasSuspect() {
-		rows, err = d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, suspects: true, trial: trial})
+	if room := d.Claimed.roomForSuspects(); err == nil && rows == 0 && room != noSuspects {
+		rows, err = d.claim(ctx, k, claimRequest{pairs: []Claimable{p}, limit: 1, suspects: room, trial: trial})
 	}
 	return rows > 0, err
 }
@@ -455,12 +450,17 @@ func (d *Dispatcher) SignalHeads() {
 
 // RetryAt has due rows claimed at a time.
 func (d *Dispatcher) RetryAt(at time.Time) {
+	d.pollBy(at)
+	wait.Signal(d.changed)
+}
+
+// pollBy is RetryAt within a poll.
+func (d *Dispatcher) pollBy(at time.Time) {
 	d.mu.Lock()
+	defer d.mu.Unlock()
 	if d.nextDue.IsZero() || at.Before(d.nextDue) {
 		d.nextDue = at
 	}
-	d.mu.Unlock()
-	wait.Signal(d.changed)
 }
 
 // signalUnknown has the next poll call releaseUnknown.

@@ -64,7 +64,7 @@
 //
 // The process renews its leases at a third of their duration. A claim that could not be renewed in time is
 // lost, and the contexts of its handlers end. A row that was taken over is a suspect: it may have ended its
-// process, so it is claimed alone.
+// process, so it is claimed alone, and the next one begins when it has ended or takes long (suspects.go).
 //
 // A claim counts an attempt in advance, and a takeover takes it back: most rows of a process that is gone were
 // waiting. The attempt stays counted if the process has noted in the row that a handler begins ([Store.Begin]). It

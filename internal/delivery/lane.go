@@ -161,11 +161,13 @@ func (l *lane) handle(batch []Delivery) (n int) {
 	}()
 	for at := 0; at < len(l.items) && l.mayContinue() && (at == 0 || !l.isOver()); {
 		n := l.readSome(l.items[at:])
+		some := l.items[at : at+n]
 		if l.tx {
-			n = l.handleBatch(l.items[at : at+n])
+			n = l.handleBatch(some)
 		} else {
-			l.handleEach(l.items[at:at+n], nil)
+			l.handleEach(some, nil)
 		}
+		l.failHung(some)
 		for i := range l.items[at : at+n] { // free the memory of handled items before the batch ends
 			it := &l.items[at+i]
 			it.Payload, it.Headers, it.Record, it.Item = nil, nil, nil, handling.Item{Meta: it.Meta}
@@ -423,16 +425,6 @@ func (l *lane) handleOne(it *laneItem, before []*handling.TaskError) {
 	if l.progress.end(it.Delivery) > flushInterval {
 		l.flush()
 	}
-}
-
-// beginSuspect notes in the row that the attempt begins, so that it counts if the event ends this process, too. It
-// returns false if the delivery is lost or the lane stops.
-func (l *lane) beginSuspect(it *laneItem) bool {
-	err := l.write(func(ctx context.Context) error { return l.store.Begin(ctx, []Delivery{it.Delivery}) })
-	if errors.Is(err, ErrLost) {
-		l.lose(it.Ref)
-	}
-	return err == nil
 }
 
 // outcomeWithoutCall returns the outcome of an item for which no handler is called: it has no attempt left,

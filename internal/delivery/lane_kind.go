@@ -17,6 +17,7 @@ type LaneKind struct {
 	handles   map[Pair]map[string]bool // by pair: the types of claimable
 	actions   int                      // how many claimable has
 	quickTurn bool                     // see takeTurn; only the goroutine of the dispatcher
+	freshAt   time.Time                // when fresh suspects are looked for again; only the goroutine of the dispatcher
 	maxBatch  int                      // deliveries in a batch: fewer where handlers are slow
 
 	// usual is how many lanes get batches at the same time. The other lanes are spare: each replaces one whose call

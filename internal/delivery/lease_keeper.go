@@ -106,7 +106,7 @@ func (k *leaseKeeper) watchLoop(ctx context.Context) {
 			l.slow.Report(&l.activity, l.cfg.SlowHandler, l.log)
 			slots := l.held.Call() // before the call is looked at: it has these slots, if it hangs
 			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+handling.StuckGrace {
-				lost := k.claimed.loseAll(call.Place.DeliveryID)
+				lost := k.claimed.giveUp(call)
 				l.activity.Sever() // the next process waits for the note in event_handled as long as the transaction lives
 				l.held.GiveUp(slots)
 				if lost {

@@ -23,6 +23,7 @@ type Activity struct {
 	busy bool         // call is under way
 	conn *pg.Borrowed // connection of the transaction under way, or nil
 	shut bool         // CutOff was called: no transaction may begin
+	ends bool         // the COMMIT of the transaction under way has begun
 
 	awaited time.Time // since when a transaction is to begin that has not begun, or zero
 }
@@ -164,27 +165,39 @@ func (a *Activity) Use(conn *pg.Borrowed) error {
 func (a *Activity) Release() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.conn, a.awaited = nil, time.Time{}
+	a.conn, a.awaited, a.ends = nil, time.Time{}, false
+}
+
+// Commits notes that the COMMIT of the transaction under way begins.
+func (a *Activity) Commits() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.ends = true
 }
 
 // Sever closes the connection of the transaction under way, if there is one. PostgreSQL rolls the transaction back and
-// frees its locks. Later transactions may begin.
+// frees its locks. Later transactions may begin. A COMMIT that has begun goes on.
 func (a *Activity) Sever() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.conn != nil {
+	if a.conn != nil && !a.ends {
 		a.conn.Cut()
 	}
 }
 
 // CutOff closes the connection of the transaction under way, if there is one, and lets no transaction begin any more.
 // A goroutine cannot be ended from outside, so a handler that ignores its context goes on. CutOff makes sure that its
-// transaction has no effect.
+// transaction has no effect. A COMMIT that has begun goes on, outside the pool: pgx would cancel it, and PostgreSQL
+// would then commit without its synchronous standby.
 func (a *Activity) CutOff() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.shut = true
-	if a.conn != nil {
+	switch {
+	case a.conn == nil:
+	case a.ends:
+		a.conn.Leave()
+	default:
 		a.conn.Cut()
 	}
 }

@@ -213,6 +213,15 @@ func (a *Attempts) failed(t *Task, policy RetryPolicy, err error, works bool) Ou
 	return o
 }
 
+// Hung returns the outcome of a task whose call was given up, because it did not return in time, and has returned
+// since. The attempt counts.
+func (a *Attempts) Hung(t *Task, policy RetryPolicy) Outcome {
+	const works = true
+	return a.failed(t, policy, &timeoutError{err: errHung, after: a.Processor.Rules.HandlerTimeout}, works)
+}
+
+var errHung = errors.New("the call had not returned and was given up")
+
 // NoteFailure updates a task whose outcome is Again: the number of its next attempt, and the times of its failures. It
 // is what [delivery.Store.Fail] does to a row.
 func (t *Task) NoteFailure(o Outcome) {

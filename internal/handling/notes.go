@@ -334,7 +334,7 @@ func (s *Notes) inTx(ctx context.Context, work *Activity, keys []NoteKey, shared
 	s.taken.Store(0)
 	work.TxBegun()
 	defer tx.Rollback(ctx) // has no effect after the commit; needed if f ends its goroutine
-	if err := s.finishTx(ctx, tx, fresh, f); err != nil {
+	if err := s.finishTx(ctx, work, tx, fresh, f); err != nil {
 		tx.Rollback(ctx)
 		if conn.IsClosed() {
 			return &ConnectionError{err}
@@ -362,7 +362,7 @@ func (s *Notes) skipTaken(ctx context.Context, conn *pgx.Conn) error {
 }
 
 // finishTx calls f in a transaction and commits it, without the notes that f has left in fresh.
-func (s *Notes) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[NoteKey]bool, f TxFunc) error {
+func (s *Notes) finishTx(ctx context.Context, work *Activity, tx *guardtx.Tx, fresh map[NoteKey]bool, f TxFunc) error {
 	if err := f(tx, fresh); err != nil {
 		return err
 	}
@@ -373,8 +373,14 @@ func (s *Notes) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[NoteKey]
 			return &NoteError{fmt.Errorf("delete notes of what is not handled: %w", err)}
 		}
 	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
 	// A COMMIT may wait long: for a synchronous standby, or for deferred triggers. If the client gives up, it cancels
-	// the wait, and PostgreSQL commits without the standby. So only a whole transaction's time ends it.
+	// the wait, and PostgreSQL commits without the standby. So only a whole transaction's time ends it: neither the end
+	// of a claim, whose rows this transaction has locked, nor a stop.
+	work.Commits()
+	ctx = context.WithoutCancel(ctx)
 	if s.Limits.Whole > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, s.Limits.Whole)

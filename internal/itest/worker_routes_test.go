@@ -2,6 +2,8 @@ package itest
 
 import (
 	"fmt"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -154,4 +156,65 @@ func TestWaitingWorkersStoreTheirRoutes(t *testing.T) {
 	f.start(cfg, f.effects("COUNTED", nil), f.effects("SUMMED", nil))
 	f.eventually(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes)`, 2)
 	require.Equal(t, 1, f.count(`SELECT count(*) FROM {schema}.event_delivery`), "it takes no events")
+}
+
+// blocked returns a handler whose calls wait for a release, and a channel that has a value when one has begun.
+func (f *workerFixture) blocked(action string) (handler outbox.Handler, began <-chan struct{}, release func()) {
+	called, goOn := make(chan struct{}, 1), make(chan struct{})
+	return f.effects(action, func(step, outbox.Metadata) error {
+		select {
+		case called <- struct{}{}:
+		default:
+		}
+		<-goOn
+		return nil
+	}), called, sync.OnceFunc(func() { close(goOn) })
+}
+
+// A worker that is ready has stored its handlers, also if all its lanes have had deliveries from the beginning. From
+// then on, an older worker of the group makes deliveries for its new handler, too. It made none, and the events behind
+// its position were lost for the new handler.
+func TestReadyWorkerHasStoredItsRoutes(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Concurrency: 1}, PollInterval: 20 * time.Millisecond}
+	var steps []step
+	for n := range 20 {
+		steps = append(steps, step{fmt.Sprint("a", n), 1})
+	}
+	f.commit(steps...)
+	old, oldBegan, releaseOld := f.blocked("SLOW")
+	defer releaseOld()
+	f.start(cfg, old)
+	<-oldBegan
+	latest, latestBegan, releaseLatest := f.blocked("SLOW")
+	defer releaseLatest()
+	w, _ := f.start(cfg, latest, f.effects("NEW", nil))
+	<-latestBegan
+	require.Eventually(t, func() bool { return w.Health().Ready }, testenv.Patience, time.Millisecond)
+	require.Equal(t, 2, f.count(`SELECT count(*) FROM {schema}.event_subscription, jsonb_object_keys(routes)`))
+
+	releaseOld()
+	f.commit(step{"new", 1})
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'SLOW' AND aggregate_id = 'new'`, 1)
+	releaseLatest()
+	f.eventually(`SELECT count(*) FROM {schema}.effect WHERE action = 'NEW' AND account = 'new'`, 1)
+}
+
+// While another session keeps a worker from storing its handlers, the worker is not ready and says why.
+func TestWorkerWithoutRoutesIsNotReady(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	lock, err := f.db.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = lock.Rollback(t.Context()) }()
+	_, err = lock.Exec(t.Context(), f.sql(`LOCK TABLE {schema}.event_subscription IN SHARE MODE`))
+	require.NoError(t, err)
+	w, _ := f.start(outbox.WorkerConfig{PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", nil))
+	require.Eventually(t, func() bool {
+		h := w.Health()
+		return h.Live && !h.Ready && strings.Contains(fmt.Sprint(h.Reasons), "its handlers are not stored yet")
+	}, testenv.Patience, time.Millisecond)
+	require.NoError(t, lock.Rollback(t.Context()))
+	require.Eventually(t, func() bool { h := w.Health(); return h.Ready && h.Works }, testenv.Patience, time.Millisecond)
 }

@@ -2,6 +2,7 @@ package itest
 
 import (
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -93,4 +94,37 @@ func TestSuspectsAreTrials(t *testing.T) {
 		return tx.Commit(t.Context()) == nil
 	}, testenv.Patience, time.Millisecond)
 	f.await(accounts)
+}
+
+// A suspect that hangs or is slow keeps no others waiting that have used up no attempt. One that has begun before when
+// its process ended waits: it may be the one that ends processes, and each end counts for the slow one, too.
+func TestSlowSuspectHoldsUpNoFreshOnes(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	const accounts = 60
+	var steps []step
+	for a := range accounts {
+		steps = append(steps, step{fmt.Sprint("a", a), 1})
+	}
+	f.commit(steps...)
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart}, PollInterval: time.Minute}
+	f.insertDue(cfg, accounts)
+	f.exec(`UPDATE {schema}.event_delivery SET last_error_code = 'stale', attempt_count = CASE aggregate_id WHEN 'a1' THEN 1 ELSE 0 END,
+		next_retry_at = now() - CASE aggregate_id WHEN 'a0' THEN interval '2 min' WHEN 'a1' THEN interval '1 min' ELSE '0' END`)
+	began, goOn := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(goOn) })
+	defer release()
+	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+		if s.Account == "a0" {
+			close(began)
+			<-goOn
+		}
+		return nil
+	}))
+	<-began
+	f.eventually(`SELECT count(*) FROM {schema}.effect`, accounts-2)
+	require.Equal(t, 1, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PENDING' AND aggregate_id = 'a1' AND attempt_count = 1`))
+	release()
+	f.await(accounts)
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND attempt_count = CASE aggregate_id WHEN 'a1' THEN 2 ELSE 1 END`, accounts)
 }

@@ -76,3 +76,14 @@ func (b *Borrowed) Cut() {
 	b.pooled = nil
 	_ = b.PgConn().Conn().Close()
 }
+
+// Leave takes the connection out of the pool, which no longer counts it and can be closed. A statement under way goes
+// on. Return closes the connection.
+func (b *Borrowed) Leave() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.pooled != nil {
+		b.pooled.Hijack()
+		b.pooled = nil
+	}
+}

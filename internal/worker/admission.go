@@ -22,8 +22,8 @@ import (
 )
 
 // admission decides what a round of fan-out does: how many events it reads, which deliveries they need, and
-// which of these this worker claims at once. It belongs to the goroutine of the dispatcher, but for noEvents
-// and backlog.
+// which of these this worker claims at once. It belongs to the goroutine of the dispatcher, but for noEvents,
+// backlog and stored.
 type admission struct {
 	cfg        *Rules
 	delivery   *delivery.Rules
@@ -36,6 +36,7 @@ type admission struct {
 
 	backlog   atomic.Bool                   // the last round left events behind; any goroutine may read it
 	noEvents  atomic.Pointer[noEventsError] // why the group gets no events from outbox, or nil; any goroutine may read it
+	stored    atomic.Bool                   // the routes of this process are stored; any goroutine may read it
 	round     roundPlan
 	recheckAt time.Time // when a group without events from outbox is checked again
 	starting  bool      // the group may have no position yet
@@ -67,14 +68,16 @@ func (a *admission) takeNew(ctx context.Context) (more, answered bool, err error
 		a.round.left[k] = k.Room() * k.Batch()
 		limit = max(limit, a.round.left[k])
 	}
-	if a.dispatcher.Full = limit == 0; a.dispatcher.Full {
-		return false, false, nil
-	}
-	if a.starting || a.getsNoEvents() {
+	a.dispatcher.Full = limit == 0
+	begins := a.starting || a.getsNoEvents() && !a.dispatcher.Full
+	if begins {
 		if err := a.begin(ctx); err != nil {
 			answered, err := a.noteNoEvents(err)
 			return false, answered, err
 		}
+	}
+	if a.dispatcher.Full {
+		return false, begins, nil
 	}
 	began := time.Now()
 	events, more, err := a.fanOut.round(ctx, limit, a.dispatcher.Claimed.Budget(), func(rows []delivery.Delivery) error {
@@ -111,8 +114,17 @@ func (a *admission) deal(rows []delivery.Delivery, made time.Time) {
 	}
 }
 
-// begin reads the position of the group. It creates the position of a new group. It rebases a position of
-// another cluster.
+// beginFirst is begin before anything is claimed. Until the routes of this process are stored, other processes of the
+// group make no deliveries for its new handlers, and it is not ready. It must not wait for a free lane for that. After
+// an error, takeNew tries again and returns the error.
+func (a *admission) beginFirst(ctx context.Context) {
+	if err := a.begin(ctx); err != nil {
+		_, _ = a.noteNoEvents(err)
+	}
+}
+
+// begin stores the routes of this process, and reads the position of the group. It creates the position of a new group.
+// It rebases a position of another cluster.
 func (a *admission) begin(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, delivery.DispatchTimeout)
 	err := a.fanOut.cursors.CheckSequence(bounded)
@@ -120,7 +132,11 @@ func (a *admission) begin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := a.fanOut.begin(ctx, a.cfg.FromStart); err != nil {
+	err = a.fanOut.begin(ctx, a.cfg.FromStart)
+	if _, none := errors.AsType[*noEventsError](err); err == nil || none {
+		a.stored.Store(true)
+	}
+	if err != nil {
 		return err
 	}
 	err = a.fanOut.load(ctx, a.fanOut.db)

@@ -83,7 +83,9 @@ func (w *Worker) ownHealth() Health {
 		}
 		h.Reasons = append(append(h.Reasons, handling.PauseReasons(w.pauses, "worker")...), w.breakers.Reasons()...)
 		h.Reasons = append(h.Reasons, w.notes.ReportWaits(w.delivery.SlowHandler, notWorks)...)
-		h.Ready = h.Live
+		if h.Ready = h.Live && r.admission.stored.Load(); h.Live && !h.Ready {
+			h.Reasons = append(h.Reasons, "its handlers are not stored yet, so other processes of the group make no deliveries for new ones")
+		}
 	}
 	return h
 }

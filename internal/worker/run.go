@@ -77,6 +77,7 @@ func (r *run) run(ctx context.Context) error {
 	others.Go(func() { r.listen(background, member) })
 	others.Go(func() { r.watchPauses(background) })
 	others.Go(func() { newRole(w, r.lease, r.admission.hasBacklog, r.engine.Cut).Run(r.engine.Stopping) })
+	r.admission.beginFirst(ctx)
 	err := r.engine.Run(ctx)
 	end()
 	others.Wait()
