@@ -75,8 +75,8 @@ type Alert struct {
 	Over bool
 	// At is when the check found it, by the clock of the database.
 	At time.Time
-	// FirstAt is At of the first try. An alert that comes again after an error has the same FirstAt, unless it has become
-	// worse meanwhile; then it is a new alert.
+	// FirstAt is At of the first try. An alert that comes again after an error has the same FirstAt, unless it has
+	// become worse meanwhile; then it is a new alert.
 	FirstAt time.Time
 	// Status is the state of Relay. It is zero if the relay is removed.
 	Status RelayStatus

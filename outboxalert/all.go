@@ -89,7 +89,7 @@ func (all *all) Alert(ctx context.Context, a outbox.Alert) error {
 			return nil
 		}
 		m.open[i] = m.open[i] || a.Over // all have got what ends
-		return all.tell(ctx, a, m, i)
+		return all.passTo(ctx, a, m, i)
 	})
 }
 
@@ -98,7 +98,7 @@ func (all *all) Alert(ctx context.Context, a outbox.Alert) error {
 func (all *all) Resolve(ctx context.Context, a outbox.Alert) error {
 	return all.each(ctx, a, func(m *missed, i int) func() error {
 		if m.open[i] {
-			return all.tell(ctx, a, m, i)
+			return all.passTo(ctx, a, m, i)
 		}
 		if to, ok := all.to[i].Alerter.(resolver); ok {
 			return func() error { return to.Resolve(ctx, a) }
@@ -107,8 +107,8 @@ func (all *all) Resolve(ctx context.Context, a outbox.Alert) error {
 	})
 }
 
-// tell returns a function that passes an alert on to a receiver and notes its success.
-func (all *all) tell(ctx context.Context, a outbox.Alert, m *missed, i int) func() error {
+// passTo returns a function that passes an alert on to a receiver and notes its success.
+func (all *all) passTo(ctx context.Context, a outbox.Alert, m *missed, i int) func() error {
 	got := m.got
 	return func() error {
 		err := all.to[i].Alert(ctx, a)

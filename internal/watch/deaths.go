@@ -70,8 +70,8 @@ func (d *deaths) begin(now time.Time, back time.Duration) {
 	d.last = now
 }
 
-// resume begins a new term. If the last check is longer ago than back, another process has alerted to the deaths between,
-// so they are left out, unless earlier deaths are undelivered.
+// resume begins a new term. If the last check is longer ago than back, another process has alerted to the deaths
+// between, so they are left out, unless earlier deaths are undelivered.
 func (d *deaths) resume(now time.Time, back time.Duration) {
 	first := now.Add(-back)
 	if d.last.Before(first) && !d.since.Before(d.last.Add(-deadOverlap)) {
