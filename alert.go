@@ -16,6 +16,10 @@ import (
 // outboxalert, those for Slack, PagerDuty and mail. After an error, which is logged, the alert
 // comes again at the next check.
 //
+// The next leader does not know which alerts were not delivered. It alerts to every condition that holds, and to events
+// and deliveries that died, and records that were lost, within AlertConfig.Interval before it led (in a group: plus two
+// leases). [AlertManyDead] and [AlertReport] count what died earlier.
+//
 // A process does not know which alerts another one has begun that led before. An Alerter that also has a method
 // Resolve, with the same parameters and result, gets once in each term what does not hold, with Over set, whether it
 // has begun or not. PagerDuty resolves incidents by that; the others do not hear of it.
@@ -38,7 +42,8 @@ const (
 	// too often, or there is none.
 	AlertDeadDeliveries AlertKind = "dead_deliveries"
 	// AlertManyDead means that AlertConfig.DeadThreshold or more events and deliveries are dead
-	// and wait for an operator, in the whole database. It comes again when there are more.
+	// and wait for an operator, in the whole database. It comes again when there are more. Workers and consumers do not
+	// see dead events, so they do not end it where a relay may lead.
 	AlertManyDead AlertKind = "many_dead"
 	// AlertStale means that events of a relay, or of a consumer group, wait for longer than they
 	// should, wherever that is.
@@ -70,6 +75,9 @@ type Alert struct {
 	Over bool
 	// At is when the check found it, by the clock of the database.
 	At time.Time
+	// FirstAt is At of the first try. An alert that comes again after an error has the same FirstAt, unless it has
+	// become worse meanwhile; then it is a new alert.
+	FirstAt time.Time
 	// Status is the state of Relay. It is zero if the relay is removed.
 	Status RelayStatus
 	// Died is how many events or deliveries have died, and Dead the first of them, at most 20. Of
@@ -94,7 +102,7 @@ func (a Alert) String() string { return a.engine().String() }
 // engine returns the alert as the engine has it.
 func (a Alert) engine() watch.Alert {
 	alert := watch.Alert{Kind: string(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: a.Status.engine(), Died: a.Died,
-		Topic: a.Topic, Lost: a.Lost}
+		Topic: a.Topic, Lost: a.Lost, FirstAt: a.FirstAt}
 	for _, d := range a.Dead {
 		alert.Dead = append(alert.Dead, watch.DeadEvent{Event: tables.Event(d.FailedEvent), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
 	}
@@ -107,7 +115,7 @@ func (a Alert) engine() watch.Alert {
 // alertOf returns an alert of the engine.
 func alertOf(a watch.Alert) Alert {
 	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: relayStatusOf(a.Status), Died: a.Died,
-		Topic: a.Topic, Lost: a.Lost}
+		Topic: a.Topic, Lost: a.Lost, FirstAt: a.FirstAt}
 	for _, d := range a.Dead {
 		alert.Dead = append(alert.Dead, DeadEvent{FailedEvent: FailedEvent(d.Event), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
 	}

@@ -72,7 +72,7 @@ func settingsOf(c outbox.AlertConfig) watch.Settings {
 
 func alertOf(a watch.Alert) outbox.Alert {
 	alert := outbox.Alert{Kind: outbox.AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: relayStatusOf(a.Status), Died: a.Died,
-		Group: a.Group, Topic: a.Topic, Lost: a.Lost}
+		Group: a.Group, Topic: a.Topic, Lost: a.Lost, FirstAt: a.FirstAt}
 	for _, d := range a.Dead {
 		alert.Dead = append(alert.Dead, outbox.DeadEvent{FailedEvent: outbox.FailedEvent(d.Event), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
 	}

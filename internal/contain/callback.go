@@ -45,8 +45,8 @@ type Limits struct {
 var HookLimits = Limits{Patience: 10 * time.Second, Grace: 250 * time.Millisecond}
 
 const (
-	// shortPatience is how long a call is waited for if the one before was abandoned, so
-	// that a function which is always too slow costs the relay its patience only once.
+	// shortPatience replaces Patience if the call before was abandoned, so that a function which is always too slow
+	// costs the relay its patience only once.
 	shortPatience = 100 * time.Millisecond
 	// quietFor is the shortest time between two log lines about panics of a function: it
 	// may panic at every call.
@@ -137,7 +137,7 @@ func (c *Callback) begin(ctx context.Context) (patience time.Duration, ok bool) 
 	if ctx.Err() == nil {
 		c.waited = 0
 	}
-	if c.slow {
+	if c.slow && c.limits.Patience > 0 {
 		return shortPatience, true
 	}
 	return c.limits.Patience, true

@@ -186,6 +186,7 @@ func TestCallbackWithoutPatience(t *testing.T) {
 		require.ErrorIs(t, err, ErrAbandoned)
 		require.Equal(t, time.Hour+time.Second, took)
 		time.Sleep(time.Hour)
+		require.NoError(t, p.Call(t.Context(), func() error { time.Sleep(time.Hour); return nil }), "also after that call")
 	})
 }
 

@@ -11,10 +11,21 @@ import (
 
 // common is what a watch remembers about the whole database.
 type common struct {
-	active     conditions
-	deaths     *deaths             // of deliveries
-	leaderless map[string]bool     // relays that had no leader at the last check
-	lost       map[key]LostRecords // the last loss that was delivered, of each group and topic
+	active      conditions
+	deaths      *deaths             // of deliveries
+	leaderless  map[string]bool     // relays that had no leader at the last check
+	lost        map[key]LostRecords // the last loss that was delivered, of each group and topic
+	undelivered int                 // alerts to lost records of the last check
+}
+
+// resume begins the first check of a term, see [Watch.resume].
+func (c *common) resume(l state) {
+	c.active.doubt()
+	clear(c.leaderless)
+	began := c.deaths.began
+	if c.deaths.resume(l.now, l.back); c.undelivered > 0 {
+		c.deaths.began = began
+	}
 }
 
 // first returns the first name whose lease a process has. A cutover that has the lease of a relay alerts to nothing.
@@ -46,7 +57,7 @@ func (w *Watch) readCommon(ctx context.Context, l *state) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, readTimeout)
 	defer cancel()
 	deaths := w.common.deaths
-	deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
+	deaths.begin(l.now, l.back)
 	if l.diedDeliveries, err = w.store.DiedDeliveries(ctx, deaths.since, deaths.known(), maxDeadRead); err != nil {
 		return err
 	}
@@ -79,14 +90,37 @@ func (w *Watch) commonAlerts(l state) (all []func(context.Context)) {
 	if !l.complete {
 		return all
 	}
-	n := total(l.dead)
-	all = append(all, w.updates(w.common.active, n >= w.cfg.DeadThreshold, n, Alert{Kind: ManyDead, Counts: l.dead}))
+	all = append(all, w.manyDead(l)...)
 	all = append(all, w.deadDeliveries(l)...)
 	all = append(all, w.lostRecords(l)...)
 	if l.reportDue {
 		all = append(all, func(ctx context.Context) { w.reportUnresolved(ctx, l.unresolved) })
 	}
 	return all
+}
+
+// manyDead alerts to dead events and deliveries that wait for an operator.
+func (w *Watch) manyDead(l state) []func(context.Context) {
+	a, active, n := Alert{Kind: ManyDead, Counts: l.dead}, w.common.active, total(l.dead)
+	c, known := active[keyOf(a)]
+	if holds := n >= w.cfg.DeadThreshold; holds || w.endsManyDead(l, c.begun) {
+		return []func(context.Context){w.updates(active, holds, n, a)}
+	}
+	if known {
+		c.level = min(c.level, n)
+		active[keyOf(a)] = c
+	}
+	return nil
+}
+
+// endsManyDead reports whether the watch may say that few are dead. Workers and consumers have no right to read failed
+// events of relays, so they leave the end to a leader. After a cut there is none: then they end what they have begun.
+func (w *Watch) endsManyDead(l state, begun bool) bool {
+	if w.cfg.Group == "" || len(l.Relays) == 0 {
+		return true
+	}
+	mayLead := slices.ContainsFunc(l.Relays, func(r tables.Relay) bool { _, ended := tables.HandedOver(r.Holder); return !ended })
+	return begun && !mayLead
 }
 
 // leaderAlerts alert at the second check without a leader, because a standby needs a
@@ -141,13 +175,16 @@ func (w *Watch) groupAlerts(l state) (all []func(context.Context)) {
 
 // lostRecords alert to records that Kafka had removed before a consumer group read them.
 func (w *Watch) lostRecords(l state) (all []func(context.Context)) {
+	w.common.undelivered = 0
 	for _, lost := range l.lost {
 		a := Alert{Kind: Lost, Group: lost.Group, Topic: lost.Topic, Lost: lost.Records}
 		// After the clock of the database was set back, only the number says that there are more.
 		if before := w.common.lost[keyOf(a)]; lost.At.After(before.At) || lost.Records > before.Records {
+			w.common.undelivered++
 			all = append(all, func(ctx context.Context) {
-				if w.deliver(ctx, a) {
+				if w.deliver(ctx, a, 0) {
 					w.common.lost[keyOf(a)] = lost
+					w.common.undelivered--
 				}
 			})
 		}
@@ -155,9 +192,14 @@ func (w *Watch) lostRecords(l state) (all []func(context.Context)) {
 	return all
 }
 
-// reportUnresolved alerts at intervals to unresolved events and deliveries.
+// reportUnresolved alerts at intervals to unresolved events and deliveries. While a receiver fails, the others get each
+// report once.
 func (w *Watch) reportUnresolved(ctx context.Context, counts []tables.EventCount) {
-	if len(counts) == 0 || w.deliver(ctx, Alert{Kind: Report, Counts: counts}) {
+	a := Alert{Kind: Report, Counts: counts}
+	if t, ok := w.tried[keyOf(a)]; ok && w.clock.Now().Sub(t.firstAt) >= w.cfg.ReportInterval {
+		delete(w.tried, keyOf(a))
+	}
+	if len(counts) == 0 || w.deliver(ctx, a, 0) {
 		w.reportAt = time.Now().Add(w.cfg.ReportInterval)
 	}
 }

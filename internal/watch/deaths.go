@@ -70,6 +70,15 @@ func (d *deaths) begin(now time.Time, back time.Duration) {
 	d.last = now
 }
 
+// resume begins a new term. If the last check is longer ago than back, another process has alerted to the deaths
+// between, so they are left out, unless earlier deaths are undelivered.
+func (d *deaths) resume(now time.Time, back time.Duration) {
+	first := now.Add(-back)
+	if d.last.Before(first) && !d.since.Before(d.last.Add(-deadOverlap)) {
+		d.began, d.since = first, first
+	}
+}
+
 func earlier(a, b time.Time) time.Time {
 	if b.Before(a) {
 		return b
@@ -116,7 +125,7 @@ func (w *Watch) deadEvents(l state) (all []func(context.Context)) {
 			died[f.ID] = f.NextRetryAt
 		}
 		a := Alert{Kind: Dead, Relay: r.Name, Status: r, Died: len(dead), Dead: deadEvents(dead)}
-		all = append(all, w.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a) }, died))
+		all = append(all, w.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a, 0) }, died))
 	}
 	return all
 }
@@ -136,7 +145,7 @@ func (w *Watch) deadDeliveries(l state) (all []func(context.Context)) {
 		}
 		counts := slices.DeleteFunc(slices.Clone(l.dead), func(c tables.EventCount) bool { return c.Group != group })
 		a := Alert{Kind: DeadDeliveries, Group: group, Died: len(died), Dead: deadDeliveries(byGroup[group]), Counts: counts}
-		all = append(all, w.common.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a) }, died))
+		all = append(all, w.common.deaths.alert(func(ctx context.Context) bool { return w.deliver(ctx, a, 0) }, died))
 	}
 	return all
 }

@@ -23,10 +23,10 @@ func NewMonitor(store Store, cfg Config, log *slog.Logger, checkNow <-chan struc
 }
 
 // Run checks until ctx is cancelled. It only reads, so it may go on for a moment after the lease is lost. While
-// PostgreSQL fails, it backs off, also from a failure under an earlier lease. Under a new lease it ends anew what
-// another process may have begun in between.
+// PostgreSQL fails, it backs off, also from a failure under an earlier lease. Another process may have alerted between
+// two leases, so under a new one it tells receivers anew what holds, and what does not.
 func (m *Monitor) Run(ctx context.Context) {
-	clear(m.watch.closed)
+	m.watch.beginTerm()
 	for {
 		pause := m.watch.Interval()
 		if m.outage.Current() != nil {

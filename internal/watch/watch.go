@@ -50,6 +50,7 @@ type Alert struct {
 
 	Group, Topic string
 	Lost         int64
+	FirstAt      time.Time
 }
 
 // Config is what a [Watch] needs besides its store.
@@ -90,19 +91,48 @@ type Watch struct {
 	store   Store
 	alerter *contain.Callback
 
-	clock    pg.Clock     // of the database, as the last check has read it
-	active   conditions   // of Relay, or of all relays
-	closed   map[key]bool // no process has an open alert of these
-	resolves int          // how many ends of what others may have begun this check may still pass on
-	deaths   *deaths      // of Relay, or of all relays
-	common   *common      // nil while another process has this, but until [Watch.handOver] has delivered all
+	clock    pg.Clock        // of the database, as the last check has read it
+	active   conditions      // of Relay, or of all relays
+	closed   map[key]bool    // no process has an open alert of these
+	tried    map[key]attempt // alerts that were not delivered
+	resolves int             // how many ends of what others may have begun this check may still pass on
+	deaths   *deaths         // of Relay, or of all relays
+	common   *common         // nil while another process has this, but until [Watch.handOver] has delivered all
 	reportAt time.Time
 	slow     bool // a receiver has used up its time in this check
 	next     int  // which alert of the next check comes first
+
+	newTerm  bool      // another process may have alerted since the last check
+	lookedAt time.Time // when the last check found out which process alerts to what, or this term began
 }
 
-// conditions are the alerts that have begun, with how bad it was when they were delivered.
-type conditions map[key]int
+// conditions are the alerts that have begun, or have been tried.
+type conditions map[key]condition
+
+// condition is what the Alerter knows of an alert. It may have several receivers, so an alert that was not delivered
+// may have reached some of them.
+type condition struct {
+	begun bool // its begin was delivered
+	level int  // how bad it is, as far as that was delivered, or uncertain
+}
+
+// uncertain is the level of a condition whose end may have reached a receiver. Its next alert is delivered in any case.
+const uncertain = -1
+
+// doubt makes all conditions uncertain.
+func (c conditions) doubt() {
+	for k, one := range c {
+		one.level = uncertain
+		c[k] = one
+	}
+}
+
+// attempt is an alert that was not delivered.
+type attempt struct {
+	over    bool
+	level   int
+	firstAt time.Time
+}
 
 type key struct{ kind, relay, group, topic string }
 
@@ -120,7 +150,7 @@ const (
 func New(store Store, cfg Config) *Watch {
 	return &Watch{
 		cfg: cfg, store: store, alerter: contain.NewCallback("Alerter", cfg.Logger, contain.Limits{Grace: contain.HookLimits.Grace}),
-		active: conditions{}, closed: map[key]bool{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
+		active: conditions{}, closed: map[key]bool{}, tried: map[key]attempt{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
 	}
 }
 
@@ -133,6 +163,7 @@ type state struct {
 
 	first bool             // this process alerts to what concerns the whole database
 	now   time.Time        // of the database
+	back  time.Duration    // for how long no process may have alerted to what this process begins to alert to
 	died  []tables.Failure // read before all counts, so that these have them
 	stale []tables.EventCount
 
@@ -215,8 +246,14 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 		return l, err
 	}
 	w.clock = pg.ClockAt(l.now)
+	if l.back = w.cfg.Interval + w.cfg.Takeover; !w.lookedAt.IsZero() {
+		l.back += time.Since(w.lookedAt)
+	}
+	if w.newTerm {
+		w.resume(l)
+	}
 	if w.cfg.Group == "" {
-		w.deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
+		w.deaths.begin(l.now, l.back)
 		if l.died, err = w.store.Died(ctx, w.deaths.since, w.cfg.Relay, w.deaths.known(), maxDeadRead); err != nil {
 			return l, err
 		}
@@ -224,6 +261,7 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	if l.Positions, err = w.store.Positions(ctx); err != nil {
 		return l, err
 	}
+	w.lookedAt = time.Now()
 	if l.first = w.isFirst(l); l.first && w.common == nil {
 		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]LostRecords{}}
 		clear(w.closed)
@@ -234,6 +272,22 @@ func (w *Watch) read(ctx context.Context) (l state, err error) {
 	}
 	l.stale, err = w.store.Stale(ctx, l.now.Add(-w.cfg.StaleAfter), of, max(w.cfg.StalePending, tables.MaxCounted))
 	return l, err
+}
+
+// beginTerm says that this process has the lease anew, so that another one may have alerted since the last check.
+func (w *Watch) beginTerm() { w.newTerm, w.lookedAt = true, time.Now() }
+
+// resume begins the first check of a term. What has begun in an earlier term may be over for a receiver, so it is
+// delivered again if it holds, and ended if it does not.
+func (w *Watch) resume(l state) {
+	w.newTerm = false
+	clear(w.closed)
+	clear(w.tried)
+	w.active.doubt()
+	w.deaths.resume(l.now, l.back)
+	if w.common != nil {
+		w.common.resume(l)
+	}
 }
 
 // isOwn reports whether the watch alerts to the events of a relay.
@@ -322,29 +376,39 @@ func (w *Watch) endRemoved(ctx context.Context, l state, active conditions) (don
 	return done
 }
 
-// update alerts when a condition begins to hold, when it becomes worse, and when it
+// update alerts when a condition begins to hold, when it becomes worse, also after it has become better, and when it
 // ends. It reports whether there is nothing left to deliver.
 func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) bool {
 	k := keyOf(a)
-	before, wasActive := active[k]
+	c := active[k]
 	a.Over = !holds
 	switch {
-	case !holds && !wasActive:
-		return w.resolve(ctx, a)
-	case holds && wasActive && level <= before:
+	case !holds && !c.begun:
+		if !w.resolve(ctx, a) {
+			return false
+		}
+		delete(active, k)
+		delete(w.tried, k)
+		return true
+	case holds && c.begun && level <= c.level:
+		active[k] = condition{begun: true, level: level}
+		delete(w.tried, k)
 		return true
 	}
 	delete(w.closed, k) // also if this is not delivered: one of several receivers may have got it
-	switch delivered := w.deliver(ctx, a); {
-	case !delivered:
-		return false
+	delivered := w.deliver(ctx, a, level)
+	switch {
+	case holds && delivered:
+		active[k] = condition{begun: true, level: level}
 	case holds:
-		active[k] = level
-	default:
+		active[k] = c
+	case delivered:
 		delete(active, k)
 		w.closed[k] = true
+	default:
+		active[k] = condition{begun: true, level: uncertain}
 	}
-	return true
+	return delivered
 }
 
 // resolve passes on, once in a term, that what another process may have begun does not hold: one that led before, or
@@ -365,11 +429,25 @@ func (w *Watch) resolve(ctx context.Context, a Alert) bool {
 	return true
 }
 
-// deliver reports whether an alert was delivered.
-func (w *Watch) deliver(ctx context.Context, a Alert) bool { return w.pass(ctx, a, w.cfg.Deliver) }
+// deliver reports whether an alert was delivered. One that was not keeps its FirstAt, unless it becomes worse.
+func (w *Watch) deliver(ctx context.Context, a Alert, level int) bool {
+	k := keyOf(a)
+	t, again := w.tried[k]
+	if !again || a.Over != t.over || !a.Over && level > t.level {
+		t.firstAt = w.clock.Now()
+	}
+	a.FirstAt, t.over, t.level = t.firstAt, a.Over, level
+	w.tried[k] = t
+	if !w.pass(ctx, a, w.cfg.Deliver) {
+		return false
+	}
+	delete(w.tried, k)
+	return true
+}
 
 func (w *Watch) pass(ctx context.Context, a Alert, to func(context.Context, Alert) error) bool {
 	a.At = w.clock.Now()
+	a.FirstAt = cmp.Or(a.FirstAt, a.At)
 	timeout := deliverTimeout
 	if w.slow {
 		timeout = hurryTimeout
