@@ -92,7 +92,10 @@ func canBeEmpty(t reflect.Type) bool {
 	}
 }
 
-// canBeQuoted reports whether the option string has an effect on a type.
+// canBeQuoted reports whether the option string has an effect on a type. It has none on what methods write.
 func canBeQuoted(t reflect.Type) bool {
+	if pointer := reflect.PointerTo(t); pointer.Implements(marshalerType) || pointer.Implements(textMarshalerType) {
+		return false
+	}
 	return t.Kind() == reflect.String || t.Kind() >= reflect.Bool && t.Kind() <= reflect.Float64
 }

@@ -4,10 +4,10 @@ import (
 	"encoding"
 	"encoding/json"
 	"fmt"
+	"math"
 	"path"
 	"reflect"
 	"regexp"
-	"slices"
 	"strconv"
 	"time"
 
@@ -36,6 +36,14 @@ var known = map[reflect.Type]jsonschema.Schema{
 	reflect.TypeFor[uuid.UUID]():       {Type: "string", Format: "uuid"},
 	reflect.TypeFor[json.Number]():     {Type: "number"},
 	reflect.TypeFor[json.RawMessage](): {},
+}
+
+// limits are the lowest and the highest values of kinds for which the library infers none. encoding/json writes the
+// highest float32 in the short form of a float32, which is a little above math.MaxFloat32.
+var limits = map[reflect.Kind][2]float64{
+	reflect.Int: {math.MinInt64, math.MaxInt64}, reflect.Int64: {math.MinInt64, math.MaxInt64},
+	reflect.Uint: {0, math.MaxUint64}, reflect.Uint64: {0, math.MaxUint64}, reflect.Uintptr: {0, math.MaxUint64},
+	reflect.Float32: {-3.4028235e38, 3.4028235e38},
 }
 
 // of returns the schema of a value that is encoded as a part of another one.
@@ -89,23 +97,22 @@ func leaf(t reflect.Type) (*jsonschema.Schema, error) {
 		return &jsonschema.Schema{}, nil
 	}
 	if t.Kind() == reflect.Pointer {
-		if own, err := leaf(t.Elem()); own == nil || err != nil || own.Extra == nil {
-			return nil, err
+		if !isOpaque(t.Elem()) {
+			return nil, nil
 		}
 		if t.Implements(textMarshalerType) && !t.Implements(marshalerType) {
 			return nullable(&jsonschema.Schema{Type: "string"}), nil
 		}
 		return opaque(t.Elem()), nil
 	}
-	if m, has := t.MethodByName("JSONSchema"); has && m.Type.NumIn() == 1 && m.Type.NumOut() == 1 {
+	if m, has := schemaMethod(t); has {
 		return ownSchema(t, m)
 	}
 	if schema, has := known[t]; has {
 		return &schema, nil
 	}
-	pointer := reflect.PointerTo(t) // its methods count only where the value is addressable
 	switch {
-	case pointer.Implements(marshalerType), pointer.Implements(textMarshalerType) && !t.Implements(textMarshalerType):
+	case isOpaque(t):
 		return opaque(t), nil
 	case t.Implements(textMarshalerType):
 		return &jsonschema.Schema{Type: "string"}, nil
@@ -116,13 +123,32 @@ func leaf(t reflect.Type) (*jsonschema.Schema, error) {
 	case reflect.Struct, reflect.Map, reflect.Slice, reflect.Array:
 		return nil, nil
 	default:
-		return jsonschema.ForType(t, nil)
+		schema, err := jsonschema.ForType(t, nil)
+		if limit, has := limits[t.Kind()]; has && err == nil {
+			schema.Minimum, schema.Maximum = &limit[0], &limit[1]
+		}
+		return schema, err
 	}
+}
+
+// isOpaque reports whether only the methods of a type know the JSON that they write.
+func isOpaque(t reflect.Type) bool {
+	_, isKnown := known[t]
+	_, hasOwn := schemaMethod(t)
+	pointer := reflect.PointerTo(t) // its methods count only where the value is addressable
+	return !isKnown && !hasOwn &&
+		(pointer.Implements(marshalerType) || pointer.Implements(textMarshalerType) && !t.Implements(textMarshalerType))
 }
 
 // opaque is the schema of a type whose MarshalJSON writes what only the type knows.
 func opaque(t reflect.Type) *jsonschema.Schema {
 	return &jsonschema.Schema{Extra: map[string]any{"x-go-type": t.String()}}
+}
+
+// schemaMethod returns the method JSONSchema of a type.
+func schemaMethod(t reflect.Type) (m reflect.Method, has bool) {
+	m, has = t.MethodByName("JSONSchema")
+	return m, has && t.Kind() != reflect.Interface && m.Type.NumIn() == 1 && m.Type.NumOut() == 1
 }
 
 // ownSchema returns what the method JSONSchema of a type returns.
@@ -177,7 +203,7 @@ func (s *schemas) object(t reflect.Type) (*jsonschema.Schema, error) {
 			return nil, fmt.Errorf("%v.%s: %w", t, f.name, err)
 		}
 		if f.quoted {
-			quote(member)
+			member = quoted(f.typ, member)
 		}
 		if f.present {
 			member = present(member)
@@ -194,34 +220,50 @@ func (s *schemas) object(t reflect.Type) (*jsonschema.Schema, error) {
 	return schema, nil
 }
 
-// quote makes the schema of a basic type that of the option string.
-func quote(schema *jsonschema.Schema) {
-	isBasic := func(name string) bool { return name != "object" && name != "array" && name != "null" }
-	switch {
-	case isBasic(schema.Type) && schema.Type != "":
-		*schema = jsonschema.Schema{Type: "string"}
-	case slices.ContainsFunc(schema.Types, isBasic):
-		*schema = jsonschema.Schema{Types: []string{"string", "null"}}
+// quoted returns the schema of the option string: of a string with the JSON of the value. A nil pointer stays null.
+func quoted(t reflect.Type, schema *jsonschema.Schema) *jsonschema.Schema {
+	text := &jsonschema.Schema{Type: "string", ContentMediaType: "application/json", ContentSchema: schema}
+	if t.Kind() != reflect.Pointer {
+		return text
 	}
+	text.ContentSchema = present(schema)
+	return nullable(text)
 }
 
 // nullable returns a schema that allows null as well.
 func nullable(schema *jsonschema.Schema) *jsonschema.Schema {
-	switch {
-	case slices.Contains(schema.Types, "null") || len(schema.AnyOf) > 0 && schema.AnyOf[len(schema.AnyOf)-1].Type == "null":
+	if allowsNull(schema) {
 		return schema
-	case schema.Type != "" && schema.Enum == nil && schema.Const == nil:
-		schema.Types, schema.Type = []string{schema.Type, "null"}, ""
-		return schema
-	case schema.Ref == "" && schema.Type == "" && schema.Types == nil && schema.Enum == nil && schema.Const == nil && schema.AnyOf == nil:
-		return schema // of any type
+	}
+	if schema.Type != "" {
+		wider := *schema
+		wider.Types, wider.Type = []string{schema.Type, "null"}, ""
+		if allowsNull(&wider) {
+			return &wider
+		}
 	}
 	return &jsonschema.Schema{AnyOf: []*jsonschema.Schema{schema, {Type: "null"}}}
 }
 
+// allowsNull reports whether null is valid by a schema.
+func allowsNull(schema *jsonschema.Schema) bool {
+	own := *schema
+	own.Items, own.Properties, own.AdditionalProperties = nil, nil, nil // null has no parts
+	resolved, err := own.CloneSchemas().Resolve(nil)
+	if err != nil {
+		return isChoiceOfNull(schema) // it has a reference to a schema of the document
+	}
+	return resolved.Validate(nil) == nil
+}
+
+// isChoiceOfNull reports whether a schema has the form that [nullable] gives to schemas that cannot be widened.
+func isChoiceOfNull(schema *jsonschema.Schema) bool {
+	return len(schema.AnyOf) == 2 && schema.AnyOf[1].Type == "null"
+}
+
 // present returns a schema that does not allow the null of [nullable].
 func present(schema *jsonschema.Schema) *jsonschema.Schema {
-	if n := len(schema.AnyOf); n == 2 && schema.AnyOf[1].Type == "null" {
+	if isChoiceOfNull(schema) {
 		return schema.AnyOf[0]
 	}
 	if len(schema.Types) == 2 && schema.Types[1] == "null" {

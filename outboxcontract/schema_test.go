@@ -3,6 +3,7 @@ package outboxcontract_test
 import (
 	"bytes"
 	"encoding/json"
+	"math"
 	"math/rand/v2"
 	"net/netip"
 	"testing"
@@ -64,6 +65,7 @@ type options struct {
 	QuotedText  string         `json:"quotedText,string"`
 	QuotedMaybe *bool          `json:"quotedMaybe,string"`
 	QuotedTime  time.Time      `json:"quotedTime,string"` //nolint:staticcheck // not quoted
+	QuotedOwn   Status         `json:"quotedOwn,string"`  // not quoted: MarshalText
 	BadName     int            `json:"bad'name"`          //nolint:staticcheck // it is ignored
 }
 
@@ -128,6 +130,35 @@ type tree struct {
 }
 
 type forest map[string]forest
+
+// extremes have the values that are furthest from zero.
+type extremes struct {
+	happened
+	Least    int64           `json:"least"`
+	Most     int             `json:"most"`
+	Unsigned uint64          `json:"unsigned"`
+	Quoted   uint            `json:"quoted,string"`
+	Float    float32         `json:"float"`
+	Negative float32         `json:"negative"`
+	Double   float64         `json:"double"`
+	Number   json.Number     `json:"number,string"`
+	Choice   *either         `json:"choice"`
+	Choices  map[string]*six `json:"choices"`
+}
+
+// either and six have schemas of their own, which do not allow null.
+type (
+	either string
+	six    int
+)
+
+func (either) JSONSchema() json.RawMessage {
+	return json.RawMessage(`{"type": "string", "oneOf": [{"const": "a"}, {"const": "b"}]}`)
+}
+
+func (six) JSONSchema() json.RawMessage {
+	return json.RawMessage(`{"allOf": [{"const": 6}], "x-enum-varnames": ["Six"]}`)
+}
 
 // version has a MarshalText, and others a MarshalJSON.
 type (
@@ -194,10 +225,38 @@ func payloadSchema(t *testing.T, document []byte, eventType string) *jsonschema.
 	c := jsonschema.NewCompiler()
 	c.DefaultDraft(jsonschema.Draft7)
 	c.AssertFormat()
+	c.AssertContent()
 	require.NoError(t, c.AddResource("contract.json", doc))
 	schema, err := c.Compile("contract.json#/components/schemas/" + eventType)
 	require.NoError(t, err)
 	return schema
+}
+
+// Extreme values, and null in place of types with schemas of their own, are valid.
+func TestSchemasAllowExtremes(t *testing.T) {
+	t.Parallel()
+	events, err := outbox.NewRegistry("test", outbox.Event("test.thing.extremes.v1", "Thing", id[extremes]))
+	require.NoError(t, err)
+	var b bytes.Buffer
+	require.NoError(t, outboxcontract.Export(&b, events))
+	schema := payloadSchema(t, b.Bytes(), "test.thing.extremes.v1")
+	c, number := either("b"), six(6)
+	value := extremes{Least: math.MinInt64, Most: math.MaxInt64, Unsigned: math.MaxUint64, Quoted: math.MaxUint64, Float: math.MaxFloat32,
+		Negative: -math.MaxFloat32, Double: math.MaxFloat64, Number: "7", Choice: &c, Choices: map[string]*six{"a": &number, "b": nil}}
+	valid := func() error {
+		text, err := json.Marshal(value)
+		require.NoError(t, err)
+		decoded, err := jsonschema.UnmarshalJSON(bytes.NewReader(text))
+		require.NoError(t, err)
+		return schema.Validate(decoded)
+	}
+	require.NoError(t, valid())
+	value.Choice = nil
+	require.NoError(t, valid())
+	c, value.Choice = "c", &c
+	require.ErrorContains(t, valid(), "/choice")
+	c, number = "b", 7
+	require.ErrorContains(t, valid(), "/choices/a")
 }
 
 // The schema of a type allows whatever encoding/json writes for it, and has all members of it.

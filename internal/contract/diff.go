@@ -72,7 +72,7 @@ type differ struct {
 	before, after *Document
 	event         string
 	changes       []Change
-	compared      map[references]bool // named schemas may contain themselves
+	compared      map[pair]bool // named schemas may contain themselves
 }
 
 func (d *differ) add(change, why string, breaks ...string) {
@@ -171,7 +171,7 @@ func (d *differ) payload(was, is event) {
 	change := fmt.Sprintf("content type was %s, is %s", was.contentType, is.contentType)
 	switch {
 	case was.contentType == is.contentType && was.payload != nil && is.payload != nil:
-		d.compared = map[references]bool{}
+		d.compared = map[pair]bool{}
 		d.schema("", was.payload, is.payload)
 	case was.contentType == is.contentType:
 	case was.contentType == jsonType:

@@ -95,10 +95,47 @@ var schemaTests = []struct{ was, is, want string }{
 	{two(one, `{"items": `+one+`}`), two(one, `{"items": `+oneOrNull+`}`), "readers a.y[]: type was string, is null or string"},
 	{two(one, `{"additionalProperties": `+one+`}`), two(one, `{"additionalProperties": `+oneOrNull+`}`), "readers a.y{}: type was string, is null or string"},
 	{two(kind, kind), two(kind, kindOrNull), `readers a.y: value was "k", is "k", null`},
+	{`{"oneOf": [{"type": "string"}]}`, `{"anyOf": [{"oneOf": [{"type": "string"}]}, {"type": "null"}]}`, "readers a: null was not allowed, is allowed"},
+	{`{"anyOf": [{"not": {"type": "null"}}, {"type": "null"}]}`, `{"not": {"type": "null"}}`, "writers a: null was allowed, is not allowed"},
+	{`{"anyOf": [{"const": 1}]}`, `{"anyOf": [{"anyOf": [{"const": 1}]}, {"type": "null"}]}`, "readers a: null was not allowed, is allowed"},
+	{`{}`, `{"anyOf": [{}, {"type": "null"}]}`, ""},
+	{`{"minLength": 1}`, `{"anyOf": [{"minLength": 1}, {"type": "null"}]}`, ""},
+	{`{"type": "integer", "anyOf": [{"minimum": 1}, {"type": "null"}]}`, `{"type": "string", "anyOf": [{"minimum": 1}, {"type": "null"}]}`,
+		"readers+writers a: type was integer, is string"},
+	{`{"anyOf": [{"type": "string"}, {"type": "null"}], "description": "d"}`, `{"type": ["string", "null"]}`, ""},
+	{`{"type": "array"}`, `{"type": "array", "items": {"type": "string"}}`, "writers a[]: type was anything, is string"},
+	{`{"type": "array", "items": {"type": "string"}}`, `{"type": "array"}`, "readers a[]: type was string, is anything"},
+	{`{"type": "array"}`, `{"type": "array", "items": true}`, ""},
+	{`{}`, `{"items": {"type": "string"}}`, "writers a[]: type was anything, is string"},
+	{`{}`, `{"type": "array", "items": {"type": "string"}}`, "writers a: type was anything, is array"},
+	{`{"type": "string"}`, `{"type": ["array", "string"], "items": {"type": "string"}}`, "readers a: type was string, is array or string"},
+	{`{"items": [{"type": "string"}]}`, `{"items": [{"type": "integer"}]}`, `readers+writers a[]: items was [{"type":"string"}], is [{"type":"integer"}]`},
+	{`{"items": [true]}`, `{"items": [true]}`, ""},
+	{`{"type": "string"}`, `{"type": "string", "contentEncoding": "base64"}`, `readers+writers a: contentEncoding was none, is "base64"`},
+	{`{}`, `{"type": "string", "contentEncoding": "base64"}`, "writers a: type was anything, is string\nwriters a: contentEncoding was none, is \"base64\""},
+	{`{"type": "string"}`, asJSON(`{"type": "integer"}`), `readers+writers a: contentMediaType was none, is "application/json"`},
+	{asJSON(`{"type": "integer", "maximum": 5}`), asJSON(`{"type": "integer", "maximum": 6}`), "readers a as JSON: maximum was 5, is 6"},
+	{asJSON(`{"type": "integer"}`), asJSON(`{"type": "string"}`), "readers+writers a as JSON: type was integer, is string"},
+	{`{"properties": {"x": {"type": "integer"}}}`, `{"additionalProperties": {"type": "string"}}`,
+		" a.x: removed, was optional\nreaders+writers a.x: type was integer, is string\nwriters a: members was of an object, is of a map"},
+	{`{"additionalProperties": {"type": "string"}}`, `{"properties": {"x": {"type": "integer"}}}`,
+		" a.x: added, optional\nreaders+writers a.x: type was string, is integer\nreaders a: members was of a map, is of an object"},
+	{`{"properties": {"x": {"type": "integer"}}}`, `{"additionalProperties": true}`, " a.x: removed, was optional\nreaders a.x: type was integer, is anything"},
+	{`{"properties": {"x": {}, "y": {}}, "additionalProperties": true}`, `{"properties": {"x": {}}, "additionalProperties": true}`, " a.y: removed, was optional"},
+	{`{"additionalProperties": {"type": "string"}}`, `{"additionalProperties": {"type": "string"}, "properties": {"x": {"type": "string"}}}`, " a.x: added, optional"},
+	{`{"type": "object"}`, `{"type": "object", "required": ["x"]}`, "writers a.x: added"},
+	{`{"additionalProperties": {"type": "string"}, "required": ["x"]}`, `{"additionalProperties": {"type": "string"}}`, "readers a.x: removed"},
+	{`{"$ref": "#/components/schemas/twice"}`, `{"properties": {"p": {"$ref": "#/components/schemas/twice"}}}`, ""},
+	{`{"$ref": "#/components/schemas/endless"}`, `{}`, ""},
 }
 
 // two returns the schema of an object with two members.
 func two(x, y string) string { return `{"properties": {"x": ` + x + `, "y": ` + y + `}}` }
+
+// asJSON returns the schema of a string of JSON.
+func asJSON(schema string) string {
+	return `{"type": "string", "contentMediaType": "application/json", "contentSchema": ` + schema + `}`
+}
 
 const (
 	one        = `{"$ref": "#/components/schemas/s"}`
@@ -107,7 +144,9 @@ const (
 	kindOrNull = `{"anyOf": [{"$ref": "#/components/schemas/kind"}, {"type": "null"}]}`
 
 	schemasBefore = `"s": {"type": "string"}, "kind": {"enum": ["k"]}, "circle": {"$ref": "#/components/schemas/circle"}, "tree": {"properties": {"children": {"items": {"$ref": "#/components/schemas/node"}}}},
-		"node": {"properties": {"name": {"type": "string"}, "children": {"items": {"$ref": "#/components/schemas/node"}}}}`
+		"node": {"properties": {"name": {"type": "string"}, "children": {"items": {"$ref": "#/components/schemas/node"}}}},
+		"twice": {"properties": {"p": {"properties": {"p": {"$ref": "#/components/schemas/twice"}}}}},
+		"endless": {"items": {"$ref": "#/components/schemas/endless"}}`
 )
 
 func TestSchemaDiff(t *testing.T) {

@@ -18,9 +18,28 @@ func (v view) members() map[string]member {
 	required, _ := v.keys["required"].([]any)
 	all := map[string]member{}
 	for name, schema := range properties {
-		all[name] = member{schema, slices.Contains(required, any(name))}
+		all[name] = member{schema, false}
+	}
+	for _, value := range required {
+		name, _ := value.(string)
+		m, has := all[name]
+		if !has {
+			m.schema = true
+			if others, is := v.others(); is {
+				m.schema = others
+			}
+		}
+		all[name] = member{m.schema, true}
 	}
 	return all
+}
+
+// others returns the schema of the members without names, and whether objects have such members. An object with named
+// members that only says that it is open has none.
+func (v view) others() (schema any, has bool) {
+	schema = v.keys["additionalProperties"]
+	_, is := schema.(map[string]any)
+	return schema, is || schema == true && v.keys["properties"] == nil
 }
 
 // members compares the members of two objects.
@@ -42,21 +61,36 @@ func (d *differ) members(path string, a, b view) {
 			d.add(before(path+"."+name)+"renamed to "+to, "readers look for the value under the other name", Readers, Writers)
 			continue
 		}
-		if was[name].required {
-			d.add(before(path+"."+name)+"removed", "old readers rely on it", Readers)
-		} else {
-			d.add(before(path+"."+name)+"removed, was optional", "")
-		}
+		d.removed(path+"."+name, was[name], b)
 	}
 	for _, name := range slices.Sorted(maps.Keys(is)) {
-		if _, had := was[name]; had || renamed[name] {
-			continue
+		if _, had := was[name]; !had && !renamed[name] {
+			d.appeared(path+"."+name, is[name], a)
 		}
-		if is[name].required {
-			d.add(before(path+"."+name)+"added", "old events do not have it", Writers)
-		} else {
-			d.add(before(path+"."+name)+"added, optional", "")
-		}
+	}
+}
+
+// removed adds the removal of a member. The objects of a map may still have it, with a value of the map.
+func (d *differ) removed(path string, was member, after view) {
+	if was.required {
+		d.add(before(path)+"removed", "old readers rely on it", Readers)
+	} else {
+		d.add(before(path)+"removed, was optional", "")
+	}
+	if others, has := after.others(); has {
+		d.schema(path, was.schema, others)
+	}
+}
+
+// appeared adds the addition of a member. The objects of a map may have had it, with a value of the map.
+func (d *differ) appeared(path string, is member, old view) {
+	if is.required {
+		d.add(before(path)+"added", "old events do not have it", Writers)
+	} else {
+		d.add(before(path)+"added, optional", "")
+	}
+	if others, had := old.others(); had {
+		d.schema(path, others, is.schema)
 	}
 }
 

@@ -17,24 +17,37 @@ type view struct {
 	null bool           // null is allowed besides
 }
 
+// never is the schema false as an object.
+var never = map[string]any{"not": map[string]any{}}
+
 // look follows the references of a schema. A schema that is no object is true or false.
 func (doc *Document) look(schema any) (v view) {
 	for range 100 { // references may lead in a circle
 		v.keys, _ = schema.(map[string]any)
 		if schema == false {
-			v.keys = map[string]any{"not": map[string]any{}}
+			v.keys = never
 		}
 		if ref, is := v.keys["$ref"].(string); is {
 			v.ref, schema = ref, doc.schemas[ref]
 			continue
 		}
-		if choice, is := v.keys["anyOf"].([]any); is && len(choice) == 2 && reflect.DeepEqual(choice[1], map[string]any{"type": "null"}) {
+		if choice, is := v.keys["anyOf"].([]any); is && v.hasOnly("anyOf") && len(choice) == 2 && reflect.DeepEqual(choice[1], map[string]any{"type": "null"}) {
 			v.null, schema = true, choice[0]
 			continue
 		}
 		break
 	}
 	return v
+}
+
+// hasOnly reports whether no other keyword says anything about values.
+func (v view) hasOnly(key string) bool {
+	for other := range v.keys {
+		if other != key && !slices.Contains(annotations, other) {
+			return false
+		}
+	}
+	return true
 }
 
 // types returns the JSON types that a schema allows, sorted, or nil for all.
@@ -67,9 +80,18 @@ func fits(types, in []string) bool {
 	return true
 }
 
-// references are the named schemas of a place, before and after, and whether null is allowed there besides.
-type references struct {
-	was, is         string
+// allows reports whether a schema allows values of a type.
+func (v view) allows(name string) bool { return v.types() == nil || slices.Contains(v.types(), name) }
+
+// hidesNull reports whether a schema without types and values may still forbid null.
+func (v view) hidesNull() bool {
+	forbids := func(key string) bool { return v.keys[key] != nil }
+	return v.types() == nil && v.allowed() == nil && slices.ContainsFunc([]string{"oneOf", "anyOf", "allOf", "not", "if"}, forbids)
+}
+
+// pair are two schemas that are compared, and whether null is allowed besides.
+type pair struct {
+	was, is         uintptr // addresses of the keywords
 	wasNull, isNull bool
 }
 
@@ -77,24 +99,48 @@ type references struct {
 // ignore members that they do not know.
 func (d *differ) schema(path string, was, is any) {
 	a, b := d.before.look(was), d.after.look(is)
-	if a.ref != "" && b.ref != "" {
-		pair := references{a.ref, b.ref, a.null, b.null}
-		if d.compared[pair] {
-			return
-		}
-		d.compared[pair] = true
+	both := pair{reflect.ValueOf(a.keys).Pointer(), reflect.ValueOf(b.keys).Pointer(), a.null, b.null}
+	if d.compared[both] {
+		return
+	}
+	d.compared[both] = true
+	if a.ref == "" || b.ref == "" {
+		defer delete(d.compared, both) // compared at each of its places: until here it only ends circles
 	}
 	forward, backward := fits(b.types(), a.types()), fits(a.types(), b.types())
 	d.narrows(path, "type", shown(a.types()), shown(b.types()), forward, backward)
 	if !forward && !backward {
 		return
 	}
+	if a.null != b.null && a.hidesNull() && b.hidesNull() {
+		d.narrows(path, "null", givenNull(a.null), givenNull(b.null), a.null, b.null)
+	}
 	d.values(path, a, b)
 	d.members(path, a, b)
-	if items := [2]any{a.keys["items"], b.keys["items"]}; items[0] != nil && items[1] != nil {
-		d.schema(path+"[]", items[0], items[1])
+	d.part(path+"[]", "items", "array", a, b)
+	if reflect.DeepEqual(a.keys["contentMediaType"], b.keys["contentMediaType"]) {
+		d.part(path+" as JSON", "contentSchema", "string", a, b)
 	}
 	d.others(path, a.keys["additionalProperties"], b.keys["additionalProperties"])
+}
+
+// part compares the schemas of a part that values of a type have. A missing schema allows anything. If only one of the
+// schemas has types, the change of the type says so already.
+func (d *differ) part(path, key, of string, a, b view) {
+	was, is := a.keys[key], b.keys[key]
+	_, wasList := was.([]any) // of schemas, one for each item
+	_, isList := is.([]any)
+	switch {
+	case was == nil && is == nil || !a.allows(of) || !b.allows(of):
+	case wasList || isList:
+		if !reflect.DeepEqual(was, is) {
+			d.narrows(path, key, text(was), text(is), was == nil, is == nil)
+		}
+	case was != nil && is != nil:
+		d.schema(path, was, is)
+	case (a.types() == nil) == (b.types() == nil):
+		d.schema(path, cmp.Or[any](was, true), cmp.Or[any](is, true))
+	}
 }
 
 // others compares the schemas of the members without names, which the objects of Go maps have. Objects without such a
@@ -108,6 +154,13 @@ func (d *differ) others(path string, was, is any) {
 	case had || has:
 		d.narrows(path, "members", given(had), given(has), !had, !has)
 	}
+}
+
+func givenNull(null bool) string {
+	if null {
+		return "allowed"
+	}
+	return "not allowed"
 }
 
 func given(schema bool) string {
@@ -150,9 +203,11 @@ var bounds = map[string]bool{
 	"maximum": true, "exclusiveMaximum": true, "maxLength": true, "maxItems": true, "maxProperties": true,
 }
 
-// elsewhere are the keywords that say nothing about values, or that are compared elsewhere.
-var elsewhere = []string{
-	"$ref", "type", "properties", "required", "items", "additionalProperties", "enum", "const",
+// elsewhere are the keywords that are compared elsewhere.
+var elsewhere = []string{"$ref", "type", "properties", "required", "items", "additionalProperties", "enum", "const", "contentSchema"}
+
+// annotations are the keywords that say nothing about values.
+var annotations = []string{
 	"title", "description", "examples", "default", "deprecated", "$comment", "$id", "$schema", "readOnly", "writeOnly",
 }
 
@@ -170,12 +225,15 @@ func (d *differ) values(path string, a, b view) {
 	maps.Copy(all, b.keys)
 	for _, key := range slices.Sorted(maps.Keys(all)) {
 		was, is := a.keys[key], b.keys[key]
-		if slices.Contains(elsewhere, key) || reflect.DeepEqual(was, is) {
+		if slices.Contains(elsewhere, key) || slices.Contains(annotations, key) || reflect.DeepEqual(was, is) {
 			continue
 		}
 		forward, backward := was == nil, is == nil
 		if higher, bounded := bounds[key]; bounded && was != nil && is != nil {
 			forward, backward = (number(is) < number(was)) == higher, (number(is) > number(was)) == higher
+		}
+		if strings.HasPrefix(key, "content") && slices.Contains(a.types(), "string") && slices.Contains(b.types(), "string") {
+			forward, backward = false, false // the same text is another value
 		}
 		d.narrows(path, key, text(was), text(is), forward, backward)
 	}
