@@ -103,6 +103,12 @@ func (c *Consumer) Group() string { return c.engine.Rules.Group }
 // Topics returns the topics that the consumer reads, sorted.
 func (c *Consumer) Topics() []string { return slices.Clone(c.engine.Processor.Routes.Topics) }
 
+// Actions returns the actions of the handlers that get events of a type, sorted. There is none for a type without a
+// handler, whose events are skipped. With [DeadLetterUnknown] such a type has one action, which is empty.
+func (c *Consumer) Actions(eventType string) (actions []string) {
+	return c.engine.Processor.Actions(eventType)
+}
+
 // Run handles events until ctx is cancelled; then it returns nil, within StopTimeout. In
 // this time handlers finish the events that they are at, which has three fifths of it,
 // what is done is committed, and the group is left. What is not done by then is rolled

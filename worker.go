@@ -94,20 +94,24 @@ func (w *Worker) Actions(eventType string) (actions []string) { return w.engine.
 
 // Deliver makes an attempt of an action on the event with this id in outbox, within tx: it is for
 // tests, and sees what tx has recorded and not committed. Handlers with a transaction get a part
-// of tx, which is rolled back if they fail. Nothing is written to event_delivery. Repeated is
+// of tx, which is rolled back if they fail. Nothing is written to event_delivery. Ahead is added to the
+// time of the database, by which events expire: the waits before the attempt that the test has left out. Repeated is
 // reported if the action was done before, or the event had expired. The error is that of the handler, of its codec, or
 // PostgreSQL's.
 //
 // The module outboxtest makes plays of it, with retries.
-func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int) (repeated bool, err error) {
-	repeated, err = w.engine.Deliver(ctx, tx, outboxID, action, attempt)
+func (w *Worker) Deliver(
+	ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int, ahead time.Duration,
+) (repeated bool, err error) {
+	repeated, err = w.engine.Deliver(ctx, tx, outboxID, action, attempt, ahead)
 	return repeated, public(err)
 }
 
 // RetryWait returns how long a worker waits after an attempt, from 1, of an action on an event of a
 // type that has failed with err, without the random part of a wait. Again is false if there is no other attempt:
-// the delivery is DEAD, or the group has no such action.
-func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wait time.Duration, again bool) {
+// the delivery is DEAD, or the group has no such action. Blocks is true if later events of the key wait for the
+// delivery: for its next attempt, or with HoldDead for an operator.
+func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wait time.Duration, again, blocks bool) {
 	return w.engine.RetryWait(eventType, action, attempt, err)
 }
 

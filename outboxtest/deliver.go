@@ -15,7 +15,7 @@ import (
 // Each call is an event of its own; [DeliverTwice] is for repeats.
 //
 // A correlation id and a traceparent in ctx travel with the event. The test fails if the event
-// cannot be sent, or if the consumer does not read its topic: in production it would never come.
+// cannot be sent, or if no handler would get it in production: the consumer does not read its topic, or skips its type.
 func Deliver(ctx context.Context, t T, consumer *outbox.Consumer, events *outbox.Registry, event outbox.DomainEvent) error {
 	t.Helper()
 	return deliver(ctx, t, consumer, events, event, 1)
@@ -31,8 +31,8 @@ func DeliverTwice(ctx context.Context, t T, consumer *outbox.Consumer, events *o
 func deliver(ctx context.Context, t T, consumer *outbox.Consumer, events *outbox.Registry, event outbox.DomainEvent, times int64) error {
 	t.Helper()
 	record, err := newRecord(ctx, events, event)
-	if err == nil && !slices.Contains(consumer.Topics(), record.Topic) {
-		err = fmt.Errorf("%T goes to topic %s, and the consumer reads %v", event, record.Topic, consumer.Topics())
+	if err == nil {
+		err = checkArrives(consumer, event, record)
 	}
 	if err != nil {
 		t.Fatalf("outboxtest: %v", err)
@@ -45,6 +45,18 @@ func deliver(ctx context.Context, t T, consumer *outbox.Consumer, events *outbox
 		}
 	}
 	return nil
+}
+
+// checkArrives returns an error if a handler of the consumer does not get an event.
+func checkArrives(consumer *outbox.Consumer, event outbox.DomainEvent, record *kgo.Record) error {
+	if !slices.Contains(consumer.Topics(), record.Topic) {
+		return fmt.Errorf("%T goes to topic %s, and the consumer reads %v", event, record.Topic, consumer.Topics())
+	}
+	m, err := outbox.DecodeCloudEvent(record)
+	if err == nil && len(consumer.Actions(m.Type)) == 0 {
+		err = fmt.Errorf("%T has the type %s, which the consumer skips: it has no handler for it", event, m.Type)
+	}
+	return err
 }
 
 // NewRecord returns the record in which a consumer would get an event, for tests

@@ -54,8 +54,9 @@ const maxAttempts = 1000
 // Play passes the events that tx has recorded, and not committed, to the handlers of a worker, and
 // those that the handlers record in turn, until none is left. It returns all attempts in the order in
 // which they were made. Nothing is waited for: a play of retries that would take an hour takes
-// milliseconds. A delayed event enters outbox, in tx, when it would be due. So a test of handlers needs
-// no more than a transaction that it rolls back:
+// milliseconds. A delayed event enters outbox, in tx, when it would be due, and an event expires when it would: both
+// times count from when the event was recorded, because handlers know no other clock than the real one. So a test of
+// handlers needs no more than a transaction that it rolls back:
 //
 //	require.NoError(t, Place(ctx, tx, rec, order))
 //	attempts := outboxtest.Play(ctx, t, tx, worker)
@@ -65,10 +66,10 @@ const maxAttempts = 1000
 //	require.NoError(t, outboxsql.Within(ctx, tx, func(tx *sql.Tx) error { return Place(ctx, tx, rec, order) }))
 //
 // Each action gets the events of a key in their order, those behind a failed one after it was done
-// or is dead. An event is dead after its last attempt, as if other events of the action had succeeded
-// meanwhile. Handlers with a transaction get a part of tx, and what they have done in it is rolled back
-// where they fail. A handler that uses a connection of its own does not see what tx has recorded. What
-// the handlers wait for by themselves, takes its time.
+// or is dead. Where the worker has HoldDead, those behind a dead one get no attempt; where it is Unordered, none waits.
+// An event is dead after its last attempt, as if other events of the action had succeeded meanwhile. Handlers with a
+// transaction get a part of tx, and what they have done in it is rolled back where they fail. A handler that uses a
+// connection of its own does not see what tx has recorded. What the handlers wait for by themselves, takes its time.
 //
 // Tables in another schema than public are those of InSchema(tx, schema), which must be that of the
 // worker. The test fails if db is no transaction of pgx, or if there is no end.
@@ -88,7 +89,7 @@ func play(ctx context.Context, tab table, worker *outbox.Worker) ([]Attempt, err
 	}
 	p := &player{tab: tab, tx: tx, worker: worker, start: time.Now()}
 	for {
-		if err := p.addRecorded(ctx); err != nil {
+		if err := p.addRecorded(ctx, p.now); err != nil {
 			return p.attempts, err
 		}
 		if moved, err := p.moveDelayed(ctx); err != nil {
@@ -96,13 +97,14 @@ func play(ctx context.Context, tab table, worker *outbox.Worker) ([]Attempt, err
 		} else if moved {
 			continue
 		}
-		if len(p.queue) == 0 {
+		next := p.next()
+		if next < 0 {
 			return p.attempts, nil
 		}
 		if len(p.attempts) == maxAttempts {
 			return p.attempts, fmt.Errorf("there is no end after %d attempts; the last one: %+v", maxAttempts, p.attempts[maxAttempts-1])
 		}
-		if err := p.step(ctx); err != nil {
+		if err := p.step(ctx, next); err != nil {
 			return p.attempts, err
 		}
 	}
@@ -129,6 +131,9 @@ type delivery struct {
 	action                                      string
 	attempt                                     int
 	due                                         time.Duration
+	recorded                                    time.Duration // when it was, from which its Expires counts
+	blocks                                      bool          // its last attempt has failed, and its line waits for it
+	held                                        bool          // it is dead, and its line waits for an operator
 }
 
 // sqlUncommitted reads what this transaction has recorded behind $1.
@@ -136,8 +141,8 @@ const sqlUncommitted = `
 SELECT id, event_type, event_id::text, aggregate_id, coalesce(topic, split_part(event_type, '.', 2) || '-events'), coalesce(partition_key, aggregate_id)
   FROM {schema}.outbox WHERE xid = pg_current_xact_id_if_assigned() AND id > $1 ORDER BY id`
 
-// addRecorded adds the events that were recorded since the last time.
-func (p *player) addRecorded(ctx context.Context) error {
+// addRecorded adds the events that were recorded at this time of the play, all since the last call.
+func (p *player) addRecorded(ctx context.Context, at time.Duration) error {
 	rows, err := p.tab.query(ctx, sqlUncommitted, p.last)
 	if err != nil {
 		return fmt.Errorf("read outbox: %w", err)
@@ -149,7 +154,7 @@ func (p *player) addRecorded(ctx context.Context) error {
 			return nil
 		}
 		for _, d.action = range p.worker.Actions(d.eventType) {
-			d.attempt, d.due = 1, p.now
+			d.attempt, d.due, d.recorded = 1, p.now, at
 			p.queue = append(p.queue, d)
 		}
 		return nil
@@ -162,8 +167,8 @@ func (p *player) addRecorded(ctx context.Context) error {
 
 // delayed is an event in outbox_delayed.
 type delayed struct {
-	id  int64
-	due time.Duration
+	id            int64
+	due, recorded time.Duration
 }
 
 // sqlDelayed reads what this transaction has recorded for later behind $1, for some topics, and in how many
@@ -196,7 +201,7 @@ func (p *player) moveDelayed(ctx context.Context) (moved bool, err error) {
 	var d delayed
 	var micros int64
 	_, err = pgx.ForEachRow(rows, []any{&d.id, &micros}, func() error {
-		p.lastWait, d.due = d.id, p.now+time.Duration(micros)*time.Microsecond
+		p.lastWait, d.due, d.recorded = d.id, p.now+time.Duration(micros)*time.Microsecond, p.now
 		p.waits = append(p.waits, d)
 		return nil
 	})
@@ -204,7 +209,7 @@ func (p *player) moveDelayed(ctx context.Context) (moved bool, err error) {
 		return false, fmt.Errorf("read outbox_delayed: %w", err)
 	}
 	slices.SortStableFunc(p.waits, func(a, b delayed) int { return cmp.Compare(a.due, b.due) })
-	if len(p.waits) == 0 || len(p.queue) > 0 && max(p.now, p.queue[p.next()].due) < p.waits[0].due {
+	if next := p.next(); len(p.waits) == 0 || next >= 0 && max(p.now, p.queue[next].due) < p.waits[0].due {
 		return false, nil
 	}
 	d, p.waits = p.waits[0], p.waits[1:]
@@ -212,30 +217,30 @@ func (p *player) moveDelayed(ctx context.Context) (moved bool, err error) {
 	if _, err := p.tx.Exec(ctx, completed(sqlMoveDelayed, p.tab.schema), d.id); err != nil {
 		return false, fmt.Errorf("move a delayed event to outbox: %w", err)
 	}
-	return true, nil
+	return true, p.addRecorded(ctx, d.recorded)
 }
 
-// next returns the index of the delivery that is due first, of those that are the first of their
-// key and action.
+// next returns the index of the delivery that is due first, or -1 if there is none, of those that no other one of their
+// key and action blocks. Deliveries that have not failed are due in the order of their events.
 func (p *player) next() int {
 	type line struct{ topic, key, action string }
-	seen, first := map[line]bool{}, -1
+	blocked, first := map[line]bool{}, -1
 	for i, d := range p.queue {
 		of := line{d.topic, d.key, d.action}
-		if !seen[of] && (first < 0 || d.due < p.queue[first].due) {
+		if !d.held && !blocked[of] && (first < 0 || d.due < p.queue[first].due) {
 			first = i
 		}
-		seen[of] = true
+		blocked[of] = blocked[of] || d.blocks
 	}
 	return first
 }
 
-// step makes the next attempt.
-func (p *player) step(ctx context.Context) error {
-	i := p.next()
+// step makes the next attempt, of the delivery at an index. Its event expires in the time of the play, which has gone
+// on since the event was recorded.
+func (p *player) step(ctx context.Context, i int) error {
 	d := &p.queue[i]
 	p.now = max(p.now, d.due)
-	repeated, err := p.worker.Deliver(ctx, p.tx, d.id, d.action, d.attempt)
+	repeated, err := p.worker.Deliver(ctx, p.tx, d.id, d.action, d.attempt, p.now-d.recorded)
 	if ctx.Err() != nil {
 		return errors.Join(err, context.Cause(ctx))
 	}
@@ -246,16 +251,20 @@ func (p *player) step(ctx context.Context) error {
 	switch {
 	case err != nil:
 		a.Outcome = Dead
-		if wait, again := p.worker.RetryWait(d.eventType, d.action, d.attempt, err); again {
-			a.Outcome, a.Wait = Retried, wait
+		var again bool
+		if a.Wait, again, d.blocks = p.worker.RetryWait(d.eventType, d.action, d.attempt, err); again {
+			a.Outcome = Retried
 		}
 	case repeated:
 		a.Outcome = Repeated
 	}
 	p.attempts = append(p.attempts, a)
-	if a.Outcome == Retried {
+	switch {
+	case a.Outcome == Retried:
 		d.attempt, d.due = d.attempt+1, p.now+a.Wait
-	} else {
+	case a.Outcome == Dead && d.blocks:
+		d.held = true
+	default:
 		p.queue = slices.Delete(p.queue, i, i+1)
 	}
 	return nil

@@ -122,6 +122,128 @@ func TestPlayKeepsOrder(t *testing.T) {
 	}, shortened(outboxtest.Play(background, t, h.in(tx), w)))
 }
 
+// Behind a dead event that is held, its key gets no attempt of the action, also not with a delayed event. Other keys
+// and other actions go on.
+func TestPlayHoldDead(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	cfg := outbox.WorkerConfig{}
+	cfg.HoldDead, cfg.Retry.MaxRetries, cfg.Retry.RetryWait = true, 1, time.Hour
+	w := h.worker(t, cfg,
+		outbox.Handle("COUNT", func(_ context.Context, _ pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
+			if e.Cents == 1 {
+				return errBusy
+			}
+			return nil
+		}),
+		outbox.HandleNoTx("NOTIFY", func(context.Context, orderPlaced, outbox.Metadata) error { return nil }))
+	tx := h.begin(t)
+	h.record(t, tx, orderPlaced{ID: "a", Cents: 1, At: noon}, orderPlaced{ID: "a", Cents: 2, At: noon}, orderPlaced{ID: "b", Cents: 2, At: noon},
+		outbox.With(orderPlaced{ID: "a", Cents: 3, At: noon}, outbox.EventOptions{NotBefore: time.Now().Add(2 * time.Hour)}))
+	attempts := shortened(outboxtest.Play(background, t, h.in(tx), w))
+	for i := range attempts {
+		attempts[i].At = attempts[i].At.Round(time.Minute)
+	}
+	require.Equal(t, []short{
+		{"COUNT", "a", 1, 0, time.Hour, outboxtest.Retried},
+		{"NOTIFY", "a", 1, 0, 0, outboxtest.Done},
+		{"NOTIFY", "a", 1, 0, 0, outboxtest.Done},
+		{"COUNT", "b", 1, 0, 0, outboxtest.Done},
+		{"NOTIFY", "b", 1, 0, 0, outboxtest.Done},
+		{"COUNT", "a", 2, time.Hour, 0, outboxtest.Dead},
+		{"NOTIFY", "a", 1, 2 * time.Hour, 0, outboxtest.Done},
+	}, attempts)
+}
+
+// Events of a key do not wait for each other where the worker has no order, whatever becomes of the first one.
+func TestPlayUnordered(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	for _, hold := range []bool{false, true} {
+		cfg := outbox.WorkerConfig{Unordered: true}
+		cfg.HoldDead, cfg.Retry.MaxRetries, cfg.Retry.RetryWait = hold, 1, time.Hour
+		w := h.worker(t, cfg, outbox.Handle("COUNT", func(_ context.Context, _ pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
+			if e.Cents == 1 {
+				return errBusy
+			}
+			return nil
+		}))
+		tx := h.begin(t)
+		h.record(t, tx, orderPlaced{ID: "a", Cents: 1, At: noon}, orderPlaced{ID: "a", Cents: 2, At: noon},
+			outbox.With(orderPlaced{ID: "a", Cents: 3, At: noon}, outbox.EventOptions{NotBefore: time.Now().Add(2 * time.Hour)}))
+		attempts := shortened(outboxtest.Play(background, t, h.in(tx), w))
+		attempts[len(attempts)-1].At = attempts[len(attempts)-1].At.Round(time.Minute)
+		require.Equal(t, []short{
+			{"COUNT", "a", 1, 0, time.Hour, outboxtest.Retried},
+			{"COUNT", "a", 1, 0, 0, outboxtest.Done},
+			{"COUNT", "a", 2, time.Hour, 0, outboxtest.Dead},
+			{"COUNT", "a", 1, 2 * time.Hour, 0, outboxtest.Done},
+		}, attempts)
+	}
+}
+
+// An event expires in the time of the play, as it would while a worker waits: between attempts, behind an earlier event
+// of its key, or after it was delayed. What a handler without a transaction has begun, it finishes. The expiry of an
+// event that a handler records counts from then.
+func TestPlayExpires(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	began := time.Now()
+	at := func(id string, notBefore, expires time.Duration) outbox.DomainEvent {
+		options := outbox.EventOptions{Expires: began.Add(expires)}
+		if notBefore > 0 {
+			options.NotBefore = began.Add(notBefore)
+		}
+		return outbox.With(orderPlaced{ID: id, At: noon}, options)
+	}
+	anHourLater := func(m outbox.Metadata) error {
+		if m.Attempt == 1 {
+			return outbox.RetryAfter(errBusy, time.Hour)
+		}
+		return nil
+	}
+	w := h.worker(t, outbox.WorkerConfig{},
+		outbox.Handle("PACK", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
+			if err := anHourLater(m); err != nil {
+				return err
+			}
+			liked := outbox.With(productLiked{e.ID, noon}, outbox.EventOptions{Expires: time.Now().Add(30 * time.Minute)})
+			return h.rec.Record(ctx, tx, liked)
+		}),
+		outbox.HandleNoTx("NOTIFY", func(_ context.Context, _ orderPlaced, m outbox.Metadata) error { return anHourLater(m) }),
+		outbox.HandleNoTx("LIKE", func(context.Context, productLiked, outbox.Metadata) error { return nil }))
+	tx := h.begin(t)
+	h.record(t, tx, at("expires", 0, 10*time.Minute), at("expires", 0, 10*time.Minute), at("lasts", 0, 2*time.Hour),
+		at("delayed", 3*time.Hour, 210*time.Minute), at("delayed, lasts", 3*time.Hour, 5*time.Hour))
+	attempts := shortened(outboxtest.Play(background, t, h.in(tx), w))
+	for i := range attempts {
+		attempts[i].At = attempts[i].At.Round(time.Minute)
+	}
+	const hour = time.Hour
+	require.Equal(t, []short{
+		{"NOTIFY", "expires", 1, 0, hour, outboxtest.Retried},
+		{"PACK", "expires", 1, 0, hour, outboxtest.Retried},
+		{"NOTIFY", "lasts", 1, 0, hour, outboxtest.Retried},
+		{"PACK", "lasts", 1, 0, hour, outboxtest.Retried},
+		{"NOTIFY", "expires", 2, hour, 0, outboxtest.Done},
+		{"NOTIFY", "expires", 1, hour, 0, outboxtest.Repeated},
+		{"PACK", "expires", 2, hour, 0, outboxtest.Repeated},
+		{"PACK", "expires", 1, hour, 0, outboxtest.Repeated},
+		{"NOTIFY", "lasts", 2, hour, 0, outboxtest.Done},
+		{"PACK", "lasts", 2, hour, 0, outboxtest.Done},
+		{"LIKE", "lasts", 1, hour, 0, outboxtest.Done},
+		{"NOTIFY", "delayed", 1, 3 * hour, hour, outboxtest.Retried},
+		{"PACK", "delayed", 1, 3 * hour, hour, outboxtest.Retried},
+		{"NOTIFY", "delayed, lasts", 1, 3 * hour, hour, outboxtest.Retried},
+		{"PACK", "delayed, lasts", 1, 3 * hour, hour, outboxtest.Retried},
+		{"NOTIFY", "delayed", 2, 4 * hour, 0, outboxtest.Done},
+		{"PACK", "delayed", 2, 4 * hour, 0, outboxtest.Repeated},
+		{"NOTIFY", "delayed, lasts", 2, 4 * hour, 0, outboxtest.Done},
+		{"PACK", "delayed, lasts", 2, 4 * hour, 0, outboxtest.Done},
+		{"LIKE", "delayed, lasts", 1, 4 * hour, 0, outboxtest.Done},
+	}, attempts)
+}
+
 // What is no transaction, and what has no end, fail the test.
 func TestPlayFails(t *testing.T) {
 	testenv.Long(t)

@@ -70,3 +70,28 @@ func TestDeliverFails(t *testing.T) {
 		require.Error(t, deliver(background, &fakeT{returns: true}, c, h.events, strayEvent{}))
 	}
 }
+
+// An event that the consumer skips because it has no handler for it is a mistake of the test. Where such events are
+// dead letters, the test gets their error.
+func TestDeliverWithoutHandler(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	consumer := func(unknown outbox.UnknownTypes) *outbox.Consumer {
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{From: outbox.FromStart, Unknown: unknown, Topics: []string{"product-events"}}}
+		c, err := outbox.NewConsumer(nil, nil, h.events, "g", cfg, outbox.HandleNoTx("SOLD", func(context.Context, orderPlaced, outbox.Metadata) error { return nil }))
+		require.NoError(t, err)
+		return c
+	}
+	skips, deadLetters := consumer(outbox.SkipUnknown), consumer(outbox.DeadLetterUnknown)
+	for _, deliver := range []func(context.Context, outboxtest.T, *outbox.Consumer, *outbox.Registry, outbox.DomainEvent) error{
+		outboxtest.Deliver, outboxtest.DeliverTwice,
+	} {
+		says := failure(t, func(f *fakeT) { _ = deliver(background, f, skips, h.events, productLiked{"1", noon}) })
+		require.Contains(t, says, "outboxtest_test.productLiked has the type acme.product.liked.v1, which the consumer skips")
+		require.ErrorContains(t, deliver(background, t, deadLetters, h.events, productLiked{"1", noon}), "acme.product.liked.v1")
+		require.NoError(t, deliver(background, t, skips, h.events, orderPlaced{ID: "1", At: noon}))
+	}
+	require.Equal(t, []string{"SOLD"}, skips.Actions("acme.order.placed.v1"))
+	require.Empty(t, skips.Actions("acme.product.liked.v1"))
+	require.Equal(t, []string{""}, deadLetters.Actions("acme.product.liked.v1"))
+}

@@ -52,18 +52,19 @@ const (
 
 // decide commits a signal, the intent that follows from it, and the command to place it: all
 // of that or nothing. A command that no executor has begun in time, because the kill switch was on
-// for example, has expired and is never placed. Whatever follows from it carries the same correlation id.
+// for example, has expired and is never placed. One that was begun, and has to wait for the exchange, has the
+// deadline in its intent. Whatever follows from it carries the same correlation id.
 func (b bot) decide(ctx context.Context, s Signal, id uuid.UUID) error {
 	ctx = outbox.WithCorrelationID(ctx, id.String())
-	intent := OrderIntent{ID: id, SignalID: s.ID, Scope: s.Scope, Side: s.Side, Quantity: s.Quantity}
+	command := CreateOrderAttempt{happened: now()}
+	command.OrderIntent = OrderIntent{ID: id, SignalID: s.ID, Scope: s.Scope, Side: s.Side, Quantity: s.Quantity, Deadline: command.At.Add(b.worth)}
 	return pgx.BeginFunc(ctx, b.db, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, sqlSignal, s.ID, s.StrategyKey, s.Market, s.Side, s.Quantity); err != nil {
 			return err
 		}
-		if _, err := tx.Exec(ctx, sqlIntent, intent.ID, s.ID, s.OwnerID); err != nil {
+		if _, err := tx.Exec(ctx, sqlIntent, id, s.ID, s.OwnerID); err != nil {
 			return err
 		}
-		command := CreateOrderAttempt{intent, now()}
-		return b.bus.Record(ctx, tx, outbox.With(command, outbox.EventOptions{Expires: command.At.Add(b.worth)}))
+		return b.bus.Record(ctx, tx, outbox.With(command, outbox.EventOptions{Expires: command.Deadline}))
 	})
 }

@@ -36,5 +36,5 @@ func TestScopeTravels(t *testing.T) {
 	payload, err := json.Marshal(CreateOrderAttempt{OrderIntent: anIntent})
 	require.NoError(t, err)
 	require.JSONEq(t, `{"orderIntentId": "0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a", "signalId": 1, "ownerId": "ann", "strategyKey": "grid",
-		"market": "KRW-BTC", "side": "BUY", "quantity": 2, "occurredAt": "0001-01-01T00:00:00Z"}`, string(payload))
+		"market": "KRW-BTC", "side": "BUY", "quantity": 2, "deadline": "0001-01-01T00:00:00Z", "occurredAt": "0001-01-01T00:00:00Z"}`, string(payload))
 }

@@ -40,9 +40,9 @@ func (x exchange) place(ctx context.Context, i OrderIntent, a Attempt) Answer {
 		return Answer{State: Acked, OrderID: body.OrderID}
 	case status == http.StatusTooManyRequests:
 		return Answer{State: Throttled, Wait: time.Duration(body.RetryAfterMs) * time.Millisecond, Reason: body.Error}
-	case status >= 400 && status < 500 && status != http.StatusConflict: // a conflict means that it has this identifier
+	case status >= 400 && status < 500 && status != http.StatusConflict && status != http.StatusRequestTimeout:
 		return Answer{State: Rejected, Reason: body.Error}
-	default:
+	default: // a conflict means that it has this identifier; a time-out says no more than one of this client
 		return Answer{State: Unknown, Reason: fmt.Sprintf("status %d: %s", status, body.Error)}
 	}
 }

@@ -27,7 +27,7 @@ func (x executor) handlers() []outbox.Handler {
 }
 
 const (
-	orderValid    = 1500 * time.Millisecond // for which the exchange may take an order; a signal that is older is worth nothing
+	orderValid    = 1500 * time.Millisecond // for which the exchange may take an order, but not beyond the deadline of the intent
 	orderOverdue  = time.Second             // after which the owner is told that the exchange has not answered
 	reconcileWait = 200 * time.Millisecond  // between two questions for an order
 	noteTimeout   = 5 * time.Second         // for writing down an answer
@@ -39,6 +39,7 @@ var (
 	errThrottled = errors.New("the exchange wants fewer orders")
 	errUnknown   = errors.New("the exchange may have the order")
 	errRejected  = errors.New("the exchange does not want the order")
+	errSending   = errors.New("another process is sending the attempt")
 )
 
 // unknown returns an error after which the exchange may have the order. The command comes again
@@ -47,7 +48,7 @@ func unknown(why error) error {
 	return outbox.RetryAfter(fmt.Errorf("%w: %w", errUnknown, why), reconcileWait)
 }
 
-// retries says how often the command is tried again. Throttling passes, and what may be at the
+// retries says how often the command is tried again. Throttling passes, or the deadline does, and what may be at the
 // exchange is asked for until that is known, however long the exchange is down. All attempts count
 // together, so after many of these another error makes the command DEAD at once: what goes wrong
 // while the exchange may have the order is unknown, too.
@@ -108,17 +109,21 @@ func (x executor) prepare(ctx context.Context, i OrderIntent) (Attempt, error) {
 const sqlSend = `UPDATE order_attempt SET state = $3, valid_until = $4, updated_at = now() WHERE identifier = $1 AND state = ANY($2)`
 
 // place orders. Once SENT is committed, this attempt is never sent again. The event OrderOverdue is committed with it:
-// unless the outcome is known by then, it comes, whatever happens to this process.
+// unless the outcome is known by then, it comes, whatever happens to this process. A command that has begun in time
+// does not expire by itself, so behind the deadline of the intent the attempt is ended here.
 func (x executor) place(ctx context.Context, i OrderIntent, a Attempt) error {
 	at := now()
-	a.ValidUntil = at.At.Add(orderValid)
+	var ok bool
+	if a.ValidUntil, ok = i.ValidUntil(at.At); !ok {
+		return x.expire(ctx, a)
+	}
 	err := pgx.BeginFunc(ctx, x.db, func(tx pgx.Tx) error {
 		sent, err := tx.Exec(ctx, sqlSend, a.Identifier, before[Sent], Sent, a.ValidUntil)
 		if err != nil {
 			return err
 		}
 		if sent.RowsAffected() == 0 {
-			return unknown(fmt.Errorf("another process is sending %s", a.Identifier))
+			return unknown(errSending)
 		}
 		overdue := OrderOverdue{i, a.Identifier, happened{at.At.Add(orderOverdue)}}
 		return x.bus.Record(ctx, tx, outbox.With(overdue, outbox.EventOptions{ID: a.overdueID(), NotBefore: overdue.At}))
@@ -126,7 +131,19 @@ func (x executor) place(ctx context.Context, i OrderIntent, a Attempt) error {
 	if err != nil {
 		return err
 	}
-	return x.conclude(ctx, i, a, x.exchange.place(ctx, i, a))
+	return x.conclude(ctx, i, a, a.Trust(x.exchange.place(ctx, i, a), time.Now()))
+}
+
+// sqlExpire changes nothing if another process has sent the attempt.
+const sqlExpire = `UPDATE order_attempt SET state = $3, updated_at = now() WHERE identifier = $1 AND state = ANY($2)`
+
+// expire ends an attempt that was not sent.
+func (x executor) expire(ctx context.Context, a Attempt) error {
+	ended, err := x.db.Exec(ctx, sqlExpire, a.Identifier, before[Expired], Expired)
+	if err == nil && ended.RowsAffected() == 0 {
+		return unknown(errSending)
+	}
+	return err
 }
 
 // reconcile asks the exchange what became of an order.

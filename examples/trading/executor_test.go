@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -153,6 +154,68 @@ func TestAnswerAfterReconciliation(t *testing.T) {
 		_ = x.conclude(t.Context(), intent, a, late)
 		require.Equal(t, "ACKED", f.states(t))
 		require.Len(t, recorded[OrderAccepted](t, f), 1)
+	}
+}
+
+// late returns the command that was recorded, as if the deadline of its signal had passed.
+func (f *fixture) late(t *testing.T) CreateOrderAttempt {
+	t.Helper()
+	c := recorded[CreateOrderAttempt](t, f)[0]
+	var expires time.Time
+	require.NoError(t, f.db.QueryRow(t.Context(), `SELECT expires_at FROM outbox WHERE event_type = 'CreateOrderAttempt.v1'`).Scan(&expires))
+	require.WithinDuration(t, expires, c.Deadline, time.Microsecond, "the deadline of the intent is that of its command")
+	c.Deadline = time.Now()
+	return c
+}
+
+// A command that the exchange has throttled until its signal is worth nothing ends, without another request. It has
+// begun in time, so it does not expire by itself.
+func TestThrottledUntilTheDeadline(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, onFirst(simulator.Throttle))
+	require.ErrorIs(t, f.deliver(t, orderExecutor, f.decide(t)), errThrottled)
+	x := executor{f.db, f.bus, exchange{f.exchange, newHTTP(exchangeTimeout)}, f.wake}
+	for range 2 {
+		require.NoError(t, x.createOrderAttempt(t.Context(), f.late(t), outbox.Metadata{Attempt: 2}))
+		require.Equal(t, "THROTTLED EXPIRED", f.states(t))
+	}
+	asked, again := f.outside.Asked()
+	require.Equal(t, []int{1, 0}, []int{asked, again})
+	require.Empty(t, f.outside.Orders())
+	require.Contains(t, f.print(t), "1 THROTTLED and made again, 0 NOT_PLACED, 1 EXPIRED")
+}
+
+// An attempt that a killed process has prepared is not sent behind the deadline either. One that another process has
+// sent meanwhile stays as it is.
+func TestPreparedUntilTheDeadline(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, onFirst(simulator.Accept))
+	f.decide(t)
+	command := f.late(t)
+	x := executor{f.db, f.bus, exchange{f.exchange, newHTTP(exchangeTimeout)}, f.wake}
+	a, err := x.prepare(t.Context(), command.OrderIntent)
+	require.NoError(t, err)
+	require.NoError(t, x.createOrderAttempt(t.Context(), command, outbox.Metadata{Attempt: 2}))
+	require.Equal(t, "EXPIRED", f.states(t))
+	_, err = f.db.Exec(t.Context(), `UPDATE order_attempt SET state = 'SENT'`)
+	require.NoError(t, err)
+	require.ErrorIs(t, x.place(t.Context(), command.OrderIntent, a), errSending)
+	require.Equal(t, "SENT", f.states(t))
+	asked, _ := f.outside.Asked()
+	require.Zero(t, asked)
+}
+
+// A time-out that the exchange reports leaves open whether it has the order, as one of the client does.
+func TestTimeOutOfTheExchange(t *testing.T) {
+	t.Parallel()
+	for status, want := range map[int]State{
+		http.StatusRequestTimeout: Unknown, http.StatusConflict: Unknown, http.StatusBadRequest: Rejected, http.StatusUnprocessableEntity: Rejected,
+	} {
+		address, closeServer, err := serve(t.Context(), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }))
+		require.NoError(t, err)
+		got := exchange{address, newHTTP(exchangeTimeout)}.place(t.Context(), anIntent, Attempt{Identifier: "1"})
+		closeServer()
+		require.Equal(t, want, got.State, status)
 	}
 }
 

@@ -42,15 +42,25 @@ type OrderIntent struct {
 	ID       uuid.UUID `json:"orderIntentId"`
 	SignalID int64     `json:"signalId"`
 	Scope
-	Side     string `json:"side"`
-	Quantity int64  `json:"quantity"`
+	Side     string    `json:"side"`
+	Quantity int64     `json:"quantity"`
+	Deadline time.Time `json:"deadline"` // from then on its signal is worth nothing, and no attempt is sent
+}
+
+// ValidUntil returns until when the exchange may take an order that is sent at a time, and whether it is sent at all.
+func (i OrderIntent) ValidUntil(at time.Time) (until time.Time, ok bool) {
+	until = at.Add(orderValid)
+	if i.Deadline.Before(until) {
+		until = i.Deadline
+	}
+	return until, at.Before(until)
 }
 
 // State is that of an [Attempt].
 type State string
 
-// An attempt goes from PREPARED over SENT to one of the others. UNKNOWN means that the
-// exchange may have the order: it is asked until that is known. All others are final.
+// An attempt goes from PREPARED over SENT to one of the others, or at once to EXPIRED. UNKNOWN means that
+// the exchange may have the order: it is asked until that is known. All others are final.
 const (
 	Prepared  State = "PREPARED"
 	Sent      State = "SENT"
@@ -59,6 +69,7 @@ const (
 	Throttled State = "THROTTLED"  // it said that it has no time: another attempt may follow
 	Unknown   State = "UNKNOWN"    // it said nothing, or that something went wrong
 	NotPlaced State = "NOT_PLACED" // it does not have the order, and will not take it any more
+	Expired   State = "EXPIRED"    // it was not asked for the order before the deadline of the intent
 )
 
 // before says from which states an attempt may come into a state. What is known is never
@@ -70,6 +81,7 @@ var before = map[State][]State{
 	Throttled: {Sent, Unknown},
 	Unknown:   {Sent, Unknown},
 	NotPlaced: {Sent, Unknown},
+	Expired:   {Prepared},
 }
 
 // Attempt is one order to the exchange. Number and identifier are unique, so a command that
@@ -106,9 +118,13 @@ type Answer struct {
 	Reason  string        // of the others
 }
 
-// Trust returns an answer to the question for an order, as far as it can be trusted: that the
-// exchange does not have an order may change until the order is no longer valid.
+// Trust returns an answer of the exchange, as far as it can be trusted: that the exchange does not have an
+// order may change until the order is no longer valid. An order that it has rejected later than that came too
+// late, so nothing is wrong with it.
 func (a Attempt) Trust(got Answer, now time.Time) Answer {
+	if got.State == Rejected && !now.Before(a.ValidUntil) {
+		return Answer{State: NotPlaced, Reason: got.Reason}
+	}
 	if got.State == NotPlaced && now.Before(a.ValidUntil.Add(clockSkew)) {
 		return Answer{State: Unknown, Reason: "the exchange does not have it yet"}
 	}

@@ -21,7 +21,7 @@ func TestNextAttempt(t *testing.T) {
 	require.True(t, ok)
 	require.Equal(t, Attempt{No: 1, Identifier: anIntent.ID.String() + "-1", State: Prepared}, first)
 	for state, want := range map[State]bool{
-		Prepared: false, Sent: false, Acked: false, Rejected: false, Unknown: false, NotPlaced: false, Throttled: true,
+		Prepared: false, Sent: false, Acked: false, Rejected: false, Unknown: false, NotPlaced: false, Expired: false, Throttled: true,
 	} {
 		first.State = state
 		next, ok := anIntent.Next(first)
@@ -53,4 +53,29 @@ func TestTrust(t *testing.T) {
 	require.Equal(t, Unknown, a.Trust(Answer{State: NotPlaced}, noon).State)
 	require.Equal(t, NotPlaced, a.Trust(Answer{State: NotPlaced}, noon.Add(clockSkew)).State)
 	require.Equal(t, Answer{State: Acked, OrderID: "1"}, a.Trust(Answer{State: Acked, OrderID: "1"}, noon))
+}
+
+// An order that is rejected when it is no longer valid came too late, which is nothing for an operator.
+func TestTrustLateRejection(t *testing.T) {
+	t.Parallel()
+	noon := time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
+	a := Attempt{ValidUntil: noon}
+	got := Answer{State: Rejected, Reason: "no longer valid"}
+	require.Equal(t, got, a.Trust(got, noon.Add(-time.Millisecond)))
+	require.Equal(t, Answer{State: NotPlaced, Reason: "no longer valid"}, a.Trust(got, noon))
+}
+
+// No order is valid for longer than its signal is worth one.
+func TestValidUntil(t *testing.T) {
+	t.Parallel()
+	noon := time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
+	for left, valid := range map[time.Duration]time.Duration{time.Minute: orderValid, orderValid: orderValid, time.Second: time.Second} {
+		until, ok := OrderIntent{Deadline: noon.Add(left)}.ValidUntil(noon)
+		require.True(t, ok)
+		require.Equal(t, noon.Add(valid), until)
+	}
+	for _, left := range []time.Duration{0, -time.Hour} {
+		_, ok := OrderIntent{Deadline: noon.Add(left)}.ValidUntil(noon)
+		require.False(t, ok)
+	}
 }

@@ -26,6 +26,7 @@ type tables struct {
 	Signals, Intents, Concluded                                 int
 	Expired                                                     int // intents whose commands were dropped
 	Attempts, Acked, Rejected, NotPlaced, Throttled             int
+	Unsent                                                      int // attempts that had expired before they were sent
 	Matched                                                     int // orders at the exchange that are ACKED under their identifier
 	Overtook                                                    int // orders that were taken before an earlier one of their strategy in the market
 	Dead, Open                                                  int // deliveries; dead ones of other groups than notification
@@ -49,7 +50,7 @@ WITH taken AS (
     SELECT place, lag(place) OVER (PARTITION BY strategy_key, market ORDER BY signal_id) AS earlier FROM taken)
 SELECT (SELECT count(*) FROM signal) AS signals,
        (SELECT count(*) FROM order_intent) AS intents,
-       (SELECT count(DISTINCT order_intent_id) FROM order_attempt WHERE state IN ('ACKED', 'REJECTED', 'NOT_PLACED')) AS concluded,
+       (SELECT count(DISTINCT order_intent_id) FROM order_attempt WHERE state IN (` + concluded + `)) AS concluded,
        (SELECT count(*) FROM order_intent AS i WHERE ` + hasExpired + `) AS expired,
        a.*,
        (SELECT count(*) FROM taken WHERE state = 'ACKED') AS matched,
@@ -67,6 +68,7 @@ SELECT (SELECT count(*) FROM signal) AS signals,
                count(*) FILTER (WHERE state = 'REJECTED') AS rejected,
                count(*) FILTER (WHERE state = 'NOT_PLACED') AS not_placed,
                count(*) FILTER (WHERE state = 'THROTTLED') AS throttled,
+               count(*) FILTER (WHERE state = 'EXPIRED') AS unsent,
                count(*) FILTER (WHERE answered_in_time) AS in_time
           FROM order_attempt) AS a,
        (SELECT count(*) AS logged,
@@ -122,14 +124,14 @@ func (r *report) equations() show.Equations {
 		show.Equal("intents with an outcome, and expired ones", r.Concluded+r.Expired, "intents", r.Intents).AtEnd(),
 		show.Equal("orders at the exchange", r.orders, "attempts ACKED", r.Acked).AtEnd(),
 		show.Equal("of them under the same identifier", r.Matched, "attempts ACKED", r.Acked).AtEnd(),
-		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled, "attempts", r.Attempts).AtEnd(),
+		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled+r.Unsent, "attempts", r.Attempts).AtEnd(),
 		show.None("identifiers ordered twice", r.again),
 		show.None("orders that overtook another", r.Overtook),
 		show.None("orders while the kill switch was on", r.whileStopped),
 		show.Equal("dead commands", r.Dead, "attempts REJECTED", r.Rejected).AtEnd(),
 		show.None("open deliveries", r.Open).AtEnd(),
 		show.Equal("events OrderAccepted", r.Accepted, "attempts ACKED", r.Acked),
-		show.Equal("answers in time, and events OrderOverdue", r.InTime+r.Overdue, "attempts", r.Attempts).AtEnd(),
+		show.Equal("answers in time, and events OrderOverdue", r.InTime+r.Overdue, "attempts that were sent", r.Attempts-r.Unsent).AtEnd(),
 		show.None("events that are still delayed", r.Delayed).AtEnd(),
 		show.Equal("notifications logged", r.Logged, "events OrderAccepted, OrderOverdue", r.Accepted+r.Overdue).AtEnd(),
 		show.Equal("pushes, and those cut off", r.pushed+r.CutOff, "notifications logged", r.Logged).AtEnd(),
@@ -155,7 +157,7 @@ Bots, an exchange that fails, and four groups of workers on PostgreSQL alone
 }
 
 func (r *report) print(out io.Writer) error {
-	fmt.Fprintf(out, "\n  attempts: %d ACKED, %d REJECTED, %d THROTTLED and made again, %d NOT_PLACED\n", r.Acked, r.Rejected, r.Throttled, r.NotPlaced)
+	fmt.Fprintf(out, "\n  attempts: %d ACKED, %d REJECTED, %d THROTTLED and made again, %d NOT_PLACED, %d EXPIRED\n", r.Acked, r.Rejected, r.Throttled, r.NotPlaced, r.Unsent)
 	fmt.Fprintf(out, "  %d attempts had an answer within %v; the owners of %d others were told that the exchange is late\n", r.InTime, orderOverdue, r.Overdue)
 	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
 	fmt.Fprintf(out, "  %d commands waited while the kill switch was on; %d have expired and were not sent to the exchange\n\n", r.waiting, r.Expired)

@@ -135,6 +135,9 @@ func (s *scene) awaitOrders(ctx context.Context, n int) (bool, error) {
 	})
 }
 
+// concluded are the states of an attempt after which its intent gets no other one.
+const concluded = `'ACKED', 'REJECTED', 'NOT_PLACED', 'EXPIRED'`
+
 // hasExpired is the condition that the command of intent i was dropped: it is done, and there is no attempt.
 const hasExpired = `(NOT EXISTS (SELECT FROM order_attempt WHERE order_intent_id = i.id)
                AND EXISTS (SELECT FROM event_delivery WHERE consumer_group = '` + orderExecutor + `' AND aggregate_id = i.id::text AND status = 'DONE'))`
@@ -145,7 +148,7 @@ SELECT (SELECT count(*) FROM order_attempt WHERE state NOT IN ('PREPARED', 'SENT
      + (SELECT count(*) FROM notification_log)
      + (SELECT count(*) FROM backtest WHERE result IS NOT NULL) AS done,
        (SELECT count(*) FROM order_intent AS i WHERE NOT EXISTS (
-            SELECT FROM order_attempt WHERE order_intent_id = i.id AND state IN ('ACKED', 'REJECTED', 'NOT_PLACED'))
+            SELECT FROM order_attempt WHERE order_intent_id = i.id AND state IN (` + concluded + `))
           AND NOT ` + hasExpired + `)
      + (SELECT count(*) FROM outbox WHERE event_type IN ('OrderAccepted.v1', 'OrderOverdue.v1')) - (SELECT count(*) FROM notification_log)
      + (SELECT count(*) FROM outbox_delayed)

@@ -24,19 +24,19 @@ func (p *Processor) hasExpired(ctx context.Context, t *Task) (bool, error) {
 			return false, &NoteError{fmt.Errorf("read the time of PostgreSQL: %w", err)}
 		}
 	}
-	return !now.Before(t.Meta.Expires), nil
+	return !now.Add(p.Ahead).Before(t.Meta.Expires), nil
 }
 
 // clock is the time of PostgreSQL. The zero value is not known, and nothing is past then.
 type clock struct{ pg.Clock }
 
-// queue adds a statement that reads the clock to a batch, if an event of the tasks may expire.
-func (c *clock) queue(b *pgx.Batch, tasks []Task) {
+// queue adds a statement that reads the clock to a batch, if an event of the tasks may expire. The clock is set ahead.
+func (c *clock) queue(b *pgx.Batch, tasks []Task, ahead time.Duration) {
 	if slices.ContainsFunc(tasks, func(t Task) bool { return !t.Meta.Expires.IsZero() }) {
 		b.Queue(pg.SQLNow).QueryRow(func(row pgx.Row) error {
 			var now time.Time
 			err := row.Scan(&now)
-			c.Clock = pg.ClockAt(now)
+			c.Clock = pg.ClockAt(now.Add(ahead))
 			return err
 		})
 	}

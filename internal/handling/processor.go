@@ -37,6 +37,8 @@ type Processor struct {
 	Queue func(b *pgx.Batch, tasks []Task)
 	// PassFailed has [Processor.ProcessBatch] go on behind a task that has failed, where nothing has to be undone.
 	PassFailed bool
+	// Ahead is added to the clock by which events expire. Only tests set it, which do not wait between attempts.
+	Ahead time.Duration
 	// Begin, if it is not nil, is called in the transaction of tasks, before their handlers. It returns the indexes of
 	// tasks that the transaction leaves out.
 	Begin func(ctx context.Context, tx Tx, tasks []Task) (excluded []int, err error)
@@ -165,7 +167,7 @@ func (p *Processor) transact(
 			if p.Queue != nil {
 				p.Queue(b, tasks)
 			}
-			c.clock.queue(b, tasks)
+			c.clock.queue(b, tasks, p.Ahead)
 		}
 		return p.Store.InTx(ctx, p.work, c.keys, severalCalls(tasks), queue, func(tx Tx, fresh map[NoteKey]bool) error {
 			c.tx, c.fresh = tx, fresh

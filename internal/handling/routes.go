@@ -73,6 +73,20 @@ func (r Routes) ActionsOf(topic string) (actions []string) {
 	return actions
 }
 
+// Actions returns the actions on events of a type, sorted. If a type without a handler is a dead letter, its only
+// action is empty.
+func (p *Processor) Actions(eventType string) (actions []string) {
+	if route := p.Routes.ByName[eventType]; route != nil {
+		for h := range route.Handlers() {
+			actions = append(actions, h.Action)
+		}
+	} else if p.Rules.DeadLetterUnknown {
+		return []string{""}
+	}
+	slices.Sort(actions)
+	return slices.Compact(actions)
+}
+
 // Route is an event type with its handlers.
 type Route struct {
 	Kind     EventType

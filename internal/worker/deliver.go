@@ -16,17 +16,17 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// Deliver makes an attempt of an action on an event of the table outbox, within tx. It reports whether the
-// event was a repeat, for which no handler is called.
+// Deliver makes an attempt of an action on an event of the table outbox, within tx. Events expire by the clock of
+// PostgreSQL, which it sets ahead. It reports whether the event was a repeat, for which no handler is called.
 func (w *Worker) Deliver(
-	ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int,
+	ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int, ahead time.Duration,
 ) (repeated bool, err error) {
 	d, err := w.readRecorded(ctx, tx, outboxID)
 	if err != nil {
 		return false, fmt.Errorf("outbox: deliver event %d: %w", outboxID, err)
 	}
 	own := w.processor.ForOne(new(handling.Activity))
-	own.Store = &storeWithin{w.notes, tx}
+	own.Store, own.Ahead = &storeWithin{w.notes, tx}, ahead
 	rules := *own.Rules
 	rules.Hooks.Handled = nil
 	rules.Hooks.Repeated = func(*envelope.Received, string) { repeated = true }

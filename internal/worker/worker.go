@@ -151,23 +151,16 @@ func (w *Worker) runOnce(ctx context.Context) error {
 }
 
 // Actions returns the actions of the handlers that get events of a type, sorted.
-func (w *Worker) Actions(eventType string) (actions []string) {
-	if route := w.processor.Routes.ByName[eventType]; route != nil {
-		for h := range route.Handlers() {
-			actions = append(actions, h.Action)
-		}
-	} else if w.delivery.DeadLetterUnknown {
-		return []string{""}
-	}
-	slices.Sort(actions)
-	return slices.Compact(actions)
-}
+func (w *Worker) Actions(eventType string) []string { return w.processor.Actions(eventType) }
 
-// RetryWait returns how long a worker waits after a failed attempt, without the random part of a wait.
-func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wait time.Duration, again bool) {
+// RetryWait returns how long a worker waits after a failed attempt, without the random part of a wait, and whether
+// later events of the key wait for the delivery.
+func (w *Worker) RetryWait(
+	eventType, action string, attempt int, err error,
+) (wait time.Duration, again, blocks bool) {
 	route := w.processor.Routes.ByName[eventType]
 	if route == nil {
-		return 0, false
+		return 0, false, false
 	}
 	for h := range route.Handlers() {
 		if h.Action != action {
@@ -175,10 +168,10 @@ func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wa
 		}
 		policy := h.Retry.Over(w.delivery.Of(route.Kind.Topic))
 		if handling.IsPermanent(err) || attempt > w.processor.Retries(policy, err, func(f func()) { f() }) {
-			return 0, false
+			return 0, false, w.delivery.HoldDead && !w.cfg.Unordered
 		}
 		wait, _ = policy.Wait(attempt, err)
-		return wait, true
+		return wait, true, !w.cfg.Unordered
 	}
-	return 0, false
+	return 0, false, false
 }
