@@ -70,7 +70,7 @@ var (
 	// a newer release than this one.
 	ErrDatabaseAhead = migrator.ErrDatabaseAhead
 	// ErrForeignObjects is returned by [Migrate] when a role that is not trusted with the schema
-	// has made functions, operators or tables there that Migrate would run or take for its own.
+	// has made functions, operators or relations there that Migrate would run or take for its own.
 	// The error names them.
 	ErrForeignObjects = migrator.ErrForeignObjects
 	// ErrDuplicateEvent is returned by [Recorder.Record] where [MigrateConfig].UniqueEventIDs has

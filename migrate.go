@@ -97,9 +97,9 @@ func (c MigrateConfig) validate() error {
 // It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated the database.
 // It revokes CREATE on the schema from PUBLIC where the role may do that, and logs it as WARN. It
 // returns [ErrForeignObjects] where an untrusted role has made functions or operators in the schema
-// that the files would run, or tables of the names that outbox uses: drop them, or migrate as that
-// role. Trusted are the role itself, superusers, the owner of the schema, and roles that were
-// granted CREATE on it by name.
+// that the files would run, functions named outbox_…, or relations of the names that outbox uses: drop
+// them, or migrate as that role. Trusted are the role itself, superusers, the owner of the schema, and
+// roles that were granted CREATE on it by name.
 //
 // The role needs CREATE on the schema, or on the database if the schema does not exist. A project
 // that uses a migration tool can apply the files of the package migrations with that instead.
@@ -176,7 +176,7 @@ func makePartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) e
 // The steps of [makePartitioned]. Each is a transaction of its own, so that no lock is
 // held while rows are read. A step that was done before does nothing.
 const (
-	sqlPreparePartitions = `SELECT {schema}.outbox_prepare_partitions($1)`
+	sqlPreparePartitions = `SELECT {schema}.outbox_prepare_partitions($1::bigint)`
 	sqlCheckPartitions   = `ALTER TABLE {schema}.outbox VALIDATE CONSTRAINT outbox_before_partitions`
 	sqlPartition         = `SELECT {schema}.outbox_partition()`
 )
@@ -216,7 +216,7 @@ SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = {outbox}::regcl
                   AND NOT (p.puballtables OR p.pubupdate OR p.pubdelete OR p.pubtruncate)
                   AND coalesce(starts_with(pg_catalog.obj_description(p.oid, 'pg_publication'), 'outbox: its cuts add and drop the table'), false))`
 
-const sqlPublish = `SELECT {schema}.outbox_publish($1)`
+const sqlPublish = `SELECT {schema}.outbox_publish($1::text)`
 
 // publish makes the publication and the trigger. It tries again if it does not get a lock.
 func publish(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
