@@ -18,8 +18,8 @@ import (
 	"github.com/outboxgo/outbox/migrations"
 )
 
-// overloads are functions that PostgreSQL prefers to those of outbox where a call has an argument without a type, one of
-// another type, or leaves one out.
+// overloads are functions that PostgreSQL prefers to those of outbox where a call has an argument without a type, one
+// of another type, or leaves one out.
 var overloads = []string{"outbox_define(name,text[])", "outbox_revoke_grants(text)", "outbox_guard_partition(text)", "outbox_prepare_partitions(text)",
 	"outbox_check_names(text,text)", "outbox_lock_groups(text,text)", "outbox_unread(text,bytea)", "outbox_promote(text,bigint[])",
 	"outbox_pending(text,integer)"}
