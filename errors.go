@@ -67,10 +67,10 @@ var (
 	// database and the encoding.
 	ErrEncoding = pg.ErrEncoding
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
-	// a newer release than this one.
+	// a newer release than this one, on whose tables this one cannot run.
 	ErrDatabaseAhead = migrator.ErrDatabaseAhead
 	// ErrForeignObjects is returned by [Migrate] when a role that is not trusted with the schema
-	// has made functions, operators or tables there that Migrate would run or take for its own.
+	// has made functions, operators or relations there that Migrate would run or take for its own.
 	// The error names them.
 	ErrForeignObjects = migrator.ErrForeignObjects
 	// ErrDuplicateEvent is returned by [Recorder.Record] where [MigrateConfig].UniqueEventIDs has

@@ -49,8 +49,8 @@ type MigrateConfig struct {
 	// wait behind it for as long, and about 2 ms more for each partition of outbox. A migration cancels a running
 	// autovacuum only if LockTimeout is longer than PostgreSQL's deadlock_timeout. Zero means 100 ms.
 	LockTimeout time.Duration
-	// Logger receives WARN when a migration does not get a lock, with the session that has it, and when it got it. Nil
-	// means slog.Default().
+	// Logger receives WARN when a migration or index gets no lock, with the session that has it, and when it got it.
+	// Nil means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -94,12 +94,15 @@ func (c MigrateConfig) validate() error {
 // transactions of their own, and are tried again alike. If Migrate is stopped between them, call it
 // again, since until then the table rejects ids that are far ahead.
 //
-// It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated the database.
+// If a newer release has migrated the database, Migrate changes nothing. It logs a WARN and returns
+// nil where the newer files say that this release may run on their tables. Otherwise it returns
+// [ErrDatabaseAhead].
+//
 // It revokes CREATE on the schema from PUBLIC where the role may do that, and logs it as WARN. It
 // returns [ErrForeignObjects] where an untrusted role has made functions or operators in the schema
-// that the files would run, or tables of the names that outbox uses: drop them, or migrate as that
-// role. Trusted are the role itself, superusers, the owner of the schema, and roles that were
-// granted CREATE on it by name.
+// that the files would run, functions named outbox_…, or relations of the names that outbox uses: drop
+// them, or migrate as that role. Trusted are the role itself, superusers, the owner of the schema, and
+// roles that were granted CREATE on it by name.
 //
 // The role needs CREATE on the schema, or on the database if the schema does not exist. A project
 // that uses a migration tool can apply the files of the package migrations with that instead.
@@ -110,7 +113,18 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	}
 	m := &migrator.Migrator{DB: db, Schema: cfg.Schema, LockTimeout: cfg.LockTimeout, Logger: cfg.Logger}
 	err := m.Run(ctx)
-	if err == nil && cfg.PartitionRows > 0 {
+	if err == nil && !m.Ahead {
+		err = makeOptions(ctx, db, cfg)
+	}
+	if err != nil {
+		return fmt.Errorf("outbox: migrate schema %s: %w", cfg.Schema, err)
+	}
+	return nil
+}
+
+// makeOptions makes the partitions, the publication and the indexes that are asked for.
+func makeOptions(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) (err error) {
+	if cfg.PartitionRows > 0 {
 		err = makePartitioned(ctx, db, cfg)
 	}
 	if err == nil && cfg.Publication != "" {
@@ -119,10 +133,7 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	if err == nil {
 		err = makeIndexes(ctx, db, cfg)
 	}
-	if err != nil {
-		return fmt.Errorf("outbox: migrate schema %s: %w", cfg.Schema, err)
-	}
-	return nil
+	return err
 }
 
 // makeIndexes adds the indexes that are asked for.
@@ -176,7 +187,7 @@ func makePartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) e
 // The steps of [makePartitioned]. Each is a transaction of its own, so that no lock is
 // held while rows are read. A step that was done before does nothing.
 const (
-	sqlPreparePartitions = `SELECT {schema}.outbox_prepare_partitions($1)`
+	sqlPreparePartitions = `SELECT {schema}.outbox_prepare_partitions($1::bigint)`
 	sqlCheckPartitions   = `ALTER TABLE {schema}.outbox VALIDATE CONSTRAINT outbox_before_partitions`
 	sqlPartition         = `SELECT {schema}.outbox_partition()`
 )
@@ -216,7 +227,7 @@ SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = {outbox}::regcl
                   AND NOT (p.puballtables OR p.pubupdate OR p.pubdelete OR p.pubtruncate)
                   AND coalesce(starts_with(pg_catalog.obj_description(p.oid, 'pg_publication'), 'outbox: its cuts add and drop the table'), false))`
 
-const sqlPublish = `SELECT {schema}.outbox_publish($1)`
+const sqlPublish = `SELECT {schema}.outbox_publish($1::text)`
 
 // publish makes the publication and the trigger. It tries again if it does not get a lock.
 func publish(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {

@@ -37,6 +37,11 @@ END $migration$;
 --
 -- Only the owner may call it, or a function that it creates, whatever ALTER DEFAULT PRIVILEGES says. The grants are in
 -- docs/roles.md.
+--
+-- It fails where something in the schema would be taken for a part of outbox. A function of another role may fit the
+-- arguments of a call better than the function of outbox. So calls in these files also give each argument the type that
+-- the function declares, and leave out no argument. Where a relation has the name of a sequence, bigserial chooses
+-- another name, and the functions would read that relation.
 -- +goose StatementBegin
 CREATE FUNCTION outbox_define(schema name, definitions text[], fragments text[] DEFAULT '{}') RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -46,7 +51,33 @@ DECLARE
         SELECT p.oid FROM pg_proc AS p WHERE p.pronamespace = space AND p.proname <> 'outbox_define');
     definition text;
     granted    record;
+    strange    text;
 BEGIN
+    SELECT string_agg(format('%s of role %s', p.oid::regprocedure, pg_get_userbyid(p.proowner)), ', ') INTO strange
+      FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+     WHERE n.oid = space AND p.proname LIKE 'outbox\_%' AND p.proname NOT LIKE 'outbox\_archive\_%'
+       AND NOT pg_has_role(p.proowner, current_user, 'MEMBER') AND NOT pg_has_role(p.proowner, n.nspowner, 'MEMBER')
+       AND NOT EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = space AND c.relname = 'outbox'
+                          AND pg_has_role(p.proowner, c.relowner, 'MEMBER'))
+       AND NOT EXISTS (SELECT FROM aclexplode(n.nspacl) AS a WHERE a.grantee <> 0 AND a.privilege_type = 'CREATE'
+                          AND pg_has_role(p.proowner, a.grantee, 'MEMBER'));
+    IF strange IS NOT NULL THEN
+        RAISE EXCEPTION 'another role has made functions with names of outbox, drop them: %', strange
+            USING ERRCODE = 'invalid_object_definition';
+    END IF;
+    SELECT string_agg(format('%I.%I', schema, t.relname || '_id_seq'), ', ') INTO strange
+      FROM pg_depend AS d
+      JOIN pg_class AS s ON s.oid = d.objid AND s.relkind = 'S'
+      JOIN pg_class AS t ON t.oid = d.refobjid
+      JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum = d.refobjsubid
+     WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.deptype = 'a'
+       AND t.relnamespace = space AND a.attname = 'id' AND s.relname <> t.relname || '_id_seq'
+       AND t.relname IN ('outbox', 'outbox_delayed', 'outbox_cursor', 'outbox_failed', 'outbox_audit', 'event_handled',
+                         'event_delivery');
+    IF strange IS NOT NULL THEN
+        RAISE EXCEPTION 'the schema has relations with the names of sequences of outbox, drop them: %', strange
+            USING ERRCODE = 'duplicate_table';
+    END IF;
     FOREACH definition IN ARRAY definitions LOOP
         FOR i IN 1 .. cardinality(fragments) / 2 LOOP
             definition := replace(definition, '@' || fragments[2 * i - 1] || '@', fragments[2 * i]);

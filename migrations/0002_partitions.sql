@@ -151,7 +151,7 @@ BEGIN
     EXECUTE format('CREATE TABLE %1$I.outbox (LIKE %1$I.%2$I INCLUDING DEFAULTS INCLUDING GENERATED INCLUDING CONSTRAINTS '
                    'INCLUDING COMMENTS INCLUDING STORAGE) PARTITION BY RANGE (id)', schema, old);
     EXECUTE format('ALTER TABLE %I.outbox OWNER TO %I', schema, owner);
-    PERFORM @schema@.outbox_revoke_grants('outbox');
+    PERFORM @schema@.outbox_revoke_grants('outbox'::name);
     EXECUTE format('COMMENT ON TABLE %I.outbox IS %L', schema,
         obj_description(format('%I.%I', schema, old)::regclass, 'pg_class'));
     ALTER TABLE @schema@.outbox DROP CONSTRAINT outbox_before_partitions,
@@ -180,7 +180,7 @@ BEGIN
                    schema, above, plan.cut);
     CREATE TABLE @schema@.outbox_default PARTITION OF @schema@.outbox DEFAULT;
     PERFORM @schema@.outbox_revoke_grants(old), @schema@.outbox_guard_partition(above),
-        @schema@.outbox_guard_partition('outbox_default');
+        @schema@.outbox_guard_partition('outbox_default'::name);
 END $body$
 $function$,
 
@@ -309,5 +309,5 @@ EXCEPTION WHEN lock_not_available THEN
     RETURN 'busy';
 END $body$
 $function$
-]);
+], '{}'::text[]);
 -- +goose StatementEnd

@@ -154,7 +154,7 @@ $function$,
 $view$
 CREATE VIEW @schema@.outbox_pending AS SELECT p.* FROM @schema@.outbox_pending_events() AS p
 $view$
-]);
+], '{}'::text[]);
 -- +goose StatementEnd
 
 COMMENT ON VIEW outbox_pending IS

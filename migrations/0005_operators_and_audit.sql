@@ -444,7 +444,7 @@ $function$,
 $function$
 CREATE FUNCTION @schema@.outbox_promote_deliveries(ids bigint[]) RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $body$
-    SELECT @schema@.outbox_promote(keys.consumer_group, keys.list)
+    SELECT @schema@.outbox_promote(keys.consumer_group, keys.list, NULL::bigint[])
       FROM (SELECT d.consumer_group, array_agg(d.order_key) AS list FROM @schema@.event_delivery AS d
              WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group
                  ORDER BY d.consumer_group) AS keys
@@ -540,7 +540,7 @@ BEGIN
         RAISE EXCEPTION 'only the dead letter % has the value of the record: outbox dlq edit edits that', old.dead_letter
             USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
-    IF @schema@.outbox_unread(NULL, old.record) = '' THEN
+    IF @schema@.outbox_unread(NULL::jsonb, old.record) = '' THEN
         parts := convert_from(old.record, 'UTF8')::jsonb;
     END IF;
     IF parts ? 'missing' OR parts IS NULL AND old.record IS NOT NULL THEN
@@ -770,7 +770,7 @@ SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bit
 DECLARE
     done bigint;
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_check_names($1, '{}');
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_check_names($1, '{}'::text[]);
     WITH keys AS MATERIALIZED (
         SELECT k.type, k.id, k.source FROM unnest($2, $3, $4) AS k (type, id, source)
          UNION ALL

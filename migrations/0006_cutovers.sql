@@ -242,7 +242,7 @@ DECLARE
     cut pg_snapshot;
 BEGIN
     PERFORM @schema@.outbox_check_audit(operator, reason),
-            @schema@.outbox_lock_groups(ARRAY[$1], ' '); -- no relay has this name
+            @schema@.outbox_lock_groups(ARRAY[$1], ' '::text); -- no relay has this name
     IF EXISTS (SELECT FROM @schema@.event_subscription AS s WHERE s.consumer_group = $1)
        OR EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = 'worker:' || $1)
        OR EXISTS (SELECT FROM @schema@.consumer_start AS c WHERE c.consumer_group = $1)
@@ -629,7 +629,7 @@ DECLARE
     cut  pg_snapshot;
     term bigint;
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}', $2);
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}'::text[], $2);
     IF NOT @schema@.outbox_is_published(publication) THEN
         RAISE EXCEPTION 'publication % does not have the events: Debezium does not send them', quote_ident(publication)
             USING ERRCODE = 'object_not_in_prerequisite_state';
@@ -664,7 +664,7 @@ $function$
 CREATE FUNCTION @schema@.outbox_begin_relay(slot text, relay text, operator text, reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}', $2);
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}'::text[], $2);
     UPDATE @schema@.outbox_lease AS l SET expires_at = '-infinity'
         WHERE l.name = $2 AND l.holder = 'outbox debezium' AND l.expires_at = 'infinity'
        AND EXISTS (SELECT FROM @schema@.outbox_cursor AS c WHERE c.relay = $2);
@@ -692,7 +692,7 @@ DECLARE
     began   timestamptz;
     pending bigint;
 BEGIN
-    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}', $3);
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_groups('{}'::text[], $3);
     IF @schema@.outbox_is_published(publication) THEN
         RAISE EXCEPTION 'publication % has the events already', quote_ident(publication)
             USING ERRCODE = 'object_not_in_prerequisite_state';
@@ -711,13 +711,13 @@ BEGIN
        OR EXISTS (SELECT FROM @schema@.outbox_lease AS l WHERE l.name = $3 AND l.expires_at = 'infinity') THEN
         RAISE EXCEPTION 'a cut at relay % is not finished', $3 USING ERRCODE = 'object_in_use';
     END IF;
-    IF @schema@.outbox_pending($3, 1000) >= 1000 THEN
+    IF @schema@.outbox_pending($3, 1000::bigint) >= 1000 THEN
         RETURN false;
     END IF;
     LOCK TABLE @schema@.outbox IN SHARE ROW EXCLUSIVE MODE;
     began := clock_timestamp();
     LOOP
-        pending := @schema@.outbox_pending($3, 1);
+        pending := @schema@.outbox_pending($3, 1::bigint);
         EXIT WHEN pending = 0;
         IF clock_timestamp() > began + interval '300 ms' THEN
             RETURN false;

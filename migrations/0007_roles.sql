@@ -207,7 +207,7 @@ DO $$
 DECLARE
     granted record;
 BEGIN
-    PERFORM @schema@.outbox_revoke_grants('consumer_group_role'), @schema@.outbox_revoke_grants('outbox_mover');
+    PERFORM @schema@.outbox_revoke_grants('consumer_group_role'::name), @schema@.outbox_revoke_grants('outbox_mover'::name);
     FOR granted IN
         SELECT a.grantee, CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS role
           FROM pg_class AS c, aclexplode(c.relacl) AS a

@@ -18,7 +18,16 @@
 // file 0007_roles.sql fails if a table depends on code that another role has put into the schema.
 // Functions look for names in pg_catalog only, and name everything else with the schema: after
 // ALTER SCHEMA … RENAME they have to be created again. The function outbox_define, which the
-// files use, inserts the name.
+// files use, inserts the name. It fails if another role has made a function named outbox_…, or if
+// a sequence of outbox did not get its name.
+//
+// A file after those of the first release says with a line which older releases may run on the
+// tables that it leaves: those that have the files up to a version.
+//
+//	-- outbox: compatible from 7
+//
+// Migrate of such a release logs a WARN then, so its processes can start during an upgrade and after
+// a return to it. Without the line it returns ErrDatabaseAhead.
 //
 // outbox is a plain table then. To partition it by ranges of a million ids, run
 // these as three transactions, in a file of your own (goose: NO TRANSACTION), each

@@ -76,7 +76,7 @@ func (d *doctor) checkMigrations(all []outbox.Migration) bool {
 	}
 	if len(unknown) > 0 {
 		d.add("migrations.ahead", severityError, "the database has migrations that this release does not know: "+strings.Join(unknown, ", "),
-			"A newer release of outbox has migrated it. Migrate of this one refuses to start services.", "Use the newer release of this tool and in your services.")
+			"A newer release of outbox has migrated it. Migrate of this one may refuse to start services.", "Use the newer release of this tool and in your services.")
 		return false
 	}
 	if len(pending) == len(all) { // another tool has applied the files, and the tables show whether all

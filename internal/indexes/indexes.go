@@ -6,11 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strconv"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -40,25 +43,39 @@ var (
 	ErrOneConnection = errors.New("the pool has one connection, and two are needed")
 )
 
-// look is how often is looked whether another process has built the index.
-const look = 200 * time.Millisecond
+// errTaken means that another session has the lock of those that build indexes.
+var errTaken = errors.New("another session builds an index")
+
+const (
+	look    = 200 * time.Millisecond // how often is looked whether another process has built the index
+	quietly = 2 * time.Second        // how long another process may build until that is logged
+)
+
+// lockIdle is how long the lock outlives a process that does not go on.
+var lockIdle = 30 * time.Second
 
 // Build builds an index unless it is there. Readers and writers of events wait for it no longer
 // than one try for a lock. An unfinished index that an ended process has left is built again. Of
-// several processes that call Build, one builds and the others wait.
+// several processes that call Build, one builds and the others wait, and log which session builds.
 func Build(ctx context.Context, db *pgxpool.Pool, schema string, x Index, log *slog.Logger) error {
 	if db.Config().MaxConns < 2 { // one of them has the lock
 		return fmt.Errorf("build index %s: %w", x.name, ErrOneConnection)
 	}
 	b := &builder{db: db, schema: schema, index: x, log: log}
+	waiting, began := outage.NewLog(log, "index "+x.name), time.Now()
 	for {
 		done, err := b.try(ctx)
 		switch {
 		case ctx.Err() != nil:
 			return errors.Join(ctx.Err(), err)
+		case errors.Is(err, errTaken):
+			if time.Since(began) > quietly && waiting.Current() == nil {
+				waiting.Report(fmt.Errorf("%w: %s", err, pg.AdvisoryHolder(ctx, db, lockName+schema)))
+			}
 		case err != nil && !pg.IsTransient(err): // a deadlock with another process that builds an index is transient
 			return fmt.Errorf("build index %s: %w", x.name, err)
 		case done:
+			waiting.Report(nil)
 			return nil
 		}
 		wait.Sleep(ctx, look)
@@ -86,6 +103,7 @@ type builder struct {
 // statement waits for all older snapshots. So neither the holder of the lock nor a waiting process
 // may have a snapshot: each waiting process asks for the lock again and again. Under the extended
 // protocol an idle transaction keeps the snapshot of its last statement, hence the simple protocol.
+// PostgreSQL ends the transaction of a process that is frozen, so try pings it.
 func (b *builder) try(ctx context.Context) (done bool, err error) {
 	s, err := b.state(ctx)
 	if err != nil || s.ready {
@@ -97,14 +115,22 @@ func (b *builder) try(ctx context.Context) (done bool, err error) {
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }()
 	var locked bool
-	if err := tx.QueryRow(ctx, sqlLock, pgx.QueryExecModeSimpleProtocol, b.schema).Scan(&locked); err != nil || !locked {
+	err = tx.QueryRow(ctx, sqlLock, pgx.QueryExecModeSimpleProtocol, b.schema, strconv.FormatInt(lockIdle.Milliseconds(), 10)).Scan(&locked)
+	switch {
+	case err != nil:
 		return false, err
+	case !locked:
+		return false, errTaken
 	}
+	defer keepPinging(ctx, tx.Conn())()
 	if s, err = b.state(ctx); err != nil || s.ready { // by now
 		return err == nil, err
 	}
-	if s.partitioned && b.index.unique {
+	switch {
+	case s.partitioned && b.index.unique:
 		return false, ErrPartitioned
+	case !s.partitioned && s.on != "" && s.on != "outbox":
+		return false, fmt.Errorf("table %s has an index of this name, rename it", s.on)
 	}
 	b.log.Info("outbox: an index of outbox is built, writers go on meanwhile", "index", b.index.name, "schema", b.schema)
 	began := time.Now()
@@ -123,9 +149,36 @@ func (b *builder) try(ctx context.Context) (done bool, err error) {
 	return true, nil
 }
 
+// keepPinging keeps a transaction from being idle for long, until stop is called. Nothing else may use its connection
+// meanwhile.
+func keepPinging(ctx context.Context, conn *pgx.Conn) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var pinging sync.WaitGroup
+	pinging.Go(func() {
+		for err := error(nil); err == nil; err = ping(ctx, conn) { // without the lock, the process builds on
+			if wait.Sleep(ctx, lockIdle/6); ctx.Err() != nil {
+				return
+			}
+		}
+	})
+	return func() {
+		cancel()
+		pinging.Wait()
+	}
+}
+
+// ping is not cut off by the end of ctx, which would end the connection.
+func ping(ctx context.Context, conn *pgx.Conn) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lockIdle)
+	defer cancel()
+	return conn.Ping(ctx)
+}
+
+const lockName = "outbox.indexes."
+
 const sqlLock = `
-SELECT pg_try_advisory_xact_lock(hashtextextended('outbox.indexes.' || $1, 0::bigint))
-  FROM (SELECT set_config('idle_in_transaction_session_timeout', '0', true), set_config('statement_timeout', '0', true),
+SELECT pg_try_advisory_xact_lock(hashtextextended('` + lockName + `' || $1, 0::bigint))
+  FROM (SELECT set_config('idle_in_transaction_session_timeout', $2, true), set_config('statement_timeout', '0', true),
                ` + pg.NoTransactionTimeout + ` OFFSET 0) AS unbounded`
 
 // state is what there is of an index.
@@ -194,28 +247,39 @@ func (b *builder) sql(format, name string) string {
 
 func quoted(name string) string { return pgx.Identifier{name}.Sanitize() }
 
-// alone runs a statement that takes no transaction, for as long as it takes, whatever a role is
-// configured to.
+const (
+	// sqlUnbound lets the statements of a session last for as long as they take. It changes nothing where the process
+	// $1 that the client knows is another one: a pooler gives the session to other clients, too.
+	sqlUnbound = `
+SELECT s.own, CASE WHEN s.own THEN set_config('statement_timeout', '0', false) END, CASE WHEN s.own THEN set_config('lock_timeout', '0', false) END,
+       CASE WHEN s.own AND current_setting('transaction_timeout', true) <> '0' THEN set_config('transaction_timeout', '0', false) END
+  FROM (SELECT pg_backend_pid() = $1::int AS own OFFSET 0) AS s`
+	resetBounds = `RESET statement_timeout; RESET lock_timeout; SELECT set_config(name, reset_val, false) FROM pg_settings WHERE name = 'transaction_timeout'`
+)
+
+// alone runs a statement that takes no transaction, for as long as it takes, whatever a role is configured to. Behind a
+// pooler the timeouts of the role hold.
 func (b *builder) alone(ctx context.Context, sql string) error {
 	conn, err := b.db.Acquire(ctx)
 	if err != nil {
 		return err
 	}
 	defer conn.Release()
-	const (
-		unbound = `SELECT set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false),
-		                  CASE WHEN current_setting('transaction_timeout', true) <> '0' THEN set_config('transaction_timeout', '0', false) END`
-		reset = `RESET statement_timeout; RESET lock_timeout; SELECT set_config(name, reset_val, false) FROM pg_settings WHERE name = 'transaction_timeout'`
-	)
-	if _, err := conn.Exec(ctx, unbound); err != nil {
+	own := false
+	if err := conn.QueryRow(ctx, sqlUnbound, int32(conn.Conn().PgConn().PID())).Scan(&own, nil, nil, nil); err != nil {
 		return err
 	}
-	defer func() { // also after a statement that was cancelled
-		if _, err := conn.Conn().PgConn().Exec(context.WithoutCancel(ctx), reset).ReadAll(); err != nil {
-			_ = conn.Conn().Close(context.WithoutCancel(ctx))
-		}
-	}()
+	if own {
+		defer func() { // also after a statement that was cancelled
+			if _, err := conn.Conn().PgConn().Exec(context.WithoutCancel(ctx), resetBounds).ReadAll(); err != nil {
+				_ = conn.Conn().Close(context.WithoutCancel(ctx))
+			}
+		}()
+	}
 	_, err = conn.Conn().PgConn().Exec(ctx, sql).ReadAll()
+	if !own && (pg.IsCancelled(err) || pg.IsLocked(err)) {
+		return fmt.Errorf("%w: a timeout of the role holds behind a pooler, connect to PostgreSQL directly", err)
+	}
 	return err
 }
 

@@ -2,6 +2,8 @@ package itest
 
 import (
 	"context"
+	"fmt"
+	"log/slog"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -101,4 +103,25 @@ func TestTriggerOfTheUserFails(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A newer release has migrated the database, and its files allow this release to run on the tables. Then Migrate
+// changes nothing and is no error, so processes of this release can start again during the upgrade.
+func TestMigrateDatabaseAheadAndCompatible(t *testing.T) {
+	t.Parallel()
+	f := migrated(t)
+	f.exec(t, fmt.Sprintf(`INSERT INTO {s}.outbox_migration (version, name, compatible_from) VALUES (9999, '9999_future.sql', %d)`, len(files(t))))
+	tables, done := describe(t, f.db, f.schema), applied(t, f.db, f.schema)
+	var log testenv.Buffer
+	cfg := outbox.MigrateConfig{Schema: f.schema, PartitionRows: 100, AggregateIndex: true, Logger: slog.New(slog.NewTextHandler(&log, nil))}
+	require.NoError(t, outbox.Migrate(background, f.db, cfg))
+	require.Contains(t, log.String(), "level=WARN")
+	require.Contains(t, log.String(), "version=9999")
+	require.Equal(t, tables, describe(t, f.db, f.schema))
+	require.Equal(t, done, applied(t, f.db, f.schema))
+	require.NoError(t, f.record(t, 1))
+
+	f.exec(t, fmt.Sprintf(`UPDATE {s}.outbox_migration SET compatible_from = %d WHERE version = 9999`, len(files(t))+1))
+	require.ErrorIs(t, outbox.Migrate(background, f.db, cfg), outbox.ErrDatabaseAhead)
+	require.Equal(t, tables, describe(t, f.db, f.schema))
 }

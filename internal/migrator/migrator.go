@@ -10,11 +10,13 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"regexp"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/outage"
@@ -36,6 +38,18 @@ type Step struct {
 	Version int // its number, from 1
 	Name    string
 	sql     string
+}
+
+// compatible matches the line of a file that allows older releases to run on the tables: those that have the files up
+// to this version.
+var compatible = regexp.MustCompile(`(?m)^-- outbox: compatible from (\d+)$`)
+
+// compatibleFrom returns the version that the line names, or NULL without one.
+func (s Step) compatibleFrom() string {
+	if line := compatible.FindStringSubmatch(s.sql); line != nil {
+		return line[1]
+	}
+	return "NULL"
 }
 
 // readSteps reads the files, which are numbered from 1 without gaps.
@@ -67,6 +81,7 @@ type Migrator struct {
 	LockTimeout time.Duration // of a try to apply a file
 	Logger      *slog.Logger
 	Files       fs.FS // 0001_….sql, 0002_….sql and so on; nil means those of the package migrations
+	Ahead       bool  // Run has found the tables of a newer release, on which this one may run
 
 	steps  []Step
 	warned bool // of a schema in which everybody may create
@@ -92,7 +107,8 @@ func (m *Migrator) Run(ctx context.Context) (err error) {
 		case version >= len(m.steps):
 			return m.nothingToDo(ctx, version)
 		}
-		if err := m.protect(ctx); err != nil {
+		err = m.Insist(ctx, "migration "+m.steps[version].Name, func(time.Duration) error { return m.protect(ctx) })
+		if err != nil {
 			return err
 		}
 		if err := m.apply(ctx, m.steps[version]); err != nil {
@@ -114,8 +130,23 @@ func (m *Migrator) nothingToDo(ctx context.Context, version int) error {
 	case stranger != "":
 		return fmt.Errorf("%w: table outbox_migration of role %s", ErrForeignObjects, stranger)
 	case version > len(m.steps):
-		return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(m.steps))
+		return m.ahead(ctx, version)
 	}
+	return nil
+}
+
+// ahead returns nil if the files of a newer release that were applied say that this release may run on their tables.
+func (m *Migrator) ahead(ctx context.Context, version int) error {
+	from, err := compatibleFrom(ctx, m.DB, m.Schema, len(m.steps))
+	switch {
+	case err != nil:
+		return fmt.Errorf("look which releases may run on the tables: %w", err)
+	case from > len(m.steps):
+		return fmt.Errorf("%w: it is at version %d, for releases from version %d on, and this release knows %d", ErrDatabaseAhead, version, from, len(m.steps))
+	}
+	m.Ahead = true
+	m.Logger.Warn("outbox: a newer release has migrated the database, and this release may run on its tables",
+		"schema", m.Schema, "version", version, "known", len(m.steps))
 	return nil
 }
 
@@ -124,12 +155,15 @@ func (m *Migrator) apply(ctx context.Context, step Step) error {
 	return m.Insist(ctx, "migration "+step.Name, func(pause time.Duration) error { return m.try(ctx, step, pause) })
 }
 
+// errMigrating means that another session has the lock of those that migrate.
+var errMigrating = errors.New("another session migrates")
+
 // Insist calls try until it gets its locks, or ctx ends. The log and the error then say who has them. Try pauses before
-// it begins.
+// it begins, unless another process migrates: then it has tried nothing.
 func (m *Migrator) Insist(ctx context.Context, what string, try func(pause time.Duration) error) error {
 	log := outage.NewLog(m.Logger, what)
 	var blocked error
-	for pause := time.Duration(0); ; pause = log.Backoff() {
+	for pause := time.Duration(0); ; {
 		err := try(pause)
 		if err != nil && ctx.Err() != nil && blocked != nil {
 			return fmt.Errorf("%w; until then: %w", err, blocked)
@@ -140,7 +174,13 @@ func (m *Migrator) Insist(ctx context.Context, what string, try func(pause time.
 			}
 			return err
 		}
-		blocked = fmt.Errorf("no lock within %v, %s: %w", m.LockTimeout, m.lockHolder(ctx), err)
+		if errors.Is(err, errMigrating) {
+			blocked = fmt.Errorf("%s holds the lock of those that migrate: %w", pg.AdvisoryHolder(ctx, m.DB, migrateLock+m.Schema), err)
+			pause = 0
+		} else {
+			blocked = fmt.Errorf("no lock within %v, %s: %w", m.LockTimeout, m.lockHolder(ctx), err)
+			pause = log.Backoff()
+		}
 		log.Report(blocked)
 	}
 }
@@ -149,7 +189,8 @@ func (m *Migrator) Insist(ctx context.Context, what string, try func(pause time.
 //
 // It pauses while it holds the advisory lock, so that several processes do not try in turn without
 // a pause: each try keeps writers waiting. During the pause the transaction has neither an id nor a
-// snapshot, so it delays no other transaction.
+// snapshot, so it delays no other transaction. If the process does not go on after it, PostgreSQL ends
+// the transaction.
 func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) error {
 	conn, err := m.DB.Acquire(ctx)
 	if err != nil {
@@ -163,8 +204,8 @@ func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) erro
 			return err
 		}
 	}
-	if _, err := conn.Exec(ctx, sqlMigrateLock, m.Schema); err != nil {
-		return fmt.Errorf("lock: %w", err)
+	if err := m.lock(ctx, conn, pause); err != nil {
+		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
 	}
 	wait.Sleep(ctx, pause)
 	if err := m.checkForeign(ctx, conn.Conn()); err != nil {
@@ -185,7 +226,7 @@ func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) erro
 		return err
 	}
 	// All of it is one message: no transaction waits for a process that stops in between.
-	done := strings.NewReplacer("$1", strconv.Itoa(step.Version), "$2", "'"+step.Name+"'").Replace(sqlMigrationDone)
+	done := strings.NewReplacer("$1", strconv.Itoa(step.Version), "$2", "'"+step.Name+"'", "$3", step.compatibleFrom()).Replace(sqlMigrationDone)
 	err = execScript(ctx, conn.Conn(), step.sql+"\n"+pg.InSchema(done, m.Schema)+";\nCOMMIT")
 	if pg.IsLocked(err) {
 		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
@@ -198,8 +239,44 @@ func (m *Migrator) lockTimeout() string {
 	return strconv.FormatInt(max(1, m.LockTimeout.Milliseconds()), 10)
 }
 
-// sqlMigrateLock makes other processes wait until our transaction ends.
-const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0::bigint))`
+// Bounds of the transaction that has, or waits for, the lock of those that migrate.
+const (
+	migrateWait = 2 * time.Second  // for the lock, before the log says who has it
+	migrateIdle = 10 * time.Second // between two statements
+)
+
+const (
+	migrateLock = "outbox.migrate."
+	// sqlMigrateLock makes other processes wait until our transaction ends.
+	sqlMigrateLock  = `SELECT pg_advisory_xact_lock(hashtextextended('` + migrateLock + `' || $1, 0::bigint))`
+	sqlMigrateBound = `SELECT set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true)`
+	sqlWaitForLocks = `SELECT set_config('lock_timeout', '0', true)`
+)
+
+// execer is a connection or a transaction.
+type execer interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+}
+
+// lock takes the lock of those that migrate, until the end of the transaction. The transaction pauses then, and no
+// longer: PostgreSQL ends the transaction of a process that is frozen, because all others would wait for it.
+func (m *Migrator) lock(ctx context.Context, tx execer, pause time.Duration) error {
+	milliseconds := func(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
+	_, err := tx.Exec(ctx, sqlMigrateBound, milliseconds(migrateWait), milliseconds(pause+migrateIdle))
+	if err == nil {
+		_, err = tx.Exec(ctx, sqlMigrateLock, m.Schema)
+	}
+	switch {
+	case pg.IsLocked(err):
+		return fmt.Errorf("%w: %w", errMigrating, err)
+	case err == nil:
+		_, err = tx.Exec(ctx, sqlWaitForLocks)
+	}
+	if err != nil {
+		return fmt.Errorf("lock: %w", err)
+	}
+	return nil
+}
 
 // sqlStepSettings makes the schema the default for unqualified names, which the files
 // have, and bounds the wait for locks, until the end of the transaction.
@@ -225,12 +302,16 @@ func (m *Migrator) lockHolder(ctx context.Context) string {
 	var tables, application, state string
 	var pid int
 	var open time.Duration
-	err := pg.QueryRow(ctx, m.DB, sqlLockHolder, m.Schema).Scan(&tables, &pid, &application, &state, &open)
+	found := false
+	err := pg.Query(ctx, m.DB, privileges.SafePath, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&tables, &pid, &application, &state, &open}, func() error { found = true; return nil })
+		return err
+	}, sqlLockHolder, m.Schema)
 	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return "and who had it has let go"
 	case err != nil:
 		return fmt.Sprintf("and who has it is not known (%v)", err)
+	case !found:
+		return "and who had it has let go"
 	case pid == 0:
 		return "a prepared transaction has locked " + tables
 	}
@@ -250,15 +331,18 @@ CREATE TABLE {schema}.outbox_migration (
     version    int          PRIMARY KEY,
     name       text         NOT NULL,
     applied_at timestamptz  NOT NULL DEFAULT now(),
+    compatible_from int,
     CONSTRAINT outbox_migration_lengths CHECK (char_length(name) <= 100)
 );
 COMMENT ON TABLE {schema}.outbox_migration IS 'Which migrations of outbox have been applied.';
 COMMENT ON COLUMN {schema}.outbox_migration.version IS 'Number of the file, from 1.';
 COMMENT ON COLUMN {schema}.outbox_migration.name IS 'Name of the file.';
-COMMENT ON COLUMN {schema}.outbox_migration.applied_at IS 'When it was applied.';`
+COMMENT ON COLUMN {schema}.outbox_migration.applied_at IS 'When it was applied.';
+COMMENT ON COLUMN {schema}.outbox_migration.compatible_from IS
+    'Releases that have the files up to this version may run on the tables. NULL: only releases that have this file.';`
 
 // sqlMigrationDone is sent with the file, in a message that takes no arguments.
-const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name) VALUES ($1, $2)`
+const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name, compatible_from) VALUES ($1, $2, $3)`
 
 // execScript runs any number of statements.
 func execScript(ctx context.Context, conn *pgx.Conn, script string) error {
@@ -305,8 +389,8 @@ func (m *Migrator) tryProtect(ctx context.Context) error {
 				return err
 			}
 		}
-		if _, err := tx.Exec(ctx, sqlMigrateLock, m.Schema); err != nil {
-			return fmt.Errorf("lock: %w", err)
+		if err := m.lock(ctx, tx, 0); err != nil {
+			return err
 		}
 		may, revocable, err := privileges.PublicMayCreate(ctx, tx, m.Schema)
 		switch {

@@ -44,6 +44,20 @@ func State(ctx context.Context, db *pgxpool.Pool, schema string) (applied []Appl
 
 const sqlMigrationVersion = `SELECT version FROM {schema}.outbox_migration ORDER BY version DESC LIMIT 1`
 
+// sqlCompatibleFrom returns the lowest version of a release that may run on the tables, as far as the files behind
+// version $1 say.
+const sqlCompatibleFrom = `SELECT max(coalesce(compatible_from, version)) FROM {schema}.outbox_migration WHERE version > $1`
+
+// compatibleFrom returns which releases may run on the tables that files behind a version have changed: those that have
+// the files up to the returned version.
+func compatibleFrom(ctx context.Context, db *pgxpool.Pool, schema string, version int) (from int, err error) {
+	err = pg.Query(ctx, db, privileges.SafePath, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&from}, func() error { return nil })
+		return err
+	}, pg.InSchema(sqlCompatibleFrom, schema), version)
+	return from, err
+}
+
 // sqlIsMigrationTable reports whether outbox_migration exists and is a plain table. A view of
 // another role could run code when it is read.
 const sqlIsMigrationTable = `

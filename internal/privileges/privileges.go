@@ -63,15 +63,17 @@ SELECT pg_get_userbyid(c.relowner)
  WHERE c.relnamespace = (SELECT oid FROM place) AND c.relname = 'outbox_migration' AND pg_has_role((SELECT nspowner FROM place), 'USAGE')
    AND c.relowner <> (SELECT nspowner FROM place) AND c.relowner NOT IN (SELECT oid FROM trusted)`
 
-// sqlForeign finds what other roles have made in the schema that statements take for
-// PostgreSQL's own: functions and operators of the same name. And if $2 is not set, relations
-// of the names in $3.
+// sqlForeign finds what other roles have made in the schema that statements take for PostgreSQL's own
+// or for outbox's own: functions and operators of the same name as one of PostgreSQL, and functions that
+// are named like those of outbox, which may fit the arguments of a call better. Those of an archive belong
+// to another role. If $2 is not set, it also finds relations of the names in $3.
 const sqlForeign = sqlTrusted + `
 SELECT format('%s of role %s', pg_describe_object('pg_proc'::regclass, p.oid, 0), pg_get_userbyid(p.proowner))
   FROM pg_proc AS p
  WHERE p.pronamespace = (SELECT oid FROM place)
    AND p.proowner <> (SELECT nspowner FROM place) AND p.proowner NOT IN (SELECT oid FROM trusted)
-   AND EXISTS (SELECT FROM pg_proc AS own WHERE own.pronamespace = 'pg_catalog'::regnamespace AND own.proname = p.proname)
+   AND (p.proname LIKE 'outbox\_%' AND p.proname NOT LIKE 'outbox\_archive\_%'
+        OR EXISTS (SELECT FROM pg_proc AS own WHERE own.pronamespace = 'pg_catalog'::regnamespace AND own.proname = p.proname))
  UNION ALL
 SELECT format('%s of role %s', pg_describe_object('pg_operator'::regclass, o.oid, 0), pg_get_userbyid(o.oprowner))
   FROM pg_operator AS o
@@ -87,14 +89,24 @@ SELECT format('%s of role %s', pg_describe_object('pg_class'::regclass, c.oid, 0
 
 // Foreign returns what roles that are not trusted with a schema have made in it, and
 // statements of others run: 20 descriptions at most, "function now() of role mallory". With
-// migrated, the owner of table outbox is trusted; else tables of the names that outbox uses
+// migrated, the owner of table outbox is trusted; else relations of the names that outbox uses
 // are looked for too. The transaction has [SafePath].
 func Foreign(ctx context.Context, q Querier, schema string, migrated bool) ([]string, error) {
-	rows, err := q.Query(ctx, sqlForeign, schema, migrated, append([]string{"outbox_migration"}, tables.Names...))
+	rows, err := q.Query(ctx, sqlForeign, schema, migrated, relations())
 	if err != nil {
 		return nil, err
 	}
 	return pgx.CollectRows(rows, pgx.RowTo[string])
+}
+
+// relations returns the names of the tables and the view of outbox. For sequences and primary keys PostgreSQL
+// chooses another name if theirs is taken, and then statements would read what has this name.
+func relations() []string {
+	all := []string{"outbox_migration", "outbox_migration_pkey", "outbox_default", "outbox_pending"}
+	for _, table := range tables.Names {
+		all = append(all, table, table+"_id_seq", table+"_pkey")
+	}
+	return all
 }
 
 // sqlCreators finds the roles that may create in a schema. It omits the owners of the schema and of
