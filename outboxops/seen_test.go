@@ -59,7 +59,7 @@ func (h *opsFixture) row(t *testing.T, f *outboxops.Failures, id outboxops.Failu
 // make no difference.
 func TestActionOnAFailureThatHasChanged(t *testing.T) {
 	t.Parallel()
-	for name, act := range seenActions {
+	for name, do := range seenActions {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			h := newFixture(t)
@@ -73,7 +73,7 @@ func TestActionOnAFailureThatHasChanged(t *testing.T) {
 				before, audited := h.row(t, f, id), h.count(t, "outbox_audit")
 				why := kim
 				why.Seen = seen.Seen
-				err = act(f, id, why)
+				err = do(f, id, why)
 				require.ErrorIs(t, err, outboxops.ErrStatus, "%v", id)
 				require.ErrorContains(t, err, "after it was read, lee did this: ")
 				require.ErrorIs(t, f.CheckEdit(background, id, []byte(`{"n": 3}`), why), outboxops.ErrStatus)
@@ -85,8 +85,8 @@ func TestActionOnAFailureThatHasChanged(t *testing.T) {
 				require.NoError(t, f.AuditRead(background, id, lee))
 				die()
 				why.Seen = fresh.Seen
-				require.NoError(t, act(f, id, why), "%v", id)
-				require.ErrorIs(t, act(f, id, why), outboxops.ErrStatus, "an action of one's own counts too")
+				require.NoError(t, do(f, id, why), "%v", id)
+				require.ErrorIs(t, do(f, id, why), outboxops.ErrStatus, "an action of one's own counts too")
 			}
 		})
 	}
