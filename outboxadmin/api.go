@@ -150,7 +150,7 @@ func (a *admin) apiFailedOne(r *request) (answer, error) {
 	shown := a.failedRowOf(row)
 	whole := apiFailedWhole{apiFailed: failedOf(shown), Headers: shown.Headers,
 		apiPayload: a.payloadOf(row.Type, row.ContentType, row.Payload, row.PayloadErr).api(),
-		History:    each(history, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, row.Type, row.ContentType) })}
+		History:    each(history, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, row.Type, row.ContentType) }), Seen: row.Seen}
 	return okJSON(whole)
 }
 
@@ -161,7 +161,7 @@ func apiAct(action string) func(*admin, *request) (answer, error) {
 		if err := r.decode(&body); err != nil {
 			return answer{}, err
 		}
-		return a.actOn(r, action, string(body.Reason), nil)
+		return a.actOn(r, action, body, nil)
 	}
 }
 
@@ -180,17 +180,18 @@ func (a *admin) apiEdit(r *request) (answer, error) {
 			return answer{}, wrong("payload_base64", err.Error())
 		}
 	}
-	return a.actOn(r, "edit", string(body.Reason), data)
+	return a.actOn(r, "edit", body.apiReason, data)
 }
 
 // actOn does something about the failure in the path. An event may be on its way then, and gone
 // from here.
-func (a *admin) actOn(r *request, action, reason string, data []byte) (answer, error) {
+func (a *admin) actOn(r *request, action string, reason apiReason, data []byte) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
 		return answer{}, err
 	}
-	why := auditInfo(r, reason)
+	why := auditInfo(r, string(reason.Reason))
+	why.Seen = string(reason.Seen)
 	switch action {
 	case "retry":
 		err = a.failed.Retry(r.Context(), id, why)

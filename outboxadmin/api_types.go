@@ -167,6 +167,7 @@ type apiFailedWhole struct {
 	apiPayload
 	Headers map[string]string `json:"headers"`
 	History []apiAudit        `json:"history"`
+	Seen    string            `json:"seen"`
 }
 
 type apiCountList struct {
@@ -385,10 +386,12 @@ type apiSent struct {
 
 type apiReason struct {
 	Reason jsonText `json:"reason"`
+	Seen   jsonText `json:"seen,omitempty"`
 }
 
 type apiEdit struct {
-	Reason        jsonText        `json:"reason"`
+	apiReason
+
 	Payload       json.RawMessage `json:"payload,omitempty"`
 	PayloadBase64 *jsonText       `json:"payload_base64,omitempty"`
 }

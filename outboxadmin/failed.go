@@ -262,7 +262,11 @@ func (a *admin) failedAct(r *request) (answer, error) {
 		return answer{}, err
 	}
 	reason, payload := r.query.text("reason"), r.query.text("payload")
-	err = do(r.Context(), a.failed, row, payload, auditInfo(r, reason))
+	why := auditInfo(r, reason)
+	if why.Seen = r.query.seenIfAny(); r.query.done() != nil {
+		return answer{}, r.query.done()
+	}
+	err = do(r.Context(), a.failed, row, payload, why)
 	if err == nil {
 		back := url.Values{"done": {doneOf(id.Kind, action)}}
 		if list := r.query.list(); list != "" {

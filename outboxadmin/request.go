@@ -176,7 +176,7 @@ func (q *query) actFilter(action string) outboxops.FailureFilter {
 	return q.bulkFilter(action)
 }
 
-// seenName is the parameter with what a dry run has seen.
+// seenName is the parameter with the snapshot of a dry run, or of a page that has shown failures.
 const seenName = "seen"
 
 // seen reads what a dry run has seen. Without it, an action would change failures that were not shown.
@@ -186,6 +186,14 @@ func (q *query) seen() string {
 		q.fail(seenName, "is not what a dry run has seen: look at the failures first")
 	}
 	return text
+}
+
+// seenIfAny reads the snapshot of a page that has shown failures, or empty if a form has none.
+func (q *query) seenIfAny() string {
+	if q.text(seenName) == "" {
+		return ""
+	}
+	return q.seen()
 }
 
 // auditNames are the parameters of auditFilter and of its pages.

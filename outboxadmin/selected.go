@@ -1,6 +1,7 @@
 package outboxadmin
 
 import (
+	"cmp"
 	"context"
 	"html/template"
 	"net/http"
@@ -33,6 +34,7 @@ type selectedPage struct {
 	Reason string
 	Change string // the merge patch of an edit, as the user wrote it
 	Tried  bool   // the rows show what Change does
+	Seen   string // the snapshot from before the first row was read, to be sent again
 	Wrong  string
 }
 
@@ -49,12 +51,13 @@ type selection struct {
 	action string
 	filter outboxops.FailureFilter
 	ids    []outboxops.FailureID
+	seen   string // of the page that has shown them; empty if the request does not say
 }
 
 // selection reads the action, the filter and the selected failures.
 func (r *request) selection() (s selection, err error) {
 	q := &r.query
-	s.action, s.filter = r.PathValue("action"), q.failedFilter()
+	s.action, s.filter, s.seen = r.PathValue("action"), q.failedFilter(), q.seenIfAny()
 	for _, text := range q.values[selectedName] {
 		id, err := outboxops.ParseFailureID(text)
 		if err != nil {
@@ -106,6 +109,7 @@ func (a *admin) showSelected(r *request, status int, s selection, page selectedP
 		if row.Why == "" {
 			page.Able++
 		}
+		page.Seen = cmp.Or(page.Seen, row.Seen)
 	}
 	return a.page(r.Request, status, "selected", selectedTitles[s.action], page), nil
 }
@@ -197,7 +201,7 @@ func (a *admin) selectedAct(r *request) (answer, error) {
 	}
 	done := 0
 	for _, id := range s.ids {
-		err := a.actOnSelected(r, s.action, id, page)
+		err := a.actOnSelected(r, s, id, page)
 		r.work.pause()
 		if p, ours := shown(err); err != nil && ours {
 			row, rerr := a.selectedRow(r.Context(), id, s.action)
@@ -229,7 +233,9 @@ func checkReason(why outboxops.AuditInfo) error {
 }
 
 // actOnSelected runs an action on one of the selected failures. An edit reads the payload, which is audited first.
-func (a *admin) actOnSelected(r *request, action string, id outboxops.FailureID, page selectedPage) error {
+func (a *admin) actOnSelected(r *request, s selection, id outboxops.FailureID, page selectedPage) error {
+	action, why := s.action, auditInfo(r, page.Reason)
+	why.Seen = s.seen
 	if action == "edit" && a.cfg.AuditReads {
 		if err := a.failed.AuditRead(r.Context(), id, auditInfo(r, readReason(r))); err != nil {
 			return err
@@ -241,8 +247,8 @@ func (a *admin) actOnSelected(r *request, action string, id outboxops.FailureID,
 	}
 	changed := ""
 	if action == "edit" {
-		if why := notPossible(row, action); why != "" {
-			return &problem{http.StatusConflict, "Not possible any more", why}
+		if not := notPossible(row, action); not != "" {
+			return &problem{http.StatusConflict, "Not possible any more", not}
 		}
 		data, err := a.patched(row, page.Change)
 		if err != nil {
@@ -250,5 +256,5 @@ func (a *admin) actOnSelected(r *request, action string, id outboxops.FailureID,
 		}
 		changed = string(data)
 	}
-	return actions[action](r.Context(), a.failed, row, changed, auditInfo(r, page.Reason))
+	return actions[action](r.Context(), a.failed, row, changed, why)
 }

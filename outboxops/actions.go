@@ -12,6 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/jsonb"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // The actions of operators on failures, as outbox_audit has them.
@@ -68,7 +69,13 @@ func (f *Failures) changeOne(ctx context.Context, action string, id FailureID, w
 	if err := errors.Join(why.check(), id.checkFor(action)); err != nil {
 		return err
 	}
-	done, err := f.change(ctx, f.stores[id.Kind].statement(action), []int64{id.Number}, why)
+	done := 0
+	err := pgx.BeginTxFunc(ctx, f.db, readCommitted, func(tx pgx.Tx) (err error) {
+		if done, err = f.change(ctx, tx, action, id.Kind, []int64{id.Number}, why); err != nil || done == 0 {
+			return err
+		}
+		return f.checkSeen(ctx, tx, id, why.Seen)
+	})
 	if err != nil {
 		return fmt.Errorf("outbox: %s failure %v: %w", action, id, orNotMigrated(statusError(err)))
 	}
@@ -78,10 +85,47 @@ func (f *Failures) changeOne(ctx context.Context, action string, id FailureID, w
 	return nil
 }
 
+// readCommitted is the only level at which actions are possible.
+var readCommitted = pgx.TxOptions{IsoLevel: pgx.ReadCommitted}
+
 // change runs the statement of an action, and returns the number of changed failures.
-func (f *Failures) change(ctx context.Context, sql string, numbers []int64, why AuditInfo) (done int, err error) {
-	err = pg.QueryRow(ctx, f.db, sql, numbers, why.Operator, why.Reason).Scan(&done)
+func (f *Failures) change(ctx context.Context, db pg.BatchSender, action string, kind Kind, numbers []int64, why AuditInfo) (done int, err error) {
+	err = pg.QueryRow(ctx, db, f.stores[kind].statement(action), numbers, why.Operator, why.Reason).Scan(&done)
 	return done, err
+}
+
+// sqlActed finds the last action on event $1 or delivery $2, or on the key of the event, that snapshot $3 does not show
+// and that is not of this transaction. Actions on keys have no index: they are looked for among the last 1,000 actions.
+const sqlActed = `
+SELECT a.action, a.operator
+  FROM (SELECT id, action, operator, xmin AS writer, ` + tables.WrittenBy + ` AS written_by FROM {schema}.outbox_audit WHERE failed_id = $1
+         UNION ALL
+        SELECT id, action, operator, xmin, ` + tables.WrittenBy + ` FROM {schema}.outbox_audit WHERE delivery_id = $2
+         UNION ALL
+        SELECT l.id, l.action, l.operator, l.writer, l.written_by
+          FROM (SELECT id, action, operator, relay, parking_key, failed_id, xmin AS writer, ` + tables.WrittenBy + ` AS written_by
+                  FROM {schema}.outbox_audit ORDER BY id DESC LIMIT 1000) AS l
+          JOIN {schema}.outbox_failed AS f ON f.id = $1 AND f.relay = l.relay AND f.parking_key = l.parking_key
+         WHERE l.failed_id IS NULL) AS a
+ WHERE a.action <> 'read' AND a.writer IS DISTINCT FROM pg_catalog.pg_current_xact_id_if_assigned()::xid
+   AND NOT pg_catalog.pg_visible_in_snapshot(a.written_by, $3::text::pg_snapshot)
+ ORDER BY a.id DESC LIMIT 1`
+
+// checkSeen returns [ErrStatus] if the audit has an action on a failure that a snapshot does not show. It runs behind
+// the statement of an action, which has locked the row: an action that is not committed yet waits for this one.
+func (f *Failures) checkSeen(ctx context.Context, tx pgx.Tx, id FailureID, seen string) error {
+	if seen == "" {
+		return nil
+	}
+	var action, operator string
+	err := pg.QueryRow(ctx, tx, f.sqlActed, id.numberOf(KindEvent), id.numberOf(KindDelivery), seen).Scan(&action, &operator)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil
+	case err != nil:
+		return err
+	}
+	return fmt.Errorf("%w: after it was read, %s did this: %s", ErrStatus, operator, action)
 }
 
 // statusError gives errors of the functions about the state of a failure the name [ErrStatus].
@@ -152,7 +196,7 @@ func (f *Failures) edit(ctx context.Context, id FailureID, payload []byte, why A
 	if payload == nil {
 		payload = []byte{} // empty is not NULL
 	}
-	done, err := f.runEdit(ctx, dryRun, f.stores[id.Kind].statement(actionEdit), id.Number, payload, why.Operator, why.Reason)
+	done, err := f.runEdit(ctx, dryRun, id, payload, why)
 	if err != nil {
 		return fmt.Errorf("outbox: edit failure %v: %w", id, orNotMigrated(statusError(err)))
 	}
@@ -163,13 +207,16 @@ func (f *Failures) edit(ctx context.Context, id FailureID, payload []byte, why A
 }
 
 // runEdit runs the statement of an edit, and reports whether it has changed the row. In a dry run it is rolled back.
-func (f *Failures) runEdit(ctx context.Context, dryRun bool, sql string, args ...any) (done bool, err error) {
-	tx, err := f.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
+func (f *Failures) runEdit(ctx context.Context, dryRun bool, id FailureID, payload []byte, why AuditInfo) (done bool, err error) {
+	tx, err := f.db.BeginTx(ctx, readCommitted)
 	if err != nil {
 		return false, err
 	}
 	defer func() { _ = tx.Rollback(ctx) }()
-	if err := tx.QueryRow(ctx, sql, args...).Scan(&done); err != nil || dryRun {
+	if err := tx.QueryRow(ctx, f.stores[id.Kind].statement(actionEdit), id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil || !done {
+		return done, err
+	}
+	if err := f.checkSeen(ctx, tx, id, why.Seen); err != nil || dryRun {
 		return done, err
 	}
 	return done, tx.Commit(ctx)

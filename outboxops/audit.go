@@ -8,8 +8,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // AuditInfo is the operator and the reason of an action. It goes into outbox_audit.
@@ -20,10 +22,18 @@ type AuditInfo struct {
 	Operator string
 	// Reason is why, with a letter or a digit. Required.
 	Reason string
+	// Seen is Failure.Seen of the failure that the operator has looked at. An action on one failure returns
+	// [ErrStatus], and changes nothing, if the audit has another action on the failure, or on the key of its event,
+	// since then. Empty means no check. Only actions on one failure use it.
+	Seen string
 }
 
 func (a AuditInfo) check() error {
-	if err := check.Audit("", a.Operator, a.Reason, check.MaxReason); err != nil {
+	err := check.Audit("", a.Operator, a.Reason, check.MaxReason)
+	if err == nil && a.Seen != "" && !tables.IsSnapshot(a.Seen) {
+		err = fmt.Errorf("field Seen %w: %.40q is no snapshot", outbox.ErrMalformed, a.Seen)
+	}
+	if err != nil {
 		return fmt.Errorf("outbox: audit info: %w", err)
 	}
 	return nil

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -156,18 +158,45 @@ func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, fil
 		if len(part) == 0 {
 			return nil
 		}
-		n, err := f.change(ctx, f.stores[kind].statement(action), numbersOf(part), why)
+		changed, err := f.changePart(ctx, kind, action, part, why)
 		if err != nil {
 			return err
 		}
-		done += n
-		cfg.report(done, kind, part)
+		done += len(changed)
+		cfg.report(done, kind, changed)
 		if full {
 			wait.Sleep(ctx, pause)
 		}
 		return nil
 	})
 	return done, err
+}
+
+// sqlMine returns those of events $1 and deliveries $2 that this transaction has acted on.
+const sqlMine = `
+SELECT failed_id FROM {schema}.outbox_audit WHERE failed_id = ANY ($1::bigint[]) AND xmin = pg_catalog.pg_current_xact_id_if_assigned()::xid
+ UNION ALL
+SELECT delivery_id FROM {schema}.outbox_audit WHERE delivery_id = ANY ($2::bigint[]) AND xmin = pg_catalog.pg_current_xact_id_if_assigned()::xid`
+
+// changePart changes picked failures in a transaction, and returns those that it has changed: the statement leaves out
+// failures that an action is not possible with any more.
+func (f *Failures) changePart(ctx context.Context, kind Kind, action string, part []picked, why AuditInfo) (changed []picked, err error) {
+	numbers := map[Kind][]int64{kind: numbersOf(part)}
+	err = pgx.BeginTxFunc(ctx, f.db, readCommitted, func(tx pgx.Tx) error {
+		n, err := f.change(ctx, tx, action, kind, numbers[kind], why)
+		if err != nil || n == len(part) {
+			changed = part
+			return err
+		}
+		rows, err := tx.Query(ctx, f.sqlMine, numbers[KindEvent], numbers[KindDelivery])
+		if err != nil {
+			return err
+		}
+		mine, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+		changed = slices.DeleteFunc(slices.Clone(part), func(p picked) bool { return !slices.Contains(mine, p.number) })
+		return err
+	})
+	return changed, err
 }
 
 func numbersOf(part []picked) []int64 {

@@ -28,6 +28,7 @@ type Failures struct {
 
 	maxPayload        int
 	sqlReadOfRecorded string
+	sqlActed, sqlMine string
 }
 
 // failureStore has the failures of a kind.
@@ -86,7 +87,7 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 	return &Failures{
 		db: db, stores: map[Kind]failureStore{KindEvent: newEventStore(db, cfg.Schema, cfg.MaxRead), KindDelivery: newDeliveryStore(db, cfg.Schema, cfg.MaxRead)},
 		audits: newAuditReader(db, cfg.Schema, cfg.MaxRead), maxPayload: cfg.MaxPayload,
-		sqlReadOfRecorded: pg.InSchema(sqlReadOfRecorded, cfg.Schema),
+		sqlReadOfRecorded: pg.InSchema(sqlReadOfRecorded, cfg.Schema), sqlActed: pg.InSchema(sqlActed, cfg.Schema), sqlMine: pg.InSchema(sqlMine, cfg.Schema),
 	}, nil
 }
 
@@ -156,6 +157,8 @@ type Failure struct {
 	PayloadErr error
 	// Headers are the extra Kafka headers; nil in lists.
 	Headers map[string]string
+	// Seen is a snapshot from before the failure was read; empty in lists. See AuditInfo.Seen.
+	Seen string
 }
 
 // FailureFilter picks failures. Empty fields pick all. The zero value picks unresolved failures: events
@@ -393,10 +396,15 @@ func (f *Failures) Unresolved(ctx context.Context) (all []Unresolved, err error)
 // Get returns a failure, with its payload. It returns [ErrNotFound] if there is none:
 // the event may have been sent meanwhile, or retention has removed the row.
 func (f *Failures) Get(ctx context.Context, id FailureID) (Failure, error) {
+	seen := ""
+	if err := f.see(ctx, &seen); err != nil {
+		return Failure{}, readError(id, err)
+	}
 	failure, err := f.get(ctx, id)
 	if err != nil {
 		return failure, err
 	}
+	failure.Seen = seen
 	stored := f.stores[id.Kind].stored()
 	headers, err := stored.readHeaders(ctx, id.Number)
 	if err == nil {

@@ -17,7 +17,7 @@ func (f *Failures) AuditRead(ctx context.Context, id FailureID, why AuditInfo) e
 	if err := errors.Join(why.check(), id.checkFor(actionRead)); err != nil {
 		return err
 	}
-	done, err := f.change(ctx, f.stores[id.Kind].statement(actionRead), []int64{id.Number}, why)
+	done, err := f.change(ctx, f.db, actionRead, id.Kind, []int64{id.Number}, why)
 	return notAudited(fmt.Sprintf("failure %v", id), done > 0, err)
 }
 

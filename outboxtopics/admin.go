@@ -75,6 +75,7 @@ func (a *admin) ensure(ctx context.Context, specs []spec) ([]State, map[string]d
 			if !state.Created {
 				state.Differences = s.differences(d)
 			}
+			state.Differences = s.tooFewReplicas(d, state.Differences)
 			states = append(states, state)
 		}
 	}
@@ -117,7 +118,7 @@ func (a *admin) create(ctx context.Context, specs []spec, failed map[string]erro
 		case err == nil:
 			result.names[t.Topic] = true
 			if a.dryRun {
-				result.dryRun[t.Topic] = description{led: true, settings: createdSettings(t)}
+				result.dryRun[t.Topic] = description{led: true, replicas: max(0, int(t.ReplicationFactor)), settings: createdSettings(t)}
 			}
 		case !errors.Is(err, kerr.TopicAlreadyExists):
 			a.tooFew = a.tooFew || errors.Is(err, kerr.InvalidReplicationFactor)

@@ -148,6 +148,17 @@ func (s spec) differences(d description) (all []Difference) {
 	return all
 }
 
+// tooFewReplicas adds a difference for a topic that takes no records, because the cluster has chosen fewer replicas
+// than have to be in sync.
+func (s spec) tooFewReplicas(d description, all []Difference) []Difference {
+	least, err := strconv.Atoi(d.settings[minInSyncSetting])
+	isKnown := slices.ContainsFunc(all, func(d Difference) bool { return d.Setting == minInSyncSetting })
+	if err != nil || isKnown || s.replicas != clusterDefault || d.replicas == 0 || d.replicas >= least {
+		return all
+	}
+	return append(all, Difference{Setting: "replication.factor", Want: fmt.Sprintf("%d or more (%s)", least, minInSyncSetting), Have: strconv.Itoa(d.replicas)})
+}
+
 // isAtLeast compares two settings that are numbers.
 func isAtLeast(have, want string) bool {
 	h, herr := strconv.Atoi(have)

@@ -29,7 +29,8 @@ type State struct {
 	// Created is set if the topic was missing and Ensure created it, or would have
 	// but for the dry run.
 	Created bool
-	// Differences are the settings of an existing topic that are not as configured.
+	// Differences are the settings of an existing topic that are not as configured. A topic, also one that was
+	// created, has one if the cluster's default gives it fewer replicas than min.insync.replicas: it takes no records.
 	Differences []Difference
 }
 

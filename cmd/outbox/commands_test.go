@@ -32,6 +32,7 @@ type migrationsDoc struct {
 	Schema     string          `json:"schema"`
 	Applied    []migrationJSON `json:"applied"`
 	Migrations []migrationJSON `json:"migrations"`
+	Version    int             `json:"version"`
 }
 
 func TestMigrate(t *testing.T) {
@@ -39,8 +40,13 @@ func TestMigrate(t *testing.T) {
 	d := newCommandFixture(t)
 	require.Contains(t, d.ok(t, "migrate", "status"), "pending")
 	require.Equal(t, exitProblems, d.call(t, "migrate", "status", "--check").code)
-	require.True(t, strings.HasPrefix(d.ok(t, "migrate", "up"), "applied 0001_events_and_cursors.sql\n"))
-	require.Contains(t, d.ok(t, "migrate", "up"), "is up to date")
+	up := d.ok(t, "migrate", "up")
+	require.True(t, strings.HasPrefix(up, "applied 0001_events_and_cursors.sql\n"))
+	version := strings.Count(up, "applied ")
+	at := fmt.Sprintf("schema %s is up to date: version %d\n", d.schema, version)
+	require.True(t, strings.HasSuffix(up, at), up)
+	require.Equal(t, at, d.ok(t, "migrate", "up"))
+	require.Equal(t, "index for --aggregate: there\n"+at, d.call(t, "migrate", "up", "--aggregate-index").out)
 	require.Contains(t, d.ok(t, "migrate", "status", "--check"), "0001_events_and_cursors.sql")
 	var doc migrationsDoc
 	d.json(t, &doc, exitOK, "migrate", "status")
@@ -51,6 +57,7 @@ func TestMigrate(t *testing.T) {
 	d.json(t, &doc, exitOK, "migrate", "up")
 	require.NotNil(t, doc.Applied)
 	require.Empty(t, doc.Applied)
+	require.Equal(t, version, doc.Version)
 	d.exec(t, `INSERT INTO {s}.outbox_migration VALUES (1000, '1000_later.sql')`)
 	a := d.call(t, "migrate", "up")
 	require.Equal(t, exitError, a.code)
@@ -78,6 +85,27 @@ func TestMigratePrint(t *testing.T) {
 	}
 	d.json(t, &doc, exitOK, "migrate", "print", "--from", "1")
 	require.Contains(t, doc.Migrations[0].SQL, "CREATE TABLE outbox")
+}
+
+// The statements in a document make the tables in the schema of --schema, also if each has a session of its own.
+func TestMigratePrintJSON(t *testing.T) {
+	t.Parallel()
+	d := newCommandFixture(t)
+	var doc struct {
+		Migrations []struct{ Name, SQL string } `json:"migrations"`
+	}
+	d.json(t, &doc, exitOK, "migrate", "print")
+	for _, m := range doc.Migrations {
+		require.True(t, strings.HasPrefix(m.SQL, "-- +goose Up\n"), "other tools read this line")
+		conn, err := pgx.Connect(background, d.url(""))
+		require.NoError(t, err)
+		_, err = conn.Exec(background, m.SQL, pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, conn.Close(background))
+		require.NoError(t, err, m.Name)
+	}
+	have, err := things(background, &env{db: d.db, globals: globals{schema: d.schema}})
+	require.NoError(t, err)
+	require.Empty(t, compare(expected(), have))
 }
 
 func TestStatus(t *testing.T) {
@@ -186,6 +214,63 @@ func TestStatusWatch(t *testing.T) {
 	for line := range strings.Lines(out.String()) {
 		unmarshal(t, line, new(statusJSON))
 	}
+}
+
+// A status that is watched goes on after an error, with a line that says when it was. It ends if the tables are gone.
+func TestStatusWatchGoesOn(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // a transaction that is left open
+	d := newCommandFixture(t).migrate(t)
+	d.relay(t)()
+	ctx, cancel := context.WithCancel(background)
+	defer cancel()
+	var out, errs testenv.Buffer
+	ended := make(chan int, 1)
+	go func() { ended <- d.start(ctx, &out, &errs, "status", "--watch", "--every", "100ms", "--timeout", "1s") }()
+	shown := func() int { return strings.Count(out.String(), "RELAY ") }
+	require.Eventually(t, func() bool { return shown() > 0 }, testenv.Patience, 10*time.Millisecond)
+	tx, err := d.db.Begin(background)
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(background) }()
+	_, err = tx.Exec(background, `LOCK TABLE `+pgx.Identifier{d.schema, "outbox_cursor"}.Sanitize())
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return strings.Count(errs.String(), "context deadline exceeded") > 1 || len(ended) > 0 }, testenv.Patience, 10*time.Millisecond)
+	require.Empty(t, ended, errs.String())
+	require.Regexp(t, `^outbox: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: .*context deadline exceeded`, errs.String())
+	require.NoError(t, tx.Rollback(background))
+	before := shown()
+	require.Eventually(t, func() bool { return shown() > before }, testenv.Patience, 10*time.Millisecond)
+	d.exec(t, `ALTER TABLE {s}.outbox_cursor RENAME TO gone`)
+	require.Equal(t, exitError, <-ended)
+	require.Contains(t, errs.String(), "outbox migrate up")
+}
+
+// A group whose last process has ended is shown until its rows are deleted: of consumers, which have nothing that
+// waits in PostgreSQL, and of workers.
+func TestStoppedGroups(t *testing.T) {
+	t.Parallel()
+	d := newClinic(t)
+	d.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
+		SELECT name, 'orders', gen_random_uuid(), n, 0, 7 FROM unnest('{mail,search}'::text[]) AS name, generate_series(0, 2) AS n`)
+	d.exec(t, `INSERT INTO {s}.event_subscription (consumer_group) VALUES ('stats')`)
+	d.exec(t, `INSERT INTO {s}.event_member (consumer_group, member, from_kafka, renewed_at, renewed_every, routes) VALUES ('search', 'host/1', true, now(), '1 h', '{}')`)
+	var doc statusJSON
+	d.json(t, &doc, exitOK, "status", "--check")
+	var names []string
+	for _, g := range doc.Groups {
+		names = append(names, fmt.Sprint(g.Group, " ", len(g.Members)))
+	}
+	require.Equal(t, []string{"mail 0", "search 1", "stats 0"}, names)
+	require.Regexp(t, `(?m)^mail +0 +-`, d.ok(t, "status"))
+	require.Regexp(t, `(?m)^mail +0 +-`, d.ok(t, "consumers", "--group", "mail"))
+	require.NotContains(t, d.ok(t, "consumers", "--group", "mail"), "stats")
+	f := d.requireFinding(t, "delivery.members", severityNote, "group mail: no process runs", "--only", "delivery.members")
+	require.Contains(t, f.Do, `.consumer_start WHERE consumer_group = 'mail'`)
+	d.exec(t, `DELETE FROM {s}.consumer_start WHERE consumer_group = 'mail'`)
+	d.exec(t, `DELETE FROM {s}.event_subscription`)
+	require.Empty(t, d.findings(t, "--only", "delivery.members"))
+	d.json(t, &doc, exitOK, "status")
+	require.Len(t, doc.Groups, 1)
 }
 
 // tailing runs tail until the test ends, and returns its output.

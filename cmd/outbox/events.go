@@ -47,6 +47,7 @@ func (l *eventList) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
+	listed := []listedJSON{}
 	for _, event := range events {
 		pending := event.PendingFor
 		if l.payload {
@@ -54,14 +55,28 @@ func (l *eventList) run(ctx context.Context, e *env) error {
 				return err
 			}
 		}
+		if e.json {
+			listed = append(listed, listedJSON{recordedOf(event), append([]string{}, pending...)})
+			continue
+		}
 		if err := (&tailFlags{payload: l.payload}).show(e, event); err != nil {
 			return err
 		}
-		if len(pending) > 0 && !e.json {
+		if len(pending) > 0 {
 			e.printf("  not attempted yet by %s\n", visible(fmt.Sprint(pending)))
 		}
 	}
+	if e.json {
+		return e.writeJSON(map[string]any{"events": listed})
+	}
 	return nil
+}
+
+// listedJSON is an event in the output.
+type listedJSON struct {
+	recordedJSON
+
+	PendingFor []string `json:"pending_for"`
 }
 
 // hint says how to get the index that finds the events of an aggregate.

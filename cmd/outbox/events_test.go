@@ -33,10 +33,18 @@ func TestEvents(t *testing.T) {
 	require.Equal(t, 4, strings.Count(d.ok(t, "events", "list", "--type", "test.thing.happened.v1"), "Thing/"))
 	require.Equal(t, 1, strings.Count(d.ok(t, "events", "list", "--limit", "1", "--before", "3"), "Thing/2"))
 	require.Contains(t, d.ok(t, "events", "list", "--aggregate", "Thing/3", "--payload"), `"Key": "3"`)
-	var line recordedJSON
-	d.json(t, &line, exitOK, "events", "list", "--aggregate", "Thing/3", "--payload")
-	require.Equal(t, "Thing", line.AggregateType)
-	require.Contains(t, string(line.Payload), `"3"`)
+	var doc struct{ Events []listedJSON }
+	d.json(t, &doc, exitOK, "events", "list", "--aggregate", "Thing/3", "--payload")
+	require.Len(t, doc.Events, 1)
+	require.Equal(t, "Thing", doc.Events[0].AggregateType)
+	require.Contains(t, string(doc.Events[0].Payload), `"3"`)
+	require.Equal(t, []string{}, doc.Events[0].PendingFor)
+	d.relay(t)()
+	d.record(t, "4")
+	d.json(t, &doc, exitOK, "events", "list")
+	require.Len(t, doc.Events, 5)
+	require.Equal(t, []string{"default"}, doc.Events[0].PendingFor)
+	require.JSONEq(t, `{"events": []}`, d.ok(t, "events", "list", "--type", "test.thing.gone.v1", "--json"))
 	require.Equal(t, exitUsage, d.call(t, "events", "list", "--aggregate", "/1").code)
 	require.Equal(t, exitError, d.call(t, "events", "list", "--limit", "-1").code)
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"flag"
+	"fmt"
 	"io/fs"
 	"log/slog"
 	"strconv"
@@ -62,22 +63,58 @@ func migrateUp(ctx context.Context, e *env, cfg outbox.MigrateConfig) error {
 	if err != nil {
 		return err
 	}
-	applied := make([]outbox.Migration, 0, len(before))
-	for _, m := range before {
-		if m.AppliedAt.IsZero() {
-			applied = append(applied, m)
-		}
+	after, err := outbox.MigrationStatus(ctx, db, cfg)
+	if err != nil {
+		return err
 	}
+	version, applied := appliedSince(before, after)
 	if e.json {
-		return e.writeJSON(map[string]any{"schema": e.schemaName(), "applied": migrationsJSON(applied)})
+		return e.writeJSON(map[string]any{"schema": e.schemaName(), "applied": migrationsJSON(applied), "version": version})
 	}
 	for _, m := range applied {
 		e.printf("applied %s\n", visible(m.Name))
 	}
-	if len(applied) == 0 {
-		e.printf("schema %s is up to date\n", visible(e.schemaName()))
+	for _, thing := range askedFor(cfg) {
+		e.printf("%s: there\n", visible(thing))
 	}
+	e.printf("schema %s is up to date: version %d\n", visible(e.schemaName()), version)
 	return nil
+}
+
+// appliedSince returns the version of a schema, and the migrations that were pending before: this command has applied
+// them, or another process meanwhile.
+func appliedSince(before, after []outbox.Migration) (version int, applied []outbox.Migration) {
+	pending := map[int]bool{}
+	for _, m := range before {
+		pending[m.Version] = m.AppliedAt.IsZero()
+	}
+	for _, m := range after {
+		if m.AppliedAt.IsZero() {
+			continue
+		}
+		version = max(version, m.Version)
+		if pending[m.Version] {
+			applied = append(applied, m)
+		}
+	}
+	return version, applied
+}
+
+// askedFor names what flags have asked for besides the migrations.
+func askedFor(cfg outbox.MigrateConfig) (things []string) {
+	if cfg.PartitionRows > 0 {
+		things = append(things, "partitions of outbox")
+	}
+	if cfg.Publication != "" {
+		things = append(things, "publication "+cfg.Publication)
+	}
+	if cfg.AggregateIndex {
+		things = append(things, "index for --aggregate")
+	}
+	if cfg.UniqueEventIDs {
+		things = append(things, "unique index of event ids")
+	}
+	return things
 }
 
 var migrateStatusCommand = command{
@@ -143,6 +180,9 @@ know what was applied by hand.`,
 	},
 }
 
+// gooseUp is the first line of each migration.
+const gooseUp = "-- +goose Up\n"
+
 func migratePrint(e *env, from int) error {
 	names, err := fs.Glob(migrations.FS, "*.sql")
 	if err != nil {
@@ -156,20 +196,26 @@ func migratePrint(e *env, from int) error {
 		SQL  string `json:"sql"`
 	}
 	var files []file
+	inSchema := ""
+	if e.schema != "" {
+		schema := pgx.Identifier{e.schema}.Sanitize()
+		inSchema = fmt.Sprintf("CREATE SCHEMA IF NOT EXISTS %[1]s;\nSET search_path TO %[1]s;\n\n", schema)
+	}
 	for _, name := range names[from-1:] {
 		sql, err := fs.ReadFile(migrations.FS, name)
 		if err != nil {
 			return err
 		}
-		files = append(files, file{name, string(sql)})
+		text := string(sql)
+		if e.json { // each may run in a session of its own
+			text = strings.Replace(text, gooseUp, gooseUp+inSchema, 1)
+		}
+		files = append(files, file{name, text})
 	}
 	if e.json {
 		return e.writeJSON(map[string]any{"migrations": files})
 	}
-	if e.schema != "" {
-		schema := pgx.Identifier{e.schema}.Sanitize()
-		e.printf("CREATE SCHEMA IF NOT EXISTS %s;\nSET search_path TO %s;\n\n", schema, schema)
-	}
+	e.printf("%s", inSchema)
 	for _, f := range files {
 		e.printf("-- %s\n%s\n", f.Name, strings.TrimRight(f.SQL, "\n"))
 	}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"strings"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -56,11 +58,21 @@ func (s *statusFlags) run(ctx context.Context, e *env) error {
 	}
 	for ctx.Err() == nil {
 		if err := s.printStatus(ctx, e); err != nil && ctx.Err() == nil {
-			return err
+			if !mayPass(err) {
+				return err
+			}
+			e.printError(clock(e.now()) + ": " + errorText(err))
 		}
 		pause(ctx, s.every)
 	}
 	return nil
+}
+
+// mayPass reports whether --watch goes on after an error: PostgreSQL may answer again, but the command line and the
+// tables are to be changed first.
+func mayPass(err error) bool {
+	var usage *usageError
+	return !errors.As(err, &usage) && !errors.Is(err, outbox.ErrNotMigrated) && !pg.IsUndefined(err)
 }
 
 // pause waits, or until ctx ends.

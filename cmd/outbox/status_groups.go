@@ -18,7 +18,11 @@ import (
 )
 
 // groupsState is what consumer groups still have to handle, and the processes that do so.
-type groupsState struct{ tables.GroupsState }
+type groupsState struct {
+	tables.GroupsState
+
+	begun []tables.Begun // groups, also those without a process and without anything to handle
+}
 
 // lookAtGroups reads the state of the group, or of all groups for "".
 func lookAtGroups(ctx context.Context, e *env, group string) (s groupsState, err error) {
@@ -38,7 +42,11 @@ func lookAtGroups(ctx context.Context, e *env, group string) (s groupsState, err
 	for i, c := range waiting {
 		counts[i] = tables.EventCount(c)
 	}
-	s.GroupsState, err = tables.NewGroupReader(db, e.schemaName()).Look(ctx, group, counts)
+	reader := tables.NewGroupReader(db, e.schemaName())
+	if s.GroupsState, err = reader.Look(ctx, group, counts); err != nil {
+		return s, err
+	}
+	s.begun, err = reader.Begun(ctx, group)
 	return s, err
 }
 
@@ -64,6 +72,9 @@ func (s groupsState) sums() []groupSum {
 			of[group] = &groupSum{group: group, by: map[string]tally{}}
 		}
 		return of[group]
+	}
+	for _, b := range s.begun {
+		get(b.Group)
 	}
 	for _, m := range s.Members {
 		g := get(m.Group)
@@ -103,6 +114,10 @@ func (s groupsState) findings(now time.Time, l limits, schema string) (all []fin
 				fmt.Sprintf("group %s: no process runs, and %s, the oldest for %s", g.group, open.Of("event waits", "events wait"), age(g.oldest, now)),
 				"No process has renewed its row in event_member: none runs, or all are frozen or cut off from PostgreSQL. The events are not handled meanwhile.",
 				"Start a process that calls Run of a consumer or worker with this group, or read its log."})
+		} else if g.known == 0 && open.N == 0 && s.readsKafka(g.group) {
+			all = append(all, finding{"delivery.members", severityNote, fmt.Sprintf("group %s: no process runs", g.group),
+				"Its last process has ended cleanly, or more than a day ago. Whether records wait in Kafka is not known here: outbox consumers --kafka shows the lag.",
+				"Start a process that calls Consumer.Run with this group. " + deleteGroup(schema, g.group)})
 		}
 	}
 	for _, c := range s.Counts {
@@ -124,11 +139,22 @@ func (s groupsState) leftBehind(schema string) (all []finding) {
 		all = append(all, finding{"relay.ended", severityWarning,
 			fmt.Sprintf("group %s reads from Kafka, where no relay sends: relay %s has ended by a cut", g.Group, g.Relay),
 			"It gets none of the events that are recorded.",
-			fmt.Sprintf("Start workers of the group, which begin as From says, or a relay. If the group is given up, delete its rows: DELETE FROM %[1]s.consumer_start WHERE consumer_group = %[2]s; "+
-				"DELETE FROM %[1]s.event_subscription WHERE consumer_group = %[2]s; DELETE FROM %[1]s.outbox_cursor WHERE relay = %[3]s",
-				pgx.Identifier{schema}.Sanitize(), quoteText(g.Group), quoteText(tables.WorkerPrefix+g.Group))})
+			"Start workers of the group, which begin as From says, or a relay. " + deleteGroup(schema, g.Group)})
 	}
 	return all
+}
+
+// readsKafka reports whether a group reads from Kafka, and a relay sends there: a cut has not left it behind.
+func (s groupsState) readsKafka(group string) bool {
+	return slices.Contains(s.begun, tables.Begun{Group: group, FromKafka: true}) &&
+		!slices.ContainsFunc(s.Left, func(l tables.Left) bool { return l.Group == group })
+}
+
+// deleteGroup says how to delete the rows that say that a group has begun.
+func deleteGroup(schema, group string) string {
+	return fmt.Sprintf("If the group is given up, delete its rows: DELETE FROM %[1]s.consumer_start WHERE consumer_group = %[2]s; "+
+		"DELETE FROM %[1]s.event_subscription WHERE consumer_group = %[2]s; DELETE FROM %[1]s.outbox_cursor WHERE relay = %[3]s",
+		pgx.Identifier{schema}.Sanitize(), quoteText(group), quoteText(tables.WorkerPrefix+group))
 }
 
 // memberFindings reports what a process has said of itself besides outages and breakers, or that it has not renewed its

@@ -209,16 +209,42 @@ SELECT DISTINCT c.consumer_group, l.name FROM {schema}.consumer_start AS c CROSS
 // maxLeftBehind is how many of these are looked at.
 const maxLeftBehind = 20
 
+// Begun is a group that has begun, until its rows are deleted: also while none of its processes runs.
+type Begun struct {
+	Group     string
+	FromKafka bool // it reads from Kafka, and not from outbox
+}
+
+// SQLBegun reads up to $2 groups that have begun: the group $1, or all for "".
+const SQLBegun = `
+WITH RECURSIVE names AS (
+   (SELECT s.consumer_group::text AS name FROM {schema}.consumer_start AS s
+     WHERE $1::text = '' OR s.consumer_group = $1 ORDER BY s.consumer_group LIMIT 1)
+     UNION ALL
+    SELECT next.name FROM names
+     CROSS JOIN LATERAL (SELECT s.consumer_group::text AS name FROM {schema}.consumer_start AS s
+                          WHERE s.consumer_group > names.name AND $1::text = '' ORDER BY s.consumer_group LIMIT 1) AS next
+)
+(SELECT n.name, NOT EXISTS (SELECT FROM {schema}.event_subscription AS s WHERE s.consumer_group = n.name AND s.state <> 'left')
+   FROM names AS n LIMIT $2)
+ UNION
+(SELECT s.consumer_group::text, s.state = 'left' FROM {schema}.event_subscription AS s WHERE $1::text = '' OR s.consumer_group = $1
+  ORDER BY s.consumer_group LIMIT $2)
+ ORDER BY name LIMIT $2`
+
+// maxBegun is how many of these are read.
+const maxBegun = 1_000
+
 // GroupReader reads what consumer groups still have to handle, and the processes that do so.
 type GroupReader struct {
-	db                                              *pgxpool.Pool
-	waiting, waitingOf, missed, members, leftBehind string
+	db                                                     *pgxpool.Pool
+	waiting, waitingOf, missed, members, leftBehind, begun string
 }
 
 // NewGroupReader returns the reader of a schema.
 func NewGroupReader(db *pgxpool.Pool, schema string) GroupReader {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
-	return GroupReader{db, in(SQLWaiting), in(SQLWaitingOfGroup), in(SQLMissed), in(SQLMembers), in(SQLLeftBehind)}
+	return GroupReader{db, in(SQLWaiting), in(SQLWaitingOfGroup), in(SQLMissed), in(SQLMembers), in(SQLLeftBehind), in(SQLBegun)}
 }
 
 // Waiting counts the deliveries of a group that are not done, or of all groups for "", by group, action, topic and
@@ -273,6 +299,15 @@ func (r GroupReader) LeftBehind(ctx context.Context, group string) ([]Left, erro
 		return nil, fmt.Errorf("look for groups that a cut has left behind: %w", err)
 	}
 	return left, nil
+}
+
+// Begun returns whether a group has begun, or which groups have for "", sorted.
+func (r GroupReader) Begun(ctx context.Context, group string) ([]Begun, error) {
+	begun, err := pg.Collect(ctx, r.db, pgx.RowToStructByPos[Begun], r.begun, group, maxBegun)
+	if err != nil {
+		return nil, fmt.Errorf("read the groups that have begun: %w", err)
+	}
+	return begun, nil
 }
 
 // GroupsState is what consumer groups still have to handle, and the processes that do so.

@@ -47,11 +47,14 @@ func IsSnapshot(text string) bool {
 	return true
 }
 
-// Unchanged selects rows that the snapshot $16 shows as they are, or all rows if it is empty. A row has the lower half
-// of the id of the transaction that has written it. The other half is that of the statement's own snapshot, or one
-// less. It is for tables that are written without savepoints, because a snapshot does not have the ids of these.
+// WrittenBy is the transaction that has written a row. The row has the lower half of its id. The other half is that of
+// the statement's own snapshot, or one less; for a row that the statement's own transaction has written it is wrong.
+const WrittenBy = `((SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint) - (((SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint) - xmin::text::bigint) & 4294967295))::text::xid8`
+
+// Unchanged selects rows that the snapshot $16 shows as they are, or all rows if it is empty. It is for tables that are
+// written without savepoints, because a snapshot does not have the ids of these.
 const Unchanged = `coalesce(pg_catalog.pg_visible_in_snapshot(
-           ((SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint) - (((SELECT pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint) - xmin::text::bigint) & 4294967295))::text::xid8, (SELECT nullif($16::text, '')::pg_snapshot)), true)`
+           ` + WrittenBy + `, (SELECT nullif($16::text, '')::pg_snapshot)), true)`
 
 // maxAdded is how many transactions [SnapshotAdds] looks at.
 const maxAdded = 100
