@@ -86,7 +86,7 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	switch {
 	case ctx.Err() != nil, errors.Is(err, context.Canceled): // the end of a stream ends a poll
 	case errors.As(err, &loss):
-		m.starts.Truncated(at, err)
+		m.truncated(loss)
 		if w := m.workerOf(at); w != nil {
 			w.truncated(loss)
 		}

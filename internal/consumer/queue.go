@@ -19,11 +19,11 @@ const (
 
 // begin notes the offset at which reading begins, which is committed. Before that offset, only the gaps are read.
 func (w *partitionWorker) begin(b starts.Beginning) {
-	at, gaps := b.Offset, b.Gaps
+	at, gaps := b.EpochOffset, b.Gaps
 	w.beginUnclean(b.Assignment)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.read, w.epoch, w.saved = at, -1, at
+	w.read, w.epoch, w.saved = at.Offset, -1, at.Offset
 	if len(gaps) == 0 {
 		return
 	}
@@ -32,7 +32,7 @@ func (w *partitionWorker) begin(b starts.Beginning) {
 	}
 	w.gap = &missedEvents{gaps: gaps, until: at, next: w.read, saved: w.read, savedAt: time.Now()}
 	w.log.Info("outbox: handlers have missed events of a partition, which waits until they have handled them",
-		"partition", w.partition.Name(), "from", w.read, "until", at, "action", gaps[0].Action, "handlers", len(gaps))
+		"partition", w.partition.Name(), "from", w.read, "until", at.Offset, "action", gaps[0].Action, "handlers", len(gaps))
 }
 
 // hasBegun reports whether the offset at which reading begins is known.
@@ -62,6 +62,9 @@ func (w *partitionWorker) truncated(loss *kgo.ErrDataLoss) {
 	defer w.mu.Unlock()
 	if w.read != starts.None {
 		w.read, w.epoch = loss.ResetTo, loss.ResetToEpoch
+	}
+	if w.gap != nil && (w.cut == nil || loss.ResetTo < w.cut.Offset) {
+		w.cut = &kgo.EpochOffset{Epoch: loss.ResetToEpoch, Offset: loss.ResetTo}
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // slowWorkerFixture has a handler that takes so long for each event, and for those of the
@@ -104,9 +105,9 @@ func TestStartOfGivenUpPartition(t *testing.T) {
 	t.Parallel()
 	at := kafka.Partition{Topic: "t"}
 	m := &membership{workers: map[kafka.Partition]*partitionWorker{}}
-	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]int64{at: 3}), errRevoked)
+	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]kgo.EpochOffset{at: {Offset: 3}}), errRevoked)
 	m.workers[at] = new(partitionWorker)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]int64{at: 3}), errRevoked)
+	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]kgo.EpochOffset{at: {Offset: 3}}), errRevoked)
 }
