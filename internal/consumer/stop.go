@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"sync"
@@ -222,12 +223,29 @@ func leaveGroupAs(ctx context.Context, opts []kgo.Opt, group, member string) err
 	if err != nil {
 		return err
 	}
+	err = kerr.ErrorForCode(response.ErrorCode)
 	for _, m := range response.Members {
-		if err := kerr.ErrorForCode(m.ErrorCode); err != nil {
-			return err
-		}
+		err = cmp.Or(err, kerr.ErrorForCode(m.ErrorCode))
 	}
-	return kerr.ErrorForCode(response.ErrorCode)
+	if errors.Is(err, kerr.UnknownMemberID) {
+		return leaveConsumerGroup(ctx, client, group, member)
+	}
+	return err
+}
+
+// leaveConsumerGroup leaves a group of the protocol of KIP-848, in which the other request knows no member.
+func leaveConsumerGroup(ctx context.Context, client *kgo.Client, group, member string) error {
+	const leaves = -1
+	request := kmsg.NewPtrConsumerGroupHeartbeatRequest()
+	request.Group, request.MemberID, request.MemberEpoch = group, member, leaves
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return kerr.UnknownMemberID // the broker knows no such groups
+	}
+	if err = kerr.ErrorForCode(response.ErrorCode); errors.Is(err, kerr.GroupIDNotFound) {
+		return kerr.UnknownMemberID // the group has the other protocol
+	}
+	return err
 }
 
 // closeClient closes the client and ends its requests.
