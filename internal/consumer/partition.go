@@ -53,8 +53,8 @@ type partitionWorker struct {
 	drainWait  waitingSince // for parked events of a key
 	streamWait waitingSince // for the slot of streams
 
-	stopping context.Context // cancelled by finish and by abandon
-	finish   context.CancelFunc
+	stopping context.Context // cancelled by finish, with the cause handling.ErrStopped, and by abandon
+	finish   func()
 	held     context.Context // cancelled by abandon
 	abandon  context.CancelFunc
 	added    chan struct{} // signals new records in the queue; capacity 1
@@ -136,7 +136,9 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 		w.attempts.Witness = w.parking.store.Witness
 	}
 	w.held, w.abandon = context.WithCancel(context.Background())
-	w.stopping, w.finish = context.WithCancel(w.held)
+	var finish context.CancelCauseFunc
+	w.stopping, finish = context.WithCancelCause(w.held)
+	w.finish = func() { finish(handling.ErrStopped) }
 	return w
 }
 

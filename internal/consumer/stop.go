@@ -86,6 +86,7 @@ func (w *partitionWorker) cutOff() {
 	w.activity.CutOff()
 	w.slots.Release()
 	w.place.release(w.limits.alone)
+	go w.forgetSuspect() // nothing waits for it: PostgreSQL may not answer
 	w.releaseTrials()
 	w.end()
 	call, ok := w.activity.Current()
