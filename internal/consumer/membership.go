@@ -53,6 +53,7 @@ type membership struct {
 	running    map[*partitionWorker]bool // workers that have not ended; also those of revoked partitions
 	member     string                    // the member id under which the group assigned the partitions
 	closing    bool                      // assigned ignores new partitions
+	unread     map[kafka.Partition]error // assigned partitions, and topics, whose last fetch has failed
 }
 
 // join makes a client from opts, which joins the group in the background. The client lives until
@@ -235,8 +236,8 @@ func (m *membership) lostRecords(at kafka.Partition, records int64) {
 
 // resumeStalled resumes fetching of a partition, unless its queue is full or a stream reads it.
 func (m *membership) resumeStalled(at kafka.Partition) {
-	if w := m.workerOf(at); w != nil && w.mayFetch() {
-		m.resumeFetching(at)
+	if w := m.workerOf(at); w != nil {
+		w.resume()
 	}
 }
 
@@ -322,6 +323,7 @@ func (m *membership) remove(topics map[string][]int32) (workers []*partitionWork
 				workers = append(workers, w)
 				delete(m.workers, at)
 			}
+			delete(m.unread, at)
 		}
 	}
 	return workers

@@ -72,7 +72,7 @@ type partitionWorker struct {
 	blocked  *unreadableError  // the batch that cannot be read; nil for none
 	unclean  uncleanEnds
 	gap      *missedEvents    // nil for none; set by begin, its fields are only for run
-	cut      *kgo.EpochOffset // where Kafka has lost records while the gap was open, if the client has found it; else nil
+	cut      *kgo.EpochOffset // where Kafka has lost records while the gap was open, as the client says; or nil
 	read     int64            // the offset after the last fetched record
 	epoch    int32            // of the leader that had that record; -1 if it is not known
 	next     kgo.EpochOffset  // the offset after the last handled record

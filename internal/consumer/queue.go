@@ -82,11 +82,13 @@ func (w *partitionWorker) blockedBy() *unreadableError {
 	return w.blocked
 }
 
-// mayFetch reports whether the client may fetch the partition: the queue is not full, and no stream reads it.
-func (w *partitionWorker) mayFetch() bool {
+// resume resumes the client's fetching, unless the queue is full or a stream reads the partition.
+func (w *partitionWorker) resume() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return !w.paused && !w.streamed
+	if !w.closed && !w.paused && !w.streamed {
+		w.group.resumeFetching(w.partition)
+	}
 }
 
 // isPaused reports whether fetching is paused because the queue is full.
