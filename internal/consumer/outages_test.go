@@ -116,8 +116,8 @@ func TestAnswersEndOutageOfKafka(t *testing.T) {
 	require.False(t, m.outages.Failing())
 }
 
-// A topic that may not be read any more does not work, whatever Kafka returns of other topics. Its log has one line when
-// that begins and one when it ends, and it is not fetched again at once. It works when Kafka has answered a fetch.
+// A topic that may not be read any more does not work, whatever Kafka returns of others. Its log has one line when
+// that begins and one when it ends. It is not fetched again at once. It works when Kafka has answered a fetch.
 func TestTopicThatMayNotBeRead(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer

@@ -88,8 +88,8 @@ type partitionGroup interface {
 	resumeFetching(kafka.Partition)
 	// requestCommit requests a commit of the offsets of all workers. It does not wait.
 	requestCommit()
-	// proveHeld commits the offset of a partition that is committed already, or at which a gap was cut. An error may mean
-	// that another member has, or had, the partition.
+	// proveHeld commits the offset of a partition that is committed already, or at which a gap was cut. An error may
+	// mean that another member has, or had, the partition.
 	proveHeld(ctx context.Context, at kafka.Partition, committed kgo.EpochOffset) error
 	// truncated notes that Kafka has lost records.
 	truncated(loss *kgo.ErrDataLoss)

@@ -229,16 +229,16 @@ func leaveGroupAs(ctx context.Context, opts []kgo.Opt, group, member string) err
 		err = cmp.Or(err, kerr.ErrorForCode(m.ErrorCode))
 	}
 	if errors.Is(err, kerr.UnknownMemberID) {
-		return leaveConsumerGroup(ctx, client, group, member)
+		return leaveGroupKIP848(ctx, client, group, member)
 	}
 	return err
 }
 
-// leaveConsumerGroup leaves a group of the protocol of KIP-848, in which the other request knows no member.
-func leaveConsumerGroup(ctx context.Context, client *kgo.Client, group, member string) error {
-	const leaves = -1
+// leaveGroupKIP848 leaves a group of the protocol of KIP-848, in which the other request knows no member.
+func leaveGroupKIP848(ctx context.Context, client *kgo.Client, group, member string) error {
+	const departing = -1
 	request := kmsg.NewPtrConsumerGroupHeartbeatRequest()
-	request.Group, request.MemberID, request.MemberEpoch = group, member, leaves
+	request.Group, request.MemberID, request.MemberEpoch = group, member, departing
 	response, err := request.RequestWith(ctx, client)
 	if err != nil {
 		return kerr.UnknownMemberID // the broker knows no such groups

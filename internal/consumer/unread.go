@@ -9,9 +9,10 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// A broker may reject the fetches of one partition or topic and answer those of others: the right to read is gone, or a
-// batch is damaged. The client would fetch such a partition again at once, without end. So it is paused for refetchPause
-// after each failure. The outage of its topic lasts until a broker has answered a fetch of each such partition.
+// A broker may reject the fetches of one partition or topic and answer those of others: the right to read is gone, or
+// a batch is damaged. The client would fetch such a partition again at once, without end. So it is paused for
+// refetchPause after each failure. The outage of its topic lasts until a broker has answered a fetch of each such
+// partition.
 
 // refetchPause is how long a partition whose fetch has failed is not fetched.
 const refetchPause = time.Second

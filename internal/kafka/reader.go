@@ -93,7 +93,7 @@ func (r *Reader) Span(ctx context.Context, p Partition, from int64) (Span, error
 	return one[0], err
 }
 
-// ErrNoPartition is the kerr.UnknownTopicOrPartition of a partition that a topic does not have, although the topic exists.
+// ErrNoPartition is a [kerr.UnknownTopicOrPartition]: the topic exists, and does not have the partition.
 var ErrNoPartition error = noPartition{}
 
 type noPartition struct{}

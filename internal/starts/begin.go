@@ -93,7 +93,7 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 }
 
 // offsetsFor returns committed without silent partitions, and with the offsets from which the others are to be read.
-// These have the epoch of the committed offset, so that the client finds out whether Kafka has lost records before them.
+// These have the epoch of the committed offset, so that the client finds out whether Kafka has lost records before.
 func offsetsFor(
 	committed map[string]map[int32]kgo.Offset, decided map[kafka.Partition]start, froms map[kafka.Partition]int64, silent silence,
 ) map[string]map[int32]kgo.Offset {
@@ -226,7 +226,7 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 
 // askEpochs asks for the epochs of new starts behind the beginnings of their partitions. Without them, the client would
 // not find out that Kafka has lost records before such a start, and read all of the partition. The epoch of the leader
-// stands for that of the record before the start, which is not newer. A start stays without one if Kafka does not answer.
+// stands for that of the record before the start, which is not newer. Without an answer, a start has no epoch.
 func (m *Member) askEpochs(ctx context.Context, decided map[kafka.Partition]start) {
 	wanted := map[kafka.Partition]int64{}
 	for at, s := range decided {

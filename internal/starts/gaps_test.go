@@ -135,8 +135,8 @@ func TestGapsOfDeletedTopicGo(t *testing.T) {
 	requireGaps(t, s)
 }
 
-// The log may have been cut before the gap, and be longer again. The client finds that out by the epoch of the committed
-// offset.
+// The log may have been cut before the gap, and be longer again. The client finds that out by the epoch of the
+// committed offset.
 func TestGapIsReadWithEpoch(t *testing.T) {
 	t.Parallel()
 	at := kafka.Partition{Topic: "sales", Number: 1}
