@@ -2,11 +2,13 @@ package consumer
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/delivery"
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/starts"
 )
 
@@ -21,8 +23,9 @@ type alonePlace struct {
 	// Only run uses these.
 	active bool  // a suspect is being handled
 	offset int64 // of it
-	noted  bool  // in PostgreSQL
 	ends   int   // how often processes have ended at it, when it was noted first here
+
+	noted atomic.Pointer[int64] // the offset that is noted in PostgreSQL; nil for none
 
 	mu   sync.Mutex
 	held bool
@@ -31,7 +34,8 @@ type alonePlace struct {
 
 // beginAlone begins to handle a record alone. It returns false if the worker is stopped.
 func (w *partitionWorker) beginAlone(offset int64) bool {
-	w.place.active, w.place.offset, w.place.noted = true, offset, false
+	w.place.noted.Store(nil)
+	w.place.active, w.place.offset = true, offset
 	return w.awaitResume() && w.takePlace()
 }
 
@@ -48,7 +52,7 @@ func (w *partitionWorker) takePlace() bool {
 		if !w.place.take(w.stopping, w.limits.alone) {
 			return false
 		}
-		if w.place.noted {
+		if w.place.noted.Load() != nil {
 			break
 		}
 		began := time.Now()
@@ -56,7 +60,9 @@ func (w *partitionWorker) takePlace() bool {
 		ends, err := w.group.suspect(ctx, w.partition, w.place.offset, false)
 		cancel()
 		if err == nil {
-			w.place.noted, w.place.ends = true, ends
+			offset := w.place.offset
+			w.place.ends = ends
+			w.place.noted.Store(&offset)
 			if failed {
 				w.reportPostgresWorks(began)
 			}
@@ -84,18 +90,31 @@ func (w *partitionWorker) givePlace() {
 }
 
 // forgetSuspect takes the note back that a record is handled alone: it may not be done, but it has not ended this
-// process.
+// process. The note stays if the partition is lost, which counts as an unclean end. A stop and a rebalance wait for a
+// worker no longer than abandonGrace, so the worker waits no longer for PostgreSQL then.
 func (w *partitionWorker) forgetSuspect() {
-	if !w.place.noted {
+	if w.isLost() {
 		return
 	}
-	ctx, cancel := context.WithTimeout(w.held, delivery.WriteTimeout)
+	offset := w.place.noted.Swap(nil)
+	if offset == nil {
+		return
+	}
+	patience := delivery.WriteTimeout
+	if w.held.Err() != nil {
+		patience = abandonGrace
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(w.held), patience)
 	defer cancel()
-	if _, err := w.group.suspect(ctx, w.partition, w.place.offset, true); err != nil {
-		w.log.Debug("outbox: it is not noted that a record has not ended this process", "partition", w.partition.Name(), "offset", w.place.offset, "error", err)
-		return
+	if _, err := w.group.suspect(ctx, w.partition, *offset, true); err != nil {
+		w.log.Debug("outbox: it is not noted that a record has not ended this process", "partition", w.partition.Name(), "offset", *offset, "error", err)
+		w.place.noted.CompareAndSwap(nil, offset)
 	}
-	w.place.noted = false
+}
+
+// isLost reports whether abandon has ended the worker, and not finish before it.
+func (w *partitionWorker) isLost() bool {
+	return w.held.Err() != nil && !errors.Is(context.Cause(w.stopping), handling.ErrStopped)
 }
 
 // endSuspects notes that no record is handled alone any more.

@@ -30,12 +30,15 @@ func handlersOf(routes handling.Routes) (all []starts.Handler) {
 //
 // A failed event of a gap is parked, as any other. If the member stops before the end of the gap, the next one with
 // the handlers goes on there. After a crash events of the last second arrive again; notes make that harmless.
+//
+// If Kafka has lost records before the committed offset, it has given their offsets to new ones, which no handler has
+// seen. The gap ends at the first of these, and this offset is committed.
 type missedEvents struct {
 	gaps    []starts.Gap
-	until   int64     // the committed offset
-	next    int64     // all records before it are handled
-	saved   int64     // next when it was saved
-	savedAt time.Time // when it was tried to save next
+	until   kgo.EpochOffset // the committed offset, with the epoch of the record before it, or -1
+	next    int64           // all records before it are handled
+	saved   int64           // next when it was saved
+	savedAt time.Time       // when it was tried to save next
 }
 
 // gapSave is how often the position in a gap is saved.
@@ -44,11 +47,29 @@ const gapSave = time.Second
 // provePause is the pause after a commit that Kafka has not taken.
 const provePause = 100 * time.Millisecond
 
-// openGap returns what handlers have missed before the committed offset, or nil.
+// openGap returns what handlers have missed before the committed offset, or nil. Only run calls it.
 func (w *partitionWorker) openGap() *missedEvents {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.gap != nil && w.cut != nil && w.cut.Offset < w.gap.until.Offset {
+		w.gap.until = *w.cut
+	}
 	return w.gap
+}
+
+// isBehind reports whether a record is none that other handlers of the group have had: it is at the committed offset or
+// behind it, or newer than the record before that offset. Epochs never decrease in a log.
+func (m *missedEvents) isBehind(r *kgo.Record) bool {
+	return r.Offset >= m.until.Offset || m.until.Epoch >= 0 && r.LeaderEpoch > m.until.Epoch
+}
+
+// cutGap ends a gap at a record that Kafka has written in place of a lost one.
+func (w *partitionWorker) cutGap(gap *missedEvents, at *kgo.Record) {
+	w.group.truncated(&kgo.ErrDataLoss{
+		Topic: w.partition.Topic, Partition: w.partition.Number,
+		ConsumedTo: gap.until.Offset, ConsumedToEpoch: gap.until.Epoch, ResetTo: at.Offset, ResetToEpoch: at.LeaderEpoch,
+	})
+	gap.until = kgo.EpochOffset{Epoch: at.LeaderEpoch, Offset: at.Offset}
 }
 
 // handleMissed handles the records before the committed offset, for the handlers that have missed them. It returns the
@@ -58,7 +79,7 @@ func (w *partitionWorker) handleMissed(records []*kgo.Record) (others []*kgo.Rec
 	if gap == nil {
 		return records
 	}
-	n := slices.IndexFunc(records, func(r *kgo.Record) bool { return r.Offset >= gap.until })
+	n := slices.IndexFunc(records, gap.isBehind)
 	if n < 0 {
 		n = len(records)
 	}
@@ -70,8 +91,11 @@ func (w *partitionWorker) handleMissed(records []*kgo.Record) (others []*kgo.Rec
 			return nil
 		}
 	}
-	if n < len(records) || gap.next >= gap.until {
-		gap.next = gap.until
+	if n < len(records) && records[n].Offset < gap.until.Offset {
+		w.cutGap(gap, records[n])
+	}
+	if n < len(records) || gap.next >= gap.until.Offset {
+		gap.next = gap.until.Offset
 		if !w.saveGap(gap) {
 			return nil
 		}
@@ -89,10 +113,10 @@ func (w *partitionWorker) saveGap(gap *missedEvents) (saved bool) {
 		gap.gaps[i].From = max(gap.gaps[i].From, gap.next)
 	}
 	gap.savedAt = time.Now()
-	if gap.next >= gap.until && !w.proveHeld(gap) {
+	if gap.next >= gap.until.Offset && !w.proveHeld(gap) {
 		return false
 	}
-	pass := func(ctx context.Context) error { return w.group.passGaps(ctx, gap.gaps, gap.until) }
+	pass := func(ctx context.Context) error { return w.group.passGaps(ctx, gap.gaps, gap.until.Offset) }
 	if w.stopping.Err() == nil {
 		if w.write(pass) != nil {
 			return false
@@ -133,8 +157,8 @@ func (w *partitionWorker) saveUnread() {
 // closeGap notes that the gap is read to its end.
 func (w *partitionWorker) closeGap() {
 	w.mu.Lock()
-	until := w.gap.until
-	w.gap = nil
+	until := w.gap.until.Offset
+	w.gap, w.cut, w.saved = nil, nil, until
 	w.mu.Unlock()
 	w.log.Info("outbox: handlers have handled what they had missed of a partition", "partition", w.partition.Name(), "until", until)
 }

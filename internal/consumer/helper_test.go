@@ -157,12 +157,18 @@ func (s *partitionFixture) Ping(context.Context) error {
 func (s *partitionFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
 func (s *partitionFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
 func (s *partitionFixture) requestCommit()                 { s.commits++ }
-func (s *partitionFixture) suspect(context.Context, kafka.Partition, int64, bool) (int, error) {
+func (s *partitionFixture) suspect(ctx context.Context, _ kafka.Partition, offset int64, stopped bool) (int, error) {
+	s.log = append(s.log, fmt.Sprintf("suspect %d, stopped: %t, in time: %t", offset, stopped, ctx.Err() == nil))
 	return 0, nil
 }
 
-func (s *partitionFixture) proveHeld(context.Context, kafka.Partition, int64) error {
+func (s *partitionFixture) proveHeld(_ context.Context, _ kafka.Partition, committed kgo.EpochOffset) error {
+	s.log = append(s.log, fmt.Sprintf("committed %d of epoch %d", committed.Offset, committed.Epoch))
 	return nil
+}
+
+func (s *partitionFixture) truncated(loss *kgo.ErrDataLoss) {
+	s.log = append(s.log, fmt.Sprintf("lost records before %d, from %d on", loss.ConsumedTo, loss.ResetTo))
 }
 
 func (s *partitionFixture) passGaps(context.Context, []starts.Gap, int64) error {

@@ -53,6 +53,7 @@ type membership struct {
 	running    map[*partitionWorker]bool // workers that have not ended; also those of revoked partitions
 	member     string                    // the member id under which the group assigned the partitions
 	closing    bool                      // assigned ignores new partitions
+	unread     map[kafka.Partition]error // assigned partitions, and topics, whose last fetch has failed
 }
 
 // join makes a client from opts, which joins the group in the background. The client lives until
@@ -140,17 +141,22 @@ func (m *membership) topicID(topic string) kafka.TopicID {
 }
 
 // proveHeld does not wait for a commit or a revocation that is under way: a revocation waits for its workers.
-func (m *membership) proveHeld(ctx context.Context, at kafka.Partition, committed int64) error {
+func (m *membership) proveHeld(ctx context.Context, at kafka.Partition, committed kgo.EpochOffset) error {
 	if !m.committing.TryLock() {
 		return errCommitting
 	}
 	defer m.committing.Unlock()
 	began := time.Now()
-	err := m.commitEach(ctx, ctx, map[kafka.Partition]int64{at: committed})
+	err := m.commitEach(ctx, ctx, map[kafka.Partition]kgo.EpochOffset{at: committed})
 	if ctx.Err() == nil && !isRebalance(err) && !errors.Is(err, errRevoked) {
 		m.outages.Report(outageCommitting, began, err)
 	}
 	return err
+}
+
+// truncated implements partitionGroup. The poll loop calls it, too.
+func (m *membership) truncated(loss *kgo.ErrDataLoss) {
+	m.starts.Truncated(kafka.Partition{Topic: loss.Topic, Number: loss.Partition}, loss.ResetTo, loss)
 }
 
 func (m *membership) suspect(ctx context.Context, at kafka.Partition, offset int64, stopped bool) (ends int, err error) {
@@ -188,7 +194,7 @@ func (m *membership) forgetReplaced(topic string, before int64) {
 
 // commitStarts commits the offsets at which reading begins. It returns errRevoked if a partition is
 // not assigned any more: another member may have committed a later offset.
-func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partition]int64) error {
+func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partition]kgo.EpochOffset) error {
 	m.committing.Lock()
 	defer m.committing.Unlock()
 	return m.commitEach(ctx, context.Background(), begins)
@@ -196,13 +202,13 @@ func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partitio
 
 // commitEach is commitStarts for a caller that holds committing. The first context says whether to commit, and the
 // second one bounds the commit.
-func (m *membership) commitEach(ctx, bound context.Context, begins map[kafka.Partition]int64) error {
+func (m *membership) commitEach(ctx, bound context.Context, begins map[kafka.Partition]kgo.EpochOffset) error {
 	offsets := map[string]map[int32]kgo.EpochOffset{}
 	for at, offset := range begins {
 		if ctx.Err() != nil || m.workerOf(at) == nil {
 			return errRevoked
 		}
-		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
+		put(offsets, at.Topic, at.Number, offset)
 	}
 	rejected, err := m.commitOffsets(bound, offsets)
 	for topic, failed := range rejected {
@@ -230,8 +236,8 @@ func (m *membership) lostRecords(at kafka.Partition, records int64) {
 
 // resumeStalled resumes fetching of a partition, unless its queue is full or a stream reads it.
 func (m *membership) resumeStalled(at kafka.Partition) {
-	if w := m.workerOf(at); w != nil && w.mayFetch() {
-		m.resumeFetching(at)
+	if w := m.workerOf(at); w != nil {
+		w.resume()
 	}
 }
 
@@ -317,6 +323,7 @@ func (m *membership) remove(topics map[string][]int32) (workers []*partitionWork
 				workers = append(workers, w)
 				delete(m.workers, at)
 			}
+			delete(m.unread, at)
 		}
 	}
 	return workers

@@ -217,5 +217,5 @@ func (m *membership) noteCommitted(began time.Time, covered map[*partitionWorker
 // that stay assigned are committed afterwards.
 func isRebalance(err error) bool {
 	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID) ||
-		errors.Is(err, errExpelled)
+		errors.Is(err, kerr.StaleMemberEpoch) || errors.Is(err, kerr.FencedMemberEpoch) || errors.Is(err, errExpelled)
 }

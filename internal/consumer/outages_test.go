@@ -1,16 +1,20 @@
 package consumer
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/delivery"
@@ -18,6 +22,7 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/starts"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // A forged claim may name no dead letter, so that Kafka is not asked. It ends no outage that another partition sees.
@@ -108,6 +113,74 @@ func TestAnswersEndOutageOfKafka(t *testing.T) {
 	m := &membership{outages: outage.NewLogs(slog.New(slog.DiscardHandler)), contact: kafka.NewContact(nil, false, func(time.Time, error, ...any) {})}
 	m.outages.Report(outageKafka, time.Now(), errors.New("no route"))
 	m.answered()
+	require.False(t, m.outages.Failing())
+}
+
+// A topic that may not be read any more does not work, whatever Kafka returns of others. Its log has one line when
+// that begins and one when it ends. It is not fetched again at once. It works when Kafka has answered a fetch.
+func TestTopicThatMayNotBeRead(t *testing.T) {
+	t.Parallel()
+	var log bytes.Buffer
+	var denied atomic.Bool
+	m, w, _ := truncatedFixture(t, func(p *kmsg.FetchResponseTopicPartition) {
+		if denied.Load() {
+			p.ErrorCode = kerr.TopicAuthorizationFailed.Code
+		}
+	})
+	m.outages, w.group = outage.NewLogs(slog.New(slog.NewTextHandler(&log, nil))), m
+	other := newPartitionWorker(kafka.Partition{Topic: "other-events"}, w.reader, w.group, w.cfg, w.limits, w.outages)
+	m.workers[other.partition] = other
+	const name = outageFetchingTopic + "play-events"
+	requireFails := func(fails bool, lines int) {
+		t.Helper()
+		require.Equal(t, fails, m.outages.Fails(name), log.String())
+		require.Equal(t, lines, strings.Count(log.String(), name), log.String())
+		require.Equal(t, lines, strings.Count(log.String(), "\n"), log.String())
+	}
+	fail := func(err error) { m.fetchFailed(t.Context(), time.Now(), w.partition, err) }
+	one := []*kgo.Record{{Offset: 100, LeaderEpoch: 4}}
+	denied.Store(true)
+	for range 10 {
+		fail(kerr.TopicAuthorizationFailed)
+		m.distribute(kgo.FetchPartition{Records: one}, other)
+	}
+	requireFails(true, 1)
+	require.Equal(t, w.partition.Only(), m.client.PauseFetchPartitions(nil))
+	m.probe(t.Context(), w.partition, kerr.TopicAuthorizationFailed)
+	requireFails(true, 1)
+	denied.Store(false)
+	end := testenv.Run(t, func(ctx context.Context) error { m.refetch(ctx); return nil })
+	require.Eventually(t, func() bool { return !m.outages.Failing() }, testenv.Patience, 10*time.Millisecond)
+	end()
+	requireFails(false, 2)
+	require.Empty(t, m.client.PauseFetchPartitions(nil))
+
+	fail(kerr.TopicAuthorizationFailed)
+	m.distribute(kgo.FetchPartition{Records: one}, w)
+	requireFails(false, 4)
+	damaged := errors.New("the batch is damaged")
+	fail(damaged)
+	m.probe(t.Context(), w.partition, damaged)
+	m.distribute(kgo.FetchPartition{Records: one, Err: damaged}, w)
+	requireFails(true, 5)
+	m.fetchFailed(t.Context(), time.Now(), w.partition.WholeTopic(), kerr.TopicAuthorizationFailed)
+	m.distribute(kgo.FetchPartition{Records: one}, w)
+	requireFails(false, 6)
+}
+
+// An outage of a topic lasts until all of its partitions have been fetched again.
+func TestTwoPartitionsThatMayNotBeRead(t *testing.T) {
+	t.Parallel()
+	m, w, _ := truncatedFixture(t, func(*kmsg.FetchResponseTopicPartition) {})
+	other := newPartitionWorker(kafka.Partition{Topic: w.partition.Topic, Number: 1}, w.reader, w.group, w.cfg, w.limits, w.outages)
+	m.workers[other.partition] = other
+	for _, at := range []kafka.Partition{w.partition, other.partition} {
+		m.fetchFailed(t.Context(), time.Now(), at, kerr.TopicAuthorizationFailed)
+	}
+	m.distribute(kgo.FetchPartition{Records: []*kgo.Record{{}}}, other)
+	require.True(t, m.outages.Failing())
+	m.remove(w.partition.Only()) // another member has it
+	m.distribute(kgo.FetchPartition{Records: []*kgo.Record{{}}}, other)
 	require.False(t, m.outages.Failing())
 }
 

@@ -53,8 +53,8 @@ type partitionWorker struct {
 	drainWait  waitingSince // for parked events of a key
 	streamWait waitingSince // for the slot of streams
 
-	stopping context.Context // cancelled by finish and by abandon
-	finish   context.CancelFunc
+	stopping context.Context // cancelled by finish, with the cause handling.ErrStopped, and by abandon
+	finish   func()
 	held     context.Context // cancelled by abandon
 	abandon  context.CancelFunc
 	added    chan struct{} // signals new records in the queue; capacity 1
@@ -71,12 +71,13 @@ type partitionWorker struct {
 	streamed bool              // a stream fetches the partition, and not the client
 	blocked  *unreadableError  // the batch that cannot be read; nil for none
 	unclean  uncleanEnds
-	gap      *missedEvents   // nil for none; set by begin, its fields are only for run
-	read     int64           // the offset after the last fetched record
-	epoch    int32           // of the leader that had that record; -1 if it is not known
-	next     kgo.EpochOffset // the offset after the last handled record
-	advanced bool            // next is not committed
-	saved    int64           // the offset that Kafka has of the group; starts.None until reading begins
+	gap      *missedEvents    // nil for none; set by begin, its fields are only for run
+	cut      *kgo.EpochOffset // where Kafka has lost records while the gap was open, as the client says; or nil
+	read     int64            // the offset after the last fetched record
+	epoch    int32            // of the leader that had that record; -1 if it is not known
+	next     kgo.EpochOffset  // the offset after the last handled record
+	advanced bool             // next is not committed
+	saved    int64            // the offset that Kafka has of the group; starts.None until reading begins
 }
 
 // partitionGroup is the part of a [membership] that a partitionWorker uses. Tests have a fake.
@@ -87,9 +88,11 @@ type partitionGroup interface {
 	resumeFetching(kafka.Partition)
 	// requestCommit requests a commit of the offsets of all workers. It does not wait.
 	requestCommit()
-	// proveHeld commits the offset of a partition that is committed already. An error may mean that another member
-	// has, or had, the partition.
-	proveHeld(ctx context.Context, at kafka.Partition, committed int64) error
+	// proveHeld commits the offset of a partition that is committed already, or at which a gap was cut. An error may
+	// mean that another member has, or had, the partition.
+	proveHeld(ctx context.Context, at kafka.Partition, committed kgo.EpochOffset) error
+	// truncated notes that Kafka has lost records.
+	truncated(loss *kgo.ErrDataLoss)
 	// suspect notes that a record is to be handled alone, or with [starts.None] that none is any more. It returns how
 	// often processes have ended since the record was noted first. Stopped takes the note back.
 	suspect(ctx context.Context, at kafka.Partition, offset int64, stopped bool) (ends int, err error)
@@ -133,7 +136,9 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 		w.attempts.Witness = w.parking.store.Witness
 	}
 	w.held, w.abandon = context.WithCancel(context.Background())
-	w.stopping, w.finish = context.WithCancel(w.held)
+	var finish context.CancelCauseFunc
+	w.stopping, finish = context.WithCancelCause(w.held)
+	w.finish = func() { finish(handling.ErrStopped) }
 	return w
 }
 

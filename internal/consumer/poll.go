@@ -33,6 +33,7 @@ func (m *membership) poll(ctx context.Context) {
 	defer cancel()
 	loops.Go(func() { m.keepCommitting(ctx) })
 	loops.Go(func() { m.starts.Run(ctx, m.client) })
+	loops.Go(func() { m.refetch(ctx) })
 	loops.Go(func() { m.checkDeadLetterTopics(ctx) })
 	loops.Go(func() { m.watchHandlers(ctx) })
 	loops.Go(func() { m.watchLag(ctx) })
@@ -73,6 +74,9 @@ func (m *membership) distribute(p kgo.FetchPartition, w *partitionWorker) {
 		return
 	}
 	m.answered()
+	if p.Err == nil { // otherwise the records are those before a damaged batch
+		m.fetchWorks(w.partition)
+	}
 	m.starts.Works(w.partition)
 	if from, lost := w.fetched(p); lost > 0 {
 		m.starts.Passed(w.partition, from, lost)
@@ -86,7 +90,7 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	switch {
 	case ctx.Err() != nil, errors.Is(err, context.Canceled): // the end of a stream ends a poll
 	case errors.As(err, &loss):
-		m.starts.Truncated(at, err)
+		m.truncated(loss)
 		if w := m.workerOf(at); w != nil {
 			w.truncated(loss)
 		}
@@ -98,7 +102,7 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	case kafka.IsReplaced(err):
 		m.starts.Stall(at)
 	default:
-		m.outages.Report(outageFetching, began, err)
+		m.fetchFails(began, at, err)
 	}
 }
 

@@ -19,11 +19,11 @@ const (
 
 // begin notes the offset at which reading begins, which is committed. Before that offset, only the gaps are read.
 func (w *partitionWorker) begin(b starts.Beginning) {
-	at, gaps := b.Offset, b.Gaps
+	at, gaps := b.EpochOffset, b.Gaps
 	w.beginUnclean(b.Assignment)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.read, w.epoch, w.saved = at, -1, at
+	w.read, w.epoch, w.saved = at.Offset, -1, at.Offset
 	if len(gaps) == 0 {
 		return
 	}
@@ -32,7 +32,7 @@ func (w *partitionWorker) begin(b starts.Beginning) {
 	}
 	w.gap = &missedEvents{gaps: gaps, until: at, next: w.read, saved: w.read, savedAt: time.Now()}
 	w.log.Info("outbox: handlers have missed events of a partition, which waits until they have handled them",
-		"partition", w.partition.Name(), "from", w.read, "until", at, "action", gaps[0].Action, "handlers", len(gaps))
+		"partition", w.partition.Name(), "from", w.read, "until", at.Offset, "action", gaps[0].Action, "handlers", len(gaps))
 }
 
 // hasBegun reports whether the offset at which reading begins is known.
@@ -63,6 +63,9 @@ func (w *partitionWorker) truncated(loss *kgo.ErrDataLoss) {
 	if w.read != starts.None {
 		w.read, w.epoch = loss.ResetTo, loss.ResetToEpoch
 	}
+	if w.gap != nil && (w.cut == nil || loss.ResetTo < w.cut.Offset) {
+		w.cut = &kgo.EpochOffset{Epoch: loss.ResetToEpoch, Offset: loss.ResetTo}
+	}
 }
 
 // block notes a batch that cannot be read. Fetching of the partition has ended.
@@ -79,11 +82,13 @@ func (w *partitionWorker) blockedBy() *unreadableError {
 	return w.blocked
 }
 
-// mayFetch reports whether the client may fetch the partition: the queue is not full, and no stream reads it.
-func (w *partitionWorker) mayFetch() bool {
+// resume resumes the client's fetching, unless the queue is full or a stream reads the partition.
+func (w *partitionWorker) resume() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return !w.paused && !w.streamed
+	if !w.closed && !w.paused && !w.streamed {
+		w.group.resumeFetching(w.partition)
+	}
 }
 
 // isPaused reports whether fetching is paused because the queue is full.

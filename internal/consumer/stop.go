@@ -1,6 +1,7 @@
 package consumer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"sync"
@@ -85,6 +86,7 @@ func (w *partitionWorker) cutOff() {
 	w.activity.CutOff()
 	w.slots.Release()
 	w.place.release(w.limits.alone)
+	go w.forgetSuspect() // nothing waits for it: PostgreSQL may not answer
 	w.releaseTrials()
 	w.end()
 	call, ok := w.activity.Current()
@@ -222,12 +224,29 @@ func leaveGroupAs(ctx context.Context, opts []kgo.Opt, group, member string) err
 	if err != nil {
 		return err
 	}
+	err = kerr.ErrorForCode(response.ErrorCode)
 	for _, m := range response.Members {
-		if err := kerr.ErrorForCode(m.ErrorCode); err != nil {
-			return err
-		}
+		err = cmp.Or(err, kerr.ErrorForCode(m.ErrorCode))
 	}
-	return kerr.ErrorForCode(response.ErrorCode)
+	if errors.Is(err, kerr.UnknownMemberID) {
+		return leaveGroupKIP848(ctx, client, group, member)
+	}
+	return err
+}
+
+// leaveGroupKIP848 leaves a group of the protocol of KIP-848, in which the other request knows no member.
+func leaveGroupKIP848(ctx context.Context, client *kgo.Client, group, member string) error {
+	const departing = -1
+	request := kmsg.NewPtrConsumerGroupHeartbeatRequest()
+	request.Group, request.MemberID, request.MemberEpoch = group, member, departing
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return kerr.UnknownMemberID // the broker knows no such groups
+	}
+	if err = kerr.ErrorForCode(response.ErrorCode); errors.Is(err, kerr.GroupIDNotFound) {
+		return kerr.UnknownMemberID // the group has the other protocol
+	}
+	return err
 }
 
 // closeClient closes the client and ends its requests.

@@ -2,6 +2,7 @@ package consumer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"testing"
 	"testing/synctest"
@@ -10,7 +11,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // slowWorkerFixture has a handler that takes so long for each event, and for those of the
@@ -104,9 +109,39 @@ func TestStartOfGivenUpPartition(t *testing.T) {
 	t.Parallel()
 	at := kafka.Partition{Topic: "t"}
 	m := &membership{workers: map[kafka.Partition]*partitionWorker{}}
-	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]int64{at: 3}), errRevoked)
+	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]kgo.EpochOffset{at: {Offset: 3}}), errRevoked)
 	m.workers[at] = new(partitionWorker)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]int64{at: 3}), errRevoked)
+	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]kgo.EpochOffset{at: {Offset: 3}}), errRevoked)
+}
+
+// A group of the protocol of KIP-848 knows nothing of the request with which a member of another one leaves.
+func TestLeaveGroupOfEitherProtocol(t *testing.T) {
+	t.Parallel()
+	for name, protocol := range map[string][]kgo.Opt{"classic": nil, "KIP-848": {kgo.ServerSideBalancer()}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			cluster, err := kfake.NewCluster(kfake.NumBrokers(1), kfake.SeedTopics(1, "sales"))
+			require.NoError(t, err)
+			t.Cleanup(cluster.Close)
+			brokers := kgo.SeedBrokers(cluster.ListenAddrs()...)
+			newClient := func(opts ...kgo.Opt) *kgo.Client {
+				client, err := kgo.NewClient(append(opts, brokers)...)
+				require.NoError(t, err)
+				t.Cleanup(client.Close)
+				return client
+			}
+			member := newClient(append(protocol, kgo.ConsumerGroup("g"), kgo.ConsumeTopics("sales"))...)
+			other := newClient()
+			require.Eventually(t, func() bool {
+				_, generation := member.GroupMetadata()
+				return generation > 0 && errors.Is(kafka.CheckGroupIsEmpty(t.Context(), other, "g"), kerr.NonEmptyGroup)
+			}, testenv.Patience, 10*time.Millisecond)
+			id, _ := member.GroupMetadata()
+			require.NoError(t, leaveGroupAs(t.Context(), []kgo.Opt{brokers}, "g", id))
+			require.NoError(t, kafka.CheckGroupIsEmpty(t.Context(), other, "g"))
+			require.ErrorIs(t, leaveGroupAs(t.Context(), []kgo.Opt{brokers}, "g", "another"), kerr.UnknownMemberID)
+		})
+	}
 }

@@ -140,12 +140,12 @@ func (m *membership) stream(ctx context.Context, w *partitionWorker) {
 			return
 		case kafka.IsReplaced(err):
 			m.starts.Stall(at)
-			wait.Sleep(ctx, m.outages.Backoff(outageFetching))
+			wait.Sleep(ctx, m.outages.Backoff(outageFetchingTopic+at.Topic))
 		case err != nil:
-			m.outages.Report(outageFetching, began, err)
-			wait.Sleep(ctx, m.outages.Backoff(outageFetching))
+			m.fetchFails(began, at, err)
+			wait.Sleep(ctx, m.outages.Backoff(outageFetchingTopic+at.Topic))
 		case !more:
-			m.outages.Report(outageFetching, began, nil)
+			m.fetchWorks(at)
 			m.streams.end(w, s.next)
 			return
 		}

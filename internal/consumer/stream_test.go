@@ -192,7 +192,7 @@ func truncatedFixture(t *testing.T, answer func(*kmsg.FetchResponseTopicPartitio
 	t.Cleanup(m.second.close)
 	m.client, err = m.second.get()
 	require.NoError(t, err)
-	s.worker.begin(starts.Beginning{Offset: 99})
+	s.worker.begin(starts.Beginning{EpochOffset: kgo.EpochOffset{Epoch: -1, Offset: 99}})
 	m.distribute(kgo.FetchPartition{Records: []*kgo.Record{{Offset: 99, LeaderEpoch: 4}}}, s.worker)
 	return m, s.worker, asked
 }

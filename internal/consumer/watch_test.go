@@ -30,7 +30,7 @@ func TestLagWithoutLeader(t *testing.T) {
 	for number := range int32(2) {
 		at := kafka.Partition{Topic: topic, Number: number}
 		m.workers[at] = newPartitionWorker(at, s.worker.reader, s, s.worker.cfg, s.worker.limits, s.worker.outages)
-		m.workers[at].begin(starts.Beginning{Offset: 0})
+		m.workers[at].begin(starts.Beginning{})
 	}
 	send := func(client *kgo.Client, number int32, n int) {
 		for range n {

@@ -31,6 +31,8 @@ type Replays struct {
 
 	// known has the dead letters that were read, and offsets without one.
 	known map[place]remembered
+	// missing says since when Kafka has not known dead-letter topics.
+	missing map[string]time.Time
 }
 
 // place is the position of a record.
@@ -56,7 +58,7 @@ const maxKnown = 10_000
 // NewReplays returns the replays of dead-letter topics that a client may read. The client is asked for when the first
 // record claims to be a replay. It should be none that fetches: a broker answers the fetches of a client one by one.
 func NewReplays(client func() (*kgo.Client, error)) *Replays {
-	return &Replays{client: client, busy: make(chan struct{}, 1), known: map[place]remembered{}}
+	return &Replays{client: client, busy: make(chan struct{}, 1), known: map[place]remembered{}, missing: map[string]time.Time{}}
 }
 
 // ErrNoReplay is the error of a record whose headers say that it was sent back, and that
@@ -139,12 +141,32 @@ func (p *Replays) ask(ctx context.Context, at kafka.Partition) (partitionEnd, er
 	end := partitionEnd{reader: kafka.NewReader(client)}
 	if end.Span, err = end.reader.Span(ctx, at, 0); err != nil {
 		end.Partition, end.err = at, orNoReplay(err)
-		if !errors.Is(end.err, ErrNoReplay) {
-			return partitionEnd{}, end.err
+		if !errors.Is(end.err, ErrNoReplay) || p.mayReturn(at.Topic, err) {
+			return partitionEnd{}, err
 		}
+		return end, nil
 	}
+	delete(p.missing, at.Topic)
 	return end, nil
 }
+
+// mayReturn reports whether a dead-letter topic that a broker does not know may only be new to that broker, which has
+// just started. Records that claim to be replays wait for missingPatience then, once. If the broker knows the topic, it
+// knows all partitions: forged numbers delay nothing.
+func (p *Replays) mayReturn(topic string, err error) bool {
+	if !errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kafka.ErrNoPartition) {
+		return false
+	}
+	since, known := p.missing[topic]
+	if !known {
+		since = time.Now()
+		p.missing[topic] = since
+	}
+	return time.Since(since) < missingPatience
+}
+
+// missingPatience is how long a dead-letter topic may be missing before there are no dead letters in it.
+const missingPatience = 5 * time.Second
 
 // find returns the dead letter at a place. The partition is that of the last call, or a later one.
 func (p *Replays) find(ctx context.Context, at place, end *partitionEnd) (_ remembered, err error) {
@@ -196,7 +218,7 @@ func (p *Replays) read(ctx context.Context, reader *kafka.Reader, at place, end 
 // orNoReplay returns [ErrNoReplay] for errors that asking again would not change.
 func orNoReplay(err error) error {
 	if errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.TopicAuthorizationFailed) || errors.Is(err, kerr.OffsetOutOfRange) ||
-		errors.Is(err, kgo.ErrMaxDecompress) {
+		errors.Is(err, kgo.ErrMaxDecompress) || errors.Is(err, kafka.ErrBatch) {
 		return fmt.Errorf("%w that can be looked at: %w", ErrNoReplay, err)
 	}
 	return err

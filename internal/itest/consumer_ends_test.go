@@ -103,6 +103,56 @@ func TestRecordAtWhichProcessesEnded(t *testing.T) {
 	}
 }
 
+// Processes that are stopped while a suspect is handled have not ended at it. It is handled when one has the time.
+func TestStopsAtSuspectAreNoEnds(t *testing.T) {
+	t.Parallel()
+	for name, returns := range map[string]bool{"its handler returns when its context ends": true, "its handler does not return": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newParkingFixture(t, 1)
+			var slow atomic.Bool
+			began, release := make(chan struct{}, 1), make(chan struct{})
+			t.Cleanup(func() { close(release) })
+			run := func() (stop func()) {
+				cfg := s.config(t)
+				cfg.StopTimeout = time.Second
+				return testenv.Run(t, s.groupConsumer(t, s.group, cfg, s.handler("Handle", "COUNTED", func(ctx context.Context, _ pgx.Tx, _ sale, _ outbox.Metadata) error {
+					if !slow.Load() {
+						return nil
+					}
+					began <- struct{}{}
+					if returns {
+						<-ctx.Done()
+						return ctx.Err()
+					}
+					<-release
+					return errPlay
+				})).Run)
+			}
+			stop := run()
+			s.send(t, s.sale("k", 1))
+			s.awaitOffset(t, 0, 1)
+			stop()
+			s.endUncleanly(t, 1)
+			slow.Store(true)
+			s.send(t, s.sale("k", 2))
+			for range 3 {
+				stop = run()
+				select {
+				case <-began:
+				case <-time.After(testenv.Patience):
+					require.Fail(t, "the handler is not called")
+				}
+				stop()
+			}
+			slow.Store(false)
+			run()
+			s.awaitJournal(t, "COUNTED", "k", 2)
+			require.Equal(t, "0", s.text(t, `SELECT count(*)::text FROM {s}.event_delivery`))
+		})
+	}
+}
+
 // Processes that are killed while a partition has nothing to handle have not ended at a record: those that come later
 // are handled, one by one at first.
 func TestUncleanEndsOfIdlePartition(t *testing.T) {

@@ -34,7 +34,18 @@ const (
 // at or after a time in milliseconds, of each of some partitions. It returns those that it
 // gets with the errors of the others. The offset is -1 if no record is as young.
 func ListOffsets(ctx context.Context, client *kgo.Client, isolation Isolation, wanted map[Partition]int64) (map[Partition]int64, error) {
-	found := map[Partition]int64{}
+	found, err := ListEpochOffsets(ctx, client, isolation, wanted)
+	offsets := make(map[Partition]int64, len(found))
+	for at, offset := range found {
+		offsets[at] = offset.Offset
+	}
+	return offsets, err
+}
+
+// ListEpochOffsets is [ListOffsets] with epochs: that of the leader for an end, and otherwise that of the record at the
+// offset. It is -1 if Kafka does not know it.
+func ListEpochOffsets(ctx context.Context, client *kgo.Client, isolation Isolation, wanted map[Partition]int64) (map[Partition]kgo.EpochOffset, error) {
+	found := map[Partition]kgo.EpochOffset{}
 	if len(wanted) == 0 {
 		return found, nil
 	}
@@ -67,7 +78,7 @@ func ListOffsets(ctx context.Context, client *kgo.Client, isolation Isolation, w
 				errs = append(errs, fmt.Errorf("offsets of %v: %w", at, err))
 				continue
 			}
-			found[at] = p.Offset
+			found[at] = kgo.EpochOffset{Epoch: p.LeaderEpoch, Offset: p.Offset}
 		}
 	}
 	return found, errors.Join(errs...)

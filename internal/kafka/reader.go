@@ -93,10 +93,18 @@ func (r *Reader) Span(ctx context.Context, p Partition, from int64) (Span, error
 	return one[0], err
 }
 
+// ErrNoPartition is a [kerr.UnknownTopicOrPartition]: the topic exists, and does not have the partition.
+var ErrNoPartition error = noPartition{}
+
+type noPartition struct{}
+
+func (noPartition) Error() string { return kerr.UnknownTopicOrPartition.Error() }
+func (noPartition) Unwrap() error { return kerr.UnknownTopicOrPartition }
+
 // checkKnown returns an error if the topic has no such partition.
 func (r *Reader) checkKnown(p Partition) error {
 	if _, known := r.leaders[p]; !known {
-		return fmt.Errorf("%v to begin with: %w", p, kerr.UnknownTopicOrPartition)
+		return fmt.Errorf("%v to begin with: %w", p, ErrNoPartition)
 	}
 	return nil
 }
@@ -176,7 +184,7 @@ func (r *Reader) Read(ctx context.Context, s *Span) ([]*kgo.Record, error) {
 // isLasting reports whether a retry would return the same error.
 func isLasting(err error) bool {
 	var k *kerr.Error
-	return errors.As(err, &k) && !k.Retriable || errors.Is(err, kgo.ErrMaxDecompress)
+	return errors.As(err, &k) && !k.Retriable || errors.Is(err, kgo.ErrMaxDecompress) || errors.Is(err, ErrBatch)
 }
 
 // fetch returns committed records of a partition from an offset on, and the offset

@@ -60,11 +60,12 @@ func (s *Store) assign(ctx context.Context, member string, offsets []Offset) (ma
 }
 
 // sqlSuspect notes that a record is to be handled alone, $6 = 1, or that this has ended with a stop, $6 = -1. A record
-// that was noted before has ended a process since.
+// that was noted before has ended a process since. A stop may be noted late: it changes no other record.
 const sqlSuspect = `
 UPDATE {schema}.consumer_start AS s
    SET suspect_ends = CASE WHEN s.suspect_offset = $5::bigint THEN s.suspect_ends + $6::int ELSE 0 END, suspect_offset = $5::bigint
  WHERE s.consumer_group = $1 AND s.topic = $2::text AND s.topic_id = $3::text::uuid AND s.partition = $4::int
+   AND ($6::int > 0 OR s.suspect_offset = $5::bigint)
 RETURNING s.suspect_ends`
 
 // suspect notes that a record is to be handled alone, or with [None] that none is. It returns how often processes have
@@ -76,7 +77,7 @@ func (s *Store) suspect(ctx context.Context, at Offset, stopped bool) (ends int,
 	}
 	offset := pgtype.Int8{Int64: at.At, Valid: at.At != None}
 	err = pg.ExecRow(ctx, s.db, s.sqlSuspect, s.group, at.Partition.Topic, uuidOf(at.Topic), at.Number, offset, step).Scan(&ends)
-	if err != nil && !errors.Is(err, pgx.ErrNoRows) { // a topic that was deleted has no row
+	if err != nil && !errors.Is(err, pgx.ErrNoRows) { // the topic was deleted, or a later record was noted
 		return 0, fmt.Errorf("note that a record is handled alone: %w", err)
 	}
 	return ends, nil

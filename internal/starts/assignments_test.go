@@ -64,6 +64,8 @@ func TestSuspect(t *testing.T) {
 	require.Equal(t, 1, note(8, false), "it was taken back")
 	require.Equal(t, 2, note(8, false))
 	require.Equal(t, 0, note(9, false), "another record")
+	require.Equal(t, 0, note(8, true), "late")
+	require.True(t, suspected(9))
 	require.False(t, suspected(10), "behind it")
 	require.Equal(t, 0, note(9, false))
 	note(None, false)

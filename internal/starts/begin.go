@@ -16,10 +16,13 @@ import (
 // start is where reading begins in a partition.
 type start struct {
 	at    int64 // or kafka.FirstOffset, kafka.EndOffset
+	epoch int32 // of the record before at; -1 if it is not known
 	known bool  // Kafka and PostgreSQL have it already
 	lost  int64 // number of offsets before at that Kafka has removed unread
 	first int64 // the first offset that Kafka still has; None if it has not said it
 }
+
+func (s start) epochOffset() kgo.EpochOffset { return kgo.EpochOffset{Epoch: s.epoch, Offset: s.at} }
 
 // errStarting means that the group gets the events of an archive first (outboxreplay.StartGroup). It is checked after
 // the topics are listed: a start that comes later finds them, and fails.
@@ -56,6 +59,7 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	}
 	decided := m.decideAll(committed, found, topics)
 	maps.Copy(silent, m.resolve(ctx, decided))
+	m.askEpochs(ctx, decided)
 	if len(decided) == 0 && len(silent) > 0 {
 		return nil, silent.cause()
 	}
@@ -81,13 +85,15 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	}
 	m.await(silent)
 	for at, s := range decided {
-		m.cfg.Begun(at, Beginning{Offset: s.at, Gaps: gaps[at], Assignment: assignments[at]})
+		m.begun(at, s.at, topics[at.Topic].partitions[at.Number])
+		m.cfg.Begun(at, Beginning{EpochOffset: s.epochOffset(), Gaps: gaps[at], Assignment: assignments[at]})
 		m.reportLost(at, s.at-s.lost, s.lost)
 	}
 	return offsetsFor(committed, decided, froms, silent), nil
 }
 
 // offsetsFor returns committed without silent partitions, and with the offsets from which the others are to be read.
+// These have the epoch of the committed offset, so that the client finds out whether Kafka has lost records before.
 func offsetsFor(
 	committed map[string]map[int32]kgo.Offset, decided map[kafka.Partition]start, froms map[kafka.Partition]int64, silent silence,
 ) map[string]map[int32]kgo.Offset {
@@ -100,7 +106,7 @@ func offsetsFor(
 	}
 	for at, s := range decided {
 		if from := froms[at]; !s.known || from < s.at {
-			offsets[at.Topic][at.Number] = kgo.NewOffset().At(from)
+			offsets[at.Topic][at.Number] = kgo.NewOffset().At(from).WithEpoch(s.epoch)
 		}
 	}
 	return offsets
@@ -136,13 +142,18 @@ func (m *Member) decideAll(committed map[string]map[int32]kgo.Offset, found map[
 	for name, numbers := range committed {
 		for number, offset := range numbers {
 			at, fromStart := kafka.Partition{Topic: name, Number: number}, m.cfg.FromStart
-			from := offset.EpochOffset().Offset
+			last := offset.EpochOffset()
+			from := last.Offset
 			if m.fetchedOffset(at).IsOfDeleted(found[name].id, m.clusterID()) {
 				m.cfg.Log.Warn("outbox: the committed offset is that of a topic that was deleted and created again, it does not count",
 					"partition", at.Name(), "offset", from)
 				from, fromStart = None, true // the group is older than the topic
 			}
-			decided[at] = m.decide(at, topics[name], from, fromStart)
+			s := m.decide(at, topics[name], from, fromStart)
+			if s.epoch = -1; s.known {
+				s.epoch = last.Epoch
+			}
+			decided[at] = s
 		}
 	}
 	return decided
@@ -203,7 +214,7 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 		case s.at == kafka.FirstOffset:
 			s.at = first
 		case ok && s.at < first:
-			s = start{at: first, lost: first - s.at, first: first}
+			s = start{at: first, epoch: -1, lost: first - s.at, first: first}
 		}
 		decided[at] = s
 	}
@@ -213,12 +224,35 @@ func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start)
 	return silent
 }
 
+// askEpochs asks for the epochs of new starts behind the beginnings of their partitions. Without them, the client would
+// not find out that Kafka has lost records before such a start, and read all of the partition. The epoch of the leader
+// stands for that of the record before the start, which is not newer. Without an answer, a start has no epoch.
+func (m *Member) askEpochs(ctx context.Context, decided map[kafka.Partition]start) {
+	wanted := map[kafka.Partition]int64{}
+	for at, s := range decided {
+		if !s.known && s.first != None && s.at > s.first {
+			wanted[at] = kafka.EndOffset
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, listTimeout)
+	defer cancel()
+	ends, err := kafka.ListEpochOffsets(ctx, m.client, kafka.Committed, wanted)
+	if err != nil {
+		m.cfg.Log.Debug("outbox: new offsets have no epoch, so a loss of records before them may not be noticed", "error", err)
+	}
+	for at, end := range ends {
+		s := decided[at]
+		s.epoch = end.Epoch
+		decided[at] = s
+	}
+}
+
 // confirm commits new starts to Kafka, and then stores them in PostgreSQL.
 func (m *Member) confirm(ctx context.Context, topics map[string]topic, decided map[kafka.Partition]start) error {
-	offsets, notes := map[kafka.Partition]int64{}, []Offset(nil)
+	offsets, notes := map[kafka.Partition]kgo.EpochOffset{}, []Offset(nil)
 	for at, s := range decided {
 		if !s.known {
-			offsets[at] = s.at
+			offsets[at] = s.epochOffset()
 			notes = append(notes, Offset{Partition: at, Topic: topics[at.Topic].id, At: s.at, Lost: s.lost})
 		}
 	}

@@ -54,7 +54,7 @@ func TestWritesAreDurable(t *testing.T) {
 		}},
 		{"assign", func() error { _, err := s.assign(t.Context(), uuid.NewString(), []Offset{at}); return err }},
 		{"suspect", func() error { _, err := s.suspect(t.Context(), at, false); return err }},
-		{"save", func() error { return s.Save(t.Context(), []Offset{at}) }},
+		{"save", func() error { return s.Save(t.Context(), uuid.NewString(), []Offset{at}) }},
 	} {
 		require.NoError(t, write.do(), write.name)
 		rows, err := db.Query(t.Context(), pg.InSchema(`DELETE FROM {schema}.writes RETURNING at`, schema))

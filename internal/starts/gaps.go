@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -290,7 +291,7 @@ func (m *Member) beginGaps(ctx context.Context, at kafka.Partition, s start, gap
 	if slices.ContainsFunc(gaps, func(g Gap) bool { return g.From >= s.at }) {
 		// Another member may have got the partition since the offset was read, and have extended the gaps before they
 		// were read. Kafka takes no commit of this member then.
-		if err := m.cfg.Commit(ctx, map[kafka.Partition]int64{at: s.at}); err != nil {
+		if err := m.cfg.Commit(ctx, map[kafka.Partition]kgo.EpochOffset{at: s.epochOffset()}); err != nil {
 			return nil, fmt.Errorf("prove that the partition is assigned: %w", err)
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
 	"go.uber.org/goleak"
 
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -98,7 +99,7 @@ func TestGapOfLostPartitionStays(t *testing.T) {
 	require.NoError(t, s.register(t.Context(), "sales", id, []Handler{count, sum}, nil))
 	require.NoError(t, s.open(t.Context(), []Gap{{Handler: sum, Number: 0, From: 5, id: id}}))
 	var expelled error = kerr.UnknownMemberID
-	m := &Member{cfg: Config{Store: s, Commit: func(context.Context, map[kafka.Partition]int64) error { return expelled }}}
+	m := &Member{cfg: Config{Store: s, Commit: func(context.Context, map[kafka.Partition]kgo.EpochOffset) error { return expelled }}}
 	at := kafka.Partition{Topic: "sales", Number: 0}
 	_, err := m.beginGaps(t.Context(), at, start{at: 5, known: true}, requireGaps(t, s, 5))
 	require.ErrorIs(t, err, expelled)
@@ -132,4 +133,16 @@ func TestGapsOfDeletedTopicGo(t *testing.T) {
 	require.NoError(t, s.open(t.Context(), []Gap{{Handler: sum, Number: 0, From: 5, id: id}}))
 	require.NoError(t, s.list(t.Context(), map[string]topic{"sales": {id: kafka.TopicID{2}}}))
 	requireGaps(t, s)
+}
+
+// The log may have been cut before the gap, and be longer again. The client finds that out by the epoch of the
+// committed offset.
+func TestGapIsReadWithEpoch(t *testing.T) {
+	t.Parallel()
+	at := kafka.Partition{Topic: "sales", Number: 1}
+	committed := map[string]map[int32]kgo.Offset{at.Topic: {at.Number: kgo.NewOffset().At(9).WithEpoch(4)}}
+	decided := (&Member{}).decideAll(committed, nil, map[string]topic{at.Topic: {partitions: map[int32]partition{at.Number: {position: 9}}}})
+	require.Equal(t, kgo.EpochOffset{Epoch: 4, Offset: 9}, decided[at].epochOffset())
+	offsets := offsetsFor(committed, decided, map[kafka.Partition]int64{at: 5}, nil)
+	require.Equal(t, kgo.EpochOffset{Epoch: 4, Offset: 5}, offsets[at.Topic][at.Number].EpochOffset())
 }

@@ -47,7 +47,7 @@ type Config struct {
 	Outages   *outage.Logs
 
 	// Commit commits the offsets at which reading begins, unless the context has ended.
-	Commit func(context.Context, map[kafka.Partition]int64) error
+	Commit func(context.Context, map[kafka.Partition]kgo.EpochOffset) error
 	// Begun is called before reading of a partition begins.
 	Begun func(kafka.Partition, Beginning)
 	// Lost is called for records of a partition that Kafka has removed unread.
@@ -58,8 +58,9 @@ type Config struct {
 
 // Beginning says how reading of a partition begins.
 type Beginning struct {
-	Offset int64 // the committed offset
-	Gaps   []Gap // before Offset; the client reads from the first of them on
+	// EpochOffset is the committed offset, with the epoch of the record before it, or -1 if that is not known.
+	kgo.EpochOffset
+	Gaps []Gap // before the offset; the client reads from the first of them on
 	Assignment
 }
 
@@ -85,6 +86,8 @@ type Member struct {
 	held      map[kafka.Partition]kafka.TopicID     // noted as assigned to this member; nil after End
 	replaced  map[string]bool                       // topics that were deleted and created again
 	positions map[kafka.Partition]position
+	committed map[kafka.Partition]int64 // the offsets that were noted last
+	setBack   map[kafka.Partition]bool  // partitions whose offsets were set back since they were saved
 }
 
 // NewMember returns a member that does nothing yet.
@@ -93,6 +96,7 @@ func NewMember(cfg Config) *Member {
 		cfg: cfg, id: uuid.New(), prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
 		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{},
 		awaited: map[kafka.Partition]int64{}, held: map[kafka.Partition]kafka.TopicID{}, replaced: map[string]bool{}, positions: map[kafka.Partition]position{},
+		committed: map[kafka.Partition]int64{}, setBack: map[kafka.Partition]bool{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
 	return m

@@ -2,6 +2,7 @@ package starts
 
 import (
 	"context"
+	"maps"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -31,6 +32,17 @@ func (m *Member) keepSaving(ctx context.Context, interval time.Duration) {
 // Committed notes the committed offset of a partition.
 func (m *Member) Committed(at kafka.Partition, offset int64) { m.note(at, position{offset: offset}) }
 
+// begun notes the committed offset at which this member begins. If the position that was saved last is behind that
+// offset, an earlier member has not saved that the offset was set back. Otherwise there is nothing to save.
+func (m *Member) begun(at kafka.Partition, committed int64, saved partition) {
+	m.mu.Lock()
+	m.committed[at] = max(committed, saved.position)
+	m.mu.Unlock()
+	if committed < saved.position {
+		m.note(at, position{offset: committed})
+	}
+}
+
 // Passed notes records that Kafka has removed unread and that the client has skipped.
 func (m *Member) Passed(at kafka.Partition, from, records int64) {
 	m.reportLost(at, from, records)
@@ -38,11 +50,17 @@ func (m *Member) Passed(at kafka.Partition, from, records int64) {
 }
 
 // Truncated notes that Kafka has lost records: a broker without them leads the partition. How many is not known, so it
-// counts one.
-func (m *Member) Truncated(at kafka.Partition, err error) {
+// counts one. New records have the offsets of those from resetTo on.
+func (m *Member) Truncated(at kafka.Partition, resetTo int64, err error) {
 	m.cfg.Log.Warn("outbox: Kafka has lost records of a partition, it is not known how many", "partition", at.Name(), "error", err)
 	m.cfg.Lost(at, 1)
-	m.note(at, position{offset: None, lost: 1})
+	m.mu.Lock()
+	committed, known := m.committed[at]
+	m.mu.Unlock()
+	if !known || committed < resetTo {
+		resetTo = None
+	}
+	m.note(at, position{offset: resetTo, lost: 1})
 }
 
 // Works notes that a partition is fetched.
@@ -55,6 +73,12 @@ func (m *Member) Works(at kafka.Partition) {
 func (m *Member) note(at kafka.Partition, p position) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if p.offset != None {
+		if committed, ok := m.committed[at]; ok && p.offset < committed {
+			m.setBack[at] = true
+		}
+		m.committed[at] = p.offset
+	}
 	before, ok := m.positions[at]
 	if ok && p.offset == None {
 		p.offset = before.offset
@@ -69,11 +93,11 @@ func (m *Member) SavePositions(ctx context.Context) { _ = m.save(ctx) } // which
 
 func (m *Member) save(ctx context.Context) error {
 	m.mu.Lock()
-	unsaved := m.positions
-	m.positions = map[kafka.Partition]position{}
+	unsaved, setBack := m.positions, m.setBack
+	m.positions, m.setBack = map[kafka.Partition]position{}, map[kafka.Partition]bool{}
 	var offsets []Offset
 	for at, p := range unsaved {
-		offsets = append(offsets, Offset{Partition: at, Topic: m.ids[at.Topic], At: p.offset, Lost: p.lost})
+		offsets = append(offsets, Offset{Partition: at, Topic: m.ids[at.Topic], At: p.offset, Lost: p.lost, SetBack: setBack[at]})
 	}
 	m.mu.Unlock()
 	if m.cfg.Store == nil || len(offsets) == 0 {
@@ -82,7 +106,7 @@ func (m *Member) save(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, saveTimeout)
 	defer cancel()
 	began := time.Now()
-	err := m.cfg.Store.Save(ctx, offsets)
+	err := m.cfg.Store.Save(ctx, m.id.String(), offsets)
 	m.cfg.Outages.Report(outageSaving, began, err)
 	if err == nil {
 		return nil
@@ -90,6 +114,9 @@ func (m *Member) save(ctx context.Context) error {
 	for at, p := range unsaved {
 		m.putBack(at, p)
 	}
+	m.mu.Lock()
+	maps.Copy(m.setBack, setBack)
+	m.mu.Unlock()
 	return err
 }
 

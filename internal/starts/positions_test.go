@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -63,4 +64,51 @@ func TestPositionIsPutBack(t *testing.T) {
 	m.putBack(at, position{4, 0})
 	m.note(at, position{None, 7})
 	require.Equal(t, position{4, 7}, m.positions[at], "lost afterwards")
+}
+
+// Kafka has lost records, and new ones have their offsets. The position follows, also where records that were fetched
+// before are committed afterwards. What a member that has lost the partition has not saved, the next one does.
+func TestPositionIsSetBack(t *testing.T) {
+	t.Parallel()
+	s, id := storeFixture(t)
+	at := kafka.Partition{Topic: "sales", Number: 1}
+	saved := func() int64 {
+		topics, err := s.topics(t.Context(), map[string]kafka.TopicID{"sales": id})
+		require.NoError(t, err)
+		return topics["sales"].partitions[at.Number].position
+	}
+	member := func(committed int64) *Member {
+		log := slog.New(slog.DiscardHandler)
+		m := NewMember(Config{Store: s, Log: log, Outages: outage.NewLogs(log), Lost: func(kafka.Partition, int64) {}})
+		m.ids["sales"] = id
+		_, err := s.assign(t.Context(), m.id.String(), []Offset{{Partition: at, Topic: id, At: committed}})
+		require.NoError(t, err)
+		m.begun(at, committed, partition{position: saved()})
+		return m
+	}
+	requireSaved := func(m *Member, want int64, why string) {
+		t.Helper()
+		m.SavePositions(t.Context())
+		require.Equal(t, want, saved(), why)
+	}
+	m := member(7)
+	m.Committed(at, 1_000)
+	requireSaved(m, 1_000, "as always")
+	m.Truncated(at, 2_000, kerr.OffsetOutOfRange)
+	requireSaved(m, 1_000, "records that are lost behind it")
+	m.Truncated(at, 600, kerr.OffsetOutOfRange)
+	requireSaved(m, 600, "nothing was committed since")
+	m.Committed(at, 1_000)
+	requireSaved(m, 1_000, "records that were fetched before")
+	m.Committed(at, 650)
+	m.Committed(at, 700)
+	requireSaved(m, 700, "new records")
+	m.Committed(at, 1_000)
+	requireSaved(m, 1_000, "new records again")
+	m.Truncated(at, 800, kerr.OffsetOutOfRange)
+	next := member(800)
+	requireSaved(m, 1_000, "it has lost the partition")
+	requireSaved(next, 800, "its successor begins there")
+	next.Committed(at, 900)
+	requireSaved(next, 900, "and goes on")
 }

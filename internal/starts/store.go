@@ -187,6 +187,8 @@ type Offset struct {
 	At    int64
 	// Lost is how many offsets before At Kafka had removed.
 	Lost int64
+	// SetBack is set if At is lower than an offset that may be saved: Kafka has lost records.
+	SetBack bool
 }
 
 // sqlBegin notes that the group has begun with partitions, also those not listed yet.
@@ -203,27 +205,34 @@ func (s *Store) Begin(ctx context.Context, offsets []Offset) error {
 	return s.put(ctx, s.begin, "note where reading begins", offsets)
 }
 
-// sqlSave saves positions of partitions that the group has begun with. It sets none back: a
-// member that has lost a partition may be late.
+// sqlSave saves positions of partitions that the group has begun with. A member that has lost a partition may be late.
+// So a position is set back only where Kafka has lost records, and by the last member only.
 const sqlSave = `
 UPDATE {schema}.consumer_start AS s
-   SET position = CASE WHEN p.at >= 0 THEN greatest(s.position, p.at) ELSE s.position END, saved_at = now(),
-       lost = s.lost + p.lost, lost_at = CASE WHEN p.lost > 0 THEN now() ELSE s.lost_at END
-  FROM unnest($2::text[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
+   SET position = CASE WHEN p.at < 0 THEN s.position
+                       WHEN p.set_back AND coalesce(s.assigned_to, $7::text::uuid) = $7::text::uuid THEN p.at
+                       ELSE greatest(s.position, p.at) END,
+       saved_at = now(), lost = s.lost + p.lost, lost_at = CASE WHEN p.lost > 0 THEN now() ELSE s.lost_at END
+  FROM unnest($2::text[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::bigint[], $8::bool[]) AS p (topic, id, number, at, lost, set_back)
  WHERE s.consumer_group = $1 AND s.topic = p.topic AND s.topic_id = p.id AND s.partition = p.number`
 
-// Save saves positions. An offset that is [None] leaves the position as it is.
-func (s *Store) Save(ctx context.Context, offsets []Offset) error {
-	return s.put(ctx, s.save, "save positions", offsets)
+// Save saves positions of a membership. An offset that is [None] leaves the position as it is.
+func (s *Store) Save(ctx context.Context, member string, offsets []Offset) error {
+	setBack := make([]bool, len(offsets))
+	for i, o := range offsets {
+		setBack[i] = o.SetBack
+	}
+	return s.put(ctx, s.save, "save positions", offsets, member, setBack)
 }
 
-func (s *Store) put(ctx context.Context, sql, what string, offsets []Offset) error {
+// put runs a statement with a row for each offset, and more arguments.
+func (s *Store) put(ctx context.Context, sql, what string, offsets []Offset, more ...any) error {
 	names, ids, numbers := columnsOf(offsets)
 	ats, lost := make([]int64, len(offsets)), make([]int64, len(offsets))
 	for i, o := range offsets {
 		ats[i], lost[i] = o.At, o.Lost
 	}
-	if _, err := pg.Exec(ctx, s.db, sql, s.group, names, ids, numbers, ats, lost); err != nil {
+	if _, err := pg.Exec(ctx, s.db, sql, append([]any{s.group, names, ids, numbers, ats, lost}, more...)...); err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	return nil
