@@ -15,7 +15,7 @@ import (
 // numbered are the tables whose ids come from a sequence, with what happens if a sequence is behind ids of rows.
 // Their order is that of the findings.
 var numbered = []struct{ table, behind string }{
-	{"outbox", "New events would get the ids of events that were sent, so a relay that begins to lead stops."},
+	{"outbox", "New events would get the ids of events that were sent or handled, so relays and workers stop when they begin."},
 	{"outbox_delayed", "Delayed events cannot be recorded until the ids that are taken have passed, and come before earlier ones that are due at the same time."},
 	{"outbox_cursor", "The newest row is the position of a relay or a group: a new position would be older than the last one, and events are sent again and again."},
 	{"outbox_failed", "An event that Kafka does not take cannot be stored, and its relay stands still."},
@@ -93,15 +93,15 @@ SELECT drawn.id, (SELECT id FROM {schema}.{table} WHERE id > drawn.id ORDER BY i
 // sequenceBehind looks for ids that the sequence of a table will draw although they are in use. Of outbox it makes the
 // check of a relay that begins to lead.
 func (d *doctor) sequenceBehind(ctx context.Context, table, name string) error {
-	sql := strings.ReplaceAll(sqlBehind, "{table}", table)
+	sql, args := strings.ReplaceAll(sqlBehind, "{table}", table), []any(nil)
 	if table == "outbox" {
-		sql = tables.SQLSequence
+		sql, args = tables.SQLSequence, []any{nil} // the positions of all groups
 	}
 	var drawn, highest int64
 	err := pg.Query(ctx, d.e.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
 		drawn, highest, err = tables.ReadSequence(rows)
 		return err
-	}, pg.InSchema(sql, d.e.schemaName()))
+	}, pg.InSchema(sql, d.e.schemaName()), args...)
 	if err != nil || highest == 0 {
 		return err
 	}

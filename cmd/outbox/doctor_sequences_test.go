@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -51,6 +52,13 @@ func TestDoctorOnSequences(t *testing.T) {
 		f = d.requireFinding(t, "sequence.cache", severityError, "the sequence of "+name+".id has CACHE 20", "--only", "sequence")
 		_, err = d.db.Exec(background, f.Do)
 		require.NoError(t, err)
+	}
+	for highest, found := range map[int64]bool{100: true, math.MaxInt64: false} { // no group can have come that far
+		d.exec(t, `DELETE FROM {s}.outbox_cursor`)
+		d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+			SELECT 'worker:mine', 0, '1:1:', $1::bigint, system_identifier, 1 FROM pg_control_system()`, highest)
+		all := d.findings(t, "--only", "sequence.behind")
+		require.Equal(t, found, len(all) == 1, "%d: %v", highest, all)
 	}
 	slices.Reverse(known)
 	for _, name := range known {

@@ -111,15 +111,21 @@ func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err e
 }
 
 // sqlCursorSequence reads the last id that the sequence of outbox_cursor has drawn, and the highest id above it that a
-// row has. PostgreSQL does not tell the last id of a sequence that was restarted: then it draws one.
-const sqlCursorSequence = `
-WITH drawn AS MATERIALIZED (
+// row has: a row of a relay, or of the name $1. PostgreSQL does not tell the last id of a sequence that was restarted:
+// then it draws one.
+const sqlCursorSequence = tables.NewestCursors + `, drawn AS MATERIALIZED (
     SELECT coalesce(pg_catalog.pg_sequence_last_value({cursor_ids}), CASE WHEN EXISTS (SELECT FROM {schema}.outbox_cursor) THEN pg_catalog.nextval({cursor_ids}) - 1 ELSE 0 END) AS id
 )
-SELECT drawn.id, (SELECT id FROM {schema}.outbox_cursor WHERE id > drawn.id ORDER BY id DESC LIMIT 1) FROM drawn`
+SELECT drawn.id, (
+       SELECT max(newest.id) FROM names
+        CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox_cursor
+                             WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS newest
+        WHERE newest.id > drawn.id AND (NOT pg_catalog.starts_with(names.relay, '` + tables.WorkerPrefix + `') OR names.relay = $1::text))
+  FROM drawn`
 
 // CheckSequence returns [ErrSequenceBehind] if a new event could get the id of an older
-// one, or if a new position would be older than the last one. The error has the statements for all sequences.
+// one, or if a new position would be older than the last one. The error has the statements for all sequences. Positions
+// of other groups of workers do not count.
 func (c *Store) CheckSequence(ctx context.Context) error {
 	var behind, remedy []string
 	for _, of := range []struct{ table, sql string }{{"outbox", c.SQLSequence}, {"outbox_cursor", c.sqlCursorSequence}} {
@@ -127,7 +133,7 @@ func (c *Store) CheckSequence(ctx context.Context) error {
 		err := c.query(ctx, func(rows pgx.Rows) (err error) {
 			drawn, highest, err = tables.ReadSequence(rows)
 			return err
-		}, of.sql)
+		}, of.sql, c.Relay)
 		if err != nil {
 			return fmt.Errorf("read sequence of %s: %w", of.table, err)
 		}

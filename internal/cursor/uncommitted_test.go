@@ -40,7 +40,7 @@ func TestUncommittedRowsCostNothing(t *testing.T) {
 		}
 		return []testenv.Statement{
 			{Name: "load", Types: "(text)", SQL: d.cursors.SQLLoad, Args: "('default')"},
-			{Name: "sequence", SQL: d.cursors.SQLSequence},
+			{Name: "sequence", Types: "(text)", SQL: d.cursors.SQLSequence, Args: "('default')"},
 			{Name: "poll", Types: "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint, bigint, bigint, bytea)", SQL: d.cursors.SQLOpen,
 				Args: fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d, NULL, NULL, NULL)`, l.Holder, l.Epoch, p.CursorID, p.Base,
 					tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, p.Server.Format(time.RFC3339Nano), p.Epoch)},

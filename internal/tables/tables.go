@@ -15,7 +15,7 @@ import (
 )
 
 // Names are the tables that Migrate makes, but for the one in which it keeps what it has done.
-var Names = []string{"outbox", "outbox_delayed", "outbox_mover", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "outbox_partitioning",
+var Names = []string{"outbox", "outbox_delayed", "outbox_mover", "outbox_cursor", "outbox_lease", "outbox_archiver", "outbox_failed", "outbox_audit", "outbox_partitioning",
 	"event_handled", "consumer_start", "consumer_handler", "consumer_gap", "consumer_pause", "consumer_group_role", "event_subscription", "event_member", "event_success", "event_delivery"}
 
 // NewestCursors begins a statement that needs the position of each relay: positions has
@@ -44,16 +44,23 @@ WITH RECURSIVE names AS (
 // is read in a statement that sees the rows of its beginning. Each look-up goes backward
 // from the end of an index and touches no row there, so it costs nothing that the newest
 // rows have been removed.
+//
+// The login of a group of workers may write any position of the group, and must stop nothing else. So of positions of
+// groups it reads that of the name $1 alone, or all if $1 is NULL, and none above an id that no sequence gets to.
 const SQLSequence = NewestCursors + `, drawn AS MATERIALIZED (
     SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END AS id FROM {schema}.outbox_id_seq
 )
 SELECT drawn.id, greatest(
-       (SELECT max(highest_id) FROM positions WHERE highest_id > drawn.id),
+       (SELECT max(highest_id) FROM positions WHERE highest_id > drawn.id
+           AND (NOT pg_catalog.starts_with(relay, '` + WorkerPrefix + `') OR coalesce(relay = $1::text, true) AND highest_id <= ` + maxGroupID + `)),
        (SELECT id FROM {schema}.outbox WHERE id > drawn.id ORDER BY id DESC LIMIT 1),
        (SELECT max(f.outbox_id) FROM positions AS p
          CROSS JOIN LATERAL (SELECT outbox_id FROM {schema}.outbox_failed
                               WHERE relay = p.relay AND outbox_id > drawn.id ORDER BY outbox_id DESC LIMIT 1) AS f))
   FROM drawn`
+
+// maxGroupID is 2^48. A sequence that draws 10,000 ids a second gets there after 890 years.
+const maxGroupID = `281474976710656::bigint`
 
 // ReadSequence reads what SQLSequence returns; highest is 0 if there is no such row.
 func ReadSequence(rows pgx.Rows) (drawn, highest int64, err error) {

@@ -24,7 +24,7 @@ func TestUncommittedRowsCostNothing(t *testing.T) {
 			{Name: "relays", Types: "(bigint, bigint)", SQL: tables.SQLRelays, Args: "(100001, 10000)"},
 			{Name: "positions", Types: "(bigint, bigint)", SQL: tables.SQLPositions, Args: "(100001, 10000)"},
 			{Name: "stale_pending", Types: "(text[], timestamptz, bigint)", SQL: tables.SQLStalePending, Args: "('{default,sending}', now(), 10000)"},
-			{Name: "sequence", SQL: tables.SQLSequence},
+			{Name: "sequence", Types: "(text)", SQL: tables.SQLSequence, Args: "('default')"},
 		}
 	})
 }
