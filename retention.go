@@ -40,10 +40,10 @@ type RetentionConfig struct {
 	DeliveredFor time.Duration
 
 	// Archive gets at most 1,000 rows of outbox in the transaction that removes them. What it writes with tx commits
-	// with the removal. If it writes elsewhere, it may get the same rows again. After an error or a panic, the rows
-	// stay until the next run. If outbox is partitioned, Archive gets the rows of a partition in several transactions
-	// before the partition is dropped, and may get them again. Its ctx ends after RelayConfig.Lease, or a second after
-	// the relay is told to stop. Nil archives nothing.
+	// with the removal. If it writes elsewhere, or outbox is partitioned, it may get rows again. After an error or
+	// panic, the rows stay until the next run. A partition's rows come in several transactions before it is dropped.
+	// Its ctx ends after RelayConfig.Lease, or a second after the relay is told to stop. Once a process with an Archive
+	// has led, others remove no event. Nil archives nothing.
 	Archive func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error
 }
 

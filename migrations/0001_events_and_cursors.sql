@@ -324,6 +324,20 @@ COMMENT ON COLUMN outbox_lease.kafka_at IS 'When Kafka last answered the holder.
 COMMENT ON COLUMN outbox_lease.elsewhere_at IS
     'When Kafka last answered a process that stands by, if it did not answer the holder.';
 
+CREATE TABLE outbox_archiver (
+    name   text         PRIMARY KEY,
+    epoch  bigint       NOT NULL,
+    since  timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT outbox_archiver_lengths CHECK (char_length(name) <= 264)
+);
+
+COMMENT ON TABLE outbox_archiver IS
+    'Relays and groups of workers whose processes archive events before they are removed. While it has a row, '
+    'retention without an archive removes no events. outbox_stop_archive removes all rows.';
+COMMENT ON COLUMN outbox_archiver.name IS 'As in outbox_lease.';
+COMMENT ON COLUMN outbox_archiver.epoch IS 'The newest lease of this name whose holder archives.';
+COMMENT ON COLUMN outbox_archiver.since IS 'When a process of this name archived for the first time.';
+
 -- +goose StatementBegin
 SELECT outbox_define(current_schema(), fragments => ARRAY[
 

@@ -248,7 +248,7 @@ $function$,
 
 -- Removes all rows of a partition that the relay has found to be published and old. Returns dropped; or emptied, if
 -- it did not get the lock on outbox that dropping takes, or if whole is false; or the reason why it did neither:
--- lease, busy, rows, relays, server, gone.
+-- lease, busy, rows, relays, server, gone; or archive, if rows must be archived and the holder has no archive.
 --
 -- The relay has examined every row that is visible in seen. The partition is checked again under a lock that lets
 -- nobody add a row, by a snapshot that is newer than the lock. That lock waits for transactions that have written to
@@ -291,6 +291,10 @@ BEGIN
     END IF;
     IF relays IS DISTINCT FROM @schema@.outbox_relays() THEN
         RETURN 'relays';
+    END IF;
+    IF EXISTS (SELECT FROM @schema@.outbox_archiver)
+       AND NOT EXISTS (SELECT FROM @schema@.outbox_archiver AS a WHERE a.name = $6 AND a.epoch = $8) THEN
+        RETURN 'archive';
     END IF;
     IF filled THEN
         EXECUTE format('TRUNCATE %s', table_name);

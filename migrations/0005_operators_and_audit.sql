@@ -37,7 +37,8 @@ COMMENT ON COLUMN outbox_audit.action IS
     'retry, resolve, edit, hold, release or read; pause, resume or rewind of a consumer group; to-kafka, '
     'to-postgres, finish-cut or cancel-cut of groups that are moved; from-debezium, begin-relay or to-debezium of '
     'a relay; replay of events to Kafka; forget of what a group has handled of them, and forget-action of what it '
-    'no longer handles; cancel of a delayed event; expire of a partition of outbox_archive; start-group of a new group.';
+    'no longer handles; cancel of a delayed event; expire of a partition of outbox_archive; start-group of a new group; '
+    'stop-archive of a relay or a group of workers that archived.';
 COMMENT ON COLUMN outbox_audit.reason IS 'The operator''s note.';
 COMMENT ON COLUMN outbox_audit.relay IS
     'The relay of the event or key, or at which groups are moved; empty for all other actions.';
@@ -814,6 +815,36 @@ BEGIN
         INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
             VALUES ($3, 'forget-action', $4, '', '/' || $2, $1);
     END IF;
+    RETURN done;
+END $body$
+$function$,
+
+-- Ends the archive: retention removes events without one from now on. It fails while a process with an archive leads,
+-- which would go on. Returns how many relays and groups archived.
+$function$
+CREATE FUNCTION @schema@.outbox_stop_archive(operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    leads text;
+    done  bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    SELECT a.name INTO leads
+      FROM @schema@.outbox_archiver AS a JOIN @schema@.outbox_lease AS l ON l.name = a.name AND l.epoch = a.epoch
+     WHERE l.expires_at > clock_timestamp() ORDER BY a.name LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'a process of % archives: start it without Retention.Archive first', leads
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    WITH gone AS (
+        DELETE FROM @schema@.outbox_archiver AS a RETURNING a.name, starts_with(a.name, 'worker:') AS of_workers
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+        SELECT $1, 'stop-archive', $2, CASE WHEN g.of_workers THEN '' ELSE left(g.name, 100) END, '',
+               CASE WHEN g.of_workers THEN left(substr(g.name, 8), 255) END FROM gone AS g
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
     RETURN done;
 END $body$
 $function$

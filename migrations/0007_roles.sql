@@ -245,7 +245,8 @@ BEGIN
       LEFT JOIN pg_proc AS p ON d.refclassid = 'pg_proc'::regclass AND p.oid = d.refobjid
       LEFT JOIN pg_operator AS o ON d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
      WHERE c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = @schema_name@)
-       AND c.relname IN ('outbox', 'outbox_delayed', 'outbox_mover', 'outbox_cursor', 'outbox_lease', 'outbox_partitioning', 'outbox_failed',
+       AND c.relname IN ('outbox', 'outbox_delayed', 'outbox_mover', 'outbox_cursor', 'outbox_lease', 'outbox_archiver',
+                         'outbox_partitioning', 'outbox_failed',
                          'event_handled', 'consumer_start', 'consumer_handler', 'consumer_gap', 'consumer_pause',
                          'event_subscription', 'event_member', 'event_success', 'event_delivery',
                          'outbox_audit', 'consumer_group_role')

@@ -90,7 +90,7 @@ var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "
 	"pause": "paused", "resume": "resumed", "rewind": "rewound", "to-kafka": "moved to Kafka", "to-postgres": "moved to PostgreSQL", "finish-cut": "finished the move of", "cancel-cut": "cancelled the move of",
 	"replay": "sent again events of", "forget": "removed notes of", "forget-action": "ended an action of", "cancel": "cancelled a delayed event of", "expire": "dropped",
 	"from-debezium": "moved from Debezium to", "begin-relay": "began", "to-debezium": "moved to Debezium from",
-	"start-group": "began with the archive"}
+	"start-group": "began with the archive", "stop-archive": "ended the archive of"}
 
 // stat is a number on the overview.
 type stat struct {

@@ -51,7 +51,7 @@ type AuditEntry struct {
 	//   - replay for events that were sent to Kafka again, forget for removed notes of a group, and forget-action
 	//     for an action that a group no longer has
 	//   - cancel for a delayed event that was deleted before it was due
-	//   - expire for a dropped partition of an archive
+	//   - expire for a dropped partition of an archive, and stop-archive for a relay or a group that archived
 	Action string
 	// Relay, Topic and Key are where the event belongs; of a delivery without Relay. Of a
 	// consumer group there is only Topic, empty for all of them. Of a dropped partition, Key is its schema

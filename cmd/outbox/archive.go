@@ -62,8 +62,8 @@ var archiveCreateCommand = command{
 	name:    "archive create",
 	summary: "create outbox_archive, and partitions in advance",
 	about: `
-Run it as the owner of the tables. It creates what is missing, up to three
-months ahead. docs/archive.md says what to grant.`,
+Run it as the owner of the tables. Creates what is missing, up to three months
+ahead. docs/archive.md says what to grant.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a archiveFlags
 		a.define(fs)
@@ -90,8 +90,8 @@ var archiveExpireCommand = command{
 	name:    "archive expire",
 	summary: "drop the months of outbox_archive that have expired",
 	about: `
-Run it as the owner of the tables. It drops partitions whose events are all
-older than --months.`,
+Run it as the owner of the tables. Drops partitions whose events are older than
+--months.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var x archiveExpire
 		x.define(fs)

@@ -18,7 +18,7 @@ Shows the newest entries of outbox_audit, or those of one failure (event-17).
 OPERATOR is the given name, LOGIN the PostgreSQL role. Actions: retry, edit,
 resolve, hold, release, read; pause, resume, rewind, forget, forget-action,
 replay; to-kafka, to-postgres, finish-cut, cancel-cut, from-debezium,
-begin-relay, to-debezium; start-group; cancel; expire.`,
+begin-relay, to-debezium; start-group; cancel; expire, stop-archive.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var a auditList
 		fs.StringVar(&a.operator, "operator", "", "`NAME` who did it")

@@ -58,7 +58,7 @@ func onFunctions(partitioned bool, signatures ...string) (all []need) {
 	return all
 }
 
-var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_delayed", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
+var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_delayed", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"), onTable("outbox_archiver", "SELECT"),
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
 	onTable("consumer_handler", "SELECT"), onTable("consumer_gap", "SELECT"),
 	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"), onTable("event_member", "SELECT"),
@@ -115,6 +115,8 @@ var partNeeds = map[string][]need{
 	"relay": slices.Concat(onTable("outbox", "SELECT", "DELETE"), []need{{privilege: "UPDATE", table: "outbox", columns: []string{"xid"}},
 		{privilege: "SELECT", sequence: "outbox_id_seq"}, {privilege: "SELECT", table: "outbox_delayed", columns: []string{"id", "due_at", "rejected_at"}}},
 		onTable("outbox_cursor", "SELECT", "INSERT"), onFunctions(false, moveDue), leaseNeeds, onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
+		onTable("outbox_archiver", "SELECT"), []need{{privilege: "INSERT", table: "outbox_archiver", columns: []string{"name", "epoch"}},
+			{privilege: "UPDATE", table: "outbox_archiver", columns: []string{"epoch"}}},
 		onTable("outbox_audit", "SELECT", "DELETE"), []need{{privilege: "INSERT", table: "outbox_audit", columns: []string{"operator", "action", "reason",
 			"relay", "parking_key", "failed_id", "outbox_id", "event_id"}}},
 		onTable("event_handled", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"),
@@ -147,8 +149,10 @@ var partNeeds = map[string][]need{
 			{privilege: "UPDATE", table: "event_delivery", columns: deliveryUpdates},
 			{privilege: "INSERT", table: "event_subscription", columns: []string{"consumer_group", "routes", "routes_version", "unordered"}},
 			{privilege: "UPDATE", table: "event_subscription", columns: []string{"state", "changed_at", "routes", "routes_version", "unordered"}},
+			{privilege: "INSERT", table: "outbox_cursor", columns: []string{"relay", "last_processed_id", "snapshot", "window_snapshot", "highest_id",
+				"system_identifier", "epoch"}},
 			{privilege: "SELECT", sequence: "outbox_id_seq"}, {privilege: "SELECT", table: "outbox_failed", columns: []string{"relay", "outbox_id"}}},
-		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT"), leaseNeeds,
+		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT"), leaseNeeds,
 		onSequences("event_delivery_id_seq", "outbox_cursor_id_seq"),
 		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[], bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[])", removeCursors, moveDue)),
 	"inbox": append(slices.Concat(onTable("event_handled", "SELECT"), onTable("consumer_group_role", "SELECT"), onSequences("event_handled_id_seq")),
@@ -164,7 +168,7 @@ var partNeeds = map[string][]need{
 		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_edit_delivery(bigint, bytea, text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
 		"outbox_hold_deliveries(bigint[], text, text)", "outbox_release_deliveries(bigint[], text, text)",
 		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text[], text, text)",
-		"outbox_finish_cut(text, boolean, text, text)", "outbox_cancel_cut(text, text, text)", "outbox_cut_from_debezium(text, text, text, text)",
+		"outbox_finish_cut(text, boolean, text, text)", "outbox_cancel_cut(text, text, text)", "outbox_cut_from_debezium(text, text, text, text)", "outbox_stop_archive(text, text)",
 		"outbox_begin_relay(text, text, text, text)", "outbox_cut_to_debezium(text, text, text, text, text)")),
 }
 

@@ -20,6 +20,7 @@ var tableChecks = []check{
 	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
 	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
 	{"tables.published", []string{"tables.published"}, (*doctor).published},
+	{"archive", []string{"archive.none"}, (*doctor).archive},
 	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.inbox", "privileges.reader",
 		"privileges.operator", "privileges.excess", "privileges.groups"}, (*doctor).privileges},
 	{"privileges.partitions", []string{"privileges.partitions"}, (*doctor).partitionGrants},

@@ -203,6 +203,9 @@ var escalations = map[string][]string{
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key, login) VALUES ('kim', 'edit', 'x', 'r', 'k', 'kim')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key, id) VALUES ('kim', 'edit', 'x', 'r', 'k', 1)`,
 		`UPDATE {s}.outbox_audit SET reason = 'x'`,
+		`DELETE FROM {s}.outbox_archiver`,
+		`UPDATE {s}.outbox_archiver SET name = 'x'`,
+		`SELECT {s}.outbox_stop_archive('kim', 'why')`,
 		`UPDATE {s}.outbox SET topic = 'elsewhere'`,
 		`SELECT setval(format('%I.outbox_id_seq', {text}), 1)`,
 		`DROP TABLE {s}.outbox_cursor`,
@@ -221,6 +224,8 @@ var escalations = map[string][]string{
 		`INSERT INTO {s}.outbox_cursor ({cursor}) SELECT 'worker:theirs', {position}`,
 		`INSERT INTO {s}.outbox_cursor ({cursor}) SELECT 'mine', {position}`,
 		`INSERT INTO {s}.outbox_cursor ({cursor}) SELECT 'default', {position}`,
+		`INSERT INTO {s}.outbox_cursor (id, {cursor}) SELECT 9223372036854775807, 'worker:mine', {position}`,
+		`INSERT INTO {s}.outbox_archiver (name, epoch) VALUES ('worker:mine', 1000)`,
 		`UPDATE {s}.outbox_cursor SET snapshot = pg_current_snapshot()`,
 		`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('default', 'mallory', 1000, 'infinity', '0')`,
 		`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('worker:theirs', 'mallory', 1000, 'infinity', '0')

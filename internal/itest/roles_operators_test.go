@@ -139,6 +139,7 @@ func TestOperatorsFunctions(t *testing.T) {
 		`SELECT {s}.outbox_resume_consumer('g', 't', '', 'why')`:                            "22023",
 		`SELECT {s}.outbox_rewind_consumer('g', '{t}', NULL, NULL, NULL, 'kim', NULL)`:      "22023",
 		`SELECT {s}.outbox_forget_action('g', 'a', 'kim', '')`:                              "22023",
+		`SELECT {s}.outbox_stop_archive('kim', '')`:                                         "22023",
 		`SELECT {s}.outbox_audit_replay('t', '', 'kim', '')`:                                "22023",
 		`SELECT {s}.outbox_audit_edit('t', 'k', 'g', 'a', 'x', 'kim', '')`:                  "22023",
 		`SELECT {s}.outbox_cancel_delayed('{}', 'kim', '')`:                                 "22023",

@@ -21,6 +21,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -305,10 +306,16 @@ func testRoles(t *testing.T, r *roles, reader *oracle.Reader, left int) {
 	// After a restore into another cluster.
 	_, err = h.db.Exec(background, h.sql(`UPDATE {s}.outbox_cursor SET system_identifier = system_identifier + 1`))
 	require.NoError(t, err)
-	testenv.Run(t, relay.Run)
+	cfg.Retention.Archive = func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error { return nil }
+	archiving, err := outbox.NewRelay(r.as(t, "relay"), testenv.KafkaOpts(h.brokers), cfg)
+	require.NoError(t, err)
+	testenv.Run(t, archiving.Run)
 	more := numbered("later", 1, 10)
 	require.NoError(t, pgx.BeginFunc(background, writer, func(tx pgx.Tx) error { return h.record(background, tx, more...) }))
 	requireArrival(t, reader, more...)
+	require.Eventually(t, func() bool { return h.count(t, "outbox_archiver") == 1 && h.count(t, "outbox") <= left }, testenv.Patience, 10*time.Millisecond)
+	_, err = r.as(t, "operator").Exec(background, h.sql(`SELECT {s}.outbox_stop_archive('kim', 'why')`))
+	require.Equal(t, "55000", pg.Code(err), "it archives: %v", err)
 }
 
 // An operator whose transaction stays open holds up the events that it has changed, and neither

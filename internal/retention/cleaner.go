@@ -17,11 +17,11 @@
 package retention
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
 	"math"
-	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/lease"
@@ -46,6 +46,7 @@ type Cleaner struct {
 	reviews                                         map[string]*Review // of partitions to drop, as far as they have come
 	young                                           map[string]bool    // partitions with a young row that have been reported
 	lagging                                         laggingRelay
+	archiverReported                                bool     // the log says that published rows stay for the archive of another process
 	huge                                            hugeRows // that this run has found
 }
 
@@ -66,6 +67,7 @@ type CleanerConfig struct {
 // removed.
 type laggingRelay struct {
 	name     string // "" for none
+	foreign  bool   // its position was not written in this cluster
 	reported bool
 }
 
@@ -109,6 +111,9 @@ func (c *Cleaner) Run(ctx context.Context) {
 	c.handled = Scan{Batch: c.bounded(c.store.handled), Pause: pause}
 	c.audited = Scan{Batch: c.bounded(c.store.Audited), Pause: pause}
 	c.delivered = Scan{Batch: c.bounded(c.store.delivered), Pause: pause}
+	if c.cfg.Rules.Archive != nil && c.mayRun(ctx) {
+		_, _ = c.mayRemovePublished() // the first run tries again and reports an error
+	}
 	for {
 		wait.Await(ctx, c.Held, nil, c.cfg.Rules.Interval())
 		if !c.Pause(ctx, 0) {
@@ -197,7 +202,7 @@ func (c *Cleaner) RemovePublished(_ context.Context, after int64) (Step, error) 
 	})
 	c.huge.add(s.huge)
 	if err == nil && !s.More {
-		c.reportLagging(s.Lagging)
+		c.reportLagging(s)
 	}
 	return s, err
 }
@@ -232,22 +237,28 @@ func (c *Cleaner) proof() *Proof { return &Proof{c.Lease, c.cfg.Name} }
 
 // reportLagging logs once which relay or group keeps rows that are old enough to be removed. It logs after two runs
 // with the same relay, because an old row may have been committed just now.
-func (c *Cleaner) reportLagging(relay string) {
-	if relay != c.lagging.name {
-		c.lagging = laggingRelay{name: relay}
+func (c *Cleaner) reportLagging(s Step) {
+	now := laggingRelay{name: cmp.Or(s.Foreign, s.Lagging), foreign: s.Foreign != ""}
+	if now.name != c.lagging.name || now.foreign != c.lagging.foreign {
+		c.lagging = now
 		return
 	}
-	if relay == "" || c.lagging.reported {
+	if now.name == "" || c.lagging.reported {
 		return
 	}
 	c.lagging.reported = true
-	if group, ok := strings.CutPrefix(relay, tables.WorkerPrefix); ok {
+	switch {
+	case now.foreign:
+		c.log.Warn("outbox: the newest position of a relay or a group was not written in this database cluster, so no published event is removed; "+
+			"a process of the relay or group moves the position here when it starts; if there is none any more, delete its rows of outbox_cursor",
+			attrOf("foreign", now.name)...)
+	case tables.IsGroup(now.name):
 		c.log.Warn("outbox: the workers of a consumer group have not taken events that are old enough to go, so they stay; "+
-			"if the group is gone for good, delete its rows of outbox_cursor and event_subscription", "lagging_group", group, "older_than", c.cfg.Rules.PublishedFor)
-		return
+			"if the group is gone for good, delete its rows of outbox_cursor and event_subscription", append(attrOf("lagging", now.name), "older_than", c.cfg.Rules.PublishedFor)...)
+	default:
+		c.log.Warn("outbox: a relay has not published events that are old enough to go, so they stay; "+
+			"if it is gone for good, delete its rows of outbox_cursor", append(attrOf("lagging", now.name), "older_than", c.cfg.Rules.PublishedFor)...)
 	}
-	c.log.Warn("outbox: a relay has not published events that are old enough to go, so they stay; "+
-		"if it is gone for good, delete its rows of outbox_cursor", "lagging_relay", relay, "older_than", c.cfg.Rules.PublishedFor)
 }
 
 // notify logs how many rows were removed and calls the hook.

@@ -28,6 +28,9 @@ func (c *Cleaner) makePartitions(context.Context) (int64, error) {
 func (c *Cleaner) CleanOutbox(ctx context.Context) (removed int64, err error) {
 	c.huge = hugeRows{}
 	defer c.reportHuge()
+	if may, err := c.mayRemovePublished(); err != nil || !may {
+		return 0, err
+	}
 	partitions, err := c.listPartitions()
 	if err != nil {
 		return 0, err
@@ -89,7 +92,7 @@ func (c *Cleaner) removeFrom(p idRange, after int64) (Step, error) {
 	})
 	c.huge.add(s.huge)
 	if err == nil && !s.More && p.name == "" {
-		c.reportLagging(s.Lagging)
+		c.reportLagging(s)
 	}
 	return s, err
 }

@@ -169,9 +169,11 @@ func (r *Store) MakePartitions(ctx context.Context) (n int, err error) {
 // range lets PostgreSQL leave out the others.
 const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM scanned) RETURNING *`
 
-const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart + countRemoved
+const deletePartBelowCeiling = belowCeiling + publishedAmong + deletePart + countRemoved
 
-const sqlCleanPartArchived = sqlCleanPart + archivedColumns
+const sqlCleanPart = publishedRows + deletePartBelowCeiling
+
+const sqlCleanPartArchived = archivedRows + deletePartBelowCeiling + archivedColumns
 
 // PublishedIn removes published rows of one partition, above after and below end.
 func (r *Store) PublishedIn(ctx context.Context, l *Proof, after, end int64) (Step, error) {
@@ -183,7 +185,7 @@ const wholeBatch = `(SELECT count(*) FROM scanned) = (SELECT count(*) FROM publi
 
 const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE ` + wholeBatch + countRemoved
 
-const sqlReviewArchived = publishedRows + publishedAmong + `
+const sqlReviewArchived = archivedRows + publishedAmong + `
     SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM scanned) AND ` + wholeBatch + countRemoved + archivedColumns
 
 // Review checks all rows of a partition, which may take many runs.

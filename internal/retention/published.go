@@ -25,7 +25,7 @@ import (
 // stays published, so cursors may move meanwhile. If a crash of PostgreSQL forgets rows
 // of outbox_cursor, it also forgets everything that was committed after them, our
 // removals included. If a cursor belongs to another cluster, or if there is no cursor, no
-// row is removed.
+// row is removed. Without an archive, none is removed either while there are archivers.
 //
 // No relay has published an id above its highest_id, so no row above the lowest
 // highest_id is scanned at: rows that a lagging relay keeps back cost nothing. The names of
@@ -36,12 +36,22 @@ import (
 // A row of which a failed event of class UnreadableRow tells stays until the event is
 // resolved, or has a payload: its payload is nowhere else. $5 are rows that cannot be
 // archived; $6 bounds the bytes of a batch. A row with more than $7 bytes stays, too, and counts as none of them.
-const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
+const (
+	publishedRows = ceiling + unlessArchived + scannedRows
+	archivedRows  = ceiling + scannedRows
+)
+
+// ofHere is the condition that position s was written in this cluster.
+const ofHere = `(s.system_identifier = here.system_identifier
+                    AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))`
+
+const ceiling = tables.NewestCursors + `, ceiling AS MATERIALIZED (
     SELECT min(s.highest_id) AS id
       FROM positions AS s, pg_control_system() AS here
-    HAVING bool_and(s.system_identifier = here.system_identifier
-                    AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
-       AND ` + tables.Unreached + ` IS NULL
+    HAVING bool_and` + ofHere + `
+       AND ` + tables.Unreached + ` IS NULL`
+
+const scannedRows = `
 ), scanned AS MATERIALIZED (
     SELECT part, place, id, xid, old, huge FROM (
         SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old, size > $7::int AS huge,
@@ -73,12 +83,14 @@ const deletePublished = `
     DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published))
        AND ((tableoid, id) IN (SELECT part, id FROM published)) IS TRUE`
 
-// countRemoved also names a relay that keeps back rows that are old enough: the next event of the relay is old. Above
-// the ceiling there may be very many uncommitted rows. So the next event is first looked for among the next ids, and
-// then in the order of transactions, behind the open window. Only if neither has an event is the window read by ids.
+// countRemoved also names a relay whose position was not written in this cluster, and a relay that keeps back rows that
+// are old enough: the next event of the relay is old. Above the ceiling there may be very many uncommitted rows. So the
+// next event is first looked for among the next ids, and then in the order of transactions, behind the open window.
+// Only if neither has an event is the window read by ids.
 const countRemoved = `
 )
 SELECT ` + scannedColumns + `,
+       (SELECT min(s.relay) FROM positions AS s, pg_control_system() AS here WHERE NOT ` + ofHere + `),
        (SELECT min(relay) FROM positions AS s
          WHERE highest_id = (SELECT id FROM ceiling)
            AND coalesce(
@@ -103,9 +115,11 @@ SELECT ` + scannedColumns + `,
 const scannedColumns = `(SELECT count(*) FROM scanned), (SELECT max(id) FROM scanned),
        (SELECT min(id) FROM scanned WHERE NOT old), (SELECT count(*) FROM scanned WHERE NOT old)`
 
-const sqlCleanPublished = publishedRows + belowCeiling + publishedAmong + deletePublished + ` RETURNING *` + countRemoved
+const deleteBelowCeiling = belowCeiling + publishedAmong + deletePublished + ` RETURNING *` + countRemoved
 
-const sqlCleanArchived = sqlCleanPublished + archivedColumns
+const sqlCleanPublished = publishedRows + deleteBelowCeiling
+
+const sqlCleanArchived = archivedRows + deleteBelowCeiling + archivedColumns
 
 // archivedColumns returns the rows as well, in the order of ids.
 const archivedColumns = `, o.id, o.event_id::text, o.event_type, o.source, o.aggregate_type, o.aggregate_id,
@@ -139,12 +153,12 @@ func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived strin
 			if err != nil {
 				return 0, err
 			}
-			var lagging pgtype.Text
+			var foreign, lagging pgtype.Text
 			var huge pgtype.Int8
 			var n int64
 			var events []Row
-			s, events, err = r.readStep(rows, r.batch, &lagging, &n, &huge)
-			s.Lagging, s.huge = lagging.String, hugeRows{n, huge.Int64}
+			s, events, err = r.readStep(rows, r.batch, &foreign, &lagging, &n, &huge)
+			s.Foreign, s.Lagging, s.huge = foreign.String, lagging.String, hugeRows{n, huge.Int64}
 			if err != nil || len(events) == 0 {
 				return s.Removed, err
 			}

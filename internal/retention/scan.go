@@ -32,6 +32,7 @@ type Step struct {
 	full    bool   // there may be more rows behind last
 	More    bool   // there may be more to do
 	Lagging string // relay that has not published rows that are old enough to go
+	Foreign string // relay whose position was not written in this cluster, so all rows stay
 	huge    hugeRows
 }
 

@@ -64,6 +64,7 @@ type Store struct {
 	hugeIn map[string]int64
 
 	SQLPublished, SQLArchived, SQLCursors, SQLResolved, SQLHandled, sqlAudited, sqlDelivered, sqlRelay, SQLProof, sqlPrint, sqlNextRow, sqlSent string
+	sqlNoteArchiver, sqlArchiver                                                                                                                string
 
 	partitions
 }
@@ -73,19 +74,21 @@ func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
 	cfg.BatchSize = cmp.Or(cfg.BatchSize, defaultBatchSize)
 	return &Store{
 		DB: db, Cfg: cfg, Most: MaxArchiveBytes, batch: cfg.BatchSize, unreadable: []int64{}, hugeIn: map[string]int64{},
-		SQLPublished: pg.InSchema(sqlCleanPublished, schema),
-		SQLArchived:  pg.InSchema(sqlCleanArchived, schema),
-		SQLCursors:   pg.InSchema(sqlCleanCursors, schema),
-		SQLResolved:  pg.InSchema(sqlCleanResolved, schema),
-		SQLHandled:   pg.InSchema(sqlCleanHandled, schema),
-		sqlAudited:   pg.InSchema(sqlCleanAudited, schema),
-		sqlDelivered: pg.InSchema(sqlCleanDelivered, schema),
-		sqlRelay:     pg.InSchema(sqlHasRelay, schema),
-		SQLProof:     pg.InSchema(cursor.SQLRebaseProof, schema),
-		sqlPrint:     pg.InSchema(sqlPrint, schema),
-		sqlNextRow:   pg.InSchema(sqlNextRow, schema),
-		sqlSent:      pg.InSchema(tables.SQLSent, schema),
-		partitions:   newPartitions(schema),
+		SQLPublished:    pg.InSchema(sqlCleanPublished, schema),
+		SQLArchived:     pg.InSchema(sqlCleanArchived, schema),
+		SQLCursors:      pg.InSchema(sqlCleanCursors, schema),
+		SQLResolved:     pg.InSchema(sqlCleanResolved, schema),
+		SQLHandled:      pg.InSchema(sqlCleanHandled, schema),
+		sqlAudited:      pg.InSchema(sqlCleanAudited, schema),
+		sqlDelivered:    pg.InSchema(sqlCleanDelivered, schema),
+		sqlRelay:        pg.InSchema(sqlHasRelay, schema),
+		SQLProof:        pg.InSchema(cursor.SQLRebaseProof, schema),
+		sqlPrint:        pg.InSchema(sqlPrint, schema),
+		sqlNextRow:      pg.InSchema(sqlNextRow, schema),
+		sqlSent:         pg.InSchema(tables.SQLSent, schema),
+		sqlNoteArchiver: pg.InSchema(sqlNoteArchiver, schema),
+		sqlArchiver:     pg.InSchema(sqlArchiver, schema),
+		partitions:      newPartitions(schema),
 	}
 }
 

@@ -15,7 +15,7 @@ import (
 )
 
 // Names are the tables that Migrate makes, but for the one in which it keeps what it has done.
-var Names = []string{"outbox", "outbox_delayed", "outbox_mover", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "outbox_partitioning",
+var Names = []string{"outbox", "outbox_delayed", "outbox_mover", "outbox_cursor", "outbox_lease", "outbox_archiver", "outbox_failed", "outbox_audit", "outbox_partitioning",
 	"event_handled", "consumer_start", "consumer_handler", "consumer_gap", "consumer_pause", "consumer_group_role", "event_subscription", "event_member", "event_success", "event_delivery"}
 
 // NewestCursors begins a statement that needs the position of each relay: positions has
