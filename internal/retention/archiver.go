@@ -41,12 +41,12 @@ func (c *Cleaner) mayRemovePublished() (bool, error) {
 		return err == nil, err
 	}
 	name, err := c.store.archiver(ctx)
-	if name != "" && !c.leavesToArchive {
+	if name != "" && !c.archiverReported {
 		c.log.Warn("outbox: events are archived before they are removed, and this process has no archive, so it removes no published event; "+
 			"to end the archive, call outbox_stop_archive", attrOf("archiving", name)...)
 	}
 	if err == nil {
-		c.leavesToArchive = name != ""
+		c.archiverReported = name != ""
 	}
 	return name == "" && err == nil, err
 }

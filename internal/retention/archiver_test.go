@@ -114,7 +114,8 @@ func TestArchiveBeginsDuringARun(t *testing.T) {
 	require.Len(t, d.IDs(t, "outbox"), 16)
 }
 
-// A cleaner with an archive says so as soon as it leads, long before its first run, and so does that of the next leader.
+// A cleaner with an archive notes that as soon as it leads, long before its first run, and so does that of the next
+// leader.
 func TestArchiverIsNotedAtOnce(t *testing.T) {
 	t.Parallel()
 	d := newFixture(t)

@@ -46,7 +46,7 @@ type Cleaner struct {
 	reviews                                         map[string]*Review // of partitions to drop, as far as they have come
 	young                                           map[string]bool    // partitions with a young row that have been reported
 	lagging                                         laggingRelay
-	leavesToArchive                                 bool     // published rows stay for the archive of another process, as the log says
+	archiverReported                                bool     // the log says that published rows stay for the archive of another process
 	huge                                            hugeRows // that this run has found
 }
 

@@ -85,8 +85,8 @@ const deletePublished = `
 
 // countRemoved also names a relay whose position was not written in this cluster, and a relay that keeps back rows that
 // are old enough: the next event of the relay is old. Above the ceiling there may be very many uncommitted rows. So the
-// next event is first looked for among the next ids, and then in the order of transactions, behind the open window. Only
-// if neither has an event is the window read by ids.
+// next event is first looked for among the next ids, and then in the order of transactions, behind the open window.
+// Only if neither has an event is the window read by ids.
 const countRemoved = `
 )
 SELECT ` + scannedColumns + `,
