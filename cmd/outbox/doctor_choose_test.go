@@ -52,11 +52,11 @@ func TestDoctorMakesTheChecksAskedFor(t *testing.T) {
 		unmarshal(t, d.call(t, append([]string{"doctor", "--json", "--open-for", "1h"}, args...)...).out, &out)
 		return out.Checks
 	}
-	require.Equal(t, 18, checks())
+	require.Equal(t, 19, checks())
 	require.Equal(t, 3, checks("--only", "relay.leader"), "connect, migrations, relay")
 	require.Equal(t, 2, checks("--only", "clock"), "connect, clock")
-	require.Equal(t, 13, checks("--skip", "server,clock"))
-	require.Equal(t, 18, checks("--only", "doctor"))
+	require.Equal(t, 14, checks("--skip", "server,clock"))
+	require.Equal(t, 19, checks("--only", "doctor"))
 	d.requireFinding(t, "relay.leader", severityError, "no process leads", "--only", "relay.leader")
 	require.Empty(t, d.findings(t, "--only", "sequence"))
 	require.Contains(t, d.ok(t, "doctor", "--only", "clock,server.slot"), "Nothing is wrong: 3 checks.")
