@@ -121,7 +121,7 @@ var faults = []struct {
 	{"sequence missing", `ALTER SEQUENCE {s}.outbox_id_seq OWNED BY NONE`, "sequence.missing", severityError, "no sequence of its own"},
 	{"migration unknown", `INSERT INTO {s}.outbox_migration VALUES (1000, '1000_later.sql')`, "migrations.ahead", severityError, "1000_later.sql"},
 	{"dead", `UPDATE {s}.outbox_failed SET status = 'dead'`, "failed.dead", severityWarning, "1 event is dead"},
-	{"parked", `UPDATE {s}.outbox_failed SET status = 'waiting', next_retry_at = now() + '1 day'`, "failed.parked", severityWarning, "1 key is parked"},
+	{"parked", `UPDATE {s}.outbox_failed SET status = 'waiting', next_retry_at = now() + '4 min'`, "failed.parked", severityWarning, "1 key is parked"},
 	{"held", `UPDATE {s}.outbox_failed SET status = 'waiting', held = true`, "failed.held", severityWarning, "1 key is held"},
 	{"type without topic", `WITH keep AS MATERIALIZED (SELECT set_config('outbox.keep_xid', 'on', true))
 		UPDATE {s}.outbox SET topic = NULL, event_type = 'nowhere' FROM keep`, "events.topic", severityError, "nowhere"},
