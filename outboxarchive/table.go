@@ -83,7 +83,7 @@ func inSchema(sql, schema string) string {
 }
 
 // sqlPrepare makes the missing partitions for some times.
-const sqlPrepare = `SELECT {schema}.outbox_archive_prepare($1)`
+const sqlPrepare = `SELECT {schema}.outbox_archive_prepare($1::timestamptz[])`
 
 // sqlInsert adds rows. A row that exists already is the same event: rows of a partitioned outbox are
 // archived before their partition is dropped, and may be archived twice. The id alone does not identify an

@@ -16,7 +16,7 @@ const (
 	maxAudited = 100
 )
 
-const sqlAuditReplay = `SELECT {schema}.outbox_audit_replay($1, $2, $3, $4)`
+const sqlAuditReplay = `SELECT {schema}.outbox_audit_replay($1::text, $2::text, $3::text, $4::text)`
 
 // audit writes who sends dead letters back, and why, before the first one of a topic and a group. Further groups than
 // maxAudited share a row without a group.

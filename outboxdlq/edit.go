@@ -172,7 +172,7 @@ func (r *run) checkRow(ctx context.Context, d DeadLetter) error {
 	return fmt.Errorf("%w: the group has %v with the value, so edit that", outboxops.ErrStatus, id)
 }
 
-const sqlAuditEdit = `SELECT {schema}.outbox_audit_edit($1, $2, $3, $4, $5, $6, $7)`
+const sqlAuditEdit = `SELECT {schema}.outbox_audit_edit($1::text, $2::text, $3::text, $4::text, $5::bytea, $6::text, $7::text)`
 
 // auditEdit writes who edits a dead letter, and why, with the value from before.
 func (r *run) auditEdit(ctx context.Context, d DeadLetter) error {

@@ -164,7 +164,7 @@ func (c *Consumers) List(ctx context.Context, filter ConsumerFilter) (groups []C
 	return groups, more, nil
 }
 
-const sqlPauseConsumer = `SELECT {schema}.outbox_pause_consumer($1, $2, $3, $4)`
+const sqlPauseConsumer = `SELECT {schema}.outbox_pause_consumer($1::text, $2::text, $3::text, $4::text)`
 
 // Pause stops all members of a group from handling events of a topic, or of all topics if topic is empty.
 // Resume with the same arguments ends the pause. The pause survives restarts, and also applies to groups
@@ -176,7 +176,7 @@ func (c *Consumers) Pause(ctx context.Context, group, topic string, why AuditInf
 	return c.change(ctx, "pause", c.pause, "it is paused already", group, topic, why)
 }
 
-const sqlResumeConsumer = `SELECT {schema}.outbox_resume_consumer($1, $2, $3, $4)`
+const sqlResumeConsumer = `SELECT {schema}.outbox_resume_consumer($1::text, $2::text, $3::text, $4::text)`
 
 // Resume ends a pause of a topic, or with an empty name the pause of all topics. Topics that were paused
 // separately remain paused.

@@ -33,9 +33,9 @@ func (c DebeziumCut) validate() error {
 }
 
 const (
-	sqlCutFromDebezium = `SELECT {schema}.outbox_cut_from_debezium($1, $2, $3, $4)::text`
-	sqlCutToDebezium   = `SELECT {schema}.outbox_cut_to_debezium($1, $2, $3, $4, $5)`
-	sqlBeginRelay      = `SELECT {schema}.outbox_begin_relay($1, $2, $3, $4)::text`
+	sqlCutFromDebezium = `SELECT {schema}.outbox_cut_from_debezium($1::text, $2::text, $3::text, $4::text)::text`
+	sqlCutToDebezium   = `SELECT {schema}.outbox_cut_to_debezium($1::text, $2::text, $3::text, $4::text, $5::text)`
+	sqlBeginRelay      = `SELECT {schema}.outbox_begin_relay($1::text, $2::text, $3::text, $4::text)::text`
 )
 
 // FromDebezium moves the events from Debezium to the relay, from this moment on. The publication no longer

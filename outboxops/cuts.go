@@ -134,10 +134,10 @@ func (c *Cuts) List(ctx context.Context) (all []Subscription, err error) {
 }
 
 const (
-	sqlCutToKafka    = `SELECT {schema}.outbox_cut_to_kafka($1, $2, $3, $4)::text`
-	sqlCutToPostgres = `SELECT {schema}.outbox_cut_to_postgres($1, $2, $3, $4, $5)::text`
-	sqlFinishCut     = `SELECT {schema}.outbox_finish_cut($1, $2, $3, $4)`
-	sqlCancelCut     = `SELECT {schema}.outbox_cancel_cut($1, $2, $3)`
+	sqlCutToKafka    = `SELECT {schema}.outbox_cut_to_kafka($1::text[], $2::text, $3::text, $4::text)::text`
+	sqlCutToPostgres = `SELECT {schema}.outbox_cut_to_postgres($1::text[], $2::text, $3::text[], $4::text, $5::text)::text`
+	sqlFinishCut     = `SELECT {schema}.outbox_finish_cut($1::text, $2::boolean, $3::text, $4::text)`
+	sqlCancelCut     = `SELECT {schema}.outbox_cancel_cut($1::text, $2::text, $3::text)`
 )
 
 // ErrNoCut means that a relay has no cut: none was made, or it is finished or canceled.

@@ -145,7 +145,7 @@ func scanDelayed(row pgx.CollectableRow) (e DelayedEvent, err error) {
 	return e, err
 }
 
-const sqlCancelDelayed = `SELECT {schema}.outbox_cancel_delayed($1, $2, $3)`
+const sqlCancelDelayed = `SELECT {schema}.outbox_cancel_delayed($1::uuid[], $2::text, $3::text)`
 
 // Cancel deletes delayed events by their EventID, at most 1,000, and returns how many it has deleted. Others are in
 // outbox already, or there are none of these ids. Their payloads stay in outbox_audit.

@@ -15,12 +15,12 @@ import (
 // The functions of 0005_operators_and_audit.sql change the rows and write the audit rows. The functions for
 // failed events do the same.
 const (
-	sqlRequeueDeliveries = `SELECT {schema}.outbox_requeue_deliveries($1, $2, $3)`
-	sqlResolveDeliveries = `SELECT {schema}.outbox_resolve_deliveries($1, $2, $3)`
-	sqlHoldDeliveries    = `SELECT {schema}.outbox_hold_deliveries($1, $2, $3)`
-	sqlReleaseDeliveries = `SELECT {schema}.outbox_release_deliveries($1, $2, $3)`
-	sqlEditDelivery      = `SELECT {schema}.outbox_edit_delivery($1, $2, $3, $4)`
-	sqlReadDelivery      = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read_delivery(d.id, $2, $3)) FROM pg_catalog.unnest($1::bigint[]) AS d (id)`
+	sqlRequeueDeliveries = `SELECT {schema}.outbox_requeue_deliveries($1::bigint[], $2::text, $3::text)`
+	sqlResolveDeliveries = `SELECT {schema}.outbox_resolve_deliveries($1::bigint[], $2::text, $3::text)`
+	sqlHoldDeliveries    = `SELECT {schema}.outbox_hold_deliveries($1::bigint[], $2::text, $3::text)`
+	sqlReleaseDeliveries = `SELECT {schema}.outbox_release_deliveries($1::bigint[], $2::text, $3::text)`
+	sqlEditDelivery      = `SELECT {schema}.outbox_edit_delivery($1::bigint, $2::bytea, $3::text, $4::text)`
+	sqlReadDelivery      = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read_delivery(d.id, $2::text, $3::text)) FROM pg_catalog.unnest($1::bigint[]) AS d (id)`
 )
 
 // deliveryStore has the deliveries of consumer groups.

@@ -16,14 +16,14 @@ import (
 // the rights of the owner of the tables: an operator needs no right to change them in any
 // other way.
 const (
-	sqlRetry   = `SELECT {schema}.outbox_retry_failed($1, $2, $3)`
-	sqlResolve = `SELECT {schema}.outbox_resolve_failed($1, $2, $3)`
+	sqlRetry   = `SELECT {schema}.outbox_retry_failed($1::bigint[], $2::text, $3::text)`
+	sqlResolve = `SELECT {schema}.outbox_resolve_failed($1::bigint[], $2::text, $3::text)`
 	sqlHold    = `
-SELECT count(*) FILTER (WHERE {schema}.outbox_hold_key(f.relay, f.parking_key, $2, $3)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
+SELECT count(*) FILTER (WHERE {schema}.outbox_hold_key(f.relay, f.parking_key, $2::text, $3::text)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
 	sqlRelease = `
-SELECT count(*) FILTER (WHERE {schema}.outbox_release_key(f.relay, f.parking_key, $2, $3)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
-	sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
-	sqlRead = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read(f.id, $2, $3)) FROM pg_catalog.unnest($1::bigint[]) AS f (id)`
+SELECT count(*) FILTER (WHERE {schema}.outbox_release_key(f.relay, f.parking_key, $2::text, $3::text)) FROM {schema}.outbox_failed AS f WHERE f.id = ANY ($1::bigint[])`
+	sqlEdit = `SELECT {schema}.outbox_edit_failed($1::bigint, $2::bytea, $3::text, $4::text)`
+	sqlRead = `SELECT count(*) FILTER (WHERE {schema}.outbox_audit_read(f.id, $2::text, $3::text)) FROM pg_catalog.unnest($1::bigint[]) AS f (id)`
 )
 
 // eventStore has the failed events of relays.

@@ -21,7 +21,7 @@ func (f *Failures) AuditRead(ctx context.Context, id FailureID, why AuditInfo) e
 	return notAudited(fmt.Sprintf("failure %v", id), done > 0, err)
 }
 
-const sqlReadOfRecorded = `SELECT {schema}.outbox_audit_read_recorded($1, $2, $3)`
+const sqlReadOfRecorded = `SELECT {schema}.outbox_audit_read_recorded($1::bigint, $2::text, $3::text)`
 
 // AuditReadRecorded is [Failures.AuditRead] for an event in outbox, which
 // [Inspector.Event] reads. The entry has no relay, and a topic only if the event names one.

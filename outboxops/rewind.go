@@ -364,7 +364,7 @@ func (r *rewind) apply(ctx context.Context) error {
 	return activeError(kafka.CommitGroupOffsets(ctx, r.client, r.cfg.Group, offsets))
 }
 
-const sqlRewindConsumer = `SELECT {schema}.outbox_rewind_consumer($1, $2, $3::text[]::uuid[], $4, $5, $6, $7)`
+const sqlRewindConsumer = `SELECT {schema}.outbox_rewind_consumer($1::text, $2::text[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::text, $7::text)`
 
 func (r *rewind) savePositions(ctx context.Context, offsets map[kafka.Partition]int64) error {
 	var (

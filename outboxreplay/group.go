@@ -60,7 +60,7 @@ func addressed(r, dead *kgo.Record, outboxID int64, group string) *kgo.Record {
 	return &own
 }
 
-const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, $5, $6, $7, $8)`
+const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1::text, $2::text[], $3::text[], $4::text[], $5::text[], $6::timestamptz, $7::text, $8::text)`
 
 // startAgain sets before which time notes are removed. A time ahead of the clock of PostgreSQL would be later than the
 // notes of what this run sends again.

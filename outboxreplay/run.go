@@ -271,7 +271,7 @@ func (r *run) note(chunk []resend) error {
 	return stop
 }
 
-const sqlAuditReplay = `SELECT {schema}.outbox_audit_replay($1, $2, $3, $4)`
+const sqlAuditReplay = `SELECT {schema}.outbox_audit_replay($1::text, $2::text, $3::text, $4::text)`
 
 // audit writes who sends which events, and why, before anything is sent.
 func (r *run) audit(ctx context.Context) error {

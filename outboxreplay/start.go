@@ -246,7 +246,7 @@ func (s *groupStart) omit(e outbox.ArchivedEvent, err error) {
 }
 
 const sqlStartEvents = `
-SELECT {schema}.outbox_start_events($1, $2, $3, $4, $5::text[]::uuid[], $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)`
+SELECT {schema}.outbox_start_events($1::text, $2::bigint, $3::bigint, $4::bigint[], $5::text[]::uuid[], $6::text[], $7::text[], $8::text[], $9::text[], $10::text[], $11::bytea[], $12::text[], $13::text[], $14::text[], $15::text[], $16::timestamptz[], $17::timestamptz[])`
 
 // add makes the deliveries of events.
 func (s *groupStart) add(ctx context.Context, events []outbox.ArchivedEvent) error {
@@ -330,8 +330,8 @@ func columnsOfEvents(events []outbox.ArchivedEvent) []any {
 }
 
 const (
-	sqlStartGroup  = `SELECT {schema}.outbox_start_group($1, $2, $3::text[]::uuid[], $4, $5, $6, $7)`
-	sqlFinishStart = `SELECT {schema}.outbox_finish_start($1, $2)`
+	sqlStartGroup  = `SELECT {schema}.outbox_start_group($1::text, $2::text[], $3::text[]::uuid[], $4::int[], $5::bigint[], $6::text, $7::text)`
+	sqlFinishStart = `SELECT {schema}.outbox_finish_start($1::text, $2::bigint)`
 )
 
 // begin makes the cut. The offsets at which consumers will read are read before it, so each event that is not in front

@@ -18,19 +18,16 @@ import (
 // first row that was tried, has another type or is locked: it waits for no other session, which would keep all pairs
 // waiting. It scans each type of each pair separately, so that the rows of one do not hide the rows of another, and no
 // rows of other types are read: they may be many. It claims none of the rows $12, which this process has yielded.
-// sqlClaimFresh claims only rows without an attempt so far that have more than one.
-var sqlClaim, sqlClaimFresh = claimOf(``), claimOf(` AND d.attempt_count = 0 AND d.max_attempts > 1`)
-
-// claimOf returns the statement that claims due rows for which a condition holds.
-func claimOf(condition string) string {
-	return `
+// With $13 it claims only rows without an attempt so far that have more than one.
+var sqlClaim = `
 WITH due AS MATERIALIZED (
     SELECT p.id, p.order_key, p.attempt_count, p.failed_at, w.types FROM unnest($4::text[], $5::text[], $9::timestamptz[], $11::text[]) AS w (action, stream, since, types)
      CROSS JOIN LATERAL pg_catalog.unnest(` + typesOf + `) AS t (type)
      CROSS JOIN LATERAL (
            SELECT d.id, d.order_key, d.attempt_count, d.failed_at FROM {schema}.event_delivery AS d
             WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND ` + typeOf + ` = t.type AND d.status = 'PENDING'
-              AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool AND d.id <> ALL ($12::bigint[])` + condition + `
+              AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool AND d.id <> ALL ($12::bigint[])
+              AND (NOT $13::bool OR d.attempt_count = 0 AND d.max_attempts > 1)
             ORDER BY d.consumer_group, d.action, d.stream, ` + typeOf + `, ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
      LIMIT $6
 ), behind AS MATERIALIZED (
@@ -54,7 +51,6 @@ WITH due AS MATERIALIZED (
  RETURNING d.*
 )
 SELECT ` + columnsWithin("$10") + ` FROM (SELECT c.*, sum(c.size) OVER (ORDER BY c.id) AS until FROM claimed AS c) AS d ORDER BY d.id`
-}
 
 // suspect is the condition that a row d was taken over. An index has it as a column.
 const suspect = `(coalesce(d.last_error_code, '') = '` + codeStale + `')`
@@ -106,16 +102,16 @@ SELECT (SELECT min(first.next_retry_at) FROM pg_catalog.unnest(` + typesOf + `) 
 // only rows that were taken over, without the rows behind them. Rows beyond the budget of bytes come bare,
 // as from Queue. Afterwards claimedUnseen says whether there may be other rows that it has claimed.
 func (s *Store) Claim(ctx context.Context, pairs []Claimable, limit, follow int, suspects bool, budget int64) ([]Delivery, error) {
-	return s.claimBy(ctx, s.sqlClaim, pairs, limit, follow, suspects, budget)
+	return s.claimBy(ctx, pairs, limit, follow, suspects, false, budget)
 }
 
 // claimFresh is Claim of one row that was taken over, is without an attempt so far, and has more than one.
 func (s *Store) claimFresh(ctx context.Context, pairs []Claimable) ([]Delivery, error) {
-	return s.claimBy(ctx, s.sqlClaimFresh, pairs, 1, 0, true, 0)
+	return s.claimBy(ctx, pairs, 1, 0, true, true, 0)
 }
 
-// claimBy claims rows by a statement.
-func (s *Store) claimBy(ctx context.Context, sql string, pairs []Claimable, limit, follow int, suspects bool, budget int64) (claimed []Delivery, err error) {
+// claimBy is Claim, of fresh rows only if fresh is set.
+func (s *Store) claimBy(ctx context.Context, pairs []Claimable, limit, follow int, suspects, fresh bool, budget int64) (claimed []Delivery, err error) {
 	actions, streams, types := columnsOfClaimable(pairs)
 	since := column(pairs, func(c *Claimable) time.Time { return s.due.start(claimScan{c.Pair, suspects}) })
 	yielded := s.yielded.current()
@@ -132,7 +128,7 @@ func (s *Store) claimBy(ctx context.Context, sql string, pairs []Claimable, limi
 	claim := func(ctx context.Context, budget int64) error {
 		return transact(ctx, func(b *pgx.Batch) {
 			b.Queue(pg.SQLNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-			b.Queue(sql, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, types, yielded).Query(func(rows pgx.Rows) (err error) {
+			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, types, yielded, fresh).Query(func(rows pgx.Rows) (err error) {
 				claimed, err = readRows(rows)
 				return err
 			})

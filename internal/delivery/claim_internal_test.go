@@ -27,7 +27,7 @@ func TestClaimsWalkNoUnknownRows(t *testing.T) {
 	const unknown, known = 200_000, 100
 	f.exec(`ANALYZE {schema}.event_delivery`)
 	f.prepare("claim", statements[0].types, sqlClaim)
-	f.prepare("left", statements[2].types, sqlRemaining)
+	f.prepare("left", statements[3].types, sqlRemaining)
 	insert(1, unknown, `'unknown' || n % 7`)
 	insert(unknown+1, known, `'t'`)
 	f.exec(`ANALYZE {schema}.event_delivery`)
@@ -47,9 +47,9 @@ func TestClaimsWalkNoUnknownRows(t *testing.T) {
 		name, args string
 		most       int
 	}{
-		{"claim", `'g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, 40 * known},
+		{"claim", `'g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', false`, 40 * known},
 		{"left", `'g', '{a}', '{s}', '{2000-01-01}', false, E'{"\nt"}', '{}'`, 10},
-		{"claim", fmt.Sprintf(`'g', 'w', '1 min', %s, %s, 1000, 10, false, %s, 1000000000, %s, '{}'`, list(actions), list(streams), since, list(types)), 4500},
+		{"claim", fmt.Sprintf(`'g', 'w', '1 min', %s, %s, 1000, 10, false, %s, 1000000000, %s, '{}', false`, list(actions), list(streams), since, list(types)), 4500},
 		{"left", fmt.Sprintf(`'g', %s, %s, %s, false, %s, '{}'`, list(actions), list(streams), since, list(types)), 4500},
 	} {
 		f.inTx(func(tx pgx.Tx) {
@@ -59,7 +59,7 @@ func TestClaimsWalkNoUnknownRows(t *testing.T) {
 		})
 	}
 	f.inTx(func(tx pgx.Tx) {
-		tag, err := tx.Exec(t.Context(), `EXECUTE claim('g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}')`, pgx.QueryExecModeSimpleProtocol)
+		tag, err := tx.Exec(t.Context(), `EXECUTE claim('g', 'w', '1 min', '{a}', '{s}', 1000, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', false)`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(t, err)
 		require.EqualValues(t, known, tag.RowsAffected())
 	})

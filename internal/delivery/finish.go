@@ -14,7 +14,7 @@ import (
 
 // sqlFinish calls a function, because its decision needs several statements: it locks the keys, ends the
 // rows, and promotes in a later statement.
-const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
+const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1::text, $2::text, $3::bigint[], $4::bigint[], $5::bigint[])`
 
 // FinishIn marks rows as done in the transaction that has handled them, and promotes the rows behind them.
 // It returns the number of promoted rows. It returns -1 if the isolation level of the transaction forbids
@@ -102,14 +102,14 @@ func lost(err error) error {
 	return err
 }
 
-const sqlPromote = `SELECT {schema}.outbox_promote($1, $2, $3)`
+const sqlPromote = `SELECT {schema}.outbox_promote($1::text, $2::bigint[], $3::bigint[])`
 
 // sqlPromoteBehind promotes the rows behind rows that this transaction has released or ended. It uses a
 // floor only if this transaction has found the row with the same claim. Then the claim has survived, and
 // with it all earlier commits. Otherwise a crash of PostgreSQL may have forgotten both, and rows below the
 // floor may be open again.
 const sqlPromoteBehind = `
-SELECT {schema}.outbox_promote($1, $2, ARRAY(
+SELECT {schema}.outbox_promote($1::text, $2::bigint[], ARRAY(
        SELECT CASE WHEN (SELECT true FROM {schema}.event_delivery AS d WHERE d.id = u.id AND d.xmin = pg_current_xact_id()::xid) THEN u.floor ELSE 0 END
          FROM unnest($3::bigint[], $4::bigint[]) WITH ORDINALITY AS u (floor, id, n) ORDER BY u.n))`
 

@@ -23,7 +23,7 @@ type New struct {
 
 // sqlLock locks keys, and reads from which server and connection the floors of the next statement are.
 const sqlLock = `
-SELECT {schema}.outbox_lock_keys($1, $2), clock_timestamp(), pg_postmaster_start_time(),
+SELECT {schema}.outbox_lock_keys($1::text, $2::bigint[]), clock_timestamp(), pg_postmaster_start_time(),
        (SELECT backend_start FROM pg_stat_get_activity(pg_backend_pid()))`
 
 // sqlInsert inserts rows with the status that their keys permit. It checks each key once, before it inserts

@@ -193,7 +193,7 @@ func TestStepsDoNotDependOnEachOther(t *testing.T) {
 	t.Parallel()
 	k, _ := newOutageKeeper(t)
 	k.cfg.RetryDeadAfter = map[string]time.Duration{"x": time.Hour}
-	k.store.sqlRetryable = `SELECT 1/0 WHERE $1::text <> $2::text[]::text AND $3::interval[] IS NOT NULL AND $4::int > 0`
+	k.store.sqlRetryable = `SELECT 1/0 WHERE $1::text <> $2::text[]::text AND $3::interval[] IS NOT NULL AND $4::int > 0 AND $5::bool IS NOT NULL`
 	confirmed := 0
 	k.confirm = func(context.Context) error { confirmed++; return nil }
 	round := takeOverRound{clockChecks: 1}

@@ -92,7 +92,7 @@ SELECT DISTINCT o.routes, now() - max(o.kafka_at) OVER ()
 const sqlRemoveMember = `SELECT {schema}.outbox_remove_member($1::text, $2::text)`
 
 // sqlForgetMembers removes the rows of processes that have ended without removing them.
-const sqlForgetMembers = `SELECT {schema}.outbox_remove_member($1::text, NULL)`
+const sqlForgetMembers = `SELECT {schema}.outbox_remove_member($1::text, NULL::text)`
 
 // sqlHandledElsewhere asks whether another live process has a handler for an event type of a stream. A process whose
 // row is old counts, too, unless it has had time to renew the row: $4 says for how long.

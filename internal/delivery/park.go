@@ -257,11 +257,11 @@ func orEmpty(b []byte) []byte {
 
 // A function finds blocked subjects. PostgreSQL would plan the query anew each time, which takes twenty times as long.
 const (
-	sqlBlocked = `SELECT {schema}.outbox_blocked($1, $2, $3, $4, $5)`
+	sqlBlocked = `SELECT {schema}.outbox_blocked($1::text, $2::text[], $3::bigint[], $4::bytea[], $5::timestamptz)`
 	// sqlBlockedFromNow first locks the numbers $5. Then it includes rows that are DONE since the transaction began.
 	// It returns NULL if the transaction cannot see what is committed.
 	sqlBlockedFromNow = `
-SELECT CASE WHEN {schema}.outbox_lock_keys_shared($1, $5) THEN {schema}.outbox_blocked($1, $2, $3, $4, NULL::timestamptz) END`
+SELECT CASE WHEN {schema}.outbox_lock_keys_shared($1::text, $5::bigint[]) THEN {schema}.outbox_blocked($1::text, $2::text[], $3::bigint[], $4::bytea[], NULL::timestamptz) END`
 	// sqlBegun returns when the transaction has begun, in microseconds since 1970: a number has no DateStyle.
 	sqlBegun = `SELECT (extract(epoch FROM now()) * 1000000::numeric)::bigint`
 )

@@ -94,10 +94,12 @@ var statements = []struct {
 	first, args      string // on the first day, and over many rows
 	most             int    // buffers
 }{
-	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, text[], bigint[]", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, 900},
-	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, text[], bigint[]", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}'`, 30},
+	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, text[], bigint[], bool", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', false`, 900},
+	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, text[], bigint[], bool", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', false`, 30},
+	{"claim fresh suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, text[], bigint[], bool", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', true`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', true`, 30},
 	{"left", "text, text[], text[], timestamptz[], bool, text[], bigint[]", sqlRemaining, `'g', '{a}', '{s}', '{2000-01-01}', false, E'{"\nt"}', '{}'`, `'g', '{a}', '{s}', '{2000-01-01}', false, E'{"\nt"}', '{}'`, 60},
 	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz, timestamptz, bigint", sqlInsert,
 		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now(), now(), 1000000000`,
@@ -233,7 +235,7 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 	var ids []int64
 	keys := "" // keys of the claimed rows
 	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
-		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}')`, pgx.QueryExecModeSimpleProtocol)
+		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, E'{"\nt"}', '{}', false)`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(f, err)
 		ids, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (id int64, err error) {
 			values, err := row.Values()

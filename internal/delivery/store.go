@@ -46,7 +46,7 @@ type Store struct {
 	sqlPark, sqlBlockedFromNow, sqlBlocked, sqlFollowers, sqlReplayed, sqlYieldHead, sqlRetryable, sqlRetryDead, sqlStrip string
 	sqlPassIDs, sqlCheck, sqlCheckRecords, sqlSaveSuccesses, sqlWitness, sqlWaitsFor                                      string
 	sqlRenewMember, sqlRemoveMember, sqlHandledElsewhere, sqlUnhandled, sqlForgetMembers                                  string
-	sqlTakeDeadLetter, sqlDeadLetterTried, sqlDueAgain, sqlReleaseFree, sqlClaimFresh                                     string
+	sqlTakeDeadLetter, sqlDeadLetterTried, sqlDueAgain, sqlReleaseFree                                                    string
 }
 
 // NewStore returns a store for the deliveries of a group. Process is the name of this process, and lease
@@ -59,7 +59,7 @@ func NewStore(db *pgxpool.Pool, schema, group, process string, lease time.Durati
 		// No row comes late here, because leases expire long after they are written.
 		expiring: scanBounds[struct{}]{share: 100, rare: 10 * time.Minute},
 
-		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlClaimFresh: in(sqlClaimFresh), sqlRemaining: in(sqlRemaining), sqlReadPayload: in(sqlReadPayload),
+		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlRemaining: in(sqlRemaining), sqlReadPayload: in(sqlReadPayload),
 		sqlOwn: in(sqlOwn), sqlOthers: in(sqlOthers), sqlBegin: in(sqlBegin), sqlRenew: in(sqlRenew), sqlExpired: in(sqlExpired),
 		sqlTakeOver: in(sqlTakeOver), sqlFinish: in(sqlFinish), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows),
 		sqlFail: in(sqlFail), sqlRelease: in(sqlRelease), sqlReleaseFree: in(sqlReleaseFree), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless),

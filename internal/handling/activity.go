@@ -196,7 +196,7 @@ func (a *Activity) CutOff() {
 	switch {
 	case a.conn == nil:
 	case a.ends:
-		a.conn.Leave()
+		a.conn.Detach()
 	default:
 		a.conn.Cut()
 	}

@@ -204,7 +204,7 @@ SELECT {schema}.outbox_remove_handled(ARRAY(
         CROSS JOIN LATERAL (
               SELECT ctid, event_source FROM {schema}.event_handled
                WHERE consumer_group = $1 AND aggregate_type = k.t AND aggregate_id = k.i AND action = k.a OFFSET 0) AS h
-        WHERE coalesce(h.event_source, '') = k.s), 'infinity')`
+        WHERE coalesce(h.event_source, '') = k.s), 'infinity'::timestamptz)`
 
 // unmarkAll deletes the notes of keys that were not handled.
 func (s *Notes) unmarkAll(ctx context.Context, tx pgx.Tx, keys map[NoteKey]bool) error {

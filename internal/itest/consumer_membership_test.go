@@ -455,7 +455,7 @@ func TestExpelledMember(t *testing.T) {
 	require.Eventually(t, func() bool { return at() == 100 }, testenv.Patience, 10*time.Millisecond)
 	close(goOn)
 	require.Eventually(t, func() bool { // on a slow machine a heartbeat has told it before, and it has joined again
-		return at() < 100 || strings.Contains(log.String(), "offsets of revoked partitions not committed") || strings.Contains(log.String(), "fetching works again")
+		return at() < 100 || strings.Contains(log.String(), "offsets of revoked partitions not committed") || strings.Contains(log.String(), "which joins it again")
 	}, testenv.Patience, time.Millisecond)
 	require.EqualValues(t, 100, at())
 }

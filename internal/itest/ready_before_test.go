@@ -161,7 +161,7 @@ func (s *consumerFixture) requireWrong(t *testing.T, w *wrongStart, what, class,
 	for time.Since(began) < within {
 		code, body := ask(outboxhttp.Ready(parts...))
 		if ready && code != http.StatusOK {
-			require.Contains(t, body, "PostgreSQL has not answered yet")
+			require.Regexp(t, "PostgreSQL has not answered yet|its handlers are not stored yet", body)
 		} else if !ready {
 			require.Equal(t, http.StatusServiceUnavailable, code, body)
 		}

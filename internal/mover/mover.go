@@ -224,7 +224,7 @@ type look struct {
 
 const sqlMoveDue = `
 SELECT moved, rejected, blocked, blocked_at, more, lowest, next_in, late, took, problem
-  FROM {schema}.outbox_move_due($1, $2)`
+  FROM {schema}.outbox_move_due($1::timestamptz, $2::text[])`
 
 // look looks once for what is due from a time on, or at all if it is zero.
 func (m *Mover) look(ctx context.Context, start time.Time, passed []string) (l look, err error) {

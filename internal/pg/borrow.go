@@ -77,9 +77,9 @@ func (b *Borrowed) Cut() {
 	_ = b.PgConn().Conn().Close()
 }
 
-// Leave takes the connection out of the pool, which no longer counts it and can be closed. A statement under way goes
+// Detach takes the connection out of the pool, which no longer counts it and can be closed. A statement under way goes
 // on. Return closes the connection.
-func (b *Borrowed) Leave() {
+func (b *Borrowed) Detach() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.pooled != nil {

@@ -64,8 +64,8 @@ type Relay struct {
 	health        *healthState
 	contact       *kafka.Contact
 
-	// An outage may last longer than a lease, so these logs are the relay's and not the session's. Those of the retrier end
-	// with the lease: another process tries what it has tried.
+	// An outage may last longer than a lease, so these logs are the relay's and not the session's. Those of the retrier
+	// end with the lease: another process tries what it has tried.
 	postgresOutage   *outage.Log
 	kafkaOutage      *outage.Log // of the session, and of contact
 	retryOutage      *outage.Log // only the retrier, of PostgreSQL

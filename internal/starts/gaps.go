@@ -147,7 +147,7 @@ WITH read AS (
      WHERE g.consumer_group = $1 AND g.topic = p.topic AND g.topic_id = p.id AND g.partition = p.number
        AND g.action = p.action AND g.event_type = p.event_type AND g.version = p.version AND p.at < $7::bigint
 )
-SELECT {schema}.outbox_remove_gaps($1, pg_catalog.array_agg(topic), pg_catalog.array_agg(id), pg_catalog.array_agg(number),
+SELECT {schema}.outbox_remove_gaps($1::text, pg_catalog.array_agg(topic), pg_catalog.array_agg(id), pg_catalog.array_agg(number),
        pg_catalog.array_agg(action), pg_catalog.array_agg(event_type), pg_catalog.array_agg(version))
   FROM read WHERE at >= $7::bigint`
 

@@ -134,7 +134,7 @@ WITH listed AS (
       FROM listed AS l JOIN unnest($4::text[], $5::int[], $6::bigint[], $7::bigint[]) AS p (topic, number, start, position) ON p.topic = l.topic
         ON CONFLICT (consumer_group, topic, topic_id, partition) DO NOTHING
 )
-SELECT {schema}.outbox_remove_topics($1, pg_catalog.array_agg(topic), pg_catalog.array_agg(topic_id)) FROM listed`
+SELECT {schema}.outbox_remove_topics($1::text, pg_catalog.array_agg(topic), pg_catalog.array_agg(topic_id)) FROM listed`
 
 // list lists topics, all in one transaction, unless another member was faster. One that
 // does not exist has neither an id nor partitions.
