@@ -116,8 +116,11 @@ func TestReadyRefused(t *testing.T) {
 	require.NoError(t, err)
 	testenv.Run(t, relay.Run)
 	testenv.Run(t, consumer.Run)
-	health := awaitHealth(t, relay, true, false, "Kafka does not serve this process")
-	require.Equal(t, "refused_login", health.Outages[0].Class)
+	awaitHealth(t, relay, true, false, "Kafka does not serve this process")
+	require.Eventually(t, func() bool {
+		h := relay.Health()
+		return len(h.Outages) == 1 && h.Outages[0].Class == "refused_login"
+	}, testenv.Patience, time.Millisecond)
 	requireNoWork(t, consumer, "Kafka does not serve this process")
 	require.Eventually(t, func() bool {
 		h := consumer.Health()
