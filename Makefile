@@ -65,16 +65,16 @@ observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ob
 # them at once some would be late on two processors.
 .PHONY: test
 test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test before each commit, within 10 minutes, on a real PostgreSQL and a real Kafka (ARGS=-short: what needs only Go, git and gcc)
-	@OUTBOX_TEST_QUICK=1 $(RUN) bash -ec 'eval "exec bin/testall $(filter-out $(LEFT),$(TESTED)) -left $(LEFT) -rest bin/rest -- -p 1 -parallel 4 -timeout 20m $$ARGS"'
+	@OUTBOX_TEST_QUICK=1 $(RUN) bash -ec 'eval "exec bin/testall $(filter-out $(LEFT),$(TESTED)) -left $(LEFT) -rest bin/rest -- -p 1 -parallel 4 -timeout 30m $$ARGS"'
 
 .PHONY: test-all
 test-all: needs-$(if $(SHORT),short,test-all) $(SERVICES) bin/testall ## Test everything: with the race detector, faults, Debezium, a browser, the benchmark (ARGS=-short: as above)
-	@$(SERVICES) run $(USE) $(REGISTRY) -- bash -ec 'eval "exec bin/testall $(TESTED) -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
+	@$(SERVICES) run $(USE) $(REGISTRY) -- bash -ec 'eval "exec bin/testall $(TESTED) -- -p 1 -parallel 4 -race -timeout 30m $$ARGS"'
 
 .PHONY: test-rest
 test-rest: needs-test-all $(SERVICES) bin/testall ## Test what the last make test left, with the race detector
 	@[ -e bin/rest ] || { echo "make test says what is left, and has not ended here" >&2; exit 2; }
-	@$(SERVICES) run $(USE) $(REGISTRY) -- bash -ec 'eval "exec bin/testall -only bin/rest -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
+	@$(SERVICES) run $(USE) $(REGISTRY) -- bash -ec 'eval "exec bin/testall -only bin/rest -- -p 1 -parallel 4 -race -timeout 30m $$ARGS"'
 
 .PHONY: test-peers
 test-peers: needs-bench-peers $(SERVICES) bin/testall ## Test the benchmark beside other libraries, with all of these
