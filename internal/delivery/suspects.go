@@ -54,7 +54,8 @@ func (s *claimedSet) noteBegun(r Ref) {
 // claimSuspect claims a single suspect, if this process may have one more. It reports whether there may be other ones,
 // which wait until this one is handled or takes long.
 func (d *Dispatcher) claimSuspect(ctx context.Context, k *LaneKind) (more bool, err error) {
-	now, rows := time.Now(), 0
+	now := time.Now()
+	var rows int
 	switch d.Claimed.roomForSuspects() {
 	case anySuspects:
 		rows, err = d.claim(ctx, k, claimRequest{pairs: d.claimablePairs(k), limit: 1, suspects: anySuspects})

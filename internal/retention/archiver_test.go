@@ -69,7 +69,7 @@ func TestArchiveMissesNothing(t *testing.T) {
 				_, err = a.CleanOutbox(ctx)
 				require.NoError(t, err)
 				require.NotEmpty(t, archived)
-				all := append(archived, d.IDs(t, "outbox")...)
+				all := slices.Concat(archived, d.IDs(t, "outbox"))
 				slices.Sort(all)
 				require.Equal(t, recorded, slices.Compact(all))
 			})
