@@ -25,7 +25,7 @@ type (
 	}
 	quotes[T any] struct {
 		happened
-		Value T `json:"value,string"`
+		Value T `json:"value,string"` //nolint:staticcheck // it quotes nothing but numbers, texts and booleans
 	}
 )
 
